@@ -40,7 +40,7 @@ from jax_ub._src.runtime.registry import CommOverlap, CommOverlapP2P
 if TYPE_CHECKING:
     from jax_ub import flax, ops
     from jax_ub._src.retrofit.dot_general import dot_general
-    from jax_ub._src.retrofit.overlap import overlap, overlapped
+    from jax_ub._src.retrofit.nnx_overlap import overlap, overlapped
     from jax_ub._src.runtime.memory import MemoryReport, memory_report
     from jax_ub._src.tools.explain.program import explain
     from jax_ub._src.tools.trace.recorder import trace
@@ -86,8 +86,8 @@ _LAZY_NAMES = {
     "dot_general": "jax_ub._src.retrofit.dot_general",
     "explain": "jax_ub._src.tools.explain.program",
     "memory_report": "jax_ub._src.runtime.memory",
-    "overlap": "jax_ub._src.retrofit.overlap",
-    "overlapped": "jax_ub._src.retrofit.overlap",
+    "overlap": "jax_ub._src.retrofit.nnx_overlap",
+    "overlapped": "jax_ub._src.retrofit.nnx_overlap",
     "trace": "jax_ub._src.tools.trace.recorder",
 }
 # Modules of release 0.1 that are private now.

@@ -158,7 +158,7 @@ def nnx_layers():
         "TransformerLayer": ("mask", "positions", "deterministic"),
     }
     shared = [
-        *jax_ub._src.flax.linear.LinearOptions.__annotations__,
+        *jax_ub._src.flax.options.LinearOptions.__annotations__,
         *("ub_name", "parallel", "kernel_metadata", "preferred_element_type"),
         "num_heads",  # what a layer passes on is not for the caller to give again
     ]

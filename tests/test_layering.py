@@ -13,7 +13,7 @@ PACKAGE = ROOT / "jax_ub"
 SRC = PACKAGE / "_src"
 
 # The layers of jax_ub/_src, lowest first. A module may import its own layer and lower
-# ones. Layers of one row do not import each other, unless ALSO lists the pair.
+# ones. Layers of one row do not import each other.
 LAYERS = [
     {"_cpu", "_cuda"},
     {"errors", "tables", "dtypes"},
@@ -28,7 +28,6 @@ LAYERS = [
     {"ops", "retrofit", "flax"},
     {"tools"},
 ]
-ALSO = {("flax", "retrofit")}
 # Imported inside functions only, so that importing the library loads no tool.
 LAZY = {("ops", "tools")}
 # Tools that use the library as its users do.
@@ -84,7 +83,7 @@ def level(layer):
 def test_imports_point_down(path):
     own = layer_of(name_of(path))
     tree = ast.parse(path.read_text())
-    allowed = {own} | {other for layer, other in ALSO if layer == own}
+    allowed = {own}
     if own != "_src":
         allowed |= set().union(*LAYERS[: level(own)])
     at_import = ast.Module([s for s in tree.body if not _is_lazy(s)], [])

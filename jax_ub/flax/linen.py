@@ -1,11 +1,13 @@
 """Flax linen modules whose GEMMs overlap with collective communication."""
 
-from jax_ub._src.flax.linen.layer_norm_linear import LayerNormLinear
-from jax_ub._src.flax.linen.layer_norm_mlp import LayerNormMLP
-from jax_ub._src.flax.linen.linear import Linear
-from jax_ub._src.flax.linen.multi_head_attention import MultiHeadAttention
-from jax_ub._src.flax.linen.overlap import Overlap
-from jax_ub._src.flax.linen.transformer_layer import TransformerLayer
+from jax_ub._src.flax.linen_layers import (
+    LayerNormLinear,
+    LayerNormMLP,
+    MultiHeadAttention,
+)
+from jax_ub._src.flax.linen_linear import Linear
+from jax_ub._src.flax.linen_transformer import TransformerLayer
+from jax_ub._src.retrofit.linen_overlap import Overlap
 
 __all__ = [
     "LayerNormLinear",

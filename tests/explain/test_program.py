@@ -199,7 +199,8 @@ def test_redundant_work_of_ranks_is_noted(method):
             "column", ub_name="up", method=method, data_axes=data_axes
         )
         step = jax.grad(
-            lambda w, x: (sharded_linear(sharding_layout, x, w) ** 2).sum(), (0, 1)
+            lambda w, x: (sharded_linear(sharding_layout, x, (w,))[0] ** 2).sum(),
+            (0, 1),
         )
         ub.fallbacks(clear=True)
         with jax.set_mesh(mesh):

@@ -113,8 +113,8 @@ def test_a_layer_with_a_dot_general_of_its_own_is_refused():
 
     x = normal(0, (4, 8, 16))
     text = (
-        "overlap: the layer '' has a dot_general of its own, <function .*. Leave the "
-        "layer alone: {'': None, ...}."
+        "overlap: the layer '' has a custom dot_general, <function .*. "
+        "Exclude the layer: {'': None, ...}."
     )
     for own in ({"dot_general": rounded}, {"dot_general_cls": lambda: rounded}):
         layer = nn.Dense(32, **own)
@@ -129,7 +129,12 @@ def test_a_layer_with_a_dot_general_of_its_own_is_refused():
 @pytest.mark.parametrize(
     ("rules", "options", "error", "text"),
     [
-        ({"up(": "column"}, {}, "UnknownNameError", "'up(' is no regular expression"),
+        (
+            {"up(": "column"},
+            {},
+            "UnknownNameError",
+            "'up(' is not a regular expression",
+        ),
         ({"up": "col"}, {}, "UnknownNameError", "'col' is not a way to shard a kernel"),
         ({}, {"method": "drect"}, "UnknownNameError", "method = 'drect'"),
         ({}, {"mesh": "tp"}, "ShapeContractError", "mesh = 'tp' is of type str"),

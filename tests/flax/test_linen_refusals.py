@@ -16,8 +16,8 @@ REFUSED = {
     "row": (
         linen.LayerNormLinear(32, parallel="rs"),
         UnsupportedOverlapError,
-        'LayerNormLinear: parallel = "row" shards the features, which a norm needs '
-        'whole. Use parallel="column", or a norm of its own before',
+        'LayerNormLinear: parallel = "row" shards the features, but a norm needs all '
+        'features of a token. Use parallel="column", or a separate norm before',
     ),
     "norm": (
         linen.LayerNormLinear(32, normalization="RMSNrm"),
@@ -37,17 +37,17 @@ REFUSED = {
     "groups": (
         linen.MultiHeadAttention(4, num_kv_heads=3),
         ShapeContractError,
-        "MultiHeadAttention: num_heads = 4 is no multiple of num_kv_heads = 3.",
+        "MultiHeadAttention: num_heads = 4 is not a multiple of num_kv_heads = 3.",
     ),
     "features of heads": (
         linen.MultiHeadAttention(4, 18),
         ShapeContractError,
-        "qkv_features = 18 is no multiple of num_heads = 4. Give qkv_features = 20.",
+        "qkv_features = 18 is not a multiple of num_heads = 4. Use qkv_features = 20.",
     ),
     "odd heads": (
         linen.TransformerLayer(16, 32, 4, kv_channels=3, rotary_base=10.0),
         ShapeContractError,
-        "rotary embeddings take features in pairs. Give qkv_features = 16.",
+        "rotary embeddings rotate pairs of features. Use qkv_features = 16.",
     ),
     "heads of ranks": (
         linen.MultiHeadAttention(4, num_kv_heads=1),
@@ -58,7 +58,7 @@ REFUSED = {
     "features": (
         linen.LayerNormMLP(32, 32),
         ShapeContractError,
-        "LayerNormMLP: inputs have shape (4, 8, 16), but the norm is for 32 features.",
+        "LayerNormMLP: inputs have shape (4, 8, 16), but the norm has 32 features.",
     ),
     "axes": (
         linen.Linear(4, axis=(0, 2)),
@@ -69,8 +69,8 @@ REFUSED = {
     "features of a layer": (
         linen.TransformerLayer(18, 32, 4),
         ShapeContractError,
-        "TransformerLayer: hidden_size = 18 is no multiple of num_attention_heads = 4. "
-        "Give hidden_size = 20, or kv_channels, the features of a head.",
+        "TransformerLayer: hidden_size = 18 is not a multiple of num_attention_heads = "
+        "4. Use hidden_size = 20, or pass kv_channels, the number of features of a ",
     ),
     "no heads": (
         linen.MultiHeadAttention(0),
@@ -80,7 +80,7 @@ REFUSED = {
     "function": (
         linen.MultiHeadAttention(4, attention_fn="cudnn"),
         UnknownNameError,
-        "attention: attention_fn = 'cudnn' is no function. Pass one, for example",
+        "attention: attention_fn = 'cudnn' is not callable. Pass a function, for ",
     ),
     "no groups": (
         linen.MultiHeadAttention(4, num_kv_heads=0),
@@ -164,7 +164,7 @@ def test_inputs_without_features_are_refused():
 def test_rotary_embeddings_of_other_inputs_are_refused():
     layer = linen.MultiHeadAttention(4, rotary_base=10.0)
     with pytest.raises(
-        UnsupportedOverlapError, match="rotary_base with inputs_k that are not inputs_q"
+        UnsupportedOverlapError, match="rotary_base is given, but inputs_k differ"
     ):
         layer.init(jax.random.key(0), jnp.ones(X), jnp.ones((4, 3, 16)))
 

@@ -12,7 +12,7 @@ from flax_models import assert_trees_close, away_from_initial, mesh_of
 from operands import normal
 
 import jax_ub.flax
-from jax_ub._src.flax.linear import LinearOptions
+from jax_ub._src.flax.options import LinearOptions
 from jax_ub.flax import linen
 
 X = (4, 8, 16)

@@ -12,8 +12,7 @@ from operands import assert_equal, normal
 from programs import calls, collectives, compiled_text
 
 import jax_ub as ub
-from jax_ub._src.flax.core_attention import CoreAttention
-from jax_ub._src.flax.rotary import rotate
+from jax_ub._src.flax.core_attention import CoreAttention, rotate
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub.flax import MainGrad, MultiHeadAttention
 
@@ -262,8 +261,11 @@ def test_a_main_grad_of_heads_in_two_calls_is_refused():
 
 
 REFUSALS = [
-    ({"num_kv_heads": 3}, r"num_heads = 4 is no multiple of num_kv_heads = 3.*= 6"),
-    ({"qkv_features": 18}, r"qkv_features = 18 is no multiple of num_heads = 4.*= 20"),
+    ({"num_kv_heads": 3}, r"num_heads = 4 is not a multiple of num_kv_heads = 3.*= 6"),
+    (
+        {"qkv_features": 18},
+        r"qkv_features = 18 is not a multiple of num_heads = 4.*= 20",
+    ),
     ({"qkv_features": 12, "rotary_base": 1e4}, r"heads of 3 features.*pairs.*= 16"),
     ({"num_kv_heads": 2}, r"num_kv_heads = 2 does not divide into the 4 ranks.*Use 4"),
 ]

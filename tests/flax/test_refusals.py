@@ -129,14 +129,14 @@ def transformer(*sizes, **options):
         (
             lambda: attention(attention_fn="cudnn"),
             UnknownNameError,
-            "attention: attention_fn = 'cudnn' is no function. Pass one, for example "
-            'functools.partial(jax.nn.dot_product_attention, implementation="cudnn")',
+            "attention: attention_fn = 'cudnn' is not callable. Pass a function, for "
+            "example functools.partial(jax.nn.dot_product_attention, implementation=",
         ),
         (
             lambda: transformer(18, 32, 4),
             ShapeContractError,
-            "TransformerLayer: hidden_size = 18 is no multiple of num_attention_heads "
-            "= 4. Give hidden_size = 20, or kv_channels, the features of a head.",
+            "TransformerLayer: hidden_size = 18 is not a multiple of "
+            "num_attention_heads = 4. Use hidden_size = 20, or pass kv_channels, the ",
         ),
         (
             lambda: transformer(16, 32, 0),
@@ -325,10 +325,10 @@ def test_a_residual_that_does_not_fit_is_refused(outs, parallel, shape, text):
 
 def test_a_call_without_a_mesh_says_where_it_takes_one_from():
     text = (
-        "linear(parallel='column'): no mesh is known here: none was given, "
-        "jax.set_mesh has set none (`with mesh:` does not), and the kernel shows none. "
-        "Call it under jax.set_mesh(mesh), pass mesh=, or call it inside jax.shard_map "
-        "over 'tp'."
+        "linear(parallel='column'): no mesh is known here: mesh= is not given, "
+        "jax.set_mesh has set none (`with mesh:` does not), and the kernel is not "
+        "sharded over one. Call the layer under jax.set_mesh(mesh), pass mesh=, or "
+        "call it inside jax.shard_map over 'tp'."
     )
     with pytest.raises(ShapeContractError, match=re.escape(text)):
         layer()(jnp.ones((8, 16)))

@@ -168,7 +168,7 @@ def test_a_method_may_be_named_for_the_whole_model():
             "auto",
             ub.errors.ShapeContractError,
             "overlap: none of the model's 9 linear layers has a kernel sharded over "
-            "'tp', so that rules=\"auto\" finds nothing to do. Shard the kernels "
+            "'tp', so rules=\"auto\" selects no layer. Shard the kernels "
             "first, or pass rules={'attention.key': \"column\", ...}.",
         ),
         (
@@ -185,7 +185,7 @@ def test_a_method_may_be_named_for_the_whole_model():
         (
             {"up(": "column"},
             ub.errors.UnknownNameError,
-            "overlap: the rule 'up(' is no regular expression: missing )",
+            "overlap: the rule 'up(' is not a regular expression: missing )",
         ),
     ],
 )
@@ -203,7 +203,7 @@ def test_rules_that_find_nothing_are_refused(rules, error, text):
     ],
 )
 def test_a_model_without_linear_layers_is_refused(make, kind):
-    text = rf"of type {kind}, has no nnx.Linear.*linen's layers take dot_general="
+    text = rf"of type {kind}, has no nnx.Linear.*Layers of linen take dot_general="
     with pytest.raises(ub.errors.ShapeContractError, match=text):
         ub.overlap(make(), {".*": "column"})
 
@@ -231,8 +231,8 @@ def test_a_layer_keeps_a_dot_general_of_its_own():
     assert model.up.dot_general is rounded
     note = ub.fallbacks()[-1]
     assert note.label == "overlap('up')"
-    assert "the layer has a dot_general of its own, <function" in note.reason
-    text = r"'up' has a dot_general of its own, <function.*lax.dot_general first, or "
+    assert "the layer has a custom dot_general, <function" in note.reason
+    text = r"'up' has a custom dot_general, <function.*lax.dot_general first, or "
     with pytest.raises(ub.errors.UnsupportedOverlapError, match=text):
         ub.overlap(model, {"down": "row", "up": "column"})
     ub.overlap(model, {"up": None, ".*": "row"})
@@ -352,13 +352,13 @@ def test_einsums_that_are_no_dense_layers_are_left_alone():
         model = ub.overlap(Experts())
     assert ub.overlapped(model) == {"row": "row"}
     notes = {note.label: note.reason for note in ub.fallbacks()[-3:]}
-    equation = "the layer has einsum_str = {}, which is no dense layer's"
+    equation = "the layer has einsum_str = {}, which is not a dense layer"
     assert notes["overlap('batched')"] == equation.format("'TEK,EK->TE'")
     assert notes["overlap('repeated')"] == equation.format("'TK,KKN->TN'")
-    assert "an einsum_op of its own, <function" in notes["overlap('rounded')"]
+    assert "a custom einsum_op, <function" in notes["overlap('rounded')"]
     for path, text in (
-        ("batched", "'TEK,EK->TE', which is no dense layer's. Write one with each"),
-        ("rounded", "Set it to jax.numpy.einsum first, or leave the layer alone"),
+        ("batched", "'TEK,EK->TE', which is not a dense layer. Write one with each"),
+        ("rounded", "Set it to jax.numpy.einsum first, or exclude the layer"),
     ):
         with pytest.raises(ub.errors.UnsupportedOverlapError, match=re.escape(text)):
             ub.overlap(model, {path: "column"})
@@ -372,9 +372,9 @@ def test_an_equation_that_a_call_brings_must_be_a_dense_layer_s_too():
         assert_trees_close(model[0](x, "TK,NK->TN"), x @ layer.kernel[...].T)
         y = model[0](x, "TK,TK->T")
         assert_trees_close(y, jnp.sum(x * layer.kernel[...], axis=1))
-        assert ub.fallbacks()[-1].reason == "'TK,TK->T' is no dense layer's"
+        assert ub.fallbacks()[-1].reason == "'TK,TK->T' is not a dense layer"
         ub.overlap(model, {"0": "column"}, method="direct")
-        text = "'TK,TK->T' is no dense layer's. Call the layer with each label in two"
+        text = "'TK,TK->T' is not a dense layer. Call the layer with each label in two"
         with pytest.raises(ub.errors.UnsupportedOverlapError, match=re.escape(text)):
             model[0](x, "TK,TK->T")
 
@@ -392,6 +392,6 @@ def test_an_einsum_lays_its_result_out_where_it_cannot_be_overlapped_either():
 
 def test_an_einsum_of_other_dimensions_says_so():
     model = ub.overlap(Heads(), HEADS)
-    text = "x (8, 16) and kernel (4, 16, 8) have other numbers of dimensions than in"
+    text = "x (8, 16) and kernel (4, 16, 8) do not have the dimensions of"
     with pytest.raises(ub.errors.ShapeContractError, match=re.escape(text)):
         model.query(jnp.ones((8, 16)))

@@ -1,37 +1,36 @@
-"""Dot-product attention without projections, on each rank's own heads."""
+"""Attention of each rank's heads, rotary embeddings, and dropout of sharded arrays."""
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_ub._src import checks as shapes
+from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, shown
-from jax_ub._src.flax.dropout import per_device_key, varying_axes
-from jax_ub._src.flax.rotary import rotate
+from jax_ub._src.reference import with_rank
 from jax_ub._src.sharding.layout import ShardingLayout
-from jax_ub._src.sharding.sharded_linear import (
+from jax_ub._src.sharding.specs import (
     batch_axes,
+    free_axes,
     nontrivial_axes,
-    shard_map_operands,
+    reshard,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class CoreAttention:
-    """Attention of queries, keys and values, on each rank's own heads.
+    """Attention of queries, keys and values, whose heads are sharded over the ranks.
 
-    It does not communicate.
-
-    With global arrays it runs in its own `jax.shard_map`, on each rank's heads and
-    sequences. Inside the caller's `jax.shard_map` its arguments are this rank's shards.
+    Each rank computes its heads and sequences, without communication. Global arrays are
+    sharded by a `jax.shard_map`; inside the caller's, the arguments are shards.
 
     Attributes:
         sharding_layout: the sharding layout of the projections. If its `parallel` is
@@ -59,16 +58,15 @@ class CoreAttention:
     broadcast_dropout: bool = True
 
     def __post_init__(self):
-        """Checks that `attention_fn` is None or a callable."""
         if self.attention_fn is not None and not callable(self.attention_fn):
             raise UnknownNameError(
-                f"attention: attention_fn = {shown(self.attention_fn)} is no function. "
-                "Pass one, for example functools.partial(jax.nn.dot_product_attention, "
-                'implementation="cudnn").'
+                f"attention: attention_fn = {shown(self.attention_fn)} is not "
+                "callable. Pass a function, for example functools.partial("
+                'jax.nn.dot_product_attention, implementation="cudnn").'
             )
 
     def check_heads(self, num_heads: int, num_kv_heads: int, *arrays) -> None:
-        """Checks that the number of ranks divides the numbers of heads.
+        """Raises an error if the number of ranks does not divide the numbers of heads.
 
         Does nothing if the mesh is unknown.
 
@@ -76,28 +74,18 @@ class CoreAttention:
             num_heads: the global number of query heads.
             num_kv_heads: the global number of key and value heads.
             *arrays: arrays whose sharding may contain the mesh.
-
-        Raises:
-            ShapeContractError: if the number of ranks does not divide a number of
-                heads.
         """
-        mesh = (
-            None
-            if self.sharding_layout.is_local()
-            else self.sharding_layout.find_mesh(*arrays)
-        )
+        mesh = self.sharding_layout.global_mesh(*arrays)
         if mesh is None:
             return
-        axis_name, num_ranks = (
-            self.sharding_layout.axis_name,
-            self.sharding_layout.axis_size(mesh),
-        )
+        num_ranks = self.sharding_layout.axis_size(mesh)
         for name, num in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
             if num % num_ranks:
                 raise ShapeContractError(
                     f"attention: {name} = {num} does not divide into the {num_ranks} "
-                    f"ranks of mesh axis {shown(axis_name)}, which have whole heads. "
-                    f"Use {-(-num // num_ranks) * num_ranks}, or fewer ranks."
+                    f"ranks of mesh axis {shown(self.sharding_layout.axis_name)}, "
+                    "which have whole heads. Use "
+                    f"{-(-num // num_ranks) * num_ranks}, or fewer ranks."
                 )
 
     def __call__(
@@ -128,25 +116,20 @@ class CoreAttention:
         *lead, num_tokens, num_heads, _ = q.shape
         if mask is not None:
             whole = (*lead, num_heads, num_tokens, k.shape[-3])
-            mask = _fitted("mask", mask, whole).astype(bool)
+            mask = _broadcastable("mask", mask, whole).astype(bool)
         if positions is not None:
-            positions = _fitted("positions", positions, (*lead, num_tokens))
+            positions = _broadcastable("positions", positions, (*lead, num_tokens))
         operands = (q, k, v, mask, positions, dropout_key)
-        mesh = (
-            None
-            if self.sharding_layout.is_local()
-            else self.sharding_layout.find_mesh(q)
-        )
-        if mesh is None or shapes.has_symbolic_sizes(q):
+        mesh = self.sharding_layout.global_mesh(q)
+        if mesh is None or checks.has_symbolic_sizes(q):
             return self.attend(varying_axes(q), *operands)
         return _on_mesh(self, mesh, *operands)
 
     def attend(self, axes, q, k, v, mask, positions, dropout_key) -> jax.Array:
-        """Computes attention of one rank's shards of queries, keys and values.
+        """Computes attention of one rank's shards; `__call__` documents the operands.
 
-        `axes` are the mesh axes whose ranks have different heads or sequences. Each
-        rank along them draws its own dropout mask. `__call__` documents the other
-        arguments.
+        `axes` are the mesh axes whose ranks have different heads or sequences, and so
+        draw different dropout masks.
         """
         if self.rotary_base is not None:
             if positions is None:
@@ -163,7 +146,7 @@ class CoreAttention:
             y = attention_fn(q, k, v, mask=mask, is_causal=self.is_causal)
         else:
             y = self._attend_and_drop(axes, q, k, v, mask, dropout_key)
-        if not shapes.is_array(y) or y.shape[:-1] != q.shape[:-1]:
+        if not checks.is_array(y) or y.shape[:-1] != q.shape[:-1]:
             raise ShapeContractError(
                 f"attention: attention_fn returned {shown(y)} for queries of shape "
                 f"{q.shape}. Return [batch, tokens, heads, head_dim]."
@@ -194,53 +177,117 @@ def _on_mesh(core, mesh, *operands):
     the tensor-parallel axes and the leading batch axis over the data axes.
     """
     q, _, _, mask, positions, _ = operands
-    sharding_layout = core.sharding_layout
-    data_axes = batch_axes(sharding_layout, mesh, q) if q.ndim > 3 else ()
+    layout = core.sharding_layout
+    data_axes = batch_axes(layout, mesh, q) if q.ndim > 3 else ()
     lead = [data_axes or None, *[None] * (q.ndim - 4)] if q.ndim > 3 else []
-    axis_name = None if sharding_layout.parallel is None else sharding_layout.axis_name
+    axis_name = None if layout.parallel is None else layout.axis_name
     heads = P(*lead, None, axis_name, None)
     specs = (
         *(heads,) * 3,
-        _split(mask, (*lead, axis_name, None, None)),
-        _split(positions, (*lead, None)),
+        _broadcast_spec(mask, (*lead, axis_name, None, None)),
+        _broadcast_spec(positions, (*lead, None)),
         P(),
     )
-
     # All axes whose ranks have different sequences or heads. `varying_axes(q)` returns
     # the axes of the caller's shard_map, if there is one.
-    several = nontrivial_axes(mesh, data_axes)
-    own = () if sharding_layout.parallel is None else sharding_layout.axes
-    axes = {*varying_axes(q), *several, *own}
-
-    def local(*operands):
-        return core.attend(axes, *operands)
-
-    return shard_map_operands(local, mesh, specs, heads, *operands)
+    head_axes = () if layout.parallel is None else layout.axes
+    axes = {*varying_axes(q), *nontrivial_axes(mesh, data_axes), *head_axes}
+    attend = functools.partial(core.attend, axes)
+    return jax.shard_map(attend, in_specs=specs, out_specs=heads, **free_axes(mesh))(
+        *reshard(mesh, specs, operands)
+    )
 
 
-def _split(array, entries):
+def _broadcast_spec(array, entries):
     """Returns an array's `PartitionSpec`; leaves dimensions of size 1 unsharded.
 
     `entries` has the mesh axis of each dimension.
     """
     if array is None:
         return P()
-    shapes = zip(array.shape, entries, strict=True)
-    return P(*(entry if size > 1 else None for size, entry in shapes))
+    sizes = zip(array.shape, entries, strict=True)
+    return P(*(entry if size > 1 else None for size, entry in sizes))
 
 
-def _fitted(name, array, whole):
+def _broadcastable(name, array, whole):
     """Reshapes an array to the rank of `whole` by prepending dimensions of size 1.
 
     Raises:
         ShapeContractError: if the array cannot be broadcast to the shape `whole`.
     """
-    shapes.check_array("attention", name, array)
+    checks.check_array("attention", name, array)
     padded = (1,) * (len(whole) - array.ndim) + array.shape
     sizes = itertools.zip_longest(padded, whole)
     if any(size not in (1, full) for size, full in sizes):
         raise ShapeContractError(
             f"attention: {name} has shape {array.shape}, which does not broadcast to "
-            f"{whole}. Pass an array of that shape, with 1 where it is the same."
+            f"{whole}. Pass an array of that shape, with size 1 for equal entries."
         )
     return array.reshape(padded)
+
+
+def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
+    """Applies rotary position embeddings to queries or keys.
+
+    Rotates each pair of features i and i + D/2 by the angle `position * base**(-2i/D)`,
+    as in GPT-NeoX and Llama.
+
+    Args:
+        x: queries or keys, `[..., tokens, heads, D]`.
+        positions: `[..., tokens]`, or `[tokens]` for all sequences.
+        base: base of the angles. The slowest pair rotates by about one radian in `base`
+            tokens.
+
+    Returns:
+        The rotated array, with the shape and dtype of x. The rotation is in f32.
+
+    Source: RoFormer, https://arxiv.org/abs/2104.09864.
+    """
+    half = x.shape[-1] // 2
+    frequencies = float(base) ** -(jnp.arange(half, dtype=jnp.float32) / half)
+    positions = positions.astype(jnp.float32)[..., None, None]
+    angles = positions * with_rank(frequencies, positions.ndim)
+    cos, sin = (with_rank(f(angles), x.ndim) for f in (jnp.cos, jnp.sin))
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def varying_axes(array: jax.Array) -> frozenset[str]:
+    """Returns the manual mesh axes along which ranks may hold different data.
+
+    These are the varying axes in the array's type. Under `check_vma=False` the type of
+    an array does not contain them, so all manual axes are returned.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if any(_vma(lax.axis_index(axis_name)) for axis_name in manual):
+        return _vma(array)
+    return frozenset(manual)
+
+
+def _vma(array):
+    return jax.typeof(array).manual_axis_type.varying
+
+
+def per_device_key(key: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """Derives a PRNG key that differs between the ranks of `axes` from a shared key."""
+    for axis_name in sorted(axes):
+        key = jax.random.fold_in(key, lax.axis_index(axis_name))
+    return key
+
+
+def dropout(
+    y: jax.Array, rate: float, key: jax.Array, replicated_axes: Iterable[str] = ()
+) -> jax.Array:
+    """Applies dropout to a sharded array, with a separate mask for each shard.
+
+    Args:
+        y: the array.
+        rate: the probability of dropping an element.
+        key: PRNG key, the same on every rank.
+        replicated_axes: manual axes whose ranks have equal elements, even if the type
+            of `y` varies over them.
+    """
+    key = per_device_key(key, varying_axes(y).difference(replicated_axes))
+    # nnx.Dropout, because linen's Dropout does not support arrays on an explicit mesh.
+    return nnx.Dropout(rate, deterministic=False)(y, rngs=nnx.Rngs(dropout=key))

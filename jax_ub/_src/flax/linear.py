@@ -1,94 +1,51 @@
-"""Tensor-parallel `flax.nnx.Linear` and `flax.nnx.LinearGeneral`."""
+"""The nnx layer `Linear`, and `MainGrad`, its accumulator of gradients."""
 
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes, initializers
 
-from jax_ub._src import arguments, methods
-from jax_ub._src import checks as shapes
+from jax_ub._src import arguments, checks
 from jax_ub._src.config.flags import OverlapFlags
-from jax_ub._src.errors import UnknownArgumentError, nearest, shown
-from jax_ub._src.flax.main_grad import MainGrad
-from jax_ub._src.flax.together import multiply_promoted, read_sizes, sizes_of
+from jax_ub._src.flax.options import as_sizes, read_sizes
 from jax_ub._src.sharding.layout import ShardingLayout
-from jax_ub._src.sharding.sharded_linear import with_output_sharding
+from jax_ub._src.sharding.sharded_linear import sharded_linear, with_output_sharding
 
 default_kernel_init = initializers.lecun_normal()
 default_bias_init = initializers.zeros_init()
 
 
-class LinearOptions(TypedDict, total=False):
-    """The constructor arguments that a larger module passes to its `Linear` layers."""
+class MainGrad(nnx.Variable):
+    """An nnx variable that accumulates a kernel's gradient over microbatches, in f32.
 
-    use_bias: bool
-    dtype: Any
-    param_dtype: Any
-    precision: Any
-    kernel_init: Any
-    bias_init: Any
-    promote_dtype: Any
-    axis_name: str | tuple[str, ...]
-    mesh: jax.sharding.Mesh | None
-    data_axes: tuple[str, ...] | None
-    sequence_parallel: bool
-    method: str | None
-    main_grad: bool
-    fsdp_axes: tuple[str, ...] | str
-    ub_overlap_ag: bool | None
-    ub_overlap_rs: bool | None
-    ub_overlap_rs_dgrad: bool | None
-    ub_bulk_dgrad: bool | None
-    ub_bulk_wgrad: bool | None
+    Its cotangent is its new value, `main_grad + dw`, and the kernel's cotangent is
+    zero. This is Flax's "overwrite with gradient" convention.
+    """
 
 
-def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
-    """Checks the constructor arguments of a module that contains `Linear` layers.
+def with_main_grads(gradients: nnx.State, main_grads: nnx.State) -> nnx.State:
+    """Replaces each kernel's gradient by its accumulated gradient, for an optimizer.
 
     Args:
-        layer: the module's class, for error messages.
-        options: the arguments that the module passes to its linear layers.
-        **own: the other arguments of the module.
+        gradients: the gradients of the parameters. They are zero for kernels with a
+            `main_grad`.
+        main_grads: the model's `MainGrad` variables after the last microbatch.
 
-    Raises:
-        ShapeContractError: if an argument has the wrong type.
-        UnknownArgumentError: if an option is not in `LinearOptions`.
-        UnknownNameError: if the method is unknown, or a flag is not a bool.
-        ConfigurationError: if two flags, or a flag and the method, contradict each
-            other.
-        UnsupportedOverlapError: if a flag is True without sequence parallelism.
+    Returns:
+        `gradients`, with each `main_grad` as the gradient of its layer's `kernel`.
     """
-    op, known = layer.__name__, LinearOptions.__annotations__
-    for name in options:
-        if name not in known:
-            named = list(inspect.signature(layer).parameters)[:-1]
-            raise UnknownArgumentError(
-                f"{op}: it has no argument {shown(name)}. "
-                f"{nearest(name, [*named, *known])}"
-            )
-    arguments.check(op, **own, **options)
-    OverlapFlags.of(options).check(
-        op,
-        methods.resolve(op, options.get("method"), None),
-        sequence_parallel=options.get("sequence_parallel", True),
-    )
-
-
-def userbuffers_name(name: str, options: LinearOptions) -> str | None:
-    """Returns a layer's `ub_name`: `name` with sequence parallelism, else None.
-
-    The overlaps of Transformer Engine that have names are all-gathers and
-    reduce-scatters. Without sequence parallelism, the layers communicate by all-reduce.
-    """
-    return name if options.get("sequence_parallel", True) else None
+    flat = dict(nnx.to_flat_state(gradients))
+    for path, main_grad in nnx.to_flat_state(main_grads):
+        kernel = (*path[:-1], "kernel")
+        flat[kernel] = flat[kernel].replace(main_grad.get_value())
+    return nnx.from_flat_state(flat)
 
 
 class Linear(nnx.Module):
@@ -243,39 +200,36 @@ class Linear(nnx.Module):
                 ub_bulk_wgrad,
             ),
         )
-        ins = read_sizes(self.sharding_layout.op, "in_features", in_features)
-        outs = read_sizes(self.sharding_layout.op, "out_features", out_features)
-        known = self.sharding_layout.find_mesh()
+        layout = self.sharding_layout
+        ins = read_sizes(layout.op, "in_features", in_features)
+        outs = read_sizes(layout.op, "out_features", out_features)
+        known = layout.find_mesh()
         if known is not None:
-            self.sharding_layout.check_features((ins[0], outs[0]), known)
-        in_entry, out_entry = self.sharding_layout.kernel_spec
+            layout.check_features((ins[0], outs[0]), known)
+        in_entry, out_entry = layout.kernel_spec
         further = [None] * (len(outs) - 1)
         spec = (in_entry, *[None] * (len(ins) - 1), out_entry, *further)
-        shape = (*ins, *outs)
         # Initialized as a matrix, as in LinearGeneral: initial values depend only on
         # the numbers of inputs and outputs.
         flat = (math.prod(ins), math.prod(outs))
         kernel = kernel_init(rngs.params(), flat, param_dtype)
         kernel, kernel_metadata = _unboxed(kernel, kernel_metadata)
-        shapes.check_initial(self.sharding_layout.op, "kernel_init", kernel, flat)
-        kernel_metadata = _with_sharding(kernel_metadata, spec, self.sharding_layout)
-        self.kernel = _sharded(nnx.Param, kernel.reshape(shape), kernel_metadata)
-        self.sharding_layout.check_kernel_spec(
-            nnx.get_partition_spec(self.kernel).get_value(), len(ins)
-        )
+        checks.check_initial(layout.op, "kernel_init", kernel, flat)
+        kernel_metadata = _with_sharding(kernel_metadata, spec, layout)
+        self.kernel = _sharded(nnx.Param, kernel.reshape(*ins, *outs), kernel_metadata)
+        kernel_spec = nnx.get_partition_spec(self.kernel).get_value()
+        layout.check_kernel_spec(kernel_spec, len(ins))
         self.bias = nnx.data(None)
         if use_bias:
             bias = bias_init(rngs.params(), flat[1:], param_dtype)
             bias, bias_metadata = _unboxed(bias, bias_metadata)
-            shapes.check_initial(self.sharding_layout.op, "bias_init", bias, flat[1:])
-            bias_spec = (*self.sharding_layout.bias_spec, *further)
-            bias_metadata = _with_sharding(
-                bias_metadata, bias_spec, self.sharding_layout
-            )
+            checks.check_initial(layout.op, "bias_init", bias, flat[1:])
+            bias_spec = (*layout.bias_spec, *further)
+            bias_metadata = _with_sharding(bias_metadata, bias_spec, layout)
             self.bias = _sharded(nnx.Param, bias.reshape(outs), bias_metadata)
         self.main_grad = nnx.data(None)
         if main_grad:
-            accumulator = jnp.zeros(shape, jnp.float32)
+            accumulator = jnp.zeros((*ins, *outs), jnp.float32)
             self.main_grad = _sharded(MainGrad, accumulator, kernel_metadata)
 
         self.in_features = in_features
@@ -305,62 +259,61 @@ class Linear(nnx.Module):
             residual: array with the shape and the sharding of the result that is added
                 to it. A row layer adds it inside its fused call, before rounding.
         """
-        (y,) = call_together((self,), inputs, residual)
+        x, *parameters = self._operands(inputs)
+        (y,) = sharded_linear(
+            self._call_layout(),
+            x,
+            *((each,) for each in parameters),
+            num_in=len(as_sizes(self.in_features)),
+            residual=residual,
+            out_dtype=self.preferred_element_type,
+        )
         return with_output_sharding(y, out_sharding)
 
+    def _operands(self, inputs):
+        """Returns inputs, kernel and bias, cast to one dtype, and the main_grad."""
+        op = self.sharding_layout.op
+        checks.check_array(op, "x", inputs)
+        bias = None if self.bias is None else self.bias[...]
+        given = (inputs, self.kernel[...], bias)
+        promote = functools.partial(self.promote_dtype, given, dtype=self.dtype)
+        main_grad = None if self.main_grad is None else self.main_grad[...]
+        return *arguments.promoted(op, promote, given), main_grad
 
-def call_together(
-    layers: Sequence[Linear], inputs: jax.Array, residual: jax.Array | None = None
-) -> tuple[jax.Array, ...]:
+    def _call_layout(self):
+        """Returns the layout with the FSDP axes in the kernel's metadata."""
+        ins, outs = as_sizes(self.in_features), as_sizes(self.out_features)
+        kernel, layout = self.kernel, self.sharding_layout
+        # If layers are stacked, for example by nnx.vmap, the metadata's spec may have
+        # more leading entries than the kernel has dimensions.
+        spec = tuple(nnx.get_partition_spec(kernel).get_value() or ())[-kernel.ndim :]
+        layout = layout.with_fsdp_of(spec, layout.find_mesh(), len(ins))
+        dim = layout.fsdp_dim * len(ins)
+        is_whole = kernel.shape[dim] == (*ins, *outs)[dim]
+        if is_whole and jax.sharding.get_abstract_mesh().manual_axes:
+            layout = dataclasses.replace(layout, fsdp_axes=())
+        return layout
+
+
+def call_together(layers: Sequence[Linear], inputs: jax.Array) -> tuple[jax.Array, ...]:
     """Applies several layers to the same inputs, which are gathered only once.
 
-    Returns one result for each layer.
-
-    Args:
-        layers: the layers. They may differ only in output sizes and parameters.
-        inputs: `[..., tokens, *in_features]`.
-        residual: `[..., tokens, *out_features]`; only with a single layer.
+    The layers may differ only in output sizes and parameters. If they compute in
+    different dtypes, each gathers the inputs.
     """
-    first = layers[0]
-    shapes.check_array(first.sharding_layout.op, "x", inputs)
-    promoted = []
-    for layer in layers:
-        bias = None if layer.bias is None else layer.bias[...]
-        given = (inputs, layer.kernel[...], bias)
-        promote = functools.partial(layer.promote_dtype, given, dtype=layer.dtype)
-        promoted.append(arguments.promoted(layer.sharding_layout.op, promote, given))
-    all_inputs, kernels, biases = zip(*promoted, strict=True)
-    return multiply_promoted(
-        _placement_of(first),
-        all_inputs,
+    operands = [layer._operands(inputs) for layer in layers]
+    xs, kernels, biases, main_grads = zip(*operands, strict=True)
+    if len({x.dtype for x in xs}) > 1:
+        return tuple(layer(inputs) for layer in layers)
+    return sharded_linear(
+        layers[0]._call_layout(),
+        xs[0],
         kernels,
-        [bias for bias in biases if bias is not None],
-        [layer.main_grad[...] for layer in layers if layer.main_grad is not None],
-        num_in=len(sizes_of(first.in_features)),
-        residual=residual,
-        out_dtype=first.preferred_element_type,
+        biases,
+        main_grads,
+        num_in=len(as_sizes(layers[0].in_features)),
+        out_dtype=layers[0].preferred_element_type,
     )
-
-
-def _placement_of(layer):
-    """Returns the mesh axes over which a layer's inputs, kernel and result are sharded.
-
-    Its FSDP axes are those in the kernel's metadata.
-    """
-    num_in, kernel = len(sizes_of(layer.in_features)), layer.kernel
-    # If layers are stacked, for example by nnx.vmap, the metadata's spec may have more
-    # leading entries than the kernel has dimensions.
-    spec = tuple(nnx.get_partition_spec(kernel).get_value() or ())[-kernel.ndim :]
-    sharding_layout = layer.sharding_layout
-    sharding_layout = sharding_layout.with_fsdp_of(
-        spec, sharding_layout.find_mesh(), num_in
-    )
-    dim = sharding_layout.fsdp_dim * num_in
-    size = (*sizes_of(layer.in_features), *sizes_of(layer.out_features))[dim]
-    in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    if in_shard_map and kernel.shape[dim] == size:  # not sharded by FSDP
-        sharding_layout = dataclasses.replace(sharding_layout, fsdp_axes=())
-    return sharding_layout
 
 
 def _unboxed(values, metadata):
@@ -374,26 +327,26 @@ def _unboxed(values, metadata):
     return values.raw_value, {**hooks, **metadata, **values.metadata}
 
 
-def _sharded(kind, array, metadata):
+def _sharded(variable_type, array, metadata):
     """Creates an nnx variable whose array is sharded over the mesh in `metadata`.
 
     The mesh is then removed from the metadata, because its devices cannot be pickled.
     """
-    variable = kind(array, **metadata)
+    variable = variable_type(array, **metadata)
     if metadata.get("mesh") is not None:
         variable.del_metadata("mesh")
     return variable
 
 
-def _with_sharding(metadata, spec, sharding_layout):
+def _with_sharding(metadata, spec, layout):
     """Adds a kernel's or bias's spec to its metadata, unless the caller set one."""
-    said = {"out_sharding", "sharding", "sharding_names"} & set(metadata)
-    if said or not any(sharding_layout.kernel_spec):
+    given = {"out_sharding", "sharding", "sharding_names"} & set(metadata)
+    if given or not any(layout.kernel_spec):
         return metadata
     added: dict[str, Any] = {"out_sharding": tuple(spec)}
-    if sharding_layout.mesh is not None:
-        added["mesh"] = sharding_layout.mesh
-    elif sharding_layout.find_mesh() is None or sharding_layout.is_local():
+    if layout.mesh is not None:
+        added["mesh"] = layout.mesh
+    elif layout.find_mesh() is None or layout.is_local():
         # Flax cannot shard eagerly without a mesh. The metadata still keeps the spec,
         # for nnx.get_partition_spec.
         added["eager_sharding"] = False

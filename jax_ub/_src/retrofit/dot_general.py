@@ -20,14 +20,14 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.retrofit import interception
-from jax_ub._src.sharding.layout import ShardingLayout, resolve_kind
+from jax_ub._src.sharding.layout import ShardingLayout, resolve_parallel
 from jax_ub._src.sharding.sharded_linear import (
     as_matrix,
-    indivisible_reason,
     sharded_linear,
     split_features,
     with_output_sharding,
 )
+from jax_ub._src.sharding.specs import indivisible_reason
 
 
 def dot_general(
@@ -76,7 +76,7 @@ def dot_general(
     """
     return DotGeneral(
         ShardingLayout(
-            resolve_kind("dot_general", kind),
+            resolve_parallel("dot_general", kind),
             axis_name,
             mesh,
             data_axes,
@@ -134,7 +134,7 @@ class DotGeneral:
 
     @property
     def kind(self) -> str:
-        """Returns which kernel dimensions are sharded: "column" (out) or "row" (in)."""
+        """The sharded dimensions of the kernel: "column" (out) or "row" (in)."""
         return str(self.sharding_layout.parallel)
 
     def __call__(
@@ -163,7 +163,10 @@ class DotGeneral:
             dense = _dense(lhs, rhs, dimension_numbers)
             reason = self._why_not(lhs, rhs, dense, preferred_element_type)
         if reason is None and dense is not None:
-            y = self._overlap(lhs, rhs, dense, preferred_element_type)
+            layout, x, kernel = self._operands(lhs, rhs, dense)
+            out_dtype = preferred_element_type
+            (y,) = sharded_linear(layout, x, (kernel,), out_dtype=out_dtype)
+            y = split_features(y, dense.in_out(rhs.shape)[dense.num_in :])
             return with_output_sharding(y, out_sharding)
         if out_sharding is None and dense is not None and self.kind == "row":
             out_sharding = _whole_features(lhs, dense.num_in, rhs.ndim - dense.num_in)
@@ -201,8 +204,7 @@ class DotGeneral:
         if not self.sharding_layout.may_fall_back():
             raise UnsupportedOverlapError(
                 f"{self.sharding_layout.op}: {reason}. Leave out the method, so that "
-                f"JAX "
-                "multiplies, or leave this layer alone."
+                "JAX multiplies, or do not overlap this layer."
             )
         if self.sharding_layout.is_local() and not self._is_whole_in_shard_map():
             raise self._no_communication(reason)
@@ -216,96 +218,86 @@ class DotGeneral:
         return UnsupportedOverlapError(
             f"{self.sharding_layout.op}: {reason}, and inside shard_map over "
             f"{shown(self.sharding_layout.axis_name)} nothing else would communicate. "
-            f"Use "
-            "jax.lax.dot_general and communicate yourself, or call it on global "
+            "Use jax.lax.dot_general with explicit collectives, or call it on global "
             "arrays."
         )
 
     def _why_not(self, lhs, rhs, dense, out_dtype):
         """Returns why the layer must call `jax.lax.dot_general`, or None."""
-        sharding_layout = self.sharding_layout
-        reason = _why_no_dense_layer(lhs, rhs, dense, out_dtype)
-        if sharding_layout.is_local():
+        layout = self.sharding_layout
+        reason = _why_not_dense(lhs, rhs, dense, out_dtype)
+        if layout.is_local():
             if self.is_lenient and self._is_whole_in_shard_map(rhs, dense):
                 return "the kernel is whole inside this jax.shard_map"
             if reason is None:
                 return None
             raise self._no_communication(reason)
-        may_fall_back = sharding_layout.may_fall_back() and not has_symbolic_sizes(lhs)
+        may_fall_back = layout.may_fall_back() and not has_symbolic_sizes(lhs)
         if reason is not None or not may_fall_back:
             return reason
-        mesh = sharding_layout.find_mesh(rhs, lhs)
+        mesh = layout.find_mesh(rhs, lhs)
         if mesh is None:
             return "no mesh is known here" if self.is_lenient else None
         try:
             self._check_mesh(mesh, rhs, dense)
             tokens = lhs.shape[: lhs.ndim - dense.num_in] or (1,)
-            return indivisible_reason(sharding_layout, mesh, (*tokens, lhs.shape[-1]))
+            return indivisible_reason(layout, mesh, (*tokens, lhs.shape[-1]))
         except UbError as error:
             if not self.is_lenient:
                 raise
-            return str(error).removeprefix(f"{sharding_layout.op}: ")
+            return str(error).removeprefix(f"{layout.op}: ")
 
     def _check_mesh(self, mesh, rhs, dense):
         """Raises an error if the layer's kernel cannot be sharded over this mesh."""
-        sharding_layout = self._sharding_layout(mesh, rhs, dense)
-        sharding_layout.axis_size(mesh)
+        layout = self._layout(mesh, rhs, dense)
+        layout.axis_size(mesh)
         if self.is_lenient:
             shape = dense.in_out(rhs.shape)
-            sharding_layout.check_features((shape[0], shape[dense.num_in]), mesh)
+            layout.check_features((shape[0], shape[dense.num_in]), mesh)
             spec = dense.in_out(jax.typeof(rhs).sharding.spec)
-            sharding_layout.check_kernel_spec(spec, dense.num_in)
+            layout.check_kernel_spec(spec, dense.num_in)
 
     def _is_whole_in_shard_map(self, rhs=None, dense=None):
         """Returns whether each rank of the `shard_map` has the unsharded kernel."""
-        mesh = jax.sharding.get_abstract_mesh()
-        if set(self.sharding_layout.axes).isdisjoint(mesh.shape):
+        mesh, axes = jax.sharding.get_abstract_mesh(), self.sharding_layout.axes
+        if set(axes).isdisjoint(mesh.shape):
             return True
-        is_one = (
-            math.prod(mesh.shape.get(name, 1) for name in self.sharding_layout.axes)
-            == 1
-        )
+        is_one = math.prod(mesh.shape.get(name, 1) for name in axes) == 1
         if dense is None or is_one:
             return False
         return dense.in_out(rhs.shape) == self.kernel_shape
 
-    def _sharding_layout(self, mesh, rhs, dense):
+    def _layout(self, mesh, rhs, dense):
         """Returns the layer's layout, adapted to this kernel and mesh.
 
         `fsdp_axes` that cannot shard the kernel evenly are removed if the layer is
-        lenient.
+        lenient. Manual axes are removed, because the caller has gathered the kernel.
         """
-        sharding_layout = dataclasses.replace(
-            self.sharding_layout, rhs_transposed=dense.rhs_transposed
+        layout = self.sharding_layout
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        layout = dataclasses.replace(
+            layout,
+            rhs_transposed=dense.rhs_transposed,
+            fsdp_axes=tuple(name for name in layout.fsdp_axes if name not in manual),
         )
         if not self.is_lenient or mesh is None:
-            return sharding_layout
+            return layout
         shape = dense.in_out(rhs.shape)
-        return sharding_layout.fitted(mesh, (shape[0], shape[dense.num_in]))
+        return layout.fitted(mesh, (shape[0], shape[dense.num_in]))
 
-    def _overlap(self, lhs, rhs, dense, out_dtype):
-        num_in = dense.num_in
-        mesh = (
-            None
-            if self.sharding_layout.is_local()
-            else self.sharding_layout.find_mesh(rhs, lhs)
-        )
-        sharding_layout = self._sharding_layout(mesh, rhs, dense)
-        shape = dense.in_out(rhs.shape)
-        sharding_layout.check_contraction(
-            lhs, jax.ShapeDtypeStruct(shape, rhs.dtype), num_in
-        )
-        spec = dense.in_out(jax.typeof(rhs).sharding.spec)
-        sharding_layout.check_kernel_spec(spec, num_in)
-        outs = shape[num_in:]
-        num_first = rhs.ndim - num_in if dense.rhs_transposed else num_in
-        kernel = as_matrix(rhs, num_first)
-        x = lhs.reshape(*lhs.shape[: lhs.ndim - num_in], math.prod(shape[:num_in]))
-        y = sharded_linear(sharding_layout, x, kernel, out_dtype=out_dtype)
-        return split_features(y, outs)
+    def _operands(self, lhs, rhs, dense):
+        """Returns the layout of a call, and x and the kernel as matrices."""
+        num_in, shape = dense.num_in, dense.in_out(rhs.shape)
+        mesh = self.sharding_layout.global_mesh(rhs, lhs)
+        layout = self._layout(mesh, rhs, dense)
+        layout.check_contraction(lhs, shape, num_in)
+        layout.check_kernel_spec(dense.in_out(jax.typeof(rhs).sharding.spec), num_in)
+        kernel = as_matrix(rhs, rhs.ndim - num_in if dense.rhs_transposed else num_in)
+        lead = lhs.shape[: lhs.ndim - num_in]
+        return layout, lhs.reshape(*lead, math.prod(shape[:num_in])), kernel
 
 
-def _why_no_dense_layer(lhs, rhs, dense, out_dtype):
+def _why_not_dense(lhs, rhs, dense, out_dtype):
     if dense is None:
         return (
             f"x {lhs.shape} and kernel {rhs.shape} are not contracted over the "

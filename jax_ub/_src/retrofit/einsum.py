@@ -99,7 +99,7 @@ class Einsum:
 
     @property
     def kind(self) -> str:
-        """Returns which kernel dimensions are sharded: "column" (out) or "row" (in)."""
+        """The sharded dimensions of the kernel: "column" (out) or "row" (in)."""
         return self.dense.kind
 
     def __call__(
@@ -126,7 +126,7 @@ class Einsum:
         reason = self.dense.why_intercepted(interception.EINSUM, self.original)
         equation = None if reason else Equation.read(subscripts, x.ndim)
         if equation is not None and not equation.is_dense:
-            reason = f"{shown(subscripts)} is no dense layer's"
+            reason = f"{shown(subscripts)} is not a dense layer"
             self._check_may_fall_back(reason)
         if equation is None or reason is not None:
             options: dict[str, Any] = {"precision": precision}
@@ -140,9 +140,8 @@ class Einsum:
         if (len(equation.x), len(equation.kernel)) != (x.ndim, kernel.ndim):
             raise ShapeContractError(
                 f"{self.dense.sharding_layout.op}: x {x.shape} and kernel "
-                f"{kernel.shape} "
-                f"have other numbers of dimensions than in {shown(subscripts)}. Pass "
-                "one for each label."
+                f"{kernel.shape} do not have the dimensions of {shown(subscripts)}. "
+                "Pass one dimension for each label."
             )
         ins, outs = (
             self._sharded_first(equation.ins),
@@ -166,8 +165,7 @@ class Einsum:
         if not sharding_layout.may_fall_back() or sharding_layout.is_local():
             raise UnsupportedOverlapError(
                 f"{sharding_layout.op}: {reason}. Call the layer with each label in "
-                f"two of "
-                "x, kernel and result, or leave it alone in the rules of ub.overlap."
+                "two of x, kernel and result, or exclude it in the rules of ub.overlap."
             )
 
     def _sharded_first(self, labels):

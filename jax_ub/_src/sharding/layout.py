@@ -9,8 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ub._src import arguments, methods
-from jax_ub._src import checks as shapes
+from jax_ub._src import arguments, checks, methods
 from jax_ub._src.checks import axis_tuple, check_axis_name
 from jax_ub._src.config.flags import FlaggedMethod, OverlapFlags
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
@@ -24,7 +23,7 @@ AnyMesh = Mesh | AbstractMesh
 _ALIASES = {"ag": COLUMN, "rs": ROW}
 
 
-def resolve_kind(op: str, kind: str | None) -> str:
+def resolve_parallel(op: str, kind: str | None) -> str:
     """Returns "column" or "row" for a kind of parallelism or its alias ("ag", "rs").
 
     Raises:
@@ -39,7 +38,7 @@ def resolve_kind(op: str, kind: str | None) -> str:
     return known[kind]
 
 
-def kind_of_spec(
+def parallel_of_spec(
     spec: Sequence | None, num_in: int, axis_name: str | tuple[str, ...]
 ) -> str | None:
     """Returns "row" or "column", as a kernel's partition spec has it; None if neither.
@@ -117,8 +116,8 @@ class ShardingLayout:
         """Checks the fields, and normalizes names of axes to hashable values."""
         arguments.check("linear", ub_name=self.ub_name)
         if self.parallel is not None:
-            kind = resolve_kind(self.op, self.parallel)
-            object.__setattr__(self, "parallel", kind)
+            parallel = resolve_parallel(self.op, self.parallel)
+            object.__setattr__(self, "parallel", parallel)
         check_axis_name(self.op, self.axis_name)
         axis_name = self.axes[0] if len(self.axes) == 1 else self.axes
         object.__setattr__(self, "axis_name", axis_name)
@@ -127,13 +126,13 @@ class ShardingLayout:
             object.__setattr__(self, "data_axes", data_axes)
         fsdp_axes = self._read_axes("fsdp_axes", "fsdp", self.fsdp_axes)
         object.__setattr__(self, "fsdp_axes", fsdp_axes)
-        shapes.check_flag(self.op, "sequence_parallel", self.sequence_parallel)
+        checks.check_flag(self.op, "sequence_parallel", self.sequence_parallel)
         is_mesh = isinstance(self.mesh, AnyMesh) and not self.mesh.empty
         if self.mesh is not None and not is_mesh:
             raise ShapeContractError(
                 f"{self.op}: mesh = {shown(self.mesh)} is of type "
                 f"{type(self.mesh).__name__}. Pass a jax.sharding.Mesh with axes, or "
-                "None for that of jax.set_mesh or of the arrays."
+                "None to use the mesh of jax.set_mesh or of the arrays."
             )
         self.flags.check(
             self.op,
@@ -143,16 +142,13 @@ class ShardingLayout:
         )
 
     def __getstate__(self):
-        """Returns the fields for pickling, with device ids in place of devices."""
         return portable_mesh.pack(vars(self))
 
     def __setstate__(self, state):
-        """Restores pickled fields, with meshes of the devices of this process."""
         vars(self).update(portable_mesh.unpack(state))
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Returns the tensor-parallel mesh axes as a tuple."""
         return axis_tuple(self.axis_name)
 
     def _read_axes(self, argument, example, given):
@@ -178,18 +174,17 @@ class ShardingLayout:
 
     @property
     def op(self) -> str:
-        """Returns the layer's description that errors begin with."""
+        """The layer's name in error messages."""
         name = "" if self.ub_name is None else f" (ub_name {shown(self.ub_name)})"
         return f"linear(parallel={shown(self.parallel)}){name}"
 
     @property
     def mode(self) -> ParallelMode:
-        """Returns the layer's row in the table of parallel modes."""
         return mode_of(self.parallel, self.sequence_parallel)
 
     @property
     def kernel_spec(self) -> P:
-        """Returns the partition spec of the kernel in its stored layout."""
+        """The partition spec of the kernel in its stored layout."""
         other = self.fsdp_axes or None
         if isinstance(other, tuple) and len(other) == 1:
             (other,) = other
@@ -198,20 +193,19 @@ class ShardingLayout:
 
     @property
     def fsdp_dim(self) -> int:
-        """Returns the dimension of the stored kernel that `fsdp_axes` shard."""
+        """The dimension of the stored kernel that `fsdp_axes` shard."""
         return 1 - self._fsdp_dim if self.rhs_transposed else self._fsdp_dim
 
     @property
     def _fsdp_dim(self):
-        """Returns the dimension of a kernel [in, out] that `fsdp_axes` shard."""
+        """The dimension of a kernel [in, out] that `fsdp_axes` shard."""
         return self.mode.kernel.index(False)
 
     @property
     def bias_spec(self) -> P:
-        """Returns the partition spec of the bias [out]."""
         return P(self.axis_name if self.mode.kernel[1] else None)
 
-    def whole(self) -> "ShardingLayout":
+    def replicated(self) -> "ShardingLayout":
         """Returns a layout that shards nothing, for plain JAX on any mesh."""
         changes: dict[str, Any] = {"parallel": None, "data_axes": None, "fsdp_axes": ()}
         changes["flags"] = OverlapFlags()
@@ -219,7 +213,7 @@ class ShardingLayout:
 
     @property
     def flagged_method(self) -> FlaggedMethod | str | None:
-        """Returns the method, together with the `ub_*` flags if any is given."""
+        """The method, together with the `ub_*` flags if any is given."""
         if not self.flags.given:
             return self.method
         return FlaggedMethod(self.method, self.flags)
@@ -260,8 +254,8 @@ class ShardingLayout:
         """
         context = jax.sharding.get_abstract_mesh()
         manual = context.manual_axes
-        is_own = not set(self.axes).isdisjoint(manual)
-        return is_own or 0 < len(manual) == len(context.axis_names)
+        has_manual = not set(self.axes).isdisjoint(manual)
+        return has_manual or 0 < len(manual) == len(context.axis_names)
 
     def find_mesh(self, *arrays: Any) -> AnyMesh | None:
         """Returns the mesh over which a call's arrays are sharded, or None if unknown.
@@ -282,8 +276,17 @@ class ShardingLayout:
             return None
         concrete = (mesh for mesh in meshes if isinstance(mesh, Mesh))
         mesh = next(concrete, meshes[0])
-        known = self.kernel_mesh
-        return known if known and mesh == known.abstract_mesh else mesh
+        concrete_mesh = self.kernel_mesh
+        if concrete_mesh is not None and mesh == concrete_mesh.abstract_mesh:
+            return concrete_mesh
+        return mesh
+
+    def global_mesh(self, *arrays: Any) -> AnyMesh | None:
+        """Returns the mesh of a call on global arrays, or None if it is unknown.
+
+        The result is None, too, if the arrays are shards inside a user's `shard_map`.
+        """
+        return None if self.is_local() else self.find_mesh(*arrays)
 
     def in_out(self, dims: Sequence) -> tuple:
         """Reorders one item per kernel dimension from stored order to [in, out]."""
@@ -357,23 +360,24 @@ class ShardingLayout:
             )
 
     def check_contraction(
-        self, x: jax.Array, kernel: jax.Array, num_in: int = 1
+        self, x: jax.Array, kernel_shape: Sequence[int], num_in: int = 1
     ) -> None:
-        """Raises an error if x [..., *in] does not fit kernel [*in, *out].
+        """Raises an error if x [..., *in] does not fit a kernel of shape [*in, *out].
 
         If they are one rank's shards and the numbers of features differ, nothing is
         raised here: the op raises an error that explains the required sharding.
         """
         found = x.shape[max(x.ndim - num_in, 0) :]
-        wanted = kernel.shape[:num_in]
+        wanted = tuple(kernel_shape[:num_in])
         is_local = self.is_local()
         if found == wanted or (is_local and math.prod(found) != math.prod(wanted)):
             return
         sizes = "one rank's sizes" if is_local else "global sizes"
+        expected = ", ".join(map(str, wanted))
         raise ShapeContractError(
             f"{self.op}: x {x.shape} has features {list(found)}, but the kernel "
-            f"{kernel.shape} takes {list(wanted)}, in {sizes}. Pass x [..., tokens, "
-            f"{', '.join(map(str, wanted))}], or make the layer for {list(found)}."
+            f"{tuple(kernel_shape)} takes {list(wanted)}, in {sizes}. Pass x [..., "
+            f"tokens, {expected}], or make the layer for {list(found)}."
         )
 
     def check_kernel_spec(self, spec: Sequence | None, num_in: int = 1) -> None:
@@ -385,7 +389,7 @@ class ShardingLayout:
             spec: the partition spec of the kernel `[in..., out...]`; None if unknown.
             num_in: the number of contracted dimensions of the kernel.
         """
-        found = kind_of_spec(spec, num_in, self.axis_name)
+        found = parallel_of_spec(spec, num_in, self.axis_name)
         if found is None or self.parallel is None or self.parallel == found:
             return
         dim, wanted = mode_of(found, True).sharded, self.mode.sharded

@@ -1,31 +1,62 @@
-"""Tensor-parallel `flax.nnx.MultiHeadAttention`."""
+"""The nnx layer `MultiHeadAttention`."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_ub._src import checks as shapes
+from jax_ub._src import checks
+from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.flax.core_attention import CoreAttention
-from jax_ub._src.flax.heads import check_sizes, project
-from jax_ub._src.flax.linear import (
-    Linear,
+from jax_ub._src.flax.linear import Linear, call_together
+from jax_ub._src.flax.options import (
     LinearOptions,
-    call_together,
+    check_attention_sizes,
     check_options,
+    qk_norm_class,
     userbuffers_name,
 )
-from jax_ub._src.flax.normalization import qk_norm
 from jax_ub._src.sharding.layout import ShardingLayout
 
-_QK_NORMS: dict[str, Callable[..., Any]] = {
-    "RMSNorm": nnx.RMSNorm,
-    "LayerNorm": functools.partial(nnx.LayerNorm, use_bias=False),
-}
-_PLACEMENT = ("axis_name", "mesh", "data_axes", "sequence_parallel", "method")
+_LAYOUT_OPTIONS = ("axis_name", "mesh", "data_axes", "sequence_parallel", "method")
+
+
+def project_qkv(
+    call_together: Callable[[Sequence[Any], jax.Array], tuple[jax.Array, ...]],
+    layers: Sequence[Any],
+    inputs: Sequence[Any],
+    rotary_base: float | None,
+) -> tuple[jax.Array, ...]:
+    """Computes queries, keys and values. Layers with the same input share one gather.
+
+    Args:
+        call_together: calls several layers on the same input.
+        layers: the layers of queries, keys and values.
+        inputs: the inputs of queries, keys and values; None takes the previous one.
+        rotary_base: base of the rotary embeddings, or None.
+
+    Raises:
+        UnsupportedOverlapError: if rotary embeddings are enabled and the inputs of
+            queries and keys differ.
+    """
+    inputs_q, inputs_k, inputs_v = inputs
+    inputs_k = inputs_q if inputs_k is None else inputs_k
+    inputs_v = inputs_k if inputs_v is None else inputs_v
+    if inputs_k is not inputs_q and rotary_base is not None:
+        raise UnsupportedOverlapError(
+            "MultiHeadAttention: rotary_base is given, but inputs_k differ from "
+            "inputs_q, so queries and keys have different positions. Use "
+            "rotary_base=None for attention to other inputs."
+        )
+    query, key, value = layers
+    if inputs_k is inputs_q and inputs_v is inputs_k:
+        return call_together(layers, inputs_q)
+    (q,) = call_together((query,), inputs_q)
+    if inputs_v is inputs_k:
+        return (q, *call_together((key, value), inputs_k))
+    return (q, *call_together((key,), inputs_k), *call_together((value,), inputs_v))
 
 
 class MultiHeadAttention(nnx.Module):
@@ -110,17 +141,19 @@ class MultiHeadAttention(nnx.Module):
             broadcast_dropout=broadcast_dropout,
             deterministic=deterministic,
         )
-        shapes.check_rate("MultiHeadAttention", "dropout_rate", dropout_rate)
+        checks.check_rate("MultiHeadAttention", "dropout_rate", dropout_rate)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         qkv_features = in_features if qkv_features is None else qkv_features
         in_kv_features = in_features if in_kv_features is None else in_kv_features
         out_features = in_features if out_features is None else out_features
-        check_sizes(num_heads, num_kv_heads, qkv_features, rotary_base)
+        check_attention_sizes(num_heads, num_kv_heads, qkv_features, rotary_base)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim = qkv_features // num_heads
-        where: dict[str, Any] = {k: v for k, v in options.items() if k in _PLACEMENT}
+        layout: dict[str, Any] = {
+            name: value for name, value in options.items() if name in _LAYOUT_OPTIONS
+        }
         self.core = CoreAttention(
-            ShardingLayout("row", **where),
+            ShardingLayout("row", **layout),
             attention_fn,
             is_causal,
             rotary_base,
@@ -139,16 +172,13 @@ class MultiHeadAttention(nnx.Module):
         self.value = column(in_kv_features, num_kv_heads)
         self.query_ln: nnx.RMSNorm | nnx.LayerNorm | None = nnx.data(None)
         self.key_ln: nnx.RMSNorm | nnx.LayerNorm | None = nnx.data(None)
-        qk_norm_type = qk_norm("MultiHeadAttention", qk_norm_type, normalize_qk)
-        if qk_norm_type is not None:
-            norm = functools.partial(
-                _QK_NORMS[qk_norm_type],
-                self.head_dim,
-                dtype=options.get("dtype"),
-                param_dtype=options.get("param_dtype", jnp.float32),
-                rngs=rngs,
+        norm = qk_norm_class("MultiHeadAttention", qk_norm_type, normalize_qk, nnx)
+        if norm is not None:
+            dtypes = options.get("dtype"), options.get("param_dtype", jnp.float32)
+            self.query_ln, self.key_ln = (
+                norm(self.head_dim, dtype=dtypes[0], param_dtype=dtypes[1], rngs=rngs)
+                for _ in range(2)
             )
-            self.query_ln, self.key_ln = norm(), norm()
         self.out = Linear(
             (num_heads, self.head_dim),
             out_features,
@@ -197,11 +227,12 @@ class MultiHeadAttention(nnx.Module):
         self.core.check_heads(self.num_heads, self.num_kv_heads, kernel, inputs_q)
         layers = (self.query, self.key, self.value)
         inputs = (inputs_q, inputs_k, inputs_v)
-        q, k, v = project(call_together, layers, inputs, self.core.rotary_base)
+        q, k, v = project_qkv(call_together, layers, inputs, self.core.rotary_base)
         if self.query_ln is not None and self.key_ln is not None:
             q, k = self.query_ln(q), self.key_ln(k)
-        keeps = self.deterministic if deterministic is None else deterministic
-        key = None if self.rngs is None or keeps else self.rngs()
+        if deterministic is None:
+            deterministic = self.deterministic
+        key = None if self.rngs is None or deterministic else self.rngs()
         y = self.core(q, k, v, mask=mask, positions=positions, dropout_key=key)
         return self.out(y, residual=residual)
 

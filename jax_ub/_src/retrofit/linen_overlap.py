@@ -15,14 +15,17 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ub._src import lowering_log
 from jax_ub._src.checks import axis_tuple
-from jax_ub._src.errors import UnknownNameError, UnsupportedOverlapError, shown
-from jax_ub._src.flax.linen.tensor_parallel import TensorParallel
+from jax_ub._src.errors import UnsupportedOverlapError, shown
 from jax_ub._src.retrofit import interception
 from jax_ub._src.retrofit.dot_general import DotGeneral, dot_general
 from jax_ub._src.retrofit.einsum import Einsum, Equation
-from jax_ub._src.retrofit.overlap import check_rules, compile_rule
+from jax_ub._src.retrofit.nnx_overlap import (
+    check_layer_name,
+    check_rules,
+    compile_rule,
+)
 from jax_ub._src.runtime.registry import LayerName
-from jax_ub._src.sharding.layout import resolve_kind, sharding_of
+from jax_ub._src.sharding.layout import resolve_parallel, sharding_of
 
 
 class Overlap:
@@ -91,15 +94,16 @@ class Overlap:
         fsdp_axes: tuple[str, ...] | str = (),
         ub_names: Mapping[str, str] | None = None,
     ):
-        """Compiles the rules that select the layers, and checks the arguments."""
         self._rules = {
-            compile_rule(rule): None if kind is None else resolve_kind("overlap", kind)
+            compile_rule(rule): None
+            if kind is None
+            else resolve_parallel("overlap", kind)
             for rule, kind in check_rules("rules", rules).items()
         }
-        self._names = {
-            compile_rule(rule): _checked_name(rule, name)
-            for rule, name in check_rules("ub_names", ub_names).items()
-        }
+        self._names = {}
+        for rule, name in check_rules("ub_names", ub_names).items():
+            check_layer_name(rule, name)
+            self._names[compile_rule(rule)] = name
         # `dot_general` checks the arguments.
         self._sharding_layout = dot_general(
             "column",
@@ -112,13 +116,12 @@ class Overlap:
         ).sharding_layout
         self.overlapped = {}
         self._matched: set[re.Pattern[str]] = set()
-        self._noted: set[str] = set()
+        self._recorded: set[str] = set()
         self._warned: set[str] = set()
         self._depth = 0  # number of module calls in progress
         self._blocks: list[AbstractContextManager[None]] = []
 
     def __getstate__(self):
-        """Returns the attributes for pickling, without the state of active blocks."""
         return {**vars(self), "_blocks": [], "_depth": 0}
 
     def __enter__(self) -> "Overlap":
@@ -152,36 +155,31 @@ class Overlap:
                 `dot_general`.
         """
         layer, method_name = context.module, context.method_name
-        path = ".".join(layer.path)
         if method_name == "setup":  # Flax calls it before the method itself
             return next_fun(*args, **kwargs)
         self._depth += 1
         try:
-            y = self._call(layer, method_name, path, next_fun, args, kwargs)
+            y = self._call(layer, method_name, next_fun, args, kwargs)
         finally:
             self._depth -= 1
         if self._depth == 0 and not self._blocks and not self._matched:
             self._warn(self.unmatched)
         return y
 
-    def _call(self, layer, method_name, path, next_fun, args, kwargs):
-        call = _OVERLAPPED.get(_kind_of_layer(layer, method_name))
-        if call is None:
-            y = next_fun(*args, **kwargs)
-            self._note_parameters(layer, method_name, path)
-            return y
+    def _call(self, layer, method_name, next_fun, args, kwargs):
+        path = ".".join(layer.path)
         if method_name == "attend":
             path = f"{path}.attend" if path else "attend"
-        kind = self._find(self._rules, path)
-        if kind is None:
+        call = _overlapped_call(layer, method_name)
+        kind = None if call is None else self._find(self._rules, path)
+        if call is None or kind is None:
             y = next_fun(*args, **kwargs)
-            self._note_parameters(layer, method_name, path)
+            if method_name == "__call__" and layer.scope is not None:
+                self._record_parameters(layer, path, is_supported=call is not None)
             return y
         name = self._find(self._names, path) or LayerName(path)
-        sharding_layout = dataclasses.replace(
-            self._sharding_layout, parallel=kind, ub_name=name
-        )
-        dense = DotGeneral(sharding_layout, is_lenient=True)
+        layout = dataclasses.replace(self._sharding_layout, parallel=kind, ub_name=name)
+        dense = DotGeneral(layout, is_lenient=True)
         y = call(dense, path, layer, next_fun, args, kwargs)
         self.overlapped[path] = kind
         return y
@@ -210,58 +208,33 @@ class Overlap:
                 stacklevel=3,
             )
 
-    def _note_parameters(self, layer, method_name, path):
+    def _record_parameters(self, layer, path, is_supported):
         """Adds a layer's sharded parameters without overlap to `ub.fallbacks`."""
-        is_bound = method_name == "__call__" and layer.scope is not None
-        if not is_bound or path in self._noted or isinstance(layer, TensorParallel):
+        # Layers of jax_ub.flax.linen overlap without `Overlap`.
+        if path in self._recorded or hasattr(type(layer), "sharding_layout"):
             return
         if isinstance(layer, nn.Embed) and self._find(self._rules, f"{path}.attend"):
             return
-        own = layer.variables.get("params", {})
-        arrays = {k: v for k, v in own.items() if not isinstance(v, Mapping)}
-        named = any(each.fullmatch(path) for each in self._rules)
+        parameters = layer.variables.get("params", {})
+        arrays = {k: v for k, v in parameters.items() if not isinstance(v, Mapping)}
+        is_selected = any(rule.fullmatch(path) for rule in self._rules)
+        axes = set(self._sharding_layout.axes)
+        why = (
+            "which no rule overlaps" if is_supported else "which overlap does not know"
+        )
         for name, value in arrays.items():
-            place = ".".join(filter(None, (path, name)))
-            spec, kind = _spec(value), type(layer).__name__
-            axes = set(self._sharding_layout.axes)
+            spec = _spec_of(value)
             if any(not axes.isdisjoint(axis_tuple(entry)) for entry in spec):
-                why = f"the parameter, sharded {P(*spec)}, belongs to a {kind}"
-            elif named and _ndim(value) > 1:
-                why = f"the parameter belongs to a {kind}"
+                parameter = f"the parameter, sharded {P(*spec)},"
+            elif is_selected and jnp.ndim(nn.meta.unbox(value)) > 1:
+                parameter = "the parameter"
             else:
                 continue
-            is_known = _kind_of_layer(layer, method_name) is not None
-            why += (
-                ", which no rule overlaps"
-                if is_known
-                else ", which overlap does not know"
-            )
-            lowering_log.record_fallback(f"overlap({shown(place)})", why)
+            label = f"overlap({shown('.'.join(filter(None, (path, name))))})"
+            reason = f"{parameter} belongs to a {type(layer).__name__}, {why}"
+            lowering_log.record_fallback(label, reason)
         if arrays:
-            self._noted.add(path)
-
-
-def _checked_name(rule, name):
-    if isinstance(name, str):
-        return name
-    raise UnknownNameError(
-        f"overlap: ub_names = {{{shown(rule)}: {shown(name)}}} names a layer by a "
-        f'{type(name).__name__}. Pass the name of a layer, such as "fc1".'
-    )
-
-
-def _kind_of_layer(layer, method_name) -> str | None:
-    """Returns "dense", "einsum" or "attend" if the method can overlap, else None."""
-    # Subclasses of nn.Embed and nn.Einsum are not overlapped, because they may compute
-    # a different product.
-    if method_name == "attend":
-        return "attend" if type(layer) is nn.Embed else None
-    if method_name != "__call__":
-        return None
-    if type(layer) is nn.Einsum:
-        return "einsum"
-    is_general = isinstance(layer, nn.DenseGeneral) and not layer.batch_dims
-    return "dense" if is_general or isinstance(layer, nn.Dense) else None
+            self._recorded.add(path)
 
 
 def _call_dense(dense, path, layer, next_fun, args, kwargs):
@@ -270,8 +243,8 @@ def _call_dense(dense, path, layer, next_fun, args, kwargs):
     is_plain = own is None or own is interception.DOT_GENERAL.function
     if not is_plain and not isinstance(own, DotGeneral):
         raise UnsupportedOverlapError(
-            f"overlap: the layer {shown(path)} has a dot_general of its own, {own}. "
-            f"Leave the layer alone: {{{shown(path)}: None, ...}}."
+            f"overlap: the layer {shown(path)} has a custom dot_general, {own}. "
+            f"Exclude the layer: {{{shown(path)}: None, ...}}."
         )
     original = own if is_plain else None
     ours = dataclasses.replace(dense, original=original)
@@ -292,7 +265,7 @@ def _call_einsum(dense, path, layer, next_fun, args, kwargs):
     if reason is None and text is not None:
         equation = Equation.read(text, jnp.ndim(inputs))
         if not equation.is_dense:
-            reason = f"{shown(text)} is no dense layer's"
+            reason = f"{shown(text)} is not a dense layer"
     if kernel is None or text is None:  # initialization, or an invalid call
         return next_fun(*args, **kwargs)
     if reason is not None:
@@ -330,21 +303,24 @@ def _call_attend(dense, path, layer, next_fun, args, kwargs):
     return held(query, embedding, (((query.ndim - 1,), (1,)), ((), ())))
 
 
-_OVERLAPPED: dict[str | None, Callable] = {
-    "dense": _call_dense,
-    "einsum": _call_einsum,
-    "attend": _call_attend,
-}
+def _overlapped_call(layer, method_name) -> Callable | None:
+    """Returns the function that overlaps a module's method, or None."""
+    # Subclasses of nn.Embed and nn.Einsum are not overlapped, because they may compute
+    # a different product.
+    if method_name == "attend":
+        return _call_attend if type(layer) is nn.Embed else None
+    if method_name != "__call__":
+        return None
+    if type(layer) is nn.Einsum:
+        return _call_einsum
+    is_general = isinstance(layer, nn.DenseGeneral) and not layer.batch_dims
+    return _call_dense if is_general or isinstance(layer, nn.Dense) else None
 
 
-def _ndim(value):
-    return jnp.ndim(nn.meta.unbox(value))
+def _spec_of(value) -> tuple:
+    """Returns the partition spec of a parameter, from its metadata or its array.
 
-
-def _spec(value) -> tuple:
-    """Returns the `PartitionSpec` entries of a parameter, or () if they are unknown.
-
-    They come from the parameter's metadata or from the sharding of its array.
+    The result is () if the spec is unknown.
     """
     if isinstance(value, nn.Partitioned):
         return tuple(value.names)

@@ -1,4 +1,4 @@
-"""A transformer layer of attention and MLP, each with a norm and a residual."""
+"""The nnx layer `TransformerLayer`."""
 
 import functools
 from collections.abc import Callable
@@ -7,14 +7,16 @@ from typing import Unpack
 import jax
 from flax import nnx
 
-from jax_ub._src import checks as shapes
-from jax_ub._src.flax.dropout import drop
-from jax_ub._src.flax.heads import check_layer_sizes
-from jax_ub._src.flax.layer_norm_linear import make_norm, normalize
-from jax_ub._src.flax.layer_norm_mlp import LayerNormMLP
-from jax_ub._src.flax.linear import LinearOptions, check_options
-from jax_ub._src.flax.multi_head_attention import MultiHeadAttention
-from jax_ub._src.flax.normalization import qk_norm
+from jax_ub._src import checks
+from jax_ub._src.flax.attention import MultiHeadAttention
+from jax_ub._src.flax.core_attention import dropout
+from jax_ub._src.flax.norm_layers import LayerNormMLP, make_norm, normalize
+from jax_ub._src.flax.options import (
+    LinearOptions,
+    check_options,
+    check_transformer_sizes,
+    qk_norm_class,
+)
 
 
 class TransformerLayer(nnx.Module):
@@ -97,9 +99,12 @@ class TransformerLayer(nnx.Module):
             normalize_qk=normalize_qk,
             deterministic=deterministic,
         )
-        check_layer_sizes(hidden_size, num_attention_heads, num_gqa_groups, kv_channels)
-        shapes.check_rate("TransformerLayer", "hidden_dropout", hidden_dropout)
-        shapes.check_rate("TransformerLayer", "attention_dropout", attention_dropout)
+        check_transformer_sizes(
+            hidden_size, num_attention_heads, num_gqa_groups, kv_channels
+        )
+        qk_norm_class("TransformerLayer", qk_norm_type, normalize_qk, nnx)
+        checks.check_rate("TransformerLayer", "hidden_dropout", hidden_dropout)
+        checks.check_rate("TransformerLayer", "attention_dropout", attention_dropout)
         self.attention_norm = make_norm(
             "TransformerLayer",
             normalization,
@@ -117,7 +122,8 @@ class TransformerLayer(nnx.Module):
             num_gqa_groups,
             is_causal=is_causal,
             rotary_base=rotary_base,
-            qk_norm_type=qk_norm("TransformerLayer", qk_norm_type, normalize_qk),
+            qk_norm_type=qk_norm_type,
+            normalize_qk=normalize_qk,
             attention_fn=attention_fn,
             dropout_rate=attention_dropout,
             deterministic=deterministic,
@@ -170,20 +176,17 @@ class TransformerLayer(nnx.Module):
         if self.dropout is None:
             x = attend(residual=inputs)
             return self.mlp(x, residual=x)
+        if deterministic is None:
+            deterministic = self.dropout.deterministic
         drop = functools.partial(self._drop, self.dropout, deterministic)
         x = inputs + drop(attend())
         return x + drop(self.mlp(x))
 
-    def _drop(self, dropout, deterministic, y):
-        """Applies dropout to the output of attention or MLP, before the residual.
-
-        Returns the output unchanged if dropout is disabled.
-        """
-        keeps = dropout.deterministic if deterministic is None else deterministic
-        if keeps:
+    def _drop(self, module, deterministic, y):
+        if deterministic:
             return y
-        sharding_layout = self.mlp.fc2.sharding_layout
+        layout = self.mlp.fc2.sharding_layout
         # Without sequence parallelism, all ranks have the same tokens and must draw the
         # same mask.
-        same_axes = () if sharding_layout.sequence_parallel else sharding_layout.axes
-        return drop(y, dropout.rate, dropout.rngs(), same_axes)
+        replicated_axes = () if layout.sequence_parallel else layout.axes
+        return dropout(y, module.rate, module.rngs(), replicated_axes)

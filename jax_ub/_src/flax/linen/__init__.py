@@ -1,1 +1,0 @@
-"""Flax linen modules."""

@@ -1,0 +1,281 @@
+"""The linen layer `Linear`, and `TensorParallel`, the base class of linen modules."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen import initializers
+from flax.linen.dtypes import promote_dtype
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+
+from jax_ub._src import arguments, checks
+from jax_ub._src.config.flags import OverlapFlags
+from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
+from jax_ub._src.flax.options import LinearOptions, as_sizes, read_sizes
+from jax_ub._src.sharding import portable_mesh
+from jax_ub._src.sharding.layout import ShardingLayout
+from jax_ub._src.sharding.sharded_linear import sharded_linear
+
+
+class TensorParallel(nn.Module, kw_only=True):
+    """Base class of modules that are, or contain, tensor-parallel linear layers.
+
+    Its attributes are keyword-only. They are the options of `jax_ub.flax.Linear`,
+    except for these:
+
+    Attributes:
+        kernel_init: initializer of the kernels. It is called with the shape
+            `[in, out]`, also for kernels with more dimensions.
+        bias_init: initializer of the biases. It is called with the shape `[out]`.
+        promote_dtype: function that casts inputs, kernel and bias to one dtype. It is
+            called with three arguments.
+        main_grad: whether a kernel's gradient is accumulated into the f32 variable
+            `main_grad` of the collection "_overwrite_with_gradient". The cotangent of
+            `main_grad` is then its new value, and the cotangent of the kernel is zero.
+    """
+
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: Any = initializers.lecun_normal()
+    bias_init: Any = initializers.zeros_init()
+    promote_dtype: Any = promote_dtype
+    axis_name: str | tuple[str, ...] = "tp"
+    mesh: jax.sharding.Mesh | None = None
+    data_axes: tuple[str, ...] | None = None
+    sequence_parallel: bool = True
+    method: str | None = None
+    main_grad: bool = False
+    fsdp_axes: tuple[str, ...] | str = ()
+    ub_overlap_ag: bool | None = None
+    ub_overlap_rs: bool | None = None
+    ub_overlap_rs_dgrad: bool | None = None
+    ub_bulk_dgrad: bool | None = None
+    ub_bulk_wgrad: bool | None = None
+
+    def __post_init__(self):
+        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        arguments.check(type(self).__name__, **options)
+        super().__post_init__()
+
+    @nn.nowrap
+    def __getstate__(self):
+        return portable_mesh.pack(vars(self))
+
+    @nn.nowrap
+    def __setstate__(self, state):
+        vars(self).update(portable_mesh.unpack(state))
+
+    @nn.nowrap
+    def linear_options(self) -> LinearOptions:
+        """Returns the arguments that this module passes to its linear layers."""
+        names = LinearOptions.__annotations__
+        return cast(LinearOptions, {name: getattr(self, name) for name in names})
+
+    @nn.nowrap
+    def is_deterministic(self, deterministic: bool | None, *rates: float) -> bool:
+        """Returns whether a call applies no dropout.
+
+        Args:
+            deterministic: the argument of the call.
+            *rates: the module's dropout rates. If all are 0, and for initialization,
+                neither the argument nor the module's attribute is needed.
+        """
+        attribute = self.deterministic
+        is_given = attribute is not None or deterministic is not None
+        if not any(rates) or (self.is_initializing() and not is_given):
+            return True
+        return nn.merge_param("deterministic", attribute, deterministic)
+
+
+class Linear(TensorParallel):
+    """A tensor-parallel linear layer over the last dimensions of its inputs.
+
+    With sequence parallelism, the GEMM of a "column" layer overlaps with the all-gather
+    of its inputs, and the GEMM of a "row" layer with the reduce-scatter of its result.
+
+    The parameters have the names, global shapes and initial values of
+    `flax.linen.Dense`, so both can load each other's checkpoints. With several input or
+    output dimensions they are those of `flax.linen.DenseGeneral` over the last
+    dimensions. The first of several dimensions is sharded: for attention heads
+    `[heads, head_dim]`, the heads.
+
+    With global arrays, the layer shards its operands over the mesh itself. Inside the
+    caller's `jax.shard_map` it computes on shards. Parameters have sharding metadata
+    only with `kernel_init=nn.with_partitioning(...)`.
+
+    During initialization, kernels are not sharded and the inputs may have any number of
+    tokens. Inside the caller's `jax.shard_map`, the shapes of the shards need not match
+    then, so the results are zeros.
+
+    Attributes:
+        features: the global number of output features, or a tuple of output sizes.
+        axis: the input dimensions that are contracted; must be the last ones.
+        parallel: "column", "row" or None.
+        ub_name: the layer's name in `initialize_ub` and in error messages.
+    """
+
+    features: int | Sequence[int]
+    _: dataclasses.KW_ONLY
+    axis: int | Sequence[int] = -1
+    parallel: str | None = None
+    ub_name: str | None = None
+
+    @property
+    def sharding_layout(self) -> ShardingLayout:
+        """The mesh axes over which inputs, kernel and result are sharded, and how."""
+        return ShardingLayout(
+            self.parallel,
+            self.axis_name,
+            self.mesh,
+            self.data_axes,
+            self.sequence_parallel,
+            self.method,
+            self.ub_name,
+            self.fsdp_axes,
+            OverlapFlags.of(self.linear_options()),
+        )
+
+    def __call__(
+        self, inputs: jax.Array, *, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """Computes `inputs @ kernel + bias`, adding an optional residual.
+
+        Maps `[..., tokens, *in]` to `[..., tokens, *features]`.
+
+        Args:
+            inputs: the activations.
+            residual: array with the shape and the sharding of the result that is added
+                to it. A row layer adds it inside its fused call, before rounding.
+
+        Raises:
+            UnsupportedOverlapError: if `axis` does not name the last dimensions.
+            ShapeContractError: if the inputs are not an array with a feature dimension.
+        """
+        (x, kernel, *others), num_in = self.operands(inputs)
+        layout = self.sharding_layout
+        if self.is_initializing():
+            if layout.is_local():
+                # Zeros, because the shards of inputs and kernel that a rank has during
+                # initialization may have different contracting sizes.
+                dtype = jnp.result_type(x, *[] if residual is None else [residual])
+                shape = (*x.shape[: x.ndim - num_in], *kernel.shape[num_in:])
+                return jnp.zeros(shape, dtype)
+            layout, others[1] = layout.replicated(), None
+        (y,) = sharded_linear(
+            layout,
+            x,
+            (kernel,),
+            *((each,) for each in others),
+            num_in=num_in,
+            residual=residual,
+        )
+        return y
+
+    @nn.nowrap
+    def operands(self, inputs: jax.Array) -> tuple[tuple[Any, ...], int]:
+        """Returns (x, kernel, bias, main_grad) in one dtype, and the number of inputs.
+
+        The number is that of the contracted dimensions.
+        """
+        op = self.sharding_layout.op
+        checks.check_rank(op, "x", inputs, 1)
+        num_in = self._num_in(inputs.ndim)
+        kernel, bias, main_grad = self.parameters(inputs.shape[-num_in:])
+        given = (inputs, kernel, bias)
+        promote = functools.partial(self.promote_dtype, *given, dtype=self.dtype)
+        return (*arguments.promoted(op, promote, given), main_grad), num_in
+
+    @nn.compact
+    def parameters(
+        self, in_sizes: Sequence[int]
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Returns kernel, bias and main_grad; creates them during initialization.
+
+        Bias and main_grad (the accumulator of the kernel's gradient) are None if they
+        are disabled.
+        """
+        layout = self.sharding_layout
+        out_sizes = read_sizes(layout.op, "features", self.features)
+        if layout.is_local() and layout.parallel == "column":
+            mesh = jax.sharding.get_abstract_mesh()
+            layout.check_features((in_sizes[0], out_sizes[0]), mesh)
+            out_sizes = (out_sizes[0] // layout.axis_size(mesh), *out_sizes[1:])
+        shape = [*in_sizes, *out_sizes]
+        shape[layout.fsdp_dim * len(in_sizes)] //= layout.num_manual_fsdp()
+        kernel_init = _of_matrix(
+            layout.op, "kernel_init", self.kernel_init, len(in_sizes)
+        )
+        kernel = self.param("kernel", kernel_init, shape, self.param_dtype)
+        bias = main_grad = None
+        if self.use_bias:
+            bias_init = _of_matrix(layout.op, "bias_init", self.bias_init, 0)
+            bias = self.param("bias", bias_init, out_sizes, self.param_dtype)
+        if self.main_grad:
+            main_grad = self.variable(
+                OVERWRITE_WITH_GRADIENT, "main_grad", jnp.zeros, shape, jnp.float32
+            ).value
+        return kernel, bias, main_grad
+
+    @nn.nowrap
+    def _num_in(self, ndim):
+        """Returns how many of the `ndim` dimensions of the inputs are contracted."""
+        given = as_sizes(self.axis)
+        if not given or not all(map(checks.is_integer, given)):
+            raise ShapeContractError(
+                f"{self.sharding_layout.op}: axis = {shown(self.axis)} is neither an "
+                "integer nor several. Pass the dimensions that are contracted, for "
+                "example -1."
+            )
+        axes = sorted(axis if axis < 0 else axis - ndim for axis in given)
+        if axes != list(range(-len(axes), 0)):
+            raise UnsupportedOverlapError(
+                f"{self.sharding_layout.op}: axis = {self.axis} of inputs of {ndim} "
+                "dimensions, but the last ones are contracted. Use axis = "
+                f"{tuple(range(-len(axes), 0))}, and jnp.moveaxis before it."
+            )
+        return len(axes)
+
+
+def call_together(layers: Sequence[Linear], inputs: jax.Array) -> tuple[jax.Array, ...]:
+    """Applies several layers to the same inputs, which are gathered only once.
+
+    The layers may differ only in output sizes and parameters. If they compute in
+    different dtypes, each gathers the inputs.
+    """
+    if layers[0].is_initializing():
+        return tuple(layer(inputs) for layer in layers)
+    operands, (num_in, *_) = zip(
+        *(each.operands(inputs) for each in layers), strict=True
+    )
+    xs, kernels, biases, main_grads = zip(*operands, strict=True)
+    if len({x.dtype for x in xs}) > 1:
+        return tuple(layer(inputs) for layer in layers)
+    layout = layers[0].sharding_layout
+    return sharded_linear(layout, xs[0], kernels, biases, main_grads, num_in=num_in)
+
+
+def _of_matrix(op: str, name: str, init: Callable, num_in: int) -> Callable:
+    """Wraps an initializer to initialize kernels of any rank as a matrix.
+
+    Initial values then depend only on the numbers of inputs and outputs.
+    """
+
+    def initialize(key, shape, dtype):
+        ins, outs = math.prod(shape[:num_in]), math.prod(shape[num_in:])
+        flat = (ins, outs) if num_in else (outs,)
+        values = init(key, flat, dtype)
+        # nn.meta.unbox would apply the sharding constraint of `shape` to an array of
+        # shape `flat`.
+        leaves = jax.tree.leaves(values)
+        checks.check_initial(op, name, leaves[0] if len(leaves) == 1 else values, flat)
+        # tree.map reshapes inside nn.Partitioned, so the result keeps its metadata.
+        return jax.tree.map(lambda values: values.reshape(shape), values)
+
+    return initialize

@@ -1,0 +1,223 @@
+"""The nnx layers `LayerNormLinear` and `LayerNormMLP`."""
+
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_ub._src import checks
+from jax_ub._src.flax.linear import Linear, call_together
+from jax_ub._src.flax.options import (
+    LinearOptions,
+    check_norm_inputs,
+    check_norm_parallel,
+    check_options,
+    norm_class,
+    resolve_activation,
+    userbuffers_name,
+)
+
+
+def make_norm(
+    op: str,
+    normalization: str,
+    num_features: int,
+    *,
+    epsilon: float,
+    rngs: nnx.Rngs,
+    options: LinearOptions,
+) -> nnx.LayerNorm | nnx.RMSNorm:
+    """Creates `nnx.LayerNorm` or `nnx.RMSNorm`, in the dtypes of the layers after it.
+
+    Each rank normalizes its tokens before they are gathered.
+    """
+    return norm_class(op, normalization, epsilon, nnx)(
+        num_features,
+        epsilon=epsilon,
+        dtype=options.get("dtype"),
+        param_dtype=options.get("param_dtype", jnp.float32),
+        rngs=rngs,
+    )
+
+
+def normalize(
+    op: str, norm: nnx.LayerNorm | nnx.RMSNorm, inputs: jax.Array
+) -> jax.Array:
+    check_norm_inputs(op, norm.num_features, inputs)
+    return norm(inputs)
+
+
+class LayerNormLinear(nnx.Module):
+    """A norm followed by a `Linear`, for example as the head of a language model.
+
+    Transformer Engine: `te.LayerNormLinear`.
+
+    Attributes:
+        norm: `nnx.LayerNorm` or `nnx.RMSNorm`, over all features of a token.
+        linear: the `Linear` after the norm.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        normalization: str = "LayerNorm",
+        epsilon: float = 1e-6,
+        parallel: str | None = None,
+        ub_name: str | None = None,
+        return_layernorm_output: bool = False,
+        rngs: nnx.Rngs,
+        **options: Unpack[LinearOptions],
+    ):
+        """Creates the norm and the linear layer with their parameters.
+
+        Args:
+            in_features: the global number of input features.
+            out_features: the global number of output features.
+            normalization: "LayerNorm" or "RMSNorm".
+            epsilon: added to the variance, or to the mean square, before the root.
+            parallel: "column" or None.
+            ub_name: the linear layer's name in `initialize_ub` and in error messages.
+            return_layernorm_output: whether a call also returns the normalized inputs.
+            rngs: the PRNG streams for the initializers.
+            **options: further arguments of `Linear`.
+
+        Raises:
+            UnknownNameError: if the norm, `parallel`, method or axis is unknown.
+            UnsupportedOverlapError: if `parallel` is "row". Then no rank has all
+                features of a token, which the norm needs.
+            ShapeContractError: if a size is not a positive integer, the number of ranks
+                does not divide a sharded dimension, or `epsilon` is not a non-negative
+                number.
+        """
+        op = "LayerNormLinear"
+        check_options(
+            LayerNormLinear,
+            options,
+            rngs=rngs,
+            return_layernorm_output=return_layernorm_output,
+        )
+        check_norm_parallel(op, parallel)
+        checks.check_size(op, "in_features", in_features)
+        self.norm = make_norm(
+            op, normalization, in_features, epsilon=epsilon, rngs=rngs, options=options
+        )
+        self.linear = Linear(
+            in_features,
+            out_features,
+            parallel=parallel,
+            ub_name=ub_name,
+            rngs=rngs,
+            **options,
+        )
+        self.return_layernorm_output = return_layernorm_output
+
+    def __call__(self, inputs: jax.Array) -> Any:
+        """Normalizes each token and applies the linear layer.
+
+        Maps `[..., tokens, in_features]` to `[..., tokens, out_features]`.
+
+        With `return_layernorm_output`, returns a pair of the result and the normalized
+        inputs.
+        """
+        normalized = normalize("LayerNormLinear", self.norm, inputs)
+        y = self.linear(normalized)
+        return (y, normalized) if self.return_layernorm_output else y
+
+
+class LayerNormMLP(nnx.Module):
+    """A norm followed by a tensor-parallel MLP with two overlapped GEMMs.
+
+    The MLP consists of the column-parallel fc1, an activation and the row-parallel fc2.
+
+    The tokens are gathered once, in one AG+GEMM for fc1 and, if present, the gate. fc2
+    is one GEMM+RS, which sums and scatters its result. The two calls are named "fc1"
+    and "fc2" in `initialize_ub`.
+
+    Transformer Engine: `te.LayerNormMLP`.
+
+    Attributes:
+        norm: `nnx.LayerNorm` or `nnx.RMSNorm`, over all features of a token.
+        fc1: column-parallel `Linear`, `[hidden_size, ffn_hidden_size]`.
+        gate: column-parallel `Linear` with the shape of fc1 for gated activations, else
+            None.
+        fc2: row-parallel `Linear`, `[ffn_hidden_size, hidden_size]`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        activation: str | Callable[[jax.Array], jax.Array] = "gelu",
+        normalization: str = "LayerNorm",
+        epsilon: float = 1e-6,
+        rngs: nnx.Rngs,
+        **options: Unpack[LinearOptions],
+    ):
+        """Creates the norm and the linear layers with their parameters.
+
+        Args:
+            hidden_size: the number of input and output features.
+            ffn_hidden_size: the global number of features between fc1 and fc2.
+            activation: "gelu", "qgelu", "relu", "srelu" or "silu"; "geglu", "qgeglu",
+                "reglu", "sreglu" or "swiglu", for `function(x @ gate) * (x @ fc1)`; or
+                an elementwise function.
+            normalization: "LayerNorm" or "RMSNorm".
+            epsilon: added to the variance, or to the mean square, before the root.
+            rngs: the PRNG streams for the initializers.
+            **options: further arguments of `Linear`.
+
+        Raises:
+            UnknownNameError: if an activation, norm, method or axis is unknown.
+            ShapeContractError: if a size is not a positive integer, the number of ranks
+                does not divide `ffn_hidden_size`, or `epsilon` is not a non-negative
+                number.
+        """
+        op = "LayerNormMLP"
+        check_options(LayerNormMLP, options, rngs=rngs)
+        checks.check_size(op, "hidden_size", hidden_size)
+        checks.check_size(op, "ffn_hidden_size", ffn_hidden_size)
+        self.activation, is_gated = resolve_activation(op, activation)
+        self.norm = make_norm(
+            op, normalization, hidden_size, epsilon=epsilon, rngs=rngs, options=options
+        )
+
+        def column():
+            name = userbuffers_name("fc1", options)
+            sizes = hidden_size, ffn_hidden_size
+            return Linear(*sizes, parallel="column", ub_name=name, rngs=rngs, **options)
+
+        self.gate: Linear | None = column() if is_gated else nnx.data(None)
+        self.fc1 = column()
+        self.fc2 = Linear(
+            ffn_hidden_size,
+            hidden_size,
+            parallel="row",
+            ub_name=userbuffers_name("fc2", options),
+            rngs=rngs,
+            **options,
+        )
+
+    def __call__(
+        self, inputs: jax.Array, *, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """Normalizes each token and applies the MLP, adding an optional residual.
+
+        Maps `[..., tokens, hidden_size]` to the same shape.
+
+        Args:
+            inputs: the activations.
+            residual: array with the shape of the result, for example the inputs. fc2
+                adds it inside its fused call, before rounding.
+        """
+        normalized = normalize("LayerNormMLP", self.norm, inputs)
+        if self.gate is None:
+            hidden = self.activation(self.fc1(normalized))
+        else:
+            gate, up = call_together((self.gate, self.fc1), normalized)
+            hidden = self.activation(gate) * up
+        return self.fc2(hidden, residual=residual)

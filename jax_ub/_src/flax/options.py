@@ -1,0 +1,310 @@
+"""Options that the nnx and linen layers share: their checks, activations, norms, sizes.
+
+`Linear` documents the options of `LinearOptions`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+
+from jax_ub._src import arguments, checks, methods
+from jax_ub._src.config.flags import OverlapFlags
+from jax_ub._src.errors import (
+    ConfigurationError,
+    ShapeContractError,
+    UnknownArgumentError,
+    UnknownNameError,
+    UnsupportedOverlapError,
+    nearest,
+    shown,
+)
+from jax_ub._src.sharding.layout import resolve_parallel
+
+
+class LinearOptions(TypedDict, total=False):
+    """The constructor arguments that a larger module passes to its `Linear` layers."""
+
+    use_bias: bool
+    dtype: Any
+    param_dtype: Any
+    precision: Any
+    kernel_init: Any
+    bias_init: Any
+    promote_dtype: Any
+    axis_name: str | tuple[str, ...]
+    mesh: jax.sharding.Mesh | None
+    data_axes: tuple[str, ...] | None
+    sequence_parallel: bool
+    method: str | None
+    main_grad: bool
+    fsdp_axes: tuple[str, ...] | str
+    ub_overlap_ag: bool | None
+    ub_overlap_rs: bool | None
+    ub_overlap_rs_dgrad: bool | None
+    ub_bulk_dgrad: bool | None
+    ub_bulk_wgrad: bool | None
+
+
+def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
+    """Checks the constructor arguments of a module that contains `Linear` layers.
+
+    Args:
+        layer: the module's class, for error messages.
+        options: the arguments that the module passes to its linear layers.
+        **own: the other arguments of the module.
+
+    Raises:
+        ShapeContractError: if an argument has the wrong type.
+        UnknownArgumentError: if an option is not in `LinearOptions`.
+        UnknownNameError: if the method is unknown, or a flag is not a bool.
+        ConfigurationError: if two flags, or a flag and the method, contradict each
+            other.
+        UnsupportedOverlapError: if a flag is True without sequence parallelism.
+    """
+    op, known = layer.__name__, LinearOptions.__annotations__
+    for name in options:
+        if name not in known:
+            named = list(inspect.signature(layer).parameters)[:-1]
+            raise UnknownArgumentError(
+                f"{op}: it has no argument {shown(name)}. "
+                f"{nearest(name, [*named, *known])}"
+            )
+    arguments.check(op, **own, **options)
+    OverlapFlags.of(options).check(
+        op,
+        methods.resolve(op, options.get("method"), None),
+        sequence_parallel=options.get("sequence_parallel", True),
+    )
+
+
+def userbuffers_name(name: str, options: LinearOptions) -> str | None:
+    """Returns a layer's `ub_name`: `name` with sequence parallelism, else None.
+
+    The named overlaps of Transformer Engine are all-gathers and reduce-scatters.
+    Without sequence parallelism, the layers communicate by all-reduce.
+    """
+    return name if options.get("sequence_parallel", True) else None
+
+
+# Activations.
+
+
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """Computes `x * sigmoid(1.702 x)` elementwise, an approximation of GELU."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+def squared_relu(x: jax.Array) -> jax.Array:
+    return jnp.square(jax.nn.relu(x))
+
+
+# Maps Transformer Engine's names to (function, is_gated). A gated activation applies
+# the function to the product with one kernel, and multiplies the result by the product
+# with a second kernel.
+ACTIVATIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], bool]] = {
+    "gelu": (jax.nn.gelu, False),
+    "qgelu": (quick_gelu, False),
+    "relu": (jax.nn.relu, False),
+    "srelu": (squared_relu, False),
+    "silu": (jax.nn.silu, False),
+    "geglu": (jax.nn.gelu, True),
+    "qgeglu": (quick_gelu, True),
+    "reglu": (jax.nn.relu, True),
+    "sreglu": (squared_relu, True),
+    "swiglu": (jax.nn.silu, True),
+}
+
+
+def resolve_activation(
+    op: str, activation: str | Callable[[jax.Array], jax.Array]
+) -> tuple[Callable[[jax.Array], jax.Array], bool]:
+    """Returns an activation function, and whether it is gated.
+
+    Args:
+        op: the module's name in error messages.
+        activation: a key of `ACTIVATIONS`, or an elementwise function.
+
+    Raises:
+        UnknownNameError: if the name is unknown.
+    """
+    if callable(activation):
+        return activation, False
+    if isinstance(activation, str) and activation in ACTIVATIONS:
+        return ACTIVATIONS[activation]
+    raise UnknownNameError(
+        f"{op}: activation = {shown(activation)} is not known. "
+        f"{nearest(activation, ACTIVATIONS)} Or pass a function."
+    )
+
+
+# Norms. `library` is `flax.nnx` or `flax.linen`: both name their norms alike.
+
+
+def norm_class(op: str, normalization: str, epsilon: float, library: Any) -> Any:
+    """Returns the class of a layer's norm, "LayerNorm" or "RMSNorm".
+
+    Raises:
+        UnknownNameError: if the name is unknown.
+        ShapeContractError: if `epsilon` is not a non-negative number.
+    """
+    checks.check_epsilon(op, "epsilon", epsilon)
+    known = ("LayerNorm", "RMSNorm")
+    if not isinstance(normalization, str) or normalization not in known:
+        raise UnknownNameError(
+            f"{op}: normalization = {shown(normalization)} is not known. "
+            f"{nearest(normalization, known)}"
+        )
+    return getattr(library, normalization)
+
+
+def qk_norm_class(
+    op: str, qk_norm_type: str | None, normalize_qk: bool, library: Any
+) -> Callable[..., Any] | None:
+    """Returns the class of the norm of queries and keys, or None.
+
+    Args:
+        op: the layer's name in error messages.
+        qk_norm_type: "RMSNorm", "LayerNorm" or None, Transformer Engine's argument.
+        normalize_qk: Flax's argument; True means "LayerNorm".
+        library: the library of the norm.
+
+    Raises:
+        ConfigurationError: if both arguments are given.
+        UnknownNameError: if the name of the norm is unknown, or `normalize_qk` is not a
+            bool.
+    """
+    checks.check_flag(op, "normalize_qk", normalize_qk)
+    known = ("RMSNorm", "LayerNorm")
+    if qk_norm_type is not None and qk_norm_type not in known:
+        raise UnknownNameError(
+            f"{op}: qk_norm_type = {shown(qk_norm_type)} is not known. "
+            f"{nearest(str(qk_norm_type), known)} None normalizes nothing."
+        )
+    if qk_norm_type is not None and normalize_qk:
+        raise ConfigurationError(
+            f'{op}: qk_norm_type = "{qk_norm_type}" and normalize_qk = True, which is '
+            'Flax\'s name for qk_norm_type="LayerNorm". Leave normalize_qk out.'
+        )
+    if qk_norm_type == "RMSNorm":
+        return library.RMSNorm
+    if qk_norm_type is None and not normalize_qk:
+        return None
+    return functools.partial(library.LayerNorm, use_bias=False)
+
+
+def check_norm_parallel(op: str, parallel: str | None) -> None:
+    """Raises an error if the linear layer after a norm is row-parallel.
+
+    A norm needs all features of a token on one rank.
+    """
+    if parallel is not None and resolve_parallel(op, parallel) == "row":
+        raise UnsupportedOverlapError(
+            f'{op}: parallel = "row" shards the features, but a norm needs all '
+            'features of a token. Use parallel="column", or a separate norm before '
+            "the layers that shard the features."
+        )
+
+
+def check_norm_inputs(op: str, num_features: int, inputs: jax.Array) -> None:
+    """Raises an error unless the inputs have the features that a norm expects."""
+    checks.check_array(op, "inputs", inputs)
+    if inputs.shape[-1:] != (num_features,):
+        raise ShapeContractError(
+            f"{op}: inputs have shape {inputs.shape}, but the norm has {num_features} "
+            f"features. Pass [..., tokens, {num_features}]: all features of a token."
+        )
+
+
+# Sizes.
+
+
+def as_sizes(features: int | Sequence[int]) -> tuple[int, ...]:
+    return tuple(features) if isinstance(features, Sequence) else (features,)
+
+
+def read_sizes(op: str, name: str, features: int | Sequence[int]) -> tuple[int, ...]:
+    """Converts an integer or a sequence of sizes to a tuple, after checking them.
+
+    Raises:
+        ShapeContractError: if it is empty, or a size is not a positive integer.
+    """
+    sizes = as_sizes(features)
+    if not sizes or not all(map(checks.is_size, sizes)):
+        raise ShapeContractError(
+            f"{op}: {name} = {shown(features)} is neither a positive integer nor "
+            "several. Pass the global size, or a tuple with one for each dimension."
+        )
+    return sizes
+
+
+def check_attention_sizes(
+    num_heads: int, num_kv_heads: int, qkv_features: int, rotary_base: float | None
+) -> None:
+    """Checks the numbers of heads and features of an attention layer.
+
+    Raises:
+        ShapeContractError: if a size is not a positive integer, heads or features do
+            not divide evenly, or `rotary_base` is invalid.
+    """
+    op = "MultiHeadAttention"
+    checks.check_size(op, "num_heads", num_heads)
+    checks.check_size(op, "num_kv_heads", num_kv_heads)
+    checks.check_size(op, "qkv_features", qkv_features)
+    if num_heads % num_kv_heads:
+        raise ShapeContractError(
+            f"{op}: num_heads = {num_heads} is not a multiple of num_kv_heads = "
+            f"{num_kv_heads}. Each key head serves equally many query heads: use "
+            f"num_heads = {-(-num_heads // num_kv_heads) * num_kv_heads}."
+        )
+    if qkv_features % num_heads:
+        raise ShapeContractError(
+            f"{op}: qkv_features = {qkv_features} is not a multiple of num_heads = "
+            f"{num_heads}. Use qkv_features = "
+            f"{-(-qkv_features // num_heads) * num_heads}."
+        )
+    if rotary_base is None:
+        return
+    if not checks.is_number(rotary_base) or not rotary_base > 0:
+        raise ShapeContractError(
+            f"{op}: rotary_base = {shown(rotary_base)} is not a positive number. Pass "
+            "one, for example 10000.0, or None for no rotary embeddings."
+        )
+    head_dim = qkv_features // num_heads
+    if head_dim % 2:
+        raise ShapeContractError(
+            f"{op}: qkv_features = {qkv_features} gives {num_heads} heads of "
+            f"{head_dim} features, but rotary embeddings rotate pairs of features. Use "
+            f"qkv_features = {num_heads * (head_dim + 1)}."
+        )
+
+
+def check_transformer_sizes(
+    hidden_size: int,
+    num_attention_heads: int,
+    num_gqa_groups: int | None,
+    kv_channels: int | None,
+) -> None:
+    """Checks the numbers of heads and features of a transformer layer.
+
+    Raises:
+        ShapeContractError: if a size is not a positive integer, or the heads do not
+            divide `hidden_size` and `kv_channels` is None.
+    """
+    op = "TransformerLayer"
+    checks.check_size(op, "hidden_size", hidden_size)
+    checks.check_size(op, "num_attention_heads", num_attention_heads)
+    if num_gqa_groups is not None:
+        checks.check_size(op, "num_gqa_groups", num_gqa_groups)
+    if kv_channels is not None:
+        checks.check_size(op, "kv_channels", kv_channels)
+    elif hidden_size % num_attention_heads:
+        padded = -(-hidden_size // num_attention_heads) * num_attention_heads
+        raise ShapeContractError(
+            f"{op}: hidden_size = {hidden_size} is not a multiple of "
+            f"num_attention_heads = {num_attention_heads}. Use hidden_size = {padded}, "
+            "or pass kv_channels, the number of features of a head."
+        )

@@ -1,0 +1,490 @@
+"""`ub.overlap`: overlaps the linear layers of an unmodified nnx model."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jax_ub._src import lowering_log
+from jax_ub._src.checks import axis_tuple
+from jax_ub._src.errors import (
+    ShapeContractError,
+    UnknownNameError,
+    UnsupportedOverlapError,
+    nearest,
+    shown,
+)
+from jax_ub._src.retrofit import interception
+from jax_ub._src.retrofit.dot_general import DotGeneral, dot_general
+from jax_ub._src.retrofit.einsum import Einsum, Equation
+from jax_ub._src.runtime.registry import LayerName
+from jax_ub._src.sharding.layout import (
+    parallel_of_spec,
+    resolve_parallel,
+    sharded_dim,
+    sharding_of,
+)
+
+
+def overlap(
+    model: Any,
+    rules: Mapping[str, str | None] | str = "auto",
+    *,
+    axis_name: str | tuple[str, ...] = "tp",
+    mesh: Mesh | None = None,
+    method: str | None = None,
+    sequence_parallel: bool = True,
+    data_axes: tuple[str, ...] | None = None,
+    ub_names: Mapping[str, str] | None = None,
+) -> Any:
+    r"""Overlaps the linear layers of an unmodified `flax.nnx` model.
+
+        model = ub.overlap(model)
+        model = ub.overlap(model, {r".*\.(q|k|v|up)_proj": "column", r".*\.o": "row"})
+
+    Sets the `dot_general` of its `nnx.Linear` and `nnx.LinearGeneral` layers and the
+    `einsum_op` of its `nnx.Einsum` layers in place, and makes its `nnx.Embed` layers
+    overlap `attend`. Parameters do not change. A second call replaces the settings of
+    the first. Other mesh axes of the kernels' sharding (FSDP) are read from the kernels
+    and stored in the layers. `overlapped` lists the overlapped layers.
+
+    With rules="auto", layers with a custom `dot_general`, such as quantized layers, and
+    einsums that are not dense layers do not change. `ub.fallbacks` lists them, and
+    every other parameter that is sharded over `axis_name` but not overlapped.
+
+    The model works wherever the unmodified model does: it pickles, and it accepts
+    parameters on another mesh. JAX computes a product that cannot be overlapped there,
+    or that a library such as Qwix intercepts, and `ub.fallbacks` says why.
+
+    Transformer Engine: none.
+
+    Args:
+        model: the model, an `nnx.Module`.
+        rules: "auto" selects layers by their kernels' sharding: "column" if an out
+            dimension is sharded over `axis_name`, "row" if an in dimension is. A
+            dictionary selects them by path: it maps regular expressions, which must
+            match whole paths such as "layers.0.up", to "column", "row" or None (no
+            overlap). The first match counts. The path of a tied output projection is
+            the path of its `nnx.Embed` followed by ".attend".
+        axis_name: the tensor-parallel mesh axis, or a tuple of axes that act as one.
+        mesh: the mesh; None takes the mesh of the kernel, or of `jax.set_mesh`.
+        method: the method to run by; None takes `JAX_UB_METHOD`, or "auto".
+        sequence_parallel: whether tokens are sharded over `axis_name` between layers.
+        data_axes: the mesh axes that shard the leading axis of x; None takes all axes
+            except `axis_name`.
+        ub_names: maps regular expressions, which must match whole paths, to names that
+            `initialize_ub` configures, such as "fc1". The first match counts. Other
+            layers have no configuration, and errors name them by path.
+
+    Returns:
+        The model.
+
+    Raises:
+        UnknownNameError: if a rule or an expression of `ub_names` matches no layer, or
+            is not a regular expression, or if the value of a rule is not a kind.
+        ShapeContractError: if the model has no linear layer, `mesh` is not a mesh, the
+            sharding of a kernel contradicts its rule, or "auto" finds no sharded
+            kernel.
+        UnsupportedOverlapError: if a rule matches a layer with a custom `dot_general`,
+            or an einsum that is not a dense layer.
+    """
+    layers = dict(_layers_of(model))
+    if not layers:
+        raise ShapeContractError(
+            f"overlap: the model, of type {type(model).__name__}, has no "
+            "nnx.Linear, nnx.LinearGeneral, nnx.Einsum or nnx.Embed. Pass an nnx model "
+            "that has one. Layers of linen take dot_general=ub.dot_general(kind), or "
+            "nn.intercept_methods(jax_ub.flax.linen.Overlap(rules)) around their calls."
+        )
+    if isinstance(rules, Mapping):
+        kinds = _kinds_by_path(rules, layers)
+    else:
+        kinds = _kinds_by_sharding(rules, layers, axis_name)
+    names = _names_by_path(ub_names, kinds)
+    replacements = {}
+    for path, kind in kinds.items():
+        layout = dot_general(
+            kind,
+            axis_name=axis_name,
+            mesh=mesh,
+            method=method,
+            sequence_parallel=sequence_parallel,
+            data_axes=data_axes,
+            ub_name=names.get(path, LayerName(path)),
+        ).sharding_layout
+        replacements[path] = _replacement(layers[path], layout)
+    # Set after all checks, so that an error leaves the model unchanged.
+    for path, replacement in replacements.items():
+        layers[path].replace(replacement)
+    _record_others(model, layers, kinds, axis_name)
+    return model
+
+
+def overlapped(model: Any) -> dict[str, str]:
+    """Returns the layers of an nnx model that `ub.overlap` has overlapped, by path.
+
+    Transformer Engine: none.
+
+    Args:
+        model: the model, an `nnx.Module`.
+
+    Returns:
+        A dictionary from paths, such as "layers.0.up", to "column" or "row".
+    """
+    products = ((path, layer.product) for path, layer in _layers_of(model))
+    return {path: each.kind for path, each in products if _is_overlapped(each)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """An nnx module with one kernel, whose product function `overlap` replaces.
+
+    Attributes:
+        node: the module.
+        kernel: the kernel's variable, or the object that another library, such as one
+            for quantization, has replaced it with.
+        attribute: the module's attribute with the product function.
+        default: the function that Flax sets by default, or None.
+        num_in: the number of contracted dimensions of the kernel.
+        order: the dimensions of the stored kernel in the order [*in, *out]. Leading
+            axes of stacked layers do not count.
+        equation: the equation of an `nnx.Einsum` that is a dense layer.
+        is_dense: whether the module is a dense layer.
+    """
+
+    node: Any
+    kernel: Any
+    attribute: str
+    default: interception.Product | None
+    num_in: int
+    order: tuple[int, ...]
+    equation: Equation | None = None
+    is_dense: bool = True
+
+    @property
+    def product(self) -> Any:
+        return getattr(self.node, self.attribute, None)
+
+    @property
+    def original(self) -> Any:
+        """Returns the product function from before `overlap` replaced it."""
+        product = self.product
+        return product.original if _is_overlapped(product) else product
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the kernel's global shape as [*in, *out]."""
+        return self._in_out(getattr(self.kernel, "shape", ()))
+
+    @property
+    def spec(self) -> tuple:
+        """Returns the kernel's partition spec as [*in, *out]."""
+        spec = _spec_of(self.kernel)[-len(self.order) :]
+        return self._in_out((*spec, *[None] * (len(self.order) - len(spec))))
+
+    def _in_out(self, dims):
+        dims = tuple(dims)[-len(self.order) :]
+        return tuple(dims[i] for i in self.order) if dims else ()
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Returns the concrete mesh over which the kernel is sharded, or None."""
+        for array in _arrays_of(self.kernel):
+            mesh = getattr(sharding_of(array), "mesh", None)
+            return mesh if isinstance(mesh, Mesh) else None
+        return None
+
+    def kind(self, axis_name: str | tuple[str, ...]) -> str | None:
+        """Returns "column" or "row", as the kernel is sharded; None if neither."""
+        return parallel_of_spec(self.spec, self.num_in, axis_name)
+
+    def kept_reason(self) -> tuple[str, str] | None:
+        """Returns why `overlap` must not replace the product function, with a fix.
+
+        The result is None if it may. A function that neither Flax nor `overlap` has
+        set, such as that of a quantized layer, is kept.
+        """
+        product, default = self.product, self.default
+        is_default = default is not None and product is default.function
+        if product is not None and not is_default and not _is_overlapped(product):
+            fix = f"Set it to {default.path} first" if default else "Remove it first"
+            return f"has a custom {self.attribute}, {product}", fix
+        if self.is_dense:
+            return None
+        return (
+            f"has einsum_str = {shown(self.node.einsum_str)}, which is not a dense "
+            "layer",
+            "Write one with each label in two of x, kernel and result",
+        )
+
+    def replace(self, dense: DotGeneral) -> None:
+        """Sets the module's product function to `dense`, which overlaps."""
+        product: Any = dense
+        if self.attribute != "dot_general":
+            # `jax.numpy.einsum` and `jax.numpy.dot`, which it stands in for, refer to
+            # the function itself. A replacement of the attribute
+            # `jax.lax.dot_general` therefore intercepts none of them.
+            product = dataclasses.replace(
+                dense, original=interception.DOT_GENERAL.function
+            )
+        if self.equation is not None:
+            dim = sharded_dim(self.spec, dense.sharding_layout.axis_name)
+            labels = self.equation.ins + self.equation.outs
+            label = "" if dim is None else labels[dim]
+            product = Einsum(product, label, self.original)
+        if isinstance(self.node, nnx.Embed):
+            self.node.__class__ = OverlappedEmbed
+        setattr(self.node, self.attribute, product)
+
+
+class OverlappedEmbed(nnx.Embed):
+    """An `nnx.Embed` whose `attend` overlaps its GEMM with communication.
+
+    `ub.overlap` changes the class of an existing `nnx.Embed` to this one.
+    """
+
+    attend_dot_general: DotGeneral
+
+    def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Multiplies `[..., tokens, features]` by the transposed embedding."""
+        dense = self.attend_dot_general
+        reason = dense.why_intercepted(interception.DOT, None)
+        if reason is not None:
+            given = {} if out_sharding is None else {"out_sharding": out_sharding}
+            with dense.falling_back(reason):
+                return super().attend(query, **given)
+        operands = (query, self.embedding[...])
+        query, embedding = self.promote_dtype(operands, dtype=self.dtype)
+        dims = (((query.ndim - 1,), (1,)), ((), ()))
+        return dense(query, embedding, dims, out_sharding=out_sharding)
+
+
+def _is_overlapped(product):
+    return isinstance(product, DotGeneral | Einsum)
+
+
+def _layers_of(model: Any) -> Iterator[tuple[str, _Layer]]:
+    """Yields (path, layer) for each module of a model that `overlap` supports."""
+    for path, node in nnx.iter_graph(model):
+        name = ".".join(p if isinstance(p, str) else shown(p) for p in path)
+        if isinstance(node, nnx.Einsum):
+            yield name, _einsum_layer(node)
+        elif isinstance(node, nnx.Linear) or (
+            # With dot_general_cls the layer ignores its dot_general, and a layer with
+            # batch axes is not a dense layer.
+            isinstance(node, nnx.LinearGeneral)
+            and node.dot_general_cls is None
+            and not node.batch_axis
+        ):
+            num_in, num_out = map(_count, (node.in_features, node.out_features))
+            default = interception.DOT_GENERAL
+            order = tuple(range(num_in + num_out))
+            yield name, _Layer(node, node.kernel, "dot_general", default, num_in, order)
+        elif type(node) in (nnx.Embed, OverlappedEmbed):
+            name = f"{name}.attend" if name else "attend"
+            attribute = "attend_dot_general"
+            yield name, _Layer(node, node.embedding, attribute, None, 1, (1, 0))
+
+
+def _count(features):
+    return len(features) if isinstance(features, Sequence) else 1
+
+
+def _einsum_layer(node):
+    equation = None if node.einsum_str is None else Equation.read(node.einsum_str)
+    product = ("einsum_op", interception.EINSUM)
+    if equation is None or not equation.is_dense:
+        order = tuple(range(len(node.kernel_shape)))
+        return _Layer(node, node.kernel, *product, 0, order, is_dense=False)
+    order = tuple(map(equation.kernel.index, equation.ins + equation.outs))
+    return _Layer(node, node.kernel, *product, len(equation.ins), order, equation)
+
+
+def _spec_of(variable: Any) -> tuple:
+    """Returns the partition spec of an nnx variable, from its array or its metadata."""
+    for array in _arrays_of(variable):
+        spec = getattr(sharding_of(array), "spec", None) or ()
+        if any(spec):
+            return (*spec, *[None] * (array.ndim - len(spec)))
+    if not isinstance(variable, nnx.Variable):
+        return ()
+    return tuple(nnx.get_partition_spec(variable).get_value() or ())
+
+
+def _arrays_of(variable):
+    """Returns the arrays in an nnx variable or in an object that replaced it."""
+    is_variable = isinstance(variable, nnx.Variable)
+    return jax.tree.leaves(variable.get_value() if is_variable else variable)
+
+
+def _replacement(layer, layout):
+    """Returns the product function of a layer, after a check of the kernel's sharding.
+
+    FSDP axes are taken from the kernel's sharding.
+    """
+    spec, num_in, kernel_mesh = layer.spec, layer.num_in, layer.mesh
+    layout.check_kernel_spec(spec, num_in)
+    layout = layout.with_fsdp_of(spec, layout.find_mesh() or kernel_mesh, num_in)
+    # The CPU engine finds ranks by partition id. It runs programs that are lowered for
+    # meshes without devices; other engines need the device ids.
+    if kernel_mesh is not None and any(
+        device.platform != "cpu" for device in kernel_mesh.devices.flat
+    ):
+        layout = dataclasses.replace(layout, kernel_mesh=kernel_mesh)
+    return DotGeneral(
+        layout, original=layer.original, kernel_shape=layer.shape, is_lenient=True
+    )
+
+
+def _kinds_by_sharding(rules, layers, axis_name) -> dict[str, str]:
+    """Maps layer paths to "column" or "row", as the layers' kernels are sharded.
+
+    Layers with a custom product function are left out and recorded as fallbacks.
+    """
+    if not isinstance(rules, str) or rules != "auto":
+        raise UnknownNameError(
+            f'overlap: rules = {shown(rules)} is neither "auto" nor a dictionary. '
+            'Pass, for example, {r".*\\.up": "column"} to select layers by path.'
+        )
+    found = {path: layer.kind(axis_name) for path, layer in layers.items()}
+    kinds = {path: kind for path, kind in found.items() if kind is not None}
+    if not kinds:
+        path = next(iter(layers))
+        raise ShapeContractError(
+            f"overlap: none of the model's {len(layers)} linear layers has a kernel "
+            f'sharded over {shown(axis_name)}, so rules="auto" selects no layer. Shard '
+            f"the kernels first, or pass rules={{{shown(path)}: "
+            '"column", ...}.'
+        )
+    for path in list(kinds):
+        kept = layers[path].kept_reason()
+        if kept is not None:
+            lowering_log.record_fallback(
+                f"overlap({shown(path)})", f"the layer {kept[0]}"
+            )
+            del kinds[path]
+    return kinds
+
+
+def _kinds_by_path(rules, layers) -> dict[str, str]:
+    """Maps layer paths to "column" or "row", as the user's `rules` say."""
+    found: dict[str, str | None] = {}
+    for pattern, kind in rules.items():
+        resolved = None if kind is None else resolve_parallel("overlap", kind)
+        for path in _matching(f"the rule {shown(pattern)}", pattern, layers):
+            found.setdefault(path, resolved)
+    kinds = {path: kind for path, kind in found.items() if kind is not None}
+    for path in kinds:
+        kept = layers[path].kept_reason()
+        if kept is not None:
+            reason, fix = kept
+            raise UnsupportedOverlapError(
+                f"overlap: the layer {shown(path)} {reason}. {fix}, or exclude the "
+                f"layer: {{{shown(path)}: None, ...}}."
+            )
+    return kinds
+
+
+def _names_by_path(ub_names, paths) -> dict[str, str]:
+    """Maps layer paths to the layer names that the argument `ub_names` gives."""
+    found: dict[str, str] = {}
+    for pattern, name in check_rules("ub_names", ub_names).items():
+        check_layer_name(pattern, name)
+        for path in _matching(f"{shown(pattern)} of ub_names", pattern, paths):
+            found.setdefault(path, name)
+    return found
+
+
+def _matching(described, pattern, paths):
+    matched = list(filter(compile_rule(pattern).fullmatch, paths))
+    if not matched:
+        raise UnknownNameError(
+            f"overlap: {described} matches no linear layer of the model; a rule must "
+            f"match a whole path. {nearest(pattern, paths)}"
+        )
+    return matched
+
+
+def _record_others(model, layers, kinds, axis_name):
+    """Records parameters sharded over the axis that `overlap` did not overlap.
+
+    `ub.fallbacks` lists them.
+    """
+    by_node = {id(layer.node): path for path, layer in layers.items()}
+    for path, module, spec in _sharded_parameters(model, axis_name):
+        owner = by_node.get(id(module))
+        layer = None if owner is None else layers[owner]
+        # Layers with a custom product function are recorded already. Layers of
+        # jax_ub.flax overlap without `ub.overlap`.
+        is_recorded = layer is not None and layer.kept_reason() is not None
+        if owner in kinds or is_recorded or hasattr(module, "sharding_layout"):
+            continue
+        why = f"belongs to a {type(module).__name__}, which overlap does not know"
+        if layer is not None:
+            why = f"belongs to the layer {shown(owner)}, which no rule overlaps"
+            if layer.kind(axis_name) is None and len(axis_tuple(axis_name)) > 1:
+                why = f"is not sharded over all of {shown(axis_name)}"
+        reason = f"the parameter, sharded {P(*spec)}, {why}"
+        lowering_log.record_fallback(f"overlap({shown(path)})", reason)
+
+
+def _sharded_parameters(model, axis_name) -> Iterator[tuple[str, Any, tuple]]:
+    """Yields (path, module, spec) for each `nnx.Param` sharded over mesh axes.
+
+    `module` is the innermost module that contains the parameter. The parameter may be
+    inside an object by which another library has replaced the module's parameter.
+    """
+    axes = set(axis_tuple(axis_name))
+    nodes = dict(nnx.iter_graph(model))
+    for path, node in nodes.items():
+        if not isinstance(node, nnx.Param):
+            continue
+        spec = _spec_of(node)
+        if any(not axes.isdisjoint(axis_tuple(entry)) for entry in spec):
+            end = len(path) - 1
+            while end and not isinstance(nodes.get(path[:end]), nnx.Module):
+                end -= 1
+            yield ".".join(map(str, path)), nodes.get(path[:end]), spec
+
+
+def check_rules(argument: str, rules: Any) -> Mapping:
+    """Checks that `rules` is a dictionary; returns an empty one for None.
+
+    Raises:
+        UnknownNameError: if `rules` is not a dictionary.
+    """
+    if rules is not None and not isinstance(rules, Mapping):
+        raise UnknownNameError(
+            f"overlap: {argument} = {shown(rules)} is not a dictionary. Pass, for "
+            'example, {r".*\\.up": ...} to select layers by path.'
+        )
+    return rules or {}
+
+
+def check_layer_name(pattern: str, name: Any) -> None:
+    """Raises an error unless the value `name` of `ub_names` is a string."""
+    if not isinstance(name, str):
+        raise UnknownNameError(
+            f"overlap: ub_names = {{{shown(pattern)}: {shown(name)}}} has a name of "
+            f'type {type(name).__name__}. Pass the name of a layer, such as "fc1".'
+        )
+
+
+def compile_rule(pattern: str) -> re.Pattern[str]:
+    """Compiles the regular expression that selects layers by their path.
+
+    Raises:
+        UnknownNameError: if `pattern` is not a regular expression.
+    """
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError, RecursionError, OverflowError) as error:
+        raise UnknownNameError(
+            f"overlap: the rule {shown(pattern)} is not a regular expression: {error}. "
+            "Escape literal paths with re.escape(path)."
+        ) from error

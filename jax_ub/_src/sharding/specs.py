@@ -1,0 +1,159 @@
+"""Partition specs of a layer's operands, and the mesh axes in them.
+
+| parallel | x | kernel | bias | y |
+|---|---|---|---|---|
+| "column" | `[data, tp, -]` | `[-, tp]` | `[tp]` | `[data, -, tp]` |
+| "row" | `[data, -, tp]` | `[tp, -]` | `[-]` | `[data, tp, -]` |
+| None | `[data, tp, -]` | `[-, -]` | `[-]` | `[data, tp, -]` |
+
+`data` stands for the data axes. It is omitted if they do not divide the leading axis.
+Without sequence parallelism no token axis is sharded over `tp`. A layer that is not
+parallel does not shard tokens over `tp` either if `tp` does not divide them. If x is
+`[tokens, features]`, its tokens are sharded over `(data..., tp)`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ub._src.errors import UnknownNameError, nearest, shown
+from jax_ub._src.sharding.layout import AnyMesh, ShardingLayout
+
+
+def nontrivial_axes(mesh: AnyMesh, names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the mesh axes among `names` that have more than one rank."""
+    return tuple(name for name in names if mesh.shape[name] > 1)
+
+
+def batch_axes(layout: ShardingLayout, mesh: AnyMesh, x: jax.Array) -> tuple[str, ...]:
+    """Returns the mesh axes that shard the leading axis of x and of the result.
+
+    If x is sharded over the same ranks already, they are the axes of x's type, in its
+    order and with axes of one rank. Otherwise the result's type could differ from the
+    type of x on an explicit mesh.
+    """
+    axes = data_axes(layout, mesh, x.shape)
+    entry = jax.typeof(x).sharding.spec[0]
+    names = entry if isinstance(entry, tuple) else (entry,)
+    others = {*mesh.shape} - {*layout.axes}
+    typed = tuple(name for name in names if name in others)
+    is_same = {*nontrivial_axes(mesh, typed)} == {*nontrivial_axes(mesh, axes)}
+    return typed if typed and is_same and layout.data_axes is None else axes
+
+
+def data_axes(
+    layout: ShardingLayout, mesh: AnyMesh, x_shape: Sequence[int]
+) -> tuple[str, ...]:
+    """Returns the data-parallel mesh axes, over which the leading axis of x is sharded.
+
+    They must divide its size, unless the caller has named them. Explicit axes of one
+    rank are included.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    explicit = explicit_axes(mesh)
+    names = mesh.axis_names if layout.data_axes is None else layout.data_axes
+    for name in names:
+        if name not in mesh.shape:
+            raise UnknownNameError(
+                f"{layout.op}: data_axes has {shown(name)}, which is not an axis of "
+                f"the mesh {dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
+            )
+    axes = tuple(
+        name
+        for name in names
+        if name not in layout.axes
+        and name not in manual
+        and (mesh.shape[name] > 1 or name in explicit)
+    )
+    if layout.data_axes is not None:
+        return axes
+    # The tokens of x [tokens, features] are sharded over the tensor-parallel axis, too.
+    has_both = len(x_shape) == 2 and layout.sequence_parallel
+    num_tp = layout.axis_size(mesh) if has_both else 1
+    num_data = math.prod(mesh.shape[name] for name in axes)
+    return axes if x_shape[0] % (num_data * num_tp) == 0 else ()
+
+
+def indivisible_reason(
+    layout: ShardingLayout, mesh: AnyMesh, x_shape: Sequence[int]
+) -> str | None:
+    """Returns why the ranks cannot divide x [..., tokens, K] evenly, or None."""
+    axes = nontrivial_axes(mesh, data_axes(layout, mesh, x_shape))
+    num_data = math.prod(mesh.shape[name] for name in axes)
+    num_tp = layout.axis_size(mesh) if layout.sequence_parallel else 1
+    num_parts = num_tp * num_data if len(x_shape) == 2 else num_tp
+    if x_shape[-2] % num_parts:
+        padded = math.ceil(x_shape[-2] / num_parts) * num_parts
+        return (
+            f"x {tuple(x_shape)} has {x_shape[-2]} tokens (axis -2), which do not "
+            f"divide into {num_parts} ranks. Pad to {padded} tokens, or use "
+            "sequence_parallel=False."
+        )
+    if len(x_shape) > 2 and x_shape[0] % num_data:
+        return (
+            f"x {tuple(x_shape)} has a leading axis of {x_shape[0]}, which does not "
+            f"divide into the {num_data} ranks of data_axes = {axes}. Pass other "
+            "data_axes, or data_axes=()."
+        )
+    return None
+
+
+def activation_specs(
+    layout: ShardingLayout, batch: tuple[str, ...], ndim: int
+) -> tuple[P, P]:
+    """Returns the partition specs of x and y, `[..., tokens, features]`.
+
+    Args:
+        layout: the layer's layout.
+        batch: the mesh axes that shard the leading axis.
+        ndim: the number of dimensions of x and y.
+    """
+    lead = [batch or None, *[None] * (ndim - 3)] if ndim > 2 else []
+    over_data = batch if ndim == 2 else ()
+
+    def spec(by_tokens, by_features):
+        tokens = (*over_data, *(layout.axes if by_tokens else ()))
+        return P(*lead, tokens or None, layout.axis_name if by_features else None)
+
+    return spec(*layout.mode.x), spec(*layout.mode.y)
+
+
+def explicit_axes(mesh: AnyMesh) -> set[str]:
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, axis_type in types if axis_type == AxisType.Explicit}
+
+
+def free_axes(mesh: AnyMesh) -> dict[str, Any]:
+    """Returns arguments of `jax.shard_map`, so that it covers all axes not manual yet.
+
+    If the mesh has manual axes, it is the mesh of the enclosing `shard_map`.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    return {
+        "mesh": None if mesh == context else mesh,
+        "axis_names": set(mesh.axis_names) - set(context.manual_axes),
+    }
+
+
+def reshard(mesh: AnyMesh, specs: Sequence[P], operands: Sequence[Any]) -> list[Any]:
+    """Reshards each tree of arrays to its spec, as explicit mesh axes require.
+
+    `shard_map` reshards its operands over automatic axes by itself, but rejects
+    operands that are sharded differently over explicit axes.
+    """
+    explicit = explicit_axes(mesh)
+    if not explicit:
+        return list(operands)
+    resharded = []
+    for spec, operand in zip(specs, operands, strict=True):
+        entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+        kept = (tuple(name for name in entry if name in explicit) for entry in entries)
+        sharding = NamedSharding(mesh, P(*(entry or None for entry in kept)))
+        resharded.append(
+            jax.tree.map(lambda x, to=sharding: jax.sharding.reshard(x, to), operand)
+        )
+    return resharded
