@@ -246,5 +246,7 @@ def test_a_layer_on_several_axes():
         options = {"parallel": "column", "axis_name": ("cp", "tp")}
         layer = Linear(16, 32, rngs=nnx.Rngs(0), **options)
         assert layer.kernel[...].sharding.spec == jax.P(None, ("cp", "tp"))
+        ub.fallbacks(clear=True)
         y = jax.jit(lambda x: layer(x))(x)
+    assert not ub.fallbacks()
     assert_trees_close(y, x @ np.asarray(layer.kernel[...]))

@@ -336,7 +336,7 @@ def _record_repeated(given, layout, mesh, x_shape):
         Why these ranks compute the same rows; None if there are no such ranks.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    used = {*data_axes(layout, mesh, x_shape), layout.axis_name, *manual}
+    used = {*data_axes(layout, mesh, x_shape), *layout.axes, *manual}
     unused = [name for name in mesh.axis_names if name not in used]
     others = nontrivial_axes(mesh, unused)
     reasons = []
@@ -352,7 +352,7 @@ def _record_repeated(given, layout, mesh, x_shape):
             f"{_sizes(mesh, others)}"
         )
     if given.sequence_parallel and not layout.sequence_parallel:
-        axes = [name for name in (given.axis_name,) if name in mesh.shape]
+        axes = [name for name in given.axes if name in mesh.shape]
         if nontrivial_axes(mesh, axes):
             reasons.append(
                 f"x {tuple(x_shape)} has {x_shape[-2]} tokens, which do not divide "
