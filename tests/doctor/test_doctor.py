@@ -15,31 +15,30 @@ from jax_ub._src.lowering_log import Fallback
 from jax_ub._src.methods import Method
 from jax_ub._src.runtime import communicators, cpu_engine, cuda_engine
 from jax_ub._src.runtime.communicators import Connection
-from jax_ub._src.tools import doctor
-from jax_ub._src.tools.doctor import connections, devices, examination, trials
-from jax_ub._src.tools.doctor.finding import State
+from jax_ub._src.tools.doctor import checks
+from jax_ub._src.tools.doctor.checks import Finding, State
 from jax_ub._src.tools.launch import parts
 from jax_ub._src.tools.launch.parts import part_path
 
 
 def findings():
-    return {finding.name: finding for finding in doctor.examine()}
+    return {finding.name: finding for finding in checks.examine()}
 
 
-def test_a_healthy_installation_has_no_fault(capsys):
+def test_healthy_installation_has_no_fault(capsys):
     assert main(["doctor"]) == 0
     report = capsys.readouterr().out
     assert "FAULT" not in report
     assert 'method "direct"' in report
 
 
-def test_every_method_is_tried():
+def test_every_method_runs():
     found = findings()
     for method in Method:
         assert found[f'method "{method.value}"'].text == "runs on 2 devices"
 
 
-def test_a_missing_extension_is_a_fault_that_says_how_to_build_it():
+def test_missing_extension_is_a_fault_with_the_build_command():
     program = (
         "import sys; sys.modules['jax_ub._cpu'] = None\n"
         "from jax_ub.__main__ import main; sys.exit(main(['doctor']))"
@@ -52,14 +51,14 @@ def test_a_missing_extension_is_a_fault_that_says_how_to_build_it():
     assert re.search("FAULT .*jax_ub._cpu is missing.*pip install", done.stdout)
 
 
-def test_the_report_is_json_where_asked_for(capsys):
+def test_report_is_json_on_request(capsys):
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"name", "state", "text"} == set(found[0])
     assert {"python", "jax", "XLA FFI API", "devices"} <= {f["name"] for f in found}
 
 
-def test_a_missing_engine_is_a_fault(monkeypatch, capsys):
+def test_missing_engine_is_a_fault(monkeypatch, capsys):
     def missing():
         raise ImportError("jax_ub: its compiled engine jax_ub._cpu is missing.")
 
@@ -68,7 +67,7 @@ def test_a_missing_engine_is_a_fault(monkeypatch, capsys):
     assert "jax_ub._cpu is missing" in capsys.readouterr().out
 
 
-def test_too_few_threads_of_jaxlib_are_a_warning(monkeypatch):
+def test_too_few_jaxlib_threads_are_a_warning(monkeypatch):
     monkeypatch.setenv("NPROC", "4")
     finding = findings()["jaxlib threads"]
     assert finding.state is State.WARNING
@@ -76,7 +75,7 @@ def test_too_few_threads_of_jaxlib_are_a_warning(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["JAX_UB_TIMEOUT_S", "JAX_UB_NUM_THREADS", "NPROC"])
-def test_a_setting_that_is_no_number_is_a_fault(name, monkeypatch):
+def test_setting_that_is_no_number_is_a_fault(name, monkeypatch):
     monkeypatch.setenv(name, "many")
     finding = findings()["environment"]
     assert finding.state is State.FAULT
@@ -90,21 +89,21 @@ def test_a_setting_that_is_no_number_is_a_fault(name, monkeypatch):
         ("JAX_UB_ISA", "= 'pipelines' is no instruction set that is here. Known: 'p"),
     ],
 )
-def test_a_setting_that_is_unknown_is_a_fault(name, text, monkeypatch):
+def test_unknown_value_of_a_setting_is_a_fault(name, text, monkeypatch):
     monkeypatch.setenv(name, "pipelines")
     finding = findings()["environment"]
     assert finding.state is State.FAULT
     assert f"{name} {text}" in finding.text
 
 
-def test_a_misspelt_variable_is_a_warning_that_names_the_nearest(monkeypatch):
+def test_misspelt_variable_is_a_warning_that_names_the_nearest(monkeypatch):
     monkeypatch.setenv("JAX_UB_TIMEOUT", "5")
     finding = findings()["JAX_UB_TIMEOUT"]
     assert finding.state is State.WARNING
     assert "Did you mean 'JAX_UB_TIMEOUT_S'?" in finding.text
 
 
-def test_more_computing_threads_than_cores_are_a_warning(monkeypatch):
+def test_more_engine_threads_than_cores_are_a_warning(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
     monkeypatch.setenv("NPROC", "64")
     finding = findings()["engine threads"]
@@ -114,18 +113,18 @@ def test_more_computing_threads_than_cores_are_a_warning(monkeypatch):
     assert "Set JAX_UB_NUM_THREADS=1" in finding.text
 
 
-def test_wrong_numbers_are_a_fault(monkeypatch):
+def test_wrong_results_are_a_fault(monkeypatch):
     def wrong(mesh, method):
         return lambda x, w: jax.numpy.asarray(x @ w + 1)
 
-    monkeypatch.setattr(trials, "_column_linear", wrong)
+    monkeypatch.setattr(checks, "_column_linear", wrong)
     finding = findings()['method "direct"']
     assert finding.state is State.FAULT
-    assert finding.text == "runs, but its numbers are wrong"
+    assert finding.text == "runs, but its result is wrong"
 
 
 @pytest.mark.usefixtures("fp8_buffers")
-def test_names_and_methods_of_the_program_are_shown():
+def test_named_overlaps_and_their_methods_are_listed():
     text = findings()["initialize_ub"].text
     assert "not called here" in text
     assert "pipeline (NONE): proj_fprop, fc2_fprop" in text
@@ -144,11 +143,11 @@ def test_several_processes_compute_together(capfd):
     assert found[group]["text"] == "processes [0, 1]: connected"
     for method in Method:
         assert found[f'method "{method.value}"']["text"] == "runs on 4 devices"
-    # What process 1 finds as well is not said twice.
+    # Equal findings of process 1 are omitted.
     assert not any(name.startswith("process 1: ") for name in found)
 
 
-def test_processes_that_fail_are_a_fault(monkeypatch, capfd):
+def test_failed_processes_are_a_fault(monkeypatch, capfd):
     monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
     assert main(["doctor", "--processes", "2"]) == 1
     out, err = capfd.readouterr()
@@ -157,11 +156,11 @@ def test_processes_that_fail_are_a_fault(monkeypatch, capfd):
     assert "Traceback" not in err
 
 
-def test_what_one_process_alone_finds_names_it(monkeypatch, capsys):
+def test_finding_of_one_process_names_the_process(monkeypatch, capsys):
     def of_each(arguments, **_):
         path = pathlib.Path(arguments[arguments.index("--part") + 1])
         for index, threads in enumerate(("8", "2")):
-            finding = doctor.Finding("jaxlib threads", State.WARNING, threads)
+            finding = Finding("jaxlib threads", State.WARNING, threads)
             part_path(path, index).write_text(json.dumps([finding.as_json()]))
         return 0
 
@@ -172,20 +171,20 @@ def test_what_one_process_alone_finds_names_it(monkeypatch, capsys):
     assert other.split() == ["warn", "process", "1:", "jaxlib", "threads", "2"]
 
 
-def test_no_processes_are_refused(capsys):
+def test_zero_processes_are_an_error(capsys):
     with pytest.raises(SystemExit):
         main(["doctor", "--processes", "0"])
     assert "--processes: '0' is not" in capsys.readouterr().err
 
 
-def test_devices_of_each_of_one_process_are_refused(capsys):
+def test_devices_per_process_require_several_processes(capsys):
     assert main(["doctor", "--devices-per-process", "4"]) == 2
     assert (
         "--devices-per-process 4 requires several processes" in capsys.readouterr().err
     )
 
 
-def test_what_keeps_processes_apart_is_a_fault(monkeypatch):
+def test_process_that_cannot_share_memory_is_a_fault(monkeypatch):
     def refused():
         raise RuntimeError("CommunicatorError: no sockets here")
 
@@ -195,7 +194,7 @@ def test_what_keeps_processes_apart_is_a_fault(monkeypatch):
     assert "no sockets here" in finding.text
 
 
-def test_connections_and_failures_are_shown(monkeypatch):
+def test_connections_and_failures_are_listed(monkeypatch):
     class Failed:
         failure = "rank 1 died"
 
@@ -219,9 +218,9 @@ def test_connections_and_failures_are_shown(monkeypatch):
     assert "rank 1 died" in found["devices [2, 7]"].text
 
 
-def test_calls_that_were_not_overlapped_are_counted_by_reason(monkeypatch):
+def test_fallbacks_are_counted_by_reason(monkeypatch):
     monkeypatch.setattr(
-        examination, "fallbacks", lambda: (Fallback("a", "why"), Fallback("b", "why"))
+        checks, "fallbacks", lambda: (Fallback("a", "why"), Fallback("b", "why"))
     )
     assert findings()["not overlapped"].text == "2 calls, the last b: why"
 
@@ -262,8 +261,8 @@ def gpus(monkeypatch):
     return native
 
 
-def test_gpus_and_what_drives_them_are_shown(gpus):
-    found = {finding.name: finding for finding in devices.devices()}
+def test_gpus_and_their_drivers_are_listed(gpus):
+    found = {finding.name: finding for finding in checks.device_findings()}
     assert found["CUDA driver"].text == "for CUDA 13.1"
     assert found["cuBLASLt"].text == "version 130200, /nvidia/libcublasLt.so.13"
     assert found["GPU 1"].text == (
@@ -274,43 +273,43 @@ def test_gpus_and_what_drives_them_are_shown(gpus):
     assert found["peer access"].state is State.WARNING
     assert found["peer access"].text == "none from GPU 1 to 0"
     assert found["shared memory"].text == (
-        "in heaps of jax_ub's own, by the first of vmm, fabric and ipc that all can "
-        "use; not by XLA's communicators and windows (docs/gpu.md says why)"
+        "in heaps of jax_ub, by the first of vmm, fabric and ipc that all can use; "
+        "not by XLA's communicators and windows (docs/gpu.md says why)"
     )
 
 
-def test_why_gpus_are_not_used_is_a_fault(gpus):
+def test_unusable_cuda_engine_is_a_fault(gpus):
     gpus.why_not = lambda: "the driver is for CUDA 11.4"
-    found = {finding.name: finding for finding in devices.devices()}
+    found = {finding.name: finding for finding in checks.device_findings()}
     assert found["CUDA engine"].state is State.FAULT
     assert found["CUDA engine"].text == (
         "calls run plain jax.lax: the driver is for CUDA 11.4"
     )
 
 
-def test_a_method_that_gpus_do_not_have_is_no_fault(gpus):
+def test_failure_of_a_method_without_gpu_support_is_a_note(gpus):
     found = jax.local_devices()
-    assert trials._state_of(Method.DIRECT, found) is State.NOTE
-    assert trials._state_of(Method.PIPELINE, found) is State.FAULT
+    assert checks.state_of_failure(Method.DIRECT, found) is State.NOTE
+    assert checks.state_of_failure(Method.PIPELINE, found) is State.FAULT
 
 
-def test_how_gpus_are_connected_is_shown():
+def test_sharing_mode_of_gpus_is_listed_with_rejected_modes():
     class Heaps:
         how = "ipc"
         step_downs = (("vmm", "process 1: cuMemCreate: not permitted"),)
         has_multicast = False
 
     connection = Connection((0, 1), (0, 1), None, Heaps())
-    assert connections._connected(connection) == (
+    assert checks.describe_connection(connection) == (
         "connected by ipc; not by vmm: process 1: cuMemCreate: not permitted"
     )
 
 
-def test_multicast_is_shown_where_it_stands():
+def test_multicast_is_listed():
     class Heaps:
         how = "vmm"
         step_downs = ()
         has_multicast = True
 
     connection = Connection((0, 1), (0, 1), None, Heaps())
-    assert connections._connected(connection) == "connected by vmm with nvls"
+    assert checks.describe_connection(connection) == "connected by vmm with nvls"

@@ -13,8 +13,7 @@ import jax
 
 from jax_ub._src.runtime import backend
 from jax_ub._src.tables import format_table
-from jax_ub._src.tools.doctor.examination import examine
-from jax_ub._src.tools.doctor.finding import Finding, State
+from jax_ub._src.tools.doctor.checks import Finding, State, examine
 from jax_ub._src.tools.launch import parts
 
 

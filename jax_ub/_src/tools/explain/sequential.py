@@ -86,8 +86,8 @@ class Sizes:
     def ranks_on(self, axis_name: str) -> int | None:
         """Returns the number of ranks on a mesh axis, or None if it is unknown."""
         known = self.num_ranks or num_ranks(axis_name)
-        domains = {d.axis_name: d.tp_size for d in registry.axes()}
-        return known or domains.get(axis_tuple(axis_name))
+        sizes = {axis.axis_name: axis.tp_size for axis in registry.axes()}
+        return known or sizes.get(axis_tuple(axis_name))
 
 
 def explain(

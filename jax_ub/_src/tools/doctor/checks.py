@@ -1,0 +1,410 @@
+"""The checks of the doctor: packages, settings, devices, methods and connections."""
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+import jax_ub as ub
+from jax_ub._src.errors import UnsupportedOverlapError, nearest
+from jax_ub._src.lowering_log import fallbacks
+from jax_ub._src.methods import Method, MethodChoice, resolve
+from jax_ub._src.primitives.bulk_all_gather import bulk_all_gather
+from jax_ub._src.runtime import (
+    backend,
+    communicators,
+    cpu_engine,
+    cuda_engine,
+    hosts,
+    registry,
+    settings,
+)
+from jax_ub._src.tables import format_bytes
+
+_REQUIRED = ("jax", "jaxlib", "numpy")
+_PACKAGES = ("jax_ub", *_REQUIRED, "flax", "optax", "orbax-checkpoint")
+# The smallest number of devices with communication.
+_NUM_DEVICES = 2
+# Mesh axis of the calls below. It must differ from the axes of user programs, which
+# `initialize_ub` may have configured.
+_AXIS = "doctor"
+# jaxlib's thread pool needs two threads per device, and blocks some itself.
+_POOL_THREADS_PER_DEVICE = 4
+
+
+class State(enum.Enum):
+    """Severity of a doctor's finding: fine, a note, a warning or a fault.
+
+    The doctor's exit status is 1 only if there is a fault.
+    """
+
+    FINE = "ok"
+    NOTE = "--"
+    WARNING = "warn"
+    FAULT = "FAULT"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The result of one check: what was checked, its severity and an explanation.
+
+    The doctor prints each finding as one line.
+    """
+
+    name: str
+    state: State
+    text: str
+
+    def as_json(self) -> dict[str, str]:
+        """Returns the name, the state in lower case and the text as JSON types."""
+        return {"name": self.name, "state": self.state.name.lower(), "text": self.text}
+
+    @classmethod
+    def from_json(cls, found: dict[str, str]) -> "Finding":
+        """Restores a finding from the output of `as_json`."""
+        return cls(found["name"], State[found["state"].upper()], found["text"])
+
+
+def examine(*, together: bool = False) -> Iterator[Finding]:
+    """Runs all checks of the doctor in order and yields their findings.
+
+    A check that depends on others follows them. If JAX cannot start, the rest is
+    omitted.
+
+    Args:
+        together: whether all processes of the job call this at the same time; the
+            checks then compute across processes. No process may have called
+            `initialize_ub`.
+    """
+    _request_devices()
+    yield from _packages()
+    yield from _environment()
+    yield _ffi_api()
+    try:
+        backend.start()
+    except UnsupportedOverlapError as error:  # the remaining checks need devices
+        yield Finding("devices", State.FAULT, str(error))
+        return
+    yield from _cpu_engine()
+    yield from device_findings()
+    devices = jax.devices() if together else jax.local_devices()[:_NUM_DEVICES]
+    mesh = Mesh(np.array(devices), (_AXIS,))
+    if not together:
+        yield from _methods_on(mesh)
+    yield from _shared_memory()
+    yield from _named_overlaps(mesh, together)
+    yield from _fallbacks()
+
+
+def _request_devices():
+    """Requests two CPU devices from JAX, unless it has started."""
+    if getattr(jax.config, "jax_num_cpu_devices", 0) > 0:
+        return
+    settings.set_pool_threads(_POOL_THREADS_PER_DEVICE * _NUM_DEVICES)
+    # If JAX has already started, its number of devices cannot be changed.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", _NUM_DEVICES)
+
+
+def _packages():
+    yield Finding("python", State.FINE, platform.python_version())
+    for name in _PACKAGES:
+        try:
+            yield Finding(name, State.FINE, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            state = State.FAULT if name in _REQUIRED else State.NOTE
+            yield Finding(name, state, "not installed")
+
+
+def _environment():
+    for name, value in settings.given().items():
+        if name in settings.NAMES:
+            yield Finding(name, State.NOTE, value)
+        else:
+            known = nearest(name, settings.NAMES)
+            text = f"is not a variable of jax_ub. {known}"
+            yield Finding(name, State.WARNING, text)
+    readers: tuple[Callable[[], object], ...] = (
+        lambda: resolve("doctor", None, settings.method()),
+        _check_isa,
+        settings.timeout_s,
+        settings.first_call_timeout_s,
+        settings.num_threads,
+        settings.pool_threads,
+        settings.allow_tf32,
+        settings.nvls,
+    )
+    for reader in readers:
+        try:
+            reader()
+        except ValueError as error:
+            yield Finding("environment", State.FAULT, str(error))
+
+
+def _check_isa():
+    with contextlib.suppress(ImportError):  # `_ffi_api` reports it
+        cpu_engine.check_isa()
+
+
+def _ffi_api():
+    running = ".".join(map(str, cpu_engine.running_ffi_api()))
+    try:
+        built = ".".join(map(str, cpu_engine.load().xla_ffi_api_version))
+    except ImportError as error:
+        text = f"{error} (jaxlib has {running})"
+        return Finding("XLA FFI API", State.FAULT, text)
+    text = f"engine built for {built}, jaxlib has {running}"
+    return Finding("XLA FFI API", State.FINE, text)
+
+
+def _cpu_engine():
+    try:
+        cpu = cpu_engine.load()
+    except ImportError:
+        return
+    others = [isa for isa in cpu.isas() if isa != cpu.isa()]
+    also = f"; also possible here: {', '.join(others)}" if others else ""
+    yield Finding("instruction set", State.FINE, f"{cpu.isa()}{also}")
+    cores, threads = len(os.sched_getaffinity(0)), cpu.num_threads()
+    text = f"{threads} compute, on {cores} cores"
+    if threads > cores:
+        text += f": they would share cores. Set JAX_UB_NUM_THREADS={cores}."
+        yield Finding("engine threads", State.WARNING, text)
+    else:
+        yield Finding("engine threads", State.FINE, text)
+
+
+def device_findings() -> Iterator[Finding]:
+    """Yields findings about JAX's devices: number, kind, and the GPUs' drivers.
+
+    On CPUs, it also checks that jaxlib's thread pool is large enough for the devices.
+    """
+    devices = jax.devices()
+    kind = cuda_engine.platform_of(devices[0])
+    found = f"{len(devices)} {kind}"
+    if kind == "cuda":
+        yield Finding("devices", State.FINE, found)
+        yield from _gpus()
+    elif kind == "cpu":
+        yield Finding("devices", State.FINE, found)
+        reason = cuda_engine.why_not() or "built; there are no CUDA devices here"
+        yield Finding("CUDA engine", State.NOTE, reason)
+        yield from _pool_threads()
+    else:
+        text = f"{found}; there is no engine for them, and calls run plain jax.lax"
+        yield Finding("devices", State.WARNING, text)
+
+
+def _pool_threads():
+    num = len(jax.local_devices())
+    try:
+        threads = settings.pool_threads() or len(os.sched_getaffinity(0))
+    except ValueError:
+        return  # `_environment` reports it
+    text = f"{threads} for {num} devices"
+    if threads < 2 * num:
+        text += (
+            ": with more than 32 programs in flight jaxlib deadlocks. Set "
+            f"NPROC={_POOL_THREADS_PER_DEVICE * num} before jax starts."
+        )
+        yield Finding("jaxlib threads", State.WARNING, text)
+    else:
+        yield Finding("jaxlib threads", State.FINE, text)
+
+
+def _gpus():
+    reason = cuda_engine.why_not()
+    if reason is not None:
+        yield Finding("CUDA engine", State.FAULT, f"calls run plain jax.lax: {reason}")
+        return
+    native = cuda_engine.load()
+    major, minor = divmod(native.driver_version(), 1000)
+    yield Finding("CUDA driver", State.FINE, f"for CUDA {major}.{minor // 10}")
+    library = native.cublaslt()
+    text = f"version {library['version']}, {library['path']}"
+    yield Finding("cuBLASLt", State.FINE, text)
+    devices = cuda_engine.usable_devices()
+    for device in devices:
+        major, minor = device["compute_capability"]
+        text = (
+            f"{device['name']}, sm_{major}{minor}, {device['num_sms']} "
+            f"multiprocessors, {device['num_copy_engines']} copy engines, "
+            f"{format_bytes(device['memory_bytes'])}, "
+            f"{'multicast' if device['has_multicast'] else 'no multicast'}"
+        )
+        yield Finding(f"GPU {device['ordinal']}", State.FINE, text)
+    yield _peer_access([device["ordinal"] for device in devices])
+    text = (
+        "in heaps of jax_ub, by the first of vmm, fabric and ipc that all can use; not "
+        "by XLA's communicators and windows (docs/gpu.md says why)"
+    )
+    yield Finding("shared memory", State.NOTE, text)
+
+
+def _peer_access(ordinals):
+    if len(ordinals) == 1:
+        return Finding("peer access", State.NOTE, "one GPU in this process")
+    rows = cuda_engine.load().peers(ordinals)
+    blocked = [
+        f"{source} to {target}"
+        for source, row in zip(ordinals, rows, strict=True)
+        for target, can in zip(ordinals, row, strict=True)
+        if not can
+    ]
+    if blocked:
+        text = f"none from GPU {', '.join(blocked)}"
+        return Finding("peer access", State.WARNING, text)
+    text = f"all {len(ordinals)} GPUs of this process can access each other"
+    return Finding("peer access", State.FINE, text)
+
+
+def _methods_on(mesh: Mesh) -> Iterator[Finding]:
+    """Runs a small AG+GEMM with each method, and compares the results with numpy's."""
+    x = np.ones((8 * mesh.size, 16), np.float32)
+    w = np.ones((16, 8 * mesh.size), np.float32)
+    for method in Method:
+        name = f'method "{method.value}"'
+        try:
+            y = _column_linear(mesh, method)(x, w)
+            shards = [(np.asarray(s.data), s.index) for s in y.addressable_shards]
+        except Exception as error:  # any error is a finding
+            state = state_of_failure(method, mesh.local_devices)
+            yield Finding(name, state, f"{type(error).__name__}: {error}")
+            continue
+        if all(np.array_equal(shard, (x @ w)[index]) for shard, index in shards):
+            yield Finding(name, State.FINE, f"runs on {mesh.size} devices")
+        else:
+            yield Finding(name, State.FAULT, "runs, but its result is wrong")
+
+
+def _column_linear(mesh, method):
+    function = functools.partial(ub.all_gather_matmul, axis_name=_AXIS, method=method)
+    if method is Method.BULK:
+        function = functools.partial(_bulk_linear, mesh.size)
+    return jax.jit(
+        jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=(PartitionSpec(_AXIS, None), PartitionSpec(None, _AXIS)),
+            out_specs=PartitionSpec(None, _AXIS),
+        )
+    )
+
+
+def _bulk_linear(num_ranks, x, w):
+    """Computes `all_gather(x) @ w`; gathers x concurrently with an independent GEMM."""
+    dy = jnp.ones((num_ranks * x.shape[0], w.shape[1]), x.dtype)
+    _, gathered = bulk_all_gather(
+        (dy,),
+        (w,),
+        x,
+        axis_name=(_AXIS,),
+        num_ranks=num_ranks,
+        choice=MethodChoice(Method.BULK),
+        label="doctor",
+    )
+    return gathered @ w
+
+
+def state_of_failure(method: Method, devices) -> State:
+    """Returns FAULT if the method should run on the devices, else NOTE."""
+    kind = cuda_engine.platform_of(devices[0])
+    on_gpus = method is not Method.DIRECT and cuda_engine.why_not() is None
+    expected = on_gpus if kind == "cuda" else kind == "cpu"
+    return State.FAULT if expected else State.NOTE
+
+
+def _shared_memory():
+    host = hosts.short_name(hosts.identity())
+    try:
+        cpu_engine.load().endpoint()
+    except ImportError:
+        return
+    except RuntimeError as error:
+        yield Finding("between processes", State.FAULT, str(error))
+    else:
+        text = f"can share memory with others on host {host!r}"
+        yield Finding("between processes", State.FINE, text)
+
+
+def _named_overlaps(mesh: Mesh, together: bool) -> Iterator[Finding]:
+    """Yields findings about the overlaps by name that `initialize_ub` has configured.
+
+    If it was not called, it is called on a small mesh, to report its defaults.
+    """
+    if registry.axes():
+        yield from _connections()
+        for initialized_axis in registry.axes():
+            axes = ", ".join(initialized_axis.axis_name)
+            text = (
+                f"{initialized_axis.tp_size} ranks, [T, H] = "
+                f"{list(initialized_axis.shape)}: {_methods_of(initialized_axis)}"
+            )
+            yield Finding(f"axis {axes}", State.FINE, text)
+        return
+    try:
+        ub.initialize_ub((8 * mesh.size, 16), mesh.size, mesh=mesh, axis_name=_AXIS)
+    except Exception as error:  # any error is a finding
+        yield Finding("initialize_ub", State.FAULT, f"{type(error).__name__}: {error}")
+        return
+    yield from _connections()
+    if together:
+        yield from _methods_on(mesh)
+    (initialized_axis,) = registry.axes()
+    text = f"not called here; the defaults are {_methods_of(initialized_axis)}"
+    ub.destroy_ub()
+    yield Finding("initialize_ub", State.NOTE, text)
+
+
+def _methods_of(initialized_axis):
+    by_method: dict[str, list[str]] = {}
+    for name, mode in initialized_axis.overlaps:
+        method = initialized_axis.overlaps[name, mode].method
+        by_method.setdefault(f"{method} ({mode.name})", []).append(name)
+    return "; ".join(f"{key}: {', '.join(names)}" for key, names in by_method.items())
+
+
+def _connections():
+    failed = dict(communicators.failures())
+    for connection in communicators.connections():
+        name = f"devices {list(connection.group)}"
+        state, text = State.FINE, describe_connection(connection)
+        if connection.group in failed:
+            state, text = State.FAULT, failed[connection.group]
+        elif connection.reason is not None:
+            text = f'"auto" is plain jax.lax, since {connection.reason}'
+            state = State.WARNING
+        processes = sorted(set(connection.processes))
+        yield Finding(name, state, f"processes {processes}: {text}")
+
+
+def describe_connection(connection: communicators.Connection) -> str:
+    """Returns a text that names the sharing mode of a group's memory.
+
+    It also has each mode that is preferred to it, and the reason why it cannot be used.
+    """
+    communicator = connection.communicator
+    how = getattr(communicator, "how", None)
+    if communicator is None or how is None:
+        return "connected"
+    nvls = " with nvls" if communicator.has_multicast else ""
+    unusable = [f"; not by {mode}: {why}" for mode, why in communicator.step_downs]
+    return f"connected by {how}{nvls}{''.join(unusable)}"
+
+
+def _fallbacks():
+    by_reason: dict[str, list[str]] = {}
+    for fallback in fallbacks():
+        by_reason.setdefault(fallback.reason, []).append(fallback.label)
+    for reason, labels in by_reason.items():
+        text = f"{len(labels)} calls, the last {labels[-1]}: {reason}"
+        yield Finding("not overlapped", State.WARNING, text)
