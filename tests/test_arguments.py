@@ -31,8 +31,8 @@ def attention(x, **options):
 
 
 WRONG = {
-    "Linear: kernel_init = 'zeros' is of type str, not a function. Pass one.": lambda: (
-        linear(kernel_init="zeros")
+    "Linear: kernel_init = 'zeros' is not a function. Pass one.": lambda: linear(
+        kernel_init="zeros"
     ),
     "kernel_init returned None for shape (8, 8). Pass a function of (key,": lambda: (
         linear(kernel_init=lambda *args: None)
@@ -49,7 +49,7 @@ WRONG = {
     "Linear: kernel_metadata = 1 is not a dictionary of names and values.": lambda: (
         linear(kernel_metadata=1)
     ),
-    "Linear: rngs = 0 has no keys for parameters. Pass, for example, nnx": lambda: (
+    "Linear: rngs = 0 is not an object with keys for parameters. Pass, for": lambda: (
         linear(rngs=0)
     ),
     "promote_dtype returned None, not an array for each of the 3 that": lambda: called(
@@ -127,7 +127,7 @@ def test_a_field_that_does_not_hash_is_rejected():
 
 
 def test_a_name_that_is_no_string_is_rejected():
-    text = r"linear: ub_name = 1 is of type int. Pass the name of a layer"
+    text = r"linear: ub_name = 1 is not the name of a layer"
     with pytest.raises(UnknownNameError, match=text):
         linear(ub_name=1)
 

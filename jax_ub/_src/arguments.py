@@ -1,7 +1,7 @@
 """Checks options that many layers share, such as `dtype` and `kernel_init`.
 
-Arrays and sizes are checked in `shapes`; methods and mesh axes are checked where they
-are used.
+`checks` has those of arrays and sizes. Methods and mesh axes are checked where they are
+used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ub._src import checks as shapes
+from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, shown
 
 
@@ -27,53 +27,6 @@ def check(op: str, **options: Any) -> None:
     for name, value in options.items():
         if name in _CHECKS:
             _CHECKS[name](op, name, value)
-
-
-def check_function(op: str, name: str, value: Any) -> None:
-    """Raises an error unless a value is callable."""
-    if not callable(value):
-        raise ShapeContractError(
-            f"{op}: {name} = {shown(value)} is of type {type(value).__name__}, not a "
-            "function. Pass one."
-        )
-
-
-def check_dtype(op: str, name: str, value: Any) -> None:
-    """Raises an error unless a value is a floating-point dtype."""
-    dtype = None if shapes.is_array(value) else shapes.dtype_of(value)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise ShapeContractError(
-            f"{op}: {name} = {shown(value)} is not a floating-point dtype. Pass one, "
-            "for example jnp.bfloat16."
-        )
-
-
-def check_name(op: str, name: str, value: Any) -> None:
-    """Raises an error unless a name is a string."""
-    if not isinstance(value, str):
-        raise UnknownNameError(
-            f"{op}: {name} = {shown(value)} is of type {type(value).__name__}. Pass "
-            f'the name of a layer, such as "qkv", or leave {name} out.'
-        )
-
-
-def check_metadata(op: str, name: str, value: Any) -> None:
-    """Raises an error unless a value is a mapping with string keys."""
-    is_mapping = isinstance(value, Mapping)
-    if not is_mapping or not all(isinstance(key, str) for key in value):
-        raise ShapeContractError(
-            f"{op}: {name} = {shown(value)} is not a dictionary of names and values. "
-            f"Pass one, or leave {name} out."
-        )
-
-
-def check_rngs(op: str, name: str, value: Any) -> None:
-    """Raises an error unless a value has parameter keys, as `nnx.Rngs.params` does."""
-    if not callable(getattr(value, "params", None)):
-        raise ShapeContractError(
-            f"{op}: {name} = {shown(value)} has no keys for parameters. Pass, for "
-            "example, nnx.Rngs(0)."
-        )
 
 
 def promoted(
@@ -103,7 +56,7 @@ def promoted(
         ) from error
     fits = isinstance(arrays, tuple | list) and len(arrays) == len(given)
     if not fits or not all(
-        after is None if before is None else shapes.is_array(after)
+        after is None if before is None else checks.is_array(after)
         for before, after in zip(given, arrays, strict=True)
     ):
         raise ShapeContractError(
@@ -113,15 +66,46 @@ def promoted(
     return tuple(arrays)
 
 
-def check_precision(op: str, name: str, value: Any) -> None:
-    """Raises an error unless `jax.lax.dot` accepts a value as a precision."""
+def _is_float_dtype(value):
+    dtype = None if checks.is_array(value) else checks.dtype_of(value)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _is_metadata(value):
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+
+
+def _is_precision(value):
     values = value if isinstance(value, tuple) else (value,)
     kinds = str | lax.Precision | lax.DotAlgorithm | lax.DotAlgorithmPreset
-    if not all(isinstance(each, kinds) for each in values):
-        raise ShapeContractError(
-            f"{op}: {name} = {shown(value)} is not a precision. Pass a "
-            "jax.lax.Precision or None."
-        )
+    return all(isinstance(each, kinds) for each in values)
+
+
+check_function = checks.option_check(callable, "a function", "Pass one.")
+check_dtype = checks.option_check(
+    _is_float_dtype,
+    "a floating-point dtype",
+    "Pass one, for example jnp.bfloat16.",
+)
+_check_name = checks.option_check(
+    lambda value: isinstance(value, str),
+    'the name of a layer, such as "qkv"',
+    "Pass a string, or leave the argument out.",
+    UnknownNameError,
+)
+_check_metadata = checks.option_check(
+    _is_metadata,
+    "a dictionary of names and values",
+    "Pass one, or leave the argument out.",
+)
+_check_rngs = checks.option_check(
+    lambda value: callable(getattr(value, "params", None)),
+    "an object with keys for parameters",
+    "Pass, for example, nnx.Rngs(0).",
+)
+_check_precision = checks.option_check(
+    _is_precision, "a precision", "Pass a jax.lax.Precision or None."
+)
 
 
 def _or_none(check_value: Callable[[str, str, Any], None]):
@@ -153,12 +137,12 @@ _CHECKS: dict[str, Callable[[str, str, Any], None]] = {
     **dict.fromkeys(("dtype", "preferred_element_type"), _or_none(check_dtype)),
     **dict.fromkeys(("kernel_init", "bias_init", "promote_dtype"), check_function),
     "scale_init": _or_none(check_function),
-    **dict.fromkeys(("kernel_metadata", "bias_metadata"), check_metadata),
-    "precision": _or_none(check_precision),
-    "rngs": check_rngs,
-    "ub_name": _or_none(check_name),
+    **dict.fromkeys(("kernel_metadata", "bias_metadata"), _check_metadata),
+    "precision": _or_none(_check_precision),
+    "rngs": _check_rngs,
+    "ub_name": _or_none(_check_name),
     **dict.fromkeys(
-        ("deterministic", "reduce_in_backward"), _or_none(shapes.check_flag)
+        ("deterministic", "reduce_in_backward"), _or_none(checks.check_flag)
     ),
-    **dict.fromkeys(_FLAGS, shapes.check_flag),
+    **dict.fromkeys(_FLAGS, checks.check_flag),
 }

@@ -5,7 +5,8 @@ Of arrays and avals the checks read `shape` and `dtype` only. Each check raises
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 from jax.export import is_symbolic_dim
 
 from jax_ub._src import dtypes
-from jax_ub._src.errors import ShapeContractError, UnknownNameError, shown
+from jax_ub._src.errors import ShapeContractError, UbError, UnknownNameError, shown
 
 _F64 = np.dtype(np.float64)
 # 2**40, more elements than fit in any memory. Larger sizes are rejected, so that a size
@@ -60,18 +61,6 @@ def dtype_of(value) -> np.dtype | None:
         return None
 
 
-def check_key(op: str, name: str, value) -> None:
-    """Raises an error unless a value is a key of `jax.random`, typed or uint32."""
-    is_key = is_array(value) and value.dtype == jnp.uint32 and value.ndim == 1
-    if isinstance(value, jax.Array) and value.ndim == 0:
-        is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    if not is_key:
-        raise ShapeContractError(
-            f"{op}: {name} = {shown(value)} is not one key of jax.random. Pass, for "
-            "example, jax.random.key(0)."
-        )
-
-
 def check_initial(op: str, name: str, values, shape: Sequence[int]) -> None:
     """Raises an error unless an initializer returned an array of `shape`."""
     if not is_array(values) or tuple(values.shape) != tuple(shape):
@@ -86,37 +75,59 @@ def is_size(value) -> bool:
     return is_integer(value) and 1 <= value <= _LARGEST_SIZE
 
 
-def check_size(op: str, name: str, value) -> None:
-    """Raises an error unless a global size is an integer in [1, 2**40]."""
-    if not is_size(value):
-        raise ShapeContractError(
-            f"{op}: {name} = {shown(value)} is not a positive integer. Pass the global "
-            f"size, which is at most {_LARGEST_SIZE}."
-        )
+def option_check(
+    is_valid: Callable[[Any], bool],
+    expected: str,
+    fix: str,
+    error: type[UbError] = ShapeContractError,
+) -> Callable[[str, str, Any], None]:
+    """Returns a check of a value, which is called with op, argument name and value.
+
+    Args:
+        is_valid: returns whether a value is accepted.
+        expected: what a value must be, for the error.
+        fix: what to do, for the error.
+        error: the class of the error.
+    """
+
+    def check(op: str, name: str, value: Any) -> None:
+        if not is_valid(value):
+            raise error(f"{op}: {name} = {shown(value)} is not {expected}. {fix}")
+
+    return check
 
 
-def check_epsilon(op: str, name: str, value) -> None:
-    """Raises an error unless the epsilon of a norm is a finite number >= 0."""
-    if not is_number(value) or not value >= 0:
-        raise ShapeContractError(
-            f"{op}: {name} = {shown(value)} is not a number of 0 or more. Pass one, "
-            "for example 1e-6."
-        )
+def _is_key(value):
+    if isinstance(value, jax.Array) and value.ndim == 0:
+        return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return is_array(value) and value.dtype == jnp.uint32 and value.ndim == 1
 
 
-def check_rate(op: str, name: str, value) -> None:
-    """Raises an error unless a dropout rate is a number in [0, 1)."""
-    if not is_number(value) or not 0 <= value < 1:
-        raise ShapeContractError(
-            f"{op}: {name} = {shown(value)}, but it is the probability of a zero. Pass "
-            f"a number, 0 <= {name} < 1."
-        )
+def _is_flag(value):
+    return isinstance(value, bool | np.bool_ | int) and value in (0, 1)
 
 
-def check_flag(op: str, name: str, value) -> None:
-    """Raises an error unless a flag is a bool, 0 or 1."""
-    if not isinstance(value, bool | np.bool_ | int) or value not in (0, 1):
-        raise UnknownNameError(f"{op}: {name} = {shown(value)}. Pass True or False.")
+# A key of `jax.random`, typed or uint32.
+check_key = option_check(
+    _is_key, "one key of jax.random", "Pass, for example, jax.random.key(0)."
+)
+check_size = option_check(
+    is_size,
+    "a positive integer",
+    f"Pass the global size, which is at most {_LARGEST_SIZE}.",
+)
+check_epsilon = option_check(
+    lambda value: is_number(value) and value >= 0,
+    "a number of 0 or more",
+    "Pass one, for example 1e-6.",
+)
+# The probability with which dropout sets an element to zero.
+check_rate = option_check(
+    lambda value: is_number(value) and 0 <= value < 1,
+    "a probability",
+    "Pass a number of at least 0 and less than 1.",
+)
+check_flag = option_check(_is_flag, "a bool", "Pass True or False.", UnknownNameError)
 
 
 def check_array(op: str, name: str, array) -> None:

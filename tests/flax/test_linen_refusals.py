@@ -110,18 +110,18 @@ REFUSED = {
     "hidden dropout": (
         linen.TransformerLayer(16, 32, 4, hidden_dropout="0.1"),
         ShapeContractError,
-        "TransformerLayer: hidden_dropout = '0.1', but it is the probability of a zero",
+        "TransformerLayer: hidden_dropout = '0.1' is not a probability. Pass a number",
     ),
     "attention dropout": (
         linen.TransformerLayer(16, 32, 4, attention_dropout=1.5, deterministic=True),
         ShapeContractError,
-        "TransformerLayer: attention_dropout = 1.5, but it is the probability of a zer",
+        "TransformerLayer: attention_dropout = 1.5 is not a probability. Pass",
     ),
     "dropout": (
         linen.MultiHeadAttention(4, dropout_rate=-0.1),
         ShapeContractError,
-        "MultiHeadAttention: dropout_rate = -0.1, but it is the probability of a zero. "
-        "Pass a number, 0 <= dropout_rate < 1.",
+        "MultiHeadAttention: dropout_rate = -0.1 is not a probability. "
+        "Pass a number of at least 0 and less than 1.",
     ),
     "method": (
         linen.TransformerLayer(16, 32, 4, method="dircet"),

@@ -210,7 +210,7 @@ REFUSED = [
     (
         {"ub_overlap_ag": "yes"},
         UnknownNameError,
-        "ub_overlap_ag = 'yes'. Pass True or False",
+        "ub_overlap_ag = 'yes' is not a bool. Pass True or False",
     ),
 ]
 

@@ -90,18 +90,18 @@ def transformer(*sizes, **options):
         (
             lambda: transformer(hidden_dropout="0.1"),
             ShapeContractError,
-            "TransformerLayer: hidden_dropout = '0.1', but it is the probability of a "
-            "zero. Pass a number, 0 <= hidden_dropout < 1.",
+            "TransformerLayer: hidden_dropout = '0.1' is not a "
+            "probability. Pass a number",
         ),
         (
             lambda: transformer(attention_dropout=1.5),
             ShapeContractError,
-            "TransformerLayer: attention_dropout = 1.5, but it is the probability",
+            "TransformerLayer: attention_dropout = 1.5 is not a probability",
         ),
         (
             lambda: attention(dropout_rate=-0.1),
             ShapeContractError,
-            "MultiHeadAttention: dropout_rate = -0.1, but it is the probability",
+            "MultiHeadAttention: dropout_rate = -0.1 is not a probability",
         ),
         (
             lambda: layer("16", 32),
@@ -162,7 +162,7 @@ def transformer(*sizes, **options):
         (
             lambda: layer(sequence_parallel="no"),
             UnknownNameError,
-            "linear(parallel='column'): sequence_parallel = 'no'. Pass True or False.",
+            "linear(parallel='column'): sequence_parallel = 'no' is not a bool. Pass True or False.",
         ),
         (
             lambda: layer(method="ring_exchang"),

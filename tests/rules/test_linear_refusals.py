@@ -92,7 +92,7 @@ def test_sequence_parallel_is_true_or_false():
             x, w, parallel="column", axis_name="tp", sequence_parallel="yes"
         )
 
-    message = "linear: sequence_parallel = 'yes'. Pass True or False"
+    message = "linear: sequence_parallel = 'yes' is not a bool. Pass True or False"
     refuses(UnknownNameError, message, call, zeros(8, 6), zeros(6, 8))
 
 
@@ -101,7 +101,7 @@ def test_flags_of_a_gather_are_true_or_false(flag):
     def call(x, w):
         return ub.all_gather_matmul(x, w, axis_name="tp", **{flag: "yes"})
 
-    message = f"all_gather_matmul: {flag} = 'yes'. Pass True or False"
+    message = f"all_gather_matmul: {flag} = 'yes' is not a bool. Pass True or False"
     refuses(UnknownNameError, message, call, zeros(8, 6), zeros(6, 8))
 
 

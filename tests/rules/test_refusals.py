@@ -87,7 +87,7 @@ WRONG_CALLS = {
     ),
     "name that is no string": (
         UnknownNameError,
-        "{op}: ub_name = 3 is of type int",
+        "{op}: ub_name = 3 is not the name of a layer",
         FITTING,
         {"ub_name": 3},
     ),

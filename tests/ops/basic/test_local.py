@@ -281,7 +281,7 @@ def test_wrong_operands_are_refused():
 
 @pytest.mark.parametrize("rate", [1.0, -0.1, "0.1", None, float("nan")])
 def test_a_rate_is_a_probability_below_one(rate):
-    text = f"Dropout: rate = {rate!r}, but it is the probability of a zero. Pass a numb"
+    text = f"Dropout: rate = {rate!r} is not a probability. Pass a number"
     with pytest.raises(error, match=text):
         ops.Dropout(rate)
 
@@ -310,15 +310,15 @@ def test_sizes_and_epsilons_are_numbers(make, text):
     [
         (
             lambda: ops.RMSNorm(16, zero_centered_gamma="no"),
-            "RMSNorm: zero_centered_gamma = 'no'. Pass True or False.",
+            "RMSNorm: zero_centered_gamma = 'no' is not a bool. Pass True or False.",
         ),
         (
             lambda: ops.Linear(4, 4, sequence_parallel="no"),
-            "BasicLinear: sequence_parallel = 'no'. Pass True or False.",
+            "BasicLinear: sequence_parallel = 'no' is not a bool. Pass True or False.",
         ),
         (
             lambda: ops.Linear(4, 4, accumulate_into_main_grad="no"),
-            "BasicLinear: accumulate_into_main_grad = 'no'. Pass True or False.",
+            "BasicLinear: accumulate_into_main_grad = 'no' is not a bool. Pass True or False.",
         ),
     ],
 )
