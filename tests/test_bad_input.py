@@ -85,20 +85,22 @@ def test_a_tuned_file_with_other_versions_is_rejected(versions, tmp_path):
     path = tmp_path / "tuned.json"
     kernel_options = {"device": "x", "versions": versions, "entries": []}
     path.write_text(json.dumps({"schema": 1, "tunings": [kernel_options]}))
-    with pytest.raises(ConfigurationError, match="tuned choices in .* Write the"):
+    with pytest.raises(ConfigurationError, match="tuned file .* Write it"):
         tuned_file.read(path)
 
 
 def test_a_tuned_file_of_nested_lists_is_rejected(tmp_path):
     path = tmp_path / "tuned.json"
     path.write_text("[" * 100_000)
-    with pytest.raises(ConfigurationError, match="tuned choices in .*recursion"):
+    with pytest.raises(ConfigurationError, match="tuned file .*recursion"):
         tuned_file.read(path)
 
 
 @pytest.mark.parametrize("text", ["a: " + "[" * 9000, "a: 2020-99-99", "a: {b: ["])
 def test_text_that_is_no_yaml_is_rejected(text):
-    with pytest.raises(ConfigurationError, match="(?s)this is no YAML: .* Pass a"):
+    with pytest.raises(
+        ConfigurationError, match="(?s)the source is not YAML: .* Pass a"
+    ):
         ub.overlap_config.from_te(f"x:\n  {text}")
 
 

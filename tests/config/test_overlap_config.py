@@ -71,7 +71,7 @@ def test_a_misspelt_method_names_the_nearest():
 
 
 def test_an_entry_that_is_no_dictionary_is_refused():
-    with pytest.raises(TypeError, match="'bulk' is a str, not a dictionary"):
+    with pytest.raises(TypeError, match="'bulk' is not a dictionary"):
         read_entry("qkv_fprop", "bulk")
 
 

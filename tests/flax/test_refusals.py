@@ -162,7 +162,7 @@ def transformer(*sizes, **options):
         (
             lambda: layer(sequence_parallel="no"),
             UnknownNameError,
-            "linear(parallel='column'): sequence_parallel = 'no' is not a bool. Pass True or False.",
+            "linear(parallel='column'): sequence_parallel = 'no' is not a bool. Pass",
         ),
         (
             lambda: layer(method="ring_exchang"),

@@ -303,7 +303,7 @@ REFUSALS = {
     "a layer beside its passes": (
         dict(ub_cfgs={"qkv": {"comm_type": "AG"}}),
         ValueError,
-        r"\['qkv'\] is the forward of .* and so is 'qkv_fprop'",
+        r"\['qkv'\] configures the forward .* as 'qkv_fprop' does",
     ),
     "a backend with an address": (
         dict(bootstrap_backend="jax:localhost"),

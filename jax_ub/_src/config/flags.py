@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_ub._src import checks as shapes
+from jax_ub._src.checks import check_flag
 from jax_ub._src.errors import ConfigurationError, UnsupportedOverlapError
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import PARALLEL, PASSES, ParallelMode, mode_of
@@ -16,8 +16,8 @@ _MEANING = {
     "ub_overlap_ag": "the all-gather of a GEMM's operand",
     "ub_overlap_rs": "the reduce-scatter of a row layer's result",
     "ub_overlap_rs_dgrad": "the reduce-scatter of a column layer's dgrad",
-    "ub_bulk_dgrad": "the all-gather beside a column layer's dgrad",
-    "ub_bulk_wgrad": "the reduce-scatter beside a column layer's wgrad",
+    "ub_bulk_dgrad": "the all-gather during a column layer's dgrad GEMM",
+    "ub_bulk_wgrad": "the reduce-scatter during a column layer's wgrad GEMM",
 }
 _BULK = ("ub_bulk_dgrad", "ub_bulk_wgrad")
 
@@ -89,7 +89,7 @@ class OverlapFlags:
         """
         for name in NAMES:
             if getattr(self, name) is not None:
-                shapes.check_flag(op, name, getattr(self, name))
+                check_flag(op, name, getattr(self, name))
         self._check_backward(op)
         self._check_layer(op, parallel, sequence_parallel)
         relevant = flags_of(mode_of(parallel, True)) if parallel in PARALLEL else NAMES
@@ -125,7 +125,7 @@ class OverlapFlags:
         if flags.get("ub_overlap_rs_dgrad") and bulk:
             raise ConfigurationError(
                 f"{op}: ub_overlap_rs_dgrad = True and {bulk[0]} = True, but an input "
-                "gradient is scattered once: with the dgrad GEMM or beside the wgrad "
+                "gradient is reduce-scattered once: during the dgrad GEMM or the wgrad "
                 "GEMM. Leave one of the two out."
             )
         if self.ub_bulk_dgrad is None or self.ub_bulk_wgrad is None:

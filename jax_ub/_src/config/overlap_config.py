@@ -218,16 +218,14 @@ def read_entry(name: str, entry: object) -> dict[str, object]:
     """
     if not isinstance(entry, Mapping):
         raise ConfigurationTypeError(
-            f"ub_cfgs[{shown(name)}] = {shown(entry)} is a {type(entry).__name__}, not "
-            "a "
-            'dictionary of keys and values, such as {"method": "pipeline"}.'
+            f"ub_cfgs[{shown(name)}] = {shown(entry)} is not a dictionary. Pass one of "
+            'keys and values, such as {"method": "pipeline"}.'
         )
     read = {key: _read_value(name, key, value) for key, value in entry.items()}
     if read.pop("atomic_gemm", False):
         raise ConfigurationError(
-            f'ub_cfgs[{shown(name)}]["atomic_gemm"] = True: cuBLAS 13 has no '
-            "atomic GEMM, which this would need. Leave it out; the other "
-            "methods overlap as well."
+            f'ub_cfgs[{shown(name)}]["atomic_gemm"] = True, but cuBLAS 13 has no '
+            "atomic GEMM. Leave it out; the other methods overlap as well."
         )
     return _with_comm_type(name, read)
 
@@ -257,8 +255,7 @@ def _with_comm_type(name, read):
     comm_type = CommOverlapType.RS if scatters else CommOverlapType.AG
     if read.setdefault("comm_type", comm_type) is not comm_type:
         raise ConfigurationError(
-            f"ub_cfgs[{shown(name)}] has is_reduce_scatter = {scatters}, but comm_type "
-            "= "
-            f'"{read["comm_type"].value}". Leave one of them out.'
+            f"ub_cfgs[{shown(name)}] has is_reduce_scatter = {scatters}, but "
+            f'comm_type = "{read["comm_type"].value}". Leave one of them out.'
         )
     return read

@@ -155,16 +155,15 @@ def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
         return {}
     if not isinstance(ub_cfgs, Mapping):
         raise ConfigurationTypeError(
-            f"ub_cfgs = {shown(ub_cfgs)} is a {type(ub_cfgs).__name__}, not a "
-            "dictionary of "
-            'names, such as {"proj_fprop": {"method": "ring_exchange"}}.'
+            f"ub_cfgs = {shown(ub_cfgs)} is not a dictionary. Pass one of names, such "
+            'as {"proj_fprop": {"method": "ring_exchange"}}.'
         )
     entries = {}
     for name, entry in ub_cfgs.items():
         if not isinstance(name, str) or not name:
             raise ConfigurationTypeError(
-                f"ub_cfgs has the key {shown(name)}, which is no name: names are "
-                "strings."
+                f"ub_cfgs has the key {shown(name)}, but names are non-empty strings. "
+                'Pass a name such as "qkv_fprop".'
             )
         entries[name] = read_entry(name, entry)
         _check_name(name, entries[name])
@@ -181,9 +180,9 @@ def _check_forwards(entries):
         full = f"{name}_{FPROP}"
         if split_name(name) == (name, FPROP) and full in {*NAMES, *entries}:
             raise ConfigurationError(
-                f"ub_cfgs[{shown(name)}] is the forward of the layer {shown(name)}, "
-                f"and so is {shown(full)}, which its calls run as. Leave {shown(name)} "
-                "out: the passes of a layer are configured one by one."
+                f"ub_cfgs[{shown(name)}] configures the forward pass of layer "
+                f"{shown(name)}, as {shown(full)} does, which takes precedence. Leave "
+                f"{shown(name)} out, and configure each pass separately."
             )
 
 
@@ -192,9 +191,8 @@ def _check_name(name, entry):
         if "comm_type" in entry:
             return
         raise UnknownNameError(
-            f"ub_cfgs has no overlap {shown(name)}. {nearest(name, NAMES)} A name of "
-            "your "
-            'own says what it communicates: "comm_type": "AG" or "RS".'
+            f"ub_cfgs[{shown(name)}] is an unknown overlap. {nearest(name, NAMES)} "
+            'Other names must configure "comm_type": "AG" or "RS".'
         )
 
 
@@ -251,7 +249,7 @@ def _is_displaced(name, entries):
     if name in entries:
         raise ConfigurationError(
             f'ub_cfgs has {shown(name)}, but {shown(dgrad)} with method "{method}" '
-            f"reduce-scatters dx itself, so that the wgrad has nothing to "
+            "reduce-scatters dx itself, so that the wgrad has nothing to "
             f"communicate. Leave {shown(name)} out, or give {shown(dgrad)} the "
             'method "bulk".'
         )
@@ -268,7 +266,7 @@ def _method_and_type(name, entry):
         comm_type = _RS if direction == DGRAD else comm_type
     if entry.get("comm_type", comm_type) is not comm_type:
         raise ConfigurationError(
-            f'ub_cfgs[{shown(name)}]: with method "{method.value}" it is '
+            f'ub_cfgs[{shown(name)}]: with method "{method.value}", comm_type is '
             f'"{comm_type.value}", not "{entry["comm_type"].value}". Leave comm_type '
             "and is_reduce_scatter out."
         )
@@ -276,9 +274,8 @@ def _method_and_type(name, entry):
     if method not in possible:
         known = ", ".join(f'"{one.value}"' for one in Method if one in possible)
         raise ConfigurationError(
-            f"ub_cfgs[{shown(name)}]: a {direction} with {comm_type.value} has no "
-            "method "
-            f'"{method.value}". Possible here: {known}.'
+            f"ub_cfgs[{shown(name)}]: a {direction} with {comm_type.value} cannot use "
+            f'method "{method.value}". Use one of {known}.'
         )
     return method, comm_type
 
@@ -294,13 +291,12 @@ def _check_keys(name, method, comm_type, entry, defaults):
         fits = method in only and scatters in (None, comm_type is _RS)
         if fits or entry.get(key, defaults[key]) == defaults[key]:
             continue
-        where = {None: "", True: " that reduce-scatters", False: " that gathers"}
+        where = {None: "", True: " (RS)", False: " (AG)"}
         methods = ", ".join(f'"{one.value}"' for one in only)
         raise ConfigurationError(
-            f"ub_cfgs[{shown(name)}][{shown(key)}] = {shown(entry[key])} does nothing "
-            "with method "
-            f'"{method.value}" ({comm_type.value}): only {methods}'
-            f"{where[scatters]} has it. Leave it out; {_IGNORED}"
+            f"ub_cfgs[{shown(name)}][{shown(key)}] = {shown(entry[key])} has no effect "
+            f'with method "{method.value}" ({comm_type.value}), only with {methods}'
+            f"{where[scatters]}. Leave it out; {_IGNORED}"
         )
 
 
@@ -310,20 +306,21 @@ def _check_fp8(name, method, comm_type, entry, mode):
     found = f"ub_cfgs[{shown(name)}]['fp8_buf'] = {entry['fp8_buf']}"
     if comm_type is _AG and not entry["fp8_buf"]:
         raise ConfigurationError(
-            f"{found}, but what an FP8 GEMM gathers is FP8. Leave it out; {_IGNORED}"
+            f"{found}, but the gathered operand of an FP8 GEMM is FP8. Leave it out; "
+            f"{_IGNORED}"
         )
     if comm_type is _RS and entry["fp8_buf"] and method is Method.BULK:
         raise ConfigurationError(
-            f"{found}, but bulk sums what a GEMM has left in the buffer, and sums are "
-            'never made in FP8. Leave it out, or choose "pipeline" for the dgrad.'
+            f"{found}, but bulk sums the result of a GEMM, and sums are never computed "
+            'in FP8. Leave it out, or use "pipeline" for the dgrad.'
         )
 
 
 def _check_aggregate(name, merged, num_ranks):
     if merged["aggregate"] and num_ranks % 2:
         raise ConfigurationError(
-            f"ub_cfgs[{shown(name)}]['aggregate'] = True joins pairs of ranks, but "
-            f"there are {num_ranks}. Leave it out, or use an even tp_size."
+            f"ub_cfgs[{shown(name)}]['aggregate'] = True pairs the ranks, but there "
+            f"are {num_ranks}. Leave it out, or use an even tp_size."
         )
 
 
@@ -341,6 +338,7 @@ def _check_pairs(resolved):
         if other is None or other.method != Method.BULK.value:
             raise ConfigurationError(
                 f'ub_cfgs[{shown(name)}] is "bulk", but {shown(partner)} is not: the '
-                "dgrad gathers x, and the wgrad scatters dx. Configure both, with "
-                'comm_type "AG" for the dgrad and "RS" for the wgrad, or neither.'
+                "dgrad all-gathers x for the wgrad, and the wgrad reduce-scatters dx. "
+                'Configure both, with comm_type "AG" for the dgrad and "RS" for the '
+                "wgrad, or neither."
             )

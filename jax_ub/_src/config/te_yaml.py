@@ -3,7 +3,6 @@
 import importlib
 import os
 import pathlib
-import types
 from collections.abc import Mapping
 
 from jax_ub._src.config.overlap_config import CommOverlapType
@@ -55,13 +54,13 @@ def from_te(
         # Read as empty and removed afterwards, so that their spelling is checked too.
         found = {**found, **{name: {} for name in unset}}
     return {
-        name: _what_is_read(name, entry)
+        name: _without_ignored_keys(name, entry)
         for name, entry in read_entries(found).items()
         if name not in unset
     }
 
 
-def _what_is_read(name, entry):
+def _without_ignored_keys(name, entry):
     default, comm_type = NAMES.get(name, (Method.AUTO, entry.get("comm_type")))
     method = Method(entry.get("method", default.value))
     gathers = comm_type is CommOverlapType.AG
@@ -75,10 +74,16 @@ def _what_is_read(name, entry):
 
 
 def _read_yaml(source):
-    yaml = _yaml()
+    try:
+        yaml = importlib.import_module("yaml")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "jax_ub.overlap_config.from_te: PyYAML is not installed. Install it (pip "
+            "install pyyaml), or pass a dictionary."
+        ) from error
     if not isinstance(source, str | os.PathLike):
         raise ConfigurationTypeError(
-            f"overlap_config.from_te: {shown(source)} is a {type(source).__name__}. "
+            f"overlap_config.from_te: source = {shown(source)} is not supported. "
             "Pass a dictionary, YAML text, or the path of a YAML file."
         )
     if isinstance(source, os.PathLike) or "\n" not in source and ":" not in source:
@@ -109,8 +114,8 @@ def _parse(yaml, text):
         raise
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         raise ConfigurationError(
-            f"overlap_config.from_te: this is no YAML: {str(error)[:500]}. Pass a "
-            "dictionary of names, or YAML text or a file that contains one."
+            f"overlap_config.from_te: the source is not YAML: {str(error)[:500]}. Pass "
+            "a dictionary of names, or YAML text or a file that contains one."
         ) from error
 
 
@@ -130,17 +135,7 @@ def _check_keys(yaml, text):
             line = key.start_mark.line + 1
             if key.value in lines:
                 raise ConfigurationError(
-                    f"overlap_config.from_te: line {line} has {shown(key.value)} "
-                    f"again, after line {lines[key.value]}. Keep one of them."
+                    f"overlap_config.from_te: line {line} repeats {shown(key.value)} "
+                    f"of line {lines[key.value]}. Keep one of them."
                 )
             lines[key.value] = line
-
-
-def _yaml() -> types.ModuleType:
-    try:
-        return importlib.import_module("yaml")
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "jax_ub.overlap_config.from_te: PyYAML is not installed. Install it (pip "
-            "install pyyaml), or pass a dictionary."
-        ) from error

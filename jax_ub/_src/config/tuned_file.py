@@ -108,34 +108,27 @@ def read(path: str | os.PathLike[str]) -> TunedFile:
         ConfigurationError: if the file does not exist or is not a valid tuned file.
         UnknownNameError: if it contains an unknown op or method.
     """
+    where = f"tuned file {shown(str(path))}"
+    fix = "Write it again with: python -m jax_ub tune --output FILE"
     try:
         found = json.loads(pathlib.Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(
-            f"tuned choices in {shown(str(path))}: {error}. Write the file with: "
-            "python -m jax_ub tune --output FILE. A YAML file of Megatron's is read "
-            "by ub.overlap_config.from_te."
+            f"{where}: {error}. {fix}. ub.overlap_config.from_te reads YAML files of "
+            "Megatron."
         ) from error
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-        raise ConfigurationError(
-            f"tuned choices in {shown(str(path))}: it is no file of schema {SCHEMA}. "
-            "Write it anew with: python -m jax_ub tune --output FILE"
-        )
+        raise ConfigurationError(f"{where}: it does not have schema {SCHEMA}. {fix}")
     try:
         return {
-            _read_maker(kernel_options): dict(
-                map(_read_entry, kernel_options["entries"])
-            )
-            for kernel_options in found["tunings"]
+            _read_environment(tuning): dict(map(_read_entry, tuning["entries"]))
+            for tuning in found["tunings"]
         }
     except UnknownNameError as error:
-        raise UnknownNameError(
-            f"tuned choices in {shown(str(path))}: {error}"
-        ) from error
+        raise UnknownNameError(f"{where}: {error}") from error
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigurationError(
-            f"tuned choices in {shown(str(path))}: {type(error).__name__} {error}. "
-            "Write the file anew with: python -m jax_ub tune --output FILE"
+            f"{where}: {type(error).__name__} {error}. {fix}"
         ) from error
 
 
@@ -157,10 +150,10 @@ def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
     }
     path = pathlib.Path(path)
     # Written to a temporary file first, so that readers see the old or the new file.
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    write_json(beside, document)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    write_json(temporary, document)
     with writing(path):
-        beside.replace(path)
+        temporary.replace(path)
 
 
 def choices(path: str | os.PathLike[str], here: Environment) -> TunedTable:
@@ -176,10 +169,10 @@ def choices(path: str | os.PathLike[str], here: Environment) -> TunedTable:
     """
     tunings = read(path)
     if here not in tunings:
-        made = "; ".join(map(str, tunings)) or "nothing"
+        known = "; ".join(map(str, tunings)) or "nothing"
         raise ConfigurationError(
-            f"tuned choices in {shown(str(path))} were made on {made}, but this is "
-            f"{here}. Add a tuning for it: python -m jax_ub tune --output FILE"
+            f"tuned file {shown(str(path))} is for {known}, but this is {here}. Add a "
+            "tuning for it: python -m jax_ub tune --output FILE"
         )
     by_case = {case: choice for case, (choice, _) in tunings[here].items()}
     return TunedTable(str(path), _digest(by_case), by_case)
@@ -190,46 +183,49 @@ def _digest(by_case):
     return hashlib.sha256("\n".join(entries).encode()).hexdigest()[:16]
 
 
-def _read_maker(kernel_options):
-    given = kernel_options["versions"]
-    versions = {name: _typed(given, name, str) for name in given}
-    return Environment(
-        _typed(kernel_options, "device", str), tuple(sorted(versions.items()))
-    )
+def _read_environment(tuning):
+    given = tuning["versions"]
+    versions = sorted((name, _typed(given, name, str)) for name in given)
+    return Environment(_typed(tuning, "device", str), tuple(versions))
 
 
 def _read_entry(entry: dict[str, Any]):
-    case = TunedKey(**{name: _typed(entry, name, kind) for name, kind in _CASE.items()})
+    case = TunedKey(
+        **{name: _typed(entry, name, kind) for name, kind in _KEY_TYPES.items()}
+    )
     if case.op not in OPS:
-        raise UnknownNameError(f"no op {shown(case.op)}. {nearest(case.op, OPS)}")
+        raise UnknownNameError(f"unknown op {shown(case.op)}. {nearest(case.op, OPS)}")
     methods = [method.value for method in methods_of(case.op)]
     if entry["method"] not in methods:
         raise UnknownNameError(
-            f"no method {shown(entry['method'])}. {nearest(entry['method'], methods)}"
+            f"unknown method {shown(entry['method'])}. "
+            f"{nearest(entry['method'], methods)}"
         )
-    kernel_options = dict(entry["tuning"])
-    kernel_options["variant"] = Variant(kernel_options.get("variant", Variant.PLAIN))
-    own = KernelOptions(**kernel_options)
-    for name in kernel_options.keys() - {"variant"}:
-        _typed(kernel_options, name, int)
-    num_splits = _typed(entry, "num_splits", int)
-    return case, (MethodChoice(Method(entry["method"]), num_splits, own), _times(entry))
+    options = dict(entry["tuning"])
+    options["variant"] = Variant(options.get("variant", Variant.PLAIN))
+    for name in options.keys() - {"variant"}:
+        _typed(options, name, int)
+    choice = MethodChoice(
+        Method(entry["method"]),
+        _typed(entry, "num_splits", int),
+        KernelOptions(**options),
+    )
+    times_us = dict(entry["times_us"])
+    return case, (
+        choice,
+        {name: float(_typed(times_us, name, int | float)) for name in times_us},
+    )
 
 
 # The fields of a `TunedKey`, and their types in a file.
-_CASE = {"op": str, "num_ranks": int, "M": int, "K": int, "N": int, "dtype": str}
+_KEY_TYPES = {"op": str, "num_ranks": int, "M": int, "K": int, "N": int, "dtype": str}
 
 
 def _typed(entry, name, kind):
     value = entry[name]
     if not isinstance(value, kind) or (kind is int and abs(value) >= 1 << 62):
-        raise TypeError(f"{name} = {shown(value)} is of another type or range")
+        raise TypeError(f"{name} = {shown(value)} has a wrong type or is out of range")
     return value
-
-
-def _times(entry):
-    times_us = dict(entry["times_us"])
-    return {name: float(_typed(times_us, name, int | float)) for name in times_us}
 
 
 def _entry(case, choice, times_us):
