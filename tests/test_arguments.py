@@ -64,7 +64,7 @@ WRONG = {
     "attention: attention_fn returned None for queries of shape (2, 4, 2,": lambda: (
         attention(X, attention_fn=lambda *args, **options: None)
     ),
-    " is of type Mesh. Pass a jax.sharding.Mesh with axes, or None for": lambda: linear(
+    " is of type Mesh. Pass a jax.sharding.Mesh with axes, or None to": lambda: linear(
         mesh=Mesh(np.empty((), object), ())
     ),
     "linear(parallel=None): axis = 'x' is neither an integer nor several.": lambda: (
