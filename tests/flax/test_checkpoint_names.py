@@ -18,8 +18,8 @@ X = (2, 8, 16)
 only = jax.checkpoint_policies.save_only_these_names
 AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
 
-# AG+GEMM and GEMM+RS of a forward and a backward pass with remat: each has four, and
-# what is computed again is more. Nothing needs the result of fc2 again.
+# AG+GEMM and GEMM+RS calls of a forward and a backward pass with remat: four each, and
+# one more for each recomputed call. The result of fc2 is never recomputed.
 POLICIES = {
     "all": (only("jax_ub.y"), 4, 4),
     "none": (only(), 6, 5),
@@ -30,7 +30,7 @@ POLICIES = {
 
 
 def gradient(policy):
-    """The gradients of a layer with remat, and its parameters."""
+    """Returns the gradients of a layer with remat, and its parameters."""
     graph, state = nnx.split(TransformerLayer(16, 32, 4, rngs=nnx.Rngs(0)))
 
     def loss(state, x):
@@ -43,7 +43,7 @@ def gradient(policy):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_chooses_which_gemms_are_computed_again(name):
+def test_a_remat_policy_selects_the_gemms_that_are_recomputed(name):
     policy, num_gathers, num_scatters = POLICIES[name]
     x = normal(0, X)
     with jax.set_mesh(mesh_of(1, 4)):
@@ -59,7 +59,7 @@ def names_in(function, *operands):
     return {part.split("]")[0] for part in text.split("name[name=")[1:]}
 
 
-def test_names_are_those_of_the_call():
+def test_checkpoint_names_contain_the_name_of_the_call():
     def run(x, w, name, gathered):
         given = {"axis_name": "tp", "ub_name": name, "return_gathered": gathered}
         y = ub.all_gather_matmul(x, w, **given)

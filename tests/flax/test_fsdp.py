@@ -1,4 +1,4 @@
-"""Kernels that lie on data axes, too: layouts, collectives, numbers, checkpoints."""
+"""FSDP: shardings, collectives, values, checkpoints."""
 
 import re
 
@@ -40,7 +40,7 @@ def mesh_of(types="auto", shape=(2, 2, 2)) -> Mesh:
 
 
 def block(make=Linear, up=None, down=None, **options):
-    """A block whose kernels may carry a layout, as Flax has it."""
+    """A block whose kernels may have partitioning metadata of Flax."""
 
     def layer(sizes, parallel, spec):
         given = {"parallel": parallel} if make is Linear else {}
@@ -55,7 +55,7 @@ def block(make=Linear, up=None, down=None, **options):
 
 
 def with_dot_general():
-    """Flax's own layers, of which only an explicit mesh knows the layout."""
+    """Layers of Flax, whose sharding only an explicit mesh has."""
     model = block(nnx.Linear, COLUMN, ROW)
     model.up.dot_general = ub.dot_general("column", fsdp_axes="fsdp")
     model.down.dot_general = ub.dot_general("row", fsdp_axes=("fsdp",))
@@ -63,7 +63,7 @@ def with_dot_general():
 
 
 def by_path():
-    """A model that was put on the mesh when it was there."""
+    """Returns a model that is created on the mesh."""
     model = plain_block()
     for layer, spec in ((model.up, COLUMN), (model.down, ROW)):
         layer.kernel.set_value(jax.device_put(layer.kernel[...], spec))
@@ -85,7 +85,7 @@ def specs_of(tree):
 
 @pytest.mark.parametrize("types", ["auto", "explicit"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_of_training_keeps_every_layout(name, types):
+def test_a_training_step_keeps_all_shardings(name, types):
     x, optimizer = normal(0, (8, 8, 16)), optax.adam(0.1)
     noted = len(ub.fallbacks())
     with jax.set_mesh(mesh_of(types)):
@@ -110,8 +110,8 @@ def test_a_step_of_training_keeps_every_layout(name, types):
     assert len(ub.fallbacks()) == noted
     assert calls(text)["all_gather_matmul"] == 2
     assert calls(text)["matmul_reduce_scatter"] == 1
-    # XLA's own: each kernel, whole but for "tp", that of the second layer again in the
-    # backward unless XLA keeps it; gradients go back to their parts.
+    # XLA all-gathers each kernel over data axes, and the second one again in the
+    # backward pass unless it keeps it. Gradients are reduce-scattered.
     kernels = re.findall(r"= f32\[([\d,]+,[\d,]+)\]\S* all-gather\(", text)
     assert kernels in (["16,16"] * 2, ["16,16"] * 3)
     assert collectives(text)["reduce-scatter"] == 2
@@ -130,7 +130,7 @@ def test_a_step_of_training_keeps_every_layout(name, types):
         (P(None, ("fsdp", "tp")), P(("fsdp", "tp"), None)),
     ],
 )
-def test_both_axes_may_lie_on_one_dimension(up, down, types):
+def test_both_axes_may_shard_one_dimension(up, down, types):
     x = normal(0, (8, 8, 16))
     with jax.set_mesh(mesh_of(types)):
         model = block(nnx.Linear, up, down)
@@ -150,7 +150,7 @@ def test_both_axes_may_lie_on_one_dimension(up, down, types):
         ("explicit", (3, 8, 16), {}),
     ],
 )
-def test_any_spread_of_the_examples_gives_the_same(types, shape, options):
+def test_any_sharding_of_the_examples_gives_the_same(types, shape, options):
     x = normal(0, shape)
     with jax.set_mesh(mesh_of(types)):
         model = block(fsdp_axes=("dp", "fsdp"), **options)
@@ -245,7 +245,7 @@ def test_a_scan_over_layers_keeps_no_gathered_kernels(types):
         states = jax.tree.map(stack, state)
         program = jax.jit(jax.grad(value))
         text = compiled_text(program, states, jax.device_put(x, X))
-    assert "f32[5,16,8]" in text  # the parts of them
+    assert "f32[5,16,8]" in text  # their shards
     assert "f32[5,16,16]" not in text
     assert collectives(text)["all-gather"] == 4  # each kernel forward and backward
 
@@ -253,7 +253,7 @@ def test_a_scan_over_layers_keeps_no_gathered_kernels(types):
 @pytest.mark.parametrize(
     ("types", "axes"), [("auto", ("fsdp",)), ("explicit", ("dp", "fsdp"))]
 )
-def test_microbatches_accumulate_into_the_parts(axes, types):
+def test_microbatches_accumulate_into_the_shards(axes, types):
     xs = normal(0, (3, 8, 8, 16))
     with jax.set_mesh(mesh_of(types)):
         model = block(fsdp_axes=axes, main_grad=True)
@@ -277,7 +277,7 @@ def test_microbatches_accumulate_into_the_parts(axes, types):
         gradients = program(params, main_grads, xs)
     kernels = [specs_of(gradients)[name]["kernel"] for name in ("up", "down")]
     assert kernels == [layouts[name]["kernel"] for name in ("up", "down")]
-    # The backward gathers the second kernel again, and nobody the accumulators.
+    # The backward pass gathers the second kernel again. Accumulators are not gathered.
     assert collectives(text)["all-gather"] == 3
     assert collectives(text)["reduce-scatter"] == 2
     expected = nnx.grad(loss)(plain_block(), np.asarray(xs).reshape(-1, 8, 16))
@@ -286,7 +286,7 @@ def test_microbatches_accumulate_into_the_parts(axes, types):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map_parts_are_gathered(check_vma):
+def test_inside_shard_map_kernels_are_gathered_over_fsdp_axes(check_vma):
     x = normal(0, (8, 8, 16))
     with jax.set_mesh(mesh_of()):
         graph, state = nnx.split(block(fsdp_axes="fsdp"))
@@ -311,7 +311,7 @@ def test_inside_shard_map_parts_are_gathered(check_vma):
 
 
 @pytest.mark.parametrize("parallel", ["column", "row", None])
-def test_inside_shard_map_linen_takes_parts(parallel):
+def test_inside_shard_map_linen_takes_shards(parallel):
     x, dense = normal(0, (8, 8, 16)), nn.Dense(32)
     variables = dense.init(jax.random.key(0), x)
     ours = linen.Linear(32, parallel=parallel, fsdp_axes="fsdp")
@@ -327,7 +327,7 @@ def test_inside_shard_map_linen_takes_parts(parallel):
     assert_trees_close(jax.jit(apply)(variables, x), dense.apply(variables, x))
 
 
-def test_checkpoints_go_on_under_another_mesh(tmp_path):
+def test_checkpoints_load_on_another_mesh(tmp_path):
     x = normal(0, (8, 8, 16))
     with jax.set_mesh(mesh_of(shape=(2, 2, 2))):
         state = nnx.state(block(fsdp_axes="fsdp"))
@@ -401,6 +401,6 @@ def layer(*sizes, parallel="column", **options):
         ),
     ],
 )
-def test_axes_that_do_not_fit_are_refused(make, error, text):
+def test_invalid_axes_are_rejected(make, error, text):
     with jax.set_mesh(mesh_of()), pytest.raises(error, match=re.escape(text)):
         make()

@@ -26,7 +26,7 @@ def block(rngs=None, **options):
 
 @pytest.mark.parametrize("parallel", PARALLEL)
 @pytest.mark.parametrize("use_bias", [True, False])
-def test_parameters_are_those_of_flax(parallel, use_bias):
+def test_parameters_equal_those_of_flax(parallel, use_bias):
     ours = Linear(16, 32, parallel=parallel, use_bias=use_bias, rngs=nnx.Rngs(0))
     flax = nnx.Linear(16, 32, use_bias=use_bias, rngs=nnx.Rngs(0))
     ours, flax = (nnx.to_pure_dict(nnx.state(model)) for model in (ours, flax))
@@ -43,7 +43,7 @@ def test_parameters_are_those_of_flax(parallel, use_bias):
     ],
 )
 @pytest.mark.parametrize("types", ["auto", "explicit"])
-def test_several_dimensions_are_those_of_linear_general(parallel, ins, outs, types):
+def test_several_dimensions_equal_those_of_linear_general(parallel, ins, outs, types):
     axis = (-2, -1) if isinstance(ins, tuple) else -1
     flax = nnx.LinearGeneral(ins, outs, axis=axis, rngs=nnx.Rngs(0))
     x = normal(0, (4, 8, *flax.in_features))
@@ -95,7 +95,7 @@ def test_checkpoints_swap_both_ways():
     ],
 )
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_values_and_gradients_are_those_of_flax(
+def test_values_and_gradients_equal_those_of_flax(
     dp, tp, types, shape, sequence_parallel
 ):
     x = normal(0, shape)
@@ -109,7 +109,7 @@ def test_values_and_gradients_are_those_of_flax(
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_a_plain_layer_keeps_tokens_where_they_are(sequence_parallel):
+def test_a_plain_layer_does_not_move_tokens(sequence_parallel):
     x = normal(0, (4, 8, 16))
     with jax.set_mesh(mesh_of(2, 2)):
         model = Linear(16, 32, sequence_parallel=sequence_parallel, rngs=nnx.Rngs(0))
@@ -128,7 +128,7 @@ def test_a_plain_layer_keeps_tokens_where_they_are(sequence_parallel):
 
 @pytest.mark.parametrize("parallel", PARALLEL)
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1), (1, 1)])
-def test_types_of_an_explicit_mesh_name_axes_of_one_rank_too(dp, tp, parallel):
+def test_explicit_result_types_have_axes_of_one_rank(dp, tp, parallel):
     layout = {"column": P("dp", None, "tp")}.get(parallel, P("dp", "tp", None))
     with jax.set_mesh(mesh_of(dp, tp, "explicit")):
         model = Linear(16, 32, parallel=parallel, rngs=nnx.Rngs(0))
@@ -137,7 +137,7 @@ def test_types_of_an_explicit_mesh_name_axes_of_one_rank_too(dp, tp, parallel):
 
 
 @pytest.mark.parametrize("axes", ["dp", ("dp", "one"), ("one", "dp"), ("one",)])
-def test_types_of_an_explicit_mesh_name_axes_as_x_does(axes):
+def test_explicit_result_types_have_the_axes_of_x(axes):
     mesh = jax.make_mesh((1, 2 if "dp" in axes else 1, 2), ("one", "dp", "tp"))
     with jax.set_mesh(mesh):
         x = jax.device_put(normal(0, (4, 8, 16)), P(axes, "tp", None))
@@ -167,7 +167,7 @@ def test_a_plain_layer_takes_any_number_of_tokens_and_any_mesh():
         assert_trees_close(y, flax(x))
 
 
-def test_a_pair_of_layers_is_two_calls_and_nothing_else():
+def test_a_pair_of_layers_compiles_to_two_calls_and_no_other_communication():
     x = jax.device_put(normal(0, (4, 8, 16)))
     with jax.set_mesh(mesh_of(2, 2)):
         model = block()
@@ -241,7 +241,7 @@ def test_gradients_go_through_a_shard_map_over_data_axes_only(parallel):
     assert_trees_close(nnx.to_pure_dict(gradients), nnx.to_pure_dict(expected))
 
 
-def test_the_mesh_may_be_an_argument_or_the_kernels_own():
+def test_the_mesh_may_be_an_argument_or_the_kernel_s():
     mesh, x = mesh_of(2, 2), normal(0, (4, 8, 16))
     expected = nnx.Linear(16, 32, rngs=nnx.Rngs(0))(x)
     given = Linear(16, 32, parallel="column", mesh=mesh, rngs=nnx.Rngs(0))
@@ -254,7 +254,7 @@ def test_the_mesh_may_be_an_argument_or_the_kernels_own():
 
 @pytest.mark.parametrize("parallel", PARALLEL)
 @pytest.mark.parametrize("shape", [(0, 8, 16), (2, 0, 16), (0, 16)])
-def test_of_nothing_the_result_is_nothing(parallel, shape):
+def test_empty_inputs_have_empty_results(parallel, shape):
     x, options = jnp.ones(shape), {"parallel": parallel, "rngs": nnx.Rngs(0)}
     with jax.set_mesh(mesh_of(2, 2)):
         model = Linear(16, (4, 8), **options)
@@ -268,7 +268,7 @@ def test_of_nothing_the_result_is_nothing(parallel, shape):
 
 
 @pytest.mark.parametrize("types", ["auto", "explicit"])
-def test_it_is_called_as_flax_s_own_layer(types):
+def test_it_is_called_like_the_layer_of_flax(types):
     ours, flax = (inspect.signature(kind.__call__) for kind in (Linear, nnx.Linear))
     assert list(ours.parameters) == [*flax.parameters, "residual"]
     x = normal(0, (4, 8, 16))
@@ -280,7 +280,7 @@ def test_it_is_called_as_flax_s_own_layer(types):
     assert y.sharding.shard_shape(y.shape) == (2, 4, 32)
 
 
-def test_an_initializer_may_carry_the_layout_as_flax_has_it():
+def test_an_initializer_may_have_partitioning_metadata_of_flax():
     x = normal(0, (4, 8, 16))
     zeros, lecun = nnx.initializers.zeros_init(), nnx.initializers.lecun_normal()
     inits = {
@@ -298,7 +298,7 @@ def test_an_initializer_may_carry_the_layout_as_flax_has_it():
             assert ours.get_metadata() == theirs.get_metadata()
         assert model.main_grad.sharding == model.kernel.sharding
         assert_trees_close(model(x), flax(x))
-        # One without a layout gets ours.
+        # An initializer without a sharding gets the layer's.
         noted = nnx.with_metadata(lecun, note="mine")
         model = Linear(16, 32, parallel="column", kernel_init=noted, rngs=nnx.Rngs(0))
     assert model.kernel.note == "mine"
@@ -317,7 +317,7 @@ def test_a_layer_runs_and_differentiates_outside_jit():
     )
 
 
-def test_computes_in_the_dtype_of_the_layer():
+def test_a_layer_computes_in_its_dtype():
     x = normal(0, (4, 8, 16))
     options = {"dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
     with jax.set_mesh(mesh_of(1, 2)):
@@ -371,7 +371,7 @@ def test_remat_recomputes_the_same_gradients():
 
 
 @pytest.mark.parametrize("around", ["remat", "scan"])
-def test_gradients_may_be_taken_where_nothing_is_compiled(around):
+def test_gradients_work_under_disable_jit(around):
     def total(model, x):
         graph, state = nnx.split(model)
 

@@ -17,7 +17,7 @@ def loss(layer):
 
 @pytest.mark.parametrize("parallel", ["column", "row", None])
 @pytest.mark.parametrize("use_bias", [True, False])
-def test_parameters_are_those_of_dense(parallel, use_bias):
+def test_parameters_equal_those_of_dense(parallel, use_bias):
     ours = linen.Linear(32, use_bias=use_bias, parallel=parallel)
     dense = nn.Dense(32, use_bias=use_bias)
     # A dummy of one token, as linen models are initialized with.
@@ -32,7 +32,7 @@ def test_parameters_are_those_of_dense(parallel, use_bias):
     ("types", "parallel", "sequence_parallel"),
     [("auto", "column", True), ("explicit", "row", True), ("auto", "row", False)],
 )
-def test_values_and_gradients_are_those_of_dense(types, parallel, sequence_parallel):
+def test_values_and_gradients_equal_those_of_dense(types, parallel, sequence_parallel):
     x, dense = normal(0, (4, 8, 16)), nn.Dense(32)
     variables = dense.init(jax.random.key(0), x)
     ours = linen.Linear(32, parallel=parallel, sequence_parallel=sequence_parallel)
@@ -59,7 +59,7 @@ def test_inside_shard_map_a_layer_works_on_shards():
     assert_trees_close(y, dense.apply(variables, x))
 
 
-def test_a_kernel_may_carry_its_layout_as_linen_has_it():
+def test_a_kernel_may_have_partitioning_metadata_of_linen():
     init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "tp"))
     layer = linen.Linear(32, parallel="column", kernel_init=init)
     x = normal(0, (4, 8, 16))
@@ -71,7 +71,7 @@ def test_a_kernel_may_carry_its_layout_as_linen_has_it():
     assert calls(text) == {"all_gather_matmul": 1}
 
 
-def test_features_that_do_not_divide_are_refused():
+def test_indivisible_features_are_rejected():
     layer = linen.Linear(6, parallel="column")
     variables = layer.init(jax.random.key(0), jnp.ones((1, 16)))
     with (

@@ -15,7 +15,7 @@ DROPS = {"hidden": {"hidden_dropout": 0.5}, "attention": {"attention_dropout": 0
 
 
 def same_everywhere(layer):
-    """Parameters and tokens with which all tokens and heads have equal results."""
+    """Returns parameters and tokens with equal results for all tokens and heads."""
     variables = layer.init(jax.random.key(0), jnp.ones(X), deterministic=True)
     variables = jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.1), variables)
     return variables, jnp.broadcast_to(normal(0, (16,)), X)
@@ -27,7 +27,7 @@ def run(layer, variables, x, key, **options):
 
 
 @pytest.mark.parametrize("options", DROPS.values(), ids=DROPS)
-def test_a_layer_is_initialized_without_being_told_what_drops(options):
+def test_initialization_needs_no_deterministic_argument(options):
     layer = linen.TransformerLayer(16, 32, 4, **options)
     found = layer.init(jax.random.key(0), jnp.ones(X))
     told = layer.init(jax.random.key(0), jnp.ones(X), deterministic=True)
@@ -38,7 +38,7 @@ def test_a_layer_is_initialized_without_being_told_what_drops(options):
 
 @pytest.mark.parametrize("types", ["auto", "explicit"])
 @pytest.mark.parametrize("options", DROPS.values(), ids=DROPS)
-def test_dropout_is_that_of_the_key_and_off_where_it_is_said(options, types):
+def test_dropout_depends_on_the_key_and_can_be_disabled(options, types):
     layer = linen.TransformerLayer(16, 32, 4, **options)
     plain = linen.TransformerLayer(16, 32, 4)
     x = normal(0, X)
@@ -49,7 +49,7 @@ def test_dropout_is_that_of_the_key_and_off_where_it_is_said(options, types):
             apply(layer, variables, x, key, deterministic=False) for key in (1, 1, 2)
         )
         kept = apply(layer, variables, x, 1, deterministic=True)
-        # The module may say it instead of the call.
+        # The attribute of the module replaces the argument of the call.
         eager = dataclasses.replace(layer, deterministic=True)
         assert_equal(apply(eager, variables, x, 1), kept)
         assert_equal(jax.jit(plain.apply)(variables, x), kept)
@@ -58,7 +58,7 @@ def test_dropout_is_that_of_the_key_and_off_where_it_is_said(options, types):
     assert not np.allclose(y, kept)
 
 
-def test_dropout_needs_to_know_whether_it_is_on():
+def test_dropout_needs_a_deterministic_argument():
     layer = linen.MultiHeadAttention(4, dropout_rate=0.5, num_kv_heads=2)
     with jax.set_mesh(mesh_of(1, 2)):
         variables = layer.init(jax.random.key(0), jnp.ones(X))
@@ -70,7 +70,7 @@ def test_dropout_needs_to_know_whether_it_is_on():
 @pytest.mark.parametrize(
     "axes", [{"dp", "tp"}, {"dp"}], ids=["all axes", "data axes only"]
 )
-def test_ranks_of_a_shard_map_drop_elements_of_their_own(options, axes):
+def test_ranks_of_a_shard_map_have_different_dropout_masks(options, axes):
     layer = linen.TransformerLayer(16, 32, 4, is_causal=False, **options)
     variables, x = same_everywhere(layer)
     specs = linen_specs(variables) if "tp" in axes else P()
@@ -90,7 +90,7 @@ def test_ranks_of_a_shard_map_drop_elements_of_their_own(options, axes):
         assert not np.allclose(y[:, :4], y[:, 4:])
 
 
-def test_heads_of_other_ranks_drop_other_weights():
+def test_heads_of_different_ranks_have_different_dropout_masks():
     seen = []
 
     def attention_fn(q, k, v, *, dropout_rng, **options):
@@ -110,13 +110,13 @@ def test_heads_of_other_ranks_drop_other_weights():
     assert len(set(seen)) == 4
 
 
-def test_without_sequence_parallelism_ranks_drop_the_same():
+def test_without_sequence_parallelism_ranks_have_equal_dropout_masks():
     layer = linen.TransformerLayer(
         16, 32, 4, hidden_dropout=0.5, sequence_parallel=False
     )
     variables = layer.init(jax.random.key(0), jnp.ones(X), deterministic=True)
     specs = linen_specs(variables)
-    # Were they to drop other elements, shard_map would refuse the result's layout.
+    # With different masks, shard_map would reject the result's sharding.
     with jax.set_mesh(mesh_of(2, 2)):
         y = jax.jit(
             jax.shard_map(

@@ -1,4 +1,4 @@
-"""Modules of several linear layers, and what they are in Flax's own words."""
+"""linen modules of several linear layers, compared with modules of Flax."""
 
 import dataclasses
 import functools
@@ -51,7 +51,7 @@ class Layer(nn.Module):
         return x + NormedMLP(name="mlp")(x)
 
 
-# Ours and Flax's, that take the same parameters.
+# A module of jax_ub and one of Flax with the same parameters.
 PAIRS = {
     "linear": (linen.Linear((4, 8), parallel="column"), nn.DenseGeneral((4, 8))),
     "norm and linear": (
@@ -79,7 +79,7 @@ def loss(module):
 
 
 @pytest.mark.parametrize(("ours", "flax"), OURS_AND_FLAX)
-def test_parameters_are_those_of_flax(ours, flax):
+def test_parameters_equal_those_of_flax(ours, flax):
     # A dummy of one token, as linen models are initialized with.
     x = jnp.ones((1, 1, 16))
     with jax.set_mesh(mesh_of(2, 2, "explicit")):
@@ -96,14 +96,14 @@ def test_parameters_are_those_of_flax(ours, flax):
     ("types", "layout"), [("auto", P("dp")), ("explicit", P(("dp", "tp")))]
 )
 @pytest.mark.parametrize(("ours", "flax"), OURS_AND_FLAX)
-def test_init_computes_what_apply_does(ours, flax, types, layout):
+def test_init_and_apply_return_the_same(ours, flax, types, layout):
     with jax.set_mesh(mesh_of(2, 2, types)):
         x = jax.device_put(normal(0, X), layout)
         y, variables = jax.jit(ours.init_with_output)(jax.random.key(3), x)
         assert_trees_close(y, jax.jit(ours.apply)(variables, x))
 
 
-def test_init_takes_dummies_that_apply_does_not():
+def test_init_takes_inputs_of_any_number_of_tokens():
     x = normal(0, (3, 5, 16))  # neither sequences nor tokens divide
     ours = linen.TransformerLayer(
         16, 32, 4, normalize_qk=True, data_axes=("dp",), main_grad=True
@@ -117,7 +117,7 @@ def test_init_takes_dummies_that_apply_does_not():
 
 @pytest.mark.parametrize("types", ["auto", "explicit"])
 @pytest.mark.parametrize(("ours", "flax"), OURS_AND_FLAX)
-def test_values_and_gradients_are_those_of_flax(ours, flax, types):
+def test_values_and_gradients_equal_those_of_flax(ours, flax, types):
     x = normal(0, X)
     variables = away_from_initial(flax.init(jax.random.key(0), x))
     with jax.set_mesh(mesh_of(2, 2, types)):
@@ -128,7 +128,7 @@ def test_values_and_gradients_are_those_of_flax(ours, flax, types):
     assert_trees_close(gradients, expected[1], rtol=1e-4)
 
 
-def test_a_transformer_layer_is_four_calls_and_nothing_else():
+def test_a_transformer_layer_compiles_to_four_calls_and_no_other_communication():
     layer = linen.TransformerLayer(16, 32, 4, activation="swiglu", rotary_base=100.0)
     variables = layer.init(jax.random.key(0), jnp.ones(X))
     with jax.set_mesh(mesh_of(2, 2)):
@@ -153,7 +153,7 @@ def test_calls_run_as_initialize_ub_configured_their_names(sequence_parallel):
     variables = layer.init(jax.random.key(0), x)
     text = jax.jit(layer.apply).lower(variables, x).as_text()
     splits = re.findall(r"matmul_reduce_scatter\(.*num_splits = (\d)", text)
-    # proj, and fc2 by default; all-reduces have no names.
+    # proj, and fc2 by default. All-reduces have no names.
     assert splits == (["2", "4"] if sequence_parallel else [])
 
 
@@ -222,7 +222,7 @@ def test_other_inputs_are_attended_to():
         assert_trees_close(y, flax.apply(variables, *inputs, mask=mask))
 
 
-def test_a_kernel_of_heads_may_carry_its_layout_as_linen_has_it():
+def test_a_kernel_of_heads_may_have_partitioning_metadata_of_linen():
     names = (None, "tp", None)
     init = nn.with_partitioning(nn.initializers.lecun_normal(), names)
     layer = linen.Linear((4, 8), parallel="column", kernel_init=init)

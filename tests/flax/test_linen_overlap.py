@@ -20,7 +20,7 @@ RULES = {
 
 
 class Block(nn.Module):
-    """Attention and an MLP of Flax's own layers."""
+    """Attention and an MLP of layers of Flax."""
 
     @nn.compact
     def __call__(self, x, _=None):
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks under `nn.scan` and `nn.remat`, and a head that no rule names."""
+    """Two blocks under `nn.scan` and `nn.remat`, and a head that no rule matches."""
 
     @nn.compact
     def __call__(self, x):
@@ -67,7 +67,7 @@ def test_layers_of_an_unmodified_model_are_overlapped(types):
     assert_trees_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_outside_of_the_block_a_bound_layer_is_flax_s_own():
+def test_outside_of_the_block_a_bound_layer_is_unchanged():
     x = normal(0, (4, 8, 16))
     layer = nn.Dense(32)
     bound = layer.bind(layer.init(jax.random.key(0), x))
@@ -88,7 +88,7 @@ def test_the_first_rule_that_matches_counts():
     assert "blocks.up" not in overlap.overlapped
 
 
-def test_kernels_may_lie_on_a_data_axis_too():
+def test_kernels_may_be_sharded_over_a_data_axis():
     layer, x = nn.Dense(32), normal(0, (4, 8, 16))
     kernel = layer.init(jax.random.key(0), x)["params"]["kernel"]
 
@@ -107,7 +107,7 @@ def test_kernels_may_lie_on_a_data_axis_too():
     assert_trees_close(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_layer_with_a_dot_general_of_its_own_is_refused():
+def test_a_layer_with_a_custom_dot_general_is_rejected():
     def rounded(lhs, rhs, dimension_numbers, **options):
         return jax.lax.dot_general(jnp.round(lhs), rhs, dimension_numbers, **options)
 
@@ -140,6 +140,6 @@ def test_a_layer_with_a_dot_general_of_its_own_is_refused():
         ({}, {"mesh": "tp"}, "ShapeContractError", "mesh = 'tp' is of type str"),
     ],
 )
-def test_rules_and_options_that_cannot_be_are_refused(rules, options, error, text):
+def test_invalid_rules_and_options_are_rejected(rules, options, error, text):
     with pytest.raises(getattr(ub.errors, error), match=re.escape(text)):
         Overlap(rules, **options)

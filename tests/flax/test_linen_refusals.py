@@ -132,7 +132,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("module", "error", "text"), REFUSED.values(), ids=REFUSED)
-def test_a_module_that_cannot_be_is_refused(module, error, text):
+def test_invalid_modules_are_rejected(module, error, text):
     with (
         jax.set_mesh(mesh_of(1, 2)),
         pytest.raises(error, match=re.escape(text)),
@@ -150,18 +150,18 @@ def test_a_module_that_cannot_be_is_refused(module, error, text):
         (linen.TransformerLayer(16, 32, 4), "TransformerLayer: inputs"),
     ],
 )
-def test_what_is_no_array_is_refused(module, name):
+def test_other_values_than_arrays_are_rejected(module, name):
     text = f"{name} is of type NoneType, but the op takes an array. Pass one."
     with pytest.raises(ShapeContractError, match=re.escape(text)):
         module.init(jax.random.key(0), None)
 
 
-def test_inputs_without_features_are_refused():
+def test_inputs_without_features_are_rejected():
     with pytest.raises(ShapeContractError, match=r"x has shape \(\), but the op takes"):
         linen.Linear(32).init(jax.random.key(0), jnp.float32(1))
 
 
-def test_rotary_embeddings_of_other_inputs_are_refused():
+def test_rotary_embeddings_of_other_inputs_are_rejected():
     layer = linen.MultiHeadAttention(4, rotary_base=10.0)
     with pytest.raises(
         UnsupportedOverlapError, match="rotary_base is given, but inputs_k differ"
@@ -169,7 +169,7 @@ def test_rotary_embeddings_of_other_inputs_are_refused():
         layer.init(jax.random.key(0), jnp.ones(X), jnp.ones((4, 3, 16)))
 
 
-def test_a_first_dimension_that_does_not_divide_is_refused_where_others_would():
+def test_an_indivisible_first_dimension_is_rejected_even_if_the_product_divides():
     layer = linen.Linear((6, 8), parallel="column")
     variables = layer.init(jax.random.key(0), jnp.ones(X))
     expected = nn.DenseGeneral((6, 8)).init(jax.random.key(0), jnp.ones(X))

@@ -1,4 +1,4 @@
-"""Modules of linen and those of nnx, which have the same arguments and results."""
+"""linen and nnx modules have the same arguments and results."""
 
 import inspect
 from typing import Any
@@ -17,7 +17,7 @@ from jax_ub.flax import linen
 
 X = (4, 8, 16)
 
-# The sizes of nnx's, those of linen's, and what is the same.
+# Positional arguments of the nnx and the linen module, and common keyword arguments.
 TWINS: dict[str, tuple] = {
     "Linear": ((16, (4, 8)), ((4, 8),), {"parallel": "column"}),
     "LayerNormLinear": (
@@ -44,7 +44,7 @@ TWINS: dict[str, tuple] = {
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_twins_give_the_same_results(name):
+def test_nnx_and_linen_give_the_same_results(name):
     sizes_of_nnx, sizes, options = TWINS[name]
     x = normal(0, X)
     ours = getattr(linen, name)(*sizes, **options)
@@ -65,7 +65,7 @@ def arguments(function):
 
 
 SHARED = set(LinearOptions.__annotations__)
-# What linen has other ways for, or Flax's own layer has there only.
+# Arguments that only nnx has, in jax_ub or in Flax.
 ONLY_NNX = {"in_features", "in_kv_features", "rngs", "options", "out_sharding"}
 ONLY_NNX |= {"preferred_element_type", "kernel_metadata", "bias_metadata"}
 ONLY_LINEN = {"parent", "name", "axis"}
@@ -73,7 +73,7 @@ OTHER_DEFAULTS = {"deterministic", "kernel_init", "bias_init", "promote_dtype"}
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_twins_take_the_same_arguments(name):
+def test_nnx_and_linen_take_the_same_arguments(name):
     ours, twin = getattr(linen, name), getattr(jax_ub.flax, name)
     expected = arguments(twin.__init__)
     if name != "Linear":
@@ -90,7 +90,7 @@ def test_twins_take_the_same_arguments(name):
     assert calls[0].keys() == calls[1].keys() - ONLY_NNX
 
 
-def test_the_common_arguments_go_to_every_linear_layer():
+def test_the_common_arguments_are_passed_to_every_linear_layer():
     options: dict[str, Any] = {
         "use_bias": False,
         "param_dtype": jnp.bfloat16,

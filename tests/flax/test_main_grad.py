@@ -62,7 +62,7 @@ def test_microbatches_accumulate_in_place(dp, tp, types, parallel):
     assert_trees_close(kernel_gradients, jnp.zeros(NUM_MICROBATCHES))
 
 
-def test_accumulated_gradients_take_their_kernels_places():
+def test_accumulated_gradients_replace_the_gradients_of_their_kernels():
     def block(make, **options):
         return Block(
             lambda rngs: make(16, 32, rngs=rngs, **options),
@@ -81,7 +81,7 @@ def test_accumulated_gradients_take_their_kernels_places():
     assert_trees_close(nnx.to_pure_dict(actual), nnx.to_pure_dict(expected))
 
 
-def test_linen_keeps_the_accumulator_in_flax_own_collection():
+def test_linen_keeps_the_accumulator_in_the_collection_of_flax():
     xs = normal(0, (NUM_MICROBATCHES, 4, 8, 16))
     layer = linen.Linear(32, parallel="column", main_grad=True)
     with jax.set_mesh(mesh_of(2, 2)):
@@ -108,7 +108,7 @@ def test_linen_keeps_the_accumulator_in_flax_own_collection():
     assert_trees_close(total, expected)
 
 
-def test_an_accumulator_is_refused_in_a_second_call():
+def test_an_accumulator_in_two_calls_is_rejected():
     x = normal(0, (4, 8, 16))
     with jax.set_mesh(mesh_of(1, 2)):
         model = Linear(16, 16, parallel="column", main_grad=True, rngs=nnx.Rngs(0))

@@ -43,7 +43,7 @@ def run(model, *inputs, **options):
         {"in_kv_features": 12, "normalize_qk": True},
     ],
 )
-def test_parameters_are_those_of_flax(options):
+def test_parameters_equal_those_of_flax(options):
     ours, flax = (
         nnx.to_pure_dict(nnx.state(make(**options)))
         for make in (attention, flax_attention)
@@ -61,7 +61,7 @@ def test_parameters_are_those_of_flax(options):
         (3, 1, "auto", {}),  # the 4 sequences do not divide into the data axis
     ],
 )
-def test_values_and_gradients_are_those_of_flax(dp, tp, types, options):
+def test_values_and_gradients_equal_those_of_flax(dp, tp, types, options):
     x = normal(0, X)
     flax = flax_attention(
         **{k: v for k, v in options.items() if k != "sequence_parallel"}
@@ -90,7 +90,7 @@ def test_batch_axes_are_free(ndim, types):
     assert_trees_close(y, flax_attention()(x, mask=mask))
 
 
-def test_masks_are_those_of_flax():
+def test_masks_have_the_meaning_of_flax():
     x, real = normal(0, X), jnp.arange(8) < jnp.array([8, 5, 3, 1])[:, None]
     padding = real[:, None, None]  # [batch, 1, 1, tokens]
     both = nnx.make_attention_mask(real, real)  # of floats
@@ -119,7 +119,7 @@ def test_tokens_are_gathered_once_forward_and_backward_and_nothing_else(types):
             return jnp.sum(jnp.sin(forward(state, x)))
 
         text = compiled_text(jax.jit(jax.grad(value, argnums=(0, 1))), state, x)
-    # Backward the gradient of the result is gathered once, and q, k and v share a call.
+    # The backward pass gathers dy once, and q, k and v share one call.
     assert calls(text) == {
         "all_gather_matmul": 2,
         "matmul_reduce_scatter": 2,
@@ -127,7 +127,7 @@ def test_tokens_are_gathered_once_forward_and_backward_and_nothing_else(types):
     }
 
 
-def test_keys_and_values_of_other_tokens_share_a_gather_of_their_own():
+def test_keys_and_values_of_other_inputs_share_one_gather():
     q, kv, v = normal(0, X), normal(1, (4, 12, 12)), normal(2, (4, 12, 12))
     flax = flax_attention(in_kv_features=12)
     with jax.set_mesh(mesh_of(2, 2)):
@@ -139,7 +139,7 @@ def test_keys_and_values_of_other_tokens_share_a_gather_of_their_own():
         assert_trees_close(run(model, q, kv, v), flax(q, kv, v))
 
 
-def test_inside_shard_map_a_rank_has_its_own_heads():
+def test_inside_shard_map_each_rank_has_some_heads():
     x, mask = normal(0, X), normal(1, (4, 4, 8, 8)) > -1
     graph, state = nnx.split(attention(num_kv_heads=2))
     specs = nnx.get_partition_spec(state)
@@ -157,7 +157,7 @@ def test_inside_shard_map_a_rank_has_its_own_heads():
     assert_trees_close(y, flax_attention(num_kv_heads=2)(x, mask=mask))
 
 
-def test_rotary_embeddings_are_products_of_complex_numbers():
+def test_rotary_embeddings_rotate_complex_numbers():
     x = normal(0, (2, 5, 3, 8))
     positions = np.array([[0, 1, 2, 3, 9], [4, 3, 2, 1, 0]])
     speeds = 100.0 ** (-np.arange(4) / 4)
@@ -168,7 +168,7 @@ def test_rotary_embeddings_are_products_of_complex_numbers():
 
 
 @pytest.mark.parametrize("types", ["auto", "explicit"])
-def test_rotary_attention_depends_on_distances_alone(types):
+def test_rotary_attention_depends_on_distances_only(types):
     x = normal(0, X)
     with jax.set_mesh(mesh_of(2, 2, types)):
         model = attention(rotary_base=100.0, is_causal=True)
@@ -179,7 +179,7 @@ def test_rotary_attention_depends_on_distances_alone(types):
     assert np.abs(np.asarray(spread) - np.asarray(y)).max() > 0.01
 
 
-def test_an_attention_fn_gets_what_lies_on_a_rank():
+def test_an_attention_fn_gets_one_rank_s_shards():
     seen = []
 
     def attend(q, k, v, **options):
@@ -193,7 +193,7 @@ def test_an_attention_fn_gets_what_lies_on_a_rank():
 
 
 class TestDropout:
-    """Of attention weights."""
+    """Dropout of attention weights."""
 
     def test_nothing_is_dropped_where_the_module_is_deterministic(self):
         x, expected = normal(0, X), flax_attention()(normal(0, X))
@@ -206,7 +206,7 @@ class TestDropout:
 
     @pytest.mark.parametrize("types", ["auto", "explicit"])
     def test_ranks_drop_weights_of_their_own(self, types):
-        # With equal tokens and heads, results differ by what was dropped alone.
+        # With equal tokens and heads, results differ only by their dropout masks.
         q, v = jnp.zeros((2, 8, 4, 4)), jnp.ones((2, 8, 4, 4))
         mesh = mesh_of(2, 2, types)
         core = CoreAttention(
@@ -252,7 +252,7 @@ def test_main_grads_of_heads_are_accumulated():
         assert not np.any(own[name].kernel.get_value())
 
 
-def test_a_main_grad_of_heads_in_two_calls_is_refused():
+def test_a_main_grad_of_heads_in_two_calls_is_rejected():
     with jax.set_mesh(mesh_of(1, 2)):
         model = attention(main_grad=True)
         refused = pytest.raises(ub.errors.ShapeContractError, match="another call")
@@ -272,7 +272,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("options", "text"), REFUSALS)
-def test_heads_that_do_not_divide_are_refused(options, text):
+def test_indivisible_heads_are_rejected(options, text):
     with (
         jax.set_mesh(mesh_of(1, 4)),
         pytest.raises(ub.errors.ShapeContractError, match=text),
@@ -280,7 +280,7 @@ def test_heads_that_do_not_divide_are_refused(options, text):
         attention(**options)
 
 
-def test_heads_that_do_not_divide_are_refused_where_the_mesh_comes_later():
+def test_indivisible_heads_are_rejected_if_the_mesh_is_set_later():
     model = attention(num_kv_heads=2)
     text = REFUSALS[-1][1]
     with (
@@ -290,7 +290,7 @@ def test_heads_that_do_not_divide_are_refused_where_the_mesh_comes_later():
         model(normal(0, X))
 
 
-def test_operands_that_do_not_fit_are_refused():
+def test_operands_of_other_shapes_are_rejected():
     x = normal(0, X)
     with jax.set_mesh(mesh_of(1, 2)):
         model = attention(rotary_base=1e4)

@@ -1,4 +1,4 @@
-"""Layers with a `ub_name` run as `initialize_ub` configured it."""
+"""Layers with a `ub_name` run as configured in `initialize_ub`."""
 
 import collections
 import re
@@ -18,7 +18,7 @@ PIPELINE = {"method": "pipeline", "num_splits": 2}
 
 
 def methods_in(function, *operands):
-    """How often each target is called with which method code and splits."""
+    """Counts calls by target, method code and number of splits."""
     text = jax.jit(function).lower(*operands).as_text()
     found = re.findall(r"@jax_ub\$(\w+)\(.*?method = (\d)[^}]*?num_splits = (\d)", text)
     return collections.Counter(found)
@@ -85,7 +85,7 @@ def test_linen_layers_are_found_by_their_names():
     assert found == EXPECTED
 
 
-def test_a_layer_that_was_traced_before_runs_as_it_is_configured_now(monkeypatch):
+def test_a_traced_layer_is_traced_again_after_a_new_configuration(monkeypatch):
     mesh = mesh_of(1, 4)
     options = {"mesh": mesh, "use_bias": False, "rngs": nnx.Rngs(0)}
     layer = Linear(32, 16, parallel="row", ub_name="fc2", **options)
@@ -104,7 +104,7 @@ def test_a_layer_that_was_traced_before_runs_as_it_is_configured_now(monkeypatch
     assert found() == before
 
 
-def test_a_misspelt_name_of_a_layer_is_refused():
+def test_a_misspelt_layer_name_is_rejected():
     mesh = mesh_of(1, 4)
     initialize(mesh)
     layer = Linear(
@@ -114,7 +114,7 @@ def test_a_misspelt_name_of_a_layer_is_refused():
         layer(jnp.ones(X))
 
 
-def test_layers_of_existing_models_are_found_by_the_name_they_are_given():
+def test_layers_of_existing_models_are_configured_by_ub_names():
     mesh = mesh_of(1, 4)
     initialize(mesh)
     layer = linen.Dense(

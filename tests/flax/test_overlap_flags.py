@@ -29,7 +29,7 @@ IN_BULK = {AG: 1, "bulk_all_gather": 1, "bulk_reduce_scatter": 1}
 NO_BULK = {"ub_bulk_dgrad": False, "ub_bulk_wgrad": False}
 NO_BACKWARD = {"ub_overlap_rs_dgrad": False, **NO_BULK}
 
-# Of a forward and a backward pass: jax_ub's calls, and XLA's collectives beside them.
+# jax_ub calls and XLA collectives of a forward and a backward pass.
 COLUMN = [
     ({}, FULL, {}),
     ({"ub_overlap_ag": True}, FULL, {}),
@@ -117,7 +117,7 @@ def program_of_linen(name, **options):
 
 @pytest.mark.parametrize("program_of", [program_of_nnx, program_of_linen])
 @pytest.mark.parametrize("name", MODULES)
-def test_modules_hand_the_flags_to_their_layers(name, program_of):
+def test_modules_pass_the_flags_to_their_layers(name, program_of):
     times = 2 if name == "TransformerLayer" else 1
     with jax.set_mesh(mesh_of(1, 4)):
         step, state, shape = program_of(name, **EVERY)
@@ -135,7 +135,7 @@ def methods_in(step, *operands):
     return collections.Counter(found)
 
 
-def test_flags_override_the_defaults_of_a_name_and_not_what_was_configured():
+def test_flags_override_the_defaults_of_a_name_but_not_its_configuration():
     mesh, x = mesh_of(1, 4), jnp.ones(X)
     configured = {"fc1_fprop": {"method": "pipeline"}}
     ub.initialize_ub((64, 32), 4, dtype=jnp.float32, ub_cfgs=configured, mesh=mesh)
@@ -156,7 +156,7 @@ def test_flags_override_the_defaults_of_a_name_and_not_what_was_configured():
         step.lower(state, x)
 
 
-def test_a_flag_counts_more_than_the_environment(monkeypatch):
+def test_a_flag_overrides_the_environment(monkeypatch):
     monkeypatch.setenv("JAX_UB_METHOD", "xla")
     mesh, x = mesh_of(1, 4), jnp.ones(X)
     step, state = loss_of(linear("column", mesh=mesh, ub_overlap_ag=True))

@@ -1,4 +1,4 @@
-"""Random models of Flax: values, dtypes and every gradient, ours against its own."""
+"""Random models: values, dtypes and all gradients, compared with those of Flax."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ import jax_ub as ub
 
 
 def loss_of(apply):
-    """A loss whose gradient differs at every element, and the result beside it."""
+    """Returns a loss with a different gradient for each element, and the result."""
 
     def loss(params, x):
         y = apply(params, x)
@@ -34,7 +34,7 @@ def gradients(apply, params, x):
     return y, grads
 
 
-# What is done with a model, given as apply(params, x): all return a tree of arrays.
+# Programs that use a model apply(params, x). Each returns a tree of arrays.
 
 
 def compiled(apply, params, x, pick=None):
@@ -72,7 +72,7 @@ def accumulated(apply, params, x, pick):
 
 
 def accumulated_in_place(library, apply, params, x, main_grads):
-    """What `accumulated` returns, of a model that carries accumulators."""
+    """Returns what `accumulated` does, for a model with main_grads."""
 
     def joined(both, x):
         return apply(library.join(*both), x)
@@ -93,7 +93,7 @@ def accumulated_in_place(library, apply, params, x, main_grads):
 
 
 def scanned(apply, params, x, pick):
-    """The model once for every other parameters, of which each is rematerialized."""
+    """Scans over several parameters, with remat."""
 
     def run(stacked, x):
         step = jax.checkpoint(lambda total, own: (total, apply(own, x)))
@@ -104,7 +104,7 @@ def scanned(apply, params, x, pick):
 
 
 def frozen(apply, params, x, pick):
-    """Gradients of some parameters only, and none of x."""
+    """Computes gradients of some parameters, and none of x."""
     leaves, tree = jax.tree.flatten(params)
     learned = pick.sample(range(len(leaves)), -(-len(leaves) // 3))
 
@@ -153,7 +153,7 @@ def microbatches(x):
 
 
 def values(params, seed, repeats, place=lambda value, *_: jnp.asarray(value)):
-    """Random values of abstract parameters, which are stacked where blocks repeat."""
+    """Returns random values of abstract parameters, stacked for repeated blocks."""
     noise = np.random.default_rng(seed)
 
     def value(path, a):
@@ -167,13 +167,13 @@ def values(params, seed, repeats, place=lambda value, *_: jnp.asarray(value)):
 
 
 def laid_out(drawn, pick):
-    """Puts parameters on the mesh as they are laid out, or over data axes as well."""
+    """Shards parameters by their metadata, or over data axes, too."""
 
     def place(value, sharding, num_dims):
         spec = [None] * value.ndim
         if sharding is not None:
             spec[: len(sharding.spec)] = sharding.spec
-        # On an explicit mesh only our own kernels may lie as they like.
+        # On an explicit mesh only kernels of jax_ub may have any sharding.
         if drawn.types == "auto" or "tp" in spec:
             for axis_name in drawn.axes if drawn.spreads and num_dims > 1 else ():
                 dim = pick.choice((-1, -2))
@@ -186,9 +186,9 @@ def laid_out(drawn, pick):
 
 
 def placed(x, drawn, pick):
-    """Puts activations anywhere on the mesh where their sizes divide."""
+    """Shards activations over random axes that divide their sizes."""
     spec = [None] * x.ndim
-    # An explicit mesh looks up no embeddings of numbers that lie apart.
+    # On an explicit mesh, nn.Embed does not support sharded indices.
     for axis_name in drawn.axes if drawn.begins == "inputs" else ():
         dim = pick.randrange(x.ndim)
         if spec[dim] is None and x.shape[dim] % drawn.axes[axis_name] == 0:
@@ -224,7 +224,7 @@ def check(seed):
     assert types_of(found) == types_of(expected)
     names = far(found, expected, eps)
     if names and IS_JAX_0_12 and jnp.bfloat16 in dtypes:
-        # XLA rounds on its way there, where a product sums over several dimensions.
+        # XLA rounds partial sums of products over several dimensions.
         exact = deed(plain, in_f32(plain_params), in_f32(plain_x), random.Random(seed))
         names = far(found, named(exact), eps)
     assert names == []
@@ -240,7 +240,7 @@ def types_of(arrays):
 
 
 def far(found, expected, eps):
-    """Names the arrays that differ by more than roundings of their size."""
+    """Lists the arrays that differ by more than rounding errors."""
     names = []
     for name, wanted in expected.items():
         a, b = (np.asarray(each, np.float32) for each in (found[name], wanted))
@@ -258,16 +258,16 @@ def in_f32(tree):
     return jax.tree.map(widen, tree)
 
 
-# Small ones, of every kind of model and with everything that may be around a block.
+# Small models of every kind, with every transform around a block.
 FEW = (1, 5, 6, 7, 10, 11)
 
 
 @pytest.mark.parametrize("seed", FEW)
-def test_a_model_computes_and_learns_what_flax_s_own_does(seed):
+def test_a_model_has_the_values_and_gradients_of_flax(seed):
     check(seed)
 
 
-# Where jax 0.12 fails, and 0.10 does not.
+# Seeds for which jax 0.12 fails, and 0.10 does not.
 FAILS_IN_JAX = {
     97: "XLA aborts in its partitioner: Could not slice dimension 0 with size 3",
     129: "JAX's attention takes no single head on an explicit axis of one rank",
@@ -284,5 +284,5 @@ def a_seed(seed):
 @pytest.mark.parametrize(
     "seed", [a_seed(seed) for seed in range(200) if seed not in FEW]
 )
-def test_any_other_model_does_so_too(seed):
+def test_any_other_model_has_the_values_and_gradients_of_flax(seed):
     check(seed)

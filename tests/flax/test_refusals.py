@@ -177,7 +177,7 @@ def transformer(*sizes, **options):
         ),
     ],
 )
-def test_a_layer_that_cannot_be_is_refused(make, error, text):
+def test_invalid_layers_are_rejected(make, error, text):
     with jax.set_mesh(mesh_of(2, 4)), pytest.raises(error, match=re.escape(text)):
         make()
 
@@ -189,7 +189,7 @@ def test_a_layer_that_cannot_be_is_refused(make, error, text):
         (jnp.ones((8, 16)), 1.0, "linear(parallel='row'): residual is of type float, "),
     ],
 )
-def test_what_is_no_array_is_refused(x, residual, text):
+def test_other_values_than_arrays_are_rejected(x, residual, text):
     with jax.set_mesh(mesh_of(2, 4)):
         model = layer(parallel="row")
         with pytest.raises(ShapeContractError, match=re.escape(text)):
@@ -244,7 +244,7 @@ def test_inputs_of_a_norm_are_an_array(make, op):
         ({"data_axes": "dpp"}, (2, 8, 16), "data_axes has 'dpp', which is not"),
     ],
 )
-def test_activations_that_do_not_divide_are_refused(options, shape, text):
+def test_indivisible_activations_are_rejected(options, shape, text):
     with jax.set_mesh(mesh_of(2, 4)), pytest.raises(ValueError, match=re.escape(text)):
         layer(**options)(jnp.ones(shape))
 
@@ -260,7 +260,7 @@ def test_activations_that_do_not_divide_are_refused(options, shape, text):
             "4], or make the layer for [4, 8].",
         ),
         (lambda: layer((8, 4), 16, parallel="row"), (4,), "x (4,) has features [4], "),
-        # A rank's share, or that of another layer: shards would fit here and there.
+        # The shape of one rank's shard, or of another layer's.
         (
             lambda: layer(8, 16, parallel="row"),
             (2, 8, 16),
@@ -274,7 +274,7 @@ def test_activations_that_do_not_divide_are_refused(options, shape, text):
         ),
     ],
 )
-def test_features_that_are_not_the_kernels_are_refused(make, shape, text):
+def test_features_that_differ_from_the_kernel_s_are_rejected(make, shape, text):
     with (
         jax.set_mesh(mesh_of(2, 4)),
         pytest.raises(ShapeContractError, match=re.escape(text)),
@@ -289,7 +289,7 @@ def test_features_that_are_not_the_kernels_are_refused(make, shape, text):
         ((2, 8, 8, 4), "The activations are not sharded along their features"),
     ],
 )
-def test_features_that_are_not_a_ranks_own_are_refused(shape, text):
+def test_features_that_differ_from_the_ranks_shard_are_rejected(shape, text):
     graph, state = nnx.split(layer((8, 4), 16, parallel="row"))
     with pytest.raises(ShapeContractError, match=text):
         jax.shard_map(
@@ -313,7 +313,7 @@ def test_features_that_are_not_a_ranks_own_are_refused(shape, text):
         ),
     ],
 )
-def test_a_residual_that_does_not_fit_is_refused(outs, parallel, shape, text):
+def test_a_residual_of_another_shape_is_rejected(outs, parallel, shape, text):
     with (
         jax.set_mesh(mesh_of(1, 4)),
         pytest.raises(ShapeContractError, match=re.escape(text)),
@@ -323,7 +323,7 @@ def test_a_residual_that_does_not_fit_is_refused(outs, parallel, shape, text):
         )
 
 
-def test_a_call_without_a_mesh_says_where_it_takes_one_from():
+def test_a_call_without_a_mesh_lists_the_ways_to_pass_one():
     text = (
         "linear(parallel='column'): no mesh is known here: mesh= is not given, "
         "jax.set_mesh has set none (`with mesh:` does not), and the kernel is not "
@@ -334,7 +334,7 @@ def test_a_call_without_a_mesh_says_where_it_takes_one_from():
         layer()(jnp.ones((8, 16)))
 
 
-def test_a_kernel_that_lies_the_wrong_way_is_refused():
+def test_a_kernel_sharded_along_the_wrong_dimension_is_rejected():
     with jax.set_mesh(mesh_of(1, 2, "explicit")):
         model = layer()
         model.kernel.set_value(jax.sharding.reshard(model.kernel[...], jax.P("tp")))
@@ -344,7 +344,7 @@ def test_a_kernel_that_lies_the_wrong_way_is_refused():
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("parallel", [None, "column", "row"])
-def test_a_bias_that_does_not_fit_is_called_bias(parallel, sequence_parallel):
+def test_a_bias_of_another_shape_is_named_in_the_error(parallel, sequence_parallel):
     options = {"parallel": parallel, "sequence_parallel": sequence_parallel}
     with jax.set_mesh(mesh_of(2, 4)):
         module = layer(16, 32, **options)

@@ -17,7 +17,7 @@ refused = functools.partial(pytest.raises, ub.errors.UnsupportedOverlapError)
 
 
 def exported(run, operands, sizes="batch, 8, 16"):
-    """Compiles what `run` is exported as for x of symbolic sizes, and calls it."""
+    """Exports `run` for an x of symbolic sizes, compiles and calls it."""
     *others, x = operands
     shape = jax.export.symbolic_shape(sizes)
     shapes = jax.tree.map(
@@ -32,7 +32,7 @@ def exported(run, operands, sizes="batch, 8, 16"):
 
 
 def of_state(model):
-    """A function of a model's state and of inputs, and that state."""
+    """Returns a function of a model's state and inputs, and the state."""
     graph, state = nnx.split(model)
     return lambda state, x: nnx.merge(graph, state)(x), state
 
@@ -84,7 +84,7 @@ def test_a_transformer_layer_is_exported_for_any_batch(options):
         assert_trees_close(found, jax.jit(module.apply)(params, x), atol=1e-4)
 
 
-def test_a_named_method_and_an_explicit_mesh_are_refused():
+def test_symbolic_sizes_reject_explicit_methods_and_meshes():
     x = normal(0, (4, 8, 16))
     with jax.set_mesh(mesh_of(2, 2)):
         named = Linear(16, 16, parallel="row", method="direct", rngs=nnx.Rngs(0))

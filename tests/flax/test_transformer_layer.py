@@ -33,7 +33,7 @@ def run(model, *inputs, **options):
 
 
 class FlaxLayer(nnx.Module):
-    """The same of Flax's own modules, which know nothing of meshes."""
+    """The same layer of modules of Flax, without a mesh."""
 
     def __init__(self, rngs):
         self.attention_norm = nnx.LayerNorm(16, rngs=rngs)
@@ -50,13 +50,13 @@ class FlaxLayer(nnx.Module):
 
 @functools.cache
 def of_flax(shape):
-    """The loss of Flax's layer and its gradients, of the parameters and of x."""
+    """Returns loss and gradients of `FlaxLayer`."""
     value_and_grad = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))
     return value_and_grad(FlaxLayer(nnx.Rngs(0)), normal(0, shape))
 
 
 def by_name(state):
-    """Parameters by the names of `FlaxLayer`, which has no module for the MLP."""
+    """Maps parameters to the names of `FlaxLayer`, which has no module for the MLP."""
     state = nnx.to_pure_dict(state)
     mlp = state.pop("mlp", {})
     return {**state, **mlp}
@@ -66,7 +66,7 @@ def by_name(state):
     ("types", "sequence_parallel"),
     [("auto", True), ("explicit", True), ("auto", False)],
 )
-def test_values_and_gradients_are_those_of_flax(types, sequence_parallel):
+def test_values_and_gradients_equal_those_of_flax(types, sequence_parallel):
     x, expected = normal(0, X), of_flax(X)
     with jax.set_mesh(mesh_of(2, 2, types)):
         model = layer(sequence_parallel=sequence_parallel)
@@ -92,7 +92,7 @@ def test_a_layer_does_not_need_the_promotion_of_ranks(method, options):
 
 
 @pytest.mark.parametrize("types", ["auto", "explicit"])
-def test_a_layer_is_four_calls_and_nothing_else(types):
+def test_a_layer_compiles_to_four_calls_and_no_other_communication(types):
     with jax.set_mesh(mesh_of(2, 2, types)):
         graph, state = nnx.split(layer(**LLAMA))
         x = jax.device_put(normal(0, X), P("dp", "tp"))
@@ -185,7 +185,7 @@ def test_calls_run_as_initialize_ub_configured_their_names():
     assert splits == ["2", "4"]  # proj, and fc2 by default
 
 
-def test_layers_that_are_not_sequence_parallel_run_beside_initialize_ub():
+def test_layers_without_sequence_parallelism_run_after_initialize_ub():
     mesh, x = mesh_of(1, 4), normal(0, X)
     ub.initialize_ub((64, 16), 4, dtype=jnp.float32, mesh=mesh)
     model = layer(mesh=mesh, sequence_parallel=False)
@@ -194,7 +194,9 @@ def test_layers_that_are_not_sequence_parallel_run_beside_initialize_ub():
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_hidden_dropout_drops_what_attention_and_mlp_add(sequence_parallel):
+def test_hidden_dropout_is_applied_to_the_results_of_attention_and_mlp(
+    sequence_parallel,
+):
     x = jnp.zeros(X)
     model = layer(hidden_dropout=0.5, sequence_parallel=sequence_parallel)
     model.mlp.fc2.bias[...] += 1  # all other biases are zero, as is x
@@ -221,7 +223,7 @@ def test_hidden_dropout_drops_what_attention_and_mlp_add(sequence_parallel):
         assert_equal(run(model, x), jnp.ones(X))
 
 
-def test_a_deterministic_view_drops_nothing_and_leaves_the_model_as_it_was():
+def test_a_deterministic_view_disables_dropout_and_does_not_change_the_model():
     x = normal(0, X)
     with jax.set_mesh(mesh_of(1, 2)):
         model = layer(hidden_dropout=0.5, attention_dropout=0.5)
@@ -233,13 +235,13 @@ def test_a_deterministic_view_drops_nothing_and_leaves_the_model_as_it_was():
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 16), (2, 0, 16)])
-def test_of_nothing_the_result_is_nothing(shape):
+def test_empty_inputs_have_empty_results(shape):
     with jax.set_mesh(mesh_of(1, 2)):
         mask = jnp.ones((shape[0], 1, shape[1], shape[1]), bool)
         assert run(layer(), jnp.ones(shape), mask=mask).shape == shape
 
 
-def test_unknown_names_are_refused():
+def test_unknown_names_are_rejected():
     refused = functools.partial(pytest.raises, ub.errors.UnknownNameError)
     with refused(match=r"TransformerLayer: normalization = 'RMSnorm'.*mean 'RMSNorm'"):
         layer(normalization="RMSnorm")
@@ -249,7 +251,7 @@ def test_unknown_names_are_refused():
         layer(method="pipelin")
 
 
-def test_inputs_of_other_features_are_refused():
+def test_inputs_of_other_features_are_rejected():
     with (
         jax.set_mesh(mesh_of(1, 2)),
         pytest.raises(
@@ -260,7 +262,7 @@ def test_inputs_of_other_features_are_refused():
         layer()(jnp.ones((4, 8, 12)))
 
 
-def test_a_misspelt_argument_is_refused_as_python_does():
+def test_a_misspelt_argument_raises_a_type_error():
     with pytest.raises(TypeError, match="axisname"):
         layer(axisname="tp")
 

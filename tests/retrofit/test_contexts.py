@@ -1,4 +1,4 @@
-"""An overlapped model works on every mesh and in every context of the plain model."""
+"""An overlapped model runs on every mesh and in every context of the plain model."""
 
 import copy
 import pickle
@@ -116,7 +116,7 @@ def test_linen_layers_with_a_mesh_are_copied(name):
     kind = {"parallel": "column"} if name.endswith("Linear") else {}
     layer = getattr(ub_linen, name)(*sizes, mesh=mesh_of(1, 2), **kind)
     assert copy.deepcopy(layer).mesh == layer.mesh
-    # Flax's own initializers are closures, which pickle cannot store.
+    # Initializers of Flax are closures, which pickle cannot store.
     initializers = {
         "kernel_init": nn.initializers.ones,
         "bias_init": nn.initializers.zeros,
@@ -181,7 +181,7 @@ def test_parameters_may_move_to_another_mesh(name, known, x, plain):
     assert y.sharding.device_set == set(mesh.devices.flat)
 
 
-def test_parameters_of_one_device_are_left_to_jax(x, plain):
+def test_parameters_on_one_device_fall_back_to_jax(x, plain):
     graph, state = nnx.split(overlapped(mesh_of(1, 2)))
     state = jax.tree.map(np.asarray, state)
     assert_trees_close(nnx.merge(graph, state)(x), plain(x))
@@ -208,7 +208,7 @@ def test_whole_kernels_are_multiplied_inside_a_shard_map(x, plain):
     assert_trees_close(run(device_mesh(0, 4, names=("data",)), P("data")), plain(x))
 
 
-def test_kernels_on_a_data_axis_may_move_to_a_mesh_without_it(x):
+def test_kernels_sharded_over_a_data_axis_may_move_to_a_mesh_without_it(x):
     def net(names):
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
         return nnx.Sequential(nnx.Linear(16, 32, kernel_init=init, rngs=nnx.Rngs(0)))
@@ -237,7 +237,7 @@ def test_a_model_is_cloned_and_evaluated_in_the_abstract(x):
         assert_trees_close(merged(x), model(x))
 
 
-def test_the_kernels_own_mesh_supplies_devices_for_an_abstract_one():
+def test_the_kernels_mesh_supplies_devices_for_an_abstract_mesh():
     mesh = mesh_of(1, 2)
     known = ShardingLayout("column", kernel_mesh=mesh)
     found = []

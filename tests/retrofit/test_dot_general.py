@@ -78,7 +78,7 @@ def test_several_dimensions_are_contracted_as_one(types):
     assert_trees_close(y, lax.dot_general(x, w, dims))
 
 
-def test_one_head_of_one_rank_lies_on_the_axis_of_heads():
+def test_one_head_per_rank_is_sharded_along_the_axis_of_heads():
     x, w = normal(0, (4, 8, 16)), normal(1, (16, 1, 8))
     dims = (((2,), (0,)), ((), ()))
     with jax.set_mesh(mesh_of(2, 1, "explicit")):
@@ -90,7 +90,7 @@ def test_one_head_of_one_rank_lies_on_the_axis_of_heads():
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_dimensions_that_do_not_match_are_refused(kind):
+def test_mismatched_dimensions_are_rejected(kind):
     x, w = jnp.ones((2, 8, 4, 8)), jnp.ones((8, 4, 16))
     text = "x (2, 8, 4, 8) has features [4, 8], but the kernel (8, 4, 16) takes [8, 4]"
     with (
@@ -142,7 +142,7 @@ def test_several_dimensions_of_a_kernel_stored_as_out_in():
 
 
 @pytest.mark.parametrize("types", ["auto", "explicit"])
-def test_the_result_lies_where_out_sharding_says(types):
+def test_the_result_has_the_given_out_sharding(types):
     x, w = normal(0, (4, 8, 16)), normal(1, (16, 32))
     with jax.set_mesh(mesh_of(2, 2, types)):
         call = ub.dot_general("column")
@@ -162,7 +162,7 @@ def test_the_result_lies_where_out_sharding_says(types):
         ((0, 8, 16), (16, 32), DENSE, "x (0, 8, 16) is empty"),
     ],
 )
-def test_what_it_cannot_overlap_is_left_to_jax(x, w, dims, reason):
+def test_calls_that_cannot_be_overlapped_fall_back_to_jax(x, w, dims, reason):
     x, w = normal(0, x), normal(1, w)
     with jax.set_mesh(mesh_of(1, 2)):
         program = jax.jit(lambda x, w: ub.dot_general("row")(x, w, dims))
@@ -172,7 +172,7 @@ def test_what_it_cannot_overlap_is_left_to_jax(x, w, dims, reason):
     assert reason in ub.fallbacks()[-1].reason
 
 
-def test_an_exported_program_of_any_batch_is_left_to_jax():
+def test_an_export_of_symbolic_batch_size_falls_back_to_jax():
     x, model = normal(0, (4, 8, 16)), nnx.Linear(16, 32, rngs=nnx.Rngs(0))
     expected = model(x)
     (batch,) = jax.export.symbolic_shape("batch")
@@ -188,7 +188,7 @@ def test_an_exported_program_of_any_batch_is_left_to_jax():
     assert reason.endswith("export it once for each size")
 
 
-def test_a_result_in_another_dtype_is_left_to_jax():
+def test_a_result_of_another_dtype_falls_back_to_jax():
     x, w = normal(0, (4, 8, 16)), normal(1, (16, 32))
     asked = {"preferred_element_type": "float64"}
     with jax.enable_x64(True), jax.set_mesh(mesh_of(1, 2)):
@@ -197,7 +197,7 @@ def test_a_result_in_another_dtype_is_left_to_jax():
     assert ub.fallbacks()[-1].reason == "the result is asked for in float64"
 
 
-def test_integers_are_left_to_jax():
+def test_integers_fall_back_to_jax():
     x, w = jnp.ones((4, 8, 16), jnp.int8), jnp.ones((16, 32), jnp.int8)
     with jax.set_mesh(mesh_of(1, 2)):
         y = ub.dot_general("column")(x, w, DENSE)
@@ -221,17 +221,17 @@ def test_integers_are_left_to_jax():
         ),
     ],
 )
-def test_a_kind_or_method_that_is_not_known_is_refused(options, error, text):
+def test_an_unknown_kind_or_method_is_rejected(options, error, text):
     with pytest.raises(error, match=re.escape(text)):
         ub.dot_general(**options)
 
 
-def test_without_a_mesh_it_says_where_it_takes_one_from():
+def test_the_error_without_a_mesh_lists_the_ways_to_pass_one():
     with pytest.raises(ShapeContractError, match=r"no mesh is known here.*set_mesh"):
         ub.dot_general("row")(jnp.ones((2, 8, 16)), jnp.ones((16, 32)), DENSE)
 
 
-def test_a_method_that_was_named_does_not_fall_back():
+def test_an_explicit_method_does_not_fall_back():
     call = ub.dot_general("row", method="pipeline")
     with (
         jax.set_mesh(mesh_of(1, 2)),
@@ -240,7 +240,7 @@ def test_a_method_that_was_named_does_not_fall_back():
         call(jnp.ones((2, 1, 16)), jnp.ones((16, 32)), DENSE)
 
 
-def test_shards_that_would_miss_their_communication_are_refused():
+def test_shards_that_cannot_be_overlapped_are_rejected():
     text = (
         "x (4, 8, 16) and kernel (8, 32) are not contracted over the last dimensions "
         "of x and the first or the last of the kernel, and inside shard_map over 'tp' "
@@ -257,7 +257,7 @@ def test_shards_that_would_miss_their_communication_are_refused():
 
 
 @pytest.mark.parametrize("mesh", [4, jax.devices, "tp"], ids=["size", "list", "axis"])
-def test_what_is_no_mesh_is_refused(mesh):
+def test_other_values_than_meshes_are_rejected(mesh):
     mesh = mesh() if callable(mesh) else mesh
     text = rf"linear\(parallel='column'\): mesh = .* {type(mesh).__name__}. Pass a jax"
     with pytest.raises(ShapeContractError, match=text):

@@ -1,4 +1,4 @@
-"""What intercepts JAX's products reaches overlapped layers as it does plain ones."""
+"""Interceptions of JAX's products apply to overlapped layers as to plain ones."""
 
 import contextlib
 import re
@@ -51,7 +51,7 @@ class LinenNet(nn.Module):
 
 
 def nnx_programs():
-    """The same program with plain and with overlapped layers, and its arguments."""
+    """Returns a program with plain layers, one with overlapped ones, and arguments."""
     plain, model = Net(), ub.overlap(Net(), KINDS)
     assert ub.overlapped(model) == KINDS
     return plain, model
@@ -77,7 +77,7 @@ def test_an_overlapped_model_is_intercepted_as_the_plain_one(flax, way):
     plain, model = nnx_programs() if flax == "nnx" else linen_programs(x)
 
     def run(net):
-        jax.clear_caches()  # JAX keeps what its own functions were traced with
+        jax.clear_caches()  # JAX caches traces of its functions
         return jax.jit(lambda x: net(x))(x)
 
     with jax.set_mesh(mesh_of(1, 2)):
@@ -105,7 +105,7 @@ def test_an_interception_is_recorded_by_name():
         assert reason.endswith("intercepted.py, which an overlapped call would bypass")
 
 
-def test_a_dot_general_of_a_layer_looks_up_that_of_jax():
+def test_a_layer_looks_up_jax_lax_dot_general_at_each_call():
     layer = nn.Dense(32, dot_general=ub.dot_general("column"))
     x = normal(0, (2, 8, 16))
     with jax.set_mesh(mesh_of(1, 2)):
@@ -117,7 +117,7 @@ def test_a_dot_general_of_a_layer_looks_up_that_of_jax():
 
 
 @pytest.mark.parametrize("method", ["direct", "ring_exchange"])
-def test_a_method_that_was_named_is_refused_under_an_interception(method):
+def test_an_explicit_method_is_rejected_under_an_interception(method):
     model = ub.overlap(Net(), KINDS, method=method)
     text = r"ub_name 'up'\): the code of jax.lax.dot_general.* Leave out the method"
     with (
@@ -128,7 +128,7 @@ def test_a_method_that_was_named_is_refused_under_an_interception(method):
         model(normal(0, (2, 8, 16)))
 
 
-def test_shards_are_refused_under_an_interception():
+def test_shards_are_rejected_under_an_interception():
     def layer(x, w):
         dims = (((1,), (0,)), ((), ()))
         return ub.dot_general("column")(x, w, dims)

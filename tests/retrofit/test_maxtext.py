@@ -1,4 +1,4 @@
-"""The program of docs/maxtext.md, with what it calls of MaxText played here."""
+"""The program of docs/maxtext.md, with stand-ins for MaxText."""
 
 import pathlib
 import re
@@ -20,7 +20,7 @@ TOP = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture
 def quantization(monkeypatch):
-    """What MaxText would make for its layers, under the guide's program."""
+    """Returns the quantization that MaxText passes to its layers."""
     for name in (
         "maxtext",
         "maxtext.layers",
@@ -44,7 +44,7 @@ def quantization(monkeypatch):
 
 
 class Dense(nnx.Module):
-    """As MaxText's DenseGeneral uses a quantization."""
+    """Uses a quantization as DenseGeneral of MaxText does."""
 
     def __init__(self, shape, mesh_axes, quantization, rngs):
         self.kernel = nnx.Param(rngs.params.normal(shape) / shape[0] ** 0.5)
@@ -86,6 +86,6 @@ def test_its_layers_are_overlapped(quantization):
         placed = jax.device_put(x, P("fsdp", "tensor_sequence"))
         count = calls(compiled_text(program, model, placed))
         result = program(model, placed)
-    # Forward and backward, but for the gradient of x; the logits are XLA's.
+    # Forward and backward pass without the gradient of x. XLA computes the logits.
     assert count == {"all_gather_matmul": 2, "matmul_reduce_scatter": 1, "wgrad": 2}
     assert_trees_close(result, program(plain, x), rtol=1e-4)

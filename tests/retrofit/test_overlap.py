@@ -26,7 +26,7 @@ def sharded(*names):
 
 
 def sharded_block(rngs=None) -> Block:
-    """A block of Flax's own layers, sharded the way Flax has it."""
+    """A block of layers of Flax, sharded by metadata of Flax."""
     up = {"kernel_metadata": sharded(None, "tp"), "bias_metadata": sharded("tp")}
     down = {"kernel_metadata": sharded("tp", None)}
     return Block(
@@ -37,7 +37,7 @@ def sharded_block(rngs=None) -> Block:
 
 
 class Model(nnx.Module):
-    """Attention and blocks in a list, with a layer that nothing shards."""
+    """Attention, a list of blocks, and a layer that is not sharded."""
 
     def __init__(self, make, attention):
         rngs = nnx.Rngs(0)
@@ -77,7 +77,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("types", ["auto", "explicit"])
-def test_one_line_overlaps_what_is_sharded(types):
+def test_rules_auto_overlap_all_sharded_layers(types):
     x = normal(0, (4, 8, 16))
     with jax.set_mesh(mesh_of(2, 2, types)):
         model = ub.overlap(sharded_model())
@@ -86,7 +86,7 @@ def test_one_line_overlaps_what_is_sharded(types):
     assert_learns_as(plain_model(), x, found, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_that_was_sharded_by_hand_needs_no_mesh():
+def test_a_model_with_sharded_parameters_needs_no_mesh():
     mesh, x = mesh_of(1, 2), normal(0, (4, 8, 16))
     model = plain_block()
     for layer, spec in ((model.up, P(None, "tp")), (model.down, P("tp"))):
@@ -102,7 +102,7 @@ def test_a_model_that_was_sharded_by_hand_needs_no_mesh():
     assert_trees_close(program(state, x), plain_block()(x))
 
 
-def test_rules_go_by_path_and_the_first_counts():
+def test_rules_select_by_path_and_the_first_match_counts():
     model = plain_model()
     parameters = jax.tree.leaves(nnx.state(model))
     rules = {r"blocks\.0\..*": None, r".*\.up": "column", r".*\.down": "rs"}
@@ -189,7 +189,7 @@ def test_a_method_may_be_named_for_the_whole_model():
         ),
     ],
 )
-def test_rules_that_find_nothing_are_refused(rules, error, text):
+def test_rules_that_match_nothing_are_rejected(rules, error, text):
     with pytest.raises(error, match=re.escape(text)):
         ub.overlap(plain_model(), rules)
 
@@ -202,13 +202,13 @@ def test_rules_that_find_nothing_are_refused(rules, error, text):
         (lambda: nnx.LayerNorm(8, rngs=nnx.Rngs(0)), "LayerNorm"),
     ],
 )
-def test_a_model_without_linear_layers_is_refused(make, kind):
+def test_a_model_without_linear_layers_is_rejected(make, kind):
     text = rf"of type {kind}, has no nnx.Linear.*Layers of linen take dot_general="
     with pytest.raises(ub.errors.ShapeContractError, match=text):
         ub.overlap(make(), {".*": "column"})
 
 
-def test_a_rule_against_the_kernels_sharding_is_refused_and_changes_nothing():
+def test_a_rule_that_contradicts_the_kernels_sharding_is_rejected_and_changes_nothing():
     with jax.set_mesh(mesh_of(1, 2)):
         model = sharded_block()
         text = (
@@ -220,7 +220,7 @@ def test_a_rule_against_the_kernels_sharding_is_refused_and_changes_nothing():
         assert ub.overlapped(model) == {}
 
 
-def test_a_layer_keeps_a_dot_general_of_its_own():
+def test_a_layer_keeps_a_custom_dot_general():
     def rounded(lhs, rhs, dimension_numbers, **options):
         return jax.lax.dot_general(jnp.round(lhs), rhs, dimension_numbers, **options)
 
@@ -239,7 +239,7 @@ def test_a_layer_keeps_a_dot_general_of_its_own():
     assert ub.overlapped(model) == {"down": "row"}
 
 
-def test_sizes_of_a_layer_may_be_those_of_numpy():
+def test_sizes_of_a_layer_may_be_numpy_integers():
     block = Block(
         lambda rngs: nnx.Linear(np.int64(16), np.int64(32), rngs=rngs),
         lambda rngs: nnx.LinearGeneral((np.int64(8), 4), 16, axis=(-2, -1), rngs=rngs),
@@ -321,7 +321,7 @@ def test_einsums_that_are_dense_layers_are_overlapped(types):
     assert_learns_as(Heads(), x, found, rtol=1e-4, atol=1e-4)
 
 
-def test_rules_shard_the_first_labels_of_einsums_behind_what_stacks_results():
+def test_rules_do_not_shard_the_labels_that_stack_results():
     x = normal(0, (4, 8, 16))
     model = ub.overlap(Heads(), HEADS)
     with jax.set_mesh(mesh_of(1, 4)):
@@ -330,12 +330,12 @@ def test_rules_shard_the_first_labels_of_einsums_behind_what_stacks_results():
         text = compiled_text(program, state, x)
         y = program(state, x)
     assert calls(text) == {"all_gather_matmul": 2, "matmul_reduce_scatter": 1}
-    # By heads, 4, and not by 3: keys, values and gates lie where they are used.
+    # The 4 heads are sharded, not the stacked 3, as for keys, values and gates.
     assert not collectives(text)
     assert_trees_close(y, Heads()(x))
 
 
-def test_einsums_that_are_no_dense_layers_are_left_alone():
+def test_einsums_that_are_not_dense_layers_are_not_replaced():
     def rounded(subscripts, x, kernel, **options):
         return jnp.einsum(subscripts, jnp.round(x), kernel, **options)
 
@@ -364,7 +364,7 @@ def test_einsums_that_are_no_dense_layers_are_left_alone():
             ub.overlap(model, {path: "column"})
 
 
-def test_an_equation_that_a_call_brings_must_be_a_dense_layer_s_too():
+def test_an_equation_passed_to_a_call_must_be_a_dense_layer():
     with jax.set_mesh(mesh_of(1, 2)):
         layer = nnx.Einsum("TK,KN->TN", (4, 4), None, rngs=nnx.Rngs(0))
         model = ub.overlap(nnx.List([layer]), {"0": "column"})
@@ -379,7 +379,7 @@ def test_an_equation_that_a_call_brings_must_be_a_dense_layer_s_too():
             model[0](x, "TK,TK->T")
 
 
-def test_an_einsum_lays_its_result_out_where_it_cannot_be_overlapped_either():
+def test_an_einsum_that_falls_back_obeys_out_sharding():
     x = normal(0, (4, 7, 16))
     with jax.set_mesh(mesh_of(2, 2, "explicit")):
         model = ub.overlap(Heads(HEADS_SPECS))
@@ -390,7 +390,7 @@ def test_an_einsum_lays_its_result_out_where_it_cannot_be_overlapped_either():
     assert "has 7 tokens" in ub.fallbacks()[-1].reason
 
 
-def test_an_einsum_of_other_dimensions_says_so():
+def test_an_einsum_with_other_dimensions_than_its_labels_is_rejected():
     model = ub.overlap(Heads(), HEADS)
     text = "x (8, 16) and kernel (4, 16, 8) do not have the dimensions of"
     with pytest.raises(ub.errors.ShapeContractError, match=re.escape(text)):

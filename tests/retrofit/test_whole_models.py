@@ -1,4 +1,4 @@
-"""What `ub.overlap` and `Overlap` say of all layers and parameters of a model."""
+"""`ub.overlap` and `Overlap` for all layers and parameters of a model."""
 
 import warnings
 
@@ -23,14 +23,14 @@ def init(*names):
 
 
 class OwnEinsum(nnx.Module):
-    """A dense layer that is none of Flax's."""
+    """A dense layer that Flax does not have."""
 
     def __init__(self, rngs, names=(None, "tp")):
         self.w = nnx.Param(init(*names)(rngs.params(), (16, 16)))
 
 
 class Half(nnx.Module):
-    """A model that is overlapped in part."""
+    """A model with overlapped and other layers."""
 
     def __init__(self, rngs):
         self.up = nnx.Linear(16, 32, rngs=rngs, kernel_init=init(None, "tp"))
@@ -80,7 +80,7 @@ def test_a_tied_head_is_overlapped():
 
 
 class LinenNet(nn.Module):
-    """A dense layer, an einsum with a bias, a tied head and a module of its own."""
+    """A dense layer, an einsum with a bias, a tied head and a custom module."""
 
     def setup(self):
         self.up = nn.Dense(32)
