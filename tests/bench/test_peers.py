@@ -1,12 +1,21 @@
 import functools
 
 import jax
+import numpy as np
 import pytest
 
 from jax_ub._src import reference
-from jax_ub._src.tools.bench import linear_cases, peers
-from jax_ub._src.tools.bench.devices import AXIS, Ranks, Spec
-from jax_ub._src.tools.bench.dots import DotVariant
+from jax_ub._src.tools.bench import cases, gemm, linear, peers
+from jax_ub._src.tools.bench.cases import Setup, Shape, check_agreement
+from jax_ub._src.tools.bench.gemm import local_shapes
+from jax_ub._src.tools.bench.machine import AXIS, Ranks, Spec
+from jax_ub._src.tools.bench.peers import (
+    LAYOUTS,
+    DotVariant,
+    FastestDots,
+    dot_variants,
+    naive_dot,
+)
 from tests.operands import assert_equal, small_integers
 
 M, K, N = 16, 8, 24
@@ -58,7 +67,7 @@ def test_every_rank_has_the_whole_sum(program, num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("op", [linear_cases._PAIR, linear_cases._BACKWARD])
+@pytest.mark.parametrize("op", [linear.PAIR, linear.BACKWARD])
 def test_all_pairs_of_linears_have_the_gradients_of_the_reference(op, num_ranks):
     x, w1 = operands()
     w2, dy = small_integers(2, (N, K)), small_integers(3, (M, K))
@@ -69,7 +78,7 @@ def test_all_pairs_of_linears_have_the_gradients_of_the_reference(op, num_ranks)
 
     y, backward = jax.vjp(forward, x, w1, w2)
     given, wanted = (x, w1, w2, dy), (y, *backward(dy))
-    if op is linear_cases._BACKWARD:
+    if op is linear.BACKWARD:
         given, wanted = (x, w1, hidden, w2, dy), wanted[1:]
     dots = {
         f"{side}_{way}": DotVariant(way)
@@ -78,7 +87,7 @@ def test_all_pairs_of_linears_have_the_gradients_of_the_reference(op, num_ranks)
     }
     programs = [
         op.naive,
-        functools.partial(op.collectives, dots=dots, moved="float32"),
+        *op.variants(dots, "float32").values(),
         functools.partial(op.ring, dots=dots),
         op.own("auto"),
         op.own("xla"),
@@ -86,3 +95,100 @@ def test_all_pairs_of_linears_have_the_gradients_of_the_reference(op, num_ranks)
     for program in programs:
         found = run(program, op.in_specs, op.out_specs, num_ranks, *given)
         assert_equal(tuple(found), wanted)
+
+
+def gemm_operands(layout, dtype):
+    left, right, _ = local_shapes(layout, Shape(6, 4, 5))
+    return small_integers(0, left, dtype), small_integers(1, right, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_way_to_write_a_dot_gives_the_same(layout, dtype):
+    a, b = gemm_operands(layout, dtype)
+    wanted = naive_dot(a, b, layout)
+    assert wanted.shape == local_shapes(layout, Shape(6, 4, 5))[2]
+    for way in dot_variants(layout, dtype):
+        assert_equal(way(a, b, dtype), wanted)
+
+
+def test_the_ways_differ_in_words():
+    words = [str(way) for way in dot_variants("tn", "bfloat16")]
+    assert words[0] == "plain dot"
+    assert len(set(words)) == len(words)
+
+
+def test_a_gpu_is_not_asked_for_ways_that_only_cpus_need():
+    words = [str(way) for way in dot_variants("nt", "bfloat16", "gpu")]
+    assert words == ["plain dot", "f32 result"]
+
+
+def test_a_dot_rounds_to_the_dtype_that_is_asked_for():
+    a, b = gemm_operands("nn", "bfloat16")
+    assert DotVariant("nn")(a, b, "float32").dtype == np.float32
+
+
+def test_the_fastest_way_is_measured_once():
+    dots, ranks = FastestDots(), Ranks(2)
+    found = dots("nn", "float32", (8, 16), (16, 8), ranks)
+    assert dots("nn", "float32", (8, 16), (16, 8), ranks) is found
+    assert dots.found == {"nn float32 (8, 16) (16, 8) on 2": str(found)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_onednn_multiplies_and_adds(layout):
+    found = peers.find_onednn("float32", layout)
+    if isinstance(found, str):
+        pytest.skip(found)
+    left, right, out = local_shapes(layout, Shape(3, 4, 5))
+    random = np.random.default_rng(0)
+    a = random.integers(-3, 4, left).astype(np.float32)
+    b = random.integers(-3, 4, right).astype(np.float32)
+    y = np.ones(out, np.float32)
+    assert found(a, b, y, 1.0) == 0
+    product = {"nn": lambda: a @ b, "nt": lambda: a @ b.T, "tn": lambda: a.T @ b}[
+        layout
+    ]()
+    np.testing.assert_array_equal(y, product + 1)
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setattr(peers, "_onednn", lambda: None)
+    assert "oneDNN is not installed" in peers.find_onednn("float32", "nn")
+
+
+def test_a_missing_gemm_is_named():
+    if peers._onednn() is None:
+        pytest.skip("oneDNN is not installed")
+    assert "no GEMM for float16" in peers.find_onednn("float16", "nn")
+
+
+def test_it_is_no_peer_of_gpus(monkeypatch):
+    monkeypatch.setattr(Ranks, "platform", "gpu")
+    monkeypatch.setattr(
+        peers, "find_onednn", lambda dtype, layout: pytest.fail("asked for")
+    )
+    setup = Setup(Ranks(1), "float32", "auto", FastestDots(), ("nn",))
+    (case,) = gemm.gemm(setup, Shape(16, 16, 16))
+    assert cases.ONEDNN not in [candidate.name for candidate in case.candidates]
+    assert not case.notes
+
+
+@pytest.fixture
+def backward():
+    setup = Setup(Ranks(2), "float32", "auto", FastestDots())
+    (case,) = linear.linear(linear.BACKWARD, setup, Shape(32, 48, 80))
+    return case
+
+
+def test_the_forward_of_neither_layer_runs(backward):
+    own = backward[cases.OWN]
+    text = own.program.lower(*own.operands).compile().as_text()
+    # Two gradients of each layer, with all communication inside.
+    assert text.count('custom_call_target="jax_ub$') == 4
+    assert "all-gather" not in text
+    assert "reduce-scatter" not in text
+
+
+def test_every_program_has_the_same_results(backward):
+    check_agreement(backward)

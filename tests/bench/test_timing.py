@@ -1,9 +1,22 @@
+import sys
+import types
+
 import jax.numpy as jnp
 import pytest
 
-from jax_ub._src.tools.bench import timing
-from jax_ub._src.tools.bench.background_load import BackgroundLoad
-from jax_ub._src.tools.bench.timing import Candidate, fastest, interleave
+from jax_ub import _cpu
+from jax_ub._src.tools.bench import machine, timing
+from jax_ub._src.tools.bench.machine import BackgroundLoad, Ranks
+from jax_ub._src.tools.bench.timing import (
+    Candidate,
+    Summary,
+    at_peak,
+    fastest,
+    interleave,
+    ratio,
+    summarize,
+)
+from jax_ub.errors import UnsupportedOverlapError
 
 
 class Clock:
@@ -108,29 +121,92 @@ def test_one_way_needs_no_trial():
     assert not log
 
 
-def test_what_runs_elsewhere_is_what_this_process_did_not_use(tmp_path, monkeypatch):
-    statistics = tmp_path / "stat"
-    statistics.write_text("cpu 100 0 100 900 0 0 0 0 0 0\n")
-    clock = iter([0.0, 1.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    monkeypatch.setattr("time.process_time", lambda: 0.0)
+@pytest.mark.parametrize(("own", "share"), [(0.0, 0.25), (0.5, 0.0)])
+def test_the_background_load_is_what_this_job_did_not_use(monkeypatch, own, share):
+    now, used = iter([0.0, 1.0]), iter([0.0, own])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    others = BackgroundLoad(statistics)
-    # One second of 100 ticks on two cores, of which half a core was busy.
-    statistics.write_text("cpu 130 0 120 1050 0 0 0 0 0 0\n")
-    assert others.share() == pytest.approx(0.25)
+    load = BackgroundLoad(lambda: next(used))
+    load._psutil = types.SimpleNamespace(cpu_percent=lambda: 25.0)
+    assert load.share() == pytest.approx(share)
 
 
-def test_what_a_job_used_is_not_elsewhere(tmp_path, monkeypatch):
-    statistics = tmp_path / "stat"
-    statistics.write_text("cpu 100 0 100 900 0 0 0 0 0 0\n")
-    clock, own = iter([0.0, 1.0]), iter([0.0, 0.5])
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    others = BackgroundLoad(statistics, own_seconds=lambda: next(own))
-    statistics.write_text("cpu 130 0 120 1050 0 0 0 0 0 0\n")
-    assert others.share() == 0.0
+def test_without_psutil_there_is_no_background_load(monkeypatch):
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert BackgroundLoad().share() == 0.0
+    with pytest.raises(UnsupportedOverlapError, match="bench requires psutil"):
+        machine.environment()
 
 
-def test_without_linux_s_statistics_nothing_runs_elsewhere(tmp_path):
-    assert BackgroundLoad(tmp_path / "absent").share() == 0.0
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_every_dtype_of_the_engine_has_a_peak(dtype):
+    assert 0 < _cpu.peak_gflops(dtype, 1e-3) < float("inf")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "duration_s", "text"),
+    [
+        ("f64", 1e-3, "dtype 'f64' is none of f32, bf16, f16"),
+        ("f32", 0.0, "duration_s is 0.000000, expected more than 0 and at most 60"),
+        ("f32", float("nan"), "duration_s is nan, expected more than 0"),
+    ],
+)
+def test_what_has_no_peak_is_refused(dtype, duration_s, text):
+    with pytest.raises(ValueError, match=text):
+        _cpu.peak_gflops(dtype, duration_s)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_call_at_the_peak_takes_as_long_as_its_operations(dtype):
+    (candidate,) = at_peak(Ranks(2), dtype, 10**9)
+    assert candidate.name == timing.PEAK
+    assert candidate.seconds() > 0
+    candidate.program = lambda *operands: 200.0
+    assert candidate.seconds() == pytest.approx(5e-3)
+
+
+def test_a_machine_that_is_slower_than_it_was_has_lost_a_part(monkeypatch):
+    monkeypatch.setattr(timing, "_best_rates", {})
+    (candidate,) = at_peak(Ranks(2), "float32", 10**9)
+    rates = iter([100.0, 75.0, 200.0])
+    candidate.program = lambda *operands: next(rates)
+    lost = []
+    for _ in range(3):
+        candidate.seconds()
+        lost.append(candidate.lost)
+    assert lost == [0.0, 0.25, 0.0]
+
+
+def test_a_call_without_products_has_no_peak_and_neither_has_one_on_gpus():
+    assert at_peak(Ranks(1), "float32", 0) == []
+    assert at_peak(types.SimpleNamespace(platform="gpu"), "float32", 8) == []
+
+
+def test_median_and_best_of_a_series():
+    summary = summarize([4.0, 1.0, 2.0])
+    assert summary.median == 2.0
+    assert summary.best == 1.0
+
+
+def test_spread_is_the_interquartile_range_over_the_median():
+    assert summarize([1.0, 2.0, 3.0, 4.0, 5.0]).spread == pytest.approx(2 / 3)
+
+
+def test_one_interrupted_round_moves_neither_median_nor_spread():
+    calm = summarize([1.0, 1.0, 1.0, 1.0, 1.0])
+    interrupted = summarize([1.0, 1.0, 1.0, 1.0, 50.0])
+    assert (calm.median, calm.spread) == (interrupted.median, interrupted.spread)
+
+
+def test_a_single_round_has_no_spread():
+    assert summarize([3.0]) == Summary(3.0, 0.0, 3.0)
+
+
+def test_ratio_compares_the_same_rounds():
+    # The machine slowed down threefold for the last two rounds, for both alike.
+    found = ratio(peer=[2.0, 2.0, 6.0, 6.0], own=[1.0, 1.0, 3.0, 3.0])
+    assert found == Summary(2.0, 0.0, 2.0)
+
+
+def test_the_best_ratio_is_the_largest():
+    assert ratio([1.0, 4.0, 2.0], [1.0, 1.0, 1.0]).best == 4.0

@@ -14,7 +14,7 @@ from jax_ub._src.methods import KernelOptions, Method, MethodChoice
 from jax_ub._src.primitives.sizes import tuned_key
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.tuned_tables import environment
-from jax_ub._src.tools.bench.workloads import Shape
+from jax_ub._src.tools.bench.cases import Shape
 from jax_ub._src.tools.tune.candidates import candidates
 from jax_ub._src.tools.tune.measure import cases, measure
 from jax_ub._src.tools.tune.programs import Operands, call_of

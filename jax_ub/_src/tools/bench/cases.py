@@ -5,18 +5,20 @@ communication. It shows how fast the whole computation could be at best.
 """
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ub._src.tools.bench.devices import AXIS, Ranks, Spec
-from jax_ub._src.tools.bench.dots import FastestDots
-from jax_ub._src.tools.bench.timing import Candidate
-from jax_ub._src.tools.bench.workloads import Shape
+from jax_ub._src.errors import ShapeContractError, shown
+from jax_ub._src.tools.bench.machine import AXIS, Ranks, Spec
+from jax_ub._src.tools.bench.peers import FastestDots
+from jax_ub._src.tools.bench.timing import PEAK, Candidate, at_peak
 
+# Names of candidates, which are columns of the tables and keys of the JSON.
 OWN = "jax_ub"
 BEST = "xla_best"
 NAIVE = "xla_naive"
@@ -27,21 +29,74 @@ PLAIN = "plain_gemm"
 COPY = "copy"
 # Limit of multi-process cases: the same op and number of devices, in one process.
 IN_PROCESS = "in_process"
-# Limit: the time of the FLOPs at the peak rate, on tiles that stay in the L1 cache.
-PEAK = "peak"
 # Nearly empty programs, which measure XLA's launch time on all devices and on one.
 LAUNCH = "launch"
 LAUNCH_ONE = "launch_one"
-LAUNCHES = (LAUNCH, LAUNCH_ONE)
 # Name of a result: the plain GEMM's time divided by jax_ub's time, after each program's
 # launch time is subtracted.
 PLAIN_APART = "plain_gemm_launches_apart"
-
-# Description of XLA's naive program in tables, where it is XLA's fastest variant.
-AS_WRITTEN = "as people write it"
-
 PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED)
 LIMITS = (PLAIN, COPY, IN_PROCESS, PEAK)
+
+_SHAPE_TEXT = re.compile(r"(\d+)x(\d+)x(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The global sizes of a GEMM: x [M, K] times w [K, N], with M tokens."""
+
+    M: int
+    K: int
+    N: int
+
+    def __str__(self) -> str:
+        return f"{self.M}x{self.K}x{self.N}"
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.M * self.K * self.N
+
+    @property
+    def operands(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        return (self.M, self.K), (self.K, self.N)
+
+    @property
+    def row(self) -> "Shape":
+        """The row linear layer that maps the N features of an MLP back to K."""
+        return Shape(self.M, self.N, self.K)
+
+    def bytes(self, dtype: Any) -> int:
+        """Returns the bytes of x, w and the result."""
+        num_elements = self.M * self.K + self.K * self.N + self.M * self.N
+        return jnp.dtype(dtype).itemsize * num_elements
+
+    def divides(self, num_ranks: int) -> bool:
+        return not any(size % num_ranks for size in (self.M, self.K, self.N))
+
+
+def parse_shape(text: str) -> Shape:
+    """Parses a shape in the format `MxKxN`, such as 512x1024x2816."""
+    match = _SHAPE_TEXT.fullmatch(text.strip())
+    sizes = [int(size) for size in match.groups()] if match else [0]
+    if 0 in sizes:
+        raise ShapeContractError(
+            f"shape {shown(text)} is not MxKxN with positive sizes. Write, for "
+            "example, 512x1024x2816."
+        )
+    return Shape(*sizes)
+
+
+# The MLP of Llama 2 7B has K = 4096 and N = 11008. The first two shapes scale both by
+# about a third and a quarter. The third is a fused query, key and value kernel with
+# fewer key heads; the fourth has few rows, as in decoding. In bf16 they take 1 to 20 ms
+# on two recent cores, 2 to 80 ms on older ones.
+DEFAULT_SHAPES = (
+    Shape(1536, 1280, 3840),
+    Shape(512, 1024, 2816),
+    Shape(1024, 1024, 1536),
+    Shape(64, 1024, 2816),
+)
+QUICK_SHAPES = (Shape(32, 48, 80),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +115,10 @@ class Memory:
     peer_bytes: int
     avoided: str
     avoided_bytes: int
-    workspace_bytes: int
+    workspace_bytes: int = 0
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Case:
     """One op at one size, with all programs that compute it and are timed together.
 
@@ -93,18 +148,25 @@ class Case:
     candidates: list[Candidate]
     calls: int = 1
     memory: Memory | None = None
-    notes: list[str] = dataclasses.field(default_factory=list)
+    notes: tuple[str, ...] = ()
     num_processes: int = 1
 
     @property
+    def name(self) -> str:
+        return f"{self.op} {self.variant}".strip()
+
+    @property
     def title(self) -> str:
-        """Returns the op, variant, sizes, dtype and P of the case, for messages."""
-        name = f"{self.op} {self.variant}".strip()
-        return f"{name} {self.shape} {self.dtype} P={self.num_ranks}"
+        several = f" in {self.num_processes} processes" * (self.num_processes > 1)
+        return f"{self.name} {self.shape} {self.dtype} P={self.num_ranks}{several}"
+
+    def __getitem__(self, name: str) -> Candidate:
+        """Returns the candidate of this name."""
+        return next(c for c in self.candidates if c.name == name)
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Setup:
     """The configuration to build cases for: devices, dtype and method under test.
 
     `dots` measures and caches XLA's fastest GEMM. `variants` selects GEMM variants,
@@ -119,8 +181,34 @@ class Place:
 
     @property
     def num_ranks(self) -> int:
-        """Returns the tensor-parallel size P."""
         return self.ranks.num_ranks
+
+    def case(
+        self,
+        op: str,
+        shape: Shape,
+        candidates: Sequence[Candidate],
+        *,
+        num_gemms: int = 1,
+        variant: str = "",
+        **more: Any,
+    ) -> Case:
+        """Returns a case of `num_gemms` GEMMs of the size `shape`, with the peak."""
+        flops = num_gemms * shape.flops
+        peak = at_peak(self.ranks, self.dtype, flops)
+        return Case(
+            op=op,
+            variant=variant,
+            dtype=self.dtype,
+            num_ranks=self.num_ranks,
+            shape=shape,
+            flops=flops,
+            candidates=[*candidates, *peak],
+            **more,
+        )
+
+
+Builder = Callable[[Setup, Shape], list[Case]]
 
 
 def copy_limit(num_bytes: int) -> Candidate:
@@ -133,10 +221,7 @@ def copy_limit(num_bytes: int) -> Candidate:
 
 
 def launches(ranks: Ranks) -> list[Candidate]:
-    """Returns two nearly empty programs that measure XLA's launch time.
-
-    One runs on all devices of `ranks`, the other on one device.
-    """
+    """Returns nearly empty programs on all devices of `ranks` and on one device."""
 
     def launch(name: str, ranks: Ranks) -> Candidate:
         program = ranks.program(lambda x: x + 1, (Spec(AXIS),), Spec(AXIS))
@@ -159,18 +244,19 @@ def check_agreement(case: Case) -> None:
     Raises:
         ArithmeticError: if a result differs by more than rounding can explain.
     """
-    judged = [c for c in case.candidates if c.name not in (*LIMITS, *LAUNCHES)]
-    results = {c.name: [_host(leaf) for leaf in jax.tree.leaves(c())] for c in judged}
-    wanted = results[BEST]
-    bound = tolerance(case.dtype, max(case.shape.K, case.shape.N, case.shape.M))
+    skipped = (*LIMITS, LAUNCH, LAUNCH_ONE)
+    results = {
+        c.name: [_host(leaf) for leaf in jax.tree.leaves(c())]
+        for c in case.candidates
+        if c.name not in skipped and not c.name.endswith("_once")
+    }
+    bound = tolerance(case.dtype, max(dataclasses.astuple(case.shape)))
     for name, found in results.items():
-        if name.endswith("_once"):
-            continue
-        for x, y in zip(found, wanted, strict=True):
-            worst = float(np.max(np.abs(x - y)) / np.max(np.abs(y)))
-            if not worst <= bound:
+        for x, y in zip(found, results[BEST], strict=True):
+            error = float(np.max(np.abs(x - y)) / np.max(np.abs(y)))
+            if not error <= bound:
                 raise ArithmeticError(
-                    f"bench: {case.title}: {name} differs from {BEST} by {worst:.2e} "
+                    f"bench: {case.title}: {name} differs from {BEST} by {error:.2e} "
                     f"of the largest value, more than {bound:.2e}. One of them is "
                     "wrong; run the tests of the op."
                 )
@@ -187,8 +273,8 @@ def tolerance(dtype: str, contracting: int) -> float:
     return 8 * rounding + summing
 
 
-def _host(array: Any) -> np.ndarray:
+def _host(array: jax.Array) -> np.ndarray:
+    """Returns the values on this process, in f64."""
+    if not array.is_fully_addressable:
+        array = array.addressable_data(0)
     return np.asarray(array).astype(np.float64)
-
-
-Builder = Callable[[Place, Shape], list[Case]]

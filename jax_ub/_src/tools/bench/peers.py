@@ -1,17 +1,148 @@
-"""Programs that jax_ub is compared with: XLA's collectives and dots, ppermute rings.
+"""Programs that jax_ub is compared with: XLA's collectives and dots, rings, oneDNN.
 
-Every function is per device, inside `jax.shard_map`. A `dot` takes two operands and
-the dtype of the result, see `dots.DotVariant`.
+XLA's fastest way to write a GEMM depends on the machine. With AVX512-BF16, a bf16 dot
+is twice as fast with an f32 result; with AVX2, it takes 1.5 times as long as with a
+bf16 result. All variants are therefore measured, once per layout, dtype, local size and
+number of devices.
+
+| layout | GEMM | operands | result |
+|---|---|---|---|
+| nn | fprop | x [M, K], w [K, N] | [M, N] |
+| nt | dgrad | dy [M, N], w [K, N] | [M, K] |
+| tn | wgrad | x [M, K], dy [M, N] | [K, N] |
+
+Functions of arrays are per device, inside `jax.shard_map`. A `dot` takes two operands
+and the dtype of the result.
 """
 
+import ctypes
+import ctypes.util
+import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jax_ub._src.tools.bench.devices import AXIS
-from jax_ub._src.tools.bench.dots import Dot, naive
+from jax_ub._src.tools.bench.machine import AXIS, Ranks, Spec, normal
+from jax_ub._src.tools.bench.timing import Candidate, fastest
+
+Dot = Callable[..., jax.Array]
+
+_CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
+LAYOUTS = tuple(_CONTRACTED)
+# Name in reports of the naive program, where it is XLA's fastest variant.
+NAIVE_VARIANT = "naive"
+
+
+@dataclasses.dataclass(frozen=True)
+class DotVariant:
+    """One way to write a GEMM as `lax.dot_general` in XLA, such as with an f32 result.
+
+    `upcasts` converts the operands to f32 first. `transposes` names the operand, "left"
+    or "right", that is transposed in memory first.
+    """
+
+    layout: str
+    sums_in_f32: bool = False
+    upcasts: bool = False
+    transposes: str = ""
+
+    def __str__(self) -> str:
+        parts = [
+            "operands upcast" if self.upcasts else "",
+            "f32 result" if self.sums_in_f32 else "",
+            f"{self.transposes} transposed first" if self.transposes else "",
+        ]
+        return ", ".join(filter(None, parts)) or "plain dot"
+
+    def __call__(self, a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
+        """Computes the product of `a` and `b`, rounded to `out_dtype`."""
+        contracted = list(_CONTRACTED[self.layout])
+        if self.upcasts:
+            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        # Without the barrier, XLA would fold the transposition into the dot again.
+        if "left" in self.transposes:
+            a, contracted[0] = lax.optimization_barrier(a.T), 1 - contracted[0]
+        if "right" in self.transposes:
+            b, contracted[1] = lax.optimization_barrier(b.T), 1 - contracted[1]
+        wide = jnp.float32 if self.sums_in_f32 else a.dtype
+        dims = (((contracted[0],), (contracted[1],)), ((), ()))
+        y = lax.dot_general(a, b, dims, preferred_element_type=wide)
+        return y.astype(out_dtype)
+
+
+def dot_variants(layout: str, dtype: Any, platform: str = "cpu") -> list[DotVariant]:
+    """Returns the dot variants that are worth timing for a layout, dtype and platform.
+
+    Each was the fastest on some machine; the plain dot is the first. On GPUs, XLA's
+    libraries accept every layout, so nothing is transposed first. Upcast operands would
+    bypass the tensor cores and be an order of magnitude slower, so they are not tried
+    either.
+    """
+    on_cpu = platform == "cpu"
+    sides = ["", "left" if layout == "tn" else "right"][: 2 if on_cpu else 1]
+    if jnp.dtype(dtype) == jnp.float32:
+        return [DotVariant(layout, transposes=side) for side in sides]
+    casts = [(False, False), (True, False), (False, True)][: 3 if on_cpu else 2]
+    return [
+        DotVariant(layout, sums_in_f32=wide or up, upcasts=up, transposes=side)
+        for side in sides
+        for wide, up in casts
+    ]
+
+
+class FastestDots:
+    """Finds XLA's fastest variant of a GEMM on this machine, and caches it."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], DotVariant] = {}
+
+    def __call__(
+        self, layout: str, dtype: Any, left: tuple, right: tuple, ranks: Ranks
+    ) -> DotVariant:
+        """Returns XLA's fastest variant of a GEMM, timing all variants on first use.
+
+        Args:
+            layout: "nn", "nt" or "tn".
+            dtype: dtype of both operands and the result.
+            left: local shape of the left operand.
+            right: local shape of the right operand.
+            ranks: the devices; all of them compute the dot at the same time.
+        """
+        key = (layout, jnp.dtype(dtype), left, right, ranks.num_ranks)
+        if key not in self._found:
+            self._found[key] = self._measure(layout, dtype, (left, right), ranks)
+        return self._found[key]
+
+    @property
+    def found(self) -> dict[str, str]:
+        """The fastest variant of each measured GEMM, as text."""
+        return {
+            f"{layout} {dtype} {left} {right} on {ranks}": str(variant)
+            for (layout, dtype, left, right, ranks), variant in self._found.items()
+        }
+
+    def _measure(self, layout, dtype, shapes, ranks):
+        operands = [
+            ranks.place(normal(seed, (ranks.num_ranks, *shape), dtype), Spec(AXIS))
+            for seed, shape in enumerate(shapes)
+        ]
+
+        def candidate(variant):
+            program = ranks.program(
+                lambda a, b: variant(a[0], b[0], dtype)[None],
+                (Spec(AXIS), Spec(AXIS)),
+                Spec(AXIS),
+            )
+            return Candidate(str(variant), program, operands)
+
+        variants = dot_variants(layout, dtype, ranks.platform)
+        candidates = [candidate(variant) for variant in variants]
+        return variants[candidates.index(fastest(candidates))]
 
 
 def gather(x: jax.Array) -> jax.Array:
@@ -25,12 +156,10 @@ def scatter(x: jax.Array) -> jax.Array:
 
 
 def scatter_and_gather(x: jax.Array) -> jax.Array:
-    """Computes an all-reduce as XLA's reduce-scatter followed by its all-gather."""
     return gather(scatter(x))
 
 
 def all_reduce(x: jax.Array) -> jax.Array:
-    """Sums x over all ranks with XLA's all-reduce."""
     return lax.psum(x, AXIS)
 
 
@@ -45,29 +174,37 @@ def sum_dtypes(dtype: str) -> tuple[str, ...]:
 def reduced(
     collective: Callable[[jax.Array], jax.Array], dot: Dot, moved: str
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns a program that computes `collective(dot(x, w))` in the dtype of x.
+    """Returns a program that reduces `dot(x, w)` in the dtype `moved`."""
+    return lambda x, w: collective(dot(x, w, moved)).astype(x.dtype)
 
-    `moved` is the dtype of the partial sums that the collective reduces.
-    """
 
-    def program(x: jax.Array, w: jax.Array) -> jax.Array:
-        return collective(dot(x, w, moved)).astype(x.dtype)
+# The naive programs are what most users write.
 
-    return program
+
+def naive_dot(a: jax.Array, b: jax.Array, layout: str) -> jax.Array:
+    if layout == "nn":
+        return a @ b
+    return a @ b.T if layout == "nt" else a.T @ b
+
+
+def naive_gemm(
+    a: jax.Array, b: jax.Array, layout: str, *addends: jax.Array
+) -> jax.Array:
+    y = naive_dot(a, b, layout)
+    for addend in addends:
+        y = addend + y.astype(jnp.promote_types(addend.dtype, y.dtype))
+    return y
 
 
 def naive_column(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Computes AG+GEMM with XLA as most users write it: gather, then multiply."""
     return gather(x) @ w
 
 
 def naive_row(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Computes GEMM+RS as most users write it: multiply, then reduce-scatter."""
     return scatter(x @ w)
 
 
 def naive_all_reduce(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Computes GEMM+AR as most users write it: multiply, then all-reduce."""
     return all_reduce(x @ w)
 
 
@@ -89,7 +226,7 @@ def ring_gather_dot(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
         shard = (rank + step) % num_ranks
         y = lax.dynamic_update_slice_in_dim(y, product, shard * rows, 0)
         if step + 1 < num_ranks:
-            x = lax.ppermute(x, AXIS, _to_lower(num_ranks))
+            x = lax.ppermute(x, AXIS, _neighbours(num_ranks, -1))
             product = dot(x, w, x.dtype)
     return y
 
@@ -109,57 +246,74 @@ def ring_dot_scatter(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
 
     total = product(0)
     for step in range(1, num_ranks):
-        total = product(step) + lax.ppermute(total, AXIS, _to_higher(num_ranks))
+        total = product(step) + lax.ppermute(total, AXIS, _neighbours(num_ranks, 1))
     return total
 
 
 def ring_gather(x: jax.Array) -> jax.Array:
-    """All-gathers the rows of all ranks with a ring of ppermutes."""
     return ring_gather_dot(x, x, lambda shard, _, dtype: shard.astype(dtype))
 
 
 def ring_dot_all_reduce(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-    """Computes GEMM+AR as two rings: a reduce-scatter, then an all-gather."""
     return ring_gather(ring_dot_scatter(x, w, dot))
 
 
-def naive_pair(x: jax.Array, w1: jax.Array, w2: jax.Array, dy: jax.Array) -> tuple:
-    """Computes a column and a row linear layer with XLA as most users write them.
+def _neighbours(num_ranks, distance):
+    return [(rank, (rank + distance) % num_ranks) for rank in range(num_ranks)]
 
-    Returns the result and the gradients of x, w1 and w2.
+
+_ONEDNN_GEMMS = {"float32": "dnnl_sgemm", "bfloat16": "dnnl_gemm_bf16bf16f32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDnnGemm:
+    """oneDNN's GEMM `y = a b + beta y` of row-major numpy matrices, with f32 `y`.
+
+    This call cannot round its result to bf16. The bf16 product stays in f32, which
+    favors oneDNN in the comparison.
     """
 
-    def forward(x, w1, w2):
-        return naive_row(naive_column(x, w1), w2)
+    function: Any
+    layout: str
 
-    y, backward = jax.vjp(forward, x, w1, w2)
-    return (y, *backward(dy))
+    def __call__(self, a: np.ndarray, b: np.ndarray, y: np.ndarray, beta: float) -> int:
+        """Writes `a b + beta y` into `y`; returns oneDNN's status, 0 for success."""
+        transposed = ("T" if self.layout == "tn" else "N", "NT"[self.layout == "nt"])
+        contracting = a.shape[0 if self.layout == "tn" else 1]
+        return self.function(
+            *(ctypes.c_char(letter.encode()) for letter in transposed),
+            *(ctypes.c_int64(size) for size in (*y.shape, contracting)),
+            ctypes.c_float(1),
+            *_pointer(a),
+            *_pointer(b),
+            ctypes.c_float(beta),
+            *_pointer(y),
+        )
 
 
-def naive_backward(
-    x: jax.Array, w1: jax.Array, hidden: jax.Array, w2: jax.Array, dy: jax.Array
-) -> tuple:
-    """Computes the gradients of a column and a row linear layer from saved operands.
+def find_onednn(dtype: str, layout: str) -> OneDnnGemm | str:
+    """Returns oneDNN's GEMM for a dtype and layout, or a text that says why not.
 
-    `hidden` is the input of the row layer. Returns the gradients of x, w1 and w2.
+    The GEMM is tried once, because oneDNN may not support the dtype on this processor.
     """
-    d_hidden, dw2 = jax.vjp(naive_row, hidden, w2)[1](dy)
-    return (*jax.vjp(naive_column, x, w1)[1](d_hidden), dw2)
+    library = _onednn()
+    if library is None:
+        return "oneDNN is not installed (Debian: apt install libdnnl2)"
+    function = getattr(library, _ONEDNN_GEMMS.get(dtype, ""), None)
+    if function is None:
+        return f"this oneDNN has no GEMM for {dtype}"
+    gemm = OneDnnGemm(function, layout)
+    ones = np.ones((1, 1), jnp.dtype(dtype))
+    if gemm(ones, ones, np.zeros((1, 1), np.float32), 0.0):
+        return f"this oneDNN has no {dtype} GEMM for this processor"
+    return gemm
 
 
-def naive_gemm(
-    a: jax.Array, b: jax.Array, layout: str, *addends: jax.Array
-) -> jax.Array:
-    """Computes a local GEMM of this layout plus `addends`, as most users write it."""
-    y = naive(a, b, layout)
-    for addend in addends:
-        y = addend + y.astype(jnp.promote_types(addend.dtype, y.dtype))
-    return y
+@functools.cache
+def _onednn():
+    name = ctypes.util.find_library("dnnl")
+    return ctypes.CDLL(name) if name else None
 
 
-def _to_lower(num_ranks):
-    return [(rank, (rank - 1) % num_ranks) for rank in range(num_ranks)]
-
-
-def _to_higher(num_ranks):
-    return [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
+def _pointer(array):
+    return array.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(array.shape[1])

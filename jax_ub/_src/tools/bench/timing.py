@@ -1,28 +1,35 @@
-"""Times calls of several programs in interleaved rounds.
+"""Times calls of several programs in interleaved rounds, and summarizes the times.
 
 Slow phases of the machine then affect all programs, not only one.
 """
 
+import contextlib
 import dataclasses
 import random
+import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
 
+from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.runtime import cpu_engine
-from jax_ub._src.tools.bench.background_load import BackgroundLoad
+from jax_ub._src.tools.bench.machine import BackgroundLoad, Ranks
 
-# Candidates this many times slower than the fastest after one call are dropped.
-_HOPELESS = 1.5
-# Number of timed rounds in which `fastest` compares the candidates that remain.
+# Limit: the time of the FLOPs at the peak rate, on tiles that stay in the L1 cache.
+PEAK = "peak"
+# 20 times the wake-up time of a thread, so all cores compute nearly all the time.
+_PEAK_DURATION_S = 0.005
+# Variants this many times slower than the fastest after one call are dropped.
+_MAX_SLOWDOWN = 1.5
+# Number of timed rounds in which `fastest` compares the variants that remain.
 _TRIALS = 4
 # A round is calm if the CPU share of other processes does not exceed this.
 _CALM = 0.05
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Candidate:
     """A program to time, with its operands; several candidates compute the same result.
 
@@ -30,18 +37,18 @@ class Candidate:
         name: column of the table that shows it.
         program: a jitted or other function of the operands.
         operands: arguments of each call.
-        way: describes how the program is written, if variants were tried.
+        variant: describes how the program is written, if variants were tried.
         carry: index of a donated operand, which the result replaces after each call;
             None if no operand is donated.
         lost: share of the machine's peak that was missing in the last timed call; only
-            `peak.AtPeak` sets it.
+            `PeakCandidate` sets it.
         threads: number of threads for the engine; None leaves it unchanged.
     """
 
     name: str
     program: Any
     operands: list[Any]
-    way: str = ""
+    variant: str = ""
     carry: int | None = None
     lost: float = 0.0
     threads: int | None = None
@@ -64,6 +71,48 @@ class Candidate:
         return time.perf_counter() - start
 
 
+# The highest peak rate in GFLOP/s that this process has measured, by dtype. A lower
+# rate later means that another process on the same core or a lower clock frequency
+# slowed the measurement.
+_best_rates: dict[str, float] = {}
+
+
+@dataclasses.dataclass(eq=False)
+class PeakCandidate(Candidate):
+    """A limit to compare with: the seconds of `flops` operations at peak FLOP/s.
+
+    Each timed call measures the peak rate again, on tiles that stay in the L1 cache.
+    """
+
+    flops: int = 0
+
+    def seconds(self) -> float:
+        rate, dtype = self(), self.operands[0]
+        _best_rates[dtype] = max(rate, _best_rates.get(dtype, rate))
+        self.lost = 1 - rate / _best_rates[dtype]
+        return self.flops / rate / 1e9
+
+
+def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
+    """Returns the candidate of the peak; no candidate on GPUs or without FLOPs."""
+    if ranks.platform != "cpu" or not flops:
+        return []
+    operands = [SHORT_NAMES[dtype], _PEAK_DURATION_S]
+    measure = cpu_engine.load().peak_gflops
+    return [PeakCandidate(PEAK, measure, operands, flops=flops)]
+
+
+@contextlib.contextmanager
+def restored_threads() -> Iterator[Any]:
+    """Restores the engine's number of threads and its cores at the end of the block."""
+    cpu = cpu_engine.load()
+    before = cpu.num_threads(), cpu.part_of_cores()
+    try:
+        yield cpu
+    finally:
+        cpu.set_num_threads(*before)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rounds:
     """The seconds of every candidate in each kept round, and the background load."""
@@ -73,13 +122,12 @@ class Rounds:
 
 
 class RoundSelector:
-    """Decides how many rounds to run, and keeps those with least background load."""
+    """Decides how many rounds to run, and keeps those with least background load.
+
+    It keeps `rounds` rounds, and runs at most `rounds * patience` to find calm ones.
+    """
 
     def __init__(self, rounds: int, patience: int):
-        """Sets how many rounds are kept, and how many are run at most.
-
-        It keeps `rounds` rounds and runs at most `rounds * patience`.
-        """
         self._rounds, self._most = rounds, rounds * patience
         self._shares: list[float] = []
 
@@ -89,23 +137,15 @@ class RoundSelector:
 
     @property
     def num_rounds(self) -> int:
-        """Returns the number of rounds that were run so far."""
         return len(self._shares)
 
     @property
     def is_over(self) -> bool:
-        """Returns whether enough rounds were calm or the maximum was reached.
-
-        A round is calm if other processes used at most 5 % of the CPU.
-        """
         calm = sum(share <= _CALM for share in self._shares)
         return calm >= self._rounds or self.num_rounds >= self._most
 
     def keep(self, seconds: dict[str, list[float]]) -> Rounds:
-        """Returns the times of the rounds with the least background load.
-
-        `seconds` has the times of all rounds, by candidate.
-        """
+        """Returns the times of the calmest rounds, given those of all rounds."""
         numbers = sorted(range(self.num_rounds), key=self._shares.__getitem__)
         kept = numbers[: self._rounds]
         return Rounds(
@@ -114,8 +154,22 @@ class RoundSelector:
         )
 
 
+class Timed(Protocol):
+    """What `interleave` needs of a candidate."""
+
+    name: str
+    lost: float
+
+    def seconds(self) -> float: ...
+
+
 def interleave(
-    candidates: Sequence[Candidate], rounds: int, patience: int = 1
+    candidates: Sequence[Timed],
+    rounds: int,
+    patience: int = 1,
+    *,
+    load: BackgroundLoad | None = None,
+    agree: Callable[[float], float] = float,
 ) -> Rounds:
     """Times every candidate once per round, in a different random order in each round.
 
@@ -126,33 +180,73 @@ def interleave(
         candidates: the programs to time.
         rounds: the number of rounds to keep.
         patience: at most `patience * rounds` rounds are run to find calm ones.
+        load: measures the background load.
+        agree: maps a round's background load to a value that all processes share.
     """
-    others = BackgroundLoad()
-    waiting = RoundSelector(rounds, patience)
+    load = load or BackgroundLoad()
+    selector = RoundSelector(rounds, patience)
     seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
-    while not waiting.is_over:
-        number = waiting.num_rounds
+    while not selector.is_over:
+        number = selector.num_rounds
         for candidate in random.Random(number).sample(candidates, len(candidates)):
             seconds[candidate.name].append(candidate.seconds())
-        waiting.add(max([others.share(), *(c.lost for c in candidates)]))
-    return waiting.keep(seconds)
+        selector.add(agree(max([load.share(), *(c.lost for c in candidates)])))
+    return selector.keep(seconds)
 
 
-def fastest(ways: Sequence[Candidate]) -> Candidate:
+class Interleave(Protocol):
+    """Times candidates in rounds, as `interleave` does in one process."""
+
+    def __call__(self, candidates: Sequence[Candidate], rounds: int, /) -> Rounds: ...
+
+
+def fastest(
+    variants: Sequence[Candidate], run: Interleave = interleave, trials: int = _TRIALS
+) -> Candidate:
     """Returns the fastest of several variants of a program.
 
     Each variant is called once to compile and once to drop slow ones. The rest is timed
-    interleaved. Of equally fast variants, the first is returned.
+    interleaved by `run`. Of equally fast variants, the first is returned.
     """
-    if len(ways) == 1:
-        return ways[0]
-    for way in ways:
-        way()
-    first = [way.seconds() for way in ways]
-    bound = _HOPELESS * min(first)
-    hopeful = [w for w, seconds in zip(ways, first, strict=True) if seconds <= bound]
-    renamed = [
-        dataclasses.replace(way, name=str(index)) for index, way in enumerate(hopeful)
-    ]
-    times = interleave(renamed, _TRIALS).seconds
-    return min(zip(hopeful, times.values(), strict=True), key=lambda p: min(p[1]))[0]
+    if len(variants) == 1:
+        return variants[0]
+    for variant in variants:
+        variant()
+    numbered = [dataclasses.replace(v, name=str(i)) for i, v in enumerate(variants)]
+    first = {name: s[0] for name, s in run(numbered, 1).seconds.items()}
+    bound = _MAX_SLOWDOWN * min(first.values())
+    times = run([v for v in numbered if first[v.name] <= bound], trials).seconds
+    return variants[int(min(times, key=lambda name: min(times[name])))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Median, spread and best value of a series of times or ratios.
+
+    `spread` is the interquartile range divided by the median, so a single outlier
+    hardly changes it.
+    """
+
+    median: float
+    spread: float
+    best: float
+
+
+def summarize(values: Sequence[float]) -> Summary:
+    """Returns the median, spread and smallest value of a series of times."""
+    median = statistics.median(values)
+    low, high = median, median
+    if len(values) > 1:
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Summary(median, (high - low) / median, min(values))
+
+
+def ratio(peer: Sequence[float], own: Sequence[float]) -> Summary:
+    """Returns a summary of the speed-ups `peer / own`, one quotient for each round.
+
+    Both series come from the same rounds. A slow phase of the machine then affects
+    both, and the median of the quotients is more stable than the quotient of the
+    medians. `best` is the largest quotient.
+    """
+    quotients = [p / o for p, o in zip(peer, own, strict=True)]
+    return dataclasses.replace(summarize(quotients), best=max(quotients))

@@ -15,8 +15,8 @@ from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.methods import Method
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.tuned_tables import environment
-from jax_ub._src.tools.bench import devices, workloads
-from jax_ub._src.tools.bench.workloads import Shape
+from jax_ub._src.tools.bench import machine
+from jax_ub._src.tools.bench.cases import DEFAULT_SHAPES, Shape, parse_shape
 from jax_ub._src.tools.options import list_of, names_of, output_path, positive
 from jax_ub._src.tools.simulate import models
 from jax_ub._src.tools.tune.candidates import candidates
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--shapes",
-        type=list_of(workloads.parse_shape),
+        type=list_of(parse_shape),
         help="global sizes MxKxN of column linears, as in 512x1024x2816; the row "
         "linear behind each is MxNxK",
     )
@@ -111,7 +111,7 @@ def _shapes(given) -> Sequence[Shape]:
     if given.model is None:
         if given.tokens is not None:
             raise UnsupportedOverlapError("tune: --tokens is the M of a --model.")
-        return given.shapes or workloads.DEFAULT
+        return given.shapes or DEFAULT_SHAPES
     if given.shapes is not None:
         raise UnsupportedOverlapError("tune: pass --model or --shapes, not both.")
     # `cases` takes the sizes of a column linear layer and derives the row linear layer
@@ -126,7 +126,7 @@ def _shapes(given) -> Sequence[Shape]:
 
 def _start(wanted, num_devices) -> bool:
     """Starts JAX's backend with `num_devices` devices; returns whether it uses GPUs."""
-    devices.start(num_devices, wanted)
+    machine.start(num_devices, wanted)
     if wanted == "cpu":
         return False
     num_found = len(cuda_engine.local_devices())

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
 from jax_ub._src.errors import UbError
 from jax_ub._src.methods import MethodChoice
+from jax_ub._src.tools.bench.cases import Shape
 from jax_ub._src.tools.bench.timing import Candidate, interleave
-from jax_ub._src.tools.bench.workloads import Shape
 from jax_ub._src.tools.tune.programs import Operands
 
 

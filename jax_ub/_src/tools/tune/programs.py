@@ -17,7 +17,7 @@ from jax_ub._src.primitives.matmul_reduce_scatter import MatmulReduceScatter
 from jax_ub._src.primitives.wgrad import Wgrad
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.column_gradients import column_gradients
-from jax_ub._src.tools.bench.devices import AXIS, Ranks, Spec, normal
+from jax_ub._src.tools.bench.machine import AXIS, Ranks, Spec, normal
 from jax_ub._src.tools.bench.timing import Candidate
 
 

@@ -1,0 +1,192 @@
+"""Builds the cases of local GEMMs, `ub.dgrad_add` and `ub.wgrad_accumulate`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_ub as ub
+from jax_ub._src.methods import Method, MethodChoice
+from jax_ub._src.primitives.matmul import matmul
+from jax_ub._src.primitives.wgrad import wgrad
+from jax_ub._src.tools.bench import cases, peers
+from jax_ub._src.tools.bench.cases import Case, Setup, Shape
+from jax_ub._src.tools.bench.machine import AXIS, Spec, normal
+from jax_ub._src.tools.bench.timing import Candidate, fastest
+
+VARIANTS = ("nn", "nn+bias", "nn+add", "nt", "nt+bias", "nt+add", "tn", "tn+add")
+# Computes a GEMM of (a, b, bias or None, addend or None).
+Gemm = Callable[..., jax.Array]
+
+
+def own_gemm(method: str, layout: str, out_dtype: str | None = None) -> Gemm:
+    """Returns jax_ub's local GEMM with a layout of `bench.peers`.
+
+    `out_dtype` defaults to f32 if a wgrad has an addend, and to the operands' dtype
+    otherwise.
+    """
+    choice = MethodChoice(Method(method))
+    options: dict[str, Any] = {"choice": choice, "label": f"bench {layout}"}
+
+    def program(a, b, bias, addend):
+        if layout == "tn":
+            main_grads = None if addend is None else (addend,)
+            out = out_dtype or (jnp.float32 if main_grads else a.dtype)
+            return wgrad(a, (b,), main_grads, out_dtype=out, **options)[0]
+        options.update(rhs_transposed=layout == "nt", out_dtype=out_dtype or a.dtype)
+        return matmul((a,), (b,), bias, addend, **options)
+
+    return program
+
+
+def local_shapes(layout: str, shape: Shape) -> tuple[tuple[int, int], ...]:
+    """Returns the shapes of the left operand, right operand and result of a GEMM.
+
+    `layout` is fprop ("nn"), dgrad ("nt") or wgrad ("tn") of a layer of size `shape`.
+    """
+    x, w, y = (shape.M, shape.K), (shape.K, shape.N), (shape.M, shape.N)
+    return {"nn": (x, w, y), "nt": (y, w, x), "tn": (x, y, w)}[layout]
+
+
+def gemm(setup: Setup, shape: Shape) -> list[Case]:
+    """Returns a case for each variant of a local GEMM, such as "nn+bias".
+
+    The GEMM runs on one device, so the list is empty if there are several ranks.
+    """
+    if setup.num_ranks > 1:
+        return []
+    variants = setup.variants or VARIANTS
+    return [_Gemm(setup, shape, variant).case("gemm") for variant in variants]
+
+
+def dgrad_add(setup: Setup, shape: Shape) -> list[Case]:
+    """Returns the case of `ub.dgrad_add`: `residual + dy w^T`, in place.
+
+    The rows of `dy` and `residual` are sharded.
+    """
+    own = lambda dy, w, _, residual: ub.dgrad_add(dy, w, residual)  # noqa: E731
+    return [_Gemm(setup, shape, "nt+add").case("dgrad_add", own)]
+
+
+def wgrad_accumulate(setup: Setup, shape: Shape) -> list[Case]:
+    """Returns the case of `ub.wgrad_accumulate`: `main_grad + x^T dy`, in place.
+
+    The columns of `dy` and `main_grad` are sharded.
+    """
+    own = lambda x, dy, _, main_grad: ub.wgrad_accumulate(x, dy, main_grad)  # noqa: E731
+    return [_Gemm(setup, shape, "tn+add").case("wgrad_accumulate", own)]
+
+
+class _Gemm:
+    """The programs and operands of one GEMM, with an optional bias or addend.
+
+    Jitted programs take (a, b), (a, b, bias) or (a, b, addend). An addend is donated:
+    the result replaces it.
+    """
+
+    def __init__(self, setup: Setup, shape: Shape, variant: str):
+        self.setup, self.shape, self.variant = setup, shape, variant
+        self.layout, _, self.added = variant.partition("+")
+        self.left, self.right, self.out = local_shapes(self.layout, shape)
+        is_f32 = self.layout == "tn" and self.added
+        self.out_dtype = "float32" if is_f32 else setup.dtype
+        # Rows are sharded over the ranks. A wgrad sums over rows, so the columns of dy
+        # are sharded instead.
+        self.in_specs, self.out_spec = [Spec(AXIS), Spec()], Spec(AXIS)
+        if self.layout == "tn":
+            self.in_specs, self.out_spec = [Spec(), Spec(None, AXIS)], Spec(None, AXIS)
+        if self.added:
+            self.in_specs.append(Spec() if self.added == "bias" else self.out_spec)
+
+    def case(self, op: str, public: Gemm | None = None) -> Case:
+        # The public functions have no argument `method`. For other methods than "auto",
+        # the program is built from the primitives that they call.
+        setup, layout = self.setup, self.layout
+        own = public if setup.method == "auto" else None
+        candidates = [
+            self.candidate(cases.OWN, own or own_gemm(setup.method, layout)),
+            self.best(),
+            self.candidate(cases.NAIVE, self.naive),
+            cases.copy_limit(self.shape.bytes(setup.dtype)),
+        ]
+        notes: tuple[str, ...] = ()
+        if setup.ranks.platform == "cpu":
+            onednn = self.onednn()
+            if isinstance(onednn, str):
+                notes = (onednn,)
+            elif op == "gemm":
+                candidates.append(onednn)
+        if op != "gemm":
+            plain = own_gemm(setup.method, layout, self.out_dtype)
+            without = _Gemm(setup, self.shape, layout)
+            candidates.append(without.candidate(cases.PLAIN, plain))
+        return setup.case(op, self.shape, candidates, variant=self.variant, notes=notes)
+
+    def operands(self) -> list[jax.Array]:
+        dtype = self.setup.dtype
+        scale = self.left[1 if self.layout != "tn" else 0] ** -0.5
+        arrays = [normal(0, self.left, dtype), normal(1, self.right, dtype, scale)]
+        if self.added == "bias":
+            arrays.append(normal(2, self.out[1:], dtype))
+        if self.added == "add":
+            arrays.append(normal(2, self.out, self.out_dtype))
+        return list(map(self.setup.ranks.place, arrays, self.in_specs))
+
+    def candidate(self, name: str, function: Gemm, variant: str = "") -> Candidate:
+        """Returns a candidate that maps and jits `function(a, b, bias, addend)`."""
+        carry = 2 if self.added == "add" else None
+
+        def program(a, b, *added):
+            bias = added[0] if self.added == "bias" else None
+            return function(a, b, bias, added[0] if self.added == "add" else None)
+
+        jitted = self.setup.ranks.program(
+            program, self.in_specs, self.out_spec, () if carry is None else (carry,)
+        )
+        return Candidate(name, jitted, self.operands(), variant, carry)
+
+    def best(self) -> Candidate:
+        """Returns XLA's fastest program for this GEMM, over all variants of its dot."""
+
+        def xla(dot):
+            def program(a, b, bias, addend):
+                added = bias if addend is None else addend
+                if added is None:
+                    return dot(a, b, self.out_dtype)
+                product = dot(a, b, jnp.float32)
+                return (added.astype(jnp.float32) + product).astype(self.out_dtype)
+
+            return program
+
+        platform = self.setup.ranks.platform
+        variants = [
+            self.candidate(cases.BEST, xla(dot), str(dot))
+            for dot in peers.dot_variants(self.layout, self.setup.dtype, platform)
+        ]
+        variants.append(self.candidate(cases.BEST, self.naive, peers.NAIVE_VARIANT))
+        # The trials added their results to the donated addend, so draw new operands.
+        return dataclasses.replace(fastest(variants), operands=self.operands())
+
+    def naive(self, a, b, bias, addend):
+        addends = [added for added in (bias, addend) if added is not None]
+        return peers.naive_gemm(a, b, self.layout, *addends)
+
+    def onednn(self) -> Candidate | str:
+        found = peers.find_onednn(self.setup.dtype, self.layout)
+        if isinstance(found, str):
+            return found
+        a, b, *added = (np.asarray(array) for array in self.operands())
+        y = np.zeros(self.out, np.float32)
+        if added:
+            y[:] = added[0]
+
+        def program():
+            if self.added == "bias":
+                y[:] = added[0]
+            found(a, b, y, 1.0 if added else 0.0)
+            return y
+
+        return Candidate(cases.ONEDNN, program, [])

@@ -1,0 +1,224 @@
+"""Devices and operands of a benchmark, and facts about the machine that it ran on."""
+
+import datetime
+import functools
+import importlib.metadata
+import os
+import pathlib
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_ub._src.errors import UnsupportedOverlapError
+from jax_ub._src.runtime import backend, cpu_engine, settings
+from jax_ub._src.tools.options import load_extra
+
+AXIS = "tp"
+Spec = PartitionSpec
+_PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy")
+# The kernel counts CPU time in ticks of 10 ms, so shorter intervals are too coarse.
+_MIN_INTERVAL_S = 0.1
+
+
+def start(num_devices: int, platform: str | None = "cpu") -> None:
+    """Starts the JAX backend and checks that it has at least `num_devices` devices.
+
+    On CPUs, it requests this number from JAX, which works only before JAX has started.
+    None as `platform` keeps JAX's default.
+
+    Raises:
+        UnsupportedOverlapError: if JAX has fewer devices, for example because it had
+            started before.
+    """
+    # jaxlib needs at least two pool threads per device when launches are queued.
+    # oneDNN's OpenMP threads must sleep between calls. Otherwise they would spin on the
+    # cores while the next candidate is timed.
+    settings.set_pool_threads(4 * num_devices)
+    settings.ask_openmp_to_sleep()
+    try:
+        if platform is not None:
+            jax.config.update("jax_platforms", platform)
+        if getattr(jax.config, "jax_num_cpu_devices", 0) < num_devices:
+            jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError:
+        pass  # JAX has already started; the number of devices is checked below.
+    num_found = len(backend.start())
+    if num_found < num_devices:
+        raise UnsupportedOverlapError(
+            f"bench: jax runs with {num_found} devices, and P = {num_devices} was "
+            "asked for. Ask for fewer; on CPUs, start the benchmark in a process of "
+            "its own: python -m jax_ub bench."
+        )
+
+
+class Ranks:
+    """A mesh of the first `num_ranks` devices of this process.
+
+    Places arrays on the mesh and maps per-device programs over it.
+    """
+
+    def __init__(self, num_ranks: int):
+        self.num_ranks = num_ranks
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        return jax.local_devices()[: self.num_ranks]
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        return Mesh(np.array(self.devices), (AXIS,))
+
+    @property
+    def platform(self) -> str:
+        return self.devices[0].platform
+
+    def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
+        """Copies a global array to new buffers on the mesh with sharding `spec`."""
+        return jax.device_put(np.asarray(array), NamedSharding(self.mesh, spec))
+
+    def draw(
+        self, dtype: Any, shapes: Sequence[tuple[int, ...]], specs: Sequence[Spec]
+    ) -> list[jax.Array]:
+        """Returns random normal operands of these global shapes and shardings."""
+        drawn = (normal(seed, shape, dtype) for seed, shape in enumerate(shapes))
+        return [self.place(x, spec) for x, spec in zip(drawn, specs, strict=True)]
+
+    def program(
+        self,
+        function: Callable[..., Any],
+        in_specs: Sequence[PartitionSpec],
+        out_specs: Any,
+        donate: tuple[int, ...] = (),
+    ) -> Any:
+        """Maps a per-device function over the mesh with `jax.shard_map`, and jits it.
+
+        `donate` lists the indices of donated arguments.
+        """
+        mapped = jax.shard_map(
+            function, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs
+        )
+        return jax.jit(mapped, donate_argnums=donate)
+
+
+class ProcessRanks(Ranks):
+    """A mesh over all processes of a job, with one device of each process."""
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        return [jax.local_devices(process)[0] for process in range(self.num_ranks)]
+
+    def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
+        """Places a global array, with equal values in all processes, on the mesh."""
+        array = np.asarray(array)
+        sharding = NamedSharding(self.mesh, spec)
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> Any:
+    """Returns a new host array of normal random numbers times `scale`, in `dtype`.
+
+    Equal arguments return equal arrays.
+    """
+    return _drawn(seed, shape, np.dtype(dtype), scale).copy()
+
+
+# The candidates of a case use separate copies of the same operands. Drawing an operand
+# of size 8192 x 8192 takes seconds, so it is cached.
+@functools.lru_cache(maxsize=8)
+def _drawn(seed, shape, dtype, scale):
+    draws = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return (draws * np.float32(scale)).astype(dtype)
+
+
+class BackgroundLoad:
+    """Measures which share of the machine's CPU time other processes use.
+
+    On a busy machine, a peer with many threads gets more CPU time than jax_ub's engine,
+    which has one thread per core. Interleaving does not correct for this. Without
+    psutil, the share is 0.
+
+    Args:
+        own_seconds: returns the CPU seconds of the benchmark so far.
+    """
+
+    def __init__(self, own_seconds: Callable[[], float] = time.process_time):
+        self._own_seconds = own_seconds
+        try:
+            self._psutil = load_extra("psutil", "bench")
+            self._psutil.cpu_percent()  # starts the first interval
+        except UnsupportedOverlapError:
+            self._psutil = None
+        self._start, self._own = time.perf_counter(), own_seconds()
+        self._share = 0.0
+
+    def share(self) -> float:
+        """Returns the share of all cores that others used since the last call.
+
+        Calls that are less than 0.1 s apart share one interval.
+        """
+        now, own = time.perf_counter(), self._own_seconds()
+        elapsed = now - self._start
+        if self._psutil is not None and elapsed >= _MIN_INTERVAL_S:
+            busy = self._psutil.cpu_percent() / 100
+            others = busy - (own - self._own) / (elapsed * (os.cpu_count() or 1))
+            self._share = min(1.0, max(0.0, others))
+            self._start, self._own = now, own
+        return self._share
+
+
+def environment() -> dict[str, Any]:
+    """Returns a run's environment as JSON types: versions, machine, engine.
+
+    Raises:
+        UnsupportedOverlapError: if psutil is not installed.
+    """
+    psutil = load_extra("psutil", "bench")
+    cpu = cpu_engine.load()
+    now = datetime.datetime.now(datetime.UTC)
+    return {
+        "date": now.isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in _PACKAGES},
+        },
+        "machine": {
+            "processor": _processor(),
+            "cores": len(psutil.Process().cpu_affinity()),
+            "memory_bytes": psutil.virtual_memory().total,
+            "load_average": psutil.getloadavg()[0],
+            "system": platform.platform(),
+            "devices": len(jax.devices()),
+            "device_kind": jax.devices()[0].device_kind,
+        },
+        "engine": {"isa": cpu.isa(), "threads": cpu.num_threads()},
+    }
+
+
+def _commit():
+    """Returns the git commit of this source; "-dirty" says that files differ."""
+    here = str(pathlib.Path(__file__).parent)
+    command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.check_output(
+            command, text=True, stderr=subprocess.DEVNULL
+        ).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor():
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    rows = (line.partition(":") for line in text.splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in rows}
+    names = {"model name": "", "cpu family": "cpu family ", "model": "model "}
+    return ", ".join(names[name] + fields[name] for name in names if name in fields)

@@ -1,0 +1,341 @@
+"""`bench --processes 2,4`: one rank in each process, against XLA with gloo.
+
+In the same rounds, process 0 also runs the op on as many of its own devices, the plain
+GEMM and the peak, using all cores while the other processes wait. The overhead of
+several processes is therefore a ratio of times measured shortly after each other.
+"""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import pickle
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+
+import jax_ub as ub
+from jax_ub._src import lowering_log
+from jax_ub._src.errors import UbError
+from jax_ub._src.runtime import cpu_engine
+from jax_ub._src.tools.bench import cases, latency, machine, report, timing
+from jax_ub._src.tools.bench.cases import Case, Setup, Shape, check_agreement
+from jax_ub._src.tools.bench.linear import FORWARD_OPS, Program, plain
+from jax_ub._src.tools.bench.machine import AXIS, ProcessRanks, Ranks, Spec
+from jax_ub._src.tools.bench.peers import FastestDots, dot_variants
+from jax_ub._src.tools.bench.report import Result, evaluate
+from jax_ub._src.tools.bench.timing import Candidate, Rounds, summarize
+from jax_ub._src.tools.launch.parts import exit_on_failure, run_parts
+
+OPS = (*FORWARD_OPS, "latency", "barrier")
+# Barriers move no data; this is the smallest buffer of a communicator.
+_PAGE_BYTES = 4096
+_BARRIERS, _BATCHES = 500, 15
+# Rounds of the search for the fastest variant. With two rounds, gloo at 64 rows in bf16
+# selected the naive program, which takes 1.5 times as long as the fastest variant.
+_TRIALS = 8
+
+
+class JobError(UbError, RuntimeError):
+    """Raised when a process of a multi-process benchmark fails.
+
+    Also raised if none of the chosen ops can run in several processes.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class JobOptions:
+    """What the processes of a job measure, which they get as JSON.
+
+    `path` is the file that process 0 writes the results to.
+    """
+
+    ops: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+    rounds: int
+    patience: int
+    method: str
+    path: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class JobReport:
+    """What process 0 of a job found."""
+
+    environment: dict[str, Any]
+    results: list[Result]
+    fallbacks: list[str]
+
+
+def run_job(num_processes: int, options: JobOptions) -> JobReport:
+    """Runs a benchmark job and returns what its first process found.
+
+    Raises:
+        JobError: if a process failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "report")
+        told = dataclasses.replace(options, path=str(path))
+        # Each process has as many devices as there are ranks, because process 0 also
+        # runs every op on its own devices alone.
+        status = run_parts(
+            ["bench", "--part", json.dumps(dataclasses.asdict(told))],
+            num_processes=num_processes,
+            devices_per_process=num_processes,
+            folder=folder,
+            prints_aside=True,
+        )
+        if status:
+            raise JobError(
+                f"bench: {num_processes} processes failed with exit status {status}; "
+                "what they wrote says why."
+            )
+        return pickle.loads(path.read_bytes())
+
+
+def run_part(text: str) -> int:
+    """Runs the benchmark in one process of a job, with options as JSON.
+
+    The launcher starts each process with `bench --part TEXT`.
+    """
+    with exit_on_failure():
+        _run_part(JobOptions(**json.loads(text)))
+    return 0
+
+
+def _run_part(options: JobOptions) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize()
+    shapes = [Shape(*sizes) for sizes in options.shapes]
+    job = Job()
+    capacity = (
+        max(shape.M for shape in shapes),
+        max(max(shape.K, shape.N) for shape in shapes),
+    )
+    ub.initialize_ub(capacity, job.num_processes, mesh=job.ranks.mesh, axis_name=AXIS)
+    environment = machine.environment()
+    results = []
+    for result in _measure(JobBench(job, options), options, shapes):
+        results.append(result)
+        if job.is_first:
+            print(report.PROCESSES.row(result), flush=True)
+    if job.is_first:
+        fallbacks = [f"{f.label}: {f.reason}" for f in lowering_log.fallbacks()]
+        found = JobReport(environment, results, fallbacks)
+        pathlib.Path(options.path).write_bytes(pickle.dumps(found))
+    job.synchronize()
+    ub.destroy_ub()
+
+
+def _measure(bench, options, shapes):
+    for op in options.ops:
+        if op == "barrier":
+            yield bench.barrier()
+        elif op == "latency":
+            yield bench.latency()
+        else:
+            for dtype in options.dtypes:
+                for shape in shapes:
+                    yield bench.forward(op, dtype, shape)
+
+
+class Job:
+    """The processes of a benchmark, which synchronize and combine their measurements.
+
+    Every process creates one and calls the same methods in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.num_processes = jax.process_count()
+        self.is_first = jax.process_index() == 0
+        self.ranks = ProcessRanks(self.num_processes)
+        self._psum = self.ranks.program(
+            lambda x: lax.psum(x, AXIS), (Spec(AXIS),), Spec()
+        )
+        ones = np.ones(self.num_processes, np.float32)
+        self._ones = self.ranks.place(ones, Spec(AXIS))
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Blocks until every process of the job has called it, as a barrier."""
+        jax.block_until_ready(self._psum(self._ones))
+
+    def gather(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
+        """All-gathers f64 values. The result has shape [num_processes, len(values)]."""
+        words = np.asarray(values, np.float64).view(np.uint32)
+        every = np.asarray(multihost_utils.process_allgather(words))
+        rows = every.reshape(self.num_processes, -1).astype(np.uint32)
+        return np.ascontiguousarray(rows).view(np.float64)
+
+    def largest(self, value: float) -> float:
+        return float(self.gather([value]).max())
+
+    def cpu_seconds(self) -> float:
+        """Returns the CPU seconds that all processes have used so far, summed."""
+        return float(self.gather([time.process_time()]).sum())
+
+    def broadcast(self, index: int) -> int:
+        """Returns the `index` of process 0 in every process."""
+        chosen = np.asarray([index], np.int32)
+        return int(multihost_utils.broadcast_one_to_all(chosen)[0])
+
+    def interleave(
+        self,
+        candidates: Sequence[Candidate],
+        rounds: int,
+        patience: int = 1,
+        alone: Collection[str] = (),
+    ) -> Rounds:
+        """Times candidates in rounds, where the slowest process counts.
+
+        All processes keep the same rounds. Process 0 alone runs the candidates named in
+        `alone`.
+        """
+        found = timing.interleave(
+            [_Synchronized(c, self, c.name in alone) for c in candidates],
+            rounds,
+            patience,
+            load=machine.BackgroundLoad(self.cpu_seconds),
+            agree=self.largest,
+        )
+        times = np.array(list(found.seconds.values()))
+        slowest = self.gather(times.ravel()).max(axis=0).reshape(times.shape)
+        seconds = dict(zip(found.seconds, slowest.tolist(), strict=True))
+        return Rounds(seconds, found.elsewhere)
+
+    @contextlib.contextmanager
+    def communicator(self) -> Iterator[Any]:
+        """Opens a communicator of all processes for the time of the block.
+
+        It is separate, so that no other call affects the timing.
+        """
+        cpu = cpu_engine.load()
+        endpoint = cpu.endpoint()
+        text = f"{endpoint.address} {endpoint.token}".encode().ljust(256)
+        every = np.asarray(
+            multihost_utils.process_allgather(np.frombuffer(text, np.uint8))
+        )
+        rows = every.astype(np.uint8).reshape(self.num_processes, -1)
+        known = [row.tobytes().decode().split() for row in rows]
+        processes = list(range(self.num_processes))
+        communicator = cpu.connect(
+            endpoint,
+            name="bench_barrier",
+            devices=[-2 - process for process in processes],
+            processes=processes,
+            process=jax.process_index(),
+            addresses={p: address for p, (address, _) in enumerate(known)},
+            tokens={p: int(token) for p, (_, token) in enumerate(known)},
+            half_bytes=_PAGE_BYTES,
+            timeout_s=60.0,
+        )
+        try:
+            yield communicator
+        finally:
+            self.synchronize()  # no process may close while another is in a barrier
+            communicator.close()
+
+
+class _Synchronized:
+    """A candidate whose timed calls start in all processes at the same time.
+
+    If `is_alone`, process 0 runs it with all cores while the other processes wait.
+    """
+
+    def __init__(self, candidate: Candidate, job: Job, is_alone: bool):
+        self.name, self.lost = candidate.name, 0.0
+        self._candidate, self._job, self._is_alone = candidate, job, is_alone
+
+    def seconds(self) -> float:
+        self._job.synchronize()
+        if not self._is_alone:
+            return self._candidate.seconds()
+        if not self._job.is_first:
+            return 0.0
+        with timing.restored_threads() as cpu:
+            cpu.set_num_threads(cpu.default_num_threads())
+            seconds = self._candidate.seconds()
+        self.lost = self._candidate.lost
+        return seconds
+
+
+class JobBench:
+    """Builds, checks and times the benchmark cases of a multi-process job.
+
+    Every process of the job creates one and calls its methods in the same order.
+    """
+
+    def __init__(self, job: Job, options: JobOptions):
+        self._job, self._options = job, options
+        self._dots = FastestDots()
+
+    def forward(self, name: str, dtype: str, column: Shape) -> Result:
+        """Times the op `name`, one rank per process, against XLA with gloo.
+
+        The sizes are those of an MLP whose column linear layer has the shape `column`.
+        """
+        op, job, method = FORWARD_OPS[name], self._job, self._options.method
+        shape, local = op.shape(column), Ranks(job.num_processes)
+
+        def candidate(name: str, run: Program, ranks: Ranks, variant: str = ""):
+            operands = ranks.draw(dtype, op.sizes(shape), op.in_specs)
+            program = ranks.program(run, op.in_specs, op.out_specs)
+            return Candidate(name, program, operands, variant)
+
+        left, right = op.dot_sizes(shape, job.num_processes)["nn"]
+        dots = dot_variants("nn", dtype)
+        index = 0  # process 0 measures XLA's fastest dot on its own devices
+        if job.is_first:
+            index = dots.index(self._dots("nn", dtype, left, right, local))
+        variants = op.best({"nn": dots[job.broadcast(index)]}, dtype).items()
+        best = timing.fastest(
+            [candidate(cases.BEST, run, job.ranks, text) for text, run in variants],
+            job.interleave,
+            _TRIALS,
+        )
+        own = op.own(method)
+        case = self._setup(dtype).case(
+            name,
+            shape,
+            [
+                candidate(cases.OWN, own, job.ranks),
+                best,
+                candidate(cases.NAIVE, op.naive, job.ranks),
+                candidate(cases.IN_PROCESS, own, local),
+                plain(op, method, dtype, shape),
+            ],
+        )
+        check_agreement(case)
+        return self._timed(case)
+
+    def latency(self) -> Result:
+        """Times an all-reduce of 256 elements per rank, from chains of 101 and 1."""
+        return self._timed(latency.all_reduce_latency(self._setup("float32")))
+
+    def barrier(self) -> Result:
+        """Times the barrier between processes of jax_ub's CPU engine."""
+        case = self._setup("").case("barrier", Shape(1, 1, 1), [], num_gemms=0)
+        with self._job.communicator() as communicator:
+            communicator.barrier_seconds(_BARRIERS)
+            times = [communicator.barrier_seconds(_BARRIERS) for _ in range(_BATCHES)]
+        slowest = self._job.gather(times).max(axis=0)
+        case = dataclasses.replace(case, num_processes=self._job.num_processes)
+        return Result(case, {cases.OWN: summarize([1e6 * s for s in slowest.tolist()])})
+
+    def _setup(self, dtype: str) -> Setup:
+        return Setup(self._job.ranks, dtype, self._options.method, self._dots)
+
+    def _timed(self, case: Case) -> Result:
+        case = dataclasses.replace(case, num_processes=self._job.num_processes)
+        rounds, patience = self._options.rounds, self._options.patience
+        self._job.interleave(case.candidates, 1, alone=cases.LIMITS)
+        timed = self._job.interleave(case.candidates, rounds, patience, cases.LIMITS)
+        return evaluate(case, timed)

@@ -1,0 +1,116 @@
+import dataclasses
+import pickle
+
+import pytest
+
+from jax_ub._src.tools.bench import cases, report
+from jax_ub._src.tools.bench.cases import Case, Memory, Shape
+from jax_ub._src.tools.bench.report import evaluate
+from jax_ub._src.tools.bench.timing import Candidate, Rounds, Summary
+
+
+def example(more=None):
+    shape = Shape(512, 1024, 2816)
+    memory = Memory(0, 2 << 20, "the gathered x [M, K]", 1 << 20, 512)
+    case = Case(
+        "all_gather_matmul", "", "bfloat16", 8, shape, shape.flops, [], memory=memory
+    )
+    seconds = {
+        cases.OWN: [10e-3] * 3,
+        cases.BEST: [14e-3] * 3,
+        cases.NAIVE: [30e-3] * 3,
+        cases.PLAIN: [9e-3] * 3,
+        cases.LAUNCH: [1e-4] * 3,
+        cases.LAUNCH_ONE: [1e-4] * 3,
+        **(more or {}),
+    }
+    return evaluate(case, Rounds(seconds, 0.0))
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_line_shows_time_speedups_and_shares():
+    head = cells(report.RESULTS.head().splitlines()[0])
+    line = dict(zip(head, cells(report.RESULTS.row(example())), strict=True))
+    assert line["op"] == "all_gather_matmul"
+    assert line["M x K x N"] == "512x1024x2816"
+    assert line["time"] == "10 ms"
+    assert line["GF/s"] == "295"
+    assert line["xla_best"] == "1.40 ±0%"
+    assert line["xla_ring"] == ""
+    assert line["plain_gemm"] == "0.90"
+
+
+def test_a_line_of_a_thread_count_shows_its_time_over_that_of_the_first():
+    head = cells(report.THREADS.head().splitlines()[0])
+    ratio = Summary(1.07, 0.04, 1.1)
+    result = dataclasses.replace(example(), threads=64, over_first=ratio)
+    line = dict(zip(head, cells(report.THREADS.row(result)), strict=True))
+    assert line["threads"] == "64"
+    assert line["time"] == "10 ms"
+    assert line["over first"] == "1.07 ±2%"
+    assert line["xla_best"] == "1.40 ±0%"
+    assert line["plain_gemm"] == "0.90"
+
+
+def test_cases_that_stayed_disturbed_are_named():
+    calm = example()
+    busy = dataclasses.replace(calm, elsewhere=0.25)
+    name = "all_gather_matmul 512x1024x2816 bfloat16 P=8"
+    lines = report.sections([calm, busy], []).splitlines()
+    assert lines[-1] == f"{name}: 25% of the machine"
+
+
+def test_the_table_is_markdown():
+    head, rule = report.RESULTS.head().splitlines()
+    assert (
+        head.count("|") == rule.count("|") == report.RESULTS.row(example()).count("|")
+    )
+    assert set(rule) == {"|", "-"}
+
+
+def test_memory_is_shown_where_it_is_compared():
+    line = report.sections([example()], []).splitlines()[-1]
+    assert cells(line)[4:] == [
+        "0 B",
+        "2.0 MiB",
+        "512 B",
+        "the gathered x [M, K]: 1.0 MiB",
+    ]
+    assert report.sections([], []) == ""
+
+
+def test_the_time_of_a_call_is_the_difference_over_the_calls():
+    seconds = {
+        cases.OWN: [1.0e-3, 1.1e-3],
+        f"{cases.OWN}_once": [0.5e-3, 0.6e-3],
+        cases.BEST: [3.5e-3, 3.5e-3],
+        f"{cases.BEST}_once": [0.5e-3, 0.5e-3],
+    }
+    case = Case("latency", "", "float32", 2, Shape(8, 8, 8), 0, [], calls=100)
+    found = evaluate(case, Rounds(seconds, 0.0))
+    assert found.own.median == pytest.approx(5.0)
+    assert found.speedups[cases.BEST].median == pytest.approx(6.0)
+
+
+def test_the_plain_gemm_is_compared_with_and_without_launches():
+    seconds = {
+        cases.OWN: [1.5, 3.0, 1.5],
+        cases.PLAIN: [1.1, 2.2, 1.1],
+        cases.LAUNCH: [0.3, 0.6, 0.3],
+        cases.LAUNCH_ONE: [0.1, 0.2, 0.1],
+    }
+    shares = example(seconds).shares
+    assert shares[cases.PLAIN].median == pytest.approx(1.1 / 1.5)
+    assert shares[cases.PLAIN_APART].median == pytest.approx(1.0 / 1.2)
+
+
+def test_results_keep_no_programs():
+    case = dataclasses.replace(
+        example().case, candidates=[Candidate(cases.BEST, print, [1], "f32 result")]
+    )
+    found = evaluate(case, Rounds({cases.OWN: [1.0], cases.BEST: [2.0]}, 0.0))
+    assert found.as_json()["written"] == {cases.BEST: "f32 result"}
+    assert pickle.loads(pickle.dumps(found)).as_json() == found.as_json()
