@@ -5,8 +5,6 @@ import json
 import pytest
 
 from jax_ub import __main__
-from jax_ub._src.tools.simulate import hardware, models
-from jax_ub._src.tools.simulate.variants import rows
 
 
 def test_it_prints_a_line_for_every_layer_and_writes_the_figures(tmp_path, capsys):
@@ -23,39 +21,6 @@ def test_it_prints_a_line_for_every_layer_and_writes_the_figures(tmp_path, capsy
     assert (row["layer"], row["knobs"], round(row["plan_us"])) == ("qkv", "a1s2", 391)
 
 
-def test_variants_stand_beside_the_plain_schedules(tmp_path, capsys):
-    found = tmp_path / "found.json"
-    arguments = ["--tp", "8", "--hardware", "h100", "--json", str(found)]
-    assert __main__.main(["simulate", *arguments]) == 0
-    rows = json.loads(found.read_text())["variants"]
-    assert [(row["layer"], row["variant"]) for row in rows] == [
-        ("qkv", "aggregate"),
-        ("proj", "overlap_first_gemm"),
-        *[("proj", "one_shot")] * 5,
-        ("fc1", "aggregate"),
-        ("fc2", "overlap_first_gemm"),
-        *[("fc2", "one_shot")] * 5,
-    ]
-    shown = capsys.readouterr().out.partition("variants, as the engine")[2]
-    lines = [line for line in shown.splitlines() if line.startswith("| ")]
-    assert [line.split()[1] for line in lines[1:]] == [row["layer"] for row in rows]
-    once = [row for row in rows if row["layer"] == "proj"][1:]
-    assert [row["M"] for row in once] == [8, 32, 128, 512, 2048]
-    # One exchange pays for few tokens, and "auto" takes it for fewer than that.
-    assert [row["is_auto"] for row in once] == [True] + 4 * [False]
-    assert [row["speedup"] > 1 for row in once] == [True, True] + 3 * [False]
-
-
-def test_variants_are_shown_where_they_do_anything():
-    def shown(num_ranks):
-        model, machine = models.find("llama3-70b"), hardware.find("h100")
-        return {row.variant.value for row in rows(model, 8192, num_ranks, machine)}
-
-    assert shown(1) == set()
-    assert shown(2) == {"overlap_first_gemm", "one_shot"}
-    assert shown(4) == shown(2) | {"aggregate"}
-
-
 def test_a_host_takes_its_own_figures(capsys):
     arguments = ["--hardware", "cpu", "--tp", "4", "--gflops", "500", "--copy-gbs", "8"]
     assert __main__.main(["simulate", *arguments]) == 0
@@ -64,7 +29,7 @@ def test_a_host_takes_its_own_figures(capsys):
     assert "0.008 TB/s of memory" in text
 
 
-@pytest.mark.parametrize("arguments", [[], ["--hardware", "cpu", "--layer", "fc2"]])
+@pytest.mark.parametrize("arguments", [[], ["--hardware", "cpu", "--tp", "2"]])
 def test_a_picture_is_drawn(arguments, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "found.png"
@@ -76,9 +41,6 @@ def test_a_picture_is_drawn(arguments, tmp_path):
     ("arguments", "text"),
     [
         (["--model", "llama-70b"], "model 'llama-70b' is not known. Did you mean"),
-        (["--layer", "fc3", "--png", "x.png"], "llama3-70b has no layer 'fc3'"),
-        (["--layer", "fc3"], "llama3-70b has no layer 'fc3'"),
-        (["--layer", "fc2"], "--layer fc2 is what a picture shows. Add --png."),
         (["--hardware", "cpu", "--gflops", "0"], "--gflops 0 is no rate"),
         (["--hardware", "cpu", "--gflops", "nan"], "--gflops nan is no rate"),
         (["--hardware", "cpu", "--copy-gbs", "inf"], "--copy-gbs inf is no rate"),

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from jax_ub._src.methods import Variant
-from jax_ub._src.tools.simulate import hardware, plan, replay, schedules
-from jax_ub._src.tools.simulate.replay import PlanOptions
-from jax_ub._src.tools.simulate.workload import Workload
+from jax_ub._src.tools.simulate import hardware, replay
+from jax_ub._src.tools.simulate.cost import Workload
+from jax_ub._src.tools.simulate.estimate import timeline
+from jax_ub._src.tools.simulate.replay import PlanOptions, end_s
 
 # One processor that takes every chunk as one kernel: nothing is quantised.
 SMOOTH = dataclasses.replace(
@@ -17,23 +18,27 @@ SMOOTH = dataclasses.replace(
     launch_s=0.0,
     handshake_s=3e-6,
 )
-METHODS = ("direct", "ring_exchange", "pipeline", "external")
+METHODS = ("ring_exchange", "pipeline", "external")
 PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
-def times(workload, machine, method="ring_exchange", knobs=None, **which):
-    return plan.timeline(workload, machine, method, knobs or PlanOptions(), **which)
+def spans_of(work, machine, method="ring_exchange", options=None, **which):
+    return timeline(work, machine, method, options or PlanOptions(), **which)
+
+
+def seconds(*arguments, **which):
+    return end_s(spans_of(*arguments, **which))
 
 
 def chunk_times(workload, machine):
-    rows = workload.piece_rows(1)
+    rows = workload.split_rows(1)
     gemm_s = workload.gemm_of(rows).flops / machine.flops_per_s
     wire_s = workload.wire_bytes("operand", rows) / machine.copy_bytes_per_s
     return gemm_s, wire_s
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16])
-@pytest.mark.parametrize("rate", [1e11, 1e12, 1e13, 1e14])
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("rate", [1e11, 1e13, 1e14])
 def test_a_ring_of_all_gather_matmul_is_the_formula(num_ranks, rate):
     machine = dataclasses.replace(SMOOTH, flops_per_s=rate)
     # Sizes of whole tiles.
@@ -45,7 +50,7 @@ def test_a_ring_of_all_gather_matmul_is_the_formula(num_ranks, rate):
     first = 2 * shard / machine.memory_bytes_per_s + machine.handshake_s
     # Where a chunk's wire time is within that of its GEMM, at most the first put shows.
     others = num_ranks - 1
-    assert times(work, machine).seconds == pytest.approx(
+    assert seconds(work, machine) == pytest.approx(
         max(
             num_ranks * gemm_s,
             first + wire_s + others * gemm_s,
@@ -54,8 +59,8 @@ def test_a_ring_of_all_gather_matmul_is_the_formula(num_ranks, rate):
     )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16])
-@pytest.mark.parametrize("rate", [1e11, 1e12, 1e13, 1e14])
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("rate", [1e11, 1e13, 1e14])
 def test_a_ring_of_matmul_reduce_scatter_is_the_formula(num_ranks, rate):
     machine = dataclasses.replace(SMOOTH, flops_per_s=rate)
     work = Workload(
@@ -66,13 +71,13 @@ def test_a_ring_of_matmul_reduce_scatter_is_the_formula(num_ranks, rate):
     # The own chunk comes last: each part is put when it is done.
     others = num_ranks - 1
     arrived = max(others * gemm_s + wire_s, gemm_s + others * wire_s)
-    assert times(work, machine).seconds == pytest.approx(
+    assert seconds(work, machine) == pytest.approx(
         max(num_ranks * gemm_s, arrived + machine.handshake_s) + sum_s
     )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16])
-@pytest.mark.parametrize("rate", [1e11, 1e12, 1e13, 1e14])
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("rate", [1e11, 1e13, 1e14])
 def test_an_all_reduce_in_one_exchange_is_the_formula(num_ranks, rate):
     machine = dataclasses.replace(SMOOTH, flops_per_s=rate)
     work = Workload(
@@ -81,21 +86,22 @@ def test_an_all_reduce_in_one_exchange_is_the_formula(num_ranks, rate):
     gemm_s = work.gemm.flops / machine.flops_per_s
     wire_s = work.wire_bytes("partial", work.M) / machine.copy_bytes_per_s
     sum_s = work.reduce_bytes(work.M) / machine.memory_bytes_per_s
-    found = times(work, machine, variant=Variant.ONE_SHOT)
+    spans = spans_of(work, machine, variant=Variant.ONE_SHOT)
     # Everything goes to each peer, and is added up there.
-    assert found.seconds == pytest.approx(
+    assert end_s(spans) == pytest.approx(
         gemm_s + (num_ranks - 1) * wire_s + machine.handshake_s + sum_s
     )
-    sent = [span for span in found.spans if span.kind == "put"]
+    sent = [span for span in spans if span.kind == "put"]
     assert len(sent) * wire_s == pytest.approx(
         work.one_shot_bytes / machine.copy_bytes_per_s
     )
 
 
-@pytest.mark.parametrize("name", hardware.HARDWARE)
+@pytest.mark.parametrize("name", ["cpu", "h200"])
 @pytest.mark.parametrize(
     ("op", "method", "variant"),
     [
+        *((op, method, Variant.PLAIN) for op in PATTERNS for method in METHODS),
         ("all_gather_matmul", "ring_exchange", Variant.AGGREGATE),
         ("matmul_reduce_scatter", "pipeline", Variant.OVERLAP_FIRST_GEMM),
         ("matmul_all_reduce", "pipeline", Variant.OVERLAP_FIRST_GEMM),
@@ -103,65 +109,39 @@ def test_an_all_reduce_in_one_exchange_is_the_formula(num_ranks, rate):
         ("all_reduce", "ring_exchange", Variant.ONE_SHOT),
     ],
 )
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_one_rank_stands_for_all_in_every_variant(name, op, method, variant, num_ranks):
+def test_one_rank_represents_all_ranks(name, op, method, variant):
     machine = hardware.find(name)
-    work = Workload(op, 768 * num_ranks, 512 * num_ranks, 256 * num_ranks, num_ranks)
-    knobs = PlanOptions(num_splits=3 if method == "pipeline" else 1, streams=2)
-    alone = times(work, machine, method, knobs, variant=variant)
-    together = times(work, machine, method, knobs, variant=variant, every_rank=True)
-    assert alone.seconds == pytest.approx(together.seconds)
+    for num_ranks in (2, 3, 8):
+        if variant is Variant.AGGREGATE and num_ranks == 3:
+            continue  # pairs need an even number of ranks
+        sizes = (768 * num_ranks, 512 * num_ranks, 256 * num_ranks)
+        work = Workload(op, *sizes, num_ranks)
+        options = PlanOptions(num_splits=3 if method == "pipeline" else 1, streams=2)
+        given = (work, machine, method, options)
+        together = spans_of(*given, variant=variant, every_rank=True)
+        assert seconds(*given, variant=variant) == pytest.approx(end_s(together))
+        assert {span.rank for span in together} == set(range(num_ranks))
 
 
 def test_pairs_of_chunks_are_one_kernel():
     work = Workload("all_gather_matmul", 4096, 4096, 4096, 8)
-    spans = times(work, hardware.find("h200"), variant=Variant.AGGREGATE).spans
+    spans = spans_of(work, hardware.find("h200"), variant=Variant.AGGREGATE)
     gemms = [span.chunks for span in spans if span.kind == "multiply"]
     assert gemms == [(0,), (1,), (6, 7), (4, 5), (2, 3)]
-
-
-def test_a_later_put_matters_where_a_rank_does_one_thing_at_a_time():
-    work = Workload("matmul_reduce_scatter", 4096, 4096, 4096, 4)
-    for name in ("cpu", "h200"):
-        machine = hardware.find(name)
-        plain, late = (
-            times(work, machine, "pipeline", variant=variant).spans
-            for variant in (Variant.PLAIN, Variant.OVERLAP_FIRST_GEMM)
-        )
-        puts = [
-            min(span.start_s for span in spans if span.kind == "put")
-            for spans in (plain, late)
-        ]
-        assert (puts[0] == puts[1]) == (name == "h200")
-
-
-@pytest.mark.parametrize("name", hardware.HARDWARE)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("op", PATTERNS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_one_rank_stands_for_all_of_them(name, method, op, num_ranks):
-    machine = hardware.find(name)
-    work = Workload(op, 768 * num_ranks, 512 * num_ranks, 256 * num_ranks, num_ranks)
-    knobs = PlanOptions(num_splits=3 if method == "pipeline" else 1, streams=2)
-    alone = times(work, machine, method, knobs)
-    together = times(work, machine, method, knobs, every_rank=True)
-    assert alone.seconds == pytest.approx(together.seconds)
-    assert {span.rank for span in together.spans} == set(range(num_ranks))
 
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
 def test_a_collective_has_no_product(op):
     work = Workload(op, 1024, 512, 512, 4)
-    kinds = {s.kind for s in times(work, hardware.find("h100"), "bulk").spans}
+    kinds = {s.kind for s in spans_of(work, hardware.find("h100"), "bulk")}
     assert "put" in kinds
     assert "multiply" not in kinds
 
 
 def test_lanes_do_one_thing_at_a_time_and_streams_several():
     work = Workload("matmul_reduce_scatter", 4096, 4096, 4096, 4)
-    spans = times(
-        work, hardware.find("h200"), "pipeline", PlanOptions(2, streams=2)
-    ).spans
+    options = PlanOptions(2, streams=2)
+    spans = spans_of(work, hardware.find("h200"), "pipeline", options)
     for lane in ("wire", "sum"):
         mine = sorted((s.start_s, s.end_s) for s in spans if s.lane == lane)
         assert all(a[1] <= b[0] for a, b in zip(mine, mine[1:], strict=False))
@@ -171,7 +151,7 @@ def test_lanes_do_one_thing_at_a_time_and_streams_several():
 
 def test_a_rank_of_a_host_does_one_thing_at_a_time_and_waits():
     work = Workload("all_gather_matmul", 4096, 512, 512, 4)
-    spans = times(work, hardware.find("cpu"), every_rank=True).spans
+    spans = spans_of(work, hardware.find("cpu"), every_rank=True)
     for rank in range(4):
         mine = [s for s in spans if s.rank == rank]
         assert all(a.end_s <= b.start_s for a, b in zip(mine, mine[1:], strict=False))
@@ -180,7 +160,8 @@ def test_a_rank_of_a_host_does_one_thing_at_a_time_and_waits():
 
 def test_chunks_in_one_kernel_are_sent_when_it_is_done():
     work = Workload("matmul_reduce_scatter", 4096, 4096, 4096, 4)
-    spans = times(work, hardware.find("h200"), knobs=PlanOptions(aggregate=3)).spans
+    options = PlanOptions(aggregate=3)
+    spans = spans_of(work, hardware.find("h200"), options=options)
     gemms = [span for span in spans if span.kind == "multiply"]
     assert [gemm.chunks for gemm in gemms] == [(1, 2, 3), (0,)]
     first_put = min(span.start_s for span in spans if span.kind == "put")
@@ -188,8 +169,8 @@ def test_chunks_in_one_kernel_are_sent_when_it_is_done():
 
 
 def test_a_sum_is_sent_when_it_is_made():
-    steps = schedules.steps_of("matmul_all_reduce", "pipeline", 1, 3, 2)
-    moved = schedules.sums_at_once(steps)
+    steps = replay.steps_of("matmul_all_reduce", "pipeline", 1, 3, 2)
+    moved = replay.sums_at_once(steps)
     assert sorted(map(repr, moved)) == sorted(map(repr, steps))
     for at, step in enumerate(moved):
         if step.kind == "reduce":
@@ -200,7 +181,7 @@ def test_a_sum_is_sent_when_it_is_made():
 
 
 def test_ranks_that_wait_for_each_other_are_an_error():
-    steps = schedules.steps_of("all_gather", "bulk", 0, 2, 1)
+    steps = replay.steps_of("all_gather", "bulk", 0, 2, 1)
     waits = [step for step in steps if step.kind == "wait"]
     work = Workload("all_gather", 8, 8, 8, 2)
     with pytest.raises(ArithmeticError, match="wait for ever"):

@@ -1,108 +1,140 @@
 """Predicts how much overlap would help a model: `python -m jax_ub simulate`."""
 
 import argparse
+import dataclasses
 import math
 import sys
+from typing import Any
 
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.files import write_json
-from jax_ub._src.tools import options
-from jax_ub._src.tools.options import output_path, picture_path
+from jax_ub._src.methods import Method
+from jax_ub._src.tables import format_table
+from jax_ub._src.tools.options import load_pyplot, output_path, picture_path
 from jax_ub._src.tools.simulate import hardware as machines
-from jax_ub._src.tools.simulate import models, plot, tables, variants
+from jax_ub._src.tools.simulate import models, picture
+from jax_ub._src.tools.simulate.cost import Bounds, Workload, bounds
+from jax_ub._src.tools.simulate.estimate import Prediction, estimate_workload
 from jax_ub._src.tools.simulate.hardware import Hardware
+from jax_ub._src.tools.simulate.models import Layer, Model
 
-_COLUMNS = (
-    ("layer", 5),
-    ("op", 2),
-    ("M", 6),
-    ("K", 6),
-    ("N", 6),
-    ("gemm us", 8),
-    ("wire us", 8),
-    ("serial us", 9),
-    ("ideal us", 8),
-    ("plan us", 8),
-    ("knobs", 7),
-    ("speed-up", 8),
-    ("limit", 5),
-    ("hidden", 6),
-)
-_VARIANT_COLUMNS = (
-    ("layer", 5),
-    ("op", 2),
-    ("M", 6),
-    ("method", 13),
-    ("variant", 18),
-    ("plain us", 8),
-    ("so us", 8),
-    ("speed-up", 8),
-    ('"auto"', 6),
-)
+
+@dataclasses.dataclass(frozen=True)
+class LayerRow:
+    """The predicted forward pass of a linear layer on several ranks, in bf16."""
+
+    layer: Layer
+    M: int
+    num_ranks: int
+    bounds: Bounds
+    plan: Prediction
+
+    @property
+    def speedup(self) -> float:
+        """The speed-up over a library's GEMM and then a vendor's collective."""
+        return self.bounds.serial_s / self.plan.seconds
+
+    @property
+    def limit(self) -> float:
+        """The speed-up with perfect overlap, the largest possible one."""
+        return self.bounds.serial_s / self.bounds.ideal_s
+
+    @property
+    def hidden(self) -> float:
+        """The share of the collective's time that the plan saves by overlap."""
+        saved = self.bounds.serial_s - self.plan.seconds
+        return saved / self.bounds.collective_s if self.bounds.collective_s else 0.0
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "layer": self.layer.name,
+            "op": self.layer.op,
+            "M": self.M,
+            "K": self.layer.K,
+            "N": self.layer.N,
+            "num_ranks": self.num_ranks,
+            "gemm_us": 1e6 * self.bounds.gemm_s,
+            "wire_us": 1e6 * self.bounds.wire_s,
+            "serial_us": 1e6 * self.bounds.serial_s,
+            "ideal_us": 1e6 * self.bounds.ideal_s,
+            "plan_us": 1e6 * self.plan.seconds,
+            "method": self.plan.method,
+            "knobs": self.plan.knobs,
+            "speedup": self.speedup,
+            "limit": self.limit,
+            "hidden": self.hidden,
+        }
+
+
+def layer_rows(
+    model: Model, M: int, num_ranks: int, machine: Hardware
+) -> list[LayerRow]:
+    """Simulates the forward pass of all linear layers of a transformer layer."""
+    rows = []
+    for layer in model.layers:
+        # GPUs round partial sums before they send them; "direct" on a host sends none.
+        work = Workload(layer.op, M, layer.K, layer.N, num_ranks)
+        plan = estimate_workload(work, Method.AUTO, machine)
+        rows.append(LayerRow(layer, M, num_ranks, bounds(work, machine), plan))
+    return rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `simulate` to its argument parser."""
+    add = parser.add_argument
     known = ", ".join(machines.HARDWARE)
-    parser.add_argument("--tp", type=int, default=8, help="ranks (default: 8)")
-    parser.add_argument("--hardware", default="h100", help=f"{known} (default: h100)")
-    parser.add_argument(
+    add("--tp", type=int, default=8, help="number of ranks (default: 8)")
+    add("--hardware", default="h100", help=f"{known} (default: h100)")
+    add(
         "--model",
         default="llama3-70b",
         help=f"{', '.join(models.MODELS)} (default: llama3-70b)",
     )
-    parser.add_argument(
-        "--tokens", type=int, default=8192, help="M, over all ranks (default: 8192)"
+    add("--tokens", type=int, default=8192, help="M, over all ranks (default: 8192)")
+    add(
+        "--gflops",
+        type=float,
+        help="for --hardware cpu: bf16 GFLOP/s of all cores of this host",
     )
-    parser.add_argument(
-        "--layer",
-        help="whose schedule the PNG shows (default: the farthest from ideal)",
+    add(
+        "--copy-gbs",
+        type=float,
+        help="for --hardware cpu: GB/s of a copy on this host, reads and writes",
     )
-    parser.add_argument(
-        "--gflops", type=float, help="of this host, for --hardware cpu: all cores, bf16"
-    )
-    parser.add_argument(
-        "--copy-gbs", type=float, help="GB/s this host copies, read and written"
-    )
-    parser.add_argument("--json", type=output_path, help="write all figures there")
-    parser.add_argument("--png", type=picture_path, help="draw bars and a timeline")
+    add("--json", type=output_path, help="write all figures to this file")
+    add("--png", type=picture_path, help="draw the gain per layer for tp = 2, 4, 8")
     parser.set_defaults(run=command)
 
 
 def command(given: argparse.Namespace) -> int:
-    """Prints the predicted times of all linear layers of a model on one machine.
-
-    Each layer has a line with its times with and without overlap. A second table
-    compares the variants of the schedules.
-    """
+    """Prints the predicted times of all linear layers of a model on one machine."""
     machine = _machine(given)
     model = models.find(given.model)
     _check(given, model)
     if given.png is not None:
-        options.load_pyplot("simulate: --png")
-    rows = [
-        tables.layer_row(model, layer, given.tokens, given.tp, machine)
-        for layer in model.layers
-    ]
-    out = sys.stdout
-    out.write(f"{model.name}, forward of one transformer layer, bf16, P = {given.tp}\n")
-    out.write("\n".join(f"  {line}" for line in describe(machine)) + "\n\n")
-    out.write("\n".join(table(rows)) + "\n")
-    others = variants.rows(model, given.tokens, given.tp, machine)
-    if others:
-        out.write("\nvariants, as the engine runs them: a kernel for each product\n\n")
-        out.write("\n".join(variant_table(others)) + "\n")
+        load_pyplot("simulate: --png")
+    rows = layer_rows(model, given.tokens, given.tp, machine)
+    title = f"{model.name}, forward of one transformer layer, bf16, P = {given.tp}"
+    lines = [title, *(f"  {line}" for line in describe(machine)), "", *table(rows)]
+    sys.stdout.write("\n".join(lines) + "\n")
     if given.json is not None:
         document = {
             "schema": 1,
-            "hardware": machine.__dict__,
+            "hardware": dataclasses.asdict(machine),
             "rows": [row.as_json() for row in rows],
-            "variants": [row.as_json() for row in others],
         }
         write_json(given.json, document)
     if given.png is not None:
-        shown = _shown(given, model, rows)
-        plot.draw(rows, shown, machine, given.png)
+        title = f"{model.name} on {machine.name}, {given.tokens} tokens, forward, bf16"
+        sizes = [num for num in (2, 4, 8) if _divides(given, model, num)]
+        bars = {
+            f"tp = {num}": [
+                (row.layer.name, row.speedup, row.limit)
+                for row in layer_rows(model, given.tokens, num, machine)
+            ]
+            for num in sizes
+        }
+        picture.draw(bars, title, given.png)
     return 0
 
 
@@ -121,76 +153,47 @@ def describe(machine: Hardware) -> list[str]:
         f"us, collective {collective} us; {machine.reserved_processors} "
         "multiprocessors are kept free",
         "serial: the library's GEMM, then the collective; ideal: the longer of the two "
-        "alone; plan: the engine's schedule, replayed",
-        "knobs: b row blocks, a chunks in a kernel, s streams",
+        "alone; plan: jax_ub",
+        "knobs: b row blocks, a chunks per kernel, s streams",
     ]
 
 
-def table(rows: list[tables.LayerRow]) -> list[str]:
+_COLUMNS = (
+    *("layer", "op", "M", "K", "N", "gemm us", "wire us", "serial us", "ideal us"),
+    *("plan us", "method", "knobs", "speed-up", "limit", "hidden"),
+)
+
+
+def table(rows: list[LayerRow]) -> list[str]:
     """Returns the lines of the table of predicted times, one for each layer."""
-    lines = _head(_COLUMNS)
-    for row in rows:
-        limits = row.bounds
-        lines.append(
-            _line(
-                _COLUMNS,
-                [
-                    row.layer.name,
-                    row.layer.short_op,
-                    str(row.M),
-                    str(row.layer.K),
-                    str(row.layer.N),
-                    *_us(limits.gemm_s, limits.wire_s, limits.serial_s, limits.ideal_s),
-                    *_us(row.plan_s),
-                    row.plan.text,
-                    f"{row.speedup:.2f}",
-                    f"{row.limit:.2f}",
-                    f"{row.hidden:.0%}",
-                ],
-            )
-        )
-    whole = tables.total(rows)
-    sums = _us(whole.serial_s, whole.ideal_s, whole.plan_s)
-    ratios = [
-        f"{whole.serial_s / whole.plan_s:.2f}",
-        f"{whole.serial_s / whole.ideal_s:.2f}",
-    ]
-    lines.append(_line(_COLUMNS, ["sum", *[""] * 6, *sums, "", *ratios, ""]))
-    return lines
-
-
-def variant_table(rows: list[variants.VariantRow]) -> list[str]:
-    """Returns the lines of the table that compares a schedule with its variants."""
-    lines = _head(_VARIANT_COLUMNS)
-    for row in rows:
-        cells = [
+    cells: list[list[Any]] = [
+        [
             row.layer.name,
-            row.short_op,
-            str(row.M),
-            row.method,
-            row.variant.value,
-            *_us(row.plain_s, row.variant_s),
+            "ag" if row.layer.op == "all_gather_matmul" else "rs",
+            row.M,
+            row.layer.K,
+            row.layer.N,
+            *_us(row.bounds.gemm_s, row.bounds.wire_s),
+            *_us(row.bounds.serial_s, row.bounds.ideal_s, row.plan.seconds),
+            row.plan.method,
+            row.plan.knobs,
             f"{row.speedup:.2f}",
-            "yes" if row.is_auto else "",
+            f"{row.limit:.2f}",
+            f"{row.hidden:.0%}",
         ]
-        lines.append(_line(_VARIANT_COLUMNS, cells))
-    return lines
-
-
-def _head(columns):
-    names = _line(columns, [name for name, _ in columns])
-    return [names, "|" + "|".join("-" * (width + 2) for _, width in columns) + "|"]
+        for row in rows
+    ]
+    serial_s = sum(row.bounds.serial_s for row in rows)
+    ideal_s = sum(row.bounds.ideal_s for row in rows)
+    plan_s = sum(row.plan.seconds for row in rows)
+    ratios = [f"{serial_s / plan_s:.2f}", f"{serial_s / ideal_s:.2f}", ""]
+    cells.append(["sum", *[""] * 6, *_us(serial_s, ideal_s, plan_s), "", "", *ratios])
+    right = range(2, len(_COLUMNS))
+    return format_table(_COLUMNS, cells, right=right, is_markdown=True)
 
 
 def _us(*seconds):
     return [f"{1e6 * value:.0f}" for value in seconds]
-
-
-def _line(columns, cells):
-    padded = (
-        f"{cell:>{width}}" for (_, width), cell in zip(columns, cells, strict=True)
-    )
-    return f"| {' | '.join(padded)} |"
 
 
 def _machine(given):
@@ -208,9 +211,9 @@ def _machine(given):
     )
 
 
-def _measured(option, giga, otherwise):
+def _measured(option, giga, default):
     if giga is None:
-        return otherwise
+        return default
     if not 0 < giga < math.inf:
         raise ShapeContractError(
             f"simulate: {option} {giga:g} is no rate. Give a positive number."
@@ -219,23 +222,14 @@ def _measured(option, giga, otherwise):
 
 
 def _check(given, model):
-    sizes = [given.tokens, *(size for one in model.layers for size in (one.K, one.N))]
-    if given.tp < 1 or any(size < 1 or size % given.tp for size in sizes):
+    if not _divides(given, model, given.tp):
         raise ShapeContractError(
             f"simulate: {model.name} with {given.tokens} tokens does not divide into "
             f"{given.tp} ranks. Take a --tp that divides the sizes, and a multiple of "
             "it as --tokens."
         )
-    if given.layer is not None:
-        model.layer(given.layer)
-        if given.png is None:
-            raise ShapeContractError(
-                f"simulate: --layer {given.layer} is what a picture shows. Add --png."
-            )
 
 
-def _shown(given, model, rows):
-    if given.layer is None:
-        return min(rows, key=lambda row: row.share_of_ideal)
-    layer = model.layer(given.layer)
-    return next(row for row in rows if row.layer == layer)
+def _divides(given, model, num_ranks):
+    sizes = [given.tokens, *(size for one in model.layers for size in (one.K, one.N))]
+    return num_ranks > 0 and all(size > 0 and size % num_ranks == 0 for size in sizes)

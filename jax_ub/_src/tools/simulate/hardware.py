@@ -57,12 +57,12 @@ class Hardware:
 
     @property
     def is_host(self) -> bool:
-        """Returns whether ranks run on a host's CPU cores, which they share."""
+        """Whether ranks run on a host's CPU cores, which they share."""
         return self.processors == 0
 
     @property
     def copy_bytes_per_s(self) -> float:
-        """Returns the bandwidth that one rank reaches when it sends to a peer."""
+        """The bandwidth that one rank reaches when it sends to a peer."""
         return self.wire_bytes_per_s * self.wire_share
 
     def flops_of(self, itemsize: int) -> float:
@@ -89,13 +89,8 @@ class Hardware:
 
 
 def _gpu(name, peak_flops, wire, peak_memory, processors):
-    return Hardware(
-        name,
-        peak_flops * _GEMM_SHARE,
-        wire,
-        peak_memory * _MEMORY_SHARE,
-        processors,
-    )
+    flops, memory = peak_flops * _GEMM_SHARE, peak_memory * _MEMORY_SHARE
+    return Hardware(name, flops, wire, memory, processors)
 
 
 def host(

@@ -16,14 +16,72 @@ the sum:
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import Protocol
 
+from jax_ub._src.runtime import cpu_engine
+from jax_ub._src.tools.simulate.cost import Processors, Workload
 from jax_ub._src.tools.simulate.hardware import Hardware
-from jax_ub._src.tools.simulate.kernels import kernels_of
-from jax_ub._src.tools.simulate.schedules import ALL_CHUNKS, Step
-from jax_ub._src.tools.simulate.tiles import Gemm, Processors
-from jax_ub._src.tools.simulate.timeline import Span, Timeline
-from jax_ub._src.tools.simulate.workload import Workload
+
+ALL_CHUNKS = -1
+
+
+class Step(Protocol):
+    """One step of a rank's schedule, such as to multiply a chunk or send it to a peer.
+
+    `jax_ub._cpu` returns objects of this interface. `kind` is the action, such as
+    "multiply", "put", "wait" or "reduce". `payload` is what it transfers: "operand",
+    "partial" or "sum".
+    """
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def payload(self) -> str: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def split(self) -> int: ...
+    @property
+    def peer(self) -> int: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def num_chunks(self) -> int: ...
+
+
+@functools.lru_cache(maxsize=1024)
+def steps_of(
+    op: str,
+    method: str,
+    rank: int,
+    num_ranks: int,
+    num_splits: int,
+    variant: str = "plain",
+) -> tuple[Step, ...]:
+    """Returns one rank's steps in the engine's schedule of an op and method."""
+    schedule = cpu_engine.load().schedule
+    return tuple(schedule(op, method, rank, num_ranks, num_splits, variant))
+
+
+def sums_at_once(steps: Sequence[Step]) -> list[Step]:
+    """Reorders a schedule's steps, so that each sum is sent right after it is computed.
+
+    The engine's schedule sends all sums at the end, because a rank that runs one step
+    at a time gains nothing from the other order. With a copy engine, the sums of one
+    block are sent while the next block is multiplied.
+    """
+    sums = [step for step in steps if step.kind == "put" and step.payload == "sum"]
+    own = [step for step in sums if step.chunk == sums[0].chunk]
+    moved: list[Step] = []
+    for step in steps:
+        if any(step is one for one in own):
+            continue
+        moved.append(step)
+        if step.kind == "reduce":
+            moved += [one for one in own if one.split == step.split]
+    return moved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,53 +99,74 @@ class PlanOptions:
     streams: int = 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A simulated step of a rank, with times in seconds since the start of the call.
+
+    `lane` is the resource that runs it: "gemm", "wire" or "sum" on a GPU. On a host, it
+    is "rank", and waits are spans, too. `chunks` are the chunks that a kernel
+    multiplies.
+    """
+
+    rank: int
+    lane: str
+    kind: str
+    chunks: tuple[int, ...]
+    start_s: float
+    end_s: float
+
+
 def replay(
     schedules: Sequence[Sequence[Step]],
-    workload: Workload,
+    work: Workload,
     hardware: Hardware,
-    knobs: PlanOptions,
-) -> Timeline:
-    """Simulates schedules step by step; returns start and end times of all steps.
+    options: PlanOptions,
+) -> list[Span]:
+    """Simulates schedules step by step, and returns the spans of all steps.
 
     Args:
         schedules: the steps of every rank. The steps of a single rank represent all
             ranks: data arrives from a peer when this rank sends the same data.
-        workload: the op and its sizes.
+        work: the op and its sizes.
         hardware: the machine.
-        knobs: the plan's options; the schedules must have the same `num_splits`.
+        options: the schedules must have the same `num_splits`.
 
     Raises:
         ArithmeticError: if the schedules deadlock. The engine's schedules are proven
             not to.
     """
-    flags = _Flags(mirrored=len(schedules) == 1)
-    part = hardware.shared_by(workload.num_ranks)
+    arrivals = _Arrivals(is_mirrored=len(schedules) == 1)
+    part = hardware.shared_by(work.num_ranks)
     ranks = [
-        _Rank(rank, steps, workload, part, knobs, flags)
+        _Rank(rank, steps, work, part, options, arrivals)
         for rank, steps in enumerate(schedules)
     ]
-    while any(rank.pending for rank in ranks):
+    while any(rank.is_pending for rank in ranks):
         if not any([rank.advance() for rank in ranks]):
             raise ArithmeticError("simulate: the ranks of a schedule wait for ever")
-    return Timeline(tuple(span for rank in ranks for span in rank.spans))
+    return [span for rank in ranks for span in rank.spans]
 
 
-class _Flags:
-    """Simulated times at which slots of communication memory are filled and released.
+def end_s(spans: Sequence[Span]) -> float:
+    """Returns the time of the call, until the last rank has finished."""
+    return max((span.end_s for span in spans), default=0.0)
 
-    The key is (kind, owner, slot). If one rank represents all ranks (`mirrored`), the
-    owner is always rank 0.
+
+class _Arrivals:
+    """Simulated times at which slots of communication memory are filled.
+
+    If one rank represents all ranks (`is_mirrored`), the owner is always rank 0.
     """
 
-    def __init__(self, *, mirrored: bool):
-        self._mirrored = mirrored
-        self._times: dict[tuple[str, int, int], float] = {}
+    def __init__(self, *, is_mirrored: bool):
+        self._is_mirrored = is_mirrored
+        self._times: dict[tuple[int, int], float] = {}
 
-    def raise_at(self, kind: str, owner: int, slot: int, time: float) -> None:
-        self._times[kind, 0 if self._mirrored else owner, slot] = time
+    def set(self, owner: int, slot: int, time: float) -> None:
+        self._times[0 if self._is_mirrored else owner, slot] = time
 
-    def time(self, kind: str, owner: int, slot: int) -> float | None:
-        return self._times.get((kind, 0 if self._mirrored else owner, slot))
+    def time(self, owner: int, slot: int) -> float | None:
+        return self._times.get((0 if self._is_mirrored else owner, slot))
 
 
 class _Rank:
@@ -100,212 +179,197 @@ class _Rank:
         self,
         rank: int,
         steps: Sequence[Step],
-        workload: Workload,
+        work: Workload,
         hardware: Hardware,
-        knobs: PlanOptions,
-        flags: _Flags,
+        options: PlanOptions,
+        arrivals: _Arrivals,
     ):
         self.rank = rank
         self.spans: list[Span] = []
-        self._steps = list(steps)
-        self._next = 0
-        self._workload = workload
-        self._hardware = hardware
-        self._rows = workload.piece_rows(knobs.num_splits)
-        self._flags = flags
+        self._steps, self._next = list(steps), 0
+        self._work, self._hardware = work, hardware
+        self._rows = work.split_rows(options.num_splits)
+        self._num_splits = options.num_splits
+        self._arrivals = arrivals
         self._clock = 0.0  # seconds; used on hosts only
         self._processors = (
             None
             if hardware.is_host
-            else Processors(hardware, knobs.streams, workload.itemsize)
+            else Processors(hardware, options.streams, work.itemsize)
         )
-        self._kernels = kernels_of(rank, self._steps, workload, knobs.aggregate)
+        self._kernels = _kernels(rank, self._steps, work.gathers, options.aggregate)
         self._lanes = {"wire": 0.0, "sum": 0.0}
-        self._published: set[int] = set()  # slots of operands read in place
         # Times at which received data arrived, by (payload, chunk or sender, split).
         # The three members below have the times at which products, sums and gathered
         # rows were complete.
-        self._here: dict[tuple[str, int, int], float] = {}
+        self._received: dict[tuple[str, int, int], float] = {}
         self._multiplied: dict[tuple[int, int], float] = {}
         self._summed: dict[int, float] = {}
         self._gathered = 0.0
 
     @property
-    def pending(self) -> bool:
+    def is_pending(self) -> bool:
         return self._next < len(self._steps)
 
     def advance(self) -> bool:
         """Simulates steps until one must wait for a peer; returns whether any ran."""
         before = self._next
-        while self.pending and self._take(self._next, self._steps[self._next]):
+        while self.is_pending and self._take(self._next):
             self._next += 1
         return self._next > before
 
-    def _take(self, index, step):
+    def _take(self, index):
+        step = self._steps[index]
         if step.kind == "wait":
             return self._wait(step)
-        if step.kind == "wait_free":
-            return self._wait_free(step)
         if step.kind == "multiply":
             self._multiply(index)
-        else:
-            _STEPS[step.kind](self, step)
-        return True
-
-    def _wait_free(self, step):
+        elif step.kind == "put":
+            self._put(step)
+        elif step.kind == "reduce":
+            self._reduce(step)
+        elif step.kind == "copy":
+            self._copy(step)
         # The simulated call is the first of its communicator, so all slots are free.
-        # Only operands that peers read in place must be released by the peer first.
-        if step.slot not in self._published:
-            return True
-        released = self._flags.time("released", step.peer, step.slot)
-        if released is None:
-            return False
-        self._block(step, released)
         return True
-
-    def _publish(self, step):
-        self._published.add(step.slot)
-        time = self._clock + self._hardware.handshake_s
-        self._flags.raise_at("arrived", step.peer, step.slot, time)
-
-    def _release(self, step):
-        time = max(self._clock, *self._multiplied.values(), 0.0)
-        self._flags.raise_at("released", self.rank, step.slot, time)
 
     def _wait(self, step):
-        time = self._flags.time("arrived", self.rank, step.slot)
+        time = self._arrivals.time(self.rank, step.slot)
         if time is None:
             return False
-        whose = step.peer if step.payload == "partial" else step.chunk
-        self._here[step.payload, whose, step.split] = time
+        sender = step.peer if step.payload == "partial" else step.chunk
+        self._received[step.payload, sender, step.split] = time
         self._gathered = max(self._gathered, time)
-        self._block(step, time)
+        if self._hardware.is_host and time > self._clock:
+            self._add_span("rank", "wait", (step.chunk,), self._clock, time)
+            self._clock = time
         return True
 
-    def _block(self, step, until):
-        if self._hardware.is_host and until > self._clock:
-            self._span("rank", step, (step.chunk,), self._clock, until)
-            self._clock = until
-
     def _put(self, step):
+        hardware = self._hardware
         if step.payload == "partial":
             ready = self._multiplied.get((step.chunk, step.split), 0.0)
         elif step.payload == "sum" and step.chunk == self.rank:
-            ready = self._summed[step.split] + self._hardware.handshake_s
+            ready = self._summed[step.split] + hardware.handshake_s
         elif step.chunk == self.rank:
             ready = self._first_put_s()
         else:
-            ready = self._here[step.payload, step.chunk, step.split]
-        num_bytes = self._workload.wire_bytes(step.payload, self._rows_of(step))
-        duration = num_bytes / self._hardware.copy_bytes_per_s
-        _, end = self._on_lane("wire", step, ready, duration)
-        arrival = end
-        if step.payload == "partial" or self._hardware.is_host:
-            arrival += self._hardware.handshake_s
-        self._flags.raise_at("arrived", step.peer, step.slot, arrival)
+            ready = self._received[step.payload, step.chunk, step.split]
+        num_bytes = self._work.wire_bytes(step.payload, self._rows_of(step))
+        end = self._run("wire", step, ready, num_bytes / hardware.copy_bytes_per_s)
+        if step.payload == "partial" or hardware.is_host:
+            end += hardware.handshake_s
+        self._arrivals.set(step.peer, step.slot, end)
 
     def _rows_of(self, step):
-        return self._workload.M if step.chunk == ALL_CHUNKS else self._rows
+        return self._work.M if step.chunk == ALL_CHUNKS else self._rows
 
     def _first_put_s(self):
         # A GPU first copies its shard into memory that peers can read, and signals
         # that the data is ready. A host's operands are readable from the start.
         if self._hardware.is_host:
             return 0.0
-        shard = self._workload.wire_bytes(
-            "operand", self._workload.M // self._workload.num_ranks
-        )
-        staged = 2 * shard / self._hardware.memory_bytes_per_s
-        return staged + self._hardware.handshake_s
+        shard = self._work.wire_bytes("operand", self._work.split_rows(1))
+        staged_s = 2 * shard / self._hardware.memory_bytes_per_s
+        return staged_s + self._hardware.handshake_s
 
     def _multiply(self, index):
         kernel = self._kernels[index]
         if kernel is None:
             return
-        step = self._steps[index]
-        everything = step.chunk == ALL_CHUNKS
-        whole = self._workload.gemm
-        if everything:
-            gemm, needed = whole, [self._gathered]
+        if self._steps[index].chunk == ALL_CHUNKS:
+            gemm, ready = self._work.gemm, self._gathered
         else:
-            gemm = self._workload.gemm_of(len(kernel) * self._rows)
-            needed = [
-                self._here.get(("operand", part.chunk, part.split), 0.0)
-                for part in kernel
-                if part.payload == "operand"
-            ]
-        at_least = 0.0
-        if self._published and not self._hardware.is_host:
-            # Operands are read in place, so the GEMM includes the wire time.
-            at_least = self._workload.moved_bytes / self._hardware.copy_bytes_per_s
-        end = self._run(step, kernel, gemm, max(needed, default=0.0), at_least)
-        for part in kernel:
-            self._multiplied[part.chunk, part.split] = end
-        if everything:
-            for chunk in (ALL_CHUNKS, *range(self._workload.num_ranks)):
-                for split in range(self._num_splits()):
-                    self._multiplied[chunk, split] = end
-
-    def _num_splits(self):
-        return 1 + max(step.split for step in self._steps)
-
-    def _run(self, step, kernel, gemm: Gemm, ready, at_least):
-        chunks = tuple(part.chunk for part in kernel)
+            gemm = self._work.gemm_of(len(kernel) * self._rows)
+            times = [self._received.get(("operand", *key), 0.0) for key in kernel]
+            ready = max(times) if self._steps[index].payload == "operand" else 0.0
+        chunks = tuple(chunk for chunk, _ in kernel)
         if self._processors is None:
             start = max(self._clock, ready)
-            rate = self._hardware.flops_of(self._workload.itemsize)
+            rate = self._hardware.flops_of(self._work.itemsize)
             end = start + self._hardware.launch_s + gemm.flops / rate
             self._clock = end
-            self._span("rank", step, chunks, start, end)
+            self._add_span("rank", "multiply", chunks, start, end)
         else:
             start, end = self._processors.run(ready, gemm)
-            end = max(end, start + at_least)
-            self._span("gemm", step, chunks, start, end)
-        return end
+            self._add_span("gemm", "multiply", chunks, start, end)
+        if self._steps[index].chunk == ALL_CHUNKS:
+            every = (ALL_CHUNKS, *range(self._work.num_ranks))
+            kernel = [(c, s) for c in every for s in range(self._num_splits)]
+        self._multiplied.update(dict.fromkeys(kernel, end))
 
     def _reduce(self, step):
-        num_bytes = self._workload.reduce_bytes(self._rows_of(step))
-        duration = (
-            num_bytes / self._hardware.memory_bytes_per_s + self._hardware.launch_s
-        )
+        num_bytes = self._work.reduce_bytes(self._rows_of(step))
+        duration = num_bytes / self._hardware.memory_bytes_per_s
         parts = [
             time
-            for (payload, _, split), time in self._here.items()
+            for (payload, _, split), time in self._received.items()
             if payload == "partial" and split == step.split
         ]
         own = self._multiplied.get((self.rank, step.split), 0.0)
-        _, end = self._on_lane("sum", step, max([own, *parts]), duration)
+        ready = max([own, *parts])
+        end = self._run("sum", step, ready, duration + self._hardware.launch_s)
         self._summed[step.split] = end
 
     def _copy(self, step):
         # On a GPU, copy engines write into the result. A host copies out of the slot.
         if self._hardware.is_host:
-            num_bytes = 2 * self._workload.wire_bytes(step.payload, self._rows)
-            duration = num_bytes / self._hardware.memory_bytes_per_s
-            self._on_lane("rank", step, 0.0, duration)
+            num_bytes = 2 * self._work.wire_bytes(step.payload, self._rows)
+            self._run("rank", step, 0.0, num_bytes / self._hardware.memory_bytes_per_s)
         self._gathered = max(self._gathered, self._clock)
 
-    def _on_lane(self, lane, step, ready, duration):
+    def _run(self, lane, step, ready, duration):
+        """Runs a step on a lane, or on the only thread of a host; returns its end."""
         if self._hardware.is_host:
-            start = max(self._clock, ready)
+            lane, start = "rank", max(self._clock, ready)
             self._clock = start + duration
-            lane = "rank"
         else:
             start = max(self._lanes[lane], ready)
             self._lanes[lane] = start + duration
-        self._span(lane, step, (step.chunk,), start, start + duration)
-        return start, start + duration
+        self._add_span(lane, step.kind, (step.chunk,), start, start + duration)
+        return start + duration
 
-    def _span(self, lane, step, chunks, start, end):
-        self.spans.append(
-            Span(self.rank, lane, step.kind, chunks, step.split, step.peer, start, end)
-        )
+    def _add_span(self, lane, kind, chunks, start, end):
+        self.spans.append(Span(self.rank, lane, kind, chunks, start, end))
 
 
-_STEPS = {
-    "put": _Rank._put,
-    "publish": _Rank._publish,
-    "reduce": _Rank._reduce,
-    "copy": _Rank._copy,
-    "release": _Rank._release,
-}
+def _kernels(
+    own: int, steps: Sequence[Step], gathers: bool, aggregate: int
+) -> dict[int, list[tuple[int, int]] | None]:
+    """Returns the (chunk, split) pairs that each step's kernel multiplies, by index.
+
+    Up to `aggregate` consecutive chunks of peers are multiplied by one kernel; the
+    rank's own chunk has a separate kernel. If operands are gathered, the kernel is
+    launched at the last of its chunks, when all have arrived. If partial sums are sent,
+    it is launched at the first chunk, and the sums are sent when it has finished. The
+    value is None for other steps of such a group.
+    """
+    kernels: dict[int, list[tuple[int, int]] | None] = {}
+    group: list[int] = []
+
+    def parts(index):
+        step = steps[index]
+        chunks = range(step.chunk, step.chunk + step.num_chunks)
+        return [(chunk, step.split) for chunk in chunks]
+
+    def close():
+        if group:
+            kernels.update(dict.fromkeys(group))
+            at = group[-1] if gathers else group[0]
+            kernels[at] = [part for index in group for part in parts(index)]
+            group.clear()
+
+    for index, step in enumerate(steps):
+        if step.kind != "multiply":
+            continue
+        if step.chunk in (own, ALL_CHUNKS):
+            close()
+            kernels[index] = parts(index)
+            continue
+        if group and steps[group[0]].split != step.split:
+            close()
+        group.append(index)
+        if len(group) == aggregate:
+            close()
+    close()
+    return kernels

@@ -6,13 +6,13 @@ import pytest
 
 from jax_ub._src.methods import Method
 from jax_ub._src.tools import simulate
-from jax_ub._src.tools.simulate.predict import OPS
+from jax_ub._src.tools.simulate.estimate import OPS
 from jax_ub.errors import ShapeContractError, UnknownNameError
 
 SIZES = {"M": 8192, "K": 8192, "N": 10240, "P": 8, "dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("hardware", simulate.HARDWARE)
+@pytest.mark.parametrize("hardware", ["cpu", "h200"])
 @pytest.mark.parametrize("op", OPS)
 def test_every_method_takes_some_time(op, hardware):
     for method in Method:
@@ -21,6 +21,14 @@ def test_every_method_takes_some_time(op, hardware):
         assert found.seconds >= found.gemm_s
         assert found.exposed_s == found.seconds - found.gemm_s
         assert simulate.predict(op, method, **SIZES, hardware=hardware) == found.seconds
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
+def test_direct_on_a_host_is_its_gemm_and_a_barrier(op):
+    machine = simulate.HARDWARE["cpu"]
+    found = simulate.estimate(op, "direct", **SIZES, hardware=machine)
+    extra_s = machine.launch_s + machine.handshake_s
+    assert found.seconds == pytest.approx(found.gemm_s + extra_s)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -1,0 +1,228 @@
+"""Models the cost of a call: the sizes of its GEMM, its bytes, and a GPU's GEMMs.
+
+A GPU's kernel of t tiles on s multiprocessors takes ceil(t / s) waves. Kernels of
+several streams share the multiprocessors: a tile of a later kernel starts as soon as a
+multiprocessor is free.
+"""
+
+import dataclasses
+import functools
+import heapq
+import math
+
+from jax_ub._src.tools.simulate.hardware import Hardware
+
+PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+_GATHERS = ("all_gather_matmul", "all_gather")
+# Tiles that a library chooses from: rows, columns and relative efficiency. The
+# efficiencies are assumptions.
+_TILES = (
+    (128, 256, 1.00),
+    (256, 128, 1.00),
+    (192, 128, 0.96),
+    (128, 192, 0.96),
+    (128, 128, 0.92),
+    (64, 256, 0.88),
+    (64, 128, 0.78),
+    (64, 64, 0.60),
+)
+# `Hardware.flops_per_s` is the rate of a GEMM with M = K = N = 8192.
+_ANCHOR = 8192
+# A kernel of more waves than this is simulated in groups of tiles, to save time.
+_MAX_WAVES = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """The sizes of a local GEMM that multiplies [m, k] by [k, n]."""
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """An op that the simulator runs, with its global sizes and element sizes.
+
+    Attributes:
+        op: name of the op in the engine's schedules.
+        M: number of tokens.
+        K: global contracting size.
+        N: global number of output features.
+        num_ranks: number of ranks P.
+        itemsize: bytes per element of the operands and results.
+        partial_itemsize: bytes per element of a partial sum on the wire.
+    """
+
+    op: str
+    M: int
+    K: int
+    N: int
+    num_ranks: int
+    itemsize: int = 2
+    partial_itemsize: int = 2
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the op gathers operands instead of reducing partial sums."""
+        return self.op in _GATHERS
+
+    @property
+    def has_product(self) -> bool:
+        """Whether the op contains a GEMM, or is only a collective."""
+        return self.op in PRODUCTS
+
+    @property
+    def gemm(self) -> Gemm:
+        """One rank's GEMM. With gathered x, it has all rows and 1/P of the features."""
+        if self.gathers:
+            return Gemm(self.M, self.N // self.num_ranks, self.K)
+        return Gemm(self.M, self.N, self.K // self.num_ranks)
+
+    def gemm_of(self, num_rows: int) -> Gemm:
+        return dataclasses.replace(self.gemm, m=num_rows)
+
+    def split_rows(self, num_splits: int) -> int:
+        """Returns the rows of one of `num_splits` splits of a rank's chunk."""
+        return self.M // self.num_ranks // num_splits
+
+    def wire_bytes(self, payload: str, num_rows: int) -> int:
+        """Returns the bytes that a rank sends to a peer for `num_rows` rows."""
+        size = self.partial_itemsize if payload == "partial" else self.itemsize
+        return num_rows * (self.K if self.gathers else self.N) * size
+
+    def reduce_bytes(self, num_rows: int) -> int:
+        """Returns the memory bytes read and written to sum all ranks' partial sums."""
+        parts = self.num_ranks * self.partial_itemsize + self.itemsize
+        return num_rows * self.N * parts
+
+    @property
+    def one_shot_bytes(self) -> int:
+        """The bytes that a rank sends if it sends all partial sums to every peer."""
+        return (self.num_ranks - 1) * self.wire_bytes("partial", self.M)
+
+    @property
+    def moved_bytes(self) -> float:
+        """The least bytes that a rank must send for the op, and receive."""
+        share = (self.num_ranks - 1) / self.num_ranks
+        once = share * self.wire_bytes("", self.M)
+        return 2 * once if self.op.endswith("all_reduce") else once
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Times in seconds of the GEMM and of the communication of one call.
+
+    M tokens, K contracting, N output, P ranks; F FLOP/s and B bytes/s per wire
+    direction, for bf16:
+
+        gemm    2 M N K / P / F
+        wire    (P - 1) / P M K 2 / B for a gather, with N for K for a scatter; twice
+                that for an all-reduce
+        ideal   max(gemm, wire)
+        serial  the library's GEMM, then the vendor's collective
+    """
+
+    gemm_s: float
+    wire_s: float
+    library_gemm_s: float
+    collective_s: float
+
+    @property
+    def ideal_s(self) -> float:
+        return max(self.gemm_s, self.wire_s)
+
+    @property
+    def serial_s(self) -> float:
+        return self.library_gemm_s + self.collective_s
+
+
+def bounds(work: Workload, hardware: Hardware) -> Bounds:
+    """Computes the bounds of a call's time; all ranks run the same workload."""
+    part = hardware.shared_by(work.num_ranks)
+    wire_s = work.moved_bytes / part.wire_bytes_per_s
+    gemm_s = library_s = collective_s = 0.0
+    if work.has_product:
+        gemm_s = work.gemm.flops / part.flops_of(work.itemsize)
+        library_s = library_seconds(part, work.gemm, work.itemsize)
+    if work.num_ranks > 1:
+        collective_s = wire_s / part.collective_share + part.collective_s
+    return Bounds(gemm_s, wire_s, library_s, collective_s)
+
+
+def library_seconds(hardware: Hardware, gemm: Gemm, itemsize: int) -> float:
+    """Returns the seconds of a vendor library's GEMM on one rank's hardware.
+
+    On a GPU, it is at least the time that the power limit allows.
+    """
+    seconds = gemm.flops / hardware.flops_of(itemsize)
+    if hardware.is_host:
+        return seconds
+    return max(seconds, _tile(hardware, gemm, hardware.processors, itemsize).seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiling:
+    """A GEMM alone on a GPU: `num_tiles` tiles of `tile_s` seconds each."""
+
+    seconds: float
+    num_tiles: int
+    tile_s: float
+
+
+@functools.lru_cache(maxsize=4096)
+def _tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> _Tiling:
+    """Returns the fastest tile size for a GEMM alone on `processors` processors."""
+    # The rate of a processor is such that a GEMM of the anchor takes its measured time.
+    tiles = math.ceil(_ANCHOR / 128) * math.ceil(_ANCHOR / 256)
+    waves = math.ceil(tiles / hardware.processors)
+    filled = tiles / (waves * hardware.processors)
+    rate = hardware.flops_of(itemsize) / filled / hardware.processors
+    candidates = []
+    for rows, columns, efficiency in _TILES:
+        count = math.ceil(gemm.m / rows) * math.ceil(gemm.n / columns)
+        tile_s = 2.0 * rows * columns * gemm.k / (rate * efficiency)
+        seconds = math.ceil(count / processors) * tile_s
+        candidates.append(_Tiling(seconds, count, tile_s))
+    return min(candidates, key=lambda tiling: tiling.seconds)
+
+
+class Processors:
+    """Simulates the multiprocessors of one GPU and the streams that launch kernels.
+
+    `count` defaults to all multiprocessors without the reserved ones.
+    """
+
+    def __init__(
+        self, hardware: Hardware, streams: int, itemsize: int, count: int | None = None
+    ):
+        self._hardware, self._itemsize = hardware, itemsize
+        self._count = count or hardware.processors - hardware.reserved_processors
+        self._free = [0.0] * self._count
+        self._streams = [0.0] * streams
+        self._issued = 0
+
+    def run(self, available: float, gemm: Gemm) -> tuple[float, float]:
+        """Simulates a kernel on the next stream; returns its start and end times.
+
+        `available` is the time at which its operands are available.
+        """
+        stream = self._issued % len(self._streams)
+        self._issued += 1
+        start = max(available, self._streams[stream]) + self._hardware.launch_s
+        tiling = _tile(self._hardware, gemm, self._count, self._itemsize)
+        merged = max(1, tiling.num_tiles // (self._count * _MAX_WAVES))
+        whole, rest = divmod(tiling.num_tiles, merged)
+        end = start
+        for num_tiles in [merged] * whole + [rest] * (rest > 0):
+            begin = max(heapq.heappop(self._free), start)
+            done = begin + tiling.tile_s * num_tiles
+            heapq.heappush(self._free, done)
+            end = max(end, done)
+        self._streams[stream] = end
+        return start, end

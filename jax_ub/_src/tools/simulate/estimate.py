@@ -1,0 +1,301 @@
+"""Predicts the time of one call with the simulator's cost model."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from jax_ub._src import methods
+from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
+from jax_ub._src.methods import Method, Variant
+from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
+from jax_ub._src.tools.simulate import hardware as machines
+from jax_ub._src.tools.simulate.cost import (
+    PRODUCTS,
+    Workload,
+    bounds,
+    library_seconds,
+)
+from jax_ub._src.tools.simulate.hardware import Hardware
+from jax_ub._src.tools.simulate.replay import (
+    PlanOptions,
+    Span,
+    end_s,
+    replay,
+    steps_of,
+    sums_at_once,
+)
+
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+# Ops that run a local GEMM and a collective that does not depend on it. The value is
+# the collective, which communicates the layer's x.
+_CONCURRENT = {
+    "bulk_all_gather": "all_gather",
+    "bulk_reduce_scatter": "reduce_scatter",
+    "wgrad": "all_gather",
+}
+OPS = (*PRODUCTS, *_COLLECTIVES, *_CONCURRENT, "matmul")
+_SPLITS = (1, 2, 4)
+_STREAMS = (1, 2, 3)
+# Splits of fewer rows would be smaller than a tile.
+MIN_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """The predicted times of one call for one rank, in seconds, and the bytes it sends.
+
+    Attributes:
+        op: the op.
+        method: the method; "auto" is resolved.
+        knobs: options of the fastest schedule, such as "b4a1s2": 4 row blocks, 1 chunk
+            per kernel, 2 streams. Empty without a schedule.
+        seconds: time of the call.
+        gemm_s: time of its GEMM alone, at the machine's full rate.
+        wire_s: time of its transfers alone, at the wire's full bandwidth.
+        serial_s: time of the library's GEMM followed by the vendor's collective.
+        moved_bytes: bytes that each rank sends, and also receives.
+        variant: variant of the schedule: "one_shot" if "auto" selects it for an
+            all-reduce of few tokens on a GPU.
+    """
+
+    op: str
+    method: str
+    knobs: str
+    seconds: float
+    gemm_s: float
+    wire_s: float
+    serial_s: float
+    moved_bytes: float
+    variant: str = Variant.PLAIN.value
+
+    @property
+    def exposed_s(self) -> float:
+        """The predicted time of the call beyond the time of its GEMM."""
+        return self.seconds - self.gemm_s
+
+
+def predict(
+    op: str,
+    method: str,
+    M: int,
+    K: int,
+    N: int,
+    P: int,
+    dtype,
+    hardware: str | Hardware = "h200",
+) -> float:
+    """Predicts the seconds of one call, see `estimate`."""
+    return estimate(op, method, M, K, N, P, dtype, hardware).seconds
+
+
+def estimate(
+    op: str,
+    method: str,
+    M: int,
+    K: int,
+    N: int,
+    P: int,
+    dtype,
+    hardware: str | Hardware = "h200",
+) -> Prediction:
+    """Predicts the time of one call of jax_ub with the simulator's cost model.
+
+    Args:
+        op: name of the FFI target without "jax_ub$", such as "all_gather_matmul".
+        method: name of a method; "auto" selects the machine's best schedule, "xla" is
+            the library's GEMM and the vendor's collective one after the other.
+        M: number of tokens, summed over all ranks.
+        K: global contracting size; for collectives, bulk ops and wgrad, the number of
+            features of the communicated tensor.
+        N: global number of output features; ignored for collectives.
+        P: number of ranks.
+        dtype: dtype of the operands.
+        hardware: "a100", "h100", "h200", "b200", "cpu", or a `Hardware`.
+
+    Raises:
+        UnknownNameError: if op, method or hardware are not known.
+        ShapeContractError: if a size or P is less than 1.
+    """
+    if op not in OPS:
+        raise UnknownNameError(
+            f"simulate: op {shown(op)} is not known. {nearest(op, OPS)}"
+        )
+    if min(M, K, N, P) < 1:
+        raise ShapeContractError(
+            f"simulate: {op} of M = {M}, K = {K}, N = {N} on P = {P} ranks. Give sizes "
+            "of at least 1."
+        )
+    chosen = methods.resolve("simulate", method, None)
+    machine = machines.find(hardware)
+    itemsize = np.dtype(dtype).itemsize
+    if op in _CONCURRENT or op == "matmul":
+        return _estimate_concurrent(op, chosen, (M, K, N, P), itemsize, machine)
+    width = K if op in PRODUCTS or op == "all_gather" else N
+    sizes = (M, width, N if op in PRODUCTS else K, P)
+    return estimate_workload(_workload(op, sizes, itemsize, machine), chosen, machine)
+
+
+def _workload(op, sizes, itemsize, machine):
+    # A host keeps partial sums as f32 in its slots; a GPU rounds them before sending.
+    with_product = op in PRODUCTS and op != "all_gather_matmul"
+    partial = 4 if machine.is_host and with_product else itemsize
+    M, K, N, P = sizes
+    return Workload(op, M, K, N, P, itemsize, partial)
+
+
+def estimate_workload(work: Workload, method: Method, machine: Hardware) -> Prediction:
+    """Predicts the time of an op that has a schedule."""
+    parts = bounds(work, machine)
+    name, variant = _schedule_name(work, method, machine), Variant.PLAIN
+    moved_bytes, wire_s, knobs = work.moved_bytes, parts.wire_s, ""
+    if _is_one_shot(work, method, machine):
+        name, variant = Method.RING_EXCHANGE.value, Variant.ONE_SHOT
+        moved_bytes = work.one_shot_bytes
+        wire_s = moved_bytes / machine.wire_bytes_per_s
+    if method is Method.XLA:
+        seconds = parts.serial_s
+    elif name == Method.DIRECT.value:
+        seconds = direct_seconds(work, machine)
+    else:
+        knobs, seconds = fastest_plan(work, machine, name, variant)
+    return Prediction(
+        op=work.op,
+        method=name,
+        knobs=knobs,
+        seconds=max(seconds, parts.gemm_s),
+        gemm_s=parts.gemm_s,
+        wire_s=wire_s,
+        serial_s=parts.serial_s,
+        moved_bytes=moved_bytes,
+        variant=variant.value,
+    )
+
+
+def _is_one_shot(work, method, machine):
+    """Returns whether each rank sends its partial sums to all peers at once.
+
+    "auto" selects that for few tokens on a GPU.
+    """
+    chooses = method is Method.AUTO or (
+        method is Method.DIRECT and not work.has_product
+    )
+    sums = work.op.endswith("all_reduce") and work.num_ranks > 1
+    is_small = work.one_shot_bytes <= ONE_SHOT_BYTES
+    return chooses and sums and is_small and not machine.is_host
+
+
+def _schedule_name(work, method, machine):
+    if method is Method.AUTO:
+        # On a host, operands are read in place from the peers' memory. On GPUs, copy
+        # engines transfer chunks in a ring or, for partial sums, in row blocks.
+        if machine.is_host:
+            return Method.DIRECT.value
+        is_ring = work.op == "all_gather_matmul"
+        return (Method.RING_EXCHANGE if is_ring else Method.PIPELINE).value
+    if not work.has_product and method is Method.DIRECT and not machine.is_host:
+        return Method.BULK.value
+    if work.has_product and method is Method.BULK:
+        return Method.RING_EXCHANGE.value  # "bulk" uses it in the forward pass
+    return method.value
+
+
+def direct_seconds(work: Workload, machine: Hardware) -> float:
+    """Returns the time of method "direct": one GEMM over the peers' memory, a barrier.
+
+    On a GPU, the GEMM takes at least the time of its transfers. A collective has only
+    transfers.
+    """
+    part = machine.shared_by(work.num_ranks)
+    barrier_s = machine.handshake_s if work.num_ranks > 1 else 0.0
+    if not work.has_product:
+        return work.moved_bytes / part.wire_bytes_per_s + machine.handshake_s
+    gemm_s = library_seconds(part, work.gemm, work.itemsize)
+    if not machine.is_host:
+        gemm_s = max(gemm_s, work.moved_bytes / part.copy_bytes_per_s)
+    return machine.launch_s + gemm_s + barrier_s
+
+
+def fastest_plan(
+    work: Workload,
+    machine: Hardware,
+    method: str,
+    variant: Variant = Variant.PLAIN,
+) -> tuple[str, float]:
+    """Simulates all reasonable options of a method's schedule.
+
+    Variants other than the plain one run one kernel per product, as the engine does.
+
+    Returns:
+        The options of the fastest schedule in short format, and its seconds.
+    """
+    options = list(_options(work, machine, method))
+    if variant is not Variant.PLAIN:
+        options = [dataclasses.replace(one, aggregate=1) for one in options]
+    times = {
+        one: end_s(timeline(work, machine, method, one, variant)) for one in options
+    }
+    best = min(times, key=lambda one: times[one])
+    blocks = "" if method == "ring_exchange" else f"b{best.num_splits}"
+    return f"{blocks}a{best.aggregate}s{best.streams}", times[best]
+
+
+def timeline(
+    work: Workload,
+    machine: Hardware,
+    method: str,
+    options: PlanOptions,
+    variant: Variant = Variant.PLAIN,
+    *,
+    every_rank: bool = False,
+) -> list[Span]:
+    """Simulates a schedule with the given options and returns the spans of all steps.
+
+    It simulates rank 0, which represents all ranks, unless `every_rank` is set.
+    """
+    ranks = range(work.num_ranks if every_rank else 1)
+    sizes = (work.num_ranks, options.num_splits, variant.value)
+    steps = [steps_of(work.op, method, rank, *sizes) for rank in ranks]
+    if not machine.is_host:
+        return replay([sums_at_once(own) for own in steps], work, machine, options)
+    return replay(steps, work, machine, options)
+
+
+def _options(work, machine, method) -> Iterator[PlanOptions]:
+    splits = _SPLITS if method == "pipeline" else (1,)
+    several = not machine.is_host and method != "external"
+    peers = work.num_ranks - 1
+    aggregates = [a for a in (1, 2, 4, peers) if 1 <= a <= peers] if several else []
+    if several and work.op == "matmul_all_reduce":
+        # All peers' chunks in one kernel. More kernels would delay the all-gather.
+        aggregates = [max(1, peers)]
+    for num_splits, aggregate, streams in itertools.product(
+        splits, aggregates or [1], _STREAMS if several else (1,)
+    ):
+        if num_splits == 1 or work.split_rows(num_splits) >= MIN_ROWS:
+            yield PlanOptions(num_splits, aggregate, streams)
+
+
+def _estimate_concurrent(op, method, sizes, itemsize, machine):
+    """Predicts a local GEMM with a concurrent collective that does not depend on it."""
+    M, K, _, P = sizes
+    local = _workload("all_gather_matmul", sizes, itemsize, machine).gemm
+    part = machine.shared_by(P)
+    gemm_s = local.flops / part.flops_of(itemsize)
+    library_s = library_seconds(part, local, itemsize)
+    if op == "matmul" or P == 1:
+        return Prediction(op, method.value, "", library_s, gemm_s, 0.0, library_s, 0.0)
+    work = _workload(_CONCURRENT[op], (M, K, K, P), itemsize, machine)
+    sent = estimate_workload(work, method, machine)
+    serial_s = library_s + sent.serial_s
+    is_hidden = method is not Method.XLA and op != "wgrad" and not machine.is_host
+    seconds = max(library_s, sent.seconds) if is_hidden else library_s + sent.seconds
+    if method is Method.XLA:
+        seconds = serial_s
+    elif machine.is_host and op == "wgrad" and sent.method == Method.DIRECT.value:
+        # The GEMM reads the peers' operands in place, so there is no separate transfer.
+        seconds = library_s
+    return dataclasses.replace(
+        sent, op=op, seconds=seconds, gemm_s=gemm_s, serial_s=serial_s, variant="plain"
+    )
