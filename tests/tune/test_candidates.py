@@ -1,4 +1,4 @@
-"""Candidates for GPUs are calls that the CUDA engine itself takes."""
+"""Tests that the CUDA engine accepts all candidates for GPUs."""
 
 import pytest
 from cuda_programs import attribute, called, cuda_text, custom_calls
@@ -7,17 +7,17 @@ from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Tune
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.tools.tune.candidates import candidates
-from jax_ub._src.tools.tune.programs import Operands
+from jax_ub._src.tools.tune.cases import Operands
 
 DGRAD = MethodChoice(Method.PIPELINE, 2, KernelOptions(num_lanes=3, sm_margin=2))
 
 
-_OWN = {"dgrad": "matmul", "dgrad_add": "matmul", "wgrad_accumulate": "wgrad"}
+_LOCAL = {"dgrad": "matmul", "dgrad_add": "matmul", "wgrad_accumulate": "wgrad"}
 
 
 def targets_of(op, choice):
     if op != COLUMN_GRADIENTS:
-        return {_OWN.get(op, op)}
+        return {_LOCAL.get(op, op)}
     if choice.method is Method.BULK:
         return {"bulk_all_gather", "bulk_reduce_scatter"}
     return {"matmul_reduce_scatter", "all_gather", "wgrad"}
@@ -34,15 +34,15 @@ def test_every_candidate_is_lowered_for_gpus(op, num_ranks, monkeypatch):
     operands = Operands(case)
     for choice in candidates(case, True, DGRAD):
         candidate = operands.candidate("", choice)
-        # The engine plans it, to know the size of its workspace.
+        # Lowering includes planning, which gives the size of the workspace.
         text = cuda_text(candidate.program, *candidate.operands)
         if choice.method is Method.XLA:
             assert not called(text)
             continue
         assert set(called(text)) == targets_of(op, choice)
         for name, call in custom_calls(text):
-            # A product of its own there has a choice of its own.
-            is_own = name == "wgrad" and op == COLUMN_GRADIENTS
-            wanted = KernelOptions() if is_own else choice.kernel_options
+            # A separate wgrad has its own tuned choice.
+            is_separate = name == "wgrad" and op == COLUMN_GRADIENTS
+            wanted = KernelOptions() if is_separate else choice.kernel_options
             for field, value in wanted.attributes().items():
                 assert attribute(call, field) == value

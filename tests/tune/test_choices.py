@@ -1,3 +1,5 @@
+"""Tests which calls use tuned choices."""
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -42,7 +44,7 @@ def lowered(function, *operands):
     return jax.jit(function).lower(*operands).as_text()
 
 
-def test_auto_takes_the_choice_of_initialize_ub(tmp_path, operands):
+def test_auto_uses_the_choice_of_initialize_ub(tmp_path, operands):
     path = write(tmp_path / "t.json", MethodChoice(Method.PIPELINE, 3))
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     text = lowered(column(), *operands)
@@ -51,7 +53,7 @@ def test_auto_takes_the_choice_of_initialize_ub(tmp_path, operands):
     assert_equal(column()(x, w), x @ w)
 
 
-def test_a_named_call_takes_the_choice_too(tmp_path, operands):
+def test_named_call_uses_the_choice(tmp_path, operands):
     path = write(tmp_path / "t.json", MethodChoice(Method.RING_EXCHANGE))
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     assert ub.get_ub("qkv_fprop").method == "auto"
@@ -59,7 +61,7 @@ def test_a_named_call_takes_the_choice_too(tmp_path, operands):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_variant_is_a_choice(tmp_path, operands, num_ranks):
+def test_choice_may_have_a_variant(tmp_path, operands, num_ranks):
     once = MethodChoice(
         Method.RING_EXCHANGE, kernel_options=KernelOptions(variant=Variant.ONE_SHOT)
     )
@@ -78,7 +80,7 @@ def test_a_variant_is_a_choice(tmp_path, operands, num_ranks):
     assert_equal(row(x, w), x @ w)
 
 
-def test_not_to_overlap_is_a_choice(tmp_path, operands):
+def test_choice_may_be_xla(tmp_path, operands):
     path = write(tmp_path / "t.json", MethodChoice(Method.XLA))
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     text = compiled_text(column(), *operands)
@@ -86,7 +88,7 @@ def test_not_to_overlap_is_a_choice(tmp_path, operands):
     assert collectives(text)["all-gather"] == 1
 
 
-def test_the_gradient_takes_the_choice_for_its_sizes(tmp_path, operands):
+def test_gradient_uses_the_choice_for_its_sizes(tmp_path, operands):
     M, K, N = SIZES
     case = TunedKey("matmul_reduce_scatter", 2, M, N, K, "float32")
     choices = {environment(): {case: (MethodChoice(Method.PIPELINE, 2), {})}}
@@ -129,7 +131,7 @@ def with_dy(operands):
     ],
 )
 @pytest.mark.parametrize("num_kernels", [1, 2])
-def test_both_gradients_of_a_column_layer_take_their_choice(
+def test_gradients_of_a_column_layer_use_their_choice(
     tmp_path, with_dy, method, expected, num_kernels
 ):
     path = write(tmp_path / "t.json", MethodChoice(method), COLUMN_GRADIENTS)
@@ -153,16 +155,14 @@ def test_both_gradients_of_a_column_layer_take_their_choice(
     assert_equal(dw, x.T @ dy)
 
 
-def test_a_named_column_layer_takes_the_choice_of_its_gradients(tmp_path, with_dy):
+def test_named_column_layer_uses_the_choice_of_its_gradients(tmp_path, with_dy):
     path = write(tmp_path / "t.json", MethodChoice(Method.BULK), COLUMN_GRADIENTS)
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     text = compiled_text(backward(ub_name="qkv"), *with_dy)
     assert set(calls(text)) == {"bulk_all_gather", "bulk_reduce_scatter"}
 
 
-def test_gradients_that_gather_nothing_have_the_choice_of_their_product(
-    tmp_path, with_dy
-):
+def test_gradients_without_gather_use_the_choice_of_the_dgrad(tmp_path, with_dy):
     M, K, N = SIZES
     product = TunedKey("matmul_reduce_scatter", 2, M, N, K, "float32")
     both = TunedKey(COLUMN_GRADIENTS, 2, M, K, N, "float32")
@@ -186,9 +186,7 @@ def test_gradients_that_gather_nothing_have_the_choice_of_their_product(
     assert "num_splits = 2" in text and "jax_ub$wgrad" in text
 
 
-def test_a_choice_of_gradients_that_cannot_run_falls_back(
-    tmp_path, with_dy, monkeypatch
-):
+def test_choice_of_gradients_that_cannot_run_falls_back(tmp_path, with_dy, monkeypatch):
     path = write(
         tmp_path / "t.json", MethodChoice(Method.PIPELINE, 3), COLUMN_GRADIENTS
     )
@@ -198,25 +196,25 @@ def test_a_choice_of_gradients_that_cannot_run_falls_back(
     assert ub.fallbacks()[-1].reason == "it is asked to"
 
 
-def test_a_method_that_is_named_is_taken_in_any_case(tmp_path, operands):
+def test_explicit_method_overrides_the_choice(tmp_path, operands):
     path = write(tmp_path / "t.json", MethodChoice(Method.XLA))
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     assert "method = 2" in lowered(column("pipeline"), *operands)
 
 
-def test_other_sizes_and_dtypes_run_as_before(tmp_path, operands):
+def test_other_sizes_and_dtypes_are_not_tuned(tmp_path, operands):
     path = write(tmp_path / "t.json", MethodChoice(Method.XLA), dtype="bfloat16")
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     assert "method = 0" in lowered(column(), *operands)
 
 
-def test_the_environment_names_a_file_too(tmp_path, operands, monkeypatch):
+def test_environment_variable_names_a_file(tmp_path, operands, monkeypatch):
     path = write(tmp_path / "t.json", MethodChoice(Method.PIPELINE, 3))
     monkeypatch.setenv("JAX_UB_TUNED", path)
     assert "num_splits = 3" in lowered(column(), *operands)
 
 
-def test_choices_of_another_machine_leave_nothing_initialized(tmp_path):
+def test_file_of_another_machine_leaves_nothing_initialized(tmp_path):
     there = tuned_file.Environment("another machine", ())
     tuned_file.write(tmp_path / "t.json", {there: {}})
     with pytest.raises(ConfigurationError, match="is for another machine"):
@@ -224,7 +222,7 @@ def test_choices_of_another_machine_leave_nothing_initialized(tmp_path):
     assert not ub.is_ub_initialized()
 
 
-def test_a_choice_that_cannot_run_falls_back(tmp_path, operands, monkeypatch):
+def test_choice_that_cannot_run_falls_back(tmp_path, operands, monkeypatch):
     path = write(tmp_path / "t.json", MethodChoice(Method.PIPELINE, 3))
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     monkeypatch.setattr(communicators, "reason", lambda *_: "it is asked to")
@@ -235,16 +233,14 @@ def test_a_choice_that_cannot_run_falls_back(tmp_path, operands, monkeypatch):
         lowered(column("pipeline"), *operands)
 
 
-def test_a_file_that_does_not_fit_does_not_concern_a_method_that_is_named(
-    tmp_path, operands, monkeypatch
-):
+def test_explicit_method_ignores_an_unusable_file(tmp_path, operands, monkeypatch):
     monkeypatch.setenv("JAX_UB_TUNED", str(tmp_path / "none.json"))
     assert "method = 2" in lowered(column("pipeline"), *operands)
     with pytest.raises(ConfigurationError, match="none.json"):
         lowered(column(), *operands)
 
 
-def test_a_file_that_was_rewritten_is_read_again(tmp_path, operands, monkeypatch):
+def test_rewritten_file_is_read_again(tmp_path, operands, monkeypatch):
     path = write(tmp_path / "t.json", MethodChoice(Method.PIPELINE, 3))
     ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
     assert "method = 2" in lowered(column(), *operands)

@@ -1,3 +1,5 @@
+"""Tests `python -m jax_ub tune` and its candidates."""
+
 import dataclasses
 import json
 
@@ -10,9 +12,9 @@ from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
 from jax_ub._src.runtime.tuned_tables import environment, on_axis
 from jax_ub._src.tools.tune.candidates import candidates
-from jax_ub._src.tools.tune.measure import dgrad_of
+from jax_ub._src.tools.tune.cases import dgrad_of
 
-# The products that are one with their communication.
+# The ops that overlap a GEMM with communication.
 FUSED = [op for op in OPS if op not in (COLUMN_GRADIENTS, *LOCAL_OPS)]
 
 
@@ -22,7 +24,7 @@ def tune(path, *arguments):
     )
 
 
-def test_every_case_gets_the_fastest_of_its_candidates(tmp_path, capsys):
+def test_fastest_candidate_of_each_case_is_stored(tmp_path, capsys):
     path = str(tmp_path / "tuned.json")
     assert tune(path, "--tp", "2", "--shapes", "32x48x80", "--dtypes", "f32") == 0
     found = tuned_file.read(path)[environment()]
@@ -39,7 +41,7 @@ def test_every_case_gets_the_fastest_of_its_candidates(tmp_path, capsys):
         assert f" {choice}: " in text
 
 
-def test_a_row_linear_is_the_one_behind_its_column_linear(tmp_path):
+def test_row_linear_after_the_column_linear_is_tuned(tmp_path):
     path = str(tmp_path / "tuned.json")
     tune(path, "--shapes", "32x48x80", "--dtypes", "f32")
     assert (
@@ -50,7 +52,7 @@ def test_a_row_linear_is_the_one_behind_its_column_linear(tmp_path):
     assert row in tuned_file.read(path)[environment()]
 
 
-def test_f16_is_tuned_and_taken(tmp_path, capsys, monkeypatch):
+def test_f16_is_tuned_and_used(tmp_path, capsys, monkeypatch):
     path = str(tmp_path / "tuned.json")
     assert tune(path, "--shapes", "32x48x80", "--dtypes", "f16,f32") == 0
     text = capsys.readouterr().out
@@ -63,7 +65,7 @@ def test_f16_is_tuned_and_taken(tmp_path, capsys, monkeypatch):
     assert on_axis(("tp",), 2).by_case[case] == found[case][0]
 
 
-def test_a_second_run_keeps_what_the_file_has(tmp_path):
+def test_second_run_keeps_the_entries_of_the_file(tmp_path):
     path = str(tmp_path / "tuned.json")
     tune(path, "--shapes", "32x48x80", "--dtypes", "f32")
     elsewhere = json.loads((tmp_path / "tuned.json").read_text())
@@ -92,20 +94,20 @@ def test_gpus_are_tuned_for_streams_margins_and_algorithms_too(op):
 
 
 @pytest.mark.parametrize("op", (*FUSED, COLUMN_GRADIENTS))
-def test_kernels_send_what_is_not_cut_into_pieces(op):
+def test_kernels_send_chunks_that_are_not_split(op):
     choices = candidates(tuned_key(op, 4, 16), is_cuda=True)
     found = [choice for choice in choices if not choice.kernel_options.use_ce]
     tunings = {(c.kernel_options.num_sm, c.kernel_options.sm_margin) for c in found}
     assert tunings == {(4, 4), (16, 16)}
     assert all(choice.num_splits <= 1 for choice in found)
-    # Aggregated or in one exchange is another way, and sent later is cut.
-    ways = {(choice.method, choice.kernel_options.variant) for choice in found}
-    assert {variant for _, variant in ways} <= {
+    # "overlap_first_gemm" splits chunks.
+    kinds = {(choice.method, choice.kernel_options.variant) for choice in found}
+    assert {variant for _, variant in kinds} <= {
         Variant.PLAIN,
         Variant.AGGREGATE,
         Variant.ONE_SHOT,
     }
-    assert len(found) == 2 * len(ways)
+    assert len(found) == 2 * len(kinds)
     assert not any(
         not c.kernel_options.use_ce for c in candidates(tuned_key(op, 4, 16), False)
     )
@@ -120,14 +122,14 @@ def test_kernels_send_what_is_not_cut_into_pieces(op):
         (COLUMN_GRADIENTS, 4, 10),
     ],
 )
-def test_the_search_is_as_large_as_its_page_says(op, on_cpus, on_gpus):
+def test_numbers_of_candidates_are_those_of_the_guide(op, on_cpus, on_gpus):
     case, dgrad = tuned_key(op, 4, 16), MethodChoice(Method.PIPELINE, 2)
     assert len(candidates(case, False, dgrad)) == on_cpus
     assert len(candidates(case, True, dgrad)) == on_gpus
 
 
 @pytest.mark.parametrize("is_cuda", [False, True])
-def test_gradients_of_a_column_layer_are_bulk_or_as_their_dgrad_was_tuned(is_cuda):
+def test_column_gradients_are_bulk_or_use_the_tuned_dgrad(is_cuda):
     dgrad = MethodChoice(Method.PIPELINE, 2, KernelOptions(num_lanes=3))
     choices = candidates(tuned_key(COLUMN_GRADIENTS, 4), is_cuda, dgrad)
     assert len(set(choices)) == len(choices)
@@ -139,16 +141,16 @@ def test_gradients_of_a_column_layer_are_bulk_or_as_their_dgrad_was_tuned(is_cud
     }
     on_gpus = {(2, 0), (0, 1), (0, 2), (0, 3)}
     assert tunings == {(0, 0)} | (on_gpus if is_cuda else set())
-    apart = Method.RING_EXCHANGE if is_cuda else Method.DIRECT
+    separate = Method.RING_EXCHANGE if is_cuda else Method.DIRECT
     assert choices[len(bulk) :] == [
-        MethodChoice(apart),
+        MethodChoice(separate),
         dgrad,
         MethodChoice(Method.XLA),
     ]
     again = candidates(
         tuned_key(COLUMN_GRADIENTS, 4), is_cuda, MethodChoice(Method.XLA)
     )
-    assert again == [*bulk, MethodChoice(apart), MethodChoice(Method.XLA)]
+    assert again == [*bulk, MethodChoice(separate), MethodChoice(Method.XLA)]
 
 
 def variants(case, is_cuda):
@@ -157,13 +159,13 @@ def variants(case, is_cuda):
 
 
 @pytest.mark.parametrize("is_cuda", [False, True])
-def test_variants_are_tried_where_they_do_anything(is_cuda):
-    late = {Variant.OVERLAP_FIRST_GEMM} if is_cuda else set()
+def test_variants_are_candidates_where_they_have_an_effect(is_cuda):
+    later = {Variant.OVERLAP_FIRST_GEMM} if is_cuda else set()
     found = {op: variants(tuned_key(op, 4, 16), is_cuda) for op in FUSED}
     assert found["all_gather_matmul"] == {Variant.AGGREGATE}
-    assert found["matmul_reduce_scatter"] == late
+    assert found["matmul_reduce_scatter"] == later
     few = {Variant.ONE_SHOT} if is_cuda else set()
-    assert found["matmul_all_reduce"] == late | few
+    assert found["matmul_all_reduce"] == later | few
     for num_ranks in (2, 3):
         assert not variants(tuned_key("all_gather_matmul", num_ranks), is_cuda)
 
@@ -171,7 +173,7 @@ def test_variants_are_tried_where_they_do_anything(is_cuda):
 @pytest.mark.parametrize(
     "num_ranks, most", [(3, 8192), (8, ONE_SHOT_BYTES // 7 // 16384)]
 )
-def test_one_exchange_is_tried_where_a_heap_has_room_for_it(num_ranks, most):
+def test_one_shot_is_a_candidate_if_it_fits_the_heap(num_ranks, most):
     case = tuned_key("matmul_all_reduce", num_ranks, most)
     assert Variant.ONE_SHOT in variants(case, is_cuda=True)
     assert (Variant.ONE_SHOT in variants(case, is_cuda=False)) == (num_ranks == 3)
@@ -189,12 +191,12 @@ def test_one_exchange_is_tried_where_a_heap_has_room_for_it(num_ranks, most):
         (["--model", "llama3"], "llama3-70b"),
     ],
 )
-def test_wrong_calls_are_refused(arguments, text, tmp_path, capsys):
+def test_invalid_arguments_are_errors(arguments, text, tmp_path, capsys):
     assert tune(str(tmp_path / "tuned.json"), *arguments) == 2
     assert text in capsys.readouterr().err
 
 
-def test_gpus_that_are_not_there_are_refused(tmp_path, capsys):
+def test_missing_gpus_are_an_error(tmp_path, capsys):
     path = str(tmp_path / "tuned.json")
     assert main(["tune", "--platform", "cuda", "--output", path]) == 2
     assert "0 CUDA devices here" in capsys.readouterr().err

@@ -10,13 +10,19 @@ from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, TunedKey
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant, has_pairs
 from jax_ub._src.runtime.device_groups import heap_bytes
 
-_SPLITS = (1, 2, 4)
-_LANES = (2, 1, 3)
-_MARGINS = (0, 2)
-_ALGORITHMS = (1, 2, 3)
-# Numbers of thread blocks to try for kernels that send data to peers: few suffice for
-# small messages.
-_BLOCKS = (4, 16)
+_XLA = MethodChoice(Method.XLA)
+_NUM_SPLITS = (1, 2, 4)
+_STREAMS_AND_MARGINS = [
+    KernelOptions(num_lanes=num_lanes, sm_margin=margin)
+    for num_lanes, margin in itertools.product((2, 1, 3), (0, 2))
+]
+_ALGORITHMS = [KernelOptions(gemm_algorithm=number) for number in (1, 2, 3)]
+# Kernels on the multiprocessors that GEMMs leave free send the data, by few thread
+# blocks, because a few suffice for small messages.
+_KERNELS = [
+    KernelOptions(use_ce=False, num_sm=num_blocks, sm_margin=num_blocks)
+    for num_blocks in (4, 16)
+]
 # Bytes per element of a partial sum on a CPU, where partial sums are f32.
 _F32_BYTES = 4
 
@@ -42,43 +48,34 @@ def candidates(
     if case.op == COLUMN_GRADIENTS:
         return _of_column_gradients(is_cuda, dgrad)
     if case.op in LOCAL_OPS:
-        tunings = [KernelOptions(gemm_algorithm=number) for number in (0, *_ALGORITHMS)]
-        own = [
-            MethodChoice(Method.DIRECT, kernel_options=kernel_options)
-            for kernel_options in tunings
-        ]
-        return [*(own if is_cuda else own[:1]), MethodChoice(Method.XLA)]
-    choices = list(_untuned(case, is_cuda))
+        options = [KernelOptions(), *(_ALGORITHMS if is_cuda else [])]
+        return [*_with_options(Method.DIRECT, options), _XLA]
+    choices = list(_with_default_options(case, is_cuda))
     if not is_cuda:
-        return [*choices, MethodChoice(Method.XLA)]
-    tunings = [
-        *itertools.starmap(_tuning, itertools.product(_LANES, _MARGINS)),
-        *(KernelOptions(gemm_algorithm=number) for number in _ALGORITHMS),
-    ]
+        return [*choices, _XLA]
     # Kernels send messages that are too small for copy engines, so nothing is split.
-    whole = [
+    unsplit = [
         choice
         for choice in choices
         if choice.num_splits <= 1
         and choice.kernel_options.variant is not Variant.OVERLAP_FIRST_GEMM
     ]
-    return [
-        *(
-            _tuned(choice, kernel_options)
-            for kernel_options in tunings
-            for choice in choices
-        ),
-        *(
-            _tuned(choice, kernel_options)
-            for kernel_options in _by_kernels()
-            for choice in whole
-        ),
-        MethodChoice(Method.XLA),
+    tuned = [
+        *itertools.product([*_STREAMS_AND_MARGINS, *_ALGORITHMS], choices),
+        *itertools.product(_KERNELS, unsplit),
     ]
+    return [*itertools.starmap(_merge, tuned), _XLA]
 
 
-def _by_kernels() -> list[KernelOptions]:
-    return [KernelOptions(use_ce=False, num_sm=num, sm_margin=num) for num in _BLOCKS]
+def _merge(options, choice):
+    """Returns `choice` with these kernel options, but with its own variant."""
+    variant = choice.kernel_options.variant
+    options = dataclasses.replace(options, variant=variant)
+    return dataclasses.replace(choice, kernel_options=options)
+
+
+def _with_options(method, options):
+    return [MethodChoice(method, kernel_options=each) for each in options]
 
 
 def _of_column_gradients(is_cuda, dgrad):
@@ -88,48 +85,26 @@ def _of_column_gradients(is_cuda, dgrad):
     dgrad before wgrad. Bulk runs its two GEMMs one after the other, so the number of
     streams has no effect.
     """
-    apart = (
-        MethodChoice(Method.RING_EXCHANGE) if is_cuda else MethodChoice(Method.DIRECT)
-    )
-    tunings = [KernelOptions()]
+    separate = MethodChoice(Method.RING_EXCHANGE if is_cuda else Method.DIRECT)
+    options = [KernelOptions()]
     if is_cuda:
-        tunings += [KernelOptions(sm_margin=margin) for margin in _MARGINS if margin]
-        tunings += [KernelOptions(gemm_algorithm=number) for number in _ALGORITHMS]
-        tunings += _by_kernels()
-    bulk = [
-        MethodChoice(Method.BULK, kernel_options=kernel_options)
-        for kernel_options in tunings
-    ]
-    choices = [*bulk, apart, dgrad or apart, MethodChoice(Method.XLA)]
+        options += [KernelOptions(sm_margin=2), *_ALGORITHMS, *_KERNELS]
+    choices = [*_with_options(Method.BULK, options), separate, dgrad or separate, _XLA]
     return list(dict.fromkeys(choices))
 
 
-def _tuning(num_lanes, sm_margin):
-    return KernelOptions(num_lanes=num_lanes, sm_margin=sm_margin)
-
-
-def _tuned(choice, kernel_options):
-    kernel_options = dataclasses.replace(
-        kernel_options, variant=choice.kernel_options.variant
-    )
-    return dataclasses.replace(choice, kernel_options=kernel_options)
-
-
-def _untuned(case, is_cuda) -> Iterator[MethodChoice]:
+def _with_default_options(case, is_cuda) -> Iterator[MethodChoice]:
     """Yields the methods and variants that apply to the case, with default options."""
     if not is_cuda:
         yield MethodChoice(Method.DIRECT)
-    yield MethodChoice(Method.RING_EXCHANGE)
+    variants = [Variant.PLAIN]
     if case.op == "all_gather_matmul" and has_pairs(case.num_ranks):
-        yield MethodChoice(
-            Method.RING_EXCHANGE,
-            kernel_options=KernelOptions(variant=Variant.AGGREGATE),
-        )
+        variants.append(Variant.AGGREGATE)
     if case.op == "matmul_all_reduce" and _fits_one_shot(case, is_cuda):
-        yield MethodChoice(
-            Method.RING_EXCHANGE, kernel_options=KernelOptions(variant=Variant.ONE_SHOT)
-        )
-    for num_splits in _SPLITS:
+        variants.append(Variant.ONE_SHOT)
+    options = [KernelOptions(variant=variant) for variant in variants]
+    yield from _with_options(Method.RING_EXCHANGE, options)
+    for num_splits in _NUM_SPLITS:
         yield MethodChoice(Method.PIPELINE, num_splits)
         # The variant sends a split after the GEMM of the next split. A CPU rank runs
         # one step at a time, so it gains nothing.
@@ -144,8 +119,7 @@ def _fits_one_shot(case, is_cuda):
 
     The memory is what `initialize_ub` allocates for the shape of the case.
     """
-    platform = "cuda" if is_cuda else "cpu"
     itemsize = jnp.dtype(case.dtype).itemsize if is_cuda else _F32_BYTES
     num_elements = case.M * case.N
-    sent = (case.num_ranks - 1) * num_elements * itemsize
-    return sent <= heap_bytes(platform, num_elements)
+    sent_bytes = (case.num_ranks - 1) * num_elements * itemsize
+    return sent_bytes <= heap_bytes("cuda" if is_cuda else "cpu", num_elements)

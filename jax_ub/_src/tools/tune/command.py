@@ -5,24 +5,30 @@ results for the tuned sizes. Running without overlap is one of the candidates.
 """
 
 import argparse
+import dataclasses
 import itertools
+import statistics
 from collections.abc import Sequence
 
-from jax_ub._src import dtypes
 from jax_ub._src.config import tuned_file
 from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
-from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
-from jax_ub._src.methods import Method
+from jax_ub._src.dtypes import BY_SHORT_NAME
+from jax_ub._src.errors import ShapeContractError, UbError, UnsupportedOverlapError
+from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.tuned_tables import environment
+from jax_ub._src.tables import format_row
 from jax_ub._src.tools.bench import machine
 from jax_ub._src.tools.bench.cases import DEFAULT_SHAPES, Shape, parse_shape
+from jax_ub._src.tools.bench.timing import Candidate, interleave
 from jax_ub._src.tools.options import list_of, names_of, output_path, positive
 from jax_ub._src.tools.simulate import models
 from jax_ub._src.tools.tune.candidates import candidates
-from jax_ub._src.tools.tune.measure import Timed, cases, dgrad_of, measure
+from jax_ub._src.tools.tune.cases import Operands, cases, dgrad_of
 
 _TOKENS = 8192
+_HEADER = ("op", "P", "M", "K", "N", "dtype", "best")
+_WIDTHS = (22, 2, 6, 6, 6, 9, 0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,25 +37,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=output_path,
         required=True,
-        help="the file; what it has for other devices and sizes is kept",
+        help="the file; its entries for other devices and sizes are kept",
     )
     parser.add_argument(
         "--tp",
         type=list_of(positive),
         default=(2,),
-        help="the P to tune for, as in 2,4 (default: 2)",
+        help="numbers of ranks P, such as 2,4 (default: 2)",
     )
     parser.add_argument(
         "--dtypes",
-        type=names_of(dtypes.BY_SHORT_NAME),
+        type=names_of(BY_SHORT_NAME),
         default=("bf16",),
         help="bf16,f32,f16",
     )
     parser.add_argument(
         "--shapes",
         type=list_of(parse_shape),
-        help="global sizes MxKxN of column linears, as in 512x1024x2816; the row "
-        "linear behind each is MxNxK",
+        help="global sizes MxKxN of column linears, such as 512x1024x2816; the row "
+        "linear after each is MxNxK",
     )
     parser.add_argument(
         "--model", help=f"instead: the linears of {', '.join(models.MODELS)}"
@@ -59,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=positive, default=9, help="timed calls of each candidate"
     )
     parser.add_argument(
-        "--platform", choices=("cpu", "cuda"), help="default: GPUs where jax has enough"
+        "--platform", choices=("cpu", "cuda"), help="default: GPUs if JAX has enough"
     )
     parser.set_defaults(run=command)
 
@@ -80,11 +86,11 @@ def command(given: argparse.Namespace) -> int:
     here = environment()
     tunings = tuned_file.read(given.output) if given.output.exists() else {}
     found = tunings.setdefault(here, {})
-    print(f"jax_ub tune on {here}\n\n{_head()}")
+    print(f"jax_ub tune on {here}\n\n{_row(_HEADER)}")
     wanted = dict.fromkeys(
         case
         for num_ranks, name, shape in itertools.product(given.tp, given.dtypes, shapes)
-        for case in cases(shape, num_ranks, dtypes.BY_SHORT_NAME[name], is_cuda)
+        for case in cases(shape, num_ranks, BY_SHORT_NAME[name], is_cuda)
     )
     num_candidates = 0
     for case in wanted:
@@ -92,12 +98,13 @@ def command(given: argparse.Namespace) -> int:
         dgrad = found[dgrad_of(case)][0] if case.op == COLUMN_GRADIENTS else None
         choices = candidates(case, is_cuda, dgrad)
         num_candidates += len(choices)
-        timed, refused = measure(case, choices, given.rounds)
-        times_us = {str(one.choice): one.us for one in timed}
-        found[case] = (timed[0].choice, times_us)
+        seconds, failed = measure(case, choices, given.rounds)
+        best = next(iter(seconds))
+        times_us = {str(choice): 1e6 * each for choice, each in seconds.items()}
+        found[case] = (best, times_us)
         tuned_file.write(given.output, tunings)
-        print(_line(case, timed), flush=True)
-        for choice, reason in refused:
+        print(_row((*dataclasses.astuple(case), _result(seconds))), flush=True)
+        for choice, reason in failed.items():
             print(f"    {choice} cannot run: {reason}")
     # Each candidate runs once more than `rounds`, to compile.
     print(
@@ -105,6 +112,19 @@ def command(given: argparse.Namespace) -> int:
         f"times each\nwrote {given.output}"
     )
     return 0
+
+
+def _row(cells):
+    return format_row(cells, _WIDTHS, right=range(1, 5))
+
+
+def _result(seconds):
+    """Returns the fastest choice, its time, and its speed relative to "xla"."""
+    best, *_ = seconds
+    xla_s = seconds.get(MethodChoice(Method.XLA))
+    is_overlapped = xla_s is not None and best.method is not Method.XLA
+    faster = f", {xla_s / seconds[best]:.2f} times as fast as xla"
+    return f"{best}: {1e6 * seconds[best]:.0f} us{faster if is_overlapped else ''}"
 
 
 def _shapes(given) -> Sequence[Shape]:
@@ -140,16 +160,26 @@ def _start(wanted, num_devices) -> bool:
     return False
 
 
-def _head():
-    return f"{'op':<22} {'P':>2} {'M':>6} {'K':>6} {'N':>6} {'dtype':<9} best"
+def measure(
+    case: TunedKey, choices: Sequence[MethodChoice], rounds: int
+) -> tuple[dict[MethodChoice, float], dict[MethodChoice, str]]:
+    """Times all method choices of a case, once per round, with equal operands.
 
-
-def _line(case: TunedKey, timed: Sequence[Timed]):
-    best = timed[0]
-    xla = [one.us for one in timed if one.choice.method is Method.XLA]
-    overlaps = xla and best.choice.method is not Method.XLA
-    ratio = f", {xla[0] / best.us:.2f} times as fast as xla" if overlaps else ""
-    return (
-        f"{case.op:<22} {case.num_ranks:>2} {case.M:>6} {case.K:>6} {case.N:>6} "
-        f"{case.dtype:<9} {best.choice}: {best.us:.0f} us{ratio}"
-    )
+    Returns:
+        The median seconds per call of each choice, including its dispatch, fastest
+        first; and the error texts of choices that failed to run.
+    """
+    operands = Operands(case)
+    running: list[Candidate] = []
+    failed = {}
+    for index, choice in enumerate(choices):
+        candidate = operands.candidate(str(index), choice)
+        try:
+            candidate()  # compiles it
+        except UbError as error:
+            failed[choice] = str(error)
+        else:
+            running.append(candidate)
+    found = interleave(running, rounds).seconds
+    seconds = {choices[int(name)]: statistics.median(t) for name, t in found.items()}
+    return dict(sorted(seconds.items(), key=lambda item: item[1])), failed

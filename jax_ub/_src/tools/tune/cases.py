@@ -1,7 +1,7 @@
-"""Builds the operands of a tuning case, and a program for each method choice."""
+"""Lists the cases that `tune` measures, and builds a program per method choice."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,15 +17,52 @@ from jax_ub._src.primitives.matmul_reduce_scatter import MatmulReduceScatter
 from jax_ub._src.primitives.wgrad import Wgrad
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.column_gradients import column_gradients
+from jax_ub._src.tools.bench.cases import Shape
 from jax_ub._src.tools.bench.machine import AXIS, Ranks, Spec, normal
 from jax_ub._src.tools.bench.timing import Candidate
+
+
+def cases(
+    shape: Shape, num_ranks: int, dtype: str, is_cuda: bool
+) -> Iterator[TunedKey]:
+    """Yields the cases to tune for a column linear layer and the row layer after it.
+
+    A case is an op with its global sizes, P and dtype. The gradients have the same
+    sizes: a row linear's dgrad is an AG+GEMM with the sizes of the column linear's
+    forward pass. The two gradients of a column linear together are a separate case,
+    with the sizes of its forward pass. On GPUs, GEMMs without communication are cases,
+    too, because they have algorithms to choose from.
+    """
+    row = shape.row
+    yield TunedKey("all_gather_matmul", num_ranks, shape.M, shape.K, shape.N, dtype)
+    yield TunedKey("matmul_reduce_scatter", num_ranks, row.M, row.K, row.N, dtype)
+    yield TunedKey("matmul_all_reduce", num_ranks, row.M, row.K, row.N, dtype)
+    yield TunedKey(COLUMN_GRADIENTS, num_ranks, shape.M, shape.K, shape.N, dtype)
+    if is_cuda:
+        local_N = shape.N // num_ranks
+        yield from _local_cases(shape.M, shape.K, local_N, dtype)
+        yield from _local_cases(shape.M, local_N, shape.K, dtype)
+
+
+def _local_cases(M, K, N, dtype):
+    """Yields cases of a rank's GEMMs without communication, for x [M, K], w [K, N]."""
+    yield TunedKey("matmul", 1, M, K, N, dtype)
+    yield TunedKey("dgrad", 1, M, N, K, dtype)
+    yield TunedKey("dgrad_add", 1, M, N, K, dtype)
+    yield TunedKey("wgrad", 1, K, M, N, dtype)
+    yield TunedKey("wgrad_accumulate", 1, K, M, N, dtype)
+
+
+def dgrad_of(case: TunedKey) -> TunedKey:
+    """Returns the GEMM+RS case that computes the dgrad of a column linear layer."""
+    return dataclasses.replace(case, op="matmul_reduce_scatter", K=case.N, N=case.K)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
     """The sizes of an op's operands, such as "MK" for [M, K], and their shardings.
 
-    If `adds` is set, the product is added in place to the last operand.
+    If `adds` is set, the result is added in place to the last operand.
     """
 
     operands: tuple[str, ...]
@@ -34,25 +71,25 @@ class _Layout:
     adds: bool = False
 
 
-_ROWS, _COLUMNS, _WHOLE = Spec(AXIS, None), Spec(None, AXIS), Spec()
+_ROWS, _COLUMNS, _REPLICATED = Spec(AXIS, None), Spec(None, AXIS), Spec()
 
 
-def _own(*operands: str, adds: bool = False) -> _Layout:
-    return _Layout(operands, (_WHOLE,) * len(operands), _WHOLE, adds)
+def _local(*operands: str, adds: bool = False) -> _Layout:
+    return _Layout(operands, (_REPLICATED,) * len(operands), _REPLICATED, adds)
 
 
 _LAYOUTS = {
     "all_gather_matmul": _Layout(("MK", "KN"), (_ROWS, _COLUMNS), _COLUMNS),
     "matmul_reduce_scatter": _Layout(("MK", "KN"), (_COLUMNS, _ROWS), _ROWS),
-    "matmul_all_reduce": _Layout(("MK", "KN"), (_COLUMNS, _ROWS), _WHOLE),
+    "matmul_all_reduce": _Layout(("MK", "KN"), (_COLUMNS, _ROWS), _REPLICATED),
     COLUMN_GRADIENTS: _Layout(
         ("MK", "KN", "MN"), (_ROWS, _COLUMNS, _COLUMNS), (_ROWS, _COLUMNS)
     ),
-    "matmul": _own("MK", "KN"),
-    "dgrad": _own("MK", "NK"),
-    "dgrad_add": _own("MK", "NK", "MN", adds=True),
-    "wgrad": _own("KM", "KN"),
-    "wgrad_accumulate": _own("KM", "KN", "MN", adds=True),
+    "matmul": _local("MK", "KN"),
+    "dgrad": _local("MK", "NK"),
+    "dgrad_add": _local("MK", "NK", "MN", adds=True),
+    "wgrad": _local("KM", "KN"),
+    "wgrad_accumulate": _local("KM", "KN", "MN", adds=True),
 }
 _PAIRS = {
     "matmul_reduce_scatter": MatmulReduceScatter,
@@ -134,7 +171,7 @@ def call_of(case: TunedKey) -> Call:
 
 def _column_gradients(case, choice):
     dtype = jnp.dtype(case.dtype)
-    site = CallConfig(
+    call_config = CallConfig(
         label=f"tune {case.op}",
         axis_name=(AXIS,),
         num_ranks=case.num_ranks,
@@ -144,7 +181,7 @@ def _column_gradients(case, choice):
 
     def gradients(x, w, dy):
         saved = {"x": x, "gathered": None, "ws": (w,), "main_grads": None}
-        dx, dws = column_gradients(site, saved, {0: dy}, None)
+        dx, dws = column_gradients(call_config, saved, {0: dy}, None)
         return dx, dws[0]
 
     return gradients

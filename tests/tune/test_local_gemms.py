@@ -1,4 +1,4 @@
-"""A rank's own products: what of them is tuned, and which calls take it."""
+"""Tests the tuning of GEMMs without communication, and which calls use it."""
 
 import jax
 import pytest
@@ -16,8 +16,8 @@ from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tools.bench.cases import Shape
 from jax_ub._src.tools.tune.candidates import candidates
-from jax_ub._src.tools.tune.measure import cases, measure
-from jax_ub._src.tools.tune.programs import Operands, call_of
+from jax_ub._src.tools.tune.cases import Operands, call_of, cases
+from jax_ub._src.tools.tune.command import measure
 
 M, K, N = 16, 8, 12
 SECOND = MethodChoice(Method.DIRECT, kernel_options=KernelOptions(gemm_algorithm=1))
@@ -25,7 +25,7 @@ SECOND = MethodChoice(Method.DIRECT, kernel_options=KernelOptions(gemm_algorithm
 
 @pytest.fixture
 def file_of(tmp_path, monkeypatch):
-    """Makes the choices those of the process."""
+    """Writes tuned choices to a file, and sets `JAX_UB_TUNED`."""
 
     def write(found):
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
@@ -45,8 +45,8 @@ def engine(monkeypatch):
 
 
 def algorithms(function, *operands):
-    """By target, those that the calls of a function are told on GPUs."""
-    # A function of its own each time: jax keeps what it has traced of the same.
+    """Returns the target and cuBLASLt algorithm of each call of a function on GPUs."""
+    # A new function each time, because JAX caches traces by function.
     text = cuda_text(jax.jit(lambda *operands: function(*operands)), *operands)
     return [
         (name, attribute(call, "gemm_algorithm")) for name, call in custom_calls(text)
@@ -65,7 +65,7 @@ RESIDUAL, MAIN_GRAD = shape(M, K), shape(K, N)
         ("wgrad_accumulate", (K, M, N), ub.wgrad_accumulate, (X, DY, MAIN_GRAD)),
     ],
 )
-def test_a_product_takes_its_own_algorithm_alone(
+def test_local_gemm_uses_only_its_own_algorithm(
     engine, file_of, op, sizes, function, operands
 ):
     case = TunedKey(op, 1, *sizes, "float32")
@@ -78,7 +78,7 @@ def test_a_product_takes_its_own_algorithm_alone(
     assert algorithm == 0
 
 
-def test_gradients_of_a_local_layer_take_theirs(engine, file_of):
+def test_gradients_of_a_local_layer_use_their_algorithms(engine, file_of):
     third = MethodChoice(Method.DIRECT, kernel_options=KernelOptions(gemm_algorithm=2))
     file_of(
         {
@@ -94,7 +94,7 @@ def test_gradients_of_a_local_layer_take_theirs(engine, file_of):
     assert sorted(found) == [("matmul", 1), ("wgrad", 2)]
 
 
-def test_what_is_not_just_like_a_tuned_product_takes_the_first(engine, file_of):
+def test_gemm_that_differs_from_the_tuned_one_uses_the_first_algorithm(engine, file_of):
     sizes = {"matmul": (M, K, N), "wgrad": (K, M, N), "wgrad_accumulate": (K, M, N)}
     file_of({TunedKey(op, 1, *s, "float32"): SECOND for op, s in sizes.items()})
     bias = shape(N)
@@ -104,7 +104,7 @@ def test_what_is_not_just_like_a_tuned_product_takes_the_first(engine, file_of):
 
 
 @pytest.mark.parametrize("method", ["pipeline", "xla"])
-def test_a_call_that_names_its_method_takes_the_first(engine, file_of, method):
+def test_call_with_a_method_uses_the_first_algorithm(engine, file_of, method):
     file_of({TunedKey("matmul", 1, M, K, N, "float32"): SECOND})
     found = algorithms(lambda x, w: ub.linear(x, w, method=method), X, W)
     assert found == ([("matmul", 0)] if method == "pipeline" else [])
@@ -122,7 +122,7 @@ def row_gradients(mesh, ub_name=None):
 
 
 @pytest.mark.parametrize("initialized", [False, True])
-def test_the_wgrad_of_a_row_layer_takes_its_algorithm(
+def test_wgrad_of_a_row_layer_uses_its_algorithm(
     engine, file_of, monkeypatch, initialized
 ):
     monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
@@ -137,7 +137,7 @@ def test_the_wgrad_of_a_row_layer_takes_its_algorithm(
 
 
 @pytest.mark.parametrize(("ub_cfgs", "expected"), [(None, 1), ("asked", 0)])
-def test_a_product_of_a_name_that_nobody_has_configured_takes_its_algorithm(
+def test_wgrad_uses_its_algorithm_unless_its_name_is_configured(
     engine, file_of, monkeypatch, ub_cfgs, expected
 ):
     monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
@@ -154,7 +154,7 @@ def test_a_product_of_a_name_that_nobody_has_configured_takes_its_algorithm(
 @pytest.mark.parametrize(
     ("method", "expected"), [(Method.PIPELINE, {1}), (Method.XLA, set())]
 )
-def test_a_wgrad_behind_tuned_communication_has_its_own_choice(
+def test_wgrad_after_tuned_communication_has_its_own_choice(
     engine, file_of, monkeypatch, method, expected
 ):
     monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
@@ -178,7 +178,7 @@ def test_a_wgrad_behind_tuned_communication_has_its_own_choice(
     assert {algorithm for name, algorithm in found if name == "wgrad"} == expected
 
 
-def test_a_product_may_be_faster_by_xla(file_of):
+def test_local_gemm_may_be_tuned_to_xla(file_of):
     file_of({TunedKey("matmul", 1, M, K, N, "float32"): MethodChoice(Method.XLA)})
     x, w = small_integers(0, (M, K)), small_integers(1, (K, N))
     run = jax.jit(lambda x, w: ub.linear(x, w))
@@ -186,7 +186,7 @@ def test_a_product_may_be_faster_by_xla(file_of):
     assert_equal(run(x, w), x @ w)
 
 
-def test_axes_that_do_not_agree_leave_local_products_to_the_process(
+def test_local_gemms_use_the_files_of_axes_only_if_these_are_equal(
     engine, file_of, monkeypatch
 ):
     case = TunedKey("matmul", 1, M, K, N, "float32")
@@ -203,7 +203,7 @@ def test_axes_that_do_not_agree_leave_local_products_to_the_process(
         assert algorithms(ub.linear, X, W) == [("matmul", expected)]
 
 
-def test_gpus_are_tuned_for_both_linears_own_products():
+def test_local_gemms_of_both_linears_are_tuned_on_gpus():
     shape = Shape(64, 32, 48)
     local = [c for c in cases(shape, 4, "bfloat16", True) if c.op in LOCAL_OPS]
     assert len(local) == len(set(local)) == 2 * len(LOCAL_OPS)
@@ -215,7 +215,7 @@ def test_gpus_are_tuned_for_both_linears_own_products():
 
 
 @pytest.mark.parametrize("op", LOCAL_OPS)
-def test_candidates_of_a_product_compute_it(op):
+def test_candidates_of_a_local_gemm_run(op):
     case = TunedKey(op, 1, 24, 40, 32, "bfloat16")
     choices = candidates(case, is_cuda=True)
     assert [str(choice) for choice in choices] == [
@@ -225,13 +225,14 @@ def test_candidates_of_a_product_compute_it(op):
         "direct, gemm_algorithm 3",
         "xla",
     ]
-    timed, refused = measure(case, choices, rounds=2)
-    assert not refused
-    assert {one.choice for one in timed} == set(choices)
+    seconds, failed = measure(case, choices, rounds=2)
+    assert not failed
+    assert set(seconds) == set(choices)
+    assert list(seconds.values()) == sorted(seconds.values())
 
 
 @pytest.mark.parametrize("op", LOCAL_OPS)
-def test_what_is_timed_is_what_a_choice_is_looked_up_for(op):
+def test_timed_call_has_the_key_of_its_case(op):
     case = TunedKey(op, 1, 24, 40, 32, "bfloat16")
     operands = Operands(case).candidate("", SECOND).operands
     assert tuned_key(call_of(case), operands) == case
