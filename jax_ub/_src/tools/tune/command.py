@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtypes",
         type=names_of(BY_SHORT_NAME),
         default=("bf16",),
-        help="bf16,f32,f16",
+        help=f"some of {','.join(BY_SHORT_NAME)} (default: bf16)",
     )
     parser.add_argument(
         "--shapes",
