@@ -3,16 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <optional>
 #include <sstream>
 #include <string_view>
 #include <thread>
 #include <utility>
 
-#include "engine/communicated_tensors.h"
-#include "engine/cpu/cpu_device.h"
-#include "engine/cpu/direct_planner.h"
 #include "engine/cpu/multi_process_direct.h"
+#include "engine/cpu/slot_run.h"
 #include "engine/executor.h"
 #include "platform/deadline.h"
 #include "platform/error.h"
@@ -46,8 +43,7 @@ int64_t BufferBytesOf(const CollectiveCall& collective,
   if (!UsesSlots(at)) {
     return DirectBufferBytes(at, collective.calls[0], communicator.num_processes());
   }
-  const SlotRequirements plan =
-      collective.slot_plans->Find(at, collective.calls[0], CpuDevice(pool));
+  const SlotRequirements plan = SlotRequirementsOf(collective, pool);
   if (plan.num_slots > SharedMemoryCommunicator::kMaxSlots) {
     throw UnsupportedError(
         "jax_ub." + at.label + ": " + std::string(OpName(at.op)) + " with num_splits " +
@@ -210,7 +206,7 @@ void CallSequencer::RunCalls() noexcept {
         std::lock_guard lock(mutex_);
         call = next_call_++;
       }
-      failure = Run(*collective, call);
+      failure = Run(collective, call);
     } catch (...) {
       failure = std::current_exception();
       Fail(failure);
@@ -303,7 +299,9 @@ std::string CallSequencer::UnmatchedCallMessage(const CallLogEntry& order,
 
 // Runs a call. Returns the error if every process rejects the call; throws failures
 // that are permanent.
-std::exception_ptr CallSequencer::Run(const CollectiveCall& collective, int64_t call) {
+std::exception_ptr CallSequencer::Run(
+    const std::shared_ptr<const CollectiveCall>& call_to_run, int64_t call) {
+  const CollectiveCall& collective = *call_to_run;
   const CallAttributes& at = *collective.attributes;
   const double timeout_s = hooks_.timeouts().call_s;
   CheckEqualShapes(collective);
@@ -314,7 +312,7 @@ std::exception_ptr CallSequencer::Run(const CollectiveCall& collective, int64_t 
   }
   if (UsesSlots(at)) {
     CompareSignatures(collective, call);
-    RunThroughSlots(collective, call, timeout_s);
+    RunThroughSlots(call_to_run, call, timeout_s);
   } else {
     ExecuteMultiProcess({at, collective.calls, call, timeout_s, collective.trace},
                         *communicator_, pool_,
@@ -353,68 +351,22 @@ std::string CallSequencer::TextOf(uint64_t signature,
   return text;
 }
 
-void CallSequencer::RunThroughSlots(const CollectiveCall& collective,
-                                    int64_t call,
-                                    double timeout_s) {
-  const CallAttributes& at = *collective.attributes;
-  const SlotRequirements plan =
-      collective.slot_plans->Find(at, collective.calls[0], CpuDevice(pool_));
-  std::optional<ConcurrentWork> products;
-  if (InfoOf(at.op).is_bulk()) {
-    WorkList work = PlanProducts(at, collective.calls, pool_.workers());
-    work.set_trace(collective.trace, {});
-    products.emplace(std::move(work), pool_);
-  }
-  struct Running {
-    std::atomic<size_t> next{0};  // index of the next local rank
-    std::mutex mutex;             // guards `num_left` and `failure`
-    std::condition_variable changed;
-    size_t num_left = 0;
-    std::exception_ptr failure;
-  };
-  const size_t num_ranks = collective.calls.size();
-  const auto running = std::make_shared<Running>();
-  running->num_left = num_ranks;
-  const auto run_next = [&, num_ranks, running] {
-    const size_t i = running->next.fetch_add(1);
-    // The call may have ended, so a late task must not access it.
-    if (i >= num_ranks) return;
-    std::exception_ptr own;
-    try {
-      Transport& transport =
-          communicator_->rank(local_ranks()[i], call, plan.num_slots, plan.slot_bytes);
-      const TraceContext trace = collective.trace.OfRank(collective.RankOf(i));
-      CpuDevice device(pool_, trace);
-      ExecuteRank(at, collective.calls[i], plan, timeout_s, transport, device, trace);
-    } catch (...) {
-      own = std::current_exception();
-      // If they are equal, a peer has reported the failure.
-      if (own != communicator_->poison()) {
-        const size_t num_begun = std::min(running->next.load(), num_ranks);
-        own = AddThreadShortage(own, static_cast<int>(num_begun),
-                                static_cast<int>(num_ranks));
-      }
-      Fail(own);  // otherwise the other ranks would wait for this one
-    }
-    std::lock_guard lock(running->mutex);
-    if (own && !running->failure) running->failure = own;
-    --running->num_left;
-    running->changed.notify_all();
-  };
-  try {
-    for (size_t i = 1; i < num_ranks; ++i) pool_.SubmitBlocking(run_next);
-  } catch (const std::bad_alloc&) {
-    // This thread runs the remaining ranks.
-  }
-  // Runs the ranks that no other thread has begun. At the system's limit of threads
-  // there may be some. They must fail like the ranks that waited for them.
-  while (running->next.load() < num_ranks) run_next();
-  {
-    std::unique_lock lock(running->mutex);
-    running->changed.wait(lock, [&] { return running->num_left == 0; });
-  }
-  if (products) products->Wait();
-  if (running->failure) std::rethrow_exception(running->failure);
+void CallSequencer::RunThroughSlots(
+    const std::shared_ptr<const CollectiveCall>& collective,
+    int64_t call,
+    double timeout_s) {
+  const SlotRequirements requirements = SlotRequirementsOf(*collective, pool_);
+  const auto run = std::make_shared<SlotRun>(
+      collective, requirements, timeout_s, pool_,
+      SlotRun::Hooks{.transport = [&](size_t i) -> Transport& {
+                       return communicator_->rank(local_ranks()[i], call,
+                                                  requirements.num_slots,
+                                                  requirements.slot_bytes);
+                     },
+                     .poison = [&] { return communicator_->poison(); },
+                     .fail = [&](const std::exception_ptr& reason) { Fail(reason); },
+                     .done = nullptr});
+  run->RunAndWait();
 }
 
 // Completes each rank on a separate thread, because its completion runs the rest of its

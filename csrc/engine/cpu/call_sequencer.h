@@ -110,9 +110,10 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
   void RunCalls() noexcept;
   std::shared_ptr<CollectiveCall> NextCall();
   std::shared_ptr<CollectiveCall> WaitForLocalCall(const CallLogEntry& order);
-  std::exception_ptr Run(const CollectiveCall& collective, int64_t call);
+  std::exception_ptr Run(const std::shared_ptr<const CollectiveCall>& collective,
+                         int64_t call);
   void CompareSignatures(const CollectiveCall& collective, int64_t call);
-  void RunThroughSlots(const CollectiveCall& collective,
+  void RunThroughSlots(const std::shared_ptr<const CollectiveCall>& collective,
                        int64_t call,
                        double timeout_s);
   bool Finish();

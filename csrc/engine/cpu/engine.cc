@@ -5,6 +5,7 @@
 #include "engine/communicated_tensors.h"
 #include "engine/cpu/cpu_device.h"
 #include "engine/cpu/direct_planner.h"
+#include "engine/cpu/slot_run.h"
 #include "engine/executor.h"
 #include "platform/error.h"
 
@@ -153,87 +154,42 @@ void Engine::ExecuteDirect(const std::shared_ptr<CollectiveCall>& collective,
       }));
 }
 
-struct Engine::SlotRun {
-  SlotRun(std::shared_ptr<CollectiveCall> whose,
-          const SlotRequirements& what,
-          SlotPool::PooledCommunicator where,
-          double how_long_s)
-      : collective(std::move(whose)),
-        plan(what),
-        timeout_s(how_long_s),
-        communicator(std::move(where)),
-        num_running(collective->attributes->num_ranks) {}
-
-  const std::shared_ptr<CollectiveCall> collective;
-  const SlotRequirements plan;
-  const double timeout_s;
-  SlotPool::PooledCommunicator communicator;
-  // GEMMs of a bulk op, concurrent with the schedule.
-  std::shared_ptr<ParallelJob> products;
-  std::atomic<int> num_begun{0};
-  std::atomic<int> num_running;
-  std::atomic<bool> failed{false};
-};
-
-void Engine::ExecuteSlots(std::shared_ptr<CollectiveCall> collective) {
-  const CallAttributes& at = *collective->attributes;
-  const SlotRequirements plan =
-      collective->slot_plans->Find(at, collective->calls[0], CpuDevice(*pool_));
-  auto slot_run = std::make_shared<SlotRun>(
-      collective, plan, slots_.Acquire(at.num_ranks, plan.num_slots, plan.slot_bytes),
-      rendezvous_->timeout_s());
-  if (InfoOf(at.op).is_bulk()) {
-    WorkList work = PlanProducts(at, collective->calls, pool_->workers());
-    work.set_trace(collective->trace, {});
-    slot_run->products = MakeJob(std::move(work));
-  }
-  Queue<BlockingTask> runs;  // submitted together, so that either all or none run
-  for (int rank = 0; rank < at.num_ranks; ++rank) {
-    runs.Push(std::make_shared<Closure>(
-        [this, slot_run, rank] { RunRank(*slot_run, rank); }));
-  }
-  pool_->SubmitBlocking(std::move(runs));
-  if (slot_run->products) pool_->Participate(slot_run->products);
-}
-
 // Peers access a rank's slots but never its buffers, so each rank completes
 // independently.
-void Engine::RunRank(SlotRun& slot_run, int rank) noexcept {
-  const CollectiveCall& collective = *slot_run.collective;
-  ++slot_run.num_begun;
-  std::exception_ptr failure;
-  try {
-    const TraceContext trace = collective.trace.OfRank(rank);
-    CpuDevice device(*pool_, trace);
-    ExecuteRank(*collective.attributes, collective.calls[rank], slot_run.plan,
-                slot_run.timeout_s, slot_run.communicator->rank(rank), device, trace);
-  } catch (...) {
-    failure = std::current_exception();
-    if (!slot_run.failed.exchange(true)) {
-      failure = AddThreadShortage(failure, slot_run.num_begun,
-                                  collective.attributes->num_ranks);
-      slot_run.communicator->Poison(failure);
-      Fail(collective, failure);
+void Engine::ExecuteSlots(const std::shared_ptr<CollectiveCall>& collective) {
+  const SlotRequirements requirements = SlotRequirementsOf(*collective, *pool_);
+  const auto communicator = std::make_shared<SlotPool::PooledCommunicator>(
+      slots_.Acquire(collective->attributes->num_ranks, requirements.num_slots,
+                     requirements.slot_bytes));
+  const auto complete = [this, collective, communicator](
+                            size_t i, const std::exception_ptr& failure, bool is_last) {
+    const int rank = static_cast<int>(i);
+    collective->trace.OfRank(rank).Since(collective->calls[i].submitted_ns,
+                                         TraceKind::kCall);
+    if (is_last) {
+      if ((*communicator)->poison()) {
+        communicator->reset();
+      } else {
+        slots_.Release(std::move(*communicator));
+      }
     }
-  }
-  if (slot_run.products) {
-    try {
-      slot_run.products->Wait();
-    } catch (...) {
-      failure = std::current_exception();
-    }
-  }
-  collective.trace.OfRank(rank).Since(collective.calls[rank].submitted_ns,
-                                      TraceKind::kCall);
-  const Completion done = collective.completions[rank];
-  if (slot_run.num_running.fetch_sub(1) == 1) {
-    if (slot_run.failed) {
-      slot_run.communicator.reset();
-    } else {
-      slots_.Release(std::move(slot_run.communicator));
-    }
-  }
-  done(failure);
+    const Completion done = collective->completions[i];
+    done(failure);
+  };
+  std::make_shared<SlotRun>(
+      collective, requirements, rendezvous_->timeout_s(), *pool_,
+      SlotRun::Hooks{
+          .transport = [communicator](size_t i) -> Transport& {
+            return (*communicator)->rank(static_cast<int>(i));
+          },
+          .poison = [communicator] { return (*communicator)->poison(); },
+          .fail =
+              [this, collective, communicator](const std::exception_ptr& reason) {
+                (*communicator)->Poison(reason);
+                Fail(*collective, reason);
+              },
+          .done = complete})
+      ->Start();
 }
 
 Counters Engine::counters() const {

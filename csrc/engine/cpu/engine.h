@@ -56,8 +56,6 @@ class Engine {
   Counters counters() const;
 
  private:
-  struct SlotRun;  // every rank executes its schedule
-
   void Execute(std::shared_ptr<CollectiveCall> collective,
                int last_rank,
                int64_t device);
@@ -65,8 +63,7 @@ class Engine {
   void Complete(const CollectiveCall& collective,
                 const std::exception_ptr& failure,
                 int here) noexcept;
-  void ExecuteSlots(std::shared_ptr<CollectiveCall> collective);
-  void RunRank(SlotRun& slot_run, int rank) noexcept;
+  void ExecuteSlots(const std::shared_ptr<CollectiveCall>& collective);
   void Fail(const CollectiveCall& collective,
             const std::exception_ptr& failure) noexcept;
   void BeginTrace(CollectiveCall& collective, int64_t device);

@@ -166,6 +166,7 @@ class Execution {
       WorkList work = PlanProducts(at_, own_, pool_.workers());
       work.set_trace(trace_, {});
       products.emplace(std::move(work), pool_);
+      products->Start();
     }
     meet_();
     const std::vector<RankCall> all = AllCalls();

@@ -150,22 +150,29 @@ void RunWork(const WorkList& work, ThreadPool& pool) {
 ConcurrentWork::ConcurrentWork(WorkList work, ThreadPool& pool)
     : pool_(pool),
       job_(MakeJob(std::move(work))),
-      is_begun_(std::make_shared<std::atomic<bool>>(false)) {
-  pool.SubmitBlocking([&pool, job = job_, is_begun = is_begun_] {
-    if (!is_begun->exchange(true)) pool.Participate(job);
-  });
-}
+      is_begun_(std::make_shared<std::atomic<bool>>(false)) {}
 
 ConcurrentWork::~ConcurrentWork() {
+  if (!is_begun_->exchange(true)) return;
   try {
-    Wait();
+    job_->Wait();
   } catch (...) {
     // An earlier Wait has reported it, or another error has already ended the caller.
   }
 }
 
-void ConcurrentWork::Wait() {
+void ConcurrentWork::Start() {
+  pool_.SubmitBlocking([&pool = pool_, job = job_, is_begun = is_begun_] {
+    if (!is_begun->exchange(true)) pool.Participate(job);
+  });
+}
+
+void ConcurrentWork::Participate() noexcept {
   if (!is_begun_->exchange(true)) pool_.Participate(job_);
+}
+
+void ConcurrentWork::Wait() {
+  Participate();
   job_->Wait();
 }
 

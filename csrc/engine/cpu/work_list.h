@@ -85,17 +85,24 @@ std::shared_ptr<ParallelJob> MakeJob(WorkList work, ParallelJob::Done done = nul
 // Runs the work and waits for it. The calling thread must be allowed to block.
 void RunWork(const WorkList& work, ThreadPool& pool);
 
-// Runs work concurrently with the calling thread, which must be allowed to block in
-// Wait.
+// Work that runs concurrently with the threads that wait for it. They must be allowed to
+// block in Wait.
 class ConcurrentWork {
  public:
   ConcurrentWork(WorkList work, ThreadPool& pool);
-  ~ConcurrentWork();  // waits; ignores exceptions of the units
+  // Waits for work that has begun, ignoring its exceptions. Prevents other work from
+  // beginning.
+  ~ConcurrentWork();
   ConcurrentWork(const ConcurrentWork&) = delete;
   ConcurrentWork& operator=(const ConcurrentWork&) = delete;
 
-  // Waits for the work. If no other thread has begun it, as at the system's limit of
-  // threads, the calling thread runs it. Rethrows the exception of a unit.
+  // Lets a thread of the pool begin the work.
+  void Start();
+  // Begins the work, unless another thread has begun it. Returns when no unit is left to
+  // begin.
+  void Participate() noexcept;
+  // Waits for the work, and begins it if no other thread has, as at the system's limit of
+  // threads. Rethrows the exception of a unit.
   void Wait();
 
  private:

@@ -35,6 +35,7 @@ class InProcessCommunicator {
   // Makes every pending and future wait of every rank fail with `reason`. Only the
   // first call takes effect.
   void Poison(const std::exception_ptr& reason);
+  std::exception_ptr poison() const { return peer_status_.poison(); }
 
  private:
   const int num_slots_;

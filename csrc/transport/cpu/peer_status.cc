@@ -39,6 +39,11 @@ void PeerStatus::ThrowIfPoisoned() const {
   std::rethrow_exception(poison_);
 }
 
+std::exception_ptr PeerStatus::poison() const {
+  std::lock_guard lock(mutex_);
+  return poison_;
+}
+
 void PeerStatus::SetLost(int process, const std::string& how) {
   std::lock_guard lock(mutex_);
   if (IsLost(process)) return;

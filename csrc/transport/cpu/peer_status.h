@@ -37,6 +37,7 @@ class PeerStatus {
   // Only the first call takes effect.
   void Poison(const std::exception_ptr& reason);
   void ThrowIfPoisoned() const;
+  std::exception_ptr poison() const;  // the reason, or nullptr
 
   // Records that a process is lost. `how` is, for example, "died", or empty if the
   // process closed its communicator in order. Only the first call for a process takes

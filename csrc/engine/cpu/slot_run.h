@@ -1,0 +1,76 @@
+// Runs the local ranks of a call that sends data through slots. Each rank executes its
+// schedule on a thread of the pool, because it may have to wait for its peers.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "engine/cpu/collective_call.h"
+#include "engine/cpu/thread_pool.h"
+#include "engine/cpu/work_list.h"
+#include "engine/slot_plans.h"
+#include "transport/transport.h"
+
+namespace jax_ub {
+
+// Returns the slots that the call needs. Throws UnsupportedError if the op does not
+// support the method.
+SlotRequirements SlotRequirementsOf(const CollectiveCall& collective, ThreadPool& pool);
+
+class SlotRun : public std::enable_shared_from_this<SlotRun> {
+ public:
+  // They may be called on any thread.
+  struct Hooks {
+    // Returns the transport of calls[i].
+    std::function<Transport&(size_t i)> transport;
+    // Returns the failure that ends all waits of the transports, or nullptr.
+    std::function<std::exception_ptr()> poison;
+    // Called for the first failure of a rank. Must end the waits of the other ranks.
+    std::function<void(const std::exception_ptr& reason)> fail;
+    // Called when calls[i] has ended, with its failure or nullptr. Must not throw. May be
+    // empty.
+    std::function<void(size_t i, const std::exception_ptr& failure, bool is_last)> done;
+  };
+
+  SlotRun(std::shared_ptr<const CollectiveCall> collective,
+          const SlotRequirements& requirements,
+          double timeout_s,
+          ThreadPool& pool,
+          Hooks hooks);
+
+  // Starts all ranks, or throws std::bad_alloc and starts none. The calling thread takes
+  // part in the GEMMs of a bulk op, which need no rank. Never blocks.
+  void Start();
+
+  // Runs all ranks and waits for them. The calling thread must be allowed to block: it
+  // runs the ranks that find no other thread. Rethrows the first failure.
+  void RunAndWait();
+
+ private:
+  size_t num_ranks() const { return collective_->calls.size(); }
+  std::shared_ptr<BlockingTask> NextRankTask();
+  void RunNextRank() noexcept;
+  void RunRank(size_t i);
+
+  const std::shared_ptr<const CollectiveCall> collective_;
+  const SlotRequirements requirements_;
+  const double timeout_s_;
+  ThreadPool& pool_;
+  const Hooks hooks_;
+  std::optional<ConcurrentWork> gemms_;  // of a bulk op
+  std::atomic<size_t> next_{0};          // index of the next rank to run
+  std::atomic<bool> has_failed_{false};
+
+  std::mutex mutex_;  // guards the members below
+  std::condition_variable all_ended_;
+  size_t num_left_;
+  std::exception_ptr failure_;  // the first one
+};
+
+}  // namespace jax_ub
