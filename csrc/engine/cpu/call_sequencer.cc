@@ -176,7 +176,7 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) {
   std::exception_ptr failure;
   {
     std::lock_guard lock(mutex_);
-    failure = failure_;
+    failure = communicator_->poison();
     if (!failure) {
       // Under one lock, so that log and queue have the same order.
       if (communicator_->is_leader()) {
@@ -266,7 +266,9 @@ std::shared_ptr<CollectiveCall> CallSequencer::WaitForLocalCall(
   const Deadline deadline = Deadline::After(reason.timeout_s);
   std::unique_lock lock(mutex_);
   for (;;) {
-    if (failure_) std::rethrow_exception(failure_);
+    if (const std::exception_ptr failure = communicator_->poison()) {
+      std::rethrow_exception(failure);
+    }
     if (std::shared_ptr<CollectiveCall> collective =
             run_id_offsets_.Find(order, complete_)) {
       complete_.erase(std::find(complete_.begin(), complete_.end(), collective));
@@ -398,7 +400,6 @@ void CallSequencer::OnPoison(const std::exception_ptr& reason) noexcept {
     std::shared_ptr<CollectiveCall> collective;
     {
       std::lock_guard lock(mutex_);
-      failure_ = reason;
       changed_.notify_all();
       if (complete_.empty()) break;
       collective = std::move(complete_.front());
@@ -426,11 +427,6 @@ std::exception_ptr CallSequencer::WithLabel(
   }
 } catch (...) {
   return reason;  // another type of error, or no memory for the text
-}
-
-std::exception_ptr CallSequencer::failure() const {
-  std::lock_guard lock(mutex_);
-  return failure_;
 }
 
 void CallSequencer::Close() {

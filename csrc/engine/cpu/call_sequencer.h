@@ -89,7 +89,7 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
   // Fails all pending and future calls, here and in every other process.
   void Fail(const std::exception_ptr& reason) noexcept;
   // Returns the reason of a permanent failure, or nullptr.
-  std::exception_ptr failure() const;
+  std::exception_ptr failure() const { return communicator_->poison(); }
   // Returns `reason` as the failure of the call `label`. A message about the
   // communicator ("... died") gets the call's label; a message that already names a
   // call is unchanged.
@@ -143,7 +143,6 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
   std::deque<std::shared_ptr<CollectiveCall>> complete_;
   bool is_running_ = false;
   int64_t next_call_ = 0;
-  std::exception_ptr failure_;
 };
 
 }  // namespace jax_ub
