@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 
 from jax_ub import ops
-from jax_ub._src.ops import registry
-from jax_ub._src.ops.operation import FusedOperation, fuse_windows
+from jax_ub._src.ops import fuser
+from jax_ub._src.ops.fused_operation import FusedOperation, fuse_windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ def first_of(length):
 @contextlib.contextmanager
 def only(*, joint=(), forward=(), backward=()):
     """Only these fusions are registered meanwhile."""
-    before = {name: registry.fusions(name) for name in registry.PASSES}
+    before = {name: fuser.fusions(name) for name in fuser.PASSES}
     _replace({"joint": joint, "forward": forward, "backward": backward})
     try:
         yield
@@ -62,8 +62,8 @@ def _replace(fusions):
         "forward": ops.register_forward_fusion,
         "backward": ops.register_backward_fusion,
     }
-    for name in registry.PASSES:
-        for fusion in registry.fusions(name):
+    for name in fuser.PASSES:
+        for fusion in fuser.fusions(name):
             ops.unregister_fusion(fusion)
     for name, chosen in fusions.items():
         for fusion in chosen:

@@ -122,7 +122,7 @@ class Unhashable:
 
 
 def test_a_field_that_does_not_hash_is_rejected():
-    with pytest.raises(ShapeContractError, match="Bias: bias_init = .* does not hash"):
+    with pytest.raises(ShapeContractError, match="bias_init = .* is not hashable"):
         ops.Bias(8, bias_init=Unhashable())
 
 

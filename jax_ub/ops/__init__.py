@@ -3,36 +3,36 @@
 TE is Transformer Engine.
 """
 
-from jax_ub._src.ops.basic.activation import GEGLU, GELU, ReLU, SiLU, SwiGLU
-from jax_ub._src.ops.basic.add_extra_input import AddExtraInput
-from jax_ub._src.ops.basic.all_gather import AllGather
-from jax_ub._src.ops.basic.all_reduce import AllReduce
-from jax_ub._src.ops.basic.basic_linear import BasicLinear
-from jax_ub._src.ops.basic.bias import Bias
-from jax_ub._src.ops.basic.constant_scale import ConstantScale
-from jax_ub._src.ops.basic.dropout import Dropout
-from jax_ub._src.ops.basic.identity import Identity
-from jax_ub._src.ops.basic.make_extra_output import MakeExtraOutput
-from jax_ub._src.ops.basic.normalization import LayerNorm, RMSNorm
-from jax_ub._src.ops.basic.quantize import Quantize
-from jax_ub._src.ops.basic.reduce_scatter import ReduceScatter
-from jax_ub._src.ops.basic.reshape import Reshape
-from jax_ub._src.ops.fuser import OperationFuser
-from jax_ub._src.ops.linear import Linear
-from jax_ub._src.ops.main_grads import (
-    gradients_of_main_grads,
-    merge_main_grads,
-    split_main_grads,
+from jax_ub._src.ops.activations import GEGLU, GELU, ReLU, SiLU, SwiGLU
+from jax_ub._src.ops.basic import (
+    AddExtraInput,
+    Bias,
+    ConstantScale,
+    Dropout,
+    Identity,
+    MakeExtraOutput,
+    Quantize,
+    Reshape,
 )
-from jax_ub._src.ops.operation import BasicOperation, FusedOperation, fuse_windows
-from jax_ub._src.ops.registry import (
+from jax_ub._src.ops.collectives import AllGather, AllReduce, ReduceScatter
+from jax_ub._src.ops.fused_operation import FusedOperation, fuse_windows
+from jax_ub._src.ops.fuser import (
+    OperationFuser,
     register_backward_fusion,
     register_forward_fusion,
     register_joint_fusion,
     unregister_fusion,
     without_fusions,
 )
-from jax_ub._src.ops.sequential import Sequential
+from jax_ub._src.ops.linear import BasicLinear, Linear
+from jax_ub._src.ops.normalization import LayerNorm, RMSNorm
+from jax_ub._src.ops.operation import BasicOperation
+from jax_ub._src.ops.sequential import (
+    Sequential,
+    gradients_of_main_grads,
+    merge_main_grads,
+    split_main_grads,
+)
 from jax_ub.ops import fused
 
 __all__ = [

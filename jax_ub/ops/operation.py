@@ -2,6 +2,7 @@
 
 import warnings
 
+from jax_ub._src.ops.fused_operation import *  # noqa: F403
 from jax_ub._src.ops.operation import *  # noqa: F403
 
 warnings.warn(

@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from jax_ub import ops
-from jax_ub._src.ops.operation import FusedOperation, Operation
+from jax_ub._src.ops.fused_operation import FusedOperation
+from jax_ub._src.ops.operation import Operation
 
 PINNED = [
     "BasicLinear",

@@ -84,7 +84,7 @@ def test_is_a_list():
     assert seq != [c, a, b]
     assert hash(seq) == hash(ops.Sequential(c, a, b))
     with pytest.raises(
-        ub.errors.ShapeContractError, match="a Bound is not an operation"
+        ub.errors.ShapeContractError, match="type Bound, not an operation"
     ):
         seq.append(type("Bound", (), {})())
 

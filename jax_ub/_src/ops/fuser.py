@@ -1,26 +1,222 @@
-"""Fuses a list of operations, and runs and differentiates the result."""
+"""Fuses a list of operations, and runs the result."""
 
+import contextlib
+import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from jax_ub._src import checks as shapes
-from jax_ub._src.errors import FusionError, ShapeContractError, shown
-from jax_ub._src.ops import registry
-from jax_ub._src.ops.channels import connect_channels, operation_label
-from jax_ub._src.ops.group import OperationGroup
-from jax_ub._src.ops.grouping import make_groups
-from jax_ub._src.ops.operation import (
-    FusedOperation,
-    Fusion,
-    Op,
-    Operation,
-    expand,
-    windows,
+from jax_ub._src import checks
+from jax_ub._src.errors import (
+    FusionError,
+    ShapeContractError,
+    UnknownNameError,
+    nearest,
+    shown,
 )
-from jax_ub._src.rules.fused_group import fused_group
+from jax_ub._src.ops.fused_backward import (
+    BackwardActivationBias,
+    BackwardAddRMSNorm,
+    BackwardLinearAdd,
+    BackwardLinearScale,
+)
+from jax_ub._src.ops.fused_forward import (
+    ForwardLinearBiasActivation,
+    ForwardLinearBiasAdd,
+    ForwardLinearScaleAdd,
+)
+from jax_ub._src.ops.fused_operation import FusedOperation, Fusion, Op, expand, windows
+from jax_ub._src.ops.group import OperationGroup, run_group
+from jax_ub._src.ops.operation import BasicOperation, Operation
+from jax_ub._src.ops.userbuffers import UserbuffersForwardLinear
+from jax_ub._src.ops.userbuffers_backward import UserbuffersBackwardLinear
+from jax_ub._src.runtime import registry
+
+PASSES = ("joint", "forward", "backward")
+# The order is Transformer Engine's. An operation that one fusion has taken is no longer
+# available to later fusions.
+FORWARD = (
+    UserbuffersForwardLinear,
+    ForwardLinearBiasAdd,
+    ForwardLinearBiasActivation,
+    ForwardLinearScaleAdd,
+)
+BACKWARD = (
+    UserbuffersBackwardLinear,
+    BackwardLinearAdd,
+    BackwardLinearScale,
+    BackwardActivationBias,
+    BackwardAddRMSNorm,
+)
+_FUSIONS: dict[str, list[Fusion]] = {
+    "joint": [],
+    "forward": [kind.fuse_forward_ops for kind in FORWARD],
+    "backward": [kind.fuse_backward_ops for kind in BACKWARD],
+}
+
+
+def register_joint_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
+    """Registers a function that fuses operations for forward and backward together.
+
+    Joint fusions run before the fusions of one direction.
+
+    Args:
+        fusion: takes a list of basic and fused operations in forward order; returns a
+            list of the same basic operations, some of them fused. See
+            `ops.fuse_windows`.
+        prepend: whether the fusion runs before the other registered joint fusions.
+
+    Raises:
+        FusionError: if `fusion` is not callable.
+    """
+    _register("joint", fusion, prepend)
+
+
+def register_forward_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
+    """Registers a function that fuses operations in the forward only.
+
+    `fusion` and `prepend` are as in `register_joint_fusion`.
+    """
+    _register("forward", fusion, prepend)
+
+
+def register_backward_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
+    """Registers a function that fuses operations in the backward only.
+
+    `fusion` and `prepend` are as in `register_joint_fusion`.
+    """
+    _register("backward", fusion, prepend)
+
+
+def unregister_fusion(fusion: Fusion) -> None:
+    """Removes a registered fusion, for the forward, the backward or both."""
+    for registered in _FUSIONS.values():
+        while fusion in registered:
+            registered.remove(fusion)
+
+
+def fusions(name: str) -> tuple[Fusion, ...]:
+    """Returns the fusions of a pass ("joint", "forward" or "backward"), in order."""
+    return tuple(_FUSIONS[name])
+
+
+@contextlib.contextmanager
+def without_fusions() -> Iterator[None]:
+    """Disables all registered fusions for calls that are traced inside the context.
+
+    Use it to measure what fusion saves, or to find out whether a fusion causes an
+    error. Fused operations that the caller constructed still run. A jitted function
+    that was traced before is not traced again, so it keeps its fusions.
+    """
+    before = {name: tuple(registered) for name, registered in _FUSIONS.items()}
+    for registered in _FUSIONS.values():
+        registered.clear()
+    try:
+        yield
+    finally:
+        for name, registered in _FUSIONS.items():
+            # Keep fusions that were registered inside the context, after the others.
+            registered[:] = dict.fromkeys([*before[name], *registered])
+
+
+def _register(name, fusion, prepend):
+    if not callable(fusion):
+        raise FusionError(
+            f"register_{name}_fusion: fusion = {shown(fusion)} is not callable. Pass a "
+            "function that takes and returns a list of operations."
+        )
+    if fusion not in _FUSIONS[name]:
+        _FUSIONS[name].insert(0 if prepend else len(_FUSIONS[name]), fusion)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtraTensorEdges:
+    """Records which extra input of an operation reads which extra output of another.
+
+    Extra inputs and outputs are the arrays that operations take and return besides the
+    activation, such as a residual connection. An *edge* is the number of one of these
+    arrays: an extra input that the caller passes, or an extra output of an operation.
+
+    Attributes:
+        inputs: for each operation, the edges that are its extra inputs.
+        outputs: for each operation, the edges that are its extra outputs.
+        from_caller: the edges that the caller passes, in argument order.
+        to_caller: the edges that are returned to the caller, in order.
+    """
+
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    from_caller: tuple[int, ...]
+    to_caller: tuple[int, ...]
+
+
+def connect_channels(ops: Sequence[BasicOperation]) -> ExtraTensorEdges:
+    """Connects each extra input to the extra output with the same channel name.
+
+    Extra inputs without a channel come from the caller.
+
+    Raises:
+        ShapeContractError: if two outputs have the same channel, or an operation reads
+            a channel before its producer.
+        UnknownNameError: if a channel has no producer.
+    """
+    numbers = itertools.count()
+    outputs = [tuple(itertools.islice(numbers, op.num_extra_outputs)) for op in ops]
+    producers: dict[str, tuple[int, int]] = {}  # index of the operation, edge
+    to_caller: list[int] = []
+    for i, op in enumerate(ops):
+        channels = op.extra_output_channels or (None,) * op.num_extra_outputs
+        for edge, channel in zip(outputs[i], channels, strict=True):
+            if channel is None or channel.output_to_caller:
+                to_caller.append(edge)
+            if channel is None:
+                continue
+            if channel.name in producers:
+                other = operation_label(ops, producers[channel.name][0])
+                raise ShapeContractError(
+                    f"{operation_label(ops, i)}: the channel {shown(channel.name)} is "
+                    f"already written by {other}. Give each extra output another "
+                    "channel."
+                )
+            producers[channel.name] = (i, edge)
+    inputs: list[tuple[int, ...]] = []
+    from_caller: list[int] = []
+    for i, op in enumerate(ops):
+        row: list[int] = []
+        for name in op.extra_input_channels or (None,) * op.num_extra_inputs:
+            if name is None:
+                from_caller.append(next(numbers))
+                row.append(from_caller[-1])
+            else:
+                row.append(_edge_of(name, ops, i, producers))
+        inputs.append(tuple(row))
+    return ExtraTensorEdges(
+        tuple(inputs), tuple(outputs), tuple(from_caller), tuple(to_caller)
+    )
+
+
+def _edge_of(name, ops, reader, producers) -> int:
+    if name not in producers:
+        known = nearest(name, producers) if producers else "No operation writes one."
+        raise UnknownNameError(
+            f"{operation_label(ops, reader)}: no extra output has the channel "
+            f"{shown(name)}. {known}"
+        )
+    producer, edge = producers[name]
+    if producer >= reader:
+        raise ShapeContractError(
+            f"{operation_label(ops, reader)}: it reads the channel {shown(name)}, "
+            f"which {operation_label(ops, producer)} writes later. Put the producer "
+            "first."
+        )
+    return edge
+
+
+def operation_label(ops: Sequence[BasicOperation], index: int) -> str:
+    """Returns an operation's index and name, for error messages."""
+    return f"operation {index} ({ops[index].label})"
 
 
 class OperationFuser:
@@ -49,10 +245,10 @@ class OperationFuser:
             UnknownNameError: if a channel has no producer.
         """
         self.ops = tuple(ops)
-        for place, op in enumerate(self.ops):
+        for i, op in enumerate(self.ops):
             if not isinstance(op, Operation):
                 raise ShapeContractError(
-                    f"OperationFuser: entry {place} is a {type(op).__name__}, not an "
+                    f"OperationFuser: entry {i} is of type {type(op).__name__}, not an "
                     "operation. Pass instances of the operations in jax_ub.ops."
                 )
         self.basic_ops = tuple(basic for op in self.ops for basic in op.basic_ops)
@@ -82,28 +278,23 @@ class OperationFuser:
         Raises:
             FusionError: if a fusion returns a list with different basic operations.
         """
-        ops = self._given(direction)
-        for _, _, after in self.steps(direction):
-            ops = after
+        ops = self._unfused(direction)
+        for _, _, ops in self.fusion_steps(direction):  # noqa: B007, the last result
+            pass
         return ops
 
-    def steps(self, direction: str) -> Iterator[tuple[Fusion, list[Op], list[Op]]]:
-        """Applies the fusions in order and yields each with its input and output.
+    def fusion_steps(
+        self, direction: str
+    ) -> Iterator[tuple[Fusion, list[Op], list[Op]]]:
+        """Applies the fusions in order; yields each with its input and its output."""
+        ops = self._unfused(direction)
+        for fusion in (*fusions("joint"), *fusions(direction)):
+            before, ops = ops, list(fusion(list(ops)))
+            name = getattr(fusion, "__qualname__", None) or shown(fusion)
+            self._check(f"the fusion {name}", ops)
+            yield fusion, before, ops
 
-        Both are lists of operations.
-
-        Raises:
-            FusionError: if a fusion returns a list with different basic operations.
-        """
-        ops = self._given(direction)
-        for name in ("joint", direction):
-            for fusion in registry.fusions(name):
-                before, ops = ops, list(fusion(list(ops)))
-                qualified = getattr(fusion, "__qualname__", None) or shown(fusion)
-                self._check(f"the fusion {qualified}", ops)
-                yield fusion, before, ops
-
-    def _given(self, direction) -> list[Op]:
+    def _unfused(self, direction) -> list[Op]:
         """Returns the operations that the first fusion receives.
 
         A fused operation that the caller constructed stays if it overrides `direction`.
@@ -116,31 +307,54 @@ class OperationFuser:
         self._check("the list", ops)
         return ops
 
-    def _check(self, name, ops):
+    def _check(self, source, ops):
         if expand(ops) != self.basic_ops:
             raise FusionError(
-                f"OperationFuser: {name} returned {list(expand(ops))}, but "
-                f"was given {list(self.basic_ops)}. A fused operation's basic_ops must "
-                "be the ones it takes the place of, in their order."
+                f"OperationFuser: {source} returned {list(expand(ops))}, but was given "
+                f"{list(self.basic_ops)}. A fused operation's basic_ops must be the "
+                "operations that it replaces, in their order."
             )
+        inputs, outputs = self.extra_edges.inputs, self.extra_edges.outputs
         for window, _ in windows(ops):
-            taken = set(itertools.chain(*self.extra_edges.inputs[window]))
-            for place, outputs in enumerate(
-                self.extra_edges.outputs[window], window.start
-            ):
-                if taken.intersection(outputs):
+            read = set(itertools.chain(*inputs[window]))
+            for i in range(window.start, window.stop):
+                if read.intersection(outputs[i]):
                     raise FusionError(
-                        f"OperationFuser: {name} covers both ends of a "
-                        "channel that begins at "
-                        f"{operation_label(self.basic_ops, place)}. Extra inputs come "
-                        f"from "
-                        "outside a window: fuse less."
+                        f"OperationFuser: {source} fuses the producer and a reader of "
+                        "a channel; the producer is "
+                        f"{operation_label(self.basic_ops, i)}. The extra inputs of a "
+                        "fused operation must come from outside its window: fuse fewer "
+                        "operations."
                     )
 
     @property
     def groups(self) -> tuple[OperationGroup, ...]:
         """The shortest runs of operations that can be differentiated separately."""
-        return make_groups(self.forward_ops, self.backward_ops, self.extra_edges)
+        forward, backward = (
+            {
+                window.start: op
+                if isinstance(op, FusedOperation)
+                else FusedOperation(op.basic_ops)
+                for window, op in windows(ops)
+            }
+            for ops in (self.forward_ops, self.backward_ops)
+        )
+        starts = sorted(set(forward) & set(backward))
+        edges, groups = self.extra_edges, []
+        for start, end in itertools.pairwise([*starts, len(self.basic_ops)]):
+            read_later = itertools.chain(*edges.inputs[end:])
+            wanted = {*edges.to_caller, *read_later}
+            outputs = edges.outputs[start:end]
+            group = OperationGroup(
+                tuple(forward[i] for i in range(start, end) if i in forward),
+                tuple(backward[i] for i in range(start, end) if i in backward),
+                start,
+                edges.inputs[start:end],
+                outputs,
+                tuple(edge for edge in itertools.chain(*outputs) if edge in wanted),
+            )
+            groups.append(group)
+        return tuple(groups)
 
     def __call__(
         self,
@@ -168,87 +382,77 @@ class OperationFuser:
             ShapeContractError: if a parameter, an input or a shape is invalid.
             UnsupportedOverlapError: if an explicitly requested method cannot run here.
         """
-        dealt = self._split(params)
-        shapes.check_array("OperationFuser", "x", x)
-        shapes.check_flag("OperationFuser", "deterministic", deterministic)
+        own_params = self._split(params)
+        checks.check_array("OperationFuser", "x", x)
+        checks.check_flag("OperationFuser", "deterministic", deterministic)
         keys = self._keys(key, deterministic)
         self._check_extra_inputs(extra_inputs)
-        for op, own in zip(self.basic_ops, dealt, strict=True):
+        for op, own in zip(self.basic_ops, own_params, strict=True):
             op.claim(own)
-        params = tuple({**own, **key} for own, key in zip(dealt, keys, strict=True))
+        own_params = [{**own, **keys.get(i, {})} for i, own in enumerate(own_params)]
         edges = dict(zip(self.extra_edges.from_caller, extra_inputs, strict=True))
         for group in self.groups:
             last = group.first + len(group.basic_ops)
             operands = {
                 "x": x,
-                "params": params[group.first : last],
-                "wires": {edge: edges[edge] for edge in group.taken},
+                "params": tuple(own_params[group.first : last]),
+                "edges": {edge: edges[edge] for edge in group.external_inputs},
             }
-            x, results = fused_group(group, operands)
+            with jax.disable_jit(False):  # see `run_group`
+                x, results, _ = run_group(registry.configuration(), group, operands)
             edges.update(results)
         public = [edges[edge] for edge in self.extra_edges.to_caller]
         return (x, *public) if public else x
 
-    def _split(self, params):
+    def _split(self, params) -> list[dict[str, jax.Array]]:
         """Splits `params` into one dict per basic operation and checks the names."""
-        if not isinstance(params, (tuple, list)) or len(params) != len(self.ops):
-            is_list = isinstance(params, (tuple, list))
-            found = f"{len(params)} entries" if is_list else "none"
+        if not isinstance(params, tuple | list) or len(params) != len(self.ops):
+            is_list = isinstance(params, tuple | list)
+            found = f" with {len(params)} entries" if is_list else ""
             raise ShapeContractError(
-                f"OperationFuser: params is a {type(params).__name__} of {found}, but "
-                f"there are {len(self.ops)} operations. Pass the tuple that init(key) "
-                "returns, with one entry for each."
+                f"OperationFuser: params is of type {type(params).__name__}{found}, "
+                f"but there are {len(self.ops)} operations. Pass the tuple that "
+                "init(key) returns, with one entry for each operation."
             )
-        dealt = [
-            dict(part)
-            for op, own in zip(self.ops, params, strict=True)
-            for part in op.split(own)
-        ]
-        for place, (op, own) in enumerate(zip(self.basic_ops, dealt, strict=True)):
-            wanted = set(op.specs())
-            if set(own) != wanted:
+        pairs = zip(self.ops, params, strict=True)
+        split = [dict(part) for op, own in pairs for part in op.split(own)]
+        for i, (op, own) in enumerate(zip(self.basic_ops, split, strict=True)):
+            names = set(op.specs())
+            if set(own) != names:
                 raise ShapeContractError(
-                    f"{operation_label(self.basic_ops, place)}: params has "
-                    f"{sorted(own)}, but "
-                    f"it takes {sorted(wanted)}. Pass what init(key) returns."
+                    f"{operation_label(self.basic_ops, i)}: params has {sorted(own)}, "
+                    f"but the operation has the parameters {sorted(names)}. Pass what "
+                    "init(key) returns."
                 )
-        return tuple(dealt)
+        return split
 
-    def _keys(self, key, deterministic):
-        """Returns a dict for each basic operation: its PRNG key, if it draws numbers.
-
-        Each key is `fold_in(key, index of the operation)`.
-
-        `__call__` merges the dicts into the parameters of the operations.
-        """
-        takers = [place for place, op in enumerate(self.basic_ops) if op.takes_key]
-        if takers and key is None and not deterministic:
+    def _keys(self, key, deterministic) -> dict[int, dict[str, jax.Array]]:
+        """Returns {"key": fold_in(key, i)} for each operation i that draws numbers."""
+        drawing = [i for i, op in enumerate(self.basic_ops) if op.takes_key]
+        if drawing and key is None and not deterministic:
             raise ShapeContractError(
-                f"{operation_label(self.basic_ops, takers[0])}: it draws random "
-                f"numbers, but "
-                "key = None. Pass key=jax.random.key(...), another one every step, or "
-                "deterministic=True."
+                f"{operation_label(self.basic_ops, drawing[0])}: it draws random "
+                "numbers, but key = None. Pass key=jax.random.key(...), a different "
+                "key every step, or deterministic=True."
             )
         if key is not None:
-            shapes.check_key("OperationFuser", "key", key)
-        draws = [] if deterministic else takers
-        return tuple(
-            {"key": jax.random.fold_in(key, place)} if place in draws else {}
-            for place in range(len(self.basic_ops))
-        )
+            checks.check_key("OperationFuser", "key", key)
+        if deterministic:
+            return {}
+        return {i: {"key": jax.random.fold_in(key, i)} for i in drawing}
 
     def _check_extra_inputs(self, extra_inputs):
-        wanted = len(self.extra_edges.from_caller)
-        if len(extra_inputs) != wanted:
-            takers = [
-                operation_label(self.basic_ops, place)
-                for place, row in enumerate(self.extra_edges.inputs)
-                if set(row) & set(self.extra_edges.from_caller)
+        from_caller = self.extra_edges.from_caller
+        if len(extra_inputs) != len(from_caller):
+            readers = [
+                operation_label(self.basic_ops, i)
+                for i, row in enumerate(self.extra_edges.inputs)
+                if set(row) & set(from_caller)
             ]
             raise ShapeContractError(
                 f"OperationFuser: {len(extra_inputs)} extra inputs, but the operations "
-                f"take {wanted}: {', '.join(takers) or 'none'}. Pass one for each, in "
-                "their order, after x."
+                f"take {len(from_caller)}: {', '.join(readers) or 'none'}. Pass one "
+                "for each, in their order, after x."
             )
         for i, array in enumerate(extra_inputs):
-            shapes.check_array("OperationFuser", f"extra input {i}", array)
+            checks.check_array("OperationFuser", f"extra input {i}", array)

@@ -1,23 +1,28 @@
-"""Differentiates a run of consecutive basic operations as one function."""
+"""Differentiates a group of consecutive operations as one function."""
 
 import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_ub._src.errors import UbError
-from jax_ub._src.ops.operation import (
-    BasicOperation,
-    FusedOperation,
-    RequestedGradients,
-    Residuals,
-    expand,
-    windows,
+from jax_ub._src.ops.fused_operation import FusedOperation, expand, windows
+from jax_ub._src.ops.operation import BasicOperation, RequestedGradients
+from jax_ub._src.primitives import varying
+from jax_ub._src.rules.vjp import (
+    is_placeholder,
+    is_zero,
+    placeholder,
+    residual_or_placeholder,
+    save,
 )
-from jax_ub._src.rules.fused_group import aval_or_placeholder, to_cotangent_aval
-from jax_ub._src.rules.vjp import placeholder, residual_or_placeholder, save
+
+Needs = tuple[RequestedGradients, ...]
+Saves = tuple[frozenset[str], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +36,6 @@ class OperationGroup:
     A group ends wherever a fused operation of the forward and one of the backward end
     together. With groups this short, JAX itself determines which of them need
     gradients, and sums the cotangents of an extra output that several groups read.
-
-    The operands are a dict: "x"; "params", a tuple with one dict for each operation;
-    and "wires", the extra inputs from outside the group by edge number. The results are
-    y and a dict of the extra outputs in `results` by edge number.
 
     Attributes:
         forward_ops: the operations that compute the results.
@@ -54,74 +55,36 @@ class OperationGroup:
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:
-        """The basic operations of the group, in forward order."""
         return expand(self.forward_ops)
 
     @property
-    def taken(self) -> set[int]:
-        """The numbers of the extra tensors that the group reads from outside."""
-        made = set(itertools.chain(*self.outputs))
-        return set(itertools.chain(*self.inputs)) - made
+    def external_inputs(self) -> set[int]:
+        """The edges that the group reads from outside."""
+        own_outputs = set(itertools.chain(*self.outputs))
+        return set(itertools.chain(*self.inputs)) - own_outputs
 
-    def forward(self, operands, cotangent_avals):
-        """Computes the group's outputs, and the residuals that its backward reads.
-
-        Runs the operations of `forward_ops` in order. `cotangent_avals` is None for
-        operands without a gradient.
-        """
-        needs = self._needs(cotangent_avals)
-        saves = self._saves(needs)
-        xs, edges, residuals = self._run(self.forward_ops, operands, saves)
-        kept = {
-            "ops": self._kept(residuals, saves),
-            "likes": self._likes(operands, needs),
-        }
-        return (xs[-1], {edge: edges[edge] for edge in self.results}), kept
-
-    def _run(self, ops, operands, saves):
-        """Runs the forward of `ops` in order; passes extra outputs to their readers.
-
-        Returns:
-            The input x of the first operation and the output of each, all edges, and
-            the residuals of each basic operation.
-        """
-        x, edges = operands["x"], dict(operands["wires"])
-        xs = [x]
-        residuals: list[Residuals] = []
-        for window, op in windows(ops):
-            params = operands["params"][window]
-            extras = _rows(edges, self.inputs[window])
-            with self._named(window, op):
-                x, outputs, saved = op.forward(params, x, extras, saves[window])
-            xs.append(x)
-            edges.update(_pairs(self.outputs[window], outputs))
-            residuals.extend(saved)
-        return xs, edges, residuals
-
-    def _needs(self, cotangent_avals) -> tuple[RequestedGradients, ...]:
+    def requested_gradients(self, cotangent_avals) -> Needs:
         """Returns which gradients the backward of each basic operation must compute.
 
         An operation computes dx if x has a cotangent or an earlier operation needs a
         gradient.
         """
-        reached = cotangent_avals["x"] is not None
+        is_reached = cotangent_avals["x"] is not None
         edges = {
-            edge: like is not None for edge, like in cotangent_avals["wires"].items()
+            edge: aval is not None for edge, aval in cotangent_avals["edges"].items()
         }
         needs = []
-        for own, inputs, outputs in zip(
+        for avals, inputs, outputs in zip(
             cotangent_avals["params"], self.inputs, self.outputs, strict=True
         ):
-            wanted = frozenset(name for name, like in own.items() if like is not None)
-            need = RequestedGradients(
-                reached, wanted, tuple(edges[edge] for edge in inputs)
-            )
-            reached = bool(need)
-            edges.update(dict.fromkeys(outputs, reached))
-            needs.append(need)
+            names = frozenset(name for name, aval in avals.items() if aval is not None)
+            extras = tuple(edges[edge] for edge in inputs)
+            needs.append(RequestedGradients(is_reached, names, extras))
+            is_reached = bool(needs[-1])
+            edges.update(dict.fromkeys(outputs, is_reached))
         return tuple(needs)
 
-    def _saves(self, needs) -> tuple[frozenset[str], ...]:
+    def saved_names(self, needs: Needs) -> Saves:
         """Returns, for each operation, which residuals its backward reads, by name."""
         saves: list[frozenset[str]] = []
         for window, op in windows(self.backward_ops):
@@ -129,13 +92,18 @@ class OperationGroup:
             saves.extend(op.saved(own) if any(own) else [frozenset()] * len(own))
         return tuple(saves)
 
-    def _kept(self, residuals, saves):
+    def kept_residuals(self, residuals, saves: Saves) -> tuple[dict[str, Any], ...]:
         """Replaces residuals that this backward does not read by empty placeholders.
 
-        A residual that only other requests would read is a placeholder, so the tree
-        does not depend on the requested gradients.
+        Residuals that the backward would read for other requested gradients are
+        placeholders too, so that the tree structure does not depend on the request.
         """
-        possible = self._saves(tuple(_everything(op) for op in self.basic_ops))
+        everything = tuple(
+            RequestedGradients(
+                True, frozenset(op.specs()), (True,) * op.num_extra_inputs
+            )
+            for op in self.basic_ops
+        )
 
         def keep(op, values, wanted, name):
             if name not in values:
@@ -143,116 +111,210 @@ class OperationGroup:
                 # are requested. So there is no value that another use of the jaxpr
                 # could keep, or that jax.vmap could map.
                 return placeholder()
-            return residual_or_placeholder(
-                name in wanted, save(values[name], name, op.comm_name)
-            )
+            value = save(values[name], name, op.comm_name)
+            return residual_or_placeholder(name in wanted, value)
 
         return tuple(
             {name: keep(op, values, wanted, name) for name in sorted(names)}
             for op, values, wanted, names in zip(
-                self.basic_ops, residuals, saves, possible, strict=True
+                self.basic_ops,
+                residuals,
+                saves,
+                self.saved_names(everything),
+                strict=True,
             )
         )
 
-    def _likes(self, operands, needs):
-        """Returns shapes and dtypes of the gradients of arrays between the operations.
+    def inner_cotangent_avals(self, operands, needs: Needs):
+        """Returns the cotangent avals of the arrays between the operations.
 
-        The arrays between operations that are fused do not exist at run time. Their
-        types come from an abstract evaluation of the unfused operations.
+        Arrays inside a fused operation do not exist at run time. Their types come from
+        an abstract evaluation of the unfused operations.
+
+        Returns:
+            The avals of each operation's x, and of each extra output by its edge.
         """
         if len(self.basic_ops) == 1:
             return (), {}
-        types = []
+        xs, edges = [], dict(operands["edges"])
 
         def run(operands):
-            unfused = [FusedOperation((op,)) for op in self.basic_ops]
-            xs, edges, _ = self._run(unfused, operands, [frozenset()] * len(unfused))
-            types.extend(jax.tree.map(jax.typeof, (xs[:-1], edges)))
+            x, arrays = operands["x"], dict(operands["edges"])
+            for i, op in enumerate(self.basic_ops):
+                xs.append(jax.typeof(x))
+                extras = tuple(arrays[edge] for edge in self.inputs[i])
+                x, outputs, _ = op.forward(
+                    operands["params"][i], x, extras, frozenset()
+                )
+                arrays.update(zip(self.outputs[i], outputs, strict=True))
+            edges.update(jax.tree.map(jax.typeof, arrays))
 
         jax.eval_shape(run, operands)
-        xs, edges = types
-        x_likes = tuple(
-            aval_or_placeholder(need.x, x) for need, x in zip(needs, xs, strict=True)
-        )
-        wire_likes = {
-            edge: aval_or_placeholder(bool(need), edges[edge])
-            for need, outputs in zip(needs, self.outputs, strict=True)
-            for edge in outputs
-        }
-        return x_likes, wire_likes
-
-    def backward(self, residuals, cotangents, cotangent_avals):
-        """Computes the gradients of the operands from the cotangents of the outputs.
-
-        Runs the operations of `backward_ops` from the last to the first.
-        """
-        needs = self._needs(cotangent_avals)
-        dy, d_results = cotangents
-        d_wires = dict(d_results)
-        x_likes, wire_likes = residuals["likes"]
-        wire_likes = {**cotangent_avals["wires"], **wire_likes}
-        d_params: list = [None] * len(needs)
-        for window, op in reversed(windows(self.backward_ops)):
-            saved = tuple(map(_present, residuals["ops"][window]))
-            d_outputs = _rows(d_wires, self.outputs[window])
-            with self._named(window, op):
-                dy, d_params[window], d_inputs = _backward(
-                    op, saved, dy, d_outputs, needs[window]
-                )
-            if window.start:
-                dy = to_cotangent_aval(x_likes[window.start], dy)
-            for edge, d in _pairs(self.inputs[window], d_inputs):
-                d = to_cotangent_aval(wire_likes[edge], d)
-                if d is not None:
-                    before = d_wires.get(edge)
-                    d_wires[edge] = d if before is None else before + d
-        return {
-            "x": dy,
-            "params": tuple(
-                {name: own.get(name) for name in like}
-                for like, own in zip(cotangent_avals["params"], d_params, strict=True)
+        return (
+            tuple(
+                aval_or_placeholder(need.x, x)
+                for need, x in zip(needs, xs, strict=True)
             ),
-            "wires": {edge: d_wires.get(edge) for edge in cotangent_avals["wires"]},
-        }
+            {
+                edge: aval_or_placeholder(bool(need), edges[edge])
+                for need, outputs in zip(needs, self.outputs, strict=True)
+                for edge in outputs
+            },
+        )
 
     @contextlib.contextmanager
-    def _named(self, window, op):
+    def naming_errors(self, window: slice, op: FusedOperation) -> Iterator[None]:
         """Prefixes errors with the index and the label of the operation that failed."""
         try:
             yield
         except UbError as error:
-            if str(error).startswith("operation "):
-                raise
-            names = ", ".join(basic.label for basic in op.basic_ops)
+            labels = ", ".join(basic.label for basic in op.basic_ops)
             raise type(error)(
-                f"operation {self.first + window.start} ({names}): {error}"
+                f"operation {self.first + window.start} ({labels}): {error}"
             ) from error
 
 
-def _rows(arrays, rows):
-    """Replaces each extra tensor's number in `rows` by its array, or by None."""
+def _run_operations(configuration, group: OperationGroup, operands, saves=None):
+    """Runs the forward operations of a group in order.
+
+    Args:
+        configuration: `registry.configuration()`. It is part of jit's cache key,
+            because the operations look up names and methods in it while they are
+            traced.
+        group: the operations.
+        operands: a dict of "x"; "params", a tuple with one dict for each operation; and
+            "edges", the extra inputs from outside the group by edge.
+        saves: the residuals that the backward reads; None without a backward.
+
+    Returns:
+        y, the extra outputs in `group.results` by edge, and the residuals of each basic
+        operation, or ().
+    """
+    x, edges = operands["x"], dict(operands["edges"])
+    residuals: list[Any] = []
+    for window, op in windows(group.forward_ops):
+        num = len(op.basic_ops)
+        with group.naming_errors(window, op):
+            x, outputs, saved = op.forward(
+                operands["params"][window],
+                x,
+                _arrays_of(edges, group.inputs[window]),
+                (frozenset(),) * num if saves is None else saves[window],
+            )
+        edges.update(_by_edge(group.outputs[window], outputs))
+        residuals.extend(saved)
+    results = {edge: edges[edge] for edge in group.results}
+    return x, results, () if saves is None else tuple(residuals)
+
+
+def _group_fwd(configuration, group, operands, saves):
+    values = jax.tree.map(lambda operand: operand.value, operands)
+    cotangent_avals = jax.tree.map(
+        lambda operand: cotangent_aval(operand.value) if operand.perturbed else None,
+        operands,
+    )
+    needs = group.requested_gradients(cotangent_avals)
+    saves = group.saved_names(needs)
+    y, results, residuals = _run_operations(configuration, group, values, saves)
+    avals = jax.tree.map(
+        lambda aval: placeholder() if aval is None else aval,
+        cotangent_avals,
+        is_leaf=_is_none,
+    )
+    kept = group.kept_residuals(residuals, saves)
+    return (y, results, ()), (avals, kept, group.inner_cotangent_avals(values, needs))
+
+
+def _group_bwd(configuration, group, _, saved, cotangents):
+    """Runs the backward operations of a group, from the last to the first."""
+    avals, residuals, (x_avals, edge_avals) = jax.tree.map(
+        lambda leaf: None if is_placeholder(leaf) else leaf, saved
+    )
+    dy, d_edges, _ = jax.tree.map(lambda ct: None if is_zero(ct) else ct, cotangents)
+    edge_avals = {**avals["edges"], **edge_avals}
+    needs = group.requested_gradients(avals)
+    d_params: list = [None] * len(needs)
+    for window, op in reversed(windows(group.backward_ops)):
+        own = tuple(
+            {name: value for name, value in values.items() if value is not None}
+            for values in residuals[window]
+        )
+        d_outputs = _arrays_of(d_edges, group.outputs[window])
+        has_gradients = any(needs[window]) and (
+            dy is not None or any(d is not None for row in d_outputs for d in row)
+        )
+        # Without gradients, the base class returns the old values of overwritten
+        # parameters, and None for all other gradients.
+        backward = (type(op) if has_gradients else FusedOperation).backward
+        with group.naming_errors(window, op):
+            dy, d_params[window], d_inputs = backward(
+                op, own, dy, d_outputs, needs[window]
+            )
+        if window.start:
+            dy = to_cotangent_aval(x_avals[window.start], dy)
+        for edge, d in _by_edge(group.inputs[window], d_inputs):
+            d = to_cotangent_aval(edge_avals[edge], d)
+            if d is not None:
+                before = d_edges.get(edge)
+                d_edges[edge] = d if before is None else before + d
+    gradients = {
+        "x": dy,
+        "params": tuple(
+            {name: own.get(name) for name in names}
+            for names, own in zip(avals["params"], d_params, strict=True)
+        ),
+        "edges": {edge: d_edges.get(edge) for edge in avals["edges"]},
+    }
+    return (jax.tree.map(to_cotangent_aval, avals, gradients, is_leaf=_is_none),)
+
+
+_rule = jax.custom_vjp(_run_operations, nondiff_argnums=(0, 1, 3))
+_rule.defvjp(_group_fwd, _group_bwd, symbolic_zeros=True)
+# JAX cannot evaluate a custom_vjp with symbolic zeros operation by operation in an
+# eager shard_map, so it must be called under `jax.disable_jit(False)`. Inside a traced
+# program the jit is inlined.
+run_group = jax.jit(_rule, static_argnums=(0, 1), inline=True)
+
+
+def _is_none(leaf):
+    return leaf is None
+
+
+def _arrays_of(arrays, rows):
     return tuple(tuple(arrays.get(edge) for edge in row) for row in rows)
 
 
-def _pairs(rows, arrays) -> Iterator[tuple[int, jax.Array | None]]:
-    """Yields each extra tensor's number with the array at the same position."""
+def _by_edge(rows, arrays):
     return zip(itertools.chain(*rows), itertools.chain(*arrays), strict=True)
 
 
-def _backward(op, residuals, dy, d_extras, needs):
-    arrived = dy is not None or any(d is not None for row in d_extras for d in row)
-    if any(needs) and arrived:
-        return op.backward(residuals, dy, d_extras, needs)
-    # Nothing to compute: the base class returns the old values of overwritten
-    # parameters, and None for all other gradients.
-    return FusedOperation.backward(op, residuals, dy, d_extras, needs)
+def cotangent_aval(value) -> jax.Array:
+    """Returns an empty array with the dtype and the varying axes of `value`."""
+    empty = jnp.zeros((0,), value.dtype)
+    return varying.promote(empty, varying.axes_of(value))
 
 
-def _everything(op):
-    return RequestedGradients(
-        True, frozenset(op.specs()), (True,) * op.num_extra_inputs
-    )
+def aval_or_placeholder(is_wanted: bool, value) -> jax.Array:
+    """Returns the cotangent aval of `value` if `is_wanted`, else a placeholder."""
+    return cotangent_aval(value) if is_wanted else placeholder()
 
 
-def _present(residuals):
-    return {name: value for name, value in residuals.items() if value is not None}
+def to_cotangent_aval(
+    aval: jax.Array | None, gradient: jax.Array | None
+) -> jax.Array | None:
+    """Converts a gradient to the dtype and the varying axes of its operand.
+
+    A gradient that varies over more mesh axes belongs to an operand that was promoted
+    to those axes. The transpose of the promotion is a sum, which is computed here.
+
+    Args:
+        aval: `cotangent_aval` of the operand; None if its gradient is not needed.
+        gradient: the gradient of the operand, or None.
+    """
+    if aval is None or gradient is None:
+        return None
+    axes = varying.axes_of(aval)
+    extra = tuple(sorted(varying.axes_of(gradient) - axes))
+    if extra:
+        gradient = varying.sum_over(extra, gradient)
+    return varying.promote(gradient.astype(aval.dtype), axes)

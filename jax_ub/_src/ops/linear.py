@@ -1,18 +1,391 @@
-"""A linear layer with its bias, as one entry of a `Sequential`."""
+"""Linear layers: `BasicLinear`, and `Linear`, which adds a bias."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.nn import initializers
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
-from jax_ub._src import arguments
-from jax_ub._src import checks as shapes
-from jax_ub._src.ops.basic.basic_linear import BasicLinear, default_kernel_init
-from jax_ub._src.ops.basic.bias import Bias
-from jax_ub._src.ops.operation import Operation, check_params, constructor_call
+from jax_ub._src import arguments, checks, methods, reference
+from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
+from jax_ub._src.methods import Method
+from jax_ub._src.ops.basic import Bias
+from jax_ub._src.ops.collectives import is_partial_cotangent
+from jax_ub._src.ops.group import cotangent_aval
+from jax_ub._src.ops.operation import (
+    BasicOperation,
+    Operation,
+    Params,
+    RequestedGradients,
+    Residuals,
+    check_params,
+    compute_dtype,
+    constructor_call,
+    init_parameter,
+)
+from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
+from jax_ub._src.primitives import varying
+from jax_ub._src.primitives.all_gather import all_gather
+from jax_ub._src.primitives.all_reduce import all_reduce
+from jax_ub._src.primitives.matmul import matmul
+from jax_ub._src.primitives.reduce_scatter import reduce_scatter
+from jax_ub._src.primitives.wgrad import wgrad
+from jax_ub._src.rules import main_grads as accumulators
+from jax_ub._src.rules.call_config import (
+    CallConfig,
+    make_call_config,
+    make_local_call_config,
+)
+from jax_ub._src.rules.layer import accumulation
+
+default_kernel_init = initializers.lecun_normal()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class BasicLinear(BasicOperation):
+    """A linear map without bias, `x @ kernel`, optionally tensor parallel.
+
+    | mode | sequence_parallel | x | kernel | y |
+    |---|---|---|---|---|
+    | None | | `[..., K]` | `[K, N]` | `[..., N]` |
+    | "column" | True | `[..., M/P, K]` | `[K, N/P]` | `[..., M, N/P]` |
+    | "column" | False | `[..., K]`, replicated | `[K, N/P]` | `[..., N/P]` |
+    | "row" | True | `[..., M, K/P]` | `[K/P, N]` | `[..., M/P, N]` |
+    | "row" | False | `[..., K/P]` | `[K/P, N]` | `[..., N]`, replicated |
+
+    Unfused, it runs the collective and the GEMM one after the other. With
+    `userbuffers_options`, `ops.fused.UserbuffersForwardLinear` and
+    `UserbuffersBackwardLinear` replace it and overlap communication with the GEMMs.
+
+    Transformer Engine: `te.ops.BasicLinear`. Parameters: "kernel", and with
+    `accumulate_into_main_grad` also "main_grad", the f32 accumulator of the kernel's
+    gradient. Residuals: "x" and "kernel", this rank's shards in the dtype of the
+    computation; "main_grad"; and "x_aval", an empty array with the dtype and the
+    varying axes of the input.
+
+    Attributes:
+        in_features: the global number of input features, K.
+        out_features: the global number of output features, N.
+        tensor_parallel_mode: "column", "row" or None.
+        axis_name: the mesh axis that the kernel is sharded over.
+        sequence_parallel: whether the activations outside a column-row pair are sharded
+            along their tokens (axis -2).
+        userbuffers_options: `{"comm_name": name}`, where `name` is a key of
+            `initialize_ub(ub_cfgs=...)` without "_fprop", "_dgrad" or "_wgrad". An
+            optional entry "method" takes precedence over `method`.
+        accumulate_into_main_grad: whether the kernel's gradient is added to the
+            parameter "main_grad". The cotangent of "main_grad" is then its new value.
+        method: how GEMM and communication overlap. None takes the method that
+            `initialize_ub` configures for `comm_name`, else `JAX_UB_METHOD`, else
+            "auto".
+        dtype: dtype of the computation and of y; None takes the dtype of x.
+        param_dtype: dtype of the kernel.
+        kernel_init: initializer of the global kernel.
+    """
+
+    in_features: int
+    out_features: int
+    _: dataclasses.KW_ONLY
+    tensor_parallel_mode: str | None = None
+    axis_name: str = "tp"
+    sequence_parallel: bool = False
+    userbuffers_options: Any = None  # a mapping; stored as a hashable tuple
+    accumulate_into_main_grad: bool = False
+    method: str | None = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., jax.Array] = default_kernel_init
+
+    overwritten = frozenset({"main_grad"})
+
+    def __post_init__(self):
+        """Checks the constructor arguments that do not depend on the mesh.
+
+        Raises:
+            UnknownNameError: if a mode, method or option is unknown, or a flag is not a
+                bool.
+            UnsupportedOverlapError: if the method is "bulk", which the forward does not
+                support.
+            ShapeContractError: if a size is not a positive integer, or an option is
+                invalid.
+        """
+        if self.tensor_parallel_mode is not None:
+            name = "tensor_parallel_mode"
+            check_parallel(self.label, name, self.tensor_parallel_mode)
+        for name in ("in_features", "out_features"):
+            checks.check_size(self.label, name, getattr(self, name))
+        options = _checked_options(self.label, self.userbuffers_options)
+        object.__setattr__(self, "userbuffers_options", options)
+        super().__post_init__()
+        for source, method in (
+            ("method", self.method),
+            ('userbuffers_options["method"]', dict(options or ()).get("method")),
+        ):
+            if methods.resolve(self.label, method, None) is Method.BULK:
+                methods.refuse_bulk(self.label, source)
+
+    @property
+    def mode(self) -> ParallelMode:
+        """The layer's row in the table of parallel modes."""
+        return mode_of(self.tensor_parallel_mode, self.sequence_parallel)
+
+    @property
+    def comm_name(self) -> str | None:
+        return dict(self.userbuffers_options or ()).get("comm_name")
+
+    @property
+    def chosen_method(self) -> Any:
+        """The method in `userbuffers_options` if it has one, else `method`."""
+        return dict(self.userbuffers_options or ()).get("method", self.method)
+
+    def init(self, key):
+        shape = (self.in_features, self.out_features)
+        kernel = init_parameter(self, "kernel_init", self.kernel_init, key, shape)
+        params = {"kernel": kernel}
+        if self.accumulate_into_main_grad:
+            params["main_grad"] = jnp.zeros(shape, jnp.float32)
+        return params
+
+    def specs(self):
+        is_sharded = self.tensor_parallel_mode is not None
+        spec = self.mode.kernel_spec(self.axis_name) if is_sharded else PartitionSpec()
+        names = ["kernel", "main_grad"][: 1 + self.accumulate_into_main_grad]
+        return dict.fromkeys(names, spec)
+
+    def claim(self, params):
+        if self.accumulate_into_main_grad:
+            accumulators.claim(self.label, params["main_grad"], params["kernel"])
+
+    def saved(self, needs):
+        names = {"kernel", "x_aval"} if needs.x else set()
+        if self.wants_wgrad(needs):
+            names.add("x")
+        return frozenset(names | (self.overwritten & needs.params))
+
+    def wants_wgrad(self, needs: RequestedGradients) -> bool:
+        """Returns whether the backward computes the gradient of the kernel.
+
+        With `accumulate_into_main_grad`, it is part of the cotangent of "main_grad".
+        """
+        name = "main_grad" if self.accumulate_into_main_grad else "kernel"
+        return name in needs.params
+
+    def call_config(self, dtype: DTypeLike) -> CallConfig:
+        """Returns the ranks, the method and the dtype with which the layer runs.
+
+        Raises:
+            ShapeContractError: if the axis is not a manual mesh axis.
+        """
+        named = (self.comm_name, self.chosen_method)
+        if self.tensor_parallel_mode is None:
+            config = make_local_call_config(self.label, *named, mode=self.mode)
+        else:
+            config = make_call_config(
+                self.label, self.axis_name, *named, mode=self.mode
+            )
+        return config.with_dtypes(dtype, dtype)
+
+    def operands(self, config: CallConfig, params: Params, x: jax.Array) -> Residuals:
+        """Checks x and the parameters; casts x and kernel to the layer's dtype.
+
+        Returns:
+            The residuals, which contain the operands "x", "kernel" and "main_grad".
+
+        Raises:
+            ShapeContractError: if the shapes do not match each other or the mesh.
+        """
+        kernel, label, num_ranks = params["kernel"], config.label, config.num_ranks
+        checks.check_float(label, x=x, kernel=kernel)
+        has_token_shards = self.tensor_parallel_mode and self.sequence_parallel
+        checks.check_rank(label, "x", x, 2 if has_token_shards else 1)
+        checks.check_not_empty(label, "x", x)
+        shape, dim = [self.in_features, self.out_features], self.mode.sharded_dim
+        if dim is not None:
+            if shape[dim] % num_ranks:
+                raise ShapeContractError(
+                    f"{label}: {self.mode.sharded}_features = {shape[dim]} is not a "
+                    f"multiple of the {num_ranks} ranks. Pass a multiple of "
+                    f"{num_ranks}."
+                )
+            shape[dim] //= num_ranks
+        meaning = "this rank's shard, [in, out]"
+        checks.check_shape(label, "kernel", kernel, tuple(shape), meaning)
+        checks.check_contraction(label, x, kernel, num_ranks, self.mode.sharded)
+        if self.mode.op == "matmul_reduce_scatter":
+            checks.check_divides(label, x, num_ranks)
+        residuals = {
+            "x": x.astype(config.dtype),
+            "kernel": kernel.astype(config.dtype),
+            "x_aval": cotangent_aval(x),
+        }
+        if self.accumulate_into_main_grad:
+            axes = config.axes(x, kernel)
+            main_grad = accumulators.promote(label, params["main_grad"], axes)
+            residuals["main_grad"] = main_grad
+        return residuals
+
+    def forward(self, params, x, extra_inputs, saves):
+        y, residuals = self.multiply(params, x)
+        return y, (), residuals
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        return *self.gradients(residuals, dy, needs), ()
+
+    def multiply(
+        self,
+        params: Params,
+        x: jax.Array,
+        *,
+        bias: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        scale: float = 1.0,
+        out_dtype: DTypeLike | None = None,
+    ) -> tuple[jax.Array, Residuals]:
+        """Computes `scale * x @ kernel + bias + residual`, without overlap.
+
+        A column-parallel layer all-gathers x before the GEMM; a row-parallel layer sums
+        the products over the ranks after it. Bias and residual are added once, in f32,
+        after any reduction over the ranks.
+
+        Args:
+            params: the parameters.
+            x: the input.
+            bias: `[N]`, for the features of the result on this rank.
+            residual: array with the shape of the result. Without a reduction over the
+                ranks, the result reuses its buffer if it is not read later.
+            scale: factor of the product.
+            out_dtype: dtype of y; None takes the dtype of the computation.
+
+        Returns:
+            y, and the residuals.
+        """
+        config = self.call_config(compute_dtype(self.dtype, x))
+        residuals = self.operands(config, params, x)
+        x, kernel = residuals["x"], residuals["kernel"]
+        dtype = config.dtype if out_dtype is None else out_dtype
+        is_vector = x.ndim == 1
+        if is_vector:
+            x, residual = x[None], None if residual is None else residual[None]
+        if self.mode.op == "all_gather_matmul":
+            x = all_gather(x, **config.alone)
+        if self.tensor_parallel_mode != "row":
+            y = _matmul(config, x, kernel, bias, residual, scale=scale, out_dtype=dtype)
+        else:
+            y = _matmul(config, x, kernel, scale=scale, out_dtype=jnp.float32)
+            is_last = bias is None and residual is None
+            y = self._reduced(config, y, dtype if is_last else jnp.float32)
+            y = reference.add(y, bias, residual, out_dtype=dtype)
+        return y[0] if is_vector else y, residuals
+
+    def gradients(
+        self,
+        residuals: Residuals,
+        dy: jax.Array,
+        needs: RequestedGradients,
+        *,
+        residual: jax.Array | None = None,
+        scale: float = 1.0,
+    ) -> tuple[jax.Array | None, Params]:
+        """Computes the gradients of x and of the kernel, without overlap.
+
+        Args:
+            residuals: the residuals that `saved(needs)` names.
+            dy: gradient of the result.
+            needs: the gradients to compute.
+            residual: array with the shape of x that is added to dx; the sum has its
+                dtype. If dx is not reduced over the ranks, the sum reuses the buffer of
+                `residual` if it is not read later.
+            scale: factor of both products.
+
+        Returns:
+            dx or None; and a dict with the gradient of "kernel" or the new value of
+            "main_grad".
+        """
+        x, kernel = residuals.get("x"), residuals.get("kernel")
+        operand = next(a for a in (kernel, x, dy) if a is not None)
+        config, mode = self.call_config(operand.dtype), self.mode
+        dy = dy.astype(config.dtype)
+        is_vector = dy.ndim == 1
+        if is_vector:
+            dy, x = dy[None], None if x is None else x[None]
+            residual = None if residual is None else residual[None]
+        if mode.op == "matmul_reduce_scatter":
+            dy = all_gather(dy, **config.alone)
+        elif mode.op == "matmul_all_reduce" and is_partial_cotangent(config, dy):
+            dy = all_reduce(dy, **config.alone)
+        dx, d_params = None, {}
+        if needs.x:
+            x_axes = varying.axes_of(residuals["x_aval"])
+            dx = self._dgrad(config, dy, kernel, residual, scale, x_axes)
+            dx = dx[0] if is_vector else dx
+        if self.wants_wgrad(needs):
+            assert x is not None
+            if mode.op == "all_gather_matmul":
+                x = all_gather(x, **config.alone)
+            config = config.with_dw_dtype(self.param_dtype)
+            main_grad = residuals.get("main_grad")
+            sums, dtype = accumulation(config, (dy,), main_grad)
+            (dw,) = wgrad(x, (dy,), sums, scale=scale, out_dtype=dtype, **config.local)
+            d_params["kernel" if main_grad is None else "main_grad"] = dw
+        return dx, d_params
+
+    def _dgrad(self, config, dy, kernel, residual, scale, x_axes):
+        out_dtype = config.dtype if residual is None else residual.dtype
+        options = {"rhs_transposed": True, "scale": scale}
+        # Without sequence parallelism, dx is summed over the ranks only if x has a
+        # replicated type. Otherwise dx stays partial: by JAX's convention, the ranks'
+        # cotangents then add up to the gradient.
+        is_replicated = config.is_vma_checked and not x_axes & set(config.axis_name)
+        is_column = self.tensor_parallel_mode == "column"
+        if not is_column or not (self.sequence_parallel or is_replicated):
+            options["out_dtype"] = out_dtype
+            return _matmul(config, dy, kernel, None, residual, **options)
+        dx = _matmul(config, dy, kernel, out_dtype=jnp.float32, **options)
+        dx = self._reduced(config, dx, out_dtype if residual is None else jnp.float32)
+        return reference.add(dx, residual, out_dtype=out_dtype)
+
+    def _reduced(self, config, partial, dtype):
+        if self.sequence_parallel:
+            return reduce_scatter(partial, out_dtype=dtype, **config.alone)
+        return all_reduce(partial, **config.alone)
+
+
+def _matmul(config, x, kernel, bias=None, residual=None, **options):
+    return matmul((x,), (kernel,), bias, residual, **options, **config.local)
+
+
+def _checked_options(label, options):
+    if options is None:
+        return None
+    known = ("comm_name", "method")
+    is_items = isinstance(options, tuple) and all(
+        isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+        for item in options
+    )
+    if isinstance(options, Mapping) or is_items:
+        options = dict(options)
+    if not isinstance(options, dict) or "comm_name" not in options:
+        raise ShapeContractError(
+            f"{label}: userbuffers_options = {shown(options)} has no comm_name. Pass "
+            'userbuffers_options={"comm_name": "qkv"}, or None for no overlap.'
+        )
+    for name in options:
+        if name not in known:
+            raise UnknownNameError(
+                f"{label}: userbuffers_options has no {shown(name)}. "
+                f"{nearest(name, known)}"
+            )
+    name = options["comm_name"]
+    if not isinstance(name, str) or not name:
+        raise ShapeContractError(
+            f"{label}: comm_name = {shown(name)} is not the name of an overlap. Pass a "
+            'string, for example "qkv".'
+        )
+    return tuple(options.items())
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -61,19 +434,16 @@ class Linear(Operation):
     bias_init: Callable[..., jax.Array] = initializers.zeros
 
     def __post_init__(self):
-        """Checks the layer's options, by constructing its `BasicLinear`."""
         arguments.check("Linear", use_bias=self.use_bias)
         linear = self.basic_ops[0]
         options = getattr(linear, "userbuffers_options", None)
         object.__setattr__(self, "userbuffers_options", options)
 
     def __repr__(self) -> str:
-        """Returns the constructor call as text, leaving out default arguments."""
         return constructor_call(self)
 
     @property
     def basic_ops(self):
-        """The layer's operations: a `BasicLinear` and, with `use_bias`, a `Bias`."""
         linear = BasicLinear(
             self.in_features,
             self.out_features,
@@ -99,18 +469,15 @@ class Linear(Operation):
         return linear, bias
 
     def init(self, key):
-        """Creates kernel, bias and main_grad in one dict, as global arrays."""
-        shapes.check_key("Linear", "key", key)
+        checks.check_key("Linear", "key", key)
         keys = jax.random.split(key)
         parts = (op.init(k) for op, k in zip(self.basic_ops, keys, strict=False))
         return {name: value for part in parts for name, value in part.items()}
 
     def specs(self):
-        """Returns the `PartitionSpec` of each parameter by name."""
         return {k: v for op in self.basic_ops for k, v in op.specs().items()}
 
     def split(self, params):
-        """Splits the layer's parameters into those of `BasicLinear` and of `Bias`."""
         check_params("Linear", params)
         if not self.use_bias:
             return (params,)

@@ -4,7 +4,7 @@ A *basic operation* is an immutable description of one function of an activation
 parameters, its pure forward and its pure backward. A *fused operation* replaces several
 consecutive basic operations, called its *window*. It computes the same results in the
 forward, in the backward or in both, for example with fewer passes over memory.
-`OperationFuser` chooses the windows; `rules/fused_group.py` differentiates them.
+`OperationFuser` chooses the windows; `OperationGroup` differentiates them.
 
 The forward passes only *residuals* to the backward: arrays by name, in one dict for
 each basic operation. The basic operation defines their names and meanings, so any
@@ -12,22 +12,35 @@ backward, fused or not, works after any forward.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_ub._src import checks as shapes
+from jax_ub._src import arguments, checks, methods
 from jax_ub._src.errors import ShapeContractError, shown
-from jax_ub._src.ops.fields import OutputChannel, check_channel_name, check_fields
 
 Params = Mapping[str, jax.Array]
 Residuals = Mapping[str, jax.Array]
 # The extra inputs or outputs of one operation (arrays that it reads or returns besides
 # the activation), or their gradients: None for a gradient that is known to be zero.
 Extras = tuple[jax.Array | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputChannel:
+    """The name under which later operations read an extra output of an operation.
+
+    Attributes:
+        name: the name of the channel.
+        output_to_caller: whether the extra output is also returned to the caller.
+    """
+
+    name: str
+    output_to_caller: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +56,6 @@ class RequestedGradients:
     extra_inputs: tuple[bool, ...] = ()
 
     def __bool__(self) -> bool:
-        """Returns whether any gradient is requested."""
         return self.x or bool(self.params) or any(self.extra_inputs)
 
 
@@ -62,7 +74,7 @@ class Operation:
             raise NotImplementedError
 
     @property
-    def entries(self) -> tuple["Op", ...]:
+    def entries(self) -> tuple[Any, ...]:
         """The basic operations, and fused ones that the caller constructed, in order.
 
         This is what the fuser receives.
@@ -108,12 +120,39 @@ class BasicOperation(Operation):
     )
 
     def __post_init__(self):
-        """Checks the field values; subclasses that override this method call it."""
-        check_fields(self)
+        """Checks the constructor arguments: types, names, and that they can be hashed.
+
+        Subclasses that override this method call it.
+
+        Raises:
+            ShapeContractError: if a field has the wrong type or is not hashable.
+            UnknownNameError: if `method` is unknown, or a flag is not a bool.
+        """
+        fields = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
+        arguments.check(self.label, **fields)
+        methods.resolve(self.label, fields.get("method"), None)
+        if fields.get("axis_name") is not None:
+            checks.check_axis_name(self.label, fields["axis_name"])
+        for name, number, kind in (
+            ("extra_input_channels", self.num_extra_inputs, str),
+            ("extra_output_channels", self.num_extra_outputs, OutputChannel),
+        ):
+            channels = _checked_channels(self.label, name, fields[name], number, kind)
+            object.__setattr__(self, name, channels)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            try:
+                hash(value if field.compare else None)
+            except Exception as error:
+                raise ShapeContractError(
+                    f"{self.label}: {field.name} = {shown(value)} is not hashable, but "
+                    "operations are keys of JAX's caches. Pass a hashable value."
+                ) from error
 
     @property
     def basic_ops(self) -> tuple["BasicOperation", ...]:
-        """A tuple that contains only this operation."""
         return (self,)
 
     @property
@@ -127,7 +166,6 @@ class BasicOperation(Operation):
         return None
 
     def __repr__(self) -> str:
-        """Returns the constructor call as text, leaving out default arguments."""
         return constructor_call(self)
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
@@ -139,22 +177,22 @@ class BasicOperation(Operation):
         return {}
 
     def split(self, params: Params) -> tuple[Params, ...]:
-        """Checks `params` and returns them as the only element of a tuple."""
         check_params(self.label, params)
         return (params,)
 
     def claim(self, params: Params) -> None:
-        """Checks, before tracing for gradients, that this call may use the parameters.
+        """Raises an error if another call has used an accumulator in `params`.
 
-        A linear uses it to reject a main_grad that another call has already.
+        The fuser calls it outside the differentiated function.
         """
 
     def saved(self, needs: RequestedGradients) -> frozenset[str]:
         """Returns the names of the forward's arrays that `backward` will read.
 
-        They depend on the requested gradients. Requesting more never removes a name.
+        They depend on the requested gradients. Requesting more never removes a name. By
+        default, the backward reads none.
         """
-        raise NotImplementedError
+        return frozenset()
 
     def forward(
         self, params: Params, x: jax.Array, extra_inputs: Extras, saves: frozenset[str]
@@ -234,210 +272,40 @@ class BasicOperation(Operation):
         return dataclasses.replace(self, extra_output_channels=changed)
 
     def _check_channel(self, kind, index, number, name):
-        if not shapes.is_integer(index) or not 0 <= index < number:
+        if not checks.is_integer(index) or not 0 <= index < number:
             raise ShapeContractError(
                 f"{self.label}: it has no extra {kind} {shown(index)}, but {number} of "
-                "them, counted from 0. Name one of these."
+                "them, counted from 0. Pass one of these indices."
             )
         check_channel_name(self.label, name)
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedOperation(Operation):
-    """Base class of operations that replace several consecutive basic operations.
-
-    The replaced operations are called the window. A subclass computes their forward,
-    their backward or both together, for example in one GEMM.
-
-    A subclass overrides `forward`, `backward` or both. The methods of this class call
-    the basic operations one after another. Extra inputs come from outside the window,
-    so no channel may connect two operations of one window.
-
-    A caller may also put a fused operation into `Sequential` or `OperationFuser`. It
-    then runs unchanged in the passes that it overrides; in the other pass, the
-    registered fusions see its basic operations. Its parameters are a tuple with one
-    entry for each basic operation.
-    """
-
-    basic_ops: tuple[Any, ...]  # basic operations; each subclass fixes their types
-
-    @property
-    def entries(self) -> tuple["Op", ...]:
-        """A tuple that contains only this operation, so that it stays fused."""
-        return (self,)
-
-    def init(self, key: jax.Array) -> tuple[Any, ...]:
-        """Creates the parameters: a tuple with one entry for each basic operation."""
-        return init_each(self.basic_ops, key)
-
-    def specs(self) -> tuple[Any, ...]:
-        """Returns the `PartitionSpec` of every parameter, as a pytree like `init`'s."""
-        return tuple(op.specs() for op in self.basic_ops)
-
-    def split(self, params: Any) -> tuple[Params, ...]:
-        """Splits `params` into one dict of arrays by name for each basic operation."""
-        return split_each(type(self).__name__, self.basic_ops, params)
-
-    def overrides(self, name: str) -> bool:
-        """Returns whether the class overrides the method "forward" or "backward"."""
-        return getattr(type(self), name) is not getattr(FusedOperation, name)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether the operation runs a collective and a GEMM at the same time.
-
-        `explain()` reports it.
-        """
-        return False
-
-    @classmethod
-    def refusals(cls, ops: Sequence["Op"]) -> dict[int, str]:
-        """Returns why the class does not fuse operations that almost match its pattern.
-
-        Args:
-            ops: the list that is passed to `fuse_forward_ops` or `fuse_backward_ops`.
-
-        Returns:
-            The reasons, reported by `explain()`. Keys are indices into `ops`: the index
-            of the linear, if the operations include one.
-        """
-        return {}
-
-    def saved(
-        self, needs: tuple[RequestedGradients, ...]
-    ) -> tuple[frozenset[str], ...]:
-        """Returns, per basic operation, which residuals `backward` reads, by name."""
-        return tuple(
-            op.saved(need) if need else frozenset()
-            for op, need in zip(self.basic_ops, needs, strict=True)
+def _checked_channels(label, field, channels, number, kind):
+    is_list = isinstance(channels, tuple | list) and len(channels) in (0, number)
+    if not is_list or not all(isinstance(each, kind | None) for each in channels):
+        raise ShapeContractError(
+            f"{label}: {field} = {shown(channels)} is not a tuple of {number} entries, "
+            f"each {kind.__name__} or None. Use with_extra_input_channel and "
+            "with_extra_output_channel."
         )
-
-    def forward(
-        self,
-        params: tuple[Params, ...],
-        x: jax.Array,
-        extra_inputs: tuple[Extras, ...],
-        saves: tuple[frozenset[str], ...],
-    ) -> tuple[jax.Array, tuple[Extras, ...], tuple[Residuals, ...]]:
-        """Computes the output of the replaced operations; here, one after another.
-
-        Parameters, extra inputs, extra outputs and residuals are tuples with one entry
-        for each basic operation.
-        """
-        extra_outputs, residuals = [], []
-        for i, op in enumerate(self.basic_ops):
-            x, extras, saved = op.forward(params[i], x, extra_inputs[i], saves[i])
-            extra_outputs.append(extras)
-            residuals.append(saved)
-        return x, tuple(extra_outputs), tuple(residuals)
-
-    def backward(
-        self,
-        residuals: tuple[Residuals, ...],
-        dy: jax.Array | None,
-        d_extra_outputs: tuple[Extras, ...],
-        needs: tuple[RequestedGradients, ...],
-    ) -> tuple[jax.Array | None, tuple[Params, ...], tuple[Extras, ...]]:
-        """Computes the gradients of the replaced operations; here, one after another.
-
-        Residuals, parameter gradients and extra tensors are tuples with one entry for
-        each basic operation.
-
-        Unlike in `BasicOperation.backward`, every gradient may be None. For example,
-        `dy` is None if only an extra output inside the window has a gradient.
-        """
-        d_params: list[Params] = []
-        d_extra_inputs: list[Extras] = []
-        window = zip(self.basic_ops, residuals, d_extra_outputs, needs, strict=True)
-        for op, saved, d_extras, need in reversed(list(window)):
-            dy, d_param, d_extra = backward_of(op, saved, dy, d_extras, need)
-            d_params.insert(0, d_param)
-            d_extra_inputs.insert(0, d_extra)
-        return dy, tuple(d_params), tuple(d_extra_inputs)
+    for channel in channels:
+        if channel is not None:
+            check_channel_name(label, getattr(channel, "name", channel))
+    return tuple(channels)
 
 
-Op = BasicOperation | FusedOperation
-AnyOp = TypeVar("AnyOp", bound=Op)
-# A function that fuses operations: it takes a list, replaces runs of consecutive
-# operations by fused operations, and returns the new list.
-Fusion = Callable[[list[Op]], list[Op]]
-
-
-def backward_of(
-    op: BasicOperation,
-    residuals: Residuals,
-    dy: jax.Array | None,
-    d_extra_outputs: Extras,
-    needs: RequestedGradients,
-) -> tuple[jax.Array | None, Params, Extras]:
-    """Runs `op.backward`, unless no gradient is requested or all cotangents are zero.
-
-    In these cases the result has no gradients, except the old values of accumulators
-    such as "main_grad".
-    """
-    arrived = dy is not None or any(d is not None for d in d_extra_outputs)
-    if needs and arrived:
-        return op.backward(residuals, dy, d_extra_outputs, needs)
-    # The cotangent of an overwritten parameter is its new value. Without a gradient to
-    # add, this is the old value.
-    kept = {name: residuals[name] for name in op.overwritten & needs.params}
-    return None, kept, (None,) * op.num_extra_inputs
-
-
-def fuse_windows(
-    ops: Sequence[Op], match: Callable[[Sequence[Op]], FusedOperation | None]
-) -> list[Op]:
-    """Replaces runs of consecutive operations in a list by fused operations.
-
-    Args:
-        ops: basic and fused operations, in forward order.
-        match: takes the rest of the list. Returns a fused operation that replaces the
-            first operations of the rest, or None to keep the first one.
-    """
-    fused: list[Op] = []
-    place = 0
-    while place < len(ops):
-        found = match(ops[place:])
-        fused.append(ops[place] if found is None else found)
-        end = place + 1
-        while found is not None and len(expand(ops[place:end])) < len(found.basic_ops):
-            end += 1
-        place = end
-    return fused
-
-
-def front(ops: Sequence[Op], *kinds: type) -> tuple[Any, ...] | None:
-    """Returns the first operations of a list if their types are `kinds`, else None."""
-    window = tuple(ops[: len(kinds)])
-    if len(window) < len(kinds) or not all(map(isinstance, window, kinds)):
-        return None
-    return window
-
-
-def expand(ops: Sequence[Op]) -> tuple[BasicOperation, ...]:
-    """Replaces the fused operations of a list by the basic operations they contain."""
-    return tuple(basic for op in ops for basic in op.basic_ops)
-
-
-def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
-    """Returns each operation of a list with the slice of basic operations it covers.
-
-    The slices index the list of all basic operations.
-    """
-    found: list[tuple[slice, AnyOp]] = []
-    place = 0
-    for op in ops:
-        found.append((slice(place, place + len(op.basic_ops)), op))
-        place += len(op.basic_ops)
-    return found
+def check_channel_name(label: str, name: Any) -> None:
+    if not isinstance(name, str) or not re.fullmatch(r"\S+", name):
+        raise ShapeContractError(
+            f"{label}: {shown(name)} is not the name of a channel. Pass a string "
+            "without spaces."
+        )
 
 
 def init_each(ops: Sequence[Operation], key: jax.Array) -> tuple[Any, ...]:
     """Creates the parameters of each operation from `fold_in(key, index)`."""
-    shapes.check_key("init", "key", key)
-    return tuple(
-        op.init(jax.random.fold_in(key, place)) for place, op in enumerate(ops)
-    )
+    checks.check_key("init", "key", key)
+    return tuple(op.init(jax.random.fold_in(key, i)) for i, op in enumerate(ops))
 
 
 def split_each(label: str, ops: Sequence[Operation], params: Any) -> tuple[Params, ...]:
@@ -455,25 +323,33 @@ def split_each(label: str, ops: Sequence[Operation], params: Any) -> tuple[Param
     return tuple(part for op, own in pairs for part in op.split(own))
 
 
-def constructor_call(op) -> str:
-    """Returns the constructor call of a dataclass instance as text.
+def init_parameter(
+    op: Any, name: str, make: Callable, key: Any, shape: tuple[int, ...]
+) -> jax.Array:
+    """Creates one global parameter with the initializer `make`, the field `name`.
 
-    Arguments that equal their defaults are left out.
+    Raises:
+        ShapeContractError: if `key` is not a PRNG key, or the initializer does not
+            return an array of this shape.
     """
-    shown = [
+    checks.check_key(op.label, "key", key)
+    values = make(key, shape, op.param_dtype)
+    checks.check_initial(op.label, name, values, shape)
+    return values
+
+
+def constructor_call(op) -> str:
+    """Returns the constructor call of a dataclass instance, without defaults."""
+    arguments = [
         f"{field.name}={getattr(op, field.name)!r}"
         for field in dataclasses.fields(op)
         if getattr(op, field.name) != field.default
     ]
-    return f"{type(op).__name__}({', '.join(shown)})"
+    return f"{type(op).__name__}({', '.join(arguments)})"
 
 
 def check_params(label: str, params: Any) -> None:
-    """Checks that the parameters of one operation are a dict of arrays by name.
-
-    Raises:
-        ShapeContractError: if they are not.
-    """
+    """Checks that the parameters of one operation are a dict of arrays by name."""
     if not isinstance(params, Mapping):
         raise ShapeContractError(
             f"{label}: params is of type {type(params).__name__}, but the parameters "
@@ -481,7 +357,7 @@ def check_params(label: str, params: Any) -> None:
             "init(key) returns."
         )
     for name, array in params.items():
-        shapes.check_array(label, name, array)
+        checks.check_array(label, name, array)
 
 
 def num_ranks(axis_name: str | None) -> int | None:

@@ -1,4 +1,4 @@
-"""A list of operations that are called, and fused, as one function."""
+"""`Sequential`: a list of operations that are called as one function."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, overload
@@ -7,14 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_ub._src.errors import ShapeContractError
+from jax_ub._src.ops.fused_operation import Op
 from jax_ub._src.ops.fuser import OperationFuser
-from jax_ub._src.ops.operation import (
-    BasicOperation,
-    Op,
-    Operation,
-    init_each,
-    split_each,
-)
+from jax_ub._src.ops.operation import BasicOperation, Operation, init_each, split_each
 
 if TYPE_CHECKING:
     from jax_ub._src.tools.explain.report import Table
@@ -97,16 +92,10 @@ class Sequential(Operation):
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:
-        """The basic operations of all entries, in forward order."""
         return tuple(basic for op in self._ops for basic in op.basic_ops)
 
     @property
     def entries(self) -> tuple[Op, ...]:
-        """The operations of all entries that the fuser receives, in forward order.
-
-        They are the basic operations and, unchanged, the fused operations that the
-        caller constructed.
-        """
         return tuple(entry for op in self._ops for entry in op.entries)
 
     def init(self, key: jax.Array) -> tuple[Any, ...]:
@@ -122,11 +111,9 @@ class Sequential(Operation):
         return init_each(self._ops, key)
 
     def specs(self) -> tuple[Any, ...]:
-        """Returns the `PartitionSpec` of every parameter, as a pytree like `init`'s."""
         return tuple(op.specs() for op in self)
 
     def split(self, params):
-        """Splits `params` into one dict of arrays by name for each basic operation."""
         return split_each("Sequential", self._ops, params)
 
     def append(self, op: Operation) -> "Sequential":
@@ -153,12 +140,10 @@ class Sequential(Operation):
         return self._ops.pop(index)
 
     def __len__(self) -> int:
-        """Returns the number of entries; a nested Sequential counts as one."""
         return len(self._ops)
 
     def __iter__(self) -> Iterator[Operation]:
-        """Iterates over a copy of the entries, so the list may be changed meanwhile."""
-        return iter(tuple(self._ops))
+        return iter(tuple(self._ops))  # a copy: the list may change meanwhile
 
     @overload
     def __getitem__(self, index: int) -> Operation: ...
@@ -166,38 +151,30 @@ class Sequential(Operation):
     def __getitem__(self, index: slice) -> "Sequential": ...
 
     def __getitem__(self, index):
-        """Returns the entry at an index, or a new Sequential for a slice."""
         found = self._ops[index]
         return Sequential(*found) if isinstance(index, slice) else found
 
     def __setitem__(self, index: int, op: Operation) -> None:
-        """Replaces the entry at `index` by another operation."""
         self._ops[index] = _checked(op)
 
     def __delitem__(self, index: int | slice) -> None:
-        """Removes the entry at an index, or all entries of a slice."""
         del self._ops[index]
 
     def __add__(self, other: Iterable[Operation]) -> "Sequential":
-        """Returns a new Sequential with the entries of both operands, in order."""
         return Sequential(*self, *other)
 
     def __iadd__(self, other: Iterable[Operation]) -> "Sequential":
-        """Adds operations at the end of this Sequential, in place."""
         return self.extend(other)
 
     def __eq__(self, other) -> bool:
-        """Returns whether the other object is a Sequential with equal entries."""
         if not isinstance(other, Sequential):
             return NotImplemented
         return self._ops == other._ops
 
     def __hash__(self) -> int:
-        """Hashes the current entries, which makes it a valid static argument of jit."""
         return hash(tuple(self._ops))
 
     def __repr__(self) -> str:
-        """Returns a text that lists the entries, one per line."""
         lines = "".join(f"  ({i}): {op!r}\n" for i, op in enumerate(self))
         return f"Sequential(\n{lines})" if lines else "Sequential()"
 
@@ -205,7 +182,68 @@ class Sequential(Operation):
 def _checked(op):
     if not isinstance(op, Operation):
         raise ShapeContractError(
-            f"Sequential: a {type(op).__name__} is not an operation. Pass instances of "
-            "the operations in jax_ub.ops."
+            f"Sequential: an entry is of type {type(op).__name__}, not an operation. "
+            "Pass instances of the operations in jax_ub.ops."
         )
     return op
+
+
+def split_main_grads(params: Any) -> tuple[Any, Any]:
+    """Separates the gradient accumulators ("main_grad") from the weights.
+
+    The cotangent of a "main_grad" is its new value. A loop over microbatches passes it
+    from one microbatch to the next, while the weights stay constant:
+
+        weights, main_grads = ops.split_main_grads(params)
+        for x in microbatches:
+            loss = lambda m: loss_of(seq(ops.merge_main_grads(weights, m), x))
+            main_grads = jax.grad(loss)(main_grads)
+
+    Args:
+        params: the result of `Sequential.init`, or of `specs()`.
+
+    Returns:
+        The weights and the main_grads, each in the tree of `params`. Leaves that belong
+        to the other tree are None.
+    """
+    is_main_grad = _is_main_grad(params)
+    weights = jax.tree.map(lambda own, p: None if own else p, is_main_grad, params)
+    main_grads = jax.tree.map(lambda own, p: p if own else None, is_main_grad, params)
+    return weights, main_grads
+
+
+def merge_main_grads(weights: Any, main_grads: Any) -> Any:
+    """Merges weights and accumulators that `split_main_grads` separated."""
+    return jax.tree.map(
+        lambda weight, main_grad: main_grad if weight is None else weight,
+        weights,
+        main_grads,
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
+def gradients_of_main_grads(gradients: Any, main_grads: Any) -> Any:
+    """Replaces each kernel's gradient by the gradient that its main_grad accumulated.
+
+    Args:
+        gradients: gradients of the weights, in the tree that `split_main_grads`
+            returns. They are zero for kernels with a main_grad.
+        main_grads: the main_grads after the last microbatch.
+
+    Returns:
+        The gradients of the weights, for an optimizer.
+    """
+    flat = dict(jax.tree.leaves_with_path(main_grads))
+
+    def accumulated(path, gradient):
+        if not path or getattr(path[-1], "key", None) != "kernel":
+            return gradient
+        return flat.get((*path[:-1], jax.tree_util.DictKey("main_grad")), gradient)
+
+    return jax.tree.map_with_path(accumulated, gradients)
+
+
+def _is_main_grad(params):
+    return jax.tree.map_with_path(
+        lambda path, _: getattr(path[-1], "key", None) == "main_grad", params
+    )

@@ -269,7 +269,7 @@ def test_wrong_operands_are_refused():
     with pytest.raises(error, match="SwiGLU: x has shape .*into gate and up of equal"):
         call(ops.SwiGLU(), jnp.ones((4, 5)))
     with pytest.raises(
-        error, match="into gate and up of 4 size.*multiple of 8 features"
+        error, match="into gate and up of blocks of 4 features.*multiple of 8 features"
     ):
         call(ops.GEGLU(glu_interleave_size=4), x)
     with pytest.raises(error, match="has 6 features, but the parameters are for 8"):
@@ -296,7 +296,7 @@ def test_a_rate_is_a_probability_below_one(rate):
         (lambda: ops.Bias("16"), "Bias: size = '16' is not a positive integer. Pass"),
         (
             lambda: ops.SwiGLU(glu_interleave_size=0),
-            "SwiGLU: glu_interleave_size = 0 is not a positive integer. Pass the featu",
+            "SwiGLU: glu_interleave_size = 0 is not a positive integer. Pass the numbe",
         ),
     ],
 )

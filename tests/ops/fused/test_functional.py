@@ -36,8 +36,7 @@ from programs import (
 )
 
 import jax_ub as ub
-from jax_ub._src.ops.fused.userbuffers_backward_linear import UserbuffersBackwardLinear
-from jax_ub._src.ops.fused.userbuffers_forward_linear import UserbuffersForwardLinear
+from jax_ub.ops.fused import UserbuffersBackwardLinear, UserbuffersForwardLinear
 
 
 def forward(mode, **options):
@@ -337,7 +336,7 @@ BOTH = pytest.mark.parametrize(
 def test_what_is_no_overlap_is_refused(function, shapes):
     text = refused(function, *shapes, sequence_parallel=False)
     assert "UnsupportedOverlapError: Userbuffers" in text
-    assert "sequence_parallel = False, but only a gather or a scatter" in text
+    assert "sequence_parallel = False, but only all-gathers and" in text
     text = refused(function, *shapes, mode="colunm")
     assert "tensor_parallel_mode = 'colunm' does not shard" in text
     assert "Did you mean 'column'?" in text
@@ -355,7 +354,7 @@ def test_axis_must_be_there(function, shapes):
     call = function("column")
     operands = [jnp.zeros(shape) for shape in shapes]
     call.keywords["axis_name"] = None
-    message = "needs the mesh axis of its ranks, but axis_name = None"
+    message = "needs the mesh axis of the ranks, but axis_name = None"
     with pytest.raises(ub.errors.ShapeContractError, match=message):
         call(*operands)
     call.keywords["axis_name"] = "tp"

@@ -13,7 +13,7 @@ from programs import calls, compiled_text, on_ranks, tp_mesh
 from sequences import FEATURES, ROWS, names, overlapped
 
 from jax_ub import ops
-from jax_ub._src.ops.operation import FusedOperation
+from jax_ub._src.ops.fused_operation import FusedOperation
 from jax_ub.errors import FusionError, ShapeContractError
 from jax_ub.ops import fused
 
@@ -95,12 +95,12 @@ REFUSED = [
     (
         UBB,
         {"linear": COLUMN, "reduce_scatter": SCATTER},
-        r'tensor_parallel_mode = "column", but reduce_scatter .* Pass reduce_scatter=N',
+        r'tensor_parallel_mode = "column", but a reduce_s.* Pass reduce_scatter=N',
     ),
     (
         UBB,
         {"basic_ops": (COLUMN,), "linear": COLUMN},
-        r"basic_ops is given beside linear\. Pass .* UserbuffersBackwardLinear\(linear",
+        r"both basic_ops and linear are given\. Pass .*BackwardLinear\(linear",
     ),
     (UBB, {"basic_ops": COLUMN}, "basic_ops is a BasicLinear, not a tuple"),
     (UBB, {"basic_ops": (BIAS, COLUMN)}, r"has the types \(Bias, BasicLinear\), which"),
@@ -311,7 +311,9 @@ def test_a_channel_inside_a_constructed_window_is_rejected():
 
     fuser = ops.OperationFuser([Residual(window)])
     assert names(fuser.backward_ops) == ["MakeExtraOutput", "AddExtraInput"]
-    with pytest.raises(FusionError, match="the list covers both ends of a channel"):
+    with pytest.raises(
+        FusionError, match="the list fuses the producer and a reader of a"
+    ):
         _ = fuser.forward_ops
 
 

@@ -7,7 +7,7 @@ from programs import tp_mesh
 from sequences import linear, names, overlapped
 
 from jax_ub import ops
-from jax_ub._src.ops import registry
+from jax_ub._src.ops import fuser as fusions
 from jax_ub.ops import fused
 
 FUSED = [getattr(fused, name) for name in fused.__all__]
@@ -100,35 +100,35 @@ def test_one_rank_has_nothing_to_overlap(num_ranks):
     assert found[None] == scattered
 
 
-def test_refusals_say_why():
-    refusals = fused.UserbuffersForwardLinear.refusals
-    assert refusals([basic("column", None)]) == {
+def test_unfused_linears_have_a_reason():
+    reasons_of = fused.UserbuffersForwardLinear.unfused_reasons
+    assert reasons_of([basic("column", None)]) == {
         0: 'no userbuffers_options={"comm_name": ...}'
     }
-    assert refusals([ops.GELU(), basic(None), ops.GELU()]) == {
-        1: "tensor_parallel_mode=None and no ReduceScatter behind it"
+    assert reasons_of([ops.GELU(), basic(None), ops.GELU()]) == {
+        1: "tensor_parallel_mode=None and no ReduceScatter after it"
     }
-    assert refusals([basic("row")]) == {}
-    assert fused.UserbuffersBackwardLinear.refusals([basic(None)]) == {
-        0: "tensor_parallel_mode=None and no ReduceScatter behind it"
+    assert reasons_of([basic("row")]) == {}
+    assert fused.UserbuffersBackwardLinear.unfused_reasons([basic(None)]) == {
+        0: "tensor_parallel_mode=None and no ReduceScatter after it"
     }
 
     def body(x):
-        reasons = refusals([basic("row"), basic(None), SCATTER])
+        reasons = reasons_of([basic("row"), basic(None), SCATTER])
         assert reasons == {i: "axis 'tp' has one rank" for i in (0, 1)}
         return x
 
     mapped = jax.shard_map(body, mesh=tp_mesh(1), in_specs=P(), out_specs=P())
     jax.eval_shape(mapped, 1.0)
     extra = ops.MakeExtraOutput(in_place=True)
-    refusals = fused.BackwardLinearAdd.refusals
-    assert refusals([extra, basic("column", None)]) == {
+    reasons_of = fused.BackwardLinearAdd.unfused_reasons
+    assert reasons_of([extra, basic("column", None)]) == {
         1: "column-parallel: dx is reduced first"
     }
-    assert refusals([ops.MakeExtraOutput(), basic(None)]) == {
+    assert reasons_of([ops.MakeExtraOutput(), basic(None)]) == {
         1: "MakeExtraOutput(in_place=False)"
     }
-    assert refusals([extra, basic("row"), extra, ops.GELU()]) == {}
+    assert reasons_of([extra, basic("row"), extra, ops.GELU()]) == {}
 
 
 IN_PLACE = ops.AddExtraInput(in_place=True)
@@ -229,14 +229,14 @@ def test_backward_fusions_take_these(found, expected):
 
 
 def test_fusions_are_tried_in_transformer_engine_s_order():
-    tried = [f.__qualname__.split(".")[0] for f in registry.fusions("forward")]
+    tried = [f.__qualname__.split(".")[0] for f in fusions.fusions("forward")]
     assert tried == [
         "UserbuffersForwardLinear",
         "ForwardLinearBiasAdd",
         "ForwardLinearBiasActivation",
         "ForwardLinearScaleAdd",
     ]
-    tried = [f.__qualname__.split(".")[0] for f in registry.fusions("backward")]
+    tried = [f.__qualname__.split(".")[0] for f in fusions.fusions("backward")]
     assert tried == [
         "UserbuffersBackwardLinear",
         "BackwardLinearAdd",
@@ -250,14 +250,14 @@ def test_without_fusions_every_operation_is_alone():
     found = [basic("column"), BIAS, ops.GELU()]
     with pytest.raises(KeyError), ops.without_fusions():
         assert forward(*found) == backward(*found) == names(found)
-        registry.register_forward_fusion(list)
+        fusions.register_forward_fusion(list)
         raise KeyError
     try:
         assert forward(*found) == [UBF, "GELU"]
-        assert registry.fusions("forward")[-1] is list
+        assert fusions.fusions("forward")[-1] is list
     finally:
-        registry.unregister_fusion(list)
-    assert len(registry.fusions("forward")) == sum(
+        fusions.unregister_fusion(list)
+    assert len(fusions.fusions("forward")) == sum(
         "Forward" in fusion.__name__ for fusion in FUSED
     )
 

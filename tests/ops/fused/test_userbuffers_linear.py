@@ -333,7 +333,7 @@ def test_gathers_of_one_name_back_to_back_under_remat():
 def test_without_sequence_parallelism_nothing_is_overlapped(kind):
     a = arrays(2)
     m = model(kind, 2, a, sequence_parallel=False)
-    message = "sequence_parallel = False, but only a gather or a scatter of rows"
+    message = "sequence_parallel = False, but only all-gathers and reduce-scatters"
     with pytest.raises(ub.errors.UnsupportedOverlapError, match=message):
         jax.eval_shape(m.on_ranks(), params_of(m, a, a.w[0]), a.x)
 
@@ -341,7 +341,7 @@ def test_without_sequence_parallelism_nothing_is_overlapped(kind):
 def test_kernel_of_another_size_is_refused():
     a = arrays(2)
     m = model("column", 2, a, bias=False)
-    message = r"kernel has shape \(14, 5\), but here it is this rank's part"
+    message = r"kernel has shape \(14, 5\), but here it is this rank's shard"
     with pytest.raises(ub.errors.ShapeContractError, match=message):
         jax.eval_shape(m.on_ranks(), ({"kernel": a.w.T},), a.x)
 

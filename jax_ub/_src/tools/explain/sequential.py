@@ -16,12 +16,11 @@ from jax_ub._src.checks import axis_tuple
 from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.methods import Method
-from jax_ub._src.ops.basic.all_gather import AllGather
-from jax_ub._src.ops.basic.all_reduce import AllReduce
-from jax_ub._src.ops.basic.basic_linear import BasicLinear
-from jax_ub._src.ops.basic.reduce_scatter import ReduceScatter
-from jax_ub._src.ops.channels import operation_label
-from jax_ub._src.ops.operation import FusedOperation, Op, num_ranks, windows
+from jax_ub._src.ops.collectives import AllGather, AllReduce, ReduceScatter
+from jax_ub._src.ops.fused_operation import FusedOperation, Op, windows
+from jax_ub._src.ops.fuser import operation_label
+from jax_ub._src.ops.linear import BasicLinear
+from jax_ub._src.ops.operation import num_ranks
 from jax_ub._src.parallel import ParallelMode, mode_of
 from jax_ub._src.rules.call_config import CallConfig, call_label, plan_call_config
 from jax_ub._src.runtime import registry
@@ -140,11 +139,11 @@ def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
 def _refusals(fuser, name) -> dict[int, list[str]]:
     """Maps indices of basic operations to the reasons why fusions rejected them."""
     found: dict[int, list[str]] = {}
-    for fusion, before, _ in fuser.steps(name):
+    for fusion, before, _ in fuser.fusion_steps(name):
         owner = getattr(fusion, "__self__", None)
         if not (isinstance(owner, type) and issubclass(owner, FusedOperation)):
             continue
-        reasons = owner.refusals(before)
+        reasons = owner.unfused_reasons(before)
         for i, (window, _) in enumerate(windows(before)):
             if reasons.get(i):
                 reason = f"{owner.__name__}: {reasons[i]}"
@@ -190,7 +189,7 @@ def _linear(op, name, window, reasons, sizes) -> Row:
 
 def _planned(op, axis_name, mode: ParallelMode, ranks, window_name) -> CallConfig:
     axes = () if mode.parallel is None else axis_tuple(axis_name)
-    method = dict(op.userbuffers_options or ()).get("method", op.method)
+    method = op.chosen_method
     # The configuration of a name applies only if the size of the axis is known.
     configured = op.comm_name if ranks is not None else None
     call_config = plan_call_config(

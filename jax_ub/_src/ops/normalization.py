@@ -10,15 +10,15 @@ from jax import lax
 from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
-from jax_ub._src import checks as shapes
+from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError
-from jax_ub._src.ops.fields import initialize
 from jax_ub._src.ops.operation import (
     BasicOperation,
     Params,
     RequestedGradients,
     Residuals,
     compute_dtype,
+    init_parameter,
 )
 from jax_ub._src.reference import with_rank
 
@@ -53,26 +53,17 @@ class Normalization(BasicOperation):
     scale_init: Callable[..., jax.Array] | None = None
 
     def __post_init__(self):
-        """Checks the number of features, `eps` and the flag.
-
-        Raises:
-            ShapeContractError: if `normalized_shape` is not a positive integer, or
-                `eps` is not a non-negative number.
-            UnknownNameError: if `zero_centered_gamma` is not a bool.
-        """
         super().__post_init__()
-        shapes.check_size(self.label, "normalized_shape", self.normalized_shape)
-        shapes.check_epsilon(self.label, "eps", self.eps)
+        checks.check_size(self.label, "normalized_shape", self.normalized_shape)
+        checks.check_epsilon(self.label, "eps", self.eps)
 
     def init(self, key):
-        """Creates the parameter "scale", an array of shape `[normalized_shape]`."""
         default = initializers.zeros if self.zero_centered_gamma else initializers.ones
         make = default if self.scale_init is None else self.scale_init
         shape = (self.normalized_shape,)
-        return {"scale": initialize(self, "scale_init", make, key, shape)}
+        return {"scale": init_parameter(self, "scale_init", make, key, shape)}
 
     def specs(self):
-        """Returns an empty `PartitionSpec` for each parameter: they are replicated."""
         return {"scale": PartitionSpec()}
 
     def statistics(self, x: jax.Array) -> dict[str, jax.Array]:
@@ -83,7 +74,6 @@ class Normalization(BasicOperation):
         raise NotImplementedError
 
     def saved(self, needs):
-        """Returns the names of the arrays that the backward recomputes y from."""
         always = {"x", *self.names} if needs.x or "scale" in needs.params else set()
         return frozenset(always | ({"scale"} if needs.x else set()))
 
@@ -93,10 +83,9 @@ class Normalization(BasicOperation):
         return ("rstd",)
 
     def forward(self, params, x, extra_inputs, saves):
-        """Normalizes the features of each token, then applies scale and bias."""
         scale = params["scale"]
-        shapes.check_rank(self.label, "x", x, 1)
-        shapes.check_float(self.label, x=x, scale=scale)
+        checks.check_rank(self.label, "x", x, 1)
+        checks.check_float(self.label, x=x, scale=scale)
         if x.shape[-1] != self.normalized_shape or scale.shape != x.shape[-1:]:
             raise ShapeContractError(
                 f"{self.label}: x {x.shape} has {x.shape[-1]} features, but the "
@@ -107,16 +96,12 @@ class Normalization(BasicOperation):
         y = _normalized(x, statistics) * self._gain(scale, x.ndim)
         if "bias" in params:
             bias, wanted = params["bias"], scale.shape
-            shapes.check_shape(self.label, "bias", bias, wanted, "the scale's shape")
+            checks.check_shape(self.label, "bias", bias, wanted, "the scale's shape")
             y = y + with_rank(bias.astype(jnp.float32), y.ndim)
         residuals = {"x": x, "scale": scale, **statistics}
         return y.astype(compute_dtype(self.dtype, x)), (), residuals
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Computes the gradients of x, scale and bias, in f32.
-
-        The caller casts them.
-        """
         dx, d_params = self.gradients(residuals, dy, needs)
         return dx, d_params, ()
 
@@ -165,7 +150,6 @@ class RMSNorm(Normalization):
     """
 
     def statistics(self, x):
-        """Computes "rstd" for each token: 1 / sqrt(mean of squares + eps)."""
         mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
         return {"rstd": lax.rsqrt(mean_square + self.eps)}
 
@@ -184,22 +168,18 @@ class LayerNorm(Normalization):
     bias_init: Callable[..., jax.Array] = initializers.zeros
 
     def init(self, key):
-        """Creates "scale" and "bias", arrays of shape `[normalized_shape]`."""
         shape = (self.normalized_shape,)
-        bias = initialize(self, "bias_init", self.bias_init, key, shape)
+        bias = init_parameter(self, "bias_init", self.bias_init, key, shape)
         return {**super().init(key), "bias": bias}
 
     def specs(self):
-        """Returns an empty `PartitionSpec` for each parameter: they are replicated."""
         return {**super().specs(), "bias": PartitionSpec()}
 
     @property
     def names(self):
-        """The names of the statistics that are computed for each token."""
         return ("mean", "rstd")
 
     def statistics(self, x):
-        """Computes each token's "mean" and "rstd", 1 / sqrt(variance + eps)."""
         mean = jnp.mean(x, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
         return {"mean": mean, "rstd": lax.rsqrt(variance + self.eps)}

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_ub._src import checks as shapes
+from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.ops.operation import BasicOperation
 
@@ -19,26 +19,23 @@ class Activation(BasicOperation):
     """
 
     def function(self, x: jax.Array) -> jax.Array:
-        """Computes the activation function elementwise on an f32 array."""
+        """Computes the activation function of an f32 array."""
         raise NotImplementedError
 
+    def gradient(self, x: jax.Array, dy: jax.Array) -> jax.Array:
+        """Returns the gradient of x in f32."""
+        _, transposed = jax.vjp(self.function, x.astype(jnp.float32))
+        return transposed(dy.astype(jnp.float32))[0]
+
     def saved(self, needs):
-        """Returns "x", the input, which the backward reads for every gradient."""
         return frozenset({"x"})
 
     def forward(self, params, x, extra_inputs, saves):
-        """Applies the function in f32 and rounds the result to the dtype of x."""
-        shapes.check_float(self.label, x=x)
+        checks.check_float(self.label, x=x)
         return self.function(x.astype(jnp.float32)).astype(x.dtype), (), {"x": x}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Computes the gradient of x in f32 and rounds it to the dtype of dy."""
         return self.gradient(residuals["x"], dy).astype(dy.dtype), {}, ()
-
-    def gradient(self, x: jax.Array, dy: jax.Array) -> jax.Array:
-        """Returns the gradient of the input x in f32, by `jax.vjp` of `function`."""
-        _, transposed = jax.vjp(self.function, x.astype(jnp.float32))
-        return transposed(dy.astype(jnp.float32))[0]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -54,7 +51,6 @@ class GELU(Activation):
     approximate: bool = True
 
     def function(self, x):
-        """Computes `jax.nn.gelu`, with or without the tanh approximation."""
         return jax.nn.gelu(x, approximate=self.approximate)
 
 
@@ -66,7 +62,6 @@ class ReLU(Activation):
     """
 
     def function(self, x):
-        """Computes `jax.nn.relu`, elementwise."""
         return jax.nn.relu(x)
 
 
@@ -78,7 +73,6 @@ class SiLU(Activation):
     """
 
     def function(self, x):
-        """Computes `jax.nn.silu`, elementwise."""
         return jax.nn.silu(x)
 
 
@@ -103,41 +97,31 @@ class GatedActivation(Activation):
     glu_interleave_size: int | None = None
 
     def __post_init__(self):
-        """Checks the block size of interleaved gate and up features.
-
-        Raises:
-            ShapeContractError: if it is neither None nor a positive integer.
-        """
         super().__post_init__()
         size = self.glu_interleave_size
-        if size is not None and (not shapes.is_integer(size) or size < 1):
+        if size is not None and (not checks.is_integer(size) or size < 1):
             raise ShapeContractError(
                 f"{self.label}: glu_interleave_size = {shown(size)} is not a positive "
-                "integer. Pass the features of a block, or None for [gate | up]."
+                "integer. Pass the number of features of a block, or None for "
+                "[gate | up]."
             )
 
     def activation(self, gate: jax.Array) -> jax.Array:
-        """Applies the activation function to the gate half of the features."""
         raise NotImplementedError
 
     def forward(self, params, x, extra_inputs, saves):
-        """Splits x into gate and up and computes `activation(gate) * up`.
-
-        Raises:
-            ShapeContractError: if the features do not form whole pairs of blocks.
-        """
         block = self.glu_interleave_size
         pair = 2 if block is None else 2 * block
         if x.ndim < 1 or x.shape[-1] % pair:
+            size = "equal size" if block is None else f"blocks of {block} features"
             raise ShapeContractError(
                 f"{self.label}: x has shape {x.shape}, whose features do not divide "
-                f"into gate and up of {'equal' if block is None else block} size. Let "
-                f"the layer before it have a multiple of {pair} features on every rank."
+                f"into gate and up of {size}. Pass a multiple of {pair} features on "
+                "every rank."
             )
         return super().forward(params, x, extra_inputs, saves)
 
     def function(self, x):
-        """Splits an f32 array into gate and up; returns `activation(gate) * up`."""
         block = self.glu_interleave_size
         if block is None:
             gate, up = jnp.split(x, 2, axis=-1)
@@ -155,7 +139,6 @@ class SwiGLU(GatedActivation):
     """
 
     def activation(self, gate):
-        """Applies `jax.nn.silu` to the gate half of the features."""
         return jax.nn.silu(gate)
 
 
@@ -169,5 +152,4 @@ class GEGLU(GatedActivation):
     """
 
     def activation(self, gate):
-        """Applies `jax.nn.gelu`, with the tanh approximation, to the gate half."""
         return jax.nn.gelu(gate)

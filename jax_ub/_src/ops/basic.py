@@ -1,0 +1,355 @@
+"""Basic operations besides linears, activations, normalizations and collectives."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.nn import initializers
+from jax.sharding import PartitionSpec
+
+from jax_ub._src import arguments, checks
+from jax_ub._src.errors import ShapeContractError, shown
+from jax_ub._src.ops.group import to_cotangent_aval
+from jax_ub._src.ops.operation import BasicOperation, compute_dtype, init_parameter
+from jax_ub._src.primitives import mesh, varying
+from jax_ub._src.reference import with_rank
+from jax_ub._src.rules.bias import row_sum
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Identity(BasicOperation):
+    """Returns its input unchanged.
+
+    Transformer Engine: `te.ops.Identity`. No parameters, no residuals.
+    """
+
+    def forward(self, params, x, extra_inputs, saves):
+        return x, (), {}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        return dy, {}, ()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Bias(BasicOperation):
+    """Adds a learned vector to the features of every token.
+
+    Transformer Engine: `te.ops.Bias`. Parameter: "bias". No residuals.
+
+    Attributes:
+        size: the global number of features.
+        tensor_parallel: whether the features are sharded over `axis_name`.
+        axis_name: the mesh axis that the features are sharded over.
+        dtype: dtype of y; None takes the dtype of x.
+        param_dtype: dtype of the bias.
+        bias_init: initializer of the global bias.
+    """
+
+    size: int
+    _: dataclasses.KW_ONLY
+    tensor_parallel: bool = False
+    axis_name: str = "tp"
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    bias_init: Callable[..., jax.Array] = initializers.zeros
+
+    def __post_init__(self):
+        super().__post_init__()
+        checks.check_size(self.label, "size", self.size)
+
+    def init(self, key):
+        bias = init_parameter(self, "bias_init", self.bias_init, key, (self.size,))
+        return {"bias": bias}
+
+    def specs(self):
+        spec = PartitionSpec(self.axis_name) if self.tensor_parallel else None
+        return {"bias": PartitionSpec() if spec is None else spec}
+
+    def forward(self, params, x, extra_inputs, saves):
+        """Adds the bias to x in f32 and rounds the sum once."""
+        bias = params["bias"]
+        checks.check_rank(self.label, "x", x, 1)
+        checks.check_float(self.label, x=x, bias=bias)
+        wanted = x.shape[-1:]
+        checks.check_shape(self.label, "bias", bias, wanted, "this rank's features")
+        y = x.astype(jnp.float32) + with_rank(bias.astype(jnp.float32), x.ndim)
+        return y.astype(compute_dtype(self.dtype, x)), (), {}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        d_params = {"bias": row_sum(dy)} if needs.params else {}
+        return dy if needs.x else None, d_params, ()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ConstantScale(BasicOperation):
+    """Multiplies an activation by a constant, for example `1 / sqrt(2)`.
+
+    Transformer Engine: `te.ops.ConstantScale`. No parameters, no residuals.
+
+    Attributes:
+        scale: a Python number.
+    """
+
+    scale: float
+
+    def __post_init__(self):
+        """Converts `scale` to a Python float, which does not promote the dtype of x.
+
+        Raises:
+            ShapeContractError: if `scale` is not a number.
+        """
+        if not checks.is_number(self.scale):
+            raise ShapeContractError(
+                f"{self.label}: scale = {shown(self.scale)} is of type "
+                f"{type(self.scale).__name__}, but a number is needed when the program "
+                "is traced. Pass a Python number, for example float(scale)."
+            )
+        object.__setattr__(self, "scale", float(self.scale))
+        super().__post_init__()
+
+    def forward(self, params, x, extra_inputs, saves):
+        checks.check_float(self.label, x=x)
+        return x * self.scale, (), {}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        return dy * self.scale, {}, ()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AddExtraInput(BasicOperation):
+    """Adds a second array of the same shape to x, for example a residual.
+
+    The sum is computed in f32 and rounded to the dtype of x.
+
+    Transformer Engine: `te.ops.AddExtraInput`. No parameters, no residuals.
+
+    Attributes:
+        in_place: whether the sum may reuse the buffer of the extra input. If True,
+            `ops.fused.ForwardLinearBiasAdd` and `ForwardLinearScaleAdd` compute the sum
+            in the GEMM. XLA copies the buffer first if it is still read, so the
+            caller's arrays never change.
+    """
+
+    num_extra_inputs = 1
+
+    _: dataclasses.KW_ONLY
+    in_place: bool = False
+
+    def check(self, shape: tuple[int, ...], extra: jax.Array) -> None:
+        """Checks that the extra input is a float array of the given shape."""
+        checks.check_float(self.label, extra_input=extra)
+        checks.check_shape(
+            self.label, "the extra input", extra, shape, "the shape of x"
+        )
+
+    def forward(self, params, x, extra_inputs, saves):
+        (extra,) = extra_inputs
+        self.check(x.shape, extra)
+        y = extra.astype(jnp.float32) + x.astype(jnp.float32)
+        return y.astype(x.dtype), (), {}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        d_extra = dy if any(needs.extra_inputs) else None
+        return dy if needs.x else None, {}, (d_extra,)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MakeExtraOutput(BasicOperation):
+    """Passes x on and also returns it as an extra output, for example as a residual.
+
+    Transformer Engine: `te.ops.MakeExtraOutput`. No parameters, no residuals.
+
+    Attributes:
+        in_place: whether the backward may reuse the buffer of the extra output's
+            gradient for the sum of both gradients. If True,
+            `ops.fused.BackwardLinearAdd` adds that gradient in the dgrad GEMM. The
+            caller's arrays never change.
+    """
+
+    num_extra_outputs = 1
+
+    _: dataclasses.KW_ONLY
+    in_place: bool = False
+
+    def forward(self, params, x, extra_inputs, saves):
+        return x, (x,), {}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        (d_extra,) = d_extra_outputs
+        if dy is None or d_extra is None:
+            return d_extra if dy is None else dy, {}, ()
+        # In a fused window, dy may be a partial gradient of a replicated x, so it is
+        # summed over the ranks.
+        return d_extra + to_cotangent_aval(d_extra, dy), {}, ()
+
+
+def is_partial_sum(d_extra: jax.Array, dy: jax.Array) -> bool:
+    """Returns whether dy is a partial sum over ranks while `d_extra` is complete.
+
+    This is the case if x is replicated but the ranks compute different functions of it,
+    for example with their own shards of a kernel. Such a dy must be summed over the
+    ranks before `d_extra` is added.
+
+    Args:
+        d_extra: gradient of the extra output; varies over the same axes as x.
+        dy: gradient of the result.
+    """
+    return bool(varying.axes_of(dy) - varying.axes_of(d_extra))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Reshape(BasicOperation):
+    """Reshapes x. If x is sharded, `shape` is the shape of this rank's shard.
+
+    Transformer Engine: `te.ops.Reshape`. No parameters. Residual: "shape", an empty
+    array `[0, *x.shape]`.
+
+    Attributes:
+        shape: the new shape; one size may be -1, which is inferred as in `jnp.reshape`.
+    """
+
+    shape: tuple[int, ...]
+
+    def __post_init__(self):
+        shape = self.shape
+        if not isinstance(shape, tuple | list) or not all(
+            map(checks.is_integer, shape)
+        ):
+            raise ShapeContractError(
+                f"{self.label}: shape = {shown(shape)} is not a tuple of sizes. Pass "
+                "one, for example (-1, 128)."
+            )
+        object.__setattr__(self, "shape", tuple(shape))
+        super().__post_init__()
+
+    def saved(self, needs):
+        return frozenset({"shape"})
+
+    def forward(self, params, x, extra_inputs, saves):
+        known = math.prod(size for size in self.shape if size != -1)
+        fits = x.size == known if -1 not in self.shape else known and not x.size % known
+        if not fits or self.shape.count(-1) > 1:
+            raise ShapeContractError(
+                f"{self.label}: x has shape {x.shape} and {x.size} elements, which do "
+                f"not fit shape = {self.shape}. Pass at most one -1; the product of "
+                "the other sizes must divide the number of elements."
+            )
+        return x.reshape(self.shape), (), {"shape": jnp.zeros((0, *x.shape), jnp.int8)}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        return dy.reshape(residuals["shape"].shape[1:]), {}, ()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Dropout(BasicOperation):
+    """Zeroes each element with probability `rate`; divides the others by `1 - rate`.
+
+    The PRNG key is an argument of the call, `seq(params, x, key=key)`. The fuser folds
+    the index of each Dropout into the key. A call with `deterministic=True` needs no
+    key, and the operation returns x unchanged.
+
+    Ranks with different shards of x draw different masks; ranks with the same x draw
+    the same mask. With `jax.shard_map(check_vma=True)`, the type of x contains the mesh
+    axes that x is sharded over. With `check_vma=False`, name them in `axis_name`.
+
+    Transformer Engine: `te.ops.Dropout`. No parameters. Residual: "mask", bool, if a
+    mask is drawn.
+
+    Attributes:
+        rate: the probability of zeroing an element, in [0, 1).
+        axis_name: mesh axes that x is sharded over, in addition to those in its type.
+    """
+
+    rate: float
+    _: dataclasses.KW_ONLY
+    axis_name: str | tuple[str, ...] | None = None
+
+    takes_key = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        checks.check_rate(self.label, "rate", self.rate)
+
+    def saved(self, needs):
+        return frozenset({"mask"})
+
+    def forward(self, params, x, extra_inputs, saves):
+        checks.check_float(self.label, x=x)
+        if self.axis_name is not None:
+            mesh.axis_size(self.label, self.axis_name)
+        if "key" not in params or self.rate == 0:
+            return x, (), {}
+        key = params["key"]
+        named = checks.axis_tuple(self.axis_name)
+        for axis in sorted(varying.axes_of(x) | frozenset(named)):
+            key = jax.random.fold_in(key, lax.axis_index(axis))
+        mask = jax.random.bernoulli(key, 1 - self.rate, x.shape)
+        return self._masked(mask, x), (), {"mask": mask}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        mask = residuals.get("mask")
+        return dy if mask is None else self._masked(mask, dy), {}, ()
+
+    def _masked(self, mask, x):
+        return jnp.where(mask, x / (1 - self.rate), 0).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Quantize(BasicOperation):
+    """Rounds an activation, or its gradient, to FP8 and back (fake quantization).
+
+    The result keeps its dtype; its values are representable in FP8 with one scale for
+    the tensor. A model then has the rounding errors of FP8, but not its savings: memory
+    traffic and GEMMs keep the dtype. The scale is computed from the largest absolute
+    value of the tensor (current scaling). The backward treats the rounding as the
+    identity (straight-through estimator).
+
+    Transformer Engine: `te.ops.Quantize`, which passes a quantized tensor to the next
+    operation. No parameters, no residuals.
+
+    Attributes:
+        forward_quantized: whether the activation is rounded.
+        backward_quantized: whether the gradient is rounded.
+        dtype: FP8 type of the activation.
+        grad_dtype: FP8 type of the gradient.
+        axis_name: mesh axes whose ranks share one scale; None gives each rank its own.
+    """
+
+    forward_quantized: bool = True
+    backward_quantized: bool = False
+    _: dataclasses.KW_ONLY
+    dtype: Any = jnp.float8_e4m3fn
+    grad_dtype: Any = jnp.float8_e5m2
+    axis_name: str | tuple[str, ...] | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("dtype", "grad_dtype"):
+            arguments.check_dtype(self.label, name, getattr(self, name))
+
+    def forward(self, params, x, extra_inputs, saves):
+        checks.check_float(self.label, x=x)
+        if self.axis_name is not None:
+            mesh.axis_size(self.label, self.axis_name)
+        checks.check_not_empty(self.label, "x", x)
+        y = self._rounded(x, self.dtype) if self.forward_quantized else x
+        return y, (), {}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        dx = self._rounded(dy, self.grad_dtype) if self.backward_quantized else dy
+        return dx, {}, ()
+
+    def _rounded(self, x: jax.Array, dtype) -> jax.Array:
+        value = x.astype(jnp.float32)
+        largest = jnp.max(jnp.abs(value))
+        if self.axis_name is not None:
+            largest = lax.pmax(largest, checks.axis_tuple(self.axis_name))
+        limit = float(jnp.finfo(dtype).max)
+        scale = jnp.where(largest > 0, largest / limit, 1.0)
+        # The quotient of the largest value may round up to more than the limit.
+        quantized = jnp.clip(value / scale, -limit, limit).astype(dtype)
+        return (quantized.astype(jnp.float32) * scale).astype(x.dtype)

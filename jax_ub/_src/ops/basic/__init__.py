@@ -1,1 +1,0 @@
-"""Basic operations, the functions of an activation that fusions combine."""

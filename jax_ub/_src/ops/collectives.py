@@ -1,0 +1,140 @@
+"""Operations that only communicate: `AllGather`, `ReduceScatter` and `AllReduce`."""
+
+import dataclasses
+
+import jax
+
+from jax_ub._src import checks
+from jax_ub._src.ops.operation import BasicOperation
+from jax_ub._src.primitives import varying
+from jax_ub._src.primitives.all_gather import all_gather
+from jax_ub._src.primitives.all_reduce import all_reduce
+from jax_ub._src.primitives.reduce_scatter import reduce_scatter
+from jax_ub._src.rules.call_config import CallConfig, make_call_config
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Collective(BasicOperation):
+    """Base class of operations that only communicate, over the axis `axis_name`.
+
+    They have no parameters and no residuals.
+    """
+
+    axis_name: str = "tp"
+    _: dataclasses.KW_ONLY
+    method: str | None = None
+
+    def call_config(self) -> CallConfig:
+        return make_call_config(self.label, self.axis_name, None, self.method)
+
+    def check(self, x: jax.Array, least_rank: int = 2) -> None:
+        checks.check_rank(self.label, "x", x, least_rank)
+        checks.check_float(self.label, x=x)
+        checks.check_not_empty(self.label, "x", x)
+
+
+def as_varying(call_config: CallConfig, x: jax.Array) -> jax.Array:
+    """Casts x to vary over the collective's mesh axis in `shard_map`."""
+    return varying.promote(x, call_config.axes(x))
+
+
+def is_partial_cotangent(call_config: CallConfig, dy: jax.Array) -> bool:
+    """Returns whether dy must be summed over the ranks to be the whole gradient.
+
+    `dy` is the cotangent of a result that was summed over the ranks.
+
+    With `shard_map(check_vma=True)`, dy is partial if its type varies over the call's
+    axis. This happens inside a fused operation if the result is added to a varying
+    array. With `check_vma=False`, dy is always partial: JAX transposes psum to psum.
+    """
+    axes = frozenset(call_config.axis_name)
+    return not call_config.is_vma_checked or bool(axes & varying.axes_of(dy))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AllGather(Collective):
+    """All-gathers the token shards of the ranks: `[..., M/P, K]` to `[..., M, K]`.
+
+    The backward is a reduce-scatter.
+
+    Transformer Engine: `te.ops.AllGather`, which gathers along the first dimension. No
+    parameters, no residuals.
+
+    Attributes:
+        axis_name: the mesh axis to gather over.
+        method: the method; None takes `JAX_UB_METHOD` if set, else "auto".
+    """
+
+    def forward(self, params, x, extra_inputs, saves):
+        call_config = self.call_config()
+        self.check(x)
+        return all_gather(as_varying(call_config, x), **call_config.alone), (), {}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        call_config = self.call_config()
+        return reduce_scatter(dy, out_dtype=dy.dtype, **call_config.alone), {}, ()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ReduceScatter(Collective):
+    """Sums x over the ranks and keeps a shard: `[..., M, K]` to `[..., M/P, K]`.
+
+    The sum is computed in f32 and rounded once. The backward is an all-gather.
+
+    Transformer Engine: `te.ops.ReduceScatter`, which scatters along the first
+    dimension. No parameters, no residuals.
+
+    Attributes:
+        axis_name: the mesh axis to sum over.
+        method: the method; None takes `JAX_UB_METHOD` if set, else "auto".
+    """
+
+    def forward(self, params, x, extra_inputs, saves):
+        call_config = self.call_config()
+        self.check(x)
+        checks.check_divides(self.label, x, call_config.num_ranks)
+        x = as_varying(call_config, x)
+        return reduce_scatter(x, out_dtype=x.dtype, **call_config.alone), (), {}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        return all_gather(dy, **self.call_config().alone), {}, ()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AllReduce(Collective):
+    """Sums an activation of any shape over the ranks, in f32, rounded once.
+
+    The backward is the identity if dy is the complete gradient of y on every rank. It
+    is an all-reduce if dy is partial, the gradient of this rank's use of y only:
+
+    | reduce_in_backward | `shard_map(check_vma=True)` | `check_vma=False` |
+    |---|---|---|
+    | None | identity: y has a replicated type, so dy is complete | sum, as for `jax.lax.psum` |
+    | False | identity | identity: correct if the loss is differentiated inside the `shard_map` and is the same on every rank |
+    | True | sum: y has a varying type, so dy is partial | sum |
+
+    Transformer Engine: `te.ops.AllReduce`. Its backward is always the identity; its
+    `reduce_in_backward` has no effect. No parameters, no residuals.
+
+    Attributes:
+        axis_name: the mesh axis to sum over.
+        reduce_in_backward: whether the backward sums dy over the ranks; see the table.
+        method: the method; None takes `JAX_UB_METHOD` if set, else "auto".
+    """  # noqa: E501, a table
+
+    _: dataclasses.KW_ONLY
+    reduce_in_backward: bool | None = None
+
+    def forward(self, params, x, extra_inputs, saves):
+        call_config = self.call_config()
+        self.check(x, least_rank=0)
+        y = all_reduce(as_varying(call_config, x), **call_config.alone)
+        return as_varying(call_config, y) if self.reduce_in_backward else y, (), {}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        call_config = self.call_config()
+        sums = self.reduce_in_backward
+        if sums is None or (call_config.is_vma_checked and not sums):
+            sums = is_partial_cotangent(call_config, dy)
+        dx = all_reduce(dy, **call_config.alone) if sums else dy
+        return as_varying(call_config, dx), {}, ()  # the type of the sum's operand

@@ -1,0 +1,307 @@
+"""Fused operations: linears whose GEMM adds a bias or a residual in the forward."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ub._src.ops.activations import Activation
+from jax_ub._src.ops.basic import AddExtraInput, Bias, ConstantScale
+from jax_ub._src.ops.fused_operation import (
+    FusedOperation,
+    Op,
+    Part,
+    check_in_place,
+    check_mode,
+    check_userbuffers,
+    collect,
+    fuse_windows,
+    match_prefix,
+    present,
+)
+from jax_ub._src.ops.linear import BasicLinear
+from jax_ub._src.ops.operation import BasicOperation, Extras, compute_dtype
+from jax_ub._src.ops.userbuffers import UserbuffersForwardLinear, match
+from jax_ub._src.parallel import ROW
+
+_IS_REDUCED = "its result is reduced before anything is added"
+
+
+def _adds_in_gemm(op: Op) -> bool:
+    """Returns whether `op` is a linear whose GEMM can add a bias or a residual.
+
+    The result of a row-parallel linear is reduced over the ranks before the sum.
+    """
+    return isinstance(op, BasicLinear) and op.tensor_parallel_mode != ROW
+
+
+def _residual(
+    add: AddExtraInput, extras: Extras, linear: BasicLinear, x, kernel
+) -> jax.Array:
+    """Checks and returns the array that is added to the result of `linear`."""
+    (extra,) = extras
+    assert extra is not None
+    leading = x.shape[:-1]
+    if linear.mode.op == "all_gather_matmul":
+        config = linear.call_config(compute_dtype(linear.dtype, x))
+        leading = (*x.shape[:-2], x.shape[-2] * config.num_ranks)
+    add.check((*leading, kernel.shape[1]), extra)
+    return extra
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardLinearBiasAdd(FusedOperation):
+    """Adds bias and residual within the GEMM of a linear.
+
+    Replaces the forward of `BasicLinear`, an optional `Bias` and
+    `AddExtraInput(in_place=True)`, whose extra input is the residual.
+
+    The GEMM adds bias and residual and writes the sum to the residual's buffer. This
+    saves a pass and a buffer.
+
+    The result of a row-parallel linear is reduced over the ranks before the sum, so it
+    is not fused, as in Transformer Engine. With `userbuffers_options`, however, its
+    GEMM+RS adds both, which Transformer Engine does not support.
+
+    Transformer Engine: `ForwardLinearBiasAdd`.
+
+    Attributes:
+        userbuffers: the row-parallel linear as an overlapped operation, or None.
+    """
+
+    userbuffers: UserbuffersForwardLinear | None = None
+
+    def __init__(
+        self,
+        basic_ops: Sequence[BasicOperation] | None = None,
+        userbuffers: UserbuffersForwardLinear | None = None,
+        *,
+        linear: BasicLinear | None = None,
+        bias: Bias | None = None,
+        add: AddExtraInput | None = None,
+    ):
+        """Takes linear, bias and residual addition as keywords, or in a tuple.
+
+        Args:
+            basic_ops: the operations in forward order, instead of the keywords.
+            userbuffers: the overlapped linear that `basic_ops` contains, or None.
+            linear: a linear; a row-parallel one needs `userbuffers_options`.
+            bias: the bias after the linear.
+            add: the `AddExtraInput(in_place=True)` after linear and bias.
+
+        Raises:
+            ShapeContractError: if an operation is missing or not supported here.
+        """
+        op = "ForwardLinearBiasAdd"
+        window = basic_ops
+        check_userbuffers(op, userbuffers, UserbuffersForwardLinear)
+        if isinstance(basic_ops, tuple | list) and userbuffers is not None:
+            window = (*basic_ops[:1], *basic_ops[len(userbuffers.basic_ops) :])
+        parts = collect(
+            op,
+            window,
+            Part("linear", BasicLinear, linear),
+            Part("bias", Bias, bias, is_optional=True),
+            Part("add", AddExtraInput, add),
+        )
+        check_in_place(op, "add", parts[2], wanted=True)
+        if basic_ops is None:
+            basic_ops = present(*parts)
+            if parts[0].tensor_parallel_mode == ROW and match(basic_ops[:1])[0]:
+                userbuffers = UserbuffersForwardLinear(linear=parts[0])
+        if userbuffers is None:
+            check_mode(op, parts[0], ROW, _IS_REDUCED)
+        super().__init__(tuple(basic_ops))
+        object.__setattr__(self, "userbuffers", userbuffers)
+
+    @property
+    def overlaps(self):
+        return self.userbuffers is not None
+
+    def forward(self, params, x, extra_inputs, saves):
+        """Computes `x @ kernel + bias + residual` in one GEMM or GEMM+RS."""
+        linear, add = self.basic_ops[0], self.basic_ops[-1]
+        num, kernel = len(self.basic_ops), params[0]["kernel"]
+        if self.userbuffers is None:
+            bias = self.basic_ops[1] if num == 3 else None
+            residual = _residual(add, extra_inputs[-1], linear, x, kernel)
+            y, residuals = _forward(linear, bias, params, x, residual=residual)
+            return y, ((),) * num, (residuals, *({},) * (num - 1))
+        num_inner = len(self.userbuffers.basic_ops)
+        num_ranks = self.userbuffers.call_config(x.dtype).num_ranks
+        rows = x.shape[-2] // num_ranks if x.ndim > 1 else 1
+        (residual,) = extra_inputs[-1]
+        add.check((*x.shape[:-2], rows, kernel.shape[1]), residual)
+        has_bias = num_inner + 2 == num
+        y, _, residuals = self.userbuffers.forward(
+            params[:num_inner],
+            x,
+            extra_inputs[:num_inner],
+            saves[:num_inner],
+            added_bias=params[num_inner]["bias"] if has_bias else None,
+            residual=residual,
+        )
+        return y, ((),) * num, (*residuals, *({},) * (num - num_inner))
+
+    @classmethod
+    def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
+        """Replaces each linear that an in-place `AddExtraInput` follows."""
+
+        def fused(rest):
+            linear = rest[0]
+            is_overlapped = isinstance(linear, UserbuffersForwardLinear)
+            adds = linear.mode == ROW if is_overlapped else _adds_in_gemm(linear)
+            if not adds:
+                return None
+            # A bias before the reduce-scatter is already part of the overlapped linear.
+            window = [linear, *(op for op in rest[1:2] if isinstance(op, Bias))]
+            add = next(iter(rest[len(window) :]), None)
+            if not isinstance(add, AddExtraInput) or not add.in_place:
+                return None
+            basic_ops = (*linear.basic_ops, *window[1:], add)
+            return ForwardLinearBiasAdd(basic_ops, linear if is_overlapped else None)
+
+        return fuse_windows(ops, fused)
+
+
+def _forward(linear, bias, params, x, **options):
+    """Runs `linear.multiply` with the parameter and the dtype of the bias."""
+    if bias is not None:
+        options["bias"] = params[1]["bias"]
+        options["out_dtype"] = None if bias.dtype is None else np.dtype(bias.dtype)
+    return linear.multiply(params[0], x, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardLinearBiasActivation(FusedOperation):
+    """Adds the bias within the GEMM of a linear, then applies an optional activation.
+
+    Replaces the forward of `BasicLinear`, `Bias` and an activation function. This saves
+    a separate pass for the bias, and the rounding before it. The activation function
+    runs after the GEMM.
+
+    Transformer Engine: `ForwardLinearBiasActivation`, which does not support an
+    activation function yet.
+    """
+
+    def __init__(
+        self,
+        basic_ops: Sequence[BasicOperation] | None = None,
+        *,
+        linear: BasicLinear | None = None,
+        bias: Bias | None = None,
+        activation: Activation | None = None,
+    ):
+        """Takes linear, bias and activation as keywords, or in a tuple.
+
+        Args:
+            basic_ops: the operations in forward order, instead of the keywords.
+            linear: a linear that is not row parallel.
+            bias: the bias that the GEMM adds.
+            activation: the activation function after the bias.
+
+        Raises:
+            ShapeContractError: if an operation is missing or not supported here.
+        """
+        op = "ForwardLinearBiasActivation"
+        parts = collect(
+            op,
+            basic_ops,
+            Part("linear", BasicLinear, linear),
+            Part("bias", Bias, bias, is_optional=True),
+            Part("activation", Activation, activation, is_optional=True),
+        )
+        check_mode(op, parts[0], ROW, _IS_REDUCED)
+        super().__init__(present(*parts))
+
+    def forward(self, params, x, extra_inputs, saves):
+        """Computes `activation(x @ kernel + bias)`; the GEMM adds the bias."""
+        linear, *rest = self.basic_ops
+        bias = rest.pop(0) if rest and isinstance(rest[0], Bias) else None
+        y, linear_residuals = _forward(linear, bias, params, x)
+        residuals = [linear_residuals] if bias is None else [linear_residuals, {}]
+        for activation in rest:
+            y, _, saved = activation.forward(params[-1], y, (), saves[-1])
+            residuals.append(saved)
+        return y, ((),) * len(residuals), tuple(residuals)
+
+    @classmethod
+    def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
+        """Replaces each linear that is not row parallel and the bias after it."""
+
+        def fused(rest):
+            if not _adds_in_gemm(rest[0]) or not match_prefix(rest[1:], Bias):
+                return None
+            size = 3 if match_prefix(rest[2:], Activation) else 2
+            return ForwardLinearBiasActivation(tuple(rest[:size]))
+
+        return fuse_windows(ops, fused)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardLinearScaleAdd(FusedOperation):
+    """Scales the product and adds a residual within the GEMM of a linear.
+
+    Replaces the forward of `BasicLinear`, `ConstantScale` and
+    `AddExtraInput(in_place=True)`, whose extra input is the residual.
+
+    The GEMM scales its result, adds the residual and writes the sum to the residual's
+    buffer. This saves two passes and a buffer. Row-parallel linears are not fused,
+    because their result is reduced over the ranks before the sum.
+
+    Transformer Engine: `ForwardLinearScaleAdd`.
+    """
+
+    def __init__(
+        self,
+        basic_ops: Sequence[BasicOperation] | None = None,
+        *,
+        linear: BasicLinear | None = None,
+        scale: ConstantScale | None = None,
+        add: AddExtraInput | None = None,
+    ):
+        """Takes linear, scale and residual addition as keywords, or in a tuple.
+
+        Args:
+            basic_ops: the operations in forward order, instead of the keywords.
+            linear: a linear that is not row parallel.
+            scale: the scale after the linear.
+            add: the `AddExtraInput(in_place=True)` after the scale.
+
+        Raises:
+            ShapeContractError: if an operation is missing or not supported here.
+        """
+        op = "ForwardLinearScaleAdd"
+        parts = collect(
+            op,
+            basic_ops,
+            Part("linear", BasicLinear, linear),
+            Part("scale", ConstantScale, scale),
+            Part("add", AddExtraInput, add),
+        )
+        check_mode(op, parts[0], ROW, _IS_REDUCED)
+        check_in_place(op, "add", parts[2], wanted=True)
+        super().__init__(parts)
+
+    def forward(self, params, x, extra_inputs, saves):
+        """Computes `scale * x @ kernel + residual` in one GEMM."""
+        linear, scale, add = self.basic_ops
+        residual = _residual(add, extra_inputs[2], linear, x, params[0]["kernel"])
+        y, residuals = linear.multiply(
+            params[0], x, residual=residual, scale=scale.scale
+        )
+        return y, ((), (), ()), (residuals, {}, {})
+
+    @classmethod
+    def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
+        """Replaces each linear, scale and in-place addition by the fused operation."""
+
+        def fused(rest):
+            window = match_prefix(rest, BasicLinear, ConstantScale, AddExtraInput)
+            if window is None or not _adds_in_gemm(window[0]) or not window[2].in_place:
+                return None
+            return ForwardLinearScaleAdd(window)
+
+        return fuse_windows(ops, fused)

@@ -1,0 +1,369 @@
+"""Forward of linears whose GEMM overlaps with their collective; their patterns.
+
+Transformer Engine's three patterns, in forward order:
+
+| | operations | forward |
+|---|---|---|
+| 1 | `BasicLinear("column")`, optional `Bias` | AG+GEMM |
+| 2 | `BasicLinear("row")`; a `Bias` after it runs separately | GEMM+RS |
+| 3 | `BasicLinear(None)`, optional `Bias`, `ReduceScatter` | GEMM+RS |
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+
+from jax_ub._src import checks, dtypes
+from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
+from jax_ub._src.methods import Method
+from jax_ub._src.ops.basic import Bias
+from jax_ub._src.ops.collectives import ReduceScatter
+from jax_ub._src.ops.fused_operation import (
+    FusedOperation,
+    Op,
+    Part,
+    collect,
+    fuse_windows,
+    present,
+)
+from jax_ub._src.ops.linear import BasicLinear
+from jax_ub._src.ops.operation import BasicOperation, compute_dtype, num_ranks
+from jax_ub._src.parallel import ROW, check_parallel, mode_of
+from jax_ub._src.primitives import varying
+from jax_ub._src.primitives.all_gather_matmul import all_gather_matmul
+from jax_ub._src.primitives.all_reduce import all_reduce
+from jax_ub._src.primitives.matmul_reduce_scatter import matmul_reduce_scatter
+from jax_ub._src.rules.call_config import CallConfig, make_call_config
+from jax_ub._src.rules.vjp import promote
+
+
+def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
+    """Finds the operations that run as one overlapped linear, at the front of `ops`.
+
+    Returns:
+        The matching operations, and the reason why a linear does not match. The
+        operations are () if there is a reason, or if `ops` starts with no linear.
+    """
+    linear = ops[0]
+    if not isinstance(linear, BasicLinear):
+        return (), ""
+    if linear.comm_name is None:
+        return (), 'no userbuffers_options={"comm_name": ...}'
+    axis_name, window = linear.axis_name, list[BasicOperation]([linear])
+    if linear.tensor_parallel_mode != ROW:
+        window += [op for op in ops[1:2] if isinstance(op, Bias)]
+    if linear.tensor_parallel_mode is None:
+        scatter = next(iter(ops[len(window) :]), None)
+        if not isinstance(scatter, ReduceScatter):
+            return (), "tensor_parallel_mode=None and no ReduceScatter after it"
+        axis_name = scatter.axis_name
+        window.append(scatter)
+    if num_ranks(axis_name) == 1:
+        return (), f"axis {shown(axis_name)} has one rank"
+    return tuple(window), ""
+
+
+@dataclasses.dataclass(frozen=True)
+class UserbuffersLinear(FusedOperation):
+    """Base class of linears whose GEMM and collective overlap.
+
+    It replaces a `BasicLinear` and, in some patterns, the `Bias` and the
+    `ReduceScatter` after it.
+    """
+
+    def __init__(
+        self,
+        basic_ops: Sequence[BasicOperation] | None = None,
+        *,
+        linear: BasicLinear | None = None,
+        bias: Bias | None = None,
+        reduce_scatter: ReduceScatter | None = None,
+    ):
+        """Takes linear, bias and reduce-scatter as keywords, or in a tuple.
+
+        Args:
+            basic_ops: the operations in forward order, instead of the keywords.
+            linear: the linear, with `userbuffers_options`.
+            bias: the bias after a linear whose mode is "column" or None.
+            reduce_scatter: the reduce-scatter after a linear whose mode is None.
+
+        Raises:
+            ShapeContractError: if the operations match none of the three patterns.
+        """
+        op = type(self).__name__
+        parts = collect(
+            op,
+            basic_ops,
+            Part("linear", BasicLinear, linear),
+            Part("bias", Bias, bias, is_optional=True),
+            Part("reduce_scatter", ReduceScatter, reduce_scatter, is_optional=True),
+        )
+        reason = _mismatch(*parts)
+        if reason:
+            raise ShapeContractError(f"{op}: {reason}.")
+        super().__init__(present(*parts))
+
+    @property
+    def linear(self) -> BasicLinear:
+        return self.basic_ops[0]
+
+    @property
+    def bias(self) -> Bias | None:
+        return next((op for op in self.basic_ops if isinstance(op, Bias)), None)
+
+    @property
+    def reduce_scatter(self) -> ReduceScatter | None:
+        last = self.basic_ops[-1]
+        return last if isinstance(last, ReduceScatter) else None
+
+    @property
+    def mode(self) -> str:
+        """The mode "column" or "row"; "row" for a linear and a `ReduceScatter`."""
+        return self.linear.tensor_parallel_mode or ROW
+
+    @property
+    def overlaps(self):
+        return True
+
+    def call_config(self, dtype: DTypeLike, *, is_backward: bool = False) -> CallConfig:
+        linear, scatter = self.linear, self.reduce_scatter
+        return overlapped_call_config(
+            type(self).__name__,
+            self.mode,
+            linear.axis_name if scatter is None else scatter.axis_name,
+            linear.sequence_parallel or scatter is not None,
+            linear.comm_name,
+            linear.chosen_method,
+            dtype,
+            is_backward=is_backward,
+        )
+
+    @classmethod
+    def unfused_reasons(cls, ops: Sequence[Op]) -> dict[int, str]:
+        reasons = {i: match(ops[i:])[1] for i in range(len(ops))}
+        return {i: reason for i, reason in reasons.items() if reason}
+
+    @classmethod
+    def fuse(cls, ops: Sequence[Op]) -> list[Op]:
+        """Replaces the operations of the three patterns by instances of this class."""
+
+        def fused(rest):
+            window, _ = match(rest)
+            return cls(window) if window else None
+
+        return fuse_windows(ops, fused)
+
+
+def _mismatch(linear, bias, reduce_scatter) -> str:
+    """Returns why operations match none of the three patterns, or ""."""
+    mode = linear.tensor_parallel_mode
+    if linear.comm_name is None:
+        return (
+            "linear has no userbuffers_options. Pass "
+            'userbuffers_options={"comm_name": "qkv"} to ops.BasicLinear'
+        )
+    if mode is None and reduce_scatter is None:
+        return (
+            "linear has tensor_parallel_mode = None and communicates nothing. Pass "
+            'reduce_scatter=ops.ReduceScatter(), or tensor_parallel_mode="column" or '
+            '"row" to ops.BasicLinear'
+        )
+    if mode is not None and reduce_scatter is not None:
+        return (
+            f'linear has tensor_parallel_mode = "{mode}", but a reduce_scatter may '
+            "follow only a linear whose mode is None. Pass reduce_scatter=None"
+        )
+    if mode == ROW and bias is not None:
+        return (
+            'linear has tensor_parallel_mode = "row", whose bias is added once, after '
+            "the reduce-scatter. Pass bias=None, and put the Bias after this operation"
+        )
+    return ""
+
+
+def overlapped_call_config(
+    op: str,
+    parallel: str | None,
+    axis_name: str | tuple[str, ...] | None,
+    sequence_parallel: bool,
+    ub_comm_name: str | None,
+    method: Method | str | None,
+    dtype: DTypeLike,
+    *,
+    is_backward: bool = False,
+) -> CallConfig:
+    """Returns the ranks, method and dtype of an overlapped linear, after checks.
+
+    Raises:
+        UnknownNameError: if the mode is unknown.
+        UnsupportedOverlapError: if `sequence_parallel` is False.
+        ShapeContractError: if the dtype is not f32, bf16 or f16, or the axis is not a
+            manual mesh axis.
+    """
+    check_parallel(op, "tensor_parallel_mode", parallel)
+    checks.check_flag(op, "sequence_parallel", sequence_parallel)
+    if not sequence_parallel:
+        raise UnsupportedOverlapError(
+            f"{op}: sequence_parallel = False, but only all-gathers and "
+            "reduce-scatters of rows are overlapped. Pass sequence_parallel=True, "
+            "or leave out userbuffers_options."
+        )
+    if axis_name is None:
+        raise ShapeContractError(
+            f"{op}: tensor_parallel_mode = {shown(parallel)} needs the mesh axis of "
+            'the ranks, but axis_name = None. Pass it, for example "tp".'
+        )
+    mode = mode_of(parallel, True)
+    may_be_bulk = is_backward and any(one.is_bulk for one in mode.dgrad)
+    config = make_call_config(
+        op, axis_name, ub_comm_name, method, mode=mode, may_be_bulk=may_be_bulk
+    )
+    found = checks.dtype_of(dtype)
+    if found not in dtypes.OPERANDS:
+        given = shown(dtype) if found is None else found
+        raise ShapeContractError(
+            f"{config.label}: dtype = {given}, but the op computes in "
+            f"{dtypes.listed(dtypes.OPERANDS)}. Pass one of these."
+        )
+    return config.with_dtypes(dtype, dtype)
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class UserbuffersForwardLinear(UserbuffersLinear):
+    """Computes a linear whose GEMM overlaps with its all-gather or reduce-scatter.
+
+    It replaces a linear, and the bias and the reduce-scatter after it. Compared with
+    separate operations it saves the buffer of the gathered input, or of the product
+    before the scatter, and the pass that adds the bias.
+
+    Transformer Engine: `UserbuffersForwardLinear`.
+    """
+
+    @staticmethod
+    def functional_forward(  # noqa: PLR0913, Transformer Engine's names
+        input: jax.Array,
+        weight: jax.Array,
+        *,
+        bias: jax.Array | None = None,
+        tensor_parallel_mode: str,
+        axis_name: str | tuple[str, ...],
+        sequence_parallel: bool = True,
+        ub_comm_name: str | None = None,
+        method: Method | str | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Computes a linear from arrays, inside `jax.shard_map`; not differentiable.
+
+        | mode | input | weight | bias | result |
+        |---|---|---|---|---|
+        | "column" | `[..., M/P, K]` | `[K, N/P]` | `[N/P]` | `[..., M, N/P]` |
+        | "row" | `[..., M, K/P]` | `[K/P, N]` | `[N]` | `[..., M/P, N]` |
+
+        Args:
+            input: activations.
+            weight: kernel, `[in, out]`.
+            bias: for "row", each rank passes its own bias and the sum over the ranks is
+                added, as if each rank added its bias before the reduce-scatter.
+            tensor_parallel_mode: "column" or "row".
+            axis_name: the mesh axis of the P ranks.
+            sequence_parallel: must be True; only collectives of rows are overlapped.
+            ub_comm_name: name of the overlap configuration; also in error messages.
+            method: how GEMM and communication overlap. None takes the method that is
+                configured for `ub_comm_name`, else `JAX_UB_METHOD`, else "auto".
+            dtype: dtype of the computation and the result; None takes the dtype of
+                `weight`.
+
+        Returns:
+            The result, and the operands {"input": ..., "weight": ...} in the dtype of
+            the computation, for `UserbuffersBackwardLinear.functional_backward`.
+
+        Raises:
+            ShapeContractError: if the shapes do not match each other or the mesh.
+            UnknownNameError: if the mode or the method is unknown.
+            UnsupportedOverlapError: if `sequence_parallel` is False, or if an
+                explicitly requested method cannot run here.
+        """
+        op, mode = "UserbuffersForwardLinear", tensor_parallel_mode
+        checks.check_array(op, "weight", weight)
+        config = overlapped_call_config(
+            op,
+            mode,
+            axis_name,
+            sequence_parallel,
+            ub_comm_name,
+            method,
+            weight.dtype if dtype is None else dtype,
+        )
+        _check_forward(config, mode, input, weight, bias)
+        x, w = input.astype(config.dtype), weight.astype(config.dtype)
+        y = _multiply(config, mode, *_forward_operands(config, mode, x, w, bias))
+        return y, {"input": x, "weight": w}
+
+    def forward(
+        self, params, x, extra_inputs, saves, *, added_bias=None, residual=None
+    ):
+        """Computes the linear, its bias and its collective in one overlapped call.
+
+        `added_bias`, `[N]`, and `residual`, of the shape of the result, are added once,
+        after a reduce-scatter. Only the linear has residuals.
+        """
+        bias_op = self.bias
+        config = self.call_config(compute_dtype(self.linear.dtype, x))
+        residuals = self.linear.operands(config, params[0], x)
+        x, w = residuals["x"], residuals["kernel"]
+        bias = None if bias_op is None else params[1]["bias"]
+        if bias_op is not None and bias_op.dtype is not None:
+            config = config.with_dtypes(config.dtype, bias_op.dtype)
+        _check_forward(config, self.mode, x, w, bias)
+        addends = (bias, added_bias, residual)
+        operands = _forward_operands(config, self.mode, x, w, *addends)
+        y, num = _multiply(config, self.mode, *operands), len(self.basic_ops)
+        return y, ((),) * num, (residuals, *({},) * (num - 1))
+
+    @classmethod
+    def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
+        """Replaces each linear that can overlap, and its bias and reduce-scatter."""
+        return cls.fuse(ops)
+
+
+def _check_forward(config, mode, x, w, bias):
+    check_activation(config, "input", x)
+    checks.check_float(config.label, weight=w)
+    checks.check_kernel(config.label, "weight", w)
+    sharded = mode_of(mode, True).sharded
+    checks.check_contraction(config.label, x, w, config.num_ranks, sharded)
+    if mode == ROW:
+        checks.check_divides(config.label, x, config.num_ranks)
+    checks.check_addends(config.label, bias, None, (w.shape[1],))
+
+
+def check_activation(config, name, array):
+    checks.check_float(config.label, **{name: array})
+    checks.check_rank(config.label, name, array)
+    checks.check_not_empty(config.label, name, array)
+
+
+def _forward_operands(config, mode, x, w, bias, added_bias=None, residual=None):
+    """Sums the biases, and casts the operands to the same varying axes."""
+    axes = config.axes(x, w, bias, added_bias, residual)
+    if mode == ROW and bias is not None:
+        # The reduce-scatter would add the biases of all ranks.
+        is_varying = bool(varying.axes_of(bias) & frozenset(config.axis_name))
+        if config.is_vma_checked and not is_varying:
+            bias = bias * config.num_ranks
+        else:
+            bias = all_reduce(bias, **config.alone)
+    if added_bias is not None:
+        bias = added_bias if bias is None else bias + added_bias
+    return promote((x, w, bias, residual), axes)
+
+
+def _multiply(config, mode, x, w, bias, residual):
+    options = {"out_dtype": config.out_dtype, **config.fused}
+    if mode == ROW:
+        return matmul_reduce_scatter((x,), (w,), bias, residual, **options)
+    biases = None if bias is None else (bias,)
+    return all_gather_matmul(x, (w,), biases, **options)[0][0]

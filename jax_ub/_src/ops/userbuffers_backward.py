@@ -1,0 +1,264 @@
+"""Backward of linears whose GEMMs overlap with their collectives."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_ub._src import checks
+from jax_ub._src.errors import ShapeContractError
+from jax_ub._src.methods import Method
+from jax_ub._src.ops.fused_operation import Op
+from jax_ub._src.ops.userbuffers import (
+    UserbuffersLinear,
+    check_activation,
+    overlapped_call_config,
+)
+from jax_ub._src.parallel import ROW, mode_of
+from jax_ub._src.primitives.all_reduce import all_reduce
+from jax_ub._src.rules.bias import row_sum
+from jax_ub._src.rules.column_gradients import column_gradients
+from jax_ub._src.rules.row_gradients import row_gradients
+from jax_ub._src.rules.vjp import promote
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class UserbuffersBackwardLinear(UserbuffersLinear):
+    """Computes a linear's gradients with GEMMs that overlap with communication.
+
+    | mode | method | dgrad GEMM | wgrad GEMM |
+    |---|---|---|---|
+    | "column" | "bulk" | during the gather of x | during the scatter of dx |
+    | "column" | others | GEMM+RS | reads x from the peers, or gathers it once |
+    | "row" | all | AG+GEMM | reads the dy that the AG+GEMM gathered |
+
+    If only the input needs a gradient, no wgrad GEMM runs. The method "bulk" then has
+    no GEMM to overlap the scatter with, so the dgrad GEMM runs as GEMM+RS. If only the
+    kernel needs a gradient, no dgrad GEMM runs.
+
+    Transformer Engine: `UserbuffersBackwardLinear`.
+    """
+
+    @staticmethod
+    def functional_backward(  # noqa: PLR0913, Transformer Engine's names
+        grad_output: jax.Array,
+        input: jax.Array | None,
+        weight: jax.Array | None,
+        *,
+        input_requires_grad: bool = True,
+        weight_requires_grad: bool = True,
+        bias_requires_grad: bool = False,
+        main_grad: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        tensor_parallel_mode: str,
+        axis_name: str | tuple[str, ...],
+        sequence_parallel: bool = True,
+        ub_comm_name: str | None = None,
+        method: Method | str | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> tuple[jax.Array | None, jax.Array | None, dict[str, jax.Array | None]]:
+        """Computes a linear's gradients from arrays, inside `jax.shard_map`.
+
+        | mode | grad_output | input, grad_input | weight, grad_weight |
+        |---|---|---|---|
+        | "column" | `[..., M, N/P]` | `[..., M/P, K]` | `[K, N/P]` |
+        | "row" | `[..., M/P, N]` | `[..., M, K/P]` | `[K/P, N]` |
+
+        Args:
+            grad_output: gradient of the result.
+            input: activations of the forward; may be None if `weight_requires_grad` is
+                False.
+            weight: kernel, `[in, out]`; may be None if `input_requires_grad` is False.
+            input_requires_grad: whether grad_input is computed.
+            weight_requires_grad: whether grad_weight is computed; False for a frozen
+                kernel.
+            bias_requires_grad: whether grad_bias is computed.
+            main_grad: f32 accumulator with the shape of `weight`. grad_weight is then
+                `main_grad` plus the gradient, in f32. It reuses the buffer of
+                `main_grad` if that is not read later.
+            residual: another gradient of the input, with its shape. grad_input is then
+                the sum of both, rounded once to the dtype of `residual`. For "row" it
+                reuses the buffer of `residual` if that is not read later.
+            tensor_parallel_mode: "column" or "row".
+            axis_name: the mesh axis of the P ranks.
+            sequence_parallel: must be True; only collectives of rows are overlapped.
+            ub_comm_name: name of the overlap configuration; also in error messages.
+            method: how GEMM and communication overlap. None takes the method that is
+                configured for `ub_comm_name`, else `JAX_UB_METHOD`, else "auto".
+            dtype: dtype of the computation and the results; None takes the dtype of
+                `weight`, else of `input`, else of `grad_output`.
+
+        Returns:
+            grad_input, grad_weight and {"grad_bias": ...}; None for a gradient that was
+            not requested. grad_bias is the sum of `grad_output` over all rows, in f32:
+            `[N/P]` for "column"; `[N]` for "row", where it is also summed over the
+            ranks.
+
+        Raises:
+            ShapeContractError: if an operand is missing, or shapes do not match.
+            UnknownNameError: if the mode or the method is unknown.
+            UnsupportedOverlapError: if `sequence_parallel` is False, or if an
+                explicitly requested method cannot run here.
+        """
+        op, mode = "UserbuffersBackwardLinear", tensor_parallel_mode
+        for name, array in (("weight", weight), ("input", input)):
+            if array is not None:
+                checks.check_array(op, name, array)
+        for name, flag in (
+            ("input_requires_grad", input_requires_grad),
+            ("weight_requires_grad", weight_requires_grad),
+            ("bias_requires_grad", bias_requires_grad),
+        ):
+            checks.check_flag(op, name, flag)
+        checks.check_array(op, "grad_output", grad_output)
+        if dtype is None:
+            given = [a for a in (weight, input, grad_output) if a is not None]
+            dtype = given[0].dtype
+        config = overlapped_call_config(
+            op,
+            mode,
+            axis_name,
+            sequence_parallel,
+            ub_comm_name,
+            method,
+            dtype,
+            is_backward=True,
+        )
+        x = _required(config, "input", input, "weight", weight_requires_grad)
+        w = _required(config, "weight", weight, "input", input_requires_grad)
+        _check_backward(config, mode, grad_output, x, w)
+        _check_addends(config, mode, grad_output, x, w, main_grad, residual)
+        dx, dw = _gradients(config, mode, grad_output, x, w, main_grad, residual)
+        db = row_sum(grad_output) if bias_requires_grad else None
+        if db is not None and mode == ROW:
+            db = _sum_over_ranks(config, db)
+        return dx, dw, {"grad_bias": db}
+
+    def backward(self, residuals, dy, d_extra_outputs, needs, *, residual=None):
+        """Computes dx and the gradients of kernel and bias, overlapped.
+
+        `residual`, another gradient of x, is added to dx.
+        """
+        if dy is None or not any(needs):
+            return super().backward(residuals, dy, d_extra_outputs, needs)
+        linear, saved = self.linear, residuals[0]
+        x = saved.get("x") if linear.wants_wgrad(needs[0]) else None
+        w = saved.get("kernel") if needs[0].x else None
+        main_grad = saved.get("main_grad") if x is not None else None
+        dtype = next((a.dtype for a in (x, w) if a is not None), dy.dtype)
+        config = self.call_config(dtype, is_backward=True)
+        config = config.with_dw_dtype(linear.param_dtype)
+        dx, dw = _gradients(config, self.mode, dy, x, w, main_grad, residual)
+        if dx is None:
+            dx = residual
+        d_params: list[dict] = [{} for _ in self.basic_ops]
+        if x is not None:
+            d_params[0]["kernel" if main_grad is None else "main_grad"] = dw
+        if self.bias is not None and needs[1].params:
+            db = row_sum(dy)
+            if self.reduce_scatter is not None:
+                # y contains the sum of all ranks' biases, and each bias has the
+                # gradient of this sum: dy summed over all tokens of all ranks. Its type
+                # is varying. If the bias is replicated, the operation group therefore
+                # sums the gradient over the ranks once more.
+                axes = config.axes(db)
+                db = promote(_sum_over_ranks(config, db), axes)
+            d_params[1]["bias"] = db
+        return dx, tuple(d_params), ((),) * len(self.basic_ops)
+
+    @classmethod
+    def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
+        """Replaces each linear that can overlap, and its bias and reduce-scatter."""
+        return cls.fuse(ops)
+
+
+def _sum_over_ranks(config, db):
+    return all_reduce(promote(db, config.axes(db)), **config.alone)
+
+
+def _gradients(config, mode, dy, x, w, main_grad, residual):
+    """Computes dx (None without `w`) and dw (None without `x`), overlapped.
+
+    `main_grad` is added to dw and `residual` to dx if they are given.
+    """
+    if x is None and w is None:
+        return None, None
+    operands = (dy, x, w, main_grad, residual)
+    axes = config.axes(*(a for a in operands if a is not None))
+    dy, x, w, residual = promote((dy, x, w, residual), axes)
+    x, w = (None if a is None else a.astype(config.dtype) for a in (x, w))
+    if mode == ROW:
+        return row_gradients(config, x, w, dy, main_grad, residual)
+    saved = {
+        "x": x,
+        "gathered": None,
+        "ws": None if w is None else (w,),
+        "main_grads": None if main_grad is None else (main_grad,),
+    }
+    dx, dws = column_gradients(config, saved, {0: dy}, None)
+    if residual is not None and dx is not None:
+        dx = (residual + dx).astype(residual.dtype)
+    return dx, dws.get(0)
+
+
+def _required(config, name, array, of, is_wanted):
+    if is_wanted and array is None:
+        raise ShapeContractError(
+            f"{config.label}: {name} is None, but the gradient of the {of} needs it. "
+            f"Pass it, or {of}_requires_grad=False."
+        )
+    return array if is_wanted else None
+
+
+def _check_backward(config, mode, dy, x, w):
+    check_activation(config, "grad_output", dy)
+    if w is not None:
+        checks.check_float(config.label, weight=w)
+        checks.check_kernel(config.label, "weight", w)
+        if dy.shape[-1] != w.shape[1]:
+            raise ShapeContractError(
+                f"{config.label}: grad_output {dy.shape} has N = {dy.shape[-1]}, but "
+                f"weight {w.shape} has N = {w.shape[1]}. Kernels are [in, out], as in "
+                "the forward; pass the weight untransposed."
+            )
+    if x is None:
+        return
+    check_activation(config, "input", x)
+    if w is not None:
+        sharded = mode_of(mode, True).sharded
+        checks.check_contraction(config.label, x, w, config.num_ranks, sharded)
+    if mode == ROW:
+        checks.check_divides(config.label, x, config.num_ranks)
+        rows, meaning = x.shape[-2] // config.num_ranks, "[..., M/P, N]"
+    else:
+        rows, meaning = x.shape[-2] * config.num_ranks, "[..., M, N/P]"
+    wanted = (*x.shape[:-2], rows, dy.shape[-1])
+    meaning += f" for input {tuple(x.shape)}"
+    checks.check_shape(config.label, "grad_output", dy, wanted, meaning)
+
+
+def _check_addends(config, mode, dy, x, w, main_grad, residual):
+    if main_grad is not None and x is None:
+        raise ShapeContractError(
+            f"{config.label}: main_grad is given, but weight_requires_grad = False. "
+            "Leave out main_grad if the kernel is frozen."
+        )
+    if main_grad is not None:
+        shape = (x.shape[-1], dy.shape[-1])
+        kernel = jax.ShapeDtypeStruct(shape, jnp.float32)
+        checks.check_main_grad(config.label, main_grad, kernel)
+    if residual is None:
+        return
+    if w is None:
+        raise ShapeContractError(
+            f"{config.label}: residual is given, but input_requires_grad = False. "
+            "Leave out residual if no gradient of the input is computed."
+        )
+    checks.check_float(config.label, residual=residual)
+    rows, ranks = dy.shape[-2], config.num_ranks
+    rows = rows * ranks if mode == ROW else rows // ranks
+    wanted = (*dy.shape[:-2], rows, w.shape[0])
+    checks.check_shape(config.label, "residual", residual, wanted, "the input's shape")
