@@ -169,7 +169,7 @@ def test_chunks_in_one_kernel_are_sent_when_it_is_done():
 
 
 def test_a_sum_is_sent_when_it_is_made():
-    steps = replay.steps_of("matmul_all_reduce", "pipeline", 1, 3, 2)
+    steps = replay.steps_of("matmul_all_reduce", "pipeline", 1, 3, 2, variant="plain")
     moved = replay.sums_at_once(steps)
     assert sorted(map(repr, moved)) == sorted(map(repr, steps))
     for at, step in enumerate(moved):
@@ -181,7 +181,7 @@ def test_a_sum_is_sent_when_it_is_made():
 
 
 def test_ranks_that_wait_for_each_other_are_an_error():
-    steps = replay.steps_of("all_gather", "bulk", 0, 2, 1)
+    steps = replay.steps_of("all_gather", "bulk", 0, 2, 1, variant="plain")
     waits = [step for step in steps if step.kind == "wait"]
     work = Workload("all_gather", 8, 8, 8, 2)
     with pytest.raises(ArithmeticError, match="wait for ever"):

@@ -46,23 +46,17 @@ class LayerRow:
         return saved / self.bounds.collective_s if self.bounds.collective_s else 0.0
 
     def as_json(self) -> dict[str, object]:
+        times = {
+            f"{name}_us": 1e6 * getattr(self.bounds, f"{name}_s")
+            for name in ("gemm", "wire", "serial", "ideal")
+        }
         return {
-            "layer": self.layer.name,
-            "op": self.layer.op,
-            "M": self.M,
-            "K": self.layer.K,
-            "N": self.layer.N,
-            "num_ranks": self.num_ranks,
-            "gemm_us": 1e6 * self.bounds.gemm_s,
-            "wire_us": 1e6 * self.bounds.wire_s,
-            "serial_us": 1e6 * self.bounds.serial_s,
-            "ideal_us": 1e6 * self.bounds.ideal_s,
+            **{"layer": self.layer.name, "op": self.layer.op, "M": self.M},
+            **{"K": self.layer.K, "N": self.layer.N, "num_ranks": self.num_ranks},
+            **times,
             "plan_us": 1e6 * self.plan.seconds,
-            "method": self.plan.method,
-            "knobs": self.plan.knobs,
-            "speedup": self.speedup,
-            "limit": self.limit,
-            "hidden": self.hidden,
+            **{"method": self.plan.method, "knobs": self.plan.knobs},
+            **{"speedup": self.speedup, "limit": self.limit, "hidden": self.hidden},
         }
 
 

@@ -34,7 +34,7 @@ _MAX_WAVES = 24
 
 @dataclasses.dataclass(frozen=True)
 class Gemm:
-    """The sizes of a local GEMM that multiplies [m, k] by [k, n]."""
+    """A local GEMM that multiplies [m, k] by [k, n]."""
 
     m: int
     n: int
@@ -49,14 +49,8 @@ class Gemm:
 class Workload:
     """An op that the simulator runs, with its global sizes and element sizes.
 
-    Attributes:
-        op: name of the op in the engine's schedules.
-        M: number of tokens.
-        K: global contracting size.
-        N: global number of output features.
-        num_ranks: number of ranks P.
-        itemsize: bytes per element of the operands and results.
-        partial_itemsize: bytes per element of a partial sum on the wire.
+    M tokens, K contracting features, N output features. A partial sum on the wire has
+    `partial_itemsize` bytes per element, operands and results have `itemsize`.
     """
 
     op: str
@@ -118,14 +112,7 @@ class Workload:
 class Bounds:
     """Times in seconds of the GEMM and of the communication of one call.
 
-    M tokens, K contracting, N output, P ranks; F FLOP/s and B bytes/s per wire
-    direction, for bf16:
-
-        gemm    2 M N K / P / F
-        wire    (P - 1) / P M K 2 / B for a gather, with N for K for a scatter; twice
-                that for an all-reduce
-        ideal   max(gemm, wire)
-        serial  the library's GEMM, then the vendor's collective
+    `gemm_s` and `wire_s` assume full rates, the others a vendor's library.
     """
 
     gemm_s: float

@@ -11,12 +11,7 @@ from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, sh
 from jax_ub._src.methods import Method, Variant
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
 from jax_ub._src.tools.simulate import hardware as machines
-from jax_ub._src.tools.simulate.cost import (
-    PRODUCTS,
-    Workload,
-    bounds,
-    library_seconds,
-)
+from jax_ub._src.tools.simulate.cost import PRODUCTS, Workload, bounds, library_seconds
 from jax_ub._src.tools.simulate.hardware import Hardware
 from jax_ub._src.tools.simulate.replay import (
     PlanOptions,
@@ -47,17 +42,13 @@ class Prediction:
     """The predicted times of one call for one rank, in seconds, and the bytes it sends.
 
     Attributes:
-        op: the op.
-        method: the method; "auto" is resolved.
         knobs: options of the fastest schedule, such as "b4a1s2": 4 row blocks, 1 chunk
             per kernel, 2 streams. Empty without a schedule.
-        seconds: time of the call.
         gemm_s: time of its GEMM alone, at the machine's full rate.
         wire_s: time of its transfers alone, at the wire's full bandwidth.
         serial_s: time of the library's GEMM followed by the vendor's collective.
         moved_bytes: bytes that each rank sends, and also receives.
-        variant: variant of the schedule: "one_shot" if "auto" selects it for an
-            all-reduce of few tokens on a GPU.
+        variant: "one_shot" if "auto" sums few tokens in one exchange on a GPU.
     """
 
     op: str
@@ -76,18 +67,9 @@ class Prediction:
         return self.seconds - self.gemm_s
 
 
-def predict(
-    op: str,
-    method: str,
-    M: int,
-    K: int,
-    N: int,
-    P: int,
-    dtype,
-    hardware: str | Hardware = "h200",
-) -> float:
-    """Predicts the seconds of one call, see `estimate`."""
-    return estimate(op, method, M, K, N, P, dtype, hardware).seconds
+def predict(*arguments, **options) -> float:
+    """Predicts the seconds of one call, with the arguments of `estimate`."""
+    return estimate(*arguments, **options).seconds
 
 
 def estimate(
@@ -113,10 +95,6 @@ def estimate(
         P: number of ranks.
         dtype: dtype of the operands.
         hardware: "a100", "h100", "h200", "b200", "cpu", or a `Hardware`.
-
-    Raises:
-        UnknownNameError: if op, method or hardware are not known.
-        ShapeContractError: if a size or P is less than 1.
     """
     if op not in OPS:
         raise UnknownNameError(
@@ -223,12 +201,9 @@ def fastest_plan(
     method: str,
     variant: Variant = Variant.PLAIN,
 ) -> tuple[str, float]:
-    """Simulates all reasonable options of a method's schedule.
+    """Returns the best options of a schedule, as text, and its simulated seconds.
 
     Variants other than the plain one run one kernel per product, as the engine does.
-
-    Returns:
-        The options of the fastest schedule in short format, and its seconds.
     """
     options = list(_options(work, machine, method))
     if variant is not Variant.PLAIN:
@@ -255,8 +230,13 @@ def timeline(
     It simulates rank 0, which represents all ranks, unless `every_rank` is set.
     """
     ranks = range(work.num_ranks if every_rank else 1)
-    sizes = (work.num_ranks, options.num_splits, variant.value)
-    steps = [steps_of(work.op, method, rank, *sizes) for rank in ranks]
+    steps = [
+        steps_of(
+            *(work.op, method, rank, work.num_ranks, options.num_splits),
+            variant=variant.value,
+        )
+        for rank in ranks
+    ]
     if not machine.is_host:
         return replay([sums_at_once(own) for own in steps], work, machine, options)
     return replay(steps, work, machine, options)

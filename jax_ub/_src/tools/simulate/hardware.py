@@ -26,7 +26,6 @@ class Hardware:
     Rates are for each GPU, or for a host's CPU cores that all ranks share.
 
     Attributes:
-        name: name on the command line.
         flops_per_s: rate of a large dense bf16 GEMM.
         wire_bytes_per_s: bandwidth to the peers in one direction.
         memory_bytes_per_s: memory bandwidth, counting reads and writes.
@@ -34,12 +33,9 @@ class Hardware:
             for a host, whose ranks share its cores and run one step at a time.
         wire_share: share of the wire's bandwidth that a copy engine reaches.
         collective_share: share that the vendor's collectives reach.
-        handshake_s: latency of a signal across the wire.
-        launch_s: latency of launching a kernel.
-        collective_s: latency of starting a collective of the vendor's library.
-        reserved_processors: number of multiprocessors without GEMM tiles during
-            communication.
-        flops_f32_per_s: rate of an f32 GEMM, or None to derive it from `flops_per_s`.
+        handshake_s, launch_s, collective_s: latency of a signal, kernel, collective.
+        reserved_processors: number without GEMM tiles during communication.
+        flops_f32_per_s: rate of an f32 GEMM; None derives it from `flops_per_s`.
     """
 
     name: str
@@ -101,13 +97,8 @@ def host(
 ) -> Hardware:
     """Returns a machine whose ranks share the CPU cores of one host.
 
-    The rates are measured on that host.
-
-    Args:
-        flops_per_s: bf16 GEMM rate of all cores together.
-        copy_bytes_per_s: copy bandwidth of all cores, counting reads and writes.
-        flops_f32_per_s: f32 GEMM rate of all cores together.
-        name: name in tables.
+    `flops_per_s` is the bf16 GEMM rate and `copy_bytes_per_s` the copy bandwidth of all
+    cores, counting reads and writes.
     """
     return Hardware(
         name,
@@ -139,11 +130,7 @@ HARDWARE: Mapping[str, Hardware] = {
 
 
 def find(name: "str | Hardware") -> Hardware:
-    """Returns the machine of this name; a `Hardware` object is returned unchanged.
-
-    Raises:
-        UnknownNameError: if no machine has this name; suggests the nearest name.
-    """
+    """Returns the machine of this name; a `Hardware` object is returned unchanged."""
     if isinstance(name, Hardware):
         return name
     if not isinstance(name, str) or name not in HARDWARE:

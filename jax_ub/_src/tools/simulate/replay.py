@@ -6,19 +6,12 @@ A GPU rank has several lanes: its multiprocessors, a copy engine, and a kernel t
 sums. A step starts as soon as its inputs are available and its lane is free. A wait
 only delays the steps that need the data. A host rank is one thread, which runs one step
 after the other and blocks in waits.
-
-For AG+GEMM in a ring and GEMM+RS, the replay equals a closed form, where c is the wire
-time of a chunk, g the time of its GEMM, t0 the start of the first put and R the time of
-the sum:
-
-    AG  T = max(P g, t0 + c + (P - 1) g, t0 + (P - 1) c + g)
-    RS  T = max(P g, (P - 1) g + c, g + (P - 1) c) + handshake + R
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools.simulate.cost import Processors, Workload
@@ -27,49 +20,21 @@ from jax_ub._src.tools.simulate.hardware import Hardware
 ALL_CHUNKS = -1
 
 
-class Step(Protocol):
-    """One step of a rank's schedule, such as to multiply a chunk or send it to a peer.
-
-    `jax_ub._cpu` returns objects of this interface. `kind` is the action, such as
-    "multiply", "put", "wait" or "reduce". `payload` is what it transfers: "operand",
-    "partial" or "sum".
-    """
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def payload(self) -> str: ...
-    @property
-    def chunk(self) -> int: ...
-    @property
-    def split(self) -> int: ...
-    @property
-    def peer(self) -> int: ...
-    @property
-    def slot(self) -> int: ...
-    @property
-    def num_chunks(self) -> int: ...
+# A step that `jax_ub._cpu` returns. `kind` is the action, such as "multiply", "put",
+# "wait" or "reduce". `payload` is what it transfers: "operand", "partial" or "sum".
+Step = Any
 
 
 @functools.lru_cache(maxsize=1024)
-def steps_of(
-    op: str,
-    method: str,
-    rank: int,
-    num_ranks: int,
-    num_splits: int,
-    variant: str = "plain",
-) -> tuple[Step, ...]:
-    """Returns one rank's steps in the engine's schedule of an op and method."""
-    schedule = cpu_engine.load().schedule
-    return tuple(schedule(op, method, rank, num_ranks, num_splits, variant))
+def steps_of(op: str, method: str, *sizes: int, variant: str) -> tuple[Step, ...]:
+    """Returns one rank's steps. `sizes` are the rank, the ranks and the splits."""
+    return tuple(cpu_engine.load().schedule(op, method, *sizes, variant))
 
 
 def sums_at_once(steps: Sequence[Step]) -> list[Step]:
     """Reorders a schedule's steps, so that each sum is sent right after it is computed.
 
-    The engine's schedule sends all sums at the end, because a rank that runs one step
-    at a time gains nothing from the other order. With a copy engine, the sums of one
+    The engine's schedule sends all sums at the end. With a copy engine, the sums of one
     block are sent while the next block is multiplied.
     """
     sums = [step for step in steps if step.kind == "put" and step.payload == "sum"]
@@ -88,10 +53,8 @@ def sums_at_once(steps: Sequence[Step]) -> list[Step]:
 class PlanOptions:
     """Options of a schedule that the simulator varies to find the fastest plan.
 
-    Attributes:
-        num_splits: number of splits of a rank's rows, as in the schedule.
-        aggregate: number of chunks that one kernel multiplies.
-        streams: number of streams; kernels are launched on them in turn.
+    A rank's rows have `num_splits` splits, a kernel multiplies `aggregate` chunks, and
+    kernels are launched on `streams` streams in turn.
     """
 
     num_splits: int = 1
@@ -103,9 +66,8 @@ class PlanOptions:
 class Span:
     """A simulated step of a rank, with times in seconds since the start of the call.
 
-    `lane` is the resource that runs it: "gemm", "wire" or "sum" on a GPU. On a host, it
-    is "rank", and waits are spans, too. `chunks` are the chunks that a kernel
-    multiplies.
+    `lane` is the resource that runs it: "gemm", "wire" or "sum" on a GPU, "rank" on a
+    host, where waits are spans, too.
     """
 
     rank: int
@@ -122,23 +84,16 @@ def replay(
     hardware: Hardware,
     options: PlanOptions,
 ) -> list[Span]:
-    """Simulates schedules step by step, and returns the spans of all steps.
+    """Simulates the steps of every rank, and returns the spans of all steps.
 
-    Args:
-        schedules: the steps of every rank. The steps of a single rank represent all
-            ranks: data arrives from a peer when this rank sends the same data.
-        work: the op and its sizes.
-        hardware: the machine.
-        options: the schedules must have the same `num_splits`.
-
-    Raises:
-        ArithmeticError: if the schedules deadlock. The engine's schedules are proven
-            not to.
+    The steps of a single rank represent all ranks: data arrives from a peer when this
+    rank sends the same data.
     """
-    arrivals = _Arrivals(is_mirrored=len(schedules) == 1)
+    # Times at which slots of communication memory are filled, by owner and slot.
+    arrivals: dict[tuple[int, int], float] = {}
     part = hardware.shared_by(work.num_ranks)
     ranks = [
-        _Rank(rank, steps, work, part, options, arrivals)
+        _Rank(rank, steps, work, part, options, arrivals, len(schedules))
         for rank, steps in enumerate(schedules)
     ]
     while any(rank.is_pending for rank in ranks):
@@ -150,23 +105,6 @@ def replay(
 def end_s(spans: Sequence[Span]) -> float:
     """Returns the time of the call, until the last rank has finished."""
     return max((span.end_s for span in spans), default=0.0)
-
-
-class _Arrivals:
-    """Simulated times at which slots of communication memory are filled.
-
-    If one rank represents all ranks (`is_mirrored`), the owner is always rank 0.
-    """
-
-    def __init__(self, *, is_mirrored: bool):
-        self._is_mirrored = is_mirrored
-        self._times: dict[tuple[int, int], float] = {}
-
-    def set(self, owner: int, slot: int, time: float) -> None:
-        self._times[0 if self._is_mirrored else owner, slot] = time
-
-    def time(self, owner: int, slot: int) -> float | None:
-        return self._times.get((0 if self._is_mirrored else owner, slot))
 
 
 class _Rank:
@@ -182,7 +120,8 @@ class _Rank:
         work: Workload,
         hardware: Hardware,
         options: PlanOptions,
-        arrivals: _Arrivals,
+        arrivals: dict[tuple[int, int], float],
+        num_simulated: int,
     ):
         self.rank = rank
         self.spans: list[Span] = []
@@ -190,13 +129,11 @@ class _Rank:
         self._work, self._hardware = work, hardware
         self._rows = work.split_rows(options.num_splits)
         self._num_splits = options.num_splits
-        self._arrivals = arrivals
+        self._arrivals, self._num_simulated = arrivals, num_simulated
         self._clock = 0.0  # seconds; used on hosts only
-        self._processors = (
-            None
-            if hardware.is_host
-            else Processors(hardware, options.streams, work.itemsize)
-        )
+        self._processors = None
+        if not hardware.is_host:
+            self._processors = Processors(hardware, options.streams, work.itemsize)
         self._kernels = _kernels(rank, self._steps, work.gathers, options.aggregate)
         self._lanes = {"wire": 0.0, "sum": 0.0}
         # Times at which received data arrived, by (payload, chunk or sender, split).
@@ -234,7 +171,7 @@ class _Rank:
         return True
 
     def _wait(self, step):
-        time = self._arrivals.time(self.rank, step.slot)
+        time = self._arrivals.get((self.rank, step.slot))
         if time is None:
             return False
         sender = step.peer if step.payload == "partial" else step.chunk
@@ -259,7 +196,7 @@ class _Rank:
         end = self._run("wire", step, ready, num_bytes / hardware.copy_bytes_per_s)
         if step.payload == "partial" or hardware.is_host:
             end += hardware.handshake_s
-        self._arrivals.set(step.peer, step.slot, end)
+        self._arrivals[step.peer % self._num_simulated, step.slot] = end
 
     def _rows_of(self, step):
         return self._work.M if step.chunk == ALL_CHUNKS else self._rows
