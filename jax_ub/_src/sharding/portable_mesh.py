@@ -10,17 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 @dataclasses.dataclass(frozen=True)
 class PortableMesh:
-    """A `jax.sharding.Mesh` that stores device ids instead of device objects.
-
-    Device objects cannot be pickled, since they belong to one process.
-
-    Attributes:
-        axis_names: names of the axes.
-        axis_types: types of the axes.
-        shape: sizes of the axes.
-        platform: the platform of the devices.
-        device_ids: ids of the devices, in the order of `mesh.devices.flat`.
-    """
+    """A `jax.sharding.Mesh` with device ids, since devices belong to one process."""
 
     axis_names: tuple[Any, ...]
     axis_types: tuple[AxisType, ...]
@@ -30,11 +20,10 @@ class PortableMesh:
 
     @classmethod
     def of(cls, mesh: Mesh) -> "PortableMesh":
-        """Returns the form of a mesh that can be pickled, with ids of its devices."""
         devices = tuple(mesh.devices.flat)
         ids = tuple(device.id for device in devices)
-        shape = mesh.devices.shape
         platform = devices[0].platform if devices else ""
+        shape = mesh.devices.shape
         return cls(mesh.axis_names, mesh.axis_types, shape, platform, ids)
 
     def find(self) -> Mesh | None:
@@ -48,7 +37,7 @@ class PortableMesh:
 
 
 def pack(state: dict[str, Any]) -> dict[str, Any]:
-    """Replaces meshes among an object's attributes by forms that can be pickled."""
+    """Replaces meshes among an object's attributes by `PortableMesh`."""
     return {
         name: PortableMesh.of(value) if isinstance(value, Mesh) else value
         for name, value in state.items()
@@ -56,7 +45,7 @@ def pack(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def unpack(state: dict[str, Any]) -> dict[str, Any]:
-    """Inverts `pack`: looks up the devices of the meshes; None if any is missing."""
+    """Inverts `pack`. Meshes with missing devices become None."""
     return {
         name: value.find() if isinstance(value, PortableMesh) else value
         for name, value in state.items()
