@@ -67,7 +67,7 @@ WRONG = {
     " is of type Mesh. Pass a jax.sharding.Mesh with axes, or None to": lambda: linear(
         mesh=Mesh(np.empty((), object), ())
     ),
-    "linear(parallel=None): axis = 'x' is neither an integer nor several.": lambda: (
+    "linear(parallel=None): axis = 'x' is not an integer or a tuple of them.": lambda: (
         linen.Linear(8, axis="x").init(jax.random.key(0), X)
     ),
     "Bias: size = 10000000000000000 is not a positive integer. Pass the": lambda: (

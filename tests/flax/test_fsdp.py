@@ -390,14 +390,14 @@ def layer(*sizes, parallel="column", **options):
                 rngs=nnx.Rngs(0),
             ),
             ShapeContractError,
-            "'row' wants its in dimension on 'tp'. Shard it P('tp', 'fsdp'), as "
+            "'row' needs its in dimension over 'tp'. Shard it P('tp', 'fsdp'), as "
             "fsdp_axes=('fsdp',) does, or use 'column'.",
         ),
         (
             lambda: layer(kernel_metadata={"out_sharding": (("fsdp", "tp"), None)}),
             ShapeContractError,
             "the kernel is sharded P(('fsdp', 'tp'), None), along its in dimension, "
-            "but 'column' wants its out dimension on 'tp'. Shard it P('fsdp', 'tp')",
+            "but 'column' needs its out dimension over 'tp'. Shard it P('fsdp', 'tp')",
         ),
     ],
 )

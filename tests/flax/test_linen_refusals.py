@@ -63,8 +63,8 @@ REFUSED = {
     "axes": (
         linen.Linear(4, axis=(0, 2)),
         UnsupportedOverlapError,
-        "linear(parallel=None): axis = (0, 2) of inputs of 3 dimensions, but the last "
-        "ones are contracted. Use axis = (-2, -1), and jnp.moveaxis before it.",
+        "linear(parallel=None): axis = (0, 2) for inputs of 3 dimensions, but only the "
+        "last dimensions can be contracted. Use axis = (-2, -1) after jnp.moveaxis.",
     ),
     "features of a layer": (
         linen.TransformerLayer(18, 32, 4),
@@ -100,7 +100,7 @@ REFUSED = {
     "out features": (
         linen.Linear("16"),
         ShapeContractError,
-        "linear(parallel=None): features = '16' is neither a positive integer nor",
+        "linear(parallel=None): features = '16' is not a positive integer or",
     ),
     "epsilon": (
         linen.LayerNormLinear(32, epsilon="a"),

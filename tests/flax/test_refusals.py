@@ -106,10 +106,10 @@ def transformer(*sizes, **options):
         (
             lambda: layer("16", 32),
             ShapeContractError,
-            "linear(parallel='column'): in_features = '16' is neither a positive "
-            "integer nor several. Pass the global size, or a tuple with one for each",
+            "linear(parallel='column'): in_features = '16' is not a positive integer "
+            "or a tuple of them. Pass the global size, or one size for each dimension",
         ),
-        (lambda: layer(16, ()), ShapeContractError, "out_features = () is neither a p"),
+        (lambda: layer(16, ()), ShapeContractError, "out_features = () is not a pos"),
         (
             lambda: attention(0, 16),
             ShapeContractError,
@@ -173,7 +173,7 @@ def transformer(*sizes, **options):
             lambda: layer(kernel_metadata={"out_sharding": ("tp", None)}),
             ShapeContractError,
             "the kernel is sharded P('tp', None), along its in dimension, but 'column' "
-            "wants its out dimension on 'tp'. Shard it P(None, 'tp'), or use 'row'.",
+            "needs its out dimension over 'tp'. Shard it P(None, 'tp'), or use 'row'.",
         ),
     ],
 )

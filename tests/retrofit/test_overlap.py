@@ -213,7 +213,7 @@ def test_a_rule_that_contradicts_the_kernels_sharding_is_rejected_and_changes_no
         model = sharded_block()
         text = (
             "linear(parallel='row') (ub_name 'up'): the kernel is sharded P(None, "
-            "'tp'), along its out dimension, but 'row' wants its in dimension"
+            "'tp'), along its out dimension, but 'row' needs its in dimension"
         )
         with pytest.raises(ub.errors.ShapeContractError, match=re.escape(text)):
             ub.overlap(model, {"down": "row", "up": "row"})

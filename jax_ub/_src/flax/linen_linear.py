@@ -229,16 +229,16 @@ class Linear(TensorParallel):
         given = as_sizes(self.axis)
         if not given or not all(map(checks.is_integer, given)):
             raise ShapeContractError(
-                f"{self.sharding_layout.op}: axis = {shown(self.axis)} is neither an "
-                "integer nor several. Pass the dimensions that are contracted, for "
+                f"{self.sharding_layout.op}: axis = {shown(self.axis)} is not an "
+                "integer or a tuple of them. Pass the contracted dimensions, for "
                 "example -1."
             )
         axes = sorted(axis if axis < 0 else axis - ndim for axis in given)
         if axes != list(range(-len(axes), 0)):
             raise UnsupportedOverlapError(
-                f"{self.sharding_layout.op}: axis = {self.axis} of inputs of {ndim} "
-                "dimensions, but the last ones are contracted. Use axis = "
-                f"{tuple(range(-len(axes), 0))}, and jnp.moveaxis before it."
+                f"{self.sharding_layout.op}: axis = {self.axis} for inputs of {ndim} "
+                "dimensions, but only the last dimensions can be contracted. Use axis "
+                f"= {tuple(range(-len(axes), 0))} after jnp.moveaxis."
             )
         return len(axes)
 

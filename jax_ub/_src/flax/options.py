@@ -235,8 +235,8 @@ def read_sizes(op: str, name: str, features: int | Sequence[int]) -> tuple[int, 
     sizes = as_sizes(features)
     if not sizes or not all(map(checks.is_size, sizes)):
         raise ShapeContractError(
-            f"{op}: {name} = {shown(features)} is neither a positive integer nor "
-            "several. Pass the global size, or a tuple with one for each dimension."
+            f"{op}: {name} = {shown(features)} is not a positive integer or a tuple of "
+            "them. Pass the global size, or one size for each dimension."
         )
     return sizes
 

@@ -395,7 +395,7 @@ class ShardingLayout:
         dim, wanted = mode_of(found, True).sharded, self.mode.sharded
         raise ShapeContractError(
             f"{self.op}: the kernel is sharded {P(*spec or ())}, along its {dim} "
-            f"dimension, but {shown(self.parallel)} wants its {wanted} dimension on "
+            f"dimension, but {shown(self.parallel)} needs its {wanted} dimension over "
             f"{shown(self.axis_name)}. Shard it {self._instead_of(spec)}, or use "
             f"{shown(found)}."
         )
