@@ -38,7 +38,7 @@ def nothing_stays_initialized():
 @pytest.fixture
 def fp8_buffers(monkeypatch):
     """Lets `initialize_ub` make overlaps of FP8 operands, which no call can use yet."""
-    monkeypatch.setattr(initialize_args, "refuse_fp8", lambda given, fix: None)
+    monkeypatch.setattr(initialize_args, "reject_fp8", lambda given, fix: None)
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -52,7 +52,7 @@ class UnsupportedOverlapError(UbError, NotImplementedError):
 
 
 class FusionError(UbError, RuntimeError):
-    """Raised if a registered fusion computes something else than what it replaces."""
+    """Raised if a registered fusion does not compute what it replaces."""
 
 
 class CommunicatorError(UbError, RuntimeError):

@@ -229,7 +229,7 @@ def refuse_bulk(op: str, source: str) -> NoReturn:
             configure "bulk" for the backward pass.
     """
     raise UnsupportedOverlapError(
-        f'{op}: {source} = "bulk" communicates beside a GEMM that does not depend on '
+        f'{op}: {source} = "bulk" communicates during a GEMM that does not depend on '
         "the communication. Only the backward pass of a column-parallel layer has such "
         'a GEMM. Use "ring_exchange", "pipeline", "external" or "auto", or configure '
         "the backward pass of a named layer: "

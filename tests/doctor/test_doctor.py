@@ -86,7 +86,7 @@ def test_setting_that_is_no_number_is_a_fault(name, monkeypatch):
     ("name", "text"),
     [
         ("JAX_UB_METHOD", "= 'pipelines' is not a method. Did you mean 'pipeline'"),
-        ("JAX_UB_ISA", "= 'pipelines' is no instruction set that is here. Known: 'p"),
+        ("JAX_UB_ISA", "= 'pipelines' is not available on this machine. Known: 'p"),
     ],
 )
 def test_unknown_value_of_a_setting_is_a_fault(name, text, monkeypatch):

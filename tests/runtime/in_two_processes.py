@@ -20,7 +20,7 @@ from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.runtime import communicators, cpu_engine, registry, transports
 from jax_ub._src.runtime.bootstrap import JaxStore
 from jax_ub._src.runtime.tuned_tables import environment
-from jax_ub._src.tools import doctor
+from jax_ub._src.tools.doctor import checks
 
 jax.distributed.initialize()
 ME = jax.process_index()
@@ -137,7 +137,7 @@ def axes_of_the_same_devices_share_their_memory():
     both = ("outer", "inner")
     initialize(mesh=mesh, axis_name=both)
     (connection,) = communicators.connections()
-    text = "for calls of .* bytes a rank, but this shape needs"
+    text = "with .* bytes per rank, but this shape needs"
     raises(ValueError, text, initialize, (2 * SHAPE[0], SHAPE[1]))
     half = (SHAPE[0] // 2, SHAPE[1])
     initialize(half)
@@ -148,7 +148,7 @@ def axes_of_the_same_devices_share_their_memory():
     first, second = ub.memory_report().axes
     assert first.shared_bytes == connection.communicator.size_bytes
     assert (second.shared_bytes, second.shares_with) == (0, both)
-    assert "beside those of axis ('outer', 'inner')" in str(second)
+    assert "in addition to those of axis ('outer', 'inner')" in str(second)
     ub.destroy_ub(both)
     (rest,) = ub.memory_report().axes
     assert (rest.shared_bytes, rest.shares_with) == (first.shared_bytes, None)
@@ -320,7 +320,7 @@ def rounds_do_not_grow():
 
 def the_doctor_shows_what_is_connected():
     initialize()
-    found = {finding.name: finding for finding in doctor.examine()}
+    found = {finding.name: finding for finding in checks.examine()}
     group = f"devices {[device.id for device in DEVICES]}"
     assert found[group].text == "processes [0, 1]: connected"
     assert "pipeline (NONE): proj_fprop, fc2_fprop" in found["axis tp"].text

@@ -146,7 +146,7 @@ def test_another_axis_shares_what_has_room_and_has_not_failed(monkeypatch):
     monkeypatch.setattr(communicators, "_CONNECTIONS", known)
     communicators.check_shared(device_groups())
     assert communicators.shared_groups(device_groups()) == "[(0, 1), (2, 3)]"
-    with pytest.raises(ConfigurationError, match=rf"\[2, 3\].*{enough} bytes a rank"):
+    with pytest.raises(ConfigurationError, match=rf"\[2, 3\].*{enough} bytes per rank"):
         communicators.check_shared(device_groups(capacity=1001))
     end.failure = "CommunicatorError: process 1 died"
     with pytest.raises(ConfigurationError, match="have failed: process 1 died"):

@@ -176,7 +176,7 @@ assert "jax_ub._cuda" not in sys.modules, "loaded"
 def test_calls_in_an_order_of_xlas_own_are_refused(monkeypatch, built):
     flag = "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
     monkeypatch.setenv("XLA_FLAGS", flag)
-    assert "run them in that of the program: leave out" in cuda_engine.why_not()
+    assert "run them in the order of the program: remove" in cuda_engine.why_not()
 
 
 def test_a_setting_that_cannot_be_read_is_the_reason(monkeypatch, built):

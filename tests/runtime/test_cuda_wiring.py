@@ -206,7 +206,7 @@ def test_a_cpu_needs_no_connection_inside_a_process(monkeypatch):
 def test_an_engine_that_is_missing_here_is_the_reason(fake_engine, monkeypatch):
     monkeypatch.setattr(cuda_engine, "why_not", lambda: "no nvcc")
     found = connect(introduced(), {"reasons": {}})
-    assert found[0, 4].reason == "process 0 cannot: no nvcc"
+    assert found[0, 4].reason == "process 0 cannot connect: no nvcc"
     assert found[2, 3].reason == "no nvcc"
     assert not fake_engine.made and not fake_engine.offered
 
@@ -214,5 +214,7 @@ def test_an_engine_that_is_missing_here_is_the_reason(fake_engine, monkeypatch):
 def test_an_engine_that_is_missing_elsewhere_is_the_reason(fake_engine):
     without = {"endpoints": {key: {"why_not": "no nvcc"} for key in ("0,4", "1,5")}}
     found = connect(without, {"reasons": {}})
-    assert found[0, 4].reason == found[1, 5].reason == "process 1 cannot: no nvcc"
+    assert (
+        found[0, 4].reason == found[1, 5].reason == "process 1 cannot connect: no nvcc"
+    )
     assert [one.devices for one in fake_engine.made] == [[2, 3]]

@@ -248,13 +248,13 @@ def test_init_and_destroy_do_not_grow():
 
 
 REFUSALS = {
-    "a shape of one number": (dict(shape=(64,)), ValueError, r"is not \[T, H\]"),
-    "no shape": (dict(shape=64), ValueError, r"is not \[T, H\]"),
-    "a set of sizes": (dict(shape={64, 32}), ValueError, r"is not \[T, H\]"),
+    "a shape of one number": (dict(shape=(64,)), ValueError, "is not two sizes"),
+    "no shape": (dict(shape=64), ValueError, "is not two sizes"),
+    "a set of sizes": (dict(shape={64, 32}), ValueError, "is not two sizes"),
     "a shape of another world": (
         dict(shape=(1 << 62, 1 << 62)),
         ValueError,
-        "more than any memory holds",
+        r"more than 2\*\*48 elements",
     ),
     "no tokens": (dict(shape=(0, 32)), ValueError, "is not positive"),
     "half a token": (dict(shape=(64.5, 32)), TypeError, "not an integer"),
@@ -284,22 +284,22 @@ REFUSALS = {
         "Pass a jax.sharding.Mesh",
     ),
     "a mode by name": (dict(quantization_modes=["FP8"]), TypeError, "which is no"),
-    "a mode alone": (dict(quantization_modes=FP8), TypeError, "Pass a list"),
+    "a mode alone": (dict(quantization_modes=FP8), TypeError, "is not a list"),
     "modes in an array": (
         dict(quantization_modes=np.array([NONE, FP8])),
         TypeError,
-        "Pass a list",
+        "is not a list",
     ),
-    "a mode twice": (dict(quantization_modes=[FP8, FP8]), ValueError, "every mode"),
+    "a mode twice": (dict(quantization_modes=[FP8, FP8]), ValueError, "each mode"),
     "fp8 without its mode": (
         dict(use_fp8=True, quantization_modes=[NONE]),
         ValueError,
         "leave use_fp8 out",
     ),
-    "an integer dtype": (dict(dtype=jnp.int8), ValueError, "none of float32"),
-    "no dtype": (dict(dtype="bytes!"), ValueError, "none of float32"),
+    "an integer dtype": (dict(dtype=jnp.int8), ValueError, "not one of float32"),
+    "no dtype": (dict(dtype="bytes!"), ValueError, "not one of float32"),
     "too few configurations": (dict(ub_cfgs=[{}, {}]), ValueError, "2 dictionaries"),
-    "no configurations": (dict(ub_cfgs=7), TypeError, "Pass a dictionary of names"),
+    "no configurations": (dict(ub_cfgs=7), TypeError, "Pass one of names"),
     "a layer beside its passes": (
         dict(ub_cfgs={"qkv": {"comm_type": "AG"}}),
         ValueError,
@@ -336,5 +336,7 @@ def test_more_ranks_than_devices_are_refused():
 
 
 def test_devices_that_make_no_groups_are_refused():
-    with pytest.raises(ub.errors.ConfigurationError, match="do not make groups"):
+    with pytest.raises(
+        ub.errors.ConfigurationError, match="cannot be divided into groups"
+    ):
         ub.initialize_ub(SHAPE, 5)

@@ -60,8 +60,11 @@ def test_ranks_of_one_process_share_nothing_and_slots_are_returned():
 def test_the_report_is_a_table():
     ub.initialize_ub((64, 32), 4, use_fp8=True, mesh=tp_mesh(4))
     lines = str(ub.memory_report()).splitlines()
-    assert lines[0] == "axis ('tp',), 4 ranks, 4 of them here, [T, H] = [64, 32]"
-    assert "none: ranks of one process read each other in place" in lines[1]
+    assert (
+        lines[0]
+        == "axis ('tp',), 4 ranks, 4 of them in this process, [T, H] = [64, 32]"
+    )
+    assert "none, since ranks of one process read each other's arrays" in lines[1]
     (row,) = [line for line in lines if "qkv_fprop" in line]
     assert row.split()[:5] == ["qkv_fprop", "FP8", "ring_exchange", "AG", "uint8"]
 
@@ -99,5 +102,5 @@ def test_heaps_on_gpus_stand_beside_what_xla_takes(monkeypatch):
     assert report.held_bytes == report.slot_bytes + (5 << 20)
     assert "buffers: heaps of 3.0 MiB, shared by all names" in str(report)
     assert "heaps of calls without initialize_ub: 2.0 MiB" in str(report)
-    assert "which XLA takes 70.0 GiB at its start" in str(report)
-    assert "heaps come out of the other 70.0 GiB" in str(report)
+    assert "which XLA preallocates 70.0 GiB" in str(report)
+    assert "heaps use the other 70.0 GiB" in str(report)

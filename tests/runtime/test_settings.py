@@ -69,7 +69,7 @@ def test_a_switch_is_turned_by_one_and_nothing_else(monkeypatch, name, read):
     monkeypatch.setenv(name, "1")
     assert read()
     monkeypatch.setenv(name, "yes")
-    with pytest.raises(ValueError, match=f"{name} = 'yes' is neither 0 nor 1"):
+    with pytest.raises(ValueError, match=f"{name} = 'yes' is not 0 or 1"):
         read()
 
 

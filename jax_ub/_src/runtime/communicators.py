@@ -46,7 +46,7 @@ def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
             if len(set(owners)) == 1:
                 continue
             return (
-                f"its ranks lie in processes {sorted(set(owners))}, which are not "
+                f"its ranks are in processes {sorted(set(owners))}, which are not "
                 "connected; call ub.initialize_ub(mesh=..., axis_name=...) on all of "
                 "them first"
             )
@@ -84,17 +84,15 @@ def check_shared(device_groups: DeviceGroups) -> None:
         failure = _failure_of(connection)
         if failure:
             raise ConfigurationError(
-                f"initialize_ub: the devices {list(group)} are connected already, "
-                f"under another axis name, and have failed: {failure}. Call "
-                "ub.destroy_ub() first."
+                f"initialize_ub: the devices {list(group)} are already connected for "
+                f"another axis, and have failed: {failure}. Call ub.destroy_ub() first."
             )
         if connection.call_bytes < device_groups.call_bytes:
             raise ConfigurationError(
-                f"initialize_ub: the devices {list(group)} are connected already, "
-                "under another axis name, for calls of "
-                f"{connection.call_bytes} bytes a rank, but this shape needs "
-                f"{device_groups.call_bytes}. Initialise the axis of the largest "
-                f"shape first."
+                f"initialize_ub: the devices {list(group)} are already connected for "
+                f"another axis, with {connection.call_bytes} bytes per rank, but this "
+                f"shape needs {device_groups.call_bytes}. Initialize the axis with the "
+                "largest shape first."
             )
 
 

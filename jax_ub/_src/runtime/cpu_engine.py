@@ -103,8 +103,8 @@ def check_isa() -> None:
     name, known = settings.isa(), load().isas()
     if name is not None and name not in known:
         raise ConfigurationError(
-            f"JAX_UB_ISA = {shown(name)} is no instruction set that is here. "
-            f"{nearest(name, known)} Set one of these, or unset it."
+            f"JAX_UB_ISA = {shown(name)} is not available on this machine. "
+            f"{nearest(name, known)} Set one of them, or unset it."
         )
 
 

@@ -138,8 +138,8 @@ def why_not() -> str | None:
         return str(error)
     if settings.runs_concurrently():
         return (
-            "XLA_FLAGS lets XLA run captured calls in any order, but every rank must "
-            "run them in that of the program: leave out "
+            "XLA_FLAGS lets XLA run captured calls in any order, but all ranks must "
+            "run them in the order of the program: remove "
             "xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
         )
     return cuda.why_not() if local_devices() else None

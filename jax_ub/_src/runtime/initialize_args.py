@@ -53,33 +53,32 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
     registry.check_use_fp8("initialize_ub", use_fp8)
     if modes is not None and not isinstance(modes, list | tuple):
         raise ConfigurationTypeError(
-            f"initialize_ub: quantization_modes = {shown(modes)} is a "
-            f"{type(modes).__name__}. Pass a list, such as "
-            "[ub.UserBufferQuantizationMode.NONE]."
+            f"initialize_ub: quantization_modes = {shown(modes)} is not a list. "
+            "Pass one, such as [ub.UserBufferQuantizationMode.NONE]."
         )
     if not modes:
         if use_fp8:
-            refuse_fp8("use_fp8 = True", "use_fp8=False")
+            reject_fp8("use_fp8 = True", "use_fp8=False")
         return (registry.FP8 if use_fp8 else registry.NONE,)
     for mode in modes:
         if not isinstance(mode, UserBufferQuantizationMode):
             raise ConfigurationTypeError(
-                f"initialize_ub: quantization_modes has {shown(mode)}, which is no "
-                "ub.UserBufferQuantizationMode. Use its NONE and FP8."
+                f"initialize_ub: quantization_modes has {shown(mode)}, which is not a "
+                "ub.UserBufferQuantizationMode. Pass its members."
             )
     if len(set(modes)) != len(modes) or (use_fp8 and registry.FP8 not in modes):
         raise ConfigurationError(
             f"initialize_ub: quantization_modes = {list(modes)} with use_fp8 = "
-            f"{use_fp8}. Name every mode once, and leave use_fp8 out."
+            f"{use_fp8}. Pass each mode once, and leave use_fp8 out."
         )
     if registry.FP8 in modes:
         names = ", ".join(mode.name for mode in modes)
         fix = "quantization_modes=[ub.UserBufferQuantizationMode.NONE]"
-        refuse_fp8(f"quantization_modes = [{names}]", fix)
+        reject_fp8(f"quantization_modes = [{names}]", fix)
     return tuple(modes)
 
 
-def refuse_fp8(given: str, fix: str) -> None:
+def reject_fp8(given: str, fix: str) -> None:
     """Raises the error that FP8 communication buffers are not supported yet.
 
     Args:
@@ -99,8 +98,7 @@ def read_size(name: str, value: Any) -> int:
     """Checks that a size is an integer of at least 1, and returns it as an int."""
     if not shapes.is_integer(value):
         raise ConfigurationTypeError(
-            f"initialize_ub: {name} = {shown(value)} is a {type(value).__name__}, not "
-            "an integer. Pass 1 or more."
+            f"initialize_ub: {name} = {shown(value)} is not an integer. Pass 1 or more."
         )
     if value < 1:
         raise ConfigurationError(
@@ -113,14 +111,14 @@ def read_shape(shape: Any) -> tuple[int, int]:
     """Checks the capacity `(T, H)`: the tokens of all ranks, and the features."""
     if not isinstance(shape, Sequence | np.ndarray) or len(shape) != 2:
         raise ConfigurationError(
-            f"initialize_ub: shape = {shown(shape)} is not [T, H], the tokens of all "
-            "ranks together and their features."
+            f"initialize_ub: shape = {shown(shape)} is not two sizes. Pass "
+            "[tokens of all ranks, features]."
         )
     sizes = read_size("shape[0]", shape[0]), read_size("shape[1]", shape[1])
     if math.prod(sizes) > _MOST_ELEMENTS:
         raise ConfigurationError(
-            f"initialize_ub: shape = {sizes} is more than any memory holds. Pass the "
-            "tokens of all ranks together, and their features."
+            f"initialize_ub: shape = {sizes} has more than 2**48 elements. Pass "
+            "[tokens of all ranks, features]."
         )
     return sizes
 
@@ -133,7 +131,7 @@ def read_dtype(dtype: Any) -> np.dtype:
         found = None
     if found not in dtypes.OPERANDS:
         raise ConfigurationError(
-            f"initialize_ub: dtype = {shown(dtype)} is none of "
+            f"initialize_ub: dtype = {shown(dtype)} is not one of "
             f"{dtypes.listed(dtypes.OPERANDS)}. FP8 buffers are a quantization mode: "
             "quantization_modes=[FP8]."
         )
@@ -147,8 +145,8 @@ def read_mesh(mesh: Any, axes: tuple[str, ...], tp_size: int) -> Mesh:
     """
     if not isinstance(mesh, Mesh):
         raise ConfigurationTypeError(
-            f"initialize_ub: mesh = {shown(mesh)} is a {type(mesh).__name__}, but the "
-            "devices must be known. Pass a jax.sharding.Mesh."
+            f"initialize_ub: mesh = {shown(mesh)} has no devices. Pass a "
+            "jax.sharding.Mesh."
         )
     if mesh.empty:
         return _consecutive(axes, tp_size)
@@ -156,13 +154,13 @@ def read_mesh(mesh: Any, axes: tuple[str, ...], tp_size: int) -> Mesh:
     if missing:
         raise ConfigurationError(
             f"initialize_ub: the mesh has the axes {tuple(mesh.axis_names)}, not "
-            f"{shown(missing[0])}. Pass the one of the ranks as axis_name=."
+            f"{shown(missing[0])}. Pass the axis of the ranks as axis_name=."
         )
     size = math.prod(mesh.shape[axis] for axis in axes)
     if size != tp_size:
         raise ConfigurationError(
             f"initialize_ub: tp_size = {tp_size}, but axis {axes} of the mesh has "
-            f"{size} devices. Pass tp_size={size}, or a mesh with {tp_size} there."
+            f"{size} devices. Pass tp_size={size}, or another mesh."
         )
     return mesh
 
@@ -177,8 +175,8 @@ def _consecutive(axes, tp_size):
         )
     if len(axes) > 1 or len(devices) % tp_size:
         raise ConfigurationError(
-            f"initialize_ub: {len(devices)} devices do not make groups of tp_size = "
-            f"{tp_size} on {axes}. Pass mesh=, which says how they lie."
+            f"initialize_ub: {len(devices)} devices cannot be divided into groups of "
+            f"tp_size = {tp_size} on {axes}. Pass mesh=, which arranges them."
         )
     groups = np.array(devices).reshape(-1, tp_size)
     return Mesh(groups, (f"replicas of {axes[0]}", *axes))
@@ -195,8 +193,8 @@ def per_mode(
         return [ub_cfgs] * len(modes)
     if not isinstance(ub_cfgs, list | tuple):
         raise ConfigurationTypeError(
-            f"initialize_ub: ub_cfgs = {shown(ub_cfgs)} is a {type(ub_cfgs).__name__}. "
-            "Pass a dictionary of names, or a list with one for each quantization mode."
+            f"initialize_ub: ub_cfgs = {shown(ub_cfgs)} is not a dictionary. Pass one "
+            "of names, or a list with one for each quantization mode."
         )
     if len(ub_cfgs) != len(modes):
         raise ConfigurationError(

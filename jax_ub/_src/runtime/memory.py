@@ -73,16 +73,16 @@ class AxisMemory:
     def _title(self):
         ours = f"{format_bytes(self.shared_bytes)}, shared by all names"
         if self.shares_with is not None:
-            ours += f", beside those of axis {self.shares_with}"
+            ours += f", in addition to those of axis {self.shares_with}"
         elif self.on_gpus:
             ours = f"heaps of {ours}" if self.shared_bytes else "none: not connected"
         elif self.shared_bytes == 0:
-            ours = "none: ranks of one process read each other in place"
+            ours = "none, since ranks of one process read each other's arrays"
         return (
             f"axis {self.axis_name}, {self.tp_size} ranks, {self.num_ranks} of them "
-            f"here, [T, H] = {list(self.shape)}\n"
+            f"in this process, [T, H] = {list(self.shape)}\n"
             f"  buffers: {ours}\n"
-            "  Transformer Engine, one for every name: "
+            "  in Transformer Engine, with one per name: "
             f"{format_bytes(self.transformer_engine_bytes)}"
         )
 
@@ -122,7 +122,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         """Returns the tables of all axes, followed by slots, heaps and GPUs."""
-        slots = f"slots of calls inside this process: {format_bytes(self.slot_bytes)}"
+        slots = f"slots of calls within this process: {format_bytes(self.slot_bytes)}"
         lines = [*map(str, self.axes), slots]
         if self.gpus:
             heaps = format_bytes(self.heap_bytes)
@@ -151,9 +151,9 @@ class GpuMemory:
         left = self.total_bytes - self.xla_bytes
         return (
             f"GPU {self.ordinal} ({self.name}): {format_bytes(self.total_bytes)}, of "
-            f"which XLA takes {format_bytes(self.xla_bytes)} at its start "
+            f"which XLA preallocates {format_bytes(self.xla_bytes)} "
             "(XLA_PYTHON_CLIENT_MEM_FRACTION, XLA_PYTHON_CLIENT_PREALLOCATE); heaps "
-            f"come out of the other {format_bytes(left)}"
+            f"use the other {format_bytes(left)}"
         )
 
 
@@ -166,12 +166,10 @@ def memory_report() -> MemoryReport:
         The bytes by axis and in total. Prints as a table.
     """
     owners: dict[Group, InitializedAxis] = {}
-    for initialized_axis in registry.axes():
-        for group in initialized_axis.groups:
-            owners.setdefault(group, initialized_axis)
-    axes = tuple(
-        _axis_memory(initialized_axis, owners) for initialized_axis in registry.axes()
-    )
+    for axis in registry.axes():
+        for group in axis.groups:
+            owners.setdefault(group, axis)
+    axes = tuple(_axis_memory(axis, owners) for axis in registry.axes())
     slot_bytes = cpu_engine.load().counters()["slot_bytes"]
     devices = cuda_engine.usable_devices()
     if not devices:
@@ -192,32 +190,31 @@ def memory_report() -> MemoryReport:
 
 
 def _axis_memory(
-    initialized_axis: InitializedAxis, owners: Mapping[Group, InitializedAxis]
+    axis: InitializedAxis, owners: Mapping[Group, InitializedAxis]
 ) -> AxisMemory:
     made = {
         connection.group: connection.communicator
         for connection in communicators.connections()
-        if connection.group in initialized_axis.groups
-        and connection.communicator is not None
+        if connection.group in axis.groups and connection.communicator is not None
     }
-    own = [one for group, one in made.items() if owners[group] is initialized_axis]
-    others = [owners[group] for group in made if owners[group] is not initialized_axis]
-    found = tuple(initialized_axis.overlaps.values())
+    own = [one for group, one in made.items() if owners[group] is axis]
+    others = [owners[group] for group in made if owners[group] is not axis]
+    found = tuple(axis.overlaps.values())
     return AxisMemory(
-        axis_name=initialized_axis.axis_name,
-        tp_size=initialized_axis.tp_size,
-        shape=initialized_axis.shape,
+        axis_name=axis.axis_name,
+        tp_size=axis.tp_size,
+        shape=axis.shape,
         overlaps=found,
-        num_ranks=initialized_axis.num_local_ranks,
+        num_ranks=axis.num_local_ranks,
         shared_bytes=sum(one.size_bytes for one in own),
-        transformer_engine_bytes=initialized_axis.num_local_ranks
-        * _engine_bytes(initialized_axis, found),
+        transformer_engine_bytes=axis.num_local_ranks
+        * _transformer_engine_bytes(axis, found),
         on_gpus=any(hasattr(one, "how") for one in made.values()),
         shares_with=others[0].axis_name if others else None,
     )
 
 
-def _engine_bytes(initialized_axis, found):
+def _transformer_engine_bytes(axis, found):
     """Returns the bytes that Transformer Engine would allocate for one rank.
 
     It allocates a buffer for each of its twelve names, also for a wgrad that has
@@ -226,10 +223,8 @@ def _engine_bytes(initialized_axis, found):
     unused = [
         (name, mode)
         for name in resolve.NAMES
-        for mode in initialized_axis.modes
-        if (name, mode) not in initialized_axis.overlaps
+        for mode in axis.modes
+        if (name, mode) not in axis.overlaps
     ]
-    spare = (
-        math.prod(initialized_axis.shape) * np.dtype(initialized_axis.dtype).itemsize
-    )
+    spare = math.prod(axis.shape) * np.dtype(axis.dtype).itemsize
     return sum(one.size_bytes for one in found) + len(unused) * spare

@@ -204,7 +204,7 @@ def _switch(name):
     text = os.environ.get(name) or "0"
     if text not in ("0", "1"):
         raise ConfigurationError(
-            f"{name} = {shown(text)} is neither 0 nor 1. Set one of these, or unset it."
+            f"{name} = {shown(text)} is not 0 or 1. Set one of them, or unset it."
         )
     return text == "1"
 
@@ -213,8 +213,8 @@ def _timeout_s(name):
     given_s = _positive(name, float, "seconds")
     if given_s is not None and given_s < _SHORTEST_TIMEOUT_S:
         raise ConfigurationError(
-            f"{name} = {shown(os.environ[name])} is too short for processes that run "
-            f"well. Set at least {_SHORTEST_TIMEOUT_S} seconds, or unset it."
+            f"{name} = {shown(os.environ[name])} is too short for healthy "
+            f"processes. Set at least {_SHORTEST_TIMEOUT_S} seconds, or unset it."
         )
     return given_s and min(given_s, _LONGEST_TIMEOUT_S)
 
@@ -223,7 +223,7 @@ def _threads(name):
     number = _positive(name, int, "threads")
     if number is not None and number > _MOST_THREADS:
         raise ConfigurationError(
-            f"{name} = {shown(number)} is more threads than a machine can run. Set at "
+            f"{name} = {shown(number)} is too large. Set at "
             f"most {_MOST_THREADS}, or unset it."
         )
     return number

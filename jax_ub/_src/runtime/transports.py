@@ -21,7 +21,7 @@ class TransportSetup(Protocol):
     def open_endpoint(self, device_groups: DeviceGroups, group: Group) -> Any:
         """Opens what peers in other processes connect to, such as a socket."""
 
-    def endpoint_info(self, offered: Any) -> dict[str, Any]:
+    def endpoint_info(self, endpoint: Any) -> dict[str, Any]:
         """Returns the address of an endpoint, as JSON values to send to the peers."""
 
     def why_not(
@@ -46,7 +46,7 @@ class TransportSetup(Protocol):
         self,
         device_groups: DeviceGroups,
         group: Group,
-        offered: Any,
+        endpoint: Any,
         endpoint_infos: EndpointInfos,
         generation: int,
     ) -> Any:
@@ -55,7 +55,7 @@ class TransportSetup(Protocol):
         Args:
             device_groups: all groups of ranks, and the process of each device.
             group: the group to connect.
-            offered: endpoint of this process; None if all ranks are in this process.
+            endpoint: endpoint of this process; None if all ranks are in this process.
             endpoint_infos: `endpoint_info` of each process with a rank of the group.
             generation: communicator generation, the same in all processes.
 
@@ -72,20 +72,13 @@ class CpuTransportSetup:
     """
 
     def groups(self, device_groups):
-        """Returns the groups whose ranks belong to several processes."""
-        return [
-            group
-            for group in device_groups.groups
-            if device_groups.spans_processes(group)
-        ]
+        return _groups_over_processes(device_groups)
 
     def open_endpoint(self, device_groups, group):
-        """Opens a socket on which the peers connect to this process."""
         return cpu_engine.load().endpoint()
 
-    def endpoint_info(self, offered):
-        """Returns the socket's address, and the secret that peers must send."""
-        return {"address": offered.address, "token": offered.token}
+    def endpoint_info(self, endpoint):
+        return {"address": endpoint.address, "token": endpoint.token}
 
     def why_not(self, device_groups, group, peer_info, endpoint_infos):
         """Returns a reason if the group's processes run on several hosts."""
@@ -100,21 +93,12 @@ class CpuTransportSetup:
         ]
         return f"its ranks span the hosts {' and '.join(names)}"
 
-    def connect(self, device_groups, group, offered, endpoint_infos, generation):
+    def connect(self, device_groups, group, endpoint, endpoint_infos, generation):
         """Maps the shared memory of all processes of the group in this process."""
-        peers = {
-            p: one for p, one in endpoint_infos.items() if p != device_groups.process
-        }
         return cpu_engine.load().connect(
-            offered,
-            name=device_groups.name,
-            devices=list(group),
-            processes=list(device_groups.processes_of(group)),
-            process=device_groups.process,
-            addresses={process: one["address"] for process, one in peers.items()},
-            tokens={process: one["token"] for process, one in peers.items()},
+            endpoint,
+            **_shared_arguments(device_groups, group, endpoint_infos),
             half_bytes=device_groups.call_bytes,
-            timeout_s=settings.deadline_s(),
             generation=generation,
         )
 
@@ -123,7 +107,6 @@ class CudaTransportSetup:
     """Allocates memory on each GPU of a group, and maps it on all its GPUs."""
 
     def groups(self, device_groups):
-        """Returns the groups of at least two GPUs."""
         return [group for group in device_groups.groups if len(group) > 1]
 
     def open_endpoint(self, device_groups, group):
@@ -136,53 +119,47 @@ class CudaTransportSetup:
             device_groups.ordinals_of(group), device_groups.call_bytes, hosts.identity()
         )
 
-    def endpoint_info(self, offered):
+    def endpoint_info(self, endpoint):
         """Returns the endpoint's address and secret, and how its GPUs share memory."""
-        if isinstance(offered, str):
-            return {"why_not": offered}
+        if isinstance(endpoint, str):
+            return {"why_not": endpoint}
         return {
-            "address": offered.address,
-            "token": offered.token,
+            "address": endpoint.address,
+            "token": endpoint.token,
             "host": hosts.identity(),
-            "offer": offered.offer,
+            "offer": endpoint.offer,
         }
 
     def why_not(self, device_groups, group, peer_info, endpoint_infos):
         """Returns why the CUDA engine cannot share memory among the group's GPUs."""
         if not device_groups.spans_processes(group):
             return cuda_engine.why_not()
-        for process, one in sorted(endpoint_infos.items()):
-            if "why_not" in one:
-                return f"process {process} cannot: {one['why_not']}"
-        offers = {process: one["offer"] for process, one in endpoint_infos.items()}
+        for process, info in sorted(endpoint_infos.items()):
+            if "why_not" in info:
+                return f"process {process} cannot connect: {info['why_not']}"
+        offers = {process: info["offer"] for process, info in endpoint_infos.items()}
         processes = list(device_groups.processes_of(group))
         return cuda_engine.load().why_not_connected(processes, offers) or None
 
-    def connect(self, device_groups, group, offered, endpoint_infos, generation):
+    def connect(self, device_groups, group, endpoint, endpoint_infos, generation):
         """Maps the memory of all ranks on each GPU of this process."""
-        if offered is None:
+        if endpoint is None:
             return cuda_engine.load().connect_in_process(
                 name=device_groups.name,
                 devices=list(group),
                 ordinals=device_groups.ordinals_of(group),
                 slots_bytes=device_groups.call_bytes,
             )
-        own = endpoint_infos[device_groups.process]["host"]
-        near = {
-            process: one
-            for process, one in endpoint_infos.items()
-            if process != device_groups.process and one["host"] == own
+        own_host = endpoint_infos[device_groups.process]["host"]
+        on_host = {
+            process: info
+            for process, info in endpoint_infos.items()
+            if info["host"] == own_host
         }
         return cuda_engine.load().connect(
-            offered,
-            name=device_groups.name,
-            devices=list(group),
-            processes=list(device_groups.processes_of(group)),
-            process=device_groups.process,
-            addresses={process: one["address"] for process, one in near.items()},
-            tokens={process: one["token"] for process, one in near.items()},
-            offers={process: one["offer"] for process, one in endpoint_infos.items()},
-            timeout_s=settings.deadline_s(),
+            endpoint,
+            **_shared_arguments(device_groups, group, on_host),
+            offers={process: info["offer"] for process, info in endpoint_infos.items()},
         )
 
 
@@ -190,32 +167,43 @@ class NoTransportSetup:
     """Connects no group, because the platform has no engine."""
 
     def __init__(self, platform: str):
-        """Stores the name of the platform, for `why_not`."""
-        self._platform = platform
+        self._reason = f"no engine for {platform}"
 
     def groups(self, device_groups):
-        """Returns the groups whose ranks belong to several processes."""
-        return [
-            group
-            for group in device_groups.groups
-            if device_groups.spans_processes(group)
-        ]
+        return _groups_over_processes(device_groups)
 
     def open_endpoint(self, device_groups, group):
-        """Returns None, because no peer can connect."""
         return None
 
-    def endpoint_info(self, offered):
-        """Returns no values, because no peer can connect."""
+    def endpoint_info(self, endpoint):
         return {}
 
     def why_not(self, device_groups, group, peer_info, endpoint_infos):
-        """Returns that jax_ub has no engine for the platform."""
-        return f"no engine for {self._platform}"
+        return self._reason
 
-    def connect(self, device_groups, group, offered, endpoint_infos, generation):
-        """Raises an error; never called, because `why_not` rejects every group."""
-        raise NotImplementedError(f"no engine for {self._platform}")
+    def connect(self, device_groups, group, endpoint, endpoint_infos, generation):
+        raise NotImplementedError(self._reason)  # never called: why_not has a reason
+
+
+def _groups_over_processes(device_groups):
+    return [g for g in device_groups.groups if device_groups.spans_processes(g)]
+
+
+def _shared_arguments(device_groups, group, endpoint_infos):
+    """Returns the arguments that `connect` of both engines takes."""
+    own = device_groups.process
+    peers = {
+        process: info for process, info in endpoint_infos.items() if process != own
+    }
+    return {
+        "name": device_groups.name,
+        "devices": list(group),
+        "processes": list(device_groups.processes_of(group)),
+        "process": own,
+        "addresses": {process: info["address"] for process, info in peers.items()},
+        "tokens": {process: info["token"] for process, info in peers.items()},
+        "timeout_s": settings.deadline_s(),
+    }
 
 
 def transport_setup_of(platform: str) -> TransportSetup:
