@@ -150,7 +150,7 @@ def test_other_flags_are_rejected(value):
         shapes.check_flag("op", "flag", value)
 
 
-def test_no_array_is_a_key_of_several():
+def test_an_array_of_keys_is_not_one_key():
     shapes.check_key("op", "key", jax.random.key(0))
     shapes.check_key("op", "key", jax.random.PRNGKey(0))
     with pytest.raises(ShapeContractError, match="is not one key of jax.random"):

@@ -44,13 +44,13 @@ def test_only_a_wait_that_reached_its_deadline_is_a_timeout(text, kind):
     assert type(errors.of_engine(RuntimeError(f"CommunicatorError: {text}"))) is kind
 
 
-def test_errors_of_programs_that_run_at_once_are_converted_too():
+def test_errors_of_synchronous_programs_are_converted_too():
     text = "ABORTED: CommunicatorError: op: rank 1 died"
     with pytest.raises(errors.CommunicatorError, match="^op: rank 1"), errors.raised():
         raise ValueError(text)
 
 
-def test_errors_of_others_stay_what_they_are():
+def test_other_errors_are_not_converted():
     with pytest.raises(jax.errors.JaxRuntimeError, match="memory"), errors.raised():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
@@ -88,7 +88,7 @@ def test_a_long_value_is_shortened():
     assert errors.shown("x" * 1000) == f"'{'x' * 199}... (1002 characters)"
 
 
-def test_no_name_is_near_to_what_is_no_string():
+def test_values_that_are_no_strings_have_no_nearest_name():
     assert errors.nearest(BrokenRepr(), ["column"]) == "Known: 'column'."
 
 
@@ -104,7 +104,7 @@ def test_errors_never_format_a_value_by_its_repr():
     assert not found, "use {shown(value)}: a repr may raise, or have no end"
 
 
-def test_a_timeout_is_the_builtin_one_and_a_failed_communicator():
+def test_timeout_error_is_a_builtin_and_a_communicator_error():
     error = errors.of_failure("op: rank 1 waited 3 s for rank 0")
     assert isinstance(error, TimeoutError) and isinstance(error, OSError)
     assert isinstance(error, errors.CommunicatorError)

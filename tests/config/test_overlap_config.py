@@ -39,7 +39,7 @@ def config(**changes):
     return OverlapConfig(**fields)
 
 
-def test_every_key_has_a_value_that_it_refuses():
+def test_every_key_rejects_some_value():
     assert set(BAD_VALUES) == set(KEYS)
 
 
@@ -47,7 +47,7 @@ def test_every_key_has_a_value_that_it_refuses():
     ("key", "value"),
     [(key, value) for key, values in BAD_VALUES.items() for value in values],
 )
-def test_a_value_that_is_wrong_is_refused_with_what_it_may_be(key, value):
+def test_an_invalid_value_is_an_error_with_the_valid_ones(key, value):
     with pytest.raises(ValueError, match=rf"\['{key}'\] = .* is not") as caught:
         read_entry("qkv_fprop", {key: value})
     assert "qkv_fprop" in str(caught.value)
@@ -70,19 +70,19 @@ def test_a_misspelt_method_names_the_nearest():
         read_entry("qkv_fprop", {"method": "pipelin"})
 
 
-def test_an_entry_that_is_no_dictionary_is_refused():
+def test_an_entry_that_is_no_dictionary_is_rejected():
     with pytest.raises(TypeError, match="'bulk' is not a dictionary"):
         read_entry("qkv_fprop", "bulk")
 
 
 @pytest.mark.parametrize("value", [True, 1])
-def test_an_atomic_gemm_is_refused_with_the_reason(value):
+def test_an_atomic_gemm_is_rejected_with_the_reason(value):
     with pytest.raises(ub.errors.ConfigurationError, match="cuBLAS 13 has no atomic"):
         read_entry("qkv_fprop", {"atomic_gemm": value})
 
 
 @pytest.mark.parametrize("value", [False, 0])
-def test_no_atomic_gemm_is_what_there_is(value):
+def test_atomic_gemm_false_is_accepted(value):
     assert read_entry("qkv_fprop", {"atomic_gemm": value}) == {}
 
 
@@ -92,19 +92,19 @@ def test_megatrons_zeros_and_ones_are_flags():
     assert all(isinstance(value, bool) for value in read.values())
 
 
-def test_numpys_numbers_and_flags_are_numbers_and_flags():
+def test_numpy_scalars_are_accepted():
     given = {"num_sm": np.int64(4), "cga_size": np.int8(2), "use_ce": np.bool_(False)}
     read = read_entry("proj_fprop", given)
     assert read == {"num_sm": 4, "cga_size": 2, "use_ce": False}
     assert [type(value) for value in read.values()] == [int, int, bool]
 
 
-def test_no_method_is_the_automatic_one():
+def test_method_none_is_auto():
     assert read_entry("qkv_fprop", {"method": None}) == {"method": "auto"}
     assert read_entry("qkv_fprop", {"method": Method.DIRECT}) == {"method": "direct"}
 
 
-def test_is_reduce_scatter_says_the_type_of_communication():
+def test_is_reduce_scatter_selects_the_comm_type():
     rs = {"comm_type": CommOverlapType.RS}
     assert read_entry("own", {"is_reduce_scatter": 1}) == rs
     assert read_entry("own", {"comm_type": "rs", "is_reduce_scatter": True}) == rs

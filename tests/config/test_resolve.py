@@ -44,7 +44,7 @@ def test_there_are_twelve_names():
     assert len(resolved()) == len(NAMES) == 12
 
 
-def test_another_method_brings_its_own_defaults():
+def test_another_method_has_its_own_defaults():
     config = resolved({"proj_fprop": {"method": "ring_exchange"}})["proj_fprop"]
     assert (config.num_sm, config.cga_size, config.num_splits) == (1, 1, 8)
     assert not config.set_sm_margin
@@ -55,7 +55,7 @@ def test_another_method_brings_its_own_defaults():
 
 @pytest.mark.parametrize("method", ["ring_exchange", "pipeline", "direct", None])
 @pytest.mark.parametrize("layer", ["qkv", "fc1"])
-def test_a_dgrad_that_is_not_bulk_scatters_and_displaces_its_wgrad(layer, method):
+def test_a_dgrad_that_is_not_bulk_reduce_scatters_and_removes_its_wgrad(layer, method):
     found = resolved({f"{layer}_dgrad": {"method": method}})
     assert found[f"{layer}_dgrad"].comm_type is RS
     assert found[f"{layer}_dgrad"].fp8_buf is False
@@ -63,7 +63,7 @@ def test_a_dgrad_that_is_not_bulk_scatters_and_displaces_its_wgrad(layer, method
     assert len(found) == 11
 
 
-def test_a_displaced_wgrad_may_not_be_configured():
+def test_a_removed_wgrad_cannot_be_configured():
     with pytest.raises(ub.errors.ConfigurationError, match="nothing to communicate"):
         resolved({"qkv_dgrad": {"method": "pipeline"}, "qkv_wgrad": {"num_sm": 4}})
 
@@ -73,7 +73,7 @@ def test_a_bulk_dgrad_keeps_its_wgrad():
     assert found["qkv_wgrad"].num_sm == 4
 
 
-def test_one_modes_overrides_do_not_reach_the_next():
+def test_overrides_of_one_mode_do_not_affect_the_next():
     given = {"qkv_dgrad": {"method": "ring_exchange"}}
     before = copy.deepcopy(given), copy.deepcopy(NAMES)
     first, second = (resolved(given, mode=mode) for mode in (NONE, FP8))
@@ -89,7 +89,7 @@ def test_a_misspelt_name_names_the_nearest():
         resolved({"proj_fprp": {"method": "pipeline"}})
 
 
-def test_a_free_name_says_what_it_communicates():
+def test_other_names_must_configure_comm_type():
     found = resolved({"mla_fprop": {"comm_type": "AG"}, "head": {"comm_type": "RS"}})
     assert found["mla_fprop"].method == "ring_exchange"
     assert found["head"].method == "pipeline"
@@ -97,13 +97,13 @@ def test_a_free_name_says_what_it_communicates():
 
 
 @pytest.mark.parametrize("entries", [("qkv",), ("mla", "mla_fprop")])
-def test_a_layer_has_one_forward(entries):
+def test_a_layer_has_one_forward_pass(entries):
     text = rf"\['{entries[0]}'\] configures the forward .* as '{entries[0]}_fprop' does"
     with pytest.raises(ub.errors.ConfigurationError, match=text):
         resolved({name: {"comm_type": "AG"} for name in entries})
 
 
-def test_a_free_bulk_dgrad_has_a_wgrad_beside_it():
+def test_bulk_of_other_names_needs_dgrad_and_wgrad():
     dgrad = {"comm_type": "AG", "method": "bulk"}
     wgrad = {"comm_type": "RS"}
     assert resolved({"a_dgrad": dgrad, "a_wgrad": wgrad})["a_wgrad"].method == "bulk"
@@ -122,14 +122,14 @@ def test_a_free_bulk_dgrad_has_a_wgrad_beside_it():
         ("proj_wgrad", "bulk"),
     ],
 )
-def test_a_method_that_the_pass_cannot_run_is_refused(name, method):
+def test_a_method_that_the_pass_cannot_run_is_rejected(name, method):
     with pytest.raises(
         ub.errors.ConfigurationError, match=f'cannot use method "{method}"'
     ):
         resolved({name: {"method": method}})
 
 
-def test_the_type_of_a_known_name_cannot_be_another():
+def test_the_comm_type_of_a_known_name_cannot_change():
     with pytest.raises(
         ub.errors.ConfigurationError, match='comm_type is "AG", not "RS"'
     ):
@@ -150,23 +150,23 @@ def test_the_type_of_a_known_name_cannot_be_another():
         ("qkv_fprop", {"method": "pipeline", "pipeline_rs_overlap_first_gemm": True}),
     ],
 )
-def test_a_key_that_does_nothing_here_is_refused(name, entry):
+def test_a_key_without_effect_is_rejected(name, entry):
     with pytest.raises(ub.errors.ConfigurationError, match="has no effect with method"):
         resolved({name: entry})
 
 
-def test_a_key_that_asks_for_nothing_is_accepted():
+def test_a_key_at_its_default_is_accepted():
     found = resolved({"proj_fprop": {"aggregate": 0, "use_ce": 1, "num_splits": 2}})
     assert found["proj_fprop"].num_splits == 2
     assert resolved({"qkv_fprop": {"aggregate": 1}})["qkv_fprop"].aggregate
 
 
-def test_aggregation_needs_pairs_of_ranks():
+def test_aggregate_needs_an_even_number_of_ranks():
     with pytest.raises(ub.errors.ConfigurationError, match="pairs the ranks"):
         resolved({"qkv_fprop": {"aggregate": True}}, num_ranks=3)
 
 
-def test_what_an_fp8_gemm_gathers_is_fp8():
+def test_gathered_operands_of_fp8_gemms_are_fp8():
     given = {"qkv_fprop": {"fp8_buf": False}}
     assert resolved(given)["qkv_fprop"].fp8_buf is False
     with pytest.raises(
@@ -175,7 +175,7 @@ def test_what_an_fp8_gemm_gathers_is_fp8():
         resolved(given, mode=FP8)
 
 
-def test_partial_sums_may_travel_in_fp8_but_are_not_summed_in_it():
+def test_partial_sums_may_be_sent_but_not_summed_in_fp8():
     given = {"proj_fprop": {"fp8_buf": True}}
     assert resolved(given, mode=FP8)["proj_fprop"].fp8_buf
     with pytest.raises(ub.errors.ConfigurationError, match="never computed in FP8"):
@@ -183,7 +183,7 @@ def test_partial_sums_may_travel_in_fp8_but_are_not_summed_in_it():
 
 
 @pytest.mark.parametrize("given", [7, "qkv_fprop", [{}]])
-def test_configurations_that_are_no_dictionary_are_refused(given):
+def test_configurations_that_are_no_dictionary_are_rejected(given):
     with pytest.raises(ub.errors.ConfigurationTypeError, match="not a dictionary"):
         read_entries(given)
 
@@ -196,7 +196,7 @@ def test_names_are_strings(name):
         read_entries({name: {}})
 
 
-def test_every_method_can_be_configured_somewhere():
+def test_every_method_can_be_configured():
     for method in Method:
         name = "qkv_dgrad" if method is Method.BULK else "qkv_fprop"
         assert resolved({name: {"method": method}})[name].method == method.value

@@ -56,7 +56,7 @@ def check(found):
         assert configs["proj_fprop"].num_splits == 4
 
 
-def test_a_file_is_read_unchanged(tmp_path):
+def test_megatrons_file_is_read_unchanged(tmp_path):
     path = tmp_path / "tp_comm_overlap.yaml"
     path.write_text(FILE)
     check(from_te(path))
@@ -74,19 +74,19 @@ def test_an_empty_file_configures_nothing(text):
     assert from_te(source) == {}
 
 
-def test_names_without_a_value_are_left_out_if_there_are_such():
+def test_names_without_a_value_are_left_out():
     text = "fc1_dgrad: {method: ring_exchange}\nfc1_wgrad:\n"
     assert from_te(text) == {"fc1_dgrad": {"method": "ring_exchange"}}
     with pytest.raises(ub.errors.UnknownNameError, match="Did you mean 'fc1_wgrad'?"):
         from_te({"fc1_wgard": None})
 
 
-def test_a_misspelt_name_in_a_file_is_refused():
+def test_a_misspelt_name_in_a_file_is_rejected():
     with pytest.raises(ub.errors.UnknownNameError, match="Did you mean 'qkv_fprop'?"):
         from_te("qkv_fprob: {method: bulk}")
 
 
-def test_an_atomic_gemm_in_a_file_is_refused():
+def test_an_atomic_gemm_in_a_file_is_rejected():
     with pytest.raises(ub.errors.ConfigurationError, match="cuBLAS 13"):
         from_te("qkv_fprop: {method: ring_exchange, atomic_gemm: 1}")
 
@@ -111,12 +111,12 @@ def test_a_file_in_another_encoding_is_an_error_that_names_it(tmp_path):
         from_te(path)
 
 
-def test_what_is_no_yaml_is_refused():
+def test_invalid_yaml_is_rejected():
     with pytest.raises(ub.errors.ConfigurationError, match="the source is not YAML"):
         from_te("qkv_fprop: {method: [}")
 
 
-def test_a_key_that_comes_twice_is_refused_with_its_lines(tmp_path):
+def test_a_repeated_key_is_rejected_with_its_lines(tmp_path):
     twice = "qkv_fprop:\n  num_sm: 2\n  method: external\n  num_sm: 4\n"
     text = "line 4 repeats 'num_sm' of line 2"
     with pytest.raises(ub.errors.ConfigurationError, match=text):
@@ -138,7 +138,7 @@ fc1_dgrad: {<<: *shared, num_sm: 8}
     assert from_te(text)["fc1_dgrad"] == {"method": "bulk", "num_sm": 8}
 
 
-def test_another_type_is_refused():
+def test_a_source_of_another_type_is_rejected():
     with pytest.raises(
         ub.errors.ConfigurationTypeError, match="source = 7 is not supported"
     ):

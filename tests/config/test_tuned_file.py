@@ -20,7 +20,7 @@ def path(tmp_path):
     return tmp_path / "tuned.json"
 
 
-def test_what_was_written_is_read(path):
+def test_a_written_file_is_read_back(path):
     assert tuned_file.read(path) == {HERE: {CASE: (CHOICE, {"xla": 12.5})}}
     assert tuned_file.choices(path, HERE).by_case == {CASE: CHOICE}
 
@@ -45,12 +45,12 @@ def test_gradients_of_column_layers_can_be_bulk(tmp_path):
     assert tuned_file.read(tmp_path / "tuned.json") == written
 
 
-def test_a_choice_is_written_with_what_is_not_default():
+def test_only_options_that_are_not_default_are_written():
     assert str(CHOICE) == "pipeline, num_splits 4, sm_margin 2, num_lanes 3"
     assert str(MethodChoice(Method.XLA)) == "xla"
 
 
-def test_the_digest_is_of_the_choices(path):
+def test_the_digest_depends_on_the_choices(path):
     found = tuned_file.choices(path, HERE)
     tuned_file.write(path, {HERE: {CASE: (CHOICE, {"xla": 99.0})}})
     again = tuned_file.choices(path, HERE)
@@ -58,18 +58,18 @@ def test_the_digest_is_of_the_choices(path):
     assert found == again != tuned_file.choices(path, HERE)
 
 
-def test_choices_of_another_machine_are_refused(path):
+def test_choices_of_another_machine_are_rejected(path):
     there = Environment("NVIDIA H200", (("jax", "0.11.2"),))
     with pytest.raises(ConfigurationError, match="is for cpu avx2, 2 cores with"):
         tuned_file.choices(path, there)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_file_is_rejected(tmp_path):
     with pytest.raises(ConfigurationError, match=r"none.json.*jax_ub tune --output"):
         tuned_file.read(tmp_path / "none.json")
 
 
-def test_a_file_of_megatrons_is_refused_with_what_reads_it(tmp_path):
+def test_a_megatron_file_is_an_error_that_names_from_te(tmp_path):
     path = tmp_path / "tp_comm_overlap.yaml"
     path.write_text("qkv_fprop: {method: ring_exchange}\n")
     with pytest.raises(ConfigurationError, match=r"overlap.yaml.*from_te"):
@@ -77,7 +77,7 @@ def test_a_file_of_megatrons_is_refused_with_what_reads_it(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"schema": 2}'])
-def test_another_schema_is_refused(tmp_path, text):
+def test_another_schema_is_rejected(tmp_path, text):
     (tmp_path / "tuned.json").write_text(text)
     with pytest.raises(ConfigurationError, match="does not have schema 1"):
         tuned_file.read(tmp_path / "tuned.json")
@@ -93,7 +93,7 @@ def test_another_schema_is_refused(tmp_path, text):
         ({"tuning": {"variant": "two_shot"}}, ConfigurationError, "two_shot"),
     ],
 )
-def test_an_entry_that_says_nothing_known_is_refused(path, change, error, words):
+def test_an_entry_with_an_unknown_op_or_method_is_rejected(path, change, error, words):
     found = json.loads(path.read_text())
     found["tunings"][0]["entries"][0].update(change)
     path.write_text(json.dumps(found))
@@ -101,7 +101,7 @@ def test_an_entry_that_says_nothing_known_is_refused(path, change, error, words)
         tuned_file.read(path)
 
 
-def test_an_entry_without_a_size_is_refused(path):
+def test_an_entry_without_a_size_is_rejected(path):
     found = json.loads(path.read_text())
     del found["tunings"][0]["entries"][0]["K"]
     path.write_text(json.dumps(found))

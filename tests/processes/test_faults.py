@@ -163,7 +163,7 @@ def test_an_exception_of_one_process_is_an_error_of_the_others():
 @pytest.mark.parametrize(
     "method", ["direct", pytest.param("ring_exchange", marks=pytest.mark.matrix)]
 )
-def test_another_shape_is_an_error_everywhere_with_both_sides(method):
+def test_another_shape_is_an_error_on_all_ranks_with_both_values(method):
     job = run("other_shape", method)
     assert job.status == 0, job.text
     assert len(job.of("error")) == len(job.of("goes on")) == 3, job.text
@@ -173,7 +173,7 @@ def test_another_shape_is_an_error_everywhere_with_both_sides(method):
     job.check_nothing_is_left([0, 1, 2])
 
 
-def test_a_call_that_one_process_left_out_is_no_matter_of_the_next_communicator():
+def test_a_skipped_call_does_not_affect_the_next_communicator():
     job = run("leaves_a_call_out")
     assert job.status == 0, job.text
     assert len(job.of("goes on")) == 3, job.text
@@ -186,7 +186,7 @@ def test_a_call_that_one_process_left_out_is_no_matter_of_the_next_communicator(
     job.check_nothing_is_left([0, 1, 2])
 
 
-def test_a_process_that_compiles_longer_than_the_deadline_breaks_nothing():
+def test_compilation_may_take_longer_than_the_deadline():
     job = run("compiles_longer", deadline_s=3.0)
     errors = by_process(job.of("error"))
     assert [error["process"] for error in errors] == [0, 1, 2], job.text
@@ -196,7 +196,7 @@ def test_a_process_that_compiles_longer_than_the_deadline_breaks_nothing():
     job.check_nothing_is_left([0, 1, 2])
 
 
-def test_bootstrap_without_one_process_ends_at_the_deadline():
+def test_initialize_ub_without_one_process_fails_at_the_deadline():
     job = run("is_missing", deadline_s=DEADLINE_S)
     errors = by_process(job.of("error"))
     assert [error["process"] for error in errors] == [0, 1], job.text
@@ -206,7 +206,7 @@ def test_bootstrap_without_one_process_ends_at_the_deadline():
     job.check_nothing_is_left([0, 1])
 
 
-def test_a_death_while_all_connect_is_reported_at_once():
+def test_a_death_during_connection_is_reported_at_once():
     job = run("dies_connecting")
     job.check_survivors(
         [0, 1],
@@ -216,7 +216,7 @@ def test_a_death_while_all_connect_is_reported_at_once():
     )
 
 
-def test_a_death_before_the_first_note_is_reported_at_once():
+def test_a_death_before_the_first_message_is_reported_at_once():
     job = run("dies_entering")
     job.check_survivors(
         [0, 1],
@@ -226,7 +226,7 @@ def test_a_death_before_the_first_note_is_reported_at_once():
     )
 
 
-def test_an_interrupt_before_the_first_note_is_reported_at_once():
+def test_an_interrupt_before_the_first_message_is_reported_at_once():
     job = run("is_interrupted_entering")
     assert job.status == 0, job.text
     errors = by_process(job.of("error"))
@@ -238,7 +238,7 @@ def test_an_interrupt_before_the_first_note_is_reported_at_once():
     job.check_nothing_is_left([0, 1, 2])
 
 
-def test_the_death_of_jax_s_coordinator_ends_all():
+def test_the_death_of_jaxs_coordinator_ends_all_processes():
     # JAX ends every process then, by itself; ours must not keep any from that.
     job = run("coordinator_dies")
     assert job.status == 128 + signal.SIGKILL
@@ -246,7 +246,7 @@ def test_the_death_of_jax_s_coordinator_ends_all():
     assert time.monotonic() - job.one("dies")["at"] < NEVER_S
 
 
-def test_needs_no_space_in_dev_shm():
+def test_communicators_need_no_space_in_dev_shm():
     tiny = 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"'
     prefix = ["unshare", "--mount", "sh", "-c", tiny, "sh"]
     if subprocess.run([*prefix, "true"], capture_output=True).returncode:
@@ -256,7 +256,7 @@ def test_needs_no_space_in_dev_shm():
     assert len(job.of("goes on")) == 3
 
 
-def test_two_jobs_at_once_do_not_meet():
+def test_concurrent_jobs_do_not_interfere():
     files = {folder: set(os.listdir(folder)) for folder in ("/dev/shm", "/tmp")}
     jobs = [start("exists_twice", num_processes=2) for _ in range(2)]
     for job in map(Outcome, jobs):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
         *(pytest.param(seed, 100, marks=pytest.mark.matrix) for seed in range(1, 5)),
     ],
 )
-def test_another_destroy_ub_does_the_rest_and_the_peer_is_told(seed, longest):
+def test_a_second_destroy_ub_completes_an_interrupted_one(seed, longest):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "jax_ub", "launch", "-n", "2", "--linger", "5"),

@@ -34,7 +34,7 @@ def launch(num_processes, devices, *program):
     return done.stdout
 
 
-def test_two_hundred_communicators_leave_nothing():
+def test_two_hundred_communicators_leave_nothing_behind():
     out = launch(2, 2, HERE / "cycles.py", 200)
     ends = [json.loads(line[4:]) for line in out.splitlines() if line[4:5] == "{"]
     assert len(ends) == 2

@@ -31,11 +31,11 @@ def launch(devices, *arguments):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_no_call_meets_another_one(devices):
+def test_calls_are_matched_with_the_same_call(devices):
     launch(devices)
 
 
-def test_one_process_may_load_what_the_other_compiles(tmp_path):
+def test_a_process_may_load_programs_that_another_compiles(tmp_path):
     # XLA counts the launches of a program that was loaded from another number on. Only
     # process 0 writes the cache.
     launch(1, 0, tmp_path)

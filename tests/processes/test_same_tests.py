@@ -84,17 +84,17 @@ def run_tests(num_processes, layout, part, paths=SAME):
     ("num_processes", "layout", "part"),
     [(2, "blocks", "0/10"), (3, "dealt", "1/16"), (4, "reversed", "2/20")],
 )
-def test_a_part_of_them(num_processes, layout, part):
+def test_some_tests_pass_in_several_processes(num_processes, layout, part):
     run_tests(num_processes, layout, part)
 
 
 @pytest.mark.slow
-def test_a_part_of_the_fused_operations():
+def test_fused_operations_pass_in_several_processes():
     run_tests(2, "dealt", "1/4", FUSED)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_processes", [2, 3, 4])
-def test_all_of_them(num_processes, layout):
+def test_all_tests_pass_in_several_processes(num_processes, layout):
     run_tests(num_processes, layout, "0/1")

@@ -16,7 +16,7 @@ from jax_ub.errors import UnsupportedOverlapError
     ],
     ids=lambda given: type(given).__name__,
 )
-def test_a_jax_that_does_not_start_is_said_in_one_line(
+def test_a_backend_that_cannot_start_is_reported_in_one_line(
     error, text, monkeypatch, capsys
 ):
     def devices():

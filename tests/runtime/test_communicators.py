@@ -51,7 +51,7 @@ def test_two_processes_connect_or_fail_together(tmp_path):
 
 
 @pytest.mark.slow
-def test_groups_over_two_hosts_take_plain_jax_with_the_reason():
+def test_groups_over_two_hosts_run_plain_jax_with_the_reason():
     lines = launched("over_two_hosts.py", "--hosts", "2")
     assert {f"[{process}] passed over_two_hosts" for process in (0, 1)} <= set(lines)
 
@@ -75,13 +75,13 @@ def test_only_groups_over_several_processes_need_a_connection():
     assert device_groups().processes_of((2, 3)) == (0, 1)
 
 
-def test_a_rank_shares_eight_bytes_an_element_and_some_slack():
+def test_a_rank_shares_eight_bytes_per_element_plus_alignment():
     slack = device_groups(capacity=0).call_bytes
     assert device_groups().call_bytes == slack + 8 * 1000
     assert slack >= 64 * 1024
 
 
-def test_a_heap_of_any_capacity_has_room_for_an_all_reduce_in_one_exchange():
+def test_heaps_of_any_capacity_fit_a_one_shot_all_reduce():
     small, slack = device_groups(platform="cuda"), device_groups(capacity=0).call_bytes
     assert small.call_bytes == slack + ONE_SHOT_BYTES
     large = {"capacity": ONE_SHOT_BYTES}
@@ -104,7 +104,7 @@ class Alone:
         raise TimeoutError("process 1 did not take part")
 
 
-def test_what_a_process_refuses_says_more_than_that_others_did_not_come():
+def test_the_own_error_takes_precedence_over_missing_processes():
     with pytest.raises(ConfigurationError, match="the own refusal"):
         communicators.connect(
             device_groups(), Alone(), {}, ConfigurationError("the own refusal")
@@ -114,7 +114,7 @@ def test_what_a_process_refuses_says_more_than_that_others_did_not_come():
     assert not communicators.connections()
 
 
-def test_a_group_that_is_known_serves_calls_unless_it_has_a_reason(monkeypatch):
+def test_connected_groups_run_calls_unless_they_have_a_reason(monkeypatch):
     known = {
         (0, 2): Connection((0, 2), (0, 1), None),
         (1, 3): Connection((1, 3), (0, 1), "its ranks span the hosts a and b"),
@@ -137,7 +137,7 @@ class End:
     failure: str | None = None
 
 
-def test_another_axis_shares_what_has_room_and_has_not_failed(monkeypatch):
+def test_another_axis_shares_connections_that_fit_and_have_not_failed(monkeypatch):
     end, enough = End(), device_groups().call_bytes
     known = {
         (0, 1): Connection((0, 1), (0, 0), "no peer access"),

@@ -30,13 +30,13 @@ def connect(cpu, endpoint=None, **changes):
     return cpu.connect(endpoint or cpu.endpoint(), **{**of_one_process, **changes})
 
 
-def test_endpoints_are_private_and_of_their_own(cpu):
+def test_every_endpoint_has_a_private_address_of_its_own(cpu):
     one, other = cpu.endpoint(), cpu.endpoint()
     assert one.address != other.address
     assert one.token != other.token
 
 
-def test_a_communicator_says_what_it_is(cpu):
+def test_a_communicator_describes_itself(cpu):
     ends = connect(cpu)
     assert ends.name == "test"
     assert ends.size_bytes >= 4 << 16  # two halves a rank
@@ -47,7 +47,7 @@ def test_a_communicator_says_what_it_is(cpu):
     ends.close()
 
 
-def test_closing_gives_descriptors_and_memory_back(cpu):
+def test_closing_frees_descriptors_and_memory(cpu):
     def held():
         maps = pathlib.Path("/proc/self/maps").read_text()
         return len(os.listdir("/proc/self/fd")), maps.count("memfd")
@@ -59,7 +59,7 @@ def test_closing_gives_descriptors_and_memory_back(cpu):
     assert held() == before
 
 
-def test_devices_are_connected_once(cpu):
+def test_devices_cannot_be_connected_twice(cpu):
     ends = connect(cpu)
     with pytest.raises(RuntimeError, match="connected already, by 'test': close that"):
         connect(cpu, name="again")
@@ -67,7 +67,7 @@ def test_devices_are_connected_once(cpu):
     connect(cpu, name="again").close()
 
 
-def test_an_endpoint_serves_once(cpu):
+def test_an_endpoint_can_be_used_once(cpu):
     endpoint = cpu.endpoint()
     connect(cpu, endpoint).close()
     with pytest.raises(ValueError, match="the endpoint was used already"):

@@ -42,7 +42,7 @@ def row(dtype, num_pairs=1):
     return [*xs, *ws]
 
 
-def test_a_local_product_needs_its_scratch():
+def test_a_local_gemm_needs_its_scratch():
     results = [(BF16, (800, 80))]
     size = workspace("matmul", Method.DIRECT, row(BF16), results, SUMMED)
     assert size == SCRATCH + SLACK
@@ -51,7 +51,7 @@ def test_a_local_product_needs_its_scratch():
 @pytest.mark.parametrize(
     ("dtype", "num_pairs", "partial_bytes"), [(BF16, 1, 2), (BF16, 2, 4), (F32, 1, 4)]
 )
-def test_partial_sums_are_kept_until_they_are_sent(dtype, num_pairs, partial_bytes):
+def test_partial_sums_are_stored_until_they_are_sent(dtype, num_pairs, partial_bytes):
     """One product travels in the dtype of x, a sum of several in f32."""
     size = workspace(
         "matmul_reduce_scatter",
@@ -63,7 +63,7 @@ def test_partial_sums_are_kept_until_they_are_sent(dtype, num_pairs, partial_byt
     assert size == 2 * SCRATCH + 800 * 80 * partial_bytes + SLACK
 
 
-def test_gathered_rows_are_multiplied_where_they_arrive():
+def test_gathered_rows_need_no_workspace():
     operands = [(BF16, (200, 4)), (BF16, (4, 80))]
     results = [(BF16, (800, 80)), (BF16, (800, 4))]
     size = workspace(
@@ -84,7 +84,7 @@ def test_a_wgrad_gathers_into_its_workspace():
     assert size == SCRATCH + 800 * 4 * 2 + SLACK
 
 
-def test_streams_for_products_have_scratch_each():
+def test_every_gemm_stream_has_its_own_scratch():
     operands, results = row(F32), [(F32, (200, 80))]
     op, method = "matmul_reduce_scatter", Method.RING_EXCHANGE
     one, three = (
@@ -93,12 +93,12 @@ def test_streams_for_products_have_scratch_each():
     assert three - one == 2 * SCRATCH
 
 
-def test_a_collective_on_its_own_needs_none():
+def test_a_collective_needs_no_workspace():
     operands, results = [(BF16, (800, 4))], [(BF16, (200, 4))]
     assert workspace("reduce_scatter", Method.RING_EXCHANGE, operands, results) == 0
 
 
-def test_what_is_wrong_with_a_call_is_said():
+def test_an_invalid_call_is_an_error_with_the_reason():
     operands, results = row(F32), [(F32, (200, 80))]
     where = ("matmul_reduce_scatter", Method.RING_EXCHANGE, operands)
     with pytest.raises(ValueError, match="jax_ub has no op 'matmal'"):
@@ -115,7 +115,7 @@ def test_what_is_wrong_with_a_call_is_said():
         workspace(*where, [(F32, (100, 80))], SUMMED)
 
 
-def test_the_handlers_are_those_of_the_cpu_and_one_stage_more():
+def test_the_cuda_handlers_have_one_more_stage_than_the_cpus():
     targets = native.targets()
     assert set(targets) == set(cpu_engine.load().targets())
     assert {frozenset(stages) for stages in targets.values()} == {
@@ -126,12 +126,12 @@ def test_the_handlers_are_those_of_the_cpu_and_one_stage_more():
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
-def test_a_timeout_that_is_no_time_is_refused(timeout_s):
+def test_an_invalid_timeout_is_rejected(timeout_s):
     with pytest.raises(ValueError, match="expected more than 0"):
         native.set_timeout_s(timeout_s)
 
 
-def test_without_a_driver_everything_says_why():
+def test_without_a_driver_every_function_reports_the_reason():
     reason = native.why_not()
     if reason is None:
         pytest.skip("there is a GPU here")
@@ -152,14 +152,14 @@ def test_without_a_driver_everything_says_why():
         assert str(error.value) in reason
 
 
-def test_groups_and_devices_that_do_not_fit_are_refused():
+def test_groups_that_do_not_match_the_devices_are_rejected():
     with pytest.raises(ValueError, match="2 devices and 1 ordinals: expected one of"):
         native.connect_in_process(
             name="test", devices=[0, 1], ordinals=[0], slots_bytes=1 << 20
         )
 
 
-def test_a_program_is_lowered_with_the_workspace_that_the_engine_asks_for():
+def test_a_lowered_program_has_the_workspace_that_the_engine_needs():
     if cuda_engine.why_not() is not None:
         pytest.skip(cuda_engine.why_not())
     run = on_ranks(

@@ -24,7 +24,7 @@ def run(method):
     jax.block_until_ready(program(*(np.ones(shape, np.float32) for shape in SHAPES)))
 
 
-def test_a_call_is_named_and_its_steps_are_those_of_the_schedule():
+def test_a_traced_call_has_its_name_and_the_steps_of_its_schedule():
     _cpu.start_trace()
     run("ring_exchange")
     _cpu.stop_trace()
@@ -45,7 +45,7 @@ def test_a_call_is_named_and_its_steps_are_those_of_the_schedule():
     assert all(begin <= end for begin, end, *_ in spans)
 
 
-def test_what_is_off_records_nothing():
+def test_a_stopped_trace_records_nothing():
     _cpu.start_trace()
     _cpu.stop_trace()
     run("direct")
@@ -53,6 +53,6 @@ def test_what_is_off_records_nothing():
     assert (trace["calls"], trace["threads"]) == ([], [])
 
 
-def test_room_for_no_events_is_refused():
+def test_a_trace_without_events_is_rejected():
     with pytest.raises(ValueError, match="events_per_thread is 0, expected at least 1"):
         _cpu.start_trace(0)

@@ -3,7 +3,7 @@ import pytest
 from jax_ub._src.runtime import hosts
 
 
-def test_a_host_is_told_by_its_kernel_and_network_unless_it_is_given(monkeypatch):
+def test_a_host_is_identified_by_kernel_and_network_or_by_its_variable(monkeypatch):
     monkeypatch.delenv("JAX_UB_HOST_ID", raising=False)
     own = hosts.identity()
     assert len(own.split()) == 3
@@ -64,14 +64,12 @@ def test_without_proc_the_control_groups_are_unknown(monkeypatch, tmp_path):
         ([0, 1], 4, [[0], [1], [0], [1]]),
     ],
 )
-def test_processes_with_the_same_cores_compute_on_a_part_each(
-    own, num_processes, parts
-):
+def test_processes_with_the_same_cores_divide_them(own, num_processes, parts):
     everyone = [own] * num_processes
     assert [
         hosts.process_cpu_set(own, everyone, i) for i in range(num_processes)
     ] == parts
 
 
-def test_processes_that_are_bound_already_keep_their_cores():
+def test_processes_with_different_cores_keep_them():
     assert hosts.process_cpu_set([2, 3], [[0, 1], [2, 3]], 1) == [2, 3]

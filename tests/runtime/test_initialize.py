@@ -15,14 +15,14 @@ NONE, FP8 = ub.UserBufferQuantizationMode.NONE, ub.UserBufferQuantizationMode.FP
 SHAPE = (64, 32)
 
 
-def test_a_base_overlap_and_a_ring_have_their_own_types():
+def test_ring_exchange_overlaps_have_their_own_type():
     ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
     assert type(ub.get_ub("qkv_fprop")) is ub.CommOverlapP2P
     for name in ("proj_fprop", "qkv_dgrad", "proj_wgrad"):
         assert type(ub.get_ub(name)) is ub.CommOverlap
 
 
-def test_an_overlap_can_be_looked_at_but_not_changed():
+def test_an_overlap_is_immutable():
     ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
     found = ub.get_ub("proj_fprop")
     assert (found.name, found.method) == ("proj_fprop", "pipeline")
@@ -35,7 +35,7 @@ def test_an_overlap_can_be_looked_at_but_not_changed():
         found.method = "bulk"
 
 
-def test_a_ring_that_scatters_has_room_for_what_arrives():
+def test_a_reduce_scatter_ring_has_buffers_for_received_sums():
     cfgs = {"proj_fprop": {"method": "ring_exchange"}}
     ub.initialize_ub(SHAPE, 4, ub_cfgs=cfgs, mesh=tp_mesh(4))
     assert ub.get_ub("proj_fprop").buffer_shape == (64 * 7 // 4, 32)
@@ -53,7 +53,7 @@ def test_a_ring_that_scatters_has_room_for_what_arrives():
         (dict(quantization_modes=[FP8]), r"quantization_modes = \[FP8\], but"),
     ],
 )
-def test_fp8_is_refused_at_once(given, message):
+def test_fp8_is_rejected(given, message):
     error = ub.errors.UnsupportedOverlapError
     with pytest.raises(error, match=f"^initialize_ub: {message}"):
         ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4), **given)
@@ -61,7 +61,7 @@ def test_fp8_is_refused_at_once(given, message):
 
 
 @pytest.mark.usefixtures("fp8_buffers")
-def test_fp8_buffers_have_one_byte_an_element():
+def test_fp8_buffers_have_one_byte_per_element():
     cfgs = {"proj_fprop": {"fp8_buf": True}}
     ub.initialize_ub(
         SHAPE, 4, quantization_modes=[NONE, FP8], ub_cfgs=cfgs, mesh=tp_mesh(4)
@@ -74,7 +74,7 @@ def test_fp8_buffers_have_one_byte_an_element():
 
 
 @pytest.mark.usefixtures("fp8_buffers")
-def test_use_fp8_is_the_fp8_mode_alone():
+def test_use_fp8_selects_the_fp8_mode_only():
     ub.initialize_ub(SHAPE, 4, use_fp8=True, mesh=tp_mesh(4))
     assert ub.get_ub("qkv_fprop", True).mode is FP8
     with pytest.raises(KeyError, match=r"quantization_modes \['FP8'\] only"):
@@ -82,7 +82,7 @@ def test_use_fp8_is_the_fp8_mode_alone():
 
 
 @pytest.mark.usefixtures("fp8_buffers")
-def test_every_mode_has_the_configuration_of_its_own():
+def test_every_mode_has_its_own_configuration():
     cfgs = [{"qkv_dgrad": {"method": "pipeline"}}, {}]
     ub.initialize_ub(
         SHAPE, 4, quantization_modes=[NONE, FP8], ub_cfgs=cfgs, mesh=tp_mesh(4)
@@ -95,7 +95,7 @@ def test_every_mode_has_the_configuration_of_its_own():
 
 
 @pytest.mark.usefixtures("fp8_buffers")
-def test_a_dgrad_override_holds_in_every_mode():
+def test_a_dgrad_override_applies_to_every_mode():
     cfgs = {"fc1_dgrad": {"method": "ring_exchange"}}
     ub.initialize_ub(
         SHAPE, 4, quantization_modes=[NONE, FP8], ub_cfgs=cfgs, mesh=tp_mesh(4)
@@ -106,7 +106,7 @@ def test_a_dgrad_override_holds_in_every_mode():
             ub.get_ub("fc1_wgrad", use_fp8)
 
 
-def test_a_second_call_is_refused_until_the_first_is_destroyed():
+def test_a_second_call_is_an_error_until_destroy_ub():
     ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
     with pytest.raises(RuntimeError, match="already initialized. Call ub.destroy_ub"):
         ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
@@ -127,7 +127,7 @@ def test_a_call_that_fails_leaves_nothing_behind():
     ["TIMEOUT_S", "FIRST_CALL_TIMEOUT_S", "NUM_THREADS", "ALLOW_TF32", "NVLS"],
     ids=str.lower,
 )
-def test_an_environment_variable_that_is_wrong_leaves_nothing_behind(name, monkeypatch):
+def test_an_invalid_environment_variable_leaves_nothing_behind(name, monkeypatch):
     monkeypatch.setenv(f"JAX_UB_{name}", "many")
     with pytest.raises(ub.errors.ConfigurationError, match=f"JAX_UB_{name} = 'many'"):
         ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
@@ -138,9 +138,7 @@ def test_an_environment_variable_that_is_wrong_leaves_nothing_behind(name, monke
 
 @pytest.mark.parametrize("name", ["TIMEOUT_S", "FIRST_CALL_TIMEOUT_S"], ids=str.lower)
 @pytest.mark.parametrize("seconds", ["1e-320", "0.001", "0.0999"])
-def test_a_timeout_that_is_too_short_for_any_call_is_refused(
-    name, seconds, monkeypatch
-):
+def test_a_timeout_too_short_for_any_call_is_rejected(name, seconds, monkeypatch):
     monkeypatch.setenv(f"JAX_UB_{name}", seconds)
     text = f"JAX_UB_{name} = '{seconds}' is too short .* Set at least 0.1 seconds"
     with pytest.raises(ub.errors.ConfigurationError, match=text):
@@ -149,14 +147,14 @@ def test_a_timeout_that_is_too_short_for_any_call_is_refused(
     ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
 
 
-def test_a_method_of_the_environment_that_is_unknown_is_refused(monkeypatch):
+def test_an_unknown_method_in_the_environment_is_rejected(monkeypatch):
     monkeypatch.setenv("JAX_UB_METHOD", "pipelines")
     with pytest.raises(ub.errors.UnknownNameError, match="JAX_UB_METHOD.*'pipeline'"):
         ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
     assert not ub.is_ub_initialized()
 
 
-def test_several_axes_are_alive_at_once():
+def test_several_axes_can_be_initialized():
     devices = np.array(jax.devices()[:8]).reshape(2, 4)
     mesh = Mesh(devices, ("outer", "inner"))
     ub.initialize_ub(SHAPE, 4, mesh=mesh, axis_name="inner")
@@ -175,18 +173,18 @@ def test_several_axes_are_alive_at_once():
     assert not ub.is_ub_initialized()
 
 
-def test_destroying_nothing_is_nothing():
+def test_destroy_ub_without_initialize_ub_does_nothing():
     ub.destroy_ub()
     ub.destroy_ub("tp")
 
 
-def test_get_ub_before_is_an_error():
+def test_get_ub_before_initialize_ub_is_an_error():
     with pytest.raises(RuntimeError, match="no axis is initialized"):
         ub.get_ub("qkv_fprop")
 
 
 @pytest.mark.usefixtures("fp8_buffers")
-def test_a_mode_is_no_use_fp8():
+def test_a_quantization_mode_is_no_valid_use_fp8():
     ub.initialize_ub(SHAPE, 4, quantization_modes=[NONE, FP8], mesh=tp_mesh(4))
     with pytest.raises(TypeError, match="get_ub.*use_fp8 = <UserBuffer.*True or False"):
         ub.get_ub("qkv_fprop", NONE)
@@ -199,7 +197,7 @@ def test_a_name_is_a_string(name):
         ub.get_ub(name)
 
 
-def test_names_that_several_axes_have_are_listed_once():
+def test_names_of_several_axes_are_listed_once():
     ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
     ub.initialize_ub(SHAPE, 2, axis_name="other")
     with pytest.raises(KeyError) as caught:
@@ -214,14 +212,14 @@ def test_an_unknown_name_names_the_nearest():
     assert not str(caught.value).startswith('"')
 
 
-def test_without_a_mesh_consecutive_devices_are_a_group():
+def test_without_a_mesh_groups_are_consecutive_devices():
     ub.initialize_ub(SHAPE, 4)
     groups = registry.axes()[0].groups
     ids = [device.id for device in jax.devices()]
     assert groups == tuple(tuple(ids[i : i + 4]) for i in range(0, len(ids), 4))
 
 
-def test_the_mesh_that_is_set_is_taken():
+def test_the_mesh_of_set_mesh_is_the_default():
     with jax.set_mesh(dp_tp_mesh(2, 3)):
         ub.initialize_ub(SHAPE, 3)
     assert registry.axes()[0].groups == ((0, 1, 2), (3, 4, 5))
@@ -319,7 +317,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_is_refused(case):
+def test_invalid_arguments_are_rejected(case):
     changes, kind, text = REFUSALS[case]
     given = {"shape": SHAPE, "tp_size": 4, "mesh": tp_mesh(4), **changes}
     with pytest.raises(kind, match=text) as caught:
@@ -328,14 +326,14 @@ def test_what_is_refused(case):
     assert not ub.is_ub_initialized()
 
 
-def test_more_ranks_than_devices_are_refused():
+def test_more_ranks_than_devices_are_rejected():
     here = len(jax.devices())
     text = rf"tp_size = {here + 1}, but jax has {here} devices. Pass at most {here}, or"
     with pytest.raises(ub.errors.ConfigurationError, match=text):
         ub.initialize_ub(SHAPE, here + 1)
 
 
-def test_devices_that_make_no_groups_are_refused():
+def test_devices_that_cannot_be_grouped_are_rejected():
     with pytest.raises(
         ub.errors.ConfigurationError, match="cannot be divided into groups"
     ):

@@ -12,13 +12,13 @@ from jax_ub._src.runtime import communicators, cpu_engine, cuda_engine, registry
 NONE, FP8 = ub.UserBufferQuantizationMode.NONE, ub.UserBufferQuantizationMode.FP8
 
 
-def test_nothing_is_held_before():
+def test_no_memory_is_held_before_initialize_ub():
     report = ub.memory_report()
     assert report.axes == ()
     assert report.held_bytes == report.transformer_engine_bytes == 0
 
 
-def test_transformer_engine_would_have_twelve_buffers_a_mode():
+def test_transformer_engine_would_have_twelve_buffers_per_mode():
     ub.initialize_ub((64, 32), 4, mesh=tp_mesh(4))
     (axis,) = ub.memory_report().axes
     assert axis.num_ranks == 4
@@ -41,7 +41,7 @@ def test_fp8_buffers_and_unused_ones_count_for_transformer_engine():
     assert axis.transformer_engine_bytes == 4 * (none + fp8)
 
 
-def test_ranks_of_one_process_share_nothing_and_slots_are_returned():
+def test_ranks_of_one_process_share_no_buffer_and_free_their_slots():
     ub.initialize_ub((64, 32), 4, dtype=jnp.float32, mesh=tp_mesh(4))
 
     def call(x, w):
@@ -69,7 +69,7 @@ def test_the_report_is_a_table():
     assert row.split()[:5] == ["qkv_fprop", "FP8", "ring_exchange", "AG", "uint8"]
 
 
-def test_heaps_on_gpus_stand_beside_what_xla_takes(monkeypatch):
+def test_gpu_heaps_are_reported_with_xlas_share(monkeypatch):
     class Heap:
         how = "vmm"
         size_bytes = 3 << 20

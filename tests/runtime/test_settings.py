@@ -7,7 +7,7 @@ from jax_ub._src.runtime import settings
 from jax_ub.errors import ConfigurationError
 
 
-def test_nothing_is_set_by_default(monkeypatch):
+def test_no_variable_is_set_by_default(monkeypatch):
     for name in ("METHOD", "TIMEOUT_S", "NUM_THREADS", "ISA"):
         monkeypatch.delenv(f"JAX_UB_{name}", raising=False)
     assert settings.method() is None
@@ -16,7 +16,7 @@ def test_nothing_is_set_by_default(monkeypatch):
     assert settings.isa() is None
 
 
-def test_every_variable_that_is_read_has_its_name_in_the_list():
+def test_every_variable_that_is_read_is_listed():
     text = pathlib.Path(settings.__file__).read_text()
     assert {f"JAX_UB_{word}" for word in re.findall('"JAX_UB_([A-Z0-9_]+)"', text)} == {
         *settings.NAMES
@@ -35,7 +35,7 @@ def test_values_are_read(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
-def test_timeout_that_is_no_time_is_refused(monkeypatch, text):
+def test_an_invalid_timeout_is_rejected(monkeypatch, text):
     monkeypatch.setenv("JAX_UB_TIMEOUT_S", text)
     message = f"JAX_UB_TIMEOUT_S = '{text}' is not a positive number of seconds"
     with pytest.raises(ConfigurationError, match=message):
@@ -43,12 +43,12 @@ def test_timeout_that_is_no_time_is_refused(monkeypatch, text):
 
 
 @pytest.mark.parametrize("text", ["inf", "1e10", "1e300"])
-def test_a_timeout_that_no_clock_holds_is_a_long_one(monkeypatch, text):
+def test_an_excessive_timeout_is_clamped(monkeypatch, text):
     monkeypatch.setenv("JAX_UB_TIMEOUT_S", text)
     assert settings.timeout_s() == settings.deadline_s() == 1e9
 
 
-def test_number_of_threads_is_whole(monkeypatch):
+def test_the_number_of_threads_is_an_integer(monkeypatch):
     monkeypatch.setenv("JAX_UB_NUM_THREADS", "1.5")
     with pytest.raises(
         ValueError, match="JAX_UB_NUM_THREADS = '1.5' is not a positive"
@@ -63,7 +63,7 @@ def test_number_of_threads_is_whole(monkeypatch):
         ("JAX_UB_NVLS", settings.nvls),
     ],
 )
-def test_a_switch_is_turned_by_one_and_nothing_else(monkeypatch, name, read):
+def test_a_switch_is_0_or_1(monkeypatch, name, read):
     monkeypatch.delenv(name, raising=False)
     assert not read()
     monkeypatch.setenv(name, "1")
@@ -84,9 +84,7 @@ def test_a_switch_is_turned_by_one_and_nothing_else(monkeypatch, name, read):
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "most"}, 0.75),
     ],
 )
-def test_what_xla_takes_of_a_gpu_is_what_its_variables_say(
-    monkeypatch, variables, share
-):
+def test_xlas_share_of_gpu_memory_follows_its_variables(monkeypatch, variables, share):
     for name in ("MEM_FRACTION", "PREALLOCATE", "ALLOCATOR"):
         monkeypatch.delenv(f"XLA_PYTHON_CLIENT_{name}", raising=False)
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)

@@ -59,7 +59,7 @@ def run(program, *arguments):
     )
 
 
-def test_persistent_compilation_cache_holds_overlapped_programs(tmp_path):
+def test_the_persistent_compilation_cache_stores_overlapped_programs(tmp_path):
     first, second = run(CACHED, tmp_path), run(CACHED, tmp_path)
     assert first.returncode == 0, first.stderr
     assert second.returncode == 0, second.stderr

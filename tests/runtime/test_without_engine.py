@@ -31,7 +31,7 @@ def test_destroy_ub_needs_no_thread():
     """)
 
 
-def test_what_only_looks_or_releases_makes_no_engine():
+def test_queries_and_releases_create_no_engine():
     run("""
         import os
         import jax_ub as ub

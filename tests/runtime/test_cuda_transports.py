@@ -122,14 +122,14 @@ def test_groups_in_one_process_have_heaps_too(fake_engine):
     assert all(one.reason is None for one in found.values())
 
 
-def test_only_processes_of_the_host_are_dialed(fake_engine):
+def test_only_processes_of_the_same_host_are_connected_by_socket(fake_engine):
     connect(introduced(host="there"), {"reasons": {}})
     first = fake_engine.made[0]
     assert (first.addresses, first.tokens) == ({}, {})
     assert set(first.offers) == {0, 1}
 
 
-def test_what_the_offers_rule_out_is_the_reason(fake_engine, monkeypatch):
+def test_incompatible_capabilities_are_the_reason(fake_engine, monkeypatch):
     monkeypatch.setattr(
         fake_engine, "why_not_connected", lambda processes, offers: "no P2P"
     )
@@ -139,7 +139,7 @@ def test_what_the_offers_rule_out_is_the_reason(fake_engine, monkeypatch):
     assert [one.devices for one in fake_engine.made] == [[2, 3]]
 
 
-def test_a_way_that_fails_here_is_the_reason(fake_engine):
+def test_a_connection_that_fails_in_this_process_is_the_reason(fake_engine):
     fake_engine.fails[0] = NotImplementedError("cuMemMap: no")
     fake_engine.fails[2] = NotImplementedError("no peer access")
     found = connect(introduced(), {"reasons": {}})
@@ -148,7 +148,7 @@ def test_a_way_that_fails_here_is_the_reason(fake_engine):
     assert found[1, 5].communicator is fake_engine.made[0]
 
 
-def test_a_way_that_fails_elsewhere_closes_what_was_made_here(fake_engine):
+def test_a_connection_that_fails_elsewhere_is_closed_here(fake_engine):
     found = connect(introduced(), {"reasons": {"0,4": "cuMemMap: no"}})
     assert found[0, 4].reason == "cuMemMap: no"
     assert found[0, 4].communicator is None
@@ -163,14 +163,14 @@ def test_a_failure_leaves_nothing_behind(fake_engine):
     assert not connections()
 
 
-def test_who_does_not_say_that_it_connected_leaves_nothing_behind(fake_engine):
+def test_a_process_that_does_not_report_its_outcome_leaves_nothing_behind(fake_engine):
     with pytest.raises(ub.errors.TimeoutError, match="did not take part"):
         connect(introduced())
     assert [one.closed for one in fake_engine.made] == [True, True, True]
     assert not connections()
 
 
-def test_one_process_makes_its_heaps_and_destroys_them(fake_engine):
+def test_one_process_creates_and_destroys_its_heaps(fake_engine):
     alone = device_groups(groups=((2, 3), (1,)), process_of=dict.fromkeys(range(4), 0))
     communicators.connect_alone(alone)
     (made,) = fake_engine.made
@@ -183,7 +183,7 @@ def test_one_process_makes_its_heaps_and_destroys_them(fake_engine):
     assert not connections()
 
 
-def test_failures_are_raised_where_they_are_asked_for(fake_engine):
+def test_check_communicators_raises_failures(fake_engine):
     connect(introduced(), {"reasons": {}})
     ub.check_communicators()
     fake_engine.made[0].failure = "CommunicatorError: rank 1 died"
@@ -203,7 +203,7 @@ def test_a_cpu_needs_no_connection_inside_a_process(monkeypatch):
     assert not connections()
 
 
-def test_an_engine_that_is_missing_here_is_the_reason(fake_engine, monkeypatch):
+def test_a_missing_engine_in_this_process_is_the_reason(fake_engine, monkeypatch):
     monkeypatch.setattr(cuda_engine, "why_not", lambda: "no nvcc")
     found = connect(introduced(), {"reasons": {}})
     assert found[0, 4].reason == "process 0 cannot connect: no nvcc"
@@ -211,7 +211,7 @@ def test_an_engine_that_is_missing_here_is_the_reason(fake_engine, monkeypatch):
     assert not fake_engine.made and not fake_engine.offered
 
 
-def test_an_engine_that_is_missing_elsewhere_is_the_reason(fake_engine):
+def test_a_missing_engine_in_another_process_is_the_reason(fake_engine):
     without = {"endpoints": {key: {"why_not": "no nvcc"} for key in ("0,4", "1,5")}}
     found = connect(without, {"reasons": {}})
     assert (

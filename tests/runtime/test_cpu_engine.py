@@ -22,20 +22,20 @@ def run_python(program, **environment):
     )
 
 
-def test_engine_of_this_jaxlib_is_taken():
+def test_an_engine_of_this_ffi_version_is_accepted():
     built = tuple(cpu_engine.load().xla_ffi_api_version)
     cpu_engine.check_ffi_api(built, cpu_engine.running_ffi_api(), jax.__version__)
     cpu_engine.check_ffi_api((0, 1), (0, 3), "0.10.2")
 
 
 @pytest.mark.parametrize("built", [(0, 4), (1, 0)])
-def test_engine_of_a_newer_ffi_is_refused(built):
+def test_an_engine_of_a_newer_ffi_version_is_rejected(built):
     message = r"built for XLA FFI API .*but jax 0.10.2 has 0.3.*pip install -U jax"
     with pytest.raises(ImportError, match=message):
         cpu_engine.check_ffi_api(built, (0, 3), "0.10.2")
 
 
-def test_a_call_without_an_engine_says_how_to_build_it():
+def test_a_missing_engine_is_an_error_that_explains_how_to_build_it():
     hidden = (
         "import sys; sys.modules['jax_ub._cpu'] = None\n"
         "import jax.numpy as jnp, jax_ub as ub\n"
@@ -49,7 +49,7 @@ def test_a_call_without_an_engine_says_how_to_build_it():
     assert "pip install ." in done.stderr
 
 
-def test_import_of_an_engine_that_does_not_fit_leaves_jax_usable():
+def test_importing_an_incompatible_engine_leaves_jax_usable():
     program = (
         "import sys, types\n"
         "sys.modules['jax_ub._cpu'] = cpu = types.ModuleType('_cpu')\n"
@@ -76,7 +76,7 @@ def test_variables_reach_the_engine():
     assert done.stdout == "3 portable\n", done.stderr
 
 
-def test_an_instruction_set_that_is_not_here_is_refused(monkeypatch):
+def test_an_unavailable_instruction_set_is_rejected(monkeypatch):
     monkeypatch.setenv("JAX_UB_ISA", "portble")
     with pytest.raises(ConfigurationError, match="JAX_UB_ISA = .* mean 'portable'"):
         cpu_engine.check_isa()
@@ -89,7 +89,7 @@ def test_registration_happens_once():
 
 
 @pytest.mark.parametrize("platforms", ["cpu", "cuda", "cuda,cpu"])
-def test_the_engine_has_the_cpu_devices_whatever_the_default_is(monkeypatch, platforms):
+def test_the_engine_has_the_cpu_devices_for_any_default_backend(monkeypatch, platforms):
     def local_devices(backend=None):
         backend = backend or platforms.split(",")[0]
         if backend not in platforms:

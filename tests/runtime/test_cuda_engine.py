@@ -48,7 +48,7 @@ def built(monkeypatch, fresh):
     return told
 
 
-def test_a_build_without_nvcc_says_so(monkeypatch, fresh):
+def test_a_build_without_nvcc_is_reported(monkeypatch, fresh):
     def missing(name):
         raise ModuleNotFoundError(name)
 
@@ -58,7 +58,7 @@ def test_a_build_without_nvcc_says_so(monkeypatch, fresh):
     assert "where nvcc is installed: pip install ." in cuda_engine.why_not()
 
 
-def test_an_engine_for_newer_headers_is_not_registered(monkeypatch, built):
+def test_an_engine_for_newer_headers_is_rejected(monkeypatch, built):
     monkeypatch.setattr(cpu_engine, "running_ffi_api", lambda: (0, 2))
     with pytest.raises(
         ImportError, match=r"built for XLA FFI API 0\.3, but jax .* 0\.2"
@@ -66,20 +66,20 @@ def test_an_engine_for_newer_headers_is_not_registered(monkeypatch, built):
         cuda_engine.load()
 
 
-def test_settings_are_handed_over(monkeypatch, built):
+def test_settings_are_passed_to_the_engine(monkeypatch, built):
     monkeypatch.setenv("JAX_UB_TIMEOUT_S", "7")
     monkeypatch.setattr(cuda_engine, "library_paths", lambda: ["/nvidia"])
     cuda_engine.load()
     assert built == {"set_library_paths": ["/nvidia"], "set_timeout_s": 7}
 
 
-def test_multicast_is_asked_for_where_it_is_wanted(monkeypatch, built):
+def test_multicast_is_enabled_by_its_variable(monkeypatch, built):
     monkeypatch.setenv("JAX_UB_NVLS", "1")
     cuda_engine.load()
     assert built["set_nvls"] is True
 
 
-def test_cublaslt_is_looked_for_in_nvidias_wheels(monkeypatch, tmp_path):
+def test_cublaslt_is_searched_in_nvidias_wheels(monkeypatch, tmp_path):
     for folder, name in (
         ("cu13/lib", "so.13"),
         ("cublas/lib", "so.12"),
@@ -117,7 +117,7 @@ def plugin(monkeypatch):
     return registered
 
 
-def test_targets_are_registered_behind_their_type(monkeypatch, built, plugin):
+def test_targets_are_registered_after_their_type(monkeypatch, built, plugin):
     monkeypatch.setattr(cuda_engine, "local_devices", lambda: [NVIDIA])
     cuda_engine.register_targets()
     cuda_engine.register_targets()
@@ -137,7 +137,7 @@ def test_without_cuda_devices_nothing_is_registered(monkeypatch, fresh):
     cuda_engine.release_in_process()
 
 
-def test_devices_are_told_apart_by_who_made_them():
+def test_nvidia_and_amd_gpus_are_distinguished():
     assert (cuda_engine.is_cuda(NVIDIA), cuda_engine.is_cuda(AMD)) == (True, False)
     assert cuda_engine.platform_of(NVIDIA) == "cuda"
     assert cuda_engine.platform_of(AMD) == "rocm"
@@ -146,7 +146,7 @@ def test_devices_are_told_apart_by_who_made_them():
     assert not cuda_engine.is_default()
 
 
-def test_only_devices_of_different_numbers_need_to_reach_each_other(monkeypatch):
+def test_only_different_devices_need_peer_access(monkeypatch):
     native = StandIn()
     native.why_no_peers = lambda ordinals: f"asked for {ordinals}"
     monkeypatch.setattr(cuda_engine, "load", lambda: native)
@@ -154,7 +154,7 @@ def test_only_devices_of_different_numbers_need_to_reach_each_other(monkeypatch)
     assert cuda_engine.why_no_peers([NVIDIA, AMD]) == "asked for [0, 1]"
 
 
-def test_a_program_on_a_cpu_does_not_load_it():
+def test_a_program_on_a_cpu_does_not_load_the_cuda_engine():
     program = """
 import sys
 import jax
@@ -173,12 +173,12 @@ assert "jax_ub._cuda" not in sys.modules, "loaded"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=600)
 
 
-def test_calls_in_an_order_of_xlas_own_are_refused(monkeypatch, built):
+def test_concurrent_command_buffers_are_rejected(monkeypatch, built):
     flag = "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
     monkeypatch.setenv("XLA_FLAGS", flag)
     assert "run them in the order of the program: remove" in cuda_engine.why_not()
 
 
-def test_a_setting_that_cannot_be_read_is_the_reason(monkeypatch, built):
+def test_an_invalid_setting_is_the_reason(monkeypatch, built):
     monkeypatch.setenv("JAX_UB_TIMEOUT_S", "many")
     assert "JAX_UB_TIMEOUT_S" in cuda_engine.why_not()
