@@ -14,12 +14,12 @@ from jax_ub._src.tools.bench.machine import Ranks
 from jax_ub.errors import ShapeContractError
 
 
-def test_a_shape_reads_what_it_writes():
+def test_a_shape_is_parsed_from_its_text():
     assert parse_shape(str(Shape(512, 1024, 2816))) == Shape(512, 1024, 2816)
 
 
 @pytest.mark.parametrize("text", ["3x4", "", "axbxc", "8x0x8", "8x8x8x8", "-8x8x8"])
-def test_other_texts_are_refused(text):
+def test_malformed_shapes_are_rejected(text):
     with pytest.raises(ShapeContractError, match="is not MxKxN with positive sizes"):
         parse_shape(text)
 
@@ -30,11 +30,11 @@ def test_flops_and_bytes_of_a_gemm():
     assert shape.bytes("float32") == 4 * (2 * 3 + 3 * 5 + 2 * 5)
 
 
-def test_the_row_linear_turns_the_column_linear_around():
+def test_the_row_linear_swaps_the_features_of_the_column_linear():
     assert Shape(2, 3, 5).row == Shape(2, 5, 3)
 
 
-def test_the_default_shapes_divide_and_are_enough_for_a_geometric_mean():
+def test_at_least_three_default_shapes_divide_into_eight_ranks():
     assert len(DEFAULT_SHAPES) >= 3
     assert all(
         shape.divides(num_ranks)

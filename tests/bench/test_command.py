@@ -38,7 +38,7 @@ def test_a_quick_run_writes_every_figure(op, tmp_path, capsys):
     assert op in capsys.readouterr().out
 
 
-def test_some_variants_of_the_gemm_are_compared(tmp_path):
+def test_variants_selects_the_variants_of_the_gemm(tmp_path):
     asked = ("--ops", "gemm", "--dtypes", "f32", "--variants", "tn+add,nn")
     found = run(tmp_path, *asked, "--devices", "1")
     names = {result["variant"] for result in found["results"]}
@@ -107,14 +107,14 @@ def test_a_run_on_gpus_names_them():
     assert "devices NVIDIA H200; " in report.describe(about, "7 rounds")
 
 
-def test_a_picture_is_drawn(tmp_path):
+def test_the_picture_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "found.png"
     run(tmp_path, "--ops", "dgrad_add", "--dtypes", "f32", "--plot", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_of_latency_alone_is_refused(tmp_path, capsys):
+def test_a_plot_of_latency_alone_is_rejected(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "found.png"
     assert main(["bench", "--ops", "latency", "--plot", str(picture)]) == 2
@@ -135,7 +135,7 @@ def test_a_picture_of_latency_alone_is_refused(tmp_path, capsys):
         (["--shapes", "8x8"], "shape '8x8' is not MxKxN with positive sizes"),
     ],
 )
-def test_what_cannot_be_read_is_refused(arguments, text, capsys):
+def test_malformed_options_are_rejected(arguments, text, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["bench", *arguments])
     assert text in capsys.readouterr().err
@@ -157,12 +157,12 @@ def test_what_cannot_be_read_is_refused(arguments, text, capsys):
         (["--ops", "latency", "--devices", "32"], "16x16x16 does not divide into 32"),
     ],
 )
-def test_what_cannot_be_run_is_refused(arguments, text, capsys):
+def test_conflicting_options_are_rejected(arguments, text, capsys):
     assert main(["bench", *arguments]) == 2
     assert text in capsys.readouterr().err
 
 
-def test_more_devices_than_jax_started_with_are_refused():
+def test_more_devices_than_jax_has_are_rejected():
     assert len(jax.devices()) == 16
     with pytest.raises(
         UnsupportedOverlapError, match="P = 99 was asked for. Ask for fewer"
@@ -170,6 +170,6 @@ def test_more_devices_than_jax_started_with_are_refused():
         machine.start(99)
 
 
-def test_gloo_has_no_gpus(capsys):
+def test_processes_on_gpus_are_rejected(capsys):
     assert main(["bench", "--platform", "cuda", "--processes", "2"]) == 2
     assert "--processes compares with gloo, on CPUs" in capsys.readouterr().err

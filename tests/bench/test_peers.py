@@ -37,14 +37,14 @@ def ring(function):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("column", [peers.naive_column, ring(peers.ring_gather_dot)])
-def test_columns_are_the_gathered_rows_times_the_kernel(column, num_ranks):
+def test_column_peers_multiply_the_gathered_rows_by_the_kernel(column, num_ranks):
     x, w = operands()
     assert_equal(run(column, (ROWS, COLUMNS), COLUMNS, num_ranks, x, w), x @ w)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("row", [peers.naive_row, ring(peers.ring_dot_scatter)])
-def test_rows_are_the_scattered_sum(row, num_ranks):
+def test_row_peers_scatter_the_sum_of_products(row, num_ranks):
     x, w = operands()
     assert_equal(run(row, (COLUMNS, ROWS), ROWS, num_ranks, x, w), x @ w)
 
@@ -59,7 +59,7 @@ def test_rows_are_the_scattered_sum(row, num_ranks):
         peers.reduced(peers.scatter_and_gather, DOT, "float32"),
     ],
 )
-def test_every_rank_has_the_whole_sum(program, num_ranks):
+def test_all_reduce_peers_return_the_sum_on_every_rank(program, num_ranks):
     x, w = operands("bfloat16")
     y = run(program, (COLUMNS, ROWS), ROWS, num_ranks, x, w)
     for rank in range(num_ranks):
@@ -68,7 +68,7 @@ def test_every_rank_has_the_whole_sum(program, num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("op", [linear.PAIR, linear.BACKWARD])
-def test_all_pairs_of_linears_have_the_gradients_of_the_reference(op, num_ranks):
+def test_programs_of_linear_pairs_match_the_reference(op, num_ranks):
     x, w1 = operands()
     w2, dy = small_integers(2, (N, K)), small_integers(3, (M, K))
     hidden = reference.dot(x, w1)
@@ -104,7 +104,7 @@ def gemm_operands(layout, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_way_to_write_a_dot_gives_the_same(layout, dtype):
+def test_every_variant_of_a_dot_has_the_same_result(layout, dtype):
     a, b = gemm_operands(layout, dtype)
     wanted = naive_dot(a, b, layout)
     assert wanted.shape == local_shapes(layout, Shape(6, 4, 5))[2]
@@ -112,23 +112,23 @@ def test_every_way_to_write_a_dot_gives_the_same(layout, dtype):
         assert_equal(way(a, b, dtype), wanted)
 
 
-def test_the_ways_differ_in_words():
+def test_the_variants_of_a_dot_have_different_descriptions():
     words = [str(way) for way in dot_variants("tn", "bfloat16")]
     assert words[0] == "plain dot"
     assert len(set(words)) == len(words)
 
 
-def test_a_gpu_is_not_asked_for_ways_that_only_cpus_need():
+def test_gpus_have_no_variants_that_only_cpus_need():
     words = [str(way) for way in dot_variants("nt", "bfloat16", "gpu")]
     assert words == ["plain dot", "f32 result"]
 
 
-def test_a_dot_rounds_to_the_dtype_that_is_asked_for():
+def test_a_dot_rounds_to_the_requested_dtype():
     a, b = gemm_operands("nn", "bfloat16")
     assert DotVariant("nn")(a, b, "float32").dtype == np.float32
 
 
-def test_the_fastest_way_is_measured_once():
+def test_the_fastest_dot_is_measured_once():
     dots, ranks = FastestDots(), Ranks(2)
     found = dots("nn", "float32", (8, 16), (16, 8), ranks)
     assert dots("nn", "float32", (8, 16), (16, 8), ranks) is found
@@ -163,7 +163,7 @@ def test_a_missing_gemm_is_named():
     assert "no GEMM for float16" in peers.find_onednn("float16", "nn")
 
 
-def test_it_is_no_peer_of_gpus(monkeypatch):
+def test_onednn_is_not_a_peer_on_gpus(monkeypatch):
     monkeypatch.setattr(Ranks, "platform", "gpu")
     monkeypatch.setattr(
         peers, "find_onednn", lambda dtype, layout: pytest.fail("asked for")
@@ -181,7 +181,7 @@ def backward():
     return case
 
 
-def test_the_forward_of_neither_layer_runs(backward):
+def test_linear_backward_runs_no_forward_pass(backward):
     own = backward[cases.OWN]
     text = own.program.lower(*own.operands).compile().as_text()
     # Two gradients of each layer, with all communication inside.
@@ -190,5 +190,5 @@ def test_the_forward_of_neither_layer_runs(backward):
     assert "reduce-scatter" not in text
 
 
-def test_every_program_has_the_same_results(backward):
+def test_programs_of_linear_backward_agree(backward):
     check_agreement(backward)

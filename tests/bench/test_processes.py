@@ -1,4 +1,4 @@
-"""The benchmark over processes: one tiny job, and what becomes of its figures."""
+"""`bench --processes`: a job of two tiny processes, and its errors."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from jax_ub import __main__, _cpu
 
 
-def test_a_job_of_two_processes_finds_every_figure(tmp_path, capfd):
+def test_a_job_of_two_processes_reports_every_figure(tmp_path, capfd):
     path = tmp_path / "found.json"
     often = ["--rounds", "2", "--patience", "2"]
     arguments = ["--processes", "2", "--quick", *often, "--dtypes", "f32"]
@@ -36,8 +36,8 @@ def test_a_job_of_two_processes_finds_every_figure(tmp_path, capfd):
     assert "\n[0]" not in report  # what processes say on the way
 
 
-def test_a_process_that_fails_ends_those_that_wait_for_it(tmp_path):
-    # They wait in a collective of JAX, and JAX would wait at its exit for them.
+def test_a_failing_process_ends_the_job(tmp_path):
+    # The other process waits in a collective of JAX.
     program = tmp_path / "job.py"
     program.write_text(f"""
 import json
@@ -70,12 +70,12 @@ run_part(json.dumps(told | dict(path={str(tmp_path / "found.json")!r})))
         (["--processes", "3"], "does not divide into 3 ranks"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, text, capsys):
+def test_invalid_arguments_are_rejected(arguments, text, capsys):
     assert __main__.main(["bench", *arguments]) == 2
     assert text in capsys.readouterr().err
 
 
-def test_a_job_that_fails_says_so(monkeypatch, capsys):
+def test_a_failed_job_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert __main__.main(["bench", "--processes", "2", "--quick"]) == 2
     assert "2 processes failed with exit status 1" in capsys.readouterr().err

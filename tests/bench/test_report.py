@@ -55,7 +55,7 @@ def test_a_line_of_a_thread_count_shows_its_time_over_that_of_the_first():
     assert line["plain_gemm"] == "0.90"
 
 
-def test_cases_that_stayed_disturbed_are_named():
+def test_disturbed_cases_are_listed():
     calm = example()
     busy = dataclasses.replace(calm, elsewhere=0.25)
     name = "all_gather_matmul 512x1024x2816 bfloat16 P=8"
@@ -71,7 +71,7 @@ def test_the_table_is_markdown():
     assert set(rule) == {"|", "-"}
 
 
-def test_memory_is_shown_where_it_is_compared():
+def test_the_memory_table_lists_cases_with_memory():
     line = report.sections([example()], []).splitlines()[-1]
     assert cells(line)[4:] == [
         "0 B",

@@ -43,7 +43,7 @@ def recording(name, log, seconds=0.0):
     return Candidate(name, program, [])
 
 
-def test_every_contender_runs_once_in_each_round():
+def test_every_candidate_runs_once_in_each_round():
     log = []
     candidates = [recording(name, log) for name in "abc"]
     rounds = interleave(candidates, 4)
@@ -80,7 +80,7 @@ def test_a_round_in_which_the_machine_was_slower_is_not_kept():
     assert rounds.elsewhere == 0.04
 
 
-def test_patience_ends(monkeypatch):
+def test_patience_limits_the_number_of_rounds(monkeypatch):
     monkeypatch.setattr(timing.BackgroundLoad, "share", lambda self: 0.7)
     log = []
     rounds = interleave([recording("a", log)], 2, patience=3)
@@ -89,7 +89,7 @@ def test_patience_ends(monkeypatch):
     assert rounds.elsewhere == 0.7
 
 
-def test_a_carried_result_is_the_next_call_s_operand():
+def test_a_carried_result_is_the_operand_of_the_next_call():
     candidate = Candidate(
         "add", lambda x, y: x + y, [jnp.ones(1), jnp.zeros(1)], carry=1
     )
@@ -98,7 +98,7 @@ def test_a_carried_result_is_the_next_call_s_operand():
     assert float(result[0]) == 3.0
 
 
-def test_the_fastest_way_is_found():
+def test_the_fastest_variant_is_returned():
     log = []
     ways = [
         recording("slow", log, 0.02),
@@ -108,13 +108,13 @@ def test_the_fastest_way_is_found():
     assert fastest(ways) is ways[1]
 
 
-def test_a_hopeless_way_is_not_tried_again():
+def test_a_slow_variant_is_dropped_after_one_trial():
     log = []
     fastest([recording("fast", log, 0.001), recording("hopeless", log, 0.05)])
     assert log.count("hopeless") == 2
 
 
-def test_one_way_needs_no_trial():
+def test_a_single_variant_is_not_run():
     log = []
     only = recording("only", log)
     assert fastest([only]) is only
@@ -122,7 +122,7 @@ def test_one_way_needs_no_trial():
 
 
 @pytest.mark.parametrize(("own", "share"), [(0.0, 0.25), (0.5, 0.0)])
-def test_the_background_load_is_what_this_job_did_not_use(monkeypatch, own, share):
+def test_the_background_load_excludes_this_job(monkeypatch, own, share):
     now, used = iter([0.0, 1.0]), iter([0.0, own])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
@@ -151,13 +151,13 @@ def test_every_dtype_of_the_engine_has_a_peak(dtype):
         ("f32", float("nan"), "duration_s is nan, expected more than 0"),
     ],
 )
-def test_what_has_no_peak_is_refused(dtype, duration_s, text):
+def test_invalid_arguments_of_the_peak_are_rejected(dtype, duration_s, text):
     with pytest.raises(ValueError, match=text):
         _cpu.peak_gflops(dtype, duration_s)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_call_at_the_peak_takes_as_long_as_its_operations(dtype):
+def test_the_peak_limit_is_flops_over_the_peak_rate(dtype):
     (candidate,) = at_peak(Ranks(2), dtype, 10**9)
     assert candidate.name == timing.PEAK
     assert candidate.seconds() > 0
@@ -165,7 +165,7 @@ def test_a_call_at_the_peak_takes_as_long_as_its_operations(dtype):
     assert candidate.seconds() == pytest.approx(5e-3)
 
 
-def test_a_machine_that_is_slower_than_it_was_has_lost_a_part(monkeypatch):
+def test_lost_is_the_drop_below_the_best_peak(monkeypatch):
     monkeypatch.setattr(timing, "_best_rates", {})
     (candidate,) = at_peak(Ranks(2), "float32", 10**9)
     rates = iter([100.0, 75.0, 200.0])
@@ -177,7 +177,7 @@ def test_a_machine_that_is_slower_than_it_was_has_lost_a_part(monkeypatch):
     assert lost == [0.0, 0.25, 0.0]
 
 
-def test_a_call_without_products_has_no_peak_and_neither_has_one_on_gpus():
+def test_there_is_no_peak_without_flops_or_on_gpus():
     assert at_peak(Ranks(1), "float32", 0) == []
     assert at_peak(types.SimpleNamespace(platform="gpu"), "float32", 8) == []
 

@@ -7,7 +7,7 @@ import pytest
 from jax_ub import __main__
 
 
-def test_it_prints_a_line_for_every_layer_and_writes_the_figures(tmp_path, capsys):
+def test_each_layer_has_a_row_in_the_table_and_the_json(tmp_path, capsys):
     found = tmp_path / "found.json"
     arguments = ["--tp", "8", "--hardware", "h200", "--model", "llama3-70b"]
     assert __main__.main(["simulate", *arguments, "--json", str(found)]) == 0
@@ -21,7 +21,7 @@ def test_it_prints_a_line_for_every_layer_and_writes_the_figures(tmp_path, capsy
     assert (row["layer"], row["knobs"], round(row["plan_us"])) == ("qkv", "a1s2", 391)
 
 
-def test_a_host_takes_its_own_figures(capsys):
+def test_a_host_takes_measured_rates(capsys):
     arguments = ["--hardware", "cpu", "--tp", "4", "--gflops", "500", "--copy-gbs", "8"]
     assert __main__.main(["simulate", *arguments]) == 0
     text = capsys.readouterr().out
@@ -30,7 +30,7 @@ def test_a_host_takes_its_own_figures(capsys):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--hardware", "cpu", "--tp", "2"]])
-def test_a_picture_is_drawn(arguments, tmp_path):
+def test_the_picture_is_a_png(arguments, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "found.png"
     assert __main__.main(["simulate", *arguments, "--png", str(picture)]) == 0
@@ -49,6 +49,6 @@ def test_a_picture_is_drawn(arguments, tmp_path):
         (["--gflops", "100"], "'h100' has its figures. Add --hardware cpu."),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, text, capsys):
+def test_invalid_arguments_are_rejected(arguments, text, capsys):
     assert __main__.main(["simulate", *arguments]) == 2
     assert text in capsys.readouterr().err

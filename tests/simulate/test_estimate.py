@@ -1,4 +1,4 @@
-"""What is predicted of single calls."""
+"""Predictions of single calls."""
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +14,7 @@ SIZES = {"M": 8192, "K": 8192, "N": 10240, "P": 8, "dtype": "bfloat16"}
 
 @pytest.mark.parametrize("hardware", ["cpu", "h200"])
 @pytest.mark.parametrize("op", OPS)
-def test_every_method_takes_some_time(op, hardware):
+def test_every_method_has_a_prediction(op, hardware):
     for method in Method:
         found = simulate.estimate(op, method, **SIZES, hardware=hardware)
         assert 0 < found.seconds < 60
@@ -32,14 +32,14 @@ def test_direct_on_a_host_is_its_gemm_and_a_barrier(op):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_bytes_are_those_of_the_others_shares(op):
+def test_moved_bytes_are_the_shards_of_the_peers(op):
     rows = {"matmul": 0, "all_reduce": 2, "matmul_all_reduce": 2}.get(op, 1)
     width = 10240 if op in ("matmul_reduce_scatter", "matmul_all_reduce") else 8192
     found = simulate.estimate(op, "auto", **SIZES)
     assert found.moved_bytes == rows * 7 / 8 * 8192 * width * 2
 
 
-def test_auto_is_the_schedule_that_suits_the_machine():
+def test_auto_is_the_default_method_of_the_machine():
     found = {
         name: simulate.estimate("matmul_reduce_scatter", "auto", **SIZES, hardware=name)
         for name in ("cpu", "h200")
@@ -50,7 +50,7 @@ def test_auto_is_the_schedule_that_suits_the_machine():
 
 
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "all_reduce"])
-def test_few_tokens_are_summed_in_one_exchange_on_a_gpu(op):
+def test_all_reduces_of_few_tokens_are_one_shot_on_a_gpu(op):
     def found(tokens, method="auto", hardware="h100"):
         sizes = (tokens, 4096, 4096, 8, "bfloat16")
         return simulate.estimate(op, method, *sizes, hardware)
@@ -67,12 +67,12 @@ def test_few_tokens_are_summed_in_one_exchange_on_a_gpu(op):
     assert found(47, hardware="cpu").variant == "plain"
 
 
-def test_plain_jax_does_one_after_the_other():
+def test_xla_is_the_gemm_followed_by_the_collective():
     found = simulate.estimate("all_gather_matmul", "xla", **SIZES)
     assert found.seconds == found.serial_s > found.gemm_s + found.wire_s
 
 
-def test_a_wider_dtype_takes_longer_and_moves_more():
+def test_time_and_bytes_grow_with_the_dtype():
     narrow, wide = (
         simulate.estimate("all_gather_matmul", "auto", 8192, 8192, 10240, 8, dtype)
         for dtype in (ml_dtypes.bfloat16, np.float32)
@@ -81,7 +81,7 @@ def test_a_wider_dtype_takes_longer_and_moves_more():
     assert wide.moved_bytes == 2 * narrow.moved_bytes
 
 
-def test_a_host_has_the_figures_that_were_measured_on_it():
+def test_a_host_is_predicted_from_its_measured_rates():
     fast, slow = (
         simulate.predict("matmul", "auto", **SIZES, hardware=simulate.host(rate, 1e10))
         for rate in (2e12, 1e12)
@@ -101,7 +101,7 @@ def test_a_host_has_the_figures_that_were_measured_on_it():
         ({"M": 0}, ShapeContractError, "M = 0, K = 8192, N = 10240 on P = 8 ranks"),
     ],
 )
-def test_wrong_arguments_are_refused(changed, error, text):
+def test_invalid_arguments_are_rejected(changed, error, text):
     arguments = {"op": "matmul", "method": "auto", **SIZES, **changed}
     with pytest.raises(error, match=text):
         simulate.predict(**arguments)

@@ -1,4 +1,4 @@
-"""Schedules replayed with a cost model: against formulas, and against each other."""
+"""The replay of schedules, compared with formulas and between ranks."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ def chunk_times(workload, machine):
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 @pytest.mark.parametrize("rate", [1e11, 1e13, 1e14])
-def test_a_ring_of_all_gather_matmul_is_the_formula(num_ranks, rate):
+def test_a_ring_of_all_gather_matmul_equals_the_formula(num_ranks, rate):
     machine = dataclasses.replace(SMOOTH, flops_per_s=rate)
     # Sizes of whole tiles.
     work = Workload(
@@ -48,7 +48,7 @@ def test_a_ring_of_all_gather_matmul_is_the_formula(num_ranks, rate):
     gemm_s, wire_s = chunk_times(work, machine)
     shard = 256 * 512 * 2
     first = 2 * shard / machine.memory_bytes_per_s + machine.handshake_s
-    # Where a chunk's wire time is within that of its GEMM, at most the first put shows.
+    # If a chunk takes longer to multiply than to send, only the first put is exposed.
     others = num_ranks - 1
     assert seconds(work, machine) == pytest.approx(
         max(
@@ -61,14 +61,14 @@ def test_a_ring_of_all_gather_matmul_is_the_formula(num_ranks, rate):
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 @pytest.mark.parametrize("rate", [1e11, 1e13, 1e14])
-def test_a_ring_of_matmul_reduce_scatter_is_the_formula(num_ranks, rate):
+def test_a_ring_of_matmul_reduce_scatter_equals_the_formula(num_ranks, rate):
     machine = dataclasses.replace(SMOOTH, flops_per_s=rate)
     work = Workload(
         "matmul_reduce_scatter", 256 * num_ranks, 512 * num_ranks, 256, num_ranks
     )
     gemm_s, wire_s = chunk_times(work, machine)
     sum_s = work.reduce_bytes(256) / machine.memory_bytes_per_s
-    # The own chunk comes last: each part is put when it is done.
+    # The own chunk is last. Each partial sum is sent when it is complete.
     others = num_ranks - 1
     arrived = max(others * gemm_s + wire_s, gemm_s + others * wire_s)
     assert seconds(work, machine) == pytest.approx(
@@ -78,7 +78,7 @@ def test_a_ring_of_matmul_reduce_scatter_is_the_formula(num_ranks, rate):
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 @pytest.mark.parametrize("rate", [1e11, 1e13, 1e14])
-def test_an_all_reduce_in_one_exchange_is_the_formula(num_ranks, rate):
+def test_a_one_shot_all_reduce_equals_the_formula(num_ranks, rate):
     machine = dataclasses.replace(SMOOTH, flops_per_s=rate)
     work = Workload(
         "matmul_all_reduce", 256 * num_ranks, 512 * num_ranks, 256, num_ranks
@@ -87,7 +87,7 @@ def test_an_all_reduce_in_one_exchange_is_the_formula(num_ranks, rate):
     wire_s = work.wire_bytes("partial", work.M) / machine.copy_bytes_per_s
     sum_s = work.reduce_bytes(work.M) / machine.memory_bytes_per_s
     spans = spans_of(work, machine, variant=Variant.ONE_SHOT)
-    # Everything goes to each peer, and is added up there.
+    # Each rank sends all of its partial sums to every peer, which sums them.
     assert end_s(spans) == pytest.approx(
         gemm_s + (num_ranks - 1) * wire_s + machine.handshake_s + sum_s
     )
@@ -138,7 +138,7 @@ def test_a_collective_has_no_product(op):
     assert "multiply" not in kinds
 
 
-def test_lanes_do_one_thing_at_a_time_and_streams_several():
+def test_a_lane_runs_one_step_at_a_time_and_streams_overlap():
     work = Workload("matmul_reduce_scatter", 4096, 4096, 4096, 4)
     options = PlanOptions(2, streams=2)
     spans = spans_of(work, hardware.find("h200"), "pipeline", options)
@@ -149,7 +149,7 @@ def test_lanes_do_one_thing_at_a_time_and_streams_several():
     assert any(a[1] > b[0] for a, b in zip(gemms, gemms[1:], strict=False))
 
 
-def test_a_rank_of_a_host_does_one_thing_at_a_time_and_waits():
+def test_a_rank_of_a_host_runs_one_step_at_a_time():
     work = Workload("all_gather_matmul", 4096, 512, 512, 4)
     spans = spans_of(work, hardware.find("cpu"), every_rank=True)
     for rank in range(4):
@@ -158,7 +158,7 @@ def test_a_rank_of_a_host_does_one_thing_at_a_time_and_waits():
     assert {s.lane for s in spans} == {"rank"}
 
 
-def test_chunks_in_one_kernel_are_sent_when_it_is_done():
+def test_chunks_of_one_kernel_are_sent_when_it_has_finished():
     work = Workload("matmul_reduce_scatter", 4096, 4096, 4096, 4)
     options = PlanOptions(aggregate=3)
     spans = spans_of(work, hardware.find("h200"), options=options)
@@ -168,7 +168,7 @@ def test_chunks_in_one_kernel_are_sent_when_it_is_done():
     assert first_put == gemms[0].end_s
 
 
-def test_a_sum_is_sent_when_it_is_made():
+def test_a_sum_is_sent_right_after_its_reduction():
     steps = replay.steps_of("matmul_all_reduce", "pipeline", 1, 3, 2, variant="plain")
     moved = replay.sums_at_once(steps)
     assert sorted(map(repr, moved)) == sorted(map(repr, steps))
@@ -180,7 +180,7 @@ def test_a_sum_is_sent_when_it_is_made():
             ] * 2
 
 
-def test_ranks_that_wait_for_each_other_are_an_error():
+def test_a_deadlock_is_an_error():
     steps = replay.steps_of("all_gather", "bulk", 0, 2, 1, variant="plain")
     waits = [step for step in steps if step.kind == "wait"]
     work = Workload("all_gather", 8, 8, 8, 2)

@@ -1,4 +1,4 @@
-"""The replayed schedules give the figures of a model that knows no schedules."""
+"""The simulator, compared with the figures of a separate model in gpu_model.md."""
 
 import functools
 import pathlib
@@ -46,7 +46,7 @@ ALL_REDUCES = published("GEMM+AR")
 CHUNKED = published("Chunked GEMM")
 
 
-def test_every_table_is_there():
+def test_the_reference_has_all_tables():
     assert [len(t) for t in (LAYERS, SUMS, ALL_REDUCES, CHUNKED)] == [108, 27, 27, 48]
 
 
@@ -92,7 +92,7 @@ def all_reduce_by_blocks(layer, M, num_ranks):
     limits = bounds(work, MACHINE)
 
     def seconds(blocks):
-        # One kernel for all that is sent, one for the own rows.
+        # One kernel for all chunks that are sent, one for the own rows.
         options = PlanOptions(blocks, aggregate=num_ranks - 1, streams=2)
         found = timeline(work, MACHINE, "pipeline", options)
         return max(end_s(found), limits.gemm_s)

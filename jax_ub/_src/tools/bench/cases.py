@@ -103,12 +103,9 @@ QUICK_SHAPES = (Shape(32, 48, 80),)
 class Memory:
     """Memory that programs allocate per device in addition to operands and results.
 
-    Attributes:
-        own_bytes: temporary buffers of jax_ub's program.
-        peer_bytes: temporary buffers of XLA's best program.
-        avoided: describes the buffer that jax_ub does not allocate.
-        avoided_bytes: size of that buffer.
-        workspace_bytes: communication memory that the engine holds in this process.
+    `own_bytes` and `peer_bytes` are temporary buffers of jax_ub's program and of XLA's
+    best one. jax_ub does not allocate the buffer `avoided`. `workspace_bytes` is the
+    communication memory that the engine holds in this process.
     """
 
     own_bytes: int
@@ -123,20 +120,13 @@ class Case:
     """One op at one size, with all programs that compute it and are timed together.
 
     Attributes:
-        op: name on the command line.
         variant: distinguishes cases that have the same op and shape.
-        dtype: dtype of the operands.
-        num_ranks: tensor-parallel size P.
-        shape: global sizes.
         flops: floating-point operations per call.
-        candidates: the timed programs; those named in `LIMITS` compute only part of
-            the result.
+        candidates: those named in `LIMITS` compute only part of the result.
         calls: if 1, a program makes one call. Otherwise, the program `<name>` chains
             1 + `calls` calls, `<name>_once` makes one call, and the time per call is
             the difference of their times divided by `calls`.
-        memory: memory of the programs; None if it is not compared.
         notes: states what could not be measured, and why.
-        num_processes: number of processes that the ranks are distributed over.
     """
 
     op: str
@@ -212,10 +202,7 @@ Builder = Callable[[Setup, Shape], list[Case]]
 
 
 def copy_limit(num_bytes: int) -> Candidate:
-    """Returns a program to compare with, which reads and writes `num_bytes` in total.
-
-    It negates an f32 array on one device.
-    """
+    """Returns a program on one device that reads and writes `num_bytes` in total."""
     source = Ranks(1).place(np.zeros(max(1, num_bytes // 8), np.float32), Spec())
     return Candidate(COPY, jax.jit(jnp.negative), [source])
 
@@ -233,17 +220,12 @@ def launches(ranks: Ranks) -> list[Candidate]:
 
 
 def temp_bytes(candidate: Candidate) -> int:
-    """Returns the bytes of temporary buffers per device, from XLA's memory analysis."""
     compiled = candidate.program.lower(*candidate.operands).compile()
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
 def check_agreement(case: Case) -> None:
-    """Runs every candidate once and compares its result with the result of `xla_best`.
-
-    Raises:
-        ArithmeticError: if a result differs by more than rounding can explain.
-    """
+    """Compares the result of every candidate with the result of `xla_best`."""
     skipped = (*LIMITS, LAUNCH, LAUNCH_ONE)
     results = {
         c.name: [_host(leaf) for leaf in jax.tree.leaves(c())]

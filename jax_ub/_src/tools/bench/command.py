@@ -120,12 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options(given: argparse.Namespace) -> Options:
-    """Returns the options of a command line, completed with defaults.
-
-    Raises:
-        UnsupportedOverlapError: if options exclude each other.
-        ShapeContractError: if a size is not divisible by the number of ranks.
-    """
+    """Returns the options of a command line, completed with defaults and checked."""
     chosen = {
         field.name: getattr(given, field.name)
         for field in dataclasses.fields(Options)
@@ -150,45 +145,52 @@ def options(given: argparse.Namespace) -> Options:
 def _conflicts(given, found) -> Iterator[str]:
     """Yields an error for each pair of options that exclude each other."""
     ops, counts = ",".join(found.ops), ",".join(map(str, found.threads))
+    is_fixed = set(found.ops) <= {*_FIXED_SHAPES, _BARRIER}
     if given.processes is not None:
         yield from _conflicts_of_processes(given, ops)
-    fixed = {*_FIXED_SHAPES, _BARRIER}
-    errors = {
-        "a barrier is between processes. Add --processes 2.": given.processes is None
-        and _BARRIER in found.ops,
-        "--threads counts the threads of the CPU engine, and --platform is "
-        f"{given.platform}. Leave one of them out.": found.threads
-        and given.platform != "cpu",
-        "--plot has no picture of --threads. Leave it out, or take --json.": counts
-        and given.plot,
-        f"--threads {counts} names a count twice. Name each count once.": len(
-            set(found.threads)
+    elif _BARRIER in found.ops:
+        yield "a barrier is between processes. Add --processes 2."
+    if counts and given.platform != "cpu":
+        yield (
+            "--threads counts the threads of the CPU engine, and --platform is "
+            f"{given.platform}. Leave one of them out."
         )
-        < len(found.threads),
-        f"--variants are those of the op gemm, and --ops is {ops}. Add gemm to --ops, "
-        "or leave --variants out.": found.variants and "gemm" not in found.ops,
-        f"--shapes has no effect on {ops}, whose sizes are fixed. Leave --shapes out, "
-        "or add an op to --ops.": given.shapes and set(found.ops) <= fixed,
-    }
-    yield from (error for error, is_wrong in errors.items() if is_wrong)
+    if counts and given.plot:
+        yield "--plot has no picture of --threads. Leave it out, or take --json."
+    if len(set(found.threads)) < len(found.threads):
+        yield f"--threads {counts} names a count twice. Name each count once."
+    if found.variants and "gemm" not in found.ops:
+        yield (
+            f"--variants are those of the op gemm, and --ops is {ops}. Add gemm to "
+            "--ops, or leave --variants out."
+        )
+    if given.shapes and is_fixed:
+        yield (
+            f"--shapes has no effect on {ops}, whose sizes are fixed. Leave --shapes "
+            "out, or add an op to --ops."
+        )
 
 
 def _conflicts_of_processes(given, ops):
-    known = set(processes.OPS)
-    errors = {
-        "--processes compares with gloo, on CPUs. Leave --platform out.": given.platform
-        != "cpu",
-        "--plot has no picture of --processes. Leave it out, or take --json.": (
-            given.plot
-        ),
-        "--devices has no effect with --processes, which run one rank each. Leave one "
-        "of them out.": given.devices,
-        "--threads has no effect with --processes: each process computes on its part "
-        "of the cores. Leave one of them out.": given.threads,
-        f"none of {ops} is compared over processes. Take some of "
-        f"{', '.join(processes.OPS)}.": given.ops and not set(given.ops) & known,
-    }
-    yield from (error for error, is_wrong in errors.items() if is_wrong)
+    if given.platform != "cpu":
+        yield "--processes compares with gloo, on CPUs. Leave --platform out."
+    if given.plot:
+        yield "--plot has no picture of --processes. Leave it out, or take --json."
+    if given.devices:
+        yield (
+            "--devices has no effect with --processes, which run one rank each. Leave "
+            "one of them out."
+        )
+    if given.threads:
+        yield (
+            "--threads has no effect with --processes: each process computes on its "
+            "part of the cores. Leave one of them out."
+        )
+    if given.ops and not set(given.ops) & set(processes.OPS):
+        yield (
+            f"none of {ops} is compared over processes. Take some of "
+            f"{', '.join(processes.OPS)}."
+        )
 
 
 def _check_shapes(found):

@@ -24,14 +24,9 @@ _ROWS, _FEATURES = Spec(AXIS), Spec(None, AXIS)
 class _Sequence:
     """A sequence of `jax_ub.ops` operations that can be fused, and its array shapes.
 
-    Attributes:
-        variant: name in the table.
-        make: returns the operations for a method.
-        x: shape and sharding of the input.
-        y: shape and sharding of the result.
-        num_gemms: number of GEMMs of size M x K x N, forward and backward.
-        extra: "input" if there is an extra input (with the shape of `y`), "output" if
-            there is an extra output (with the shape of `x`), or "".
+    `make` returns the operations for a method. `x` and `y` are the shapes and shardings
+    of the input and the result. An extra "input" has the shape of `y`, an extra
+    "output" the shape of `x`.
     """
 
     variant: str

@@ -69,15 +69,10 @@ class LinearOp:
     is_row: bool = False
 
     def shape(self, column: Shape) -> Shape:
-        """Returns the op's sizes in an MLP whose column-parallel linear is `column`."""
         return column.row if self.is_row else column
 
     def best(self, dots: Dots, dtype: str) -> dict[str, Program]:
-        """Returns the variants of XLA's program to time, by a description of each.
-
-        They differ in the GEMM, the collective and the dtype in which partial sums are
-        reduced.
-        """
+        """Returns the variants of XLA's program to time, by a description of each."""
         found: dict[str, Program] = {}
         for moved in peers.sum_dtypes(dtype):
             found |= self.variants(dots, moved)
@@ -115,10 +110,7 @@ def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
 
 
 def plain(op: LinearOp, method: str, dtype: str, shape: Shape) -> Candidate:
-    """Returns a program to compare with: jax_ub's GEMMs of the global sizes.
-
-    They run on one device, so they need no communication.
-    """
+    """Returns jax_ub's GEMMs of the global sizes on one device, as a limit."""
     gemm = {layout: own_gemm(method, layout) for layout in peers.LAYOUTS}
     one, sizes = Ranks(1), op.sizes(shape)
     specs, out_specs = jax.tree.map(
@@ -164,10 +156,7 @@ def small(setup: Setup, shape: Shape) -> list[Case]:
 def _forward_op(
     name: str, public: Program, naive: Program, ring: Program, **reductions: Program
 ) -> LinearOp:
-    """Returns a forward op. `reductions` are XLA's ways to reduce the product.
-
-    Without reductions, the op gathers x instead.
-    """
+    """Returns an op that reduces its product in one of these ways, or gathers x."""
 
     def dot_sizes(shape, num_ranks):
         if reductions:

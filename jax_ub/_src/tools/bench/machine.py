@@ -31,10 +31,6 @@ def start(num_devices: int, platform: str | None = "cpu") -> None:
 
     On CPUs, it requests this number from JAX, which works only before JAX has started.
     None as `platform` keeps JAX's default.
-
-    Raises:
-        UnsupportedOverlapError: if JAX has fewer devices, for example because it had
-            started before.
     """
     # jaxlib needs at least two pool threads per device when launches are queued.
     # oneDNN's OpenMP threads must sleep between calls. Otherwise they would spin on the
@@ -58,10 +54,7 @@ def start(num_devices: int, platform: str | None = "cpu") -> None:
 
 
 class Ranks:
-    """A mesh of the first `num_ranks` devices of this process.
-
-    Places arrays on the mesh and maps per-device programs over it.
-    """
+    """A mesh of the first `num_ranks` devices of this process."""
 
     def __init__(self, num_ranks: int):
         self.num_ranks = num_ranks
@@ -96,10 +89,7 @@ class Ranks:
         out_specs: Any,
         donate: tuple[int, ...] = (),
     ) -> Any:
-        """Maps a per-device function over the mesh with `jax.shard_map`, and jits it.
-
-        `donate` lists the indices of donated arguments.
-        """
+        """Jits `jax.shard_map` of a per-device function; donates some operands."""
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs
         )
@@ -173,11 +163,7 @@ class BackgroundLoad:
 
 
 def environment() -> dict[str, Any]:
-    """Returns a run's environment as JSON types: versions, machine, engine.
-
-    Raises:
-        UnsupportedOverlapError: if psutil is not installed.
-    """
+    """Returns a run's environment as JSON types: versions, machine, engine."""
     psutil = load_extra("psutil", "bench")
     cpu = cpu_engine.load()
     now = datetime.datetime.now(datetime.UTC)

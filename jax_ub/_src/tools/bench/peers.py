@@ -60,7 +60,6 @@ class DotVariant:
         return ", ".join(filter(None, parts)) or "plain dot"
 
     def __call__(self, a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
-        """Computes the product of `a` and `b`, rounded to `out_dtype`."""
         contracted = list(_CONTRACTED[self.layout])
         if self.upcasts:
             a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -106,12 +105,8 @@ class FastestDots:
     ) -> DotVariant:
         """Returns XLA's fastest variant of a GEMM, timing all variants on first use.
 
-        Args:
-            layout: "nn", "nt" or "tn".
-            dtype: dtype of both operands and the result.
-            left: local shape of the left operand.
-            right: local shape of the right operand.
-            ranks: the devices; all of them compute the dot at the same time.
+        `left` and `right` are the operands' local shapes. All devices of `ranks`
+        compute the dot at the same time.
         """
         key = (layout, jnp.dtype(dtype), left, right, ranks.num_ranks)
         if key not in self._found:
@@ -120,7 +115,6 @@ class FastestDots:
 
     @property
     def found(self) -> dict[str, str]:
-        """The fastest variant of each measured GEMM, as text."""
         return {
             f"{layout} {dtype} {left} {right} on {ranks}": str(variant)
             for (layout, dtype, left, right, ranks), variant in self._found.items()
@@ -146,12 +140,10 @@ class FastestDots:
 
 
 def gather(x: jax.Array) -> jax.Array:
-    """All-gathers the rows of all ranks with XLA's collective."""
     return lax.all_gather(x, AXIS, axis=0, tiled=True)
 
 
 def scatter(x: jax.Array) -> jax.Array:
-    """Reduce-scatters the rows over all ranks with XLA's collective."""
     return lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True)
 
 

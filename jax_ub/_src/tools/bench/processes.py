@@ -43,10 +43,7 @@ _TRIALS = 8
 
 
 class JobError(UbError, RuntimeError):
-    """Raised when a process of a multi-process benchmark fails.
-
-    Also raised if none of the chosen ops can run in several processes.
-    """
+    """Raised when a process of a multi-process benchmark fails."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +72,6 @@ class JobReport:
 
 
 def run_job(num_processes: int, options: JobOptions) -> JobReport:
-    """Runs a benchmark job and returns what its first process found.
-
-    Raises:
-        JobError: if a process failed.
-    """
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "report")
         told = dataclasses.replace(options, path=str(path))
@@ -148,10 +140,7 @@ def _measure(bench, options, shapes):
 
 
 class Job:
-    """The processes of a benchmark, which synchronize and combine their measurements.
-
-    Every process creates one and calls the same methods in the same order.
-    """
+    """The processes of a benchmark, which make the same calls in the same order."""
 
     def __init__(self) -> None:
         self.num_processes = jax.process_count()
@@ -268,20 +257,14 @@ class _Synchronized:
 
 
 class JobBench:
-    """Builds, checks and times the benchmark cases of a multi-process job.
-
-    Every process of the job creates one and calls its methods in the same order.
-    """
+    """Builds, checks and times the benchmark cases of a multi-process job."""
 
     def __init__(self, job: Job, options: JobOptions):
         self._job, self._options = job, options
         self._dots = FastestDots()
 
     def forward(self, name: str, dtype: str, column: Shape) -> Result:
-        """Times the op `name`, one rank per process, against XLA with gloo.
-
-        The sizes are those of an MLP whose column linear layer has the shape `column`.
-        """
+        """Times the op `name`, one rank per process, against XLA with gloo."""
         op, job, method = FORWARD_OPS[name], self._job, self._options.method
         shape, local = op.shape(column), Ranks(job.num_processes)
 

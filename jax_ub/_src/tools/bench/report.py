@@ -30,13 +30,10 @@ class Result:
 
     Attributes:
         case: the benchmark case, without its programs.
-        times_us: time of each candidate.
         speedups: each peer's time divided by jax_ub's.
-        shares: each limit's time divided by jax_ub's; 1 is as fast as the limit. The
-            plain GEMM also has a share after subtracting launch times, if measured.
+        shares: each limit's time divided by jax_ub's; 1 is as fast as the limit.
         elsewhere: CPU share of other processes in the worst of the kept rounds.
-        threads: number of the engine's threads, if several numbers are compared.
-        over_first: jax_ub's time divided by its time with the first of these numbers.
+        over_first: jax_ub's time divided by its time with the first thread count.
     """
 
     case: Case
@@ -58,7 +55,6 @@ class Result:
         return self.case.flops / self.own.median / 1e3
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the case and all of its figures as JSON types."""
         found = dataclasses.asdict(self)
         case = found.pop("case")
         written = {c["name"]: c["variant"] for c in case.pop("candidates")}
@@ -67,10 +63,6 @@ class Result:
 
 
 def evaluate(case: Case, rounds: Rounds) -> Result:
-    """Returns the figures of a case, computed from each candidate's times.
-
-    `rounds` has the seconds of every candidate in each round.
-    """
     seconds = _each_call(case, rounds.seconds)
     own = seconds[cases.OWN]
     bare = [dataclasses.replace(c, program=None, operands=[]) for c in case.candidates]
@@ -184,7 +176,6 @@ class Table:
         self._widths = [_COLUMNS[name][0] for name in columns]
 
     def head(self) -> str:
-        """Returns the titles of the columns and the line below them."""
         rule = format_rule(self._widths, is_markdown=True)
         return f"{self._row(self._columns)}\n{rule}"
 
@@ -270,11 +261,7 @@ _SERIES = {
 
 
 def check_plot(ops: Sequence[str]) -> None:
-    """Checks that a plot can be drawn, before a long benchmark run is started.
-
-    Raises:
-        UnsupportedOverlapError: if no chosen op is plotted or matplotlib is missing.
-    """
+    """Checks that a plot can be drawn, before a long benchmark run is started."""
     load_pyplot("bench: --plot")
     if set(ops) <= {"latency"}:
         raise UnsupportedOverlapError(

@@ -9,7 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -35,11 +35,8 @@ class Candidate:
 
     Attributes:
         name: column of the table that shows it.
-        program: a jitted or other function of the operands.
-        operands: arguments of each call.
         variant: describes how the program is written, if variants were tried.
-        carry: index of a donated operand, which the result replaces after each call;
-            None if no operand is donated.
+        carry: index of a donated operand, which the result replaces after each call.
         lost: share of the machine's peak that was missing in the last timed call; only
             `PeakCandidate` sets it.
         threads: number of threads for the engine; None leaves it unchanged.
@@ -122,17 +119,13 @@ class Rounds:
 
 
 class RoundSelector:
-    """Decides how many rounds to run, and keeps those with least background load.
-
-    It keeps `rounds` rounds, and runs at most `rounds * patience` to find calm ones.
-    """
+    """Keeps `rounds` rounds, and runs at most `rounds * patience` to find calm ones."""
 
     def __init__(self, rounds: int, patience: int):
         self._rounds, self._most = rounds, rounds * patience
         self._shares: list[float] = []
 
     def add(self, share: float) -> None:
-        """Records that a round was run; other processes used `share` of the CPU."""
         self._shares.append(share)
 
     @property
@@ -154,17 +147,8 @@ class RoundSelector:
         )
 
 
-class Timed(Protocol):
-    """What `interleave` needs of a candidate."""
-
-    name: str
-    lost: float
-
-    def seconds(self) -> float: ...
-
-
 def interleave(
-    candidates: Sequence[Timed],
+    candidates: Sequence[Any],
     rounds: int,
     patience: int = 1,
     *,
@@ -174,14 +158,8 @@ def interleave(
     """Times every candidate once per round, in a different random order in each round.
 
     The order is seeded by the round's number. No candidate always follows the same one
-    and its effects on caches, clock frequency and threads.
-
-    Args:
-        candidates: the programs to time.
-        rounds: the number of rounds to keep.
-        patience: at most `patience * rounds` rounds are run to find calm ones.
-        load: measures the background load.
-        agree: maps a round's background load to a value that all processes share.
+    and its effects on caches, clock frequency and threads. `agree` maps a round's
+    background load to a value that all processes share.
     """
     load = load or BackgroundLoad()
     selector = RoundSelector(rounds, patience)
@@ -194,14 +172,10 @@ def interleave(
     return selector.keep(seconds)
 
 
-class Interleave(Protocol):
-    """Times candidates in rounds, as `interleave` does in one process."""
-
-    def __call__(self, candidates: Sequence[Candidate], rounds: int, /) -> Rounds: ...
-
-
 def fastest(
-    variants: Sequence[Candidate], run: Interleave = interleave, trials: int = _TRIALS
+    variants: Sequence[Candidate],
+    run: Callable[[Sequence[Candidate], int], Rounds] = interleave,
+    trials: int = _TRIALS,
 ) -> Candidate:
     """Returns the fastest of several variants of a program.
 
@@ -221,11 +195,7 @@ def fastest(
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Median, spread and best value of a series of times or ratios.
-
-    `spread` is the interquartile range divided by the median, so a single outlier
-    hardly changes it.
-    """
+    """A series of values. `spread` is the interquartile range over the median."""
 
     median: float
     spread: float
