@@ -20,13 +20,13 @@ from jax_ub._src.config.overlap_config import (
 )
 from jax_ub._src.lowering_log import fallbacks
 from jax_ub._src.methods import Method
-from jax_ub._src.rules.all_gather_matmul import all_gather_matmul
-from jax_ub._src.rules.all_reduce import all_reduce
-from jax_ub._src.rules.dgrad_add import dgrad_add
-from jax_ub._src.rules.linear import linear
-from jax_ub._src.rules.matmul_all_reduce import matmul_all_reduce
-from jax_ub._src.rules.matmul_reduce_scatter import matmul_reduce_scatter
-from jax_ub._src.rules.wgrad_accumulate import wgrad_accumulate
+from jax_ub._src.rules.linear import (
+    all_gather_matmul,
+    linear,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from jax_ub._src.rules.local_ops import all_reduce, dgrad_add, wgrad_accumulate
 from jax_ub._src.runtime.backend import export_safety_checks, register_targets
 from jax_ub._src.runtime.communicators import check_communicators
 from jax_ub._src.runtime.initialize import (

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from layouts import connect, devices
 
 import jax_ub as ub
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import Method, MethodChoice
+from jax_ub._src.primitives.call import Execution
 
 # Any number of ranks in one dtype, and the other dtypes on a few: the dtype is the
 # business of the GEMM and the reduction, which do not know how many ranks there are.
@@ -87,6 +88,12 @@ def collectives(text: str) -> collections.Counter:
 def copies(text: str, shape: str) -> int:
     """How often XLA copies an array of `shape`, for example "f32[8,16]"."""
     return len(re.findall(rf"= {re.escape(shape)}\S* copy(?:-start)?\(", text))
+
+
+def execution(method: Method, num_ranks: int | None = None) -> Execution:
+    """How a primitive runs by `method`: over the axis "tp", or without ranks."""
+    ranks = {"axis_name": ("tp",), "num_ranks": num_ranks} if num_ranks else {}
+    return Execution(label="test", choice=MethodChoice(method), **ranks)
 
 
 def with_methods(function, methods):

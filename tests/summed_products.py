@@ -8,12 +8,13 @@ from programs import (
     calls,
     collectives,
     compiled_text,
+    execution,
     on_ranks,
     tp_mesh,
     with_methods,
 )
 
-from jax_ub._src.methods import Method, MethodChoice
+from jax_ub._src.methods import Method
 
 METHODS = (Method.DIRECT, Method.RING_EXCHANGE, Method.PIPELINE, Method.EXTERNAL)
 FEATURES = P(None, None, "tp")
@@ -34,14 +35,11 @@ def operands(make, num_ranks, dtype):
 
 def product(op, xs, ws, bias, residual, *, num_ranks, method, out_dtype, **options):
     return op(
+        execution(method, num_ranks),
         xs,
         ws,
         bias,
         residual,
-        axis_name=("tp",),
-        num_ranks=num_ranks,
-        choice=MethodChoice(method),
-        label="test",
         out_dtype=out_dtype,
         **options,
     )

@@ -343,7 +343,7 @@ def axis_tuple(axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
 
-def check_axis_name(op: str, axis_name: str | tuple[str, ...]) -> None:
+def check_axis_name(op: str, axis_name: str | tuple[str, ...] | None) -> None:
     """Raises an error unless a value is a mesh axis name or a tuple of them.
 
     Raises:

@@ -175,6 +175,16 @@ class MethodChoice:
             is_explicit=not self.may_fall_back,
         )
 
+    @property
+    def for_local_gemm(self) -> "MethodChoice":
+        """Returns the choice for a GEMM of the call that does not communicate.
+
+        All methods of the engine run it alike.
+        """
+        runs_alike = self.method not in (Method.AUTO, Method.XLA)
+        method = Method.DIRECT if runs_alike else self.method
+        return MethodChoice(method, is_explicit=self.is_explicit)
+
     def __str__(self) -> str:
         """Returns method and options as text, such as "pipeline, num_splits 4"."""
         words = [self.method.value]

@@ -1,16 +1,23 @@
 import pytest
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
-from programs import CASES, calls, collectives, compiled_text, on_ranks, tp_mesh
+from programs import (
+    CASES,
+    calls,
+    collectives,
+    compiled_text,
+    execution,
+    on_ranks,
+    tp_mesh,
+)
 
-from jax_ub._src.methods import Method, MethodChoice
-from jax_ub._src.primitives.all_gather import all_gather
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.collectives import all_gather
 
 
 def run(num_ranks, method):
     def function(x):
-        where = {"axis_name": ("tp",), "num_ranks": num_ranks, "label": "test"}
-        return all_gather(x, choice=MethodChoice(method), **where)
+        return all_gather(execution(method, num_ranks), x)
 
     # Every rank returns all rows; side by side they show that all ranks agree.
     specs = (P(None, "tp"),)

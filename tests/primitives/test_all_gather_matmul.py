@@ -10,14 +10,15 @@ from programs import (
     collectives,
     compiled_text,
     copies,
+    execution,
     on_ranks,
     own_copy,
     tp_mesh,
     with_methods,
 )
 
-from jax_ub._src.methods import Method, MethodChoice
-from jax_ub._src.primitives.all_gather_matmul import all_gather_matmul
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.matmuls import all_gather_matmul
 
 METHODS = (Method.DIRECT, Method.RING_EXCHANGE, Method.PIPELINE, Method.EXTERNAL)
 ROWS, COLUMNS, FEATURES = P(None, "tp"), P(None, "tp"), P(None, None, "tp")
@@ -25,13 +26,10 @@ ROWS, COLUMNS, FEATURES = P(None, "tp"), P(None, "tp"), P(None, None, "tp")
 
 def product(x, ws, biases, *, num_ranks, method, out_dtype, **options):
     return all_gather_matmul(
+        execution(method, num_ranks),
         x,
         ws,
         biases,
-        axis_name=("tp",),
-        num_ranks=num_ranks,
-        choice=MethodChoice(method),
-        label="test",
         out_dtype=out_dtype,
         **options,
     )

@@ -8,20 +8,20 @@ from programs import (
     calls,
     collectives,
     compiled_text,
+    execution,
     on_ranks,
     tp_mesh,
     with_methods,
 )
 
-from jax_ub._src.methods import Method, MethodChoice
-from jax_ub._src.primitives.all_reduce import all_reduce
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.collectives import all_reduce
 
 SHAPES = ((), (3,), (2, 3, 5))
 
 
 def sums(xs, *, num_ranks, method):
-    where = {"axis_name": ("tp",), "num_ranks": num_ranks, "label": "test"}
-    return [all_reduce(x, choice=MethodChoice(method), **where) for x in xs]
+    return [all_reduce(execution(method, num_ranks), x) for x in xs]
 
 
 @pytest.mark.parametrize(("num_ranks", "dtype"), CASES)

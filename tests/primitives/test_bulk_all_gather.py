@@ -1,18 +1,25 @@
 import pytest
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, small_integers
-from programs import CASES, calls, collectives, compiled_text, on_ranks, tp_mesh
+from programs import (
+    CASES,
+    calls,
+    collectives,
+    compiled_text,
+    execution,
+    on_ranks,
+    tp_mesh,
+)
 
-from jax_ub._src.methods import Method, MethodChoice
-from jax_ub._src.primitives.bulk_all_gather import bulk_all_gather
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.collectives import bulk_all_gather
 
 FEATURES, ROWS = P(None, None, "tp"), P(None, "tp")
 
 
 def run(num_ranks, method):
     def function(dys, ws, shard):
-        where = {"axis_name": ("tp",), "num_ranks": num_ranks, "label": "test"}
-        return bulk_all_gather(dys, ws, shard, choice=MethodChoice(method), **where)
+        return bulk_all_gather(execution(method, num_ranks), dys, ws, shard)
 
     # Both results differ between ranks or are compared rank by rank, side by side.
     specs = (FEATURES, P(None, "tp"), ROWS)

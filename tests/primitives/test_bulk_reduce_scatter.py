@@ -1,10 +1,18 @@
 import pytest
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, small_integers
-from programs import CASES, calls, collectives, compiled_text, on_ranks, tp_mesh
+from programs import (
+    CASES,
+    calls,
+    collectives,
+    compiled_text,
+    execution,
+    on_ranks,
+    tp_mesh,
+)
 
-from jax_ub._src.methods import Method, MethodChoice
-from jax_ub._src.primitives.bulk_reduce_scatter import bulk_reduce_scatter
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.collectives import bulk_reduce_scatter
 
 FEATURES, ROWS = P(None, None, "tp"), P(None, "tp")
 
@@ -12,16 +20,13 @@ FEATURES, ROWS = P(None, None, "tp"), P(None, "tp")
 def run(num_ranks, method, dtype, dw_dtype):
     def function(x, dys, main_grads, partial):
         return bulk_reduce_scatter(
+            execution(method, num_ranks),
             x,
             dys,
             main_grads,
             partial,
             dw_dtype=dw_dtype,
             scattered_dtype=dtype,
-            axis_name=("tp",),
-            num_ranks=num_ranks,
-            choice=MethodChoice(method),
-            label="test",
         )
 
     specs = (P(), FEATURES, P(None, "tp"), FEATURES)

@@ -1,18 +1,18 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from operands import DTYPES, assert_close, assert_equal, normal, small_integers
-from programs import calls, compiled_text, copies, with_methods
+from programs import calls, compiled_text, copies, execution, with_methods
 
-from jax_ub._src.methods import Method, MethodChoice
-from jax_ub._src.primitives.matmul import matmul
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.matmuls import matmul
 
 
 def run(method, **options):
     def function(xs, ws, bias, residual):
-        return matmul(
-            xs, ws, bias, residual, choice=MethodChoice(method), label="test", **options
-        )
+        return matmul(execution(method), xs, ws, bias, residual, **options)
 
     return jax.jit(function)
 
@@ -26,21 +26,13 @@ def operands(make, dtype, rows=(2, 3, 5)):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_is_exact_on_small_integers(dtype):
     def all_ways(xs, ws, transposed, bias, residual, *, method):
-        where = {"choice": MethodChoice(method), "label": "test"}
+        run = functools.partial(matmul, execution(method))
         return [
             (
-                matmul(xs, ws, bias, residual, out_dtype=out, **where),
-                matmul(xs, ws, None, residual, out_dtype=out, **where),
-                matmul(xs, ws, bias, None, out_dtype=out, **where),
-                matmul(
-                    xs,
-                    transposed,
-                    None,
-                    None,
-                    rhs_transposed=True,
-                    out_dtype=out,
-                    **where,
-                ),
+                run(xs, ws, bias, residual, out_dtype=out),
+                run(xs, ws, None, residual, out_dtype=out),
+                run(xs, ws, bias, None, out_dtype=out),
+                run(xs, transposed, rhs_transposed=True, out_dtype=out),
             )
             for out in DTYPES
         ]
@@ -71,10 +63,8 @@ def test_residual_becomes_the_result_in_place():
     x, w = small_integers(0, (8, 16)), small_integers(1, (16, 24))
 
     def function(x, w, residual):
-        return matmul(
-            (x,), (w,), None, residual, out_dtype="float32",
-            choice=MethodChoice(Method.AUTO), label="test",
-        )  # fmt: skip
+        auto = execution(Method.AUTO)
+        return matmul(auto, (x,), (w,), None, residual, out_dtype="float32")
 
     donating = jax.jit(function, donate_argnums=2)
     residual = jnp.ones((8, 24))

@@ -9,7 +9,7 @@ from summed_products import (
     assert_one_call,
 )
 
-from jax_ub._src.primitives.matmul_all_reduce import matmul_all_reduce
+from jax_ub._src.primitives.matmuls import matmul_all_reduce
 
 
 @pytest.mark.parametrize(("num_ranks", "dtype"), CASES)

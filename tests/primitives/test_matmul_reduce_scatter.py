@@ -15,7 +15,7 @@ from summed_products import (
 )
 
 from jax_ub._src.methods import Method
-from jax_ub._src.primitives.matmul_reduce_scatter import matmul_reduce_scatter
+from jax_ub._src.primitives.matmuls import matmul_reduce_scatter
 
 ROWS = P(None, "tp")
 

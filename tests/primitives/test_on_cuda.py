@@ -20,17 +20,16 @@ from cuda_programs import (
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import dp_tp_mesh, on_ranks, tp_mesh
+from programs import dp_tp_mesh, execution, on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub._src.lowering_log import recording
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
-from jax_ub._src.primitives.all_gather import all_gather
-from jax_ub._src.primitives.bulk_all_gather import bulk_all_gather
-from jax_ub._src.primitives.matmul import matmul
-from jax_ub._src.primitives.matmul_all_reduce import MatmulAllReduce
+from jax_ub._src.primitives.call import Execution
+from jax_ub._src.primitives.collectives import all_gather, bulk_all_gather
+from jax_ub._src.primitives.lowering import cuda_variant
+from jax_ub._src.primitives.matmuls import MatmulAllReduce, matmul
 from jax_ub._src.primitives.mesh import find_ranks
-from jax_ub._src.primitives.on_cuda import variant_of
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
 from jax_ub.errors import UnsupportedOverlapError
@@ -100,7 +99,7 @@ def test_calls_of_several_processes_have_names_that_all_of_them_know(
 
     assert channel() == ""
     monkeypatch.setattr(
-        "jax_ub._src.primitives.call.find_ranks",
+        "jax_ub._src.primitives.lowering.find_ranks",
         lambda *args: dataclasses.replace(find_ranks(*args), spans_processes=True),
     )
     first = channel()
@@ -170,20 +169,19 @@ def test_only_a_method_that_nobody_chose_sums_in_one_exchange(engine):
 
 def summed(tokens, choice, num_pairs=1, num_ranks=8, out_dtype=jnp.bfloat16):
     """The variant of an all-reduce of so many tokens of 1024 features."""
+    run = Execution(label="test", choice=choice, axis_name=("tp",), num_ranks=num_ranks)
     call = MatmulAllReduce(
+        execution=run,
+        scale=1.0,
         num_pairs=num_pairs,
         rhs_transposed=False,
         has_bias=False,
         has_residual=False,
         out_dtype=jnp.dtype(out_dtype),
-        axis_name=("tp",),
-        num_ranks=num_ranks,
-        label="test",
-        choice=choice,
     )
     x = jax.ShapeDtypeStruct((tokens, 4), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((4, 1024), jnp.bfloat16)
-    return variant_of(call, [x] * num_pairs + [w] * num_pairs)
+    return cuda_variant(call, [x] * num_pairs + [w] * num_pairs)
 
 
 def test_partial_sums_and_results_in_f32_leave_room_for_half_the_tokens():
@@ -213,8 +211,7 @@ def test_what_was_tuned_to_be_one_exchange_is_where_any_heap_has_room():
 def test_a_collective_on_its_own_runs_by_its_method_or_is_refused(engine):
     def run(method):
         def function(x):
-            where = {"axis_name": ("tp",), "num_ranks": 2, "label": "test"}
-            return all_gather(x, choice=MethodChoice(method), **where)
+            return all_gather(execution(method, 2), x)
 
         return on_ranks(function, tp_mesh(2), P("tp"), P(None), check_vma=False)
 
@@ -231,8 +228,7 @@ def test_a_collective_on_its_own_runs_by_its_method_or_is_refused(engine):
 @pytest.mark.parametrize("method", [Method.AUTO, Method.DIRECT])
 def test_a_local_product_is_the_engines_too(engine, method):
     def function(xs, ws):
-        where = {"label": "test", "choice": MethodChoice(method)}
-        return matmul(xs, ws, None, None, out_dtype="float32", **where)
+        return matmul(execution(method), xs, ws, out_dtype="float32")
 
     text = cuda_text(jax.jit(function), (shape(4, 6),), (shape(6, 8),))
     name, call = the_call(text)
@@ -241,9 +237,7 @@ def test_a_local_product_is_the_engines_too(engine, method):
 
 def test_bulk_stays_bulk(engine):
     def function(dy, w, x):
-        where = {"axis_name": ("tp",), "num_ranks": 2, "label": "test"}
-        where = {"choice": MethodChoice(Method.BULK), **where}
-        return bulk_all_gather((dy,), (w,), x, **where)
+        return bulk_all_gather(execution(Method.BULK, 2), (dy,), (w,), x)
 
     specs = (P(None, "tp"), P(None, "tp"), P("tp"))
     run = on_ranks(function, tp_mesh(2), specs, (P(), P()), check_vma=False)

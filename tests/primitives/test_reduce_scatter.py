@@ -1,18 +1,23 @@
 import pytest
 from jax.sharding import PartitionSpec as P
 from operands import DTYPES, assert_close, assert_equal, normal, small_integers
-from programs import CASES, calls, collectives, compiled_text, on_ranks, tp_mesh
+from programs import (
+    CASES,
+    calls,
+    collectives,
+    compiled_text,
+    execution,
+    on_ranks,
+    tp_mesh,
+)
 
-from jax_ub._src.methods import Method, MethodChoice
-from jax_ub._src.primitives.reduce_scatter import reduce_scatter
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.collectives import reduce_scatter
 
 
 def run(num_ranks, method, out_dtype="float32"):
     def function(x):
-        where = {"axis_name": ("tp",), "num_ranks": num_ranks, "label": "test"}
-        return reduce_scatter(
-            x, choice=MethodChoice(method), out_dtype=out_dtype, **where
-        )
+        return reduce_scatter(execution(method, num_ranks), x, out_dtype=out_dtype)
 
     specs = (P(None, None, "tp"),)
     return on_ranks(function, tp_mesh(num_ranks), specs, P(None, "tp"))

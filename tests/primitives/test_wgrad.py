@@ -9,13 +9,14 @@ from programs import (
     calls,
     collectives,
     compiled_text,
+    execution,
     on_ranks,
     tp_mesh,
     with_methods,
 )
 
-from jax_ub._src.methods import Method, MethodChoice
-from jax_ub._src.primitives.wgrad import wgrad
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.matmuls import wgrad
 
 ROWS, FEATURES = P(None, "tp"), P(None, None, "tp")
 
@@ -25,14 +26,11 @@ def products(x, dys, main_grads, *, gather, num_ranks, method):
 
     def product(main_grads, out_dtype):
         return wgrad(
+            execution(method, num_ranks if gather else None),
             x,
             dys,
             main_grads,
             gather=gather,
-            axis_name=("tp",) if gather else (),
-            num_ranks=num_ranks if gather else 1,
-            choice=MethodChoice(method),
-            label="test",
             out_dtype=out_dtype,
         )
 
@@ -82,17 +80,8 @@ def test_reads_the_peers_without_gathering(gather):
     x, dys, _ = operands(small_integers, 4, "float32")
 
     def function(x, dys):
-        return wgrad(
-            x,
-            dys,
-            None,
-            gather=gather,
-            axis_name=("tp",),
-            num_ranks=4,
-            choice=MethodChoice(Method.DIRECT),
-            label="test",
-            out_dtype="float32",
-        )
+        direct = execution(Method.DIRECT, 4)
+        return wgrad(direct, x, dys, gather=gather, out_dtype="float32")
 
     specs = (ROWS, FEATURES) if gather == "x" else (FEATURES, ROWS)
     kernel = P(None, "tp") if gather == "x" else P("tp")
@@ -105,15 +94,12 @@ def test_reads_the_peers_without_gathering(gather):
 def test_scale_is_that_of_the_sum_only(gather):
     def function(x, dys, main_grads, *, gather, num_ranks, method):
         return wgrad(
+            execution(method, num_ranks if gather else None),
             x,
             dys,
             main_grads,
             gather=gather,
             scale=0.5,
-            axis_name=("tp",) if gather else (),
-            num_ranks=num_ranks if gather else 1,
-            choice=MethodChoice(method),
-            label="test",
             out_dtype="float32",
         )
 

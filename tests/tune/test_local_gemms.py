@@ -11,7 +11,6 @@ import jax_ub as ub
 from jax_ub._src.config import tuned_file
 from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, OPS, TunedKey
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice
-from jax_ub._src.primitives.sizes import tuned_key
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tools.bench.cases import Shape
@@ -235,4 +234,4 @@ def test_candidates_of_a_local_gemm_run(op):
 def test_timed_call_has_the_key_of_its_case(op):
     case = TunedKey(op, 1, 24, 40, 32, "bfloat16")
     operands = Operands(case).candidate("", SECOND).operands
-    assert tuned_key(call_of(case), operands) == case
+    assert call_of(case).tuned_key(operands) == case

@@ -15,9 +15,9 @@ from jax_ub._src import arguments, checks
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.ops.group import to_cotangent_aval
 from jax_ub._src.ops.operation import BasicOperation, compute_dtype, init_parameter
-from jax_ub._src.primitives import mesh, varying
+from jax_ub._src.primitives import mesh, vma
 from jax_ub._src.reference import with_rank
-from jax_ub._src.rules.bias import row_sum
+from jax_ub._src.rules.vjp import row_sum
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -198,7 +198,7 @@ def is_partial_sum(d_extra: jax.Array, dy: jax.Array) -> bool:
         d_extra: gradient of the extra output; varies over the same axes as x.
         dy: gradient of the result.
     """
-    return bool(varying.axes_of(dy) - varying.axes_of(d_extra))
+    return bool(vma.axes_of(dy) - vma.axes_of(d_extra))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -285,7 +285,7 @@ class Dropout(BasicOperation):
             return x, (), {}
         key = params["key"]
         named = checks.axis_tuple(self.axis_name)
-        for axis in sorted(varying.axes_of(x) | frozenset(named)):
+        for axis in sorted(vma.axes_of(x) | frozenset(named)):
             key = jax.random.fold_in(key, lax.axis_index(axis))
         mask = jax.random.bernoulli(key, 1 - self.rate, x.shape)
         return self._masked(mask, x), (), {"mask": mask}

@@ -6,10 +6,8 @@ import jax
 
 from jax_ub._src import checks
 from jax_ub._src.ops.operation import BasicOperation
-from jax_ub._src.primitives import varying
-from jax_ub._src.primitives.all_gather import all_gather
-from jax_ub._src.primitives.all_reduce import all_reduce
-from jax_ub._src.primitives.reduce_scatter import reduce_scatter
+from jax_ub._src.primitives import vma
+from jax_ub._src.primitives.collectives import all_gather, all_reduce, reduce_scatter
 from jax_ub._src.rules.call_config import CallConfig, make_call_config
 
 
@@ -35,7 +33,7 @@ class Collective(BasicOperation):
 
 def as_varying(call_config: CallConfig, x: jax.Array) -> jax.Array:
     """Casts x to vary over the collective's mesh axis in `shard_map`."""
-    return varying.promote(x, call_config.axes(x))
+    return vma.pcast_varying(x, call_config.axes(x))
 
 
 def is_partial_cotangent(call_config: CallConfig, dy: jax.Array) -> bool:
@@ -48,7 +46,7 @@ def is_partial_cotangent(call_config: CallConfig, dy: jax.Array) -> bool:
     array. With `check_vma=False`, dy is always partial: JAX transposes psum to psum.
     """
     axes = frozenset(call_config.axis_name)
-    return not call_config.is_vma_checked or bool(axes & varying.axes_of(dy))
+    return not call_config.is_vma_checked or bool(axes & vma.axes_of(dy))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -68,11 +66,11 @@ class AllGather(Collective):
     def forward(self, params, x, extra_inputs, saves):
         call_config = self.call_config()
         self.check(x)
-        return all_gather(as_varying(call_config, x), **call_config.alone), (), {}
+        return all_gather(call_config.collective, as_varying(call_config, x)), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         call_config = self.call_config()
-        return reduce_scatter(dy, out_dtype=dy.dtype, **call_config.alone), {}, ()
+        return reduce_scatter(call_config.collective, dy, out_dtype=dy.dtype), {}, ()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -94,10 +92,10 @@ class ReduceScatter(Collective):
         self.check(x)
         checks.check_divides(self.label, x, call_config.num_ranks)
         x = as_varying(call_config, x)
-        return reduce_scatter(x, out_dtype=x.dtype, **call_config.alone), (), {}
+        return reduce_scatter(call_config.collective, x, out_dtype=x.dtype), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        return all_gather(dy, **self.call_config().alone), {}, ()
+        return all_gather(self.call_config().collective, dy), {}, ()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -128,7 +126,7 @@ class AllReduce(Collective):
     def forward(self, params, x, extra_inputs, saves):
         call_config = self.call_config()
         self.check(x, least_rank=0)
-        y = all_reduce(as_varying(call_config, x), **call_config.alone)
+        y = all_reduce(call_config.collective, as_varying(call_config, x))
         return as_varying(call_config, y) if self.reduce_in_backward else y, (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
@@ -136,5 +134,5 @@ class AllReduce(Collective):
         sums = self.reduce_in_backward
         if sums is None or (call_config.is_vma_checked and not sums):
             sums = is_partial_cotangent(call_config, dy)
-        dx = all_reduce(dy, **call_config.alone) if sums else dy
+        dx = all_reduce(call_config.collective, dy) if sums else dy
         return as_varying(call_config, dx), {}, ()  # the type of the sum's operand

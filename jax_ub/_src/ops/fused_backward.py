@@ -25,7 +25,7 @@ from jax_ub._src.ops.operation import BasicOperation
 from jax_ub._src.ops.userbuffers import match
 from jax_ub._src.ops.userbuffers_backward import UserbuffersBackwardLinear
 from jax_ub._src.parallel import COLUMN
-from jax_ub._src.rules.bias import row_sum
+from jax_ub._src.rules.vjp import row_sum
 
 
 @dataclasses.dataclass(frozen=True)

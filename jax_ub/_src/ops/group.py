@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax_ub._src.errors import UbError
 from jax_ub._src.ops.fused_operation import FusedOperation, expand, windows
 from jax_ub._src.ops.operation import BasicOperation, RequestedGradients
-from jax_ub._src.primitives import varying
+from jax_ub._src.primitives import vma
 from jax_ub._src.rules.vjp import (
     is_placeholder,
     is_zero,
@@ -291,7 +291,7 @@ def _by_edge(rows, arrays):
 def cotangent_aval(value) -> jax.Array:
     """Returns an empty array with the dtype and the varying axes of `value`."""
     empty = jnp.zeros((0,), value.dtype)
-    return varying.promote(empty, varying.axes_of(value))
+    return vma.pcast_varying(empty, vma.axes_of(value))
 
 
 def aval_or_placeholder(is_wanted: bool, value) -> jax.Array:
@@ -313,8 +313,8 @@ def to_cotangent_aval(
     """
     if aval is None or gradient is None:
         return None
-    axes = varying.axes_of(aval)
-    extra = tuple(sorted(varying.axes_of(gradient) - axes))
+    axes = vma.axes_of(aval)
+    extra = tuple(sorted(vma.axes_of(gradient) - axes))
     if extra:
-        gradient = varying.sum_over(extra, gradient)
-    return varying.promote(gradient.astype(aval.dtype), axes)
+        gradient = vma.sum_over(gradient, extra)
+    return vma.pcast_varying(gradient.astype(aval.dtype), axes)

@@ -28,19 +28,16 @@ from jax_ub._src.ops.operation import (
     init_parameter,
 )
 from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
-from jax_ub._src.primitives import varying
-from jax_ub._src.primitives.all_gather import all_gather
-from jax_ub._src.primitives.all_reduce import all_reduce
-from jax_ub._src.primitives.matmul import matmul
-from jax_ub._src.primitives.reduce_scatter import reduce_scatter
-from jax_ub._src.primitives.wgrad import wgrad
+from jax_ub._src.primitives import vma
+from jax_ub._src.primitives.collectives import all_gather, all_reduce, reduce_scatter
+from jax_ub._src.primitives.matmuls import matmul, wgrad
 from jax_ub._src.rules import main_grads as accumulators
 from jax_ub._src.rules.call_config import (
     CallConfig,
     make_call_config,
     make_local_call_config,
 )
-from jax_ub._src.rules.layer import accumulation
+from jax_ub._src.rules.vjp import accumulation
 
 default_kernel_init = initializers.lecun_normal()
 
@@ -182,7 +179,7 @@ class BasicLinear(BasicOperation):
         """
         named = (self.comm_name, self.chosen_method)
         if self.tensor_parallel_mode is None:
-            config = make_local_call_config(self.label, *named, mode=self.mode)
+            config = make_local_call_config(self.label, *named)
         else:
             config = make_call_config(
                 self.label, self.axis_name, *named, mode=self.mode
@@ -224,7 +221,7 @@ class BasicLinear(BasicOperation):
         }
         if self.accumulate_into_main_grad:
             axes = config.axes(x, kernel)
-            main_grad = accumulators.promote(label, params["main_grad"], axes)
+            main_grad = accumulators.pcast_varying(label, params["main_grad"], axes)
             residuals["main_grad"] = main_grad
         return residuals
 
@@ -271,7 +268,7 @@ class BasicLinear(BasicOperation):
         if is_vector:
             x, residual = x[None], None if residual is None else residual[None]
         if self.mode.op == "all_gather_matmul":
-            x = all_gather(x, **config.alone)
+            x = all_gather(config.collective, x)
         if self.tensor_parallel_mode != "row":
             y = _matmul(config, x, kernel, bias, residual, scale=scale, out_dtype=dtype)
         else:
@@ -314,22 +311,24 @@ class BasicLinear(BasicOperation):
             dy, x = dy[None], None if x is None else x[None]
             residual = None if residual is None else residual[None]
         if mode.op == "matmul_reduce_scatter":
-            dy = all_gather(dy, **config.alone)
+            dy = all_gather(config.collective, dy)
         elif mode.op == "matmul_all_reduce" and is_partial_cotangent(config, dy):
-            dy = all_reduce(dy, **config.alone)
+            dy = all_reduce(config.collective, dy)
         dx, d_params = None, {}
         if needs.x:
-            x_axes = varying.axes_of(residuals["x_aval"])
+            x_axes = vma.axes_of(residuals["x_aval"])
             dx = self._dgrad(config, dy, kernel, residual, scale, x_axes)
             dx = dx[0] if is_vector else dx
         if self.wants_wgrad(needs):
             assert x is not None
             if mode.op == "all_gather_matmul":
-                x = all_gather(x, **config.alone)
+                x = all_gather(config.collective, x)
             config = config.with_dw_dtype(self.param_dtype)
             main_grad = residuals.get("main_grad")
-            sums, dtype = accumulation(config, (dy,), main_grad)
-            (dw,) = wgrad(x, (dy,), sums, scale=scale, out_dtype=dtype, **config.local)
+            sums = None if main_grad is None else (main_grad,)
+            sums, dtype = accumulation(config, (dy,), sums)
+            options = {"scale": scale, "out_dtype": dtype}
+            (dw,) = wgrad(config.local, x, (dy,), sums, **options)
             d_params["kernel" if main_grad is None else "main_grad"] = dw
         return dx, d_params
 
@@ -350,12 +349,12 @@ class BasicLinear(BasicOperation):
 
     def _reduced(self, config, partial, dtype):
         if self.sequence_parallel:
-            return reduce_scatter(partial, out_dtype=dtype, **config.alone)
-        return all_reduce(partial, **config.alone)
+            return reduce_scatter(config.collective, partial, out_dtype=dtype)
+        return all_reduce(config.collective, partial)
 
 
 def _matmul(config, x, kernel, bias=None, residual=None, **options):
-    return matmul((x,), (kernel,), bias, residual, **options, **config.local)
+    return matmul(config.local, (x,), (kernel,), bias, residual, **options)
 
 
 def _checked_options(label, options):

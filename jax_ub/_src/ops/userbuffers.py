@@ -32,12 +32,11 @@ from jax_ub._src.ops.fused_operation import (
 from jax_ub._src.ops.linear import BasicLinear
 from jax_ub._src.ops.operation import BasicOperation, compute_dtype, num_ranks
 from jax_ub._src.parallel import ROW, check_parallel, mode_of
-from jax_ub._src.primitives import varying
-from jax_ub._src.primitives.all_gather_matmul import all_gather_matmul
-from jax_ub._src.primitives.all_reduce import all_reduce
-from jax_ub._src.primitives.matmul_reduce_scatter import matmul_reduce_scatter
+from jax_ub._src.primitives import vma
+from jax_ub._src.primitives.collectives import all_reduce
 from jax_ub._src.rules.call_config import CallConfig, make_call_config
-from jax_ub._src.rules.vjp import promote
+from jax_ub._src.rules.column import column_forward
+from jax_ub._src.rules.row import row_forward
 
 
 def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
@@ -351,19 +350,18 @@ def _forward_operands(config, mode, x, w, bias, added_bias=None, residual=None):
     axes = config.axes(x, w, bias, added_bias, residual)
     if mode == ROW and bias is not None:
         # The reduce-scatter would add the biases of all ranks.
-        is_varying = bool(varying.axes_of(bias) & frozenset(config.axis_name))
+        is_varying = bool(vma.axes_of(bias) & frozenset(config.axis_name))
         if config.is_vma_checked and not is_varying:
             bias = bias * config.num_ranks
         else:
-            bias = all_reduce(bias, **config.alone)
+            bias = all_reduce(config.collective, bias)
     if added_bias is not None:
         bias = added_bias if bias is None else bias + added_bias
-    return promote((x, w, bias, residual), axes)
+    return vma.pcast_varying((x, w, bias, residual), axes)
 
 
 def _multiply(config, mode, x, w, bias, residual):
-    options = {"out_dtype": config.out_dtype, **config.fused}
-    if mode == ROW:
-        return matmul_reduce_scatter((x,), (w,), bias, residual, **options)
     biases = None if bias is None else (bias,)
-    return all_gather_matmul(x, (w,), biases, **options)[0][0]
+    forward = row_forward if mode == ROW else column_forward
+    (y,), _ = forward(config, x, (w,), biases, residual)
+    return y

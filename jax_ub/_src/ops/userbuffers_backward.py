@@ -18,11 +18,11 @@ from jax_ub._src.ops.userbuffers import (
     overlapped_call_config,
 )
 from jax_ub._src.parallel import ROW, mode_of
-from jax_ub._src.primitives.all_reduce import all_reduce
-from jax_ub._src.rules.bias import row_sum
-from jax_ub._src.rules.column_gradients import column_gradients
-from jax_ub._src.rules.row_gradients import row_gradients
-from jax_ub._src.rules.vjp import promote
+from jax_ub._src.primitives import vma
+from jax_ub._src.primitives.collectives import all_reduce
+from jax_ub._src.rules.column import column_gradients
+from jax_ub._src.rules.row import row_gradients
+from jax_ub._src.rules.vjp import row_sum
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -165,7 +165,7 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
                 # is varying. If the bias is replicated, the operation group therefore
                 # sums the gradient over the ranks once more.
                 axes = config.axes(db)
-                db = promote(_sum_over_ranks(config, db), axes)
+                db = vma.pcast_varying(_sum_over_ranks(config, db), axes)
             d_params[1]["bias"] = db
         return dx, tuple(d_params), ((),) * len(self.basic_ops)
 
@@ -176,7 +176,7 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
 
 
 def _sum_over_ranks(config, db):
-    return all_reduce(promote(db, config.axes(db)), **config.alone)
+    return all_reduce(config.collective, vma.pcast_varying(db, config.axes(db)))
 
 
 def _gradients(config, mode, dy, x, w, main_grad, residual):
@@ -188,19 +188,16 @@ def _gradients(config, mode, dy, x, w, main_grad, residual):
         return None, None
     operands = (dy, x, w, main_grad, residual)
     axes = config.axes(*(a for a in operands if a is not None))
-    dy, x, w, residual = promote((dy, x, w, residual), axes)
+    dy, x, w, residual = vma.pcast_varying((dy, x, w, residual), axes)
     x, w = (None if a is None else a.astype(config.dtype) for a in (x, w))
-    if mode == ROW:
-        return row_gradients(config, x, w, dy, main_grad, residual)
     saved = {
         "x": x,
         "gathered": None,
         "ws": None if w is None else (w,),
         "main_grads": None if main_grad is None else (main_grad,),
     }
-    dx, dws = column_gradients(config, saved, {0: dy}, None)
-    if residual is not None and dx is not None:
-        dx = (residual + dx).astype(residual.dtype)
+    compute = row_gradients if mode == ROW else column_gradients
+    dx, dws = compute(config, saved, {0: dy}, residual=residual)
     return dx, dws.get(0)
 
 

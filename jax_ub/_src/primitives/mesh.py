@@ -20,7 +20,7 @@ from jax_ub._src.runtime.device_groups import rank_groups
 
 
 def axis_size(
-    op: str, axis_name: str | tuple[str, ...], *, may_be_mapped: bool = False
+    op: str, axis_name: str | tuple[str, ...] | None, *, may_be_mapped: bool = False
 ) -> int:
     """Returns the number of ranks on `axis_name`, which must be a manual mesh axis.
 

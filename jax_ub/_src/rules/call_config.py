@@ -1,66 +1,104 @@
-"""`CallConfig`: method, mesh axis and dtypes of one call, fixed when it is traced."""
+"""`CallConfig`: ranks, methods and dtypes of one layer, fixed when it is traced."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 
 from jax_ub._src import arguments, lowering_log, methods
 from jax_ub._src import checks as shapes
-from jax_ub._src.config.flags import FlaggedMethod
+from jax_ub._src.config.flags import FUSED, FlaggedMethod, OverlapFlags, flags_of
 from jax_ub._src.config.tuned_file import TunedKey, TunedTable
-from jax_ub._src.errors import shown
+from jax_ub._src.errors import UnsupportedOverlapError, shown
 from jax_ub._src.methods import Method, MethodChoice
-from jax_ub._src.parallel import DGRAD, FPROP, WGRAD, ParallelMode
-from jax_ub._src.primitives import mesh, varying
-from jax_ub._src.rules.flags import choices_with_flags
-from jax_ub._src.rules.named import choices_by_pass
+from jax_ub._src.parallel import (
+    COLUMN,
+    DGRAD,
+    FPROP,
+    PASSES,
+    WGRAD,
+    ParallelMode,
+    mode_of,
+)
+from jax_ub._src.primitives import mesh, vma
+from jax_ub._src.primitives.call import Execution
 from jax_ub._src.runtime import cuda_engine, registry, settings, tuned_tables
+from jax_ub._src.runtime.registry import Overlap
+
+_LOCAL = mode_of(None, False)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CallConfig:
-    """Trace-time settings of one op call: ranks, dtypes, and the method of each pass.
+    """Trace-time settings of one layer: ranks, dtypes, and the method of each pass.
 
     It is hashable, so that it can be a static argument of `jax.jit`, and equal on all
     ranks.
+
+    Attributes:
+        label: the layer's name in errors.
+        mode: the layer's row in the table of parallel modes. A collective has the
+            default, the row of a local GEMM.
+        axis_name: the mesh axes of the ranks; empty for a local op.
+        num_ranks: the number of ranks.
+        choice: method and options of the forward pass, or of the pass that `dgrad` or
+            `wgrad` selects.
+        dgrad_choice: the same of the dgrad; None uses `choice`.
+        wgrad_choice: the same of a separate wgrad; None uses the dgrad's.
+        tuned: tuned choices by global sizes, for method "auto".
+        dtype: dtype of the operands.
+        out_dtype: dtype of the result.
+        dw_dtype: dtype of the kernel's gradient; None is `dtype`.
+        rhs_transposed: whether kernels and their gradients are [out, in].
+        bias_name: name of the caller's bias argument, for errors.
+        ub_name: part of the checkpoint names of the residuals.
+        is_vma_checked: whether the surrounding `shard_map` has `check_vma=True`.
+        is_mapped: whether `axis_name` is an axis of `jax.vmap`. Then JAX itself
+            differentiates the call.
+        is_on_cuda: whether the call is traced for CUDA devices.
+        is_named: whether `initialize_ub` configured `ub_name`.
+        returns_gathered: whether the forward pass returns the gathered x.
+        is_x_replicated: whether x has the same value on every rank, by its type.
+        replicated: why several ranks compute the same results, or "".
     """
 
     label: str
-    axis_name: tuple[str, ...]  # empty for a local op
-    num_ranks: int
-    choice: MethodChoice  # method and settings of the forward pass
-    is_vma_checked: bool  # whether the surrounding shard_map has check_vma=True
-    dtype: np.dtype | None = None  # dtype of the operands
-    out_dtype: np.dtype | None = None  # dtype of the result
-    tuned: TunedTable | None = None  # tuned choices by global sizes, for method "auto"
-    # Method of the dgrad, as configured for `ub_name`; None uses `choice`.
+    mode: ParallelMode = _LOCAL
+    axis_name: tuple[str, ...] = ()
+    num_ranks: int = 1
+    choice: MethodChoice
     dgrad_choice: MethodChoice | None = None
-    wgrad_choice: MethodChoice | None = None  # None uses the dgrad's method
-    dw_dtype: np.dtype | None = None  # dtype of the kernel's gradient; None is `dtype`
-    rhs_transposed: bool = False  # whether kernels and their gradients are [out, in]
-    ub_name: str | None = None  # part of the checkpoint names of the residuals
-    # Whether `axis_name` is an axis of jax.vmap: then JAX itself differentiates the
-    # call.
+    wgrad_choice: MethodChoice | None = None
+    tuned: TunedTable | None = None
+    dtype: np.dtype | None = None
+    out_dtype: np.dtype | None = None
+    dw_dtype: np.dtype | None = None
+    rhs_transposed: bool = False
+    bias_name: str = "bias"
+    ub_name: str | None = None
+    is_vma_checked: bool = False
     is_mapped: bool = False
-    bias_name: str = "bias"  # name of the caller's bias argument, for errors
-    is_on_cuda: bool = False  # whether the call is traced for CUDA devices
-    is_named: bool = False  # whether initialize_ub configured `ub_name`
-    replicated: str = ""  # why several ranks compute the same results, or empty
+    is_on_cuda: bool = False
+    is_named: bool = False
+    is_x_replicated: bool = False
+    returns_gathered: bool = False
+    replicated: str = ""
 
     @property
     def method(self) -> Method:
-        """Returns the method of the forward pass, such as `Method.PIPELINE`."""
         return self.choice.method
 
-    def with_dtypes(self, dtype, out_dtype) -> "CallConfig":
-        """Returns a copy with the given dtypes of the operands and of the result."""
+    def with_dtypes(self, dtype, out_dtype=None) -> "CallConfig":
+        """Returns a copy with the dtypes of the operands and of the result."""
+        out_dtype = dtype if out_dtype is None else out_dtype
         return dataclasses.replace(
             self, dtype=np.dtype(dtype), out_dtype=np.dtype(out_dtype)
         )
+
+    def with_dw_dtype(self, dtype) -> "CallConfig":
+        """Returns a copy whose wgrad returns the kernel's gradient in `dtype`."""
+        return dataclasses.replace(self, dw_dtype=np.dtype(dtype))
 
     def kernel(self, w) -> jax.ShapeDtypeStruct:
         """Returns the shape and dtype that the kernel `w` has in [in, out] layout.
@@ -75,19 +113,15 @@ class CallConfig:
     @property
     def dgrad(self) -> "CallConfig":
         """Returns the settings of the dgrad, the GEMM that computes x's gradient."""
-        return self._as(self.dgrad_choice)
+        return self._with_choice(self.dgrad_choice)
 
     @property
     def wgrad(self) -> "CallConfig":
         """Returns the settings of a wgrad that runs separately from the dgrad."""
-        return self._as(self.wgrad_choice or self.dgrad_choice)
+        return self._with_choice(self.wgrad_choice or self.dgrad_choice)
 
-    def _as(self, choice):
+    def _with_choice(self, choice):
         return self if choice is None else dataclasses.replace(self, choice=choice)
-
-    def with_dw_dtype(self, dtype) -> "CallConfig":
-        """Returns a copy whose wgrad returns the kernel's gradient in `dtype`."""
-        return dataclasses.replace(self, dw_dtype=np.dtype(dtype))
 
     def with_tuned_method(self, op: str, M: int, K: int, N: int) -> "CallConfig":
         """Returns a copy with the method measured fastest for `op` and these sizes.
@@ -103,9 +137,8 @@ class CallConfig:
         """
         if self.method is not Method.AUTO or self.tuned is None:
             return self
-        return self._as(
-            self.tuned.find(TunedKey(op, self.num_ranks, M, K, N, str(self.dtype)))
-        )
+        key = TunedKey(op, self.num_ranks, M, K, N, str(self.dtype))
+        return self._with_choice(self.tuned.find(key))
 
     @property
     def takes_f64(self) -> bool:
@@ -145,23 +178,7 @@ class CallConfig:
         `axis_name` is left out with `check_vma=False`, where values have no vma type.
         """
         own = self.axis_name if self.is_vma_checked else ()
-        return varying.axes_of(*jax.tree.leaves(operands)) | frozenset(own)
-
-    def over_ranks(self, method: Method) -> dict[str, Any]:
-        """Returns keyword arguments for a primitive that communicates over the ranks.
-
-        They are fields of `Call`. `method` replaces the method of the forward
-        pass.
-        """
-        return {
-            "axis_name": self.axis_name,
-            "num_ranks": self.num_ranks,
-            "choice": self.choice.with_method(method),
-            "tuned": self.tuned if method is Method.AUTO else None,
-            "label": self.label,
-            "is_named": self.is_named,
-            "replicated": self.replicated,
-        }
+        return vma.axes_of(*jax.tree.leaves(operands)) | frozenset(own)
 
     @property
     def materializes_gather(self) -> bool:
@@ -192,75 +209,64 @@ class CallConfig:
         return np.dtype(self.dtype if rounded else np.float32)
 
     @property
-    def fused(self) -> dict[str, Any]:
-        """Returns keyword arguments for a primitive that overlaps a GEMM by parts.
+    def overlapped(self) -> Execution:
+        """Returns the execution of a GEMM whose operand or result is communicated.
 
-        They are fields of `Call`. The GEMM depends on the communication, so
-        chunks are sent while other chunks are multiplied.
+        Chunks are sent while other chunks are multiplied.
         """
-        return self.over_ranks(self.method.forward)
+        return self._over_ranks(self.method.forward)
 
     @property
-    def bulk(self) -> dict[str, Any]:
-        """Returns keyword arguments for a collective that overlaps an independent GEMM.
-
-        They are fields of `Call`.
-        """
-        return self.over_ranks(Method.BULK)
+    def bulk(self) -> Execution:
+        """Returns the execution of a collective concurrent with an independent GEMM."""
+        return self._over_ranks(Method.BULK)
 
     @property
-    def alone(self) -> dict[str, Any]:
-        """Returns keyword arguments for a collective that runs without a GEMM.
+    def collective(self) -> Execution:
+        """Returns the execution of a collective without a GEMM."""
+        return self._over_ranks(self.method)
 
-        They are fields of `Call`.
-        """
-        return self.over_ranks(self.method)
+    def _over_ranks(self, method):
+        return Execution(
+            label=self.label,
+            choice=self.choice.with_method(method),
+            axis_name=self.axis_name,
+            num_ranks=self.num_ranks,
+            tuned=self.tuned if method is Method.AUTO else None,
+            is_named=self.is_named,
+            replicated=self.replicated,
+        )
 
     @property
-    def local(self) -> dict[str, Any]:
-        """Returns keyword arguments for a GEMM that does not communicate.
+    def local(self) -> Execution:
+        """Returns the execution of a GEMM that does not communicate.
 
         All methods of the engine run such a GEMM alike. Without an explicit method the
         GEMM is tuned separately, except if the method is "xla": then it was timed
         together with the plain JAX communication around it.
         """
         is_tuned = self.choice.may_fall_back and self.method is not Method.XLA
-        overlaps_nothing = self.method in (Method.AUTO, Method.XLA)
-        method = self.method if overlaps_nothing else Method.DIRECT
-        return {
-            "choice": MethodChoice(method, is_explicit=self.choice.is_explicit),
-            "tuned": self.tuned if is_tuned else None,
-            "label": self.label,
-            "is_of_one_rank": bool(self.axis_name) and self.num_ranks == 1,
-            "replicated": self.replicated,
-        }
+        return Execution(
+            label=self.label,
+            choice=self.choice.for_local_gemm,
+            tuned=self.tuned if is_tuned else None,
+            is_of_one_rank=bool(self.axis_name) and self.num_ranks == 1,
+            replicated=self.replicated,
+        )
 
 
-def plain_for_f64(product: Callable) -> Callable:
-    """Decorates an op so that it computes f64 arrays by `jax.lax`, not the engine.
-
-    The fallback is recorded. If a pass has an explicit method, there is no fallback,
-    and `product` rejects the dtype.
-    """
-
-    @functools.wraps(product)
-    def run(call_config, x, w, **given):
-        is_rejected_or_plain = call_config.takes_f64 or not call_config.may_fall_back
-        if is_rejected_or_plain or not (shapes.is_array(x) and shapes.is_f64(x)):
-            return product(call_config, x, w, **given)
-        with lowering_log.falling_back(call_config.label, "x is float64"):
-            return product(call_config.plain, x, w, **given)
-
-    return run
+def call_label(op: str, ub_name: str | None) -> str:
+    """Returns an op's name, with its `ub_name` if it has one, for error messages."""
+    return op if ub_name is None else f"{op} (ub_name {shown(ub_name)})"
 
 
 def make_call_config(
     op: str,
-    axis_name,
-    ub_name: str | None,
-    method,
+    axis_name: str | tuple[str, ...] | None,
+    ub_name: str | None = None,
+    method: Method | FlaggedMethod | str | None = None,
     *,
-    mode: ParallelMode | None = None,
+    mode: ParallelMode = _LOCAL,
     may_be_bulk: bool = False,
 ) -> CallConfig:
     """Chooses method, ranks and settings of an op call inside `jax.shard_map`.
@@ -273,8 +279,8 @@ def make_call_config(
         axis_name: the mesh axis of the ranks.
         ub_name: the call's name in `initialize_ub`, or None.
         method: the method that the caller passed, or None.
-        mode: the call's row in the table of parallel modes; None for a collective,
-            which cannot be named.
+        mode: the layer's row in the table of parallel modes. A collective has the
+            default, the row of a local GEMM.
         may_be_bulk: whether the method may be "bulk". Set for a call that is only the
             backward pass of a column-parallel layer.
 
@@ -283,33 +289,26 @@ def make_call_config(
             axis of `jax.vmap` is accepted, too.
         UnsupportedOverlapError: if the method is "bulk", unless `may_be_bulk`.
     """
-    named = method.method if isinstance(method, FlaggedMethod) else method
     label = call_label(op, ub_name)
+    named = method.method if isinstance(method, FlaggedMethod) else method
     is_plain = methods.resolve(label, named, settings.method()) is Method.XLA
     num_ranks = mesh.axis_size(label, axis_name, may_be_mapped=is_plain)
-    axes = mesh.axis_tuple(axis_name)
-    call_config = plan_call_config(
+    axes = shapes.axis_tuple(axis_name)
+    config = plan_call_config(
         op, axes, num_ranks, ub_name, method, mode=mode, may_be_bulk=may_be_bulk
     )
     if not mesh.are_manual(axes):
-        return dataclasses.replace(call_config, is_mapped=True)
-    return dataclasses.replace(call_config, is_vma_checked=varying.is_vma_checked(axes))
+        return dataclasses.replace(config, is_mapped=True)
+    return dataclasses.replace(config, is_vma_checked=vma.is_vma_checked(axes))
 
 
 def make_local_call_config(
     op: str,
     ub_name: str | None = None,
-    method=None,
-    *,
-    mode: ParallelMode | None = None,
+    method: Method | FlaggedMethod | str | None = None,
 ) -> CallConfig:
     """Chooses the method and settings of a GEMM that does not communicate."""
-    return plan_call_config(op, (), 1, ub_name, method, mode=mode)
-
-
-def call_label(op: str, ub_name: str | None) -> str:
-    """Returns an op's name, with its `ub_name` if it has one, for error messages."""
-    return op if ub_name is None else f"{op} (ub_name {shown(ub_name)})"
+    return plan_call_config(op, (), 1, ub_name, method)
 
 
 def plan_call_config(
@@ -317,9 +316,9 @@ def plan_call_config(
     axes: tuple[str, ...],
     num_ranks: int,
     ub_name: str | None,
-    method,
+    method: Method | FlaggedMethod | str | None,
     *,
-    mode: ParallelMode | None = None,
+    mode: ParallelMode = _LOCAL,
     may_be_bulk: bool = False,
 ) -> CallConfig:
     """Chooses the method of an op call over the `num_ranks` ranks of mesh axes `axes`.
@@ -327,62 +326,160 @@ def plan_call_config(
     Unlike `make_call_config` it does not need a surrounding `jax.shard_map`.
     """
     label = call_label(op, ub_name)
+    flags = None
     if isinstance(method, FlaggedMethod):
-        call_config = plan_call_config(
-            op, axes, num_ranks, ub_name, method.method, mode=mode
-        )
-        return _with_flags(call_config, mode, ub_name, method)
+        flags, method = method.flags, method.method
     arguments.check(op, ub_name=ub_name)
     chosen = methods.resolve(label, method, settings.method())
     if axes and chosen is Method.BULK and not may_be_bulk:
         methods.refuse_bulk(label, "method" if method is not None else "JAX_UB_METHOD")
     found = registry.find(label, axes, num_ranks, ub_name)
-    automatic = chosen is Method.AUTO or (method is None and bool(found))
+    is_automatic = chosen is Method.AUTO or (method is None and bool(found))
     is_on_cuda = cuda_engine.is_traced_for()
-    choices = None
+    table = None
     # Tuned tables are measured on devices of the default backend.
-    if automatic and is_on_cuda == cuda_engine.is_default():
-        choices = (
-            tuned_tables.on_axis(axes, num_ranks) if axes else tuned_tables.on_no_axis()
-        )
-    own = MethodChoice(chosen)
-    call_config = CallConfig(
-        label,
-        axes,
-        num_ranks,
-        own,
-        is_vma_checked=False,
-        tuned=choices,
-        is_on_cuda=is_on_cuda,
+    if is_automatic and is_on_cuda == cuda_engine.is_default():
+        on_axis = tuned_tables.on_axis
+        table = on_axis(axes, num_ranks) if axes else tuned_tables.on_no_axis()
+    choices = {FPROP: MethodChoice(chosen)}
+    if method is None and found:
+        # A pass without a configuration runs as it would without a name.
+        choices |= {DGRAD: choices[FPROP], **_choices_by_pass(mode, label, found)}
+    # An explicit method takes precedence: `OverlapFlags.check` has verified that the
+    # flags agree with it.
+    has_method = methods.resolve(label, method, None) is not Method.AUTO
+    if flags is not None and not has_method:
+        choices |= _choices_with_flags(mode, label, flags, choices, found)
+    return CallConfig(
+        label=label,
+        mode=mode,
+        axis_name=axes,
+        num_ranks=num_ranks,
+        choice=choices[FPROP],
+        dgrad_choice=choices.get(DGRAD),
+        wgrad_choice=choices.get(WGRAD),
+        tuned=table,
         ub_name=ub_name,
+        is_on_cuda=is_on_cuda,
         is_named=bool(found),
         replicated=lowering_log.replicated(),
     )
-    if method is not None or not found or mode is None:
-        return call_config
-    configured = choices_by_pass(mode, label, found)
-    return dataclasses.replace(
-        call_config,
-        # A pass without a configuration runs as it would without a name.
-        choice=configured.get(FPROP, own),
-        dgrad_choice=configured.get(DGRAD, own),
-        wgrad_choice=configured.get(WGRAD),
-    )
 
 
-def _with_flags(call_config, mode, ub_name, method):
-    """Replaces the methods of a layer's passes according to its `ub_*` flags.
+def _choices_by_pass(mode, label, found):
+    """Returns the methods that `initialize_ub` configured for each pass of a layer.
 
-    They change nothing if the layer has an explicit method: `OverlapFlags.check` has
-    verified that the two agree.
+    Args:
+        mode: the layer's row in the table of parallel modes.
+        label: the layer's name, for errors.
+        found: the layer's overlaps by pass, from `registry.find`.
     """
-    if methods.resolve(call_config.label, method.method, None) is not Method.AUTO:
-        return call_config
-    found = registry.find(
-        call_config.label, call_config.axis_name, call_config.num_ranks, ub_name
+    choices = {}
+    for direction in PASSES:
+        overlap = found.get(direction)
+        if overlap is None or not mode.communications(direction):
+            continue
+        _check_communication(mode, label, direction, overlap)
+        # A wgrad that the user did not configure takes the dgrad's choice.
+        if direction != WGRAD or overlap.is_configured:
+            config = overlap.config
+            choices[direction] = MethodChoice(
+                Method(config.method),
+                config.num_splits,
+                config.kernel_options,
+                is_explicit=overlap.is_configured,
+            )
+    return choices
+
+
+def _check_communication(mode, label, direction, overlap: Overlap):
+    possible = mode.communications(direction)
+    found = (overlap.comm_type, overlap.method == Method.BULK.value)
+    if found in {(one.comm_type, one.is_bulk) for one in possible}:
+        return
+    wanted = " or ".join(map(str, possible))
+    raise UnsupportedOverlapError(
+        f"{label}: overlap {shown(overlap.name)} is configured for "
+        f'{overlap.comm_type.value} with method "{overlap.method}", but the '
+        f"{direction} of {mode.function} communicates {wanted}. Use another ub_name, "
+        f"configure {shown(overlap.name)} for it, or pass method=."
     )
-    choices = {FPROP: call_config.choice, DGRAD: call_config.dgrad.choice}
-    choices = choices_with_flags(mode, call_config.label, method.flags, choices, found)
-    return dataclasses.replace(
-        call_config, choice=choices[FPROP], dgrad_choice=choices[DGRAD]
-    )
+
+
+def _choices_with_flags(
+    mode: ParallelMode,
+    label: str,
+    flags: OverlapFlags,
+    choices: Mapping[str, MethodChoice],
+    found: Mapping[str, Overlap],
+) -> dict[str, MethodChoice]:
+    """Applies a layer's `ub_*` flags to the methods of its forward pass and dgrad.
+
+    Raises:
+        ConfigurationError: if a flag contradicts what the user configured.
+    """
+    if not (mode.sequence_parallel and mode.parallel):
+        return {}  # the layer neither gathers nor scatters
+    # The wgrad runs with the dgrad's method.
+    for direction, passes in ((FPROP, (FPROP,)), (DGRAD, (DGRAD, WGRAD))):
+        overlap = found.get(direction)
+        if overlap is None or not overlap.is_configured:
+            continue
+        source = f'ub_cfgs["{overlap.name}"] with method "{overlap.method}"'
+        for name in flags_of(mode, passes):
+            flags.check_method(label, name, Method(overlap.method), source)
+    forward, dgrad = choices[FPROP], choices.get(DGRAD, choices[FPROP])
+    if mode.parallel == COLUMN:
+        return {
+            FPROP: _flagged(forward, flags.ub_overlap_ag, gathers=True),
+            DGRAD: _column_dgrad(dgrad, flags),
+        }
+    return {
+        FPROP: _flagged(forward, flags.ub_overlap_rs, gathers=False),
+        DGRAD: _flagged(dgrad, flags.ub_overlap_ag, gathers=True),
+    }
+
+
+def _flagged(choice, flag, *, gathers):
+    """Applies one flag to a GEMM with an all-gather (`gathers`) or reduce-scatter.
+
+    None keeps the choice, False selects plain JAX, and True selects a method that
+    overlaps.
+    """
+    if flag is None:
+        return choice
+    if not flag:
+        return MethodChoice(Method.XLA)
+    if choice.method in FUSED:
+        return dataclasses.replace(choice, is_explicit=True)
+    return MethodChoice(_engine_method(gathers=gathers))
+
+
+def _engine_method(*, gathers):
+    """Returns the method with which the engine overlaps a GEMM of method "auto".
+
+    Unlike "auto" itself, it never becomes plain XLA.
+    """
+    if not cuda_engine.is_traced_for():
+        return Method.DIRECT
+    return Method.PIPELINE if gathers else Method.RING_EXCHANGE
+
+
+def _column_dgrad(choice, flags):
+    """Returns the dgrad's method in a column-parallel layer, as its flags select it.
+
+    It either reduce-scatters its result or, with "bulk", overlaps the all-gather of x.
+    """
+    scatters, bulk = flags.ub_overlap_rs_dgrad, flags.is_bulk
+    if bulk:
+        return MethodChoice(Method.BULK)
+    if scatters:
+        return _flagged(choice, True, gathers=False)
+    may_be_bulk = choice.method in (Method.BULK, Method.AUTO)
+    if scatters is not None and bulk is not None:
+        return MethodChoice(Method.XLA)
+    if scatters is not None and (choice.method in FUSED or may_be_bulk):
+        return MethodChoice(Method.BULK, is_explicit=False)
+    if bulk is not None and may_be_bulk:
+        return MethodChoice(_engine_method(gathers=False), is_explicit=False)
+    return choice

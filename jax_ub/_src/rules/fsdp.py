@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ub._src.primitives import varying
+from jax_ub._src.primitives import vma
 
 
 def remat_gathers(function: Callable, axes: tuple[str, ...]) -> Callable:
@@ -50,7 +50,7 @@ def gather_kernels(
     def gather(kernel):
         # Promoting the shard, not the gathered kernel, makes JAX sum the gradients over
         # the other replicas after the reduce-scatter, when each is only a shard.
-        kernel = varying.promote(kernel, varying.axes_of(x))
+        kernel = vma.pcast_varying(kernel, vma.axes_of(x))
         return lax.all_gather(kernel, axes, axis=dim, tiled=True)
 
     def spread(main_grad):
@@ -76,7 +76,7 @@ def pad_with_zeros(main_grad: jax.Array, axes: tuple[str, ...], dim: int) -> jax
     start = lax.axis_index(axes) * shape[dim]
     shape[dim] *= lax.axis_size(axes)
     zeros = jnp.zeros(shape, main_grad.dtype)
-    zeros = varying.promote(zeros, varying.axes_of(main_grad))
+    zeros = vma.pcast_varying(zeros, vma.axes_of(main_grad))
     return lax.dynamic_update_slice_in_dim(zeros, main_grad, start, dim)
 
 

@@ -1,38 +1,29 @@
-"""`linear`: a dense layer that is column-parallel, row-parallel or not parallel."""
+"""Linear layers: the public functions, and `parallel_linear` behind them."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
 from jax_ub._src import checks as shapes
+from jax_ub._src import lowering_log
+from jax_ub._src.config.flags import FlaggedMethod
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.methods import Method
-from jax_ub._src.parallel import check_parallel, mode_of
-from jax_ub._src.primitives import varying
-from jax_ub._src.primitives.matmul import matmul
-from jax_ub._src.primitives.matmul_all_reduce import matmul_all_reduce as summed
+from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
+from jax_ub._src.primitives import vma
 from jax_ub._src.rules import main_grads as accumulators
-from jax_ub._src.rules.all_gather_matmul import all_gather_matmul_at
 from jax_ub._src.rules.call_config import (
+    CallConfig,
+    call_label,
     make_call_config,
     make_local_call_config,
-    plain_for_f64,
 )
-from jax_ub._src.rules.layer import layer
-from jax_ub._src.rules.local_gradients import dgrad, local_gradients, local_wgrad
-from jax_ub._src.rules.matmul_all_reduce import matmul_all_reduce_at
-from jax_ub._src.rules.matmul_reduce_scatter import matmul_reduce_scatter_at
-from jax_ub._src.rules.vjp import promote
-
-OP = "linear"
-# The layers whose forward pass communicates, by the op of the table of parallel modes.
-_FUSED: dict[str, Callable[..., jax.Array]] = {
-    "all_gather_matmul": all_gather_matmul_at,
-    "matmul_reduce_scatter": matmul_reduce_scatter_at,
-    "matmul_all_reduce": matmul_all_reduce_at,
-}
+from jax_ub._src.rules.column import column_forward, column_linear
+from jax_ub._src.rules.row import row_forward, row_linear
+from jax_ub._src.rules.vjp import check_no_main_grad
 
 
 def linear(  # noqa: PLR0913, pinned
@@ -97,43 +88,116 @@ def linear(  # noqa: PLR0913, pinned
             configured for another op, or some mesh axes are not manual in the
             surrounding `jax.shard_map`.
     """
-    _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed)
-    mode = mode_of(parallel, sequence_parallel)
-    product = _FUSED.get(mode.op, _whole_rows_at)
-    if mode.op in _FUSED:
-        called = f"{OP} (parallel = {shown(parallel)}): {mode.op}"
-        call_config = make_call_config(called, axis_name, ub_name, method, mode=mode)
-    else:
-        call_config = _open_whole_rows(axis_name if parallel else None, ub_name, method)
-    call_config = dataclasses.replace(
-        call_config, rhs_transposed=rhs_transposed, bias_name="b"
-    )
-    given = {"bias": b, "main_grad": main_grad}
-    if parallel is None or not sequence_parallel:
-        shapes.check_rank(call_config.label, "x", x, 1)
-        if x.ndim == 1:
-            return product(call_config, x[None], w, **given)[0]
-    return product(call_config, x, w, **given)
-
-
-def _check_kind(parallel, axis_name, sequence_parallel, rhs_transposed):
     if parallel is not None:
-        check_parallel(OP, "parallel", parallel)
-    if parallel is not None and axis_name is None:
-        raise ShapeContractError(
-            f"{OP}: parallel = {shown(parallel)} needs the mesh axis that the kernel "
-            "is "
-            'sharded over, but axis_name = None. Pass it, for example axis_name="tp".'
-        )
-    shapes.check_flag(OP, "sequence_parallel", sequence_parallel)
-    shapes.check_flag(OP, "rhs_transposed", rhs_transposed)
+        check_parallel("linear", "parallel", parallel)
+        if axis_name is None:
+            raise ShapeContractError(
+                f"linear: parallel = {shown(parallel)} needs the mesh axis that the "
+                "kernel is sharded over, but axis_name = None. Pass it, for example "
+                'axis_name="tp".'
+            )
+    shapes.check_flag("linear", "sequence_parallel", sequence_parallel)
+    mode = mode_of(parallel, sequence_parallel)
+    communicates = mode.op != "matmul"
+    op = (
+        f"linear (parallel = {shown(parallel)}): {mode.op}"
+        if communicates
+        else "linear"
+    )
+    is_vector = False
+    if parallel is None or not sequence_parallel:
+        shapes.check_rank(call_label(op, ub_name), "x", x, 1)
+        is_vector = x.ndim == 1
+    y = parallel_linear(
+        mode,
+        x[None] if is_vector else x,
+        w,
+        axis_name=axis_name,
+        bias=b,
+        ub_name=ub_name,
+        method=method,
+        main_grad=main_grad,
+        rhs_transposed=rhs_transposed,
+        op=op,
+        bias_name="b",
+    )
+    return y[0] if is_vector else y
 
 
-def linear_without_gather(  # noqa: PLR0913, as the functions that communicate
+def all_gather_matmul(  # noqa: PLR0913, pinned
+    x: jax.Array,
+    w: jax.Array | tuple[jax.Array, ...],
+    *,
+    axis_name: str | tuple[str, ...],
+    bias: jax.Array | tuple[jax.Array, ...] | None = None,
+    ub_name: str | None = None,
+    method: Method | str | None = None,
+    return_gathered: bool = False,
+    out_dtype: DTypeLike | None = None,
+    main_grad: jax.Array | tuple[jax.Array, ...] | None = None,
+    rhs_transposed: bool = False,
+) -> Any:
+    """Multiplies the gathered rows of `x` by this rank's columns of the kernel.
+
+    Equivalent to `jax.lax.all_gather(x, axis_name, axis=-2, tiled=True) @ w + bias`,
+    summed in f32 and rounded once.
+    The backward pass reduce-scatters the gradient of `x`. For the gradient of `w` it
+    gathers `x` again or reads it from the peers' memory. With `return_gathered` the
+    forward pass saves the gathered `x` instead, under the checkpoint names
+    "jax_ub.gathered" and "jax_ub.<ub_name>.gathered", which a remat policy may drop.
+
+    Transformer Engine: a column-parallel linear with `ub_overlap_ag`.
+
+    Args:
+        x: activations, `[..., M/P, K]`: this rank's rows.
+        w: kernel, `[K, N/P]`: this rank's columns; or a tuple of kernels, which share
+            one gather.
+        axis_name: the mesh axis, of size P, to gather over.
+        bias: `[N/P]`, or a tuple of one for each kernel.
+        ub_name: the call's name in errors and in the configuration of `initialize_ub`.
+        method: the method to run by; None takes `JAX_UB_METHOD`, or "auto".
+        return_gathered: whether to return the gathered `x`, too.
+        out_dtype: dtype of the product; None takes the dtype of `x`.
+        main_grad: f32 accumulator of the kernel's gradient, `[K, N/P]`; a tuple if `w`
+            is a tuple. Its cotangent is `main_grad + dw`, written in place if its
+            buffer is free, and the cotangent of `w` is zero.
+        rhs_transposed: whether kernels are stored as `[N/P, K]`, such as this rank's
+            shard of an embedding that the output projection reuses. They are read in
+            place, and their gradients have the same layout; `w.T` would copy them.
+
+    Returns:
+        The product `[..., M, N/P]`, or a tuple of products if `w` is a tuple. With
+        `return_gathered`, a pair of that and the gathered x, `[..., M, K]`.
+
+    Raises:
+        ShapeContractError: if the operands do not match each other or the mesh, or
+            exceed the capacity of `initialize_ub`.
+        UnknownNameError: if there is no such method, `initialize_ub` made no overlap
+            of that `ub_name`, or a flag is neither true nor false.
+        UnsupportedOverlapError: if the given method cannot run here, the name is
+            configured for another op, or some mesh axes are not manual in the
+            surrounding `jax.shard_map`.
+    """
+    return parallel_linear(
+        mode_of("column", True),
+        x,
+        w,
+        axis_name=axis_name,
+        bias=bias,
+        ub_name=ub_name,
+        method=method,
+        return_gathered=return_gathered,
+        out_dtype=out_dtype,
+        main_grad=main_grad,
+        rhs_transposed=rhs_transposed,
+    )
+
+
+def matmul_reduce_scatter(  # noqa: PLR0913, pinned
     x: jax.Array,
     w: jax.Array,
     *,
-    axis_name: str | tuple[str, ...] | None,
+    axis_name: str | tuple[str, ...],
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     ub_name: str | None = None,
@@ -142,94 +206,268 @@ def linear_without_gather(  # noqa: PLR0913, as the functions that communicate
     main_grad: jax.Array | None = None,
     rhs_transposed: bool = False,
 ) -> jax.Array:
-    """Computes `x @ w + bias` for layers whose forward pass does not communicate.
+    """Multiplies this rank's features and scatters the rows of the sum over the ranks.
 
-    Unlike `linear` it takes a `residual` and an `out_dtype`, as the functions that
-    communicate do.
+    Equivalent to `jax.lax.psum_scatter(x @ w, axis_name, scatter_dimension=-2,
+    tiled=True) + bias + residual`, summed in f32 and rounded once. The backward pass
+    reads the gradient of the result directly from the peers' memory, or gathers it once
+    for dgrad and wgrad.
+
+    Transformer Engine: a row-parallel linear with `ub_overlap_rs`.
 
     Args:
-        x: activations, `[..., M, K]`, with all features.
-        w: kernel, `[K, N/P]`: this rank's columns.
-        axis_name: the mesh axis, of size P, that the columns are sharded over; None if
-            this rank has all columns.
-        bias: `[N/P]`.
-        residual: addend of the result, `[..., M, N/P]`, added before rounding.
-        ub_name: see `linear`.
-        method: see `linear`.
+        x: activations, `[..., M, K/P]`: this rank's features.
+        w: kernel, `[K/P, N]`: this rank's rows.
+        axis_name: the mesh axis, of size P, to reduce over.
+        bias: `[N]`, added once.
+        residual: `[..., M/P, N]`, added to this rank's rows.
+        ub_name: the call's name in errors and in the configuration of `initialize_ub`.
+        method: the method to run by; None takes `JAX_UB_METHOD`, or "auto".
         out_dtype: dtype of the result; None takes the dtype of `x`.
-        main_grad: see `linear`.
-        rhs_transposed: see `linear`.
+        main_grad: f32 accumulator of the kernel's gradient, `[K/P, N]`. Its cotangent
+            is `main_grad + dw`, written in place if its buffer is free, and the
+            cotangent of `w` is zero.
+        rhs_transposed: whether the kernel is stored as `[N, K/P]`. It is read in place,
+            and its gradient has the same layout; `w.T` would copy it.
 
     Returns:
-        `[..., M, N/P]`.
+        `[..., M/P, N]`: this rank's rows.
 
     Raises:
-        ShapeContractError: see `linear`.
-        UnknownNameError: see `linear`.
-        UnsupportedOverlapError: see `linear`.
+        ShapeContractError: if the operands do not match each other or the mesh, or
+            exceed the capacity of `initialize_ub`.
+        UnknownNameError: if there is no such method, `initialize_ub` made no overlap
+            of that `ub_name`, or `rhs_transposed` is not a bool.
+        UnsupportedOverlapError: if the given method cannot run here, the name is
+            configured for another op, or some mesh axes are not manual in the
+            surrounding `jax.shard_map`.
     """
-    call_config = _open_whole_rows(axis_name, ub_name, method)
-    call_config = dataclasses.replace(call_config, rhs_transposed=rhs_transposed)
-    given = {"bias": bias, "main_grad": main_grad, "residual": residual}
-    return _whole_rows_at(call_config, x, w, out_dtype=out_dtype, **given)
-
-
-def _open_whole_rows(axis_name, ub_name, method):
-    if axis_name is None:
-        return make_local_call_config(OP, ub_name, method, mode=mode_of(None, False))
-    mode = mode_of("column", False)
-    return make_call_config(OP, axis_name, ub_name, method, mode=mode)
-
-
-@plain_for_f64
-def _whole_rows_at(
-    call_config, x, w, *, bias, main_grad, residual=None, out_dtype=None
-):
-    kernel = call_config.kernel(w)
-    shapes.check_operands(call_config.label, x, kernel, takes_f64=call_config.takes_f64)
-    sharded = "out" if call_config.axis_name else ""
-    shapes.check_contraction(
-        call_config.label, x, kernel, call_config.num_ranks, sharded
-    )
-    result = (*x.shape[:-1], kernel.shape[1])
-    shapes.check_addends(
-        call_config.label,
-        bias,
-        residual,
-        result,
-        bias_name=call_config.bias_name,
-        takes_f64=shapes.is_f64(x),
-    )
-    shapes.check_main_grad(call_config.label, main_grad, w)
-    out_dtype = shapes.check_out_dtype(call_config.label, out_dtype, x.dtype)
-    call_config = call_config.with_dtypes(x.dtype, out_dtype)
-    axes = call_config.axes(x, w, bias, residual, main_grad)
-    main_grad = accumulators.prepare(call_config.label, main_grad, w, axes)
-    own = frozenset(call_config.axis_name)
-    is_replicated = call_config.is_vma_checked and not own & varying.axes_of(x)
-    x = promote(x, axes - own if is_replicated else axes)
-    w, bias, residual = promote((w, bias, residual), axes)
-    product = _replicated if is_replicated else _local
-    return product(call_config, x, w, bias, residual, main_grad)
-
-
-def _forward(call_config, x, w, bias, residual):
-    return matmul(
-        (x,),
-        (w,),
-        bias,
-        residual,
-        rhs_transposed=call_config.rhs_transposed,
-        out_dtype=call_config.out_dtype,
-        **call_config.local,
+    return parallel_linear(
+        mode_of("row", True),
+        x,
+        w,
+        axis_name=axis_name,
+        bias=bias,
+        residual=residual,
+        ub_name=ub_name,
+        method=method,
+        out_dtype=out_dtype,
+        main_grad=main_grad,
+        rhs_transposed=rhs_transposed,
     )
 
 
-def _replicated_gradients(call_config, x, w, dy, main_grad):
-    # Each rank's columns contribute one summand of x's gradient: GEMM+AR adds them.
-    dx = dgrad(call_config, summed, call_config.dgrad.fused, w, dy)
-    return dx, local_wgrad(call_config, x, dy, main_grad)
+def matmul_all_reduce(  # noqa: PLR0913, pinned
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_name: str | tuple[str, ...],
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    ub_name: str | None = None,
+    method: Method | str | None = None,
+    out_dtype: DTypeLike | None = None,
+    main_grad: jax.Array | None = None,
+    rhs_transposed: bool = False,
+) -> jax.Array:
+    """Multiplies this rank's features by its kernel rows; sums over the ranks.
+
+    Equivalent to `jax.lax.psum(x @ w, axis_name) + bias + residual`, summed in f32 and
+    rounded once. Bias and residual are the same on every rank and are added once, after
+    the reduction.
+
+    Under `jax.shard_map(check_vma=True)` neither the result nor its gradient varies
+    over `axis_name`, so the backward pass does not communicate. With `check_vma=False`
+    JAX's convention holds: the gradient of a replicated value is the sum of the ranks'
+    gradients, so the backward pass all-reduces it first.
+
+    Transformer Engine: a row-parallel linear without sequence parallelism, which it
+    does not overlap.
+
+    Args:
+        x: activations, `[..., M, K/P]`: this rank's features.
+        w: kernel, `[K/P, N]`: this rank's rows.
+        axis_name: the mesh axis, of size P, to reduce over.
+        bias: `[N]`, the same on every rank.
+        residual: `[..., M, N]`, the same on every rank.
+        ub_name: the call's name in errors and in the configuration of `initialize_ub`.
+        method: the method to run by; None takes `JAX_UB_METHOD`, or "auto".
+        out_dtype: dtype of the result; None takes the dtype of `x`.
+        main_grad: f32 accumulator of the kernel's gradient, `[K/P, N]`. Its cotangent
+            is `main_grad + dw`, written in place if its buffer is free, and the
+            cotangent of `w` is zero.
+        rhs_transposed: whether the kernel is stored as `[N, K/P]`. It is read in place,
+            and its gradient has the same layout; `w.T` would copy it.
+
+    Returns:
+        `[..., M, N]`, the same on every rank.
+
+    Raises:
+        ShapeContractError: if the operands do not match each other or the mesh, or
+            exceed the capacity of `initialize_ub`, or if bias or residual varies over
+            the ranks.
+        UnknownNameError: if there is no such method, `initialize_ub` made no overlap
+            of that `ub_name`, or `rhs_transposed` is not a bool.
+        UnsupportedOverlapError: if the given method cannot run here, the name is
+            configured for another op, or some mesh axes are not manual in the
+            surrounding `jax.shard_map`.
+    """
+    return parallel_linear(
+        mode_of("row", False),
+        x,
+        w,
+        axis_name=axis_name,
+        bias=bias,
+        residual=residual,
+        ub_name=ub_name,
+        method=method,
+        out_dtype=out_dtype,
+        main_grad=main_grad,
+        rhs_transposed=rhs_transposed,
+    )
 
 
-_local = layer(_forward, local_gradients)
-_replicated = layer(_forward, _replicated_gradients)
+def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
+    mode: ParallelMode,
+    x: jax.Array,
+    w: jax.Array | tuple[jax.Array, ...],
+    *,
+    axis_name: str | tuple[str, ...] | None,
+    bias: jax.Array | tuple[jax.Array, ...] | None = None,
+    residual: jax.Array | None = None,
+    ub_name: str | None = None,
+    method: Method | FlaggedMethod | str | None = None,
+    return_gathered: bool = False,
+    out_dtype: DTypeLike | None = None,
+    main_grad: jax.Array | tuple[jax.Array, ...] | None = None,
+    rhs_transposed: bool = False,
+    op: str | None = None,
+    bias_name: str = "bias",
+) -> Any:
+    """Computes a linear layer on one rank's shards, as its mode says.
+
+    Args:
+        mode: the layer's row in the table of parallel modes.
+        x: activations, `[..., tokens, K]`.
+        w: kernel; for AG+GEMM also a tuple of kernels, which share one all-gather.
+        axis_name: the mesh axis of the ranks; None if the layer is not parallel.
+        bias: of "out" features; a tuple if `w` is a tuple.
+        residual: addend of the result, before rounding; only for a single kernel.
+        ub_name: see `linear`.
+        method: the method, or a method with the layer's `ub_*` flags.
+        return_gathered: whether to return the gathered `x`, too; only for AG+GEMM.
+        out_dtype: dtype of the result; None takes the dtype of `x`.
+        main_grad: see `linear`; a tuple if `w` is a tuple.
+        rhs_transposed: see `linear`.
+        op: the layer's name in errors; None takes the name of the op.
+        bias_name: the caller's name of `bias`, for errors.
+    """
+    op = op or mode.op
+    if mode.parallel is None:
+        config = make_local_call_config(op, ub_name, method)
+    else:
+        config = make_call_config(op, axis_name, ub_name, method, mode=mode)
+    label = config.label
+    shapes.check_flag(label, "return_gathered", return_gathered)
+    shapes.check_flag(label, "rhs_transposed", rhs_transposed)
+    scope: Any = contextlib.nullcontext()
+    is_f64 = shapes.is_array(x) and shapes.is_f64(x)
+    if is_f64 and config.may_fall_back and not config.takes_f64:
+        # The engine has no f64 GEMM.
+        config = config.plain
+        scope = lowering_log.falling_back(label, "x is float64")
+    config = dataclasses.replace(
+        config,
+        rhs_transposed=rhs_transposed,
+        returns_gathered=return_gathered,
+        bias_name=bias_name,
+    )
+    gathers = mode.op == "all_gather_matmul"
+    is_tuple = gathers and isinstance(w, tuple)
+    ws: tuple[Any, ...] = w if isinstance(w, tuple) and gathers else (w,)
+    biases = _as_tuple(label, bias_name, bias, is_tuple, len(ws))
+    main_grads = _as_tuple(label, "main_grad", main_grad, is_tuple, len(ws))
+    dtype = _check(config, x, ws, biases, residual, main_grads, out_dtype)
+    config = config.with_dtypes(x.dtype, dtype)
+    axes = config.axes(x, ws, biases, residual, main_grads)
+    if main_grads is not None:
+        main_grads = tuple(
+            accumulators.prepare(label, main_grad, kernel, axes)
+            for main_grad, kernel in zip(main_grads, ws, strict=True)
+        )
+    own = frozenset(config.axis_name)
+    if mode.op == "matmul" and config.is_vma_checked and not own & vma.axes_of(x):
+        config = dataclasses.replace(config, is_x_replicated=True)
+    # Outside the custom_vjp, so that JAX sums the gradients over the new axes.
+    x = vma.pcast_varying(x, axes - own if config.is_x_replicated else axes)
+    ws = vma.pcast_varying(ws, axes)
+    addend_axes = axes - own if mode.op == "matmul_all_reduce" else axes
+    biases, residual = vma.pcast_varying((biases, residual), addend_axes)
+    operands = (config, x, ws, biases, residual, main_grads)
+    # Under `jax.disable_jit`, too: see `vjp.differentiable`.
+    with scope, jax.disable_jit(False):
+        if config.is_mapped:
+            check_no_main_grad(config, main_grads)
+            ys, gathered = (column_forward if gathers else row_forward)(*operands)
+        else:
+            ys, gathered = (column_linear if gathers else row_linear)(*operands)
+    y = ys if is_tuple else ys[0]
+    return (y, gathered) if return_gathered else y
+
+
+def _as_tuple(label, name, value, is_tuple, length):
+    if value is None:
+        return None
+    if isinstance(value, tuple) != is_tuple or (is_tuple and len(value) != length):
+        found = "one array" if hasattr(value, "shape") else f"a {type(value).__name__}"
+        found += f" of {len(value)}" if isinstance(value, tuple) else ""
+        wanted = f"a tuple of {length} kernels" if is_tuple else "one kernel"
+        raise ShapeContractError(
+            f"{label}: {name} is {found}, but w is {wanted}. Pass one {name} for each "
+            "kernel, in the same order."
+        )
+    return value if is_tuple else (value,)
+
+
+def _check(config: CallConfig, x, ws, biases, residual, main_grads, out_dtype):
+    """Checks a layer's arrays on one rank; returns the dtype of the result."""
+    label, op, num_ranks = config.label, config.mode.op, config.num_ranks
+    if not ws:
+        raise ShapeContractError(
+            f"{label}: w is an empty tuple. Pass at least one kernel."
+        )
+    shapes.check_rank(label, "x", x)
+    for i, w in enumerate(ws):
+        kernel = config.kernel(w)
+        shapes.check_operands(label, x, kernel, takes_f64=config.takes_f64)
+        shapes.check_contraction(label, x, kernel, num_ranks, config.mode.sharded)
+        *batch, rows, _ = x.shape
+        if op == "all_gather_matmul":
+            rows *= num_ranks
+        if op == "matmul_reduce_scatter":
+            shapes.check_divides(label, x, num_ranks)
+            rows //= num_ranks
+        shapes.check_addends(
+            label,
+            None if biases is None else biases[i],
+            residual,
+            (*batch, rows, kernel.shape[1]),
+            bias_name=config.bias_name,
+            takes_f64=shapes.is_f64(x),
+        )
+        main_grad = None if main_grads is None else main_grads[i]
+        shapes.check_main_grad(label, main_grad, w)
+    if op == "matmul_all_reduce":
+        bias = None if biases is None else biases[0]
+        _check_replicated(config, **{config.bias_name: bias, "residual": residual})
+    return shapes.check_out_dtype(label, out_dtype, x.dtype)
+
+
+def _check_replicated(config, **addends):
+    for name, addend in addends.items():
+        if addend is not None and vma.axes_of(addend) & frozenset(config.axis_name):
+            raise ShapeContractError(
+                f"{config.label}: {name} varies over {config.axis_name}, but it is "
+                "added once, after the reduction, so it must be the same on every "
+                "rank. Pass it replicated: leave the axis out of its in_specs."
+            )

@@ -12,7 +12,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from jax_ub._src import checks as shapes
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
-from jax_ub._src.primitives import varying
+from jax_ub._src.primitives import vma
 
 # id of a main_grad's tracer -> (weak reference to the tracer, trace in which it was
 # used). An entry is removed when its tracer is freed.
@@ -40,7 +40,7 @@ def prepare(
     if main_grad is None:
         return None
     claim(op, main_grad, w)
-    return promote(op, main_grad, axes)
+    return pcast_varying(op, main_grad, axes)
 
 
 def claim(op: str, main_grad: jax.Array, w: jax.Array) -> None:
@@ -54,7 +54,7 @@ def claim(op: str, main_grad: jax.Array, w: jax.Array) -> None:
     _claim(op, main_grad)
 
 
-def promote(op: str, main_grad: jax.Array, axes) -> jax.Array:
+def pcast_varying(op: str, main_grad: jax.Array, axes) -> jax.Array:
     """Checks that a main_grad varies over all mesh axes that its gradient varies over.
 
     Returns:
@@ -65,7 +65,7 @@ def promote(op: str, main_grad: jax.Array, axes) -> jax.Array:
             differ.
     """
     main_grad = _promote_over_single_ranks(main_grad, axes)
-    missing = sorted(frozenset(axes) - varying.axes_of(main_grad))
+    missing = sorted(frozenset(axes) - vma.axes_of(main_grad))
     if missing:
         raise ShapeContractError(
             f"{op}: main_grad is the same on all ranks of {missing}, but this call's "
@@ -80,10 +80,10 @@ def _promote_over_single_ranks(main_grad, axes):
     # The transpose of a promotion is a sum, which over one rank is the value itself.
     single = [
         axis
-        for axis in frozenset(axes) - varying.axes_of(main_grad)
+        for axis in frozenset(axes) - vma.axes_of(main_grad)
         if lax.axis_size(axis) == 1
     ]
-    return varying.promote(main_grad, single)
+    return vma.pcast_varying(main_grad, single)
 
 
 def check_vmapped_together(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Helpers for `custom_vjp` rules with symbolic zeros and optional residuals."""
+"""The `custom_vjp` of linear layers, with symbolic zeros and optional residuals."""
 
 from collections.abc import Callable
 
@@ -8,16 +8,105 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_ub._src.primitives import varying
+from jax_ub._src.errors import UnsupportedOverlapError
+from jax_ub._src.reference import sum_dtype
+from jax_ub._src.rules.call_config import CallConfig
+from jax_ub._src.rules.main_grads import check_vmapped_together
 
 
-def promote(operands, axes):
-    """Casts all arrays in `operands` to vary over the mesh axes `axes` of `shard_map`.
+def differentiable(forward: Callable, gradients: Callable) -> Callable:
+    """Makes a differentiable linear layer from its forward pass and its gradients.
 
-    It is called outside the `custom_vjp`, so that JAX sums the gradients over the new
-    axes.
+    Args:
+        forward: (config, x, ws, biases, residual, main_grads) -> (ys, gathered). `ws`,
+            `biases`, `main_grads` and `ys` are tuples with one entry for each kernel.
+        gradients: (config, saved, dys, d_gathered) -> (dx, dws). `saved` has "x", or
+            "gathered" if the forward pass returned it, to compute kernel gradients;
+            "ws", to compute the gradient of x; and "main_grads". Each is None if it is
+            not needed. `dys` and `dws` are dicts by the index of the kernel, without
+            those whose gradient is zero. With main_grads, dw is main_grad + dw.
+
+    Returns:
+        A function with the arguments of `forward`, jitted. It must be called under
+        `jax.disable_jit(False)`: JAX cannot evaluate a `custom_vjp` with symbolic zeros
+        operation by operation in an eager `shard_map`. Inside a traced program the jit
+        is inlined.
     """
-    return jax.tree.map(lambda operand: varying.promote(operand, axes), operands)
+    rule = jax.custom_vjp(forward, nondiff_argnums=(0,))
+
+    def forward_rule(config, *operands):
+        values = value_of(operands)
+        x, ws, biases, residual, main_grads = operands
+        ys, gathered = rule(config, *values)
+        wants_dw = needs_dw(ws, main_grads)
+        name = config.ub_name
+        ys = tuple(save(y, "y", name) for y in ys)
+        gathered = save(gathered, "gathered", name)
+        wants_x = wants_dw and gathered is None
+        saved = {
+            "x": residual_or_placeholder(wants_x, save(values[0], "x", name)),
+            "gathered": residual_or_placeholder(wants_dw, gathered),
+            "ws": residual_or_placeholder(needs(x), values[1]),
+            "biases": residual_or_placeholder(needs(biases), values[2]),
+            # The backward pass needs the dtype only, which an empty array carries.
+            "residual": residual_or_placeholder(needs(residual), _emptied(values[3])),
+            "main_grads": residual_or_placeholder(needs(main_grads), values[4]),
+        }
+        return (ys, gathered), saved
+
+    def backward_rule(config, saved, cotangents):
+        saved = present_residuals(saved)
+        dys, d_gathered = cotangents
+        live = {i: dy for i, dy in enumerate(dys) if not is_zero(dy)}
+        dx, dws = gradients(config, saved, live, d_gathered)
+        biases, residual, main_grads = (
+            saved[name] for name in ("biases", "residual", "main_grads")
+        )
+        dbs = biases and tuple(
+            row_sum(live[i]).astype(bias.dtype) if i in live else None
+            for i, bias in enumerate(biases)
+        )
+        has_residual = residual is not None and bool(live)
+        d_residual = live[0].astype(residual.dtype) if has_residual else None
+        if main_grads is None:
+            return dx, tuple(map(dws.get, range(len(dys)))), dbs, d_residual, None
+        # A main_grad's cotangent is its new value, or the old one if its dy is zero.
+        sums = tuple(dws.get(i, main_grad) for i, main_grad in enumerate(main_grads))
+        return dx, None, dbs, d_residual, sums
+
+    rule.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
+    return jax.jit(rule, static_argnums=0, inline=True)
+
+
+def check_no_main_grad(config: CallConfig, main_grads) -> None:
+    """Raises an error for `main_grad` if the ranks are an axis of `jax.vmap`.
+
+    The backward rule of a `custom_vjp` may run outside the `vmap`, where the axis is
+    unbound. JAX therefore differentiates such calls itself and cannot accumulate.
+    """
+    if main_grads is not None:
+        raise UnsupportedOverlapError(
+            f"{config.label}: main_grad over {config.axis_name}, an axis of jax.vmap. "
+            "Use jax.shard_map, or leave out main_grad."
+        )
+
+
+def accumulation(config: CallConfig, dys, main_grads):
+    """Returns the wgrad's accumulators (or None), and the dtype of its results.
+
+    The dtype is f32 with accumulators. `main_grads` is None or has one entry for each
+    dy.
+    """
+    if main_grads is None:
+        return None, config.dw_dtype or config.dtype
+    pairs = zip(main_grads, dys, strict=True)
+    checked = tuple(check_vmapped_together(config.label, *pair) for pair in pairs)
+    return checked, jnp.float32
+
+
+def row_sum(dy: jax.Array) -> jax.Array:
+    """Returns the sum over all rows of dy [..., M, N]: f32 [N], or f64 for f64."""
+    return jnp.sum(dy, axis=tuple(range(dy.ndim - 1)), dtype=sum_dtype(dy.dtype))
 
 
 def save(value, name: str, ub_name: str | None = None):
@@ -36,23 +125,6 @@ def save(value, name: str, ub_name: str | None = None):
     return checkpoint_name(value, f"jax_ub.{ub_name}.{name}")
 
 
-def jitted_rule(rule: Callable, static_argnums) -> Callable:
-    """Jits a `custom_vjp` function so that it also works in an eager `shard_map`.
-
-    The function uses symbolic zeros.
-
-    JAX cannot evaluate one there operation by operation, so the rule is always jitted,
-    even under `jax.disable_jit`. Inside a traced program the jit is inlined.
-    """
-    jitted = jax.jit(rule, static_argnums=static_argnums, inline=True)
-
-    def run(*operands):
-        with jax.disable_jit(False):
-            return jitted(*operands)
-
-    return run
-
-
 def residual_or_placeholder(wanted: bool, value):
     """Returns `value` if the backward pass needs it, else empty arrays like it.
 
@@ -63,12 +135,16 @@ def residual_or_placeholder(wanted: bool, value):
     must not change the structure. A placeholder is a slice of the value that it
     replaces, so that `jax.vmap` maps both over the same axes.
     """
-    return value if wanted else jax.tree.map(_emptied, value)
+    return value if wanted else jax.tree.map(_as_placeholder, value)
 
 
-def _emptied(value):
+def _as_placeholder(value):
     rows = value if value.ndim else value[None]
     return lax.slice_in_dim(rows, 0, 0).astype(bool)
+
+
+def _emptied(array):
+    return None if array is None else array.reshape(-1)[:0]
 
 
 def placeholder() -> jax.Array:

@@ -24,11 +24,8 @@ from jax.typing import DTypeLike
 from jax_ub._src import checks, lowering_log
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
 from jax_ub._src.rules import main_grads as accumulators
-from jax_ub._src.rules.all_gather_matmul import all_gather_matmul
 from jax_ub._src.rules.fsdp import gather_kernels, remat_gathers
-from jax_ub._src.rules.linear import linear_without_gather
-from jax_ub._src.rules.matmul_all_reduce import matmul_all_reduce
-from jax_ub._src.rules.matmul_reduce_scatter import matmul_reduce_scatter
+from jax_ub._src.rules.linear import parallel_linear
 from jax_ub._src.runtime import registry
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.specs import (
@@ -173,32 +170,26 @@ def _with_whole_kernels(
     return body(x, kernels, biases, main_grads, residual)
 
 
-# The layers whose forward pass communicates, by the op of the table of parallel modes.
-_FUSED: dict[str, Callable] = {
-    "all_gather_matmul": all_gather_matmul,
-    "matmul_reduce_scatter": matmul_reduce_scatter,
-    "matmul_all_reduce": matmul_all_reduce,
-}
-
-
 def _multiply(sharding_layout, out_dtype, x, kernel, bias, main_grad, residual):
-    """Runs the layer on this rank's shards, with the op for its kind of parallelism."""
-    is_parallel = sharding_layout.parallel is not None
-    options = {
-        "axis_name": sharding_layout.axis_name if is_parallel else None,
-        "method": sharding_layout.flagged_method,
-        "ub_name": sharding_layout.ub_name,
-        "rhs_transposed": sharding_layout.rhs_transposed,
-    }
-    if residual is not None:
-        options["residual"] = residual
-    fused = _FUSED.get(sharding_layout.mode.op, linear_without_gather)
+    """Runs the layer on this rank's shards."""
 
     def multiply(w, bias, main_grad):
-        given = {"main_grad": main_grad, "out_dtype": out_dtype, **options}
-        return fused(x, w, bias=bias, **given)
+        return parallel_linear(
+            sharding_layout.mode,
+            x,
+            w,
+            axis_name=sharding_layout.axis_name,
+            bias=bias,
+            residual=residual,
+            ub_name=sharding_layout.ub_name,
+            method=sharding_layout.flagged_method,
+            out_dtype=out_dtype,
+            main_grad=main_grad,
+            rhs_transposed=sharding_layout.rhs_transposed,
+        )
 
-    if isinstance(kernel, tuple) and fused is not all_gather_matmul:
+    gathers = sharding_layout.mode.op == "all_gather_matmul"
+    if isinstance(kernel, tuple) and not gathers:
         none = (None,) * len(kernel)  # the kernels share no all-gather: one call each
         return tuple(map(multiply, kernel, bias or none, main_grad or none))
     return multiply(kernel, bias, main_grad)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,8 @@ import numpy as np
 
 import jax_ub as ub
 from jax_ub._src.methods import Method, MethodChoice
-from jax_ub._src.primitives.matmul import matmul
-from jax_ub._src.primitives.wgrad import wgrad
+from jax_ub._src.primitives.call import Execution
+from jax_ub._src.primitives.matmuls import matmul, wgrad
 from jax_ub._src.tools.bench import cases, peers
 from jax_ub._src.tools.bench.cases import Case, Setup, Shape
 from jax_ub._src.tools.bench.machine import AXIS, Spec, normal
@@ -29,15 +28,22 @@ def own_gemm(method: str, layout: str, out_dtype: str | None = None) -> Gemm:
     otherwise.
     """
     choice = MethodChoice(Method(method))
-    options: dict[str, Any] = {"choice": choice, "label": f"bench {layout}"}
+    execution = Execution(label=f"bench {layout}", choice=choice)
 
     def program(a, b, bias, addend):
         if layout == "tn":
             main_grads = None if addend is None else (addend,)
             out = out_dtype or (jnp.float32 if main_grads else a.dtype)
-            return wgrad(a, (b,), main_grads, out_dtype=out, **options)[0]
-        options.update(rhs_transposed=layout == "nt", out_dtype=out_dtype or a.dtype)
-        return matmul((a,), (b,), bias, addend, **options)
+            return wgrad(execution, a, (b,), main_grads, out_dtype=out)[0]
+        return matmul(
+            execution,
+            (a,),
+            (b,),
+            bias,
+            addend,
+            rhs_transposed=layout == "nt",
+            out_dtype=out_dtype or a.dtype,
+        )
 
     return program
 

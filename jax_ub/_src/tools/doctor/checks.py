@@ -18,7 +18,8 @@ import jax_ub as ub
 from jax_ub._src.errors import UnsupportedOverlapError, nearest
 from jax_ub._src.lowering_log import fallbacks
 from jax_ub._src.methods import Method, MethodChoice, resolve
-from jax_ub._src.primitives.bulk_all_gather import bulk_all_gather
+from jax_ub._src.primitives.call import Execution
+from jax_ub._src.primitives.collectives import bulk_all_gather
 from jax_ub._src.runtime import (
     backend,
     communicators,
@@ -303,15 +304,13 @@ def _column_linear(mesh, method):
 def _bulk_linear(num_ranks, x, w):
     """Computes `all_gather(x) @ w`; gathers x concurrently with an independent GEMM."""
     dy = jnp.ones((num_ranks * x.shape[0], w.shape[1]), x.dtype)
-    _, gathered = bulk_all_gather(
-        (dy,),
-        (w,),
-        x,
+    execution = Execution(
+        label="doctor",
+        choice=MethodChoice(Method.BULK),
         axis_name=(_AXIS,),
         num_ranks=num_ranks,
-        choice=MethodChoice(Method.BULK),
-        label="doctor",
     )
+    _, gathered = bulk_all_gather(execution, (dy,), (w,), x)
     return gathered @ w
 
 

@@ -15,7 +15,6 @@ from jax.extend import core
 from jax_ub._src import arguments, lowering_log
 from jax_ub._src.lowering_log import LoweredCall, recording, shape_of
 from jax_ub._src.primitives.call import Call
-from jax_ub._src.primitives.sizes import global_sizes
 from jax_ub._src.tables import format_count
 from jax_ub._src.tools import simulate
 from jax_ub._src.tools.explain import hlo, report
@@ -145,7 +144,7 @@ def call_rows(
         key = (one.call, one.operands, one.method, one.reason)
         groups.setdefault(key, []).append(one)
     for (call, operands, method, reason), equal in groups.items():
-        op, M, K, N = global_sizes(call, operands)
+        op, M, K, N = call.global_sizes(operands)
         num_ranks = call.num_ranks if call.axis_name else 1
         # Predict the requested method, because "auto" may select another method on the
         # predicted machine than on this one.
@@ -162,8 +161,8 @@ def call_rows(
         count = counts.get((call, operands), str(len(equal)))
         notes = ["" if count in ("", "1") else f"x {count}"]
         notes.append("nothing to communicate" if num_ranks == 1 else "")
-        notes.append(call.replicated)
-        target = call.target.removeprefix("jax_ub$")
+        notes.append(call.execution.replicated)
+        target = call.op
         yield Row(
             scope=_scope(equal[0].scope, call.label),
             op=target,

@@ -7,16 +7,18 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
+from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, TunedKey
 from jax_ub._src.methods import Method, MethodChoice
-from jax_ub._src.primitives.all_gather_matmul import AllGatherMatmul
-from jax_ub._src.primitives.call import Call
-from jax_ub._src.primitives.matmul import Matmul
-from jax_ub._src.primitives.matmul_all_reduce import MatmulAllReduce
-from jax_ub._src.primitives.matmul_reduce_scatter import MatmulReduceScatter
-from jax_ub._src.primitives.wgrad import Wgrad
+from jax_ub._src.primitives.call import Call, Execution
+from jax_ub._src.primitives.matmuls import (
+    AllGatherMatmul,
+    Matmul,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+    Wgrad,
+)
 from jax_ub._src.rules.call_config import CallConfig
-from jax_ub._src.rules.column_gradients import column_gradients
+from jax_ub._src.rules.column import column_gradients
 from jax_ub._src.tools.bench.cases import Shape
 from jax_ub._src.tools.bench.machine import AXIS, Ranks, Spec, normal
 from jax_ub._src.tools.bench.timing import Candidate
@@ -71,6 +73,7 @@ class _Layout:
     adds: bool = False
 
 
+_AUTO = MethodChoice(Method.AUTO)
 _ROWS, _COLUMNS, _REPLICATED = Spec(AXIS, None), Spec(None, AXIS), Spec()
 
 
@@ -137,18 +140,20 @@ class Operands:
 def _function(case: TunedKey, choice: MethodChoice) -> Callable[..., Any]:
     if case.op == COLUMN_GRADIENTS:
         return _column_gradients(case, choice)
-    call = dataclasses.replace(call_of(case), choice=choice)
+    call = call_of(case, choice)
     return lambda *operands: call(*operands)[0]
 
 
-def call_of(case: TunedKey) -> Call:
-    """Returns the primitive call that computes the op of a case, with one kernel.
-
-    `Call` describes a call of jax_ub's engine. Its method is "auto".
-    """
+def call_of(case: TunedKey, choice: MethodChoice = _AUTO) -> Call:
+    """Returns the primitive call that computes the op of a case, with one kernel."""
+    is_local = case.op in LOCAL_OPS
     shared: dict[str, Any] = {
-        "choice": MethodChoice(Method.AUTO),
-        "label": f"tune {case.op}",
+        "execution": Execution(
+            label=f"tune {case.op}",
+            choice=choice,
+            axis_name=() if is_local else (AXIS,),
+            num_ranks=1 if is_local else case.num_ranks,
+        ),
         "scale": 1.0,
         "out_dtype": jnp.dtype(case.dtype),
     }
@@ -161,9 +166,8 @@ def call_of(case: TunedKey) -> Call:
         "has_bias": False,
         "has_residual": case.op == "dgrad_add",
     }
-    if case.op in ("matmul", "dgrad", "dgrad_add"):
+    if is_local:
         return Matmul(num_pairs=1, **shared)
-    shared |= {"axis_name": (AXIS,), "num_ranks": case.num_ranks}
     if case.op in _PAIRS:
         return _PAIRS[case.op](num_pairs=1, **shared)
     return AllGatherMatmul(num_kernels=1, return_gathered=False, **shared)

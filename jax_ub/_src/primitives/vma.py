@@ -6,6 +6,7 @@ vma types: no value varies over any axis, and the functions here change nothing.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 from jax import lax
@@ -22,13 +23,24 @@ def axes_of(*values) -> Axes:
     return frozenset().union(*(aval.manual_axis_type.varying for aval in types))
 
 
+def _is_aval(value):
+    return isinstance(value, jax.core.ShapedArray)
+
+
 def is_vma_checked(axis_name: tuple[str, ...]) -> bool:
     """Returns whether the surrounding `shard_map` has `check_vma=True`."""
     return bool(axis_name) and bool(axes_of(lax.axis_index(axis_name[0])))
 
 
-def promote(value: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Casts `value` to vary over `axes`, too; the transpose sums over the new axes."""
+def pcast_varying(tree: Any, axes: Iterable[str]) -> Any:
+    """Casts the arrays of a tree to vary over `axes`, too.
+
+    The transpose sums over the new axes.
+    """
+    return jax.tree.map(functools.partial(_pcast_varying, axes=axes), tree)
+
+
+def _pcast_varying(value, *, axes):
     new = frozenset(axes) - axes_of(value)
     sizes = jax.sharding.get_abstract_mesh().shape
     of_one = tuple(sorted(axis for axis in new if sizes.get(axis) == 1))
@@ -38,19 +50,19 @@ def promote(value: jax.Array, axes: Iterable[str]) -> jax.Array:
     return lax.pcast(value, others, to="varying") if others else value
 
 
-def same_on(axes: Iterable[str], value: jax.Array) -> jax.Array:
+def pcast_replicated(value: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Casts `value` to be replicated over `axes`, each of which has a single rank."""
     own = tuple(sorted(frozenset(axes) & axes_of(value)))
     return _same_p.bind(value, axes=own) if own else value
 
 
-def sum_over(axes: Iterable[str], value: jax.Array) -> jax.Array:
+def sum_over(value: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Sums `value` over mesh axes; axes of a single rank need no communication."""
     sizes = jax.sharding.get_abstract_mesh().shape
     others = tuple(axis for axis in axes if sizes.get(axis) != 1)
     of_one = frozenset(axes).difference(others)
     value = lax.psum(value, others) if others else value
-    return same_on(of_one, value) if of_one else value
+    return pcast_replicated(value, of_one) if of_one else value
 
 
 def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
@@ -85,15 +97,12 @@ def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
 # would be an all-reduce.
 _vary_p = _cast("jax_ub_vary", frozenset.union)
 _same_p = _cast("jax_ub_same", frozenset.difference)
-ad.deflinear2(_vary_p, lambda dy, _, *, axes: [same_on(axes, dy)])
-ad.deflinear2(_same_p, lambda dy, _, *, axes: [promote(dy, axes)])
+ad.deflinear2(_vary_p, lambda dy, _, *, axes: [pcast_replicated(dy, axes)])
+ad.deflinear2(_same_p, lambda dy, _, *, axes: [pcast_varying(dy, axes)])
 
 
-def result_aval(shape: Sequence[int], dtype, axes: Axes, like):
-    """Returns the aval of an op's result that varies over `axes` of a mesh.
-
-    The mesh is that of `like`.
-    """
+def result_aval(shape: Sequence[int], dtype, axes: Axes, like: jax.core.ShapedArray):
+    """Returns an aval on the mesh of `like` that varies over `axes`."""
     return like.update(
         shape=tuple(shape),
         dtype=dtype,
@@ -101,7 +110,3 @@ def result_aval(shape: Sequence[int], dtype, axes: Axes, like):
         sharding=like.sharding.update(spec=PartitionSpec(*(None for _ in shape))),
         manual_axis_type=ManualAxisType(varying=axes),
     )
-
-
-def _is_aval(value):
-    return isinstance(value, jax.core.ShapedArray)

@@ -1,0 +1,274 @@
+"""The primitives of collectives, alone or concurrent with an independent GEMM."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from jax_ub._src import reference
+from jax_ub._src.primitives.call import Call, Execution, num_features, overwritten
+from jax_ub._src.primitives.matmuls import matmul, wgrad
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllGather(Call):
+    """All-gathers the rows of x over the ranks: [..., m, K] -> [..., P*m, K]."""
+
+    target = "jax_ub$all_gather"
+    gathers = True
+    communicates_only = True
+
+    def shapes(self, x):
+        return [(self.communicated(x), x.dtype)]
+
+    def communicated(self, x):
+        return (*x.shape[:-2], x.shape[-2] * self.num_ranks, x.shape[-1])
+
+    def on_one_rank(self, x):
+        return [x]
+
+    def reference(self, x):
+        return [reference.all_gather(x, self.axis_name)]
+
+
+def all_gather(execution: Execution, x: jax.Array) -> jax.Array:
+    """All-gathers the rows of `x`, `[..., m, K]` -> `[..., P*m, K]`."""
+    return AllGather(execution=execution)(x)[0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReduceScatter(Call):
+    """Sums x [..., P*m, K] over the ranks, and keeps this rank's rows [..., m, K].
+
+    Sums are computed in f32, in rank order, and rounded once.
+    """
+
+    target = "jax_ub$reduce_scatter"
+    communicates_only = True
+
+    out_dtype: np.dtype
+
+    def shapes(self, x):
+        rows = x.shape[-2] // self.num_ranks
+        return [((*x.shape[:-2], rows, x.shape[-1]), self.out_dtype)]
+
+    def communicated(self, x):
+        return x.shape
+
+    def on_one_rank(self, x):
+        return [x.astype(self.out_dtype)]
+
+    def reference(self, x):
+        return [reference.reduce_scatter(x, self.axis_name).astype(self.out_dtype)]
+
+
+def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype) -> jax.Array:
+    """Sums `x` over the ranks, and keeps this rank's rows.
+
+    Maps `[..., P*m, K]` to `[..., m, K]`.
+    """
+    return ReduceScatter(execution=execution, out_dtype=np.dtype(out_dtype))(x)[0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllReduce(Call):
+    """Sums x, of any shape, over the ranks, in f32 and in rank order; rounds once."""
+
+    target = "jax_ub$all_reduce"
+    communicates_only = True
+    replicates = True
+
+    def shapes(self, x):
+        return [(x.shape, x.dtype)]
+
+    def communicated(self, x):
+        return x.shape
+
+    def on_one_rank(self, x):
+        return [x]
+
+    def reference(self, x):
+        return [reference.all_reduce(x, self.axis_name).astype(x.dtype)]
+
+
+def all_reduce(execution: Execution, x: jax.Array) -> jax.Array:
+    """Returns the sum of `x` over the ranks."""
+    return AllReduce(execution=execution)(x)[0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BulkAllGather(Call):
+    """Computes dx = sum_i dy_i w_i^T while it all-gathers an unrelated array.
+
+    Operands: all dy_i, all w_i, then this rank's shard of the other tensor. Results:
+    dx, then the gathered tensor.
+    """
+
+    target = "jax_ub$bulk_all_gather"
+
+    num_pairs: int
+    partial_dtype: np.dtype
+
+    def shapes(self, dy, *others):
+        w, shard = others[-2], others[-1]
+        dx = (*dy.shape[:-1], w.shape[0])
+        return [(dx, self.partial_dtype), (self.communicated(shard), shard.dtype)]
+
+    def communicated(self, *operands):
+        shard = operands[-1]
+        rows = shard.shape[-2] * self.num_ranks
+        return (*shard.shape[:-2], rows, shard.shape[-1])
+
+    def reference(self, *operands):
+        n = self.num_pairs
+        dx = reference.dots(operands[:n], operands[n : 2 * n], rhs_transposed=True)
+        dx = dx.astype(self.partial_dtype)
+        return [dx, reference.all_gather(operands[-1], self.axis_name)]
+
+    def on_one_rank(self, *operands):
+        n = self.num_pairs
+        dx = matmul(
+            self.execution.on_one_rank,
+            operands[:n],
+            operands[n : 2 * n],
+            rhs_transposed=True,
+            out_dtype=self.partial_dtype,
+        )
+        return [dx, operands[-1]]
+
+    def options(self):
+        return {"num_pairs": self.num_pairs}
+
+    def is_activation(self, index):
+        return index < self.num_pairs or index == 2 * self.num_pairs
+
+    def global_sizes(self, operands):
+        op, rows, width, _ = super().global_sizes(operands)
+        return (
+            op,
+            rows,
+            width,
+            self.num_ranks * num_features(operands[: self.num_pairs]),
+        )
+
+
+def bulk_all_gather(
+    execution: Execution,
+    dys: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    shard: jax.Array,
+    *,
+    partial_dtype=np.float32,
+) -> tuple[jax.Array, jax.Array]:
+    """All-gathers `shard` while the GEMMs of a layer's dgrad run.
+
+    Args:
+        execution: ranks, method and label.
+        dys: gradients, `[..., M, N_i]`.
+        ws: kernels, `[K, N_i]`.
+        shard: this rank's rows of the tensor to gather, `[..., m, H]`.
+        partial_dtype: dtype of the partial dgrad.
+
+    Returns:
+        `sum_i dy_i w_i^T`, `[..., M, K]`, and the gathered `[..., P*m, H]`.
+    """
+    call = BulkAllGather(
+        execution=execution, num_pairs=len(dys), partial_dtype=np.dtype(partial_dtype)
+    )
+    dx, gathered = call(*dys, *ws, shard)
+    return dx, gathered
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BulkReduceScatter(Call):
+    """Computes dw_i = main_grad_i + x^T dy_i while it reduce-scatters another array.
+
+    Operands: x, all dy_i, all main_grad_i if `accumulate`, then `partial`, this rank's
+    summand of the other tensor. Results: all dw_i, then this rank's rows of the sum.
+    """
+
+    target = "jax_ub$bulk_reduce_scatter"
+    is_batchable = False  # dw_i is summed over batch axes
+
+    num_outputs: int
+    accumulate: bool
+    dw_dtype: np.dtype
+    scattered_dtype: np.dtype
+
+    def shapes(self, x, *others):
+        dys, partial = others[: self.num_outputs], others[-1]
+        rows = partial.shape[-2] // self.num_ranks
+        scattered = (*partial.shape[:-2], rows, partial.shape[-1])
+        dws = [((x.shape[-1], dy.shape[-1]), self.dw_dtype) for dy in dys]
+        return [*dws, (scattered, self.scattered_dtype)]
+
+    def communicated(self, *operands):
+        return operands[-1].shape
+
+    def reference(self, x, *others):
+        n = self.num_outputs
+        dys, main_grads, partial = others[:n], others[n:-1], others[-1]
+        dws = [
+            reference.add(reference.outer(x, dy), main_grad, out_dtype=self.dw_dtype)
+            for dy, main_grad in zip(dys, main_grads or [None] * n, strict=True)
+        ]
+        scattered = reference.reduce_scatter(partial, self.axis_name)
+        return [*dws, scattered.astype(self.scattered_dtype)]
+
+    def on_one_rank(self, x, *others):
+        n = self.num_outputs
+        dws = wgrad(
+            self.execution.on_one_rank,
+            x,
+            others[:n],
+            others[n:-1] or None,
+            out_dtype=self.dw_dtype,
+        )
+        return [*dws, others[-1].astype(self.scattered_dtype)]
+
+    def options(self):
+        return {"num_outputs": self.num_outputs, "accumulate": self.accumulate}
+
+    def aliases(self, operands):
+        return overwritten(operands[:-1], 1 + self.num_outputs, self.dw_dtype)
+
+    def global_sizes(self, operands):
+        op, rows, width, _ = super().global_sizes(operands)
+        dys = operands[1 : 1 + self.num_outputs]
+        return op, rows, width, self.num_ranks * num_features(dys)
+
+
+def bulk_reduce_scatter(
+    execution: Execution,
+    x: jax.Array,
+    dys: tuple[jax.Array, ...],
+    main_grads: tuple[jax.Array, ...] | None,
+    partial: jax.Array,
+    *,
+    dw_dtype,
+    scattered_dtype,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Reduce-scatters `partial` while the GEMMs of a layer's wgrad run.
+
+    Args:
+        execution: ranks, method and label.
+        x: gathered activations, `[..., M, K]`.
+        dys: gradients, `[..., M, N_i]`.
+        main_grads: accumulators, `[K, N_i]`, overwritten by the results; or None.
+        partial: this rank's summand, `[..., P*m, H]`.
+        dw_dtype: dtype of the kernels' gradients.
+        scattered_dtype: dtype of the scattered sum.
+
+    Returns:
+        The kernels' gradients, `[K, N_i]` each, and this rank's rows of the sum,
+        `[..., m, H]`.
+    """
+    call = BulkReduceScatter(
+        execution=execution,
+        num_outputs=len(dys),
+        accumulate=main_grads is not None,
+        dw_dtype=np.dtype(dw_dtype),
+        scattered_dtype=np.dtype(scattered_dtype),
+    )
+    *dws, scattered = call(x, *dys, *(main_grads or ()), partial)
+    return tuple(dws), scattered

@@ -1,0 +1,295 @@
+"""Lowers calls for CPU and CUDA, or to plain `jax.lax` with a recorded reason.
+
+Normally a device finds its rank by its device id. An exported program may run on other
+devices than it was lowered for, or on the same devices in another order. There XLA's
+partition id tells which device of the lowering the running device replaces. The CPU
+engine reads its rank from the partition id. On GPUs, where the host cannot read the
+value, it is only compared with the expected partition id.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+import numpy as np
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo as hlo
+
+from jax_ub._src import lowering_log
+from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
+from jax_ub._src.methods import DEFAULT_SPLITS, Method, Variant
+from jax_ub._src.primitives.mesh import Ranks, find_ranks
+from jax_ub._src.runtime import cpu_engine, cuda_engine, registry, settings
+from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, heap_bytes
+
+if TYPE_CHECKING:
+    from jax_ub._src.primitives.call import Call
+
+# The workspace is a result of the custom call, and XLA has no results of 0 bytes.
+_LEAST_BYTES = 1
+# In a scan, XLA of JAX 0.11 fuses a call with the dynamic-update-slice that saves its
+# result, and runs the call a second time for other users of the result. An optimization
+# barrier behind the call prevents both. Weight gradients get no barrier: they have no
+# other users, so the fusion is wanted.
+_RUNS_TWICE_WHAT_IS_SAVED = jax.__version_info__ < (0, 12)
+
+
+def rule_of(platform: str | None) -> Callable[..., Sequence[Any]]:
+    """Returns the lowering rule for a platform, or for all others if it is None."""
+    return {"cpu": _lower_on_cpu, "cuda": _lower_on_cuda, None: _lower_elsewhere}[
+        platform
+    ]
+
+
+def _lower_on_cpu(ctx, *operands, call):
+    # Checked again, since initialize_ub may have run after the call was traced.
+    check_capacity(call, ctx.avals_in)
+    ranks = find_ranks(ctx, call.label, call.axis_name, takes_partitions=True)
+    reason = ranks.reason or _why_no_room(call, ctx.avals_in, needs_buffers=False)
+    if reason is not None:
+        return _lower_to_reference(ctx, operands, call, reason)
+    is_automatic = call.method is Method.AUTO
+    lowering_log.record(ctx, call, Method.DIRECT if is_automatic else call.method)
+    cpu_engine.register_targets()
+    attributes = _attributes(ctx, call, ranks)
+    channel = attributes["channel"]
+    if channel:
+        cpu_engine.load().begin_program(channel)
+    # An exported program may run in a process whose communicators have a different
+    # generation.
+    if channel and "devices" not in attributes:
+        attributes["generation"] = np.int64(ranks.generation)
+    return _emit(ctx, operands, call, attributes, has_side_effect=True)
+
+
+def _lower_on_cuda(ctx, *operands, call):
+    check_capacity(call, ctx.avals_in)
+    ranks = find_ranks(ctx, call.label, call.axis_name)
+    reason = _cuda_unsupported_reason(call, ranks)
+    reason = reason or _why_no_room(call, ctx.avals_in, needs_buffers=True)
+    if reason is not None:
+        return _lower_to_reference(ctx, operands, call, reason)
+    is_of_one_rank = call.execution.is_of_one_rank or (
+        bool(call.axis_name) and call.num_ranks == 1
+    )
+    if is_of_one_rank and call.method is Method.AUTO:
+        # Nothing overlaps, and XLA tunes the GEMM and fuses neighbouring operations
+        # into it.
+        lowering_log.record(ctx, call, Method.XLA, "one rank: it is a GEMM of XLA's")
+        return mlir.lower_fun(call.reference, multiple_results=True)(ctx, *operands)
+    method = _cuda_method(call)
+    lowering_log.record(ctx, call, method)
+    cuda_engine.register_targets()
+    numbers = {
+        "method": method.code,
+        "variant": cuda_variant(call, ctx.avals_in).code,
+        **call.choice.kernel_options.attributes(),
+        "allow_tf32": settings.allow_tf32(),
+    }
+    attributes = _attributes(ctx, call, ranks)
+    attributes |= {name: np.int64(number) for name, number in numbers.items()}
+    avals = ctx.avals_in, ctx.avals_out
+    arrays = ([(str(a.dtype), tuple(a.shape)) for a in each] for each in avals)
+    size_bytes = cuda_engine.workspace_bytes(call.target, attributes, *arrays)
+    workspace = jax.core.ShapedArray(
+        (max(size_bytes, _LEAST_BYTES),), np.dtype(np.uint8)
+    )
+    ctx = ctx.replace(avals_out=[*ctx.avals_out, workspace])
+    # Unlike on CPUs, has_side_effect is False, so XLA may move or merge these calls.
+    # This is safe, because all ranks run the same compiled program. With a side effect,
+    # XLA of JAX 0.11 would run a call inside a scan twice: in the fusion that slices
+    # its operands, such as the stacked kernels of the layers, and outside the fusion.
+    *results, _ = _emit(ctx, operands, call, attributes, has_side_effect=False)
+    if _RUNS_TWICE_WHAT_IS_SAVED and call.is_batchable:
+        return hlo.OptimizationBarrierOp(cast(list[ir.Value], results)).results
+    return results
+
+
+def _lower_elsewhere(ctx, *operands, call):
+    find_ranks(ctx, call.label, call.axis_name)
+    platforms = ", ".join(ctx.module_context.platforms)
+    return _lower_to_reference(ctx, operands, call, f"no engine for {platforms}")
+
+
+def _lower_to_reference(ctx, operands, call, reason):
+    if not call.choice.may_fall_back:
+        raise UnsupportedOverlapError(
+            f'{call.label}: method "{call.method.value}" cannot run: {reason}. Pass '
+            'method="auto", which falls back to plain jax.lax, or method="xla".'
+        )
+    lowering_log.record_fallback(call.label, reason)
+    lowering_log.record(ctx, call, Method.XLA, reason)
+    return mlir.lower_fun(call.reference, multiple_results=True)(ctx, *operands)
+
+
+def _emit(ctx, operands, call, attributes, *, has_side_effect):
+    """Emits the custom call; in exported programs with the partition id as operand."""
+    rule = jax.ffi.ffi_lowering(
+        call.target,
+        has_side_effect=has_side_effect,
+        operand_output_aliases=call.aliases(ctx.avals_in),
+    )
+    if "devices" in attributes:
+        partition = jax.core.ShapedArray((), np.dtype(np.uint32))
+        ctx = ctx.replace(avals_in=[*ctx.avals_in, partition])
+        operands = (*operands, hlo.partition_id())
+    return rule(ctx, *operands, **attributes)
+
+
+def _attributes(ctx, call: Call, ranks: Ranks) -> dict[str, Any]:
+    options = {
+        name: value if isinstance(value, np.float32) else np.int64(value)
+        for name, value in call.options().items()
+    }
+    return {
+        "method": np.int64(call.method.code),
+        "num_ranks": np.int64(call.num_ranks),
+        "num_splits": np.int64(call.choice.num_splits),
+        "variant": np.int64(call.choice.kernel_options.variant.code),
+        "ranks": ranks.table,
+        "label": call.label,
+        **options,
+        **_partition_attribute(ctx, ranks),
+        "channel": _channel(ctx, ranks),
+    }
+
+
+def _partition_attribute(ctx, ranks):
+    """Returns the ids of all devices of the mesh, indexed by partition id.
+
+    Only exported programs and abstract meshes have this attribute.
+    """
+    for_export = ctx.module_context.lowering_parameters.for_export
+    if not ranks.ids or not (for_export or ranks.are_partitions):
+        return {}
+    return {"devices": np.array(ranks.ids, np.int64)}
+
+
+def _channel(ctx, ranks):
+    # The engines of all processes find the calls that belong together by this text. It
+    # is the HLO module's name and a channel number, equal in every process.
+    if not ranks.spans_processes:
+        return ""
+    module = ctx.module_context.module.operation.attributes["sym_name"]
+    return f"{ir.StringAttr(module).value}/{ctx.module_context.new_channel()}"
+
+
+def check_capacity(call: Call, operands: Sequence[Any]) -> None:
+    """Raises an error if a call communicates more elements than the buffers hold.
+
+    `initialize_ub` has allocated the buffers for the call's mesh axis.
+
+    A call without a configured name is rejected only if it needs the buffers and must
+    not fall back. In one process the CPU engine needs no buffers, but only the lowering
+    knows the platform; it checks again.
+    """
+    initialized_axis = registry.on_axis(call.axis_name, call.num_ranks)
+    if initialized_axis is None:
+        return
+    may_run = call.choice.may_fall_back or not initialized_axis.spans_processes
+    if call.execution.is_named or not may_run:
+        reason = _why_too_large(call, initialized_axis, operands)
+        if reason is not None:
+            raise ShapeContractError(f'{call.label}: {reason}, or pass method="xla".')
+
+
+def _why_no_room(call, operands, *, needs_buffers):
+    """Returns why a call does not fit the buffers of its mesh axis; None if it does.
+
+    Args:
+        call: the call.
+        operands: avals of its operands.
+        needs_buffers: whether the platform needs buffers within one process, too.
+    """
+    initialized_axis = registry.on_axis(call.axis_name, call.num_ranks)
+    if initialized_axis is None:
+        return None
+    if not (initialized_axis.spans_processes or needs_buffers):
+        return None
+    return _why_too_large(call, initialized_axis, operands)
+
+
+def _why_too_large(call, initialized_axis, operands):
+    pipelines = call.method is Method.PIPELINE
+    num_splits = (call.choice.num_splits or DEFAULT_SPLITS) if pipelines else 1
+    return initialized_axis.why_too_large(call.communicated(*operands), num_splits)
+
+
+def _cuda_method(call):
+    """Returns the method with which the CUDA engine runs a call, resolving "auto".
+
+    On CUDA all communication pushes chunks into the peers' slots, so "auto" never
+    becomes "direct". An all-gather becomes "pipeline": each rank sends its rows to all
+    peers, nearest first, as one chunk unless the call sets `num_splits`. A reduction
+    becomes "ring_exchange": partial sums go to the rank that owns the rows. A local
+    GEMM always has method "direct".
+    """
+    if not call.axis_name:
+        return Method.DIRECT
+    if call.method is Method.AUTO:
+        return Method.PIPELINE if call.gathers else Method.RING_EXCHANGE
+    return call.method
+
+
+def cuda_variant(call: Call, operands: Sequence[Any]) -> Variant:
+    """Returns the schedule variant with which the CUDA engine runs a call.
+
+    An all-reduce of method "auto" is `ONE_SHOT` if each rank sends at most
+    `ONE_SHOT_BYTES`. A tuned `ONE_SHOT` is kept unless its slots exceed the smallest
+    heap that `initialize_ub` may have allocated for a call of this size.
+    """
+    chooses = call.replicates and bool(call.axis_name) and call.method is Method.AUTO
+    if not chooses and call.choice.kernel_options.variant is not Variant.ONE_SHOT:
+        return call.choice.kernel_options.variant
+    num_elements = math.prod(call.communicated(*operands))
+    most = ONE_SHOT_BYTES if chooses else heap_bytes("cuda", num_elements)
+    sent = (call.num_ranks - 1) * num_elements * _summed_itemsize(call, operands)
+    return Variant.ONE_SHOT if sent <= most else Variant.PLAIN
+
+
+def _summed_itemsize(call, operands):
+    """Returns the bytes per element that an all-reduce call sends to its peers.
+
+    Slots hold partial sums, f32 for several products and the operands' dtype for one,
+    and reduced sums in the result's dtype.
+    """
+    partial = operands[0].dtype.itemsize
+    if getattr(call, "num_pairs", 1) > 1:
+        partial = np.dtype(np.float32).itemsize
+    return max(partial, call.shapes(*operands)[0][1].itemsize)
+
+
+def _cuda_unsupported_reason(call, ranks):
+    """Returns the reason for which the CUDA engine cannot run a call, or None."""
+    if ranks.reason is not None:
+        return ranks.reason
+    if _cuda_method(call) is Method.DIRECT and call.axis_name:
+        return (
+            "on CUDA peers' buffers are not mapped; chunks are pushed into slots, by "
+            '"ring_exchange", "pipeline" or "external"'
+        )
+    if call.num_ranks > cuda_engine.MOST_RANKS:
+        return (
+            f"it has {call.num_ranks} ranks, and the CUDA engine at most "
+            f"{cuda_engine.MOST_RANKS}"
+        )
+    return cuda_engine.why_not() or _why_no_peers(ranks)
+
+
+def _why_no_peers(ranks):
+    """Returns why GPUs of this process cannot access each other's memory, or None.
+
+    Only groups within this process are checked. Groups that span processes were checked
+    when they were connected.
+    """
+    for group in ranks.groups:
+        own = [d for d in group if d.process_index == jax.process_index()]
+        if len(own) == len(group) and all(map(cuda_engine.is_cuda, own)):
+            reason = cuda_engine.why_no_peers(own)
+            if reason is not None:
+                return reason
+    return None

@@ -1,0 +1,418 @@
+"""The primitives of GEMMs: local, fused with a collective, and of kernel gradients."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from jax_ub._src import reference
+from jax_ub._src.primitives.call import (
+    Call,
+    Execution,
+    num_features,
+    overwritten,
+    rows_and_features,
+)
+
+_GATHER = {None: 0, "x": 1, "dy": 2}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SummedMatmul(Call):
+    """Base class of calls that compute scale * sum_i x_i w_i, plus bias and residual.
+
+    Operands: all x_i [..., m, K_i], all w_i [K_i, N], then bias [N] and residual, if
+    there are any. The sum is reduced over the ranks if the subclass has `reduce`, and
+    rounded once.
+    """
+
+    num_pairs: int
+    rhs_transposed: bool
+    has_bias: bool
+    has_residual: bool
+    scale: float
+    out_dtype: np.dtype
+
+    def reduced_rows(self, rows: int) -> int:
+        """Returns the rows of the result: `rows`, unless a subclass scatters them."""
+        return rows
+
+    def reduce(self, partial: jax.Array) -> jax.Array:
+        """Reduces the f32 product over the ranks; this base class returns it as is."""
+        return partial
+
+    def shapes(self, x, *others):
+        *batch, rows, columns = self.communicated(x, *others)
+        return [((*batch, self.reduced_rows(rows), columns), self.out_dtype)]
+
+    def communicated(self, x, *others):
+        w = others[self.num_pairs - 1]
+        return (*x.shape[:-1], w.shape[0 if self.rhs_transposed else 1])
+
+    def reference(self, *operands):
+        n = self.num_pairs
+        xs, ws, addends = operands[:n], operands[n : 2 * n], operands[2 * n :]
+        partial = reference.dots(xs, ws, rhs_transposed=self.rhs_transposed)
+        y = reference.scaled(self.reduce(partial), self.scale)
+        return [reference.add(y, *addends, out_dtype=self.out_dtype)]
+
+    def on_one_rank(self, *operands):
+        fields = {**vars(self), "execution": self.execution.on_one_rank}
+        return Matmul(**fields)(*operands)
+
+    def options(self):
+        return {
+            "num_pairs": self.num_pairs,
+            "rhs_transposed": self.rhs_transposed,
+            "has_bias": self.has_bias,
+            "has_residual": self.has_residual,
+            "scale": np.float32(self.scale),
+        }
+
+    def is_activation(self, index):
+        residual = 2 * self.num_pairs + self.has_bias
+        return index < self.num_pairs or (self.has_residual and index == residual)
+
+    def global_sizes(self, operands):
+        rows, width = rows_and_features(self.communicated(*operands))
+        features = self.num_ranks * num_features(operands[: self.num_pairs])
+        return self.op, rows, features, width
+
+
+class Matmul(SummedMatmul):
+    """Computes scale * sum_i x_i w_i + bias + residual, without communication."""
+
+    target = "jax_ub$matmul"
+
+    def aliases(self, operands):
+        if not self.has_residual:
+            return {}
+        return overwritten(operands, len(operands) - 1, self.out_dtype)
+
+    def tuned_op(self, operands):
+        # A tuned cuBLASLt algorithm is an index into the list that cuBLASLt proposes
+        # for one GEMM, which depends on layouts, dtypes and addends. So only the GEMMs
+        # that the tuner runs have a key.
+        dtype = operands[0].dtype
+        if self.num_pairs > 1 or self.has_bias or self.out_dtype != dtype:
+            return None
+        if not self.has_residual:
+            return "dgrad" if self.rhs_transposed else "matmul"
+        in_place = self.rhs_transposed and operands[-1].dtype == dtype
+        return "dgrad_add" if in_place else None
+
+
+class MatmulReduceScatter(SummedMatmul):
+    """Computes this rank's rows of scale * sum_ranks sum_i x_i w_i + bias + residual.
+
+    Bias and residual are added to this rank's rows, [..., m, N].
+    """
+
+    target = "jax_ub$matmul_reduce_scatter"
+
+    def reduced_rows(self, rows):
+        return rows // self.num_ranks
+
+    def reduce(self, partial):
+        return reference.reduce_scatter(partial, self.axis_name)
+
+
+class MatmulAllReduce(SummedMatmul):
+    """Computes scale * sum_ranks sum_i x_i w_i + bias + residual on every rank.
+
+    Bias and residual are added once, after the reduction, so they and the result are
+    the same on every rank.
+    """
+
+    target = "jax_ub$matmul_all_reduce"
+    replicates = True
+
+    def reduce(self, partial):
+        return reference.all_reduce(partial, self.axis_name)
+
+    def is_replicated(self, index):
+        return index >= 2 * self.num_pairs
+
+
+def _summed_matmul(  # noqa: PLR0913, operands and options of a GEMM
+    kind: type[SummedMatmul],
+    execution: Execution,
+    xs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    *,
+    rhs_transposed: bool = False,
+    scale: float = 1.0,
+    out_dtype,
+) -> jax.Array:
+    """Computes scale * sum_i x_i w_i, reduced as `kind` does, plus bias and residual.
+
+    Args:
+        kind: the class of the call.
+        execution: ranks, method and label.
+        xs: activations, `[..., m, K_i]` each.
+        ws: kernels, `[K_i, N]` each, or `[N, K_i]` if `rhs_transposed`.
+        bias: `[N]`, or None.
+        residual: addend of the result's shape, or None.
+        rhs_transposed: whether the kernels are stored transposed.
+        scale: factor of the sum, applied before bias and residual are added.
+        out_dtype: dtype of the result.
+    """
+    call = kind(
+        execution=execution,
+        num_pairs=len(xs),
+        rhs_transposed=rhs_transposed,
+        has_bias=bias is not None,
+        has_residual=residual is not None,
+        scale=float(scale),
+        out_dtype=np.dtype(out_dtype),
+    )
+    addends = [addend for addend in (bias, residual) if addend is not None]
+    return call(*xs, *ws, *addends)[0]
+
+
+matmul = functools.partial(_summed_matmul, Matmul)
+matmul_reduce_scatter = functools.partial(_summed_matmul, MatmulReduceScatter)
+matmul_all_reduce = functools.partial(_summed_matmul, MatmulAllReduce)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllGatherMatmul(Call):
+    """Computes y_i = scale * all_gather(x) @ w_i + bias_i + residual_i for kernels w_i.
+
+    Operands: x, then all w_i, all bias_i and all residual_i, if there are any.
+    Results: all y_i, then the gathered x if `return_gathered`.
+    """
+
+    target = "jax_ub$all_gather_matmul"
+    gathers = True
+
+    num_kernels: int
+    rhs_transposed: bool
+    has_bias: bool
+    has_residual: bool
+    return_gathered: bool
+    scale: float
+    out_dtype: np.dtype
+
+    def shapes(self, x, *others):
+        gathered = self.communicated(x)
+        results = [
+            ((*gathered[:-1], columns), self.out_dtype)
+            for columns in self._columns(others)
+        ]
+        return results + [(gathered, x.dtype)] * self.return_gathered
+
+    def _columns(self, kernels):
+        """Returns the number of output features of each kernel w_i."""
+        out = 0 if self.rhs_transposed else 1
+        return [w.shape[out] for w in kernels[: self.num_kernels]]
+
+    def communicated(self, x, *others):
+        return (*x.shape[:-2], x.shape[-2] * self.num_ranks, x.shape[-1])
+
+    def reference(self, x, *kernels):
+        n = self.num_kernels
+        gathered = reference.all_gather(x, self.axis_name)
+        ys = []
+        for i, w in enumerate(kernels[:n]):
+            y = reference.dot(gathered, w, rhs_transposed=self.rhs_transposed)
+            y = reference.scaled(y, self.scale)
+            ys.append(reference.add(y, *kernels[n + i :: n], out_dtype=self.out_dtype))
+        return [*ys, gathered] if self.return_gathered else ys
+
+    def on_one_rank(self, x, *kernels):
+        n = self.num_kernels
+        ys = []
+        for i, w in enumerate(kernels[:n]):
+            addends = iter(kernels[n + i :: n])
+            y = matmul(
+                self.execution.on_one_rank,
+                (x,),
+                (w,),
+                next(addends) if self.has_bias else None,
+                next(addends) if self.has_residual else None,
+                rhs_transposed=self.rhs_transposed,
+                scale=self.scale,
+                out_dtype=self.out_dtype,
+            )
+            ys.append(y)
+        return [*ys, x] if self.return_gathered else ys
+
+    def options(self):
+        return {
+            "num_kernels": self.num_kernels,
+            "rhs_transposed": self.rhs_transposed,
+            "has_bias": self.has_bias,
+            "has_residual": self.has_residual,
+            "return_gathered": self.return_gathered,
+            "scale": np.float32(self.scale),
+        }
+
+    def aliases(self, operands):
+        if not self.has_residual:
+            return {}
+        return overwritten(operands, len(operands) - self.num_kernels, self.out_dtype)
+
+    def is_activation(self, index):
+        # Only x and the residuals have rows.
+        return index == 0 or index > self.num_kernels * (1 + self.has_bias)
+
+    def global_sizes(self, operands):
+        rows, width = rows_and_features(self.communicated(*operands))
+        return self.op, rows, width, self.num_ranks * sum(self._columns(operands[1:]))
+
+
+def all_gather_matmul(  # noqa: PLR0913, operands and options of a GEMM
+    execution: Execution,
+    x: jax.Array,
+    ws: tuple[jax.Array, ...],
+    biases: tuple[jax.Array, ...] | None = None,
+    residuals: tuple[jax.Array, ...] | None = None,
+    *,
+    rhs_transposed: bool = False,
+    return_gathered: bool = False,
+    scale: float = 1.0,
+    out_dtype,
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """All-gathers the rows of `x`, and multiplies them by each of the kernels.
+
+    Args:
+        execution: ranks, method and label.
+        x: activations, `[..., m, K]`: this rank's rows.
+        ws: kernels, `[K, N_i]`, or `[N_i, K]` if `rhs_transposed`.
+        biases: one `[N_i]` per kernel, or None.
+        residuals: one `[..., P*m, N_i]` per kernel, overwritten by the products; or
+            None.
+        rhs_transposed: whether the kernels are stored transposed.
+        return_gathered: whether to return the gathered `x`, too.
+        scale: factor of the products, applied before bias and residual are added.
+        out_dtype: dtype of the products.
+
+    Returns:
+        The products, `[..., P*m, N_i]`, and the gathered x, `[..., P*m, K]`, or None.
+    """
+    call = AllGatherMatmul(
+        execution=execution,
+        num_kernels=len(ws),
+        rhs_transposed=rhs_transposed,
+        has_bias=biases is not None,
+        has_residual=residuals is not None,
+        return_gathered=return_gathered,
+        scale=float(scale),
+        out_dtype=np.dtype(out_dtype),
+    )
+    results = call(x, *ws, *(biases or ()), *(residuals or ()))
+    return results[: len(ws)], results[len(ws)] if return_gathered else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wgrad(Call):
+    """Computes kernel gradients, dw_i = main_grad_i + scale * x^T dy_i.
+
+    Operands: x, all dy_i, then all main_grad_i if `accumulate`. If `gather` is "x" or
+    "dy", each rank has only its rows of that operand, and the call all-gathers them.
+    """
+
+    target = "jax_ub$wgrad"
+    gathers = True
+    is_batchable = False  # dw_i is summed over batch axes
+
+    num_outputs: int
+    accumulate: bool
+    gather: str | None
+    scale: float
+    out_dtype: np.dtype
+
+    def shapes(self, x, *others):
+        dys = others[: self.num_outputs]
+        return [((x.shape[-1], dy.shape[-1]), self.out_dtype) for dy in dys]
+
+    def communicated(self, x, *others):
+        # All dy_i count as one array.
+        sharded = (x,) if self.gather == "x" else others[: self.num_outputs]
+        *batch, rows, _ = sharded[0].shape
+        return (*batch, rows * self.num_ranks, num_features(sharded))
+
+    def reference(self, x, *others):
+        dys, main_grads = others[: self.num_outputs], others[self.num_outputs :]
+        if self.gather == "x":
+            x = reference.all_gather(x, self.axis_name)
+        if self.gather == "dy":
+            dys = tuple(reference.all_gather(dy, self.axis_name) for dy in dys)
+        dws = (reference.scaled(reference.outer(x, dy), self.scale) for dy in dys)
+        return [
+            reference.add(dw, main_grad, out_dtype=self.out_dtype)
+            for dw, main_grad in zip(dws, main_grads or [None] * len(dys), strict=True)
+        ]
+
+    def on_one_rank(self, *operands):
+        execution = self.execution.on_one_rank
+        return dataclasses.replace(self, execution=execution, gather=None)(*operands)
+
+    def options(self):
+        return {
+            "num_outputs": self.num_outputs,
+            "accumulate": self.accumulate,
+            "gather": _GATHER[self.gather],
+            "scale": np.float32(self.scale),
+        }
+
+    def aliases(self, operands):
+        return overwritten(operands, 1 + self.num_outputs, self.out_dtype)
+
+    def global_sizes(self, operands):
+        x, dys = operands[0], operands[1 : 1 + self.num_outputs]
+        if self.gather is None:
+            rows, features = rows_and_features(x.shape)
+            return "matmul", features, rows, num_features(dys)
+        rows, width = rows_and_features(self.communicated(*operands))
+        others = dys if self.gather == "x" else (x,)
+        return self.op, rows, width, self.num_ranks * num_features(others)
+
+    def tuned_op(self, operands):
+        if self.gather is not None:
+            return self.op
+        if self.num_outputs > 1:
+            return None
+        if self.accumulate:
+            is_f32 = operands[-1].dtype == self.out_dtype == np.float32
+            return "wgrad_accumulate" if is_f32 else None
+        return "wgrad" if self.out_dtype == operands[0].dtype else None
+
+
+def wgrad(
+    execution: Execution,
+    x: jax.Array,
+    dys: tuple[jax.Array, ...],
+    main_grads: tuple[jax.Array, ...] | None = None,
+    *,
+    gather: str | None = None,
+    scale: float = 1.0,
+    out_dtype,
+) -> tuple[jax.Array, ...]:
+    """Computes kernel gradients `scale * x^T dy_i`, and adds them to `main_grad_i`.
+
+    Args:
+        execution: ranks, method and label.
+        x: activations, `[..., M, K]`; `[..., M/P, K]` if `gather` is "x".
+        dys: gradients, `[..., M, N_i]`; `[..., M/P, N_i]` if `gather` is "dy".
+        main_grads: accumulators, `[K, N_i]`, overwritten by the results; or None.
+        gather: the operand to all-gather, "x" or "dy"; None gathers nothing.
+        scale: factor of the products, applied before main_grad is added.
+        out_dtype: dtype of the results.
+
+    Returns:
+        The kernels' gradients, `[K, N_i]` each.
+    """
+    call = Wgrad(
+        execution=execution,
+        num_outputs=len(dys),
+        accumulate=main_grads is not None,
+        gather=gather,
+        scale=float(scale),
+        out_dtype=np.dtype(out_dtype),
+    )
+    return call(x, *dys, *(main_grads or ()))

@@ -1,0 +1,195 @@
+"""Column-parallel layers with sequence parallelism: AG+GEMM and its gradients."""
+
+import math
+
+import jax
+
+from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS
+from jax_ub._src.errors import UnsupportedOverlapError
+from jax_ub._src.methods import Method
+from jax_ub._src.primitives.collectives import (
+    all_gather,
+    bulk_all_gather,
+    bulk_reduce_scatter,
+    reduce_scatter,
+)
+from jax_ub._src.primitives.matmuls import (
+    all_gather_matmul,
+    matmul,
+    matmul_reduce_scatter,
+    wgrad,
+)
+from jax_ub._src.reference import sum_dtype
+from jax_ub._src.rules.call_config import CallConfig
+from jax_ub._src.rules.vjp import accumulation, differentiable, is_zero
+
+
+def column_forward(
+    config: CallConfig,
+    x: jax.Array,
+    ws: tuple[jax.Array, ...],
+    biases: tuple[jax.Array, ...] | None = None,
+    residual: jax.Array | None = None,
+    main_grads: tuple[jax.Array, ...] | None = None,
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """Multiplies the gathered rows of x by each kernel.
+
+    Returns:
+        The products `[..., M, N_i]`, and the gathered x if `config.returns_gathered`.
+    """
+    return all_gather_matmul(
+        config.overlapped,
+        x,
+        ws,
+        biases,
+        None if residual is None else (residual,),
+        rhs_transposed=config.rhs_transposed,
+        return_gathered=config.returns_gathered,
+        out_dtype=config.out_dtype,
+    )
+
+
+def column_gradients(
+    config: CallConfig,
+    saved: dict,
+    dys: dict[int, jax.Array],
+    d_gathered=None,
+    residual: jax.Array | None = None,
+) -> tuple[jax.Array | None, dict[int, jax.Array]]:
+    """Computes the gradients of x and of the kernels.
+
+    Args:
+        config: the configuration of the layer.
+        saved: see `vjp.differentiable`.
+        dys: gradients `[..., M, N_i]` by the index i of the result; results whose
+            gradient is zero are left out.
+        d_gathered: gradient of the gathered x, `[..., M, K]`, or a symbolic zero.
+        residual: addend of the gradient of x, `[..., M/P, K]`, or None. The sum has the
+            residual's dtype.
+
+    Returns:
+        The gradient of x, `[..., M/P, K]` or None, and the gradients of the kernels,
+        `[K, N_i]` by index i.
+    """
+    config = config.dgrad
+    x, gathered = saved["x"], saved["gathered"]
+    ws, main_grads = (
+        None if saved[name] is None else tuple(saved[name][i] for i in dys)
+        for name in ("ws", "main_grads")
+    )
+    gradients = tuple(dy.astype(config.dtype) for dy in dys.values())
+    if not dys:
+        return _scattered(config, ws, d_gathered, config.dtype), {}
+    _check_bulk(config)
+    # The bulk all-gather primitive takes kernels in [in, out] layout only.
+    may_be_bulk = ws is not None and not config.rhs_transposed
+    if may_be_bulk and x is not None:
+        config = _with_tuned_method(config, x, gradients)
+        is_bulk = config.uses_bulk
+    else:
+        # If the forward pass has saved the gathered x, "auto" does not become "bulk".
+        is_bulk = may_be_bulk and gathered is not None and config.method is Method.BULK
+    if is_bulk:
+        dx, dws = _bulk(config, x, gathered, gradients, ws, main_grads, d_gathered)
+    else:
+        dx = _dgrad(config, gradients, ws, d_gathered)
+        dws = _wgrad(config, x, gathered, gradients, main_grads)
+    if residual is not None and dx is not None:
+        dx = (residual + dx).astype(residual.dtype)
+    return dx, dict(zip(dys, dws, strict=False))
+
+
+def _check_bulk(config):
+    """Raises an error if method "bulk" was requested for kernels stored as [out, in].
+
+    If "bulk" is only the default of a name, the gradients run without it.
+    """
+    is_explicit = config.method is Method.BULK and config.choice.is_explicit
+    if is_explicit and config.rhs_transposed:
+        raise UnsupportedOverlapError(
+            f'{config.label}: method "bulk" of the dgrad needs a kernel [in, out], but '
+            "rhs_transposed = True. Pass the kernel [in, out], or configure another "
+            'method, for example "ring_exchange".'
+        )
+
+
+def _with_tuned_method(config, x, dys):
+    """Replaces "auto" by the method measured fastest for dgrad and wgrad together."""
+    M = math.prod(dys[0].shape[:-1])
+    N = config.num_ranks * sum(dy.shape[-1] for dy in dys)
+    return config.with_tuned_method(COLUMN_GRADIENTS, M, x.shape[-1], N)
+
+
+def _scattered(config, ws, d_gathered, dtype):
+    if ws is None or is_zero(d_gathered):
+        return None
+    return reduce_scatter(config.collective, d_gathered, out_dtype=dtype)
+
+
+def _dgrad(config, dys, ws, d_gathered):
+    if ws is None:
+        return None
+    return matmul_reduce_scatter(
+        config.overlapped,
+        dys,
+        ws,
+        residual=_scattered(config, ws, d_gathered, sum_dtype(config.dtype)),
+        rhs_transposed=not config.rhs_transposed,
+        out_dtype=config.dtype,
+    )
+
+
+def _wgrad(config, x, gathered, dys, main_grads):
+    if gathered is None and x is None:
+        return ()
+    main_grads, dtype = accumulation(config, dys, main_grads)
+    is_one = len(dys) == 1 or not config.rhs_transposed
+    if gathered is None and (config.method.materializes_gather or not is_one):
+        gathered = all_gather(config.collective, x)
+    reads_peers = gathered is None
+    execution = config.overlapped if reads_peers else config.local
+    rows = x if reads_peers else gathered
+    if not config.rhs_transposed:
+        gather = "x" if reads_peers else None
+        return wgrad(execution, rows, dys, main_grads, gather=gather, out_dtype=dtype)
+    # dw_i = dy_i^T x, one wgrad per kernel, with x in the place of dy.
+    gather = "dy" if reads_peers else None
+    return tuple(
+        wgrad(
+            execution,
+            dy,
+            (rows,),
+            main_grads and (main_grads[i],),
+            gather=gather,
+            out_dtype=dtype,
+        )[0]
+        for i, dy in enumerate(dys)
+    )
+
+
+def _bulk(config, x, gathered, dys, ws, main_grads, d_gathered):
+    # The all-gather of x overlaps the dgrad, dy w^T. The reduce-scatter of the dgrad's
+    # partial sums overlaps the wgrad, x^T dy.
+    dtype = config.partial_dtype(len(dys))
+    if gathered is None:
+        partial, gathered = bulk_all_gather(
+            config.bulk, dys, ws, x, partial_dtype=dtype
+        )
+    else:
+        partial = matmul(config.local, dys, ws, rhs_transposed=True, out_dtype=dtype)
+    if not is_zero(d_gathered):
+        partial += d_gathered.astype(dtype)
+    main_grads, dtype = accumulation(config, dys, main_grads)
+    dws, dx = bulk_reduce_scatter(
+        config.bulk,
+        gathered,
+        dys,
+        main_grads,
+        partial,
+        dw_dtype=dtype,
+        scattered_dtype=config.dtype,
+    )
+    return dx, dws
+
+
+column_linear = differentiable(column_forward, column_gradients)

@@ -1,0 +1,192 @@
+"""Differentiable ops without a layer: `dgrad_add`, `wgrad_accumulate`, `all_reduce`."""
+
+import functools
+
+import jax
+
+from jax_ub._src import checks as shapes
+from jax_ub._src import reference
+from jax_ub._src.errors import ShapeContractError
+from jax_ub._src.primitives import collectives, vma
+from jax_ub._src.primitives.matmuls import matmul, wgrad
+from jax_ub._src.rules.call_config import make_call_config, make_local_call_config
+
+
+def dgrad_add(dy: jax.Array, w: jax.Array, residual: jax.Array) -> jax.Array:
+    """Adds `dy @ w.T` to `residual`, in place if the buffer of `residual` is free.
+
+    Transformer Engine: `BackwardLinearAdd`. It does not communicate. With a mesh, call
+    it inside `jax.shard_map`.
+
+    Args:
+        dy: gradient of a layer's result, `[..., N]`.
+        w: the layer's kernel, `[K, N]`.
+        residual: gradient of the same input from the residual branch, `[..., K]`.
+
+    Returns:
+        `[..., K]`, summed in f32 and rounded once to the dtype of `residual`.
+
+    Raises:
+        ShapeContractError: if the operands do not match each other.
+        UnsupportedOverlapError: if the program runs on several devices and the call is
+            not inside a `jax.shard_map` over all mesh axes.
+    """
+    op = "dgrad_add"
+    config = make_local_call_config(op)
+    shapes.check_rank(op, "dy", dy, 1)
+    shapes.check_operands(op, dy, config.kernel(w), x_name="dy")
+    if dy.shape[-1] != w.shape[1]:
+        raise ShapeContractError(
+            f"{op}: dy {dy.shape} has N = {dy.shape[-1]}, but w {w.shape} has N = "
+            f"{w.shape[1]}. Kernels are [K, N], as in the forward; pass w untransposed."
+        )
+    shapes.check_array(op, "residual", residual)
+    shapes.check_float(op, residual=residual)
+    wanted = (*dy.shape[:-1], w.shape[0])
+    shapes.check_shape(op, "residual", residual, wanted, "[..., K] with dy's rows")
+    axes = config.axes(dy, w, residual)
+    dy, w, residual = vma.pcast_varying((dy, w, residual), axes)
+    if dy.ndim == 1:
+        return _dgrad_add(config, dy[None], w, residual[None])[0]
+    return _dgrad_add(config, dy, w, residual)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dgrad_add(config, dy, w, residual):
+    return matmul(
+        config.local,
+        (dy,),
+        (w,),
+        residual=residual,
+        rhs_transposed=True,
+        out_dtype=residual.dtype,
+    )
+
+
+def _dgrad_add_fwd(config, dy, w, residual):
+    return _dgrad_add(config, dy, w, residual), (dy, w, residual)
+
+
+def _dgrad_add_bwd(config, operands, gradient):
+    return jax.vjp(_plain_dgrad_add, *operands)[1](gradient)
+
+
+_dgrad_add.defvjp(_dgrad_add_fwd, _dgrad_add_bwd)
+
+
+def _plain_dgrad_add(dy, w, residual):
+    y = reference.dot(dy, w, rhs_transposed=True)
+    return reference.add(y, residual, out_dtype=residual.dtype)
+
+
+def wgrad_accumulate(x: jax.Array, dy: jax.Array, main_grad: jax.Array) -> jax.Array:
+    """Adds `x.T @ dy`, summed over all rows, to `main_grad`.
+
+    The sum is written in place if the buffer of `main_grad` is free.
+
+    Transformer Engine: `fuse_wgrad_accumulation`. It does not communicate. With a mesh,
+    call it inside `jax.shard_map`.
+
+    Args:
+        x: activations, `[..., K]`.
+        dy: gradient of the layer's result, `[..., N]`.
+        main_grad: accumulator, `[K, N]`, usually f32. A bf16 or f16 accumulator is
+            rounded at every call.
+
+    Returns:
+        `[K, N]`, summed in f32 and rounded once to the dtype of `main_grad`.
+
+    Raises:
+        ShapeContractError: if the operands do not match each other.
+        UnsupportedOverlapError: if the program runs on several devices and the call is
+            not inside a `jax.shard_map` over all mesh axes.
+    """
+    op = "wgrad_accumulate"
+    config = make_local_call_config(op)
+    shapes.check_rank(op, "x", x, 1)
+    for name, array in (("dy", dy), ("main_grad", main_grad)):
+        shapes.check_array(op, name, array)
+    shapes.check_float(op, x=x, dy=dy, main_grad=main_grad)
+    shapes.check_dtypes(op, x=x, dy=dy)
+    for name, array in (("x", x), ("dy", dy)):
+        shapes.check_not_empty(op, name, array)
+    rows = (*x.shape[:-1], dy.shape[-1] if dy.ndim else 0)
+    shapes.check_shape(op, "dy", dy, rows, "[..., N] with x's rows")
+    wanted = (x.shape[-1], dy.shape[-1])
+    shapes.check_shape(op, "main_grad", main_grad, wanted, "[K, N]")
+    axes = config.axes(x, dy, main_grad)
+    x, dy, main_grad = vma.pcast_varying((x, dy, main_grad), axes)
+    if x.ndim == 1:
+        x, dy = x[None], dy[None]
+    return _wgrad_accumulate(config, x, dy, main_grad)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _wgrad_accumulate(config, x, dy, main_grad):
+    (dw,) = wgrad(config.local, x, (dy,), (main_grad,), out_dtype=main_grad.dtype)
+    return dw
+
+
+def _wgrad_accumulate_fwd(config, x, dy, main_grad):
+    return _wgrad_accumulate(config, x, dy, main_grad), (x, dy, main_grad)
+
+
+def _wgrad_accumulate_bwd(config, operands, gradient):
+    return jax.vjp(_plain_wgrad_accumulate, *operands)[1](gradient)
+
+
+_wgrad_accumulate.defvjp(_wgrad_accumulate_fwd, _wgrad_accumulate_bwd)
+
+
+def _plain_wgrad_accumulate(x, dy, main_grad):
+    return reference.add(reference.outer(x, dy), main_grad, out_dtype=main_grad.dtype)
+
+
+def all_reduce(x: jax.Array, *, axis_name: str | tuple[str, ...]) -> jax.Array:
+    """Sums `x` over the ranks; the backward pass is the identity.
+
+    Under `jax.shard_map(check_vma=True)` neither the result nor its gradient varies
+    over `axis_name`, and the gradient of each rank's `x` equals the gradient of the
+    result. With `check_vma=False` JAX's convention for `jax.lax.psum` holds: the
+    gradient of a replicated value is the sum of the ranks' gradients, so the backward
+    pass all-reduces them.
+
+    Transformer Engine: `te.ops.AllReduce`.
+
+    Args:
+        x: array of any shape.
+        axis_name: the mesh axis, of size P, to sum over.
+
+    Returns:
+        The sum, computed in f32 and rounded once to the dtype of `x`; the same on every
+        rank.
+
+    Raises:
+        ShapeContractError: if `x` is empty, is not f32, bf16 or f16, or exceeds the
+            capacity of `initialize_ub`, or if the axis is not a manual mesh axis.
+        UnsupportedOverlapError: if some mesh axes are not manual in the surrounding
+            `jax.shard_map`.
+    """
+    config = make_call_config("all_reduce", axis_name)
+    shapes.check_array(config.label, "x", x)
+    shapes.check_float(config.label, x=x)
+    shapes.check_not_empty(config.label, "x", x)
+    return _all_reduce(config, vma.pcast_varying(x, config.axes(x)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _all_reduce(config, x):
+    return collectives.all_reduce(config.collective, x)
+
+
+def _all_reduce_fwd(config, x):
+    return _all_reduce(config, x), None
+
+
+def _all_reduce_bwd(config, residuals, dy):
+    if config.is_vma_checked:
+        return (vma.pcast_varying(dy, config.axis_name),)
+    return (collectives.all_reduce(config.collective, dy),)
+
+
+_all_reduce.defvjp(_all_reduce_fwd, _all_reduce_bwd)

@@ -1,0 +1,130 @@
+"""Row-parallel and local layers: GEMM+RS, GEMM+AR or GEMM, and their gradients."""
+
+import jax
+
+from jax_ub._src.primitives import matmuls
+from jax_ub._src.primitives.collectives import all_gather, all_reduce
+from jax_ub._src.primitives.matmuls import all_gather_matmul, wgrad
+from jax_ub._src.rules.call_config import CallConfig
+from jax_ub._src.rules.vjp import accumulation, differentiable
+
+
+def row_forward(
+    config: CallConfig,
+    x: jax.Array,
+    ws: tuple[jax.Array, ...],
+    biases: tuple[jax.Array, ...] | None = None,
+    residual: jax.Array | None = None,
+    main_grads: tuple[jax.Array, ...] | None = None,
+) -> tuple[tuple[jax.Array, ...], None]:
+    """Multiplies x by one kernel, and reduces the product if the layer is row-parallel.
+
+    Bias and residual are added once, after the reduction.
+    """
+    op = config.mode.op
+    product = {
+        "matmul": matmuls.matmul,
+        "matmul_reduce_scatter": matmuls.matmul_reduce_scatter,
+        "matmul_all_reduce": matmuls.matmul_all_reduce,
+    }[op]
+    y = product(
+        config.local if op == "matmul" else config.overlapped,
+        (x,),
+        ws,
+        None if biases is None else biases[0],
+        residual,
+        rhs_transposed=config.rhs_transposed,
+        out_dtype=config.out_dtype,
+    )
+    return (y,), None
+
+
+def row_gradients(
+    config: CallConfig,
+    saved: dict,
+    dys: dict[int, jax.Array],
+    d_gathered: None = None,
+    residual: jax.Array | None = None,
+) -> tuple[jax.Array | None, dict[int, jax.Array]]:
+    """Computes the gradients of x and of the kernel.
+
+    Args:
+        config: the configuration of the layer.
+        saved: see `vjp.differentiable`.
+        dys: the gradient of the result, `[..., M/P, N]` after a reduce-scatter, else
+            `[..., M, N]`; empty if it is zero.
+        d_gathered: None: the forward pass gathers nothing.
+        residual: addend of the gradient of x, or None. The sum has the residual's
+            dtype and overwrites its buffer. Only for layers that gather dy.
+
+    Returns:
+        The gradient of x or None, and {0: the gradient of the kernel} or {}.
+    """
+    if not dys:
+        return None, {}
+    x, main_grads = saved["x"], saved["main_grads"]
+    ws, dy = saved["ws"], dys[0]
+    if x is None and ws is None:
+        return None, {}
+    if config.mode.op == "matmul_reduce_scatter":
+        dx, dw = _gathering_gradients(config, x, ws, dy, main_grads, residual)
+    else:
+        dx, dw = _local_gradients(config, x, ws, dy, main_grads)
+    return dx, {} if dw is None else {0: dw}
+
+
+def _gathering_gradients(config, x, ws, dy, main_grads, residual):
+    dy = dy.astype(config.dtype)
+    # The wgrad reuses the dy that the dgrad gathers, unless the method reads dy from
+    # the peers' memory without gathering it.
+    dgrad, config = config.dgrad, config.wgrad
+    dx = gathered = None
+    if ws is not None:
+        (dx,), gathered = all_gather_matmul(
+            dgrad.overlapped,
+            dy,
+            ws,
+            residuals=None if residual is None else (residual,),
+            rhs_transposed=not config.rhs_transposed,
+            return_gathered=x is not None and dgrad.materializes_gather,
+            out_dtype=config.dtype if residual is None else residual.dtype,
+        )
+    if x is None:
+        return dx, None
+    if gathered is None and config.method.materializes_gather:
+        gathered = all_gather(config.collective, dy)
+    if gathered is None:
+        return dx, _wgrad(config, config.overlapped, x, dy, main_grads, gathers_dy=True)
+    return dx, _wgrad(config, config.local, x, gathered, main_grads)
+
+
+def _local_gradients(config, x, ws, dy, main_grads):
+    if config.mode.op == "matmul_all_reduce" and not config.is_vma_checked:
+        dy = all_reduce(config.collective, dy)
+    dy = dy.astype(config.dtype)
+    dx = None
+    if ws is not None:
+        # If x has the same value on every rank, each rank's columns contribute one
+        # summand of its gradient, and GEMM+AR adds them.
+        replicated = config.is_x_replicated
+        product = matmuls.matmul_all_reduce if replicated else matmuls.matmul
+        dx = product(
+            config.dgrad.overlapped if replicated else config.local,
+            (dy,),
+            ws,
+            rhs_transposed=not config.rhs_transposed,
+            out_dtype=config.dtype,
+        )
+    return dx, None if x is None else _wgrad(config, config.local, x, dy, main_grads)
+
+
+def _wgrad(config, execution, x, dy, main_grads, *, gathers_dy=False):
+    main_grads, dtype = accumulation(config, (dy,), main_grads)
+    gather = "dy" if gathers_dy else None
+    if config.rhs_transposed:
+        # For a kernel [out, in] the gradient is dy^T x, so dy is wgrad's first operand.
+        x, dy, gather = dy, x, "x" if gathers_dy else None
+    return wgrad(execution, x, (dy,), main_grads, gather=gather, out_dtype=dtype)[0]
+
+
+row_linear = differentiable(row_forward, row_gradients)
