@@ -1,4 +1,4 @@
-"""Reading XLA's own collectives, and the dots next to them, out of compiled text."""
+"""Tests finding XLA's collectives, and adjacent dots, in compiled text."""
 
 import pytest
 
@@ -38,7 +38,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_pairs_are_found_through_what_only_moves_or_converts(groups):
+def test_pairs_are_found_through_converts_and_transposes(groups):
     found = hlo.collectives(TEXT.replace("GROUPS", groups))
     assert found.pairs == (
         Pair(
@@ -52,7 +52,7 @@ def test_pairs_are_found_through_what_only_moves_or_converts(groups):
     assert found.others == {"all-to-all": 1, "all-reduce": 1}
 
 
-def test_a_collective_of_nobody_knows_how_many_moves_nothing():
+def test_collective_with_unknown_groups_moves_no_bytes():
     found = hlo.collectives(TEXT.replace(", GROUPS", ""))
     assert {(pair.num_ranks, pair.moved_bytes) for pair in found.pairs} == {(1, 0)}
 
@@ -69,7 +69,7 @@ DOTS = {
 
 
 @pytest.mark.parametrize(("dot", "expected"), DOTS.values(), ids=DOTS)
-def test_sizes_are_those_of_all_ranks(dot, expected):
+def test_sizes_are_global(dot, expected):
     text = f"""ENTRY %main (x: f32[2,4], w: f32[4,6], dy: f32[8,6]) -> f32[8,6] {{
   %x = f32[2,4] parameter(0)
   %w = f32[4,6] parameter(1)
@@ -85,5 +85,5 @@ def test_sizes_are_those_of_all_ranks(dot, expected):
     assert pair.sizes == expected
 
 
-def test_a_program_without_collectives_has_none():
+def test_program_without_collectives_has_no_pairs():
     assert hlo.collectives("") == hlo.Found((), {})

@@ -1,4 +1,4 @@
-"""The launcher, mostly with programs that do without jax, and how all of it ends."""
+"""Tests the launcher, mostly with programs that do not import jax."""
 
 import contextlib
 import errno
@@ -19,9 +19,9 @@ from jax_ub.__main__ import main
 
 ROOT = pathlib.Path(jax_ub.__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-HANGS_S = 300  # nothing takes so long, however busy the machine
+HANGS_S = 300  # longer than any test takes on a busy machine
 
-# Says that it runs, starts a process of its own, and waits to be ended.
+# Starts a child process, prints a line, and waits to be ended.
 WAITING = """
 import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", sys.argv[1]])
@@ -54,7 +54,7 @@ def launch(*arguments):
 
 
 def processes_with(token):
-    """The processes that have the token on their command line, by id."""
+    """Returns the processes with the token on their command line, by process id."""
     found = {}
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -89,7 +89,7 @@ def script(tmp_path):
 
 @pytest.fixture
 def waiting(script):
-    """A running job of two processes with a child each, and the token of them all."""
+    """Starts a job of two processes with a child each; yields it and their token."""
     token = uuid.uuid4().hex
     process = start("-n", 2, script(WAITING), token)
     for _ in range(2):
@@ -104,7 +104,7 @@ def waiting(script):
 
 
 def supervisor_of(process):
-    """The launcher's only child."""
+    """Returns the process id of the launcher's only child."""
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             parent = path.read_text().rpartition(")")[2].split()[1]
@@ -113,7 +113,7 @@ def supervisor_of(process):
     raise AssertionError("no supervisor")
 
 
-def test_every_line_is_preceded_by_its_process(script):
+def test_every_line_is_prefixed_with_its_process(script):
     text = """
 import os, sys
 print("one\\rtwo", *sys.argv[1:])
@@ -130,7 +130,7 @@ sys.stderr.write("four\\n")
 
 
 @pytest.mark.parametrize("options", [(), ("--",)])
-def test_a_program_has_all_its_arguments(script, options):
+def test_arguments_of_the_program_are_passed_unchanged(script, options):
     path = script("import sys; print(sys.argv[1:])")
     given = ("--", "two words", "-n", "", "--", "x\ny")
     status, out, _ = launch("-n", 1, *options, path, *given)
@@ -138,13 +138,13 @@ def test_a_program_has_all_its_arguments(script, options):
     assert out == f"[0] {list(given)}\n"
 
 
-def test_runs_a_module():
+def test_module_is_run():
     status, out, _ = launch("-n", 1, "-m", "platform", "--terse")
     assert status == 0
     assert out.startswith("[0] Linux")
 
 
-def test_the_first_failure_ends_all_with_its_message_and_status(script):
+def test_first_failure_ends_all_processes_with_its_status(script):
     text = """
 import os, sys, time
 if os.environ["SLURM_PROCID"] == "1":
@@ -160,9 +160,8 @@ finally:
     assert re.search(r"launch: process 1 \(pid \d+\) ended with exit status 1", err)
 
 
-def test_the_reason_is_repeated_below_what_others_wrote(script, tmp_path):
-    # Process 1 fails when the other one is ready to answer the signal; if that never
-    # comes, end_of() gives up.
+def test_first_failure_is_repeated_after_later_output(script, tmp_path):
+    # Process 1 fails when process 0 handles the signal. Otherwise end_of() times out.
     text = """
 import os, pathlib, signal, sys, time
 ready = pathlib.Path(sys.argv[1])
@@ -181,7 +180,7 @@ time.sleep(300)
     assert err.splitlines()[-1] == "launch:   this is why"
 
 
-def test_a_signal_is_named(script):
+def test_signal_that_ended_a_process_is_named(script):
     text = """
 import os, signal, time
 if os.environ["SLURM_PROCID"] == "1":
@@ -193,7 +192,7 @@ time.sleep(300)
     assert re.search(r"process 1 \(pid \d+\) was ended by SIGKILL", err)
 
 
-def test_linger_lets_the_others_say_what_they_saw(script):
+def test_linger_lets_other_processes_run_on(script):
     text = """
 import os, sys, time
 if os.environ["SLURM_PROCID"] == "1":
@@ -205,7 +204,7 @@ print("saw it")
     assert (status, out) == (3, "[0] saw it\n")
 
 
-def test_timeout_ends_even_what_ignores_signals(script):
+def test_timeout_ends_processes_that_ignore_signals(script):
     text = """
 import signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -218,7 +217,7 @@ while True:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_all(waiting, number):
+def test_signal_ends_all_processes(waiting, number):
     process, token = waiting
     process.send_signal(number)
     status, _, err = end_of(process)
@@ -228,7 +227,7 @@ def test_a_signal_ends_all(waiting, number):
 
 
 @pytest.mark.parametrize("victims", ["launcher", "supervisor", "both", "rank"])
-def test_no_process_is_left_whoever_is_killed(waiting, victims):
+def test_no_process_is_left_after_a_kill(waiting, victims):
     process, token = waiting
     supervisor = supervisor_of(process)
     rank = next(pid for pid, words in processes_with(token).items() if is_rank(words))
@@ -238,7 +237,7 @@ def test_no_process_is_left_whoever_is_killed(waiting, victims):
         "both": [supervisor, process.pid],
         "rank": [rank],
     }[victims]
-    # The children of the ranks have no one left who knows them, if both are killed.
+    # If both are killed, no process knows the children of the ranks.
     ends = is_rank if victims == "both" else lambda _: True
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
@@ -246,7 +245,7 @@ def test_no_process_is_left_whoever_is_killed(waiting, victims):
     wait_until(lambda: not any(map(ends, processes_with(token).values())))
 
 
-def test_a_reader_that_goes_away_ends_all(script):
+def test_closed_output_ends_all_processes(script):
     token = uuid.uuid4().hex
     process = start("-n", 2, script("while True: print('more')"), token)
     process.stdout.readline()
@@ -268,24 +267,22 @@ def shell(redirection, *arguments):
 
 
 @pytest.mark.parametrize("redirection", [">&-", ">&- 2>&-", "<&-", "<&- >&- 2>&-"])
-def test_a_job_runs_without_the_descriptors_that_are_closed(
-    script, tmp_path, redirection
-):
+def test_job_runs_with_closed_standard_descriptors(script, tmp_path, redirection):
     text = f"import os; open(r'{tmp_path}/' + os.environ['SLURM_PROCID'], 'w')"
-    path = script(text + "; print('heard', flush=True)")
+    path = script(text + "; print('output', flush=True)")
     done = shell(redirection, "-n", 2, path)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert (tmp_path / "0").exists() and (tmp_path / "1").exists()
 
 
-def test_a_full_disk_ends_all_with_the_reason(script):
+def test_full_disk_ends_all_processes_with_the_reason(script):
     done = shell(">/dev/full", "-n", 2, script("while True: print('more')"))
     assert done.returncode == 1
     assert done.stderr == "launch: cannot write to stdout: No space left on device\n"
 
 
-def test_an_output_that_does_not_block_gets_everything(script):
+def test_nonblocking_output_gets_all_lines(script):
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     lines = 20_000  # more than a pipe holds
@@ -305,14 +302,14 @@ def test_an_output_that_does_not_block_gets_everything(script):
 
 @pytest.mark.parametrize("option", ["--timeout", "--linger", "--grace"])
 @pytest.mark.parametrize("seconds", ["inf", "1e12"])
-def test_a_time_that_never_comes_is_waited_for(script, option, seconds):
+def test_very_long_times_are_accepted(script, option, seconds):
     text = "import os, sys; sys.exit(os.environ['SLURM_PROCID'] == '1' and 'no')"
     status, _, err = launch("-n", 2, option, seconds, script(text))
     assert status == 1
     assert "Traceback" not in err
 
 
-def test_jobs_that_run_at_once_have_ports_of_their_own(script):
+def test_concurrent_jobs_have_different_ports(script):
     text = "import os; print(os.environ['JAX_COORDINATOR_ADDRESS'])"
     jobs = [start("-n", 1, script(text)) for _ in range(3)]
     ports = {end_of(job)[1] for job in jobs}
@@ -327,7 +324,7 @@ print(jax.process_index(), jax.process_count(), len(mine), sum(mine))
 """
 
 
-def test_jax_finds_the_other_processes_without_arguments(script):
+def test_jax_distributed_initializes_without_arguments(script):
     status, out, err = launch(
         "-n", 3, "--devices-per-process", 2, "--timeout", 200, script(JAX)
     )
@@ -347,13 +344,13 @@ def test_jax_finds_the_other_processes_without_arguments(script):
         ((), "arguments are required: script.py"),
     ],
 )
-def test_wrong_options_are_refused(arguments, message):
+def test_invalid_options_are_errors(arguments, message):
     status, _, err = launch(*arguments)
     assert status == 2
     assert message in err
 
 
-def test_a_machine_without_loopback_is_told_so(monkeypatch, capsys):
+def test_missing_loopback_interface_is_an_error(monkeypatch, capsys):
     # As in a new network namespace, where JAX would wait for five minutes.
     def unreachable(self, address):
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))

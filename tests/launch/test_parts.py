@@ -1,4 +1,4 @@
-"""Commands that start themselves in several processes."""
+"""Tests commands that run themselves in several processes."""
 
 import contextlib
 import os
@@ -14,22 +14,20 @@ from jax_ub._src.tools.launch.parts import run_parts
 
 @pytest.fixture
 def interpreter(tmp_path, monkeypatch):
-    """Lets a shell script stand in for Python."""
+    """Replaces the Python interpreter by a shell script."""
 
-    def be(script):
+    def replace(script):
         path = tmp_path / "python"
         path.write_text("#!/bin/sh\n" + script)
         path.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(path))
         return path
 
-    return be
+    return replace
 
 
 @pytest.mark.parametrize("prints_aside", [False, True])
-def test_the_launcher_is_asked_for_processes_of_the_command(
-    interpreter, prints_aside, capfd
-):
+def test_launcher_gets_the_options_of_the_parts(interpreter, prints_aside, capfd):
     interpreter('echo "$@"; exit 3')
     status = run_parts(
         ["doctor", "--part", "a file"],
@@ -45,7 +43,7 @@ def test_the_launcher_is_asked_for_processes_of_the_command(
     assert capfd.readouterr() == (("", printed) if prints_aside else (printed, ""))
 
 
-def test_sigterm_leaves_no_folder_of_the_parts(interpreter, tmp_path):
+def test_sigterm_removes_the_folder_of_the_parts(interpreter, tmp_path):
     python = interpreter("kill -TERM $PPID; exec sleep 60")
     with ended_by_sigterm(), tempfile.TemporaryDirectory(dir=tmp_path) as folder:
         run_parts(
@@ -57,7 +55,7 @@ def test_sigterm_leaves_no_folder_of_the_parts(interpreter, tmp_path):
     assert [*tmp_path.iterdir()] == [python]
 
 
-def test_sigterm_amid_the_launchers_start_leaves_no_launcher(interpreter, monkeypatch):
+def test_sigterm_during_the_start_ends_the_launcher(interpreter, monkeypatch):
     interpreter("exec sleep 60")
     started = []
 
@@ -73,7 +71,7 @@ def test_sigterm_amid_the_launchers_start_leaves_no_launcher(interpreter, monkey
     assert [process.returncode for process in started] == [-signal.SIGTERM]
 
 
-def test_sigkill_of_the_command_ends_its_processes_and_removes_their_folder(tmp_path):
+def test_sigkill_of_the_command_ends_its_processes_and_removes_the_folder(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import time; print('ready', flush=True); time.sleep(60)")
     temporary = tmp_path / "temporary"
@@ -90,18 +88,18 @@ def test_sigkill_of_the_command_ends_its_processes_and_removes_their_folder(tmp_
         assert any("ready" in line for line in process.stdout)
         assert [*temporary.iterdir()]
         process.kill()
-        process.stdout.read()  # to the end: all that could write to it have ended
+        process.stdout.read()  # until all processes that could write have ended
     assert not [*temporary.iterdir()]
 
 
-def test_a_launcher_whose_parent_died_before_starts_nothing(tmp_path):
+def test_launcher_starts_nothing_if_its_parent_has_exited(tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "folder"
     script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
     folder.mkdir()
     died = subprocess.Popen(["true"])
     died.wait()
-    told = ["--parent", str(died.pid), "--parent-folder", str(folder), str(script)]
-    launch = [sys.executable, "-m", "jax_ub", "launch", "-n", "1", *told]
+    options = ["--parent", str(died.pid), "--parent-folder", str(folder), str(script)]
+    launch = [sys.executable, "-m", "jax_ub", "launch", "-n", "1", *options]
     assert subprocess.run(launch, check=False).returncode == 128 + signal.SIGTERM
     assert [*tmp_path.iterdir()] == [script]
 
