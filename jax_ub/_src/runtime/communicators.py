@@ -18,8 +18,8 @@ from jax_ub._src.runtime.device_groups import DeviceGroups, Group
 from jax_ub._src.runtime.process_all_gather import ProcessAllGather, Values
 
 _CONNECTIONS: dict[Group, Connection] = {}
-_GENERATION = [0]  # the last communicator generation that this process agreed on
-_HAS_SHARED_CORES = [False]  # whether the engine is limited to a share of the cores
+_generation = 0  # the last communicator generation that this process agreed on
+_has_shared_cores = False  # whether the engine is limited to a share of the cores
 
 
 def connections() -> tuple[Connection, ...]:
@@ -128,14 +128,15 @@ def connect(
             not connect. If `own_error` is given, that is raised.
         TimeoutError: if processes did not arrive before the deadline.
     """
-    attempt = ConnectionAttempt(device_groups, _CONNECTIONS, _GENERATION[0])
+    global _generation
+    attempt = ConnectionAttempt(device_groups, _CONNECTIONS, _generation)
     try:
         peer_info = attempt.connect_jointly(all_gather, agreed_settings, own_error)
     except BaseException:  # also KeyboardInterrupt: nothing else holds `attempt.made`
         attempt.close()
         raise
     finally:
-        _GENERATION[0] = max(_GENERATION[0], attempt.generation)
+        _generation = max(_generation, attempt.generation)
     _keep(attempt)
     if device_groups.platform == "cpu":
         _share_cores(device_groups, peer_info)
@@ -149,7 +150,7 @@ def connect_alone(device_groups: DeviceGroups) -> None:
     Raises:
         CommunicatorError: if there is not enough memory.
     """
-    attempt = ConnectionAttempt(device_groups, _CONNECTIONS, _GENERATION[0])
+    attempt = ConnectionAttempt(device_groups, _CONNECTIONS, _generation)
     error = attempt.connect_all({})
     if error is not None:
         attempt.close()
@@ -164,24 +165,23 @@ def _keep(attempt):
 
 
 def _share_cores(device_groups, peer_info: Values):
+    """Divides the cores among the processes of this host, and limits the threads."""
+    global _has_shared_cores
     if settings.num_threads() is not None:
         return
-    here, own = hosts.identity(), hosts.cores()
-    neighbours = [
-        process for process in sorted(peer_info) if peer_info[process]["host"] == here
-    ]
-    everyone = [peer_info[process]["cores"] for process in neighbours]
-    groups = [peer_info[process]["control_groups"] for process in neighbours]
-    index = neighbours.index(device_groups.process)
+    host, own_cores = hosts.identity(), hosts.cores()
+    on_host = {p: info for p, info in sorted(peer_info.items()) if info["host"] == host}
+    cores = [info["cores"] for info in on_host.values()]
+    control_groups = [info["control_groups"] for info in on_host.values()]
+    index = list(on_host).index(device_groups.process)
     cpu = cpu_engine.load()
+    num_sharing_quota = control_groups.count(control_groups[index])
     num_threads = min(
-        hosts.thread_share(own, everyone),
-        hosts.quota_share(
-            cpu.default_num_threads(), len(own), groups.count(groups[index])
-        ),
+        hosts.thread_share(own_cores, cores),
+        hosts.quota_share(cpu.default_num_threads(), len(own_cores), num_sharing_quota),
     )
-    _HAS_SHARED_CORES[0] = True
-    cpu.set_num_threads(num_threads, hosts.process_cpu_set(own, everyone, index))
+    _has_shared_cores = True
+    cpu.set_num_threads(num_threads, hosts.process_cpu_set(own_cores, cores, index))
 
 
 @functools.cache
@@ -196,15 +196,16 @@ def disconnect(groups: Sequence[Group]) -> None:
     Each group is removed only after it has been closed, so that an interrupted call can
     be repeated.
     """
+    global _has_shared_cores
     for group in groups:
         if group in _CONNECTIONS:
             _CONNECTIONS[group].close()
             _CONNECTIONS.pop(group, None)
-    if _HAS_SHARED_CORES[0] and not _CONNECTIONS:
+    if _has_shared_cores and not _CONNECTIONS:
         cpu = cpu_engine.load()
         if cpu.has_engine():
             cpu.set_num_threads(cpu.default_num_threads())
-        _HAS_SHARED_CORES[0] = False
+        _has_shared_cores = False
 
 
 def disconnect_all_but(groups: Collection[Group]) -> None:
