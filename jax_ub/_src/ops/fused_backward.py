@@ -109,8 +109,8 @@ class BackwardLinearAdd(FusedOperation):
         if not needs[0].x:
             d_extra = None
         if self.userbuffers is None:
-            dx, d_linear = self.basic_ops[1].gradients(
-                residuals[1], dy, needs[1], residual=d_extra
+            dx, d_linear, _ = self.basic_ops[1].backward(
+                residuals[1], dy, (), needs[1], residual=d_extra
             )
             d_params = (d_linear,)
         else:
@@ -200,7 +200,9 @@ class BackwardLinearScale(FusedOperation):
         linear, scale = self.basic_ops
         if dy is None or not needs[0]:
             return super().backward(residuals, dy, d_extra_outputs, needs)
-        dx, d_params = linear.gradients(residuals[0], dy, needs[0], scale=scale.scale)
+        dx, d_params, _ = linear.backward(
+            residuals[0], dy, (), needs[0], scale=scale.scale
+        )
         return dx, (d_params, {}), ((), ())
 
     @classmethod

@@ -127,7 +127,8 @@ class ForwardLinearBiasAdd(FusedOperation):
         if self.userbuffers is None:
             bias = self.basic_ops[1] if num == 3 else None
             residual = _residual(add, extra_inputs[-1], linear, x, kernel)
-            y, residuals = _forward(linear, bias, params, x, residual=residual)
+            addends = {"residual": residual, **_bias_options(bias, params)}
+            y, _, residuals = linear.forward(params[0], x, (), saves[0], **addends)
             return y, ((),) * num, (residuals, *({},) * (num - 1))
         num_inner = len(self.userbuffers.basic_ops)
         num_ranks = self.userbuffers.call_config(x.dtype).num_ranks
@@ -166,12 +167,12 @@ class ForwardLinearBiasAdd(FusedOperation):
         return fuse_windows(ops, fused)
 
 
-def _forward(linear, bias, params, x, **options):
-    """Runs `linear.multiply` with the parameter and the dtype of the bias."""
-    if bias is not None:
-        options["bias"] = params[1]["bias"]
-        options["out_dtype"] = None if bias.dtype is None else np.dtype(bias.dtype)
-    return linear.multiply(params[0], x, **options)
+def _bias_options(bias, params):
+    """Returns the arguments of `BasicLinear.forward` that apply a `Bias` after it."""
+    if bias is None:
+        return {}
+    dtype = None if bias.dtype is None else np.dtype(bias.dtype)
+    return {"bias": params[1]["bias"], "out_dtype": dtype}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +221,9 @@ class ForwardLinearBiasActivation(FusedOperation):
         """Computes `activation(x @ kernel + bias)`; the GEMM adds the bias."""
         linear, *rest = self.basic_ops
         bias = rest.pop(0) if rest and isinstance(rest[0], Bias) else None
-        y, linear_residuals = _forward(linear, bias, params, x)
+        y, _, linear_residuals = linear.forward(
+            params[0], x, (), saves[0], **_bias_options(bias, params)
+        )
         residuals = [linear_residuals] if bias is None else [linear_residuals, {}]
         for activation in rest:
             y, _, saved = activation.forward(params[-1], y, (), saves[-1])
@@ -289,8 +292,8 @@ class ForwardLinearScaleAdd(FusedOperation):
         """Computes `scale * x @ kernel + residual` in one GEMM."""
         linear, scale, add = self.basic_ops
         residual = _residual(add, extra_inputs[2], linear, x, params[0]["kernel"])
-        y, residuals = linear.multiply(
-            params[0], x, residual=residual, scale=scale.scale
+        y, _, residuals = linear.forward(
+            params[0], x, (), saves[0], residual=residual, scale=scale.scale
         )
         return y, ((), (), ()), (residuals, {}, {})
 

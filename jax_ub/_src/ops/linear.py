@@ -225,23 +225,18 @@ class BasicLinear(BasicOperation):
             residuals["main_grad"] = main_grad
         return residuals
 
-    def forward(self, params, x, extra_inputs, saves):
-        y, residuals = self.multiply(params, x)
-        return y, (), residuals
-
-    def backward(self, residuals, dy, d_extra_outputs, needs):
-        return *self.gradients(residuals, dy, needs), ()
-
-    def multiply(
+    def forward(
         self,
-        params: Params,
-        x: jax.Array,
+        params,
+        x,
+        extra_inputs,
+        saves,
         *,
         bias: jax.Array | None = None,
         residual: jax.Array | None = None,
         scale: float = 1.0,
         out_dtype: DTypeLike | None = None,
-    ) -> tuple[jax.Array, Residuals]:
+    ):
         """Computes `scale * x @ kernel + bias + residual`, without overlap.
 
         A column-parallel layer all-gathers x before the GEMM; a row-parallel layer sums
@@ -249,16 +244,15 @@ class BasicLinear(BasicOperation):
         after any reduction over the ranks.
 
         Args:
-            params: the parameters.
-            x: the input.
+            params: see `BasicOperation.forward`.
+            x: see `BasicOperation.forward`.
+            extra_inputs: ().
+            saves: see `BasicOperation.forward`.
             bias: `[N]`, for the features of the result on this rank.
             residual: array with the shape of the result. Without a reduction over the
                 ranks, the result reuses its buffer if it is not read later.
             scale: factor of the product.
             out_dtype: dtype of y; None takes the dtype of the computation.
-
-        Returns:
-            y, and the residuals.
         """
         config = self.call_config(compute_dtype(self.dtype, x))
         residuals = self.operands(config, params, x)
@@ -270,37 +264,40 @@ class BasicLinear(BasicOperation):
         if self.mode.op == "all_gather_matmul":
             x = all_gather(config.collective, x)
         if self.tensor_parallel_mode != "row":
-            y = _matmul(config, x, kernel, bias, residual, scale=scale, out_dtype=dtype)
+            addends = (bias, residual)
+            y = matmul(
+                config.local, (x,), (kernel,), *addends, scale=scale, out_dtype=dtype
+            )
         else:
-            y = _matmul(config, x, kernel, scale=scale, out_dtype=jnp.float32)
+            y = matmul(
+                config.local, (x,), (kernel,), scale=scale, out_dtype=jnp.float32
+            )
             is_last = bias is None and residual is None
             y = self._reduced(config, y, dtype if is_last else jnp.float32)
             y = reference.add(y, bias, residual, out_dtype=dtype)
-        return y[0] if is_vector else y, residuals
+        return y[0] if is_vector else y, (), residuals
 
-    def gradients(
+    def backward(
         self,
-        residuals: Residuals,
-        dy: jax.Array,
-        needs: RequestedGradients,
+        residuals,
+        dy,
+        d_extra_outputs,
+        needs,
         *,
         residual: jax.Array | None = None,
         scale: float = 1.0,
-    ) -> tuple[jax.Array | None, Params]:
+    ):
         """Computes the gradients of x and of the kernel, without overlap.
 
         Args:
-            residuals: the residuals that `saved(needs)` names.
-            dy: gradient of the result.
-            needs: the gradients to compute.
+            residuals: see `BasicOperation.backward`.
+            dy: see `BasicOperation.backward`.
+            d_extra_outputs: ().
+            needs: see `BasicOperation.backward`.
             residual: array with the shape of x that is added to dx; the sum has its
                 dtype. If dx is not reduced over the ranks, the sum reuses the buffer of
                 `residual` if it is not read later.
             scale: factor of both products.
-
-        Returns:
-            dx or None; and a dict with the gradient of "kernel" or the new value of
-            "main_grad".
         """
         x, kernel = residuals.get("x"), residuals.get("kernel")
         operand = next(a for a in (kernel, x, dy) if a is not None)
@@ -330,7 +327,7 @@ class BasicLinear(BasicOperation):
             options = {"scale": scale, "out_dtype": dtype}
             (dw,) = wgrad(config.local, x, (dy,), sums, **options)
             d_params["kernel" if main_grad is None else "main_grad"] = dw
-        return dx, d_params
+        return dx, d_params, ()
 
     def _dgrad(self, config, dy, kernel, residual, scale, x_axes):
         out_dtype = config.dtype if residual is None else residual.dtype
@@ -342,8 +339,9 @@ class BasicLinear(BasicOperation):
         is_column = self.tensor_parallel_mode == "column"
         if not is_column or not (self.sequence_parallel or is_replicated):
             options["out_dtype"] = out_dtype
-            return _matmul(config, dy, kernel, None, residual, **options)
-        dx = _matmul(config, dy, kernel, out_dtype=jnp.float32, **options)
+            return matmul(config.local, (dy,), (kernel,), None, residual, **options)
+        options["out_dtype"] = jnp.float32
+        dx = matmul(config.local, (dy,), (kernel,), **options)
         dx = self._reduced(config, dx, out_dtype if residual is None else jnp.float32)
         return reference.add(dx, residual, out_dtype=out_dtype)
 
@@ -351,10 +349,6 @@ class BasicLinear(BasicOperation):
         if self.sequence_parallel:
             return reduce_scatter(config.collective, partial, out_dtype=dtype)
         return all_reduce(config.collective, partial)
-
-
-def _matmul(config, x, kernel, bias=None, residual=None, **options):
-    return matmul(config.local, (x,), (kernel,), bias, residual, **options)
 
 
 def _checked_options(label, options):

@@ -298,7 +298,8 @@ class UserbuffersForwardLinear(UserbuffersLinear):
         )
         _check_forward(config, mode, input, weight, bias)
         x, w = input.astype(config.dtype), weight.astype(config.dtype)
-        y = _multiply(config, mode, *_forward_operands(config, mode, x, w, bias))
+        compute = row_forward if mode == ROW else column_forward
+        (y,), _ = compute(config, *_forward_operands(config, mode, x, w, bias))
         return y, {"input": x, "weight": w}
 
     def forward(
@@ -319,7 +320,9 @@ class UserbuffersForwardLinear(UserbuffersLinear):
         _check_forward(config, self.mode, x, w, bias)
         addends = (bias, added_bias, residual)
         operands = _forward_operands(config, self.mode, x, w, *addends)
-        y, num = _multiply(config, self.mode, *operands), len(self.basic_ops)
+        compute = row_forward if self.mode == ROW else column_forward
+        (y,), _ = compute(config, *operands)
+        num = len(self.basic_ops)
         return y, ((),) * num, (residuals, *({},) * (num - 1))
 
     @classmethod
@@ -357,11 +360,5 @@ def _forward_operands(config, mode, x, w, bias, added_bias=None, residual=None):
             bias = all_reduce(config.collective, bias)
     if added_bias is not None:
         bias = added_bias if bias is None else bias + added_bias
-    return vma.pcast_varying((x, w, bias, residual), axes)
-
-
-def _multiply(config, mode, x, w, bias, residual):
     biases = None if bias is None else (bias,)
-    forward = row_forward if mode == ROW else column_forward
-    (y,), _ = forward(config, x, (w,), biases, residual)
-    return y
+    return vma.pcast_varying((x, (w,), biases, residual), axes)
