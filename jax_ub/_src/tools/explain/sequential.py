@@ -38,12 +38,12 @@ _COLLECTIVES = {
     AllGather: ("all_gather", "reduce_scatter"),
     ReduceScatter: ("reduce_scatter", "all_gather"),
 }
-# A product or collective by its name in `tools.simulate`, its contracting size and its
+# A GEMM or collective by its name in `tools.simulate`, its contracting size and its
 # number of output features.
 Step = tuple[str, int, int]
 # Names of GEMMs without communication.
-_PRODUCTS = ("matmul", "wgrad")
-_REFUSED = (
+_GEMMS = ("matmul", "wgrad")
+_REJECTED = (
     "a call is rejected: only all-gathers and reduce-scatters of rows overlap, with "
     "sequence_parallel=True"
 )
@@ -105,16 +105,16 @@ def explain(
     sizes = Sizes(tokens, num_ranks, dtype, machine, waits)
     rows: list[Row] = []
     passes = {name: _windows(fuser.fused(name)) for name in _PASSES}
-    reasons = {name: _refusals(fuser, name) for name in _PASSES}
+    reasons = {name: _unfused_reasons(fuser, name) for name in _PASSES}
     lacks_ranks = False
-    for place, op in enumerate(fuser.basic_ops):
+    for index, op in enumerate(fuser.basic_ops):
         for name in _PASSES:
-            first, window = passes[name][place]
+            first, window = passes[name][index]
             comm_name = op.comm_name
             named = "" if comm_name is None else f" {shown(comm_name)}"
-            scope = f"{place} {op.label}{named}, {name}"
+            scope = f"{index} {op.label}{named}, {name}"
             if isinstance(op, BasicLinear):
-                row = _linear(op, name, window, reasons[name].get(place, []), sizes)
+                row = _linear(op, name, window, reasons[name].get(index, []), sizes)
                 lacks_ranks |= sizes.tokens is not None and row.predicted_s is None
             elif type(op) in _COLLECTIVES and not _overlaps(window):
                 row = _collective(op, name)
@@ -136,7 +136,7 @@ def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
     return [(window.start, op) for window, op in windows(ops) for _ in op.basic_ops]
 
 
-def _refusals(fuser, name) -> dict[int, list[str]]:
+def _unfused_reasons(fuser, name) -> dict[int, list[str]]:
     """Maps indices of basic operations to the reasons why fusions rejected them."""
     found: dict[int, list[str]] = {}
     for fusion, before, _ in fuser.fusion_steps(name):
@@ -157,43 +157,68 @@ def _overlaps(window: Op) -> bool:
 
 def _covered(window, first):
     last = first + len(window.basic_ops) - 1
-    places = f"{first}-{last}" if last > first else f"{first}"
-    return f"{type(window).__name__} of {places}"
+    indices = f"{first}-{last}" if last > first else f"{first}"
+    return f"{type(window).__name__} of {indices}"
 
 
 def _linear(op, name, window, reasons, sizes) -> Row:
-    is_on = _overlaps(window)
-    scatter = [o for o in window.basic_ops if isinstance(o, ReduceScatter)]
-    axis_name = scatter[0].axis_name if is_on and scatter else op.axis_name
-    mode = op.tensor_parallel_mode or ("row" if is_on and scatter else None)
-    ranks = 1 if mode is None else sizes.ranks_on(axis_name)
-    sharded = mode_of(mode, op.sequence_parallel or bool(is_on and scatter))
-    call_config = _planned(op, axis_name, sharded, ranks, type(window).__name__)
+    is_fused = _overlaps(window)
+    scatters = [o for o in window.basic_ops if isinstance(o, ReduceScatter)]
+    is_scattered = is_fused and bool(scatters)  # by a ReduceScatter operation
+    parallel = op.tensor_parallel_mode or ("row" if is_scattered else None)
+    axis_name = scatters[0].axis_name if is_scattered else op.axis_name
+    ranks = 1 if parallel is None else sizes.ranks_on(axis_name)
+    mode = mode_of(parallel, op.sequence_parallel or is_scattered)
+    call_config = _planned(op, axis_name, mode, ranks, type(window).__name__)
     if name == "forward":
-        steps = _forward_steps(op, mode, is_on)
+        steps = _forward_steps(op, parallel, is_fused)
     else:
-        call_config = _backward_config(op, mode, call_config, sizes)
-        steps = _backward_steps(op, mode, is_on, call_config)
-    reason, note = "", "no communication"
-    if any(target not in _PRODUCTS for target, _, _ in steps):
-        is_refused = is_on and not scatter and not op.sequence_parallel
-        reason, note = (
-            _REFUSED if is_refused else _reason(call_config, is_on, reasons),
-            "",
-        )
+        call_config = _backward_config(op, parallel, call_config, sizes)
+        steps = _backward_steps(op, parallel, is_fused, call_config)
+    targets = list(dict.fromkeys(target for target, _, _ in steps))
+    reason = note = ""
+    if all(target in _GEMMS for target in targets):
+        note = "no communication"
+    elif not is_fused:
+        reason = "; ".join(reasons) or "no registered fusion overlaps it"
+    elif not mode.sequence_parallel:
+        reason = _REJECTED
+    elif call_config.method is Method.XLA:
+        reason = 'method "xla" is plain jax.lax'
     row = Row(
-        "", _targets(steps), not reason, call_config.method.value, reason, note=note
+        scope="",
+        op=", ".join(targets),
+        overlapped=not reason,
+        method=call_config.method.value,
+        reason=reason,
+        note=note,
     )
-    return _predicted(row, steps, call_config, sizes, op.dtype, ranks)
+    waits = [sizes.waits.get((call_config.label, target)) for target in targets]
+    known = [seconds for seconds in waits if seconds is not None]
+    if known:
+        row = dataclasses.replace(row, measured_exposed_s=sum(known))
+    if sizes.tokens is None or ranks is None:
+        return row
+    dtype = np.dtype(sizes.dtype if op.dtype is None else op.dtype)
+    where = (ranks, dtype, sizes.machine)
+    method = call_config.method.value
+    found = [
+        simulate.estimate(target, method, sizes.tokens, k, n, *where)
+        for target, k, n in steps
+    ]
+    return dataclasses.replace(
+        row,
+        moved_bytes=round(sum(one.moved_bytes for one in found)),
+        predicted_s=sum(one.seconds for one in found),
+    )
 
 
 def _planned(op, axis_name, mode: ParallelMode, ranks, window_name) -> CallConfig:
     axes = () if mode.parallel is None else axis_tuple(axis_name)
-    method = op.chosen_method
     # The configuration of a name applies only if the size of the axis is known.
     configured = op.comm_name if ranks is not None else None
     call_config = plan_call_config(
-        window_name, axes, ranks or 1, configured, method, mode=mode
+        window_name, axes, ranks or 1, configured, op.chosen_method, mode=mode
     )
     return dataclasses.replace(call_config, label=call_label(window_name, op.comm_name))
 
@@ -213,56 +238,36 @@ def _backward_config(op, mode, call_config, sizes):
     )
 
 
-def _reason(call_config, is_on, reasons):
-    if not is_on:
-        return "; ".join(reasons) or "no registered fusion overlaps it"
-    if call_config.method is Method.XLA:
-        return 'method "xla" is plain jax.lax'
-    return ""
-
-
-def _forward_steps(op, mode, is_on) -> list[Step]:
-    """Lists the products and collectives that a linear's forward runs.
-
-    Each is a target of `tools.simulate`, with its contracting size and its number of
-    output features.
-    """
+def _forward_steps(op, parallel, is_fused) -> list[Step]:
+    """Lists the GEMMs and collectives of a linear's forward pass."""
     k, n = op.in_features, op.out_features
-    if is_on:
-        return [(mode_of(mode, True).op, k, n)]
-    if mode == "row":
+    if is_fused:
+        return [(mode_of(parallel, True).op, k, n)]
+    if parallel == "row":
         reduction = "reduce_scatter" if op.sequence_parallel else "all_reduce"
         return [("matmul", k, n), (reduction, n, n)]
-    gathers = mode == "column" and op.sequence_parallel
+    gathers = parallel == "column" and op.sequence_parallel
     return [("all_gather", k, k)] * gathers + [("matmul", k, n)]
 
 
-def _backward_steps(op, mode, is_on, call_config) -> list[Step]:
-    """Lists the products and collectives that a linear's backward runs.
-
-    Each is a target of `tools.simulate`, with its contracting size and its number of
-    output features.
-    """
+def _backward_steps(op, parallel, is_fused, call_config) -> list[Step]:
+    """Lists the GEMMs and collectives of a linear's backward pass."""
     k, n = op.in_features, op.out_features
-    if is_on and mode == "row":
+    if is_fused and parallel == "row":
         return [("all_gather_matmul", n, k), ("matmul", k, n)]  # one gather of dy
-    if is_on and call_config.uses_bulk:
+    if is_fused and call_config.uses_bulk:
         return [("bulk_all_gather", k, n), ("bulk_reduce_scatter", k, n)]
-    if is_on:
+    if is_fused:
         gather = [("all_gather", k, k)] * call_config.method.materializes_gather
         return [("matmul_reduce_scatter", n, k), *gather, ("wgrad", k, n)]
-    products = [("matmul", n, k), ("matmul", k, n)]
-    if mode == "row" and op.sequence_parallel:
-        return [("all_gather", n, n), *products]
-    if mode == "column" and op.sequence_parallel:
-        return [("reduce_scatter", k, k), ("all_gather", k, k), *products]
-    if mode == "column":
-        return [("all_reduce", k, k), *products]
-    return products
-
-
-def _targets(steps: list[Step]) -> str:
-    return ", ".join(dict.fromkeys(target for target, _, _ in steps))
+    gemms = [("matmul", n, k), ("matmul", k, n)]
+    if parallel == "row" and op.sequence_parallel:
+        return [("all_gather", n, n), *gemms]
+    if parallel == "column" and op.sequence_parallel:
+        return [("reduce_scatter", k, k), ("all_gather", k, k), *gemms]
+    if parallel == "column":
+        return [("all_reduce", k, k), *gemms]
+    return gemms
 
 
 def _collective(op, name) -> Row:
@@ -271,26 +276,6 @@ def _collective(op, name) -> Row:
     method = methods.resolve(op.label, op.method, None).value
     note = "" if target else "identity"
     return Row("", target or "none", not target, method, reason, note=note)
-
-
-def _predicted(row, steps, call_config, sizes, dtype, ranks) -> Row:
-    calls = dict.fromkeys((call_config.label, target) for target, _, _ in steps)
-    waited = [sizes.waits[call] for call in calls if call in sizes.waits]
-    if waited:
-        row = dataclasses.replace(row, measured_exposed_s=sum(waited))
-    if sizes.tokens is None or ranks is None:
-        return row
-    dtype = np.dtype(sizes.dtype if dtype is None else dtype)
-    where = (ranks, dtype, sizes.machine)
-    found = [
-        simulate.estimate(target, call_config.method.value, sizes.tokens, k, n, *where)
-        for target, k, n in steps
-    ]
-    return dataclasses.replace(
-        row,
-        moved_bytes=round(sum(one.moved_bytes for one in found)),
-        predicted_s=sum(one.seconds for one in found),
-    )
 
 
 def _notes(fuser, passes, reasons):
@@ -304,7 +289,7 @@ def _notes(fuser, passes, reasons):
         ]
         yield f"{name}: {'; '.join(texts)}"
     for name in _PASSES:
-        for place, texts in sorted(reasons[name].items()):
-            if not isinstance(fuser.basic_ops[place], BasicLinear):
-                where = operation_label(fuser.basic_ops, place)
+        for index, texts in sorted(reasons[name].items()):
+            if not isinstance(fuser.basic_ops[index], BasicLinear):
+                where = operation_label(fuser.basic_ops, index)
                 yield f"not fused {name}: {where}: {'; '.join(texts)}"
