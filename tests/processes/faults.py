@@ -222,7 +222,7 @@ def dies_entering(job):
 
 
 def is_interrupted_entering(job):
-    meet("enter")
+    wait_for_all("enter")
     if job.is_victim:
         real = initialize.check_backend
         initialize.check_backend = lambda *_: signal.raise_signal(signal.SIGINT)
@@ -233,17 +233,17 @@ def is_interrupted_entering(job):
         initialize.check_backend = real
     else:
         job.expect_error(job.initialize)
-    # All live. A new attempt before the others have heard would be their first one.
-    meet("told")
+    # All are alive. Without this wait, others might join the new attempt first.
+    wait_for_all("reported")
     job.initialize()
     job.call()
     say("goes on")
 
 
-def meet(where):
-    board = JaxStore(where)
-    board.write(str(jax.process_index()), "")
-    while None in [board.read(str(p)) for p in range(jax.process_count())]:
+def wait_for_all(where):
+    store = JaxStore(where)
+    store.write(str(jax.process_index()), "")
+    while None in [store.read(str(p)) for p in range(jax.process_count())]:
         time.sleep(0.01)  # for ever, if one does not come: the launcher gives up
 
 
@@ -310,12 +310,12 @@ def main():
 
 def end(num_processes):
     """Ends without JAX's farewell, which waits for the dead; its coordinator last."""
-    board = JaxStore("ends")
+    store = JaxStore("ends")
     if jax.process_index():
-        board.write(str(jax.process_index()), str(os.getpid()))
+        store.write(str(jax.process_index()), str(os.getpid()))
         os._exit(0)
     for process in range(1, num_processes):
-        while (pid := board.read(str(process))) is None or os.path.exists(
+        while (pid := store.read(str(process))) is None or os.path.exists(
             f"/proc/{pid}"
         ):
             time.sleep(0.01)  # for ever, if it does not end: the launcher gives up

@@ -64,14 +64,14 @@ class Pair:
     def __init__(self):
         self.me = jax.process_index()
         self.mesh = Mesh(np.array(jax.devices()), ("tp",))
-        self._board = JaxStore("interrupts")
+        self._store = JaxStore("interrupts")
         self._step = 0
 
     def exchange(self, value):
         """Waits for the other process, and returns what it says."""
         self._step += 1
-        self._board.write(f"{self._step}-{self.me}", value)
-        while (said := self._board.read(f"{self._step}-{1 - self.me}")) is None:
+        self._store.write(f"{self._step}-{self.me}", value)
+        while (said := self._store.read(f"{self._step}-{1 - self.me}")) is None:
             time.sleep(0.001)  # for ever, if it does not come: the launcher gives up
         return said
 

@@ -29,7 +29,7 @@ def test_processes_find_each_other_by_mpi(processes, devices):
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
             "JAX_UB_TIMEOUT_S": "120",
-            # What Open MPI wants to be told in a container, and on few cores.
+            # Open MPI needs these as root, and with fewer cores than ranks.
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",

@@ -153,7 +153,7 @@ def axes_of_the_same_devices_share_their_memory():
     (rest,) = ub.memory_report().axes
     assert (rest.shared_bytes, rest.shares_with) == (first.shared_bytes, None)
     product(MESH, x=X[: half[0]], method="ring_exchange")
-    # A process that has another axis alive is told apart.
+    # A process with another initialized axis is detected.
     if ME == 1:
         ub.destroy_ub()
     text = "differ in the groups that are connected already"

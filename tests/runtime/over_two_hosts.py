@@ -40,7 +40,7 @@ ub.initialize_ub((8, 8), 4, mesh=whole)
 assert REASON in connection.reason, connection
 assert gathered(whole) == {8.0}
 assert REASON in ub.fallbacks()[-1].reason, ub.fallbacks()
-# A name that nobody has configured asks for no method: layers run over hosts, too.
+# A name without configuration requests no method: its layers run over hosts, too.
 assert gathered(whole, ub_name="qkv") == {8.0}
 assert "qkv" in ub.fallbacks()[-1].label, ub.fallbacks()
 assert REASON in ub.fallbacks()[-1].reason, ub.fallbacks()

@@ -92,7 +92,7 @@ def test_heaps_of_any_capacity_fit_a_one_shot_all_reduce():
 
 
 class Alone:
-    """An agreement to which nobody else comes."""
+    """An all-gather that no other process joins."""
 
     def __enter__(self):
         return self

@@ -85,7 +85,7 @@ def test_every_address_has_a_token(cpu):
 
 
 def test_a_missing_process_is_named_at_the_deadline(cpu):
-    other = cpu.endpoint()  # where nobody answers
+    other = cpu.endpoint()  # no process accepts there
     with pytest.raises(RuntimeError, match="process 4"):
         connect(
             cpu,

@@ -1,4 +1,4 @@
-"""When the CUDA engine is loaded, and what XLA is told of it."""
+"""Loading the CUDA engine, and registering it with XLA."""
 
 import importlib
 import subprocess
@@ -35,17 +35,17 @@ def fresh():
 
 @pytest.fixture
 def built(monkeypatch, fresh):
-    """A module as it would be imported, and what it was told."""
-    told = {}
+    """A stand-in for the imported module; returns the settings that it received."""
+    received = {}
     module = types.ModuleType("jax_ub._cuda")
     module.xla_ffi_api_version = (0, 3)
     names = ("set_library_paths", "set_timeout_s", "set_nvls", "set_local_devices")
     for name in names:
-        setattr(module, name, lambda value, name=name: told.update({name: value}))
+        setattr(module, name, lambda value, name=name: received.update({name: value}))
     module.call_site_type = lambda: "the type"
     module.targets = lambda: {"jax_ub$matmul": "handlers"}
     monkeypatch.setitem(sys.modules, "jax_ub._cuda", module)
-    return told
+    return received
 
 
 def test_a_build_without_nvcc_is_reported(monkeypatch, fresh):

@@ -1,4 +1,4 @@
-"""What initialize_ub connects on GPUs: an engine notes what it is told."""
+"""What initialize_ub connects on GPUs, with a stand-in for the CUDA engine."""
 
 import types
 

@@ -298,7 +298,7 @@ REFUSALS = {
     "no dtype": (dict(dtype="bytes!"), ValueError, "not one of float32"),
     "too few configurations": (dict(ub_cfgs=[{}, {}]), ValueError, "2 dictionaries"),
     "no configurations": (dict(ub_cfgs=7), TypeError, "Pass one of names"),
-    "a layer beside its passes": (
+    "a layer in addition to its passes": (
         dict(ub_cfgs={"qkv": {"comm_type": "AG"}}),
         ValueError,
         r"\['qkv'\] configures the forward .* as 'qkv_fprop' does",
