@@ -40,11 +40,11 @@ def test_script_is_run_and_explained(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "train.py: 1 of 2 overlapped" in done.stdout
-    ours, theirs = json.loads(found.read_text())["rows"]
-    assert (ours["scope"], ours["method"]) == ("up", "direct")
-    assert ours["measured_exposed_s"] > 0
-    assert theirs["op"] == "dot + reduce-scatter"
-    assert theirs["reason"] == "XLA's own: could be one ub.matmul_reduce_scatter"
+    call, pair = json.loads(found.read_text())["rows"]
+    assert (call["scope"], call["method"]) == ("up", "direct")
+    assert call["measured_exposed_s"] > 0
+    assert pair["op"] == "dot + reduce-scatter"
+    assert pair["reason"] == "XLA's own: could be one ub.matmul_reduce_scatter"
 
 
 def test_script_that_exits_is_explained_and_its_status_returned(tmp_path):

@@ -83,9 +83,9 @@ def test_fallback_has_its_reason(monkeypatch):
     mesh = tp_mesh(NUM_RANKS).abstract_mesh
     run = jax.shard_map(layers, mesh=mesh, in_specs=SPECS[:2], out_specs=P(None, "tp"))
     found = ub.explain(run, *operands()[:2])
-    ours = [row for row in found.rows if row.op == "all_gather_matmul"]
-    assert [(row.overlapped, row.method) for row in ours] == [(False, "xla")]
-    assert "it is lowered for an abstract mesh" in ours[0].reason
+    calls = [row for row in found.rows if row.op == "all_gather_matmul"]
+    assert [(row.overlapped, row.method) for row in calls] == [(False, "xla")]
+    assert "it is lowered for an abstract mesh" in calls[0].reason
     assert not found.overlapped
 
 
@@ -187,9 +187,9 @@ def test_fallbacks_of_other_programs_are_ignored():
         explained(17)
         ub.fallbacks(clear=True)
         (again,) = explained(15)
-        (ours,) = explained(16)
+        (divisible,) = explained(16)
     assert again == fallen
-    assert (ours.overlapped, ours.reason) == (True, "")
+    assert (divisible.overlapped, divisible.reason) == (True, "")
 
 
 @pytest.mark.parametrize("method", [None, "xla"])

@@ -98,8 +98,8 @@ def test_gemm_that_differs_from_the_tuned_one_uses_the_first_algorithm(engine, f
     file_of({TunedKey(op, 1, *s, "float32"): SECOND for op, s in sizes.items()})
     bias = shape(N)
     assert algorithms(ub.linear, X, W, bias) == [("matmul", 0)]
-    half = shape(K, N, dtype="bfloat16")
-    assert algorithms(ub.wgrad_accumulate, X, DY, half) == [("wgrad", 0)]
+    bf16 = shape(K, N, dtype="bfloat16")
+    assert algorithms(ub.wgrad_accumulate, X, DY, bf16) == [("wgrad", 0)]
 
 
 @pytest.mark.parametrize("method", ["pipeline", "xla"])

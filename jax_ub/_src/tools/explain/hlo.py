@@ -160,8 +160,8 @@ def _multiplies(one):
     if one.opcode in _DOTS:
         return True
     target = one.text.partition('custom_call_target="')[2].partition('"')[0].lower()
-    ours = target.startswith("jax_ub$")
-    return not ours and any(word in target for word in _MATMUL_CALLS)
+    is_jax_ub = target.startswith("jax_ub$")
+    return not is_jax_ub and any(word in target for word in _MATMUL_CALLS)
 
 
 def _users(body):

@@ -178,7 +178,7 @@ def environment(
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    ours = {
+    job_variables = {
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_COORDINATOR_BIND_ADDRESS": address,  # not reachable from other machines
         "JAX_NUM_CPU_DEVICES": str(devices_per_process),
@@ -191,8 +191,8 @@ def environment(
         "SLURM_LOCALID": str(process),
     }
     if num_hosts > 1:
-        ours["JAX_UB_HOST_ID"] = f"host{process * num_hosts // num_processes}"
-    result = {**defaults, **given, **ours, **_no_proxy(given)}
+        job_variables["JAX_UB_HOST_ID"] = f"host{process * num_hosts // num_processes}"
+    result = {**defaults, **given, **job_variables, **_no_proxy(given)}
     # JAX detects Open MPI before Slurm, and would find an mpirun around the launcher.
     result.pop("OMPI_MCA_orte_hnp_uri", None)
     return result
