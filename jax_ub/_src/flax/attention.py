@@ -10,7 +10,7 @@ from flax import nnx
 from jax_ub._src import checks
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.flax.core_attention import CoreAttention
-from jax_ub._src.flax.linear import Linear, call_together
+from jax_ub._src.flax.linear import Linear, apply_layers
 from jax_ub._src.flax.options import (
     LinearOptions,
     check_attention_sizes,
@@ -24,7 +24,7 @@ _LAYOUT_OPTIONS = ("axis_name", "mesh", "data_axes", "sequence_parallel", "metho
 
 
 def project_qkv(
-    call_together: Callable[[Sequence[Any], jax.Array], tuple[jax.Array, ...]],
+    apply_layers: Callable[[Sequence[Any], jax.Array], tuple[jax.Array, ...]],
     layers: Sequence[Any],
     inputs: Sequence[Any],
     rotary_base: float | None,
@@ -32,7 +32,7 @@ def project_qkv(
     """Computes queries, keys and values. Layers with the same input share one gather.
 
     Args:
-        call_together: calls several layers on the same input.
+        apply_layers: applies several layers to the same input.
         layers: the layers of queries, keys and values.
         inputs: the inputs of queries, keys and values; None takes the previous one.
         rotary_base: base of the rotary embeddings, or None.
@@ -52,11 +52,10 @@ def project_qkv(
         )
     query, key, value = layers
     if inputs_k is inputs_q and inputs_v is inputs_k:
-        return call_together(layers, inputs_q)
-    (q,) = call_together((query,), inputs_q)
+        return apply_layers(layers, inputs_q)
     if inputs_v is inputs_k:
-        return (q, *call_together((key, value), inputs_k))
-    return (q, *call_together((key,), inputs_k), *call_together((value,), inputs_v))
+        return (query(inputs_q), *apply_layers((key, value), inputs_k))
+    return query(inputs_q), key(inputs_k), value(inputs_v)
 
 
 class MultiHeadAttention(nnx.Module):
@@ -227,7 +226,7 @@ class MultiHeadAttention(nnx.Module):
         self.core.check_heads(self.num_heads, self.num_kv_heads, kernel, inputs_q)
         layers = (self.query, self.key, self.value)
         inputs = (inputs_q, inputs_k, inputs_v)
-        q, k, v = project_qkv(call_together, layers, inputs, self.core.rotary_base)
+        q, k, v = project_qkv(apply_layers, layers, inputs, self.core.rotary_base)
         if self.query_ln is not None and self.key_ln is not None:
             q, k = self.query_ln(q), self.key_ln(k)
         if deterministic is None:

@@ -10,7 +10,7 @@ from flax import linen as nn
 from jax_ub._src import checks
 from jax_ub._src.flax.attention import project_qkv
 from jax_ub._src.flax.core_attention import CoreAttention
-from jax_ub._src.flax.linen_linear import Linear, TensorParallel, call_together
+from jax_ub._src.flax.linen_linear import Linear, TensorParallel, apply_layers
 from jax_ub._src.flax.options import (
     check_attention_sizes,
     check_norm_inputs,
@@ -135,7 +135,7 @@ class LayerNormMLP(TensorParallel):
 
         fc1 = column("fc1")
         if is_gated:
-            gated, up = call_together((column("gate"), fc1), normalized)
+            gated, up = apply_layers((column("gate"), fc1), normalized)
             hidden = activation(gated) * up
         else:
             hidden = activation(fc1(normalized))
@@ -249,7 +249,7 @@ class MultiHeadAttention(TensorParallel):
             column("value", num_kv_heads),
         )
         inputs = (inputs_q, inputs_k, inputs_v)
-        q, k, v = project_qkv(call_together, layers, inputs, self.rotary_base)
+        q, k, v = project_qkv(apply_layers, layers, inputs, self.rotary_base)
         norm = qk_norm_class(
             "MultiHeadAttention", self.qk_norm_type, self.normalize_qk, nn
         )

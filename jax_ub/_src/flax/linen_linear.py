@@ -243,7 +243,7 @@ class Linear(TensorParallel):
         return len(axes)
 
 
-def call_together(layers: Sequence[Linear], inputs: jax.Array) -> tuple[jax.Array, ...]:
+def apply_layers(layers: Sequence[Linear], inputs: jax.Array) -> tuple[jax.Array, ...]:
     """Applies several layers to the same inputs, which are gathered only once.
 
     The layers may differ only in output sizes and parameters. If they compute in

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_ub._src import checks
-from jax_ub._src.flax.linear import Linear, call_together
+from jax_ub._src.flax.linear import Linear, apply_layers
 from jax_ub._src.flax.options import (
     LinearOptions,
     check_norm_inputs,
@@ -218,6 +218,6 @@ class LayerNormMLP(nnx.Module):
         if self.gate is None:
             hidden = self.activation(self.fc1(normalized))
         else:
-            gate, up = call_together((self.gate, self.fc1), normalized)
+            gate, up = apply_layers((self.gate, self.fc1), normalized)
             hidden = self.activation(gate) * up
         return self.fc2(hidden, residual=residual)
