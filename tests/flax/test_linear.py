@@ -1,4 +1,5 @@
 import inspect
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from operands import assert_equal, normal, small_integers
 from programs import calls, collectives, compiled_text
 
 import jax_ub as ub
+from jax_ub._src.primitives.call import Call
 from jax_ub.flax import Linear, TransformerLayer
 
 PARALLEL = ("column", "row", None)
@@ -418,3 +420,26 @@ def test_stacked_layers_are_scanned(types):
         value, gradients = nnx.jit(nnx.value_and_grad(run))(model, x)
     assert_trees_close(value, expected[0], rtol=1e-4)
     assert_trees_close(nnx.to_pure_dict(gradients), nnx.to_pure_dict(expected[1]))
+
+
+def test_few_functions_are_between_a_layer_and_its_call(monkeypatch):
+    stacks, call = [], Call.__call__
+
+    def recorded(self, *operands):
+        stack = traceback.extract_stack()
+        stacks.append([each.name for each in stack if "jax_ub/_src" in each.filename])
+        return call(self, *operands)
+
+    monkeypatch.setattr(Call, "__call__", recorded)
+    with jax.set_mesh(mesh_of(2, 2)):
+        layer = Linear(16, 32, parallel="column", rngs=nnx.Rngs(0))
+        jax.eval_shape(layer, normal(0, (2, 20, 16)))  # sizes not traced before
+    (names,) = stacks
+    assert names == [
+        "__call__",
+        "sharded_linear",
+        "_shard_mapped",
+        "parallel_linear",
+        "column_forward",
+        "all_gather_matmul",
+    ]

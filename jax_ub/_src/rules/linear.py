@@ -331,15 +331,15 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     mode: ParallelMode,
     x: jax.Array,
     w: jax.Array | tuple[jax.Array, ...],
+    bias: jax.Array | tuple[jax.Array, ...] | None = None,
+    main_grad: jax.Array | tuple[jax.Array, ...] | None = None,
+    residual: jax.Array | None = None,
     *,
     axis_name: str | tuple[str, ...] | None,
-    bias: jax.Array | tuple[jax.Array, ...] | None = None,
-    residual: jax.Array | None = None,
     ub_name: str | None = None,
     method: Method | FlaggedMethod | str | None = None,
     return_gathered: bool = False,
     out_dtype: DTypeLike | None = None,
-    main_grad: jax.Array | tuple[jax.Array, ...] | None = None,
     rhs_transposed: bool = False,
     op: str | None = None,
     bias_name: str = "bias",
@@ -350,14 +350,14 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
         mode: the layer's row in the table of parallel modes.
         x: activations, `[..., tokens, K]`.
         w: kernel; for AG+GEMM also a tuple of kernels, which share one all-gather.
-        axis_name: the mesh axis of the ranks; None if the layer is not parallel.
         bias: of "out" features; a tuple if `w` is a tuple.
+        main_grad: see `linear`; a tuple if `w` is a tuple.
         residual: addend of the result, before rounding; only for a single kernel.
+        axis_name: the mesh axis of the ranks; None if the layer is not parallel.
         ub_name: see `linear`.
         method: the method, or a method with the layer's `ub_*` flags.
         return_gathered: whether to return the gathered `x`, too; only for AG+GEMM.
         out_dtype: dtype of the result; None takes the dtype of `x`.
-        main_grad: see `linear`; a tuple if `w` is a tuple.
         rhs_transposed: see `linear`.
         op: the layer's name in errors; None takes the name of the op.
         bias_name: the caller's name of `bias`, for errors.

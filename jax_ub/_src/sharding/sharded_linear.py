@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -103,10 +103,10 @@ def sharded_linear(
         # The ops reject empty arrays. With a main_grad the call goes on to their error,
         # since a constant result would discard the main_grad.
         shape, dtype = x_matrix.shape[:-1], out_dtype or x.dtype
-        ys = tuple(jnp.zeros((*shape, math.prod(out)), dtype) for out in outs)
+        ys: Any = tuple(jnp.zeros((*shape, math.prod(out)), dtype) for out in outs)
     elif mesh is None:
         _check_needs_no_mesh(layout)
-        ys = _multiply(layout, out_dtype, *operands)
+        ys = _shard_function(layout, out_dtype, operands[1])(*operands)
     else:
         layout = _typed_layout(layout, mesh, kernels, num_in)
         if is_exported:
@@ -119,6 +119,7 @@ def sharded_linear(
             ys = _shard_mapped(
                 configuration, layout, mesh, out_dtype, repeated, *operands
             )
+    ys = ys if isinstance(ys, tuple) else (ys,)
     if is_vector:
         ys = tuple(y[0] for y in ys)
     ys = tuple(split_features(y, out) for y, out in zip(ys, outs, strict=True))
@@ -132,7 +133,7 @@ def sharded_linear(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
     """Runs the layer in a `shard_map` over the mesh axes, except manual ones."""
-    x, _, _, main_grads, _ = operands
+    x, kernels, _, main_grads, _ = operands
     batch = batch_axes(layout, mesh, x)
     data = nontrivial_axes(mesh, batch)
     x_spec, residual_spec = activation_specs(layout, data, x.ndim)
@@ -143,7 +144,7 @@ def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
     replicas = tuple(name for name in data if name not in layout.fsdp_axes)
     if layout.parallel is None and layout.sequence_parallel:
         replicas += layout.axes
-    body: Callable = functools.partial(_multiply, layout, out_dtype)
+    body = _shard_function(layout, out_dtype, kernels)
     if layout.fsdp_axes or (replicas and main_grads is not None):
         body = functools.partial(_with_whole_kernels, body, layout, replicas)
     if layout.fsdp_axes:
@@ -170,29 +171,29 @@ def _with_whole_kernels(
     return body(x, kernels, biases, main_grads, residual)
 
 
-def _multiply(sharding_layout, out_dtype, x, kernel, bias, main_grad, residual):
-    """Runs the layer on this rank's shards."""
+def _shard_function(layout, out_dtype, kernels):
+    """Returns the function that multiplies one rank's shards.
 
-    def multiply(w, bias, main_grad):
-        return parallel_linear(
-            sharding_layout.mode,
-            x,
-            w,
-            axis_name=sharding_layout.axis_name,
-            bias=bias,
-            residual=residual,
-            ub_name=sharding_layout.ub_name,
-            method=sharding_layout.flagged_method,
-            out_dtype=out_dtype,
-            main_grad=main_grad,
-            rhs_transposed=sharding_layout.rhs_transposed,
-        )
+    Its arguments are x, kernels, biases, main_grads and the residual.
+    """
+    run = functools.partial(
+        parallel_linear,
+        layout.mode,
+        axis_name=layout.axis_name,
+        ub_name=layout.ub_name,
+        method=layout.flagged_method,
+        out_dtype=out_dtype,
+        rhs_transposed=layout.rhs_transposed,
+    )
+    is_several = isinstance(kernels, tuple) and layout.mode.op != "all_gather_matmul"
+    return functools.partial(_each_kernel, run) if is_several else run
 
-    gathers = sharding_layout.mode.op == "all_gather_matmul"
-    if isinstance(kernel, tuple) and not gathers:
-        none = (None,) * len(kernel)  # the kernels share no all-gather: one call each
-        return tuple(map(multiply, kernel, bias or none, main_grad or none))
-    return multiply(kernel, bias, main_grad)
+
+def _each_kernel(run, x, kernels, biases, main_grads, residual):
+    """Multiplies by one kernel after the other, since they share no all-gather."""
+    none = (None,) * len(kernels)
+    each = zip(kernels, biases or none, main_grads or none, strict=True)
+    return tuple(run(x, *parameters, residual) for parameters in each)
 
 
 def _present(arrays):
@@ -235,9 +236,10 @@ def _check_operands(layout, x, kernels, residual, num_in):
 
 
 def _as_matrices(layout, operands, num_in, out_dtype):
-    """Merges input and output dimensions; returns the operands and the `out_dtype`.
+    """Returns the operands of `_shard_function` and the `out_dtype`.
 
-    A row layer adds the residual. The others keep none.
+    Input and output dimensions are merged. Several kernels are in a tuple. The residual
+    is left out if the layer is not a row layer.
     """
     x, kernels, biases, main_grads, residual = operands
     addend = None
@@ -254,7 +256,10 @@ def _as_matrices(layout, operands, num_in, out_dtype):
         biases = tuple(bias.reshape(-1) for bias in biases)
     if main_grads is not None:
         main_grads = tuple(as_matrix(each, num_in) for each in main_grads)
-    return (x, kernels, biases, main_grads, addend), out_dtype
+    parameters: list[Any] = [kernels, biases, main_grads]
+    if len(kernels) == 1:
+        parameters = [each and each[0] for each in parameters]
+    return (x, *parameters, addend), out_dtype
 
 
 def _flat(x, num_dims):
@@ -360,7 +365,7 @@ def _sizes(mesh, names):
     return {name: mesh.shape[name] for name in names}
 
 
-def _without_shard_map(layout, mesh, out_dtype, x, *operands):
+def _without_shard_map(layout, mesh, out_dtype, *operands):
     """Runs a layer with symbolic sizes by plain JAX operations, without `shard_map`.
 
     XLA partitions them. The sizes come from `jax.export`.
@@ -370,13 +375,13 @@ def _without_shard_map(layout, mesh, out_dtype, x, *operands):
     if is_explicit:
         where, other = "on an explicit mesh", "use a mesh of automatic axes"
     reason = (
-        f"x {x.shape} is exported with symbolic sizes, which jax cannot find {where}; "
-        "export it once for each size"
+        f"x {operands[0].shape} is exported with symbolic sizes, which jax cannot find "
+        f"{where}; export it once for each size"
     )
     if is_explicit or not layout.may_fall_back():
         raise UnsupportedOverlapError(f"{layout.op}: {reason}, or {other}.")
     with lowering_log.falling_back(layout.op, reason):
-        return _multiply(layout.replicated(), out_dtype, x, *operands)
+        return _shard_function(layout.replicated(), out_dtype, operands[1])(*operands)
 
 
 def _add(y, residual):
