@@ -28,7 +28,7 @@ def run(seq, *operands):
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("fused", [0, 1, 3])
-def test_gradients_of_several_consumers_are_added(fused, in_place):
+def test_gradients_of_several_readers_are_summed(fused, in_place):
     scale = ops.ConstantScale
     seq = ops.Sequential(
         scale(2.0),
@@ -45,7 +45,7 @@ def test_gradients_of_several_consumers_are_added(fused, in_place):
     assert_equal((y, dx), (42 * x, 42 * weights))
 
 
-def test_public_channels_go_to_the_caller_too():
+def test_public_channels_are_also_returned():
     seq = ops.Sequential(make("a"), ops.ConstantScale(2.0), make("b", False), take("a"))
     x = small_integers(0, (4, 4))
     y, a = run(seq, x)
@@ -54,7 +54,7 @@ def test_public_channels_go_to_the_caller_too():
     assert_equal(gradient, jnp.full((4, 4), 7.0))
 
 
-def test_unnamed_ones_are_the_caller_s_in_their_order():
+def test_extra_inputs_without_a_channel_are_passed_in_order():
     seq = ops.Sequential(
         ops.AddExtraInput(),
         ops.MakeExtraOutput(),
@@ -67,7 +67,7 @@ def test_unnamed_ones_are_the_caller_s_in_their_order():
     assert_equal((y, first, second), (one * 33, one * 3, one * 33))
 
 
-def test_residual_that_is_also_the_gradient_of_the_product():
+def test_residual_equal_to_the_gradient_of_the_product():
     """dy goes both ways: into the linear's products, and through the residual."""
     seq = ops.Sequential(
         make("a", False, in_place=True), ops.BasicLinear(4, 4), take("a", in_place=True)
@@ -83,7 +83,7 @@ def test_residual_that_is_also_the_gradient_of_the_product():
     assert_equal(value_and_gradients(call, weights)(kernel, x), expected)
 
 
-def test_wrong_channels_are_refused():
+def test_wrong_channels_are_rejected():
     error, unknown = ub.errors.ShapeContractError, ub.errors.UnknownNameError
     with pytest.raises(error, match="MakeExtraOutput: it has no extra output 1, but 1"):
         ops.MakeExtraOutput().with_extra_output_channel(1, "a")

@@ -42,7 +42,7 @@ def plain_mlp(params, x):
     return y + params[4]["bias"] + x
 
 
-def test_passes_run_in_their_order():
+def test_fusion_passes_run_in_order():
     seen = []
 
     def watch(name):
@@ -65,7 +65,7 @@ def test_passes_run_in_their_order():
     ]
 
 
-def test_prepended_fusion_comes_first():
+def test_prepended_fusion_runs_first():
     first, second, third = first_of(1), first_of(2), first_of(3)
     fuser = ops.OperationFuser([ops.Bias(4), ops.GELU(), ops.ReLU()])
     with only(forward=[second]):
@@ -81,7 +81,7 @@ def test_prepended_fusion_comes_first():
 
 
 @pytest.mark.parametrize("name", fusers.PASSES)
-def test_a_fusion_that_cannot_be_called_is_refused(name):
+def test_a_fusion_that_is_not_callable_is_rejected(name):
     with pytest.raises(ub.errors.FusionError, match=f"register_{name}_fusion.*None"):
         getattr(ops, f"register_{name}_fusion")(None)
     assert None not in fusers.fusions(name)
@@ -96,7 +96,7 @@ def test_result_must_expand_to_the_same_operations():
                 fuser.backward_ops  # noqa: B018
 
 
-def test_window_may_not_hold_both_ends_of_a_channel():
+def test_a_producer_and_its_reader_may_not_be_fused():
     fuser = ops.OperationFuser(residual_mlp())
     with only(forward=[first_of(6)]):
         message = r"a channel; the producer is operation 0 \(MakeEx"
@@ -116,7 +116,7 @@ def test_window_may_not_hold_both_ends_of_a_channel():
     ],
     ids=["forward", "backward", "overlapping", "added at once", "channel inside"],
 )
-def test_any_windows_compute_the_same(forward, backward):
+def test_any_fusion_computes_the_same_result(forward, backward):
     seq = residual_mlp()
     params = integers_of(seq)
     x, weights = small_integers(7, (8, 8)), small_integers(8, (8, 8))
@@ -134,7 +134,7 @@ def test_any_windows_compute_the_same(forward, backward):
         assert_equal(actual, expected)
 
 
-def test_types_inside_a_group_are_those_of_its_operations():
+def test_types_inside_a_group_equal_those_of_its_operations():
     """The sum over ranks is replicated inside the group, and what follows it is not."""
     row = ops.BasicLinear(8, 4, tensor_parallel_mode="row", dtype=jnp.bfloat16)
     seq = ops.Sequential(ops.ConstantScale(2.0), row, ops.AddExtraInput(), ops.ReLU())
@@ -192,7 +192,7 @@ class Counted(BasicOperation):
         return dx, d_params, ()
 
 
-def test_only_what_somebody_asked_for_is_saved_and_computed():
+def test_only_requested_gradients_are_saved_and_computed():
     x, tokens = jnp.arange(4.0), itertools.count()
 
     def seen_by(argnums, seq_of=lambda op: ops.Sequential(op)):
@@ -216,7 +216,7 @@ def test_only_what_somebody_asked_for_is_saved_and_computed():
     assert seen == [("forward", [])]
 
 
-def test_operations_before_the_first_gradient_are_left_out():
+def test_operations_before_the_first_gradient_have_no_backward():
     seq = ops.Sequential(*(ops.BasicLinear(8, 8) for _ in range(4)))
     params, x = seq.init(jax.random.key(0)), small_integers(0, (4, 8))
 
@@ -233,7 +233,7 @@ def test_operations_before_the_first_gradient_are_left_out():
     assert counted({"backward": [first_of(4)]}) == {"matmul": 4, "wgrad": 1}
 
 
-def test_gradient_of_nothing_leaves_main_grad_as_it_is():
+def test_a_zero_gradient_does_not_change_main_grad():
     linear = ops.BasicLinear(4, 4, accumulate_into_main_grad=True)
     seq = ops.Sequential(ops.MakeExtraOutput(), linear)
     params = integers_of(seq)

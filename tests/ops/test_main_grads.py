@@ -41,7 +41,7 @@ def test_split_and_merge_are_inverses():
     assert_equal(ops.merge_main_grads(weights, main_grads), params)
 
 
-def test_microbatches_add_up_to_the_gradient_of_an_optimizer():
+def test_microbatches_accumulate_the_whole_gradient():
     seq, mesh = mlp(), tp_mesh(2)
     params = integers_of(seq)
     weights, main_grads = ops.split_main_grads(params)
@@ -76,7 +76,7 @@ def test_microbatches_add_up_to_the_gradient_of_an_optimizer():
     assert jax.tree.structure(moved) == jax.tree.structure(weights)
 
 
-def test_main_grad_of_examples_that_are_mapped_is_refused():
+def test_vmapped_main_grad_is_rejected():
     seq = ops.Sequential(ops.Linear(8, 16, accumulate_into_main_grad=True))
     weights, main_grads = ops.split_main_grads(integers_of(seq))
 
@@ -89,7 +89,7 @@ def test_main_grad_of_examples_that_are_mapped_is_refused():
         jax.grad(loss)(main_grads, small_integers(5, (3, 4, 8)))
 
 
-def test_parameters_come_back_from_a_checkpoint_in_their_places(tmp_path):
+def test_parameters_are_restored_from_a_checkpoint(tmp_path):
     seq, mesh = mlp(), tp_mesh(2)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), seq.specs())
     params = jax.device_put(seq.init(jax.random.key(0)), shardings)

@@ -40,7 +40,7 @@ FUSED = {
 
 
 @pytest.mark.parametrize("name", PINNED)
-def test_operations_are_immutable_and_say_what_they_are(name):
+def test_operations_are_immutable_and_documented(name):
     kind = getattr(ops, name)
     assert issubclass(kind, Operation)
     assert kind.__dataclass_params__.frozen
@@ -60,7 +60,7 @@ def test_operations_are_immutable_and_say_what_they_are(name):
 
 
 @pytest.mark.parametrize("scan", FUSED)
-def test_fused_operations_bring_their_scan(scan):
+def test_fused_operations_have_a_fusion_function(scan):
     for name in FUSED[scan].split():
         kind = getattr(ops.fused, name)
         assert issubclass(kind, FusedOperation)

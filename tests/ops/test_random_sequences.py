@@ -13,7 +13,7 @@ from jax_ub import ops
 RANKS, ROWS, WIDTH = 4, 8, 8
 # How the ranks have an activation: all the same, or each its tokens or features.
 SPECS = {"whole": P(), "tokens": TOKENS, "features": FEATURES}
-# Parallel mode, sequence parallel, and how the result lies.
+# Parallel mode, sequence parallel, and the sharding of the result.
 LINEARS = {
     "whole": [("column", False, "features"), (None, False, "whole")],
     "tokens": [("column", True, "features"), (None, False, "tokens")],
@@ -24,8 +24,8 @@ LINEARS = {
 class Walk:
     """Operations, each one that takes x as the one before left it.
 
-    Beside each is what it does to the whole x: a function of its parameters, x, and
-    the channels by name.
+    Each has a reference, which computes the global x: a function of its parameters, x,
+    and the channels by name.
     """
 
     def __init__(self, seed: int, check_vma: bool):
@@ -77,7 +77,7 @@ class Walk:
 
     def collective(self):
         if self.layout == "whole":
-            # Without types nobody knows that all ranks have the same summand.
+            # Without check_vma, JAX does not know that the summand is replicated.
             reduces = self.check_vma and self.draw.random() < 0.5
             op = ops.AllReduce() if reduces else ops.ReduceScatter()
             layout = "whole" if reduces else "tokens"
@@ -124,12 +124,12 @@ def check(seed, check_vma):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("seed", range(8))
-def test_any_sequence_is_plain_jax_to_the_bit(seed, check_vma):
+def test_random_sequences_equal_plain_jax_bitwise(seed, check_vma):
     check(seed, check_vma)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("seed", range(8, 200))
-def test_any_other_sequence_is_plain_jax_to_the_bit(seed, check_vma):
+def test_more_random_sequences_equal_plain_jax_bitwise(seed, check_vma):
     check(seed, check_vma)

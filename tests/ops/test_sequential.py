@@ -47,7 +47,7 @@ def plain_block(params, x):
 @pytest.mark.parametrize(
     "num_ranks, check_vma", [(1, True), (2, True), (2, False), (4, True)]
 )
-def test_block_and_its_gradients_are_those_of_plain_jax(num_ranks, check_vma):
+def test_block_and_gradients_equal_plain_jax(num_ranks, check_vma):
     seq = block()
     params = normal_of(seq)
     x = normal(1, (3, 8, 8))
@@ -64,7 +64,7 @@ def test_block_and_its_gradients_are_those_of_plain_jax(num_ranks, check_vma):
     )
 
 
-def test_is_a_list():
+def test_sequential_is_a_list():
     a, b, c = ops.GELU(), ops.ReLU(), ops.SiLU()
     seq = ops.Sequential(a)
     assert seq.append(c).insert(1, b) is seq
@@ -89,7 +89,7 @@ def test_is_a_list():
         seq.append(type("Bound", (), {})())
 
 
-def test_text_is_how_to_make_it():
+def test_repr_is_the_constructor_call():
     seq = ops.Sequential(ops.Linear(4, 8, use_bias=False), ops.GELU())
     assert repr(seq) == (
         "Sequential(\n"
@@ -99,7 +99,7 @@ def test_text_is_how_to_make_it():
     assert repr(ops.Sequential()) == "Sequential()"
 
 
-def test_changed_list_is_traced_anew():
+def test_a_changed_list_is_retraced():
     seq, x = ops.Sequential(ops.ConstantScale(2.0)), jnp.ones(3)
     run = jax.jit(lambda seq, params, x: seq(params, x), static_argnums=0)
     np.testing.assert_array_equal(run(seq, ({},), x), 2 * x)
@@ -107,7 +107,7 @@ def test_changed_list_is_traced_anew():
     np.testing.assert_array_equal(run(seq, ({}, {}), x), 10 * x)
 
 
-def test_a_sequential_may_be_an_entry_of_another():
+def test_sequentials_nest():
     inner = ops.Sequential(ops.Linear(4, 8), ops.ReLU())
     seq = ops.Sequential(inner, ops.Linear(8, 4))
     params, x = normal_of(seq), normal(1, (3, 4))
@@ -150,17 +150,17 @@ ONES = np.ones((4, 4), np.float32)
         ),
     ],
 )
-def test_what_is_no_array_is_refused(operation, params, inputs, text):
+def test_operands_that_are_no_arrays_are_rejected(operation, params, inputs, text):
     with pytest.raises(ub.errors.ShapeContractError, match=re.escape(text)):
         ops.Sequential(operation)((params,), *inputs)
 
 
-def test_empty_one_returns_its_input():
+def test_an_empty_sequential_returns_its_input():
     x = jnp.ones(3)
     assert ops.Sequential()((), x) is x
 
 
-def test_parameters_are_those_of_flax():
+def test_parameters_equal_those_of_flax():
     from flax import nnx
 
     seq = ops.Sequential(ops.Linear(4, 8), ops.LayerNorm(8, eps=1e-6))
@@ -174,7 +174,7 @@ def test_parameters_are_those_of_flax():
     np.testing.assert_allclose(seq(params, x), norm(linear(x)), atol=1e-5)
 
 
-def test_init_depends_on_the_key_and_the_place_only():
+def test_init_depends_only_on_the_key_and_the_index():
     seq = ops.Sequential(ops.Linear(4, 4), ops.Linear(4, 4))
     first, second = seq.init(jax.random.key(0))
     assert not np.array_equal(first["kernel"], second["kernel"])
@@ -237,7 +237,7 @@ def test_remat_saves_memory():
     assert saved(policy=nothing) < saved()
 
 
-def test_is_differentiated_once_only():
+def test_forward_mode_is_rejected():
     seq = ops.Sequential(ops.Linear(4, 4))
     params, x = normal_of(seq), jnp.ones((2, 4))
     loss = lambda x: jnp.sum(seq(params, x) ** 2)  # noqa: E731

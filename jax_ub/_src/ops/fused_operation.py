@@ -1,6 +1,7 @@
 """The interface of fused operations, and checks of what they are constructed from."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -71,7 +72,16 @@ class FusedOperation(Operation):
         of `fuse_forward_ops` or `fuse_backward_ops`: the index of the linear, if there
         is one.
         """
-        return {}
+        old_name = getattr(cls, "refusals", None)
+        if old_name is None:
+            return {}
+        warnings.warn(
+            f"{cls.__name__}.refusals will be ignored in the next release. Rename it "
+            "to unfused_reasons.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return old_name(ops)
 
     def saved(
         self, needs: tuple[RequestedGradients, ...]

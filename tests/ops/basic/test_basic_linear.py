@@ -50,12 +50,12 @@ def plain(params, x):
 
 
 @pytest.mark.parametrize("num_ranks, dtype", RANKS_AND_DTYPES)
-def test_every_layout_is_a_product_of_the_global_arrays(num_ranks, dtype):
+def test_every_mode_equals_the_global_product(num_ranks, dtype):
     x = small_integers(7, (24, 24), dtype)
     assert_are_plain(cases(), plain, num_ranks, x)
 
 
-def test_untyped_ranks_follow_the_convention_of_jax():
+def test_linears_without_check_vma_follow_jax():
     assert_are_plain(cases(), plain, 4, small_integers(7, (24, 24)), check_vma=False)
 
 
@@ -134,7 +134,7 @@ def test_accumulates_in_place_under_a_scan_over_microbatches():
 
 
 @pytest.mark.parametrize("layout", [(None, False), *LAYOUTS])
-def test_gradients_that_nobody_asked_for_cost_nothing(layout):
+def test_gradients_that_are_not_requested_cost_nothing(layout):
     x_spec, y_spec = LAYOUTS.get(layout, (P(), P()))
     seq = ops.Sequential(linear(*layout))
     run = on_ranks(seq, tp_mesh(2), (seq.specs(), x_spec), y_spec)
@@ -148,7 +148,7 @@ def test_gradients_that_nobody_asked_for_cost_nothing(layout):
     assert (products(0), products(1), products((0, 1))) == (2, 2, 3)
 
 
-def test_one_gather_of_dy_serves_both_gradients():
+def test_both_gradients_share_one_all_gather_of_dy():
     seq = ops.Sequential(linear("row", True))
     run = on_ranks(seq, tp_mesh(2), (seq.specs(), FEATURES), TOKENS)
     params, x = seq.init(jax.random.key(0)), small_integers(1, (8, 24))
@@ -157,7 +157,7 @@ def test_one_gather_of_dy_serves_both_gradients():
     assert found == {"matmul": 2, "wgrad": 1, "reduce_scatter": 1, "all_gather": 1}
 
 
-def test_computes_in_its_dtype_and_keeps_that_of_the_parameters():
+def test_dtype_of_the_computation_and_of_the_parameters():
     x, w = small_integers(0, (8, 24)), small_integers(1, (24, 48))
     for dtype, given, wanted in (
         (None, "bfloat16", "bfloat16"),
@@ -173,7 +173,7 @@ def test_computes_in_its_dtype_and_keeps_that_of_the_parameters():
         assert_equal(gradient["kernel"], x.T @ jnp.ones((8, 48)))
 
 
-def test_data_parallel_ranks_add_up_their_gradients():
+def test_data_parallel_gradients_are_summed():
     seq = ops.Sequential(linear("column", True))
     params = integers_of(seq)
     x, weights = small_integers(1, (16, 24)), small_integers(2, (16, 48))
@@ -183,7 +183,7 @@ def test_data_parallel_ranks_add_up_their_gradients():
     assert_equal(actual, value_and_gradients(plain, weights)(params, x))
 
 
-def test_initial_kernel_is_that_of_flax():
+def test_the_initial_kernel_equals_that_of_flax():
     from flax import nnx
 
     key = jax.random.key(3)
@@ -217,12 +217,12 @@ def test_initial_kernel_is_that_of_flax():
         ),
     ],
 )
-def test_wrong_descriptions_are_refused(options, error, message):
+def test_wrong_constructor_arguments_are_rejected(options, error, message):
     with pytest.raises(getattr(ub.errors, error), match=message):
         linear(**options)
 
 
-def test_wrong_operands_are_refused():
+def test_wrong_operands_are_rejected():
     x = small_integers(0, (8, 24))
     error = ub.errors.ShapeContractError
 
@@ -249,7 +249,7 @@ def test_wrong_operands_are_refused():
         ops.Sequential(linear())(({"kernel": jnp.zeros((24, 48), int)},), x)
 
 
-def test_replicated_main_grad_of_differing_gradients_is_refused():
+def test_replicated_main_grad_of_varying_gradients_is_rejected():
     seq = ops.Sequential(linear("column", True, accumulate_into_main_grad=True))
     params, x = seq.init(jax.random.key(0)), small_integers(1, (16, 24))
     specs = (seq.specs(), P(("dp", "tp")))
@@ -259,7 +259,7 @@ def test_replicated_main_grad_of_differing_gradients_is_refused():
         run(params, x)
 
 
-def test_one_main_grad_in_two_calls_is_refused():
+def test_one_main_grad_in_two_calls_is_rejected():
     seq = ops.Sequential(linear(accumulate_into_main_grad=True))
     params, x = seq.init(jax.random.key(0)), small_integers(1, (16, 24))
     twice = lambda params: jnp.sum(seq(params, x) + seq(params, x))  # noqa: E731

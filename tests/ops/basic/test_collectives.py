@@ -20,7 +20,7 @@ def own(x):
 
 
 @pytest.mark.parametrize("num_ranks, dtype", RANKS_AND_DTYPES)
-def test_all_of_them_are_those_of_jax_lax(num_ranks, dtype):
+def test_collectives_equal_those_of_jax_lax(num_ranks, dtype):
     """The stack of the ranks' inputs holds other values on each."""
     mesh = tp_mesh(num_ranks)
     xs = small_integers(0, (num_ranks, 2 * num_ranks, 3), dtype)
@@ -51,7 +51,7 @@ def test_all_of_them_are_those_of_jax_lax(num_ranks, dtype):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_an_input_that_all_ranks_have_counts_once_a_rank(check_vma):
+def test_a_replicated_input_counts_once_per_rank(check_vma):
     """Each rank's rows, and its addend, are its own, though all have the same x."""
     mesh = tp_mesh(4)
     x, weights = small_integers(0, (8, 3)), small_integers(1, (4, 8, 3))
@@ -106,7 +106,7 @@ def test_backward_of_all_reduce_is_the_identity():
     assert_equal(actual, expected)
 
 
-def test_untyped_ranks_reduce_in_backward_by_jax_s_convention():
+def test_without_check_vma_the_backward_follows_jax():
     actual, expected = all_reduce_gradient(None, False, inside=False)
     assert_equal(actual, expected)
     actual, expected = all_reduce_gradient(True, False, inside=False)
@@ -116,7 +116,7 @@ def test_untyped_ranks_reduce_in_backward_by_jax_s_convention():
     assert_equal(actual, 4 * expected)
 
 
-def test_ranks_that_go_on_by_themselves_reduce_in_backward():
+def test_reduce_in_backward_sums_the_gradients_of_varying_results():
     xs, weights = small_integers(0, (4, 8, 3)), small_integers(1, (4, 8, 3))
     seq = ops.Sequential(ops.AllReduce(reduce_in_backward=True))
     run = on_ranks(lambda xs: seq(({},), own(xs))[None], tp_mesh(4), RANKS, RANKS)
@@ -138,7 +138,7 @@ def test_identity_costs_no_collective():
     assert not collectives(text)
 
 
-def test_wrong_operands_are_refused():
+def test_wrong_operands_are_rejected():
     error = ub.errors.ShapeContractError
 
     def call(op, x, spec=TOKENS):

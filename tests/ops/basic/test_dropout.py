@@ -18,7 +18,7 @@ def apply(op, x, **options):
     return jax.jit(run)(x, keys)
 
 
-def test_zeros_as_many_as_asked_for_and_scales_the_rest():
+def test_dropout_zeroes_at_its_rate_and_scales_the_rest():
     x = jnp.ones((200, 200))
     y = apply(ops.Dropout(0.25), x, key=jax.random.key(0))
     assert set(np.unique(y)) == {0.0, np.float32(1 / 0.75)}
@@ -36,7 +36,7 @@ def test_gradient_has_the_same_mask():
     np.testing.assert_array_equal(transposed(3 * x)[0], 3 * y)
 
 
-def test_without_chance_it_is_the_identity():
+def test_deterministic_dropout_is_the_identity():
     x, key = jnp.ones((20, 20)), jax.random.key(0)
     for y, transposed in (
         jax.vjp(lambda x: apply(ops.Dropout(0.5), x, deterministic=True), x),
@@ -48,14 +48,14 @@ def test_without_chance_it_is_the_identity():
         apply(ops.Dropout(0.5), x)
 
 
-def test_every_place_draws_its_own_mask():
+def test_each_dropout_draws_a_separate_mask():
     seq = ops.Sequential(ops.Dropout(0.5), ops.Dropout(0.5))
     y = seq(({}, {}), jnp.ones((100, 100)), key=jax.random.key(0))
     assert abs(np.mean(y != 0) - 0.25) < 0.03
 
 
 @pytest.mark.parametrize("axis_name, check_vma", [(None, True), ("tp", False)])
-def test_ranks_with_their_own_part_draw_their_own_mask(axis_name, check_vma):
+def test_ranks_with_different_shards_draw_different_masks(axis_name, check_vma):
     op = ops.Dropout(0.5, axis_name=axis_name)
     run = lambda x, key: apply(op, x, key=key)  # noqa: E731
     x, key = jnp.ones((8, 32)), jax.random.key(0)

@@ -50,7 +50,7 @@ def compare(*cases, exact=False):
 
 
 def assert_near(dtype, actual, expected):
-    """A few roundings apart, of values as large as the largest."""
+    """Asserts equality up to a few roundings of the largest value."""
     size = max(1.0, float(np.abs(np.asarray(expected)).max()))
     atol = 4 * float(jnp.finfo(dtype).eps) * size
     np.testing.assert_allclose(np.asarray(actual, np.float32), expected, atol=atol)
@@ -78,7 +78,7 @@ def test_bias_is_sharded_with_its_features():
     assert_equal(seq.init(jax.random.key(0))[0]["bias"], jnp.zeros(8))
 
 
-def test_bias_of_sharded_tokens_has_the_sum_of_all_ranks_as_gradient():
+def test_bias_gradient_is_summed_over_token_shards():
     seq = ops.Sequential(ops.Bias(8))
     params, x = ({"bias": small_integers(0, (8,))},), small_integers(1, (4, 8))
     weights = small_integers(2, (4, 8))
@@ -101,7 +101,7 @@ def test_extra_input_is_added(dtype, in_place):
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_extra_output_is_handed_out(dtype, in_place):
+def test_extra_output_is_returned(dtype, in_place):
     seq = ops.Sequential(ops.MakeExtraOutput(in_place=in_place))
     x = small_integers(0, (32, 32), dtype)
     a, b = small_integers(1, x.shape, dtype), small_integers(2, x.shape, dtype)
@@ -113,7 +113,7 @@ def test_extra_output_is_handed_out(dtype, in_place):
         assert_equal(jax.grad(loss)(x), a)
 
 
-def test_no_array_of_the_caller_s_changes():
+def test_arrays_of_the_caller_do_not_change():
     seq = ops.Sequential(
         ops.MakeExtraOutput(in_place=True), ops.AddExtraInput(in_place=True)
     )
@@ -149,7 +149,7 @@ def test_activations(dtype):
     )
 
 
-def test_gate_and_up_in_blocks_do_not_depend_on_the_number_of_ranks():
+def test_interleaved_gate_and_up_do_not_depend_on_the_number_of_ranks():
     x = normal(0, (4, 32))
     gate, up = (x.reshape(4, 8, 2, 2)[..., i, :].reshape(4, 16) for i in (0, 1))
     seq = ops.Sequential(ops.SwiGLU(glu_interleave_size=2))
@@ -191,7 +191,7 @@ def test_vectors_do_not_need_the_promotion_of_ranks():
         assert_equal(step(params, x), expected)
 
 
-def test_initial_norms_change_nothing_but_the_size():
+def test_initial_norms_only_normalize():
     key = jax.random.key(0)
     assert_equal(
         ops.LayerNorm(4).init(key), {"bias": jnp.zeros(4), "scale": jnp.ones(4)}
@@ -202,7 +202,7 @@ def test_initial_norms_change_nothing_but_the_size():
     )
 
 
-def test_norm_of_sharded_tokens_has_the_sum_of_all_ranks_as_gradient():
+def test_norm_gradient_is_summed_over_token_shards():
     seq = ops.Sequential(ops.LayerNorm(16))
     params = ({"scale": normal(1, (16,)), "bias": normal(2, (16,))},)
     x, weights = normal(0, (8, 16)), small_integers(3, (8, 16))
@@ -216,7 +216,7 @@ def test_norm_of_sharded_tokens_has_the_sum_of_all_ranks_as_gradient():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_quantize_rounds_to_what_fp8_has(dtype):
+def test_quantize_rounds_to_fp8_values(dtype):
     x = normal(0, (16, 16), dtype)
     y = ops.Sequential(ops.Quantize())(({},), x)
     assert y.dtype == x.dtype
@@ -228,7 +228,7 @@ def test_quantize_rounds_to_what_fp8_has(dtype):
     np.testing.assert_allclose(y, np.asarray(x, np.float32), rtol=2**-4, atol=scale)
 
 
-def test_quantize_passes_gradients_straight_or_rounds_them():
+def test_quantize_passes_or_rounds_gradients():
     x, dy = normal(0, (16, 16)), normal(1, (16, 16))
     gradient = lambda op: jax.vjp(lambda x: ops.Sequential(op)(({},), x), x)[1](dy)[0]  # noqa: E731
     assert_equal(gradient(ops.Quantize()), dy)
@@ -246,11 +246,11 @@ def test_ranks_may_share_one_quantization_scale():
     run = on_ranks(shared, tp_mesh(4), (({},), TOKENS), TOKENS)
     expected = alone(({},), x)
     assert_equal(run(({},), x), expected)
-    apart = on_ranks(alone, tp_mesh(4), (({},), TOKENS), TOKENS)
-    assert not np.array_equal(apart(({},), x), expected)
+    separate = on_ranks(alone, tp_mesh(4), (({},), TOKENS), TOKENS)
+    assert not np.array_equal(separate(({},), x), expected)
 
 
-def test_wrong_operands_are_refused():
+def test_wrong_operands_are_rejected():
     x = jnp.ones((4, 6))
 
     def call(op, x, *extra, params=None):
@@ -280,7 +280,7 @@ def test_wrong_operands_are_refused():
 
 
 @pytest.mark.parametrize("rate", [1.0, -0.1, "0.1", None, float("nan")])
-def test_a_rate_is_a_probability_below_one(rate):
+def test_a_dropout_rate_is_in_zero_to_one(rate):
     text = f"Dropout: rate = {rate!r} is not a probability. Pass a number"
     with pytest.raises(error, match=text):
         ops.Dropout(rate)
@@ -322,18 +322,18 @@ def test_sizes_and_epsilons_are_numbers(make, text):
         ),
     ],
 )
-def test_flags_are_true_or_false(make, text):
+def test_flags_are_bools(make, text):
     with pytest.raises(ub.errors.UnknownNameError, match=text):
         make()
 
 
 @pytest.mark.parametrize("scale", ["2", None, jnp.float32(2)])
-def test_a_scale_is_known_before_anything_runs(scale):
+def test_a_scale_is_a_python_number(scale):
     with pytest.raises(error, match=r"ConstantScale: scale = .*Pass a Python number"):
         ops.ConstantScale(scale)
 
 
-def test_a_scale_of_numpy_widens_nothing():
+def test_a_numpy_scale_does_not_promote_the_dtype():
     scaled = ops.Sequential(ops.ConstantScale(np.float32(0.5)))
     x = jnp.ones((2, 4), jnp.bfloat16)
     assert scaled((({}),), x).dtype == x.dtype

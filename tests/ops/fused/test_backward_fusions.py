@@ -29,7 +29,7 @@ def both(gradients):
 
 @pytest.mark.parametrize("mode", [None, "row"])
 @pytest.mark.parametrize("accumulates", [True, False])
-def test_linear_scale_scales_in_both_gemms(accumulates, mode):
+def test_backward_linear_scale_scales_within_both_gemms(accumulates, mode):
     a = arrays(4)
     options = {"accumulate_into_main_grad": accumulates}
     if mode is None:
@@ -73,7 +73,7 @@ ACTIVATIONS = [ops.GELU(), ops.ReLU(), ops.SiLU(), ops.SwiGLU(), ops.GEGLU()]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
-def test_activation_bias_sums_before_it_rounds(activation):
+def test_backward_activation_bias_sums_before_rounding(activation):
     x, dy = normal(0, (3, 40, 16), "bfloat16"), normal(1, (3, 40, 16), "bfloat16")
     dy = dy[..., : activation.function(jnp.ones(16)).shape[0]]
     bias = normal(2, (16,))
@@ -102,7 +102,7 @@ def test_activation_bias_sums_before_it_rounds(activation):
     assert error <= unfused
 
 
-def test_add_rmsnorm_rounds_once():
+def test_backward_add_rmsnorm_rounds_once():
     k = 24
     x, dy = normal(0, (2, 5, k), "bfloat16"), normal(1, (2, 5, k), "bfloat16")
     extra = normal(2, (2, 5, k), "bfloat16")
@@ -126,7 +126,7 @@ def test_add_rmsnorm_rounds_once():
     assert_equal(dx, exact.astype("bfloat16"))
 
 
-def test_add_rmsnorm_of_an_input_that_all_ranks_have():
+def test_backward_add_rmsnorm_with_a_replicated_input():
     """Each rank has scales of its own, so dx is what their parts add up to."""
     seq = ops.Sequential(ops.MakeExtraOutput(), ops.RMSNorm(6))
     x, scales, dy = normal(0, (8, 6)), normal(1, (12,)), normal(2, (16, 6))
@@ -141,7 +141,7 @@ def test_add_rmsnorm_of_an_input_that_all_ranks_have():
     assert_close(dx, unfused, 6)
 
 
-def test_add_rmsnorm_is_one_pass_over_the_gradient():
+def test_backward_add_rmsnorm_reads_the_gradient_once():
     k = 24
     x = normal(0, (2, 5, k))
     seq = ops.Sequential(ops.MakeExtraOutput(), ops.RMSNorm(k))
@@ -157,7 +157,7 @@ def test_add_rmsnorm_is_one_pass_over_the_gradient():
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_every_backward_without_a_gradient_of_the_extra_output(in_place):
+def test_backward_fusions_without_a_gradient_of_the_extra_output(in_place):
     x, dy = small_integers(0, (2, 6)), small_integers(1, (2, 6))
     seq = ops.Sequential(ops.MakeExtraOutput(in_place=in_place), ops.RMSNorm(6))
 

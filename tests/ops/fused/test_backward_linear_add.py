@@ -15,7 +15,7 @@ from sequences import FEATURES, names
 
 from jax_ub import ops
 
-# Kinds of the linear behind the extra output: mode, and the name of its overlap.
+# Linears after the extra output: mode, and the name of the overlap.
 KINDS = {
     "local": (None, None),
     "row": ("row", None),
@@ -92,7 +92,7 @@ def test_sum_is_close_on_normal_values(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_added_outside_the_gemm(kind):
+def test_the_gemm_adds_the_residual(kind):
     a = arrays(4)
 
     def program(in_place):
@@ -116,7 +116,7 @@ def num_adds(text):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sum_is_written_where_the_gradient_of_the_residual_was(kind):
+def test_the_sum_reuses_the_buffer_of_the_residual_gradient(kind):
     a = arrays(4)
     mode = KINDS[kind][0]
     layer, given = residual_layer(kind, 4, a)[1], params(kind, 4, a)
@@ -139,7 +139,7 @@ def test_sum_is_written_where_the_gradient_of_the_residual_was(kind):
 
 @pytest.mark.parametrize("donate", [(), (2,)])
 @pytest.mark.parametrize("mode", [None, "row"])
-def test_one_gradient_for_both_ways_is_copied_first(mode, donate):
+def test_a_gradient_used_twice_is_copied_first(mode, donate):
     """y = x + linear(x): dy is the residual's gradient, and a factor of dx and dw.
 
     Transformer Engine accumulates into the very array that it still has to read.
@@ -179,7 +179,7 @@ def test_one_gradient_for_both_ways_is_copied_first(mode, donate):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_frozen_parts_cost_nothing(kind):
+def test_frozen_operands_cost_no_gemm(kind):
     a = arrays(4)
     layer, given = residual_layer(kind, 4, a)[1], params(kind, 4, a)
 
@@ -211,7 +211,7 @@ def test_only_the_extra_output_has_a_gradient(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradient_of_the_kernel_goes_to_main_grad(kind):
+def test_kernel_gradient_is_added_to_main_grad(kind):
     a = arrays(4)
     layer = residual_layer(kind, 4, a, accumulate_into_main_grad=True)[1]
     first, *rest = params(kind, 4, a)
@@ -221,7 +221,7 @@ def test_gradient_of_the_kernel_goes_to_main_grad(kind):
     assert_equal(dx, dgrad(a) + wide(a.residual))
 
 
-def test_residual_s_gradient_decides_the_dtype():
+def test_dx_has_the_dtype_of_the_residual_gradient():
     a = arrays(1, make=normal)
     seq = ops.Sequential(
         ops.MakeExtraOutput(in_place=True),
@@ -246,7 +246,7 @@ def test_residual_s_gradient_decides_the_dtype():
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_an_input_that_all_ranks_have_has_its_residual_s_gradient_once(overlapped):
+def test_residual_gradient_of_a_replicated_input_is_added_once(overlapped):
     """Each rank has a kernel of its own; the scatter sums what they make of one x."""
     options = {"userbuffers_options": {"comm_name": "proj"}} if overlapped else {}
     make = ops.MakeExtraOutput(in_place=True)

@@ -1,4 +1,4 @@
-"""Linears with what is added to them, and scaled, in one call."""
+"""Linears that add a bias or a residual, or scale the product, in one call."""
 
 import re
 
@@ -30,7 +30,7 @@ def basic(mode, a, name=None, **options):
     )
 
 
-# By name: mode of the linear, name of its overlap, what is behind it, the fused list.
+# By name: mode, name of the overlap, following operations, fused list.
 WINDOWS = {
     "bias": (None, None, ["bias"], ["ForwardLinearBiasActivation"]),
     "bias, activation": (
@@ -135,7 +135,7 @@ def test_sum_is_rounded_once(name, dtype):
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-def test_gradients_are_those_of_the_unfused_twin(name):
+def test_gradients_equal_those_of_unfused_operations(name):
     window = Window(name)
 
     def gradients():
@@ -160,7 +160,7 @@ def num_passes(text):
 
 
 @pytest.mark.parametrize("name", [n for n in WINDOWS if n != "bias, activation"])
-def test_one_call_and_no_other_pass(name):
+def test_the_program_is_a_single_call(name):
     window = Window(name)
     text = compiled_text(window.program(), *window.operands())
     assert num_passes(text) == 0
@@ -174,7 +174,7 @@ def test_one_call_and_no_other_pass(name):
 
 
 @pytest.mark.parametrize("name", ["bias, add", "scale, add"])
-def test_sum_is_written_where_the_extra_input_was(name):
+def test_the_sum_reuses_the_buffer_of_the_extra_input(name):
     window = Window(name)
     extra = own_copy(window.a.dy, tp_mesh(RANKS), window.y)
     run = window.program(donate=2)
@@ -188,7 +188,7 @@ def test_sum_is_written_where_the_extra_input_was(name):
 
 
 @pytest.mark.parametrize("name", ["bias, add", "row bias, add", "scale, add"])
-def test_extra_input_of_the_caller_never_changes(name):
+def test_the_extra_input_of_the_caller_does_not_change(name):
     window = Window(name)
     before = wide(window.a.dy).copy()
     assert_equal(window.program()(*window.operands()), window.expected())
@@ -196,7 +196,7 @@ def test_extra_input_of_the_caller_never_changes(name):
 
 
 @pytest.mark.parametrize("name", ["bias, add", "row bias, add", "scale, add"])
-def test_extra_input_of_another_shape_is_refused(name):
+def test_extra_input_with_a_wrong_shape_is_rejected(name):
     window = Window(name)
     params, x, extra = window.operands()
     message = "AddExtraInput: the extra input has shape .*, but here it is the shape"
@@ -204,7 +204,7 @@ def test_extra_input_of_another_shape_is_refused(name):
         jax.eval_shape(window.program(), params, x, extra[..., :4])
 
 
-def test_a_vector_is_added_as_well():
+def test_a_vector_residual_is_added():
     a = arrays(1)
     k, n = a.w.shape
     seq = ops.Sequential(ops.Linear(k, n), IN_PLACE)
@@ -213,7 +213,7 @@ def test_a_vector_is_added_as_well():
     assert_equal(found, wide(x) @ wide(a.w) + wide(bias) + wide(extra))
 
 
-def test_bias_decides_the_dtype_behind_it():
+def test_the_result_has_the_dtype_of_the_bias():
     a = arrays(1, "bfloat16")
     k, n = a.w.shape
     seq = ops.Sequential(ops.BasicLinear(k, n), ops.Bias(n, dtype="float32"))

@@ -122,7 +122,7 @@ def test_forward_is_exact_for_every_number_of_ranks(mode, num_ranks, dtype):
     assert_equal(run_forward(mode, num_ranks, a, bias), expected)
 
 
-def test_forward_counts_a_replicated_bias_once_a_rank():
+def test_forward_adds_a_replicated_bias_once_per_rank():
     a, bias = arrays(4), small_integers(5, (28,))
     layout = LAYOUTS["row"]
     for check_vma in (True, False):
@@ -137,7 +137,7 @@ def test_forward_counts_a_replicated_bias_once_a_rank():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_forward_returns_what_the_backward_takes(mode):
+def test_forward_returns_the_operands_of_the_backward(mode):
     a, layout = arrays(2, "bfloat16"), LAYOUTS[mode]
 
     def function(x, w):
@@ -226,7 +226,7 @@ def test_gradients_are_added_to_main_grad_and_residual(mode, method):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_residual_decides_the_dtype_of_the_sum(mode):
+def test_the_sum_has_the_dtype_of_the_residual(mode):
     a = arrays(4, "bfloat16")
     run = backward_program(mode, 4, names=("residual",))
     dx, _, _ = run(a.dy, a.x, a.w, wide(a.residual))
@@ -267,7 +267,7 @@ def test_backward_runs_these_calls_and_no_collective(mode, method, frozen):
     assert_equal(dw, None if frozen == "weight" else wgrad(a))
 
 
-def test_row_sums_the_bias_gradient_in_one_small_call():
+def test_row_sums_the_bias_gradient_over_the_ranks_in_one_call():
     a = arrays(4)
     run = backward_program("row", 4, bias_requires_grad=True)
     text = compiled_text(run, a.dy, a.x, a.w)
@@ -278,7 +278,7 @@ def test_row_sums_the_bias_gradient_in_one_small_call():
 @pytest.mark.parametrize(
     ("mode", "method"), [("column", "auto"), ("column", "bulk"), ("row", "auto")]
 )
-def test_what_is_donated_is_written_in_place(mode, method):
+def test_donated_operands_are_updated_in_place(mode, method):
     a, layout = arrays(4), LAYOUTS[mode]
     names = ("main_grad", "residual")
     run = backward_program(mode, 4, names=names, donate=(3, 4), method=method)
@@ -295,7 +295,7 @@ def test_what_is_donated_is_written_in_place(mode, method):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_repeated_calls_give_the_same_bits(mode):
+def test_repeated_calls_are_bitwise_equal(mode):
     a = arrays(8, "bfloat16", normal)
     run = backward_program(mode, 8, bias_requires_grad=True)
     first = run(a.dy, a.x, a.w)
@@ -333,7 +333,7 @@ BOTH = pytest.mark.parametrize(
 
 
 @BOTH
-def test_what_is_no_overlap_is_refused(function, shapes):
+def test_calls_that_do_not_overlap_are_rejected(function, shapes):
     text = refused(function, *shapes, sequence_parallel=False)
     assert "UnsupportedOverlapError: Userbuffers" in text
     assert "sequence_parallel = False, but only all-gathers and" in text
@@ -350,7 +350,7 @@ def test_what_is_no_overlap_is_refused(function, shapes):
 
 
 @BOTH
-def test_axis_must_be_there(function, shapes):
+def test_axis_name_is_required(function, shapes):
     call = function("column")
     operands = [jnp.zeros(shape) for shape in shapes]
     call.keywords["axis_name"] = None
@@ -375,7 +375,7 @@ def test_axis_must_be_there(function, shapes):
         (((4, 6), (6, 8)), {"bias": jnp.zeros(4)}, "bias has shape (4,), but here"),
     ],
 )
-def test_forward_refuses_what_does_not_fit(shapes, options, text):
+def test_forward_rejects_wrong_shapes(shapes, options, text):
     found = refused(forward, *shapes, **options)
     assert "ShapeContractError: UserbuffersForwardLinear" in found
     assert text in found
@@ -415,7 +415,7 @@ DY, X, W = (8, 8), (4, 6), (6, 8)
         ((DY, X, W), {"residual": jnp.zeros(X, int)}, "residual is int32"),
     ],
 )
-def test_backward_refuses_what_does_not_fit(shapes, options, text):
+def test_backward_rejects_wrong_shapes(shapes, options, text):
     found = refused(backward, *shapes, **options)
     assert "ShapeContractError: UserbuffersBackwardLinear" in found
     assert text in found

@@ -57,7 +57,7 @@ BY_KEYWORD = [
 
 
 @pytest.mark.parametrize(("kind", "parts"), BY_KEYWORD)
-def test_keywords_make_what_the_scan_makes(kind, parts):
+def test_keywords_construct_the_same_operation_as_the_fusion(kind, parts):
     made = kind(**parts)
     window = tuple(part for part in parts.values() if part is not None)
     assert made.basic_ops == window
@@ -69,7 +69,7 @@ def test_keywords_make_what_the_scan_makes(kind, parts):
 
 
 @pytest.mark.parametrize("kind", FUSED)
-def test_scans_take_unused_keywords(kind):
+def test_fusions_accept_unused_keywords(kind):
     direction = "forward" if "Forward" in kind.__name__ else "backward"
     scan = getattr(kind, f"fuse_{direction}_ops")
     parts = next(parts for found, parts in BY_KEYWORD if found is kind)
@@ -149,13 +149,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "parts", "message"), REFUSED)
-def test_other_windows_are_rejected(kind, parts, message):
+def test_operations_that_do_not_match_are_rejected(kind, parts, message):
     with pytest.raises(ShapeContractError, match=message) as caught:
         kind(**parts)
     assert str(caught.value).startswith(f"{kind.__name__}: ")
 
 
-def test_all_parts_are_keyword_only_but_the_tuple():
+def test_all_parts_except_the_tuple_are_keyword_only():
     for kind in FUSED:
         first, *rest = list(inspect.signature(kind).parameters.values())
         assert first.name == "basic_ops"
@@ -198,7 +198,7 @@ def test_userbuffers_linears_run_as_entries_of_a_sequential(made, kind):
     x_spec, y_spec = (ROWS, FEATURES) if kind == "column" else (FEATURES, ROWS)
     step = step_of(seq, specs, x_spec, y_spec, a.dy)
 
-    with ops.without_fusions():  # what is constructed stays
+    with ops.without_fusions():  # constructed fused operations still run
         text = compiled_text(step, params, a.x)
         (_, y), (d_params, dx) = step(params, a.x)
     found = calls(text)
@@ -271,7 +271,7 @@ LOCAL_CASES = [
 
 
 @pytest.mark.parametrize("found", LOCAL_CASES)
-def test_local_fused_operations_are_their_basic_operations(found):
+def test_local_fused_operations_equal_their_basic_operations(found):
     seq = ops.Sequential(*found)
     plain = ops.Sequential(*seq.basic_ops)
     params = seq.init(jax.random.key(0))

@@ -38,7 +38,7 @@ PATTERNS = [
     ([basic("row"), BIAS], [UBF, "Bias"], [UBB, "Bias"]),
     ([basic(None), SCATTER], [UBF], [UBB]),
     ([basic(None), BIAS, SCATTER], [UBF], [UBB]),
-    # A scatter behind a column-parallel linear is no third pattern.
+    # A column-parallel linear is not fused with a reduce-scatter.
     (
         [basic("column"), BIAS, SCATTER],
         [UBF, "ReduceScatter"],
@@ -57,7 +57,7 @@ PATTERNS = [
         ["BasicLinear", "ReduceScatter"],
         ["BasicLinear", "ReduceScatter"],
     ),
-    # Two layers, and what lies around them.
+    # Two layers between other operations.
     (
         [basic("column"), BIAS, ops.GELU(), basic("row", "proj"), BIAS],
         [UBF, "GELU", UBF, "Bias"],
@@ -67,14 +67,14 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize(("found", "forward_ops", "backward_ops"), PATTERNS)
-def test_userbuffers_patterns_are_transformer_engine_s(
+def test_userbuffers_patterns_equal_transformer_engines(
     found, forward_ops, backward_ops
 ):
     assert forward(*found) == forward_ops
     assert backward(*found) == backward_ops
 
 
-def test_a_linear_with_a_bias_is_overlapped_as_well():
+def test_a_linear_with_a_bias_is_overlapped():
     column = linear("column", 8, 8, "qkv")
     row = linear("row", 8, 8, "proj")
     assert forward(column, row) == [UBF, UBF, "Bias"]
@@ -82,7 +82,7 @@ def test_a_linear_with_a_bias_is_overlapped_as_well():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_one_rank_has_nothing_to_overlap(num_ranks):
+def test_one_rank_is_not_overlapped(num_ranks):
     alone = num_ranks == 1
     found = {}
 
@@ -131,6 +131,17 @@ def test_unfused_linears_have_a_reason():
     assert reasons_of([extra, basic("row"), extra, ops.GELU()]) == {}
 
 
+def test_the_old_name_of_unfused_reasons_is_deprecated():
+    class Old(ops.FusedOperation):
+        @classmethod
+        def refusals(cls, ops):
+            return {0: "never"}
+
+    with pytest.warns(DeprecationWarning, match="Rename it to unfused_reasons"):
+        assert Old.unfused_reasons([basic("row")]) == {0: "never"}
+    assert ops.FusedOperation.unfused_reasons([basic("row")]) == {}
+
+
 IN_PLACE = ops.AddExtraInput(in_place=True)
 FORWARD = [
     ([basic(None, None), BIAS], ["ForwardLinearBiasActivation"]),
@@ -171,7 +182,7 @@ FORWARD = [
 
 
 @pytest.mark.parametrize(("found", "expected"), FORWARD)
-def test_forward_fusions_take_these(found, expected):
+def test_forward_fusions_match_these_operations(found, expected):
     assert forward(*found) == expected
 
 
@@ -224,11 +235,11 @@ BACKWARD = [
 
 
 @pytest.mark.parametrize(("found", "expected"), BACKWARD)
-def test_backward_fusions_take_these(found, expected):
+def test_backward_fusions_match_these_operations(found, expected):
     assert backward(*found) == expected
 
 
-def test_fusions_are_tried_in_transformer_engine_s_order():
+def test_fusions_run_in_transformer_engines_order():
     tried = [f.__qualname__.split(".")[0] for f in fusions.fusions("forward")]
     assert tried == [
         "UserbuffersForwardLinear",
@@ -246,7 +257,7 @@ def test_fusions_are_tried_in_transformer_engine_s_order():
     ]
 
 
-def test_without_fusions_every_operation_is_alone():
+def test_without_fusions_no_operation_is_fused():
     found = [basic("column"), BIAS, ops.GELU()]
     with pytest.raises(KeyError), ops.without_fusions():
         assert forward(*found) == backward(*found) == names(found)
@@ -263,7 +274,7 @@ def test_without_fusions_every_operation_is_alone():
 
 
 @pytest.mark.parametrize("fusion", FUSED)
-def test_every_scan_takes_every_list(fusion):
+def test_every_fusion_accepts_every_list(fusion):
     scan = getattr(fusion, "fuse_forward_ops", None) or fusion.fuse_backward_ops
     assert scan([]) == []
     every = [ops.GELU(), OUT_IN_PLACE, BIAS, IN_PLACE, ops.ConstantScale(1.0)]

@@ -95,7 +95,7 @@ def test_layers_are_close_on_normal_values(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_rank_s_values_count_as_they_are(kind):
+def test_ranks_may_have_different_values(kind):
     """Values of very different size on every rank: none hides in another's rounding."""
     num_ranks = 4
     a = arrays(num_ranks, make=normal)
@@ -117,7 +117,7 @@ def test_every_rank_s_values_count_as_they_are(kind):
     ("kind", "check_vma"),
     [("column", True), ("row", False), ("scattered", True), ("scattered", False)],
 )
-def test_layers_are_their_unfused_twins(kind, check_vma):
+def test_fused_layers_equal_unfused_layers(kind, check_vma):
     a = arrays(4)
     m, b = model(kind, 4, a), bias_of(kind, 4, a, small_integers)
     found = step_of(m, a, check_vma=check_vma)(params_of(m, a, b), a.x)
@@ -128,7 +128,7 @@ def test_layers_are_their_unfused_twins(kind, check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_one_bias_of_all_ranks_before_a_scatter_counts_once_a_rank(check_vma):
+def test_replicated_bias_before_a_reduce_scatter_is_added_once_per_rank(check_vma):
     a = arrays(4)
     m = model("scattered", 4, a)
     m = type(m)(m.kind, 4, m.seq, (m.specs[0], {"bias": P()}, {}), m.x, m.y)
@@ -153,13 +153,13 @@ CALLS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_is_one_call_for_every_gemm(kind):
+def test_a_step_has_one_call_per_gemm(kind):
     a = arrays(4)
     m = model(kind, 4, a, method="direct")
     b = bias_of(kind, 4, a, small_integers)
     text = compiled_text(step_of(m, a), params_of(m, a, b), a.x)
     assert calls(text) == CALLS[kind]
-    # Only the sum of the loss, and that of a row-parallel layer's bias gradient.
+    # The loss, and the bias gradient of a row-parallel layer.
     assert sum(collectives(text).values()) <= 2
     assert not collectives(text).keys() - {"all-reduce"}
     with ops.without_fusions():
@@ -233,7 +233,7 @@ def test_layers_take_any_batch_axes(kind, batch):
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_steps_repeat_to_the_bit(kind):
+def test_repeated_steps_are_bitwise_equal(kind):
     a = arrays(8, "bfloat16", normal)
     m, b = model(kind, 8, a), bias_of(kind, 8, a, normal)
     step, params = step_of(m, a), params_of(m, a, b)
@@ -243,13 +243,13 @@ def test_steps_repeat_to_the_bit(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_and_computation_have_dtypes_of_their_own(kind):
+def test_parameters_and_computation_have_separate_dtypes(kind):
     a = arrays(4)
     m = model(kind, 4, a, dtype="bfloat16")
     b = bias_of(kind, 4, a, small_integers)
     (_, y), (d_params, dx) = step_of(m, a)(params_of(m, a, b), a.x)
     assert y.dtype == "bfloat16"
-    # Gradients have the dtype of what they are gradients of; that of the kernel is
+    # Gradients have the dtype of their operand. The gradient of the kernel is
     # never rounded to the computation's.
     assert_equal(d_params[0]["kernel"], wgrad(a))
     assert_equal(dx, wide(dgrad(a).astype("bfloat16")))
@@ -270,7 +270,7 @@ def test_parameters_and_computation_have_dtypes_of_their_own(kind):
         ),
     ],
 )
-def test_column_runs_bulk_or_dgrad_and_scatter_as_its_name_says(config, expected):
+def test_the_configured_method_selects_the_calls_of_a_column_backward(config, expected):
     if layouts.LAYOUT is not None:
         pytest.skip("the names of this job are configured for all of its tests")
     a = arrays(4)
@@ -288,7 +288,7 @@ def test_column_runs_bulk_or_dgrad_and_scatter_as_its_name_says(config, expected
     assert_equal((dx, d_params[0]["kernel"]), wanted[:2])
 
 
-def test_gathers_of_one_name_back_to_back_under_remat():
+def test_consecutive_all_gathers_of_one_name_under_remat():
     """Three blocks share two names, and run forward twice each."""
     p, blocks = 4, 3
     a = arrays(p)
@@ -330,7 +330,7 @@ def test_gathers_of_one_name_back_to_back_under_remat():
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_without_sequence_parallelism_nothing_is_overlapped(kind):
+def test_overlap_without_sequence_parallelism_is_rejected(kind):
     a = arrays(2)
     m = model(kind, 2, a, sequence_parallel=False)
     message = "sequence_parallel = False, but only all-gathers and reduce-scatters"
@@ -338,7 +338,7 @@ def test_without_sequence_parallelism_nothing_is_overlapped(kind):
         jax.eval_shape(m.on_ranks(), params_of(m, a, a.w[0]), a.x)
 
 
-def test_kernel_of_another_size_is_refused():
+def test_kernel_with_a_wrong_shape_is_rejected():
     a = arrays(2)
     m = model("column", 2, a, bias=False)
     message = r"kernel has shape \(14, 5\), but here it is this rank's shard"
@@ -346,7 +346,7 @@ def test_kernel_of_another_size_is_refused():
         jax.eval_shape(m.on_ranks(), ({"kernel": a.w.T},), a.x)
 
 
-def test_a_new_configuration_counts_for_what_was_traced_before(monkeypatch):
+def test_a_new_configuration_retraces_the_program(monkeypatch):
     if layouts.LAYOUT is not None:
         pytest.skip("the names of this job are configured for all of its tests")
     a = arrays(4)
