@@ -180,7 +180,7 @@ double PeakGflops(const std::string& dtype, double duration_s) {
 
 // A bulk op has the same schedule as the plain collective; it only runs concurrently
 // with a GEMM.
-jax_ub::CollectiveKind PatternNamed(const std::string& op) {
+jax_ub::CollectiveKind CollectiveNamed(const std::string& op) {
   if (op == "bulk_all_gather") return jax_ub::CollectiveKind::kAllGather;
   if (op == "bulk_reduce_scatter") return jax_ub::CollectiveKind::kReduceScatter;
   return Named("op", op, jax_ub::kNumCollectiveKinds, &jax_ub::CollectiveKindName);
@@ -200,7 +200,7 @@ std::vector<jax_ub::Step> ScheduleOf(const std::string& op,
                                      int num_ranks,
                                      int num_splits,
                                      const std::string& variant) {
-  return jax_ub::MakeSchedule(PatternNamed(op), MethodNamed(method), rank, num_ranks,
+  return jax_ub::MakeSchedule(CollectiveNamed(op), MethodNamed(method), rank, num_ranks,
                               num_splits, VariantNamed(variant))
       .steps;
 }
@@ -210,7 +210,7 @@ std::vector<std::string> CheckSchedule(const std::string& op,
                                        int num_ranks,
                                        int num_splits,
                                        const std::string& variant) {
-  return jax_ub::CheckSchedule(PatternNamed(op), MethodNamed(method), num_ranks,
+  return jax_ub::CheckSchedule(CollectiveNamed(op), MethodNamed(method), num_ranks,
                                num_splits, VariantNamed(variant));
 }
 
@@ -223,8 +223,8 @@ struct Endpoint {
 class Communicator {
  public:
   Communicator(std::shared_ptr<jax_ub::CallSequencer> sequencer,
-               std::shared_ptr<jax_ub::SharedMemoryCommunicator> ends)
-      : conductor_(std::move(sequencer)), ends_(std::move(ends)) {}
+               std::shared_ptr<jax_ub::SharedMemoryCommunicator> communicator)
+      : sequencer_(std::move(sequencer)), communicator_(std::move(communicator)) {}
   ~Communicator() {
     // Close waits for the thread that receives messages of the peers.
     const nb::gil_scoped_release released;
@@ -234,14 +234,14 @@ class Communicator {
   // In a child of fork() there is no engine that the call sequencer has joined.
   void Close() {
     if (jax_ub::Engine* engine = jax_ub::ExistingEngine()) {
-      engine->Leave(conductor_);
+      engine->Leave(sequencer_);
     } else {
-      conductor_->Close();
+      sequencer_->Close();
     }
   }
-  std::string name() const { return conductor_->communicator().name(); }
-  int64_t size_bytes() const { return conductor_->communicator().size_bytes(); }
-  int64_t calls() const { return conductor_->num_calls(); }
+  std::string name() const { return sequencer_->communicator().name(); }
+  int64_t size_bytes() const { return sequencer_->communicator().size_bytes(); }
+  int64_t calls() const { return sequencer_->num_calls(); }
   double BarrierSeconds(int count) {
     const std::string label = "barrier";
     if (count < 1) {
@@ -250,13 +250,13 @@ class Communicator {
     }
     const auto begin = std::chrono::steady_clock::now();
     for (int i = 0; i < count; ++i) {
-      ends_->Barrier(next_barrier_++, 0, {label, 0, 60});
+      communicator_->Barrier(next_barrier_++, 0, {label, 0, 60});
     }
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
     return took.count() / count;
   }
   std::optional<std::string> failure() const {
-    const std::exception_ptr failure = conductor_->failure();
+    const std::exception_ptr failure = sequencer_->failure();
     if (!failure) return std::nullopt;
     try {
       std::rethrow_exception(failure);
@@ -266,8 +266,8 @@ class Communicator {
   }
 
  private:
-  const std::shared_ptr<jax_ub::CallSequencer> conductor_;
-  const std::shared_ptr<jax_ub::SharedMemoryCommunicator> ends_;
+  const std::shared_ptr<jax_ub::CallSequencer> sequencer_;
+  const std::shared_ptr<jax_ub::SharedMemoryCommunicator> communicator_;
   int64_t next_barrier_ = 0;
 };
 
@@ -285,11 +285,11 @@ std::unique_ptr<Communicator> Connect(Endpoint& endpoint,
   jax_ub::CheckOneOfEach(devices.size(), processes.size(), "processes");
   const auto peers = jax_ub::PeersOf(addresses, tokens);
   const nb::gil_scoped_release released;
-  const auto ends = jax_ub::SharedMemoryCommunicator::Connect(
+  const auto communicator = jax_ub::SharedMemoryCommunicator::Connect(
       std::move(endpoint.endpoint), {processes, process, name}, peers, buffer_bytes,
       timeout_s);
   return std::make_unique<Communicator>(
-      jax_ub::ProcessEngine().Join(ends, devices, generation), ends);
+      jax_ub::ProcessEngine().Join(communicator, devices, generation), communicator);
 }
 
 std::string Describe(const jax_ub::Step& step) {

@@ -241,26 +241,26 @@ bool IsLocalCall(const CallAttributes& at) {
 }
 
 std::unordered_map<int64_t, size_t> FlatRankOfDevice(const CallAttributes& at) {
-  const auto refuse = [&](const std::string& text) {
+  const auto reject = [&](const std::string& text) {
     throw std::invalid_argument("jax_ub." + at.label + ": " + text);
   };
-  if (at.num_ranks < 1) refuse("num_ranks is " + std::to_string(at.num_ranks));
-  if (at.num_kernels < 1) refuse("num_kernels is " + std::to_string(at.num_kernels));
-  if (at.num_splits < 0) refuse("num_splits is " + std::to_string(at.num_splits));
+  if (at.num_ranks < 1) reject("num_ranks is " + std::to_string(at.num_ranks));
+  if (at.num_kernels < 1) reject("num_kernels is " + std::to_string(at.num_kernels));
+  if (at.num_splits < 0) reject("num_splits is " + std::to_string(at.num_splits));
   if (at.ranks.empty() && at.num_ranks != 1) {
-    refuse("a local op has num_ranks = " + std::to_string(at.num_ranks));
+    reject("a local op has num_ranks = " + std::to_string(at.num_ranks));
   }
   if (at.ranks.size() % static_cast<size_t>(at.num_ranks) != 0) {
-    refuse("ranks lists " + std::to_string(at.ranks.size()) +
+    reject("ranks lists " + std::to_string(at.ranks.size()) +
            " devices, no multiple of num_ranks = " + std::to_string(at.num_ranks));
   }
-  std::unordered_map<int64_t, size_t> places;
-  for (size_t place = 0; place < at.ranks.size(); ++place) {
-    if (!places.emplace(at.ranks[place], place).second) {
-      refuse("ranks lists device " + std::to_string(at.ranks[place]) + " twice");
+  std::unordered_map<int64_t, size_t> flat_ranks;
+  for (size_t flat_rank = 0; flat_rank < at.ranks.size(); ++flat_rank) {
+    if (!flat_ranks.emplace(at.ranks[flat_rank], flat_rank).second) {
+      reject("ranks lists device " + std::to_string(at.ranks[flat_rank]) + " twice");
     }
   }
-  return places;
+  return flat_ranks;
 }
 
 std::string Describe(const Tensor& tensor) {

@@ -137,14 +137,14 @@ std::vector<GemmProblem> GatherProducts(const CallAttributes& at,
                                         int64_t row) {
   std::vector<GemmProblem> problems;
   int64_t num_rows = 0;
-  for (const RowSlice& piece : x) num_rows += piece.num_rows();
+  for (const RowSlice& slice : x) num_rows += slice.num_rows();
   if (num_rows == 0) return problems;
   for (int i = 0; i < at.num_kernels; ++i) {
     GatherProduct product(at, call, i);
     int64_t next = row;
-    for (const RowSlice& piece : x) {
-      product.Add(piece, next);
-      next += piece.num_rows();
+    for (const RowSlice& slice : x) {
+      product.Add(slice, next);
+      next += slice.num_rows();
     }
     problems.push_back(product.Take());
   }

@@ -40,8 +40,8 @@ inline RowSlice PackedSlice(const RowSlice& like, const std::byte* data) {
   return {tensor, 0, tensor.rows};
 }
 
-// Returns the indices of the operands that are communicated, ascending. An op that sends
-// partial sums of its GEMM has none.
+// Returns the indices of the operands that are communicated, ascending. An op that
+// sends partial sums of its GEMM has none.
 std::vector<size_t> CommunicatedOperands(const CallAttributes& attributes,
                                          const RankCall& call);
 

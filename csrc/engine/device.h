@@ -42,7 +42,7 @@ class Device {
   virtual DType PartialDType(const CallAttributes& attributes,
                              const RankCall& call) const = 0;
   // Returns the number of splits per chunk if the caller does not choose one.
-  virtual int DefaultSplits(CollectiveKind pattern) const = 0;
+  virtual int DefaultSplits(CollectiveKind collective) const = 0;
 
   // Allocates memory that is valid until the end of the call.
   virtual Tensor Allocate(DType dtype,

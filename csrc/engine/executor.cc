@@ -24,36 +24,37 @@ namespace {
 //   end of the call           GEMM lanes that read slots
 class ScheduleRun {
  public:
-  // `beside` are the GEMMs of a bulk op, which are independent of the communication.
+  // `concurrent_gemms` are the GEMMs of a bulk op, which are independent of the
+  // communication.
   ScheduleRun(const CallAttributes& at,
               const RankCall& call,
-              const CommunicatedTensor& exchange,
+              const CommunicatedTensor& communicated,
               const Schedule& schedule,
               const SlotRequirements& plan,
               double timeout_s,
-              std::vector<GemmProblem> beside,
+              std::vector<GemmProblem> concurrent_gemms,
               Transport& transport,
               Device& device,
               LaneDependencies& lanes,
               const TraceContext& trace)
       : at_(at),
         call_(call),
-        exchange_(exchange),
+        communicated_(communicated),
         schedule_(schedule),
         timeout_s_(timeout_s),
-        concurrent_gemms_(std::move(beside)),
+        concurrent_gemms_(std::move(concurrent_gemms)),
         transport_(transport),
         device_(device),
         lanes_(lanes),
         trace_(trace),
-        held_(3 * schedule.num_ranks * schedule.num_splits),
-        produced_(held_.size()),
+        received_(3 * schedule.num_ranks * schedule.num_splits),
+        produced_(received_.size()),
         readers_(1 + device.num_product_lanes()) {
-    if (HasProduct(schedule.pattern) && !IsGather(schedule.pattern)) {
-      partial_ = device.Allocate(plan.partial_dtype, exchange.operand.batch,
-                                 exchange.num_rows, exchange.result.features);
+    if (HasProduct(schedule.collective) && !IsGather(schedule.collective)) {
+      partial_ = device.Allocate(plan.partial_dtype, communicated.operand.batch,
+                                 communicated.num_rows, communicated.result.features);
     } else {
-      partial_ = exchange.operand;
+      partial_ = communicated.operand;
     }
   }
 
@@ -61,10 +62,10 @@ class ScheduleRun {
     for (const Step& step : schedule_.steps) {
       // Before the first wait: everything that can be sent immediately has been
       // enqueued.
-      if (step.kind == StepKind::kWait) MultiplyBeside();
+      if (step.kind == StepKind::kWait) RunConcurrentGemms();
       Take(step);
     }
-    MultiplyBeside();
+    RunConcurrentGemms();
     for (Lane lane = 1; lane < static_cast<Lane>(readers_.size()); ++lane) {
       const LaneSlotReads& reader = readers_[lane];
       if (!reader.reads_slots) continue;
@@ -95,7 +96,7 @@ class ScheduleRun {
       case StepKind::kMultiply:
         return Multiply(step);
       case StepKind::kCopy:
-        return CopySegmentBlock(step);
+        return CopySplit(step);
       case StepKind::kReduce:
         return Reduce(step);
       case StepKind::kPut:
@@ -118,8 +119,8 @@ class ScheduleRun {
            split;
   }
   // Received partial sums are indexed by sender, all other splits by chunk.
-  ReceivedSplit& HeldOf(Payload payload, int chunk, int split) {
-    return held_[IndexOf(payload, chunk, split)];
+  ReceivedSplit& ReceivedOf(Payload payload, int chunk, int split) {
+    return received_[IndexOf(payload, chunk, split)];
   }
   // Returns the point after which a split that this rank computes is complete.
   Dependency& ProducedBy(Payload payload, int chunk, int split) {
@@ -129,20 +130,20 @@ class ScheduleRun {
   void Wait(const Step& step, const WaitReason& reason) {
     transport_.Wait(step.peer, step.slot, reason);
     const bool partial = step.payload == Payload::kPartial;
-    ReceivedSplit& held =
-        HeldOf(step.payload, partial ? step.peer : step.chunk, step.split);
-    held.slot = step.slot;
+    ReceivedSplit& received =
+        ReceivedOf(step.payload, partial ? step.peer : step.chunk, step.split);
+    received.slot = step.slot;
     // Only GEMMs of single splits wait for this event: a sum waits for all partial sums
     // at once, and copies run on the communication lane.
-    if (schedule_.pattern == CollectiveKind::kAllGatherMatmul &&
+    if (schedule_.collective == CollectiveKind::kAllGatherMatmul &&
         schedule_.method != Method::kExternal) {
-      held.arrival = lanes_.Record(kCommunicationLane);
+      received.arrival = lanes_.Record(kCommunicationLane);
     }
   }
 
   RowRange RowsOfChunk(int chunk, int split) const {
-    if (chunk == kAllChunks) return {0, exchange_.num_rows};
-    return SplitRows(exchange_.num_rows, schedule_.num_ranks, schedule_.num_splits,
+    if (chunk == kAllChunks) return {0, communicated_.num_rows};
+    return SplitRows(communicated_.num_rows, schedule_.num_ranks, schedule_.num_splits,
                      chunk, split);
   }
   RowRange RowsOfChunk(const Step& step) const {
@@ -152,10 +153,10 @@ class ScheduleRun {
   // Returns the row of the global tensor at which `tensor` starts: 0 for a tensor of
   // all rows, the first row of the chunk for a shard.
   int64_t FirstRow(const Tensor& tensor, int chunk) const {
-    return tensor.rows == exchange_.num_rows ? 0 : RowsOfChunk(chunk, 0).begin;
+    return tensor.rows == communicated_.num_rows ? 0 : RowsOfChunk(chunk, 0).begin;
   }
 
-  RowSlice PieceOf(const Tensor& tensor, const Step& step) const {
+  RowSlice SliceOf(const Tensor& tensor, const Step& step) const {
     const RowRange rows = RowsOfChunk(step);
     const int64_t first = FirstRow(tensor, step.chunk);
     return {tensor, rows.begin - first, rows.end - first};
@@ -164,14 +165,14 @@ class ScheduleRun {
   // Returns the split where this rank stores it: in its own tensors, or in a slot.
   RowSlice Source(const Step& step) {
     const bool own = step.chunk == schedule_.rank;
-    if (step.payload == Payload::kPartial) return PieceOf(partial_, step);
+    if (step.payload == Payload::kPartial) return SliceOf(partial_, step);
     const Tensor& tensor =
-        step.payload == Payload::kSum ? exchange_.result : exchange_.operand;
-    if (own) return PieceOf(tensor, step);
+        step.payload == Payload::kSum ? communicated_.result : communicated_.operand;
+    if (own) return SliceOf(tensor, step);
     const RowRange rows = RowsOfChunk(step);
     return PackedSlice(
         {tensor, rows.begin, rows.end},
-        transport_.slot(HeldOf(step.payload, step.chunk, step.split).slot));
+        transport_.slot(ReceivedOf(step.payload, step.chunk, step.split).slot));
   }
 
   void Put(const Step& step) {
@@ -180,17 +181,17 @@ class ScheduleRun {
     transport_.Signal(step.peer, step.slot);
   }
 
-  void CopySegmentBlock(const Step& step) {
-    if (exchange_.gathered.data == nullptr) return;
+  void CopySplit(const Step& step) {
+    if (communicated_.gathered.data == nullptr) return;
     const Rows from = Source(step).rows();
-    const Rows to = PieceOf(exchange_.gathered, step).rows();
+    const Rows to = SliceOf(communicated_.gathered, step).rows();
     device_.Copy(kCommunicationLane, from, const_cast<std::byte*>(to.data),
                  to.stride_bytes);
   }
 
   void Multiply(const Step& step) {
     const Lane lane = lanes_.NextProduct();
-    if (IsGather(schedule_.pattern)) {
+    if (IsGather(schedule_.collective)) {
       MultiplyGathered(lane, step);
     } else {
       MultiplyPartial(lane, step);
@@ -199,44 +200,44 @@ class ScheduleRun {
 
   void MultiplyGathered(Lane lane, const Step& step) {
     if (step.chunk == kAllChunks) {
-      const Tensor& x = exchange_.gathered;
+      const Tensor& x = communicated_.gathered;
       lanes_.Await(lane, lanes_.Record(kCommunicationLane));
       const RowSlice all{x, 0, x.rows};
       return Compute(lane, GatherProducts(at_, call_, {&all, 1}, 0), step);
     }
-    std::vector<RowSlice> pieces;
+    std::vector<RowSlice> slices;
     Dependency arrival;  // arrival of the last split
     for (int i = 0; i < step.num_chunks; ++i) {
       const Step one = ChunkOf(step, i);
-      CopySegmentBlock(one);
-      pieces.push_back(Source(one));
-      const ReceivedSplit& held = HeldOf(one.payload, one.chunk, one.split);
-      if (held.arrival.index > arrival.index) arrival = held.arrival;
+      CopySplit(one);
+      slices.push_back(Source(one));
+      const ReceivedSplit& received = ReceivedOf(one.payload, one.chunk, one.split);
+      if (received.arrival.index > arrival.index) arrival = received.arrival;
     }
     if (step.chunk != schedule_.rank) {
       lanes_.Await(lane, arrival);
       readers_[lane] = {true, {}};
     }
-    Compute(lane, GatherProducts(at_, call_, pieces, RowsOfChunk(step).begin), step);
+    Compute(lane, GatherProducts(at_, call_, slices, RowsOfChunk(step).begin), step);
   }
 
   void MultiplyPartial(Lane lane, const Step& step) {
     const RowRange rows = RowsOfChunk(step);
     Compute(lane, PartialProducts(at_, call_, partial_, rows.begin, rows.end), step);
-    const Dependency made = lanes_.Record(lane);
+    const Dependency produced = lanes_.Record(lane);
     if (step.chunk != kAllChunks) {
-      ProducedBy(Payload::kPartial, step.chunk, step.split) = made;
+      ProducedBy(Payload::kPartial, step.chunk, step.split) = produced;
       return;
     }
     for (int chunk = 0; chunk < schedule_.num_ranks; ++chunk) {
       for (int split = 0; split < schedule_.num_splits; ++split) {
-        ProducedBy(Payload::kPartial, chunk, split) = made;
+        ProducedBy(Payload::kPartial, chunk, split) = produced;
       }
     }
   }
 
   // All GEMMs on one lane: sums then use another lane, if there is one.
-  void MultiplyBeside() {
+  void RunConcurrentGemms() {
     if (concurrent_gemms_.empty()) return;
     Compute(lanes_.NextProduct(), std::exchange(concurrent_gemms_, {}), {});
   }
@@ -248,8 +249,8 @@ class ScheduleRun {
   // Adds the partial sums of all ranks in rank order, then bias and residual, and
   // rounds once.
   void Reduce(const Step& step) {
-    const RowSlice own = PieceOf(partial_, step);
-    const RowSlice out = PieceOf(exchange_.result, step);
+    const RowSlice own = SliceOf(partial_, step);
+    const RowSlice out = SliceOf(communicated_.result, step);
     if (out.num_rows() == 0) return;
     const Lane lane = lanes_.NextProduct();
     if (schedule_.num_ranks > 1) {
@@ -263,27 +264,28 @@ class ScheduleRun {
         const RowSlice part =
             r == schedule_.rank
                 ? own
-                : PackedSlice(own, transport_.slot(
-                                       HeldOf(Payload::kPartial, r, step.split).slot));
+                : PackedSlice(own,
+                              transport_.slot(
+                                  ReceivedOf(Payload::kPartial, r, step.split).slot));
         parts.push_back(
             {part.tensor.At(b, part.begin), part.tensor.features, part.tensor.dtype});
       }
-      if (HasProduct(schedule_.pattern)) {
+      if (HasProduct(schedule_.collective)) {
         AddBiasAndResidual(at_, call_, b, out.begin, parts);
       }
       device_.Sum(lane, parts, out.num_rows(), out.tensor.features,
                   {out.tensor.At(b, out.begin), out.tensor.features, out.tensor.dtype});
     }
     const bool is_sent =
-        IsAllReduce(schedule_.pattern) && schedule_.variant != Variant::kOneShot;
-    Dependency& made = ProducedBy(Payload::kSum, step.chunk, step.split);
-    if (is_sent) made = lanes_.Record(lane);
-    readers_[lane] = {true, made};
+        IsAllReduce(schedule_.collective) && schedule_.variant != Variant::kOneShot;
+    Dependency& produced = ProducedBy(Payload::kSum, step.chunk, step.split);
+    if (is_sent) produced = lanes_.Record(lane);
+    readers_[lane] = {true, produced};
   }
 
   const CallAttributes& at_;
   const RankCall& call_;
-  const CommunicatedTensor& exchange_;
+  const CommunicatedTensor& communicated_;
   const Schedule& schedule_;
   const double timeout_s_;
   std::vector<GemmProblem> concurrent_gemms_;
@@ -292,7 +294,7 @@ class ScheduleRun {
   LaneDependencies& lanes_;
   const TraceContext& trace_;
   // [payload][chunk, or sender of a partial sum][split]
-  std::vector<ReceivedSplit> held_;
+  std::vector<ReceivedSplit> received_;
   std::vector<Dependency> produced_;    // [payload][chunk][split]
   std::vector<LaneSlotReads> readers_;  // [lane]
   Tensor partial_;
@@ -339,21 +341,22 @@ void ExecuteRank(const CallAttributes& at,
       gathers_first || (info.communicated == Communicated::kFirstOperand &&
                         at.method == Method::kExternal);
   LaneDependencies lanes(device);
-  std::vector<GemmProblem> beside;
-  if (device.enqueues() && info.is_bulk()) beside = LocalProducts(at, call);
+  std::vector<GemmProblem> concurrent_gemms;
+  if (device.enqueues() && info.is_bulk()) concurrent_gemms = LocalProducts(at, call);
   RankCall local = call;
   const std::vector<size_t> indices = CommunicatedOperands(at, call);
   size_t next = 0;
-  for (CommunicatedTensor exchange : CommunicatedTensorsOf(at, call)) {
-    if (is_whole && exchange.gathered.data == nullptr) {
-      const Tensor& like = exchange.gathered;
-      exchange.gathered =
+  for (CommunicatedTensor communicated : CommunicatedTensorsOf(at, call)) {
+    if (is_whole && communicated.gathered.data == nullptr) {
+      const Tensor& like = communicated.gathered;
+      communicated.gathered =
           device.Allocate(like.dtype, like.batch, like.rows, like.features);
     }
-    ScheduleRun(at, call, exchange, schedule, plan, timeout_s,
-                std::exchange(beside, {}), transport, device, lanes, trace)
+    ScheduleRun(at, call, communicated, schedule, plan, timeout_s,
+                std::exchange(concurrent_gemms, {}), transport, device, lanes,
+                trace)
         .Run();
-    if (gathers_first) local.operands[indices[next++]] = exchange.gathered;
+    if (gathers_first) local.operands[indices[next++]] = communicated.gathered;
   }
   if (!gathers_first) return;
   const TraceScope scope(trace, TraceKind::kMultiply, {});

@@ -1,5 +1,5 @@
-// The table of ops. Everything that depends on the op reads its row; no other code lists
-// all ops.
+// The table of ops. Everything that depends on the op reads its row; no other code
+// lists all ops.
 #pragma once
 
 #include <array>
@@ -40,8 +40,8 @@ enum class Communicated : uint8_t {
   kFirstOperand,     // gathered for the GEMMs
   kSelectedOperand,  // gathered for the GEMMs, if the attribute `gather` selects one
   kPartialSum,       // the GEMM's result
-  // The last operand, which no GEMM reads. The last result receives it. The op is a plain
-  // collective or, if it has GEMMs, a bulk op, which runs both concurrently.
+  // The last operand, which no GEMM reads. The last result receives it. The op is a
+  // plain collective or, if it has GEMMs, a bulk op, which runs both concurrently.
   kSeparateOperand,
 };
 

@@ -28,59 +28,60 @@ RankCall WithoutAddresses(RankCall call) {
 
 }  // namespace
 
-Schedules::Schedules(Schedule first) : made_(first.num_ranks) {
-  made_[0] = std::make_unique<const Schedule>(std::move(first));
+Schedules::Schedules(Schedule first) : schedules_(first.num_ranks) {
+  schedules_[0] = std::make_unique<const Schedule>(std::move(first));
 }
 
 const Schedule& Schedules::Of(int rank) {
   std::lock_guard lock(mutex_);
-  std::unique_ptr<const Schedule>& made = made_.at(rank);
-  if (!made) {
-    const Schedule& first = *made_[0];
-    made = std::make_unique<const Schedule>(
-        MakeSchedule(first.pattern, first.method, rank, first.num_ranks,
+  std::unique_ptr<const Schedule>& built = schedules_.at(rank);
+  if (!built) {
+    const Schedule& first = *schedules_[0];
+    built = std::make_unique<const Schedule>(
+        MakeSchedule(first.collective, first.method, rank, first.num_ranks,
                      first.num_splits, first.variant));
   }
-  return *made;
+  return *built;
 }
 
 SlotRequirements ComputeSlotRequirements(const CallAttributes& at,
                                          const RankCall& call,
                                          const Device& device) {
   SlotRequirements plan;
-  plan.pattern = InfoOf(at.op).collective;
-  if (!HasSchedule(plan.pattern, at.method)) {
+  plan.collective = InfoOf(at.op).collective;
+  if (!HasSchedule(plan.collective, at.method)) {
     throw UnsupportedError("jax_ub." + at.label + ": " + std::string(OpName(at.op)) +
                            " has no method " + std::string(MethodName(at.method)) +
                            ": use " + (device.enqueues() ? "" : "direct, ") +
                            "ring_exchange, pipeline or external");
   }
-  const int splits = at.num_splits == 0 ? device.DefaultSplits(plan.pattern)
+  const int splits = at.num_splits == 0 ? device.DefaultSplits(plan.collective)
                                         : static_cast<int>(at.num_splits);
-  if (HasVariant(plan.pattern, at.method, at.num_ranks, at.variant)) {
+  if (HasVariant(plan.collective, at.method, at.num_ranks, at.variant)) {
     plan.variant = at.variant;
   }
   Schedule schedule =
-      MakeSchedule(plan.pattern, at.method, 0, at.num_ranks, splits, plan.variant);
+      MakeSchedule(plan.collective, at.method, 0, at.num_ranks, splits, plan.variant);
   plan.num_splits = schedule.num_splits;
   plan.num_slots = schedule.num_slots;
   plan.partial_dtype = device.PartialDType(at, call);
-  for (const CommunicatedTensor& exchange : CommunicatedTensorsOf(at, call)) {
-    const int64_t chunk_rows = (exchange.num_rows + at.num_ranks - 1) / at.num_ranks;
-    const int64_t piece_rows =
+  for (const CommunicatedTensor& communicated : CommunicatedTensorsOf(at, call)) {
+    const int64_t chunk_rows =
+        (communicated.num_rows + at.num_ranks - 1) / at.num_ranks;
+    const int64_t split_rows =
         plan.variant == Variant::kOneShot
-            ? exchange.num_rows
+            ? communicated.num_rows
             : (chunk_rows + plan.num_splits - 1) / plan.num_splits;
-    const bool gather = IsGather(plan.pattern);
-    const Tensor& sent = gather ? exchange.operand : exchange.result;
-    int64_t element_bytes = SizeOf(exchange.operand.dtype);
+    const bool gather = IsGather(plan.collective);
+    const Tensor& sent = gather ? communicated.operand : communicated.result;
+    int64_t element_bytes = SizeOf(communicated.operand.dtype);
     if (!gather) {
-      if (HasProduct(plan.pattern)) element_bytes = SizeOf(plan.partial_dtype);
+      if (HasProduct(plan.collective)) element_bytes = SizeOf(plan.partial_dtype);
       // An all-reduce also sends the sums, in the dtype of the result.
-      element_bytes = std::max(element_bytes, SizeOf(exchange.result.dtype));
+      element_bytes = std::max(element_bytes, SizeOf(communicated.result.dtype));
     }
     plan.slot_bytes = std::max(plan.slot_bytes,
-                               sent.batch * piece_rows * sent.features * element_bytes);
+                               sent.batch * split_rows * sent.features * element_bytes);
   }
   plan.schedules = std::make_shared<Schedules>(std::move(schedule));
   return plan;
@@ -90,10 +91,10 @@ SlotRequirements SlotPlans::Find(const CallAttributes& attributes,
                                  const RankCall& call,
                                  const Device& device) {
   std::lock_guard lock(mutex_);
-  if (!plan_.schedules || !AreAlike(like_.operands, call.operands) ||
-      !AreAlike(like_.results, call.results)) {
+  if (!plan_.schedules || !AreAlike(shapes_.operands, call.operands) ||
+      !AreAlike(shapes_.results, call.results)) {
     plan_ = ComputeSlotRequirements(attributes, call, device);
-    like_ = WithoutAddresses(call);
+    shapes_ = WithoutAddresses(call);
   }
   return plan_;
 }

@@ -23,12 +23,12 @@ class Schedules {
 
  private:
   std::mutex mutex_;
-  std::vector<std::unique_ptr<const Schedule>> made_;  // [rank]; guarded by mutex_
+  std::vector<std::unique_ptr<const Schedule>> schedules_;  // [rank]; guarded by mutex_
 };
 
 // The slots that a call needs from a communicator, and how it uses them.
 struct SlotRequirements {
-  CollectiveKind pattern = CollectiveKind::kAllGather;
+  CollectiveKind collective = CollectiveKind::kAllGather;
   Variant variant = Variant::kPlain;
   int num_splits = 1;
   int num_slots = 0;
@@ -54,8 +54,8 @@ class SlotPlans {
                         const Device& device);
 
  private:
-  std::mutex mutex_;       // guards `like_` and `plan_`
-  RankCall like_;          // shapes and dtypes for which `plan_` was computed
+  std::mutex mutex_;       // guards `shapes_` and `plan_`
+  RankCall shapes_;        // shapes and dtypes for which `plan_` was computed
   SlotRequirements plan_;  // null schedules: not computed yet
 };
 

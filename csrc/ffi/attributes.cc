@@ -42,7 +42,7 @@ class Reader {
   const AttributeSource& source_;
 };
 
-KernelOptions ReadTuning(const Reader& read) {
+KernelOptions ReadKernelOptions(const Reader& read) {
   constexpr int64_t kMost = std::numeric_limits<int>::max();
   KernelOptions kernel_options;
   read.MayHave("use_ce", kernel_options.use_ce);
@@ -125,7 +125,7 @@ CallAttributes ReadAttributes(Op op, const AttributeSource& source) {
   at.label = source.Text("label");
   at.channel = source.Text("channel");
   read.MayHave("generation", 0, std::numeric_limits<int>::max(), at.generation);
-  at.kernel_options = ReadTuning(read);
+  at.kernel_options = ReadKernelOptions(read);
   const OpInfo& info = InfoOf(op);
   if (info.count != nullptr) at.num_kernels = read.Count(info.count);
   for (const AttributeReader& attribute : kReaders) {

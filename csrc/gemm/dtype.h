@@ -1,4 +1,4 @@
-// The table of dtypes: element types of the operands and results of GEMMs and reductions.
+// The table of dtypes: element types of operands and results of GEMMs and reductions.
 //
 // A new dtype needs an enumerator, a row, its number in XLA's and cuBLASLt's enums
 // (ffi/decode.cc, gemm/cuda/cublaslt.cc: the compiler reports a missing case), and the

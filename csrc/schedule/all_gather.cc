@@ -45,7 +45,7 @@ void AppendRing(ScheduleBuilder& builder,
 //   put       0.0 to 1, 2, 3   0.1 to 1, 2, 3
 //   multiply           0.0              0.1      3.0   2.0   1.0   3.1   2.1   1.1
 //   wait                                         3.0   2.0   1.0   3.1   2.1   1.1
-void AppendPieces(ScheduleBuilder& builder,
+void AppendSplits(ScheduleBuilder& builder,
                   Payload payload,
                   StepKind consume,
                   bool consume_own) {
@@ -133,7 +133,7 @@ void AppendAllGather(ScheduleBuilder& builder,
   if (method == Method::kRingExchange) {
     AppendRing(builder, payload, consume, consume_own);
   } else {
-    AppendPieces(builder, payload, consume, consume_own);
+    AppendSplits(builder, payload, consume, consume_own);
   }
 }
 

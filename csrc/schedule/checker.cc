@@ -25,23 +25,25 @@ std::vector<std::vector<int>> AdversarialOrders(int num_ranks) {
 
 std::vector<RankSchedules> EveryCollective(int num_ranks, int num_splits) {
   std::vector<RankSchedules> every;
-  ForEachSchedule(num_ranks, [&](CollectiveKind pattern, Method method,
-                                 Variant variant) {
-    every.push_back(MakeRankSchedules(pattern, method, num_ranks, num_splits, variant));
-  });
+  ForEachSchedule(
+      num_ranks, [&](CollectiveKind collective, Method method, Variant variant) {
+        every.push_back(
+            MakeRankSchedules(collective, method, num_ranks, num_splits, variant));
+      });
   return every;
 }
 
 }  // namespace
 
-RankSchedules MakeRankSchedules(CollectiveKind pattern,
+RankSchedules MakeRankSchedules(CollectiveKind collective,
                                 Method method,
                                 int num_ranks,
                                 int num_splits,
                                 Variant variant) {
   RankSchedules ranks;
   for (int r = 0; r < num_ranks; ++r) {
-    ranks.push_back(MakeSchedule(pattern, method, r, num_ranks, num_splits, variant));
+    ranks.push_back(
+        MakeSchedule(collective, method, r, num_ranks, num_splits, variant));
   }
   return ranks;
 }
@@ -64,13 +66,13 @@ std::vector<std::string> CheckCalls(const std::vector<RankSchedules>& calls) {
   return violations;
 }
 
-std::vector<std::string> CheckSchedule(CollectiveKind pattern,
+std::vector<std::string> CheckSchedule(CollectiveKind collective,
                                        Method method,
                                        int num_ranks,
                                        int num_splits,
                                        Variant variant) {
   const RankSchedules self =
-      MakeRankSchedules(pattern, method, num_ranks, num_splits, variant);
+      MakeRankSchedules(collective, method, num_ranks, num_splits, variant);
   std::vector<std::string> violations = CheckCalls({self, self});
   for (const RankSchedules& other : EveryCollective(num_ranks, num_splits)) {
     if (!violations.empty()) break;

@@ -17,7 +17,7 @@ namespace jax_ub {
 // One schedule per rank.
 using RankSchedules = std::vector<Schedule>;
 
-RankSchedules MakeRankSchedules(CollectiveKind pattern,
+RankSchedules MakeRankSchedules(CollectiveKind collective,
                                 Method method,
                                 int num_ranks,
                                 int num_splits,
@@ -33,8 +33,8 @@ RankSchedules MakeRankSchedules(CollectiveKind pattern,
 std::vector<std::string> CheckCalls(const std::vector<RankSchedules>& calls);
 
 // Checks the collective called twice in a row, and before and after every other
-// pattern, method and variant.
-std::vector<std::string> CheckSchedule(CollectiveKind pattern,
+// collective, method and variant.
+std::vector<std::string> CheckSchedule(CollectiveKind collective,
                                        Method method,
                                        int num_ranks,
                                        int num_splits,

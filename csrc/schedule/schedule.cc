@@ -16,7 +16,7 @@ constexpr std::array<std::string_view, kNumMethods> kMethodNames = {
 constexpr std::array<std::string_view, kNumVariants> kVariantNames = {
     "plain", "aggregate", "overlap_first_gemm", "one_shot"};
 
-constexpr std::array<std::string_view, kNumCollectiveKinds> kPatternNames = {
+constexpr std::array<std::string_view, kNumCollectiveKinds> kCollectiveKindNames = {
     "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
     "all_gather",        "reduce_scatter",        "all_reduce"};
 
@@ -25,25 +25,25 @@ constexpr std::array<std::string_view, kNumStepKinds> kStepKindNames = {
 
 constexpr std::array<std::string_view, 3> kPayloadNames = {"operand", "partial", "sum"};
 
-void AppendPattern(ScheduleBuilder& builder,
-                   CollectiveKind pattern,
-                   Method method,
-                   Variant variant) {
+void AppendCollective(ScheduleBuilder& builder,
+                      CollectiveKind collective,
+                      Method method,
+                      Variant variant) {
   if (variant == Variant::kAggregate) return AppendRingOfPairs(builder);
   // external runs the GEMM separately: after the gather, or before the scatter.
-  const bool apart = method == Method::kExternal;
-  const bool multiply = HasProduct(pattern) && !apart;
-  if (IsGather(pattern)) {
+  const bool separate_gemm = method == Method::kExternal;
+  const bool multiply = HasProduct(collective) && !separate_gemm;
+  if (IsGather(collective)) {
     AppendAllGather(builder, method, Payload::kOperand,
                     multiply ? StepKind::kMultiply : StepKind::kCopy,
                     /*consume_own=*/true);
-    if (HasProduct(pattern) && apart) builder.MultiplyAll();
+    if (HasProduct(collective) && separate_gemm) builder.MultiplyAll();
     return;
   }
-  if (HasProduct(pattern) && apart) builder.MultiplyAll();
+  if (HasProduct(collective) && separate_gemm) builder.MultiplyAll();
   if (variant == Variant::kOneShot) return AppendOneShot(builder, multiply);
   AppendReduceScatter(builder, multiply, variant == Variant::kOverlapFirstGemm);
-  if (IsAllReduce(pattern)) {
+  if (IsAllReduce(collective)) {
     // All-gathers the sums, which the reduction has stored in their rows of the result.
     AppendAllGather(builder, method, Payload::kSum, StepKind::kCopy,
                     /*consume_own=*/false);
@@ -60,24 +60,24 @@ std::string_view VariantName(Variant variant) {
   return kVariantNames[static_cast<size_t>(variant)];
 }
 
-std::string_view CollectiveKindName(CollectiveKind pattern) {
-  return kPatternNames[static_cast<size_t>(pattern)];
+std::string_view CollectiveKindName(CollectiveKind collective) {
+  return kCollectiveKindNames[static_cast<size_t>(collective)];
 }
 
-bool IsGather(CollectiveKind pattern) {
-  return pattern == CollectiveKind::kAllGatherMatmul ||
-         pattern == CollectiveKind::kAllGather;
+bool IsGather(CollectiveKind collective) {
+  return collective == CollectiveKind::kAllGatherMatmul ||
+         collective == CollectiveKind::kAllGather;
 }
 
-bool IsAllReduce(CollectiveKind pattern) {
-  return pattern == CollectiveKind::kMatmulAllReduce ||
-         pattern == CollectiveKind::kAllReduce;
+bool IsAllReduce(CollectiveKind collective) {
+  return collective == CollectiveKind::kMatmulAllReduce ||
+         collective == CollectiveKind::kAllReduce;
 }
 
-bool HasProduct(CollectiveKind pattern) {
-  return pattern == CollectiveKind::kAllGatherMatmul ||
-         pattern == CollectiveKind::kMatmulReduceScatter ||
-         pattern == CollectiveKind::kMatmulAllReduce;
+bool HasProduct(CollectiveKind collective) {
+  return collective == CollectiveKind::kAllGatherMatmul ||
+         collective == CollectiveKind::kMatmulReduceScatter ||
+         collective == CollectiveKind::kMatmulAllReduce;
 }
 
 std::string_view StepKindName(StepKind kind) {
@@ -118,59 +118,62 @@ void AppendDirect(ScheduleBuilder& builder) {
   }
 }
 
-bool HasSchedule(CollectiveKind pattern, Method method) {
-  if (method == Method::kBulk) return !HasProduct(pattern);
-  if (method == Method::kDirect) return HasProduct(pattern);
+bool HasSchedule(CollectiveKind collective, Method method) {
+  if (method == Method::kBulk) return !HasProduct(collective);
+  if (method == Method::kDirect) return HasProduct(collective);
   return true;
 }
 
-bool HasVariant(CollectiveKind pattern, Method method, int num_ranks, Variant variant) {
+bool HasVariant(CollectiveKind collective,
+                Method method,
+                int num_ranks,
+                Variant variant) {
   switch (variant) {
     case Variant::kPlain:
       return true;
     case Variant::kAggregate:
-      return pattern == CollectiveKind::kAllGatherMatmul &&
+      return collective == CollectiveKind::kAllGatherMatmul &&
              method == Method::kRingExchange && num_ranks % 2 == 0;
     case Variant::kOverlapFirstGemm:
-      return (pattern == CollectiveKind::kMatmulReduceScatter ||
-              pattern == CollectiveKind::kMatmulAllReduce) &&
+      return (collective == CollectiveKind::kMatmulReduceScatter ||
+              collective == CollectiveKind::kMatmulAllReduce) &&
              method == Method::kPipeline;
     case Variant::kOneShot:
-      return IsAllReduce(pattern) && method == Method::kRingExchange;
+      return IsAllReduce(collective) && method == Method::kRingExchange;
   }
   return false;
 }
 
-Schedule MakeSchedule(CollectiveKind pattern,
+Schedule MakeSchedule(CollectiveKind collective,
                       Method method,
                       int rank,
                       int num_ranks,
                       int num_splits,
                       Variant variant) {
-  const auto refuse = [](const std::string& text) {
+  const auto reject = [](const std::string& text) {
     throw std::invalid_argument("schedule: " + text);
   };
-  if (!HasSchedule(pattern, method)) {
-    refuse(std::string(CollectiveKindName(pattern)) + " has no method " +
+  if (!HasSchedule(collective, method)) {
+    reject(std::string(CollectiveKindName(collective)) + " has no method " +
            std::string(MethodName(method)));
   }
-  if (num_ranks < 1) refuse("num_ranks is " + std::to_string(num_ranks));
+  if (num_ranks < 1) reject("num_ranks is " + std::to_string(num_ranks));
   if (rank < 0 || rank >= num_ranks) {
-    refuse("rank " + std::to_string(rank) + " is none of " + std::to_string(num_ranks));
+    reject("rank " + std::to_string(rank) + " is none of " + std::to_string(num_ranks));
   }
-  if (num_splits < 1) refuse("num_splits is " + std::to_string(num_splits));
-  if (!HasVariant(pattern, method, num_ranks, variant)) {
-    refuse(std::string(CollectiveKindName(pattern)) + " by " +
+  if (num_splits < 1) reject("num_splits is " + std::to_string(num_splits));
+  if (!HasVariant(collective, method, num_ranks, variant)) {
+    reject(std::string(CollectiveKindName(collective)) + " by " +
            std::string(MethodName(method)) + " of " + std::to_string(num_ranks) +
            " ranks has no variant " + std::string(VariantName(variant)));
   }
-  Schedule schedule{pattern, method, variant, rank, num_ranks, 1, 0, {}};
+  Schedule schedule{collective, method, variant, rank, num_ranks, 1, 0, {}};
   if (method == Method::kPipeline) schedule.num_splits = num_splits;
   ScheduleBuilder builder(schedule);
   if (method == Method::kDirect) {
     AppendDirect(builder);
   } else {
-    AppendPattern(builder, pattern, method, variant);
+    AppendCollective(builder, collective, method, variant);
   }
   return schedule;
 }

@@ -1,6 +1,6 @@
 // A schedule is data: the list of steps that one rank executes. It is a pure function
-// of (pattern, method, rank, P, splits). The executor runs it, the checker verifies it
-// for all ranks together, and Python draws it.
+// of (collective, method, rank, P, splits). The executor runs it, the checker verifies
+// it for all ranks together, and Python draws it.
 //
 // A *chunk* is the rows of one rank. A *split* is a part of a chunk: what one put
 // moves. Every rank has the same slots, buffers into which peers put splits. A slot is
@@ -30,7 +30,7 @@ inline constexpr int kNumVariants = 4;
 
 std::string_view VariantName(Variant variant);
 
-// The collective pattern. Patterns without "Matmul" only communicate, either alone or
+// The collective of an op. Those without "Matmul" only communicate, either alone or
 // concurrently with an independent GEMM (bulk).
 enum class CollectiveKind : uint8_t {
   kAllGatherMatmul,
@@ -42,13 +42,13 @@ enum class CollectiveKind : uint8_t {
 };
 inline constexpr int kNumCollectiveKinds = 6;
 
-std::string_view CollectiveKindName(CollectiveKind pattern);
+std::string_view CollectiveKindName(CollectiveKind collective);
 
 // Returns whether ranks send operands. Otherwise they send partial sums.
-bool IsGather(CollectiveKind pattern);
+bool IsGather(CollectiveKind collective);
 // Returns whether every rank receives all sums, not only those of its own rows.
-bool IsAllReduce(CollectiveKind pattern);
-bool HasProduct(CollectiveKind pattern);
+bool IsAllReduce(CollectiveKind collective);
+bool HasProduct(CollectiveKind collective);
 
 enum class StepKind : uint8_t {
   kMultiply,  // runs the GEMM of a split, or of all rows (chunk kAllChunks)
@@ -95,7 +95,7 @@ inline Step ChunkOf(Step step, int index) {
 }
 
 struct Schedule {
-  CollectiveKind pattern = CollectiveKind::kAllGather;
+  CollectiveKind collective = CollectiveKind::kAllGather;
   Method method = Method::kDirect;
   Variant variant = Variant::kPlain;
   int rank = 0;
@@ -106,25 +106,29 @@ struct Schedule {
   std::vector<Step> steps;
 };
 
-// Returns whether the pattern has the method. A pattern with a GEMM has no bulk
-// schedule, because a GEMM cannot overlap with itself. A pattern without a GEMM has no
-// direct schedule, because direct sends nothing.
-bool HasSchedule(CollectiveKind pattern, Method method);
-// Returns whether the schedule has the variant. Requires HasSchedule(pattern, method).
-bool HasVariant(CollectiveKind pattern, Method method, int num_ranks, Variant variant);
+// Returns whether the collective has the method. A collective with a GEMM has no bulk
+// schedule, because a GEMM cannot overlap with itself. A collective without a GEMM has
+// no direct schedule, because direct sends nothing.
+bool HasSchedule(CollectiveKind collective, Method method);
+// Returns whether the schedule has the variant. Requires HasSchedule(collective,
+// method).
+bool HasVariant(CollectiveKind collective,
+                Method method,
+                int num_ranks,
+                Variant variant);
 
-// Calls function(pattern, method, variant) for every schedule of `num_ranks` ranks.
+// Calls function(collective, method, variant) for every schedule of `num_ranks` ranks.
 template <typename Function>
 void ForEachSchedule(int num_ranks, const Function& function) {
   for (int p = 0; p < kNumCollectiveKinds; ++p) {
     for (int m = 0; m < kNumMethods; ++m) {
       for (int v = 0; v < kNumVariants; ++v) {
-        const auto pattern = static_cast<CollectiveKind>(p);
+        const auto collective = static_cast<CollectiveKind>(p);
         const auto method = static_cast<Method>(m);
         const auto variant = static_cast<Variant>(v);
-        if (HasSchedule(pattern, method) &&
-            HasVariant(pattern, method, num_ranks, variant)) {
-          function(pattern, method, variant);
+        if (HasSchedule(collective, method) &&
+            HasVariant(collective, method, num_ranks, variant)) {
+          function(collective, method, variant);
         }
       }
     }
@@ -133,7 +137,7 @@ void ForEachSchedule(int num_ranks, const Function& function) {
 
 // Returns the schedule of one rank. Throws std::invalid_argument if it does not exist
 // or a number is out of range.
-Schedule MakeSchedule(CollectiveKind pattern,
+Schedule MakeSchedule(CollectiveKind collective,
                       Method method,
                       int rank,
                       int num_ranks,

@@ -136,7 +136,7 @@ void SymbolicExecution::Put(int rank, const Step& step) {
   }
   if (me.was_put[step.slot]) Report(rank, &step, "puts twice by one slot number");
   if (step.peer == rank) Report(rank, &step, "puts to itself");
-  slot.piece = {step.payload, step.chunk, step.split, rank};
+  slot.data = {step.payload, step.chunk, step.split, rank};
   slot.full = true;
   slot.waited = false;
   slot.last_writer = rank;
@@ -154,7 +154,7 @@ void SymbolicExecution::Wait(int rank, const Step& step) {
   if (slot.waited) Report(rank, &step, "waits twice for one put");
   slot.waited = true;
   me.was_used[step.slot] = true;
-  if (slot.piece != Piece{step.payload, step.chunk, step.split, step.peer}) {
+  if (slot.data != SlotData{step.payload, step.chunk, step.split, step.peer}) {
     Report(rank, &step, "waits for another piece than the one that comes");
   }
 }
@@ -177,19 +177,19 @@ bool SymbolicExecution::ReadSlot(int rank, int slot_index) {
   return true;
 }
 
-bool SymbolicExecution::Holds(int rank, const Piece& piece, int slot_index) {
+bool SymbolicExecution::Holds(int rank, const SlotData& data, int slot_index) {
   if (slot_index != kNone) {
-    const Piece& got = slots_[rank][slot_index].piece;
-    return got.payload == piece.payload && got.chunk == piece.chunk &&
-           got.split == piece.split && ReadSlot(rank, slot_index);
+    const SlotData& got = slots_[rank][slot_index].data;
+    return got.payload == data.payload && got.chunk == data.chunk &&
+           got.split == data.split && ReadSlot(rank, slot_index);
   }
-  if (piece.chunk != rank) return false;
-  return piece.payload != Payload::kSum || ranks_[rank].reduced.contains(piece.split);
+  if (data.chunk != rank) return false;
+  return data.payload != Payload::kSum || ranks_[rank].reduced.contains(data.split);
 }
 
 // Without a GEMM, the partial sums are available from the start.
 bool SymbolicExecution::HasMultiplied(int rank, int chunk, int split) const {
-  if (!HasProduct(ScheduleOf(rank).pattern)) return true;
+  if (!HasProduct(ScheduleOf(rank).collective)) return true;
   const auto& multiplied = ranks_[rank].multiplied;
   if (chunk != kAllChunks) return multiplied.contains({chunk, split});
   for (int one = 0; one < num_ranks_; ++one) {
@@ -202,12 +202,12 @@ bool SymbolicExecution::HasSource(int rank, const Step& step) {
   if (step.payload == Payload::kPartial) {
     return HasMultiplied(rank, step.chunk, step.split);
   }
-  const Piece piece{step.payload, step.chunk, step.split, kNone};
-  if (step.chunk == rank) return Holds(rank, piece, kNone);
+  const SlotData data{step.payload, step.chunk, step.split, kNone};
+  if (step.chunk == rank) return Holds(rank, data, kNone);
   // Check all slots: the first one with the split may already hold data of the next
   // call.
   for (size_t slot = 0; slot < slots_[rank].size(); ++slot) {
-    if (Holds(rank, piece, static_cast<int>(slot))) return true;
+    if (Holds(rank, data, static_cast<int>(slot))) return true;
   }
   return false;
 }
@@ -242,7 +242,7 @@ void SymbolicExecution::MultiplyAll(int rank) {
         if (!Holds(rank, {Payload::kOperand, chunk, split, kNone}, slot)) {
           Report(rank, nullptr, "reads operands that are not published");
         }
-      } else if (IsGather(schedule.pattern) && schedule.method != Method::kDirect &&
+      } else if (IsGather(schedule.collective) && schedule.method != Method::kDirect &&
                  !me.copied.contains({chunk, split})) {
         Report(rank, nullptr, "multiplies everything before it is gathered");
       }
@@ -264,10 +264,10 @@ void SymbolicExecution::Reduce(int rank, const Step& step) {
   found[rank] = true;
   for (size_t i = 0; i < slots_[rank].size(); ++i) {
     const Slot& slot = slots_[rank][i];
-    if (slot.full && slot.piece.payload == Payload::kPartial &&
-        slot.piece.chunk == step.chunk && slot.piece.split == step.split &&
+    if (slot.full && slot.data.payload == Payload::kPartial &&
+        slot.data.chunk == step.chunk && slot.data.split == step.split &&
         ReadSlot(rank, static_cast<int>(i))) {
-      found[slot.piece.source] = true;
+      found[slot.data.source] = true;
     }
   }
   if (std::find(found.begin(), found.end(), false) != found.end()) {
@@ -284,17 +284,17 @@ void SymbolicExecution::CheckCounts(int rank) {
   const bool direct = schedule.method == Method::kDirect;
   for (int chunk = 0; chunk < num_ranks_; ++chunk) {
     for (int split = 0; split < schedule.num_splits; ++split) {
-      const std::pair<int, int> piece(chunk, split);
-      if (HasProduct(schedule.pattern)) {
-        expect(me.multiplied.contains(piece), "a piece is never multiplied");
+      const std::pair<int, int> data(chunk, split);
+      if (HasProduct(schedule.collective)) {
+        expect(me.multiplied.contains(data), "a piece is never multiplied");
       }
-      const bool gathered = schedule.pattern == CollectiveKind::kAllGather ||
-                            (schedule.pattern == CollectiveKind::kAllGatherMatmul &&
+      const bool gathered = schedule.collective == CollectiveKind::kAllGather ||
+                            (schedule.collective == CollectiveKind::kAllGatherMatmul &&
                              schedule.method == Method::kExternal) ||
-                            (IsAllReduce(schedule.pattern) && !direct &&
+                            (IsAllReduce(schedule.collective) && !direct &&
                              schedule.variant != Variant::kOneShot && chunk != rank);
-      if (gathered) expect(me.copied.contains(piece), "a piece is never copied");
-      if (!IsGather(schedule.pattern) && !direct && chunk == rank) {
+      if (gathered) expect(me.copied.contains(data), "a piece is never copied");
+      if (!IsGather(schedule.collective) && !direct && chunk == rank) {
         expect(me.reduced.contains(split), "a piece is never reduced");
       }
     }
@@ -342,7 +342,7 @@ void SymbolicExecution::Report(int rank, const Step* step, const std::string& te
   std::ostringstream line;
   const size_t call = std::min(ranks_[rank].call, calls_.size() - 1);
   const Schedule& schedule = calls_[call][rank];
-  line << "call " << call << " (" << CollectiveKindName(schedule.pattern) << ", "
+  line << "call " << call << " (" << CollectiveKindName(schedule.collective) << ", "
        << MethodName(schedule.method);
   if (schedule.variant != Variant::kPlain)
     line << ", " << VariantName(schedule.variant);

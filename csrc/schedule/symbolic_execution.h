@@ -26,12 +26,12 @@ class SymbolicExecution {
   // [rank]: number of that rank's steps that are known to have happened.
   using Clock = std::vector<int64_t>;
 
-  struct Piece {
+  struct SlotData {
     Payload payload = Payload::kOperand;
     int chunk = kAllChunks;
     int split = 0;
     int source = kNone;
-    bool operator==(const Piece&) const = default;
+    bool operator==(const SlotData&) const = default;
   };
 
   // The contents of a slot, and the counters that ranks wait on. Each counter carries
@@ -41,7 +41,7 @@ class SymbolicExecution {
     int64_t released = 0;
     Clock arrived_clock;
     Clock released_clock;
-    Piece piece;
+    SlotData data;
     bool full = false;    // has arrived and is not released
     bool waited = false;  // its owner has waited for it
     int last_writer = kNone;
@@ -79,7 +79,7 @@ class SymbolicExecution {
   void Reduce(int rank, const Step& step);
   bool HasMultiplied(int rank, int chunk, int split) const;
   // Returns whether the rank has the split: its own, or in a slot that it waited for.
-  bool Holds(int rank, const Piece& piece, int slot);
+  bool Holds(int rank, const SlotData& data, int slot);
   bool ReadSlot(int rank, int slot);
   bool HasSource(int rank, const Step& step);
   void CheckCounts(int rank);

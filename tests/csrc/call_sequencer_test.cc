@@ -140,7 +140,7 @@ TEST(TwoProgramsThatCannotBeToldApartAreRefused) {
     Arrays arrays(1);
     const auto calls = MakeCalls(one.attributes(), {}, arrays);
     if (is_leader) {
-      Has(member.Begin(one, 5, calls)[0].Wait(), "which of them the leader runs");
+      Has(member.Begin(one, 5, calls)[0].Wait(), "so their calls cannot be matched");
       return;
     }
     // Both are there before the call sequencer looks.
@@ -158,7 +158,7 @@ TEST(TwoProgramsThatCannotBeToldApartAreRefused) {
       alignment.Find({77, uint64_t{5} << 32}, complete);
       CHECK(false);
     } catch (const CommunicatorError& error) {
-      Has(error.what(), "two programs with the channel 'jit_test/1' run at a time");
+      Has(error.what(), "two programs with the channel 'jit_test/1' run concurrently");
       member.sequencer().Fail(std::current_exception());
     }
   });
@@ -325,10 +325,10 @@ TEST(ACallThatDoesNotComeIsNamedWithWhatCame) {
         return;
       }
       Has(text,
-          "waited 0.3 s for its part in call 0, which the leader runs (call site ");
+          "waited 0.3 s for the local ranks of call 0, which the leader has started ");
       Has(text,
-          "run 1, execution 0), but here only all_reduce (ub_name 'test') (jit_b/2) "
-          "came");
+          "run 1, execution 0). Submitted here: all_reduce (ub_name 'test') (jit_b/2). "
+          "Run the same program");
     });
     for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
   }
@@ -394,7 +394,8 @@ TEST(ClosingFailsWhatIsPending) {
     member.Leave();
     Has(pending.Wait(), "closed its communicator");
     Has(member.Begin(site, 2, calls)[0].Wait(),
-        "devices 100, 101 lie in several processes, and no communicator connects them: "
+        "devices 100, 101 belong to several processes, and no communicator connects "
+        "them: "
         "call ub.initialize_ub");
   });
 }

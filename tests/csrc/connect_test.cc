@@ -81,7 +81,7 @@ TEST(AProcessThatDiesBeforeItConnectsIsNamedAtOnce) {
       if (p == dead) continue;
       CHECK(Contains(texts[p], "CommunicatorError: jax_ub.tp: rank " + number +
                                    " (process " + number));
-      CHECK(Contains(texts[p], "failed or ended before it connected"));
+      CHECK(Contains(texts[p], "failed or exited before it connected"));
     }
   }
 }
@@ -100,7 +100,7 @@ TEST(AnEndpointThatIsGoneIsNamedAtOnce) {
   });
   const std::string text = processes.Join()[1];
   CHECK(text.starts_with("CommunicatorError: jax_ub.tp: rank 0 (process 0) "));
-  CHECK(text.ends_with("failed or ended before it connected"));
+  CHECK(text.ends_with("failed or exited before it connected"));
 }
 
 TEST(ProcessesThatWantDifferentThingsAreToldBoth) {
@@ -152,7 +152,7 @@ TEST(WhoComesLastNamesTheOneThatDiedNotTheOneThatHeardOfItFirst) {
     const std::vector<std::string> texts = processes.Join();
     for (const int p : {0, 1}) {
       CHECK(Contains(texts[p], "CommunicatorError: jax_ub.tp: rank 2 (process 2"));
-      CHECK(Contains(texts[p], "failed or ended before it connected"));
+      CHECK(Contains(texts[p], "failed or exited before it connected"));
     }
   }
 }
@@ -189,8 +189,8 @@ TEST(AWrongTokenIsRefused) {
   CHECK_EQ(texts[0], "");
   CHECK_EQ(texts[1], "");
   CHECK_EQ(texts[2],
-           "CommunicatorError: jax_ub.tp: rank 0 (process 0) refused this process, "
-           "failed or ended before it connected");
+           "CommunicatorError: jax_ub.tp: rank 0 (process 0) rejected this process, "
+           "failed or exited before it connected");
 }
 
 constexpr uid_t kSomebodyElse = 65534;
@@ -327,9 +327,10 @@ TEST(MoreMemoryThanThereIsEndsEveryProcessAtOnce) {
     });
   });
   const std::vector<std::string> texts = processes.Join();
-  CHECK_EQ(texts[0],
-           "CommunicatorError: jax_ub.tp: rank 1 (process 1) failed or ended before it "
-           "connected");
+  CHECK_EQ(
+      texts[0],
+      "CommunicatorError: jax_ub.tp: rank 1 (process 1) failed or exited before it "
+      "connected");
   CHECK(Contains(texts[1], "CommunicatorError: jax_ub.tp: memory of 140737488"));
   CHECK(
       Contains(texts[1], "are available. A smaller shape of initialize_ub needs less"));

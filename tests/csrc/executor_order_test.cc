@@ -93,7 +93,7 @@ class OrderDevice : public Device {
   DType PartialDType(const CallAttributes& at, const RankCall& call) const override {
     return DType::kBF16;
   }
-  int DefaultSplits(CollectiveKind pattern) const override { return 3; }
+  int DefaultSplits(CollectiveKind collective) const override { return 3; }
 
   Tensor Allocate(DType dtype, int64_t batch, int64_t rows, int64_t features) override {
     Tensor tensor{dtype, batch, rows, features, nullptr};

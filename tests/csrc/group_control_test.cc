@@ -55,12 +55,12 @@ struct Processes {
       members.push_back({"process " + std::to_string(p)});
     }
     for (int p = 0; p < kNumProcesses; ++p) {
-      fates.push_back(std::make_unique<PeerStatus>(members));
-      ends.push_back(std::make_unique<GroupControl>(all, p, *fates[p]));
+      peer_statuses.push_back(std::make_unique<PeerStatus>(members));
+      ends.push_back(std::make_unique<GroupControl>(all, p, *peer_statuses[p]));
     }
   }
   ProcessControlBlock headers[kNumProcesses];
-  std::vector<std::unique_ptr<PeerStatus>> fates;
+  std::vector<std::unique_ptr<PeerStatus>> peer_statuses;
   std::vector<std::unique_ptr<GroupControl>> ends;
 };
 using Group4 = Processes<4>;
@@ -124,9 +124,9 @@ TEST(ADeathNoticeEndsABarrierThatIsComplete) {
     sleepers.emplace_back([&, p] { group.ends[p]->Barrier(0, 0, Reason()); });
     while (group.headers[p].doorbell.num_sleepers == 0) std::this_thread::yield();
   }
-  group.headers[3].progress.store(group.headers[0].progress.load());
+  group.headers[3].barrier_generation.store(group.headers[0].barrier_generation.load());
   for (const int p : {0, 1, 2}) {
-    group.fates[p]->SetLost(3, "died");
+    group.peer_statuses[p]->SetLost(3, "died");
     group.ends[p]->WakeLocalWaits();
   }
   for (std::thread& sleeper : sleepers) sleeper.join();
@@ -134,7 +134,7 @@ TEST(ADeathNoticeEndsABarrierThatIsComplete) {
 
 TEST(AProcessThatFailedDoesNotCome) {
   Group4 group;
-  group.fates[2]->Poison(std::make_exception_ptr(Error("it failed")));
+  group.peer_statuses[2]->Poison(std::make_exception_ptr(Error("it failed")));
   CHECK_THROWS(group.ends[2]->Barrier(5, 2, Reason()), "it failed");
   CHECK_THROWS(group.ends[0]->Barrier(5, 2, Reason(0)), "process 2");
 }
@@ -156,13 +156,13 @@ TEST(ProcessesThatWentAreNamedUnlessTheyCameBefore) {
   for (const int p : {0, 2}) {
     CHECK_THROWS(group.ends[p]->Barrier(0, 0, Reason(0)), "waited");
   }
-  group.fates[1]->SetLost(3, "");
-  group.fates[1]->SetLost(3, "died");
+  group.peer_statuses[1]->SetLost(3, "");
+  group.peer_statuses[1]->SetLost(3, "died");
   CHECK_THROWS(group.ends[1]->Barrier(0, 0, Reason()),
                "process 3 closed its communicator, as ub.destroy_ub and the end of a "
                "program do; process 1 waited for process 3");
   // It had come; but it may be why the other one closed.
-  group.fates[1]->SetLost(2, "died");
+  group.peer_statuses[1]->SetLost(2, "died");
   CHECK_THROWS(group.ends[1]->Barrier(0, 0, Reason()),
                "process 2 died; process 1 waited for process 3");
   CHECK_THROWS(group.ends[3]->Barrier(0, 0, Reason(0)), "nothing was thrown");
@@ -172,7 +172,7 @@ TEST(ProcessesThatWentAreNamedUnlessTheyCameBefore) {
 TEST(WaitsThatAreOverDoNotLookAtPoison) {
   Group4 group;
   group.ends[0]->AppendToCallLog({3, 4});
-  PeerStatus& peer_status = *group.fates[1];
+  PeerStatus& peer_status = *group.peer_statuses[1];
   peer_status.Poison(std::make_exception_ptr(Error("the first")));
   peer_status.Poison(std::make_exception_ptr(Error("the second")));
   CHECK(group.ends[1]->WaitForLogEntry(0, Reason()) == (CallLogEntry{3, 4}));
@@ -235,8 +235,8 @@ TEST(AllCommunicatorsOfOneProcessHearOfTheFirstPoison) {
   for (int cycle = 0; cycle < 50; ++cycle) {
     const auto errors = InOneProcess(4, [&](SharedMemoryCommunicator& ranks) {
       std::mt19937 random(cycle * 4 + ranks.process());
-      std::atomic<int> num_heard{0};
-      ranks.OnPoison([&](const std::exception_ptr&) { ++num_heard; });
+      std::atomic<int> num_notified{0};
+      ranks.OnPoison([&](const std::exception_ptr&) { ++num_notified; });
       ranks.Barrier(0, 0, Reason());
       if (ranks.process() == cycle % 4) {
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
@@ -249,7 +249,7 @@ TEST(AllCommunicatorsOfOneProcessHearOfTheFirstPoison) {
         ranks.Poison(std::current_exception());
         CHECK(ranks.poison() != nullptr);
         ranks.Close();
-        CHECK_EQ(num_heard.load(), 1);
+        CHECK_EQ(num_notified.load(), 1);
         throw;
       }
     });

@@ -12,13 +12,13 @@ namespace {
 constexpr double kDurationS = 1e-3;
 
 // Crews live for ever.
-ThreadPool& NewCrew(int num_threads) {
-  static auto& crews = *new std::vector<ThreadPool*>;
-  return *crews.emplace_back(new ThreadPool(num_threads));
+ThreadPool& NewPool(int num_threads) {
+  static auto& pools = *new std::vector<ThreadPool*>;
+  return *pools.emplace_back(new ThreadPool(num_threads));
 }
 
 TEST(EveryInstructionSetHasAPeakForEveryDtype) {
-  ThreadPool& pool = NewCrew(2);
+  ThreadPool& pool = NewPool(2);
   const std::string_view in_use = CurrentIsa();
   for (std::string_view isa : AvailableIsas()) {
     SetIsa(isa);
@@ -32,13 +32,13 @@ TEST(EveryInstructionSetHasAPeakForEveryDtype) {
 
 TEST(ATimeTooShortForOneTileHasAPeak) {
   for (int num_threads : {1, 3, 16}) {
-    const double peak = MeasurePeak(NewCrew(num_threads), DType::kF32, 1e-12);
+    const double peak = MeasurePeak(NewPool(num_threads), DType::kF32, 1e-12);
     CHECK(std::isfinite(peak) && peak > 0);
   }
 }
 
 TEST(DurationsThatAreNoneAreRefused) {
-  ThreadPool& pool = NewCrew(1);
+  ThreadPool& pool = NewPool(1);
   CHECK_THROWS(MeasurePeak(pool, DType::kF32, 0), "duration_s is 0.000000, expected");
   CHECK_THROWS(MeasurePeak(pool, DType::kF32, -1), "duration_s is -1.000000, expected");
   CHECK_THROWS(MeasurePeak(pool, DType::kF32, 61), "more than 0 and at most 60");

@@ -44,20 +44,20 @@ TEST(APeerThatReadsLateHearsAllInItsOrder) {
   for (int i = 0; i < kMany; ++i)
     peers.Broadcast(MessageKind::kSignature, Statement(i));
   peers.Broadcast(MessageKind::kClose, "");
-  int num_heard = 0;
-  for (; num_heard < kMany; ++num_heard) {
-    if (Await(ends.other).body != Statement(num_heard)) break;
+  int num_notified = 0;
+  for (; num_notified < kMany; ++num_notified) {
+    if (Await(ends.other).body != Statement(num_notified)) break;
   }
-  CHECK_EQ(num_heard, kMany);
+  CHECK_EQ(num_notified, kMany);
   const Message last = Await(ends.other);
   CHECK(last.arrival == Arrival::kMessage && last.kind == MessageKind::kClose);
 }
 
 TEST(PeersThatSayMuchAtOnceHearEachOther) {
   Ends ends;
-  std::atomic<int> num_heard{0};
+  std::atomic<int> num_notified{0};
   const auto count = [&](const PeerEvent& news) {
-    if (news.kind == MessageKind::kSignature) ++num_heard;
+    if (news.kind == MessageKind::kSignature) ++num_notified;
   };
   PeerConnections one(PeerAt(std::move(ends.one)));
   PeerConnections other(PeerAt(std::move(ends.other)));
@@ -71,10 +71,10 @@ TEST(PeersThatSayMuchAtOnceHearEachOther) {
   say(other);
   speaker.join();
   const Deadline deadline = Deadline::After(60);
-  while (num_heard < 2 * kMany && !deadline.Expired()) {
+  while (num_notified < 2 * kMany && !deadline.Expired()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  CHECK_EQ(num_heard.load(), 2 * kMany);
+  CHECK_EQ(num_notified.load(), 2 * kMany);
 }
 
 TEST(APeerThatNeverReadsHindersNobody) {

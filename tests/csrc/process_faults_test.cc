@@ -235,7 +235,7 @@ TEST(PoisonReachesAllWithItsReasonAndType) {
   for (const bool by_deadline : {false, true}) {
     Bulletin bulletin;
     Processes processes(4, [&](int process) {
-      std::atomic<int> num_heard{0};
+      std::atomic<int> num_notified{0};
       const auto ranks = ConnectAs(process, bulletin, {0, 1, 1, 2, 3});
       ranks->Barrier(0, 0, Reason());
       if (process == 2) {
@@ -247,7 +247,7 @@ TEST(PoisonReachesAllWithItsReasonAndType) {
         bulletin.WaitForWord(3);
         return;
       }
-      ranks->OnPoison([&](const std::exception_ptr&) { ++num_heard; });
+      ranks->OnPoison([&](const std::exception_ptr&) { ++num_notified; });
       try {
         AtOnce([&] { ranks->Barrier(0, 1, Reason()); });
       } catch (const DeadlineError&) {
@@ -260,9 +260,9 @@ TEST(PoisonReachesAllWithItsReasonAndType) {
         // Later calls too, each wait by itself.
         CHECK_THROWS(ranks->Barrier(1, 0, Reason()), "bad_alloc");
         CHECK_THROWS(std::rethrow_exception(ranks->poison()), "bad_alloc");
-        ranks->OnPoison([&](const std::exception_ptr&) { num_heard += 10; });
+        ranks->OnPoison([&](const std::exception_ptr&) { num_notified += 10; });
         ranks->Close();
-        CHECK_EQ(num_heard.load(), 11);
+        CHECK_EQ(num_notified.load(), 11);
         throw;
       }
     });

@@ -22,10 +22,11 @@ std::string FirstOf(const std::vector<std::string>& violations) {
 TEST(EveryScheduleIsProvenForOneToSixteenRanks) {
   for (int num_ranks = 1; num_ranks <= kMaxRanks; ++num_ranks) {
     const int num_splits = 1 + num_ranks % 3;
-    ForEachSchedule(num_ranks, [&](CollectiveKind pattern, Method method,
+    ForEachSchedule(num_ranks, [&](CollectiveKind collective, Method method,
                                    Variant variant) {
-      CHECK_EQ(FirstOf(CheckSchedule(pattern, method, num_ranks, num_splits, variant)),
-               "");
+      CHECK_EQ(
+          FirstOf(CheckSchedule(collective, method, num_ranks, num_splits, variant)),
+          "");
     });
   }
 }
@@ -35,9 +36,9 @@ TEST(EveryScheduleIsProvenForUpToThirtyTwoRanksTwiceInARow) {
   for (int num_ranks = kMaxRanks + 1; num_ranks <= 32; ++num_ranks) {
     const int num_splits = 1 + num_ranks % 3;
     ForEachSchedule(
-        num_ranks, [&](CollectiveKind pattern, Method method, Variant variant) {
+        num_ranks, [&](CollectiveKind collective, Method method, Variant variant) {
           const RankSchedules ranks =
-              MakeRankSchedules(pattern, method, num_ranks, num_splits, variant);
+              MakeRankSchedules(collective, method, num_ranks, num_splits, variant);
           CHECK_EQ(FirstOf(CheckCalls({ranks, ranks})), "");
         });
   }
@@ -45,10 +46,11 @@ TEST(EveryScheduleIsProvenForUpToThirtyTwoRanksTwiceInARow) {
 
 TEST(EveryNumberOfSplitsIsProven) {
   for (int num_splits = 1; num_splits <= 9; ++num_splits) {
-    for (CollectiveKind pattern :
+    for (CollectiveKind collective :
          {CollectiveKind::kAllGatherMatmul, CollectiveKind::kMatmulReduceScatter,
           CollectiveKind::kMatmulAllReduce}) {
-      CHECK_EQ(FirstOf(CheckSchedule(pattern, Method::kPipeline, 5, num_splits)), "");
+      CHECK_EQ(FirstOf(CheckSchedule(collective, Method::kPipeline, 5, num_splits)),
+               "");
     }
   }
 }
@@ -138,8 +140,8 @@ TEST(OneShotSendsAllRowsToAllAndReducesOnce) {
 }
 
 TEST(OneRankSendsNothing) {
-  ForEachSchedule(1, [](CollectiveKind pattern, Method method, Variant variant) {
-    const Schedule schedule = MakeSchedule(pattern, method, 0, 1, 2, variant);
+  ForEachSchedule(1, [](CollectiveKind collective, Method method, Variant variant) {
+    const Schedule schedule = MakeSchedule(collective, method, 0, 1, 2, variant);
     CHECK_EQ(schedule.num_slots, 0);
     for (const Step& step : schedule.steps) CHECK_EQ(step.peer, kNone);
   });
@@ -213,9 +215,9 @@ int Unnoticed(const RankSchedules& sound, StepKind kind, Mutation mutation) {
 
 TEST(EveryDroppedStepIsNoticed) {
   ForEachSchedule(kNumBroken,
-                  [](CollectiveKind pattern, Method method, Variant variant) {
+                  [](CollectiveKind collective, Method method, Variant variant) {
                     const RankSchedules sound =
-                        MakeRankSchedules(pattern, method, kNumBroken, 2, variant);
+                        MakeRankSchedules(collective, method, kNumBroken, 2, variant);
                     for (int kind = 0; kind < kNumStepKinds; ++kind) {
                       CHECK_EQ(Unnoticed(sound, static_cast<StepKind>(kind), &Drop), 0);
                     }
@@ -224,9 +226,9 @@ TEST(EveryDroppedStepIsNoticed) {
 
 TEST(EveryRepeatedUseIsNoticed) {
   ForEachSchedule(
-      kNumBroken, [](CollectiveKind pattern, Method method, Variant variant) {
+      kNumBroken, [](CollectiveKind collective, Method method, Variant variant) {
         const RankSchedules sound =
-            MakeRankSchedules(pattern, method, kNumBroken, 2, variant);
+            MakeRankSchedules(collective, method, kNumBroken, 2, variant);
         for (StepKind kind :
              {StepKind::kMultiply, StepKind::kCopy, StepKind::kReduce, StepKind::kPut,
               StepKind::kPublish, StepKind::kWait, StepKind::kRelease}) {

@@ -82,14 +82,14 @@ void RunCall(SharedMemoryCommunicator& ranks, int64_t call, std::mt19937& random
   }
   if (call % 3 != 0) return;  // the next call's staging meets readers of this one
   ranks.Barrier(call, 1, Reason());
-  const CollectiveKind pattern =
+  const CollectiveKind collective =
       call % 2 == 0 ? CollectiveKind::kAllReduce : CollectiveKind::kAllGather;
   std::vector<std::thread> threads;
   std::atomic<int64_t> num_wrong{0};
   for (const int rank : ranks.local_ranks()) {
     threads.emplace_back([&, rank] {
       const Schedule schedule =
-          MakeSchedule(pattern, Method::kRingExchange, rank, ranks.num_ranks(), 2);
+          MakeSchedule(collective, Method::kRingExchange, rank, ranks.num_ranks(), 2);
       num_wrong += WrongReads(
           ranks.rank(rank, call, schedule.num_slots, sizeof(int64_t)), schedule, call);
     });
@@ -171,9 +171,10 @@ TEST(SlotsThatDoNotFitAreRefused) {
   Processes processes(1, [&](int process) {
     const auto ranks = ConnectAs(process, bulletin, {0, 0}, 4096);
     ranks->rank(0, 0, 64, 64);
-    CHECK_THROWS(ranks->rank(0, 0, 65, 63),
-                 "jax_ub.tp: 65 slots of 63 bytes do not fit into a half of 4096 bytes "
-                 "with 4096 flags");
+    CHECK_THROWS(
+        ranks->rank(0, 0, 65, 63),
+        "jax_ub.tp: 65 slots of 63 bytes do not fit into a buffer of 4096 bytes "
+        "with 4096 flags");
     CHECK_THROWS(ranks->rank(0, 0, 4097, 0), "with 4096 flags");
     CHECK_THROWS(ranks->Barrier(0, 16, Reason()), "a call has no barrier 16");
   });

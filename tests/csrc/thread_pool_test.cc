@@ -22,12 +22,12 @@ namespace jax_ub {
 namespace {
 
 // Crews live for ever; so do those of the tests.
-ThreadPool& NewCrew(int num_threads) {
+ThreadPool& NewPool(int num_threads) {
   static std::mutex mutex;
-  static auto& crews = *new std::vector<ThreadPool*>;
+  static auto& pools = *new std::vector<ThreadPool*>;
   std::lock_guard lock(mutex);
-  crews.push_back(new ThreadPool(num_threads));
-  return *crews.back();
+  pools.push_back(new ThreadPool(num_threads));
+  return *pools.back();
 }
 
 class CountedJob : public ParallelJob {
@@ -86,7 +86,7 @@ class Meeting {
 };
 
 TEST(EveryUnitRunsOnceWhoeverJoins) {
-  ThreadPool& pool = NewCrew(3);
+  ThreadPool& pool = NewPool(3);
   for (int64_t num_units : {1, 2, 7, 1000}) {
     auto job = std::make_shared<CountedJob>(num_units);
     RunAndWait(pool, job);
@@ -96,7 +96,7 @@ TEST(EveryUnitRunsOnceWhoeverJoins) {
 }
 
 TEST(UnitsMayRunOutWhileAThreadComesForThem) {
-  ThreadPool& pool = NewCrew(3);
+  ThreadPool& pool = NewPool(3);
   for (int i = 0; i < 20000; ++i) {
     auto job = std::make_shared<CountedJob>(3);
     RunAndWait(pool, job);
@@ -106,12 +106,12 @@ TEST(UnitsMayRunOutWhileAThreadComesForThem) {
 
 TEST(AJobWithoutUnitsIsDone) {
   auto job = std::make_shared<CountedJob>(0);
-  RunAndWait(NewCrew(2), job);
+  RunAndWait(NewPool(2), job);
   CHECK(job->EveryUnitRanOnce());
 }
 
 TEST(ManyJobsFromManyThreadsAreDone) {
-  ThreadPool& pool = NewCrew(2);
+  ThreadPool& pool = NewPool(2);
   std::vector<std::thread> threads;
   std::atomic<int> num_whole{0};
   for (int t = 0; t < 6; ++t) {
@@ -128,7 +128,7 @@ TEST(ManyJobsFromManyThreadsAreDone) {
 }
 
 TEST(NoMoreThreadsComputeThanAllowed) {
-  ThreadPool& pool = NewCrew(2);
+  ThreadPool& pool = NewPool(2);
   std::atomic<int> num_busy{0};
   std::atomic<int> most_busy{0};
   const auto count = [&](int64_t unit, Scratch&) {
@@ -148,7 +148,7 @@ TEST(NoMoreThreadsComputeThanAllowed) {
 }
 
 TEST(ManyRunsThatWaitForEachOtherAllRun) {
-  ThreadPool& pool = NewCrew(1);
+  ThreadPool& pool = NewPool(1);
   constexpr int kNumRuns = 40;
   const auto meeting = std::make_shared<Meeting>(kNumRuns + 1);
   for (int i = 0; i < kNumRuns; ++i)
@@ -158,7 +158,7 @@ TEST(ManyRunsThatWaitForEachOtherAllRun) {
 }
 
 TEST(RunsStartWhileEveryThreadComputes) {
-  ThreadPool& pool = NewCrew(1);
+  ThreadPool& pool = NewPool(1);
   const auto meeting = std::make_shared<Meeting>(3);
   std::thread waiting(
       [&] { pool.ParallelFor(1, [&](int64_t, Scratch&) { meeting->Join(); }); });
@@ -169,7 +169,7 @@ TEST(RunsStartWhileEveryThreadComputes) {
 }
 
 TEST(AJobIsDoneWhileRunsBlock) {
-  ThreadPool& pool = NewCrew(2);
+  ThreadPool& pool = NewPool(2);
   const auto meeting = std::make_shared<Meeting>(5);
   for (int i = 0; i < 4; ++i) pool.SubmitBlocking([meeting] { meeting->Join(); });
   auto job = std::make_shared<CountedJob>(100);
@@ -179,7 +179,7 @@ TEST(AJobIsDoneWhileRunsBlock) {
 }
 
 TEST(TheFirstFailureIsThrownAndTheRestLeftOut) {
-  ThreadPool& pool = NewCrew(2);
+  ThreadPool& pool = NewPool(2);
   auto job = std::make_shared<CountedJob>(100000);
   job->failing_unit = 3;
   // Or another thread does them all before the one that failed gets to say so.
@@ -193,7 +193,7 @@ TEST(TheFirstFailureIsThrownAndTheRestLeftOut) {
 }
 
 TEST(WhereNoThreadStartsThoseThereAreDoTheWork) {
-  ThreadPool& pool = NewCrew(4);
+  ThreadPool& pool = NewPool(4);
   {
     const NoThreadStarts limit;
     auto job = std::make_shared<CountedJob>(1000);
@@ -223,7 +223,7 @@ std::shared_ptr<ParallelJob> OneUnit(std::function<void()> unit) {
 }
 
 TEST(WhereNoThreadStartsWhoLeavesAPlaceDoesTheJobThatFoundNone) {
-  ThreadPool& pool = NewCrew(1);
+  ThreadPool& pool = NewPool(1);
   const NoThreadStarts limit;
   const auto is_posted = std::make_shared<std::latch>(1);
   const auto waited_for = std::make_shared<CountedJob>(3);
@@ -240,7 +240,7 @@ TEST(WhereNoThreadStartsWhoLeavesAPlaceDoesTheJobThatFoundNone) {
 }
 
 TEST(WhereNoThreadStartsAJobComesBeforeARunThatWaitsForIt) {
-  ThreadPool& pool = NewCrew(1);
+  ThreadPool& pool = NewPool(1);
   const NoThreadStarts limit;
   struct Stage {
     std::latch is_entered{1};
@@ -268,11 +268,11 @@ TEST(WhereNoThreadStartsAJobComesBeforeARunThatWaitsForIt) {
 
 TEST(ACrewWithoutAThreadIsNone) {
   const NoThreadStarts limit;
-  CHECK_THROWS(NewCrew(1), "is the limit of threads reached (ulimit -u,");
+  CHECK_THROWS(NewPool(1), "is the limit of threads reached (ulimit -u,");
 }
 
 TEST(ScratchIsKeptAndCounted) {
-  ThreadPool& pool = NewCrew(1);
+  ThreadPool& pool = NewPool(1);
   for (int i = 0; i < 20; ++i) {
     ParallelJob job(1, [](int64_t, Scratch& scratch) { scratch.Reserve(3 << 20); });
     pool.RunInline(job);

@@ -50,7 +50,7 @@ std::vector<std::string> OnEveryRank(int num_ranks,
 // Takes a rank's steps for `num_calls` calls, with a stall now and then, and counts the
 // slots that hold another value than (call, sender).
 int64_t WrongReads(InProcessCommunicator& communicator,
-                   const std::vector<CollectiveKind>& patterns,
+                   const std::vector<CollectiveKind>& collectives,
                    Method method,
                    int rank,
                    int num_calls) {
@@ -58,8 +58,8 @@ int64_t WrongReads(InProcessCommunicator& communicator,
   std::mt19937 random(rank);
   int64_t num_wrong = 0;
   for (int call = 0; call < num_calls; ++call) {
-    const Schedule schedule = MakeSchedule(patterns[call % patterns.size()], method,
-                                           rank, communicator.num_ranks(), 2);
+    const Schedule schedule = MakeSchedule(collectives[call % collectives.size()],
+                                           method, rank, communicator.num_ranks(), 2);
     if (random() % 16 == 0) {
       std::this_thread::sleep_for(std::chrono::microseconds(random() % 100));
     }
@@ -84,7 +84,7 @@ int64_t WrongReads(InProcessCommunicator& communicator,
   return num_wrong;
 }
 
-void NoWrongReads(const std::vector<CollectiveKind>& patterns,
+void NoWrongReads(const std::vector<CollectiveKind>& collectives,
                   Method method,
                   uint32_t epoch) {
   constexpr int kNumCalls = 300;
@@ -93,7 +93,7 @@ void NoWrongReads(const std::vector<CollectiveKind>& patterns,
                                        epoch);
     std::atomic<int64_t> num_wrong{0};
     const auto errors = OnEveryRank(num_ranks, [&](int rank) {
-      num_wrong += WrongReads(communicator, patterns, method, rank, kNumCalls);
+      num_wrong += WrongReads(communicator, collectives, method, rank, kNumCalls);
     });
     for (const std::string& error : errors) CHECK_EQ(error, "");
     CHECK_EQ(num_wrong.load(), 0);

@@ -131,7 +131,7 @@ def fails(call, operands):
         ub.check_communicators()
     except RuntimeError as error:
         # Whose device is in its place is told by a peer.
-        said = ("lowered for export", "failed, and told")
+        said = ("lowered for export", "failed and notified")
         return any(text in str(error) for text in said)
     return False
 

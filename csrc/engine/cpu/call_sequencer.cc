@@ -100,26 +100,27 @@ std::shared_ptr<CollectiveCall> RunIdOffsets::Find(
     const std::deque<std::shared_ptr<CollectiveCall>>& complete) {
   std::shared_ptr<CollectiveCall> candidate;
   for (const std::shared_ptr<CollectiveCall>& collective : complete) {
-    const CallLogEntry own = LogEntryOf(*collective);
-    if (own.call_site != order.call_site) continue;
-    if (static_cast<uint32_t>(own.execution) !=
+    const CallLogEntry entry = LogEntryOf(*collective);
+    if (entry.call_site != order.call_site) continue;
+    if (static_cast<uint32_t>(entry.execution) !=
         static_cast<uint32_t>(order.execution)) {
       continue;
     }
     const auto known = offsets_.find(collective->call_site_id);
     if (known != offsets_.end()) {
-      if (RunOf(own) - RunOf(order) == known->second) return collective;
-    } else if (IsNear(RunOf(own), RunOf(order))) {
-      if (RunOf(own) != RunOf(order)) continue;
+      if (RunOf(entry) - RunOf(order) == known->second) return collective;
+    } else if (IsNear(RunOf(entry), RunOf(order))) {
+      if (RunOf(entry) != RunOf(order)) continue;
       offsets_[collective->call_site_id] = 0;
       return collective;
     } else if (candidate) {
       throw CommunicatorError(
           "CommunicatorError: jax_ub." + collective->attributes->label +
           ": two programs with the channel '" + collective->attributes->channel +
-          "' run at a time, and which of them the leader runs cannot be told, since "
-          "this process and the leader compiled them differently (one of them from the "
-          "persistent compilation cache). Dispatch them from one thread");
+          "' run concurrently, and this process and the leader compiled them "
+          "differently "
+          "(one of them loaded a program from the persistent compilation cache), so "
+          "their calls cannot be matched. Dispatch them from one thread");
     } else {
       candidate = collective;
     }
@@ -171,7 +172,7 @@ std::shared_ptr<CallSequencer> CallSequencer::Make(
 }
 
 void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) {
-  auto conduct =
+  auto run_calls =
       std::make_shared<Closure>([self = shared_from_this()] { self->RunCalls(); });
   std::exception_ptr failure;
   {
@@ -189,7 +190,7 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) {
     }
   }
   if (failure) return Complete(collective, failure, false);
-  pool_.SubmitBlocking(std::move(conduct));
+  pool_.SubmitBlocking(std::move(run_calls));
 }
 
 // Runs on the thread pool as a run: it may block, waiting for peers and for local
@@ -288,13 +289,12 @@ std::string CallSequencer::UnmatchedCallMessage(const CallLogEntry& order,
        << (complete_.empty() ? communicator_->name()
                              : complete_.front()->attributes->label)
        << ": " << communicator_->DescribeProcess(communicator_->process()) << " waited "
-       << reason.timeout_s << " s for its part in call " << next_call_
-       << ", which the leader runs (call site " << std::hex << order.call_site
+       << reason.timeout_s << " s for the local ranks of call " << next_call_
+       << ", which the leader has started (call site " << std::hex << order.call_site
        << ", run " << std::dec << static_cast<int32_t>(RunOf(order)) << ", execution "
-       << static_cast<uint32_t>(order.execution) << "), but here only "
-       << Join(complete_)
-       << " came. The processes run different programs, or this one took another "
-          "branch. "
+       << static_cast<uint32_t>(order.execution)
+       << "). Submitted here: " << Join(complete_)
+       << ". Run the same program with the same control flow in every process. "
        << reason.setting << " sets the seconds.";
   return text.str();
 }

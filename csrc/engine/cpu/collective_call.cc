@@ -53,10 +53,10 @@ uint64_t NextId() {
 
 // Returns the index of a rank's call in a collective call. With a call sequencer, it
 // counts local ranks only.
-size_t IndexOf(const CallAttributes& at,
-               const CallSequencer* sequencer,
-               int rank,
-               int64_t device) {
+size_t LocalIndex(const CallAttributes& at,
+                  const CallSequencer* sequencer,
+                  int rank,
+                  int64_t device) {
   if (sequencer == nullptr) return rank;
   const std::vector<int>& local = sequencer->local_ranks();
   const auto found = std::find(local.begin(), local.end(), rank);
@@ -93,10 +93,10 @@ CallSite::CallSite(CallAttributes attributes, uint64_t ordinal)
       id_(NextId()),
       key_(Mix(Mix(kHashBegin, attributes_.channel), ordinal)),
       flat_ranks_(FlatRankOfDevice(attributes_)) {
-  for (size_t place = 0; place < attributes_.ranks.size(); ++place) {
-    if (place % attributes_.num_ranks == 0) group_keys_.push_back(kHashBegin);
-    group_keys_.back() =
-        Mix(group_keys_.back(), static_cast<uint64_t>(attributes_.ranks[place] + 1));
+  for (size_t flat_rank = 0; flat_rank < attributes_.ranks.size(); ++flat_rank) {
+    if (flat_rank % attributes_.num_ranks == 0) group_keys_.push_back(kHashBegin);
+    group_keys_.back() = Mix(group_keys_.back(),
+                             static_cast<uint64_t>(attributes_.ranks[flat_rank] + 1));
   }
   has_begun_.resize(group_keys_.size());
 }
@@ -150,32 +150,32 @@ Rendezvous::Rendezvous(std::function<void(std::shared_ptr<BlockingTask>)> start,
                        Timeouts timeouts)
     : start_(std::move(start)), timeouts_(timeouts) {}
 
-std::shared_ptr<CollectiveCall> Rendezvous::Arrive(CallSite& site,
-                                                   int64_t run_id,
-                                                   int64_t device,
-                                                   RankCall call,
-                                                   Completion done,
-                                                   int* last_rank) {
+std::shared_ptr<CollectiveCall> Rendezvous::Join(CallSite& site,
+                                                 int64_t run_id,
+                                                 int64_t device,
+                                                 RankCall call,
+                                                 Completion done,
+                                                 int* last_rank) {
   const CallAttributes& at = site.attributes();
-  const auto place = site.flat_ranks_.find(device);
-  if (place == site.flat_ranks_.end()) {
+  const auto flat_rank = site.flat_ranks_.find(device);
+  if (flat_rank == site.flat_ranks_.end()) {
     throw CommunicatorError("CommunicatorError: jax_ub." + at.label + ": device " +
                             std::to_string(device) +
                             " is not among the devices of the mesh axis");
   }
-  const int group = static_cast<int>(place->second / at.num_ranks);
-  const int rank = static_cast<int>(place->second % at.num_ranks);
+  const int group = static_cast<int>(flat_rank->second / at.num_ranks);
+  const int rank = static_cast<int>(flat_rank->second % at.num_ranks);
 
   std::lock_guard lock(mutex_);
   const std::shared_ptr<CallSequencer> sequencer = SequencerOf(site, group);
-  const size_t index = IndexOf(at, sequencer.get(), rank, device);
+  const size_t index = LocalIndex(at, sequencer.get(), rank, device);
   for (const FailedLaunch& failed : failed_launches_) {
     if (failed.run_id != run_id) continue;
     const auto reason = failed.reasons.find(site.group_keys_[group]);
     if (reason != failed.reasons.end()) std::rethrow_exception(reason->second);
   }
   CallSite::Launch& launch = site.FindLaunch(run_id);
-  const int64_t count = launch.counts[place->second]++;
+  const int64_t count = launch.counts[flat_rank->second]++;
   const std::shared_ptr<CollectiveCall> collective =
       site.FindCall(launch, group, count, sequencer);
   if (collective->sequencer != sequencer) {
@@ -209,7 +209,7 @@ std::shared_ptr<CollectiveCall> Rendezvous::Arrive(CallSite& site,
   return nullptr;
 }
 
-void Rendezvous::Join(const std::shared_ptr<CallSequencer>& sequencer) {
+void Rendezvous::Attach(const std::shared_ptr<CallSequencer>& sequencer) {
   std::lock_guard lock(mutex_);
   for (const auto& other : sequencers_) {
     if (other->devices() != sequencer->devices()) continue;
@@ -221,7 +221,7 @@ void Rendezvous::Join(const std::shared_ptr<CallSequencer>& sequencer) {
   sequencers_.push_back(sequencer);
 }
 
-void Rendezvous::Leave(const CallSequencer& sequencer) {
+void Rendezvous::Detach(const CallSequencer& sequencer) {
   std::lock_guard lock(mutex_);
   std::erase_if(sequencers_, [&](const auto& one) { return one.get() == &sequencer; });
 }
@@ -265,11 +265,11 @@ void Rendezvous::CheckIsLocal(const CallSite& site, int group) const {
     is_local = is_local && (local_devices_.empty() || local_devices_.contains(device));
   }
   if (is_local) return;
-  throw CommunicatorError("CommunicatorError: jax_ub." + at.label + ": devices " +
-                          devices +
-                          " lie in several processes, and no communicator connects "
-                          "them: call ub.initialize_ub, in every process, before the "
-                          "program runs, and ub.destroy_ub after it");
+  throw CommunicatorError(
+      "CommunicatorError: jax_ub." + at.label + ": devices " + devices +
+      " belong to several processes, and no communicator "
+      "connects them: call ub.initialize_ub, in every process, before the "
+      "program runs, and ub.destroy_ub after it");
 }
 
 void Rendezvous::set_local_devices(std::vector<int64_t> devices) {
@@ -293,14 +293,13 @@ void Rendezvous::FailCallsOf(const CallSequencer& sequencer,
              TakeIncomplete([&](const CollectiveCall& one) {
                return one.sequencer.get() == &sequencer;
              })) {
-    FailArrived(*collective,
-                sequencer.WithLabel(collective->attributes->label, reason));
+    FailJoined(*collective, sequencer.WithLabel(collective->attributes->label, reason));
   }
 }
 
 // Fails the ranks that have arrived at an incomplete collective call.
-void Rendezvous::FailArrived(const CollectiveCall& collective,
-                             const std::exception_ptr& reason) noexcept {
+void Rendezvous::FailJoined(const CollectiveCall& collective,
+                            const std::exception_ptr& reason) noexcept {
   for (const Completion& done : collective.completions) {
     if (done) start_(done.AsTask(reason));
   }
@@ -354,7 +353,7 @@ void Rendezvous::Poison(int64_t run_id,
              TakeIncomplete([&](const CollectiveCall& one) {
                return one.run_id == run_id && one.group_key == group_key;
              })) {
-    FailArrived(*collective, reason);
+    FailJoined(*collective, reason);
   }
 }
 
@@ -362,9 +361,9 @@ void Rendezvous::PoisonGroupOf(const CallSite& site,
                                int64_t run_id,
                                int64_t device,
                                const std::exception_ptr& reason) noexcept {
-  const auto place = site.flat_ranks_.find(device);
-  if (place == site.flat_ranks_.end()) return;
-  const int group = static_cast<int>(place->second / site.attributes_.num_ranks);
+  const auto flat_rank = site.flat_ranks_.find(device);
+  if (flat_rank == site.flat_ranks_.end()) return;
+  const int group = static_cast<int>(flat_rank->second / site.attributes_.num_ranks);
   std::shared_ptr<CallSequencer> sequencer;
   if (!site.attributes_.channel.empty()) {
     std::lock_guard lock(mutex_);

@@ -133,17 +133,17 @@ class Rendezvous {
   // Adds a rank's call. For the last rank to arrive, returns the collective call and
   // sets `*last_rank` to the rank's index in it; returns nullptr for the other ranks.
   // Throws CommunicatorError if the group has already failed in this run.
-  std::shared_ptr<CollectiveCall> Arrive(CallSite& site,
-                                         int64_t run_id,
-                                         int64_t device,
-                                         RankCall call,
-                                         Completion done,
-                                         int* last_rank);
+  std::shared_ptr<CollectiveCall> Join(CallSite& site,
+                                       int64_t run_id,
+                                       int64_t device,
+                                       RankCall call,
+                                       Completion done,
+                                       int* last_rank);
 
-  // Assigns groups of the sequencer's devices to the sequencer, until Leave. Throws
+  // Assigns groups of the sequencer's devices to the sequencer, until Detach. Throws
   // CommunicatorError if these devices already have a sequencer.
-  void Join(const std::shared_ptr<CallSequencer>& sequencer);
-  void Leave(const CallSequencer& sequencer);
+  void Attach(const std::shared_ptr<CallSequencer>& sequencer);
+  void Detach(const CallSequencer& sequencer);
   // Fails the incomplete collective calls of such groups.
   void FailCallsOf(const CallSequencer& sequencer,
                    const std::exception_ptr& reason) noexcept;
@@ -183,8 +183,8 @@ class Rendezvous {
   void FailExpired(std::unique_lock<std::mutex>& lock);
   template <typename Predicate>
   std::shared_ptr<CollectiveCall> TakeIncomplete(const Predicate& is_meant);
-  void FailArrived(const CollectiveCall& collective,
-                   const std::exception_ptr& reason) noexcept;
+  void FailJoined(const CollectiveCall& collective,
+                  const std::exception_ptr& reason) noexcept;
   void Remember(int64_t run_id, uint64_t group_key, const std::exception_ptr& reason);
   std::shared_ptr<CallSequencer> FindSequencer(const CallSite& site, int group) const;
   // Returns the group's call sequencer, or nullptr if all its ranks are in this

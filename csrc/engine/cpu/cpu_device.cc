@@ -13,7 +13,7 @@ constexpr int kDefaultSplits = 4;
 
 }  // namespace
 
-int CpuDevice::DefaultSplits(CollectiveKind pattern) const { return kDefaultSplits; }
+int CpuDevice::DefaultSplits(CollectiveKind collective) const { return kDefaultSplits; }
 
 Tensor CpuDevice::Allocate(DType dtype, int64_t batch, int64_t rows, int64_t features) {
   Tensor tensor{dtype, batch, rows, features, nullptr};

@@ -23,7 +23,7 @@ class CpuDevice : public Device {
                      const RankCall& call) const override {
     return DType::kF32;
   }
-  int DefaultSplits(CollectiveKind pattern) const override;
+  int DefaultSplits(CollectiveKind collective) const override;
 
   Tensor Allocate(DType dtype, int64_t batch, int64_t rows, int64_t features) override;
 

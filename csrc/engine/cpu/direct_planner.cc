@@ -45,8 +45,8 @@ AddendView BiasOf(const Calls& calls, size_t index, int64_t batch = 1) {
 //   x[2]   m  |  |   |  |   |  |   |  |   |    each y[q] is one block of 4 m rows
 //   x[3]   m  |  v   |  v   |  v   |  v   |
 GemmProblem AllGatherMatmul(const CallAttributes& at, const RankCalls& calls, int i) {
-  const Calls& own = calls.own;
-  const Tensor& x = own[0].operands[0];
+  const Calls& local = calls.local;
+  const Tensor& x = local[0].operands[0];
   OperandSegments a(x.dtype);
   a.AddInner(x.features);
   for (int64_t b = 0; b < x.batch; ++b) {
@@ -56,10 +56,10 @@ GemmProblem AllGatherMatmul(const CallAttributes& at, const RankCalls& calls, in
     }
   }
   OperandSegments w(x.dtype);
-  ResultSegments y(own[0].results[i].dtype);
+  ResultSegments y(local[0].results[i].dtype);
   y.AddRows(x.batch * x.rows * at.num_ranks);
   w.AddInner(x.features);
-  for (const RankCall& call : own) {
+  for (const RankCall& call : local) {
     const int64_t out = call.results[i].features;
     w.AddOuter(out);
     w.Append(KernelOf(call.operands[1 + i], at.rhs_transposed));
@@ -68,10 +68,10 @@ GemmProblem AllGatherMatmul(const CallAttributes& at, const RankCalls& calls, in
   }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
   if (at.has_bias) {
-    problem.addends.push_back(BiasOf(own, 1 + at.num_kernels + i));
+    problem.addends.push_back(BiasOf(local, 1 + at.num_kernels + i));
   }
   if (at.has_residual) {
-    problem.addends.push_back(AddendOf(own, FirstResidual(at) + i));
+    problem.addends.push_back(AddendOf(local, FirstResidual(at) + i));
   }
   return problem;
 }
@@ -160,10 +160,10 @@ void AddMainGrads(const CallAttributes& at,
 //          dy[0]   dy[1]   dy[2]   dy[3]      N
 //   x^T  | dw[0] | dw[1] | dw[2] | dw[3] |
 GemmProblem WgradGatherX(const CallAttributes& at, const RankCalls& calls, int i) {
-  const Tensor& x = calls.own[0].operands[0];
+  const Tensor& x = calls.local[0].operands[0];
   OperandSegments a(x.dtype);
   OperandSegments b(x.dtype);
-  ResultSegments dw(calls.own[0].results[i].dtype);
+  ResultSegments dw(calls.local[0].results[i].dtype);
   a.AddOuter(x.features);
   dw.AddRows(x.features);
   for (int64_t batch = 0; batch < x.batch; ++batch) {
@@ -173,7 +173,7 @@ GemmProblem WgradGatherX(const CallAttributes& at, const RankCalls& calls, int i
       a.Append(ColumnsOf(call.operands[0], batch, 0));
     }
   }
-  for (const RankCall& call : calls.own) {
+  for (const RankCall& call : calls.local) {
     const Tensor& dy = call.operands[1 + i];
     b.AddOuter(dy.features);
     dw.AddColumns(dy.features);
@@ -185,7 +185,7 @@ GemmProblem WgradGatherX(const CallAttributes& at, const RankCalls& calls, int i
     }
   }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
-  AddMainGrads(at, calls.own, i, problem);
+  AddMainGrads(at, calls.local, i, problem);
   return problem;
 }
 
@@ -197,10 +197,10 @@ GemmProblem WgradGatherX(const CallAttributes& at, const RankCalls& calls, int i
 //   x[2]^T | dw[2] |
 //   x[3]^T | dw[3] |
 GemmProblem WgradGatherDy(const CallAttributes& at, const RankCalls& calls, int i) {
-  const Tensor& dy = calls.own[0].operands[1 + i];
+  const Tensor& dy = calls.local[0].operands[1 + i];
   OperandSegments a(dy.dtype);
   OperandSegments b(dy.dtype);
-  ResultSegments dw(calls.own[0].results[i].dtype);
+  ResultSegments dw(calls.local[0].results[i].dtype);
   b.AddOuter(dy.features);
   dw.AddColumns(dy.features);
   for (int64_t batch = 0; batch < dy.batch; ++batch) {
@@ -210,7 +210,7 @@ GemmProblem WgradGatherDy(const CallAttributes& at, const RankCalls& calls, int 
       b.Append(ColumnsOf(call.operands[1 + i], batch, 0));
     }
   }
-  for (const RankCall& call : calls.own) {
+  for (const RankCall& call : calls.local) {
     const Tensor& x = call.operands[0];
     a.AddOuter(x.features);
     dw.AddRows(x.features);
@@ -222,7 +222,7 @@ GemmProblem WgradGatherDy(const CallAttributes& at, const RankCalls& calls, int 
     }
   }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
-  AddMainGrads(at, calls.own, i, problem);
+  AddMainGrads(at, calls.local, i, problem);
   return problem;
 }
 
@@ -269,9 +269,9 @@ GemmProblem Dgrad(const CallAttributes& at, const RankCall& call) {
 }
 
 void AddGather(const RankCalls& calls, size_t operand, size_t result, WorkList& work) {
-  const Tensor& shard = calls.own[0].operands[operand];
+  const Tensor& shard = calls.local[0].operands[operand];
   const int64_t size_bytes = shard.rows * shard.features * SizeOf(shard.dtype);
-  for (const RankCall& to : calls.own) {
+  for (const RankCall& to : calls.local) {
     for (int64_t b = 0; b < shard.batch; ++b) {
       for (size_t p = 0; p < calls.all.size(); ++p) {
         work.Add(Copy{calls.all[p].operands[operand].At(b, 0),
@@ -284,15 +284,15 @@ void AddGather(const RankCalls& calls, size_t operand, size_t result, WorkList& 
 
 // Rank r receives, for every batch, the sum of block r of all ranks.
 void AddScatter(const RankCalls& calls, size_t operand, size_t result, WorkList& work) {
-  const Tensor& mine = calls.own[0].results[result];
-  for (size_t i = 0; i < calls.own.size(); ++i) {
-    for (int64_t b = 0; b < mine.batch; ++b) {
-      Sum sum{calls.own[0].operands[operand].dtype, mine.dtype, {}, {}, 0};
-      sum.num_elements = mine.rows * mine.features;
-      sum.to.push_back(calls.own[i].results[result].At(b, 0));
+  const Tensor& block = calls.local[0].results[result];
+  for (size_t i = 0; i < calls.local.size(); ++i) {
+    for (int64_t b = 0; b < block.batch; ++b) {
+      Sum sum{calls.local[0].operands[operand].dtype, block.dtype, {}, {}, 0};
+      sum.num_elements = block.rows * block.features;
+      sum.to.push_back(calls.local[i].results[result].At(b, 0));
       for (const RankCall& call : calls.all) {
         sum.sources.push_back(
-            call.operands[operand].At(b, calls.RankOf(i) * mine.rows));
+            call.operands[operand].At(b, calls.RankOf(i) * block.rows));
       }
       work.Add(sum);
     }
@@ -300,10 +300,10 @@ void AddScatter(const RankCalls& calls, size_t operand, size_t result, WorkList&
 }
 
 void AddReduceToAll(const RankCalls& calls, WorkList& work) {
-  const Tensor& to = calls.own[0].results[0];
-  Sum sum{calls.own[0].operands[0].dtype, to.dtype, {}, {}, to.num_elements()};
+  const Tensor& to = calls.local[0].results[0];
+  Sum sum{calls.local[0].operands[0].dtype, to.dtype, {}, {}, to.num_elements()};
   for (const RankCall& call : calls.all) sum.sources.push_back(call.operands[0].data);
-  for (const RankCall& call : calls.own) sum.to.push_back(call.results[0].data);
+  for (const RankCall& call : calls.local) sum.to.push_back(call.results[0].data);
   work.Add(sum);
 }
 
@@ -324,8 +324,8 @@ void AddCommunication(const CallAttributes& at,
                       const RankCalls& calls,
                       WorkList& work) {
   const CollectiveKind kind = InfoOf(at.op).collective;
-  const size_t operand = CommunicatedOperands(at, calls.own[0])[0];
-  const size_t result = calls.own[0].results.size() - 1;
+  const size_t operand = CommunicatedOperands(at, calls.local[0])[0];
+  const size_t result = calls.local[0].results.size() - 1;
   if (IsGather(kind)) return AddGather(calls, operand, result, work);
   if (IsAllReduce(kind)) return AddReduceToAll(calls, work);
   AddScatter(calls, operand, result, work);
@@ -335,7 +335,7 @@ void AddWgrads(const CallAttributes& at,
                const RankCalls& calls,
                const Workers& workers,
                WorkList& work) {
-  if (at.gather == Gather::kNone) return AddProducts(at, calls.own, workers, work);
+  if (at.gather == Gather::kNone) return AddProducts(at, calls.local, workers, work);
   for (int i = 0; i < at.num_kernels; ++i) {
     work.Add(at.gather == Gather::kX ? WgradGatherX(at, calls, i)
                                      : WgradGatherDy(at, calls, i),
@@ -360,10 +360,10 @@ WorkList PlanDirect(const CallAttributes& at,
       break;
     case GemmKind::kPairSum:
       if (info.communicated == Communicated::kNothing) {
-        AddProducts(at, calls.own, workers, work);
+        AddProducts(at, calls.local, workers, work);
       } else {
-        work.Add(IsAllReduce(info.collective) ? MatmulAllReduce(at, calls.own)
-                                              : MatmulReduceScatter(at, calls.own),
+        work.Add(IsAllReduce(info.collective) ? MatmulAllReduce(at, calls.local)
+                                              : MatmulReduceScatter(at, calls.local),
                  workers);
       }
       break;
@@ -371,7 +371,7 @@ WorkList PlanDirect(const CallAttributes& at,
       AddWgrads(at, calls, workers, work);
       break;
     case GemmKind::kDgrad:
-      AddProducts(at, calls.own, workers, work);
+      AddProducts(at, calls.local, workers, work);
       break;
   }
   if (info.communicated == Communicated::kSeparateOperand ||

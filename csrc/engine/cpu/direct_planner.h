@@ -18,12 +18,12 @@ namespace jax_ub {
 struct RankCalls {
   // [rank]. For ranks of other processes only the communicated operands are set.
   const std::vector<RankCall>& all;
-  const std::vector<RankCall>& own;
+  const std::vector<RankCall>& local;
   // Ranks of `own`, ascending; null: all ranks.
-  const std::vector<int>* own_ranks = nullptr;
+  const std::vector<int>* local_ranks = nullptr;
 
   int64_t RankOf(size_t i) const {
-    return own_ranks == nullptr ? static_cast<int64_t>(i) : (*own_ranks)[i];
+    return local_ranks == nullptr ? static_cast<int64_t>(i) : (*local_ranks)[i];
   }
 };
 

@@ -37,8 +37,8 @@ void Engine::Submit(
   int rank = 0;
   try {
     CheckCall(at, call);
-    collective = rendezvous_->Arrive(site, run_id, device, std::move(call),
-                                     std::move(done), &rank);
+    collective = rendezvous_->Join(site, run_id, device, std::move(call),
+                                   std::move(done), &rank);
   } catch (...) {
     ++num_failed_calls_;
     rendezvous_->PoisonGroupOf(site, run_id, device, std::current_exception());
@@ -64,12 +64,12 @@ std::shared_ptr<CallSequencer> Engine::Join(
          ++num_failed_calls_;
          rendezvous_->FailCallsOf(failed, reason);
        }});
-  rendezvous_->Join(sequencer);
+  rendezvous_->Attach(sequencer);
   return sequencer;
 }
 
 void Engine::Leave(const std::shared_ptr<CallSequencer>& sequencer) {
-  rendezvous_->Leave(*sequencer);
+  rendezvous_->Detach(*sequencer);
   sequencer->Close();
 }
 

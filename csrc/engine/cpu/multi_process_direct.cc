@@ -24,18 +24,12 @@ int64_t Aligned(int64_t size_bytes) {
   return (size_bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-struct RowRange {
-  int64_t begin = 0;
-  int64_t end = 0;
-  int64_t size() const { return end - begin; }
-};
-
-// Returns the share of a process when all processes divide `size` rows or elements.
+// Returns the rows or elements of a process if all processes divide `size` of them.
 RowRange RowsOfProcess(int64_t size, int process, int num_processes) {
   return {size * process / num_processes, size * (process + 1) / num_processes};
 }
 
-int64_t LargestShare(int64_t size, int num_processes) {
+int64_t MaxRowsOfProcess(int64_t size, int num_processes) {
   return (size + num_processes - 1) / num_processes;
 }
 
@@ -53,24 +47,24 @@ class Execution {
   Execution(const MultiProcessCall& call,
             SharedMemoryCommunicator& communicator,
             ThreadPool& pool,
-            const std::function<void()>& meet)
+            const std::function<void()>& compare_signatures)
       : at_(call.attributes),
         info_(InfoOf(at_.op)),
-        own_(call.own),
+        local_(call.local),
         number_(call.number),
         timeout_s_(call.timeout_s),
         trace_(call.trace),
         communicator_(communicator),
-        own_ranks_(communicator.local_ranks()),
+        local_ranks_(communicator.local_ranks()),
         pool_(pool),
-        meet_(meet) {}
+        compare_signatures_(compare_signatures) {}
 
   void Run() {
     if (info_.communicated == Communicated::kPartialSum) {
       return IsAllReduce(info_.collective) ? AllReduceProduct()
                                            : ReduceScatterProduct();
     }
-    if (IsAllReduce(info_.collective) && !IsSmall(own_[0].results[0])) {
+    if (IsAllReduce(info_.collective) && !IsSmall(local_[0].results[0])) {
       return AllReduce();
     }
     ReadInPlace();
@@ -81,7 +75,7 @@ class Execution {
 
   // Returns the buffer that is used by the process as a whole: the buffer of its lowest
   // rank.
-  std::byte* HalfOfProcess(int process) const { return buffer(LowestRank(process)); }
+  std::byte* BufferOfProcess(int process) const { return buffer(LowestRank(process)); }
 
   int LowestRank(int process) const {
     int rank = 0;
@@ -91,7 +85,7 @@ class Execution {
 
   int num_processes() const { return communicator_.num_processes(); }
   int process() const { return communicator_.process(); }
-  bool IsOwn(int rank) const {
+  bool IsLocal(int rank) const {
     return communicator_.process_of_rank(rank) == process();
   }
 
@@ -110,11 +104,11 @@ class Execution {
   // buffers.
   std::vector<RankCall> AllCalls() const {
     std::vector<RankCall> all(at_.num_ranks);
-    const std::vector<size_t> communicated = CommunicatedOperands(at_, own_[0]);
-    for (size_t i = 0; i < own_ranks_.size(); ++i) all[own_ranks_[i]] = own_[i];
+    const std::vector<size_t> communicated = CommunicatedOperands(at_, local_[0]);
+    for (size_t i = 0; i < local_ranks_.size(); ++i) all[local_ranks_[i]] = local_[i];
     for (int rank = 0; rank < at_.num_ranks; ++rank) {
-      if (IsOwn(rank)) continue;
-      all[rank].operands = own_[0].operands;
+      if (IsLocal(rank)) continue;
+      all[rank].operands = local_[0].operands;
       std::byte* at = buffer(rank);
       for (size_t operand : communicated) {
         Tensor& tensor = all[rank].operands[operand];
@@ -130,10 +124,10 @@ class Execution {
   void Stage() {
     WorkList work;
     const bool scattered = info_.collective == CollectiveKind::kReduceScatter;
-    for (size_t i = 0; i < own_.size(); ++i) {
-      std::byte* to = buffer(own_ranks_[i]);
-      for (size_t operand : CommunicatedOperands(at_, own_[i])) {
-        const Tensor& from = own_[i].operands[operand];
+    for (size_t i = 0; i < local_.size(); ++i) {
+      std::byte* to = buffer(local_ranks_[i]);
+      for (size_t operand : CommunicatedOperands(at_, local_[i])) {
+        const Tensor& from = local_[i].operands[operand];
         if (scattered) {
           StageBlocks(from, to, work);
         } else {
@@ -150,7 +144,7 @@ class Execution {
     const int64_t size_bytes = rows * from.features * SizeOf(from.dtype);
     for (int64_t b = 0; b < from.batch; ++b) {
       for (int rank = 0; rank < at_.num_ranks; ++rank) {
-        if (IsOwn(rank)) continue;
+        if (IsLocal(rank)) continue;
         const std::byte* block = from.At(b, rank * rows);
         work.Add(Copy{block, to + (block - from.data), size_bytes});
       }
@@ -163,21 +157,21 @@ class Execution {
     Stage();
     std::optional<ConcurrentWork> products;
     if (info_.is_bulk()) {
-      WorkList work = PlanProducts(at_, own_, pool_.workers());
+      WorkList work = PlanProducts(at_, local_, pool_.workers());
       work.set_trace(trace_, {});
       products.emplace(std::move(work), pool_);
       products->Start();
     }
-    meet_();
+    compare_signatures_();
     const std::vector<RankCall> all = AllCalls();
-    const RankCalls parties{all, own_, &own_ranks_};
-    Run(products ? PlanCommunication(at_, parties)
-                 : PlanDirect(at_, parties, pool_.workers()));
+    const RankCalls calls{all, local_, &local_ranks_};
+    Run(products ? PlanCommunication(at_, calls)
+                 : PlanDirect(at_, calls, pool_.workers()));
     if (products) products->Wait();
   }
 
   void ReduceScatterProduct() {
-    const Tensor& like = own_[0].results[0];
+    const Tensor& like = local_[0].results[0];
     const int64_t part_bytes = PartialSumBytes(like.batch * like.rows, like.features);
     const auto part = [&](int rank, int process, int64_t b) {
       Tensor tensor = like;
@@ -194,17 +188,17 @@ class Execution {
       }
     }
     Multiply(std::move(y));
-    meet_();
+    compare_signatures_();
     WorkList work;
-    for (size_t i = 0; i < own_.size(); ++i) {
-      const Tensor& to = own_[i].results[0];
+    for (size_t i = 0; i < local_.size(); ++i) {
+      const Tensor& to = local_[i].results[0];
       for (int64_t b = 0; b < like.batch; ++b) {
         MatrixSum sum{{}, {to.At(b, 0), to.features, to.dtype}, to.rows, to.features};
         for (int p = 0; p < num_processes(); ++p) {
           sum.parts.push_back(
-              {part(own_ranks_[i], p, b).data, to.features, DType::kF32});
+              {part(local_ranks_[i], p, b).data, to.features, DType::kF32});
         }
-        AddBiasAndResidual(at_, own_[i], b, 0, sum.parts);
+        AddBiasAndResidual(at_, local_[i], b, 0, sum.parts);
         work.Add(sum);
       }
     }
@@ -214,36 +208,36 @@ class Execution {
   // Computes this process's partial sum into `to`.
   void Multiply(ResultSegments to) {
     WorkList work;
-    work.Add(PartialProduct(at_, own_, std::move(to)), pool_.workers());
+    work.Add(PartialProduct(at_, local_, std::move(to)), pool_.workers());
     Run(std::move(work));
   }
 
   void AllReduceProduct() {
-    const Tensor& to = own_[0].results[0];
+    const Tensor& to = local_[0].results[0];
     const int64_t num_rows = to.batch * to.rows;
     if (IsSmall(to)) return AllReduceSmallProduct();
     const int64_t part_bytes =
-        PartialSumBytes(LargestShare(num_rows, num_processes()), to.features);
+        PartialSumBytes(MaxRowsOfProcess(num_rows, num_processes()), to.features);
     ResultSegments y(DType::kF32);
     y.AddColumns(to.features);
     for (int p = 0; p < num_processes(); ++p) {
       const int64_t rows = RowsOfProcess(num_rows, p, num_processes()).size();
       if (rows == 0) continue;
       y.AddRows(rows);
-      y.Append({HalfOfProcess(p) + process() * part_bytes, to.features, 1});
+      y.Append({BufferOfProcess(p) + process() * part_bytes, to.features, 1});
     }
     Multiply(std::move(y));
-    meet_();
-    const RowRange mine = RowsOfProcess(num_rows, process(), num_processes());
+    compare_signatures_();
+    const RowRange local_rows = RowsOfProcess(num_rows, process(), num_processes());
     const int64_t sums_offset = num_processes() * part_bytes;
-    if (mine.size() > 0) {
-      MatrixSum sum{{}, {}, mine.size(), to.features};
-      sum.out = {HalfOfProcess(process()) + sums_offset, to.features, to.dtype};
+    if (local_rows.size() > 0) {
+      MatrixSum sum{{}, {}, local_rows.size(), to.features};
+      sum.out = {BufferOfProcess(process()) + sums_offset, to.features, to.dtype};
       for (int p = 0; p < num_processes(); ++p) {
         sum.parts.push_back(
-            {HalfOfProcess(process()) + p * part_bytes, to.features, DType::kF32});
+            {BufferOfProcess(process()) + p * part_bytes, to.features, DType::kF32});
       }
-      AddBiasAndResidual(at_, own_[0], 0, mine.begin, sum.parts);
+      AddBiasAndResidual(at_, local_[0], 0, local_rows.begin, sum.parts);
       RunOne(sum);
     }
     SecondBarrier();
@@ -251,25 +245,25 @@ class Execution {
   }
 
   void AllReduceSmallProduct() {
-    const Tensor& to = own_[0].results[0];
+    const Tensor& to = local_[0].results[0];
     ResultSegments y(DType::kF32);
     y.AddRows(to.batch * to.rows);
     y.AddColumns(to.features);
-    y.Append({HalfOfProcess(process()), to.features, 1});
+    y.Append({BufferOfProcess(process()), to.features, 1});
     Multiply(std::move(y));
-    meet_();
+    compare_signatures_();
     MatrixSum sum{{}, {}, to.batch * to.rows, to.features};
     for (int p = 0; p < num_processes(); ++p) {
-      sum.parts.push_back({HalfOfProcess(p), to.features, DType::kF32});
+      sum.parts.push_back({BufferOfProcess(p), to.features, DType::kF32});
     }
     // Bias and residual are equal on every rank, and so is the sum. Compute it once for
     // all local ranks, because a residual may share memory with its rank's result.
-    AddBiasAndResidual(at_, own_[0], 0, 0, sum.parts);
+    AddBiasAndResidual(at_, local_[0], 0, 0, sum.parts);
     sum.out = {to.data, to.features, to.dtype};
     RunOne(sum);
     WorkList copies;
-    for (size_t i = 1; i < own_.size(); ++i) {
-      copies.Add(Copy{to.data, own_[i].results[0].data, to.size_bytes()});
+    for (size_t i = 1; i < local_.size(); ++i) {
+      copies.Add(Copy{to.data, local_[i].results[0].data, to.size_bytes()});
     }
     Run(std::move(copies));
   }
@@ -283,17 +277,18 @@ class Execution {
   // Each process sums its share of the elements.
   void AllReduce() {
     Stage();
-    meet_();
-    const Tensor& from = own_[0].operands[0];
-    const Tensor& to = own_[0].results[0];
+    compare_signatures_();
+    const Tensor& from = local_[0].operands[0];
+    const Tensor& to = local_[0].results[0];
     const int64_t sums_offset = Aligned(from.size_bytes());
-    const RowRange mine =
+    const RowRange local_rows =
         RowsOfProcess(from.num_elements(), process(), num_processes());
-    Sum sum{from.dtype, to.dtype, {}, {}, mine.size()};
+    Sum sum{from.dtype, to.dtype, {}, {}, local_rows.size()};
     for (const RankCall& call : AllCalls()) {
-      sum.sources.push_back(call.operands[0].data + mine.begin * SizeOf(from.dtype));
+      sum.sources.push_back(call.operands[0].data +
+                            local_rows.begin * SizeOf(from.dtype));
     }
-    sum.to.push_back(HalfOfProcess(process()) + sums_offset);
+    sum.to.push_back(BufferOfProcess(process()) + sums_offset);
     WorkList work;
     work.Add(sum);
     Run(std::move(work));
@@ -306,11 +301,11 @@ class Execution {
   void CopyResults(int64_t offset, int64_t size, int64_t unit_bytes) {
     WorkList work;
     for (int p = 0; p < num_processes(); ++p) {
-      const RowRange share = RowsOfProcess(size, p, num_processes());
-      for (const RankCall& call : own_) {
-        work.Add(Copy{HalfOfProcess(p) + offset,
-                      call.results[0].data + share.begin * unit_bytes,
-                      share.size() * unit_bytes});
+      const RowRange process_rows = RowsOfProcess(size, p, num_processes());
+      for (const RankCall& call : local_) {
+        work.Add(Copy{BufferOfProcess(p) + offset,
+                      call.results[0].data + process_rows.begin * unit_bytes,
+                      process_rows.size() * unit_bytes});
       }
     }
     Run(std::move(work));
@@ -318,14 +313,14 @@ class Execution {
 
   const CallAttributes& at_;
   const OpInfo& info_;
-  const std::vector<RankCall>& own_;
+  const std::vector<RankCall>& local_;
   const int64_t number_;
   const double timeout_s_;
   const TraceContext trace_;
   SharedMemoryCommunicator& communicator_;
-  const std::vector<int>& own_ranks_;
+  const std::vector<int>& local_ranks_;
   ThreadPool& pool_;
-  const std::function<void()>& meet_;
+  const std::function<void()>& compare_signatures_;
 };
 
 }  // namespace
@@ -340,7 +335,7 @@ int64_t DirectBufferBytes(const CallAttributes& at,
       return num_processes * PartialSumBytes(to.batch * to.rows, to.features);
     }
     if (IsSmall(to)) return PartialSumBytes(to.batch * to.rows, to.features);
-    const int64_t rows = LargestShare(to.batch * to.rows, num_processes);
+    const int64_t rows = MaxRowsOfProcess(to.batch * to.rows, num_processes);
     return num_processes * PartialSumBytes(rows, to.features) +
            rows * to.features * SizeOf(to.dtype);
   }
@@ -349,7 +344,7 @@ int64_t DirectBufferBytes(const CallAttributes& at,
     size_bytes += Aligned(call.operands[operand].size_bytes());
   }
   if (IsAllReduce(info.collective) && !IsSmall(to)) {
-    size_bytes += LargestShare(to.num_elements(), num_processes) * SizeOf(to.dtype);
+    size_bytes += MaxRowsOfProcess(to.num_elements(), num_processes) * SizeOf(to.dtype);
   }
   return size_bytes;
 }
@@ -357,8 +352,8 @@ int64_t DirectBufferBytes(const CallAttributes& at,
 void ExecuteMultiProcess(const MultiProcessCall& call,
                          SharedMemoryCommunicator& communicator,
                          ThreadPool& pool,
-                         const std::function<void()>& meet) {
-  Execution(call, communicator, pool, meet).Run();
+                         const std::function<void()>& compare_signatures) {
+  Execution(call, communicator, pool, compare_signatures).Run();
 }
 
 }  // namespace jax_ub

@@ -39,18 +39,18 @@ int64_t DirectBufferBytes(const CallAttributes& attributes,
 
 struct MultiProcessCall {
   const CallAttributes& attributes;
-  const std::vector<RankCall>& own;  // of the local ranks, checked by CheckCall
-  int64_t number = 0;                // index of the call in the communicator
+  const std::vector<RankCall>& local;  // of the local ranks, checked by CheckCall
+  int64_t number = 0;                  // index of the call in the communicator
   double timeout_s = 0;
   TraceContext trace;
 };
 
 // Executes this process's part of a call. The calling thread must be allowed to block.
-// `meet` waits at the arrival barrier, Barrier(number, 0), and throws if the processes
-// passed different signatures.
+// `compare_signatures` waits at the arrival barrier, Barrier(number, 0), and throws if
+// the processes passed different signatures.
 void ExecuteMultiProcess(const MultiProcessCall& call,
                          SharedMemoryCommunicator& communicator,
                          ThreadPool& pool,
-                         const std::function<void()>& meet);
+                         const std::function<void()>& compare_signatures);
 
 }  // namespace jax_ub

@@ -33,8 +33,8 @@ class SlotRun : public std::enable_shared_from_this<SlotRun> {
     std::function<std::exception_ptr()> poison;
     // Called for the first failure of a rank. Must end the waits of the other ranks.
     std::function<void(const std::exception_ptr& reason)> fail;
-    // Called when calls[i] has ended, with its failure or nullptr. Must not throw. May be
-    // empty.
+    // Called when calls[i] has ended, with its failure or nullptr. Must not throw. May
+    // be empty.
     std::function<void(size_t i, const std::exception_ptr& failure, bool is_last)> done;
   };
 
@@ -44,8 +44,8 @@ class SlotRun : public std::enable_shared_from_this<SlotRun> {
           ThreadPool& pool,
           Hooks hooks);
 
-  // Starts all ranks, or throws std::bad_alloc and starts none. The calling thread takes
-  // part in the GEMMs of a bulk op, which need no rank. Never blocks.
+  // Starts all ranks, or throws std::bad_alloc and starts none. The calling thread
+  // takes part in the GEMMs of a bulk op, which need no rank. Never blocks.
   void Start();
 
   // Runs all ranks and waits for them. The calling thread must be allowed to block: it

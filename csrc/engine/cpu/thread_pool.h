@@ -41,8 +41,8 @@ inline constexpr double kMaxInlineUs = 50;
 // The minimum work per woken thread.
 inline constexpr double kGrainUs = kMaxInlineUs / 2;
 
-// How many threads to use for work that takes one thread `estimated_us`, so that each gets
-// at least kGrainUs of it.
+// How many threads to use for work that takes one thread `estimated_us`, so that each
+// gets at least kGrainUs of it.
 int WorkersFor(double estimated_us);
 
 // A job: work units, which run on any thread and in any order, and what follows them.
@@ -114,8 +114,8 @@ class ThreadPool {
   void RunInline(ParallelJob& job) noexcept;
 
   // Runs the units and waits for them: all on the calling thread if they take less than
-  // kMaxInlineUs, otherwise by Participate. The calling thread must be allowed to block.
-  // Rethrows the exception of a unit.
+  // kMaxInlineUs, otherwise by Participate. The calling thread must be allowed to
+  // block. Rethrows the exception of a unit.
   void ParallelFor(int64_t num_units,
                    ParallelJob::RunUnit run_unit,
                    double estimated_us = std::numeric_limits<double>::infinity());

@@ -46,13 +46,13 @@ void WorkList::Add(Copy copy) {
       copy_ends_.push_back(copies_.size());
       copy_unit_bytes_ = 0;
     }
-    const int64_t piece = std::min(copy.size_bytes, kUnitBytes - copy_unit_bytes_);
-    copies_.push_back({copy.from, copy.to, piece});
+    const int64_t slice = std::min(copy.size_bytes, kUnitBytes - copy_unit_bytes_);
+    copies_.push_back({copy.from, copy.to, slice});
     copy_ends_.back() = copies_.size();
-    copy_unit_bytes_ += piece;
-    copy.from += piece;
-    copy.to += piece;
-    copy.size_bytes -= piece;
+    copy_unit_bytes_ += slice;
+    copy.from += slice;
+    copy.to += slice;
+    copy.size_bytes -= slice;
   }
 }
 
@@ -67,14 +67,14 @@ void WorkList::Add(const Sum& sum) {
       sum_ends_.push_back(sums_.size());
       sum_unit_elements_ = 0;
     }
-    Sum piece = sum;
-    piece.num_elements =
+    Sum slice = sum;
+    slice.num_elements =
         std::min(sum.num_elements - begin, kUnitElements - sum_unit_elements_);
-    for (auto& source : piece.sources) source += begin * SizeOf(sum.source_dtype);
-    for (auto& to : piece.to) to += begin * SizeOf(sum.to_dtype);
-    begin += piece.num_elements;
-    sum_unit_elements_ += piece.num_elements;
-    sums_.push_back(std::move(piece));
+    for (auto& source : slice.sources) source += begin * SizeOf(sum.source_dtype);
+    for (auto& to : slice.to) to += begin * SizeOf(sum.to_dtype);
+    begin += slice.num_elements;
+    sum_unit_elements_ += slice.num_elements;
+    sums_.push_back(std::move(slice));
     sum_ends_.back() = sums_.size();
   }
 }
@@ -86,13 +86,13 @@ void WorkList::Add(const MatrixSum& matrix_sum) {
   estimated_us_ += static_cast<double>(matrix_sum.rows * row_bytes) / kSumBytesPerUs;
   const int64_t step = std::max<int64_t>(kUnitElements / matrix_sum.columns, 1);
   for (int64_t begin = 0; begin < matrix_sum.rows; begin += step) {
-    MatrixSum piece = matrix_sum;
-    piece.rows = std::min(step, matrix_sum.rows - begin);
-    for (ConstMatrix& part : piece.parts) {
+    MatrixSum slice = matrix_sum;
+    slice.rows = std::min(step, matrix_sum.rows - begin);
+    for (ConstMatrix& part : slice.parts) {
       part.data += begin * part.row_stride * SizeOf(part.dtype);
     }
-    piece.out.data += begin * piece.out.row_stride * SizeOf(piece.out.dtype);
-    matrix_sums_.push_back(std::move(piece));
+    slice.out.data += begin * slice.out.row_stride * SizeOf(slice.out.dtype);
+    matrix_sums_.push_back(std::move(slice));
   }
 }
 
@@ -122,8 +122,8 @@ void WorkList::Run(int64_t unit, Scratch& scratch) const {
   block -= copy_ends_.size();
   const TraceScope scope(trace_, TraceKind::kReduce, step_);
   if (block >= sum_ends_.size()) {
-    const MatrixSum& piece = matrix_sums_[block - sum_ends_.size()];
-    return SumChunks(piece.parts, piece.rows, piece.columns, piece.out);
+    const MatrixSum& slice = matrix_sums_[block - sum_ends_.size()];
+    return SumChunks(slice.parts, slice.rows, slice.columns, slice.out);
   }
   for (size_t s = block == 0 ? 0 : sum_ends_[block - 1]; s < sum_ends_[block]; ++s) {
     SumInto(sums_[s]);

@@ -85,8 +85,8 @@ std::shared_ptr<ParallelJob> MakeJob(WorkList work, ParallelJob::Done done = nul
 // Runs the work and waits for it. The calling thread must be allowed to block.
 void RunWork(const WorkList& work, ThreadPool& pool);
 
-// Work that runs concurrently with the threads that wait for it. They must be allowed to
-// block in Wait.
+// Work that runs concurrently with the threads that wait for it. They must be allowed
+// to block in Wait.
 class ConcurrentWork {
  public:
   ConcurrentWork(WorkList work, ThreadPool& pool);
@@ -98,11 +98,11 @@ class ConcurrentWork {
 
   // Lets a thread of the pool begin the work.
   void Start();
-  // Begins the work, unless another thread has begun it. Returns when no unit is left to
-  // begin.
+  // Begins the work, unless another thread has begun it. Returns when no unit is left
+  // to begin.
   void Participate() noexcept;
-  // Waits for the work, and begins it if no other thread has, as at the system's limit of
-  // threads. Rethrows the exception of a unit.
+  // Waits for the work, and begins it if no other thread has, as at the system's limit
+  // of threads. Rethrows the exception of a unit.
   void Wait();
 
  private:

@@ -22,8 +22,8 @@ DType CudaDevice::PartialDType(const CallAttributes& at, const RankCall& call) c
   return rounded ? call.operands[0].dtype : DType::kF32;
 }
 
-int CudaDevice::DefaultSplits(CollectiveKind pattern) const {
-  return IsGather(pattern) ? 1 : kDefaultSplits;
+int CudaDevice::DefaultSplits(CollectiveKind collective) const {
+  return IsGather(collective) ? 1 : kDefaultSplits;
 }
 
 }  // namespace jax_ub

@@ -42,7 +42,7 @@ class CudaDevice : public Device {
                      const RankCall& call) const override;
 
   // Returns 1 for gathers: smaller GEMMs would lose more time than more overlap saves.
-  int DefaultSplits(CollectiveKind pattern) const override;
+  int DefaultSplits(CollectiveKind collective) const override;
 };
 
 }  // namespace jax_ub

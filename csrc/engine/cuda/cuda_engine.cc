@@ -26,24 +26,25 @@ bool IsAddedTo(const CallAttributes& at, size_t operand, size_t result) {
 // Throws UnsupportedError if a result overlaps an operand that is not added to it.
 // XLA's dynamic slice fusion may make an operand and a result the same slice of one
 // array, whatever the call does with them.
-void CheckApart(const CallAttributes& at, const RankCall& call) {
+void CheckNoOverlap(const CallAttributes& at, const RankCall& call) {
   for (size_t r = 0; r < call.results.size(); ++r) {
     const Tensor& result = call.results[r];
     for (size_t i = 0; i < call.operands.size(); ++i) {
       const Tensor& operand = call.operands[i];
-      const bool is_apart = operand.data + operand.size_bytes() <= result.data ||
-                            result.data + result.size_bytes() <= operand.data;
-      if (is_apart || (operand.data == result.data && IsAddedTo(at, i, r))) continue;
+      const bool is_disjoint = operand.data + operand.size_bytes() <= result.data ||
+                               result.data + result.size_bytes() <= operand.data;
+      if (is_disjoint || (operand.data == result.data && IsAddedTo(at, i, r))) continue;
       throw UnsupportedError(
           "jax_ub." + at.label + ": result " + std::to_string(r) +
-          " lies where operand " + std::to_string(i) +
-          " does: XLA updates a slice of an array in place with what is computed from "
-          "it. XLA_FLAGS=--xla_gpu_enable_dynamic_slice_fusion=false keeps them apart");
+          " overlaps operand " + std::to_string(i) +
+          ": XLA updates a slice of an array in place with a result that is computed "
+          "from it. XLA_FLAGS=--xla_gpu_enable_dynamic_slice_fusion=false gives them "
+          "separate memory");
     }
   }
 }
 
-void SpoilResults(CudaSlots& slots, const RankCall& call) {
+void FillResultsWithNan(CudaSlots& slots, const RankCall& call) {
   std::vector<NanFillParams::Result> results;
   for (const Tensor& tensor : call.results) {
     results.push_back({reinterpret_cast<uint64_t>(tensor.data),
@@ -80,7 +81,7 @@ void CudaEngine::Execute(CudaCallSite& site,
                          const DeviceBytes& workspace) {
   try {
     CheckCall(site.attributes_, call);
-    CheckApart(site.attributes_, call);
+    CheckNoOverlap(site.attributes_, call);
     Enqueue(site, ordinal, stream, call, workspace);
   } catch (...) {
     ++num_failed_;
@@ -100,8 +101,8 @@ void CudaEngine::Enqueue(CudaCallSite& site,
   {
     std::lock_guard lock(site.mutex_);
     preparation = site.preparations_[ordinal];
-    if (preparation && preparation->place.has_peers) {
-      binding = site.bindings_[preparation->place.group];
+    if (preparation && preparation->device_rank.has_peers) {
+      binding = site.bindings_[preparation->device_rank.group];
     }
   }
   if (!preparation) {
@@ -162,7 +163,7 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
       CudaSlots slots = SlotsOf(preparation, binding, device);
       if (call.partition != nullptr) {
         slots.CheckPartition(reinterpret_cast<CUdeviceptr>(call.partition),
-                             preparation.place.partition);
+                             preparation.device_rank.partition);
       }
       if (by_multicast) {
         const auto sum = [&slots](const MulticastRange& range) {
@@ -173,7 +174,7 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
         ExecuteRank(at, call, plan.slots, timeout_s_, slots, device, {});
       }
       device.Gather();
-      SpoilResults(slots, call);
+      FillResultsWithNan(slots, call);
     }
     device.Join();
   } catch (...) {
@@ -184,7 +185,7 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
   }
   if (binding.communicator && IsCapturing(driver_, stream)) {
     std::lock_guard site_lock(site.mutex_);
-    site.bindings_[preparation.place.group].captured = true;
+    site.bindings_[preparation.device_rank.group].captured = true;
   }
 }
 
@@ -194,12 +195,12 @@ CudaSlots CudaEngine::SlotsOf(const Preparation& preparation,
   const Gpu& gpu = *preparation.gpu;
   const SlotRequirements& slots = preparation.plan.slots;
   CudaCommunicator* const communicator = binding.communicator.get();
-  const int rank = preparation.place.rank;
+  const int rank = preparation.device_rank.rank;
   return {rank,
-          communicator->places(rank),
+          communicator->addresses(rank),
           communicator->error(rank),
           {.number = binding.number, .tag = preparation.tag},
-          communicator->Place(slots.num_slots, slots.slot_bytes),
+          communicator->AddressSlots(slots.num_slots, slots.slot_bytes),
           {.driver = &driver_,
            .flags = &gpu.flags(),
            .sums = &gpu.sums(),
@@ -262,7 +263,7 @@ void CudaEngine::Join(std::shared_ptr<CudaCommunicator> communicator,
 void CudaEngine::Leave(const std::shared_ptr<CudaCommunicator>& communicator) {
   // A thread of the parent process may have held the locks below at the fork.
   if (communicator->IsForkedChild()) return;
-  communicator->RefuseCalls();
+  communicator->RejectCalls();
   std::vector<Gpu*> gpus;
   {
     std::lock_guard lock(mutex_);

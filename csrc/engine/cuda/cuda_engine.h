@@ -41,7 +41,7 @@ class CudaCallSite {
  private:
   friend class CudaEngine;
 
-  struct Place {
+  struct DeviceRank {
     int group = 0;
     int rank = 0;
     bool has_peers = false;
@@ -49,7 +49,7 @@ class CudaCallSite {
   };
   // The result of Initialize for one device.
   struct Preparation {
-    Place place;
+    DeviceRank device_rank;
     // Alignments of the tensors for which the GEMMs were planned.
     std::vector<int> alignments;
     uint32_t tag = 0;  // GpuCallSignature::tag, if it has peers
@@ -65,10 +65,10 @@ class CudaCallSite {
     std::shared_ptr<CudaCommunicator> communicator;
     uint32_t number = 0;  // the communicator's number of the call site
     bool captured = false;
-    // The error of the last attempt to create it. `who_heard` are the ranks that have
-    // already raised it.
-    std::exception_ptr refusal;
-    std::set<int> who_heard;
+    // The error of the last attempt to create it. `notified_ranks` are the ranks that
+    // have already raised it.
+    std::exception_ptr rejection;
+    std::set<int> notified_ranks;
   };
 
   const CallAttributes attributes_;
@@ -141,19 +141,19 @@ class CudaEngine {
     std::vector<int64_t> devices;
   };
 
-  using Place = CudaCallSite::Place;
+  using DeviceRank = CudaCallSite::DeviceRank;
   using Preparation = CudaCallSite::Preparation;
 
   void InitializeWithPeers(CudaCallSite& site,
                            int ordinal,
-                           const Place& place,
+                           const DeviceRank& device_rank,
                            const RankCall& call);
-  Place PlaceOf(const CudaCallSite& site, int ordinal);
+  DeviceRank DeviceRankOf(const CudaCallSite& site, int ordinal);
   // Returns the Preparation of the device. If it must be recomputed, returns only the
   // part that needs no device, without `gpu`.
   std::shared_ptr<const Preparation> Plan(CudaCallSite& site,
                                           int ordinal,
-                                          const Place& place,
+                                          const DeviceRank& device_rank,
                                           const RankCall& call);
   // Completes `planned` with the part that needs the device, and stores it.
   void Load(CudaCallSite& site,
@@ -163,12 +163,12 @@ class CudaEngine {
   std::shared_ptr<CudaCommunicator> Bind(CudaCallSite& site,
                                          const Preparation& preparation);
   // Returns the signature that the rank declares for the call.
-  GpuCallSignature StatementOf(CudaCallSite& site, int rank, const RankCall& call);
+  GpuCallSignature SignatureOf(CudaCallSite& site, int rank, const RankCall& call);
   void Declare(CudaCallSite& site,
                int ordinal,
-               const Place& place,
+               const DeviceRank& device_rank,
                const RankCall& call,
-               const std::exception_ptr& refusal);
+               const std::exception_ptr& rejection);
   std::shared_ptr<CudaCommunicator> FindJoined(const std::vector<int64_t>& devices);
   std::shared_ptr<CudaCommunicator> FindCommunicator(const CallAttributes& attributes,
                                                      int group,

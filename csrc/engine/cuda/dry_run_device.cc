@@ -98,17 +98,17 @@ WorkspacePlan PlanByMulticast(const CallAttributes& at,
 }
 
 void CheckRunsOnCuda(const CallAttributes& at) {
-  const auto refuse = [&](const std::string& text) {
+  const auto reject = [&](const std::string& text) {
     throw UnsupportedError("jax_ub." + at.label + ": " + text);
   };
   if (IsLocalCall(at)) return;
   if (at.method == Method::kDirect) {
-    refuse(
+    reject(
         "method direct reads the peers' operands in place, and on GPUs XLA's buffers "
         "are not mapped into the peers: use ring_exchange, pipeline, bulk or external");
   }
   if (at.num_ranks > kMaxRanks) {
-    refuse("num_ranks is " + std::to_string(at.num_ranks) + ", on GPUs at most " +
+    reject("num_ranks is " + std::to_string(at.num_ranks) + ", on GPUs at most " +
            std::to_string(kMaxRanks));
   }
 }

@@ -47,18 +47,19 @@ std::vector<int64_t> DevicesOf(const CallAttributes& at, int group) {
   return {first, first + at.num_ranks};
 }
 
-std::string TextOf(const std::exception_ptr& refusal) {
-  return PoisonMessageOf(refusal).text;
+std::string TextOf(const std::exception_ptr& rejection) {
+  return PoisonMessageOf(rejection).text;
 }
 
 }  // namespace
 
 void CudaEngine::Initialize(CudaCallSite& site, int ordinal, const RankCall& call) {
   try {
-    const Place place = PlaceOf(site, ordinal);
-    if (place.has_peers) return InitializeWithPeers(site, ordinal, place, call);
+    const DeviceRank device_rank = DeviceRankOf(site, ordinal);
+    if (device_rank.has_peers)
+      return InitializeWithPeers(site, ordinal, device_rank, call);
     CheckCall(site.attributes_, call);
-    Load(site, ordinal, *Plan(site, ordinal, place, call), call);
+    Load(site, ordinal, *Plan(site, ordinal, device_rank, call), call);
   } catch (...) {
     ++num_failed_;
     throw;
@@ -67,46 +68,49 @@ void CudaEngine::Initialize(CudaCallSite& site, int ordinal, const RankCall& cal
 
 void CudaEngine::InitializeWithPeers(CudaCallSite& site,
                                      int ordinal,
-                                     const Place& place,
+                                     const DeviceRank& device_rank,
                                      const RankCall& call) {
-  const auto tell_refusals = [&](const auto& step) {
+  const auto declare_rejections = [&](const auto& step) {
     try {
       return step();
     } catch (...) {
-      Declare(site, ordinal, place, call, std::current_exception());
+      Declare(site, ordinal, device_rank, call, std::current_exception());
       throw;
     }
   };
   std::shared_ptr<const Preparation> preparation;
-  const auto communicator = tell_refusals([&] {
+  const auto communicator = declare_rejections([&] {
     CheckCall(site.attributes_, call);
-    preparation = Plan(site, ordinal, place, call);
+    preparation = Plan(site, ordinal, device_rank, call);
     return Bind(site, *preparation);
   });
   communicator->ThrowIfFailed();
-  tell_refusals([&] { Load(site, ordinal, *preparation, call); });
-  Declare(site, ordinal, place, call, nullptr);
+  declare_rejections([&] { Load(site, ordinal, *preparation, call); });
+  Declare(site, ordinal, device_rank, call, nullptr);
   communicator->ThrowIfFailed();
 }
 
-CudaEngine::Place CudaEngine::PlaceOf(const CudaCallSite& site, int ordinal) {
+CudaEngine::DeviceRank CudaEngine::DeviceRankOf(const CudaCallSite& site, int ordinal) {
   const CallAttributes& at = site.attributes_;
   if (IsLocalCall(at)) return {};
   const int64_t device = DeviceOf(ordinal);
-  const auto place = site.flat_ranks_.find(device);
-  if (place == site.flat_ranks_.end()) {
+  const auto device_rank = site.flat_ranks_.find(device);
+  if (device_rank == site.flat_ranks_.end()) {
     throw CommunicatorError("CommunicatorError: jax_ub." + at.label + ": device " +
                             std::to_string(device) +
                             " is not among the devices of the mesh axis");
   }
   const auto partition = std::find(at.devices.begin(), at.devices.end(), device);
-  return {static_cast<int>(place->second / at.num_ranks),
-          static_cast<int>(place->second % at.num_ranks), at.num_ranks > 1,
+  return {static_cast<int>(device_rank->second / at.num_ranks),
+          static_cast<int>(device_rank->second % at.num_ranks), at.num_ranks > 1,
           static_cast<uint32_t>(partition - at.devices.begin())};
 }
 
 std::shared_ptr<const CudaCallSite::Preparation> CudaEngine::Plan(
-    CudaCallSite& site, int ordinal, const Place& place, const RankCall& call) {
+    CudaCallSite& site,
+    int ordinal,
+    const DeviceRank& device_rank,
+    const RankCall& call) {
   std::vector<int> alignments = AlignmentsOf(call);
   {
     std::lock_guard lock(site.mutex_);
@@ -114,10 +118,11 @@ std::shared_ptr<const CudaCallSite::Preparation> CudaEngine::Plan(
     if (known && known->alignments == alignments) return known;
   }
   auto planned = std::make_shared<Preparation>();
-  planned->place = place;
+  planned->device_rank = device_rank;
   planned->alignments = std::move(alignments);
-  if (place.has_peers) planned->tag = StatementOf(site, place.rank, call).tag();
-  planned->plan = PlanCall(site.attributes_, call, place.rank);
+  if (device_rank.has_peers)
+    planned->tag = SignatureOf(site, device_rank.rank, call).tag();
+  planned->plan = PlanCall(site.attributes_, call, device_rank.rank);
   return planned;
 }
 
@@ -138,7 +143,7 @@ void CudaEngine::Load(CudaCallSite& site,
     gpu.gemm().Prepare(problem, preparation->options,
                        {kWorkspaceAlignmentBytes, CudaGemm::WorkspaceBytes(problem)});
   };
-  PlanCall(at, call, planned.place.rank, prepare);
+  PlanCall(at, call, planned.device_rank.rank, prepare);
   if (nvls_ && ReducesByMulticast(at, call, planned.plan.slots)) {
     preparation->by_multicast = PlanByMulticast(at, call, planned.plan.slots, prepare);
   }
@@ -158,39 +163,39 @@ void CudaEngine::Load(CudaCallSite& site,
 // one that was created later.
 std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
                                                    const Preparation& preparation) {
-  const Place& place = preparation.place;
+  const DeviceRank& device_rank = preparation.device_rank;
   std::lock_guard lock(site.mutex_);
-  CudaCallSite::Binding& binding = site.bindings_[place.group];
+  CudaCallSite::Binding& binding = site.bindings_[device_rank.group];
   if (binding.communicator && (binding.captured || !binding.communicator->failure())) {
     return binding.communicator;
   }
   // A rank that calls again retries instead of raising the same error again.
-  const bool is_news = binding.who_heard.insert(place.rank).second;
-  if (binding.refusal && is_news) std::rethrow_exception(binding.refusal);
-  binding.who_heard = {place.rank};
+  const bool is_notified_first = binding.notified_ranks.insert(device_rank.rank).second;
+  if (binding.rejection && is_notified_first) std::rethrow_exception(binding.rejection);
+  binding.notified_ranks = {device_rank.rank};
   const SlotRequirements& slots = preparation.plan.slots;
   try {
-    auto communicator = FindCommunicator(site.attributes_, place.group, slots);
+    auto communicator = FindCommunicator(site.attributes_, device_rank.group, slots);
     if (!communicator->failure()) {
       // Throws if the communicator is too small.
-      communicator->Place(slots.num_slots, slots.slot_bytes);
+      communicator->AddressSlots(slots.num_slots, slots.slot_bytes);
     }
     binding.number =
         communicator->NumberOf({site.attributes_.label, site.attributes_.devices});
     binding.communicator = std::move(communicator);
-    binding.refusal = nullptr;
+    binding.rejection = nullptr;
   } catch (...) {
-    binding.refusal = std::current_exception();
+    binding.rejection = std::current_exception();
     throw;
   }
   return binding.communicator;
 }
 
-GpuCallSignature CudaEngine::StatementOf(CudaCallSite& site,
+GpuCallSignature CudaEngine::SignatureOf(CudaCallSite& site,
                                          int rank,
                                          const RankCall& call) {
   const CallAttributes& at = site.attributes_;
-  GpuCallSignature statement = {.rank = rank};
+  GpuCallSignature signature = {.rank = rank};
   {
     std::lock_guard lock(site.mutex_);
     if (site.name_.empty()) {
@@ -199,42 +204,43 @@ GpuCallSignature CudaEngine::StatementOf(CudaCallSite& site,
                        ? std::to_string(getpid()) + "/" + std::to_string(num_sites_++)
                        : at.channel;
     }
-    statement.site = site.name_;
+    signature.site = site.name_;
   }
-  statement.call = DescribeCall(at, call) + DescribeKernelOptions(at.kernel_options);
-  return statement;
+  signature.call = DescribeCall(at, call) + DescribeKernelOptions(at.kernel_options);
+  return signature;
 }
 
 // Each rank declares its signature once per communicator, and again for each call that
 // it rejects. Therefore the n-th signatures of all ranks belong together.
 void CudaEngine::Declare(CudaCallSite& site,
                          int ordinal,
-                         const Place& place,
+                         const DeviceRank& device_rank,
                          const RankCall& call,
-                         const std::exception_ptr& refusal) {
+                         const std::exception_ptr& rejection) {
   const CallAttributes& at = site.attributes_;
   std::shared_ptr<CudaCommunicator> communicator;
   bool is_declared = false;
   {
     std::lock_guard lock(site.mutex_);
-    communicator = site.bindings_[place.group].communicator;
-    if (!communicator) communicator = FindJoined(DevicesOf(at, place.group));
+    communicator = site.bindings_[device_rank.group].communicator;
+    if (!communicator) communicator = FindJoined(DevicesOf(at, device_rank.group));
     // All ranks are in one process and reject the call alike.
     if (!communicator) return;
     std::weak_ptr<CudaCommunicator>& declared = site.declared_[ordinal];
     is_declared = declared.lock() == communicator;
-    if (!refusal) declared = communicator;
+    if (!rejection) declared = communicator;
   }
   if (is_declared) {
     // The peers already have this rank's signature.
-    if (!refusal) return;
-    return communicator->Poison(std::make_exception_ptr(CommunicatorError(
-        "CommunicatorError: jax_ub." + at.label + ": " +
-        communicator->DescribeRank(place.rank) + " failed: " + TextOf(refusal))));
+    if (!rejection) return;
+    return communicator->Poison(std::make_exception_ptr(
+        CommunicatorError("CommunicatorError: jax_ub." + at.label + ": " +
+                          communicator->DescribeRank(device_rank.rank) +
+                          " failed: " + TextOf(rejection))));
   }
-  GpuCallSignature statement = StatementOf(site, place.rank, call);
-  if (refusal) statement.refusal = TextOf(refusal);
-  communicator->Declare(statement);
+  GpuCallSignature signature = SignatureOf(site, device_rank.rank, call);
+  if (rejection) signature.rejection = TextOf(rejection);
+  communicator->Declare(signature);
 }
 
 std::shared_ptr<CudaCommunicator> CudaEngine::FindJoined(

@@ -13,7 +13,7 @@ namespace {
 
 // Returns the maximum number of splits: the slots provide one flag per peer, split and
 // stage.
-int MostPieces(const SlotRequirements& plan, int num_ranks) {
+int MaxSplits(const SlotRequirements& plan, int num_ranks) {
   return std::min(plan.num_splits, plan.num_slots / (2 * (num_ranks - 1)));
 }
 
@@ -28,47 +28,49 @@ class MulticastReduction {
                      Device& device)
       : at_(at),
         call_(call),
-        exchange_(CommunicatedTensorsOf(at, call).front()),
-        has_product_(HasProduct(plan.pattern)),
+        communicated_(CommunicatedTensorsOf(at, call).front()),
+        has_product_(HasProduct(plan.collective)),
         timeout_s_(timeout_s),
         sum_(sum),
         transport_(transport),
         device_(device),
         lanes_(device),
-        partial_{plan.partial_dtype, exchange_.result.batch, exchange_.num_rows,
-                 exchange_.result.features, const_cast<std::byte*>(transport.slot(0))} {
-    if (!has_product_) partial_.dtype = exchange_.operand.dtype;
+        partial_{plan.partial_dtype, communicated_.result.batch, communicated_.num_rows,
+                 communicated_.result.features,
+                 const_cast<std::byte*>(transport.slot(0))} {
+    if (!has_product_) partial_.dtype = communicated_.operand.dtype;
     // Splits must start at a multiple of the vector size. If rows do not, there is one
     // split.
-    const bool has_pieces = RowSlice{partial_}.row_bytes() % kMulticastBytes == 0;
-    num_pieces_ = has_pieces ? MostPieces(plan, transport.num_ranks()) : 1;
+    const bool can_split = RowSlice{partial_}.row_bytes() % kMulticastBytes == 0;
+    num_splits_ = can_split ? MaxSplits(plan, transport.num_ranks()) : 1;
   }
 
   void Run() {
-    std::vector<Dependency> made;
-    for (int piece = 0; piece < num_pieces_; ++piece) made.push_back(Make(piece));
-    for (int piece = 0; piece < num_pieces_; ++piece) {
-      lanes_.Await(kCommunicationLane, made[piece]);
-      MeetAll(0, piece);
-      Sum(piece);
-      SignalAll(1, piece);
+    std::vector<Dependency> produced;
+    for (int split = 0; split < num_splits_; ++split)
+      produced.push_back(ComputePartialSums(split));
+    for (int split = 0; split < num_splits_; ++split) {
+      lanes_.Await(kCommunicationLane, produced[split]);
+      Barrier(0, split);
+      Sum(split);
+      SignalAll(1, split);
       // Finish the previous split while the peers compute the sums of this one.
-      if (piece > 0) Finish(piece - 1);
+      if (split > 0) Finish(split - 1);
     }
-    Finish(num_pieces_ - 1);
+    Finish(num_splits_ - 1);
     transport_.EndCall();
   }
 
  private:
-  RowRange RowsOf(int piece) const {
-    return SplitRows(exchange_.num_rows, 1, num_pieces_, 0, piece);
+  RowRange RowsOf(int split) const {
+    return SplitRows(communicated_.num_rows, 1, num_splits_, 0, split);
   }
 
   // Computes the rank's partial sums of a split into its slots.
-  Dependency Make(int piece) {
-    const RowRange rows = RowsOf(piece);
+  Dependency ComputePartialSums(int split) {
+    const RowRange rows = RowsOf(split);
     if (!has_product_) {
-      const Rows from = RowSlice{exchange_.operand, rows.begin, rows.end}.rows();
+      const Rows from = RowSlice{communicated_.operand, rows.begin, rows.end}.rows();
       const Rows to = RowSlice{partial_, rows.begin, rows.end}.rows();
       device_.Copy(kCommunicationLane, from, const_cast<std::byte*>(to.data),
                    to.stride_bytes);
@@ -81,29 +83,29 @@ class MulticastReduction {
   }
 
   // Returns the slot whose flag is used, in the order of the schedule's slots.
-  int SlotOf(int stage, int distance, int piece) const {
-    return (stage * (transport_.num_ranks() - 1) + distance - 1) * num_pieces_ + piece;
+  int SlotOf(int stage, int distance, int split) const {
+    return (stage * (transport_.num_ranks() - 1) + distance - 1) * num_splits_ + split;
   }
-  void SignalAll(int stage, int piece) {
+  void SignalAll(int stage, int split) {
     const int num_ranks = transport_.num_ranks();
     for (int distance = 1; distance < num_ranks; ++distance) {
       const int peer = (transport_.rank() + distance) % num_ranks;
-      const int slot = SlotOf(stage, distance, piece);
+      const int slot = SlotOf(stage, distance, split);
       transport_.WaitFree(peer, slot, {at_.label, peer, timeout_s_});
       transport_.Signal(peer, slot);
     }
   }
-  void AwaitAll(int stage, int piece) {
+  void AwaitAll(int stage, int split) {
     const int num_ranks = transport_.num_ranks();
     for (int distance = 1; distance < num_ranks; ++distance) {
       const int peer = (transport_.rank() + num_ranks - distance) % num_ranks;
-      transport_.Wait(peer, SlotOf(stage, distance, piece),
+      transport_.Wait(peer, SlotOf(stage, distance, split),
                       {at_.label, peer, timeout_s_});
     }
   }
-  void MeetAll(int stage, int piece) {
-    SignalAll(stage, piece);
-    AwaitAll(stage, piece);
+  void Barrier(int stage, int split) {
+    SignalAll(stage, split);
+    AwaitAll(stage, split);
   }
 
   // Sums rows [begin, end) of contiguous batches.
@@ -129,20 +131,20 @@ class MulticastReduction {
       add(residual.At(batch, rows.begin), range.num_elements, residual.dtype);
     }
   }
-  void Sum(int piece) {
-    if (num_pieces_ == 1) {
-      return SumRows(0, partial_.batch, {0, exchange_.num_rows});
+  void Sum(int split) {
+    if (num_splits_ == 1) {
+      return SumRows(0, partial_.batch, {0, communicated_.num_rows});
     }
     for (int64_t batch = 0; batch < partial_.batch; ++batch) {
-      SumRows(batch, 1, RowsOf(piece));
+      SumRows(batch, 1, RowsOf(split));
     }
   }
 
   // Waits for the sums of all ranks and copies them into the result.
-  void Finish(int piece) {
-    AwaitAll(1, piece);
-    const RowRange rows = RowsOf(piece);
-    const Tensor& out = exchange_.result;
+  void Finish(int split) {
+    AwaitAll(1, split);
+    const RowRange rows = RowsOf(split);
+    const Tensor& out = communicated_.result;
     if (rows.size() == 0) return;
     for (int64_t batch = 0; batch < out.batch; ++batch) {
       const ConstMatrix sums = {partial_.At(batch, rows.begin), partial_.features,
@@ -154,7 +156,7 @@ class MulticastReduction {
 
   const CallAttributes& at_;
   const RankCall& call_;
-  const CommunicatedTensor exchange_;
+  const CommunicatedTensor communicated_;
   const bool has_product_;
   const double timeout_s_;
   const std::function<void(const MulticastRange&)>& sum_;
@@ -162,7 +164,7 @@ class MulticastReduction {
   Device& device_;
   LaneDependencies lanes_;
   Tensor partial_;  // this rank's partial sums of all rows, in its slots
-  int num_pieces_ = 1;
+  int num_splits_ = 1;
 };
 
 }  // namespace
@@ -171,14 +173,14 @@ bool ReducesByMulticast(const CallAttributes& at,
                         const RankCall& call,
                         const SlotRequirements& plan) {
   if (at.num_ranks == 1) return false;
-  if (!IsAllReduce(plan.pattern)) return false;
+  if (!IsAllReduce(plan.collective)) return false;
   const Tensor& result = call.results[0];
   const DType partial =
-      HasProduct(plan.pattern) ? plan.partial_dtype : call.operands[0].dtype;
+      HasProduct(plan.collective) ? plan.partial_dtype : call.operands[0].dtype;
   // The switch rounds 16-bit sums, so a result of higher precision is not possible.
   if (partial != DType::kF32 && partial != result.dtype) return false;
   const int64_t bytes = result.num_elements() * SizeOf(partial);
-  return MostPieces(plan, at.num_ranks) > 0 &&
+  return MaxSplits(plan, at.num_ranks) > 0 &&
          bytes <= plan.num_slots * CudaSlots::StrideOf(plan.slot_bytes);
 }
 

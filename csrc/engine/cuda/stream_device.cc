@@ -21,7 +21,7 @@ SumPart PartOf(const ConstMatrix& matrix) {
 
 }  // namespace
 
-CopyMethod CopyWayOf(const KernelOptions& kernel_options) {
+CopyMethod CopyMethodOf(const KernelOptions& kernel_options) {
   return {kernel_options.use_ce, kernel_options.num_sm, kernel_options.cga_size};
 }
 
@@ -35,7 +35,7 @@ StreamDevice::StreamDevice(const StreamResources& kit,
     : kit_(kit),
       stream_(stream),
       lanes_(&lanes),
-      tuning_(kernel_options),
+      kernel_options_(kernel_options),
       options_(options) {
   Divide(plan, workspace);
   const Driver& driver = kit.driver;
@@ -57,7 +57,7 @@ StreamDevice::StreamDevice(const StreamResources& kit,
     : kit_(kit),
       stream_(stream),
       lanes_(nullptr),
-      tuning_(kernel_options),
+      kernel_options_(kernel_options),
       options_(options) {
   Divide(plan, workspace);
 }

@@ -28,7 +28,7 @@ struct StreamResources {
   CudaGemm& gemm;
 };
 
-CopyMethod CopyWayOf(const KernelOptions& kernel_options);
+CopyMethod CopyMethodOf(const KernelOptions& kernel_options);
 
 // The device for one call. While it exists, its context is current and no other call
 // uses its lanes.
@@ -56,7 +56,7 @@ class StreamDevice : public CudaDevice {
     return 2 + plan.num_events + lanes.num_product_lanes();
   }
 
-  CopyMethod copies() const { return CopyWayOf(tuning_); }
+  CopyMethod copies() const { return CopyMethodOf(kernel_options_); }
   CUstream stream(Lane lane) const { return lanes_ ? lanes_->stream(lane) : stream_; }
 
   // Makes the communication lane wait for all other lanes.
@@ -88,7 +88,7 @@ class StreamDevice : public CudaDevice {
   const StreamResources kit_;
   const CUstream stream_;  // XLA's stream
   StreamLanes* const lanes_;
-  const KernelOptions tuning_;
+  const KernelOptions kernel_options_;
   const GemmOptions options_;
   std::vector<GemmWorkspace> scratch_;  // [lane]
   DeviceBytes free_;                    // unused tensor memory of the workspace

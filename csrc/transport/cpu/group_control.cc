@@ -14,14 +14,14 @@ constexpr int kNumPhases = 16;
 
 // Returns the generation of a barrier. Generations grow in the order in which barriers
 // are reached; 0 is the state before the first barrier.
-uint64_t Place(int64_t call, int phase) {
+uint64_t BarrierGeneration(int64_t call, int phase) {
   return static_cast<uint64_t>(call) * kNumPhases + static_cast<uint64_t>(phase) + 1;
 }
 
 // Returns the number of calls that a process with this barrier generation has begun. It
 // has read the log entries of all of them.
-uint64_t CallsBegun(uint64_t place) {
-  return place == 0 ? 0 : (place - 1) / kNumPhases + 1;
+uint64_t NumCallsStarted(uint64_t generation) {
+  return generation == 0 ? 0 : (generation - 1) / kNumPhases + 1;
 }
 
 }  // namespace
@@ -44,13 +44,13 @@ void GroupControl::AppendToCallLog(const CallLogEntry& order) {
 }
 
 // An entry is overwritten only after every process has begun the entry's call, and has
-// therefore read it: a process stores its progress after that read, and this function
-// loads the progress before it writes the entry.
+// therefore read it: a process stores its generation after that read, and this function
+// loads the generation before it writes the entry.
 void GroupControl::AppendPending() {
   ProcessControlBlock& own = *headers_[own_];
   uint64_t num_read = UINT64_MAX;
   for (const ProcessControlBlock* header : headers_) {
-    num_read = std::min(num_read, CallsBegun(header->progress.load()));
+    num_read = std::min(num_read, NumCallsStarted(header->barrier_generation.load()));
   }
   bool posted = false;
   uint64_t next = own.num_posted.load();
@@ -67,9 +67,9 @@ void GroupControl::AppendPending() {
 
 std::optional<CallLogEntry> GroupControl::FindLogEntry(int64_t call) const {
   const ProcessControlBlock& leader = *headers_[0];
-  const auto place = static_cast<uint64_t>(call);
-  if (leader.num_posted.load() <= place) return std::nullopt;
-  return leader.orders[place % ProcessControlBlock::kNumOrders];
+  const auto generation = static_cast<uint64_t>(call);
+  if (leader.num_posted.load() <= generation) return std::nullopt;
+  return leader.orders[generation % ProcessControlBlock::kNumOrders];
 }
 
 CallLogEntry GroupControl::WaitForLogEntry(int64_t call, const WaitReason& reason) {
@@ -105,13 +105,13 @@ CallSignature GroupControl::call_signature(int process, int64_t call) const {
           {record.text, std::min<uint64_t>(size, SignatureRecord::kMaxBytes)}};
 }
 
-// The store of `progress` releases all earlier writes of this process and comes after
-// its reads. The loads in IsMissing acquire the peers' writes.
+// The store of `barrier_generation` releases all earlier writes of this process and
+// comes after its reads. The loads in IsMissing acquire the peers' writes.
 //
 // Only the last process to arrive wakes the others. A barrier of 16 processes then
 // needs 15 wake-up calls in total, rather than 15 for each arrival. This suffices
 // because all processes reach the same barriers in the same order, so every waiting
-// process waits for the generation `place`. Stores and loads of `progress` are
+// process waits for `generation`. Stores and loads of `barrier_generation` are
 // sequentially consistent, so the process that stores last sees the stores of all
 // others. If it dies before it wakes them, the notification of its death does.
 uint64_t GroupControl::Arrive(int64_t call, int phase) {
@@ -120,39 +120,40 @@ uint64_t GroupControl::Arrive(int64_t call, int phase) {
   }
   // A failed process must not arrive, or the others would continue without its data.
   peer_status_.ThrowIfPoisoned();
-  const uint64_t place = Place(call, phase);
-  headers_[own_]->progress.store(place);
-  if (FirstMissing(0, place) == num_processes()) RingOthers();
-  return place;
+  const uint64_t generation = BarrierGeneration(call, phase);
+  headers_[own_]->barrier_generation.store(generation);
+  if (FirstMissing(0, generation) == num_processes()) RingOthers();
+  return generation;
 }
 
-bool GroupControl::IsMissing(int process, uint64_t place) const {
-  return static_cast<int64_t>(headers_[process]->progress.load() - place) < 0;
+bool GroupControl::IsMissing(int process, uint64_t generation) const {
+  return static_cast<int64_t>(headers_[process]->barrier_generation.load() -
+                              generation) < 0;
 }
 
-int GroupControl::FirstMissing(int first, uint64_t place) const {
-  while (first < num_processes() && !IsMissing(first, place)) ++first;
+int GroupControl::FirstMissing(int first, uint64_t generation) const {
+  while (first < num_processes() && !IsMissing(first, generation)) ++first;
   return first;
 }
 
 void GroupControl::Barrier(int64_t call, int phase, const WaitReason& reason) {
-  const uint64_t place = Arrive(call, phase);
+  const uint64_t generation = Arrive(call, phase);
   int first = 0;
   peer_status_.Await(
       headers_[own_]->doorbell, reason,
-      [&] { return (first = FirstMissing(first, place)) == num_processes(); },
+      [&] { return (first = FirstMissing(first, generation)) == num_processes(); },
       [&] {
         for (int p = first; p < num_processes(); ++p) {
           // IsLost is evaluated first: a process that arrived and then exited is not
           // missing.
-          if (peer_status_.IsLost(p) && IsMissing(p, place)) return p;
+          if (peer_status_.IsLost(p) && IsMissing(p, generation)) return p;
         }
         return PeerStatus::kNoProcess;
       },
       [&] {
         std::string missing;
         for (int p = first; p < num_processes(); ++p) {
-          if (!IsMissing(p, place)) continue;
+          if (!IsMissing(p, generation)) continue;
           missing += missing.empty() ? "" : " and ";
           missing += peer_status_.name(p) + peer_status_.DescribeState(p);
         }

@@ -49,8 +49,8 @@ class GroupControl {
   void AppendRemaining();
   uint64_t Arrive(int64_t call, int phase);
   int num_processes() const { return static_cast<int>(headers_.size()); }
-  bool IsMissing(int process, uint64_t place) const;
-  int FirstMissing(int first, uint64_t place) const;
+  bool IsMissing(int process, uint64_t generation) const;
+  int FirstMissing(int first, uint64_t generation) const;
 
   const std::vector<ProcessControlBlock*> headers_;
   const int own_;

@@ -27,7 +27,7 @@ InProcessCommunicator::InProcessCommunicator(int num_ranks,
     }
     ends_.push_back(
         std::make_unique<SlotTransport>(r, areas_, peer_status_, first_epoch));
-    ends_.back()->Place(0, num_slots, slot_bytes_);
+    ends_.back()->SetLayout(0, num_slots, slot_bytes_);
   }
 }
 

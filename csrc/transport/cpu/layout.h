@@ -49,7 +49,7 @@ struct ProcessControlBlock {
   // The thread of this process that executes calls sleeps here.
   Doorbell doorbell;
   // The generation of the last barrier at which this process arrived; 0: none.
-  alignas(64) std::atomic<uint64_t> progress{0};
+  alignas(64) std::atomic<uint64_t> barrier_generation{0};
   // The call log; used in the leader's control block only. Call n has the entry
   // `orders[n % kNumOrders]`, which is written before `num_posted` exceeds n.
   alignas(64) std::atomic<uint64_t> num_posted{0};

@@ -15,7 +15,7 @@ struct SharedMemoryCommunicator::State {
   State(ProcessGroup its_group,
         Layout its_layout,
         std::vector<SharedMapping> its_memories,
-        std::vector<ConnectedPeer> its_partners);
+        std::vector<ConnectedPeer> its_connected_peers);
   ~State();
 
   void FailWaits(const std::exception_ptr& poison);
@@ -71,15 +71,15 @@ std::string SetupText(const ProcessGroup& group, const Layout& layout) {
 // Maps the memory that a peer has passed in the handshake.
 SharedMapping MapOf(const ProcessGroup& group,
                     const Layout& layout,
-                    int place,
+                    int process_index,
                     const ConnectedPeer& peer,
                     FileDescriptor memory) {
   if (!memory) {
     throw CommunicatorError(
-        group.ErrorPrefix() + group.Describe(place, peer.pid) +
+        group.ErrorPrefix() + group.Describe(process_index, peer.pid) +
         " passed no memory: are this process's descriptors used up (ulimit -n)?");
   }
-  const auto num_ranks = static_cast<int>(group.ranks_of(place).size());
+  const auto num_ranks = static_cast<int>(group.ranks_of(process_index).size());
   return SharedMapping::Map(std::move(memory), layout.size_bytes(num_ranks));
 }
 
@@ -97,11 +97,11 @@ std::vector<ProcessControlBlock*> HeadersOf(
 SharedMemoryCommunicator::State::State(ProcessGroup its_group,
                                        Layout its_layout,
                                        std::vector<SharedMapping> its_memories,
-                                       std::vector<ConnectedPeer> its_partners)
+                                       std::vector<ConnectedPeer> its_connected_peers)
     : group(std::move(its_group)),
       layout(its_layout),
       memories(std::move(its_memories)),
-      peer_status(MembersOf(group, its_partners)),
+      peer_status(MembersOf(group, its_connected_peers)),
       group_control(HeadersOf(layout, memories), group.own(), peer_status),
       areas(group.num_ranks()),
       ends(group.num_ranks()),
@@ -114,17 +114,18 @@ SharedMemoryCommunicator::State::State(ProcessGroup its_group,
     const std::vector<int>& ranks = group.ranks_of(p);
     for (int n = 0; n < static_cast<int>(ranks.size()); ++n) {
       std::byte* memory = memories[p].data();
-      areas[ranks[n]] = {.doorbell = &layout.area(memory, n)->doorbell,
-                         .flags = layout.area(memory, n)->flags,
-                         .memory = layout.buffers(memory, n),
-                         .process = p,
-                         .name = group.DescribeRank(ranks[n], its_partners[p].pid)};
+      areas[ranks[n]] = {
+          .doorbell = &layout.area(memory, n)->doorbell,
+          .flags = layout.area(memory, n)->flags,
+          .memory = layout.buffers(memory, n),
+          .process = p,
+          .name = group.DescribeRank(ranks[n], its_connected_peers[p].pid)};
     }
   }
   for (const int rank : group.ranks_of(group.own())) {
     ends[rank] = std::make_unique<SlotTransport>(rank, areas, peer_status, 0);
   }
-  failure.Watch(its_partners);
+  failure.Watch(its_connected_peers);
 }
 
 SharedMemoryCommunicator::State::~State() {
@@ -162,8 +163,9 @@ std::shared_ptr<SharedMemoryCommunicator> SharedMemoryCommunicator::Connect(
   own = NewMemory(group, layout);
   Handshake handshake(
       *endpoint, group, peers, SetupText(group, layout), own.descriptor(),
-      [&](int place, const ConnectedPeer& peer, FileDescriptor memory) {
-        memories[place] = MapOf(group, layout, place, peer, std::move(memory));
+      [&](int process_index, const ConnectedPeer& peer, FileDescriptor memory) {
+        memories[process_index] =
+            MapOf(group, layout, process_index, peer, std::move(memory));
       });
   std::vector<ConnectedPeer> connected_peers = handshake.Run(timeout_s);
   own.CloseDescriptor();
@@ -239,12 +241,12 @@ Transport& SharedMemoryCommunicator::rank(int local_rank,
   if (num_slots > kMaxSlots || num_slots * stride > buffer_bytes()) {
     throw UnsupportedError(
         "jax_ub." + name() + ": " + std::to_string(num_slots) + " slots of " +
-        std::to_string(slot_bytes) + " bytes do not fit into a half of " +
+        std::to_string(slot_bytes) + " bytes do not fit into a buffer of " +
         std::to_string(buffer_bytes()) + " bytes with " + std::to_string(kMaxSlots) +
         " flags: give initialize_ub a larger shape, or the name fewer num_splits");
   }
   SlotTransport& end = *state_->ends[local_rank];
-  end.Place(call % 2 * buffer_bytes(), num_slots, stride);
+  end.SetLayout(call % 2 * buffer_bytes(), num_slots, stride);
   return end;
 }
 

@@ -28,7 +28,7 @@ SlotTransport::SlotTransport(int rank,
       peer_status_(peer_status),
       first_epoch_(first_epoch) {}
 
-void SlotTransport::Place(int64_t offset, int num_slots, int64_t slot_bytes) {
+void SlotTransport::SetLayout(int64_t offset, int num_slots, int64_t slot_bytes) {
   offset_ = offset;
   slot_bytes_ = slot_bytes;
   // Slots that no call has used yet have the initial epoch, as the flags of all ranks

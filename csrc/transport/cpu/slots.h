@@ -26,8 +26,8 @@ struct alignas(64) SlotFlags {
 struct RankMemory {
   Doorbell* doorbell = nullptr;
   SlotFlags* flags = nullptr;  // indexed by slot
-  // The start of the rank's buffers. The offset of SlotTransport::Place is relative to
-  // it.
+  // The start of the rank's buffers. The offset of SlotTransport::SetLayout is relative
+  // to it.
   std::byte* memory = nullptr;
   int process = 0;
   std::string name;  // "rank 1 (process 0, pid 12)"
@@ -54,7 +54,7 @@ class SlotTransport : public Transport {
   // slot i starts at offset + i * slot_bytes, where `slot_bytes` is a result of
   // StrideOf. All ranks must pass the same values. An epoch belongs to a slot's index,
   // not to its address, so slots may be moved between calls.
-  void Place(int64_t offset, int num_slots, int64_t slot_bytes);
+  void SetLayout(int64_t offset, int num_slots, int64_t slot_bytes);
 
   int rank() const override { return rank_; }
   int num_ranks() const override { return static_cast<int>(areas_.size()); }

@@ -30,8 +30,8 @@ std::string NameOf(int rank, int process) {
 // Returns the error for the first pair of ranks whose devices are known to have no
 // access to each other, or "". If a process can see only its own devices, this is not
 // known before the memory is mapped.
-std::string WhyApart(const std::vector<int>& processes,
-                     const std::map<int, Capabilities>& capabilities_of) {
+std::string UnreachableReason(const std::vector<int>& processes,
+                              const std::map<int, Capabilities>& capabilities_of) {
   std::vector<std::string> gpus;  // UUIDs, indexed by rank
   std::map<int, size_t> counts;
   for (const int process : processes) {
@@ -41,11 +41,12 @@ std::string WhyApart(const std::vector<int>& processes,
     gpus.push_back(n < own.size() ? own[n] : "");
   }
   for (size_t rank = 0; rank < processes.size(); ++rank) {
-    const std::vector<std::string> apart =
-        Split(ValueOf(capabilities_of.at(processes[rank]), kApartKey));
+    const std::vector<std::string> unreachable =
+        Split(ValueOf(capabilities_of.at(processes[rank]), kUnreachableKey));
     for (size_t peer = 0; peer < processes.size(); ++peer) {
       const std::string pair = gpus[rank] + ">" + gpus[peer];
-      if (std::find(apart.begin(), apart.end(), pair) == apart.end()) continue;
+      if (std::find(unreachable.begin(), unreachable.end(), pair) == unreachable.end())
+        continue;
       return "the GPU of " + NameOf(static_cast<int>(rank), processes[rank]) +
              " cannot access that of " +
              NameOf(static_cast<int>(peer), processes[peer]) +
@@ -99,7 +100,7 @@ bool ReadHex(const std::string& hex, void* bytes, size_t size) {
   return true;
 }
 
-const char* WayName(SharingMode mode) {
+const char* SharingModeName(SharingMode mode) {
   switch (mode) {
     case SharingMode::kVmm:
       return "vmm";
@@ -111,7 +112,9 @@ const char* WayName(SharingMode mode) {
   return "";
 }
 
-std::string CannotKey(SharingMode mode) { return std::string("no ") + WayName(mode); }
+std::string CannotKey(SharingMode mode) {
+  return std::string("no ") + SharingModeName(mode);
+}
 
 std::vector<SharingFallback> FallbacksTo(SharingMode mode,
                                          const SharingDecision& decision,
@@ -121,15 +124,15 @@ std::vector<SharingFallback> FallbacksTo(SharingMode mode,
     if (before == mode) break;
     for (const auto* list : {&decision.fallbacks, &failed}) {
       for (const SharingFallback& step : *list) {
-        if (step.mode == WayName(before)) steps.push_back(step);
+        if (step.mode == SharingModeName(before)) steps.push_back(step);
       }
     }
   }
   return steps;
 }
 
-std::string RefusalOf(const SharingDecision& decision,
-                      const std::vector<SharingFallback>& failed) {
+std::string RejectionOf(const SharingDecision& decision,
+                        const std::vector<SharingFallback>& failed) {
   std::string modes;
   for (const auto* list : {&decision.fallbacks, &failed}) {
     for (const SharingFallback& step : *list) {
@@ -146,27 +149,28 @@ SharingDecision Agree(const std::vector<int>& processes,
   std::set<std::string> hosts;
   for (const int process : members) {
     if (capabilities_of.count(process) == 0) {
-      decision.refusal = "process " + std::to_string(process) + " offers nothing";
+      decision.rejection = "process " + std::to_string(process) + " offers nothing";
       return decision;
     }
     hosts.insert(ValueOf(capabilities_of.at(process), kHostKey));
   }
   decision.spans_hosts = hosts.size() > 1;
-  decision.refusal = WhyApart(processes, capabilities_of);
-  if (!decision.refusal.empty()) return decision;
+  decision.rejection = UnreachableReason(processes, capabilities_of);
+  if (!decision.rejection.empty()) return decision;
   for (const SharingMode mode : kWays) {
-    const bool is_apart = decision.spans_hosts && mode != SharingMode::kFabric;
+    const bool is_unreachable = decision.spans_hosts && mode != SharingMode::kFabric;
     const std::string reason =
-        is_apart ? "its ranks span " + std::to_string(hosts.size()) + " hosts"
-                 : WhyNot(WayName(mode), CannotKey(mode), members, capabilities_of);
+        is_unreachable
+            ? "its ranks span " + std::to_string(hosts.size()) + " hosts"
+            : WhyNot(SharingModeName(mode), CannotKey(mode), members, capabilities_of);
     if (reason.empty()) {
       decision.modes.push_back(mode);
     } else {
-      decision.fallbacks.push_back({WayName(mode), reason});
+      decision.fallbacks.push_back({SharingModeName(mode), reason});
     }
   }
   if (decision.modes.empty()) {
-    decision.refusal = RefusalOf(decision, {});
+    decision.rejection = RejectionOf(decision, {});
   }
   return decision;
 }
@@ -198,7 +202,7 @@ std::string WhyNoMulticast(SharingMode mode,
 
 std::string WhyNotConnected(const std::vector<int>& processes,
                             const std::map<int, Capabilities>& capabilities_of) {
-  return Agree(processes, capabilities_of).refusal;
+  return Agree(processes, capabilities_of).rejection;
 }
 
 }  // namespace jax_ub

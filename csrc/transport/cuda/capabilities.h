@@ -19,7 +19,7 @@ using Capabilities = std::map<std::string, std::string>;
 enum class SharingMode { kVmm, kFabric, kIpc };
 inline constexpr SharingMode kWays[] = {SharingMode::kVmm, SharingMode::kFabric,
                                         SharingMode::kIpc};
-const char* WayName(SharingMode mode);  // "vmm", "fabric" or "ipc"
+const char* SharingModeName(SharingMode mode);  // "vmm", "fabric" or "ipc"
 
 // A preferred sharing mode, or multicast, that could not be used, and the reason.
 struct SharingFallback {
@@ -28,14 +28,15 @@ struct SharingFallback {
   bool operator==(const SharingFallback&) const = default;
 };
 // The keys of Capabilities. For each sharing mode there is one entry. If the process
-// supports the mode, the key is WayName(mode); the value is "yes", or for fabric the
-// exported handles. Otherwise the key is CannotKey(mode), and the value is the reason.
+// supports the mode, the key is SharingModeName(mode); the value is "yes", or for
+// fabric the exported handles. Otherwise the key is CannotKey(mode), and the value is
+// the reason.
 inline constexpr char kHostKey[] = "host";
 // The GPUs of the process's ranks: "uuid,uuid".
 inline constexpr char kGpusKey[] = "gpus";
 // Pairs of a GPU of this process and a visible GPU that it cannot access:
 // "uuid>uuid,...".
-inline constexpr char kApartKey[] = "apart";
+inline constexpr char kUnreachableKey[] = "apart";
 std::string CannotKey(SharingMode mode);
 
 // Multicast is optional and used in addition to a sharing mode. kNvls is the key of a
@@ -55,7 +56,7 @@ bool ReadHex(const std::string& hex, void* bytes, size_t size);
 struct SharingDecision {
   std::vector<SharingMode> modes;  // supported by all processes; in order of preference
   std::vector<SharingFallback> fallbacks;  // the other modes
-  std::string refusal;                     // why `modes` is empty; otherwise ""
+  std::string rejection;                   // why `modes` is empty; otherwise ""
   bool spans_hosts = false;
 };
 
@@ -71,8 +72,8 @@ std::vector<SharingFallback> FallbacksTo(SharingMode mode,
                                          const SharingDecision& decision,
                                          const std::vector<SharingFallback>& failed);
 // Returns the error text if no sharing mode is left.
-std::string RefusalOf(const SharingDecision& decision,
-                      const std::vector<SharingFallback>& failed);
+std::string RejectionOf(const SharingDecision& decision,
+                        const std::vector<SharingFallback>& failed);
 
 // Returns why heaps that are shared by `mode` cannot use multicast, or "".
 std::string WhyNoMulticast(SharingMode mode,

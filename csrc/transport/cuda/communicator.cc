@@ -40,7 +40,7 @@ struct CudaCommunicator::State {
   State(ProcessGroup its_group,
         HeapLayout its_layout,
         GroupHeaps its_heaps,
-        std::vector<ConnectedPeer> its_partners,
+        std::vector<ConnectedPeer> its_connected_peers,
         double its_timeout_s);
   ~State();
 
@@ -49,9 +49,9 @@ struct CudaCommunicator::State {
   std::exception_ptr FaultOfDevices();
   std::exception_ptr Failure();
   void FailWaits();
-  void SetLost(int place, const std::string& how);
-  void Add(const GpuCallSignature& statement);
-  void HearStatement(const PeerEvent& news);
+  void SetLost(int process_index, const std::string& how);
+  void Add(const GpuCallSignature& signature);
+  void OnSignature(const PeerEvent& event);
   std::string CallOf(uint32_t tag);
   void Close();
 
@@ -69,7 +69,7 @@ struct CudaCommunicator::State {
   const int64_t size_bytes;
   // Indexed by process index. Their connections have been moved to `failure`.
   std::vector<ConnectedPeer> connected_peers;
-  std::atomic<bool> refuses_calls{false};
+  std::atomic<bool> rejects_calls{false};
   std::atomic<bool> is_closed{false};
 
   std::mutex mutex;                     // guards the members below, except `failure`
@@ -90,19 +90,20 @@ struct CudaCommunicator::State {
 CudaCommunicator::State::State(ProcessGroup its_group,
                                HeapLayout its_layout,
                                GroupHeaps its_heaps,
-                               std::vector<ConnectedPeer> its_partners,
+                               std::vector<ConnectedPeer> its_connected_peers,
                                double its_timeout_s)
     : group(std::move(its_group)),
       layout(its_layout),
       timeout_s(its_timeout_s),
       heaps(std::move(its_heaps)),
       size_bytes(heaps.size_bytes()),
-      connected_peers(std::move(its_partners)),
+      connected_peers(std::move(its_connected_peers)),
       decision(group.num_ranks()),
       failure(group,
               {.fail_waits = [this](const auto&) { FailWaits(); },
-               .set_lost = [this](int place, const auto& how) { SetLost(place, how); },
-               .on_signature = [this](const auto& news) { HearStatement(news); }}) {
+               .set_lost = [this](int process_index,
+                                  const auto& how) { SetLost(process_index, how); },
+               .on_signature = [this](const auto& event) { OnSignature(event); }}) {
   for (const ConnectedPeer& peer : connected_peers)
     num_connected += peer.connection ? 1 : 0;
   failure.Watch(connected_peers);
@@ -118,8 +119,8 @@ CudaCommunicator::State::~State() {
 
 std::string CudaCommunicator::State::NameOf(int rank) const {
   if (group.num_processes() == 1) return "rank " + std::to_string(rank);
-  const int place = group.process_index_of_rank(rank);
-  return group.DescribeRank(rank, connected_peers[place].pid);
+  const int process_index = group.process_index_of_rank(rank);
+  return group.DescribeRank(rank, connected_peers[process_index].pid);
 }
 
 // Returns the rank's name, followed by " (it is stopped)" if its process is stopped.
@@ -178,49 +179,49 @@ void CudaCommunicator::State::FailWaits() {
   for (int n = 0; n < num_own(); ++n) SetPoisoned(record(n));
 }
 
-void CudaCommunicator::State::SetLost(int place, const std::string& how) {
+void CudaCommunicator::State::SetLost(int process_index, const std::string& how) {
   if (!how.empty()) FailWaits();
   std::lock_guard lock(mutex);
   --num_connected;
   gone.notify_all();
   if (!how.empty() || has_closed.load()) return;
-  who_closed = group.Describe(place, connected_peers[place].pid);
+  who_closed = group.Describe(process_index, connected_peers[process_index].pid);
   has_closed.store(true);
 }
 
-void CudaCommunicator::State::Add(const GpuCallSignature& statement) {
+void CudaCommunicator::State::Add(const GpuCallSignature& signature) {
   if (failure.reason()) return;
   std::optional<GpuCallSignature> other;
   {
     std::lock_guard lock(mutex);
-    calls.try_emplace(statement.tag(),
-                      statement.call + " (call site " + statement.site + ")");
-    other = decision.Add(statement);
+    calls.try_emplace(signature.tag(),
+                      signature.call + " (call site " + signature.site + ")");
+    other = decision.Add(signature);
   }
   if (!other) return;
   // Order by rank, so that all processes raise the same error.
   const auto& [first, second] = std::minmax(
-      statement, *other, [](const auto& a, const auto& b) { return a.rank < b.rank; });
+      signature, *other, [](const auto& a, const auto& b) { return a.rank < b.rank; });
   std::string text = group.ErrorPrefix();
   if (first.call != second.call) {
     text += NameOf(first.rank) + " and " + NameOf(second.rank) +
             " do not agree: " + first.call + "; and " + second.call + ", respectively";
   } else {
-    const bool is_first = !first.refusal.empty();
-    const GpuCallSignature& refused = is_first ? first : second;
-    text += NameOf(refused.rank) + " refused what " +
+    const bool is_first = !first.rejection.empty();
+    const GpuCallSignature& rejected = is_first ? first : second;
+    text += NameOf(rejected.rank) + " rejected the call that " +
             NameOf((is_first ? second : first).rank) +
-            " is ready for: " + refused.call + ": " + refused.refusal;
+            " is ready for: " + rejected.call + ": " + rejected.rejection;
   }
   failure.Poison(std::make_exception_ptr(CommunicatorError(text)));
 }
 
-void CudaCommunicator::State::HearStatement(const PeerEvent& news) {
-  const auto statement = GpuCallSignature::Unpack(news.text);
+void CudaCommunicator::State::OnSignature(const PeerEvent& event) {
+  const auto signature = GpuCallSignature::Unpack(event.text);
   // Accept a signature only from the process that owns the rank.
-  if (statement && statement->rank >= 0 && statement->rank < group.num_ranks() &&
-      group.process_index_of_rank(statement->rank) == news.process) {
-    Add(*statement);
+  if (signature && signature->rank >= 0 && signature->rank < group.num_ranks() &&
+      group.process_index_of_rank(signature->rank) == event.process) {
+    Add(*signature);
   }
 }
 
@@ -292,8 +293,8 @@ std::shared_ptr<CudaCommunicator> CudaCommunicator::Connect(
   std::map<int, Capabilities> told = capabilities_of;
   told[membership.process] = endpoint->capabilities();
   const SharingDecision decision = Agree(membership.process_of_rank, told);
-  if (!decision.refusal.empty()) {
-    throw UnsupportedError("jax_ub." + group.name() + ": " + decision.refusal);
+  if (!decision.rejection.empty()) {
+    throw UnsupportedError("jax_ub." + group.name() + ": " + decision.rejection);
   }
   if (!decision.spans_hosts) group.CheckAddresses(peers);
   endpoint->devices_->MakeRecords();
@@ -347,14 +348,14 @@ bool CudaCommunicator::has_multicast() const { return state_->heaps.multicast() 
 int64_t CudaCommunicator::slots_bytes() const { return state_->layout.slots_bytes(); }
 int64_t CudaCommunicator::size_bytes() const { return state_->size_bytes; }
 
-std::span<const RankSlotAddress> CudaCommunicator::places(int local_rank) const {
-  return state_->heaps.places(state_->OwnIndexOf(local_rank));
+std::span<const RankSlotAddress> CudaCommunicator::addresses(int local_rank) const {
+  return state_->heaps.addresses(state_->OwnIndexOf(local_rank));
 }
 CUdeviceptr CudaCommunicator::error(int local_rank) const {
   return state_->heaps.devices().record_address(state_->OwnIndexOf(local_rank));
 }
 
-SlotAddresses CudaCommunicator::Place(int num_slots, int64_t slot_bytes) const {
+SlotAddresses CudaCommunicator::AddressSlots(int num_slots, int64_t slot_bytes) const {
   if (num_slots > HeapLayout::kMaxSlots ||
       num_slots * CudaSlots::StrideOf(slot_bytes) > slots_bytes()) {
     throw UnsupportedError(
@@ -366,7 +367,7 @@ SlotAddresses CudaCommunicator::Place(int num_slots, int64_t slot_bytes) const {
   }
   const CUdeviceptr multicast = state_->heaps.multicast();
   return {num_slots, slot_bytes,
-          multicast == 0 ? 0 : HeapLayout::PlaceAt(multicast).slots};
+          multicast == 0 ? 0 : HeapLayout::AddressAt(multicast).slots};
 }
 
 uint32_t CudaCommunicator::NumberOf(const CallSiteName& site) {
@@ -378,10 +379,10 @@ uint32_t CudaCommunicator::NumberOf(const CallSiteName& site) {
   return number;
 }
 
-void CudaCommunicator::Declare(const GpuCallSignature& statement) {
+void CudaCommunicator::Declare(const GpuCallSignature& signature) {
   if (state_->failure.IsForkedChild() || state_->failure.reason()) return;
-  state_->failure.Broadcast(MessageKind::kSignature, statement.Pack());
-  state_->Add(statement);
+  state_->failure.Broadcast(MessageKind::kSignature, signature.Pack());
+  state_->Add(signature);
 }
 
 std::exception_ptr CudaCommunicator::failure() { return state_->Failure(); }
@@ -390,7 +391,7 @@ void CudaCommunicator::ThrowIfFailed() {
   if (const std::exception_ptr reason = state_->Failure()) {
     std::rethrow_exception(reason);
   }
-  if (state_->refuses_calls.load()) throw state_->failure.OwnClose();
+  if (state_->rejects_calls.load()) throw state_->failure.OwnClose();
   if (!state_->has_closed.load()) return;
   std::lock_guard lock(state_->mutex);
   throw CommunicatorError(state_->group.ErrorPrefix() + state_->who_closed + " " +
@@ -403,7 +404,7 @@ void CudaCommunicator::Poison(const std::exception_ptr& reason) {
   state_->failure.Poison(reason);
 }
 
-void CudaCommunicator::RefuseCalls() { state_->refuses_calls.store(true); }
+void CudaCommunicator::RejectCalls() { state_->rejects_calls.store(true); }
 
 void CudaCommunicator::Close() { state_->Close(); }
 

@@ -87,13 +87,13 @@ class CudaCommunicator {
 
   // Returns the addresses of all ranks' heaps for the device of a local rank, indexed
   // by rank. Constant until Close.
-  std::span<const RankSlotAddress> places(int local_rank) const;
+  std::span<const RankSlotAddress> addresses(int local_rank) const;
   // Returns the device address of a local rank's ErrorRecord. Constant until Close.
   CUdeviceptr error(int local_rank) const;
 
   // Returns the addresses of the slots of a call. Throws UnsupportedError, which says
   // what to change, if they do not fit.
-  SlotAddresses Place(int num_slots, int64_t slot_bytes) const;
+  SlotAddresses AddressSlots(int num_slots, int64_t slot_bytes) const;
 
   // Returns the number that identifies a call site in error records, and registers the
   // call site if it is new. Equal call sites have equal numbers.
@@ -103,14 +103,14 @@ class CudaCommunicator {
   // contradicts the signature of another rank, poisons the communicator with an error
   // that has both. The other signature may arrive before or after this call. Never
   // waits.
-  void Declare(const GpuCallSignature& statement);
+  void Declare(const GpuCallSignature& signature);
 
   // Returns why this communicator can no longer be used, or nullptr: a failed wait of a
   // device, a poison, the death of a process, or Close. A peer that closed in order is
   // not a failure. If a device knows that a peer failed, but this process has not
   // received the reason yet, the error only says that the peer failed. Cheap.
   std::exception_ptr failure();
-  // Throws the failure, if there is one. Also throws after RefuseCalls, and if a peer
+  // Throws the failure, if there is one. Also throws after RejectCalls, and if a peer
   // has closed its communicator, because every call needs all peers.
   void ThrowIfFailed();
 
@@ -124,7 +124,7 @@ class CudaCommunicator {
 
   // Makes ThrowIfFailed throw that the communicator is closed, so that no new call
   // begins.
-  void RefuseCalls();
+  void RejectCalls();
 
   // Closes the communicator: waits until the local devices have finished all enqueued
   // work, then until all peers have done so or have died, and frees the memory. Waits

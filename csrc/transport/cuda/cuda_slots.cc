@@ -22,20 +22,21 @@ CUdeviceptr AddressOf(const std::byte* data) {
 }  // namespace
 
 CudaSlots::CudaSlots(int rank,
-                     std::span<const RankSlotAddress> places,
+                     std::span<const RankSlotAddress> addresses,
                      CUdeviceptr error,
                      const CallIds& call,
                      const SlotAddresses& slots,
                      const SlotStream& stream)
     : rank_(rank),
-      places_(places),
-      words_{places[rank].epoch, places[rank].failed, places[rank].poison, error},
+      addresses_(addresses),
+      words_{addresses[rank].epoch, addresses[rank].failed, addresses[rank].poison,
+             error},
       call_(call),
       slots_(slots),
       stream_(stream),
-      is_free_(places.size(), false) {
-  if (places.size() > kMaxRanks) {
-    throw std::invalid_argument("CudaSlots: " + std::to_string(places.size()) +
+      is_free_(addresses.size(), false) {
+  if (addresses.size() > kMaxRanks) {
+    throw std::invalid_argument("CudaSlots: " + std::to_string(addresses.size()) +
                                 " ranks, expected at most " +
                                 std::to_string(kMaxRanks));
   }
@@ -46,7 +47,7 @@ int64_t CudaSlots::StrideOf(int64_t slot_bytes) {
 }
 
 CUdeviceptr CudaSlots::SlotOf(int rank, int slot) const {
-  return places_[rank].slots + slot * StrideOf(slots_.slot_bytes);
+  return addresses_[rank].slots + slot * StrideOf(slots_.slot_bytes);
 }
 
 const std::byte* CudaSlots::slot(int index) const {
@@ -74,7 +75,7 @@ void CudaSlots::Write(int peer, int slot, const Rows& rows) {
 void CudaSlots::Signal(int peer, int slot) {
   SignalParams params = ParamsOfSignal();
   params.num_targets = 1;
-  params.targets[0] = {LineOf(places_[peer].arrived, slot), places_[peer].poison};
+  params.targets[0] = {LineOf(addresses_[peer].arrived, slot), addresses_[peer].poison};
   stream_.flags->Signal(stream_.stream, params);
 }
 
@@ -90,7 +91,7 @@ SignalParams CudaSlots::ParamsOfSignal() const {
 PeerWords CudaSlots::PoisonsOfPeers() const {
   PeerWords poisons = {};
   for (int other = 0; other < num_ranks(); ++other) {
-    if (other != rank_) poisons.words[poisons.num_peers++] = places_[other].poison;
+    if (other != rank_) poisons.words[poisons.num_peers++] = addresses_[other].poison;
   }
   return poisons;
 }
@@ -112,7 +113,7 @@ void CudaSlots::CheckPartition(CUdeviceptr partition, uint32_t expected) {
 WaitParams CudaSlots::ParamsOfWait(int peer, int slot, const WaitReason& reason) {
   WaitParams params = {};
   params.own = words_;
-  params.announced = LineOf(places_[rank_].announced, peer);
+  params.announced = LineOf(addresses_[rank_].announced, peer);
   params.tag = call_.tag;
   params.timeout_ns = static_cast<uint64_t>(std::max(reason.timeout_s, 0.0) * 1e9);
   params.what.rank = rank_;
@@ -126,14 +127,14 @@ WaitParams CudaSlots::ParamsOfWait(int peer, int slot, const WaitReason& reason)
   for (int other = 0; other < num_ranks(); ++other) {
     if (other == rank_) continue;
     params.signatures.words[params.signatures.num_peers++] =
-        LineOf(places_[other].announced, rank_);
+        LineOf(addresses_[other].announced, rank_);
   }
   return params;
 }
 
 void CudaSlots::Wait(int peer, int slot, const WaitReason& reason) {
   WaitParams params = ParamsOfWait(peer, slot, reason);
-  params.flag = LineOf(places_[rank_].arrived, slot);
+  params.flag = LineOf(addresses_[rank_].arrived, slot);
   params.ahead = 1;
   stream_.flags->Wait(stream_.stream, params);
 }
@@ -142,7 +143,7 @@ void CudaSlots::WaitFree(int peer, int, const WaitReason& reason) {
   if (is_free_[peer]) return;
   is_free_[peer] = true;
   WaitParams params = ParamsOfWait(peer, ErrorRecord::kNoSlot, reason);
-  params.flag = LineOf(places_[rank_].freed, peer);
+  params.flag = LineOf(addresses_[rank_].freed, peer);
   params.ahead = 0;
   stream_.flags->Wait(stream_.stream, params);
 }
@@ -151,8 +152,8 @@ void CudaSlots::EndCall() {
   SignalParams params = ParamsOfSignal();
   for (int peer = 0; peer < num_ranks(); ++peer) {
     if (peer == rank_) continue;
-    params.targets[params.num_targets++] = {LineOf(places_[peer].freed, rank_),
-                                            places_[peer].poison};
+    params.targets[params.num_targets++] = {LineOf(addresses_[peer].freed, rank_),
+                                            addresses_[peer].poison};
   }
   stream_.flags->End(stream_.stream, params);
   is_free_.assign(is_free_.size(), false);

@@ -94,7 +94,7 @@ class CudaSlots : public Transport {
   // `places` is indexed by rank and must outlive the object. `error` is the device
   // address of this rank's ErrorRecord.
   CudaSlots(int rank,
-            std::span<const RankSlotAddress> places,
+            std::span<const RankSlotAddress> addresses,
             CUdeviceptr error,
             const CallIds& call,
             const SlotAddresses& slots,
@@ -111,7 +111,7 @@ class CudaSlots : public Transport {
   static int64_t StrideOf(int64_t slot_bytes);
 
   int rank() const override { return rank_; }
-  int num_ranks() const override { return static_cast<int>(places_.size()); }
+  int num_ranks() const override { return static_cast<int>(addresses_.size()); }
   // Returns a device address.
   const std::byte* slot(int index) const override;
 
@@ -141,7 +141,7 @@ class CudaSlots : public Transport {
   WaitParams ParamsOfWait(int peer, int slot, const WaitReason& reason);
 
   const int rank_;
-  const std::span<const RankSlotAddress> places_;
+  const std::span<const RankSlotAddress> addresses_;
   const RankWords words_;
   const CallIds call_;
   const SlotAddresses slots_;

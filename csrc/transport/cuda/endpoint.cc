@@ -59,7 +59,7 @@ void CudaEndpoint::OfferDevices(const std::string& host) {
   }
   int num_visible = 0;
   Check(driver, driver.DeviceGetCount(&num_visible), "cuDeviceGetCount");
-  std::string& apart = capabilities_[kApartKey];
+  std::string& unreachable = capabilities_[kUnreachableKey];
   for (const CUdevice device : devices_->devices()) {
     for (int ordinal = 0; ordinal < num_visible; ++ordinal) {
       CUdevice peer = 0;
@@ -69,7 +69,7 @@ void CudaEndpoint::OfferDevices(const std::string& host) {
       Check(driver, driver.DeviceCanAccessPeer(&can, device, peer),
             "cuDeviceCanAccessPeer");
       if (can != 0) continue;
-      AppendPart(apart,
+      AppendPart(unreachable,
                  UuidOf(driver, device).append(">").append(UuidOf(driver, peer)));
     }
   }
@@ -104,7 +104,7 @@ void CudaEndpoint::OfferVirtual() {
     if (heaps_ && reason.empty()) {
       try {
         const SetupMessage exported = heaps_.Export(mode);
-        capabilities_[WayName(mode)] = has_value ? exported.text : "yes";
+        capabilities_[SharingModeName(mode)] = has_value ? exported.text : "yes";
         return;
       } catch (const SystemError& error) {
         reason = error.what();
@@ -114,8 +114,8 @@ void CudaEndpoint::OfferVirtual() {
   };
   capabilities(SharingMode::kVmm, no_fd, false);
   capabilities(SharingMode::kFabric, no_fabric, true);
-  if (capabilities_.count(WayName(SharingMode::kVmm)) +
-          capabilities_.count(WayName(SharingMode::kFabric)) ==
+  if (capabilities_.count(SharingModeName(SharingMode::kVmm)) +
+          capabilities_.count(SharingModeName(SharingMode::kFabric)) ==
       0) {
     heaps_ = LocalHeaps();
   }
@@ -131,7 +131,7 @@ void CudaEndpoint::OfferIpc() {
       heaps_ = LocalHeaps::Allocated(*devices_, layout_.size_bytes());
       heaps_.Export(SharingMode::kIpc);
     }
-    capabilities_[WayName(SharingMode::kIpc)] = "yes";
+    capabilities_[SharingModeName(SharingMode::kIpc)] = "yes";
   } catch (const Error& error) {
     // If the heaps can be shared in another mode, a lack of memory for the small
     // allocation only means that IPC is not available.

@@ -58,8 +58,7 @@ std::exception_ptr DescribeFault(const ErrorRecord& record,
     if (code == ErrorRecord::kOtherCall) {
       text << own << " and " << peer << " make different calls: ";
     } else {
-      text << peer << " found, and told " << own
-           << ", that ranks make different calls: ";
+      text << peer << " notified " << own << " that ranks make different calls: ";
     }
     text
         << call_of(record.tag) << "; and " << call_of(record.other_tag)
@@ -69,7 +68,7 @@ std::exception_ptr DescribeFault(const ErrorRecord& record,
     return std::make_exception_ptr(CommunicatorError(text.str()));
   }
   if (code == ErrorRecord::kPeerFailed) {
-    text << peer << " failed, and told " << own;
+    text << peer << " failed and notified " << own;
     return std::make_exception_ptr(CommunicatorError(text.str()));
   }
   if (code == ErrorRecord::kMisplaced) {

@@ -10,8 +10,8 @@ extern const unsigned char kFlagKernels[];
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kSpoilThreads = 256;
-constexpr int kSpoilBlocks = 32;
+constexpr int kFillNanThreads = 256;
+constexpr int kFillNanBlocks = 32;
 
 }  // namespace
 
@@ -21,8 +21,8 @@ FlagKernels::FlagKernels(const Driver& driver)
       signal_(library_.Function(kSignalKernel)),
       wait_(library_.Function(kWaitKernel)),
       end_(library_.Function(kEndKernel)),
-      check_place_(library_.Function(kCheckPartitionKernel)),
-      spoil_(library_.Function(kFillNanKernel)) {}
+      check_partition_(library_.Function(kCheckPartitionKernel)),
+      fill_nan_(library_.Function(kFillNanKernel)) {}
 
 void FlagKernels::Signal(CUstream stream, const SignalParams& params) const {
   LaunchKernel(driver_, signal_, LaunchConfig(stream, 1, kWarp), params);
@@ -38,13 +38,13 @@ void FlagKernels::End(CUstream stream, const SignalParams& params) const {
 
 void FlagKernels::CheckPartition(CUstream stream,
                                  const PartitionCheckParams& params) const {
-  LaunchKernel(driver_, check_place_, LaunchConfig(stream, 1, kWarp), params);
+  LaunchKernel(driver_, check_partition_, LaunchConfig(stream, 1, kWarp), params);
 }
 
 void FlagKernels::FillNan(CUstream stream, const NanFillParams& params) const {
   if (params.num_results == 0) return;
-  LaunchKernel(driver_, spoil_, LaunchConfig(stream, kSpoilBlocks, kSpoilThreads),
-               params);
+  LaunchKernel(driver_, fill_nan_,
+               LaunchConfig(stream, kFillNanBlocks, kFillNanThreads), params);
 }
 
 }  // namespace jax_ub

@@ -58,10 +58,10 @@ __device__ void Fail(const RankWords& own, const ErrorRecord& what, uint32_t cod
 }
 
 // Reports the failure to the peers before it takes effect on this rank.
-__device__ void TellAndFail(const RankWords& own,
-                            const PeerWords& peers,
-                            const ErrorRecord& what,
-                            uint32_t code) {
+__device__ void ReportAndFail(const RankWords& own,
+                              const PeerWords& peers,
+                              const ErrorRecord& what,
+                              uint32_t code) {
 #ifdef __CUDACC__
 #pragma unroll 1  // unrolled, the loop would use most of the wait kernel's registers
 #endif
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(32)
         what.tag = params.tag;
         what.other_tag = static_cast<uint32_t>(announced & kTagMask);
       }
-      return TellAndFail(own, params.peers, what, code);
+      return ReportAndFail(own, params.peers, what, code);
     }
     Pause(pause);
     if (pause < kLastPauseNs) pause *= 2;
@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(32)
   ErrorRecord what = params.what;
   what.partition = *reinterpret_cast<const uint32_t*>(params.partition);
   if (what.partition == params.expected) return;
-  TellAndFail(params.own, params.peers, what, ErrorRecord::kMisplaced);
+  ReportAndFail(params.own, params.peers, what, ErrorRecord::kMisplaced);
 }
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -30,8 +30,8 @@ class FlagKernels {
   CUfunction signal_ = nullptr;
   CUfunction wait_ = nullptr;
   CUfunction end_ = nullptr;
-  CUfunction check_place_ = nullptr;
-  CUfunction spoil_ = nullptr;
+  CUfunction check_partition_ = nullptr;
+  CUfunction fill_nan_ = nullptr;
 };
 
 }  // namespace jax_ub

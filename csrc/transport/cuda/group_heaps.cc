@@ -10,7 +10,7 @@ namespace jax_ub {
 namespace {
 
 // The first character of a setup message that reports a failure.
-constexpr char kRefused = '!';
+constexpr char kRejected = '!';
 
 // Returns the message that `function` returns, or, if it throws SystemError, a message
 // that reports the failure.
@@ -19,16 +19,16 @@ SetupMessage Attempt(const Function& function) {
   try {
     return function();
   } catch (const SystemError& error) {
-    return {.text = kRefused + std::string(error.what()), .passed = {}};
+    return {.text = kRejected + std::string(error.what()), .passed = {}};
   }
 }
 
 // Returns the first failure that the messages (indexed by process index) report, or "".
-std::string RefusalIn(const ProcessGroup& group,
-                      const std::vector<SetupMessage>& notes) {
+std::string RejectionIn(const ProcessGroup& group,
+                        const std::vector<SetupMessage>& notes) {
   for (size_t place = 0; place < notes.size(); ++place) {
     const std::string& text = notes[place].text;
-    if (text.empty() || text[0] != kRefused) continue;
+    if (text.empty() || text[0] != kRejected) continue;
     return "process " + std::to_string(group.process_ids()[place]) + ": " +
            text.substr(1);
   }
@@ -58,22 +58,23 @@ GroupHeaps GroupHeaps::InProcess(const Driver& driver,
                                  bool nvls) {
   GroupHeaps heaps;
   heaps.devices_ = std::make_unique<LocalDevices>(driver, ordinals);
-  const std::string apart = heaps.devices_->WhyApart();
-  if (!apart.empty()) throw UnsupportedError("jax_ub." + group.name() + ": " + apart);
+  const std::string unreachable = heaps.devices_->UnreachableReason();
+  if (!unreachable.empty())
+    throw UnsupportedError("jax_ub." + group.name() + ": " + unreachable);
   try {
     heaps.own_ = LocalHeaps::Virtual(*heaps.devices_, layout.size_bytes(),
                                      CU_MEM_HANDLE_TYPE_NONE);
   } catch (const SystemError& error) {
-    heaps.step_downs_.push_back({WayName(SharingMode::kVmm), error.what()});
+    heaps.fallbacks_.push_back({SharingModeName(SharingMode::kVmm), error.what()});
     heaps.own_ = LocalHeaps::Allocated(*heaps.devices_, layout.size_bytes());
   }
   heaps.devices_->MakeRecords();
   heaps.how_ = "in_process";
   heaps.others_.resize(1);
-  heaps.FindPlaces(group);
+  heaps.FindAddresses(group);
   if (!nvls) return heaps;
   const std::string reason = heaps.BindHere(layout, group);
-  if (!reason.empty()) heaps.step_downs_.push_back({kNvls, reason});
+  if (!reason.empty()) heaps.fallbacks_.push_back({kNvls, reason});
   return heaps;
 }
 
@@ -94,19 +95,20 @@ GroupHeaps GroupHeaps::Shared(std::unique_ptr<LocalDevices> devices,
     std::string reason =
         heaps.ShareBy(mode, group, layout, capabilities_of, notes, deadline);
     if (!reason.empty()) {
-      failed.push_back({WayName(mode), reason});
+      failed.push_back({SharingModeName(mode), reason});
       continue;
     }
-    heaps.how_ = WayName(mode);
-    heaps.step_downs_ = FallbacksTo(mode, decision, failed);
-    heaps.FindPlaces(group);
+    heaps.how_ = SharingModeName(mode);
+    heaps.fallbacks_ = FallbacksTo(mode, decision, failed);
+    heaps.FindAddresses(group);
     if (nvls) {
       reason = heaps.BindWithAll(mode, group, layout, capabilities_of, notes, deadline);
-      if (!reason.empty()) heaps.step_downs_.push_back({kNvls, reason});
+      if (!reason.empty()) heaps.fallbacks_.push_back({kNvls, reason});
     }
     return heaps;
   }
-  throw UnsupportedError("jax_ub." + group.name() + ": " + RefusalOf(decision, failed));
+  throw UnsupportedError("jax_ub." + group.name() + ": " +
+                         RejectionOf(decision, failed));
 }
 
 std::string GroupHeaps::ShareBy(SharingMode mode,
@@ -123,15 +125,15 @@ std::string GroupHeaps::ShareBy(SharingMode mode,
     return own_.Export(mode);
   });
   std::vector<SetupMessage> exported = notes.Exchange(std::move(own), deadline);
-  std::string reason = RefusalIn(group, exported);
+  std::string reason = RejectionIn(group, exported);
   if (!reason.empty()) return reason;
   SetupMessage outcome = Attempt([&] {
     Import(mode, group, layout, capabilities_of, exported);
     return SetupMessage();
   });
-  const bool is_refused = !outcome.text.empty();
-  reason = RefusalIn(group, notes.Exchange(std::move(outcome), deadline));
-  if (is_refused || !reason.empty()) others_.clear();
+  const bool is_rejected = !outcome.text.empty();
+  reason = RejectionIn(group, notes.Exchange(std::move(outcome), deadline));
+  if (is_rejected || !reason.empty()) others_.clear();
   return reason;
 }
 
@@ -146,7 +148,7 @@ void GroupHeaps::Import(SharingMode mode,
     // A process of another host is not connected. Its handles are in its capabilities.
     if (exported[place].text.empty()) {
       exported[place].text =
-          capabilities_of.at(group.process_ids()[place]).at(WayName(mode));
+          capabilities_of.at(group.process_ids()[place]).at(SharingModeName(mode));
     }
     others_[place] = PeerHeaps(*devices_, mode, exported[place],
                                static_cast<int>(group.ranks_of(place).size()),
@@ -154,16 +156,17 @@ void GroupHeaps::Import(SharingMode mode,
   }
 }
 
-void GroupHeaps::FindPlaces(const ProcessGroup& group) {
+void GroupHeaps::FindAddresses(const ProcessGroup& group) {
   for (int n = 0; n < devices_->num_ranks(); ++n) {
-    std::vector<RankSlotAddress>& places = places_.emplace_back(group.num_ranks());
+    std::vector<RankSlotAddress>& addresses =
+        addresses_.emplace_back(group.num_ranks());
     for (int place = 0; place < group.num_processes(); ++place) {
       const std::vector<int>& ranks = group.ranks_of(place);
       for (int i = 0; i < static_cast<int>(ranks.size()); ++i) {
         const CUdeviceptr base = place == group.own()
                                      ? own_.base(i)
                                      : others_[place].base(devices_->index_of(n), i);
-        places[ranks[i]] = HeapLayout::PlaceAt(base);
+        addresses[ranks[i]] = HeapLayout::AddressAt(base);
       }
     }
   }
@@ -208,7 +211,7 @@ std::string GroupHeaps::BindWithAll(SharingMode mode,
   std::vector<SetupMessage> told;
   const auto all_did = [&](const auto& step) {
     told = notes.Exchange(Attempt(step), deadline);
-    reason = RefusalIn(group, told);
+    reason = RejectionIn(group, told);
     if (!reason.empty()) multicast_.reset();
     return reason.empty();
   };

@@ -48,12 +48,12 @@ class GroupHeaps {
   const LocalDevices& devices() const { return *devices_; }
   // Returns the name of the sharing mode that is used, or "in_process".
   const std::string& how() const { return how_; }
-  const std::vector<SharingFallback>& fallbacks() const { return step_downs_; }
+  const std::vector<SharingFallback>& fallbacks() const { return fallbacks_; }
   // Returns the size of the own ranks' heaps.
   int64_t size_bytes() const { return own_.size_bytes(); }
   // Returns the addresses of all ranks' heaps, indexed by rank, for the device of the
   // n-th own rank.
-  std::span<const RankSlotAddress> places(int n) const { return places_[n]; }
+  std::span<const RankSlotAddress> addresses(int n) const { return addresses_[n]; }
   // Returns the multicast address of the start of all heaps, valid on all devices of
   // this process; 0: there is no multicast.
   CUdeviceptr multicast() const { return multicast_ ? multicast_->base() : 0; }
@@ -79,7 +79,7 @@ class GroupHeaps {
               const HeapLayout& layout,
               const std::map<int, Capabilities>& capabilities_of,
               std::vector<SetupMessage>& exported);
-  void FindPlaces(const ProcessGroup& group);
+  void FindAddresses(const ProcessGroup& group);
 
   // Binds all heaps to a multicast object: BindHere if all ranks are in this process,
   // and BindWithAll otherwise. Both return "", or why there is no multicast.
@@ -93,11 +93,11 @@ class GroupHeaps {
 
   std::unique_ptr<LocalDevices> devices_;
   LocalHeaps own_;
-  std::vector<PeerHeaps> others_;                     // indexed by process index
-  std::unique_ptr<Multicast> multicast_;              // nullptr: no multicast
-  std::vector<std::vector<RankSlotAddress>> places_;  // [own rank][rank]
+  std::vector<PeerHeaps> others_;                        // indexed by process index
+  std::unique_ptr<Multicast> multicast_;                 // nullptr: no multicast
+  std::vector<std::vector<RankSlotAddress>> addresses_;  // [own rank][rank]
   std::string how_;
-  std::vector<SharingFallback> step_downs_;
+  std::vector<SharingFallback> fallbacks_;
 };
 
 }  // namespace jax_ub

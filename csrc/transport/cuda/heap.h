@@ -31,7 +31,7 @@ class HeapLayout {
   }
 
   // Returns the addresses in a heap that is mapped at `base`.
-  static RankSlotAddress PlaceAt(CUdeviceptr base) {
+  static RankSlotAddress AddressAt(CUdeviceptr base) {
     const auto line = [base](int64_t n) { return base + n * kFlagLineBytes; };
     constexpr int64_t kWords = kMaxSlots + 2 * kMaxRanks;
     return {.slots = base + flags_bytes(),

@@ -82,7 +82,7 @@ LocalDevices::LocalDevices(const Driver& driver, std::vector<int> ordinals)
   }
 }
 
-std::string LocalDevices::WhyApart() const {
+std::string LocalDevices::UnreachableReason() const {
   for (const CUdevice device : devices_) {
     for (const CUdevice peer : devices_) {
       if (device == peer) continue;

@@ -48,7 +48,7 @@ class LocalDevices {
 
   // Returns why one of the devices cannot access another one, for example "GPU 0 cannot
   // access GPU 1 ...", or "".
-  std::string WhyApart() const;
+  std::string UnreachableReason() const;
   // Gives each device access to the memory that the other devices allocate.
   void EnablePeerAccess() const;
 

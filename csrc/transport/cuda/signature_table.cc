@@ -10,7 +10,7 @@ namespace jax_ub {
 namespace {
 
 bool Contradict(const GpuCallSignature& one, const GpuCallSignature& other) {
-  return one.call != other.call || one.refusal.empty() != other.refusal.empty();
+  return one.call != other.call || one.rejection.empty() != other.rejection.empty();
 }
 
 }  // namespace
@@ -28,10 +28,10 @@ uint32_t GpuCallSignature::tag() const {
   return std::max<uint32_t>(hash & kTagMask, 1);
 }
 
-// The refusal comes last, because SendMessage truncates messages that are too long.
+// The rejection comes last, because SendMessage truncates messages that are too long.
 std::string GpuCallSignature::Pack() const {
   std::string packed = std::to_string(rank);
-  for (const std::string* text : {&site, &call, &refusal}) {
+  for (const std::string* text : {&site, &call, &rejection}) {
     packed += '\0';
     packed += *text;
   }
@@ -39,29 +39,29 @@ std::string GpuCallSignature::Pack() const {
 }
 
 std::optional<GpuCallSignature> GpuCallSignature::Unpack(std::string_view packed) {
-  GpuCallSignature statement;
+  GpuCallSignature signature;
   std::string number;
-  for (std::string* text : {&number, &statement.site, &statement.call}) {
+  for (std::string* text : {&number, &signature.site, &signature.call}) {
     const size_t end = packed.find('\0');
     if (end == std::string_view::npos) return std::nullopt;
     *text = packed.substr(0, end);
     packed.remove_prefix(end + 1);
   }
-  statement.refusal = packed;
+  signature.rejection = packed;
   const char* const end = number.data() + number.size();
-  const auto read = std::from_chars(number.data(), end, statement.rank);
+  const auto read = std::from_chars(number.data(), end, signature.rank);
   if (read.ec != std::errc() || read.ptr != end) return std::nullopt;
-  return statement;
+  return signature;
 }
 
-std::optional<GpuCallSignature> SignatureTable::Add(const GpuCallSignature& statement) {
-  PerRank& per_rank = open_.try_emplace(statement.site, num_ranks_).first->second;
-  std::deque<GpuCallSignature>& own = per_rank[statement.rank];
+std::optional<GpuCallSignature> SignatureTable::Add(const GpuCallSignature& signature) {
+  PerRank& per_rank = open_.try_emplace(signature.site, num_ranks_).first->second;
+  std::deque<GpuCallSignature>& own = per_rank[signature.rank];
   const size_t n = own.size();
-  own.push_back(statement);
+  own.push_back(signature);
   std::optional<GpuCallSignature> found;
   for (const std::deque<GpuCallSignature>& said : per_rank) {
-    if (said.size() > n && Contradict(said[n], statement)) {
+    if (said.size() > n && Contradict(said[n], signature)) {
       found = said[n];
       break;
     }
@@ -70,7 +70,7 @@ std::optional<GpuCallSignature> SignatureTable::Add(const GpuCallSignature& stat
   if (std::all_of(per_rank.begin(), per_rank.end(), has_spoken)) {
     for (std::deque<GpuCallSignature>& said : per_rank) said.pop_front();
     if (std::none_of(per_rank.begin(), per_rank.end(), has_spoken)) {
-      open_.erase(statement.site);
+      open_.erase(signature.site);
     }
   }
   return found;

@@ -17,9 +17,9 @@ namespace jax_ub {
 // A rank's signature of a call site.
 struct GpuCallSignature {
   int rank = 0;
-  std::string site = {};     // identifies the call site; the same on every rank
-  std::string call = {};     // describes the call; must be the same on every rank
-  std::string refusal = {};  // why the rank rejects the call; empty: it is ready
+  std::string site = {};       // identifies the call site; the same on every rank
+  std::string call = {};       // describes the call; must be the same on every rank
+  std::string rejection = {};  // why the rank rejects the call; empty: it is ready
 
   bool operator==(const GpuCallSignature&) const = default;
 
@@ -44,7 +44,7 @@ class SignatureTable {
   // Returns a signature that contradicts it, if any: it describes a different call, or
   // one of the two ranks is ready and the other one rejects the call. If all ranks
   // reject the call, there is no contradiction.
-  std::optional<GpuCallSignature> Add(const GpuCallSignature& statement);
+  std::optional<GpuCallSignature> Add(const GpuCallSignature& signature);
 
   // For tests: returns the number of sites for which some rank's signature is still
   // missing. Signatures are removed when all ranks have sent theirs.

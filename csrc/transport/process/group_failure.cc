@@ -38,20 +38,20 @@ void GroupFailure::Watch(std::vector<ConnectedPeer>& connected_peers) {
   }
   peers_ = std::make_unique<PeerConnections>(std::move(connected));
   if (group_.num_processes() == 1) return;
-  peers_->Watch(group_, [this](const PeerEvent& news) { Hear(news); });
+  peers_->Watch(group_, [this](const PeerEvent& event) { OnPeerEvent(event); });
 }
 
-void GroupFailure::Hear(const PeerEvent& news) {
-  switch (news.kind) {
+void GroupFailure::OnPeerEvent(const PeerEvent& event) {
+  switch (event.kind) {
     case MessageKind::kPoison:
-      return Poison(std::make_exception_ptr(CommunicatorError(news.text)));
+      return Poison(std::make_exception_ptr(CommunicatorError(event.text)));
     case MessageKind::kDeadlinePoison:
-      return Poison(std::make_exception_ptr(DeadlineError(news.text)));
+      return Poison(std::make_exception_ptr(DeadlineError(event.text)));
     case MessageKind::kDeathNotice:
     case MessageKind::kClose:
-      return SetLost(news.process, news.text);
+      return SetLost(event.process, event.text);
     case MessageKind::kSignature:
-      if (hooks_.on_signature) hooks_.on_signature(news);
+      if (hooks_.on_signature) hooks_.on_signature(event);
       return;
     case MessageKind::kHello:
     case MessageKind::kSetupMessage:
@@ -62,7 +62,7 @@ void GroupFailure::Hear(const PeerEvent& news) {
 
 void GroupFailure::Poison(const std::exception_ptr& reason) {
   if (IsForkedChild()) return;
-  std::unique_lock saying(broadcast_mutex_);
+  std::unique_lock broadcasting(broadcast_mutex_);
   if (is_poisoned_) return;
   try {
     PoisonMessage told = PoisonMessageOf(reason);
@@ -78,7 +78,7 @@ void GroupFailure::Poison(const std::exception_ptr& reason) {
     }
   }
   is_poisoned_ = true;
-  Fail(std::move(saying), reason, [&] { hooks_.fail_waits(reason); });
+  Fail(std::move(broadcasting), reason, [&] { hooks_.fail_waits(reason); });
 }
 
 void GroupFailure::SetLost(int process, const std::string& how) {
@@ -86,7 +86,7 @@ void GroupFailure::SetLost(int process, const std::string& how) {
   if (process < 0 || process >= group_.num_processes() || is_lost_[process]) return;
   is_lost_[process] = true;
   if (how.empty()) return hooks_.set_lost(process, how);
-  std::unique_lock saying(broadcast_mutex_);
+  std::unique_lock broadcasting(broadcast_mutex_);
   std::exception_ptr reason;
   try {
     reason = std::make_exception_ptr(
@@ -95,10 +95,10 @@ void GroupFailure::SetLost(int process, const std::string& how) {
   } catch (const std::bad_alloc&) {
     if (!reason) reason = std::current_exception();
   }
-  Fail(std::move(saying), reason, [&] { hooks_.set_lost(process, how); });
+  Fail(std::move(broadcasting), reason, [&] { hooks_.set_lost(process, how); });
 }
 
-void GroupFailure::Fail(std::unique_lock<std::mutex> saying,
+void GroupFailure::Fail(std::unique_lock<std::mutex> broadcasting,
                         const std::exception_ptr& reason,
                         const std::function<void()>& fail_waits) {
   std::function<void(const std::exception_ptr&)> call_back;
@@ -111,7 +111,7 @@ void GroupFailure::Fail(std::unique_lock<std::mutex> saying,
     }
     fail_waits();
   }
-  saying.unlock();
+  broadcasting.unlock();
   if (call_back) call_back(reason);
 }
 
@@ -146,10 +146,10 @@ CommunicatorError GroupFailure::OwnClose() const {
 void GroupFailure::Close() {
   if (IsForkedChild() || is_closed_.exchange(true)) return;
   const auto reason = std::make_exception_ptr(OwnClose());
-  std::unique_lock saying(broadcast_mutex_);
+  std::unique_lock broadcasting(broadcast_mutex_);
   SendClose();
   is_poisoned_ = true;
-  Fail(std::move(saying), reason, [&] { hooks_.fail_waits(reason); });
+  Fail(std::move(broadcasting), reason, [&] { hooks_.fail_waits(reason); });
   peers_->Close();
 }
 

@@ -77,9 +77,9 @@ class GroupFailure {
   bool IsForkedChild() const;
 
  private:
-  void Hear(const PeerEvent& news);
+  void OnPeerEvent(const PeerEvent& event);
   void SetLost(int process, const std::string& how);
-  void Fail(std::unique_lock<std::mutex> saying,
+  void Fail(std::unique_lock<std::mutex> broadcasting,
             const std::exception_ptr& reason,
             const std::function<void()>& fail_waits);
 

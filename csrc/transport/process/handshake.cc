@@ -56,8 +56,8 @@ std::vector<ConnectedPeer> Handshake::Run(double timeout_s) {
 std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
   const int num_processes = group_.num_processes();
   const auto is_done = [&] {
-    for (int place = 0; place < num_processes; ++place) {
-      if (IsWaited(place)) return false;
+    for (int process_index = 0; process_index < num_processes; ++process_index) {
+      if (IsWaited(process_index)) return false;
     }
     return true;
   };
@@ -68,7 +68,7 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
     // may have sent the reason. Fail with the loss only if there is none.
     const bool is_lost = !loss_.empty();
     std::vector<pollfd> polled = {{endpoint_.listener().get(), POLLIN, 0}};
-    const size_t num_strangers = unidentified_.size();
+    const size_t num_unidentified = unidentified_.size();
     for (const FileDescriptor& unidentified : unidentified_) {
       polled.push_back({unidentified.get(), POLLIN, 0});
     }
@@ -78,15 +78,16 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
       polled.push_back({descriptor, POLLIN, 0});
     }
     const auto now = Deadline::Clock::now();
-    const bool is_heard =
+    const bool is_readable =
         Poll(polled, is_lost  ? now
                      : dialed ? deadline.time()
                               : std::min(deadline.time(), now + kRedial));
-    if (is_lost && !is_heard) Fail(loss_);
-    for (int place = 0; place < num_processes; ++place) {
-      if (polled[1 + num_strangers + place].revents != 0) HandleMessage(place);
+    if (is_lost && !is_readable) Fail(loss_);
+    for (int process_index = 0; process_index < num_processes; ++process_index) {
+      if (polled[1 + num_unidentified + process_index].revents != 0)
+        HandleMessage(process_index);
     }
-    for (size_t i = num_strangers; i > 0; --i) {
+    for (size_t i = num_unidentified; i > 0; --i) {
       if (polled[i].revents != 0) HandleUnidentified(i - 1);
     }
     if (polled[0].revents != 0) AcceptAll();
@@ -98,40 +99,42 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
 // must be dialed again.
 bool Handshake::DialAll() {
   bool dialed = true;
-  for (int place = 0; place < group_.num_processes(); ++place) {
-    if (!IsReached(place) || stages_[place] != Stage::kUndialed) continue;
-    DialOne(place);
-    if (stages_[place] == Stage::kUndialed) dialed = false;
+  for (int process_index = 0; process_index < group_.num_processes(); ++process_index) {
+    if (!IsReached(process_index) || stages_[process_index] != Stage::kUndialed)
+      continue;
+    DialOne(process_index);
+    if (stages_[process_index] == Stage::kUndialed) dialed = false;
   }
   return dialed;
 }
 
-void Handshake::DialOne(int place) {
+void Handshake::DialOne(int process_index) {
   FileDescriptor connection;
-  switch (Dial(peers_.at(group_.process_ids()[place]).address, &connection)) {
+  switch (Dial(peers_.at(group_.process_ids()[process_index]).address, &connection)) {
     case DialResult::kBusy:
       return;
     case DialResult::kNoProcess:
-      MarkLost(place, " failed or ended before it connected");
+      MarkLost(process_index, " failed or exited before it connected");
       return;
     case DialResult::kConnected:
       break;
   }
   const Credentials credentials = PeerCredentials(connection);
   if (credentials.uid != geteuid()) {
-    Fail(group_.Describe(place, 0) + " is of user " + std::to_string(credentials.uid) +
-         ", this process of user " + std::to_string(geteuid()));
+    Fail(group_.Describe(process_index, 0) + " is of user " +
+         std::to_string(credentials.uid) + ", this process of user " +
+         std::to_string(geteuid()));
   }
-  ConnectedPeer& peer = connected_peers_[place];
+  ConnectedPeer& peer = connected_peers_[process_index];
   peer.seen_pid = credentials.pid;
   peer.connection = std::move(connection);
-  if (place > group_.own()) {
-    stages_[place] = Stage::kLivenessSocket;
+  if (process_index > group_.own()) {
+    stages_[process_index] = Stage::kLivenessSocket;
     return;
   }
   // If the peer has just died, the end of the connection reports it.
-  SendHello(peer.connection, HelloTo(place), memory_);
-  stages_[place] = Stage::kHelloSent;
+  SendHello(peer.connection, HelloTo(process_index), memory_);
+  stages_[process_index] = Stage::kHelloSent;
 }
 
 void Handshake::AcceptAll() {
@@ -139,7 +142,7 @@ void Handshake::AcceptAll() {
     if (PeerCredentials(connection).uid == geteuid()) {
       unidentified_.push_back(std::move(connection));
     } else {
-      ++num_refused_;
+      ++num_rejected_;
     }
   }
 }
@@ -156,40 +159,41 @@ void Handshake::HandleUnidentified(size_t index) {
   Hello hello;
   const bool is_hello = ReadHello(message, &hello);
   const std::vector<int>& numbers = group_.process_ids();
-  const auto place = static_cast<int>(
+  const auto process_index = static_cast<int>(
       std::find(numbers.begin(), numbers.end(), hello.process) - numbers.begin());
-  if (!is_hello || hello.token != endpoint_.address().token || place == group_.own() ||
-      place >= group_.num_processes() || !IsWaited(place)) {
-    ++num_refused_;
+  if (!is_hello || hello.token != endpoint_.address().token ||
+      process_index == group_.own() || process_index >= group_.num_processes() ||
+      !IsWaited(process_index)) {
+    ++num_rejected_;
     return;
   }
-  ConnectedPeer& peer = connected_peers_[place];
-  if (place < group_.own()) {
+  ConnectedPeer& peer = connected_peers_[process_index];
+  if (process_index < group_.own()) {
     // This process dials the lower indices, so a lower one sends a Hello only before it
     // reports why it failed.
     peer.connection = std::move(connection);
-    stages_[place] = Stage::kLivenessSocket;
+    stages_[process_index] = Stage::kLivenessSocket;
     return;
   }
   peer.seen_pid = PeerCredentials(connection).pid;
   peer.connection = std::move(connection);
-  stages_[place] = Stage::kHelloSent;
-  Check(place, hello);
-  SendHello(peer.connection, HelloTo(place), memory_);
-  Connect(place, hello, std::move(message.passed));
+  stages_[process_index] = Stage::kHelloSent;
+  Check(process_index, hello);
+  SendHello(peer.connection, HelloTo(process_index), memory_);
+  Connect(process_index, hello, std::move(message.passed));
 }
 
-void Handshake::HandleMessage(int place) {
-  ConnectedPeer& peer = connected_peers_[place];
+void Handshake::HandleMessage(int process_index) {
+  ConnectedPeer& peer = connected_peers_[process_index];
   Message message = ReceiveMessage(peer.connection);
   if (message.arrival == Arrival::kNothing) return;
   if (message.arrival == Arrival::kEnd) {
-    const char* how = stages_[place] == Stage::kConnected
-                          ? " died before all had connected"
-                      : stages_[place] == Stage::kHelloSent
-                          ? " refused this process, failed or ended before it connected"
-                          : " failed or ended before it connected";
-    MarkLost(place, how);
+    const char* how =
+        stages_[process_index] == Stage::kConnected ? " died before all had connected"
+        : stages_[process_index] == Stage::kHelloSent
+            ? " rejected this process, failed or exited before it connected"
+            : " failed or exited before it connected";
+    MarkLost(process_index, how);
     return;
   }
   switch (message.kind) {
@@ -206,7 +210,7 @@ void Handshake::HandleMessage(int place) {
       return;
     case MessageKind::kSetupMessage:
     case MessageKind::kSetupDescriptor:
-      if (stages_[place] == Stage::kConnected) {
+      if (stages_[process_index] == Stage::kConnected) {
         peer.early_messages.push_back(std::move(message));
       }
       return;
@@ -214,30 +218,30 @@ void Handshake::HandleMessage(int place) {
       break;
   }
   Hello hello;
-  if (stages_[place] != Stage::kHelloSent || !ReadHello(message, &hello) ||
+  if (stages_[process_index] != Stage::kHelloSent || !ReadHello(message, &hello) ||
       hello.token != endpoint_.address().token) {
-    Fail(group_.Describe(place, 0) + " answered with a wrong token");
+    Fail(group_.Describe(process_index, 0) + " answered with a wrong token");
   }
-  Check(place, hello);
-  Connect(place, hello, std::move(message.passed));
+  Check(process_index, hello);
+  Connect(process_index, hello, std::move(message.passed));
 }
 
-void Handshake::Check(int place, const Hello& hello) {
-  connected_peers_[place].pid = hello.pid;
+void Handshake::Check(int process_index, const Hello& hello) {
+  connected_peers_[process_index].pid = hello.pid;
   if (hello.setup != setup_) {
-    Fail(group_.Describe(place, hello.pid) + " has " + hello.setup + "; " +
+    Fail(group_.Describe(process_index, hello.pid) + " has " + hello.setup + "; " +
          group_.Describe(group_.own(), getpid()) + " has " + setup_);
   }
 }
 
-void Handshake::Connect(int place, const Hello& hello, FileDescriptor memory) {
-  if (take_) take_(place, connected_peers_[place], std::move(memory));
-  stages_[place] = Stage::kConnected;
+void Handshake::Connect(int process_index, const Hello& hello, FileDescriptor memory) {
+  if (take_) take_(process_index, connected_peers_[process_index], std::move(memory));
+  stages_[process_index] = Stage::kConnected;
 }
 
-Hello Handshake::HelloTo(int place) const {
+Hello Handshake::HelloTo(int process_index) const {
   Hello hello;
-  const int number = group_.process_ids()[place];
+  const int number = group_.process_ids()[process_index];
   hello.token = peers_.at(number).token;
   hello.process = group_.process_ids()[group_.own()];
   hello.pid = getpid();
@@ -245,21 +249,22 @@ Hello Handshake::HelloTo(int place) const {
   return hello;
 }
 
-void Handshake::MarkLost(int place, const std::string& how) {
-  if (loss_.empty()) loss_ = group_.Describe(place, connected_peers_[place].pid) + how;
-  connected_peers_[place].connection = {};
-  stages_[place] = Stage::kLost;
+void Handshake::MarkLost(int process_index, const std::string& how) {
+  if (loss_.empty())
+    loss_ = group_.Describe(process_index, connected_peers_[process_index].pid) + how;
+  connected_peers_[process_index].connection = {};
+  stages_[process_index] = Stage::kLost;
 }
 
 // Sends the failure to all peers: on connections where a Hello was sent or received; on
 // this process's liveness sockets, after a Hello that identifies it; and on connections
 // that were dialed to this process and have not been identified yet.
 void Handshake::BroadcastFailure(MessageKind kind, const std::string& text) {
-  for (int place = 0; place < group_.num_processes(); ++place) {
-    const FileDescriptor& connection = connected_peers_[place].connection;
+  for (int process_index = 0; process_index < group_.num_processes(); ++process_index) {
+    const FileDescriptor& connection = connected_peers_[process_index].connection;
     if (!connection) continue;
-    if (stages_[place] == Stage::kLivenessSocket)
-      SendHello(connection, HelloTo(place), {});
+    if (stages_[process_index] == Stage::kLivenessSocket)
+      SendHello(connection, HelloTo(process_index), {});
     SendMessage(connection, kind, text);
   }
   try {
@@ -280,15 +285,15 @@ void Handshake::FailExpired(double timeout_s) const {
   text << group_.ErrorPrefix() << group_.Describe(group_.own(), getpid()) << " waited "
        << timeout_s << " s for ";
   bool is_first = true;
-  for (int place = 0; place < group_.num_processes(); ++place) {
-    if (!IsWaited(place)) continue;
-    text << (is_first ? "" : " and ") << group_.Describe(place, 0);
+  for (int process_index = 0; process_index < group_.num_processes(); ++process_index) {
+    if (!IsWaited(process_index)) continue;
+    text << (is_first ? "" : " and ") << group_.Describe(process_index, 0);
     is_first = false;
   }
   text << " to connect";
-  if (num_refused_ > 0) {
-    text << "; " << num_refused_ << " connections of other users or without the token "
-         << "were refused";
+  if (num_rejected_ > 0) {
+    text << "; " << num_rejected_ << " connections of other users or without the token "
+         << "were rejected";
   }
   throw DeadlineError(text.str());
 }

@@ -46,8 +46,8 @@ class Handshake {
   // Called with the memory of each peer when the peer connects; `memory` is empty if
   // the peer passed none. An exception that it throws fails the handshake on all
   // processes.
-  using Take =
-      std::function<void(int place, const ConnectedPeer&, FileDescriptor memory)>;
+  using Take = std::function<void(
+      int process_index, const ConnectedPeer&, FileDescriptor memory)>;
 
   // `peers` is keyed by process number; processes without an entry are not connected.
   // `setup` must be equal in all processes. `memory` may be empty. All reference
@@ -73,22 +73,23 @@ class Handshake {
 
   std::vector<ConnectedPeer> RunUntil(const Deadline& deadline);
   bool DialAll();
-  void DialOne(int place);
+  void DialOne(int process_index);
   void AcceptAll();
   void HandleUnidentified(size_t index);
-  void HandleMessage(int place);
-  void Check(int place, const Hello& hello);
-  void Connect(int place, const Hello& hello, FileDescriptor memory);
-  Hello HelloTo(int place) const;
-  bool IsReached(int place) const {
-    return place != group_.own() && peers_.count(group_.process_ids()[place]) != 0;
+  void HandleMessage(int process_index);
+  void Check(int process_index, const Hello& hello);
+  void Connect(int process_index, const Hello& hello, FileDescriptor memory);
+  Hello HelloTo(int process_index) const;
+  bool IsReached(int process_index) const {
+    return process_index != group_.own() &&
+           peers_.count(group_.process_ids()[process_index]) != 0;
   }
-  bool IsWaited(int place) const {
-    return IsReached(place) && stages_[place] != Stage::kConnected;
+  bool IsWaited(int process_index) const {
+    return IsReached(process_index) && stages_[process_index] != Stage::kConnected;
   }
   // Records that a process was lost, if it sent no reason before. RunUntil reports it
   // only after it has read all pending messages, which may contain the reason.
-  void MarkLost(int place, const std::string& how);
+  void MarkLost(int process_index, const std::string& how);
   void BroadcastFailure(MessageKind kind, const std::string& text);
   [[noreturn]] void Fail(const std::string& text) const;
   [[noreturn]] void FailExpired(double timeout_s) const;
@@ -103,8 +104,8 @@ class Handshake {
   std::vector<ConnectedPeer> connected_peers_;  // indexed by process index
   // Accepted connections on which no message has arrived yet.
   std::vector<FileDescriptor> unidentified_;
-  std::string loss_;     // describes the first process that was lost; or ""
-  int num_refused_ = 0;  // connections from unknown processes that were closed
+  std::string loss_;      // describes the first process that was lost; or ""
+  int num_rejected_ = 0;  // connections from unknown processes that were closed
 };
 
 }  // namespace jax_ub

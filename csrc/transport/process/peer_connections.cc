@@ -22,8 +22,8 @@ PeerConnections::PeerConnections(std::vector<Peer> peers) {
 }
 
 void PeerConnections::Watch(const ProcessGroup& group,
-                            std::function<void(const PeerEvent&)> tell) {
-  tell_ = std::move(tell);
+                            std::function<void(const PeerEvent&)> on_event) {
+  on_event_ = std::move(on_event);
   try {
     wake_ = NewEvent();
     thread_ = std::make_unique<Thread>([this] { Run(); });
@@ -94,8 +94,8 @@ void PeerConnections::SetLost(Watched& peer, const char* why) noexcept {
   try {
     SetLeft(peer, MessageKind::kDeathNotice, std::string("is out of sight: ") + why);
   } catch (const std::exception&) {
-    // Out of memory. If tell_ has not failed the waits for this peer before it threw,
-    // they end at their deadline.
+    // Out of memory. If on_event_ has not failed the waits for this peer before it
+    // threw, they end at their deadline.
   }
 }
 
@@ -117,17 +117,17 @@ void PeerConnections::RunUntilStopped() {
     Poll(polled);
     if (polled[0].revents != 0) ClearEvent(wake_);
     for (size_t i = 0; i < watched_.size(); ++i) {
-      const bool has_news = polled[1 + 2 * i].revents != 0;
+      const bool has_input = polled[1 + 2 * i].revents != 0;
       const bool has_died = polled[2 + 2 * i].revents != 0;
-      if (has_news) FlushUnsent(watched_[i]);
-      if (has_news || has_died) Hear(watched_[i], has_died);
+      if (has_input) FlushUnsent(watched_[i]);
+      if (has_input || has_died) Receive(watched_[i], has_died);
     }
   }
 }
 
 // Reads all messages that a process sent before its death, and only then reports the
 // death.
-void PeerConnections::Hear(Watched& peer, bool has_died) {
+void PeerConnections::Receive(Watched& peer, bool has_died) {
   while (!peer.has_closed) {
     Message message = ReceiveMessage(peer.connection);
     if (message.arrival == Arrival::kEnd ||
@@ -138,13 +138,13 @@ void PeerConnections::Hear(Watched& peer, bool has_died) {
     if (message.arrival == Arrival::kNothing) return;
     switch (message.kind) {
       case MessageKind::kDeathNotice:
-        tell_({std::atoi(message.body.c_str()), message.kind, "died"});
+        on_event_({std::atoi(message.body.c_str()), message.kind, "died"});
         break;
       case MessageKind::kClose:
         SetLeft(peer, message.kind, "");
         break;
       default:
-        tell_({peer.process, message.kind, std::move(message.body)});
+        on_event_({peer.process, message.kind, std::move(message.body)});
     }
   }
 }
@@ -152,7 +152,7 @@ void PeerConnections::Hear(Watched& peer, bool has_died) {
 void PeerConnections::SetLeft(Watched& peer, MessageKind kind, const std::string& how) {
   if (peer.has_closed) return;
   peer.has_closed = true;
-  tell_({peer.process, kind, how});
+  on_event_({peer.process, kind, how});
 }
 
 }  // namespace jax_ub

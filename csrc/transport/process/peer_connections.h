@@ -39,18 +39,19 @@ class PeerConnections {
   explicit PeerConnections(std::vector<Peer> peers);
   ~PeerConnections();  // calls Close
 
-  // Starts the thread, which calls `tell` for each event. Called once, before all other
-  // methods. `tell` may be called several times for the same death: once for the closed
-  // connection, and once for each peer's death notice. If the system provides no thread
-  // or descriptor, sends the reason to the peers and throws it as CommunicatorError.
-  void Watch(const ProcessGroup& group, std::function<void(const PeerEvent&)> tell);
+  // Starts the thread, which calls `on_event` for each event. Called once, before all
+  // other methods. `on_event` may be called several times for the same death: once for
+  // the closed connection, and once for each peer's death notice. If the system
+  // provides no thread or descriptor, sends the reason to the peers and throws it as
+  // CommunicatorError.
+  void Watch(const ProcessGroup& group, std::function<void(const PeerEvent&)> on_event);
 
   // Sends a message to every peer. Never blocks: messages for a peer whose socket
   // buffer is full are queued. Each peer receives messages in the order of the calls.
   void Broadcast(MessageKind kind, std::string_view body);
 
   // Stops the thread and closes the connections. Queued messages are discarded. Must
-  // not be called from `tell`. Idempotent.
+  // not be called from `on_event`. Idempotent.
   void Close();
 
   // Closes the descriptors in a forked child, where the thread does not exist.
@@ -69,12 +70,12 @@ class PeerConnections {
   void Run() noexcept;
   void RunUntilStopped();
   void FlushUnsent(Watched& peer);
-  // Reads all pending messages of a peer and passes them to tell_.
-  void Hear(Watched& peer, bool has_died);
+  // Reads all pending messages of a peer and passes them to on_event_.
+  void Receive(Watched& peer, bool has_died);
   void SetLost(Watched& peer, const char* why) noexcept;
   void SetLeft(Watched& peer, MessageKind kind, const std::string& how);
 
-  std::function<void(const PeerEvent&)> tell_;
+  std::function<void(const PeerEvent&)> on_event_;
   // An event that wakes the thread after is_closed_ or Watched::unsent has changed.
   FileDescriptor wake_;
   // Guards is_closed_, Watched::unsent, and the lifetime of the connections.

@@ -21,14 +21,14 @@ ProcessGroup::ProcessGroup(const GroupMembership& membership) : name_(membership
   for (size_t rank = 0; rank < membership.process_of_rank.size(); ++rank) {
     const int number = membership.process_of_rank[rank];
     const auto found = std::find(process_ids_.begin(), process_ids_.end(), number);
-    const auto place = static_cast<int>(found - process_ids_.begin());
+    const auto process_index = static_cast<int>(found - process_ids_.begin());
     if (found == process_ids_.end()) {
       process_ids_.push_back(number);
       ranks_.emplace_back();
-      if (number == membership.process) own_ = place;
+      if (number == membership.process) own_ = process_index;
     }
-    process_index_of_rank_.push_back(place);
-    ranks_[place].push_back(static_cast<int>(rank));
+    process_index_of_rank_.push_back(process_index);
+    ranks_[process_index].push_back(static_cast<int>(rank));
   }
   if (own_ < 0) {
     throw std::invalid_argument("jax_ub." + name_ + ": process " +
@@ -37,13 +37,13 @@ ProcessGroup::ProcessGroup(const GroupMembership& membership) : name_(membership
   }
 }
 
-std::string ProcessGroup::Describe(int place, pid_t pid) const {
-  const std::vector<int>& ranks = ranks_[place];
+std::string ProcessGroup::Describe(int process_index, pid_t pid) const {
+  const std::vector<int>& ranks = ranks_[process_index];
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (size_t i = 0; i < ranks.size(); ++i) {
     text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
   }
-  return text + ProcessText(process_ids_[place], pid);
+  return text + ProcessText(process_ids_[process_index], pid);
 }
 
 std::string ProcessGroup::DescribeRank(int rank, pid_t pid) const {
@@ -61,10 +61,10 @@ std::string ProcessGroup::RanksText() const {
 }
 
 void ProcessGroup::CheckAddresses(const std::map<int, PeerAddress>& peers) const {
-  for (int place = 0; place < num_processes(); ++place) {
-    if (place != own_ && peers.count(process_ids_[place]) == 0) {
-      throw CommunicatorError(ErrorPrefix() + "no address of " + Describe(place, 0) +
-                              " was given");
+  for (int process_index = 0; process_index < num_processes(); ++process_index) {
+    if (process_index != own_ && peers.count(process_ids_[process_index]) == 0) {
+      throw CommunicatorError(ErrorPrefix() + "no address of " +
+                              Describe(process_index, 0) + " was given");
     }
   }
 }

@@ -25,8 +25,8 @@ struct PeerAddress {
   uint64_t token = 0;
 };
 
-// A group whose processes are identified by their *process index* (`place` in the
-// code): processes are ordered by their lowest rank, and index 0 is the leader.
+// A group whose processes are identified by their *process index* (`process_index` in
+// the code): processes are ordered by their lowest rank, and index 0 is the leader.
 class ProcessGroup {
  public:
   // Throws std::invalid_argument if this process has no rank in the group.
@@ -39,11 +39,13 @@ class ProcessGroup {
   // Returns the process numbers, indexed by process index.
   const std::vector<int>& process_ids() const { return process_ids_; }
   int process_index_of_rank(int rank) const { return process_index_of_rank_[rank]; }
-  const std::vector<int>& ranks_of(int place) const { return ranks_[place]; }
+  const std::vector<int>& ranks_of(int process_index) const {
+    return ranks_[process_index];
+  }
 
   // Describes a process with all its ranks: "ranks 2, 3 (process 1, pid 123)". Omits
   // the pid if it is 0.
-  std::string Describe(int place, pid_t pid) const;
+  std::string Describe(int process_index, pid_t pid) const;
   // Describes one rank: "rank 2 (process 1, pid 123)". Omits the pid if it is 0.
   std::string DescribeRank(int rank, pid_t pid) const;
   // Returns, for example, "'tp' with ranks of processes 0, 0, 1".

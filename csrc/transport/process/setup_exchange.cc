@@ -15,14 +15,14 @@ SetupExchange::SetupExchange(const ProcessGroup& group,
                              std::vector<ConnectedPeer>& connected_peers)
     : group_(group), connected_peers_(connected_peers) {}
 
-bool SetupExchange::IsReached(int place) const {
-  return static_cast<bool>(connected_peers_[place].connection);
+bool SetupExchange::IsReached(int process_index) const {
+  return static_cast<bool>(connected_peers_[process_index].connection);
 }
 
 // The first byte of a kSetupMessage's body is the number of kSetupDescriptor messages
 // that follow it.
-void SetupExchange::Send(int place, const SetupMessage& note) const {
-  const FileDescriptor& connection = connected_peers_[place].connection;
+void SetupExchange::Send(int process_index, const SetupMessage& note) const {
+  const FileDescriptor& connection = connected_peers_[process_index].connection;
   std::string body(1, static_cast<char>(note.passed.size()));
   body += note.text;
   // If the peer has just died, the end of the connection reports it.
@@ -35,8 +35,8 @@ void SetupExchange::Send(int place, const SetupMessage& note) const {
 std::vector<SetupMessage> SetupExchange::Exchange(SetupMessage own,
                                                   const Deadline& deadline) {
   const int num_processes = group_.num_processes();
-  for (int place = 0; place < num_processes; ++place) {
-    if (IsReached(place)) Send(place, own);
+  for (int process_index = 0; process_index < num_processes; ++process_index) {
+    if (IsReached(process_index)) Send(process_index, own);
   }
   std::vector<SetupMessage> notes(num_processes);
   std::vector<int> num_missing(num_processes, kMissing);
@@ -44,13 +44,14 @@ std::vector<SetupMessage> SetupExchange::Exchange(SetupMessage own,
   for (;;) {
     std::vector<pollfd> polled;
     std::string missing;
-    for (int place = 0; place < num_processes; ++place) {
-      if (!IsReached(place)) continue;
-      Hear(place, notes[place], num_missing[place]);
-      if (num_missing[place] == 0) continue;
-      polled.push_back({connected_peers_[place].connection.get(), POLLIN, 0});
+    for (int process_index = 0; process_index < num_processes; ++process_index) {
+      if (!IsReached(process_index)) continue;
+      Receive(process_index, notes[process_index], num_missing[process_index]);
+      if (num_missing[process_index] == 0) continue;
+      polled.push_back({connected_peers_[process_index].connection.get(), POLLIN, 0});
       if (!missing.empty()) missing.append(" and ");
-      missing.append(group_.Describe(place, connected_peers_[place].pid));
+      missing.append(
+          group_.Describe(process_index, connected_peers_[process_index].pid));
     }
     if (polled.empty()) return notes;
     if (!Poll(polled, deadline.time())) {
@@ -63,26 +64,27 @@ std::vector<SetupMessage> SetupExchange::Exchange(SetupMessage own,
   }
 }
 
-void SetupExchange::Hear(int place, SetupMessage& note, int& num_missing) {
-  ConnectedPeer& peer = connected_peers_[place];
+void SetupExchange::Receive(int process_index, SetupMessage& note, int& num_missing) {
+  ConnectedPeer& peer = connected_peers_[process_index];
   // Messages after a complete setup message belong to the next Exchange.
   while (num_missing != 0 && !peer.early_messages.empty()) {
     Message message = std::move(peer.early_messages.front());
     peer.early_messages.pop_front();
-    Take(place, std::move(message), note, num_missing);
+    Take(process_index, std::move(message), note, num_missing);
   }
   while (num_missing != 0) {
     Message message = ReceiveMessage(peer.connection);
     if (message.arrival == Arrival::kNothing) return;
-    Take(place, std::move(message), note, num_missing);
+    Take(process_index, std::move(message), note, num_missing);
   }
 }
 
-void SetupExchange::Take(int place,
+void SetupExchange::Take(int process_index,
                          Message message,
                          SetupMessage& note,
                          int& num_missing) const {
-  const std::string name = group_.Describe(place, connected_peers_[place].pid);
+  const std::string name =
+      group_.Describe(process_index, connected_peers_[process_index].pid);
   if (message.arrival == Arrival::kEnd) {
     Fail(name + " died before all had shared their memory");
   }

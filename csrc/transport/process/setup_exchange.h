@@ -39,11 +39,14 @@ class SetupExchange {
   // is the number of descriptors that are still missing.
   static constexpr int kMissing = -1;
 
-  void Send(int place, const SetupMessage& note) const;
-  bool IsReached(int place) const;
+  void Send(int process_index, const SetupMessage& note) const;
+  bool IsReached(int process_index) const;
   // Reads what has arrived from a peer, up to the end of one message.
-  void Hear(int place, SetupMessage& note, int& num_missing);
-  void Take(int place, Message message, SetupMessage& note, int& num_missing) const;
+  void Receive(int process_index, SetupMessage& note, int& num_missing);
+  void Take(int process_index,
+            Message message,
+            SetupMessage& note,
+            int& num_missing) const;
   [[noreturn]] void Fail(const std::string& text) const;
 
   const ProcessGroup& group_;

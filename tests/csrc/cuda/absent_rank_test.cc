@@ -32,8 +32,8 @@ class Ranks {
         return reinterpret_cast<CUdeviceptr>(&lines_[rank * num_lines_ + n]);
       };
       const int words = num_slots + 2 * num_ranks;
-      places.push_back({0, line(0), line(num_slots), line(num_slots + num_ranks),
-                        line(words), line(words + 1), line(words + 2)});
+      addresses.push_back({0, line(0), line(num_slots), line(num_slots + num_ranks),
+                           line(words), line(words + 1), line(words + 2)});
     }
   }
 
@@ -51,7 +51,7 @@ class Ranks {
 
  public:
   std::vector<ErrorRecord> errors;
-  std::vector<RankSlotAddress> places;
+  std::vector<RankSlotAddress> addresses;
 };
 
 // Every flag kernel of the lane in its order; what slots hold does not matter here. Nobody
@@ -71,11 +71,11 @@ void RunLane(const RankProgram& program, std::barrier<>& all_ended) {
   }
 }
 
-void ExpectThatAllFail(CollectiveKind pattern,
+void ExpectThatAllFail(CollectiveKind kind,
                        Method method,
                        int num_ranks,
                        bool by_multicast = false) {
-  const RankSchedules collective = MakeRankSchedules(pattern, method, num_ranks, 1);
+  const RankSchedules collective = MakeRankSchedules(kind, method, num_ranks, 1);
   Ranks ranks(num_ranks, collective[0].num_slots);
   const Driver driver = RecordingDriver();
   const FlagKernels kernels(driver);
@@ -83,7 +83,7 @@ void ExpectThatAllFail(CollectiveKind pattern,
   std::deque<Recorder> recorders;
   for (int rank = 0; rank < num_ranks; ++rank) {
     const auto error = reinterpret_cast<CUdeviceptr>(&ranks.errors[rank]);
-    recorders.emplace_back(driver, kernels, ranks.places, error, pieces);
+    recorders.emplace_back(driver, kernels, ranks.addresses, error, pieces);
     // The last rank takes part in the first call only.
     for (int call = 0; call < (rank < num_ranks - 1 ? 2 : 1); ++call) {
       if (by_multicast) {
@@ -123,11 +123,11 @@ void ExpectThatAllFail(CollectiveKind pattern,
 }
 
 TEST(a_rank_that_does_not_come_fails_all_that_need_it) {
-  for (CollectiveKind pattern :
+  for (CollectiveKind collective :
        {CollectiveKind::kAllGatherMatmul, CollectiveKind::kMatmulReduceScatter,
         CollectiveKind::kMatmulAllReduce}) {
     for (Method method : {Method::kRingExchange, Method::kPipeline}) {
-      for (int num_ranks : {2, 3, 5}) ExpectThatAllFail(pattern, method, num_ranks);
+      for (int num_ranks : {2, 3, 5}) ExpectThatAllFail(collective, method, num_ranks);
     }
   }
 }

@@ -12,14 +12,14 @@ namespace {
 
 // Of a process on host "a" whose own GPUs are `gpus`, that can do all.
 Capabilities OfferOf(const std::string& gpus) {
-  return {{kHostKey, "a"}, {kGpusKey, gpus},   {kApartKey, ""},
+  return {{kHostKey, "a"}, {kGpusKey, gpus},   {kUnreachableKey, ""},
           {"vmm", "yes"},  {"fabric", "1:00"}, {"ipc", "yes"}};
 }
 
 Capabilities Without(Capabilities capabilities,
                      SharingMode mode,
                      const std::string& reason) {
-  capabilities.erase(WayName(mode));
+  capabilities.erase(SharingModeName(mode));
   capabilities[CannotKey(mode)] = reason;
   return capabilities;
 }
@@ -30,7 +30,7 @@ TEST(TheBestWayThatAllOfferComesFirst) {
   CHECK(all.modes == std::vector<SharingMode>(
                          {SharingMode::kVmm, SharingMode::kFabric, SharingMode::kIpc}));
   CHECK(all.fallbacks.empty());
-  CHECK_EQ(all.refusal, "");
+  CHECK_EQ(all.rejection, "");
   capabilities_of[1] = Without(capabilities_of[1], SharingMode::kVmm, "GPU 0 has none");
   const SharingDecision some = Agree({0, 1}, capabilities_of);
   CHECK(some.modes ==
@@ -81,9 +81,9 @@ TEST(GpusThatCannotReachEachOtherAreNamedByTheirRanks) {
                                                  {2, OfferOf("z")}};
   CHECK_EQ(WhyNotConnected({0, 2, 0}, capabilities_of), "");
   // One that is seen and has no rank does not matter.
-  capabilities_of[2][kApartKey] = "z>w";
+  capabilities_of[2][kUnreachableKey] = "z>w";
   CHECK_EQ(WhyNotConnected({0, 2, 0}, capabilities_of), "");
-  capabilities_of[2][kApartKey] = "z>w,z>y";
+  capabilities_of[2][kUnreachableKey] = "z>w,z>y";
   CHECK_EQ(
       WhyNotConnected({0, 2, 0}, capabilities_of),
       "the GPU of rank 1 (process 2) cannot access that of rank 2 (process 0) "

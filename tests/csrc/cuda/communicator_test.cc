@@ -157,7 +157,7 @@ TEST(AWaitThatReachesItsDeadlineIsDescribed) {
     RanksOnGpus ranks(communicator);
     CHECK_EQ(ranks.NumWrongOf(1), 0);
     ranks[0].Enqueue(2, 0.05);
-    CHECK(ranks[0].IsSpoilt());
+    CHECK(ranks[0].IsFilledWithNan());
     const std::exception_ptr failure = communicator->failure();
     CHECK(IsDeadline(failure));
     const std::string text = check::TextOf(failure);
@@ -173,7 +173,7 @@ TEST(AWaitThatReachesItsDeadlineIsDescribed) {
     const auto begin = Clock::now();
     for (const int rank : {1, 2}) {
       ranks[rank].Enqueue(2);
-      CHECK(ranks[rank].NumWrong(2) == 0 || ranks[rank].IsSpoilt());
+      CHECK(ranks[rank].NumWrong(2) == 0 || ranks[rank].IsFilledWithNan());
     }
     CHECK(SecondsSince(begin) < kAtOnceS);
     CHECK_EQ(check::TextOf(communicator->failure()), text);
@@ -238,7 +238,7 @@ TEST(PoisonEndsTheWaitsOfAllRanks) {
     ranks[1].Enqueue(1);
     communicator->Poison(std::make_exception_ptr(Error("rank 0 failed: boom")));
     communicator->Poison(std::make_exception_ptr(Error("too late")));
-    CHECK(ranks[1].IsSpoilt());
+    CHECK(ranks[1].IsFilledWithNan());
     CHECK(SecondsSince(begin) < kAtOnceS);
     CHECK_EQ(check::TextOf(communicator->failure()), "rank 0 failed: boom");
   }
@@ -291,12 +291,12 @@ TEST(SlotsThatDoNotFitAreRefused) {
   EmulatedMachine machine;
   {
     const auto communicator = MakeOn({0});
-    CHECK_EQ(communicator->Place(2, 1000).num_slots, 2);
+    CHECK_EQ(communicator->AddressSlots(2, 1000).num_slots, 2);
     CHECK_THROWS(
-        communicator->Place(3, 32 * 1024),
+        communicator->AddressSlots(3, 32 * 1024),
         "jax_ub.tp: 3 slots of 32768 bytes do not fit into a heap of 65536 bytes "
         "with 4096 flags: give initialize_ub a larger shape");
-    CHECK_THROWS(communicator->Place(4097, 1), "4097 slots of 1 bytes do not fit");
+    CHECK_THROWS(communicator->AddressSlots(4097, 1), "4097 slots of 1 bytes do not fit");
   }
   CHECK_EQ(machine.Complaints(), "");
 }

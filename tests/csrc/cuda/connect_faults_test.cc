@@ -85,7 +85,7 @@ TEST(ADeathEndsTheWaitsOfDevicesAtOnce) {
       ranks.Enqueue(3);
       meeting.bulletin.WaitForWord(4);  // process 1 is dead
       AtOnce([&] {
-        CHECK(ranks[0].IsSpoilt());
+        CHECK(ranks[0].IsFilledWithNan());
         throw CommunicatorError(WithLabel(*communicator));
       });
     });
@@ -113,7 +113,7 @@ TEST(PoisonReachesAllProcessesWithItsReason) {
         CHECK_EQ(WithLabel(*communicator), "boom");
       } else {
         ranks.Enqueue(1);
-        CHECK(ranks[0].IsSpoilt());
+        CHECK(ranks[0].IsFilledWithNan());
         CHECK_EQ(WithLabel(*communicator),
                  "CommunicatorError: jax_ub.tp: " + NameOf(1, meeting.bulletin.word()) +
                      " failed: boom");
@@ -136,17 +136,17 @@ TEST(ADeadlineOfOneRankIsTheReasonOfAll) {
       RanksOnGpus ranks(communicator);
       if (process == 0) {
         ranks.Enqueue(1, 0.1);
-        CHECK(ranks[0].IsSpoilt());
+        CHECK(ranks[0].IsFilledWithNan());
         ++meeting.bulletin.word();
       } else if (process == 1) {
         ranks.Enqueue(1);
         meeting.bulletin.WaitForWord(1);
-        CHECK(ranks[0].IsSpoilt());
+        CHECK(ranks[0].IsFilledWithNan());
         // Its peer's host has not looked yet.
         const std::string text = check::TextOf(communicator->failure());
         CHECK(Contains(text,
                        "CommunicatorError: jax_ub.exchange (ub_name 'qkv'): rank 0 "));
-        CHECK(Contains(text, " failed, and told rank 1 ("));
+        CHECK(Contains(text, " failed and notified rank 1 ("));
         ++meeting.bulletin.word();
       }
       meeting.bulletin.WaitForWord(2);

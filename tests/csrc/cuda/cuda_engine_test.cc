@@ -182,11 +182,11 @@ TEST(AResultWhereAnOperandLiesIsRefused) {
   const Tensor result = call.results[0];
   call.results[0].data = call.operands[0].data;
   CHECK_THROWS(calls.Execute(0),
-               "result 0 lies where operand 0 does: XLA updates a slice of an array in "
+               "result 0 overlaps operand 0: XLA updates a slice of an array in "
                "place with what is computed from it. "
                "XLA_FLAGS=--xla_gpu_enable_dynamic_slice_fusion=false keeps");
   call.results[0].data = call.operands[2].data + 2;
-  CHECK_THROWS(calls.Execute(0), "result 0 lies where operand 2 does");
+  CHECK_THROWS(calls.Execute(0), "result 0 overlaps operand 2");
   call.results[0] = result;
   calls.Execute(0);
   gpus.Synchronize();

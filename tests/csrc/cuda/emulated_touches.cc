@@ -52,14 +52,14 @@ std::vector<Touch> OfWait(const WaitParams& params) {
   return touches;
 }
 
-std::vector<Touch> OfCheckPlace(const PartitionCheckParams& params) {
+std::vector<Touch> OfCheckPartition(const PartitionCheckParams& params) {
   std::vector<Touch> touches = {{params.partition, 1, sizeof(uint32_t), 0}};
   Add(touches, params.own);
   Add(touches, params.peers);
   return touches;
 }
 
-std::vector<Touch> OfSpoil(const NanFillParams& params) {
+std::vector<Touch> OfFillNan(const NanFillParams& params) {
   std::vector<Touch> touches;
   Add(touches, params.own);
   for (uint32_t i = 0; i < std::min<uint32_t>(params.num_results, kMaxResults); ++i) {
@@ -109,8 +109,8 @@ std::vector<Touch> TouchedBy(std::string_view kernel, const void* params) {
   }
   if (kernel == kWaitKernel) return OfWait(As<WaitParams>(params));
   if (kernel == kCheckPartitionKernel)
-    return OfCheckPlace(As<PartitionCheckParams>(params));
-  if (kernel == kFillNanKernel) return OfSpoil(As<NanFillParams>(params));
+    return OfCheckPartition(As<PartitionCheckParams>(params));
+  if (kernel == kFillNanKernel) return OfFillNan(As<NanFillParams>(params));
   if (kernel == kMulticastSumKernel) {
     return OfMulticastSum(As<MulticastSumParams>(params));
   }

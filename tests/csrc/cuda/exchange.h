@@ -54,9 +54,9 @@ class RankOnGpu {
   // The n-th exchange, n > 0; another one than before only when that is done.
   void Enqueue(uint32_t n, double timeout_s = 60) {
     const ScopedContext scoped(driver_, context_.get());
-    CudaSlots slots(rank_, communicator_->places(rank_), communicator_->error(rank_),
+    CudaSlots slots(rank_, communicator_->addresses(rank_), communicator_->error(rank_),
                     {communicator_->NumberOf({kExchangeLabel, {}})},
-                    communicator_->Place(communicator_->num_ranks(), kSlotBytes),
+                    communicator_->AddressSlots(communicator_->num_ranks(), kSlotBytes),
                     {&driver_, &flags_, &sums_, stream_.get(), {}});
     FillOwn(n);
     const int num_ranks = communicator_->num_ranks();
@@ -96,7 +96,7 @@ class RankOnGpu {
     }
     return num_wrong;
   }
-  bool IsSpoilt() {
+  bool IsFilledWithNan() {
     Wait();
     for (int peer = 0; peer < communicator_->num_ranks(); ++peer) {
       if (peer == rank_) continue;

@@ -57,7 +57,7 @@ void CheckThatAllFail(Gpus& gpus, GpuCalls& calls) {
   gpus.Synchronize();
   for (int rank = 0; rank < calls.num_ranks(); ++rank) {
     const bool is_said = said[rank].find(" runs partition ") != std::string::npos ||
-                         said[rank].find(" failed, and told ") != std::string::npos;
+                         said[rank].find(" failed and notified ") != std::string::npos;
     if (is_said || (said[rank].empty() && calls.NumNumbers(rank) == 0)) continue;
     check::Fail(__FILE__, __LINE__, NameOf(calls.site.attributes()), ": rank ", rank,
                 " said '", said[rank], "' and has ", calls.NumNumbers(rank),

@@ -148,7 +148,7 @@ struct End {
       : flags(Recording()),
         sums(Recording(), kHopper),
         slots(1,
-              places,
+              addresses,
               7,
               {5, 77},
               {4, 40},
@@ -159,8 +159,8 @@ struct End {
             base + 12288, base + 12544, base + 12800};
   }
 
-  const std::vector<RankSlotAddress> places = {Place(1 << 20), Place(2 << 20),
-                                               Place(3 << 20)};
+  const std::vector<RankSlotAddress> addresses = {Place(1 << 20), Place(2 << 20),
+                                                  Place(3 << 20)};
   std::vector<Operation> operations;
   FlagKernels flags;
   SumKernels sums;
@@ -177,7 +177,7 @@ TEST(pieces_go_to_the_peer_s_slot_by_copy_engine) {
   end.slots.Write(2, 3, {nullptr, 2, 8, 24});
   end.slots.Write(2, 3, {nullptr, 2, 0, 24});  // nothing
   CHECK_EQ(end.operations.size(), 4u);
-  const CUdeviceptr slot = end.places[2].slots + 3 * 256;
+  const CUdeviceptr slot = end.addresses[2].slots + 3 * 256;
   CHECK_EQ(end.operations[0].writes[0].slots, slot);
   CHECK_EQ(end.operations[0].writes[0].size_bytes, 32);
   CHECK_EQ(end.operations[1].writes[0].size_bytes, 32);  // rows without gaps
@@ -209,7 +209,7 @@ TEST(pieces_go_by_sms_when_copy_engines_are_not_to_be_used) {
   const Operation& copy = end.operations.at(0);
   CHECK_EQ(copy.kernel->name, kCopyKernel);
   CHECK_EQ(copy.num_blocks, 3u);
-  CHECK_EQ(ParamsOf<CopyParams>(copy).to, end.places[0].slots + 256);
+  CHECK_EQ(ParamsOf<CopyParams>(copy).to, end.addresses[0].slots + 256);
   CHECK_EQ(ParamsOf<CopyParams>(copy).from_stride, 24);
   CHECK_EQ(ParamsOf<CopyParams>(copy).to_stride, 8);
 }
@@ -218,7 +218,7 @@ TEST(waits_say_what_they_wait_for) {
   End end;
   end.slots.Wait(2, 3, kReason);
   const WaitParams& wait = ParamsOf<WaitParams>(end.operations.at(0));
-  CHECK_EQ(wait.flag, end.places[1].arrived + 3 * kFlagLineBytes);
+  CHECK_EQ(wait.flag, end.addresses[1].arrived + 3 * kFlagLineBytes);
   CHECK_EQ(wait.ahead, 1u);
   CHECK_EQ(wait.timeout_ns, 1'500'000'000u);
   CHECK_EQ(wait.what.rank, 1u);
@@ -227,11 +227,11 @@ TEST(waits_say_what_they_wait_for) {
   CHECK_EQ(wait.what.chunk, 9);
   CHECK_EQ(wait.what.call, 5u);
   CHECK_EQ(wait.tag, 77u);
-  CHECK_EQ(wait.announced, end.places[1].announced + 2 * kFlagLineBytes);
+  CHECK_EQ(wait.announced, end.addresses[1].announced + 2 * kFlagLineBytes);
   CHECK_EQ(wait.own.error, 7u);
   CHECK_EQ(wait.peers.num_peers, 2u);
-  CHECK_EQ(wait.peers.words[0], end.places[0].poison);
-  CHECK_EQ(wait.peers.words[1], end.places[2].poison);
+  CHECK_EQ(wait.peers.words[0], end.addresses[0].poison);
+  CHECK_EQ(wait.peers.words[1], end.addresses[2].poison);
 }
 
 TEST(a_check_of_the_place_says_whose_it_is) {
@@ -246,8 +246,8 @@ TEST(a_check_of_the_place_says_whose_it_is) {
   CHECK_EQ(place.what.call, 5u);
   CHECK_EQ(place.own.error, 7u);
   CHECK_EQ(place.peers.num_peers, 2u);
-  CHECK_EQ(place.peers.words[0], end.places[0].poison);
-  CHECK_EQ(place.peers.words[1], end.places[2].poison);
+  CHECK_EQ(place.peers.words[0], end.addresses[0].poison);
+  CHECK_EQ(place.peers.words[1], end.addresses[2].poison);
 }
 
 TEST(a_peer_is_awaited_once_a_call_before_it_is_written_to) {
@@ -257,13 +257,13 @@ TEST(a_peer_is_awaited_once_a_call_before_it_is_written_to) {
   end.slots.WaitFree(0, 1, kReason);
   CHECK_EQ(end.operations.size(), 2u);
   const WaitParams& wait = ParamsOf<WaitParams>(end.operations[0]);
-  CHECK_EQ(wait.flag, end.places[1].freed + 2 * kFlagLineBytes);
+  CHECK_EQ(wait.flag, end.addresses[1].freed + 2 * kFlagLineBytes);
   CHECK_EQ(wait.ahead, 0u);
   CHECK_EQ(wait.what.slot, ErrorRecord::kNoSlot);
   // The first wait of a call announces it to all peers.
   CHECK_EQ(wait.signatures.num_peers, 2u);
-  CHECK_EQ(wait.signatures.words[0], end.places[0].announced + kFlagLineBytes);
-  CHECK_EQ(wait.signatures.words[1], end.places[2].announced + kFlagLineBytes);
+  CHECK_EQ(wait.signatures.words[0], end.addresses[0].announced + kFlagLineBytes);
+  CHECK_EQ(wait.signatures.words[1], end.addresses[2].announced + kFlagLineBytes);
   CHECK_EQ(ParamsOf<WaitParams>(end.operations[1]).signatures.num_peers, 0u);
   end.slots.EndCall();
   const SignalParams& freed = ParamsOf<SignalParams>(end.operations.at(2));
@@ -271,9 +271,9 @@ TEST(a_peer_is_awaited_once_a_call_before_it_is_written_to) {
   CHECK_EQ(freed.call, 5u);
   CHECK_EQ(freed.tag, 77u);
   CHECK_EQ(freed.num_targets, 2u);
-  CHECK_EQ(freed.targets[0].flag, end.places[0].freed + kFlagLineBytes);
-  CHECK_EQ(freed.targets[1].flag, end.places[2].freed + kFlagLineBytes);
-  CHECK_EQ(freed.targets[1].poison, end.places[2].poison);
+  CHECK_EQ(freed.targets[0].flag, end.addresses[0].freed + kFlagLineBytes);
+  CHECK_EQ(freed.targets[1].flag, end.addresses[2].freed + kFlagLineBytes);
+  CHECK_EQ(freed.targets[1].poison, end.addresses[2].poison);
   end.slots.WaitFree(2, 3, kReason);
   CHECK_EQ(end.operations.size(), 4u);
   CHECK_EQ(ParamsOf<WaitParams>(end.operations[3]).signatures.num_peers, 2u);
@@ -292,8 +292,8 @@ TEST(any_number_of_results_can_be_spoilt) {
 }
 
 TEST(more_ranks_than_there_are_flags_for_are_refused) {
-  const std::vector<RankSlotAddress> places(kMaxRanks + 1);
-  CHECK_THROWS(CudaSlots(0, places, 0, {}, {}, {}), "17 ranks, expected at most");
+  const std::vector<RankSlotAddress> addresses(kMaxRanks + 1);
+  CHECK_THROWS(CudaSlots(0, addresses, 0, {}, {}, {}), "17 ranks, expected at most");
 }
 
 }  // namespace jax_ub

@@ -109,7 +109,7 @@ inline std::shared_ptr<CudaCommunicator> ConnectOn(int process,
 // Whether a failure says why: not only that the device of a peer told of it, which a
 // device may hear before its host hears the reason.
 inline bool SaysWhy(const std::string& text) {
-  return !text.empty() && !Contains(text, " failed, and told ");
+  return !text.empty() && !Contains(text, " failed and notified ");
 }
 
 // Why the communicator failed.

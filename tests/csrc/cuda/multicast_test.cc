@@ -60,8 +60,8 @@ int NumWrongSums(const std::shared_ptr<CudaCommunicator>& communicator,
     const int rank = communicator->local_ranks()[n];
     const Rank& own = ranks[n];
     const ScopedContext scoped(driver, own.context.get());
-    CudaSlots slots(rank, communicator->places(rank), communicator->error(rank),
-                    {communicator->NumberOf({label, {}})}, communicator->Place(1, 8192),
+    CudaSlots slots(rank, communicator->addresses(rank), communicator->error(rank),
+                    {communicator->NumberOf({label, {}})}, communicator->AddressSlots(1, 8192),
                     {.driver = &driver,
                      .flags = own.flags.get(),
                      .stream = own.stream->get(),

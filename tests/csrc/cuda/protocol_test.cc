@@ -16,7 +16,7 @@
 namespace jax_ub {
 
 struct Kind {
-  CollectiveKind pattern;
+  CollectiveKind collective;
   Method method;
   int num_splits;
   Variant variant = Variant::kPlain;
@@ -53,7 +53,7 @@ constexpr uint64_t kUnsignedWrap = UINT64_MAX;
 constexpr uint64_t kSignedWrap = INT64_MAX;
 
 ModelCall Make(const Kind& kind, int num_ranks) {
-  return {MakeRankSchedules(kind.pattern, kind.method, num_ranks, kind.num_splits,
+  return {MakeRankSchedules(kind.collective, kind.method, num_ranks, kind.num_splits,
                             kind.variant),
           kind.by_multicast};
 }
@@ -61,8 +61,8 @@ ModelCall Make(const Kind& kind, int num_ranks) {
 std::string Describe(const std::vector<Kind>& kinds, int num_ranks) {
   std::string text = "P = " + std::to_string(num_ranks);
   for (const Kind& kind : kinds) {
-    text += std::string(", ") + std::string(CollectiveKindName(kind.pattern)) + " by " +
-            std::string(MethodName(kind.method)) + ", " +
+    text += std::string(", ") + std::string(CollectiveKindName(kind.collective)) +
+            " by " + std::string(MethodName(kind.method)) + ", " +
             std::string(VariantName(kind.variant)) + ", in " +
             std::to_string(kind.num_splits) + (kind.by_multicast ? ", multicast" : "");
   }
@@ -176,7 +176,7 @@ std::string ExploreOrders(const std::vector<Kind>& kinds,
 }
 
 bool Has(const Kind& kind, int num_ranks) {
-  return HasVariant(kind.pattern, kind.method, num_ranks, kind.variant);
+  return HasVariant(kind.collective, kind.method, num_ranks, kind.variant);
 }
 
 TEST(three_ranks_read_what_they_mean_in_two_calls) {
@@ -245,7 +245,7 @@ TEST(ending_a_call_without_freeing_is_found) {
 TEST(counting_the_epoch_before_freeing_is_found) {
   std::vector<Kind> kinds = Kinds(false);
   std::erase_if(kinds, [](const Kind& kind) {
-    return kind.pattern == CollectiveKind::kMatmulAllReduce &&
+    return kind.collective == CollectiveKind::kMatmulAllReduce &&
            kind.method == Method::kRingExchange && kind.variant == Variant::kPlain;
   });
   const Change change = [](RankProgram& program) {
@@ -295,8 +295,8 @@ TEST(a_reduction_by_multicast_without_its_last_barrier_is_found) {
 
 TEST(signalling_before_the_product_is_there_is_found) {
   std::vector<Kind> kinds = Kinds(true);
-  std::erase_if(kinds,
-                [](const Kind& k) { return k.pattern == CollectiveKind::kAllReduce; });
+  std::erase_if(
+      kinds, [](const Kind& k) { return k.collective == CollectiveKind::kAllReduce; });
   const Change change = [](RankProgram& program) {
     for (Operation& operation : program.lane) operation.needs = 0;
   };

@@ -28,12 +28,12 @@ class MulticastRecorder : public CudaDevice {
   using IdOf = std::function<PieceId(Payload payload, int owner, int piece)>;
 
   MulticastRecorder(RankProgram& program,
-                    std::span<const RankSlotAddress> places,
+                    std::span<const RankSlotAddress> addresses,
                     int rank,
                     IdOf id_of)
       : program_(program),
         begin_(program.lane.size()),
-        places_(places),
+        places_(addresses),
         rank_(rank),
         id_of_(std::move(id_of)),
         given_(1 + num_product_lanes()) {}

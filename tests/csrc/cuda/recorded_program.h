@@ -23,13 +23,13 @@ class Recorder {
  public:
   Recorder(const Driver& driver,
            const FlagKernels& kernels,
-           std::span<const RankSlotAddress> places,
+           std::span<const RankSlotAddress> addresses,
            CUdeviceptr error,
            std::map<Piece, PieceId>& pieces)
       : driver_(driver),
         kernels_(kernels),
         sums_(driver, kHopper),
-        places_(places),
+        places_(addresses),
         error_(error),
         pieces_(pieces) {}
 
@@ -59,8 +59,8 @@ class Recorder {
   // The same all-reduce by multicast, with the flags of that schedule.
   void CallByMulticast(const Schedule& schedule, int64_t slot_bytes) {
     CallAttributes at;
-    at.op = schedule.pattern == CollectiveKind::kAllReduce ? Op::kAllReduce
-                                                           : Op::kMatmulAllReduce;
+    at.op = schedule.collective == CollectiveKind::kAllReduce ? Op::kAllReduce
+                                                              : Op::kMatmulAllReduce;
     at.method = schedule.method;
     at.num_ranks = schedule.num_ranks;
     at.num_splits = schedule.num_splits;

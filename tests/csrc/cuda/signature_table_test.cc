@@ -26,7 +26,7 @@ GpuCallSignature Ready(int rank,
   return {.rank = rank, .site = site, .call = call};
 }
 GpuCallSignature Refused(int rank, const std::string& call) {
-  return {.rank = rank, .site = "f", .call = call, .refusal = "no"};
+  return {.rank = rank, .site = "f", .call = call, .rejection = "no"};
 }
 
 TEST(RanksAgreeInAnyOrderAndNothingIsKept) {
@@ -54,7 +54,7 @@ TEST(WhatAllRefuseIsNoContradiction) {
 
 TEST(AStatementIsReadAsItWasSaid) {
   const GpuCallSignature said{
-      .rank = 3, .site = "jit_f/1", .call = "A", .refusal = "x\ny"};
+      .rank = 3, .site = "jit_f/1", .call = "A", .rejection = "x\ny"};
   CHECK(GpuCallSignature::Unpack(said.Pack()) == said);
   CHECK(GpuCallSignature::Unpack(Ready(0, "").Pack()) == Ready(0, ""));
   for (const char* nonsense : {"", "1", "f\n", "two"}) {
@@ -196,7 +196,7 @@ TEST(ARefusalOfOneProcessReachesTheOther) {
     });
     const std::vector<std::string> texts = processes.Join();
     CHECK_EQ(texts[0], texts[1]);
-    CHECK(Contains(texts[0], NameOf(1, processes.pid(1)) + " refused what " +
+    CHECK(Contains(texts[0], NameOf(1, processes.pid(1)) + " rejected the call that " +
                                  NameOf(0, processes.pid(0)) + " is ready for: "));
     CHECK(Contains(texts[0], "all_gather_matmul by ring_exchange"));
     CHECK(Contains(texts[0], "cuMemAllocAsync: CUDA_ERROR_OUT_OF_MEMORY"));
@@ -262,7 +262,8 @@ TEST(ADeviceThatIsNotReadyFailsTheOthersOfItsProcess) {
   CHECK_THROWS(others.Initialize(1), "cuMemAllocAsync: CUDA_ERROR_OUT_OF_MEMORY");
   gpus.Synchronize();
   CHECK_EQ(others.NumNumbers(0), 0);
-  const std::string text = "rank 1 refused what rank 0 is ready for: all_gather_matmul";
+  const std::string text =
+      "rank 1 rejected the call that rank 0 is ready for: all_gather_matmul";
   CHECK_THROWS(others.Initialize(0), text);
   CHECK_THROWS(others.Initialize(1), text);
 }
