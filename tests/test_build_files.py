@@ -24,6 +24,11 @@ def test_cmake_lists_every_source_once():
         assert sorted(listed_in(cmake, "cc")) == sorted(expected)
 
 
+def test_the_engine_s_common_files_include_no_device():
+    for path in (CSRC / "engine").glob("*.*"):
+        assert not re.findall(r'#include "engine/(?:cpu|cuda)/', path.read_text()), path
+
+
 def test_cmake_compiles_every_kernel_once():
     text = (CSRC / "cuda.cmake").read_text()
     compiled = re.findall(r"^jax_ub_kernels\(k\w+Kernels ([\w/]+\.cu)\)$", text, re.M)

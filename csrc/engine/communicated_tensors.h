@@ -3,13 +3,9 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
 #include <vector>
 
 #include "engine/call.h"
-#include "gemm/gemm.h"
-#include "reduce/reduce.h"
-#include "schedule/schedule.h"
 #include "transport/transport.h"
 
 namespace jax_ub {
@@ -58,31 +54,5 @@ struct CommunicatedTensor {
 // `dy` has several, one per `dy_i`.
 std::vector<CommunicatedTensor> CommunicatedTensorsOf(const CallAttributes& attributes,
                                                       const RankCall& call);
-
-// Returns one GEMM per kernel i, or none if `x` has no rows:
-//
-//   y_i[b, row + r] = scale * x[b, r] w_i + bias_i + residual_i[b, row + r]
-//
-// Row r counts through all slices of `x`, concatenated along the rows.
-std::vector<GemmProblem> GatherProducts(const CallAttributes& attributes,
-                                        const RankCall& call,
-                                        std::span<const RowSlice> x,
-                                        int64_t row);
-
-// Returns the GEMM that computes rows [begin, end) of this rank's partial sum over its
-// pairs (x_i, w_i), or none if there are no rows.
-std::vector<GemmProblem> PartialProducts(const CallAttributes& attributes,
-                                         const RankCall& call,
-                                         const Tensor& partial,
-                                         int64_t begin,
-                                         int64_t end);
-
-// Appends this rank's bias and residual to `parts`, the addends of a sum of partial
-// sums, for the rows of batch `b` that start at `row`.
-void AddBiasAndResidual(const CallAttributes& attributes,
-                        const RankCall& call,
-                        int64_t b,
-                        int64_t row,
-                        std::vector<ConstMatrix>& parts);
 
 }  // namespace jax_ub

@@ -4,8 +4,7 @@
 #include <utility>
 
 #include "engine/communicated_tensors.h"
-#include "engine/cpu/cpu_device.h"
-#include "engine/cpu/direct_planner.h"
+#include "engine/gemm_builders.h"
 #include "engine/lane_dependencies.h"
 #include "platform/error.h"
 
@@ -353,8 +352,7 @@ void ExecuteRank(const CallAttributes& at,
           device.Allocate(like.dtype, like.batch, like.rows, like.features);
     }
     ScheduleRun(at, call, communicated, schedule, plan, timeout_s,
-                std::exchange(concurrent_gemms, {}), transport, device, lanes,
-                trace)
+                std::exchange(concurrent_gemms, {}), transport, device, lanes, trace)
         .Run();
     if (gathers_first) local.operands[indices[next++]] = communicated.gathered;
   }

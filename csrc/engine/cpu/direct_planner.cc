@@ -3,270 +3,10 @@
 #include <utility>
 
 #include "engine/communicated_tensors.h"
-#include "engine/segments.h"
 
 namespace jax_ub {
 
 namespace {
-
-using Calls = std::vector<RankCall>;
-
-// Returns one operand of every call as an addend of the result's segments
-// [batch][call].
-AddendView AddendOf(const Calls& calls, size_t index, int64_t batch = 1) {
-  AddendView addend{calls[0].operands[index].dtype, {}};
-  for (int64_t b = 0; b < batch; ++b) {
-    for (const RankCall& call : calls) {
-      const Tensor& tensor = call.operands[index];
-      addend.segments.push_back({tensor.At(b, 0), tensor.features});
-    }
-  }
-  return addend;
-}
-
-// The same for a vector, which is added to every row.
-AddendView BiasOf(const Calls& calls, size_t index, int64_t batch = 1) {
-  AddendView bias{calls[0].operands[index].dtype, {}};
-  for (int64_t b = 0; b < batch; ++b) {
-    for (const RankCall& call : calls) {
-      bias.segments.push_back({call.operands[index].data, 0});
-    }
-  }
-  return bias;
-}
-
-// y_i = gathered x times w_i, for all local ranks at once. The rows of the GEMM come
-// from the shards of all ranks; its columns belong to the local ranks. For P = 4 and
-// one batch:
-//
-//               w[0]   w[1]   w[2]   w[3]      N
-//   x[0]   m  | y[0] | y[1] | y[2] | y[3] |
-//   x[1]   m  |  |   |  |   |  |   |  |   |
-//   x[2]   m  |  |   |  |   |  |   |  |   |    each y[q] is one block of 4 m rows
-//   x[3]   m  |  v   |  v   |  v   |  v   |
-GemmProblem AllGatherMatmul(const CallAttributes& at, const RankCalls& calls, int i) {
-  const Calls& local = calls.local;
-  const Tensor& x = local[0].operands[0];
-  OperandSegments a(x.dtype);
-  a.AddInner(x.features);
-  for (int64_t b = 0; b < x.batch; ++b) {
-    for (const RankCall& call : calls.all) {
-      a.AddOuter(x.rows);
-      a.Append(RowsOf(call.operands[0], b, 0));
-    }
-  }
-  OperandSegments w(x.dtype);
-  ResultSegments y(local[0].results[i].dtype);
-  y.AddRows(x.batch * x.rows * at.num_ranks);
-  w.AddInner(x.features);
-  for (const RankCall& call : local) {
-    const int64_t out = call.results[i].features;
-    w.AddOuter(out);
-    w.Append(KernelOf(call.operands[1 + i], at.rhs_transposed));
-    y.AddColumns(out);
-    y.Append(RowsOf(call.results[i], 0, 0));
-  }
-  GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
-  if (at.has_bias) {
-    problem.addends.push_back(BiasOf(local, 1 + at.num_kernels + i));
-  }
-  if (at.has_residual) {
-    problem.addends.push_back(AddendOf(local, FirstResidual(at) + i));
-  }
-  return problem;
-}
-
-// Builds the operands of the sum of x w over pairs and ranks. The contraction runs over
-// the shards of all ranks, so there are no partial results. K for P = 2 and two pairs:
-//
-//   | x_0[0] w_0[0] | x_1[0] w_1[0] | x_0[1] w_0[1] | x_1[1] w_1[1] |
-void ContractOverRanks(const CallAttributes& at,
-                       const Calls& calls,
-                       OperandSegments& a,
-                       OperandSegments& w) {
-  const int n = at.num_kernels;
-  const Tensor& x = calls[0].operands[0];
-  a.AddOuter(x.batch * x.rows);
-  w.AddOuter(calls[0].results[0].features);
-  for (const RankCall& call : calls) {
-    for (int i = 0; i < n; ++i) {
-      a.AddInner(call.operands[i].features);
-      w.AddInner(call.operands[i].features);
-      a.Append(RowsOf(call.operands[i], 0, 0));
-      w.Append(KernelOf(call.operands[n + i], at.rhs_transposed));
-    }
-  }
-}
-
-// Adds bias and residual of the rank that owns each segment of the result. Segments are
-// [batch][owner] if the result is scattered, otherwise [replica].
-void AddBiasAndResidual(const CallAttributes& at,
-                        const Calls& calls,
-                        GemmProblem& problem) {
-  const size_t residual_at = FirstResidual(at);
-  const bool scattered =
-      InfoOf(at.op).collective == CollectiveKind::kMatmulReduceScatter;
-  const int64_t batch = scattered ? calls[0].results[0].batch : 1;
-  if (at.has_bias) problem.addends.push_back(BiasOf(calls, residual_at - 1, batch));
-  if (at.has_residual) problem.addends.push_back(AddendOf(calls, residual_at, batch));
-}
-
-// Rows [batch][owner][m] of the GEMM are stored in y[owner][batch].
-GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
-  const Tensor& first = calls[0].results[0];
-  OperandSegments a(calls[0].operands[0].dtype);
-  OperandSegments w(calls[0].operands[0].dtype);
-  ContractOverRanks(at, calls, a, w);
-  ResultSegments y(first.dtype);
-  y.AddColumns(first.features);
-  for (int64_t b = 0; b < first.batch; ++b) {
-    for (const RankCall& call : calls) {
-      y.AddRows(first.rows);
-      y.Append(RowsOf(call.results[0], b, 0));
-    }
-  }
-  GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
-  AddBiasAndResidual(at, calls, problem);
-  return problem;
-}
-
-// Every rank gets every row: each is computed once and stored P times.
-GemmProblem MatmulAllReduce(const CallAttributes& at, const Calls& calls) {
-  const Tensor& first = calls[0].results[0];
-  OperandSegments a(calls[0].operands[0].dtype);
-  OperandSegments w(calls[0].operands[0].dtype);
-  ContractOverRanks(at, calls, a, w);
-  ResultSegments y(first.dtype, static_cast<int>(calls.size()));
-  y.AddRows(first.batch * first.rows);
-  y.AddColumns(first.features);
-  for (const RankCall& call : calls) y.Append(RowsOf(call.results[0], 0, 0));
-  GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
-  AddBiasAndResidual(at, calls, problem);
-  return problem;
-}
-
-// Adds the main_grad operand, which follows the dy_i.
-void AddMainGrads(const CallAttributes& at,
-                  const Calls& calls,
-                  int i,
-                  GemmProblem& problem) {
-  if (!at.accumulate) return;
-  problem.addends.push_back(AddendOf(calls, 1 + at.num_kernels + i));
-}
-
-// dw_i[q] = x^T dy_i[q] over all tokens. x is read from all ranks, in segments
-// [batch][rank].
-//
-//          dy[0]   dy[1]   dy[2]   dy[3]      N
-//   x^T  | dw[0] | dw[1] | dw[2] | dw[3] |
-GemmProblem WgradGatherX(const CallAttributes& at, const RankCalls& calls, int i) {
-  const Tensor& x = calls.local[0].operands[0];
-  OperandSegments a(x.dtype);
-  OperandSegments b(x.dtype);
-  ResultSegments dw(calls.local[0].results[i].dtype);
-  a.AddOuter(x.features);
-  dw.AddRows(x.features);
-  for (int64_t batch = 0; batch < x.batch; ++batch) {
-    for (const RankCall& call : calls.all) {
-      a.AddInner(x.rows);
-      b.AddInner(x.rows);
-      a.Append(ColumnsOf(call.operands[0], batch, 0));
-    }
-  }
-  for (const RankCall& call : calls.local) {
-    const Tensor& dy = call.operands[1 + i];
-    b.AddOuter(dy.features);
-    dw.AddColumns(dy.features);
-    dw.Append(RowsOf(call.results[i], 0, 0));
-    for (int64_t batch = 0; batch < x.batch; ++batch) {
-      for (size_t p = 0; p < calls.all.size(); ++p) {
-        b.Append(ColumnsOf(dy, batch, static_cast<int64_t>(p) * x.rows));
-      }
-    }
-  }
-  GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
-  AddMainGrads(at, calls.local, i, problem);
-  return problem;
-}
-
-// dw_i[q] = x[q]^T dy_i over all tokens. dy_i is read from all ranks.
-//
-//            dy
-//   x[0]^T | dw[0] |
-//   x[1]^T | dw[1] |   K
-//   x[2]^T | dw[2] |
-//   x[3]^T | dw[3] |
-GemmProblem WgradGatherDy(const CallAttributes& at, const RankCalls& calls, int i) {
-  const Tensor& dy = calls.local[0].operands[1 + i];
-  OperandSegments a(dy.dtype);
-  OperandSegments b(dy.dtype);
-  ResultSegments dw(calls.local[0].results[i].dtype);
-  b.AddOuter(dy.features);
-  dw.AddColumns(dy.features);
-  for (int64_t batch = 0; batch < dy.batch; ++batch) {
-    for (const RankCall& call : calls.all) {
-      a.AddInner(dy.rows);
-      b.AddInner(dy.rows);
-      b.Append(ColumnsOf(call.operands[1 + i], batch, 0));
-    }
-  }
-  for (const RankCall& call : calls.local) {
-    const Tensor& x = call.operands[0];
-    a.AddOuter(x.features);
-    dw.AddRows(x.features);
-    dw.Append(RowsOf(call.results[i], 0, 0));
-    for (int64_t batch = 0; batch < dy.batch; ++batch) {
-      for (size_t p = 0; p < calls.all.size(); ++p) {
-        a.Append(ColumnsOf(x, batch, static_cast<int64_t>(p) * dy.rows));
-      }
-    }
-  }
-  GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
-  AddMainGrads(at, calls.local, i, problem);
-  return problem;
-}
-
-// dw_i = x^T dy_i of one rank, without communication.
-GemmProblem Wgrad(const CallAttributes& at, const RankCall& call, int i) {
-  const Tensor& x = call.operands[0];
-  const Tensor& dy = call.operands[1 + i];
-  OperandSegments a(x.dtype);
-  OperandSegments b(x.dtype);
-  ResultSegments dw(call.results[i].dtype);
-  a.AddOuter(x.features);
-  a.AddInner(x.batch * x.rows);
-  a.Append(ColumnsOf(x, 0, 0));
-  b.AddOuter(dy.features);
-  b.AddInner(x.batch * x.rows);
-  b.Append(ColumnsOf(dy, 0, 0));
-  dw.AddRows(x.features);
-  dw.AddColumns(dy.features);
-  dw.Append(RowsOf(call.results[i], 0, 0));
-  GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
-  AddMainGrads(at, {call}, i, problem);
-  return problem;
-}
-
-// dx = sum of dy_i w_i^T of one rank, without communication; w_i [K, N_i].
-GemmProblem Dgrad(const CallAttributes& at, const RankCall& call) {
-  const int n = at.num_kernels;
-  const Tensor& dx = call.results[0];
-  OperandSegments a(call.operands[0].dtype);
-  OperandSegments w(call.operands[0].dtype);
-  ResultSegments c(dx.dtype);
-  a.AddOuter(dx.batch * dx.rows);
-  w.AddOuter(dx.features);
-  for (int i = 0; i < n; ++i) {
-    a.AddInner(call.operands[i].features);
-    w.AddInner(call.operands[i].features);
-    a.Append(RowsOf(call.operands[i], 0, 0));
-    w.Append(KernelOf(call.operands[n + i], /*transposed=*/true));
-  }
-  c.AddRows(dx.batch * dx.rows);
-  c.AddColumns(dx.features);
-  c.Append(RowsOf(dx, 0, 0));
-  return Problem(at.scale, std::move(a), std::move(w), std::move(c));
-}
 
 void AddGather(const RankCalls& calls, size_t operand, size_t result, WorkList& work) {
   const Tensor& shard = calls.local[0].operands[operand];
@@ -307,17 +47,6 @@ void AddReduceToAll(const RankCalls& calls, WorkList& work) {
   work.Add(sum);
 }
 
-void AddProducts(const CallAttributes& at,
-                 const Calls& calls,
-                 const Workers& workers,
-                 WorkList& work) {
-  for (const RankCall& call : calls) {
-    for (GemmProblem& problem : LocalProducts(at, call)) {
-      work.Add(std::move(problem), workers);
-    }
-  }
-}
-
 // Adds the communication of the operand that no GEMM reads, or the gathered copy of the
 // operand that one does.
 void AddCommunication(const CallAttributes& at,
@@ -331,16 +60,10 @@ void AddCommunication(const CallAttributes& at,
   AddScatter(calls, operand, result, work);
 }
 
-void AddWgrads(const CallAttributes& at,
-               const RankCalls& calls,
-               const Workers& workers,
-               WorkList& work) {
-  if (at.gather == Gather::kNone) return AddProducts(at, calls.local, workers, work);
-  for (int i = 0; i < at.num_kernels; ++i) {
-    work.Add(at.gather == Gather::kX ? WgradGatherX(at, calls, i)
-                                     : WgradGatherDy(at, calls, i),
-             workers);
-  }
+void AddProducts(std::vector<GemmProblem> products,
+                 const Workers& workers,
+                 WorkList& work) {
+  for (GemmProblem& product : products) work.Add(std::move(product), workers);
 }
 
 }  // namespace
@@ -350,30 +73,7 @@ WorkList PlanDirect(const CallAttributes& at,
                     const Workers& workers) {
   const OpInfo& info = InfoOf(at.op);
   WorkList work;
-  switch (info.gemm) {
-    case GemmKind::kNone:
-      break;
-    case GemmKind::kGatheredRows:
-      for (int i = 0; i < at.num_kernels; ++i) {
-        work.Add(AllGatherMatmul(at, calls, i), workers);
-      }
-      break;
-    case GemmKind::kPairSum:
-      if (info.communicated == Communicated::kNothing) {
-        AddProducts(at, calls.local, workers, work);
-      } else {
-        work.Add(IsAllReduce(info.collective) ? MatmulAllReduce(at, calls.local)
-                                              : MatmulReduceScatter(at, calls.local),
-                 workers);
-      }
-      break;
-    case GemmKind::kWgrad:
-      AddWgrads(at, calls, workers, work);
-      break;
-    case GemmKind::kDgrad:
-      AddProducts(at, calls.local, workers, work);
-      break;
-  }
+  AddProducts(DirectProducts(at, calls), workers, work);
   if (info.communicated == Communicated::kSeparateOperand ||
       (info.communicated == Communicated::kFirstOperand && at.return_gathered)) {
     AddCommunication(at, calls, work);
@@ -381,30 +81,12 @@ WorkList PlanDirect(const CallAttributes& at,
   return work;
 }
 
-std::vector<GemmProblem> LocalProducts(const CallAttributes& at, const RankCall& call) {
-  std::vector<GemmProblem> products;
-  switch (InfoOf(at.op).gemm) {
-    case GemmKind::kNone:
-    case GemmKind::kGatheredRows:
-      break;
-    case GemmKind::kPairSum:
-      products.push_back(MatmulAllReduce(at, {call}));
-      break;
-    case GemmKind::kWgrad:
-      for (int i = 0; i < at.num_kernels; ++i) products.push_back(Wgrad(at, call, i));
-      break;
-    case GemmKind::kDgrad:
-      products.push_back(Dgrad(at, call));
-      break;
-  }
-  return products;
-}
-
 WorkList PlanProducts(const CallAttributes& at,
-                      const Calls& calls,
+                      const std::vector<RankCall>& calls,
                       const Workers& workers) {
   WorkList work;
-  AddProducts(at, calls, workers, work);
+  for (const RankCall& call : calls)
+    AddProducts(LocalProducts(at, call), workers, work);
   return work;
 }
 
@@ -412,15 +94,6 @@ WorkList PlanCommunication(const CallAttributes& at, const RankCalls& calls) {
   WorkList work;
   AddCommunication(at, calls, work);
   return work;
-}
-
-GemmProblem PartialProduct(const CallAttributes& at,
-                           const Calls& calls,
-                           ResultSegments to) {
-  OperandSegments a(calls[0].operands[0].dtype);
-  OperandSegments w(calls[0].operands[0].dtype);
-  ContractOverRanks(at, calls, a, w);
-  return Problem(at.scale, std::move(a), std::move(w), std::move(to));
 }
 
 }  // namespace jax_ub

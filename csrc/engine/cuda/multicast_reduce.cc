@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/communicated_tensors.h"
+#include "engine/gemm_builders.h"
 #include "engine/lane_dependencies.h"
 
 namespace jax_ub {

@@ -296,7 +296,8 @@ TEST(SlotsThatDoNotFitAreRefused) {
         communicator->AddressSlots(3, 32 * 1024),
         "jax_ub.tp: 3 slots of 32768 bytes do not fit into a heap of 65536 bytes "
         "with 4096 flags: give initialize_ub a larger shape");
-    CHECK_THROWS(communicator->AddressSlots(4097, 1), "4097 slots of 1 bytes do not fit");
+    CHECK_THROWS(communicator->AddressSlots(4097, 1),
+                 "4097 slots of 1 bytes do not fit");
   }
   CHECK_EQ(machine.Complaints(), "");
 }

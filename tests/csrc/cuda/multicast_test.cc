@@ -61,7 +61,8 @@ int NumWrongSums(const std::shared_ptr<CudaCommunicator>& communicator,
     const Rank& own = ranks[n];
     const ScopedContext scoped(driver, own.context.get());
     CudaSlots slots(rank, communicator->addresses(rank), communicator->error(rank),
-                    {communicator->NumberOf({label, {}})}, communicator->AddressSlots(1, 8192),
+                    {communicator->NumberOf({label, {}})},
+                    communicator->AddressSlots(1, 8192),
                     {.driver = &driver,
                      .flags = own.flags.get(),
                      .stream = own.stream->get(),
