@@ -1,4 +1,4 @@
-"""Trains on a mesh of several hosts: tensor parallel inside, data parallel between.
+"""Trains on several hosts: tensor parallelism inside a host, data parallelism between.
 
     srun python examples/multihost.py                                 # under Slurm
     python -m jax_ub launch -n 4 --hosts 2 examples/multihost.py      # on one machine
@@ -41,12 +41,16 @@ def parse_flags() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--coordinator", metavar="HOST:PORT", help="of process 0; not under Slurm")
+    add(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="address of process 0; not under Slurm",
+    )
     add("--num-processes", type=int, help="not under Slurm")
     add("--process-id", type=int, help="not under Slurm")
     add("--tp", type=int, help="devices that share a model; default: all of a host")
     add("--steps", type=int, default=20)
-    add("--batch", type=int, default=4, help="sequences of a step on each replica")
+    add("--batch", type=int, default=4, help="sequences per step and replica")
     add("--seq-len", type=int, default=128)
     add("--d-model", type=int, default=128)
     add("--layers", type=int, default=2)

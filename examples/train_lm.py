@@ -3,8 +3,8 @@
     python examples/train_lm.py
     python -m jax_ub launch -n 4 examples/train_lm.py --distributed
 
-The text is Python's own standard library. Every linear layer's GEMM and communication
-is one XLA FFI call, forward and backward. A twin with XLA's own collectives is trained
+The text is Python's standard library. Every linear layer's GEMM and communication
+is one XLA FFI call, forward and backward. A copy with XLA's collectives is trained
 from the same parameters on the same text; at the end, a plot compares the two.
 examples/README.md explains the flags and the code in `lm`.
 """
@@ -35,35 +35,35 @@ def parse_flags() -> argparse.Namespace:
     add(
         "--distributed",
         action="store_true",
-        help="the devices lie in several processes; docs/processes.md starts them",
+        help="use the devices of several processes, see docs/processes.md",
     )
     add("--method", choices=METHODS, default="auto", help="how linear layers overlap")
     add("--steps", type=int, default=100)
     add("--dtype", choices=("bf16", "f16", "f32"), default="bf16")
-    add("--batch", type=int, default=4, help="sequences in a step")
-    add("--microbatches", type=int, default=1, help="parts that a batch is taken in")
-    add("--seq-len", type=int, default=256, help="bytes in a sequence")
+    add("--batch", type=int, default=4, help="sequences per step")
+    add("--microbatches", type=int, default=1, help="number of microbatches of a step")
+    add("--seq-len", type=int, default=256, help="bytes per sequence")
     add("--d-model", type=int, default=256)
     add("--d-ff", type=int, default=768)
     add("--layers", type=int, default=4)
     add("--heads", type=int, default=4)
-    add("--learning-rate", type=float, default=3e-3, help="its highest value")
-    add("--seed", type=int, default=0, help="of parameters and batches")
+    add("--learning-rate", type=float, default=3e-3, help="peak learning rate")
+    add("--seed", type=int, default=0, help="seed of parameters and batches")
     add(
         "--compare",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="train a twin with --method xla in turns with this model",
+        help="also train a copy of the model with --method xla, in alternating steps",
     )
     add(
         "--time-linear-every",
         type=int,
         default=20,
         metavar="STEPS",
-        help="how often the linear layers of a step are run, and timed, by themselves",
+        help="how often to time the linear layers of a step separately",
     )
-    add("--plot", default="runs/train_lm.png", help="where the final plot goes")
-    add("--checkpoint-dir", help="where checkpoints go; without it there are none")
+    add("--plot", default="runs/train_lm.png", help="path of the final plot")
+    add("--checkpoint-dir", help="directory of checkpoints; None saves none")
     add("--checkpoint-every", type=int, default=100, metavar="STEPS")
     add(
         "--resume",
@@ -71,7 +71,7 @@ def parse_flags() -> argparse.Namespace:
         nargs="?",
         const=-1,
         metavar="STEP",
-        help="go on from this checkpoint, or from the latest; --tp and --dp may differ",
+        help="resume from this checkpoint, or the latest; --tp and --dp may differ",
     )
     flags = parser.parse_args()
     check(flags, parser)

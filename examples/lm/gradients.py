@@ -57,7 +57,7 @@ def assemble(graph: nnx.GraphDef, params: nnx.State, dtype: jnp.dtype) -> Langua
     """Builds the model for calls without gradients."""
     kernels, others = _promoted(params)
     rounded = jax.tree.map(lambda kernel: kernel.astype(dtype), kernels)
-    # main_grads are only used in gradients, so any arrays of the right shape will do.
+    # main_grads are only used in gradients, so any arrays of the same shapes work.
     return _merge(graph, rounded, kernels, others)
 
 

@@ -39,6 +39,6 @@ class History:
 
 
 def speedup(history: History, twin: History) -> np.ndarray:
-    """Returns quartiles of the speed-up over the twin, from pairs of steps."""
+    """Returns quartiles of the speedup over the XLA run, from pairs of steps."""
     ratios = np.divide(twin.warm_steps_s, history.warm_steps_s)
     return np.percentile(ratios, (25, 50, 75))

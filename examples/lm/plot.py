@@ -16,7 +16,7 @@ def plot(path: pathlib.Path, histories: list[History], entropy: float) -> None:
 
     Args:
         path: path of the PNG.
-        histories: history of the run, and of its twin if there is one.
+        histories: history of the run, and of the XLA run if there is one.
         entropy: entropy of the byte frequencies in nats.
     """
     matplotlib.use("agg")

@@ -1,4 +1,4 @@
-"""Trains the model and a twin with XLA's own collectives, and compares them."""
+"""Trains the model and a copy with XLA's collectives, and compares them."""
 
 import argparse
 import dataclasses
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     with bar:
         for step in bar:
             data = batch(text.train, shape, (args.seed, step))
-            # The order of the twins alternates, so that noise affects both equally.
+            # The order of the runs alternates, so that noise affects both equally.
             turns = runs if step % 2 else runs[::-1]
             for each in turns:
                 each.step(step, data)
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> None:
 def start(
     args: argparse.Namespace, sizes: Sizes, checkpoints: Checkpoints | None
 ) -> tuple[int, list[Run]]:
-    """Creates the run and its twin with the same initial or restored state."""
+    """Creates the run and its copy with the same initial or restored state."""
     mesh = make_mesh(args.dp, args.tp)
     # Capacity: a call communicates at most the tokens of a replica's microbatch.
     num_tokens = args.batch // args.microbatches // args.dp * args.seq_len
@@ -137,7 +137,7 @@ def start(
         say(f"resumed after step {first}, at tp={args.tp}, dp={args.dp}")
     else:
         state = trainers[0].init(jax.random.key(args.seed))
-    # A step donates its state, so each twin needs a separate copy.
+    # A step donates its state, so each run needs a separate copy.
     return first, [
         Run(
             trainer,
