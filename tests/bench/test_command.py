@@ -45,6 +45,7 @@ def test_variants_selects_the_variants_of_the_gemm(tmp_path):
     assert names == {"tn+add", "nn"}
 
 
+@pytest.mark.slow
 def test_thread_counts_are_compared_with_the_first(tmp_path, capsys):
     before = cpu_engine.load().num_threads()
     asked = ("--ops", "latency,small,dgrad_add", "--dtypes", "f32", "--devices", "2")

@@ -44,6 +44,8 @@ import json
 import jax
 from jax_ub._src.tools.bench.processes import JobBench, run_part
 
+pytestmark = pytest.mark.slow
+
 forward = JobBench.forward
 
 def forward_or_fail(bench, *case):

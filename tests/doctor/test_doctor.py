@@ -135,6 +135,7 @@ def test_named_overlaps_and_their_methods_are_listed():
     assert ub.is_ub_initialized("tp")
 
 
+@pytest.mark.slow
 def test_several_processes_compute_together(capfd):
     arguments = ["--processes", "2", "--devices-per-process", "2", "--json"]
     assert main(["doctor", *arguments]) == 0
@@ -147,6 +148,7 @@ def test_several_processes_compute_together(capfd):
     assert not any(name.startswith("process 1: ") for name in found)
 
 
+@pytest.mark.slow
 def test_failed_processes_are_a_fault(monkeypatch, capfd):
     monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
     assert main(["doctor", "--processes", "2"]) == 1

@@ -4,10 +4,13 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = {"tp": 2, "steps": 11, "tokens": 32, "width": 32, "head-dim": 8, "layers": 1}
 
 
+@pytest.mark.slow
 def test_both_copies_learn_alike_and_the_plan_is_shown():
     program = ROOT / "examples/fusible_ops.py"
     done = subprocess.run(

@@ -90,6 +90,7 @@ def test_tasks_of_a_slurm_step_find_each_other():
     assert "loss" not in second
 
 
+@pytest.mark.slow
 def test_devices_that_cannot_be_grouped_are_refused():
     done = launch("-n", 1, "--devices-per-process", 3, *SMALL, "--tp", 2)
     assert done.returncode == 1

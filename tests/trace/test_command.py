@@ -100,6 +100,7 @@ def test_exit_status_of_a_script_equals_that_of_python(
     assert capsys.readouterr().err == text
 
 
+@pytest.mark.slow
 def test_processes_of_a_script_have_the_requested_devices(tmp_path, capfd):
     script = tmp_path / "script.py"
     script.write_text(
@@ -129,6 +130,7 @@ def test_unknown_option_shows_the_usage_of_the_command(capsys):
     assert "unrecognized arguments: --bogus" in text
 
 
+@pytest.mark.slow
 def test_traces_of_two_processes_are_merged_on_one_clock(tmp_path, capfd):
     path = tmp_path / "found.json"
     arguments = ["--processes", "2", "--op", "matmul_reduce_scatter", *TINY]
@@ -199,6 +201,7 @@ def test_failed_processes_are_an_error(monkeypatch, capsys):
     assert "the processes failed with exit status 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_script_in_several_processes_must_initialize_jax_distributed(tmp_path, capfd):
     script = tmp_path / "script.py"
     script.write_text("")
