@@ -371,7 +371,7 @@ def test_a_lone_collective_runs_by_its_method(method):
 def test_bulk_is_refused_for_a_call_that_multiplies_what_it_communicates(
     layer, monkeypatch
 ):
-    message = 'method = "bulk" communicates beside .* Use "ring_exchange".*ub_cfgs='
+    message = 'method = "bulk" communicates during .* Use "ring_exchange".*ub_cfgs='
     with pytest.raises(ub.errors.UnsupportedOverlapError, match=message):
         lowered(layer(method="bulk"), 0)
     monkeypatch.setenv("JAX_UB_METHOD", "bulk")
@@ -380,7 +380,7 @@ def test_bulk_is_refused_for_a_call_that_multiplies_what_it_communicates(
 
 
 def test_bulk_is_refused_for_an_operation_whatever_passes_it_to():
-    error, match = ub.errors.UnsupportedOverlapError, '"bulk" communicates beside'
+    error, match = ub.errors.UnsupportedOverlapError, '"bulk" communicates during'
     with pytest.raises(error, match=match):
         ops.BasicLinear(8, 8, tensor_parallel_mode="column", method="bulk")
     with pytest.raises(error, match=r'userbuffers_options\["method"\] = "bulk"'):

@@ -183,8 +183,8 @@ TEST(AResultWhereAnOperandLiesIsRefused) {
   call.results[0].data = call.operands[0].data;
   CHECK_THROWS(calls.Execute(0),
                "result 0 overlaps operand 0: XLA updates a slice of an array in "
-               "place with what is computed from it. "
-               "XLA_FLAGS=--xla_gpu_enable_dynamic_slice_fusion=false keeps");
+               "place with a result that is computed from it. "
+               "XLA_FLAGS=--xla_gpu_enable_dynamic_slice_fusion=false gives");
   call.results[0].data = call.operands[2].data + 2;
   CHECK_THROWS(calls.Execute(0), "result 0 overlaps operand 2");
   call.results[0] = result;

@@ -338,10 +338,10 @@ def test_calls_that_do_not_overlap_are_rejected(function, shapes):
     assert "UnsupportedOverlapError: Userbuffers" in text
     assert "sequence_parallel = False, but only all-gathers and" in text
     text = refused(function, *shapes, mode="colunm")
-    assert "tensor_parallel_mode = 'colunm' does not shard" in text
+    assert "tensor_parallel_mode = 'colunm' is not" in text
     assert "Did you mean 'column'?" in text
     text = refused(function, *shapes, mode=None)
-    assert "tensor_parallel_mode = None does not shard" in text
+    assert "tensor_parallel_mode = None is not" in text
     text = refused(function, *shapes, dtype="int32")
     assert "(ub_name 'qkv'): dtype = int32, but the op computes in float32" in text
     text = refused(function, *shapes, method="rings")
