@@ -1,4 +1,4 @@
-"""Values that no argument expects, and the judgement of what a call does with them."""
+"""Invalid argument values, and checks of how a call rejects them."""
 
 import collections
 import dataclasses
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_ub._src.methods import Method
 from jax_ub.errors import UbError
 
-# A text of an error that is longer shows a value without a limit.
+# A longer error text means that a value was printed without a limit.
 LONGEST_TEXT = 4000
 
 
@@ -98,11 +98,11 @@ def deleted():
 
 
 def tracer(*shape, dtype="float32"):
-    """An array that the surrounding trace computes, if there is one."""
+    """Returns a computed array: a tracer if the call is traced."""
     return jnp.cos(jnp.zeros(shape, "float32")).astype(dtype)
 
 
-# Made anew for each call, inside the trace, by name.
+# By name; created inside the trace for each call.
 VALUES: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
     "True": lambda: True,
@@ -217,15 +217,15 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A function of the library, valid arguments of it, and how to call it.
+    """A function of the library, valid arguments, and how to call it.
 
     Attributes:
-        valid: makes valid arguments by name.
-        run: calls the function with what its argument makes, which is called where the
-            function is, such as inside `jax.shard_map`.
-        names: arguments beyond the valid ones that may be given.
-        values: what may be put in their places.
-        fixed: valid arguments that stay as they are.
+        valid: returns valid arguments by name.
+        run: calls the function. Its argument returns the arguments, and is called at
+            the same place as the function, such as inside `jax.shard_map`.
+        names: further arguments that the function accepts.
+        values: the bad values to try.
+        fixed: valid arguments that are not changed.
     """
 
     valid: Callable[[], dict[str, Any]]
@@ -238,12 +238,12 @@ class Target:
 
     @property
     def arguments(self) -> list[str]:
-        """What can be changed."""
+        """Returns the names of the arguments that can be changed."""
         return sorted({*self.valid(), *self.names} - {*self.fixed})
 
 
 def random_changes(target: Target, seed: str) -> list[tuple[str, str]]:
-    """Chooses one or two arguments, or parts of them, and bad values for them."""
+    """Draws one or two arguments, or parts of them, and bad values for them."""
     draw = random.Random(seed)
     arguments = target.arguments
     chosen = draw.sample(arguments, min(len(arguments), draw.choice((1, 1, 2))))
@@ -254,7 +254,7 @@ def run(target: Target, changes: Sequence[tuple[str, str]], seed: str) -> None:
     """Calls a target with changed arguments.
 
     Raises:
-        AssertionError: if it ends in an exception that is not the library's.
+        AssertionError: if the call raises an exception that is not the library's.
     """
 
     def make():
@@ -282,7 +282,7 @@ def run(target: Target, changes: Sequence[tuple[str, str]], seed: str) -> None:
 
 
 def _changed(draw, before, make):
-    """Puts a bad value in the place of an argument, or of a part of it."""
+    """Replaces an argument, or a part of it, by a bad value."""
     if isinstance(before, dict) and before and draw.random() < 0.8:
         key = draw.choice(list(before))
         return {**before, key: _changed(draw, before[key], make)}
@@ -293,18 +293,18 @@ def _changed(draw, before, make):
     return make()
 
 
-# Python's own words for a call that does not fit a signature.
+# Python's error texts for a call that does not match a signature.
 _SIGNATURE = re.compile(
     r"\(\) (got an unexpected keyword argument|missing \d+ required|takes )"
 )
 
 
 def _is_allowed(error, has_functions) -> bool:
-    """Whether an error of another type is right.
+    """Returns whether an exception that is not the library's is correct.
 
-    It is Python's own, of the call of the public function itself or of a function that
-    the caller passed and that does not take the arguments; or Flax's, which rejects an
-    attribute of a linen module before a line of jax_ub runs.
+    Python raises one if the arguments do not match the signature of the public function
+    or of a function that the caller passed. Flax raises one if it rejects an attribute
+    of a linen module before jax_ub runs.
     """
     frames = [f.filename for f in traceback.extract_tb(error.__traceback__)]
     is_ours = any("/jax_ub/" in filename for filename in frames)

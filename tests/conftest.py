@@ -1,6 +1,6 @@
 """Sixteen CPU devices for every test, and enough threads to launch programs on them.
 
-In several processes (`layouts.py`) the launcher says how many devices each has.
+In several processes (`layouts.py`), the launcher sets the number of devices of each.
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 
 # jaxlib deadlocks with more launches in flight than its pool has threads (docs: NPROC).
 os.environ.setdefault("NPROC", "32")
-# Compiling takes most of the tests' time. CI runs them at XLA's own level as well.
+# Compiling takes most of the tests' time. CI also runs them at XLA's default level.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
@@ -37,7 +37,7 @@ def nothing_stays_initialized():
 
 @pytest.fixture
 def fp8_buffers(monkeypatch):
-    """Lets `initialize_ub` make overlaps of FP8 operands, which no call can use yet."""
+    """Lets `initialize_ub` create FP8 overlaps, which no call can use yet."""
     monkeypatch.setattr(initialize_args, "reject_fp8", lambda given, fix: None)
 
 
@@ -46,18 +46,18 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 def pytest_unconfigure(config):
-    # A process that failed would wait for the others, to end all at once, and they for
-    # it. All has been reported here.
+    # At exit, a failed process waits for the others, and the others wait for
+    # it. All results have been reported at this point.
     if layouts.LAYOUT is not None and (status := config.stash.get(STATUS, 0)):
         sys.stdout.flush()
         os._exit(int(status))
 
 
 def pytest_collection_modifyitems(items):
-    """Takes the part of the tests that `layouts.PART` asks for, in every process."""
+    """Selects the same part of the tests in every process, `layouts.PART`."""
     if layouts.PART is None:
         return
     part, num_parts = map(int, layouts.PART.split("/"))
-    # Shuffled, so that no parameter falls into one part only.
+    # Shuffled, so that every part has tests with every parameter.
     order = random.Random(0).sample(range(len(items)), len(items))
     items[:] = [items[i] for i in sorted(order[part::num_parts])]

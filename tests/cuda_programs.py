@@ -1,4 +1,4 @@
-"""Programs that are lowered for CUDA where there is no GPU, and what stands in them."""
+"""Lowers programs for CUDA without a GPU, and reads the lowered text."""
 
 import collections
 import re
@@ -12,7 +12,7 @@ WORKSPACE_BYTES = 4096
 
 
 class StandIn(types.SimpleNamespace):
-    """A `jax_ub._cuda` that runs nothing: it knows a size, and notes who asked."""
+    """A fake `jax_ub._cuda` that returns a workspace size and records its calls."""
 
     def __init__(self, **attributes):
         super().__init__(
@@ -28,12 +28,12 @@ class StandIn(types.SimpleNamespace):
 
 
 def cuda_text(function, *operands) -> str:
-    """The program of a jitted function, as it is lowered for CUDA."""
+    """Returns the text of a jitted function that is lowered for CUDA."""
     return function.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def exported_cuda_text(function, *operands) -> str:
-    """The same, lowered to be exported."""
+    """Returns the text of a jitted function that is exported for CUDA."""
     export = jax.export.export(
         function, platforms=["cuda"], disabled_checks=ub.export_safety_checks
     )
@@ -41,28 +41,28 @@ def exported_cuda_text(function, *operands) -> str:
 
 
 def custom_calls(text: str) -> list[tuple[str, str]]:
-    """Name, without its "jax_ub$", and the rest of the line of each of our calls."""
+    """Returns op name and remaining line of each custom call of jax_ub."""
     return re.findall(r"stablehlo\.custom_call @jax_ub\$(\w+)(.*)", text)
 
 
 def called(text: str) -> collections.Counter:
-    """How often each of our targets is called."""
+    """Counts the custom calls of each target of jax_ub."""
     return collections.Counter(name for name, _ in custom_calls(text))
 
 
 def attribute(call: str, name: str) -> int | str:
-    """The value of an attribute of a call."""
+    """Returns the value of an attribute of a custom call."""
     found = re.search(rf'\b{name} = (?:(-?\d+) : i64|"([^"]*)")', call)
     assert found, f"{name} is none of the attributes of {call}"
     return int(found[1]) if found[1] is not None else found[2]
 
 
 def collectives(text: str) -> collections.Counter:
-    """How often XLA's own collectives occur."""
+    """Counts XLA's collectives."""
     names = "all_gather|all_reduce|reduce_scatter|all_to_all|collective_permute"
     return collections.Counter(re.findall(rf"stablehlo\.({names})\b", text))
 
 
 def shape(*sizes, dtype="float32"):
-    """An array that is only traced."""
+    """Returns shape and dtype of an array that is only traced."""
     return jax.ShapeDtypeStruct(sizes, dtype)

@@ -1,4 +1,4 @@
-"""Programs that jax.export stored in tests/exported, and what they compute.
+"""The programs in tests/exported, which jax.export stored, and their results.
 
 The files are never overwritten: they show that programs which users exported with an
 earlier version still run. They were written by jax_ub at commit ef1680a, before the
@@ -45,7 +45,7 @@ TARGETS = (
 
 
 def forward(x, up, gate, down, out, bias):
-    """A gated MLP, by a different method for each call."""
+    """Computes a gated MLP, with a different method for each call."""
     (a, b), gathered = ub.all_gather_matmul(
         x, (up, gate), axis_name="tp", method="ring_exchange", return_gathered=True
     )
@@ -65,7 +65,7 @@ def plain_forward(x, up, gate, down, out, bias):
 def train_step(params, main_grad, x, dy):
     """Returns the loss, the updated parameters and the gradient sum of `proj`.
 
-    Its gradients overlap in bulk, in the GEMM and not at all.
+    The backward passes overlap by "bulk", by fused calls and not at all.
     """
     up = linen.Linear(N, parallel="column", ub_bulk_dgrad=True, ub_bulk_wgrad=True)
     local = ops.Sequential(ops.AllGather(), ops.BasicLinear(K, K), ops.ReduceScatter())
@@ -112,12 +112,12 @@ def plain_train_step(params, main_grad, x, dy):
 
     value, grads = jax.value_and_grad(loss)(params)
     main_grad = main_grad + grads["proj"]
-    grads["proj"] = jnp.zeros_like(main_grad)  # the gradient is in main_grad
+    grads["proj"] = jnp.zeros_like(main_grad)  # main_grad has the gradient
     return value, jax.tree.map(lambda p, g: p - g / 2, params, grads), main_grad
 
 
 def operands(name: str) -> tuple:
-    """Global operands of a program: integers, so that its results are exact."""
+    """Returns global operands of integers, for which all results are exact."""
     x, square = small_integers(0, (M, K)), small_integers(4, (K, K))
     up, down = small_integers(1, (K, N)), small_integers(2, (N, K))
     if name == "forward":

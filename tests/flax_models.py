@@ -11,7 +11,7 @@ TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def mesh_of(dp: int, tp: int, types: str = "auto") -> Mesh:
-    """The first devices on the axes "dp" and "tp"."""
+    """Returns a mesh of the first devices with the axes "dp" and "tp"."""
     devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
     return Mesh(devices, ("dp", "tp"), axis_types=(TYPES[types],) * 2)
 
@@ -28,7 +28,7 @@ class Block(nnx.Module):
 
 
 def plain_block(rngs=None) -> Block:
-    """A block of Flax's own layers, which know nothing of meshes."""
+    """A block of Flax's layers, without a mesh."""
     return Block(
         lambda rngs: nnx.Linear(16, 32, rngs=rngs),
         lambda rngs: nnx.Linear(32, 16, rngs=rngs),
@@ -37,12 +37,12 @@ def plain_block(rngs=None) -> Block:
 
 
 def loss(model, x):
-    """A loss whose gradient differs at every element."""
+    """Computes a loss whose gradient differs for every element."""
     return jnp.sum(jnp.sin(model(x)))
 
 
 def assert_learns_as(model, x, found, **tolerances):
-    """Asks for the loss and the gradients that a model has without a mesh."""
+    """Asserts that loss and gradients equal those of the model without a mesh."""
     value, gradients = nnx.value_and_grad(loss)(model, x)
     assert_trees_close(found[0], value, rtol=1e-4)
     actual, expected = map(nnx.to_pure_dict, (found[1], gradients))
@@ -57,7 +57,7 @@ def away_from_initial(variables):
 
 
 def linen_specs(variables):
-    """The layouts of linen's variables, by the names of their layers."""
+    """Returns the specs of linen variables by layer name."""
     of_kernel = {"row": P("tp"), "column": P(None, "tp")}
     of_bias = {"row": P(), "column": P("tp")}
     kinds = {"out": "row", "fc2": "row"}
@@ -71,7 +71,7 @@ def linen_specs(variables):
 
 
 def assert_trees_close(actual, expected, rtol=2e-5, atol=2e-5):
-    """Asks two trees for the same paths and shapes, and close values."""
+    """Asserts that two trees have the same paths and shapes, and close values."""
     actual, expected = (dict(_by_path(tree)) for tree in (actual, expected))
     assert actual.keys() == expected.keys()
     for path in expected:

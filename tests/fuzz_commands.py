@@ -1,4 +1,4 @@
-"""What the fuzz test gives to commands, files and environment variables."""
+"""Targets of the fuzz test: commands, files and environment variables."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ import jax_ub as ub
 from jax_ub import __main__
 from jax_ub._src.runtime import settings, tuned_tables
 
-# What a command line, an environment variable or a file may contain.
+# Texts for command lines, environment variables and files.
 TEXTS = {
     text: (lambda text=text: text)
     for text in (
@@ -69,7 +69,7 @@ _MORE = {
 
 
 def _command(name):
-    """A command that ends before it measures: an option that is valid is missing."""
+    """A command that exits before it measures, since a required option is missing."""
 
     def run(arguments):
         given = arguments()
@@ -94,7 +94,7 @@ def _command(name):
         assert status == 0 or text or out.getvalue()
         assert "Traceback" not in text
 
-    # What would start processes or measure is tried with what is refused only.
+    # Commands that start processes or measure are tried with invalid options only.
     fixed = ("--output",) if name == "tune" else ("--ops",) if name == "bench" else ()
     return Target(
         lambda: dict(_OPTIONS[name]), run, _MORE.get(name, ()), TEXTS, fixed=fixed
@@ -118,7 +118,7 @@ def _with_tuned_file(arguments):
     try:
         text = json.dumps(arguments()["document"])
     except (TypeError, ValueError, RecursionError):
-        return  # no JSON document
+        return  # not a JSON document
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "tuned.json")
         path.write_text(text)

@@ -1,4 +1,4 @@
-"""What the fuzz test calls of fused operations, lists of operations and registries."""
+"""Targets of the fuzz test: fused operations, lists of operations, registries."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What the fuzz test calls: every public function, layer, operation and command."""
+"""Targets of the fuzz test: all public functions, layers, operations, commands."""
 
 import contextlib
 import dataclasses
@@ -39,7 +39,7 @@ def traced(function, make):
 
 
 def differentiated(function, make):
-    """The same with a gradient of every operand, where that is one."""
+    """Traces a call and the gradients of its operands, if it is differentiable."""
 
     def local():
         arguments = make()
@@ -62,7 +62,7 @@ def differentiated(function, make):
 
 
 def optional(function) -> list[str]:
-    """The keywords of a function that have a default."""
+    """Returns the keyword arguments of a function that have a default."""
     parameters = inspect.signature(function).parameters.values()
     return [one.name for one in parameters if one.default is not one.empty]
 
@@ -115,7 +115,7 @@ PER_DEVICE = {
 
 
 def _layer(make, valid, names=(), call=None):
-    """A layer that is made and called, in global arrays on the mesh."""
+    """A layer that is created and called with global arrays on the mesh."""
 
     def run(arguments):
         def whole():
@@ -160,7 +160,7 @@ def nnx_layers():
     shared = [
         *jax_ub._src.flax.options.LinearOptions.__annotations__,
         *("ub_name", "parallel", "kernel_metadata", "preferred_element_type"),
-        "num_heads",  # what a layer passes on is not for the caller to give again
+        "num_heads",  # the layer passes these itself
     ]
     found = {}
     for name, given in sizes.items():
@@ -227,7 +227,7 @@ _OPERATIONS = {
 }
 
 
-_MADE = object()  # stands for the parameters that init makes
+_MADE = object()  # placeholder of the parameters that init creates
 
 
 def _operation(name):
@@ -281,7 +281,7 @@ def _is_float(value):
 
 
 def _shards(params, specs):
-    """The parameters of one rank."""
+    """Returns the parameter shards of one rank."""
 
     def shard(array, spec):
         sizes = zip(array.shape, (*spec, *[None] * array.ndim), strict=False)
@@ -295,7 +295,7 @@ OPERATIONS = {f"ops.{name}": _operation(name) for name in _OPERATIONS}
 
 
 def called(function, valid, names=(), fixed=()):
-    """A function that is called where the test is."""
+    """Returns the target of a function that is called outside `jax.shard_map`."""
 
     def run(arguments):
         try:
@@ -315,7 +315,7 @@ def _model():
 
 
 def _initialized(function, valid, names=()):
-    """The same after `initialize_ub`."""
+    """Returns the target of a function that is called after `initialize_ub`."""
 
     def run(arguments):
         ub.initialize_ub((64, 64), NUM_RANKS, mesh=mesh(), axis_name="tp")
@@ -331,7 +331,7 @@ def _dot_general(**given):
     with jax.set_mesh(mesh()):
         try:
             jax.eval_shape(lambda: dot(x, kernel, numbers))
-        except TypeError as error:  # anything else than a dense layer is JAX's
+        except TypeError as error:  # JAX computes every other contraction
             if not str(error).startswith("dot_general requires"):
                 raise
 

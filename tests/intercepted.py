@@ -20,7 +20,7 @@ def replaced_code(function, replacement):
         function.__defaults__,
     )
 
-    # It has the globals of `function`, and no closure.
+    # The code runs with the globals of `function` and without a closure.
     def stand_in(*args, **kwargs):
         import sys
 
@@ -48,5 +48,5 @@ def replaced_attribute(module, name, replacement):
 
 
 def twice(original, *args, **kwargs):
-    """Doubles what the original returns."""
+    """Returns twice the result of the original."""
     return 2 * original(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""The same tests in several processes: which devices they take, what each one sees.
+"""Runs tests in several processes: device layouts, and the shards of a process.
 
-`tests/processes` starts pytest under `python -m jax_ub launch`, with the way to spread
-ranks over processes in `UB_TEST_LAYOUT`. Every process then runs the same tests, and
-compares the shards that it has. `UB_TEST_PART=1/3` is the second third of the tests.
+`tests/processes` starts pytest under `python -m jax_ub launch`. `UB_TEST_LAYOUT`
+selects how ranks are assigned to processes. Every process runs the same tests and
+compares its shards. `UB_TEST_PART=1/3` selects the second third of the tests.
 """
 
 import math
@@ -17,11 +17,11 @@ from jax.sharding import Mesh
 import jax_ub as ub
 
 LAYOUTS = {
-    # Ranks 0, 1, ... in process 0, the next ones in process 1.
+    # Process 0 has the first ranks, process 1 the next ranks, and so on.
     "blocks": lambda rank, num_ranks, num: rank * num // num_ranks,
-    # Like cards: rank r in process r % num. Neighbours are never in one process.
+    # Round-robin: process r % num has rank r. Neighbors are never in one process.
     "dealt": lambda rank, num_ranks, num: rank % num,
-    # Process 0, which leads nothing then, has the last ranks, and most of them.
+    # Process 0 has the last ranks, and most of them, so it is not the leader.
     "reversed": lambda rank, num_ranks, num: max(0, num - 1 - rank),
 }
 LAYOUT = os.environ.get("UB_TEST_LAYOUT")
@@ -31,9 +31,9 @@ _CONNECTED: dict[tuple[str, ...], Mesh] = {}
 
 
 def devices(num_ranks: int) -> list[jax.Device]:
-    """So many devices, in the order of ranks, and some of every process.
+    """Returns `num_ranks` devices in the order of ranks, some of every process.
 
-    A program must run in every process that takes part in the test.
+    A program must run in every process of the test.
     """
     if LAYOUT is None:
         return jax.devices()[:num_ranks]
@@ -48,7 +48,7 @@ def devices(num_ranks: int) -> list[jax.Device]:
 
 
 def connect(mesh: Mesh, axis_name: str | tuple[str, ...] = "tp") -> Mesh:
-    """Initialises an axis of the mesh, in place of another mesh; returns the mesh."""
+    """Initializes a mesh axis, after destroying another mesh; returns the mesh."""
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     if LAYOUT is None or not set(axes) <= set(mesh.axis_names):
         return mesh
@@ -61,14 +61,14 @@ def connect(mesh: Mesh, axis_name: str | tuple[str, ...] = "tp") -> Mesh:
 
 
 def visible(array: jax.Array) -> list[tuple[tuple[slice, ...], np.ndarray]]:
-    """The parts of an array that this process can see, with their places."""
+    """Returns the shards of an array in this process, with their indices."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return [(s.index, np.asarray(s.data)) for s in array.addressable_shards]
     return [((), np.asarray(array))]
 
 
 def whole(array: jax.Array) -> np.ndarray:
-    """All of an array, fetched from the other processes where it must be."""
+    """Returns a whole array, gathered from the other processes if necessary."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
     return np.asarray(array)

@@ -1,4 +1,4 @@
-"""Linears of both kinds on global arrays, with what they should give."""
+"""Column and row linear layers on global arrays, with their expected results."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ METHODS = ("auto", "direct", "ring_exchange", "pipeline", "external", "xla")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the arrays of one mode lie over the ranks."""
+    """The specs of the arrays of one parallel mode."""
 
     x: P
     w: P
@@ -29,7 +29,7 @@ LAYOUTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """Operands of a linear, the gradient of its result, and what gradients add to."""
+    """Operands of a linear layer, the gradient of its result, and main_grads."""
 
     x: jax.Array
     w: jax.Array
@@ -39,7 +39,7 @@ class Arrays:
 
 
 def arrays(num_ranks: int, dtype="float32", make=small_integers, batch=(2,)) -> Arrays:
-    """Global arrays whose rows and features are multiples of the ranks, but of no 8."""
+    """Returns global arrays whose sizes are multiples of the ranks, but not of 8."""
     rows, k, n = 3 * num_ranks, 5 * num_ranks, 7 * num_ranks
     return Arrays(
         make(0, (*batch, rows, k), dtype),
@@ -51,21 +51,21 @@ def arrays(num_ranks: int, dtype="float32", make=small_integers, batch=(2,)) -> 
 
 
 def wide(array) -> np.ndarray:
-    """In f32 and in numpy: exact on small integers, and nothing to compile."""
+    """Converts an array to f32 in numpy, exact for small integers."""
     return np.asarray(array, np.float32)
 
 
 def dgrad(a: Arrays) -> np.ndarray:
-    """The gradient of x, in f32."""
+    """Computes the gradient of x in f32."""
     return wide(a.dy) @ wide(a.w).T
 
 
 def wgrad(a: Arrays) -> np.ndarray:
-    """The gradient of the kernel, in f32."""
+    """Computes the gradient of the kernel in f32."""
     rows = wide(a.x).reshape(-1, a.x.shape[-1])
     return rows.T @ wide(a.dy).reshape(-1, a.dy.shape[-1])
 
 
 def bias_grad(a: Arrays) -> np.ndarray:
-    """The gradient of a bias, in f32."""
+    """Computes the gradient of a bias in f32."""
     return wide(a.dy).reshape(-1, a.dy.shape[-1]).sum(0)

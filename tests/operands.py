@@ -1,4 +1,4 @@
-"""The arrays that tests multiply, and how close results have to be."""
+"""Arrays that tests multiply, and the tolerances of results."""
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +12,24 @@ RANKS_AND_DTYPES = [
 
 
 def small_integers(seed: int, shape: tuple[int, ...], dtype="float32") -> jax.Array:
-    """Integers so small that every product and every sum here is exact in `dtype`.
+    """Returns small integers, for which all products and sums are exact in `dtype`.
 
-    The result then cannot depend on the order of the sums, so a test may ask for
-    equality: a chunk in the wrong place shows, whatever a tolerance would hide.
+    The result does not depend on the order of the sums, so tests can check equality,
+    which detects misplaced chunks that a tolerance might hide.
     """
     values = np.random.default_rng(seed).integers(-1, 2, shape)
     return jnp.asarray(values, dtype)
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype="float32") -> jax.Array:
-    """Normally distributed values."""
+    """Returns normally distributed values."""
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def tolerance(dtype, num_products: int) -> float:
-    """The largest error of a sum of products of normal values that is rounding.
+    """Returns the largest rounding error of a sum of K products of normal values.
 
-    The f32 sum of K products strays by about sqrt(K) roundings of values of size
+    The f32 sum of K products deviates by about sqrt(K) roundings of values of size
     sqrt(K); the result of that size is rounded once more, to `dtype`. Four standard
     deviations of both are allowed.
     """
@@ -40,7 +40,7 @@ def tolerance(dtype, num_products: int) -> float:
 
 
 def assert_equal(actual, expected) -> None:
-    """Asks two trees of arrays for equal dtypes, shapes and values."""
+    """Asserts that two trees of arrays have equal dtypes, shapes and values."""
     jax.tree.map(_assert_equal_leaf, actual, expected)
 
 
@@ -51,7 +51,7 @@ def _assert_equal_leaf(actual, expected):
 
 
 def assert_close(actual, expected, num_products: int) -> None:
-    """Asks two arrays to differ by no more than rounding."""
+    """Asserts that two arrays differ at most by rounding."""
     for found, wanted in _parts(actual, expected):
         atol = tolerance(actual.dtype, num_products)
         np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)

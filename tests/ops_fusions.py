@@ -1,4 +1,4 @@
-"""Fusions that tests register, and take out again."""
+"""Fusions that tests register and unregister."""
 
 import contextlib
 import dataclasses
@@ -10,21 +10,21 @@ from jax_ub._src.ops.fused_operation import FusedOperation, fuse_windows
 
 @dataclasses.dataclass(frozen=True)
 class Chain(FusedOperation):
-    """A window that computes what its operations do, one after another."""
+    """A fused operation that runs its operations one after another."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DoubleAdd(FusedOperation):
-    """Bias and AddExtraInput, added at once."""
+    """Fuses Bias and AddExtraInput into one addition."""
 
     def forward(self, params, x, extra_inputs, saves):
-        """x + bias + extra."""
+        """Computes x + bias + extra."""
         y = x + params[0]["bias"].astype(x.dtype) + extra_inputs[1][0]
         return y, ((), ()), ({}, {})
 
 
 def windows_of(kind, *types):
-    """A fusion of operations of `types`, in this order."""
+    """Returns a fusion of operations of `types`, in this order."""
 
     def match(rest):
         window = rest[: len(types)]
@@ -36,18 +36,18 @@ def windows_of(kind, *types):
 
 
 def last_of(length):
-    """A fusion of the last `length` operations."""
+    """Returns a fusion of the last `length` operations."""
     return lambda ops: [*ops[:-length], Chain(tuple(ops[-length:]))]
 
 
 def first_of(length):
-    """A fusion of the first `length` operations."""
+    """Returns a fusion of the first `length` operations."""
     return lambda ops: [Chain(tuple(ops[:length])), *ops[length:]]
 
 
 @contextlib.contextmanager
 def only(*, joint=(), forward=(), backward=()):
-    """Only these fusions are registered meanwhile."""
+    """Registers only these fusions in the context."""
     before = {name: fuser.fusions(name) for name in fuser.PASSES}
     _replace({"joint": joint, "forward": forward, "backward": backward})
     try:

@@ -1,4 +1,4 @@
-"""How tests run operations on ranks, with their gradients."""
+"""Runs operations and their gradients on the ranks of a mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ TOKENS, FEATURES = P("tp"), P(None, "tp")
 
 
 def integers_like(params, seed: int = 0):
-    """Small integers in the places of parameters."""
+    """Replaces parameters by small integers."""
     leaves, tree = jax.tree.flatten(params)
     drawn = [
         small_integers(seed + i, leaf.shape, leaf.dtype)
@@ -20,12 +20,12 @@ def integers_like(params, seed: int = 0):
 
 
 def integers_of(seq, seed: int = 0):
-    """Small integers as the parameters of a Sequential."""
+    """Returns the parameters of a Sequential, as small integers."""
     return integers_like(jax.eval_shape(seq.init, jax.random.key(0)), seed)
 
 
 def value_and_gradients(function, weights):
-    """A jitted function of (params, x, ...): y, and gradients of sum(weights * y)."""
+    """Jits a function of (params, x, ...): y, and gradients of sum(weights * y)."""
 
     def loss(*operands):
         y = function(*operands)
@@ -40,10 +40,10 @@ def value_and_gradients(function, weights):
 
 
 def assert_are_plain(cases, plain, num_ranks, x, **options):
-    """Compares Sequentials on small integers with plain JAX, and their gradients.
+    """Compares results and gradients of Sequentials with plain JAX, on integers.
 
     Args:
-        cases: what runs in `jax.shard_map`, and how input and result are sharded.
+        cases: functions for `jax.shard_map`, and specs of their inputs and results.
         plain: the same function of global (params, x).
         num_ranks: the size of the mesh.
         x: the global input.

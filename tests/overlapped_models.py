@@ -1,4 +1,4 @@
-"""Overlapped linears as Sequentials, and what their results and gradients are."""
+"""Overlapped linear layers as Sequentials, with expected results and gradients."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ KINDS = ("column", "row", "scattered")
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A linear layer of one kind, and how its arrays lie over the ranks."""
+    """A linear layer of one kind, and the specs of its arrays."""
 
     kind: str
     num_ranks: int
@@ -29,7 +29,7 @@ class Model:
     y: P
 
     def on_ranks(self, *, check_vma: bool = True):
-        """The layer on global arrays, not compiled yet."""
+        """Returns the layer as a jitted function of global arrays."""
         return jax.shard_map(
             lambda params, x: self.seq(params, x),
             mesh=tp_mesh(self.num_ranks),
@@ -39,12 +39,12 @@ class Model:
         )
 
 
-# Names that Transformer Engine configures for what each kind communicates.
+# Names that Transformer Engine configures for the collectives of each kind.
 NAMES = {"column": "qkv", "row": "proj", "scattered": "proj"}
 
 
 def model(kind: str, num_ranks: int, a: Arrays, *, bias=True, **options):
-    """The layer of a kind for the sizes of `a`; `name=None` overlaps nothing."""
+    """Returns a layer for the sizes of `a`; with `name=None` without overlap."""
     (k, n), mode = a.w.shape, None if kind == "scattered" else kind
     name = options.pop("name", NAMES[kind])
     linear = ops.BasicLinear(
@@ -67,7 +67,7 @@ def model(kind: str, num_ranks: int, a: Arrays, *, bias=True, **options):
 
 
 def params_of(m: Model, a: Arrays, bias: jax.Array, dtype=None):
-    """Global parameters; in "scattered" every rank has a bias of its own."""
+    """Returns global parameters; in "scattered", each rank has a separate bias."""
     found: list[dict] = []
     for op in m.seq.basic_ops:
         own: dict = {}
@@ -82,25 +82,25 @@ def params_of(m: Model, a: Arrays, bias: jax.Array, dtype=None):
 
 
 def bias_of(kind: str, num_ranks: int, a: Arrays, make) -> jax.Array:
-    """A bias of each layout: one for all, or one for each rank, one behind another."""
+    """Returns one bias for all ranks, or the concatenated biases of all ranks."""
     n = a.w.shape[1]
     return make(5, (n * num_ranks if kind == "scattered" else n,), "float32")
 
 
 def expected_result(kind: str, num_ranks: int, a: Arrays, bias) -> np.ndarray:
-    """The layer in plain f32 arithmetic."""
+    """Computes the layer in plain f32 arithmetic."""
     added = wide(bias).reshape(-1, a.w.shape[1]).sum(0)
     return wide(a.x) @ wide(a.w) + added
 
 
 def expected_gradients(kind: str, num_ranks: int, a: Arrays):
-    """Gradients of x, the kernel and the bias, in f32."""
+    """Computes the gradients of x, kernel and bias in f32."""
     db = bias_grad(a)
     return dgrad(a), wgrad(a), np.tile(db, num_ranks) if kind == "scattered" else db
 
 
 def weighted(layer, dy):
-    """A loss whose gradient of the layer's result is `dy`; returns the result too."""
+    """Returns a loss whose gradient by the layer's result is `dy`, and the result."""
 
     def loss(params, x):
         y = layer(params, x)

@@ -1,4 +1,4 @@
-"""The public functions in plain `jax.lax`, which JAX differentiates by itself."""
+"""The public functions in plain `jax.lax`, which JAX differentiates."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ from jax import lax
 
 
 def vary(x, axes):
-    """Casts to vary over `axes` too, where values are typed by what they vary over."""
+    """Casts a value to vary over `axes`, too, if its type has varying axes."""
     new = frozenset(axes) - jax.typeof(x).manual_axis_type.varying
     return lax.pcast(x, tuple(sorted(new)), to="varying") if new else x
 

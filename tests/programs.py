@@ -1,4 +1,4 @@
-"""How tests run a function on ranks, and what they read in its compiled program."""
+"""Runs functions on the ranks of a mesh, and reads their compiled programs."""
 
 import collections
 import re
@@ -13,18 +13,18 @@ import jax_ub as ub
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives.call import Execution
 
-# Any number of ranks in one dtype, and the other dtypes on a few: the dtype is the
-# business of the GEMM and the reduction, which do not know how many ranks there are.
+# All numbers of ranks in one dtype, and the other dtypes with few ranks: only the GEMM
+# and the reduction depend on the dtype, and they do not depend on the number of ranks.
 CASES = (*((p, "float32") for p in (1, 2, 3, 5, 8)), (3, "float16"), (4, "bfloat16"))
 
 
 def tp_mesh(num_ranks: int) -> Mesh:
-    """The first devices on one axis, "tp"."""
+    """Returns a mesh of the first devices with one axis, "tp"."""
     return connect(Mesh(np.array(devices(num_ranks)), ("tp",)))
 
 
 def dp_tp_mesh(num_groups: int, num_ranks: int) -> Mesh:
-    """Groups of ranks on the axes "dp" and "tp"."""
+    """Returns a mesh with the axes "dp" and "tp"."""
     ranks = np.array(devices(num_groups * num_ranks))
     return connect(Mesh(ranks.reshape(num_groups, num_ranks), ("dp", "tp")))
 
@@ -44,9 +44,9 @@ def on_ranks(function, mesh: Mesh, in_specs, out_specs, *, check_vma: bool = Tru
 
 
 def by_method(method: str, mesh: Mesh) -> dict[str, str]:
-    """The keywords with which the call of a column layer runs by `method`.
+    """Returns the keyword arguments with which a column layer runs by `method`.
 
-    "bulk" is a method of its backward pass alone, which a name is configured with.
+    "bulk" is a method of the backward pass only, configured by a name.
     `conftest.py` removes the configuration after the test.
     """
     if method != "bulk":
@@ -59,9 +59,9 @@ def by_method(method: str, mesh: Mesh) -> dict[str, str]:
 def own_copy(tree, mesh: Mesh, spec):
     """Copies arrays onto the mesh, to be donated.
 
-    The result of a program is held by nobody else. `jax.device_put` may use its
-    operand's buffer for a shard, and what compares that operand between processes lets
-    go of it some time later; until then XLA copies what is donated, and says nothing.
+    No other object refers to the result of a program. `jax.device_put` may use its
+    operand's buffer for a shard, and its comparison between processes releases the
+    operand later. Until then XLA silently copies donated buffers.
     """
     return jax.jit(
         lambda tree: jax.tree.map(jnp.copy, tree),
@@ -70,28 +70,28 @@ def own_copy(tree, mesh: Mesh, spec):
 
 
 def compiled_text(function, *operands) -> str:
-    """The optimised HLO of a jitted function."""
+    """Returns the optimized HLO of a jitted function."""
     return function.lower(*operands).compile().as_text()
 
 
 def calls(text: str) -> collections.Counter:
-    """How often each of our targets is called, without its "jax_ub$"."""
+    """Counts the custom calls of each target, named without "jax_ub$"."""
     return collections.Counter(re.findall(r'custom_call_target="jax_ub\$(\w+)"', text))
 
 
 def collectives(text: str) -> collections.Counter:
-    """How often XLA's own collectives occur."""
+    """Counts XLA's collectives."""
     names = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     return collections.Counter(re.findall(rf" ({names})(?:-start)?\(", text))
 
 
 def copies(text: str, shape: str) -> int:
-    """How often XLA copies an array of `shape`, for example "f32[8,16]"."""
+    """Counts XLA's copies of arrays of `shape`, for example "f32[8,16]"."""
     return len(re.findall(rf"= {re.escape(shape)}\S* copy(?:-start)?\(", text))
 
 
 def execution(method: Method, num_ranks: int | None = None) -> Execution:
-    """How a primitive runs by `method`: over the axis "tp", or without ranks."""
+    """Returns the execution of a primitive by `method`, over axis "tp" or locally."""
     ranks = {"axis_name": ("tp",), "num_ranks": num_ranks} if num_ranks else {}
     return Execution(label="test", choice=MethodChoice(method), **ranks)
 
@@ -101,11 +101,11 @@ def with_methods(function, methods):
 
     Args:
         function: takes operands and `method`.
-        methods: what to compare with `Method.XLA`.
+        methods: the methods to compare with `Method.XLA`.
 
     Returns:
-        A function of the operands, that returns the reference's results and a dict of
-        those of the methods, by name.
+        A function of the operands that returns the reference's results, and a dict of
+        the methods' results by name.
     """
 
     def run(*operands):

@@ -19,7 +19,7 @@ MOST_ROWS = 40
 
 @jax.custom_vjp
 def small(x):
-    """Brings integers to -1, 0 and 1, and their cotangents too."""
+    """Reduces integers and their cotangents to -1, 0 and 1."""
     return (x + 1) % 3 - 1
 
 
@@ -28,21 +28,21 @@ small.defvjp(lambda x: (small(x), None), lambda _, dy: (small(dy),))
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """An operand: what each device has of it, and the mesh axes it differs over."""
+    """An operand: its shard shape, and the mesh axes over which it varies."""
 
     shape: tuple[int, ...]
     dtype: str
     axes: tuple[str, ...]
 
     def stacked(self, size, place=0):
-        """The same with another axis."""
+        """Returns a copy with an additional axis."""
         shape = (*self.shape[:place], size, *self.shape[place:])
         return dataclasses.replace(self, shape=shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """`run(functions, values of the parameters, x)` is y, of a shape."""
+    """A part of a program: `run(functions, parameter values, x)` returns y."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -51,7 +51,7 @@ class Part:
 
 
 class Calls:
-    """Draws calls, with all that they take."""
+    """Draws calls and their operands."""
 
     def __init__(self, draw: random.Random, sizes: dict[str, int], runs_once: bool):
         """Takes the sizes of the mesh axes, and whether nothing repeats the program."""
@@ -65,11 +65,11 @@ class Calls:
             (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name
         )
         self.num_ranks = math.prod(sizes[axis] for axis in self.own)
-        # Where a part runs several times, what main_grads accumulate adds up.
+        # If a part runs several times, its main_grads accumulate over the runs.
         self.may_accumulate = runs_once
 
     def chance(self, probability):
-        """Whether something happens."""
+        """Draws a bool."""
         return self.draw.random() < probability
 
     def size(self):
@@ -77,7 +77,7 @@ class Calls:
         return self.draw.randint(1, 9)
 
     def parameter(self, *shape, dtype=None, without=(), everywhere=False):
-        """A new operand, which differs over some of the mesh axes, or all of them."""
+        """Returns a new operand, which varies over some or all mesh axes."""
         axes = tuple(
             axis
             for axis in self.sizes
@@ -86,11 +86,11 @@ class Calls:
         return Parameter(shape, dtype or self.dtype, axes)
 
     def everywhere(self, x):
-        """Types x as different on every device."""
+        """Casts x to vary over all mesh axes."""
         return vary(x, self.sizes) if self.check_vma else x
 
     def call(self, shape):
-        """One public function, and its result made small."""
+        """Draws a public function, and reduces its result to small integers."""
         options: dict = {}
         kinds = [self.add, self.accumulate, self.local, self.replicated]
         if len(shape) > 1:
@@ -108,7 +108,7 @@ class Calls:
         return dataclasses.replace(part, run=run)
 
     def method(self, options):
-        """Draws how it runs."""
+        """Draws the method."""
         # XLA:CPU cannot multiply bf16 where jax.vmap maps both operands of some dots.
         num_methods = len(METHODS) - (self.dtype == "bfloat16")
         options["method"] = self.draw.choice(METHODS[:num_methods])
@@ -118,7 +118,7 @@ class Calls:
             options["out_dtype"] = self.draw.choice(["float32", "bfloat16", "float16"])
 
     def addend(self, options, name, *shape, without=()):
-        """A parameter that a call may take besides, in any dtype."""
+        """Returns an optional parameter of a call, in any dtype."""
         if self.chance(0.5):
             dtype = self.draw.choice([None, None, "float32", "bfloat16"])
             options[name] = self.parameter(*shape, dtype=dtype, without=without)
@@ -144,12 +144,12 @@ class Calls:
             y = getattr(functions, op)(x, w, **options)
             return y if pick is None else pick(y)
 
-        told = {
+        shown = {
             key: "..." if isinstance(value, Parameter | tuple) else value
             for key, value in options.items()
             if key != "axis_name"
         }
-        return Part(f"{name}{told}", tuple(leaves[i] for i in places), run, shape)
+        return Part(f"{name}{shown}", tuple(leaves[i] for i in places), run, shape)
 
     def kernel(self, k, n, is_transposed=False):
         return self.parameter(*((n, k) if is_transposed else (k, n)))
@@ -177,7 +177,7 @@ class Calls:
         widths = columns + [k] * gathers
         kept = self.draw.sample(range(len(widths)), self.draw.randint(1, len(widths)))
         if "main_grad" in options:
-            kept = [0]  # what is left out accumulates nothing, by either convention
+            kept = [0]  # without a main_grad, nothing is accumulated
 
         def pick(y):
             results = jax.tree.leaves(y)

@@ -1,4 +1,4 @@
-"""Drawn models of linen: of Flax's own layers, or of ours."""
+"""Random linen models, with Flax's layers or with the layers of jax_ub."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from jax_ub.flax import linen as ours
 
 
 class Make:
-    """Makes the layers of a model, Flax's own."""
+    """Creates the layers of the Flax model."""
 
     def __init__(self, drawn: Drawn):
         self.drawn, self.options = drawn, drawn.plain
@@ -43,7 +43,7 @@ class Make:
 
 
 class MakeRetrofitted(Make):
-    """Makes Flax's own, with a `dot_general` of ours."""
+    """Creates Flax layers with the `dot_general` of jax_ub."""
 
     def dot_general(self, kind):
         return ub.dot_general(kind, **self.drawn.overlap)
@@ -60,7 +60,7 @@ class MakeRetrofitted(Make):
 
 
 class MakeOurs(Make):
-    """Makes ours."""
+    """Creates the layers of the jax_ub model."""
 
     def __init__(self, drawn: Drawn):
         super().__init__(drawn)
@@ -96,7 +96,7 @@ class MakeOurs(Make):
 
 
 class MLP(nn.Module):
-    """`LayerNormMLP`, or a pair of layers with what went in."""
+    """`LayerNormMLP`, or two layers with a residual connection."""
 
     make: Any
     norm: bool = False
@@ -139,7 +139,7 @@ class NormedLinear(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, between an embedding and a head where they were drawn."""
+    """Blocks, optionally between an embedding and a head."""
 
     make: Any
 
@@ -168,7 +168,7 @@ def _block(make, kind, name):
 
 
 def _run(drawn, block, x):
-    """Calls a block, under what is drawn around it."""
+    """Calls a block under the transformations that were drawn for it."""
     if drawn.wrap == "remat":
         return nn.remat(drawn.run, policy=drawn.policy)(block, x)
     if drawn.wrap == "cond" and not block.is_initializing():
@@ -177,7 +177,7 @@ def _run(drawn, block, x):
 
 
 def _scanned(drawn, block, x):
-    """Calls a block several times, with parameters of their own."""
+    """Calls a block several times, each time with separate parameters."""
     if drawn.wrap == "remat":
         scan = nn.remat_scan(drawn.run, (drawn.repeats,), drawn.policy)
         return scan(block, x)
@@ -191,9 +191,9 @@ def _scanned(drawn, block, x):
 
 
 def models(drawn: Drawn):
-    """Functions (variables, x) -> y of the plain model and of ours, and the variables.
+    """Returns functions (variables, x) -> y of both models, and abstract variables.
 
-    They have no values yet; those of ours are as many, of the same shapes and dtypes.
+    The variables of both models have the same number, shapes and dtypes.
     """
     own = MakeOurs if drawn.api == "linen" else MakeRetrofitted
     plain, model = Model(Make(drawn)), Model(own(drawn))
@@ -205,19 +205,19 @@ def models(drawn: Drawn):
 
 
 def split(variables):
-    """The parameters of all variables, and the accumulators beside them."""
+    """Returns the parameters and the accumulators of all variables."""
     others = dict(variables)
     main_grads = {OVERWRITE_WITH_GRADIENT: others.pop(OVERWRITE_WITH_GRADIENT, {})}
     return others, main_grads
 
 
 def join(params, main_grads):
-    """The variables of both."""
+    """Returns the variables of both models."""
     return {**params, **main_grads}
 
 
 def with_main_grads(gradients, main_grads):
-    """Gradients, with accumulated ones in the places of their kernels' own."""
+    """Returns gradients, with kernel gradients replaced by accumulated ones."""
     flat = flatten_dict(gradients)
     for (_, *path, _), main_grad in flatten_dict(main_grads).items():
         flat["params", *path, "kernel"] = main_grad

@@ -1,4 +1,4 @@
-"""Models drawn by a seed: what they are made of, their mesh and their inputs."""
+"""Random models by seed: their layers, mesh and inputs."""
 
 import dataclasses
 import math
@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 VOCABULARY, HEAD_DIM = 24, 4
-# Linear layers, pairs of them with or without a gate, and what is made of these.
+# Linear layers, pairs of them with or without a gate, and composed modules.
 RETROFITTED = ("column", "row", "plain", "pair", "gated", "attention")
 KINDS = (*RETROFITTED, "mlp", "layer")
 SINGLE = {"column": "column", "row": "row", "plain": None}
-# What is around every block. A condition has one value everywhere, and is true.
+# Transformations of every block. A condition is true on all ranks.
 WRAPS = (None, None, None, "remat", "cond")
 POLICIES = (
     None,
@@ -27,7 +27,7 @@ POLICIES = (
 )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # modules that hold it are hashed
+@dataclasses.dataclass(frozen=True, eq=False)  # modules that contain it are hashed
 class Drawn:
     """A model, a mesh and inputs."""
 
@@ -43,38 +43,38 @@ class Drawn:
     inner: int
     heads: int
     kv_heads: int
-    repeats: int  # of every block, in a scan; 0 for a block alone
+    repeats: int  # length of the scan over each block; 0 for no scan
     wrap: str | None
-    policy: Any  # what is saved where blocks are rematerialized
-    spreads: bool  # parameters over the data axes, too
+    policy: Any  # residuals that rematerialized blocks save
+    spreads: bool  # shards parameters over the data axes, too
     x_dtype: Any
-    plain: dict[str, Any]  # the options of Flax's own layers
-    overlap: dict[str, Any]  # and those of ours besides
+    plain: dict[str, Any]  # options of Flax's layers
+    overlap: dict[str, Any]  # further options of the layers of jax_ub
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh, of the first devices."""
+        """Returns a mesh of the first devices."""
         sizes = tuple(self.axes.values())
         devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
         return Mesh(devices, tuple(self.axes), (TYPES[self.types],) * len(sizes))
 
     @property
     def is_linen(self) -> bool:
-        """Whether the model is one of linen."""
+        """Whether the model is a linen model."""
         return self.api in ("linen", "dot_general")
 
     @property
     def dtypes(self) -> dict[str, Any]:
-        """The options of what has no bias."""
+        """Returns the options of layers without bias."""
         return {name: self.plain[name] for name in ("dtype", "param_dtype")}
 
     @property
     def num_outs(self) -> int:
-        """Of a head of its own."""
+        """Returns the options of an untied head."""
         return self.axes["tp"] * 3
 
     def inputs(self, seed: int) -> jax.Array:
-        """Token numbers, or activations."""
+        """Returns token ids or activations."""
         noise, shape = np.random.default_rng(seed), (*self.lead, self.tokens)
         if self.begins == "embedding":
             return jnp.asarray(noise.integers(0, VOCABULARY, shape), jnp.int32)
@@ -82,12 +82,12 @@ class Drawn:
 
     @property
     def main_grad(self) -> bool:
-        """Whether our kernels have accumulators of their gradients."""
+        """Whether the kernels of jax_ub accumulate their gradients."""
         return self.overlap.get("main_grad", False)
 
     @property
     def keeps(self) -> bool:
-        """Whether what comes out of a block has to be like what went in."""
+        """Whether a block must preserve shape and dtype."""
         return self.repeats > 0 or self.wrap == "cond"
 
     def run(self, block, x: jax.Array) -> jax.Array:
@@ -96,7 +96,7 @@ class Drawn:
         return y.astype(x.dtype) if self.keeps else y
 
     def settled(self, x: jax.Array) -> jax.Array:
-        """Gathers what a block made: an explicit mesh adds nothing that lies apart."""
+        """Replicates a result: explicit axes reject sums of different shardings."""
         spec = jax.typeof(x).sharding.spec
         return jax.sharding.reshard(x, P()) if any(spec) else x
 
@@ -120,11 +120,11 @@ def draw(seed: int) -> Drawn:
     heads = num_ranks * one_of((1, 2))
     made_of = KINDS if api in ("nnx", "linen") else RETROFITTED
     types = one_of(tuple(TYPES))
-    # linen's attention has none, and JAX's not on explicit axes of one rank.
+    # linen's attention has no groups, and JAX's has none on explicit axes of one rank.
     has_groups = api == "nnx" or (api == "overlap" and num_ranks > 1)
     if types == "explicit" and math.prod(lead) == 1 and made_of is RETROFITTED:
-        # Flax's attention contracts tokens, which lie over the data axes without a
-        # leading axis; and JAX 0.12's takes no single sequence that lies on one.
+        # Without a leading axis, the tokens that Flax's attention contracts are sharded
+        # over the data axes; JAX 0.12's attention rejects such a single sequence.
         made_of = RETROFITTED[:-1]
     kinds = tuple(drawn.choices(made_of, k=one_of((1, 2, 3))))
     # JAX's attention cannot multiply it on CPUs.

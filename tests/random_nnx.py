@@ -1,4 +1,4 @@
-"""Drawn models of nnx: of Flax's own layers, or of ours."""
+"""Drawn models of nnx, with Flax's layers or with the layers of jax_ub."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,12 @@ from random_models import HEAD_DIM, SINGLE, VOCABULARY, Drawn
 import jax_ub as ub
 from jax_ub import flax as ours
 
-# Another axis of parameters, which no mesh axis shards.
+# An additional axis of parameters, which no mesh axis shards.
 STACKED = {"transform_metadata": {nnx.PARTITION_NAME: None}}
 
 
 class Make:
-    """Makes the layers of a model, Flax's own."""
+    """Creates the layers of the Flax model."""
 
     def __init__(self, drawn: Drawn, rngs=None):
         self.drawn = drawn
@@ -44,7 +44,7 @@ class Make:
 
 
 class MakeOurs(Make):
-    """Makes ours."""
+    """Creates the layers of the jax_ub model."""
 
     def __init__(self, drawn: Drawn, rngs=None):
         super().__init__(drawn, rngs)
@@ -79,7 +79,7 @@ class MakeOurs(Make):
 
 
 class MLP(nnx.Module):
-    """`LayerNormMLP`, or a pair of layers with what went in."""
+    """`LayerNormMLP`, or two layers with a residual connection."""
 
     def __init__(self, make, *, norm=False, gated=True):
         d = make.drawn
@@ -123,7 +123,7 @@ class NormedLinear(nnx.Module):
 
 
 class Stack(nnx.Module):
-    """Blocks of one kind, which a scan calls one after the other."""
+    """Blocks of one kind, which are called by a scan."""
 
     def __init__(self, make, kind):
         self.drawn = d = make.drawn
@@ -140,7 +140,7 @@ class Stack(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Blocks, between an embedding and a head where they were drawn."""
+    """Blocks, optionally between an embedding and a head."""
 
     def __init__(self, make: Make):
         d = make.drawn
@@ -175,7 +175,7 @@ def _block(make, kind):
 
 
 def _run(drawn, block, x):
-    """Calls a block, under what is drawn around it."""
+    """Calls a block under the transformations that were drawn for it."""
     if drawn.wrap == "remat":
         return nnx.remat(drawn.run, policy=drawn.policy)(block, x)
     if drawn.wrap == "cond":
@@ -192,9 +192,9 @@ RULES = {
 
 
 def models(drawn: Drawn):
-    """Functions (state, x) -> y of the plain model and of ours, and their states.
+    """Returns functions (state, x) -> y of the Flax and the jax_ub model, and states.
 
-    States have no values yet; they are alike but for their layouts.
+    The states are abstract and differ only in their shardings.
     """
     plain = nnx.eval_shape(lambda: Model(Make(drawn)))
     with jax.set_mesh(drawn.mesh):
@@ -225,10 +225,10 @@ def _overlapped(model, drawn):
 
 
 def split(state):
-    """The parameters of a state, and the accumulators beside them."""
+    """Returns the parameters and the accumulators of a state."""
     return nnx.split_state(state, nnx.Param, ours.MainGrad)
 
 
 def join(params, main_grads):
-    """The state of both."""
+    """Returns the states of both models."""
     return nnx.merge_state(params, main_grads)

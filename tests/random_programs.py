@@ -1,4 +1,4 @@
-"""Random calls, and JAX's transformations of them, one in another."""
+"""Random programs of calls and nested transformations of JAX."""
 
 import dataclasses
 import functools
@@ -21,19 +21,19 @@ POLICIES = (
 
 
 def fit(x, shape):
-    """Cuts or repeats the elements of x until they have a shape."""
+    """Cuts or repeats the elements of x to get a shape."""
     size = math.prod(shape)
     return jnp.tile(x.reshape(-1), -(-size // x.size))[:size].reshape(shape)
 
 
 class Programs(Calls):
-    """Draws parts of a program: calls, chains of them, and what JAX makes of those."""
+    """Draws parts of a program: calls, chains of calls, and transformations of them."""
 
-    # JAX 0.10.2 scans and rematerializes no call of a rule where nothing is compiled.
+    # Without jit, JAX 0.10.2 can neither scan nor rematerialize a custom_vjp call.
     is_compiled = True
 
     def chain(self, shape, depth, length):
-        """Parts one after the other."""
+        """Draws a chain of parts."""
         parts = []
         for _ in range(length):
             parts.append(self.part(shape, depth))
@@ -50,7 +50,7 @@ class Programs(Calls):
         return Part(names, parameters, run, shape)
 
     def part(self, shape, depth):
-        """A call, or a transformed chain of parts."""
+        """Draws a call or a transformed chain of parts."""
         if not depth or self.chance(0.45):
             return self.call(shape)
         outside, self.may_accumulate = self.may_accumulate, False
@@ -63,11 +63,11 @@ class Programs(Calls):
         return part
 
     def inner(self, shape, depth):
-        """What is transformed."""
+        """Draws the part to transform."""
         return self.chain(shape, depth, self.draw.choice([1, 1, 2]))
 
     def passed(self, shape, depth):
-        """What changes no value."""
+        """Applies a transformation that does not change values."""
         inner = self.inner(shape, depth)
 
         def in_custom_vjp(run):
@@ -100,7 +100,7 @@ class Programs(Calls):
         return dataclasses.replace(inner, name=f"{name}({inner.name})", run=run)
 
     def repeated(self, shape, depth):
-        """One jitted part twice, the second time with some operands frozen."""
+        """Calls a jitted part twice, the second time with frozen operands."""
         inner = self.inner(shape, depth)
         frozen = [self.chance(0.5) for _ in inner.parameters]
         freezes_x = self.chance(0.5)
@@ -119,7 +119,7 @@ class Programs(Calls):
         return dataclasses.replace(inner, name=f"twice({inner.name})", run=run)
 
     def vmapped(self, shape, depth):
-        """Over x, over parameters, or over both."""
+        """Maps a part by `jax.vmap` over x, over parameters, or over both."""
         x_axis = None
         if len(shape) > 1 and self.chance(0.7):
             x_axis = self.draw.randrange(len(shape))
@@ -135,7 +135,7 @@ class Programs(Calls):
             for i, parameter in enumerate(inner.parameters)
         )
         if x_axis is None and not mapped:
-            return inner  # there is nothing to map
+            return inner  # no operand to map
 
         def run(functions, values, x):
             call = functools.partial(inner.run, functions)
@@ -149,7 +149,7 @@ class Programs(Calls):
         return Part(name, parameters, run, (size, *inner.shape))
 
     def mapped(self, shape, depth):
-        """By `lax.map` over the first axis of x and of some parameters."""
+        """Maps a part by `lax.map` over the first axis of x and of some parameters."""
         if len(shape) == 1:
             return self.inner(shape, depth)
         size, *inside = shape
@@ -176,7 +176,7 @@ class Programs(Calls):
         return Part(name, parameters, run, (size, *inner.shape))
 
     def scanned(self, shape, depth):
-        """The same part twice, with other values of some parameters."""
+        """Calls a part twice, with different values of some parameters."""
         inner = self.inner(shape, depth)
         stacked = [self.chance(0.5) for _ in inner.parameters]
 
@@ -201,7 +201,7 @@ class Programs(Calls):
         return Part(f"scan{stacked}({inner.name})", parameters, run, shape)
 
     def switched(self, shape, depth):
-        """One of two parts, by an integer that all devices have."""
+        """Calls one of two parts, selected by an integer equal on all devices."""
         branches = [self.inner(shape, depth) for _ in range(2)]
         index = Parameter((), "int32", ())
         split = len(branches[0].parameters)
@@ -223,7 +223,7 @@ class Programs(Calls):
         return Part(f"switch({name})", parameters, run, branches[0].shape)
 
     def looped(self, shape, depth):
-        """A while loop, which nothing can be differentiated through, added to x."""
+        """Adds the result of a while loop, which is not differentiable, to x."""
         inner = self.inner(shape, depth)
 
         def run(functions, values, x):
@@ -242,7 +242,7 @@ class Programs(Calls):
         return Part(f"while({inner.name})", inner.parameters, run, shape)
 
     def differentiated(self, shape, depth):
-        """A gradient, added to x; there are no second ones."""
+        """Adds a gradient to x; second derivatives are not supported."""
         inner = self.inner(shape, depth)
 
         def run(functions, values, x):

@@ -1,4 +1,4 @@
-"""Calls that are traced, computing nothing, to see what refuses them."""
+"""Traces calls without running them, to check their errors."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def zeros(*shape, dtype="float32"):
 
 
 def trace(function, *operands, mesh=None, specs=WHOLE):
-    """Traces `function` on four ranks with whole operands on each; computes nothing."""
+    """Traces `function` on four ranks with replicated operands."""
     mapped = jax.shard_map(
         function,
         mesh=mesh or tp_mesh(4),

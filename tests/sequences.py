@@ -8,18 +8,18 @@ ROWS, FEATURES = P(None, "tp"), P(None, None, "tp")
 
 
 def names(found) -> list[str]:
-    """The types of a list of operations."""
+    """Returns the types of a list of operations."""
     return [type(op).__name__ for op in found]
 
 
 def overlapped(name: str | None, **options) -> dict:
-    """Options of a sequence-parallel linear, overlapped where it has a name."""
+    """Returns options of a sequence-parallel linear, overlapped if it has a name."""
     userbuffers = None if name is None else {"comm_name": name}
     return {"sequence_parallel": True, "userbuffers_options": userbuffers, **options}
 
 
 def linear(mode, k: int, n: int, name: str | None = None, *, bias=True, **options):
-    """An `ops.Linear` of global sizes."""
+    """Returns an `ops.Linear` of global sizes."""
     return ops.Linear(
         k,
         n,

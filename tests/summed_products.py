@@ -1,4 +1,4 @@
-"""Two products, summed over the ranks: what GEMM+RS and GEMM+AR are tested with."""
+"""Sums of two products over the ranks, for the tests of GEMM+RS and GEMM+AR."""
 
 import functools
 
@@ -21,7 +21,7 @@ FEATURES = P(None, None, "tp")
 
 
 def specs_of(result):
-    """How `operands` lie, for a result, and so a residual, that lies as `result`."""
+    """Returns the specs of `operands`. The residual is sharded as `result`."""
     return FEATURES, P("tp"), P(None, "tp"), P(), result
 
 
@@ -46,7 +46,7 @@ def product(op, xs, ws, bias, residual, *, num_ranks, method, out_dtype, **optio
 
 
 def two_ways(op, xs, ws, transposed, bias, residual, **where):
-    """Kernels as they are with what is added; and transposed without."""
+    """Sums with addends, and by transposed kernels without addends."""
     return (
         product(op, xs, ws, bias, residual, out_dtype=xs[0].dtype, **where),
         product(
@@ -63,7 +63,7 @@ def two_ways(op, xs, ws, transposed, bias, residual, **where):
 
 
 def program(op, result, num_ranks):
-    """`two_ways` by the reference and by every method."""
+    """Computes `two_ways` by the reference and by every method."""
     function = functools.partial(two_ways, op, num_ranks=num_ranks)
     methods = with_methods(function, METHODS)
     return on_ranks(methods, tp_mesh(num_ranks), specs_of(result), result)

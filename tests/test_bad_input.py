@@ -1,4 +1,4 @@
-"""The texts of errors about commands, files and settings that cannot be meant."""
+"""The texts of errors about invalid commands, files and settings."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is built, and what is kept at the top, is what the tree holds."""
+"""The build files list all sources of the tree."""
 
 import pathlib
 import re
@@ -62,7 +62,7 @@ def test_bazel_and_the_package_have_one_version():
 
 def test_a_kernel_includes_c_headers_and_intrinsics_only():
     # The linker may keep the copy of a C++ library's inline function that was compiled
-    # for AVX there, and call it on processors that have none.
+    # for AVX, and call it on processors without AVX.
     is_kernel = re.compile(r"_(avx|amx)\w*\.cc").search
     todo = {path for path in CSRC.rglob("*.cc") if is_kernel(path.name)}
     seen = set()
@@ -73,6 +73,6 @@ def test_a_kernel_includes_c_headers_and_intrinsics_only():
         system = set(re.findall(r"^#include <([\w./]+)>", text, re.MULTILINE))
         assert system <= {"immintrin.h", "stddef.h", "stdint.h", "string.h"}, path
         own = {CSRC / name for name in re.findall(r'^#include "([\w./]+)"', text, re.M)}
-        # Tests put emulated intrinsics in the place of the real ones.
+        # Tests replace the intrinsics by emulated ones.
         todo |= {path for path in own if path.exists()} - seen
     assert len(seen) > 3

@@ -1,4 +1,4 @@
-"""From a layer to the lowering of its primitive, few frames of jax_ub are passed."""
+"""The number of stack frames from a layer to its primitive is limited."""
 
 import traceback
 
@@ -17,7 +17,7 @@ from jax_ub.flax import Linear
 
 @pytest.fixture
 def frames(monkeypatch):
-    """Frames of jax_ub at the first check that a traced primitive runs, per call."""
+    """Returns the frames of jax_ub when a primitive is traced, for each call."""
     found = []
 
     def check_capacity(call, operands):

@@ -1,4 +1,4 @@
-"""jax_ub._cuda: loads everywhere, links nothing of CUDA, and can be left out."""
+"""jax_ub._cuda can be imported anywhere, links no CUDA library, and is optional."""
 
 import ctypes
 import importlib.util
@@ -27,8 +27,8 @@ def there_is_a_driver():
     return True
 
 
-def test_the_package_neither_loads_nor_needs_it_without_a_gpu():
-    # None: importing it is an error, as where no toolkit built it.
+def test_package_neither_loads_nor_needs_it_without_a_gpu():
+    # None: importing it is an error, as in a build without a CUDA toolkit.
     program = """
 import sys
 sys.modules["jax_ub._cuda"] = None
@@ -48,13 +48,13 @@ assert (linear(x, w) == 8).all()
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_importing_the_package_leaves_it_alone():
+def test_importing_the_package_does_not_load_it():
     program = "import jax_ub, sys; assert 'jax_ub._cuda' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @built
-def test_it_says_why_there_is_no_driver():
+def test_missing_driver_is_reported_with_a_reason():
     from jax_ub import _cuda
 
     if there_is_a_driver():
@@ -79,7 +79,7 @@ def test_it_lists_the_devices():
 
 
 @built
-def test_it_links_nothing_of_cuda():
+def test_it_links_no_cuda_library():
     needed = re.findall(r"NEEDED.*\[(.*)\]", output(tool("readelf"), "-d", SPEC.origin))
     libraries = {name.partition(".so")[0] for name in needed}
     assert "libc" in libraries
@@ -87,13 +87,13 @@ def test_it_links_nothing_of_cuda():
 
 
 @built
-def test_it_exports_its_entry_only():
+def test_it_exports_only_its_entry_point():
     table = output(tool("nm"), "-D", "--defined-only", SPEC.origin)
     assert [line.split()[-1] for line in table.splitlines()] == ["PyInit__cuda"]
 
 
 def images(library):
-    """The architectures of each fatbin in it: ("elf", 90) is code for sm_90."""
+    """Returns the architectures of each fatbin; ("elf", 90) is code for sm_90."""
     fatbin, entry = struct.Struct("<IHHQ"), struct.Struct("<HHIQIIHHI")
     begin = -1
     while (begin := library.find(b"\x50\xed\x55\xba\x01\x00", begin + 1)) >= 0:
@@ -108,13 +108,13 @@ def images(library):
 
 
 @built
-def test_its_kernels_are_there_for_every_architecture():
+def test_every_architecture_has_its_kernels():
     known = output(tool("nvcc"), "--list-gpu-code").split()
     expected = {("ptx", 80)} | {
         ("elf", number) for number in (80, 90, 100, 120) if f"sm_{number}" in known
     }
     found = list(images(pathlib.Path(SPEC.origin).read_bytes()))
     kernels = list((pathlib.Path(__file__).parents[1] / "csrc").rglob("*.cu"))
-    # Multicast is of 9.0 and newer: code for that, and PTX for what follows.
+    # Multicast needs sm_90: code for sm_90, and PTX for later architectures.
     found.remove({("elf", 90), ("ptx", 90)})
     assert found and found == [expected] * (len(kernels) - 1)

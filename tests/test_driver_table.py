@@ -12,7 +12,7 @@ CSRC = pathlib.Path(__file__).parents[1] / "csrc"
 
 @pytest.fixture(scope="module")
 def symbols():
-    """Member, name and version of every symbol that the driver is asked for."""
+    """Returns member, name and version of every driver symbol."""
     text = (CSRC / "platform/cuda/driver.cc").read_text()
     table = text.partition("kSymbols[] = {")[2].partition("\n};")[0]
     entry = r'\{offsetof\(Driver, (\w+)\),\s*"(cu\w+)",\s*(\d+)'
@@ -22,7 +22,7 @@ def symbols():
 
 
 def errors_of(symbols, tmp_path):
-    """What a compiler says where a member is not of the type of that version."""
+    """Returns the compiler's errors for members of the wrong type."""
     nvcc, compiler = tool("nvcc"), tool("g++")
     lines = [
         f"static_assert(std::is_same_v<decltype(jax_ub::Driver::{member}), "

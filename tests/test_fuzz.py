@@ -1,7 +1,7 @@
-"""No bad argument of a public callable ends in an exception that is not the library's.
+"""Every invalid argument of a public callable raises an error of the library.
 
-Each failure prints how to run it alone: `run` of the target's name, the changes and the
-seed, in this folder, such as
+Each failure prints a command that repeats it: `run` with the target's name, the changes
+and the seed, in this folder. For example:
 
     python -c 'import test_fuzz; test_fuzz.run("linear", [("x", "key")], "linear 3")'
 """
@@ -36,12 +36,12 @@ def run(name, changes, seed):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_valid_arguments_are_taken(name):
+def test_valid_arguments_are_accepted(name):
     bad_values.run(TARGETS[name], [], "")
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_bad_arguments_end_in_an_error_of_the_library(name):
+def test_invalid_arguments_raise_an_error_of_the_library(name):
     for number in range(6):
         seed = f"{name} {number}"
         run(name, bad_values.random_changes(TARGETS[name], seed), seed)
@@ -64,7 +64,7 @@ def test_more_random_arguments(name):
         run(name, bad_values.random_changes(TARGETS[name], seed), seed)
 
 
-# They change nothing and take no argument.
+# They have no arguments.
 WITHOUT_TARGET = {
     *("check_communicators", "fallbacks", "memory_report", "register_targets"),
 }
@@ -77,7 +77,7 @@ def test_every_public_function_has_a_target():
 
 def test_every_command_has_a_target():
     commands = {f"command {name}" for name in __main__._COMMANDS}
-    # It measures whatever its options are: see test_bad_input.py.
+    # It measures with any options: see test_bad_input.py.
     assert commands - {"command doctor"} <= set(TARGETS)
 
 

@@ -1,4 +1,4 @@
-"""The import rules: a layer imports itself, what is below, and the leaves."""
+"""The import rules: a layer imports only itself, lower layers and shared modules."""
 
 import ast
 import pathlib
@@ -30,11 +30,11 @@ LAYERS = [
 ]
 # Imported inside functions only, so that importing the library loads no tool.
 LAZY = {("ops", "tools")}
-# Tools that use the library as its users do.
+# Tools that import the public modules.
 USERS = {"bench", "doctor", "trace", "tune", "explain"}
 
-# The same of csrc: what a folder's files may include, besides the system's headers. How
-# the CPU and CUDA do it lies in folders of these names below.
+# The folders of csrc whose headers a folder's files may include. Code for CPUs and for
+# CUDA is in subfolders of these names.
 CSRC = ROOT / "csrc"
 CSRC_LAYERS = {
     "platform": {"platform"},
@@ -50,7 +50,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def layer_of(module):
-    """The layer of a module of jax_ub, or "public"."""
+    """Returns the layer of a module of jax_ub, or "public"."""
     parts = module.split(".")[1:]
     if parts[:1] == ["_src"]:
         return parts[1] if parts[1:] else "_src"
@@ -63,7 +63,7 @@ def name_of(path):
 
 
 def imported(tree):
-    """The modules of jax_ub that statements in `tree` import."""
+    """Yields the modules of jax_ub that statements in `tree` import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             if node.module.split(".")[0] == "jax_ub":
@@ -101,7 +101,7 @@ def _defines(statement):
 
 
 def _is_lazy(statement):
-    """Whether imports in it do not run when the module is imported."""
+    """Returns whether its imports do not run when the module is imported."""
     type_checking = isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(
         statement.test
     )
@@ -115,7 +115,7 @@ def test_public_modules_define_nothing():
         assert not defined, path
 
 
-def test_importing_the_library_loads_what_calls_need_only():
+def test_importing_the_library_loads_only_the_modules_of_calls():
     program = (
         "import sys, jax_ub;"
         "names = lambda: [m for m in sys.modules if m.startswith('jax_ub._src.')];"
@@ -135,7 +135,7 @@ def test_only_the_settings_read_the_environment():
     readers = {
         str(path.relative_to(PACKAGE))
         for path in MODULES
-        # A launcher makes the environment of others.
+        # The launcher sets the environment of the processes that it starts.
         if "os.environ" in path.read_text() and "launch" not in path.parts
     }
     assert readers <= {"_src/runtime/settings.py"}
@@ -158,7 +158,7 @@ CSRC_FILES = sorted(
 
 
 def includes(path):
-    """What it includes in quotes, and in angle brackets."""
+    """Returns the files that it includes in quotes, and in angle brackets."""
     text = path.read_text()
     return (
         set(re.findall(r'^#include "([^"]+)"', text, re.MULTILINE)),
@@ -169,7 +169,7 @@ def includes(path):
 def test_includes_point_down():
     for path in CSRC_FILES:
         layer = path.relative_to(CSRC).parts[0]
-        if layer in CSRC_LAYERS:  # the modules are above all
+        if layer in CSRC_LAYERS:  # the extension modules may include all folders
             found = {n.split("/")[0] for n in includes(path)[0] if "/" in n}
             assert found <= CSRC_LAYERS[layer], path
 
@@ -184,7 +184,7 @@ def test_only_cuda_includes_cuda():
 
 
 def test_the_host_part_of_cuda_needs_the_drivers_header_only():
-    # So that any compiler builds it, and nothing of CUDA's runtime is linked.
+    # So any C++ compiler can build it, and CUDA's runtime is not linked.
     for path in CSRC_FILES:
         if path.suffix != ".cu":
             assert {n for n in includes(path)[1] if n.startswith("cu")} <= {"cuda.h"}

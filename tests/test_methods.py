@@ -28,7 +28,7 @@ def test_misspelt_default_names_its_variable():
         methods.resolve("op", None, "xlaa")
 
 
-def test_method_of_the_wrong_type_is_refused():
+def test_method_of_the_wrong_type_is_rejected():
     with pytest.raises(UnknownNameError, match="method = 3 is of type int, not"):
         methods.resolve("op", 3, None)
 

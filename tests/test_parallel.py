@@ -56,6 +56,6 @@ def test_kernel_specs_put_the_other_axes_into_the_first_free_dimension():
     }
 
 
-def test_an_unknown_mode_is_refused_with_the_nearest_one():
+def test_an_unknown_mode_is_rejected_with_the_nearest_one():
     with pytest.raises(ub.errors.UnknownNameError, match="mean 'column'"):
         check_parallel("linear", "parallel", "colum")

@@ -1,4 +1,4 @@
-"""Instructions of the flag kernels: where tests run these, others stand for them."""
+"""The PTX of the flag kernels, whose instructions the other tests emulate."""
 
 import pathlib
 import re
@@ -12,7 +12,7 @@ CSRC = pathlib.Path(__file__).parents[1] / "csrc"
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """By kernel: its accesses of memory that others see, and its barriers, in order."""
+    """Returns, by kernel, accesses of shared memory and barriers, in order."""
     nvcc = tool("nvcc")
     path = tmp_path_factory.mktemp("ptx") / "flag_kernels.ptx"
     source = CSRC / "transport/cuda/flag_kernels.cu"
@@ -41,7 +41,7 @@ def test_flags_are_acquired_from_and_released_to_the_whole_system(kernels):
 
 
 def test_flag_kernels_take_few_registers(tmp_path):
-    # A GEMM of cuBLAS leaves few of a multiprocessor's registers.
+    # A GEMM of cuBLAS leaves few free registers on a multiprocessor.
     nvcc = tool("nvcc")
     source = CSRC / "transport/cuda/flag_kernels.cu"
     options = ("-cubin", "-std=c++20", "-arch=sm_90", f"-I{CSRC}", "-Xptxas", "-v")
@@ -61,7 +61,7 @@ def test_a_record_is_whole_when_its_code_is_seen(kernels):
         for stores in failures:
             record, code, behind = stores.partition("st.release.sys.global.u32")
             assert code and "st.global" in record and "st.global" not in behind
-    assert "ld.acquire.sys.global.u32" in kernels["jax_ub_wait"]  # the host's poison
+    assert "ld.acquire.sys.global.u32" in kernels["jax_ub_wait"]  # poison by the host
 
 
 def test_all_lanes_have_read_the_epoch_before_one_raises_it(kernels):

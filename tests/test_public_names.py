@@ -51,7 +51,7 @@ def test_signature_is_the_pinned_one(name):
 PUBLIC = ub.__all__
 FUNCTIONS = [name for name in PUBLIC if inspect.isfunction(getattr(ub, name))]
 CLASSES = [name for name in PUBLIC if inspect.isclass(getattr(ub, name))]
-# They look at what is there, or do nothing where there is nothing to do.
+# They only inspect state, or do nothing if there is no state.
 RAISE_NOTHING = {
     "fallbacks",
     "memory_report",
@@ -61,7 +61,7 @@ RAISE_NOTHING = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_public_function_says_what_it_does(name):
+def test_every_public_function_has_a_docstring(name):
     function, text = getattr(ub, name), getattr(ub, name).__doc__
     signature = inspect.signature(function)
     assert ("Args:" in text) == bool(signature.parameters)
@@ -73,16 +73,16 @@ def test_every_public_function_says_what_it_does(name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_public_function_says_its_types(name):
+def test_every_public_function_is_annotated(name):
     signature = inspect.signature(getattr(ub, name))
     types = [parameter.annotation for parameter in signature.parameters.values()]
     assert inspect.Signature.empty not in [*types, signature.return_annotation]
-    # Without it type checkers look at none of them.
+    # Without this file, type checkers ignore all annotations.
     assert (pathlib.Path(ub.__file__).parent / "py.typed").exists()
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *CLASSES])
-def test_every_public_name_says_where_it_is_from(name):
+def test_every_public_name_states_its_source(name):
     assert "Transformer Engine: " in getattr(ub, name).__doc__
 
 
@@ -97,7 +97,7 @@ def test_every_public_name_says_where_it_is_from(name):
         "TransformerLayer",
     ],
 )
-def test_modules_are_there_for_nnx_and_linen(kind, name):
+def test_modules_for_nnx_and_linen_exist(kind, name):
     assert "Maps `[..., tokens" in getattr(kind, name).__call__.__doc__
 
 

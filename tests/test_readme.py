@@ -1,4 +1,4 @@
-"""README.md and docs/ say what is true: commands, code, links, names."""
+"""Commands, code, links and names in README.md and docs/ are correct."""
 
 import pathlib
 import pkgutil
@@ -17,7 +17,7 @@ PAGES = [TOP / "README.md", TOP / "CHANGELOG.md", *sorted(TOP.glob("docs/**/*.md
 
 
 def blocks(mark):
-    """The fenced blocks that follow the comment `<!-- mark -->`."""
+    """Returns the fenced blocks that follow the comment `<!-- mark -->`."""
     return re.findall(rf"<!-- {mark} -->\n```\w*\n(.*?)```", README, re.DOTALL)
 
 
@@ -55,17 +55,17 @@ def test_every_environment_variable_is_documented_and_read():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(TOP)))
-def test_links_and_paths_lead_somewhere(page):
+def test_links_and_paths_exist(page):
     text = page.read_text()
     links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
     missing = [link for link in links if not (page.parent / link).exists()]
-    # Files of the tree that a page names between backticks.
+    # Paths in the tree that a page names in backticks.
     paths = re.findall(r"`((?:jax_ub|csrc|tests|examples|docs)/[\w./]+)`", text)
     missing += [path for path in paths if not (TOP / path).exists()]
     assert missing == []
 
 
-def test_what_the_page_for_transformer_engine_names_is_there():
+def test_names_on_the_page_for_transformer_engine_exist():
     text = (TOP / "docs/transformer_engine.md").read_text()
     program = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, cwd=TOP)

@@ -1,4 +1,4 @@
-"""The engines' stubs, jax_ub/_cpu.pyi and _cuda.pyi, say what the modules have."""
+"""The stubs jax_ub/_cpu.pyi and _cuda.pyi match their extension modules."""
 
 import ast
 import pathlib
@@ -16,7 +16,7 @@ def built(name):
 
 
 def declared(body):
-    """What is declared there: functions, properties, annotated names and classes."""
+    """Returns the declared functions, properties, annotated names and classes."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name, node
@@ -25,10 +25,9 @@ def declared(body):
 
 
 def stub_of(name):
-    """By name, the members of the stub's classes: what a module has, and its types.
+    """Returns the members of the stub's names: of classes and of TypedDicts.
 
-    The types are those of dictionaries, which exist for type checkers only. What is no
-    class has no members.
+    TypedDicts exist for type checkers only. Other names have no members.
     """
     had, types = {}, {}
     for known, node in declared(ast.parse((PACKAGE / f"{name}.pyi").read_text()).body):
@@ -63,12 +62,12 @@ def test_a_stub_has_the_names_and_members_of_its_module(name):
         ("Stages", lambda cpu: cpu.targets()["jax_ub$matmul"]),
     ],
 )
-def test_a_dictionary_has_the_keys_that_the_stub_says(of, found):
+def test_a_dictionary_has_the_keys_of_its_stub(of, found):
     _, types = stub_of("_cpu")
     assert set(found(built("_cpu"))) == types[of]
 
 
-def test_a_traced_call_has_the_keys_that_the_stub_says():
+def test_a_traced_call_has_the_keys_of_its_stub():
     cpu = built("_cpu")
     with jax_ub.trace():
         jax_ub.linear(jnp.ones((4, 4)), jnp.ones((4, 4))).block_until_ready()

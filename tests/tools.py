@@ -1,4 +1,4 @@
-"""Programs that tests need, and that not every machine has."""
+"""Programs that tests need and that some machines lack."""
 
 import shutil
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def tool(name: str) -> str:
-    """Where a program lies; without it the test is skipped."""
+    """Returns the path of a program; skips the test if it is missing."""
     path = shutil.which(name)
     if path is None:
         pytest.skip(f"no {name} here")

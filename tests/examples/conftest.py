@@ -1,4 +1,4 @@
-"""The example's package `lm` is found where its script finds it: beside itself."""
+"""Adds the examples' folder to the path, for the package `lm`."""
 
 import pathlib
 import sys

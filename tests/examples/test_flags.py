@@ -1,4 +1,4 @@
-"""What the examples refuse, and what they say to give instead."""
+"""Errors of the examples for invalid flags, and the values that they suggest."""
 
 import importlib
 import re
@@ -28,7 +28,7 @@ def flags_of(program, text, monkeypatch):
         (multihost, "--seq-len 0", "--seq-len 0: give at least 1"),
     ],
 )
-def test_wrong_flags_are_refused(program, text, message, monkeypatch, capsys):
+def test_wrong_flags_are_rejected(program, text, message, monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         flags_of(program, text, monkeypatch)
     assert caught.value.code == 2
@@ -36,8 +36,8 @@ def test_wrong_flags_are_refused(program, text, message, monkeypatch, capsys):
     assert re.search(message, error), error
 
 
-# In a process of its own: in this one jax may have started.
-def test_a_process_without_a_job_is_told_how_to_start_one(monkeypatch):
+# In a new process, since jax may be initialized in this one.
+def test_error_without_a_job_says_how_to_start_one(monkeypatch):
     for name in ("JAX_COORDINATOR_ADDRESS", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     ended = subprocess.run(
@@ -50,7 +50,7 @@ def test_a_process_without_a_job_is_told_how_to_start_one(monkeypatch):
     assert "Traceback" not in ended.stderr
 
 
-def test_fewer_devices_than_ranks_are_refused(monkeypatch):
+def test_fewer_devices_than_ranks_are_rejected(monkeypatch):
     num, wanted = len(jax.devices()), 4 * len(jax.devices())
     text = f"--tp {wanted} --tokens {wanted} --width {wanted} --head-dim 1"
     flags = flags_of(fusible_ops, text, monkeypatch)
@@ -65,7 +65,7 @@ def test_fewer_devices_than_ranks_are_refused(monkeypatch):
         ("--d-model 30 --seq-len 32", 16, "--d-model 30 does not divide.*give 32, or"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused(text, tp, message, monkeypatch):
+def test_sizes_that_do_not_divide_are_rejected(text, tp, message, monkeypatch):
     flags = flags_of(multihost, text, monkeypatch)
     with pytest.raises(SystemExit, match=message):
         multihost.check_sizes(flags, tp)
@@ -91,11 +91,11 @@ def test_a_model_is_shared_by_as_many_devices_as_all_hosts_allow(
     assert mesh.devices.shape == shape
     host_of = {device: number for number, host in enumerate(hosts) for device in host}
     assert all(len({host_of[device] for device in row}) == 1 for row in mesh.devices)
-    told = "if all had as many, more could share a model" in capsys.readouterr().out
-    assert told == (len(set(sizes)) > 1)
+    has_hint = "if all had as many, more could share a model" in capsys.readouterr().out
+    assert has_hint == (len(set(sizes)) > 1)
 
 
-def test_devices_that_do_not_divide_are_refused_with_what_does(monkeypatch):
+def test_devices_that_do_not_divide_are_rejected_with_a_suggestion(monkeypatch):
     hosts_of((4, 6), monkeypatch)
     with pytest.raises(SystemExit, match=r"--tp 4 .*\[4, 6\]: give 2 or a divisor"):
         multihost.make_mesh(4)

@@ -25,7 +25,7 @@ def losses(tmp_path, method, tp, *launch):
     plot = tmp_path / f"{method}-{len(launch)}.png"
     flags = [*FLAGS, "--tp", str(tp), "--method", method, "--plot", str(plot)]
     script = [SCRIPT, *flags, *(["--distributed"] if launch else [])]
-    own = {"NPROC", "JAX_NUM_CPU_DEVICES"}  # the tests' own, not the script's
+    own = {"NPROC", "JAX_NUM_CPU_DEVICES"}  # the script must not inherit these
     done = subprocess.run(
         [sys.executable, *launch, *script],
         capture_output=True,
@@ -46,19 +46,19 @@ def losses(tmp_path, method, tp, *launch):
 @pytest.mark.parametrize(
     "method", ["ring_exchange", pytest.param("xla", marks=pytest.mark.matrix)]
 )
-def test_losses_have_the_same_bits_where_the_schedule_is_the_same(method, tmp_path):
-    # Two ranks: the sums that XLA makes, of replicated parameters, have one order.
+def test_losses_are_bitwise_equal_if_the_schedule_is_the_same(method, tmp_path):
+    # With two ranks, XLA sums gradients of replicated parameters in only one order.
     one = losses(tmp_path, method, 2)
     two = losses(tmp_path, method, 2, *LAUNCH, "-n", "2")
     np.testing.assert_array_equal(two, one)
 
 
 @pytest.mark.matrix
-def test_losses_are_close_where_processes_sum_their_shares_first(tmp_path):
+def test_losses_are_close_if_processes_sum_their_ranks_first(tmp_path):
     one = losses(tmp_path, "direct", 4)
     two = losses(
         tmp_path, "direct", 4, *LAUNCH, "-n", "2", "--devices-per-process", "2"
     )
-    # Sums in another order differ by a few roundings, which Adam magnifies each step.
+    # Sums in a different order differ by a few roundings, which Adam magnifies.
     rounding = np.finfo(np.float32).eps * np.sqrt(32)
     np.testing.assert_allclose(two, one, rtol=2**STEPS * rounding)
