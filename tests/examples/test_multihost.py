@@ -38,7 +38,7 @@ SMALL = (ROOT / "examples/multihost.py", "--d-model", 32, "--seq-len", 16)
         ),
     ],
 )
-def test_learns_with_hosts_apart_and_together(job, layout):
+def test_learns_on_separate_hosts_and_on_one(job, layout):
     done = launch(*job, *SMALL)
     assert done.returncode == 0, done.stderr
     assert f"[0] {layout}" in done.stdout
@@ -48,7 +48,7 @@ def test_learns_with_hosts_apart_and_together(job, layout):
 
 
 def free_job_id():
-    """A number of a job whose coordinator's port, as JAX derives it, is free."""
+    """Returns a job id from which JAX derives a free coordinator port."""
     for job in random.sample(range(4096), 100):
         with socket.socket() as probe:
             try:
@@ -61,7 +61,7 @@ def free_job_id():
 
 @pytest.mark.slow
 def test_tasks_of_a_slurm_step_find_each_other():
-    # What srun sets for the tasks of one node, and no address of a coordinator.
+    # Variables that srun sets for the tasks of one node, without a coordinator address.
     step = {
         "SLURM_JOB_ID": str(free_job_id()),
         "SLURM_STEP_NODELIST": "localhost",
@@ -91,7 +91,7 @@ def test_tasks_of_a_slurm_step_find_each_other():
 
 
 @pytest.mark.slow
-def test_devices_that_cannot_be_grouped_are_refused():
+def test_devices_that_cannot_be_grouped_are_rejected():
     done = launch("-n", 1, "--devices-per-process", 3, *SMALL, "--tp", 2)
     assert done.returncode == 1
     assert "--tp 2 does not divide the hosts' devices: [3]" in done.stderr

@@ -70,7 +70,7 @@ def test_losses_do_not_depend_on_method_or_mesh(
 ):
     run = trainer(method=method, tp=tp, dp=dp)
     found, _ = losses(run, first_state(run), text, microbatches=microbatches)
-    # Sums in another order differ by a few roundings, which Adam magnifies each step.
+    # Sums in a different order differ by a few roundings, which Adam magnifies.
     rounding = np.finfo(np.float32).eps * np.sqrt(SIZES.d_model)
     np.testing.assert_allclose(found, reference, rtol=2**STEPS * rounding)
 
@@ -84,7 +84,7 @@ def test_low_precision_follows_f32(dtype, text, reference):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_at_another_tp(tmp_path, text, reference):
+def test_a_resumed_run_continues_with_another_tp(tmp_path, text, reference):
     before, after = trainer(tp=2), trainer(tp=4)
     saved = Checkpoints(str(tmp_path), SIZES)
     first, state = losses(before, first_state(before), text, range(RESUMED_AT))
@@ -99,7 +99,7 @@ def test_a_resumed_run_goes_on_at_another_tp(tmp_path, text, reference):
     )
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path, text):
+def test_a_checkpoint_of_another_model_is_rejected(tmp_path, text):
     run = trainer()
     saved = Checkpoints(str(tmp_path), SIZES)
     saved.save(1, first_state(run))
@@ -126,7 +126,7 @@ def test_every_linear_layer_is_one_call_and_nothing_else_gathers(text):
 
 
 def run_script(flags):
-    # The script sets its own number of devices and threads: not those of the tests.
+    # The script sets these variables itself.
     names = set(os.environ) - {"NPROC", "JAX_NUM_CPU_DEVICES"}
     environment = {name: os.environ[name] for name in names}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
@@ -140,7 +140,7 @@ def run_script(flags):
 
 
 @pytest.mark.slow
-def test_the_script_compares_with_xla_and_draws(tmp_path):
+def test_the_script_compares_with_xla_and_plots(tmp_path):
     plot = tmp_path / "plot.png"
     sizes = "--tp 2 --d-model 64 --d-ff 128 --layers 1 --heads 2 --seq-len 64"
     steps = f"--steps 40 --learning-rate 0.02 --plot {plot}"
@@ -155,7 +155,7 @@ def test_the_script_compares_with_xla_and_draws(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_script_goes_on_from_the_middle_for_longer_at_another_tp(tmp_path):
+def test_the_script_resumes_from_the_middle_for_longer_at_another_tp(tmp_path):
     sizes = "--d-model 32 --d-ff 64 --layers 1 --heads 4 --seq-len 32 --dtype f32"
     flags = f"{sizes} --no-compare --checkpoint-dir {tmp_path} --checkpoint-every 3"
 
@@ -187,7 +187,7 @@ def test_the_script_goes_on_from_the_middle_for_longer_at_another_tp(tmp_path):
         ("--tp 12 --heads 12 --d-model 48 --seq-len 96", "--tp 12 does not divide"),
     ],
 )
-def test_wrong_flags_are_refused(flags, message):
+def test_wrong_flags_are_rejected(flags, message):
     done = run_script(flags)
     assert done.returncode == 2
     assert re.search(message, done.stderr), done.stderr

@@ -1,13 +1,13 @@
-"""Every local op on one GPU, exactly, and what a call of each op costs the host.
+"""Checks every local op on one GPU exactly, and measures the host time of calls.
 
     python tests/gpu/local.py [--short]
 
-Ops that communicate run over a mesh of one device: what they enqueue beside products is
-there, forks and joins of streams, but no peer, and no wait for one.
+Ops that communicate run over a mesh of one device. They fork and join streams, but have
+no peers to wait for.
 
-Operands are small integers, so that the products of numpy must agree to the bit. What
-is wrong, or does not run, is printed, and the rest is tried all the same. Also runs on
-a CPU, where the same programs must be right.
+Operands are small integers, so the results must be equal to products of numpy. Failures
+are printed, and the remaining ops are still run. Also runs on a CPU, with the same
+programs.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true")
     short = parser.parse_args().short
-    # Where the host hangs, before the GPU check ends the step.
+    # Prints the stacks of a hanging host before the GPU check ends the step.
     faulthandler.dump_traceback_later(STUCK_AFTER_S)
     failures = [
         text
@@ -46,7 +46,7 @@ def main():
         for sizes in SIZES[: 2 if short else None]
         for text in check(jnp.dtype(dtype), *sizes)
     ]
-    # Then it was XLA that was right, and will be timed.
+    # XLA computed and would be timed in place of the engine.
     fallen = [f"plain jax.lax: {f.label}: {f.reason}" for f in lowering_log.fallbacks()]
     for text in (*failures, *fallen):
         print(text)
@@ -60,7 +60,7 @@ def main():
 
 
 def check(dtype, M, K, N):
-    """Yields what is wrong, or does not run."""
+    """Yields descriptions of failures."""
     x, w, dy, residual, main_grad, bias = (
         draw(seed, shape)
         for seed, shape in enumerate(
@@ -85,15 +85,15 @@ def check(dtype, M, K, N):
 
 
 def alone(op):
-    """A function of x and w that runs an op over one rank."""
+    """Returns a function of x and w that runs an op over one rank."""
 
     @functools.wraps(op)
     def run(x, w):
         mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
-        # "auto" would leave one rank to XLA.
+        # With "auto", XLA would run the op on one rank.
         function = functools.partial(op, axis_name="tp", method="ring_exchange")
         whole = P()
-        # Whatever x varies over, a sum over one rank is the same everywhere.
+        # A sum over one rank has the same value on all ranks.
         return jax.shard_map(
             function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
         )(x, w)
@@ -106,7 +106,7 @@ def compare(op, operands, wanted):
     name = f"{op.__name__} of {operands[0].dtype}{shapes}"
     try:
         found = np.asarray(jax.jit(op)(*operands))
-    except Exception as error:  # Whatever it is, the others are tried.
+    except Exception as error:  # After any error, the other ops are still run.
         yield f"failed: {name}: {type(error).__name__}: {error}"
         return
     if not np.array_equal(found, wanted.astype(found.dtype)):
@@ -114,7 +114,7 @@ def compare(op, operands, wanted):
 
 
 def chained():
-    """By op: a step from an array to one of its shape, and the first array."""
+    """Returns, by op, a shape-preserving function of an array, and an array."""
     w = jnp.asarray(draw(0, (SIDE, SIDE)), jnp.bfloat16)
     bias, main_grad = w[0], jnp.zeros((SIDE, SIDE), jnp.float32)
     return {
@@ -130,10 +130,11 @@ def chained():
 
 
 def host_time_us(step, start):
-    """What one more call costs at most: of programs of many and of one, in turns.
+    """Returns an upper bound of the host time of a call.
 
-    To the end of the program, since XLA may hand it to a thread of its own. While the
-    host enqueues a call, the GPU runs the one before it: a few microseconds.
+    Alternates programs of many calls and of one call. Measures until the end of the
+    program, since XLA may run it on another thread. While the host enqueues a call, the
+    GPU runs the previous one, for a few microseconds.
     """
 
     def chain(length):
@@ -150,7 +151,7 @@ def host_time_us(step, start):
         for length, program in programs.items():
             jax.block_until_ready(start)
             begin = time.perf_counter()
-            # Freed before the next run, which finds the same memory and is replayed.
+            # Freed before the next run, which then gets this memory and is replayed.
             jax.block_until_ready(program(start))
             times[length].append(time.perf_counter() - begin)
     many, one = (statistics.median(times[length][10:]) for length in (CHAIN, 1))

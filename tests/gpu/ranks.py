@@ -1,14 +1,14 @@
-"""Every op and method over several processes, exactly; on GPUs they may share one.
+"""Checks every op and method exactly over several processes, which may share a GPU.
 
     python -m jax_ub launch -n 4 tests/gpu/ranks.py --rounds 3
     python -m jax_ub launch -n 4 tests/gpu/ranks.py --share-gpu
 
-No collective of XLA's takes part: NCCL refuses ranks that share a GPU. Operands are
-small integers, drawn from the same seeds in every process, so that each knows what its
-rank must have, to the bit. Prints a line for every program, and where one is wrong; the
-rest is tried all the same, unless a call fails. The last was exported, and on GPUs has
-to fail with its devices in another order. XLA compiles no kernel of its own for them:
-they also run on emulated GPUs, which have none (`test_emulated.py`).
+XLA's collectives are not used, because NCCL rejects ranks that share a GPU. Operands
+are small integers, drawn from the same seeds in every process, so each process computes
+the exact results of its rank. Prints a line for every program, with the position of an
+error. The remaining programs still run, unless a call fails. The last program was
+exported, and must fail on GPUs with its devices in a different order. XLA compiles no
+kernels for these programs, so they also run on emulated GPUs (`test_emulated.py`).
 """
 
 import argparse
@@ -32,9 +32,9 @@ STUCK_AFTER_S = 45
 
 def main():
     given = read_arguments()
-    # Where the host hangs, before the GPU check ends the step.
+    # Prints the stacks of a hanging host before the GPU check ends the step.
     faulthandler.dump_traceback_later(STUCK_AFTER_S)
-    # Where processes share a GPU, each has it as its device 0.
+    # If processes share a GPU, it is device 0 of each of them.
     jax.distributed.initialize(local_device_ids=[0] if given.share_gpu else None)
     mesh = Mesh(np.array(jax.devices()), ("tp",))
     on_gpu = cuda_engine.is_cuda(jax.local_devices()[0])
@@ -58,7 +58,7 @@ def check(program, mesh, method, dtype, given):
     """Runs a program with new operands each round, several times in a row each.
 
     Returns:
-        What is wrong.
+        Descriptions of errors.
     """
     wrong = []
     function, in_specs, out_specs, shapes, reference = program(
@@ -68,7 +68,7 @@ def check(program, mesh, method, dtype, given):
     compiled = jax.jit(mapped)
     name = f"{program.__name__} {method} {dtype} over {mesh.size} ranks"
     for seed in range(given.rounds):
-        # Two sets in turns: what a call finds of the one before it is wrong.
+        # Two alternating sets, so that results of the previous call are detected.
         sets = [
             [draw(31 * seed + 7 * turn + i, shape) for i, shape in enumerate(shapes)]
             for turn in range(2)
@@ -90,10 +90,10 @@ def check(program, mesh, method, dtype, given):
 
 
 def check_exported(mesh, on_gpu, scale):
-    """Runs an exported program, on GPUs once more with the devices turned around.
+    """Runs an exported program, on GPUs again with the devices in reverse order.
 
     Returns:
-        What is wrong.
+        Descriptions of errors.
     """
     function, in_specs, out_specs, shapes, reference = column(mesh, "auto", scale)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
@@ -107,8 +107,8 @@ def check_exported(mesh, on_gpu, scale):
     call = jax.jit(export(*placed(mesh)).call)
     name = f"exported column over {mesh.size} ranks"
     wrong = []
-    # XLA captures the second call. The third ends nowhere before the second has ended
-    # everywhere: a call that fails also spoils what a peer is about to end.
+    # XLA captures the second call. The third call ends on no rank before the second has
+    # ended on all ranks: a failing call also fills the peers' pending results with NaN.
     *calls, _ = [call(*placed(mesh)) for _ in range(3)]
     for number, results in enumerate(jax.block_until_ready(calls)):
         for result, right in zip(results, reference(*operands), strict=True):
@@ -122,7 +122,7 @@ def check_exported(mesh, on_gpu, scale):
 
 
 def fails(call, operands):
-    """Whether a call fails for the order of its devices: by NaN, or at once."""
+    """Returns whether a call fails because of its device order, by NaN or an error."""
     try:
         results = jax.block_until_ready(call(*operands))
         shards = [s.data for result in results for s in result.addressable_shards]
@@ -130,14 +130,14 @@ def fails(call, operands):
             return False
         ub.check_communicators()
     except RuntimeError as error:
-        # Whose device is in its place is told by a peer.
+        # A peer sends the error if its device was exchanged.
         said = ("lowered for export", "failed and notified")
         return any(text in str(error) for text in said)
     return False
 
 
 def column(mesh, method, scale):
-    """AG+GEMM with two kernels and biases, and the gathered x."""
+    """Runs AG+GEMM with two kernels and biases, and returns the gathered x, too."""
     M, K, N = 8 * scale * mesh.size, 16, 8 * mesh.size
 
     def function(x, w, v, bias):
@@ -156,12 +156,12 @@ def column(mesh, method, scale):
 
     shapes = ((M, K), (K, N), (K, N), (N,))
     specs = (ROWS, COLUMNS, COLUMNS, P("tp"))
-    # Every rank's copy of the gathered x, one below the other.
+    # The copies of the gathered x of all ranks, concatenated.
     return function, specs, (COLUMNS, COLUMNS, ROWS), shapes, reference
 
 
 def row(mesh, method, scale):
-    """GEMM+RS with bias and residual."""
+    """Runs GEMM+RS with bias and residual."""
     M, K, N = 8 * scale * mesh.size, 8 * mesh.size, 16
 
     def function(x, w, bias, residual):
@@ -179,7 +179,7 @@ def row(mesh, method, scale):
 
 
 def whole(mesh, method, scale):
-    """GEMM+AR of tokens in batches."""
+    """Runs GEMM+AR of batched tokens."""
     M, K, N = 4 * scale * mesh.size, 8 * mesh.size, 16
 
     def function(x, w):
@@ -193,7 +193,7 @@ def whole(mesh, method, scale):
 
 
 def trained(mesh, method, scale):
-    """A column and a row linear, forward and backward."""
+    """Runs a column and a row linear, forward and backward."""
     M, K, N = 8 * scale * mesh.size, 16, 8 * mesh.size
 
     def function(x, w, v, dh, dy):
@@ -217,7 +217,7 @@ def trained(mesh, method, scale):
 
 
 def draw(seed, shape):
-    """Integers of -1, 0 and 1: their sums are exact in every dtype."""
+    """Returns integers -1, 0 and 1, whose sums are exact in every dtype."""
     return np.random.default_rng(seed).integers(-1, 2, shape).astype(np.float32)
 
 

@@ -1,9 +1,9 @@
-"""What XLA makes of programs for an H200: JAX's plugin for CUDA compiles without a GPU.
+"""Programs compiled for an H200; JAX's plugin for CUDA compiles them without a GPU.
 
     pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
 
-VERSION is that of jax. Nothing of CUDA is needed besides: handlers are registered with
-the plugin, and called for what they know of a call when it is compiled.
+VERSION is the version of jax. No other part of CUDA is needed: handlers are registered
+with the plugin, and are called only to instantiate calls during compilation.
 """
 
 import re
@@ -21,7 +21,7 @@ import jax_ub as ub
 from jax_ub._src.runtime import cuda_engine
 from jax_ub.flax import TransformerLayer
 
-# Of XLA's device description what its compiler asks for.
+# The fields of XLA's device description that its compiler reads.
 H200 = """
 gpu_device_info {
   name: "NVIDIA H200" device_vendor: "NVIDIA Corporation" core_count: 132
@@ -41,13 +41,13 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
 """
 LAYERS, M, K, N = 3, 1024, 256, 512
-# XLA lets calls of a scan read slices of its operands where they lie: by default in
-# that of jax 0.12, but not in that of 0.10.2, which copies each slice.
+# Lets calls in a scan read slices of its operands in place. This is the default in the
+# XLA of jax 0.12, but not in the XLA of jax 0.10.2, which copies each slice.
 SLICES_IN_PLACE = {"xla_gpu_enable_dynamic_slice_fusion": True}
 
 
 class WithoutDriver:
-    """The engine, of which nothing that needs a driver is asked."""
+    """Returns the engine, without functions that need a driver."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -67,7 +67,7 @@ def mesh(monkeypatch):
     )
     pytest.importorskip("jax_ub._cuda", reason="built without nvcc")
     engine = WithoutDriver(cuda_engine.load())
-    jax.devices()  # which loads plugins
+    jax.devices()  # loads plugins
     devices = topologies.get_topology_desc(
         platform="cuda", target_config=H200, topology="1x1x4"
     ).devices
@@ -106,7 +106,7 @@ def copies(text, dtype=r"\w+"):
 def test_a_scan_over_layers_runs_every_call_once(mesh):
     def layer(x, kernels):
         w, v = kernels
-        # Its derivative needs what goes in: a product is saved, and read as well.
+        # Its derivative needs its input: the product is saved and read again.
         h = jax.nn.gelu(ub.all_gather_matmul(x, w, axis_name="tp"))
         return ub.matmul_reduce_scatter(h, v, axis_name="tp"), None
 
@@ -163,7 +163,7 @@ def test_microbatches_are_accumulated_in_place(mesh, options):
     specs = (P(), P(), P())
     text = compiled(accumulate, mesh, specs, P(), *shapes, donated=2, options=options)
     assert calls(text) == ["wgrad"]
-    # Without the option, of the operands at most, which are bf16.
+    # Without the option, only operands are copied, which are bf16.
     assert not copies(text, r"\w+" if options else "f32")
 
 
@@ -192,7 +192,7 @@ def test_gradients_of_layers_are_accumulated_in_place(mesh, options):
     assert not copies(text, r"\w+" if options else "f32")
 
 
-def test_batch_axes_in_front_move_nothing(mesh):
+def test_leading_batch_axes_copy_nothing(mesh):
     def loss(x, w, v):
         h = jax.nn.relu(ub.all_gather_matmul(x, w, axis_name="tp"))
         y = ub.matmul_reduce_scatter(h, v, axis_name="tp")
@@ -218,7 +218,7 @@ def test_an_embedding_that_projects_too_is_not_transposed(mesh):
     assert " transpose(" not in text
 
 
-def test_no_memory_is_taken_for_what_a_product_gathers(mesh):
+def test_gathered_operands_take_no_memory(mesh):
     def column(x, w):
         return ub.all_gather_matmul(x, w, axis_name="tp")
 
@@ -271,7 +271,7 @@ def test_a_call_of_an_exported_program_is_captured_with_its_partition(mesh, tmp_
 
 @pytest.fixture
 def transformer():
-    """A transformer layer's state, its layouts, and its loss on one rank's shards."""
+    """Returns a transformer layer's state, specs, and loss on one rank's shards."""
     model = TransformerLayer(
         K,
         N,
@@ -293,7 +293,7 @@ def transformer():
     return state, nnx.get_partition_spec(state), loss
 
 
-def test_a_transformer_layer_communicates_in_its_calls_alone(mesh, transformer):
+def test_a_transformer_layer_communicates_only_in_its_calls(mesh, transformer):
     state, layouts, loss = transformer
     specs = (layouts, P(None, "tp"))
     mapped = jax.shard_map(
@@ -313,12 +313,12 @@ def test_a_transformer_layer_communicates_in_its_calls_alone(mesh, transformer):
     column = ["bulk_all_gather", "bulk_reduce_scatter"]
     assert calls(text) == sorted(2 * (forward + row + column))
     assert not copies(text)
-    # The gradients of the norms' scales are summed, as they lie on every rank.
+    # The gradients of the norms' scales are summed, because scales are replicated.
     assert not re.findall(r" (all-gather|all-to-all|reduce-scatter)[\w-]*\(", text)
 
 
 @pytest.mark.parametrize("parallel", ["column", "row"])
-def test_a_layer_on_one_rank_is_three_products_of_xla(mesh, parallel):
+def test_a_layer_on_one_rank_is_three_gemms_of_xla(mesh, parallel):
     def loss(x, w):
         y = ub.linear(x, w, parallel=parallel, axis_name="tp")
         return jnp.sum(y.astype(jnp.float32) ** 2)

@@ -1,8 +1,8 @@
-"""JAX's own runtime for GPUs on emulated ones, with the programs of the GPU check.
+"""The programs of the GPU check, by JAX's GPU runtime on emulated GPUs.
 
-It compiles, captures and replays them; kernels that XLA makes itself cannot run.
-RequestedGradients JAX's plugin for CUDA, and the emulation under the names of NVIDIA's
-libraries: JAX_UB_EMULATED_GPU is the folder `emulated_gpu` of a build of the C++ tests.
+It compiles, captures and replays them. Kernels that XLA generates cannot run. The tests
+need JAX's plugin for CUDA, and the emulation under the names of NVIDIA's libraries:
+JAX_UB_EMULATED_GPU is the folder `emulated_gpu` of a build of the C++ tests.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ TIMEOUT_S = 60
 
 
 def run(*command, gpus, flags, delay_us=0, status=0):
-    """What it printed, unless it ended otherwise, or did what CUDA forbids."""
+    """Returns its output; fails if it failed or broke a rule of CUDA."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         stdout=subprocess.PIPE,
@@ -61,7 +61,7 @@ def run(*command, gpus, flags, delay_us=0, status=0):
 
 
 @pytest.mark.parametrize("flags", [CAPTURED, EAGER])
-def test_the_local_ops_are_right(flags):
+def test_local_ops_are_exact(flags):
     printed = run(HERE / "local.py", "--short", gpus=1, flags=flags)
     assert "all right on Emulated GPU" in printed
 
@@ -76,7 +76,7 @@ def test_the_local_ops_are_right(flags):
         (2, 2, EAGER, 100),
     ],
 )
-def test_every_op_and_method_is_right(processes, each, flags, delay_us):
+def test_every_op_and_method_is_exact(processes, each, flags, delay_us):
     launch = ("-m", "jax_ub", "launch", "-n", processes, "--devices-per-process", each)
     program = (HERE / "ranks.py", "--rounds", 2, "--calls", 3, "--dtypes", 1)
     ranks = processes * each
@@ -87,7 +87,7 @@ def test_every_op_and_method_is_right(processes, each, flags, delay_us):
 
 
 @pytest.mark.parametrize("flags", [CAPTURED, EAGER])
-def test_a_death_is_told_at_once(flags):
+def test_a_death_is_reported_at_once(flags):
     launch = ("-m", "jax_ub", "launch", "-n", 3, "--linger", 60, "--grace", 1)
     faults = (ROOT / "tests/processes/faults.py", "dies_inside", "ring_exchange")
     status = 128 + signal.SIGKILL
@@ -109,7 +109,7 @@ def test_processes_share_a_gpu():
     assert "all right: 2 ranks on Emulated GPU" in printed
 
 
-# Two threads dispatch a program each. Process 0 enqueues them in an order of its own.
+# Two threads dispatch one program each. Process 0 enqueues them in a different order.
 TWO_ORDERS = """
 import json, threading, time
 import jax, jax.numpy as jnp, numpy as np
@@ -190,7 +190,7 @@ def test_programs_that_processes_enqueue_in_different_orders_fail_on_all(
             assert part in one["error"], one["error"]
 
 
-# Ranks of two processes, as far as they know. Whoever closes waits for the other one.
+# The ranks behave as two processes. Closing waits for the other rank.
 DROPS_ONE = """
 import threading, time
 from jax_ub import _cuda
@@ -228,5 +228,5 @@ print(events)
 """
 
 
-def test_a_communicator_that_is_dropped_lets_other_threads_go_on():
+def test_a_dropped_communicator_does_not_block_other_threads():
     assert run("-c", DROPS_ONE, gpus=2, flags="") == "['closes', 'dropped']\n"

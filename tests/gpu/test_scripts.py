@@ -1,4 +1,4 @@
-"""The scripts of the GPU check, as far as a CPU can run them."""
+"""The scripts of the GPU check, run on a CPU."""
 
 import json
 import os
@@ -28,13 +28,13 @@ def run(*command, timeout_s=600):
     )
 
 
-def test_the_local_ops_are_right():
+def test_local_ops_are_exact():
     done = run(sys.executable, HERE / "local.py", "--short")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all right on cpu" in done.stdout
 
 
-def test_every_op_and_method_is_right_over_processes():
+def test_every_op_and_method_is_exact_over_processes():
     launch = (sys.executable, "-m", "jax_ub", "launch", "-n", "2", "--timeout", "550")
     options = ("--rounds", "1", "--calls", "2", "--dtypes", "1")
     done = run(*launch, HERE / "ranks.py", *options)
@@ -110,7 +110,7 @@ def test_claims_without_figures_are_open(tmp_path):
     assert all(line.startswith("open ") for line in lines)
 
 
-def test_a_check_without_time_says_what_it_left_out(tmp_path):
+def test_a_check_without_time_lists_omitted_steps(tmp_path):
     env = ("env", f"OUT={tmp_path}", "GPU_CHECK_S=0", f"PYTHON={sys.executable}")
     done = run(*env, "bash", HERE / "gpu_check.sh")
     assert done.returncode == 1
@@ -119,7 +119,7 @@ def test_a_check_without_time_says_what_it_left_out(tmp_path):
     script = (HERE / "gpu_check.sh").read_text()
     steps = re.findall(r'^  step \d+ "(.+?)"', script, re.M)
     assert steps[0] == "machine"
-    for name in steps:  # where it would have run, and in the summary
+    for name in steps:  # at its position in the output, and in the summary
         assert len(re.findall(f"^no time .* {re.escape(name)}$", log, re.M)) == 2
 
 
@@ -131,9 +131,7 @@ def test_a_check_without_time_says_what_it_left_out(tmp_path):
         ("========= Invalid __global__ write", "FAILED (1)"),
     ],
 )
-def test_a_gpu_that_no_tool_can_look_into_gets_no_verdict(
-    tmp_path, check, said, status
-):
+def test_a_gpu_that_no_tool_can_inspect_gets_no_verdict(tmp_path, check, said, status):
     python = (
         f'case "$*" in *sysconfig*) echo {tmp_path};; *) {sys.executable} "$@"; esac'
     )
@@ -155,7 +153,7 @@ def test_a_check_of_some_steps_runs_no_others(tmp_path):
     only = "GPU_CHECK_ONLY=memcheck|8 processes"
     env = ("env", f"OUT={tmp_path}", "GPU_CHECK_S=0", only, f"PYTHON={sys.executable}")
     log = run(*env, "bash", HERE / "gpu_check.sh").stdout
-    # Those that would have run had no time; each is told twice.
+    # The selected steps had no time; each is reported twice.
     wanted = ("machine", "build from source", "memcheck")
     wanted += ("8 processes on one GPU, captured", "verdicts")
     assert set(re.findall(r"^no time +\d+ s  (.+)$", log, re.M)) == set(wanted)

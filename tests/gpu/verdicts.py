@@ -1,8 +1,8 @@
-"""Prints a verdict for every claim, from what the GPU check left in a folder.
+"""Prints a verdict for every claim, from the results of the GPU check in a folder.
 
     python tests/gpu/verdicts.py FOLDER
 
-Writes verdicts.txt beside it. A claim whose figure is missing is said to be open.
+Writes verdicts.txt beside it. Claims without figures are reported as open.
 """
 
 import json
@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 
-# Of XLA's fastest way, as times as fast as it; and of the plain product.
+# Speed relative to XLA's fastest implementation, and to the plain GEMM.
 AGAINST_XLA = {
     ("gemm", "nn"): ("a plain product over XLA's, 8192 cubed", 0.97),
     ("dgrad_add", "nt+add"): ("dgrad_add over XLA's best", 1.0),
@@ -18,7 +18,7 @@ AGAINST_XLA = {
 }
 OVER_PLAIN = 0.95
 HOST_TIME_US = 10.0
-# Steps that leave figures, or nothing to judge: all others compare results or accesses.
+# Steps with figures or without verdicts. All others compare results or accesses.
 NOT_OF_RESULTS = ("machine", "build from source", "the engine's parts", "against XLA")
 
 
@@ -58,7 +58,7 @@ def against_xla(folder):
         {} if found is None else {(r["op"], r["variant"]): r for r in found["results"]}
     )
     if found is not None and found["fallbacks"]:
-        # XLA over XLA is no figure of ours.
+        # A ratio of XLA to XLA is not a figure of jax_ub.
         yield f"open    against XLA: plain jax.lax: {found['fallbacks'][0]['reason']}"
         return
     for key, (claim, limit) in AGAINST_XLA.items():

@@ -1,4 +1,4 @@
-"""Creates and destroys communicators, over and over; `test_cycles.py` launches it."""
+"""Creates and destroys communicators repeatedly; a test launches it."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def main():
     for cycle in range(num_cycles):
         if cycle == warm_up:
             before = left(), len(os.listdir("/proc/self/fd")), resident_mb()
-        # Another order of devices each time: nothing is taken from the time before.
+        # A different device order each time, so that no earlier state is reused.
         devices = np.roll(np.array(jax.devices()), cycle)
         job.mesh = Mesh(devices, ("tp",))
         job.initialize()

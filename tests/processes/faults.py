@@ -1,10 +1,10 @@
-"""What a process does in the tests of faults; `test_faults.py` launches it.
+"""The processes of the tests of faults; `test_faults.py` launches them.
 
     python -m jax_ub launch -n 3 --linger 60 tests/processes/faults.py dies_before
 
-The last process has the fault. Every other one says, a line of JSON each, what it
-raised and what it has left when all is over. Times are the machine's, the same in all
-processes.
+The last process has the fault. Every other process prints lines of JSON with its errors
+and with the resources that it still holds at the end. Times are from the machine's
+clock, which is the same in all processes.
 """
 
 import json
@@ -25,17 +25,17 @@ from jax_ub._src.runtime import connection_attempt, initialize
 from jax_ub._src.runtime.bootstrap import JaxStore
 
 ROWS, WIDTH = 8, 16  # of a rank
-FIRST_CALL_S = 6.0  # longer than JAX_UB_TIMEOUT_S, where it matters
+FIRST_CALL_S = 6.0  # longer than JAX_UB_TIMEOUT_S in tests that depend on it
 
 
 def say(what, **details):
     details = {"what": what, "process": jax.process_index(), **details}
-    # One write: threads and processes do not cut each other's lines.
+    # One write, so that lines of threads and processes are not interleaved.
     os.write(1, (json.dumps(details) + "\n").encode())
 
 
 class Job:
-    """A group of all processes, and a program with an op of each kind."""
+    """Creates a group of all processes, and a program with an op of each kind."""
 
     def __init__(self, method):
         self.num_ranks = jax.device_count()
@@ -72,14 +72,14 @@ class Job:
         return (xs, ws, vs), x @ w @ v
 
     def call(self, rows=ROWS):
-        """Runs the program once, and checks every number that this process has."""
+        """Runs the program once, and checks all results of this process."""
         operands, expected = self.operands(rows)
         with ub.errors.raised():
             y = jax.block_until_ready(self.program(*operands))
         for shard in y.addressable_shards:
             found, wanted = np.asarray(shard.data), expected[shard.index]
             if not np.array_equal(found, wanted):
-                ub.check_communicators()  # on GPUs what has failed is NaN
+                ub.check_communicators()  # on GPUs, failed results are NaN
             np.testing.assert_array_equal(found, wanted)
 
     def expect_error(self, action=None):
@@ -132,7 +132,7 @@ def dies_inside(job):
 
 def dies_after(job):
     job.call()
-    job.call()  # its results are right, though a peer may be dead by now
+    job.call()  # the results are correct, even if a peer has died since
     if job.is_victim:
         kill_this_process()
     say("called")
@@ -145,7 +145,7 @@ def stops(job):
         say("stops", pid=os.getpid(), at=time.monotonic())
         os.kill(os.getpid(), signal.SIGSTOP)
     job.expect_error()
-    job.expect_error()  # for good, and at once
+    job.expect_error()  # permanently and at once
 
 
 def raises(job):
@@ -159,7 +159,7 @@ def raises(job):
 def other_shape(job):
     job.call()
     job.expect_error(lambda: job.call(2 * ROWS if job.is_victim else ROWS))
-    # Everybody knows: a new communicator works.
+    # All processes know about the failure, so a new communicator works.
     ub.destroy_ub()
     job.initialize()
     job.program = jax.jit(job.pair)
@@ -172,7 +172,7 @@ def leaves_a_call_out(job):
     job.call()
     if not job.is_victim:
         job.expect_error()
-    # XLA has launched the program less often there, which must not pair other calls.
+    # There XLA has launched the program fewer times; calls must still match.
     ub.destroy_ub()
     job.initialize()
     job.expect_error()
@@ -202,7 +202,7 @@ def dies_connecting(job):
 
 
 def compiles_longer(job):
-    # A call of before waits behind the new program, with the longer deadline.
+    # A call of the old program waits behind the new program, with the longer deadline.
     job.call()
     first, job.program = job.program, jax.jit(lambda *x: job.pair(*x))
     if job.is_victim:
@@ -244,7 +244,7 @@ def wait_for_all(where):
     store = JaxStore(where)
     store.write(str(jax.process_index()), "")
     while None in [store.read(str(p)) for p in range(jax.process_count())]:
-        time.sleep(0.01)  # for ever, if one does not come: the launcher gives up
+        time.sleep(0.01)  # forever, if one is missing: the launcher has a timeout
 
 
 def exists_twice(job):
@@ -254,7 +254,7 @@ def exists_twice(job):
 
 
 def left():
-    """What this process holds of the memory and sockets that processes share."""
+    """Returns the shared memory and sockets that this process holds."""
     found = []
     for path in pathlib.Path("/proc/self/fd").iterdir():
         try:
@@ -269,7 +269,7 @@ def left():
     }
 
 
-# In these the victim does not come to the end of `main`.
+# In these, the failing process does not reach the end of `main`.
 LOSING = (
     coordinator_dies,
     dies_before,
@@ -309,7 +309,7 @@ def main():
 
 
 def end(num_processes):
-    """Ends without JAX's farewell, which waits for the dead; its coordinator last."""
+    """Exits without JAX's shutdown barrier, the coordinator last."""
     store = JaxStore("ends")
     if jax.process_index():
         store.write(str(jax.process_index()), str(os.getpid()))
@@ -318,7 +318,7 @@ def end(num_processes):
         while (pid := store.read(str(process))) is None or os.path.exists(
             f"/proc/{pid}"
         ):
-            time.sleep(0.01)  # for ever, if it does not end: the launcher gives up
+            time.sleep(0.01)  # forever, if it does not end: the launcher has a timeout
     os._exit(0)
 
 

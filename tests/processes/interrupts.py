@@ -2,8 +2,8 @@
 
     python -m jax_ub launch -n 2 --linger 5 tests/processes/interrupts.py SEED STRIDE
 
-`test_interrupts.py` launches it. Both processes know the places: up to STRIDE lines of
-`initialize_ub` lie between one and the next.
+`test_interrupts.py` launches it. Both processes use the same places, with up to STRIDE
+lines of `initialize_ub` between them.
 """
 
 import gc
@@ -26,11 +26,11 @@ SOON_S = 30.0  # far below JAX_UB_TIMEOUT_S
 
 
 def interrupted(call, line, begin):
-    """Raises KeyboardInterrupt at a line of jax_ub; says whether it came that far.
+    """Raises KeyboardInterrupt at a line of jax_ub; returns whether it was reached.
 
     Args:
-        call: what to interrupt.
-        line: how many lines of jax_ub it may execute.
+        call: the function to interrupt.
+        line: the number of lines of jax_ub to execute before.
         begin: the function in which to begin counting.
     """
     left = [line]
@@ -59,7 +59,7 @@ def interrupted(call, line, begin):
 
 
 class Pair:
-    """Two processes that go the same steps."""
+    """Runs the same steps in two processes."""
 
     def __init__(self):
         self.me = jax.process_index()
@@ -68,11 +68,11 @@ class Pair:
         self._step = 0
 
     def exchange(self, value):
-        """Waits for the other process, and returns what it says."""
+        """Waits for the other process, and returns its message."""
         self._step += 1
         self._store.write(f"{self._step}-{self.me}", value)
         while (said := self._store.read(f"{self._step}-{1 - self.me}")) is None:
-            time.sleep(0.001)  # for ever, if it does not come: the launcher gives up
+            time.sleep(0.001)  # forever, if it is missing: the launcher has a timeout
         return said
 
     def initialize(self):
@@ -100,7 +100,7 @@ class Pair:
         np.testing.assert_array_equal(found, whole[:4] + whole[4:])
 
     def destroy_is_interrupted(self, victim, line):
-        """A second `destroy_ub` does what is left of the first."""
+        """Checks that a second `destroy_ub` completes the first."""
         self.initialize()
         has_come = True
         if self.me == victim:
@@ -110,7 +110,7 @@ class Pair:
         return self.goes_on(has_come)
 
     def initialize_is_interrupted(self, victim, line):
-        """The other process hears of it soon."""
+        """Checks that the other process fails soon."""
         has_come = True
         if self.me == victim:
             has_come = interrupted(self.initialize, line, "prepare")

@@ -1,7 +1,7 @@
-"""Programs whose calls could be taken for each other; `test_matching.py` launches it.
+"""Programs whose calls could be confused; `test_matching.py` launches it.
 
-Every call has operands of its own and is compared exactly, so a call that met another
-one of the other process shows.
+Every call has different operands and is compared exactly, which detects a call that is
+matched with a different call of the other process.
 """
 
 import os
@@ -41,7 +41,7 @@ def product(x, w):
 
 
 def many_independent_calls_in_many_launches(mesh, x, w):
-    """24 calls a program that XLA may run in any order, 40 launches in flight."""
+    """Runs 24 calls per program, which XLA may reorder, and 40 launches at a time."""
 
     def calls(x, w):
         return [product((i + 1) * x, w) for i in range(24)]
@@ -54,7 +54,7 @@ def many_independent_calls_in_many_launches(mesh, x, w):
 
 
 def one_inner_jit_at_six_places(mesh, x, w):
-    """Six call sites of one channel, some in a loop and in branches."""
+    """Runs six call sites of one channel, some in a loop and in branches."""
     layer = jax.jit(product)
 
     def calls(x, w):
@@ -76,7 +76,7 @@ def one_inner_jit_at_six_places(mesh, x, w):
 
 
 def one_process_compiles_more_than_the_other(mesh, x, w):
-    """Somebody prints what a program costs, in one process only."""
+    """Analyzes the cost of a program in one process only."""
     for scale in (1, 2):
 
         def call(x, w, scale=scale):
@@ -92,7 +92,7 @@ def one_process_compiles_more_than_the_other(mesh, x, w):
 
 
 def programs_of_one_name(mesh, x, w):
-    """Two programs with the same name, shapes and channels, by turns in flight."""
+    """Alternates two programs with the same name, shapes and channels."""
     one = on_mesh(lambda x, w: product(x, w), mesh, P(None, "tp"))
     other = on_mesh(lambda x, w: product(5 * x, w), mesh, P(None, "tp"))
     launches = [(one(x, w), other(x, w)) for _ in range(20)]

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
 
-AXES = ("tp", "mp")  # two groups of ranks may be alive at once
+AXES = ("tp", "mp")  # two groups of ranks may exist at a time
 METHODS = (None, "direct", "ring_exchange", "pipeline", "external")
 DTYPES = ("float32", "bfloat16", "float16")
 CAPACITY = (256, 64)
@@ -48,7 +48,7 @@ OPS = {
 
 
 class Group:
-    """A mesh of some devices of every process, on one axis, after `initialize_ub`."""
+    """Initializes a mesh of one axis, with some devices of every process."""
 
     def __init__(self, axis, rng, others):
         self.axis = axis
@@ -78,7 +78,7 @@ class Group:
 
 
 class Sequence:
-    """What one seed does; the same in every process."""
+    """Runs the sequence of a seed, which is the same in every process."""
 
     def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
@@ -154,14 +154,14 @@ def check(found, expected, what):
 
 
 def held():
-    """Open descriptors, and megabytes of memory."""
+    """Returns the number of open descriptors, and megabytes of memory."""
     status = pathlib.Path("/proc/self/status").read_text()
     resident = status.split("VmRSS:")[1].split()[0]
     return len(os.listdir("/proc/self/fd")), int(resident) >> 10
 
 
 def agreed(value):
-    """Process 0's value, in all processes."""
+    """Broadcasts a value of process 0 to all processes."""
     return int(multihost_utils.broadcast_one_to_all(np.int64(value)))
 
 

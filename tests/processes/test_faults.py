@@ -1,4 +1,4 @@
-"""Faults: every living process raises, soon, names who failed, and nothing is left."""
+"""After a fault, every other process raises soon, names the cause, and cleans up."""
 
 import json
 import os
@@ -12,13 +12,13 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
-# Where a test waits for the deadline: what processes of a busy machine may be apart.
+# In tests that wait for the deadline: the largest skew of processes when busy.
 DEADLINE_S = 10.0
-# The deadline of tests in which nothing waits for it: "at once" is far below it, on a
-# busy machine too.
+# The deadline of tests that do not wait for it: "at once" is much less, also on a busy
+# machine.
 NEVER_S = 120.0
 SOON_S = 30.0
-# From a death to the error of the last peer, on a machine that does not hold them up.
+# From a death to the error of the last peer, on an idle machine.
 TOLD_S = 2.0
 
 pytestmark = pytest.mark.slow
@@ -44,10 +44,10 @@ def start(scenario, method="direct", num_processes=3, prefix=(), deadline_s=NEVE
 
 
 class Outcome:
-    """What the processes of a job said, and how it ended."""
+    """Output and exit status of a job."""
 
     def __init__(self, process, lines=()):
-        """Waits for its end; `lines` were read already."""
+        """Waits for the job to end; `lines` have been read already."""
         # Not communicate(): it would lose what readline() has buffered.
         with process:
             out = "".join([*lines, process.stdout.read()])
@@ -68,7 +68,7 @@ class Outcome:
         return found
 
     def check_survivors(self, processes, *, at, within_s, names):
-        """Each survivor raised once, soon, named the culprit, and holds nothing."""
+        """Checks that each survivor raised once, with the cause, and cleaned up."""
         errors = self.of("error")
         assert [e["process"] for e in by_process(errors)] == processes, self.text
         for error in errors:
@@ -116,7 +116,7 @@ def test_a_death_is_reported_at_once(scenario, method):
 
 
 def test_a_death_is_reported_within_two_seconds():
-    # A busy machine holds up one job or another; what waits in the code, every one.
+    # A busy machine delays some jobs; a wait in the code would delay all.
     def seconds():
         job = run("dies_inside")
         return max(error["at"] for error in job.of("error")) - job.one("dies")["at"]
@@ -127,7 +127,7 @@ def test_a_death_is_reported_within_two_seconds():
 
 def test_a_process_that_stopped_is_reported_at_the_deadline():
     process = start("stops", deadline_s=DEADLINE_S)
-    # It goes on when the others have given up on it.
+    # It continues after the others have failed.
     lines = []
     while sum('"error"' in line for line in lines) < 4:
         lines.append(process.stdout.readline())
@@ -137,7 +137,7 @@ def test_a_process_that_stopped_is_reported_at_the_deadline():
     job = Outcome(process, lines)
     errors = by_process(job.of("error"))
     assert [error["process"] for error in errors] == [0, 0, 1, 1, 2, 2]
-    # Who reaches the deadline tells the other one, which may have begun later.
+    # The first to reach the deadline notifies the other, which may have begun later.
     begin = min(errors[0]["began"], errors[2]["began"])
     for first, second in (errors[:2], errors[2:4]):
         assert "rank 2" in first["text"]
@@ -155,7 +155,7 @@ def test_an_exception_of_one_process_is_an_error_of_the_others():
         within_s=DEADLINE_S + SOON_S,
         names=["rank 2", "process 2"],
     )
-    # It ends when the others have: its own farewell to JAX waits for them.
+    # It ends after the others, because JAX's shutdown barrier waits for them.
     assert job.status != 0
     assert "ValueError: a bug in the user's program" in job.err
 
@@ -239,7 +239,7 @@ def test_an_interrupt_before_the_first_message_is_reported_at_once():
 
 
 def test_the_death_of_jaxs_coordinator_ends_all_processes():
-    # JAX ends every process then, by itself; ours must not keep any from that.
+    # JAX then ends every process; jax_ub must not prevent it.
     job = run("coordinator_dies")
     assert job.status == 128 + signal.SIGKILL
     assert not job.of("left")

@@ -1,4 +1,4 @@
-"""Communicators and processes come and go, and nothing of them stays."""
+"""Communicators and processes that end leave no resources behind."""
 
 import json
 import os

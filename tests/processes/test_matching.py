@@ -1,4 +1,4 @@
-"""Which calls of two processes belong together, with XLA's own run ids and orders."""
+"""Calls of two processes are matched, with XLA's run ids and orders."""
 
 import os
 import pathlib
@@ -33,12 +33,12 @@ def launch(devices, *arguments):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_calls_are_matched_with_the_same_call(devices):
+def test_equal_calls_are_matched(devices):
     launch(devices)
 
 
 def test_a_process_may_load_programs_that_another_compiles(tmp_path):
-    # XLA counts the launches of a program that was loaded from another number on. Only
+    # XLA starts counting the launches of a loaded program at a different number. Only
     # process 0 writes the cache.
     launch(1, 0, tmp_path)
     stored = {path.name for path in tmp_path.iterdir()}

@@ -1,4 +1,4 @@
-"""The tests of one process, in several: every process runs them, on a mesh of all."""
+"""Runs the tests of one process in several processes, on meshes of all."""
 
 import os
 import pathlib
@@ -36,12 +36,12 @@ SAME = [
     ),
 ]
 
-# What is lowered for GPUs runs nowhere: several processes would show no more of it.
+# Programs that are only lowered for GPUs test nothing more in several processes.
 NOT_SAME = ["primitives/test_on_cuda.py"]
 
 
 def first_failure(done):
-    """What the process that failed first wrote, and what the launcher says of it."""
+    """Returns the output of the first failed process, and the launcher's report."""
     failed = re.search(r"launch: process (\d+)", done.stderr)
     marks = ("launch:", f"[{failed[1]}] " if failed else "[")
     lines = (done.stdout + done.stderr).splitlines()
@@ -49,7 +49,7 @@ def first_failure(done):
 
 
 def run_tests(num_processes, layout, part, paths=SAME):
-    """Runs a part of the tests in so many processes; the first failure ends them."""
+    """Runs a part of the tests in several processes; the first failure ends them."""
     pytest_alone = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [
