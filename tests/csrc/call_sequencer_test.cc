@@ -1,5 +1,5 @@
-// Calls of groups whose ranks lie in several processes: which belong together, in which
-// order they run, and what happens when one does not come, disagrees, fails or dies.
+// Calls of groups whose ranks are in several processes: how they are matched, in which
+// order they run, and how a missing, contradicting, failing or dying process ends them.
 #include "engine/cpu/call_sequencer.h"
 
 #include <signal.h>
@@ -304,7 +304,7 @@ TEST(AProcessThatDoesNotComeEndsTheOthersAtTheDeadline) {
   }
 }
 
-// The one whose deadline comes first says what it knows.
+// The process that reaches its deadline first reports what it knows.
 TEST(ACallThatDoesNotComeIsNamedWithWhatCame) {
   for (const int first : {0, 1}) {
     Bulletin bulletin;

@@ -157,7 +157,7 @@ TEST(WhoComesLastNamesTheOneThatDiedNotTheOneThatHeardOfItFirst) {
   }
 }
 
-// Who does not know the token gets nothing and disturbs nobody.
+// A process without the token gets nothing and does not disturb the others.
 TEST(AWrongTokenIsRefused) {
   Bulletin bulletin;
   Processes processes(3, [&](int process) {
@@ -218,7 +218,7 @@ TEST(AGroupOfTwoUsersIsRefused) {
   for (const std::string& text : texts) CHECK(text != "");
 }
 
-// Who knows name and token, but is somebody else, gets nothing and disturbs nobody.
+// An unknown process with name and token gets nothing and does not disturb the others.
 TEST(AnotherUserIsRefused) {
   if (!CanBecomeSomebodyElse()) return;
   Bulletin bulletin;

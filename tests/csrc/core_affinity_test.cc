@@ -1,4 +1,4 @@
-// The thread pool's cores: threads that compute at the same time sit apart.
+// The thread pool's cores: threads that compute at the same time use different cores.
 #include "engine/cpu/core_affinity.h"
 
 #include <condition_variable>
@@ -173,7 +173,7 @@ TEST(AThreadIsWokenWhereNobodyComputes) {
   if (CPU_COUNT(&before) < 2) return;  // nowhere to be woken
   CoreAffinity cores;
   Sleeper sleeper(cores);
-  cores.AssignIdleCores(sleeper.thread());  // nobody has called so far: no difference
+  cores.AssignIdleCores(sleeper.thread());  // no thread has called so far: no effect
   const cpu_set_t first = sleeper.AllowedThere();
   CHECK(CPU_EQUAL(&first, &before));
   {

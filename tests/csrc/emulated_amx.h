@@ -1,5 +1,5 @@
 // The AMX intrinsics that amx_tile_kernel.h uses, in plain C++, so that its tiles run in
-// a unit test on machines without the instructions. Beside emulated_avx512.h.
+// a unit test on machines without the instructions. See also emulated_avx512.h.
 //
 // Written from Intel's description of each operation. Registers have 16 rows of 64 bytes
 // once they are configured: what uses them before or after ends the program.
@@ -68,7 +68,7 @@ inline void _tile_stored(int tile, void* base, int64_t stride) {
 }
 
 // sums[m][n] += sum over the pairs k of a[m][2k] b[k][2n] and of a[m][2k + 1] b[k][2n + 1],
-// which are summed apart.
+// which are summed separately.
 inline void _tile_dpbf16ps(int sums, int a, int b) {
   auto widen = [](uint16_t buffer) {
     return std::bit_cast<float>(static_cast<uint32_t>(buffer) << 16);

@@ -1,4 +1,4 @@
-// Calls through an engine, and how they end, for whoever waits for that.
+// Makes calls by an engine, and waits for their results.
 #pragma once
 
 #include <condition_variable>
@@ -18,7 +18,7 @@ namespace jax_ub {
 
 constexpr double kLongS = 60;
 
-// Engines live for ever; so do those of the tests.
+// Engines are never destroyed, including the tests' engines.
 inline Engine& NewEngine(double timeout_s = kLongS,
                          int num_threads = 2,
                          double first_call_timeout_s = 0) {
@@ -44,7 +44,7 @@ inline CallAttributes MakeAttributes(Op op, Method method, int num_ranks) {
   return at;
 }
 
-// How a call ended, for whoever waits for it.
+// The result of a call, and the threads that wait for it.
 class Outcome {
  public:
   Completion AsCompletion() {

@@ -400,7 +400,7 @@ TEST(WrongShapesAreRefusedWithTheNumbers) {
   }
 }
 
-// What ranks 0 and 1 of three are told when rank 2 never begins: rank 0 waits 0.1 s.
+// The errors of ranks 0 and 1 of three if rank 2 never begins: rank 0 waits 0.1 s.
 std::vector<std::string> TextsWithoutRank2(const CallAttributes& at) {
   Engine& engine = NewEngine();
   Arrays arrays(1);

@@ -95,14 +95,14 @@ TEST(large_replicas_are_what_the_first_one_is) {
       }
     }
     CHECK_EQ(num_wrong, 0);
-    // What lies between them is not touched.
+    // The memory between them is not accessed.
     for (int i = 0; i < kReplicas; ++i) {
       CHECK(c[i * (replica_bytes + bytes) + replica_bytes] == std::byte{0x55});
     }
   }
 }
 
-// [2, 3] x [3, 4], dense: what the refusals below spoil one by one.
+// [2, 3] x [3, 4], dense: each test below makes one field of it invalid.
 GemmProblem SmallProblem() {
   static std::byte memory[64];
   GemmProblem problem;
@@ -174,7 +174,7 @@ TEST(subnormal_numbers_count_as_zero) {
 }
 
 TEST(products_round_to_the_nearest_whatever_mode_the_thread_is_in) {
-  const float x = 1 + 0x1p-12f;  // x * x lies in the middle: 1 + 2^-11 is even
+  const float x = 1 + 0x1p-12f;  // x * x is halfway: 1 + 2^-11 is even
   for (const int mode : {FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO}) {
     for (const int64_t m : {1, 40}) {
       std::fesetround(mode);

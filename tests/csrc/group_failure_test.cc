@@ -1,4 +1,4 @@
-// How a failure travels, seen from one process of three whose peers are the test.
+// How a failure is propagated, in one process of three; the test acts as its peers.
 #include "transport/process/group_failure.h"
 
 #include <sys/wait.h>
@@ -32,8 +32,8 @@ bool WaitUntil(const std::function<bool()>& condition) {
   return true;
 }
 
-// Process 0; the other ends of its connections are peers[1] and peers[2]. Keeps in order
-// what its hooks were told.
+// Process 0; the other ends of its connections are peers[1] and peers[2]. Records the
+// calls of its hooks in order.
 class Own {
  public:
   explicit Own(std::function<void()> while_waits_end = [] {})

@@ -120,7 +120,7 @@ TEST(BehindACallThatFailedNothingIsOverwritten) {
     CallSite site(at);
     CHECK_EQ(Submit(engine, site, 0, 100, calls[0][0]).Wait(), "");
     Outcome failed = Submit(engine, site, 1, 100, calls[1][0]);
-    // Begun, before it may fail: nobody would fail it otherwise.
+    // It must begin before it may fail; otherwise no thread would fail it.
     while (sequencer->num_calls() < 2) std::this_thread::yield();
     Submit(engine, site, 2, 100, calls[2][0]);
     CHECK(Contains(failed.Wait(), "it failed"));

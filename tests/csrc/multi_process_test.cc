@@ -1,5 +1,4 @@
-// Calls of groups whose ranks lie in several processes, through an engine in each:
-// what they compute.
+// Results of calls of groups whose ranks are in several processes, by an engine in each.
 #include <vector>
 
 #include "engine/cpu/multi_process_direct.h"

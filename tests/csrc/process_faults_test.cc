@@ -218,7 +218,7 @@ TEST(AStoppedProcessIsNamedAtTheDeadlineAndHearsOfIt) {
   });
   bulletin.WaitForWord(2);
   processes.Signal(1, SIGSTOP);
-  // Until it is stopped, not only told to.
+  // Waits until it has stopped, not only until the signal is sent.
   int status = 0;
   waitpid(processes.pid(1), &status, WUNTRACED);
   ++bulletin.word();

@@ -150,7 +150,7 @@ inline RandomOperand MakeOperand(Random& random,
   return operand;
 }
 
-// A problem, where its result lies, and what the result has to be before rounding.
+// A GEMM problem, the memory of its result, and the expected result before rounding.
 struct RandomGemm {
   Buffers buffers;
   GemmProblem problem;

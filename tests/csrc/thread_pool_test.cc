@@ -21,7 +21,7 @@
 namespace jax_ub {
 namespace {
 
-// Crews live for ever; so do those of the tests.
+// Thread pools are never destroyed, including the tests' pools.
 ThreadPool& NewPool(int num_threads) {
   static std::mutex mutex;
   static auto& pools = *new std::vector<ThreadPool*>;

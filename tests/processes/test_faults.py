@@ -68,7 +68,7 @@ class Outcome:
         return found
 
     def check_survivors(self, processes, *, at, within_s, names):
-        """Checks that each survivor raised once, with the cause, and cleaned up."""
+        """Checks that each survivor raised once, in time, with the cause."""
         errors = self.of("error")
         assert [e["process"] for e in by_process(errors)] == processes, self.text
         for error in errors:

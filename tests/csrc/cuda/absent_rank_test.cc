@@ -54,8 +54,8 @@ class Ranks {
   std::vector<RankSlotAddress> addresses;
 };
 
-// Every flag kernel of the lane in its order; what slots hold does not matter here. Nobody
-// begins the second call, whose waits are short, before all have ended the first.
+// Runs every flag kernel of the lane in order; the contents of slots do not matter here. No
+// rank begins the second call, which has short waits, before all have ended the first.
 void RunLane(const RankProgram& program, std::barrier<>& all_ended) {
   uint64_t timeout_ns = kLongNs;
   for (Operation operation : program.lane) {
@@ -100,7 +100,7 @@ void ExpectThatAllFail(CollectiveKind kind,
     threads.emplace_back([&] { RunLane(recorder.program(), all_ended); });
   }
   for (std::thread& thread : threads) thread.join();
-  // Waits do not add up: whoever failed tells the others at once.
+  // Waits do not add up: a failed rank notifies the others at once.
   CHECK(std::chrono::steady_clock::now() - began < std::chrono::seconds(20));
   int num_deadlines = 0;
   for (int rank = 0; rank < num_ranks - 1; ++rank) {

@@ -112,8 +112,8 @@ class CapturedCalls {
   std::map<int, Buffer> buffers_;  // [rank]
 };
 
-// Ranks that have failed wait for nobody: one may read a slot while another writes it, and
-// spoils what it has read. That is no race to be told of.
+// Failed ranks do not wait: one may read a slot while another writes it, and then fills its
+// results with NaN. This race is intended.
 #ifdef __SANITIZE_THREAD__
 inline constexpr bool kFailsOneByOne = true;
 #else
@@ -150,7 +150,7 @@ inline void CheckReplays(Gpus& gpus, GpuCalls& calls, int seed) {
 }
 
 // Runs some calls of all kinds one after the other, each eager or replayed, without a
-// pause: slots of one call lie where others had theirs. All processes give the same seed.
+// pause: slots of different calls overlap in memory. All processes pass the same seed.
 inline void CheckInAnyOrder(Gpus& gpus,
                             int num_ranks,
                             const Placement& placement,

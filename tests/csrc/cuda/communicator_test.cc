@@ -168,8 +168,8 @@ TEST(AWaitThatReachesItsDeadlineIsDescribed) {
     CHECK(text.ends_with(
         " s for chunk 1 of rank 1 in slot 1. JAX_UB_TIMEOUT_S sets the seconds."));
     CHECK_THROWS(communicator->ThrowIfFailed(), text);
-    // The others end at once, with what came whole or with nothing. One by one: who does
-    // not wait any more may read a slot while it is written, and spoils what it read.
+    // The others end at once, with complete chunks or none. One by one: a rank that no
+    // longer waits may read a slot while it is written, and fills its result with NaN.
     const auto begin = Clock::now();
     for (const int rank : {1, 2}) {
       ranks[rank].Enqueue(2);

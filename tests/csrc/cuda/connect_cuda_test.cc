@@ -100,7 +100,7 @@ TEST(AWayThatFailsInOneProcessIsGivenUpByAll) {
     Meeting meeting;
     Processes processes(3, [&](int process) {
       EmulatedMachine machine({.first_device = process});
-      // The first one of all but imports is that of the own heap.
+      // Except for imports, the first call is for the heap of this process.
       const bool is_import = std::string(function) == "MemImportFromShareableHandle";
       if (process == 2) machine.Fail(function, CUDA_ERROR_UNKNOWN, is_import ? 1 : 2);
       {

@@ -151,11 +151,11 @@ TEST(AResidualGradientIsAddedToInPlace) {
   gpus.Synchronize();
   call.operands[2] = residual;
   CheckRight(calls);
-  // On XLA's own stream: there is nothing to run beside.
+  // On XLA's stream: there is no concurrent work.
   CHECK_EQ(gpus.machine.NumCalls("EventRecord"), 0);
 }
 
-// Not only a product beside communication.
+// Not only a GEMM concurrent with communication.
 TEST(ALocalProductTakesTheAlgorithmThatItIsTold) {
   Gpus gpus({.num_devices = 1});
   for (const Op op : {Op::kMatmul, Op::kWgrad}) {
@@ -362,7 +362,7 @@ TEST(AJoinedCommunicatorIsTheGroupsUntilItLeaves) {
   CheckRight(calls);
 }
 
-// Rank 1 does not come, so that closing waits for rank 0, until that is told to end.
+// Rank 1 is missing, so closing waits for rank 0 until rank 0 is asked to end.
 TEST(OtherCallsAreEnqueuedWhileACommunicatorCloses) {
   Gpus gpus({.num_devices = 2});
   const auto communicator =

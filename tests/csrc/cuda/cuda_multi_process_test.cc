@@ -1,5 +1,5 @@
-// Calls of groups whose ranks lie in several processes, through a CUDA engine in each, on
-// emulated GPUs: what they compute, eager and replayed.
+// Results of calls of groups whose ranks are in several processes, by a CUDA engine in each,
+// on emulated GPUs, eager and replayed.
 #include <string>
 #include <vector>
 

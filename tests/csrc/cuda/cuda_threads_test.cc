@@ -75,7 +75,7 @@ TEST(ThreadsTakeTurnsWithTheLanesOfADevice) {
 enum class Stage { kBefore, kBegins, kEnqueues, kMayGoOn };
 std::atomic<Stage> stage{Stage::kBefore};
 
-// Whoever held a lock in the parent does not exist in the child.
+// Threads that held a lock in the parent do not exist in the child.
 TEST(AChildOfForkLeavesWhileItsParentEnqueues) {
   Driver driver = EmulatedDriver();
   driver.EventRecord = [](CUevent event, CUstream stream) {

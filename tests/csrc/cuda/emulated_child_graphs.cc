@@ -1,5 +1,4 @@
-// Graphs within graphs, and fills beside them. A child's nodes are the graph's own, one
-// behind the other.
+// Child graphs, and fill nodes. A child's nodes become consecutive nodes of the graph.
 #include <atomic>
 #include <memory>
 #include <set>

@@ -77,7 +77,7 @@ const char* GetStatusName(Status status) {
   return "unknown";
 }
 
-// Of the device whose context is current.
+// Creates a handle for the device of the current context.
 Status Create(lt::Handle* handle) {
   if (handle == nullptr) return Status::kInvalidValue;
   int device = -1;

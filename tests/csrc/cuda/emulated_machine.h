@@ -261,7 +261,7 @@ CUresult Enqueue(Call& call, CUstream stream, Operation operation);
 // When all that the stream has been given so far is done. It is not captured.
 SharedMoment MomentOf(Stream& stream);
 
-// Whose memory lies there: a device's, or -1, the host's.
+// The device that owns the memory at an address, or -1 for the host.
 int OwnerOf(const Call& call, uint64_t address);
 
 // `count` elements from `to` on become `value`. The address is a multiple of theirs.

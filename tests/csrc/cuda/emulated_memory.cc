@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kArenaBytes = int64_t{1} << 38;
 constexpr char kFileName[] = "jax_ub_emulated";
-// What is filled with 0xFF of a large allocation: flags lie at the front.
+// Number of bytes of a large allocation that are filled with 0xFF: flags are first.
 constexpr int64_t kFilledBytes = int64_t{4} << 20;
 
 int64_t RoundUp(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }

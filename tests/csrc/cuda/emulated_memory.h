@@ -1,7 +1,7 @@
-// Where the emulated devices' memory lies. All of it is in one range of addresses that is
-// reserved once and never used twice, so that what was freed is known to be.
+// The memory of the emulated devices, in one range of addresses that is reserved once.
+// Addresses are never reused, so that accesses to freed memory are detected.
 //
-// The bytes are those of memory files, which other processes can map.
+// The memory is backed by memory files, which other processes can map.
 #pragma once
 
 #include <atomic>

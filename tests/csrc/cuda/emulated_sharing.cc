@@ -239,7 +239,7 @@ CUresult MemAddressReserve(CUdeviceptr* pointer,
   });
 }
 
-// Whether no region lies in these addresses, and that of none reaches into them.
+// Returns whether no region overlaps these addresses.
 bool AreEmpty(Memory& memory, uint64_t address, uint64_t size_bytes) {
   const auto next = memory.regions().lower_bound(address);
   return memory.Around(address) == nullptr &&

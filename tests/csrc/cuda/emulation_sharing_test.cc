@@ -120,7 +120,7 @@ CUmemGenericAllocationHandle Import(void* shareable, CUmemAllocationHandleType t
   return handle;
 }
 
-// Until who exported this fabric handle is no more: then nobody can import it.
+// Waits until the exporter of this fabric handle has ended: then no process can import it.
 void AwaitEnd(void* fabric) {
   CUmemGenericAllocationHandle handle = 0;
   while (driver.MemImportFromShareableHandle(

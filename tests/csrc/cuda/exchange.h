@@ -116,7 +116,7 @@ class RankOnGpu {
     return n * 1000000u + static_cast<uint32_t>(rank) * 10000u +
            static_cast<uint32_t>(i);
   }
-  // Whoever enqueues the same exchange again may do so while the last one still reads.
+  // The same exchange may be enqueued again while the previous one still reads.
   void FillOwn(uint32_t n) {
     if (n == filled_) return;
     auto* const words = static_cast<uint32_t*>(own_.get());

@@ -353,7 +353,7 @@ class Bench {
     for (int64_t i = 0; i < num_parts; ++i) {
       params.parts[i] = {parts.get() + 2 * i * rows * columns, columns, DType::kBF16};
     }
-    // 32 in a row: one alone lies in the caches of the GPU.
+    // 32 in a row: a single one fits the GPU's caches.
     const auto times = Times({[&] {
       for (int i = 0; i < 32; ++i) gpu_.sums().Sum(streams_[0].get(), params);
     }});

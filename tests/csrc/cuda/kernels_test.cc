@@ -341,7 +341,7 @@ TEST(a_wait_ends_when_its_peer_announces_another_call) {
       CHECK_EQ(rank.error.peer, 5u);
       CHECK_EQ(rank.error.tag, kTag);
       CHECK_EQ(rank.error.other_tag, kOtherTag);
-      // Its peers are told both calls, and tell them to others.
+      // Its peers receive both tags and forward them to the others.
       Rank told(epoch);
       told.poison = poison;
       Launch(kEndKernel, told.Signal({{0, AddressOf(&poison)}}), 1, 32);
@@ -474,7 +474,7 @@ TEST(results_are_spoilt_only_if_the_rank_failed) {
   }
 }
 
-// What it has is wrong, and the peers may still read what lies where the sums would.
+// Its data are wrong, and the peers may still read the memory of the sums.
 TEST(a_rank_that_has_failed_sums_nothing_by_multicast) {
   const EmulatedMachine machine;  // no address is one of multicast
   uint64_t failed = 0;

@@ -106,8 +106,8 @@ inline std::shared_ptr<CudaCommunicator> ConnectOn(int process,
                                    capabilities_of, side.timeout_s);
 }
 
-// Whether a failure says why: not only that the device of a peer told of it, which a
-// device may hear before its host hears the reason.
+// Returns whether a failure has a reason, not only the notification by a peer's device,
+// which a device may receive before its host receives the reason.
 inline bool SaysWhy(const std::string& text) {
   return !text.empty() && !Contains(text, " failed and notified ");
 }

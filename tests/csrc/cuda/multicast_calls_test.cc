@@ -1,5 +1,5 @@
 // All-reduces by multicast through the CUDA engine, on emulated GPUs: values, eager and
-// replayed, beside calls that use the same slots otherwise, and failures.
+// replayed, mixed with calls that use the same slots differently, and failures.
 #include <memory>
 #include <random>
 #include <string>

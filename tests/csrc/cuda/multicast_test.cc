@@ -242,7 +242,7 @@ TEST(AStepThatFailsInOneProcessIsAStepDownOfAll) {
     CheckAllWell(processes);
   };
   run("MulticastCreate", 0, 1);
-  // Behind the heaps': one of its own, and those of two peers.
+  // After the mappings of the heaps: one for this rank, and two for its peers.
   run("MemExportToShareableHandle", 0, 3);
   run("MemImportFromShareableHandle", 2, 3);
   for (const int process : {0, 2}) {
@@ -295,7 +295,7 @@ TEST(RanksThatShareAGpuOrHeapsOfIpcHaveNone) {
   }
 }
 
-// Nobody could say to the other host that a step failed.
+// A failed step could not be reported to the other host.
 TEST(RanksOfSeveralHostsHaveNone) {
   Meeting meeting;
   Processes processes(2, [&](int process) {

@@ -1,5 +1,5 @@
-// Owners of what the driver lends: it is given back once, whoever owned it last, and
-// also when what follows fails.
+// Owners of driver resources: the last owner releases a resource exactly once, also if a
+// later step fails.
 #include "platform/cuda/owners.h"
 
 #include <cstdint>

@@ -12,18 +12,18 @@
 // and writes a cell of every rank, and a copy that reads its own: again each one step.
 //
 // `kEager` takes flag kernels as soon as they can go on, and branches on copies and reads
-// only. That loses nothing: a wait that may go on may do so until it does, since whoever
-// would write its flag next waits for what the waiting rank does behind it; and a kernel
-// that goes on early never keeps anybody from doing what he could do before.
+// only. This covers all results: a wait that may end stays so until it ends, since the rank
+// that would write its flag next waits for a later operation of the waiting rank; and a
+// kernel that ends early never prevents an operation that was possible before.
 //
-// With `kFailures` every wait may also reach its deadline. Then the rank goes on with what
-// it has and signals no more, and its results are NaN: what a rank reads counts if it ends
-// the call without having failed. Whatever it writes from then on is wrong for whoever
-// reads it, be it a piece that it passes on or a sum that it stores at all ranks. Who
-// looks earlier hears of a failure earlier, so that flags are taken in every order there.
+// With `kFailures` every wait may also reach its deadline. The rank then continues, signals
+// no more, and its results are NaN. So data that a rank reads are checked only if it ends
+// the call without a failure. All data that a failed rank writes are wrong for their
+// readers, both chunks that it forwards and sums that it stores at all ranks. A rank that
+// reads earlier learns of a failure earlier, so flags are read in every order there.
 //
-// With `kMisplaced` no wait reaches it: whoever fails is misplaced, or hears of it, and all
-// ranks of the call have to. With `kOtherOrder` ranks make the calls in different orders,
+// With `kMisplaced` no wait reaches its deadline: a rank fails if it is misplaced or is
+// notified, and all ranks of the call must fail. With `kOtherOrder` ranks make the calls in different orders,
 // all have to fail without a deadline, too, and every record has the tags of two calls.
 //
 // What a wait announces before it waits is a step of its own.
@@ -97,7 +97,7 @@ class ProtocolModel {
   }
 
  private:
-  // [rank]: next of its lane, done beside it (four bytes), whether it read another
+  // [rank]: next of its lane, done concurrently (four bytes), whether it read another
   // piece than it meant, lines, cells.
   using State = std::string;
   struct alignas(kFlagLineBytes) Line {

@@ -183,7 +183,7 @@ TEST(three_ranks_read_what_they_mean_in_two_calls) {
   for (const Kind& first : kKinds) {
     for (const Kind& second : kKinds) {
       if (!Has(first, 3) || !Has(second, 3)) continue;
-      // Two pieces beside two pieces: only a collective beside itself. Others take long.
+      // Two slices and two slices: only for a collective with itself. Others take long.
       if (first.num_splits + second.num_splits < 4 || &first == &second) {
         Prove({first, second}, 3, kUnsignedWrap);
       }
@@ -379,7 +379,7 @@ TEST(all_ranks_fail_at_once_when_three_make_calls_in_different_orders) {
     for (const Kind& second : kKinds) {
       if (first.num_splits + second.num_splits > 2) continue;
       if (!Has(first, 3) || !Has(second, 3)) continue;
-      // Nobody ends the first call, so that there is no second one.
+      // No rank ends the first call, so there is no second one.
       for (int other = 0; other < 3; ++other) {
         std::vector<std::vector<int>> orders(3, {0});
         orders[other] = {1};

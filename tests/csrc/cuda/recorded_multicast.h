@@ -1,5 +1,5 @@
-// What a reduction by multicast does beside flags, written down: whose cells it reads and
-// writes. P = 2, two pieces; cells of the own slots, of rank r:
+// Records the accesses of a reduction by multicast, except flags: the cells that it reads
+// and writes. P = 2, two pieces; cells of the own slots, of rank r:
 //
 //   cell                    0          1          2          3
 //   product of a piece    part r.0   part r.0   part r.1   part r.1
@@ -21,7 +21,7 @@ namespace jax_ub {
 // What stands for the first slot of every rank: no memory, and no rank's slots.
 inline constexpr CUdeviceptr kRecordedMulticast = CUdeviceptr{1} << 62;
 
-// A reduction by multicast, whose products write slots beside the communication lane.
+// A reduction by multicast, whose GEMMs write slots concurrently with the communication lane.
 class MulticastRecorder : public CudaDevice {
  public:
   // Whose part of which piece, or whose share of its sums; of this call.
@@ -122,7 +122,7 @@ class MulticastRecorder : public CudaDevice {
   const std::span<const RankSlotAddress> places_;
   const int rank_;
   const IdOf id_of_;
-  std::vector<uint32_t> given_;                     // [lane]: beside, as bits
+  std::vector<uint32_t> given_;                     // [lane]: concurrent, as bits
   std::vector<uint32_t> marks_;                     // [mark]
   std::vector<std::pair<size_t, uint32_t>> needs_;  // of an operation of the lane
 };

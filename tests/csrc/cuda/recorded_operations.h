@@ -13,20 +13,20 @@
 
 namespace jax_ub {
 
-// The piece that a call puts into slots: its number is what lies in them.
+// A slice that a call puts into slots. Slots contain its number.
 using PieceId = uint8_t;
 using Piece = std::tuple<int, Payload, int, int, int>;  // call, payload, chunk, split,
                                                         // sender of a partial or kNone
 
-// Bytes of some rank's slots, and what lies there.
+// Bytes of a rank's slots, and their contents.
 struct Content {
   CUdeviceptr slots = 0;
   int64_t size_bytes = 0;
   PieceId piece = 0;
 };
 
-// Kernels and copies are in the order of the communication lane. What uses slots beside
-// them may be anywhere behind what it follows.
+// Kernels and copies are in the order of the communication lane. Concurrent users of slots
+// may run at any time after the operation that they follow.
 struct Operation {
   const EmulatedKernel* kernel = nullptr;
   std::vector<std::byte> params;
@@ -35,7 +35,7 @@ struct Operation {
   unsigned cluster_size = 0;    // 0: not asked for
   std::vector<Content> reads;   // first
   std::vector<Content> writes;  // of a copy: one
-  uint32_t needs = 0;           // what comes first beside the lane: bits
+  uint32_t needs = 0;           // concurrent operations that must be done before: bits
 
   bool uses_slots() const { return !reads.empty() || !writes.empty(); }
 };
@@ -56,7 +56,7 @@ inline constexpr int kRecordedSms = 2;
 inline constexpr CUdevice kAmpere = 80;
 inline constexpr CUdevice kHopper = 90;
 
-// A driver whose streams are the vectors that launches and copies are appended to.
+// A driver whose streams are vectors to which launches and copies are appended.
 inline Driver RecordingDriver() {
   Driver driver = {};
   driver.LibraryLoadData = [](CUlibrary* library, const void* image, CUjit_option*,

@@ -112,7 +112,7 @@ TEST(ProcessesThatMeanTheSameRun) {
   CheckAllWell(processes);
 }
 
-// Each difference is found by both, whoever comes first, and named alike.
+// Both processes find each difference, in any order of arrival, with the same text.
 TEST(ProcessesThatMeanOtherThingsBothSaySo) {
   struct Case {
     std::string first, second;
@@ -245,7 +245,7 @@ TEST(DevicesOfOneProcessHaveToAgreeToo) {
 }
 
 TEST(ADeviceThatIsNotReadyFailsTheOthersOfItsProcess) {
-  // Its products, then its heap: then nobody gets one, until all have heard it.
+  // First its GEMMs, then its heap: then no rank gets a heap until all know the reason.
   Gpus gpus({.num_devices = 2});
   GpuCalls calls(gpus, GatherMatmul(), {}, DType::kF32, 1);
   gpus.machine.Fail("MemCreate", CUDA_ERROR_OUT_OF_MEMORY);
