@@ -96,12 +96,12 @@ ranks() {
 captured() { XLA_FLAGS="--xla_gpu_graph_min_graph_size=1" "$@"; }
 eager() { XLA_FLAGS="--xla_gpu_enable_command_buffer=" "$@"; }
 
-# Multicast lies over several GPUs: what one machine with one GPU can say of it is whether
-# that has it.
+# Multicast uses several GPUs. On a machine with one GPU, the only check is whether the GPU
+# supports it.
 multicast() {
   local gpus
-  gpus=$("$python" -c 'from jax_ub._src.runtime import cuda
-print(sum(one["has_multicast"] for one in cuda.load().devices()))') || return 1
+  gpus=$("$python" -c 'from jax_ub._src.runtime import cuda_engine
+print(sum(one["has_multicast"] for one in cuda_engine.load().devices()))') || return 1
   echo "GPUs with CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED: $gpus"
   ((gpus > 1)) || { echo "NVLS needs two of them"; return 77; }
   JAX_UB_NVLS=1 ub launch -n 2 --timeout 80 tests/gpu/ranks.py --rounds 1 --dtypes 1
@@ -127,10 +127,10 @@ sanitized() {
 memcheck() { sanitized memcheck --report-api-errors no; }
 racecheck() { sanitized racecheck; }
 
-# cuBLASLt lies where pip has put it, unless XLA has loaded it.
+# cuBLASLt is in the folder where pip installed it, unless XLA has loaded it.
 parts() {
   local libraries
-  libraries=$("$python" -c 'from jax_ub._src.runtime import cuda; print(*cuda.library_paths())')
+  libraries=$("$python" -c 'from jax_ub._src.runtime import cuda_engine; print(*cuda_engine.library_paths())')
   # shellcheck disable=SC2086  # one argument for each
   "$build/gpu_bench" "$out/gpu_bench.json" $libraries
 }

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -26,6 +27,14 @@ def run(*command, timeout_s=600):
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         },
     )
+
+
+def test_modules_that_the_check_imports_exist():
+    text = (HERE / "gpu_check.sh").read_text()
+    imports = re.findall(r"from (jax_ub[\w.]*) import (\w+)", text)
+    assert imports
+    for package, name in imports:
+        assert pkgutil.resolve_name(f"{package}.{name}") is not None
 
 
 def test_local_ops_are_exact():
