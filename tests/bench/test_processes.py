@@ -54,9 +54,9 @@ def forward_or_fail(bench, *case):
     return forward(bench, *case)
 
 JobBench.forward = forward_or_fail
-told = dict(ops=["all_gather_matmul"], dtypes=["float32"], shapes=[[8, 8, 8]], rounds=2)
-told |= dict(method="auto", patience=1)
-run_part(json.dumps(told | dict(path={str(tmp_path / "found.json")!r})))
+job = dict(ops=["all_gather_matmul"], dtypes=["float32"], shapes=[[8, 8, 8]], rounds=2)
+job |= dict(method="auto", patience=1)
+run_part(json.dumps(job | dict(path={str(tmp_path / "found.json")!r})))
 """)
     launch = [sys.executable, "-m", "jax_ub", "launch", "-n", "2", str(program)]
     ended = subprocess.run(launch, text=True, capture_output=True, timeout=100)

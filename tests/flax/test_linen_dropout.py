@@ -30,8 +30,8 @@ def run(layer, variables, x, key, **options):
 def test_initialization_needs_no_deterministic_argument(options):
     layer = linen.TransformerLayer(16, 32, 4, **options)
     found = layer.init(jax.random.key(0), jnp.ones(X))
-    told = layer.init(jax.random.key(0), jnp.ones(X), deterministic=True)
-    assert_equal(found, told)
+    explicit = layer.init(jax.random.key(0), jnp.ones(X), deterministic=True)
+    assert_equal(found, explicit)
     with pytest.raises(ValueError, match="deterministic"):
         layer.apply(found, jnp.ones(X))
 

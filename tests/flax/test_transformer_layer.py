@@ -268,7 +268,7 @@ def test_a_misspelt_argument_raises_a_type_error():
 
 
 class TestLayerNormMLP:
-    """The second half of a layer."""
+    """`LayerNormMLP`, the part of a layer after the attention."""
 
     @pytest.mark.parametrize(
         ("name", "function"),

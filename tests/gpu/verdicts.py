@@ -2,7 +2,7 @@
 
     python tests/gpu/verdicts.py FOLDER
 
-Writes verdicts.txt beside it. Claims without figures are reported as open.
+Writes verdicts.txt into the folder. Claims without figures are reported as open.
 """
 
 import json

@@ -107,25 +107,25 @@ def test_calls_of_several_processes_have_names_that_all_of_them_know(
     assert channel() == first
 
 
-def test_what_the_engine_is_asked_with_is_what_xla_is_told(engine):
+def test_the_engine_and_xla_get_the_same_attributes(engine):
     _, call = the_call(cuda_text(column(tp_mesh(4)), shape(8, 6), shape(6, 8)))
     ((_, attributes, _, _),) = engine.asked
-    told = {name for name in re.findall(r"(\w+) = ", call)} & set(attributes)
-    assert told == set(attributes)
+    passed = {name for name in re.findall(r"(\w+) = ", call)} & set(attributes)
+    assert passed == set(attributes)
     for name, value in attributes.items():
         if type(value) in (int, str):
             assert attribute(call, name) == value
 
 
 @pytest.mark.parametrize(
-    ("named", "told"),
+    ("method", "lowered"),
     [("auto", "pipeline"), ("pipeline", "pipeline"), ("ring_exchange",) * 2]
     + [("external",) * 2],
 )
-def test_gathering_pushes_chunks(engine, named, told):
-    text = cuda_text(column(tp_mesh(2), method=named), shape(8, 6), shape(6, 8))
+def test_gathering_pushes_chunks(engine, method, lowered):
+    text = cuda_text(column(tp_mesh(2), method=method), shape(8, 6), shape(6, 8))
     _, call = the_call(text)
-    assert attribute(call, "method") == Method(told).code
+    assert attribute(call, "method") == Method(lowered).code
     assert attribute(call, "num_splits") == 0
 
 
@@ -415,7 +415,7 @@ def test_an_engine_that_was_not_built_is_a_reason(monkeypatch):
 
 def test_a_driver_that_is_too_old_is_a_reason(engine, monkeypatch):
     engine.why_not = lambda: "the driver is for CUDA 11.4, older than 12.3"
-    # Where no device would run the program, nobody asks the driver.
+    # If no device runs the program, the driver is not used.
     assert called(cuda_text(column(tp_mesh(2)), shape(8, 6), shape(6, 8)))
     monkeypatch.setattr(cuda_engine, "local_devices", jax.local_devices)
     refused(tp_mesh(2), "cannot run: the driver is for CUDA 11.4")

@@ -406,7 +406,7 @@ def test_bulk_that_was_configured_is_refused_for_transposed_kernels():
     x, w = operands()
     gradient = jax.jit(jax.grad(lambda x, w: layer(x, w).sum(), (0, 1)))
     initialize()
-    # Nobody asked for Transformer Engine's default.
+    # Transformer Engine's default is not an explicit method.
     assert "bulk" not in gradient.lower(x, w.T).as_text()
     ub.destroy_ub()
     initialize(qkv_dgrad={"method": "bulk"})

@@ -1,4 +1,4 @@
-"""Run by test_communicators.py: two processes that `--hosts 2` tells apart."""
+"""Run by test_communicators.py: two processes on different hosts, by `--hosts 2`."""
 
 import sys
 

@@ -14,7 +14,7 @@ def run(script):
 
 
 def test_destroy_ub_needs_no_thread():
-    # Nobody but root may change the user, and for root the limit does not hold.
+    # Only root may change the user, and root is exempt from the limit.
     run("""
         import os, resource, jax
         import jax_ub as ub

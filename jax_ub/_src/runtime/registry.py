@@ -38,7 +38,7 @@ class LayerName(str):
 
     It selects an overlap only if one has exactly this name; otherwise it is a label. An
     unknown `ub_name` is an error, an unknown layer path is not. So a `LayerName` is
-    never equal to a plain string, and JAX's tracing caches keep the two apart.
+    never equal to a plain string, and JAX's tracing caches distinguish them.
     """
 
     __slots__ = ()

@@ -246,7 +246,7 @@ def _run(given, chosen):
 
 def _run_processes(given, chosen):
     """Runs a job for each number of processes in turn, and prints the results."""
-    told = processes.JobOptions(
+    job_options = processes.JobOptions(
         ops=[op for op in processes.OPS if given.ops is None or op in given.ops],
         dtypes=chosen.dtypes,
         shapes=[dataclasses.astuple(shape) for shape in chosen.shapes],
@@ -254,7 +254,7 @@ def _run_processes(given, chosen):
         patience=chosen.patience,
         method=chosen.method,
     )
-    found = [processes.run_job(number, told) for number in given.processes]
+    found = [processes.run_job(number, job_options) for number in given.processes]
     about = found[0].environment
     results = [result for one in found for result in one.results]
     rounds = f"{chosen.rounds} rounds of the slowest process, XLA with gloo"
@@ -264,7 +264,7 @@ def _run_processes(given, chosen):
     fallbacks = list(dict.fromkeys(text for one in found for text in one.fallbacks))
     print(report.sections(results, fallbacks), end="")
     if given.json is not None:
-        more = {"options": dataclasses.asdict(told)}
+        more = {"options": dataclasses.asdict(job_options)}
         _write(given.json, {**about, **more}, results, fallbacks)
 
 

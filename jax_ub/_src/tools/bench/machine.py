@@ -150,7 +150,7 @@ class BackgroundLoad:
     def share(self) -> float:
         """Returns the share of all cores that others used since the last call.
 
-        Calls that are less than 0.1 s apart share one interval.
+        Calls within 0.1 s share one interval.
         """
         now, own = time.perf_counter(), self._own_seconds()
         elapsed = now - self._start

@@ -74,11 +74,11 @@ class JobReport:
 def run_job(num_processes: int, options: JobOptions) -> JobReport:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "report")
-        told = dataclasses.replace(options, path=str(path))
+        part_options = dataclasses.replace(options, path=str(path))
         # Each process has as many devices as there are ranks, because process 0 also
         # runs every op on its own devices alone.
         status = run_parts(
-            ["bench", "--part", json.dumps(dataclasses.asdict(told))],
+            ["bench", "--part", json.dumps(dataclasses.asdict(part_options))],
             num_processes=num_processes,
             devices_per_process=num_processes,
             folder=folder,

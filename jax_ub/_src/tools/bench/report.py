@@ -121,8 +121,8 @@ def _shares(seconds):
         # The plain GEMM runs on one device, where a launch takes less time than on all
         # devices. Each program's time is therefore reduced by its own launch time.
         plain = _difference(seconds[cases.PLAIN], seconds[cases.LAUNCH_ONE])
-        apart = ratio(plain, _difference(own, seconds[cases.LAUNCH]))
-        shares[cases.PLAIN_APART] = apart
+        without_launch = ratio(plain, _difference(own, seconds[cases.LAUNCH]))
+        shares[cases.PLAIN_APART] = without_launch
     return shares
 
 
