@@ -290,9 +290,9 @@ std::shared_ptr<CudaCommunicator> CudaCommunicator::Connect(
         std::to_string(endpoint->devices_->num_ranks()) + " ranks, the process has " +
         std::to_string(group.ranks_of(group.own()).size()));
   }
-  std::map<int, Capabilities> told = capabilities_of;
-  told[membership.process] = endpoint->capabilities();
-  const SharingDecision decision = Agree(membership.process_of_rank, told);
+  std::map<int, Capabilities> all_capabilities = capabilities_of;
+  all_capabilities[membership.process] = endpoint->capabilities();
+  const SharingDecision decision = Agree(membership.process_of_rank, all_capabilities);
   if (!decision.rejection.empty()) {
     throw UnsupportedError("jax_ub." + group.name() + ": " + decision.rejection);
   }
@@ -305,9 +305,9 @@ std::shared_ptr<CudaCommunicator> CudaCommunicator::Connect(
           .Run(timeout_s);
   SetupExchange notes(group, connected_peers);
   try {
-    GroupHeaps heaps =
-        GroupHeaps::Shared(std::move(endpoint->devices_), std::move(endpoint->heaps_),
-                           group, layout, decision, told, nvls, notes, deadline);
+    GroupHeaps heaps = GroupHeaps::Shared(
+        std::move(endpoint->devices_), std::move(endpoint->heaps_), group, layout,
+        decision, all_capabilities, nvls, notes, deadline);
     return std::shared_ptr<CudaCommunicator>(new CudaCommunicator(
         std::make_unique<State>(std::move(group), layout, std::move(heaps),
                                 std::move(connected_peers), timeout_s)));

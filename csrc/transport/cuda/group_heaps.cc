@@ -208,10 +208,10 @@ std::string GroupHeaps::BindWithAll(SharingMode mode,
   std::string reason = WhyNoMulticast(mode, processes, capabilities_of);
   if (!reason.empty()) return reason;
   const MulticastShape shape = ShapeOf(mode, layout, group);
-  std::vector<SetupMessage> told;
+  std::vector<SetupMessage> replies;
   const auto all_did = [&](const auto& step) {
-    told = notes.Exchange(Attempt(step), deadline);
-    reason = RejectionIn(group, told);
+    replies = notes.Exchange(Attempt(step), deadline);
+    reason = RejectionIn(group, replies);
     if (!reason.empty()) multicast_.reset();
     return reason.empty();
   };
@@ -227,14 +227,15 @@ std::string GroupHeaps::BindWithAll(SharingMode mode,
       all_did([&] {
         if (group.own() != 0) {
           const std::string creator = group.Describe(0, 0);
-          if (mode == SharingMode::kVmm && told[0].passed.size() != 1) {
+          if (mode == SharingMode::kVmm && replies[0].passed.size() != 1) {
             throw SystemError(creator + " passed no multicast object");
           }
           const FileDescriptor none;
           multicast_ = std::make_unique<Multicast>(Multicast::Import(
-              shape, ImportHandle(devices_->driver(), mode, told[0].text,
-                                  mode == SharingMode::kVmm ? told[0].passed[0] : none,
-                                  creator)));
+              shape,
+              ImportHandle(devices_->driver(), mode, replies[0].text,
+                           mode == SharingMode::kVmm ? replies[0].passed[0] : none,
+                           creator)));
         }
         multicast_->Add(*devices_);
         return SetupMessage();

@@ -65,11 +65,12 @@ void GroupFailure::Poison(const std::exception_ptr& reason) {
   std::unique_lock broadcasting(broadcast_mutex_);
   if (is_poisoned_) return;
   try {
-    PoisonMessage told = PoisonMessageOf(reason);
-    if (!told.text.starts_with("CommunicatorError: ")) {
-      told.text = group_.ErrorPrefix() + names_[group_.own()] + " failed: " + told.text;
+    PoisonMessage poison_message = PoisonMessageOf(reason);
+    if (!poison_message.text.starts_with("CommunicatorError: ")) {
+      poison_message.text = group_.ErrorPrefix() + names_[group_.own()] +
+                            " failed: " + poison_message.text;
     }
-    Broadcast(told.kind, told.text);
+    Broadcast(poison_message.kind, poison_message.text);
   } catch (const std::bad_alloc&) {
     try {
       Broadcast(MessageKind::kPoison, kOutOfMemory);

@@ -116,9 +116,10 @@ void SetupExchange::Take(int process_index,
 }
 
 void SetupExchange::BroadcastFailure(const std::exception_ptr& reason) const {
-  const PoisonMessage told = PoisonMessageOf(reason);
+  const PoisonMessage poison_message = PoisonMessageOf(reason);
   for (const ConnectedPeer& peer : connected_peers_) {
-    if (peer.connection) SendMessage(peer.connection, told.kind, told.text);
+    if (peer.connection)
+      SendMessage(peer.connection, poison_message.kind, poison_message.text);
   }
 }
 
