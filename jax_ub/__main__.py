@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module.add_arguments(subparser)
     given, unknown = parser.parse_known_args(arguments)
     if unknown:
-        # Shows the usage of the command; argparse would show that of the main parser.
+        # Shows the usage of the command. argparse would show the main parser's.
         text = f"unrecognized arguments: {' '.join(unknown)}"
         commands.choices[given.command].error(text)
     try:

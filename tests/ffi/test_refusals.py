@@ -1,4 +1,4 @@
-"""What the handlers refuse when they are called past jax_ub's own checks."""
+"""Errors of the handlers if they are called without jax_ub's checks."""
 
 import re
 

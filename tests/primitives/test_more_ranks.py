@@ -1,4 +1,4 @@
-"""More ranks than the tests have devices: those of a program of its own."""
+"""Calls of more ranks than the tests have devices, in a separate program."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What is lowered for CUDA devices: no GPU is needed to read a program."""
+"""Programs lowered for CUDA devices, which needs no GPU."""
 
 import dataclasses
 import re

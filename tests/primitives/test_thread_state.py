@@ -1,4 +1,4 @@
-"""What XLA runs after an overlapped call, on a thread of the engine."""
+"""Operations that XLA runs after an overlapped call, on a thread of the engine."""
 
 import functools
 

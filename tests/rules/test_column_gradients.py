@@ -1,4 +1,4 @@
-"""How the gradients of AG+GEMM are lowered where GPUs are the default."""
+"""The lowering of the gradients of AG+GEMM if GPUs are the default."""
 
 import jax
 import numpy as np
@@ -139,5 +139,5 @@ def test_the_plan_follows_the_devices_of_the_mesh(monkeypatch):
 
     jax.eval_shape(on_ranks(function, tp_mesh(2), P("tp"), P("tp")), shape(8, 8))
     assert found == [(False, False, False), np.dtype(np.float32)]
-    # Without a mesh of devices it is that of the default backend.
+    # Without a mesh of devices, the default backend decides.
     assert cuda_engine.is_traced_for()

@@ -63,7 +63,7 @@ def call(function, x, w, argnums, changed):
 
 
 def lowered(function, *argnums):
-    """How often each target is called with which method: {"target method": n}."""
+    """Counts the calls by target and method: {"target method": n}."""
     text = with_gradients(function, *argnums).lower(*operands()).as_text()
     found = re.findall(
         r"@jax_ub\$(\w+)\(.*?method = (\d)[^}]*?num_splits = (\d+)", text

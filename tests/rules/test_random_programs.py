@@ -60,7 +60,7 @@ class Program:
         self.cotangent = small_integers(99, (self.mesh.size, *self.chain.shape))
 
     def value(self, seed, parameter):
-        """What all devices have of a parameter, one behind the other."""
+        """Returns the concatenated shards of a parameter on all devices."""
         num_parts = math.prod(self.mesh.shape[axis] for axis in parameter.axes)
         return small_integers(seed, (num_parts, *parameter.shape), parameter.dtype)
 

@@ -1,4 +1,4 @@
-"""What initialize_ub connects, in real processes under the launcher."""
+"""Connections of initialize_ub, in real processes under the launcher."""
 
 import dataclasses
 import os

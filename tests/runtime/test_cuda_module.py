@@ -1,4 +1,4 @@
-"""What `jax_ub._cuda` answers without a GPU."""
+"""The functions of `jax_ub._cuda` without a GPU."""
 
 import pytest
 from cuda_programs import attribute, cuda_text, custom_calls, shape

@@ -1,4 +1,4 @@
-"""What initialize_ub connects on GPUs, with a stand-in for the CUDA engine."""
+"""Connections of initialize_ub on GPUs, with a fake CUDA engine."""
 
 import types
 

@@ -24,7 +24,7 @@ def test_without_proc_a_host_is_its_name(monkeypatch, tmp_path):
     [
         ([0, 1, 2, 3], [], 4),
         ([0, 1, 2, 3], [[0, 1, 2, 3]], 2),
-        ([0, 1], [[2, 3]], 2),  # bound to cores of their own
+        ([0, 1], [[2, 3]], 2),  # bound to different cores
         ([0, 1, 2, 3], [[2, 3]], 3),
         ([0, 1], [[0, 1]] * 7, 1),
         ([0, 1, 2], [[0, 1, 2]] * 2, 1),

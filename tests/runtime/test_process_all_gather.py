@@ -25,7 +25,7 @@ class MemoryStore(dict):
 
 
 class Behind:
-    """How a process sees a store that sleeps from before an answer to a new attempt."""
+    """The store of a process that sees no answer before the second attempt."""
 
     def __init__(self, store):
         self._store = store
@@ -38,7 +38,7 @@ class Behind:
         message = self._store.read(key)
         if key == "coordinator" and len(self._coordinators) == 1:
             while message is None or json.loads(message)[0] in self._coordinators:
-                time.sleep(0.001)  # for ever, if there is none: together() gives up
+                time.sleep(0.001)  # forever if there is none; together() has a timeout
                 message = self._store.read(key)
         if key == "coordinator" and message is not None:
             self._coordinators.add(json.loads(message)[0])
@@ -102,7 +102,7 @@ def clock(monkeypatch):
 
 
 def member(store, process, processes, values, *, timeout_s=TIMEOUT_S, after_s=0.0):
-    """One process: gathers every value in a round of its own."""
+    """Gathers every value in a separate round, in one process."""
 
     def run():
         time.sleep(after_s)
@@ -289,7 +289,7 @@ def test_messages_of_a_dead_job_are_ignored():
     dead = MemoryStore()
 
     class Kept(MemoryStore):
-        """What a job leaves that is killed: nothing is erased."""
+        """A killed job erases no keys."""
 
         def erase(self, key):
             pass

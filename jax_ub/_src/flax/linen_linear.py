@@ -182,7 +182,7 @@ class Linear(TensorParallel):
     def operands(self, inputs: jax.Array) -> tuple[tuple[Any, ...], int]:
         """Returns (x, kernel, bias, main_grad) in one dtype, and the number of inputs.
 
-        The number is that of the contracted dimensions.
+        The second value counts the contracted dimensions.
         """
         op = self.sharding_layout.op
         checks.check_rank(op, "x", inputs, 1)

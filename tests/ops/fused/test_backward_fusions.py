@@ -21,7 +21,7 @@ def backward_ops(seq):
 
 
 def both(gradients):
-    """What a function returns with fusions and without."""
+    """Returns the results of a function with fusions and without."""
     found = gradients()
     with ops.without_fusions():
         return found, gradients()
@@ -127,7 +127,7 @@ def test_backward_add_rmsnorm_rounds_once():
 
 
 def test_backward_add_rmsnorm_with_a_replicated_input():
-    """Each rank has scales of its own, so dx is what their parts add up to."""
+    """Each rank has different scales, so dx is the sum over the ranks."""
     seq = ops.Sequential(ops.MakeExtraOutput(), ops.RMSNorm(6))
     x, scales, dy = normal(0, (8, 6)), normal(1, (12,)), normal(2, (16, 6))
 

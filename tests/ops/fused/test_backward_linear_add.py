@@ -111,7 +111,7 @@ def test_the_gemm_adds_the_residual(kind):
 
 
 def num_adds(text):
-    """How many arrays are added, and not only the two scalars of an index."""
+    """Counts additions of arrays, without those of index scalars."""
     return len(re.findall(r"= f32\[\d+,\d+,\d+\]\S* add\(", text))
 
 
@@ -247,7 +247,7 @@ def test_dx_has_the_dtype_of_the_residual_gradient():
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_residual_gradient_of_a_replicated_input_is_added_once(overlapped):
-    """Each rank has a kernel of its own; the scatter sums what they make of one x."""
+    """Each rank has a different kernel; the scatter sums their products with one x."""
     options = {"userbuffers_options": {"comm_name": "proj"}} if overlapped else {}
     make = ops.MakeExtraOutput(in_place=True)
     seq = ops.Sequential(make, ops.BasicLinear(6, 4, **options), ops.ReduceScatter())

@@ -155,7 +155,7 @@ def test_gradients_equal_those_of_unfused_operations(name):
 
 
 def num_passes(text):
-    """How many arrays are added or multiplied outside a GEMM."""
+    """Counts additions and multiplications of arrays outside of GEMMs."""
     return len(re.findall(r"= f32\[\d+,\d+,\d+\]\S* (?:add|multiply)\(", text))
 
 

@@ -113,7 +113,7 @@ def test_forward_is_exact_for_every_method(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_forward_is_exact_for_every_number_of_ranks(mode, num_ranks, dtype):
     a = arrays(num_ranks, dtype)
-    # In "row" every rank has a bias of its own, and their sum is added.
+    # In "row" each rank has a different bias, and their sum is added.
     n = a.w.shape[1]
     shape = (n,) if mode == "column" else (num_ranks, n)
     bias = small_integers(5, shape)

@@ -48,7 +48,7 @@ class JobError(UbError, RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class JobOptions:
-    """What the processes of a job measure, which they get as JSON.
+    """The measurements that the processes of a job make, passed to them as JSON.
 
     `path` is the file that process 0 writes the results to.
     """
@@ -64,7 +64,7 @@ class JobOptions:
 
 @dataclasses.dataclass(frozen=True)
 class JobReport:
-    """What process 0 of a job found."""
+    """The results of process 0 of a job."""
 
     environment: dict[str, Any]
     results: list[Result]

@@ -126,7 +126,7 @@ def run_parts(
             is not part of this command's output.
 
     Returns:
-        The launcher's exit status: 0, or that of the first process that failed.
+        The launcher's exit status: 0, or the status of the first failed process.
     """
     launch = ["launch", "-n", str(num_processes)]
     launch += ["--devices-per-process", str(devices_per_process)]
