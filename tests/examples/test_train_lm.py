@@ -15,6 +15,8 @@ from lm.text import batch, read_standard_library
 from lm.train import Trainer, make_mesh, make_optimizer
 from programs import calls, collectives
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 SEED, STEPS, RESUMED_AT = 0, 12, 6
 
@@ -83,7 +85,6 @@ def test_low_precision_follows_f32(dtype, text, reference):
     np.testing.assert_allclose(found, reference, rtol=tolerance)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_continues_with_another_tp(tmp_path, text, reference):
     before, after = trainer(tp=2), trainer(tp=4)
     saved = Checkpoints(str(tmp_path), SIZES)
@@ -139,7 +140,6 @@ def run_script(flags):
     )
 
 
-@pytest.mark.slow
 def test_the_script_compares_with_xla_and_plots(tmp_path):
     plot = tmp_path / "plot.png"
     sizes = "--tp 2 --d-model 64 --d-ff 128 --layers 1 --heads 2 --seq-len 64"
@@ -154,7 +154,6 @@ def test_the_script_compares_with_xla_and_plots(tmp_path):
     np.testing.assert_allclose(ours, xla, rtol=float(jnp.finfo(jnp.bfloat16).eps) * 8)
 
 
-@pytest.mark.slow
 def test_the_script_resumes_from_the_middle_for_longer_at_another_tp(tmp_path):
     sizes = "--d-model 32 --d-ff 64 --layers 1 --heads 4 --seq-len 32 --dtype f32"
     flags = f"{sizes} --no-compare --checkpoint-dir {tmp_path} --checkpoint-every 3"

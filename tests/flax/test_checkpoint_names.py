@@ -14,6 +14,8 @@ import jax_ub as ub
 from jax_ub import ops
 from jax_ub.flax import TransformerLayer
 
+pytestmark = pytest.mark.slow
+
 X = (2, 8, 16)
 only = jax.checkpoint_policies.save_only_these_names
 AG, RS = "all_gather_matmul", "matmul_reduce_scatter"

@@ -16,6 +16,8 @@ from random_models import POLICIES, draw
 
 import jax_ub as ub
 
+pytestmark = pytest.mark.slow
+
 
 def loss_of(apply):
     """Returns a loss with a different gradient for each element, and the result."""

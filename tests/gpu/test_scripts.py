@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 

@@ -323,6 +323,8 @@ mine = [d.process_index == jax.process_index() for d in jax.devices()]
 print(jax.process_index(), jax.process_count(), len(mine), sum(mine))
 """
 
+pytestmark = pytest.mark.slow
+
 
 def test_jax_distributed_initializes_without_arguments(script):
     status, out, err = launch(

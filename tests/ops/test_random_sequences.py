@@ -10,6 +10,8 @@ from ops_on_ranks import FEATURES, TOKENS, assert_are_plain
 
 from jax_ub import ops
 
+pytestmark = pytest.mark.slow
+
 RANKS, ROWS, WIDTH = 4, 8, 8
 # How the ranks have an activation: all the same, or each its tokens or features.
 SPECS = {"whole": P(), "tokens": TOKENS, "features": FEATURES}

@@ -51,6 +51,7 @@ def first_failure(done):
 def run_tests(num_processes, layout, part, paths=SAME):
     """Runs a part of the tests in several processes; the first failure ends them."""
     pytest_alone = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    pytest_alone += ["-m", "not matrix"]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "jax_ub", "launch", "-n", str(num_processes)),

@@ -10,6 +10,8 @@ from programs import dp_tp_mesh, on_ranks
 
 import jax_ub as ub
 
+pytestmark = pytest.mark.slow
+
 METHODS = (None, "direct", "ring_exchange", "pipeline", "external", "xla")
 WHOLE_KERNEL = {None: P(), "column": P(None, "tp"), "row": P("tp")}
 

@@ -22,6 +22,8 @@ from random_programs import POLICIES, Programs
 
 import jax_ub as ub
 
+pytestmark = pytest.mark.slow
+
 MESHES = (
     {"tp": (1, 2, 3, 4, 5, 6, 7, 8)},
     {"dp": (2,), "tp": (2, 3, 4)},

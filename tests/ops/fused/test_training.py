@@ -11,6 +11,8 @@ from sequences import linear, names
 
 from jax_ub import ops
 
+pytestmark = pytest.mark.slow
+
 WIDTH, STEPS = 24, 10
 TOKENS = P(None, "tp")
 
