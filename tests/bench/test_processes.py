@@ -8,6 +8,8 @@ import pytest
 
 from jax_ub import __main__, _cpu
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_job_of_two_processes_reports_every_figure(tmp_path, capfd):
     path = tmp_path / "found.json"
@@ -43,8 +45,6 @@ def test_a_failing_process_ends_the_job(tmp_path):
 import json
 import jax
 from jax_ub._src.tools.bench.processes import JobBench, run_part
-
-pytestmark = pytest.mark.slow
 
 forward = JobBench.forward
 
