@@ -126,7 +126,7 @@ xla_include() {
   "$work/py3.11/.venv/bin/python" -c 'import jax; print(jax.ffi.include_dir())'
 }
 
-bazel() {
+run_bazel() {
   with_tool bazel bazel-bootstrap bazel-rules-java
   cd "$work/py3.11"
   export JAX_UB_XLA_INCLUDE_DIR JAX_UB_BAZEL_WORKSPACE=$work/bazel
