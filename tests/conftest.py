@@ -37,7 +37,7 @@ def nothing_stays_initialized():
 
 @pytest.fixture
 def fp8_buffers(monkeypatch):
-    """Lets `initialize_ub` create FP8 overlaps, which no call can use yet."""
+    """Disables the error of `initialize_ub` for FP8; no call can use the overlaps."""
     monkeypatch.setattr(initialize_args, "reject_fp8", lambda given, fix: None)
 
 

@@ -30,18 +30,6 @@ M, K, N = 8, 12, 20
 FOLDER = pathlib.Path(__file__).parent / "exported"
 ROWS, FEATURES = P("tp"), P(None, "tp")
 COLUMN, ROW = P(None, "tp"), P("tp", None)
-TARGETS = (
-    "all_gather",
-    "all_gather_matmul",
-    "all_reduce",
-    "bulk_all_gather",
-    "bulk_reduce_scatter",
-    "matmul",
-    "matmul_all_reduce",
-    "matmul_reduce_scatter",
-    "reduce_scatter",
-    "wgrad",
-)
 
 
 def forward(x, up, gate, down, out, bias):

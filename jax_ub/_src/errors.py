@@ -82,7 +82,7 @@ def shown(value: object) -> str:
     """
     try:
         text = repr(value)
-    except Exception:
+    except Exception:  # a user's __repr__ may raise any error
         return f"<{type(value).__name__} without a repr>"
     if len(text) <= _LONGEST_VALUE:
         return text

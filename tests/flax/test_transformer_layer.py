@@ -33,7 +33,7 @@ def run(model, *inputs, **options):
 
 
 class FlaxLayer(nnx.Module):
-    """The same layer of modules of Flax, without a mesh."""
+    """A transformer layer built of Flax's own modules, without a mesh."""
 
     def __init__(self, rngs):
         self.attention_norm = nnx.LayerNorm(16, rngs=rngs)

@@ -36,7 +36,7 @@ inline constexpr char kHostKey[] = "host";
 inline constexpr char kGpusKey[] = "gpus";
 // Pairs of a GPU of this process and a visible GPU that it cannot access:
 // "uuid>uuid,...".
-inline constexpr char kUnreachableKey[] = "apart";
+inline constexpr char kUnreachableKey[] = "unreachable";
 std::string CannotKey(SharingMode mode);
 
 // Multicast is optional and used in addition to a sharing mode. kNvls is the key of a

@@ -177,7 +177,7 @@ def exit_on_failure() -> Iterator[None]:
     """
     try:
         yield
-    except Exception:
+    except Exception:  # any error of the program must end the job
         traceback.print_exc()
         sys.stdout.flush()
         os._exit(1)
