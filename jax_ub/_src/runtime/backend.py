@@ -1,5 +1,7 @@
 """Starts JAX's backend, and registers the engines' FFI handlers with XLA."""
 
+import contextlib
+
 import jax
 from jax import export
 
@@ -38,6 +40,14 @@ def register_targets() -> None:
     cpu_engine.register_targets()
     if cuda_engine.local_devices() and cuda_engine.why_not() is None:
         cuda_engine.register_targets()
+
+
+def request_cpu_devices(count: int) -> None:
+    """Configures JAX for at least `count` CPU devices, unless JAX has started."""
+    if getattr(jax.config, "jax_num_cpu_devices", 0) < count:
+        # After JAX's start, its number of devices cannot be changed.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", count)
 
 
 def start() -> list[jax.Device]:

@@ -1,5 +1,6 @@
 """Devices and operands of a benchmark, and facts about the machine that it ran on."""
 
+import contextlib
 import datetime
 import functools
 import importlib.metadata
@@ -37,13 +38,11 @@ def start(num_devices: int, platform: str | None = "cpu") -> None:
     # cores while the next candidate is timed.
     settings.set_pool_threads(4 * num_devices)
     settings.ask_openmp_to_sleep()
-    try:
-        if platform is not None:
+    if platform is not None:
+        # JAX may have started already; the number of devices is checked below.
+        with contextlib.suppress(RuntimeError):
             jax.config.update("jax_platforms", platform)
-        if getattr(jax.config, "jax_num_cpu_devices", 0) < num_devices:
-            jax.config.update("jax_num_cpu_devices", num_devices)
-    except RuntimeError:
-        pass  # JAX has already started; the number of devices is checked below.
+    backend.request_cpu_devices(num_devices)
     num_found = len(backend.start())
     if num_found < num_devices:
         raise UnsupportedOverlapError(

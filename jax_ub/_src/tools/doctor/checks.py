@@ -111,9 +111,7 @@ def _request_devices():
     if getattr(jax.config, "jax_num_cpu_devices", 0) > 0:
         return
     settings.set_pool_threads(_POOL_THREADS_PER_DEVICE * _NUM_DEVICES)
-    # If JAX has already started, its number of devices cannot be changed.
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", _NUM_DEVICES)
+    backend.request_cpu_devices(_NUM_DEVICES)
 
 
 def _packages():

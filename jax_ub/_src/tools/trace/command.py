@@ -6,7 +6,6 @@ several (`--processes`). `trace --merge step.*.json` reads files that `ub.trace`
 """
 
 import argparse
-import contextlib
 import pathlib
 import statistics
 import sys
@@ -165,10 +164,8 @@ def _prepare_op(given) -> Callable[[], int]:
     settings.set_pool_threads(4 * given.tp)
     if given.part is not None:
         jax.distributed.initialize()
-    elif jax.config.jax_num_cpu_devices < given.tp:
-        # If JAX has already started, its number of devices cannot be changed.
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", given.tp)
+    else:
+        backend.request_cpu_devices(given.tp)
     devices = backend.start()
     if len(devices) < given.tp:
         raise UnsupportedOverlapError(
