@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from jax_ub._src.errors import UbError
 
-# The summary of each command. Its options are in jax_ub/_src/tools/COMMAND/command.py,
-# which is imported only if this command runs.
+# The summary of each command. Its options are defined in
+# jax_ub/_src/tools/COMMAND/command.py, which is imported only if this command runs.
 _COMMANDS = {
     "doctor": "says what is installed, what can run here, and why not",
     "bench": "times every op against XLA",
@@ -22,7 +22,8 @@ _COMMANDS = {
     "explain": "says what overlaps in a program, what does not, and why",
     "simulate": "says what overlapping is worth on another machine",
 }
-# Errors of a full disk. Commands that run no user program report them in one line.
+# The errors of a full disk. Only commands that run no user program report them in one
+# line, because in other commands they may come from the user's code.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _WITHOUT_PROGRAM = ("doctor", "bench", "tune", "simulate")
 
@@ -48,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module.add_arguments(subparser)
     given, unknown = parser.parse_known_args(arguments)
     if unknown:
-        # Shows the usage of the command. argparse would show the main parser's.
+        # The command's parser shows the usage of the command; argparse would show the
+        # main parser's.
         text = f"unrecognized arguments: {' '.join(unknown)}"
         commands.choices[given.command].error(text)
     try:
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _flush(status):
-    """Flushes stdout, so that a closed pipe or a full disk is reported before exit."""
+    """Flushes stdout before exit; returns the exit status after a full disk."""
     try:
         print(end="", flush=True)
     except BrokenPipeError:
@@ -95,7 +97,7 @@ def _has_reader(output):
 
 
 def _discard(output):
-    """Discards buffered output, because Python would fail to flush it at exit."""
+    """Redirects an output to /dev/null, since Python would fail to flush it at exit."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), output.fileno())
 

@@ -15,7 +15,7 @@ from jax_ub._src.errors import ShapeContractError, UnknownNameError, shown
 
 
 def check(op: str, **options: Any) -> None:
-    """Checks the options of a layer or an op, each by the rule for its name.
+    """Checks options of a layer or op, such as `dtype` or `kernel_init`, by name.
 
     Options without a rule in `_CHECKS` are ignored.
 
@@ -32,7 +32,7 @@ def check(op: str, **options: Any) -> None:
 def promoted(
     op: str, promote: Callable[[], Any], given: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Calls a layer's `promote_dtype` function, and checks the arrays it returns.
+    """Calls a layer's `promote_dtype` function, and checks the arrays that it returns.
 
     Args:
         op: the layer's name, for errors.

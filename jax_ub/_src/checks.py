@@ -54,7 +54,7 @@ def is_array(value) -> bool:
 
 
 def dtype_of(value) -> np.dtype | None:
-    """Converts a value to a dtype; returns None if that is not possible."""
+    """Returns a value as a NumPy dtype, or None if it does not denote one."""
     try:
         return None if value is None else jnp.dtype(value)
     except Exception:  # the value's attributes, which NumPy reads, may raise anything
@@ -62,7 +62,7 @@ def dtype_of(value) -> np.dtype | None:
 
 
 def check_initial(op: str, name: str, values, shape: Sequence[int]) -> None:
-    """Raises an error unless an initializer returned an array of `shape`."""
+    """Raises an error unless an initializer has returned an array of shape `shape`."""
     if not is_array(values) or tuple(values.shape) != tuple(shape):
         raise ShapeContractError(
             f"{op}: {name} returned {shown(values)} for shape {tuple(shape)}. Pass a "
@@ -81,7 +81,7 @@ def option_check(
     fix: str,
     error: type[UbError] = ShapeContractError,
 ) -> Callable[[str, str, Any], None]:
-    """Returns a check of a value, which is called with op, argument name and value.
+    """Returns a function (op, name, value) that raises an error for invalid values.
 
     Args:
         is_valid: returns whether a value is accepted.
@@ -131,7 +131,7 @@ check_flag = option_check(_is_flag, "a bool", "Pass True or False.", UnknownName
 
 
 def check_array(op: str, name: str, array) -> None:
-    """Raises an error for lists, random keys and others that are not numeric arrays."""
+    """Raises an error unless a value is a numeric array, not a list or a PRNG key."""
     if not is_array(array):
         several = "; several kernels of all_gather_matmul go in a tuple"
         several = several if name == "w" else ""
@@ -193,7 +193,7 @@ def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
 def check_operands(
     op: str, x, w, *, x_name: str = "x", takes_f64: bool = False
 ) -> None:
-    """Checks ranks and dtypes of x and w of a GEMM, but not that K is the same.
+    """Checks the dtypes and dimensions of x [..., K] and w [K, N], except K.
 
     Both must have one floating-point dtype and not be empty, and `w`, an array or aval,
     must be a matrix.

@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class DType:
-    """An element type of the engine.
+    """An element type, such as bf16, of the operands or results of the engine.
 
     Attributes:
         short_name: the engine's name, such as "bf16", which command lines use, too.
@@ -33,7 +33,7 @@ TABLE = (
 )
 OPERANDS = tuple(row.dtype for row in TABLE if row.is_operand)
 RESULTS = tuple(row.dtype for row in TABLE if row.is_result)
-# "f32" -> "float32", and so on.
+# Maps short names to dtype names, such as "f32" to "float32".
 BY_SHORT_NAME = {row.short_name: row.dtype.name for row in TABLE}
 SHORT_NAMES = {name: short for short, name in BY_SHORT_NAME.items()}
 

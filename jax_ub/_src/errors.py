@@ -22,7 +22,7 @@ class ShapeContractError(UbError, ValueError):
 
 
 class UnknownNameError(UbError, ValueError):
-    """Raised for an unknown name, such as a method's, and a flag that is not a bool."""
+    """Raised for an unknown name, such as a method's, or a flag that is not a bool."""
 
 
 class UnknownArgumentError(UnknownNameError, TypeError):
@@ -44,15 +44,15 @@ class ConfigurationTypeError(ConfigurationError, TypeError):
 
 
 class LifecycleError(UbError, RuntimeError):
-    """Raised if `initialize_ub` is called twice, or not before it is needed."""
+    """Raised if `initialize_ub` is called twice, or was not called before use."""
 
 
 class UnsupportedOverlapError(UbError, NotImplementedError):
-    """Raised if a valid call cannot run with its method or in its context."""
+    """Raised if a valid call is not supported with its method or in its context."""
 
 
 class FusionError(UbError, RuntimeError):
-    """Raised if a registered fusion does not compute what it replaces."""
+    """Raised if a registered fusion does not compute what its operations compute."""
 
 
 class CommunicatorError(UbError, RuntimeError):
@@ -66,7 +66,8 @@ class TimeoutError(CommunicatorError, builtins.TimeoutError):
     """
 
 
-# Tracebacks and pickles name the module that users import.
+# Tracebacks and pickles show the public module `jax_ub.errors`, from which users
+# import.
 for _class in list(vars().values()):
     if isinstance(_class, type) and issubclass(_class, UbError):
         _class.__module__ = "jax_ub.errors"
@@ -103,7 +104,7 @@ _OVERDUE = re.compile(r" waited \S+ s for (?!.* when the communicator failed)")
 
 
 def of_engine(error: Exception) -> "CommunicatorError | None":
-    """Converts an exception of the C++ engine to jax_ub's; None if it is another."""
+    """Converts an error of the C++ engine to a `CommunicatorError`; None for others."""
     _, found, message = str(error).partition("CommunicatorError: ")
     return of_failure(message) if found else None
 
@@ -130,7 +131,8 @@ def raised() -> Iterator[None]:
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        # A program that runs synchronously on the caller's thread raises ValueError.
+        # XLA raises ValueError for a program that runs synchronously on the caller's
+        # thread.
         converted = of_engine(error)
         if converted is None:
             raise

@@ -10,11 +10,11 @@ from jax_ub._src.errors import UbError, shown
 
 
 class OutputError(UbError, OSError):
-    """A file cannot be written."""
+    """Raised if a file cannot be written, for example because the disk is full."""
 
 
 class InputError(UbError, OSError):
-    """A file cannot be read."""
+    """Raised if a file cannot be read, for example because it does not exist."""
 
 
 @contextlib.contextmanager

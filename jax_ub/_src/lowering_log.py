@@ -16,7 +16,7 @@ from jax_ub._src.methods import Method
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """A call that ran as plain `jax.lax`, or that several ranks compute redundantly.
+    """A call that ran as plain `jax.lax`, or that several ranks compute repeatedly.
 
     Attributes:
         label: the call's name.
@@ -27,7 +27,8 @@ class Fallback:
     reason: str
 
 
-# Bounded, so that a process that lowers programs for weeks does not run out of memory.
+# The log is bounded, so that a process that lowers programs for weeks does not run out
+# of memory.
 _FALLBACKS: collections.deque[Fallback] = collections.deque(maxlen=1024)
 
 
@@ -53,7 +54,7 @@ def called_instead(scope: str) -> Fallback | None:
     return _decode("fallback", scope)
 
 
-# Why several ranks repeat the work that is being traced; empty if they do not.
+# The reason for which several ranks repeat the operations being traced, or "".
 _REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
     "replicated", default=""
 )
@@ -75,22 +76,23 @@ def replicating(label: str, reason: str) -> Iterator[None]:
 
 
 def replicated() -> str:
-    """Returns why several ranks repeat the operations being traced, or ""."""
+    """Returns why several ranks repeat the operations being traced, else ""."""
     return _REPLICATED.get()
 
 
 def replicated_in(scope: str) -> Fallback | None:
-    """Returns the layer and reason that a name scope of `replicating` has, or None."""
+    """Returns the layer and reason in a name scope of `replicating`, or None."""
     return _decode("replicated", scope)
 
 
 def is_mark(scope: str) -> bool:
-    """Returns whether a name scope comes from this module rather than from the user."""
+    """Returns whether a name scope was added by this module, not by the user."""
     return any(f"{kind}[" in scope for kind in ("fallback", "replicated"))
 
 
 def _encode(kind, label, reason):
-    # Quoted, because name stacks join scopes by "/" and HLO prints them in quotes.
+    # The texts are quoted, because name stacks join scopes by "/" and HLO prints them
+    # in quotes.
     texts = (urllib.parse.quote(text, safe="()=,:; ") for text in (label, reason))
     return f"{kind}[{'|'.join(texts)}]"
 
@@ -123,7 +125,7 @@ def fallbacks(*, clear: bool = False) -> tuple[Fallback, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class LoweredCall:
-    """One call in a lowered program: its operands, its method and why it fell back.
+    """A jax_ub call in a lowered program, with its operands and resolved method.
 
     Attributes:
         call: the `Call`.
@@ -170,5 +172,5 @@ def record(ctx: Any, call: Any, method: Method, reason: str | None = None) -> No
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of an aval, without its sharding and weak type."""
+    """Returns the shape and dtype of an aval, without its sharding and weak type."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

@@ -8,7 +8,7 @@ from jax_ub._src.errors import UnknownNameError, UnsupportedOverlapError, neares
 
 
 class Method(enum.Enum):
-    """How an op combines its GEMM and its communication.
+    """The way in which an op combines its GEMM with its communication.
 
     `AUTO` lets jax_ub choose, and falls back to `XLA` where the engine cannot run.
     `DIRECT` reads operands directly from the peers' memory. `RING_EXCHANGE` and
@@ -29,15 +29,15 @@ class Method(enum.Enum):
 
     @property
     def materializes_gather(self) -> bool:
-        """Whether the method stores all-gathered rows, so that they can be reused.
+        """Returns whether the method stores all-gathered rows for later reuse.
 
-        The other methods read it directly from the peers' memory at each use.
+        The other methods read the rows directly from the peers' memory at each use.
         """
         return self not in (Method.AUTO, Method.DIRECT)
 
     @property
     def forward(self) -> "Method":
-        """Returns the method for a GEMM whose operand or result is communicated.
+        """Returns the method that runs a GEMM whose operand or result is communicated.
 
         `BULK` cannot overlap such a GEMM and is replaced by `RING_EXCHANGE`.
         """
@@ -45,12 +45,12 @@ class Method(enum.Enum):
 
     @property
     def code(self) -> int:
-        """Returns the number by which the C++ engine knows the method."""
+        """Returns the integer that identifies the method in the C++ engine."""
         return _CODES[self]
 
 
 class Variant(enum.Enum):
-    """A variant of the order in which a method sends chunks and runs GEMMs.
+    """The order in which a method sends chunks and multiplies them.
 
     `AGGREGATE` multiplies the chunks of two ranks in one GEMM, in a ring all-gather.
     `OVERLAP_FIRST_GEMM` sends a split of a pipelined reduce-scatter after the GEMM of
@@ -65,12 +65,12 @@ class Variant(enum.Enum):
 
     @property
     def code(self) -> int:
-        """Returns the number by which the C++ engine knows the variant."""
+        """Returns the integer that identifies the variant in the C++ engine."""
         return list(Variant).index(self)
 
 
 def has_pairs(num_ranks: int) -> bool:
-    """Returns whether ranks can be paired for `Variant.AGGREGATE`: P even and > 2."""
+    """Returns whether `Variant.AGGREGATE` can pair the ranks: P is even and > 2."""
     return num_ranks > 2 and num_ranks % 2 == 0
 
 
@@ -91,7 +91,7 @@ _CODES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelOptions:
-    """How the engine runs a method: the schedule's variant and GPU launch options.
+    """Options with which the engine runs a method: schedule variant, GPU launches.
 
     Results do not depend on them, with one exception: `sm_margin` and `gemm_algorithm`
     may change the order in which a GEMM sums.
@@ -129,7 +129,7 @@ class KernelOptions:
         return {name: int(value) for name, value in fields.items()}
 
     def differences(self) -> dict[str, bool | int | str]:
-        """Returns the options that are not at their defaults, for files and tables."""
+        """Returns the options that differ from their defaults, for files and tables."""
         return {
             field.name: value.value if isinstance(value, Variant) else value
             for field in dataclasses.fields(self)
@@ -139,7 +139,7 @@ class KernelOptions:
 
 @dataclasses.dataclass(frozen=True)
 class MethodChoice:
-    """The method by which a call, or one of its passes, overlaps GEMM and collective.
+    """The method and options by which a call or pass overlaps GEMM and collective.
 
     Attributes:
         method: the method.
@@ -159,7 +159,7 @@ class MethodChoice:
 
     @property
     def may_fall_back(self) -> bool:
-        """Whether plain `jax.lax` may run instead if the engine cannot."""
+        """Returns whether plain `jax.lax` may run the call if the engine cannot."""
         return self.method is Method.AUTO or not self.is_explicit
 
     def with_method(self, method: Method) -> "MethodChoice":
@@ -177,7 +177,7 @@ class MethodChoice:
 
     @property
     def for_local_gemm(self) -> "MethodChoice":
-        """Returns the choice for a GEMM of the call that does not communicate.
+        """Returns the choice for a GEMM of the same call that does not communicate.
 
         All methods of the engine run it alike.
         """
@@ -228,7 +228,7 @@ def resolve(op: str, method: "Method | str | None", default: str | None) -> Meth
 
 
 def refuse_bulk(op: str, source: str) -> NoReturn:
-    """Raises the error for method "bulk" in a call whose GEMM needs the communication.
+    """Raises an error, because this call's GEMM depends on the communication.
 
     Args:
         op: the op's name, for errors.

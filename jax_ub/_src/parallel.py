@@ -48,7 +48,7 @@ class CommOverlapType(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """A collective that a pass of a layer may overlap with a GEMM.
+    """A collective of one pass of a layer, which may overlap with a GEMM.
 
     Attributes:
         comm_type: the collective.
@@ -69,7 +69,7 @@ _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 
 @dataclasses.dataclass(frozen=True)
 class ParallelMode:
-    """A row of the table of parallel modes.
+    """A row of the table of parallel modes: a layer's shardings and collectives.
 
     Layouts say for each dimension whether it is sharded over the tensor-parallel axis.
 
@@ -98,26 +98,26 @@ class ParallelMode:
     wgrad: tuple[Communication, ...] = ()
 
     def communications(self, direction: str) -> tuple[Communication, ...]:
-        """Returns what a pass may communicate; `direction` is one of `PASSES`."""
+        """Returns the collectives of a layer's pass, "fprop", "dgrad" or "wgrad"."""
         return {FPROP: self.fprop, DGRAD: self.dgrad, WGRAD: self.wgrad}[direction]
 
     @property
     def function(self) -> str:
-        """Returns the public function that has this communication."""
+        """Returns the name of the public function with this communication."""
         return "linear" if self.op == "matmul" else self.op
 
     @property
     def sharded_dim(self) -> int | None:
-        """Returns the sharded dimension of a kernel [in, out], or None."""
+        """Returns which dimension of a kernel [in, out] is sharded: 0, 1 or None."""
         return self.kernel.index(True) if any(self.kernel) else None
 
     @property
     def sharded(self) -> str:
-        """Returns "in" or "out", the sharded dimension of the kernel, or ""."""
+        """Returns which dimension of a kernel is sharded: "in", "out" or "" (none)."""
         return "" if self.sharded_dim is None else IN_OUT[self.sharded_dim]
 
     def kernel_spec(self, axis_name: Any, other: Any = None) -> PartitionSpec:
-        """Returns the partition spec of a kernel [in, out].
+        """Returns the `PartitionSpec` of a kernel [in, out].
 
         Args:
             axis_name: the tensor-parallel mesh axis, or a tuple of axes.
@@ -165,12 +165,12 @@ MODES = {(mode.parallel, mode.sequence_parallel): mode for mode in _modes()}
 
 
 def mode_of(parallel: str | None, sequence_parallel: bool) -> ParallelMode:
-    """Returns the row of the table for a layer's two options, after their checks."""
+    """Returns the `ParallelMode` of `parallel` and `sequence_parallel`."""
     return MODES[parallel, bool(sequence_parallel)]
 
 
 def check_parallel(op: str, name: str, value: Any) -> None:
-    """Raises an error unless the option `name` is "column" or "row"."""
+    """Raises an error unless the value of option `name` is "column" or "row"."""
     if not isinstance(value, str) or value not in PARALLEL:
         raise UnknownNameError(
             f"{op}: {name} = {shown(value)} is not a way to shard a kernel. "

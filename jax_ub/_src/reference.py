@@ -30,7 +30,7 @@ def dot(x: jax.Array, w: jax.Array, *, rhs_transposed: bool = False) -> jax.Arra
 
 
 def outer(x: jax.Array, dy: jax.Array) -> jax.Array:
-    """Sums x^T dy over all rows: x [..., M, K], dy [..., M, N] -> f32 [K, N]."""
+    """Computes x^T dy over all rows: x [..., M, K], dy [..., M, N] -> f32 [K, N]."""
     rows = tuple(range(x.ndim - 1))
     return _product(x, dy, ((rows, rows), ((), ())))
 
@@ -60,7 +60,8 @@ def _product(x, w, dimensions):
 
 @functools.cache
 def _has_bf16_products():
-    # Imported here, so that a missing engine is reported by runtime/cpu_engine.py.
+    # The engine is imported here, so that runtime/cpu_engine.py can report a missing
+    # one.
     from jax_ub import _cpu
 
     return "avx512_bf16" in _cpu.isas()
@@ -69,7 +70,7 @@ def _has_bf16_products():
 def dots(
     xs: Sequence[jax.Array], ws: Sequence[jax.Array], *, rhs_transposed: bool = False
 ) -> jax.Array:
-    """Returns the f32 sum of the products of all pairs (x, w)."""
+    """Returns `sum_i x_i @ w_i` in f32, or `x_i @ w_i.T` if `rhs_transposed`."""
     products = (
         dot(x, w, rhs_transposed=rhs_transposed) for x, w in zip(xs, ws, strict=True)
     )
@@ -85,7 +86,7 @@ def add(y: jax.Array, *addends: jax.Array | None, out_dtype) -> jax.Array:
 
 
 def with_rank(value: jax.Array, rank: int) -> jax.Array:
-    """Prepends axes of size 1 up to `rank` axes.
+    """Prepends axes of size 1 until `value` has `rank` dimensions.
 
     Broadcasting would fail with `jax_numpy_rank_promotion="raise"`.
     """
@@ -93,7 +94,7 @@ def with_rank(value: jax.Array, rank: int) -> jax.Array:
 
 
 def scaled(y: jax.Array, scale: float) -> jax.Array:
-    """Multiplies an f32 array by `scale`."""
+    """Multiplies an f32 array by `scale`; returns it unchanged if `scale` is 1."""
     return y if scale == 1 else y * jnp.float32(scale)
 
 

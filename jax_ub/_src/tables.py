@@ -56,7 +56,7 @@ def format_row(
 
 
 def format_rule(widths: Sequence[int], *, is_markdown: bool = False) -> str:
-    """Returns the line of dashes between the titles and the rows of a table."""
+    """Returns a line of dashes, as wide as the columns, to follow a table's titles."""
     if is_markdown:
         return f"|{'|'.join('-' * (width + 2) for width in widths)}|"
     return "  ".join("-" * width for width in widths)

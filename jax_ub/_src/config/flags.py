@@ -24,7 +24,7 @@ _BULK = ("ub_bulk_dgrad", "ub_bulk_wgrad")
 
 @dataclasses.dataclass(frozen=True)
 class OverlapFlags:
-    """A layer's `ub_*` flags, which select the communication to overlap with GEMMs.
+    """The `ub_*` flags of a layer, which select the collectives to overlap with GEMMs.
 
     True overlaps the communication or raises an error, False runs it as plain
     `jax.lax`, and None lets jax_ub choose. A flag for communication that a layer does
@@ -51,12 +51,12 @@ class OverlapFlags:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "OverlapFlags":
-        """Returns the `ub_*` flags among the keyword arguments of a layer."""
+        """Returns the `ub_*` flags among a layer's keyword arguments."""
         return cls(**{name: options.get(name) for name in NAMES})
 
     @property
     def is_bulk(self) -> bool | None:
-        """Returns the value of the bulk flags, which agree; None if none is given."""
+        """Returns the value of the two `ub_bulk_*` flags; None if neither is set."""
         return self.ub_bulk_dgrad if self.ub_bulk_wgrad is None else self.ub_bulk_wgrad
 
     @property
@@ -158,14 +158,14 @@ NAMES = tuple(field.name for field in dataclasses.fields(OverlapFlags))
 
 
 def flags_of(mode: ParallelMode, passes: Sequence[str] = PASSES) -> tuple[str, ...]:
-    """Returns the flags that control what the given passes of a layer communicate."""
+    """Returns the `ub_*` flags that control the collectives of a layer's passes."""
     found = (each.flag for name in passes for each in mode.communications(name))
     return tuple(dict.fromkeys(filter(None, found)))
 
 
 @dataclasses.dataclass(frozen=True)
 class FlaggedMethod:
-    """A layer's method and `ub_*` flags, passed as one argument `method`."""
+    """A layer's method and `ub_*` flags, passed together as the argument `method`."""
 
     method: Method | str | None
     flags: OverlapFlags

@@ -23,7 +23,8 @@ _MOST_SM = 32
 _CGA_SIZES = (1, 2, 4, 8)
 # CUDA stream priorities. Smaller numbers are more urgent.
 HIGHEST_PRIORITY, LOWEST_PRIORITY = -5, 0
-# With 16 ranks, more splits would need more slots than a communicator has.
+# Limit of `num_splits`. With 16 ranks, more splits would need more slots than a
+# communicator has.
 _MOST_SPLITS = 128
 # Multiprocessors that GEMMs leave free when copy engines send the data. The kernels
 # that wait, signal and sum still need some; if a GEMM occupied all multiprocessors,
@@ -46,7 +47,7 @@ class UserBufferQuantizationMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverlapConfig(Mapping):
-    """The settings of one named overlap, such as method and number of splits.
+    """The settings of a named overlap, such as its method and its number of splits.
 
     `method`, `num_splits`, `aggregate` and `pipeline_rs_overlap_first_gemm` take effect
     on all devices. The other keys set launch parameters of GPU kernels and streams; on
@@ -68,7 +69,7 @@ class OverlapConfig(Mapping):
 
     @property
     def is_reduce_scatter(self) -> bool:
-        """Whether the collective is a reduce-scatter, not an all-gather."""
+        """Returns whether the overlap's collective is a reduce-scatter."""
         return self.comm_type is CommOverlapType.RS
 
     @property
@@ -107,15 +108,15 @@ class OverlapConfig(Mapping):
         return getattr(self, key)
 
     def __iter__(self) -> Iterator[str]:
-        """Returns an iterator over the keys, which Transformer Engine defines."""
+        """Returns an iterator over the names of the settings."""
         return iter(KEYS)
 
     def __len__(self) -> int:
-        """Returns the number of keys."""
+        """Returns the number of settings, including defaults."""
         return len(KEYS)
 
     def __hash__(self) -> int:
-        """Returns a hash of the values of all settings."""
+        """Returns a hash of all settings, so that configurations can be dict keys."""
         return hash(tuple(self.values()))
 
 
@@ -179,7 +180,7 @@ _PRIORITY = (
     f"a stream priority, {HIGHEST_PRIORITY} (first) to {LOWEST_PRIORITY}",
 )
 
-# Maps each key to the function that checks and converts its value, and to a text that
+# Maps each setting to a function that checks and converts its value, and to a text that
 # lists the valid values.
 KEYS = {
     "method": (_method, f"one of {_METHODS}; None is auto"),
@@ -200,7 +201,7 @@ KEYS = {
 
 
 def read_entry(name: str, entry: object) -> dict[str, object]:
-    """Checks the settings that a user gives for one named overlap, key by key.
+    """Checks a user's settings of one named overlap, and converts their types.
 
     Args:
         name: the overlap's name, for errors.

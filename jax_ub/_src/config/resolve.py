@@ -116,7 +116,7 @@ _POSSIBLE = {
     (WGRAD, _AG): frozenset((Method.AUTO, Method.DIRECT, Method.EXTERNAL, Method.XLA)),
     (WGRAD, _RS): frozenset((Method.BULK,)),
 }
-# Keys that take effect only with some methods, and only for reduce-scatters (True),
+# Settings that take effect only with some methods, and only for reduce-scatters (True),
 # all-gathers (False) or both (None). Elsewhere they must have the default value.
 _ONLY = {
     "num_splits": ((Method.PIPELINE,), None),
@@ -127,7 +127,7 @@ _ONLY = {
     ),
     "pipeline_rs_overlap_first_gemm": ((Method.PIPELINE,), True),
 }
-# The entries that set every forward pass and dgrad to "auto". Wgrads have none: with an
+# Settings that make every forward pass and dgrad "auto". Wgrads have none: with an
 # "auto" dgrad, which reduce-scatters dx itself, a column-parallel layer's wgrad has
 # nothing to communicate. The wgrads of row-parallel layers keep their defaults.
 AUTOMATIC = {
@@ -141,7 +141,7 @@ _IGNORED = (
 
 
 def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
-    """Checks the settings of each name in `ub_cfgs`, without regard to other names.
+    """Checks a user's settings of each named overlap in `ub_cfgs`, one by one.
 
     `resolve` checks how the entries depend on each other.
 
@@ -172,7 +172,7 @@ def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
 
 
 def _check_forwards(entries):
-    """Raises an error if two names mean the same layer's forward pass.
+    """Raises an error if two overlap names denote the same layer's forward pass.
 
     A name without a pass, such as "qkv", means the forward pass, as "qkv_fprop" does.
     """

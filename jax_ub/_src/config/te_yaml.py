@@ -51,7 +51,8 @@ def from_te(
     unset = []
     if isinstance(found, Mapping):
         unset = [name for name, entry in found.items() if entry is None]
-        # Read as empty and removed afterwards, so that their spelling is checked too.
+        # They are read as empty entries and removed afterwards, so that the spelling of
+        # their names is checked, too.
         found = {**found, **{name: {} for name in unset}}
     return {
         name: _without_ignored_keys(name, entry)

@@ -16,7 +16,7 @@ from jax_ub._src.errors import ConfigurationError, UnknownNameError, nearest, sh
 from jax_ub._src.files import write_json, writing
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 
-# Incremented when the meaning of a key changes.
+# Version of the file format. It is incremented when the meaning of a key changes.
 SCHEMA = 1
 # The methods that a tuned file may choose.
 METHODS = (
@@ -34,7 +34,8 @@ COLUMN_GRADIENTS = "column_gradients"
 # contracts the rows of its operands. The ops differ in the layout of the operands, and
 # in what is added to the product.
 LOCAL_OPS = ("matmul", "dgrad", "dgrad_add", "wgrad", "wgrad_accumulate")
-# All ops of a tuned file. The first three are GEMMs that are fused with communication.
+# The ops that a tuned file may contain. The first three are GEMMs that are fused with
+# communication.
 OPS = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
@@ -45,7 +46,7 @@ OPS = (
 
 
 def methods_of(op: str) -> tuple[Method, ...]:
-    """Returns the methods among which the tuner can choose for an op."""
+    """Returns the methods that a tuned file may choose for an op."""
     if op in LOCAL_OPS:
         return (Method.DIRECT, Method.XLA)
     return (*METHODS, Method.BULK) if op == COLUMN_GRADIENTS else METHODS
@@ -53,7 +54,7 @@ def methods_of(op: str) -> tuple[Method, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class TunedKey:
-    """The key of a tuned method: op, number of ranks, global sizes and dtype."""
+    """The key of a measured method: op, number of ranks, global sizes, dtype."""
 
     op: str
     num_ranks: int
@@ -65,7 +66,7 @@ class TunedKey:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """The device kind and library versions for which tuned methods were measured.
+    """The device kind and library versions for which measured methods are valid.
 
     A tuning is used only in an equal environment, since times do not carry over.
     """
@@ -74,14 +75,14 @@ class Environment:
     versions: tuple[tuple[str, str], ...]  # (library, version), sorted by library
 
     def __str__(self) -> str:
-        """Returns the device and versions as text, for errors."""
+        """Returns the device kind and library versions as text, for error messages."""
         libraries = ", ".join(f"{name} {version}" for name, version in self.versions)
         return f"{self.device} with {libraries}"
 
 
 @dataclasses.dataclass(frozen=True)
 class TunedTable:
-    """The method measured fastest for each op and size on this process's devices."""
+    """The fastest measured method of each op and size on this process's devices."""
 
     source: str  # path of the file
     digest: str  # hash of all choices
@@ -90,7 +91,7 @@ class TunedTable:
     )
 
     def find(self, case: TunedKey) -> MethodChoice | None:
-        """Returns the method measured fastest for `case`; None if it was not tuned.
+        """Returns the fastest measured method for an op and sizes, or None.
 
         The choice is not explicit, so the call may fall back.
         """
@@ -133,7 +134,7 @@ def read(path: str | os.PathLike[str]) -> TunedFile:
 
 
 def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
-    """Writes a tuned file; an existing file is replaced in one step."""
+    """Writes measured methods to a tuned file, replacing an existing file at once."""
     document = {
         "schema": SCHEMA,
         "tunings": [
@@ -149,7 +150,8 @@ def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
         ],
     }
     path = pathlib.Path(path)
-    # Written to a temporary file first, so that readers see the old or the new file.
+    # The temporary file is renamed when it is complete, so that readers see either the
+    # old or the new file.
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     write_json(temporary, document)
     with writing(path):
@@ -157,7 +159,7 @@ def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
 
 
 def choices(path: str | os.PathLike[str], here: Environment) -> TunedTable:
-    """Reads the tuned methods that a file has for the environment `here`.
+    """Reads the measured methods that a tuned file has for the environment `here`.
 
     Args:
         path: path of the tuned file.

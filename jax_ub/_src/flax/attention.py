@@ -29,7 +29,7 @@ def project_qkv(
     inputs: Sequence[Any],
     rotary_base: float | None,
 ) -> tuple[jax.Array, ...]:
-    """Computes queries, keys and values. Layers with the same input share one gather.
+    """Computes queries, keys and values; layers with the same input share one AG+GEMM.
 
     Args:
         apply_layers: applies several layers to the same input.

@@ -27,7 +27,7 @@ from jax_ub._src.sharding.specs import (
 
 @dataclasses.dataclass(frozen=True)
 class CoreAttention:
-    """Attention of queries, keys and values, whose heads are sharded over the ranks.
+    """Computes attention of queries, keys and values with heads sharded over the ranks.
 
     Each rank computes its heads and sequences, without communication. Global arrays are
     sharded by a `jax.shard_map`; inside the caller's, the arguments are shards.
@@ -254,7 +254,7 @@ def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
 
 
 def varying_axes(array: jax.Array) -> frozenset[str]:
-    """Returns the manual mesh axes along which ranks may hold different data.
+    """Returns the manual mesh axes over which an array may differ between ranks.
 
     These are the varying axes in the array's type. Under `check_vma=False` the type of
     an array does not contain them, so all manual axes are returned.

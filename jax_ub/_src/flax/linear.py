@@ -23,7 +23,7 @@ default_bias_init = initializers.zeros_init()
 
 
 class MainGrad(nnx.Variable):
-    """An nnx variable that accumulates a kernel's gradient over microbatches, in f32.
+    """An nnx variable that sums a kernel's f32 gradient over microbatches.
 
     Its cotangent is its new value, `main_grad + dw`, and the kernel's cotangent is
     zero. This is Flax's "overwrite with gradient" convention.
@@ -108,7 +108,7 @@ class Linear(nnx.Module):
         ub_bulk_dgrad: bool | None = None,
         ub_bulk_wgrad: bool | None = None,
     ):
-        """Creates kernel, bias and main_grad, sharded if the mesh is known.
+        """Creates kernel, bias and main_grad, and shards them if the mesh is known.
 
         Args:
             in_features: the global number of input features, or a tuple of sizes of
@@ -209,8 +209,8 @@ class Linear(nnx.Module):
         in_entry, out_entry = layout.kernel_spec
         further = [None] * (len(outs) - 1)
         spec = (in_entry, *[None] * (len(ins) - 1), out_entry, *further)
-        # Initialized as a matrix, as in LinearGeneral: initial values depend only on
-        # the numbers of inputs and outputs.
+        # The kernel is initialized as a matrix, as in LinearGeneral, so initial values
+        # depend only on the numbers of input and output features.
         flat = (math.prod(ins), math.prod(outs))
         kernel = kernel_init(rngs.params(), flat, param_dtype)
         kernel, kernel_metadata = _unboxed(kernel, kernel_metadata)
@@ -271,7 +271,7 @@ class Linear(nnx.Module):
         return with_output_sharding(y, out_sharding)
 
     def _operands(self, inputs):
-        """Returns inputs, kernel and bias, cast to one dtype, and the main_grad."""
+        """Returns inputs, kernel and bias cast to one dtype, and the main_grad."""
         op = self.sharding_layout.op
         checks.check_array(op, "x", inputs)
         bias = None if self.bias is None else self.bias[...]
@@ -281,7 +281,7 @@ class Linear(nnx.Module):
         return *arguments.promoted(op, promote, given), main_grad
 
     def _call_layout(self):
-        """Returns the layout with the FSDP axes in the kernel's metadata."""
+        """Returns the sharding layout with the FSDP axes in the kernel's metadata."""
         ins, outs = as_sizes(self.in_features), as_sizes(self.out_features)
         kernel, layout = self.kernel, self.sharding_layout
         # If layers are stacked, for example by nnx.vmap, the metadata's spec may have

@@ -26,7 +26,7 @@ from jax_ub._src.flax.options import (
 def make_norm(
     module: TensorParallel, name: str, normalization: str, epsilon: float
 ) -> nn.LayerNorm | nn.RMSNorm:
-    """Creates `nn.LayerNorm` or `nn.RMSNorm`, in the dtypes of the layers after it.
+    """Creates a layer's `nn.LayerNorm` or `nn.RMSNorm`, with the layer's dtypes.
 
     Each rank normalizes its tokens before they are gathered.
     """

@@ -23,7 +23,7 @@ from jax_ub._src.sharding.sharded_linear import sharded_linear
 
 
 class TensorParallel(nn.Module, kw_only=True):
-    """Base class of modules that are, or contain, tensor-parallel linear layers.
+    """Base class of linen modules that are, or contain, tensor-parallel linear layers.
 
     Its attributes are keyword-only. They are the options of `jax_ub.flax.Linear`,
     except for these:
@@ -129,7 +129,7 @@ class Linear(TensorParallel):
 
     @property
     def sharding_layout(self) -> ShardingLayout:
-        """The mesh axes over which inputs, kernel and result are sharded, and how."""
+        """Returns how inputs, kernel and result are sharded over the mesh axes."""
         return ShardingLayout(
             self.parallel,
             self.axis_name,
@@ -162,8 +162,8 @@ class Linear(TensorParallel):
         layout = self.sharding_layout
         if self.is_initializing():
             if layout.is_local():
-                # Zeros, because the shards of inputs and kernel that a rank has during
-                # initialization may have different contracting sizes.
+                # The result is zeros, because the shards of inputs and kernel that a
+                # rank has during initialization may have different contracting sizes.
                 dtype = jnp.result_type(x, *[] if residual is None else [residual])
                 shape = (*x.shape[: x.ndim - num_in], *kernel.shape[num_in:])
                 return jnp.zeros(shape, dtype)
@@ -180,9 +180,9 @@ class Linear(TensorParallel):
 
     @nn.nowrap
     def operands(self, inputs: jax.Array) -> tuple[tuple[Any, ...], int]:
-        """Returns (x, kernel, bias, main_grad) in one dtype, and the number of inputs.
+        """Returns (x, kernel, bias, main_grad) in one dtype, and the contracted rank.
 
-        The second value counts the contracted dimensions.
+        The second value is the number of contracted dimensions.
         """
         op = self.sharding_layout.op
         checks.check_rank(op, "x", inputs, 1)
@@ -262,7 +262,7 @@ def apply_layers(layers: Sequence[Linear], inputs: jax.Array) -> tuple[jax.Array
 
 
 def _of_matrix(op: str, name: str, init: Callable, num_in: int) -> Callable:
-    """Wraps an initializer to initialize kernels of any rank as a matrix.
+    """Wraps an initializer so that it initializes kernels of any rank as a matrix.
 
     Initial values then depend only on the numbers of inputs and outputs.
     """

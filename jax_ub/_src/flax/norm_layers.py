@@ -29,7 +29,7 @@ def make_norm(
     rngs: nnx.Rngs,
     options: LinearOptions,
 ) -> nnx.LayerNorm | nnx.RMSNorm:
-    """Creates `nnx.LayerNorm` or `nnx.RMSNorm`, in the dtypes of the layers after it.
+    """Creates a layer's `nnx.LayerNorm` or `nnx.RMSNorm`, with the layer's dtypes.
 
     Each rank normalizes its tokens before they are gathered.
     """

@@ -26,7 +26,7 @@ from jax_ub._src.sharding.layout import resolve_parallel
 
 
 class LinearOptions(TypedDict, total=False):
-    """The constructor arguments that a larger module passes to its `Linear` layers."""
+    """Constructor arguments that a larger module passes to its `Linear` layers."""
 
     use_bias: bool
     dtype: Any
@@ -122,7 +122,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], bool]] = {
 def resolve_activation(
     op: str, activation: str | Callable[[jax.Array], jax.Array]
 ) -> tuple[Callable[[jax.Array], jax.Array], bool]:
-    """Returns an activation function, and whether it is gated.
+    """Returns the activation function of an MLP, and whether it is gated.
 
     Args:
         op: the module's name in error messages.
@@ -145,7 +145,7 @@ def resolve_activation(
 
 
 def norm_class(op: str, normalization: str, epsilon: float, library: Any) -> Any:
-    """Returns the class of a layer's norm, "LayerNorm" or "RMSNorm".
+    """Returns the Flax class of a layer's norm, `LayerNorm` or `RMSNorm`.
 
     Raises:
         UnknownNameError: if the name is unknown.
@@ -164,7 +164,7 @@ def norm_class(op: str, normalization: str, epsilon: float, library: Any) -> Any
 def qk_norm_class(
     op: str, qk_norm_type: str | None, normalize_qk: bool, library: Any
 ) -> Callable[..., Any] | None:
-    """Returns the class of the norm of queries and keys, or None.
+    """Returns the Flax class of the norm of queries and keys; None for no norm.
 
     Args:
         op: the layer's name in error messages.

@@ -12,7 +12,7 @@ from jax_ub._src.ops.operation import BasicOperation
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Activation(BasicOperation):
-    """Base class of activation functions, computed in f32 and rounded once.
+    """Base class of activation functions, which compute in f32 and round once.
 
     No parameters. Residual: "x", the input. The backward recomputes the derivative
     from it.
@@ -23,7 +23,7 @@ class Activation(BasicOperation):
         raise NotImplementedError
 
     def gradient(self, x: jax.Array, dy: jax.Array) -> jax.Array:
-        """Returns the gradient of x in f32."""
+        """Returns the gradient of the activation's input x in f32, given dy and x."""
         _, transposed = jax.vjp(self.function, x.astype(jnp.float32))
         return transposed(dy.astype(jnp.float32))[0]
 
@@ -133,7 +133,7 @@ class GatedActivation(Activation):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SwiGLU(GatedActivation):
-    """The SwiGLU activation: `silu(gate) * up` of two halves of the features.
+    """The SwiGLU activation: `silu(gate) * up`, where x [..., 2H] is [gate | up].
 
     Transformer Engine: `te.ops.SwiGLU`.
     """
@@ -144,7 +144,7 @@ class SwiGLU(GatedActivation):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GEGLU(GatedActivation):
-    """The GEGLU activation: `gelu(gate) * up` of two halves of the features.
+    """The GEGLU activation: `gelu(gate) * up`, where x [..., 2H] is [gate | up].
 
     Uses the tanh approximation of GELU.
 

@@ -22,7 +22,7 @@ from jax_ub._src.rules.vjp import row_sum
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Identity(BasicOperation):
-    """Returns its input unchanged.
+    """An operation that returns its input unchanged.
 
     Transformer Engine: `te.ops.Identity`. No parameters, no residuals.
     """
@@ -36,7 +36,7 @@ class Identity(BasicOperation):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Bias(BasicOperation):
-    """Adds a learned vector to the features of every token.
+    """An operation that adds a learned vector to the features of every token.
 
     Transformer Engine: `te.ops.Bias`. Parameter: "bias". No residuals.
 
@@ -86,7 +86,7 @@ class Bias(BasicOperation):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ConstantScale(BasicOperation):
-    """Multiplies an activation by a constant, for example `1 / sqrt(2)`.
+    """An operation that multiplies an activation by a constant, such as `1 / sqrt(2)`.
 
     Transformer Engine: `te.ops.ConstantScale`. No parameters, no residuals.
 
@@ -121,7 +121,7 @@ class ConstantScale(BasicOperation):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AddExtraInput(BasicOperation):
-    """Adds a second array of the same shape to x, for example a residual.
+    """An operation that adds an extra input, such as a residual, to the activation x.
 
     The sum is computed in f32 and rounded to the dtype of x.
 
@@ -159,7 +159,7 @@ class AddExtraInput(BasicOperation):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MakeExtraOutput(BasicOperation):
-    """Passes x on and also returns it as an extra output, for example as a residual.
+    """An operation that returns x, and x again as an extra output for a residual.
 
     Transformer Engine: `te.ops.MakeExtraOutput`. No parameters, no residuals.
 
@@ -182,8 +182,8 @@ class MakeExtraOutput(BasicOperation):
         (d_extra,) = d_extra_outputs
         if dy is None or d_extra is None:
             return d_extra if dy is None else dy, {}, ()
-        # In a fused window, dy may be a partial gradient of a replicated x, so it is
-        # summed over the ranks.
+        # If a fused operation runs this backward, dy may be a partial gradient of a
+        # replicated x, so it is summed over the ranks.
         return d_extra + to_cotangent_aval(d_extra, dy), {}, ()
 
 
@@ -203,10 +203,9 @@ def is_partial_sum(d_extra: jax.Array, dy: jax.Array) -> bool:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Reshape(BasicOperation):
-    """Reshapes x. If x is sharded, `shape` is the shape of this rank's shard.
+    """An operation that reshapes an activation x, or this rank's shard of it.
 
-    Transformer Engine: `te.ops.Reshape`. No parameters. Residual: "shape", an empty
-    array `[0, *x.shape]`.
+    Inside `jax.shard_map`, `shape` is the shape of this rank's shard.
 
     Attributes:
         shape: the new shape; one size may be -1, which is inferred as in `jnp.reshape`.
@@ -246,7 +245,9 @@ class Reshape(BasicOperation):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Dropout(BasicOperation):
-    """Zeroes each element with probability `rate`; divides the others by `1 - rate`.
+    """An operation that zeroes each element with probability `rate` in training.
+
+    It divides the other elements by `1 - rate`.
 
     The PRNG key is an argument of the call, `seq(params, x, key=key)`. The fuser folds
     the index of each Dropout into the key. A call with `deterministic=True` needs no
@@ -300,7 +301,7 @@ class Dropout(BasicOperation):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Quantize(BasicOperation):
-    """Rounds an activation, or its gradient, to FP8 and back (fake quantization).
+    """An operation that rounds an activation or its gradient to FP8 and back.
 
     The result keeps its dtype; its values are representable in FP8 with one scale for
     the tensor. A model then has the rounding errors of FP8, but not its savings: memory
@@ -350,6 +351,7 @@ class Quantize(BasicOperation):
             largest = lax.pmax(largest, checks.axis_tuple(self.axis_name))
         limit = float(jnp.finfo(dtype).max)
         scale = jnp.where(largest > 0, largest / limit, 1.0)
-        # The quotient of the largest value may round up to more than the limit.
+        # The quotient of the largest absolute value may round up to more than the
+        # limit.
         quantized = jnp.clip(value / scale, -limit, limit).astype(dtype)
         return (quantized.astype(jnp.float32) * scale).astype(x.dtype)

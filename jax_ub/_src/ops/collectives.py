@@ -13,7 +13,7 @@ from jax_ub._src.rules.call_config import CallConfig, make_call_config
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Collective(BasicOperation):
-    """Base class of operations that only communicate, over the axis `axis_name`.
+    """Base class of operations that only run a collective over `axis_name`.
 
     They have no parameters and no residuals.
     """
@@ -32,12 +32,12 @@ class Collective(BasicOperation):
 
 
 def as_varying(call_config: CallConfig, x: jax.Array) -> jax.Array:
-    """Casts x to vary over the collective's mesh axis in `shard_map`."""
+    """Casts x to vary over the collective's mesh axis inside `jax.shard_map`."""
     return vma.pcast_varying(x, call_config.axes(x))
 
 
 def is_partial_cotangent(call_config: CallConfig, dy: jax.Array) -> bool:
-    """Returns whether dy must be summed over the ranks to be the whole gradient.
+    """Returns whether dy must be summed over the ranks to give the whole gradient.
 
     `dy` is the cotangent of a result that was summed over the ranks.
 
@@ -51,7 +51,7 @@ def is_partial_cotangent(call_config: CallConfig, dy: jax.Array) -> bool:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AllGather(Collective):
-    """All-gathers the token shards of the ranks: `[..., M/P, K]` to `[..., M, K]`.
+    """An operation that all-gathers tokens: `[..., M/P, K]` to `[..., M, K]`.
 
     The backward is a reduce-scatter.
 
@@ -75,7 +75,7 @@ class AllGather(Collective):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ReduceScatter(Collective):
-    """Sums x over the ranks and keeps a shard: `[..., M, K]` to `[..., M/P, K]`.
+    """An operation that sums over ranks and scatters: [..., M, K] to [..., M/P, K].
 
     The sum is computed in f32 and rounded once. The backward is an all-gather.
 

@@ -60,7 +60,7 @@ class BackwardLinearAdd(FusedOperation):
         backward_add: MakeExtraOutput | None = None,
         linear: BasicLinear | None = None,
     ):
-        """Takes the `MakeExtraOutput` and the linear as keywords, or in a tuple.
+        """Takes a `MakeExtraOutput` and a linear as keywords, or both in one tuple.
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
@@ -127,7 +127,7 @@ class BackwardLinearAdd(FusedOperation):
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces each linear that an in-place `MakeExtraOutput` precedes."""
+        """Fuses each in-place `MakeExtraOutput` with the linear that follows it."""
 
         def fused(rest):
             if len(rest) < 2 or not _match_add(*rest[:2])[0]:
@@ -141,7 +141,7 @@ class BackwardLinearAdd(FusedOperation):
 
 
 def _match_add(extra: Op, linear: Op) -> tuple[bool, str]:
-    """Returns whether two operations are fused, and else why a linear is not."""
+    """Returns whether `extra` and `linear` can be fused, and else the reason."""
     if isinstance(linear, UserbuffersBackwardLinear):
         mode: str | None = linear.mode
     elif isinstance(linear, BasicLinear):
@@ -159,7 +159,7 @@ def _match_add(extra: Op, linear: Op) -> tuple[bool, str]:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardLinearScale(FusedOperation):
-    """Applies the factor of a `ConstantScale` within the linear's backward GEMMs.
+    """Computes the gradients of a linear and the `ConstantScale` after it in its GEMMs.
 
     Replaces the backward of `BasicLinear` and the `ConstantScale` after it. This saves
     a pass that scales dy, and its buffer. Column-parallel linears are not fused, as in
@@ -175,7 +175,7 @@ class BackwardLinearScale(FusedOperation):
         linear: BasicLinear | None = None,
         scale: ConstantScale | None = None,
     ):
-        """Takes the linear and the scale as keywords, or both in a tuple.
+        """Takes a linear and a `ConstantScale` as keywords, or both in one tuple.
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
@@ -196,7 +196,7 @@ class BackwardLinearScale(FusedOperation):
         super().__init__(parts)
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Computes the gradients of x and kernel; each GEMM applies the scale."""
+        """Computes the gradients of x and kernel; each GEMM multiplies by `scale`."""
         linear, scale = self.basic_ops
         if dy is None or not needs[0]:
             return super().backward(residuals, dy, d_extra_outputs, needs)
@@ -207,7 +207,7 @@ class BackwardLinearScale(FusedOperation):
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces each linear and `ConstantScale` by the fused operation."""
+        """Fuses each linear with the `ConstantScale` that follows it."""
 
         def fused(rest):
             window = match_prefix(rest, BasicLinear, ConstantScale)
@@ -220,7 +220,7 @@ class BackwardLinearScale(FusedOperation):
 
 @dataclasses.dataclass(frozen=True)
 class BackwardActivationBias(FusedOperation):
-    """Computes the gradients of `Bias` and the activation after it together.
+    """Computes the gradients of a `Bias` and of the activation after it in one pass.
 
     The bias gradient is summed from the f32 gradient, before it is rounded.
 
@@ -234,7 +234,7 @@ class BackwardActivationBias(FusedOperation):
         bias: Bias | None = None,
         activation: Activation | None = None,
     ):
-        """Takes the bias and the activation as keywords, or both in a tuple.
+        """Takes a `Bias` and an activation as keywords, or both in one tuple.
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
@@ -263,7 +263,7 @@ class BackwardActivationBias(FusedOperation):
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces each `Bias` that an activation follows by the fused operation."""
+        """Fuses each `Bias` with the activation that follows it."""
 
         def fused(rest):
             window = match_prefix(rest, Bias, Activation)
@@ -289,7 +289,7 @@ class BackwardAddRMSNorm(FusedOperation):
         add: MakeExtraOutput | None = None,
         rmsnorm: RMSNorm | None = None,
     ):
-        """Takes the `MakeExtraOutput` and the norm as keywords, or in a tuple.
+        """Takes a `MakeExtraOutput` and an `RMSNorm` as keywords, or in one tuple.
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
@@ -311,7 +311,7 @@ class BackwardAddRMSNorm(FusedOperation):
         super().__init__(parts)
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Adds the gradients of the norm and of the extra output in f32."""
+        """Computes the norm's dx plus the extra output's gradient in f32."""
         _, norm = self.basic_ops
         (d_extra,) = d_extra_outputs[0]
         is_unfused = dy is None or d_extra is None or not needs[1].x
@@ -323,7 +323,7 @@ class BackwardAddRMSNorm(FusedOperation):
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces each `MakeExtraOutput` and `RMSNorm` by the fused operation."""
+        """Fuses each `MakeExtraOutput` with the `RMSNorm` that follows it."""
 
         def fused(rest):
             window = match_prefix(rest, MakeExtraOutput, RMSNorm)

@@ -30,7 +30,7 @@ _IS_REDUCED = "its result is reduced before anything is added"
 
 
 def _adds_in_gemm(op: Op) -> bool:
-    """Returns whether `op` is a linear whose GEMM can add a bias or a residual.
+    """Returns whether `op` is a linear whose GEMM can also add a bias or residual.
 
     The result of a row-parallel linear is reduced over the ranks before the sum.
     """
@@ -40,7 +40,7 @@ def _adds_in_gemm(op: Op) -> bool:
 def _residual(
     add: AddExtraInput, extras: Extras, linear: BasicLinear, x, kernel
 ) -> jax.Array:
-    """Checks and returns the array that is added to the result of `linear`."""
+    """Returns the extra input that `linear` adds in its GEMM, checking its shape."""
     (extra,) = extras
     assert extra is not None
     leading = x.shape[:-1]
@@ -53,7 +53,7 @@ def _residual(
 
 @dataclasses.dataclass(frozen=True)
 class ForwardLinearBiasAdd(FusedOperation):
-    """Adds bias and residual within the GEMM of a linear.
+    """Computes `x @ kernel + bias + residual` in one GEMM that overwrites the residual.
 
     Replaces the forward of `BasicLinear`, an optional `Bias` and
     `AddExtraInput(in_place=True)`, whose extra input is the residual.
@@ -82,7 +82,7 @@ class ForwardLinearBiasAdd(FusedOperation):
         bias: Bias | None = None,
         add: AddExtraInput | None = None,
     ):
-        """Takes linear, bias and residual addition as keywords, or in a tuple.
+        """Takes a linear, a `Bias` and an `AddExtraInput`, as keywords or in a tuple.
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
@@ -148,7 +148,7 @@ class ForwardLinearBiasAdd(FusedOperation):
 
     @classmethod
     def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces each linear that an in-place `AddExtraInput` follows."""
+        """Fuses each linear with the `Bias` and in-place `AddExtraInput` after it."""
 
         def fused(rest):
             linear = rest[0]
@@ -156,7 +156,8 @@ class ForwardLinearBiasAdd(FusedOperation):
             adds = linear.mode == ROW if is_overlapped else _adds_in_gemm(linear)
             if not adds:
                 return None
-            # A bias before the reduce-scatter is already part of the overlapped linear.
+            # A bias before the reduce-scatter is already part of the overlapped linear,
+            # so only a bias after it is taken here.
             window = [linear, *(op for op in rest[1:2] if isinstance(op, Bias))]
             add = next(iter(rest[len(window) :]), None)
             if not isinstance(add, AddExtraInput) or not add.in_place:
@@ -177,7 +178,7 @@ def _bias_options(bias, params):
 
 @dataclasses.dataclass(frozen=True)
 class ForwardLinearBiasActivation(FusedOperation):
-    """Adds the bias within the GEMM of a linear, then applies an optional activation.
+    """Computes `activation(x @ kernel + bias)`, where the GEMM adds the bias.
 
     Replaces the forward of `BasicLinear`, `Bias` and an activation function. This saves
     a separate pass for the bias, and the rounding before it. The activation function
@@ -195,7 +196,7 @@ class ForwardLinearBiasActivation(FusedOperation):
         bias: Bias | None = None,
         activation: Activation | None = None,
     ):
-        """Takes linear, bias and activation as keywords, or in a tuple.
+        """Takes a linear, a `Bias` and an activation, as keywords or in a tuple.
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
@@ -232,7 +233,7 @@ class ForwardLinearBiasActivation(FusedOperation):
 
     @classmethod
     def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces each linear that is not row parallel and the bias after it."""
+        """Fuses each linear with the `Bias` and the activation after it."""
 
         def fused(rest):
             if not _adds_in_gemm(rest[0]) or not match_prefix(rest[1:], Bias):
@@ -245,7 +246,7 @@ class ForwardLinearBiasActivation(FusedOperation):
 
 @dataclasses.dataclass(frozen=True)
 class ForwardLinearScaleAdd(FusedOperation):
-    """Scales the product and adds a residual within the GEMM of a linear.
+    """Computes `scale * x @ kernel + residual` in one GEMM, in the residual's buffer.
 
     Replaces the forward of `BasicLinear`, `ConstantScale` and
     `AddExtraInput(in_place=True)`, whose extra input is the residual.
@@ -265,7 +266,7 @@ class ForwardLinearScaleAdd(FusedOperation):
         scale: ConstantScale | None = None,
         add: AddExtraInput | None = None,
     ):
-        """Takes linear, scale and residual addition as keywords, or in a tuple.
+        """Takes a linear, a `ConstantScale` and an `AddExtraInput`, or a tuple.
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
@@ -299,7 +300,7 @@ class ForwardLinearScaleAdd(FusedOperation):
 
     @classmethod
     def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces each linear, scale and in-place addition by the fused operation."""
+        """Fuses each linear with the scale and in-place addition after it."""
 
         def fused(rest):
             window = match_prefix(rest, BasicLinear, ConstantScale, AddExtraInput)

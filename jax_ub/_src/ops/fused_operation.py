@@ -53,12 +53,12 @@ class FusedOperation(Operation):
         return split_each(type(self).__name__, self.basic_ops, params)
 
     def overrides(self, name: str) -> bool:
-        """Returns whether the class overrides the method "forward" or "backward"."""
+        """Returns whether the subclass fuses the pass "forward" or "backward"."""
         return getattr(type(self), name) is not getattr(FusedOperation, name)
 
     @property
     def overlaps(self) -> bool:
-        """Whether the operation runs a collective and a GEMM at the same time.
+        """Returns whether the operation overlaps a collective with a GEMM.
 
         `explain()` reports it.
         """
@@ -66,7 +66,7 @@ class FusedOperation(Operation):
 
     @classmethod
     def unfused_reasons(cls, ops: Sequence["Op"]) -> dict[int, str]:
-        """Returns why the class does not fuse operations that almost match its pattern.
+        """Returns why operations that resemble this class's pattern are not fused.
 
         `explain()` reports the reasons. Their keys are indices into `ops`, the argument
         of `fuse_forward_ops` or `fuse_backward_ops`: the index of the linear, if there
@@ -86,7 +86,7 @@ class FusedOperation(Operation):
     def saved(
         self, needs: tuple[RequestedGradients, ...]
     ) -> tuple[frozenset[str], ...]:
-        """Returns, for each basic operation, the residuals that `backward` reads."""
+        """Returns the names of the residuals that `backward` reads, by operation."""
         return tuple(
             op.saved(need) if need else frozenset()
             for op, need in zip(self.basic_ops, needs, strict=True)
@@ -99,7 +99,7 @@ class FusedOperation(Operation):
         extra_inputs: tuple[Extras, ...],
         saves: tuple[frozenset[str], ...],
     ) -> tuple[jax.Array, tuple[Extras, ...], tuple[Residuals, ...]]:
-        """Computes the output of the window; here, one operation after another.
+        """Computes the replaced operations; the base class runs them one by one.
 
         Parameters, extra inputs, extra outputs and residuals are tuples with one entry
         for each basic operation.
@@ -118,7 +118,7 @@ class FusedOperation(Operation):
         d_extra_outputs: tuple[Extras, ...],
         needs: tuple[RequestedGradients, ...],
     ) -> tuple[jax.Array | None, tuple[Params, ...], tuple[Extras, ...]]:
-        """Computes the gradients of the window; here, one operation after another.
+        """Computes the replaced operations' gradients, one by one in the base class.
 
         Residuals, parameter gradients and extra tensors are tuples with one entry for
         each basic operation. Unlike in `BasicOperation.backward`, every gradient may be
@@ -172,7 +172,7 @@ def fuse_windows(
 
 
 def match_prefix(ops: Sequence[Op], *kinds: type) -> tuple[Any, ...] | None:
-    """Returns the first operations of a list if their types are `kinds`, else None."""
+    """Returns the first operations in `ops` if their types are `kinds`, else None."""
     window = tuple(ops[: len(kinds)])
     if len(window) < len(kinds) or not all(map(isinstance, window, kinds)):
         return None
@@ -180,12 +180,12 @@ def match_prefix(ops: Sequence[Op], *kinds: type) -> tuple[Any, ...] | None:
 
 
 def expand(ops: Sequence[Op]) -> tuple[BasicOperation, ...]:
-    """Replaces the fused operations of a list by the basic operations they contain."""
+    """Returns the basic operations in a list, also those inside fused operations."""
     return tuple(basic for op in ops for basic in op.basic_ops)
 
 
 def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
-    """Returns each operation of a list with the slice of basic operations it covers.
+    """Returns (slice, operation) pairs: the basic operations that each one covers.
 
     The slices index the list of all basic operations.
     """
@@ -198,7 +198,7 @@ def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
 
 
 class Part(NamedTuple):
-    """One of the basic operations that a fused operation's constructor takes.
+    """A basic operation that a fused operation's constructor takes as a keyword.
 
     `name` is the constructor's keyword, `kind` the required type and `given` the
     argument that the caller passed.
@@ -213,10 +213,10 @@ class Part(NamedTuple):
 def collect(
     op: str, basic_ops: Sequence[BasicOperation] | None, *parts: Part
 ) -> tuple[Any, ...]:
-    """Checks a constructor's basic operations and returns them in forward order.
+    """Checks the basic operations passed to a fused operation's constructor.
 
-    The caller passes them by keyword or in one tuple. The result has None for optional
-    operations that are absent.
+    Returns the operations in forward order, with None for optional ones that are
+    absent. The caller passes them by keyword or in one tuple.
 
     Args:
         op: the name of the fused operation in error messages.
@@ -272,7 +272,7 @@ def present(*ops: BasicOperation | None) -> tuple[BasicOperation, ...]:
 
 
 def check_userbuffers(op: str, given: Any, kind: type) -> None:
-    """Checks that `userbuffers`, an overlapped linear, has the type `kind`, or None."""
+    """Raises an error unless `userbuffers` is None or of the class `kind`."""
     if given is not None and not isinstance(given, kind):
         raise ShapeContractError(
             f"{op}: userbuffers = {shown(given)} is of type {type(given).__name__}. "
@@ -281,7 +281,7 @@ def check_userbuffers(op: str, given: Any, kind: type) -> None:
 
 
 def check_in_place(op: str, name: str, part: Any, wanted: bool) -> None:
-    """Checks the field `in_place` of a `MakeExtraOutput` or an `AddExtraInput`."""
+    """Raises an error unless an extra-tensor operation has `in_place=wanted`."""
     if part.in_place != wanted:
         kind = type(part).__name__
         raise ShapeContractError(
@@ -291,7 +291,7 @@ def check_in_place(op: str, name: str, part: Any, wanted: bool) -> None:
 
 
 def check_mode(op: str, linear: Any, refused: str, reason: str) -> None:
-    """Checks that a linear does not have the tensor-parallel mode `refused`."""
+    """Raises an error if a linear has the `tensor_parallel_mode` given as `refused`."""
     if linear.tensor_parallel_mode == refused:
         raise ShapeContractError(
             f'{op}: linear has tensor_parallel_mode = "{refused}": {reason}. Leave '

@@ -35,8 +35,8 @@ from jax_ub._src.ops.userbuffers_backward import UserbuffersBackwardLinear
 from jax_ub._src.runtime import registry
 
 PASSES = ("joint", "forward", "backward")
-# The order is Transformer Engine's. An operation that one fusion has taken is no longer
-# available to later fusions.
+# The fusions run in Transformer Engine's order. An operation that one fusion has fused
+# is no longer available to later fusions.
 FORWARD = (
     UserbuffersForwardLinear,
     ForwardLinearBiasAdd,
@@ -75,7 +75,7 @@ def register_joint_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
 
 
 def register_forward_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
-    """Registers a function that fuses operations in the forward only.
+    """Registers a function that fuses operations in the forward pass only.
 
     `fusion` and `prepend` are as in `register_joint_fusion`.
     """
@@ -83,7 +83,7 @@ def register_forward_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
 
 
 def register_backward_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
-    """Registers a function that fuses operations in the backward only.
+    """Registers a function that fuses operations in the backward pass only.
 
     `fusion` and `prepend` are as in `register_joint_fusion`.
     """
@@ -91,14 +91,14 @@ def register_backward_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
 
 
 def unregister_fusion(fusion: Fusion) -> None:
-    """Removes a registered fusion, for the forward, the backward or both."""
+    """Removes a registered fusion function from all passes."""
     for registered in _FUSIONS.values():
         while fusion in registered:
             registered.remove(fusion)
 
 
 def fusions(name: str) -> tuple[Fusion, ...]:
-    """Returns the fusions of a pass ("joint", "forward" or "backward"), in order."""
+    """Returns the registered fusion functions of "joint", "forward" or "backward"."""
     return tuple(_FUSIONS[name])
 
 
@@ -117,7 +117,8 @@ def without_fusions() -> Iterator[None]:
         yield
     finally:
         for name, registered in _FUSIONS.items():
-            # Keep fusions that were registered inside the context, after the others.
+            # Fusions that were registered inside the context are kept, after the
+            # others.
             registered[:] = dict.fromkeys([*before[name], *registered])
 
 
@@ -133,7 +134,7 @@ def _register(name, fusion, prepend):
 
 @dataclasses.dataclass(frozen=True)
 class ExtraTensorEdges:
-    """Records which extra input of an operation reads which extra output of another.
+    """The connections between extra outputs and extra inputs of a list of operations.
 
     Extra inputs and outputs are the arrays that operations take and return besides the
     activation, such as a residual connection. An *edge* is the number of one of these
@@ -153,7 +154,7 @@ class ExtraTensorEdges:
 
 
 def connect_channels(ops: Sequence[BasicOperation]) -> ExtraTensorEdges:
-    """Connects each extra input to the extra output with the same channel name.
+    """Connects each extra input to the extra output that has the same channel name.
 
     Extra inputs without a channel come from the caller.
 
@@ -215,7 +216,7 @@ def _edge_of(name, ops, reader, producers) -> int:
 
 
 def operation_label(ops: Sequence[BasicOperation], index: int) -> str:
-    """Returns an operation's index and name, for error messages."""
+    """Returns "operation 3 (Bias)" for `ops[3]`, for use in error messages."""
     return f"operation {index} ({ops[index].label})"
 
 
@@ -237,7 +238,7 @@ class OperationFuser:
     """
 
     def __init__(self, ops: Iterable[Operation]):
-        """Splits the operations into basic operations and connects extra tensors.
+        """Splits `ops` into basic operations, and connects their channels.
 
         Raises:
             ShapeContractError: if an entry is not an operation, two operations write
@@ -256,19 +257,20 @@ class OperationFuser:
 
     @property
     def forward_ops(self) -> list[Op]:
-        """The basic and fused operations that run in the forward, in order."""
+        """Returns the basic and fused operations of the forward pass, in order."""
         return self.fused("forward")
 
     @property
     def backward_ops(self) -> list[Op]:
-        """The basic and fused operations that run in the backward.
+        """Returns the basic and fused operations of the backward pass.
 
-        They are listed in forward order, and run from the last to the first.
+        They are in forward order; the backward pass runs them from the last to the
+        first.
         """
         return self.fused("backward")
 
     def fused(self, direction: str) -> list[Op]:
-        """Returns the operations of one direction after all fusions for it have run.
+        """Returns the operations that run in the "forward" or "backward" pass.
 
         First the joint fusions run, then the fusions of the direction.
 
@@ -286,7 +288,7 @@ class OperationFuser:
     def fusion_steps(
         self, direction: str
     ) -> Iterator[tuple[Fusion, list[Op], list[Op]]]:
-        """Applies the fusions in order; yields each with its input and its output."""
+        """Runs each fusion function in order; yields it, its input and output lists."""
         ops = self._unfused(direction)
         for fusion in (*fusions("joint"), *fusions(direction)):
             before, ops = ops, list(fusion(list(ops)))
@@ -295,7 +297,7 @@ class OperationFuser:
             yield fusion, before, ops
 
     def _unfused(self, direction) -> list[Op]:
-        """Returns the operations that the first fusion receives.
+        """Returns the list of operations that the first fusion function receives.
 
         A fused operation that the caller constructed stays if it overrides `direction`.
         Otherwise it is replaced by its basic operations.
@@ -329,7 +331,7 @@ class OperationFuser:
 
     @property
     def groups(self) -> tuple[OperationGroup, ...]:
-        """The shortest runs of operations that can be differentiated separately."""
+        """Returns the smallest groups of operations with a separate derivative."""
         forward, backward = (
             {
                 window.start: op
@@ -405,7 +407,7 @@ class OperationFuser:
         return (x, *public) if public else x
 
     def _split(self, params) -> list[dict[str, jax.Array]]:
-        """Splits `params` into one dict per basic operation and checks the names."""
+        """Splits `params` into one dict of arrays per basic operation."""
         if not isinstance(params, tuple | list) or len(params) != len(self.ops):
             is_list = isinstance(params, tuple | list)
             found = f" with {len(params)} entries" if is_list else ""
@@ -427,7 +429,10 @@ class OperationFuser:
         return split
 
     def _keys(self, key, deterministic) -> dict[int, dict[str, jax.Array]]:
-        """Returns {"key": fold_in(key, i)} for each operation i that draws numbers."""
+        """Returns a PRNG key, {"key": key}, for the index of each random operation.
+
+        Operation i gets `fold_in(key, i)`.
+        """
         drawing = [i for i, op in enumerate(self.basic_ops) if op.takes_key]
         if drawing and key is None and not deterministic:
             raise ShapeContractError(

@@ -59,12 +59,12 @@ class OperationGroup:
 
     @property
     def external_inputs(self) -> set[int]:
-        """The edges that the group reads from outside."""
+        """Returns the edges (extra tensors) that the group reads from outside."""
         own_outputs = set(itertools.chain(*self.outputs))
         return set(itertools.chain(*self.inputs)) - own_outputs
 
     def requested_gradients(self, cotangent_avals) -> Needs:
-        """Returns which gradients the backward of each basic operation must compute.
+        """Returns which gradients the backward of each operation must compute.
 
         An operation computes dx if x has a cotangent or an earlier operation needs a
         gradient.
@@ -85,7 +85,7 @@ class OperationGroup:
         return tuple(needs)
 
     def saved_names(self, needs: Needs) -> Saves:
-        """Returns, for each operation, which residuals its backward reads, by name."""
+        """Returns the names of the residuals that each operation's backward reads."""
         saves: list[frozenset[str]] = []
         for window, op in windows(self.backward_ops):
             own = needs[window]
@@ -93,7 +93,7 @@ class OperationGroup:
         return tuple(saves)
 
     def kept_residuals(self, residuals, saves: Saves) -> tuple[dict[str, Any], ...]:
-        """Replaces residuals that this backward does not read by empty placeholders.
+        """Replaces residuals that the backward does not read by empty placeholders.
 
         Residuals that the backward would read for other requested gradients are
         placeholders too, so that the tree structure does not depend on the request.
@@ -126,7 +126,7 @@ class OperationGroup:
         )
 
     def inner_cotangent_avals(self, operands, needs: Needs):
-        """Returns the cotangent avals of the arrays between the operations.
+        """Returns the cotangent avals of the activations between the operations.
 
         Arrays inside a fused operation do not exist at run time. Their types come from
         an abstract evaluation of the unfused operations.
@@ -164,7 +164,7 @@ class OperationGroup:
 
     @contextlib.contextmanager
     def naming_errors(self, window: slice, op: FusedOperation) -> Iterator[None]:
-        """Prefixes errors with the index and the label of the operation that failed."""
+        """Returns a context that prefixes errors with the failed operation's name."""
         try:
             yield
         except UbError as error:
@@ -175,7 +175,7 @@ class OperationGroup:
 
 
 def _run_operations(configuration, group: OperationGroup, operands, saves=None):
-    """Runs the forward operations of a group in order.
+    """Runs the forward pass of a group: its operations, one after the other.
 
     Args:
         configuration: `registry.configuration()`. It is part of jit's cache key,
@@ -226,7 +226,7 @@ def _group_fwd(configuration, group, operands, saves):
 
 
 def _group_bwd(configuration, group, _, saved, cotangents):
-    """Runs the backward operations of a group, from the last to the first."""
+    """Runs the backward pass of a group: its operations, from the last to the first."""
     avals, residuals, (x_avals, edge_avals) = jax.tree.map(
         lambda leaf: None if is_placeholder(leaf) else leaf, saved
     )
@@ -295,17 +295,18 @@ def cotangent_aval(value) -> jax.Array:
 
 
 def aval_or_placeholder(is_wanted: bool, value) -> jax.Array:
-    """Returns the cotangent aval of `value` if `is_wanted`, else a placeholder."""
+    """Returns `cotangent_aval(value)` if its gradient is wanted, else a placeholder."""
     return cotangent_aval(value) if is_wanted else placeholder()
 
 
 def to_cotangent_aval(
     aval: jax.Array | None, gradient: jax.Array | None
 ) -> jax.Array | None:
-    """Converts a gradient to the dtype and the varying axes of its operand.
+    """Casts a gradient to its operand's dtype, and sums it over axes as needed.
 
-    A gradient that varies over more mesh axes belongs to an operand that was promoted
-    to those axes. The transpose of the promotion is a sum, which is computed here.
+    A gradient that varies over more mesh axes than the operand belongs to an operand
+    that was cast to vary over those axes. The transpose of the cast is a sum, which is
+    computed here.
 
     Args:
         aval: `cotangent_aval` of the operand; None if its gradient is not needed.

@@ -100,7 +100,7 @@ class BasicLinear(BasicOperation):
     overwritten = frozenset({"main_grad"})
 
     def __post_init__(self):
-        """Checks the constructor arguments that do not depend on the mesh.
+        """Checks all constructor arguments that do not depend on the mesh.
 
         Raises:
             UnknownNameError: if a mode, method or option is unknown, or a flag is not a
@@ -127,7 +127,7 @@ class BasicLinear(BasicOperation):
 
     @property
     def mode(self) -> ParallelMode:
-        """The layer's row in the table of parallel modes."""
+        """Returns the layer's `ParallelMode`: its shardings and its collectives."""
         return mode_of(self.tensor_parallel_mode, self.sequence_parallel)
 
     @property
@@ -136,7 +136,7 @@ class BasicLinear(BasicOperation):
 
     @property
     def chosen_method(self) -> Any:
-        """The method in `userbuffers_options` if it has one, else `method`."""
+        """Returns the method in `userbuffers_options`, else the field `method`."""
         return dict(self.userbuffers_options or ()).get("method", self.method)
 
     def init(self, key):
@@ -172,7 +172,7 @@ class BasicLinear(BasicOperation):
         return name in needs.params
 
     def call_config(self, dtype: DTypeLike) -> CallConfig:
-        """Returns the ranks, the method and the dtype with which the layer runs.
+        """Returns the `CallConfig` of the layer: its ranks, method and dtype.
 
         Raises:
             ShapeContractError: if the axis is not a manual mesh axis.
@@ -187,7 +187,7 @@ class BasicLinear(BasicOperation):
         return config.with_dtypes(dtype, dtype)
 
     def operands(self, config: CallConfig, params: Params, x: jax.Array) -> Residuals:
-        """Checks x and the parameters; casts x and kernel to the layer's dtype.
+        """Checks x and the parameters; returns them as residuals in one dtype.
 
         Returns:
             The residuals, which contain the operands "x", "kernel" and "main_grad".
@@ -237,7 +237,7 @@ class BasicLinear(BasicOperation):
         scale: float = 1.0,
         out_dtype: DTypeLike | None = None,
     ):
-        """Computes `scale * x @ kernel + bias + residual`, without overlap.
+        """Computes `scale * x @ kernel + bias + residual`, GEMM and collective in turn.
 
         A column-parallel layer all-gathers x before the GEMM; a row-parallel layer sums
         the products over the ranks after it. Bias and residual are added once, in f32,
@@ -287,7 +287,7 @@ class BasicLinear(BasicOperation):
         residual: jax.Array | None = None,
         scale: float = 1.0,
     ):
-        """Computes the gradients of x and of the kernel, without overlap.
+        """Computes the gradients of x and kernel, GEMMs and collectives in turn.
 
         Args:
             residuals: see `BasicOperation.backward`.

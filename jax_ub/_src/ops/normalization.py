@@ -67,9 +67,9 @@ class Normalization(BasicOperation):
         return {"scale": PartitionSpec()}
 
     def statistics(self, x: jax.Array) -> dict[str, jax.Array]:
-        """Computes each token's 1 / std and, for LayerNorm, its mean.
+        """Returns each token's 1 / std as "rstd" and, for LayerNorm, "mean".
 
-        They are named "rstd" and "mean" and have shape `[..., 1]`.
+        Both have shape `[..., 1]`.
         """
         raise NotImplementedError
 
@@ -79,7 +79,7 @@ class Normalization(BasicOperation):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the statistics that are computed for each token."""
+        """Returns the names of the statistics that are saved per token."""
         return ("rstd",)
 
     def forward(self, params, x, extra_inputs, saves):
@@ -108,7 +108,7 @@ class Normalization(BasicOperation):
     def gradients(
         self, residuals: Residuals, dy: jax.Array, needs: RequestedGradients
     ) -> tuple[jax.Array | None, Params]:
-        """Computes the gradients of x and of the parameters, in f32."""
+        """Returns the gradients of x and of the parameters, in f32."""
         dy = dy.astype(jnp.float32)
         rows = tuple(range(dy.ndim - 1))
         d_params = {}

@@ -32,7 +32,7 @@ Extras = tuple[jax.Array | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class OutputChannel:
-    """The name under which later operations read an extra output of an operation.
+    """A named extra output of an operation, which later operations read by its name.
 
     Attributes:
         name: the name of the channel.
@@ -45,7 +45,7 @@ class OutputChannel:
 
 @dataclasses.dataclass(frozen=True)
 class RequestedGradients:
-    """Says for which operands of one basic operation gradients are computed.
+    """The operands of a basic operation whose gradients the backward must compute.
 
     `x` stands for the activation, `params` holds the names of parameters, and
     `extra_inputs` has one flag for each extra input.
@@ -70,27 +70,27 @@ class Operation:
 
         @property
         def basic_ops(self) -> tuple["BasicOperation", ...]:
-            """The basic operations that this one consists of, in forward order."""
+            """Returns the basic operations that this one consists of, in order."""
             raise NotImplementedError
 
     @property
     def entries(self) -> tuple[Any, ...]:
-        """The basic operations, and fused ones that the caller constructed, in order.
+        """Returns the operations that the fuser receives for this one, in order.
 
-        This is what the fuser receives.
+        These are basic operations, and fused operations that the caller constructed.
         """
         return self.basic_ops
 
     def init(self, key: jax.Array) -> Any:
-        """Creates the parameters as a pytree of global arrays."""
+        """Creates the parameters of the operation, as a pytree of global arrays."""
         raise NotImplementedError
 
     def specs(self) -> Any:
-        """Returns the `PartitionSpec` of every parameter, as a pytree like `init`'s."""
+        """Returns the `PartitionSpec` of each parameter, in the tree of `init`."""
         raise NotImplementedError
 
     def split(self, params: Any) -> tuple[Params, ...]:
-        """Splits `params` into one dict of arrays by name for each basic operation."""
+        """Splits `params` into one dict, name to array, for each basic operation."""
         raise NotImplementedError
 
 
@@ -120,7 +120,7 @@ class BasicOperation(Operation):
     )
 
     def __post_init__(self):
-        """Checks the constructor arguments: types, names, and that they can be hashed.
+        """Checks the types and values of the constructor's arguments.
 
         Subclasses that override this method call it.
 
@@ -157,23 +157,23 @@ class BasicOperation(Operation):
 
     @property
     def label(self) -> str:
-        """The name by which error messages refer to the operation."""
+        """Returns the operation's name in error messages, by default its class."""
         return type(self).__name__
 
     @property
     def comm_name(self) -> str | None:
-        """The name under which `initialize_ub` configures the overlap, or None."""
+        """Returns the operation's overlap name in `initialize_ub`, or None."""
         return None
 
     def __repr__(self) -> str:
         return constructor_call(self)
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """Creates the parameters: global arrays by name, by default an empty dict."""
+        """Creates the parameters as global arrays by name; by default, none."""
         return {}
 
     def specs(self) -> dict[str, PartitionSpec]:
-        """Returns each parameter's `PartitionSpec` by name; by default, no entries."""
+        """Returns each parameter's `PartitionSpec` by name; by default, none."""
         return {}
 
     def split(self, params: Params) -> tuple[Params, ...]:
@@ -181,13 +181,13 @@ class BasicOperation(Operation):
         return (params,)
 
     def claim(self, params: Params) -> None:
-        """Raises an error if another call has used an accumulator in `params`.
+        """Raises an error if another call accumulates into a main_grad in `params`.
 
         The fuser calls it outside the differentiated function.
         """
 
     def saved(self, needs: RequestedGradients) -> frozenset[str]:
-        """Returns the names of the forward's arrays that `backward` will read.
+        """Returns the names of the residuals that the backward will read.
 
         They depend on the requested gradients. Requesting more never removes a name. By
         default, the backward reads none.
@@ -197,7 +197,7 @@ class BasicOperation(Operation):
     def forward(
         self, params: Params, x: jax.Array, extra_inputs: Extras, saves: frozenset[str]
     ) -> tuple[jax.Array, Extras, Residuals]:
-        """Computes the output, the extra outputs and the arrays kept for the backward.
+        """Computes the output y, the extra outputs and the residuals by name.
 
         Args:
             params: the operation's parameters, in `param_dtype`.
@@ -326,7 +326,7 @@ def split_each(label: str, ops: Sequence[Operation], params: Any) -> tuple[Param
 def init_parameter(
     op: Any, name: str, make: Callable, key: Any, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Creates one global parameter with the initializer `make`, the field `name`.
+    """Creates the global parameter `name` with the initializer `make`.
 
     Raises:
         ShapeContractError: if `key` is not a PRNG key, or the initializer does not
@@ -339,7 +339,7 @@ def init_parameter(
 
 
 def constructor_call(op) -> str:
-    """Returns the constructor call of a dataclass instance, without defaults."""
+    """Returns a dataclass's constructor call as text, without default arguments."""
     arguments = [
         f"{field.name}={getattr(op, field.name)!r}"
         for field in dataclasses.fields(op)
@@ -349,7 +349,7 @@ def constructor_call(op) -> str:
 
 
 def check_params(label: str, params: Any) -> None:
-    """Checks that the parameters of one operation are a dict of arrays by name."""
+    """Raises an error unless an operation's parameters are a dict of arrays by name."""
     if not isinstance(params, Mapping):
         raise ShapeContractError(
             f"{label}: params is of type {type(params).__name__}, but the parameters "
@@ -372,5 +372,5 @@ def num_ranks(axis_name: str | None) -> int | None:
 
 
 def compute_dtype(dtype: Any, x: jax.Array) -> np.dtype:
-    """Returns the dtype to compute in: `dtype`, or the dtype of `x` if it is None."""
+    """Returns the dtype in which to compute: `dtype`, or x's dtype if it is None."""
     return np.dtype(x.dtype if dtype is None else dtype)

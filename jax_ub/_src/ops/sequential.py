@@ -47,7 +47,7 @@ class Sequential(Operation):
         key: jax.Array | None = None,
         deterministic: bool = False,
     ) -> Any:
-        """Applies the operations to x one after another and returns the last result.
+        """Applies all operations to x in order; returns y, or y and extra outputs.
 
         Extra inputs that have no channel are taken from `extra_inputs`, in the order of
         the operations. If operations return extra outputs to the caller, the result is
@@ -66,7 +66,7 @@ class Sequential(Operation):
         hardware: Any = None,
         trace: Any = None,
     ) -> "Table":
-        """Reports for each linear whether its communication overlaps, and if not, why.
+        """Reports for each linear whether its collective overlaps, and if not, why.
 
         Args:
             tokens: number of tokens of all ranks together, for which times and bytes
@@ -99,7 +99,7 @@ class Sequential(Operation):
         return tuple(entry for op in self._ops for entry in op.entries)
 
     def init(self, key: jax.Array) -> tuple[Any, ...]:
-        """Creates the parameters of all operations, as a tuple with one entry for each.
+        """Creates the parameters of all operations: a tuple with one dict for each.
 
         Args:
             key: PRNG key. Operation i gets `jax.random.fold_in(key, i)`.
@@ -189,7 +189,7 @@ def _checked(op):
 
 
 def split_main_grads(params: Any) -> tuple[Any, Any]:
-    """Separates the gradient accumulators ("main_grad") from the weights.
+    """Splits parameters into weights and gradient accumulators ("main_grad").
 
     The cotangent of a "main_grad" is its new value. A loop over microbatches passes it
     from one microbatch to the next, while the weights stay constant:
@@ -213,7 +213,7 @@ def split_main_grads(params: Any) -> tuple[Any, Any]:
 
 
 def merge_main_grads(weights: Any, main_grads: Any) -> Any:
-    """Merges weights and accumulators that `split_main_grads` separated."""
+    """Merges the weights and main_grads that `split_main_grads` separated."""
     return jax.tree.map(
         lambda weight, main_grad: main_grad if weight is None else weight,
         weights,

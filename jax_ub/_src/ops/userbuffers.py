@@ -40,7 +40,7 @@ from jax_ub._src.rules.row import row_forward
 
 
 def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
-    """Finds the operations that run as one overlapped linear, at the front of `ops`.
+    """Returns the first operations in `ops` that form one overlapped linear, if any.
 
     Returns:
         The matching operations, and the reason why a linear does not match. The
@@ -67,7 +67,7 @@ def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
 
 @dataclasses.dataclass(frozen=True)
 class UserbuffersLinear(FusedOperation):
-    """Base class of linears whose GEMM and collective overlap.
+    """Base class of fused linears whose GEMM overlaps with their collective.
 
     It replaces a `BasicLinear` and, in some patterns, the `Bias` and the
     `ReduceScatter` after it.
@@ -81,7 +81,7 @@ class UserbuffersLinear(FusedOperation):
         bias: Bias | None = None,
         reduce_scatter: ReduceScatter | None = None,
     ):
-        """Takes linear, bias and reduce-scatter as keywords, or in a tuple.
+        """Takes a linear, a `Bias` and a `ReduceScatter`, as keywords or a tuple.
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
@@ -120,7 +120,7 @@ class UserbuffersLinear(FusedOperation):
 
     @property
     def mode(self) -> str:
-        """The mode "column" or "row"; "row" for a linear and a `ReduceScatter`."""
+        """Returns "column" or "row"; "row" also for a linear plus `ReduceScatter`."""
         return self.linear.tensor_parallel_mode or ROW
 
     @property
@@ -147,7 +147,7 @@ class UserbuffersLinear(FusedOperation):
 
     @classmethod
     def fuse(cls, ops: Sequence[Op]) -> list[Op]:
-        """Replaces the operations of the three patterns by instances of this class."""
+        """Fuses each run of operations in `ops` that forms one overlapped linear."""
 
         def fused(rest):
             window, _ = match(rest)
@@ -157,7 +157,7 @@ class UserbuffersLinear(FusedOperation):
 
 
 def _mismatch(linear, bias, reduce_scatter) -> str:
-    """Returns why operations match none of the three patterns, or ""."""
+    """Returns why a linear, bias and reduce-scatter cannot be overlapped, or ""."""
     mode = linear.tensor_parallel_mode
     if linear.comm_name is None:
         return (
@@ -194,7 +194,7 @@ def overlapped_call_config(
     *,
     is_backward: bool = False,
 ) -> CallConfig:
-    """Returns the ranks, method and dtype of an overlapped linear, after checks.
+    """Returns the `CallConfig` of an overlapped linear, after checking the arguments.
 
     Raises:
         UnknownNameError: if the mode is unknown.
@@ -254,7 +254,9 @@ class UserbuffersForwardLinear(UserbuffersLinear):
         method: Method | str | None = None,
         dtype: DTypeLike | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Computes a linear from arrays, inside `jax.shard_map`; not differentiable.
+        """Computes an overlapped linear on arrays, inside `jax.shard_map`.
+
+        It is not differentiable.
 
         | mode | input | weight | bias | result |
         |---|---|---|---|---|
@@ -327,7 +329,7 @@ class UserbuffersForwardLinear(UserbuffersLinear):
 
     @classmethod
     def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces each linear that can overlap, and its bias and reduce-scatter."""
+        """Fuses each linear that can overlap with its bias and reduce-scatter."""
         return cls.fuse(ops)
 
 
@@ -349,10 +351,11 @@ def check_activation(config, name, array):
 
 
 def _forward_operands(config, mode, x, w, bias, added_bias=None, residual=None):
-    """Sums the biases, and casts the operands to the same varying axes."""
+    """Sums the biases, and casts all operands to vary over the same mesh axes."""
     axes = config.axes(x, w, bias, added_bias, residual)
     if mode == ROW and bias is not None:
-        # The reduce-scatter would add the biases of all ranks.
+        # The bias is added after the reduce-scatter. So it is replaced by the sum of
+        # all ranks' biases, which a bias before the reduce-scatter would give.
         is_varying = bool(vma.axes_of(bias) & frozenset(config.axis_name))
         if config.is_vma_checked and not is_varying:
             bias = bias * config.num_ranks

@@ -60,7 +60,7 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
         method: Method | str | None = None,
         dtype: DTypeLike | None = None,
     ) -> tuple[jax.Array | None, jax.Array | None, dict[str, jax.Array | None]]:
-        """Computes a linear's gradients from arrays, inside `jax.shard_map`.
+        """Computes an overlapped linear's gradients, inside `jax.shard_map`.
 
         | mode | grad_output | input, grad_input | weight, grad_weight |
         |---|---|---|---|
@@ -138,7 +138,7 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
         return dx, dw, {"grad_bias": db}
 
     def backward(self, residuals, dy, d_extra_outputs, needs, *, residual=None):
-        """Computes dx and the gradients of kernel and bias, overlapped.
+        """Computes the gradients of x, kernel and bias with overlapped GEMMs.
 
         `residual`, another gradient of x, is added to dx.
         """
@@ -171,7 +171,7 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces each linear that can overlap, and its bias and reduce-scatter."""
+        """Fuses each linear that can overlap with its bias and reduce-scatter."""
         return cls.fuse(ops)
 
 
@@ -180,7 +180,7 @@ def _sum_over_ranks(config, db):
 
 
 def _gradients(config, mode, dy, x, w, main_grad, residual):
-    """Computes dx (None without `w`) and dw (None without `x`), overlapped.
+    """Computes dx (None without `w`) and dw (None without `x`) in overlapped GEMMs.
 
     `main_grad` is added to dw and `residual` to dx if they are given.
     """

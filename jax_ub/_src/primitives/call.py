@@ -31,7 +31,7 @@ _TARGET = "jax_ub$"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How one primitive of a layer runs: its name, its ranks and its method.
+    """Static settings of one primitive of a layer: its ranks, its method and its label.
 
     Attributes:
         label: the layer's name in errors, fallbacks and traces.
@@ -55,7 +55,7 @@ class Execution:
 
     @property
     def on_one_rank(self) -> "Execution":
-        """Returns the execution of the local GEMMs of a call over one rank."""
+        """Returns the settings of the local GEMMs of a call on an axis of one rank."""
         return Execution(
             label=self.label,
             choice=self.choice.for_local_gemm,
@@ -166,11 +166,11 @@ class Call:
         return self.op, rows, width, self.num_ranks * width
 
     def tuned_op(self, operands: Sequence) -> str | None:
-        """Returns the op's name in tuned tables; None if the call is not tuned."""
+        """Returns the op's name in tables of measured methods; None if not tuned."""
         return self.op
 
     def tuned_key(self, operands: Sequence) -> TunedKey | None:
-        """Returns the call's key in tuned tables, or None if it has none."""
+        """Returns the call's key in tables of measured methods; None if it has none."""
         op = self.tuned_op(operands)
         if op is None:
             return None
@@ -178,7 +178,7 @@ class Call:
         return TunedKey(op, self.num_ranks, M, K, N, str(operands[0].dtype))
 
     def __call__(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        """Runs the call: by its primitive, by `jax.lax`, or without communication.
+        """Computes the results by the primitive, by `jax.lax`, or locally on one rank.
 
         All operands are cast to vary over the union of their varying mesh axes, except
         that replicated operands do not vary over `axis_name`.
@@ -242,7 +242,8 @@ def _make_primitive(target):
     batching.primitive_batchers[primitive] = _batch
     ad.primitive_jvps[primitive] = _refuse_jvp
     for platform in ("cpu", "cuda", None):
-        # Not cacheable: each call site is lowered separately, so that each is recorded.
+        # With cacheable=False JAX lowers each call site separately, so that the
+        # lowering log records every call.
         mlir.register_lowering(
             primitive, lowering.rule_of(platform), platform=platform, cacheable=False
         )

@@ -46,7 +46,7 @@ def rule_of(platform: str | None) -> Callable[..., Sequence[Any]]:
 
 
 def _lower_on_cpu(ctx, *operands, call):
-    # Checked again, since initialize_ub may have run after the call was traced.
+    # The capacity is checked again, since initialize_ub may have run after tracing.
     check_capacity(call, ctx.avals_in)
     ranks = find_ranks(ctx, call.label, call.axis_name, takes_partitions=True)
     reason = ranks.reason or _why_no_room(call, ctx.avals_in, needs_buffers=False)
@@ -59,8 +59,8 @@ def _lower_on_cpu(ctx, *operands, call):
     channel = attributes["channel"]
     if channel:
         cpu_engine.load().begin_program(channel)
-    # An exported program may run in a process whose communicators have a different
-    # generation.
+    # Exported programs, which have "devices", omit the generation of the communicators,
+    # because the process that runs them may have a different one.
     if channel and "devices" not in attributes:
         attributes["generation"] = np.int64(ranks.generation)
     return _emit(ctx, operands, call, attributes, has_side_effect=True)

@@ -331,7 +331,8 @@ class Wgrad(Call):
         return [((x.shape[-1], dy.shape[-1]), self.out_dtype) for dy in dys]
 
     def communicated(self, x, *others):
-        # All dy_i count as one array.
+        # All dy_i are gathered together, so they count as one array of their total
+        # width.
         sharded = (x,) if self.gather == "x" else others[: self.num_outputs]
         *batch, rows, _ = sharded[0].shape
         return (*batch, rows * self.num_ranks, num_features(sharded))

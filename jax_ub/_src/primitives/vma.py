@@ -102,7 +102,10 @@ ad.deflinear2(_same_p, lambda dy, _, *, axes: [pcast_varying(dy, axes)])
 
 
 def result_aval(shape: Sequence[int], dtype, axes: Axes, like: jax.core.ShapedArray):
-    """Returns an aval on the mesh of `like` that varies over `axes`."""
+    """Returns an aval of `shape` and `dtype` that varies over the mesh axes `axes`.
+
+    The aval is on the mesh of `like`.
+    """
     return like.update(
         shape=tuple(shape),
         dtype=dtype,

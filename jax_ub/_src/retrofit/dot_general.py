@@ -90,7 +90,7 @@ def dot_general(
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """The contraction of a dense layer: sums over the last dimensions of x.
+    """A contraction of x [*lead, *in] with a kernel [*in, *out] or [*out, *in].
 
     Attributes:
         num_in: the number of contracted dimensions.
@@ -102,7 +102,7 @@ class Dense:
     rhs_transposed: bool
 
     def in_out(self, dims: Sequence) -> tuple:
-        """Reorders one item per kernel dimension from stored order to [*in, *out]."""
+        """Reorders one item per stored kernel dimension to [*in, *out] order."""
         if not self.rhs_transposed:
             return tuple(dims)
         return (*dims[-self.num_in :], *dims[: -self.num_in])
@@ -110,7 +110,7 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
-    """A replacement of `jax.lax.dot_general` that overlaps dense layers' products.
+    """A drop-in for `jax.lax.dot_general` that overlaps the GEMMs of dense layers.
 
     Those contract the last dimensions of x with the first or the last dimensions of the
     kernel. On global arrays all other contractions run by `jax.lax.dot_general`. So do
@@ -134,7 +134,7 @@ class DotGeneral:
 
     @property
     def kind(self) -> str:
-        """The sharded dimensions of the kernel: "column" (out) or "row" (in)."""
+        """Returns "column" if the kernel's out is sharded, "row" if its in is."""
         return str(self.sharding_layout.parallel)
 
     def __call__(
@@ -211,7 +211,7 @@ class DotGeneral:
         return reason
 
     def falling_back(self, reason: str) -> AbstractContextManager[None]:
-        """Returns a context that records that JAX computes the product, and why."""
+        """Returns a context that records a product by JAX in `ub.fallbacks`."""
         return lowering_log.falling_back(self.sharding_layout.op, reason)
 
     def _no_communication(self, reason):
@@ -223,7 +223,7 @@ class DotGeneral:
         )
 
     def _why_not(self, lhs, rhs, dense, out_dtype):
-        """Returns why the layer must call `jax.lax.dot_general`, or None."""
+        """Returns why the layer must call `jax.lax.dot_general` itself, or None."""
         layout = self.sharding_layout
         reason = _why_not_dense(lhs, rhs, dense, out_dtype)
         if layout.is_local():
@@ -258,7 +258,7 @@ class DotGeneral:
             layout.check_kernel_spec(spec, dense.num_in)
 
     def _is_whole_in_shard_map(self, rhs=None, dense=None):
-        """Returns whether each rank of the `shard_map` has the unsharded kernel."""
+        """Returns whether each rank of a `shard_map` has the unsharded kernel."""
         mesh, axes = jax.sharding.get_abstract_mesh(), self.sharding_layout.axes
         if set(axes).isdisjoint(mesh.shape):
             return True
@@ -311,9 +311,7 @@ def _why_not_dense(lhs, rhs, dense, out_dtype):
 
 
 def _whole_features(lhs, num_in, num_out):
-    """Returns y's sharding for a row-parallel layer on a mesh with explicit axes.
-
-    It is None on other meshes.
+    """Returns y's sharding in a row-parallel layer on an explicit mesh, else None.
 
     The leading dimensions are sharded as in x, and the features are replicated. With
     automatic axes no output sharding is needed.
@@ -345,9 +343,9 @@ def _check_call(op, lhs, rhs, dimension_numbers):
 
 
 def _dense(lhs, rhs, dimension_numbers) -> Dense | None:
-    """Returns the contraction that a dense layer such as `nn.Dense` computes.
+    """Returns how a dense layer such as `nn.Dense` contracts lhs and rhs, or None.
 
-    Returns None for any other contraction.
+    The result is None if the contraction is not that of a dense layer.
     """
     (lhs_contract, rhs_contract), batch = dimension_numbers
     num_in = len(rhs_contract)

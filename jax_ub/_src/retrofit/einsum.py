@@ -84,7 +84,7 @@ class Equation:
 
 @dataclasses.dataclass(frozen=True)
 class Einsum:
-    """A replacement of `jax.numpy.einsum` that overlaps equations of dense layers.
+    """A drop-in for `jax.numpy.einsum` that overlaps the GEMMs of dense layers.
 
     Attributes:
         dense: the function that computes the product of a dense layer.
@@ -99,7 +99,7 @@ class Einsum:
 
     @property
     def kind(self) -> str:
-        """The sharded dimensions of the kernel: "column" (out) or "row" (in)."""
+        """Returns "column" if the kernel's out is sharded, "row" if its in is."""
         return self.dense.kind
 
     def __call__(
@@ -112,7 +112,7 @@ class Einsum:
         preferred_element_type=None,
         out_sharding=None,
     ) -> jax.Array:
-        """Computes `jax.numpy.einsum`, overlapped if it is a dense layer's.
+        """Computes `jax.numpy.einsum`, overlapped if it is a dense layer's product.
 
         Sums are f32 whatever `precision` is.
 
@@ -177,7 +177,7 @@ def _transpose(array, labels, wanted):
 
 
 def _transpose_sharding(sharding: Any, labels, wanted) -> Any:
-    """Permutes the entries of a sharding or partition spec as the dimensions are.
+    """Permutes a sharding or partition spec from dimensions `labels` to `wanted`.
 
     None stays None.
     """

@@ -24,7 +24,7 @@ def _code_of(function: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A function of JAX and its code, saved at import to detect later replacements.
+    """A JAX function such as `jax.lax.dot_general`, saved to detect its replacement.
 
     Attributes:
         module: the module or class that has the function as attribute.
@@ -76,7 +76,7 @@ _INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
 
 
 def why_intercepted(product: Product, held: Callable | None = None) -> str | None:
-    """Returns why a layer must call JAX's function: because a library replaced it.
+    """Returns which replacement of JAX's function an overlapped call would bypass.
 
     None if nothing has replaced the function.
 

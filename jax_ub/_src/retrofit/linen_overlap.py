@@ -139,14 +139,14 @@ class Overlap:
 
     @property
     def unmatched(self) -> tuple[str, ...]:
-        """The regular expressions in `rules` and `ub_names` that matched no layer."""
+        """Returns the patterns in `rules` and `ub_names` that matched no layer."""
         patterns = [*self._rules, *self._names]
         return tuple(each.pattern for each in patterns if each not in self._matched)
 
     def __call__(
         self, next_fun: Callable, args: tuple, kwargs: dict, context: Any
     ) -> Any:
-        """Runs a module's method, overlapped if a rule matches the module.
+        """Runs a linen module's method, overlapped if a rule matches the module's path.
 
         Flax calls it for each intercepted method.
 
@@ -209,7 +209,7 @@ class Overlap:
             )
 
     def _record_parameters(self, layer, path, is_supported):
-        """Adds a layer's sharded parameters without overlap to `ub.fallbacks`."""
+        """Records the sharded parameters of a layer without overlap as fallbacks."""
         # Layers of jax_ub.flax.linen overlap without `Overlap`.
         if path in self._recorded or hasattr(type(layer), "sharding_layout"):
             return

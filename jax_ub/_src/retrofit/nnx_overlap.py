@@ -118,7 +118,8 @@ def overlap(
             ub_name=names.get(path, LayerName(path)),
         ).sharding_layout
         replacements[path] = _replacement(layers[path], layout)
-    # Set after all checks, so that an error leaves the model unchanged.
+    # The replacements are set after all checks, so that an error leaves the model
+    # unchanged.
     for path, replacement in replacements.items():
         layers[path].replace(replacement)
     _record_others(model, layers, kinds, axis_name)
@@ -142,7 +143,7 @@ def overlapped(model: Any) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """An nnx module with one kernel, whose product function `overlap` replaces.
+    """An nnx module with one kernel, and the attribute that multiplies by the kernel.
 
     Attributes:
         node: the module.
@@ -200,14 +201,14 @@ class _Layer:
         return None
 
     def kind(self, axis_name: str | tuple[str, ...]) -> str | None:
-        """Returns "column" or "row", as the kernel is sharded; None if neither."""
+        """Returns "column" or "row" by the kernel's sharded dimension, or None."""
         return parallel_of_spec(self.spec, self.num_in, axis_name)
 
     def kept_reason(self) -> tuple[str, str] | None:
-        """Returns why `overlap` must not replace the product function, with a fix.
+        """Returns why `overlap` must keep the layer's function, and a fix, or None.
 
-        The result is None if it may. A function that neither Flax nor `overlap` has
-        set, such as that of a quantized layer, is kept.
+        A function that neither Flax nor `overlap` has set, such as the function of a
+        quantized layer, is kept.
         """
         product, default = self.product, self.default
         is_default = default is not None and product is default.function
@@ -223,7 +224,7 @@ class _Layer:
         )
 
     def replace(self, dense: DotGeneral) -> None:
-        """Sets the module's product function to `dense`, which overlaps."""
+        """Makes the module multiply by `dense`, which overlaps the communication."""
         product: Any = dense
         if self.attribute != "dot_general":
             # `jax.numpy.einsum` and `jax.numpy.dot`, which it stands in for, refer to
@@ -323,7 +324,7 @@ def _arrays_of(variable):
 
 
 def _replacement(layer, layout):
-    """Returns the product function of a layer, after a check of the kernel's sharding.
+    """Returns the overlapped `dot_general` or `einsum_op` to set on a layer.
 
     FSDP axes are taken from the kernel's sharding.
     """
@@ -342,7 +343,7 @@ def _replacement(layer, layout):
 
 
 def _kinds_by_sharding(rules, layers, axis_name) -> dict[str, str]:
-    """Maps layer paths to "column" or "row", as the layers' kernels are sharded.
+    """Maps layer paths to "column" or "row", read from the kernels' shardings.
 
     Layers with a custom product function are left out and recorded as fallbacks.
     """
@@ -372,7 +373,7 @@ def _kinds_by_sharding(rules, layers, axis_name) -> dict[str, str]:
 
 
 def _kinds_by_path(rules, layers) -> dict[str, str]:
-    """Maps layer paths to "column" or "row", as the user's `rules` say."""
+    """Maps the layer paths that match the user's `rules` to "column" or "row"."""
     found: dict[str, str | None] = {}
     for pattern, kind in rules.items():
         resolved = None if kind is None else resolve_parallel("overlap", kind)
@@ -391,7 +392,7 @@ def _kinds_by_path(rules, layers) -> dict[str, str]:
 
 
 def _names_by_path(ub_names, paths) -> dict[str, str]:
-    """Maps layer paths to the layer names that the argument `ub_names` gives."""
+    """Maps layer paths to the `ub_name` that the user's `ub_names` assign."""
     found: dict[str, str] = {}
     for pattern, name in check_rules("ub_names", ub_names).items():
         check_layer_name(pattern, name)
@@ -411,7 +412,7 @@ def _matching(described, pattern, paths):
 
 
 def _record_others(model, layers, kinds, axis_name):
-    """Records parameters sharded over the axis that `overlap` did not overlap.
+    """Records parameters that are sharded over the axis but not overlapped.
 
     `ub.fallbacks` lists them.
     """

@@ -31,7 +31,7 @@ _LOCAL = mode_of(None, False)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallConfig:
-    """Trace-time settings of one layer: ranks, dtypes, and the method of each pass.
+    """Static settings of one linear layer call: ranks, dtypes, a method for each pass.
 
     It is hashable, so that it can be a static argument of `jax.jit`, and equal on all
     ranks.
@@ -142,7 +142,7 @@ class CallConfig:
 
     @property
     def takes_f64(self) -> bool:
-        """Whether the call accepts f64: only if plain `jax.lax` runs all passes.
+        """Returns whether f64 is accepted: only if `jax.lax` runs all passes.
 
         The engine has no f64 GEMM.
         """
@@ -150,7 +150,7 @@ class CallConfig:
 
     @property
     def may_fall_back(self) -> bool:
-        """Whether plain `jax.lax` may replace the engine in every pass of the call."""
+        """Returns whether plain `jax.lax` may replace the engine in every pass."""
         return all(
             choice.may_fall_back or choice.method is Method.XLA
             for choice in self._choices
@@ -163,7 +163,7 @@ class CallConfig:
 
     @property
     def plain(self) -> "CallConfig":
-        """Returns a copy that computes all passes in `jax.lax`, not in the engine."""
+        """Returns a copy whose passes all run as plain `jax.lax` operations."""
         return dataclasses.replace(
             self,
             choice=MethodChoice(Method.XLA, is_explicit=False),
@@ -182,12 +182,12 @@ class CallConfig:
 
     @property
     def materializes_gather(self) -> bool:
-        """Whether the all-gather of x stores all rows, so the wgrad can reuse them."""
+        """Returns whether AG+GEMM stores the gathered x for reuse by the wgrad."""
         return self.method.materializes_gather or self._is_auto_on_gpus
 
     @property
     def uses_bulk(self) -> bool:
-        """Whether the backward pass of a column layer gathers x during its dgrad.
+        """Returns whether a column layer's backward gathers x during its dgrad GEMM.
 
         On GPUs "auto" does so, too: there a wgrad starts only after all gathered rows
         have arrived, so a gather within the wgrad would overlap with nothing.
@@ -200,7 +200,7 @@ class CallConfig:
         return is_auto and self.is_on_cuda
 
     def partial_dtype(self, num_products: int) -> np.dtype:
-        """Returns the dtype of a bulk dgrad's partial sums, before the reduce-scatter.
+        """Returns the dtype of a dgrad's partial sums before a bulk reduce-scatter.
 
         One product on GPUs has the operands' dtype, as in GEMM+RS there. Otherwise the
         partial sums are f32.
@@ -210,7 +210,7 @@ class CallConfig:
 
     @property
     def overlapped(self) -> Execution:
-        """Returns the execution of a GEMM whose operand or result is communicated.
+        """Returns the `Execution` of a GEMM that overlaps with its own collective.
 
         Chunks are sent while other chunks are multiplied.
         """
@@ -218,12 +218,12 @@ class CallConfig:
 
     @property
     def bulk(self) -> Execution:
-        """Returns the execution of a collective concurrent with an independent GEMM."""
+        """Returns the `Execution` of a collective that overlaps an independent GEMM."""
         return self._over_ranks(Method.BULK)
 
     @property
     def collective(self) -> Execution:
-        """Returns the execution of a collective without a GEMM."""
+        """Returns the `Execution` of a collective that runs without a GEMM."""
         return self._over_ranks(self.method)
 
     def _over_ranks(self, method):
@@ -239,7 +239,7 @@ class CallConfig:
 
     @property
     def local(self) -> Execution:
-        """Returns the execution of a GEMM that does not communicate.
+        """Returns the `Execution` of a GEMM that needs no communication.
 
         All methods of the engine run such a GEMM alike. Without an explicit method the
         GEMM is tuned separately, except if the method is "xla": then it was timed
@@ -269,7 +269,7 @@ def make_call_config(
     mode: ParallelMode = _LOCAL,
     may_be_bulk: bool = False,
 ) -> CallConfig:
-    """Chooses method, ranks and settings of an op call inside `jax.shard_map`.
+    """Returns the `CallConfig` of an op that is called inside `jax.shard_map`.
 
     The method is the argument `method`, else the configuration of `ub_name`, else
     `JAX_UB_METHOD`.
@@ -307,7 +307,7 @@ def make_local_call_config(
     ub_name: str | None = None,
     method: Method | FlaggedMethod | str | None = None,
 ) -> CallConfig:
-    """Chooses the method and settings of a GEMM that does not communicate."""
+    """Returns the `CallConfig` of a GEMM that does not communicate."""
     return plan_call_config(op, (), 1, ub_name, method)
 
 
@@ -321,7 +321,7 @@ def plan_call_config(
     mode: ParallelMode = _LOCAL,
     may_be_bulk: bool = False,
 ) -> CallConfig:
-    """Chooses the method of an op call over the `num_ranks` ranks of mesh axes `axes`.
+    """Returns the `CallConfig` of an op on the `num_ranks` ranks of mesh axes `axes`.
 
     Unlike `make_call_config` it does not need a surrounding `jax.shard_map`.
     """
@@ -343,7 +343,8 @@ def plan_call_config(
         table = on_axis(axes, num_ranks) if axes else tuned_tables.on_no_axis()
     choices = {FPROP: MethodChoice(chosen)}
     if method is None and found:
-        # A pass without a configuration runs as it would without a name.
+        # A pass that the user did not configure keeps the method of a layer without a
+        # name.
         choices |= {DGRAD: choices[FPROP], **_choices_by_pass(mode, label, found)}
     # An explicit method takes precedence: `OverlapFlags.check` has verified that the
     # flags agree with it.
@@ -441,9 +442,10 @@ def _choices_with_flags(
 
 
 def _flagged(choice, flag, *, gathers):
-    """Applies one flag to a GEMM with an all-gather (`gathers`) or reduce-scatter.
+    """Returns the method of a GEMM with a collective after applying one `ub_*` flag.
 
-    None keeps the choice, False selects plain JAX, and True selects a method that
+    The collective is an all-gather if `gathers`, else a reduce-scatter. For the flag
+    None the method stays, False selects plain JAX, and True selects a method that
     overlaps.
     """
     if flag is None:
@@ -456,9 +458,9 @@ def _flagged(choice, flag, *, gathers):
 
 
 def _engine_method(*, gathers):
-    """Returns the method with which the engine overlaps a GEMM of method "auto".
+    """Returns the engine's default method of AG+GEMM (if `gathers`) or GEMM+RS.
 
-    Unlike "auto" itself, it never becomes plain XLA.
+    Unlike "auto", this method never falls back to plain XLA.
     """
     if not cuda_engine.is_traced_for():
         return Method.DIRECT
@@ -466,7 +468,7 @@ def _engine_method(*, gathers):
 
 
 def _column_dgrad(choice, flags):
-    """Returns the dgrad's method in a column-parallel layer, as its flags select it.
+    """Returns the method that `ub_*` flags select for the dgrad of a column layer.
 
     It either reduce-scatters its result or, with "bulk", overlaps the all-gather of x.
     """

@@ -32,7 +32,7 @@ def column_forward(
     residual: jax.Array | None = None,
     main_grads: tuple[jax.Array, ...] | None = None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """Multiplies the gathered rows of x by each kernel.
+    """Computes `all_gather(x) @ w_i + bias_i + residual` for each kernel w_i (AG+GEMM).
 
     Returns:
         The products `[..., M, N_i]`, and the gathered x if `config.returns_gathered`.
@@ -56,7 +56,7 @@ def column_gradients(
     d_gathered=None,
     residual: jax.Array | None = None,
 ) -> tuple[jax.Array | None, dict[int, jax.Array]]:
-    """Computes the gradients of x and of the kernels.
+    """Computes the gradients of x and of each w_i for `y_i = all_gather(x) @ w_i`.
 
     Args:
         config: the configuration of the layer.
@@ -152,7 +152,8 @@ def _wgrad(config, x, gathered, dys, main_grads):
     if not config.rhs_transposed:
         gather = "x" if reads_peers else None
         return wgrad(execution, rows, dys, main_grads, gather=gather, out_dtype=dtype)
-    # dw_i = dy_i^T x, one wgrad per kernel, with x in the place of dy.
+    # For a kernel [out, in] the gradient is dy_i^T x: dy_i is wgrad's first operand and
+    # x its second, so each kernel needs a separate call.
     gather = "dy" if reads_peers else None
     return tuple(
         wgrad(

@@ -15,7 +15,7 @@ from jax_ub._src.primitives import vma
 
 
 def remat_gathers(function: Callable, axes: tuple[str, ...]) -> Callable:
-    """Makes a function's backward pass repeat all-gathers instead of saving results.
+    """Wraps a function so that its backward pass repeats all-gathers of the forward.
 
     Otherwise the forward pass would save their results: in a scan over layers, the
     whole kernels of all layers.
@@ -48,8 +48,8 @@ def gather_kernels(
     """
 
     def gather(kernel):
-        # Promoting the shard, not the gathered kernel, makes JAX sum the gradients over
-        # the other replicas after the reduce-scatter, when each is only a shard.
+        # The shard is cast to vary before it is gathered. JAX then reduce-scatters the
+        # kernel's gradient first, and sums only shards over the other replicas.
         kernel = vma.pcast_varying(kernel, vma.axes_of(x))
         return lax.all_gather(kernel, axes, axis=dim, tiled=True)
 

@@ -137,7 +137,7 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
     main_grad: jax.Array | tuple[jax.Array, ...] | None = None,
     rhs_transposed: bool = False,
 ) -> Any:
-    """Multiplies the gathered rows of `x` by this rank's columns of the kernel.
+    """Computes `all_gather(x) @ w` for a column-parallel kernel, overlapped (AG+GEMM).
 
     Equivalent to `jax.lax.all_gather(x, axis_name, axis=-2, tiled=True) @ w + bias`,
     summed in f32 and rounded once.
@@ -206,7 +206,7 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
     main_grad: jax.Array | None = None,
     rhs_transposed: bool = False,
 ) -> jax.Array:
-    """Multiplies this rank's features and scatters the rows of the sum over the ranks.
+    """Computes `reduce_scatter(x @ w)` for a row-parallel kernel, overlapped (GEMM+RS).
 
     Equivalent to `jax.lax.psum_scatter(x @ w, axis_name, scatter_dimension=-2,
     tiled=True) + bias + residual`, summed in f32 and rounded once. The backward pass
@@ -270,7 +270,7 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
     main_grad: jax.Array | None = None,
     rhs_transposed: bool = False,
 ) -> jax.Array:
-    """Multiplies this rank's features by its kernel rows; sums over the ranks.
+    """Computes `all_reduce(x @ w)` for a row-parallel kernel, overlapped (GEMM+AR).
 
     Equivalent to `jax.lax.psum(x @ w, axis_name) + bias + residual`, summed in f32 and
     rounded once. Bias and residual are the same on every rank and are added once, after
@@ -344,7 +344,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     op: str | None = None,
     bias_name: str = "bias",
 ) -> Any:
-    """Computes a linear layer on one rank's shards, as its mode says.
+    """Computes a linear layer from one rank's shards, with the collective of `mode`.
 
     Args:
         mode: the layer's row in the table of parallel modes.
@@ -398,13 +398,15 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     own = frozenset(config.axis_name)
     if mode.op == "matmul" and config.is_vma_checked and not own & vma.axes_of(x):
         config = dataclasses.replace(config, is_x_replicated=True)
-    # Outside the custom_vjp, so that JAX sums the gradients over the new axes.
+    # The casts to varying are outside the custom_vjp, so that JAX sums the operands'
+    # gradients over the axes that the casts add.
     x = vma.pcast_varying(x, axes - own if config.is_x_replicated else axes)
     ws = vma.pcast_varying(ws, axes)
     addend_axes = axes - own if mode.op == "matmul_all_reduce" else axes
     biases, residual = vma.pcast_varying((biases, residual), addend_axes)
     operands = (config, x, ws, biases, residual, main_grads)
-    # Under `jax.disable_jit`, too: see `vjp.differentiable`.
+    # Jit stays enabled under `jax.disable_jit`, because JAX cannot evaluate a
+    # `custom_vjp` with symbolic zeros op by op in an eager `shard_map`.
     with scope, jax.disable_jit(False):
         if config.is_mapped:
             check_no_main_grad(config, main_grads)
@@ -430,7 +432,7 @@ def _as_tuple(label, name, value, is_tuple, length):
 
 
 def _check(config: CallConfig, x, ws, biases, residual, main_grads, out_dtype):
-    """Checks a layer's arrays on one rank; returns the dtype of the result."""
+    """Checks shapes and dtypes of a layer's operands; returns the result's dtype."""
     label, op, num_ranks = config.label, config.mode.op, config.num_ranks
     if not ws:
         raise ShapeContractError(

@@ -22,7 +22,7 @@ _USED: dict[int, tuple[weakref.ref, object]] = {}
 def prepare(
     op: str, main_grad: jax.Array | None, w: jax.Array, axes
 ) -> jax.Array | None:
-    """Checks the accumulator of a kernel's gradient, and casts it to vary over axes.
+    """Checks main_grad, the accumulator of w's gradient; casts it to vary over `axes`.
 
     Args:
         op: the op's label, for errors.
@@ -44,7 +44,7 @@ def prepare(
 
 
 def claim(op: str, main_grad: jax.Array, w: jax.Array) -> None:
-    """Checks the accumulator of a kernel's gradient, and that no other call uses it.
+    """Checks main_grad's shape and dtype, and that no other call accumulates into it.
 
     Raises:
         ShapeContractError: if shape or dtype do not match, or if another call has used
@@ -77,7 +77,8 @@ def pcast_varying(op: str, main_grad: jax.Array, axes) -> jax.Array:
 
 
 def _promote_over_single_ranks(main_grad, axes):
-    # The transpose of a promotion is a sum, which over one rank is the value itself.
+    # The transpose of a cast to varying sums over the axis. Over an axis of one rank
+    # that sum is the value itself, so the cast does not change any gradient.
     single = [
         axis
         for axis in frozenset(axes) - vma.axes_of(main_grad)

@@ -17,7 +17,7 @@ def row_forward(
     residual: jax.Array | None = None,
     main_grads: tuple[jax.Array, ...] | None = None,
 ) -> tuple[tuple[jax.Array, ...], None]:
-    """Multiplies x by one kernel, and reduces the product if the layer is row-parallel.
+    """Computes `x @ w`, and reduces it over the ranks if the layer is row-parallel.
 
     Bias and residual are added once, after the reduction.
     """
@@ -46,7 +46,7 @@ def row_gradients(
     d_gathered: None = None,
     residual: jax.Array | None = None,
 ) -> tuple[jax.Array | None, dict[int, jax.Array]]:
-    """Computes the gradients of x and of the kernel.
+    """Computes the gradients of x and w for a row-parallel or local layer `y = x @ w`.
 
     Args:
         config: the configuration of the layer.

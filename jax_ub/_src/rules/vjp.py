@@ -15,7 +15,7 @@ from jax_ub._src.rules.main_grads import check_vmapped_together
 
 
 def differentiable(forward: Callable, gradients: Callable) -> Callable:
-    """Makes a differentiable linear layer from its forward pass and its gradients.
+    """Returns a `custom_vjp` linear layer with this forward pass and these gradients.
 
     Args:
         forward: (config, x, ws, biases, residual, main_grads) -> (ys, gathered). `ws`,
@@ -48,7 +48,8 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
             "gathered": residual_or_placeholder(wants_dw, gathered),
             "ws": residual_or_placeholder(needs(x), values[1]),
             "biases": residual_or_placeholder(needs(biases), values[2]),
-            # The backward pass needs the dtype only, which an empty array carries.
+            # The backward pass needs only the residual's dtype, so an empty array is
+            # saved.
             "residual": residual_or_placeholder(needs(residual), _emptied(values[3])),
             "main_grads": residual_or_placeholder(needs(main_grads), values[4]),
         }
@@ -92,7 +93,7 @@ def check_no_main_grad(config: CallConfig, main_grads) -> None:
 
 
 def accumulation(config: CallConfig, dys, main_grads):
-    """Returns the wgrad's accumulators (or None), and the dtype of its results.
+    """Returns the main_grads that a wgrad GEMM adds to, and the dtype of its results.
 
     The dtype is f32 with accumulators. `main_grads` is None or has one entry for each
     dy.
@@ -153,7 +154,7 @@ def placeholder() -> jax.Array:
 
 
 def present_residuals(residuals: dict) -> dict:
-    """Replaces the placeholders in a dictionary of residuals by None."""
+    """Returns residuals by name, with None for those that were not saved."""
     return {
         name: None if any(map(is_placeholder, jax.tree.leaves(value))) else value
         for name, value in residuals.items()
@@ -169,7 +170,7 @@ def is_placeholder(leaf) -> bool:
 
 
 def value_of(tree):
-    """Returns the arrays in operands that `defvjp(symbolic_zeros=True)` has wrapped.
+    """Unwraps the operands of a `defvjp(symbolic_zeros=True)` forward rule to arrays.
 
     The structure of nested tuples is kept, and None stays None.
     """

@@ -8,8 +8,9 @@ from jax import export
 from jax_ub._src.errors import UnsupportedOverlapError, shown
 from jax_ub._src.runtime import cpu_engine, cuda_engine
 
-# Listed here rather than read from the engine: importing jax_ub must not load an
-# engine, so that `python -m jax_ub doctor` can report a missing one.
+# The targets are listed here, because reading them from the engine would load it.
+# `import jax_ub` must not load an engine, so that `python -m jax_ub doctor` can report
+# a missing one.
 _TARGETS = (
     "all_gather",
     "all_gather_matmul",
@@ -51,7 +52,7 @@ def request_cpu_devices(count: int) -> None:
 
 
 def start() -> list[jax.Device]:
-    """Starts JAX's default backend (CPU or GPU), unless it is running already.
+    """Starts JAX's default backend (CPU or GPU), unless it is already running.
 
     Returns:
         The devices of all processes.

@@ -60,7 +60,7 @@ def check_backend(backend: object) -> None:
 
 
 def join_job(backend: object) -> None:
-    """Makes this process visible to the other processes of its job, by its PID.
+    """Publishes this process's PID to the other processes of the `jax.distributed` job.
 
     With the backend "mpi", it first initializes `jax.distributed` by MPI, unless that
     is initialized. Otherwise, a process without `jax.distributed` has no job.
@@ -117,10 +117,10 @@ def open_rendezvous(
 
 
 class JaxStore:
-    """The keys of one scope in the key-value store of the job's coordinator."""
+    """A scope of keys in the key-value store of the `jax.distributed` coordinator."""
 
     def __init__(self, scope: str):
-        """Opens the store.
+        """Opens the key-value store of `jax.distributed` for one scope.
 
         Raises:
             CommunicatorError: if `jax.distributed` is not initialized.
@@ -161,7 +161,7 @@ def _unreachable(error):
 
 
 class Presence:
-    """Detects which other processes have exited. Caches the PIDs of running ones."""
+    """Detects by PID which other processes of the job have exited."""
 
     def __init__(self) -> None:
         self._store = JaxStore(_PID_SCOPE)

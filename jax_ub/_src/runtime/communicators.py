@@ -23,7 +23,7 @@ _has_shared_cores = False  # whether the engine is limited to a share of the cor
 
 
 def connections() -> tuple[Connection, ...]:
-    """Returns the connections that `initialize_ub` has made or tried to make.
+    """Returns this process's connections to peers, one for each group of ranks.
 
     A group that cannot share memory is included, with its `reason`.
     """
@@ -56,9 +56,9 @@ def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
 
 
 def generation(groups: np.ndarray) -> int:
-    """Returns the generation of the groups' communicators; 0 if none is connected.
+    """Returns a counter of the `initialize_ub` calls that connected these groups, or 0.
 
-    Each `initialize_ub` that connects processes starts a new generation.
+    This generation of the communicators is 0 if no group is connected.
 
     A program is bound to the generation that it was lowered for. Processes match their
     calls by XLA's launch numbers, which may differ between processes after a failure,
@@ -97,7 +97,7 @@ def check_shared(device_groups: DeviceGroups) -> None:
 
 
 def shared_groups(device_groups: DeviceGroups) -> str:
-    """Returns the groups that another mesh axis has connected already, as text.
+    """Returns, as text, the groups of ranks that another mesh axis has connected.
 
     The processes compare it, since they must agree on which groups to connect.
     """
@@ -143,7 +143,7 @@ def connect(
 
 
 def connect_alone(device_groups: DeviceGroups) -> None:
-    """Connects the groups of ranks on a mesh of this process's devices only.
+    """Connects the groups of ranks of a mesh that has only this process's devices.
 
     On CPUs such groups need no connection.
 
@@ -165,7 +165,7 @@ def _keep(attempt):
 
 
 def _share_cores(device_groups, peer_info: Values):
-    """Divides the cores among the processes of this host, and limits the threads."""
+    """Divides the host's cores among its processes; limits the engine's threads."""
     global _has_shared_cores
     if settings.num_threads() is not None:
         return
@@ -186,7 +186,8 @@ def _share_cores(device_groups, peer_info: Values):
 
 @functools.cache
 def _close_at_exit():
-    # So that peers receive a close message and do not report this process as lost.
+    # Closing at exit sends each peer a close message, so that no peer reports this
+    # process as lost.
     atexit.register(disconnect_all_but, ())
 
 

@@ -20,7 +20,7 @@ _TIMEOUT_AFTER_ERROR_S = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Connection:
-    """The result of connecting one group of ranks: a communicator, or why not.
+    """The outcome of connecting a group of ranks: a communicator, or a reason.
 
     On CPUs only groups that span several processes have one. On GPUs all groups of
     `initialize_ub` with more than one rank have one.
@@ -39,7 +39,7 @@ class Connection:
 
 
 class ConnectionAttempt:
-    """Connects this process's groups of ranks, and closes them if that fails.
+    """Connects this process's groups of ranks to their peers, or closes them all.
 
     The attempt ends when all processes have connected, or one has failed.
 
@@ -51,7 +51,7 @@ class ConnectionAttempt:
     def __init__(
         self, device_groups: DeviceGroups, connected: Collection[Group], generation: int
     ):
-        """Selects the groups of ranks that are not connected yet.
+        """Collects the groups of ranks that have no connection yet.
 
         Args:
             device_groups: the groups of ranks, and the process of each device.
@@ -95,7 +95,7 @@ class ConnectionAttempt:
         return peer_info
 
     def connect_all(self, peer_info: Values) -> Exception | None:
-        """Connects all groups that can share memory; other groups get a reason.
+        """Connects all groups whose ranks can share memory; records why others cannot.
 
         Args:
             peer_info: the handshake values by process; empty if there is only one
@@ -124,7 +124,8 @@ class ConnectionAttempt:
 
     def _open_endpoints(self):
         try:
-            # Every call needs it; checked here so that all processes get the error.
+            # Every call needs kernels for `JAX_UB_ISA`. They are checked here, so that
+            # all processes get the error.
             cpu_engine.check_isa()
             groups = self._device_groups
             for group in self._groups:
@@ -155,8 +156,9 @@ class ConnectionAttempt:
             "error": _text_of(error),
             "reasons": {_key(one.group): one.reason for one in self.made if one.reason},
         }
-        # Peers may wait a whole timeout for a connection that failed here before they
-        # take part in this round. They learn of an error quickly, unless they are lost.
+        # Peers may wait a whole timeout for a connection that failed here, and take
+        # part in this round only afterwards. A running peer learns of the error sooner,
+        # so after an error this process waits only briefly.
         timeout_s = 2 * settings.deadline_s()
         if error is not None:
             timeout_s = min(timeout_s, _TIMEOUT_AFTER_ERROR_S)
@@ -191,7 +193,7 @@ class ConnectionAttempt:
         return Connection(group, processes, None, communicator, generation, size_bytes)
 
     def _close_where_a_process_failed(self, outcomes: Values):
-        """Closes each group that any process failed to connect, and stores why."""
+        """Closes each group of ranks that any process failed to connect."""
         reasons: dict[str, str] = {}
         for _, outcome in sorted(outcomes.items()):
             reasons = {**outcome["reasons"], **reasons}
@@ -216,7 +218,8 @@ def _gather(all_gather, value, own_error, timeout_s=None):
     try:
         return all_gather.gather(value, timeout_s)
     except CommunicatorError as error:
-        # The earlier error of this process explains more than the failed round.
+        # The earlier error of this process explains the failure better than the
+        # all-gather's error.
         if own_error is None:
             raise
         raise own_error from error

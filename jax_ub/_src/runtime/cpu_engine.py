@@ -81,8 +81,9 @@ def local_devices() -> list[jax.Device]:
 
 @functools.cache
 def register_targets() -> None:
-    """Configures the CPU engine, and registers its FFI handlers with XLA once."""
-    # The backend does not start if stateful targets are registered before it.
+    """Configures the CPU engine and registers its FFI handlers with XLA, once."""
+    # JAX's backend is started first: it would fail to start after the registration of
+    # targets that have state.
     jax.devices()
     cpu = load()
     _configure(cpu)

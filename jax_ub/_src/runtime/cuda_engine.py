@@ -57,7 +57,7 @@ def load() -> types.ModuleType:
 
 
 def library_paths() -> list[str]:
-    """Returns where NVIDIA's installed wheels have the libraries of cuBLASLt."""
+    """Returns the folders of NVIDIA's installed wheels that contain cuBLASLt."""
     spec = importlib.util.find_spec("nvidia")
     roots = list(spec.submodule_search_locations or ()) if spec is not None else []
     found = (pathlib.Path(root) / path for path in _LIBRARIES for root in roots)
@@ -84,7 +84,7 @@ def is_cuda(device: jax.Device) -> bool:
 
 
 def ordinals(devices: Sequence[jax.Device]) -> dict[int, int]:
-    """Returns the CUDA device number of each device of this process, by device id."""
+    """Maps the ids of this process's JAX devices to their CUDA device ordinals."""
     return {device.id: device.local_hardware_id for device in devices}
 
 
@@ -168,14 +168,14 @@ def usable_devices() -> list[dict[str, Any]]:
 
 
 def failures() -> dict[str, str]:
-    """Returns why communicators between GPUs have failed, by communicator name."""
+    """Returns the failure of each failed communicator between GPUs, by its name."""
     if is_loaded() and local_devices() and why_not() is None:
         return load().failures()
     return {}
 
 
 def release_in_process() -> None:
-    """Frees buffers of calls within this process that no program needs any more."""
+    """Frees the GPU buffers of in-process calls that no program needs any more."""
     if is_loaded() and local_devices() and why_not() is None:
         load().release_in_process()
 
@@ -203,7 +203,9 @@ def workspace_bytes(
     operands: Sequence[Array],
     results: Sequence[Array],
 ) -> int:
-    """Returns how many bytes of scratch memory a call needs, as its last result.
+    """Returns the bytes of scratch memory that a call needs on a GPU.
+
+    XLA allocates the scratch memory as the call's last result.
 
     Args:
         target: FFI target of the call, such as "jax_ub$all_gather_matmul".

@@ -24,7 +24,7 @@ ONE_SHOT_BYTES = 2_700_000
 
 
 def heap_bytes(platform: str, num_elements: int) -> int:
-    """Returns the most bytes that the buffers (slots) of one call need on a rank.
+    """Returns the maximum bytes that the buffers (slots) of one call need on a rank.
 
     Args:
         platform: platform of the devices, such as "cpu" or "cuda".
@@ -36,7 +36,7 @@ def heap_bytes(platform: str, num_elements: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGroups:
-    """The groups of devices that `initialize_ub` connects, and their processes.
+    """The groups of devices that `initialize_ub` connects, with their processes.
 
     One rank is one device. A group has the ranks that communicate with each other, and
     belongs to one index of the other mesh axes.
@@ -59,7 +59,7 @@ class DeviceGroups:
 
     @property
     def call_bytes(self) -> int:
-        """Returns the bytes of memory that a rank shares with its peers for a call."""
+        """Returns the bytes that a rank shares with its peers to run one call."""
         slots = _SLOT_ALIGNMENT_BYTES * self.num_slots
         return heap_bytes(self.platform, self.capacity) + slots + _SLACK_BYTES
 
@@ -86,7 +86,7 @@ def rank_groups(
     axes: tuple[str, ...],
     values: Sequence[int],
 ) -> np.ndarray:
-    """Arranges one value per device in a table `[groups, P]`, one column per rank.
+    """Arranges one value per device of a mesh in a table [groups, ranks].
 
     Args:
         mesh: the mesh.

@@ -11,7 +11,7 @@ _CONTROL_GROUPS = pathlib.Path("/proc/self/cgroup")
 
 
 def identity() -> str:
-    """Returns a text that is equal in processes that can share memory: the host's id.
+    """Returns a text that identifies this host: equal in processes that share memory.
 
     It holds the kernel's boot id and the network namespace, since processes connect by
     abstract Unix sockets. `JAX_UB_HOST_ID` replaces it.
@@ -28,7 +28,7 @@ def identity() -> str:
 
 
 def short_name(host: str) -> str:
-    """Returns the host's name from an `identity`, for messages."""
+    """Returns the host name in a text from `identity`, for messages."""
     return host.split(" ")[0]
 
 
@@ -38,7 +38,7 @@ def cores() -> list[int]:
 
 
 def control_groups() -> str:
-    """Returns the control groups of this process, which share a CPU quota."""
+    """Returns this process's Linux control groups, which limit its CPU time."""
     try:
         return _CONTROL_GROUPS.read_text()
     except OSError:
@@ -46,7 +46,7 @@ def control_groups() -> str:
 
 
 def quota_share(num_threads: int, num_cores: int, num_processes: int) -> int:
-    """Returns how many threads the CPU quota allows each process to compute with.
+    """Returns how many threads each process may compute with under its CPU quota.
 
     Args:
         num_threads: what the quota and the cores allow one process alone.
@@ -62,7 +62,7 @@ def quota_share(num_threads: int, num_cores: int, num_processes: int) -> int:
 
 
 def thread_share(own: list[int], everyone: list[list[int]]) -> int:
-    """Returns how many threads this process should run on its share of the cores.
+    """Returns the number of threads that fits this process's share of the cores.
 
     Args:
         own: the cores that this process may run on.
@@ -77,9 +77,7 @@ def thread_share(own: list[int], everyone: list[list[int]]) -> int:
 
 
 def process_cpu_set(own: list[int], everyone: list[list[int]], index: int) -> list[int]:
-    """Returns the CPU cores for this process, disjoint from those of other processes.
-
-    The processes on a host divide its cores among them.
+    """Returns this process's share of the host's cores, disjoint from other processes'.
 
     Args:
         own: the cores that this process may run on.

@@ -203,7 +203,7 @@ def _axes(op, axis_name):
 
 
 class _Attempt:
-    """One call of `initialize_ub`, which can be undone after a failure."""
+    """The state of one `initialize_ub` call, which is undone if the call fails."""
 
     def __init__(self, backend):
         self._backend = backend
@@ -216,7 +216,7 @@ class _Attempt:
         self._all_gather: ProcessAllGather | None = None
 
     def prepare(self, shape, tp_size, use_fp8, modes, dtype, ub_cfgs, mesh, axis_name):
-        """Checks the arguments of `initialize_ub`, without creating resources.
+        """Checks the arguments of `initialize_ub` without allocating any resources.
 
         An error is stored, so that `connect` can send it to the other processes.
 
@@ -255,7 +255,7 @@ class _Attempt:
             )
 
     def connect(self):
-        """Connects the ranks of all processes, and registers the named overlaps."""
+        """Connects the ranks of all processes and registers the named overlaps."""
         groups = self._groups
         assert groups is not None
         if len(groups.processes) > 1:
@@ -271,7 +271,7 @@ class _Attempt:
             registry.add(self._axis)
 
     def report_interrupt(self, error: BaseException) -> None:
-        """Sends an interrupt of this process, such as Ctrl-C, to waiting processes.
+        """Sends an interrupt of this process, such as Ctrl-C, to the other processes.
 
         Does nothing if the all-gather has ended, since it has then sent the error.
         """
@@ -290,7 +290,7 @@ class _Attempt:
                 raise error
 
     def undo(self) -> None:
-        """Removes the overlaps and connections that this call has created."""
+        """Removes the named overlaps and connections that this call created."""
         for axis in registry.axes():
             if axis is self._axis:
                 registry.remove(axis.axis_name)
@@ -298,12 +298,12 @@ class _Attempt:
 
 
 def _disconnect_all_but(axes):
-    # Keeps groups that another initialized axis uses too.
+    # Groups of ranks that another initialized axis uses stay connected.
     communicators.disconnect_all_but({group for axis in axes for group in axis.groups})
 
 
 def _participants(mesh):
-    """Returns the devices whose processes must take part in `initialize_ub`.
+    """Returns the devices whose processes all have to call `initialize_ub`.
 
     These are the devices of the mesh, or all devices if the mesh is not usable. They
     must be equal in all processes even if other arguments are invalid.
@@ -340,7 +340,7 @@ def _device_groups(axes, axis: InitializedAxis | None, devices) -> DeviceGroups:
 def _agreed_settings(
     backend: str | None, axis: InitializedAxis, device_groups: DeviceGroups
 ) -> dict[str, str]:
-    """Returns the settings that must be equal in all processes, by name."""
+    """Returns the settings, by name, that must be equal in all processes."""
     return {
         "axis_name": str(axis.axis_name),
         "bootstrap_backend": backend or "jax",

@@ -39,7 +39,7 @@ _MOST_ELEMENTS = 1 << 48
 
 
 def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ...]:
-    """Returns the quantization modes of operands for which overlaps are created.
+    """Returns the quantization modes (NONE, FP8) for which overlaps are created.
 
     Args:
         use_fp8: the argument `use_fp8`.
@@ -79,7 +79,7 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
 
 
 def reject_fp8(given: str, fix: str) -> None:
-    """Raises the error that FP8 communication buffers are not supported yet.
+    """Raises an `UnsupportedOverlapError`, because FP8 buffers are not supported yet.
 
     Args:
         given: the argument and its value, for the error.
@@ -108,7 +108,7 @@ def read_size(name: str, value: Any) -> int:
 
 
 def read_shape(shape: Any) -> tuple[int, int]:
-    """Checks the capacity `(T, H)`: the tokens of all ranks, and the features."""
+    """Checks the capacity `shape = (T, H)`: T tokens of all ranks, H features."""
     if not isinstance(shape, Sequence | np.ndarray) or len(shape) != 2:
         raise ConfigurationError(
             f"initialize_ub: shape = {shown(shape)} is not two sizes. Pass "
@@ -124,7 +124,7 @@ def read_shape(shape: Any) -> tuple[int, int]:
 
 
 def read_dtype(dtype: Any) -> np.dtype:
-    """Returns the dtype of unquantized operands; raises unless f32, bf16 or f16."""
+    """Returns the dtype of unquantized operands, which must be f32, bf16 or f16."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:
@@ -185,7 +185,7 @@ def _consecutive(axes, tp_size):
 def per_mode(
     ub_cfgs: Any, modes: Sequence[UserBufferQuantizationMode]
 ) -> Sequence[Mapping | None]:
-    """Returns a dictionary of overlap configurations for each quantization mode.
+    """Returns one dictionary of overlap configurations for each quantization mode.
 
     A single dictionary applies to all modes.
     """
@@ -213,7 +213,7 @@ def make_initialized_axis(
     ub_cfgs: Mapping | Sequence[Mapping] | str | os.PathLike | None,
     mesh: Mesh,
 ) -> InitializedAxis:
-    """Configures the named overlaps of a mesh axis, without allocating buffers.
+    """Creates the named overlaps of a mesh axis, without allocating their buffers.
 
     Args:
         axes: the mesh axes of the ranks.
@@ -230,7 +230,8 @@ def make_initialized_axis(
         ConfigurationTypeError: if a value has the wrong type.
         UnknownNameError: if a name, a key or a method is unknown.
     """
-    # Stored even if `initialize_ub` was given no file, since the processes compare it.
+    # The tuned table of the process is stored even if `initialize_ub` was given no
+    # file, because all processes must have the same one.
     choices = tuned_tables.of_process()
     if isinstance(ub_cfgs, str | os.PathLike):
         choices, ub_cfgs = tuned_tables.read(os.fspath(ub_cfgs)), AUTOMATIC

@@ -21,7 +21,7 @@ from jax_ub._src.tables import format_bytes, format_table
 
 @dataclasses.dataclass(frozen=True)
 class AxisMemory:
-    """The communication buffers that one `initialize_ub` call uses, with their sizes.
+    """The sizes of the communication buffers that one `initialize_ub` call uses.
 
     Attributes:
         axis_name: the mesh axis.
@@ -89,7 +89,7 @@ class AxisMemory:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """The bytes that this process holds for communication. Prints as a table.
+    """The memory that this process holds for communication; prints as a table.
 
     Transformer Engine: none.
 
@@ -117,7 +117,7 @@ class MemoryReport:
 
     @property
     def transformer_engine_bytes(self) -> int:
-        """Returns the bytes that Transformer Engine would have allocated instead."""
+        """Returns the bytes that Transformer Engine would allocate for all axes."""
         return sum(axis.transformer_engine_bytes for axis in self.axes)
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ class MemoryReport:
 
 @dataclasses.dataclass(frozen=True)
 class GpuMemory:
-    """How a GPU's memory is divided between XLA and communication buffers.
+    """The division of a GPU's memory between XLA and communication buffers.
 
     Attributes:
         ordinal: the CUDA ordinal of the GPU in this process.
@@ -147,7 +147,7 @@ class GpuMemory:
     xla_bytes: int
 
     def __str__(self) -> str:
-        """Returns the division of the GPU's memory as one line of text."""
+        """Returns one line: the GPU's memory, and how XLA and heaps divide it."""
         left = self.total_bytes - self.xla_bytes
         return (
             f"GPU {self.ordinal} ({self.name}): {format_bytes(self.total_bytes)}, of "
@@ -158,7 +158,7 @@ class GpuMemory:
 
 
 def memory_report() -> MemoryReport:
-    """Reports the communication buffers of this process, and which overlaps use them.
+    """Returns the sizes of this process's communication buffers by mesh axis.
 
     Transformer Engine: none.
 

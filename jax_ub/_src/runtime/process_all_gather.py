@@ -31,7 +31,7 @@ Values = dict[int, Any]  # JSON values, by process index
 
 
 class KeyValueStore(Protocol):
-    """A store of text messages by key, shared by all processes."""
+    """A key-value store of text messages that all processes can read and write."""
 
     def write(self, key: str, text: str) -> None:
         """Stores a message, replacing an earlier one of the same key."""
@@ -44,7 +44,7 @@ class KeyValueStore(Protocol):
 
 
 class ProcessAllGather:
-    """One attempt of all processes to exchange values, in one or more rounds.
+    """Lets all processes exchange JSON values in one or more all-gather rounds.
 
     Use it as a context manager: leaving the block reports an error to the others.
     """
@@ -79,13 +79,14 @@ class ProcessAllGather:
         self._timeout_s = timeout_s
         self._number = f"{process}-{secrets.token_hex(8)}"
         self._rounds: list[Any] = []
-        # Of the coordinator: the number of each member that it has seen, one answer per
-        # round for each, and the failure that it has sent.
+        # Used on the coordinator only: the number of each member that it has seen, one
+        # answer per round for each member, and the failure that it has sent.
         self._numbers: dict[int, str] = {}
         self._answers: dict[int, list] = {}
         self._failure: dict[str, Any] = {}
         self._ended: set[int] = set()  # processes that have ended their attempt
-        # Of a member: the coordinator's number, and whether an answer has confirmed it.
+        # Used on members only: the coordinator's number, and whether an answer has
+        # confirmed it.
         self._repeats = ""
         self._is_confirmed = False
         self._has_sent_failure = False  # to all processes seen so far
@@ -114,7 +115,7 @@ class ProcessAllGather:
         self._store.erase(f"answer.{self._number}")
 
     def _send_to_members(self, failure, error):
-        """Sends the coordinator's failure, also to members that arrive in time.
+        """Sends the coordinator's failure to all members, also to late ones.
 
         Waits up to `NOTIFY_S` for members that have not arrived yet.
         """
@@ -151,7 +152,7 @@ class ProcessAllGather:
         return {"failed": text, "is_timeout": isinstance(error, TimeoutError)}
 
     def gather(self, value: Any, timeout_s: float | None = None) -> Values:
-        """All-gathers one JSON value per process.
+        """Returns the JSON values of all processes, by process index.
 
         Args:
             value: the value of this process.
@@ -209,7 +210,8 @@ class ProcessAllGather:
         if message is None or message["repeats"] != self._number:
             return []
         if self._numbers.setdefault(other, message["number"]) != message["number"]:
-            # Also sends the failure to the new attempt of that process.
+            # The process restarted its attempt. The failure is sent to the new attempt,
+            # too.
             self._numbers[other], self._answers[other] = message["number"], []
             self._fail(f"initialize_ub: process {other} failed and started again.")
         if "failed" in message:
@@ -235,10 +237,10 @@ class ProcessAllGather:
         pause = _Pause(timeout_s, len(self._others))
         while True:
             how = self._lost(self._coordinator)
-            # Must be read before the answer. A coordinator that restarts its attempt
-            # first answers with the failure and then writes a new number. So a member
-            # that sees the new number also sees the failure, and does not send the
-            # values of the old attempt to the new one.
+            # The coordinator's message must be read before the answer. A coordinator
+            # that restarts its attempt first answers with the failure and then writes a
+            # new number. So a member that sees the new number also sees the failure,
+            # and does not send the values of the old attempt to the new one.
             coordinator = _read(self._store, "coordinator")
             answers = _read(self._store, f"answer.{self._number}") or []
             if len(answers) >= len(self._rounds):
@@ -262,7 +264,7 @@ class ProcessAllGather:
         return {int(process): value for process, value in answer["values"]}
 
     def _repeat(self, message):
-        """Writes the coordinator's number into this process's message.
+        """Confirms the coordinator's number in this process's message.
 
         Returns:
             The processes for which the coordinator is waiting.
@@ -286,7 +288,7 @@ class ProcessAllGather:
 
 
 class _Pause:
-    """Pauses between polls that double in length, until a deadline."""
+    """Sleeps between polls, doubling the pause each time, until a deadline."""
 
     def __init__(self, timeout_s, num_others):
         self._end_s = time.monotonic() + timeout_s

@@ -34,7 +34,7 @@ NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
 
 
 class LayerName(str):
-    """A layer's path in its model, used as `ub_name` where the user gives none.
+    """A layer's path in its model, used as `ub_name` if the user gives no name.
 
     It selects an overlap only if one has exactly this name; otherwise it is a label. An
     unknown `ub_name` is an error, an unknown layer path is not. So a `LayerName` is
@@ -58,7 +58,7 @@ class LayerName(str):
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """One named overlap: how the calls with this name communicate, and their buffer.
+    """A named overlap: the method, sizes and buffer of all calls with this name.
 
     Attributes:
         name: the overlap's name, such as "qkv_fprop".
@@ -111,7 +111,7 @@ class CommOverlapP2P(Overlap):
 
 @dataclasses.dataclass(frozen=True)
 class InitializedAxis:
-    """One mesh axis that `initialize_ub` has set up, with its named overlaps."""
+    """A mesh axis that `initialize_ub` has set up, and its named overlaps."""
 
     axis_name: tuple[str, ...]
     tp_size: int
@@ -125,12 +125,12 @@ class InitializedAxis:
     choices: TunedTable | None = None  # tuned choices for "auto"
 
     def names(self) -> list[str]:
-        """Returns the names of the overlaps, such as "qkv_fprop", once each."""
+        """Returns the distinct names of the overlaps, such as "qkv_fprop"."""
         return list(dict.fromkeys(name for name, _ in self.overlaps))
 
     @property
     def capacity(self) -> int:
-        """Returns how many elements the shared buffers hold, including padding.
+        """Returns how many elements the axis's shared buffers hold, with padding.
 
         That is T rows, plus one row per split of every rank's chunk. If the rows do not
         divide by the ranks and splits, every slot has the size of the largest split.
@@ -190,7 +190,7 @@ _configuration = object()
 
 
 def configuration() -> Hashable:
-    """Returns a key that changes with the settings that tracing depends on.
+    """Returns a hashable key that changes with all settings that tracing reads.
 
     These are the named overlaps, the default method and the tuned file. Caches of
     traced functions include it in their keys, since tracing looks up names and methods.
@@ -224,7 +224,7 @@ def axes() -> tuple[InitializedAxis, ...]:
 
 
 def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> InitializedAxis | None:
-    """Returns what `initialize_ub` has set up for a mesh axis of this size, or None."""
+    """Returns the `InitializedAxis` of a mesh axis with `num_ranks` ranks, or None."""
     axis = _AXES.get(axis_name)
     return axis if axis is not None and axis.tp_size == num_ranks else None
 
@@ -290,7 +290,7 @@ def find(
     num_ranks: int,
     ub_name: str | None,
 ) -> dict[str, Overlap]:
-    """Returns the named overlaps of a layer, found by its `ub_name`, by pass.
+    """Returns a layer's named overlaps by pass ("fprop", "dgrad", "wgrad").
 
     Args:
         label: the call, for errors.

@@ -21,12 +21,12 @@ NAMES = tuple(f"JAX_UB_{word}" for word in _WORDS)
 
 
 def method() -> str | None:
-    """Returns `JAX_UB_METHOD`, the method of calls that name none; None if not set."""
+    """Returns `JAX_UB_METHOD`, the method of calls that specify none, or None."""
     return os.environ.get("JAX_UB_METHOD") or None
 
 
 def timeout_s() -> float | None:
-    """Returns `JAX_UB_TIMEOUT_S`: seconds that a rank waits for its peers, or None.
+    """Returns `JAX_UB_TIMEOUT_S`, the seconds that a rank waits for peers, or None.
 
     The default is 120 s.
     """
@@ -44,7 +44,10 @@ def first_call_timeout_s() -> float | None:
 
 
 def deadline_s() -> float:
-    """Returns the timeout in Python code: `JAX_UB_TIMEOUT_S`, or its default."""
+    """Returns the seconds that Python code waits for peers, 120 by default.
+
+    `JAX_UB_TIMEOUT_S` sets it.
+    """
     return timeout_s() or DEFAULT_TIMEOUT_S
 
 
@@ -91,7 +94,7 @@ def check() -> None:
 
 
 def xla_memory_share() -> float:
-    """Returns the fraction of each GPU's memory that XLA preallocates; 0.75 by default.
+    """Returns the fraction of a GPU's memory that XLA preallocates; 0.75 by default.
 
     Reads `XLA_CLIENT_MEM_FRACTION`, else its older name
     `XLA_PYTHON_CLIENT_MEM_FRACTION`. The fraction is 0 if
@@ -173,7 +176,7 @@ def version_of_file(path: str) -> tuple[int, ...] | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-# For error texts: the line of Python that appends a flag to `XLA_FLAGS`.
+# Line of Python that appends a flag to `XLA_FLAGS`, for error messages.
 ADDING_XLA_FLAGS = (
     'os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_..."'
 )
@@ -193,7 +196,7 @@ def ask_openmp_to_sleep() -> None:
 
 
 def given() -> dict[str, str]:
-    """Returns all environment variables whose name begins with "JAX_UB_".
+    """Returns the environment variables whose names begin with "JAX_UB_".
 
     Callers compare them with `NAMES` to report misspelt variables.
     """

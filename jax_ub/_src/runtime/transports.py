@@ -13,13 +13,13 @@ EndpointInfos = Mapping[int, Mapping[str, Any]]
 
 
 class TransportSetup(Protocol):
-    """Connects groups of ranks on one platform, so that they share memory."""
+    """Interface that connects groups of ranks on one platform by shared memory."""
 
     def groups(self, device_groups: DeviceGroups) -> list[Group]:
         """Returns the groups that need a connection, in the same order everywhere."""
 
     def open_endpoint(self, device_groups: DeviceGroups, group: Group) -> Any:
-        """Opens what peers in other processes connect to, such as a socket."""
+        """Opens the socket to which peers in other processes connect."""
 
     def endpoint_info(self, endpoint: Any) -> dict[str, Any]:
         """Returns the address of an endpoint, as JSON values to send to the peers."""
@@ -66,7 +66,7 @@ class TransportSetup(Protocol):
 
 
 class CpuTransportSetup:
-    """Connects processes on one host, which map each other's CPU memory.
+    """Connects processes of one host, which map each other's CPU memory.
 
     Groups within one process need no connection.
     """
@@ -81,7 +81,7 @@ class CpuTransportSetup:
         return {"address": endpoint.address, "token": endpoint.token}
 
     def why_not(self, device_groups, group, peer_info, endpoint_infos):
-        """Returns a reason if the group's processes run on several hosts."""
+        """Returns a reason if the group's processes run on several hosts, else None."""
         by_host: dict[str, list[int]] = {}
         for process in sorted(set(device_groups.processes_of(group))):
             by_host.setdefault(peer_info[process]["host"], []).append(process)
@@ -104,7 +104,7 @@ class CpuTransportSetup:
 
 
 class CudaTransportSetup:
-    """Allocates memory on each GPU of a group, and maps it on all its GPUs."""
+    """Allocates memory on each GPU of a group, and maps it on the group's GPUs."""
 
     def groups(self, device_groups):
         return [group for group in device_groups.groups if len(group) > 1]
@@ -164,7 +164,7 @@ class CudaTransportSetup:
 
 
 class NoTransportSetup:
-    """Connects no group, because the platform has no engine."""
+    """Connects nothing, because the engine does not support the platform."""
 
     def __init__(self, platform: str):
         self._reason = f"no engine for {platform}"
@@ -190,7 +190,7 @@ def _groups_over_processes(device_groups):
 
 
 def _shared_arguments(device_groups, group, endpoint_infos):
-    """Returns the arguments that `connect` of both engines takes."""
+    """Returns the arguments that `connect` of the CPU and CUDA engines share."""
     own = device_groups.process
     peers = {
         process: info for process, info in endpoint_infos.items() if process != own
@@ -207,7 +207,7 @@ def _shared_arguments(device_groups, group, endpoint_infos):
 
 
 def transport_setup_of(platform: str) -> TransportSetup:
-    """Returns the object that connects groups of devices of a platform."""
+    """Returns the `TransportSetup` for "cpu", "cuda" or another platform."""
     if platform == "cpu":
         return CpuTransportSetup()
     return CudaTransportSetup() if platform == "cuda" else NoTransportSetup(platform)

@@ -87,7 +87,7 @@ def _read(path, version):
 
 
 def version_of(package: str) -> str:
-    """Returns an installed package's version, or "of a source tree"."""
+    """Returns an installed package's version; "of a source tree" if not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

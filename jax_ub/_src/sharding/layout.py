@@ -41,7 +41,7 @@ def resolve_parallel(op: str, kind: str | None) -> str:
 def parallel_of_spec(
     spec: Sequence | None, num_in: int, axis_name: str | tuple[str, ...]
 ) -> str | None:
-    """Returns "row" or "column", as a kernel's partition spec has it; None if neither.
+    """Returns "row" if a kernel's spec shards in, "column" if it shards out, or None.
 
     "row" means that an in dimension is sharded, and "column" an out dimension. The
     result is None if no dimension is sharded over all of `axis_name`.
@@ -68,7 +68,7 @@ def sharded_dim(spec: Sequence | None, axis_name: str | tuple[str, ...]) -> int 
 
 @dataclasses.dataclass(frozen=True)
 class ShardingLayout:
-    """How one linear layer is sharded over a mesh, and how it runs. Hashable.
+    """Hashable description of how a linear layer is sharded over a mesh, and runs.
 
     It can be pickled: a mesh is stored by its device ids, and becomes None if the
     loading process does not have these devices.
@@ -174,7 +174,7 @@ class ShardingLayout:
 
     @property
     def op(self) -> str:
-        """The layer's name in error messages."""
+        """Returns the layer's name in error messages, `linear(parallel=...)`."""
         name = "" if self.ub_name is None else f" (ub_name {shown(self.ub_name)})"
         return f"linear(parallel={shown(self.parallel)}){name}"
 
@@ -184,7 +184,7 @@ class ShardingLayout:
 
     @property
     def kernel_spec(self) -> P:
-        """The partition spec of the kernel in its stored layout."""
+        """Returns the `PartitionSpec` of the stored kernel, [in, out] or [out, in]."""
         other = self.fsdp_axes or None
         if isinstance(other, tuple) and len(other) == 1:
             (other,) = other
@@ -193,12 +193,12 @@ class ShardingLayout:
 
     @property
     def fsdp_dim(self) -> int:
-        """The dimension of the stored kernel that `fsdp_axes` shard."""
+        """Returns the dimension of the stored kernel that `fsdp_axes` shard."""
         return 1 - self._fsdp_dim if self.rhs_transposed else self._fsdp_dim
 
     @property
     def _fsdp_dim(self):
-        """The dimension of a kernel [in, out] that `fsdp_axes` shard."""
+        """Returns the dimension of an [in, out] kernel that `fsdp_axes` shard."""
         return self.mode.kernel.index(False)
 
     @property
@@ -213,7 +213,7 @@ class ShardingLayout:
 
     @property
     def flagged_method(self) -> FlaggedMethod | str | None:
-        """The method, together with the `ub_*` flags if any is given."""
+        """Returns the method, combined with the layer's `ub_*` flags if any is set."""
         if not self.flags.given:
             return self.method
         return FlaggedMethod(self.method, self.flags)
@@ -289,7 +289,7 @@ class ShardingLayout:
         return None if self.is_local() else self.find_mesh(*arrays)
 
     def in_out(self, dims: Sequence) -> tuple:
-        """Reorders one item per kernel dimension from stored order to [in, out]."""
+        """Reorders `dims`, one item per stored kernel dimension, to [in, out] order."""
         if len(dims) != len(IN_OUT) or not self.rhs_transposed:
             return tuple(dims)
         return tuple(dims)[::-1]
@@ -401,7 +401,7 @@ class ShardingLayout:
         )
 
     def _instead_of(self, spec):
-        """Returns the partition spec that an error tells the user to shard by.
+        """Returns the kernel's spec that an error message recommends instead of `spec`.
 
         It keeps all axes of `spec` by moving the others to the FSDP dimension.
         """

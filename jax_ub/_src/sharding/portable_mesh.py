@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 @dataclasses.dataclass(frozen=True)
 class PortableMesh:
-    """A `jax.sharding.Mesh` with device ids, since devices belong to one process."""
+    """Picklable form of a `jax.sharding.Mesh`, with the ids of its devices."""
 
     axis_names: tuple[Any, ...]
     axis_types: tuple[AxisType, ...]
@@ -37,7 +37,7 @@ class PortableMesh:
 
 
 def pack(state: dict[str, Any]) -> dict[str, Any]:
-    """Replaces meshes among an object's attributes by `PortableMesh`."""
+    """Replaces each `Mesh` in an object's state by a picklable `PortableMesh`."""
     return {
         name: PortableMesh.of(value) if isinstance(value, Mesh) else value
         for name, value in state.items()
@@ -45,7 +45,10 @@ def pack(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def unpack(state: dict[str, Any]) -> dict[str, Any]:
-    """Inverts `pack`. Meshes with missing devices become None."""
+    """Replaces each `PortableMesh` in an unpickled state by a `Mesh`, or by None.
+
+    A mesh becomes None if this process lacks one of its devices.
+    """
     return {
         name: value.find() if isinstance(value, PortableMesh) else value
         for name, value in state.items()

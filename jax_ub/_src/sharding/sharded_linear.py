@@ -51,7 +51,7 @@ def sharded_linear(
     residual: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies x by each kernel with the sharding of `layout`.
+    """Computes `x @ kernel + bias` for each kernel on arrays sharded by `layout`.
 
     Args:
         layout: the sharding layout of all kernels. It shards the first input or the
@@ -89,8 +89,8 @@ def sharded_linear(
     is_exported = checks.has_symbolic_sizes(x)
     is_mapped = mesh is not None and not is_exported
     if main_grads is not None and (is_mapped or kernels[0].ndim > 2):
-        # The ops see other arrays than the caller's, and so cannot detect that two
-        # calls use the same main_grad.
+        # `shard_map` and reshapes pass new arrays to the ops, which therefore cannot
+        # detect that two calls accumulate into the same main_grad.
         for main_grad, kernel in zip(main_grads, kernels, strict=True):
             accumulators.claim(layout.op, main_grad, kernel)
     outs = [layout.in_out(w.shape)[num_in:] for w in kernels]
@@ -113,8 +113,8 @@ def sharded_linear(
             ys = _without_shard_map(layout, mesh, out_dtype, *operands)
         else:
             layout, repeated = _settled_layout(layout, mesh, x_matrix)
-            # Part of jit's cache key, because the layer looks up its name and method in
-            # the configuration while it is traced.
+            # The configuration is part of jit's cache key, because the layer looks up
+            # its name and method there while it is traced.
             configuration = registry.configuration()
             ys = _shard_mapped(
                 configuration, layout, mesh, out_dtype, repeated, *operands
@@ -132,7 +132,7 @@ def sharded_linear(
 # 0.10.2 evaluates the operations of scans and jax.checkpoint one by one.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
-    """Runs the layer in a `shard_map` over the mesh axes, except manual ones."""
+    """Runs a linear layer in a `shard_map` over all axes that are not manual yet."""
     x, kernels, _, main_grads, _ = operands
     batch = batch_axes(layout, mesh, x)
     data = nontrivial_axes(mesh, batch)
@@ -161,7 +161,7 @@ def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
 def _with_whole_kernels(
     body, layout, replicas, x, kernels, biases, main_grads, residual
 ):
-    """Calls `body` with gathered kernels and the main_grads of one replica."""
+    """Calls `body` with kernels gathered over FSDP axes, main_grads of one replica."""
     if replicas:
         on_first = functools.partial(_on_first_replica, axes=replicas)
         main_grads = jax.tree.map(on_first, main_grads)
@@ -172,7 +172,7 @@ def _with_whole_kernels(
 
 
 def _shard_function(layout, out_dtype, kernels):
-    """Returns the function that multiplies one rank's shards.
+    """Returns the function that computes a linear layer from one rank's shards.
 
     Its arguments are x, kernels, biases, main_grads and the residual.
     """
@@ -190,14 +190,14 @@ def _shard_function(layout, out_dtype, kernels):
 
 
 def _each_kernel(run, x, kernels, biases, main_grads, residual):
-    """Multiplies by one kernel after the other, since they share no all-gather."""
+    """Multiplies x by each kernel in a separate call, since no all-gather is shared."""
     none = (None,) * len(kernels)
     each = zip(kernels, biases or none, main_grads or none, strict=True)
     return tuple(run(x, *parameters, residual) for parameters in each)
 
 
 def _present(arrays):
-    """Returns a tuple of arrays, or None if there are none."""
+    """Returns `arrays` as a tuple, or None if it is None or contains None."""
     return None if arrays is None or None in arrays else tuple(arrays)
 
 
@@ -236,7 +236,7 @@ def _check_operands(layout, x, kernels, residual, num_in):
 
 
 def _as_matrices(layout, operands, num_in, out_dtype):
-    """Returns the operands of `_shard_function` and the `out_dtype`.
+    """Reshapes a layer's operands to matrices; returns them and the result's dtype.
 
     Input and output dimensions are merged. Several kernels are in a tuple. The residual
     is left out if the layer is not a row layer.
@@ -283,7 +283,7 @@ def _check_needs_no_mesh(layout):
 
 
 def _typed_layout(layout, mesh, kernels, num_in):
-    """Returns the layout with the FSDP axes of the kernels' types, after checks."""
+    """Checks the kernels' shardings; returns the layout with their FSDP axes."""
     specs = [layout.in_out(jax.typeof(kernel).sharding.spec) for kernel in kernels]
     layout = layout.with_fsdp_of(specs[0], mesh, num_in)
     for kernel, spec in zip(kernels, specs, strict=True):
@@ -296,7 +296,7 @@ def _typed_layout(layout, mesh, kernels, num_in):
 
 
 def _settled_layout(layout, mesh, x):
-    """Returns the layout of a call, and why ranks compute the same rows of x, or None.
+    """Fits the layout to the shape of x; returns it, and why ranks repeat rows.
 
     Layers that are not parallel do not shard tokens that do not divide evenly. FSDP
     axes that do not shard the tokens are left out, so that XLA all-gathers the kernels

@@ -128,7 +128,7 @@ def explicit_axes(mesh: AnyMesh) -> set[str]:
 
 
 def free_axes(mesh: AnyMesh) -> dict[str, Any]:
-    """Returns arguments of `jax.shard_map`, so that it covers all axes not manual yet.
+    """Returns `jax.shard_map` arguments that make all remaining mesh axes manual.
 
     If the mesh has manual axes, it is the mesh of the enclosing `shard_map`.
     """

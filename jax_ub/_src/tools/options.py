@@ -18,7 +18,7 @@ _PICTURES = (".png", ".pdf", ".svg")
 
 
 def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """Returns an argparse type that parses comma-separated values to a tuple.
+    """Returns an argparse `type` that parses comma-separated values to a tuple.
 
     `read` parses each value. A `UbError` that it raises becomes an argparse error.
     """
@@ -33,7 +33,7 @@ def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 
 
 def name_of(known: Iterable[str]) -> Callable[[str], str]:
-    """Returns an argparse type that accepts one of the `known` names."""
+    """Returns an argparse `type` that accepts only the names in `known`."""
     names = tuple(known)
 
     def read(name: str) -> str:
@@ -47,12 +47,12 @@ def name_of(known: Iterable[str]) -> Callable[[str], str]:
 
 
 def names_of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
-    """Returns an argparse type that parses comma-separated names out of `known`."""
+    """Returns an argparse `type` for comma-separated names, all in `known`."""
     return list_of(name_of(known))
 
 
 def positive(text: str) -> int:
-    """Parses a positive decimal integer; for use as an argparse `type`."""
+    """Parses a positive decimal integer; an argparse `type`."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a positive number")
@@ -60,7 +60,7 @@ def positive(text: str) -> int:
 
 
 def output_path(text: str) -> pathlib.Path:
-    """Checks that a command-line option names a file that can be written.
+    """Returns an option's value as a path, after checking that a file can be written.
 
     Raises:
         argparse.ArgumentTypeError: if the path is a folder, if its folder does not
@@ -91,9 +91,7 @@ def output_path(text: str) -> pathlib.Path:
 
 
 def picture_path(text: str) -> pathlib.Path:
-    """Checks that a command-line option names an image file that can be written.
-
-    The suffix selects the format: .png, .pdf or .svg.
+    """Returns the path of a .png, .pdf or .svg file, after checking it can be written.
 
     Raises:
         argparse.ArgumentTypeError: if the suffix is unknown, or if `output_path`
@@ -108,7 +106,7 @@ def picture_path(text: str) -> pathlib.Path:
 
 
 def load_extra(package: str, option: str) -> Any:
-    """Imports a package of the extra `bench`, which `option` needs.
+    """Imports a package of the optional dependencies `jax_ub[bench]`.
 
     Raises:
         UnsupportedOverlapError: if it is not installed; says how to install it.
@@ -123,6 +121,6 @@ def load_extra(package: str, option: str) -> Any:
 
 
 def load_pyplot(option: str) -> Any:
-    """Imports pyplot with a backend that writes files and needs no display."""
+    """Imports matplotlib's pyplot with a backend that needs no display."""
     load_extra("matplotlib", option).use("Agg")
     return importlib.import_module("matplotlib.pyplot")

@@ -10,11 +10,11 @@ from jax_ub._src.errors import UbError, shown
 
 
 class ScriptError(UbError, ValueError):
-    """A program does not exist, cannot be read or is not Python source."""
+    """Raised if a script does not exist, cannot be read or is not Python source."""
 
 
 def split_program(program: list[str]) -> list[str]:
-    """Returns the words of a program without the "--" that ends a command's options.
+    """Returns a command line's program and arguments without the leading "--".
 
     Before Python 3.13, argparse keeps the "--".
     """
@@ -56,7 +56,7 @@ def run_script(script: str, arguments: Sequence[str]) -> int:
 
 
 def _check_source(script):
-    """Compiles the script without running it, to report syntax errors in one line.
+    """Compiles a script without running it, so that a syntax error becomes one line.
 
     A precompiled file or zip archive is not checked.
     """

@@ -27,13 +27,15 @@ ONEDNN = "onednn"
 UNFUSED = "unfused"
 PLAIN = "plain_gemm"
 COPY = "copy"
-# Limit of multi-process cases: the same op and number of devices, in one process.
+# Name of a limit of multi-process cases: the same op on the same number of devices, all
+# in one process.
 IN_PROCESS = "in_process"
-# Nearly empty programs, which measure XLA's launch time on all devices and on one.
+# Names of nearly empty programs, which measure XLA's launch time on all devices and on
+# one device.
 LAUNCH = "launch"
 LAUNCH_ONE = "launch_one"
-# Name of a result: the plain GEMM's time divided by jax_ub's time, after each program's
-# launch time is subtracted.
+# Name of a ratio: the time of the plain GEMM divided by the time of jax_ub's program,
+# after each program's launch time is subtracted.
 PLAIN_APART = "plain_gemm_launches_apart"
 PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED)
 LIMITS = (PLAIN, COPY, IN_PROCESS, PEAK)
@@ -62,11 +64,11 @@ class Shape:
 
     @property
     def row(self) -> "Shape":
-        """The row linear layer that maps the N features of an MLP back to K."""
+        """Returns the sizes of the row linear layer, x [M, N] times w [N, K]."""
         return Shape(self.M, self.N, self.K)
 
     def bytes(self, dtype: Any) -> int:
-        """Returns the bytes of x, w and the result."""
+        """Returns the total bytes of x, w and the result in `dtype`."""
         num_elements = self.M * self.K + self.K * self.N + self.M * self.N
         return jnp.dtype(dtype).itemsize * num_elements
 
@@ -101,7 +103,7 @@ QUICK_SHAPES = (Shape(32, 48, 80),)
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Memory that programs allocate per device in addition to operands and results.
+    """The bytes that a benchmark's programs allocate besides operands and results.
 
     `own_bytes` and `peer_bytes` are temporary buffers of jax_ub's program and of XLA's
     best one. jax_ub does not allocate the buffer `avoided`. `workspace_bytes` is the
@@ -117,7 +119,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One op at one size, with all programs that compute it and are timed together.
+    """A benchmark case: one op at one size, and all programs that compute it.
 
     Attributes:
         variant: distinguishes cases that have the same op and shape.
@@ -151,13 +153,13 @@ class Case:
         return f"{self.name} {self.shape} {self.dtype} P={self.num_ranks}{several}"
 
     def __getitem__(self, name: str) -> Candidate:
-        """Returns the candidate of this name."""
+        """Returns the candidate program with the name `name`."""
         return next(c for c in self.candidates if c.name == name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The configuration to build cases for: devices, dtype and method under test.
+    """The settings for which benchmark cases are built: devices, dtype and method.
 
     `dots` measures and caches XLA's fastest GEMM. `variants` selects GEMM variants,
     such as "nn+bias", for the op "gemm"; an empty tuple selects all of them.
@@ -183,7 +185,7 @@ class Setup:
         variant: str = "",
         **more: Any,
     ) -> Case:
-        """Returns a case of `num_gemms` GEMMs of the size `shape`, with the peak."""
+        """Returns a benchmark case of `num_gemms` GEMMs of size `shape`."""
         flops = num_gemms * shape.flops
         peak = at_peak(self.ranks, self.dtype, flops)
         return Case(
@@ -208,7 +210,10 @@ def copy_limit(num_bytes: int) -> Candidate:
 
 
 def launches(ranks: Ranks) -> list[Candidate]:
-    """Returns nearly empty programs on all devices of `ranks` and on one device."""
+    """Returns nearly empty programs that measure XLA's launch time.
+
+    One runs on all devices of `ranks`, the other on one device.
+    """
 
     def launch(name: str, ranks: Ranks) -> Candidate:
         program = ranks.program(lambda x: x + 1, (Spec(AXIS),), Spec(AXIS))
@@ -225,7 +230,10 @@ def temp_bytes(candidate: Candidate) -> int:
 
 
 def check_agreement(case: Case) -> None:
-    """Compares the result of every candidate with the result of `xla_best`."""
+    """Compares every program's result in a case with the result of XLA's fastest one.
+
+    It raises an error if they differ by more than rounding.
+    """
     skipped = (*LIMITS, LAUNCH, LAUNCH_ONE)
     results = {
         c.name: [_host(leaf) for leaf in jax.tree.leaves(c())]
@@ -245,7 +253,7 @@ def check_agreement(case: Case) -> None:
 
 
 def tolerance(dtype: str, contracting: int) -> float:
-    """Returns the largest error of a correct result, relative to the largest value.
+    """Returns the largest error, relative to the largest value, of a correct result.
 
     Candidates round to `dtype` a few times and sum `contracting` products in f32, in
     different orders.
@@ -256,7 +264,7 @@ def tolerance(dtype: str, contracting: int) -> float:
 
 
 def _host(array: jax.Array) -> np.ndarray:
-    """Returns the values on this process, in f64."""
+    """Returns an array's values in this process as a NumPy array in f64."""
     if not array.is_fully_addressable:
         array = array.addressable_data(0)
     return np.asarray(array).astype(np.float64)

@@ -41,7 +41,7 @@ OPS: dict[str, Builder] = {
     "latency": latency.latency,
     "small": small,
 }
-# Ops that ignore --shapes, with their shape by dtype.
+# The ops that ignore --shapes, with their fixed shape for each dtype.
 _FIXED_SHAPES: dict[str, dict[str, Shape]] = {
     "latency": dict.fromkeys(DTYPES.values(), latency.SHAPE),
     "small": SMALL_SHAPES,
@@ -56,7 +56,7 @@ _PROCESS_ROUNDS = 7
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of a benchmark run: what it compares, and how often it times programs."""
+    """The options of a benchmark run, such as ops, shapes and number of rounds."""
 
     ops: tuple[str, ...] = tuple(OPS)
     devices: tuple[int, ...] = (1, 2, 4, 8)
@@ -70,7 +70,7 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `bench`. Omitted options are None; `Options` has defaults."""
+    """Adds the command-line options of `python -m jax_ub bench` to a parser."""
     add = parser.add_argument
     known = ", ".join(OPS)
     add("--ops", type=names_of([*OPS, _BARRIER]), help=f"comma-separated: {known}")
@@ -114,13 +114,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=list_of(positive),
         help="run one rank in each of so many processes, as in 2,4; XLA uses gloo",
     )
-    # Internal: specifies what a process started by this command measures.
+    # An internal option: tells a process that this command has started what to measure.
     add("--part", help=argparse.SUPPRESS)
     parser.set_defaults(run=command)
 
 
 def options(given: argparse.Namespace) -> Options:
-    """Returns the options of a command line, completed with defaults and checked."""
+    """Checks the parsed command line, and completes it with default values."""
     chosen = {
         field.name: getattr(given, field.name)
         for field in dataclasses.fields(Options)
@@ -143,7 +143,7 @@ def options(given: argparse.Namespace) -> Options:
 
 
 def _conflicts(given, found) -> Iterator[str]:
-    """Yields an error for each pair of options that exclude each other."""
+    """Yields an error message for each pair of options that exclude each other."""
     ops, counts = ",".join(found.ops), ",".join(map(str, found.threads))
     is_fixed = set(found.ops) <= {*_FIXED_SHAPES, _BARRIER}
     if given.processes is not None:
@@ -209,7 +209,7 @@ def _check_shapes(found):
 
 
 def command(given: argparse.Namespace) -> int:
-    """Runs the benchmark of a parsed command line and returns the exit status."""
+    """Runs the benchmark of a parsed command line and returns the exit status, 0."""
     if given.part is not None:
         return processes.run_part(given.part)
     chosen = options(given)
@@ -221,7 +221,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def _run(given, chosen):
-    """Measures in this process, and prints each result as soon as it is measured."""
+    """Benchmarks in this process, and prints each result as soon as it is measured."""
     if given.plot is not None:
         report.check_plot(chosen.ops)
     machine.start(max(chosen.devices), given.platform)
@@ -234,7 +234,8 @@ def _run(given, chosen):
     for result in measure(chosen, dots):
         print(table.row(result), flush=True)
         results.append(result)
-        # Written after each result, so that an interrupted run leaves its results.
+        # The file is written after each result, so that an interrupted run leaves its
+        # results.
         if given.json is not None:
             more = {"options": dataclasses.asdict(chosen), "fastest_dots": dots.found}
             _write(given.json, {**about, **more}, results, lowering_log.fallbacks())
@@ -245,7 +246,7 @@ def _run(given, chosen):
 
 
 def _run_processes(given, chosen):
-    """Runs a job for each number of processes in turn, and prints the results."""
+    """Runs a multi-process job for each number in `--processes`, and prints results."""
     job_options = processes.JobOptions(
         ops=[op for op in processes.OPS if given.ops is None or op in given.ops],
         dtypes=chosen.dtypes,
@@ -282,7 +283,7 @@ def _write(path, about, results, fallbacks):
 
 
 def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
-    """Builds, checks and times all benchmark cases in turn, and yields the results."""
+    """Builds, checks and times all benchmark cases, and yields their results."""
     for op in chosen.ops:
         shapes = chosen.shapes[:1] if op in _FIXED_SHAPES else chosen.shapes
         for dtype in chosen.dtypes:
@@ -310,10 +311,10 @@ def _time(case: Case, chosen: Options) -> list[Result]:
 
 
 def _candidates_by_threads(case: Case, counts: Sequence[int]) -> list[Any]:
-    """Returns a case's candidates, with a copy of jax_ub's programs per thread count.
+    """Copies jax_ub's programs in a case once for each number of threads.
 
-    All other candidates run with the first count. They include limits that the engine
-    computes, which must stay comparable between the counts.
+    The other candidates run with the first number of threads. They include limits that
+    the engine computes, which must stay comparable between the numbers of threads.
     """
     first, *others = counts
     own = (cases.OWN, f"{cases.OWN}_once")

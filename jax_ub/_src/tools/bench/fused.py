@@ -22,7 +22,7 @@ _ROWS, _FEATURES = Spec(AXIS), Spec(None, AXIS)
 
 @dataclasses.dataclass(frozen=True)
 class _Sequence:
-    """A sequence of `jax_ub.ops` operations that can be fused, and its array shapes.
+    """A list of `jax_ub.ops` operations that a benchmark runs, and its array shapes.
 
     `make` returns the operations for a method. `x` and `y` are the shapes and shardings
     of the input and the result. An extra "input" has the shape of `y`, an extra
@@ -37,7 +37,7 @@ class _Sequence:
     extra: str = ""
 
     def program(self, method: str | None, *, is_fused: bool) -> Callable[..., Any]:
-        """Returns a function that runs the sequence forward and backward with `method`.
+        """Returns a function that runs the operations forward and backward.
 
         It maps (params, x, dy, *extra) to the result and the gradients of all inputs.
         """
@@ -56,7 +56,7 @@ class _Sequence:
 
 
 def fused(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns the cases of all sequences that `jax_ub.ops` can fuse at this size.
+    """Returns the benchmark cases of operations that `jax_ub.ops` fuses at this size.
 
     With several ranks, they overlap GEMMs with collectives; with one rank, they fuse
     local operations such as a linear layer and its bias.
@@ -160,7 +160,7 @@ def _case(setup: Setup, shape: Shape, sequence: _Sequence) -> Case:
 
 
 def _operands(setup, sequence):
-    """Returns a sequence's operands, their shardings and the results' shardings."""
+    """Returns the operands of a benchmarked sequence, and all shardings."""
     seq = ops.Sequential(*sequence.make(None))
     shapes = jax.eval_shape(seq.init, jax.random.key(0))
     params = tuple(

@@ -17,12 +17,12 @@ from jax_ub._src.tools.bench.machine import AXIS, Spec, normal
 from jax_ub._src.tools.bench.timing import Candidate, fastest
 
 VARIANTS = ("nn", "nn+bias", "nn+add", "nt", "nt+bias", "nt+add", "tn", "tn+add")
-# Computes a GEMM of (a, b, bias or None, addend or None).
+# A function that computes the GEMM of (a, b, bias or None, addend or None).
 Gemm = Callable[..., jax.Array]
 
 
 def own_gemm(method: str, layout: str, out_dtype: str | None = None) -> Gemm:
-    """Returns jax_ub's local GEMM with a layout of `bench.peers`.
+    """Returns jax_ub's local GEMM for a layout "nn", "nt" or "tn" of `bench.peers`.
 
     `out_dtype` defaults to f32 if a wgrad has an addend, and to the operands' dtype
     otherwise.
@@ -49,7 +49,7 @@ def own_gemm(method: str, layout: str, out_dtype: str | None = None) -> Gemm:
 
 
 def local_shapes(layout: str, shape: Shape) -> tuple[tuple[int, int], ...]:
-    """Returns the shapes of the left operand, right operand and result of a GEMM.
+    """Returns the shapes of a GEMM's left operand, right operand and result.
 
     `layout` is fprop ("nn"), dgrad ("nt") or wgrad ("tn") of a layer of size `shape`.
     """
@@ -58,7 +58,7 @@ def local_shapes(layout: str, shape: Shape) -> tuple[tuple[int, int], ...]:
 
 
 def gemm(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns a case for each variant of a local GEMM, such as "nn+bias".
+    """Returns a benchmark case for each variant, such as "nn+bias", of a local GEMM.
 
     The GEMM runs on one device, so the list is empty if there are several ranks.
     """
@@ -69,7 +69,7 @@ def gemm(setup: Setup, shape: Shape) -> list[Case]:
 
 
 def dgrad_add(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns the case of `ub.dgrad_add`: `residual + dy w^T`, in place.
+    """Returns the benchmark case of `ub.dgrad_add`, `residual + dy w^T` in place.
 
     The rows of `dy` and `residual` are sharded.
     """
@@ -78,16 +78,16 @@ def dgrad_add(setup: Setup, shape: Shape) -> list[Case]:
 
 
 def wgrad_accumulate(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns the case of `ub.wgrad_accumulate`: `main_grad + x^T dy`, in place.
+    """Returns the benchmark case of `ub.wgrad_accumulate`, in place.
 
-    The columns of `dy` and `main_grad` are sharded.
+    It computes `main_grad + x^T dy`. The columns of `dy` and `main_grad` are sharded.
     """
     own = lambda x, dy, _, main_grad: ub.wgrad_accumulate(x, dy, main_grad)  # noqa: E731
     return [_Gemm(setup, shape, "tn+add").case("wgrad_accumulate", own)]
 
 
 class _Gemm:
-    """The programs and operands of one GEMM, with an optional bias or addend.
+    """Builds the candidates of a GEMM benchmark, with an optional bias or addend.
 
     Jitted programs take (a, b), (a, b, bias) or (a, b, addend). An addend is donated:
     the result replaces it.
@@ -142,7 +142,7 @@ class _Gemm:
         return list(map(self.setup.ranks.place, arrays, self.in_specs))
 
     def candidate(self, name: str, function: Gemm, variant: str = "") -> Candidate:
-        """Returns a candidate that maps and jits `function(a, b, bias, addend)`."""
+        """Returns a candidate that runs `function(a, b, bias, addend)` on all ranks."""
         carry = 2 if self.added == "add" else None
 
         def program(a, b, *added):
@@ -155,7 +155,7 @@ class _Gemm:
         return Candidate(name, jitted, self.operands(), variant, carry)
 
     def best(self) -> Candidate:
-        """Returns XLA's fastest program for this GEMM, over all variants of its dot."""
+        """Returns XLA's fastest program for this GEMM, timing all dot variants."""
 
         def xla(dot):
             def program(a, b, bias, addend):

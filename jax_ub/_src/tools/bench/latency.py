@@ -14,18 +14,19 @@ from jax_ub._src.tools.bench.cases import Case, Setup, Shape
 from jax_ub._src.tools.bench.machine import AXIS, Spec, normal
 from jax_ub._src.tools.bench.timing import Candidate
 
-# Dispatching a program costs time once per program, not per call in it. This time
-# cancels in the difference between a program of one call and one with this many more.
+# Number of further calls in a chain. The dispatch of a program costs time once per
+# program, not once per call. It cancels in the difference between the times of a
+# program with one call and a program with this many more.
 MORE_CALLS = 100
 _ROWS, _WIDTH = 16, 16
 SHAPE = Shape(_ROWS, _WIDTH, _WIDTH)
 
-# A call of x and w whose result has the shape of x.
+# A function of x and w whose result has the shape of x.
 Call = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def latency(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns a case for each op that times chained calls with 256 elements per rank.
+    """Returns a benchmark case for each op, of chained calls on 256 elements per rank.
 
     The size is fixed, so `shape` is ignored. With one rank, the list is empty.
     """
@@ -36,7 +37,8 @@ def latency(setup: Setup, shape: Shape) -> list[Case]:
     rows = _ROWS // num_ranks
 
     def tiled(scatter):
-        # The next call of the chain needs all rows again.
+        # The result has a rank's rows only, but the next call of the chain takes all
+        # rows.
         return lambda x, w: jnp.tile(scatter(x, w), (num_ranks, 1))
 
     found = [
@@ -73,7 +75,11 @@ def all_reduce_latency(setup: Setup) -> Case:
 
 
 def latency_case(setup: Setup, variant: str, own: Call, xla: Call) -> Case:
-    """Returns a case of a long chain and a single call, in jax_ub and in XLA."""
+    """Returns a case that times a long chain of calls and a single call.
+
+    Both run in jax_ub and in XLA. The difference is the time of a call without its
+    dispatch.
+    """
     ranks, dtype = setup.ranks, setup.dtype
     operands = [
         ranks.place(normal(0, (ranks.num_ranks * _ROWS, _WIDTH), dtype), Spec(AXIS)),

@@ -22,7 +22,7 @@ from jax_ub._src.tools.bench.machine import AXIS, Ranks, Spec
 from jax_ub._src.tools.bench.peers import Dot
 from jax_ub._src.tools.bench.timing import Candidate, fastest
 
-# Per-device function of the operands.
+# A function of one device's operands, for use in `jax.shard_map`.
 Program = Callable[..., Any]
 Dots = Mapping[str, Dot]
 _Size = tuple[int, int]
@@ -36,7 +36,7 @@ SMALL_SHAPES = {"bfloat16": Shape(512, 768, 768), "float32": Shape(512, 512, 512
 
 @dataclasses.dataclass(frozen=True)
 class LinearOp:
-    """A computation of one or two linear layers, and the programs that compute it.
+    """A benchmarked computation of one or two linear layers, in jax_ub and in XLA.
 
     `dots` maps the name of each GEMM, which ends with its layout, to XLA's fastest dot.
 
@@ -72,7 +72,7 @@ class LinearOp:
         return column.row if self.is_row else column
 
     def best(self, dots: Dots, dtype: str) -> dict[str, Program]:
-        """Returns the variants of XLA's program to time, by a description of each."""
+        """Returns all XLA programs among which the fastest is timed, by description."""
         found: dict[str, Program] = {}
         for moved in peers.sum_dtypes(dtype):
             found |= self.variants(dots, moved)
@@ -80,7 +80,7 @@ class LinearOp:
 
 
 def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
-    """Returns the case of one op, at the sizes of an MLP."""
+    """Returns the benchmark case of one op, at the sizes of an MLP's column layer."""
     shape, ranks, dtype = op.shape(column), setup.ranks, setup.dtype
     operands = ranks.draw(dtype, op.sizes(shape), op.in_specs)
 
@@ -110,7 +110,7 @@ def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
 
 
 def plain(op: LinearOp, method: str, dtype: str, shape: Shape) -> Candidate:
-    """Returns jax_ub's GEMMs of the global sizes on one device, as a limit."""
+    """Returns a limit: jax_ub's GEMMs of the global sizes on a single device."""
     gemm = {layout: own_gemm(method, layout) for layout in peers.LAYOUTS}
     one, sizes = Ranks(1), op.sizes(shape)
     specs, out_specs = jax.tree.map(
@@ -128,7 +128,8 @@ def _memory(op, shape, dtype, own, best):
         avoided = "the partial sums [M, N] of each rank"
         avoided_bytes = shape.M * shape.N
     own_bytes, peer_bytes = cases.temp_bytes(own), cases.temp_bytes(best)
-    # Slots keep the largest size of all earlier cases, so release them first.
+    # The slots are released first, because they keep the largest size of all earlier
+    # cases.
     communicators.release_slots()
     own()
     itemsize = own.operands[0].dtype.itemsize
@@ -142,9 +143,9 @@ def _memory(op, shape, dtype, own, best):
 
 
 def small(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns a case of about 1 ms for each forward op, at the sizes in `SMALL_SHAPES`.
+    """Returns a benchmark case of about 1 ms for each op, to time call overheads.
 
-    Call overhead and thread wake-ups matter there. The given shape is ignored.
+    The sizes are in `SMALL_SHAPES`; `shape` is ignored.
     """
     return [
         dataclasses.replace(case, op="small", variant=case.op)
@@ -156,7 +157,11 @@ def small(setup: Setup, shape: Shape) -> list[Case]:
 def _forward_op(
     name: str, public: Program, naive: Program, ring: Program, **reductions: Program
 ) -> LinearOp:
-    """Returns an op that reduces its product in one of these ways, or gathers x."""
+    """Returns the `LinearOp` of a forward pass: AG+GEMM, GEMM+RS or GEMM+AR.
+
+    `reductions` maps descriptions to collectives that reduce the product. Without them,
+    the op gathers x.
+    """
 
     def dot_sizes(shape, num_ranks):
         if reductions:
@@ -224,7 +229,7 @@ def _only_gradients(column: Program, row: Program) -> Program:
 
 
 class _Collectives:
-    """Layers of XLA's collectives and dots. An array is gathered once per program."""
+    """Linear layers from XLA's collectives and dots, for the XLA programs."""
 
     def __init__(self, dots: Dots, moved: str):
         self.dots, self._moved = dots, moved
@@ -243,7 +248,7 @@ class _Collectives:
 
 
 class _Rings:
-    """Layers of ppermute rings. The operands of the wgrads are gathered by rings."""
+    """Linear layers from rings of `lax.ppermute`, for the XLA programs."""
 
     gather = staticmethod(peers.ring_gather)
     gather_dot = staticmethod(peers.ring_gather_dot)
@@ -254,7 +259,7 @@ class _Rings:
 
 
 class _OneDevice:
-    """Layers on one device, with jax_ub's GEMM of each layout."""
+    """Linear layers on one device, with jax_ub's local GEMMs, for the limit."""
 
     def __init__(self, gemm: Mapping[str, Gemm]):
         self.dots = {
@@ -358,7 +363,8 @@ def _pair_op(name, program, sizes, in_specs, out_specs, **more) -> LinearOp:
     )
 
 
-# Six GEMMs, two all-gathers and two reduce-scatters.
+# Forward and backward pass of both layers: six GEMMs, two all-gathers, two
+# reduce-scatters.
 PAIR = _pair_op(
     "linear_pair",
     _pair,
@@ -371,7 +377,7 @@ PAIR = _pair_op(
         lambda x, w1, w2: peers.naive_row(peers.naive_column(x, w1), w2)
     ),
 )
-# Four GEMMs, two all-gathers and a reduce-scatter.
+# Backward pass of both layers: four GEMMs, two all-gathers and a reduce-scatter.
 BACKWARD = _pair_op(
     "linear_backward",
     _backward,

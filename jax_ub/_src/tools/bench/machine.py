@@ -53,7 +53,7 @@ def start(num_devices: int, platform: str | None = "cpu") -> None:
 
 
 class Ranks:
-    """A mesh of the first `num_ranks` devices of this process."""
+    """A 1D mesh of this process's first `num_ranks` devices, for benchmark programs."""
 
     def __init__(self, num_ranks: int):
         self.num_ranks = num_ranks
@@ -71,13 +71,13 @@ class Ranks:
         return self.devices[0].platform
 
     def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
-        """Copies a global array to new buffers on the mesh with sharding `spec`."""
+        """Copies a global array to new buffers on the mesh, sharded as `spec`."""
         return jax.device_put(np.asarray(array), NamedSharding(self.mesh, spec))
 
     def draw(
         self, dtype: Any, shapes: Sequence[tuple[int, ...]], specs: Sequence[Spec]
     ) -> list[jax.Array]:
-        """Returns random normal operands of these global shapes and shardings."""
+        """Returns random normal arrays with the given global shapes and shardings."""
         drawn = (normal(seed, shape, dtype) for seed, shape in enumerate(shapes))
         return [self.place(x, spec) for x, spec in zip(drawn, specs, strict=True)]
 
@@ -88,7 +88,10 @@ class Ranks:
         out_specs: Any,
         donate: tuple[int, ...] = (),
     ) -> Any:
-        """Jits `jax.shard_map` of a per-device function; donates some operands."""
+        """Jits a per-device function in `jax.shard_map` over the mesh.
+
+        `donate` has the indices of the operands that are donated.
+        """
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs
         )
@@ -96,21 +99,21 @@ class Ranks:
 
 
 class ProcessRanks(Ranks):
-    """A mesh over all processes of a job, with one device of each process."""
+    """A 1D mesh with one device of each process in a multi-process benchmark."""
 
     @property
     def devices(self) -> list[jax.Device]:
         return [jax.local_devices(process)[0] for process in range(self.num_ranks)]
 
     def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
-        """Places a global array, with equal values in all processes, on the mesh."""
+        """Places a global array, equal in all processes, on the mesh as `spec`."""
         array = np.asarray(array)
         sharding = NamedSharding(self.mesh, spec)
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> Any:
-    """Returns a new host array of normal random numbers times `scale`, in `dtype`.
+    """Returns a host array of normal random numbers times `scale`, in `dtype`.
 
     Equal arguments return equal arrays.
     """
@@ -147,7 +150,7 @@ class BackgroundLoad:
         self._share = 0.0
 
     def share(self) -> float:
-        """Returns the share of all cores that others used since the last call.
+        """Returns the share of all cores that other processes used since the last call.
 
         Calls within 0.1 s share one interval.
         """
@@ -162,7 +165,7 @@ class BackgroundLoad:
 
 
 def environment() -> dict[str, Any]:
-    """Returns a run's environment as JSON types: versions, machine, engine."""
+    """Returns versions, machine and engine of a benchmark run, as JSON types."""
     psutil = load_extra("psutil", "bench")
     cpu = cpu_engine.load()
     now = datetime.datetime.now(datetime.UTC)
@@ -187,7 +190,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit():
-    """Returns the git commit of this source; "-dirty" says that files differ."""
+    """Returns the source tree's git commit, with "-dirty" if files differ, or None."""
     here = str(pathlib.Path(__file__).parent)
     command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"]
     try:

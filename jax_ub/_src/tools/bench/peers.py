@@ -34,13 +34,13 @@ Dot = Callable[..., jax.Array]
 
 _CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
 LAYOUTS = tuple(_CONTRACTED)
-# Name in reports of the naive program, where it is XLA's fastest variant.
+# Name that reports use for the naive program if it is XLA's fastest variant.
 NAIVE_VARIANT = "naive"
 
 
 @dataclasses.dataclass(frozen=True)
 class DotVariant:
-    """One way to write a GEMM as `lax.dot_general` in XLA, such as with an f32 result.
+    """A way to write a GEMM as `lax.dot_general`, such as with an f32 result.
 
     `upcasts` converts the operands to f32 first. `transposes` names the operand, "left"
     or "right", that is transposed in memory first.
@@ -75,7 +75,7 @@ class DotVariant:
 
 
 def dot_variants(layout: str, dtype: Any, platform: str = "cpu") -> list[DotVariant]:
-    """Returns the dot variants that are worth timing for a layout, dtype and platform.
+    """Returns the ways to write a GEMM in XLA that are worth timing.
 
     Each was the fastest on some machine; the plain dot is the first. On GPUs, XLA's
     libraries accept every layout, so nothing is transposed first. Upcast operands would
@@ -95,7 +95,7 @@ def dot_variants(layout: str, dtype: Any, platform: str = "cpu") -> list[DotVari
 
 
 class FastestDots:
-    """Finds XLA's fastest variant of a GEMM on this machine, and caches it."""
+    """Times the ways to write a GEMM in XLA, and caches the fastest for each size."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[Any, ...], DotVariant] = {}
@@ -156,9 +156,10 @@ def all_reduce(x: jax.Array) -> jax.Array:
 
 
 def sum_dtypes(dtype: str) -> tuple[str, ...]:
-    """Returns the dtypes to reduce partial sums in: the operands' dtype and f32.
+    """Returns the dtypes in which XLA's programs reduce partial sums: two candidates.
 
-    XLA's fastest choice depends on the machine, so both are timed.
+    They are the operands' dtype and f32. XLA's fastest choice depends on the machine,
+    so both are timed.
     """
     return tuple(dict.fromkeys((dtype, "float32")))
 
@@ -166,11 +167,11 @@ def sum_dtypes(dtype: str) -> tuple[str, ...]:
 def reduced(
     collective: Callable[[jax.Array], jax.Array], dot: Dot, moved: str
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns a program that reduces `dot(x, w)` in the dtype `moved`."""
+    """Returns a program that computes `dot(x, w)` and reduces it in dtype `moved`."""
     return lambda x, w: collective(dot(x, w, moved)).astype(x.dtype)
 
 
-# The naive programs are what most users write.
+# The naive programs below write each op in XLA as most users do.
 
 
 def naive_dot(a: jax.Array, b: jax.Array, layout: str) -> jax.Array:
@@ -201,7 +202,9 @@ def naive_all_reduce(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def ring_gather_dot(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-    """Computes AG+GEMM as a ring: multiplies one shard while the next one is sent.
+    """Computes AG+GEMM as a `ppermute` ring that sends shards during the GEMMs.
+
+    Each rank multiplies one shard while the next one is sent.
 
     Shards move to the lower rank, so in step s rank r multiplies shard (r + s) mod P:
 
@@ -224,7 +227,7 @@ def ring_gather_dot(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
 
 
 def ring_dot_scatter(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-    """Computes GEMM+RS as a ring: each rank adds its product to a partial sum.
+    """Computes GEMM+RS as a `ppermute` ring: each rank adds to a moving partial sum.
 
     Partial sums move to the higher rank. In step s, rank r adds its product for the
     rows of rank (r - 1 - s) mod P; in the last step, these are its own rows.
@@ -284,7 +287,7 @@ class OneDnnGemm:
 
 
 def find_onednn(dtype: str, layout: str) -> OneDnnGemm | str:
-    """Returns oneDNN's GEMM for a dtype and layout, or a text that says why not.
+    """Returns oneDNN's GEMM for a dtype and layout, or the reason why there is none.
 
     The GEMM is tried once, because oneDNN may not support the dtype on this processor.
     """

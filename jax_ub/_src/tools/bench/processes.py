@@ -34,7 +34,8 @@ from jax_ub._src.tools.bench.timing import Candidate, Rounds, summarize
 from jax_ub._src.tools.launch.parts import exit_on_failure, run_parts
 
 OPS = (*FORWARD_OPS, "latency", "barrier")
-# Barriers move no data; this is the smallest buffer of a communicator.
+# Size of the buffer in the barrier benchmark. Barriers move no data, so it is the
+# smallest buffer that a communicator can have.
 _PAGE_BYTES = 4096
 _BARRIERS, _BATCHES = 500, 15
 # Rounds of the search for the fastest variant. With two rounds, gloo at 64 rows in bf16
@@ -48,7 +49,7 @@ class JobError(UbError, RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class JobOptions:
-    """The measurements that the processes of a job make, passed to them as JSON.
+    """The settings of a multi-process benchmark, which each process reads as JSON.
 
     `path` is the file that process 0 writes the results to.
     """
@@ -64,7 +65,7 @@ class JobOptions:
 
 @dataclasses.dataclass(frozen=True)
 class JobReport:
-    """The results of process 0 of a job."""
+    """The benchmark results that process 0 of a multi-process job has written."""
 
     environment: dict[str, Any]
     results: list[Result]
@@ -93,7 +94,7 @@ def run_job(num_processes: int, options: JobOptions) -> JobReport:
 
 
 def run_part(text: str) -> int:
-    """Runs the benchmark in one process of a job, with options as JSON.
+    """Runs one process of a multi-process benchmark; `text` has its settings as JSON.
 
     The launcher starts each process with `bench --part TEXT`.
     """
@@ -140,7 +141,7 @@ def _measure(bench, options, shapes):
 
 
 class Job:
-    """The processes of a benchmark, which make the same calls in the same order."""
+    """The processes of a multi-process benchmark, and collectives among them."""
 
     def __init__(self) -> None:
         self.num_processes = jax.process_count()
@@ -158,7 +159,7 @@ class Job:
         jax.block_until_ready(self._psum(self._ones))
 
     def gather(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
-        """All-gathers f64 values. The result has shape [num_processes, len(values)]."""
+        """All-gathers f64 values of all processes, [num_processes, len(values)]."""
         words = np.asarray(values, np.float64).view(np.uint32)
         every = np.asarray(multihost_utils.process_allgather(words))
         rows = every.reshape(self.num_processes, -1).astype(np.uint32)
@@ -168,11 +169,11 @@ class Job:
         return float(self.gather([value]).max())
 
     def cpu_seconds(self) -> float:
-        """Returns the CPU seconds that all processes have used so far, summed."""
+        """Returns the CPU seconds that all processes together have used so far."""
         return float(self.gather([time.process_time()]).sum())
 
     def broadcast(self, index: int) -> int:
-        """Returns the `index` of process 0 in every process."""
+        """Returns in every process the value of `index` in process 0."""
         chosen = np.asarray([index], np.int32)
         return int(multihost_utils.broadcast_one_to_all(chosen)[0])
 
@@ -183,7 +184,7 @@ class Job:
         patience: int = 1,
         alone: Collection[str] = (),
     ) -> Rounds:
-        """Times candidates in rounds, where the slowest process counts.
+        """Times programs in interleaved rounds; a time is that of the slowest process.
 
         All processes keep the same rounds. Process 0 alone runs the candidates named in
         `alone`.
@@ -202,7 +203,7 @@ class Job:
 
     @contextlib.contextmanager
     def communicator(self) -> Iterator[Any]:
-        """Opens a communicator of all processes for the time of the block.
+        """Opens a communicator of all processes for the time of the `with` block.
 
         It is separate, so that no other call affects the timing.
         """
@@ -234,7 +235,7 @@ class Job:
 
 
 class _Synchronized:
-    """A candidate whose timed calls start in all processes at the same time.
+    """A benchmark program whose timed calls start in all processes simultaneously.
 
     If `is_alone`, process 0 runs it with all cores while the other processes wait.
     """
@@ -264,7 +265,7 @@ class JobBench:
         self._dots = FastestDots()
 
     def forward(self, name: str, dtype: str, column: Shape) -> Result:
-        """Times the op `name`, one rank per process, against XLA with gloo."""
+        """Times an op with one rank per process, against XLA with gloo."""
         op, job, method = FORWARD_OPS[name], self._job, self._options.method
         shape, local = op.shape(column), Ranks(job.num_processes)
 
@@ -300,11 +301,11 @@ class JobBench:
         return self._timed(case)
 
     def latency(self) -> Result:
-        """Times an all-reduce of 256 elements per rank, from chains of 101 and 1."""
+        """Times an all-reduce of 256 elements per rank in a chain of calls."""
         return self._timed(latency.all_reduce_latency(self._setup("float32")))
 
     def barrier(self) -> Result:
-        """Times the barrier between processes of jax_ub's CPU engine."""
+        """Times the barrier of jax_ub's CPU engine between processes."""
         case = self._setup("").case("barrier", Shape(1, 1, 1), [], num_gemms=0)
         with self._job.communicator() as communicator:
             communicator.barrier_seconds(_BARRIERS)

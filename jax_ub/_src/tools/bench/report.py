@@ -26,7 +26,7 @@ _DISTURBED_SHARE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The figures of one benchmark case, each summarized over the timed rounds.
+    """The measurements of a benchmark case, each summarized over the timed rounds.
 
     Attributes:
         case: the benchmark case, without its programs.
@@ -46,12 +46,12 @@ class Result:
 
     @property
     def own(self) -> Summary:
-        """jax_ub's time in microseconds."""
+        """Returns the time of jax_ub's program in microseconds."""
         return self.times_us[cases.OWN]
 
     @property
     def gflops(self) -> float:
-        """jax_ub's rate in GFLOP/s, or 0 if the case counts no FLOPs."""
+        """Returns the rate of jax_ub's program in GFLOP/s; 0 if it counts no FLOPs."""
         return self.case.flops / self.own.median / 1e3
 
     def as_json(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def evaluate(case: Case, rounds: Rounds) -> Result:
 
 
 def evaluate_threads(case: Case, rounds: Rounds, counts: Sequence[int]) -> list[Result]:
-    """Returns a result for each thread count, relative to the first count.
+    """Returns a result for each number of engine threads, relative to the first one.
 
     Times of jax_ub's programs with the other counts have names such as "jax_ub@16".
     """
@@ -100,7 +100,7 @@ def evaluate_threads(case: Case, rounds: Rounds, counts: Sequence[int]) -> list[
 
 
 def _each_call(case, seconds):
-    """Returns each program's seconds per call, in every round.
+    """Returns the seconds per call of each program, in every round.
 
     For a case of chained calls, it subtracts the time of a single call from the time of
     the chain and divides by the number of further calls.
@@ -127,8 +127,8 @@ def _shares(seconds):
 
 
 def _difference(seconds, base):
-    # If noise makes the longer program the faster one in a round, the difference would
-    # not be positive. A tiny positive time keeps the quotients defined.
+    # If noise makes the longer program the faster one in a round, the difference is not
+    # positive. A tiny positive time keeps the quotients defined.
     return [max(more - less, 1e-9) for more, less in zip(seconds, base, strict=True)]
 
 
@@ -148,7 +148,7 @@ def _share_of(limit: str) -> Callable[[Result], str]:
     return text
 
 
-# Width and content of each column.
+# The width of each column, and the function that returns a result's cell.
 _Column = tuple[int, Callable[[Result], object]]
 _COLUMNS: dict[str, _Column] = {
     "op": (29, lambda r: r.case.name),
@@ -169,7 +169,7 @@ _TIMES = ("time", "spread", "GF/s")
 
 
 class Table:
-    """A Markdown table of results, one row each, that can be printed row by row."""
+    """A Markdown table with a row per benchmark result, printed row by row."""
 
     def __init__(self, *columns: str):
         self._columns = columns
@@ -199,7 +199,7 @@ PROCESSES = Table(
 
 
 def sections(results: Sequence[Result], fallbacks: Sequence[str]) -> str:
-    """Returns what follows the table of results: memory, notes, disturbed cases."""
+    """Returns the text below the table of results: memory, notes, disturbed cases."""
     found = {
         "Memory in addition to operands and results, per device": _memory(results),
         "Missing": [note for result in results for note in result.case.notes],
@@ -239,7 +239,7 @@ def _memory(results):
 
 
 def describe(environment: dict[str, Any], options: str) -> str:
-    """Describes the machine, the versions and the options of a run."""
+    """Returns a title with the machine, versions and options of a benchmark run."""
     machine, versions = environment["machine"], environment["versions"]
     engine, kind = environment["engine"], machine["device_kind"]
     gpus = "" if kind == "cpu" else f"{machine['devices']} devices {kind}; "
@@ -261,7 +261,7 @@ _SERIES = {
 
 
 def check_plot(ops: Sequence[str]) -> None:
-    """Checks that a plot can be drawn, before a long benchmark run is started."""
+    """Raises an error if `--plot` cannot work, before a long benchmark run starts."""
     load_pyplot("bench: --plot")
     if set(ops) <= {"latency"}:
         raise UnsupportedOverlapError(
@@ -270,7 +270,7 @@ def check_plot(ops: Sequence[str]) -> None:
 
 
 def plot(results: Sequence[Result], path: pathlib.Path, title: str) -> None:
-    """Writes a PNG of speed-ups, with a panel per dtype and bars for each op and P.
+    """Writes a PNG of speed-ups: a panel for each dtype, bars for each op and P.
 
     The height of a bar is the geometric mean over shapes; each dot is one shape.
     """

@@ -17,21 +17,25 @@ from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools.bench.machine import BackgroundLoad, Ranks
 
-# Limit: the time of the FLOPs at the peak rate, on tiles that stay in the L1 cache.
+# Name of a limit: the time of the case's FLOPs at the peak rate, which is measured on
+# tiles that stay in the L1 cache.
 PEAK = "peak"
-# 20 times the wake-up time of a thread, so all cores compute nearly all the time.
+# Duration of a measurement of the peak rate: 20 times the wake-up time of a thread, so
+# that all cores compute nearly all the time.
 _PEAK_DURATION_S = 0.005
-# Variants this many times slower than the fastest after one call are dropped.
+# Variants of a program that are this many times slower than the fastest one after one
+# call are not timed further.
 _MAX_SLOWDOWN = 1.5
-# Number of timed rounds in which `fastest` compares the variants that remain.
+# Number of timed rounds in which `fastest` compares the remaining variants of a
+# program.
 _TRIALS = 4
-# A round is calm if the CPU share of other processes does not exceed this.
+# A round counts as calm if other processes use at most this share of the CPU.
 _CALM = 0.05
 
 
 @dataclasses.dataclass(eq=False)
 class Candidate:
-    """A program to time, with its operands; several candidates compute the same result.
+    """A program to time with its operands; all candidates compute the same result.
 
     Attributes:
         name: column of the table that shows it.
@@ -51,16 +55,17 @@ class Candidate:
     threads: int | None = None
 
     def __call__(self) -> Any:
-        """Runs the program once with the operands; waits for and returns its result."""
+        """Runs the program once, waits for its result and returns it."""
         result = jax.block_until_ready(self.program(*self.operands))
         if self.carry is not None:
             self.operands[self.carry] = result
         return result
 
     def seconds(self) -> float:
-        """Runs the program once and returns the seconds, including its dispatch."""
+        """Runs the program once and returns its seconds, including the dispatch."""
         if self.threads is not None:
-            # Threads of the previous count may still be spinning, so warm up first.
+            # Threads of the previous count may still be spinning, so a first call warms
+            # up the engine.
             cpu_engine.load().set_num_threads(self.threads)
             self()
         start = time.perf_counter()
@@ -76,7 +81,7 @@ _best_rates: dict[str, float] = {}
 
 @dataclasses.dataclass(eq=False)
 class PeakCandidate(Candidate):
-    """A limit to compare with: the seconds of `flops` operations at peak FLOP/s.
+    """A limit that times `flops` floating-point operations at the peak rate.
 
     Each timed call measures the peak rate again, on tiles that stay in the L1 cache.
     """
@@ -91,7 +96,7 @@ class PeakCandidate(Candidate):
 
 
 def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
-    """Returns the candidate of the peak; no candidate on GPUs or without FLOPs."""
+    """Returns a limit at the peak FLOP rate; an empty list on GPUs or without FLOPs."""
     if ranks.platform != "cpu" or not flops:
         return []
     operands = [SHORT_NAMES[dtype], _PEAK_DURATION_S]
@@ -101,7 +106,7 @@ def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
 
 @contextlib.contextmanager
 def restored_threads() -> Iterator[Any]:
-    """Restores the engine's number of threads and its cores at the end of the block."""
+    """Returns a context that restores the engine's number of threads and its cores."""
     cpu = cpu_engine.load()
     before = cpu.num_threads(), cpu.part_of_cores()
     try:
@@ -112,14 +117,17 @@ def restored_threads() -> Iterator[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Rounds:
-    """The seconds of every candidate in each kept round, and the background load."""
+    """The seconds of every benchmark program in each kept round."""
 
     seconds: dict[str, list[float]]
     elsewhere: float  # the largest CPU share of other processes in a kept round
 
 
 class RoundSelector:
-    """Keeps `rounds` rounds, and runs at most `rounds * patience` to find calm ones."""
+    """Decides how many rounds to time, and keeps the `rounds` calmest ones.
+
+    It runs at most `rounds * patience` rounds to find calm ones.
+    """
 
     def __init__(self, rounds: int, patience: int):
         self._rounds, self._most = rounds, rounds * patience
@@ -138,7 +146,7 @@ class RoundSelector:
         return calm >= self._rounds or self.num_rounds >= self._most
 
     def keep(self, seconds: dict[str, list[float]]) -> Rounds:
-        """Returns the times of the calmest rounds, given those of all rounds."""
+        """Returns the times of the calmest rounds, given the times of all rounds."""
         numbers = sorted(range(self.num_rounds), key=self._shares.__getitem__)
         kept = numbers[: self._rounds]
         return Rounds(
@@ -155,7 +163,7 @@ def interleave(
     load: BackgroundLoad | None = None,
     agree: Callable[[float], float] = float,
 ) -> Rounds:
-    """Times every candidate once per round, in a different random order in each round.
+    """Times every program once per round, in a random order that differs by round.
 
     The order is seeded by the round's number. No candidate always follows the same one
     and its effects on caches, clock frequency and threads. `agree` maps a round's
@@ -177,7 +185,7 @@ def fastest(
     run: Callable[[Sequence[Candidate], int], Rounds] = interleave,
     trials: int = _TRIALS,
 ) -> Candidate:
-    """Returns the fastest of several variants of a program.
+    """Times several variants of a program and returns the fastest one.
 
     Each variant is called once to compile and once to drop slow ones. The rest is timed
     interleaved by `run`. Of equally fast variants, the first is returned.
@@ -195,7 +203,10 @@ def fastest(
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """A series of values. `spread` is the interquartile range over the median."""
+    """The median, spread and best value of a series of measurements.
+
+    `spread` is the interquartile range divided by the median.
+    """
 
     median: float
     spread: float

@@ -33,19 +33,19 @@ from jax_ub._src.tables import format_bytes
 
 _REQUIRED = ("jax", "jaxlib", "numpy")
 _PACKAGES = ("jax_ub", *_REQUIRED, "flax", "optax", "orbax-checkpoint")
-# The smallest number of devices with communication.
+# Collectives communicate on two or more devices.
 _NUM_DEVICES = 2
 # Mesh axis of the calls below. It must differ from the axes of user programs, which
 # `initialize_ub` may have configured.
 _AXIS = "doctor"
-# jaxlib's thread pool needs two threads per device, and blocks some itself.
+# Threads of jaxlib's pool per device. It needs two, and jaxlib blocks some itself.
 _POOL_THREADS_PER_DEVICE = 4
 
 
 class State(enum.Enum):
-    """Severity of a doctor's finding: fine, a note, a warning or a fault.
+    """Severity of a finding of `python -m jax_ub doctor`: ok, note, warning or fault.
 
-    The doctor's exit status is 1 only if there is a fault.
+    The exit status of `doctor` is 1 only if there is a fault.
     """
 
     FINE = "ok"
@@ -56,9 +56,9 @@ class State(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The result of one check: what was checked, its severity and an explanation.
+    """The result of one check of `python -m jax_ub doctor`, printed as one line.
 
-    The doctor prints each finding as one line.
+    It has the name of what was checked, its severity and an explanation.
     """
 
     name: str
@@ -66,17 +66,17 @@ class Finding:
     text: str
 
     def as_json(self) -> dict[str, str]:
-        """Returns the name, the state in lower case and the text as JSON types."""
+        """Returns the finding as a dictionary of JSON types."""
         return {"name": self.name, "state": self.state.name.lower(), "text": self.text}
 
     @classmethod
     def from_json(cls, found: dict[str, str]) -> "Finding":
-        """Restores a finding from the output of `as_json`."""
+        """Returns the finding whose `as_json` returned this dictionary."""
         return cls(found["name"], State[found["state"].upper()], found["text"])
 
 
 def examine(*, together: bool = False) -> Iterator[Finding]:
-    """Runs all checks of the doctor in order and yields their findings.
+    """Runs all checks of `python -m jax_ub doctor` and yields their findings.
 
     A check that depends on others follows them. If JAX cannot start, the rest is
     omitted.
@@ -107,7 +107,7 @@ def examine(*, together: bool = False) -> Iterator[Finding]:
 
 
 def _request_devices():
-    """Requests two CPU devices from JAX, unless it has started."""
+    """Requests two CPU devices from JAX, so that collectives can be checked."""
     if getattr(jax.config, "jax_num_cpu_devices", 0) > 0:
         return
     settings.set_pool_threads(_POOL_THREADS_PER_DEVICE * _NUM_DEVICES)
@@ -183,7 +183,7 @@ def _cpu_engine():
 
 
 def device_findings() -> Iterator[Finding]:
-    """Yields findings about JAX's devices: number, kind, and the GPUs' drivers.
+    """Yields findings about JAX's devices: their number, their kind, GPU drivers.
 
     On CPUs, it also checks that jaxlib's thread pool is large enough for the devices.
     """
@@ -267,7 +267,7 @@ def _peer_access(ordinals):
 
 
 def _methods_on(mesh: Mesh) -> Iterator[Finding]:
-    """Runs a small AG+GEMM with each method, and compares the results with numpy's."""
+    """Yields a finding for each method: whether its AG+GEMM gives numpy's result."""
     x = np.ones((8 * mesh.size, 16), np.float32)
     w = np.ones((16, 8 * mesh.size), np.float32)
     for method in Method:
@@ -300,7 +300,7 @@ def _column_linear(mesh, method):
 
 
 def _bulk_linear(num_ranks, x, w):
-    """Computes `all_gather(x) @ w`; gathers x concurrently with an independent GEMM."""
+    """Computes `all_gather(x) @ w`, with x gathered during an independent GEMM."""
     dy = jnp.ones((num_ranks * x.shape[0], w.shape[1]), x.dtype)
     execution = Execution(
         label="doctor",
@@ -313,7 +313,7 @@ def _bulk_linear(num_ranks, x, w):
 
 
 def state_of_failure(method: Method, devices) -> State:
-    """Returns FAULT if the method should run on the devices, else NOTE."""
+    """Returns the severity of a method's failure: FAULT if it should run, else NOTE."""
     kind = cuda_engine.platform_of(devices[0])
     on_gpus = method is not Method.DIRECT and cuda_engine.why_not() is None
     expected = on_gpus if kind == "cuda" else kind == "cpu"
@@ -334,9 +334,10 @@ def _shared_memory():
 
 
 def _named_overlaps(mesh: Mesh, together: bool) -> Iterator[Finding]:
-    """Yields findings about the overlaps by name that `initialize_ub` has configured.
+    """Yields findings about the named overlaps that `initialize_ub` has created.
 
-    If it was not called, it is called on a small mesh, to report its defaults.
+    If `initialize_ub` was not called, it is called on a small mesh to report its
+    defaults.
     """
     if registry.axes():
         yield from _connections()
@@ -385,9 +386,9 @@ def _connections():
 
 
 def describe_connection(connection: communicators.Connection) -> str:
-    """Returns a text that names the sharing mode of a group's memory.
+    """Returns a text with the mode in which a group's ranks share memory.
 
-    It also has each mode that is preferred to it, and the reason why it cannot be used.
+    The text also has each preferred mode that cannot be used, and the reason.
     """
     communicator = connection.communicator
     how = getattr(communicator, "how", None)

@@ -31,7 +31,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class ExplainError(UbError, RuntimeError):
-    """XLA wrote none of the compiled programs, so nothing is explained."""
+    """Raised if XLA wrote none of the compiled programs that are to be explained."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,9 +99,9 @@ def command(given: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _counting() -> Iterator[collections.Counter[str]]:
-    """Yields a counter of the programs that JAX compiles in the block.
+    """Counts the programs that JAX compiles inside the `with` block.
 
-    Its key "programs" has the number.
+    The yielded counter has the number under the key "programs".
     """
     counts: collections.Counter[str] = collections.Counter()
 

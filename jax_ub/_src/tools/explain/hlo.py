@@ -47,7 +47,7 @@ _MAX_STEPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A collective of XLA and an adjacent dot that one overlapped call could replace.
+    """A collective of XLA and an adjacent dot, which one jax_ub call could replace.
 
     Attributes:
         scope: the collective's name stack.
@@ -71,7 +71,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """XLA's own collectives in a program: pairs with a dot, and counts of the others.
+    """The collectives of XLA in a compiled program, paired with dots where possible.
 
     `others` has the number of collectives without an adjacent dot, by opcode.
     """
@@ -91,7 +91,7 @@ class _Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class _Dot:
-    """Sizes of one rank's dot: numbers of elements of operands and result, and K."""
+    """The sizes of one rank's dot in HLO: elements of operands and result, and K."""
 
     lhs: int
     rhs: int
@@ -101,13 +101,14 @@ class _Dot:
 
 
 def collectives(text: str) -> Found:
-    """Finds XLA's collectives in optimized HLO text, and the dots next to them.
+    """Finds XLA's collectives, and the dots next to them, in optimized HLO text.
 
     A collective is paired with the nearest dot that uses its result or, for reductions,
     computes its operand.
     """
     computations = dict(_computations(text))
-    # The first dot of each computation that has one, by name of the computation.
+    # The first dot of each HLO computation that contains one, by the computation's
+    # name.
     dots = {
         name: _dot(one, body)
         for name, body in computations.items()
@@ -177,7 +178,7 @@ def _operands(body):
 
 
 def _dot(one, body):
-    """Returns the sizes of a dot; sizes that the HLO text does not contain are 0."""
+    """Returns the sizes of an HLO dot; sizes that the text does not contain are 0."""
     operands = [body[name].shape for name in one.operands[:2] if name in body]
     left, right = ([*operands, "", ""])[:2]
     itemsize, sizes = _first_array(left)
@@ -200,7 +201,7 @@ def _first_array(text):
 
 
 def _near(start, edges, body, dots):
-    """Returns the nearest dot that `start` is connected to by `edges`, or None.
+    """Returns the nearest dot that the instruction `start` reaches by `edges`, or None.
 
     Only instructions in `_PASSED` may be between them, such as converts and transposes.
     """
@@ -246,14 +247,15 @@ def _global_sizes(one, kind, dot, num_ranks):
     if kind not in _GATHERS:
         M = max(dot.lhs // K, 1)
         return M, num_ranks * K, max(dot.out // M, 1)
-    # The gathered operand contributes the rows M, whether it is lhs or rhs of the dot.
+    # The gathered operand has the rows M, whether it is the left or right operand of
+    # the dot.
     gathered = math.prod(_ints(_SHAPE.findall(one.shape)[-1][1]))
     M = max((dot.rhs if gathered == dot.rhs else dot.lhs) // K, 1)
     return M, K, num_ranks * max(dot.out // M, 1)
 
 
 def _group_size(text):
-    """Returns the devices per replica group of a collective, or 1 if unknown."""
+    """Returns the number of devices in a collective's replica group; 1 if unknown."""
     if listed := _LISTED.search(text):
         return len(listed[1].split(","))
     if iota := _IOTA.search(text):

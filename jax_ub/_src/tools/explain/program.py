@@ -78,7 +78,9 @@ def explain(
 
 
 def _as_new_function(fn, args, kwargs):
-    """Wraps `fn` in a new jitted function of its array arguments; returns both.
+    """Wraps `fn` in a new function of its arrays, which JAX must lower again.
+
+    Returns the function and the arrays.
 
     JAX lowers each function once, and `recording` only sees calls that are lowered in
     its block. Other arguments than arrays are closed over, because `fn` may declare
@@ -104,7 +106,7 @@ def table_of(
     found: Iterable[hlo.Found],
     hardware: HardwareLike,
 ) -> Table:
-    """Returns the table of `explain`, with a title, the rows and notes below them.
+    """Returns the table of `explain` with its title and its notes.
 
     The title has the number of overlapped calls. The notes count XLA's collectives in
     `found` that have no adjacent dot.
@@ -133,7 +135,7 @@ def call_rows(
     waits: Waits,
     counts: Mapping[_CallSite, str],
 ) -> Iterator[Row]:
-    """Yields a table row for each group of equal calls of jax_ub in a lowered program.
+    """Yields a row of `explain`'s table for each distinct jax_ub call in a program.
 
     A row has the call's bytes and its predicted time on `machine`. `counts` has the
     numbers of executions that are known; other calls count as often as they are
@@ -179,7 +181,7 @@ def call_rows(
 
 
 def pair_rows(pairs: Sequence[hlo.Pair], machine: Hardware) -> Iterator[Row]:
-    """Yields a row for each group of equal pairs of an XLA collective and a dot.
+    """Yields a row of `explain`'s table for each pair of an XLA collective and a dot.
 
     Such a pair is not overlapped; the row's reason names the function that could
     replace it.
@@ -214,7 +216,7 @@ def pair_rows(pairs: Sequence[hlo.Pair], machine: Hardware) -> Iterator[Row]:
 
 
 def _with_user_scope(pair):
-    """Returns the pair with its user-visible scope, its fallback and a note."""
+    """Returns a pair with its scope as the user named it, its fallback and a note."""
     fallback = lowering_log.called_instead(pair.scope)
     scope = _scope("", fallback.label) if fallback else _scope(pair.scope, "")
     repeated = lowering_log.replicated_in(pair.scope)
@@ -223,7 +225,7 @@ def _with_user_scope(pair):
 
 
 def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
-    """Yields rows for fallbacks that run as a dot without an adjacent collective."""
+    """Yields rows for fallbacks that run as a dot, without an adjacent collective."""
     known = {lowering_log.called_instead(pair.scope) for pair in pairs}
     for equation, _ in _equations(jaxpr, 1):
         if equation.primitive.name != "dot_general":
@@ -235,7 +237,7 @@ def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
 
 
 def _scope(stack, label):
-    """Returns the user's name of a call, or else the enclosing functions' names."""
+    """Returns a call's `ub_name` in `label`, or the user's part of a name stack."""
     named = re.search(r"\(ub_name (.*)\)$", label)
     if named:
         return _text(named[1])
@@ -246,10 +248,7 @@ def _scope(stack, label):
 
 
 def _text(shown):
-    """Evaluates the quoted user's name in a call's label.
-
-    A label that was truncated cannot be evaluated and is returned unchanged.
-    """
+    """Returns the `ub_name` whose repr is `shown`, or `shown` if it was truncated."""
     try:
         return str(ast.literal_eval(shown))
     except (SyntaxError, ValueError):
@@ -257,7 +256,7 @@ def _text(shown):
 
 
 def _count(jaxpr: core.Jaxpr) -> dict[_CallSite, str]:
-    """Returns how often each call of a jaxpr runs; a scan multiplies by its length.
+    """Returns how often each jax_ub call of a jaxpr runs, counting scan iterations.
 
     The count of a call in a while loop is unknown and is `_LOOP`.
     """
@@ -274,9 +273,9 @@ def _count(jaxpr: core.Jaxpr) -> dict[_CallSite, str]:
 
 
 def _equations(jaxpr, times):
-    """Yields all equations of a jaxpr with their number of executions.
+    """Yields each equation of a jaxpr and how often it runs, including nested jaxprs.
 
-    It descends into nested jaxprs. The number is None inside a while loop.
+    The number is None inside a while loop.
     """
     for equation in jaxpr.eqns:
         yield equation, times

@@ -43,7 +43,7 @@ Waits = Mapping[tuple[str, str], float]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of the table of `explain`: one call, or several equal ones.
+    """A row of the table that `explain` prints: one call, or several equal calls.
 
     Attributes:
         scope: a name given by the user, or a path in the program.
@@ -74,7 +74,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The table that `explain` returns, with a row for each call in program order.
+    """The table that `explain` returns, with a row for each call; `print` formats it.
 
     `print(table)` formats it.
 
@@ -90,12 +90,12 @@ class Table:
 
     @property
     def overlapped(self) -> bool:
-        """Returns whether all rows are overlapped; true for a table without rows."""
+        """Returns whether every call in the table overlaps its communication."""
         return all(row.overlapped for row in self.rows)
 
     @property
     def custom_call_flops(self) -> int:
-        """Returns a rank's FLOPs in jax_ub's calls, summed over the table.
+        """Returns the FLOPs of a rank in all jax_ub calls of the table.
 
         XLA's cost analysis counts them as 0, because they are custom calls.
         """
@@ -103,7 +103,7 @@ class Table:
         return sum(row.count * (row.flops or 0) for row in custom)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the rows, title, notes and `overlapped` as JSON types."""
+        """Returns the table's rows, title and notes as JSON types."""
         return {**dataclasses.asdict(self), "overlapped": self.overlapped}
 
     def __str__(self) -> str:
@@ -143,7 +143,7 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def find_hardware(hardware: HardwareLike) -> Hardware:
-    """Returns the machine for which `explain` predicts times.
+    """Returns the machine (GPU or host) for which `explain` predicts times.
 
     Args:
         hardware: a name; a dict of rates, which replace those of the machine that its
@@ -179,7 +179,7 @@ def find_hardware(hardware: HardwareLike) -> Hardware:
 
 
 def _check_rate(key, value):
-    """Checks that rates and shares are positive, and other values not negative."""
+    """Raises an error unless a rate or share is positive and other values are >= 0."""
     is_rate = key.endswith(("_per_s", "_share"))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_count = key.endswith("processors")
@@ -196,9 +196,9 @@ def _check_rate(key, value):
 
 
 def assumption(hardware: HardwareLike, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Returns a note for the table if the devices are unknown to the simulator.
+    """Returns a note that times are predicted for another machine than this one.
 
-    Their times are then predicted for `_ASSUMED`. Otherwise, the tuple is empty.
+    The result is empty if the simulator knows the local devices.
     """
     is_predicted = any(row.predicted_s is not None for row in rows)
     if hardware is not None or not is_predicted or _local_machine():
@@ -220,7 +220,7 @@ def _local_machine() -> str | None:
 
 
 def read_waits(trace: TraceLike) -> Waits:
-    """Returns how long ranks waited in a recording, a trace or trace files.
+    """Returns the seconds that ranks waited in each call of a trace or trace files.
 
     Raises:
         TraceError: if the block of the recording has not ended.

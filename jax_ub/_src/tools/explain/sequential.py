@@ -38,10 +38,10 @@ _COLLECTIVES = {
     AllGather: ("all_gather", "reduce_scatter"),
     ReduceScatter: ("reduce_scatter", "all_gather"),
 }
-# A GEMM or collective by its name in `tools.simulate`, its contracting size and its
+# The name of a GEMM or collective in `tools.simulate`, its contracting size and its
 # number of output features.
 Step = tuple[str, int, int]
-# Names of GEMMs without communication.
+# The names of GEMMs that do not communicate.
 _GEMMS = ("matmul", "wgrad")
 _REJECTED = (
     "a call is rejected: only all-gathers and reduce-scatters of rows overlap, with "
@@ -55,7 +55,7 @@ _NO_RANKS = (
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The problem size for which `explain` predicts times, and measured wait times.
+    """The sizes for which `Sequential.explain` predicts times, and the measured waits.
 
     Attributes:
         tokens: number of tokens of all ranks together; None predicts nothing.
@@ -83,7 +83,7 @@ class Sizes:
             )
 
     def ranks_on(self, axis_name: str) -> int | None:
-        """Returns the number of ranks on a mesh axis, or None if it is unknown."""
+        """Returns the number of ranks on a mesh axis; None if it is unknown."""
         known = self.num_ranks or num_ranks(axis_name)
         sizes = {axis.axis_name: axis.tp_size for axis in registry.axes()}
         return known or sizes.get(axis_tuple(axis_name))
@@ -97,7 +97,7 @@ def explain(
     hardware: Any,
     trace: Any,
 ) -> Table:
-    """Reports for each linear and collective, per direction, whether it overlaps.
+    """Reports for each linear, forward and backward, whether its collective overlaps.
 
     The table has a row for the forward and a row for the backward of each.
     """
@@ -129,7 +129,7 @@ def explain(
 
 
 def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
-    """Finds the operation that runs each basic operation after fusion.
+    """Returns, for each basic operation, the (fused) operation that runs it.
 
     Returns it with the index of the first basic operation that it covers.
     """
@@ -137,7 +137,7 @@ def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
 
 
 def _unfused_reasons(fuser, name) -> dict[int, list[str]]:
-    """Maps indices of basic operations to the reasons why fusions rejected them."""
+    """Returns why fusions left linears unfused, by index of the basic operation."""
     found: dict[int, list[str]] = {}
     for fusion, before, _ in fuser.fusion_steps(name):
         owner = getattr(fusion, "__self__", None)
@@ -224,7 +224,7 @@ def _planned(op, axis_name, mode: ParallelMode, ranks, window_name) -> CallConfi
 
 
 def _backward_config(op, mode, call_config, sizes):
-    """Returns the method and options with which a linear's backward communicates.
+    """Returns the `CallConfig` with which a linear's backward communicates.
 
     For a column-parallel linear it includes the method that was tuned for these sizes.
     """
@@ -239,7 +239,7 @@ def _backward_config(op, mode, call_config, sizes):
 
 
 def _forward_steps(op, parallel, is_fused) -> list[Step]:
-    """Lists the GEMMs and collectives of a linear's forward pass."""
+    """Returns the GEMMs and collectives of a linear's forward pass, with sizes."""
     k, n = op.in_features, op.out_features
     if is_fused:
         return [(mode_of(parallel, True).op, k, n)]
@@ -251,7 +251,7 @@ def _forward_steps(op, parallel, is_fused) -> list[Step]:
 
 
 def _backward_steps(op, parallel, is_fused, call_config) -> list[Step]:
-    """Lists the GEMMs and collectives of a linear's backward pass."""
+    """Returns the GEMMs and collectives of a linear's backward pass, with sizes."""
     k, n = op.in_features, op.out_features
     if is_fused and parallel == "row":
         return [("all_gather_matmul", n, k), ("matmul", k, n)]  # one gather of dy

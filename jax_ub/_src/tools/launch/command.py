@@ -22,7 +22,8 @@ from jax_ub._src.tools.launch import supervisor
 from jax_ub._src.tools.launch.parts import LaunchError, check_counts
 from jax_ub._src.tools.script import split_program
 
-# Address of the coordinator, which all processes of this machine can reach.
+# The address of the coordinator of `jax.distributed`, which all processes of this
+# machine can reach.
 _HOST = "127.0.0.1"
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="from the signal that ends a process to SIGKILL; default 5",
     )
-    # Internal, for launchers that `parts.run_parts` starts.
+    # Internal options of the launchers that `parts.run_parts` starts.
     add("--parent", type=int, help=argparse.SUPPRESS)
     add("--parent-folder", help=argparse.SUPPRESS)
     add("-m", dest="module", action="store_true", help="run a module, not a script")
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Runs the user's program in all processes of a job until they have exited.
+    """Runs the user's program in all processes of a job, and waits for their exit.
 
     Returns:
         0 if all processes exited with 0; otherwise the exit status of the first one
@@ -146,11 +147,12 @@ def environment(
     port: int,
     num_hosts: int = 1,
 ) -> dict[str, str]:
-    """Returns the environment of one process, in which JAX finds the job by itself.
+    """Returns the environment variables of one process of a `launch` job.
 
-    `jax.distributed.initialize()` then needs no arguments. JAX has no environment
-    variables for the process index and the number of processes. It detects clusters by
-    their variables, so this function sets those of a Slurm step on one node.
+    JAX finds the job in them, so `jax.distributed.initialize()` needs no arguments. JAX
+    has no environment variables for the process index and the number of processes. It
+    detects clusters by their variables, so this function sets those of a Slurm step on
+    one node.
 
     Args:
         given: the launcher's environment; user settings are kept.
@@ -199,7 +201,7 @@ def environment(
 
 
 def _no_proxy(given):
-    """Excludes the coordinator's address from the proxies, if there are any."""
+    """Returns variables that exclude the coordinator's address from HTTP proxies."""
     if not any(name.lower().endswith("_proxy") for name in given):
         return {}
     hosts = given.get("no_proxy", given.get("NO_PROXY", "")).split(",")
@@ -208,7 +210,7 @@ def _no_proxy(given):
 
 @contextlib.contextmanager
 def _reserved_port() -> Iterator[int]:
-    """Yields a free TCP port that no other program can get while the block runs.
+    """Yields a free TCP port for the coordinator, which no other program can get.
 
     Both the coordinator and this socket set SO_REUSEPORT, so they can bind to the same
     port. This socket does not listen, so it receives no connections.
@@ -233,7 +235,7 @@ def _reserved_port() -> Iterator[int]:
 
 
 def _supervise(job, parent, parent_folder):
-    """Starts the supervisor process, which runs the ranks, and waits for it.
+    """Starts the supervisor process, which runs the job's processes, and waits for it.
 
     If the supervisor or this process is killed, the other one ends all ranks. If the
     process `parent` exits, this process ends all ranks and removes `parent_folder`.
@@ -244,7 +246,8 @@ def _supervise(job, parent, parent_folder):
         # Isolated mode starts fast; the supervisor needs neither jax nor PYTHONPATH.
         [sys.executable, "-I", "-S", supervisor.__file__],
         stdin=subprocess.PIPE,
-        # In a new session, so that only this process gets Ctrl-C and forwards it.
+        # The supervisor runs in a new session, so that only this process gets Ctrl-C
+        # and forwards it.
         start_new_session=True,
     )
     assert process.stdin is not None

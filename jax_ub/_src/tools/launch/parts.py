@@ -18,13 +18,14 @@ from collections.abc import Iterator, Sequence
 from jax_ub._src.errors import UbError, shown
 from jax_ub._src.tools.options import positive
 
-# Limit for processes and for devices per process, far above what one machine can run.
+# Maximum number of processes, and of devices per process, far above what one machine
+# can run.
 MOST = 4096
 _STDERR = 2  # file descriptor, because sys.stderr may be an object without one
 
 
 class LaunchError(UbError, ValueError):
-    """The options of `launch`, or the environment that it gets, are invalid."""
+    """Raised if the options or the environment of `jax_ub launch` are invalid."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,12 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="with --processes: CPU devices of each, or GPUs (default: 1)",
     )
-    # Internal: each part gets the path of its output file, see `part_path`.
+    # An internal option: each process of the job gets the path of its output file, see
+    # `part_path`.
     add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
 
 
 def check_counts(command: str, num_processes: int, devices_per_process: int) -> None:
-    """Checks that the numbers of processes and devices are not above the limit.
+    """Raises an error if the number of processes or devices is above the limit.
 
     Raises:
         LaunchError: if a number is larger than `MOST`.
@@ -59,7 +61,7 @@ def check_counts(command: str, num_processes: int, devices_per_process: int) -> 
 
 
 def check_options(command: str, given: argparse.Namespace) -> None:
-    """Checks the options of `add_arguments`.
+    """Checks the options `--processes` and `--devices-per-process` of a command.
 
     Raises:
         LaunchError: if devices per process are given for a single process, or if a
@@ -75,7 +77,7 @@ def check_options(command: str, given: argparse.Namespace) -> None:
 
 
 def part_path(path: pathlib.Path, process: int) -> pathlib.Path:
-    """Returns the output file of one process: "out.1.json" for "out.json"."""
+    """Returns the output file of process 1 as "out.1.json" for the path "out.json"."""
     return path.with_suffix(f".{process}{path.suffix}")
 
 
@@ -88,7 +90,7 @@ def parts_of(
     devices_per_process: int,
     prints_aside: bool = False,
 ) -> Iterator[tuple[int, list[pathlib.Path]]]:
-    """Runs a command with `--part` in several processes; see `run_parts`.
+    """Runs a command with `--part` in several processes, and yields their output files.
 
     Yields:
         The launcher's exit status, and the output files of the processes, which exist
@@ -169,11 +171,10 @@ def _run_forwarding_sigterm(command, stdout):
 
 @contextlib.contextmanager
 def exit_on_failure() -> Iterator[None]:
-    """Exits the process immediately if the block raises, after printing the error.
+    """Exits the process at once if the block raises, so that the launcher ends the job.
 
-    The launcher then ends the other processes. Otherwise JAX waits at exit for minutes
-    until the other processes exit, while they may wait for this process in a
-    collective.
+    Without this, JAX would wait for minutes at exit until the other processes exit,
+    while they may wait for this process in a collective.
     """
     try:
         yield

@@ -33,7 +33,7 @@ _LONGEST_WAIT_S = 3600.0  # below the limit of epoll: milliseconds in 32 bits
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of its descendants whose parent has exited.
+    """Makes this process the parent of descendants whose parent has exited.
 
     It can then find and kill them.
     """
@@ -73,7 +73,7 @@ def descendants() -> frozenset[int]:
 
 
 def kill_descendants(spared: frozenset[int] = frozenset()) -> None:
-    """Kills all descendants except `spared`, until none is left.
+    """Kills all descendants of this process except `spared`, until none is left.
 
     Descendants that are started meanwhile are killed, too.
     """
@@ -97,13 +97,13 @@ class OutputError(Exception):
 
 
 class Relay:
-    """Copies a rank's output line by line, and prefixes each line with its index.
+    """Copies a process's output line by line, prefixing each line with its index.
 
     It also keeps the last lines, to repeat them after a failure.
     """
 
     def __init__(self, source: int, target: int, prefix: bytes):
-        """Prepares to copy from descriptor `source` to descriptor `target`.
+        """Prepares to copy lines from descriptor `source` to descriptor `target`.
 
         The source is made non-blocking.
         """
@@ -114,7 +114,7 @@ class Relay:
         self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
 
     def read(self) -> bool:
-        """Copies the output that is available; returns False at end of file."""
+        """Copies the output that is available now; returns False at end of file."""
         try:
             found = os.read(self.source, 1 << 16)
         except BlockingIOError:
@@ -154,10 +154,10 @@ class Relay:
 
 
 class Rank:
-    """A process of the job with its output, in a separate session and group."""
+    """A process of the job, in a separate session and process group."""
 
     def __init__(self, index: int, command: list[str], environment: dict[str, str]):
-        """Starts the process, which the kernel kills when the supervisor exits."""
+        """Starts the process. The kernel kills it when the supervisor exits."""
         parent = os.getpid()
 
         def die_with_parent():
@@ -182,12 +182,12 @@ class Rank:
         self.stderr = Relay(self.process.stderr.fileno(), 2, prefix)
 
     def send(self, number: int) -> None:
-        """Sends a signal to the process group of this rank, if it still exists."""
+        """Sends the signal `number` to this process's group, if it still exists."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def __str__(self):
-        """Returns the process index, pid, and exit status or signal, for messages."""
+        """Returns "process 1 (pid 123) ended with exit status 1", for messages."""
         status = self.process.returncode
         how = f"ended with exit status {status}"
         if status is not None and status < 0:
@@ -196,13 +196,13 @@ class Rank:
 
 
 class Supervisor:
-    """Event loop that waits for the ranks' output and exits, signals and deadlines.
+    """Event loop that waits for the processes' output and exits, signals and deadlines.
 
     When a rank fails, it ends the other ranks.
     """
 
     def __init__(self, job: dict):
-        """Starts the ranks of `job`, the JSON object that `command.run` creates."""
+        """Starts the processes of `job`, a JSON object from `command.run`."""
         self._job, self._status = job, 0
         self._failed: Rank | None = None
         self._num_lines = 0  # lines written when the first rank failed
@@ -247,9 +247,10 @@ class Supervisor:
             self._on(relay.source, functools.partial(self._relay, relay))
 
     def run(self) -> int:
-        """Runs the event loop until all ranks have exited, and kills what they left.
+        """Runs the event loop until all processes have exited; returns the status.
 
-        Returns the exit status of the launcher.
+        It kills all processes that they have left, and returns the launcher's exit
+        status.
         """
         try:
             while self._running:
@@ -291,7 +292,7 @@ class Supervisor:
             self._end(128 - status if status < 0 else status)
 
     def _end(self, status, number=signal.SIGTERM, linger_s=None):
-        """Schedules the end of all running ranks: `number`, later SIGKILL.
+        """Schedules the end of all running processes: signal `number`, later SIGKILL.
 
         `linger_s` delays the first signal. The job keeps the first exit status.
         """
@@ -325,7 +326,7 @@ class Supervisor:
         return sum(relay.num_lines for relay in relays)
 
     def _report(self):
-        """Prints the first failure again, if ranks wrote output after it.
+        """Prints the first failure again if other processes wrote output after it.
 
         It would otherwise be hard to find in the output of all ranks.
         """

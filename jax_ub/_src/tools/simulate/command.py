@@ -21,7 +21,7 @@ from jax_ub._src.tools.simulate.models import Layer, Model
 
 @dataclasses.dataclass(frozen=True)
 class LayerRow:
-    """The predicted forward pass of a linear layer on several ranks, in bf16."""
+    """The predicted forward pass of one linear layer of a model, on several ranks."""
 
     layer: Layer
     M: int
@@ -31,17 +31,17 @@ class LayerRow:
 
     @property
     def speedup(self) -> float:
-        """The speed-up over a library's GEMM and then a vendor's collective."""
+        """Returns the predicted speed-up over a GEMM followed by a collective."""
         return self.bounds.serial_s / self.plan.seconds
 
     @property
     def limit(self) -> float:
-        """The speed-up with perfect overlap, the largest possible one."""
+        """Returns the speed-up that perfect overlap of the collective would give."""
         return self.bounds.serial_s / self.bounds.ideal_s
 
     @property
     def hidden(self) -> float:
-        """The share of the collective's time that the plan saves by overlap."""
+        """Returns the share of the collective's time that overlap saves."""
         saved = self.bounds.serial_s - self.plan.seconds
         return saved / self.bounds.collective_s if self.bounds.collective_s else 0.0
 
@@ -133,7 +133,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def describe(machine: Hardware) -> list[str]:
-    """Returns lines of text that describe the machine's rates and the table's terms."""
+    """Returns lines that describe the machine's rates and the table's columns."""
     each = "a host for all ranks" if machine.is_host else "each GPU"
     handshake, launch, collective = _us(
         machine.handshake_s, machine.launch_s, machine.collective_s
@@ -159,7 +159,7 @@ _COLUMNS = (
 
 
 def table(rows: list[LayerRow]) -> list[str]:
-    """Returns the lines of the table of predicted times, one for each layer."""
+    """Returns the lines of the table of predicted times, with a row for each layer."""
     cells: list[list[Any]] = [
         [
             row.layer.name,

@@ -14,8 +14,8 @@ from jax_ub._src.tools.simulate.hardware import Hardware
 
 PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 _GATHERS = ("all_gather_matmul", "all_gather")
-# Tiles that a library chooses from: rows, columns and relative efficiency. The
-# efficiencies are assumptions.
+# Tile sizes that a GEMM library chooses from: rows, columns and relative efficiency.
+# The efficiencies are assumptions.
 _TILES = (
     (128, 256, 1.00),
     (256, 128, 1.00),
@@ -34,7 +34,7 @@ _MAX_WAVES = 24
 
 @dataclasses.dataclass(frozen=True)
 class Gemm:
-    """A local GEMM that multiplies [m, k] by [k, n]."""
+    """The sizes of a GEMM on one rank, which multiplies [m, k] by [k, n]."""
 
     m: int
     n: int
@@ -47,7 +47,7 @@ class Gemm:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """An op that the simulator runs, with its global sizes and element sizes.
+    """An op with the global sizes and element sizes for which it is simulated.
 
     M tokens, K contracting features, N output features. A partial sum on the wire has
     `partial_itemsize` bytes per element, operands and results have `itemsize`.
@@ -63,17 +63,17 @@ class Workload:
 
     @property
     def gathers(self) -> bool:
-        """Whether the op gathers operands instead of reducing partial sums."""
+        """Returns whether the op all-gathers operands, not partial sums."""
         return self.op in _GATHERS
 
     @property
     def has_product(self) -> bool:
-        """Whether the op contains a GEMM, or is only a collective."""
+        """Returns whether the op contains a GEMM, not only a collective."""
         return self.op in PRODUCTS
 
     @property
     def gemm(self) -> Gemm:
-        """One rank's GEMM. With gathered x, it has all rows and 1/P of the features."""
+        """Returns the sizes of one rank's GEMM."""
         if self.gathers:
             return Gemm(self.M, self.N // self.num_ranks, self.K)
         return Gemm(self.M, self.N, self.K // self.num_ranks)
@@ -97,12 +97,15 @@ class Workload:
 
     @property
     def one_shot_bytes(self) -> int:
-        """The bytes that a rank sends if it sends all partial sums to every peer."""
+        """Returns the bytes that a rank sends in a one-shot all-reduce.
+
+        A rank then sends all its partial sums to every peer.
+        """
         return (self.num_ranks - 1) * self.wire_bytes("partial", self.M)
 
     @property
     def moved_bytes(self) -> float:
-        """The least bytes that a rank must send for the op, and receive."""
+        """Returns the minimum bytes that a rank sends, and receives, for the op."""
         share = (self.num_ranks - 1) / self.num_ranks
         once = share * self.wire_bytes("", self.M)
         return 2 * once if self.op.endswith("all_reduce") else once
@@ -110,7 +113,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Times in seconds of the GEMM and of the communication of one call.
+    """The seconds of a call's GEMM and of its communication, each on its own.
 
     `gemm_s` and `wire_s` assume full rates, the others a vendor's library.
     """
@@ -130,7 +133,7 @@ class Bounds:
 
 
 def bounds(work: Workload, hardware: Hardware) -> Bounds:
-    """Computes the bounds of a call's time; all ranks run the same workload."""
+    """Returns the times of an op's GEMM and communication without any overlap."""
     part = hardware.shared_by(work.num_ranks)
     wire_s = work.moved_bytes / part.wire_bytes_per_s
     gemm_s = library_s = collective_s = 0.0
@@ -143,7 +146,7 @@ def bounds(work: Workload, hardware: Hardware) -> Bounds:
 
 
 def library_seconds(hardware: Hardware, gemm: Gemm, itemsize: int) -> float:
-    """Returns the seconds of a vendor library's GEMM on one rank's hardware.
+    """Returns the seconds that a vendor library's GEMM takes on one rank.
 
     On a GPU, it is at least the time that the power limit allows.
     """
@@ -155,7 +158,7 @@ def library_seconds(hardware: Hardware, gemm: Gemm, itemsize: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Tiling:
-    """A GEMM alone on a GPU: `num_tiles` tiles of `tile_s` seconds each."""
+    """A GEMM that runs alone on a GPU: `num_tiles` tiles of `tile_s` seconds each."""
 
     seconds: float
     num_tiles: int
@@ -164,7 +167,7 @@ class _Tiling:
 
 @functools.lru_cache(maxsize=4096)
 def _tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> _Tiling:
-    """Returns the fastest tile size for a GEMM alone on `processors` processors."""
+    """Returns the fastest tile size for a GEMM that runs alone on a GPU."""
     # The rate of a processor is such that a GEMM of the anchor takes its measured time.
     tiles = math.ceil(_ANCHOR / 128) * math.ceil(_ANCHOR / 256)
     waves = math.ceil(tiles / hardware.processors)
@@ -180,7 +183,7 @@ def _tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> _Ti
 
 
 class Processors:
-    """Simulates the multiprocessors of one GPU and the streams that launch kernels.
+    """Simulates a GPU's multiprocessors and the streams that launch GEMM kernels.
 
     `count` defaults to all multiprocessors without the reserved ones.
     """
@@ -195,7 +198,7 @@ class Processors:
         self._issued = 0
 
     def run(self, available: float, gemm: Gemm) -> tuple[float, float]:
-        """Simulates a kernel on the next stream; returns its start and end times.
+        """Simulates a GEMM kernel on the next stream; returns its start and end times.
 
         `available` is the time at which its operands are available.
         """

@@ -33,13 +33,14 @@ _CONCURRENT = {
 OPS = (*PRODUCTS, *_COLLECTIVES, *_CONCURRENT, "matmul")
 _SPLITS = (1, 2, 4)
 _STREAMS = (1, 2, 3)
-# Splits of fewer rows would be smaller than a tile.
+# Minimum number of rows in a split. A split with fewer rows would be smaller than a
+# tile.
 MIN_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """The predicted times of one call for one rank, in seconds, and the bytes it sends.
+    """The predicted time of one call on one rank, and its parts, in seconds.
 
     Attributes:
         knobs: options of the fastest schedule, such as "b4a1s2": 4 row blocks, 1 chunk
@@ -63,12 +64,12 @@ class Prediction:
 
     @property
     def exposed_s(self) -> float:
-        """The predicted time of the call beyond the time of its GEMM."""
+        """Returns the seconds by which the call takes longer than its GEMM alone."""
         return self.seconds - self.gemm_s
 
 
 def predict(*arguments, **options) -> float:
-    """Predicts the seconds of one call, with the arguments of `estimate`."""
+    """Returns the predicted seconds of one call, with `estimate`'s arguments."""
     return estimate(*arguments, **options).seconds
 
 
@@ -124,7 +125,7 @@ def _workload(op, sizes, itemsize, machine):
 
 
 def estimate_workload(work: Workload, method: Method, machine: Hardware) -> Prediction:
-    """Predicts the time of an op that has a schedule."""
+    """Predicts the time of an op that has a schedule of chunks."""
     parts = bounds(work, machine)
     name, variant = _schedule_name(work, method, machine), Variant.PLAIN
     moved_bytes, wire_s, knobs = work.moved_bytes, parts.wire_s, ""
@@ -152,9 +153,10 @@ def estimate_workload(work: Workload, method: Method, machine: Hardware) -> Pred
 
 
 def _is_one_shot(work, method, machine):
-    """Returns whether each rank sends its partial sums to all peers at once.
+    """Returns whether a call runs as a one-shot all-reduce.
 
-    "auto" selects that for few tokens on a GPU.
+    In it each rank sends its partial sums to all peers at once. "auto" selects it for
+    few tokens on a GPU.
     """
     chooses = method is Method.AUTO or (
         method is Method.DIRECT and not work.has_product
@@ -167,7 +169,7 @@ def _is_one_shot(work, method, machine):
 def _schedule_name(work, method, machine):
     if method is Method.AUTO:
         # On a host, operands are read in place from the peers' memory. On GPUs, copy
-        # engines transfer chunks in a ring or, for partial sums, in row blocks.
+        # engines transfer chunks in a ring or, for partial sums, in blocks of rows.
         if machine.is_host:
             return Method.DIRECT.value
         is_ring = work.op == "all_gather_matmul"
@@ -180,10 +182,10 @@ def _schedule_name(work, method, machine):
 
 
 def direct_seconds(work: Workload, machine: Hardware) -> float:
-    """Returns the time of method "direct": one GEMM over the peers' memory, a barrier.
+    """Returns the seconds of method "direct": one GEMM over the peers' memory.
 
-    On a GPU, the GEMM takes at least the time of its transfers. A collective has only
-    transfers.
+    A barrier follows the GEMM. On a GPU, the GEMM takes at least the time of its
+    transfers. A collective has only transfers.
     """
     part = machine.shared_by(work.num_ranks)
     barrier_s = machine.handshake_s if work.num_ranks > 1 else 0.0
@@ -201,7 +203,7 @@ def fastest_plan(
     method: str,
     variant: Variant = Variant.PLAIN,
 ) -> tuple[str, float]:
-    """Returns the best options of a schedule, as text, and its simulated seconds.
+    """Returns the fastest schedule options, such as "b4a1s2", and their seconds.
 
     Variants other than the plain one run one kernel per product, as the engine does.
     """
@@ -225,7 +227,7 @@ def timeline(
     *,
     every_rank: bool = False,
 ) -> list[Span]:
-    """Simulates a schedule with the given options and returns the spans of all steps.
+    """Simulates a schedule with given options and returns the spans of its steps.
 
     It simulates rank 0, which represents all ranks, unless `every_rank` is set.
     """
@@ -248,7 +250,8 @@ def _options(work, machine, method) -> Iterator[PlanOptions]:
     peers = work.num_ranks - 1
     aggregates = [a for a in (1, 2, 4, peers) if 1 <= a <= peers] if several else []
     if several and work.op == "matmul_all_reduce":
-        # All peers' chunks in one kernel. More kernels would delay the all-gather.
+        # One kernel multiplies all peers' chunks, because more kernels would delay the
+        # all-gather.
         aggregates = [max(1, peers)]
     for num_splits, aggregate, streams in itertools.product(
         splits, aggregates or [1], _STREAMS if several else (1,)
@@ -258,7 +261,7 @@ def _options(work, machine, method) -> Iterator[PlanOptions]:
 
 
 def _estimate_concurrent(op, method, sizes, itemsize, machine):
-    """Predicts a local GEMM with a concurrent collective that does not depend on it."""
+    """Predicts a GEMM with a concurrent collective that it does not depend on."""
     M, K, _, P = sizes
     local = _workload("all_gather_matmul", sizes, itemsize, machine).gemm
     part = machine.shared_by(P)

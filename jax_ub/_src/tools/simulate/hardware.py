@@ -21,7 +21,7 @@ _RATE_OF_ITEMSIZE = {1: 2.0, 2: 1.0, 4: 0.5}
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """Rates and latencies of one machine, the parameters of the simulator's cost model.
+    """The rates and latencies of one machine, for the simulator's cost model.
 
     Rates are for each GPU, or for a host's CPU cores that all ranks share.
 
@@ -53,12 +53,12 @@ class Hardware:
 
     @property
     def is_host(self) -> bool:
-        """Whether ranks run on a host's CPU cores, which they share."""
+        """Returns whether the ranks share the CPU cores of one host."""
         return self.processors == 0
 
     @property
     def copy_bytes_per_s(self) -> float:
-        """The bandwidth that one rank reaches when it sends to a peer."""
+        """Returns the bandwidth at which one rank sends to a peer."""
         return self.wire_bytes_per_s * self.wire_share
 
     def flops_of(self, itemsize: int) -> float:
@@ -68,10 +68,7 @@ class Hardware:
         return self.flops_per_s * _RATE_OF_ITEMSIZE[itemsize]
 
     def shared_by(self, num_ranks: int) -> "Hardware":
-        """Returns one rank's hardware: a whole GPU, or its share of the host.
-
-        On a host, each rank has 1 / num_ranks of the rates.
-        """
+        """Returns the rates of one rank: a whole GPU, or 1 / num_ranks of a host."""
         if not self.is_host:
             return self
         f32 = self.flops_f32_per_s
@@ -130,7 +127,10 @@ HARDWARE: Mapping[str, Hardware] = {
 
 
 def find(name: "str | Hardware") -> Hardware:
-    """Returns the machine of this name; a `Hardware` object is returned unchanged."""
+    """Returns the machine with this name, such as "h100", for the simulator.
+
+    A `Hardware` object is returned unchanged.
+    """
     if isinstance(name, Hardware):
         return name
     if not isinstance(name, str) or name not in HARDWARE:

@@ -8,7 +8,7 @@ from jax_ub._src.errors import UnknownNameError, nearest, shown
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A linear layer of a transformer model: its forward op and global sizes [K, N]."""
+    """The name, forward op and global kernel size [K, N] of a model's linear layer."""
 
     name: str
     op: str
@@ -18,7 +18,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A transformer model: the four linear layers of each transformer layer, in order.
+    """The sizes of a transformer model, which determine its four linear layers.
 
     Args:
         hidden: number of features of the residual stream.

@@ -15,7 +15,7 @@ def draw(
     title: str,
     path: pathlib.Path,
 ) -> None:
-    """Writes a PNG with a group of bars for each layer, one bar for each series.
+    """Writes a PNG of predicted speed-ups, with a group of bars for each linear layer.
 
     Args:
         bars: for each series, the layers, their speed-ups over a GEMM followed by a

@@ -27,12 +27,15 @@ Step = Any
 
 @functools.lru_cache(maxsize=1024)
 def steps_of(op: str, method: str, *sizes: int, variant: str) -> tuple[Step, ...]:
-    """Returns one rank's steps. `sizes` are the rank, the ranks and the splits."""
+    """Returns the steps of one rank in the engine's schedule of an op and method.
+
+    `sizes` are the rank, the number of ranks and the number of splits.
+    """
     return tuple(cpu_engine.load().schedule(op, method, *sizes, variant))
 
 
 def sums_at_once(steps: Sequence[Step]) -> list[Step]:
-    """Reorders a schedule's steps, so that each sum is sent right after it is computed.
+    """Reorders a schedule so that each sum is sent as soon as it is computed.
 
     The engine's schedule sends all sums at the end. With a copy engine, the sums of one
     block are sent while the next block is multiplied.
@@ -51,7 +54,7 @@ def sums_at_once(steps: Sequence[Step]) -> list[Step]:
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """Options of a schedule that the simulator varies to find the fastest plan.
+    """Options of a simulated schedule, which are varied to find the fastest one.
 
     A rank's rows have `num_splits` splits, a kernel multiplies `aggregate` chunks, and
     kernels are launched on `streams` streams in turn.
@@ -64,7 +67,7 @@ class PlanOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A simulated step of a rank, with times in seconds since the start of the call.
+    """A simulated step of one rank, with its start and end in seconds.
 
     `lane` is the resource that runs it: "gemm", "wire" or "sum" on a GPU, "rank" on a
     host, where waits are spans, too.
@@ -84,7 +87,7 @@ def replay(
     hardware: Hardware,
     options: PlanOptions,
 ) -> list[Span]:
-    """Simulates the steps of every rank, and returns the spans of all steps.
+    """Simulates the schedules of all ranks and returns the spans of all steps.
 
     The steps of a single rank represent all ranks: data arrives from a peer when this
     rank sends the same data.
@@ -103,12 +106,12 @@ def replay(
 
 
 def end_s(spans: Sequence[Span]) -> float:
-    """Returns the time of the call, until the last rank has finished."""
+    """Returns the time at which the last rank finishes, the duration of the call."""
     return max((span.end_s for span in spans), default=0.0)
 
 
 class _Rank:
-    """The simulated state of one rank: its next step, its clock and its busy lanes.
+    """The simulated state of one rank: its next step, clock and busy resources.
 
     A lane is a resource that runs one step at a time, such as a copy engine.
     """
@@ -256,7 +259,7 @@ class _Rank:
         self._gathered = max(self._gathered, self._clock)
 
     def _run(self, lane, step, ready, duration):
-        """Runs a step on a lane, or on the only thread of a host; returns its end."""
+        """Runs a step on a lane, or on a host's only thread; returns its end time."""
         if self._hardware.is_host:
             lane, start = "rank", max(self._clock, ready)
             self._clock = start + duration
@@ -273,7 +276,7 @@ class _Rank:
 def _kernels(
     own: int, steps: Sequence[Step], gathers: bool, aggregate: int
 ) -> dict[int, list[tuple[int, int]] | None]:
-    """Returns the (chunk, split) pairs that each step's kernel multiplies, by index.
+    """Returns which (chunk, split) pairs the GEMM kernel of each step multiplies.
 
     Up to `aggregate` consecutive chunks of peers are multiplied by one kernel; the
     rank's own chunk has a separate kernel. If operands are gathered, the kernel is

@@ -30,18 +30,19 @@ from jax_ub._src.tools.trace.spans import Trace
 _AXIS = "tp"
 _NUM_WARMUP_CALLS = 2
 _ROWS, _COLUMNS = PartitionSpec(_AXIS), PartitionSpec(None, _AXIS)
-# By op: its function and the shardings of x [M, K], w [K, N] and the result [M, N].
+# For each op, its function and the shardings of x [M, K], w [K, N] and the result [M,
+# N].
 _OPS: dict[str, tuple[Callable[..., Any], tuple[Any, Any], Any]] = {
     "all_gather_matmul": (ub.all_gather_matmul, (_ROWS, _COLUMNS), _COLUMNS),
     "matmul_reduce_scatter": (ub.matmul_reduce_scatter, (_COLUMNS, _ROWS), _ROWS),
     "matmul_all_reduce": (ub.matmul_all_reduce, (_COLUMNS, _ROWS), PartitionSpec()),
 }
-# The options of --op that a part gets from the command that started it.
+# The options of --op that are passed on to each process of a multi-process trace.
 _OP_OPTIONS = ("op", "method", "tp", "shape", "dtype", "repeats")
 
 
 class TraceArgumentError(UbError, ValueError):
-    """The arguments of `trace` are invalid."""
+    """Raised if the arguments of `python -m jax_ub trace` are invalid."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,9 +107,9 @@ def command(given: argparse.Namespace) -> int:
 
 
 def summary(trace: Trace) -> list[str]:
-    """Returns a table with a row per label: calls, median time, average wait of a rank.
+    """Returns a table of a trace: for each call, its median time and average wait.
 
-    The average wait is the time that a rank waits for other ranks in a call.
+    A rank waits while it needs data from other ranks.
     """
     indices: dict[str, list[int]] = {}
     for index, call in enumerate(trace.calls):
@@ -160,7 +161,7 @@ def _check(given, program):
 
 
 def _prepare_op(given) -> Callable[[], int]:
-    """Compiles an op and warms it up; returns a function that repeats it."""
+    """Compiles an op and warms it up; returns a function that runs it repeatedly."""
     settings.set_pool_threads(4 * given.tp)
     if given.part is not None:
         jax.distributed.initialize()

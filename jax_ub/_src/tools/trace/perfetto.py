@@ -26,7 +26,7 @@ from jax_ub._src.tools.trace.spans import (
 _CATEGORY = "jax_ub"
 # Track ids below this are device ids; thread n has the track id `_FIRST_THREAD + n`.
 _FIRST_THREAD = 100_000
-# The words before the peer in a span's title, by kind.
+# The preposition before the peer in a span's title, by the kind of the span.
 _PREPOSITIONS = {"put": "to", "wait": "from", "wait_free": "free at", "publish": "to"}
 
 
@@ -40,7 +40,7 @@ def write(trace: Trace, path: pathlib.Path) -> None:
 
 
 def read(paths: Sequence[pathlib.Path]) -> Trace:
-    """Reads the trace files of all processes of a job, and merges them on one clock.
+    """Reads the trace files of a job's processes, and merges them on one clock.
 
     Raises:
         InputError: if a file cannot be read.
@@ -50,7 +50,7 @@ def read(paths: Sequence[pathlib.Path]) -> Trace:
 
 
 def as_json(trace: Trace) -> dict[str, Any]:
-    """Returns a trace as a JSON document in Chrome's trace format.
+    """Returns a trace as a JSON document in Chrome's trace event format.
 
     The key "jax_ub" is not part of the format; `read` uses it.
     """
@@ -158,5 +158,5 @@ def _arrows(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def _key(span, sender, receiver):
-    """Returns what identifies the data that a put sends and a wait waits for."""
+    """Returns a key that is equal for a put and for the wait for the same data."""
     return span.call, span.payload, span.chunk, span.split, sender, receiver

@@ -18,11 +18,11 @@ _MAX_EVENTS_PER_THREAD = 1 << 24
 
 
 class TraceError(UbError, RuntimeError):
-    """A trace is started inside another one, or read before its block has ended."""
+    """Raised if traces are nested, or if a trace is read before its block has ended."""
 
 
 class Recording:
-    """The object that `trace` yields; its `trace` is set when the block has ended."""
+    """The object that `ub.trace` yields; its `trace` is set when the block ends."""
 
     def __init__(self):
         self.trace: Trace | None = None

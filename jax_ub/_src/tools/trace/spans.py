@@ -17,7 +17,7 @@ AROUND = (CALL, GATHER, BARRIER, UNIT)
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One execution of a call of jax_ub, such as an AG+GEMM, by all ranks of a group.
+    """One execution of a jax_ub call, such as an AG+GEMM, by all ranks of a group.
 
     Attributes:
         label: names the public function and the user's name for the call.
@@ -42,7 +42,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A timed activity of a rank or thread in a call, such as a step or a wait.
+    """A timed activity of one rank or thread in a call, such as a GEMM or a wait.
 
     Times are from the host's monotonic clock.
 
@@ -80,7 +80,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A recording of calls of jax_ub, in one or several processes of a host.
+    """A recording of jax_ub calls, in one or several processes of a host.
 
     All times are on one clock.
 
@@ -95,7 +95,7 @@ class Trace:
     num_dropped: int = 0
 
     def of_call(self, index: int) -> list[Span]:
-        """Returns the spans of the call `calls[index]`, sorted by their start."""
+        """Returns the spans of the call `calls[index]`, sorted by their start times."""
         return sorted(
             (span for span in self.spans if span.call == index),
             key=lambda span: (span.begin_ns, -span.end_ns),
@@ -112,7 +112,7 @@ class Trace:
         return (max(s.end_ns for s in spans) - spans[0].begin_ns) * 1e-9
 
     def waiting_s(self) -> list[float]:
-        """Returns the time that a rank waits in each call, averaged over the ranks.
+        """Returns the average seconds that a rank waits in each call.
 
         Includes waits for other ranks' calls, chunks, free slots and other processes.
         Communication that is hidden behind a GEMM causes no waits.
@@ -131,7 +131,7 @@ class Trace:
         return [total / call.num_ranks for total, call in each]
 
     def exposed_by_op_s(self) -> dict[tuple[str, str], float]:
-        """Returns the average seconds that a rank waits per call, by label and op.
+        """Returns the average seconds that a rank waits per call, by (label, op).
 
         All calls of a backward pass share the label, so the op distinguishes them.
         """
@@ -142,12 +142,12 @@ class Trace:
 
 
 def call_from_json(fields: Mapping[str, Any]) -> Call:
-    """Returns a call from its fields in a trace file or in the engine's record."""
+    """Returns a `Call` from its fields in a trace file or in the engine's record."""
     return Call(**{**fields, "devices": tuple(fields["devices"])})
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """Merges the traces that several processes of one job recorded into one trace.
+    """Merges the traces that the processes of one job recorded into one trace.
 
     The n-th call of each trace among its equal calls is the same call of all processes.
     """

@@ -17,13 +17,13 @@ _STREAMS_AND_MARGINS = [
     for num_lanes, margin in itertools.product((2, 1, 3), (0, 2))
 ]
 _ALGORITHMS = [KernelOptions(gemm_algorithm=number) for number in (1, 2, 3)]
-# Kernels on the multiprocessors that GEMMs leave free send the data, by few thread
-# blocks, because a few suffice for small messages.
+# With these options, kernels on the multiprocessors that GEMMs leave free send the
+# data. A few thread blocks suffice for small messages.
 _KERNELS = [
     KernelOptions(use_ce=False, num_sm=num_blocks, sm_margin=num_blocks)
     for num_blocks in (4, 16)
 ]
-# Bytes per element of a partial sum on a CPU, where partial sums are f32.
+# Bytes per element of a partial sum on CPUs, which is always f32 there.
 _F32_BYTES = 4
 
 
@@ -68,7 +68,7 @@ def candidates(
 
 
 def _merge(options, choice):
-    """Returns `choice` with these kernel options, but with its own variant."""
+    """Returns a method choice with these kernel options, but with its own variant."""
     variant = choice.kernel_options.variant
     options = dataclasses.replace(options, variant=variant)
     return dataclasses.replace(choice, kernel_options=options)
@@ -79,7 +79,7 @@ def _with_options(method, options):
 
 
 def _of_column_gradients(is_cuda, dgrad):
-    """Returns the candidates for the two gradients of a column-parallel layer together.
+    """Returns the method choices to time for dx and dw of a column layer together.
 
     They are method "bulk" with several kernel options, and methods that run GEMM+RS for
     dgrad before wgrad. Bulk runs its two GEMMs one after the other, so the number of
@@ -94,7 +94,7 @@ def _of_column_gradients(is_cuda, dgrad):
 
 
 def _with_default_options(case, is_cuda) -> Iterator[MethodChoice]:
-    """Yields the methods and variants that apply to the case, with default options."""
+    """Yields the methods and variants to time for a case, with default options."""
     if not is_cuda:
         yield MethodChoice(Method.DIRECT)
     variants = [Variant.PLAIN]
@@ -115,7 +115,7 @@ def _with_default_options(case, is_cuda) -> Iterator[MethodChoice]:
 
 
 def _fits_one_shot(case, is_cuda):
-    """Returns whether a one-shot all-reduce of this size fits the communication memory.
+    """Returns whether a one-shot all-reduce fits the communication memory.
 
     The memory is what `initialize_ub` allocates for the shape of the case.
     """

@@ -27,7 +27,7 @@ from jax_ub._src.tools.bench.timing import Candidate
 def cases(
     shape: Shape, num_ranks: int, dtype: str, is_cuda: bool
 ) -> Iterator[TunedKey]:
-    """Yields the cases to tune for a column linear layer and the row layer after it.
+    """Yields the ops and sizes to tune for a column layer and the row layer after it.
 
     A case is an op with its global sizes, P and dtype. The gradients have the same
     sizes: a row linear's dgrad is an AG+GEMM with the sizes of the column linear's
@@ -47,7 +47,7 @@ def cases(
 
 
 def _local_cases(M, K, N, dtype):
-    """Yields cases of a rank's GEMMs without communication, for x [M, K], w [K, N]."""
+    """Yields the GEMMs without communication to tune, for x [M, K] and w [K, N]."""
     yield TunedKey("matmul", 1, M, K, N, dtype)
     yield TunedKey("dgrad", 1, M, N, K, dtype)
     yield TunedKey("dgrad_add", 1, M, N, K, dtype)
@@ -56,13 +56,13 @@ def _local_cases(M, K, N, dtype):
 
 
 def dgrad_of(case: TunedKey) -> TunedKey:
-    """Returns the GEMM+RS case that computes the dgrad of a column linear layer."""
+    """Returns the key of the GEMM+RS that computes a column layer's dgrad."""
     return dataclasses.replace(case, op="matmul_reduce_scatter", K=case.N, N=case.K)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """The sizes of an op's operands, such as "MK" for [M, K], and their shardings.
+    """The shapes of an op's operands, such as "MK" for [M, K], and their shardings.
 
     If `adds` is set, the result is added in place to the last operand.
     """
@@ -101,13 +101,13 @@ _PAIRS = {
 
 
 class Operands:
-    """The operands of a tuning case, on the devices; builds candidates that use them.
+    """The operands of a tuned op on the devices, shared by all timed programs.
 
     All candidates share the operands, except one that a candidate overwrites in place.
     """
 
     def __init__(self, case: TunedKey):
-        """Draws random operands of the case's sizes and places them on the mesh."""
+        """Draws random operands of the op's sizes and shards them over the mesh."""
         self._case = case
         self._layout = layout = _LAYOUTS[case.op]
         self._ranks = Ranks(case.num_ranks)
@@ -120,7 +120,7 @@ class Operands:
         self._placed = [*map(self._place, range(len(self._drawn)))]
 
     def candidate(self, name: str, choice: MethodChoice) -> Candidate:
-        """Returns a program that runs the case with `choice`, and its operands."""
+        """Returns a program that runs the op with the method `choice`."""
         layout, operands = self._layout, list(self._placed)
         last = len(operands) - 1
         if layout.adds:
@@ -145,7 +145,7 @@ def _function(case: TunedKey, choice: MethodChoice) -> Callable[..., Any]:
 
 
 def call_of(case: TunedKey, choice: MethodChoice = _AUTO) -> Call:
-    """Returns the primitive call that computes the op of a case, with one kernel."""
+    """Returns the `Call` with which a method choice runs the op of a tuned case."""
     is_local = case.op in LOCAL_OPS
     shared: dict[str, Any] = {
         "execution": Execution(

@@ -106,7 +106,7 @@ def command(given: argparse.Namespace) -> int:
         print(_row((*dataclasses.astuple(case), _result(seconds))), flush=True)
         for choice, reason in failed.items():
             print(f"    {choice} cannot run: {reason}")
-    # Each candidate runs once more than `rounds`, to compile.
+    # Each candidate runs `rounds + 1` times, because the first run compiles it.
     print(
         f"\nran {num_candidates} candidates of {len(wanted)} cases {given.rounds + 1} "
         f"times each\nwrote {given.output}"
@@ -119,7 +119,7 @@ def _row(cells):
 
 
 def _result(seconds):
-    """Returns the fastest choice, its time, and its speed relative to "xla"."""
+    """Returns the fastest choice, its time, and its speed relative to plain XLA."""
     best, *_ = seconds
     xla_s = seconds.get(MethodChoice(Method.XLA))
     is_overlapped = xla_s is not None and best.method is not Method.XLA
@@ -145,7 +145,7 @@ def _shapes(given) -> Sequence[Shape]:
 
 
 def _start(wanted, num_devices) -> bool:
-    """Starts JAX's backend with `num_devices` devices; returns whether it uses GPUs."""
+    """Starts JAX's backend with `num_devices` devices; returns whether it has GPUs."""
     machine.start(num_devices, wanted)
     if wanted == "cpu":
         return False
@@ -163,7 +163,7 @@ def _start(wanted, num_devices) -> bool:
 def measure(
     case: TunedKey, choices: Sequence[MethodChoice], rounds: int
 ) -> tuple[dict[MethodChoice, float], dict[MethodChoice, str]]:
-    """Times all method choices of a case, once per round, with equal operands.
+    """Times all method choices of one op and size, in interleaved rounds.
 
     Returns:
         The median seconds per call of each choice, including its dispatch, fastest
