@@ -25,12 +25,14 @@ def engine(monkeypatch):
     return engine
 
 
-def backward_of_column(monkeypatch, num_kernels):
+def backward_of_column(monkeypatch, num_kernels, **options):
     """The calls of a column layer and its gradients where GPUs are the default."""
     monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
     monkeypatch.setattr(cuda_engine, "is_traced_for", lambda: True)
     run = on_ranks(
-        lambda x, w: sum(ub.all_gather_matmul(x, (w,) * num_kernels, axis_name="tp")),
+        lambda x, w: sum(
+            ub.all_gather_matmul(x, (w,) * num_kernels, axis_name="tp", **options)
+        ),
         tp_mesh(4),
         COLUMN,
         P(None, "tp"),
@@ -51,6 +53,19 @@ def test_where_gpus_are_the_default_a_column_layer_gathers_beside_its_dgrad(
         "bulk_reduce_scatter",
     }
     assert f"-> (tensor<8x8x{sent}>, tensor<8x8xbf16>" in calls["bulk_all_gather"]
+
+
+def test_each_bulk_call_has_the_options_of_its_own_pass(engine, monkeypatch):
+    names = {"qkv_dgrad": "bulk_all_gather", "qkv_wgrad": "bulk_reduce_scatter"}
+    for configured in names:
+        cfgs = {configured: {"method": "bulk", "num_sm": 5}}
+        ub.initialize_ub((8, 8), 4, ub_cfgs=cfgs, mesh=tp_mesh(4))
+        calls = backward_of_column(monkeypatch, 1, ub_name="qkv")
+        found = {name: attribute(calls[op], "num_sm") for name, op in names.items()}
+        # A wgrad that is not configured takes the dgrad's options.
+        sizes = {"qkv_dgrad": (5, 5), "qkv_wgrad": (16, 5)}[configured]
+        assert tuple(found.values()) == sizes
+        ub.destroy_ub()
 
 
 def tuned_backward_of_column(tmp_path, monkeypatch, *found):

@@ -170,7 +170,9 @@ def _wgrad(config, x, gathered, dys, main_grads):
 
 def _bulk(config, x, gathered, dys, ws, main_grads, d_gathered):
     # The all-gather of x overlaps the dgrad, dy w^T. The reduce-scatter of the dgrad's
-    # partial sums overlaps the wgrad, x^T dy.
+    # partial sums overlaps the wgrad, x^T dy. A wgrad without a choice of its own takes
+    # the dgrad's, which a tuned table may have replaced.
+    wgrad_config = config if config.wgrad_choice is None else config.wgrad
     dtype = config.partial_dtype(len(dys))
     if gathered is None:
         partial, gathered = bulk_all_gather(
@@ -182,7 +184,7 @@ def _bulk(config, x, gathered, dys, ws, main_grads, d_gathered):
         partial += d_gathered.astype(dtype)
     main_grads, dtype = accumulation(config, dys, main_grads)
     dws, dx = bulk_reduce_scatter(
-        config.bulk,
+        wgrad_config.bulk,
         gathered,
         dys,
         main_grads,
