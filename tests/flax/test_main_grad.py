@@ -1,10 +1,11 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax_models import Block, assert_trees_close, loss, mesh_of
-from operands import normal
+from operands import assert_equal, normal
 from programs import compiled_text, copies
 
 import jax_ub as ub
@@ -106,6 +107,15 @@ def test_linen_keeps_the_accumulator_in_the_collection_of_flax():
     flax.kernel[...] = variables["params"]["kernel"]
     expected = nnx.grad(loss)(flax, xs.reshape(-1, 16)).kernel[...]
     assert_trees_close(total, expected)
+
+
+def test_a_restored_accumulator_may_be_a_numpy_array():
+    x = normal(0, (4, 8, 16))
+    layer = linen.Linear(32, parallel="column", main_grad=True)
+    with jax.set_mesh(mesh_of(1, 2)):
+        variables = layer.init(jax.random.key(0), x)
+        restored = jax.tree.map(np.asarray, variables)
+        assert_equal(layer.apply(restored, x), layer.apply(variables, x))
 
 
 def test_an_accumulator_in_two_calls_is_rejected():

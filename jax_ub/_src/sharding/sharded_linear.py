@@ -198,7 +198,10 @@ def _each_kernel(run, x, kernels, biases, main_grads, residual):
 
 def _present(arrays):
     """Returns `arrays` as a tuple, or None if it is None or contains None."""
-    return None if arrays is None or None in arrays else tuple(arrays)
+    # Not `None in arrays`, which compares NumPy arrays element by element.
+    if arrays is None or any(array is None for array in arrays):
+        return None
+    return tuple(arrays)
 
 
 def _gather_manual_fsdp(layout, x, kernels, main_grads, num_in):
