@@ -29,7 +29,12 @@ class StandIn(types.SimpleNamespace):
 
 def cuda_text(function, *operands) -> str:
     """Returns the text of a jitted function that is lowered for CUDA."""
-    return function.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    return lowered_text(function, "cuda", *operands)
+
+
+def lowered_text(function, platform: str, *operands) -> str:
+    """Returns the text of a jitted function that is lowered for one platform."""
+    return function.trace(*operands).lower(lowering_platforms=(platform,)).as_text()
 
 
 def exported_cuda_text(function, *operands) -> str:

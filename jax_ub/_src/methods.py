@@ -89,6 +89,17 @@ _CODES = {
 }
 
 
+def auto_on_gpus(*, gathers: bool) -> Method:
+    """Returns the method with which the CUDA engine runs a call of method "auto".
+
+    The engine pushes all chunks into the peers' slots, so "auto" never becomes
+    "direct". An all-gather becomes "pipeline": each rank sends its rows to all peers,
+    nearest first, as one chunk. A reduction becomes "ring_exchange": partial sums go to
+    the rank that owns the rows.
+    """
+    return Method.PIPELINE if gathers else Method.RING_EXCHANGE
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelOptions:
     """Options with which the engine runs a method: schedule variant, GPU launches.

@@ -1,11 +1,19 @@
 """Predictions of single calls."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
+from cuda_programs import StandIn, attribute, custom_calls, lowered_text, shape
+from jax.sharding import PartitionSpec as P
+from programs import on_ranks, tp_mesh
 
+import jax_ub as ub
 from jax_ub._src.methods import Method
+from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.tools import simulate
+from jax_ub._src.tools.simulate.cost import PRODUCTS
 from jax_ub._src.tools.simulate.estimate import OPS
 from jax_ub.errors import ShapeContractError, UnknownNameError
 
@@ -39,14 +47,25 @@ def test_moved_bytes_are_the_shards_of_the_peers(op):
     assert found.moved_bytes == rows * 7 / 8 * 8192 * width * 2
 
 
-def test_auto_is_the_default_method_of_the_machine():
-    found = {
-        name: simulate.estimate("matmul_reduce_scatter", "auto", **SIZES, hardware=name)
-        for name in ("cpu", "h200")
-    }
-    assert found["cpu"].method == "direct"
-    assert found["h200"].method == "pipeline"
-    assert found["h200"].seconds < found["h200"].serial_s
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_auto_is_the_method_that_the_engine_runs(op, monkeypatch):
+    monkeypatch.setattr(cuda_engine, "load", StandIn)
+    x, w, y = {
+        "all_gather_matmul": (P("tp"), P(None, "tp"), P(None, "tp")),
+        "matmul_reduce_scatter": (P(None, "tp"), P("tp"), P("tp")),
+        "matmul_all_reduce": (P(None, "tp"), P("tp"), P()),
+    }[op]
+    function = functools.partial(getattr(ub, op), axis_name="tp")
+    run = on_ranks(function, tp_mesh(8), (x, w), y)
+    for platform, hardware in (("cpu", "cpu"), ("cuda", "h200")):
+        text = lowered_text(run, platform, shape(8192, 8192), shape(8192, 10240))
+        ((name, call),) = custom_calls(text)
+        found = simulate.estimate(op, "auto", **SIZES, hardware=hardware)
+        assert name == op
+        assert attribute(call, "method") == Method(found.method).code
+        # The engine sends each rank's chunk whole.
+        assert attribute(call, "num_splits") == 0
+        assert not found.knobs.startswith(("b2", "b4"))
 
 
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "all_reduce"])

@@ -1,14 +1,16 @@
 """The simulator, compared with the figures of a separate model in gpu_model.md."""
 
+import dataclasses
 import functools
 import pathlib
 
 import pytest
 
+from jax_ub._src.methods import Method
 from jax_ub._src.tools.simulate import hardware, models
 from jax_ub._src.tools.simulate.command import layer_rows
 from jax_ub._src.tools.simulate.cost import Gemm, Processors, Workload, bounds
-from jax_ub._src.tools.simulate.estimate import MIN_ROWS, timeline
+from jax_ub._src.tools.simulate.estimate import MIN_ROWS, estimate_workload, timeline
 from jax_ub._src.tools.simulate.replay import PlanOptions, end_s
 
 MACHINE = hardware.find("h200")
@@ -33,7 +35,17 @@ def sizes(name, layer, M, tp):
 
 @functools.cache
 def rows(name, M, tp):
-    return layer_rows(models.find(name), int(M), int(tp), MACHINE)
+    """The layers with the methods of the separate model, not those of "auto"."""
+    found = layer_rows(models.find(name), int(M), int(tp), MACHINE)
+    return [
+        dataclasses.replace(row, plan=plan_of(workload(row.layer, int(M), int(tp))))
+        for row in found
+    ]
+
+
+def plan_of(work):
+    method = Method.RING_EXCHANGE if work.gathers else Method.PIPELINE
+    return estimate_workload(work, method, MACHINE)
 
 
 def workload(layer, M, tp, op=None):

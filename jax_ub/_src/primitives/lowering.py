@@ -21,7 +21,7 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 
 from jax_ub._src import lowering_log
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
-from jax_ub._src.methods import DEFAULT_SPLITS, Method, Variant
+from jax_ub._src.methods import DEFAULT_SPLITS, Method, Variant, auto_on_gpus
 from jax_ub._src.primitives.mesh import Ranks, find_ranks
 from jax_ub._src.runtime import cpu_engine, cuda_engine, registry, settings
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, heap_bytes
@@ -222,16 +222,12 @@ def _why_too_large(call, initialized_axis, operands):
 def _cuda_method(call):
     """Returns the method with which the CUDA engine runs a call, resolving "auto".
 
-    On CUDA all communication pushes chunks into the peers' slots, so "auto" never
-    becomes "direct". An all-gather becomes "pipeline": each rank sends its rows to all
-    peers, nearest first, as one chunk unless the call sets `num_splits`. A reduction
-    becomes "ring_exchange": partial sums go to the rank that owns the rows. A local
-    GEMM always has method "direct".
+    A local GEMM always has method "direct".
     """
     if not call.axis_name:
         return Method.DIRECT
     if call.method is Method.AUTO:
-        return Method.PIPELINE if call.gathers else Method.RING_EXCHANGE
+        return auto_on_gpus(gathers=call.gathers)
     return call.method
 
 

@@ -464,7 +464,7 @@ def _engine_method(*, gathers):
     """
     if not cuda_engine.is_traced_for():
         return Method.DIRECT
-    return Method.PIPELINE if gathers else Method.RING_EXCHANGE
+    return methods.auto_on_gpus(gathers=gathers)
 
 
 def _column_dgrad(choice, flags):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -87,8 +87,8 @@ def estimate(
 
     Args:
         op: name of the FFI target without "jax_ub$", such as "all_gather_matmul".
-        method: name of a method; "auto" selects the machine's best schedule, "xla" is
-            the library's GEMM and the vendor's collective one after the other.
+        method: name of a method; "auto" runs as on the machine, "xla" is the library's
+            GEMM and the vendor's collective one after the other.
         M: number of tokens, summed over all ranks.
         K: global contracting size; for collectives, bulk ops and wgrad, the number of
             features of the communicated tensor.
@@ -138,7 +138,9 @@ def estimate_workload(work: Workload, method: Method, machine: Hardware) -> Pred
     elif name == Method.DIRECT.value:
         seconds = direct_seconds(work, machine)
     else:
-        knobs, seconds = fastest_plan(work, machine, name, variant)
+        # "auto" sends a rank's chunk whole.
+        splits = (1,) if method is Method.AUTO else _SPLITS
+        knobs, seconds = fastest_plan(work, machine, name, variant, splits)
     return Prediction(
         op=work.op,
         method=name,
@@ -168,12 +170,9 @@ def _is_one_shot(work, method, machine):
 
 def _schedule_name(work, method, machine):
     if method is Method.AUTO:
-        # On a host, operands are read in place from the peers' memory. On GPUs, copy
-        # engines transfer chunks in a ring or, for partial sums, in blocks of rows.
-        if machine.is_host:
-            return Method.DIRECT.value
-        is_ring = work.op == "all_gather_matmul"
-        return (Method.RING_EXCHANGE if is_ring else Method.PIPELINE).value
+        # On a host, operands are read in place from the peers' memory.
+        on_gpus = methods.auto_on_gpus(gathers=work.gathers)
+        return (Method.DIRECT if machine.is_host else on_gpus).value
     if not work.has_product and method is Method.DIRECT and not machine.is_host:
         return Method.BULK.value
     if work.has_product and method is Method.BULK:
@@ -202,12 +201,14 @@ def fastest_plan(
     machine: Hardware,
     method: str,
     variant: Variant = Variant.PLAIN,
+    splits: Sequence[int] = _SPLITS,
 ) -> tuple[str, float]:
     """Returns the fastest schedule options, such as "b4a1s2", and their seconds.
 
-    Variants other than the plain one run one kernel per product, as the engine does.
+    `splits` are the numbers of splits that "pipeline" may divide a chunk into. Variants
+    other than the plain one run one kernel per product, as the engine does.
     """
-    options = list(_options(work, machine, method))
+    options = list(_options(work, machine, method, splits))
     if variant is not Variant.PLAIN:
         options = [dataclasses.replace(one, aggregate=1) for one in options]
     times = {
@@ -244,8 +245,8 @@ def timeline(
     return replay(steps, work, machine, options)
 
 
-def _options(work, machine, method) -> Iterator[PlanOptions]:
-    splits = _SPLITS if method == "pipeline" else (1,)
+def _options(work, machine, method, splits) -> Iterator[PlanOptions]:
+    splits = splits if method == "pipeline" else (1,)
     several = not machine.is_host and method != "external"
     peers = work.num_ranks - 1
     aggregates = [a for a in (1, 2, 4, peers) if 1 <= a <= peers] if several else []
