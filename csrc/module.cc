@@ -231,7 +231,8 @@ class Communicator {
     Close();
   }
 
-  // In a child of fork() there is no engine that the call sequencer has joined.
+  // Unregisters the call sequencer and closes it. In a child of fork() there is no
+  // engine that the sequencer has joined, so it is only closed.
   void Close() {
     if (jax_ub::Engine* engine = jax_ub::ExistingEngine()) {
       engine->Leave(sequencer_);

@@ -80,7 +80,8 @@ nb::list Devices() {
     dict["num_sms"] = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
     dict["num_copy_engines"] = attribute(CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT);
     dict["memory_bytes"] = memory_bytes;
-    // No check: a driver that is older than the attribute returns an error.
+    // The result is not checked: a driver that is older than the attribute returns an
+    // error, and `has_multicast` stays 0.
     int has_multicast = 0;
     driver.DeviceGetAttribute(&has_multicast, CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED,
                               device);
@@ -133,7 +134,8 @@ std::optional<std::string> WhyNoPeers(const std::vector<int>& ordinals) {
   return std::nullopt;
 }
 
-// Attributes from a Python dictionary, which are read during lowering.
+// The attributes of a call in a Python dictionary, as the lowering passes them to
+// WorkspaceBytes.
 class PythonAttributes : public jax_ub::AttributeSource {
  public:
   PythonAttributes(jax_ub::Op op, const nb::dict& dict) : op_(op), dict_(dict) {}
@@ -312,7 +314,8 @@ std::unique_ptr<HeapCommunicator> ConnectInProcess(const std::string& name,
 }  // namespace
 
 NB_MODULE(_cuda, m) {
-  // NotImplementedError means that another method may support the call.
+  // The engine's UnsupportedError becomes Python's NotImplementedError, which means
+  // that another method may support the call.
   nb::register_exception_translator([](const std::exception_ptr& failure, void*) {
     try {
       std::rethrow_exception(failure);

@@ -27,7 +27,8 @@ struct KernelOptions {
   int sm_margin = 0;  // multiprocessors that GEMMs leave free
   int num_lanes = 2;  // GEMMs that may run concurrently
   bool allow_tf32 = false;
-  // Index into the algorithms that cuBLASLt proposes for a GEMM, best first.
+  // The index of the GEMM algorithm to use, among those that cuBLASLt proposes, best
+  // first.
   int gemm_algorithm = 0;
   // Stream priorities in CUDA's numbering: lower values are more urgent. 0 selects the
   // most urgent priority for communication and the least urgent one for GEMMs.
@@ -44,7 +45,7 @@ struct CallAttributes {
   Method method = Method::kDirect;
   int num_ranks = 1;
   std::vector<int64_t> ranks;  // device ids [group][rank]; empty: no communication
-  // For programs that are lowered for export: the same ids, indexed by XLA's partition
+  // In programs that are lowered for export: the device ids, indexed by XLA's partition
   // id, which is then passed as the last operand. Otherwise empty, and each device is
   // identified by its own id.
   std::vector<int64_t> devices;
@@ -106,8 +107,8 @@ bool IsLocalCall(const CallAttributes& attributes);
 // Returns the index of the first residual operand, which follows the biases.
 size_t FirstResidual(const CallAttributes& attributes);
 
-// Checks the number, shapes and dtypes of operands and results. Throws ShapeError with
-// the values: a result of the wrong size would be overrun.
+// Checks the number, shapes and dtypes of a call's operands and results, because a
+// result of the wrong size would be overrun. Throws ShapeError with the values.
 void CheckCall(const CallAttributes& attributes, const RankCall& call);
 
 // Signature returns a hash of everything that all ranks of a call must agree on.

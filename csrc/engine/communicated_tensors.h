@@ -18,9 +18,9 @@ struct RowSlice {
 
   int64_t num_rows() const { return end - begin; }
   int64_t row_bytes() const { return tensor.features * SizeOf(tensor.dtype); }
-  // Size of the slice over all batches, without gaps.
+  // Returns the size of the slice over all batches, without the gaps between them.
   int64_t size_bytes() const { return tensor.batch * num_rows() * row_bytes(); }
-  // The slice as strided blocks: one contiguous block of bytes per batch.
+  // Returns the slice as strided blocks: one contiguous block of bytes per batch.
   Rows rows() const {
     return {tensor.At(0, begin), tensor.batch, num_rows() * row_bytes(),
             tensor.rows * row_bytes()};
@@ -43,7 +43,8 @@ std::vector<size_t> CommunicatedOperands(const CallAttributes& attributes,
 
 // A tensor that is communicated by one pass of a schedule.
 struct CommunicatedTensor {
-  // Gather: this rank's shard. Reduction: the addend, if the op has no GEMM.
+  // For a gather: this rank's shard. For a reduction: this rank's addend, if the op has
+  // no GEMM.
   Tensor operand;
   Tensor gathered;       // gathered copy; null data: not stored
   Tensor result;         // result of a reduction

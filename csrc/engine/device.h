@@ -23,7 +23,8 @@ namespace jax_ub {
 using Lane = int;
 inline constexpr Lane kCommunicationLane = 0;  // lanes 1, 2, ... run GEMMs
 
-// A point of a lane: all work that was enqueued on it before.
+// Identifies a recorded point of a lane, which is reached when all work that was
+// enqueued before it is done.
 using EventId = int;
 inline constexpr EventId kNoEvent = -1;
 
@@ -31,7 +32,8 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // GEMMs run on lanes 1 to num_product_lanes().
+  // Returns the number of lanes for GEMMs, which are the lanes 1 to
+  // num_product_lanes().
   virtual int num_product_lanes() const = 0;
   // Returns whether functions only enqueue work. If false, they return when the work is
   // done, events have no effect, and the caller runs GEMMs that overlap with the
@@ -50,12 +52,13 @@ class Device {
                           int64_t rows,
                           int64_t features) = 0;
 
-  // `step` is the schedule's step that the GEMMs belong to, for the trace.
+  // Computes GEMMs on a lane. `step` is the schedule's step that they belong to, for
+  // the trace.
   virtual void Multiply(Lane lane,
                         std::vector<GemmProblem> problems,
                         const Step& step) = 0;
   virtual void Copy(Lane lane, const Rows& from, std::byte* to, int64_t to_stride) = 0;
-  // Computes SumChunks of reduce/reduce.h.
+  // Sums the parts as SumChunks of reduce/reduce.h does.
   virtual void Sum(Lane lane,
                    std::span<const ConstMatrix> parts,
                    int64_t rows,
@@ -63,7 +66,7 @@ class Device {
                    const Matrix& out) = 0;
 
   virtual EventId Record(Lane lane) = 0;
-  // Work that is enqueued on `lane` from now on starts after `event`.
+  // Makes all work that is enqueued on `lane` from now on start after `event`.
   virtual void Await(Lane lane, EventId event) = 0;
 };
 

@@ -59,8 +59,8 @@ class ScheduleRun {
 
   void Run() {
     for (const Step& step : schedule_.steps) {
-      // Before the first wait: everything that can be sent immediately has been
-      // enqueued.
+      // The concurrent GEMMs run before the first wait, when everything that can be
+      // sent immediately has been enqueued.
       if (step.kind == StepKind::kWait) RunConcurrentGemms();
       Take(step);
     }
@@ -111,13 +111,15 @@ class ScheduleRun {
     }
   }
 
-  // kAllChunks uses the index of chunk 0.
+  // Returns the index of a split in `received_` and `produced_`. kAllChunks has the
+  // index of chunk 0.
   size_t IndexOf(Payload payload, int chunk, int split) const {
     return (static_cast<size_t>(payload) * schedule_.num_ranks + std::max(chunk, 0)) *
                schedule_.num_splits +
            split;
   }
-  // Received partial sums are indexed by sender, all other splits by chunk.
+  // Returns the entry of a received split. Received partial sums are indexed by sender,
+  // all other splits by chunk.
   ReceivedSplit& ReceivedOf(Payload payload, int chunk, int split) {
     return received_[IndexOf(payload, chunk, split)];
   }
@@ -235,7 +237,8 @@ class ScheduleRun {
     }
   }
 
-  // All GEMMs on one lane: sums then use another lane, if there is one.
+  // Runs the GEMMs of a bulk op, all on one lane, so that sums can use another lane, if
+  // there is one.
   void RunConcurrentGemms() {
     if (concurrent_gemms_.empty()) return;
     Compute(lanes_.NextProduct(), std::exchange(concurrent_gemms_, {}), {});
@@ -292,7 +295,7 @@ class ScheduleRun {
   Device& device_;
   LaneDependencies& lanes_;
   const TraceContext& trace_;
-  // [payload][chunk, or sender of a partial sum][split]
+  // Indexed by IndexOf: payload, then chunk or sender of a partial sum, then split.
   std::vector<ReceivedSplit> received_;
   std::vector<Dependency> produced_;    // [payload][chunk][split]
   std::vector<LaneSlotReads> readers_;  // [lane]
@@ -334,7 +337,7 @@ void ExecuteRank(const CallAttributes& at,
                  const TraceContext& trace) {
   const Schedule& schedule = plan.schedules->Of(transport.rank());
   const OpInfo& info = InfoOf(at.op);
-  // Whether GEMMs read the gathered operands as a whole.
+  // Whether the GEMMs read the gathered operands as a whole, not split by split.
   const bool gathers_first = info.communicated == Communicated::kSelectedOperand;
   const bool is_whole =
       gathers_first || (info.communicated == Communicated::kFirstOperand &&

@@ -21,7 +21,7 @@ AddendView AddendOf(const Calls& calls, size_t index, int64_t batch = 1) {
   return addend;
 }
 
-// The same for a vector, which is added to every row.
+// Returns a bias vector of every call as an addend, which is added to every row.
 AddendView BiasOf(const Calls& calls, size_t index, int64_t batch = 1) {
   AddendView bias{calls[0].operands[index].dtype, {}};
   for (int64_t b = 0; b < batch; ++b) {
@@ -108,7 +108,8 @@ void AddBiasesAndResiduals(const CallAttributes& at,
   if (at.has_residual) problem.addends.push_back(AddendOf(calls, residual_at, batch));
 }
 
-// Rows [batch][owner][m] of the GEMM are stored in y[owner][batch].
+// Builds the GEMM of a reduce-scatter. Its rows [batch][owner][m] are stored in
+// y[owner][batch].
 GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
   const Tensor& first = calls[0].results[0];
   OperandSegments a(calls[0].operands[0].dtype);
@@ -127,7 +128,8 @@ GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
   return problem;
 }
 
-// Every rank gets every row: each is computed once and stored P times.
+// Builds the GEMM of an all-reduce. Every rank gets every row: each row is computed
+// once and stored P times.
 GemmProblem MatmulAllReduce(const CallAttributes& at, const Calls& calls) {
   const Tensor& first = calls[0].results[0];
   OperandSegments a(calls[0].operands[0].dtype);
@@ -142,7 +144,7 @@ GemmProblem MatmulAllReduce(const CallAttributes& at, const Calls& calls) {
   return problem;
 }
 
-// Adds the main_grad operand, which follows the dy_i.
+// Adds the main_grad operand of a weight gradient as an addend. It follows the dy_i.
 void AddMainGrads(const CallAttributes& at,
                   const Calls& calls,
                   int i,
@@ -223,7 +225,7 @@ GemmProblem WgradGatherDy(const CallAttributes& at, const RankCalls& calls, int 
   return problem;
 }
 
-// dw_i = x^T dy_i of one rank, without communication.
+// Builds dw_i = x^T dy_i, a weight gradient of one rank without communication.
 GemmProblem Wgrad(const CallAttributes& at, const RankCall& call, int i) {
   const Tensor& x = call.operands[0];
   const Tensor& dy = call.operands[1 + i];
@@ -244,7 +246,7 @@ GemmProblem Wgrad(const CallAttributes& at, const RankCall& call, int i) {
   return problem;
 }
 
-// dx = sum of dy_i w_i^T of one rank, without communication; w_i [K, N_i].
+// Builds dx = sum of dy_i w_i^T of one rank, without communication; w_i is [K, N_i].
 GemmProblem Dgrad(const CallAttributes& at, const RankCall& call) {
   const int n = at.num_kernels;
   const Tensor& dx = call.results[0];

@@ -19,10 +19,11 @@ namespace jax_ub {
 // process both are all ranks. If a group spans processes, each process writes the
 // results of its local ranks.
 struct RankCalls {
-  // [rank]. For ranks of other processes only the communicated operands are set.
+  // Indexed by rank. For ranks of other processes only the communicated operands are
+  // set.
   const std::vector<RankCall>& all;
   const std::vector<RankCall>& local;
-  // Ranks of `local`, ascending; null: all ranks.
+  // The ranks that made the calls in `local`, ascending; null: all ranks.
   const std::vector<int>* local_ranks = nullptr;
 
   int64_t RankOf(size_t i) const {

@@ -9,8 +9,8 @@
 
 namespace jax_ub {
 
-// A recorded point of a lane, as an index into `dependencies_`. kNone: nothing to wait
-// for.
+// A recorded point of a lane, as an index into `dependencies_`. kNone means that there
+// is nothing to wait for.
 struct Dependency {
   int index = kNone;
 };
@@ -44,7 +44,7 @@ class LaneDependencies {
   }
 
  private:
-  // Vector clock. Entry i counts the recorded points of lane i that are known to be
+  // A vector clock: entry i counts the recorded points of lane i that are known to be
   // complete.
   using Clock = std::vector<int>;
   struct Recorded {
@@ -55,8 +55,8 @@ class LaneDependencies {
 
   Device& device_;
   int next_ = 0;
-  // [lane]: the points that complete before any work that is enqueued on this lane from
-  // now on.
+  // Indexed by lane: the points that complete before any work that is enqueued on this
+  // lane from now on.
   std::vector<Clock> known_;
   std::vector<Recorded> dependencies_;
 };

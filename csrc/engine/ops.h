@@ -34,14 +34,15 @@ enum class GemmKind : uint8_t {
   kDgrad,         // dx = sum of dy_i w_i^T
 };
 
-// The operand that an op communicates.
+// The array that an op communicates: one of its operands, or the result of its GEMM.
 enum class Communicated : uint8_t {
   kNothing,
   kFirstOperand,     // gathered for the GEMMs
   kSelectedOperand,  // gathered for the GEMMs, if the attribute `gather` selects one
   kPartialSum,       // the GEMM's result
-  // The last operand, which no GEMM reads. The last result receives it. The op is a
-  // plain collective or, if it has GEMMs, a bulk op, which runs both concurrently.
+  // The op communicates its last operand, which no GEMM reads, into its last result.
+  // The op is a plain collective or, if it has GEMMs, a bulk op, which runs both
+  // concurrently.
   kSeparateOperand,
 };
 
@@ -71,7 +72,7 @@ struct OpInfo {
   }
 };
 
-// Indexed by Op.
+// The table of ops, indexed by Op.
 inline constexpr std::array<OpInfo, kNumOps> kOps = {{
     {Op::kAllGatherMatmul, "all_gather_matmul", GemmKind::kGatheredRows,
      CollectiveKind::kAllGatherMatmul, Communicated::kFirstOperand, "num_kernels",

@@ -9,26 +9,27 @@
 
 namespace jax_ub {
 
-// Address of a segment's first element, and its strides in elements.
+// The address of a segment's first element, and its strides in elements.
 struct StridedPointer {
   std::byte* data = nullptr;
   int64_t outer_stride = 0;
   int64_t inner_stride = 0;
 };
 
-// View with the rows as the outer dimension and the features contracted: x in y = x w,
-// and any result.
+// Returns a view with the rows as the outer dimension and the features contracted: x in
+// y = x w, and any result.
 inline StridedPointer RowsOf(const Tensor& tensor, int64_t batch, int64_t row) {
   return {tensor.At(batch, row), tensor.features, 1};
 }
 
-// View with the features as the outer dimension and the rows (tokens) contracted: both
-// operands of dw = x^T dy.
+// Returns a view with the features as the outer dimension and the rows (tokens)
+// contracted: both operands of dw = x^T dy.
 inline StridedPointer ColumnsOf(const Tensor& tensor, int64_t batch, int64_t row) {
   return {tensor.At(batch, row), 1, tensor.features};
 }
 
-// View of a kernel [in, out], or [out, in] if `transposed`. `in` is contracted.
+// Returns a view of a kernel [in, out], or [out, in] if `transposed`, in which `in` is
+// contracted.
 inline StridedPointer KernelOf(const Tensor& kernel, bool transposed) {
   return transposed ? RowsOf(kernel, 0, 0) : ColumnsOf(kernel, 0, 0);
 }

@@ -16,7 +16,7 @@ namespace jax_ub {
 // Thread-safe.
 class Schedules {
  public:
-  // `first` is the schedule of rank 0.
+  // Stores `first`, the schedule of rank 0. The other ranks' schedules are built later.
   explicit Schedules(Schedule first);
 
   const Schedule& Of(int rank);

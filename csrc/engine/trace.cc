@@ -61,7 +61,7 @@ struct Tracer::Buffer {
   std::atomic<int64_t> generation{0};
   std::atomic<int64_t> size{0};
   std::atomic<int64_t> num_dropped{0};
-  // These change only between two generations.
+  // The members below change only between two generations, that is, in Start.
   int64_t room = 0;
   HostMapping memory;  // memory for `room` events
 };

@@ -110,7 +110,7 @@ class Tracer {
   // Open-addressing hash table, keyed by thread id. Buffers are not removed when a
   // thread exits: a later thread with the same id reuses the buffer.
   std::array<std::atomic<Buffer*>, kNumThreads> buffers_ = {};
-  // Events of threads that found no free buffer.
+  // The number of events that were dropped because their thread found no free buffer.
   std::atomic<int64_t> num_unbuffered_{0};
 
   mutable std::mutex mutex_;  // guards `calls_` and `num_dropped_calls_`
@@ -118,7 +118,7 @@ class Tracer {
   int64_t num_dropped_calls_ = 0;
 };
 
-// Identifies the call and the rank that spans belong to. A null tracer records nothing.
+// The call and the rank to which spans belong. A null tracer records nothing.
 struct TraceContext {
   Tracer* tracer = nullptr;
   int64_t generation = 0;  // value of Tracer::generation_ when the call began

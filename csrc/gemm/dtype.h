@@ -5,7 +5,7 @@
 // functions that load and store it (gemm/cpu/simd_*.h, reduce/cuda/sum_kernels.cu).
 #pragma once
 
-// Only C headers; see gemm/cpu/kernels.h.
+// Only C headers are included here; see gemm/cpu/kernels.h.
 #include <stdint.h>
 
 namespace jax_ub {
@@ -19,7 +19,7 @@ struct DTypeInfo {
   int64_t size_bytes;
 };
 
-// Indexed by DType.
+// The table of dtypes, indexed by DType.
 inline constexpr DTypeInfo kDTypes[] = {
     {DType::kF32, "f32", "float32", 4},
     {DType::kBF16, "bf16", "bfloat16", 2},

@@ -16,7 +16,8 @@
 namespace jax_ub {
 
 void FileDescriptorTraits::Close(int descriptor) noexcept {
-  // No retry on EINTR: Linux releases the descriptor even if close is interrupted.
+  // The call is not repeated on EINTR, because Linux releases the descriptor even if
+  // close is interrupted.
   static_cast<void>(close(descriptor));
 }
 

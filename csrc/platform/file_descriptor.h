@@ -33,8 +33,8 @@ void ClearEvent(const FileDescriptor& event) noexcept;
 // not visible.
 FileDescriptor WatchProcess(pid_t pid);
 
-// Returns " (it is stopped)" if a signal has stopped the process, else an empty string.
-// For error messages.
+// Returns " (it is stopped)" if a signal has stopped the process, else an empty string,
+// for use in error messages.
 std::string DescribeIfStopped(pid_t pid);
 
 // Waits until a descriptor has an event. Returns false if `until` passes first.

@@ -21,7 +21,8 @@ struct MappingTraits {
 
 using HostMapping = UniqueHandle<MappingTraits>;
 
-// Huge pages reduce TLB misses. Small pages are faster to fault in.
+// The page size of private memory. Huge pages reduce TLB misses; small pages are faster
+// to fault in.
 enum class Pages { kHuge, kSmall };
 
 // Maps private, zero-filled memory. Physical pages are allocated on first access.

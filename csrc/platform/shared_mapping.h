@@ -32,9 +32,8 @@ class SharedMapping {
   const FileDescriptor& descriptor() const { return descriptor_; }
   void CloseDescriptor() { descriptor_.reset(); }
 
-  // Drops the mapping without unmapping it. For a child of fork(): the child does not
-  // inherit the mapping (MADV_DONTFORK), so its address range may contain another
-  // mapping.
+  // Drops the mapping without unmapping it. Called in a child of fork(), which does not
+  // inherit the mapping (MADV_DONTFORK): its address range may contain another mapping.
   void Forget() { static_cast<void>(mapping_.release()); }
 
  private:

@@ -140,8 +140,8 @@ Received Receive(const FileDescriptor& connection, std::span<std::byte> buffer) 
     header.msg_control = control.bytes;
     header.msg_controllen = sizeof(control.bytes);
     size = recvmsg(connection.get(), &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    // ECONNRESET: the peer exited with unread messages. The kernel reports this once,
-    // before the messages that the peer sent.
+    // recvmsg is repeated on ECONNRESET, which means that the peer exited with unread
+    // messages. The kernel reports this once, before the messages that the peer sent.
   } while (size < 0 && (errno == EINTR || errno == ECONNRESET));
   if (size < 0 && errno == EAGAIN) return {};
   if (size < 0) ThrowSystemError("recvmsg", errno);

@@ -111,7 +111,7 @@ void AppendRingOfPairs(ScheduleBuilder& builder) {
   builder.Multiply(neighbour, 0, 1);
   release(neighbour, 0);
   for (int distance = 1; distance < num_pairs; ++distance) {
-    // In the order in which the rank behind sends them.
+    // The chunks are received in the order in which the rank behind sends them.
     const int first = builder.Behind(2 * distance);
     for (const int chunk : {first, first ^ 1}) {
       builder.Add(StepKind::kWait, Payload::kOperand, chunk, 0, builder.Behind(2),

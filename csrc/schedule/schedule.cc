@@ -30,7 +30,8 @@ void AppendCollective(ScheduleBuilder& builder,
                       Method method,
                       Variant variant) {
   if (variant == Variant::kAggregate) return AppendRingOfPairs(builder);
-  // external runs the GEMM separately: after the gather, or before the scatter.
+  // The method "external" runs the GEMM separately: after the gather, or before the
+  // scatter.
   const bool separate_gemm = method == Method::kExternal;
   const bool multiply = HasProduct(collective) && !separate_gemm;
   if (IsGather(collective)) {

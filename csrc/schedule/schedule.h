@@ -19,7 +19,7 @@ inline constexpr int kNumMethods = 5;
 
 std::string_view MethodName(Method method);
 
-// Variations of a method, used on request.
+// Variants of a method's schedule, which a caller selects explicitly.
 enum class Variant : uint8_t {
   kPlain,
   kAggregate,         // AG+GEMM by ring_exchange, even P: GEMMs over two chunks
@@ -100,7 +100,8 @@ struct Schedule {
   Variant variant = Variant::kPlain;
   int rank = 0;
   int num_ranks = 1;
-  // Splits per chunk: as requested, or 1 if the method does not split chunks.
+  // The number of splits per chunk: as requested, or 1 if the method does not split
+  // chunks.
   int num_splits = 1;
   int num_slots = 0;  // number of slots on every rank
   std::vector<Step> steps;

@@ -23,7 +23,8 @@ class SymbolicExecution {
   const std::vector<std::string>& violations() const { return violations_; }
 
  private:
-  // [rank]: number of that rank's steps that are known to have happened.
+  // A vector clock, indexed by rank: how many of the rank's steps are known to have
+  // happened.
   using Clock = std::vector<int64_t>;
 
   struct SlotData {
@@ -55,10 +56,12 @@ class SymbolicExecution {
     Clock clock;
     std::vector<int64_t> epochs;  // [slot]: number of calls that used it
     std::vector<bool> was_put;  // [slot]: this rank put into a peer's slot in this call
-    // [slot]: this rank has waited for the release of what it put in this call
+    // Indexed by slot: whether this rank has waited until the peer released what this
+    // rank put into the slot in this call.
     std::vector<bool> saw_released;
     std::vector<bool> was_used;  // [slot]: used, own or a peer's, in this call
-    // [(chunk, split)]: number of times in this call
+    // Keyed by (chunk, split): how often this rank has multiplied or copied the split
+    // in this call.
     std::map<std::pair<int, int>, int> multiplied;
     std::map<std::pair<int, int>, int> copied;
     std::map<int, int> reduced;  // [split]

@@ -150,8 +150,8 @@ std::shared_ptr<CallSequencer> CallSequencer::Make(
     Hooks hooks) {
   std::shared_ptr<CallSequencer> sequencer(new CallSequencer(
       std::move(communicator), std::move(devices), generation, pool, std::move(hooks)));
-  // Releases the sequencer on a thread of the pool. Allocated here, where failure is
-  // allowed.
+  // A task that releases the sequencer on a thread of the pool. It is allocated here,
+  // where failure is allowed.
   struct LetGo : BlockingTask {
     std::shared_ptr<CallSequencer> alive;
     void Execute() override { alive.reset(); }
@@ -179,7 +179,8 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) {
     std::lock_guard lock(mutex_);
     failure = communicator_->poison();
     if (!failure) {
-      // Under one lock, so that log and queue have the same order.
+      // The call is logged and queued under one lock, so that log and queue have the
+      // same order.
       if (communicator_->is_leader()) {
         communicator_->AppendToCallLog(RunIdOffsets::LogEntryOf(*collective));
       }
@@ -281,6 +282,7 @@ std::shared_ptr<CollectiveCall> CallSequencer::WaitForLocalCall(
   }
 }
 
+// Returns the error text for a logged call that this process has not submitted in time.
 // Requires `mutex_`.
 std::string CallSequencer::UnmatchedCallMessage(const CallLogEntry& order,
                                                 const WaitReason& reason) const {

@@ -48,7 +48,7 @@ class RunIdOffsets {
   static CallLogEntry LogEntryOf(const CollectiveCall& collective);
 
  private:
-  // Call site id -> this process's run id minus the leader's.
+  // Keyed by call site id: this process's run id minus the leader's.
   std::unordered_map<uint64_t, uint32_t> offsets_;
 };
 
@@ -56,8 +56,8 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
  public:
   struct Hooks {
     std::function<Timeouts()> timeouts;
-    // Called after a permanent failure. Must fail the calls of the group that are still
-    // pending in the rendezvous.
+    // A callback after a permanent failure. It must fail the calls of the group that
+    // are still pending in the rendezvous.
     std::function<void(const CallSequencer&, const std::exception_ptr& reason)>
         on_failure;
   };

@@ -16,9 +16,9 @@ namespace jax_ub {
 
 namespace {
 
-// Launches that are remembered per call site. XLA allows 32 launches in flight per
-// device, and does not report the end of a launch. After 128 newer launches, all ranks
-// of a launch have arrived.
+// The number of launches that are remembered per call site. XLA allows 32 launches in
+// flight per device, and does not report the end of a launch. After 128 newer launches,
+// all ranks of a launch have arrived.
 constexpr size_t kMaxLaunches = 128;
 constexpr double kWatchdogPeriodS = 1;
 
@@ -410,7 +410,7 @@ void Rendezvous::Watch() {
     try {
       FailExpired(lock);
     } catch (const std::bad_alloc&) {
-      // Check again after one period.
+      // Out of memory: the watchdog checks again after one period.
       if (!lock.owns_lock()) lock.lock();
       wake_watchdog_.wait_for(lock, std::chrono::duration<double>(kWatchdogPeriodS));
     }

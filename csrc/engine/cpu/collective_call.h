@@ -35,8 +35,8 @@ class CallSequencer;
 // Timeouts of the wait for the other ranks of a call.
 struct Timeouts {
   double call_s = 0;
-  // The first call of a call site waits for other processes at least this long, because
-  // they may still be compiling the program.
+  // The minimum timeout of the first call of a call site, which waits for other
+  // processes that may still be compiling the program.
   double first_call_s = 0;
 
   double Of(bool is_first_call) const {
@@ -52,7 +52,7 @@ struct Timeouts {
 // The matching calls of all ranks of a group. If the group spans processes, only the
 // calls of the local ranks.
 struct CollectiveCall {
-  // Outlives all pending calls of the call site.
+  // The attributes of the call site, which outlives all of its pending calls.
   const CallAttributes* attributes = nullptr;
   SlotPlans* slot_plans = nullptr;  // same lifetime as `attributes`
   int64_t run_id = 0;
@@ -111,7 +111,7 @@ class CallSite {
   const CallAttributes attributes_;
   const uint64_t id_;   // unique within this process, never reused
   const uint64_t key_;  // hash of channel and ordinal
-  // FlatRankOfDevice(attributes_)
+  // The result of FlatRankOfDevice(attributes_).
   const std::unordered_map<int64_t, size_t> flat_ranks_;
   std::vector<uint64_t> group_keys_;
   std::vector<bool> has_begun_;  // [group]; guarded by Rendezvous::mutex_
@@ -144,7 +144,7 @@ class Rendezvous {
   // CommunicatorError if these devices already have a sequencer.
   void Attach(const std::shared_ptr<CallSequencer>& sequencer);
   void Detach(const CallSequencer& sequencer);
-  // Fails the incomplete collective calls of such groups.
+  // Fails the incomplete collective calls of the groups of this sequencer.
   void FailCallsOf(const CallSequencer& sequencer,
                    const std::exception_ptr& reason) noexcept;
 
@@ -161,7 +161,7 @@ class Rendezvous {
   void Poison(int64_t run_id,
               uint64_t group_key,
               const std::exception_ptr& reason) noexcept;
-  // The same for a rank whose call was rejected before it arrived.
+  // Fails the group of a rank whose call was rejected before it arrived.
   void PoisonGroupOf(const CallSite& site,
                      int64_t run_id,
                      int64_t device,
@@ -175,7 +175,7 @@ class Rendezvous {
  private:
   struct FailedLaunch {
     int64_t run_id = 0;
-    // [group key]: the first failure.
+    // Keyed by group: the first failure of the group in the run.
     std::unordered_map<uint64_t, std::exception_ptr> reasons;
   };
 
@@ -203,7 +203,8 @@ class Rendezvous {
   std::condition_variable wake_watchdog_;
   std::vector<std::shared_ptr<CallSequencer>> sequencers_;
   std::unordered_set<int64_t> local_devices_;
-  // Number of call sites so far, by channel.
+  // Keyed by channel: the number of call sites so far in the program that is being
+  // compiled.
   std::unordered_map<std::string, uint64_t> ordinals_;
   bool watchdog_started_ = false;
   bool watchdog_armed_ = false;

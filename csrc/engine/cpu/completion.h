@@ -12,9 +12,10 @@
 
 namespace jax_ub {
 
-// Invoked once, with nullptr or with the error of the call. It may run the rest of the
-// rank's program, so it must run on a thread that no other thread waits for. Its memory
-// is allocated on construction, so that completing a call never fails.
+// The callback at the end of a rank's call. It is invoked once, with nullptr or with
+// the error of the call. It may run the rest of the rank's program, so it must run on a
+// thread that no other thread waits for. Its memory is allocated on construction, so
+// that completing a call never fails.
 class Completion {
  public:
   Completion() = default;

@@ -112,7 +112,8 @@ CoreAffinity::ScopedCore::ScopedCore(CoreAffinity& cores, Who who, int num_threa
     : core_affinity_(cores), core_(sched_getcpu()) {
   cpu_set_t stays;
   const bool is_claimed = TryReserve(who, num_threads, stays);
-  // Without the lock: the call may block until the target core is available.
+  // The lock is not held, because the call may block until the target core is
+  // available.
   if (CPU_COUNT(&stays) > 0) {
     stays_ = sched_setaffinity(0, sizeof(stays), &stays) == 0;
   }
@@ -134,7 +135,7 @@ bool CoreAffinity::ScopedCore::TryReserve(Who who, int num_threads, cpu_set_t& s
     stays = free;
     return false;
   }
-  // Use the caller's CPU set, because a worker may be restricted to a part of it.
+  // The caller's CPU set is used, because a worker may be restricted to a part of it.
   const cpu_set_t part =
       core_affinity_.CpuSetOf(core_affinity_.allowed_.value_or(allowed_));
   if (CPU_COUNT(&part) <= num_threads) {

@@ -22,7 +22,8 @@ void AddGather(const RankCalls& calls, size_t operand, size_t result, WorkList& 
   }
 }
 
-// Rank r receives, for every batch, the sum of block r of all ranks.
+// Adds a reduce-scatter: rank r receives, for every batch, the sum of block r of all
+// ranks.
 void AddScatter(const RankCalls& calls, size_t operand, size_t result, WorkList& work) {
   const Tensor& block = calls.local[0].results[result];
   for (size_t i = 0; i < calls.local.size(); ++i) {

@@ -73,7 +73,8 @@ void Engine::Leave(const std::shared_ptr<CallSequencer>& sequencer) {
   sequencer->Close();
 }
 
-// `device` is used only for a local call.
+// Registers the call with the tracer, if it is enabled. `device` is used only for a
+// call that does not communicate.
 void Engine::BeginTrace(CollectiveCall& collective, int64_t device) {
   if (!tracer_.enabled()) return;
   const CallAttributes& at = *collective.attributes;
@@ -106,7 +107,7 @@ void Engine::Execute(std::shared_ptr<CollectiveCall> collective,
       ExecuteDirect(collective, last_rank);
     }
   } catch (...) {
-    // No other thread accesses the buffers.
+    // The call has not started, so no other thread accesses the buffers.
     Complete(*collective, std::current_exception(), last_rank);
   }
 }

@@ -100,8 +100,8 @@ class Execution {
     communicator_.Barrier(number_, 1, WaitReason{at_.label, 0, timeout_s_});
   }
 
-  // [rank]: the calls of the local ranks, and for other ranks the operands in their
-  // buffers.
+  // Returns a call for each rank: the calls of the local ranks, and for other ranks the
+  // operands in their buffers.
   std::vector<RankCall> AllCalls() const {
     std::vector<RankCall> all(at_.num_ranks);
     const std::vector<size_t> communicated = CommunicatedOperands(at_, local_[0]);
@@ -274,7 +274,7 @@ class Execution {
     Run(std::move(work));
   }
 
-  // Each process sums its share of the elements.
+  // Runs an all-reduce, in which each process sums its share of the elements.
   void AllReduce() {
     Stage();
     compare_signatures_();

@@ -46,7 +46,7 @@ void SlotRun::RunAndWait() {
   try {
     for (size_t i = 1; i < num_ranks(); ++i) pool_.SubmitBlocking(NextRankTask());
   } catch (const std::bad_alloc&) {
-    // This thread runs the remaining ranks.
+    // Out of memory for the tasks: this thread runs the remaining ranks.
   }
   // At the system's limit of threads, some ranks may not have found a thread. They must
   // fail like the ranks that waited for them.

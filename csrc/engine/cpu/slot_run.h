@@ -25,7 +25,7 @@ SlotRequirements SlotRequirementsOf(const CollectiveCall& collective, ThreadPool
 
 class SlotRun : public std::enable_shared_from_this<SlotRun> {
  public:
-  // They may be called on any thread.
+  // Callbacks of the owner of the run, which may be called on any thread.
   struct Hooks {
     // Returns the transport of calls[i].
     std::function<Transport&(size_t i)> transport;

@@ -11,7 +11,7 @@ namespace jax_ub {
 
 namespace {
 
-// Number of polls before an idle thread sleeps: long enough for the next call in a
+// The number of polls before an idle thread sleeps: long enough for the next call in a
 // chain of small calls. Every poll yields the core. If the thread that gets the core is
 // an idle thread of another process, both of them disturb the threads that work.
 constexpr int kIdleSpins = 5;
@@ -82,7 +82,8 @@ class ThreadPool::ScratchLoan {
       std::lock_guard lock(pool_.mutex_);
       pool_.scratches_.push_back(std::move(scratch_));
     } catch (...) {
-      // No memory for the list entry, so the scratch is freed.
+      // There is no memory for an entry in the list of free scratch, so the scratch is
+      // freed.
       pool_.scratch_bytes_ -= size_bytes;
     }
   }
@@ -259,7 +260,8 @@ void ThreadPool::RunInline(ParallelJob& job) noexcept {
   job.Finish(true);
 }
 
-// The caller is already counted as a worker of the job. `unit` is its first unit.
+// Runs units of the job until none is left to begin. The caller is already counted as a
+// worker of the job. `unit` is its first unit.
 std::exception_ptr ThreadPool::RunUnits(ParallelJob& job,
                                         int64_t unit,
                                         Scratch& scratch) noexcept {

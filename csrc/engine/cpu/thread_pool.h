@@ -35,14 +35,14 @@
 
 namespace jax_ub {
 
-// Less work than this runs on the calling thread, because waking another one costs as
-// much.
+// The estimated run time below which work runs on the calling thread, because waking
+// another thread costs as much.
 inline constexpr double kMaxInlineUs = 50;
-// The minimum work per woken thread.
+// The minimum work for each woken thread, in microseconds of one thread.
 inline constexpr double kGrainUs = kMaxInlineUs / 2;
 
-// How many threads to use for work that takes one thread `estimated_us`, so that each
-// gets at least kGrainUs of it.
+// Returns the number of threads to use for work that takes one thread `estimated_us`,
+// so that each gets at least kGrainUs of work.
 int WorkersFor(double estimated_us);
 
 // A job: work units, which run on any thread and in any order, and what follows them.
@@ -100,7 +100,7 @@ class ThreadPool {
   explicit ThreadPool(int num_threads, int num_cores = NumAllowedCores());
   ~ThreadPool() = delete;  // its threads never exit
 
-  // Queues runs and starts them in this order.
+  // Queues blocking tasks, and starts them in the order of the queue.
   void SubmitBlocking(Queue<BlockingTask> runs) noexcept;
   void SubmitBlocking(std::shared_ptr<BlockingTask> run) noexcept;
   void SubmitBlocking(std::function<void()> run);  // throws std::bad_alloc
@@ -110,7 +110,8 @@ class ThreadPool {
   // threads may still be running units. Call it once per job.
   void Participate(std::shared_ptr<ParallelJob> job) noexcept;
 
-  // Runs all units on the calling thread. Cheaper than waking workers.
+  // Runs all units of a job on the calling thread, which is cheaper than waking
+  // workers.
   void RunInline(ParallelJob& job) noexcept;
 
   // Runs the units and waits for them: all on the calling thread if they take less than
@@ -120,7 +121,8 @@ class ThreadPool {
                    ParallelJob::RunUnit run_unit,
                    double estimated_us = std::numeric_limits<double>::infinity());
 
-  // `cores` are the cores to compute on; empty: all cores that the threads may run on.
+  // Sets how many threads compute at a time. `cores` are the cores to compute on;
+  // empty: all cores that the threads may run on.
   void set_num_threads(int num_threads, const std::vector<int>& cores = {});
   std::vector<int> cpu_set() const { return core_affinity_.cpu_set(); }
   int num_threads() const { return num_threads_.load(std::memory_order_relaxed); }
@@ -146,8 +148,8 @@ class ThreadPool {
   void LeaveJob(const std::shared_ptr<ParallelJob>& job,
                 const std::exception_ptr& failure,
                 bool participated) noexcept;
-  // Both unlock `lock`. WakeWorkers returns false if work is left, no thread is idle
-  // and none can be started.
+  // Wake threads for the queued work; both unlock `lock`. WakeWorkers returns false if
+  // work is left, no thread is idle and none can be started.
   bool WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept;
   void RunLeftoverJobs(std::unique_lock<std::mutex>& lock) noexcept;
   // `self` is null for a thread that does not belong to the pool.

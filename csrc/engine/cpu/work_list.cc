@@ -14,7 +14,8 @@ namespace {
 constexpr int64_t kUnitBytes = 256 << 10;
 constexpr int64_t kUnitElements = 32 << 10;
 
-// Throughput of one thread on an average machine, a low estimate.
+// The throughput of copies and sums on one thread: a low estimate for an average
+// machine.
 constexpr double kCopyBytesPerUs = 5e3;
 constexpr double kSumBytesPerUs = 3e3;
 
@@ -157,7 +158,8 @@ ConcurrentWork::~ConcurrentWork() {
   try {
     job_->Wait();
   } catch (...) {
-    // An earlier Wait has reported it, or another error has already ended the caller.
+    // The exception is dropped: an earlier Wait has reported it, or another error has
+    // already ended the caller.
   }
 }
 

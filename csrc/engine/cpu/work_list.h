@@ -41,13 +41,14 @@ struct MatrixSum {
 
 class WorkList {
  public:
-  // Cuts the product for the workers that it is worth, at most `workers`.
+  // Adds a GEMM, cut into units for as many of the `workers` as its size is worth.
   void Add(GemmProblem problem, const Workers& workers);
   void Add(Copy copy);
   void Add(const Sum& sum);
   void Add(const MatrixSum& matrix_sum);
 
-  // Units are independent. They may run on any thread and in any order.
+  // Runs one unit of the list. Units are independent: they may run on any thread and in
+  // any order.
   int64_t num_units() const;
   void Run(int64_t unit, Scratch& scratch) const;
 
@@ -57,16 +58,16 @@ class WorkList {
     step_ = step;
   }
 
-  // Rough estimate of the run time on one thread. It only decides whether it is worth
-  // waking other threads.
+  // Returns a rough estimate of the run time on one thread, which only decides whether
+  // it is worth waking other threads.
   double estimated_us() const { return estimated_us_; }
 
  private:
   std::vector<std::unique_ptr<GemmPlan>> plans_;
-  // plan i has units [plan_ends_[i - 1], plan_ends_[i])
+  // The ends of the plans' units: plan i has units [plan_ends_[i - 1], plan_ends_[i]).
   std::vector<int64_t> plan_ends_;
-  // The units after those of the plans. Copy unit i has copies [copy_ends_[i - 1],
-  // copy_ends_[i]); sums likewise.
+  // The copies and sums, which are the units after those of the plans. Copy unit i has
+  // copies [copy_ends_[i - 1], copy_ends_[i]); sums likewise.
   std::vector<Copy> copies_;
   std::vector<size_t> copy_ends_;
   std::vector<Sum> sums_;
@@ -96,7 +97,7 @@ class ConcurrentWork {
   ConcurrentWork(const ConcurrentWork&) = delete;
   ConcurrentWork& operator=(const ConcurrentWork&) = delete;
 
-  // Lets a thread of the pool begin the work.
+  // Queues the work, so that a thread of the pool begins it.
   void Start();
   // Begins the work, unless another thread has begun it. Returns when no unit is left
   // to begin.

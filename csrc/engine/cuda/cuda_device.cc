@@ -6,7 +6,8 @@ namespace jax_ub {
 
 namespace {
 
-// The same as in Transformer Engine's pipelined reduce-scatter.
+// The default number of splits of a reduction, as in Transformer Engine's pipelined
+// reduce-scatter.
 constexpr int kDefaultSplits = 4;
 
 }  // namespace

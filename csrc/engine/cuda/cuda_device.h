@@ -41,7 +41,8 @@ class CudaDevice : public Device {
   DType PartialDType(const CallAttributes& attributes,
                      const RankCall& call) const override;
 
-  // Returns 1 for gathers: smaller GEMMs would lose more time than more overlap saves.
+  // Returns 1 split per chunk for gathers, because smaller GEMMs would lose more time
+  // than more overlap saves.
   int DefaultSplits(CollectiveKind collective) const override;
 };
 

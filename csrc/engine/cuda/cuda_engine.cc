@@ -63,7 +63,8 @@ CudaCallSite::CudaCallSite(CallAttributes attributes)
 CudaEngine::CudaEngine(const Driver& driver, const CublasLt& library, double timeout_s)
     : driver_(driver), library_(library), timeout_s_(timeout_s) {}
 
-// Ranks run the same GEMMs on different lanes, so their workspaces may differ in size.
+// Returns the largest workspace of all ranks. The ranks run the same GEMMs on different
+// lanes, so their workspaces may differ in size.
 int64_t CudaEngine::WorkspaceBytes(const CallAttributes& at, const RankCall& call) {
   CheckRunsOnCuda(at);
   CheckCall(at, call);
@@ -133,8 +134,8 @@ void CudaEngine::Enqueue(CudaCallSite& site,
   }
 }
 
-// Requires that the context is current and that this call has the lanes, under
-// Gpu::mutex().
+// Enqueues the call on the lanes. Requires that the context is current and that this
+// call has the lanes, under Gpu::mutex().
 void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
                                 const Preparation& preparation,
                                 const CudaCallSite::Binding& binding,
@@ -272,15 +273,15 @@ void CudaEngine::Leave(const std::shared_ptr<CudaCommunicator>& communicator) {
     });
     for (const auto& [ordinal, gpu] : gpus_) gpus.push_back(gpu.get());
   }
-  // Waits for calls that are being enqueued. Other calls continue while Close waits for
-  // its peers.
+  // Locking each GPU waits for calls that are being enqueued. Other calls continue
+  // while Close waits for its peers.
   for (Gpu* const gpu : gpus) std::lock_guard(gpu->mutex());
   communicator->Close();
 }
 
 void CudaEngine::ReleaseInProcess() {
-  // Destroyed after the lock is released, because destroying them waits for the
-  // devices.
+  // Communicators to destroy after the lock is released, because destroying them waits
+  // for the devices.
   std::map<std::vector<int>, std::shared_ptr<CudaCommunicator>> released;
   std::lock_guard lock(mutex_);
   released.swap(in_process_);

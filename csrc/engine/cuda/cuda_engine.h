@@ -50,11 +50,11 @@ class CudaCallSite {
   // The result of Initialize for one device.
   struct Preparation {
     DeviceRank device_rank;
-    // Alignments of the tensors for which the GEMMs were planned.
+    // The alignments of the operands and results for which the GEMMs were planned.
     std::vector<int> alignments;
     uint32_t tag = 0;  // GpuCallSignature::tag, if it has peers
     CallPlan plan;
-    // Plan of a multicast reduction, if it is possible.
+    // The plan of a multicast reduction, if the call can be reduced by multicast.
     std::optional<WorkspacePlan> by_multicast;
     GemmOptions options;
     Gpu* gpu = nullptr;
@@ -72,12 +72,12 @@ class CudaCallSite {
   };
 
   const CallAttributes attributes_;
-  // FlatRankOfDevice(attributes_)
+  // The result of FlatRankOfDevice(attributes_).
   const std::unordered_map<int64_t, size_t> flat_ranks_;
   std::mutex mutex_;  // guards the members below
   std::map<int, std::shared_ptr<const Preparation>> preparations_;  // by device ordinal
   std::map<int, Binding> bindings_;                                 // by group
-  // By ordinal: the communicator that has the signature.
+  // Keyed by device ordinal: the communicator that has received this rank's signature.
   std::map<int, std::weak_ptr<CudaCommunicator>> declared_;
   std::string name_;  // the same in every process that runs the call site
 };
@@ -155,7 +155,8 @@ class CudaEngine {
                                           int ordinal,
                                           const DeviceRank& device_rank,
                                           const RankCall& call);
-  // Completes `planned` with the part that needs the device, and stores it.
+  // Completes the preparation `planned` with the part that needs the device, and stores
+  // it.
   void Load(CudaCallSite& site,
             int ordinal,
             const Preparation& planned,
@@ -194,7 +195,8 @@ class CudaEngine {
 
   Gpu& GpuOf(int ordinal);
   int64_t DeviceOf(int ordinal);
-  // Both require `mutex_`. OrdinalOf returns -1 for a device of another process.
+  // Look up a GPU by ordinal, and the ordinal of a device id; both require `mutex_`.
+  // OrdinalOf returns -1 for a device of another process.
   Gpu& GpuOfLocked(int ordinal);
   int OrdinalOf(int64_t device) const;
 

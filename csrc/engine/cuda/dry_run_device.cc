@@ -12,7 +12,7 @@ namespace jax_ub {
 
 namespace {
 
-// Fake addresses, far from each other.
+// The distance between the fake addresses of two tensors, far larger than any tensor.
 constexpr uint64_t kAddressStep = uint64_t{1} << 44;
 
 std::byte* Address(uint64_t area, uint64_t index) {
@@ -46,7 +46,8 @@ Tensor DryRunDevice::Allocate(DType dtype,
                               int64_t rows,
                               int64_t features) {
   Tensor tensor{dtype, batch, rows, features, nullptr};
-  // In one area, at the same offsets from each other as in the workspace.
+  // Allocated tensors get addresses in one area, at the same offsets from each other as
+  // in the workspace.
   tensor.data = Address(kAllocated, 0) + plan_.tensor_bytes;
   plan_.tensor_bytes += WorkspacePlan::Align(tensor.size_bytes());
   return tensor;

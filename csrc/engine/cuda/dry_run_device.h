@@ -12,7 +12,7 @@ namespace jax_ub {
 
 class DryRunDevice : public CudaDevice {
  public:
-  // Called with every GEMM, in the order of enqueueing.
+  // A callback that is called with every GEMM, in the order of enqueueing.
   using Visit = std::function<void(Lane, const GemmProblem&)>;
 
   explicit DryRunDevice(int num_product_lanes, Visit visit = nullptr);

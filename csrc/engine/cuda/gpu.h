@@ -24,9 +24,9 @@ bool MayCorruptConcurrentGemms(const CublasLt& library, const Context& context);
 
 class Gpu {
  public:
-  // Loads all kernels: loading one later would wait for a wait kernel that is spinning
-  // on this device. Loads the multicast kernels if `nvls` is set and the device
-  // supports multicast.
+  // Loads all kernels, because loading one later would wait for a wait kernel that is
+  // spinning on this device. Loads the multicast kernels if `nvls` is set and the
+  // device supports multicast.
   Gpu(const Driver& driver, const CublasLt& library, int ordinal, bool nvls = false);
 
   CUcontext context() const { return context_.get(); }
@@ -40,7 +40,8 @@ class Gpu {
   StreamResources kit() { return {driver(), sums(), gemm()}; }
   int num_sms() const { return num_sms_; }
 
-  // Held while a call enqueues its work: only one call at a time uses the lanes.
+  // The mutex that is held while a call enqueues its work, because only one call at a
+  // time uses the lanes.
   std::mutex& mutex() { return mutex_; }
   LanePool& lanes() { return loaded_->lanes; }  // guarded by mutex()
 

@@ -137,8 +137,8 @@ void CudaEngine::Load(CudaCallSite& site,
   const ScopedContext current(driver_, gpu.context());
   preparation->gpu = &gpu;
   preparation->options = OptionsOf(at, gpu);
-  // The workspace will give each GEMM scratch memory of this alignment. Its size is
-  // that of the lane's largest GEMM.
+  // Prepares each GEMM of the call. The workspace will give it scratch memory of this
+  // alignment, of the size of its lane's largest GEMM.
   const auto prepare = [&](Lane, const GemmProblem& problem) {
     gpu.gemm().Prepare(problem, preparation->options,
                        {kWorkspaceAlignmentBytes, CudaGemm::WorkspaceBytes(problem)});
@@ -177,7 +177,7 @@ std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
   try {
     auto communicator = FindCommunicator(site.attributes_, device_rank.group, slots);
     if (!communicator->failure()) {
-      // Throws if the communicator is too small.
+      // AddressSlots throws an error if the communicator is too small for the call.
       communicator->AddressSlots(slots.num_slots, slots.slot_bytes);
     }
     binding.number =
@@ -199,7 +199,8 @@ GpuCallSignature CudaEngine::SignatureOf(CudaCallSite& site,
   {
     std::lock_guard lock(site.mutex_);
     if (site.name_.empty()) {
-      // Unique across processes: no other process runs this call site.
+      // Without a channel the name is unique across processes, because no other process
+      // runs this call site.
       site.name_ = at.channel.empty()
                        ? std::to_string(getpid()) + "/" + std::to_string(num_sites_++)
                        : at.channel;
@@ -210,8 +211,9 @@ GpuCallSignature CudaEngine::SignatureOf(CudaCallSite& site,
   return signature;
 }
 
-// Each rank declares its signature once per communicator, and again for each call that
-// it rejects. Therefore the n-th signatures of all ranks belong together.
+// Declares the rank's signature of the call to its peers: once per communicator, and
+// again for each call that the rank rejects. Therefore the n-th signatures of all ranks
+// belong together.
 void CudaEngine::Declare(CudaCallSite& site,
                          int ordinal,
                          const DeviceRank& device_rank,
@@ -224,14 +226,15 @@ void CudaEngine::Declare(CudaCallSite& site,
     std::lock_guard lock(site.mutex_);
     communicator = site.bindings_[device_rank.group].communicator;
     if (!communicator) communicator = FindJoined(DevicesOf(at, device_rank.group));
-    // All ranks are in one process and reject the call alike.
+    // Without a communicator, all ranks are in one process and reject the call alike.
     if (!communicator) return;
     std::weak_ptr<CudaCommunicator>& declared = site.declared_[ordinal];
     is_declared = declared.lock() == communicator;
     if (!rejection) declared = communicator;
   }
   if (is_declared) {
-    // The peers already have this rank's signature.
+    // The peers already have this rank's signature, which accepts the call. A rejection
+    // therefore has to poison the communicator.
     if (!rejection) return;
     return communicator->Poison(std::make_exception_ptr(
         CommunicatorError("CommunicatorError: jax_ub." + at.label + ": " +
@@ -266,7 +269,7 @@ std::shared_ptr<CudaCommunicator> CudaEngine::FindCommunicator(
     std::lock_guard lock(mutex_);
     const std::shared_ptr<CudaCommunicator>& newest = in_process_[ordinals];
     if (newest && newest->slots_bytes() >= need_bytes) return newest;
-    // Loads the kernels before any device can wait for another.
+    // Creating each Gpu loads its kernels, before any device can wait for another.
     for (const int ordinal : ordinals) GpuOfLocked(ordinal);
   }
   auto made = CudaCommunicator::Make(

@@ -55,7 +55,7 @@ class MulticastReduction {
       Barrier(0, split);
       Sum(split);
       SignalAll(1, split);
-      // Finish the previous split while the peers compute the sums of this one.
+      // The previous split is finished while the peers compute the sums of this one.
       if (split > 0) Finish(split - 1);
     }
     Finish(num_splits_ - 1);
@@ -109,7 +109,8 @@ class MulticastReduction {
     AwaitAll(stage, split);
   }
 
-  // Sums rows [begin, end) of contiguous batches.
+  // Sums rows [begin, end) of `num_batches` batches, from `batch` on, over all ranks by
+  // multicast.
   void SumRows(int64_t batch, int64_t num_batches, const RowRange& rows) {
     MulticastRange range;
     range.offset = partial_.At(batch, rows.begin) - partial_.data;

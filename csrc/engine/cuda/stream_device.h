@@ -21,7 +21,8 @@
 
 namespace jax_ub {
 
-// The resources that a device enqueues with. They outlive the call.
+// The driver, the sum kernels and the GEMMs with which a device enqueues a call. They
+// outlive the call.
 struct StreamResources {
   const Driver& driver;
   const SumKernels& sums;
@@ -43,7 +44,8 @@ class StreamDevice : public CudaDevice {
                const GemmOptions& options,
                const WorkspacePlan& plan,
                const DeviceBytes& workspace);
-  // Uses `stream` itself for all lanes. For calls that communicate nothing.
+  // Uses `stream` itself for all lanes. This constructor is for calls that communicate
+  // nothing.
   StreamDevice(const StreamResources& kit,
                CUstream stream,
                const KernelOptions& kernel_options,

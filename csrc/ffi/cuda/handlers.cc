@@ -54,8 +54,8 @@ DeviceBytes WorkspaceOf(const CallAttributes& at, const ffi::RemainingRets& resu
           static_cast<int64_t>(last->size_bytes())};
 }
 
-// The enqueued work depends only on the attributes and the addresses, so that XLA may
-// capture and replay it.
+// The execute handler. The work that it enqueues depends only on the attributes and the
+// addresses, so that XLA may capture and replay it.
 ffi::Error Execute(CudaCallSiteState* state,
                    CUstream stream,
                    int32_t ordinal,

@@ -44,7 +44,7 @@ void SetCudaTimeout(double timeout_s);
 void SetCudaNvls(bool nvls);
 bool CudaNvls();
 
-// For tests: replaces the engine of this process. nullptr restores the original engine.
+// Replaces the engine of this process in tests; nullptr restores the original engine.
 void ReplaceCudaEngine(CudaEngine* engine);
 
 }  // namespace jax_ub

@@ -26,7 +26,7 @@ namespace jax_ub::JAX_UB_KERNELS {
 inline constexpr int kAmxRows = 16;     // rows of a register
 inline constexpr int kAmxWords = 16;    // words of K in a step; columns of a register
 inline constexpr int kAmxColumns = 32;  // columns of a tile
-// Bytes of a row of a tile's sums, and of a row of a panel of B.
+// The size in bytes of a row of a tile's sums, and of a row of a panel of B.
 inline constexpr int64_t kAmxRowBytes = 4 * kAmxColumns;
 
 struct alignas(64) AmxConfiguration {
@@ -48,7 +48,8 @@ inline void ReleaseTiles() { _tile_release(); }
 // intrinsics do not declare that they access memory.
 inline void OrderMemory() { asm volatile("" : : : "memory"); }
 
-// Registers 0 to 3 hold the sums: upper left, upper right, lower left, lower right.
+// Loads the sums of a tile into tile registers 0 to 3: upper left, upper right, lower
+// left, lower right.
 template <bool kIsTall>
 inline void LoadSums(const void* from) {
   const char* sums = static_cast<const char*>(from);

@@ -25,7 +25,7 @@ constexpr int64_t kMaxBlockBytes = 384 << 10;
 constexpr int64_t kMinSegmentWords = 128;
 constexpr int64_t kMinSegmentWordsOfFewRows = 48;
 constexpr int64_t kFewRows = 256;
-// Cost of packing a word, in multiply-adds of a tile.
+// The cost of packing one word of an operand, in multiply-adds of a tile.
 constexpr int64_t kPackCost = 16;
 // Bytes of B that one thread reads per microsecond in a product with at most kMaxSmallM
 // rows. Measured with tests/csrc/gemm_bench.cc on Zen 4: 8e3 to 18e3, depending on

@@ -7,7 +7,8 @@ namespace jax_ub {
 
 namespace {
 
-// FNV-1a over 64-bit integers, which also mixes the high bits into the low bits.
+// An FNV-1a hash over 64-bit integers, which also mixes the high bits into the low
+// bits.
 class Hash {
  public:
   void Add(uint64_t value) {

@@ -35,8 +35,8 @@ bool HasAvx512() {
 
 bool HasAvx512Bf16() { return HasAvx512() && __builtin_cpu_supports("avx512bf16"); }
 
-// Linux allows a process to use the tile registers only after it has requested
-// permission.
+// Returns whether AMX BF16 can be used. Linux allows a process to use the tile
+// registers only after it has requested permission.
 bool HasAmxBf16() {
   constexpr unsigned kAmxBf16 = 1u << 22;
   constexpr unsigned kAmxTile = 1u << 24;
@@ -55,8 +55,8 @@ bool HasAmxBf16() {
 }
 #endif
 
-// Slowest first. An instruction set is named after its bf16 kernels, which need the
-// newest instructions.
+// The instruction sets with kernels, slowest first. An instruction set is named after
+// its bf16 kernels, which need the newest instructions.
 constexpr Isa kIsas[] = {
     {&kPortableKernels, &kPortableKernels, Always},
 #if defined(__x86_64__)
@@ -75,8 +75,8 @@ const Isa& FastestIsa() {
   return *fastest;
 }
 
-// Null until the first use or SetIsa. Relaxed order is sufficient, since it points to
-// constant data.
+// The instruction set in use; null until the first use or SetIsa. Relaxed order is
+// sufficient, since it points to constant data.
 constinit std::atomic<const Isa*> isa_in_use = nullptr;
 
 }  // namespace

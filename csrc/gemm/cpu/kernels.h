@@ -46,8 +46,8 @@ struct PrefetchCursor {
   int64_t lines_per_step = 0;
 };
 
-// A packed panel of B, tile_columns wide. A packing tile also uses the last two
-// members.
+// A packed panel of B, tile_columns wide. A packing tile, which packs the panel while
+// it multiplies, also uses the last two members.
 struct BPanel {
   void* words;                   // word (k, c) is at words + 4 * (k * tile_columns + c)
   const void* source = nullptr;  // B in place, with contiguous columns; null: packed

@@ -73,7 +73,8 @@ void OperandReader::PackPanels(Range outer, Range k, std::byte* panels) const {
   for (int64_t o = outer.begin; o < outer.end;) {
     while (bounds[i + 1] <= o) ++i;
     Range part = {o, std::min(outer.end, bounds[i + 1])};
-    // Completes a panel that the previous segment has only partly filled.
+    // The part ends where a panel that the previous segment has only partly filled is
+    // complete.
     const int64_t begun = (o - outer.begin) % panel_;
     if (begun != 0) part.end = std::min(part.end, o + panel_ - begun);
     PackOuterSegment(i, part, outer.begin, k, panels);

@@ -92,8 +92,8 @@ class OperandReader {
                         int64_t first_outer,
                         Range k,
                         std::byte* panels) const;
-  // Packs the part that one segment holds, starting at `source`. Both ranges are
-  // relative to the begin of the panels.
+  // Packs the part of a block that one segment holds, starting at `source`. Both ranges
+  // are relative to the begin of the panels.
   void PackSegment(const ConstSegment& segment,
                    const std::byte* source,
                    Range outer,

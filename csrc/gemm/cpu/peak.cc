@@ -17,8 +17,8 @@ namespace {
 // often: on Zen 3 (6 x 16 tiles), panels of 64 words reach 0.97 of the rate of 320
 // words, and 352 words 0.99.
 constexpr int64_t kPanelsBytes = 28 << 10;
-// Tiles between two reads of the clock. Reading it takes a few percent of the time of a
-// tile.
+// The number of tiles between two reads of the clock. Reading it takes a few percent of
+// the time of a tile.
 constexpr int kTilesPerLook = 16;
 
 }  // namespace

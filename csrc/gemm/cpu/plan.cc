@@ -65,7 +65,8 @@ TiledPlan::TiledPlan(GemmProblem problem,
       num_unit_rows_(CeilDiv(problem_.m, blocking_.unit_rows)),
       num_unit_columns_(CeilDiv(problem_.n, blocking_.unit_columns)) {}
 
-// Consecutive units use the same columns of B, which is the operand that needs packing.
+// Runs one unit. Consecutive units use the same columns of B, which is the operand that
+// needs packing.
 void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const ArithmeticMode mode;
   const ScopedKernelState at_work(kernels_);
@@ -75,8 +76,8 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const Range columns = {column, std::min(problem_.n, column + blocking_.unit_columns)};
 
   const int64_t a_tiles = CeilDiv(blocking_.block_rows, kernels_.tile_rows);
-  // Holds one group of packed columns, or all columns if several blocks of rows use
-  // them.
+  // The packed columns of B in the workspace: one group, or all columns if several
+  // blocks of rows use them.
   const int64_t b_columns =
       rows.size() <= blocking_.block_rows ? kGroupColumns : columns.size();
   const int64_t b_tiles = CeilDiv(b_columns, kernels_.tile_columns);

@@ -40,7 +40,7 @@ GemmBlocking ChooseBlocking(const GemmProblem& problem,
                             const KernelSet& kernels,
                             int num_workers);
 
-// The plan for products with more than kMaxSmallM rows.
+// The GEMM plan for products with more than kMaxSmallM rows of A.
 class TiledPlan : public GemmPlan {
  public:
   TiledPlan(GemmProblem problem, const KernelSet& kernels, const Workers& workers);
@@ -106,10 +106,10 @@ class TiledPlan : public GemmPlan {
                      Range columns,
                      Range k,
                      float* sums) const;
-  // Prefetches the memory of a tile of the result, if this is the last block of K.
+  // Prefetches the memory of a tile of the result, if block `k` is the last block of K.
   void Prefetch(Range rows, Range columns, Range k) const;
-  // Multiplies one tile. Stores it in `sums`, or in the result if this is the last
-  // block of K.
+  // Multiplies one tile of A with a panel of B. Stores the tile in `sums`, or in the
+  // result if this is the last block of K.
   void MultiplyTile(const ATile& a,
                     BPanelState& b,
                     Range rows,

@@ -11,7 +11,8 @@ namespace jax_ub {
 
 namespace {
 
-// kWrites is the second argument of __builtin_prefetch: 1 for writing, 0 for reading.
+// Prefetches the cache lines of a rectangle. kWrites is the second argument of
+// __builtin_prefetch: 1 for writing, 0 for reading.
 template <int kWrites>
 void PrefetchLines(const std::byte* data,
                    int64_t element_bytes,
@@ -29,7 +30,8 @@ void PrefetchLines(const std::byte* data,
   }
 }
 
-// The block is a tile or a few rows, which are still in the cache.
+// Multiplies a block of sums by `scale`. The block is a tile or a few rows, which are
+// still in the cache.
 void ScaleBlock(
     float* sums, int64_t stride, int64_t rows, int64_t columns, float scale) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -47,8 +49,8 @@ void CopyBytes(std::byte* to, const std::byte* from, int64_t size) {
   std::memcpy(to, from, size);
 }
 
-// Copies with non-temporal stores. FinishStream must follow before another thread
-// reads.
+// Copies `size` bytes with non-temporal stores. FinishStream must follow before another
+// thread reads them.
 void StreamBytes(std::byte* to, const std::byte* from, int64_t size) {
 #if defined(__x86_64__)
   constexpr int64_t kVector = sizeof(__m128i);

@@ -20,7 +20,8 @@ class ResultWriter {
   // `sums_stride` elements apart. Multiplies `sums` by the scale in place.
   void Store(float* sums, int64_t sums_stride, Range rows, Range columns) const;
 
-  // Copies the first replica to the other replicas, if there are no addends.
+  // Copies a rectangle of the first replica of the result to the other replicas, if
+  // there are no addends.
   void CopyReplicas(Range rows, Range columns) const;
 
   // Returns whether Store should be called for whole rows of a unit instead of single

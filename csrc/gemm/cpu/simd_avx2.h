@@ -26,7 +26,7 @@ inline Vec LoadBF16(const void* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
 
-// Rounds to nearest even. A NaN keeps its sign and becomes quiet.
+// Stores f32 as bf16, rounded to nearest even. A NaN keeps its sign and becomes quiet.
 inline void StoreBF16(void* p, Vec v) {
   const __m256i u = _mm256_castps_si256(v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
@@ -48,7 +48,8 @@ inline void StoreF16(void* p, Vec v) {
                    _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-// Transposes in place: swaps 1 x 1, then 2 x 2, then 4 x 4 blocks.
+// Transposes an 8 x 8 block of words in place: swaps 1 x 1, then 2 x 2, then 4 x 4
+// blocks.
 inline void Transpose(Vec (&rows)[kLanes]) {
   Vec t[kLanes];
   for (int i = 0; i < kLanes; i += 2) {

@@ -46,8 +46,8 @@ inline Vec LoadBF16(const void* p) {
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(LoadHalves(p)), 16));
 }
 
-// Rounds to nearest even. A NaN keeps its sign and becomes quiet. Does not use
-// vcvtneps2bf16, which flushes subnormal numbers to zero.
+// Stores f32 as bf16, rounded to nearest even. A NaN keeps its sign and becomes quiet.
+// Does not use vcvtneps2bf16, which flushes subnormal numbers to zero.
 inline void StoreBF16(void* p, Vec v) {
   const __m512i u = _mm512_castps_si512(v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
@@ -63,9 +63,10 @@ inline void StoreF16(void* p, Vec v) {
   StoreHalves(p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-// Transposes in place. First, unpacks transpose 4 x 4 words within each 128-bit
-// quarter: then quarter c of u[4 * b + j] contains rows 4b .. 4b + 3 of column 4c + j.
-// Then two rounds of quarter shuffles transpose the 4 x 4 grid of quarters (b, c).
+// Transposes a 16 x 16 block of words in place. First, unpacks transpose 4 x 4 words
+// within each 128-bit quarter: then quarter c of u[4 * b + j] contains rows 4b .. 4b +
+// 3 of column 4c + j. Then two rounds of quarter shuffles transpose the 4 x 4 grid of
+// quarters (b, c).
 inline void Transpose(Vec (&rows)[kLanes]) {
   __m512i t[kLanes];
   for (int i = 0; i < kLanes; i += 2) {

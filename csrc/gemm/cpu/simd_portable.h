@@ -31,7 +31,8 @@ inline Vec Broadcast(const void* p) {
 
 inline Vec Add(Vec a, Vec b) { return a + b; }
 
-// Rounds the product and the sum, unlike the fused instructions of the other ISAs.
+// Returns a * b + sum. Rounds the product and the sum, unlike the fused instructions of
+// the other instruction sets.
 inline Vec MultiplyAdd(Vec a, Vec b, Vec sum) { return sum + a * b; }
 
 inline Bits WidenBits(const void* p) {
@@ -55,16 +56,17 @@ inline Bits Select(Mask mask, Bits yes, Bits no) {
 
 inline Vec LoadBF16(const void* p) { return reinterpret_cast<Vec>(WidenBits(p) << 16); }
 
-// Rounds to nearest even. A NaN keeps its sign and becomes quiet.
+// Stores f32 as bf16, rounded to nearest even. A NaN keeps its sign and becomes quiet.
 inline void StoreBF16(void* p, Vec v) {
   const Bits u = reinterpret_cast<Bits>(v);
   const Bits rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   NarrowBits(p, Select(v != v, (u >> 16) | 0x40, rounded));
 }
 
-// The value of a subnormal f16 is fraction * 2^-24. Combining the fraction with the
-// exponent bits of 2^23 converts it to an integer-valued f32, so no intermediate value
-// is a subnormal f32, which the processor may flush to zero.
+// Loads f16 elements as f32. The value of a subnormal f16 is fraction * 2^-24.
+// Combining the fraction with the exponent bits of 2^23 converts it to an
+// integer-valued f32, so no intermediate value is a subnormal f32, which the processor
+// may flush to zero.
 inline Vec LoadF16(const void* p) {
   const Bits h = WidenBits(p);
   const Bits magnitude = (h & 0x7fff) << 13;
@@ -76,9 +78,9 @@ inline Vec LoadF16(const void* p) {
   return reinterpret_cast<Vec>(value | ((h & 0x8000) << 16));
 }
 
-// Rounds to nearest even. For magnitudes below 2^-14, adding 0.5 aligns the last bit of
-// the subnormal f16 with the last bit of the f32, so that the addition does the
-// rounding. Magnitudes of at least 65520 become infinite.
+// Stores f32 as f16, rounded to nearest even. For magnitudes below 2^-14, adding 0.5
+// aligns the last bit of the subnormal f16 with the last bit of the f32, so that the
+// addition does the rounding. Magnitudes of at least 65520 become infinite.
 inline void StoreF16(void* p, Vec v) {
   const Bits u = reinterpret_cast<Bits>(v);
   const Bits sign = (u >> 16) & 0x8000;
@@ -93,7 +95,7 @@ inline void StoreF16(void* p, Vec v) {
   NarrowBits(p, half | sign);
 }
 
-// Transposes in place.
+// Transposes a kLanes x kLanes block of words in place.
 inline void Transpose(Vec (&rows)[kLanes]) {
   const Vec t0 = __builtin_shuffle(rows[0], rows[1], Bits{0, 4, 1, 5});
   const Vec t1 = __builtin_shuffle(rows[0], rows[1], Bits{2, 6, 3, 7});

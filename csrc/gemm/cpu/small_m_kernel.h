@@ -69,7 +69,8 @@ inline void AddStep(const char* a,
   }
 }
 
-// B is contiguous along its columns; `b_stride` is the distance of neighbors along K.
+// Multiplies A with a block of columns of B. B is contiguous along its columns;
+// `b_stride` is the distance of neighbors along K.
 template <int kRows, DType kDType>
 void MultiplyColumnBlock(const void* a,
                          int64_t a_stride,
@@ -149,7 +150,8 @@ inline void AddDots(const char* a,
   }
 }
 
-// B is contiguous along K; `b_stride` is the distance of neighboring columns.
+// Multiplies A with B by dot products. B is contiguous along K; `b_stride` is the
+// distance of neighboring columns.
 template <int kRows, DType kDType>
 void MultiplyDots(const void* a,
                   int64_t a_stride,

@@ -19,7 +19,7 @@ class SmallMPlan : public GemmPlan {
   void Run(int64_t unit, Scratch& scratch) const override;
 
  private:
-  // Writes A to `rows` as f32, with one row of K elements per row of A.
+  // Converts A to f32 in `rows`, with one row of K elements per row of A.
   void WidenA(std::byte* rows) const;
   // Adds the product of A and one segment of B to `sums`, for the columns of this
   // segment that are in the column block `columns`.

@@ -53,7 +53,7 @@ enum class ReductionScheme : uint32_t {
   kAll = 7,
 };
 
-// Attributes. The comments give the type of each value.
+// Attributes of a matmul descriptor. The comments give the type of each value.
 enum class DescAttribute : int32_t {
   kTransA = 3,            // int32_t, an Operation
   kTransB = 4,            // int32_t, an Operation
@@ -161,9 +161,9 @@ struct CublasLt {
 // Returns cuBLASLt's value for `dtype`.
 lt::DataType DataTypeOf(DType dtype);
 
-// Builds the table with `find`, which returns the address of a function such as
-// "cublasLtMatmul", or null. Throws UnsupportedError if a function is missing or the
-// major version is neither 12 nor 13.
+// Returns the table of cuBLASLt's functions, looked up with `find`, which returns the
+// address of a function such as "cublasLtMatmul", or null. Throws UnsupportedError if a
+// function is missing or the major version is neither 12 nor 13.
 CublasLt ReadCublasLt(const std::string& path,
                       const std::function<void*(const char*)>& find);
 

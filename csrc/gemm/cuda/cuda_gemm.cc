@@ -21,7 +21,7 @@ int64_t RoundUp(int64_t size_bytes) {
          kWorkspaceAlignmentBytes;
 }
 
-// The addends that cuBLASLt adds, as indices into GemmProblem::addends.
+// The addends that cuBLASLt adds to the product, as indices into GemmProblem::addends.
 struct Fused {
   int64_t matrix = kNoAddend;  // passed as C
   int64_t bias = kNoAddend;    // added by the epilogue
@@ -119,8 +119,8 @@ class CudaGemm::State {
   State(const CublasLt& library, const Driver& driver, const SumKernels& sums)
       : driver_(driver), sums_(sums), plans_(library) {}
 
-  // Enqueues the product, or prepares it if `stream` is nullopt. Returns the number of
-  // algorithms of the term that has the most.
+  // Enqueues all matmuls of the product, or only prepares them if `stream` is nullopt.
+  // Returns the number of algorithms of the term that has the most.
   int Run(const GemmProblem& problem,
           const GemmOptions& options,
           const GemmWorkspace& workspace,
@@ -151,7 +151,7 @@ class CudaGemm::State {
     std::optional<CUstream> stream;
     Fused fused;
     bool in_result = false;
-    // The f32 sum of one block at a time, if !in_result.
+    // The address of the f32 sum of one block at a time, if !in_result.
     CUdeviceptr sums = 0;
     CUdeviceptr library = 0;  // the workspace for cuBLASLt
     int64_t library_bytes = 0;

@@ -42,8 +42,8 @@ std::vector<Cut> Refine(const std::vector<int64_t>& first,
   return cuts;
 }
 
-// The address of the block of a view that belongs to interval i of its first axis and
-// interval j of its second axis. Strides are in elements.
+// The address and strides of one block of a view: interval i of the view's first axis
+// and interval j of its second axis. Strides are in elements.
 struct Spot {
   const std::byte* data = nullptr;
   std::array<int64_t, 2> strides;
@@ -77,7 +77,7 @@ struct Table {
   }
 };
 
-// Intervals [first, first + count) of an axis, which form one batch.
+// Consecutive intervals [first, first + count) of an axis, which form one batch.
 struct Run {
   size_t first = 0;
   int64_t count = 1;
@@ -169,7 +169,7 @@ class Grid {
 
   void Merge(Axis axis) {
     std::vector<Cut>& cuts = cuts_[axis];
-    // Does not merge terms of a single row: single rows of several tensors may be
+    // Terms of a single row are not merged: single rows of several tensors may be
     // adjacent by chance in one run but not in the next, and then the structure of the
     // product would differ, so XLA could not update a captured graph.
     if (axis == kInner && num_rows_ == 1) return;

@@ -11,8 +11,8 @@ namespace jax_ub {
 
 namespace {
 
-// Number of algorithms to request. The first is used unless GemmOptions::algorithm is
-// set.
+// The number of algorithms that cuBLASLt is asked for. The first is used unless
+// GemmOptions::algorithm is set.
 constexpr int kMaxAlgorithms = 8;
 
 std::string Shape(DType dtype, int64_t rows, int64_t columns) {
@@ -132,8 +132,8 @@ void MatmulPlan::MakeDescription() {
   if (key_.batch > 1) {
     set(lt::DescAttribute::kBiasBatchStride, key_.bias.batch_stride);
   }
-  // Not a valid address: the heuristics only use its alignment, and Run sets the real
-  // one.
+  // The bias pointer is not a valid address: the heuristics only use its alignment, and
+  // Run sets the real one.
   set(lt::DescAttribute::kBiasPointer,
       reinterpret_cast<const void*>(key_.bias.alignment_bytes));
 }

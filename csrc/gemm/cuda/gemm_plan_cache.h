@@ -37,8 +37,8 @@ struct PlannedMatrix {
 inline constexpr int64_t kPlannedAlignmentBytes = 16;
 inline constexpr int64_t kWorkspaceAlignmentBytes = 256;
 
-// Everything that selects a plan for D [m, n] = op(A) [m, k] op(B) [k, n] + C + bias
-// [m], for each matrix of a batch.
+// The key of a cached plan: everything that selects a plan for D [m, n] = op(A) [m, k]
+// op(B) [k, n] + C + bias [m], for each matrix of a batch.
 struct MatmulKey {
   DType operand_dtype = DType::kF32;
   DType result_dtype = DType::kF32;  // dtype of C, D and the bias
@@ -89,7 +89,8 @@ class MatmulPlan {
   // whether beta will be nonzero.
   void WarmUp(const Driver& driver, int algorithm, bool adds);
 
-  // Enqueues the matmul. Thread-safe. An `algorithm` past the end selects the last one.
+  // Enqueues the planned matmul. Thread-safe. An `algorithm` past the end of the list
+  // selects the last one.
   void Enqueue(const MatmulArguments& arguments, int algorithm, CUstream stream);
 
  private:

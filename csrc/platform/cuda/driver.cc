@@ -112,7 +112,8 @@ std::string VersionText(int version) {
 }
 
 Driver OpenDriver() {
-  // Never closed: threads that the driver started may run until the process exits.
+  // The library is never closed, because threads that the driver started may run until
+  // the process exits.
   static void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     throw UnsupportedError(

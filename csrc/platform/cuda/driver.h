@@ -79,10 +79,12 @@ struct Driver {
   decltype(&cuIpcOpenMemHandle) IpcOpenMemHandle;
   decltype(&cuIpcCloseMemHandle) IpcCloseMemHandle;
 
-  // Since CUDA 12.4. Null in older drivers, which load a kernel at its first launch.
+  // Available since CUDA 12.4; null in older drivers, which load a kernel at its first
+  // launch.
   decltype(&cuFuncLoad) FuncLoad;
 
-  // Since CUDA 12.1. All null in older drivers, which do not support multicast.
+  // Available since CUDA 12.1; all null in older drivers, which do not support
+  // multicast.
   decltype(&cuMulticastCreate) MulticastCreate;
   decltype(&cuMulticastAddDevice) MulticastAddDevice;
   decltype(&cuMulticastBindMem) MulticastBindMem;
@@ -95,8 +97,8 @@ struct Driver {
 // contains the reason and the driver's version.
 const Driver& SystemDriver();
 
-// Builds the table with `find_symbol`, which returns null for an unknown name. For
-// tests.
+// Returns the table of driver functions, looked up with `find_symbol`, which returns
+// null for an unknown name. Tests pass an emulated driver.
 Driver LoadDriver(void* (*find_symbol)(const char* name));
 
 // Returns a text such as "CUDA_ERROR_INVALID_VALUE: invalid argument".

@@ -21,7 +21,8 @@ void SumChunks(std::span<const ConstMatrix> chunks,
       std::all_of(chunks.begin(), chunks.end(), [&](const ConstMatrix& chunk) {
         return chunk.row_stride == columns;
       });
-  // Treats contiguous matrices as one row, because a narrow row does not fill a vector.
+  // Contiguous matrices are summed as one row, because a narrow row does not fill a
+  // vector.
   if (is_contiguous) {
     columns *= rows;
     rows = 1;

@@ -52,7 +52,8 @@ uint32_t UnitOf(const CopyParams& params) {
   if (params.num_rows > 1) {
     all |= static_cast<uint64_t>(params.from_stride | params.to_stride);
   }
-  // The lowest set bit, at most 16.
+  // The largest power of two that divides all addresses and sizes: the lowest set bit,
+  // at most 16.
   return static_cast<uint32_t>((all | kVectorBytes) & -(all | kVectorBytes));
 }
 

@@ -9,7 +9,8 @@
 
 namespace jax_ub {
 
-// 16 ranks, a bias, a residual, an accumulator, and one spare part.
+// The maximum number of addends of a sum: 16 ranks, a bias, a residual, an accumulator,
+// and one spare.
 inline constexpr int kMaxParts = 20;
 
 // A matrix: an addend or the result. The columns of a row are contiguous.

@@ -32,7 +32,7 @@ class GroupControl {
                int own,
                const PeerStatus& peer_status);
 
-  // Documented at the methods of the same names of SharedMemoryCommunicator.
+  // SharedMemoryCommunicator documents these methods under the same names.
   void AppendToCallLog(const CallLogEntry& order);
   CallLogEntry WaitForLogEntry(int64_t call, const WaitReason& reason);
   void PublishSignature(int64_t call, uint64_t signature, std::string_view text);
@@ -58,7 +58,7 @@ class GroupControl {
 
   // Guards `unposted_`, and the writes to the call log if this process is the leader.
   std::mutex order_mutex_;
-  // Entries that do not fit into the call log yet.
+  // Entries for the call log that have to wait until the log has room for them.
   std::deque<CallLogEntry> unposted_;
 };
 

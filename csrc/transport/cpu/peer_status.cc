@@ -12,7 +12,7 @@ namespace jax_ub {
 
 namespace {
 
-// The description of a loss if there is no memory for the actual one. Allocated in
+// Describes a loss if there is no memory for the actual description. It is allocated in
 // advance.
 const std::string kLost = "is lost";
 
@@ -73,8 +73,8 @@ void PeerStatus::Throw(int lost,
   std::ostringstream text;
   text << "CommunicatorError: jax_ub." << reason.label << ": ";
   if (lost != kNoProcess) {
-    // Report the first process that died, if any: others may have closed because of
-    // that.
+    // The first process that died is reported, if any died, because others may have
+    // closed their communicators for that reason.
     std::lock_guard lock(mutex_);
     if (first_lost_ != kNoProcess) lost = first_lost_;
     text << DescribeLoss(lost) << "; " << waiting.who << " waited for " << waiting.what;

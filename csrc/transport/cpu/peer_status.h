@@ -77,7 +77,8 @@ class PeerStatus {
                           const WaitDescription& waiting) const;
 
   const std::vector<PeerName> peers_;  // indexed by process
-  // Indexed by process: nullptr, or how the process was lost (owned by loss_reasons_).
+  // Indexed by process: how the process was lost (owned by loss_reasons_), or nullptr
+  // if it is not lost.
   std::unique_ptr<std::atomic<const std::string*>[]> lost_;
   std::atomic<bool> poisoned_{false};
 

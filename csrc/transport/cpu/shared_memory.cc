@@ -108,7 +108,8 @@ SharedMemoryCommunicator::State::State(ProcessGroup its_group,
       failure(group,
               {.fail_waits = [this](const auto& poison) { FailWaits(poison); },
                .set_lost = [this](int p, const auto& how) { SetLost(p, how); },
-               // Signatures are exchanged through shared memory.
+               // There is no hook for signatures, because they are exchanged through
+               // shared memory.
                .on_signature = {}}) {
   for (int p = 0; p < group.num_processes(); ++p) {
     const std::vector<int>& ranks = group.ranks_of(p);

@@ -70,8 +70,8 @@ void SlotTransport::Wait(int peer, int slot, const WaitReason& reason) {
 void SlotTransport::Release(int slot) {
   uses_[slot].received = true;
   areas_[rank_].flags[slot].released.store(uses_[slot].epoch + 1);
-  // Ring all ranks: which rank writes this slot next depends on the next call's
-  // schedule.
+  // All ranks' doorbells are rung, because the next call's schedule determines which
+  // rank writes this slot next.
   for (const RankMemory& area : areas_) Ring(*area.doorbell);
 }
 

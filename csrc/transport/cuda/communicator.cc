@@ -168,8 +168,8 @@ std::exception_ptr CudaCommunicator::State::Failure() {
   for (int n = 0; n < num_own(); ++n) {
     is_own = is_own || IsOwnFault(record(n));
   }
-  // If only a peer failed, do not poison: the peer will send the cause, which should
-  // become the reason.
+  // If the record only says that a peer failed, this process does not poison the
+  // communicator: the peer will send the cause, which should become the reason.
   if (!is_own) return fault;
   failure.Poison(fault);
   return failure.reason();
@@ -199,7 +199,7 @@ void CudaCommunicator::State::Add(const GpuCallSignature& signature) {
     other = decision.Add(signature);
   }
   if (!other) return;
-  // Order by rank, so that all processes raise the same error.
+  // The two signatures are ordered by rank, so that all processes raise the same error.
   const auto& [first, second] = std::minmax(
       signature, *other, [](const auto& a, const auto& b) { return a.rank < b.rank; });
   std::string text = group.ErrorPrefix();
@@ -218,7 +218,7 @@ void CudaCommunicator::State::Add(const GpuCallSignature& signature) {
 
 void CudaCommunicator::State::OnSignature(const PeerEvent& event) {
   const auto signature = GpuCallSignature::Unpack(event.text);
-  // Accept a signature only from the process that owns the rank.
+  // A signature is accepted only from the process that owns the rank.
   if (signature && signature->rank >= 0 && signature->rank < group.num_ranks() &&
       group.process_index_of_rank(signature->rank) == event.process) {
     Add(*signature);
@@ -236,7 +236,8 @@ void CudaCommunicator::State::Close() {
   for (const Context& context : heaps.devices().contexts()) {
     try {
       const ScopedContext scoped(driver, context.get());
-      // Ignore the result: a context with an error has no more work to wait for.
+      // The result is ignored, because a context with an error has no more work to wait
+      // for.
       driver.CtxSynchronize();
     } catch (const SystemError&) {
       continue;

@@ -14,8 +14,9 @@
 
 namespace jax_ub {
 
-// Owns the heaps of a process's ranks and the socket on which it accepts connections,
-// and determines which sharing modes the process supports.
+// Owns what a process creates before it connects to its peers: the heaps of its ranks,
+// and the socket on which it accepts connections. Determines which sharing modes the
+// process supports.
 class CudaEndpoint {
  public:
   // `ordinals` has the device ordinal of each own rank, in ascending order of rank.

@@ -15,14 +15,14 @@ namespace jax_ub {
 // is not ErrorRecord::kNone, the other members are complete.
 uint32_t CodeOf(const ErrorRecord& record);
 
-// Makes every wait of the record's rank end.
+// Marks the record as poisoned, so that every wait of its rank ends with an error.
 void SetPoisoned(ErrorRecord& record);
 
 // Returns whether the record has the cause of the failure, rather than only the fact
 // that a peer or the host failed.
 bool IsOwnFault(const ErrorRecord& record);
 
-// How errors name a call site.
+// The names by which error messages refer to a call site.
 struct CallSiteName {
   std::string label;             // "all_gather_matmul (ub_name 'qkv_fprop')"
   std::vector<int64_t> devices;  // CallAttributes::devices

@@ -11,9 +11,10 @@
 
 namespace jax_ub {
 
-// Belongs to the context that is current at construction. The constructor loads all
-// kernels, because loading one later would synchronize with a wait kernel that is
-// already spinning. Thread-safe; the calling thread must have the same context current.
+// The flag kernels of one CUDA context, the one that is current at construction. The
+// constructor loads all kernels, because loading one later would synchronize with a
+// wait kernel that is already spinning. Thread-safe; the calling thread must have the
+// same context current.
 class FlagKernels {
  public:
   explicit FlagKernels(const Driver& driver);

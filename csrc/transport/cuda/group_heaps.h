@@ -19,8 +19,9 @@
 
 namespace jax_ub {
 
-// With `nvls`, the heaps are also bound to one multicast object. If that fails for any
-// rank, no rank uses multicast, and fallbacks() has the reason.
+// The heaps of all ranks of a group, mapped for the devices of this process. With
+// `nvls`, the heaps are also bound to one multicast object. If that fails for any rank,
+// no rank uses multicast, and fallbacks() has the reason.
 class GroupHeaps {
  public:
   // Makes the heaps of a group whose ranks are all in this process. `ordinals` has the

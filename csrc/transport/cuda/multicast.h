@@ -57,7 +57,8 @@ class Multicast {
 
   explicit operator bool() const { return static_cast<bool>(object_); }
   const PhysicalMemory& object() const { return object_; }
-  // Returns the multicast address of the start of every heap; 0: it is not mapped.
+  // Returns the multicast address of the start of all heaps; 0: the object is not
+  // mapped.
   CUdeviceptr base() const { return mapping_.base(); }
 
   void Add(const LocalDevices& devices);

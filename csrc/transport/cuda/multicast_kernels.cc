@@ -11,7 +11,8 @@ extern const unsigned char kMulticastKernels[];
 
 namespace {
 
-// Leaves most of the device's multiprocessors to concurrent GEMMs.
+// The default number of thread blocks, which leaves most of the device's
+// multiprocessors to concurrent GEMMs.
 constexpr int kDefaultBlocks = 32;
 
 }  // namespace

@@ -13,10 +13,10 @@
 namespace jax_ub::gpu {
 namespace {
 
-// Concurrent loads of a thread. They hide the latency of the switch, about a
-// microsecond.
+// The number of concurrent loads of a thread, which hide the latency of the switch,
+// about a microsecond.
 constexpr int kInFlight = 4;
-// The 32-bit words of a vector: pairs of 16-bit elements, or f32 elements.
+// The number of 32-bit words in a vector: pairs of 16-bit elements, or f32 elements.
 constexpr int kPairs = 4;
 
 template <DType kDType>

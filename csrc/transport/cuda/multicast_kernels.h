@@ -9,13 +9,15 @@
 
 namespace jax_ub {
 
-// Belongs to the context that is current at construction, whose device must support
-// multicast. Thread-safe; the calling thread must have the same context current.
+// The multicast kernels of one CUDA context, the one that is current at construction.
+// Its device must support multicast. Thread-safe; the calling thread must have the same
+// context current.
 class MulticastKernels {
  public:
   explicit MulticastKernels(const Driver& driver);
 
-  // Launches the kernel with at most `num_blocks` blocks (0: 32).
+  // Enqueues the sum of all ranks' memory on `stream`, with at most `num_blocks` thread
+  // blocks (0: 32).
   void Sum(CUstream stream, const MulticastSumParams& params, int num_blocks) const;
 
  private:

@@ -26,8 +26,9 @@ Handle HandleOf(const std::string& hex, const std::string& peer) {
   return handle;
 }
 
-// Uses and synchronizes a separate stream only: kernels on other streams of the device
-// may be waiting for this process.
+// Sets all flags of the heap at `base` to zero. Uses and synchronizes only a separate
+// stream, because kernels on other streams of the device may be waiting for this
+// process.
 void ZeroFlags(const Context& context, CUdeviceptr base) {
   const Driver& driver = context.driver();
   const ScopedContext scoped(driver, context.get());
@@ -136,8 +137,8 @@ LocalHeaps LocalHeaps::Virtual(const LocalDevices& devices,
 }
 
 LocalHeaps LocalHeaps::Allocated(const LocalDevices& devices, int64_t size_bytes) {
-  // Allocate whole blocks of 2 MiB: an IPC handle exports the whole block, with all
-  // other allocations in it.
+  // The heaps occupy whole blocks of 2 MiB, because an IPC handle exports the whole
+  // block, with all other allocations in it.
   constexpr int64_t kBlock = int64_t{2} << 20;
   const int64_t size = (size_bytes + kBlock - 1) / kBlock * kBlock;
   LocalHeaps heaps;

@@ -15,7 +15,7 @@ bool Contradict(const GpuCallSignature& one, const GpuCallSignature& other) {
 
 }  // namespace
 
-// FNV-1a, folded from 64 to 24 bits.
+// Returns an FNV-1a hash, folded from 64 to 24 bits.
 uint32_t GpuCallSignature::tag() const {
   uint64_t hash = 0xcbf29ce484222325;
   const auto add = [&](char byte) {

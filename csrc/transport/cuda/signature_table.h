@@ -51,7 +51,8 @@ class SignatureTable {
   int num_open() const { return static_cast<int>(open_.size()); }
 
  private:
-  // Indexed by rank: the signatures that some other rank has not sent yet.
+  // Indexed by rank: the signatures of a rank that are not yet compared, because some
+  // other rank has not sent its own.
   using PerRank = std::vector<std::deque<GpuCallSignature>>;
 
   const int num_ranks_;

@@ -75,7 +75,7 @@ void GroupFailure::Poison(const std::exception_ptr& reason) {
     try {
       Broadcast(MessageKind::kPoison, kOutOfMemory);
     } catch (const std::bad_alloc&) {
-      // No message was sent, so the peers' waits end at their deadline.
+      // Out of memory: no message was sent, so the peers' waits end at their deadline.
     }
   }
   is_poisoned_ = true;

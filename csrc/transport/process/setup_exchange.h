@@ -35,8 +35,8 @@ class SetupExchange {
   void BroadcastFailure(const std::exception_ptr& reason) const;
 
  private:
-  // The value of `num_missing` while the message itself has not arrived. Afterwards it
-  // is the number of descriptors that are still missing.
+  // The value of `num_missing` until the setup message itself has arrived. Afterwards
+  // it is the number of descriptors that are still missing.
   static constexpr int kMissing = -1;
 
   void Send(int process_index, const SetupMessage& note) const;
