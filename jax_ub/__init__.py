@@ -79,7 +79,8 @@ __all__ = [
     "wgrad_accumulate",
 ]
 
-# Imported at their first use, so that `import jax_ub` is fast and loads no tool.
+# These modules and names are imported at their first use, so that `import jax_ub` is
+# fast and loads no command-line tool.
 _LAZY_MODULES = ("flax", "ops")
 _LAZY_NAMES = {
     "MemoryReport": "jax_ub._src.runtime.memory",
@@ -90,7 +91,7 @@ _LAZY_NAMES = {
     "overlapped": "jax_ub._src.retrofit.nnx_overlap",
     "trace": "jax_ub._src.tools.trace.recorder",
 }
-# Modules of release 0.1 that are private now.
+# Public modules of release 0.1 that are private now; importing one gives a warning.
 _DEPRECATED_MODULES = {
     "methods": "jax_ub._src.methods",
     "reference": "jax_ub._src.reference",

@@ -17,8 +17,8 @@ from jax_ub._src import dtypes
 from jax_ub._src.errors import ShapeContractError, UbError, UnknownNameError, shown
 
 _F64 = np.dtype(np.float64)
-# 2**40, more elements than fit in any memory. Larger sizes are rejected, so that a size
-# times a few small factors fits in 64 bits.
+# The largest accepted size, which is more elements than fit in any memory. Larger sizes
+# are rejected, so that a size times a few small factors fits in 64 bits.
 _LARGEST_SIZE = 1 << 40
 
 
@@ -107,7 +107,7 @@ def _is_flag(value):
     return isinstance(value, bool | np.bool_ | int) and value in (0, 1)
 
 
-# A key of `jax.random`, typed or uint32.
+# Checks that a value is a PRNG key of `jax.random`, typed or uint32.
 check_key = option_check(
     _is_key, "one key of jax.random", "Pass, for example, jax.random.key(0)."
 )
@@ -121,7 +121,7 @@ check_epsilon = option_check(
     "a number of 0 or more",
     "Pass one, for example 1e-6.",
 )
-# The probability with which dropout sets an element to zero.
+# Checks a dropout rate: the probability with which an element is set to zero.
 check_rate = option_check(
     lambda value: is_number(value) and 0 <= value < 1,
     "a probability",

@@ -154,7 +154,8 @@ def recording() -> Iterator[list[LoweredCall]]:
     try:
         yield found
     finally:
-        # Not list.remove, which compares by equality: it could remove another list.
+        # The list is found by identity, because list.remove compares by equality and
+        # could remove another list.
         _LISTENERS[:] = [one for one in _LISTENERS if one is not found]
 
 

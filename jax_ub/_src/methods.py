@@ -74,11 +74,12 @@ def has_pairs(num_ranks: int) -> bool:
     return num_ranks > 2 and num_ranks % 2 == 0
 
 
-# Number of parts into which method "pipeline" splits a rank's chunk by default. Must
-# equal the default in csrc/engine.
+# The default number of splits of a rank's chunk for method "pipeline". It must equal
+# the default in csrc/engine.
 DEFAULT_SPLITS = 4
 
-# Must equal the enum values in csrc/ffi. The CPU engine runs "auto" as DIRECT.
+# The methods' numbers in FFI attributes, which must equal the enum values in csrc/ffi.
+# The CPU engine runs "auto" as DIRECT.
 _CODES = {
     Method.AUTO: 0,
     Method.DIRECT: 0,

@@ -17,18 +17,20 @@ from jax_ub._src.errors import (
 from jax_ub._src.methods import KernelOptions, Method, Variant
 from jax_ub._src.parallel import CommOverlapType
 
-# Transformer Engine's limit: its collectives have flags for up to 32 thread blocks.
+# The limit of `num_sm`, as in Transformer Engine, whose collectives have flags for up
+# to 32 thread blocks.
 _MOST_SM = 32
-# Cluster sizes in thread blocks. 8 is the largest that every GPU since Hopper supports.
+# The valid values of `cga_size`, in thread blocks. 8 is the largest cluster that every
+# GPU since Hopper supports.
 _CGA_SIZES = (1, 2, 4, 8)
-# CUDA stream priorities. Smaller numbers are more urgent.
+# The range of CUDA stream priorities, in which smaller numbers are more urgent.
 HIGHEST_PRIORITY, LOWEST_PRIORITY = -5, 0
 # Limit of `num_splits`. With 16 ranks, more splits would need more slots than a
 # communicator has.
 _MOST_SPLITS = 128
-# Multiprocessors that GEMMs leave free when copy engines send the data. The kernels
-# that wait, signal and sum still need some; if a GEMM occupied all multiprocessors,
-# they would start only after it.
+# The number of multiprocessors that GEMMs leave free when copy engines send the data.
+# The kernels that wait, signal and sum still need some; if a GEMM occupied all
+# multiprocessors, they would start only after it.
 _MARGIN_WITH_COPY_ENGINES = 2
 
 

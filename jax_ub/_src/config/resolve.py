@@ -48,7 +48,7 @@ _METHODS = {
     },
 }
 
-# Default method and communication type by name, such as "qkv_fprop".
+# The default method and communication type of each named overlap, such as "qkv_fprop".
 NAMES = {
     f"{layer}_{direction}": (
         _METHODS[parallel][direction],
@@ -104,10 +104,10 @@ _FUSED = frozenset(
         Method.XLA,
     )
 )
-# Possible methods by pass and communication type. A dgrad with AG either all-gathers x
-# concurrently ("bulk") or all-gathers its operand dy (the fused methods). A wgrad with
-# RS reduce-scatters dx concurrently ("bulk"). A wgrad with AG reads the peers' shards
-# in place ("direct") or gathers them first ("external").
+# The possible methods of each pass and communication type. A dgrad with AG either
+# all-gathers x concurrently ("bulk") or all-gathers its operand dy (the fused methods).
+# A wgrad with RS reduce-scatters dx concurrently ("bulk"). A wgrad with AG reads the
+# peers' shards in place ("direct") or gathers them first ("external").
 _POSSIBLE = {
     (FPROP, _AG): _FUSED,
     (FPROP, _RS): _FUSED,

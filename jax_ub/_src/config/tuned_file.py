@@ -18,7 +18,7 @@ from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 
 # Version of the file format. It is incremented when the meaning of a key changes.
 SCHEMA = 1
-# The methods that a tuned file may choose.
+# The methods that a tuned file may contain for ops that communicate.
 METHODS = (
     Method.DIRECT,
     Method.RING_EXCHANGE,
@@ -26,13 +26,14 @@ METHODS = (
     Method.EXTERNAL,
     Method.XLA,
 )
-# dgrad and wgrad of a column-parallel layer, measured together with their all-gather
-# and reduce-scatter. "bulk" runs the communication concurrently with GEMMs that do not
-# depend on it; the other methods fuse it. M, K, N are the forward pass's sizes.
+# Name of an op in tuned files: dgrad and wgrad of a column-parallel layer, measured
+# together with their all-gather and reduce-scatter. "bulk" runs the communication
+# concurrently with GEMMs that do not depend on it; the other methods fuse it. M, K, N
+# are the forward pass's sizes.
 COLUMN_GRADIENTS = "column_gradients"
-# GEMMs without communication. P is 1, and the operands are [M, K] and [K, N]; a wgrad
-# contracts the rows of its operands. The ops differ in the layout of the operands, and
-# in what is added to the product.
+# Names of GEMMs without communication in tuned files. P is 1, and the operands are [M,
+# K] and [K, N]; a wgrad contracts the rows of its operands. The ops differ in the
+# layout of the operands, and in what is added to the product.
 LOCAL_OPS = ("matmul", "dgrad", "dgrad_add", "wgrad", "wgrad_accumulate")
 # The ops that a tuned file may contain. The first three are GEMMs that are fused with
 # communication.

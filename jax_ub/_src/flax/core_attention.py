@@ -188,8 +188,8 @@ def _on_mesh(core, mesh, *operands):
         _broadcast_spec(positions, (*lead, None)),
         P(),
     )
-    # All axes whose ranks have different sequences or heads. `varying_axes(q)` returns
-    # the axes of the caller's shard_map, if there is one.
+    # The mesh axes whose ranks have different sequences or heads. `varying_axes(q)`
+    # returns the axes of the caller's shard_map, if there is one.
     head_axes = () if layout.parallel is None else layout.axes
     axes = {*varying_axes(q), *nontrivial_axes(mesh, data_axes), *head_axes}
     attend = functools.partial(core.attend, axes)
@@ -289,5 +289,6 @@ def dropout(
             of `y` varies over them.
     """
     key = per_device_key(key, varying_axes(y).difference(replicated_axes))
-    # nnx.Dropout, because linen's Dropout does not support arrays on an explicit mesh.
+    # linen layers use nnx.Dropout, too, because linen's Dropout does not support arrays
+    # on an explicit mesh.
     return nnx.Dropout(rate, deterministic=False)(y, rngs=nnx.Rngs(dropout=key))

@@ -180,7 +180,7 @@ class Linear(TensorParallel):
 
     @nn.nowrap
     def operands(self, inputs: jax.Array) -> tuple[tuple[Any, ...], int]:
-        """Returns (x, kernel, bias, main_grad) in one dtype, and the contracted rank.
+        """Returns (x, kernel, bias, main_grad) in one dtype, and the number of inputs.
 
         The second value is the number of contracted dimensions.
         """

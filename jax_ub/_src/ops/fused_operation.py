@@ -252,7 +252,7 @@ def collect(
             f"{op}: basic_ops is a {type(basic_ops).__name__}, not a tuple of "
             f"operations. Pass {call}."
         )
-    # Assign the operations to the keywords, by type and in order.
+    # The operations of the tuple are assigned to the keywords, by type and in order.
     rest = list(basic_ops)
     found: list[BasicOperation | None] = []
     for part in parts:

@@ -270,9 +270,9 @@ def _group_bwd(configuration, group, _, saved, cotangents):
 
 _rule = jax.custom_vjp(_run_operations, nondiff_argnums=(0, 1, 3))
 _rule.defvjp(_group_fwd, _group_bwd, symbolic_zeros=True)
-# JAX cannot evaluate a custom_vjp with symbolic zeros operation by operation in an
-# eager shard_map, so it must be called under `jax.disable_jit(False)`. Inside a traced
-# program the jit is inlined.
+# The function must be called under `jax.disable_jit(False)`, because JAX cannot
+# evaluate a custom_vjp with symbolic zeros op by op in an eager shard_map. Inside a
+# traced program the jit is inlined.
 run_group = jax.jit(_rule, static_argnums=(0, 1), inline=True)
 
 

@@ -122,8 +122,8 @@ class Normalization(BasicOperation):
         if not needs.x:
             return None, d_params
         d_normalized = dy * self._gain(residuals["scale"], dy.ndim)
-        # The statistics are means over the features, so their contributions to dx are
-        # means over the features too.
+        # The statistics that normalize x are means over the features, so their
+        # contributions to dx are means over the features too.
         along = jnp.mean(d_normalized * normalized, axis=-1, keepdims=True)
         dx = d_normalized - normalized * along
         if "mean" in residuals:

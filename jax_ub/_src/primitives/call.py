@@ -75,11 +75,11 @@ class Call:
 
     target: ClassVar[str]
     primitive: ClassVar[Primitive]
-    # Whether the collective is an all-gather; otherwise it sums over the ranks.
+    # Whether the call's collective is an all-gather; otherwise it sums over the ranks.
     gathers: ClassVar[bool] = False
     # Whether the call is only a collective, without a GEMM.
     communicates_only: ClassVar[bool] = False
-    # Whether all ranks get equal results, as from an all-reduce.
+    # Whether all ranks get equal results, as an all-reduce returns.
     replicates: ClassVar[bool] = False
     # Whether batch axes of the activations are also batch axes of the results. Then
     # `jax.vmap` adds a batch axis; otherwise it runs a loop.

@@ -29,7 +29,8 @@ from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, heap_bytes
 if TYPE_CHECKING:
     from jax_ub._src.primitives.call import Call
 
-# The workspace is a result of the custom call, and XLA has no results of 0 bytes.
+# Minimum size of the workspace, because it is a result of the custom call, and XLA has
+# no results of 0 bytes.
 _LEAST_BYTES = 1
 # In a scan, XLA of JAX 0.11 fuses a call with the dynamic-update-slice that saves its
 # result, and runs the call a second time for other users of the result. An optimization
@@ -77,8 +78,8 @@ def _lower_on_cuda(ctx, *operands, call):
         bool(call.axis_name) and call.num_ranks == 1
     )
     if is_of_one_rank and call.method is Method.AUTO:
-        # Nothing overlaps, and XLA tunes the GEMM and fuses neighbouring operations
-        # into it.
+        # On one rank nothing can overlap. XLA tunes the GEMM and fuses neighbouring
+        # operations into it.
         lowering_log.record(ctx, call, Method.XLA, "one rank: it is a GEMM of XLA's")
         return mlir.lower_fun(call.reference, multiple_results=True)(ctx, *operands)
     method = _cuda_method(call)

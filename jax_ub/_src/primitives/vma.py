@@ -93,8 +93,8 @@ def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
     return primitive
 
 
-# jax.lax.pcast to varying and its transpose, for axes of one rank: JAX's own transpose
-# would be an all-reduce.
+# These primitives are jax.lax.pcast to varying and its transpose, for axes of one rank,
+# where JAX's own transpose would be an all-reduce.
 _vary_p = _cast("jax_ub_vary", frozenset.union)
 _same_p = _cast("jax_ub_same", frozenset.difference)
 ad.deflinear2(_vary_p, lambda dy, _, *, axes: [pcast_replicated(dy, axes)])

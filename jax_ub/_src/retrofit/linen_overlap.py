@@ -104,7 +104,7 @@ class Overlap:
         for rule, name in check_rules("ub_names", ub_names).items():
             check_layer_name(rule, name)
             self._names[compile_rule(rule)] = name
-        # `dot_general` checks the arguments.
+        # The layout comes from `dot_general`, because it checks the arguments.
         self._sharding_layout = dot_general(
             "column",
             axis_name=axis_name,
@@ -210,7 +210,8 @@ class Overlap:
 
     def _record_parameters(self, layer, path, is_supported):
         """Records the sharded parameters of a layer without overlap as fallbacks."""
-        # Layers of jax_ub.flax.linen overlap without `Overlap`.
+        # Layers of jax_ub.flax.linen are skipped, because they overlap without
+        # `Overlap`.
         if path in self._recorded or hasattr(type(layer), "sharding_layout"):
             return
         if isinstance(layer, nn.Embed) and self._find(self._rules, f"{path}.attend"):

@@ -227,9 +227,9 @@ class _Layer:
         """Makes the module multiply by `dense`, which overlaps the communication."""
         product: Any = dense
         if self.attribute != "dot_general":
-            # `jax.numpy.einsum` and `jax.numpy.dot`, which it stands in for, refer to
-            # the function itself. A replacement of the attribute
-            # `jax.lax.dot_general` therefore intercepts none of them.
+            # The replaced functions, `jax.numpy.einsum` and `jax.numpy.dot`, call
+            # `jax.lax.dot_general` directly, not by the attribute of `jax.lax`. A
+            # replacement of that attribute therefore does not intercept them.
             product = dataclasses.replace(
                 dense, original=interception.DOT_GENERAL.function
             )
@@ -421,7 +421,7 @@ def _record_others(model, layers, kinds, axis_name):
         owner = by_node.get(id(module))
         layer = None if owner is None else layers[owner]
         # Layers with a custom product function are recorded already. Layers of
-        # jax_ub.flax overlap without `ub.overlap`.
+        # jax_ub.flax overlap without `ub.overlap`, so they are not recorded.
         is_recorded = layer is not None and layer.kept_reason() is not None
         if owner in kinds or is_recorded or hasattr(module, "sharding_layout"):
             continue

@@ -421,7 +421,8 @@ def _choices_with_flags(
     """
     if not (mode.sequence_parallel and mode.parallel):
         return {}  # the layer neither gathers nor scatters
-    # The wgrad runs with the dgrad's method.
+    # A dgrad's configuration is compared with the flags of both gradients, because the
+    # wgrad runs with the dgrad's method.
     for direction, passes in ((FPROP, (FPROP,)), (DGRAD, (DGRAD, WGRAD))):
         overlap = found.get(direction)
         if overlap is None or not overlap.is_configured:

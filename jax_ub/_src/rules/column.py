@@ -87,7 +87,8 @@ def column_gradients(
         config = _with_tuned_method(config, x, gradients)
         is_bulk = config.uses_bulk
     else:
-        # If the forward pass has saved the gathered x, "auto" does not become "bulk".
+        # "auto" does not become "bulk" if the forward pass has saved the gathered x,
+        # because then no gather of x is left to overlap.
         is_bulk = may_be_bulk and gathered is not None and config.method is Method.BULK
     if is_bulk:
         dx, dws = _bulk(config, x, gathered, gradients, ws, main_grads, d_gathered)

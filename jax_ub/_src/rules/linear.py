@@ -373,7 +373,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     scope: Any = contextlib.nullcontext()
     is_f64 = shapes.is_array(x) and shapes.is_f64(x)
     if is_f64 and config.may_fall_back and not config.takes_f64:
-        # The engine has no f64 GEMM.
+        # Plain `jax.lax` computes f64, because the engine has no f64 GEMM.
         config = config.plain
         scope = lowering_log.falling_back(label, "x is float64")
     config = dataclasses.replace(

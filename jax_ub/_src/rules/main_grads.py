@@ -14,8 +14,9 @@ from jax_ub._src import checks as shapes
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.primitives import vma
 
-# id of a main_grad's tracer -> (weak reference to the tracer, trace in which it was
-# used). An entry is removed when its tracer is freed.
+# The main_grads that a call has used. Maps the id of a main_grad's tracer to a weak
+# reference to the tracer, and the trace in which it was used. An entry is removed when
+# its tracer is freed.
 _USED: dict[int, tuple[weakref.ref, object]] = {}
 
 

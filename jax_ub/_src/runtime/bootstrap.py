@@ -17,7 +17,8 @@ from typing import Any
 
 import jax
 
-# jax has no public name for its client, and the service accepts no second client.
+# The import is private, because jax has no public name for its client, and the service
+# accepts no second client.
 from jax._src import distributed  # noqa: TID251
 
 from jax_ub._src.errors import (
@@ -179,7 +180,8 @@ class Presence:
         """
         if process in self._running and self._death(self._running[process]) is None:
             return None
-        # A process that was restarted has written a new PID.
+        # The PID is read again, because a process that was restarted has written a new
+        # one.
         text = self._store.read(str(process))
         if text is None:
             return None

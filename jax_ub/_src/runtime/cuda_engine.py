@@ -17,12 +17,13 @@ import numpy as np
 
 from jax_ub._src.runtime import cpu_engine, settings
 
-# Must equal the limit in csrc/transport/cuda: the number of flag lines in a heap.
+# The maximum number of ranks, which must equal the limit in csrc/transport/cuda, the
+# number of flag lines in a heap.
 MOST_RANKS = 16
 
 _PLATFORM = "CUDA"
 _BUILD = "In a clone of jax_ub, where nvcc is installed: pip install ."
-# Where NVIDIA's wheels put cuBLASLt, newest first.
+# The folders of NVIDIA's wheels that contain cuBLASLt, newest first.
 _LIBRARIES = ("cu13/lib", "cublas/lib")
 
 Array = tuple[str, tuple[int, ...]]  # dtype and shape

@@ -49,7 +49,7 @@ class DeviceGroups:
     capacity: int  # largest number of elements of a call
     num_slots: int  # largest number of slots of a rank
     name: str  # for errors
-    # CUDA ordinals of this process's GPUs, by global device id.
+    # Maps the global device ids of this process's GPUs to their CUDA ordinals.
     ordinals: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property

@@ -34,7 +34,8 @@ from jax_ub._src.runtime.registry import (
     Overlap,
 )
 
-# Keeps the byte count of all ranks' buffers within 64 bits.
+# The maximum number of elements in `shape`, which keeps the byte count of all ranks'
+# buffers within 64 bits.
 _MOST_ELEMENTS = 1 << 48
 
 

@@ -24,7 +24,8 @@ from jax_ub._src.errors import CommunicatorError, TimeoutError, UbError
 # _PAUSE_S_PER_PROCESS times their number, since all processes poll the same service.
 _LONGEST_PAUSE_S = 0.05
 _PAUSE_S_PER_PROCESS = 0.001
-# How long an interrupted process waits for others, to send them the failure.
+# How many seconds an interrupted process waits for the others, to send them the
+# failure.
 NOTIFY_S = 2.0
 
 Values = dict[int, Any]  # JSON values, by process index
@@ -186,7 +187,8 @@ class ProcessAllGather:
             if not waiting:
                 break
             lost = {other: self._lost(other) for other in waiting}
-            # Reads all members, also those that arrived: they may have failed since.
+            # The messages of all members are read, also of those that have arrived,
+            # because they may have failed since.
             for other in self._others:
                 values = self._values_of(other)
                 if len(values) >= len(self._rounds):

@@ -128,8 +128,9 @@ def sharded_linear(
     return tuple(_add(y, residual) for y in ys)
 
 
-# Jitted, so that an eager call is one program. Not inlined, because outside jax.jit JAX
-# 0.10.2 evaluates the operations of scans and jax.checkpoint one by one.
+# The function is jitted, so that an eager call is one program. It is not inlined,
+# because outside jax.jit JAX 0.10.2 evaluates the operations of scans and
+# jax.checkpoint one by one.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
     """Runs a linear layer in a `shard_map` over all axes that are not manual yet."""
@@ -226,7 +227,8 @@ def _check_operands(layout, x, kernels, residual, num_in):
         return
     checks.check_array(layout.op, "residual", residual)
     outs = kernels[0].shape[num_in:]
-    # Inside shard_map, the number of tokens per rank is checked by the op itself.
+    # The residual's number of tokens is compared only for global arrays. Inside
+    # shard_map, the op itself checks the number of tokens per rank.
     is_whole = layout.parallel == "row" and not layout.is_local()
     wanted = (*x.shape[: x.ndim - num_in], *outs) if is_whole else outs
     found = residual.shape if is_whole else residual.shape[-len(outs) :]
@@ -290,8 +292,9 @@ def _typed_layout(layout, mesh, kernels, num_in):
     specs = [layout.in_out(jax.typeof(kernel).sharding.spec) for kernel in kernels]
     layout = layout.with_fsdp_of(specs[0], mesh, num_in)
     for kernel, spec in zip(kernels, specs, strict=True):
-        # The first dimensions, not the merged ones: the number of ranks may divide
-        # heads * head_dim even if it does not divide the heads.
+        # The ranks must divide the first in and out dimensions, not only the merged
+        # ones: the number of ranks may divide heads * head_dim even if it does not
+        # divide the heads.
         shape = layout.in_out(kernel.shape)
         layout.check_features((shape[0], shape[num_in]), mesh)
         layout.check_kernel_spec(spec, num_in)
@@ -400,8 +403,8 @@ def as_matrix(kernel: jax.Array, num_in: int) -> jax.Array:
     if kernel.ndim == 2:
         return kernel
     ins, outs = kernel.shape[:num_in], kernel.shape[num_in:]
-    # In two steps, because with explicit axes a JAX reshape can merge dimensions in one
-    # place only.
+    # The kernel is reshaped in two steps, because with explicit axes a JAX reshape can
+    # merge dimensions in one place only.
     return kernel.reshape(math.prod(ins), *outs).reshape(
         math.prod(ins), math.prod(outs)
     )
@@ -412,7 +415,8 @@ def split_features(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
     shape, sharding = (*y.shape[:-1], *sizes), jax.typeof(y).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return y.reshape(shape)
-    # Given explicitly: if the first new dimension had size 1, JAX would shard another.
+    # The sharding is given explicitly: if the first new dimension had size 1, JAX would
+    # shard another.
     spec = P(*sharding.spec, *[None] * (len(sizes) - 1))
     return jax.lax.reshape(y, shape, out_sharding=spec)
 
@@ -441,6 +445,7 @@ def _on_first_replica(main_grad, axes):
     for axis_name in axes:
         first &= jax.lax.axis_index(axis_name) == 0
     others = jax.lax.stop_gradient(jnp.where(first, 0, main_grad))
-    # Equals jnp.where(first, main_grad, 0), but its derivative is the identity on every
-    # replica: jnp.where would discard the cotangents of all replicas except the first.
+    # The difference equals jnp.where(first, main_grad, 0), but its derivative is the
+    # identity on every replica: jnp.where would discard the cotangents of all replicas
+    # except the first.
     return main_grad - others

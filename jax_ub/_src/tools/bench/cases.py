@@ -18,7 +18,7 @@ from jax_ub._src.tools.bench.machine import AXIS, Ranks, Spec
 from jax_ub._src.tools.bench.peers import FastestDots
 from jax_ub._src.tools.bench.timing import PEAK, Candidate, at_peak
 
-# Names of candidates, which are columns of the tables and keys of the JSON.
+# Names of the timed programs, which are columns of the tables and keys of the JSON.
 OWN = "jax_ub"
 BEST = "xla_best"
 NAIVE = "xla_naive"
@@ -88,10 +88,10 @@ def parse_shape(text: str) -> Shape:
     return Shape(*sizes)
 
 
-# The MLP of Llama 2 7B has K = 4096 and N = 11008. The first two shapes scale both by
-# about a third and a quarter. The third is a fused query, key and value kernel with
-# fewer key heads; the fourth has few rows, as in decoding. In bf16 they take 1 to 20 ms
-# on two recent cores, 2 to 80 ms on older ones.
+# The shapes that are timed by default. The MLP of Llama 2 7B has K = 4096 and N =
+# 11008. The first two shapes scale both by about a third and a quarter. The third is a
+# fused query, key and value kernel with fewer key heads; the fourth has few rows, as in
+# decoding. In bf16 they take 1 to 20 ms on two recent cores, 2 to 80 ms on older ones.
 DEFAULT_SHAPES = (
     Shape(1536, 1280, 3840),
     Shape(512, 1024, 2816),

@@ -49,8 +49,9 @@ _FIXED_SHAPES: dict[str, dict[str, Shape]] = {
 # Format version in the JSON; incremented when a key changes its meaning.
 SCHEMA = 1
 _BARRIER = "barrier"
-# Default rounds with --processes. Fewer than in one process, because a round takes
-# longer: all processes and process 0 alone run their programs in turn.
+# The default number of rounds with --processes. It is smaller than in one process,
+# because a round takes longer: all processes and process 0 alone run their programs in
+# turn.
 _PROCESS_ROUNDS = 7
 
 

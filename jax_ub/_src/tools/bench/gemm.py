@@ -173,7 +173,8 @@ class _Gemm:
             for dot in peers.dot_variants(self.layout, self.setup.dtype, platform)
         ]
         variants.append(self.candidate(cases.BEST, self.naive, peers.NAIVE_VARIANT))
-        # The trials added their results to the donated addend, so draw new operands.
+        # New operands are drawn, because the trials added their results to the donated
+        # addend.
         return dataclasses.replace(fastest(variants), operands=self.operands())
 
     def naive(self, a, b, bias, addend):

@@ -23,7 +23,8 @@ from jax_ub._src.tools.options import load_extra
 AXIS = "tp"
 Spec = PartitionSpec
 _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy")
-# The kernel counts CPU time in ticks of 10 ms, so shorter intervals are too coarse.
+# The shortest interval in which the CPU load is measured. The kernel counts CPU time in
+# ticks of 10 ms, so shorter intervals are too coarse.
 _MIN_INTERVAL_S = 0.1
 
 
@@ -120,8 +121,8 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) ->
     return _drawn(seed, shape, np.dtype(dtype), scale).copy()
 
 
-# The candidates of a case use separate copies of the same operands. Drawing an operand
-# of size 8192 x 8192 takes seconds, so it is cached.
+# The drawn arrays are cached, because drawing an operand of size 8192 x 8192 takes
+# seconds, and all programs of a benchmark case use copies of the same operands.
 @functools.lru_cache(maxsize=8)
 def _drawn(seed, shape, dtype, scale):
     draws = np.random.default_rng(seed).standard_normal(shape, np.float32)

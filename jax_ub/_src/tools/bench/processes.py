@@ -38,8 +38,9 @@ OPS = (*FORWARD_OPS, "latency", "barrier")
 # smallest buffer that a communicator can have.
 _PAGE_BYTES = 4096
 _BARRIERS, _BATCHES = 500, 15
-# Rounds of the search for the fastest variant. With two rounds, gloo at 64 rows in bf16
-# selected the naive program, which takes 1.5 times as long as the fastest variant.
+# The number of rounds of the search for the fastest variant of XLA's program. With two
+# rounds, gloo at 64 rows in bf16 selected the naive program, which takes 1.5 times as
+# long as the fastest variant.
 _TRIALS = 8
 
 

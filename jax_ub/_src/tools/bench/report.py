@@ -20,7 +20,8 @@ from jax_ub._src.tools.bench.cases import Case
 from jax_ub._src.tools.bench.timing import PEAK, Rounds, Summary, ratio, summarize
 from jax_ub._src.tools.options import load_pyplot
 
-# A case is marked if the CPU share of other processes exceeded this in a round.
+# A benchmark case is reported as disturbed if other processes used more than this share
+# of the CPU in a round.
 _DISTURBED_SHARE = 0.1
 
 

@@ -33,10 +33,11 @@ from jax_ub._src.tables import format_bytes
 
 _REQUIRED = ("jax", "jaxlib", "numpy")
 _PACKAGES = ("jax_ub", *_REQUIRED, "flax", "optax", "orbax-checkpoint")
-# Collectives communicate on two or more devices.
+# The number of devices to request: the smallest number with which collectives
+# communicate.
 _NUM_DEVICES = 2
-# Mesh axis of the calls below. It must differ from the axes of user programs, which
-# `initialize_ub` may have configured.
+# Name of the mesh axis of the checks. It must differ from the axes of user programs,
+# which `initialize_ub` may have configured.
 _AXIS = "doctor"
 # Threads of jaxlib's pool per device. It needs two, and jaxlib blocks some itself.
 _POOL_THREADS_PER_DEVICE = 4

@@ -12,7 +12,8 @@ _INSTRUCTION = re.compile(
 )
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
-# Replica groups of a collective: listed, in iota format, or as axes of a mesh.
+# Match the replica groups of a collective: listed, in iota format, or as axes of a
+# mesh.
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
@@ -20,8 +21,8 @@ _NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]+)\}")
 
-# The call of jax_ub that could replace a collective and an adjacent dot, by the HLO
-# opcode of the collective.
+# The functions of jax_ub that could replace a collective and an adjacent dot, by the
+# HLO opcode of the collective.
 _GATHERS = {"all-gather": "all_gather_matmul"}
 _REDUCTIONS = {
     "reduce-scatter": "matmul_reduce_scatter",
@@ -183,7 +184,8 @@ def _dot(one, body):
     left, right = ([*operands, "", ""])[:2]
     itemsize, sizes = _first_array(left)
     lhs, rhs = math.prod(sizes), math.prod(_first_array(right)[1])
-    # A library call may also return its workspace; the result is the first array.
+    # The result is the first array of the shape, because a library call may also return
+    # its workspace.
     out = math.prod(_first_array(one.shape)[1])
     named = _CONTRACTING.search(one.text)
     if named and lhs:

@@ -21,7 +21,8 @@ from jax_ub._src.tools.explain import hlo, report
 from jax_ub._src.tools.explain.report import HardwareLike, Row, Table, TraceLike, Waits
 from jax_ub._src.tools.simulate.hardware import Hardware
 
-# A call and the shapes of its operands.
+# The key by which executions are counted: a call, and the shapes and dtypes of its
+# operands.
 _CallSite = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
 _LOOP = "in a loop"
 
@@ -148,8 +149,8 @@ def call_rows(
     for (call, operands, method, reason), equal in groups.items():
         op, M, K, N = call.global_sizes(operands)
         num_ranks = call.num_ranks if call.axis_name else 1
-        # Predict the requested method, because "auto" may select another method on the
-        # predicted machine than on this one.
+        # The time of the requested method is predicted, because "auto" may select
+        # another method on the predicted machine than on this one.
         prediction = simulate.estimate(
             op,
             "xla" if reason else call.method.value,

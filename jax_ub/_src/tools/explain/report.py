@@ -29,7 +29,7 @@ from jax_ub._src.tools.trace.spans import Trace
 
 _ASSUMED = "h200"  # for devices that the simulator does not know
 _ALWAYS_SHOWN = ("where", "op", "overlapped", "method")
-# The fields of `Hardware`, and those without a default.
+# The fields of `Hardware` by name, and the names of those without a default.
 _RATES = {field.name: field for field in dataclasses.fields(Hardware)}
 _REQUIRED = [
     name for name, field in _RATES.items() if field.default is dataclasses.MISSING

@@ -26,7 +26,7 @@ _TILES = (
     (64, 128, 0.78),
     (64, 64, 0.60),
 )
-# `Hardware.flops_per_s` is the rate of a GEMM with M = K = N = 8192.
+# `Hardware.flops_per_s` is the rate of a GEMM with M = K = N = _ANCHOR.
 _ANCHOR = 8192
 # A kernel of more waves than this is simulated in groups of tiles, to save time.
 _MAX_WAVES = 24
@@ -168,7 +168,8 @@ class _Tiling:
 @functools.lru_cache(maxsize=4096)
 def _tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> _Tiling:
     """Returns the fastest tile size for a GEMM that runs alone on a GPU."""
-    # The rate of a processor is such that a GEMM of the anchor takes its measured time.
+    # The rate of one multiprocessor is chosen such that a GEMM with M = K = N = _ANCHOR
+    # takes its measured time.
     tiles = math.ceil(_ANCHOR / 128) * math.ceil(_ANCHOR / 256)
     waves = math.ceil(tiles / hardware.processors)
     filled = tiles / (waves * hardware.processors)

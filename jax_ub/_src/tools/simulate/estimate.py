@@ -138,7 +138,7 @@ def estimate_workload(work: Workload, method: Method, machine: Hardware) -> Pred
     elif name == Method.DIRECT.value:
         seconds = direct_seconds(work, machine)
     else:
-        # "auto" sends a rank's chunk whole.
+        # "auto" does not split a rank's chunk.
         splits = (1,) if method is Method.AUTO else _SPLITS
         knobs, seconds = fastest_plan(work, machine, name, variant, splits)
     return Prediction(

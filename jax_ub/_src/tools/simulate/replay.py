@@ -92,7 +92,8 @@ def replay(
     The steps of a single rank represent all ranks: data arrives from a peer when this
     rank sends the same data.
     """
-    # Times at which slots of communication memory are filled, by owner and slot.
+    # The times at which slots of communication memory are filled, keyed by (rank,
+    # slot).
     arrivals: dict[tuple[int, int], float] = {}
     part = hardware.shared_by(work.num_ranks)
     ranks = [
@@ -139,9 +140,9 @@ class _Rank:
             self._processors = Processors(hardware, options.streams, work.itemsize)
         self._kernels = _kernels(rank, self._steps, work.gathers, options.aggregate)
         self._lanes = {"wire": 0.0, "sum": 0.0}
-        # Times at which received data arrived, by (payload, chunk or sender, split).
-        # The three members below have the times at which products, sums and gathered
-        # rows were complete.
+        # The times at which received data arrived, keyed by (payload, chunk or sender,
+        # split). The three members below have the times at which products, sums and
+        # gathered rows were complete.
         self._received: dict[tuple[str, int, int], float] = {}
         self._multiplied: dict[tuple[int, int], float] = {}
         self._summed: dict[int, float] = {}

@@ -53,7 +53,8 @@ def candidates(
     choices = list(_with_default_options(case, is_cuda))
     if not is_cuda:
         return [*choices, _XLA]
-    # Kernels send messages that are too small for copy engines, so nothing is split.
+    # Kernels on multiprocessors are tried only if nothing is split, because they send
+    # messages that are too small for copy engines.
     unsplit = [
         choice
         for choice in choices
@@ -106,8 +107,8 @@ def _with_default_options(case, is_cuda) -> Iterator[MethodChoice]:
     yield from _with_options(Method.RING_EXCHANGE, options)
     for num_splits in _NUM_SPLITS:
         yield MethodChoice(Method.PIPELINE, num_splits)
-        # The variant sends a split after the GEMM of the next split. A CPU rank runs
-        # one step at a time, so it gains nothing.
+        # This variant sends a split after the GEMM of the next split. A CPU rank runs
+        # one step at a time, so it gains nothing from it.
         if is_cuda and case.op != "all_gather_matmul":
             later = KernelOptions(variant=Variant.OVERLAP_FIRST_GEMM)
             yield MethodChoice(Method.PIPELINE, num_splits, later)
