@@ -111,8 +111,8 @@ struct Schedule {
 // schedule, because a GEMM cannot overlap with itself. A collective without a GEMM has
 // no direct schedule, because direct sends nothing.
 bool HasSchedule(CollectiveKind collective, Method method);
-// Returns whether the schedule has the variant. Requires HasSchedule(collective,
-// method).
+// Returns whether the method's schedule has the variant. Requires
+// HasSchedule(collective, method).
 bool HasVariant(CollectiveKind collective,
                 Method method,
                 int num_ranks,

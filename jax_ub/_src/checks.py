@@ -142,7 +142,7 @@ def check_array(op: str, name: str, array) -> None:
 
 
 def is_f64(array) -> bool:
-    """Returns whether JAX treats an array as f64.
+    """Returns whether JAX computes with this array in f64.
 
     Without `jax_enable_x64` JAX converts a NumPy f64 array to f32.
     """
@@ -206,7 +206,7 @@ def check_operands(
 
 
 def check_kernel(op: str, name: str, w) -> None:
-    """Raises an error unless a kernel is a matrix with nonzero sizes."""
+    """Raises an error unless a kernel w is a matrix [in, out] with nonzero sizes."""
     if w.ndim != 2:
         raise ShapeContractError(
             f"{op}: {name} has shape {w.shape}, but a kernel is [in, out]. Reshape "
@@ -216,7 +216,7 @@ def check_kernel(op: str, name: str, w) -> None:
 
 
 def check_dtypes(op: str, **pair) -> None:
-    """Raises an error unless two operands have the same dtype."""
+    """Raises an error unless two operands, such as x and w, have the same dtype."""
     (x_name, x), (w_name, w) = pair.items()
     if x.dtype != w.dtype:
         raise ShapeContractError(
@@ -226,7 +226,7 @@ def check_dtypes(op: str, **pair) -> None:
 
 
 def check_not_empty(op: str, name: str, array) -> None:
-    """Raises an error if an array has a dimension of size 0."""
+    """Raises an error if an array has no elements, that is, a dimension of size 0."""
     if 0 in array.shape:
         raise ShapeContractError(
             f"{op}: {name} has shape {array.shape}, which is empty. Leave the call out "
@@ -337,7 +337,7 @@ def check_main_grad(op: str, main_grad, w) -> None:
 
 
 def axis_tuple(axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Returns the mesh axes as a tuple, which is empty for None."""
+    """Returns `axis_name` as a tuple of mesh axes, which is empty for None."""
     if axis_name is None:
         return ()
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)

@@ -104,10 +104,7 @@ def all_gather(x: jax.Array, axis_name: Axis) -> jax.Array:
 
 
 def reduce_scatter(x: jax.Array, axis_name: Axis) -> jax.Array:
-    """Sums x over the ranks in f32, and keeps this rank's rows.
-
-    Shapes: [..., P*m, K] -> [..., m, K].
-    """
+    """Sums x [..., P*m, K] over ranks in f32; returns this rank's rows [..., m, K]."""
     return lax.psum_scatter(
         x.astype(sum_dtype(x.dtype)),
         axis_name,

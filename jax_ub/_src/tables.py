@@ -15,7 +15,7 @@ def format_table(
     has_rule: bool = False,
     is_markdown: bool = False,
 ) -> list[str]:
-    """Returns the lines of a table with aligned columns.
+    """Returns the lines of a text or Markdown table with aligned columns.
 
     Args:
         header: the titles of the columns; empty for a table without titles.

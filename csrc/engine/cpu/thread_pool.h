@@ -126,15 +126,15 @@ class ThreadPool {
   void set_num_threads(int num_threads, const std::vector<int>& cores = {});
   std::vector<int> cpu_set() const { return core_affinity_.cpu_set(); }
   int num_threads() const { return num_threads_.load(std::memory_order_relaxed); }
-  // Number of threads that compute at a time. More threads than cores would only take
-  // turns.
+  // Returns the number of threads that compute at a time. More threads than cores would
+  // only take turns.
   int num_workers() const { return std::min(num_threads(), num_cores_); }
 
-  // The workers that PlanGemm plans for.
+  // Returns the workers to pass to PlanGemm, so that it plans for this pool.
   Workers workers() { return {num_workers(), &blockings_}; }
   const BlockingCache& blockings() const { return blockings_; }
 
-  // Memory that all threads together hold for packed GEMM operands.
+  // Returns the bytes that all threads together hold for packed GEMM operands.
   int64_t scratch_bytes() const { return scratch_bytes_.load(); }
 
  private:

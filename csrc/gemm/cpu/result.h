@@ -12,7 +12,7 @@ namespace jax_ub {
 
 class ResultWriter {
  public:
-  // Both arguments must outlive the writer.
+  // Prepares to store the result of `problem`. Both arguments must outlive the writer.
   ResultWriter(const GemmProblem& problem, const KernelSet& kernels);
 
   // Stores result[r, c] = round(scale * sums[r, c] + addends[r, c]) in every replica,

@@ -50,7 +50,8 @@ inline constexpr int64_t kLibraryWorkspaceBytes = int64_t{32} << 20;
 // constructor. Any thread may use it while this context is current.
 class CudaGemm {
  public:
-  // All arguments must outlive the object.
+  // Plans GEMMs with `library` for the device of the current context. All arguments
+  // must outlive the object.
   CudaGemm(const CublasLt& library, const Driver& driver, const SumKernels& sums);
   ~CudaGemm();
   CudaGemm(const CudaGemm&) = delete;

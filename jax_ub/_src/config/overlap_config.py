@@ -35,7 +35,7 @@ _MARGIN_WITH_COPY_ENGINES = 2
 
 
 class UserBufferQuantizationMode(enum.Enum):
-    """How the operands in a named overlap's buffers are quantized.
+    """Whether the operands in a named overlap's buffers are quantized to FP8.
 
     `NONE` means unquantized operands in their dtype; `FP8` means quantized operands of
     one byte per element.
@@ -110,15 +110,12 @@ class OverlapConfig(Mapping):
         return getattr(self, key)
 
     def __iter__(self) -> Iterator[str]:
-        """Returns an iterator over the names of the settings."""
         return iter(KEYS)
 
     def __len__(self) -> int:
-        """Returns the number of settings, including defaults."""
         return len(KEYS)
 
     def __hash__(self) -> int:
-        """Returns a hash of all settings, so that configurations can be dict keys."""
         return hash(tuple(self.values()))
 
 

@@ -59,7 +59,7 @@ def project_qkv(
 
 
 class MultiHeadAttention(nnx.Module):
-    """Multi-head attention whose heads are sharded over the ranks.
+    """Multi-head attention that overlaps its two tensor-parallel GEMMs (QKV, output).
 
     The parameters have the names, global shapes and initial values of
     `flax.nnx.MultiHeadAttention`, so both can load each other's checkpoints. The tokens
@@ -202,7 +202,7 @@ class MultiHeadAttention(nnx.Module):
         residual: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """Computes multi-head attention, adding an optional residual.
+        """Computes attention and the output projection, plus an optional residual.
 
         Maps `[..., tokens, in_features]` to `[..., tokens, out_features]`.
 
@@ -236,7 +236,7 @@ class MultiHeadAttention(nnx.Module):
         return self.out(y, residual=residual)
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Sets whether dropout is disabled; `nnx.view` calls it.
+        """Sets whether dropout is disabled; `nnx.view` calls this method.
 
         Args:
             deterministic: whether dropout is disabled; None keeps the current value.

@@ -98,7 +98,7 @@ class CoreAttention:
         positions: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Computes the attention output, `[..., tokens, heads, head_dim]`.
+        """Computes attention of q, k, v, each `[..., tokens, heads, head_dim]`.
 
         Args:
             q: queries, `[..., tokens, heads, head_dim]`.
@@ -227,7 +227,7 @@ def _broadcastable(name, array, whole):
 
 
 def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
-    """Applies rotary position embeddings to queries or keys.
+    """Applies rotary position embeddings to queries or keys `[..., tokens, heads, D]`.
 
     Rotates each pair of features i and i + D/2 by the angle `position * base**(-2i/D)`,
     as in GPT-NeoX and Llama.

@@ -59,7 +59,7 @@ class LayerNormLinear(TensorParallel):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> Any:
-        """Normalizes each token and applies the linear layer.
+        """Normalizes each token and applies the linear layer: `linear(norm(x))`.
 
         Maps `[..., tokens, in]` to `[..., tokens, *features]`.
 
@@ -150,7 +150,7 @@ class LayerNormMLP(TensorParallel):
 
 
 class MultiHeadAttention(TensorParallel):
-    """Multi-head attention whose heads are sharded over the ranks.
+    """Multi-head attention that overlaps its two tensor-parallel GEMMs (QKV, output).
 
     The parameters have the names, global shapes and initial values of
     `flax.linen.MultiHeadDotProductAttention`, so both can load each other's
@@ -200,7 +200,7 @@ class MultiHeadAttention(TensorParallel):
         residual: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """Computes multi-head attention, adding an optional residual.
+        """Computes attention and the output projection, plus an optional residual.
 
         Maps `[..., tokens, in]` to `[..., tokens, out_features]`.
 

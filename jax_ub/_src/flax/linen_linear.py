@@ -80,7 +80,7 @@ class TensorParallel(nn.Module, kw_only=True):
 
     @nn.nowrap
     def is_deterministic(self, deterministic: bool | None, *rates: float) -> bool:
-        """Returns whether a call applies no dropout.
+        """Returns whether dropout is disabled, by the argument or the attribute.
 
         Args:
             deterministic: the argument of the call.

@@ -116,7 +116,7 @@ class LayerNormLinear(nnx.Module):
         self.return_layernorm_output = return_layernorm_output
 
     def __call__(self, inputs: jax.Array) -> Any:
-        """Normalizes each token and applies the linear layer.
+        """Normalizes each token and applies the linear layer: `linear(norm(x))`.
 
         Maps `[..., tokens, in_features]` to `[..., tokens, out_features]`.
 

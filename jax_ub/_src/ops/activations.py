@@ -19,7 +19,7 @@ class Activation(BasicOperation):
     """
 
     def function(self, x: jax.Array) -> jax.Array:
-        """Computes the activation function of an f32 array."""
+        """Computes the activation function of x, an f32 array."""
         raise NotImplementedError
 
     def gradient(self, x: jax.Array, dy: jax.Array) -> jax.Array:
@@ -78,7 +78,7 @@ class SiLU(Activation):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GatedActivation(Activation):
-    """Base class of gated activations: `activation(gate) * up`.
+    """Base class of gated activations: `activation(gate) * up`, x is [gate | up].
 
     The features of x consist of two halves, gate and up, so the result has half as
     many: `[..., 2H] -> [..., H]`.

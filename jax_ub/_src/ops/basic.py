@@ -140,7 +140,7 @@ class AddExtraInput(BasicOperation):
     in_place: bool = False
 
     def check(self, shape: tuple[int, ...], extra: jax.Array) -> None:
-        """Checks that the extra input is a float array of the given shape."""
+        """Checks that the extra input is a float array with the shape of x."""
         checks.check_float(self.label, extra_input=extra)
         checks.check_shape(
             self.label, "the extra input", extra, shape, "the shape of x"

@@ -108,7 +108,7 @@ class Normalization(BasicOperation):
     def gradients(
         self, residuals: Residuals, dy: jax.Array, needs: RequestedGradients
     ) -> tuple[jax.Array | None, Params]:
-        """Returns the gradients of x and of the parameters, in f32."""
+        """Returns dx and the parameters' gradients, as requested, in f32."""
         dy = dy.astype(jnp.float32)
         rows = tuple(range(dy.ndim - 1))
         d_params = {}

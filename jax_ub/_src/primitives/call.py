@@ -213,7 +213,7 @@ class Call:
 
 
 def rows_and_features(shape: Sequence[int]) -> tuple[int, int]:
-    """Returns the sizes of an array as a matrix `[rows, features]`."""
+    """Returns the rows and features of an array [..., features] viewed as a matrix."""
     return math.prod(shape[:-1]), math.prod(shape[-1:])
 
 

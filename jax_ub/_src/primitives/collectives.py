@@ -63,10 +63,7 @@ class ReduceScatter(Call):
 
 
 def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype) -> jax.Array:
-    """Sums `x` over the ranks, and keeps this rank's rows.
-
-    Maps `[..., P*m, K]` to `[..., m, K]`.
-    """
+    """Sums x [..., P*m, K] over the ranks, and returns this rank's rows [..., m, K]."""
     return ReduceScatter(execution=execution, out_dtype=np.dtype(out_dtype))(x)[0]
 
 
@@ -92,7 +89,7 @@ class AllReduce(Call):
 
 
 def all_reduce(execution: Execution, x: jax.Array) -> jax.Array:
-    """Returns the sum of `x` over the ranks."""
+    """Returns the sum of `x`, of any shape, over the ranks."""
     return AllReduce(execution=execution)(x)[0]
 
 
@@ -160,7 +157,7 @@ def bulk_all_gather(
     *,
     partial_dtype=np.float32,
 ) -> tuple[jax.Array, jax.Array]:
-    """All-gathers `shard` while the GEMMs of a layer's dgrad run.
+    """All-gathers `shard` concurrently with the GEMMs of a layer's dgrad.
 
     Args:
         execution: ranks, method and label.
@@ -248,7 +245,7 @@ def bulk_reduce_scatter(
     dw_dtype,
     scattered_dtype,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Reduce-scatters `partial` while the GEMMs of a layer's wgrad run.
+    """Reduce-scatters `partial` concurrently with the GEMMs of a layer's wgrad.
 
     Args:
         execution: ranks, method and label.

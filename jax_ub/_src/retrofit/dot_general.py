@@ -268,7 +268,7 @@ class DotGeneral:
         return dense.in_out(rhs.shape) == self.kernel_shape
 
     def _layout(self, mesh, rhs, dense):
-        """Returns the layer's layout, adapted to this kernel and mesh.
+        """Returns the layer's sharding layout, adapted to this kernel and mesh.
 
         `fsdp_axes` that cannot shard the kernel evenly are removed if the layer is
         lenient. Manual axes are removed, because the caller has gathered the kernel.

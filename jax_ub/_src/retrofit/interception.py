@@ -41,7 +41,7 @@ class Product:
     code: Any
 
     def interception(self, held: Callable | None = None) -> str | None:
-        """Returns a description of what has replaced the function, or None.
+        """Returns a text that says what has replaced the JAX function, or None.
 
         Args:
             held: the function that a layer holds; None if the layer looks up the
@@ -53,7 +53,7 @@ class Product:
         return self.code_interception()
 
     def code_interception(self) -> str | None:
-        """Returns a description of what has replaced the function's code, or None."""
+        """Returns a text that says what has replaced the function's code, or None."""
         code = _code_of(self.function)
         if code is self.code:
             return None

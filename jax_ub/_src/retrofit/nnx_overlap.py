@@ -173,18 +173,18 @@ class _Layer:
 
     @property
     def original(self) -> Any:
-        """Returns the product function from before `overlap` replaced it."""
+        """Returns the layer's product function as it was before `overlap`."""
         product = self.product
         return product.original if _is_overlapped(product) else product
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the kernel's global shape as [*in, *out]."""
+        """Returns the kernel's global shape, reordered to [*in, *out]."""
         return self._in_out(getattr(self.kernel, "shape", ()))
 
     @property
     def spec(self) -> tuple:
-        """Returns the kernel's partition spec as [*in, *out]."""
+        """Returns the kernel's partition spec, reordered to [*in, *out]."""
         spec = _spec_of(self.kernel)[-len(self.order) :]
         return self._in_out((*spec, *[None] * (len(self.order) - len(spec))))
 
@@ -252,7 +252,7 @@ class OverlappedEmbed(nnx.Embed):
     attend_dot_general: DotGeneral
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Multiplies `[..., tokens, features]` by the transposed embedding."""
+        """Computes logits `query @ embedding.T` for query [..., tokens, features]."""
         dense = self.attend_dot_general
         reason = dense.why_intercepted(interception.DOT, None)
         if reason is not None:

@@ -90,7 +90,7 @@ class CallConfig:
         return self.choice.method
 
     def with_dtypes(self, dtype, out_dtype=None) -> "CallConfig":
-        """Returns a copy with the dtypes of the operands and of the result."""
+        """Returns a copy with these dtypes of the operands and of the result."""
         out_dtype = dtype if out_dtype is None else out_dtype
         return dataclasses.replace(
             self, dtype=np.dtype(dtype), out_dtype=np.dtype(out_dtype)

@@ -99,7 +99,7 @@ def _initialize_by_mpi():
 def open_rendezvous(
     process: int, processes: Sequence[int], timeout_s: float
 ) -> ProcessAllGather:
-    """Returns an all-gather over the processes of a mesh.
+    """Returns an object that all-gathers values over the processes of a mesh.
 
     Args:
         process: the index of this process.
@@ -170,7 +170,7 @@ class Presence:
         self._running: dict[int, str] = {}
 
     def lost(self, process: int) -> str | None:
-        """Returns how a process was lost, such as "(pid 123) died".
+        """Returns how another process was lost, such as "(pid 123) died", or None.
 
         Returns None if the process is running, has not called `join_job`, or is in
         another PID namespace.

@@ -195,7 +195,7 @@ def get_ub(
 
 
 def _axes(op, axis_name):
-    """Returns a mesh axis name as a tuple of names; None stays None."""
+    """Returns an `axis_name` argument as a tuple of mesh axes; None stays None."""
     if axis_name is None:
         return None
     check_axis_name(op, axis_name)

@@ -35,13 +35,13 @@ class KeyValueStore(Protocol):
     """A key-value store of text messages that all processes can read and write."""
 
     def write(self, key: str, text: str) -> None:
-        """Stores a message, replacing an earlier one of the same key."""
+        """Stores a text under a key, replacing an earlier text."""
 
     def read(self, key: str) -> str | None:
-        """Returns the message of a key, or None if there is none yet."""
+        """Returns the text that is stored under a key, or None."""
 
     def erase(self, key: str) -> None:
-        """Deletes the message of a key, if there is one."""
+        """Deletes the text that is stored under a key, if there is one."""
 
 
 class ProcessAllGather:
@@ -58,7 +58,7 @@ class ProcessAllGather:
         timeout_s: float,
         lost: Callable[[int], str | None] = lambda process: None,
     ):
-        """Starts an attempt and draws its random number.
+        """Starts an attempt, and draws the random number that identifies it.
 
         Args:
             store: key-value store that all processes share.
@@ -266,7 +266,7 @@ class ProcessAllGather:
         return {int(process): value for process, value in answer["values"]}
 
     def _repeat(self, message):
-        """Confirms the coordinator's number in this process's message.
+        """Writes the coordinator's number to this process's message, to confirm it.
 
         Returns:
             The processes for which the coordinator is waiting.

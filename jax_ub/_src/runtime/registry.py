@@ -44,15 +44,13 @@ class LayerName(str):
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        """Returns whether `other` is a `LayerName` with the same text."""
         return isinstance(other, LayerName) and str.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:
-        """Returns whether `other` is not a `LayerName` with the same text."""
         return not self == other
 
     def __hash__(self) -> int:
-        """Returns a hash that differs from the hash of the plain string."""
+        """Returns a hash that differs from the hash of an equal plain string."""
         return hash((LayerName, str(self)))
 
 
@@ -88,7 +86,7 @@ class Overlap:
 
     @property
     def size_bytes(self) -> int:
-        """Returns the bytes of the buffer for the largest calls.
+        """Returns the size of a rank's buffer for the largest call, in bytes.
 
         Overlaps that do not run at the same time share one buffer.
         """
@@ -96,14 +94,14 @@ class Overlap:
 
 
 class CommOverlap(Overlap):
-    """A named overlap with a method other than "ring_exchange".
+    """A named overlap whose method is not "ring_exchange"; `get_ub` returns it.
 
     Transformer Engine: `CommOverlap`. Attributes: see `Overlap`.
     """
 
 
 class CommOverlapP2P(Overlap):
-    """A named overlap with the method "ring_exchange", which sends chunks peer to peer.
+    """A named overlap whose method is "ring_exchange"; `get_ub` returns it.
 
     Transformer Engine: `CommOverlapP2P`. Attributes: see `Overlap`.
     """
@@ -145,7 +143,7 @@ class InitializedAxis:
 
     @property
     def num_slots(self) -> int:
-        """Returns the most slots that a call needs on one rank.
+        """Returns the maximum number of slots that a call needs on one rank.
 
         A slot is the memory that receives one transfer from a peer.
 

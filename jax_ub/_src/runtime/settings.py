@@ -183,7 +183,7 @@ ADDING_XLA_FLAGS = (
 
 
 def xla_flags() -> str:
-    """Returns the flags that XLA reads when a backend starts."""
+    """Returns the value of `XLA_FLAGS`, which XLA reads when a backend starts."""
     return os.environ.get("XLA_FLAGS", "")
 
 

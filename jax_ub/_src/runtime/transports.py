@@ -50,7 +50,7 @@ class TransportSetup(Protocol):
         endpoint_infos: EndpointInfos,
         generation: int,
     ) -> Any:
-        """Connects the group's processes, and returns its communicator.
+        """Connects the processes of a group of ranks, and returns its communicator.
 
         Args:
             device_groups: all groups of ranks, and the process of each device.
@@ -142,7 +142,7 @@ class CudaTransportSetup:
         return cuda_engine.load().why_not_connected(processes, offers) or None
 
     def connect(self, device_groups, group, endpoint, endpoint_infos, generation):
-        """Maps the memory of all ranks on each GPU of this process."""
+        """Maps the heaps of all ranks of a group on each GPU of this process."""
         if endpoint is None:
             return cuda_engine.load().connect_in_process(
                 name=device_groups.name,

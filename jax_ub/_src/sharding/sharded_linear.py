@@ -220,7 +220,7 @@ def _gather_manual_fsdp(layout, x, kernels, main_grads, num_in):
 
 
 def _check_operands(layout, x, kernels, residual, num_in):
-    """Raises an error if x, kernels and residual do not fit each other."""
+    """Raises an error if x, kernels and residual have incompatible shapes."""
     for kernel in kernels:
         layout.check_contraction(x, layout.in_out(kernel.shape), num_in)
     if residual is None:

@@ -71,7 +71,6 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command-line options of `python -m jax_ub bench` to a parser."""
     add = parser.add_argument
     known = ", ".join(OPS)
     add("--ops", type=names_of([*OPS, _BARRIER]), help=f"comma-separated: {known}")

@@ -37,7 +37,7 @@ class _Sequence:
     extra: str = ""
 
     def program(self, method: str | None, *, is_fused: bool) -> Callable[..., Any]:
-        """Returns a function that runs the operations forward and backward.
+        """Returns a function that runs the operations' forward and backward pass.
 
         It maps (params, x, dy, *extra) to the result and the gradients of all inputs.
         """

@@ -18,7 +18,6 @@ from jax_ub._src.tools.launch import parts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `doctor` to its argument parser."""
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parts.add_arguments(parser)
     parser.set_defaults(run=command)
@@ -48,7 +47,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def _in_processes(given) -> list[Finding]:
-    """Runs the checks in several processes that compute together.
+    """Runs the doctor's checks in several processes, which also compute together.
 
     Returns the findings of process 0, then those of other processes that differ from
     them.

@@ -35,7 +35,6 @@ class ExplainError(UbError, RuntimeError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `explain` to its argument parser."""
     parser.add_argument(
         "--hardware",
         help="predict for a100, h100, h200, b200 or cpu (default: what is here)",

@@ -107,7 +107,7 @@ class Table:
         return {**dataclasses.asdict(self), "overlapped": self.overlapped}
 
     def __str__(self) -> str:
-        """Formats the table as text with aligned columns, to be printed.
+        """Formats the table as text with aligned columns; `print` calls it.
 
         Most columns are omitted if they are empty in every row.
         """

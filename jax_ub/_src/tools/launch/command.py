@@ -30,7 +30,6 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `launch` to its argument parser."""
     add = parser.add_argument
     add("-n", "--processes", type=int, default=2, metavar="N", help="default 2")
     add(

@@ -29,7 +29,7 @@ class LaunchError(UbError, ValueError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of a command that can run in several processes."""
+    """Adds `--processes` and related options, which several commands have."""
     add = parser.add_argument
     add("--processes", type=positive, default=1, help="run in this many processes")
     add(

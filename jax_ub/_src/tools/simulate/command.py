@@ -74,7 +74,6 @@ def layer_rows(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `simulate` to its argument parser."""
     add = parser.add_argument
     known = ", ".join(machines.HARDWARE)
     add("--tp", type=int, default=8, help="number of ranks (default: 8)")

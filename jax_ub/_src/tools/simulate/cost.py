@@ -73,7 +73,7 @@ class Workload:
 
     @property
     def gemm(self) -> Gemm:
-        """Returns the sizes of one rank's GEMM."""
+        """Returns the sizes m, n, k of the GEMM that one rank computes."""
         if self.gathers:
             return Gemm(self.M, self.N // self.num_ranks, self.K)
         return Gemm(self.M, self.N, self.K // self.num_ranks)
@@ -82,7 +82,7 @@ class Workload:
         return dataclasses.replace(self.gemm, m=num_rows)
 
     def split_rows(self, num_splits: int) -> int:
-        """Returns the rows of one of `num_splits` splits of a rank's chunk."""
+        """Returns how many rows one of `num_splits` splits of a rank's chunk has."""
         return self.M // self.num_ranks // num_splits
 
     def wire_bytes(self, payload: str, num_rows: int) -> int:

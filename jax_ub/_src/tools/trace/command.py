@@ -46,7 +46,6 @@ class TraceArgumentError(UbError, ValueError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `trace` to its argument parser."""
     add = parser.add_argument
     add("--op", type=name_of(_OPS), help=f"a single op: {', '.join(_OPS)}")
     add("--method", default="auto", help="of --op (default: auto)")

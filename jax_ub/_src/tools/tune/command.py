@@ -32,7 +32,6 @@ _WIDTHS = (22, 2, 6, 6, 6, 9, 0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `tune` to its argument parser."""
     parser.add_argument(
         "--output",
         type=output_path,
