@@ -1,5 +1,6 @@
 """`ub.overlap` and `Overlap` for all layers and parameters of a model."""
 
+import re
 import warnings
 
 import flax.linen as nn
@@ -10,10 +11,12 @@ import pytest
 from flax import nnx
 from flax_models import assert_trees_close, mesh_of
 from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 from operands import normal
 from programs import calls, compiled_text
 
 import jax_ub as ub
+from jax_ub.errors import UnsupportedOverlapError
 from jax_ub.flax import Linear
 from jax_ub.flax.linen import Overlap
 
@@ -110,6 +113,25 @@ def test_einsums_and_tied_heads_of_linen_are_overlapped():
     assert overlap.overlapped == kinds
     assert calls(text)["wgrad"] == 3
     assert_trees_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_einsum_of_linen_that_is_not_a_dense_layer_must_be_free_to_fall_back():
+    net, x = nn.Einsum((4, 16), "TK,TK->T", use_bias=False), normal(0, (4, 16))
+    variables = net.init(jax.random.key(0), x)
+    expected, mesh = net.apply(variables, x), mesh_of(1, 2)
+    rules, reason = {"": "row"}, "'TK,TK->T' is not a dense layer"
+    with jax.set_mesh(mesh), Overlap(rules):
+        assert_trees_close(net.apply(variables, x), expected)
+    assert ub.fallbacks()[-1].reason == reason
+    text = f"{reason}. Call the layer with each label in two of x, kernel and result"
+    with jax.set_mesh(mesh), Overlap(rules, method="direct"):
+        assert_trees_close(net.init(jax.random.key(0), x), variables)
+        with pytest.raises(UnsupportedOverlapError, match=re.escape(text)):
+            net.apply(variables, x)
+    text = f"{reason}, and inside shard_map over 'tp' nothing else would communicate"
+    apply = jax.shard_map(net.apply, mesh=mesh, in_specs=(P(), P()), out_specs=P())
+    with Overlap(rules), pytest.raises(UnsupportedOverlapError, match=re.escape(text)):
+        apply(variables, x)
 
 
 class OwnDense(nn.Module):

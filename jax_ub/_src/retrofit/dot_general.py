@@ -199,16 +199,26 @@ class DotGeneral:
                 not fall back: a method is given, or the arrays are one rank's shards.
         """
         reason = interception.why_intercepted(product, original)
-        if reason is None:
-            return None
+        if reason is not None:
+            fix = "Leave out the method, so that JAX multiplies, or do not overlap"
+            self.check_may_fall_back(reason, f"{fix} this layer.")
+        return reason
+
+    def check_may_fall_back(self, reason: str, fix: str) -> None:
+        """Raises an error if JAX must not compute the product instead.
+
+        Args:
+            reason: why the call cannot be overlapped.
+            fix: what the caller can change if a method is given.
+
+        Raises:
+            UnsupportedOverlapError: if a method is given, or the arrays are one rank's
+                shards.
+        """
         if not self.sharding_layout.may_fall_back():
-            raise UnsupportedOverlapError(
-                f"{self.sharding_layout.op}: {reason}. Leave out the method, so that "
-                "JAX multiplies, or do not overlap this layer."
-            )
+            raise UnsupportedOverlapError(f"{self.sharding_layout.op}: {reason}. {fix}")
         if self.sharding_layout.is_local() and not self._is_whole_in_shard_map():
             raise self._no_communication(reason)
-        return reason
 
     def falling_back(self, reason: str) -> AbstractContextManager[None]:
         """Returns a context that records a product by JAX in `ub.fallbacks`."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
+from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.retrofit import interception
 from jax_ub._src.retrofit.dot_general import DotGeneral
 
@@ -123,20 +123,17 @@ class Einsum:
             ShapeContractError: if the number of dimensions of x or kernel differs from
                 the number of labels in `subscripts`.
         """
-        reason = self.dense.why_intercepted(interception.EINSUM, self.original)
-        equation = None if reason else Equation.read(subscripts, x.ndim)
-        if equation is not None and not equation.is_dense:
-            reason = f"{shown(subscripts)} is not a dense layer"
-            self._check_may_fall_back(reason)
-        if equation is None or reason is not None:
+        reason = self.why_not(subscripts, x.ndim)
+        if reason is not None:
             options: dict[str, Any] = {"precision": precision}
             if preferred_element_type is not None:
                 options["preferred_element_type"] = preferred_element_type
             if out_sharding is not None:
                 options["out_sharding"] = out_sharding
             einsum = jnp.einsum if self.original is None else self.original
-            with self.dense.falling_back(str(reason)):
+            with self.dense.falling_back(reason):
                 return einsum(subscripts, x, kernel, **options)
+        equation = Equation.read(subscripts, x.ndim)
         if (len(equation.x), len(equation.kernel)) != (x.ndim, kernel.ndim):
             raise ShapeContractError(
                 f"{self.dense.sharding_layout.op}: x {x.shape} and kernel "
@@ -160,13 +157,22 @@ class Einsum:
         )
         return _transpose(y, y_labels, equation.y)
 
-    def _check_may_fall_back(self, reason):
-        sharding_layout = self.dense.sharding_layout
-        if not sharding_layout.may_fall_back() or sharding_layout.is_local():
-            raise UnsupportedOverlapError(
-                f"{sharding_layout.op}: {reason}. Call the layer with each label in "
-                "two of x, kernel and result, or exclude it in the rules of ub.overlap."
+    def why_not(self, subscripts: str, x_ndim: int) -> str | None:
+        """Returns why JAX must compute the einsum, or None if it can be overlapped.
+
+        Raises:
+            UnsupportedOverlapError: if JAX must compute it, but a method is given or
+                the arrays are one rank's shards.
+        """
+        reason = self.dense.why_intercepted(interception.EINSUM, self.original)
+        if reason is None and not Equation.read(subscripts, x_ndim).is_dense:
+            reason = f"{shown(subscripts)} is not a dense layer"
+            self.dense.check_may_fall_back(
+                reason,
+                "Call the layer with each label in two of x, kernel and result, or "
+                "exclude it in the rules of the overlap.",
             )
+        return reason
 
     def _sharded_first(self, labels):
         return "".join(sorted(labels, key=lambda label: label != self.sharded))

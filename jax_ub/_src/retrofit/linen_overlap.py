@@ -18,7 +18,7 @@ from jax_ub._src.checks import axis_tuple
 from jax_ub._src.errors import UnsupportedOverlapError, shown
 from jax_ub._src.retrofit import interception
 from jax_ub._src.retrofit.dot_general import DotGeneral, dot_general
-from jax_ub._src.retrofit.einsum import Einsum, Equation
+from jax_ub._src.retrofit.einsum import Einsum
 from jax_ub._src.retrofit.nnx_overlap import (
     check_layer_name,
     check_rules,
@@ -262,13 +262,9 @@ def _call_einsum(dense, path, layer, next_fun, args, kwargs):
     inputs, text = _einsum_arguments(*args, **kwargs)
     text = layer.einsum_str if text is None else text
     kernel = nn.meta.unbox(layer.get_variable("params", "kernel"))
-    reason = dense.why_intercepted(interception.EINSUM, None)
-    if reason is None and text is not None:
-        equation = Equation.read(text, jnp.ndim(inputs))
-        if not equation.is_dense:
-            reason = f"{shown(text)} is not a dense layer"
     if kernel is None or text is None:  # initialization, or an invalid call
         return next_fun(*args, **kwargs)
+    reason = Einsum(dense).why_not(text, jnp.ndim(inputs))
     if reason is not None:
         with dense.falling_back(reason):
             return next_fun(*args, **kwargs)
