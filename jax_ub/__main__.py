@@ -42,10 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, summary in _COMMANDS.items():
-        subparser = commands.add_parser(name, help=summary)
+        subparser = commands.add_parser(
+            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         if name == chosen:
             module = importlib.import_module(f"jax_ub._src.tools.{name}.command")
             subparser.description = module.__doc__
+            subparser.epilog = f"example:\n  {parser.prog} {module.EXAMPLE}"
             module.add_arguments(subparser)
     given, unknown = parser.parse_known_args(arguments)
     if unknown:

@@ -80,6 +80,14 @@ def test_only_the_selected_command_is_imported():
     assert "the following arguments are required: script.py" in done.stderr
 
 
+@pytest.mark.parametrize("name", __main__._COMMANDS)
+def test_the_help_of_a_command_has_one_example(name, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        __main__.main([name, "--help"])
+    text = capsys.readouterr().out
+    assert text.count(f"  python -m jax_ub {name} ") == 1
+
+
 def test_every_command_is_listed_with_its_summary(capsys):
     with pytest.raises(SystemExit, match="0"):
         __main__.main(["--help"])

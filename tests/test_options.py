@@ -8,7 +8,8 @@ import pytest
 
 from jax_ub import __main__
 from jax_ub._src.tools import options
-from jax_ub._src.tools.options import name_of, names_of, output_path, picture_path
+from jax_ub._src.tools.options import name_of, names_of, output_path
+from jax_ub._src.tools.pictures import picture_path
 from jax_ub.errors import UnsupportedOverlapError
 
 

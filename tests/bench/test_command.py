@@ -115,24 +115,16 @@ def test_the_picture_is_a_png(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_plot_of_latency_alone_is_rejected(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "found.png"
-    assert main(["bench", "--ops", "latency", "--plot", str(picture)]) == 2
-    said = capsys.readouterr()
-    assert "nothing to draw but latency" in said.err
-    assert not said.out  # before anything ran
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["--ops", "gem"], "'gem' is not known. Did you mean 'gemm'?"),
         (["--dtypes", "f8"], "'f8' is not known"),
         (["--variants", "nm"], "'nm' is not known"),
-        (["--devices", "0"], "'0' is not a positive number"),
-        (["--threads", "2,0"], "'0' is not a positive number"),
-        (["--rounds", "many"], "'many' is not a positive number"),
+        (["--devices", "0"], "'0' is not a positive integer"),
+        (["--threads", "2,0"], "'0' is not a positive integer"),
+        (["--rounds", "many"], "'many' is not a positive integer"),
+        (["--method", "drect"], "'drect' is not known. Did you mean 'direct'?"),
         (["--shapes", "8x8"], "shape '8x8' is not MxKxN with positive sizes"),
     ],
 )
@@ -146,7 +138,6 @@ def test_malformed_options_are_rejected(arguments, text, capsys):
     ("arguments", "text"),
     [
         (["--shapes", "9x8x8", "--devices", "2"], "does not divide into 2 ranks"),
-        (["--method", "drect"], "Did you mean 'direct'?"),
         (["--processes", "2", "--plot", "x.png"], "--plot has no picture of --proc"),
         (["--processes", "2", "--devices", "2"], "--devices has no effect with --pro"),
         (["--processes", "2", "--threads", "2"], "--threads has no effect with --pro"),
@@ -155,6 +146,9 @@ def test_malformed_options_are_rejected(arguments, text, capsys):
         (["--threads", "2,4,2"], "--threads 2,4,2 names a count twice"),
         (["--ops", "small", "--variants", "nn"], "--variants are those of the op gemm"),
         (["--ops", "small,latency", "--shapes", "8x8x8"], "--shapes has no effect on"),
+        (["--ops", "latency", "--plot", "x.png"], "nothing to draw but latency"),
+        (["--ops", "latency", "--devices", "1"], "latency is between ranks. Add 2"),
+        (["--ops", "gemm", "--devices", "2,4"], "the op gemm runs on one device. Add"),
         (["--ops", "latency", "--devices", "32"], "16x16x16 does not divide into 32"),
     ],
 )

@@ -1,5 +1,3 @@
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -7,8 +5,7 @@ import pytest
 from jax_ub._src import reference
 from jax_ub._src.tools.bench import cases, gemm, linear, peers
 from jax_ub._src.tools.bench.cases import Setup, Shape, check_agreement
-from jax_ub._src.tools.bench.gemm import local_shapes
-from jax_ub._src.tools.bench.machine import AXIS, Ranks, Spec
+from jax_ub._src.tools.bench.machine import Ranks
 from jax_ub._src.tools.bench.peers import (
     LAYOUTS,
     DotVariant,
@@ -19,56 +16,17 @@ from jax_ub._src.tools.bench.peers import (
 from tests.operands import assert_equal, small_integers
 
 M, K, N = 16, 8, 24
-ROWS, COLUMNS = Spec(AXIS, None), Spec(None, AXIS)
-DOT = DotVariant("nn")
-
-
-def run(function, in_specs, out_spec, num_ranks, *operands):
-    return Ranks(num_ranks).program(function, in_specs, out_spec)(*operands)
 
 
 def operands(dtype="float32"):
     return small_integers(0, (M, K), dtype), small_integers(1, (K, N), dtype)
 
 
-def ring(function):
-    return functools.partial(function, dot=DOT)
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("column", [peers.naive_column, ring(peers.ring_gather_dot)])
-def test_column_peers_multiply_the_gathered_rows_by_the_kernel(column, num_ranks):
-    x, w = operands()
-    assert_equal(run(column, (ROWS, COLUMNS), COLUMNS, num_ranks, x, w), x @ w)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("row", [peers.naive_row, ring(peers.ring_dot_scatter)])
-def test_row_peers_scatter_the_sum_of_products(row, num_ranks):
-    x, w = operands()
-    assert_equal(run(row, (COLUMNS, ROWS), ROWS, num_ranks, x, w), x @ w)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize(
-    "program",
-    [
-        peers.naive_all_reduce,
-        ring(peers.ring_dot_all_reduce),
-        peers.reduced(peers.all_reduce, DOT, "bfloat16"),
-        peers.reduced(peers.scatter_and_gather, DOT, "float32"),
-    ],
-)
-def test_all_reduce_peers_return_the_sum_on_every_rank(program, num_ranks):
-    x, w = operands("bfloat16")
-    y = run(program, (COLUMNS, ROWS), ROWS, num_ranks, x, w)
-    for rank in range(num_ranks):
-        assert_equal(y[rank * M : (rank + 1) * M], x @ w)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("op", [linear.PAIR, linear.BACKWARD])
-def test_programs_of_linear_pairs_match_the_reference(op, num_ranks):
+@pytest.mark.parametrize("name", linear.LINEAR_OPS)
+def test_all_programs_of_an_op_match_the_reference(name, num_ranks):
+    op = linear.LINEAR_OPS[name]
+    column = Shape(M, K, N)
     x, w1 = operands()
     w2, dy = small_integers(2, (N, K)), small_integers(3, (M, K))
     hidden = reference.dot(x, w1)
@@ -77,28 +35,36 @@ def test_programs_of_linear_pairs_match_the_reference(op, num_ranks):
         return reference.dot(reference.dot(x, w1), w2)
 
     y, backward = jax.vjp(forward, x, w1, w2)
-    given, wanted = (x, w1, w2, dy), (y, *backward(dy))
-    if op is linear.BACKWARD:
-        given, wanted = (x, w1, hidden, w2, dy), wanted[1:]
-    dots = {
-        f"{side}_{way}": DotVariant(way)
-        for side in ("column", "row")
-        for way in ("nn", "nt", "tn")
-    }
+    row = reference.dot(hidden, w2)
+    given, wanted = {
+        "all_gather_matmul": ((x, w1), (hidden,)),
+        "matmul_reduce_scatter": ((hidden, w2), (row,)),
+        # The result of all ranks, one below the other.
+        "matmul_all_reduce": ((hidden, w2), (np.tile(row, (num_ranks, 1)),)),
+        "linear_pair": ((x, w1, w2, dy), (y, *backward(dy))),
+        "linear_backward": ((x, w1, hidden, w2, dy), backward(dy)),
+    }[name]
+    dots = {gemm: DotVariant(gemm[-2:]) for gemm in op.gemms}
     programs = [
         op.naive,
-        *op.variants(dots, "float32").values(),
-        functools.partial(op.ring, dots=dots),
+        *op.in_xla(dots, "float32").values(),
+        *([op.on_one_device("auto")] if num_ranks == 1 else []),
+        op.in_ring(dots),
         op.own("auto"),
         op.own("xla"),
     ]
+    candidate = op.candidates(Ranks(num_ranks), "float32", column)
     for program in programs:
-        found = run(program, op.in_specs, op.out_specs, num_ranks, *given)
-        assert_equal(tuple(found), wanted)
+        made = candidate("any", program)
+        assert [x.shape for x in made.operands] == [x.shape for x in given]
+        made.operands = given
+        found = made()
+        found = found if isinstance(found, tuple) else (found,)
+        assert_equal(tuple(found), tuple(wanted))
 
 
 def gemm_operands(layout, dtype):
-    left, right, _ = local_shapes(layout, Shape(6, 4, 5))
+    left, right, _ = map(Shape(6, 4, 5).sizes, LAYOUTS[layout])
     return small_integers(0, left, dtype), small_integers(1, right, dtype)
 
 
@@ -107,7 +73,7 @@ def gemm_operands(layout, dtype):
 def test_every_variant_of_a_dot_has_the_same_result(layout, dtype):
     a, b = gemm_operands(layout, dtype)
     wanted = naive_dot(a, b, layout)
-    assert wanted.shape == local_shapes(layout, Shape(6, 4, 5))[2]
+    assert wanted.shape == Shape(6, 4, 5).sizes(LAYOUTS[layout][2])
     for way in dot_variants(layout, dtype):
         assert_equal(way(a, b, dtype), wanted)
 
@@ -140,7 +106,7 @@ def test_onednn_multiplies_and_adds(layout):
     found = peers.find_onednn("float32", layout)
     if isinstance(found, str):
         pytest.skip(found)
-    left, right, out = local_shapes(layout, Shape(3, 4, 5))
+    left, right, out = map(Shape(3, 4, 5).sizes, LAYOUTS[layout])
     random = np.random.default_rng(0)
     a = random.integers(-3, 4, left).astype(np.float32)
     b = random.integers(-3, 4, right).astype(np.float32)

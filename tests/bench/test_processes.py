@@ -42,9 +42,9 @@ def test_a_failing_process_ends_the_job(tmp_path):
     # The other process waits in a collective of JAX.
     program = tmp_path / "job.py"
     program.write_text(f"""
-import json
 import jax
-from jax_ub._src.tools.bench.processes import JobBench, run_part
+from jax_ub import __main__
+from jax_ub._src.tools.bench.processes import JobBench
 
 forward = JobBench.forward
 
@@ -54,9 +54,8 @@ def forward_or_fail(bench, *case):
     return forward(bench, *case)
 
 JobBench.forward = forward_or_fail
-job = dict(ops=["all_gather_matmul"], dtypes=["float32"], shapes=[[8, 8, 8]], rounds=2)
-job |= dict(method="auto", patience=1)
-run_part(json.dumps(job | dict(path={str(tmp_path / "found.json")!r})))
+options = ["--processes", "2", "--quick", "--ops", "all_gather_matmul"]
+__main__.main(["bench", *options, "--part", {str(tmp_path / "found")!r}])
 """)
     launch = [sys.executable, "-m", "jax_ub", "launch", "-n", "2", str(program)]
     ended = subprocess.run(launch, text=True, capture_output=True, timeout=100)

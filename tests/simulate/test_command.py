@@ -40,15 +40,29 @@ def test_the_picture_is_a_png(arguments, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--model", "llama-70b"], "model 'llama-70b' is not known. Did you mean"),
-        (["--hardware", "cpu", "--gflops", "0"], "--gflops 0 is no rate"),
-        (["--hardware", "cpu", "--gflops", "nan"], "--gflops nan is no rate"),
-        (["--hardware", "cpu", "--copy-gbs", "inf"], "--copy-gbs inf is no rate"),
-        (["--tp", "3"], "llama3-70b with 8192 tokens does not divide into 3 ranks"),
-        (["--tp", "0"], "does not divide into 0 ranks"),
+        (["--tp", "3"], "with --tokens 8192 does not divide into --tp 3 ranks"),
+        (["--tp", "1", "--tokens", "1", "--png", "x.png"], "1 divides into none of th"),
         (["--gflops", "100"], "'h100' has its figures. Add --hardware cpu."),
     ],
 )
 def test_invalid_arguments_are_rejected(arguments, text, capsys):
     assert __main__.main(["simulate", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--model", "llama-70b"], "--model: 'llama-70b' is not known. Did you mean"),
+        (["--hardware", "h1000"], "--hardware: 'h1000' is not known. Did you mean"),
+        (["--gflops", "0"], "--gflops: '0' is not a number of GFLOP/s. Give a positiv"),
+        (["--gflops", "nan"], "--gflops: 'nan' is not a number of GFLOP/s."),
+        (["--copy-gbs", "inf"], "--copy-gbs: 'inf' is not a number of GB/s."),
+        (["--tp", "x"], "--tp: 'x' is not a positive integer. Give a number, such as"),
+        (["--tokens", "0"], "--tokens: '0' is not a positive integer."),
+    ],
+)
+def test_malformed_options_are_rejected(arguments, text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["simulate", *arguments])
     assert text in capsys.readouterr().err

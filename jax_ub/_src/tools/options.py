@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable
@@ -13,8 +14,7 @@ from jax_ub._src.errors import (
     nearest,
     shown,
 )
-
-_PICTURES = (".png", ".pdf", ".svg")
+from jax_ub._src.methods import Method
 
 
 def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
@@ -51,12 +51,37 @@ def names_of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
     return list_of(name_of(known))
 
 
+def method_option(text: str) -> str:
+    """Parses the name of a method; for use as an argparse `type`."""
+    return name_of(method.value for method in Method)(text)
+
+
 def positive(text: str) -> int:
     """Parses a positive decimal integer; an argparse `type`."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a positive number")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not a positive integer. Give a number, such as 2."
+        )
     return value
+
+
+def amount_of(unit: str, *, can_be_zero: bool = False) -> Callable[[str], float]:
+    """Returns an argparse type that parses a positive number of this unit."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf or not (value or can_be_zero):
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} is not a number of {unit}. Give a "
+                f"{'number of at least 0' if can_be_zero else 'positive number'}."
+            )
+        return value
+
+    return read
 
 
 def output_path(text: str) -> pathlib.Path:
@@ -90,21 +115,6 @@ def output_path(text: str) -> pathlib.Path:
     return path
 
 
-def picture_path(text: str) -> pathlib.Path:
-    """Returns the path of a .png, .pdf or .svg file, after checking it can be written.
-
-    Raises:
-        argparse.ArgumentTypeError: if the suffix is unknown, or if `output_path`
-            rejects the path.
-    """
-    path = output_path(text)
-    if path.suffix not in _PICTURES:
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)} does not end in {', '.join(_PICTURES)}. Name an image file."
-        )
-    return path
-
-
 def load_extra(package: str, option: str) -> Any:
     """Imports a package of the optional dependencies `jax_ub[bench]`.
 
@@ -118,9 +128,3 @@ def load_extra(package: str, option: str) -> Any:
             f"{option} requires {package}, which is not installed. Install it with: "
             "pip install 'jax_ub[bench]'"
         ) from error
-
-
-def load_pyplot(option: str) -> Any:
-    """Imports matplotlib's pyplot with a backend that needs no display."""
-    load_extra("matplotlib", option).use("Agg")
-    return importlib.import_module("matplotlib.pyplot")

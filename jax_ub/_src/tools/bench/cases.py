@@ -40,7 +40,7 @@ PLAIN_APART = "plain_gemm_launches_apart"
 PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED)
 LIMITS = (PLAIN, COPY, IN_PROCESS, PEAK)
 
-_SHAPE_TEXT = re.compile(r"(\d+)x(\d+)x(\d+)")
+_SHAPE_TEXT = re.compile(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Shape:
         return 2 * self.M * self.K * self.N
 
     @property
-    def operands(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        return (self.M, self.K), (self.K, self.N)
-
-    @property
     def row(self) -> "Shape":
         """Returns the sizes of the row linear layer, x [M, N] times w [N, K]."""
         return Shape(self.M, self.N, self.K)
+
+    def sizes(self, dimensions: str) -> tuple[int, ...]:
+        """Returns the shape of an array of these dimensions, such as "MK"."""
+        return tuple(getattr(self, name) for name in dimensions)
 
     def bytes(self, dtype: Any) -> int:
         """Returns the total bytes of x, w and the result in `dtype`."""
@@ -88,10 +88,20 @@ def parse_shape(text: str) -> Shape:
     return Shape(*sizes)
 
 
-# The shapes that are timed by default. The MLP of Llama 2 7B has K = 4096 and N =
-# 11008. The first two shapes scale both by about a third and a quarter. The third is a
-# fused query, key and value kernel with fewer key heads; the fourth has few rows, as in
-# decoding. In bf16 they take 1 to 20 ms on two recent cores, 2 to 80 ms on older ones.
+def check_divides(command: str, shape: Shape, num_ranks: int, option: str) -> None:
+    """Checks that all sizes are multiples of `num_ranks`, a value of `option`."""
+    if not shape.divides(num_ranks):
+        raise ShapeContractError(
+            f"{command}: shape {shape} does not divide into {num_ranks} ranks. Take "
+            f"sizes that are multiples of {num_ranks}, or leave {num_ranks} out of "
+            f"{option}."
+        )
+
+
+# The MLP of Llama 2 7B has K = 4096 and N = 11008. The first two shapes scale both by
+# about a third and a quarter. The third is a fused query, key and value kernel with
+# fewer key heads; the fourth has few rows, as in decoding. In bf16 they take 1 to 20 ms
+# on two recent cores, 2 to 80 ms on older ones.
 DEFAULT_SHAPES = (
     Shape(1536, 1280, 3840),
     Shape(512, 1024, 2816),
@@ -99,6 +109,21 @@ DEFAULT_SHAPES = (
     Shape(64, 1024, 2816),
 )
 QUICK_SHAPES = (Shape(32, 48, 80),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a benchmark run compares, and how often it times the programs."""
+
+    ops: tuple[str, ...]
+    devices: tuple[int, ...] = (1, 2, 4, 8)
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    shapes: tuple[Shape, ...] = DEFAULT_SHAPES
+    rounds: int = 11
+    method: str = "auto"
+    patience: int = 1
+    variants: tuple[str, ...] = ()
+    threads: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,16 +212,9 @@ class Setup:
     ) -> Case:
         """Returns a benchmark case of `num_gemms` GEMMs of size `shape`."""
         flops = num_gemms * shape.flops
-        peak = at_peak(self.ranks, self.dtype, flops)
+        every = [*candidates, *at_peak(self.ranks, self.dtype, flops)]
         return Case(
-            op=op,
-            variant=variant,
-            dtype=self.dtype,
-            num_ranks=self.num_ranks,
-            shape=shape,
-            flops=flops,
-            candidates=[*candidates, *peak],
-            **more,
+            op, variant, self.dtype, self.num_ranks, shape, flops, every, **more
         )
 
 
@@ -210,18 +228,15 @@ def copy_limit(num_bytes: int) -> Candidate:
 
 
 def launches(ranks: Ranks) -> list[Candidate]:
-    """Returns nearly empty programs that measure XLA's launch time.
-
-    One runs on all devices of `ranks`, the other on one device.
-    """
-
-    def launch(name: str, ranks: Ranks) -> Candidate:
-        program = ranks.program(lambda x: x + 1, (Spec(AXIS),), Spec(AXIS))
-        return Candidate(
-            name, program, [ranks.place(np.zeros(ranks.num_ranks), Spec(AXIS))]
+    """Returns nearly empty programs on all devices of `ranks` and on one device."""
+    return [
+        Candidate(
+            name,
+            on.program(lambda x: x + 1, (Spec(AXIS),), Spec(AXIS)),
+            [on.place(np.zeros(on.num_ranks), Spec(AXIS))],
         )
-
-    return [launch(LAUNCH, ranks), launch(LAUNCH_ONE, Ranks(1))]
+        for name, on in ((LAUNCH, ranks), (LAUNCH_ONE, Ranks(1)))
+    ]
 
 
 def temp_bytes(candidate: Candidate) -> int:
@@ -259,8 +274,7 @@ def tolerance(dtype: str, contracting: int) -> float:
     different orders.
     """
     rounding = float(jnp.finfo(jnp.dtype(dtype)).eps)
-    summing = float(np.finfo(np.float32).eps) * contracting**0.5
-    return 8 * rounding + summing
+    return 8 * rounding + float(np.finfo(np.float32).eps) * contracting**0.5
 
 
 def _host(array: jax.Array) -> np.ndarray:

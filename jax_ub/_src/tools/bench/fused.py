@@ -16,23 +16,20 @@ from jax_ub._src.tools.bench.cases import Case, Memory, Setup, Shape
 from jax_ub._src.tools.bench.machine import AXIS, Spec, normal
 from jax_ub._src.tools.bench.timing import Candidate
 
-_Sized = tuple[tuple[int, ...], Spec]
-_ROWS, _FEATURES = Spec(AXIS), Spec(None, AXIS)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Sequence:
     """A list of `jax_ub.ops` operations that a benchmark runs, and its array shapes.
 
-    `make` returns the operations for a method. `x` and `y` are the shapes and shardings
-    of the input and the result. An extra "input" has the shape of `y`, an extra
+    `make` returns the operations for a method. `x` and `y` are the dimensions of the
+    input and the result, such as "MK". An extra "input" has the shape of `y`, an extra
     "output" the shape of `x`.
     """
 
     variant: str
     make: Callable[[str | None], Sequence[ops.BasicOperation]]
-    x: _Sized
-    y: _Sized
+    x: str
+    y: str
     num_gemms: int = 3
     extra: str = ""
 
@@ -62,14 +59,12 @@ def fused(setup: Setup, shape: Shape) -> list[Case]:
     local operations such as a linear layer and its bias.
     """
     sequences = _overlapped if setup.num_ranks > 1 else _local
-    return [
-        _case(setup, shape, sequence)
-        for sequence in sequences(shape, jnp.dtype(setup.dtype))
-    ]
+    found = sequences(shape, jnp.dtype(setup.dtype))
+    return [_case(setup, shape, sequence) for sequence in found]
 
 
 def _overlapped(shape, dtype):
-    m, k, n = shape.M, shape.K, shape.N
+    k, n = shape.K, shape.N
 
     def linear(mode, num_in, num_out, method):
         return ops.BasicLinear(
@@ -94,19 +89,17 @@ def _overlapped(shape, dtype):
     def residual(method):
         return ops.MakeExtraOutput(in_place=True), linear("row", n, k, method)
 
-    narrow, wide = ((m, k), _ROWS), ((m, n), _FEATURES)
     return [
-        _Sequence("column, bias", column, narrow, wide),
-        _Sequence("row, bias, add", row, wide, narrow, extra="input"),
-        _Sequence("residual, row", residual, wide, narrow, extra="output"),
+        _Sequence("column, bias", column, "MK", "MN"),
+        _Sequence("row, bias, add", row, "MN", "MK", extra="input"),
+        _Sequence("residual, row", residual, "MN", "MK", extra="output"),
     ]
 
 
 def _local(shape, dtype):
-    m, k, n = shape.M, shape.K, shape.N
-    narrow, wide = ((m, k), Spec()), ((m, n), Spec())
+    k, n = shape.K, shape.N
     add, scale = ops.AddExtraInput(in_place=True), ops.ConstantScale(0.5)
-    split = ops.MakeExtraOutput(in_place=True)
+    bias, gelu = ops.Bias(n), ops.GELU()
 
     def after_linear(*others):
         return lambda method: (
@@ -115,24 +108,25 @@ def _local(shape, dtype):
         )
 
     def residual(method):
-        return split, ops.BasicLinear(n, k, method=method, param_dtype=dtype)
+        linear = ops.BasicLinear(n, k, method=method, param_dtype=dtype)
+        return ops.MakeExtraOutput(in_place=True), linear
 
     norm = (ops.MakeExtraOutput(), ops.RMSNorm(n))
-    bias, gelu = ops.Bias(n), ops.GELU()
-    found: list[tuple[Any, ...]] = [
-        ("linear, bias", after_linear(bias), narrow, wide, 3),
-        ("linear, bias, add", after_linear(bias, add), narrow, wide, 3, "input"),
-        ("linear, scale, add", after_linear(scale, add), narrow, wide, 3, "input"),
-        ("linear, scale", after_linear(scale), narrow, wide, 3),
-        ("residual, linear", residual, wide, narrow, 3, "output"),
-        ("bias, GELU", lambda _: (bias, gelu), wide, wide, 0),
-        ("residual, RMSNorm", lambda _: norm, wide, wide, 0, "output"),
+    return [
+        _Sequence("linear, bias", after_linear(bias), "MK", "MN"),
+        _Sequence("linear, bias, add", after_linear(bias, add), "MK", "MN", 3, "input"),
+        _Sequence(
+            "linear, scale, add", after_linear(scale, add), "MK", "MN", 3, "input"
+        ),
+        _Sequence("linear, scale", after_linear(scale), "MK", "MN"),
+        _Sequence("residual, linear", residual, "MN", "MK", 3, "output"),
+        _Sequence("bias, GELU", lambda _: (bias, gelu), "MN", "MN", 0),
+        _Sequence("residual, RMSNorm", lambda _: norm, "MN", "MN", 0, "output"),
     ]
-    return [_Sequence(*fields) for fields in found]
 
 
 def _case(setup: Setup, shape: Shape, sequence: _Sequence) -> Case:
-    operands, specs, out_specs = _operands(setup, sequence)
+    operands, specs, out_specs = _operands(setup, shape, sequence)
 
     def candidate(name, method, is_fused, variant=""):
         function = sequence.program(method, is_fused=is_fused)
@@ -143,47 +137,44 @@ def _case(setup: Setup, shape: Shape, sequence: _Sequence) -> Case:
     unfused = candidate(cases.UNFUSED, setup.method, is_fused=False)
     text = "the same operations in plain jax.lax"
     best = candidate(cases.BEST, "xla", is_fused=False, variant=text)
-    memory = Memory(
-        own_bytes=cases.temp_bytes(own),
-        peer_bytes=cases.temp_bytes(best),
-        avoided="what the unfused operations need",
-        avoided_bytes=cases.temp_bytes(unfused),
-    )
+    used_bytes = map(cases.temp_bytes, (own, best, unfused))
+    own_bytes, peer_bytes, unfused_bytes = used_bytes
+    avoided = "what the unfused operations need"
     return setup.case(
         "fused",
         shape,
         [own, best, unfused],
         num_gemms=sequence.num_gemms,
         variant=sequence.variant,
-        memory=memory,
+        memory=Memory(own_bytes, peer_bytes, avoided, unfused_bytes),
     )
 
 
-def _operands(setup, sequence):
-    """Returns the operands of a benchmarked sequence, and all shardings."""
+def _operands(setup, shape, sequence):
+    """Returns a sequence's operands, their shardings and the results' shardings."""
+
+    def draw(array_shape, spec, scale=1.0):
+        array = normal(len(array_shape), array_shape, jnp.dtype(setup.dtype), scale)
+        return setup.ranks.place(array, spec)
+
+    def sharded(dims):
+        spec = Spec(None, AXIS) if "N" in dims else Spec(AXIS)
+        return shape.sizes(dims), spec if setup.num_ranks > 1 else Spec()
+
     seq = ops.Sequential(*sequence.make(None))
     shapes = jax.eval_shape(seq.init, jax.random.key(0))
     params = tuple(
-        {name: _draw(setup, param.shape, spec[name]) for name, param in part.items()}
+        {
+            name: draw(param.shape, spec[name], max(param.shape) ** -0.5)
+            for name, param in part.items()
+        }
         for part, spec in zip(shapes, seq.specs(), strict=True)
     )
-    (_, x), (_, y) = sequence.x, sequence.y
-    operands = [params, _draw(setup, *sequence.x), _draw(setup, *sequence.y)]
-    specs, gradients, result = [seq.specs(), x, y], [x], y
+    x, y = sharded(sequence.x), sharded(sequence.y)
+    extra = {"input": [y], "output": [x], "": []}[sequence.extra]
+    operands = [params, *(draw(*array) for array in (x, y, *extra))]
+    specs = [seq.specs(), *(spec for _, spec in (x, y, *extra))]
     # An extra output is the input x itself; an extra input is added to the result.
-    if sequence.extra == "input":
-        operands.append(_draw(setup, *sequence.y))
-        specs.append(y)
-        gradients.append(y)
-    elif sequence.extra == "output":
-        operands.append(_draw(setup, *sequence.x))
-        specs.append(x)
-        result = (y, x)
-    return operands, specs, (result, (seq.specs(), *gradients))
-
-
-def _draw(setup, shape, spec):
-    fan_in = shape[0] if len(shape) == 2 else 1
-    scale = fan_in**-0.5 if spec not in (_ROWS, _FEATURES) else 1.0
-    array = normal(len(shape), shape, jnp.dtype(setup.dtype), scale)
-    return setup.ranks.place(array, spec)
+    if sequence.extra == "output":
+        return operands, specs, ((y[1], x[1]), (seq.specs(), x[1]))
+    return operands, specs, (y[1], (seq.specs(), x[1], *(spec for _, spec in extra)))

@@ -30,31 +30,18 @@ def own_gemm(method: str, layout: str, out_dtype: str | None = None) -> Gemm:
     choice = MethodChoice(Method(method))
     execution = Execution(label=f"bench {layout}", choice=choice)
 
-    def program(a, b, bias, addend):
+    def program(a, b, bias=None, addend=None):
         if layout == "tn":
             main_grads = None if addend is None else (addend,)
             out = out_dtype or (jnp.float32 if main_grads else a.dtype)
             return wgrad(execution, a, (b,), main_grads, out_dtype=out)[0]
         return matmul(
-            execution,
-            (a,),
-            (b,),
-            bias,
-            addend,
+            *(execution, (a,), (b,), bias, addend),
             rhs_transposed=layout == "nt",
             out_dtype=out_dtype or a.dtype,
         )
 
     return program
-
-
-def local_shapes(layout: str, shape: Shape) -> tuple[tuple[int, int], ...]:
-    """Returns the shapes of a GEMM's left operand, right operand and result.
-
-    `layout` is fprop ("nn"), dgrad ("nt") or wgrad ("tn") of a layer of size `shape`.
-    """
-    x, w, y = (shape.M, shape.K), (shape.K, shape.N), (shape.M, shape.N)
-    return {"nn": (x, w, y), "nt": (y, w, x), "tn": (x, y, w)}[layout]
 
 
 def gemm(setup: Setup, shape: Shape) -> list[Case]:
@@ -96,7 +83,8 @@ class _Gemm:
     def __init__(self, setup: Setup, shape: Shape, variant: str):
         self.setup, self.shape, self.variant = setup, shape, variant
         self.layout, _, self.added = variant.partition("+")
-        self.left, self.right, self.out = local_shapes(self.layout, shape)
+        left, right, out = map(shape.sizes, peers.LAYOUTS[self.layout])
+        self.left, self.right, self.out = left, right, out
         is_f32 = self.layout == "tn" and self.added
         self.out_dtype = "float32" if is_f32 else setup.dtype
         # Rows are sharded over the ranks. A wgrad sums over rows, so the columns of dy
@@ -145,12 +133,12 @@ class _Gemm:
         """Returns a candidate that runs `function(a, b, bias, addend)` on all ranks."""
         carry = 2 if self.added == "add" else None
 
-        def program(a, b, *added):
-            bias = added[0] if self.added == "bias" else None
-            return function(a, b, bias, added[0] if self.added == "add" else None)
+        def program(a, b, added=None):
+            return function(a, b, *((None, added) if carry else (added, None)))
 
+        donated = (carry,) if carry else ()
         jitted = self.setup.ranks.program(
-            program, self.in_specs, self.out_spec, () if carry is None else (carry,)
+            program, self.in_specs, self.out_spec, donated
         )
         return Candidate(name, jitted, self.operands(), variant, carry)
 
@@ -178,8 +166,11 @@ class _Gemm:
         return dataclasses.replace(fastest(variants), operands=self.operands())
 
     def naive(self, a, b, bias, addend):
-        addends = [added for added in (bias, addend) if added is not None]
-        return peers.naive_gemm(a, b, self.layout, *addends)
+        y = peers.naive_dot(a, b, self.layout)
+        added = bias if addend is None else addend
+        if added is None:
+            return y
+        return added + y.astype(jnp.promote_types(added.dtype, y.dtype))
 
     def onednn(self) -> Candidate | str:
         found = peers.find_onednn(self.setup.dtype, self.layout)

@@ -1,8 +1,9 @@
 """Builds the cases of tensor-parallel linear layers, in jax_ub and in XLA.
 
 AG+GEMM is the column-parallel linear layer of an MLP: x [M, K] times w [K, N], in
-global sizes. GEMM+RS and GEMM+AR are the row-parallel layer that follows it. The pair
-of both layers is also timed with gradients, and its backward pass alone.
+global sizes. GEMM+RS and GEMM+AR are the row-parallel layer that follows it, x [M, N]
+times w [N, K]. The pair of both layers is also timed with gradients, and its backward
+pass alone. Chains of forward ops that move almost no data measure the latency.
 """
 
 import dataclasses
@@ -11,25 +12,35 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 import jax_ub as ub
 from jax_ub._src.runtime import communicators
 from jax_ub._src.runtime.memory import memory_report
 from jax_ub._src.tools.bench import cases, peers
 from jax_ub._src.tools.bench.cases import Case, Memory, Setup, Shape
-from jax_ub._src.tools.bench.gemm import Gemm, own_gemm
-from jax_ub._src.tools.bench.machine import AXIS, Ranks, Spec
+from jax_ub._src.tools.bench.gemm import own_gemm
+from jax_ub._src.tools.bench.machine import AXIS, Ranks, Spec, normal
 from jax_ub._src.tools.bench.peers import Dot
 from jax_ub._src.tools.bench.timing import Candidate, fastest
 
 # A function of one device's operands, for use in `jax.shard_map`.
 Program = Callable[..., Any]
 Dots = Mapping[str, Dot]
-_Size = tuple[int, int]
 
 _ROWS, _COLUMNS = Spec(AXIS), Spec(None, AXIS)
-# The shardings of the gradients of x [M, K], w1 [K, N] and w2 [N, K].
-_GRADIENTS = (_ROWS, _COLUMNS, _ROWS)
+# Shardings of x and dy [M, K], w of the column layer, hidden features, w of the row
+# layer.
+_SPECS = {"MK": _ROWS, "KN": _COLUMNS, "MN": _COLUMNS, "NK": _ROWS}
+# Dimensions of the operands and the result of each GEMM, by its name, which ends with
+# its layout.
+_SWAPPED = str.maketrans("KN", "NK")
+_GEMMS = {
+    f"{layer}_{layout}": tuple(dims.translate(letters) for dims in arrays)
+    for layer, letters in (("column", {}), ("row", _SWAPPED))
+    for layout, arrays in peers.LAYOUTS.items()
+}
 # Shapes that two Zen 5 cores multiply in 0.8 ms (AVX512-BF16 for bf16, AVX512 for f32).
 SMALL_SHAPES = {"bfloat16": Shape(512, 768, 768), "float32": Shape(512, 512, 512)}
 
@@ -38,108 +49,132 @@ SMALL_SHAPES = {"bfloat16": Shape(512, 768, 768), "float32": Shape(512, 512, 512
 class LinearOp:
     """A benchmarked computation of one or two linear layers, in jax_ub and in XLA.
 
-    `dots` maps the name of each GEMM, which ends with its layout, to XLA's fastest dot.
-
     Attributes:
-        num_gemms: number of GEMMs, all of the same size.
-        sizes: returns the global shapes of the operands.
-        dot_sizes: returns the shapes of one rank's operands in each GEMM, by its name.
+        operands: dimensions of the operands, such as "MK", of the column layer.
+        results: dimensions of the results.
+        gemms: the names in `_GEMMS` of the GEMMs, which are all of the same size.
+        programs: compute the results from layers, such as `peers.Collectives`, the dots
+            of `gemms` and the operands. The key is the collective that reduces partial
+            sums, or "" if the program has none. Only XLA runs others than the first.
         own: returns jax_ub's program for a method.
-        variants: returns XLA's programs from `dots` that reduce partial sums in a
-            dtype, by a description.
-        ring: XLA's program from ppermute rings; takes the keyword argument `dots`.
-        plain: the GEMMs on one device; takes the keyword argument `gemm`, a mapping
-            from layout to jax_ub's GEMM.
-        copies: number of GEMMs whose operands and results are read and written once.
-        is_row: whether the sizes are those of the row layer, which reduces y.
+        naive: XLA's program as most users write it.
     """
 
     name: str
-    num_gemms: int
-    sizes: Callable[[Shape], tuple[_Size, ...]]
-    dot_sizes: Callable[[Shape, int], Mapping[str, tuple[_Size, _Size]]]
-    in_specs: tuple[Spec, ...]
-    out_specs: Any
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    gemms: tuple[str, ...]
+    programs: Mapping[str, Program]
     own: Callable[[str], Program]
-    variants: Callable[[Dots, str], Mapping[str, Program]]
     naive: Program
-    ring: Program
-    plain: Program
-    copies: int = 1
-    is_row: bool = False
+
+    @property
+    def is_row(self) -> bool:
+        """Whether the op is the row layer, which reduces y and has other sizes."""
+        return self.operands[0] == "MN"
 
     def shape(self, column: Shape) -> Shape:
         return column.row if self.is_row else column
 
-    def best(self, dots: Dots, dtype: str) -> dict[str, Program]:
-        """Returns all XLA programs among which the fastest is timed, by description."""
-        found: dict[str, Program] = {}
-        for moved in peers.sum_dtypes(dtype):
-            found |= self.variants(dots, moved)
+    def candidates(
+        self, ranks: Ranks, dtype: str, column: Shape
+    ) -> Callable[..., Candidate]:
+        """Draws operands, and returns a function that makes candidates with them.
+
+        The function takes a candidate's name, its program and a description.
+        """
+        in_specs = tuple(_SPECS[dims] for dims in self.operands)
+        out_specs = tuple(_SPECS[dims] for dims in self.results)
+        operands = ranks.draw(dtype, [*map(column.sizes, self.operands)], in_specs)
+
+        def candidate(name: str, function: Program, variant: str = "") -> Candidate:
+            program = ranks.program(
+                function, in_specs, out_specs if len(out_specs) > 1 else out_specs[0]
+            )
+            return Candidate(name, program, operands, variant)
+
+        return candidate
+
+    def local_operands(self, column: Shape, num_ranks: int) -> dict[str, list[Any]]:
+        """Returns the shapes of one rank's operands in each GEMM, by its name."""
+        local = Shape(column.M, column.K, column.N // num_ranks)
+        return {name: [*map(local.sizes, _GEMMS[name][:2])] for name in self.gemms}
+
+    def in_xla(self, dots: Dots, dtype: str) -> dict[str, Program]:
+        """Returns XLA's programs to time, by a description of each.
+
+        Partial sums are reduced in the operands' dtype and in f32, because the fastest
+        choice depends on the machine.
+        """
+
+        def program(run: Program, moved: str) -> Program:
+            return lambda *args: run(peers.Collectives(moved), dots, *args)
+
+        text = "; ".join(f"{name} {dot}" for name, dot in dots.items())
+        found = {
+            f"{text}; {collective} in {moved}" if collective else text: program(
+                run, moved
+            )
+            for moved in (dtype, "float32")
+            for collective, run in self.programs.items()
+        }
         return {**found, peers.NAIVE_VARIANT: self.naive}
+
+    def in_ring(self, dots: Dots) -> Program:
+        run = next(iter(self.programs.values()))
+        return functools.partial(run, peers.Rings(), dots)
+
+    def on_one_device(self, method: str) -> Program:
+        """Returns the op without communication, with jax_ub's GEMMs, as a limit."""
+        run = next(iter(self.programs.values()))
+        gemm = {name: own_gemm(method, name[-2:]) for name in self.gemms}
+        dots = {name: lambda a, b, _, g=g: g(a, b) for name, g in gemm.items()}
+        return functools.partial(run, peers.OneDevice(), dots)
 
 
 def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
     """Returns the benchmark case of one op, at the sizes of an MLP's column layer."""
     shape, ranks, dtype = op.shape(column), setup.ranks, setup.dtype
-    operands = ranks.draw(dtype, op.sizes(shape), op.in_specs)
-
-    def candidate(name: str, function: Program, variant: str = "") -> Candidate:
-        program = ranks.program(function, op.in_specs, op.out_specs)
-        return Candidate(name, program, operands, variant)
-
+    candidate = op.candidates(ranks, dtype, column)
     dots = {
         name: setup.dots(name[-2:], dtype, left, right, ranks)
-        for name, (left, right) in op.dot_sizes(shape, setup.num_ranks).items()
+        for name, (left, right) in op.local_operands(column, setup.num_ranks).items()
     }
     own = candidate(cases.OWN, op.own(setup.method))
-    variants = op.best(dots, dtype).items()
-    best = fastest([candidate(cases.BEST, run, text) for text, run in variants])
+    programs = op.in_xla(dots, dtype).items()
+    best = fastest([candidate(cases.BEST, run, text) for text, run in programs])
+    num_gemms = len(op.gemms)
     candidates = [
         own,
         best,
         candidate(cases.NAIVE, op.naive),
-        candidate(cases.RING, functools.partial(op.ring, dots=dots)),
-        plain(op, setup.method, dtype, shape),
+        candidate(cases.RING, op.in_ring(dots)),
+        plain(op, setup.method, dtype, column),
         *cases.launches(ranks),
-        cases.copy_limit(op.copies * shape.bytes(dtype)),
+        cases.copy_limit((1 if num_gemms == 1 else 4) * shape.bytes(dtype)),
     ]
-    memory = _memory(op, shape, dtype, own, best) if op.num_gemms == 1 else None
-    gemms = op.num_gemms
-    return [setup.case(op.name, shape, candidates, num_gemms=gemms, memory=memory)]
+    memory = _memory(op, shape, own, best) if num_gemms == 1 else None
+    return [setup.case(op.name, shape, candidates, num_gemms=num_gemms, memory=memory)]
 
 
-def plain(op: LinearOp, method: str, dtype: str, shape: Shape) -> Candidate:
-    """Returns a limit: jax_ub's GEMMs of the global sizes on a single device."""
-    gemm = {layout: own_gemm(method, layout) for layout in peers.LAYOUTS}
-    one, sizes = Ranks(1), op.sizes(shape)
-    specs, out_specs = jax.tree.map(
-        lambda _: Spec(),
-        (op.in_specs, op.out_specs),
-        is_leaf=lambda leaf: isinstance(leaf, Spec),
-    )
-    program = one.program(functools.partial(op.plain, gemm=gemm), specs, out_specs)
-    return Candidate(cases.PLAIN, program, one.draw(dtype, sizes, specs))
+def plain(op: LinearOp, method: str, dtype: str, column: Shape) -> Candidate:
+    """Returns jax_ub's GEMMs of the global sizes on one device, as a limit."""
+    candidate = op.candidates(Ranks(1), dtype, column)
+    return candidate(cases.PLAIN, op.on_one_device(method))
 
 
-def _memory(op, shape, dtype, own, best):
-    avoided, avoided_bytes = "the gathered x [M, K]", shape.M * shape.K
+def _memory(op, shape, own, best):
+    avoided, size = "the gathered x [M, K]", shape.M * shape.K
     if op.is_row:
-        avoided = "the partial sums [M, N] of each rank"
-        avoided_bytes = shape.M * shape.N
+        avoided, size = "the partial sums [M, N] of each rank", shape.M * shape.N
     own_bytes, peer_bytes = cases.temp_bytes(own), cases.temp_bytes(best)
     # The slots are released first, because they keep the largest size of all earlier
     # cases.
     communicators.release_slots()
     own()
-    itemsize = own.operands[0].dtype.itemsize
-    return Memory(
-        own_bytes,
-        peer_bytes,
-        avoided,
-        avoided_bytes * itemsize,
-        memory_report().held_bytes,
-    )
+    avoided_bytes = size * own.operands[0].dtype.itemsize
+    held_bytes = memory_report().held_bytes
+    return Memory(own_bytes, peer_bytes, avoided, avoided_bytes, held_bytes)
 
 
 def small(setup: Setup, shape: Shape) -> list[Case]:
@@ -154,68 +189,41 @@ def small(setup: Setup, shape: Shape) -> list[Case]:
     ]
 
 
-def _forward_op(
-    name: str, public: Program, naive: Program, ring: Program, **reductions: Program
-) -> LinearOp:
-    """Returns the `LinearOp` of a forward pass: AG+GEMM, GEMM+RS or GEMM+AR.
-
-    `reductions` maps descriptions to collectives that reduce the product. Without them,
-    the op gathers x.
-    """
-
-    def dot_sizes(shape, num_ranks):
-        if reductions:
-            local_k = shape.K // num_ranks
-            return {"nn": ((shape.M, local_k), (local_k, shape.N))}
-        return {"nn": ((shape.M, shape.K), (shape.K, shape.N // num_ranks))}
-
-    def variants(dots, moved):
-        dot = dots["nn"]
-        if not reductions:
-            return {str(dot): lambda x, w: dot(peers.gather(x), w, x.dtype)}
-        return {
-            f"{dot}, {text} in {moved}": peers.reduced(collective, dot, moved)
-            for text, collective in reductions.items()
-        }
-
-    return LinearOp(
-        name=name,
-        num_gemms=1,
-        sizes=lambda shape: shape.operands,
-        dot_sizes=dot_sizes,
-        in_specs=(_COLUMNS, _ROWS) if reductions else (_ROWS, _COLUMNS),
-        # The result of GEMM+AR is replicated: each rank has all rows. It is declared as
-        # sharded by rows, because shard_map would otherwise check the replication.
-        out_specs=_ROWS if reductions else _COLUMNS,
-        own=lambda method: functools.partial(public, axis_name=AXIS, method=method),
-        variants=variants,
-        naive=naive,
-        ring=lambda x, w, *, dots: ring(x, w, dots["nn"]),
-        plain=lambda x, w, *, gemm: gemm["nn"](x, w, None, None),
-        is_row=bool(reductions),
-    )
+def _column(layers, dots, x, w):
+    return layers.gather_dot(x, w, dots["column_nn"])
 
 
-def _own_pair(method: str) -> Program:
-    def forward(x, w1, w2):
-        layer = functools.partial(ub.linear, axis_name=AXIS, method=method)
-        return layer(layer(x, w1, parallel="column"), w2, parallel="row")
-
-    return _with_gradients(forward)
+def _row(layers, dots, x, w):
+    return layers.dot_scatter(x, w, dots["row_nn"])
 
 
-def _with_gradients(forward: Program) -> Program:
+def _row_in_all_ranks(layers, dots, x, w):
+    return layers.gather(_row(layers, dots, x, w))
+
+
+def _row_psum(layers, dots, x, w):
+    return layers.dot_psum(x, w, dots["row_nn"])
+
+
+def _pair(layers, dots, x, w1, w2, dy):
+    hidden = _column(layers, dots, x, w1)
+    y = _row(layers, dots, hidden, w2)
+    return (y, *_backward(layers, dots, x, w1, hidden, w2, dy))
+
+
+def _backward(layers, dots, x, w1, hidden, w2, dy):
+    d_hidden = layers.gather_dot(dy, w2, dots["row_nt"])
+    dw2 = dots["row_tn"](hidden, layers.gather(dy), x.dtype)
+    dx = layers.dot_scatter(d_hidden, w1, dots["column_nt"])
+    return dx, dots["column_tn"](layers.gather(x), d_hidden, x.dtype), dw2
+
+
+def _vjp_of_pair(column: Program, row: Program) -> Program:
     def program(x, w1, w2, dy):
-        y, backward = jax.vjp(forward, x, w1, w2)
+        y, backward = jax.vjp(lambda x, w1, w2: row(column(x, w1), w2), x, w1, w2)
         return (y, *backward(dy))
 
     return program
-
-
-def _own_backward(method: str) -> Program:
-    layer = functools.partial(ub.linear, axis_name=AXIS, method=method)
-    column, row = (functools.partial(layer, parallel=p) for p in ("column", "row"))
-    return _only_gradients(column, row)
 
 
 def _only_gradients(column: Program, row: Program) -> Program:
@@ -228,164 +236,152 @@ def _only_gradients(column: Program, row: Program) -> Program:
     return program
 
 
-class _Collectives:
-    """Linear layers from XLA's collectives and dots, for the XLA programs."""
-
-    def __init__(self, dots: Dots, moved: str):
-        self.dots, self._moved = dots, moved
-        self._gathered: dict[int, jax.Array] = {}
-
-    def gather(self, x: jax.Array) -> jax.Array:
-        if id(x) not in self._gathered:
-            self._gathered[id(x)] = peers.gather(x)
-        return self._gathered[id(x)]
-
-    def gather_dot(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        return dot(self.gather(x), w, x.dtype)
-
-    def dot_scatter(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        return peers.reduced(peers.scatter, dot, self._moved)(x, w)
-
-
-class _Rings:
-    """Linear layers from rings of `lax.ppermute`, for the XLA programs."""
-
-    gather = staticmethod(peers.ring_gather)
-    gather_dot = staticmethod(peers.ring_gather_dot)
-    dot_scatter = staticmethod(peers.ring_dot_scatter)
-
-    def __init__(self, dots: Dots):
-        self.dots = dots
-
-
-class _OneDevice:
-    """Linear layers on one device, with jax_ub's local GEMMs, for the limit."""
-
-    def __init__(self, gemm: Mapping[str, Gemm]):
-        self.dots = {
-            f"{layer}_{layout}": lambda a, b, _, run=run: run(a, b, None, None)
-            for layer in ("column", "row")
-            for layout, run in gemm.items()
-        }
-
-    def gather(self, x):
-        return x
-
-    def gather_dot(self, x, w, dot):
-        return dot(x, w, x.dtype)
-
-    dot_scatter = gather_dot
-
-
-def _pair(layers, x, w1, w2, dy):
-    hidden = layers.gather_dot(x, w1, layers.dots["column_nn"])
-    y = layers.dot_scatter(hidden, w2, layers.dots["row_nn"])
-    return (y, *_backward(layers, x, w1, hidden, w2, dy))
-
-
-def _backward(layers, x, w1, hidden, w2, dy):
-    dots, dtype = layers.dots, x.dtype
-    d_hidden = layers.gather_dot(dy, w2, dots["row_nt"])
-    dw2 = dots["row_tn"](hidden, layers.gather(dy), dtype)
-    dx = layers.dot_scatter(d_hidden, w1, dots["column_nt"])
-    return dx, dots["column_tn"](layers.gather(x), d_hidden, dtype), dw2
-
-
-def _pair_dot_sizes(shape, num_ranks):
-    width = shape.N // num_ranks
-    x, hidden = (shape.M, shape.K), (shape.M, width)
-    w1, w2 = (shape.K, width), (width, shape.K)
-    return {
-        "column_nn": (x, w1),
-        "column_nt": (hidden, w1),
-        "column_tn": (x, hidden),
-        "row_nn": (hidden, w2),
-        "row_nt": (x, w2),
-        "row_tn": (hidden, x),
-    }
-
-
-def _pair_sizes(shape):
-    x, w = (shape.M, shape.K), (shape.K, shape.N)
-    return x, w, w[::-1], x
-
-
-def _backward_sizes(shape):
-    x, w1, w2, dy = _pair_sizes(shape)
-    return x, w1, (shape.M, shape.N), w2, dy
-
-
-FORWARD_OPS: dict[str, LinearOp] = {
-    op.name: op
-    for op in (
-        _forward_op(
-            "all_gather_matmul",
-            ub.all_gather_matmul,
-            peers.naive_column,
-            peers.ring_gather_dot,
-        ),
-        _forward_op(
-            "matmul_reduce_scatter",
-            ub.matmul_reduce_scatter,
-            peers.naive_row,
-            peers.ring_dot_scatter,
-            psum_scatter=peers.scatter,
-        ),
-        _forward_op(
-            "matmul_all_reduce",
-            ub.matmul_all_reduce,
-            peers.naive_all_reduce,
-            peers.ring_dot_all_reduce,
-            psum=peers.all_reduce,
-            psum_scatter_and_all_gather=peers.scatter_and_gather,
-        ),
+def _forward_op(public, naive, gemm, programs) -> LinearOp:
+    return LinearOp(
+        name=public.__name__,
+        operands=_GEMMS[gemm][:2],
+        # The result of GEMM+AR is replicated: each rank has all rows. It is declared as
+        # sharded by rows, because shard_map would otherwise check the replication.
+        results=_GEMMS[gemm][2:],
+        gemms=(gemm,),
+        programs=programs,
+        own=lambda method: functools.partial(public, axis_name=AXIS, method=method),
+        naive=naive,
     )
-}
 
 
-def _pair_op(name, program, sizes, in_specs, out_specs, **more) -> LinearOp:
-    def variants(dots, moved):
-        text = "; ".join(f"{name} {dot}" for name, dot in dots.items())
-        run = lambda *args: program(_Collectives(dots, moved), *args)  # noqa: E731
-        return {f"{text}; sums in {moved}": run}
+def _pair_op(name, operands, results, gemms, program, differentiated) -> LinearOp:
+    def own(method):
+        layer = functools.partial(ub.linear, axis_name=AXIS, method=method)
+        column, row = (functools.partial(layer, parallel=p) for p in ("column", "row"))
+        return differentiated(column, row)
 
     return LinearOp(
         name=name,
-        sizes=sizes,
-        dot_sizes=_pair_dot_sizes,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        variants=variants,
-        ring=lambda *args, dots: program(_Rings(dots), *args),
-        plain=lambda *args, gemm: program(_OneDevice(gemm), *args),
-        copies=4,
-        **more,
+        operands=operands,
+        results=results,
+        gemms=gemms,
+        programs={"psum_scatter": program},
+        own=own,
+        naive=differentiated(peers.naive_column, peers.naive_row),
     )
 
 
-# Forward and backward pass of both layers: six GEMMs, two all-gathers, two
-# reduce-scatters.
+_SCATTER = {"psum_scatter": _row}
+_REDUCE = {"psum_scatter and all_gather": _row_in_all_ranks, "psum": _row_psum}
+FORWARD_OPS = {
+    op.name: op
+    for op in (
+        _forward_op(
+            ub.all_gather_matmul, peers.naive_column, "column_nn", {"": _column}
+        ),
+        _forward_op(ub.matmul_reduce_scatter, peers.naive_row, "row_nn", _SCATTER),
+        _forward_op(ub.matmul_all_reduce, peers.naive_all_reduce, "row_nn", _REDUCE),
+    )
+}
+_BACKWARD_GEMMS = ("column_nt", "column_tn", "row_nt", "row_tn")
+# Two all-gathers and two reduce-scatters.
 PAIR = _pair_op(
     "linear_pair",
+    ("MK", "KN", "NK", "MK"),
+    ("MK", "MK", "KN", "NK"),
+    ("column_nn", "row_nn", *_BACKWARD_GEMMS),
     _pair,
-    _pair_sizes,
-    (_ROWS, _COLUMNS, _ROWS, _ROWS),
-    (_ROWS, *_GRADIENTS),
-    num_gemms=6,
-    own=_own_pair,
-    naive=_with_gradients(
-        lambda x, w1, w2: peers.naive_row(peers.naive_column(x, w1), w2)
-    ),
+    _vjp_of_pair,
 )
 # Backward pass of both layers: four GEMMs, two all-gathers and a reduce-scatter.
 BACKWARD = _pair_op(
     "linear_backward",
+    ("MK", "KN", "MN", "NK", "MK"),
+    ("MK", "KN", "NK"),
+    _BACKWARD_GEMMS,
     _backward,
-    _backward_sizes,
-    (_ROWS, _COLUMNS, _COLUMNS, _ROWS, _ROWS),
-    _GRADIENTS,
-    num_gemms=4,
-    own=_own_backward,
-    naive=_only_gradients(peers.naive_column, peers.naive_row),
+    _only_gradients,
 )
 LINEAR_OPS = {**FORWARD_OPS, PAIR.name: PAIR, BACKWARD.name: BACKWARD}
+
+# Dispatching a program costs time once per program, not per call in it. This time
+# cancels in the difference between a program of one call and one with this many more.
+MORE_CALLS = 100
+# Tokens and features of a rank in the cases of latency.
+_WIDTH = 16
+LATENCY_SHAPE = Shape(_WIDTH, _WIDTH, _WIDTH)
+
+
+def latency(setup: Setup, shape: Shape) -> list[Case]:
+    """Returns a case for each op that times chained calls with 256 elements per rank.
+
+    The size is fixed, so `shape` is ignored. With one rank, the list is empty.
+    """
+    if setup.num_ranks == 1:
+        return []
+    options: dict[str, Any] = {"axis_name": AXIS, "method": setup.method}
+    rows = _WIDTH // setup.num_ranks
+    calls: dict[str, tuple[Program, Program]] = {
+        "all_gather_matmul": (
+            lambda x, w: ub.all_gather_matmul(x[:rows], w, **options),
+            lambda x, w: peers.naive_column(x[:rows], w),
+        ),
+        # The next call of the chain needs all rows again.
+        "matmul_reduce_scatter": (
+            lambda x, w: _tile(ub.matmul_reduce_scatter(x, w, **options)),
+            lambda x, w: _tile(peers.naive_row(x, w)),
+        ),
+        "matmul_all_reduce": (
+            functools.partial(ub.matmul_all_reduce, **options),
+            peers.naive_all_reduce,
+        ),
+    }
+    found = [_chains(setup, variant, *pair) for variant, pair in calls.items()]
+    # `ub.all_reduce` has no argument `method`, so it always runs with "auto".
+    return found + [all_reduce_latency(setup)] * (setup.method == "auto")
+
+
+def _tile(y):
+    return jnp.tile(y, (lax.axis_size(AXIS), 1))
+
+
+def all_reduce_latency(setup: Setup) -> Case:
+    return _chains(
+        setup,
+        "all_reduce",
+        lambda x, w: ub.all_reduce(x, axis_name=AXIS),
+        lambda x, w: lax.psum(x, AXIS),
+    )
+
+
+def _chains(setup: Setup, variant: str, own: Program, xla: Program) -> Case:
+    """Returns a case of a long chain and a single call, in jax_ub and in XLA."""
+    ranks, dtype = setup.ranks, setup.dtype
+    operands = [
+        ranks.place(normal(0, (ranks.num_ranks * _WIDTH, _WIDTH), dtype), Spec(AXIS)),
+        ranks.place(normal(1, (_WIDTH, _WIDTH), dtype, 0.1 * _WIDTH**-0.5), Spec()),
+    ]
+
+    def candidate(name, call, calls):
+        program = functools.partial(_chain, call, calls)
+        jitted = ranks.program(program, (Spec(AXIS), Spec()), Spec(AXIS))
+        return Candidate(name, jitted, operands)
+
+    candidates = [
+        candidate(f"{name}{suffix}", call, calls)
+        for name, call in ((cases.OWN, own), (cases.BEST, xla))
+        for suffix, calls in (("", 1 + MORE_CALLS), ("_once", 1))
+    ]
+    return setup.case(
+        *("latency", LATENCY_SHAPE, candidates),
+        num_gemms=0,
+        variant=variant,
+        calls=MORE_CALLS,
+    )
+
+
+def _chain(call, num_calls, x, w):
+    # Without a dependency on the previous result, XLA could run calls concurrently or
+    # merge them. Adding the scaled result to x keeps the values near x.
+    w = lax.pcast(w, AXIS, to="varying")
+    scale = 0.5 / lax.axis_size(AXIS)
+    y = x
+    for _ in range(num_calls):
+        y = x + scale * lax.convert_element_type(call(y, w), x.dtype)
+    return y

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -207,7 +208,6 @@ def _processor():
         text = pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor()
-    rows = (line.partition(":") for line in text.splitlines())
-    fields = {name.strip(): value.strip() for name, _, value in rows}
-    names = {"model name": "", "cpu family": "cpu family ", "model": "model "}
-    return ", ".join(names[name] + fields[name] for name in names if name in fields)
+    found = dict(re.findall(r"^([^\t\n]+)\s*: (.*)$", text, re.MULTILINE))
+    labels = {"model name": "", "cpu family": "cpu family ", "model": "model "}
+    return ", ".join(labels[name] + found[name] for name in labels if name in found)

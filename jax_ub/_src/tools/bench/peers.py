@@ -5,12 +5,6 @@ is twice as fast with an f32 result; with AVX2, it takes 1.5 times as long as wi
 bf16 result. All variants are therefore measured, once per layout, dtype, local size and
 number of devices.
 
-| layout | GEMM | operands | result |
-|---|---|---|---|
-| nn | fprop | x [M, K], w [K, N] | [M, N] |
-| nt | dgrad | dy [M, N], w [K, N] | [M, K] |
-| tn | wgrad | x [M, K], dy [M, N] | [K, N] |
-
 Functions of arrays are per device, inside `jax.shard_map`. A `dot` takes two operands
 and the dtype of the result.
 """
@@ -31,10 +25,14 @@ from jax_ub._src.tools.bench.machine import AXIS, Ranks, Spec, normal
 from jax_ub._src.tools.bench.timing import Candidate, fastest
 
 Dot = Callable[..., jax.Array]
-
+# Dimensions of left operand, right operand and result of fprop, dgrad and wgrad.
+LAYOUTS = {
+    "nn": ("MK", "KN", "MN"),
+    "nt": ("MN", "KN", "MK"),
+    "tn": ("MK", "MN", "KN"),
+}
 _CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
-LAYOUTS = tuple(_CONTRACTED)
-# Name that reports use for the naive program if it is XLA's fastest variant.
+# Name in reports of the naive program, where it is XLA's fastest variant.
 NAIVE_VARIANT = "naive"
 
 
@@ -84,14 +82,10 @@ def dot_variants(layout: str, dtype: Any, platform: str = "cpu") -> list[DotVari
     """
     on_cpu = platform == "cpu"
     sides = ["", "left" if layout == "tn" else "right"][: 2 if on_cpu else 1]
+    casts = [(False, False), (True, False), (True, True)][: 3 if on_cpu else 2]
     if jnp.dtype(dtype) == jnp.float32:
-        return [DotVariant(layout, transposes=side) for side in sides]
-    casts = [(False, False), (True, False), (False, True)][: 3 if on_cpu else 2]
-    return [
-        DotVariant(layout, sums_in_f32=wide or up, upcasts=up, transposes=side)
-        for side in sides
-        for wide, up in casts
-    ]
+        casts = casts[:1]
+    return [DotVariant(layout, *cast, side) for side in sides for cast in casts]
 
 
 class FastestDots:
@@ -147,46 +141,13 @@ def scatter(x: jax.Array) -> jax.Array:
     return lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True)
 
 
-def scatter_and_gather(x: jax.Array) -> jax.Array:
-    return gather(scatter(x))
-
-
-def all_reduce(x: jax.Array) -> jax.Array:
-    return lax.psum(x, AXIS)
-
-
-def sum_dtypes(dtype: str) -> tuple[str, ...]:
-    """Returns the dtypes in which XLA's programs reduce partial sums: two candidates.
-
-    They are the operands' dtype and f32. XLA's fastest choice depends on the machine,
-    so both are timed.
-    """
-    return tuple(dict.fromkeys((dtype, "float32")))
-
-
-def reduced(
-    collective: Callable[[jax.Array], jax.Array], dot: Dot, moved: str
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns a program that computes `dot(x, w)` and reduces it in dtype `moved`."""
-    return lambda x, w: collective(dot(x, w, moved)).astype(x.dtype)
-
-
-# The naive programs below write each op in XLA as most users do.
+# The naive programs are what most users write.
 
 
 def naive_dot(a: jax.Array, b: jax.Array, layout: str) -> jax.Array:
     if layout == "nn":
         return a @ b
     return a @ b.T if layout == "nt" else a.T @ b
-
-
-def naive_gemm(
-    a: jax.Array, b: jax.Array, layout: str, *addends: jax.Array
-) -> jax.Array:
-    y = naive_dot(a, b, layout)
-    for addend in addends:
-        y = addend + y.astype(jnp.promote_types(addend.dtype, y.dtype))
-    return y
 
 
 def naive_column(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -198,59 +159,97 @@ def naive_row(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def naive_all_reduce(x: jax.Array, w: jax.Array) -> jax.Array:
-    return all_reduce(x @ w)
+    return lax.psum(x @ w, AXIS)
 
 
-def ring_gather_dot(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-    """Computes AG+GEMM as a `ppermute` ring that sends shards during the GEMMs.
+# The classes below compute an all-gather followed by a GEMM, and a GEMM followed by a
+# reduce-scatter, in different ways. `bench.linear` builds all linear layers of them.
 
-    Each rank multiplies one shard while the next one is sent.
 
-    Shards move to the lower rank, so in step s rank r multiplies shard (r + s) mod P:
+class Collectives:
+    """XLA's collectives and dots, one after the other.
 
-    | P = 4 | s = 0 | 1 | 2 | 3 |
-    |---|---|---|---|---|
-    | rank 0 | 0 | 1 | 2 | 3 |
-    | rank 3 | 3 | 0 | 1 | 2 |
+    Partial sums are reduced in the dtype `moved`. An array is gathered only once, so a
+    new object is needed for each trace.
     """
-    num_ranks, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
-    rows = x.shape[0]
-    product = dot(x, w, x.dtype)
-    y = jnp.zeros_like(product, shape=(num_ranks * rows, product.shape[1]))
-    for step in range(num_ranks):
-        shard = (rank + step) % num_ranks
-        y = lax.dynamic_update_slice_in_dim(y, product, shard * rows, 0)
-        if step + 1 < num_ranks:
-            x = lax.ppermute(x, AXIS, _neighbours(num_ranks, -1))
-            product = dot(x, w, x.dtype)
-    return y
+
+    def __init__(self, moved: str):
+        self._moved = moved
+        self._gathered: dict[int, jax.Array] = {}
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        if id(x) not in self._gathered:
+            self._gathered[id(x)] = gather(x)
+        return self._gathered[id(x)]
+
+    def gather_dot(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
+        return dot(self.gather(x), w, x.dtype)
+
+    def dot_scatter(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
+        return scatter(dot(x, w, self._moved)).astype(x.dtype)
+
+    def dot_psum(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
+        return lax.psum(dot(x, w, self._moved), AXIS).astype(x.dtype)
 
 
-def ring_dot_scatter(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-    """Computes GEMM+RS as a `ppermute` ring: each rank adds to a moving partial sum.
+class Rings:
+    """Collective matmuls: rings of `ppermute`, whose steps overlap with dots."""
 
-    Partial sums move to the higher rank. In step s, rank r adds its product for the
-    rows of rank (r - 1 - s) mod P; in the last step, these are its own rows.
-    """
-    num_ranks, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
-    rows = x.shape[0] // num_ranks
+    def gather(self, x: jax.Array) -> jax.Array:
+        return self.gather_dot(x, x, lambda shard, _, dtype: shard.astype(dtype))
 
-    def product(step: int) -> jax.Array:
-        owner = (rank - 1 - step) % num_ranks
-        return dot(lax.dynamic_slice_in_dim(x, owner * rows, rows), w, x.dtype)
+    def gather_dot(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
+        """Computes AG+GEMM: multiplies one shard while the next one is sent.
 
-    total = product(0)
-    for step in range(1, num_ranks):
-        total = product(step) + lax.ppermute(total, AXIS, _neighbours(num_ranks, 1))
-    return total
+        Shards move to the lower rank, so in step s rank r multiplies shard
+        (r + s) mod P:
+
+        | P = 4 | s = 0 | 1 | 2 | 3 |
+        |---|---|---|---|---|
+        | rank 0 | 0 | 1 | 2 | 3 |
+        | rank 3 | 3 | 0 | 1 | 2 |
+        """
+        num_ranks, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
+        rows = x.shape[0]
+        product = dot(x, w, x.dtype)
+        y = jnp.zeros_like(product, shape=(num_ranks * rows, product.shape[1]))
+        for step in range(num_ranks):
+            shard = (rank + step) % num_ranks
+            y = lax.dynamic_update_slice_in_dim(y, product, shard * rows, 0)
+            if step + 1 < num_ranks:
+                x = lax.ppermute(x, AXIS, _neighbours(num_ranks, -1))
+                product = dot(x, w, x.dtype)
+        return y
+
+    def dot_scatter(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
+        """Computes GEMM+RS: each rank adds its product to a partial sum.
+
+        Partial sums move to the higher rank. In step s, rank r adds its product for the
+        rows of rank (r - 1 - s) mod P; in the last step, these are its own rows.
+        """
+        num_ranks, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
+        rows = x.shape[0] // num_ranks
+
+        def product(step: int) -> jax.Array:
+            owner = (rank - 1 - step) % num_ranks
+            return dot(lax.dynamic_slice_in_dim(x, owner * rows, rows), w, x.dtype)
+
+        total = product(0)
+        for step in range(1, num_ranks):
+            total = product(step) + lax.ppermute(total, AXIS, _neighbours(num_ranks, 1))
+        return total
 
 
-def ring_gather(x: jax.Array) -> jax.Array:
-    return ring_gather_dot(x, x, lambda shard, _, dtype: shard.astype(dtype))
+class OneDevice:
+    """GEMMs on one device, without communication."""
 
+    def gather(self, x: jax.Array) -> jax.Array:
+        return x
 
-def ring_dot_all_reduce(x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-    return ring_gather(ring_dot_scatter(x, w, dot))
+    def gather_dot(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
+        return dot(x, w, x.dtype)
+
+    dot_scatter = gather_dot
 
 
 def _neighbours(num_ranks, distance):

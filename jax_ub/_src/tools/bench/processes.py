@@ -7,10 +7,8 @@ several processes is therefore a ratio of times measured shortly after each othe
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 import pickle
-import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -22,16 +20,23 @@ from jax.experimental import multihost_utils
 
 import jax_ub as ub
 from jax_ub._src import lowering_log
+from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.errors import UbError
+from jax_ub._src.lowering_log import Fallback
 from jax_ub._src.runtime import cpu_engine
-from jax_ub._src.tools.bench import cases, latency, machine, report, timing
-from jax_ub._src.tools.bench.cases import Case, Setup, Shape, check_agreement
-from jax_ub._src.tools.bench.linear import FORWARD_OPS, Program, plain
+from jax_ub._src.tools.bench import cases, machine, report, timing
+from jax_ub._src.tools.bench.cases import Case, Options, Setup, Shape
+from jax_ub._src.tools.bench.linear import (
+    FORWARD_OPS,
+    LinearOp,
+    all_reduce_latency,
+    plain,
+)
 from jax_ub._src.tools.bench.machine import AXIS, ProcessRanks, Ranks, Spec
 from jax_ub._src.tools.bench.peers import FastestDots, dot_variants
 from jax_ub._src.tools.bench.report import Result, evaluate
 from jax_ub._src.tools.bench.timing import Candidate, Rounds, summarize
-from jax_ub._src.tools.launch.parts import exit_on_failure, run_parts
+from jax_ub._src.tools.launch import parts
 
 OPS = (*FORWARD_OPS, "latency", "barrier")
 # Size of the buffer in the barrier benchmark. Barriers move no data, so it is the
@@ -49,96 +54,63 @@ class JobError(UbError, RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class JobOptions:
-    """The settings of a multi-process benchmark, which each process reads as JSON.
-
-    `path` is the file that process 0 writes the results to.
-    """
-
-    ops: Sequence[str]
-    dtypes: Sequence[str]
-    shapes: Sequence[Sequence[int]]
-    rounds: int
-    patience: int
-    method: str
-    path: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class JobReport:
     """The benchmark results that process 0 of a multi-process job has written."""
 
     environment: dict[str, Any]
     results: list[Result]
-    fallbacks: list[str]
+    fallbacks: tuple[Fallback, ...]
 
 
-def run_job(num_processes: int, options: JobOptions) -> JobReport:
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "report")
-        part_options = dataclasses.replace(options, path=str(path))
-        # Each process has as many devices as there are ranks, because process 0 also
-        # runs every op on its own devices alone.
-        status = run_parts(
-            ["bench", "--part", json.dumps(dataclasses.asdict(part_options))],
-            num_processes=num_processes,
-            devices_per_process=num_processes,
-            folder=folder,
-            prints_aside=True,
-        )
+def run_job(num_processes: int, options: Options) -> JobReport:
+    lists = {
+        "processes": [num_processes],
+        "ops": options.ops,
+        "dtypes": [SHORT_NAMES[dtype] for dtype in options.dtypes],
+        "shapes": options.shapes,
+    }
+    arguments = [f"--{name}={','.join(map(str, lists[name]))}" for name in lists]
+    for name in ("rounds", "patience", "method"):
+        arguments.append(f"--{name}={getattr(options, name)}")
+    # Each process has as many devices as there are ranks, because process 0 also runs
+    # every op on its own devices alone.
+    with parts.parts_of(
+        "bench",
+        arguments,
+        num_processes=num_processes,
+        devices_per_process=num_processes,
+        prints_aside=True,
+    ) as (status, paths):
         if status:
             raise JobError(
                 f"bench: {num_processes} processes failed with exit status {status}; "
                 "what they wrote says why."
             )
-        return pickle.loads(path.read_bytes())
+        return pickle.loads(paths[0].read_bytes())
 
 
-def run_part(text: str) -> int:
-    """Runs one process of a multi-process benchmark; `text` has its settings as JSON.
-
-    The launcher starts each process with `bench --part TEXT`.
-    """
-    with exit_on_failure():
-        _run_part(JobOptions(**json.loads(text)))
-    return 0
-
-
-def _run_part(options: JobOptions) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize()
-    shapes = [Shape(*sizes) for sizes in options.shapes]
-    job = Job()
-    capacity = (
-        max(shape.M for shape in shapes),
-        max(max(shape.K, shape.N) for shape in shapes),
-    )
-    ub.initialize_ub(capacity, job.num_processes, mesh=job.ranks.mesh, axis_name=AXIS)
-    environment = machine.environment()
-    results = []
-    for result in _measure(JobBench(job, options), options, shapes):
-        results.append(result)
+def run_part(path: pathlib.Path, options: Options) -> None:
+    """Runs the benchmark in one process of a job; process 0 writes the results."""
+    with parts.exit_on_failure():
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize()
+        job = Job()
+        tokens = max(shape.M for shape in options.shapes)
+        features = max(max(shape.K, shape.N) for shape in options.shapes)
+        num, mesh = job.num_processes, job.ranks.mesh
+        ub.initialize_ub((tokens, features), num, mesh=mesh, axis_name=AXIS)
+        environment = machine.environment()
+        results = []
+        for result in JobBench(job, options).measure():
+            results.append(result)
+            if job.is_first:
+                print(report.PROCESSES.row(result), flush=True)
         if job.is_first:
-            print(report.PROCESSES.row(result), flush=True)
-    if job.is_first:
-        fallbacks = [f"{f.label}: {f.reason}" for f in lowering_log.fallbacks()]
-        found = JobReport(environment, results, fallbacks)
-        pathlib.Path(options.path).write_bytes(pickle.dumps(found))
-    job.synchronize()
-    ub.destroy_ub()
-
-
-def _measure(bench, options, shapes):
-    for op in options.ops:
-        if op == "barrier":
-            yield bench.barrier()
-        elif op == "latency":
-            yield bench.latency()
-        else:
-            for dtype in options.dtypes:
-                for shape in shapes:
-                    yield bench.forward(op, dtype, shape)
+            found = JobReport(environment, results, lowering_log.fallbacks())
+            parts.part_path(path, 0).write_bytes(pickle.dumps(found))
+        job.synchronize()
+        ub.destroy_ub()
 
 
 class Job:
@@ -162,8 +134,7 @@ class Job:
     def gather(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
         """All-gathers f64 values of all processes, [num_processes, len(values)]."""
         words = np.asarray(values, np.float64).view(np.uint32)
-        every = np.asarray(multihost_utils.process_allgather(words))
-        rows = every.reshape(self.num_processes, -1).astype(np.uint32)
+        rows = self._all_gather(words).astype(np.uint32)
         return np.ascontiguousarray(rows).view(np.float64)
 
     def largest(self, value: float) -> float:
@@ -211,11 +182,8 @@ class Job:
         cpu = cpu_engine.load()
         endpoint = cpu.endpoint()
         text = f"{endpoint.address} {endpoint.token}".encode().ljust(256)
-        every = np.asarray(
-            multihost_utils.process_allgather(np.frombuffer(text, np.uint8))
-        )
-        rows = every.astype(np.uint8).reshape(self.num_processes, -1)
-        known = [row.tobytes().decode().split() for row in rows]
+        every = self._all_gather(np.frombuffer(text, np.uint8))
+        known = [row.tobytes().decode().split() for row in every.astype(np.uint8)]
         processes = list(range(self.num_processes))
         communicator = cpu.connect(
             endpoint,
@@ -233,6 +201,10 @@ class Job:
         finally:
             self.synchronize()  # no process may close while another is in a barrier
             communicator.close()
+
+    def _all_gather(self, values):
+        every = np.asarray(multihost_utils.process_allgather(values))
+        return every.reshape(self.num_processes, -1)
 
 
 class _Synchronized:
@@ -261,49 +233,53 @@ class _Synchronized:
 class JobBench:
     """Builds, checks and times the benchmark cases of a multi-process job."""
 
-    def __init__(self, job: Job, options: JobOptions):
+    def __init__(self, job: Job, options: Options):
         self._job, self._options = job, options
         self._dots = FastestDots()
 
-    def forward(self, name: str, dtype: str, column: Shape) -> Result:
-        """Times an op with one rank per process, against XLA with gloo."""
-        op, job, method = FORWARD_OPS[name], self._job, self._options.method
-        shape, local = op.shape(column), Ranks(job.num_processes)
+    def measure(self) -> Iterator[Result]:
+        for op in self._options.ops:
+            if op == "barrier":
+                yield self.barrier()
+            elif op == "latency":
+                # An all-reduce of 256 elements per rank, from chains of 101 and 1.
+                yield self._timed(all_reduce_latency(self._setup("float32")))
+            else:
+                for dtype in self._options.dtypes:
+                    for shape in self._options.shapes:
+                        yield self.forward(FORWARD_OPS[op], dtype, shape)
 
-        def candidate(name: str, run: Program, ranks: Ranks, variant: str = ""):
-            operands = ranks.draw(dtype, op.sizes(shape), op.in_specs)
-            program = ranks.program(run, op.in_specs, op.out_specs)
-            return Candidate(name, program, operands, variant)
-
-        left, right = op.dot_sizes(shape, job.num_processes)["nn"]
+    def forward(self, op: LinearOp, dtype: str, column: Shape) -> Result:
+        """Times an op, with one rank per process, against XLA with gloo."""
+        job, method = self._job, self._options.method
+        local = Ranks(job.num_processes)
+        candidate, alone = (
+            op.candidates(ranks, dtype, column) for ranks in (job.ranks, local)
+        )
+        ((name, (left, right)),) = op.local_operands(column, job.num_processes).items()
         dots = dot_variants("nn", dtype)
         index = 0  # process 0 measures XLA's fastest dot on its own devices
         if job.is_first:
             index = dots.index(self._dots("nn", dtype, left, right, local))
-        variants = op.best({"nn": dots[job.broadcast(index)]}, dtype).items()
+        programs = op.in_xla({name: dots[job.broadcast(index)]}, dtype).items()
         best = timing.fastest(
-            [candidate(cases.BEST, run, job.ranks, text) for text, run in variants],
+            [candidate(cases.BEST, run, text) for text, run in programs],
             job.interleave,
             _TRIALS,
         )
-        own = op.own(method)
         case = self._setup(dtype).case(
-            name,
-            shape,
+            op.name,
+            op.shape(column),
             [
-                candidate(cases.OWN, own, job.ranks),
+                candidate(cases.OWN, op.own(method)),
                 best,
-                candidate(cases.NAIVE, op.naive, job.ranks),
-                candidate(cases.IN_PROCESS, own, local),
-                plain(op, method, dtype, shape),
+                candidate(cases.NAIVE, op.naive),
+                alone(cases.IN_PROCESS, op.own(method)),
+                plain(op, method, dtype, column),
             ],
         )
-        check_agreement(case)
+        cases.check_agreement(case)
         return self._timed(case)
-
-    def latency(self) -> Result:
-        """Times an all-reduce of 256 elements per rank in a chain of calls."""
-        return self._timed(latency.all_reduce_latency(self._setup("float32")))
 
     def barrier(self) -> Result:
         """Times the barrier of jax_ub's CPU engine between processes."""
@@ -313,7 +289,7 @@ class JobBench:
             times = [communicator.barrier_seconds(_BARRIERS) for _ in range(_BATCHES)]
         slowest = self._job.gather(times).max(axis=0)
         case = dataclasses.replace(case, num_processes=self._job.num_processes)
-        return Result(case, {cases.OWN: summarize([1e6 * s for s in slowest.tolist()])})
+        return Result(case, {cases.OWN: summarize(1e6 * slowest)})
 
     def _setup(self, dtype: str) -> Setup:
         return Setup(self._job.ranks, dtype, self._options.method, self._dots)

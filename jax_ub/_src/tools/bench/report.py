@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax_ub._src.errors import UnsupportedOverlapError
-from jax_ub._src.files import writing
+import numpy as np
+
+from jax_ub._src.lowering_log import Fallback
 from jax_ub._src.tables import (
     format_bytes,
     format_row,
@@ -15,10 +16,10 @@ from jax_ub._src.tables import (
     format_seconds,
     format_table,
 )
+from jax_ub._src.tools import pictures
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case
 from jax_ub._src.tools.bench.timing import PEAK, Rounds, Summary, ratio, summarize
-from jax_ub._src.tools.options import load_pyplot
 
 # A benchmark case is reported as disturbed if other processes used more than this share
 # of the CPU in a round.
@@ -63,41 +64,26 @@ class Result:
         return {**case, "gflops": self.gflops, **found}
 
 
-def evaluate(case: Case, rounds: Rounds) -> Result:
-    seconds = _each_call(case, rounds.seconds)
+def evaluate(case: Case, rounds: Rounds, threads: int | None = None) -> Result:
+    """Summarizes the rounds of a case, for one thread count if several were compared.
+
+    Times of jax_ub's programs with other counts than the first have names such as
+    "jax_ub@16".
+    """
+    first = {name: s for name, s in rounds.seconds.items() if "@" not in name}
+    counted = {n: rounds.seconds.get(f"{n}@{threads}", s) for n, s in first.items()}
+    seconds, first = _each_call(case, counted), _each_call(case, first)
     own = seconds[cases.OWN]
     bare = [dataclasses.replace(c, program=None, operands=[]) for c in case.candidates]
     return Result(
         case=dataclasses.replace(case, candidates=bare),
-        times_us={
-            name: summarize([1e6 * value for value in values])
-            for name, values in seconds.items()
-        },
+        times_us={n: summarize(np.multiply(s, 1e6)) for n, s in seconds.items()},
         speedups={n: ratio(seconds[n], own) for n in cases.PEERS if n in seconds},
         shares=_shares(seconds),
         elsewhere=rounds.elsewhere,
+        threads=threads,
+        over_first=ratio(own, first[cases.OWN]) if threads else None,
     )
-
-
-def evaluate_threads(case: Case, rounds: Rounds, counts: Sequence[int]) -> list[Result]:
-    """Returns a result for each number of engine threads, relative to the first one.
-
-    Times of jax_ub's programs with the other counts have names such as "jax_ub@16".
-    """
-    seconds = rounds.seconds
-    results = []
-    for count in counts:
-        named = {n: s for n, s in seconds.items() if "@" not in n}
-        chosen = {n: seconds.get(f"{n}@{count}", s) for n, s in named.items()}
-        own, first = (_each_call(case, s)[cases.OWN] for s in (chosen, named))
-        results.append(
-            dataclasses.replace(
-                evaluate(case, Rounds(chosen, rounds.elsewhere)),
-                threads=count,
-                over_first=ratio(own, first),
-            )
-        )
-    return results
 
 
 def _each_call(case, seconds):
@@ -108,11 +94,10 @@ def _each_call(case, seconds):
     """
     if case.calls == 1:
         return seconds
-    each = dict(seconds)
-    for name in (cases.OWN, cases.BEST):
-        more = _difference(seconds[name], seconds[f"{name}_once"])
-        each[name] = [value / case.calls for value in more]
-    return each
+    return seconds | {
+        name: _difference(seconds[name], seconds[f"{name}_once"]) / case.calls
+        for name in (cases.OWN, cases.BEST)
+    }
 
 
 def _shares(seconds):
@@ -128,9 +113,9 @@ def _shares(seconds):
 
 
 def _difference(seconds, base):
-    # If noise makes the longer program the faster one in a round, the difference is not
-    # positive. A tiny positive time keeps the quotients defined.
-    return [max(more - less, 1e-9) for more, less in zip(seconds, base, strict=True)]
+    # If noise makes the longer program the faster one in a round, the difference would
+    # not be positive. A tiny positive time keeps the quotients defined.
+    return np.maximum(np.subtract(seconds, base), 1e-9)
 
 
 def _ratio_text(summary: Summary | None) -> str:
@@ -199,8 +184,8 @@ PROCESSES = Table(
 )
 
 
-def sections(results: Sequence[Result], fallbacks: Sequence[str]) -> str:
-    """Returns the text below the table of results: memory, notes, disturbed cases."""
+def sections(results: Sequence[Result], fallbacks: Sequence[Fallback]) -> str:
+    """Returns what follows the table of results: memory, notes, disturbed cases."""
     found = {
         "Memory in addition to operands and results, per device": _memory(results),
         "Missing": [note for result in results for note in result.case.notes],
@@ -209,7 +194,9 @@ def sections(results: Sequence[Result], fallbacks: Sequence[str]) -> str:
             for result in results
             if result.elsewhere > _DISTURBED_SHARE
         ],
-        "NOT overlapped, run as plain jax.lax": fallbacks,
+        "NOT overlapped, run as plain jax.lax": [
+            f"{fallback.label}: {fallback.reason}" for fallback in fallbacks
+        ],
     }
     # With --threads, a case has a result per thread count, all with the same lines.
     # dict.fromkeys keeps each line once.
@@ -223,17 +210,12 @@ def sections(results: Sequence[Result], fallbacks: Sequence[str]) -> str:
 def _memory(results):
     rows = [
         (
-            result.case.name,
-            result.case.num_ranks,
-            result.case.dtype,
-            result.case.shape,
-            format_bytes(memory.own_bytes),
-            format_bytes(memory.peer_bytes),
-            format_bytes(memory.workspace_bytes),
-            f"{memory.avoided}: {format_bytes(memory.avoided_bytes)}",
+            *(column[1](result) for column in map(_COLUMNS.__getitem__, _CASE)),
+            *map(format_bytes, (m.own_bytes, m.peer_bytes, m.workspace_bytes)),
+            f"{m.avoided}: {format_bytes(m.avoided_bytes)}",
         )
         for result in results
-        if (memory := result.case.memory) is not None
+        if (m := result.case.memory) is not None
     ]
     columns = (*_CASE, "jax_ub", "xla_best", "engine", "not allocated")
     return format_table(columns, rows, is_markdown=True) if rows else []
@@ -254,66 +236,49 @@ def describe(environment: dict[str, Any], options: str) -> str:
 
 
 _SERIES = {
-    cases.BEST: ("over XLA's fastest program", "#1f77b4"),
-    cases.NAIVE: ("over XLA's naive program", "#9ecae1"),
-    cases.RING: ("over a ppermute ring", "#fdae6b"),
-    cases.PLAIN: ("share of the plain GEMM", "#555555"),
+    cases.BEST: "over XLA's fastest program",
+    cases.NAIVE: "over XLA's naive program",
+    cases.RING: "over a ppermute ring",
+    cases.PLAIN: "share of the plain GEMM",
 }
 
 
-def check_plot(ops: Sequence[str]) -> None:
-    """Raises an error if `--plot` cannot work, before a long benchmark run starts."""
-    load_pyplot("bench: --plot")
-    if set(ops) <= {"latency"}:
-        raise UnsupportedOverlapError(
-            "bench: --plot has nothing to draw but latency. Add an op to --ops."
-        )
-
-
 def plot(results: Sequence[Result], path: pathlib.Path, title: str) -> None:
-    """Writes a PNG of speed-ups: a panel for each dtype, bars for each op and P.
+    """Writes a picture of speed-ups, with a panel per dtype and bars for each op and P.
 
     The height of a bar is the geometric mean over shapes; each dot is one shape.
     """
-    pyplot = load_pyplot("bench: --plot")
-    shown = [result for result in results if result.case.op != "latency"]
-    dtypes = sorted({result.case.dtype for result in shown})
-    size = (14, 4.2 * len(dtypes))
-    figure, panels = pyplot.subplots(len(dtypes), 1, figsize=size, squeeze=False)
-    for panel, dtype in zip(panels[:, 0], dtypes, strict=True):
-        _draw_bars(panel, [r for r in shown if r.case.dtype == dtype])
-        panel.set_title(dtype, loc="left")
-    panels[0, 0].legend(loc="upper right", ncols=len(_SERIES), fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    with writing(path):
-        figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def _draw_bars(panel, results):
-    groups: dict[str, list[Result]] = {}
+    panels: dict[str, dict[str, list[Result]]] = {}
     for result in results:
-        name = result.case.name.removeprefix("gemm ").replace("_", "\n")
-        label = f"{name}\nP={result.case.num_ranks}"
-        groups.setdefault(label, []).append(result)
-    width = 0.8 / len(_SERIES)
-    for offset, (series, (label, colour)) in enumerate(_SERIES.items()):
-        values = [
+        if result.case.op != "latency":
+            name = result.case.name.removeprefix("gemm ").replace("_", "\n")
+            label = f"{name}\nP={result.case.num_ranks}"
+            groups = panels.setdefault(result.case.dtype, {})
+            groups.setdefault(label, []).append(result)
+    size = (14, 4.2 * len(panels))
+    with pictures.drawing("bench: --plot", path, title, len(panels), size) as drawn:
+        for panel, (dtype, groups) in zip(drawn, panels.items(), strict=True):
+            panel.set_title(dtype, loc="left")
+            panel.set_ylabel("times as fast")
+            _draw_groups(panel, groups)
+
+
+def _draw_groups(panel, groups):
+    values = {
+        label: [
             [
                 summary.median
-                for r in group
-                if (summary := r.speedups.get(series) or r.shares.get(series))
+                for result in group
+                if (summary := result.speedups.get(name) or result.shares.get(name))
             ]
             for group in groups.values()
         ]
-        x = [i + (offset - (len(_SERIES) - 1) / 2) * width for i in range(len(groups))]
-        heights = [statistics.geometric_mean(v) if v else 0.0 for v in values]
-        if any(heights):
-            panel.bar(x, heights, width, color=colour, label=label)
-        for at, group in zip(x, values, strict=True):
-            panel.plot([at] * len(group), group, ".", color="black", ms=3)
-    panel.axhline(1, color="black", lw=0.8)
-    panel.set_xticks(range(len(groups)), groups, fontsize=6)
-    panel.set_ylabel("times as fast")
-    panel.margins(x=0.01)
+        for name, label in _SERIES.items()
+    }
+    heights = {
+        label: [statistics.geometric_mean(each) if each else 0.0 for each in every]
+        for label, every in values.items()
+    }
+    for label, x, _ in pictures.draw_bars(panel, list(groups), heights):
+        for at, each in zip(x, values[label], strict=True):
+            panel.plot([at] * len(each), each, ".", color="black", ms=3)

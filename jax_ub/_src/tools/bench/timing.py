@@ -6,19 +6,19 @@ Slow phases of the machine then affect all programs, not only one.
 import contextlib
 import dataclasses
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools.bench.machine import BackgroundLoad, Ranks
 
-# Name of a limit: the time of the case's FLOPs at the peak rate, which is measured on
-# tiles that stay in the L1 cache.
+Values = Sequence[float] | np.ndarray
+# Limit: the time of the FLOPs at the peak rate, on tiles that stay in the L1 cache.
 PEAK = "peak"
 # Duration of a measurement of the peak rate: 20 times the wake-up time of a thread, so
 # that all cores compute nearly all the time.
@@ -123,38 +123,6 @@ class Rounds:
     elsewhere: float  # the largest CPU share of other processes in a kept round
 
 
-class RoundSelector:
-    """Decides how many rounds to time, and keeps the `rounds` calmest ones.
-
-    It runs at most `rounds * patience` rounds to find calm ones.
-    """
-
-    def __init__(self, rounds: int, patience: int):
-        self._rounds, self._most = rounds, rounds * patience
-        self._shares: list[float] = []
-
-    def add(self, share: float) -> None:
-        self._shares.append(share)
-
-    @property
-    def num_rounds(self) -> int:
-        return len(self._shares)
-
-    @property
-    def is_over(self) -> bool:
-        calm = sum(share <= _CALM for share in self._shares)
-        return calm >= self._rounds or self.num_rounds >= self._most
-
-    def keep(self, seconds: dict[str, list[float]]) -> Rounds:
-        """Returns the times of the calmest rounds, given the times of all rounds."""
-        numbers = sorted(range(self.num_rounds), key=self._shares.__getitem__)
-        kept = numbers[: self._rounds]
-        return Rounds(
-            {name: [every[i] for i in kept] for name, every in seconds.items()},
-            self._shares[kept[-1]],
-        )
-
-
 def interleave(
     candidates: Sequence[Any],
     rounds: int,
@@ -166,18 +134,21 @@ def interleave(
     """Times every program once per round, in a random order that differs by round.
 
     The order is seeded by the round's number. No candidate always follows the same one
-    and its effects on caches, clock frequency and threads. `agree` maps a round's
-    background load to a value that all processes share.
+    and its effects on caches, clock frequency and threads. The calmest `rounds` rounds
+    are kept, of at most `rounds * patience`. `agree` maps a round's background load to
+    a value that all processes share.
     """
     load = load or BackgroundLoad()
-    selector = RoundSelector(rounds, patience)
     seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
-    while not selector.is_over:
-        number = selector.num_rounds
-        for candidate in random.Random(number).sample(candidates, len(candidates)):
+    shares: list[float] = []
+    while len(shares) < rounds * patience and sum(s <= _CALM for s in shares) < rounds:
+        order = random.Random(len(shares))
+        for candidate in order.sample(candidates, len(candidates)):
             seconds[candidate.name].append(candidate.seconds())
-        selector.add(agree(max([load.share(), *(c.lost for c in candidates)])))
-    return selector.keep(seconds)
+        shares.append(agree(max([load.share(), *(c.lost for c in candidates)])))
+    kept = sorted(range(len(shares)), key=shares.__getitem__)[:rounds]
+    times = {name: [every[i] for i in kept] for name, every in seconds.items()}
+    return Rounds(times, shares[kept[-1]])
 
 
 def fastest(
@@ -213,21 +184,18 @@ class Summary:
     best: float
 
 
-def summarize(values: Sequence[float]) -> Summary:
+def summarize(values: Values) -> Summary:
     """Returns the median, spread and smallest value of a series of times."""
-    median = statistics.median(values)
-    low, high = median, median
-    if len(values) > 1:
-        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Summary(median, (high - low) / median, min(values))
+    low, median, high = map(float, np.percentile(values, (25, 50, 75)))
+    return Summary(median, (high - low) / median, float(np.min(values)))
 
 
-def ratio(peer: Sequence[float], own: Sequence[float]) -> Summary:
+def ratio(peer: Values, own: Values) -> Summary:
     """Returns a summary of the speed-ups `peer / own`, one quotient for each round.
 
     Both series come from the same rounds. A slow phase of the machine then affects
     both, and the median of the quotients is more stable than the quotient of the
     medians. `best` is the largest quotient.
     """
-    quotients = [p / o for p, o in zip(peer, own, strict=True)]
+    quotients = np.divide(peer, own).tolist()
     return dataclasses.replace(summarize(quotients), best=max(quotients))

@@ -1,4 +1,4 @@
-"""Reports what is installed, and what can run or why not: `python -m jax_ub doctor`.
+"""Reports what is installed, and what can run or why not.
 
 With `--processes`, several processes are started, which also compute together as the
 processes of a job do.
@@ -15,6 +15,8 @@ from jax_ub._src.runtime import backend
 from jax_ub._src.tables import format_table
 from jax_ub._src.tools.doctor.checks import Finding, State, examine
 from jax_ub._src.tools.launch import parts
+
+EXAMPLE = "doctor --processes 2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Explains which calls of a script overlap: `python -m jax_ub explain script.py ...`.
+"""Explains which calls of a script overlap.
 
 Runs the program and prints one line per compiled call of jax_ub, with the reason if it
 fell back to plain JAX. A collective of XLA that could be fused with an adjacent dot
@@ -26,6 +26,7 @@ from jax_ub._src.tools.options import output_path
 from jax_ub._src.tools.script import check_script, run_script, split_program
 from jax_ub._src.tools.trace.recorder import trace
 
+EXAMPLE = "explain --hardware h100 train.py --steps 3"
 # JAX's event for a program that XLA compiles or that the compilation cache returns.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 

@@ -1,4 +1,4 @@
-"""Runs one program in several processes on this machine: `python -m jax_ub launch`.
+"""Runs one program in several processes on this machine.
 
 `jax.distributed.initialize()` needs no arguments in these processes. Every output line
 is prefixed with the index of its process. When a process fails, the launcher reports
@@ -22,8 +22,8 @@ from jax_ub._src.tools.launch import supervisor
 from jax_ub._src.tools.launch.parts import LaunchError, check_counts
 from jax_ub._src.tools.script import split_program
 
-# The address of the coordinator of `jax.distributed`, which all processes of this
-# machine can reach.
+EXAMPLE = "launch -n 2 --devices-per-process 4 train.py --steps 3"
+# Address of the coordinator, which all processes of this machine can reach.
 _HOST = "127.0.0.1"
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,8 +1,7 @@
-"""Predicts how much overlap would help a model: `python -m jax_ub simulate`."""
+"""Predicts how much overlap would help a model."""
 
 import argparse
 import dataclasses
-import math
 import sys
 from typing import Any
 
@@ -10,13 +9,18 @@ from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.files import write_json
 from jax_ub._src.methods import Method
 from jax_ub._src.tables import format_table
-from jax_ub._src.tools.options import load_pyplot, output_path, picture_path
+from jax_ub._src.tools import pictures
+from jax_ub._src.tools.options import amount_of, name_of, output_path, positive
 from jax_ub._src.tools.simulate import hardware as machines
-from jax_ub._src.tools.simulate import models, picture
+from jax_ub._src.tools.simulate import models
 from jax_ub._src.tools.simulate.cost import Bounds, Workload, bounds
 from jax_ub._src.tools.simulate.estimate import Prediction, estimate_workload
 from jax_ub._src.tools.simulate.hardware import Hardware
 from jax_ub._src.tools.simulate.models import Layer, Model
+
+EXAMPLE = "simulate --tp 8 --hardware h100 --model llama3-70b"
+# Tensor-parallel sizes of the picture.
+_DRAWN = (2, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,36 +80,61 @@ def layer_rows(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     known = ", ".join(machines.HARDWARE)
-    add("--tp", type=int, default=8, help="number of ranks (default: 8)")
-    add("--hardware", default="h100", help=f"{known} (default: h100)")
+    add("--tp", type=positive, default=8, help="number of ranks (default: 8)")
+    add(
+        "--hardware",
+        type=name_of(machines.HARDWARE),
+        default="h100",
+        help=f"{known} (default: h100)",
+    )
     add(
         "--model",
+        type=name_of(models.MODELS),
         default="llama3-70b",
         help=f"{', '.join(models.MODELS)} (default: llama3-70b)",
     )
-    add("--tokens", type=int, default=8192, help="M, over all ranks (default: 8192)")
+    add(
+        "--tokens",
+        type=positive,
+        default=8192,
+        help="M, over all ranks (default: 8192)",
+    )
     add(
         "--gflops",
-        type=float,
+        type=amount_of("GFLOP/s"),
         help="for --hardware cpu: bf16 GFLOP/s of all cores of this host",
     )
     add(
         "--copy-gbs",
-        type=float,
+        type=amount_of("GB/s"),
         help="for --hardware cpu: GB/s of a copy on this host, reads and writes",
     )
     add("--json", type=output_path, help="write all figures to this file")
-    add("--png", type=picture_path, help="draw the gain per layer for tp = 2, 4, 8")
+    add(
+        "--png",
+        type=pictures.picture_path,
+        help=f"draw the gain per layer for tp = {', '.join(map(str, _DRAWN))}",
+    )
     parser.set_defaults(run=command)
 
 
 def command(given: argparse.Namespace) -> int:
     """Prints the predicted times of all linear layers of a model on one machine."""
-    machine = _machine(given)
-    model = models.find(given.model)
-    _check(given, model)
+    machine, model = _machine(given), models.MODELS[given.model]
+    if not _divides(given, model, given.tp):
+        raise ShapeContractError(
+            f"simulate: {model.name} with --tokens {given.tokens} does not divide into "
+            f"--tp {given.tp} ranks. Take a --tp that divides the sizes, and a "
+            "multiple of it as --tokens."
+        )
+    drawn = [num for num in _DRAWN if _divides(given, model, num)]
     if given.png is not None:
-        load_pyplot("simulate: --png")
+        if not drawn:
+            raise ShapeContractError(
+                f"simulate: --png draws {', '.join(map(str, _DRAWN))} ranks, and "
+                f"--tokens {given.tokens} divides into none of them. Take a multiple."
+            )
+        pictures.load_pyplot("simulate: --png")
     rows = layer_rows(model, given.tokens, given.tp, machine)
     title = f"{model.name}, forward of one transformer layer, bf16, P = {given.tp}"
     lines = [title, *(f"  {line}" for line in describe(machine)), "", *table(rows)]
@@ -119,16 +148,27 @@ def command(given: argparse.Namespace) -> int:
         write_json(given.json, document)
     if given.png is not None:
         title = f"{model.name} on {machine.name}, {given.tokens} tokens, forward, bf16"
-        sizes = [num for num in (2, 4, 8) if _divides(given, model, num)]
-        bars = {
-            f"tp = {num}": [
-                (row.layer.name, row.speedup, row.limit)
-                for row in layer_rows(model, given.tokens, num, machine)
-            ]
-            for num in sizes
+        found = {
+            f"tp = {num}": layer_rows(model, given.tokens, num, machine)
+            for num in drawn
         }
-        picture.draw(bars, title, given.png)
+        _draw(found, title, given.png)
     return 0
+
+
+def _draw(found, title, path):
+    """Draws a group of bars for each layer, one bar for each tensor-parallel size."""
+    with pictures.drawing("simulate: --png", path, title, 1, (8, 3.6)) as (panel,):
+        layers = [row.layer.name for row in next(iter(found.values()))]
+        speedups = {name: [row.speedup for row in rows] for name, rows in found.items()}
+        for name, x, width in pictures.draw_bars(panel, layers, speedups):
+            limits = [row.limit for row in found[name]]
+            left, right = ([at + side * width / 2 for at in x] for side in (-1, 1))
+            label = None if name != list(found)[-1] else "perfect overlap"
+            panel.hlines(limits, left, right, color="black", lw=1.4, label=label)
+            for at, row in zip(x, found[name], strict=True):
+                panel.text(at, 0.04, f"{row.speedup:.2f}", ha="center", fontsize=8)
+        panel.set_ylabel("speed-up over GEMM, then collective")
 
 
 def describe(machine: Hardware) -> list[str]:
@@ -190,7 +230,7 @@ def _us(*seconds):
 
 
 def _machine(given):
-    machine = machines.find(given.hardware)
+    machine = machines.HARDWARE[given.hardware]
     if given.gflops is None and given.copy_gbs is None:
         return machine
     if not machine.is_host:
@@ -199,30 +239,11 @@ def _machine(given):
             f"{shown(machine.name)} has its figures. Add --hardware cpu."
         )
     return machines.host(
-        _measured("--gflops", given.gflops, machine.flops_per_s),
-        _measured("--copy-gbs", given.copy_gbs, machine.memory_bytes_per_s),
+        1e9 * given.gflops if given.gflops else machine.flops_per_s,
+        1e9 * given.copy_gbs if given.copy_gbs else machine.memory_bytes_per_s,
     )
-
-
-def _measured(option, giga, default):
-    if giga is None:
-        return default
-    if not 0 < giga < math.inf:
-        raise ShapeContractError(
-            f"simulate: {option} {giga:g} is no rate. Give a positive number."
-        )
-    return 1e9 * giga
-
-
-def _check(given, model):
-    if not _divides(given, model, given.tp):
-        raise ShapeContractError(
-            f"simulate: {model.name} with {given.tokens} tokens does not divide into "
-            f"{given.tp} ranks. Take a --tp that divides the sizes, and a multiple of "
-            "it as --tokens."
-        )
 
 
 def _divides(given, model, num_ranks):
     sizes = [given.tokens, *(size for one in model.layers for size in (one.K, one.N))]
-    return num_ranks > 0 and all(size > 0 and size % num_ranks == 0 for size in sizes)
+    return all(size % num_ranks == 0 for size in sizes)

@@ -1,8 +1,7 @@
-"""Records what every rank does in jax_ub's calls: `python -m jax_ub trace`.
+"""Records what every rank does in jax_ub's calls.
 
-The trace is recorded from a program (`trace [options] script.py ...`) or from a single
-op (`trace --op all_gather_matmul --method ring_exchange --tp 4`), in one process or in
-several (`--processes`). `trace --merge step.*.json` reads files that `ub.trace` wrote.
+The trace is recorded from a program or from a single op (`--op`), in one process or in
+several (`--processes`). `--merge` reads files that `ub.trace` wrote.
 """
 
 import argparse
@@ -27,6 +26,7 @@ from jax_ub._src.tools.script import check_script, run_script, split_program
 from jax_ub._src.tools.trace import perfetto, recorder
 from jax_ub._src.tools.trace.spans import Trace
 
+EXAMPLE = "trace --op all_gather_matmul --tp 4 --json op.json"
 _AXIS = "tp"
 _NUM_WARMUP_CALLS = 2
 _ROWS, _COLUMNS = PartitionSpec(_AXIS), PartitionSpec(None, _AXIS)

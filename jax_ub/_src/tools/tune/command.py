@@ -26,6 +26,7 @@ from jax_ub._src.tools.simulate import models
 from jax_ub._src.tools.tune.candidates import candidates
 from jax_ub._src.tools.tune.cases import Operands, cases, dgrad_of
 
+EXAMPLE = "tune --tp 2 --shapes 512x1024x2816 --output tuned.json"
 _TOKENS = 8192
 _HEADER = ("op", "P", "M", "K", "N", "dtype", "best")
 _WIDTHS = (22, 2, 6, 6, 6, 9, 0)

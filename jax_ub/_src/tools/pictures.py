@@ -1,0 +1,80 @@
+"""Draws bar charts to image files, with matplotlib."""
+
+import argparse
+import contextlib
+import importlib
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax_ub._src.errors import shown
+from jax_ub._src.files import writing
+from jax_ub._src.tools.options import load_extra, output_path
+
+_SUFFIXES = (".png", ".pdf", ".svg")
+_COLOURS = ("#1f77b4", "#9ecae1", "#fdae6b", "#555555")
+_GROUP_WIDTH = 0.8
+
+
+def picture_path(text: str) -> pathlib.Path:
+    """Checks that a command-line option names an image file that can be written.
+
+    The suffix selects the format: .png, .pdf or .svg.
+
+    Raises:
+        argparse.ArgumentTypeError: if the suffix is unknown, or if `output_path`
+            rejects the path.
+    """
+    path = output_path(text)
+    if path.suffix not in _SUFFIXES:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} does not end in {', '.join(_SUFFIXES)}. Name an image file."
+        )
+    return path
+
+
+def load_pyplot(option: str) -> Any:
+    """Imports pyplot with a backend that writes files and needs no display."""
+    load_extra("matplotlib", option).use("Agg")
+    return importlib.import_module("matplotlib.pyplot")
+
+
+@contextlib.contextmanager
+def drawing(
+    option: str, path: pathlib.Path, title: str, num_panels: int, size: tuple
+) -> Iterator[Sequence[Any]]:
+    """Yields panels, one below the other, and writes the file after the block.
+
+    Raises:
+        UnsupportedOverlapError: if matplotlib, which `option` needs, is not installed.
+        OutputError: if the file cannot be written.
+    """
+    pyplot = load_pyplot(option)
+    figure, panels = pyplot.subplots(num_panels, 1, figsize=size, squeeze=False)
+    yield panels[:, 0]
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    with writing(path):
+        figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def draw_bars(
+    panel: Any, groups: Sequence[str], series: Mapping[str, Sequence[float]]
+) -> Iterator[tuple[str, list[float], float]]:
+    """Draws a group of bars per name in `groups`, with one bar of each series.
+
+    Yields:
+        For each series its name, the x of its bars' centers, and their width.
+    """
+    width = _GROUP_WIDTH / len(series)
+    for index, (name, heights) in enumerate(series.items()):
+        offset = (index - (len(series) - 1) / 2) * width
+        x = [at + offset for at in range(len(groups))]
+        if any(heights):
+            panel.bar(x, heights, 0.95 * width, color=_COLOURS[index], label=name)
+        yield name, x, width
+    panel.axhline(1, color="black", lw=0.8)
+    panel.set_xticks(range(len(groups)), groups, fontsize=7)
+    panel.margins(x=0.01)
+    panel.legend(loc="upper right", ncols=len(series) + 1, fontsize=8, frameon=False)
