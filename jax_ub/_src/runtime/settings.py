@@ -1,4 +1,7 @@
-"""Reads the environment variables of jax_ub. No other module reads the environment."""
+"""Reads the environment variables of jax_ub.
+
+No other module reads the environment, except for the launcher, which passes it on.
+"""
 
 import os
 
@@ -54,7 +57,8 @@ def deadline_s() -> float:
 def num_threads() -> int | None:
     """Returns `JAX_UB_NUM_THREADS`, the number of threads that compute at a time.
 
-    None means one thread per core that this process may use.
+    None means one thread per core that this process may use, or fewer if the CPU quota
+    of its control group is smaller.
     """
     return _threads("JAX_UB_NUM_THREADS")
 
