@@ -56,18 +56,18 @@ def called(text: str) -> collections.Counter:
 
 
 def attribute(call: str, name: str) -> int | str:
-    """Returns the value of an attribute of a custom call."""
+    """Returns the value of an attribute of a custom call of jax_ub in lowered text."""
     found = re.search(rf'\b{name} = (?:(-?\d+) : i64|"([^"]*)")', call)
     assert found, f"{name} is none of the attributes of {call}"
     return int(found[1]) if found[1] is not None else found[2]
 
 
 def collectives(text: str) -> collections.Counter:
-    """Counts XLA's collectives."""
+    """Counts XLA's collectives in lowered StableHLO text, by name."""
     names = "all_gather|all_reduce|reduce_scatter|all_to_all|collective_permute"
     return collections.Counter(re.findall(rf"stablehlo\.({names})\b", text))
 
 
 def shape(*sizes, dtype="float32"):
-    """Returns shape and dtype of an array that is only traced."""
+    """Returns a `jax.ShapeDtypeStruct` for an operand that is only traced."""
     return jax.ShapeDtypeStruct(sizes, dtype)

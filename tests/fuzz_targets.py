@@ -62,7 +62,7 @@ def differentiated(function, make):
 
 
 def optional(function) -> list[str]:
-    """Returns the keyword arguments of a function that have a default."""
+    """Returns the names of a function's keyword arguments that have a default."""
     parameters = inspect.signature(function).parameters.values()
     return [one.name for one in parameters if one.default is not one.empty]
 

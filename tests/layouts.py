@@ -31,7 +31,7 @@ _CONNECTED: dict[tuple[str, ...], Mesh] = {}
 
 
 def devices(num_ranks: int) -> list[jax.Device]:
-    """Returns `num_ranks` devices in the order of ranks, some of every process.
+    """Returns `num_ranks` devices in rank order, with some of every process.
 
     A program must run in every process of the test.
     """

@@ -12,8 +12,9 @@ from sequences import FEATURES, ROWS, overlapped
 
 from jax_ub import ops
 
-# The three patterns: a scatter behind a linear that is not parallel by itself is row
-# parallel, with a bias for each rank.
+# The three patterns of overlapped linears. In "scattered", a `ReduceScatter` follows a
+# linear without tensor_parallel_mode, which is then row-parallel, with a different bias
+# on each rank.
 KINDS = ("column", "row", "scattered")
 
 

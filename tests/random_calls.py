@@ -73,7 +73,7 @@ class Calls:
         return self.draw.random() < probability
 
     def size(self):
-        """Of features, or of what else may have any."""
+        """Draws a size that may have any value, such as the number of features."""
         return self.draw.randint(1, 9)
 
     def parameter(self, *shape, dtype=None, without=(), everywhere=False):
@@ -130,7 +130,7 @@ class Calls:
             )
 
     def calling(self, name, op, w, options, shape, pick=None):
-        """The part that calls `op(x, w, **options)`; parameters among them."""
+        """Returns the part that calls `op(x, w, **options)`, with parameters in it."""
         leaves, tree = jax.tree.flatten(
             (w, options), is_leaf=lambda leaf: isinstance(leaf, Parameter)
         )
@@ -217,7 +217,7 @@ class Calls:
         return self.calling("reduce", "matmul_all_reduce", w, options, shape)
 
     def local(self, shape, options):
-        """`linear` in any of its five ways that takes such an x."""
+        """Draws a call of `linear`, with one of the five modes that accept this x."""
         ways = [(None, True), ("column", False), ("row", False)]
         if len(shape) > 1:
             if shape[-2] * self.num_ranks <= MOST_ROWS:

@@ -64,7 +64,7 @@ def test_more_random_arguments(name):
         run(name, bad_values.random_changes(TARGETS[name], seed), seed)
 
 
-# They have no arguments.
+# Public functions that have no arguments, and so need no target.
 WITHOUT_TARGET = {
     *("check_communicators", "fallbacks", "memory_report", "register_targets"),
 }
@@ -77,7 +77,7 @@ def test_every_public_function_has_a_target():
 
 def test_every_command_has_a_target():
     commands = {f"command {name}" for name in __main__._COMMANDS}
-    # It measures with any options: see test_bad_input.py.
+    # The doctor runs its checks with any options; test_bad_input.py tests it.
     assert commands - {"command doctor"} <= set(TARGETS)
 
 

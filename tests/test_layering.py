@@ -28,9 +28,9 @@ LAYERS = [
     {"ops", "retrofit", "flax"},
     {"tools"},
 ]
-# Imported inside functions only, so that importing the library loads no tool.
+# Imports that are inside functions only, so that importing the library loads no tool.
 LAZY = {("ops", "tools")}
-# Tools that import the public modules.
+# The tools that import the public modules, as a program does.
 USERS = {"bench", "doctor", "trace", "tune", "explain"}
 
 # The folders of csrc whose headers a folder's files may include. Code for CPUs and for
@@ -101,7 +101,7 @@ def _defines(statement):
 
 
 def _is_lazy(statement):
-    """Returns whether its imports do not run when the module is imported."""
+    """Returns whether a statement's imports do not run when the module is imported."""
     type_checking = isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(
         statement.test
     )
@@ -158,7 +158,7 @@ CSRC_FILES = sorted(
 
 
 def includes(path):
-    """Returns the files that it includes in quotes, and in angle brackets."""
+    """Returns the files that a file includes in quotes, and in angle brackets."""
     text = path.read_text()
     return (
         set(re.findall(r'^#include "([^"]+)"', text, re.MULTILINE)),

@@ -28,14 +28,16 @@ def kernels(tmp_path_factory):
 
 def test_flags_are_acquired_from_and_released_to_the_whole_system(kernels):
     flags = {"ld.acquire.sys.global.u64", "st.release.sys.global.u64"}
-    # Before the first of them, and behind the last, nothing of a signal is seen.
+    # A signal has no access of shared memory before its first flag operation or after
+    # the last one.
     assert set(kernels["jax_ub_signal"]) == flags
     for name in ("jax_ub_wait", "jax_ub_end"):
         words = {found for found in kernels[name] if found.endswith("64")}
-        # The claim is of one device's own word. How long a wait took is in its record.
+        # The compare-and-swap is on a word of this device. The time that a wait took is
+        # stored in its record.
         others = {"atom.global.cas.b64", "st.global.u64"}
         if name == "jax_ub_wait":
-            # What it announces is no data, and orders none.
+            # An announcement publishes no data, so it is a relaxed store.
             others.add("st.relaxed.sys.global.u64")
         assert flags <= words <= flags | others
 

@@ -51,7 +51,8 @@ def test_signature_is_the_pinned_one(name):
 PUBLIC = ub.__all__
 FUNCTIONS = [name for name in PUBLIC if inspect.isfunction(getattr(ub, name))]
 CLASSES = [name for name in PUBLIC if inspect.isclass(getattr(ub, name))]
-# They only inspect state, or do nothing if there is no state.
+# These functions raise no error: they only inspect state, or do nothing if there is no
+# state.
 RAISE_NOTHING = {
     "fallbacks",
     "memory_report",

@@ -20,7 +20,7 @@ from jax_ub.errors import UnsupportedOverlapError
 
 
 class Clock:
-    """It goes on by what a program is said to take: no test measures the machine."""
+    """A fake clock that programs advance, so that no test measures the machine."""
 
     now_s = 0.0
 
@@ -203,7 +203,7 @@ def test_a_single_round_has_no_spread():
 
 
 def test_ratio_compares_the_same_rounds():
-    # The machine slowed down threefold for the last two rounds, for both alike.
+    # In the last two rounds the machine was three times as slow, for both programs.
     found = ratio(peer=[2.0, 2.0, 6.0, 6.0], own=[1.0, 1.0, 3.0, 3.0])
     assert found == Summary(2.0, 0.0, 2.0)
 

@@ -7,7 +7,8 @@ from jax_ub._src.config import te_yaml
 from jax_ub._src.config.resolve import read_entries, resolve
 from jax_ub.overlap_config import UserBufferQuantizationMode, from_te
 
-# In the form of Megatron's and NeMo's files, with what those set and what TE ignores.
+# A file in the format of Megatron and NeMo, with keys that they set and keys that
+# Transformer Engine ignores.
 FILE = """
 # Bulk overlap with AllGather / ReduceScatter
 qkv_dgrad:

@@ -228,7 +228,7 @@ def test_fallbacks_are_counted_by_reason(monkeypatch):
 
 
 class Gpus(StandIn):
-    """Two GPUs, of which the second cannot reach the first."""
+    """A fake CUDA engine with two GPUs, of which the second cannot reach the first."""
 
     def driver_version(self):
         return 13010

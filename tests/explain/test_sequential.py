@@ -146,7 +146,7 @@ def test_separate_collectives_and_local_linears_have_rows():
     linear = ops.BasicLinear(8, 8, userbuffers_options={"comm_name": "fc2"})
     seq = ops.Sequential(linear, ops.ReduceScatter(), linear, ops.AllReduce())
     rows = seq.explain().rows
-    # The first is one of three operations that are GEMM+RS together.
+    # The first operation is one of three that run as one GEMM+RS.
     assert rows[0].op == "matmul_reduce_scatter"
     assert rows[0].note == "UserbuffersForwardLinear of 0-1"
     local, _, forward, backward = rows[2:]
@@ -165,7 +165,7 @@ def test_times_and_bytes_are_predicted_for_known_sizes():
     assert all(row.predicted_s is None for row in none.rows)
     table = mlp().explain(4096, num_ranks=4, hardware="h200")
     up, d_up = table.rows[:2]
-    # Three quarters of the tokens come from the others, in bf16.
+    # Three quarters of the tokens come from the other ranks, in bf16.
     assert up.moved_bytes == 3 / 4 * 4096 * 64 * 2
     assert 0 < up.predicted_s < d_up.predicted_s
 

@@ -22,7 +22,7 @@ def load(data):
 
 
 def on_ranks(name, order):
-    """Operands on a mesh of the devices in `order`."""
+    """Returns a stored program's operands on a mesh of the devices in `order`."""
     mesh = Mesh(np.array(jax.devices())[list(order)], ("tp",))
     specs = PROGRAMS[name][2]
     return jax.tree.map(

@@ -20,7 +20,7 @@ def loss(layer):
 def test_parameters_equal_those_of_dense(parallel, use_bias):
     ours = linen.Linear(32, use_bias=use_bias, parallel=parallel)
     dense = nn.Dense(32, use_bias=use_bias)
-    # A dummy of one token, as linen models are initialized with.
+    # linen models are often initialized with a dummy input of one token.
     ours, dense = (
         layer.init(jax.random.key(0), jnp.ones((1, 16))) for layer in (ours, dense)
     )

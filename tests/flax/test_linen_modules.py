@@ -80,7 +80,7 @@ def loss(module):
 
 @pytest.mark.parametrize(("ours", "flax"), OURS_AND_FLAX)
 def test_parameters_equal_those_of_flax(ours, flax):
-    # A dummy of one token, as linen models are initialized with.
+    # linen models are often initialized with a dummy input of one token.
     x = jnp.ones((1, 1, 16))
     with jax.set_mesh(mesh_of(2, 2, "explicit")):
         assert_equal(ours.init(jax.random.key(3), x), flax.init(jax.random.key(3), x))

@@ -91,7 +91,7 @@ def test_a_traced_layer_is_traced_again_after_a_new_configuration(monkeypatch):
     layer = Linear(32, 16, parallel="row", ub_name="fc2", **options)
 
     def found():
-        # Each is a new program for jax.jit.
+        # Each call traces a new function, because jax.jit caches programs.
         return methods_in(lambda x: layer(x), jnp.ones((2, 16, 32)))
 
     before = found()

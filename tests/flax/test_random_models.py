@@ -242,7 +242,7 @@ def types_of(arrays):
 
 
 def far(found, expected, eps):
-    """Lists the arrays that differ by more than rounding errors."""
+    """Lists the names of arrays that differ by more than rounding errors."""
     names = []
     for name, wanted in expected.items():
         a, b = (np.asarray(each, np.float32) for each in (found[name], wanted))

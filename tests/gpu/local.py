@@ -60,7 +60,7 @@ def main():
 
 
 def check(dtype, M, K, N):
-    """Yields descriptions of failures."""
+    """Runs all local ops once, and yields a description of each wrong result."""
     x, w, dy, residual, main_grad, bias = (
         draw(seed, shape)
         for seed, shape in enumerate(

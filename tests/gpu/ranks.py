@@ -90,7 +90,7 @@ def check(program, mesh, method, dtype, given):
 
 
 def check_exported(mesh, on_gpu, scale):
-    """Runs an exported program, on GPUs again with the devices in reverse order.
+    """Runs an exported program, and on GPUs again with the devices in reverse order.
 
     Returns:
         Descriptions of errors.

@@ -32,7 +32,10 @@ TIMEOUT_S = 60
 
 
 def run(*command, gpus, flags, delay_us=0, status=0):
-    """Returns its output; fails if it failed or broke a rule of CUDA."""
+    """Runs a command on emulated GPUs and returns its output.
+
+    It fails the test if the exit status is wrong or the command broke a rule of CUDA.
+    """
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         stdout=subprocess.PIPE,

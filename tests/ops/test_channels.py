@@ -68,7 +68,7 @@ def test_extra_inputs_without_a_channel_are_passed_in_order():
 
 
 def test_residual_equal_to_the_gradient_of_the_product():
-    """dy goes both ways: into the linear's products, and through the residual."""
+    """dy is used twice: in the linear's GEMMs, and as the residual's gradient."""
     seq = ops.Sequential(
         make("a", False, in_place=True), ops.BasicLinear(4, 4), take("a", in_place=True)
     )

@@ -25,7 +25,7 @@ def names(fused):
 
 
 def residual_mlp():
-    """A sharded block whose residual is a channel."""
+    """Returns a tensor-parallel MLP whose residual is passed on by a channel."""
     make = ops.MakeExtraOutput(in_place=True)
     return ops.Sequential(
         make.with_extra_output_channel(0, "residual", output_to_caller=False),
@@ -111,7 +111,7 @@ def test_a_producer_and_its_reader_may_not_be_fused():
         ([], [first_of(3)]),
         ([first_of(2), last_of(3)], [last_of(4)]),
         ([windows_of(DoubleAdd, ops.Bias, ops.AddExtraInput)], [first_of(2)]),
-        # A group with both ends of the channel in it.
+        # The group contains both the producer and the consumer of the channel.
         ([first_of(4)], [last_of(5)]),
     ],
     ids=["forward", "backward", "overlapping", "added at once", "channel inside"],
@@ -135,7 +135,7 @@ def test_any_fusion_computes_the_same_result(forward, backward):
 
 
 def test_types_inside_a_group_equal_those_of_its_operations():
-    """The sum over ranks is replicated inside the group, and what follows it is not."""
+    """In the group, the sum over ranks is replicated, and later arrays vary."""
     row = ops.BasicLinear(8, 4, tensor_parallel_mode="row", dtype=jnp.bfloat16)
     seq = ops.Sequential(ops.ConstantScale(2.0), row, ops.AddExtraInput(), ops.ReLU())
     params = integers_of(seq)
@@ -162,7 +162,7 @@ def test_types_inside_a_group_equal_those_of_its_operations():
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Counted(BasicOperation):
-    """x * factor; says which gradients it computes."""
+    """Multiplies x by a factor, and records which gradients it computes."""
 
     seen: list = dataclasses.field(hash=False, compare=False)
     token: int  # another one every time, as JAX traces equal descriptions once
@@ -228,7 +228,7 @@ def test_operations_before_the_first_gradient_have_no_backward():
             text = compiled_text(jax.jit(jax.grad(loss)), params[3])
         return calls(text)
 
-    # Four forward products, and the gradient of the last kernel.
+    # The program has four forward GEMMs, and the gradient of the last kernel.
     assert counted({}) == {"matmul": 4, "wgrad": 1}
     assert counted({"backward": [first_of(4)]}) == {"matmul": 4, "wgrad": 1}
 
@@ -242,7 +242,7 @@ def test_a_zero_gradient_does_not_change_main_grad():
         with only(**fusions):
             gradient = jax.grad(lambda p: jnp.sum(seq(p, x)[0] * 0))(params)
         assert_equal(gradient[1]["main_grad"], params[1]["main_grad"])
-    # In one group with something that has a gradient, the product is left out.
+    # The GEMM is also left out in a group with another operation that has a gradient.
     bias = ops.Sequential(ops.Bias(4), ops.MakeExtraOutput(), linear)
     params = integers_of(bias)
     with only(backward=[first_of(3)]):
@@ -255,7 +255,7 @@ def test_a_zero_gradient_does_not_change_main_grad():
 
 @dataclasses.dataclass(frozen=True)
 class Lazy(FusedOperation):
-    """A backward that computes nothing it is not asked for, and returns too little."""
+    """An operation whose backward returns fewer gradients than requested."""
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         return None, ({},) * len(self.basic_ops), ((),) * len(self.basic_ops)

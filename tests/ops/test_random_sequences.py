@@ -13,7 +13,8 @@ from jax_ub import ops
 pytestmark = pytest.mark.slow
 
 RANKS, ROWS, WIDTH = 4, 8, 8
-# How the ranks have an activation: all the same, or each its tokens or features.
+# How an activation is distributed over the ranks: the same on all of them, or sharded
+# by tokens or features.
 SPECS = {"whole": P(), "tokens": TOKENS, "features": FEATURES}
 # Parallel mode, sequence parallel, and the sharding of the result.
 LINEARS = {
@@ -24,10 +25,10 @@ LINEARS = {
 
 
 class Walk:
-    """Operations, each one that takes x as the one before left it.
+    """A random sequence of operations that accept each other's results.
 
-    Each has a reference, which computes the global x: a function of its parameters, x,
-    and the channels by name.
+    Each operation has a reference: a function of its parameters, the global x, and the
+    channels by name.
     """
 
     def __init__(self, seed: int, check_vma: bool):
@@ -85,7 +86,8 @@ class Walk:
             layout = "whole" if reduces else "tokens"
             self.add(op, lambda p, x, _: RANKS * x, layout)
         elif self.layout == "tokens" and not self.check_vma:
-            # With types, what was gathered is every rank's own, not one x of all.
+            # With check_vma=True, a gathered array has a type that varies over the
+            # ranks, so it does not count as one replicated x.
             self.add(ops.AllGather(), lambda p, x, _: x, "whole")
 
     def leave(self):

@@ -16,7 +16,7 @@ from jax_ub import ops
 
 
 def block():
-    """A residual MLP block of every kind of operation."""
+    """Returns a residual MLP block with every kind of operation."""
     residual = ops.MakeExtraOutput(in_place=True)
     return ops.Sequential(
         residual.with_extra_output_channel(0, "residual", output_to_caller=False),
@@ -30,7 +30,7 @@ def block():
 
 
 def normal_of(seq):
-    """Normally distributed parameters, of a size that keeps sums small."""
+    """Returns normally distributed parameters, small enough to keep sums small."""
     shapes = jax.eval_shape(seq.init, jax.random.key(0))
     return jax.tree.map(lambda shape: normal(0, shape.shape) / 4, shapes)
 
@@ -183,7 +183,7 @@ def test_init_depends_only_on_the_key_and_the_index():
 
 
 def transformed(seq):
-    """Ways to differentiate twice the same block, one after another."""
+    """Returns, by name, the losses of two consecutive calls of a block."""
 
     def loss(apply):
         def run(params, x):

@@ -19,7 +19,8 @@ def run(num_ranks, method):
     def function(x):
         return all_gather(execution(method, num_ranks), x)
 
-    # Every rank returns all rows; side by side they show that all ranks agree.
+    # Every rank returns all rows. The results are concatenated, so that all of them are
+    # compared.
     specs = (P(None, "tp"),)
     return on_ranks(function, tp_mesh(num_ranks), specs, P(None, None, "tp"))
 

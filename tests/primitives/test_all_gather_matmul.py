@@ -36,7 +36,7 @@ def product(x, ws, biases, *, num_ranks, method, out_dtype, **options):
 
 
 def two_ways(x, ws, transposed, biases, **where):
-    """Kernels as they are with a bias and the gathered x; and transposed without."""
+    """Calls the op in two ways: with a bias and the gathered x, and with neither."""
     plain, gathered = product(
         x, ws, biases, return_gathered=True, out_dtype=x.dtype, **where
     )
@@ -91,7 +91,7 @@ def test_is_one_call_and_no_collective(method):
 
 
 def scaled_and_added(x, ws, biases, residuals, **where):
-    """With both addends, and with the residuals alone."""
+    """Calls the op with bias and residual, and with the residual only."""
     options = {"scale": 0.5, "out_dtype": "float32", **where}
     return (
         product(x, ws, biases, residuals=residuals, return_gathered=True, **options),

@@ -21,7 +21,8 @@ def run(num_ranks, method):
     def function(dys, ws, shard):
         return bulk_all_gather(execution(method, num_ranks), dys, ws, shard)
 
-    # Both results differ between ranks or are compared rank by rank, side by side.
+    # The results of all ranks are concatenated, since they differ or are compared rank
+    # by rank.
     specs = (FEATURES, P(None, "tp"), ROWS)
     return on_ranks(function, tp_mesh(num_ranks), specs, (FEATURES, FEATURES))
 

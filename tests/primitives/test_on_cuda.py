@@ -78,7 +78,7 @@ def test_a_call_ends_with_its_workspace(engine):
 
 
 def test_a_call_has_no_side_effects(engine):
-    """XLA of jax 0.11 runs a call of a scan twice where it has."""
+    """With side effects, the XLA of jax 0.11 would run a call in a scan twice."""
     _, call = the_call(cuda_text(column(tp_mesh(4)), shape(8, 6), shape(6, 8)))
     assert "has_side_effect = true" not in call
 
@@ -151,7 +151,7 @@ def variant(text):
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_few_tokens_are_summed_in_one_exchange(engine, num_ranks):
-    # Of 4 KiB, to all peers together.
+    # The largest number of tokens of 4 KiB that a rank may send to all peers together.
     most = ONE_SHOT_BYTES // 4096 // (num_ranks - 1)
     assert variant(all_reduced(num_ranks, most)) is Variant.ONE_SHOT
     assert variant(all_reduced(num_ranks, most + 1)) is Variant.PLAIN
@@ -168,7 +168,7 @@ def test_only_a_method_that_nobody_chose_sums_in_one_exchange(engine):
 
 
 def summed(tokens, choice, num_pairs=1, num_ranks=8, out_dtype=jnp.bfloat16):
-    """The variant of an all-reduce of so many tokens of 1024 features."""
+    """Returns the variant of an all-reduce of `tokens` tokens with 1024 features."""
     run = Execution(label="test", choice=choice, axis_name=("tp",), num_ranks=num_ranks)
     call = MatmulAllReduce(
         execution=run,
@@ -199,7 +199,8 @@ def test_partial_sums_and_results_in_f32_leave_room_for_half_the_tokens():
 def test_what_was_tuned_to_be_one_exchange_is_where_any_heap_has_room():
     one_shot = KernelOptions(variant=Variant.ONE_SHOT)
     tuned = MethodChoice(Method.RING_EXCHANGE, kernel_options=one_shot)
-    # Any number of tokens where the slots need no more than the capacity's 8 bytes.
+    # A tuned one-shot exchange may have any number of tokens if the slots need at most
+    # the 8 bytes per element of the capacity.
     assert summed(8192, tuned, num_ranks=5) is Variant.ONE_SHOT
     assert summed(8192, tuned, num_ranks=5, num_pairs=2) is Variant.PLAIN
     most = ONE_SHOT_BYTES // (7 * 2048)
@@ -354,7 +355,7 @@ def test_configurations_act(engine):
         assert attribute(call, name) == value
     _, call = the_call(cuda_text(column(mesh, ub_name="fc1"), *operands))
     assert attribute(call, "num_splits") == 3
-    # Copy engines: room for the kernels that wait, signal and sum.
+    # With copy engines, GEMMs leave room for the kernels that wait, signal and sum.
     assert (attribute(call, "use_ce"), attribute(call, "sm_margin")) == (1, 2)
     _, call = the_call(cuda_text(column(mesh, ub_name="mine"), *operands))
     assert (attribute(call, "use_ce"), attribute(call, "num_sm")) == (0, 8)
@@ -369,7 +370,7 @@ def test_tf32_is_used_only_where_it_is_asked_for(engine, allowed, monkeypatch):
 
 
 def refused(mesh, match, **options):
-    """The same call, named and automatic."""
+    """Asserts that a named method raises an error, and that "auto" falls back."""
     operands = shape(8, 6), shape(6, 8)
     with pytest.raises(UnsupportedOverlapError, match=match):
         cuda_text(column(mesh, method="pipeline", **options), *operands)

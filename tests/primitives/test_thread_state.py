@@ -31,7 +31,7 @@ def _runner(method, then, size):
 
 
 def _rows(array):
-    """The rows of the ranks in this process."""
+    """Returns the rows of the ranks in this process as one NumPy array."""
     return np.concatenate([np.asarray(rows) for _, rows in visible(array)])
 
 

@@ -22,7 +22,7 @@ ROWS, FEATURES = P(None, "tp"), P(None, None, "tp")
 
 
 def products(x, dys, main_grads, *, gather, num_ranks, method):
-    """Without an accumulator; and added to one, in its dtype and in another."""
+    """Computes wgrads without an accumulator, and with ones of two dtypes."""
 
     def product(main_grads, out_dtype):
         return wgrad(

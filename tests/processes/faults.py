@@ -172,7 +172,7 @@ def leaves_a_call_out(job):
     job.call()
     if not job.is_victim:
         job.expect_error()
-    # There XLA has launched the program fewer times; calls must still match.
+    # In that process XLA has launched the program fewer times; calls must still match.
     ub.destroy_ub()
     job.initialize()
     job.expect_error()
@@ -269,7 +269,7 @@ def left():
     }
 
 
-# In these, the failing process does not reach the end of `main`.
+# The scenarios in which the failing process does not reach the end of `main`.
 LOSING = (
     coordinator_dies,
     dies_before,
@@ -284,7 +284,7 @@ KEEPING = (
     *(stops, other_shape, leaves_a_call_out, compiles_longer, exists_twice),
     is_interrupted_entering,
 )
-# These call `initialize_ub` themselves.
+# The scenarios that call `initialize_ub` themselves.
 ENTERING = (is_missing, dies_connecting, dies_entering, is_interrupted_entering)
 SCENARIOS = {scenario.__name__: scenario for scenario in (*LOSING, *KEEPING)}
 

@@ -12,13 +12,15 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
-# In tests that wait for the deadline: the largest skew of processes when busy.
+# The deadline of tests that wait for it. It exceeds the largest delay between processes
+# on a busy machine.
 DEADLINE_S = 10.0
 # The deadline of tests that do not wait for it: "at once" is much less, also on a busy
 # machine.
 NEVER_S = 120.0
 SOON_S = 30.0
-# From a death to the error of the last peer, on an idle machine.
+# The maximum time between the death of a process and the error of the last peer, on an
+# idle machine.
 TOLD_S = 2.0
 
 pytestmark = pytest.mark.slow

@@ -31,7 +31,7 @@ def operands(num_ranks, dtype="float32"):
 
 
 def weighted(y, seed=9):
-    """A loss whose gradients are small integers."""
+    """Returns a loss whose gradients are small integers."""
     return jnp.sum(y.astype(jnp.float32) * small_integers(seed, y.shape))
 
 
@@ -206,7 +206,7 @@ def test_gathered_operand_has_a_gradient_and_is_saved(method):
     function = on_ranks(layer, mesh, (ROWS, COLUMNS), (FEATURES, P("dp", None, "tp")))
 
     def loss(x, w):
-        # Side by side, the gathered copies of both ranks.
+        # The gathered copies of both ranks are concatenated.
         y, gathered = function(x, w)
         return weighted(y) + weighted(gathered, 8)
 

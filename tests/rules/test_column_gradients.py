@@ -26,7 +26,7 @@ def engine(monkeypatch):
 
 
 def backward_of_column(monkeypatch, num_kernels, **options):
-    """The calls of a column layer and its gradients where GPUs are the default."""
+    """Returns the calls of a column layer and its gradients if GPUs are the default."""
     monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
     monkeypatch.setattr(cuda_engine, "is_traced_for", lambda: True)
     run = on_ranks(
@@ -69,7 +69,7 @@ def test_each_bulk_call_has_the_options_of_its_own_pass(engine, monkeypatch):
 
 
 def tuned_backward_of_column(tmp_path, monkeypatch, *found):
-    """The same, as a file has it."""
+    """Returns the calls of a column layer's gradients with a file of tuned choices."""
     path = tmp_path / "t.json"
     entries = {
         TunedKey(op, 4, 8, 8, 8, "bfloat16"): (choice, {}) for op, choice in found
@@ -134,7 +134,7 @@ def test_nobody_asked_for_bulk_where_it_cannot_run(engine, monkeypatch):
     assert not backward_of_column(monkeypatch, 3)
 
 
-# JAX lowers a program for the devices of its mesh, whatever the default backend is.
+# JAX lowers a program for the devices of its mesh, not of the default backend.
 def test_the_plan_follows_the_devices_of_the_mesh(monkeypatch):
     monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
     monkeypatch.setattr(tuned_tables, "of_process", lambda: pytest.fail("of the GPUs"))

@@ -139,7 +139,8 @@ def test_pair_with_sequence_parallelism_is_one_call_for_every_gemm():
     layers = pair(tp_mesh(4), sequence_parallel=True)
     step = jax.jit(jax.grad(lambda *v: jnp.sum(layers(*v) ** 2), (0, 1, 3)))
     text = compiled_text(step, *values)
-    # Forward one of each; backward the dgrad of the one is the other, and two wgrads.
+    # The forward pass has one call of each op. In the backward pass, the dgrad of each
+    # layer is the op of the other layer, and there are two wgrads.
     assert calls(text) == {
         "all_gather_matmul": 2,
         "matmul_reduce_scatter": 2,

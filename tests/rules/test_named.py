@@ -153,7 +153,7 @@ def test_the_name_comes_before_the_environment(monkeypatch):
     monkeypatch.setattr(settings, "method", lambda: "external")
     initialize(head={"comm_type": "RS", "method": "pipeline", "num_splits": 2})
     found = lowered(row(ub_name="head"), 0)
-    # Only the forward of "head" is configured.
+    # Only the forward pass of "head" is configured.
     assert found == {
         "matmul_reduce_scatter pipeline 2": 1,
         "all_gather_matmul external": 1,

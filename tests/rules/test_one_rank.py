@@ -27,7 +27,8 @@ SPECS = {
 def assert_only_products(function, *operands, check_vma=True):
     text = compiled_text(jax.jit(function), *operands)
     assert set(calls(text)) <= PRODUCTS
-    # Without types jax.shard_map itself sums the gradients of replicated operands.
+    # With check_vma=False, jax.shard_map itself sums the gradients of replicated
+    # operands.
     assert not (check_vma and collectives(text))
     return calls(text)
 

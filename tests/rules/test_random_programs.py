@@ -34,7 +34,7 @@ MESHES = (
 
 
 class Program:
-    """A random program on a random mesh, and what it is called with."""
+    """A random program on a random mesh, and its operands."""
 
     def __init__(self, seed, *, runs_once=True, is_tiny=False):
         self.draw = draw = random.Random(seed)
@@ -54,7 +54,7 @@ class Program:
         self.specs = tuple(P(parameter.axes) for parameter in parameters)
         self.operands = tuple(map(self.value, range(len(parameters)), parameters))
         self.floats = [i for i, v in enumerate(self.operands) if v.dtype != jnp.int32]
-        # What gradients are taken of; the others are frozen.
+        # The indices of the operands that are differentiated; the others are frozen.
         self.wanted = self.floats
         if draw.random() < 0.5:
             self.wanted = draw.sample(self.floats, draw.randint(1, len(self.floats)))
@@ -80,9 +80,9 @@ class Program:
         )
 
     def step(self, function):
-        """Of a cotangent and operands: y, and the gradients of the wanted ones.
+        """Returns a function (cotangent, *operands) -> (y, wanted gradients).
 
-        Some pull two cotangents back, one after the other.
+        In some programs it pulls back two cotangents, one after the other.
         """
 
         def step(cotangent, *operands):
@@ -105,7 +105,7 @@ class Program:
         operands=None,
         seen=lambda results: results,
     ):
-        """Compares what `run` returns of the step with plain JAX, compiled.
+        """Compares the step in jax_ub, run by `run`, with compiled plain JAX.
 
         Args:
             run: what is done with the step: a function of its operands.
@@ -177,7 +177,7 @@ def recomputed(seed):
 
 
 def mapped(seed):
-    """By `jax.vmap` around the shard_map, over some operands."""
+    """Applies `jax.vmap` around the shard_map, over some of the operands."""
     program = Program(seed, runs_once=False)
     axes: list[int | None] = [None] * len(program.operands)
     operands = list(program.operands)
@@ -188,8 +188,8 @@ def mapped(seed):
         others = small_integers(i + 50, operands[i].shape, operands[i].dtype)
         operands[i] = jnp.stack([operands[i], others], axes[i])
     cotangent = small_integers(98, (2, *program.cotangent.shape))
-    # What jax maps may differ, and so whether cotangents are summed before or after
-    # `small`: only their remainders are the same.
+    # JAX may map different operands, so it may sum cotangents before or after `small`.
+    # Therefore only their remainders are compared.
     program.check(
         lambda step: jax.jit(lambda *operands: jax.tree.map(small, step(*operands))),
         lambda call: jax.vmap(call, in_axes=tuple(axes)),

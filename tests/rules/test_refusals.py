@@ -22,7 +22,7 @@ GEMMS = (ub.all_gather_matmul, ub.matmul_reduce_scatter, ub.matmul_all_reduce)
 
 
 FITTING = zeros(8, 6), zeros(6, 8)
-# What is wrong with x, w or an option of any GEMM: the error, its text, and the call.
+# Invalid operands or options of any GEMM: the error, its text, and the call.
 WRONG_CALLS = {
     "contraction": (
         ShapeContractError,
@@ -297,7 +297,7 @@ def test_integers_are_not_reduced():
 
 
 def manual_over_tp(op, mesh, **options):
-    """All that `op` gives of operands of ones, in a shard_map over "tp" alone."""
+    """Runs `op` and its gradients on operands of ones in a shard_map over "tp" only."""
     specs = {
         "all_gather_matmul": (P("tp"), P(None, "tp"), P(None, "tp")),
         "matmul_reduce_scatter": (P(None, "tp"), P("tp"), P("tp")),

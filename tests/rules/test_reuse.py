@@ -55,7 +55,8 @@ def test_runs_operation_by_operation(layer, check_vma):
     assert_equal(gradients(run, (0, 1, 2)), gradients(plain, (0, 1, 2)))
 
 
-# jax keeps the tree of residuals with a jaxpr, whatever it is differentiated for next.
+# JAX stores the tree structure of residuals with a jaxpr, which may be differentiated
+# again with respect to other operands.
 @pytest.mark.parametrize("compile_it", [True, False])
 @pytest.mark.parametrize("layer", [column, row])
 def test_one_program_is_differentiated_for_other_operands(layer, compile_it):
@@ -66,7 +67,7 @@ def test_one_program_is_differentiated_for_other_operands(layer, compile_it):
         assert_equal(gradients(run, wanted), gradients(plain, wanted))
 
 
-# So it does with the axes along which residuals are mapped.
+# JAX also stores the axes over which residuals are mapped.
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_what_is_left_out_is_mapped_like_the_value_it_is_for(axis):
     left_out = jax.vmap(
@@ -85,7 +86,7 @@ def test_a_number_is_left_out_as_an_array_is():
 
 
 def twice(function, first, second):
-    """Of w and x, mapped by jax.vmap: two calls, for other gradients each."""
+    """Calls a function of w and x in jax.vmap twice, with different gradients."""
 
     def calls(w, x):
         frozen = {

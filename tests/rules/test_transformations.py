@@ -160,7 +160,7 @@ def test_vmap_with_a_residual_repeats_what_is_not_mapped():
 
 
 POLICIES = {
-    # What is saved by name: the forward runs twice where its result is not saved.
+    # The policy, and how often the forward GEMM runs: twice if its result is not saved.
     "nothing_saveable": 2,
     "dots_saveable": 2,
     "everything_saveable": 1,
@@ -410,7 +410,7 @@ def test_ranks_may_be_an_axis_of_vmap_for_plain_jax(sequence_parallel):
     y, pull = jax.vjp(mapped, rows, ups, down.reshape(4, 3, 5))
     expected, expected_pull = jax.vjp(lambda x, u, d: x @ u @ d, x, up, down)
     assert_equal(y.reshape(-1, 5)[:8], expected)
-    # The gradient of a replicated result is spread over the ranks.
+    # The gradient of a replicated result is divided among the ranks.
     dx, dup, ddown = jax.jit(pull)(y if sequence_parallel else y / 4)
     wanted = expected_pull(expected)
     dx = dx.reshape(8, 6) if sequence_parallel else dx.sum(0)

@@ -54,7 +54,7 @@ def put(array, mesh, spec):
 
 
 def product(mesh, axis="tp", x=X, w=W, **options):
-    """AG+GEMM on every group of the mesh, compared with numpy."""
+    """Computes AG+GEMM on every group of the mesh, and compares it with numpy."""
 
     def call(x, w):
         return ub.all_gather_matmul(x, w, axis_name=axis, **options)
@@ -97,7 +97,8 @@ def connected_groups_run_every_method():
         product(MESH, ub_name=name)
     (connection,) = communicators.connections()
     assert connection.group == tuple(device.id for device in DEVICES)
-    # The call before it was initialised is compiled anew, not taken from a cache.
+    # A call that was compiled before `initialize_ub` is compiled again, not taken from
+    # a cache.
     assert len(ub.fallbacks()) == before
     assert connection.communicator.calls >= 7
     held = ub.memory_report()
@@ -169,7 +170,7 @@ def the_capacity_is_the_same_on_all_processes():
     assert "64 tokens of 32 features" in ub.fallbacks()[-1].reason
     raises(ValueError, r"shape=\(64, 32\)", product, MESH, method="direct")
     ub.destroy_ub()
-    # One row a rank in four pieces takes the slots of four.
+    # One row per rank in four splits needs four slots per rank.
     initialize((16, 32))
     x = np.ones((4, 128), np.float32)
     w = np.ones((128, 16), np.float32)
@@ -262,7 +263,7 @@ def tuned_choices_are_the_same_on_all_processes():
     os.environ["JAX_UB_TUNED"] = others
     raises(error, text, initialize)
     del os.environ["JAX_UB_TUNED"]
-    # Each has its own file, and all say the same.
+    # Each process has a separate file with the same choices.
     initialize(ub_cfgs=tuned_to(2, "same"))
     product(MESH)
     ub.destroy_ub()
@@ -272,7 +273,7 @@ def a_failed_connection_is_reported_by_all():
     load = cpu_engine.load
 
     class Broken:
-        """An engine whose second group cannot connect in process 1."""
+        """A fake engine whose second group cannot connect in process 1."""
 
         def __getattr__(self, name):
             return getattr(load(), name)
@@ -312,9 +313,9 @@ def rounds_do_not_grow():
     assert after[1] <= before[1] + 8, (before, after)
     store = JaxStore("any")
     left = dict(store._client.key_value_dir_get("jax_ub/"))
-    # The PIDs stay.
+    # The PIDs of the processes are kept in the store.
     left = {k: v for k, v in left.items() if not k.startswith("jax_ub/processes/")}
-    # The other process may be at the next call by now.
+    # The other process may have begun the next call already, and written its messages.
     assert len(left) <= 2, left
 
 

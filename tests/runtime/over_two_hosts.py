@@ -17,7 +17,7 @@ REASON = "its ranks span the hosts"
 
 
 def gathered(mesh, **options):
-    """AG+GEMM of ones; the sum of what this process has."""
+    """Computes AG+GEMM of ones; returns the distinct values in local shards."""
 
     def call(x, w):
         return ub.all_gather_matmul(x, w, axis_name="tp", **options)
@@ -66,7 +66,8 @@ ub.initialize_ub(
 assert refused(ub_name="qkv")
 ub.destroy_ub()
 
-# Tensor parallel inside a host, data parallel between: nothing spans hosts.
+# With tensor parallelism inside a host and data parallelism between hosts, no group
+# spans hosts.
 inside = Mesh(DEVICES.reshape(2, 2), ("dp", "tp"))
 ub.initialize_ub((8, 8), 2, mesh=inside)
 assert not communicators.connections()

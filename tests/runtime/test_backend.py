@@ -11,7 +11,7 @@ from jax_ub.errors import UnsupportedOverlapError
     ("error", "text"),
     [
         (RuntimeError("no backend 'tpu'."), "no backend 'tpu'. Install what it needs"),
-        # As jax 0.10 and 0.12 do with JAX_PLATFORMS=cuda and no plugin.
+        # jax 0.10 and 0.12 raise this error with JAX_PLATFORMS=cuda and no plugin.
         (AssertionError(), "nothing is installed for it. Install what it needs"),
     ],
     ids=lambda given: type(given).__name__,

@@ -21,7 +21,7 @@ ROOT = pathlib.Path(jax_ub.__file__).parents[1]
 
 
 def launched(program, *options, **variables):
-    """The lines that all processes of a program print, once it has ended well."""
+    """Returns the lines that all processes of a successful program print."""
     done = subprocess.run(
         [sys.executable, "-m", "jax_ub", "launch", "-n", "2", "--devices-per-process"]
         + ["2", *options, str(HERE / program)],
@@ -92,7 +92,7 @@ def test_heaps_of_any_capacity_fit_a_one_shot_all_reduce():
 
 
 class Alone:
-    """An all-gather that no other process joins."""
+    """A fake all-gather that no other process joins."""
 
     def __enter__(self):
         return self
@@ -132,7 +132,7 @@ def test_connected_groups_run_calls_unless_they_have_a_reason(monkeypatch):
 
 @dataclasses.dataclass
 class End:
-    """A communicator."""
+    """A fake communicator."""
 
     failure: str | None = None
 

@@ -35,7 +35,7 @@ def fresh():
 
 @pytest.fixture
 def built(monkeypatch, fresh):
-    """A stand-in for the imported module; returns the settings that it received."""
+    """Installs a fake CUDA engine; returns the settings that it receives."""
     received = {}
     module = types.ModuleType("jax_ub._cuda")
     module.xla_ffi_api_version = (0, 3)
@@ -101,7 +101,7 @@ def test_cublaslt_is_searched_in_nvidias_wheels(monkeypatch, tmp_path):
 
 @pytest.fixture
 def plugin(monkeypatch):
-    """Takes what JAX's plugin for CUDA takes: of 0.11, no traits, and types first."""
+    """Installs a fake of the CUDA plugin of jax 0.11, which rejects traits."""
     registered = []
 
     def take_type(name, capsules):

@@ -11,7 +11,8 @@ from jax_ub._src.runtime import cpu_engine, cuda_engine
 
 native = pytest.importorskip("jax_ub._cuda", reason="built without nvcc")
 
-# What cuBLASLt is lent on each stream of products, and what is lost to alignment.
+# The bytes of cuBLASLt's workspace on each GEMM stream, and the bytes that alignment
+# may cost.
 SCRATCH, SLACK = 32 << 20, 256
 F32, BF16 = "float32", "bfloat16"
 PLACE = {
@@ -52,7 +53,7 @@ def test_a_local_gemm_needs_its_scratch():
     ("dtype", "num_pairs", "partial_bytes"), [(BF16, 1, 2), (BF16, 2, 4), (F32, 1, 4)]
 )
 def test_partial_sums_are_stored_until_they_are_sent(dtype, num_pairs, partial_bytes):
-    """One product travels in the dtype of x, a sum of several in f32."""
+    """A single product is sent in the dtype of x, a sum of several products in f32."""
     size = workspace(
         "matmul_reduce_scatter",
         Method.RING_EXCHANGE,

@@ -11,7 +11,7 @@ from jax_ub._src.runtime.communicators import connections
 from jax_ub._src.runtime.device_groups import DeviceGroups
 from jax_ub.errors import CommunicatorError
 
-# Two groups of two over two processes, and one inside each.
+# Two groups that span two processes, and one group inside each process.
 GROUPS = ((0, 4), (1, 5), (2, 3), (6, 7))
 INTRODUCTION = {"address": "there", "token": 7, "offer": {"vmm": "yes"}}
 
@@ -55,7 +55,7 @@ class Engine(StandIn):
 
 
 class ProcessAllGather:
-    """With a process 1 that says what `said` holds for each round, then no more."""
+    """A fake all-gather whose process 1 sends the values in `said` in order."""
 
     def __init__(self, *said):
         self.said = list(said)

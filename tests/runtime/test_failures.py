@@ -46,10 +46,11 @@ def test_missing_rank_fails_the_others_within_the_deadline(method):
     assert_equal(run(x, w, everyone), x @ w)
     begin = time.monotonic()
     timeout = pytest.raises(ub.errors.TimeoutError, match=r"all_gather_matmul.*rank")
-    # Only of this call: ranks that are busy with other calls arrive late.
+    # Only this call has a short deadline, because ranks that are busy with other calls
+    # arrive late.
     with short_deadline(), timeout, ub.errors.raised():
         jax.block_until_ready(run(x, w, everyone.at[2].set(False)))
     assert time.monotonic() - begin < 30
-    # The process goes on, with the same program and with others.
+    # The process continues, with the same program and with other programs.
     assert_equal(run(x, w, everyone), x @ w)
     assert_equal(program("auto")(x, w, everyone), x @ w)

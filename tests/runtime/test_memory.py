@@ -35,7 +35,8 @@ def test_fp8_buffers_and_unused_ones_count_for_transformer_engine():
     (axis,) = ub.memory_report().axes
     assert len(axis.overlaps) == 2 * 11
     elements, ring = 64 * 32, 64 * 32 * 7 // 4
-    # 10 plain, one unused and the ring; in FP8 eight names all-gather.
+    # Ten plain buffers, one unused buffer and one for the ring; in FP8, eight names
+    # all-gather.
     none = (11 * elements + ring) * 2
     fp8 = 7 * elements + (4 * elements + ring) * 2
     assert axis.transformer_engine_bytes == 4 * (none + fp8)

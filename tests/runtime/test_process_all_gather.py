@@ -15,7 +15,7 @@ TIMEOUT_S = 20.0
 
 
 class MemoryStore(dict):
-    """A store in memory."""
+    """A key-value store in memory, for threads of one process."""
 
     write = dict.__setitem__
     read = dict.get
@@ -25,7 +25,7 @@ class MemoryStore(dict):
 
 
 class Behind:
-    """The store of a process that sees no answer before the second attempt."""
+    """A store that hides answers until the coordinator's second attempt."""
 
     def __init__(self, store):
         self._store = store
@@ -46,7 +46,7 @@ class Behind:
 
 
 def together(*functions):
-    """Runs the functions at the same time; returns results and exceptions."""
+    """Runs functions concurrently; returns their results or exceptions."""
     results = [None] * len(functions)
 
     def run(index, function):
@@ -68,7 +68,7 @@ def together(*functions):
 
 
 class Clock:
-    """The time of agreements: it stands still until a test says that it passes."""
+    """A fake clock that stands still until a test advances it."""
 
     def __init__(self):
         self.now_s = 0.0
@@ -78,18 +78,18 @@ class Clock:
         return self.now_s
 
     def pass_when(self, condition, seconds):
-        """Lets so much time pass as soon as the condition is met."""
+        """Advances the clock by `seconds` as soon as the condition is met."""
         while not condition():
             time.sleep(0.001)  # for ever, if it is not: together() gives up
         self.now_s += seconds
 
     def pass_when_coordinator_waits_for(self, store, processes, seconds):
-        """The same as a function for `together`: when all others have come."""
+        """Returns a function that advances the clock once exactly these are awaited."""
         return lambda: self.pass_when(lambda: waited_for(store) == processes, seconds)
 
 
 def waited_for(store):
-    """Whom the coordinator waits for, None before it has said so."""
+    """Returns the processes that the coordinator waits for, None before any."""
     message = store.read("coordinator")
     return message and json.loads(message)[1]
 
@@ -102,7 +102,7 @@ def clock(monkeypatch):
 
 
 def member(store, process, processes, values, *, timeout_s=TIMEOUT_S, after_s=0.0):
-    """Gathers every value in a separate round, in one process."""
+    """Returns a function that gathers each value in a round, in one process."""
 
     def run():
         time.sleep(after_s)
@@ -277,7 +277,8 @@ def test_the_value_of_a_process_that_died_afterwards_counts():
             return all_gather.gather(process)
 
     def is_lost(process):
-        # Its part is done once its message answers this attempt of the coordinator.
+        # A process has arrived once its message repeats the number of the coordinator's
+        # attempt.
         message = store.read("1")
         return "died" if message and json.loads(message)["repeats"] else None
 
@@ -289,7 +290,7 @@ def test_messages_of_a_dead_job_are_ignored():
     dead = MemoryStore()
 
     class Kept(MemoryStore):
-        """A killed job erases no keys."""
+        """A store of a killed job, which erases no keys."""
 
         def erase(self, key):
             pass

@@ -74,7 +74,7 @@ def test_all_reduces_of_few_tokens_are_one_shot_on_a_gpu(op):
         sizes = (tokens, 4096, 4096, 8, "bfloat16")
         return simulate.estimate(op, method, *sizes, hardware)
 
-    # 2.7 MB to seven peers.
+    # 47 tokens are the last that fit into 2.7 MB for seven peers.
     few, many = found(47), found(48)
     assert (few.method, few.variant) == ("ring_exchange", "one_shot")
     assert few.moved_bytes == 7 * 47 * 4096 * 2

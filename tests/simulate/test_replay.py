@@ -10,7 +10,8 @@ from jax_ub._src.tools.simulate.cost import Workload
 from jax_ub._src.tools.simulate.estimate import timeline
 from jax_ub._src.tools.simulate.replay import PlanOptions, end_s
 
-# One processor that takes every chunk as one kernel: nothing is quantised.
+# A machine with one processor, which runs every chunk as one kernel, so that no time is
+# rounded up to whole waves.
 SMOOTH = dataclasses.replace(
     hardware.host(1e12, 1e11),
     name="smooth",
@@ -41,7 +42,7 @@ def chunk_times(workload, machine):
 @pytest.mark.parametrize("rate", [1e11, 1e13, 1e14])
 def test_a_ring_of_all_gather_matmul_equals_the_formula(num_ranks, rate):
     machine = dataclasses.replace(SMOOTH, flops_per_s=rate)
-    # Sizes of whole tiles.
+    # All sizes are multiples of the tile size.
     work = Workload(
         "all_gather_matmul", 256 * num_ranks, 512, 256 * num_ranks, num_ranks
     )

@@ -18,7 +18,7 @@ TEXT = pathlib.Path(__file__).with_name("gpu_model.md").read_text()
 
 
 def published(title):
-    """The cells of each line of one table, keyed by the columns before the figures."""
+    """Returns the cells of each row of a published table, by first columns."""
     section = TEXT.partition(f"### {title}")[2].partition("\n###")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
@@ -35,7 +35,7 @@ def sizes(name, layer, M, tp):
 
 @functools.cache
 def rows(name, M, tp):
-    """The layers with the methods of the separate model, not those of "auto"."""
+    """Returns the rows of a model's layers with the separate model's methods."""
     found = layer_rows(models.find(name), int(M), int(tp), MACHINE)
     return [
         dataclasses.replace(row, plan=plan_of(workload(row.layer, int(M), int(tp))))
@@ -96,9 +96,9 @@ def test_layers_add_up_to_the_time_of_the_separate_model(name):
 
 
 def all_reduce_by_blocks(layer, M, num_ranks):
-    """The layer without sequence parallelism: its bounds, and seconds by row blocks.
+    """Returns bounds and seconds, by number of row blocks, of a layer that all-reduces.
 
-    Only the second half's last block is exposed, so that row blocks are the whole gain.
+    Only the last block of the all-gather is exposed, so row blocks are the whole gain.
     """
     work = workload(layer, M, num_ranks, "matmul_all_reduce")
     limits = bounds(work, MACHINE)
@@ -114,7 +114,7 @@ def all_reduce_by_blocks(layer, M, num_ranks):
 
 
 def in_one_and_in_chunks(layer, M, num_ranks):
-    """Seconds of a GEMM whole, and in P chunks on 1, 2, 3 streams: nothing is sent."""
+    """Returns the seconds of a GEMM, whole and in P chunks on 1 to 3 streams."""
     gemm = workload(layer, M, num_ranks).gemm
     chunk = Gemm(M // num_ranks, gemm.n, gemm.k)
     whole = Processors(MACHINE, 1, 2, MACHINE.processors).run(0.0, gemm)[1]

@@ -99,7 +99,7 @@ def test_gradient_uses_the_choice_for_its_sizes(tmp_path, operands):
 
 
 def backward(**options):
-    """Gradients of x and w for a given dy."""
+    """Returns a function of x, w and dy that computes the gradients of x and w."""
 
     def function(x, w, dy):
         def forward(x, w):
@@ -148,7 +148,7 @@ def test_gradients_of_a_column_layer_use_their_choice(
 
     (rows, columns), out = COLUMN
     run = on_ranks(function, tp_mesh(2), (rows, columns, out), (rows, columns))
-    # The forward has no use here, and is left out.
+    # The forward result is not used, so XLA removes the forward GEMM.
     assert calls(compiled_text(run, *with_dy)) == expected
     dx, dw = run(*with_dy)
     assert_equal(dx, dy @ w.T)

@@ -15,13 +15,13 @@ RANKS = P("tp")
 
 
 def own(x):
-    """Every rank's own array, from the global stack of them."""
+    """Returns this rank's slice of a global stack with one entry per rank."""
     return x[0]
 
 
 @pytest.mark.parametrize("num_ranks, dtype", RANKS_AND_DTYPES)
 def test_collectives_equal_those_of_jax_lax(num_ranks, dtype):
-    """The stack of the ranks' inputs holds other values on each."""
+    """Every rank has a different input, a slice of a global stack."""
     mesh = tp_mesh(num_ranks)
     xs = small_integers(0, (num_ranks, 2 * num_ranks, 3), dtype)
     weights = small_integers(1, (num_ranks, 2 * num_ranks, 3), dtype)
@@ -52,7 +52,7 @@ def test_collectives_equal_those_of_jax_lax(num_ranks, dtype):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_replicated_input_counts_once_per_rank(check_vma):
-    """Each rank's rows, and its addend, are its own, though all have the same x."""
+    """All ranks have the same x, but different rows and addends."""
     mesh = tp_mesh(4)
     x, weights = small_integers(0, (8, 3)), small_integers(1, (4, 8, 3))
 
@@ -76,10 +76,10 @@ def test_a_replicated_input_counts_once_per_rank(check_vma):
 
 
 def all_reduce_gradient(reduce_in_backward, check_vma, *, inside):
-    """The gradient that an AllReduce gives to each of 4 ranks.
+    """Returns the gradient of x that an AllReduce computes on each of 4 ranks.
 
-    The loss is `sum(weights * y)`, made by every rank for itself, or of the replicated
-    result.
+    The loss is `sum(weights * y)`. If `inside`, each rank computes the loss, else it is
+    computed from the replicated result.
     """
     seq = ops.Sequential(ops.AllReduce(reduce_in_backward=reduce_in_backward))
     xs, weights = small_integers(0, (4, 8, 3)), small_integers(1, (8, 3))
@@ -101,7 +101,8 @@ def test_backward_of_all_reduce_is_the_identity():
     for reduce_in_backward in (None, False):
         actual, expected = all_reduce_gradient(reduce_in_backward, True, inside=False)
         assert_equal(actual, expected)
-    # Untyped, where every rank differentiates a loss that is the same on all of them.
+    # With check_vma=False, every rank differentiates a loss that is the same on all
+    # ranks.
     actual, expected = all_reduce_gradient(False, False, inside=True)
     assert_equal(actual, expected)
 
@@ -111,7 +112,7 @@ def test_without_check_vma_the_backward_follows_jax():
     assert_equal(actual, expected)
     actual, expected = all_reduce_gradient(True, False, inside=False)
     assert_equal(actual, expected)
-    # What each of the four ranks asks for is added up.
+    # The gradients of the four ranks are summed.
     actual, expected = all_reduce_gradient(True, False, inside=True)
     assert_equal(actual, 4 * expected)
 

@@ -20,7 +20,7 @@ error = ub.errors.ShapeContractError
 
 
 def compare(*cases, exact=False):
-    """Operations and their gradients against functions of (params, x) in f32.
+    """Compares operations and their gradients with functions of (params, x) in f32.
 
     Args:
         *cases: an operation, the function, x and, where there are, parameters.
@@ -50,7 +50,7 @@ def compare(*cases, exact=False):
 
 
 def assert_near(dtype, actual, expected):
-    """Asserts equality up to a few roundings of the largest value."""
+    """Asserts that arrays differ by at most a few roundings of the largest value."""
     size = max(1.0, float(np.abs(np.asarray(expected)).max()))
     atol = 4 * float(jnp.finfo(dtype).eps) * size
     np.testing.assert_allclose(np.asarray(actual, np.float32), expected, atol=atol)

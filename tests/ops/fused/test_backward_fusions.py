@@ -21,7 +21,7 @@ def backward_ops(seq):
 
 
 def both(gradients):
-    """Returns the results of a function with fusions and without."""
+    """Returns the results of `gradients` with fusions, and without them."""
     found = gradients()
     with ops.without_fusions():
         return found, gradients()
@@ -100,7 +100,7 @@ def test_backward_activation_bias_sums_before_rounding(activation):
     exact = plain(x)
     error, unfused = (np.max(np.abs(v - exact)) for v in (db, unfused_db))
     assert error < 1e-5 * np.max(np.abs(exact)) + 1e-4
-    # ReLU rounds nothing: its derivative is 0 or 1.
+    # The derivative of ReLU is 0 or 1, so nothing is rounded.
     assert error <= unfused
 
 

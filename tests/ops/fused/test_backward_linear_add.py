@@ -25,7 +25,7 @@ KINDS = {
 
 
 def residual_layer(kind, num_ranks, a, *, in_place=True, **options):
-    """x -> (linear(x), x), on ranks where the linear is parallel."""
+    """Returns x -> (linear(x), x), in a `shard_map` if the linear is parallel."""
     mode, name = KINDS[kind]
     make = ops.MakeExtraOutput(in_place=in_place)
     if mode is None:
@@ -111,7 +111,7 @@ def test_the_gemm_adds_the_residual(kind):
 
 
 def num_adds(text):
-    """Counts additions of arrays, without those of index scalars."""
+    """Counts the additions of arrays in HLO text, except those of index scalars."""
     return len(re.findall(r"= f32\[\d+,\d+,\d+\]\S* add\(", text))
 
 
@@ -142,7 +142,9 @@ def test_the_sum_reuses_the_buffer_of_the_residual_gradient(kind):
 def test_a_gradient_used_twice_is_copied_first(mode, donate):
     """y = x + linear(x): dy is the residual's gradient, and a factor of dx and dw.
 
-    Transformer Engine accumulates into the very array that it still has to read.
+    For y = x + linear(x), dy is both the residual's gradient and an operand of the
+    GEMMs for dx and dw. Transformer Engine accumulates into the array that it still has
+    to read.
     """
     # Without sequence parallelism a row-parallel result can have the shape of x.
     num_ranks, k = 2, 12
@@ -170,7 +172,8 @@ def test_a_gradient_used_twice_is_copied_first(mode, donate):
         )
     step = jax.jit(gradients, donate_argnums=donate)
     dw, dx = step(w, x, dy + 0)
-    # With check_vma=False the gradient of a replicated value is what ranks add up to.
+    # With check_vma=False the gradient of a replicated value is the sum of the ranks'
+    # gradients.
     x, dy, w = wide(x), wide(dy), wide(w).reshape(-1, k, k)
     summed = dy * len(w)
     assert_equal(dx, np.concatenate([dy + summed @ part.T for part in w]))
@@ -247,7 +250,7 @@ def test_dx_has_the_dtype_of_the_residual_gradient():
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_residual_gradient_of_a_replicated_input_is_added_once(overlapped):
-    """Each rank has a different kernel; the scatter sums their products with one x."""
+    """Each rank has a different kernel, so the gradients of the shared x are summed."""
     options = {"userbuffers_options": {"comm_name": "proj"}} if overlapped else {}
     make = ops.MakeExtraOutput(in_place=True)
     seq = ops.Sequential(make, ops.BasicLinear(6, 4, **options), ops.ReduceScatter())

@@ -62,7 +62,7 @@ WINDOWS = {
 
 
 class Window:
-    """A window of operations, with the arrays that it takes and what it should give."""
+    """Consecutive operations to fuse, with their operands and expected result."""
 
     def __init__(self, name, dtype="float32", make=small_integers):
         mode, overlap, behind, self.fused = WINDOWS[name]
@@ -93,7 +93,7 @@ class Window:
         self.extra = (a.dy,) if self.adds else ()
 
     def program(self, donate=()):
-        """The layer on global arrays: (params, x, *extra inputs) -> y."""
+        """Returns a function of global arrays: (params, x, *extra inputs) -> y."""
         extra = (self.y,) * len(self.extra)
         mapped = jax.shard_map(
             lambda params, x, *extra: self.seq(params, x, *extra),
@@ -155,7 +155,7 @@ def test_gradients_equal_those_of_unfused_operations(name):
 
 
 def num_passes(text):
-    """Counts additions and multiplications of arrays outside of GEMMs."""
+    """Counts the additions and multiplications outside of GEMMs in HLO text."""
     return len(re.findall(r"= f32\[\d+,\d+,\d+\]\S* (?:add|multiply)\(", text))
 
 

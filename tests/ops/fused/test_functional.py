@@ -72,7 +72,7 @@ def run_forward(mode, num_ranks, a, bias=None, **options):
 
 
 def backward_program(mode, num_ranks, *, names=(), donate=(), **options):
-    """A jitted function of dy, x, w and the arrays in `names`."""
+    """Returns a jitted function of dy, x, w and the arrays in `names`."""
     layout = LAYOUTS[mode]
     specs = {"main_grad": layout.w, "residual": layout.x}
     bias_spec = P("tp") if mode == "column" else P()
@@ -304,7 +304,7 @@ def test_repeated_calls_are_bitwise_equal(mode):
 
 
 def refused(function, *shapes, mode="column", num_ranks=2, **options):
-    """The text of the error that a call with zeros of these shapes ends in."""
+    """Returns the text of the error that a call with these shapes raises."""
     operands = [None if s is None else jnp.zeros(s, options.pop("of", "float32"))
                 for s in shapes]  # fmt: skip
 

@@ -44,7 +44,7 @@ PATTERNS = [
         [UBF, "ReduceScatter"],
         [UBB, "ReduceScatter"],
     ),
-    # Nothing to overlap.
+    # A linear that is not parallel has nothing to overlap.
     ([basic(None)], ["BasicLinear"], ["BasicLinear"]),
     (
         [basic(None), BIAS, ops.GELU(), SCATTER],
@@ -157,7 +157,7 @@ FORWARD = [
         ["ForwardLinearBiasActivation", "AddExtraInput"],
     ),
     ([basic("row", None), IN_PLACE], ["BasicLinear", "AddExtraInput"]),
-    # Overlapped and added: not in Transformer Engine.
+    # The GEMM+RS adds the residual, which Transformer Engine does not support.
     ([basic("row"), IN_PLACE], ["ForwardLinearBiasAdd"]),
     ([basic("row"), BIAS, IN_PLACE], ["ForwardLinearBiasAdd"]),
     ([basic(None), BIAS, SCATTER, IN_PLACE], ["ForwardLinearBiasAdd"]),
@@ -202,7 +202,8 @@ BACKWARD = [
         [OUT_IN_PLACE, ops.GELU(), basic(None, None)],
         ["MakeExtraOutput", "GELU", "BasicLinear"],
     ),
-    # Added and overlapped: not in Transformer Engine.
+    # The AG+GEMM adds the residual's gradient, which Transformer Engine does not
+    # support.
     ([OUT_IN_PLACE, basic("row")], ["BackwardLinearAdd"]),
     ([OUT_IN_PLACE, basic(None), BIAS, SCATTER], ["BackwardLinearAdd"]),
     ([OUT_IN_PLACE, basic("column")], ["MakeExtraOutput", UBB]),
@@ -226,7 +227,7 @@ BACKWARD = [
     ([ops.MakeExtraOutput(), ops.RMSNorm(8)], ["BackwardAddRMSNorm"]),
     ([OUT_IN_PLACE, ops.RMSNorm(8)], ["MakeExtraOutput", "RMSNorm"]),
     ([ops.MakeExtraOutput(), ops.LayerNorm(8)], ["MakeExtraOutput", "LayerNorm"]),
-    # The linear belongs to the first fusion that wants it.
+    # The first fusion that matches a linear fuses it.
     (
         [OUT_IN_PLACE, basic(None, None), ops.ConstantScale(2.0)],
         ["BackwardLinearAdd", "ConstantScale"],

@@ -18,7 +18,7 @@ TOKENS = P(None, "tp")
 
 
 def block(in_place, method=None):
-    """Pre-norm MLP with its residual; all that the fusions look for."""
+    """Returns a pre-norm MLP with a residual, to which every fusion applies."""
     skip = ops.MakeExtraOutput(in_place=in_place)
     return ops.Sequential(
         skip.with_extra_output_channel(0, "skip", False),
@@ -31,7 +31,7 @@ def block(in_place, method=None):
 
 
 def trained(seq, num_ranks, dtype):
-    """The losses of ten steps of gradient descent with momentum."""
+    """Returns the losses of ten steps of gradient descent with momentum."""
     layer = jax.shard_map(
         lambda params, x: seq(params, x),
         mesh=tp_mesh(num_ranks),
@@ -82,7 +82,7 @@ def test_fused_and_unfused_losses_are_equal(num_ranks, dtype, method, in_place):
     found = trained(seq, num_ranks, dtype)
     with ops.without_fusions():
         expected = trained(seq, num_ranks, dtype)
-    # Both round where the other one may not: by the dtype's precision, no more.
+    # Both round at different places, so they differ by the dtype's precision.
     tolerance = 1e-5 if dtype == "float32" else float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(found, expected, rtol=tolerance)
     assert found[-1] < 0.7 * found[0]

@@ -36,7 +36,7 @@ from jax_ub import ops
 
 
 def step_of(m, a, **options):
-    """A jitted step: ((loss, y), (gradients of the parameters, of x))."""
+    """Returns a jitted step: ((loss, y), (gradients of params, gradient of x))."""
     layer = m.on_ranks(**options)
     return jax.jit(
         jax.value_and_grad(weighted(layer, a.dy), argnums=(0, 1), has_aux=True)
@@ -96,7 +96,7 @@ def test_layers_are_close_on_normal_values(kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_may_have_different_values(kind):
-    """Values of very different size on every rank: none hides in another's rounding."""
+    """The ranks' values differ by orders of magnitude, so that none is rounded away."""
     num_ranks = 4
     a = arrays(num_ranks, make=normal)
     sizes = np.float32(8) ** -np.arange(num_ranks, dtype=np.float32)
@@ -142,7 +142,7 @@ def test_replicated_bias_before_a_reduce_scatter_is_added_once_per_rank(check_vm
 CALLS = {
     "column": {"all_gather_matmul": 1, "matmul_reduce_scatter": 1, "wgrad": 1},
     "row": {"matmul_reduce_scatter": 1, "all_gather_matmul": 1, "wgrad": 1},
-    # The two small sums are those of the biases, and of their gradient.
+    # The two small all-reduces are of the biases and of their gradients.
     "scattered": {
         "matmul_reduce_scatter": 1,
         "all_gather_matmul": 1,
@@ -164,7 +164,7 @@ def test_a_step_has_one_call_per_gemm(kind):
     assert not collectives(text).keys() - {"all-reduce"}
     with ops.without_fusions():
         text = compiled_text(step_of(m, a), params_of(m, a, b), a.x)
-    # What fusing saves: the gather or the scatter around every GEMM.
+    # Without fusion, each GEMM has a separate all-gather or reduce-scatter.
     alone = calls(text)
     assert alone["matmul"] == 2
     assert alone["all_gather"] + alone["reduce_scatter"] >= 2
@@ -249,8 +249,8 @@ def test_parameters_and_computation_have_separate_dtypes(kind):
     b = bias_of(kind, 4, a, small_integers)
     (_, y), (d_params, dx) = step_of(m, a)(params_of(m, a, b), a.x)
     assert y.dtype == "bfloat16"
-    # Gradients have the dtype of their operand. The gradient of the kernel is
-    # never rounded to the computation's.
+    # A gradient has the dtype of its operand. The kernel's gradient is never rounded to
+    # the computation's dtype.
     assert_equal(d_params[0]["kernel"], wgrad(a))
     assert_equal(dx, wide(dgrad(a).astype("bfloat16")))
 
@@ -289,7 +289,7 @@ def test_the_configured_method_selects_the_calls_of_a_column_backward(config, ex
 
 
 def test_consecutive_all_gathers_of_one_name_under_remat():
-    """Three blocks share two names, and run forward twice each."""
+    """Three blocks share two names, and each block runs its forward pass twice."""
     p, blocks = 4, 3
     a = arrays(p)
     k, n = a.w.shape
