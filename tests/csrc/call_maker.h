@@ -1,4 +1,5 @@
-// Calls of every op with small integers, and what they should give.
+// Makes calls of every op on arrays of small integers, and computes the expected
+// results.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +22,7 @@ using jax_ub::Op;
 using jax_ub::RankCall;
 using jax_ub::Tensor;
 
-// Arrays of f32, which exist as long as this.
+// Allocates f32 arrays, and frees them when it is destroyed.
 class Arrays {
  public:
   explicit Arrays(int seed) : random_(seed) {}
@@ -48,7 +49,8 @@ inline float& At(const Tensor& tensor, int64_t batch, int64_t row, int64_t featu
   return reinterpret_cast<float*>(tensor.At(batch, row))[feature];
 }
 
-// Sizes that are no multiples of anything.
+// The default sizes of a call's arrays, none of which is a multiple of a block or
+// vector.
 struct Sizes {
   int64_t batch = 2;
   int64_t m = 5;
@@ -56,8 +58,8 @@ struct Sizes {
   int64_t n = 3;
 };
 
-// A call of every rank: operands are filled, results are not. Kernels, pairs and outputs
-// behind the first are each one wider.
+// Returns a call for each rank, with random operands and unset results. Each further
+// kernel, pair or output has one feature more than the previous one.
 inline std::vector<RankCall> MakeCalls(const CallAttributes& at,
                                        const Sizes& s,
                                        Arrays& arrays) {
@@ -143,7 +145,7 @@ inline std::vector<RankCall> MakeCalls(const CallAttributes& at,
   return calls;
 }
 
-// Where row `row` of the gathered operand is.
+// Returns the element (batch, row, feature) of the all-gathered operand.
 inline float Gathered(const std::vector<RankCall>& calls,
                       size_t operand,
                       int64_t batch,
@@ -153,7 +155,7 @@ inline float Gathered(const std::vector<RankCall>& calls,
   return At(calls[row / m].operands[operand], batch, row % m, feature);
 }
 
-// One element of a result, by the formula.
+// Returns the expected value of an element of a result.
 inline float Expected(const CallAttributes& at,
                       const std::vector<RankCall>& calls,
                       int rank,
@@ -241,7 +243,8 @@ inline float Expected(const CallAttributes& at,
   return sum;
 }
 
-// Elements of the results of these ranks that are not as expected.
+// Returns the number of elements of these ranks' results that differ from the expected
+// value.
 inline int64_t NumWrong(const CallAttributes& at,
                         const std::vector<RankCall>& calls,
                         const std::vector<int>& ranks) {
@@ -262,7 +265,7 @@ inline int64_t NumWrong(const CallAttributes& at,
   return num_wrong;
 }
 
-// The same of all ranks.
+// Returns the number of wrong elements in the results of all ranks.
 inline int64_t NumWrong(const CallAttributes& at, const std::vector<RankCall>& calls) {
   std::vector<int> ranks(at.num_ranks);
   std::iota(ranks.begin(), ranks.end(), 0);

@@ -1,5 +1,6 @@
-// A small test registry: TEST(Name) { CHECK(...); } in any number, linked to a program
-// that runs them all (or those whose name contains its argument) and returns how it went.
+// A small test registry. TEST(Name) { CHECK(...); } defines a test; the program runs
+// all tests, or those whose names contain its argument, and returns whether they
+// passed.
 #pragma once
 
 #include <atomic>
@@ -10,8 +11,9 @@
 #include <vector>
 
 #if defined(__SANITIZE_THREAD__)
-// A race ends the program, a child of fork too. Except where the last owner of an
-// exception destroys it: libstdc++ counts owners with atomics that are not instrumented.
+// ThreadSanitizer ends the program, or a forked child, at the first data race. Ignored
+// are races in the destructor of an exception by its last owner: libstdc++ counts the
+// owners with atomics that are not instrumented.
 extern "C" {
 [[gnu::used, gnu::visibility("default")]] inline const char* __tsan_default_options() {
   return "halt_on_error=1";
@@ -44,7 +46,7 @@ void Fail(const char* file, int line, const Parts&... parts) {
   (std::cerr << file << ":" << line << ": " << ... << parts) << std::endl;
 }
 
-// What an exception says; nothing where there is none.
+// Returns the text of an exception; "" if the pointer is null.
 inline std::string TextOf(const std::exception_ptr& reason) {
   if (!reason) return "";
   try {

@@ -1,4 +1,5 @@
-// Runs random problems and counts elements that are not what they have to be.
+// Runs random GEMM problems and counts the elements of results that exceed the
+// tolerance.
 #pragma once
 
 #include <numeric>
@@ -29,7 +30,8 @@ inline GemmSizes RandomSizes(Random& random) {
           .max_parts = Pick(random, 1, 5)};
 }
 
-// Half a unit in the last place, relative to the number: what rounding may change.
+// Returns the maximum relative error of rounding to the dtype: half a unit in the last
+// place.
 inline double RoundingError(DType dtype) {
   if (dtype == DType::kF32) return std::ldexp(1.0, -24);
   return std::ldexp(1.0, dtype == DType::kBF16 ? -8 : -11);
@@ -49,7 +51,8 @@ inline int64_t CountWrong(const RandomGemm& gemm, Values values) {
           Write(rounded, problem.c.dtype, static_cast<float>(expected));
           num_wrong += found != Read(rounded, problem.c.dtype);
         } else {
-          // Every addition rounds once, relative to the partial sum; plus the store.
+          // Every addition rounds once, relative to the partial sum, and the store
+          // rounds once.
           const double tolerance =
               std::ldexp(1.0, -24) * std::sqrt(problem.k + 4.0) * 4 *
                   gemm.magnitude[replica][at] +
@@ -63,8 +66,8 @@ inline int64_t CountWrong(const RandomGemm& gemm, Values values) {
   return num_wrong;
 }
 
-// Problem number `seed` on a kernel set, in a random order of units; its operands have
-// random dtypes if none is given.
+// Runs random problem number `seed` with a kernel set, with its units in random order.
+// The operands have random dtypes unless `dtype` is given.
 inline void CompareOne(uint64_t seed,
                        Values values,
                        const Isa& isa,
@@ -82,7 +85,7 @@ inline void CompareOne(uint64_t seed,
   }
 }
 
-// Every tile of up to `most_rows` rows with every layout of two bf16 operands.
+// Runs every tile of up to `most_rows` rows, with every layout of two bf16 operands.
 inline void CompareTails(const KernelSet& kernels,
                          int64_t most_rows,
                          const std::vector<int64_t>& depths) {

@@ -1,8 +1,7 @@
-// The AMX intrinsics that amx_tile_kernel.h uses, in plain C++, so that its tiles run in
-// a unit test on machines without the instructions. See also emulated_avx512.h.
-//
-// Written from Intel's description of each operation. Registers have 16 rows of 64 bytes
-// once they are configured: what uses them before or after ends the program.
+// Emulates the AMX intrinsics that amx_tile_kernel.h uses in plain C++, so that its
+// tiles run in a unit test on machines without AMX. See also emulated_avx512.h.
+// Follows Intel's description of each operation. Configured registers have 16 rows of
+// 64 bytes; using one that is not configured ends the program.
 #pragma once
 
 #include <stdint.h>
@@ -35,7 +34,8 @@ struct EmulatedTiles {
 
 inline thread_local EmulatedTiles emulated_tiles;
 
-// Only what the kernels ask for: palette 1, all registers whole.
+// Supports only the configuration of the kernels: palette 1 and all registers of full
+// size.
 inline void _tile_loadconfig(const void* configuration) {
   const uint8_t* bytes = static_cast<const uint8_t*>(configuration);
   if (bytes[0] != 1 || bytes[1] != 0) abort();

@@ -1,8 +1,7 @@
-// The AVX512 intrinsics that simd_avx512.h and simd_bf16_pairs.h use, in plain C++, so
-// that the AVX512 kernels run in a unit test on machines without the instructions.
-//
-// Written from Intel's description of each operation, element by element. Lanes are
-// numbered from the lowest address.
+// Emulates the AVX512 intrinsics that simd_avx512.h and simd_bf16_pairs.h use in plain
+// C++, so that the AVX512 kernels run in a unit test on machines without AVX512.
+// Follows Intel's description of each operation, element by element. Lanes are numbered
+// from the lowest address.
 #pragma once
 
 #include <stdint.h>
@@ -100,7 +99,7 @@ inline __m512i _mm512_mask_or_epi32(__m512i source,
       [&](int i) { return mask >> i & 1 ? a.u[i] | b.u[i] : source.u[i]; });
 }
 
-// Only the unordered comparison: bit i is set where a[i] or b[i] is a NaN.
+// Supports only the unordered comparison: bit i is set if a[i] or b[i] is NaN.
 inline __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int) {
   __mmask16 mask = 0;
   for (int i = 0; i < 16; ++i) {
@@ -130,7 +129,7 @@ inline __m512 _mm512_cvtph_ps(__m256i a) {
   });
 }
 
-// Only rounding to nearest even.
+// Supports only rounding to nearest even.
 inline __m256i _mm512_cvtps_ph(__m512 a, int) {
   __m256i v;
   for (int i = 0; i < 16; ++i) {
@@ -162,7 +161,7 @@ inline __m512i _mm512_unpackhi_epi32(__m512i a, __m512i b) {
   return EmulatedUnpack32(a, b, 2);
 }
 
-// The same with 64-bit elements: one of a, one of b.
+// As above, with 64-bit elements: one of a, one of b.
 inline __m512i EmulatedUnpack64(__m512i a, __m512i b, int first) {
   return EmulatedWords([&](int i) {
     const int from = i / 4 * 4 + first + i % 2;
@@ -176,7 +175,7 @@ inline __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) {
   return EmulatedUnpack64(a, b, 2);
 }
 
-// Quarters 0 and 1 are chosen from a, 2 and 3 from b, each by two bits of `choice`.
+// Selects quarters 0 and 1 from a, and 2 and 3 from b, each by two bits of `choice`.
 inline __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int choice) {
   return EmulatedWords([&](int i) {
     const int quarter = i / 4;
@@ -185,8 +184,8 @@ inline __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int choice) {
   });
 }
 
-// dst[i] = sum[i] + a[2i + 1] b[2i + 1] + a[2i] b[2i], operands and results that are
-// subnormal taken as zero; the fused rounding of the two steps.
+// dst[i] = sum[i] + a[2i + 1] b[2i + 1] + a[2i] b[2i], with the fused rounding of the
+// two steps. Subnormal operands and results are replaced by zero.
 inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
   auto widen = [](uint16_t h) {
     const float x = std::bit_cast<float>(uint32_t{h} << 16);

@@ -1,4 +1,4 @@
-// Makes calls by an engine, and waits for their results.
+// Submits calls to an engine, and waits for their results.
 #pragma once
 
 #include <condition_variable>
@@ -44,7 +44,7 @@ inline CallAttributes MakeAttributes(Op op, Method method, int num_ranks) {
   return at;
 }
 
-// The result of a call, and the threads that wait for it.
+// The outcome of a call, which threads can wait for.
 class Outcome {
  public:
   Completion AsCompletion() {
@@ -62,7 +62,7 @@ class Outcome {
     };
   }
 
-  // Empty: it succeeded.
+  // Waits for the call; returns the text of its error, or "" if it succeeded.
   std::string Wait() {
     std::unique_lock lock(state_->mutex);
     state_->changed.wait(lock, [this] { return state_->text.has_value(); });
@@ -98,8 +98,8 @@ inline Outcome Submit(Engine& engine,
   return outcome;
 }
 
-// All options of an op, one by one, and its schedule's variants with few of them and
-// with all.
+// Returns calls of an op with different options, and with each variant of its schedule,
+// without optional operands and with all of them.
 inline std::vector<CallAttributes> Variants(Op op, Method method, int num_ranks) {
   CallAttributes at = MakeAttributes(op, method, num_ranks);
   std::vector<CallAttributes> variants = {at};
@@ -131,7 +131,7 @@ inline std::vector<CallAttributes> Variants(Op op, Method method, int num_ranks)
   return variants;
 }
 
-// False for the methods that a fused op does not have.
+// Returns whether the op has the method: bulk is not a method of fused ops.
 inline bool HasMethod(Op op, Method method) {
   const OpInfo& info = InfoOf(op);
   const bool fuses =

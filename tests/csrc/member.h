@@ -1,4 +1,5 @@
-// One process of a group that spans several, for tests: an engine and a communicator.
+// A test process of a group that spans several processes, with an engine and a
+// communicator.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +21,7 @@ using jax_ub_test::MakeCalls;
 using jax_ub_test::NumWrong;
 using jax_ub_test::Sizes;
 
-// One process of a group: device 100 + r is rank r.
+// A test process of a group, in which rank r is on device 100 + r.
 class Member {
  public:
   Member(int process,
@@ -48,7 +49,7 @@ class Member {
   CallSequencer& sequencer() { return *conductor_; }
   const std::vector<int>& ranks() const { return conductor_->local_ranks(); }
 
-  // The local ranks' calls.
+  // Submits the calls of the local ranks.
   std::vector<Outcome> Begin(CallSite& site,
                              int64_t run_id,
                              const std::vector<RankCall>& calls) {

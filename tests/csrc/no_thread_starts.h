@@ -1,4 +1,4 @@
-// The system's limit of threads, for tests.
+// Makes the creation of threads fail, for tests.
 #pragma once
 
 #include <pthread.h>
@@ -7,7 +7,8 @@
 
 namespace jax_ub {
 
-// While it lives no thread starts: there is no room for such a stack.
+// While an instance exists, no thread can be created, because the default stack is
+// larger than the address space.
 class NoThreadStarts {
  public:
   NoThreadStarts() {

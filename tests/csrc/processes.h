@@ -1,5 +1,5 @@
-// Tests in several processes: forks them before any thread exists, lets them find each
-// other, and has what each one says, by a deadline.
+// Runs a test in several processes: forks them before any thread exists, lets them
+// exchange addresses, and collects what each process reports before a deadline.
 #pragma once
 
 #include <poll.h>
@@ -24,7 +24,8 @@
 
 namespace jax_ub {
 
-// Memory that the processes of a test share: addresses, and a word to wait for.
+// Shared memory of the processes of a test, with their addresses and a word to wait
+// for.
 class Bulletin {
  public:
   static constexpr int kMaxProcesses = 8;
@@ -44,7 +45,8 @@ class Bulletin {
     rendezvous_->entries[process].token = address.token;
     ++rendezvous_->entries[process].num_published;
   }
-  // Of the `round`-th endpoints of `num_processes`.
+  // Waits until every process has published `round` endpoints; returns the latest
+  // addresses.
   std::map<int, PeerAddress> Read(int num_processes, int round = 1) {
     std::map<int, PeerAddress> addresses;
     for (int p = 0; p < num_processes; ++p) {
@@ -73,7 +75,7 @@ class Bulletin {
   Rendezvous* const rendezvous_;
 };
 
-// Runs `function(process)` in processes of their own.
+// Runs `function(process)` in one forked process for each index.
 class Processes {
  public:
   Processes(int num_processes, const std::function<void(int)>& function) {
@@ -96,9 +98,10 @@ class Processes {
   pid_t pid(int process) const { return children_[process].pid; }
   void Signal(int process, int signal) { kill(children_[process].pid, signal); }
 
-  // What a process threw; "" when nothing; or how it ended otherwise. A check that failed
-  // there fails the test, whatever it makes of the text. Those that hang are killed: a
-  // busy machine is no reason.
+  // Waits for all processes; returns for each the text of its exception, "" if there
+  // was none, or the way in which it ended otherwise. A failed check in a process fails
+  // the test, whatever the text is. Processes that hang are killed after a time that is
+  // far longer than a busy machine needs.
   std::vector<std::string> Join() {
     const auto end = std::chrono::steady_clock::now() + std::chrono::minutes(5);
     std::vector<std::string> texts;
@@ -198,27 +201,28 @@ inline double SecondsSince(std::chrono::steady_clock::time_point begin) {
       .count();
 }
 
-// A death is heard of within this, however long the deadline: far less than that, and
-// more than a busy machine takes.
+// The maximum time in which peers must learn of a death, whatever the deadline is. It
+// is much less than the deadline, and more than a busy machine needs.
 constexpr double kAtOnceS = 20;
 
 inline bool Contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-// "rank 1 (process 1, pid 123)", when there is one rank a process.
+// Returns the name of a process in errors, "rank 1 (process 1, pid 123)", if it has one
+// rank.
 inline std::string NameOf(int process, pid_t pid) {
   const std::string number = std::to_string(process);
   return "rank " + number + " (process " + number + ", pid " + std::to_string(pid) +
          ")";
 }
 
-// Sleeps for ever: to be killed.
+// Sleeps until the process is killed.
 [[noreturn]] inline void Hang() {
   for (;;) pause();
 }
 
-// Throws what a wait throws, and checks that it did so at once.
+// Calls `wait`, rethrows its exception, and checks that it returned or threw at once.
 template <typename Wait>
 void AtOnce(const Wait& wait) {
   const auto begin = std::chrono::steady_clock::now();

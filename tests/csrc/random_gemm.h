@@ -20,7 +20,7 @@ inline int64_t Pick(Random& random, int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(random);
 }
 
-// Conversions of the plainest kind, to compare the kernels' with.
+// Simple conversions, which serve as references for those of the kernels.
 inline float F16ToF32(uint16_t h) {
   const int exponent = h >> 10 & 31;
   const int fraction = h & 1023;
@@ -36,7 +36,7 @@ inline uint16_t F32ToF16(float x) {
   if (std::isnan(x)) return sign | 0x7e00;
   if (magnitude >= 65520) return sign | 0x7c00;
   const int exponent = magnitude < std::ldexp(1.0, -14) ? -14 : std::ilogb(magnitude);
-  // In units of the last place of this exponent, rounded to nearest even.
+  // The magnitude in units of the last place of this exponent, rounded to nearest even.
   const double units = std::nearbyint(std::ldexp(magnitude, 10 - exponent));
   return sign | static_cast<uint16_t>(units + (exponent + 14) * 1024.0);
 }
@@ -67,8 +67,8 @@ inline void Write(std::byte* p, DType dtype, float x) {
   std::memcpy(p, &h, 2);
 }
 
-// Buffers of exactly the bytes that a segment spans, so that the address sanitizer sees
-// a read or write past any end.
+// Allocates buffers of exactly the bytes that a segment spans, so that AddressSanitizer
+// detects an access past either end.
 class Buffers {
  public:
   std::byte* Add(int64_t size_bytes) {
@@ -104,7 +104,7 @@ inline float RandomValue(Random& random, Values values) {
   return std::normal_distribution<float>()(random);
 }
 
-// A matrix as dense f32 and as segments that hold the same (rounded) values.
+// A matrix as dense f32, and as segments that contain the same (rounded) values.
 struct RandomOperand {
   OperandView view;
   std::vector<float> dense;  // [outer][inner]
@@ -198,7 +198,8 @@ inline void AddResult(Random& random,
   }
 }
 
-// A bias (row stride 0), a residual, or the result itself.
+// Adds an addend to the problem: a bias (row stride 0), a residual, or the result
+// itself.
 inline void AddAddend(Random& random, RandomGemm& gemm, Values values) {
   const ResultView& c = gemm.problem.c;
   const int64_t kind = Pick(random, 0, 2);
@@ -276,7 +277,8 @@ inline std::unique_ptr<RandomGemm> MakeGemm(uint64_t seed,
   gemm->magnitude.assign(problem.c.num_replicas, magnitude);
   bool has_own = false;
   for (int64_t i = Pick(random, 0, 3); i > 0; --i) {
-    // The result's own memory can be added once: a second time would rewrite it.
+    // The result itself can be an addend only once, since the first addition overwrites
+    // it.
     if (has_own) break;
     AddAddend(random, *gemm, values);
     has_own = problem.addends.back().segments.data()->data ==

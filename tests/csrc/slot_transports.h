@@ -1,4 +1,4 @@
-// A connection, and what is heard at an end of it.
+// A connection with both ends in this process.
 #pragma once
 
 #include <string>
@@ -22,7 +22,7 @@ struct Ends {
   FileDescriptor one, other;
 };
 
-// The next one; kNothing where none comes.
+// Returns the next message, or a message of kind kNothing if none arrives.
 inline Message Await(const FileDescriptor& connection) {
   std::vector<pollfd> polled = {{connection.get(), POLLIN, 0}};
   if (!Poll(polled, Deadline::After(20).time())) return {};

@@ -1,4 +1,4 @@
-// Calls that are captured and replayed, as XLA does it.
+// Captures calls in CUDA graphs and replays them, as XLA's command buffers do.
 #pragma once
 
 #include <cuda.h>
@@ -16,10 +16,11 @@
 
 namespace jax_ub {
 
-// A call of all ranks of the process, in a command buffer of each. XLA captures it on a
-// stream of its own, on all devices at once, for each set of addresses, and keeps the
-// graphs. The first is made a child of a larger graph, which is instantiated; whenever the
-// addresses are others, the child's node is given what the graph of these does.
+// Contains a command buffer for each local rank of a call. As XLA does, it captures the
+// call on a separate stream, on all devices at once, once for each set of addresses,
+// and keeps the graphs. The first graph becomes a child node of a larger graph, which
+// is instantiated; if the addresses change, the child node is updated from the graph
+// for these addresses.
 class CapturedCalls {
  public:
   CapturedCalls(Gpus& gpus, GpuCalls& calls) : gpus_(gpus), calls_(calls) {
@@ -45,7 +46,7 @@ class CapturedCalls {
   CapturedCalls(const CapturedCalls&) = delete;
   CapturedCalls& operator=(const CapturedCalls&) = delete;
 
-  // The calls have their operands and results there from now on.
+  // Moves the operands and results to memory number `place`, and updates the graphs.
   void Move(size_t place) {
     calls_.Move(place);
     OnEachRank([&](int rank, Buffer& buffer) {
@@ -79,7 +80,7 @@ class CapturedCalls {
     return {gpus_.driver, gpus_.context(calls_.ordinal(rank))};
   }
 
-  // By a thread for each device.
+  // Calls `function(rank, buffer)` for each local rank, in one thread per device.
   template <typename Function>
   void OnEachRank(const Function& function) {
     std::vector<std::thread> threads;
@@ -93,7 +94,8 @@ class CapturedCalls {
     for (std::thread& thread : threads) thread.join();
   }
 
-  // With the context current.
+  // Returns the graph for these addresses, and captures it at the first call. Requires
+  // that the device's context is current.
   CUgraph GraphOf(int rank, size_t place) {
     CUgraph& graph = buffers_.at(rank).graphs[place];
     if (graph != nullptr) return graph;
@@ -112,15 +114,17 @@ class CapturedCalls {
   std::map<int, Buffer> buffers_;  // [rank]
 };
 
-// Failed ranks do not wait: one may read a slot while another writes it, and then fills its
-// results with NaN. This race is intended.
+// Failed ranks do not wait: such a rank may read a slot while another rank writes it,
+// and then fills its results with NaN. This data race is intended, so under
+// ThreadSanitizer ranks run one after the other.
 #ifdef __SANITIZE_THREAD__
 inline constexpr bool kFailsOneByOne = true;
 #else
 inline constexpr bool kFailsOneByOne = false;
 #endif
 
-// Of a program that some rank is misplaced in, if not rank 0: that comes last.
+// Launches a program in which some rank other than rank 0 is misplaced; rank 0 is
+// launched last.
 inline void LaunchMisplaced(Gpus& gpus, CapturedCalls& captured, int num_ranks) {
   for (int n = 1; n <= num_ranks; ++n) {
     captured.Launch(n % num_ranks);
@@ -129,8 +133,8 @@ inline void LaunchMisplaced(Gpus& gpus, CapturedCalls& captured, int num_ranks) 
   gpus.Synchronize();
 }
 
-// Replays the calls of the process's ranks, with other operands each time: where they were
-// captured, in other memory, and there again.
+// Replays the local ranks' calls with new operands each time: at the captured
+// addresses, at other addresses, and at the captured addresses again.
 inline void CheckReplays(Gpus& gpus,
                          GpuCalls& calls,
                          CapturedCalls& captured,
@@ -149,8 +153,9 @@ inline void CheckReplays(Gpus& gpus, GpuCalls& calls, int seed) {
   CheckReplays(gpus, calls, captured, seed);
 }
 
-// Runs some calls of all kinds one after the other, each eager or replayed, without a
-// pause: slots of different calls overlap in memory. All processes pass the same seed.
+// Runs random calls of all kinds in sequence, each eagerly or replayed, without waiting
+// between them, so that slots of different calls overlap in memory. All processes must
+// pass the same seed.
 inline void CheckInAnyOrder(Gpus& gpus,
                             int num_ranks,
                             const Placement& placement,

@@ -1,4 +1,5 @@
-// Calls of every op on emulated GPUs, and what they should give.
+// Makes calls of every op on emulated GPUs, and compares their results with the
+// expected ones.
 #pragma once
 
 #include <cuda.h>
@@ -25,7 +26,7 @@
 
 namespace jax_ub {
 
-// What a GPU runs of every op, by every method.
+// The methods of calls on GPUs.
 inline constexpr std::array kMethods = {Method::kRingExchange, Method::kPipeline,
                                         Method::kBulk, Method::kExternal};
 
@@ -36,7 +37,7 @@ void ForEachVariant(int num_ranks, const Function& function) {
       for (const CallAttributes& at :
            Variants(static_cast<Op>(op), method, num_ranks)) {
         if (!HasMethod(at.op, at.method)) continue;
-        // Local ops have no method.
+        // Local ops ignore the method, so they run once.
         if (IsLocalCall(at) && method != kMethods[0]) continue;
         function(at);
       }
@@ -44,7 +45,7 @@ void ForEachVariant(int num_ranks, const Function& function) {
   }
 }
 
-// Those of all ranks with one another.
+// Returns the variants that communicate between all ranks.
 inline std::vector<CallAttributes> CallsOfPeers(int num_ranks) {
   std::vector<CallAttributes> found;
   ForEachVariant(num_ranks, [&](const CallAttributes& at) {
@@ -53,10 +54,12 @@ inline std::vector<CallAttributes> CallsOfPeers(int num_ranks) {
   return found;
 }
 
-// A process with GPUs, an engine on them, and the streams that XLA would have.
+// A process with emulated GPUs, an engine that uses them, and the streams that XLA
+// would create.
 class Gpus {
  public:
-  // `its_driver` and `library` are the emulated ones, and may note what they are asked.
+  // `its_driver` and `library` are the emulated driver and cuBLASLt, or wrappers that
+  // record their calls.
   explicit Gpus(EmulatedOptions options,
                 double timeout_s = kLongS,
                 const Driver& its_driver = EmulatedDriver(),
@@ -73,7 +76,7 @@ class Gpus {
     workspaces_.resize(options.num_devices);
   }
 
-  // Nothing went wrong, and nothing that was made on it is left.
+  // Checks that the emulated driver reports no violation, and that no object is left.
   ~Gpus() {
     engine_.reset();
     workspaces_.clear();
@@ -88,7 +91,7 @@ class Gpus {
   CudaEngine& engine() { return *engine_; }
   CUcontext context(int ordinal) const { return contexts_[ordinal].get(); }
   CUstream stream(int ordinal) const { return streams_[ordinal].get(); }
-  // Where calls are captured.
+  // Returns the stream on which calls are captured.
   CUstream capturing(int ordinal) const { return capturing_[ordinal].get(); }
   int num_devices() const { return static_cast<int>(contexts_.size()); }
 
@@ -97,8 +100,9 @@ class Gpus {
     return DeviceMemory(driver, size_bytes);
   }
 
-  // One for all calls of a device: XLA gives memory to one call after another, too.
-  // Graphs hold its address, so that one that is too small stays.
+  // Returns the workspace that all calls of a device share, as XLA reuses memory for
+  // successive calls. Graphs contain its address, so a workspace that is too small is
+  // kept when a larger one is allocated.
   DeviceBytes Workspace(int ordinal, int64_t size_bytes) {
     constexpr int64_t kUsualBytes = int64_t{72} << 20;
     std::vector<DeviceMemory>& memories = workspaces_[ordinal];
@@ -127,28 +131,31 @@ class Gpus {
   std::unique_ptr<CudaEngine> engine_;
 };
 
-// Where the ranks are.
+// Assigns ranks to devices and processes.
 struct Placement {
   std::vector<int> ordinals;   // [rank]; empty: ranks are devices 0 ... P - 1
   std::vector<int64_t> ranks;  // Attributes::ranks; empty: the ordinals
-  // Attributes::devices; empty: the program was not lowered for export.
+  // The value of Attributes::devices; empty: the program was not lowered for export.
   std::vector<int64_t> devices = {};
-  // The ranks of this process; empty: all. Of the others it knows the operands only.
+  // The ranks of this process; empty: all ranks. Of the other ranks this process knows
+  // only the operands.
   std::vector<int> local_ranks = {};
 };
 
 inline float FromBF16(uint16_t bits) {
   return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
 }
-// Of numbers that bf16 has.
+// Converts an f32 value that is exactly representable in bf16.
 inline uint16_t ToBF16(float value) {
   return static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
 }
 
-// A call site, its calls in f32 on the host, and the same in device memory.
+// A call site, with one call per rank in f32 on the host, and a copy of it in device
+// memory.
 class GpuCalls {
  public:
-  // `dtype` is that of the products' operands; gradients that accumulate are f32.
+  // `dtype` is the dtype of the GEMMs' operands; gradients that are accumulated are
+  // f32.
   GpuCalls(Gpus& gpus,
            const CallAttributes& at,
            const jax_ub_test::Sizes& sizes,
@@ -186,7 +193,7 @@ class GpuCalls {
                            CudaEngine::WorkspaceBytes(site.attributes(), Shapes(rank)));
   }
 
-  // As XLA does: a thread for each device.
+  // Runs the calls of all local ranks, in one thread per device, as XLA does.
   void RunAll() {
     std::vector<std::thread> threads;
     for (const int rank : local_ranks_) {
@@ -198,15 +205,16 @@ class GpuCalls {
     for (std::thread& thread : threads) thread.join();
   }
 
-  // Which partition each rank's device runs; nothing may be using it.
+  // Sets the partition that each rank's device executes. No call may be running.
   void SetPartitions(const std::vector<uint32_t>& partitions) {
     for (size_t rank = 0; rank < partitions.size(); ++rank) {
       *const_cast<uint32_t*>(on_device_[rank].partition) = partitions[rank];
     }
   }
 
-  // Operands and results lie in other memory, the n-th that they have, the same whenever it
-  // is asked for. Like parameters of a program all but the first are aligned to 16 bytes.
+  // Moves operands and results to memory number `place`. The same number always selects
+  // the same memory. Like the parameters of an XLA program, all arrays except the first
+  // are aligned to 16 bytes.
   void Move(size_t place) {
     while (places_.size() <= place) places_.push_back(NewPlace(16 * places_.size()));
     for (size_t rank = 0; rank < on_device_.size(); ++rank) {
@@ -218,14 +226,14 @@ class GpuCalls {
     Load();
   }
 
-  // Other operands, in the same memory; nothing may be using it.
+  // Writes new operands to the same memory. No call may be running.
   void Refill(int seed) {
     arrays_ = std::make_unique<jax_ub_test::Arrays>(seed);
     calls_ = jax_ub_test::MakeCalls(site.attributes(), sizes_, *arrays_);
     Load();
   }
 
-  // When the device is done.
+  // Returns the number of wrong elements. Requires that the devices have finished.
   int64_t NumWrong() {
     for (const int rank : local_ranks_) {
       for (size_t i = 0; i < calls_[rank].results.size(); ++i) {
@@ -237,7 +245,7 @@ class GpuCalls {
     return jax_ub_test::NumWrong(site.attributes(), calls_, local_ranks_);
   }
 
-  // Results of a rank that are not NaN.
+  // Returns the number of elements of a rank's results that are not NaN.
   int64_t NumNumbers(int rank) const {
     int64_t num = 0;
     for (const Tensor& result : on_device_[rank].results) {

@@ -1,5 +1,5 @@
-// cuBLASLt without a GPU, by its rules, on the streams of emulated_driver.h. Sums are f32,
-// in the order of the contraction, whatever the algorithm.
+// Emulates cuBLASLt without a GPU, on the streams of emulated_driver.h, and checks that
+// its rules are kept. Every algorithm adds in f32, in the order of the contraction.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,8 @@ struct EmulatedCublasLtState {
 };
 EmulatedCublasLtState ReadEmulatedCublasLt();
 
-// From now on: no heuristic finds an algorithm; matmuls return `result`.
+// Makes later heuristics find no algorithm if `no_algorithms`, and later matmuls return
+// `result`.
 void RefuseEmulatedMatmuls(bool no_algorithms,
                            lt::Status result = lt::Status::kSuccess);
 

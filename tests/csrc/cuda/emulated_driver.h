@@ -27,40 +27,43 @@
 
 namespace jax_ub {
 
-// Initialized, as SystemDriver() is.
+// Returns the emulated driver, which is initialized as SystemDriver() is.
 const Driver& EmulatedDriver();
 
 struct EmulatedOptions {
   int num_devices = 1;
-  // The number in the machine of this process's device 0: processes that see the same
-  // device, or others, of one machine.
+  // The index, in the machine, of this process's device 0. It determines whether
+  // processes see the same devices of one machine or different ones.
   int first_device = 0;
   int64_t device_memory_bytes = int64_t{8} << 30;
   int driver_version = 13000;
-  // Instead of those of a device of compute capability 9.0 with 132 SMs.
+  // Replace attributes of the default device, which has compute capability 9.0 and 132
+  // SMs.
   std::map<CUdevice_attribute, int> attributes = {};
 
-  // Up to this long before any operation of a stream or graph, at random.
+  // The maximum random delay before each operation of a stream or graph.
   uint64_t seed = 1;
   int max_delay_us = 0;
 
   bool has_vmm = true;      // virtual memory management at all
   bool has_fd = true;       // memory handles as POSIX file descriptors,
   bool has_fabric = false;  // and as fabric handles
-  // What cuMemCreate says when fabric handles are asked for: CUDA_ERROR_NOT_PERMITTED
-  // where the device has them and the process no IMEX channel.
+  // The result of cuMemCreate with fabric handles: CUDA_ERROR_NOT_PERMITTED emulates a
+  // device with fabric handles and a process without an IMEX channel.
   CUresult fabric_result = CUDA_SUCCESS;
   bool has_ipc = true;
   bool has_multicast = true;
   bool has_peer_access = true;
   // Pairs of ordinals (device, peer) where `device` cannot access `peer`.
   std::set<std::pair<int, int>> without_peer_access = {};
-  // cuMemAlloc, cuMemFree and the like wait for all work of the device, as the real ones
-  // may. Otherwise freeing memory that is in use is a violation.
+  // Whether cuMemAlloc, cuMemFree and similar functions wait for all work of the
+  // device, as the real ones may. Otherwise freeing memory that is in use is a
+  // violation.
   bool memory_calls_synchronize = false;
 };
 
-// What the process holds of the driver. Handles: of MemCreate and MemImport; ipc: opened.
+// The numbers of driver objects that the process has not released. `handles` come from
+// MemCreate and MemImport; `ipc` are opened IPC handles.
 struct EmulatedObjects {
   int contexts = 0;
   int streams = 0;
@@ -77,12 +80,13 @@ struct EmulatedObjects {
   int graph_execs = 0;
 
   bool operator==(const EmulatedObjects&) const = default;
-  // "2 streams, 1 event"; "" when there is nothing.
+  // Returns a text such as "2 streams, 1 event"; "" if no object is left.
   std::string Describe() const;
 };
 
-// While one lives, what its thread launches has to be loaded: what is not is a violation.
-// Loading may wait for the device, and so for a kernel that waits for a peer.
+// While an instance exists, it is a violation if its thread launches a kernel that is
+// not loaded: loading may wait for the device, and so for a kernel that waits for a
+// peer.
 class EmulatedLaunchesOnly {
  public:
   EmulatedLaunchesOnly();
@@ -91,27 +95,30 @@ class EmulatedLaunchesOnly {
   EmulatedLaunchesOnly& operator=(const EmulatedLaunchesOnly&) = delete;
 };
 
-// The machine that EmulatedDriver() drives, one at a time. All is new: nothing of an
-// earlier machine may be used. A child of fork makes its own.
+// The machine of EmulatedDriver(). Only one exists at a time, and objects of an earlier
+// machine must not be used. A forked child makes a new one.
 class EmulatedMachine {
  public:
   explicit EmulatedMachine(EmulatedOptions options = {});
-  // Waits for all work. What still is not done after 20 s is named, and the program ends.
+  // Waits for all work. Ends the program with a description of the work that is not
+  // done after 20 s.
   ~EmulatedMachine();
   EmulatedMachine(const EmulatedMachine&) = delete;
   EmulatedMachine& operator=(const EmulatedMachine&) = delete;
 
-  // The nth call from now on of Driver's member `function` ("MemCreate") does nothing and
-  // returns `result`; every call if nth is 0.
+  // Makes the nth call from now on of Driver's member `function`, such as "MemCreate",
+  // return `result` without effect; all calls if nth is 0.
   void Fail(const std::string& function, CUresult result, int nth = 1);
-  // Of a function, or launches of a kernel.
+  // Returns the number of calls of a function, or of launches of a kernel.
   int64_t NumCalls(const std::string& function) const;
 
   EmulatedObjects Live() const;
-  // What no error code said: memory accessed by a device that has no access to it, freed
-  // while it is in use, handles destroyed twice, contexts released before their streams.
+  // Returns errors that the real driver reports by no error code: a device accesses
+  // memory without having access, memory is freed while in use, a handle is destroyed
+  // twice, a context is released before its streams.
   std::vector<std::string> Violations() const;
-  // Violations, and what is still there; "" when all is well. Waits for all streams.
+  // Waits for all streams; returns the violations and the objects that are left, or ""
+  // if there are none.
   std::string Complaints();
 };
 

@@ -1,5 +1,5 @@
-// What tests of the emulated driver use it with: a device, kernels, a stream that waits
-// until the test says so.
+// Helpers for tests of the emulated driver: a device, kernels, and a stream that waits
+// until the test opens a gate.
 #pragma once
 
 #include <atomic>
@@ -16,8 +16,8 @@
 
 namespace jax_ub {
 
-// A device whose context is current, and what is enqueued on it. Throws where a call fails
-// that must not.
+// A device whose context is current, with functions that enqueue work on it. A call
+// that must succeed throws if it fails.
 class EmulatedGpu {
  public:
   explicit EmulatedGpu(int ordinal = 0)
@@ -32,7 +32,8 @@ class EmulatedGpu {
   static void Copy(CUstream stream, CUdeviceptr to, CUdeviceptr from, size_t size) {
     Check(driver(), driver().MemcpyAsync(to, from, size, stream), "copy");
   }
-  // The first stream goes on after what the second one has been given.
+  // Makes the stream `waiting` wait for the work that is on the stream `recorded` so
+  // far.
   static void Join(CUstream waiting, const Event& event, CUstream recorded) {
     Check(driver(), driver().EventRecord(event.get(), recorded), "record");
     Check(driver(), driver().StreamWaitEvent(waiting, event.get(), 0), "wait");
@@ -51,7 +52,7 @@ class EmulatedGpu {
   ScopedContext scope_;
 };
 
-// The project's kernels.
+// Loads the project's kernels.
 class EmulatedLibrary {
  public:
   EmulatedLibrary() : library_(EmulatedDriver(), kImage) {}
@@ -73,13 +74,14 @@ class EmulatedLibrary {
   Library library_;
 };
 
-// Flags in host memory: kernels that wait for a flag, and the test or a kernel that sets it.
+// A flag in host memory, with kernels that wait for it and set it. The test may also
+// set it.
 class EmulatedGate {
  public:
   explicit EmulatedGate(const EmulatedLibrary& library)
       : library_(library), memory_(EmulatedDriver(), 4096) {}
 
-  // Waits until Open.
+  // Enqueues a kernel that waits until the gate is open.
   void Wait(CUstream stream) const {
     WaitParams params = {};
     params.own = words();
@@ -91,7 +93,7 @@ class EmulatedGate {
   void Open() {
     std::atomic_ref(*Word(kFlag)).store(kTagMask + 1, std::memory_order_release);
   }
-  // Opens it from a stream.
+  // Enqueues a kernel that opens the gate.
   void Signal(CUstream stream) const {
     SignalParams params = {};
     params.own = words();
@@ -100,7 +102,7 @@ class EmulatedGate {
     Check(EmulatedDriver(), library_.Launch(kSignalKernel, stream, params), "launch");
   }
   void Close() { std::atomic_ref(*Word(kFlag)).store(0, std::memory_order_release); }
-  // Whether a wait ended otherwise.
+  // Returns whether a wait ended without the gate being open.
   bool has_failed() const {
     return std::atomic_ref(*Word(kFailed)).load(std::memory_order_acquire) != 0;
   }

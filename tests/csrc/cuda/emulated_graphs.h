@@ -1,6 +1,6 @@
-// What XLA calls to put graphs that it captured into a larger one, and fills, and to give
-// them other addresses there, by the rules of the driver API: functions that the engine
-// does not call. The nodes that it puts one behind the other are called children here.
+// Driver functions that XLA calls, and the engine does not: they add a captured graph
+// or a fill to a larger graph, and later change its addresses. The nodes that they add
+// are called children; each child depends on earlier ones.
 #pragma once
 
 #include <cuda.h>
@@ -11,26 +11,28 @@ namespace jax_ub {
 
 CUresult EmulatedGraphCreate(CUgraph* graph, unsigned flags);
 
-// A copy of `child`, behind the nodes `dependencies`, which are children too. Refused, with
-// CUDA_ERROR_INVALID_VALUE, where a node frees memory. A child without nodes, which crashes
-// CUDA when the graph is instantiated, is a violation.
+// Adds a copy of the graph `child`, to run after the nodes `dependencies`, which are
+// children, too. Returns CUDA_ERROR_INVALID_VALUE if a node of `child` frees memory. A
+// child without nodes is a violation, because CUDA crashes when the graph is
+// instantiated.
 CUresult EmulatedGraphAddChildGraphNode(CUgraphNode* node,
                                         CUgraph graph,
                                         const CUgraphNode* dependencies,
                                         size_t num_dependencies,
                                         CUgraph child);
 
-// The node's nodes do what those of `child` do, in launches from now on. Refused, with
-// CUDA_ERROR_INVALID_VALUE, unless the graph of the node is still there, and unless `child`
-// has as many nodes, in the same order, of the same kinds and with the same edges; kernels
-// in the same context, and of the same priority where the graph was instantiated with
-// priorities of nodes; operands of copies and fills with the same owners.
+// Updates the nodes inside `node` from those of `child`, for later launches. Returns
+// CUDA_ERROR_INVALID_VALUE unless the graph of the node still exists, and `child` has
+// the same number of nodes in the same order, of the same kinds and with the same
+// edges; kernels must be in the same context and, if the graph was instantiated with
+// node priorities, have the same priority; operands of copies and fills must have the
+// same owners.
 CUresult EmulatedGraphExecChildGraphNodeSetParams(CUgraphExec exec,
                                                   CUgraphNode node,
                                                   CUgraph child);
 
-// A fill by the device of `context`, behind the nodes `dependencies`, which are children
-// too. XLA writes the number of a partition so.
+// Adds a fill by the device of `context`, to run after the nodes `dependencies`, which
+// are children, too. XLA writes the number of a partition in this way.
 CUresult EmulatedGraphAddMemsetNode(CUgraphNode* node,
                                     CUgraph graph,
                                     const CUgraphNode* dependencies,
@@ -38,15 +40,15 @@ CUresult EmulatedGraphAddMemsetNode(CUgraphNode* node,
                                     const CUDA_MEMSET_NODE_PARAMS* params,
                                     CUcontext context);
 
-// The node fills so in launches from now on. Refused, with CUDA_ERROR_INVALID_VALUE, unless
-// the graph of the node is still there, the memory has the same owner, and both fills have
-// one dimension.
+// Changes the fill of a node for later launches. Returns CUDA_ERROR_INVALID_VALUE
+// unless the graph of the node still exists, the memory has the same owner, and both
+// fills have one dimension.
 CUresult EmulatedGraphExecMemsetNodeSetParams(CUgraphExec exec,
                                               CUgraphNode node,
                                               const CUDA_MEMSET_NODE_PARAMS* params,
                                               CUcontext context);
 
-// What the stream is given until its capture ends goes into `graph`, which is empty.
+// Begins a capture of the stream into `graph`, which must be empty.
 CUresult EmulatedStreamBeginCaptureToGraph(CUstream stream,
                                            CUgraph graph,
                                            CUstreamCaptureMode mode);

@@ -1,7 +1,7 @@
-// The project's kernels on the host: flag_kernels.cu and sum_kernels.cu themselves,
-// compiled as C++, with the few instructions that are PTX on a device in terms of
-// std::atomic_ref. So what is tested without a GPU is the kernels' own text, and the
-// thread sanitizer sees what a missing wait leaves unordered.
+// Runs the project's kernels on the host: compiles flag_kernels.cu and sum_kernels.cu
+// as C++, and replaces the few PTX instructions by std::atomic_ref. Tests without a GPU
+// therefore run the kernels' own source, and ThreadSanitizer detects accesses that a
+// missing wait leaves unordered.
 #pragma once
 
 #include <cstddef>
@@ -12,13 +12,15 @@ namespace jax_ub {
 struct EmulatedKernel {
   std::string_view name;
   size_t params_bytes = 0;  // of its one argument
-  // Runs all threads on this one: a block's from the last to the first, which is what
-  // SyncWarp of jax_ub_end means. Waits as long as the kernel waits. Throws
-  // std::logic_error for an address that is less aligned than the launcher says.
+  // Runs all threads of the kernel in the calling thread, each block from the last
+  // thread to the first, as SyncWarp in jax_ub_end requires. Returns when the kernel
+  // ends. Throws std::logic_error for an address with less alignment than the launcher
+  // states.
   void (*run)(const void* params, unsigned num_blocks, unsigned num_threads) = nullptr;
 };
 
-// Addresses in parameters are those of this process. nullptr if there is none.
+// Returns the kernel with this name, or nullptr. Its parameters contain addresses of
+// this process.
 const EmulatedKernel* FindEmulatedKernel(std::string_view name);
 
 }  // namespace jax_ub

@@ -1,5 +1,5 @@
-// A thread that does what it is given, one after the other: a stream, or a chain of nodes
-// of a graph. And moments that others wait for.
+// Lane: a thread that runs the work of a stream, or of a chain of graph nodes, in
+// order. Moment: an event that other threads wait for.
 #pragma once
 
 #include <atomic>
@@ -16,8 +16,9 @@
 
 namespace jax_ub::emulated {
 
-// Comes once. Who has awaited it sees all that was done before it was set: the only order
-// between threads, besides that of a lane, that ThreadSanitizer sees of this driver.
+// An event that is set once. A thread that has waited for it sees all writes before it
+// was set. Apart from the order of a lane, this is the only synchronization of the
+// emulated driver that ThreadSanitizer sees.
 class Moment {
  public:
   using Clock = std::chrono::steady_clock;
@@ -35,28 +36,31 @@ using SharedMoment = std::shared_ptr<Moment>;
 
 class Lane {
  public:
-  // What is done, and what becomes of the emulated driver's books after it (unseen).
+  // The work of an operation, and the update of the emulated driver's state after it,
+  // which is hidden from ThreadSanitizer.
   struct WorkList {
     const char* name = "";
     std::function<void()> run;
     std::function<void()> ended;
   };
 
-  // Delays what it does by up to max_delay_us, as the seed says.
+  // Delays each operation by a random time of up to max_delay_us, drawn with the seed.
   Lane(uint64_t seed, int max_delay_us);
   ~Lane();  // after Stop
   Lane(const Lane&) = delete;
 
-  // The caller is unseen; what it did before is seen by the work.
+  // Appends work. The caller must be hidden from ThreadSanitizer (Unseen); the work
+  // sees all earlier writes of the caller.
   void Post(WorkList work);
-  // Nothing to do; the caller is unseen.
+  // Returns whether no work is running or pending. The caller must be hidden (Unseen).
   bool is_idle() const;
-  // What is being done or next, "" when idle; the caller is unseen.
+  // Returns the name of the running or next work; "" if idle. The caller must be hidden
+  // (Unseen).
   std::string busy_with() const;
-  // Ends the thread once there is nothing left to do.
+  // Ends the thread after all pending work.
   void Stop();
 
-  // Sleeps as long as comes next; from the lane's own thread only.
+  // Sleeps for the next random delay. Called only from the lane's thread.
   void Delay();
 
  private:

@@ -1,5 +1,5 @@
-// The books of the emulated driver: what there is of devices, streams, events, memory and
-// graphs, under one mutex. Every function of the driver is a Call on them.
+// The state of the emulated driver: devices, streams, events, memory and graphs,
+// guarded by one mutex. Every driver function accesses it through a Call.
 #pragma once
 
 #include <cuda.h>
@@ -25,7 +25,7 @@
 
 namespace jax_ub::emulated {
 
-// Objects by handle. Handles are numbers that no object ever has again.
+// Maps handles to objects. A handle is never reused.
 template <typename T>
 class Registry {
  public:
@@ -37,7 +37,7 @@ class Registry {
     added->handle = handle;
     return added;
   }
-  // nullptr when there is no such object (any more).
+  // Returns the object, or nullptr if there is none or it was removed.
   template <typename Handle>
   T* Find(Handle handle) const {
     const auto found = objects_.find(reinterpret_cast<uintptr_t>(handle));
@@ -55,7 +55,7 @@ class Registry {
   std::map<uintptr_t, std::unique_ptr<T>> objects_;
 };
 
-// What a stream or a node of a graph does.
+// An operation of a stream, or of a node of a graph.
 struct Operation {
   enum class Kind { kKernel, kCopy, kFill, kFree };
 
@@ -73,7 +73,7 @@ struct Node {
   std::vector<int> dependencies;  // of the same graph, all before it
 };
 
-// What streams are given while they are captured.
+// The operations that streams are given during one capture.
 struct Capture {
   uintptr_t origin = 0;  // the stream that began
   uintptr_t into = 0;    // the graph that the nodes go into; 0: a new one
@@ -91,7 +91,8 @@ struct Stream {
   unsigned flags = 0;
   int priority = 0;
   std::shared_ptr<Lane> lane;
-  // While it is captured: and the nodes that its next one comes after.
+  // During a capture: the capture, and the nodes that the stream's next node depends
+  // on.
   SharedCapture capture;
   std::set<int> tips;
 };
@@ -105,7 +106,7 @@ struct Event {
   std::set<int> tips;
 };
 
-// Nodes of a graph that were added as one: a child graph's, or a fill.
+// Consecutive nodes of a graph that were added together: a child graph, or a fill.
 struct Child {
   uintptr_t handle = 0;
   size_t first = 0;
@@ -118,7 +119,8 @@ struct Graph {
   std::vector<Child> children;
 };
 
-// A graph's nodes as chains: each node comes directly after the one before it in its chain.
+// An instantiated graph. Its nodes are divided into chains: each node depends on the
+// previous node of its chain.
 struct GraphExec {
   uintptr_t handle = 0;
   std::shared_ptr<const std::vector<Node>> nodes;
@@ -138,7 +140,7 @@ struct Kernel {
   uintptr_t library = 0;
   const EmulatedKernel* twin = nullptr;
 };
-// A kernel in the context of a device.
+// A kernel that belongs to the context of one device.
 struct Function {
   uintptr_t handle = 0;
   uintptr_t kernel = 0;
@@ -188,33 +190,36 @@ struct Machine {
   EmulatedObjects Live() const;
 };
 
-// The one machine, or nullptr.
+// Returns the only machine, or nullptr.
 Machine* TheMachine();
 void SetTheMachine(Machine* machine);
 
-// One call of a driver's function. While it lives the caller is unseen and the machine's
-// mutex held.
+// One call of a driver function. While it exists, the caller is hidden from
+// ThreadSanitizer and the machine's mutex is locked.
 class Call {
  public:
   explicit Call(Machine& machine) : machine(machine), lock_(machine.mutex) {}
 
   Machine& machine;
 
-  // The device of the current context; -1: none.
+  // Returns the device of the current context; -1: there is none.
   int device() const;
-  // The stream, or that of the current context for 0; nullptr: there is none.
+  // Returns the stream, or the legacy stream of the current context for 0; nullptr:
+  // there is none.
   Stream* FindStream(CUstream stream);
 
-  // The caller waits for this moment before it returns.
+  // Makes the driver function wait for this moment before it returns.
   void AwaitAtEnd(SharedMoment moment) { moments_.push_back(std::move(moment)); }
   const std::vector<SharedMoment>& moments() const { return moments_; }
-  // Waits now, unlocked and unseen: for what CUDA may do and does not promise.
+  // Waits for the device's work, without the mutex and hidden from ThreadSanitizer.
+  // Used where CUDA may wait but does not promise it.
   void AwaitDevice(int device);
 
-  // Not allowed while this thread captures (or any, in global mode): then the capture is
-  // invalid from now on.
+  // Returns an error and invalidates the capture if this thread captures (in global
+  // mode: if any thread captures), for functions that are not allowed then.
   CUresult RefuseInCapture();
-  // Something that is not loaded yet is launched.
+  // Handles the launch of something that is not loaded yet, which may wait for the
+  // device.
   void Load(const std::string& what);
   void Violate(std::string text) { machine.violations.push_back(std::move(text)); }
 
@@ -223,7 +228,8 @@ class Call {
   std::vector<SharedMoment> moments_;
 };
 
-// Runs `body`, after whatever concerns all functions.
+// Runs the body of a driver function. Counts the call, and returns an error that the
+// test has requested instead.
 template <typename Body>
 CUresult Run(const char* name, const Body& body) {
   std::vector<SharedMoment> moments;
@@ -248,7 +254,7 @@ CUresult Run(const char* name, const Body& body) {
   return result;
 }
 
-// The same for a function that needs a current context.
+// As Run, for a function that requires a current context.
 template <typename Body>
 CUresult RunInContext(const char* name, const Body& body) {
   return Run(name, [&](Call& call) {
@@ -256,15 +262,18 @@ CUresult RunInContext(const char* name, const Body& body) {
   });
 }
 
-// Into the stream, or into the graph that is captured from it.
+// Enqueues an operation on a stream, or adds it to the graph that is being captured
+// from it.
 CUresult Enqueue(Call& call, CUstream stream, Operation operation);
-// When all that the stream has been given so far is done. It is not captured.
+// Returns the moment at which all work that is on the stream so far is done. Requires
+// that the stream is not being captured.
 SharedMoment MomentOf(Stream& stream);
 
-// The device that owns the memory at an address, or -1 for the host.
+// Returns the device that owns the memory at an address; -1 for host memory.
 int OwnerOf(const Call& call, uint64_t address);
 
-// `count` elements from `to` on become `value`. The address is a multiple of theirs.
+// Returns an operation that sets `count` elements at `to` to `value`. The address must
+// be a multiple of the element size.
 template <typename Value>
 Operation FillOf(
     const Call& call, const char* name, uint64_t to, Value value, size_t count) {
@@ -277,30 +286,32 @@ Operation FillOf(
   return operation;
 }
 
-// Into the capture of a stream; the nodes' own dependencies are indices into `nodes`.
+// Adds nodes to the capture of a stream. The dependencies of each node are indices into
+// `nodes`.
 CUresult AddNodes(Stream& stream, const std::vector<Node>& nodes);
 
-// Between the checks of an operation's memory and its end.
+// Checks an operation's memory, and marks its regions as in use until EndUse.
 CUresult BeginUse(Call& call,
                   const Operation& operation,
                   std::vector<SharedRegion>& uses);
 void EndUse(Machine& machine, std::vector<SharedRegion>& uses);
 
-// Where this process has what a multicast address stands for, of every device.
+// Returns the addresses, in this process, of the memory of each device that is bound at
+// a multicast address.
 std::vector<uint64_t> BehindMulticast(uint64_t address);
 
-// Of a device's memory.
+// Returns the number of free bytes of a device's memory.
 int64_t FreeBytes(const Machine& machine, int device);
 
-// The device of a context that is retained; -1: there is none.
+// Returns the device of a retained context; -1: there is none.
 int DeviceOf(const Call& call, CUcontext context);
 void SetCurrentDevice(int device);
 int CurrentDevice(const Machine& machine);
 
-// What a kernel with these parameters reads and writes.
+// Returns the memory that a kernel with these parameters accesses.
 std::vector<Touch> TouchedBy(std::string_view kernel, const void* params);
 
-// The parts of the table.
+// Each function sets some members of the driver's function table.
 void FillDevices(Driver& driver);
 void FillStreams(Driver& driver);
 void FillMemory(Driver& driver);

@@ -20,7 +20,7 @@ namespace jax_ub::emulated {
 
 inline constexpr int64_t kGranularity = int64_t{2} << 20;
 
-// What an operation reads or writes: rows of bytes.
+// Memory that an operation reads or writes: rows of bytes.
 struct Touch {
   uint64_t address = 0;
   int64_t num_rows = 1;
@@ -28,15 +28,15 @@ struct Touch {
   int64_t stride_bytes = 0;
   bool by_multicast = false;  // at every device, by an address that stands for all
 
-  // From the first byte to the last.
+  // Returns the number of bytes from the first one to the last one.
   int64_t span_bytes() const {
     return num_rows <= 0 || row_bytes <= 0 ? 0
                                            : (num_rows - 1) * stride_bytes + row_bytes;
   }
 };
 
-// A memory file, of one GPU of the machine; other processes find it by what `Describe`
-// says, as long as it is open here.
+// A memory file that represents memory of one GPU of the machine. Other processes find
+// it by the text from `Describe` while it is open in this process.
 struct MemoryFile {
   FileDescriptor descriptor;
   int gpu = 0;
@@ -44,15 +44,16 @@ struct MemoryFile {
   uint64_t id = 0;
   bool is_own = false;  // made by this process
 
-  // New, filled with 0xFF at the front.
+  // Creates a file of which the first part is filled with 0xFF.
   static std::shared_ptr<MemoryFile> Make(int gpu, int64_t size_bytes);
-  // What such a descriptor stands for; nullptr if it is none of these.
+  // Opens the file of a descriptor from another process; nullptr if it is not such a
+  // file.
   static std::shared_ptr<MemoryFile> Open(int descriptor);
-  // The one that process `pid` has open as `descriptor`, if its id is `id`.
+  // Opens the file that process `pid` has open as `descriptor`, if its id is `id`.
   static std::shared_ptr<MemoryFile> Find(int pid, int descriptor, uint64_t id);
 };
 
-// A multicast object: which memory files are bound to it, for all processes.
+// A multicast object, with the memory files that any process has bound to it.
 struct Team {
   static constexpr int kMaxDevices = 16;
   struct Bound {
@@ -60,7 +61,7 @@ struct Team {
     uint64_t file = 0;  // its id
     int64_t size_bytes = 0;
   };
-  // In memory that processes share, under a lock.
+  // The part in shared memory, which all processes access under a lock.
   struct Shared {
     std::atomic<int> locked{0};
     int num_devices = 0;
@@ -80,11 +81,11 @@ struct Team {
   ~Team();
 
   static std::shared_ptr<Team> Make(int num_devices, int64_t size_bytes);
-  // As of a MemoryFile.
+  // As the functions of MemoryFile.
   static std::shared_ptr<Team> Open(int descriptor);
   static std::shared_ptr<Team> Find(int pid, int descriptor, uint64_t id);
 
-  // Runs `body` on what is shared.
+  // Runs `body` on the shared part, under the lock.
   template <typename Body>
   auto Locked(const Body& body) {
     while (shared->locked.exchange(1, std::memory_order_acquire) != 0) {
@@ -96,7 +97,7 @@ struct Team {
   }
 };
 
-// A range of addresses with memory in it.
+// A range of addresses to which memory is mapped.
 struct Region {
   enum class Kind { kDevice, kHost, kVirtual, kIpc };
 
@@ -120,23 +121,23 @@ class Memory {
  public:
   using Regions = std::map<uint64_t, SharedRegion>;
 
-  // New addresses, aligned, with a gap after them; 0: there are none left.
+  // Reserves aligned addresses, with a gap after them; returns 0 if none are left.
   static uint64_t Reserve(int64_t size_bytes, int64_t alignment);
   static bool Holds(uint64_t address);
 
-  // Maps the file at the region's address; with access or without.
+  // Maps the file at the region's address, with or without access.
   void Add(SharedRegion region, bool is_accessible);
-  // The region that begins there, if it is of this kind.
+  // Returns the region that begins at an address, if it is of this kind.
   SharedRegion Find(uint64_t address, Region::Kind kind) const;
-  // The region around an address; nullptr: none.
+  // Returns the region that contains an address; nullptr: there is none.
   SharedRegion Around(uint64_t address) const;
-  // A mapping of that file; nullptr: there is none.
+  // Returns a region that maps a file; nullptr: there is none.
   SharedRegion Of(uint64_t file) const;
   void Remove(uint64_t address) { regions_.erase(address); }
   Regions& regions() { return regions_; }
   const Regions& regions() const { return regions_; }
 
-  // Handles of virtual memory.
+  // A handle of virtual memory.
   struct Handle {
     std::shared_ptr<MemoryFile> file;
     std::shared_ptr<Team> team;  // in place of it
@@ -149,7 +150,7 @@ class Memory {
   std::map<uint64_t, int> num_opened;        // of IPC, by address
   int num_bindings = 0;                      // to multicast objects
 
-  // What this process has allocated of a GPU's memory.
+  // Returns the bytes of a GPU's memory that this process has allocated.
   int64_t AllocatedBytes(int gpu) const;
 
  private:

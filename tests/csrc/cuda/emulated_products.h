@@ -1,4 +1,4 @@
-// Products as cuBLASLt describes them, and what they come to on the host.
+// Matrix products as cuBLASLt describes them, and their computation on the host.
 #pragma once
 
 #include <array>
@@ -56,7 +56,7 @@ inline int64_t ElementBytes(lt::DataType type) {
   return type == lt::DataType::kF32 ? 4 : 2;
 }
 
-// A product: D[m, n] = A[m, k] B[k, n], everything by value.
+// A matrix product D[m, n] = A[m, k] B[k, n], with copies of its descriptors.
 struct Product {
   lt::MatmulDescObject desc;
   lt::LayoutObject a, b, c, d;
@@ -67,15 +67,16 @@ struct Product {
   bool has_bias() const {
     return desc.epilogue == static_cast<uint32_t>(lt::Epilogue::kBias);
   }
-  // What an algorithm was found for.
+  // Returns a hash of the product, which identifies the product that an algorithm was
+  // found for.
   uint64_t Fingerprint() const;
 };
 
-// kInvalidValue if the product makes no sense, kNotSupported if there are no kernels for
-// its types.
+// Returns kInvalidValue if the descriptors are inconsistent, and kNotSupported if
+// cuBLASLt has no kernels for the types.
 lt::Status CheckProduct(const Product& product);
 
-// What a matmul is called with.
+// The arguments of a matmul call.
 struct Arguments {
   float alpha = 1;
   float beta = 0;
@@ -87,10 +88,11 @@ struct Arguments {
   size_t needed_bytes = 0;
 };
 
-// What a matmul reads and writes.
+// Returns the memory that a matmul reads and writes.
 std::vector<Touch> TouchesOf(const Product& product, const Arguments& arguments);
 
-// Sums are f32, in the order of the contraction; the result is rounded once.
+// Computes the product with f32 sums, in the order of the contraction, and rounds the
+// result once.
 void Multiply(const Product& product, const Arguments& arguments);
 
 }  // namespace emulated

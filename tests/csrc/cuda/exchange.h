@@ -1,5 +1,5 @@
-// What ranks on GPUs do in tests of a communicator: each one puts words of its own into a
-// slot of each peer, and reads what came.
+// Tests a communicator of ranks on GPUs: each rank writes distinct words into a slot of
+// each peer, and reads the words that it received.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ namespace jax_ub {
 
 inline const std::string kExchangeLabel = "exchange (ub_name 'qkv')";
 
-// The seconds of "... waited 0.0534 s for ...": on a busy machine more than the wait was
-// given, and never less. 0 where the text does not say.
+// Returns the seconds in an error text "... waited 0.0534 s for ...", or 0 if it has
+// none. They are at least the timeout, and more on a busy machine.
 inline double SecondsWaited(const std::string& text) {
   const std::string before = " waited ";
   const size_t at = text.find(before);
@@ -51,7 +51,8 @@ class RankOnGpu {
     driver_.StreamSynchronize(stream_.get());
   }
 
-  // The n-th exchange, n > 0; another one than before only when that is done.
+  // Enqueues exchange number n > 0. A different number requires that the previous
+  // exchange is done.
   void Enqueue(uint32_t n, double timeout_s = 60) {
     const ScopedContext scoped(driver_, context_.get());
     CudaSlots slots(rank_, communicator_->addresses(rank_), communicator_->error(rank_),
@@ -83,8 +84,8 @@ class RankOnGpu {
     slots.FillNan(results);
   }
 
-  // Waits for it, and counts the words that are not what peers put there; of one peer, or
-  // of all.
+  // Waits for exchange number n, and returns the number of received words that differ
+  // from those that the peers sent.
   int NumWrong(uint32_t n) {
     Wait();
     int num_wrong = 0;
@@ -116,7 +117,8 @@ class RankOnGpu {
     return n * 1000000u + static_cast<uint32_t>(rank) * 10000u +
            static_cast<uint32_t>(i);
   }
-  // The same exchange may be enqueued again while the previous one still reads.
+  // Keeps the words if the exchange has the same number, since a previous exchange may
+  // still read them.
   void FillOwn(uint32_t n) {
     if (n == filled_) return;
     auto* const words = static_cast<uint32_t*>(own_.get());
@@ -140,7 +142,7 @@ class RankOnGpu {
   const HostMemory came_;
 };
 
-// The local ranks, and exchanges of them.
+// The local ranks of a communicator, with functions that exchange words between them.
 class RanksOnGpus {
  public:
   explicit RanksOnGpus(const std::shared_ptr<CudaCommunicator>& communicator) {
@@ -158,7 +160,7 @@ class RanksOnGpus {
     for (const auto& rank : ranks_) num_wrong += rank->NumWrong(n);
     return num_wrong;
   }
-  // Of `count` exchanges, one after the other.
+  // Runs `count` exchanges in sequence; returns the total number of wrong words.
   int NumWrongOf(int count) {
     int num_wrong = 0;
     for (int n = 1; n <= count; ++n) {

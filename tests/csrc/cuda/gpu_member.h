@@ -1,4 +1,4 @@
-// One process of a group that spans several, for tests: its GPUs, and a communicator.
+// A test process of a group that spans several processes, with GPUs and a communicator.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,8 @@
 
 namespace jax_ub {
 
-// Device r is rank r's, and ordinal n the n-th own rank's.
+// A test process with a group's communicator. Rank r is on device r; the n-th local
+// rank has ordinal n.
 class GpuMember {
  public:
   GpuMember(int process,
@@ -45,7 +46,7 @@ class GpuMember {
 
   int process() const { return process_; }
   Gpus& gpus() { return gpus_; }
-  // Of a call of all ranks.
+  // Returns the placement of a call of all ranks.
   const Placement& placement() const { return placement_; }
 
  private:
@@ -55,7 +56,7 @@ class GpuMember {
   std::shared_ptr<CudaCommunicator> communicator_;
 };
 
-// Runs `function` in every process, with GPUs of its own and delays of its own.
+// Runs `function` in every process, each with its own emulated GPUs and random delays.
 inline Processes RunOnGpus(Meeting& meeting,
                            const Side& side,
                            const EmulatedOptions& options,

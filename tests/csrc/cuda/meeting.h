@@ -1,4 +1,4 @@
-// Processes of a test that have ranks on GPUs: how they find each other and connect.
+// Lets test processes with ranks on GPUs exchange their addresses, and connects them.
 #pragma once
 
 #include <sys/mman.h>
@@ -22,7 +22,7 @@
 
 namespace jax_ub {
 
-// What processes offer, in memory that all of them have.
+// The capabilities that the processes publish, in shared memory.
 class OfferBoard {
  public:
   OfferBoard()
@@ -69,7 +69,7 @@ struct Meeting {
   OfferBoard capabilities_of;
 };
 
-// How a process of a test connects.
+// The options with which a test process connects.
 struct Side {
   std::vector<int> process_of_rank;
   std::string host = "here";
@@ -81,7 +81,7 @@ struct Side {
   std::string fabric = {};  // what it offers in place of its handles
 };
 
-// The n-th own rank is on device n.
+// Connects `process` to the group. Its n-th local rank is on device n.
 inline std::shared_ptr<CudaCommunicator> ConnectOn(int process,
                                                    Meeting& meeting,
                                                    Side side) {
@@ -112,7 +112,7 @@ inline bool SaysWhy(const std::string& text) {
   return !text.empty() && !Contains(text, " failed and notified ");
 }
 
-// Why the communicator failed.
+// Returns the reason for which the communicator failed, and waits up to 10 s for it.
 inline std::string WithLabel(CudaCommunicator& communicator) {
   const auto begin = std::chrono::steady_clock::now();
   std::string text;
@@ -136,7 +136,7 @@ inline void CheckAllWell(Processes& processes) {
   for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
 }
 
-// A way to share, and what leaves only that.
+// A mode of sharing memory, and machine options with which only that mode works.
 struct WayCase {
   std::string mode;
   EmulatedOptions options;

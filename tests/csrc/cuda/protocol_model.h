@@ -1,32 +1,27 @@
-// Explores every order in which the ranks' operations can happen: an explicit-state
-// search over the programs that CudaSlots enqueues. Flags are changed and awaited by the
-// kernels' own code on real memory; slots are cells that hold the number of a piece.
-//
-// An operation is one indivisible step. That is enough: where a read or a write that
-// takes time could meet another write, some order puts that write before or behind it,
-// and then the read finds another piece than it means. Flags are released and acquired,
-// and what is found to be ordered has no race, so there are no other behaviours than these
-// orders (sequential consistency for programs without data races).
-//
-// A reduction by multicast is a product that writes cells of its own rank, a sum that reads
-// and writes a cell of every rank, and a copy that reads its own: again each one step.
-//
-// `kEager` takes flag kernels as soon as they can go on, and branches on copies and reads
-// only. This covers all results: a wait that may end stays so until it ends, since the rank
-// that would write its flag next waits for a later operation of the waiting rank; and a
-// kernel that ends early never prevents an operation that was possible before.
-//
-// With `kFailures` every wait may also reach its deadline. The rank then continues, signals
-// no more, and its results are NaN. So data that a rank reads are checked only if it ends
-// the call without a failure. All data that a failed rank writes are wrong for their
-// readers, both chunks that it forwards and sums that it stores at all ranks. A rank that
-// reads earlier learns of a failure earlier, so flags are read in every order there.
-//
-// With `kMisplaced` no wait reaches its deadline: a rank fails if it is misplaced or is
-// notified, and all ranks of the call must fail. With `kOtherOrder` ranks make the calls in different orders,
-// all have to fail without a deadline, too, and every record has the tags of two calls.
-//
-// What a wait announces before it waits is a step of its own.
+// Explores every order in which the operations of the ranks can run: an explicit-state
+// search over the programs that CudaSlots enqueues. Flags are changed and awaited by
+// the real kernel code on real memory; slots are modelled as cells that contain the
+// number of a piece.  An operation is one atomic step. This is sufficient: if a read or
+// write that takes time could overlap another write, some order runs that write before
+// or after it, and the read then finds a wrong piece. Flags are accessed with acquire
+// and release, and the search shows that no data race is left, so the orders are all
+// possible behaviours (sequential consistency of data-race-free programs).  A reduction
+// by multicast is modelled as a product that writes cells of its own rank, a sum that
+// reads and writes a cell of every rank, and a copy that reads cells of its own rank,
+// each of which is one step.  `kEager` runs flag kernels as soon as they can continue,
+// and branches on copies and reads only. This covers all results: a wait that can end
+// stays so until it ends, since the rank that would write its flag next waits for a
+// later operation of the waiting rank; and a kernel that ends early never prevents an
+// operation that was possible before.  With `kFailures`, every wait may also reach its
+// deadline. The rank then continues, sends no more signals, and its results are NaN.
+// Therefore data that a rank reads are checked only if it ends the call without a
+// failure. All data that a failed rank writes are wrong for their readers: chunks that
+// it forwards and sums that it stores at all ranks. A rank that reads a flag earlier
+// learns of a failure earlier, so flags are read in every order.  With `kMisplaced`, no
+// wait reaches its deadline: a rank fails if it is misplaced or is notified, and all
+// ranks of the call must fail. With `kOtherOrder`, ranks make the calls in different
+// orders; all ranks must fail without a deadline, and every error record has the tags
+// of two calls.  The announcement before a wait is a separate step.
 #pragma once
 
 #include <algorithm>
@@ -42,12 +37,12 @@
 
 namespace jax_ub {
 
-// What all ranks do together.
+// A call that all ranks make together.
 struct ModelCall {
   RankSchedules schedules;
   bool by_multicast = false;  // in place of them
-  // [rank]: whether its device runs another partition than its own; empty: that is not
-  // checked.
+  // [rank]: whether its device executes the partition of another rank; empty: no check
+  // is enqueued.
   std::vector<bool> is_misplaced = {};
 };
 
@@ -55,7 +50,8 @@ enum class Search { kEager, kWhole, kFailures, kMisplaced, kOtherOrder };
 
 class ProtocolModel {
  public:
-  // `orders` [rank]: the calls that it makes; empty: all ranks make all, one by one.
+  // `orders` [rank]: the indices of the calls that the rank makes, in order; empty:
+  // every rank makes all calls in order.
   ProtocolModel(const std::vector<ModelCall>& calls,
                 uint64_t first_epoch,
                 const std::vector<std::vector<int>>& orders = {})
@@ -65,7 +61,7 @@ class ProtocolModel {
     for (size_t call = 0; call < calls.size(); ++call) {
       const int num_slots = calls[call].schedules[0].num_slots;
       num_slots_ = std::max(num_slots_, num_slots);
-      // 2, 3, 1, 2, ... cells for a slot.
+      // Slots have 2, 3, 1, 2, ... cells.
       slot_bytes_.push_back(kSlotAlignment * (1 + (call + 1) % 3));
       num_cells_ = std::max<int64_t>(num_cells_,
                                      num_slots * slot_bytes_.back() / kSlotAlignment);
@@ -78,7 +74,7 @@ class ProtocolModel {
 
   std::vector<RankProgram>& programs() { return programs_; }
 
-  // What goes wrong in some order, or "".
+  // Returns a description of an error that occurs in some order; "" if there is none.
   std::string Explore(Search search) {
     search_ = search;
     Visit(FirstState());
@@ -97,8 +93,8 @@ class ProtocolModel {
   }
 
  private:
-  // [rank]: next of its lane, done concurrently (four bytes), whether it read another
-  // piece than it meant, lines, cells.
+  // For each rank: index of the next operation of its lane, concurrent operations that
+  // are done (four bytes), whether it has read a wrong piece, flag lines, cells.
   using State = std::string;
   struct alignas(kFlagLineBytes) Line {
     uint64_t word;
@@ -108,7 +104,7 @@ class ProtocolModel {
   static constexpr size_t kLineBytes = 2;
   static constexpr int kModelTagBits = 4;
   static constexpr PieceId kNoPiece = 255;  // that anybody means
-  // Far away from any real memory.
+  // An address that is far from all real memory.
   static constexpr CUdeviceptr kFirstSlot = CUdeviceptr{1} << 60;
   static constexpr CUdeviceptr kRankBytes = CUdeviceptr{1} << 32;
 
@@ -164,8 +160,8 @@ class ProtocolModel {
     }
   }
 
-  // Of a flag the distance from the first epoch, and the tag; of `failed` and `poison` the
-  // rank, and both tags.
+  // Two bytes per line. A flag: its distance from the first epoch, and its tag.
+  // `failed` and `poison`: the rank, and both tags.
   State FirstState() const { return State(num_ranks_ * rank_bytes(), '\0'); }
   bool IsFlag(int line) const { return line < failed_line(); }
   uint64_t WordOf(int line, uint8_t first, uint8_t second) const {
@@ -247,8 +243,8 @@ class ProtocolModel {
     return search_ == Search::kMisplaced || search_ == Search::kOtherOrder;
   }
 
-  // False: it waits. A wait looks once, since its time limit is zero; `expires`: the limit
-  // is reached then.
+  // Runs a kernel; returns false if it waits. A wait reads its flag once, since its
+  // timeout is zero; `expires` makes it reach its deadline.
   bool RunKernel(State& state, int rank, const Operation& launch, bool expires) {
     ToMemory(state);
     errors_[rank] = {};
@@ -277,8 +273,8 @@ class ProtocolModel {
     wrong_ = "rank " + std::to_string(rank) + " does not know which calls differ";
   }
 
-  // True if the rank's next operation of that kind could be taken, or did something before
-  // it waited.
+  // Returns whether the rank's next operation ran, or changed the state before it
+  // waited.
   bool TakeNext(State& state, int rank, bool flags_only, bool expires) {
     const std::vector<Operation>& lane = programs_[rank].lane;
     const uint8_t next = Next(state, rank);

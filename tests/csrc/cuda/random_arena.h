@@ -1,5 +1,6 @@
-// Random products as a GPU may be asked for: of operands of one dtype, to one replica, all
-// in one piece of memory, where some segments adjoin and others are hardly aligned.
+// Random products that a GPU supports: operands of one dtype, one replica of the
+// result, and all arrays in one allocation, where some segments are adjacent and others
+// are barely aligned.
 #pragma once
 
 #include <cstddef>
@@ -13,10 +14,10 @@
 
 namespace jax_ub {
 
-// Problem number `seed`, or the next whose operands have one dtype.
+// Returns problem number `seed`, or the next one whose operands have one dtype.
 inline std::unique_ptr<RandomGemm> MakeDeviceGemm(uint64_t seed, Values values) {
   Random random(seed);
-  // Small: where pieces begin and end is what matters.
+  // The sizes are small, because only the boundaries between pieces matter.
   const GemmSizes sizes = {.m = Pick(random, 1, Pick(random, 1, 40)),
                            .n = Pick(random, 1, Pick(random, 1, 40)),
                            .k = Pick(random, 0, Pick(random, 0, 60)),
@@ -44,7 +45,8 @@ inline int64_t ArenaBytes(const RandomGemm& gemm) {
   return size_bytes;
 }
 
-// Copies the buffers into `arena`, of ArenaBytes, and points the problem there.
+// Copies the buffers into `arena`, which has ArenaBytes, and points the problem to the
+// copies.
 inline void MoveInto(std::byte* arena, Random& random, RandomGemm& gemm) {
   std::map<const std::byte*, std::byte*> moved;
   for (const Buffers::Buffer& buffer : gemm.buffers.all()) {
@@ -52,7 +54,7 @@ inline void MoveInto(std::byte* arena, Random& random, RandomGemm& gemm) {
     arena += gaps[Pick(random, 0, 5)];
     std::memcpy(arena, buffer.data.get(), buffer.size_bytes);
     moved[buffer.data.get()] = arena;
-    // Every dtype's elements stay aligned to themselves.
+    // Keeps the elements of every dtype aligned to their size.
     arena += (buffer.size_bytes + 3) / 4 * 4;
   }
   GemmProblem& problem = gemm.problem;

@@ -18,13 +18,16 @@
 
 namespace jax_ub {
 
-// What stands for the first slot of every rank: no memory, and no rank's slots.
+// A multicast address that represents the first slot of every rank. There is no memory
+// at it.
 inline constexpr CUdeviceptr kRecordedMulticast = CUdeviceptr{1} << 62;
 
-// A reduction by multicast, whose GEMMs write slots concurrently with the communication lane.
+// Records a reduction by multicast, whose GEMMs write slots concurrently with the
+// communication lane.
 class MulticastRecorder : public CudaDevice {
  public:
-  // Whose part of which piece, or whose share of its sums; of this call.
+  // Returns the id of a rank's partial of a piece, or of a rank's share of the piece's
+  // sums, in this call.
   using IdOf = std::function<PieceId(Payload payload, int owner, int piece)>;
 
   MulticastRecorder(RankProgram& program,
@@ -38,7 +41,7 @@ class MulticastRecorder : public CudaDevice {
         id_of_(std::move(id_of)),
         given_(1 + num_product_lanes()) {}
 
-  // Every piece has as many cells as there are ranks, each of which sums one.
+  // Returns a call whose pieces have one cell per rank; each rank sums one of them.
   static RankCall CallOf(const CallAttributes& at) {
     constexpr int64_t kFeatures = kSlotAlignment / sizeof(float);
     const int64_t rows = at.num_ranks * at.num_splits;
@@ -86,7 +89,7 @@ class MulticastRecorder : public CudaDevice {
     needs_.push_back({program_.lane.size(), marks_[mark]});
   }
 
-  // What the kernel that was launched last sums, and where.
+  // Records the cells that the last launched kernel reads and writes.
   void NoteSum() {
     Operation& sum = program_.lane.back();
     const auto& params =
@@ -102,7 +105,7 @@ class MulticastRecorder : public CudaDevice {
       sum.writes.push_back({places_[rank].slots + first, size_bytes, made});
     }
   }
-  // What was awaited came before all that was recorded behind it.
+  // Makes each operation that follows a wait depend on the awaited operations.
   void NoteNeeds() {
     for (const auto& [operation, bits] : needs_) program_.lane[operation].needs |= bits;
   }

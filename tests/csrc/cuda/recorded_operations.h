@@ -1,5 +1,5 @@
-// Operations on a rank's lanes, written down instead of run: a driver of a few functions
-// keeps launches and copies.
+// Records the operations on a rank's lanes instead of running them, with a driver that
+// stores launches and copies.
 #pragma once
 
 #include <cstdint>
@@ -13,20 +13,21 @@
 
 namespace jax_ub {
 
-// A slice that a call puts into slots. Slots contain its number.
+// The number of a slice that a call puts into slots. It is the content of the slot in
+// the model.
 using PieceId = uint8_t;
 using Piece = std::tuple<int, Payload, int, int, int>;  // call, payload, chunk, split,
                                                         // sender of a partial or kNone
 
-// Bytes of a rank's slots, and their contents.
+// A range of a rank's slots, and the piece in it.
 struct Content {
   CUdeviceptr slots = 0;
   int64_t size_bytes = 0;
   PieceId piece = 0;
 };
 
-// Kernels and copies are in the order of the communication lane. Concurrent users of slots
-// may run at any time after the operation that they follow.
+// Kernels and copies run in the order of the communication lane. Concurrent users of
+// slots may run at any time after the operation that they follow.
 struct Operation {
   const EmulatedKernel* kernel = nullptr;
   std::vector<std::byte> params;
@@ -52,7 +53,7 @@ struct RankProgram {
 };
 
 inline constexpr int kRecordedSms = 2;
-// Devices are as many as there are compute capabilities: 80 is device 80.
+// The number of a device is its compute capability: device 80 has 8.0.
 inline constexpr CUdevice kAmpere = 80;
 inline constexpr CUdevice kHopper = 90;
 

@@ -1,5 +1,5 @@
-// What a rank enqueues for calls in a row: its schedules, or its reductions by multicast,
-// go through CudaSlots into a driver that writes them down.
+// Records the operations that a rank enqueues for consecutive calls: CudaSlots runs the
+// schedules, or the reductions by multicast, on a driver that records them.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace jax_ub {
 
-// The calls of one rank, in a row.
+// Records consecutive calls of one rank.
 class Recorder {
  public:
   Recorder(const Driver& driver,
@@ -33,7 +33,7 @@ class Recorder {
         error_(error),
         pieces_(pieces) {}
 
-  // Slots of `slot_bytes` each, which differ from call to call so that they overlap.
+  // Records a call. `slot_bytes` differs between calls, so that their slots overlap.
   void Call(const Schedule& schedule, int64_t slot_bytes) {
     CudaSlots slots = SlotsOf(schedule, slot_bytes, nullptr);
     held_.clear();
@@ -49,14 +49,15 @@ class Recorder {
     ++call_;
   }
 
-  // Ahead of a call in a program that was lowered for export.
+  // Records the check of the partition that precedes a call in a program that was
+  // lowered for export.
   void CheckPartition(const Schedule& schedule, bool is_right) {
     static const uint32_t partition = 0;
     SlotsOf(schedule, 0, nullptr)
         .CheckPartition(reinterpret_cast<CUdeviceptr>(&partition), is_right ? 0 : 1);
   }
 
-  // The same all-reduce by multicast, with the flags of that schedule.
+  // Records an all-reduce by multicast, with the flags of that schedule.
   void CallByMulticast(const Schedule& schedule, int64_t slot_bytes) {
     CallAttributes at;
     at.op = schedule.collective == CollectiveKind::kAllReduce ? Op::kAllReduce
@@ -87,7 +88,8 @@ class Recorder {
 
   const RankProgram& program() const { return program_; }
 
-  // Which call comes next: names its pieces and its tag. The one after the last by default.
+  // Sets the index of the next call, which determines its pieces and its tag. By
+  // default the index increases by one.
   void set_call(int call) { call_ = call; }
   static constexpr uint32_t TagOf(int call) { return call + 1; }
 

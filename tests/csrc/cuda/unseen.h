@@ -1,6 +1,6 @@
-// Hides what a thread does from ThreadSanitizer: its accesses, and the order that its
-// locks make between threads. The emulated driver's own locks would otherwise order work
-// that CUDA leaves unordered, and so hide a wait that is missing.
+// Hides a thread's accesses, and the order between threads that its locks create, from
+// ThreadSanitizer. Otherwise the emulated driver's own locks would order work that CUDA
+// leaves unordered, and hide a missing wait.
 #pragma once
 
 #if defined(__SANITIZE_THREAD__)
@@ -32,7 +32,7 @@ inline void EndUnseen() {
 #endif
 }
 
-// Not nested.
+// Hides the thread while it exists. Must not be nested.
 class Unseen {
  public:
   Unseen() { BeginUnseen(); }
@@ -40,7 +40,7 @@ class Unseen {
   Unseen(const Unseen&) = delete;
 };
 
-// A part of an Unseen that is seen.
+// Makes the thread visible again within an Unseen.
 class Seen {
  public:
   Seen() { EndUnseen(); }

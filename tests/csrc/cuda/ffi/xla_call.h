@@ -1,4 +1,4 @@
-// XLA's side of a custom call, as far as a handler sees it: the C interface of its FFI.
+// Calls an FFI handler as XLA does, through the C interface of XLA's FFI.
 #pragma once
 
 #include <cuda.h>
@@ -14,7 +14,7 @@
 #include "ffi/target.h"
 #include "xla/ffi/api/c_api.h"
 
-// What XLA leaves open in its header.
+// Defines types that XLA's header only declares.
 struct XLA_FFI_Error {
   XLA_FFI_Error_Code code;
   std::string message;
@@ -75,7 +75,7 @@ inline const XLA_FFI_Api& XlaApi() {
   return api;
 }
 
-// One custom call of a program: its attributes, and the types of its arrays.
+// One custom call of a program, with its attributes and the types of its arrays.
 class XlaCall {
  public:
   XlaCall(Target target,
@@ -104,7 +104,7 @@ class XlaCall {
     state_ = context.state;
     return outcome;
   }
-  // `addresses`: of the operands, then of the results.
+  // `addresses` contains those of the operands, followed by those of the results.
   XlaOutcome Initialize(int32_t ordinal, const std::vector<CUdeviceptr>& addresses) {
     XLA_FFI_ExecutionContext context{state_, nullptr, ordinal};
     return Call(target_.initialize, XLA_FFI_ExecutionStage_INITIALIZE, context,
@@ -117,7 +117,7 @@ class XlaCall {
     return Call(target_.execute, XLA_FFI_ExecutionStage_EXECUTE, context, addresses);
   }
 
-  // What XLA asks a handler when it is registered.
+  // Returns the metadata that XLA requests from a handler when it is registered.
   static XLA_FFI_Metadata MetadataOf(void* handler) {
     XLA_FFI_Metadata metadata = {};
     metadata.struct_size = XLA_FFI_Metadata_STRUCT_SIZE;
@@ -175,7 +175,7 @@ class XlaCall {
     return outcome;
   }
 
-  // Sorted by name, as XLA has them.
+  // The attributes as XLA encodes them, sorted by name.
   class EncodedAttributes {
    public:
     explicit EncodedAttributes(std::map<std::string, XlaAttribute>& attributes) {
