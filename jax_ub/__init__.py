@@ -13,11 +13,13 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from jax_ub import errors, overlap_config
+from jax_ub import errors, fp8, overlap_config
 from jax_ub._src.config.overlap_config import (
     CommOverlapType,
     UserBufferQuantizationMode,
 )
+from jax_ub._src.fp8.quantize import quantize
+from jax_ub._src.fp8.scaled_array import ScaledArray
 from jax_ub._src.lowering_log import fallbacks
 from jax_ub._src.methods import Method
 from jax_ub._src.rules.linear import (
@@ -51,6 +53,7 @@ __all__ = [
     "CommOverlapType",
     "MemoryReport",
     "Method",
+    "ScaledArray",
     "UserBufferQuantizationMode",
     "all_gather_matmul",
     "all_reduce",
@@ -63,6 +66,7 @@ __all__ = [
     "export_safety_checks",
     "fallbacks",
     "flax",
+    "fp8",
     "get_ub",
     "initialize_ub",
     "is_ub_initialized",
@@ -74,6 +78,7 @@ __all__ = [
     "overlap",
     "overlap_config",
     "overlapped",
+    "quantize",
     "register_targets",
     "trace",
     "wgrad_accumulate",

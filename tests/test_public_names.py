@@ -26,6 +26,7 @@ SIGNATURES = {
     "initialize_ub": "shape, tp_size, use_fp8=False, quantization_modes=None, "
     "dtype=jnp.bfloat16, ub_cfgs=None, bootstrap_backend=None, *, mesh=None, "
     'axis_name="tp"',
+    "quantize": 'x, recipe=None, *, role="input", state=None, axis_name=None',
     "get_ub": "name, use_fp8=False",
     "linear": "x, w, b=None, *, parallel=None, axis_name=None, "
     "sequence_parallel=True, ub_name=None, method=None, main_grad=None",
@@ -106,11 +107,11 @@ def test_modules_for_nnx_and_linen_exist(kind, name):
 NAMES = {
     "jax_ub": """
         CommOverlap CommOverlapP2P CommOverlapType MemoryReport Method
-        UserBufferQuantizationMode all_gather_matmul all_reduce check_communicators
-        destroy_ub dgrad_add dot_general errors explain export_safety_checks fallbacks
-        flax get_ub initialize_ub is_ub_initialized linear matmul_all_reduce
-        matmul_reduce_scatter memory_report ops overlap overlap_config overlapped
-        register_targets trace wgrad_accumulate
+        ScaledArray UserBufferQuantizationMode all_gather_matmul all_reduce
+        check_communicators destroy_ub dgrad_add dot_general errors explain
+        export_safety_checks fallbacks flax fp8 get_ub initialize_ub is_ub_initialized
+        linear matmul_all_reduce matmul_reduce_scatter memory_report ops overlap
+        overlap_config overlapped quantize register_targets trace wgrad_accumulate
     """,
     "jax_ub.errors": """
         CommunicatorError ConfigurationError ConfigurationTypeError FusionError
@@ -124,6 +125,10 @@ NAMES = {
     "jax_ub.flax.linen": """
         LayerNormLinear LayerNormMLP Linear MultiHeadAttention Overlap
         TransformerLayer
+    """,
+    "jax_ub.fp8": """
+        DelayedScaling Float8CurrentScaling Format MXFP8BlockScaling QParams
+        RowwiseScaling apply_updates init_state quantize_params
     """,
     "jax_ub.ops": """
         AddExtraInput AllGather AllReduce BasicLinear BasicOperation Bias

@@ -1,0 +1,1 @@
+"""FP8: recipes, arrays with scales, quantization, and state of delayed scaling."""

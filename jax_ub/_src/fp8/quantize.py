@@ -1,0 +1,267 @@
+"""`quantize`: converts arrays to FP8 by a recipe."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ub._src import checks, dtypes
+from jax_ub._src.errors import (
+    ConfigurationError,
+    ShapeContractError,
+    UnknownNameError,
+    UnsupportedOverlapError,
+    nearest,
+    shown,
+)
+from jax_ub._src.fp8 import scaling
+from jax_ub._src.fp8.recipes import (
+    KERNEL,
+    MXFP8_BLOCK,
+    ROLES,
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    RowwiseScaling,
+    check_recipe,
+)
+from jax_ub._src.fp8.scaled_array import ScaledArray
+from jax_ub._src.fp8.state import HISTORY, SCALE, check_state
+from jax_ub._src.primitives import mesh, vma
+
+_OP = "quantize"
+
+
+def quantize(
+    x: jax.Array,
+    recipe: Recipe | None = None,
+    *,
+    role: str = "input",
+    state: Mapping[str, jax.Array] | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> ScaledArray:
+    """Converts an array to FP8, with the scales of a recipe.
+
+    Values are divided by their scales in f32, clipped to the range of the FP8 dtype,
+    and rounded once, to nearest even. A NaN stays a NaN, and an infinity becomes the
+    largest number. The result is differentiable: its `source` is `x` and receives the
+    gradient, as if there was no rounding.
+
+    With `DelayedScaling`, the scale comes from `state`, and the gradient of the state
+    is its new value, which `ub.fp8.apply_updates` takes over. Inside
+    `jax.shard_map(check_vma=True)` a state may be the same on all ranks. With
+    `check_vma=False` JAX sums the gradients of replicated arguments. In that case
+    differentiate inside the `jax.shard_map`, or give each rank a separate state.
+
+    Transformer Engine: the quantizers of `transformer_engine.pytorch.tensor`.
+
+    Args:
+        x: activations `[..., M, K]`, a kernel `[K, N]`, or gradients `[..., M, N]`.
+        recipe: the recipe; None takes `ub.fp8.Float8CurrentScaling()`.
+        role: "input", "kernel" or "output_grad". It selects the format, the contracted
+            dimension (-2 of a kernel, else -1), and the entries of the state. A kernel
+            that is stored as `[out, in]` has the contracted dimension of an "input".
+        state: state of `DelayedScaling`, from `ub.fp8.init_state`.
+        axis_name: the mesh axes over which a scale per tensor is agreed: those over
+            which the tensor is gathered (x of a column-parallel layer) or contracted (x
+            and kernel of a row-parallel layer). Recipes with a scale per row or block
+            ignore it.
+
+    Returns:
+        The quantized array.
+
+    Raises:
+        ConfigurationError: if `recipe` is not a recipe, or does not match `state`.
+        ShapeContractError: if `x` is not an f32, bf16 or f16 array, or if MXFP8 blocks
+            do not divide its contracted dimension.
+        UnknownNameError: if there is no such role.
+    """
+    recipe = Float8CurrentScaling() if recipe is None else recipe
+    check_recipe(_OP, recipe)
+    if not isinstance(role, str) or role not in ROLES:
+        raise UnknownNameError(
+            f"{_OP}: role = {shown(role)} is not a role. {nearest(role, ROLES)}"
+        )
+    checks.check_rank(_OP, "x", x, 2 if role == KERNEL else 1)
+    _check_source(x)
+    checks.check_not_empty(_OP, "x", x)
+    axes = _axes(_OP, axis_name)
+    state = check_state(_OP, recipe, state)
+    if isinstance(recipe, DelayedScaling):
+        scale, history = (state[f"{role}_{name}"] for name in (SCALE, HISTORY))
+        axes = _axes_of_amax(recipe, axes, x, scale, history)
+        source = lax.stop_gradient(x)
+        values, scales = _quantize_delayed(recipe, role, axes, source, scale, history)
+        return ScaledArray(values, scales, x)
+    dtype = recipe.fp8_format.dtype(role)
+    scales = _scales(recipe, role, axes, lax.stop_gradient(x))
+    return ScaledArray(scaling.cast(lax.stop_gradient(x), scales, dtype), scales, x)
+
+
+def _axes(op, axis_name):
+    if axis_name is not None:
+        mesh.axis_size(op, axis_name, may_be_mapped=True)  # checks that it exists
+    return checks.axis_tuple(axis_name)
+
+
+def _check_source(x):
+    if x.dtype not in dtypes.RESULTS:
+        raise ShapeContractError(
+            f"{_OP}: x is {x.dtype}, but the op takes "
+            f"{dtypes.listed(dtypes.RESULTS)}. Convert it, for example "
+            "x.astype(jnp.bfloat16)."
+        )
+
+
+def _contracted(role):
+    return -2 if role == KERNEL else -1
+
+
+def _scales(recipe, role, axes, x):
+    """Returns the scales of a recipe without state."""
+    dtype, axis = recipe.fp8_format.dtype(role), _contracted(role)
+    if isinstance(recipe, MXFP8BlockScaling):
+        size = x.shape[axis]
+        if size % MXFP8_BLOCK:
+            name = "N" if role == "output_grad" else "K"
+            raise ShapeContractError(
+                f"{_OP}: {name} = {size} is no multiple of {MXFP8_BLOCK}, which MXFP8 "
+                f"needs. Pad {name}, or use Float8CurrentScaling."
+            )
+        return scaling.block_scales(x, axis, recipe, dtype)
+    if isinstance(recipe, RowwiseScaling):
+        return scaling.row_scales(scaling.amax_of(x, (axis,)), dtype)
+    amax = _agreed(scaling.amax_of(x), axes)
+    return scaling.current_scale(amax, recipe, role)
+
+
+def _agreed(amax, axes):
+    # An axis over which the tensor does not vary has the same amax on every rank.
+    if axes and vma.is_vma_checked(axes):
+        axes = tuple(axis for axis in axes if axis in vma.axes_of(amax))
+    return lax.pmax(amax, axes) if axes else amax
+
+
+def _axes_of_amax(recipe, axes, x, *state):
+    """Returns the mesh axes over which the amax of a delayed scale is reduced."""
+    varying = vma.axes_of(x) - vma.axes_of(*state)
+    if recipe.reduce_amax:
+        return tuple(sorted(varying.union(axes)))
+    missing = tuple(sorted(varying.difference(axes)))
+    if missing:
+        raise ConfigurationError(
+            f"{_OP}: with reduce_amax = False the amax differs over {missing}, but the "
+            "state is the same there. Give each rank its own state, "
+            f"jax.lax.pcast(state, {missing}, to='varying'), or use reduce_amax=True."
+        )
+    return axes
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _quantize_delayed(recipe, role, axes, x, scale, history):
+    """Quantizes with the scale of the history; the state's gradient is its new value.
+
+    Returns:
+        values and scales.
+    """
+    return _delayed(recipe, role, axes, x, scale, history)[0]
+
+
+def _delayed(recipe, role, axes, x, scale, history):
+    scale = scaling.updated_scale(history, scale, recipe, role)
+    scales = scale.reshape((1,) * x.ndim)
+    values = scaling.cast(x, scales, recipe.fp8_format.dtype(role))
+    amax = _agreed(scaling.amax_of(x), axes)
+    return (values, scales), (scale, scaling.updated_history(history, amax))
+
+
+def _delayed_forward(recipe, role, axes, x, scale, history):
+    results, state = _delayed(recipe, role, axes, x, scale, history)
+    return results, state
+
+
+def _delayed_backward(recipe, role, axes, state, _):
+    return None, *state
+
+
+_quantize_delayed.defvjp(_delayed_forward, _delayed_backward)
+
+
+def quantize_params(
+    params: Any,
+    recipe: Recipe | None = None,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
+    select: Callable[[Any, Any], bool] | None = None,
+) -> Any:
+    """Quantizes the kernels of a tree of parameters, once per step.
+
+    Call it in front of a loop over microbatches: the loop then reads one byte per
+    element, and gradients accumulate in the parameters, which are the `source` of the
+    results. The maxima of all kernels are agreed in one collective.
+
+    Transformer Engine: `is_first_microbatch`, with which a module quantizes its weights
+    once per step.
+
+    Args:
+        params: a tree of arrays, with kernels `[in, out]`.
+        recipe: the recipe; None takes `ub.fp8.Float8CurrentScaling()`.
+        axis_name: the mesh axes over which a scale per tensor is agreed; see
+            `ub.quantize`.
+        select: a function of the key path and the array that returns whether to
+            quantize it; None selects the floating-point arrays of two dimensions.
+
+    Returns:
+        The tree, with a `ub.ScaledArray` in place of each selected array.
+
+    Raises:
+        ConfigurationError: if `recipe` is not a recipe.
+        ShapeContractError: if a selected array is not a kernel; see `ub.quantize`.
+        UnsupportedOverlapError: for `DelayedScaling`, whose state each kernel needs.
+    """
+    op = "quantize_params"
+    recipe = Float8CurrentScaling() if recipe is None else recipe
+    check_recipe(op, recipe)
+    if isinstance(recipe, DelayedScaling):
+        raise UnsupportedOverlapError(
+            f"{op}: DelayedScaling needs a state for each kernel. Quantize each one by "
+            "ub.quantize(w, recipe, role='kernel', state=state), or use "
+            "Float8CurrentScaling."
+        )
+    paths, tree = jax.tree_util.tree_flatten_with_path(params)
+    selects = _is_matrix if select is None else select
+    chosen = [i for i, (path, leaf) in enumerate(paths) if selects(path, leaf)]
+    leaves = [leaf for _, leaf in paths]
+    agree = axis_name is not None and isinstance(recipe, Float8CurrentScaling)
+    if agree and chosen:
+        scales = _stacked_scales(recipe, axis_name, [leaves[i] for i in chosen])
+        for i, scale in zip(chosen, scales, strict=True):
+            values = scaling.cast(
+                lax.stop_gradient(leaves[i]), scale, recipe.fp8_format.dtype(KERNEL)
+            )
+            leaves[i] = ScaledArray(values, scale, leaves[i])
+    else:
+        for i in chosen:
+            leaves[i] = quantize(leaves[i], recipe, role=KERNEL)
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _is_matrix(path, leaf):
+    return checks.is_array(leaf) and leaf.ndim == 2 and leaf.dtype in dtypes.RESULTS
+
+
+def _stacked_scales(recipe, axis_name, kernels):
+    """Returns the scales of several kernels, agreed by one collective."""
+    for kernel in kernels:
+        checks.check_rank(_OP, "x", kernel)
+        _check_source(kernel)
+    maxima = [scaling.amax_of(lax.stop_gradient(w)).reshape(()) for w in kernels]
+    axes = vma.axes_of(*maxima)
+    stacked = jnp.stack(vma.pcast_varying(maxima, axes))
+    agreed = _agreed(stacked, _axes("quantize_params", axis_name))
+    scales = scaling.current_scale(agreed, recipe, KERNEL)
+    return [scales[i].reshape((1,) * w.ndim) for i, w in enumerate(kernels)]

@@ -1,0 +1,307 @@
+"""Recipes: the FP8 format and the scales of a tensor, as in Transformer Engine."""
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ub._src.checks import is_integer, is_number
+from jax_ub._src.errors import (
+    ConfigurationError,
+    UnknownNameError,
+    UnsupportedOverlapError,
+    nearest,
+    shown,
+)
+
+INPUT, KERNEL, OUTPUT_GRAD = ROLES = ("input", "kernel", "output_grad")
+# The number of values along the contracted dimension that share one e8m0 scale.
+MXFP8_BLOCK = 32
+
+
+class Format(enum.Enum):
+    """The FP8 formats of the forward and the backward pass.
+
+    `E4M3` uses float8_e4m3fn in both passes. `HYBRID` uses float8_e5m2, which has a
+    larger range, for gradients. `E5M2` exists for completeness; no recipe takes it.
+
+    Transformer Engine: `transformer_engine.common.recipe.Format`.
+    """
+
+    E4M3 = "E4M3"
+    E5M2 = "E5M2"
+    HYBRID = "HYBRID"
+
+    def dtype(self, role: str) -> np.dtype:
+        """Returns the dtype of a tensor; `role` is one of `ROLES`."""
+        is_gradient = role == OUTPUT_GRAD
+        if self is Format.E5M2 or (self is Format.HYBRID and is_gradient):
+            return np.dtype(jnp.float8_e5m2)
+        return np.dtype(jnp.float8_e4m3fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class QParams:
+    """How `Float8CurrentScaling` computes the scale of one tensor.
+
+    Transformer Engine: `transformer_engine.common.recipe.QParams`.
+
+    Attributes:
+        power_2_scale: whether the scale is rounded to a power of two. None takes
+            `use_power_2_scales` of the recipe.
+        amax_epsilon: the smallest amax; smaller ones, including zero, become this one.
+    """
+
+    power_2_scale: bool | None = None
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self):
+        if self.power_2_scale is not None:
+            _check_flag(self, "power_2_scale")
+        if not is_number(self.amax_epsilon) or self.amax_epsilon < 0:
+            raise ConfigurationError(
+                f"QParams: amax_epsilon = {shown(self.amax_epsilon)} is not a number "
+                "of 0 or more. Pass one, for example 1e-12."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedScaling:
+    """One scale per tensor, computed from the largest values of previous steps.
+
+    The cast does not wait for the maximum of the tensor. The recipe has a state
+    (`ub.fp8.init_state`): for each tensor a history of its amax, the largest absolute
+    value, and the scale. The scale of a step is `amax / (max * 2**-margin)`, where
+    `amax` is that of the history before the step and `max` is the largest number of
+    the format. It does not change if this amax is zero, infinite or NaN.
+
+    Transformer Engine: `transformer_engine.common.recipe.DelayedScaling`.
+
+    Attributes:
+        margin: power of two by which values stay below the largest number.
+        fp8_format: formats of forward and backward pass.
+        amax_history_len: number of steps in the history.
+        amax_compute_algo: "max" (of the history), "most_recent" (the last step), or a
+            function of the history, f32 `[amax_history_len]`, that returns the amax.
+        scaling_factor_compute_algo: None, or a function (amax, scale, fp8_max, recipe)
+            that returns the new scale. As in Transformer Engine, its scales multiply a
+            tensor before the cast; the state stores the inverse.
+        reduce_amax: whether the amax is the maximum over all mesh axes over which the
+            tensor varies. If false, only over the axes in `axis_name`.
+        fp8_dpa: must be false; attention runs in the dtype of the model.
+        fp8_mha: must be false, for the same reason.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[Any], Any] = "max"
+    scaling_factor_compute_algo: Callable[..., Any] | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    is_per_tensor: ClassVar[bool] = True
+
+    def __post_init__(self):
+        _check_format(self)
+        _check_margin(self)
+        length = self.amax_history_len
+        if not is_integer(length) or length < 1:
+            raise ConfigurationError(
+                f"DelayedScaling: amax_history_len = {shown(length)} is not a positive "
+                "integer. Pass the number of steps, for example 1024."
+            )
+        algo = self.amax_compute_algo
+        if not callable(algo) and algo not in AMAX_ALGORITHMS:
+            raise UnknownNameError(
+                f"DelayedScaling: amax_compute_algo = {shown(algo)} is not a way to "
+                f"compute the amax. {nearest(algo, AMAX_ALGORITHMS)} A function of the "
+                "history is one, too."
+            )
+        scaling = self.scaling_factor_compute_algo
+        if scaling is not None and not callable(scaling):
+            raise ConfigurationError(
+                "DelayedScaling: scaling_factor_compute_algo = "
+                f"{shown(scaling)} is not a "
+                "function. Pass one of (amax, scale, fp8_max, recipe), or None."
+            )
+        _check_flag(self, "reduce_amax")
+        _check_attention(self)
+
+
+AMAX_ALGORITHMS = ("max", "most_recent")
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8CurrentScaling:
+    """One scale per tensor, computed from the largest absolute value of the tensor.
+
+    The scale is `amax / max`, where `max` is the largest number of the format. It is 1
+    if the amax is zero, infinite or NaN.
+
+    Transformer Engine: `transformer_engine.common.recipe.Float8CurrentScaling`, except
+    that a GEMM always sums in f32, so there are no `fp8_gemm_*` parameters.
+
+    Attributes:
+        use_power_2_scales: whether scales are rounded up to powers of two.
+        fp8_format: formats of forward and backward pass.
+        fp8_quant_fwd_inp: parameters of activations.
+        fp8_quant_fwd_weight: parameters of kernels.
+        fp8_quant_bwd_grad: parameters of gradients.
+        fp8_dpa: must be false; attention runs in the dtype of the model.
+        fp8_mha: must be false, for the same reason.
+    """
+
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+    fp8_quant_fwd_inp: QParams = QParams()
+    fp8_quant_fwd_weight: QParams = QParams()
+    fp8_quant_bwd_grad: QParams = QParams()
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    is_per_tensor: ClassVar[bool] = True
+
+    def __post_init__(self):
+        _check_flag(self, "use_power_2_scales")
+        _check_format(self)
+        for name in _QPARAMS.values():
+            if not isinstance(getattr(self, name), QParams):
+                raise ConfigurationError(
+                    f"Float8CurrentScaling: {name} = {shown(getattr(self, name))} is "
+                    "not a QParams. Pass ub.fp8.QParams(amax_epsilon=...)."
+                )
+        _check_attention(self)
+
+    def amax_epsilon(self, role: str) -> float:
+        """Returns the smallest amax of a tensor; `role` is one of `ROLES`."""
+        return getattr(self, _QPARAMS[role]).amax_epsilon
+
+    def has_power_2_scale(self, role: str) -> bool:
+        """Returns whether a tensor's scale is a power of two."""
+        own = getattr(self, _QPARAMS[role]).power_2_scale
+        return self.use_power_2_scales if own is None else own
+
+
+_QPARAMS = {
+    INPUT: "fp8_quant_fwd_inp",
+    KERNEL: "fp8_quant_fwd_weight",
+    OUTPUT_GRAD: "fp8_quant_bwd_grad",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP8BlockScaling:
+    """One power-of-two scale per block of 32 values along the contracted dimension.
+
+    The scales are float8_e8m0fnu. The exponent of `amax / max` is rounded up, so that
+    no value of the block exceeds the largest number of the format.
+
+    Transformer Engine: `transformer_engine.common.recipe.MXFP8BlockScaling`. The format
+    is that of the OCP Microscaling specification.
+
+    Attributes:
+        margin: exponent that is added to that of every scale.
+        fp8_format: formats of forward and backward pass.
+        enable_2d_quantization: must be false; blocks of 32 x 32 are not supported.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    enable_2d_quantization: bool = False
+
+    is_per_tensor: ClassVar[bool] = False
+
+    def __post_init__(self):
+        _check_format(self)
+        _check_margin(self)
+        if self.enable_2d_quantization:
+            raise UnsupportedOverlapError(
+                "MXFP8BlockScaling: enable_2d_quantization = "
+                f"{shown(self.enable_2d_quantization)}, but scales of 32 x 32 blocks "
+                "are not supported. Leave it False."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class RowwiseScaling:
+    """One power-of-two scale per row of activations and per column of kernels.
+
+    The scales are f32. A row is what is contracted: the features of a token, and the
+    inputs of an output feature.
+
+    Transformer Engine: none. torchao: the float8 recipe "rowwise".
+
+    Attributes:
+        fp8_format: formats of forward and backward pass.
+    """
+
+    fp8_format: Format = Format.E4M3
+
+    is_per_tensor: ClassVar[bool] = False
+
+    def __post_init__(self):
+        _check_format(self)
+
+
+Recipe = DelayedScaling | Float8CurrentScaling | MXFP8BlockScaling | RowwiseScaling
+RECIPES = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, RowwiseScaling)
+
+
+def check_recipe(op: str, recipe: Any) -> None:
+    """Raises an error unless a value is one of the recipes."""
+    if not isinstance(recipe, RECIPES):
+        names = ", ".join(f"ub.fp8.{kind.__name__}" for kind in RECIPES)
+        raise ConfigurationError(
+            f"{op}: recipe = {shown(recipe)} is not a recipe. Pass an instance of one "
+            f"of {names}."
+        )
+
+
+def _check_format(recipe):
+    name, value = type(recipe).__name__, recipe.fp8_format
+    allowed = "Format.E4M3 or Format.HYBRID"
+    if not isinstance(value, Format):
+        raise ConfigurationError(
+            f"{name}: fp8_format = {shown(value)} is not a Format. Pass {allowed}."
+        )
+    if value is Format.E5M2:
+        raise ConfigurationError(
+            f"{name}: fp8_format = Format.E5M2, but no device multiplies two "
+            f"float8_e5m2 operands. Pass {allowed}."
+        )
+
+
+_MARGINS = (-126, 127)  # so that 2**margin is a normal f32 number
+
+
+def _check_margin(recipe):
+    name, margin = type(recipe).__name__, recipe.margin
+    low, high = _MARGINS
+    if not is_integer(margin) or not low <= margin <= high:
+        raise ConfigurationError(
+            f"{name}: margin = {shown(margin)}: the scale overflows, or it is not an "
+            f"integer. Pass an integer from {low} to {high}, usually 0."
+        )
+
+
+def _check_flag(owner, field):
+    value = getattr(owner, field)
+    if not isinstance(value, bool):
+        raise UnknownNameError(
+            f"{type(owner).__name__}: {field} = {shown(value)} is not a bool. Pass "
+            "True or False."
+        )
+
+
+def _check_attention(recipe):
+    for field in ("fp8_dpa", "fp8_mha"):
+        if getattr(recipe, field):
+            raise UnsupportedOverlapError(
+                f"{type(recipe).__name__}: {field} = {shown(getattr(recipe, field))}, "
+                "but attention does not run in FP8. Leave it False."
+            )

@@ -1,0 +1,183 @@
+"""`ScaledArray`: FP8 values with the scales that multiply them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_ub._src import dtypes, reference
+from jax_ub._src.checks import dtype_of, is_array
+from jax_ub._src.errors import ShapeContractError, shown
+from jax_ub._src.fp8.recipes import MXFP8_BLOCK
+
+VALUE_DTYPES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+TENSOR, ROW, BLOCK = "tensor", "row", "block"
+_OP = "ScaledArray"
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScaledArray:
+    """An FP8 array with scales: it represents `values * scales`.
+
+    It is a pytree, so that it passes through `jax.jit`, `jax.vmap`, `jax.lax.scan` and
+    `jax.shard_map`. The functions of jax_ub take it in place of an operand.
+    `ub.quantize` makes one. The scales are one of
+
+    - one per tensor, f32: a scalar, or all sizes 1;
+    - one per row of activations or per column of a kernel, f32: `[..., M, 1]` or
+      `[1, N]`;
+    - one per block of 32 values along the contracted dimension, float8_e8m0fnu:
+      `[..., M, K/32]`, or `[K/32, N]` for a kernel.
+
+    A GEMM reads values and scales. It returns the gradient in `source`, in the dtype of
+    `source`. The gradients of values and scales are zero.
+
+    Transformer Engine: the quantized tensors of `transformer_engine.pytorch.tensor`.
+
+    Attributes:
+        values: float8_e4m3fn or float8_e5m2.
+        scales: the factors of the values.
+        source: the array that was quantized, which receives the gradient; or None. A
+            GEMM does not read it.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    source: jax.Array | None = None
+
+    def __post_init__(self):
+        # Leaves may be anything in trees that JAX makes, such as partition specs.
+        if is_array(self.values) and is_array(self.scales):
+            _check(self.values, self.scales, self.source)
+
+    def tree_flatten_with_keys(self):
+        names = ("values", "scales", "source")
+        key = jax.tree_util.GetAttrKey
+        return [(key(name), getattr(self, name)) for name in names], None
+
+    def tree_flatten(self):
+        return (self.values, self.scales, self.source), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves: Any) -> "ScaledArray":
+        made = object.__new__(cls)
+        for name, leaf in zip(("values", "scales", "source"), leaves, strict=True):
+            object.__setattr__(made, name, leaf)
+        return made
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the values."""
+        return self.values.ndim
+
+    @property
+    def scaling(self) -> str:
+        """The kind of scales: "tensor", "row" or "block"."""
+        return scaling_of(self.scales)
+
+    @property
+    def without_source(self) -> "ScaledArray":
+        """The same values and scales, without the array that receives the gradient."""
+        return self.tree_unflatten(None, (self.values, self.scales, None))
+
+    def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
+        """Returns `values * scales`, computed in f32 and rounded once.
+
+        Args:
+            dtype: f32, bf16 or f16; None takes the dtype of `source`, or bf16.
+
+        Raises:
+            ShapeContractError: if `dtype` is not a result dtype.
+        """
+        dtype = self.wide_dtype if dtype is None else dtype_of(dtype)
+        if dtype not in dtypes.RESULTS:
+            raise ShapeContractError(
+                f"ScaledArray.dequantize: dtype = {shown(dtype)} is not a result. "
+                f"Use {dtypes.listed(dtypes.RESULTS)}."
+            )
+        return reference.dequantize(self.values, self.scales).astype(dtype)
+
+    @property
+    def wide_dtype(self) -> np.dtype:
+        """The dtype of `source`, or bf16."""
+        return jnp.dtype(jnp.bfloat16) if self.source is None else self.source.dtype
+
+
+def scaling_of(scales: Any) -> str:
+    """Returns the kind of scales: "tensor", "row" or "block"."""
+    if scales.dtype == jnp.float8_e8m0fnu:
+        return BLOCK
+    return ROW if any(size > 1 for size in scales.shape) else TENSOR
+
+
+def _check(values, scales, source):
+    if values.dtype not in VALUE_DTYPES:
+        raise ShapeContractError(
+            f"{_OP}: values is {values.dtype}, which is none of "
+            f"{VALUE_DTYPES[0]} and {VALUE_DTYPES[1]}. Quantize it with ub.quantize."
+        )
+    if scales.dtype not in (jnp.float32, jnp.float8_e8m0fnu):
+        raise ShapeContractError(
+            f"{_OP}: scales is {scales.dtype}. Use float32, or float8_e8m0fnu for "
+            f"blocks of {MXFP8_BLOCK}."
+        )
+    _check_scale_shape(values, scales)
+    if source is None:
+        return
+    if not is_array(source) or source.shape != values.shape:
+        found = tuple(source.shape) if is_array(source) else shown(source)
+        raise ShapeContractError(
+            f"{_OP}: source is {found} for values {values.shape}. Pass the array that "
+            "was quantized, or None."
+        )
+    if source.dtype not in dtypes.RESULTS:
+        raise ShapeContractError(
+            f"{_OP}: source is {source.dtype}, but it receives a gradient of dtype "
+            f"{dtypes.listed(dtypes.RESULTS)}. Convert it before it is quantized."
+        )
+
+
+def _check_scale_shape(values, scales):
+    if scales.ndim == 0 and scales.dtype == jnp.float32:
+        return
+    found = f"{_OP}: scales has shape {scales.shape} for values {values.shape}"
+    fix = f"Use one scale, one per row or column, or blocks of {MXFP8_BLOCK}."
+    if scales.ndim != values.ndim:
+        raise ShapeContractError(f"{found}: the dimensions differ. {fix}")
+    pairs = list(zip(values.shape, scales.shape, strict=True))
+    if any(count == 0 or size % count for size, count in pairs):
+        raise ShapeContractError(f"{found}: the sizes do not divide. {fix}")
+    blocks = {axis: size // n for axis, (size, n) in enumerate(pairs) if n < size}
+    if scales.dtype != jnp.float32:
+        if list(blocks.values()) != [MXFP8_BLOCK]:
+            raise ShapeContractError(
+                f"{found}: blocks of {tuple(blocks.values())} in {scales.dtype}. Use "
+                f"blocks of {MXFP8_BLOCK} along the contracted dimension, or float32."
+            )
+        return
+    for axis, size in blocks.items():
+        count = scales.shape[axis]
+        if count > 1:
+            raise ShapeContractError(
+                f"{found}: {count} blocks of {size} along axis {axis}. {fix} Scales of "
+                f"blocks are float8_e8m0fnu."
+            )
+    is_row = len(blocks) == 1 or any(n == size == 1 for size, n in pairs)
+    if scales.size > 1 and not is_row:
+        raise ShapeContractError(
+            f"{found}: only the contracted dimension of row scales has size 1. {fix}"
+        )

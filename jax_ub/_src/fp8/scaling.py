@@ -1,0 +1,142 @@
+"""Formulas of the recipes: amax -> scales -> FP8 values, in f32."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ub._src import reference
+from jax_ub._src.fp8.recipes import (
+    MXFP8_BLOCK,
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+)
+
+# Its inverse is a normal f32 number. XLA:CPU replaces subnormal numbers by zero.
+_LARGEST_INVERSE = 2.0**126
+# torchao's smallest amax of a row.
+_ROW_EPSILON = 1e-12
+# Fields of f32 numbers. The largest numbers of both formats are 1.75 times a power of
+# two, with a significand of 0.75.
+_SIGNIFICAND_BITS, _SIGNIFICAND_OF_MAX, _EXPONENT_BIAS = 23, 0x600000, 127
+
+
+def amax_of(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
+    """Returns the largest absolute value, with the reduced axes of size 1, in f32.
+
+    It is infinite if there is a NaN: `jax.lax.pmax` would drop a NaN, and the recipes
+    treat both alike.
+    """
+    amax = jnp.max(jnp.abs(x), axis=axes, keepdims=True).astype(jnp.float32)
+    return jnp.where(jnp.isnan(amax), jnp.inf, amax)
+
+
+def cast(x: jax.Array, scales: jax.Array, dtype) -> jax.Array:
+    """Divides by the scales in f32, clips to the range of `dtype`, and rounds once.
+
+    A NaN stays a NaN, and an infinity becomes the largest number.
+    """
+    if scales.dtype == jnp.float8_e8m0fnu:
+        return _saturated(_divided_by_blocks(x, scales), dtype)
+    return _saturated(x.astype(jnp.float32) * (1.0 / scales), dtype)
+
+
+def _saturated(x, dtype):
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -largest, largest).astype(dtype)
+
+
+def _divided_by_blocks(x, scales):
+    bits = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
+    exponents = reference.expanded(_EXPONENT_BIAS - bits, x.shape)
+    return reference.times_power_of_two(x.astype(jnp.float32), exponents)
+
+
+def current_scale(
+    amax: jax.Array, recipe: Float8CurrentScaling, role: str
+) -> jax.Array:
+    """Returns amax / max, and 1 for an amax of zero, infinity or NaN."""
+    largest = jnp.finfo(recipe.fp8_format.dtype(role)).max.astype(jnp.float32)
+    amax = jnp.maximum(amax, recipe.amax_epsilon(role))
+    inverse = jnp.minimum(largest / amax, _LARGEST_INVERSE)
+    if recipe.has_power_2_scale(role):
+        inverse = _rounded_down_to_power_of_two(inverse)
+    return jnp.where((amax > 0) & jnp.isfinite(amax), 1 / inverse, 1.0)
+
+
+def _rounded_down_to_power_of_two(x):
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    mask = -1 << _SIGNIFICAND_BITS
+    return lax.bitcast_convert_type(bits & mask, jnp.float32)
+
+
+def row_scales(amax: jax.Array, dtype) -> jax.Array:
+    """Returns amax / max, rounded up to powers of two in f32; 1 if it is not finite."""
+    exponents = _exponents_above(jnp.maximum(amax, _ROW_EPSILON), dtype)
+    scales = reference.times_power_of_two(jnp.ones_like(amax), exponents)
+    return jnp.where(jnp.isfinite(amax), scales, 1.0)
+
+
+def block_scales(x: jax.Array, axis: int, recipe: MXFP8BlockScaling, dtype):
+    """Returns one e8m0 scale per block of 32 values along `axis`.
+
+    An amax of zero gives 2^-127, an infinite one 2^127, and NaN gives NaN.
+    """
+    axis %= x.ndim
+    num_blocks = x.shape[axis] // MXFP8_BLOCK
+    blocks = x.reshape(*x.shape[:axis], num_blocks, MXFP8_BLOCK, *x.shape[axis + 1 :])
+    amax = jnp.max(jnp.abs(blocks), axis=axis + 1).astype(jnp.float32)
+    exponents = _exponents_above(amax, dtype) + recipe.margin
+    bits = jnp.clip(exponents + _EXPONENT_BIAS, 0, 254)
+    # The exponent alone would be that of the largest finite number and of zero.
+    bits = jnp.where(jnp.isinf(amax), 254, jnp.where(amax == 0, 0, bits))
+    bits = jnp.where(jnp.isnan(amax), 255, bits).astype(jnp.uint8)
+    return lax.bitcast_convert_type(bits, jnp.float8_e8m0fnu)
+
+
+def _exponents_above(amax, dtype):
+    """Returns the smallest integers e with amax <= max * 2^e, by the bits of amax.
+
+    A logarithm would be wrong next to powers of two.
+    """
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    significand = bits & ((1 << _SIGNIFICAND_BITS) - 1)
+    exponent = (bits >> _SIGNIFICAND_BITS) - _EXPONENT_BIAS
+    of_max = math.frexp(jnp.finfo(dtype).max)[1] - 1
+    return exponent - of_max + (significand > _SIGNIFICAND_OF_MAX)
+
+
+def updated_scale(
+    history: jax.Array, scale: jax.Array, recipe: DelayedScaling, role: str
+) -> jax.Array:
+    """Returns the scale for this step, from the amax history of previous steps.
+
+    Args:
+        history: f32 `[amax_history_len]`; index 0 is the latest step.
+        scale: f32 `[1]`, the scale of the previous step.
+        recipe: the recipe.
+        role: "input", "kernel" or "output_grad".
+    """
+    largest = jnp.finfo(recipe.fp8_format.dtype(role)).max.astype(jnp.float32)
+    algo = recipe.amax_compute_algo
+    if callable(algo):
+        amax = jnp.asarray(algo(history), jnp.float32)
+    else:
+        amax = history[0] if algo == "most_recent" else jnp.max(history)
+    amax = amax.reshape(scale.shape)
+    old = 1 / scale
+    if recipe.scaling_factor_compute_algo is None:
+        inverse = largest / amax / jnp.float32(2.0**recipe.margin)
+    else:
+        inverse = recipe.scaling_factor_compute_algo(amax, old, largest, recipe)
+        inverse = jnp.asarray(inverse, jnp.float32).reshape(scale.shape)
+    inverse = jnp.clip(inverse, 1 / _LARGEST_INVERSE, _LARGEST_INVERSE)
+    return jnp.where((amax > 0) & jnp.isfinite(amax), 1 / inverse, scale)
+
+
+def updated_history(history: jax.Array, amax: jax.Array) -> jax.Array:
+    """Returns the history with the amax of this step at index 0, in Flax's order."""
+    return jnp.roll(history, -1).at[0].set(amax.reshape(()))

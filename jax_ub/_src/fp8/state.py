@@ -1,0 +1,137 @@
+"""State of delayed scaling: an amax history and a scale per tensor, as in Flax."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ub._src.checks import is_array
+from jax_ub._src.errors import ConfigurationError, ShapeContractError, shown
+from jax_ub._src.fp8.recipes import ROLES, DelayedScaling, Recipe, check_recipe
+
+SCALE, HISTORY = "scale", "amax_history"
+
+
+def init_state(recipe: Recipe) -> dict[str, jax.Array]:
+    """Returns the initial state of one layer's scales.
+
+    Names and shapes are those of `flax.linen.fp8_ops`, so that checkpoints agree:
+    "input_scale", "input_amax_history", and the same for "kernel" and "output_grad".
+    A scale multiplies FP8 values. Transformer Engine stores the inverse.
+
+    Transformer Engine: `transformer_engine.pytorch.quantization.FP8GlobalStateManager`.
+
+    Args:
+        recipe: the recipe.
+
+    Returns:
+        For `DelayedScaling` six f32 arrays by name: scales `[1]` of 1, and histories
+        `[amax_history_len]` of zeros. An empty dict for the other recipes, which have
+        no state.
+
+    Raises:
+        ConfigurationError: if `recipe` is not a recipe.
+    """
+    check_recipe("init_state", recipe)
+    if not isinstance(recipe, DelayedScaling):
+        return {}
+    state = {}
+    for role in ROLES:
+        state[f"{role}_{SCALE}"] = jnp.ones(1, jnp.float32)
+        state[f"{role}_{HISTORY}"] = jnp.zeros(recipe.amax_history_len, jnp.float32)
+    return state
+
+
+def check_state(
+    op: str, recipe: Recipe, state: Mapping[str, jax.Array] | None
+) -> Mapping[str, Any]:
+    """Raises an error unless a state is that of a recipe; returns it."""
+    name = type(recipe).__name__
+    if not isinstance(recipe, DelayedScaling):
+        if state:
+            raise ConfigurationError(
+                f"{op}: {name} has no state, but state = {shown(state)}. Leave it out, "
+                "or use DelayedScaling."
+            )
+        return {}
+    shapes = {SCALE: (1,), HISTORY: (recipe.amax_history_len,)}
+    wanted = {f"{r}_{name}": shape for r in ROLES for name, shape in shapes.items()}
+    if not isinstance(state, Mapping) or set(state) != set(wanted):
+        found = sorted(state) if isinstance(state, Mapping) else shown(state)
+        raise ConfigurationError(
+            f"{op}: DelayedScaling needs a state, but state is {found}. Pass one from "
+            "ub.fp8.init_state(recipe)."
+        )
+    for key, shape in wanted.items():
+        array = state[key]
+        fits = is_array(array) and array.shape == shape
+        if not fits or array.dtype != jnp.float32:
+            found = f"{array.dtype}{array.shape}" if is_array(array) else shown(array)
+            raise ShapeContractError(
+                f"{op}: state[{shown(key)}] is {found}, but here it is "
+                f"float32{shape}. Pass a state from ub.fp8.init_state(recipe)."
+            )
+    return state
+
+
+def apply_updates(state: Any, gradients: Any) -> Any:
+    """Returns the new state of delayed scaling, given the gradients of the old one.
+
+    The gradient of a state is its new value. It is taken only where the new scale is
+    finite and above zero: the gradient of a layer that was not used is zero, and that
+    of one that `jax.lax.cond` skipped may be minus infinity.
+
+    Transformer Engine: it updates scales when an autocast ends.
+
+    Args:
+        state: a tree of states; scales and histories may have leading axes, such as the
+            layers of a `jax.lax.scan`.
+        gradients: a tree of the same structure.
+
+    Returns:
+        A tree of the same structure.
+
+    Raises:
+        ShapeContractError: if the trees differ, or contain other arrays than scales and
+            histories.
+    """
+    op = "apply_updates"
+    old, tree = jax.tree_util.tree_flatten_with_path(state)
+    new, new_tree = jax.tree.flatten(gradients)
+    trees: list[Any] = [tree, new_tree]
+    if trees[0] != trees[1]:
+        raise ShapeContractError(
+            f"{op}: state and gradients are different trees, {shown(tree)} and "
+            f"{shown(new_tree)}. Pass the gradient with respect to the state."
+        )
+    scales = {
+        _sibling(path): (jnp.isfinite(value) & (value > 0))
+        for (path, _), value in zip(old, new, strict=True)
+        if _sibling(path)[1] == SCALE
+    }
+    results = []
+    for (path, before), after in zip(old, new, strict=True):
+        prefix, kind = _sibling(path)
+        is_valid = scales.get((prefix, SCALE))
+        if is_valid is None or not kind:
+            raise ShapeContractError(
+                f"{op}: {jax.tree_util.keystr(path)} is neither a scale nor its amax "
+                "history. Pass the state alone, without the parameters."
+            )
+        results.append(jnp.where(is_valid, after, before))
+    return jax.tree.unflatten(tree, results)
+
+
+def _sibling(path):
+    """Splits a leaf's path: the common part of a scale and its history, and the kind.
+
+    The kind is "" for another leaf.
+    """
+    text = jax.tree_util.keystr(path)
+    for kind in (SCALE, HISTORY):
+        head, found, tail = text.rpartition(f"_{kind}")
+        # What follows a name is its quotation mark and bracket.
+        if found and not any(c.isalnum() or c == "_" for c in tail):
+            return (head, tail), kind
+    return (text, ""), ""

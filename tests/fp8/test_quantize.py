@@ -1,0 +1,262 @@
+"""`ub.quantize` against formulas in numpy and ml_dtypes."""
+
+import fp8_formulas as formulas
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fp8_formulas import E4M3, E5M2, E8M0
+
+import jax_ub as ub
+from jax_ub._src.fp8 import scaling
+
+FP8 = ub.fp8
+ROLES = ("input", "kernel", "output_grad")
+SHAPES = [(64, 96), (2, 3, 32), (32, 64)]
+
+
+def same_bits(found, expected):
+    """Asserts equal FP8 arrays, with any NaN in place of a NaN."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.dtype == expected.dtype
+    is_nan = np.isnan(found.astype(np.float32))
+    np.testing.assert_array_equal(is_nan, np.isnan(expected.astype(np.float32)))
+    pair = (array.view(np.uint8)[~is_nan] for array in (found, expected))
+    np.testing.assert_array_equal(*pair)
+
+
+def normal(shape, dtype="float32", seed=0):
+    values = np.random.default_rng(seed).standard_normal(shape) * 3
+    return jnp.asarray(values, dtype)
+
+
+def edges(dtype):
+    """Returns numbers where casts go wrong, and ties between neighbors."""
+    codes = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    finite = np.unique(codes[np.isfinite(codes)])
+    middle = (finite[1:] + finite[:-1]) / 2
+    numbers = [finite, middle, np.nextafter(middle, 0), np.nextafter(middle, np.inf)]
+    extra = [448, 464, 465, 57344, 61440, 61441, 1e30, np.inf, np.nan, 0.0, -0.0]
+    extra += [2.0**-9, 2.0**-10, 2.0**-11, 2.0**-16, 2.0**-17, 2.0**-18]
+    numbers += [np.float32(extra), -np.float32(extra)]
+    return np.concatenate(numbers).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-7, 0.3, 3e4])
+def test_casts_clip_then_round_once(dtype, scale):
+    x = np.float32(scale) * edges(dtype)
+    scales = np.full((1,), scale, np.float32)
+    found = jax.jit(scaling.cast, static_argnums=2)(x, scales, dtype)
+    same_bits(found, formulas.cast(x, scales, dtype))
+
+
+def test_casts_do_not_round_to_bf16_or_f16_first():
+    x = normal((1 << 16,))
+    found = np.asarray(jax.jit(scaling.cast, static_argnums=2)(x, jnp.ones(1), E4M3))
+    same_bits(found, np.asarray(x).astype(E4M3))
+    assert np.any(found != np.asarray(x).astype(jnp.bfloat16).astype(E4M3))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_current_scaling(dtype, role, power_of_two):
+    x = normal((48, 32), dtype)
+    recipe = FP8.Float8CurrentScaling(use_power_2_scales=power_of_two)
+    found = jax.jit(lambda x: ub.quantize(x, recipe, role=role))(x)
+    fp8 = E5M2 if role == "output_grad" else E4M3
+    scale = formulas.current_scale(x, fp8, power_of_two=power_of_two)
+    assert found.scales.shape == (1, 1)
+    assert found.scales[0, 0] == scale
+    same_bits(found.values, formulas.cast(x, scale, fp8))
+    assert found.source.dtype == dtype
+    if power_of_two:
+        assert np.frexp(scale)[0] == 0.5
+        assert np.max(np.abs(wide(x))) <= scale * formulas.LARGEST[fp8]
+
+
+def wide(array):
+    return formulas.wide(array)
+
+
+@pytest.mark.parametrize("amax", [0.0, np.inf, np.nan])
+def test_an_amax_that_is_no_number_gives_scale_1(amax):
+    x = jnp.array([[0.5, amax]], jnp.float32)
+    found = ub.quantize(x, FP8.Float8CurrentScaling())
+    assert found.scales == 1.0 or amax == 0.0
+    expected = formulas.cast(x, formulas.current_scale(x, E4M3), E4M3)
+    same_bits(found.values, expected)
+    zeros = ub.quantize(jnp.zeros((2, 2)), FP8.Float8CurrentScaling())
+    assert zeros.scales == 1.0
+
+
+def test_tiny_tensors_have_a_scale_with_a_normal_inverse():
+    x = jnp.full((2, 4), 2.0**-125, jnp.float32)
+    found = ub.quantize(x, FP8.Float8CurrentScaling())
+    assert found.scales == 2.0**-126
+    np.testing.assert_array_equal(found.dequantize(jnp.float32), x)
+
+
+def test_qparams_are_per_role():
+    recipe = FP8.Float8CurrentScaling(
+        fp8_quant_fwd_inp=FP8.QParams(amax_epsilon=100.0),
+        fp8_quant_fwd_weight=FP8.QParams(power_2_scale=True),
+    )
+    x = jnp.full((2, 4), 3.0)
+    assert ub.quantize(x, recipe).scales == np.float32(1) / np.float32(448 / 100)
+    assert ub.quantize(x, recipe, role="kernel").scales == 2.0**-7
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("role", ROLES)
+def test_rowwise_scaling(shape, role):
+    axis = -2 if role == "kernel" else -1
+    rows = 2.0 ** np.random.default_rng(1).integers(-30, 30, shape[:-1] + (1,))
+    x = normal(shape) * jnp.asarray(rows, jnp.float32)
+    found = jax.jit(lambda x: ub.quantize(x, FP8.RowwiseScaling(), role=role))(x)
+    scales = formulas.row_scales(x, axis, E4M3)
+    np.testing.assert_array_equal(found.scales, scales)
+    same_bits(found.values, formulas.cast(x, scales, E4M3))
+    assert found.scaling == "row"
+
+
+def test_rows_of_zeros_have_a_scale():
+    found = ub.quantize(jnp.zeros((3, 4)), FP8.RowwiseScaling())
+    assert np.all(found.scales > 0)
+    assert np.all(found.dequantize() == 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "role"),
+    [
+        ((1, 32), "input"),
+        ((5, 96), "input"),
+        ((2, 3, 64), "output_grad"),
+        ((64, 7), "kernel"),
+    ],
+)
+@pytest.mark.parametrize("form", [FP8.Format.E4M3, FP8.Format.HYBRID])
+def test_block_scaling(shape, role, form):
+    axis = -2 if role == "kernel" else -1
+    x = normal(shape) * jnp.exp2(jnp.round(normal(shape, seed=1) * 4))
+    recipe = FP8.MXFP8BlockScaling(fp8_format=form)
+    found = jax.jit(lambda x: ub.quantize(x, recipe, role=role))(x)
+    is_e5m2 = form is FP8.Format.HYBRID and role == "output_grad"
+    fp8 = E5M2 if is_e5m2 else E4M3
+    bits = formulas.block_exponents(x, axis, fp8)
+    np.testing.assert_array_equal(np.asarray(found.scales).view(np.uint8), bits)
+    expanded = np.repeat(2.0 ** (bits.astype(np.float64) - 127), 32, axis)
+    same_bits(found.values, formulas.cast(x, expanded, fp8))
+
+
+def test_block_exponents_cover_their_range():
+    exponents = np.arange(-126, 128)
+    amax = np.stack([2.0**exponents, 1.75 * 2.0**exponents], -1).reshape(-1, 1)
+    above = np.nextafter(amax.astype(np.float32), np.float32(np.inf))
+    x = np.concatenate([amax, above]).astype(np.float32)
+    x = np.pad(x, [(0, 0), (0, 31)])
+    found = ub.quantize(jnp.asarray(x), FP8.MXFP8BlockScaling())
+    bits = formulas.block_exponents(x, -1, E4M3)
+    np.testing.assert_array_equal(np.asarray(found.scales).view(np.uint8), bits)
+    assert not np.any(np.isnan(wide(found.values)))
+    exact = formulas.dequantize(found.values, found.scales)
+    bound = np.maximum(2.0**-4 * np.abs(wide(x)), 2.0**-10 * 2.0 ** (bits - 127.0))
+    assert np.all(np.abs(exact - wide(x)) <= bound)
+    np.testing.assert_array_equal(found.dequantize(jnp.float32), exact)
+
+
+def test_blocks_of_zeros_infinities_and_nan():
+    x = np.ones((4, 32), np.float32)
+    x[0] = 0
+    x[1, 3], x[2, 4] = np.inf, np.nan
+    found = ub.quantize(jnp.asarray(x), FP8.MXFP8BlockScaling())
+    bits = np.asarray(found.scales).view(np.uint8)
+    np.testing.assert_array_equal(bits[:3], [[0x00], [0xFE], [0xFF]])
+    wide_values = wide(found.values)
+    assert np.all(wide_values[0] == 0)
+    assert wide_values[1, 3] == 448
+    assert np.isnan(wide_values[2, 4])
+    dequantized = np.asarray(found.dequantize(jnp.float32))
+    assert np.all(dequantized[0] == 0)
+    assert np.all(np.isnan(dequantized[2]))
+
+
+def test_the_margin_of_block_scales_is_an_exponent():
+    x = normal((2, 64))
+    plain = ub.quantize(x, FP8.MXFP8BlockScaling())
+    shifted = ub.quantize(x, FP8.MXFP8BlockScaling(margin=2))
+    bits = [np.asarray(q.scales).view(np.uint8).astype(int) for q in (plain, shifted)]
+    np.testing.assert_array_equal(bits[0] + 2, bits[1])
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        FP8.Float8CurrentScaling(),
+        FP8.MXFP8BlockScaling(),
+        FP8.MXFP8BlockScaling(fp8_format=FP8.Format.HYBRID),
+        FP8.RowwiseScaling(),
+    ],
+)
+@pytest.mark.parametrize("role", ROLES)
+def test_every_element_is_within_the_bound_of_its_format(recipe, role):
+    x = normal((64, 128))
+    found = ub.quantize(x, recipe, role=role)
+    half, smallest = (2.0**-4, 2.0**-10) if found.dtype == E4M3 else (2.0**-3, 2**-17)
+    ones = np.asarray(jnp.ones_like(found.values))
+    scale = formulas.dequantize(ones, found.scales)
+    error = np.abs(formulas.dequantize(found.values, found.scales) - wide(x))
+    slack = 1 + 2.0**-20  # the f32 division rounds, too
+    assert np.all(error <= slack * np.maximum(half * np.abs(wide(x)), smallest * scale))
+    np.testing.assert_array_equal(
+        found.dequantize(jnp.float32),
+        formulas.dequantize(found.values, found.scales).astype(np.float32),
+    )
+
+
+def test_gradients_arrive_in_the_source_in_its_dtype():
+    x = normal((4, 8), "bfloat16")
+
+    def loss(x):
+        quantized = ub.quantize(x)
+        return jnp.sum(quantized.source * 3) + jnp.sum(quantized.dequantize())
+
+    gradient = jax.grad(loss)(x)
+    assert gradient.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(gradient, jnp.full_like(x, 3))
+
+
+def test_it_works_under_jit_vmap_and_scan():
+    x = normal((3, 4, 64))
+    for recipe in (FP8.Float8CurrentScaling(), FP8.MXFP8BlockScaling()):
+        quantized = jax.vmap(lambda x, r=recipe: ub.quantize(x, r))(x)
+        _, scanned = jax.lax.scan(lambda _, x, r=recipe: (0, ub.quantize(x, r)), 0, x)
+        for i in range(3):
+            one = jax.jit(lambda x, r=recipe: ub.quantize(x, r))(x[i])
+            for many in (quantized, scanned):
+                jax.tree.map(
+                    np.testing.assert_array_equal,
+                    jax.tree.map(lambda a, i=i: a[i], many),
+                    one,
+                )
+
+
+def test_params_are_quantized_by_a_selection():
+    params = {
+        "a": {"kernel": normal((8, 4)), "bias": normal((4,))},
+        "e": normal((5, 3)),
+    }
+    found = FP8.quantize_params(
+        params, FP8.RowwiseScaling(), select=lambda path, leaf: "kernel" in str(path)
+    )
+    assert isinstance(found["a"]["kernel"], ub.ScaledArray)
+    assert found["a"]["kernel"].scales.shape == (1, 4)
+    assert found["a"]["bias"] is params["a"]["bias"]
+    assert found["e"] is params["e"]
+    everything = FP8.quantize_params(params)
+    assert isinstance(everything["e"], ub.ScaledArray)
+    one = ub.quantize(params["e"], role="kernel")
+    jax.tree.map(np.testing.assert_array_equal, everything["e"], one)
+    blocks = FP8.quantize_params({"k": normal((32, 2))}, FP8.MXFP8BlockScaling())
+    assert blocks["k"].scales.dtype == E8M0

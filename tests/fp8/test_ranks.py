@@ -1,0 +1,142 @@
+"""Scales per tensor are agreed over the ranks that share the tensor."""
+
+import fp8_formulas as formulas
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from operands import normal
+from programs import collectives, dp_tp_mesh, on_ranks, tp_mesh
+
+import jax_ub as ub
+
+FP8 = ub.fp8
+AMAXES = (1.0, 100.0, 1e4, 3.0)
+
+
+def uneven(shape=(8, 32)):
+    """Returns an array whose rows differ 10^4-fold between four ranks."""
+    factors = np.repeat(AMAXES, shape[0] // 4)[:, None]
+    return normal(0, shape) * jnp.asarray(factors, jnp.float32)
+
+
+RECIPES = [
+    FP8.Float8CurrentScaling(),
+    FP8.Float8CurrentScaling(use_power_2_scales=True),
+    FP8.RowwiseScaling(),
+    FP8.MXFP8BlockScaling(),
+]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("role", ["input", "output_grad"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_ranks_get_the_values_of_one_rank_with_the_whole_tensor(
+    recipe, role, check_vma
+):
+    def shard(x):
+        q = ub.quantize(x, recipe, role=role, axis_name="tp")
+        scales = jnp.broadcast_to(q.scales, (x.shape[0], q.scales.shape[1]))
+        return q.values, scales
+
+    function = on_ranks(shard, tp_mesh(4), P("tp"), P("tp"), check_vma=check_vma)
+    x = uneven()
+    values, scales = function(x)
+    whole = ub.quantize(x, recipe, role=role)
+    np.testing.assert_array_equal(values, whole.values)
+    np.testing.assert_array_equal(*jnp.broadcast_arrays(scales, whole.scales))
+
+
+@pytest.mark.parametrize("reduce_amax", [True, False])
+def test_delayed_scaling_agrees_on_the_state(reduce_amax):
+    recipe = FP8.DelayedScaling(amax_history_len=2, reduce_amax=reduce_amax)
+
+    def shard(x, state):
+        def loss(state):
+            q = ub.quantize(x, recipe, state=state, axis_name="tp")
+            return jnp.sum(q.dequantize(jnp.float32))
+
+        return FP8.apply_updates(state, jax.grad(loss)(state))
+
+    function = on_ranks(shard, tp_mesh(4), (P("tp"), P()), P())
+    x, state = uneven(), FP8.init_state(recipe)
+    state = function(x, state)
+    amax = float(np.max(np.abs(formulas.wide(x))))
+    assert state["input_amax_history"].tolist() == [amax, 0.0]
+    state = function(x, state)
+    assert state["input_scale"] == np.float32(1) / (np.float32(448) / np.float32(amax))
+
+
+def test_a_replicated_state_is_updated_through_shard_map():
+    recipe = FP8.DelayedScaling(amax_history_len=2)
+
+    def shard(x, state):
+        q = ub.quantize(x, recipe, state=state)
+        return jax.lax.psum(jnp.sum(q.dequantize(jnp.float32)), ("dp", "tp"))
+
+    function = on_ranks(shard, dp_tp_mesh(2, 2), (P(("dp", "tp")), P()), P())
+    x, state = uneven(), FP8.init_state(recipe)
+    new = FP8.apply_updates(state, jax.grad(lambda state: function(x, state))(state))
+    amax = float(np.max(np.abs(formulas.wide(x))))
+    assert new["input_amax_history"].tolist() == [amax, 0.0]
+
+
+def test_an_amax_that_is_not_reduced_needs_a_state_per_group():
+    recipe = FP8.DelayedScaling(amax_history_len=2, reduce_amax=False)
+
+    def shard(x, state):
+        return ub.quantize(x, recipe, state=state, axis_name="tp").values
+
+    function = on_ranks(
+        shard, dp_tp_mesh(2, 2), (P(("dp", "tp")), P()), P(("dp", "tp"))
+    )
+    with pytest.raises(
+        ub.errors.ConfigurationError,
+        match=r"the amax differs over \('dp',\), but",
+    ):
+        function(uneven(), FP8.init_state(recipe))
+
+
+def test_a_nan_of_one_rank_reaches_all():
+    def shard(x):
+        return ub.quantize(x, axis_name="tp").scales
+
+    function = on_ranks(shard, tp_mesh(4), P("tp"), P())
+    assert function(uneven().at[3, 3].set(jnp.nan)) == 1.0
+
+
+def test_a_tensor_costs_one_collective_and_all_kernels_together_one():
+    mesh = tp_mesh(4)
+
+    def one(x):
+        return ub.quantize(x, axis_name="tp").values
+
+    def params(ws):
+        quantized = FP8.quantize_params(ws, axis_name="tp")
+        return jax.tree.map(lambda w: w.values, quantized, is_leaf=is_scaled)
+
+    def is_scaled(leaf):
+        return isinstance(leaf, ub.ScaledArray)
+
+    x = uneven()
+    ws = {"a": x, "b": x * 3, "c": normal(1, (4, 8))}
+    for function, values in ((one, x), (params, ws)):
+        compiled = on_ranks(function, mesh, P("tp"), P("tp"))
+        text = compiled.lower(values).compile().as_text()
+        assert collectives(text) == {"all-reduce": 1}
+    found = on_ranks(params, mesh, P("tp"), P("tp"))(ws)
+    for name, w in ws.items():
+        expected = ub.quantize(w, role="kernel").values
+        np.testing.assert_array_equal(found[name], expected)
+
+
+@pytest.mark.parametrize("recipe", RECIPES[2:])
+def test_scales_of_rows_and_blocks_need_no_collective(recipe):
+    function = on_ranks(
+        lambda x: ub.quantize(x, recipe, axis_name="tp").values,
+        tp_mesh(4),
+        P("tp"),
+        P("tp"),
+    )
+    assert not collectives(function.lower(uneven()).compile().as_text())

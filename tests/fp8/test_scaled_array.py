@@ -1,0 +1,116 @@
+"""`ub.ScaledArray`: a checked pytree of values, scales and a source."""
+
+import dataclasses
+
+import fp8_formulas as formulas
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jax_ub as ub
+
+E4M3 = jnp.float8_e4m3fn
+
+
+def values(*shape):
+    numbers = np.random.default_rng(0).integers(-8, 9, shape)
+    return jnp.asarray(numbers, E4M3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "scaling"),
+    [
+        ((4, 64), (), "tensor"),
+        ((4, 64), (1, 1), "tensor"),
+        ((64,), (1,), "tensor"),
+        ((4, 64), (4, 1), "row"),
+        ((4, 64), (1, 64), "row"),
+        ((2, 3, 4, 64), (2, 3, 4, 1), "row"),
+        ((4, 1), (4, 1), "row"),
+    ],
+)
+def test_float32_scales(shape, scales, scaling):
+    factors = jnp.asarray(np.exp(np.random.default_rng(1).standard_normal(scales)), "f")
+    array = ub.ScaledArray(values(*shape), factors)
+    assert array.scaling == scaling
+    assert (array.shape, array.ndim, array.dtype) == (shape, len(shape), E4M3)
+    expected = formulas.dequantize(array.values, factors)
+    np.testing.assert_allclose(array.dequantize(jnp.float32), expected, rtol=1e-7)
+    assert array.dequantize().dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales"), [((4, 64), (4, 2)), ((96, 5), (3, 5)), ((2, 4, 32), (2, 4, 1))]
+)
+def test_block_scales(shape, scales):
+    exponents = np.random.default_rng(1).integers(-20, 20, scales)
+    factors = jnp.asarray(2.0**exponents, jnp.float8_e8m0fnu)
+    array = ub.ScaledArray(values(*shape), factors)
+    assert array.scaling == "block"
+    expected = formulas.dequantize(array.values, factors)
+    np.testing.assert_array_equal(array.dequantize(jnp.float32), expected)
+    exact = array.dequantize(jnp.bfloat16)
+    np.testing.assert_array_equal(formulas.wide(exact), expected)
+
+
+def test_it_is_a_frozen_pytree_with_named_leaves():
+    x = jnp.ones((4, 8))
+    array = ub.quantize(x)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        array.values = x
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(array)]
+    assert paths == [".values", ".scales", ".source"]
+    assert len(jax.tree.leaves(array.without_source)) == 2
+    shapes = jax.eval_shape(lambda a: a, array)
+    assert isinstance(shapes, ub.ScaledArray)
+    specs = ub.ScaledArray(P("tp"), P(), P("tp"))
+    assert jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P)) == [
+        P("tp"),
+        P(),
+        P("tp"),
+    ]
+    assert array.dequantize().dtype == x.dtype
+
+
+@pytest.mark.parametrize(
+    ("scales", "text"),
+    [
+        (
+            jnp.ones((64, 8)),
+            r"scales has shape \(64, 8\) .* 8 blocks of 8 along axis 1",
+        ),
+        (jnp.ones((64, 5)), "the sizes do not divide. Use one scale, one per row"),
+        (jnp.ones(64), "the dimensions differ. Use one scale"),
+        (jnp.ones((64, 64)), "only the contracted dimension of row scales has size 1"),
+        (
+            jnp.ones((1, 1), "float16"),
+            "scales is float16. Use float32, or float8_e8m0fnu",
+        ),
+        (jnp.ones((64, 4), "float8_e8m0fnu"), r"blocks of \(16,\) in float8_e8m0fnu"),
+        (jnp.ones((2, 2), "float8_e8m0fnu"), r"blocks of \(32, 32\) in float8_e8m0fnu"),
+        (jnp.ones((), "float8_e8m0fnu"), "the dimensions differ"),
+    ],
+)
+def test_wrong_scales_are_rejected(scales, text):
+    with pytest.raises(ub.errors.ShapeContractError, match=text):
+        ub.ScaledArray(values(64, 64), scales)
+
+
+def test_wrong_values_and_sources_are_rejected():
+    error, one = ub.errors.ShapeContractError, jnp.ones(())
+    with pytest.raises(
+        error, match="values is float32, which is none of float8_e4m3fn"
+    ):
+        ub.ScaledArray(jnp.ones((4, 4)), one)
+    with pytest.raises(error, match="float8_e4m3fnuz, which is none of .*float8_e5m2"):
+        ub.ScaledArray(jnp.ones((4, 4), "float8_e4m3fnuz"), one)
+    with pytest.raises(error, match=r"source is \(4, 5\) for values \(4, 4\)"):
+        ub.ScaledArray(values(4, 4), one, jnp.ones((4, 5)))
+    with pytest.raises(error, match="source is int32, but it receives a gradient"):
+        ub.ScaledArray(values(4, 4), one, jnp.ones((4, 4), "int32"))
+    with pytest.raises(
+        error, match="ScaledArray.dequantize: dtype = .*int8.* not a res"
+    ):
+        ub.ScaledArray(values(4, 4), one).dequantize(jnp.int8)

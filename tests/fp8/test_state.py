@@ -1,0 +1,168 @@
+"""State of delayed scaling: its update is the gradient of the state."""
+
+import fp8_formulas as formulas
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ub as ub
+
+FP8 = ub.fp8
+
+
+def step(recipe, role="input"):
+    """Returns a function (state, x) -> (quantized, next state)."""
+
+    @jax.jit
+    def run(state, x):
+        def loss(state):
+            quantized = ub.quantize(x, recipe, role=role, state=state)
+            return jnp.sum(quantized.dequantize(jnp.float32)), quantized
+
+        gradient, quantized = jax.grad(loss, has_aux=True)(state)
+        return quantized, FP8.apply_updates(state, gradient)
+
+    return run
+
+
+def run_steps(recipe, amaxes, role="input"):
+    """Quantizes tensors of the given amaxes; returns scales and the last state."""
+    run, state, scales = step(recipe, role), FP8.init_state(recipe), []
+    for amax in amaxes:
+        quantized, state = run(state, jnp.array([[amax, 0.1]], jnp.float32))
+        scales.append(float(quantized.scales[0, 0]))
+    return scales, state
+
+
+def test_it_has_flaxs_names_and_shapes():
+    state = FP8.init_state(FP8.DelayedScaling(amax_history_len=5))
+    assert {name: array.shape for name, array in state.items()} == {
+        f"{role}_{name}": shape
+        for role in ("input", "kernel", "output_grad")
+        for name, shape in (("scale", (1,)), ("amax_history", (5,)))
+    }
+    assert FP8.init_state(FP8.RowwiseScaling()) == {}
+
+
+def scale_of(amax, margin=0):
+    return float(np.float32(1) / (np.float32(448) / np.float32(amax) / 2**margin))
+
+
+@pytest.mark.parametrize("margin", [0, 2])
+def test_the_scale_comes_from_the_history_before_the_step(margin):
+    recipe = FP8.DelayedScaling(amax_history_len=3, margin=margin)
+    scales, state = run_steps(recipe, [2.0, 8.0, 4.0, 1.0, 1.0, 1.0])
+    expected = [1.0, *(scale_of(a, margin) for a in (2.0, 8.0, 8.0, 8.0, 4.0))]
+    assert scales == expected
+    assert state["input_amax_history"].tolist() == [1.0, 1.0, 1.0]
+    assert state["kernel_scale"] == 1.0
+
+
+def test_a_history_of_one_step_and_the_most_recent_step_agree():
+    amaxes = [2.0, 8.0, 4.0, 1.0]
+    one, _ = run_steps(FP8.DelayedScaling(amax_history_len=1), amaxes)
+    recent = FP8.DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent")
+    assert one == run_steps(recent, amaxes)[0]
+    assert one == [1.0, *map(scale_of, amaxes[:-1])]
+
+
+def test_values_are_clipped_where_the_history_was_smaller():
+    recipe = FP8.DelayedScaling(amax_history_len=2)
+    state = {**FP8.init_state(recipe), "input_amax_history": jnp.array([1.0, 0.0])}
+    x = jnp.array([[100.0, 0.5]])
+    quantized, _ = step(recipe)(state, x)
+    scale = np.float32(1) / np.float32(448)
+    np.testing.assert_array_equal(
+        quantized.values, formulas.cast(x, scale, formulas.E4M3)
+    )
+    assert float(quantized.values[0, 0]) == 448
+
+
+@pytest.mark.parametrize("amax", [0.0, np.inf, np.nan])
+def test_an_amax_that_is_no_number_keeps_the_scale(amax):
+    recipe = FP8.DelayedScaling(amax_history_len=1)
+    run, state = step(recipe), FP8.init_state(recipe)
+    _, state = run(state, jnp.array([[8.0, 1.0]]))
+    quantized, state = run(state, jnp.full((1, 2), amax))
+    assert float(quantized.scales[0, 0]) == scale_of(8.0)
+    quantized, state = run(state, jnp.array([[8.0, 1.0]]))
+    assert float(quantized.scales[0, 0]) == scale_of(8.0)
+
+
+def test_gradients_have_a_state_and_a_format_of_their_own():
+    recipe = FP8.DelayedScaling(amax_history_len=2)
+    scales, state = run_steps(recipe, [4.0, 4.0], role="output_grad")
+    assert scales[1] == float(np.float32(1) / (np.float32(57344) / np.float32(4.0)))
+    assert state["input_amax_history"].tolist() == [0.0, 0.0]
+
+
+def test_functions_compute_amax_and_scale():
+    recipe = FP8.DelayedScaling(
+        amax_history_len=2,
+        amax_compute_algo=jnp.sum,
+        scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: 2 / amax,
+    )
+    scales, _ = run_steps(recipe, [2.0, 8.0, 1.0])
+    assert scales == [1.0, 1.0, 5.0]
+
+
+def test_a_skipped_or_unused_layer_keeps_its_state():
+    recipe = FP8.DelayedScaling(amax_history_len=2)
+    state = {"a": FP8.init_state(recipe), "b": FP8.init_state(recipe)}
+    state["b"]["input_amax_history"] = jnp.array([3.0, 2.0])
+
+    def loss(state, used):
+        def layer(state):
+            x = jnp.array([[4.0, 2.0]])
+            return jnp.sum(ub.quantize(x, recipe, state=state).dequantize())
+
+        return jax.lax.cond(used, layer, lambda _: jnp.float32(0), state["a"])
+
+    for used in (True, False):
+        gradients = jax.jit(jax.grad(loss))(state, used)
+        new = FP8.apply_updates(state, gradients)
+        history = [4.0, 0.0] if used else [0.0, 0.0]
+        assert new["a"]["input_amax_history"].tolist() == history
+        jax.tree.map(np.testing.assert_array_equal, new["b"], state["b"])
+    skipped = jax.tree.map(lambda leaf: jnp.full_like(leaf, -jnp.inf), state)
+    kept = FP8.apply_updates(state, skipped)
+    jax.tree.map(np.testing.assert_array_equal, kept, state)
+
+
+def test_states_are_stacked_by_a_scan_over_layers():
+    recipe = FP8.DelayedScaling(amax_history_len=2)
+    state = FP8.init_state(recipe)
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), state)
+    xs = jnp.array([1.0, 2.0, 3.0])[:, None, None] * jnp.ones((3, 1, 2))
+
+    def loss(states):
+        def layer(total, args):
+            x, state = args
+            quantized = ub.quantize(x, recipe, state=state)
+            return total + jnp.sum(quantized.dequantize(jnp.float32)), None
+
+        return jax.lax.scan(jax.checkpoint(layer), 0.0, (xs, states))[0]
+
+    new = FP8.apply_updates(states, jax.jit(jax.grad(loss))(states))
+    assert new["input_amax_history"].tolist() == [[1, 0], [2, 0], [3, 0]]
+
+
+def test_microbatches_carry_the_state():
+    recipe = FP8.DelayedScaling(amax_history_len=4)
+    run, state = step(recipe), FP8.init_state(recipe)
+    xs = jnp.array([1.0, 4.0, 2.0, 3.0])[:, None, None] * jnp.ones((4, 1, 2))
+    state, _ = jax.lax.scan(lambda s, x: (run(s, x)[1], None), state, xs)
+    assert sorted(state["input_amax_history"].tolist()) == [1, 2, 3, 4]
+
+
+def test_wrong_trees_are_rejected():
+    state = FP8.init_state(FP8.DelayedScaling(amax_history_len=2))
+    error = ub.errors.ShapeContractError
+    with pytest.raises(error, match="state and gradients are different trees"):
+        FP8.apply_updates(state, [])
+    params = {"w": jnp.ones(2), "layer": state}
+    with pytest.raises(error, match=r"\['w'\] is neither a scale nor its amax history"):
+        FP8.apply_updates(params, params)
+    with pytest.raises(ub.errors.ConfigurationError, match="init_state: recipe = 1 is"):
+        FP8.init_state(1)
