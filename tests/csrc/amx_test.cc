@@ -1,5 +1,5 @@
-// The AMX kernels on emulated intrinsics: the very lines that are compiled for the
-// instructions, under other names so that both can be linked.
+// Tests the AMX kernels with emulated intrinsics. Compiles the same source under other
+// names, so that both versions can be linked.
 
 #include "check.h"
 #include "compare_gemm.h"
@@ -19,7 +19,8 @@ extern const KernelSet kEmulatedKernels;
 
 namespace jax_ub {
 
-// Problems cross several small blocks of K, the second of which adds to the first's sums.
+// The small block of K makes problems span several blocks, the second of which adds to
+// the sums of the first.
 constinit const KernelSet kTiles = [] {
   KernelSet set = emulated_kernels::KernelsOfTileRegisters("tile registers");
   set.k_block = 64;
@@ -47,7 +48,7 @@ TEST(emulated_tiles_are_exact_for_every_tail) {
   CompareTails(kTiles, 49, {1, 2, 31, 32, 33, 65});
 }
 
-// Rows that share a place of the first cache are copied, the others are read in place.
+// Rows that map to the same set of the L1 cache are copied, others are read in place.
 TEST(rows_at_any_distance_are_exact) {
   constexpr int64_t kRows = 40, kColumns = 33, kDepth = 96;
   for (const int64_t stride : {96, 512, 1024, 2048, 2080}) {

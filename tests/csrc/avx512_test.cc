@@ -1,5 +1,5 @@
-// The AVX512 and AVX512_BF16 kernels on emulated intrinsics: the very lines that are
-// compiled for the instructions, under other names so that both can be linked.
+// Tests the AVX512 and AVX512_BF16 kernels with emulated intrinsics. Compiles the same
+// source under other names, so that both versions can be linked.
 
 #include "check.h"
 #include "compare_gemm.h"
@@ -19,8 +19,8 @@ extern const KernelSet kEmulatedKernels;
 
 namespace jax_ub {
 
-// The f32 kernels of avx512, out of the same headers; a small block of K makes the
-// problems cross several.
+// The f32 kernels of AVX512, from the same headers. The small block of K makes problems
+// span several blocks.
 constinit const KernelSet kGeneral =
     emulated_kernels::KernelsOfF32<6, 4>("f32", 105, 64, true);
 constinit const KernelSet kPairs = [] {
@@ -48,7 +48,7 @@ TEST(emulated_pairs_are_exact_for_every_tail) {
   CompareTails(kPairs, 13, {1, 2, 31, 32, 33, 65});
 }
 
-// What the kernels convert, against conversions written the plain way.
+// Compares the kernels' conversions with simple reference conversions.
 TEST(emulated_sums_round_once_to_nearest_even) {
   Random random(5);
   std::vector<float> wide(4096);

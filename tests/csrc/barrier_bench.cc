@@ -1,4 +1,4 @@
-// What a barrier between processes costs, and how much of it is the waiting.
+// Measures the time of a barrier between processes, and the part of it that is waiting.
 #include <algorithm>
 #include <chrono>
 #include <iostream>

@@ -1,5 +1,5 @@
-// Calls of groups whose ranks are in several processes: how they are matched, in which
-// order they run, and how a missing, contradicting, failing or dying process ends them.
+// Tests calls of groups that span several processes: how calls are matched, in which
+// order they run, and how they end if a process is missing, disagrees, fails or dies.
 #include "engine/cpu/call_sequencer.h"
 
 #include <signal.h>
@@ -30,14 +30,16 @@ bool Has(const std::string& text, const std::string& part) {
   return false;
 }
 
-// One call of a program: its calls on all ranks, the same in every process.
+// One execution of a call site: the calls of all ranks, which are equal in every
+// process.
 struct Execution {
   CallSite* site = nullptr;
   int64_t run_id = 0;
   std::vector<RankCall> calls;
 };
 
-// Every process begins them all, in an order of its own, and checks its results.
+// Every process begins all executions, in a different random order, and checks its
+// results.
 void RunShuffled(Member& member, const std::vector<Execution>& executions, int seed) {
   std::vector<size_t> order(executions.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -91,7 +93,7 @@ TEST(LaunchesOfOneProgramMayOvertakeEachOther) {
   });
 }
 
-// A loop comes to the same call site again and again, on every device in order.
+// A loop executes the same call site repeatedly, in the same order on every device.
 TEST(ExecutionsOfALoopMatch) {
   InProcesses({0, 1}, [](Member& member) {
     CallSite site(Sum(2));
@@ -109,7 +111,8 @@ TEST(ExecutionsOfALoopMatch) {
   });
 }
 
-// As when one process loads a program from the compilation cache.
+// The processes' run ids differ if one of them loads a program from the compilation
+// cache.
 TEST(RunIdsOfAnotherOriginAreAligned) {
   InProcesses({0, 1, 2}, [](Member& member) {
     const int process = member.sequencer().communicator().process();
@@ -122,7 +125,7 @@ TEST(RunIdsOfAnotherOriginAreAligned) {
     for (int run = 0; run < 20; ++run) {
       std::vector<Execution> executions;
       for (const auto& site : sites) {
-        // 32 bits, which wrap around.
+        // Run ids have 32 bits and wrap around.
         const auto id = static_cast<int32_t>(static_cast<uint32_t>(origin + run));
         executions.push_back(
             {site.get(), id, MakeCalls(site->attributes(), {}, arrays)});
@@ -143,7 +146,7 @@ TEST(TwoProgramsThatCannotBeToldApartAreRefused) {
       Has(member.Begin(one, 5, calls)[0].Wait(), "so their calls cannot be matched");
       return;
     }
-    // Both are there before the call sequencer looks.
+    // Both calls arrive before the call sequencer looks for them.
     RunIdOffsets alignment;
     std::deque<std::shared_ptr<CollectiveCall>> complete;
     for (const CallSite* site : {&one, &other}) {
@@ -177,12 +180,13 @@ TEST(AnAlignedProgramIsNotAlignedAnew) {
   const auto order = [](uint32_t run) { return CallLogEntry{7, uint64_t{run} << 32}; };
   const auto first = collective(500000000);
   CHECK(alignment.Find(order(10), {first}) == first);
-  // One launch further here than there, and the other way round.
+  // A call that is one launch later in this process does not match, nor one that is one
+  // launch earlier.
   CHECK(alignment.Find(order(11), {collective(500000002)}) == nullptr);
   CHECK(alignment.Find(order(12), {collective(500000001)}) == nullptr);
   const auto third = collective(500000002);
   CHECK(alignment.Find(order(12), {third}) == third);
-  // Of one origin: only the same launch.
+  // If the run ids have one origin, only the same launch matches.
   RunIdOffsets near;
   CHECK(near.Find(order(11), {collective(10)}) == nullptr);
   const auto same = collective(11);
@@ -209,7 +213,7 @@ TEST(ProcessesThatDisagreeAllSeeBothSides) {
           "; and all_reduce (ub_name 'test'): all_reduce by direct of f32[1, 42] "
           "to f32[1, 42], num_ranks 3");
     }
-    // For good: what comes later fails at once.
+    // The failure is permanent: a later call fails at once.
     const auto later = MakeCalls(site.attributes(), {}, arrays);
     Has(member.Begin(site, 2, later)[0].Wait(), "do not agree");
     CHECK(member.engine().counters().failed_calls > 0);
@@ -263,7 +267,7 @@ TEST(LocalRanksThatDisagreeFailTheOthers) {
 TEST(ALocalRankThatDoesNotComeFailsEveryProcess) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {
-    // Rank 2 is missing; the other process's deadline is later.
+    // Rank 2 is missing in process 0; the other process has a later deadline.
     Member member(process, bulletin, {0, 1, 0}, process == 0 ? 0.3 : kLongS);
     CallSite site(Sum(3));
     Arrays arrays(1);
@@ -297,14 +301,14 @@ TEST(AProcessThatDoesNotComeEndsTheOthersAtTheDeadline) {
             return;
           }
           while (!member.sequencer().failure()) std::this_thread::yield();
-          // The late one fails at once, with the reason of the other.
+          // The late call fails at once, with the reason of the other process.
           Has(member.Begin(site, 1, calls)[0].Wait(), "waited 0.3 s for rank");
         },
         0.3);
   }
 }
 
-// The process that reaches its deadline first reports what it knows.
+// The process that reaches its deadline first reports the calls that it knows.
 TEST(ACallThatDoesNotComeIsNamedWithWhatCame) {
   for (const int first : {0, 1}) {
     Bulletin bulletin;
@@ -411,7 +415,7 @@ TEST(AProcessThatLeftInOrderDidItsPart) {
   });
 }
 
-// Its atexit handlers run there as well.
+// The parent's atexit handlers run in the child as well.
 TEST(AChildOfForkSaysNoGoodbyeForItsParent) {
   InProcesses({0, 1}, [](Member& member) {
     CallSite site(Sum(2));

@@ -1,4 +1,5 @@
-// How processes find each other, who is let in, and what is left behind.
+// Tests connections of processes: how they find each other, which processes are
+// accepted, and what is left afterwards.
 #include <sched.h>
 #include <sys/mount.h>
 #include <sys/wait.h>
@@ -129,7 +130,8 @@ TEST(NobodyWaitsWhenSomeWantDifferentThings) {
   }
 }
 
-// It finds no listener of the one that failed before, but what that one said.
+// The last process finds no listener of the process that has failed, but receives the
+// reason that it reported.
 TEST(WhoComesLastNamesTheOneThatDiedNotTheOneThatHeardOfItFirst) {
   for (const int first : {0, 1}) {
     Bulletin bulletin;
@@ -157,7 +159,7 @@ TEST(WhoComesLastNamesTheOneThatDiedNotTheOneThatHeardOfItFirst) {
   }
 }
 
-// A process without the token gets nothing and does not disturb the others.
+// A process without the token receives nothing, and does not disturb the others.
 TEST(AWrongTokenIsRefused) {
   Bulletin bulletin;
   Processes processes(3, [&](int process) {
@@ -195,7 +197,8 @@ TEST(AWrongTokenIsRefused) {
 
 constexpr uid_t kSomebodyElse = 65534;
 
-// Only root can, and not in a sandbox that knows one user.
+// Returns whether the test can change its user: this requires root, and a sandbox with
+// more than one user.
 bool CanBecomeSomebodyElse() {
   const pid_t child = fork();
   if (child == 0) _exit(setuid(kSomebodyElse) == 0 ? 0 : 1);
@@ -218,7 +221,8 @@ TEST(AGroupOfTwoUsersIsRefused) {
   for (const std::string& text : texts) CHECK(text != "");
 }
 
-// An unknown process with name and token gets nothing and does not disturb the others.
+// Another user's process with the name and the token receives nothing, and does not
+// disturb the others.
 TEST(AnotherUserIsRefused) {
   if (!CanBecomeSomebodyElse()) return;
   Bulletin bulletin;
@@ -271,7 +275,7 @@ int CountMappings() {
   return count;
 }
 
-// A thread that was joined is listed for a moment longer.
+// Waits for the number of threads, since a joined thread remains listed for a moment.
 void CheckNumThreads(int wanted) {
   const auto begin = std::chrono::steady_clock::now();
   while (CountFiles("/proc/self/task") != wanted && SecondsSince(begin) < kAtOnceS) {
@@ -291,7 +295,7 @@ TEST(NothingIsLeftAfterManyCycles) {
       const auto ranks = ConnectAs(process, bulletin, {0, 1}, 4096, 20, round);
       ranks->Barrier(0, 0, Reason());
       CHECK_EQ(CountMappings(), 2);
-      // Sanitizers have threads of their own.
+      // The number includes the threads of sanitizers.
       if (round == 1) num_threads = CountFiles("/proc/self/task");
       CheckNumThreads(num_threads);
       if (random() % 4 == 0) ranks->Poison(std::make_exception_ptr(Error("x")));
@@ -336,7 +340,7 @@ TEST(MoreMemoryThanThereIsEndsEveryProcessAtOnce) {
       Contains(texts[1], "are available. A smaller shape of initialize_ub needs less"));
 }
 
-// Memory without a name in any file system does not care how large /dev/shm is.
+// Shared memory has no name in a file system, so the size of /dev/shm does not matter.
 TEST(ATinyDevShmDoesNotMatter) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {

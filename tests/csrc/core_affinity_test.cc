@@ -1,4 +1,5 @@
-// The thread pool's cores: threads that compute at the same time use different cores.
+// Tests the cores of the thread pool: threads that compute at the same time use
+// different cores.
 #include "engine/cpu/core_affinity.h"
 
 #include <condition_variable>
@@ -120,7 +121,7 @@ TEST(ThreadsStayWhereEveryCoreIsTaken) {
   sched_setaffinity(0, sizeof(before), &before);
 }
 
-// A thread that sleeps, and says on request where it may run.
+// A thread that sleeps, and returns the cores on which it may run.
 class Sleeper {
  public:
   explicit Sleeper(CoreAffinity& cores) : cores_(cores), loop_([this] { Loop(); }) {
@@ -187,7 +188,8 @@ TEST(AThreadIsWokenWhereNobodyComputes) {
       CHECK(CPU_EQUAL(&apart, &before));
     }
   }
-  // It stays there, until somebody wakes it who computes elsewhere, or for other things.
+  // The thread stays on its cores until a thread on another core wakes it, or it is
+  // woken for other work.
   const cpu_set_t kept = sleeper.AllowedThere();
   CHECK_EQ(CPU_COUNT(&kept), CPU_COUNT(&before) - 1);
   cores.Release(sleeper.thread());
@@ -196,7 +198,7 @@ TEST(AThreadIsWokenWhereNobodyComputes) {
   CHECK(CPU_EQUAL(&released, &before));
 }
 
-// Or it would stay on the core of the thread that started it, for ever.
+// Otherwise the new thread would always stay on the core of the thread that started it.
 TEST(AThreadStartedByOneThatComputesMayRunEverywhere) {
   const cpu_set_t before = Allowed();
   CoreAffinity cores;

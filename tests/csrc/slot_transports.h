@@ -22,7 +22,7 @@ struct Ends {
   FileDescriptor one, other;
 };
 
-// Returns the next message, or a message of kind kNothing if none arrives.
+// Returns the next message; its arrival is kNothing if none comes.
 inline Message Await(const FileDescriptor& connection) {
   std::vector<pollfd> polled = {{connection.get(), POLLIN, 0}};
   if (!Poll(polled, Deadline::After(20).time())) return {};

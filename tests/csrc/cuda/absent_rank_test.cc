@@ -1,4 +1,5 @@
-// A rank that does not come: all others end within their time limit, and say so.
+// Tests that all other ranks end within their deadline and report an error if a rank
+// does not arrive.
 
 #include <barrier>
 #include <chrono>
@@ -19,7 +20,7 @@ struct alignas(kFlagLineBytes) Line {
   uint64_t word;
 };
 
-// The flags of a few ranks in this process's memory.
+// The flags of several ranks, in memory of this process.
 class Ranks {
  public:
   Ranks(int num_ranks, int num_slots)
@@ -54,8 +55,9 @@ class Ranks {
   std::vector<RankSlotAddress> addresses;
 };
 
-// Runs every flag kernel of the lane in order; the contents of slots do not matter here. No
-// rank begins the second call, which has short waits, before all have ended the first.
+// Runs every flag kernel of the lane in order; the contents of slots do not matter. No
+// rank begins the second call, which has a short deadline, before all ranks have ended
+// the first.
 void RunLane(const RankProgram& program, std::barrier<>& all_ended) {
   uint64_t timeout_ns = kLongNs;
   for (Operation operation : program.lane) {
@@ -84,7 +86,7 @@ void ExpectThatAllFail(CollectiveKind kind,
   for (int rank = 0; rank < num_ranks; ++rank) {
     const auto error = reinterpret_cast<CUdeviceptr>(&ranks.errors[rank]);
     recorders.emplace_back(driver, kernels, ranks.addresses, error, pieces);
-    // The last rank takes part in the first call only.
+    // The last rank participates only in the first call.
     for (int call = 0; call < (rank < num_ranks - 1 ? 2 : 1); ++call) {
       if (by_multicast) {
         recorders.back().CallByMulticast(collective[rank], kSlotAlignment);
@@ -100,7 +102,7 @@ void ExpectThatAllFail(CollectiveKind kind,
     threads.emplace_back([&] { RunLane(recorder.program(), all_ended); });
   }
   for (std::thread& thread : threads) thread.join();
-  // Waits do not add up: a failed rank notifies the others at once.
+  // The waits do not add up, because a failed rank notifies the others at once.
   CHECK(std::chrono::steady_clock::now() - began < std::chrono::seconds(20));
   int num_deadlines = 0;
   for (int rank = 0; rank < num_ranks - 1; ++rank) {

@@ -1,5 +1,5 @@
-// Calls that ranks enqueue in different orders: every rank fails at once, without numbers,
-// and names both call sites.
+// Tests calls that ranks enqueue in different orders: every rank fails at once, its
+// results are NaN, and its error names both call sites.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -31,7 +31,7 @@ void ExpectBothNamed(const std::string& text) {
   }
 }
 
-// Two call sites of all ranks, which differ in nothing but their names, or in all.
+// Two call sites of all ranks, which differ only in their names or in all attributes.
 class TwoCalls {
  public:
   TwoCalls(Gpus& gpus,
@@ -56,13 +56,13 @@ class TwoCalls {
     }
   }
 
-  // Of the n-th one.
+  // Enqueues the call of the n-th call site.
   void Enqueue(int rank, int n) {
     if (captured_.empty()) return calls_[n]->Execute(rank);
     captured_[n]->Launch(rank);
   }
-  // A thread for each rank, each with its own order. The host refuses the calls of a
-  // rank that is so late that the others have failed already.
+  // Enqueues the calls of each rank in its order, in one thread per rank. The engine
+  // rejects the calls of a rank that is so late that the others have already failed.
   void Enqueue(const std::vector<std::vector<int>>& orders) {
     std::vector<std::thread> threads;
     for (const int rank : local_ranks()) {
@@ -79,7 +79,7 @@ class TwoCalls {
     gpus_.Synchronize();
   }
 
-  // Whether the host has refused a call, whose results are as they were before.
+  // Returns whether the engine has rejected a call; its results are then unchanged.
   bool is_refused(int rank) const { return is_refused_[rank]; }
   const std::vector<int>& local_ranks() const { return calls_[0]->local_ranks(); }
   GpuCalls& operator[](int n) { return *calls_[n]; }
@@ -126,7 +126,7 @@ TEST(RanksOfOneProcessFailAndNameBothCalls) {
       for (const auto& [name, failure] : failures) {
         ExpectBothNamed(check::TextOf(failure));
       }
-      // The last call of each rank has no numbers.
+      // All results of each rank's last call are NaN.
       for (int rank = 0; rank < num_ranks; ++rank) {
         if (!calls.is_refused(rank)) {
           CHECK_EQ(calls[one.orders[rank].back()].NumNumbers(rank), 0);

@@ -1,4 +1,5 @@
-// Which way processes take to share device memory: a pure function of what they offer.
+// Tests the selection of the mode in which processes share device memory: a pure
+// function of their capabilities.
 #include "transport/cuda/capabilities.h"
 
 #include <map>
@@ -10,7 +11,8 @@
 namespace jax_ub {
 namespace {
 
-// Of a process on host "a" whose own GPUs are `gpus`, that can do all.
+// Returns the capabilities of a process on host "a" with GPUs `gpus` that supports
+// every mode.
 Capabilities OfferOf(const std::string& gpus) {
   return {{kHostKey, "a"}, {kGpusKey, gpus},   {kUnreachableKey, ""},
           {"vmm", "yes"},  {"fabric", "1:00"}, {"ipc", "yes"}};
@@ -80,7 +82,7 @@ TEST(GpusThatCannotReachEachOtherAreNamedByTheirRanks) {
   std::map<int, Capabilities> capabilities_of = {{0, OfferOf("x,y")},
                                                  {2, OfferOf("z")}};
   CHECK_EQ(WhyNotConnected({0, 2, 0}, capabilities_of), "");
-  // One that is seen and has no rank does not matter.
+  // An unreachable process does not matter if it has no rank.
   capabilities_of[2][kUnreachableKey] = "z>w";
   CHECK_EQ(WhyNotConnected({0, 2, 0}, capabilities_of), "");
   capabilities_of[2][kUnreachableKey] = "z>w,z>y";

@@ -1,4 +1,4 @@
-// Communicators of ranks on GPUs of one process, on the emulated driver.
+// Tests communicators of ranks on GPUs of one process, on the emulated driver.
 #include "transport/cuda/communicator.h"
 
 #include <chrono>
@@ -20,7 +20,7 @@ double SecondsSince(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
-// However long the deadline, and however busy the machine.
+// The maximum time of events that do not wait for the deadline, also on a busy machine.
 constexpr double kAtOnceS = 20;
 
 std::vector<int> Ordinals(int num_ranks) {
@@ -79,7 +79,7 @@ TEST(CallsMayBeEnqueuedAheadOfEachOther) {
   {
     const auto communicator = MakeOn(Ordinals(3));
     RanksOnGpus ranks(communicator);
-    // The same words each time: only when they came differs.
+    // All exchanges have the same words, so only their times differ.
     for (int i = 0; i < 20; ++i) ranks.Enqueue(7);
     CHECK_EQ(ranks.NumWrong(7), 0);
     CHECK(!communicator->failure());
@@ -98,7 +98,7 @@ TEST(WithoutVirtualMemoryDevicesReachWhatOthersAllocated) {
           std::string::npos);
     RanksOnGpus ranks(communicator);
     CHECK_EQ(ranks.NumWrongOf(5), 0);
-    // Peer access is enabled already.
+    // This communicator finds peer access enabled already.
     RanksOnGpus others(MakeOn(Ordinals(3)));
     CHECK_EQ(others.NumWrongOf(2), 0);
   }
@@ -168,8 +168,9 @@ TEST(AWaitThatReachesItsDeadlineIsDescribed) {
     CHECK(text.ends_with(
         " s for chunk 1 of rank 1 in slot 1. JAX_UB_TIMEOUT_S sets the seconds."));
     CHECK_THROWS(communicator->ThrowIfFailed(), text);
-    // The others end at once, with complete chunks or none. One by one: a rank that no
-    // longer waits may read a slot while it is written, and fills its result with NaN.
+    // The other ranks end at once, with complete chunks or none. They run one by one,
+    // because a rank that no longer waits may read a slot while it is written, and then
+    // fills its result with NaN.
     const auto begin = Clock::now();
     for (const int rank : {1, 2}) {
       ranks[rank].Enqueue(2);
@@ -188,7 +189,8 @@ TEST(APeerThatDoesNotEndItsPreviousCallIsNamed) {
     RanksOnGpus ranks(communicator);
     ranks.Enqueue(1);
     CHECK_EQ(ranks.NumWrong(1), 0);
-    // Two calls ahead: the second finds that its peer has not ended the first.
+    // The rank is two calls ahead: the second call finds that its peer has not ended
+    // the first.
     ErrorRecord record = {};
     record.code = ErrorRecord::kDeadline;
     record.rank = 1;
@@ -251,7 +253,7 @@ TEST(ClosedCommunicatorsRefuseAndHoldNothing) {
     const auto communicator = MakeOn(Ordinals(2));
     {
       RanksOnGpus ranks(communicator);
-      // What was enqueued before is done.
+      // The work that was enqueued before Close is completed.
       ranks.Enqueue(1);
       communicator->Close();
       CHECK_EQ(ranks.NumWrong(1), 0);

@@ -1,5 +1,5 @@
-// How ranks on GPUs of several processes come to share memory, on the emulated driver: each
-// way, steps down, refusals, and that nothing is left.
+// Tests how ranks on GPUs of several processes share memory, on the emulated driver:
+// each mode, fallbacks between modes, errors, and that no object is left.
 #include <algorithm>
 #include <filesystem>
 #include <string>
@@ -16,7 +16,7 @@
 namespace jax_ub {
 namespace {
 
-// One rank each, of GPUs of their own or of one that all share; and two each.
+// Processes have one rank each, on different GPUs or on one GPU, or two ranks each.
 TEST(RanksOfSeveralProcessesReachEachOtherInEachWay) {
   for (const WayCase& one : Ways()) {
     for (const std::vector<int>& of_rank :
@@ -93,7 +93,7 @@ TEST(FabricHandlesThatAreNotPermittedDoNotHinderDescriptors) {
   CheckAllWell(processes);
 }
 
-// What is only found out when memory is mapped.
+// Covers failures that appear only when memory is mapped.
 TEST(AWayThatFailsInOneProcessIsGivenUpByAll) {
   for (const char* function : {"MemImportFromShareableHandle", "MemMap", "MemSetAccess",
                                "MemAddressReserve"}) {
@@ -151,7 +151,7 @@ TEST(WithoutAnyWayAllAreToldTheSame) {
 TEST(AProcessWithoutRoomEndsAllAtOnce) {
   Meeting meeting;
   Processes processes(2, [&](int process) {
-    // With ipc the heap is allocated only when that way is taken.
+    // In mode ipc, the heap is allocated only after the mode has been selected.
     EmulatedMachine machine({.first_device = process});
     if (process == 0)
       machine.Fail("MemImportFromShareableHandle", CUDA_ERROR_UNKNOWN, 0);
@@ -183,7 +183,8 @@ TEST(ProcessesThatWantDifferentHeapsAreToldBoth) {
   }
 }
 
-// Between hosts there is what bootstrap carries, and no connection.
+// Processes on different hosts exchange data only during setup; there is no connection
+// between them.
 TEST(HostsShareByFabricHandles) {
   Meeting meeting;
   Processes processes(3, [&](int process) {
@@ -199,7 +200,7 @@ TEST(HostsShareByFabricHandles) {
       CHECK_EQ(Describe(communicator->fallbacks()), "vmm: its ranks span 2 hosts\n");
       RanksOnGpus ranks(communicator);
       CHECK_EQ(ranks.NumWrongOf(5), 0);
-      // No goodbye comes from the other host.
+      // The other host sends no notice when it closes.
       ++meeting.bulletin.word();
       meeting.bulletin.WaitForWord(3);
     }

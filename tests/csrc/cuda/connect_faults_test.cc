@@ -1,5 +1,5 @@
-// What becomes of ranks on GPUs of several processes when one dies, fails, waits in vain or
-// closes, on the emulated driver.
+// Tests ranks on GPUs of several processes, on the emulated driver, if one process
+// dies, fails, reaches its deadline or closes.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -19,7 +19,7 @@
 namespace jax_ub {
 namespace {
 
-// The driver's call ends the process in the midst of sharing.
+// The process ends inside a driver call while memory is being shared.
 TEST(AProcessThatDiesWhileItSharesIsNamedAtOnce) {
   Meeting meeting;
   Processes processes(3, [&](int process) {
@@ -125,8 +125,8 @@ TEST(PoisonReachesAllProcessesWithItsReason) {
   CheckAllWell(processes);
 }
 
-// The rank that waited in vain says so; the others hear of it from their own devices
-// first, and then why.
+// The rank that reached its deadline reports it; the others are first notified by their
+// devices, and then receive the reason.
 TEST(ADeadlineOfOneRankIsTheReasonOfAll) {
   Meeting meeting;
   Processes processes(3, [&](int process) {
@@ -142,7 +142,7 @@ TEST(ADeadlineOfOneRankIsTheReasonOfAll) {
         ranks.Enqueue(1);
         meeting.bulletin.WaitForWord(1);
         CHECK(ranks[0].IsFilledWithNan());
-        // Its peer's host has not looked yet.
+        // The peer's host has not read the error record yet.
         const std::string text = check::TextOf(communicator->failure());
         CHECK(Contains(text,
                        "CommunicatorError: jax_ub.exchange (ub_name 'qkv'): rank 0 "));
@@ -168,7 +168,7 @@ TEST(ADeadlineOfOneRankIsTheReasonOfAll) {
   CheckAllWell(processes);
 }
 
-// Who closes first waits for what the others still do with its memory.
+// A process that closes first waits until the others no longer use its memory.
 TEST(ClosingWaitsForAllPeers) {
   for (const WayCase& one : Ways()) {
     Meeting meeting;
@@ -230,7 +230,7 @@ TEST(ClosingDoesNotWaitForTheDeadAndForTheStoppedNotForEver) {
     Meeting meeting;
     Processes processes(2, [&](int process) {
       EmulatedMachine machine({.first_device = process});
-      // Only the stopped one is waited for.
+      // The others wait only for the stopped process.
       auto communicator = ConnectOn(
           process, meeting,
           {.process_of_rank = {0, 1}, .timeout_s = signal == SIGSTOP ? 2.0 : 60.0});
@@ -251,7 +251,7 @@ TEST(ClosingDoesNotWaitForTheDeadAndForTheStoppedNotForEver) {
   }
 }
 
-// A child of fork has no part in its parent's communicator.
+// A forked child does not affect its parent's communicator.
 TEST(AForkedChildHarmsNobody) {
   Meeting meeting;
   Processes processes(2, [&](int process) {

@@ -1,4 +1,5 @@
-// The table of cuBLASLt's functions: what fills it, and what it says when it cannot.
+// Tests the table of cuBLASLt functions: how it is filled, and the errors if it cannot
+// be.
 #include "gemm/cuda/cublaslt.h"
 
 #include <map>
@@ -15,7 +16,8 @@ size_t Version12() { return 120903; }
 size_t Version11() { return 111103; }
 const char* NameOfStatus(lt::Status) { return "CUBLAS_STATUS_INVALID_VALUE"; }
 
-// A library that has every function but one. An address says which name was asked for.
+// Reads a fake library that lacks one function. The address of a function encodes its
+// name.
 CublasLt ReadFake(size_t (*version)(), const std::string& missing = "") {
   static std::map<std::string, int> names;
   return ReadCublasLt("/there/libcublasLt.so", [&](const char* name) -> void* {
@@ -65,7 +67,7 @@ TEST(every_function_is_needed_and_has_its_own_place) {
 TEST(a_library_that_is_nowhere_is_an_error_that_says_where_it_was_sought) {
   const std::vector<std::string> directories = {"/nowhere/lib"};
   try {
-    // A machine may have one.
+    // The machine may have a cuBLASLt library.
     CHECK(LoadCublasLt(directories).version / 10000 >= 12);
   } catch (const std::exception& error) {
     const std::string text = error.what();

@@ -1,5 +1,5 @@
-// Calls of all ranks of a process through the CUDA engine, on emulated GPUs: what they need
-// and share, and what happens when something is wrong.
+// Tests calls of all ranks of a process through the CUDA engine, on emulated GPUs: the
+// resources that they need and share, and their errors.
 #include "engine/cuda/cuda_engine.h"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace {
 
 using jax_ub_test::Sizes;
 
-// Of the driver: no memory, stream, event or module.
+// An initialized call creates no memory, stream, event or module of the driver.
 TEST(ACallThatIsInitializedMakesNothing) {
   Gpus gpus({.num_devices = 3});
   const auto num_made = [&] {
@@ -68,7 +68,8 @@ TEST(TuningChangesNoResult) {
 TEST(ChunksOfAPairAreOneProductWhereTheyAdjoinAndABatchElsewhere) {
   CallAttributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 4);
   at.variant = Variant::kAggregate;
-  // Products, and the batch and rows of the first, of the pair.
+  // Returns the number of products of a pair of chunks, and the batch and rows of the
+  // first one.
   const auto pair_of = [&](const Sizes& sizes) {
     jax_ub_test::Arrays arrays(1);
     const std::vector<RankCall> calls = jax_ub_test::MakeCalls(at, sizes, arrays);
@@ -81,14 +82,14 @@ TEST(ChunksOfAPairAreOneProductWhereTheyAdjoinAndABatchElsewhere) {
     return std::array<int64_t, 3>{static_cast<int64_t>(pair.size()), pair[0].batch,
                                   pair[0].m};
   };
-  // Chunks of 256 bytes adjoin.
+  // Chunks of 256 bytes are adjacent.
   CHECK(pair_of({1, 8, 8, 3}) == (std::array<int64_t, 3>{1, 1, 16}));
   CHECK(pair_of({1, 8, 7, 3}) == (std::array<int64_t, 3>{1, 2, 8}));
   CHECK(pair_of({2, 8, 8, 3}) == (std::array<int64_t, 3>{2, 2, 8}));
 }
 
-// Numbers whose sum depends on the order and on rounding: bits are what the two
-// exchanges of a plain all-reduce make, on every rank.
+// The sum of the operands depends on the order and on rounding. It must have the same
+// bits as in the two exchanges of a plain all-reduce, on every rank.
 TEST(OneShotSumsAreTheSameBitsOnEveryRankAndInTwoExchanges) {
   for (const int num_ranks : {2, 3, 8}) {
     Gpus gpus({.num_devices = num_ranks, .seed = 4, .max_delay_us = 30});
@@ -121,7 +122,7 @@ TEST(GroupsOfASiteDoNotMix) {
   Gpus gpus({.num_devices = 4, .seed = 1, .max_delay_us = 30});
   const CallAttributes at =
       MakeAttributes(Op::kMatmulReduceScatter, Method::kRingExchange, 2);
-  // The same site for both groups, and both at once.
+  // Both groups use the same call site, at the same time.
   const std::vector<int64_t> ranks = {2, 3, 1, 0};
   GpuCalls first(gpus, at, {}, DType::kF32, 1, {{2, 3}, ranks});
   GpuCalls second(gpus, at, {}, DType::kF32, 2, {{1, 0}, ranks});
@@ -151,11 +152,11 @@ TEST(AResidualGradientIsAddedToInPlace) {
   gpus.Synchronize();
   call.operands[2] = residual;
   CheckRight(calls);
-  // On XLA's stream: there is no concurrent work.
+  // The call runs on XLA's stream, because nothing runs concurrently.
   CHECK_EQ(gpus.machine.NumCalls("EventRecord"), 0);
 }
 
-// Not only a GEMM concurrent with communication.
+// The option also applies to GEMMs that do not run concurrently with communication.
 TEST(ALocalProductTakesTheAlgorithmThatItIsTold) {
   Gpus gpus({.num_devices = 1});
   for (const Op op : {Op::kMatmul, Op::kWgrad}) {
@@ -171,7 +172,7 @@ TEST(ALocalProductTakesTheAlgorithmThatItIsTold) {
   }
 }
 
-// XLA's dynamic slice fusion makes of both the same slice of an array.
+// XLA's dynamic slice fusion can make both the same slice of an array.
 TEST(AResultWhereAnOperandLiesIsRefused) {
   Gpus gpus({.num_devices = 1});
   CallAttributes at = MakeAttributes(Op::kMatmul, Method::kDirect, 1);
@@ -219,7 +220,7 @@ TEST(ABiggerNeedMakesAnotherHeapAndSitesKeepTheirs) {
   CHECK_EQ(gpus.engine().counters().failed_calls, 0);
 }
 
-// That waits for device 1, which waits for a call of device 2.
+// Freeing the heap waits for device 1, which waits for a call of device 2.
 TEST(OtherCallsAreEnqueuedWhileAnOutgrownHeapIsGivenBack) {
   Gpus gpus({.num_devices = 3}, 20);
   const CallAttributes at = MakeAttributes(Op::kAllGather, Method::kRingExchange, 2);
@@ -246,7 +247,7 @@ TEST(OtherCallsAreEnqueuedWhileAnOutgrownHeapIsGivenBack) {
   CheckRight(others);
 }
 
-// That waits for device 0, which waits for a call of device 1.
+// Allocating the heap waits for device 0, which waits for a call of device 1.
 TEST(OtherCallsAreEnqueuedWhileAHeapIsMade) {
   Gpus gpus({.num_devices = 2, .memory_calls_synchronize = true}, 20);
   const CallAttributes at = MakeAttributes(Op::kAllGather, Method::kRingExchange, 2);
@@ -267,7 +268,7 @@ TEST(OtherCallsAreEnqueuedWhileAHeapIsMade) {
   CheckRight(small);
 }
 
-// Rank 1 comes only when rank 0 has given up.
+// Rank 1 arrives only after rank 0 has reached its deadline.
 TEST(ARankThatDoesNotComeSpoilsTheResultsAndIsNamed) {
   Gpus gpus({.num_devices = 2}, 0.05);
   const CallAttributes at =
@@ -285,7 +286,7 @@ TEST(ARankThatDoesNotComeSpoilsTheResultsAndIsNamed) {
   CHECK_THROWS(eager.Initialize(1), text);
   CHECK_EQ(gpus.engine().Failures().size(), 1u);
   CHECK(gpus.engine().counters().failed_calls > 0);
-  // What is forgotten is replaced, where no graph refers to it.
+  // A new communicator replaces a released one if no graph refers to it.
   gpus.engine().ReleaseInProcess();
   gpus.engine().set_timeout_s(kLongS);
   eager.RunAll();
@@ -327,7 +328,7 @@ TEST(WhateverTheDriverRefusesOneRankTheOthersAreTold) {
       } catch (const SystemError& error) {
         CHECK_THROWS(calls.Execute(1), error.what());
       }
-      // The one that was to be refused is rank 1's.
+      // The launch that was to fail is that of rank 1.
       if (!is_refused) CHECK_THROWS(calls.Execute(1), "CUDA_ERROR_UNKNOWN");
       gpus.Synchronize();
     }
@@ -355,7 +356,7 @@ TEST(AJoinedCommunicatorIsTheGroupsUntilItLeaves) {
   CHECK_THROWS(elsewhere.Initialize(0), "device 42 is another process's");
   gpus.engine().Leave(communicator);
   CHECK_THROWS(calls.Execute(0), "test");
-  // Nothing was captured: the group gets one within the process.
+  // Nothing was captured, so the group gets a new communicator within the process.
   calls.Refill(2);
   calls.RunAll();
   gpus.Synchronize();
@@ -442,7 +443,7 @@ TEST(WorkspacesAreKnownWithoutADevice) {
   RankCall shapes = calls.on_device(0);
   for (Tensor& tensor : shapes.operands) tensor.data = nullptr;
   for (Tensor& tensor : shapes.results) tensor.data = nullptr;
-  // The partial sum is bf16 as x is; with several pairs it is f32.
+  // The partial sum is bf16, like x; with several pairs it is f32.
   const int64_t bytes = CudaEngine::WorkspaceBytes(at, shapes);
   const int64_t partial_bytes =
       WorkspacePlan::Align(shapes.operands[0].batch * 10 * 3 * 2);
@@ -453,7 +454,8 @@ TEST(WorkspacesAreKnownWithoutADevice) {
                MakeAttributes(Op::kAllReduce, Method::kBulk, 2),
                {{Tensor{DType::kF32, 1, 1, 8}}, {Tensor{DType::kF32, 1, 1, 8}}}),
            0);
-  // Two rows, of chunks 2 and 4: rank 0 multiplies both on one lane, rank 3 on two.
+  // Chunks 2 and 4 have one row each: rank 0 multiplies both on one lane, rank 3 on
+  // two.
   const CallAttributes few =
       MakeAttributes(Op::kMatmulAllReduce, Method::kRingExchange, 5);
   const RankCall rows = {{Tensor{DType::kF32, 1, 2, 8}, Tensor{DType::kF32, 1, 8, 3}},

@@ -1,5 +1,5 @@
-// Products in device memory, on an emulated driver and an emulated cuBLASLt that refuses
-// what the real one refuses: values, how many calls they take, and what is refused.
+// Tests GEMMs in device memory, on an emulated driver and an emulated cuBLASLt that
+// rejects what the real one rejects: values, numbers of calls, and errors.
 #include "gemm/cuda/cuda_gemm.h"
 
 #include <set>
@@ -19,7 +19,7 @@
 namespace jax_ub {
 namespace {
 
-// A device, and what computes on it. At its end nothing may be left.
+// A device with a CudaGemm. Its destructor checks that no object is left.
 class Fixture {
  public:
   explicit Fixture(EmulatedOptions options = {}) : machine_(options) {}
@@ -34,7 +34,8 @@ class Fixture {
   CUstream stream() const { return device_->stream.get(); }
   EmulatedMachine& machine() { return machine_; }
 
-  // Memory of the device until the end; the host reads and writes it while no work runs.
+  // Allocates device memory that is freed with the fixture. The host may access it
+  // while no work runs.
   std::byte* Allocate(int64_t size_bytes) {
     device_->memory.emplace_back(EmulatedDriver(), size_bytes);
     return reinterpret_cast<std::byte*>(device_->memory.back().get());
@@ -69,7 +70,7 @@ class Fixture {
 int64_t NumMatmuls() { return ReadEmulatedCublasLt().num_matmuls; }
 int64_t NumHeuristics() { return ReadEmulatedCublasLt().num_heuristics; }
 
-// Layouts and dtypes, as far as a problem of one piece has them.
+// The layouts and dtypes of a problem whose arrays have one segment each.
 using Kind = std::tuple<bool, bool, DType, DType>;
 
 void CompareRandomProblems(Values values, uint64_t first_seed, int num_problems) {
@@ -103,7 +104,7 @@ TEST(products_of_normal_numbers_are_close) {
   CompareRandomProblems(Values::kNormal, 20001, 300);
 }
 
-// y [batch, M, N] = x [batch, M, K] w [K, N] of small integers, dense.
+// Dense arrays of small integers: y [batch, M, N] = x [batch, M, K] w [K, N].
 struct Layer {
   Tensor x, w, y;
 
@@ -119,7 +120,7 @@ struct Layer {
     y = Make(fixture, result_dtype, batch, m, n);
   }
 
-  // Elements are -2 ... 2, other ones for every array.
+  // Returns an array of random elements from -2 to 2.
   static Tensor Make(
       Fixture& fixture, DType dtype, int64_t batch, int64_t rows, int64_t features) {
     Tensor tensor{dtype, batch, rows, features, nullptr};
@@ -135,7 +136,8 @@ struct Layer {
     }
   }
 
-  // Rows [begin, begin + rows) of every batch; `times` pairs of the same operands.
+  // Returns the product of rows [begin, begin + rows) of every batch; it adds `times`
+  // pairs of the same operands.
   GemmProblem Rows(int64_t begin, int64_t rows, int times = 1) const {
     OperandSegments a(x.dtype);
     OperandSegments b(x.dtype);
@@ -229,8 +231,8 @@ TEST(an_accumulator_is_added_to_in_place_over_all_terms) {
 TEST(pairs_are_rounded_once_with_what_is_added) {
   Fixture fixture;
   const Layer layer(fixture, 1, 4, 1, 8);
-  // Next to 256, bf16 has 258: 128 + 128 + 0.75 + 0.75 is that if it is rounded once, and
-  // 256 if it is rounded after each addition.
+  // The bf16 number after 256 is 258. 128 + 128 + 0.75 + 0.75 is 258 if it is rounded
+  // once, and 256 if it is rounded after each addition.
   for (int64_t i = 0; i < 4; ++i) Write(layer.x.At(0, i), DType::kBF16, 1);
   for (int64_t n = 0; n < 8; ++n) Write(layer.w.At(0, 0) + 2 * n, DType::kBF16, 128);
   const Tensor bias = Layer::Make(fixture, DType::kF32, 1, 1, 8);
@@ -284,7 +286,8 @@ TEST(a_prepared_product_asks_no_heuristic_and_loads_nothing) {
   const GemmWorkspace workspace = fixture.WorkspaceFor(problem);
   int64_t before = NumHeuristics();
   const int64_t num_matmuls = NumMatmuls();
-  // These may wait for other devices, where kernels wait for this thread.
+  // Counts calls that may wait for other devices, on which kernels wait for this
+  // thread.
   const auto num_waiting_calls = [&] {
     return fixture.machine().NumCalls("MemAlloc") +
            fixture.machine().NumCalls("MemFree");
@@ -293,7 +296,7 @@ TEST(a_prepared_product_asks_no_heuristic_and_loads_nothing) {
   const auto prepare = [&] { fixture.gemm().Prepare(problem, {}, workspace); };
   prepare();
   CHECK_EQ(NumHeuristics() - before, 1);
-  // The first pair overwrites the sum and the second adds to it: once each.
+  // The first pair overwrites the sum and the second adds to it, with one matmul each.
   CHECK_EQ(NumMatmuls() - num_matmuls, 2);
   prepare();
   CHECK_EQ(NumMatmuls() - num_matmuls, 2);
@@ -313,7 +316,7 @@ TEST(a_prepared_product_asks_no_heuristic_and_loads_nothing) {
   CHECK_EQ(fixture.machine().NumCalls("StreamSynchronize"), num_waits);
   fixture.Synchronize();
 
-  // Less aligned operands and other options are other plans.
+  // Operands with less alignment, and other options, need new plans.
   GemmProblem unaligned = problem;
   unaligned.a.segments[0].data += 2;
   unaligned.a.segments[1].data += 2;
@@ -322,7 +325,8 @@ TEST(a_prepared_product_asks_no_heuristic_and_loads_nothing) {
   fixture.gemm().Prepare(problem, {.sm_target = 100}, workspace);
   CHECK_EQ(NumHeuristics() - before, 2);
 
-  // Without room to run a plan it is not ready, and says so.
+  // If the memory of a plan cannot be allocated, preparing it throws, and the plan is
+  // not ready.
   fixture.machine().Fail("MemAllocAsync", CUDA_ERROR_OUT_OF_MEMORY);
   const auto prepare_another = [&] {
     fixture.gemm().Prepare(problem, {.algorithm = 1}, workspace);
@@ -334,7 +338,7 @@ TEST(a_prepared_product_asks_no_heuristic_and_loads_nothing) {
   fixture.Synchronize();
 }
 
-// As XLA hands them to the calls of a loop, one after the other.
+// XLA passes such slices to the calls of a loop.
 TEST(slices_of_an_operand_have_one_plan) {
   Fixture fixture;
   const Layer layer(fixture, 1, 8, 16, 16);
@@ -393,7 +397,7 @@ TEST(algorithms_are_chosen_by_index) {
     fixture.Run(problem, {.algorithm = i});
     CHECK_EQ(Layer::ReadAt(layer.y, 0, 5, 7), layer.Expected(0, 5, 7));
   }
-  // With no workspace for cuBLASLt there are fewer.
+  // Without a workspace for cuBLASLt there are fewer algorithms.
   const GemmWorkspace none = {fixture.WorkspaceFor(problem).data, 0};
   CHECK(fixture.gemm().NumAlgorithms(problem, {}, none) < num_algorithms);
 }

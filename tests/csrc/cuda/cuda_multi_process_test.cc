@@ -1,5 +1,5 @@
-// Results of calls of groups whose ranks are in several processes, by a CUDA engine in each,
-// on emulated GPUs, eager and replayed.
+// Tests the results of calls of groups that span several processes, with a CUDA engine
+// in each process, on emulated GPUs, eager and replayed.
 #include <string>
 #include <vector>
 
@@ -13,9 +13,9 @@
 namespace jax_ub {
 namespace {
 
-// Every `stride`-th call that the ranks have with one another, from `first` on: with 2, for
-// the sake of time, each op still comes by each of its methods and in each of its variants;
-// with 5 each op.
+// Runs every `stride`-th variant of the calls between ranks, beginning with `first`, to
+// save time: stride 2 still covers each method and each variant of each op, stride 5
+// each op.
 void EveryOp(const std::vector<int>& process_of_rank,
              int stride = 1,
              size_t first = 0,
@@ -45,7 +45,7 @@ void EveryOp(const std::vector<int>& process_of_rank,
 TEST(EveryOpByEveryMethodIsExactInTwoProcesses) { EveryOp({0, 1}); }
 TEST(EveryOpByEveryMethodIsExactInThreeProcesses) { EveryOp({2, 0, 1}); }
 TEST(EveryOpByEveryMethodIsExactInFourProcesses) { EveryOp({0, 1, 2, 3}); }
-// Each a third of all, and together all.
+// Each of the three tests runs a third of the calls.
 TEST(EveryOpByEveryMethodIsExactInFiveToSevenProcesses) {
   EveryOp({4, 0, 1, 2, 3}, 3, 0);
   EveryOp({0, 1, 2, 3, 4, 5}, 3, 1);
@@ -83,9 +83,9 @@ TEST(ManyCallsInAnyOrderAreExact) {
   InAnyOrder({0, 1, 2, 3, 4, 5, 6, 7});
 }
 
-// ThreadSanitizer sees nothing of other processes. Rank 1 reads what rank 0 put into a slot,
-// and tells rank 2 that it has: that this orders what both put there, it cannot know. Where
-// one process has all ranks it sees the same calls, in cuda_ops_test.cc.
+// ThreadSanitizer cannot observe other processes. For example, rank 1 reads a slot that
+// rank 0 has written, and then notifies rank 2: it does not see that this orders the
+// writes of both. cuda_ops_test.cc runs the same calls with all ranks in one process.
 #ifndef __SANITIZE_THREAD__
 TEST(ManyCallsInAnyOrderAreExactWithSeveralRanksAProcess) {
   InAnyOrder({1, 0, 1});

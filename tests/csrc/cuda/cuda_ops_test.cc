@@ -1,5 +1,5 @@
-// What the ops of all ranks of a process compute through the CUDA engine, on emulated GPUs:
-// eager and replayed.
+// Tests the results of all ops through the CUDA engine, with all ranks in one process,
+// on emulated GPUs: eager and replayed.
 #include <vector>
 
 #include "check.h"
@@ -9,11 +9,11 @@
 namespace jax_ub {
 namespace {
 
-// 8, but 4 under sanitizers unless JAX_UB_ALL_SIZES is on.
+// The maximum number of ranks: 8, or 4 under sanitizers unless JAX_UB_ALL_SIZES is on.
 constexpr int kMaxTestRanks = JAX_UB_TEST_MAX_RANKS;
 
-// What runs of a call for P ranks: up to P = 4 all there is; above, for the sake of time, a
-// third of it, and another third for P + 1.
+// Calls `function` with the calls to test for P ranks: all of them up to P = 4. For
+// larger P, to save time, one third, and another third for P + 1.
 template <typename Function>
 void ForEachCall(int num_ranks, const Function& function) {
   int seed = 0;

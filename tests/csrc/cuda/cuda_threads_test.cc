@@ -1,5 +1,6 @@
-// Threads that enqueue calls on one device, as where several of a program dispatch to it:
-// lanes, and the events that order them, are one call's at a time.
+// Tests several threads that enqueue calls on one device, as when several threads of a
+// program dispatch to it: lanes and the events between them belong to one call at a
+// time.
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -18,13 +19,13 @@
 namespace jax_ub {
 namespace {
 
-// What each reads on XLA's stream is behind its own call.
+// Each thread reads the results of its own call, on XLA's stream.
 TEST(ThreadsTakeTurnsWithTheLanesOfADevice) {
   constexpr int kTimes = 200;
   Driver driver = EmulatedDriver();
   driver.EventRecord = [](CUevent event, CUstream stream) {
     const CUresult result = EmulatedDriver().EventRecord(event, stream);
-    // The other thread comes before the waits for it.
+    // The delay lets the other thread run before the waits for this event.
     std::this_thread::sleep_for(std::chrono::microseconds(10));
     return result;
   };
@@ -71,11 +72,12 @@ TEST(ThreadsTakeTurnsWithTheLanesOfADevice) {
   }
 }
 
-// Where the thread that enqueues a call is, for the driver's function.
+// The progress of the thread that enqueues a call, which the replaced driver function
+// sets.
 enum class Stage { kBefore, kBegins, kEnqueues, kMayGoOn };
 std::atomic<Stage> stage{Stage::kBefore};
 
-// Threads that held a lock in the parent do not exist in the child.
+// A thread that holds a lock in the parent does not exist in the child.
 TEST(AChildOfForkLeavesWhileItsParentEnqueues) {
   Driver driver = EmulatedDriver();
   driver.EventRecord = [](CUevent event, CUstream stream) {

@@ -1,4 +1,5 @@
-// The table of the driver's functions: what fills it, and what it says when it cannot.
+// Tests the table of driver functions: how it is filled, and the errors if it cannot
+// be.
 #include "platform/cuda/driver.h"
 
 #include <cstring>
@@ -12,7 +13,7 @@
 namespace jax_ub {
 namespace {
 
-// A driver's library: its version, and what it lacks.
+// A fake driver library, with its version and the functions that it lacks.
 struct FakeLibrary {
   int version = 13000;
   std::set<std::string> missing = {};
@@ -25,7 +26,7 @@ CUresult GetVersion(int* version) {
   return CUDA_SUCCESS;
 }
 
-// Every symbol has an address of its own, which says its name.
+// Returns an address that is unique for each symbol and encodes its name.
 CUresult GetAddress(const char* name,
                     void** address,
                     int version,

@@ -1,4 +1,5 @@
-// Memory that is allocated: of devices, and of the host where devices reach it.
+// Emulates the driver functions that allocate device memory, and host memory that
+// devices can access.
 #include <utility>
 
 #include "cuda/emulated_machine.h"
@@ -13,7 +14,7 @@ CUresult BeginMemoryCall(Call& call) {
   return CUDA_SUCCESS;
 }
 
-// At new addresses; nullptr: none are left.
+// Allocates memory at new addresses; returns nullptr if none are left.
 SharedRegion Allocate(Call& call, Region::Kind kind, size_t size_bytes) {
   auto region = std::make_shared<Region>();
   region->kind = kind;
@@ -64,13 +65,13 @@ CUresult MemFree(CUdeviceptr pointer) {
   });
 }
 
-// From a pool, whose memory the others have no access to; waits for nothing.
+// Allocates from a pool whose memory other devices cannot access; does not wait.
 CUresult MemAllocAsync(CUdeviceptr* pointer, size_t size_bytes, CUstream handle) {
   return RunInContext("MemAllocAsync", [&](Call& call) {
     if (pointer == nullptr || size_bytes == 0) return CUDA_ERROR_INVALID_VALUE;
     const Stream* const stream = call.FindStream(handle);
     if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    // A node of its own kind, which the emulation does not know.
+    // In a capture this would be an allocation node, which is not emulated.
     if (stream->capture != nullptr) return CUDA_ERROR_NOT_SUPPORTED;
     if (static_cast<int64_t>(size_bytes) > FreeBytes(call.machine, call.device())) {
       return CUDA_ERROR_OUT_OF_MEMORY;

@@ -1,4 +1,5 @@
-// Child graphs, and fill nodes. A child's nodes become consecutive nodes of the graph.
+// Emulates child graphs and fill nodes. The nodes of a child become consecutive nodes
+// of the graph.
 #include <atomic>
 #include <memory>
 #include <set>
@@ -21,7 +22,7 @@ const Child* FindChild(const std::vector<Child>& children, CUgraphNode node) {
   return nullptr;
 }
 
-// The nodes of a child behind which none of its others comes.
+// Returns the nodes of a child on which no other node of the child depends.
 std::set<int> EndsOf(const Graph& graph, const Child& child) {
   std::set<int> ends;
   for (size_t i = child.first; i < child.first + child.count; ++i) {
@@ -31,7 +32,8 @@ std::set<int> EndsOf(const Graph& graph, const Child& child) {
   return ends;
 }
 
-// A node of a child as one of the graph, whose first one has the number `first`.
+// Returns a node of a child as a node of the graph, in which the child's nodes begin at
+// index `first`.
 Node Moved(const Node& node, size_t first) {
   Node moved = node;
   for (int& dependency : moved.dependencies) dependency += static_cast<int>(first);
@@ -44,7 +46,8 @@ bool MayBecome(const Operation& old, const Operation& next, bool has_priorities)
          (!has_priorities || old.priority == next.priority);
 }
 
-// Roots depend on what comes before the child, and on nothing in it.
+// Returns the dependencies of a node within its child. Roots have none: they depend
+// only on nodes before the child.
 std::vector<int> Within(const Node& node, size_t first) {
   std::vector<int> dependencies;
   for (const int dependency : node.dependencies) {
@@ -53,7 +56,7 @@ std::vector<int> Within(const Node& node, size_t first) {
   return dependencies;
 }
 
-// Adds the nodes of a child, behind the children `dependencies`.
+// Adds the nodes of a child, which run after the children `dependencies`.
 CUresult AddChild(Graph& graph,
                   const std::vector<Node>& nodes,
                   const CUgraphNode* dependencies,
@@ -91,7 +94,7 @@ CUresult SetChild(Call& call,
   if (child == nullptr || !is_there || child->count != wanted.size()) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  // Launches that go on have the nodes of before.
+  // Launches that are running keep the previous nodes.
   std::vector<Node> nodes = *exec->nodes;
   for (size_t i = 0; i < child->count; ++i) {
     Node& old = nodes[child->first + i];
@@ -112,7 +115,8 @@ Operation FillBy(const Call& call, const CUDA_MEMSET_NODE_PARAMS& params) {
                 params.width);
 }
 
-// None where the driver takes no such fill; or the emulation, which takes none of rows.
+// Returns the node of a fill, or no node if the driver rejects the fill or the
+// emulation does not support it (fills with several rows).
 std::vector<Node> FillNode(const Call& call,
                            const CUDA_MEMSET_NODE_PARAMS* params,
                            CUcontext context) {

@@ -1,4 +1,4 @@
-// Copies and fills.
+// Emulates the driver functions that copy and fill memory.
 #include <cstring>
 #include <memory>
 #include <utility>
@@ -31,7 +31,7 @@ int OwnerOf(const Call& call, uint64_t address) {
 
 namespace {
 
-// Memory of the host that no CUDA call made: read before the call returns, and written
+// Enqueues a copy. Pageable host memory is read before the call returns, or written
 // before it returns.
 CUresult EnqueueCopy(Call& call, CUstream handle, Copy copy) {
   Stream* const stream = call.FindStream(handle);

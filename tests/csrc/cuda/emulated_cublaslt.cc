@@ -26,8 +26,8 @@ std::atomic<int64_t> last_algorithm = 0;
 std::atomic<bool> finds_none = false;
 std::atomic<Status> matmul_result = Status::kSuccess;
 
-// What the algorithms of a heuristic need. Those that need something are two kernels, and
-// which is the best depends on how the matrices are aligned.
+// The workspace sizes of the algorithms. An algorithm with a workspace runs two
+// kernels. Which algorithm is the fastest depends on the alignment of the matrices.
 constexpr std::array<size_t, 3> kWorkspaces = {size_t{4} << 20, size_t{1} << 20, 0};
 
 template <typename T, typename... Values>
@@ -183,7 +183,7 @@ uint32_t AlignmentOf(const void* pointer) {
              : static_cast<uint32_t>(std::min<uint64_t>(address & -address, 256));
 }
 
-// What an algorithm's words hold.
+// The contents of an algorithm object.
 struct Words {
   uint64_t number;
   uint64_t workspace_bytes;
@@ -219,7 +219,7 @@ Status MatmulAlgoGetHeuristic(lt::Handle handle,
     return status;
   }
   for (int i = 0; i < 4; ++i) {
-    // An element is the least that an address can be aligned to.
+    // The minimum alignment of an address is the size of an element.
     const lt::LayoutObject* const layout = std::array{a, b, c, d}[i];
     if (preference->alignments[i] < ElementBytes(layout->type) ||
         !std::has_single_bit(preference->alignments[i])) {
@@ -248,7 +248,8 @@ Status MatmulAlgoGetHeuristic(lt::Handle handle,
   return Status::kSuccess;
 }
 
-// Whether the algorithm is one for this product at these addresses.
+// Checks that the algorithm was found for this product, and that the addresses are
+// aligned as it requires.
 Status CheckAlgorithm(const Product& product,
                       const Arguments& arguments,
                       const Words& words,

@@ -1,4 +1,4 @@
-// Devices, contexts and what errors are called.
+// Emulates the driver functions for devices, contexts and names of errors.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -126,7 +126,8 @@ bool IsDevice(const Call& call, CUdevice device) {
   return device >= 0 && device < call.machine.options.num_devices;
 }
 
-// A context is its device's number, and its machine's.
+// Returns the context of a device. Its value contains the numbers of the machine and of
+// the device.
 CUcontext ContextOf(const Call& call, int device) {
   return reinterpret_cast<CUcontext>(call.machine.generation * 0x1000 + 0x10 + device);
 }
@@ -226,7 +227,8 @@ CUresult DevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   });
 }
 
-// What would be gone with the context. Memory that others share is not of a context.
+// Returns a description of the objects that would be destroyed with the context. Shared
+// memory does not belong to a context.
 std::string LeftOf(const Call& call, int device) {
   EmulatedObjects left;
   for (const auto& [handle, stream] : call.machine.streams) {

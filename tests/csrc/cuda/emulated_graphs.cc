@@ -1,4 +1,4 @@
-// Capture of streams into graphs, and their launches.
+// Emulates the capture of streams into graphs, and the launches of graphs.
 #include "cuda/emulated_graphs.h"
 
 #include <algorithm>
@@ -45,7 +45,7 @@ CUresult StreamIsCapturing(CUstream handle, CUstreamCaptureStatus* status) {
   });
 }
 
-// Whether every node comes before one of `ends`, or is one.
+// Returns whether every node is in `ends`, or one of `ends` depends on it.
 bool AreAllJoined(const std::vector<Node>& nodes, const std::set<int>& ends) {
   std::vector<bool> is_joined(nodes.size(), false);
   for (const int end : ends) is_joined[end] = true;
@@ -99,7 +99,8 @@ CUresult GraphDestroy(CUgraph graph) {
   });
 }
 
-// Each node goes to a chain whose last one it depends on, if there is one.
+// Divides nodes into chains: a node is appended to a chain whose last node it depends
+// on, or else begins a new chain.
 std::vector<std::vector<int>> ChainsOf(const std::vector<Node>& nodes) {
   std::vector<std::vector<int>> chains;
   for (int i = 0; i < static_cast<int>(nodes.size()); ++i) {
@@ -135,7 +136,7 @@ CUresult GraphInstantiate(CUgraphExec* exec, CUgraph handle, unsigned long long 
   });
 }
 
-// A launch that goes on ends all the same.
+// A launch that is running still completes.
 CUresult GraphExecDestroy(CUgraphExec handle) {
   return Run("GraphExecDestroy", [&](Call& call) {
     GraphExec* const exec = call.machine.execs.Find(handle);
@@ -143,7 +144,7 @@ CUresult GraphExecDestroy(CUgraphExec handle) {
       call.Violate("cuGraphExecDestroy of a graph that is not there");
       return CUDA_ERROR_INVALID_VALUE;
     }
-    // Its launches may not have given the lanes their work yet.
+    // A launch may not have given the lanes their work yet.
     auto& launched = exec->last_launch;
     if (launched == nullptr || launched->is_set()) {
       auto& spare = call.machine.spare_lanes;
@@ -154,7 +155,7 @@ CUresult GraphExecDestroy(CUgraphExec handle) {
   });
 }
 
-// One launch: of what it does, and when each node is done.
+// One launch of a graph: its nodes, and the moments at which they are done.
 struct Launch {
   std::shared_ptr<const std::vector<Node>> nodes;
   std::vector<std::vector<int>> chains;
@@ -209,7 +210,7 @@ CUresult GraphLaunch(CUgraphExec handle, CUstream stream_handle) {
     const CUresult result =
         Enqueue(call, stream_handle,
                 {.name = "a graph", .run = [launch] { RunLaunch(launch); }});
-    // After the launch: its memory is free again.
+    // After the launch, its memory is no longer in use.
     stream->lane->Post({"the end of a graph", [] {},
                         [machine, uses = std::move(uses)]() mutable {
                           const std::lock_guard lock(machine->mutex);

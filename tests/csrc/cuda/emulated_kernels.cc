@@ -16,7 +16,7 @@
 #include "gemm/views.h"
 #include "random_gemm.h"
 
-// What nvcc knows and other compilers do not.
+// Replaces keywords that only nvcc supports.
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #undef __grid_constant__
@@ -66,7 +66,8 @@ uint64_t Now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
 }
 
-// Longer than on a device: more waits than cores are the rule here.
+// Sleeps for longer than on a device, because usually more threads wait than there are
+// cores.
 void Pause(uint32_t ns) {
   if (ns < 512) return std::this_thread::yield();
   std::this_thread::sleep_for(std::chrono::microseconds(20));
@@ -83,8 +84,8 @@ float2 WidenF16(uint32_t pair) {
           F16ToF32(static_cast<uint16_t>(pair >> 16))};
 }
 
-// What the instructions below must be used with: a fence before the first of a thread, and
-// one behind its last.
+// Checks that each thread executes a fence before its first and after its last use of
+// the instructions below.
 struct Fences {
   bool is_open = false;
   bool has_stored = false;

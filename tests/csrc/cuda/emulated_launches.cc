@@ -1,5 +1,5 @@
-// Libraries of kernels, and their launches. Any image will do: a kernel is the host
-// function of its name.
+// Emulates libraries of kernels, and launches. The image of a library is ignored: a
+// kernel is the host function with its name.
 #include <cstring>
 #include <exception>
 #include <utility>
@@ -74,7 +74,8 @@ CUresult FuncLoad(CUfunction function) {
   });
 }
 
-// The twin of a function, or of a kernel, on this device; nullptr: none, or unloaded.
+// Returns the host version of a function, or of a kernel on this device; nullptr if
+// there is none or it was unloaded.
 const EmulatedKernel* FindTwin(Call& call, CUfunction function, int device) {
   const Function* const found = call.machine.functions.Find(function);
   if (found != nullptr && found->device != device) return nullptr;
@@ -87,7 +88,8 @@ const EmulatedKernel* FindTwin(Call& call, CUfunction function, int device) {
   return is_loaded ? kernel->twin : nullptr;
 }
 
-// As a device of compute capability 9.0 would, or an older one.
+// Checks the cluster attributes of a launch as a device of this compute capability
+// does.
 CUresult CheckCluster(const Call& call, const CUlaunchConfig& config) {
   for (unsigned i = 0; i < config.numAttrs; ++i) {
     if (config.attrs[i].id != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) continue;

@@ -14,7 +14,7 @@ namespace {
 std::atomic<Machine*> the_machine = nullptr;
 std::atomic<uint64_t> last_generation = 0;
 
-// As the driver has it: the current context is the thread's.
+// The current context of a thread.
 struct Current {
   uint64_t generation = 0;
   int device = -1;
@@ -23,7 +23,7 @@ thread_local Current current;
 
 thread_local int num_launches_only = 0;  // that live
 
-// "memory of device 1 at 0x7f.. + 12".
+// Returns a text such as "memory of device 1 at 0x7f.. + 12".
 std::string DescribeAddress(const Region* region, uint64_t address) {
   char number[32];
   std::snprintf(number, sizeof(number), "0x%lx", address);
@@ -113,7 +113,7 @@ int CurrentDevice(const Machine& machine) {
 
 int Call::device() const {
   const int device = CurrentDevice(machine);
-  // A context that was released is gone.
+  // A released context is no longer current.
   return device >= 0 && machine.contexts[device].num_retained > 0 ? device : -1;
 }
 
@@ -158,7 +158,8 @@ CUresult Call::RefuseInCapture() {
   return is_refused ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : CUDA_SUCCESS;
 }
 
-// What a multicast address stands for is in use, too: all of it has to be there.
+// Marks the memory that is bound at a multicast address as in use, too. The memory of
+// all devices must be bound.
 void BeginUseBehind(Call& call, const Region& region, std::vector<SharedRegion>& uses) {
   const auto bound = region.team->Locked([](const Team::Shared& shared) {
     return std::vector(shared.bound, shared.bound + shared.num_bound);
@@ -210,7 +211,7 @@ CUresult BeginUse(Call& call,
 }
 
 std::vector<uint64_t> BehindMulticast(uint64_t address) {
-  // Addresses are never used twice.
+  // The result can be cached, because addresses are never reused.
   struct Found {
     uint64_t generation = 0;
     uint64_t begin = 0;
@@ -263,7 +264,7 @@ using emulated::Unseen;
 
 constexpr std::chrono::seconds kPatience{20};
 
-// Waits until nothing is left to do; what is, after a while.
+// Waits for all lanes; after kPatience, returns the names of the work that is not done.
 std::string AwaitLanes(Machine& machine) {
   const auto end = std::chrono::steady_clock::now() + kPatience;
   for (;;) {

@@ -215,11 +215,12 @@ class Call {
   // Used where CUDA may wait but does not promise it.
   void AwaitDevice(int device);
 
-  // Returns an error and invalidates the capture if this thread captures (in global
-  // mode: if any thread captures), for functions that are not allowed then.
+  // Invalidates the captures that concern this thread and returns an error if there are
+  // any, for functions that are not allowed then. A capture in global mode concerns all
+  // threads.
   CUresult RefuseInCapture();
-  // Handles the launch of something that is not loaded yet, which may wait for the
-  // device.
+  // Handles the lazy loading of `what`, which is a violation within an
+  // EmulatedLaunchesOnly.
   void Load(const std::string& what);
   void Violate(std::string text) { machine.violations.push_back(std::move(text)); }
 

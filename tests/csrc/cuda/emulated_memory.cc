@@ -18,12 +18,14 @@ namespace {
 
 constexpr int64_t kArenaBytes = int64_t{1} << 38;
 constexpr char kFileName[] = "jax_ub_emulated";
-// Number of bytes of a large allocation that are filled with 0xFF: flags are first.
+// The number of bytes of a large allocation that are filled with 0xFF; it includes the
+// flags, which are first.
 constexpr int64_t kFilledBytes = int64_t{4} << 20;
 
 int64_t RoundUp(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
-// Past the sanitizers: they would make room for as many shadows.
+// Reserves addresses by a system call, which sanitizers do not intercept: they would
+// reserve shadow memory of the same size.
 uint64_t MakeArena() {
   const long made = syscall(SYS_mmap, nullptr, kArenaBytes, PROT_NONE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -87,7 +89,7 @@ std::shared_ptr<MemoryFile> MemoryFile::Find(int pid, int descriptor, uint64_t i
 }
 
 Region::~Region() {
-  // The addresses stay reserved.
+  // Unmaps the memory, but keeps the addresses reserved.
   if (mapped_bytes == 0) return;
   void* const at = reinterpret_cast<void*>(address);
   constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;

@@ -1,5 +1,5 @@
-// Multicast objects. What they do is done by the kernels' twins, at the addresses by which
-// this process has the memory that is bound: every rank's, of every process.
+// Emulates multicast objects. The host versions of kernels access the bound memory of
+// every rank, in all processes, at the addresses to which this process has mapped it.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -32,7 +32,8 @@ int GpuOf(const Call& call, CUdevice device) {
   return call.machine.options.first_device + device;
 }
 
-// The team of a handle; nullptr: it is none, or there is no multicast.
+// Returns the multicast object of a handle; nullptr if it is another handle, or the
+// machine has no multicast.
 Team* FindTeam(Call& call, CUmemGenericAllocationHandle handle) {
   const auto found = call.machine.memory.handles.find(handle);
   return found == call.machine.memory.handles.end() ? nullptr

@@ -17,14 +17,14 @@ DType TypeOf(lt::DataType type) {
                                        : DType::kF16;
 }
 
-// As tensor cores read f32: 10 bits of mantissa, to nearest even.
+// Rounds f32 to 10 bits of mantissa, to nearest even, as tensor cores read it.
 float RoundToTf32(float value) {
   uint32_t bits = std::bit_cast<uint32_t>(value);
   bits += 0xFFF + ((bits >> 13) & 1);
   return std::bit_cast<float>(bits & ~uint32_t{0x1FFF});
 }
 
-// op(matrix), row-major, as floats: [rows, columns].
+// Returns op(matrix) [rows, columns] as row-major floats.
 std::vector<float> ReadDense(const void* data,
                              const lt::LayoutObject& layout,
                              int64_t batch,

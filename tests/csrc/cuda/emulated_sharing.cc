@@ -1,4 +1,5 @@
-// Virtual memory that processes share by descriptors or fabric handles, and IPC.
+// Emulates virtual memory that processes share by descriptors or fabric handles, and
+// IPC.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -14,7 +15,7 @@ namespace jax_ub::emulated {
 
 namespace {
 
-// What a fabric handle or an IPC handle says: 64 bytes.
+// The contents of a fabric handle or an IPC handle, which have 64 bytes.
 struct Sharing {
   char magic[8];
   int pid;
@@ -50,7 +51,7 @@ struct Sharing {
 static_assert(sizeof(Sharing) <= 64 && sizeof(CUmemFabricHandle) == 64 &&
               sizeof(CUipcMemHandle) == 64);
 
-// The ordinal of a GPU of the machine here, or -1.
+// Returns the ordinal here of a GPU of the machine; -1: this process does not see it.
 int OrdinalOf(const Call& call, int gpu) {
   const int ordinal = gpu - call.machine.options.first_device;
   return ordinal >= 0 && ordinal < call.machine.options.num_devices ? ordinal : -1;
@@ -167,7 +168,7 @@ CUresult MemExportToShareableHandle(void* shareable,
   });
 }
 
-// A file or a team; neither: the handle stands for none.
+// Opens the file or team of a shared handle; the result is empty if it is invalid.
 Memory::Handle OpenShareable(void* shareable, CUmemAllocationHandleType type) {
   Memory::Handle opened;
   opened.types = static_cast<unsigned>(type);
@@ -187,7 +188,7 @@ Memory::Handle OpenShareable(void* shareable, CUmemAllocationHandleType type) {
   return opened;
 }
 
-// The descriptor stays the caller's.
+// The caller remains the owner of the descriptor.
 CUresult MemImportFromShareableHandle(CUmemGenericAllocationHandle* handle,
                                       void* shareable,
                                       CUmemAllocationHandleType type) {
@@ -314,7 +315,7 @@ CUresult MemMap(CUdeviceptr pointer,
   });
 }
 
-// The mappings that fill these addresses, whole; none if they do not.
+// Returns the mappings that exactly cover these addresses; none if they do not.
 std::vector<SharedRegion> MappingsIn(const Memory& memory,
                                      uint64_t address,
                                      uint64_t size_bytes) {
@@ -357,7 +358,7 @@ CUresult CheckAccess(const Call& call,
     return CUDA_ERROR_INVALID_VALUE;
   const int device = access.location.id;
   if (device < 0 || device >= options.num_devices) return CUDA_ERROR_INVALID_DEVICE;
-  // Of a GPU that this process does not see, it can only be known that there are peers.
+  // Of a GPU that this process does not see, only peer access can be checked.
   const bool can =
       region.device == device ||
       (region.device < 0 ? options.has_peer_access
@@ -407,7 +408,7 @@ CUresult IpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr pointer) {
   });
 }
 
-// The mapping that is open already, in this context.
+// Returns the region of an IPC handle that is already open in the current context.
 SharedRegion FindOpened(const Call& call, uint64_t id) {
   for (const auto& [address, region] : call.machine.memory.regions()) {
     if (region->kind == Region::Kind::kIpc && region->file->id == id &&

@@ -1,4 +1,4 @@
-// Streams and events.
+// Emulates the driver functions for streams and events.
 #include <algorithm>
 #include <utility>
 
@@ -27,7 +27,8 @@ SharedMoment PostMoment(Stream& stream) {
   return moment;
 }
 
-// The legacy stream comes after all that the blocking ones were given, and they after it.
+// Makes the legacy stream wait for all work of the blocking streams, and these for the
+// legacy stream.
 void BeginLegacy(Call& call, Stream& stream) {
   Context& context = call.machine.contexts[stream.device];
   if (IsLegacy(stream)) {
@@ -46,7 +47,8 @@ void EndLegacy(Call& call, Stream& stream) {
   }
 }
 
-// What is refused because a blocking stream is captured.
+// Returns whether an operation of the legacy stream is rejected because a blocking
+// stream is being captured.
 bool IsImplicitlyCaptured(Call& call, const Stream& stream) {
   if (!IsLegacy(stream)) return false;
   bool is_captured = false;
@@ -82,7 +84,7 @@ CUresult StreamCreateWithPriority(CUstream* stream, unsigned flags, int priority
   });
 }
 
-// What it was given is still done.
+// The work of a destroyed stream still completes.
 CUresult StreamDestroy(CUstream handle) {
   return Run("StreamDestroy", [&](Call& call) {
     Stream* const stream = call.machine.streams.Find(handle);
@@ -114,7 +116,7 @@ CUresult StreamSynchronize(CUstream handle) {
   });
 }
 
-// A wait that joins the capture of the stream that recorded the event.
+// Makes the stream join the capture of the stream that recorded the event.
 CUresult WaitForCaptured(Stream& stream, const Event& event) {
   if (event.capture->is_over) return CUDA_ERROR_CAPTURED_EVENT;
   if (!event.capture->is_valid) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
@@ -196,7 +198,7 @@ CUresult EventRecord(CUevent event_handle, CUstream stream_handle) {
   });
 }
 
-// What queries and waits of the host have in common.
+// Checks that the host may query or wait for an event.
 CUresult CheckHostMayAsk(Call& call, const Event* event) {
   if (event == nullptr) return CUDA_ERROR_INVALID_HANDLE;
   if (event->capture != nullptr) {

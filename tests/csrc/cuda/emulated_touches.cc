@@ -1,5 +1,5 @@
-// Which memory a launch of one of the project's kernels reads and writes: what a GPU would
-// find out by itself.
+// Computes the memory that a launch of one of the project's kernels reads and writes,
+// which the emulated driver checks before it runs the kernel.
 #include <algorithm>
 #include <cstring>
 
