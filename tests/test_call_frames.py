@@ -17,48 +17,54 @@ from jax_ub.flax import Linear
 
 @pytest.fixture
 def frames(monkeypatch):
-    """Returns the frames of jax_ub when a primitive is traced, for each call."""
+    """Returns the frames of jax_ub where a primitive is bound, for each call."""
     found = []
 
     def check_capacity(call, operands):
         names = (f"{f.filename}:{f.name}" for f in traceback.extract_stack())
-        found.append([name for name in names if "/jax_ub/_src/" in name])
+        *own, abstract_eval = (name for name in names if "/jax_ub/_src/" in name)
+        assert abstract_eval.endswith("call.py:_abstract_eval")  # JAX calls it
+        found.append(own)
 
+    jax.clear_caches()  # a function that was traced before is not traced again
     monkeypatch.setattr(lowering, "check_capacity", check_capacity)
     return found
 
 
 @pytest.mark.parametrize("parallel", ["column", "row", None])
-def test_a_flax_layer_has_at_most_eight(frames, parallel):
+def test_a_flax_layer_has_at_most_seven(frames, parallel):
     with jax.set_mesh(tp_mesh(4)):
         layer = Linear(16, 16, parallel=parallel, rngs=nnx.Rngs(0))
         jax.eval_shape(layer, jnp.ones((8, 16)))
     assert frames
-    assert all(len(names) <= 8 for names in frames), frames
+    assert all(len(names) <= 7 for names in frames), frames
 
 
+@pytest.mark.parametrize("name", [None, "qkv"])
 @pytest.mark.parametrize("parallel", ["column", "row"])
-def test_a_fusible_operation_has_at_most_eight(frames, parallel):
-    op = ops.BasicLinear(
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_fusible_operations_have_at_most_eight(frames, parallel, name, window):
+    linear = ops.BasicLinear(
         16,
         16,
         tensor_parallel_mode=parallel,
         sequence_parallel=True,
-        userbuffers_options={"comm_name": "qkv"},
+        userbuffers_options=None if name is None else {"comm_name": name},
     )
-    model = ops.Sequential(op)
+    bias = ops.Bias(16, tensor_parallel=parallel == "column")
+    model = ops.Sequential(linear, bias, ops.AddExtraInput(in_place=True))[:window]
     params = model.init(jax.random.key(0))
     tokens, features = P("tp"), P(None, "tp")
     x, y = (tokens, features) if parallel == "column" else (features, tokens)
-    run = jax.shard_map(
-        model, mesh=tp_mesh(4), in_specs=(model.specs(), x), out_specs=y
-    )
-    jax.eval_shape(run, params, jnp.ones((8, 16)))
+    specs = (model.specs(), x, *[y] * (window == 3))
+    run = jax.shard_map(model, mesh=tp_mesh(4), in_specs=specs, out_specs=y)
+    extras = [jnp.ones((8, 16))] * (window == 3)
+    jax.eval_shape(run, params, jnp.ones((8, 16)), *extras)
     assert frames
     assert all(len(names) <= 8 for names in frames), frames
 
 
-def test_a_function_has_at_most_six(frames):
+def test_a_function_has_at_most_five(frames):
     def function(x, w):
         return ub.all_gather_matmul(x, w, axis_name="tp")
 
@@ -68,4 +74,4 @@ def test_a_function_has_at_most_six(frames):
     )
     jax.eval_shape(run, jnp.ones((8, 16)), jnp.ones((16, 16)))
     assert frames
-    assert all(len(names) <= 6 for names in frames), frames
+    assert all(len(names) <= 5 for names in frames), frames

@@ -107,6 +107,11 @@ class ParallelMode:
         return "linear" if self.op == "matmul" else self.op
 
     @property
+    def gathers_x(self) -> bool:
+        """Returns whether the forward pass all-gathers x."""
+        return self.op == "all_gather_matmul"
+
+    @property
     def sharded_dim(self) -> int | None:
         """Returns which dimension of a kernel [in, out] is sharded: 0, 1 or None."""
         return self.kernel.index(True) if any(self.kernel) else None

@@ -9,6 +9,7 @@ from jax_ub._src.ops.operation import BasicOperation
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_gather, all_reduce, reduce_scatter
 from jax_ub._src.rules.call_config import CallConfig, make_call_config
+from jax_ub._src.rules.row import is_partial
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -34,19 +35,6 @@ class Collective(BasicOperation):
 def as_varying(call_config: CallConfig, x: jax.Array) -> jax.Array:
     """Casts x to vary over the collective's mesh axis inside `jax.shard_map`."""
     return vma.pcast_varying(x, call_config.axes(x))
-
-
-def is_partial_cotangent(call_config: CallConfig, dy: jax.Array) -> bool:
-    """Returns whether dy must be summed over the ranks to give the whole gradient.
-
-    `dy` is the cotangent of a result that was summed over the ranks.
-
-    With `shard_map(check_vma=True)`, dy is partial if its type varies over the call's
-    axis. This happens inside a fused operation if the result is added to a varying
-    array. With `check_vma=False`, dy is always partial: JAX transposes psum to psum.
-    """
-    axes = frozenset(call_config.axis_name)
-    return not call_config.is_vma_checked or bool(axes & vma.axes_of(dy))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -133,6 +121,6 @@ class AllReduce(Collective):
         call_config = self.call_config()
         sums = self.reduce_in_backward
         if sums is None or (call_config.is_vma_checked and not sums):
-            sums = is_partial_cotangent(call_config, dy)
+            sums = is_partial(call_config, dy)
         dx = all_reduce(call_config.collective, dy) if sums else dy
         return as_varying(call_config, dx), {}, ()  # the type of the sum's operand

@@ -6,15 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.nn import initializers
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jax_ub._src import arguments, checks, methods, reference
+from jax_ub._src import arguments, checks, methods
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub._src.methods import Method
 from jax_ub._src.ops.basic import Bias
-from jax_ub._src.ops.collectives import is_partial_cotangent
 from jax_ub._src.ops.group import cotangent_aval
 from jax_ub._src.ops.operation import (
     BasicOperation,
@@ -28,16 +28,15 @@ from jax_ub._src.ops.operation import (
     init_parameter,
 )
 from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
-from jax_ub._src.primitives import vma
-from jax_ub._src.primitives.collectives import all_gather, all_reduce, reduce_scatter
-from jax_ub._src.primitives.matmuls import matmul, wgrad
 from jax_ub._src.rules import main_grads as accumulators
 from jax_ub._src.rules.call_config import (
     CallConfig,
     make_call_config,
     make_local_call_config,
 )
-from jax_ub._src.rules.vjp import accumulation
+from jax_ub._src.rules.column import column_gradients
+from jax_ub._src.rules.forward import column_forward, is_replicated, row_forward
+from jax_ub._src.rules.row import row_gradients
 
 default_kernel_init = initializers.lecun_normal()
 
@@ -168,8 +167,12 @@ class BasicLinear(BasicOperation):
 
         With `accumulate_into_main_grad`, it is part of the cotangent of "main_grad".
         """
-        name = "main_grad" if self.accumulate_into_main_grad else "kernel"
-        return name in needs.params
+        return self.accumulated in needs.params
+
+    @property
+    def accumulated(self) -> str:
+        """The parameter whose cotangent contains the kernel's gradient."""
+        return "main_grad" if self.accumulate_into_main_grad else "kernel"
 
     def call_config(self, dtype: DTypeLike) -> CallConfig:
         """Returns the `CallConfig` of the layer: its ranks, method and dtype.
@@ -256,25 +259,19 @@ class BasicLinear(BasicOperation):
         """
         config = self.call_config(compute_dtype(self.dtype, x))
         residuals = self.operands(config, params, x)
+        config = dataclasses.replace(
+            config,
+            overlap=False,
+            scale=scale,
+            out_dtype=config.out_dtype if out_dtype is None else np.dtype(out_dtype),
+        )
         x, kernel = residuals["x"], residuals["kernel"]
-        dtype = config.dtype if out_dtype is None else out_dtype
         is_vector = x.ndim == 1
         if is_vector:
             x, residual = x[None], None if residual is None else residual[None]
-        if self.mode.op == "all_gather_matmul":
-            x = all_gather(config.collective, x)
-        if self.tensor_parallel_mode != "row":
-            addends = (bias, residual)
-            y = matmul(
-                config.local, (x,), (kernel,), *addends, scale=scale, out_dtype=dtype
-            )
-        else:
-            y = matmul(
-                config.local, (x,), (kernel,), scale=scale, out_dtype=jnp.float32
-            )
-            is_last = bias is None and residual is None
-            y = self._reduced(config, y, dtype if is_last else jnp.float32)
-            y = reference.add(y, bias, residual, out_dtype=dtype)
+        forward = column_forward if config.mode.gathers_x else row_forward
+        biases = None if bias is None else (bias,)
+        (y,), _ = forward(config, x, (kernel,), biases, residual)
         return y[0] if is_vector else y, (), residuals
 
     def backward(
@@ -299,56 +296,56 @@ class BasicLinear(BasicOperation):
                 `residual` if it is not read later.
             scale: factor of both products.
         """
-        x, kernel = residuals.get("x"), residuals.get("kernel")
-        operand = next(a for a in (kernel, x, dy) if a is not None)
-        config, mode = self.call_config(operand.dtype), self.mode
+        x, w, main_grad = self.saved_operands(residuals, needs)
+        operand = next(a for a in (w, x, dy) if a is not None)
+        config = self.call_config(operand.dtype)
+        # Without sequence parallelism, dx is summed over the ranks only if x has a
+        # replicated type. Otherwise dx stays partial: by JAX's convention, the ranks'
+        # cotangents then add up to the gradient.
+        config = dataclasses.replace(
+            config,
+            overlap=False,
+            scale=scale,
+            dw_dtype=np.dtype(self.param_dtype),
+            is_x_replicated=needs.x and is_replicated(config, residuals["x_aval"]),
+        )
         dy = dy.astype(config.dtype)
         is_vector = dy.ndim == 1
         if is_vector:
             dy, x = dy[None], None if x is None else x[None]
             residual = None if residual is None else residual[None]
-        if mode.op == "matmul_reduce_scatter":
-            dy = all_gather(config.collective, dy)
-        elif mode.op == "matmul_all_reduce" and is_partial_cotangent(config, dy):
-            dy = all_reduce(config.collective, dy)
-        dx, d_params = None, {}
-        if needs.x:
-            x_axes = vma.axes_of(residuals["x_aval"])
-            dx = self._dgrad(config, dy, kernel, residual, scale, x_axes)
-            dx = dx[0] if is_vector else dx
-        if self.wants_wgrad(needs):
-            assert x is not None
-            if mode.op == "all_gather_matmul":
-                x = all_gather(config.collective, x)
-            config = config.with_dw_dtype(self.param_dtype)
-            main_grad = residuals.get("main_grad")
-            sums = None if main_grad is None else (main_grad,)
-            sums, dtype = accumulation(config, (dy,), sums)
-            options = {"scale": scale, "out_dtype": dtype}
-            (dw,) = wgrad(config.local, x, (dy,), sums, **options)
-            d_params["kernel" if main_grad is None else "main_grad"] = dw
-        return dx, d_params, ()
+        dx, dw = gradients(config, dy, x, w, main_grad, residual)
+        d_params = {} if x is None else {self.accumulated: dw}
+        return dx[0] if is_vector and dx is not None else dx, d_params, ()
 
-    def _dgrad(self, config, dy, kernel, residual, scale, x_axes):
-        out_dtype = config.dtype if residual is None else residual.dtype
-        options = {"rhs_transposed": True, "scale": scale}
-        # Without sequence parallelism, dx is summed over the ranks only if x has a
-        # replicated type. Otherwise dx stays partial: by JAX's convention, the ranks'
-        # cotangents then add up to the gradient.
-        is_replicated = config.is_vma_checked and not x_axes & set(config.axis_name)
-        is_column = self.tensor_parallel_mode == "column"
-        if not is_column or not (self.sequence_parallel or is_replicated):
-            options["out_dtype"] = out_dtype
-            return matmul(config.local, (dy,), (kernel,), None, residual, **options)
-        options["out_dtype"] = jnp.float32
-        dx = matmul(config.local, (dy,), (kernel,), **options)
-        dx = self._reduced(config, dx, out_dtype if residual is None else jnp.float32)
-        return reference.add(dx, residual, out_dtype=out_dtype)
+    def saved_operands(self, residuals: Residuals, needs: RequestedGradients):
+        """Returns x, kernel and main_grad; None for each that no gradient needs."""
+        x = residuals["x"] if self.wants_wgrad(needs) else None
+        kernel = residuals["kernel"] if needs.x else None
+        return x, kernel, None if x is None else residuals.get("main_grad")
 
-    def _reduced(self, config, partial, dtype):
-        if self.sequence_parallel:
-            return reduce_scatter(config.collective, partial, out_dtype=dtype)
-        return all_reduce(config.collective, partial)
+
+def gradients(
+    config: CallConfig,
+    dy: jax.Array,
+    x: jax.Array | None,
+    w: jax.Array | None,
+    main_grad: jax.Array | None,
+    residual: jax.Array | None,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Computes the gradient of x, plus `residual`, and of the kernel, plus `main_grad`.
+
+    The gradient of x is None without `w`, and the gradient of the kernel without `x`.
+    """
+    saved = {
+        "x": x,
+        "gathered": None,
+        "ws": None if w is None else (w,),
+        "main_grads": None if main_grad is None else (main_grad,),
+    }
+    compute = column_gradients if config.mode.gathers_x else row_gradients
+    dx, dws = compute(config, saved, {0: dy}, residual=residual)
+    return dx, dws.get(0)
 
 
 def _checked_options(label, options):

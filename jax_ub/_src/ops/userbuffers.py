@@ -35,8 +35,7 @@ from jax_ub._src.parallel import ROW, check_parallel, mode_of
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce
 from jax_ub._src.rules.call_config import CallConfig, make_call_config
-from jax_ub._src.rules.column import column_forward
-from jax_ub._src.rules.row import row_forward
+from jax_ub._src.rules.forward import column_forward, row_forward
 
 
 def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
@@ -298,10 +297,10 @@ class UserbuffersForwardLinear(UserbuffersLinear):
             method,
             weight.dtype if dtype is None else dtype,
         )
-        _check_forward(config, mode, input, weight, bias)
+        _check_forward(config, input, weight, bias)
         x, w = input.astype(config.dtype), weight.astype(config.dtype)
-        compute = row_forward if mode == ROW else column_forward
-        (y,), _ = compute(config, *_forward_operands(config, mode, x, w, bias))
+        forward = column_forward if config.mode.gathers_x else row_forward
+        (y,), _ = forward(config, *_forward_operands(config, x, w, bias))
         return y, {"input": x, "weight": w}
 
     def forward(
@@ -319,11 +318,10 @@ class UserbuffersForwardLinear(UserbuffersLinear):
         bias = None if bias_op is None else params[1]["bias"]
         if bias_op is not None and bias_op.dtype is not None:
             config = config.with_dtypes(config.dtype, bias_op.dtype)
-        _check_forward(config, self.mode, x, w, bias)
-        addends = (bias, added_bias, residual)
-        operands = _forward_operands(config, self.mode, x, w, *addends)
-        compute = row_forward if self.mode == ROW else column_forward
-        (y,), _ = compute(config, *operands)
+        _check_forward(config, x, w, bias)
+        operands = _forward_operands(config, x, w, bias, added_bias, residual)
+        forward = column_forward if config.mode.gathers_x else row_forward
+        (y,), _ = forward(config, *operands)
         num = len(self.basic_ops)
         return y, ((),) * num, (residuals, *({},) * (num - 1))
 
@@ -333,13 +331,12 @@ class UserbuffersForwardLinear(UserbuffersLinear):
         return cls.fuse(ops)
 
 
-def _check_forward(config, mode, x, w, bias):
+def _check_forward(config, x, w, bias):
     check_activation(config, "input", x)
     checks.check_float(config.label, weight=w)
     checks.check_kernel(config.label, "weight", w)
-    sharded = mode_of(mode, True).sharded
-    checks.check_contraction(config.label, x, w, config.num_ranks, sharded)
-    if mode == ROW:
+    checks.check_contraction(config.label, x, w, config.num_ranks, config.mode.sharded)
+    if not config.mode.gathers_x:
         checks.check_divides(config.label, x, config.num_ranks)
     checks.check_addends(config.label, bias, None, (w.shape[1],))
 
@@ -350,10 +347,10 @@ def check_activation(config, name, array):
     checks.check_not_empty(config.label, name, array)
 
 
-def _forward_operands(config, mode, x, w, bias, added_bias=None, residual=None):
+def _forward_operands(config, x, w, bias, added_bias=None, residual=None):
     """Sums the biases, and casts all operands to vary over the same mesh axes."""
     axes = config.axes(x, w, bias, added_bias, residual)
-    if mode == ROW and bias is not None:
+    if not config.mode.gathers_x and bias is not None:
         # The bias is added after the reduce-scatter. So it is replaced by the sum of
         # all ranks' biases, which a bias before the reduce-scatter would give.
         is_varying = bool(vma.axes_of(bias) & frozenset(config.axis_name))

@@ -6,22 +6,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.methods import Method
 from jax_ub._src.ops.fused_operation import Op
+from jax_ub._src.ops.linear import gradients
 from jax_ub._src.ops.userbuffers import (
     UserbuffersLinear,
     check_activation,
     overlapped_call_config,
 )
-from jax_ub._src.parallel import ROW, mode_of
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce
-from jax_ub._src.rules.column import column_gradients
-from jax_ub._src.rules.row import row_gradients
 from jax_ub._src.rules.vjp import row_sum
 
 
@@ -103,7 +102,7 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
             UnsupportedOverlapError: if `sequence_parallel` is False, or if an
                 explicitly requested method cannot run here.
         """
-        op, mode = "UserbuffersBackwardLinear", tensor_parallel_mode
+        op = "UserbuffersBackwardLinear"
         for name, array in (("weight", weight), ("input", input)):
             if array is not None:
                 checks.check_array(op, name, array)
@@ -119,7 +118,7 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
             dtype = given[0].dtype
         config = overlapped_call_config(
             op,
-            mode,
+            tensor_parallel_mode,
             axis_name,
             sequence_parallel,
             ub_comm_name,
@@ -129,11 +128,11 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
         )
         x = _required(config, "input", input, "weight", weight_requires_grad)
         w = _required(config, "weight", weight, "input", input_requires_grad)
-        _check_backward(config, mode, grad_output, x, w)
-        _check_addends(config, mode, grad_output, x, w, main_grad, residual)
-        dx, dw = _gradients(config, mode, grad_output, x, w, main_grad, residual)
+        _check_backward(config, grad_output, x, w)
+        _check_addends(config, grad_output, x, w, main_grad, residual)
+        dx, dw = _gradients(config, grad_output, x, w, main_grad, residual)
         db = row_sum(grad_output) if bias_requires_grad else None
-        if db is not None and mode == ROW:
+        if db is not None and not config.mode.gathers_x:
             db = _sum_over_ranks(config, db)
         return dx, dw, {"grad_bias": db}
 
@@ -144,19 +143,17 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
         """
         if dy is None or not any(needs):
             return super().backward(residuals, dy, d_extra_outputs, needs)
-        linear, saved = self.linear, residuals[0]
-        x = saved.get("x") if linear.wants_wgrad(needs[0]) else None
-        w = saved.get("kernel") if needs[0].x else None
-        main_grad = saved.get("main_grad") if x is not None else None
+        linear = self.linear
+        x, w, main_grad = linear.saved_operands(residuals[0], needs[0])
         dtype = next((a.dtype for a in (x, w) if a is not None), dy.dtype)
         config = self.call_config(dtype, is_backward=True)
-        config = config.with_dw_dtype(linear.param_dtype)
-        dx, dw = _gradients(config, self.mode, dy, x, w, main_grad, residual)
+        config = dataclasses.replace(config, dw_dtype=np.dtype(linear.param_dtype))
+        dx, dw = _gradients(config, dy, x, w, main_grad, residual)
         if dx is None:
             dx = residual
         d_params: list[dict] = [{} for _ in self.basic_ops]
         if x is not None:
-            d_params[0]["kernel" if main_grad is None else "main_grad"] = dw
+            d_params[0][linear.accumulated] = dw
         if self.bias is not None and needs[1].params:
             db = row_sum(dy)
             if self.reduce_scatter is not None:
@@ -179,26 +176,15 @@ def _sum_over_ranks(config, db):
     return all_reduce(config.collective, vma.pcast_varying(db, config.axes(db)))
 
 
-def _gradients(config, mode, dy, x, w, main_grad, residual):
-    """Computes dx (None without `w`) and dw (None without `x`) in overlapped GEMMs.
-
-    `main_grad` is added to dw and `residual` to dx if they are given.
-    """
+def _gradients(config, dy, x, w, main_grad, residual):
+    """Computes dx and dw as `linear.gradients`, from operands of any float dtype."""
     if x is None and w is None:
         return None, None
     operands = (dy, x, w, main_grad, residual)
     axes = config.axes(*(a for a in operands if a is not None))
     dy, x, w, residual = vma.pcast_varying((dy, x, w, residual), axes)
     x, w = (None if a is None else a.astype(config.dtype) for a in (x, w))
-    saved = {
-        "x": x,
-        "gathered": None,
-        "ws": None if w is None else (w,),
-        "main_grads": None if main_grad is None else (main_grad,),
-    }
-    compute = row_gradients if mode == ROW else column_gradients
-    dx, dws = compute(config, saved, {0: dy}, residual=residual)
-    return dx, dws.get(0)
+    return gradients(config, dy, x, w, main_grad, residual)
 
 
 def _required(config, name, array, of, is_wanted):
@@ -210,7 +196,7 @@ def _required(config, name, array, of, is_wanted):
     return array if is_wanted else None
 
 
-def _check_backward(config, mode, dy, x, w):
+def _check_backward(config, dy, x, w):
     check_activation(config, "grad_output", dy)
     if w is not None:
         checks.check_float(config.label, weight=w)
@@ -225,9 +211,9 @@ def _check_backward(config, mode, dy, x, w):
         return
     check_activation(config, "input", x)
     if w is not None:
-        sharded = mode_of(mode, True).sharded
-        checks.check_contraction(config.label, x, w, config.num_ranks, sharded)
-    if mode == ROW:
+        num_ranks, sharded = config.num_ranks, config.mode.sharded
+        checks.check_contraction(config.label, x, w, num_ranks, sharded)
+    if not config.mode.gathers_x:
         checks.check_divides(config.label, x, config.num_ranks)
         rows, meaning = x.shape[-2] // config.num_ranks, "[..., M/P, N]"
     else:
@@ -237,7 +223,7 @@ def _check_backward(config, mode, dy, x, w):
     checks.check_shape(config.label, "grad_output", dy, wanted, meaning)
 
 
-def _check_addends(config, mode, dy, x, w, main_grad, residual):
+def _check_addends(config, dy, x, w, main_grad, residual):
     if main_grad is not None and x is None:
         raise ShapeContractError(
             f"{config.label}: main_grad is given, but weight_requires_grad = False. "
@@ -256,6 +242,6 @@ def _check_addends(config, mode, dy, x, w, main_grad, residual):
         )
     checks.check_float(config.label, residual=residual)
     rows, ranks = dy.shape[-2], config.num_ranks
-    rows = rows * ranks if mode == ROW else rows // ranks
+    rows = rows // ranks if config.mode.gathers_x else rows * ranks
     wanted = (*dy.shape[:-2], rows, w.shape[0])
     checks.check_shape(config.label, "residual", residual, wanted, "the input's shape")

@@ -51,6 +51,10 @@ class CallConfig:
         out_dtype: dtype of the result.
         dw_dtype: dtype of the kernel's gradient; None is `dtype`.
         rhs_transposed: whether kernels and their gradients are [out, in].
+        overlap: whether a GEMM and the collective of its operand or result are one
+            primitive. Otherwise they are two: a local GEMM and a collective.
+        scale: factor of the products, in the result and in both gradients; 1 with
+            `overlap`.
         bias_name: name of the caller's bias argument, for errors.
         ub_name: part of the checkpoint names of the residuals.
         is_vma_checked: whether the surrounding `shard_map` has `check_vma=True`.
@@ -75,6 +79,8 @@ class CallConfig:
     out_dtype: np.dtype | None = None
     dw_dtype: np.dtype | None = None
     rhs_transposed: bool = False
+    overlap: bool = True
+    scale: float = 1.0
     bias_name: str = "bias"
     ub_name: str | None = None
     is_vma_checked: bool = False
@@ -95,10 +101,6 @@ class CallConfig:
         return dataclasses.replace(
             self, dtype=np.dtype(dtype), out_dtype=np.dtype(out_dtype)
         )
-
-    def with_dw_dtype(self, dtype) -> "CallConfig":
-        """Returns a copy whose wgrad returns the kernel's gradient in `dtype`."""
-        return dataclasses.replace(self, dw_dtype=np.dtype(dtype))
 
     def kernel(self, w) -> jax.ShapeDtypeStruct:
         """Returns the shape and dtype that the kernel `w` has in [in, out] layout.
@@ -183,7 +185,12 @@ class CallConfig:
     @property
     def materializes_gather(self) -> bool:
         """Returns whether AG+GEMM stores the gathered x for reuse by the wgrad."""
-        return self.method.materializes_gather or self._is_auto_on_gpus
+        return self.gathers_first or self._is_auto_on_gpus
+
+    @property
+    def gathers_first(self) -> bool:
+        """Returns whether a wgrad all-gathers its operand in a separate primitive."""
+        return not self.overlap or self.method.materializes_gather
 
     @property
     def uses_bulk(self) -> bool:

@@ -7,46 +7,18 @@ import jax
 from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.methods import Method
+from jax_ub._src.parallel import ROW
 from jax_ub._src.primitives.collectives import (
     all_gather,
     bulk_all_gather,
     bulk_reduce_scatter,
     reduce_scatter,
 )
-from jax_ub._src.primitives.matmuls import (
-    all_gather_matmul,
-    matmul,
-    matmul_reduce_scatter,
-    wgrad,
-)
+from jax_ub._src.primitives.matmuls import matmul, wgrad
 from jax_ub._src.reference import sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
+from jax_ub._src.rules.forward import column_forward, dgrad_config, row_forward
 from jax_ub._src.rules.vjp import accumulation, differentiable, is_zero
-
-
-def column_forward(
-    config: CallConfig,
-    x: jax.Array,
-    ws: tuple[jax.Array, ...],
-    biases: tuple[jax.Array, ...] | None = None,
-    residual: jax.Array | None = None,
-    main_grads: tuple[jax.Array, ...] | None = None,
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """Computes `all_gather(x) @ w_i + bias_i + residual` for each kernel w_i (AG+GEMM).
-
-    Returns:
-        The products `[..., M, N_i]`, and the gathered x if `config.returns_gathered`.
-    """
-    return all_gather_matmul(
-        config.overlapped,
-        x,
-        ws,
-        biases,
-        None if residual is None else (residual,),
-        rhs_transposed=config.rhs_transposed,
-        return_gathered=config.returns_gathered,
-        out_dtype=config.out_dtype,
-    )
 
 
 def column_gradients(
@@ -82,7 +54,7 @@ def column_gradients(
         return _scattered(config, ws, d_gathered, config.dtype), {}
     _check_bulk(config)
     # The bulk all-gather primitive takes kernels in [in, out] layout only.
-    may_be_bulk = ws is not None and not config.rhs_transposed
+    may_be_bulk = config.overlap and ws is not None and not config.rhs_transposed
     if may_be_bulk and x is not None:
         config = _with_tuned_method(config, x, gradients)
         is_bulk = config.uses_bulk
@@ -130,14 +102,10 @@ def _scattered(config, ws, d_gathered, dtype):
 def _dgrad(config, dys, ws, d_gathered):
     if ws is None:
         return None
-    return matmul_reduce_scatter(
-        config.overlapped,
-        dys,
-        ws,
-        residual=_scattered(config, ws, d_gathered, sum_dtype(config.dtype)),
-        rhs_transposed=not config.rhs_transposed,
-        out_dtype=config.dtype,
-    )
+    residual = _scattered(config, ws, d_gathered, sum_dtype(config.dtype))
+    product = dgrad_config(config, ROW, out_dtype=config.dtype)
+    (dx,), _ = row_forward(product, dys, ws, residual=residual)
+    return dx
 
 
 def _wgrad(config, x, gathered, dys, main_grads):
@@ -145,14 +113,15 @@ def _wgrad(config, x, gathered, dys, main_grads):
         return ()
     main_grads, dtype = accumulation(config, dys, main_grads)
     is_one = len(dys) == 1 or not config.rhs_transposed
-    if gathered is None and (config.method.materializes_gather or not is_one):
+    if gathered is None and (config.gathers_first or not is_one):
         gathered = all_gather(config.collective, x)
     reads_peers = gathered is None
     execution = config.overlapped if reads_peers else config.local
     rows = x if reads_peers else gathered
     if not config.rhs_transposed:
         gather = "x" if reads_peers else None
-        return wgrad(execution, rows, dys, main_grads, gather=gather, out_dtype=dtype)
+        options = {"gather": gather, "scale": config.scale, "out_dtype": dtype}
+        return wgrad(execution, rows, dys, main_grads, **options)
     # For a kernel [out, in] the gradient is dy_i^T x: dy_i is wgrad's first operand and
     # x its second, so each kernel needs a separate call.
     gather = "dy" if reads_peers else None

@@ -21,8 +21,9 @@ from jax_ub._src.rules.call_config import (
     make_call_config,
     make_local_call_config,
 )
-from jax_ub._src.rules.column import column_forward, column_linear
-from jax_ub._src.rules.row import row_forward, row_linear
+from jax_ub._src.rules.column import column_linear
+from jax_ub._src.rules.forward import column_forward, is_replicated, row_forward
+from jax_ub._src.rules.row import row_linear
 from jax_ub._src.rules.vjp import check_no_main_grad
 
 
@@ -382,7 +383,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
         returns_gathered=return_gathered,
         bias_name=bias_name,
     )
-    gathers = mode.op == "all_gather_matmul"
+    gathers = config.mode.gathers_x
     is_tuple = gathers and isinstance(w, tuple)
     ws: tuple[Any, ...] = w if isinstance(w, tuple) and gathers else (w,)
     biases = _as_tuple(label, bias_name, bias, is_tuple, len(ws))
@@ -396,8 +397,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
             for main_grad, kernel in zip(main_grads, ws, strict=True)
         )
     own = frozenset(config.axis_name)
-    if mode.op == "matmul" and config.is_vma_checked and not own & vma.axes_of(x):
-        config = dataclasses.replace(config, is_x_replicated=True)
+    config = dataclasses.replace(config, is_x_replicated=is_replicated(config, x))
     # The casts to varying are outside the custom_vjp, so that JAX sums the operands'
     # gradients over the axes that the casts add.
     x = vma.pcast_varying(x, axes - own if config.is_x_replicated else axes)

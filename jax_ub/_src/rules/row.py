@@ -2,41 +2,13 @@
 
 import jax
 
-from jax_ub._src.primitives import matmuls
+from jax_ub._src.parallel import COLUMN, ROW
+from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_gather, all_reduce
-from jax_ub._src.primitives.matmuls import all_gather_matmul, wgrad
+from jax_ub._src.primitives.matmuls import wgrad
 from jax_ub._src.rules.call_config import CallConfig
+from jax_ub._src.rules.forward import column_forward, dgrad_config, row_forward
 from jax_ub._src.rules.vjp import accumulation, differentiable
-
-
-def row_forward(
-    config: CallConfig,
-    x: jax.Array,
-    ws: tuple[jax.Array, ...],
-    biases: tuple[jax.Array, ...] | None = None,
-    residual: jax.Array | None = None,
-    main_grads: tuple[jax.Array, ...] | None = None,
-) -> tuple[tuple[jax.Array, ...], None]:
-    """Computes `x @ w`, and reduces it over the ranks if the layer is row-parallel.
-
-    Bias and residual are added once, after the reduction.
-    """
-    op = config.mode.op
-    product = {
-        "matmul": matmuls.matmul,
-        "matmul_reduce_scatter": matmuls.matmul_reduce_scatter,
-        "matmul_all_reduce": matmuls.matmul_all_reduce,
-    }[op]
-    y = product(
-        config.local if op == "matmul" else config.overlapped,
-        (x,),
-        ws,
-        None if biases is None else biases[0],
-        residual,
-        rhs_transposed=config.rhs_transposed,
-        out_dtype=config.out_dtype,
-    )
-    return (y,), None
 
 
 def row_gradients(
@@ -55,7 +27,7 @@ def row_gradients(
             `[..., M, N]`; empty if it is zero.
         d_gathered: None: the forward pass gathers nothing.
         residual: addend of the gradient of x, or None. The sum has the residual's
-            dtype and overwrites its buffer. Only for layers that gather dy.
+            dtype and overwrites its buffer. Not for a replicated x.
 
     Returns:
         The gradient of x or None, and {0: the gradient of the kernel} or {}.
@@ -69,7 +41,7 @@ def row_gradients(
     if config.mode.op == "matmul_reduce_scatter":
         dx, dw = _gathering_gradients(config, x, ws, dy, main_grads, residual)
     else:
-        dx, dw = _local_gradients(config, x, ws, dy, main_grads)
+        dx, dw = _local_gradients(config, x, ws, dy, main_grads, residual)
     return dx, {} if dw is None else {0: dw}
 
 
@@ -80,26 +52,24 @@ def _gathering_gradients(config, x, ws, dy, main_grads, residual):
     dgrad, config = config.dgrad, config.wgrad
     dx = gathered = None
     if ws is not None:
-        (dx,), gathered = all_gather_matmul(
-            dgrad.overlapped,
-            dy,
-            ws,
-            residuals=None if residual is None else (residual,),
-            rhs_transposed=not config.rhs_transposed,
-            return_gathered=x is not None and dgrad.materializes_gather,
+        product = dgrad_config(
+            dgrad,
+            COLUMN,
             out_dtype=config.dtype if residual is None else residual.dtype,
+            returns_gathered=x is not None and dgrad.materializes_gather,
         )
+        (dx,), gathered = column_forward(product, dy, ws, residual=residual)
     if x is None:
         return dx, None
-    if gathered is None and config.method.materializes_gather:
+    if gathered is None and config.gathers_first:
         gathered = all_gather(config.collective, dy)
     if gathered is None:
         return dx, _wgrad(config, config.overlapped, x, dy, main_grads, gathers_dy=True)
     return dx, _wgrad(config, config.local, x, gathered, main_grads)
 
 
-def _local_gradients(config, x, ws, dy, main_grads):
-    if config.mode.op == "matmul_all_reduce" and not config.is_vma_checked:
+def _local_gradients(config, x, ws, dy, main_grads, residual):
+    if config.mode.op == "matmul_all_reduce" and is_partial(config, dy):
         dy = all_reduce(config.collective, dy)
     dy = dy.astype(config.dtype)
     dx = None
@@ -107,15 +77,25 @@ def _local_gradients(config, x, ws, dy, main_grads):
         # If x has the same value on every rank, each rank's columns contribute one
         # summand of its gradient, and GEMM+AR adds them.
         replicated = config.is_x_replicated
-        product = matmuls.matmul_all_reduce if replicated else matmuls.matmul
-        dx = product(
-            config.dgrad.overlapped if replicated else config.local,
-            (dy,),
-            ws,
-            rhs_transposed=not config.rhs_transposed,
-            out_dtype=config.dtype,
+        product = dgrad_config(
+            config.dgrad if replicated else config,
+            ROW if replicated else None,
+            sequence_parallel=False,
+            out_dtype=config.dtype if residual is None else residual.dtype,
         )
+        (dx,), _ = row_forward(product, dy, ws, residual=residual)
     return dx, None if x is None else _wgrad(config, config.local, x, dy, main_grads)
+
+
+def is_partial(config: CallConfig, dy: jax.Array) -> bool:
+    """Returns whether dy, the cotangent of a sum over the ranks, must be summed, too.
+
+    With `shard_map(check_vma=True)`, dy is partial if its type varies over the ranks.
+    This happens inside a fused operation if the result is added to a varying array.
+    With `check_vma=False`, dy is always partial: JAX transposes psum to psum.
+    """
+    own = frozenset(config.axis_name)
+    return not config.is_vma_checked or bool(own & vma.axes_of(dy))
 
 
 def _wgrad(config, execution, x, dy, main_grads, *, gathers_dy=False):
@@ -124,7 +104,15 @@ def _wgrad(config, execution, x, dy, main_grads, *, gathers_dy=False):
     if config.rhs_transposed:
         # For a kernel [out, in] the gradient is dy^T x, so dy is wgrad's first operand.
         x, dy, gather = dy, x, "x" if gathers_dy else None
-    return wgrad(execution, x, (dy,), main_grads, gather=gather, out_dtype=dtype)[0]
+    return wgrad(
+        execution,
+        x,
+        (dy,),
+        main_grads,
+        gather=gather,
+        scale=config.scale,
+        out_dtype=dtype,
+    )[0]
 
 
 row_linear = differentiable(row_forward, row_gradients)

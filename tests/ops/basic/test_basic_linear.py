@@ -148,13 +148,23 @@ def test_gradients_that_are_not_requested_cost_nothing(layout):
     assert (products(0), products(1), products((0, 1))) == (2, 2, 3)
 
 
-def test_both_gradients_share_one_all_gather_of_dy():
-    seq = ops.Sequential(linear("row", True))
-    run = on_ranks(seq, tp_mesh(2), (seq.specs(), FEATURES), TOKENS)
+# The gradients of a row-parallel layer share one all-gather of dy.
+COLLECTIVES = {
+    ("column", True): {"all_gather": 2, "reduce_scatter": 1},
+    ("column", False): {"all_reduce": 1},
+    ("row", True): {"reduce_scatter": 1, "all_gather": 1},
+    ("row", False): {"all_reduce": 1},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gemms_and_collectives_are_separate_calls(layout):
+    seq, (x_spec, y_spec) = ops.Sequential(linear(*layout)), LAYOUTS[layout]
+    run = on_ranks(seq, tp_mesh(2), (seq.specs(), x_spec), y_spec)
     params, x = seq.init(jax.random.key(0)), small_integers(1, (8, 24))
     loss = lambda *v: jnp.sum(run(*v) ** 2)  # noqa: E731
     found = calls(compiled_text(jax.jit(jax.grad(loss, (0, 1))), params, x))
-    assert found == {"matmul": 2, "wgrad": 1, "reduce_scatter": 1, "all_gather": 1}
+    assert found == {"matmul": 2, "wgrad": 1, **COLLECTIVES[layout]}
 
 
 def test_dtype_of_the_computation_and_of_the_parameters():

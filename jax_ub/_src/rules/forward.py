@@ -1,0 +1,126 @@
+"""The products of linear layers: AG+GEMM, and GEMM without communication, +RS or +AR.
+
+A layer's forward pass is one of them, and its dgrad is another one, with transposed
+kernels. With `config.overlap`, the GEMM and its collective are one primitive. Without,
+they are two primitives, which run one after the other.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ub._src import reference
+from jax_ub._src.parallel import mode_of
+from jax_ub._src.primitives import matmuls, vma
+from jax_ub._src.primitives.collectives import all_gather, all_reduce, reduce_scatter
+from jax_ub._src.rules.call_config import CallConfig
+
+
+def column_forward(
+    config: CallConfig,
+    x: jax.Array,
+    ws: tuple[jax.Array, ...],
+    biases: tuple[jax.Array, ...] | None = None,
+    residual: jax.Array | None = None,
+    main_grads: tuple[jax.Array, ...] | None = None,
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """Computes `all_gather(x) @ w_i + bias_i + residual` for each kernel w_i.
+
+    Without overlap, `ws` has only one kernel.
+
+    Returns:
+        The products `[..., M, N_i]`, and the gathered x if `config.returns_gathered`.
+    """
+    options: dict[str, Any] = {
+        "rhs_transposed": config.rhs_transposed,
+        "scale": config.scale,
+        "out_dtype": config.out_dtype,
+    }
+    if config.overlap:
+        return matmuls.all_gather_matmul(
+            config.overlapped,
+            x,
+            ws,
+            biases,
+            None if residual is None else (residual,),
+            return_gathered=config.returns_gathered,
+            **options,
+        )
+    x = all_gather(config.collective, x)
+    (bias,) = biases or (None,)
+    y = matmuls.matmul(config.local, (x,), ws, bias, residual, **options)
+    return (y,), x if config.returns_gathered else None
+
+
+def row_forward(
+    config: CallConfig,
+    x: jax.Array | tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    biases: tuple[jax.Array, ...] | None = None,
+    residual: jax.Array | None = None,
+    main_grads: tuple[jax.Array, ...] | None = None,
+) -> tuple[tuple[jax.Array, ...], None]:
+    """Computes `x @ w`, and reduces it over the ranks if the layer is row-parallel.
+
+    Bias and residual are added once, after the reduction. If x is a tuple with one
+    array for each kernel, the products are added, too.
+    """
+    xs = x if isinstance(x, tuple) else (x,)
+    (bias,) = biases or (None,)
+    op, dtype = config.mode.op, config.out_dtype
+    options: dict[str, Any] = {
+        "rhs_transposed": config.rhs_transposed,
+        "scale": config.scale,
+    }
+    if op == "matmul" or config.overlap:
+        product = {
+            "matmul": matmuls.matmul,
+            "matmul_reduce_scatter": matmuls.matmul_reduce_scatter,
+            "matmul_all_reduce": matmuls.matmul_all_reduce,
+        }[op]
+        execution = config.local if op == "matmul" else config.overlapped
+        y = product(execution, xs, ws, bias, residual, out_dtype=dtype, **options)
+        return (y,), None
+    partial = matmuls.matmul(config.local, xs, ws, out_dtype=jnp.float32, **options)
+    if op == "matmul_reduce_scatter":
+        is_sum = bias is None and residual is None
+        sum_dtype = dtype if is_sum else jnp.float32
+        y = reduce_scatter(config.collective, partial, out_dtype=sum_dtype)
+    else:
+        y = all_reduce(config.collective, partial)
+    return (reference.add(y, bias, residual, out_dtype=dtype),), None
+
+
+def dgrad_config(
+    config: CallConfig,
+    parallel: str | None,
+    *,
+    sequence_parallel: bool = True,
+    **fields,
+) -> CallConfig:
+    """Returns the settings of a product with transposed kernels.
+
+    Args:
+        config: the settings of the pass.
+        parallel: with `sequence_parallel`, the mode whose forward pass is the product.
+        sequence_parallel: see `parallel`.
+        **fields: other fields to replace.
+    """
+    return dataclasses.replace(
+        config,
+        mode=mode_of(parallel, sequence_parallel),
+        rhs_transposed=not config.rhs_transposed,
+        **fields,
+    )
+
+
+def is_replicated(config: CallConfig, x: jax.Array) -> bool:
+    """Returns whether x has the same value on every rank, by its type.
+
+    It is False if the forward pass communicates.
+    """
+    if config.mode.op != "matmul" or not config.is_vma_checked:
+        return False
+    return not frozenset(config.axis_name) & vma.axes_of(x)
