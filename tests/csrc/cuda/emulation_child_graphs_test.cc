@@ -1,4 +1,4 @@
-// Graphs within graphs in the emulated driver, as XLA makes and updates them.
+// Tests child graphs in the emulated driver, as XLA creates and updates them.
 #include <functional>
 #include <utility>
 #include <vector>
@@ -16,7 +16,7 @@ const Driver& driver = EmulatedDriver();
 using Gpu = EmulatedGpu;
 using Body = std::function<void(CUstream)>;
 
-// What the stream is given, as a graph.
+// Captures the work that a function enqueues on a stream, as a graph.
 class Captured {
  public:
   Captured(CUstream stream, const Body& body) {
@@ -34,7 +34,7 @@ class Captured {
   CUgraph graph_ = nullptr;
 };
 
-// A graph of children, one behind the other.
+// A graph whose nodes are child graphs that run one after the other.
 class Whole {
  public:
   explicit Whole(
@@ -58,7 +58,7 @@ class Whole {
   }
   Whole(const Whole&) = delete;
 
-  // The graph, not what was made of it.
+  // Destroys the graph, but not the instantiated graph.
   void Forget() {
     if (graph_ != nullptr) driver.GraphDestroy(std::exchange(graph_, nullptr));
   }
@@ -99,7 +99,7 @@ TEST(ChildrenRunInTheirOrderWithWhatTheyWereGivenLast) {
     Whole whole({fill.get(), take.get()});
     whole.Launch(stream.get());
     CHECK(Gpu::Read(stream.get(), copy.get(), 1024) == std::vector<uint32_t>(1024, 1));
-    // A launch that goes on is as it was.
+    // An update does not change a launch that is running.
     whole.Launch(stream.get());
     CHECK_EQ(whole.Update(1, other_take.get()), CUDA_SUCCESS);
     CHECK_EQ(whole.Update(0, other_fill.get()), CUDA_SUCCESS);
@@ -246,7 +246,7 @@ TEST(FillsAreNodesThatAreUpdatedToo) {
   CHECK_EQ(machine.Complaints(), "");
 }
 
-// Another kernel is taken, another priority only where it has no effect.
+// An update accepts another kernel, but another priority only if it has no effect.
 TEST(KernelsKeepTheirPriorityAndMayBeOthers) {
   EmulatedMachine machine;
   {

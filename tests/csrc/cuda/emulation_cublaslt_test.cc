@@ -1,5 +1,5 @@
-// The emulated cuBLASLt: products of all layouts against sums in double, and what it
-// refuses.
+// Tests the emulated cuBLASLt: compares products of all layouts with sums in double,
+// and checks what it rejects.
 #include <cmath>
 #include <random>
 #include <vector>
@@ -19,7 +19,8 @@ const CublasLt& library = EmulatedCublasLt();
 using Gpu = EmulatedGpu;
 using lt::Status;
 
-// A column-major matrix, or several, of small integers in host memory of a device.
+// A batch of column-major matrices of small integers, in host memory that devices can
+// access.
 struct Matrix {
   Matrix(
       DType dtype, int64_t rows, int64_t columns, int64_t gap, int batch, bool repeats)
@@ -81,7 +82,7 @@ struct Options {
   lt::ComputeType compute = lt::ComputeType::k32F;
 };
 
-// A product and all that it needs.
+// A product with its descriptors, matrices and workspace.
 class Product {
  public:
   explicit Product(const Options& options)
@@ -174,7 +175,7 @@ class Product {
   int num_found = 0;
 };
 
-// Small integers: exact in any dtype and order.
+// Checks that a product of small integers is exact, in any dtype and order.
 void CheckExact(const Options& options, uint64_t seed) {
   Product product(options);
   std::mt19937 random(seed);

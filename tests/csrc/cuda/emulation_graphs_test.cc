@@ -1,4 +1,4 @@
-// Capture and replay in the emulated driver.
+// Tests the capture and replay of graphs in the emulated driver.
 #include <functional>
 #include <memory>
 #include <thread>
@@ -33,7 +33,7 @@ CUstreamCaptureStatus StatusOf(CUstream stream) {
   return status;
 }
 
-// What a stream was captured into, ready to run.
+// An instantiated graph of the work that was captured from a stream.
 class Captured {
  public:
   explicit Captured(CUstream stream) {
@@ -72,7 +72,7 @@ TEST(ACaptureOfSeveralStreamsReplays) {
       Gpu::Copy(right.get(), to.get() + 4096, from.get(), 4096);
       Gpu::Join(main.get(), left_done, left.get());
       Gpu::Join(main.get(), right_done, right.get());
-      // After both copies.
+      // This fill runs after both copies.
       Gpu::Fill(main.get(), from.get(), 77, 1024);
       Captured captured(main.get());
       CHECK_EQ(StatusOf(right.get()), CU_STREAM_CAPTURE_STATUS_NONE);
@@ -176,7 +176,7 @@ TEST(WorkThatIsNotJoinedFailsTheCapture) {
   Gpu::Fill(side.get(), memory.get(), 1, 16);
   CHECK_EQ(End(main.get()), CUDA_ERROR_STREAM_CAPTURE_UNJOINED);
   CHECK_EQ(StatusOf(side.get()), CU_STREAM_CAPTURE_STATUS_NONE);
-  // Joined, and then given more.
+  // The side stream is joined, and then gets more work.
   Begin(main.get());
   Gpu::Join(side.get(), fork, main.get());
   Gpu::Join(main.get(), join, side.get());
@@ -208,7 +208,7 @@ TEST(WhatMayBlockIsRefusedWhileTheThreadCaptures) {
     CHECK_EQ(End(main.get()), CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
     CHECK_EQ(StatusOf(main.get()), CU_STREAM_CAPTURE_STATUS_NONE);
   }
-  // Of another thread only in global mode.
+  // A capture affects other threads only in global mode.
   const auto elsewhere = [&] {
     CUresult result = CUDA_SUCCESS;
     std::thread([&] {

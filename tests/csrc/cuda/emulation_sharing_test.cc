@@ -1,5 +1,5 @@
-// Memory that processes share in the emulated driver: by descriptors, fabric handles and
-// IPC; and who may touch what.
+// Tests shared memory in the emulated driver, by descriptors, fabric handles and IPC,
+// and which devices may access it.
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -43,7 +43,7 @@ CUresult SetAccess(CUdeviceptr address, int device) {
   return driver.MemSetAccess(address, kSize, &access, 1);
 }
 
-// A handle that is mapped for a device.
+// A mapping of a handle with access for a device.
 class Mapping {
  public:
   Mapping(CUmemGenericAllocationHandle handle, int device) {
@@ -63,7 +63,7 @@ class Mapping {
   CUdeviceptr address_ = 0;
 };
 
-// What two processes tell each other: 64 bytes, and how far they are.
+// Data that two processes exchange: a handle of 64 bytes, and their progress.
 struct SetupExchange {
   unsigned char handle[64];
   std::atomic<int> stage{0};
@@ -120,7 +120,7 @@ CUmemGenericAllocationHandle Import(void* shareable, CUmemAllocationHandleType t
   return handle;
 }
 
-// Waits until the exporter of this fabric handle has ended: then no process can import it.
+// Waits until the exporter of a fabric handle has ended; then no process can import it.
 void AwaitEnd(void* fabric) {
   CUmemGenericAllocationHandle handle = 0;
   while (driver.MemImportFromShareableHandle(
@@ -161,7 +161,7 @@ TEST(VirtualMemoryIsReachedOnlyAfterAccessIsSet) {
     CHECK_EQ(fill(elsewhere), CUDA_SUCCESS);
     CHECK_EQ(SetAccess(address, 2), CUDA_ERROR_INVALID_DEVICE);
     CHECK_EQ(machine.Violations().size(), 2u);
-    // The handle is not needed while it is mapped; the addresses are.
+    // A mapping outlives its handle, but not its addresses.
     Check(driver, driver.MemRelease(handle), "release");
     CHECK(Gpu::Read(elsewhere.get(), address, 1024) == Words(1));
     CHECK_EQ(driver.MemAddressFree(address, 2 * kSize), CUDA_ERROR_INVALID_VALUE);

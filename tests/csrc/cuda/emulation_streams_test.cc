@@ -1,5 +1,5 @@
-// Streams, events, copies and allocations of the emulated driver: what CUDA orders is
-// ordered, and nothing else; what it refuses is refused.
+// Tests streams, events, copies and allocations of the emulated driver: it orders only
+// what CUDA orders, and rejects what CUDA rejects.
 #include <fcntl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -20,7 +20,8 @@ namespace {
 const Driver& driver = EmulatedDriver();
 using Gpu = EmulatedGpu;
 
-// What `second` copied out of what `first` filled; without a join, if asked so.
+// Returns whether a copy on `second` reads what `first` has filled, with a join of the
+// streams or without one.
 bool IsOrdered(uint64_t seed, bool has_join) {
   EmulatedMachine machine({.seed = seed, .max_delay_us = 500});
   const Gpu gpu;
@@ -107,11 +108,11 @@ TEST(AnEventIsTheLastRecordBeforeAWait) {
     const Stream blocked(driver, 0), free(driver, 0);
     const Event event(driver);
     EmulatedGate gate(library);
-    // Never recorded: no wait at all.
+    // An event that was never recorded makes no stream wait.
     Check(driver, driver.StreamWaitEvent(free.get(), event.get(), 0), "wait");
     CHECK_EQ(driver.EventQuery(event.get()), CUDA_SUCCESS);
     Gpu::Synchronize(free.get());
-    // A wait stays one for the record of its time.
+    // A wait refers to the latest record at the time of the call, not to a later one.
     Check(driver, driver.EventRecord(event.get(), free.get()), "record");
     Check(driver, driver.StreamWaitEvent(free.get(), event.get(), 0), "wait");
     gate.Wait(blocked.get());
@@ -257,7 +258,7 @@ TEST(PeersNeedAccess) {
              CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
     Gpu::Fill(stream.get(), memory.get(), 4, 16);
     CHECK(Gpu::Read(stream.get(), memory.get(), 16) == std::vector<uint32_t>(16, 4));
-    // An event and its stream are of one device.
+    // An event can only be recorded on a stream of its device.
     CHECK_EQ(driver.EventRecord(event.get(), own.get()), CUDA_ERROR_INVALID_HANDLE);
     Check(driver, driver.CtxSetCurrent(second.context()), "current");
   }

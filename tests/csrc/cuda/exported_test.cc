@@ -1,5 +1,6 @@
-// Calls of programs that were lowered for export, on emulated GPUs: right on the devices
-// that they were lowered for, and failed by all ranks on the same in another order.
+// Tests calls of programs that were lowered for export, on emulated GPUs: they are
+// right on the devices that they were lowered for, and fail on all ranks if the same
+// devices are in another order.
 #include <string>
 #include <thread>
 #include <vector>
@@ -11,7 +12,7 @@
 namespace jax_ub {
 namespace {
 
-// As on a mesh of [tp, dp], whose partitions are in another order than the ranks.
+// Ranks of a mesh [tp, dp], on which partitions are in another order than ranks.
 TEST(AnExportedProgramRunsOnTheDevicesThatItWasLoweredFor) {
   Gpus gpus({.num_devices = 4, .seed = 9, .max_delay_us = 30});
   int seed = 0;
@@ -31,8 +32,9 @@ TEST(AnExportedProgramRunsOnTheDevicesThatItWasLoweredFor) {
   CHECK_EQ(gpus.machine.NumCalls(kCheckPartitionKernel), 4 * seed);
 }
 
-// Runs it: every rank says what is wrong, or has NaN everywhere. Who asks early may find
-// that a peer has failed, and not yet why. Rank 0 comes last: it may be in its place.
+// Runs the calls, and checks that each rank reports the error, or that all its results
+// are NaN. A rank that is queried early may report only that a peer has failed. Rank 0
+// is launched last, because it may be in its place.
 void CheckThatAllFail(Gpus& gpus, GpuCalls& calls) {
   std::vector<std::string> said(calls.num_ranks());
   std::vector<std::thread> threads;
@@ -65,7 +67,7 @@ void CheckThatAllFail(Gpus& gpus, GpuCalls& calls) {
   }
 }
 
-// Rank 0 is where it was, its peers are not.
+// Rank 0 is on the device that it was lowered for, its peers are not.
 TEST(AnExportedProgramInAnotherOrderFailsOnAllRanks) {
   const std::string text =
       ": the program was lowered for export for the devices [0, 1, 2] in that order, "
@@ -78,7 +80,7 @@ TEST(AnExportedProgramInAnotherOrderFailsOnAllRanks) {
     CheckThatAllFail(gpus, calls);
     for (int rank = 0; rank < 3; ++rank) CHECK_THROWS(calls.Initialize(rank), text);
     CHECK_EQ(gpus.engine().Failures().size(), 1u);
-    // Where nothing was captured.
+    // Without captured calls, the group can recover.
     gpus.engine().ReleaseInProcess();
     calls.SetPartitions({0, 1, 2});
     calls.RunAll();

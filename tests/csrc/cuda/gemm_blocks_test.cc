@@ -1,4 +1,5 @@
-// How products over segments become products of plain matrices, computed one by one here.
+// Tests how a product over segments is divided into products of plain matrices, which
+// the test computes one by one.
 #include "gemm/cuda/gemm_blocks.h"
 
 #include <numeric>
@@ -67,13 +68,13 @@ TEST(blocks_add_up_to_the_product) {
   CHECK(num_batches > 0 && num_blocks > 300);
 }
 
-// Arrays that are only walked through, never read.
+// Returns an array at an address that is never accessed.
 Tensor Array(int64_t batch, int64_t rows, int64_t features, uintptr_t address) {
   return {DType::kBF16, batch, rows, features, reinterpret_cast<std::byte*>(address)};
 }
 
-// Rows [begin, begin + rows) of every batch of x [batch, ., K], times w [K, N], to the
-// same rows of y.
+// Returns the product of rows [begin, begin + rows) of every batch of x [batch, ., K]
+// and w [K, N], whose results are the same rows of y.
 GemmProblem RowsOfAll(const Tensor& x, const Tensor& y, int64_t begin, int64_t rows) {
   OperandSegments a(x.dtype);
   OperandSegments b(x.dtype);
@@ -134,7 +135,7 @@ TEST(a_batch_ends_where_the_distance_changes) {
   CHECK_EQ(blocks.size(), size_t{2});
   CHECK_EQ(blocks[0].batch, 3);
   CHECK_EQ(blocks[1].batch, 1);
-  // Downwards is no batch either.
+  // Segments with descending addresses are no batch either.
   std::swap(problem.c.segments[0], problem.c.segments[2]);
   CHECK_EQ(CutIntoBlocks(problem).size(), size_t{3});
 }
@@ -185,7 +186,7 @@ TEST(tokens_of_several_batches_are_terms_unless_they_adjoin) {
   }
 }
 
-// How many products there are must not depend on where XLA puts tensors.
+// The number of products must not depend on the addresses that XLA assigns.
 TEST(single_rows_of_several_tensors_are_terms_wherever_they_lie) {
   const Tensor dy = Array(2, 1, 16, 1 << 12);
   const Tensor kernels = Array(2, 16, 32, 1 << 16);

@@ -1,4 +1,4 @@
-// What a plan of a product tells cuBLASLt.
+// Tests the descriptors that a GEMM plan passes to cuBLASLt.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -16,7 +16,8 @@ namespace {
 
 uint32_t allowed_schemes = 0;
 
-// The reduction schemes that a product with this result may have.
+// Returns the reduction schemes that cuBLASLt may use for a product with this result
+// dtype.
 lt::ReductionScheme SchemesFor(DType result_dtype) {
   CublasLt library = EmulatedCublasLt();
   library.MatmulPreferenceSetAttribute = [](lt::Preference preference,

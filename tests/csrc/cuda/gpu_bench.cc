@@ -42,7 +42,7 @@ constexpr int kNoGpu = 77;
 constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int kMaxStreams = 3;
 
-// A linear of a model: the product of one rank.
+// The product of one rank for a linear layer of a model.
 struct Layer {
   std::string name;
   int64_t m, n, k;
@@ -50,8 +50,8 @@ struct Layer {
   double most_ratio;  // that chunks may cost, over one product
 };
 
-// Llama 3 70B and 405B, GPT-3, M = 8192: what gathers has N / P columns, what scatters
-// contracts K / P.
+// Layers of Llama 3 70B and 405B and GPT-3 with M = 8192: N / P columns for
+// all-gathers, K / P inner features for reduce-scatters.
 const std::vector<Layer> kLayers = {
     {"70B qkv  P=8", 8192, 1280, 8192, 8, 1.20},
     {"70B proj P=8", 8192, 8192, 1024, 8, 1.05},
@@ -110,7 +110,7 @@ class Bench {
  private:
   using Enqueue = std::function<void()>;
 
-  // Random bf16 numbers between -1 and 1, which every operand repeats.
+  // Fills the block of random bf16 numbers between -1 and 1 that every operand repeats.
   void FillBlock() {
     const int64_t size = 16 * kMiB;
     block_ = HostMemory(driver_, size);
@@ -139,7 +139,8 @@ class Bench {
 
   void Synchronize() { Check(driver_, driver_.CtxSynchronize(), "cuCtxSynchronize"); }
 
-  // Microseconds on the device between two events of stream 0, which the others join.
+  // Returns the microseconds between two events of stream 0, which the other streams
+  // join.
   double Once(const Enqueue& enqueue) {
     Event begin(driver_, CU_EVENT_DEFAULT);
     Event end(driver_, CU_EVENT_DEFAULT);
@@ -159,7 +160,7 @@ class Bench {
     return 1e3 * elapsed_ms;
   }
 
-  // Medians of all, in turns.
+  // Returns the median time of each program; the programs take turns.
   std::vector<double> Times(const std::vector<Enqueue>& programs) {
     std::vector<std::vector<double>> times(programs.size());
     for (const Enqueue& program : programs) Once(program);
@@ -182,7 +183,7 @@ class Bench {
           "cuStreamWaitEvent");
   }
 
-  // bf16 C [m, n] = A [m, k] B [k, n], all dense.
+  // Returns the product C [m, n] = A [m, k] B [k, n] of dense bf16 matrices.
   static GemmProblem Product(
       int64_t m, int64_t n, int64_t k, CUdeviceptr a, CUdeviceptr b, CUdeviceptr c) {
     const auto tensor = [](CUdeviceptr data, int64_t rows, int64_t features) {
@@ -221,7 +222,8 @@ class Bench {
           "cuMemcpyAsync");
   }
 
-  // As calls with use_ce = false send, by so many thread blocks.
+  // Enqueues a copy by a kernel with `num_blocks` thread blocks, as calls with use_ce =
+  // false send.
   void CopyByKernel(CUdeviceptr to,
                     CUdeviceptr from,
                     int64_t size_bytes,
@@ -236,7 +238,7 @@ class Bench {
     const DeviceMemory a = Random(2 * n * n), b = Random(2 * n * n);
     const DeviceMemory c(driver_, 2 * n * n);
     const GemmProblem problem = Product(n, n, n, a.get(), b.get(), c.get());
-    // The first is what calls run by unless they are tuned.
+    // The first algorithm is the one that calls use unless they are tuned.
     std::vector<Enqueue> programs;
     for (int i = 0; i < gpu_.gemm().NumAlgorithms(problem, {}, WorkspaceOf(0)); ++i) {
       programs.push_back([&, i] { Multiply(problem, 0, 0, i); });
@@ -252,7 +254,8 @@ class Bench {
     Show("copy of 1 GiB, read and written, TB/s", copy_tbs_);
   }
 
-  // As AG+GEMM and GEMM+RS have it: rows in P chunks, in turns on the streams.
+  // Measures products as in AG+GEMM and GEMM+RS: P chunks of rows, which take turns on
+  // the streams.
   void Chunked(const Layer& layer) {
     const int64_t m = layer.m, n = layer.n, k = layer.k, rows = m / layer.num_ranks;
     const DeviceMemory a = Random(2 * m * k), b = Random(2 * k * n);
@@ -288,7 +291,7 @@ class Bench {
                          best, layer.most_ratio, false});
   }
 
-  // Within this GPU: what a peer's memory takes is not measured here.
+  // Measures copies within this GPU; copies to a peer are not measured.
   void Copies() {
     constexpr int kCopies = 16;
     for (const int64_t size : {kMiB / 16, kMiB, 32 * kMiB}) {
@@ -340,7 +343,7 @@ class Bench {
     }
   }
 
-  // The reduction of GEMM+RS: P bf16 parts, summed in f32.
+  // Measures the reduction of GEMM+RS, which sums P bf16 partials in f32.
   void MatrixSum() {
     const int64_t rows = 1024, columns = 8192, num_parts = 8;
     const DeviceMemory parts = Random(2 * num_parts * rows * columns);
@@ -353,7 +356,7 @@ class Bench {
     for (int64_t i = 0; i < num_parts; ++i) {
       params.parts[i] = {parts.get() + 2 * i * rows * columns, columns, DType::kBF16};
     }
-    // 32 in a row: a single one fits the GPU's caches.
+    // Measures 32 sums in a row, because the data of one fit in the GPU's caches.
     const auto times = Times({[&] {
       for (int i = 0; i < 32; ++i) gpu_.sums().Sum(streams_[0].get(), params);
     }});
@@ -364,7 +367,7 @@ class Bench {
         {"sum of 8 parts over the copy's rate", tbs / copy_tbs_, 0.85, true});
   }
 
-  // Host microseconds for each of many in a row.
+  // Returns the average host time of a call, in microseconds, over many calls in a row.
   double HostTime(const Enqueue& enqueue) {
     constexpr int kCalls = 200;
     std::vector<double> times;

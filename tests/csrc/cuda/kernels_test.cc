@@ -1,4 +1,5 @@
-// The kernels' own code on the host: sums against the CPU's, flags against the protocol.
+// Tests the source of the kernels on the host: compares sums with those of the CPU
+// engine, and checks flags against the protocol.
 
 #include <atomic>
 #include <chrono>
@@ -32,7 +33,8 @@ uint64_t AddressOf(T* pointer) {
   return reinterpret_cast<uint64_t>(pointer);
 }
 
-// Memory that begins at a multiple of 16 bytes, or (shifted) at one element behind it.
+// Matrices in memory that begins at a multiple of 16 bytes or, if shifted, one element
+// after it.
 class Matrices {
  public:
   std::byte* Add(int64_t elements, DType dtype, bool shifted, Random& random) {
@@ -97,7 +99,7 @@ TEST(sums_are_the_cpu_s_bit_by_bit_and_touch_nothing_else) {
     SumChunks(made.chunks, made.params.rows, made.params.columns, made.out);
     const std::vector<std::byte> expected(made.out.data, made.out.data + bytes);
     std::copy(before.begin(), before.end(), made.out.data);
-    // Fewer threads than there are vectors, and more than a row has.
+    // The launch may have fewer threads than there are vectors, or more than a row has.
     Launch(kSumKernel, made.params, static_cast<unsigned>(Pick(random, 1, 3)),
            static_cast<unsigned>(Pick(random, 1, 20)));
     const std::vector<std::byte> found(made.out.data, made.out.data + bytes);
@@ -177,12 +179,12 @@ TEST(copies_move_rows_and_nothing_between_them) {
 constexpr uint32_t kTag = 0xabcdef;
 constexpr uint32_t kOtherTag = 0x123456;
 
-// A flag of this call, or of the one before.
+// Returns the word of a flag of this call, or of the previous one.
 constexpr uint64_t Word(uint64_t epoch, uint32_t tag = kTag) {
   return epoch << kTagBits | tag;
 }
 
-// The words of a rank that has ended so many calls, as they are in its heap.
+// The words in the heap of a rank that has ended `first_epoch` calls.
 struct Rank {
   explicit Rank(uint64_t first_epoch) : epoch(Word(first_epoch)) {
     for (uint64_t& flag : arrived) flag = epoch;
@@ -290,7 +292,7 @@ TEST(a_wait_ends_at_its_deadline_and_says_what_it_waited_for) {
   CHECK(rank.error.waited_ns >= kTimeoutNs);
   CHECK_EQ(rank.failed, 4u);  // 1 + its rank
   CHECK_EQ(rank.error.tag, 0u);
-  // Later waits end at once, and the first record stays.
+  // Later waits end at once, and keep the first error record.
   WaitParams later = rank.Wait(rank.arrived[0], 1, kLongNs);
   later.what.peer = 6;
   Launch(kWaitKernel, later, 1, 32);
@@ -310,7 +312,7 @@ TEST(the_host_ends_a_wait_that_has_begun) {
   CHECK_EQ(rank.error.code, ErrorRecord::kPoisoned);
 }
 
-// A peer that announces another call in another epoch may still make this one.
+// A peer that announces another call in another epoch may make this call later.
 TEST(a_wait_is_not_satisfied_by_another_call) {
   for (const uint64_t other : {Word(10, kOtherTag), Word(9), Word(11), Word(11, 0)}) {
     Rank rank(9);
@@ -321,7 +323,7 @@ TEST(a_wait_is_not_satisfied_by_another_call) {
   }
 }
 
-// In whatever it waits for, and long before its deadline.
+// Every kind of wait ends long before its deadline.
 TEST(a_wait_ends_when_its_peer_announces_another_call) {
   for (const uint64_t epoch : kEpochs) {
     for (const uint32_t ahead : {0, 1}) {
@@ -384,7 +386,8 @@ TEST(a_rank_that_failed_poisons_its_peers_instead_of_signalling) {
   Launch(kWaitKernel, peer.Wait(peer.arrived[0], 1, kLongNs), 1, 32);
   CHECK_EQ(peer.error.code, ErrorRecord::kPeerFailed);
   CHECK_EQ(peer.error.peer, 3u);
-  // What did arrive may be read; the end of the call will say whether it was right.
+  // Data that have arrived may be read; the end of the call reports whether they are
+  // right.
   Rank third(9);
   third.poison = 4;
   third.arrived[0] = Word(10);
@@ -447,7 +450,7 @@ TEST(a_rank_that_runs_another_partition_fails_and_tells_all_peers) {
   CHECK_EQ(poisons[0], 4u);
   CHECK_EQ(poisons[1], 4u);
   CHECK_EQ(poisons[2], 0u);
-  // The first record stays.
+  // The first error record is kept.
   partition = 0;
   Launch(kCheckPartitionKernel, place, 1, 32);
   CHECK_EQ(own.error.partition, 1u);
@@ -474,7 +477,7 @@ TEST(results_are_spoilt_only_if_the_rank_failed) {
   }
 }
 
-// Its data are wrong, and the peers may still read the memory of the sums.
+// The rank's data are wrong, and the peers may still read the memory of the sums.
 TEST(a_rank_that_has_failed_sums_nothing_by_multicast) {
   const EmulatedMachine machine;  // no address is one of multicast
   uint64_t failed = 0;

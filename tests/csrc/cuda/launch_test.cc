@@ -1,4 +1,4 @@
-// What is launched and copied, and with which parameters.
+// Tests which kernels and copies are enqueued, and with which parameters.
 
 #include <string>
 #include <vector>
@@ -90,7 +90,7 @@ TEST(vectors_are_used_where_everything_is_aligned) {
   CHECK_EQ(aligned(4, 8, 12, 1).is_aligned, 0u);
   CHECK_EQ(aligned(4, 8, 11, 0).is_aligned, 0u);
   CHECK_EQ(aligned(1, 8, 11, 0).is_aligned, 1u);  // no second row
-  // Rows without gaps are one row, however short they are.
+  // Rows without gaps are treated as one row, also if they are short.
   const SumParams dense = aligned(32, 1, 1, 0);
   CHECK_EQ(dense.rows, 1);
   CHECK_EQ(dense.columns, 32);
@@ -142,7 +142,7 @@ TEST(a_copy_takes_as_many_sms_as_it_may_in_clusters_where_there_are_any) {
   CHECK(launch(kAmpere, 5, 2) == std::pair(5u, 0u));
 }
 
-// Rank 1 of three, with slots of 40 bytes at 256 bytes' distance.
+// The CudaSlots of rank 1 of three, with slots of 40 bytes at a distance of 256 bytes.
 struct End {
   explicit End(bool use_ce = true)
       : flags(Recording()),
@@ -181,7 +181,7 @@ TEST(pieces_go_to_the_peer_s_slot_by_copy_engine) {
   CHECK_EQ(end.operations[0].writes[0].slots, slot);
   CHECK_EQ(end.operations[0].writes[0].size_bytes, 32);
   CHECK_EQ(end.operations[1].writes[0].size_bytes, 32);  // rows without gaps
-  // Rows with gaps: one by one, since a graph's copies have one dimension.
+  // Rows with gaps are copied one by one, since copies in a graph have one dimension.
   for (const int row : {0, 1}) {
     CHECK_EQ(end.operations[2 + row].writes[0].slots, slot + 8 * row);
     CHECK_EQ(end.operations[2 + row].writes[0].size_bytes, 8);

@@ -1,5 +1,6 @@
-// All-reduces by multicast through the CUDA engine, on emulated GPUs: values, eager and
-// replayed, mixed with calls that use the same slots differently, and failures.
+// Tests all-reduces by multicast through the CUDA engine, on emulated GPUs: values,
+// eager and replayed, failures, and calls that use the same slots for other
+// collectives.
 #include <memory>
 #include <random>
 #include <string>
@@ -19,9 +20,9 @@ namespace {
 
 using jax_ub_test::Sizes;
 
-// Rows of 48 bytes in bf16: pieces begin at whole vectors.
+// Rows have 48 bytes in bf16, so pieces begin at a multiple of a vector.
 constexpr Sizes kWhole = {2, 9, 5, 24};
-// No row is a whole number of vectors.
+// The size of a row is no multiple of a vector.
 constexpr Sizes kOdd = {2, 5, 7, 3};
 
 class NvlsGpus : public Gpus {
@@ -56,7 +57,7 @@ TEST(AllReducesByMulticastAreExact) {
         calls.RunAll();
         gpus.Synchronize();
         CheckRight(calls);
-        // What is one exchange stays one.
+        // A one-shot exchange does not become a multicast.
         CHECK_EQ(NumSums(gpus) > before, at.variant != Variant::kOneShot);
       }
     });
@@ -85,8 +86,8 @@ TEST(CapturedAllReducesAreExactWheneverTheyAreReplayed) {
   }
 }
 
-// Of one another, in one piece and in several, and of puts: so a flag is one rank's in one
-// call and another's in the next.
+// Calls share slots with all-reduces in one piece and in several, and with other
+// collectives: a flag belongs to one rank in one call and to another rank in the next.
 TEST(SlotsAreSharedWithCallsOfAllKinds) {
   for (const int num_ranks : {2, 3, 4}) {
     NvlsGpus gpus({.num_devices = num_ranks, .seed = 7, .max_delay_us = 100});
@@ -102,7 +103,7 @@ TEST(SlotsAreSharedWithCallsOfAllKinds) {
     }
     std::vector<size_t> order;
     for (int i = 0; i < 60; ++i) order.push_back(random() % calls.size());
-    // The first one makes the heap for all, so that all share it.
+    // Rank 0's initialization allocates the heap for all calls, so that they share it.
     for (const auto& one : calls) one->Initialize(0);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < num_ranks; ++rank) {

@@ -1,5 +1,6 @@
-// How ranks come to a multicast address of all heaps, in one process and in several: each
-// call of the driver that fails on one rank is a step down of all, and nothing is left.
+// Tests how ranks create a multicast address of all heaps, in one process and in
+// several: if a driver call fails on one rank, all ranks do without multicast, and no
+// object is left.
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
@@ -28,7 +29,8 @@ std::shared_ptr<CudaCommunicator> MakeOn(std::vector<int> ordinals,
   return CudaCommunicator::Make(driver, ordinals, RankOnGpu::kSlotsBytes, "tp", true);
 }
 
-// Counts what is wrong with sums over ranks of slots that each fills with its rank + 1.
+// Returns the number of wrong elements in sums over the ranks of slots that each rank
+// fills with its rank + 1.
 int NumWrongSums(const std::shared_ptr<CudaCommunicator>& communicator,
                  DType dtype = DType::kF32) {
   constexpr int64_t kNumElements = 1001;
@@ -115,7 +117,7 @@ TEST(RanksOfOneProcessSumByMulticast) {
       for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
         CHECK_EQ(NumWrongSums(communicator, dtype), 0);
       }
-      // Puts go where they went.
+      // Puts still work as before.
       RanksOnGpus exchange(communicator);
       CHECK_EQ(exchange.NumWrongOf(2), 0);
     }
@@ -211,7 +213,7 @@ TEST(RanksOfSeveralProcessesSumByMulticast) {
   }
 }
 
-// On the process that creates the object, and on one that imports it.
+// The failing process is the one that creates the object, or one that imports it.
 TEST(AStepThatFailsInOneProcessIsAStepDownOfAll) {
   const auto run = [](const std::string& function, int failing, int nth) {
     Meeting meeting;
@@ -242,7 +244,7 @@ TEST(AStepThatFailsInOneProcessIsAStepDownOfAll) {
     CheckAllWell(processes);
   };
   run("MulticastCreate", 0, 1);
-  // After the mappings of the heaps: one for this rank, and two for its peers.
+  // The earlier calls map the heaps: one for this rank, and two for its peers.
   run("MemExportToShareableHandle", 0, 3);
   run("MemImportFromShareableHandle", 2, 3);
   for (const int process : {0, 2}) {
@@ -295,7 +297,7 @@ TEST(RanksThatShareAGpuOrHeapsOfIpcHaveNone) {
   }
 }
 
-// A failed step could not be reported to the other host.
+// The ranks could not report a failed step to the other host.
 TEST(RanksOfSeveralHostsHaveNone) {
   Meeting meeting;
   Processes processes(2, [&](int process) {

@@ -1,6 +1,6 @@
 // Proves the protocol of cuda_slots.h for all orders of the ranks' operations, with the
-// schedules that run and the code that enqueues them; and shows that the proof would see
-// what it is there to see.
+// real schedules and the code that enqueues them. Planted errors show that the proof
+// detects what it should.
 
 #include <algorithm>
 #include <functional>
@@ -23,8 +23,8 @@ struct Kind {
   bool by_multicast = false;
 };
 
-// One of each way in which slots are used: products change nothing about it, and bulk
-// and external send as pipeline does with one piece.
+// One collective for each use of slots, without regard to GEMMs; bulk and external send
+// as pipeline does with one piece.
 constexpr Kind kKinds[] = {
     {CollectiveKind::kAllGatherMatmul, Method::kRingExchange, 1},
     {CollectiveKind::kAllGatherMatmul, Method::kRingExchange, 1, Variant::kAggregate},
@@ -48,7 +48,7 @@ std::vector<Kind> Kinds(bool by_multicast) {
   return kinds;
 }
 
-// Around zero, and where the sign changes.
+// First epochs: where the unsigned value wraps, and where the sign changes.
 constexpr uint64_t kUnsignedWrap = UINT64_MAX;
 constexpr uint64_t kSignedWrap = INT64_MAX;
 
@@ -71,8 +71,9 @@ std::string Describe(const std::vector<Kind>& kinds, int num_ranks) {
 
 using Change = std::function<void(RankProgram&)>;
 
-// What is wrong with calls in a row when every rank's program is changed, or ""; these
-// ranks are misplaced in the last one.
+// Returns the error that the search finds in consecutive calls, "" if there is none.
+// `change` modifies the program of every rank; the given ranks are misplaced in the
+// last call.
 std::string Explore(const std::vector<Kind>& kinds,
                     int num_ranks,
                     uint64_t first_epoch,
@@ -107,7 +108,7 @@ Params& ParamsOf(Operation& operation) {
   return *reinterpret_cast<Params*>(operation.params.data());
 }
 
-// Waits for what is always so.
+// Makes a wait end at once, because its condition always holds.
 void Forget(Operation& wait) {
   WaitParams& params = ParamsOf<WaitParams>(wait);
   params.flag = params.own.epoch;
@@ -121,7 +122,7 @@ void ForgetFreed(RankProgram& program) {
   }
 }
 
-// Waits for the peers' flags before the sums, or before those are copied out.
+// Removes the waits for peers' flags before the sums, or before they are copied out.
 void ForgetBarrier(RankProgram& program, bool before_sums) {
   const Operation* next = nullptr;  // that uses slots
   for (size_t i = program.lane.size(); i-- > 0;) {
@@ -161,7 +162,7 @@ TEST(two_ranks_read_what_they_mean_in_any_three_calls) {
   }
 }
 
-// In calls that ranks make in such an order each.
+// Returns the error that the search finds if the ranks' orders are these.
 std::string ExploreOrders(const std::vector<Kind>& kinds,
                           const std::vector<std::vector<int>>& orders,
                           const Change& change = nullptr) {
@@ -183,7 +184,7 @@ TEST(three_ranks_read_what_they_mean_in_two_calls) {
   for (const Kind& first : kKinds) {
     for (const Kind& second : kKinds) {
       if (!Has(first, 3) || !Has(second, 3)) continue;
-      // Two slices and two slices: only for a collective with itself. Others take long.
+      // Two slices twice take long: only for a collective with itself.
       if (first.num_splits + second.num_splits < 4 || &first == &second) {
         Prove({first, second}, 3, kUnsignedWrap);
       }
@@ -197,7 +198,8 @@ TEST(four_ranks_read_what_they_mean_in_two_calls) {
   }
 }
 
-// Every single order, also of flags: the shorter search must come to the same end.
+// Compares with the search over every order, also of flags, which must give the same
+// result.
 TEST(taking_flags_at_once_finds_what_the_whole_search_finds) {
   const Change changes[] = {nullptr, SignalBeforeWriting};
   for (const Kind& first : kKinds) {
@@ -214,7 +216,7 @@ TEST(taking_flags_at_once_finds_what_the_whole_search_finds) {
   }
 }
 
-// Three calls of any of these kinds, changed so, are found to be wrong.
+// Checks that the search finds an error in three calls of each kind after the change.
 void ExpectFound(const std::string& text,
                  const Change& change,
                  const std::vector<Kind>& kinds = Kinds(false),
@@ -240,7 +242,7 @@ TEST(ending_a_call_without_freeing_is_found) {
   });
 }
 
-// Frees the next call too, before it has begun: its own flag comes too late. All but the two
+// The rank also frees the next call's slots, before it has begun. Excluded are the two
 // stages of an all-reduce in a ring of two, which wait for each other anyway.
 TEST(counting_the_epoch_before_freeing_is_found) {
   std::vector<Kind> kinds = Kinds(false);
@@ -308,14 +310,14 @@ TEST(what_else_is_found_of_schedules_is_found_of_reductions_by_multicast) {
   ExpectFound("reads piece", WaitForTheCallBefore, Kinds(true));
 }
 
-// Behind a ring, in which the rank behind sets all flags: here each peer has its own.
+// In the ring before it, the previous rank sets all flags; here each peer has its own.
 TEST(a_reduction_by_multicast_that_does_not_wait_for_freed_is_found) {
   const std::vector<Kind> calls = {kKinds[0], Kinds(true)[0]};
   CHECK_EQ(Explore(calls, 3, kUnsignedWrap, Search::kEager), "");
   CHECK(!Explore(calls, 3, kUnsignedWrap, Search::kEager, ForgetFreed).empty());
 }
 
-// In every place, also in several at once.
+// Ranks may fail at every wait, also several ranks at once.
 TEST(nobody_ends_a_call_well_with_the_wrong_data_when_ranks_fail) {
   for (const Kind& first : kKinds) {
     for (const Kind& second : kKinds) {
@@ -333,7 +335,7 @@ TEST(nobody_passes_on_the_wrong_data_when_ranks_fail) {
   }
 }
 
-// Each set of ranks: on a mesh of several axes the others of a group may be where they were.
+// Covers each set of ranks: on a mesh of several axes some may be in their places.
 TEST(all_ranks_hear_at_once_that_some_are_misplaced) {
   const auto prove = [](const std::vector<Kind>& kinds, int num_ranks) {
     for (int set = 1; set < 1 << num_ranks; ++set) {
@@ -363,7 +365,7 @@ void ProveOrders(const std::vector<Kind>& kinds,
               ": ", wrong);
 }
 
-// Two call sites, which may be of the same kind; at once, and behind a call that both make.
+// Covers two call sites, also of one kind, as first calls and after a common call.
 TEST(all_ranks_fail_at_once_when_two_make_calls_in_different_orders) {
   for (const Kind& first : kKinds) {
     for (const Kind& second : kKinds) {
@@ -379,7 +381,7 @@ TEST(all_ranks_fail_at_once_when_three_make_calls_in_different_orders) {
     for (const Kind& second : kKinds) {
       if (first.num_splits + second.num_splits > 2) continue;
       if (!Has(first, 3) || !Has(second, 3)) continue;
-      // No rank ends the first call, so there is no second one.
+      // No rank ends the first call, so there is no second call.
       for (int other = 0; other < 3; ++other) {
         std::vector<std::vector<int>> orders(3, {0});
         orders[other] = {1};
@@ -398,7 +400,7 @@ void ForgetTags(RankProgram& program) {
   }
 }
 
-// Ranks end both calls then, with each other's data.
+// Without comparison, ranks end both calls with data of the wrong call.
 TEST(not_comparing_tags_is_found) {
   for (const Kind& kind : kKinds) {
     if (kind.num_splits > 1) continue;
@@ -407,7 +409,8 @@ TEST(not_comparing_tags_is_found) {
   }
 }
 
-// Ranks wait for flags that their peers do not have in the other call.
+// Without announcements, ranks wait for flags that their peers do not set in the other
+// call.
 TEST(not_announcing_calls_is_found) {
   const Change change = [](RankProgram& program) {
     for (Operation& operation : program.lane) {
@@ -424,7 +427,7 @@ TEST(not_announcing_calls_is_found) {
 
 TEST(checking_the_place_behind_a_signal_is_found) {
   const Change change = [](RankProgram& program) {
-    // Of the call's lane the first is the check, the last its end.
+    // The lane's first operation is the check, and its last is the end of the call.
     CHECK(IsKernel(program.lane.front(), kCheckPartitionKernel));
     std::rotate(program.lane.begin(), program.lane.begin() + 1, program.lane.end() - 1);
     for (Beside& beside : program.beside) --beside.after;
@@ -443,8 +446,8 @@ std::vector<Kind> InOnePiece(bool by_multicast) {
   return kinds;
 }
 
-// Copies that follow a wait that failed may overwrite what a peer still reads; a sum by
-// multicast stores nothing then, and the end of the call tells the peers.
+// Copies after a failed wait may overwrite data that a peer still reads; a sum by
+// multicast stores nothing then, and the end of the call notifies the peers.
 TEST(failing_without_telling_the_peers_at_once_is_found) {
   const Change change = [](RankProgram& program) {
     for (Operation& operation : program.lane) {
@@ -455,7 +458,8 @@ TEST(failing_without_telling_the_peers_at_once_is_found) {
   ExpectFound("has not failed", change, InOnePiece(false), Search::kFailures);
 }
 
-// Its sums are then as wrong as what it read, and the peers take them for whole.
+// The rank's sums are as wrong as the data that it read, but the peers use them as
+// complete.
 TEST(signalling_sums_by_multicast_after_a_failure_is_found) {
   static uint64_t no_failure = 0;
   const Change change = [](RankProgram& program) {

@@ -1,5 +1,5 @@
-// What ranks say of a call before they run it: in any order, from one process or from
-// several, on the emulated driver.
+// Tests the signatures that ranks publish before they run a call, in any order, in one
+// process and in several, on the emulated driver.
 #include "transport/cuda/signature_table.h"
 
 #include <signal.h>
@@ -33,7 +33,8 @@ TEST(RanksAgreeInAnyOrderAndNothingIsKept) {
   SignatureTable decision(3);
   for (const int rank : {2, 0, 1}) CHECK(!decision.Add(Ready(rank, "A")));
   CHECK_EQ(decision.num_open(), 0);
-  // One rank may be several calls ahead of another, and sites do not mix.
+  // A rank may be several calls ahead of another rank, and call sites are matched
+  // separately.
   CHECK(!decision.Add(Ready(0, "B")));
   CHECK(!decision.Add(Ready(0, "C")));
   CHECK(!decision.Add(Ready(1, "D", "g")));
@@ -69,13 +70,13 @@ CallAttributes GatherMatmul(Method method = Method::kRingExchange) {
   return at;
 }
 
-// Two processes with a GPU each, which run their rank of calls of both.
+// Runs `function` in two processes with one GPU and one rank each.
 Processes RunTwo(Meeting& meeting, const std::function<void(GpuMember&)>& function) {
   return RunOnGpus(meeting, {{0, 1}}, {}, function);
 }
 
-// Runs the call, if it may, and initializes it until that fails with a reason, which is
-// soon.
+// Runs the call if it is not rejected; then initializes it until that fails, which is
+// soon, and returns the reason.
 std::string WithLabel(Gpus& gpus, GpuCalls& calls) {
   const int rank = calls.local_ranks()[0];
   const auto begin = std::chrono::steady_clock::now();
@@ -112,7 +113,7 @@ TEST(ProcessesThatMeanTheSameRun) {
   CheckAllWell(processes);
 }
 
-// Both processes find each difference, in any order of arrival, with the same text.
+// Both processes report each difference with the same text, in any order of arrival.
 TEST(ProcessesThatMeanOtherThingsBothSaySo) {
   struct Case {
     std::string first, second;
@@ -150,7 +151,7 @@ TEST(ProcessesThatMeanOtherThingsBothSaySo) {
   }
 }
 
-// Or the two would say different things.
+// Otherwise the two processes would report different errors.
 TEST(WhetherAProcessIsStoppedIsNotWhatItMeans) {
   Meeting meeting;
   Processes processes = RunTwo(meeting, [&](GpuMember& member) {
@@ -203,7 +204,7 @@ TEST(ARefusalOfOneProcessReachesTheOther) {
   }
 }
 
-// No algorithm, no room in the heap, a call that does not fit.
+// The errors are: no algorithm, no room in the heap, a call that does not fit.
 TEST(WhatAllProcessesRefuseBreaksNothing) {
   Meeting meeting;
   Processes processes = RunTwo(meeting, [](GpuMember& member) {
@@ -245,7 +246,8 @@ TEST(DevicesOfOneProcessHaveToAgreeToo) {
 }
 
 TEST(ADeviceThatIsNotReadyFailsTheOthersOfItsProcess) {
-  // First its GEMMs, then its heap: then no rank gets a heap until all know the reason.
+  // The first part fails the preparation of its GEMMs, the second its heap: then no
+  // rank gets a heap before all ranks know the reason.
   Gpus gpus({.num_devices = 2});
   GpuCalls calls(gpus, GatherMatmul(), {}, DType::kF32, 1);
   gpus.machine.Fail("MemCreate", CUDA_ERROR_OUT_OF_MEMORY);
@@ -268,7 +270,8 @@ TEST(ADeviceThatIsNotReadyFailsTheOthersOfItsProcess) {
   CHECK_THROWS(others.Initialize(1), text);
 }
 
-// Other addresses need other plans: the peers know already that the rank is ready.
+// Other addresses need other plans, after the peers have been told that the rank is
+// ready.
 TEST(ARankThatWasReadyAndFailsLaterFailsTheOthers) {
   Gpus gpus({.num_devices = 2});
   GpuCalls calls(gpus, GatherMatmul(), {2, 8, 8, 3}, DType::kF32, 1);

@@ -1,5 +1,5 @@
-// A rank's call on streams: how it divides its workspace, in which order lanes run, and
-// which lanes a capture leaves to others.
+// Tests a rank's call on streams: how it divides its workspace, in which order lanes
+// run, and which lanes it may use during a capture.
 #include "engine/cuda/stream_device.h"
 
 #include <cstring>
@@ -14,7 +14,7 @@
 namespace jax_ub {
 namespace {
 
-// A GPU, what the engine has on it, and XLA's stream.
+// A GPU with the resources of the engine, and XLA's stream.
 struct OneGpu {
   explicit OneGpu(int max_delay_us = 0)
       : machine({.seed = 3, .max_delay_us = max_delay_us}),
@@ -86,7 +86,8 @@ TEST(TensorsLieBehindTheScratchOfTheLanesAndApart) {
   one.Synchronize();
 }
 
-// Each lane adds a step to what the one before it left: any order but that gives less.
+// Each lane adds a step to the result of the previous lane; any other order gives a
+// smaller number.
 TEST(MarksOrderLanesAndJoinOrdersXlasStream) {
   OneGpu one(200);
   StreamLanes lanes(EmulatedDriver(), {.num_lanes = 3});
@@ -112,7 +113,7 @@ TEST(MarksOrderLanesAndJoinOrdersXlasStream) {
   CHECK_EQ(values[kSteps + 1], 100u);
 }
 
-// cuBLASLt is 13.0 here.
+// The emulated version of cuBLASLt is 13.0.
 TEST(ProductsRunInTurnWhereTheirKernelsCorruptOthers) {
   for (const int major : {9, 10, 11, 12}) {
     const EmulatedMachine machine(

@@ -1,4 +1,4 @@
-// The handlers of the CUDA engine as XLA calls them, on emulated GPUs.
+// Tests the FFI handlers of the CUDA engine as XLA calls them, on emulated GPUs.
 #include "ffi/cuda/handlers.h"
 
 #include <cuda.h>
@@ -21,7 +21,8 @@ namespace jax_ub {
 
 namespace {
 
-// y [2, 3] = the own rows of the sum over two ranks of x [4, 2] w [2, 3].
+// The call: y [2, 3] are the rank's rows of the sum over two ranks of x [4, 2] w [2,
+// 3].
 constexpr int kRanks = 2;
 constexpr int64_t kRows = 4, kInner = 2, kColumns = 3;
 constexpr int64_t kOwnRows = kRows / kRanks;
@@ -75,7 +76,7 @@ std::vector<XlaArray> Results(XLA_FFI_DataType workspace = XLA_FFI_DataType_U8) 
           {workspace, {WorkspaceBytes()}}};
 }
 
-// Two GPUs whose ids are 40 and 41, and the arrays of a rank on each.
+// A process with two GPUs, whose ids are 40 and 41, and the arrays of one rank on each.
 class Process {
  public:
   explicit Process(double timeout_s = 60)
@@ -99,7 +100,7 @@ class Process {
   }
   ~Process() { ReplaceCudaEngine(nullptr); }
 
-  // Operands that depend on `seed`.
+  // Fills the operands with numbers that depend on `seed`.
   void Fill(int seed) {
     for (int rank = 0; rank < kRanks; ++rank) {
       float* x = At(rank, 0);
@@ -109,7 +110,8 @@ class Process {
     }
   }
 
-  // What XLA writes before a call of an exported program, for each rank.
+  // Writes the number of each rank's partition, as XLA does before a call of an
+  // exported program.
   void SetPartitions(const std::vector<uint32_t>& partitions) {
     for (int rank = 0; rank < kRanks; ++rank) {
       *reinterpret_cast<uint32_t*>(partitions_[rank].get()) = partitions[rank];
@@ -138,7 +140,7 @@ class Process {
     ReplaceCudaEngine(nullptr);
     engine_.reset();
     {
-      // Freeing needs a context, whose ever it is.
+      // Freeing memory needs a current context, of any device.
       const ScopedContext current(driver, contexts_[0].get());
       memory_.clear();
       partitions_.clear();
@@ -259,7 +261,7 @@ TEST(AFailureOfTheDeviceIsToldToTheNextRun) {
     CheckOk(call->Instantiate());
     CheckOk(call->Initialize(0, process.addresses(0)));
     CheckOk(call->Initialize(1, process.addresses(1)));
-    // The other rank never comes.
+    // The other rank does not make the call.
     CheckOk(call->Execute(0, process.stream(0), process.addresses(0)));
     process.Synchronize(0);
     CHECK(process.At(0, 2)[0] != process.At(0, 2)[0]);  // NaN
@@ -290,7 +292,7 @@ TEST(AnExportedProgramEndsWithItsPartitionWhichTheDeviceReads) {
         CheckOk(call->Initialize(rank, process.exported_addresses(rank)));
       }
       for (int rank = 0; rank < kRanks; ++rank) {
-        // The other one may have failed already.
+        // The call of the other rank may have failed already.
         static_cast<void>(call->Execute(rank, process.stream(rank),
                                         process.exported_addresses(rank)));
         if (misplaced) process.Synchronize(rank);

@@ -1,5 +1,5 @@
-// What each knob of a call changes of what the driver and cuBLASLt are asked for, from the
-// name by which XLA is given it on.
+// Tests the effect of each option of a call on the requests to the driver and cuBLASLt,
+// from the name of the attribute in XLA.
 #include <map>
 #include <set>
 #include <string>
@@ -15,7 +15,8 @@
 namespace jax_ub {
 namespace {
 
-// By this thread, while the calls of all ranks were initialized and executed.
+// The requests of this thread while the calls of all ranks were initialized and
+// executed.
 struct Asked {
   std::multiset<int> priorities;                   // of streams
   std::set<std::pair<unsigned, unsigned>> copies;  // by kernels: blocks, cluster size
@@ -68,7 +69,7 @@ CublasLt AskingCublasLt() {
   return library;
 }
 
-// Of an AG+GEMM.
+// The attributes of an AG+GEMM call, by name.
 class NamedAttributes : public AttributeSource {
  public:
   explicit NamedAttributes(std::map<std::string, int64_t> knobs)
@@ -133,7 +134,7 @@ TEST(ProductsUseTheAlgorithmAndTheNumbersThatTheyMay) {
   CHECK(Run({{"allow_tf32", 1}}).compute_types == tf32);
 }
 
-// From -5 to 0 here, on two devices.
+// The emulated priorities are -5 to 0; there are two devices.
 TEST(StreamsAreAsManyAndAsUrgentAsTheyAreToBe) {
   CHECK_EQ(Run({}).priorities.count(-5), 2u);
   const std::map<std::string, int64_t> named = {

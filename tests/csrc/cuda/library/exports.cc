@@ -1,5 +1,6 @@
-// The emulated driver and cuBLASLt under the names that programs look up in libcuda.so.1 and
-// libcublasLt.so.13: jumps to the functions of their tables, whatever these take.
+// Exports the emulated driver and cuBLASLt under the names that programs look up in
+// libcuda.so.1 and libcublasLt.so.13: each symbol jumps to a function of their tables,
+// with any arguments.
 #include <dlfcn.h>
 
 #include <cstddef>
@@ -13,7 +14,7 @@
 #include "cuda/emulated_cublaslt.h"
 #include "cuda/emulated_driver.h"
 
-// The functions of each table, in its order; the jumps are those of x86-64.
+// The functions of each table, in its order. The jumps are x86-64 instructions.
 #define JAX_UB_DRIVER_FUNCTIONS                                                 \
   "cuInit,cuDriverGetVersion,cuGetErrorName,cuGetErrorString,cuDeviceGet,"      \
   "cuDeviceGetCount,cuDeviceGetAttribute,cuDeviceGetName,cuDeviceGetUuid_v2,"   \
@@ -67,7 +68,7 @@ asm(R"(
 )");
 
 namespace jax_ub {
-// The tables, as the jumps see them.
+// The tables that the jumps read.
 extern "C" {
 [[gnu::visibility("hidden")]] void* jax_ub_driver[sizeof(Driver) / sizeof(void*)];
 constexpr size_t kFirstOfCublasLt = offsetof(CublasLt, GetVersion);
@@ -83,7 +84,7 @@ int64_t Setting(const char* name, int64_t otherwise) {
   return text != nullptr ? std::atoll(text) : otherwise;
 }
 
-// H100s, with what XLA divides by.
+// Returns options of H100 GPUs, with the attributes that XLA divides by.
 EmulatedOptions Options() {
   EmulatedOptions options;
   options.num_devices = static_cast<int>(Setting("EMULATED_GPUS", 1));
@@ -126,7 +127,7 @@ EmulatedMachine* machine = nullptr;
   machine = new EmulatedMachine(Options());  // for good: XLA ends without its work
 }
 
-// What no error code said.
+// Prints the violations of the driver's rules when the program ends.
 [[gnu::destructor]] void End() {
   for (const std::string& text : machine->Violations()) {
     std::cerr << "emulated GPU: " << text << std::endl;

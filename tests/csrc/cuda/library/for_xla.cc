@@ -1,4 +1,4 @@
-// What XLA calls of the driver, and the engine does not.
+// Driver functions that XLA calls, but not the engine.
 #include <cuda.h>
 #include <dlfcn.h>
 
@@ -29,7 +29,7 @@ CUDA_MEMSET_NODE_PARAMS WithoutContext(const CUDA_MEMSET_NODE_PARAMS_v2& fill) {
 
 extern "C" {
 
-// The one version that there is of a function, whichever is asked for.
+// Returns the only version of a function, whichever version is requested.
 CUresult cuGetProcAddress_v2(const char* name,
                              void** function,
                              int,
@@ -122,7 +122,8 @@ CUresult cuStreamCreate(CUstream* stream, unsigned flags) {
   return driver().StreamCreateWithPriority(stream, flags, 0);
 }
 
-// XLA asks a stream that it has waited for; here an answer takes a moment.
+// XLA queries a stream that it has waited for, so the query waits for a moment until
+// the stream is idle.
 CUresult cuStreamQuery(CUstream stream) {
   emulated::SharedMoment end;
   const CUresult result = Run("StreamQuery", [&](Call& call) {
@@ -167,8 +168,8 @@ CUresult cuGraphAddMemsetNode(CUgraphNode* node,
   return EmulatedGraphAddMemsetNode(node, graph, dependencies, num_dependencies, params,
                                     context);
 }
-// As jaxlib 0.12 does it; 0.11 calls those above. A child that is moved into the graph is
-// not destroyed by XLA.
+// jaxlib 0.12 calls this function, 0.11 those above. XLA does not destroy a child graph
+// that it has moved into the graph.
 CUresult cuGraphAddNode(CUgraphNode* node,
                         CUgraph graph,
                         const CUgraphNode* dependencies,
@@ -218,7 +219,7 @@ CUresult cuStreamBeginCaptureToGraph(CUstream stream,
   if (num_dependencies > 0) return CUDA_ERROR_NOT_SUPPORTED;
   return EmulatedStreamBeginCaptureToGraph(stream, graph, mode);
 }
-// XLA asks how many there are.
+// XLA calls this for the number of root nodes.
 CUresult cuGraphGetRootNodes(CUgraph handle, CUgraphNode* nodes, size_t* num_nodes) {
   return Run("GraphGetRootNodes", [&](Call& call) {
     const emulated::Graph* const graph = call.machine.graphs.Find(handle);

@@ -1,5 +1,5 @@
-// What XLA asks libcudart.so.13 and libnvidia-ml.so.1 before it uses a GPU. Declared here:
-// their headers need not be there.
+// Functions of libcudart.so.13 and libnvidia-ml.so.1 that XLA calls before it uses a
+// GPU. They are declared here because the headers may be missing.
 #include <cuda.h>
 
 #include <cstdio>
@@ -8,7 +8,7 @@
 
 extern "C" {
 
-// The kernels of XLA's own files, of which none runs.
+// Registers the kernels in XLA's own files, none of which runs.
 void** __cudaRegisterFatBinary(void*) {
   static void* handle;
   return &handle;
