@@ -1,5 +1,5 @@
-// Calls of all ranks through the engine: values, matching, and what happens when a rank
-// does not come, disagrees or fails.
+// Tests calls of all ranks through the CPU engine: values, matching, and errors if a
+// rank does not arrive, disagrees or fails.
 #include "engine/cpu/engine.h"
 
 #include <chrono>
@@ -26,7 +26,8 @@ using jax_ub_test::MakeCalls;
 using jax_ub_test::NumWrong;
 using jax_ub_test::Sizes;
 
-// Every rank on a thread of its own; what the ranks say.
+// Runs the call of each rank in a separate thread; returns the error of each rank, ""
+// if it succeeded.
 std::vector<std::string> RunAll(Engine& engine,
                                 CallSite& site,
                                 int64_t run_id,
@@ -130,7 +131,7 @@ TEST(ALoopMatchesTheSameExecutionOfEveryRank) {
   Arrays arrays(1);
   std::vector<std::vector<RankCall>> rounds;
   for (int i = 0; i < kNumRounds; ++i) rounds.push_back(MakeCalls(at, {}, arrays));
-  // Rank 0 comes for all rounds before rank 1 comes for the first.
+  // Rank 0 submits the calls of all rounds before rank 1 submits the first.
   std::vector<Outcome> outcomes;
   for (int rank = 0; rank < 2; ++rank) {
     for (const auto& calls : rounds) {
@@ -185,10 +186,10 @@ TEST(AMissingRankEndsTheOthersAtTheDeadline) {
       text.starts_with("CommunicatorError: jax_ub.all_reduce (ub_name 'test'): op "
                        "all_reduce of group 0 waited 1 s for rank(s) 1 of 3; "
                        "waiting: rank(s) 0, 2 (run 1, execution 0)"));
-  // The late one fails at once, and touches nothing.
+  // The late call fails at once, and accesses no memory.
   CHECK_EQ(Submit(engine, site, 1, 101, calls[1]).Wait(), text);
   CHECK_EQ(engine.counters().failed_calls > 0, true);
-  // Other calls of that run and group fail too, other groups and the next run do not.
+  // Other calls of that run and group fail, too; other groups and the next run do not.
   CallSite next(MakeAttributes(Op::kAllGather, Method::kBulk, 3));
   CHECK_EQ(Submit(engine, next, 1, 100, calls[0]).Wait().empty(), false);
   engine.rendezvous().set_timeout_s(kLongS);
@@ -217,7 +218,7 @@ TEST(ACallThatNothingCouldEndAtItsDeadlineIsRefused) {
   for (const std::string& end : RunAll(engine, site, 3, calls)) CHECK_EQ(end, "");
 }
 
-// There is one thread, and ranks cannot wait for each other one after the other.
+// There is one thread, so ranks cannot wait for each other in sequence.
 TEST(AtTheLimitOfThreadsRanksThatWaitForEachOtherSaySo) {
   for (Op op : {Op::kAllGatherMatmul, Op::kBulkReduceScatter}) {
     Engine& engine = NewEngine(1);
@@ -237,7 +238,7 @@ TEST(AtTheLimitOfThreadsRanksThatWaitForEachOtherSaySo) {
                          "reached (ulimit -u, or pids.max of the container)?"));
       CHECK_EQ(outcomes[1].Wait(), text);
       outcomes[2].Wait();  // it has all that it needs of the others
-      // What direct does are jobs, which wait for nothing.
+      // Method direct runs jobs, which do not wait for anything.
       CallSite direct(MakeAttributes(op, Method::kDirect, 3));
       for (int rank = 0; rank < 3; ++rank) {
         outcomes[rank] = Submit(engine, direct, 3, 100 + rank, calls[rank]);
@@ -400,7 +401,8 @@ TEST(WrongShapesAreRefusedWithTheNumbers) {
   }
 }
 
-// The errors of ranks 0 and 1 of three if rank 2 never begins: rank 0 waits 0.1 s.
+// Returns the errors of ranks 0 and 1 of three if rank 2 never begins its call; rank 0
+// waits for 0.1 s.
 std::vector<std::string> TextsWithoutRank2(const CallAttributes& at) {
   Engine& engine = NewEngine();
   Arrays arrays(1);

@@ -1,5 +1,5 @@
-// What the executor asks of a device that only enqueues: every read comes behind its
-// write, by lanes and marks alone, and no wait could be left out.
+// Tests the order of the operations that the executor enqueues on lanes: lanes and
+// marks alone order every read after its write, and no wait is superfluous.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -21,15 +21,16 @@ using jax_ub_test::MakeCalls;
 
 constexpr int kEveryAwait = -1;
 
-// What a point of a lane comes behind: operations of each lane, as their numbers.
+// A vector clock: for each lane, the number of its operations that precede a point of a
+// lane.
 using Clock = std::vector<int>;
 
-// Accesses to memory, word by word, that no lane or mark orders.
+// Detects memory accesses that no lane or mark orders, for each word.
 class Memory {
  public:
   explicit Memory(int num_lanes) : clocks_(num_lanes, Clock(num_lanes, 0)) {}
 
-  // The next operation of a lane.
+  // Begins the next operation of a lane.
   void Begin(Lane lane) { ++clocks_[lane][lane]; }
   void Read(Lane lane, const std::byte* data, int64_t size_bytes) {
     ForEachWord(data, size_bytes, [&](Word& word) {
@@ -65,7 +66,8 @@ class Memory {
     std::map<Lane, int> reads;
   };
 
-  // Two bytes: a word of every dtype.
+  // Calls `function` for each word of two bytes, the size of which divides the size of
+  // every dtype.
   template <typename Function>
   void ForEachWord(const std::byte* data,
                    int64_t size_bytes,
@@ -202,7 +204,7 @@ class OrderDevice : public Device {
   std::vector<std::unique_ptr<std::byte[]>> memories_;
 };
 
-// The communication lane's part: what arrives is written by the wait for it, and at the
+// The transport on the communication lane. A wait writes the data that arrive; at the
 // end of a call the peers may write all slots.
 class OrderTransport : public Transport {
  public:
@@ -273,7 +275,7 @@ void ForEachCall(const std::vector<int>& sizes, const Function& function) {
           Arrays arrays(1);
           const auto calls = MakeCalls(at, {2, 5, 3, 2}, arrays);
           for (const int lanes : {1, 2, 3}) {
-            // An even and an odd one: neighbours do not do the same.
+            // Checks an even and an odd rank, since the schedules of neighbours differ.
             function(at, calls, num_ranks / 2, lanes);
             if (num_ranks > 1) function(at, calls, num_ranks / 2 - 1, lanes);
           }

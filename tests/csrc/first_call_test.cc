@@ -1,4 +1,5 @@
-// The first call of a call site: processes compile its program for different times.
+// Tests the first call of a call site, where processes take different times to compile
+// its program.
 #include <signal.h>
 
 #include <chrono>
@@ -21,7 +22,7 @@ void Has(const std::string& text, const std::string& part) {
   check::Fail(__FILE__, __LINE__, "'", text, "' lacks '", part, "'");
 }
 
-// One process compiles the program for longer than calls may last.
+// One process compiles the program for longer than the timeout of calls.
 TEST(TheFirstCallOfASiteHasItsOwnDeadline) {
   for (const int late : {0, 1, 2}) {
     Bulletin bulletin;
@@ -34,7 +35,7 @@ TEST(TheFirstCallOfASiteHasItsOwnDeadline) {
         member.CheckRun(*each, 1, {}, 1);
       }
       CHECK(!member.sequencer().failure());
-      // Later calls have the short one.
+      // Later calls have the short timeout.
       Arrays arrays(1);
       const auto calls = MakeCalls(site.attributes(), {}, arrays);
       if (process == late) {
@@ -46,7 +47,7 @@ TEST(TheFirstCallOfASiteHasItsOwnDeadline) {
   }
 }
 
-// The late process is in another call, which it makes often.
+// The late process is executing another call, which it executes repeatedly.
 TEST(TheLeaderSaysThatACallIsTheFirstOfItsSite) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {

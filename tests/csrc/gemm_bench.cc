@@ -1,8 +1,7 @@
-// gemm_bench [M K N ...]: the GEMM alone, for each instruction set, layout and dtype.
-//
-// Prints GF/s of one thread's CPU time (steady on a busy machine), median of rounds in
-// which all variants take turns; "peak" is what tiles in the first cache reach. The peers
-// (XLA, oneDNN) are in `python -m jax_ub bench`.
+// gemm_bench [M K N ...]: measures the GEMM alone, for each instruction set, layout and
+// dtype.  Prints GFLOP/s of one thread's CPU time (steady on a busy machine), as the
+// median of rounds in which all variants take turns; "peak" is the rate of tiles in the
+// L1 cache. `python -m jax_ub bench` measures XLA and oneDNN.
 
 #include <algorithm>
 #include <cstdlib>
@@ -29,8 +28,8 @@ struct Variant {
   std::vector<double> gflops;
 };
 
-// C = A B of one dtype; `layout` as BLAS names it, T where an operand is transposed. C is
-// stored `num_replicas` times, as by an all-reduce.
+// Returns the problem C = A B with one dtype; `layout` is named as in BLAS, with T for
+// a transposed operand. C is stored `num_replicas` times, as by an all-reduce.
 Variant MakeVariant(int64_t m,
                     int64_t k,
                     int64_t n,
@@ -77,7 +76,7 @@ Variant MakePeak(DType dtype) {
   return variant;
 }
 
-// One more rate of the variant; `flops` are those of a plan.
+// Measures another rate of the variant; `flops` is the number of operations of a plan.
 void Time(Variant& variant, double flops, Scratch& scratch) {
   if (!variant.plan) {
     const double rate = MeasureTiles(*variant.kernels, kPeakSeconds, scratch);

@@ -1,4 +1,5 @@
-// The GEMM against a naive product, on every instruction set that this machine has.
+// Compares the GEMM with a naive product, on every instruction set that this machine
+// supports.
 
 #include "gemm/gemm.h"
 
@@ -30,7 +31,7 @@ TEST(products_of_normal_numbers_are_close) {
   CompareWithReference(Values::kNormal, 200, 10001);
 }
 
-// All bytes of the result, replica by replica.
+// Returns all elements of the result, replica by replica.
 std::vector<float> Elements(const RandomGemm& gemm) {
   const GemmProblem& problem = gemm.problem;
   std::vector<float> elements;
@@ -58,7 +59,8 @@ TEST(bits_depend_neither_on_the_order_of_units_nor_on_the_number_of_workers) {
   }
 }
 
-// Large replicas go past the caches, in vectors that begin wherever the rows do.
+// Large replicas are written by non-temporal stores, in vectors that begin wherever the
+// rows do.
 TEST(large_replicas_are_what_the_first_one_is) {
   constexpr int64_t kRows = 400, kColumns = 1101, kDepth = 6;
   constexpr int kReplicas = 5;
@@ -152,7 +154,8 @@ TEST(an_instruction_set_that_is_not_here_is_refused) {
                "instruction set 'mmx' is not available here; choose one of: portable");
 }
 
-// Every element of a product of `m` rows whose operands are a and b.
+// Returns every element of a product of `m` rows in which all elements of the operands
+// are a and b.
 std::vector<float> ProductOf(float a, float b, int64_t m) {
   std::vector<float> results(m, 5);
   GemmProblem problem;

@@ -1,4 +1,4 @@
-// The number of units and of workers that a product is cut for follows its estimate.
+// Tests that the number of units and workers of a GEMM follows from its estimated time.
 #include <limits>
 #include <string_view>
 
@@ -10,7 +10,7 @@
 namespace jax_ub {
 namespace {
 
-// C = A B over memory that no unit reads: nothing runs.
+// The plan of a product C = A B. It is never run, so its memory is not read.
 class Product {
  public:
   Product(int64_t m, int64_t k, int64_t n, DType dtype = DType::kF32) {
@@ -32,7 +32,7 @@ class Product {
   }
 
  private:
-  // Plans check that there is memory.
+  // Returns a non-null address, since plans check for it.
   static std::byte* Memory() {
     static std::byte memory[64];
     return memory;
@@ -41,7 +41,7 @@ class Product {
   GemmProblem problem_;
 };
 
-// Runs a test with the kernels that every machine has.
+// Runs a test with the portable kernels, which every machine supports.
 class Portable {
  public:
   Portable() : before_(CurrentIsa()) { SetIsa("portable"); }

@@ -1,5 +1,5 @@
-// The protocol of processes, run by threads on one piece of plain memory: what
-// ThreadSanitizer can follow. And whole communicators, several in one process.
+// Tests the protocol between processes with threads that share plain memory, which
+// ThreadSanitizer can observe, and several communicators in one process.
 #include "transport/cpu/group_control.h"
 
 #include <atomic>
@@ -43,7 +43,7 @@ std::vector<std::string> OnEveryProcess(int num_processes,
   return errors;
 }
 
-// Processes that are threads: headers and buffers are plain memory.
+// Emulates processes by threads, with control blocks and buffers in plain memory.
 template <int num_processes>
 struct Processes {
   static constexpr int kNumProcesses = num_processes;
@@ -97,7 +97,7 @@ TEST(WhatWasWrittenBeforeABarrierIsReadBehindIt) {
   for (const std::string& error : errors) CHECK_EQ(error, "");
 }
 
-// A ring is a system call, and is counted only where somebody sleeps.
+// Waking a process is a system call, which is counted only if a process sleeps.
 TEST(OnlyTheLastProcessToArriveWakesTheOthers) {
   constexpr int kNumProcesses = 16;
   Processes<kNumProcesses> group;
@@ -116,7 +116,7 @@ TEST(OnlyTheLastProcessToArriveWakesTheOthers) {
   CHECK_EQ(num_rings, kNumProcesses - 1u);
 }
 
-// The last process may die between its arrival and its rings.
+// The last process may die after its arrival, before it wakes the others.
 TEST(ADeathNoticeEndsABarrierThatIsComplete) {
   Group4 group;
   std::vector<std::thread> sleepers;
@@ -141,7 +141,7 @@ TEST(AProcessThatFailedDoesNotCome) {
 
 TEST(TheDeadlineNamesAllThatAreMissing) {
   Group4 group;
-  // Comes, and does not wait for the others.
+  // Process 2 arrives, and does not wait for the others.
   CHECK_THROWS(group.ends[2]->Barrier(0, 0, Reason(0)),
                "waited 0 s for process 0 and ");
   CHECK_THROWS(group.ends[1]->Barrier(0, 0, Reason(0.05)),
@@ -161,7 +161,8 @@ TEST(ProcessesThatWentAreNamedUnlessTheyCameBefore) {
   CHECK_THROWS(group.ends[1]->Barrier(0, 0, Reason()),
                "process 3 closed its communicator, as ub.destroy_ub and the end of a "
                "program do; process 1 waited for process 3");
-  // It had come; but it may be why the other one closed.
+  // Process 2 had arrived, but its death may be the reason why the other process
+  // closed.
   group.peer_statuses[1]->SetLost(2, "died");
   CHECK_THROWS(group.ends[1]->Barrier(0, 0, Reason()),
                "process 2 died; process 1 waited for process 3");
@@ -200,7 +201,7 @@ TEST(ADoorbellRingsOnWhenItsCountWrapsAround) {
   CHECK(bell.num_sleepers == 0);
 }
 
-// Several communicators in one process, as if each was one of its own.
+// Runs `function` with one communicator per thread, as if each thread was a process.
 std::vector<std::string> InOneProcess(
     int num_processes, const std::function<void(SharedMemoryCommunicator&)>& function) {
   std::vector<std::unique_ptr<Endpoint>> endpoints;
@@ -222,7 +223,7 @@ TEST(CommunicatorsOfOneProcessConnectAndClose) {
     const auto errors = InOneProcess(3, [&](SharedMemoryCommunicator& ranks) {
       std::mt19937 random(cycle * 3 + ranks.process());
       for (int64_t call = 0; call < 20; ++call) ranks.Barrier(call, 0, Reason());
-      // Two threads may close at once.
+      // Two threads may close the communicator at the same time.
       std::thread other([&] { ranks.Close(); });
       if (random() % 2 == 0) ranks.Close();
       other.join();

@@ -1,4 +1,5 @@
-// How a failure is propagated, in one process of three; the test acts as its peers.
+// Tests the propagation of a failure in one process of three; the test acts as its
+// peers.
 #include "transport/process/group_failure.h"
 
 #include <sys/wait.h>
@@ -32,8 +33,8 @@ bool WaitUntil(const std::function<bool()>& condition) {
   return true;
 }
 
-// Process 0; the other ends of its connections are peers[1] and peers[2]. Records the
-// calls of its hooks in order.
+// Process 0, which records the calls of its hooks in order. peers[1] and peers[2] are
+// the other ends of its connections.
 class Own {
  public:
   explicit Own(std::function<void()> while_waits_end = [] {})
@@ -142,14 +143,14 @@ TEST(ADeathIsPassedOnOnceAndStaysTheReasonBehindPoison) {
   own.peers[1].reset();
   CHECK(WaitUntil([&] { return own.failure.reason() != nullptr; }));
   CHECK_EQ(check::TextOf(own.failure.reason()), reason);
-  // What is old, and nonsense.
+  // Death notices that are repeated or invalid have no effect.
   for (const char* who : {"1", "0", "3", "-1"}) {
     SendMessage(own.peers[2], MessageKind::kDeathNotice, who);
   }
   SendMessage(own.peers[2], MessageKind::kSignature, "behind");
   CHECK(own.HasLogged("gone(1died)heard(behind)"));
   CHECK(HearsNothing(own.peers[2]));
-  // Who waits for others than the dead one is ended by poison alone.
+  // Only poison ends a process that waits for another process than the dead one.
   own.failure.Poison(Boom());
   CHECK(own.HasLogged("gone(1died)heard(behind)end(boom)"));
   CheckHears(own.peers[2], MessageKind::kPoison,

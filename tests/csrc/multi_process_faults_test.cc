@@ -1,4 +1,5 @@
-// What goes wrong with calls across processes: who hears of it, when, and what it says.
+// Tests failures of calls that span processes: which processes learn of a failure,
+// when, and the text of the error.
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -36,8 +37,8 @@ CallAttributes Scatter(int num_ranks, Method method = Method::kDirect) {
   return Spanning(Op::kMatmulReduceScatter, method, num_ranks);
 }
 
-// Runs the site's calls until one fails; returns why. Whatever succeeds is right, and
-// whatever fails does so soon.
+// Runs calls of the site until one fails; returns the error. Checks that calls before
+// it are right, and that it fails soon.
 std::string RunUntilFailure(Member& member, CallSite& site, double within_s) {
   for (int seed = 0;; ++seed) {
     Arrays arrays(seed);
@@ -55,7 +56,7 @@ std::string RunUntilFailure(Member& member, CallSite& site, double within_s) {
   }
 }
 
-// Kills one of three processes amid calls of that kind.
+// Kills one of three processes during calls of this kind.
 void KillAmid(Op op, Method method, int victim, int delay_ms) {
   Bulletin bulletin;
   Processes processes(3, [&](int process) {
@@ -86,15 +87,15 @@ TEST(ARankThatIsKilledAmidCallsIsNamedAtOnceByAll) {
         Op::kAllReduce, Op::kBulkAllGather, Op::kBulkReduceScatter}) {
     for (const Method method :
          {Method::kDirect, Method::kRingExchange, Method::kPipeline}) {
-      // Any process, the leader included, now sooner, now later.
+      // The victim is any process, also the leader, after different delays.
       KillAmid(op, method, round % 3, round * 7 % 20);
       ++round;
     }
   }
 }
 
-// Process 1 is in call 0 for long, and reads what process 0 has put there; that fails in
-// call 1, with call 2 behind it, and hears late of whatever the failure ends.
+// Process 1 stays in call 0 for a long time, and reads the data of process 0 there.
+// Process 0 fails in call 1, with call 2 queued, and must not overwrite these data.
 TEST(BehindACallThatFailedNothingIsOverwritten) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {
@@ -120,7 +121,7 @@ TEST(BehindACallThatFailedNothingIsOverwritten) {
     CallSite site(at);
     CHECK_EQ(Submit(engine, site, 0, 100, calls[0][0]).Wait(), "");
     Outcome failed = Submit(engine, site, 1, 100, calls[1][0]);
-    // It must begin before it may fail; otherwise no thread would fail it.
+    // The call must begin before it fails; otherwise no thread would fail it.
     while (sequencer->num_calls() < 2) std::this_thread::yield();
     Submit(engine, site, 2, 100, calls[2][0]);
     CHECK(Contains(failed.Wait(), "it failed"));
@@ -132,7 +133,7 @@ TEST(BehindACallThatFailedNothingIsOverwritten) {
   for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
 }
 
-// Each process has one thread for what all its ranks do, the first of its thread pool.
+// Each process has one thread for all its ranks, the first of its thread pool.
 TEST(AtTheLimitOfThreadsCallsEnd) {
   InProcesses(
       {0, 1, 0, 1},
@@ -150,7 +151,7 @@ TEST(AtTheLimitOfThreadsCallsEnd) {
         begin(member.ranks()[1]);
         for (Outcome& outcome : outcomes) CHECK_EQ(outcome.Wait(), "");
         CHECK_EQ(NumWrong(beside.attributes(), calls, member.ranks()), 0);
-        // Ranks that wait for each other cannot do so one after the other.
+        // Ranks that wait for each other cannot run in sequence.
         CallSite waiting(Spanning(Op::kBulkAllGather, Method::kRingExchange, 4));
         const auto others = MakeCalls(waiting.attributes(), {}, arrays);
         for (Outcome& outcome : member.Begin(waiting, 1, others)) {
@@ -162,7 +163,7 @@ TEST(AtTheLimitOfThreadsCallsEnd) {
       3);
 }
 
-// They run the rest of programs, whose host callbacks may start processes.
+// Such threads run the rest of a program, whose host callbacks may start processes.
 TEST(ThreadsThatStartByAFailureTakeSignals) {
   Bulletin bulletin;
   Processes processes(2, [&](int process) {
@@ -219,7 +220,7 @@ TEST(ARankThatDiedBehindItsLastCallDoesNoHarm) {
       Member member(process, bulletin, {0, 1});
       CallSite site(Spanning(Op::kAllGatherMatmul, Method::kDirect, 2));
       for (int call = 0; call < 20; ++call) {
-        // Late: the peer is done and dead by then.
+        // The last call is late: the peer has finished and is dead by then.
         if (process == 0 && call == 19) {
           std::this_thread::sleep_for(std::chrono::milliseconds(5));
         }
@@ -267,7 +268,7 @@ TEST(ARankThatNeverCallsIsNamedAtTheDeadline) {
     Processes processes(3, [&](int process) {
       Member member(process, bulletin, {0, 1, 2}, 0.3);
       CallSite site(Scatter(3));
-      // The leader first, or the others may wait in vain for its word.
+      // The leader submits first, because the others wait for its order of calls.
       const int num_first = missing == 0 ? 0 : 1;
       if (process != missing) {
         Arrays arrays(1);
@@ -280,7 +281,7 @@ TEST(ARankThatNeverCallsIsNamedAtTheDeadline) {
         throw std::runtime_error(text);
       }
       bulletin.WaitForWord(2 + num_first);
-      // Its own call, much later, fails at once.
+      // The process's own call, much later, fails at once.
       while (!member.sequencer().failure()) std::this_thread::yield();
       AtOnce([&] {
         Arrays arrays(1);
@@ -308,7 +309,7 @@ TEST(AnotherShapeIsAnErrorOnEveryRankThatShowsBoth) {
       Arrays arrays(2);
       const auto calls = MakeCalls(site.attributes(), sizes, arrays);
       const std::string text = member.Begin(site, 2, calls)[0].Wait();
-      // For good.
+      // The failure is permanent.
       Arrays later(3);
       CHECK(!member.Begin(site, 3, MakeCalls(site.attributes(), {}, later))[0]
                  .Wait()
@@ -326,7 +327,7 @@ TEST(AnotherShapeIsAnErrorOnEveryRankThatShowsBoth) {
   }
 }
 
-// What a process throws elsewhere: an operand that its own call refuses.
+// One process throws for an operand that only its own call rejects.
 TEST(ACallThatOneRankRefusesFailsOnAll) {
   for (const int odd : {0, 1}) {
     Bulletin bulletin;
@@ -364,7 +365,7 @@ TEST(ACallOfTooManySlotsIsRefusedAndTheNextOneRuns) {
   });
 }
 
-// No process waits for it, and the communicator stays usable.
+// No process waits for the rejected call, and the communicator stays usable.
 TEST(ACallThatWasLoweredForAnotherCommunicatorIsRefused) {
   InProcesses({0, 1}, [](Member& member) {
     CallAttributes earlier = Scatter(2);

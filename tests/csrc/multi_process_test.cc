@@ -1,4 +1,5 @@
-// Results of calls of groups whose ranks are in several processes, by an engine in each.
+// Tests the results of calls of groups that span several processes, with an engine in
+// each process.
 #include <vector>
 
 #include "engine/cpu/multi_process_direct.h"

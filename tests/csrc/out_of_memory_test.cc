@@ -1,5 +1,5 @@
-// Every allocation of a call fails once: the call ends on all ranks, and the next one is
-// right.
+// Makes each allocation of a call fail once, and checks that the call then ends on all
+// ranks and the next call is right.
 #include <pthread.h>
 
 #include <atomic>
@@ -17,9 +17,9 @@
 
 namespace {
 
-// How many more allocations succeed before one fails; negative: all do.
+// The number of allocations that succeed before one fails; negative: none fails.
 std::atomic<int64_t> num_left{-1};
-// Whether those of threads that submit count, too.
+// Whether allocations in threads that submit calls are counted, too.
 std::atomic<bool> counts_submitting{false};
 thread_local bool is_submitting = false;
 
@@ -41,7 +41,7 @@ void FailIfItsTurn() {
 
 }  // namespace
 
-// Not inline: or gcc 12 takes the calls of malloc and free for a mismatch.
+// noinline, because gcc 12 otherwise reports a mismatch of malloc and free.
 [[gnu::noinline]] void* operator new(size_t size) {
   FailIfItsTurn();
   void* const memory = std::malloc(size);
@@ -61,7 +61,7 @@ using jax_ub_test::MakeCalls;
 using jax_ub_test::NumWrong;
 using jax_ub_test::Sizes;
 
-// Ends of the ranks of a call.
+// Waits for the completions of all ranks of a call.
 class Ends {
  public:
   explicit Ends(size_t num_ranks) : num_left_(num_ranks) {}
@@ -70,7 +70,7 @@ class Ends {
     any_failed_ = any_failed_ || failed;
     if (--num_left_ == 0) all_ended_.notify_all();
   }
-  // Whether any rank failed.
+  // Waits for all ranks; returns whether any rank failed.
   bool Wait() {
     std::unique_lock lock(mutex_);
     all_ended_.wait(lock, [this] { return num_left_ == 0; });

@@ -1,4 +1,5 @@
-// The peak of the kernels: a rate for every instruction set, dtype and number of threads.
+// Tests the measured peak rate of the kernels, for every instruction set, dtype and
+// number of threads.
 #include "engine/cpu/peak.h"
 
 #include <limits>
@@ -11,7 +12,7 @@ namespace {
 
 constexpr double kDurationS = 1e-3;
 
-// Crews live for ever.
+// Thread pools are never destroyed.
 ThreadPool& NewPool(int num_threads) {
   static auto& pools = *new std::vector<ThreadPool*>;
   return *pools.emplace_back(new ThreadPool(num_threads));

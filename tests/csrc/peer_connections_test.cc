@@ -1,4 +1,4 @@
-// What processes say to each other while their connections are watched.
+// Tests messages between processes whose connections are watched.
 #include "transport/process/peer_connections.h"
 
 #include <unistd.h>
@@ -19,7 +19,7 @@
 namespace jax_ub {
 namespace {
 
-// More than a connection holds.
+// The number of messages, which exceeds the buffer of a connection.
 constexpr int kMany = 2000;
 
 std::string Statement(int number) {
@@ -36,7 +36,7 @@ ProcessGroup Own() {
   return ProcessGroup({.process_of_rank = {0, 1}, .process = 0, .name = "tp"});
 }
 
-// A process that is stopped, or whose cores are busy, reads late.
+// A process that is stopped, or on a busy machine, reads messages late.
 TEST(APeerThatReadsLateHearsAllInItsOrder) {
   Ends ends;
   PeerConnections peers(PeerAt(std::move(ends.one)));

@@ -1,5 +1,5 @@
-// What is planned once: blockings of products, slot plans and schedules. Plans that come
-// from a cache are those that would be made anew, whatever the addresses are.
+// Tests the caches of blockings, slot plans and schedules: a cached plan equals a newly
+// made one, whatever the addresses are.
 #include <atomic>
 #include <string>
 #include <thread>
@@ -21,7 +21,8 @@ using jax_ub_test::MakeCalls;
 using jax_ub_test::NumWrong;
 using jax_ub_test::Sizes;
 
-// Only what a blocking depends on; K in `num_segments` equal segments of A.
+// Returns a problem with only the members that a blocking depends on: sizes, and K in
+// `num_segments` equal segments of A.
 GemmProblem SizesOnly(int64_t m, int64_t n, int64_t k, int64_t num_segments = 1) {
   GemmProblem problem;
   problem.m = m;
@@ -53,10 +54,12 @@ struct Case {
   }
 };
 
-// Each differs from the first in one thing that a blocking depends on.
+// Returns cases that differ from the first one in one parameter that a blocking depends
+// on.
 std::vector<Case> Cases() {
   const KernelSet* const general = IsaInUse().general;
-  // A copy has the same kernels at another address, as another instruction set has.
+  // The copy has the same kernels at another address, like the kernels of another
+  // instruction set.
   static const KernelSet copy = *general;
   return {{SizesOnly(512, 768, 1024), general, 2},
           {SizesOnly(520, 768, 1024), general, 2},
@@ -138,7 +141,8 @@ TEST(CallsAtOtherAddressesChooseNoBlocking) {
     CHECK(first > 0);
     for (int i = 0; i < 3; ++i) call();
     CHECK_EQ(num_chosen(), first);
-    // A product this small is cut for one worker, whatever the number of threads.
+    // Such a small product is divided for one worker, whatever the number of threads
+    // is.
     engine.pool().set_num_threads(3);
     call();
     CHECK_EQ(num_chosen(), first);
@@ -195,8 +199,8 @@ TEST(RanksShareTheirSchedules) {
   }
 }
 
-// Launches of one call site may be in flight together; here even of other shapes, for
-// two groups of devices.
+// Several launches of a call site may run at the same time, here even with different
+// shapes for two groups of devices.
 TEST(LaunchesInFlightShareTheirPlans) {
   for (Op op : {Op::kAllGatherMatmul, Op::kMatmulReduceScatter, Op::kWgrad}) {
     Engine& engine = NewEngine();

@@ -1,4 +1,5 @@
-// What the operating system lends: descriptors, shared memory, sockets, sleeps.
+// Tests the wrappers of operating-system resources: descriptors, shared memory, sockets
+// and sleeps.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -127,12 +128,12 @@ TEST(TheQuotaOfProcessorTimeIsTheLeastAlongThePath) {
   CHECK_EQ(quota(), 2.5);
   write("a/b/cpu.max", "50000 100000\n");
   CHECK_EQ(quota(), 0.5);
-  // A container, whose mount begins at its own group.
+  // In a container, the mount begins at the container's group.
   write("membership", "0::/\n");
   CHECK_EQ(quota(), 0);
   write("cpu.max", "200000 100000\n");
   CHECK_EQ(quota(), 2);
-  // Version 1; also where the mount lacks the path.
+  // cgroups version 1, also if the mount lacks the path.
   write("membership", "5:memory:/x\n4:cpu,cpuacct:/docker/x\n0::/\n");
   fs::remove(root / "cpu.max");
   write("cpu/docker/x/cpu.cfs_quota_us", "-1\n");
@@ -202,7 +203,7 @@ TEST(NobodyListensBeforeAndBehindAListener) {
   CHECK_EQ(PeerCredentials(connection).pid, getpid());
   CHECK_EQ(PeerCredentials(connection).uid, geteuid());
   listener.reset();
-  // What was connected to it, and never accepted, ends.
+  // A connection to the listener that was never accepted ends.
   std::byte buffer[8];
   CHECK(Receive(connection, buffer).arrival == Arrival::kEnd);
   CHECK(Dial(name, &connection) == DialResult::kNoProcess);

@@ -1,4 +1,4 @@
-// What goes wrong with a process, and what its peers hear of it, and when.
+// Tests failures of a process: what its peers learn of them, and when.
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -95,7 +95,7 @@ TEST(AProcessThatCannotWatchItsPeersSaysWhy) {
   }
 }
 
-// A child of fork keeps the dead process's connections and memory open.
+// A forked child keeps the connections and memory of the dead process open.
 TEST(AProcessThatLeavesAChildBehindIsNamedAtOnce) {
   Bulletin bulletin;
   std::atomic<int>& child = bulletin.word();
@@ -145,7 +145,7 @@ TEST(AProcessThatDiedAfterItsPartDoesNoHarm) {
     const auto ranks = ConnectAs(process, bulletin, {0, 1});
     if (process == 1) {
       ranks->buffer(1, 0)[0] = std::byte{42};
-      // Its part in the barrier, without waiting for the other.
+      // The process arrives at the barrier, and does not wait for the other one.
       try {
         ranks->Barrier(0, 0, Reason(0));
       } catch (const DeadlineError&) {
@@ -175,7 +175,7 @@ TEST(AProcessThatClosedInOrderFailsOnlyWhoWaitsForIt) {
       return;
     }
     bulletin.WaitForWord(1);
-    // Both go on without the one that left.
+    // Both processes continue without the one that left.
     if (process == 0) {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       ranks->AppendToCallLog({11, 0});
@@ -213,12 +213,12 @@ TEST(AStoppedProcessIsNamedAtTheDeadlineAndHearsOfIt) {
         throw;
       }
     }
-    // Goes on behind SIGCONT.
+    // The process continues after SIGCONT.
     ranks->WaitForLogEntry(0, Reason());
   });
   bulletin.WaitForWord(2);
   processes.Signal(1, SIGSTOP);
-  // Waits until it has stopped, not only until the signal is sent.
+  // Waits until the process has stopped, not only until the signal is sent.
   int status = 0;
   waitpid(processes.pid(1), &status, WUNTRACED);
   ++bulletin.word();
@@ -257,7 +257,7 @@ TEST(PoisonReachesAllWithItsReasonAndType) {
       } catch (const CommunicatorError&) {
         CHECK(!by_deadline);
         ++bulletin.word();
-        // Later calls too, each wait by itself.
+        // Later waits throw the reason, too.
         CHECK_THROWS(ranks->Barrier(1, 0, Reason()), "bad_alloc");
         CHECK_THROWS(std::rethrow_exception(ranks->poison()), "bad_alloc");
         ranks->OnPoison([&](const std::exception_ptr&) { num_notified += 10; });

@@ -1,4 +1,4 @@
-// Sums of chunks against plain f32 additions in the same order, bit by bit.
+// Compares sums of chunks, bit by bit, with plain f32 additions in the same order.
 
 #include "reduce/reduce.h"
 
@@ -14,7 +14,7 @@ struct Case {
   Matrix out;
 };
 
-// `gap`: the most elements between two rows.
+// Returns random chunks with at most `gap` elements between two rows.
 Case MakeCase(Random& random, Buffers& buffers, int64_t gap = 3) {
   Case made = {Pick(random, 0, 5), Pick(random, 0, 150), {}, {}};
   auto buffer = [&](int64_t stride, DType dtype) {
@@ -37,7 +37,7 @@ Case MakeCase(Random& random, Buffers& buffers, int64_t gap = 3) {
   return made;
 }
 
-// What element (r, c) has to become: added and rounded as reduce.h says.
+// Returns the expected element (r, c), added and rounded as described in reduce.h.
 float Expected(const Case& made, int64_t r, int64_t c) {
   float sum = 0;
   for (size_t i = 0; i < made.chunks.size(); ++i) {
@@ -111,7 +111,8 @@ TEST(rows_of_one_element_are_summed) {
   }
 }
 
-// Every f16 and bf16 there is comes back from f32 as it was, and buffers round to even.
+// Every f16 and bf16 number is unchanged by a conversion to f32 and back, and
+// conversions of buffers round to even.
 TEST(conversions_keep_every_number) {
   const std::string_view in_use = CurrentIsa();
   for (std::string_view isa : AvailableIsas()) {
@@ -149,7 +150,7 @@ TEST(rounding_to_half_types_is_to_nearest_even_at_every_scale) {
     for (DType dtype : {DType::kBF16, DType::kF16}) {
       std::vector<float> wide(4096);
       for (float& x : wide) {
-        // Any exponent, and fractions that often end in a tie.
+        // Numbers have any exponent, and fractions that are often ties.
         const uint32_t bits = static_cast<uint32_t>(random());
         x = std::bit_cast<float>(bits & (Pick(random, 0, 1) ? ~0u : 0xfffff000u));
       }

@@ -1,4 +1,5 @@
-// Schedules, proven over all ranks together, and a checker that finds planted defects.
+// Proves schedules for all ranks together, and tests that the checker detects planted
+// defects.
 #include "schedule/schedule.h"
 
 #include <algorithm>
@@ -31,7 +32,8 @@ TEST(EveryScheduleIsProvenForOneToSixteenRanks) {
   }
 }
 
-// Behind a call of its own only: every pair of schedules would take minutes.
+// Proves each schedule only after a call of the same kind: all pairs of schedules would
+// take minutes.
 TEST(EveryScheduleIsProvenForUpToThirtyTwoRanksTwiceInARow) {
   for (int num_ranks = kMaxRanks + 1; num_ranks <= 32; ++num_ranks) {
     const int num_splits = 1 + num_ranks % 3;
@@ -102,7 +104,7 @@ TEST(ReduceScatterEndsWithItsOwnChunk) {
   CHECK(chunks == std::vector<int>({2, 3, 0, 1}));
 }
 
-// The chunk of every product ("x1") and put (">1"), in their order.
+// Returns the chunks of all products ("x1") and puts (">1"), in order.
 std::string ProductsAndPuts(const Schedule& schedule) {
   std::string text;
   for (const Step& step : schedule.steps) {
@@ -183,7 +185,7 @@ TEST(WrongNumbersAreRefused) {
 
 constexpr int kNumBroken = 4;
 
-// Removes, changes or repeats one step of one rank, and wants the checker to notice.
+// Removes, changes or repeats one step of one rank, which the checker must detect.
 using Mutation = void (*)(std::vector<Step>& steps, size_t step);
 
 void Drop(std::vector<Step>& steps, size_t step) { steps.erase(steps.begin() + step); }
@@ -191,7 +193,8 @@ void Repeat(std::vector<Step>& steps, size_t step) {
   steps.insert(steps.begin() + step, steps[step]);
 }
 
-// How many of the planted defects, one at a time in every step of `kind`, go unnoticed.
+// Plants the defect in every step of `kind`, one at a time; returns the number of
+// defects that the checker does not detect.
 int Unnoticed(const RankSchedules& sound, StepKind kind, Mutation mutation) {
   const RankSchedules before =
       MakeRankSchedules(CollectiveKind::kAllGather, Method::kPipeline, kNumBroken, 2);
@@ -199,8 +202,8 @@ int Unnoticed(const RankSchedules& sound, StepKind kind, Mutation mutation) {
   for (size_t rank = 0; rank < sound.size(); ++rank) {
     for (size_t step = 0; step < sound[rank].steps.size(); ++step) {
       if (sound[rank].steps[step].kind != kind) continue;
-      // An all-reduce sends its sums when every peer has been heard of in this call, so
-      // that what they held in the last call is certainly released.
+      // An all-reduce sends its sums after it has received a message of every peer in
+      // this call, so the slots of the previous call have been released.
       if (kind == StepKind::kWaitFree &&
           sound[rank].steps[step].payload == Payload::kSum) {
         continue;
@@ -261,7 +264,8 @@ TEST(AWrongPeerIsNoticed) {
 }
 
 TEST(AWaitForAPutThatComesLaterOnBothSidesIsACycle) {
-  // Both ranks wait before they put: each put of the other is behind the wait.
+  // Both ranks wait before they put, so each put of a rank follows its wait for the
+  // other.
   RankSchedules ranks =
       MakeRankSchedules(CollectiveKind::kAllGather, Method::kBulk, 2, 1);
   for (Schedule& schedule : ranks) {
@@ -277,7 +281,7 @@ TEST(AWaitForAPutThatComesLaterOnBothSidesIsACycle) {
   }
 }
 
-// What Transformer Engine's schedules lack: they only survive where AG and RS
+// Transformer Engine's schedules have no acks; they are safe only if AG and RS
 // alternate.
 TEST(WithoutAcksTwoGathersInARowAreARace) {
   RankSchedules ranks =

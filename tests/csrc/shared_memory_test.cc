@@ -1,5 +1,5 @@
-// Ranks in several processes: the same words in every process's mapping, calls in the
-// leader's order, slots in the buffers, random delays everywhere.
+// Tests ranks in several processes: every mapping has the same words, calls run in the
+// leader's order, slots are in the buffers, and delays are random.
 #include "transport/cpu/shared_memory.h"
 
 #include <chrono>
@@ -31,8 +31,8 @@ CallLogEntry LogEntryOf(int64_t call) {
   return {KeyOf(call), static_cast<uint64_t>(call)};
 }
 
-// Takes all steps of a rank's schedule; returns the number of slots that held another
-// value than (call, sender).
+// Runs all steps of a rank's schedule; returns the number of slots with another value
+// than (call, sender).
 int64_t WrongReads(Transport& transport, const Schedule& schedule, int64_t call) {
   int64_t num_wrong = 0;
   for (const Step& step : schedule.steps) {
@@ -57,7 +57,8 @@ int64_t WrongReads(Transport& transport, const Schedule& schedule, int64_t call)
   return num_wrong;
 }
 
-// One call: staged buffers that all read, then slots in the same buffers.
+// Runs a call in which all ranks read staged buffers, and then a call with slots in the
+// same buffers.
 void RunCall(SharedMemoryCommunicator& ranks, int64_t call, std::mt19937& random) {
   if (!ranks.is_leader())
     CHECK(ranks.WaitForLogEntry(call, Reason()) == LogEntryOf(call));
@@ -107,7 +108,7 @@ void CallsGoRight(const std::vector<int>& process_of_rank, int num_calls) {
     std::mt19937 random(process);
     int64_t num_posted = 0;
     for (int64_t call = 0; call < num_calls; ++call) {
-      // More ahead than the log has room for, now and then.
+      // Sometimes the leader is further ahead than the log has entries.
       const int64_t ahead = random() % 40 == 0 ? 200 : random() % 3;
       while (ranks->is_leader() && num_posted < num_calls &&
              num_posted <= call + ahead) {

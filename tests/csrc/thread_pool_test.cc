@@ -1,4 +1,5 @@
-// The thread pool: jobs are shared and bounded, runs never wait for each other.
+// Tests the thread pool: threads share jobs, whose number of threads is bounded, and
+// runs never wait for each other.
 #include "engine/cpu/thread_pool.h"
 
 #include <atomic>
@@ -69,7 +70,8 @@ void RunAndWait(ThreadPool& pool, const std::shared_ptr<CountedJob>& job) {
   job->Wait();
 }
 
-// Ends when `count` threads are in it at once. Shared: the last to leave is unknown.
+// A barrier of `count` threads. It is shared, because the last thread to leave is
+// unknown.
 class Meeting {
  public:
   explicit Meeting(int count) : left_(count) {}
@@ -182,7 +184,8 @@ TEST(TheFirstFailureIsThrownAndTheRestLeftOut) {
   ThreadPool& pool = NewPool(2);
   auto job = std::make_shared<CountedJob>(100000);
   job->failing_unit = 3;
-  // Or another thread does them all before the one that failed gets to say so.
+  // Without the delay, another thread might do all units before the failed one is
+  // reported.
   job->delay_us = 200;
   CHECK_THROWS(RunAndWait(pool, job), "unit failed");
   CHECK(!job->EveryUnitRanOnce());
@@ -209,7 +212,8 @@ TEST(WhereNoThreadStartsThoseThereAreDoTheWork) {
     }
     all_ran->Join();
   }
-  // What did not start is not counted: the thread pool grows as soon as it may.
+  // Threads that did not start are not counted, so the thread pool grows as soon as it
+  // can.
   constexpr int kNumRuns = 10;
   const auto meeting = std::make_shared<Meeting>(kNumRuns + 1);
   for (int i = 0; i < kNumRuns; ++i)
@@ -248,7 +252,8 @@ TEST(WhereNoThreadStartsAJobComesBeforeARunThatWaitsForIt) {
     std::promise<void> is_over;
   };
   const auto stage = std::make_shared<Stage>();
-  // Left to the thread pool's thread, as the place is taken while it is posted.
+  // The unit runs on the pool's thread, because the caller's place is taken while it is
+  // submitted.
   const auto first = OneUnit([stage] {
     stage->is_entered.count_down();
     stage->is_queued.wait();

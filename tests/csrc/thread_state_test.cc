@@ -1,5 +1,5 @@
-// The state of the threads on which XLA continues a program, and that a call leaves the
-// state of its caller's thread alone.
+// Tests the floating-point and signal state of the threads on which XLA continues a
+// program, and that a call does not change the state of its caller's thread.
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -25,7 +25,8 @@ namespace {
 using jax_ub_test::Arrays;
 using jax_ub_test::MakeCalls;
 
-// The smallest normal number is 1.18e-38.
+// Returns whether subnormals are flushed to zero; the smallest normal number is
+// 1.18e-38.
 bool FlushesSubnormals() {
   volatile float x = 1.5e-38f;
   volatile float buffer = 0.5f;
@@ -64,7 +65,7 @@ void CheckIsXlas(const ThreadState& state) {
   CHECK_EQ(sigismember(&state.mask, SIGUSR1), 0);
 }
 
-// Threads that start others in a state of their own.
+// Changes the state of this thread, which threads that it starts inherit.
 void Disturb() {
   std::fesetround(FE_DOWNWARD);
   sigset_t mask;
@@ -151,11 +152,11 @@ TEST(CompletionsRunInTheStateOfXlasThreads) {
   for (Method method : {Method::kDirect, Method::kRingExchange}) {
     const CallAttributes at = MakeAttributes(Op::kAllGatherMatmul, method, 4);
     for (bool fails : {false, true}) {
-      // Inline, and shared by the pool.
+      // The first sizes run inline, the second ones on the pool.
       for (const jax_ub_test::Sizes& sizes :
            {jax_ub_test::Sizes{1, 2, 3, 2}, jax_ub_test::Sizes{1, 65, 384, 280}}) {
         const auto states = StatesOfCompletions(engine, at, sizes, fails);
-        // A rank that arrives after the failure is refused by Submit.
+        // Submit rejects a rank that arrives after the failure.
         CHECK(fails || states.size() >= 3);
         for (const ThreadState& state : states) {
           CheckIsXlas(state);

@@ -1,4 +1,5 @@
-// Traces: that they say what ranks did, in fixed memory, and nothing while they are off.
+// Tests that traces record the steps of ranks in fixed memory, and nothing while
+// tracing is off.
 #include "engine/trace.h"
 
 #include <unistd.h>
@@ -31,7 +32,7 @@ using jax_ub_test::Sizes;
 constexpr int kRanks = 3;
 constexpr int64_t kRoom = 1000;
 
-// Engines live for ever.
+// Engines are never destroyed.
 Engine& TheEngine() {
   static auto& engine = *new Engine(2, {60});
   return engine;
@@ -48,8 +49,8 @@ CallAttributes MakeAttributes(Op op, Method method) {
   return at;
 }
 
-// Every rank's call, until all are done. The last completion may run in a thread of the
-// engine's, so the latch outlives this.
+// Runs the call of every rank and waits for them. The last completion may run in a
+// thread of the engine, so the latch outlives this function.
 int64_t RunAll(CallSite& site, int64_t run_id, const CallAttributes& at) {
   Arrays arrays(1);
   std::vector<RankCall> calls = MakeCalls(at, Sizes{}, arrays);
@@ -84,7 +85,7 @@ std::vector<TraceEvent> EventsOf(const Trace& trace, TraceKind kind, int rank) {
   return events;
 }
 
-// The steps of a rank in the order of time.
+// Returns the steps of a rank, sorted by time.
 std::vector<TraceEvent> StepsOf(const Trace& trace, int rank) {
   std::vector<TraceEvent> events;
   for (const TraceThread& thread : trace.threads) {
@@ -223,7 +224,7 @@ TEST(WhereThereIsNotSoMuchRoomAllIsDroppedAndCounted) {
   }
 }
 
-// Of this process, in memory.
+// Returns the resident memory of this process.
 int64_t ResidentBytes() {
   std::ifstream file("/proc/self/statm");
   int64_t size_pages = 0, resident_pages = 0;
@@ -243,7 +244,7 @@ TEST(MemoryIsTakenAsEventsCome) {
   CHECK_EQ(tracer.Read().threads[0].events.size(), size_t{10});
 }
 
-// Of memory that gets no huge pages.
+// Returns the size of the memory that gets no huge pages.
 int64_t SmallPageBytes() {
   std::ifstream file("/proc/self/smaps");
   int64_t size_bytes = 0, bytes = 0;
@@ -259,7 +260,7 @@ int64_t SmallPageBytes() {
 }
 
 TEST(NoHugePageIsFilledForTheFirstEvent) {
-  // A kernel that has none does not know the advice.
+  // Linux kernels without transparent huge pages do not support the advice.
   if (!std::ifstream("/sys/kernel/mm/transparent_hugepage/enabled")) {
     std::cout << "not run: the kernel has no transparent huge pages\n";
     return;
@@ -278,7 +279,7 @@ TEST(ThreadsBeyondTheTableAreCounted) {
   Tracer tracer;
   tracer.Start(1);
   const TraceContext context = tracer.BeginCall({});
-  // All alive at once, so that no two have the same id.
+  // The threads exist at the same time, so that their ids differ.
   std::latch recorded(Tracer::kNumThreads + 2);
   std::vector<std::thread> threads;
   for (int i = 0; i < Tracer::kNumThreads + 2; ++i) {

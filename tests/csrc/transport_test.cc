@@ -1,4 +1,4 @@
-// Slots between threads: order, reuse, wrap-around, deadlines, poison.
+// Tests slots between threads: order, reuse, wrap-around, deadlines and poison.
 #include "transport/transport.h"
 
 #include <atomic>
@@ -29,7 +29,8 @@ Rows OneRow(const int64_t& value) {
   return {reinterpret_cast<const std::byte*>(&value), 1, sizeof(value), sizeof(value)};
 }
 
-// `function(rank)` on a thread per rank; what a rank throws is its text.
+// Runs `function(rank)` in one thread per rank; returns the text of each rank's
+// exception.
 std::vector<std::string> OnEveryRank(int num_ranks,
                                      const std::function<void(int)>& function) {
   std::vector<std::string> errors(num_ranks);
@@ -47,8 +48,8 @@ std::vector<std::string> OnEveryRank(int num_ranks,
   return errors;
 }
 
-// Takes a rank's steps for `num_calls` calls, with a stall now and then, and counts the
-// slots that hold another value than (call, sender).
+// Runs a rank's steps for `num_calls` calls, with random delays; returns the number of
+// slots with another value than (call, sender).
 int64_t WrongReads(InProcessCommunicator& communicator,
                    const std::vector<CollectiveKind>& collectives,
                    Method method,
