@@ -8,9 +8,17 @@ import pytest
 
 from jax_ub import __main__
 from jax_ub._src.tools import options
-from jax_ub._src.tools.options import name_of, names_of, output_path
+from jax_ub._src.tools.options import (
+    Shape,
+    amount_of,
+    name_of,
+    names_of,
+    output_path,
+    parse_shape,
+    positive,
+)
 from jax_ub._src.tools.pictures import picture_path
-from jax_ub.errors import UnsupportedOverlapError
+from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "psutil"])
@@ -78,3 +86,37 @@ def test_missing_folder_is_rejected_before_the_command_runs(command, tmp_path, c
     with pytest.raises(SystemExit):
         __main__.main([*command, str(tmp_path / "none" / "file")])
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_shape_is_parsed_from_its_text():
+    assert parse_shape(str(Shape(512, 1024, 2816))) == Shape(512, 1024, 2816)
+
+
+@pytest.mark.parametrize("text", ["3x4", "", "axbxc", "8x0x8", "8x8x8x8", "-8x8x8"])
+def test_malformed_shapes_are_rejected(text):
+    with pytest.raises(ShapeContractError, match="is not MxKxN with positive sizes"):
+        parse_shape(text)
+
+
+def test_flops_and_bytes_of_a_gemm():
+    shape = Shape(2, 3, 5)
+    assert shape.flops == 60
+    assert shape.bytes("float32") == 4 * (2 * 3 + 3 * 5 + 2 * 5)
+
+
+def test_the_row_linear_swaps_the_features_of_the_column_linear():
+    assert Shape(2, 3, 5).row == Shape(2, 5, 3)
+
+
+def test_a_number_of_a_unit_is_parsed():
+    assert amount_of("seconds", can_be_zero=True)("0") == 0
+    assert amount_of("GB/s")("1e3") == 1000
+    for text in ("0", "-1", "nan", "inf", "1e400", "x", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a number of GB/s"):
+            amount_of("GB/s")(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "²", "9" * 5000])
+def test_a_number_that_is_no_positive_integer_is_rejected(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a positive integer"):
+        positive(text)

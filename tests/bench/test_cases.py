@@ -4,34 +4,12 @@ from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import (
     DEFAULT_SHAPES,
     Setup,
-    Shape,
     check_agreement,
-    parse_shape,
     tolerance,
 )
 from jax_ub._src.tools.bench.gemm import gemm
-from jax_ub._src.tools.bench.machine import Ranks
-from jax_ub.errors import ShapeContractError
-
-
-def test_a_shape_is_parsed_from_its_text():
-    assert parse_shape(str(Shape(512, 1024, 2816))) == Shape(512, 1024, 2816)
-
-
-@pytest.mark.parametrize("text", ["3x4", "", "axbxc", "8x0x8", "8x8x8x8", "-8x8x8"])
-def test_malformed_shapes_are_rejected(text):
-    with pytest.raises(ShapeContractError, match="is not MxKxN with positive sizes"):
-        parse_shape(text)
-
-
-def test_flops_and_bytes_of_a_gemm():
-    shape = Shape(2, 3, 5)
-    assert shape.flops == 60
-    assert shape.bytes("float32") == 4 * (2 * 3 + 3 * 5 + 2 * 5)
-
-
-def test_the_row_linear_swaps_the_features_of_the_column_linear():
-    assert Shape(2, 3, 5).row == Shape(2, 5, 3)
+from jax_ub._src.tools.devices import Ranks
+from jax_ub._src.tools.options import Shape
 
 
 def test_at_least_three_default_shapes_divide_into_eight_ranks():

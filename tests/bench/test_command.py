@@ -7,7 +7,8 @@ import pytest
 from jax_ub.__main__ import main
 from jax_ub._src import lowering_log
 from jax_ub._src.runtime import cpu_engine
-from jax_ub._src.tools.bench import command, machine, report, timing
+from jax_ub._src.tools import devices, timing
+from jax_ub._src.tools.bench import command, report
 from jax_ub.errors import UnsupportedOverlapError
 
 
@@ -102,7 +103,7 @@ def test_a_run_has_all_peers_and_limits_and_no_goals(tmp_path):
 
 
 def test_a_run_on_gpus_names_them():
-    about = machine.environment()
+    about = report.environment()
     assert "devices" not in report.describe(about, "7 rounds")
     about["machine"]["device_kind"] = "NVIDIA H200"
     assert "devices NVIDIA H200; " in report.describe(about, "7 rounds")
@@ -162,7 +163,7 @@ def test_more_devices_than_jax_has_are_rejected():
     with pytest.raises(
         UnsupportedOverlapError, match="P = 99 was asked for. Ask for fewer"
     ):
-        machine.start(99)
+        devices.start("bench", 99)
 
 
 def test_processes_on_gpus_are_rejected(capsys):

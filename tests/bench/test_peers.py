@@ -4,8 +4,7 @@ import pytest
 
 from jax_ub._src import reference
 from jax_ub._src.tools.bench import cases, gemm, linear, peers
-from jax_ub._src.tools.bench.cases import Setup, Shape, check_agreement
-from jax_ub._src.tools.bench.machine import Ranks
+from jax_ub._src.tools.bench.cases import Setup, check_agreement
 from jax_ub._src.tools.bench.peers import (
     LAYOUTS,
     DotVariant,
@@ -13,6 +12,8 @@ from jax_ub._src.tools.bench.peers import (
     dot_variants,
     naive_dot,
 )
+from jax_ub._src.tools.devices import Ranks
+from jax_ub._src.tools.options import Shape
 from tests.operands import assert_equal, small_integers
 
 M, K, N = 16, 8, 24

@@ -4,9 +4,10 @@ import pickle
 import pytest
 
 from jax_ub._src.tools.bench import cases, report
-from jax_ub._src.tools.bench.cases import Case, Memory, Shape
+from jax_ub._src.tools.bench.cases import Case, Memory
 from jax_ub._src.tools.bench.report import evaluate
-from jax_ub._src.tools.bench.timing import Candidate, Rounds, Summary
+from jax_ub._src.tools.options import Shape
+from jax_ub._src.tools.timing import Candidate, Rounds, Summary
 
 
 def example(more=None):

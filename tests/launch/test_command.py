@@ -338,10 +338,13 @@ def test_jax_distributed_initializes_without_arguments(script):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("-n", "0", "x.py"), "error: launch: -n 0: give at least 1"),
-        (("--devices-per-process", "-1", "x.py"), "process -1: give at least 1"),
+        (("-n", "0", "x.py"), "-n/--processes: '0' is not a positive integer"),
+        (("--devices-per-process", "-1", "x.py"), "process: '-1' is not a positive"),
+        (("--hosts", "x", "x.py"), "--hosts: 'x' is not a positive integer"),
         (("-n", "3", "--hosts", "2", "x.py"), "launch: --hosts 2 does not divide -n 3"),
-        (("--timeout", "-1", "x.py"), "launch: --timeout -1.0: give a number"),
+        (("--timeout", "-1", "x.py"), "--timeout: '-1' is not a number of seconds."),
+        (("--grace", "nan", "x.py"), "--grace: 'nan' is not a number of seconds."),
+        (("/",), "launch: there is no script '/'. To run a module"),
         (("no_such.py",), "no script 'no_such.py'. To run a module, put -m before"),
         ((), "arguments are required: script.py"),
     ],

@@ -52,15 +52,6 @@ def test_files_are_merged(tmp_path, capsys):
     assert both.spans == found.spans * 2
 
 
-@pytest.mark.parametrize("option", ["--png", "--label"])
-def test_options_of_removed_pictures_name_perfetto(option, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        __main__.main(["trace", option, "step.png", __file__])
-    text = capsys.readouterr().err
-    assert f"argument {option}: trace no longer draws pictures. Write --json" in text
-    assert "https://ui.perfetto.dev" in text
-
-
 def test_script_is_recorded_with_its_arguments(tmp_path):
     script, trace = tmp_path / "script.py", tmp_path / "found.json"
     script.write_text(SCRIPT.format(script=script))
@@ -160,16 +151,17 @@ def test_traces_of_two_processes_are_merged_on_one_clock(tmp_path, capfd):
         ),
         (["--merge", "no_such.json"], "cannot read 'no_such.json': No such file"),
         (["--merge", "/"], "cannot read '/': Is a directory"),
-        ([*REDUCE, "--method", "rnig"], "'rnig' is not a method"),
         (
             [*REDUCE, "--tp", "3", "--processes", "2"],
             "--tp 3 is not a multiple of --processes 2",
         ),
-        ([*REDUCE, "--shape", "8x8"], "'8x8' is not MxKxN of multiples"),
-        ([*REDUCE, "--shape", "6x8x8"], "'6x8x8' is not MxKxN"),
+        ([*REDUCE, "--shape", "6x8x8"], "--shape 6x8x8 does not divide into --tp 4"),
+        (["--tp", "2", __file__], "--tp 2 applies to --op only. Leave it out, or"),
+        (["--shape", "8x8x8", __file__], "--shape 8x8x8 applies to --op only"),
+        (["--merge", "a", "--processes", "2"], "--processes 2 has no effect on --mer"),
         (
             [*REDUCE, "--tp", "512", "--shape", "512x512x512"],
-            "--tp 512, but there are 16 devices",
+            "jax runs with 16 devices, and P = 512 was asked for",
         ),
     ],
 )
@@ -183,8 +175,11 @@ def test_invalid_arguments_are_errors(arguments, text, capfd):
     [
         (["--op", "matmul_all_reduc"], "Did you mean 'matmul_all_reduce'?"),
         ([*REDUCE, "--dtype", "f33"], "argument --dtype: 'f33' is not known"),
+        ([*REDUCE, "--method", "rnig"], "--method: 'rnig' is not known. Known: 'auto'"),
+        ([*REDUCE, "--shape", "8x8"], "--shape: shape '8x8' is not MxKxN"),
+        ([*REDUCE, "--shape", "0x8x8"], "--shape: shape '0x8x8' is not MxKxN"),
         ([*REDUCE, "--repeats", "0"], "argument --repeats: '0' is not a positive"),
-        ([*REDUCE, "--tp", "0"], "argument --tp: '0' is not a positive number"),
+        ([*REDUCE, "--tp", "0"], "argument --tp: '0' is not a positive integer"),
         (["--processes", "0", "x.py"], "argument --processes: '0' is not a positive"),
     ],
 )

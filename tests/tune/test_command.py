@@ -185,15 +185,23 @@ def test_one_shot_is_a_candidate_if_it_fits_the_heap(num_ranks, most):
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        (["--tokens", "64"], "--tokens is the M of a --model"),
+        (["--tokens", "64"], "--tokens 64 is the M of a --model. Add --model."),
         (["--shapes", "33x48x80"], "shape 33x48x80 does not divide into 2 ranks"),
-        (["--model", "llama3-70b", "--shapes", "32x48x80"], "not both"),
-        (["--model", "llama3"], "llama3-70b"),
+        (
+            ["--model", "llama3-70b", "--shapes", "32x48x80"],
+            "--shapes and --model exclude each other",
+        ),
     ],
 )
 def test_invalid_arguments_are_errors(arguments, text, tmp_path, capsys):
     assert tune(str(tmp_path / "tuned.json"), *arguments) == 2
     assert text in capsys.readouterr().err
+
+
+def test_an_unknown_model_names_the_option(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        tune(str(tmp_path / "tuned.json"), "--model", "llama3")
+    assert "--model: 'llama3' is not known. Did you mean" in capsys.readouterr().err
 
 
 def test_missing_gpus_are_an_error(tmp_path, capsys):

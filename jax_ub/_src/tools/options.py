@@ -1,14 +1,19 @@
-"""Parsers of command-line options, and the optional packages that options need."""
+"""Values and parsers of command-line options, and the packages that options need."""
 
 import argparse
+import dataclasses
 import importlib
 import math
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from jax_ub._src.errors import (
+    ShapeContractError,
     UbError,
     UnsupportedOverlapError,
     nearest,
@@ -16,20 +21,30 @@ from jax_ub._src.errors import (
 )
 from jax_ub._src.methods import Method
 
+_SHAPE_TEXT = re.compile(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", re.ASCII)
+
+
+def value_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Returns an argparse `type` that parses a value with `read`.
+
+    A `UbError` that it raises becomes an argparse error.
+    """
+
+    def parse(text: str) -> Any:
+        try:
+            return read(text)
+        except UbError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse
+
 
 def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     """Returns an argparse `type` that parses comma-separated values to a tuple.
 
     `read` parses each value. A `UbError` that it raises becomes an argparse error.
     """
-
-    def parse(text: str) -> tuple[Any, ...]:
-        try:
-            return tuple(read(part) for part in text.split(","))
-        except UbError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parse
+    return value_of(lambda text: tuple(map(read, text.split(","))))
 
 
 def name_of(known: Iterable[str]) -> Callable[[str], str]:
@@ -58,7 +73,8 @@ def method_option(text: str) -> str:
 
 def positive(text: str) -> int:
     """Parses a positive decimal integer; an argparse `type`."""
-    value = int(text) if text.isdecimal() else 0
+    # Python does not convert texts of more than 4300 digits.
+    value = int(text) if text.isdecimal() and len(text) < 4300 else 0
     if value < 1:
         raise argparse.ArgumentTypeError(
             f"{shown(text)} is not a positive integer. Give a number, such as 2."
@@ -82,6 +98,61 @@ def amount_of(unit: str, *, can_be_zero: bool = False) -> Callable[[str], float]
         return value
 
     return read
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The global sizes of a GEMM: x [M, K] times w [K, N], with M tokens."""
+
+    M: int
+    K: int
+    N: int
+
+    def __str__(self) -> str:
+        return f"{self.M}x{self.K}x{self.N}"
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.M * self.K * self.N
+
+    @property
+    def row(self) -> "Shape":
+        """Returns the sizes of the row linear layer, x [M, N] times w [N, K]."""
+        return Shape(self.M, self.N, self.K)
+
+    def sizes(self, dimensions: str) -> tuple[int, ...]:
+        """Returns the shape of an array of these dimensions, such as "MK"."""
+        return tuple(getattr(self, name) for name in dimensions)
+
+    def bytes(self, dtype: Any) -> int:
+        """Returns the total bytes of x, w and the result in `dtype`."""
+        num_elements = self.M * self.K + self.K * self.N + self.M * self.N
+        return np.dtype(dtype).itemsize * num_elements
+
+    def divides(self, num_ranks: int) -> bool:
+        return not any(size % num_ranks for size in (self.M, self.K, self.N))
+
+
+def parse_shape(text: str) -> Shape:
+    """Parses a shape in the format `MxKxN`, such as 512x1024x2816."""
+    match = _SHAPE_TEXT.fullmatch(text.strip())
+    sizes = [int(size) for size in match.groups()] if match else [0]
+    if 0 in sizes:
+        raise ShapeContractError(
+            f"shape {shown(text)} is not MxKxN with positive sizes. Write, for "
+            "example, 512x1024x2816."
+        )
+    return Shape(*sizes)
+
+
+def check_divides(command: str, shape: Shape, num_ranks: int, option: str) -> None:
+    """Checks that all sizes are multiples of `num_ranks`, a value of `option`."""
+    if not shape.divides(num_ranks):
+        raise ShapeContractError(
+            f"{command}: shape {shape} does not divide into {num_ranks} ranks. Take "
+            f"sizes that are multiples of {num_ranks}, or leave {num_ranks} out of "
+            f"{option}."
+        )
 
 
 def output_path(text: str) -> pathlib.Path:

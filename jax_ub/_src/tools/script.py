@@ -21,7 +21,9 @@ def split_program(program: list[str]) -> list[str]:
     return program[program[:1] == ["--"] :]
 
 
-def check_script(command: str, path: str) -> None:
+def check_script(
+    command: str, path: str, fix: str = "Give the path of a Python script."
+) -> None:
     """Checks that Python can run `path`: a file, or a folder with `__main__.py`.
 
     Raises:
@@ -33,7 +35,7 @@ def check_script(command: str, path: str) -> None:
     except (OSError, ValueError):  # path too long, or with a null byte
         exists = False
     if not exists:
-        raise ScriptError(f"{command}: there is no script {shown(path)}.")
+        raise ScriptError(f"{command}: there is no script {shown(path)}. {fix}")
 
 
 def run_script(script: str, arguments: Sequence[str]) -> int:

@@ -5,7 +5,6 @@ communication. It shows how fast the whole computation could be at best.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ub._src.errors import ShapeContractError, shown
-from jax_ub._src.tools.bench.machine import AXIS, Ranks, Spec
 from jax_ub._src.tools.bench.peers import FastestDots
-from jax_ub._src.tools.bench.timing import PEAK, Candidate, at_peak
+from jax_ub._src.tools.devices import AXIS, Ranks, Spec
+from jax_ub._src.tools.options import Shape
+from jax_ub._src.tools.timing import PEAK, Candidate, at_peak
 
 # Names of the timed programs, which are columns of the tables and keys of the JSON.
 OWN = "jax_ub"
@@ -39,63 +38,6 @@ LAUNCH_ONE = "launch_one"
 PLAIN_APART = "plain_gemm_launches_apart"
 PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED)
 LIMITS = (PLAIN, COPY, IN_PROCESS, PEAK)
-
-_SHAPE_TEXT = re.compile(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", re.ASCII)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """The global sizes of a GEMM: x [M, K] times w [K, N], with M tokens."""
-
-    M: int
-    K: int
-    N: int
-
-    def __str__(self) -> str:
-        return f"{self.M}x{self.K}x{self.N}"
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.M * self.K * self.N
-
-    @property
-    def row(self) -> "Shape":
-        """Returns the sizes of the row linear layer, x [M, N] times w [N, K]."""
-        return Shape(self.M, self.N, self.K)
-
-    def sizes(self, dimensions: str) -> tuple[int, ...]:
-        """Returns the shape of an array of these dimensions, such as "MK"."""
-        return tuple(getattr(self, name) for name in dimensions)
-
-    def bytes(self, dtype: Any) -> int:
-        """Returns the total bytes of x, w and the result in `dtype`."""
-        num_elements = self.M * self.K + self.K * self.N + self.M * self.N
-        return jnp.dtype(dtype).itemsize * num_elements
-
-    def divides(self, num_ranks: int) -> bool:
-        return not any(size % num_ranks for size in (self.M, self.K, self.N))
-
-
-def parse_shape(text: str) -> Shape:
-    """Parses a shape in the format `MxKxN`, such as 512x1024x2816."""
-    match = _SHAPE_TEXT.fullmatch(text.strip())
-    sizes = [int(size) for size in match.groups()] if match else [0]
-    if 0 in sizes:
-        raise ShapeContractError(
-            f"shape {shown(text)} is not MxKxN with positive sizes. Write, for "
-            "example, 512x1024x2816."
-        )
-    return Shape(*sizes)
-
-
-def check_divides(command: str, shape: Shape, num_ranks: int, option: str) -> None:
-    """Checks that all sizes are multiples of `num_ranks`, a value of `option`."""
-    if not shape.divides(num_ranks):
-        raise ShapeContractError(
-            f"{command}: shape {shape} does not divide into {num_ranks} ranks. Take "
-            f"sizes that are multiples of {num_ranks}, or leave {num_ranks} out of "
-            f"{option}."
-        )
 
 
 # The MLP of Llama 2 7B has K = 4096 and N = 11008. The first two shapes scale both by

@@ -10,18 +10,23 @@ from typing import Any
 from jax_ub._src import dtypes, lowering_log
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.files import write_json
-from jax_ub._src.tools.bench import cases, linear, machine, processes, report, timing
-from jax_ub._src.tools.bench.cases import Builder, Case, Options, Setup, Shape
+from jax_ub._src.tools import devices, timing
+from jax_ub._src.tools.bench import cases, linear, processes, report
+from jax_ub._src.tools.bench.cases import Builder, Case, Options, Setup
 from jax_ub._src.tools.bench.fused import fused
 from jax_ub._src.tools.bench.gemm import VARIANTS, dgrad_add, gemm, wgrad_accumulate
 from jax_ub._src.tools.bench.linear import LINEAR_OPS
 from jax_ub._src.tools.bench.peers import FastestDots
 from jax_ub._src.tools.bench.report import Result
+from jax_ub._src.tools.launch.parts import count
 from jax_ub._src.tools.options import (
+    Shape,
+    check_divides,
     list_of,
     method_option,
     names_of,
     output_path,
+    parse_shape,
     positive,
 )
 from jax_ub._src.tools.pictures import load_pyplot, picture_path
@@ -54,10 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     known = ", ".join(OPS)
     add("--ops", type=names_of([*OPS, "barrier"]), help=f"some of {known}")
-    add("--devices", type=list_of(positive), help="numbers of ranks P (1,2,4,8)")
+    add("--devices", type=list_of(count), help="numbers of ranks P (1,2,4,8)")
     add("--dtypes", type=names_of(DTYPES), help="bf16,f32")
     shapes = "global sizes MxKxN, as in 512x1024x2816,64x1024x2816"
-    add("--shapes", type=list_of(cases.parse_shape), help=shapes)
+    add("--shapes", type=list_of(parse_shape), help=shapes)
     variants = f"of the op gemm: {', '.join(VARIANTS)} (default: all)"
     add("--variants", type=names_of(VARIANTS), help=variants)
     threads = "values of JAX_UB_NUM_THREADS that are compared with the first of them"
@@ -72,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=output_path, help="write all figures to this file")
     add("--plot", type=picture_path, help="write a picture to this file (matplotlib)")
     several = "run one rank in each of so many processes, as in 2,4; XLA uses gloo"
-    add("--processes", type=list_of(positive), help=several)
+    add("--processes", type=list_of(count), help=several)
     # Internal, for a process of --processes: the path of its results.
     add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=command)
@@ -107,7 +112,7 @@ def _check_shapes(found, option):
         shapes = found.shapes if fixed is None else [*map(fixed.get, found.dtypes)]
         for shape in filter(None, shapes):
             for num_ranks in found.devices:
-                cases.check_divides("bench", shape, num_ranks, option)
+                check_divides("bench", shape, num_ranks, option)
 
 
 def _conflicts(given, found) -> Iterator[str]:
@@ -198,8 +203,8 @@ def _run(given, chosen):
     """Benchmarks in this process, and prints each result as soon as it is measured."""
     if given.plot is not None:
         load_pyplot("bench: --plot")  # before a long run
-    machine.start(max(chosen.devices), given.platform)
-    about = machine.environment()
+    devices.start("bench", max(chosen.devices), given.platform)
+    about = report.environment()
     title = report.describe(about, f'method "{chosen.method}", {chosen.rounds} rounds')
     table = report.THREADS if chosen.threads else report.RESULTS
     print(f"{title}\n\n{table.head()}")
@@ -248,7 +253,7 @@ def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
         shapes = chosen.shapes[:1] if op in _FIXED_SHAPES else chosen.shapes
         for dtype in chosen.dtypes:
             for num_ranks in chosen.devices:
-                ranks = machine.Ranks(num_ranks)
+                ranks = devices.Ranks(num_ranks)
                 setup = Setup(ranks, dtype, chosen.method, dots, chosen.variants)
                 for shape in shapes:
                     for case in OPS[op](setup, shape):

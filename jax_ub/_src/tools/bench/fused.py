@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from jax_ub import ops
 from jax_ub._src.tools.bench import cases
-from jax_ub._src.tools.bench.cases import Case, Memory, Setup, Shape
-from jax_ub._src.tools.bench.machine import AXIS, Spec, normal
-from jax_ub._src.tools.bench.timing import Candidate
+from jax_ub._src.tools.bench.cases import Case, Memory, Setup
+from jax_ub._src.tools.devices import AXIS, Spec, normal
+from jax_ub._src.tools.options import Shape
+from jax_ub._src.tools.timing import Candidate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,10 @@ from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.matmuls import matmul, wgrad
 from jax_ub._src.tools.bench import cases, peers
-from jax_ub._src.tools.bench.cases import Case, Setup, Shape
-from jax_ub._src.tools.bench.machine import AXIS, Spec, normal
-from jax_ub._src.tools.bench.timing import Candidate, fastest
+from jax_ub._src.tools.bench.cases import Case, Setup
+from jax_ub._src.tools.devices import AXIS, Spec, normal
+from jax_ub._src.tools.options import Shape
+from jax_ub._src.tools.timing import Candidate, fastest
 
 VARIANTS = ("nn", "nn+bias", "nn+add", "nt", "nt+bias", "nt+add", "tn", "tn+add")
 # A function that computes the GEMM of (a, b, bias or None, addend or None).

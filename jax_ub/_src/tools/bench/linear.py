@@ -19,11 +19,12 @@ import jax_ub as ub
 from jax_ub._src.runtime import communicators
 from jax_ub._src.runtime.memory import memory_report
 from jax_ub._src.tools.bench import cases, peers
-from jax_ub._src.tools.bench.cases import Case, Memory, Setup, Shape
+from jax_ub._src.tools.bench.cases import Case, Memory, Setup
 from jax_ub._src.tools.bench.gemm import own_gemm
-from jax_ub._src.tools.bench.machine import AXIS, Ranks, Spec, normal
 from jax_ub._src.tools.bench.peers import Dot
-from jax_ub._src.tools.bench.timing import Candidate, fastest
+from jax_ub._src.tools.devices import AXIS, Ranks, Spec, normal
+from jax_ub._src.tools.options import Shape
+from jax_ub._src.tools.timing import Candidate, fastest
 
 # A function of one device's operands, for use in `jax.shard_map`.
 Program = Callable[..., Any]

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ub._src.tools.bench.machine import AXIS, Ranks, Spec, normal
-from jax_ub._src.tools.bench.timing import Candidate, fastest
+from jax_ub._src.tools.devices import AXIS, Ranks, Spec, normal
+from jax_ub._src.tools.timing import Candidate, fastest
 
 Dot = Callable[..., jax.Array]
 # Dimensions of left operand, right operand and result of fprop, dgrad and wgrad.

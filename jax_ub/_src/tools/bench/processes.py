@@ -24,19 +24,21 @@ from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.errors import UbError
 from jax_ub._src.lowering_log import Fallback
 from jax_ub._src.runtime import cpu_engine
-from jax_ub._src.tools.bench import cases, machine, report, timing
-from jax_ub._src.tools.bench.cases import Case, Options, Setup, Shape
+from jax_ub._src.tools import timing
+from jax_ub._src.tools.bench import cases, report
+from jax_ub._src.tools.bench.cases import Case, Options, Setup
 from jax_ub._src.tools.bench.linear import (
     FORWARD_OPS,
     LinearOp,
     all_reduce_latency,
     plain,
 )
-from jax_ub._src.tools.bench.machine import AXIS, ProcessRanks, Ranks, Spec
 from jax_ub._src.tools.bench.peers import FastestDots, dot_variants
 from jax_ub._src.tools.bench.report import Result, evaluate
-from jax_ub._src.tools.bench.timing import Candidate, Rounds, summarize
+from jax_ub._src.tools.devices import AXIS, ProcessRanks, Ranks, Spec
 from jax_ub._src.tools.launch import parts
+from jax_ub._src.tools.options import Shape
+from jax_ub._src.tools.timing import Candidate, Rounds, summarize
 
 OPS = (*FORWARD_OPS, "latency", "barrier")
 # Size of the buffer in the barrier benchmark. Barriers move no data, so it is the
@@ -100,7 +102,7 @@ def run_part(path: pathlib.Path, options: Options) -> None:
         features = max(max(shape.K, shape.N) for shape in options.shapes)
         num, mesh = job.num_processes, job.ranks.mesh
         ub.initialize_ub((tokens, features), num, mesh=mesh, axis_name=AXIS)
-        environment = machine.environment()
+        environment = report.environment()
         results = []
         for result in JobBench(job, options).measure():
             results.append(result)
@@ -165,7 +167,7 @@ class Job:
             [_Synchronized(c, self, c.name in alone) for c in candidates],
             rounds,
             patience,
-            load=machine.BackgroundLoad(self.cpu_seconds),
+            load=timing.BackgroundLoad(self.cpu_seconds),
             agree=self.largest,
         )
         times = np.array(list(found.seconds.values()))

@@ -1,14 +1,21 @@
 """Figures of a timed case, and the tables and the picture that show them."""
 
 import dataclasses
+import datetime
+import importlib.metadata
 import pathlib
+import platform
+import re
 import statistics
+import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jax_ub._src.lowering_log import Fallback
+from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tables import (
     format_bytes,
     format_row,
@@ -19,8 +26,10 @@ from jax_ub._src.tables import (
 from jax_ub._src.tools import pictures
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case
-from jax_ub._src.tools.bench.timing import PEAK, Rounds, Summary, ratio, summarize
+from jax_ub._src.tools.options import load_extra
+from jax_ub._src.tools.timing import PEAK, Rounds, Summary, ratio, summarize
 
+_PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy")
 # A benchmark case is reported as disturbed if other processes used more than this share
 # of the CPU in a round.
 _DISTURBED_SHARE = 0.1
@@ -219,6 +228,53 @@ def _memory(results):
     ]
     columns = (*_CASE, "jax_ub", "xla_best", "engine", "not allocated")
     return format_table(columns, rows, is_markdown=True) if rows else []
+
+
+def environment() -> dict[str, Any]:
+    """Returns versions, machine and engine of a benchmark run, as JSON types."""
+    psutil = load_extra("psutil", "bench")
+    cpu = cpu_engine.load()
+    now = datetime.datetime.now(datetime.UTC)
+    return {
+        "date": now.isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in _PACKAGES},
+        },
+        "machine": {
+            "processor": _processor(),
+            "cores": len(psutil.Process().cpu_affinity()),
+            "memory_bytes": psutil.virtual_memory().total,
+            "load_average": psutil.getloadavg()[0],
+            "system": platform.platform(),
+            "devices": len(jax.devices()),
+            "device_kind": jax.devices()[0].device_kind,
+        },
+        "engine": {"isa": cpu.isa(), "threads": cpu.num_threads()},
+    }
+
+
+def _commit():
+    """Returns the source tree's git commit, with "-dirty" if files differ, or None."""
+    here = str(pathlib.Path(__file__).parent)
+    command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.check_output(
+            command, text=True, stderr=subprocess.DEVNULL
+        ).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor():
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    found = dict(re.findall(r"^([^\t\n]+)\s*: (.*)$", text, re.MULTILINE))
+    labels = {"model name": "", "cpu family": "cpu family ", "model": "model "}
+    return ", ".join(labels[name] + found[name] for name in labels if name in found)
 
 
 def describe(environment: dict[str, Any], options: str) -> str:

@@ -17,10 +17,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 
-from jax_ub._src.errors import shown
 from jax_ub._src.tools.launch import supervisor
-from jax_ub._src.tools.launch.parts import LaunchError, check_counts
-from jax_ub._src.tools.script import split_program
+from jax_ub._src.tools.launch.parts import LaunchError, count
+from jax_ub._src.tools.options import amount_of
+from jax_ub._src.tools.script import check_script, split_program
 
 EXAMPLE = "launch -n 2 --devices-per-process 4 train.py --steps 3"
 # Address of the coordinator, which all processes of this machine can reach.
@@ -31,30 +31,30 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-n", "--processes", type=int, default=2, metavar="N", help="default 2")
+    add("-n", "--processes", type=count, default=2, metavar="N", help="default 2")
     add(
         "--devices-per-process",
-        type=int,
+        type=count,
         default=1,
         metavar="K",
         help="CPU devices of a process, or GPUs; default 1",
     )
     add(
         "--hosts",
-        type=int,
+        type=count,
         default=1,
         metavar="H",
         help="simulate this many hosts, which share no memory; default 1",
     )
     add(
         "--timeout",
-        type=float,
+        type=amount_of("seconds", can_be_zero=True),
         metavar="SECONDS",
         help="end all processes after this time, with exit status 124",
     )
     add(
         "--linger",
-        type=float,
+        type=amount_of("seconds", can_be_zero=True),
         default=0.0,
         metavar="SECONDS",
         help="how long the other processes may run on after one failed, to print "
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--grace",
-        type=float,
+        type=amount_of("seconds", can_be_zero=True),
         default=5.0,
         metavar="SECONDS",
         help="from the signal that ends a process to SIGKILL; default 5",
@@ -114,27 +114,13 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _check(given, program):
-    for option, value in (
-        ("-n", given.processes),
-        ("--devices-per-process", given.devices_per_process),
-    ):
-        if value < 1:
-            raise LaunchError(f"launch: {option} {value}: give at least 1.")
-    check_counts("launch", given.processes, given.devices_per_process)
-    if given.hosts < 1 or given.processes % given.hosts:
+    if given.processes % given.hosts:
         raise LaunchError(
             f"launch: --hosts {given.hosts} does not divide -n {given.processes}. Give "
             "a divisor."
         )
-    for name in ("timeout", "linger", "grace"):
-        value = getattr(given, name)
-        if value is not None and not value >= 0:
-            raise LaunchError(f"launch: --{name} {value}: give a number of seconds.")
-    if not given.module and not os.path.exists(program):
-        raise LaunchError(
-            f"launch: there is no script {shown(program)}. To run a module, put -m "
-            "before it."
-        )
+    if not given.module:
+        check_script("launch", program, "To run a module, put -m before it.")
 
 
 def environment(

@@ -28,13 +28,22 @@ class LaunchError(UbError, ValueError):
     """Raised if the options or the environment of `jax_ub launch` are invalid."""
 
 
+def count(text: str) -> int:
+    """Parses a number of processes or devices; an argparse `type`."""
+    if positive(text) > MOST:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is more than one machine can run. Give at most {MOST}."
+        )
+    return int(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `--processes` and related options, which several commands have."""
     add = parser.add_argument
-    add("--processes", type=positive, default=1, help="run in this many processes")
+    add("--processes", type=count, default=1, help="run in this many processes")
     add(
         "--devices-per-process",
-        type=positive,
+        type=count,
         metavar="K",
         help="with --processes: CPU devices of each, or GPUs (default: 1)",
     )
@@ -43,29 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
 
 
-def check_counts(command: str, num_processes: int, devices_per_process: int) -> None:
-    """Raises an error if the number of processes or devices is above the limit.
-
-    Raises:
-        LaunchError: if a number is larger than `MOST`.
-    """
-    for option, value in (
-        ("--processes", num_processes),
-        ("--devices-per-process", devices_per_process),
-    ):
-        if value > MOST:
-            raise LaunchError(
-                f"{command}: {option} {shown(value)} is more than one machine can run. "
-                f"Give at most {MOST}."
-            )
-
-
 def check_options(command: str, given: argparse.Namespace) -> None:
     """Checks the options `--processes` and `--devices-per-process` of a command.
 
     Raises:
-        LaunchError: if devices per process are given for a single process, or if a
-            number is larger than one machine can run.
+        LaunchError: if devices per process are given for a single process.
     """
     devices = given.devices_per_process
     if devices is not None and given.processes == 1:
@@ -73,7 +64,6 @@ def check_options(command: str, given: argparse.Namespace) -> None:
             f"{command}: --devices-per-process {devices} requires several processes. "
             "Add --processes 2."
         )
-    check_counts(command, given.processes, devices or 1)
 
 
 def part_path(path: pathlib.Path, process: int) -> pathlib.Path:

@@ -5,6 +5,7 @@ several (`--processes`). `--merge` reads files that `ub.trace` wrote.
 """
 
 import argparse
+import functools
 import pathlib
 import statistics
 import sys
@@ -12,33 +13,46 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_ub as ub
 from jax_ub._src.dtypes import SHORT_NAMES
-from jax_ub._src.errors import UbError, UnsupportedOverlapError, shown
-from jax_ub._src.runtime import backend, settings
+from jax_ub._src.errors import UbError
 from jax_ub._src.tables import format_table
+from jax_ub._src.tools import devices
+from jax_ub._src.tools.devices import AXIS, Spec
 from jax_ub._src.tools.launch import parts
-from jax_ub._src.tools.options import name_of, output_path, positive
+from jax_ub._src.tools.options import (
+    Shape,
+    method_option,
+    name_of,
+    output_path,
+    parse_shape,
+    positive,
+    value_of,
+)
 from jax_ub._src.tools.script import check_script, run_script, split_program
 from jax_ub._src.tools.trace import perfetto, recorder
 from jax_ub._src.tools.trace.spans import Trace
 
 EXAMPLE = "trace --op all_gather_matmul --tp 4 --json op.json"
-_AXIS = "tp"
 _NUM_WARMUP_CALLS = 2
-_ROWS, _COLUMNS = PartitionSpec(_AXIS), PartitionSpec(None, _AXIS)
+_ROWS, _COLUMNS = Spec(AXIS), Spec(None, AXIS)
 # For each op, its function and the shardings of x [M, K], w [K, N] and the result [M,
 # N].
 _OPS: dict[str, tuple[Callable[..., Any], tuple[Any, Any], Any]] = {
     "all_gather_matmul": (ub.all_gather_matmul, (_ROWS, _COLUMNS), _COLUMNS),
     "matmul_reduce_scatter": (ub.matmul_reduce_scatter, (_COLUMNS, _ROWS), _ROWS),
-    "matmul_all_reduce": (ub.matmul_all_reduce, (_COLUMNS, _ROWS), PartitionSpec()),
+    "matmul_all_reduce": (ub.matmul_all_reduce, (_COLUMNS, _ROWS), Spec()),
 }
-# The options of --op that are passed on to each process of a multi-process trace.
-_OP_OPTIONS = ("op", "method", "tp", "shape", "dtype", "repeats")
+# The options of --op, which are passed on to each process of a multi-process trace:
+# how to parse them, and their defaults.
+_OP_OPTIONS: dict[str, tuple[Callable[[str], Any], Any]] = {
+    "method": (method_option, "auto"),
+    "tp": (parts.count, 4),
+    "shape": (parse_shape, Shape(512, 1024, 2816)),
+    "dtype": (name_of(SHORT_NAMES), "float32"),
+    "repeats": (positive, 7),
+}
 
 
 class TraceArgumentError(UbError, ValueError):
@@ -48,21 +62,11 @@ class TraceArgumentError(UbError, ValueError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--op", type=name_of(_OPS), help=f"a single op: {', '.join(_OPS)}")
-    add("--method", default="auto", help="of --op (default: auto)")
-    add("--tp", type=positive, default=4, help="ranks of --op (default: 4)")
-    add("--shape", default="512x1024x2816", help="MxKxN of --op (512x1024x2816)")
-    add(
-        "--dtype",
-        type=name_of(SHORT_NAMES),
-        default="float32",
-        help="of --op (default: float32)",
-    )
-    add("--repeats", type=positive, default=7, help="calls of --op (default: 7)")
+    for name, (read, default) in _OP_OPTIONS.items():
+        add(f"--{name}", type=value_of(read), help=f"of --op (default: {default})")
     parts.add_arguments(parser)
     add("--merge", nargs="+", type=pathlib.Path, metavar="FILE", help="read these")
     add("--json", type=output_path, help="for ui.perfetto.dev or chrome://tracing")
-    for removed in ("--png", "--label"):
-        add(removed, type=_removed, help=argparse.SUPPRESS)
     add(
         "program",
         nargs=argparse.REMAINDER,
@@ -70,13 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a program and its arguments",
     )
     parser.set_defaults(run=command)
-
-
-def _removed(value: str) -> str:
-    raise argparse.ArgumentTypeError(
-        "trace no longer draws pictures. Write --json FILE and open the file in "
-        "Perfetto, https://ui.perfetto.dev."
-    )
 
 
 def command(given: argparse.Namespace) -> int:
@@ -135,10 +132,28 @@ def _check(given, program):
             "jax_ub trace --op all_gather_matmul --method ring_exchange --tp 4"
         )
     parts.check_options("trace", given)
+    if given.merge and given.processes > 1:
+        raise TraceArgumentError(
+            f"trace: --processes {given.processes} has no effect on --merge, which "
+            "records nothing. Leave it out."
+        )
     if program:
         check_script("trace", program[0])
-    if not given.op:
+    if given.op:
+        _check_op(given)
         return
+    for name in _OP_OPTIONS:
+        if getattr(given, name) is not None:
+            raise TraceArgumentError(
+                f"trace: --{name} {getattr(given, name)} applies to --op only. Leave "
+                f"it out, or trace an op: --op {next(iter(_OPS))}."
+            )
+
+
+def _check_op(given):
+    for name, (_, default) in _OP_OPTIONS.items():
+        if getattr(given, name) is None:
+            setattr(given, name, default)
     if given.devices_per_process is not None:
         raise TraceArgumentError(
             "trace: --devices-per-process applies to scripts. With --op, each process "
@@ -149,48 +164,27 @@ def _check(given, program):
             f"trace: --tp {given.tp} is not a multiple of --processes "
             f"{given.processes}. Take a multiple."
         )
-    sizes = given.shape.split("x")
-    if len(sizes) != 3 or not all(
-        size.isdecimal() and int(size) % given.tp == 0 for size in sizes
-    ):
+    if not given.shape.divides(given.tp):
         raise TraceArgumentError(
-            f"trace: --shape {shown(given.shape)} is not MxKxN of multiples of --tp "
-            f"{given.tp}, such as 512x1024x2816."
+            f"trace: --shape {given.shape} does not divide into --tp {given.tp} ranks. "
+            f"Take sizes that are multiples of {given.tp}."
         )
 
 
 def _prepare_op(given) -> Callable[[], int]:
-    """Compiles an op and warms it up; returns a function that runs it repeatedly."""
-    settings.set_pool_threads(4 * given.tp)
-    if given.part is not None:
+    """Compiles the op and calls it a few times; returns a function that repeats it."""
+    is_part = given.part is not None
+    if is_part:
         jax.distributed.initialize()
-    else:
-        backend.request_cpu_devices(given.tp)
-    devices = backend.start()
-    if len(devices) < given.tp:
-        raise UnsupportedOverlapError(
-            f"trace: --tp {given.tp}, but there are {len(devices)} devices. Take fewer."
-        )
-    M, K, N = map(int, given.shape.split("x"))
-    mesh = Mesh(np.array(devices[: given.tp]), (_AXIS,))
+    devices.start("trace", given.tp, requests_cpus=not is_part)
+    ranks, shape = devices.ProcessRanks(given.tp), given.shape
     if jax.process_count() > 1:
-        ub.initialize_ub((M, max(K, N)), given.tp, mesh=mesh, axis_name=_AXIS)
+        capacity = (shape.M, max(shape.K, shape.N))
+        ub.initialize_ub(capacity, given.tp, mesh=ranks.mesh, axis_name=AXIS)
     function, in_specs, out_spec = _OPS[given.op]
-
-    def program(x, w):
-        return function(x, w, axis_name=_AXIS, method=given.method)
-
-    def operand(shape, spec):
-        draws = np.random.default_rng(0).standard_normal(shape, np.float32)
-        array = draws.astype(np.dtype(given.dtype))
-        return jax.make_array_from_callback(
-            shape, NamedSharding(mesh, spec), lambda index: array[index]
-        )
-
-    run = jax.jit(
-        jax.shard_map(program, mesh=mesh, in_specs=in_specs, out_specs=out_spec)
-    )
-    operands = [*map(operand, ((M, K), (K, N)), in_specs)]
+    function = functools.partial(function, axis_name=AXIS, method=given.method)
+    run = ranks.program(function, in_specs, out_spec)
+    operands = ranks.draw(given.dtype, [*map(shape.sizes, ("MK", "KN"))], in_specs)
 
     def repeat(times=given.repeats):
         for _ in range(times):
@@ -202,15 +196,16 @@ def _prepare_op(given) -> Callable[[], int]:
 
 
 def _record_in_processes(given, program) -> Trace:
-    arguments, devices = program, given.devices_per_process or 1
+    arguments, num_devices = program, given.devices_per_process or 1
     if given.op:
-        devices = given.tp // given.processes
-        arguments = [f"--{name}={getattr(given, name)}" for name in _OP_OPTIONS]
+        num_devices = given.tp // given.processes
+        names = ("op", *_OP_OPTIONS)
+        arguments = [f"--{name}={getattr(given, name)}" for name in names]
     with parts.parts_of(
         "trace",
         arguments,
         num_processes=given.processes,
-        devices_per_process=devices,
+        devices_per_process=num_devices,
     ) as (status, paths):
         if status:
             raise TraceArgumentError(

@@ -19,9 +19,9 @@ from jax_ub._src.primitives.matmuls import (
 )
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.column import column_gradients
-from jax_ub._src.tools.bench.cases import Shape
-from jax_ub._src.tools.bench.machine import AXIS, Ranks, Spec, normal
-from jax_ub._src.tools.bench.timing import Candidate
+from jax_ub._src.tools.devices import AXIS, Ranks, Spec, normal
+from jax_ub._src.tools.options import Shape
+from jax_ub._src.tools.timing import Candidate
 
 
 def cases(

@@ -13,16 +13,26 @@ from collections.abc import Sequence
 from jax_ub._src.config import tuned_file
 from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
 from jax_ub._src.dtypes import BY_SHORT_NAME
-from jax_ub._src.errors import ShapeContractError, UbError, UnsupportedOverlapError
+from jax_ub._src.errors import UbError, UnsupportedOverlapError
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tables import format_row
-from jax_ub._src.tools.bench import machine
-from jax_ub._src.tools.bench.cases import DEFAULT_SHAPES, Shape, parse_shape
-from jax_ub._src.tools.bench.timing import Candidate, interleave
-from jax_ub._src.tools.options import list_of, names_of, output_path, positive
+from jax_ub._src.tools import devices
+from jax_ub._src.tools.bench.cases import DEFAULT_SHAPES
+from jax_ub._src.tools.launch.parts import count
+from jax_ub._src.tools.options import (
+    Shape,
+    check_divides,
+    list_of,
+    name_of,
+    names_of,
+    output_path,
+    parse_shape,
+    positive,
+)
 from jax_ub._src.tools.simulate import models
+from jax_ub._src.tools.timing import Candidate, interleave
 from jax_ub._src.tools.tune.candidates import candidates
 from jax_ub._src.tools.tune.cases import Operands, cases, dgrad_of
 
@@ -41,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tp",
-        type=list_of(positive),
+        type=list_of(count),
         default=(2,),
         help="numbers of ranks P, such as 2,4 (default: 2)",
     )
@@ -58,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "linear after each is MxNxK",
     )
     parser.add_argument(
-        "--model", help=f"instead: the linears of {', '.join(models.MODELS)}"
+        "--model",
+        type=name_of(models.MODELS),
+        help=f"instead: the linears of {', '.join(models.MODELS)}",
     )
     parser.add_argument("--tokens", type=positive, help="M of --model (default: 8192)")
     parser.add_argument(
@@ -77,11 +89,7 @@ def command(given: argparse.Namespace) -> int:
     """
     shapes = _shapes(given)
     for shape, num_ranks in itertools.product(shapes, given.tp):
-        if not shape.divides(num_ranks):
-            raise ShapeContractError(
-                f"tune: shape {shape} does not divide into {num_ranks} ranks. Take "
-                f"sizes that are multiples of {num_ranks}."
-            )
+        check_divides("tune", shape, num_ranks, "--tp")
     is_cuda = _start(given.platform, max(given.tp))
     here = environment()
     tunings = tuned_file.read(given.output) if given.output.exists() else {}
@@ -130,10 +138,14 @@ def _result(seconds):
 def _shapes(given) -> Sequence[Shape]:
     if given.model is None:
         if given.tokens is not None:
-            raise UnsupportedOverlapError("tune: --tokens is the M of a --model.")
+            raise UnsupportedOverlapError(
+                f"tune: --tokens {given.tokens} is the M of a --model. Add --model."
+            )
         return given.shapes or DEFAULT_SHAPES
     if given.shapes is not None:
-        raise UnsupportedOverlapError("tune: pass --model or --shapes, not both.")
+        raise UnsupportedOverlapError(
+            "tune: --shapes and --model exclude each other. Leave one of them out."
+        )
     # `cases` takes the sizes of a column linear layer and derives the row linear layer
     # after it. For a row layer [M, K, N], this is the column layer [M, N, K].
     layers = models.find(given.model).layers
@@ -146,7 +158,7 @@ def _shapes(given) -> Sequence[Shape]:
 
 def _start(wanted, num_devices) -> bool:
     """Starts JAX's backend with `num_devices` devices; returns whether it has GPUs."""
-    machine.start(num_devices, wanted)
+    devices.start("tune", num_devices, wanted)
     if wanted == "cpu":
         return False
     num_found = len(cuda_engine.local_devices())

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 from jax_ub import _cpu
-from jax_ub._src.tools.bench import machine, timing
-from jax_ub._src.tools.bench.machine import BackgroundLoad, Ranks
-from jax_ub._src.tools.bench.timing import (
+from jax_ub._src.tools import timing
+from jax_ub._src.tools.bench import report
+from jax_ub._src.tools.devices import Ranks
+from jax_ub._src.tools.timing import (
+    BackgroundLoad,
     Candidate,
     Summary,
     at_peak,
@@ -124,7 +126,7 @@ def test_a_single_variant_is_not_run():
 @pytest.mark.parametrize(("own", "share"), [(0.0, 0.25), (0.5, 0.0)])
 def test_the_background_load_excludes_this_job(monkeypatch, own, share):
     now, used = iter([0.0, 1.0]), iter([0.0, own])
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     load = BackgroundLoad(lambda: next(used))
     load._psutil = types.SimpleNamespace(cpu_percent=lambda: 25.0)
@@ -135,7 +137,7 @@ def test_without_psutil_there_is_no_background_load(monkeypatch):
     monkeypatch.setitem(sys.modules, "psutil", None)
     assert BackgroundLoad().share() == 0.0
     with pytest.raises(UnsupportedOverlapError, match="bench requires psutil"):
-        machine.environment()
+        report.environment()
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])

@@ -5,6 +5,7 @@ Slow phases of the machine then affect all programs, not only one.
 
 import contextlib
 import dataclasses
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,10 @@ import jax
 import numpy as np
 
 from jax_ub._src.dtypes import SHORT_NAMES
+from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.runtime import cpu_engine
-from jax_ub._src.tools.bench.machine import BackgroundLoad, Ranks
+from jax_ub._src.tools.devices import Ranks
+from jax_ub._src.tools.options import load_extra
 
 Values = Sequence[float] | np.ndarray
 # Limit: the time of the FLOPs at the peak rate, on tiles that stay in the L1 cache.
@@ -31,6 +34,9 @@ _MAX_SLOWDOWN = 1.5
 _TRIALS = 4
 # A round counts as calm if other processes use at most this share of the CPU.
 _CALM = 0.05
+# The shortest interval in which the CPU load is measured. The kernel counts CPU time in
+# ticks of 10 ms, so shorter intervals are too coarse.
+_MIN_INTERVAL_S = 0.1
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,6 +119,42 @@ def restored_threads() -> Iterator[Any]:
         yield cpu
     finally:
         cpu.set_num_threads(*before)
+
+
+class BackgroundLoad:
+    """Measures which share of the machine's CPU time other processes use.
+
+    On a busy machine, a peer with many threads gets more CPU time than jax_ub's engine,
+    which has one thread per core. Interleaving does not correct for this. Without
+    psutil, the share is 0.
+
+    Args:
+        own_seconds: returns the CPU seconds of the benchmark so far.
+    """
+
+    def __init__(self, own_seconds: Callable[[], float] = time.process_time):
+        self._own_seconds = own_seconds
+        try:
+            self._psutil = load_extra("psutil", "bench")
+            self._psutil.cpu_percent()  # starts the first interval
+        except UnsupportedOverlapError:
+            self._psutil = None
+        self._start, self._own = time.perf_counter(), own_seconds()
+        self._share = 0.0
+
+    def share(self) -> float:
+        """Returns the share of all cores that other processes used since the last call.
+
+        Calls within 0.1 s share one interval.
+        """
+        now, own = time.perf_counter(), self._own_seconds()
+        elapsed = now - self._start
+        if self._psutil is not None and elapsed >= _MIN_INTERVAL_S:
+            busy = self._psutil.cpu_percent() / 100
+            others = busy - (own - self._own) / (elapsed * (os.cpu_count() or 1))
+            self._share = min(1.0, max(0.0, others))
+            self._start, self._own = now, own
+        return self._share
 
 
 @dataclasses.dataclass(frozen=True)

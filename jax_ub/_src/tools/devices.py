@@ -1,0 +1,131 @@
+"""Meshes of this machine's devices, and programs on them, for the commands."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_ub._src.errors import UnsupportedOverlapError
+from jax_ub._src.runtime import backend, settings
+
+AXIS = "tp"
+Spec = PartitionSpec
+
+
+def start(
+    command: str,
+    num_devices: int,
+    platform: str | None = None,
+    *,
+    requests_cpus: bool = True,
+) -> None:
+    """Starts the JAX backend and checks that it has at least `num_devices` devices.
+
+    On CPUs, it requests this number from JAX, which works only before JAX has started.
+    None as `platform` keeps JAX's default. In a job of several processes,
+    `requests_cpus` is False, because the launcher has set the number of each process.
+    """
+    # jaxlib needs at least two pool threads per device when launches are queued.
+    # oneDNN's OpenMP threads must sleep between calls. Otherwise they would spin on the
+    # cores while the next candidate is timed.
+    settings.set_pool_threads(4 * num_devices)
+    settings.ask_openmp_to_sleep()
+    if platform is not None:
+        # JAX may have started already; the number of devices is checked below.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_platforms", platform)
+    if requests_cpus:
+        backend.request_cpu_devices(num_devices)
+    num_found = len(backend.start())
+    if num_found < num_devices:
+        raise UnsupportedOverlapError(
+            f"{command}: jax runs with {num_found} devices, and P = {num_devices} was "
+            "asked for. Ask for fewer; on CPUs, start the command in a process of its "
+            f"own: python -m jax_ub {command}."
+        )
+
+
+class Ranks:
+    """A 1D mesh of this process's first `num_ranks` devices, for benchmark programs."""
+
+    def __init__(self, num_ranks: int):
+        self.num_ranks = num_ranks
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        return jax.local_devices()[: self.num_ranks]
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        return Mesh(np.array(self.devices), (AXIS,))
+
+    @property
+    def platform(self) -> str:
+        return self.devices[0].platform
+
+    def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
+        """Copies a global array to new buffers on the mesh, sharded as `spec`."""
+        return jax.device_put(np.asarray(array), NamedSharding(self.mesh, spec))
+
+    def draw(
+        self, dtype: Any, shapes: Sequence[tuple[int, ...]], specs: Sequence[Spec]
+    ) -> list[jax.Array]:
+        """Returns random normal arrays with the given global shapes and shardings."""
+        drawn = (normal(seed, shape, dtype) for seed, shape in enumerate(shapes))
+        return [self.place(x, spec) for x, spec in zip(drawn, specs, strict=True)]
+
+    def program(
+        self,
+        function: Callable[..., Any],
+        in_specs: Sequence[PartitionSpec],
+        out_specs: Any,
+        donate: tuple[int, ...] = (),
+    ) -> Any:
+        """Jits a per-device function in `jax.shard_map` over the mesh.
+
+        `donate` has the indices of the operands that are donated.
+        """
+        mapped = jax.shard_map(
+            function, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs
+        )
+        return jax.jit(mapped, donate_argnums=donate)
+
+
+class ProcessRanks(Ranks):
+    """A 1D mesh of equally many devices of each process of a job."""
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        num_processes = jax.process_count()
+        num_local = self.num_ranks // num_processes
+        return [
+            device
+            for process in range(num_processes)
+            for device in jax.local_devices(process)[:num_local]
+        ]
+
+    def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
+        """Places a global array, equal in all processes, on the mesh as `spec`."""
+        array = np.asarray(array)
+        sharding = NamedSharding(self.mesh, spec)
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> Any:
+    """Returns a host array of normal random numbers times `scale`, in `dtype`.
+
+    Equal arguments return equal arrays.
+    """
+    return _drawn(seed, shape, np.dtype(dtype), scale).copy()
+
+
+# The drawn arrays are cached, because drawing an operand of size 8192 x 8192 takes
+# seconds, and all programs of a benchmark case use copies of the same operands.
+@functools.lru_cache(maxsize=8)
+def _drawn(seed, shape, dtype, scale):
+    draws = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return (draws * np.float32(scale)).astype(dtype)
