@@ -29,14 +29,14 @@ def us(seconds):
 
 
 def sizes(name, layer, M, tp):
-    layers = {layer.name: layer for layer in models.find(name).layers}
+    layers = {layer.name: layer for layer in models.MODELS[name].layers}
     return layers[layer.partition(" ")[0]], int(M), int(tp)
 
 
 @functools.cache
 def rows(name, M, tp):
     """Returns the rows of a model's layers with the separate model's methods."""
-    found = layer_rows(models.find(name), int(M), int(tp), MACHINE)
+    found = layer_rows(models.MODELS[name], int(M), int(tp), MACHINE)
     return [
         dataclasses.replace(row, plan=plan_of(workload(row.layer, int(M), int(tp))))
         for row in found
@@ -155,5 +155,5 @@ def check_chunks(cells):
 
 
 def test_fewer_rows_than_a_tile_are_not_cut_further():
-    layer = models.find("gpt3-175b").layers[3]
+    layer = models.MODELS["gpt3-175b"].layers[3]
     assert list(all_reduce_by_blocks(layer, 1024, 8)[1]) == [1, 2]

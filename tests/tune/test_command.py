@@ -11,8 +11,7 @@ from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Tune
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
 from jax_ub._src.runtime.tuned_tables import environment, on_axis
-from jax_ub._src.tools.tune.candidates import candidates
-from jax_ub._src.tools.tune.cases import dgrad_of
+from jax_ub._src.tools.tune.cases import candidates, dgrad_of
 
 # The ops that overlap a GEMM with communication.
 FUSED = [op for op in OPS if op not in (COLUMN_GRADIENTS, *LOCAL_OPS)]
@@ -187,6 +186,7 @@ def test_one_shot_is_a_candidate_if_it_fits_the_heap(num_ranks, most):
     [
         (["--tokens", "64"], "--tokens 64 is the M of a --model. Add --model."),
         (["--shapes", "33x48x80"], "shape 33x48x80 does not divide into 2 ranks"),
+        (["--model", "llama3-70b", "--tokens", "3"], "3x8192x10240 does not divide"),
         (
             ["--model", "llama3-70b", "--shapes", "32x48x80"],
             "--shapes and --model exclude each other",

@@ -14,8 +14,7 @@ from jax_ub._src.methods import KernelOptions, Method, MethodChoice
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tools.options import Shape
-from jax_ub._src.tools.tune.candidates import candidates
-from jax_ub._src.tools.tune.cases import Operands, call_of, cases
+from jax_ub._src.tools.tune.cases import Operands, call_of, candidates, cases
 from jax_ub._src.tools.tune.command import measure
 
 M, K, N = 16, 8, 12

@@ -49,16 +49,17 @@ class LayerRow:
         saved = self.bounds.serial_s - self.plan.seconds
         return saved / self.bounds.collective_s if self.bounds.collective_s else 0.0
 
-    def as_json(self) -> dict[str, object]:
-        times = {
-            f"{name}_us": 1e6 * getattr(self.bounds, f"{name}_s")
+    def as_json(self) -> dict[str, Any]:
+        seconds = {
+            name: getattr(self.bounds, f"{name}_s")
             for name in ("gemm", "wire", "serial", "ideal")
         }
+        seconds["plan"] = self.plan.seconds
         return {
-            **{"layer": self.layer.name, "op": self.layer.op, "M": self.M},
-            **{"K": self.layer.K, "N": self.layer.N, "num_ranks": self.num_ranks},
-            **times,
-            "plan_us": 1e6 * self.plan.seconds,
+            "layer": self.layer.name,
+            **{"op": self.layer.op, "M": self.M, "K": self.layer.K, "N": self.layer.N},
+            "num_ranks": self.num_ranks,
+            **{f"{name}_us": 1e6 * value for name, value in seconds.items()},
             **{"method": self.plan.method, "knobs": self.plan.knobs},
             **{"speedup": self.speedup, "limit": self.limit, "hidden": self.hidden},
         }
@@ -191,38 +192,30 @@ def describe(machine: Hardware) -> list[str]:
     ]
 
 
-_COLUMNS = (
-    *("layer", "op", "M", "K", "N", "gemm us", "wire us", "serial us", "ideal us"),
-    *("plan us", "method", "knobs", "speed-up", "limit", "hidden"),
-)
+# The key of each column in `LayerRow.as_json`, and the format of its values.
+_COLUMNS = {
+    **{"layer": "", "op": "", "M": "", "K": "", "N": ""},
+    **{f"{name}_us": ".0f" for name in ("gemm", "wire", "serial", "ideal", "plan")},
+    **{"method": "", "knobs": "", "speedup": ".2f", "limit": ".2f", "hidden": ".0%"},
+}
+_SHORT_OPS = {"all_gather_matmul": "ag", "matmul_reduce_scatter": "rs"}
 
 
 def table(rows: list[LayerRow]) -> list[str]:
     """Returns the lines of the table of predicted times, with a row for each layer."""
-    cells: list[list[Any]] = [
-        [
-            row.layer.name,
-            "ag" if row.layer.op == "all_gather_matmul" else "rs",
-            row.M,
-            row.layer.K,
-            row.layer.N,
-            *_us(row.bounds.gemm_s, row.bounds.wire_s),
-            *_us(row.bounds.serial_s, row.bounds.ideal_s, row.plan.seconds),
-            row.plan.method,
-            row.plan.knobs,
-            f"{row.speedup:.2f}",
-            f"{row.limit:.2f}",
-            f"{row.hidden:.0%}",
-        ]
-        for row in rows
+    found = [{**row.as_json(), "op": _SHORT_OPS[row.layer.op]} for row in rows]
+    total: dict[str, Any] = dict.fromkeys(_COLUMNS, "")
+    for key in ("serial_us", "ideal_us", "plan_us"):
+        total[key] = sum(row[key] for row in found)
+    total |= {"layer": "sum", "speedup": total["serial_us"] / total["plan_us"]}
+    total["limit"] = total["serial_us"] / total["ideal_us"]
+    columns = _COLUMNS.items()
+    cells = [
+        [format(row[key], text if row[key] != "" else "") for key, text in columns]
+        for row in (*found, total)
     ]
-    serial_s = sum(row.bounds.serial_s for row in rows)
-    ideal_s = sum(row.bounds.ideal_s for row in rows)
-    plan_s = sum(row.plan.seconds for row in rows)
-    ratios = [f"{serial_s / plan_s:.2f}", f"{serial_s / ideal_s:.2f}", ""]
-    cells.append(["sum", *[""] * 6, *_us(serial_s, ideal_s, plan_s), "", "", *ratios])
-    right = range(2, len(_COLUMNS))
-    return format_table(_COLUMNS, cells, right=right, is_markdown=True)
+    header = [key.replace("_", " ").replace("speedup", "speed-up") for key in _COLUMNS]
+    return format_table(header, cells, right=range(2, len(header)), is_markdown=True)
 
 
 def _us(*seconds):

@@ -3,12 +3,10 @@
 import dataclasses
 from collections.abc import Mapping
 
-from jax_ub._src.errors import UnknownNameError, nearest, shown
-
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The name, forward op and global kernel size [K, N] of a model's linear layer."""
+    """A linear layer of a transformer model: its forward op and global sizes [K, N]."""
 
     name: str
     op: str
@@ -18,46 +16,33 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The sizes of a transformer model, which determine its four linear layers.
-
-    Args:
-        hidden: number of features of the residual stream.
-        qkv: number of features of queries, keys and values together.
-        ffn_in: number of output features of the first MLP layer, including the gate.
-        ffn_out: number of input features of the second MLP layer.
-    """
+    """A transformer model and the linear layers of one transformer layer, in order."""
 
     name: str
-    hidden: int
-    qkv: int
-    ffn_in: int
-    ffn_out: int
+    layers: tuple[Layer, ...]
 
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
-        return (
-            Layer("qkv", gather, self.hidden, self.qkv),
-            Layer("proj", scatter, self.hidden, self.hidden),
-            Layer("fc1", gather, self.hidden, self.ffn_in),
-            Layer("fc2", scatter, self.ffn_out, self.hidden),
-        )
+
+def _model(name: str, hidden: int, qkv: int, ffn_in: int, ffn_out: int) -> Model:
+    """Returns a model from the features of its hidden state and of its layers.
+
+    `ffn_in` are the output features of the first MLP layer, including the gate,
+    `ffn_out` the input features of the second one.
+    """
+    gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
+    layers = (
+        Layer("qkv", gather, hidden, qkv),
+        Layer("proj", scatter, hidden, hidden),
+        Layer("fc1", gather, hidden, ffn_in),
+        Layer("fc2", scatter, ffn_out, hidden),
+    )
+    return Model(name, layers)
 
 
 MODELS: Mapping[str, Model] = {
     model.name: model
     for model in (
-        Model("llama3-70b", 8192, 10240, 57344, 28672),
-        Model("llama3-405b", 16384, 18432, 106496, 53248),
-        Model("gpt3-175b", 12288, 36864, 49152, 49152),
+        _model("llama3-70b", 8192, 10240, 57344, 28672),
+        _model("llama3-405b", 16384, 18432, 106496, 53248),
+        _model("gpt3-175b", 12288, 36864, 49152, 49152),
     )
 }
-
-
-def find(name: str) -> Model:
-    """Returns the transformer model of this name, such as "llama3-70b"."""
-    if name not in MODELS:
-        raise UnknownNameError(
-            f"model {shown(name)} is not known. {nearest(name, MODELS)}"
-        )
-    return MODELS[name]

@@ -10,7 +10,7 @@ after the other and blocks in waits.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_ub._src.runtime import cpu_engine
@@ -100,8 +100,11 @@ def replay(
         _Rank(rank, steps, work, part, options, arrivals, len(schedules))
         for rank, steps in enumerate(schedules)
     ]
-    while any(rank.is_pending for rank in ranks):
-        if not any([rank.advance() for rank in ranks]):
+    running = [rank.run() for rank in ranks]
+    while running:
+        before = len(arrivals), len(running)
+        running = [run for run in running if next(run, False)]
+        if (len(arrivals), len(running)) == before:
             raise ArithmeticError("simulate: the ranks of a schedule wait for ever")
     return [span for rank in ranks for span in rank.spans]
 
@@ -129,7 +132,7 @@ class _Rank:
     ):
         self.rank = rank
         self.spans: list[Span] = []
-        self._steps, self._next = list(steps), 0
+        self._steps = steps
         self._work, self._hardware = work, hardware
         self._rows = work.split_rows(options.num_splits)
         self._num_splits = options.num_splits
@@ -138,7 +141,7 @@ class _Rank:
         self._processors = None
         if not hardware.is_host:
             self._processors = Processors(hardware, options.streams, work.itemsize)
-        self._kernels = _kernels(rank, self._steps, work.gathers, options.aggregate)
+        self._kernels = _kernels(rank, steps, work.gathers, options.aggregate)
         self._lanes = {"wire": 0.0, "sum": 0.0}
         # The times at which received data arrived, keyed by (payload, chunk or sender,
         # split). The three members below have the times at which products, sums and
@@ -148,43 +151,30 @@ class _Rank:
         self._summed: dict[int, float] = {}
         self._gathered = 0.0
 
-    @property
-    def is_pending(self) -> bool:
-        return self._next < len(self._steps)
+    def run(self) -> Iterator[bool]:
+        """Simulates all steps, and yields True while a step must wait for a peer."""
+        for index, step in enumerate(self._steps):
+            if step.kind == "wait":
+                while (self.rank, step.slot) not in self._arrivals:
+                    yield True
+                self._wait(step, self._arrivals[self.rank, step.slot])
+            elif step.kind == "multiply":
+                self._multiply(step, self._kernels.get(index))
+            elif step.kind == "put":
+                self._put(step)
+            elif step.kind == "reduce":
+                self._reduce(step)
+            elif step.kind == "copy":
+                self._copy(step)
+            # The simulated call is the first of its communicator: all slots are free.
 
-    def advance(self) -> bool:
-        """Simulates steps until one must wait for a peer; returns whether any ran."""
-        before = self._next
-        while self.is_pending and self._take(self._next):
-            self._next += 1
-        return self._next > before
-
-    def _take(self, index):
-        step = self._steps[index]
-        if step.kind == "wait":
-            return self._wait(step)
-        if step.kind == "multiply":
-            self._multiply(index)
-        elif step.kind == "put":
-            self._put(step)
-        elif step.kind == "reduce":
-            self._reduce(step)
-        elif step.kind == "copy":
-            self._copy(step)
-        # The simulated call is the first of its communicator, so all slots are free.
-        return True
-
-    def _wait(self, step):
-        time = self._arrivals.get((self.rank, step.slot))
-        if time is None:
-            return False
+    def _wait(self, step, time):
         sender = step.peer if step.payload == "partial" else step.chunk
         self._received[step.payload, sender, step.split] = time
         self._gathered = max(self._gathered, time)
         if self._hardware.is_host and time > self._clock:
             self._add_span("rank", "wait", (step.chunk,), self._clock, time)
             self._clock = time
-        return True
 
     def _put(self, step):
         hardware = self._hardware
@@ -214,27 +204,23 @@ class _Rank:
         staged_s = 2 * shard / self._hardware.memory_bytes_per_s
         return staged_s + self._hardware.handshake_s
 
-    def _multiply(self, index):
-        kernel = self._kernels[index]
+    def _multiply(self, step, kernel):
         if kernel is None:
             return
-        if self._steps[index].chunk == ALL_CHUNKS:
+        if step.chunk == ALL_CHUNKS:
             gemm, ready = self._work.gemm, self._gathered
         else:
             gemm = self._work.gemm_of(len(kernel) * self._rows)
             times = [self._received.get(("operand", *key), 0.0) for key in kernel]
-            ready = max(times) if self._steps[index].payload == "operand" else 0.0
+            ready = max(times) if step.payload == "operand" else 0.0
         chunks = tuple(chunk for chunk, _ in kernel)
         if self._processors is None:
-            start = max(self._clock, ready)
-            rate = self._hardware.flops_of(self._work.itemsize)
-            end = start + self._hardware.launch_s + gemm.flops / rate
-            self._clock = end
-            self._add_span("rank", "multiply", chunks, start, end)
+            gemm_s = gemm.flops / self._hardware.flops_of(self._work.itemsize)
+            end = self._run("", step, ready, self._hardware.launch_s + gemm_s, chunks)
         else:
             start, end = self._processors.run(ready, gemm)
             self._add_span("gemm", "multiply", chunks, start, end)
-        if self._steps[index].chunk == ALL_CHUNKS:
+        if step.chunk == ALL_CHUNKS:
             every = (ALL_CHUNKS, *range(self._work.num_ranks))
             kernel = [(c, s) for c in every for s in range(self._num_splits)]
         self._multiplied.update(dict.fromkeys(kernel, end))
@@ -259,16 +245,16 @@ class _Rank:
             self._run("rank", step, 0.0, num_bytes / self._hardware.memory_bytes_per_s)
         self._gathered = max(self._gathered, self._clock)
 
-    def _run(self, lane, step, ready, duration):
+    def _run(self, lane, step, ready, duration, chunks=()):
         """Runs a step on a lane, or on a host's only thread; returns its end time."""
+        start = max(ready, self._clock if self._hardware.is_host else self._lanes[lane])
+        end = start + duration
         if self._hardware.is_host:
-            lane, start = "rank", max(self._clock, ready)
-            self._clock = start + duration
+            lane, self._clock = "rank", end
         else:
-            start = max(self._lanes[lane], ready)
-            self._lanes[lane] = start + duration
-        self._add_span(lane, step.kind, (step.chunk,), start, start + duration)
-        return start + duration
+            self._lanes[lane] = end
+        self._add_span(lane, step.kind, chunks or (step.chunk,), start, end)
+        return end
 
     def _add_span(self, lane, kind, chunks, start, end):
         self.spans.append(Span(self.rank, lane, kind, chunks, start, end))
@@ -276,41 +262,31 @@ class _Rank:
 
 def _kernels(
     own: int, steps: Sequence[Step], gathers: bool, aggregate: int
-) -> dict[int, list[tuple[int, int]] | None]:
-    """Returns which (chunk, split) pairs the GEMM kernel of each step multiplies.
+) -> dict[int, list[tuple[int, int]]]:
+    """Returns the (chunk, split) pairs of each GEMM kernel, by the step that runs it.
 
     Up to `aggregate` consecutive chunks of peers are multiplied by one kernel; the
     rank's own chunk has a separate kernel. If operands are gathered, the kernel is
     launched at the last of its chunks, when all have arrived. If partial sums are sent,
-    it is launched at the first chunk, and the sums are sent when it has finished. The
-    value is None for other steps of such a group.
+    it is launched at the first chunk, and the sums are sent when it has finished.
     """
-    kernels: dict[int, list[tuple[int, int]] | None] = {}
-    group: list[int] = []
-
-    def parts(index):
-        step = steps[index]
-        chunks = range(step.chunk, step.chunk + step.num_chunks)
-        return [(chunk, step.split) for chunk in chunks]
-
-    def close():
-        if group:
-            kernels.update(dict.fromkeys(group))
-            at = group[-1] if gathers else group[0]
-            kernels[at] = [part for index in group for part in parts(index)]
-            group.clear()
-
+    alone = (own, ALL_CHUNKS)
+    groups: list[list[int]] = []
     for index, step in enumerate(steps):
         if step.kind != "multiply":
             continue
-        if step.chunk in (own, ALL_CHUNKS):
-            close()
-            kernels[index] = parts(index)
-            continue
-        if group and steps[group[0]].split != step.split:
-            close()
-        group.append(index)
-        if len(group) == aggregate:
-            close()
-    close()
-    return kernels
+        first = steps[groups[-1][0]] if groups else step
+        is_apart = step.chunk in alone or first.chunk in alone
+        is_full = not groups or len(groups[-1]) == aggregate
+        if not is_apart and not is_full and step.split == first.split:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return {
+        group[-1 if gathers else 0]: [
+            (chunk, step.split)
+            for step in map(steps.__getitem__, group)
+            for chunk in range(step.chunk, step.chunk + step.num_chunks)
+        ]
+        for group in groups
+    }

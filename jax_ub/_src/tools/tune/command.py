@@ -33,8 +33,7 @@ from jax_ub._src.tools.options import (
 )
 from jax_ub._src.tools.simulate import models
 from jax_ub._src.tools.timing import Candidate, interleave
-from jax_ub._src.tools.tune.candidates import candidates
-from jax_ub._src.tools.tune.cases import Operands, cases, dgrad_of
+from jax_ub._src.tools.tune.cases import Operands, candidates, cases, dgrad_of
 
 EXAMPLE = "tune --tp 2 --shapes 512x1024x2816 --output tuned.json"
 _TOKENS = 8192
@@ -148,7 +147,7 @@ def _shapes(given) -> Sequence[Shape]:
         )
     # `cases` takes the sizes of a column linear layer and derives the row linear layer
     # after it. For a row layer [M, K, N], this is the column layer [M, N, K].
-    layers = models.find(given.model).layers
+    layers = models.MODELS[given.model].layers
     return [
         shape if layer.op == "all_gather_matmul" else shape.row
         for layer in layers
