@@ -16,6 +16,7 @@ from jax_ub._src.tools.options import (
     output_path,
     parse_shape,
     positive,
+    replaced_path,
 )
 from jax_ub._src.tools.pictures import picture_path
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
@@ -47,6 +48,16 @@ def test_file_in_an_existing_folder_is_accepted(tmp_path):
 def test_folder_is_rejected_as_output_file(tmp_path):
     with pytest.raises(argparse.ArgumentTypeError, match="is a folder. Name a file"):
         output_path(str(tmp_path))
+
+
+def test_a_pipe_is_rejected_as_a_file_to_replace(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert output_path(str(tmp_path / "pipe")) == tmp_path / "pipe"
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a regular file. Name"):
+        replaced_path(str(tmp_path / "pipe"))
+    (tmp_path / "old.json").touch()
+    for name in ("old.json", "new.json"):
+        assert replaced_path(str(tmp_path / name)) == tmp_path / name
 
 
 @pytest.mark.parametrize("name", ["old.json", "new.json"])

@@ -76,6 +76,15 @@ def test_invalid_arguments_are_rejected(arguments, text, capsys):
     assert text in capsys.readouterr().err
 
 
+def test_an_invalid_variable_ends_the_command_before_a_process_starts(
+    monkeypatch, capfd
+):
+    monkeypatch.setenv("JAX_UB_NUM_THREADS", "many")
+    assert __main__.main(["bench", "--processes", "2", "--quick"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "JAX_UB_NUM_THREADS = 'many' is not a positive number of threads." in line
+
+
 def test_a_failed_job_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert __main__.main(["bench", "--processes", "2", "--quick"]) == 2

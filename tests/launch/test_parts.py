@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 
-from jax_ub._src.tools.launch.parts import run_parts
+from jax_ub._src.tools.launch.parts import LaunchError, exit_on_failure, run_parts
 
 
 @pytest.fixture
@@ -110,3 +110,17 @@ def ended_by_sigterm():
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
         yield
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("error", "num_lines"), [(LaunchError("a reason"), 1), (ValueError("a bug"), 6)]
+)
+def test_an_error_in_a_process_is_one_line_unless_it_is_a_bug(
+    error, num_lines, monkeypatch, capsys
+):
+    monkeypatch.setattr(os, "_exit", lambda status: sys.exit(status))
+    with pytest.raises(SystemExit, match="1"), exit_on_failure():
+        raise error
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) <= num_lines
+    assert lines[-1].endswith(str(error))

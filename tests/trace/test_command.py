@@ -45,11 +45,13 @@ def test_files_are_merged(tmp_path, capsys):
     trace, merged = tmp_path / "found.json", tmp_path / "merged.json"
     arguments = ["--op", "all_gather_matmul", *TINY, "--json", str(trace)]
     assert __main__.main(["trace", *arguments]) == 0
-    options = ["--json", str(merged), "--merge", str(trace), str(trace)]
+    options = ["--json", str(merged), "--merge", str(trace)]
     assert __main__.main(["trace", *options]) == 0
-    found, both = perfetto.read([trace]), perfetto.read([merged])
-    assert both.calls == found.calls
-    assert both.spans == found.spans * 2
+    assert perfetto.read([merged]) == perfetto.read([trace])
+    capsys.readouterr()
+    assert __main__.main(["trace", "--merge", str(trace), str(merged)]) == 2
+    text = f"'{trace}' and '{merged}' both have process 0. Give one file for each"
+    assert text in capsys.readouterr().err
 
 
 def test_script_is_recorded_with_its_arguments(tmp_path):
@@ -63,6 +65,13 @@ def test_script_is_recorded_with_its_arguments(tmp_path):
     assert "3 " in done.stdout.splitlines()[1]
     assert "direct, P = 2" in done.stdout
     assert len(perfetto.read([trace]).calls) == 3
+
+
+def test_a_script_without_calls_of_jax_ub_is_reported(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text("")
+    assert __main__.main(["trace", str(script)]) == 0
+    assert capsys.readouterr().out == "no call of jax_ub ran on the CPU engine\n"
 
 
 def test_script_that_exits_is_recorded_and_its_status_returned(tmp_path):

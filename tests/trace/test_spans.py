@@ -77,6 +77,20 @@ def test_waits_are_averaged_over_ranks_and_calls():
     assert Trace((CALL,), ()).seconds_of(0) == 0.0
 
 
+def test_the_spans_of_a_call_are_found_without_reading_all_spans():
+    class Counted(tuple):
+        reads = 0
+
+        def __iter__(self):
+            Counted.reads += 1
+            return super().__iter__()
+
+    spans_of_calls = [dataclasses.replace(SPAN, call=index) for index in range(9)]
+    trace = Trace((CALL,) * 9, Counted(spans_of_calls))
+    assert [trace.of_call(index) for index in range(9)] == [[s] for s in spans_of_calls]
+    assert Counted.reads == 1
+
+
 def test_trace_is_equal_after_writing_and_reading(tmp_path):
     files = []
     for number, part in enumerate(parts()):

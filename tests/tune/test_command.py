@@ -198,6 +198,14 @@ def test_invalid_arguments_are_errors(arguments, text, tmp_path, capsys):
     assert text in capsys.readouterr().err
 
 
+def test_an_invalid_variable_ends_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_UB_NUM_THREADS", "many")
+    path = tmp_path / "tuned.json"
+    assert tune(str(path), "--shapes", "32x48x80") == 2
+    assert "JAX_UB_NUM_THREADS = 'many' is not a positive" in capsys.readouterr().err
+    assert not path.exists()
+
+
 def test_an_unknown_model_names_the_option(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         tune(str(tmp_path / "tuned.json"), "--model", "llama3")

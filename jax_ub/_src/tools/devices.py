@@ -28,7 +28,12 @@ def start(
     On CPUs, it requests this number from JAX, which works only before JAX has started.
     None as `platform` keeps JAX's default. In a job of several processes,
     `requests_cpus` is False, because the launcher has set the number of each process.
+
+    Raises:
+        ConfigurationError: if an environment variable of jax_ub is invalid.
+        UnsupportedOverlapError: if there are too few devices.
     """
+    settings.check()
     # jaxlib needs at least two pool threads per device when launches are queued.
     # oneDNN's OpenMP threads must sleep between calls. Otherwise they would spin on the
     # cores while the next candidate is timed.

@@ -186,6 +186,21 @@ def output_path(text: str) -> pathlib.Path:
     return path
 
 
+def replaced_path(text: str) -> pathlib.Path:
+    """Returns an option's value as the path of a file that is read and then replaced.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is a device or pipe, which must not be
+            replaced, or if `output_path` rejects the path.
+    """
+    path = output_path(text)
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not a regular file. Name a file."
+        )
+    return path
+
+
 def load_extra(package: str, option: str) -> Any:
     """Imports a package of the optional dependencies `jax_ub[bench]`.
 

@@ -10,6 +10,7 @@ from typing import Any
 from jax_ub._src import dtypes, lowering_log
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.files import write_json
+from jax_ub._src.runtime import settings
 from jax_ub._src.tools import devices, timing
 from jax_ub._src.tools.bench import cases, linear, processes, report
 from jax_ub._src.tools.bench.cases import Builder, Case, Options, Setup
@@ -190,6 +191,7 @@ def _conflicts(given, found) -> Iterator[str]:
 def command(given: argparse.Namespace) -> int:
     """Runs the benchmark of a parsed command line and returns the exit status."""
     chosen = options(given)
+    settings.check()  # before any process is started
     if given.part is not None:
         processes.run_part(given.part, chosen)
     elif given.processes is not None:

@@ -168,7 +168,10 @@ def exit_on_failure() -> Iterator[None]:
     """
     try:
         yield
-    except Exception:  # any error of the program must end the job
-        traceback.print_exc()
+    except Exception as error:  # any error of the program must end the job
+        if isinstance(error, UbError):
+            sys.stderr.write(f"python -m jax_ub: error: {error}\n")
+        else:
+            traceback.print_exc()
         sys.stdout.flush()
         os._exit(1)

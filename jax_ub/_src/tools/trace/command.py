@@ -119,6 +119,8 @@ def summary(trace: Trace) -> list[str]:
         text = f"{label}, {call.method}, P = {call.num_ranks}"
         rows.append((len(equal), f"{1e6 * median_s:.1f}", f"{1e6 * mean_s:.1f}", text))
     header = ("calls", "median us", "waits us", "call")
+    if not rows:
+        return ["no call of jax_ub ran on the CPU engine"]
     lines = format_table(header, rows, right=(0, 1, 2))
     if trace.num_dropped:
         lines.append(f"{trace.num_dropped} spans were dropped: the buffers were full")

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax_ub._src.errors import UnknownNameError, shown
+from jax_ub._src.errors import ShapeContractError, UnknownNameError, shown
 from jax_ub._src.files import InputError, write_json
 from jax_ub._src.tools.trace.spans import (
     CALL,
@@ -45,8 +45,19 @@ def read(paths: Sequence[pathlib.Path]) -> Trace:
     Raises:
         InputError: if a file cannot be read.
         UnknownNameError: if a file is not a trace of jax_ub.
+        ShapeContractError: if two files have the same process.
     """
-    return merge([_read(path) for path in paths])
+    traces = [_read(path) for path in paths]
+    sources: dict[int, pathlib.Path] = {}
+    for path, trace in zip(paths, traces, strict=True):
+        for process in {span.process for span in trace.spans}:
+            if process in sources:
+                raise ShapeContractError(
+                    f"trace: {shown(str(sources[process]))} and {shown(str(path))} "
+                    f"both have process {process}. Give one file for each process."
+                )
+            sources[process] = path
+    return merge(traces)
 
 
 def as_json(trace: Trace) -> dict[str, Any]:

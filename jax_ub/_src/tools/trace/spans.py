@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -95,11 +96,15 @@ class Trace:
     num_dropped: int = 0
 
     def of_call(self, index: int) -> list[Span]:
-        """Returns the spans of the call `calls[index]`, sorted by their start times."""
-        return sorted(
-            (span for span in self.spans if span.call == index),
-            key=lambda span: (span.begin_ns, -span.end_ns),
-        )
+        """Returns the spans of the call `calls[index]`, sorted by their start."""
+        return list(self._spans_by_call.get(index, ()))
+
+    @functools.cached_property
+    def _spans_by_call(self) -> dict[int, list[Span]]:
+        found: dict[int, list[Span]] = {}
+        for span in sorted(self.spans, key=lambda one: (one.begin_ns, -one.end_ns)):
+            found.setdefault(span.call, []).append(span)
+        return found
 
     def seconds_of(self, index: int) -> float:
         """Returns the duration of the call `calls[index]` in seconds.

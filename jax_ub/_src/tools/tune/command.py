@@ -27,9 +27,9 @@ from jax_ub._src.tools.options import (
     list_of,
     name_of,
     names_of,
-    output_path,
     parse_shape,
     positive,
+    replaced_path,
 )
 from jax_ub._src.tools.simulate import models
 from jax_ub._src.tools.timing import Candidate, interleave
@@ -44,7 +44,7 @@ _WIDTHS = (22, 2, 6, 6, 6, 9, 0)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
-        type=output_path,
+        type=replaced_path,
         required=True,
         help="the file; its entries for other devices and sizes are kept",
     )
