@@ -1,4 +1,5 @@
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -69,6 +70,7 @@ def test_missing_engine_is_a_fault(monkeypatch, capsys):
 
 def test_too_few_jaxlib_threads_are_a_warning(monkeypatch):
     monkeypatch.setenv("NPROC", "4")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     finding = findings()["jaxlib threads"]
     assert finding.state is State.WARNING
     assert "Set NPROC=64 before jax starts" in finding.text

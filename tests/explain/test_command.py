@@ -87,8 +87,9 @@ def test_arguments_of_the_script_are_passed_unchanged(tmp_path, options):
 def test_unknown_hardware_is_an_error_before_the_script_runs(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text("raise AssertionError")
-    assert __main__.main(["explain", "--hardware", "h10", str(script)]) == 2
-    assert "hardware 'h10' is not known. Did you mean" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["explain", "--hardware", "h10", str(script)])
+    assert "--hardware: 'h10' is not known. Did you mean" in capsys.readouterr().err
 
 
 def test_missing_script_is_an_error(capsys):

@@ -1,5 +1,7 @@
 """Tests the environment variables of launched processes."""
 
+import os
+
 import pytest
 
 from jax_ub._src.tools.launch.command import environment
@@ -21,7 +23,8 @@ def test_variables_name_process_devices_and_coordinator():
     assert found["JAX_LOCAL_DEVICE_IDS"] == "6,7"
 
 
-def test_jaxlib_has_enough_threads_for_the_devices():
+def test_jaxlib_has_enough_threads_for_the_devices(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert int(of_process(0, devices_per_process=100)["NPROC"]) == 400
 
 

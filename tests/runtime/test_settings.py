@@ -1,3 +1,4 @@
+import os
 import pathlib
 import re
 
@@ -91,3 +92,15 @@ def test_xlas_share_of_gpu_memory_follows_its_variables(monkeypatch, variables, 
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert settings.xla_memory_share() == share
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(2, 32), (64, 64), (None, 32)])
+def test_pool_threads_are_enough_for_the_devices_and_the_cores(
+    cores, threads, monkeypatch
+):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "environ", {})
+    settings.set_pool_threads(8)
+    assert settings.pool_threads() == threads
+    settings.set_pool_threads(100)  # keeps what is set
+    assert settings.pool_threads() == threads

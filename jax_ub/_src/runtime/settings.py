@@ -149,12 +149,21 @@ def pool_threads() -> int | None:
     return _threads("NPROC")
 
 
-def set_pool_threads(num_threads: int) -> None:
+def pool_threads_for(num_devices: int) -> int:
+    """Returns a size of jaxlib's thread pools with which `num_devices` CPU devices run.
+
+    jaxlib deadlocks if more launches are in flight than its pool has threads. It also
+    computes on these threads, so there is at least one per core.
+    """
+    return max(os.cpu_count() or 1, 4 * num_devices)
+
+
+def set_pool_threads(num_devices: int) -> None:
     """Sets `NPROC`, the size of jaxlib's thread pools, unless the user has set it.
 
     It has no effect once JAX's backend has started.
     """
-    os.environ.setdefault("NPROC", str(num_threads))
+    os.environ.setdefault("NPROC", str(pool_threads_for(num_devices)))
 
 
 def dump_compiled_programs(folder: str) -> None:

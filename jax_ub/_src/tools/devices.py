@@ -14,6 +14,13 @@ from jax_ub._src.runtime import backend, settings
 
 AXIS = "tp"
 Spec = PartitionSpec
+_ROWS, _COLUMNS = Spec(AXIS), Spec(None, AXIS)
+# Shardings of x [M, K], w [K, N] and the result [M, N] of each forward op.
+FORWARD_SPECS: dict[str, tuple[tuple[Spec, Spec], Spec]] = {
+    "all_gather_matmul": ((_ROWS, _COLUMNS), _COLUMNS),
+    "matmul_reduce_scatter": ((_COLUMNS, _ROWS), _ROWS),
+    "matmul_all_reduce": ((_COLUMNS, _ROWS), Spec()),
+}
 
 
 def start(
@@ -34,10 +41,9 @@ def start(
         UnsupportedOverlapError: if there are too few devices.
     """
     settings.check()
-    # jaxlib needs at least two pool threads per device when launches are queued.
+    settings.set_pool_threads(num_devices)
     # oneDNN's OpenMP threads must sleep between calls. Otherwise they would spin on the
     # cores while the next candidate is timed.
-    settings.set_pool_threads(4 * num_devices)
     settings.ask_openmp_to_sleep()
     if platform is not None:
         # JAX may have started already; the number of devices is checked below.

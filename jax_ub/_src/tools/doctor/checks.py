@@ -39,8 +39,6 @@ _NUM_DEVICES = 2
 # Name of the mesh axis of the checks. It must differ from the axes of user programs,
 # which `initialize_ub` may have configured.
 _AXIS = "doctor"
-# Threads of jaxlib's pool per device. It needs two, and jaxlib blocks some itself.
-_POOL_THREADS_PER_DEVICE = 4
 
 
 class State(enum.Enum):
@@ -111,7 +109,7 @@ def _request_devices():
     """Requests two CPU devices from JAX, so that collectives can be checked."""
     if getattr(jax.config, "jax_num_cpu_devices", 0) > 0:
         return
-    settings.set_pool_threads(_POOL_THREADS_PER_DEVICE * _NUM_DEVICES)
+    settings.set_pool_threads(_NUM_DEVICES)
     backend.request_cpu_devices(_NUM_DEVICES)
 
 
@@ -214,7 +212,7 @@ def _pool_threads():
     if threads < 2 * num:
         text += (
             ": with more than 32 programs in flight jaxlib deadlocks. Set "
-            f"NPROC={_POOL_THREADS_PER_DEVICE * num} before jax starts."
+            f"NPROC={settings.pool_threads_for(num)} before jax starts."
         )
         yield Finding("jaxlib threads", State.WARNING, text)
     else:

@@ -22,8 +22,9 @@ from jax_ub._src.lowering_log import recording
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools.explain import hlo, program
 from jax_ub._src.tools.explain.report import find_hardware
-from jax_ub._src.tools.options import output_path
+from jax_ub._src.tools.options import name_of, output_path
 from jax_ub._src.tools.script import check_script, run_script, split_program
+from jax_ub._src.tools.simulate.hardware import HARDWARE
 from jax_ub._src.tools.trace.recorder import trace
 
 EXAMPLE = "explain --hardware h100 train.py --steps 3"
@@ -38,7 +39,8 @@ class ExplainError(UbError, RuntimeError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware",
-        help="predict for a100, h100, h200, b200 or cpu (default: what is here)",
+        type=name_of(HARDWARE),
+        help=f"predict for {', '.join(HARDWARE)} (default: what is here)",
     )
     parser.add_argument("--json", type=output_path, help="write the table there")
     parser.add_argument(
@@ -56,13 +58,10 @@ def command(given: argparse.Namespace) -> int:
     In a multi-process job, only process 0 prints.
 
     Raises:
-        UnknownNameError: if the hardware is not known; the script is not run.
         ExplainError: if the script compiled programs, but XLA wrote none of them.
     """
     script, *arguments = split_program(given.program)
     check_script("explain", script)
-    if given.hardware is not None:
-        find_hardware(given.hardware)
     with tempfile.TemporaryDirectory() as folder:
         # XLA reads the dump folder when the script starts the backend.
         settings.dump_compiled_programs(folder)

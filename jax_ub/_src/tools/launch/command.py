@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 
+from jax_ub._src.runtime import settings
 from jax_ub._src.tools.launch import supervisor
 from jax_ub._src.tools.launch.parts import LaunchError, count
 from jax_ub._src.tools.options import amount_of
@@ -160,8 +161,7 @@ def environment(
     devices = range(first, first + devices_per_process)
     address = f"{_HOST}:{port}"
     defaults = {
-        # jaxlib deadlocks if more launches are in flight than its pool has threads.
-        "NPROC": str(max(os.cpu_count() or 1, 4 * devices_per_process)),
+        "NPROC": str(settings.pool_threads_for(devices_per_process)),
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
     }

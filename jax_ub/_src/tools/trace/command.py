@@ -19,7 +19,7 @@ from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.errors import UbError
 from jax_ub._src.tables import format_table
 from jax_ub._src.tools import devices
-from jax_ub._src.tools.devices import AXIS, Spec
+from jax_ub._src.tools.devices import AXIS, FORWARD_SPECS
 from jax_ub._src.tools.launch import parts
 from jax_ub._src.tools.options import (
     Shape,
@@ -36,14 +36,6 @@ from jax_ub._src.tools.trace.spans import Trace
 
 EXAMPLE = "trace --op all_gather_matmul --tp 4 --json op.json"
 _NUM_WARMUP_CALLS = 2
-_ROWS, _COLUMNS = Spec(AXIS), Spec(None, AXIS)
-# For each op, its function and the shardings of x [M, K], w [K, N] and the result [M,
-# N].
-_OPS: dict[str, tuple[Callable[..., Any], tuple[Any, Any], Any]] = {
-    "all_gather_matmul": (ub.all_gather_matmul, (_ROWS, _COLUMNS), _COLUMNS),
-    "matmul_reduce_scatter": (ub.matmul_reduce_scatter, (_COLUMNS, _ROWS), _ROWS),
-    "matmul_all_reduce": (ub.matmul_all_reduce, (_COLUMNS, _ROWS), Spec()),
-}
 # The options of --op, which are passed on to each process of a multi-process trace:
 # how to parse them, and their defaults.
 _OP_OPTIONS: dict[str, tuple[Callable[[str], Any], Any]] = {
@@ -61,7 +53,11 @@ class TraceArgumentError(UbError, ValueError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--op", type=name_of(_OPS), help=f"a single op: {', '.join(_OPS)}")
+    add(
+        "--op",
+        type=name_of(FORWARD_SPECS),
+        help=f"a single op: {', '.join(FORWARD_SPECS)}",
+    )
     for name, (read, default) in _OP_OPTIONS.items():
         add(f"--{name}", type=value_of(read), help=f"of --op (default: {default})")
     parts.add_arguments(parser)
@@ -148,7 +144,7 @@ def _check(given, program):
         if getattr(given, name) is not None:
             raise TraceArgumentError(
                 f"trace: --{name} {getattr(given, name)} applies to --op only. Leave "
-                f"it out, or trace an op: --op {next(iter(_OPS))}."
+                f"it out, or trace an op: --op {next(iter(FORWARD_SPECS))}."
             )
 
 
@@ -183,9 +179,10 @@ def _prepare_op(given) -> Callable[[], int]:
     if jax.process_count() > 1:
         capacity = (shape.M, max(shape.K, shape.N))
         ub.initialize_ub(capacity, given.tp, mesh=ranks.mesh, axis_name=AXIS)
-    function, in_specs, out_spec = _OPS[given.op]
-    function = functools.partial(function, axis_name=AXIS, method=given.method)
-    run = ranks.program(function, in_specs, out_spec)
+    in_specs, out_spec = FORWARD_SPECS[given.op]
+    function = getattr(ub, given.op)
+    call = functools.partial(function, axis_name=AXIS, method=given.method)
+    run = ranks.program(call, in_specs, out_spec)
     operands = ranks.draw(given.dtype, [*map(shape.sizes, ("MK", "KN"))], in_specs)
 
     def repeat(times=given.repeats):

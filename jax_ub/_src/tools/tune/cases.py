@@ -21,7 +21,7 @@ from jax_ub._src.primitives.matmuls import (
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.column import column_gradients
 from jax_ub._src.runtime.device_groups import heap_bytes
-from jax_ub._src.tools.devices import AXIS, Ranks, Spec, normal
+from jax_ub._src.tools.devices import AXIS, FORWARD_SPECS, Ranks, Spec, normal
 from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate
 
@@ -76,7 +76,7 @@ class _Layout:
 
 
 _AUTO = MethodChoice(Method.AUTO)
-_ROWS, _COLUMNS, _REPLICATED = Spec(AXIS, None), Spec(None, AXIS), Spec()
+_ROWS, _COLUMNS, _REPLICATED = Spec(AXIS), Spec(None, AXIS), Spec()
 
 
 def _local(*operands: str, adds: bool = False) -> _Layout:
@@ -84,9 +84,7 @@ def _local(*operands: str, adds: bool = False) -> _Layout:
 
 
 _LAYOUTS = {
-    "all_gather_matmul": _Layout(("MK", "KN"), (_ROWS, _COLUMNS), _COLUMNS),
-    "matmul_reduce_scatter": _Layout(("MK", "KN"), (_COLUMNS, _ROWS), _ROWS),
-    "matmul_all_reduce": _Layout(("MK", "KN"), (_COLUMNS, _ROWS), _REPLICATED),
+    **{op: _Layout(("MK", "KN"), *specs) for op, specs in FORWARD_SPECS.items()},
     COLUMN_GRADIENTS: _Layout(
         ("MK", "KN", "MN"), (_ROWS, _COLUMNS, _COLUMNS), (_ROWS, _COLUMNS)
     ),
