@@ -74,6 +74,26 @@ def test_a_script_without_calls_of_jax_ub_is_reported(tmp_path, capsys):
     assert capsys.readouterr().out == "no call of jax_ub ran on the CPU engine\n"
 
 
+def test_the_trace_of_a_script_that_fails_is_written(tmp_path):
+    script, trace = tmp_path / "script.py", tmp_path / "found.json"
+    script.write_text("raise ValueError('boom')")
+    with pytest.raises(ValueError, match="boom"):
+        __main__.main(["trace", "--json", str(trace), str(script)])
+    assert perfetto.read([trace]).calls == ()
+
+
+@pytest.mark.slow
+def test_each_process_of_a_job_writes_its_own_file(tmp_path):
+    script, trace = tmp_path / "script.py", tmp_path / "found.json"
+    script.write_text("import jax; jax.distributed.initialize(); jax.devices()")
+    command = ["-m", "jax_ub", "trace", "--json", str(trace), str(script)]
+    launch = [sys.executable, "-m", "jax_ub", "launch", "-n", "2", *command]
+    subprocess.run(launch, check=True, capture_output=True, timeout=600)
+    assert not trace.exists()
+    for process in range(2):
+        perfetto.read([tmp_path / f"found.{process}.json"])
+
+
 def test_script_that_exits_is_recorded_and_its_status_returned(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(script=script) + "\nsys.exit(3)")

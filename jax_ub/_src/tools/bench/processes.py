@@ -139,17 +139,9 @@ class Job:
         rows = self._all_gather(words).astype(np.uint32)
         return np.ascontiguousarray(rows).view(np.float64)
 
-    def largest(self, value: float) -> float:
-        return float(self.gather([value]).max())
-
     def cpu_seconds(self) -> float:
         """Returns the CPU seconds that all processes together have used so far."""
         return float(self.gather([time.process_time()]).sum())
-
-    def broadcast(self, index: int) -> int:
-        """Returns in every process the value of `index` in process 0."""
-        chosen = np.asarray([index], np.int32)
-        return int(multihost_utils.broadcast_one_to_all(chosen)[0])
 
     def interleave(
         self,
@@ -168,7 +160,7 @@ class Job:
             rounds,
             patience,
             load=timing.BackgroundLoad(self.cpu_seconds),
-            agree=self.largest,
+            agree=lambda share: float(self.gather([share]).max()),
         )
         times = np.array(list(found.seconds.values()))
         slowest = self.gather(times.ravel()).max(axis=0).reshape(times.shape)
@@ -263,7 +255,8 @@ class JobBench:
         index = 0  # process 0 measures XLA's fastest dot on its own devices
         if job.is_first:
             index = dots.index(self._dots("nn", dtype, left, right, local))
-        programs = op.in_xla({name: dots[job.broadcast(index)]}, dtype).items()
+        index = int(job.gather([index])[0, 0])
+        programs = op.in_xla({name: dots[index]}, dtype).items()
         best = timing.fastest(
             [candidate(cases.BEST, run, text) for text, run in programs],
             job.interleave,

@@ -80,20 +80,22 @@ def command(given: argparse.Namespace) -> int:
     program = split_program(given.program)
     _check(given, program)
     status = 0
-    if given.merge:
-        trace = perfetto.read(given.merge)
-    elif given.processes > 1:
-        trace = _record_in_processes(given, program)
+    if given.merge or given.processes > 1:
+        if given.merge:
+            trace = perfetto.read(given.merge)
+        else:
+            trace = _record_in_processes(given, program)
+        if given.json is not None:
+            perfetto.write(trace, given.json)
     else:
         repeat = _prepare_op(given) if given.op else None
-        with recorder.trace(given.part) as recording:
+        # Writes the file of this process, even if the script fails.
+        with recorder.trace(given.part or given.json) as recording:
             status = repeat() if repeat else run_script(program[0], program[1:])
         if given.part is not None:
             return status
         assert recording.trace is not None
         trace = recording.trace
-    if given.json is not None:
-        perfetto.write(trace, given.json)
     sys.stdout.write("\n".join(summary(trace)) + "\n")
     return status
 
