@@ -8,6 +8,7 @@ from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub import _cpu
+from jax_ub._src.files import OutputError
 from jax_ub._src.tools.trace import perfetto
 from jax_ub._src.tools.trace.recorder import TraceError
 from jax_ub._src.tools.trace.spans import AROUND
@@ -93,6 +94,13 @@ def test_trace_of_a_failed_block_is_written(tmp_path):
         raise KeyError
     assert len(perfetto.read([tmp_path / "step.json"]).calls) == 1
     assert traced("all_gather_matmul", "direct").calls
+
+
+@pytest.mark.parametrize("name", ["none/step.json", "a\0/step.json"])
+def test_a_missing_folder_is_an_error_before_the_block_runs(name, tmp_path):
+    with pytest.raises(OutputError, match="there is no folder for the file"):  # noqa: SIM117
+        with ub.trace(tmp_path / name):
+            pytest.fail("the block runs")
 
 
 def test_nested_traces_are_errors():

@@ -1,6 +1,7 @@
 """Records traces: starts and stops the CPU engine's recorder and reads its events."""
 
 import contextlib
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -8,6 +9,7 @@ import jax
 
 from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError, UbError, shown
+from jax_ub._src.files import OutputError
 from jax_ub._src.runtime import backend, cpu_engine
 from jax_ub._src.tools.launch.parts import part_path
 from jax_ub._src.tools.trace import perfetto
@@ -83,6 +85,10 @@ def trace(
         raise ShapeContractError(
             f"trace: path = {shown(path)} is of type {type(path).__name__}. Pass the "
             "path of a file, or None to write none."
+        )
+    if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
+        raise OutputError(
+            f"trace: there is no folder for the file {shown(str(path))}. Make it first."
         )
     recording = Recording()
     cpu = cpu_engine.load()
