@@ -12,7 +12,7 @@ from jax_ub._src.files import writing
 from jax_ub._src.tools.options import load_extra, output_path
 
 _SUFFIXES = (".png", ".pdf", ".svg")
-_COLOURS = ("#1f77b4", "#9ecae1", "#fdae6b", "#555555")
+_COLOURS = ("#5aa2d8", "#b5d5ea", "#fdae6b", "#777777")
 _GROUP_WIDTH = 0.8
 
 
@@ -77,4 +77,7 @@ def draw_bars(
     panel.axhline(1, color="black", lw=0.8)
     panel.set_xticks(range(len(groups)), groups, fontsize=7)
     panel.margins(x=0.01)
-    panel.legend(loc="upper right", ncols=len(series) + 1, fontsize=8, frameon=False)
+    # Above the panel, where it hides no bar.
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "frameon": False}
+    panel.legend(ncols=len(series) + 1, fontsize=8, **place)
+    panel.spines[["top", "right"]].set_visible(False)
