@@ -1,4 +1,4 @@
-"""Recipes and state of FP8. `ub.quantize` makes FP8 arrays, `ub.ScaledArray`."""
+"""FP8 recipes and their state. `ub.quantize` makes FP8 arrays of type `ScaledArray`."""
 
 from jax_ub._src.fp8.quantize import quantize_params
 from jax_ub._src.fp8.recipes import (

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 Axis = str | tuple[str, ...]
-# The scales of both operands of a GEMM; None for operands that are not FP8.
+# A type: the scales of both operands of a GEMM; None for an operand that is not FP8.
 Scales = tuple[jax.Array | None, jax.Array | None]
 _NO_SCALES: Scales = (None, None)
 
@@ -54,7 +54,7 @@ def outer(x: jax.Array, dy: jax.Array, *, scales: Scales = _NO_SCALES) -> jax.Ar
     x, x_factor = _widened(x, scales[0], rows)
     dy, dy_factor = _widened(dy, scales[1], rows)
     y = _product(x, dy, ((rows, rows), ((), ())))
-    # Factors do not change along the rows.
+    # The scales are constant along the contracted rows.
     x_factor = None if x_factor is None else x_factor.reshape(-1, 1)
     return _rescaled(
         y, x_factor, None if dy_factor is None else dy_factor.reshape(1, -1)
@@ -62,7 +62,7 @@ def outer(x: jax.Array, dy: jax.Array, *, scales: Scales = _NO_SCALES) -> jax.Ar
 
 
 def _rescaled(y, x_factor, w_factor):
-    """Multiplies sums by the product of the scales of their operands."""
+    """Multiplies the sums of a GEMM by the scales of both operands."""
     factors = [
         with_rank(factor, y.ndim)
         for factor in (x_factor, w_factor)
@@ -72,7 +72,7 @@ def _rescaled(y, x_factor, w_factor):
 
 
 def _widened(values, scales, contracted):
-    """Converts an operand to bf16 or f32, exactly except for scales in f32.
+    """Converts a GEMM operand from FP8 to bf16, or to f32 if f32 scales multiply it.
 
     Args:
         values: the operand; returned as it is unless it is FP8.
@@ -92,7 +92,7 @@ def _widened(values, scales, contracted):
 
 
 def dequantize(values: jax.Array, scales: jax.Array) -> jax.Array:
-    """Multiplies FP8 values by their scales, in f32."""
+    """Multiplies FP8 values by their scales; returns f32 of the same shape."""
     wide = values.astype(jnp.float32)
     if scales.dtype != jnp.float8_e8m0fnu:
         return wide * expanded(scales, values.shape)
@@ -106,7 +106,7 @@ _E8M0_BIAS, _E8M0_NAN = 127, 255
 
 
 def times_power_of_two(x: jax.Array, exponents: jax.Array) -> jax.Array:
-    """Multiplies f32 values by 2^exponents, which is exact for -252 to 254.
+    """Multiplies f32 values by 2^exponents, exactly for exponents -252 to 254.
 
     There are two factors, because XLA:CPU replaces subnormal values, such as 2^-127,
     by zero.
@@ -121,7 +121,7 @@ def _power_of_two(exponents):
 
 
 def expanded(scales, shape):
-    """Repeats each scale for the values of its block."""
+    """Repeats each scale for all values of its block; returns shape `shape`."""
     scales = with_rank(scales, len(shape))
     for axis, size in enumerate(shape):
         block = size // scales.shape[axis]
@@ -220,7 +220,7 @@ def all_gather(x: jax.Array, axis_name: Axis) -> jax.Array:
 
 
 def all_gather_scales(x: jax.Array, scales: jax.Array, axis_name: Axis) -> jax.Array:
-    """All-gathers the scales of the rows or blocks of x, as `all_gather` does x.
+    """All-gathers the scales of x over the ranks, if x's rows have own scales.
 
     One scale for a whole tensor must be the same on every rank, and stays as it is.
     """

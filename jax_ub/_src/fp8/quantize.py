@@ -122,7 +122,7 @@ def _contracted(role):
 
 
 def _scales(recipe, role, axes, x):
-    """Returns the scales of a recipe without state."""
+    """Computes the scales of x by a recipe without state: current, row or block."""
     dtype, axis = recipe.fp8_format.dtype(role), _contracted(role)
     if isinstance(recipe, MXFP8BlockScaling):
         size = x.shape[axis]
@@ -163,7 +163,7 @@ def _axes_of_amax(recipe, axes, x, *state):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _quantize_delayed(recipe, role, axes, x, scale, history):
-    """Quantizes with the scale of the history; the state's gradient is its new value.
+    """Quantizes x with a delayed scale; the state's gradient is its new value.
 
     Returns:
         values and scales.
@@ -198,7 +198,7 @@ def quantize_params(
     axis_name: str | tuple[str, ...] | None = None,
     select: Callable[[Any, Any], bool] | None = None,
 ) -> Any:
-    """Quantizes the kernels of a tree of parameters, once per step.
+    """Quantizes the kernels in a tree of parameters to FP8, once per step.
 
     Call it in front of a loop over microbatches: the loop then reads one byte per
     element, and gradients accumulate in the parameters, which are the `source` of the
@@ -255,7 +255,7 @@ def _is_matrix(path, leaf):
 
 
 def _stacked_scales(recipe, axis_name, kernels):
-    """Returns the scales of several kernels, agreed by one collective."""
+    """Returns the scales of several kernels; one collective reduces all maxima."""
     for kernel in kernels:
         checks.check_rank(_OP, "x", kernel)
         _check_source(kernel)

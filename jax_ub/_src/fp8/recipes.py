@@ -1,4 +1,4 @@
-"""Recipes: the FP8 format and the scales of a tensor, as in Transformer Engine."""
+"""FP8 recipes: each selects the FP8 formats and how tensors are scaled."""
 
 import dataclasses
 import enum
@@ -23,7 +23,7 @@ MXFP8_BLOCK = 32
 
 
 class Format(enum.Enum):
-    """The FP8 formats of the forward and the backward pass.
+    """The FP8 dtypes that a recipe uses in the forward and the backward pass.
 
     `E4M3` uses float8_e4m3fn in both passes. `HYBRID` uses float8_e5m2, which has a
     larger range, for gradients. `E5M2` exists for completeness; no recipe takes it.
@@ -36,7 +36,7 @@ class Format(enum.Enum):
     HYBRID = "HYBRID"
 
     def dtype(self, role: str) -> np.dtype:
-        """Returns the dtype of a tensor; `role` is one of `ROLES`."""
+        """Returns the FP8 dtype of a tensor; `role` is one of `ROLES`."""
         is_gradient = role == OUTPUT_GRAD
         if self is Format.E5M2 or (self is Format.HYBRID and is_gradient):
             return np.dtype(jnp.float8_e5m2)
@@ -45,7 +45,7 @@ class Format(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class QParams:
-    """How `Float8CurrentScaling` computes the scale of one tensor.
+    """Parameters with which `Float8CurrentScaling` computes a tensor's scale.
 
     Transformer Engine: `transformer_engine.common.recipe.QParams`.
 
@@ -70,7 +70,7 @@ class QParams:
 
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling:
-    """One scale per tensor, computed from the largest values of previous steps.
+    """Recipe with one scale per tensor, from the largest values of earlier steps.
 
     The cast does not wait for the maximum of the tensor. The recipe has a state
     (`ub.fp8.init_state`): for each tensor a history of its amax, the largest absolute
@@ -138,7 +138,7 @@ AMAX_ALGORITHMS = ("max", "most_recent")
 
 @dataclasses.dataclass(frozen=True)
 class Float8CurrentScaling:
-    """One scale per tensor, computed from the largest absolute value of the tensor.
+    """Recipe with one scale per tensor, from its largest absolute value.
 
     The scale is `amax / max`, where `max` is the largest number of the format. It is 1
     if the amax is zero, infinite or NaN.
@@ -196,7 +196,7 @@ _QPARAMS = {
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8BlockScaling:
-    """One power-of-two scale per block of 32 values along the contracted dimension.
+    """Recipe with a power-of-two scale per block of 32 values to be contracted.
 
     The scales are float8_e8m0fnu. The exponent of `amax / max` is rounded up, so that
     no value of the block exceeds the largest number of the format.
@@ -229,7 +229,7 @@ class MXFP8BlockScaling:
 
 @dataclasses.dataclass(frozen=True)
 class RowwiseScaling:
-    """One power-of-two scale per row of activations and per column of kernels.
+    """Recipe with a power-of-two scale per row of activations, column of kernels.
 
     The scales are f32. A row is what is contracted: the features of a token, and the
     inputs of an output feature.
@@ -253,7 +253,7 @@ RECIPES = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, RowwiseScali
 
 
 def check_recipe(op: str, recipe: Any) -> None:
-    """Raises an error unless a value is one of the recipes."""
+    """Raises an error unless `recipe` is an instance of a recipe class."""
     if not isinstance(recipe, RECIPES):
         names = ", ".join(f"ub.fp8.{kind.__name__}" for kind in RECIPES)
         raise ConfigurationError(

@@ -50,7 +50,7 @@ class ScaledArray:
     source: jax.Array | None = None
 
     def __post_init__(self):
-        # Leaves may be anything in trees that JAX makes, such as partition specs.
+        # JAX makes trees whose leaves are other objects, such as partition specs.
         if is_array(self.values) and is_array(self.scales):
             _check(self.values, self.scales, self.source)
 
@@ -71,27 +71,27 @@ class ScaledArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the values."""
+        """Returns the shape of the FP8 values, which is the array's shape."""
         return self.values.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the values."""
+        """Returns the FP8 dtype of the values."""
         return self.values.dtype
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions of the values."""
+        """Returns the number of dimensions of the FP8 values."""
         return self.values.ndim
 
     @property
     def scaling(self) -> str:
-        """The kind of scales: "tensor", "row" or "block"."""
+        """Returns the kind of scales: "tensor", "row" or "block"."""
         return scaling_of(self.scales)
 
     @property
     def without_source(self) -> "ScaledArray":
-        """The same values and scales, without the array that receives the gradient."""
+        """Returns a copy without `source`, so that it has no gradient."""
         return self.tree_unflatten(None, (self.values, self.scales, None))
 
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
@@ -113,12 +113,12 @@ class ScaledArray:
 
     @property
     def wide_dtype(self) -> np.dtype:
-        """The dtype of `source`, or bf16."""
+        """Returns the dtype of `source`, in which gradients are; else bf16."""
         return jnp.dtype(jnp.bfloat16) if self.source is None else self.source.dtype
 
 
 def scaling_of(scales: Any) -> str:
-    """Returns the kind of scales: "tensor", "row" or "block"."""
+    """Returns the kind of an FP8 array's scales: "tensor", "row" or "block"."""
     if scales.dtype == jnp.float8_e8m0fnu:
         return BLOCK
     return ROW if any(size > 1 for size in scales.shape) else TENSOR

@@ -1,4 +1,4 @@
-"""Formulas of the recipes: amax -> scales -> FP8 values, in f32."""
+"""Computes amax values, scales and FP8 values by the formulas of the recipes."""
 
 import math
 from collections.abc import Sequence
@@ -15,17 +15,18 @@ from jax_ub._src.fp8.recipes import (
     MXFP8BlockScaling,
 )
 
-# Its inverse is a normal f32 number. XLA:CPU replaces subnormal numbers by zero.
+# The largest inverse of a scale. Its own inverse, 2^-126, is still a normal f32 number;
+# XLA:CPU replaces subnormal numbers by zero.
 _LARGEST_INVERSE = 2.0**126
-# torchao's smallest amax of a row.
+# The smallest amax of a row, as in torchao.
 _ROW_EPSILON = 1e-12
-# Fields of f32 numbers. The largest numbers of both formats are 1.75 times a power of
-# two, with a significand of 0.75.
+# The bits of an f32 number: width of the significand, significand of 1.75, and bias of
+# the exponent. The largest number of both FP8 formats is 1.75 times a power of two.
 _SIGNIFICAND_BITS, _SIGNIFICAND_OF_MAX, _EXPONENT_BIAS = 23, 0x600000, 127
 
 
 def amax_of(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
-    """Returns the largest absolute value, with the reduced axes of size 1, in f32.
+    """Returns the largest absolute value of x in f32; reduced axes have size 1.
 
     It is infinite if there is a NaN: `jax.lax.pmax` would drop a NaN, and the recipes
     treat both alike.
@@ -35,7 +36,7 @@ def amax_of(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
 
 
 def cast(x: jax.Array, scales: jax.Array, dtype) -> jax.Array:
-    """Divides by the scales in f32, clips to the range of `dtype`, and rounds once.
+    """Divides x by its scales in f32, clips it to the range of `dtype`, rounds once.
 
     A NaN stays a NaN, and an infinity becomes the largest number.
     """
@@ -58,7 +59,7 @@ def _divided_by_blocks(x, scales):
 def current_scale(
     amax: jax.Array, recipe: Float8CurrentScaling, role: str
 ) -> jax.Array:
-    """Returns amax / max, and 1 for an amax of zero, infinity or NaN."""
+    """Returns the f32 scale amax / max; 1 if the amax is 0, infinite or NaN."""
     largest = jnp.finfo(recipe.fp8_format.dtype(role)).max.astype(jnp.float32)
     amax = jnp.maximum(amax, recipe.amax_epsilon(role))
     inverse = jnp.minimum(largest / amax, _LARGEST_INVERSE)
@@ -74,7 +75,7 @@ def _rounded_down_to_power_of_two(x):
 
 
 def row_scales(amax: jax.Array, dtype) -> jax.Array:
-    """Returns amax / max, rounded up to powers of two in f32; 1 if it is not finite."""
+    """Returns amax / max, rounded up to powers of two, in f32; 1 if infinite."""
     exponents = _exponents_above(jnp.maximum(amax, _ROW_EPSILON), dtype)
     scales = reference.times_power_of_two(jnp.ones_like(amax), exponents)
     return jnp.where(jnp.isfinite(amax), scales, 1.0)
@@ -91,7 +92,8 @@ def block_scales(x: jax.Array, axis: int, recipe: MXFP8BlockScaling, dtype):
     amax = jnp.max(jnp.abs(blocks), axis=axis + 1).astype(jnp.float32)
     exponents = _exponents_above(amax, dtype) + recipe.margin
     bits = jnp.clip(exponents + _EXPONENT_BIAS, 0, 254)
-    # The exponent alone would be that of the largest finite number and of zero.
+    # Without this, infinity would get the exponent of the largest finite number, and
+    # zero that of the smallest.
     bits = jnp.where(jnp.isinf(amax), 254, jnp.where(amax == 0, 0, bits))
     bits = jnp.where(jnp.isnan(amax), 255, bits).astype(jnp.uint8)
     return lax.bitcast_convert_type(bits, jnp.float8_e8m0fnu)
@@ -138,5 +140,5 @@ def updated_scale(
 
 
 def updated_history(history: jax.Array, amax: jax.Array) -> jax.Array:
-    """Returns the history with the amax of this step at index 0, in Flax's order."""
+    """Returns the amax history with this step's amax at index 0, as Flax does."""
     return jnp.roll(history, -1).at[0].set(amax.reshape(()))

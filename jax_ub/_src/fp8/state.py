@@ -1,4 +1,4 @@
-"""State of delayed scaling: an amax history and a scale per tensor, as in Flax."""
+"""State of `DelayedScaling`: an amax history and a scale for each tensor."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ SCALE, HISTORY = "scale", "amax_history"
 
 
 def init_state(recipe: Recipe) -> dict[str, jax.Array]:
-    """Returns the initial state of one layer's scales.
+    """Returns the initial `DelayedScaling` state of one layer, all scales being 1.
 
     Names and shapes are those of `flax.linen.fp8_ops`, so that checkpoints agree:
     "input_scale", "input_amax_history", and the same for "kernel" and "output_grad".
@@ -46,7 +46,7 @@ def init_state(recipe: Recipe) -> dict[str, jax.Array]:
 def check_state(
     op: str, recipe: Recipe, state: Mapping[str, jax.Array] | None
 ) -> Mapping[str, Any]:
-    """Raises an error unless a state is that of a recipe; returns it."""
+    """Raises an error unless the state has the recipe's entries; returns it."""
     name = type(recipe).__name__
     if not isinstance(recipe, DelayedScaling):
         if state:
@@ -76,7 +76,7 @@ def check_state(
 
 
 def apply_updates(state: Any, gradients: Any) -> Any:
-    """Returns the new state of delayed scaling, given the gradients of the old one.
+    """Returns the new `DelayedScaling` state, which the gradients contain.
 
     The gradient of a state is its new value. It is taken only where the new scale is
     finite and above zero: the gradient of a layer that was not used is zero, and that
@@ -124,14 +124,14 @@ def apply_updates(state: Any, gradients: Any) -> Any:
 
 
 def _sibling(path):
-    """Splits a leaf's path: the common part of a scale and its history, and the kind.
+    """Splits a leaf's path into that of its tensor, and "scale" or "amax_history".
 
     The kind is "" for another leaf.
     """
     text = jax.tree_util.keystr(path)
     for kind in (SCALE, HISTORY):
         head, found, tail = text.rpartition(f"_{kind}")
-        # What follows a name is its quotation mark and bracket.
+        # Only the quotation mark and bracket may follow the name.
         if found and not any(c.isalnum() or c == "_" for c in tail):
             return (head, tail), kind
     return (text, ""), ""

@@ -171,7 +171,7 @@ class BasicLinear(BasicOperation):
 
     @property
     def accumulated(self) -> str:
-        """The parameter whose cotangent contains the kernel's gradient."""
+        """Returns the parameter whose cotangent has the kernel's gradient."""
         return "main_grad" if self.accumulate_into_main_grad else "kernel"
 
     def call_config(self, dtype: DTypeLike) -> CallConfig:

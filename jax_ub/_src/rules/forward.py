@@ -1,4 +1,4 @@
-"""The products of linear layers: AG+GEMM, and GEMM without communication, +RS or +AR.
+"""Computes products of linear layers: AG+GEMM, GEMM+RS, GEMM+AR and GEMM alone.
 
 A layer's forward pass is one of them, and its dgrad is another one, with transposed
 kernels. With `config.overlap`, the GEMM and its collective are one primitive. Without,

@@ -31,8 +31,8 @@ Program = Callable[..., Any]
 Dots = Mapping[str, Dot]
 
 _ROWS, _COLUMNS = Spec(AXIS), Spec(None, AXIS)
-# Shardings of x and dy [M, K], w of the column layer, hidden features, w of the row
-# layer.
+# The sharding of each array, by its dimensions: "MK" is x or dy, "KN" the kernel of the
+# column layer, "MN" the hidden features, "NK" the kernel of the row layer.
 _SPECS = {"MK": _ROWS, "KN": _COLUMNS, "MN": _COLUMNS, "NK": _ROWS}
 # Dimensions of the operands and the result of each GEMM, by its name, which ends with
 # its layout.
@@ -71,7 +71,7 @@ class LinearOp:
 
     @property
     def is_row(self) -> bool:
-        """Whether the op is the row layer, which reduces y and has other sizes."""
+        """Returns whether the op is the row layer, which maps [M, N] to [M, K]."""
         return self.operands[0] == "MN"
 
     def shape(self, column: Shape) -> Shape:
@@ -281,7 +281,7 @@ FORWARD_OPS = {
     )
 }
 _BACKWARD_GEMMS = ("column_nt", "column_tn", "row_nt", "row_tn")
-# Two all-gathers and two reduce-scatters.
+# Forward and backward pass of both layers: six GEMMs, with collectives.
 PAIR = _pair_op(
     "linear_pair",
     ("MK", "KN", "NK", "MK"),
@@ -304,7 +304,7 @@ LINEAR_OPS = {**FORWARD_OPS, PAIR.name: PAIR, BACKWARD.name: BACKWARD}
 # Dispatching a program costs time once per program, not per call in it. This time
 # cancels in the difference between a program of one call and one with this many more.
 MORE_CALLS = 100
-# Tokens and features of a rank in the cases of latency.
+# The number of tokens and features of each rank in the latency cases.
 _WIDTH = 16
 LATENCY_SHAPE = Shape(_WIDTH, _WIDTH, _WIDTH)
 
