@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_ub._src.ops.activations import Activation
 from jax_ub._src.ops.basic import AddExtraInput, Bias, ConstantScale
@@ -123,27 +122,29 @@ class ForwardLinearBiasAdd(FusedOperation):
     def forward(self, params, x, extra_inputs, saves):
         """Computes `x @ kernel + bias + residual` in one GEMM or GEMM+RS."""
         linear, add = self.basic_ops[0], self.basic_ops[-1]
-        num, kernel = len(self.basic_ops), params[0]["kernel"]
-        if self.userbuffers is None:
-            bias = self.basic_ops[1] if num == 3 else None
+        kernel, overlapped = params[0]["kernel"], self.userbuffers
+        num_inner = 1 if overlapped is None else len(overlapped.basic_ops)
+        bias, out_dtype = _bias(self.basic_ops[num_inner:], params[num_inner:])
+        if overlapped is None:
             residual = _residual(add, extra_inputs[-1], linear, x, kernel)
-            addends = {"residual": residual, **_bias_options(bias, params)}
-            y, _, residuals = linear.forward(params[0], x, (), saves[0], **addends)
-            return y, ((),) * num, (residuals, *({},) * (num - 1))
-        num_inner = len(self.userbuffers.basic_ops)
-        num_ranks = self.userbuffers.call_config(x.dtype).num_ranks
-        rows = x.shape[-2] // num_ranks if x.ndim > 1 else 1
-        (residual,) = extra_inputs[-1]
-        add.check((*x.shape[:-2], rows, kernel.shape[1]), residual)
-        has_bias = num_inner + 2 == num
-        y, _, residuals = self.userbuffers.forward(
-            params[:num_inner],
-            x,
-            extra_inputs[:num_inner],
-            saves[:num_inner],
-            added_bias=params[num_inner]["bias"] if has_bias else None,
-            residual=residual,
-        )
+            addends = {"bias": bias, "residual": residual, "out_dtype": out_dtype}
+            y, _, own = linear.forward(params[0], x, (), saves[0], **addends)
+            residuals = (own,)
+        else:
+            num_ranks = overlapped.call_config(x.dtype).num_ranks
+            rows = x.shape[-2] // num_ranks if x.ndim > 1 else 1
+            (residual,) = extra_inputs[-1]
+            add.check((*x.shape[:-2], rows, kernel.shape[1]), residual)
+            y, _, residuals = overlapped.forward(
+                params[:num_inner],
+                x,
+                extra_inputs[:num_inner],
+                saves[:num_inner],
+                added_bias=bias,
+                residual=residual,
+                out_dtype=out_dtype,
+            )
+        num = len(self.basic_ops)
         return y, ((),) * num, (*residuals, *({},) * (num - num_inner))
 
     @classmethod
@@ -168,12 +169,14 @@ class ForwardLinearBiasAdd(FusedOperation):
         return fuse_windows(ops, fused)
 
 
-def _bias_options(bias, params):
-    """Returns the arguments of `BasicLinear.forward` that apply a `Bias` after it."""
-    if bias is None:
-        return {}
-    dtype = None if bias.dtype is None else np.dtype(bias.dtype)
-    return {"bias": params[1]["bias"], "out_dtype": dtype}
+def _bias(ops, params):
+    """Returns the bias and the result's dtype of a `Bias` in front of a list.
+
+    Both are None if the list begins with another operation.
+    """
+    if not match_prefix(ops, Bias):
+        return None, None
+    return params[0]["bias"], ops[0].dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,13 +224,14 @@ class ForwardLinearBiasActivation(FusedOperation):
     def forward(self, params, x, extra_inputs, saves):
         """Computes `activation(x @ kernel + bias)`; the GEMM adds the bias."""
         linear, *rest = self.basic_ops
-        bias = rest.pop(0) if rest and isinstance(rest[0], Bias) else None
-        y, _, linear_residuals = linear.forward(
-            params[0], x, (), saves[0], **_bias_options(bias, params)
-        )
-        residuals = [linear_residuals] if bias is None else [linear_residuals, {}]
-        for activation in rest:
-            y, _, saved = activation.forward(params[-1], y, (), saves[-1])
+        bias, out_dtype = _bias(rest, params[1:])
+        addends = {"bias": bias, "out_dtype": out_dtype}
+        y, _, saved = linear.forward(params[0], x, (), saves[0], **addends)
+        residuals = [saved]
+        for i, op in enumerate(rest, 1):
+            saved = {}
+            if isinstance(op, Activation):
+                y, _, saved = op.forward(params[i], y, (), saves[i])
             residuals.append(saved)
         return y, ((),) * len(residuals), tuple(residuals)
 

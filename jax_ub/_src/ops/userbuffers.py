@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_ub._src import checks, dtypes
@@ -304,20 +305,30 @@ class UserbuffersForwardLinear(UserbuffersLinear):
         return y, {"input": x, "weight": w}
 
     def forward(
-        self, params, x, extra_inputs, saves, *, added_bias=None, residual=None
+        self,
+        params,
+        x,
+        extra_inputs,
+        saves,
+        *,
+        added_bias: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        out_dtype: DTypeLike | None = None,
     ):
         """Computes the linear, its bias and its collective in one overlapped call.
 
         `added_bias`, `[N]`, and `residual`, of the shape of the result, are added once,
-        after a reduce-scatter. Only the linear has residuals.
+        after a reduce-scatter. `out_dtype` is the dtype of the result; None takes the
+        dtype of the last operation. Only the linear has residuals.
         """
         bias_op = self.bias
         config = self.call_config(compute_dtype(self.linear.dtype, x))
         residuals = self.linear.operands(config, params[0], x)
         x, w = residuals["x"], residuals["kernel"]
         bias = None if bias_op is None else params[1]["bias"]
-        if bias_op is not None and bias_op.dtype is not None:
-            config = config.with_dtypes(config.dtype, bias_op.dtype)
+        if out_dtype is None and bias_op is not None:
+            out_dtype = bias_op.dtype
+        config = config.with_dtypes(config.dtype, out_dtype)
         _check_forward(config, x, w, bias)
         operands = _forward_operands(config, x, w, bias, added_bias, residual)
         forward = column_forward if config.mode.gathers_x else row_forward
@@ -353,12 +364,14 @@ def _forward_operands(config, x, w, bias, added_bias=None, residual=None):
     if not config.mode.gathers_x and bias is not None:
         # The bias is added after the reduce-scatter. So it is replaced by the sum of
         # all ranks' biases, which a bias before the reduce-scatter would give.
+        bias = bias.astype(jnp.float32)
         is_varying = bool(vma.axes_of(bias) & frozenset(config.axis_name))
         if config.is_vma_checked and not is_varying:
             bias = bias * config.num_ranks
         else:
             bias = all_reduce(config.collective, bias)
     if added_bias is not None:
-        bias = added_bias if bias is None else bias + added_bias
+        added_bias = added_bias.astype(jnp.float32)
+        bias = added_bias if bias is None else bias.astype(jnp.float32) + added_bias
     biases = None if bias is None else (bias,)
     return vma.pcast_varying((x, (w,), biases, residual), axes)

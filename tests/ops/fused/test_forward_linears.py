@@ -64,7 +64,7 @@ WINDOWS = {
 class Window:
     """Consecutive operations to fuse, with their operands and expected result."""
 
-    def __init__(self, name, dtype="float32", make=small_integers):
+    def __init__(self, name, dtype="float32", make=small_integers, bias_dtype=None):
         mode, overlap, behind, self.fused = WINDOWS[name]
         self.mode = mode
         self.a = a = arrays(RANKS, dtype, make)
@@ -75,7 +75,8 @@ class Window:
         self.params, self.specs = [{"kernel": a.w}], [{"kernel": kernel}]
         for op in behind:
             if op == "bias":
-                found.append(ops.Bias(n, tensor_parallel=mode == "column"))
+                is_column = mode == "column"
+                found.append(ops.Bias(n, tensor_parallel=is_column, dtype=bias_dtype))
                 self.params.append({"bias": self.bias})
                 spec = P("tp") if mode in ("column", "scattered") else P()
                 self.specs.append({"bias": spec})
@@ -219,3 +220,18 @@ def test_the_result_has_the_dtype_of_the_bias():
     seq = ops.Sequential(ops.BasicLinear(k, n), ops.Bias(n, dtype="float32"))
     y = seq(({"kernel": a.w}, {"bias": a.w[0]}), a.x)
     assert_equal(y, wide(a.x) @ wide(a.w) + wide(a.w[0]))
+
+
+@pytest.mark.parametrize("name", ["bias, add", "row bias, add", "scattered bias, add"])
+def test_the_sum_with_an_extra_input_has_the_dtype_of_the_bias(name):
+    window = Window(name, "bfloat16", bias_dtype="float32")
+    y = window.program()(*window.operands())
+    assert_equal(y, window.expected())
+
+
+def test_biases_of_several_ranks_are_summed_in_f32():
+    window = Window("scattered bias, add")
+    rows = jnp.zeros((RANKS, window.a.w.shape[1])).at[:2].set([[256], [1]])
+    window.bias = rows.reshape(-1).astype(jnp.bfloat16)  # the sum, 257, is not bf16
+    window.params[1] = {"bias": window.bias}
+    assert_equal(window.program()(*window.operands()), window.expected())
