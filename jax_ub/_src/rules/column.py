@@ -1,5 +1,6 @@
 """Column-parallel layers with sequence parallelism: AG+GEMM and its gradients."""
 
+import dataclasses
 import math
 
 import jax
@@ -62,6 +63,11 @@ def column_gradients(
         # "auto" does not become "bulk" if the forward pass has saved the gathered x,
         # because then no gather of x is left to overlap.
         is_bulk = may_be_bulk and gathered is not None and config.method is Method.BULK
+    # The sum with the residual is rounded once.
+    config = dataclasses.replace(
+        config,
+        out_dtype=config.dtype if residual is None else sum_dtype(config.dtype),
+    )
     if is_bulk:
         dx, dws = _bulk(config, x, gathered, gradients, ws, main_grads, d_gathered)
     else:
@@ -103,8 +109,7 @@ def _dgrad(config, dys, ws, d_gathered):
     if ws is None:
         return None
     residual = _scattered(config, ws, d_gathered, sum_dtype(config.dtype))
-    product = dgrad_config(config, ROW, out_dtype=config.dtype)
-    (dx,), _ = row_forward(product, dys, ws, residual=residual)
+    (dx,), _ = row_forward(dgrad_config(config, ROW), dys, ws, residual=residual)
     return dx
 
 
@@ -160,7 +165,7 @@ def _bulk(config, x, gathered, dys, ws, main_grads, d_gathered):
         main_grads,
         partial,
         dw_dtype=dtype,
-        scattered_dtype=config.dtype,
+        scattered_dtype=config.out_dtype,
     )
     return dx, dws
 

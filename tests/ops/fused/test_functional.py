@@ -233,6 +233,20 @@ def test_the_sum_has_the_dtype_of_the_residual(mode):
     assert_equal(dx, dgrad(a) + wide(a.residual))
 
 
+@pytest.mark.parametrize("method", ["auto", "ring_exchange", "bulk"])
+def test_the_sum_with_the_residual_is_rounded_once(method):
+    # The product, 257, is not a bf16 number, but the sum, 258, is.
+    dy = jnp.ones((8, 258), jnp.bfloat16).at[:, 0].set(0)
+    x, w = jnp.ones((8, 4), jnp.bfloat16), jnp.ones((4, 258), jnp.bfloat16)
+    run = on_ranks(
+        lambda dy, x, w: backward("column", method=method, residual=x)(dy, x, w)[0],
+        tp_mesh(2),
+        (P(None, "tp"), P("tp"), P(None, "tp")),
+        P("tp"),
+    )
+    assert_equal(run(dy, x, w), jnp.full((8, 4), 258, jnp.bfloat16))
+
+
 COUNTS = {
     ("column", "auto", "none"): {"matmul_reduce_scatter": 1, "wgrad": 1},
     ("column", "bulk", "none"): {"bulk_all_gather": 1, "bulk_reduce_scatter": 1},
