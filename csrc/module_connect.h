@@ -12,8 +12,7 @@
 
 namespace jax_ub {
 
-// Throws ValueError unless both counts are equal and positive, that is, one device and
-// one of the `others` per rank.
+// Throws ValueError unless both counts are equal and positive: one item per rank.
 inline void CheckOneOfEach(size_t num_devices,
                            size_t num_others,
                            const std::string& others) {

@@ -12,8 +12,7 @@
 
 namespace jax_ub {
 
-// The schedules of one call, one per rank. Each is built when its rank first needs it.
-// Thread-safe.
+// The schedules of a call, one per rank, each built at its first use. Thread-safe.
 class Schedules {
  public:
   // Stores `first`, the schedule of rank 0. The other ranks' schedules are built later.

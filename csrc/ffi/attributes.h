@@ -12,8 +12,7 @@
 
 namespace jax_ub {
 
-// Gives access to attributes by name. The getters throw std::invalid_argument if the
-// attribute is missing or has another type.
+// Reads attributes by name. Throws std::invalid_argument if one is missing or mistyped.
 class AttributeSource {
  public:
   virtual ~AttributeSource() = default;

@@ -12,8 +12,7 @@ namespace jax_ub {
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) &&
               std::atomic<uint32_t>::is_always_lock_free);
 
-// Sleeps until FutexWake or the deadline, if the word equals `expected`. May return
-// early, so callers check their condition in a loop.
+// Sleeps until FutexWake or the deadline if `word` is `expected`. May return early.
 void FutexWait(const std::atomic<uint32_t>& word,
                uint32_t expected,
                Deadline::Clock::time_point deadline);

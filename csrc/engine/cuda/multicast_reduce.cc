@@ -12,8 +12,7 @@ namespace jax_ub {
 
 namespace {
 
-// Returns the maximum number of splits: the slots provide one flag per peer, split and
-// stage.
+// Returns the maximum number of splits: slots have one flag per peer, split and stage.
 int MaxSplits(const SlotRequirements& plan, int num_ranks) {
   return std::min(plan.num_splits, plan.num_slots / (2 * (num_ranks - 1)));
 }

@@ -12,8 +12,7 @@ namespace {
 // columns of B.
 constexpr int64_t kMaxUnitRows = 768;
 constexpr int64_t kMaxUnitColumns = 1024;
-// Maximum size of a block of A. The block stays in the L2 cache while it is multiplied
-// with all columns of a unit.
+// Maximum size of a block of A, which stays in the L2 cache while a unit is computed.
 constexpr int64_t kMaxBlockRows = 192;
 constexpr int64_t kMaxBlockBytes = 384 << 10;
 // Minimum length, in words, of the segments at whose ends K is cut into blocks. Blocks

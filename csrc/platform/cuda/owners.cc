@@ -12,8 +12,7 @@ CUcontext CurrentContext(const Driver& driver) {
   return current;
 }
 
-// Calls `close` with `context` current. Used by destructors, so it ignores errors: a
-// driver that rejects these calls is shutting down.
+// Calls `close` with `context` current. Ignores errors: a driver may be shutting down.
 template <typename Function>
 void CloseIn(const Driver& driver, CUcontext context, const Function& close) noexcept {
   CUcontext before = nullptr;

@@ -12,8 +12,7 @@ namespace {
 
 constexpr int kNumPhases = 16;
 
-// Returns the generation of a barrier. Generations grow in the order in which barriers
-// are reached; 0 is the state before the first barrier.
+// Returns a barrier's generation, which grows with each barrier; 0: before the first.
 uint64_t BarrierGeneration(int64_t call, int phase) {
   return static_cast<uint64_t>(call) * kNumPhases + static_cast<uint64_t>(phase) + 1;
 }

@@ -12,8 +12,7 @@ namespace jax_ub {
 
 namespace {
 
-// Describes a loss if there is no memory for the actual description. It is allocated in
-// advance.
+// Describes a loss for whose description there is no memory; allocated in advance.
 const std::string kLost = "is lost";
 
 }  // namespace

@@ -12,8 +12,7 @@ namespace {
 // The first character of a setup message that reports a failure.
 constexpr char kRejected = '!';
 
-// Returns the message that `function` returns, or, if it throws SystemError, a message
-// that reports the failure.
+// Returns the message of `function`; if it throws SystemError, one that reports it.
 template <typename Function>
 SetupMessage Attempt(const Function& function) {
   try {

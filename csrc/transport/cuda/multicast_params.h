@@ -12,8 +12,7 @@ namespace jax_ub {
 
 inline constexpr int kMaxMulticastAddends = 2;  // bias and residual
 
-// Elements in this device's memory that are added to the sum: data[i % period] is added
-// to element i.
+// Addends in this device's memory: data[i % period] is added to element i of the sum.
 struct MulticastAddend {
   uint64_t data;
   int64_t period;

@@ -12,8 +12,7 @@ _INSTRUCTION = re.compile(
 )
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
-# Match the replica groups of a collective: listed, in iota format, or as axes of a
-# mesh.
+# Match the replica groups of a collective: listed, in iota format, or as mesh axes.
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")

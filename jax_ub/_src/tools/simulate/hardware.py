@@ -12,8 +12,7 @@ from collections.abc import Mapping
 
 from jax_ub._src.errors import UnknownNameError, nearest, shown
 
-# The shares of the datasheet's peaks that a GEMM and a copy reach on an H200: 788 of
-# 989.4 TFLOP/s, and 4.3 of 4.8 TB/s.
+# The shares of the peaks in its datasheet that an H200 reaches in GEMMs and copies.
 _GEMM_SHARE = 788 / 989.4
 _MEMORY_SHARE = 4.3 / 4.8
 # The rates of dense GEMMs relative to bf16, by bytes per element; f32 runs as TF32.
