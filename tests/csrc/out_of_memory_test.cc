@@ -124,9 +124,11 @@ void CheckOp(Op op, Method method, const Sizes& sizes, bool disagree = false) {
     counts_submitting = submitting;
     int64_t first = 0;
     for (bool is_reached = true; is_reached; ++first) {
+      const int64_t num_failed = engine.counters().failed_calls;
       num_left = first;
-      RunCall(engine, site, started);
+      const bool failed = RunCall(engine, site, started);
       is_reached = num_left.exchange(-1) < 0;
+      CHECK_EQ(engine.counters().failed_calls > num_failed, failed);
       CHECK(!RunCall(engine, site, calls));
       CHECK_EQ(NumWrong(at, calls), 0);
     }

@@ -1,7 +1,6 @@
 #include "engine/cpu/slot_run.h"
 
 #include <algorithm>
-#include <new>
 #include <utility>
 
 #include "engine/cpu/cpu_device.h"
@@ -35,19 +34,15 @@ SlotRun::SlotRun(std::shared_ptr<const CollectiveCall> collective,
 }
 
 void SlotRun::Start() {
-  Queue<BlockingTask> tasks;
-  for (size_t i = 0; i < num_ranks(); ++i) tasks.Push(NextRankTask());
-  pool_.SubmitBlocking(std::move(tasks));
+  pool_.SubmitBlocking(MakeTasks(num_ranks()));
   if (gemms_) gemms_->Participate();
 }
 
 void SlotRun::RunAndWait() {
+  Queue<BlockingTask> tasks = MakeTasks(num_ranks() - 1);
   if (gemms_) gemms_->Start();
-  try {
-    for (size_t i = 1; i < num_ranks(); ++i) pool_.SubmitBlocking(NextRankTask());
-  } catch (const std::bad_alloc&) {
-    // Out of memory for the tasks: this thread runs the remaining ranks.
-  }
+  // Nothing above has begun a rank, and nothing below throws before all have ended.
+  pool_.SubmitBlocking(std::move(tasks));
   // At the system's limit of threads, some ranks may not have found a thread. They must
   // fail like the ranks that waited for them.
   while (next_.load() < num_ranks()) RunNextRank();
@@ -56,44 +51,55 @@ void SlotRun::RunAndWait() {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-std::shared_ptr<BlockingTask> SlotRun::NextRankTask() {
-  return std::make_shared<Closure>(
-      [self = shared_from_this()] { self->RunNextRank(); });
+// Allocates all tasks before the first one is submitted: the ranks wait for each other.
+Queue<BlockingTask> SlotRun::MakeTasks(size_t num_tasks) {
+  Queue<BlockingTask> tasks;
+  for (size_t i = 0; i < num_tasks; ++i) {
+    tasks.Push(std::make_shared<Closure>(
+        [self = shared_from_this()] { self->RunNextRank(); }));
+  }
+  return tasks;
 }
 
 void SlotRun::RunNextRank() noexcept {
   const size_t i = next_.fetch_add(1);
-  // The call may have ended, so a late task must not access it.
   if (i >= num_ranks()) return;
-  std::exception_ptr failure;
-  try {
-    RunRank(i);
-  } catch (...) {
-    failure = std::current_exception();
-    if (!has_failed_.exchange(true)) {
-      if (failure != hooks_.poison()) {  // otherwise a peer has reported the failure
-        const size_t num_begun = std::min(next_.load(), num_ranks());
-        failure = AddThreadShortage(failure, static_cast<int>(num_begun),
-                                    static_cast<int>(num_ranks()));
-      }
-      hooks_.fail(failure);
-    }
-  }
+  std::exception_ptr failure = Try([&] { RunRank(i); });
   if (gemms_) {
-    try {
-      gemms_->Wait();
-    } catch (...) {
-      failure = std::current_exception();
-    }
+    const std::exception_ptr gemm_failure = Try([&] { gemms_->Wait(); });
+    if (!failure) failure = gemm_failure;
   }
   bool is_last = false;
   {
     std::lock_guard lock(mutex_);
     if (failure && !failure_) failure_ = failure;
     is_last = --num_left_ == 0;
-    if (is_last) all_ended_.notify_all();
   }
+  if (is_last) all_ended_.notify_all();
   if (hooks_.done) hooks_.done(i, failure, is_last);
+}
+
+// Returns the exception that `body` throws, or nullptr. Reports the first one of the
+// call.
+template <typename Body>
+std::exception_ptr SlotRun::Try(const Body& body) noexcept {
+  try {
+    body();
+    return nullptr;
+  } catch (...) {
+    std::exception_ptr failure = std::current_exception();
+    if (!has_failed_.exchange(true)) Report(failure);
+    return failure;
+  }
+}
+
+void SlotRun::Report(std::exception_ptr& failure) noexcept {
+  if (failure != hooks_.poison()) {  // otherwise a peer has reported the failure
+    const size_t num_begun = std::min(next_.load(), num_ranks());
+    failure = AddThreadShortage(failure, static_cast<int>(num_begun),
+                                static_cast<int>(num_ranks()));
+  }
+  hooks_.fail(failure);
 }
 
 void SlotRun::RunRank(size_t i) {

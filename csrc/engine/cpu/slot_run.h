@@ -25,13 +25,16 @@ SlotRequirements SlotRequirementsOf(const CollectiveCall& collective, ThreadPool
 
 class SlotRun : public std::enable_shared_from_this<SlotRun> {
  public:
-  // Callbacks of the owner of the run, which may be called on any thread.
+  // Callbacks of the owner of the run. They are called on any thread, while a rank runs. The last call is `done` of the
+  // last rank; without `done`, none follows the return of RunAndWait. A task that the
+  // pool begins later calls no hook, so hooks may refer to what ends with the call.
   struct Hooks {
     // Returns the transport of calls[i].
     std::function<Transport&(size_t i)> transport;
     // Returns the failure that ends all waits of the transports, or nullptr.
     std::function<std::exception_ptr()> poison;
-    // Called for the first failure of a rank. Must end the waits of the other ranks.
+    // Called for the first failure of a rank or of a bulk op's GEMMs. Must end the waits
+    // of the other ranks.
     std::function<void(const std::exception_ptr& reason)> fail;
     // Called when calls[i] has ended, with its failure or nullptr. Must not throw. May
     // be empty.
@@ -48,15 +51,19 @@ class SlotRun : public std::enable_shared_from_this<SlotRun> {
   // takes part in the GEMMs of a bulk op, which need no rank. Never blocks.
   void Start();
 
-  // Runs all ranks and waits for them. The calling thread must be allowed to block: it
-  // runs the ranks that find no other thread. Rethrows the first failure.
+  // Runs all ranks and waits for them, or throws std::bad_alloc and runs none. The
+  // calling thread must be allowed to block: it runs the ranks that find no other
+  // thread. Rethrows the first failure.
   void RunAndWait();
 
  private:
   size_t num_ranks() const { return collective_->calls.size(); }
-  std::shared_ptr<BlockingTask> NextRankTask();
+  Queue<BlockingTask> MakeTasks(size_t num_tasks);
   void RunNextRank() noexcept;
   void RunRank(size_t i);
+  template <typename Body>
+  std::exception_ptr Try(const Body& body) noexcept;
+  void Report(std::exception_ptr& failure) noexcept;
 
   const std::shared_ptr<const CollectiveCall> collective_;
   const SlotRequirements requirements_;
