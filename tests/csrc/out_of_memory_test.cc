@@ -1,12 +1,15 @@
-// Makes each allocation of a call fail once, and checks that the call then ends on all
-// ranks and the next call is right.
+// Fails each allocation of a call in turn. Every rank's call must end, no result may be
+// wrong, and a failure must be reported to all ranks and processes.
 #include <pthread.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
 #include <new>
+#include <stdexcept>
+#include <string>
 #include <string_view>
 #include <thread>
 #include <vector>
@@ -14,6 +17,8 @@
 #include "call_maker.h"
 #include "check.h"
 #include "engine_calls.h"
+#include "member.h"
+#include "processes.h"
 
 namespace {
 
@@ -55,11 +60,6 @@ void FailIfItsTurn() {
 
 namespace jax_ub {
 namespace {
-
-using jax_ub_test::Arrays;
-using jax_ub_test::MakeCalls;
-using jax_ub_test::NumWrong;
-using jax_ub_test::Sizes;
 
 // Waits for the completions of all ranks of a call.
 class Ends {
@@ -112,6 +112,11 @@ bool RunCall(Engine& engine, CallSite& site, const std::vector<RankCall>& calls)
   return failed;
 }
 
+void PrintCount(Op op, Method method, int64_t num_allocations) {
+  std::cout << "  " << OpName(op) << " by " << MethodName(method) << ": "
+            << num_allocations << " allocations" << std::endl;
+}
+
 void CheckOp(Op op, Method method, const Sizes& sizes, bool disagree = false) {
   Engine& engine = NewEngine(kLongS, 3);
   const CallAttributes at = MakeAttributes(op, method, 3);
@@ -132,8 +137,80 @@ void CheckOp(Op op, Method method, const Sizes& sizes, bool disagree = false) {
       CHECK(!RunCall(engine, site, calls));
       CHECK_EQ(NumWrong(at, calls), 0);
     }
-    std::cout << "  " << OpName(op) << " by " << MethodName(method) << ": " << first - 1
-              << " allocations" << std::endl;
+    PrintCount(op, method, first - 1);
+  }
+}
+
+// Submits the calls of the process's ranks and waits for them. Returns the first error,
+// or an empty string.
+std::string RunLocalCalls(Member& member,
+                          CallSite& site,
+                          int64_t run,
+                          const std::vector<RankCall>& calls) {
+  std::vector<Outcome> outcomes(member.ranks().size());
+  for (size_t i = 0; i < outcomes.size(); ++i) {
+    const int rank = member.ranks()[i];
+    RankCall call = calls[rank];
+    const Completion done = outcomes[i].AsCompletion();
+    is_submitting = true;
+    try {
+      member.engine().Submit(site, run, 100 + rank, std::move(call), done);
+      is_submitting = false;
+    } catch (...) {
+      is_submitting = false;
+      done(std::current_exception());
+    }
+  }
+  std::string text;
+  const auto begin = std::chrono::steady_clock::now();
+  for (Outcome& outcome : outcomes) {
+    while (outcome.IsPending()) {
+      if (SecondsSince(begin) > kAtOnceS) {
+        num_left = -1;
+        throw std::runtime_error("[a rank's call has not ended]");
+      }
+      std::this_thread::yield();
+    }
+    if (text.empty()) text = outcome.Wait();
+  }
+  return text;
+}
+
+// Fails each allocation of the second of two processes in turn.
+void CheckProcesses(Op op, Method method) {
+  const CallAttributes at = Spanning(op, method, 3);
+  for (bool submitting : {false}) {
+    int64_t first = 0;
+    for (bool is_reached = true; is_reached; ++first) {
+      Bulletin bulletin;
+      Processes processes(2, [&](int process) {
+        Member member(process, bulletin, {0, 1, 1});
+        CallSite site(at);
+        Arrays arrays(1);
+        const std::vector<RankCall> calls = MakeCalls(at, {}, arrays);
+        // Starts the threads: a thread that finds no memory to start is not tried again
+        // before the deadline.
+        CallSite warm_up(at, 1);
+        CHECK_EQ(RunLocalCalls(member, warm_up, 1, calls), "");
+        counts_submitting = submitting;
+        if (process == 1) num_left = first;
+        std::string text = RunLocalCalls(member, site, 1, calls);
+        if (process == 1 && num_left.exchange(-1) < 0) bulletin.word() = 1;
+        if (text.empty()) CHECK_EQ(NumWrong(at, calls, member.ranks()), 0);
+        // A process that had finished its part before the failure reports it here.
+        if (text.empty()) text = RunLocalCalls(member, site, 2, calls);
+        if (!text.empty()) throw std::runtime_error(text);
+        CHECK_EQ(NumWrong(at, calls, member.ranks()), 0);
+      });
+      const std::vector<std::string> texts = processes.Join();
+      CHECK_EQ(texts[0].empty(), texts[1].empty());
+      for (const std::string& text : texts) {
+        if (text.empty()) continue;
+        CHECK_EQ(Contains(text, "bad_alloc") ? "" : text, "");
+      }
+      is_reached = bulletin.word() == 1;
+    }
+    PrintCount(op, method, first - 1);
   }
 }
 
@@ -154,6 +231,12 @@ TEST(ACallOfSchedulesEndsWhereMemoryIsMissing) {
 TEST(ACallThatFailsEndsWhereMemoryIsMissing) {
   CheckOp(Op::kAllGatherMatmul, Method::kDirect, {1, 2, 3, 2}, true);
   CheckOp(Op::kAllGatherMatmul, Method::kRingExchange, {1, 2, 3, 2}, true);
+}
+
+TEST(AllProcessesFailACallThatRunsOutOfMemoryInOne) {
+  CheckProcesses(Op::kAllReduce, Method::kDirect);
+  CheckProcesses(Op::kMatmulReduceScatter, Method::kRingExchange);
+  CheckProcesses(Op::kBulkAllGather, Method::kBulk);
 }
 
 }  // namespace

@@ -19,6 +19,8 @@
 namespace jax_ub {
 namespace {
 
+void IgnoreFailure(const std::exception_ptr&) {}
+
 // The number of messages, which exceeds the buffer of a connection.
 constexpr int kMany = 2000;
 
@@ -40,7 +42,7 @@ ProcessGroup Own() {
 TEST(APeerThatReadsLateHearsAllInItsOrder) {
   Ends ends;
   PeerConnections peers(PeerAt(std::move(ends.one)));
-  peers.Watch(Own(), [](const PeerEvent&) {});
+  peers.Watch(Own(), [](const PeerEvent&) {}, IgnoreFailure);
   for (int i = 0; i < kMany; ++i)
     peers.Broadcast(MessageKind::kSignature, Statement(i));
   peers.Broadcast(MessageKind::kClose, "");
@@ -61,8 +63,8 @@ TEST(PeersThatSayMuchAtOnceHearEachOther) {
   };
   PeerConnections one(PeerAt(std::move(ends.one)));
   PeerConnections other(PeerAt(std::move(ends.other)));
-  one.Watch(Own(), count);
-  other.Watch(Own(), count);
+  one.Watch(Own(), count, IgnoreFailure);
+  other.Watch(Own(), count, IgnoreFailure);
   const auto say = [](PeerConnections& peers) {
     for (int i = 0; i < kMany; ++i)
       peers.Broadcast(MessageKind::kSignature, Statement(i));
@@ -82,9 +84,12 @@ TEST(APeerThatNeverReadsHindersNobody) {
     Ends ends;
     std::atomic<int> num_lost{0};
     PeerConnections peers(PeerAt(std::move(ends.one)));
-    peers.Watch(Own(), [&](const PeerEvent& news) {
-      num_lost += news.kind == MessageKind::kDeathNotice;
-    });
+    peers.Watch(
+        Own(),
+        [&](const PeerEvent& news) {
+          num_lost += news.kind == MessageKind::kDeathNotice;
+        },
+        IgnoreFailure);
     for (int i = 0; i < kMany; ++i)
       peers.Broadcast(MessageKind::kSignature, Statement(i));
     if (leaves) {
@@ -103,7 +108,8 @@ TEST(WhereNoThreadStartsThePeersAreToldWhy) {
   PeerConnections peers(PeerAt(std::move(ends.one)));
   {
     const NoThreadStarts limit;
-    CHECK_THROWS(peers.Watch(Own(), [](const PeerEvent&) {}),
+    CHECK_THROWS(peers.Watch(
+                     Own(), [](const PeerEvent&) {}, IgnoreFailure),
                  "CommunicatorError: jax_ub.tp: rank 0 (process 0, pid " +
                      std::to_string(getpid()) + ") failed: a thread cannot start: ");
   }

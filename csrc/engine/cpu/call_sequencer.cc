@@ -55,14 +55,15 @@ int64_t BufferBytesOf(const CollectiveCall& collective,
   return plan.num_slots * SlotTransport::StrideOf(plan.slot_bytes);
 }
 
-// Returns the error because of which every process rejects the call, or nullptr.
+// Returns the error because of which every process rejects the call, or nullptr. Other
+// errors, such as std::bad_alloc, may occur in this process only, and are thrown.
 std::exception_ptr CapacityError(const CollectiveCall& collective,
                                  const SharedMemoryCommunicator& communicator,
                                  ThreadPool& pool) {
   int64_t size_bytes = 0;
   try {
     size_bytes = BufferBytesOf(collective, communicator, pool);
-  } catch (...) {
+  } catch (const UnsupportedError&) {
     return std::current_exception();
   }
   if (size_bytes <= communicator.buffer_bytes()) return nullptr;

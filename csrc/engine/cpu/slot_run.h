@@ -25,9 +25,10 @@ SlotRequirements SlotRequirementsOf(const CollectiveCall& collective, ThreadPool
 
 class SlotRun : public std::enable_shared_from_this<SlotRun> {
  public:
-  // Callbacks of the owner of the run. They are called on any thread, while a rank runs. The last call is `done` of the
-  // last rank; without `done`, none follows the return of RunAndWait. A task that the
-  // pool begins later calls no hook, so hooks may refer to what ends with the call.
+  // Callbacks of the owner of the run. They are called on any thread, while a rank runs.
+  // The last call is `done` of the last rank; without `done`, none follows the return of
+  // RunAndWait. A task that the pool begins later calls no hook, so hooks may refer to
+  // objects that end with the call.
   struct Hooks {
     // Returns the transport of calls[i].
     std::function<Transport&(size_t i)> transport;

@@ -38,7 +38,9 @@ void GroupFailure::Watch(std::vector<ConnectedPeer>& connected_peers) {
   }
   peers_ = std::make_unique<PeerConnections>(std::move(connected));
   if (group_.num_processes() == 1) return;
-  peers_->Watch(group_, [this](const PeerEvent& event) { OnPeerEvent(event); });
+  peers_->Watch(
+      group_, [this](const PeerEvent& event) { OnPeerEvent(event); },
+      [this](const std::exception_ptr& reason) { Poison(reason); });
 }
 
 void GroupFailure::OnPeerEvent(const PeerEvent& event) {

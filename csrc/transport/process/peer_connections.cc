@@ -22,8 +22,10 @@ PeerConnections::PeerConnections(std::vector<Peer> peers) {
 }
 
 void PeerConnections::Watch(const ProcessGroup& group,
-                            std::function<void(const PeerEvent&)> on_event) {
+                            std::function<void(const PeerEvent&)> on_event,
+                            std::function<void(const std::exception_ptr&)> on_failure) {
   on_event_ = std::move(on_event);
+  on_failure_ = std::move(on_failure);
   try {
     wake_ = NewEvent();
     thread_ = std::make_unique<Thread>([this] { Run(); });
@@ -86,13 +88,15 @@ void PeerConnections::Run() noexcept {
   try {
     RunUntilStopped();
   } catch (const std::exception& error) {
+    on_failure_(std::current_exception());
     for (Watched& peer : watched_) SetLost(peer, error.what());
   }
 }
 
 void PeerConnections::SetLost(Watched& peer, const char* why) noexcept {
   try {
-    SetLeft(peer, MessageKind::kDeathNotice, std::string("is out of sight: ") + why);
+    SetLeft(peer, MessageKind::kDeathNotice,
+            std::string("can no longer be watched: ") + why);
   } catch (const std::exception&) {
     // Out of memory. If on_event_ has not failed the waits for this peer before it
     // threw, they end at their deadline.

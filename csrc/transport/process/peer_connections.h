@@ -6,6 +6,7 @@
 #include <sys/types.h>
 
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -41,17 +42,20 @@ class PeerConnections {
 
   // Starts the thread, which calls `on_event` for each event. Called once, before all
   // other methods. `on_event` may be called several times for the same death: once for
-  // the closed connection, and once for each peer's death notice. If the system
+  // the closed connection, and once for each peer's death notice. If an exception ends
+  // the thread, it calls `on_failure` and then reports every peer as lost. If the system
   // provides no thread or descriptor, sends the reason to the peers and throws it as
   // CommunicatorError.
-  void Watch(const ProcessGroup& group, std::function<void(const PeerEvent&)> on_event);
+  void Watch(const ProcessGroup& group,
+             std::function<void(const PeerEvent&)> on_event,
+             std::function<void(const std::exception_ptr&)> on_failure);
 
   // Sends a message to every peer. Never blocks: messages for a peer whose socket
   // buffer is full are queued. Each peer receives messages in the order of the calls.
   void Broadcast(MessageKind kind, std::string_view body);
 
   // Stops the thread and closes the connections. Queued messages are discarded. Must
-  // not be called from `on_event`. Idempotent.
+  // not be called from a callback. Idempotent.
   void Close();
 
   // Closes the descriptors in a forked child, where the thread does not exist.
@@ -76,6 +80,7 @@ class PeerConnections {
   void SetLeft(Watched& peer, MessageKind kind, const std::string& how);
 
   std::function<void(const PeerEvent&)> on_event_;
+  std::function<void(const std::exception_ptr&)> on_failure_;
   // An event that wakes the thread after is_closed_ or Watched::unsent has changed.
   FileDescriptor wake_;
   // Guards is_closed_, Watched::unsent, and the lifetime of the connections.
