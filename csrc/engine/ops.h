@@ -46,7 +46,7 @@ enum class Communicated : uint8_t {
   kSeparateOperand,
 };
 
-// Attributes that only some ops have, as bits.
+// Bits that represent the attributes that only some ops have.
 enum OpAttribute : uint32_t {
   kRhsTransposed = 1 << 0,
   kBias = 1 << 1,

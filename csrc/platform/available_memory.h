@@ -1,4 +1,4 @@
-// Queries the available memory.
+// Queries how much memory this process can still allocate.
 #pragma once
 
 #include <cstdint>

@@ -39,7 +39,7 @@ std::string DescribeIfStopped(pid_t pid);
 
 // Waits until a descriptor has an event. Returns false if `until` passes first.
 bool Poll(std::vector<pollfd>& descriptors, Deadline::Clock::time_point until);
-// Waits without a time limit.
+// Waits until a descriptor has an event, without a time limit.
 void Poll(std::vector<pollfd>& descriptors);
 
 // Returns 64 random bits from the operating system.

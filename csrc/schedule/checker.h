@@ -14,7 +14,7 @@
 
 namespace jax_ub {
 
-// One schedule per rank.
+// The schedules of all ranks of a call, indexed by rank.
 using RankSchedules = std::vector<Schedule>;
 
 RankSchedules MakeRankSchedules(CollectiveKind collective,

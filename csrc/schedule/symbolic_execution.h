@@ -1,4 +1,4 @@
-// Symbolic execution of schedules; see schedule/checker.h.
+// Executes schedules symbolically, to find violations; see schedule/checker.h.
 #pragma once
 
 #include <cstdint>

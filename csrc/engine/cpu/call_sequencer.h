@@ -132,7 +132,7 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
   ThreadPool& pool_;
   const Hooks hooks_;
 
-  // Used only by the thread in RunCalls.
+  // The next two members are used only by the thread that executes RunCalls.
   RunIdOffsets run_id_offsets_;
   std::unordered_map<uint64_t, std::string> texts_;  // [signature]: text of the call
 

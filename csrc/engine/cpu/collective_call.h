@@ -67,7 +67,7 @@ struct CollectiveCall {
   Deadline deadline = Deadline::After(0);
   std::string_view deadline_setting;
 
-  // Set only if the group spans processes:
+  // The next three members are set only if the group spans processes.
   std::shared_ptr<CallSequencer> sequencer;
   uint64_t call_site_key = 0;  // identifies call site and group in every process
   uint64_t call_site_id = 0;   // identifies the call site within this process
@@ -111,7 +111,7 @@ class CallSite {
   const CallAttributes attributes_;
   const uint64_t id_;   // unique within this process, never reused
   const uint64_t key_;  // hash of channel and ordinal
-  // The result of FlatRankOfDevice(attributes_).
+  // Maps device ids to group * P + rank, as returned by FlatRankOfDevice.
   const std::unordered_map<int64_t, size_t> flat_ranks_;
   std::vector<uint64_t> group_keys_;
   std::vector<bool> has_begun_;  // [group]; guarded by Rendezvous::mutex_
@@ -195,7 +195,7 @@ class Rendezvous {
 
   const std::function<void(std::shared_ptr<BlockingTask>)> start_;
 
-  // Guards the members below and those of CallSite that say so.
+  // Guards the members below, and the members of CallSite whose comments say so.
   mutable std::mutex mutex_;
   Timeouts timeouts_;
   std::vector<std::pair<CallSite*, std::shared_ptr<CollectiveCall>>> incomplete_;

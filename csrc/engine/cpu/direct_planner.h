@@ -16,7 +16,7 @@ WorkList PlanDirect(const CallAttributes& attributes,
                     const RankCalls& calls,
                     const Workers& workers);
 
-// Returns the LocalProducts of all calls as one work list.
+// Returns the local GEMMs of all calls (LocalProducts) as one work list.
 WorkList PlanProducts(const CallAttributes& attributes,
                       const std::vector<RankCall>& calls,
                       const Workers& workers);

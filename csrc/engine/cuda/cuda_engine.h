@@ -47,7 +47,7 @@ class CudaCallSite {
     bool has_peers = false;
     uint32_t partition = 0;  // only if CallAttributes::devices is set
   };
-  // The result of Initialize for one device.
+  // What Initialize prepares for a call on one device: plans, options and memory.
   struct Preparation {
     DeviceRank device_rank;
     // The alignments of the operands and results for which the GEMMs were planned.
@@ -72,7 +72,7 @@ class CudaCallSite {
   };
 
   const CallAttributes attributes_;
-  // The result of FlatRankOfDevice(attributes_).
+  // Maps device ids to group * P + rank, as returned by FlatRankOfDevice.
   const std::unordered_map<int64_t, size_t> flat_ranks_;
   std::mutex mutex_;  // guards the members below
   std::map<int, std::shared_ptr<const Preparation>> preparations_;  // by device ordinal

@@ -47,7 +47,7 @@ class NullTransport : public Transport {
 
   int rank() const override { return rank_; }
   int num_ranks() const override { return num_ranks_; }
-  // Returns a fake address.
+  // Returns a fake slot address, which is never accessed.
   const std::byte* slot(int index) const override;
   void Write(int peer, int slot, const Rows& rows) override {}
   void Signal(int peer, int slot) override {}

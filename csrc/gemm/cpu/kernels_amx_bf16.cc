@@ -1,9 +1,9 @@
 #define JAX_UB_KERNELS kernels_amx_bf16
 #include "gemm/cpu/simd_avx512.h"
-// kernel_set.h requires the simd header above.
+// kernel_set.h uses the vector types of the header above, so it must follow it.
 #include "gemm/cpu/kernel_set.h"
 #include "gemm/cpu/simd_bf16_pairs.h"
-// amx_tile_kernel.h requires simd_bf16_pairs.h.
+// amx_tile_kernel.h uses functions of simd_bf16_pairs.h, so it must follow it.
 #include "gemm/cpu/amx_tile_kernel.h"
 
 namespace jax_ub {

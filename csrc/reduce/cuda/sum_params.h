@@ -49,7 +49,7 @@ struct CopyParams {
 
 inline constexpr char kSumKernel[] = "jax_ub_sum";
 inline constexpr char kCopyKernel[] = "jax_ub_copy";
-// Threads per block.
+// The number of threads in a block of the sum kernels.
 inline constexpr int kSumThreads = 128;
 inline constexpr int kCopyThreads = 512;
 

@@ -31,7 +31,8 @@ struct SharedMemoryCommunicator::State {
   // Indexed by rank; nullptr for the ranks of other processes.
   std::vector<std::unique_ptr<SlotTransport>> ends;
 
-  // Destroyed first, because its thread uses the members above.
+  // The failure handling. Declared last and so destroyed first, because its thread uses
+  // the members above.
   GroupFailure failure;
 };
 

@@ -83,7 +83,8 @@ struct CudaCommunicator::State {
   std::map<uint32_t, std::string> calls;
   SignatureTable decision;
 
-  // Destroyed first, because its thread uses the members above.
+  // The failure handling. Declared last and so destroyed first, because its thread uses
+  // the members above.
   GroupFailure failure;
 };
 

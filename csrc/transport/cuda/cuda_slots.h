@@ -35,7 +35,7 @@
 
 namespace jax_ub {
 
-// The distance between consecutive flags.
+// The distance in bytes between consecutive flags in a rank's heap.
 inline constexpr int64_t kFlagLineBytes = 128;
 
 // The offset of each slot from RankSlotAddress::slots is a multiple of this.
@@ -77,7 +77,7 @@ struct SlotStream {
   const SumKernels* sums = nullptr;
   CUstream stream = nullptr;
   CopyMethod copies;
-  // nullptr if the slots have no multicast address.
+  // The multicast kernels; nullptr if the slots have no multicast address.
   const MulticastKernels* multicast = nullptr;
 };
 
@@ -112,7 +112,7 @@ class CudaSlots : public Transport {
 
   int rank() const override { return rank_; }
   int num_ranks() const override { return static_cast<int>(addresses_.size()); }
-  // Returns a device address.
+  // Returns the device address of a slot of this rank.
   const std::byte* slot(int index) const override;
 
   void Write(int peer, int slot, const Rows& rows) override;

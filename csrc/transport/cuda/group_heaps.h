@@ -50,7 +50,7 @@ class GroupHeaps {
   // Returns the name of the sharing mode that is used, or "in_process".
   const std::string& how() const { return how_; }
   const std::vector<SharingFallback>& fallbacks() const { return fallbacks_; }
-  // Returns the size of the own ranks' heaps.
+  // Returns the total size in bytes of the local ranks' heaps.
   int64_t size_bytes() const { return own_.size_bytes(); }
   // Returns the addresses of all ranks' heaps, indexed by rank, for the device of the
   // n-th own rank.
@@ -59,7 +59,7 @@ class GroupHeaps {
   // this process; 0: there is no multicast.
   CUdeviceptr multicast() const { return multicast_ ? multicast_->base() : 0; }
 
-  // Unmaps the peers' heaps and frees the heaps of the own ranks.
+  // Unmaps the peers' heaps and frees the heaps of the local ranks.
   void GiveBack();
   // Makes GiveBack keep memory that a peer may still use until the process exits.
   void FreeAtExit();

@@ -73,8 +73,8 @@ class Multicast {
 
   size_t granularity_ = 0;
   size_t size_ = 0;
-  // In this order, so that the destructor unmaps and unbinds before it releases the
-  // object.
+  // The members are declared in this order, so that the destructor unmaps and unbinds
+  // before it releases the object.
   PhysicalMemory object_;
   std::vector<DriverHandle<BoundMemoryTraits>> bound_;
   Mapping mapping_;

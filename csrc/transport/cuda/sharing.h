@@ -35,7 +35,7 @@ PhysicalMemory ImportHandle(const Driver& driver,
 // Several ranks may share a device. `n` is an index into the own ranks.
 class LocalDevices {
  public:
-  // `ordinals` has the device ordinal of each own rank.
+  // `ordinals` contains the device ordinal of each local rank.
   LocalDevices(const Driver& driver, std::vector<int> ordinals);
 
   const Driver& driver() const { return driver_; }

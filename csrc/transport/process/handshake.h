@@ -31,7 +31,7 @@
 
 namespace jax_ub {
 
-// The result of the handshake for one process.
+// A peer after the handshake: its connection, its pids and early messages.
 struct ConnectedPeer {
   FileDescriptor connection;
   int pid = 0;              // in the peer's own pid namespace, for error messages

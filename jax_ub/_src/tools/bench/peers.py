@@ -162,8 +162,8 @@ def naive_all_reduce(x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.psum(x @ w, AXIS)
 
 
-# The classes below compute an all-gather followed by a GEMM, and a GEMM followed by a
-# reduce-scatter, in different ways. `bench.linear` builds all linear layers of them.
+# Each class below computes AG+GEMM and GEMM+RS in a different way. `bench.linear`
+# builds the programs of all linear layers from them.
 
 
 class Collectives:
