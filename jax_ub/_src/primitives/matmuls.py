@@ -257,7 +257,7 @@ class AllGatherMatmul(Call):
         return overwritten(operands, len(operands) - self.num_kernels, self.out_dtype)
 
     def is_activation(self, index):
-        # Only x and the residuals have rows.
+        # Only x and the residuals have tokens as rows; kernels and biases do not.
         return index == 0 or index > self.num_kernels * (1 + self.has_bias)
 
     def global_sizes(self, operands):

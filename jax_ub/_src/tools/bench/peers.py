@@ -241,7 +241,7 @@ class Rings:
 
 
 class OneDevice:
-    """GEMMs on one device, without communication."""
+    """Computes the ops' GEMMs on one device, without communication."""
 
     def gather(self, x: jax.Array) -> jax.Array:
         return x
