@@ -1,6 +1,7 @@
 """Tests the parsers of command-line options."""
 
 import argparse
+import math
 import os
 import sys
 
@@ -17,6 +18,7 @@ from jax_ub._src.tools.options import (
     parse_shape,
     positive,
     replaced_path,
+    seconds,
 )
 from jax_ub._src.tools.pictures import picture_path
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
@@ -120,11 +122,17 @@ def test_the_row_linear_swaps_the_features_of_the_column_linear():
 
 
 def test_a_number_of_a_unit_is_parsed():
-    assert amount_of("seconds", can_be_zero=True)("0") == 0
     assert amount_of("GB/s")("1e3") == 1000
     for text in ("0", "-1", "nan", "inf", "1e400", "x", ""):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a number of GB/s"):
             amount_of("GB/s")(text)
+
+
+def test_a_time_is_parsed():
+    assert [seconds(text) for text in ("0", "1.5", "inf")] == [0, 1.5, math.inf]
+    for text in ("-1", "nan", "x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="not a number of seconds"):
+            seconds(text)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "²", "9" * 5000])

@@ -82,22 +82,35 @@ def positive(text: str) -> int:
     return value
 
 
-def amount_of(unit: str, *, can_be_zero: bool = False) -> Callable[[str], float]:
-    """Returns an argparse type that parses a positive number of this unit."""
+def amount_of(unit: str) -> Callable[[str], float]:
+    """Returns an argparse `type` that parses a positive finite number of this unit."""
 
     def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not 0 <= value < math.inf or not (value or can_be_zero):
+        value = _float(text)
+        if not 0 < value < math.inf:
             raise argparse.ArgumentTypeError(
-                f"{shown(text)} is not a number of {unit}. Give a "
-                f"{'number of at least 0' if can_be_zero else 'positive number'}."
+                f"{shown(text)} is not a number of {unit}. Give a positive number."
             )
         return value
 
     return read
+
+
+def seconds(text: str) -> float:
+    """Parses a time, which may be 0 or infinite; an argparse `type`."""
+    value = _float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not a number of seconds. Give a number of at least 0."
+        )
+    return value
+
+
+def _float(text):
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools.launch import supervisor
 from jax_ub._src.tools.launch.parts import LaunchError, count
-from jax_ub._src.tools.options import amount_of
+from jax_ub._src.tools.options import seconds
 from jax_ub._src.tools.script import check_script, split_program
 
 EXAMPLE = "launch -n 2 --devices-per-process 4 train.py --steps 3"
@@ -49,13 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--timeout",
-        type=amount_of("seconds", can_be_zero=True),
+        type=seconds,
         metavar="SECONDS",
         help="end all processes after this time, with exit status 124",
     )
     add(
         "--linger",
-        type=amount_of("seconds", can_be_zero=True),
+        type=seconds,
         default=0.0,
         metavar="SECONDS",
         help="how long the other processes may run on after one failed, to print "
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--grace",
-        type=amount_of("seconds", can_be_zero=True),
+        type=seconds,
         default=5.0,
         metavar="SECONDS",
         help="from the signal that ends a process to SIGKILL; default 5",
