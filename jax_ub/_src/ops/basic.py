@@ -207,6 +207,9 @@ class Reshape(BasicOperation):
 
     Inside `jax.shard_map`, `shape` is the shape of this rank's shard.
 
+    Transformer Engine: `te.ops.Reshape`. No parameters. Residual: "shape", an empty
+    array `[0, *x.shape]`.
+
     Attributes:
         shape: the new shape; one size may be -1, which is inferred as in `jnp.reshape`.
     """
