@@ -92,6 +92,11 @@ TraceContext Tracer::BeginCall(TraceCall call) {
   return {this, generation_, static_cast<int32_t>(calls_.size()) - 1, kNone};
 }
 
+void Tracer::DropCall() {
+  std::lock_guard lock(mutex_);
+  ++num_dropped_calls_;
+}
+
 Tracer::Buffer* Tracer::OwnBuffer() {
   const std::thread::id self = std::this_thread::get_id();
   const size_t first = std::hash<std::thread::id>()(self);

@@ -96,6 +96,8 @@ class Tracer {
   // Registers a call and returns the context for its spans. If kMaxCalls are registered
   // already, returns an empty context, whose spans are not recorded.
   TraceContext BeginCall(TraceCall call);
+  // Counts a call that cannot be registered.
+  void DropCall();
   // Records an event. Ignored if its call began before the last Start.
   void Record(int64_t generation, const TraceEvent& event);
 

@@ -179,7 +179,7 @@ std::string RunLocalCalls(Member& member,
 // Fails each allocation of the second of two processes in turn.
 void CheckProcesses(Op op, Method method) {
   const CallAttributes at = Spanning(op, method, 3);
-  for (bool submitting : {false}) {
+  for (bool submitting : {false, true}) {
     int64_t first = 0;
     for (bool is_reached = true; is_reached; ++first) {
       Bulletin bulletin;
@@ -193,6 +193,7 @@ void CheckProcesses(Op op, Method method) {
         CallSite warm_up(at, 1);
         CHECK_EQ(RunLocalCalls(member, warm_up, 1, calls), "");
         counts_submitting = submitting;
+        if (submitting) member.engine().tracer().Start(64);
         if (process == 1) num_left = first;
         std::string text = RunLocalCalls(member, site, 1, calls);
         if (process == 1 && num_left.exchange(-1) < 0) bulletin.word() = 1;

@@ -172,11 +172,12 @@ std::shared_ptr<CallSequencer> CallSequencer::Make(
   return sequencer;
 }
 
-void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) {
-  auto run_calls =
-      std::make_shared<Closure>([self = shared_from_this()] { self->RunCalls(); });
+void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) noexcept {
+  std::shared_ptr<BlockingTask> run_calls;
   std::exception_ptr failure;
-  {
+  try {
+    run_calls =
+        std::make_shared<Closure>([self = shared_from_this()] { self->RunCalls(); });
     std::lock_guard lock(mutex_);
     failure = communicator_->poison();
     if (!failure) {
@@ -186,13 +187,16 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) {
         communicator_->AppendToCallLog(RunIdOffsets::LogEntryOf(*collective));
       }
       complete_.push_back(collective);
-      changed_.notify_all();
-      if (is_running_) return;
-      is_running_ = true;
+      if (std::exchange(is_running_, true)) run_calls = nullptr;
     }
+  } catch (...) {
+    // No memory. The peers wait for this call, so the communicator fails.
+    failure = std::current_exception();
+    Fail(failure);
   }
   if (failure) return Complete(collective, failure, false);
-  pool_.SubmitBlocking(std::move(run_calls));
+  changed_.notify_all();
+  if (run_calls) pool_.SubmitBlocking(std::move(run_calls));
 }
 
 // Runs on the thread pool as a run: it may block, waiting for peers and for local
@@ -399,11 +403,13 @@ void CallSequencer::Fail(const std::exception_ptr& reason) noexcept {
 }
 
 void CallSequencer::OnPoison(const std::exception_ptr& reason) noexcept {
+  // A thread that has checked for a failure under the lock sleeps once the lock is free.
+  std::unique_lock(mutex_).unlock();
+  changed_.notify_all();
   for (;;) {
     std::shared_ptr<CollectiveCall> collective;
     {
       std::lock_guard lock(mutex_);
-      changed_.notify_all();
       if (complete_.empty()) break;
       collective = std::move(complete_.front());
       complete_.pop_front();

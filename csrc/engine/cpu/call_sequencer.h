@@ -84,7 +84,8 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
   const SharedMemoryCommunicator& communicator() const { return *communicator_; }
 
   // Queues a collective call whose local ranks have all arrived. Never blocks.
-  void Enqueue(std::shared_ptr<CollectiveCall> collective);
+  // Without memory for the queue, fails the communicator.
+  void Enqueue(std::shared_ptr<CollectiveCall> collective) noexcept;
 
   // Fails all pending and future calls, here and in every other process.
   void Fail(const std::exception_ptr& reason) noexcept;

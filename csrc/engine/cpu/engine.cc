@@ -1,5 +1,6 @@
 #include "engine/cpu/engine.h"
 
+#include <new>
 #include <utility>
 
 #include "engine/communicated_tensors.h"
@@ -45,6 +46,7 @@ void Engine::Submit(
     throw;
   }
   if (!collective) return;
+  // From here on, `done` reports every error: an exception would reach only this rank.
   if (const std::shared_ptr<CallSequencer> sequencer = collective->sequencer) {
     BeginTrace(*collective, device);
     return sequencer->Enqueue(std::move(collective));
@@ -73,9 +75,10 @@ void Engine::Leave(const std::shared_ptr<CallSequencer>& sequencer) {
   sequencer->Close();
 }
 
-// Registers the call with the tracer, if it is enabled. `device` is used only for a
-// call that does not communicate.
-void Engine::BeginTrace(CollectiveCall& collective, int64_t device) {
+// Registers the call with the tracer, if it is enabled. Without memory, the call runs
+// untraced: all its ranks have joined, and an exception would lose them. `device` is used
+// only for a call that does not communicate.
+void Engine::BeginTrace(CollectiveCall& collective, int64_t device) noexcept try {
   if (!tracer_.enabled()) return;
   const CallAttributes& at = *collective.attributes;
   TraceCall call{at.label, at.op, at.method, at.variant, at.num_ranks, 0, {device}, ""};
@@ -93,13 +96,15 @@ void Engine::BeginTrace(CollectiveCall& collective, int64_t device) {
     collective.trace.OfRank(collective.RankOf(i))
         .Since(collective.calls[i].submitted_ns, TraceKind::kGather);
   }
+} catch (const std::bad_alloc&) {
+  tracer_.DropCall();
 }
 
 void Engine::Execute(std::shared_ptr<CollectiveCall> collective,
                      int last_rank,
                      int64_t device) {
+  BeginTrace(*collective, device);
   try {
-    BeginTrace(*collective, device);
     CheckEqualShapes(*collective);
     if (UsesSlots(*collective->attributes)) {
       ExecuteSlots(collective);

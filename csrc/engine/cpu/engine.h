@@ -66,7 +66,7 @@ class Engine {
   void ExecuteSlots(const std::shared_ptr<CollectiveCall>& collective);
   void Fail(const CollectiveCall& collective,
             const std::exception_ptr& failure) noexcept;
-  void BeginTrace(CollectiveCall& collective, int64_t device);
+  void BeginTrace(CollectiveCall& collective, int64_t device) noexcept;
 
   ThreadPool* const pool_;
   Rendezvous* const rendezvous_;
