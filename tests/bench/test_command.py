@@ -166,6 +166,20 @@ def test_more_devices_than_jax_has_are_rejected():
         devices.start("bench", 99)
 
 
+@pytest.mark.parametrize("command", ["bench --ops gemm --devices 1", "trace --tp 1"])
+def test_sizes_beyond_the_memory_are_rejected(command, capsys):
+    name, *options = command.split()
+    size = "999999999"
+    shape = f"{size}x{size}x{size}"
+    if name == "trace":
+        options += ["--op", "all_gather_matmul", "--shape", shape]
+    else:
+        options += ["--shapes", shape]
+    assert main([name, *options]) == 2
+    text = f"an operand of shape [{size}, {size}] does not fit into this machine's mem"
+    assert text in capsys.readouterr().err
+
+
 def test_processes_on_gpus_are_rejected(capsys):
     assert main(["bench", "--platform", "cuda", "--processes", "2"]) == 2
     assert "--processes compares with gloo, on CPUs" in capsys.readouterr().err

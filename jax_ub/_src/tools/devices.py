@@ -130,8 +130,17 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) ->
     """Returns a host array of normal random numbers times `scale`, in `dtype`.
 
     Equal arguments return equal arrays.
+
+    Raises:
+        UnsupportedOverlapError: if the array does not fit into memory.
     """
-    return _drawn(seed, shape, np.dtype(dtype), scale).copy()
+    try:
+        return _drawn(seed, shape, np.dtype(dtype), scale).copy()
+    except MemoryError as error:
+        raise UnsupportedOverlapError(
+            f"an operand of shape {list(shape)} does not fit into this machine's "
+            "memory. Take smaller sizes."
+        ) from error
 
 
 # The drawn arrays are cached, because drawing an operand of size 8192 x 8192 takes
