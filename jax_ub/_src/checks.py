@@ -325,15 +325,24 @@ def check_addends(
 
 
 def check_main_grad(op: str, main_grad, w) -> None:
-    """Raises an error unless main_grad is None, or f32 with its kernel's shape."""
-    if main_grad is None:
-        return
+    """Raises an error unless main_grad is an f32 array of its kernel's shape."""
+    check_array(op, "main_grad", main_grad)
     check_shape(op, "main_grad", main_grad, w.shape, "the kernel's shape")
     if main_grad.dtype != jnp.float32:
         raise ShapeContractError(
             f"{op}: main_grad is {main_grad.dtype}, but gradients are accumulated in "
             "float32. Create it with jnp.zeros(w.shape, jnp.float32)."
         )
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """Returns `number / divisor`, rounded up."""
+    return -(-number // divisor)
+
+
+def round_up(number: int, divisor: int) -> int:
+    """Returns the smallest multiple of `divisor` that is at least `number`."""
+    return ceil_div(number, divisor) * divisor
 
 
 def axis_tuple(axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -74,12 +74,14 @@ def has_pairs(num_ranks: int) -> bool:
     return num_ranks > 2 and num_ranks % 2 == 0
 
 
-# The default number of splits of a rank's chunk for method "pipeline". It must equal
-# the default in csrc/engine.
+# The default number of splits of a rank's chunk for method "pipeline", except for
+# all-gathers on GPUs, which send a chunk whole. It must equal `kDefaultSplits` in
+# csrc/engine/*/*_device.cc.
 DEFAULT_SPLITS = 4
 
-# The methods' numbers in FFI attributes, which must equal the enum values in csrc/ffi.
-# The CPU engine runs "auto" as DIRECT.
+# The methods' numbers in FFI attributes, which must equal the values of `Method` in
+# csrc/schedule/schedule.h. The engine has no "auto": on CPUs it is lowered as "direct",
+# on GPUs as `auto_on_gpus`.
 _CODES = {
     Method.AUTO: 0,
     Method.DIRECT: 0,

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, shown
+from jax_ub._src.primitives import vma
 from jax_ub._src.reference import with_rank
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.specs import (
@@ -85,7 +86,7 @@ class CoreAttention:
                     f"attention: {name} = {num} does not divide into the {num_ranks} "
                     f"ranks of mesh axis {shown(self.sharding_layout.axis_name)}, "
                     "which have whole heads. Use "
-                    f"{-(-num // num_ranks) * num_ranks}, or fewer ranks."
+                    f"{checks.round_up(num, num_ranks)}, or fewer ranks."
                 )
 
     def __call__(
@@ -260,13 +261,8 @@ def varying_axes(array: jax.Array) -> frozenset[str]:
     an array does not contain them, so all manual axes are returned.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    if any(_vma(lax.axis_index(axis_name)) for axis_name in manual):
-        return _vma(array)
-    return frozenset(manual)
-
-
-def _vma(array):
-    return jax.typeof(array).manual_axis_type.varying
+    is_vma_checked = vma.axes_of(*map(lax.axis_index, manual))
+    return vma.axes_of(array) if is_vma_checked else frozenset(manual)
 
 
 def per_device_key(key: jax.Array, axes: Iterable[str]) -> jax.Array:

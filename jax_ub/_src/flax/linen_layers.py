@@ -13,9 +13,9 @@ from jax_ub._src.flax.core_attention import CoreAttention
 from jax_ub._src.flax.linen_linear import Linear, TensorParallel, apply_layers
 from jax_ub._src.flax.options import (
     check_attention_sizes,
+    check_flags,
     check_norm_inputs,
     check_norm_parallel,
-    check_options,
     norm_class,
     qk_norm_class,
     resolve_activation,
@@ -66,7 +66,7 @@ class LayerNormLinear(TensorParallel):
         With `return_layernorm_output`, returns a pair of the result and the normalized
         inputs.
         """
-        check_options(LayerNormLinear, self.linear_options())
+        check_flags("LayerNormLinear", self.linear_options())
         check_norm_parallel("LayerNormLinear", self.parallel)
         checks.check_rank("LayerNormLinear", "inputs", inputs, 1)
         normalized = make_norm(self, "norm", self.normalization, self.epsilon)(inputs)
@@ -116,7 +116,7 @@ class LayerNormMLP(TensorParallel):
         Maps `[..., tokens, hidden_size]` to the same shape. The arguments are those of
         `jax_ub.flax.LayerNormMLP`.
         """
-        check_options(LayerNormMLP, self.linear_options())
+        check_flags("LayerNormMLP", self.linear_options())
         for name in ("hidden_size", "ffn_hidden_size"):
             checks.check_size("LayerNormMLP", name, getattr(self, name))
         activation, is_gated = resolve_activation("LayerNormMLP", self.activation)
@@ -207,7 +207,7 @@ class MultiHeadAttention(TensorParallel):
         The arguments are those of `jax_ub.flax.MultiHeadAttention`. `deterministic`
         must be None if the module's attribute is set.
         """
-        check_options(MultiHeadAttention, self.linear_options())
+        check_flags("MultiHeadAttention", self.linear_options())
         checks.check_rate("MultiHeadAttention", "dropout_rate", self.dropout_rate)
         checks.check_rank("MultiHeadAttention", "inputs_q", inputs_q, 1)
         in_features = inputs_q.shape[-1]

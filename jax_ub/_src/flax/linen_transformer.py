@@ -13,8 +13,8 @@ from jax_ub._src.flax.core_attention import dropout
 from jax_ub._src.flax.linen_layers import LayerNormMLP, MultiHeadAttention, make_norm
 from jax_ub._src.flax.linen_linear import TensorParallel
 from jax_ub._src.flax.options import (
+    check_flags,
     check_norm_inputs,
-    check_options,
     check_transformer_sizes,
     qk_norm_class,
 )
@@ -78,7 +78,7 @@ class TransformerLayer(TensorParallel):
         """
         options = self.linear_options()
         num_heads, kv_channels = self.num_attention_heads, self.kv_channels
-        check_options(TransformerLayer, options)
+        check_flags("TransformerLayer", options)
         check_transformer_sizes(
             self.hidden_size, num_heads, self.num_gqa_groups, kv_channels
         )

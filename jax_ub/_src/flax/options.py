@@ -74,6 +74,22 @@ def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
                 f"{nearest(name, [*named, *known])}"
             )
     arguments.check(op, **own, **options)
+    check_flags(op, options)
+
+
+def check_flags(op: str, options: LinearOptions) -> None:
+    """Checks the `ub_*` flags that a module passes to its linear layers.
+
+    Args:
+        op: the module's name, for error messages.
+        options: the arguments of the linear layers.
+
+    Raises:
+        UnknownNameError: if the method is unknown, or a flag is not a bool.
+        ConfigurationError: if two flags, or a flag and the method, contradict each
+            other.
+        UnsupportedOverlapError: if a flag is True without sequence parallelism.
+    """
     OverlapFlags.of(options).check(
         op,
         methods.resolve(op, options.get("method"), None),
@@ -258,13 +274,13 @@ def check_attention_sizes(
         raise ShapeContractError(
             f"{op}: num_heads = {num_heads} is not a multiple of num_kv_heads = "
             f"{num_kv_heads}. Each key head serves equally many query heads: use "
-            f"num_heads = {-(-num_heads // num_kv_heads) * num_kv_heads}."
+            f"num_heads = {checks.round_up(num_heads, num_kv_heads)}."
         )
     if qkv_features % num_heads:
         raise ShapeContractError(
             f"{op}: qkv_features = {qkv_features} is not a multiple of num_heads = "
             f"{num_heads}. Use qkv_features = "
-            f"{-(-qkv_features // num_heads) * num_heads}."
+            f"{checks.round_up(qkv_features, num_heads)}."
         )
     if rotary_base is None:
         return
@@ -302,7 +318,7 @@ def check_transformer_sizes(
     if kv_channels is not None:
         checks.check_size(op, "kv_channels", kv_channels)
     elif hidden_size % num_attention_heads:
-        padded = -(-hidden_size // num_attention_heads) * num_attention_heads
+        padded = checks.round_up(hidden_size, num_attention_heads)
         raise ShapeContractError(
             f"{op}: hidden_size = {hidden_size} is not a multiple of "
             f"num_attention_heads = {num_attention_heads}. Use hidden_size = {padded}, "

@@ -154,7 +154,7 @@ class BasicLinear(BasicOperation):
 
     def claim(self, params):
         if self.accumulate_into_main_grad:
-            accumulators.claim(self.label, params["main_grad"], params["kernel"])
+            accumulators.claim(self.label, (params["main_grad"],), (params["kernel"],))
 
     def saved(self, needs):
         names = {"kernel", "x_aval"} if needs.x else set()

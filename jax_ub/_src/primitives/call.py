@@ -146,6 +146,11 @@ class Call:
         """
         raise NotImplementedError
 
+    def gathered_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape [..., P*m, K] that all-gathering [..., m, K] results in."""
+        *batch, rows, width = shape
+        return (*batch, rows * self.num_ranks, width)
+
     def is_activation(self, index: int) -> bool:
         """Returns whether operand `index` is an activation `[..., rows, features]`.
 

@@ -22,7 +22,7 @@ class AllGather(Call):
         return [(self.communicated(x), x.dtype)]
 
     def communicated(self, x):
-        return (*x.shape[:-2], x.shape[-2] * self.num_ranks, x.shape[-1])
+        return self.gathered_shape(x.shape)
 
     def on_one_rank(self, x):
         return [x]
@@ -112,9 +112,7 @@ class BulkAllGather(Call):
         return [(dx, self.partial_dtype), (self.communicated(shard), shard.dtype)]
 
     def communicated(self, *operands):
-        shard = operands[-1]
-        rows = shard.shape[-2] * self.num_ranks
-        return (*shard.shape[:-2], rows, shard.shape[-1])
+        return self.gathered_shape(operands[-1].shape)
 
     def reference(self, *operands):
         n = self.num_pairs

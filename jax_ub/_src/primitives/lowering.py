@@ -74,10 +74,7 @@ def _lower_on_cuda(ctx, *operands, call):
     reason = reason or _why_no_room(call, ctx.avals_in, needs_buffers=True)
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
-    is_of_one_rank = call.execution.is_of_one_rank or (
-        bool(call.axis_name) and call.num_ranks == 1
-    )
-    if is_of_one_rank and call.method is Method.AUTO:
+    if call.execution.is_of_one_rank and call.method is Method.AUTO:
         # On one rank nothing can overlap. XLA tunes the GEMM and fuses neighbouring
         # operations into it.
         lowering_log.record(ctx, call, Method.XLA, "one rank: it is a GEMM of XLA's")

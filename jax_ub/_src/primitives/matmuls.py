@@ -211,7 +211,7 @@ class AllGatherMatmul(Call):
         return [w.shape[out] for w in kernels[: self.num_kernels]]
 
     def communicated(self, x, *others):
-        return (*x.shape[:-2], x.shape[-2] * self.num_ranks, x.shape[-1])
+        return self.gathered_shape(x.shape)
 
     def reference(self, x, *kernels):
         n = self.num_kernels
@@ -334,8 +334,7 @@ class Wgrad(Call):
         # All dy_i are gathered together, so they count as one array of their total
         # width.
         sharded = (x,) if self.gather == "x" else others[: self.num_outputs]
-        *batch, rows, _ = sharded[0].shape
-        return (*batch, rows * self.num_ranks, num_features(sharded))
+        return self.gathered_shape((*sharded[0].shape[:-1], num_features(sharded)))
 
     def reference(self, x, *others):
         dys, main_grads = others[: self.num_outputs], others[self.num_outputs :]

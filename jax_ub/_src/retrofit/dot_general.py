@@ -89,7 +89,7 @@ def dot_general(
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense:
+class Contraction:
     """A contraction of x [*lead, *in] with a kernel [*in, *out] or [*out, *in].
 
     Attributes:
@@ -157,19 +157,21 @@ class DotGeneral:
                 if a library intercepts `jax.lax.dot_general` and a method is given.
         """
         reason = self.why_intercepted(interception.DOT_GENERAL, self.original)
-        dense = None
+        contraction = None
         if reason is None:
             _check_call(self.sharding_layout.op, lhs, rhs, dimension_numbers)
-            dense = _dense(lhs, rhs, dimension_numbers)
-            reason = self._why_not(lhs, rhs, dense, preferred_element_type)
-        if reason is None and dense is not None:
-            layout, x, kernel = self._operands(lhs, rhs, dense)
+            contraction = _contraction_of(lhs, rhs, dimension_numbers)
+            reason = self._why_not(lhs, rhs, contraction, preferred_element_type)
+        if reason is None and contraction is not None:
+            layout, x, kernel = self._operands(lhs, rhs, contraction)
             out_dtype = preferred_element_type
             (y,) = sharded_linear(layout, x, (kernel,), out_dtype=out_dtype)
-            y = split_features(y, dense.in_out(rhs.shape)[dense.num_in :])
+            y = split_features(y, contraction.in_out(rhs.shape)[contraction.num_in :])
             return with_output_sharding(y, out_sharding)
-        if out_sharding is None and dense is not None and self.kind == "row":
-            out_sharding = _whole_features(lhs, dense.num_in, rhs.ndim - dense.num_in)
+        if out_sharding is None and contraction is not None and self.kind == "row":
+            out_sharding = _whole_features(
+                lhs, contraction.num_in, rhs.ndim - contraction.num_in
+            )
         product = lax.dot_general if self.original is None else self.original
         with self.falling_back(str(reason)):
             return product(
@@ -232,12 +234,12 @@ class DotGeneral:
             "arrays."
         )
 
-    def _why_not(self, lhs, rhs, dense, out_dtype):
+    def _why_not(self, lhs, rhs, contraction, out_dtype):
         """Returns why the layer must call `jax.lax.dot_general` itself, or None."""
         layout = self.sharding_layout
-        reason = _why_not_dense(lhs, rhs, dense, out_dtype)
+        reason = _why_not_dense(lhs, rhs, contraction, out_dtype)
         if layout.is_local():
-            if self.is_lenient and self._is_whole_in_shard_map(rhs, dense):
+            if self.is_lenient and self._is_whole_in_shard_map(rhs, contraction):
                 return "the kernel is whole inside this jax.shard_map"
             if reason is None:
                 return None
@@ -249,35 +251,35 @@ class DotGeneral:
         if mesh is None:
             return "no mesh is known here" if self.is_lenient else None
         try:
-            self._check_mesh(mesh, rhs, dense)
-            tokens = lhs.shape[: lhs.ndim - dense.num_in] or (1,)
+            self._check_mesh(mesh, rhs, contraction)
+            tokens = lhs.shape[: lhs.ndim - contraction.num_in] or (1,)
             return indivisible_reason(layout, mesh, (*tokens, lhs.shape[-1]))
         except UbError as error:
             if not self.is_lenient:
                 raise
             return str(error).removeprefix(f"{layout.op}: ")
 
-    def _check_mesh(self, mesh, rhs, dense):
+    def _check_mesh(self, mesh, rhs, contraction):
         """Raises an error if the layer's kernel cannot be sharded over this mesh."""
-        layout = self._layout(mesh, rhs, dense)
+        layout = self._layout(mesh, rhs, contraction)
         layout.axis_size(mesh)
         if self.is_lenient:
-            shape = dense.in_out(rhs.shape)
-            layout.check_features((shape[0], shape[dense.num_in]), mesh)
-            spec = dense.in_out(jax.typeof(rhs).sharding.spec)
-            layout.check_kernel_spec(spec, dense.num_in)
+            shape = contraction.in_out(rhs.shape)
+            layout.check_features((shape[0], shape[contraction.num_in]), mesh)
+            spec = contraction.in_out(jax.typeof(rhs).sharding.spec)
+            layout.check_kernel_spec(spec, contraction.num_in)
 
-    def _is_whole_in_shard_map(self, rhs=None, dense=None):
+    def _is_whole_in_shard_map(self, rhs=None, contraction=None):
         """Returns whether each rank of a `shard_map` has the unsharded kernel."""
         mesh, axes = jax.sharding.get_abstract_mesh(), self.sharding_layout.axes
         if set(axes).isdisjoint(mesh.shape):
             return True
         is_one = math.prod(mesh.shape.get(name, 1) for name in axes) == 1
-        if dense is None or is_one:
+        if contraction is None or is_one:
             return False
-        return dense.in_out(rhs.shape) == self.kernel_shape
+        return contraction.in_out(rhs.shape) == self.kernel_shape
 
-    def _layout(self, mesh, rhs, dense):
+    def _layout(self, mesh, rhs, contraction):
         """Returns the layer's sharding layout, adapted to this kernel and mesh.
 
         `fsdp_axes` that cannot shard the kernel evenly are removed if the layer is
@@ -287,28 +289,32 @@ class DotGeneral:
         manual = jax.sharding.get_abstract_mesh().manual_axes
         layout = dataclasses.replace(
             layout,
-            rhs_transposed=dense.rhs_transposed,
+            rhs_transposed=contraction.rhs_transposed,
             fsdp_axes=tuple(name for name in layout.fsdp_axes if name not in manual),
         )
         if not self.is_lenient or mesh is None:
             return layout
-        shape = dense.in_out(rhs.shape)
-        return layout.fitted(mesh, (shape[0], shape[dense.num_in]))
+        shape = contraction.in_out(rhs.shape)
+        return layout.fitted(mesh, (shape[0], shape[contraction.num_in]))
 
-    def _operands(self, lhs, rhs, dense):
+    def _operands(self, lhs, rhs, contraction):
         """Returns the layout of a call, and x and the kernel as matrices."""
-        num_in, shape = dense.num_in, dense.in_out(rhs.shape)
+        num_in, shape = contraction.num_in, contraction.in_out(rhs.shape)
         mesh = self.sharding_layout.global_mesh(rhs, lhs)
-        layout = self._layout(mesh, rhs, dense)
+        layout = self._layout(mesh, rhs, contraction)
         layout.check_contraction(lhs, shape, num_in)
-        layout.check_kernel_spec(dense.in_out(jax.typeof(rhs).sharding.spec), num_in)
-        kernel = as_matrix(rhs, rhs.ndim - num_in if dense.rhs_transposed else num_in)
+        layout.check_kernel_spec(
+            contraction.in_out(jax.typeof(rhs).sharding.spec), num_in
+        )
+        kernel = as_matrix(
+            rhs, rhs.ndim - num_in if contraction.rhs_transposed else num_in
+        )
         lead = lhs.shape[: lhs.ndim - num_in]
         return layout, lhs.reshape(*lead, math.prod(shape[:num_in])), kernel
 
 
-def _why_not_dense(lhs, rhs, dense, out_dtype):
-    if dense is None:
+def _why_not_dense(lhs, rhs, contraction, out_dtype):
+    if contraction is None:
         return (
             f"x {lhs.shape} and kernel {rhs.shape} are not contracted over the "
             "last dimensions of x and the first or the last of the kernel"
@@ -352,7 +358,7 @@ def _check_call(op, lhs, rhs, dimension_numbers):
         )
 
 
-def _dense(lhs, rhs, dimension_numbers) -> Dense | None:
+def _contraction_of(lhs, rhs, dimension_numbers) -> Contraction | None:
     """Returns how a dense layer such as `nn.Dense` contracts lhs and rhs, or None.
 
     The result is None if the contraction is not that of a dense layer.
@@ -366,7 +372,7 @@ def _dense(lhs, rhs, dimension_numbers) -> Dense | None:
     ):
         return None
     if tuple(rhs_contract) == tuple(range(num_in)):
-        return Dense(num_in, rhs_transposed=False)
+        return Contraction(num_in, rhs_transposed=False)
     if tuple(rhs_contract) == tuple(range(rhs.ndim - num_in, rhs.ndim)):
-        return Dense(num_in, rhs_transposed=True)
+        return Contraction(num_in, rhs_transposed=True)
     return None

@@ -180,7 +180,7 @@ class Overlap:
         name = self._find(self._names, path) or LayerName(path)
         layout = dataclasses.replace(self._sharding_layout, parallel=kind, ub_name=name)
         dense = DotGeneral(layout, is_lenient=True)
-        y = call(dense, path, layer, next_fun, args, kwargs)
+        y = call(dense, layer, next_fun, args, kwargs)
         self.overlapped[path] = kind
         return y
 
@@ -238,11 +238,12 @@ class Overlap:
             self._recorded.add(path)
 
 
-def _call_dense(dense, path, layer, next_fun, args, kwargs):
+def _call_dense(dense, layer, next_fun, args, kwargs):
     before = layer.dot_general
     own = before if layer.dot_general_cls is None else layer.dot_general_cls
     is_plain = own is None or own is interception.DOT_GENERAL.function
     if not is_plain and not isinstance(own, DotGeneral):
+        path = ".".join(layer.path)
         raise UnsupportedOverlapError(
             f"overlap: the layer {shown(path)} has a custom dot_general, {own}. "
             f"Exclude the layer: {{{shown(path)}: None, ...}}."
@@ -258,7 +259,7 @@ def _call_dense(dense, path, layer, next_fun, args, kwargs):
         object.__setattr__(layer, "dot_general", before)
 
 
-def _call_einsum(dense, path, layer, next_fun, args, kwargs):
+def _call_einsum(dense, layer, next_fun, args, kwargs):
     inputs, text = _einsum_arguments(*args, **kwargs)
     text = layer.einsum_str if text is None else text
     kernel = nn.meta.unbox(layer.get_variable("params", "kernel"))
@@ -289,7 +290,7 @@ def _einsum_arguments(inputs, einsum_str=None):
     return inputs, einsum_str
 
 
-def _call_attend(dense, path, layer, next_fun, args, kwargs):
+def _call_attend(dense, layer, next_fun, args, kwargs):
     reason = dense.why_intercepted(interception.DOT, None)
     if reason is not None:
         with dense.falling_back(reason):

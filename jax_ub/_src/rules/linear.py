@@ -388,14 +388,13 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     ws: tuple[Any, ...] = w if isinstance(w, tuple) and gathers else (w,)
     biases = _as_tuple(label, bias_name, bias, is_tuple, len(ws))
     main_grads = _as_tuple(label, "main_grad", main_grad, is_tuple, len(ws))
-    dtype = _check(config, x, ws, biases, residual, main_grads, out_dtype)
+    dtype = _check(config, x, ws, biases, residual, out_dtype)
     config = config.with_dtypes(x.dtype, dtype)
+    accumulators.claim(label, main_grads, ws)
     axes = config.axes(x, ws, biases, residual, main_grads)
-    if main_grads is not None:
-        main_grads = tuple(
-            accumulators.prepare(label, main_grad, kernel, axes)
-            for main_grad, kernel in zip(main_grads, ws, strict=True)
-        )
+    main_grads = main_grads and tuple(
+        accumulators.pcast_varying(label, main_grad, axes) for main_grad in main_grads
+    )
     own = frozenset(config.axis_name)
     config = dataclasses.replace(config, is_x_replicated=is_replicated(config, x))
     # The casts to varying are outside the custom_vjp, so that JAX sums the operands'
@@ -431,7 +430,7 @@ def _as_tuple(label, name, value, is_tuple, length):
     return value if is_tuple else (value,)
 
 
-def _check(config: CallConfig, x, ws, biases, residual, main_grads, out_dtype):
+def _check(config: CallConfig, x, ws, biases, residual, out_dtype):
     """Checks shapes and dtypes of a layer's operands; returns the result's dtype."""
     label, op, num_ranks = config.label, config.mode.op, config.num_ranks
     if not ws:
@@ -457,8 +456,6 @@ def _check(config: CallConfig, x, ws, biases, residual, main_grads, out_dtype):
             bias_name=config.bias_name,
             takes_f64=shapes.is_f64(x),
         )
-        main_grad = None if main_grads is None else main_grads[i]
-        shapes.check_main_grad(label, main_grad, w)
     if op == "matmul_all_reduce":
         bias = None if biases is None else biases[0]
         _check_replicated(config, **{config.bias_name: bias, "residual": residual})

@@ -3,7 +3,10 @@
 The cotangent of a main_grad is its new value: the old value plus the gradient.
 """
 
+import functools
 import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax import lax
@@ -20,39 +23,36 @@ from jax_ub._src.primitives import vma
 _USED: dict[int, tuple[weakref.ref, object]] = {}
 
 
-def prepare(
-    op: str, main_grad: jax.Array | None, w: jax.Array, axes
-) -> jax.Array | None:
-    """Checks main_grad, the accumulator of w's gradient; casts it to vary over `axes`.
+def claim(op: str, main_grads: Sequence[Any] | None, ws: Sequence[jax.Array]) -> None:
+    """Checks accumulators of kernels' gradients, and that no other call uses them.
 
     Args:
         op: the op's label, for errors.
-        main_grad: the accumulator, f32 `[K, N]`, or None.
-        w: the kernel whose gradient is accumulated.
-        axes: the mesh axes that the kernel's gradient varies over.
-
-    Returns:
-        The promoted main_grad, or None.
-
-    Raises:
-        ShapeContractError: if shape, dtype or mesh axes do not match, or if another
-            call has used the main_grad already.
-    """
-    if main_grad is None:
-        return None
-    claim(op, main_grad, w)
-    return pcast_varying(op, main_grad, axes)
-
-
-def claim(op: str, main_grad: jax.Array, w: jax.Array) -> None:
-    """Checks main_grad's shape and dtype, and that no other call accumulates into it.
+        main_grads: the accumulator of each kernel's gradient; None if there are none.
+        ws: the kernels.
 
     Raises:
         ShapeContractError: if shape or dtype do not match, or if another call has used
-            the main_grad already.
+            a main_grad already.
     """
-    shapes.check_main_grad(op, main_grad, w)
-    _claim(op, main_grad)
+    for main_grad, w in zip(main_grads or (), ws, strict=False):
+        shapes.check_main_grad(op, main_grad, w)
+        if not isinstance(main_grad, jax.core.Tracer):
+            continue
+        key, here = id(main_grad), get_opaque_trace_state(convention="flax")
+        known = _USED.get(key)
+        if known is not None and known[0]() is main_grad and known[1] == here:
+            raise ShapeContractError(
+                f"{op}: this main_grad went into another call already, and jax would "
+                "add the two accumulated values. Give every call a main_grad of its "
+                "own, or carry one through jax.lax.scan."
+            )
+        remove = functools.partial(_forget, key)
+        _USED[key] = (weakref.ref(main_grad, remove), here)
+
+
+def _forget(key, _):
+    _USED.pop(key, None)
 
 
 def pcast_varying(op: str, main_grad: jax.Array, axes) -> jax.Array:
@@ -121,17 +121,3 @@ def check_vmapped_together(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.
         return same(main_grad, dy), is_mapped[0]
 
     return same(main_grad, dy)
-
-
-def _claim(op, main_grad):
-    if not isinstance(main_grad, jax.core.Tracer):
-        return
-    key, here = id(main_grad), get_opaque_trace_state(convention="flax")
-    known = _USED.get(key)
-    if known is not None and known[0]() is main_grad and known[1] == here:
-        raise ShapeContractError(
-            f"{op}: this main_grad went into another call already, and jax would add "
-            "the two accumulated values. Give every call a main_grad of its own, or "
-            "carry one through jax.lax.scan."
-        )
-    _USED[key] = (weakref.ref(main_grad, lambda _: _USED.pop(key, None)), here)

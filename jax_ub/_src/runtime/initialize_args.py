@@ -282,7 +282,7 @@ def _overlap(
     if is_ring and config.comm_type is CommOverlapType.RS:
         # A rank's buffer holds its P partial sums of T / P rows each, and P - 1 partial
         # sums that its peers send for its rows: (2 P - 1) T / P rows, rounded up.
-        rows = -(-rows * (2 * tp_size - 1) // tp_size)
+        rows = shapes.ceil_div(rows * (2 * tp_size - 1), tp_size)
     is_fp8 = mode is registry.FP8 and config.fp8_buf
     return (CommOverlapP2P if is_ring else CommOverlap)(
         method=config.method,

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping
 
 import numpy as np
 
+from jax_ub._src import checks
 from jax_ub._src.config.overlap_config import (
     CommOverlapType,
     OverlapConfig,
@@ -168,12 +169,12 @@ class InitializedAxis:
             # size, which must also hold the padding of uneven splits.
             holds = self.capacity
             num_chunks = self.tp_size * num_splits
-            needed = math.prod(batch) * -(-rows // num_chunks) * num_chunks
+            needed = math.prod(batch) * checks.round_up(rows, num_chunks)
             if needed * features <= holds:
                 return None
-        wanted = (-(-needed * features // hidden), hidden)
+        wanted = (checks.ceil_div(needed * features, hidden), hidden)
         if features > hidden:
-            wanted = (max(needed, -(-tokens * hidden // features)), features)
+            wanted = (max(needed, checks.ceil_div(tokens * hidden, features)), features)
         axes = self.axis_name[0] if len(self.axis_name) == 1 else self.axis_name
         return (
             f"it communicates {needed} tokens of {features} features, "

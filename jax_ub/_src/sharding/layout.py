@@ -15,6 +15,7 @@ from jax_ub._src.config.flags import FlaggedMethod, OverlapFlags
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import COLUMN, IN_OUT, PARALLEL, ROW, ParallelMode, mode_of
+from jax_ub._src.rules.call_config import call_label
 from jax_ub._src.runtime import settings
 from jax_ub._src.sharding import portable_mesh
 
@@ -152,7 +153,7 @@ class ShardingLayout:
         return axis_tuple(self.axis_name)
 
     def _read_axes(self, argument, example, given):
-        names = tuple(given) if isinstance(given, tuple | list) else (given,)
+        names = axis_tuple(given)
         if not all(isinstance(name, str) for name in names):
             raise ShapeContractError(
                 f"{self.op}: {argument} = {shown(given)} are not names of mesh "
@@ -175,8 +176,7 @@ class ShardingLayout:
     @property
     def op(self) -> str:
         """Returns the layer's name in error messages, `linear(parallel=...)`."""
-        name = "" if self.ub_name is None else f" (ub_name {shown(self.ub_name)})"
-        return f"linear(parallel={shown(self.parallel)}){name}"
+        return call_label(f"linear(parallel={shown(self.parallel)})", self.ub_name)
 
     @property
     def mode(self) -> ParallelMode:

@@ -91,8 +91,7 @@ def sharded_linear(
     if main_grads is not None and (is_mapped or kernels[0].ndim > 2):
         # `shard_map` and reshapes pass new arrays to the ops, which therefore cannot
         # detect that two calls accumulate into the same main_grad.
-        for main_grad, kernel in zip(main_grads, kernels, strict=True):
-            accumulators.claim(layout.op, main_grad, kernel)
+        accumulators.claim(layout.op, main_grads, kernels)
     outs = [layout.in_out(w.shape)[num_in:] for w in kernels]
     is_vector = x.ndim == num_in
     operands, out_dtype = _as_matrices(
@@ -211,8 +210,7 @@ def _gather_manual_fsdp(layout, x, kernels, main_grads, num_in):
     axes = tuple(name for name in layout.fsdp_axes if name in manual)
     if not axes:
         return layout, kernels, main_grads
-    for main_grad, kernel in zip(main_grads or (), kernels, strict=False):
-        accumulators.claim(layout.op, main_grad, kernel)  # gathering makes a new array
+    accumulators.claim(layout.op, main_grads, kernels)  # gathering makes new arrays
     dim = layout.fsdp_dim * num_in
     gathered = gather_kernels(x, kernels, main_grads, axes=axes, dim=dim)
     others = tuple(name for name in layout.fsdp_axes if name not in manual)
