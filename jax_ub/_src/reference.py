@@ -4,11 +4,6 @@
 Each dot is written in the fastest form known for XLA:CPU. Partial results are summed in
 f32 and rounded once, as in the engine. f64 operands, which the engine does not support,
 are summed in f64.
-
-FP8 operands have scales that multiply, which are f32, or powers of two in e8m0. The
-scales have the rank of the values, and each size divides the size of the values; or
-they are a scalar. FP8 values are exact in bf16. A scale multiplies the f32 sum, unless
-it changes along the contracted dimensions: then it multiplies the values first.
 """
 
 import functools
@@ -21,9 +16,8 @@ import numpy as np
 from jax import lax
 
 Axis = str | tuple[str, ...]
-# A type: the scales of both operands of a GEMM; None for an operand that is not FP8.
-Scales = tuple[jax.Array | None, jax.Array | None]
-_NO_SCALES: Scales = (None, None)
+_EXPONENT_BIAS = 127  # of f32 and of e8m0
+_E8M0_NAN = 255
 
 
 def sum_dtype(dtype) -> np.dtype:
@@ -31,64 +25,16 @@ def sum_dtype(dtype) -> np.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def dot(
-    x: jax.Array,
-    w: jax.Array,
-    *,
-    rhs_transposed: bool = False,
-    scales: Scales = _NO_SCALES,
-) -> jax.Array:
+def dot(x: jax.Array, w: jax.Array, *, rhs_transposed: bool = False) -> jax.Array:
     """Multiplies x [..., K] by w [K, N], or by the transpose of w [N, K], in f32."""
     contracted = 1 if rhs_transposed else 0
-    x, x_factor = _widened(x, scales[0], (x.ndim - 1,))
-    w, w_factor = _widened(w, scales[1], (contracted,))
-    y = _product(x, w, (((x.ndim - 1,), (contracted,)), ((), ())))
-    if rhs_transposed and w_factor is not None and w_factor.ndim:
-        w_factor = w_factor.T
-    return _rescaled(y, x_factor, w_factor)
+    return _product(x, w, (((x.ndim - 1,), (contracted,)), ((), ())))
 
 
-def outer(x: jax.Array, dy: jax.Array, *, scales: Scales = _NO_SCALES) -> jax.Array:
+def outer(x: jax.Array, dy: jax.Array) -> jax.Array:
     """Computes x^T dy over all rows: x [..., M, K], dy [..., M, N] -> f32 [K, N]."""
     rows = tuple(range(x.ndim - 1))
-    x, x_factor = _widened(x, scales[0], rows)
-    dy, dy_factor = _widened(dy, scales[1], rows)
-    y = _product(x, dy, ((rows, rows), ((), ())))
-    # The scales are constant along the contracted rows.
-    x_factor = None if x_factor is None else x_factor.reshape(-1, 1)
-    return _rescaled(
-        y, x_factor, None if dy_factor is None else dy_factor.reshape(1, -1)
-    )
-
-
-def _rescaled(y, x_factor, w_factor):
-    """Multiplies the sums of a GEMM by the scales of both operands."""
-    factors = [
-        with_rank(factor, y.ndim)
-        for factor in (x_factor, w_factor)
-        if factor is not None
-    ]
-    return y * functools.reduce(operator.mul, factors) if factors else y
-
-
-def _widened(values, scales, contracted):
-    """Converts a GEMM operand from FP8 to bf16, or to f32 if f32 scales multiply it.
-
-    Args:
-        values: the operand; returned as it is unless it is FP8.
-        scales: its scales, or None.
-        contracted: the dimensions that the GEMM sums over.
-
-    Returns:
-        The operand, and the scales that multiply the sum, or None.
-    """
-    if scales is None:
-        return values, None
-    if scales.dtype == jnp.float8_e8m0fnu:
-        return dequantize(values, scales).astype(jnp.bfloat16), None
-    if any(scales.shape[axis] > 1 for axis in contracted if scales.ndim):
-        return dequantize(values, scales), None
-    return values.astype(jnp.bfloat16), scales
+    return _product(x, dy, ((rows, rows), ((), ())))
 
 
 def dequantize(values: jax.Array, scales: jax.Array) -> jax.Array:
@@ -97,12 +43,9 @@ def dequantize(values: jax.Array, scales: jax.Array) -> jax.Array:
     if scales.dtype != jnp.float8_e8m0fnu:
         return wide * expanded(scales, values.shape)
     bits = lax.bitcast_convert_type(scales, jnp.uint8)
-    exponents = expanded(bits.astype(jnp.int32), values.shape) - _E8M0_BIAS
-    product = times_power_of_two(wide, exponents)
-    return jnp.where(exponents == _E8M0_NAN - _E8M0_BIAS, jnp.nan, product)
-
-
-_E8M0_BIAS, _E8M0_NAN = 127, 255
+    bits = expanded(bits.astype(jnp.int32), values.shape)
+    product = times_power_of_two(wide, bits - _EXPONENT_BIAS)
+    return jnp.where(bits == _E8M0_NAN, jnp.nan, product)
 
 
 def times_power_of_two(x: jax.Array, exponents: jax.Array) -> jax.Array:
@@ -116,22 +59,16 @@ def times_power_of_two(x: jax.Array, exponents: jax.Array) -> jax.Array:
 
 
 def _power_of_two(exponents):
-    bits = (exponents + 127) << 23
+    bits = (exponents + _EXPONENT_BIAS) << 23
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def expanded(scales, shape):
-    """Repeats each scale for all values of its block; returns shape `shape`."""
+    """Repeats each scale for all values of its block; a size of 1 stays 1."""
     scales = with_rank(scales, len(shape))
     for axis, size in enumerate(shape):
-        block = size // scales.shape[axis]
-        if block > 1 and scales.shape[axis] > 1:
-            repeated = jnp.broadcast_to(
-                jnp.expand_dims(scales, axis + 1),
-                (*scales.shape[: axis + 1], block, *scales.shape[axis + 1 :]),
-            )
-            sizes = (*scales.shape[:axis], size, *scales.shape[axis + 1 :])
-            scales = repeated.reshape(sizes)
+        if 1 < scales.shape[axis] < size:
+            scales = jnp.repeat(scales, size // scales.shape[axis], axis=axis)
     return scales
 
 
@@ -142,8 +79,6 @@ def _product(x, w, dimensions):
     bf16 on CPUs with AVX512_BF16. Products of half-precision values are exact in f32
     either way.
     """
-    if x.dtype != w.dtype:  # FP8 operands of which one was multiplied by f32 scales
-        x, w = x.astype(jnp.float32), w.astype(jnp.float32)
     multiply = functools.partial(
         lax.dot_general,
         dimension_numbers=dimensions,
@@ -170,19 +105,11 @@ def _has_bf16_products():
 
 
 def dots(
-    xs: Sequence[jax.Array],
-    ws: Sequence[jax.Array],
-    *,
-    rhs_transposed: bool = False,
-    x_scales: Sequence[jax.Array] | None = None,
-    w_scales: Sequence[jax.Array] | None = None,
+    xs: Sequence[jax.Array], ws: Sequence[jax.Array], *, rhs_transposed: bool = False
 ) -> jax.Array:
     """Returns `sum_i x_i @ w_i` in f32, or `x_i @ w_i.T` if `rhs_transposed`."""
-    none = [None] * len(xs)
-    pairs = zip(xs, ws, x_scales or none, w_scales or none, strict=True)
     products = (
-        dot(x, w, rhs_transposed=rhs_transposed, scales=(x_scale, w_scale))
-        for x, w, x_scale, w_scale in pairs
+        dot(x, w, rhs_transposed=rhs_transposed) for x, w in zip(xs, ws, strict=True)
     )
     return functools.reduce(operator.add, products)
 
@@ -209,23 +136,8 @@ def scaled(y: jax.Array, scale: float) -> jax.Array:
 
 
 def all_gather(x: jax.Array, axis_name: Axis) -> jax.Array:
-    """All-gathers the rows of x over the ranks: [..., m, K] -> [..., P*m, K].
-
-    FP8 arrays travel as bytes: XLA:CPU would convert them to f16.
-    """
-    is_fp8 = x.dtype.itemsize == 1
-    rows = lax.bitcast_convert_type(x, jnp.uint8) if is_fp8 else x
-    gathered = lax.all_gather(rows, axis_name, axis=x.ndim - 2, tiled=True)
-    return lax.bitcast_convert_type(gathered, x.dtype) if is_fp8 else gathered
-
-
-def all_gather_scales(x: jax.Array, scales: jax.Array, axis_name: Axis) -> jax.Array:
-    """All-gathers the scales of x over the ranks, if x's rows have own scales.
-
-    One scale for a whole tensor must be the same on every rank, and stays as it is.
-    """
-    has_rows = bool(scales.ndim) and scales.shape[-2] == x.shape[-2]
-    return all_gather(scales, axis_name) if has_rows else scales
+    """All-gathers the rows of x over the ranks: [..., m, K] -> [..., P*m, K]."""
+    return lax.all_gather(x, axis_name, axis=x.ndim - 2, tiled=True)
 
 
 def reduce_scatter(x: jax.Array, axis_name: Axis) -> jax.Array:

@@ -83,6 +83,10 @@ def specs_of(tree):
     return jax.tree.map(lambda array: array.sharding.spec, nnx.to_pure_dict(tree))
 
 
+def test_no_axes_may_be_given_as_none():
+    assert ub.dot_general("column", fsdp_axes=None) == ub.dot_general("column")
+
+
 @pytest.mark.parametrize("types", ["auto", "explicit"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_keeps_all_shardings(name, types):

@@ -48,8 +48,9 @@ def quantize(
 
     Values are divided by their scales in f32, clipped to the range of the FP8 dtype,
     and rounded once, to nearest even. A NaN stays a NaN, and an infinity becomes the
-    largest number. The result is differentiable: its `source` is `x` and receives the
-    gradient, as if there was no rounding.
+    largest number. `source` of the result is `x`, and its gradient is the gradient of
+    `x`. Values and scales have none, so the gradient of `ScaledArray.dequantize` is
+    zero.
 
     With `DelayedScaling`, the scale comes from `state`, and the gradient of the state
     is its new value, which `ub.fp8.apply_updates` takes over. Inside
@@ -87,7 +88,7 @@ def quantize(
             f"{_OP}: role = {shown(role)} is not a role. {nearest(role, ROLES)}"
         )
     checks.check_rank(_OP, "x", x, 2 if role == KERNEL else 1)
-    _check_source(x)
+    checks.check_float(_OP, x=x)
     checks.check_not_empty(_OP, "x", x)
     axes = _axes(_OP, axis_name)
     state = check_state(_OP, recipe, state)
@@ -106,15 +107,6 @@ def _axes(op, axis_name):
     if axis_name is not None:
         mesh.axis_size(op, axis_name, may_be_mapped=True)  # checks that it exists
     return checks.axis_tuple(axis_name)
-
-
-def _check_source(x):
-    if x.dtype not in dtypes.RESULTS:
-        raise ShapeContractError(
-            f"{_OP}: x is {x.dtype}, but the op takes "
-            f"{dtypes.listed(dtypes.RESULTS)}. Convert it, for example "
-            "x.astype(jnp.bfloat16)."
-        )
 
 
 def _contracted(role):
@@ -172,6 +164,7 @@ def _quantize_delayed(recipe, role, axes, x, scale, history):
 
 
 def _delayed(recipe, role, axes, x, scale, history):
+    """Returns the values and scales, and the new state for the backward pass."""
     scale = scaling.updated_scale(history, scale, recipe, role)
     scales = scale.reshape((1,) * x.ndim)
     values = scaling.cast(x, scales, recipe.fp8_format.dtype(role))
@@ -179,16 +172,11 @@ def _delayed(recipe, role, axes, x, scale, history):
     return (values, scales), (scale, scaling.updated_history(history, amax))
 
 
-def _delayed_forward(recipe, role, axes, x, scale, history):
-    results, state = _delayed(recipe, role, axes, x, scale, history)
-    return results, state
-
-
 def _delayed_backward(recipe, role, axes, state, _):
     return None, *state
 
 
-_quantize_delayed.defvjp(_delayed_forward, _delayed_backward)
+_quantize_delayed.defvjp(_delayed, _delayed_backward)
 
 
 def quantize_params(
@@ -258,7 +246,7 @@ def _stacked_scales(recipe, axis_name, kernels):
     """Returns the scales of several kernels; one collective reduces all maxima."""
     for kernel in kernels:
         checks.check_rank(_OP, "x", kernel)
-        _check_source(kernel)
+        checks.check_float(_OP, x=kernel)
     maxima = [scaling.amax_of(lax.stop_gradient(w)).reshape(()) for w in kernels]
     axes = vma.axes_of(*maxima)
     stacked = jnp.stack(vma.pcast_varying(maxima, axes))

@@ -3,12 +3,12 @@
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ub._src.checks import is_integer, is_number
+from jax_ub._src.checks import check_flag, is_integer, is_number
 from jax_ub._src.errors import (
     ConfigurationError,
     UnknownNameError,
@@ -60,7 +60,7 @@ class QParams:
 
     def __post_init__(self):
         if self.power_2_scale is not None:
-            _check_flag(self, "power_2_scale")
+            check_flag("QParams", "power_2_scale", self.power_2_scale)
         if not is_number(self.amax_epsilon) or self.amax_epsilon < 0:
             raise ConfigurationError(
                 f"QParams: amax_epsilon = {shown(self.amax_epsilon)} is not a number "
@@ -104,8 +104,6 @@ class DelayedScaling:
     fp8_dpa: bool = False
     fp8_mha: bool = False
 
-    is_per_tensor: ClassVar[bool] = True
-
     def __post_init__(self):
         _check_format(self)
         _check_margin(self)
@@ -129,7 +127,7 @@ class DelayedScaling:
                 f"{shown(scaling)} is not a "
                 "function. Pass one of (amax, scale, fp8_max, recipe), or None."
             )
-        _check_flag(self, "reduce_amax")
+        check_flag("DelayedScaling", "reduce_amax", self.reduce_amax)
         _check_attention(self)
 
 
@@ -164,10 +162,10 @@ class Float8CurrentScaling:
     fp8_dpa: bool = False
     fp8_mha: bool = False
 
-    is_per_tensor: ClassVar[bool] = True
-
     def __post_init__(self):
-        _check_flag(self, "use_power_2_scales")
+        check_flag(
+            "Float8CurrentScaling", "use_power_2_scales", self.use_power_2_scales
+        )
         _check_format(self)
         for name in _QPARAMS.values():
             if not isinstance(getattr(self, name), QParams):
@@ -201,8 +199,8 @@ class MXFP8BlockScaling:
     The scales are float8_e8m0fnu. The exponent of `amax / max` is rounded up, so that
     no value of the block exceeds the largest number of the format.
 
-    Transformer Engine: `transformer_engine.common.recipe.MXFP8BlockScaling`. The format
-    is that of the OCP Microscaling specification.
+    Transformer Engine: `transformer_engine.common.recipe.MXFP8BlockScaling`. The array
+    format is MXFP8 of the OCP Microscaling specification.
 
     Attributes:
         margin: exponent that is added to that of every scale.
@@ -213,8 +211,6 @@ class MXFP8BlockScaling:
     margin: int = 0
     fp8_format: Format = Format.E4M3
     enable_2d_quantization: bool = False
-
-    is_per_tensor: ClassVar[bool] = False
 
     def __post_init__(self):
         _check_format(self)
@@ -241,8 +237,6 @@ class RowwiseScaling:
     """
 
     fp8_format: Format = Format.E4M3
-
-    is_per_tensor: ClassVar[bool] = False
 
     def __post_init__(self):
         _check_format(self)
@@ -286,15 +280,6 @@ def _check_margin(recipe):
         raise ConfigurationError(
             f"{name}: margin = {shown(margin)}: the scale overflows, or it is not an "
             f"integer. Pass an integer from {low} to {high}, usually 0."
-        )
-
-
-def _check_flag(owner, field):
-    value = getattr(owner, field)
-    if not isinstance(value, bool):
-        raise UnknownNameError(
-            f"{type(owner).__name__}: {field} = {shown(value)} is not a bool. Pass "
-            "True or False."
         )
 
 

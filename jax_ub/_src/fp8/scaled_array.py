@@ -14,8 +14,8 @@ from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.fp8.recipes import MXFP8_BLOCK
 
 VALUE_DTYPES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
-TENSOR, ROW, BLOCK = "tensor", "row", "block"
 _OP = "ScaledArray"
+_FIELDS = ("values", "scales", "source")
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -24,8 +24,8 @@ class ScaledArray:
     """An FP8 array with scales: it represents `values * scales`.
 
     It is a pytree, so that it passes through `jax.jit`, `jax.vmap`, `jax.lax.scan` and
-    `jax.shard_map`. The functions of jax_ub take it in place of an operand.
-    `ub.quantize` makes one. The scales are one of
+    `jax.shard_map`. `ub.quantize` returns one. No function of jax_ub takes it as an
+    operand yet. The scales are one of
 
     - one per tensor, f32: a scalar, or all sizes 1;
     - one per row of activations or per column of a kernel, f32: `[..., M, 1]` or
@@ -33,16 +33,15 @@ class ScaledArray:
     - one per block of 32 values along the contracted dimension, float8_e8m0fnu:
       `[..., M, K/32]`, or `[K/32, N]` for a kernel.
 
-    A GEMM reads values and scales. It returns the gradient in `source`, in the dtype of
-    `source`. The gradients of values and scales are zero.
+    The gradient of FP8 values would be FP8. `source` is therefore the array that
+    receives the gradient, in its own dtype.
 
     Transformer Engine: the quantized tensors of `transformer_engine.pytorch.tensor`.
 
     Attributes:
         values: float8_e4m3fn or float8_e5m2.
         scales: the factors of the values.
-        source: the array that was quantized, which receives the gradient; or None. A
-            GEMM does not read it.
+        source: the array that was quantized, or None.
     """
 
     values: jax.Array
@@ -55,9 +54,8 @@ class ScaledArray:
             _check(self.values, self.scales, self.source)
 
     def tree_flatten_with_keys(self):
-        names = ("values", "scales", "source")
         key = jax.tree_util.GetAttrKey
-        return [(key(name), getattr(self, name)) for name in names], None
+        return [(key(name), getattr(self, name)) for name in _FIELDS], None
 
     def tree_flatten(self):
         return (self.values, self.scales, self.source), None
@@ -65,7 +63,7 @@ class ScaledArray:
     @classmethod
     def tree_unflatten(cls, _, leaves: Any) -> "ScaledArray":
         made = object.__new__(cls)
-        for name, leaf in zip(("values", "scales", "source"), leaves, strict=True):
+        for name, leaf in zip(_FIELDS, leaves, strict=True):
             object.__setattr__(made, name, leaf)
         return made
 
@@ -87,15 +85,14 @@ class ScaledArray:
     @property
     def scaling(self) -> str:
         """Returns the kind of scales: "tensor", "row" or "block"."""
-        return scaling_of(self.scales)
-
-    @property
-    def without_source(self) -> "ScaledArray":
-        """Returns a copy without `source`, so that it has no gradient."""
-        return self.tree_unflatten(None, (self.values, self.scales, None))
+        if self.scales.dtype == jnp.float8_e8m0fnu:
+            return "block"
+        return "row" if any(size > 1 for size in self.scales.shape) else "tensor"
 
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """Returns `values * scales`, computed in f32 and rounded once.
+
+        The result has no gradient with respect to `source`.
 
         Args:
             dtype: f32, bf16 or f16; None takes the dtype of `source`, or bf16.
@@ -115,13 +112,6 @@ class ScaledArray:
     def wide_dtype(self) -> np.dtype:
         """Returns the dtype of `source`, in which gradients are; else bf16."""
         return jnp.dtype(jnp.bfloat16) if self.source is None else self.source.dtype
-
-
-def scaling_of(scales: Any) -> str:
-    """Returns the kind of an FP8 array's scales: "tensor", "row" or "block"."""
-    if scales.dtype == jnp.float8_e8m0fnu:
-        return BLOCK
-    return ROW if any(size > 1 for size in scales.shape) else TENSOR
 
 
 def _check(values, scales, source):

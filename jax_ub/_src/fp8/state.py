@@ -124,7 +124,7 @@ def apply_updates(state: Any, gradients: Any) -> Any:
 
 
 def _sibling(path):
-    """Splits a leaf's path into that of its tensor, and "scale" or "amax_history".
+    """Splits a leaf's path into the path of its tensor and "scale" or "amax_history".
 
     The kind is "" for another leaf.
     """

@@ -93,10 +93,10 @@ class OperationGroup:
         return tuple(saves)
 
     def kept_residuals(self, residuals, saves: Saves) -> tuple[dict[str, Any], ...]:
-        """Replaces residuals that the backward does not read by empty placeholders.
+        """Returns the residuals, with placeholders for those that no gradient needs.
 
-        Residuals that the backward would read for other requested gradients are
-        placeholders too, so that the tree structure does not depend on the request.
+        A placeholder is an empty array. The tree has an entry for every residual that
+        any gradient would need, so that its structure does not depend on the request.
         """
         everything = tuple(
             RequestedGradients(
@@ -295,7 +295,7 @@ def cotangent_aval(value) -> jax.Array:
 
 
 def aval_or_placeholder(is_wanted: bool, value) -> jax.Array:
-    """Returns `cotangent_aval(value)` if its gradient is wanted, else a placeholder."""
+    """Returns the dtype and axes of a wanted gradient; a placeholder if unwanted."""
     return cotangent_aval(value) if is_wanted else placeholder()
 
 

@@ -35,7 +35,7 @@ from jax_ub._src.rules.call_config import (
     make_local_call_config,
 )
 from jax_ub._src.rules.column import column_gradients
-from jax_ub._src.rules.forward import column_forward, is_replicated, row_forward
+from jax_ub._src.rules.forward import forward_of, is_replicated
 from jax_ub._src.rules.row import row_gradients
 
 default_kernel_init = initializers.lecun_normal()
@@ -269,9 +269,8 @@ class BasicLinear(BasicOperation):
         is_vector = x.ndim == 1
         if is_vector:
             x, residual = x[None], None if residual is None else residual[None]
-        forward = column_forward if config.mode.gathers_x else row_forward
         biases = None if bias is None else (bias,)
-        (y,), _ = forward(config, x, (kernel,), biases, residual)
+        (y,), _ = forward_of(config)(config, x, (kernel,), biases, residual)
         return y[0] if is_vector else y, (), residuals
 
     def backward(

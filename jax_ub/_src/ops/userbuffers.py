@@ -36,7 +36,7 @@ from jax_ub._src.parallel import ROW, check_parallel, mode_of
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce
 from jax_ub._src.rules.call_config import CallConfig, make_call_config
-from jax_ub._src.rules.forward import column_forward, row_forward
+from jax_ub._src.rules.forward import forward_of
 
 
 def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
@@ -300,8 +300,7 @@ class UserbuffersForwardLinear(UserbuffersLinear):
         )
         _check_forward(config, input, weight, bias)
         x, w = input.astype(config.dtype), weight.astype(config.dtype)
-        forward = column_forward if config.mode.gathers_x else row_forward
-        (y,), _ = forward(config, *_forward_operands(config, x, w, bias))
+        (y,), _ = forward_of(config)(config, *_forward_operands(config, x, w, bias))
         return y, {"input": x, "weight": w}
 
     def forward(
@@ -331,8 +330,7 @@ class UserbuffersForwardLinear(UserbuffersLinear):
         config = config.with_dtypes(config.dtype, out_dtype)
         _check_forward(config, x, w, bias)
         operands = _forward_operands(config, x, w, bias, added_bias, residual)
-        forward = column_forward if config.mode.gathers_x else row_forward
-        (y,), _ = forward(config, *operands)
+        (y,), _ = forward_of(config)(config, *operands)
         num = len(self.basic_ops)
         return y, ((),) * num, (residuals, *({},) * (num - 1))
 

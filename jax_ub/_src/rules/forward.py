@@ -6,6 +6,7 @@ they are two primitives, which run one after the other.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,11 @@ from jax_ub._src.parallel import mode_of
 from jax_ub._src.primitives import matmuls, vma
 from jax_ub._src.primitives.collectives import all_gather, all_reduce, reduce_scatter
 from jax_ub._src.rules.call_config import CallConfig
+
+
+def forward_of(config: CallConfig) -> Callable[..., Any]:
+    """Returns `column_forward` if the layer gathers x, else `row_forward`."""
+    return column_forward if config.mode.gathers_x else row_forward
 
 
 def column_forward(

@@ -22,7 +22,7 @@ from jax_ub._src.rules.call_config import (
     make_local_call_config,
 )
 from jax_ub._src.rules.column import column_linear
-from jax_ub._src.rules.forward import column_forward, is_replicated, row_forward
+from jax_ub._src.rules.forward import forward_of, is_replicated
 from jax_ub._src.rules.row import row_linear
 from jax_ub._src.rules.vjp import check_no_main_grad
 
@@ -409,7 +409,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     with scope, jax.disable_jit(False):
         if config.is_mapped:
             check_no_main_grad(config, main_grads)
-            ys, gathered = (column_forward if gathers else row_forward)(*operands)
+            ys, gathered = forward_of(config)(*operands)
         else:
             ys, gathered = (column_linear if gathers else row_linear)(*operands)
     y = ys if is_tuple else ys[0]

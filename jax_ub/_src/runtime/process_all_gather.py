@@ -45,9 +45,10 @@ class KeyValueStore(Protocol):
 
 
 class ProcessAllGather:
-    """Lets all processes exchange JSON values in one or more all-gather rounds.
+    """All-gathers JSON values over processes, through a key-value store.
 
-    Use it as a context manager: leaving the block reports an error to the others.
+    Used as a context manager; each call in the block is one all-gather. If an error
+    ends the block, the other processes receive it.
     """
 
     def __init__(

@@ -61,23 +61,29 @@ def drawing(
 
 def draw_bars(
     panel: Any, groups: Sequence[str], series: Mapping[str, Sequence[float]]
-) -> Iterator[tuple[str, list[float], float]]:
+) -> list[tuple[str, list[float], float]]:
     """Draws a group of bars per name in `groups`, with one bar of each series.
 
-    Yields:
+    Returns:
         For each series its name, the x of its bars' centers, and their width.
     """
     width = _GROUP_WIDTH / len(series)
+    bars = []
     for index, (name, heights) in enumerate(series.items()):
         offset = (index - (len(series) - 1) / 2) * width
         x = [at + offset for at in range(len(groups))]
         if any(heights):
             panel.bar(x, heights, 0.95 * width, color=_COLOURS[index], label=name)
-        yield name, x, width
+        bars.append((name, x, width))
     panel.axhline(1, color="black", lw=0.8)
     panel.set_xticks(range(len(groups)), groups, fontsize=7)
     panel.margins(x=0.01)
-    # Above the panel, where it hides no bar.
-    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "frameon": False}
-    panel.legend(ncols=len(series) + 1, fontsize=8, **place)
     panel.spines[["top", "right"]].set_visible(False)
+    return bars
+
+
+def add_legend(panel: Any) -> None:
+    """Adds a legend of one row above the panel, where it hides no bar."""
+    _, labels = panel.get_legend_handles_labels()
+    above = {"loc": "lower right", "bbox_to_anchor": (1, 1), "frameon": False}
+    panel.legend(ncols=max(1, len(labels)), fontsize=8, **above)

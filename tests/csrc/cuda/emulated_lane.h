@@ -17,7 +17,7 @@
 namespace jax_ub::emulated {
 
 // An event that is set once. A thread that has waited for it sees all writes before it
-// was set. Apart from the order of a lane, this is the only synchronization of the
+// was set. Besides the order of a lane, this is the only synchronization of the
 // emulated driver that ThreadSanitizer sees.
 class Moment {
  public:

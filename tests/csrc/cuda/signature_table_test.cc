@@ -270,7 +270,7 @@ TEST(ADeviceThatIsNotReadyFailsTheOthersOfItsProcess) {
   CHECK_THROWS(others.Initialize(1), text);
 }
 
-// Other addresses need other plans, after the peers have been told that the rank is
+// Other addresses need other plans, after the peers have received that the rank is
 // ready.
 TEST(ARankThatWasReadyAndFailsLaterFailsTheOthers) {
   Gpus gpus({.num_devices = 2});

@@ -338,3 +338,4 @@ def _draw_groups(panel, groups):
     for label, x, _ in pictures.draw_bars(panel, list(groups), heights):
         for at, each in zip(x, values[label], strict=True):
             panel.plot([at] * len(each), each, ".", color="black", ms=3)
+    pictures.add_legend(panel)

@@ -169,6 +169,7 @@ def _draw(found, title, path):
             panel.hlines(limits, left, right, color="black", lw=1.4, label=label)
             for at, row in zip(x, found[name], strict=True):
                 panel.text(at, 0.04, f"{row.speedup:.2f}", ha="center", fontsize=8)
+        pictures.add_legend(panel)
         panel.set_ylabel("speed-up over GEMM, then collective")
 
 
