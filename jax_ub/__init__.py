@@ -13,13 +13,11 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from jax_ub import errors, fp8, overlap_config
+from jax_ub import errors, overlap_config
 from jax_ub._src.config.overlap_config import (
     CommOverlapType,
     UserBufferQuantizationMode,
 )
-from jax_ub._src.fp8.quantize import quantize
-from jax_ub._src.fp8.scaled_array import ScaledArray
 from jax_ub._src.lowering_log import fallbacks
 from jax_ub._src.methods import Method
 from jax_ub._src.rules.linear import (
@@ -40,7 +38,9 @@ from jax_ub._src.runtime.initialize import (
 from jax_ub._src.runtime.registry import CommOverlap, CommOverlapP2P
 
 if TYPE_CHECKING:
-    from jax_ub import flax, ops
+    from jax_ub import flax, fp8, ops
+    from jax_ub._src.fp8.quantize import quantize
+    from jax_ub._src.fp8.scaled_array import ScaledArray
     from jax_ub._src.retrofit.dot_general import dot_general
     from jax_ub._src.retrofit.nnx_overlap import overlap, overlapped
     from jax_ub._src.runtime.memory import MemoryReport, memory_report
@@ -86,14 +86,16 @@ __all__ = [
 
 # These modules and names are imported at their first use, so that `import jax_ub` is
 # fast and loads no command-line tool.
-_LAZY_MODULES = ("flax", "ops")
+_LAZY_MODULES = ("flax", "fp8", "ops")
 _LAZY_NAMES = {
     "MemoryReport": "jax_ub._src.runtime.memory",
+    "ScaledArray": "jax_ub._src.fp8.scaled_array",
     "dot_general": "jax_ub._src.retrofit.dot_general",
     "explain": "jax_ub._src.tools.explain.program",
     "memory_report": "jax_ub._src.runtime.memory",
     "overlap": "jax_ub._src.retrofit.nnx_overlap",
     "overlapped": "jax_ub._src.retrofit.nnx_overlap",
+    "quantize": "jax_ub._src.fp8.quantize",
     "trace": "jax_ub._src.tools.trace.recorder",
 }
 # Public modules of release 0.1 that are private now; importing one gives a warning.

@@ -11,12 +11,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_ub._src.config.tuned_file import TunedKey, TunedTable
@@ -24,9 +25,6 @@ from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives import lowering, vma
 from jax_ub._src.primitives.mesh import check_manual
-
-if TYPE_CHECKING:
-    from jax.extend.core import Primitive
 
 _TARGET = "jax_ub$"
 
@@ -76,6 +74,7 @@ class Call:
     """
 
     target: ClassVar[str]
+    primitive: ClassVar[Primitive]
     # Whether the call's collective is an all-gather; otherwise it sums over the ranks.
     gathers: ClassVar[bool] = False
     # Whether the call is only a collective, without a GEMM.
@@ -88,10 +87,9 @@ class Call:
 
     execution: Execution
 
-    @property
-    def primitive(self) -> "Primitive":
-        """Returns the op's primitive, which the first call creates."""
-        return _primitive_of(self.target)
+    def __init_subclass__(cls):
+        if "target" in vars(cls):
+            cls.primitive = _make_primitive(cls.target)
 
     @property
     def op(self) -> str:
@@ -241,12 +239,7 @@ def overwritten(operands: Sequence, first: int, dtype: np.dtype) -> dict[int, in
     }
 
 
-@functools.cache
-def _primitive_of(target):
-    # Imported by the first call, since jax.extend loads Pallas, which takes as long as
-    # the rest of `import jax_ub`.
-    from jax.extend.core import Primitive
-
+def _make_primitive(target):
     primitive = Primitive(target)
     primitive.multiple_results = True
     primitive.def_impl(lambda *operands, call: _run(call, *operands))

@@ -6,15 +6,13 @@ vma types: no value varies over any axis, and the functions here change nothing.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType, PartitionSpec
-
-if TYPE_CHECKING:
-    from jax.extend.core import Primitive
 
 Axes = frozenset[str]
 
@@ -48,14 +46,14 @@ def _pcast_varying(value, *, axes):
     of_one = tuple(sorted(axis for axis in new if sizes.get(axis) == 1))
     others = tuple(sorted(new.difference(of_one)))
     if of_one:
-        value = _casts().vary.bind(value, axes=of_one)
+        value = _vary_p.bind(value, axes=of_one)
     return lax.pcast(value, others, to="varying") if others else value
 
 
 def pcast_replicated(value: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Casts `value` to be replicated over `axes`, each of which has a single rank."""
     own = tuple(sorted(frozenset(axes) & axes_of(value)))
-    return _casts().same.bind(value, axes=own) if own else value
+    return _same_p.bind(value, axes=own) if own else value
 
 
 def sum_over(value: jax.Array, axes: Iterable[str]) -> jax.Array:
@@ -67,27 +65,7 @@ def sum_over(value: jax.Array, axes: Iterable[str]) -> jax.Array:
     return pcast_replicated(value, of_one) if of_one else value
 
 
-class _Casts(NamedTuple):
-    """Primitives that cast to varying, and back, over axes of one rank.
-
-    `vary` is `jax.lax.pcast` to varying, and `same` is its transpose. JAX's own
-    transpose would be an all-reduce.
-    """
-
-    vary: "Primitive"
-    same: "Primitive"
-
-
-@functools.cache
-def _casts() -> _Casts:
-    vary = _cast("jax_ub_vary", frozenset.union)
-    same = _cast("jax_ub_same", frozenset.difference)
-    ad.deflinear2(vary, lambda dy, _, *, axes: [pcast_replicated(dy, axes)])
-    ad.deflinear2(same, lambda dy, _, *, axes: [pcast_varying(dy, axes)])
-    return _Casts(vary, same)
-
-
-def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> "Primitive":
+def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
     """Makes an identity primitive that changes only the varying axes of a type.
 
     Args:
@@ -95,8 +73,6 @@ def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> "Primitive":
         change: maps the value's varying axes and the parameter `axes` to the varying
             axes of the result.
     """
-    from jax.extend.core import Primitive  # here, since jax.extend loads Pallas
-
     primitive = Primitive(name)
 
     @functools.partial(jax.jit, static_argnames="axes")
@@ -115,6 +91,14 @@ def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> "Primitive":
     batching.primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, lambda ctx, value, *, axes: [value])
     return primitive
+
+
+# These primitives are jax.lax.pcast to varying and its transpose, for axes of one rank,
+# where JAX's own transpose would be an all-reduce.
+_vary_p = _cast("jax_ub_vary", frozenset.union)
+_same_p = _cast("jax_ub_same", frozenset.difference)
+ad.deflinear2(_vary_p, lambda dy, _, *, axes: [pcast_replicated(dy, axes)])
+ad.deflinear2(_same_p, lambda dy, _, *, axes: [pcast_varying(dy, axes)])
 
 
 def result_aval(shape: Sequence[int], dtype, axes: Axes, like: jax.core.ShapedArray):

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.extend.core import get_opaque_trace_state
 
 from jax_ub._src import checks as shapes
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
@@ -34,8 +35,6 @@ def claim(op: str, main_grads: Sequence[Any] | None, ws: Sequence[jax.Array]) ->
         ShapeContractError: if shape or dtype do not match, or if another call has used
             a main_grad already.
     """
-    from jax.extend.core import get_opaque_trace_state  # here: it loads Pallas
-
     for main_grad, w in zip(main_grads or (), ws, strict=False):
         shapes.check_main_grad(op, main_grad, w)
         if not isinstance(main_grad, jax.core.Tracer):
