@@ -91,9 +91,11 @@ def test_another_schema_is_rejected(tmp_path, text):
         ({"method": "pipelin"}, UnknownNameError, "unknown method 'pipelin'"),
         ({"tuning": {"lanes": 2}}, ConfigurationError, "lanes"),
         ({"tuning": {"variant": "two_shot"}}, ConfigurationError, "two_shot"),
+        ({"tuning": {"num_lanes": -1}}, ConfigurationError, "num_lanes = -1"),
+        ({"num_splits": -4}, ConfigurationError, "num_splits = -4"),
     ],
 )
-def test_an_entry_with_an_unknown_op_or_method_is_rejected(path, change, error, words):
+def test_an_entry_with_an_invalid_field_is_rejected(path, change, error, words):
     found = json.loads(path.read_text())
     found["tunings"][0]["entries"][0].update(change)
     path.write_text(json.dumps(found))

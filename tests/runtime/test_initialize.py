@@ -248,6 +248,12 @@ def test_init_and_destroy_do_not_grow():
 REFUSALS = {
     "a shape of one number": (dict(shape=(64,)), ValueError, "is not two sizes"),
     "no shape": (dict(shape=64), ValueError, "is not two sizes"),
+    "a shape of a scalar array": (
+        dict(shape=np.array(64)),
+        ValueError,
+        "is not two sizes",
+    ),
+    "a shape of bytes": (dict(shape=b"ab"), ValueError, "is not two sizes"),
     "a set of sizes": (dict(shape={64, 32}), ValueError, "is not two sizes"),
     "a shape of another world": (
         dict(shape=(1 << 62, 1 << 62)),

@@ -83,6 +83,9 @@ def test_a_switch_is_0_or_1(monkeypatch, name, read):
         ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, 0),
         ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, 0),
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "most"}, 0.75),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "nan"}, 0.75),
+        ({"XLA_CLIENT_MEM_FRACTION": "-1"}, 0.75),
+        ({"XLA_CLIENT_MEM_FRACTION": "1.5"}, 1),
     ],
 )
 def test_xlas_share_of_gpu_memory_follows_its_variables(monkeypatch, variables, share):

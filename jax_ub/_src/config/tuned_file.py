@@ -207,10 +207,10 @@ def _read_entry(entry: dict[str, Any]):
     options = dict(entry["tuning"])
     options["variant"] = Variant(options.get("variant", Variant.PLAIN))
     for name in options.keys() - {"variant"}:
-        _typed(options, name, int)
+        _typed(options, name, int, least=None if name.endswith("priority") else 0)
     choice = MethodChoice(
         Method(entry["method"]),
-        _typed(entry, "num_splits", int),
+        _typed(entry, "num_splits", int, least=0),
         KernelOptions(**options),
     )
     times_us = dict(entry["times_us"])
@@ -224,9 +224,10 @@ def _read_entry(entry: dict[str, Any]):
 _KEY_TYPES = {"op": str, "num_ranks": int, "M": int, "K": int, "N": int, "dtype": str}
 
 
-def _typed(entry, name, kind):
+def _typed(entry, name, kind, least=None):
     value = entry[name]
-    if not isinstance(value, kind) or (kind is int and abs(value) >= 1 << 62):
+    is_valid = isinstance(value, kind) and (least is None or value >= least)
+    if not is_valid or (kind is int and abs(value) >= 1 << 62):
         raise TypeError(f"{name} = {shown(value)} has a wrong type or is out of range")
     return value
 

@@ -110,7 +110,8 @@ def read_size(name: str, value: Any) -> int:
 
 def read_shape(shape: Any) -> tuple[int, int]:
     """Checks the capacity `shape = (T, H)`: T tokens of all ranks, H features."""
-    if not isinstance(shape, Sequence | np.ndarray) or len(shape) != 2:
+    is_sequence = isinstance(shape, Sequence) and not isinstance(shape, str | bytes)
+    if not (is_sequence or np.ndim(shape) == 1) or len(shape) != 2:
         raise ConfigurationError(
             f"initialize_ub: shape = {shown(shape)} is not two sizes. Pass "
             "[tokens of all ranks, features]."

@@ -3,6 +3,7 @@
 No other module reads the environment, except for the launcher, which passes it on.
 """
 
+import math
 import os
 
 from jax_ub._src.errors import ConfigurationError, shown
@@ -112,9 +113,11 @@ def xla_memory_share() -> float:
     older = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
     text = os.environ.get("XLA_CLIENT_MEM_FRACTION") or older
     try:
-        return min(float(text or 0.75), 1.0)
+        share = float(text or 0.75)
     except ValueError:
-        return 0.75  # XLA itself reports the malformed value
+        share = math.nan
+    # XLA itself reports a value that is not a positive number.
+    return min(share, 1.0) if share > 0 else 0.75
 
 
 def runs_concurrently() -> bool:
