@@ -58,10 +58,12 @@ class CoreAffinity {
   // there are any. The restriction holds until Release, so that the next call finds the
   // worker on the right core. Does nothing if the worker has already begun other work.
   void AssignIdleCores(Thread& thread);
-  // Called by the worker itself: it computes; it runs another task and may run on any
-  // core; it is idle again.
+  // The worker itself calls the following three functions.
+  // Marks the worker as computing, so that AssignIdleCores does not move it.
   void SetBusy(Thread& thread);
+  // Marks the worker as computing, and lets it run on any core.
   void Release(Thread& thread);
+  // Marks the worker as idle.
   void SetIdle(Thread& thread);
 
   // Reserves a core for the calling thread while it computes as one of `num_threads`

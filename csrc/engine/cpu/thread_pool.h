@@ -45,7 +45,8 @@ inline constexpr double kGrainUs = kMaxInlineUs / 2;
 // so that each gets at least kGrainUs of work.
 int WorkersFor(double estimated_us);
 
-// A job: work units, which run on any thread and in any order, and what follows them.
+// Independent units of work, which the pool's threads run in any order, and a function
+// that runs after the last unit.
 class ParallelJob : public Queued<ParallelJob> {
  public:
   // After a unit throws, units that have not begun are skipped.

@@ -226,7 +226,8 @@ void CudaEngine::Declare(CudaCallSite& site,
     std::lock_guard lock(site.mutex_);
     communicator = site.bindings_[device_rank.group].communicator;
     if (!communicator) communicator = FindJoined(DevicesOf(at, device_rank.group));
-    // Without a communicator, all ranks are in one process and reject the call alike.
+    // Without a communicator, all ranks are in this process, and each rejects the call
+    // for the same reason. No peer has to be informed.
     if (!communicator) return;
     std::weak_ptr<CudaCommunicator>& declared = site.declared_[ordinal];
     is_declared = declared.lock() == communicator;

@@ -17,8 +17,8 @@ uint64_t BarrierGeneration(int64_t call, int phase) {
   return static_cast<uint64_t>(call) * kNumPhases + static_cast<uint64_t>(phase) + 1;
 }
 
-// Returns the number of calls that a process with this barrier generation has begun. It
-// has read the log entries of all of them.
+// Returns the number of calls that a process has begun, from its barrier generation. The
+// process has read the call log's entries of these calls.
 uint64_t NumCallsStarted(uint64_t generation) {
   return generation == 0 ? 0 : (generation - 1) / kNumPhases + 1;
 }

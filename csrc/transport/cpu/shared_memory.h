@@ -46,7 +46,7 @@ namespace jax_ub {
 
 class SharedMemoryCommunicator {
  public:
-  // The largest number of slots of a call.
+  // The largest number of slots that one call can use.
   static constexpr int kMaxSlots = RankHeader::kMaxSlots;
 
   // Connects to all other processes of the group and maps their memory. `peers` is

@@ -71,7 +71,8 @@ SharingDecision Agree(const std::vector<int>& processes,
 std::vector<SharingFallback> FallbacksTo(SharingMode mode,
                                          const SharingDecision& decision,
                                          const std::vector<SharingFallback>& failed);
-// Returns the error text if no sharing mode is left.
+// Returns the error message of a group that has no usable sharing mode: why each mode
+// cannot be used. `failed` lists the modes that all processes support but that failed.
 std::string RejectionOf(const SharingDecision& decision,
                         const std::vector<SharingFallback>& failed);
 

@@ -17,7 +17,7 @@ namespace jax_ub {
 
 class HeapLayout {
  public:
-  // The largest number of slots of a call.
+  // The largest number of slots that one call can use.
   static constexpr int kMaxSlots = 4096;
 
   explicit HeapLayout(int64_t slots_bytes) : slots_bytes_(Align(slots_bytes)) {}

@@ -14,7 +14,8 @@
 
 namespace jax_ub {
 
-// A rank's signature of a call site.
+// The call that a rank makes at a call site. Ranks exchange their signatures to detect
+// calls that do not match.
 struct GpuCallSignature {
   int rank = 0;
   std::string site = {};       // identifies the call site; the same on every rank

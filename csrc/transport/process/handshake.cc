@@ -154,7 +154,7 @@ void Handshake::HandleUnidentified(size_t index) {
   if (message.arrival == Arrival::kNothing) return;
   FileDescriptor connection = std::move(unidentified_[index]);
   unidentified_.erase(unidentified_.begin() + static_cast<std::ptrdiff_t>(index));
-  // A peer has closed its liveness socket because the two processes are connected.
+  // A peer closes its liveness socket once it is connected to this process.
   if (message.arrival == Arrival::kEnd) return;
   Hello hello;
   const bool is_hello = ReadHello(message, &hello);

@@ -110,7 +110,7 @@ class ScaledArray:
 
     @property
     def wide_dtype(self) -> np.dtype:
-        """Returns the dtype of `source`, in which gradients are; else bf16."""
+        """Returns the dtype of `source` and its gradient; bf16 without a source."""
         return jnp.dtype(jnp.bfloat16) if self.source is None else self.source.dtype
 
 

@@ -331,7 +331,7 @@ class OperationFuser:
 
     @property
     def groups(self) -> tuple[OperationGroup, ...]:
-        """Returns the smallest groups of operations with a separate derivative."""
+        """Returns the smallest groups of operations that have a joint derivative."""
         forward, backward = (
             {
                 window.start: op
