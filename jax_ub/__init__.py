@@ -18,6 +18,7 @@ from jax_ub._src.config.overlap_config import (
     CommOverlapType,
     UserBufferQuantizationMode,
 )
+from jax_ub._src.fp8.scaled_array import ScaledArray
 from jax_ub._src.lowering_log import fallbacks
 from jax_ub._src.methods import Method
 from jax_ub._src.rules.linear import (
@@ -40,7 +41,6 @@ from jax_ub._src.runtime.registry import CommOverlap, CommOverlapP2P
 if TYPE_CHECKING:
     from jax_ub import flax, fp8, ops
     from jax_ub._src.fp8.quantize import quantize
-    from jax_ub._src.fp8.scaled_array import ScaledArray
     from jax_ub._src.retrofit.dot_general import dot_general
     from jax_ub._src.retrofit.nnx_overlap import overlap, overlapped
     from jax_ub._src.runtime.memory import MemoryReport, memory_report
@@ -89,7 +89,6 @@ __all__ = [
 _LAZY_MODULES = ("flax", "fp8", "ops")
 _LAZY_NAMES = {
     "MemoryReport": "jax_ub._src.runtime.memory",
-    "ScaledArray": "jax_ub._src.fp8.scaled_array",
     "dot_general": "jax_ub._src.retrofit.dot_general",
     "explain": "jax_ub._src.tools.explain.program",
     "memory_report": "jax_ub._src.runtime.memory",

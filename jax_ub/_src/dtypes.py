@@ -33,6 +33,8 @@ TABLE = (
 )
 OPERANDS = tuple(row.dtype for row in TABLE if row.is_operand)
 RESULTS = tuple(row.dtype for row in TABLE if row.is_result)
+# Operands whose values are multiplied by scales.
+FP8 = (jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2"))
 # Maps short names to dtype names, such as "f32" to "float32".
 BY_SHORT_NAME = {row.short_name: row.dtype.name for row in TABLE}
 SHORT_NAMES = {name: short for short, name in BY_SHORT_NAME.items()}

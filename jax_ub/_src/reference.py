@@ -3,7 +3,7 @@
 `Method.XLA` runs them, the tests use them as oracle and the benchmarks as baseline.
 Each dot is written in the fastest form known for XLA:CPU. Partial results are summed in
 f32 and rounded once, as in the engine. f64 operands, which the engine does not support,
-are summed in f64.
+are summed in f64. FP8 operands are multiplied without scales.
 """
 
 import functools
@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jax_ub._src import dtypes
 
 Axis = str | tuple[str, ...]
 _EXPONENT_BIAS = 127  # of f32 and of e8m0
@@ -77,8 +79,9 @@ def _product(x, w, dimensions):
 
     XLA:CPU multiplies f32 copies up to 1.5 times as fast as half precision, except
     bf16 on CPUs with AVX512_BF16. Products of half-precision values are exact in f32
-    either way.
+    either way. FP8 values become bf16 first, which is exact.
     """
+    x, w = (a.astype(jnp.bfloat16) if a.dtype in dtypes.FP8 else a for a in (x, w))
     multiply = functools.partial(
         lax.dot_general,
         dimension_numbers=dimensions,
@@ -136,8 +139,14 @@ def scaled(y: jax.Array, scale: float) -> jax.Array:
 
 
 def all_gather(x: jax.Array, axis_name: Axis) -> jax.Array:
-    """All-gathers the rows of x over the ranks: [..., m, K] -> [..., P*m, K]."""
-    return lax.all_gather(x, axis_name, axis=x.ndim - 2, tiled=True)
+    """All-gathers the rows of x over the ranks: [..., m, K] -> [..., P*m, K].
+
+    FP8 arrays and e8m0 scales are sent as bytes; XLA:CPU would convert them to f16.
+    """
+    is_fp8 = x.dtype in dtypes.FP8 or x.dtype == jnp.float8_e8m0fnu
+    rows = lax.bitcast_convert_type(x, jnp.uint8) if is_fp8 else x
+    gathered = lax.all_gather(rows, axis_name, axis=x.ndim - 2, tiled=True)
+    return lax.bitcast_convert_type(gathered, x.dtype) if is_fp8 else gathered
 
 
 def reduce_scatter(x: jax.Array, axis_name: Axis) -> jax.Array:

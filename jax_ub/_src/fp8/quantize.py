@@ -20,7 +20,6 @@ from jax_ub._src.errors import (
 from jax_ub._src.fp8 import scaling
 from jax_ub._src.fp8.recipes import (
     KERNEL,
-    MXFP8_BLOCK,
     ROLES,
     DelayedScaling,
     Float8CurrentScaling,
@@ -29,7 +28,7 @@ from jax_ub._src.fp8.recipes import (
     RowwiseScaling,
     check_recipe,
 )
-from jax_ub._src.fp8.scaled_array import ScaledArray
+from jax_ub._src.fp8.scaled_array import MXFP8_BLOCK, ScaledArray
 from jax_ub._src.fp8.state import HISTORY, SCALE, check_state
 from jax_ub._src.primitives import mesh, vma
 

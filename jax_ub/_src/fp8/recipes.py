@@ -18,8 +18,6 @@ from jax_ub._src.errors import (
 )
 
 INPUT, KERNEL, OUTPUT_GRAD = ROLES = ("input", "kernel", "output_grad")
-# The number of values along the contracted dimension that share one e8m0 scale.
-MXFP8_BLOCK = 32
 
 
 class Format(enum.Enum):

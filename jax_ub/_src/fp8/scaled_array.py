@@ -1,6 +1,7 @@
 """`ScaledArray`: FP8 values with the scales that multiply them."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,9 +12,9 @@ from jax.typing import DTypeLike
 from jax_ub._src import dtypes, reference
 from jax_ub._src.checks import dtype_of, is_array
 from jax_ub._src.errors import ShapeContractError, shown
-from jax_ub._src.fp8.recipes import MXFP8_BLOCK
 
-VALUE_DTYPES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+# The number of values along the contracted dimension that share one e8m0 scale.
+MXFP8_BLOCK = 32
 _OP = "ScaledArray"
 _FIELDS = ("values", "scales", "source")
 
@@ -24,8 +25,9 @@ class ScaledArray:
     """An FP8 array with scales: it represents `values * scales`.
 
     It is a pytree, so that it passes through `jax.jit`, `jax.vmap`, `jax.lax.scan` and
-    `jax.shard_map`. `ub.quantize` returns one. No function of jax_ub takes it as an
-    operand yet. The scales are one of
+    `jax.shard_map`. `ub.quantize` returns one, and `ub.linear`, `ub.all_gather_matmul`,
+    `ub.matmul_reduce_scatter` and `ub.matmul_all_reduce` take it as `x` and `w`. The
+    scales are one of
 
     - one per tensor, f32: a scalar, or all sizes 1;
     - one per row of activations or per column of a kernel, f32: `[..., M, 1]` or
@@ -114,11 +116,25 @@ class ScaledArray:
         return jnp.dtype(jnp.bfloat16) if self.source is None else self.source.dtype
 
 
+def map_scaled(function: Callable[[ScaledArray], Any], tree: Any) -> Any:
+    """Applies a function to every `ScaledArray` of a tree; other leaves stay."""
+
+    def apply(leaf):
+        return function(leaf) if is_scaled(leaf) else leaf
+
+    return jax.tree.map(apply, tree, is_leaf=is_scaled)
+
+
+def is_scaled(value: Any) -> bool:
+    """Returns whether a value is a `ScaledArray`."""
+    return isinstance(value, ScaledArray)
+
+
 def _check(values, scales, source):
-    if values.dtype not in VALUE_DTYPES:
+    if values.dtype not in dtypes.FP8:
         raise ShapeContractError(
             f"{_OP}: values is {values.dtype}, which is none of "
-            f"{VALUE_DTYPES[0]} and {VALUE_DTYPES[1]}. Quantize it with ub.quantize."
+            f"{dtypes.FP8[0]} and {dtypes.FP8[1]}. Quantize it with ub.quantize."
         )
     if scales.dtype not in (jnp.float32, jnp.float8_e8m0fnu):
         raise ShapeContractError(

@@ -9,11 +9,11 @@ from jax import lax
 
 from jax_ub._src import reference
 from jax_ub._src.fp8.recipes import (
-    MXFP8_BLOCK,
     DelayedScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
 )
+from jax_ub._src.fp8.scaled_array import MXFP8_BLOCK
 
 # The largest inverse of a scale. Its own inverse, 2^-126, is still a normal f32 number;
 # XLA:CPU replaces subnormal numbers by zero.

@@ -50,6 +50,8 @@ class CallConfig:
         dtype: dtype of the operands.
         out_dtype: dtype of the result.
         dw_dtype: dtype of the kernel's gradient; None is `dtype`.
+        source_dtypes: dtypes of the sources of x and of each kernel, if they are FP8;
+            None for an operand without a source.
         rhs_transposed: whether kernels and their gradients are [out, in].
         overlap: whether a GEMM and the collective of its operand or result are one
             primitive. Otherwise they are two: a local GEMM and a collective.
@@ -78,6 +80,7 @@ class CallConfig:
     dtype: np.dtype | None = None
     out_dtype: np.dtype | None = None
     dw_dtype: np.dtype | None = None
+    source_dtypes: tuple[np.dtype | None, ...] = ()
     rhs_transposed: bool = False
     overlap: bool = True
     scale: float = 1.0

@@ -122,11 +122,11 @@ def dgrad_config(
     )
 
 
-def is_replicated(config: CallConfig, x: jax.Array) -> bool:
+def is_replicated(config: CallConfig, x: Any) -> bool:
     """Returns whether x has the same value on every rank, by its type.
 
     It is False if the forward pass communicates.
     """
     if config.mode.op != "matmul" or not config.is_vma_checked:
         return False
-    return not frozenset(config.axis_name) & vma.axes_of(x)
+    return not frozenset(config.axis_name) & vma.axes_of(*jax.tree.leaves(x))

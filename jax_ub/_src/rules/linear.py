@@ -11,25 +11,27 @@ from jax_ub._src import checks as shapes
 from jax_ub._src import lowering_log
 from jax_ub._src.config.flags import FlaggedMethod
 from jax_ub._src.errors import ShapeContractError, shown
+from jax_ub._src.fp8.scaled_array import ScaledArray
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
 from jax_ub._src.primitives import vma
 from jax_ub._src.rules import main_grads as accumulators
+from jax_ub._src.rules import scaled
 from jax_ub._src.rules.call_config import (
-    CallConfig,
     call_label,
     make_call_config,
     make_local_call_config,
 )
 from jax_ub._src.rules.column import column_linear
 from jax_ub._src.rules.forward import forward_of, is_replicated
+from jax_ub._src.rules.operand_checks import as_tuple, check_operands
 from jax_ub._src.rules.row import row_linear
 from jax_ub._src.rules.vjp import check_no_main_grad
 
 
 def linear(  # noqa: PLR0913, pinned
-    x: jax.Array,
-    w: jax.Array,
+    x: jax.Array | ScaledArray,
+    w: jax.Array | ScaledArray,
     b: jax.Array | None = None,
     *,
     parallel: str | None = None,
@@ -56,6 +58,9 @@ def linear(  # noqa: PLR0913, pinned
     `check_vma=False`, or if `x` is typed as varying, JAX's convention holds: the full
     gradient is the sum of the ranks' gradients.
 
+    `x` and `w` may both be FP8, as `ub.ScaledArray`s. The gradients arrive in their
+    sources.
+
     Transformer Engine: `te.Linear(parallel_mode=..., ub_name=...)`.
 
     Args:
@@ -78,7 +83,8 @@ def linear(  # noqa: PLR0913, pinned
 
     Returns:
         The result in the table's last column, summed in f32 and rounded once to the
-        dtype of `x`.
+        dtype of `x`. For FP8 it is the dtype of the source of `x`, else of `w`, else
+        bf16.
 
     Raises:
         ShapeContractError: if the operands do not match each other or the mesh, or
@@ -107,11 +113,13 @@ def linear(  # noqa: PLR0913, pinned
     )
     is_vector = False
     if parallel is None or not sequence_parallel:
-        shapes.check_rank(call_label(op, ub_name), "x", x, 1)
+        shapes.check_rank(call_label(op, ub_name), "x", scaled.values_of(x), 1)
         is_vector = x.ndim == 1
+        if is_vector:
+            x = jax.tree.map(lambda leaf: leaf[None] if leaf.ndim else leaf, x)
     y = parallel_linear(
         mode,
-        x[None] if is_vector else x,
+        x,
         w,
         axis_name=axis_name,
         bias=b,
@@ -126,8 +134,8 @@ def linear(  # noqa: PLR0913, pinned
 
 
 def all_gather_matmul(  # noqa: PLR0913, pinned
-    x: jax.Array,
-    w: jax.Array | tuple[jax.Array, ...],
+    x: jax.Array | ScaledArray,
+    w: jax.Array | ScaledArray | tuple[jax.Array | ScaledArray, ...],
     *,
     axis_name: str | tuple[str, ...],
     bias: jax.Array | tuple[jax.Array, ...] | None = None,
@@ -146,6 +154,9 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
     gathers `x` again or reads it from the peers' memory. With `return_gathered` the
     forward pass saves the gathered `x` instead, under the checkpoint names
     "jax_ub.gathered" and "jax_ub.<ub_name>.gathered", which a remat policy may drop.
+
+    `x` and all kernels may be FP8, as `ub.ScaledArray`s; see `linear`. Then the FP8
+    values are gathered.
 
     Transformer Engine: a column-parallel linear with `ub_overlap_ag`.
 
@@ -195,8 +206,8 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
 
 
 def matmul_reduce_scatter(  # noqa: PLR0913, pinned
-    x: jax.Array,
-    w: jax.Array,
+    x: jax.Array | ScaledArray,
+    w: jax.Array | ScaledArray,
     *,
     axis_name: str | tuple[str, ...],
     bias: jax.Array | None = None,
@@ -213,6 +224,8 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
     tiled=True) + bias + residual`, summed in f32 and rounded once. The backward pass
     reads the gradient of the result directly from the peers' memory, or gathers it once
     for dgrad and wgrad.
+
+    `x` and `w` may both be FP8, as `ub.ScaledArray`s; see `linear`.
 
     Transformer Engine: a row-parallel linear with `ub_overlap_rs`.
 
@@ -259,8 +272,8 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
 
 
 def matmul_all_reduce(  # noqa: PLR0913, pinned
-    x: jax.Array,
-    w: jax.Array,
+    x: jax.Array | ScaledArray,
+    w: jax.Array | ScaledArray,
     *,
     axis_name: str | tuple[str, ...],
     bias: jax.Array | None = None,
@@ -281,6 +294,8 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
     over `axis_name`, so the backward pass does not communicate. With `check_vma=False`
     JAX's convention holds: the gradient of a replicated value is the sum of the ranks'
     gradients, so the backward pass all-reduces it first.
+
+    `x` and `w` may both be FP8, as `ub.ScaledArray`s; see `linear`.
 
     Transformer Engine: a row-parallel linear without sequence parallelism, which it
     does not overlap.
@@ -330,8 +345,8 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
 
 def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     mode: ParallelMode,
-    x: jax.Array,
-    w: jax.Array | tuple[jax.Array, ...],
+    x: jax.Array | ScaledArray,
+    w: jax.Array | ScaledArray | tuple[jax.Array | ScaledArray, ...],
     bias: jax.Array | tuple[jax.Array, ...] | None = None,
     main_grad: jax.Array | tuple[jax.Array, ...] | None = None,
     residual: jax.Array | None = None,
@@ -371,25 +386,21 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     label = config.label
     shapes.check_flag(label, "return_gathered", return_gathered)
     shapes.check_flag(label, "rhs_transposed", rhs_transposed)
-    scope: Any = contextlib.nullcontext()
-    is_f64 = shapes.is_array(x) and shapes.is_f64(x)
-    if is_f64 and config.may_fall_back and not config.takes_f64:
-        # Plain `jax.lax` computes f64, because the engine has no f64 GEMM.
-        config = config.plain
-        scope = lowering_log.falling_back(label, "x is float64")
+    gathers = config.mode.gathers_x
+    is_tuple = gathers and isinstance(w, tuple)
+    ws: tuple[Any, ...] = w if isinstance(w, tuple) and gathers else (w,)
+    has_scales = scaled.have_scales(label, x, ws)
+    config, scope = _with_fallback(config, x, has_scales)
     config = dataclasses.replace(
         config,
         rhs_transposed=rhs_transposed,
         returns_gathered=return_gathered,
         bias_name=bias_name,
     )
-    gathers = config.mode.gathers_x
-    is_tuple = gathers and isinstance(w, tuple)
-    ws: tuple[Any, ...] = w if isinstance(w, tuple) and gathers else (w,)
-    biases = _as_tuple(label, bias_name, bias, is_tuple, len(ws))
-    main_grads = _as_tuple(label, "main_grad", main_grad, is_tuple, len(ws))
-    dtype = _check(config, x, ws, biases, residual, out_dtype)
-    config = config.with_dtypes(x.dtype, dtype)
+    biases = as_tuple(label, bias_name, bias, is_tuple, len(ws))
+    main_grads = as_tuple(label, "main_grad", main_grad, is_tuple, len(ws))
+    dtype = check_operands(config, x, ws, biases, residual, out_dtype)
+    config = scaled.with_dtypes(config, x, ws, dtype)
     accumulators.claim(label, main_grads, ws)
     axes = config.axes(x, ws, biases, residual, main_grads)
     main_grads = main_grads and tuple(
@@ -399,74 +410,34 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     config = dataclasses.replace(config, is_x_replicated=is_replicated(config, x))
     # The casts to varying are outside the custom_vjp, so that JAX sums the operands'
     # gradients over the axes that the casts add.
-    x = vma.pcast_varying(x, axes - own if config.is_x_replicated else axes)
-    ws = vma.pcast_varying(ws, axes)
+    x = scaled.pcast_varying(x, axes - own if config.is_x_replicated else axes)
+    ws = scaled.pcast_varying(ws, axes)
     addend_axes = axes - own if mode.op == "matmul_all_reduce" else axes
     biases, residual = vma.pcast_varying((biases, residual), addend_axes)
-    operands = (config, x, ws, biases, residual, main_grads)
+    if has_scales:
+        layer = scaled.scaled_linear
+    elif config.is_mapped:
+        check_no_main_grad(config, main_grads)
+        layer = forward_of(config)
+    else:
+        layer = column_linear if gathers else row_linear
     # Jit stays enabled under `jax.disable_jit`, because JAX cannot evaluate a
     # `custom_vjp` with symbolic zeros op by op in an eager `shard_map`.
     with scope, jax.disable_jit(False):
-        if config.is_mapped:
-            check_no_main_grad(config, main_grads)
-            ys, gathered = forward_of(config)(*operands)
-        else:
-            ys, gathered = (column_linear if gathers else row_linear)(*operands)
+        ys, gathered = layer(config, x, ws, biases, residual, main_grads)
     y = ys if is_tuple else ys[0]
     return (y, gathered) if return_gathered else y
 
 
-def _as_tuple(label, name, value, is_tuple, length):
-    if value is None:
-        return None
-    if isinstance(value, tuple) != is_tuple or (is_tuple and len(value) != length):
-        found = "one array" if hasattr(value, "shape") else f"a {type(value).__name__}"
-        found += f" of {len(value)}" if isinstance(value, tuple) else ""
-        wanted = f"a tuple of {length} kernels" if is_tuple else "one kernel"
-        raise ShapeContractError(
-            f"{label}: {name} is {found}, but w is {wanted}. Pass one {name} for each "
-            "kernel, in the same order."
-        )
-    return value if is_tuple else (value,)
+def _with_fallback(config, x, has_scales):
+    """Returns a layer's settings, and a scope for tracing it.
 
-
-def _check(config: CallConfig, x, ws, biases, residual, out_dtype):
-    """Checks shapes and dtypes of a layer's operands; returns the result's dtype."""
-    label, op, num_ranks = config.label, config.mode.op, config.num_ranks
-    if not ws:
-        raise ShapeContractError(
-            f"{label}: w is an empty tuple. Pass at least one kernel."
-        )
-    shapes.check_rank(label, "x", x)
-    for i, w in enumerate(ws):
-        kernel = config.kernel(w)
-        shapes.check_operands(label, x, kernel, takes_f64=config.takes_f64)
-        shapes.check_contraction(label, x, kernel, num_ranks, config.mode.sharded)
-        *batch, rows, _ = x.shape
-        if op == "all_gather_matmul":
-            rows *= num_ranks
-        if op == "matmul_reduce_scatter":
-            shapes.check_divides(label, x, num_ranks)
-            rows //= num_ranks
-        shapes.check_addends(
-            label,
-            None if biases is None else biases[i],
-            residual,
-            (*batch, rows, kernel.shape[1]),
-            bias_name=config.bias_name,
-            takes_f64=shapes.is_f64(x),
-        )
-    if op == "matmul_all_reduce":
-        bias = None if biases is None else biases[0]
-        _check_replicated(config, **{config.bias_name: bias, "residual": residual})
-    return shapes.check_out_dtype(label, out_dtype, x.dtype)
-
-
-def _check_replicated(config, **addends):
-    for name, addend in addends.items():
-        if addend is not None and vma.axes_of(addend) & frozenset(config.axis_name):
-            raise ShapeContractError(
-                f"{config.label}: {name} varies over {config.axis_name}, but it is "
-                "added once, after the reduction, so it must be the same on every "
-                "rank. Pass it replicated: leave the axis out of its in_specs."
-            )
+    The scope records the reason if plain `jax.lax` replaces the engine.
+    """
+    if has_scales:
+        return config, scaled.fallback(config)
+    is_f64 = shapes.is_array(x) and shapes.is_f64(x)
+    if is_f64 and config.may_fall_back and not config.takes_f64:
+        # Plain `jax.lax` computes f64, because the engine has no f64 GEMM.
+        return config.plain, lowering_log.falling_back(config.label, "x is float64")
+    return config, contextlib.nullcontext()

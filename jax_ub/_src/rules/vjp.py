@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_ub._src.errors import UnsupportedOverlapError
+from jax_ub._src.fp8.scaled_array import ScaledArray, is_scaled, map_scaled
 from jax_ub._src.reference import sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.main_grads import check_vmapped_together
@@ -37,12 +38,14 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
     def forward_rule(config, *operands):
         values = value_of(operands)
         x, ws, biases, residual, main_grads = operands
+        check_sources(config.label, x, *(ws if main_grads is None else ()))
         ys, gathered = rule(config, *values)
         wants_dw = needs_dw(ws, main_grads)
         name = config.ub_name
         ys = tuple(save(y, "y", name) for y in ys)
         gathered = save(gathered, "gathered", name)
         wants_x = wants_dw and gathered is None
+        values = map_scaled(_without_source, values)
         saved = {
             "x": residual_or_placeholder(wants_x, save(values[0], "x", name)),
             "gathered": residual_or_placeholder(wants_dw, gathered),
@@ -103,6 +106,25 @@ def accumulation(config: CallConfig, dys, main_grads):
     pairs = zip(main_grads, dys, strict=True)
     checked = tuple(check_vmapped_together(config.label, *pair) for pair in pairs)
     return checked, jnp.float32
+
+
+def check_sources(label: str, *operands) -> None:
+    """Raises an error if an FP8 operand without a source is differentiated.
+
+    The operands are wrapped as by `defvjp(symbolic_zeros=True)`.
+    """
+    for operand in operands:
+        if not is_scaled(operand) or operand.source is not None:
+            continue
+        if operand.values.perturbed or operand.scales.perturbed:
+            raise UnsupportedOverlapError(
+                f"{label}: an FP8 operand has no source to receive a gradient. Make it "
+                "with ub.quantize, or apply jax.lax.stop_gradient to it."
+            )
+
+
+def _without_source(operand):
+    return ScaledArray(operand.values, operand.scales)
 
 
 def row_sum(dy: jax.Array) -> jax.Array:
@@ -172,20 +194,21 @@ def is_placeholder(leaf) -> bool:
 def value_of(tree):
     """Unwraps the operands of a `defvjp(symbolic_zeros=True)` forward rule to arrays.
 
-    The structure of nested tuples is kept, and None stays None.
+    The structure of the tree is kept, and None stays None.
     """
-    if isinstance(tree, tuple):
-        return tuple(value_of(leaf) for leaf in tree)
-    return None if tree is None else tree.value
+    return jax.tree.map(lambda leaf: leaf.value, tree)
 
 
 def needs(tree) -> bool:
     """Returns whether JAX needs the gradient of any operand in a forward rule.
 
-    The operands are wrapped as by `defvjp(symbolic_zeros=True)`.
+    The operands are wrapped as by `defvjp(symbolic_zeros=True)`. The gradient of a
+    `ScaledArray` is the gradient of its source.
     """
     if isinstance(tree, tuple):
         return any(needs(leaf) for leaf in tree)
+    if is_scaled(tree):
+        return needs(tree.source)
     return tree is not None and tree.perturbed
 
 

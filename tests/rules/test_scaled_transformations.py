@@ -1,0 +1,181 @@
+"""FP8 operands under JAX's transformations; residuals and state."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal
+from programs import on_ranks, tp_mesh
+from scaled_operands import (
+    COLUMNS,
+    RECIPES,
+    ROWS,
+    SPECS,
+    integers,
+    linear,
+    on_tp,
+    operands,
+    plain,
+    quantized,
+    value_and_gradients,
+)
+
+import jax_ub as ub
+
+COLUMN, ROW, LOCAL = ("column", True), ("row", True), (None, True)
+MODES = [COLUMN, ROW, LOCAL]
+
+
+def pair(recipe, x, w1, w2):
+    """Computes a column-parallel and a row-parallel layer."""
+    zeros = jnp.zeros(w1.shape[1], x.dtype), jnp.zeros(w2.shape[1], x.dtype)
+    y = linear(COLUMN, recipe)(x, w1, zeros[0])
+    return linear(ROW, recipe)(y, w2, zeros[1])
+
+
+def kernels(num_layers=2):
+    """Returns kernels of layers 32 -> 128 -> 32 with one 1 or -1 in each column."""
+    one = np.random.default_rng(0).choice([-1, 1], 128)
+    w1 = np.where(np.arange(128) % 32 == np.arange(32)[:, None], one, 0)
+    stack = [np.roll(w1, i, axis=0) for i in range(num_layers)]
+    return tuple(
+        jnp.asarray(np.stack(each), "bfloat16")
+        for each in (stack, [np.where(np.arange(128) < 32, w, 0).T for w in stack])
+    )
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["", "remat"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_scan_over_layers(recipe, wrap):
+    def model(x, w1, w2):
+        def layer(x, ws):
+            return pair(RECIPES[recipe], x, *ws), None
+
+        return lax.scan(wrap(layer), x, (w1, w2))[0]
+
+    specs = ROWS, P(None, None, "tp"), P(None, "tp")
+    function = on_ranks(model, tp_mesh(4), specs, ROWS)
+    x, (w1, w2) = integers(0, (8, 32)), kernels()
+
+    def wanted(x, w1, w2):
+        x, w1, w2 = (a.astype("float32") for a in (x, w1, w2))
+        for i in range(2):
+            x = x @ w1[i] @ w2[i]
+        return x
+
+    found = value_and_gradients(function, x, w1, w2)
+    expected = value_and_gradients(wanted, x, w1, w2)
+    assert_equal(found[0], expected[0].astype("bfloat16"))
+    jax.tree.map(assert_equal, found[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    ("mode", "recipe"),
+    [(COLUMN, "current"), (COLUMN, "row"), (ROW, "block"), (LOCAL, "row")],
+)
+def test_vmap(mode, recipe):
+    x, w, b = operands("float32")
+    xs = jnp.stack([x, integers(3, x.shape, "float32")])
+    (x_spec, *specs), out = SPECS[mode]
+    layer = jax.vmap(linear(mode, RECIPES[recipe]), in_axes=(0, None, None))
+    function = on_ranks(layer, tp_mesh(2), (P(None, *x_spec), *specs), P(None, *out))
+    expected = value_and_gradients(jax.vmap(plain, (0, None, None)), xs, w, b)
+    jax.tree.map(assert_equal, value_and_gradients(function, xs, w, b), expected)
+
+
+@pytest.mark.parametrize("is_jitted", [True, False])
+def test_quantized_arrays_enter_an_eager_shard_map(is_jitted):
+    x, w, b = operands()
+    x, w = quantized(RECIPES["row"], x, w, axis_name=None)
+    function = jax.shard_map(
+        lambda x, w, b: ub.all_gather_matmul(x, w, bias=b, axis_name="tp"),
+        mesh=tp_mesh(2),
+        in_specs=(ROWS, ub.ScaledArray(COLUMNS, COLUMNS, COLUMNS), P("tp")),
+        out_specs=COLUMNS,
+    )
+    with jax.disable_jit(not is_jitted):
+        y = function(x, w, b)
+    assert_equal(y, plain(x.source, w.source, b).astype("bfloat16"))
+
+
+def test_kernels_are_quantized_once_for_all_microbatches():
+    x, w, b = operands()
+    recipe = RECIPES["current"]
+
+    def loss(w, xs):
+        kernel = ub.fp8.quantize_params(w, recipe, axis_name="tp")
+
+        def microbatch(total, x):
+            x = ub.quantize(x, recipe, axis_name="tp")
+            y = ub.matmul_reduce_scatter(x, kernel, axis_name="tp")
+            return total + jnp.sum(y.astype("float32")), None
+
+        zero = lax.pcast(jnp.float32(0), ("tp",), to="varying")
+        return lax.psum(lax.scan(microbatch, zero, xs)[0], "tp")
+
+    def step(w, xs):
+        return on_ranks(loss, tp_mesh(2), (ROWS, P(None, None, "tp")), P())(w, xs)
+
+    xs = jnp.stack([x, integers(3, x.shape)])
+    gradient = jax.grad(step)(w, xs)
+    sums = jnp.sum(xs.astype("float32"), 1).astype("bfloat16")
+    expected = jnp.broadcast_to((sums[0] + sums[1])[:, None], w.shape)
+    assert_equal(gradient, expected)
+    text = str(jax.make_jaxpr(jax.grad(step))(w, xs))
+    # w is quantized in front of the scan over the microbatches, x in it.
+    conversion = r"f8_e4m3fn\[(\S+)\]\S* = convert_element_type"
+    assert re.findall(conversion, text[: text.index("scan[")]) == ["64,8"]
+    assert re.findall(conversion, text[text.index("scan[") :]) == ["8,64"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_residuals_are_fp8(mode):
+    x, w, b = operands()
+    layer = on_tp(mode, linear(mode, RECIPES["row"]), 2)
+    _, pull = jax.vjp(layer, x, w, b)
+    sizes = [(str(leaf.dtype), leaf.size) for leaf in jax.tree.leaves(pull)]
+    wide = [size for dtype, size in sizes if not dtype.startswith("float8")]
+    assert (
+        sorted(size for dtype, size in sizes if dtype == "float8_e4m3fn") == [1024] * 2
+    )
+    assert max(wide) <= 128  # scales
+
+
+@pytest.mark.parametrize("name", ["x", "qkv.x", "y"])
+def test_residuals_have_checkpoint_names(name):
+    x, w, b = operands()
+    layer = on_tp(COLUMN, linear(COLUMN, RECIPES["block"], ub_name="qkv"), 2)
+    policy = jax.checkpoint_policies.save_only_these_names(f"jax_ub.{name}")
+    saving = jax.checkpoint(layer, policy=policy)
+    _, pull = jax.vjp(saving, x, w, b)
+    dtypes = [str(leaf.dtype) for leaf in jax.tree.leaves(pull)]
+    assert dtypes.count("float8_e4m3fn") == (0 if name == "y" else 1)
+    assert dtypes.count("float8_e8m0fnu") == (0 if name == "y" else 1)
+
+
+@pytest.mark.parametrize("mode", [COLUMN, ROW])
+def test_the_gradient_of_a_state_is_its_new_value(mode):
+    recipe = RECIPES["delayed"]
+    x, w, b = operands("float32")
+    state = ub.fp8.init_state(recipe)
+
+    def layer(x, w, b, state):
+        options = {"state": state, "axis_name": "tp"}
+        x = ub.quantize(x, recipe, **options)
+        w = ub.quantize(w, recipe, role="kernel", **options)
+        return ub.linear(x, w, b, parallel=mode[0], axis_name="tp")
+
+    in_specs, out_specs = SPECS[mode]
+    function = on_ranks(layer, tp_mesh(2), (*in_specs, P()), out_specs)
+    loss = jax.jit(jax.grad(lambda x, state: jnp.sum(function(x, w, b, state)), 1))
+    new = ub.fp8.apply_updates(state, loss(x, state))
+    for role, tensor in (("input", x), ("kernel", w)):
+        history = new[f"{role}_amax_history"]
+        assert history.tolist() == [float(jnp.max(jnp.abs(tensor))), 0.0]
+        assert new[f"{role}_scale"] == 1.0
+    new = ub.fp8.apply_updates(new, loss(x, new))
+    assert new["input_scale"] == np.float32(1) / (np.float32(448) / jnp.max(jnp.abs(x)))

@@ -1,0 +1,109 @@
+"""FP8 operands of linear layers with exact products, and the layers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from programs import on_ranks, tp_mesh
+
+import jax_ub as ub
+
+FP8 = ub.fp8
+# Recipes whose scales are powers of two for the operands below.
+RECIPES = {
+    "delayed": FP8.DelayedScaling(amax_history_len=2),
+    "current": FP8.Float8CurrentScaling(use_power_2_scales=True),
+    "block": FP8.MXFP8BlockScaling(),
+    "row": FP8.RowwiseScaling(),
+}
+ROWS, COLUMNS = P("tp"), P(None, "tp")
+# The shardings of x, w, b and the result in each mode of `ub.linear`.
+SPECS = {
+    ("column", True): ((ROWS, COLUMNS, P("tp")), COLUMNS),
+    ("column", False): ((P(), COLUMNS, P("tp")), COLUMNS),
+    ("row", True): ((COLUMNS, ROWS, P()), ROWS),
+    ("row", False): ((COLUMNS, ROWS, P()), P()),
+    (None, True): ((P(), P(), P()), P()),
+}
+MODES = list(SPECS)
+
+
+def integers(seed, shape, dtype="bfloat16"):
+    """Returns integers times a power of two for each row.
+
+    They are exact in e4m3 with the scales of all `RECIPES`, and so are sums of
+    products.
+    """
+    random = np.random.default_rng(seed)
+    factors = 2.0 ** random.integers(0, 4, (shape[0], *(1,) * (len(shape) - 1)))
+    return jnp.asarray(random.integers(-8, 9, shape) * factors, dtype)
+
+
+def operands(dtype="bfloat16"):
+    """Returns x [8, 128], w [128, 8] and b [8]."""
+    return (
+        integers(0, (8, 128), dtype),
+        integers(1, (128, 8), dtype),
+        integers(2, (8,), dtype),
+    )
+
+
+def quantized(recipe, x, *ws, rhs_transposed=False, axis_name="tp"):
+    """Quantizes x and kernels by a recipe, with agreed scales per tensor."""
+    state = FP8.init_state(recipe) or None
+    role = "input" if rhs_transposed else "kernel"
+    quantize = functools.partial(
+        ub.quantize, recipe=recipe, state=state, axis_name=axis_name
+    )
+    return quantize(x), *(quantize(w, role=role) for w in ws)
+
+
+def linear(mode, recipe, **options):
+    """Returns a function (x, w, b) that quantizes x and w and calls `ub.linear`."""
+    parallel, sequence_parallel = mode
+
+    def call(x, w, b):
+        axis_name = "tp" if parallel else None
+        x, w = quantized(
+            recipe,
+            x,
+            w,
+            rhs_transposed=options.get("rhs_transposed", False),
+            axis_name=axis_name,
+        )
+        return ub.linear(
+            x,
+            w,
+            b,
+            parallel=parallel,
+            axis_name=axis_name,
+            sequence_parallel=sequence_parallel,
+            **options,
+        )
+
+    return call
+
+
+def on_tp(mode, function, num_ranks=4, **options):
+    """Compiles a function (x, w, b) for the shardings of a mode."""
+    return on_ranks(function, tp_mesh(num_ranks), *SPECS[mode], **options)
+
+
+def plain(x, w, b):
+    """Computes the layer in f32."""
+    x, w, b = (jnp.asarray(a, jnp.float32) for a in (x, w, b))
+    return jnp.matmul(x, w, precision="highest") + b
+
+
+def value_and_gradients(function, *operands):
+    """Returns a result, and gradients for an integer gradient of the result."""
+
+    def loss(*operands):
+        y = function(*operands)
+        return jnp.sum(y.astype(jnp.float32) * integers(9, y.shape, "float32")), y
+
+    numbers = tuple(range(len(operands)))
+    gradients, y = jax.jit(jax.grad(loss, numbers, has_aux=True))(*operands)
+    return y, gradients
