@@ -75,3 +75,19 @@ def test_a_function_has_at_most_five(frames):
     jax.eval_shape(run, jnp.ones((8, 16)), jnp.ones((16, 16)))
     assert frames
     assert all(len(names) <= 5 for names in frames), frames
+
+
+@pytest.mark.parametrize("parallel", ["column", "row"])
+def test_a_function_of_fp8_operands_has_at_most_eight(frames, parallel):
+    def loss(x, w):
+        x, w = ub.quantize(x, axis_name="tp"), ub.quantize(w, axis_name="tp")
+        y = ub.linear(x, w, parallel=parallel, axis_name="tp")
+        return jax.lax.psum(jnp.sum(y), "tp")
+
+    specs = (
+        (P("tp"), P(None, "tp")) if parallel == "column" else (P(None, "tp"), P("tp"))
+    )
+    run = jax.shard_map(loss, mesh=tp_mesh(4), in_specs=specs, out_specs=P())
+    jax.eval_shape(jax.grad(run), jnp.ones((8, 16)), jnp.ones((16, 16)))
+    assert frames
+    assert all(len(names) <= 8 for names in frames), frames

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
-from programs import compiled_text, on_ranks, tp_mesh
+from programs import calls, compiled_text, on_ranks, tp_mesh
 from scaled_operands import (
     COLUMNS,
     MODES,
@@ -24,7 +24,7 @@ from scaled_operands import (
 
 import jax_ub as ub
 
-COLUMN, ROW, LOCAL = ("column", True), ("row", True), (None, True)
+COLUMN, ROW, SUM = ("column", True), ("row", True), ("row", False)
 CURRENT = RECIPES["current"]
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -51,6 +51,19 @@ def test_values_and_gradients_are_exact(mode, recipe):
 def test_any_number_of_ranks(mode, num_ranks):
     function = on_tp(mode, linear(mode, CURRENT), num_ranks)
     assert_exact(function, operands("float32"))
+
+
+@pytest.mark.parametrize("method", ["direct", "ring_exchange", "external", "xla"])
+@pytest.mark.parametrize(
+    ("mode", "recipe"), [(ROW, "current"), (ROW, "block"), (SUM, "delayed")]
+)
+def test_row_parallel_layers_overlap_by_every_method(mode, recipe, method):
+    layer = on_tp(mode, linear(mode, RECIPES[recipe], method=method), 2)
+    values = operands()
+    assert_exact(layer, values)
+    found = calls(compiled_text(layer, *values))
+    op = "matmul_reduce_scatter" if mode is ROW else "matmul_all_reduce"
+    assert found == ({} if method == "xla" else {op: 1})
 
 
 @pytest.mark.parametrize("mode", MODES)

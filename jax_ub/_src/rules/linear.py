@@ -390,7 +390,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     is_tuple = gathers and isinstance(w, tuple)
     ws: tuple[Any, ...] = w if isinstance(w, tuple) and gathers else (w,)
     has_scales = scaled.have_scales(label, x, ws)
-    config, scope = _with_fallback(config, x, has_scales)
+    config, scope = _with_f64_fallback(config, x)
     config = dataclasses.replace(
         config,
         rhs_transposed=rhs_transposed,
@@ -415,7 +415,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     addend_axes = axes - own if mode.op == "matmul_all_reduce" else axes
     biases, residual = vma.pcast_varying((biases, residual), addend_axes)
     if has_scales:
-        layer = scaled.scaled_linear
+        scope, layer = scaled.fallback(config, x, ws), scaled.scaled_linear
     elif config.is_mapped:
         check_no_main_grad(config, main_grads)
         layer = forward_of(config)
@@ -429,15 +429,12 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     return (y, gathered) if return_gathered else y
 
 
-def _with_fallback(config, x, has_scales):
-    """Returns a layer's settings, and a scope for tracing it.
+def _with_f64_fallback(config, x):
+    """Returns a layer's settings, and a scope that records that x is f64, if it is.
 
-    The scope records the reason if plain `jax.lax` replaces the engine.
+    Plain `jax.lax` computes f64, because the engine has no f64 GEMM.
     """
-    if has_scales:
-        return config, scaled.fallback(config)
     is_f64 = shapes.is_array(x) and shapes.is_f64(x)
     if is_f64 and config.may_fall_back and not config.takes_f64:
-        # Plain `jax.lax` computes f64, because the engine has no f64 GEMM.
         return config.plain, lowering_log.falling_back(config.label, "x is float64")
     return config, contextlib.nullcontext()

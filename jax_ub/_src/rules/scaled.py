@@ -1,6 +1,6 @@
 """Linear layers with FP8 operands, `ScaledArray`s.
 
-The forward pass multiplies FP8 values, and multiplies the f32 sums by the scales. The
+The forward pass multiplies FP8 values as bf16, and the f32 sums by the scales. The
 backward pass multiplies the gradient of the result, which is not quantized, by operands
 that are dequantized to the dtype of their sources. All-gathered operands and residuals
 are FP8.
@@ -24,13 +24,14 @@ from jax_ub._src.fp8.scaled_array import (
     map_scaled,
 )
 from jax_ub._src.methods import Method
+from jax_ub._src.parallel import mode_of
 from jax_ub._src.primitives import vma
+from jax_ub._src.primitives.collectives import all_reduce, reduce_scatter
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.column import column_gradients
+from jax_ub._src.rules.forward import row_forward
 from jax_ub._src.rules.row import row_gradients
 from jax_ub._src.rules.vjp import differentiable
-
-_NO_ENGINE = "the engine has no GEMM of FP8 operands"
 
 
 def values_of(tree: Any) -> Any:
@@ -92,8 +93,9 @@ def check_operands(config: CallConfig, x: ScaledArray, w: ScaledArray) -> None:
     label = config.label
     shapes.check_kernel(label, "w", w)
     shapes.check_not_empty(label, "x", x)
-    _check_layout(label, "x", x, x.ndim - 1)
-    _check_layout(label, "w", w, 1 if config.rhs_transposed else 0)
+    x_axis, w_axis = _contracted(config, x)
+    _check_layout(label, "x", x, x_axis)
+    _check_layout(label, "w", w, w_axis)
     if x.dtype == w.dtype == jnp.float8_e5m2:
         raise ShapeContractError(
             f"{label}: x and w are both float8_e5m2, which no device multiplies. Make "
@@ -101,66 +103,107 @@ def check_operands(config: CallConfig, x: ScaledArray, w: ScaledArray) -> None:
         )
     if config.num_ranks == 1 or config.mode.op == "matmul":
         return
-    _check_agreed(config, "x", x)
+    _check_agreed(config, "x", x, x_axis)
     if not config.mode.gathers_x:
-        _check_agreed(config, "w", w)
+        _check_agreed(config, "w", w, w_axis)
+
+
+def _contracted(config, x):
+    """Returns the contracted axes of x and of a kernel."""
+    return x.ndim - 1, 1 if config.rhs_transposed else 0
 
 
 def _check_layout(label, name, operand, contracted):
     if operand.scaling == "tensor":
         return
     is_block = operand.scaling == "block"
-    wanted = list(operand.shape)
-    wanted[contracted] = wanted[contracted] // MXFP8_BLOCK if is_block else 1
-    if operand.scales.shape != tuple(wanted):
+    size = operand.shape[contracted] // MXFP8_BLOCK if is_block else 1
+    wanted = _scales_shape(operand, contracted, size)
+    if operand.scales.shape != wanted:
         kind = f"block of {MXFP8_BLOCK}" if is_block else "row or column"
         raise ShapeContractError(
             f"{label}: {name} has scales of shape {operand.scales.shape} for values "
-            f"{operand.shape}, but one per {kind} has shape {tuple(wanted)}, since "
+            f"{operand.shape}, but one per {kind} has shape {wanted}, since "
             f"axis {contracted} is contracted. Quantize {name} with its role, such as "
             'role="kernel".'
         )
 
 
-def _check_agreed(config, name, operand):
+def _scales_shape(operand, contracted, size):
+    """Returns the shape of scales with `size` scales along the contracted axis."""
+    return (*operand.shape[:contracted], size, *operand.shape[contracted + 1 :])
+
+
+def _is_per_row(operand, contracted):
+    """Returns whether each row or column has its own scale.
+
+    A scale per tensor counts as one if there is only one row or column.
+    """
+    return operand.scales.shape == _scales_shape(operand, contracted, 1)
+
+
+def _check_agreed(config, name, operand, contracted):
     """Raises an error if one scale per tensor differs over ranks that share the tensor.
 
     Only `jax.shard_map(check_vma=True)` knows whether it differs.
     """
     differs = vma.axes_of(operand.scales) & frozenset(config.axis_name)
-    if differs and operand.scaling == "tensor" and not _has_row_scales(operand):
+    if differs and operand.scaling == "tensor" and not _is_per_row(operand, contracted):
         raise ShapeContractError(
             f"{config.label}: {name} has one scale per tensor, which differs over "
             f"{tuple(sorted(differs))}. Pass axis_name to ub.quantize."
         )
 
 
-def _has_row_scales(operand):
-    """Returns whether each row has its own scales; also if there is only one row."""
-    scales = operand.scales
-    return bool(scales.ndim) and scales.shape[-2] == operand.shape[-2]
-
-
-def fallback(config: CallConfig) -> contextlib.AbstractContextManager:
-    """Returns a scope for the forward pass, which records that it is plain `jax.lax`.
+def fallback(
+    config: CallConfig, x: Any, ws: tuple[Any, ...]
+) -> contextlib.AbstractContextManager:
+    """Returns a scope for the forward pass, which records why it does not overlap.
 
     Raises:
-        UnsupportedOverlapError: if the method is explicit, or if the ranks are an axis
-            of `jax.vmap`, where JAX itself would differentiate the call.
+        UnsupportedOverlapError: if the method is explicit but cannot overlap, or if the
+            ranks are an axis of `jax.vmap`, where JAX itself would differentiate.
     """
     if config.is_mapped:
         raise UnsupportedOverlapError(
             f"{config.label}: FP8 operands over {config.axis_name}, an axis of "
             "jax.vmap. Use jax.shard_map."
         )
-    if config.method is Method.XLA:
+    reason = _why_not_overlapped(config, x, ws)
+    if reason is None or config.num_ranks == 1 or config.method is Method.XLA:
         return contextlib.nullcontext()
     if not config.choice.may_fall_back:
         raise UnsupportedOverlapError(
-            f'{config.label}: method "{config.method.value}" cannot run: {_NO_ENGINE}. '
-            'Pass method="auto", which falls back to plain jax.lax, or method="xla".'
+            f'{config.label}: method "{config.method.value}" cannot run: {reason}. '
+            'Pass method="auto", which does not overlap this call, or method="xla".'
         )
-    return lowering_log.falling_back(config.label, _NO_ENGINE)
+    return lowering_log.falling_back(config.label, reason)
+
+
+def _why_not_overlapped(config, x, ws):
+    if config.mode.gathers_x:
+        return "the engine gathers no FP8 operands"
+    if _reduces(config) and not _has_shared_scales(config, x, ws[0]):
+        return "the ranks' partial sums have different row scales"
+    return None
+
+
+def _reduces(config):
+    return config.mode.op in ("matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def _has_shared_scales(config, x, w):
+    """Returns whether scales may multiply the sum over the ranks: all have the same.
+
+    Block scales multiply the values instead. Scales of rows and columns are taken to
+    differ. A scale per tensor is the same, unless its type varies over one rank.
+    """
+    own = frozenset(config.axis_name)
+    return all(
+        operand.scaling == "block"
+        or not (own & vma.axes_of(operand.scales) or _is_per_row(operand, axis))
+        for operand, axis in zip((x, w), _contracted(config, x), strict=True)
+    )
 
 
 def pcast_varying(tree: Any, axes: Any) -> Any:
@@ -192,48 +235,55 @@ def scaled_forward(
     ys = []
     for i, w in enumerate(ws):
         y = _product(config, x, w)
-        if config.mode.op == "matmul_reduce_scatter":
-            y = reference.reduce_scatter(y, config.axis_name)
-        elif config.mode.op == "matmul_all_reduce":
-            y = reference.all_reduce(y, config.axis_name)
         bias = None if biases is None else biases[i]
         ys.append(reference.add(y, bias, residual, out_dtype=config.out_dtype))
     return tuple(ys), x if config.returns_gathered else None
 
 
 def _gathered(config, x):
-    """All-gathers the FP8 rows of x, with the scales of the rows if each has its own.
-
-    A scale per tensor is the same on all ranks.
-    """
+    """All-gathers the FP8 rows of x, with their scales unless there is only one."""
     values, scales = x.values, x.scales
-    if _has_row_scales(x):
+    if scales.ndim and scales.shape[-2] == values.shape[-2]:
         scales = vma.pcast_varying(scales, vma.axes_of(values))
         scales = reference.all_gather(scales, config.axis_name)
     return ScaledArray(reference.all_gather(values, config.axis_name), scales)
 
 
 def _product(config, x, w):
-    """Multiplies x by w: sums in f32, multiplied by the scales.
+    """Multiplies x by w, and reduces the product over the ranks: f32.
 
-    Block scales change along K, so they multiply the values before the product. bf16
-    holds the results exactly.
+    The scales multiply the sum over the ranks if all ranks have the same, else each
+    rank's sum.
     """
-    pairs = [
-        (operand.dequantize(jnp.bfloat16), None)
-        if operand.scaling == "block"
-        else (operand.values, operand.scales)
-        for operand in (x, w)
-    ]
+    reduces = _reduces(config)
+    is_fused = reduces and _has_shared_scales(config, x, w)
+    mode = config.mode if is_fused else mode_of(None, False)
+    pairs = _factors(x), _factors(w)
     (x, x_scales), (w, w_scales) = pairs
-    y = reference.dot(x, w, rhs_transposed=config.rhs_transposed)
+    product = dataclasses.replace(config, mode=mode, out_dtype=np.dtype(np.float32))
+    (y,), _ = row_forward(product, x, (w,))
     if x_scales is not None:
         y = y * reference.with_rank(x_scales, y.ndim)
     if w_scales is not None:
-        is_column = config.rhs_transposed and w_scales.ndim
-        w_scales = w_scales.T if is_column else w_scales
+        is_flipped = config.rhs_transposed and w_scales.ndim
+        w_scales = w_scales.T if is_flipped else w_scales
         y = y * reference.with_rank(w_scales, y.ndim)
-    return y
+    if is_fused or not reduces:
+        return y
+    if config.mode.op == "matmul_all_reduce":
+        return all_reduce(config.collective, y)
+    return reduce_scatter(config.collective, y, out_dtype=y.dtype)
+
+
+def _factors(operand):
+    """Returns bf16 values of an operand, and scales that multiply the sums, or None.
+
+    bf16 holds FP8 values exactly, also those that are multiplied by block scales, which
+    change along the contracted dimension.
+    """
+    if operand.scaling == "block":
+        return operand.dequantize(jnp.bfloat16), None
+    return operand.values.astype(jnp.bfloat16), operand.scales
 
 
 def scaled_gradients(
