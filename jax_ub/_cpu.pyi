@@ -31,6 +31,7 @@ class DType(TypedDict):
 
     numpy: str
     size_bytes: int
+    is_result: bool
 
 class Counters(TypedDict):
     """Counters of this process: calls by op, failed collective calls, bytes in use."""
@@ -111,7 +112,7 @@ def ops() -> dict[str, Op]:
     """Returns the table of ops by name, such as ``all_gather_matmul``."""
 
 def dtypes() -> dict[str, DType]:
-    """Returns the dtypes of operands and results, by short name, such as ``bf16``."""
+    """Returns the table of dtypes, by short name, such as ``bf16``."""
 
 def isa() -> str:
     """Returns the instruction set of the kernels in use."""

@@ -6,7 +6,7 @@ from jax_ub._src import dtypes
 
 def test_the_engine_and_the_package_have_the_same_dtypes():
     numpy_names = {name: row["numpy"] for name, row in _cpu.dtypes().items()}
-    assert numpy_names == dtypes.BY_SHORT_NAME
+    assert numpy_names == {row.short_name: row.dtype.name for row in dtypes.TABLE}
 
 
 def test_sizes_are_numpys():

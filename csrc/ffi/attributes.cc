@@ -90,6 +90,7 @@ constexpr AttributeReader kReaders[] = {
 std::string DTypeNames(const char* DTypeInfo::* column) {
   std::string names;
   for (const DTypeInfo& info : kDTypes) {
+    if (!info.is_result) continue;
     names += (names.empty() ? "" : ", ") + std::string(info.*column);
   }
   return names;

@@ -39,7 +39,8 @@ Tensor TensorOf(const CallAttributes& attributes,
                 std::span<const int64_t> dimensions,
                 void* data);
 
-// Returns the names of all dtypes, from one column of their table: "f32, bf16, f16".
+// Returns the names of the dtypes that calls take, from one column of the table of
+// dtypes: "f32, bf16, f16".
 std::string DTypeNames(const char* DTypeInfo::* column);
 
 // Returns the prefix of an error message: "jax_ub.all_gather_matmul: attribute

@@ -49,13 +49,18 @@ ffi::DataType XlaTypeOf(DType dtype) {
       return ffi::BF16;
     case DType::kF16:
       return ffi::F16;
+    case DType::kE4M3:
+      return ffi::F8E4M3FN;
+    case DType::kE5M2:
+      return ffi::F8E5M2;
   }
   throw std::logic_error("unknown dtype");
 }
 
 DType DecodeDType(const CallAttributes& at, ffi::DataType type) {
+  // Calls have no scales, so they take no FP8 operands.
   for (const DTypeInfo& info : kDTypes) {
-    if (XlaTypeOf(info.dtype) == type) return info.dtype;
+    if (info.is_result && XlaTypeOf(info.dtype) == type) return info.dtype;
   }
   throw ShapeError("jax_ub." + at.label + ": XLA element type " +
                    std::to_string(static_cast<int>(type)) + " is none of " +

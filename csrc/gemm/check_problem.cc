@@ -70,6 +70,9 @@ void CheckProblem(const GemmProblem& problem) {
   CheckOperand(problem.a, problem.m, problem.k, "A's M", "A's K");
   CheckOperand(problem.b, problem.n, problem.k, "B's N", "B's K");
   const ResultView& c = problem.c;
+  if (!InfoOf(c.dtype).is_result) {
+    Refuse("C is " + std::string(DTypeName(c.dtype)) + ", which GEMMs do not store");
+  }
   CheckBounds(c.row_bounds, problem.m, "C's M");
   CheckBounds(c.column_bounds, problem.n, "C's N");
   if (c.num_replicas < 1) {

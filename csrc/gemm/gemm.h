@@ -2,10 +2,10 @@
 //
 //   C[m, n] = round(scale * sum_k A[m, k] * B[k, n] + sum of addends[m, n])
 //
-// Products of bf16 and f16 operands are exact. They are summed in f32, in an order that
-// depends only on the views and the instruction set, not on the number of threads, so
-// results are bitwise reproducible. As in XLA:CPU, subnormal f32 and bf16 numbers are
-// treated as zero. Subnormal f16 numbers keep their value.
+// Products of bf16, f16 and FP8 operands are exact. They are summed in f32, in an order
+// that depends only on the views and the instruction set, not on the number of threads,
+// so results are bitwise reproducible. As in XLA:CPU, subnormal f32 and bf16 numbers
+// are treated as zero. Subnormal f16 and FP8 numbers keep their value.
 #pragma once
 
 #include <cstdint>

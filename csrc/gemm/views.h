@@ -16,13 +16,9 @@
 
 namespace jax_ub {
 
-constexpr int64_t SizeOf(DType dtype) {
-  return kDTypes[static_cast<int>(dtype)].size_bytes;
-}
+constexpr int64_t SizeOf(DType dtype) { return InfoOf(dtype).size_bytes; }
 
-constexpr std::string_view DTypeName(DType dtype) {
-  return kDTypes[static_cast<int>(dtype)].name;
-}
+constexpr std::string_view DTypeName(DType dtype) { return InfoOf(dtype).name; }
 
 // A read-only segment. Strides are in elements, and at least one of them is 1.
 struct ConstSegment {

@@ -16,27 +16,26 @@ class DType:
     Attributes:
         short_name: the engine's name, such as "bf16", which command lines use, too.
         dtype: the NumPy dtype.
-        is_operand: whether a GEMM or a collective takes operands of this type.
-        is_result: whether results may have this type.
+        is_result: whether results may have this type; operands may have any.
     """
 
     short_name: str
     dtype: np.dtype
-    is_operand: bool
     is_result: bool
 
 
 TABLE = (
-    DType("f32", jnp.dtype("float32"), is_operand=True, is_result=True),
-    DType("bf16", jnp.dtype("bfloat16"), is_operand=True, is_result=True),
-    DType("f16", jnp.dtype("float16"), is_operand=True, is_result=True),
+    DType("f32", jnp.dtype("float32"), is_result=True),
+    DType("bf16", jnp.dtype("bfloat16"), is_result=True),
+    DType("f16", jnp.dtype("float16"), is_result=True),
+    DType("e4m3", jnp.dtype("float8_e4m3fn"), is_result=False),
+    DType("e5m2", jnp.dtype("float8_e5m2"), is_result=False),
 )
-OPERANDS = tuple(row.dtype for row in TABLE if row.is_operand)
 RESULTS = tuple(row.dtype for row in TABLE if row.is_result)
-# Operands whose values are multiplied by scales.
-FP8 = (jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2"))
-# Maps short names to dtype names, such as "f32" to "float32".
-BY_SHORT_NAME = {row.short_name: row.dtype.name for row in TABLE}
+OPERANDS = RESULTS  # operands without scales
+FP8 = tuple(row.dtype for row in TABLE if not row.is_result)
+# Maps short names of operands without scales to dtype names: "f32" to "float32".
+BY_SHORT_NAME = {row.short_name: row.dtype.name for row in TABLE if row.is_result}
 SHORT_NAMES = {name: short for short, name in BY_SHORT_NAME.items()}
 
 

@@ -3,6 +3,7 @@
 
 #include "check.h"
 #include "compare_gemm.h"
+#include "fp8_codes.h"
 #include "gemm/cpu/isa.h"
 
 namespace jax_ub {
@@ -46,6 +47,15 @@ TEST(emulated_products_of_normal_numbers_are_close) {
 
 TEST(emulated_pairs_are_exact_for_every_tail) {
   CompareTails(kPairs, 13, {1, 2, 31, 32, 33, 65});
+}
+
+TEST(emulated_fp8_products_are_exact) {
+  CompareAllCodes(kGeneral);
+  CompareAllCodes(kPairs);
+  for (uint64_t seed = 1; seed <= 60; ++seed) {
+    CompareOne(seed, Values::kIntegers, kSmallBlocks, kFp8Pairs[seed % 3]);
+  }
+  CompareTails(kPairs, 13, {1, 2, 33}, kFp8Pairs[1]);
 }
 
 // Compares the kernels' conversions with simple reference conversions.

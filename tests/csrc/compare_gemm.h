@@ -71,7 +71,7 @@ inline int64_t CountWrong(const RandomGemm& gemm, Values values) {
 inline void CompareOne(uint64_t seed,
                        Values values,
                        const Isa& isa,
-                       std::optional<DType> operands = {}) {
+                       std::optional<OperandDTypes> operands = {}) {
   Random random(seed);
   const auto gemm = MakeGemm(seed, RandomSizes(random), values, operands);
   const GemmProblem& problem = gemm->problem;
@@ -85,10 +85,11 @@ inline void CompareOne(uint64_t seed,
   }
 }
 
-// Runs every tile of up to `most_rows` rows, with every layout of two bf16 operands.
+// Runs every tile of up to `most_rows` rows, with every layout of both operands.
 inline void CompareTails(const KernelSet& kernels,
                          int64_t most_rows,
-                         const std::vector<int64_t>& depths) {
+                         const std::vector<int64_t>& depths,
+                         OperandDTypes dtypes = DType::kBF16) {
   for (int64_t m = 1; m <= most_rows; ++m) {
     for (int64_t k : depths) {
       for (int layout = 0; layout < 4; ++layout) {
@@ -102,8 +103,9 @@ inline void CompareTails(const KernelSet& kernels,
         for (int i = 0; i < 2; ++i) {
           const int64_t outer = i == 0 ? problem.m : problem.n;
           do {
-            operands[i] = MakeOperand(random, gemm->buffers, outer, k, DType::kBF16,
-                                      Values::kIntegers, 1);
+            operands[i] =
+                MakeOperand(random, gemm->buffers, outer, k,
+                            i == 0 ? dtypes.a : dtypes.b, Values::kIntegers, 1);
           } while (outer > 1 && k > 1 &&
                    (operands[i].view.segments[0].inner_stride == 1) !=
                        (layout >> i & 1));

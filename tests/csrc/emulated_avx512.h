@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <array>
 #include <bit>
 #include <cmath>
 
@@ -22,7 +23,11 @@ struct __m512bh {
 struct __m256i {
   uint16_t h[16];
 };
+struct __m128i {
+  uint8_t b[16];
+};
 using __mmask16 = uint16_t;
+using __mmask32 = uint32_t;
 
 inline constexpr int _CMP_UNORD_Q = 3;
 inline constexpr int _MM_FROUND_TO_NEAREST_INT = 0;
@@ -44,6 +49,17 @@ inline __m256i _mm256_loadu_si256(const __m256i* p) {
   return v;
 }
 inline void _mm256_storeu_si256(__m256i* p, __m256i v) { memcpy(p, &v, sizeof v); }
+
+inline __m512i _mm512_loadu_si512(const void* p) {
+  __m512i v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+inline __m128i _mm_loadu_si128(const __m128i* p) {
+  __m128i v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
 
 inline __m512i _mm512_castps_si512(__m512 v) { return std::bit_cast<__m512i>(v); }
 inline __m512 _mm512_castsi512_ps(__m512i v) { return std::bit_cast<__m512>(v); }
@@ -115,6 +131,64 @@ inline __m256i _mm512_cvtepi32_epi16(__m512i a) {
   __m256i v;
   for (int i = 0; i < 16; ++i) v.h[i] = static_cast<uint16_t>(a.u[i]);
   return v;
+}
+
+// Operations on 32 lanes of 16 bits.
+using EmulatedHalves = std::array<uint16_t, 32>;
+inline EmulatedHalves HalvesOf(__m512i v) { return std::bit_cast<EmulatedHalves>(v); }
+// dst[i] = of(i)
+template <typename Of>
+__m512i EmulatedFromHalves(Of of) {
+  EmulatedHalves halves;
+  for (int i = 0; i < 32; ++i) halves[i] = static_cast<uint16_t>(of(i));
+  return std::bit_cast<__m512i>(halves);
+}
+template <typename Of>
+__mmask32 EmulatedMask32(Of of) {
+  __mmask32 mask = 0;
+  for (int i = 0; i < 32; ++i) mask |= of(i) ? 1u << i : 0;
+  return mask;
+}
+inline __m512i _mm512_set1_epi16(int16_t x) {
+  return EmulatedFromHalves([&](int) { return x; });
+}
+inline __m512i _mm512_add_epi16(__m512i a, __m512i b) {
+  return EmulatedFromHalves([&](int i) { return HalvesOf(a)[i] + HalvesOf(b)[i]; });
+}
+inline __m512i _mm512_slli_epi16(__m512i a, unsigned count) {
+  return EmulatedFromHalves([&](int i) { return HalvesOf(a)[i] << count; });
+}
+inline __mmask32 _mm512_cmpgt_epi16_mask(__m512i a, __m512i b) {
+  return EmulatedMask32([&](int i) {
+    return static_cast<int16_t>(HalvesOf(a)[i]) > static_cast<int16_t>(HalvesOf(b)[i]);
+  });
+}
+inline __mmask32 _mm512_testn_epi16_mask(__m512i a, __m512i b) {
+  return EmulatedMask32([&](int i) { return (HalvesOf(a)[i] & HalvesOf(b)[i]) == 0; });
+}
+inline __m512i _mm512_mask_add_epi16(__m512i source,
+                                     __mmask32 mask,
+                                     __m512i a,
+                                     __m512i b) {
+  return EmulatedFromHalves([&](int i) {
+    return mask >> i & 1 ? HalvesOf(a)[i] + HalvesOf(b)[i] : HalvesOf(source)[i];
+  });
+}
+// dst[i] = mask[i] ? a[indices[i] % 32] : source[i]
+inline __m512i _mm512_mask_permutexvar_epi16(__m512i source,
+                                             __mmask32 mask,
+                                             __m512i indices,
+                                             __m512i a) {
+  return EmulatedFromHalves([&](int i) {
+    return mask >> i & 1 ? HalvesOf(a)[HalvesOf(indices)[i] % 32] : HalvesOf(source)[i];
+  });
+}
+inline __m512i _mm512_cvtepu8_epi32(__m128i a) {
+  return EmulatedWords([&](int i) { return uint32_t{a.b[i]}; });
+}
+inline __m512i _mm512_cvtepu8_epi16(__m256i a) {
+  const auto bytes = std::bit_cast<std::array<uint8_t, 32>>(a);
+  return EmulatedFromHalves([&](int i) { return bytes[i]; });
 }
 
 inline __m512 _mm512_cvtph_ps(__m256i a) {

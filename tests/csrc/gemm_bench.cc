@@ -40,10 +40,12 @@ Variant MakeVariant(int64_t m,
   variant.name = std::string(CurrentIsa()) + " " + layout;
   if (num_replicas > 1) variant.name.append("x").append(std::to_string(num_replicas));
   variant.name.append(" ").append(DTypeName(dtype));
-  for (int64_t elements : {m * k, k * n, num_replicas * m * n}) {
-    // 0x3f is the upper byte of numbers near 1 in both dtypes.
+  const DType result = InfoOf(dtype).is_result ? dtype : DType::kBF16;
+  // 0x3f is the upper byte of numbers near 1, and 1.875 as e4m3.
+  for (int64_t elements : {m * k, k * n}) {
     variant.buffers.emplace_back(elements * SizeOf(dtype), std::byte{0x3f});
   }
+  variant.buffers.emplace_back(num_replicas * m * n * SizeOf(result));
   const bool a_transposed = layout[0] == 'T';
   const bool b_transposed = layout[1] == 'T';
   GemmProblem problem;
@@ -60,10 +62,10 @@ Variant MakeVariant(int64_t m,
       {0, n},
       {0, k},
       {{variant.buffers[1].data(), b_transposed ? k : 1, b_transposed ? 1 : n}}};
-  problem.c = {dtype, num_replicas, {0, m}, {0, n}, {}};
+  problem.c = {result, num_replicas, {0, m}, {0, n}, {}};
   for (int i = 0; i < num_replicas; ++i) {
     problem.c.segments.push_back(
-        {variant.buffers[2].data() + i * m * n * SizeOf(dtype), n});
+        {variant.buffers[2].data() + i * m * n * SizeOf(result), n});
   }
   variant.plan = PlanGemm(std::move(problem), 2);
   return variant;
@@ -94,7 +96,7 @@ void Measure(int64_t m, int64_t k, int64_t n) {
   const std::string_view in_use = CurrentIsa();
   for (std::string_view isa : AvailableIsas()) {
     SetIsa(isa);
-    for (DType dtype : {DType::kF32, DType::kBF16}) {
+    for (DType dtype : {DType::kF32, DType::kBF16, DType::kE4M3}) {
       for (const char* layout : {"NN", "NT", "TN"}) {
         variants.push_back(MakeVariant(m, k, n, layout, 1, dtype));
       }

@@ -41,7 +41,46 @@ inline uint16_t F32ToF16(float x) {
   return sign | static_cast<uint16_t>(units + (exponent + 14) * 1024.0);
 }
 
+// The number of an FP8 code, by the definition of the format.
+inline float Fp8ToF32(uint8_t code, DType dtype) {
+  const bool is_e4m3 = dtype == DType::kE4M3;
+  const int fraction_bits = is_e4m3 ? 3 : 2;
+  const int bias = is_e4m3 ? 7 : 15;
+  const int magnitude = code & 0x7f;
+  const int exponent = magnitude >> fraction_bits;
+  const int fraction = magnitude & ((1 << fraction_bits) - 1);
+  float x = std::ldexp(
+      static_cast<float>(fraction + (exponent == 0 ? 0 : 1 << fraction_bits)),
+      std::max(exponent, 1) - bias - fraction_bits);
+  if (is_e4m3 && magnitude == 0x7f) x = NAN;
+  if (!is_e4m3 && exponent == 31) x = fraction != 0 ? NAN : INFINITY;
+  return code & 0x80 ? -x : x;
+}
+
+// Rounds to the nearest finite code, to the even one of two.
+inline uint8_t F32ToFp8(float x, DType dtype) {
+  uint8_t nearest = 0;
+  const float magnitude = std::abs(x);
+  const int last = dtype == DType::kE4M3 ? 0x7e : 0x7b;
+  for (int code = 1; code <= last; ++code) {
+    const float closer = std::abs(Fp8ToF32(nearest, dtype) - magnitude) -
+                         std::abs(Fp8ToF32(code, dtype) - magnitude);
+    if (closer > 0 || (closer == 0 && code % 2 == 0)) nearest = code;
+  }
+  return std::signbit(x) ? nearest | 0x80 : nearest;
+}
+
 inline float Read(const std::byte* p, DType dtype) {
+  if (IsFp8(dtype)) {
+    static const std::vector<float> numbers = [] {
+      std::vector<float> all;
+      for (DType each : {DType::kE4M3, DType::kE5M2}) {
+        for (int code = 0; code < 256; ++code) all.push_back(Fp8ToF32(code, each));
+      }
+      return all;
+    }();
+    return numbers[(dtype == DType::kE5M2 ? 256 : 0) + static_cast<uint8_t>(*p)];
+  }
   if (dtype == DType::kF32) {
     float x;
     std::memcpy(&x, p, 4);
@@ -53,6 +92,10 @@ inline float Read(const std::byte* p, DType dtype) {
 }
 
 inline void Write(std::byte* p, DType dtype, float x) {
+  if (IsFp8(dtype)) {
+    *p = static_cast<std::byte>(F32ToFp8(x, dtype));
+    return;
+  }
   if (dtype == DType::kF32) {
     std::memcpy(p, &x, 4);
     return;
@@ -241,10 +284,24 @@ inline void AddAddend(Random& random, RandomGemm& gemm, Values values) {
   gemm.problem.addends.push_back(std::move(addend));
 }
 
-inline std::unique_ptr<RandomGemm> MakeGemm(uint64_t seed,
-                                            const GemmSizes& sizes,
-                                            Values values,
-                                            std::optional<DType> operands = {}) {
+struct OperandDTypes {
+  OperandDTypes(DType both) : a(both), b(both) {}  // NOLINT: implicit
+  OperandDTypes(DType of_a, DType of_b) : a(of_a), b(of_b) {}
+
+  DType a;
+  DType b;
+};
+
+// The pairs of FP8 dtypes that a product may have.
+inline const OperandDTypes kFp8Pairs[] = {{DType::kE4M3, DType::kE4M3},
+                                          {DType::kE4M3, DType::kE5M2},
+                                          {DType::kE5M2, DType::kE4M3}};
+
+inline std::unique_ptr<RandomGemm> MakeGemm(
+    uint64_t seed,
+    const GemmSizes& sizes,
+    Values values,
+    std::optional<OperandDTypes> operands = {}) {
   Random random(seed);
   auto gemm = std::make_unique<RandomGemm>();
   GemmProblem& problem = gemm->problem;
@@ -252,8 +309,8 @@ inline std::unique_ptr<RandomGemm> MakeGemm(uint64_t seed,
   problem.n = sizes.n;
   problem.k = sizes.k;
   auto dtype = [&] { return static_cast<DType>(Pick(random, 0, 2)); };
-  const DType a_dtype = operands.value_or(dtype());
-  const DType b_dtype = operands || Pick(random, 0, 3) ? a_dtype : dtype();
+  const DType a_dtype = operands ? operands->a : dtype();
+  const DType b_dtype = operands ? operands->b : Pick(random, 0, 3) ? a_dtype : dtype();
   RandomOperand a = MakeOperand(random, gemm->buffers, sizes.m, sizes.k, a_dtype,
                                 values, sizes.max_parts);
   RandomOperand b = MakeOperand(random, gemm->buffers, sizes.n, sizes.k, b_dtype,

@@ -164,41 +164,43 @@ void AmxTile(const void* a,
 
 // Packs A as rows of words, that is, into panels of width 1. The source is contiguous
 // along K.
-inline void CopyRows(const void* source,
-                     int64_t stride,
-                     int64_t outer,
-                     int64_t num_words,
-                     void* rows,
-                     int64_t row_bytes) {
+template <DType kDType>
+void CopyRows(const void* source,
+              int64_t stride,
+              int64_t outer,
+              int64_t num_words,
+              void* rows,
+              int64_t row_bytes) {
   for (int64_t o = 0; o < outer; ++o) {
-    memcpy(static_cast<char*>(rows) + o * row_bytes,
-           static_cast<const char*>(source) + o * stride, 4 * num_words);
+    ConvertToBF16<kDType>(static_cast<const char*>(source) + o * stride, 2 * num_words,
+                          static_cast<char*>(rows) + o * row_bytes);
   }
 }
 
 // Packs A as rows of words. The source is contiguous along the outer dimension;
 // `stride` is the distance of neighbors along K.
-inline void TransposeToRows(const void* source,
-                            int64_t stride,
-                            int64_t outer,
-                            int64_t num_words,
-                            void* rows,
-                            int64_t row_bytes) {
+template <DType kDType>
+void TransposeToRows(const void* source,
+                     int64_t stride,
+                     int64_t outer,
+                     int64_t num_words,
+                     void* rows,
+                     int64_t row_bytes) {
   const char* from = static_cast<const char*>(source);
   char* to = static_cast<char*>(rows);
   const auto pair_at = [=](int64_t k, int64_t o) {
-    return from + k * Pairs::kRows * stride + o * Pairs::kBytes;
+    return from + k * Pairs<kDType>::kRows * stride + o * Pairs<kDType>::kBytes;
   };
   if (outer < kLanes || num_words < kLanes) {
     for (int64_t k = 0; k < num_words; ++k) {
       for (int64_t o = 0; o < outer; ++o) {
-        Pairs::CopyWord(pair_at(k, o), stride, to + o * row_bytes + 4 * k);
+        Pairs<kDType>::CopyWord(pair_at(k, o), stride, to + o * row_bytes + 4 * k);
       }
     }
     return;
   }
   const auto load = [=](int64_t k, int64_t o) {
-    return Pairs::LoadWords(pair_at(k, o), stride);
+    return Pairs<kDType>::LoadWords(pair_at(k, o), stride);
   };
   TransposeBlocks(num_words, outer, load, to, row_bytes);
 }

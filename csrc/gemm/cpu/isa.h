@@ -6,7 +6,7 @@
 namespace jax_ub {
 
 // An instruction set: `general` are its kernels for any pair of dtypes, `bf16` those
-// for two bf16 operands.
+// for two operands that are exact in bf16.
 struct Isa {
   const KernelSet* general;
   const KernelSet* bf16;
@@ -34,7 +34,7 @@ class ScopedKernelState {
 };
 
 inline const KernelSet& KernelsFor(const Isa& isa, DType a, DType b) {
-  return a == DType::kBF16 && b == DType::kBF16 ? *isa.bf16 : *isa.general;
+  return InfoOf(a).exact_in_bf16 && InfoOf(b).exact_in_bf16 ? *isa.bf16 : *isa.general;
 }
 
 }  // namespace jax_ub

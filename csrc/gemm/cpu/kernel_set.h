@@ -14,7 +14,7 @@ constexpr PanelPackers PackersToF32() {
   PanelPackers packers = {};
   ForEachDType([&]<DType kDType>() {
     const int i = static_cast<int>(kDType);
-    packers.transposed[i] = PackTransposed<kDType, kPanel>;
+    packers.transposed[i] = PackTransposed<Widened<kDType>, kPanel>;
     packers.copied[i] = PackCopied<Widened<kDType>, kPanel>;
   });
   return packers;
@@ -65,6 +65,7 @@ constexpr KernelSet KernelsOfF32(const char* isa,
   AddTiles<kRows, kVectors, MultiplyAdd>(set);
   ForEachDType([&]<DType kDType>() {
     AddPackingTile<Widened<kDType>, kRows, kVectors, MultiplyAdd>(set, kDType);
+    set.widen[static_cast<int>(kDType)] = WidenRow<kDType>;
   });
   set.pack_a = PackersToF32<kRows>();
   set.pack_b = PackersToF32<kVectors * kLanes>();

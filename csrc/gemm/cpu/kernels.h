@@ -108,6 +108,10 @@ using SmallMFunction = void (*)(const void* a,
 
 inline constexpr int kMaxSmallM = 4;
 
+// Converts `count` consecutive elements to the type of the factors in a word: f32, or
+// bf16 if k_per_word is 2.
+using WidenFunction = void (*)(const void* from, int64_t count, void* to);
+
 struct SmallMKernels {
   SmallMFunction dots[kNumDTypes];           // for B that is contiguous along K
   SmallMFunction column_blocks[kNumDTypes];  // for B that is contiguous along N
@@ -137,9 +141,10 @@ struct KernelSet {
   TileFunction tile_of_columns[kMaxTileRows];        // [rows - 1]; if panel_of_a > 1
   TileFunction packing_tile_of_rows[kNumDTypes];     // tile_rows rows; may be null
   TileFunction packing_tile_of_columns[kNumDTypes];  // likewise
-  PanelPackers pack_a;                               // to panels of width panel_of_a
-  PanelPackers pack_b;                               // to panels of width tile_columns
-  SmallMKernels small_m[kMaxSmallM];                 // [rows - 1]
+  WidenFunction widen[kNumDTypes];
+  PanelPackers pack_a;                // to panels of width panel_of_a
+  PanelPackers pack_b;                // to panels of width tile_columns
+  SmallMKernels small_m[kMaxSmallM];  // [rows - 1]
   SumFunction sum;
   void (*begin)();  // a thread calls it before its first tile; may be null
   void (*end)();    // a thread calls it after its last tile; may be null
@@ -149,8 +154,9 @@ extern const KernelSet kPortableKernels;
 #if defined(__x86_64__)
 extern const KernelSet kAvx2Kernels;
 extern const KernelSet kAvx512Kernels;
-extern const KernelSet kAvx512Bf16Kernels;  // for two bf16 operands only (k_per_word 2)
-extern const KernelSet kAmxBf16Kernels;     // for two bf16 operands only (k_per_word 2)
+// Only for operands that are exact in bf16 (k_per_word 2).
+extern const KernelSet kAvx512Bf16Kernels;
+extern const KernelSet kAmxBf16Kernels;
 #endif
 
 }  // namespace jax_ub

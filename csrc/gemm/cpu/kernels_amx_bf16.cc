@@ -14,7 +14,6 @@ namespace kernels_amx_bf16 {
 // because they were not faster, and slower for few rows. Blocks of K are long, because
 // sums that leave the registers do not fit the L2 cache.
 constexpr KernelSet KernelsOfTileRegisters(const char* isa) {
-  constexpr int kBF16 = static_cast<int>(DType::kBF16);
   KernelSet set = {};
   set.isa = isa;
   set.tile_rows = 2 * kAmxRows;
@@ -28,10 +27,14 @@ constexpr KernelSet KernelsOfTileRegisters(const char* isa) {
   for (int rows = 1; rows <= 2 * kAmxRows; ++rows) {
     set.tile_of_rows[rows - 1] = rows <= kAmxRows ? AmxTile<false> : AmxTile<true>;
   }
-  set.pack_a.transposed[kBF16] = CopyRows;
-  set.pack_a.copied[kBF16] = TransposeToRows;
-  set.pack_b.transposed[kBF16] = PackTransposed<DType::kF32, kAmxColumns>;
-  set.pack_b.copied[kBF16] = PackCopied<Pairs, kAmxColumns>;
+  ForEachPairDType([&]<DType kDType>() {
+    const int i = static_cast<int>(kDType);
+    set.widen[i] = ConvertToBF16<kDType>;
+    set.pack_a.transposed[i] = CopyRows<kDType>;
+    set.pack_a.copied[i] = TransposeToRows<kDType>;
+    set.pack_b.transposed[i] = PackTransposed<AdjacentPairs<kDType>, kAmxColumns>;
+    set.pack_b.copied[i] = PackCopied<Pairs<kDType>, kAmxColumns>;
+  });
   AddSmallM<kMaxSmallM>(set);
   set.sum = Sum;
   set.begin = ConfigureTiles;

@@ -8,12 +8,9 @@ namespace jax_ub {
 
 namespace kernels_avx512_bf16 {
 
-// A pair of bf16 that is contiguous in memory is packed like one f32 word, which is why
-// `transposed` uses DType::kF32.
 template <int kRows, int kVectors>
 constexpr KernelSet KernelsOfPairs(const char* isa) {
   constexpr int kColumns = kVectors * kLanes;
-  constexpr int kBF16 = static_cast<int>(DType::kBF16);
   KernelSet set = {};
   set.isa = isa;
   set.tile_rows = kRows;
@@ -25,11 +22,15 @@ constexpr KernelSet KernelsOfPairs(const char* isa) {
   set.gflops = 210;
   set.reads_a_in_place = true;
   AddTiles<kRows, kVectors, MultiplyAddPairs>(set);
-  AddPackingTile<Pairs, kRows, kVectors, MultiplyAddPairs>(set, DType::kBF16);
-  set.pack_a.transposed[kBF16] = PackTransposed<DType::kF32, kRows>;
-  set.pack_a.copied[kBF16] = PackCopied<Pairs, kRows>;
-  set.pack_b.transposed[kBF16] = PackTransposed<DType::kF32, kColumns>;
-  set.pack_b.copied[kBF16] = PackCopied<Pairs, kColumns>;
+  ForEachPairDType([&]<DType kDType>() {
+    const int i = static_cast<int>(kDType);
+    AddPackingTile<Pairs<kDType>, kRows, kVectors, MultiplyAddPairs>(set, kDType);
+    set.widen[i] = ConvertToBF16<kDType>;
+    set.pack_a.transposed[i] = PackTransposed<AdjacentPairs<kDType>, kRows>;
+    set.pack_a.copied[i] = PackCopied<Pairs<kDType>, kRows>;
+    set.pack_b.transposed[i] = PackTransposed<AdjacentPairs<kDType>, kColumns>;
+    set.pack_b.copied[i] = PackCopied<Pairs<kDType>, kColumns>;
+  });
   AddSmallM<kMaxSmallM>(set);
   set.sum = Sum;
   return set;

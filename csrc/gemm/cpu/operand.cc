@@ -11,7 +11,8 @@ namespace {
 // Packs one k of `outer` words that are pairs of bf16: the high or the low half of each
 // word. For a range of K that begins or ends inside a pair. Writing the low half clears
 // the high half, which is correct if K ends there.
-void PackHalf(const std::byte* source,
+void PackHalf(WidenFunction widen,
+              const std::byte* source,
               int64_t stride,
               int64_t outer,
               bool is_high,
@@ -21,7 +22,7 @@ void PackHalf(const std::byte* source,
   for (int64_t o = 0; o < outer; ++o, source += stride) {
     std::byte* word = row + o / panel * panel_bytes + 4 * (o % panel);
     if (!is_high) std::memset(word, 0, 4);
-    std::memcpy(word + (is_high ? 2 : 0), source, 2);
+    widen(source, 1, word + (is_high ? 2 : 0));
   }
 }
 
@@ -49,6 +50,7 @@ OperandReader::OperandReader(const OperandView& view,
       kernels_(kernels),
       packers_(packers),
       panel_(panel),
+      widen_(kernels.widen[static_cast<int>(view.dtype)]),
       element_bytes_(SizeOf(view.dtype)),
       is_k_contiguous_(std::all_of(
           view.segments.begin(), view.segments.end(), [](const ConstSegment& s) {
@@ -120,7 +122,7 @@ void OperandReader::PackSegment(const ConstSegment& segment,
     return first + 4 * (k_index / kernels_.k_per_word * panel_);
   };
   if (k.begin % kernels_.k_per_word != 0) {
-    PackHalf(source, outer_stride, outer.size(), true, row_at(k.begin), panel_,
+    PackHalf(widen_, source, outer_stride, outer.size(), true, row_at(k.begin), panel_,
              panel_bytes);
     ++k.begin;
     source += k_stride;
@@ -130,7 +132,7 @@ void OperandReader::PackSegment(const ConstSegment& segment,
        row_at(k.begin), panel_bytes);
   const int64_t packed = num_words * kernels_.k_per_word;
   if (packed < k.size()) {
-    PackHalf(source + packed * k_stride, outer_stride, outer.size(), false,
+    PackHalf(widen_, source + packed * k_stride, outer_stride, outer.size(), false,
              row_at(k.begin + packed), panel_, panel_bytes);
   }
 }
@@ -206,12 +208,7 @@ ATile OperandReader::ReadRows(Range outer, Range k, std::byte* rows) const {
           (o - outer_bounds[oi]) * segment.outer_stride + (at - k_bounds[kj]);
       const std::byte* source = segment.data + offset * element_bytes_;
       const int64_t count = k_end - at;
-      if (kernels_.k_per_word == 1) {
-        const Summand summand = {source, 0, view_.dtype};
-        kernels_.sum(&summand, 1, 1, count, row + done_bytes, 0, DType::kF32);
-      } else {
-        std::memcpy(row + done_bytes, source, count * 2);
-      }
+      widen_(source, count, row + done_bytes);
       done_bytes += count * (4 / kernels_.k_per_word);
       at = k_end;
     }

@@ -105,6 +105,7 @@ class OperandReader {
   const KernelSet& kernels_;
   const PanelPackers& packers_;
   const int panel_;
+  const WidenFunction widen_;
   const int64_t element_bytes_;
   const bool is_k_contiguous_;  // whether every segment is contiguous along K
 };

@@ -8,8 +8,8 @@
 
 namespace jax_ub::JAX_UB_KERNELS {
 
-// The `Words` policy of PackCopied for f32 words: a word is one element of a source
-// row, widened to f32. The source is contiguous along the outer dimension.
+// The `Words` policy of PackCopied and PackTransposed for f32 words: a word is one
+// element of a source row, widened to f32.
 template <DType kDType>
 struct Widened {
   static constexpr int64_t kBytes =
@@ -89,19 +89,32 @@ void PackCopied(const void* source,
   }
 }
 
+// Widens a row of elements, see WidenFunction.
+template <DType kDType>
+void WidenRow(const void* from, int64_t count, void* to) {
+  const char* element = static_cast<const char*>(from);
+  char* word = static_cast<char*>(to);
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    Store(word + 4 * i, LoadAs<kDType>(element + i * kElementBytes<kDType>));
+  }
+  for (; i < count; ++i) {
+    Widened<kDType>::CopyWord(element + i * kElementBytes<kDType>, 0, word + 4 * i);
+  }
+}
+
 // Packs a full panel that is narrower than a vector. Stores whole vectors: the words
 // past the end of a row are overwritten by the following rows. The last kHeldBack rows
 // are stored exactly.
-template <DType kDType, int kPanel>
+template <typename Words, int kPanel>
 void PackNarrow(const char* from, int64_t stride, int64_t num_words, char* to) {
   for (int64_t next_k = 0; next_k < num_words; next_k += kLanes) {
     const int64_t k = next_k + kLanes <= num_words ? next_k : num_words - kLanes;
     Vec block[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) {
-      block[i] = i < kPanel
-                     ? LoadAs<kDType>(from + i * stride + k * kElementBytes<kDType>)
-                     : Zero();
+      block[i] = i < kPanel ? Words::LoadWords(from + i * stride + k * Words::kBytes, 0)
+                            : Zero();
     }
     Transpose(block);
     constexpr int kSpilling = kLanes - static_cast<int>(kHeldBack<kPanel>);
@@ -119,7 +132,7 @@ void PackNarrow(const char* from, int64_t stride, int64_t num_words, char* to) {
 // Packs fewer rows than a vector has words: at the end of an operand, or in a panel
 // that spans two segments. Pads the block with zeros and stores only the words of the
 // rows.
-template <DType kDType, int kPanel>
+template <typename Words, int kPanel>
 void PackFewRows(
     const char* from, int64_t stride, int64_t outer, int64_t num_words, char* to) {
   for (int64_t next_k = 0; next_k < num_words; next_k += kLanes) {
@@ -127,9 +140,8 @@ void PackFewRows(
     Vec block[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) {
-      block[i] = i < outer
-                     ? LoadAs<kDType>(from + i * stride + k * kElementBytes<kDType>)
-                     : Zero();
+      block[i] = i < outer ? Words::LoadWords(from + i * stride + k * Words::kBytes, 0)
+                           : Zero();
     }
     Transpose(block);
     float rows[kLanes][kLanes];
@@ -168,39 +180,38 @@ inline void TransposeBlocks(
 }
 
 // Packs one panel for PackTransposed.
-template <DType kDType, int kPanel>
+template <typename Words, int kPanel>
 void PackTransposedPanel(
     const char* from, int64_t stride, int64_t outer, int64_t num_words, char* to) {
-  constexpr int64_t kBytes = kElementBytes<kDType>;
+  constexpr int64_t kBytes = Words::kBytes;
   constexpr int64_t kRowBytes = int64_t{4} * kPanel;
   if constexpr (kPanel < kLanes) {
     if (outer == kPanel && num_words >= kLanes) {
-      PackNarrow<kDType, kPanel>(from, stride, num_words, to);
+      PackNarrow<Words, kPanel>(from, stride, num_words, to);
       return;
     }
   }
   if (outer < kLanes && num_words >= kLanes) {
-    PackFewRows<kDType, kPanel>(from, stride, outer, num_words, to);
+    PackFewRows<Words, kPanel>(from, stride, outer, num_words, to);
     return;
   }
   if (num_words < kLanes) {
     for (int64_t o = 0; o < outer; ++o) {
       for (int64_t k = 0; k < num_words; ++k) {
-        Widened<kDType>::CopyWord(from + o * stride + k * kBytes, stride,
-                                  to + k * kRowBytes + 4 * o);
+        Words::CopyWord(from + o * stride + k * kBytes, 0, to + k * kRowBytes + 4 * o);
       }
     }
     return;
   }
   const auto load = [=](int64_t o, int64_t k) {
-    return LoadAs<kDType>(from + o * stride + k * kBytes);
+    return Words::LoadWords(from + o * stride + k * kBytes, 0);
   };
   TransposeBlocks(outer, num_words, load, to, kRowBytes);
 }
 
 // Packs a source that is contiguous along K; `stride` is the distance of neighbors
-// along the outer dimension.
-template <DType kDType, int kPanel>
+// along the outer dimension. Words::kBytes bytes of a row make a word.
+template <typename Words, int kPanel>
 void PackTransposed(const void* source,
                     int64_t stride,
                     int64_t outer,
@@ -211,7 +222,7 @@ void PackTransposed(const void* source,
   char* to = static_cast<char*>(panels);
   for (int64_t o = 0; o < outer; o += kPanel, to += panel_bytes) {
     const int64_t size = outer - o < kPanel ? outer - o : kPanel;
-    PackTransposedPanel<kDType, kPanel>(from + o * stride, stride, size, num_words, to);
+    PackTransposedPanel<Words, kPanel>(from + o * stride, stride, size, num_words, to);
   }
 }
 

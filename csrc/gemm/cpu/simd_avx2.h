@@ -4,6 +4,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "gemm/cpu/fp8.h"
+
 namespace jax_ub::JAX_UB_KERNELS {
 
 inline constexpr int kLanes = 8;
@@ -46,6 +48,27 @@ inline Vec LoadF16(const void* p) {
 inline void StoreF16(void* p, Vec v) {
   _mm_storeu_si128(static_cast<__m128i*>(p),
                    _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// Converts by way of f16, whose subnormal numbers are never flushed to zero. An e5m2 is
+// the upper half of an f16. An e4m3, shifted to the exponent of f16, is an f16 that is
+// 2^8 times too small, except NaN.
+template <DType kDType>
+inline Vec LoadFp8(const void* p) {
+  const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(p));
+  if constexpr (kDType == DType::kE5M2) {
+    return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 8));
+  } else {
+    static_assert(kDType == DType::kE4M3);
+    const __m128i magnitude = _mm_set1_epi16(0x3f80);
+    const __m128i signed_bytes = _mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7);
+    const __m128i half =
+        _mm_and_si128(signed_bytes, _mm_set1_epi16(static_cast<int16_t>(0xbf80)));
+    const __m128i is_nan = _mm_cmpeq_epi16(_mm_and_si128(half, magnitude), magnitude);
+    const __m128i nan = _mm_and_si128(is_nan, _mm_set1_epi16(0x7e00));
+    return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(half, nan)),
+                         _mm256_set1_ps(0x1p8f));
+  }
 }
 
 // Transposes an 8 x 8 block of words in place: swaps 1 x 1, then 2 x 2, then 4 x 4

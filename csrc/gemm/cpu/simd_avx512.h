@@ -15,6 +15,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "gemm/cpu/fp8.h"
+
 namespace jax_ub::JAX_UB_KERNELS {
 
 inline constexpr int kLanes = 16;
@@ -61,6 +63,38 @@ inline void StoreBF16(void* p, Vec v) {
 inline Vec LoadF16(const void* p) { return _mm512_cvtph_ps(LoadHalves(p)); }
 inline void StoreF16(void* p, Vec v) {
   StoreHalves(p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// Converts FP8 numbers in lanes of 16 bits, whose upper bytes are zero, to bf16.
+template <DType kDType>
+inline __m512i BF16OfFp8Lanes(__m512i bytes) {
+  constexpr Fp8Format kFormat = kFp8Format<kDType>;
+  constexpr int kExponentBits = 0x7f >> kFormat.mantissa_bits << kFormat.mantissa_bits;
+  const __m512i to_bf16 = _mm512_set1_epi16(kExponentToBF16<kDType>);
+  const __m512i magnitude = _mm512_and_si512(bytes, _mm512_set1_epi16(0x7f));
+  const __m512i sign =
+      _mm512_slli_epi16(_mm512_and_si512(bytes, _mm512_set1_epi16(0x80)), 8);
+  __m512i wide = _mm512_add_epi16(
+      _mm512_slli_epi16(magnitude, 7 - kFormat.mantissa_bits), to_bf16);
+  const __mmask32 is_special =
+      _mm512_cmpgt_epi16_mask(magnitude, _mm512_set1_epi16(kFormat.first_special - 1));
+  wide = _mm512_mask_add_epi16(wide, is_special, wide, to_bf16);
+  // Zero and subnormal numbers are looked up among the first 32 numbers.
+  const __mmask32 is_subnormal =
+      _mm512_testn_epi16_mask(bytes, _mm512_set1_epi16(kExponentBits));
+  wide = _mm512_mask_permutexvar_epi16(wide, is_subnormal, magnitude,
+                                       _mm512_loadu_si512(kFp8Table<kDType>.bf16));
+  return _mm512_or_si512(wide, sign);
+}
+
+inline __m512i LoadBytesAsWords(const void* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+}
+
+template <DType kDType>
+inline Vec LoadFp8(const void* p) {
+  return _mm512_castsi512_ps(
+      _mm512_slli_epi32(BF16OfFp8Lanes<kDType>(LoadBytesAsWords(p)), 16));
 }
 
 // Transposes a 16 x 16 block of words in place. First, unpacks transpose 4 x 4 words

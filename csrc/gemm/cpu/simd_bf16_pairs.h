@@ -1,9 +1,11 @@
-// Words that are pairs of bf16, for AVX512_BF16. Included after simd_avx512.h.
+// Words that are pairs of bf16, for AVX512_BF16. Included after simd_avx512.h and
+// kernel_set.h. Elements of FP8 are converted to bf16, which is exact.
 //
 // vdpbf16ps adds two products per lane: sum + x[2i] y[2i] + x[2i + 1] y[2i + 1]. It
 // treats subnormal operands as zero and flushes subnormal results to zero.
 #pragma once
 
+#include "gemm/cpu/fp8.h"
 #include "gemm/cpu/kernels.h"
 
 namespace jax_ub::JAX_UB_KERNELS {
@@ -13,28 +15,97 @@ inline Vec MultiplyAddPairs(Vec a, Vec b, Vec sum) {
                           __builtin_bit_cast(__m512bh, b));
 }
 
-// Returns words with first[i] in the low half and second[i] in the high half of word i.
-inline Vec LoadPairs(const void* first, const void* second) {
-  const __m512i low = _mm512_cvtepu16_epi32(LoadHalves(first));
-  const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(LoadHalves(second)), 16);
-  return _mm512_castsi512_ps(_mm512_or_si512(low, high));
+// Copies one element as bf16.
+template <DType kDType>
+inline void CopyElement(const char* from, char* to) {
+  if constexpr (IsFp8(kDType)) {
+    memcpy(to, &kFp8Table<kDType>.bf16[static_cast<uint8_t>(*from)], 2);
+  } else {
+    static_assert(kDType == DType::kBF16);
+    memcpy(to, from, 2);
+  }
 }
 
 // The `Words` policy of PackCopied and of packing tiles for pairs of bf16: word k
-// consists of an element of row 2k and an element of row 2k + 1. See Widened for the
-// members.
+// consists of an element of row 2k (its low half) and an element of row 2k + 1. See
+// Widened for the members.
+template <DType kDType>
 struct Pairs {
-  static constexpr int64_t kBytes = 2;
+  static constexpr int64_t kBytes = kElementBytes<kDType>;
   static constexpr int64_t kRows = 2;
 
   static Vec LoadWords(const char* row, int64_t stride) {
-    return LoadPairs(row, row + stride);
+    const __m512i low = LoadElements(row);
+    const __m512i high = _mm512_slli_epi32(LoadElements(row + stride), 16);
+    const __m512i pairs = _mm512_or_si512(low, high);
+    if constexpr (IsFp8(kDType)) {
+      return _mm512_castsi512_ps(BF16OfFp8Lanes<kDType>(pairs));
+    } else {
+      return _mm512_castsi512_ps(pairs);
+    }
   }
 
   static void CopyWord(const char* row, int64_t stride, char* word) {
-    memcpy(word, row, 2);
-    memcpy(word + 2, row + stride, 2);
+    CopyElement<kDType>(row, word);
+    CopyElement<kDType>(row + stride, word + 2);
+  }
+
+ private:
+  static __m512i LoadElements(const char* row) {
+    if constexpr (IsFp8(kDType)) {
+      return LoadBytesAsWords(row);
+    } else {
+      return _mm512_cvtepu16_epi32(LoadHalves(row));
+    }
   }
 };
+
+// The `Words` policy of PackTransposed for pairs of bf16: a word consists of two
+// neighboring elements of a row.
+template <DType kDType>
+struct AdjacentPairs {
+  static constexpr int64_t kBytes = 2 * kElementBytes<kDType>;
+
+  static Vec LoadWords(const char* row, int64_t) {
+    if constexpr (IsFp8(kDType)) {
+      return _mm512_castsi512_ps(
+          BF16OfFp8Lanes<kDType>(_mm512_cvtepu8_epi16(LoadHalves(row))));
+    } else {
+      return Load(row);
+    }
+  }
+
+  static void CopyWord(const char* row, int64_t, char* word) {
+    CopyElement<kDType>(row, word);
+    CopyElement<kDType>(row + kElementBytes<kDType>, word + 2);
+  }
+};
+
+// Converts a row of elements to bf16, see WidenFunction.
+template <DType kDType>
+void ConvertToBF16(const void* from, int64_t count, void* to) {
+  const char* element = static_cast<const char*>(from);
+  char* bf16 = static_cast<char*>(to);
+  if constexpr (kDType == DType::kBF16) {
+    memcpy(bf16, element, 2 * count);
+    return;
+  }
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    Store(bf16 + 2 * i,
+          AdjacentPairs<kDType>::LoadWords(element + i * kElementBytes<kDType>, 0));
+  }
+  for (; i < count; ++i) {
+    CopyElement<kDType>(element + i * kElementBytes<kDType>, bf16 + 2 * i);
+  }
+}
+
+// Calls function.operator()<dtype>() for every dtype that is exact in bf16.
+template <typename Function>
+constexpr void ForEachPairDType(const Function& function) {
+  ForEachDType([&]<DType kDType>() {
+    if constexpr (InfoOf(kDType).exact_in_bf16) function.template operator()<kDType>();
+  });
+}
 
 }  // namespace jax_ub::JAX_UB_KERNELS

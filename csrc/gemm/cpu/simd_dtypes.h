@@ -7,11 +7,7 @@
 namespace jax_ub::JAX_UB_KERNELS {
 
 template <DType kDType>
-inline constexpr int64_t kElementBytes = kDTypes[static_cast<int>(kDType)].size_bytes;
-
-inline int64_t BytesOf(DType dtype) {
-  return kDTypes[static_cast<int>(dtype)].size_bytes;
-}
+inline constexpr int64_t kElementBytes = InfoOf(kDType).size_bytes;
 
 // Calls function.operator()<dtype>() for every dtype.
 template <int kIndex = 0, typename Function>
@@ -20,8 +16,27 @@ constexpr void ForEachDType(const Function& function) {
   if constexpr (kIndex + 1 < kNumDTypes) ForEachDType<kIndex + 1>(function);
 }
 
+// Does not read the table, since a symbol that is shared with other files must not be
+// compiled for AVX.
+inline int64_t BytesOf(DType dtype) {
+  int64_t bytes = 0;
+  ForEachDType([&]<DType kDType>() {
+    if (kDType == dtype) bytes = kElementBytes<kDType>;
+  });
+  return bytes;
+}
+
+// Calls function.operator()<dtype>() for every dtype of results.
+template <typename Function>
+constexpr void ForEachResultDType(const Function& function) {
+  ForEachDType([&]<DType kDType>() {
+    if constexpr (InfoOf(kDType).is_result) function.template operator()<kDType>();
+  });
+}
+
 template <DType kDType>
 inline Vec LoadAs(const void* p) {
+  if constexpr (IsFp8(kDType)) return LoadFp8<kDType>(p);
   if constexpr (kDType == DType::kBF16) return LoadBF16(p);
   if constexpr (kDType == DType::kF16) return LoadF16(p);
   return Load(p);
@@ -30,6 +45,8 @@ inline Vec LoadAs(const void* p) {
 inline Vec LoadAny(const void* p, DType dtype) {
   if (dtype == DType::kBF16) return LoadBF16(p);
   if (dtype == DType::kF16) return LoadF16(p);
+  if (dtype == DType::kE4M3) return LoadFp8<DType::kE4M3>(p);
+  if (dtype == DType::kE5M2) return LoadFp8<DType::kE5M2>(p);
   return Load(p);
 }
 

@@ -5,6 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "gemm/cpu/fp8.h"
+
 namespace jax_ub::JAX_UB_KERNELS {
 
 inline constexpr int kLanes = 4;
@@ -76,6 +78,16 @@ inline Vec LoadF16(const void* p) {
   Bits value = Select((h & 0x7c00) == 0, subnormal, normal);
   value = Select((h & 0x7c00) == 0x7c00, magnitude | 0x7f800000, value);
   return reinterpret_cast<Vec>(value | ((h & 0x8000) << 16));
+}
+
+template <DType kDType>
+inline Vec LoadFp8(const void* p) {
+  uint8_t bytes[kLanes];
+  memcpy(bytes, p, sizeof bytes);
+  constexpr const uint16_t* kBF16 = kFp8Table<kDType>.bf16;
+  const Bits wide = {kBF16[bytes[0]], kBF16[bytes[1]], kBF16[bytes[2]],
+                     kBF16[bytes[3]]};
+  return reinterpret_cast<Vec>(wide << 16);
 }
 
 // Stores f32 as f16, rounded to nearest even. For magnitudes below 2^-14, adding 0.5

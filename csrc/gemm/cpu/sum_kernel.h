@@ -86,7 +86,7 @@ inline void Sum(const Summand* summands,
                 void* out,
                 int64_t out_stride,
                 DType out_dtype) {
-  ForEachDType([&]<DType kDType>() {
+  ForEachResultDType([&]<DType kDType>() {
     if (kDType == out_dtype) {
       SumAs<kDType>(summands, num_summands, rows, columns, out, out_stride);
     }

@@ -48,7 +48,7 @@ inline void StoreTile(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
       }
     }
   }
-  ForEachDType([&]<DType kDType>() {
+  ForEachResultDType([&]<DType kDType>() {
     if (kDType == output.to_dtype) StoreRows<kDType>(sum, output);
   });
 }

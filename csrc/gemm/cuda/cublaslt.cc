@@ -3,6 +3,8 @@
 #include <dlfcn.h>
 
 #include <array>
+#include <stdexcept>
+#include <string>
 
 #include "platform/error.h"
 
@@ -44,8 +46,12 @@ lt::DataType DataTypeOf(DType dtype) {
       return lt::DataType::kBF16;
     case DType::kF16:
       return lt::DataType::kF16;
+    case DType::kE4M3:
+    case DType::kE5M2:
+      break;
   }
-  throw std::logic_error("unknown dtype");
+  throw std::invalid_argument("GEMMs of " + std::string(InfoOf(dtype).name) +
+                              " operands are not supported on GPUs");
 }
 
 CublasLt ReadCublasLt(const std::string& path,

@@ -1,0 +1,62 @@
+// The FP8 formats, and the bf16 number that equals each FP8 number.
+#pragma once
+
+// Only C headers; see gemm/cpu/kernels.h.
+#include <stdint.h>
+
+#include "gemm/dtype.h"
+
+namespace jax_ub::JAX_UB_KERNELS {
+
+// An FP8 number consists of a sign bit and a magnitude of 7 bits.
+struct Fp8Format {
+  int mantissa_bits;
+  int exponent_bias;
+  int first_special;  // magnitudes from here on are infinite or NaN
+};
+
+template <DType kDType>
+inline constexpr Fp8Format kFp8Format = {};
+template <>
+inline constexpr Fp8Format kFp8Format<DType::kE4M3> = {3, 7, 0x7f};
+template <>
+inline constexpr Fp8Format kFp8Format<DType::kE5M2> = {2, 15, 0x7c};
+
+// What must be added to the exponent of an FP8 number, as bits of a bf16.
+template <DType kDType>
+inline constexpr int kExponentToBF16 = (127 - kFp8Format<kDType>.exponent_bias) << 7;
+
+// Returns the bits of the bf16 that equals an FP8 number. A NaN becomes a NaN.
+template <DType kDType>
+constexpr uint16_t BF16OfFp8(uint8_t bits) {
+  constexpr Fp8Format kFormat = kFp8Format<kDType>;
+  const int magnitude = bits & 0x7f;
+  int wide = (magnitude << (7 - kFormat.mantissa_bits)) + kExponentToBF16<kDType>;
+  if (magnitude >= kFormat.first_special) wide += kExponentToBF16<kDType>;
+  if (magnitude < 1 << kFormat.mantissa_bits) {  // zero or subnormal
+    int exponent = 127 + 1 - kFormat.exponent_bias - kFormat.mantissa_bits;
+    int fraction = magnitude << 7;
+    while (fraction >= 1 << 8) {
+      fraction >>= 1;
+      ++exponent;
+    }
+    wide = magnitude == 0 ? 0 : (exponent << 7) + (fraction & 0x7f);
+  }
+  return static_cast<uint16_t>(wide | (bits & 0x80) << 8);
+}
+
+struct Fp8Table {
+  uint16_t bf16[256];
+};
+
+// BF16OfFp8 of all 256 FP8 numbers.
+template <DType kDType>
+inline constexpr Fp8Table kFp8Table = [] {
+  Fp8Table table = {};
+  for (int i = 0; i < 256; ++i) {
+    table.bf16[i] = BF16OfFp8<kDType>(static_cast<uint8_t>(i));
+  }
+  return table;
+}();
+
+}  // namespace jax_ub::JAX_UB_KERNELS

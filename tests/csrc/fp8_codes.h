@@ -1,0 +1,85 @@
+// Compares what kernels make of all FP8 codes with the definition of the formats.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "compare_gemm.h"
+
+namespace jax_ub {
+
+// Equal numbers, or two NaNs.
+inline bool AreSame(float left, float right) {
+  return left == right ? std::signbit(left) == std::signbit(right)
+                       : std::isnan(left) && std::isnan(right);
+}
+
+// KernelSet::widen, from every code on, for lengths with and without a tail.
+inline void CompareWidenedCodes(const KernelSet& kernels) {
+  const DType to = kernels.k_per_word == 1 ? DType::kF32 : DType::kBF16;
+  for (DType dtype : {DType::kE4M3, DType::kE5M2}) {
+    std::vector<std::byte> codes(512);
+    for (int i = 0; i < 512; ++i) codes[i] = static_cast<std::byte>(i);
+    for (int64_t count : {1, 3, 31, 32, 33, 256}) {
+      for (int64_t first = 0; first < 256; first += count) {
+        std::vector<std::byte> wide(count * SizeOf(to));
+        kernels.widen[static_cast<int>(dtype)](&codes[first], count, wide.data());
+        int64_t num_wrong = 0;
+        for (int64_t i = 0; i < count; ++i) {
+          num_wrong +=
+              !AreSame(Read(&wide[i * SizeOf(to)], to), Read(&codes[first + i], dtype));
+        }
+        CHECK_EQ(num_wrong, 0);
+      }
+    }
+  }
+}
+
+// All products of two codes, 256 x 256, as one product or in products of `rows` rows.
+// The codes are at k = 1 of K = 3, so that a pair of words has an empty half.
+inline void CompareProductsOfCodes(const KernelSet& kernels, int64_t rows) {
+  constexpr int64_t kDepth = 3;
+  for (const OperandDTypes& dtypes : kFp8Pairs) {
+    for (int layout = 0; layout < 4; ++layout) {
+      const bool a_rows = layout & 1, b_rows = layout & 2;
+      std::vector<std::byte> a(kDepth * 256), b(kDepth * 256);
+      for (int i = 0; i < 256; ++i) {
+        a[a_rows ? i * kDepth + 1 : 256 + i] = static_cast<std::byte>(i);
+        b[b_rows ? i * kDepth + 1 : 256 + i] = static_cast<std::byte>(i);
+      }
+      std::vector<float> c(256 * 256);
+      for (int64_t m = 0; m < 256; m += rows) {
+        GemmProblem problem;
+        problem.m = rows;
+        problem.n = 256;
+        problem.k = kDepth;
+        const ConstSegment of_a = {&a[a_rows ? m * kDepth : m], a_rows ? kDepth : 1,
+                                   a_rows ? 1 : 256};
+        const ConstSegment of_b = {b.data(), b_rows ? kDepth : 1, b_rows ? 1 : 256};
+        problem.a = {dtypes.a, {0, rows}, {0, kDepth}, {of_a}};
+        problem.b = {dtypes.b, {0, 256}, {0, kDepth}, {of_b}};
+        auto* const to = reinterpret_cast<std::byte*>(&c[m * 256]);
+        problem.c = {DType::kF32, 1, {0, rows}, {0, 256}, {{to, 256}}};
+        RunUnits(*PlanCpuGemm(problem, kernels, 1));
+      }
+      int64_t num_wrong = 0;
+      for (int i = 0; i < 256 * 256; ++i) {
+        const float expected =
+            Fp8ToF32(i / 256, dtypes.a) * Fp8ToF32(i % 256, dtypes.b);
+        // The sign of a zero is lost when zeros are added.
+        num_wrong += expected == 0 ? c[i] != 0 : !AreSame(c[i], expected);
+      }
+      CHECK_EQ(num_wrong, 0);
+    }
+  }
+}
+
+inline void CompareAllCodes(const KernelSet& kernels) {
+  CompareWidenedCodes(kernels);
+  CompareProductsOfCodes(kernels, 256);
+  CompareProductsOfCodes(kernels, 4);
+  CompareProductsOfCodes(kernels, 1);
+}
+
+}  // namespace jax_ub
