@@ -13,10 +13,11 @@
 #if defined(__SANITIZE_THREAD__)
 // ThreadSanitizer ends the program, or a forked child, at the first data race. Ignored
 // are races in the destructor of an exception by its last owner: libstdc++ counts the
-// owners with atomics that are not instrumented.
+// owners with atomics that are not instrumented. Exits do not wait a second for races
+// in other threads, since some tests fork hundreds of processes.
 extern "C" {
 [[gnu::used, gnu::visibility("default")]] inline const char* __tsan_default_options() {
-  return "halt_on_error=1";
+  return "halt_on_error=1:atexit_sleep_ms=0";
 }
 [[gnu::used, gnu::visibility("default")]] inline const char*
 __tsan_default_suppressions() {

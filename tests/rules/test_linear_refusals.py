@@ -113,3 +113,16 @@ def test_main_grad_that_is_no_array():
         zeros(8, 6),
         zeros(6, 8),
     )
+
+
+@pytest.mark.parametrize("name", ["x", "w"])
+def test_a_list_in_itself_is_no_array(name):
+    """Such a list is no pytree: JAX's recursion over it never ends."""
+    found: list = []
+    found.append(found)
+    message = f"linear: {name} is of type list, but the op takes an array"
+
+    def call(x, w):
+        return ub.linear(**{"x": x, "w": w, name: found})
+
+    refuses(ShapeContractError, message, call, zeros(8, 6), zeros(6, 8))

@@ -34,9 +34,9 @@ from jax_ub._src.rules.row import row_gradients
 from jax_ub._src.rules.vjp import differentiable
 
 
-def values_of(tree: Any) -> Any:
-    """Replaces each `ScaledArray` of a tree by its FP8 values."""
-    return map_scaled(lambda operand: operand.values, tree)
+def values_of(operand: Any) -> Any:
+    """Returns the FP8 values of a `ScaledArray`; any other operand as it is."""
+    return operand.values if is_scaled(operand) else operand
 
 
 def have_scales(label: str, x: Any, ws: tuple[Any, ...]) -> bool:
