@@ -125,6 +125,10 @@ void CheckOp(Op op, Method method, const Sizes& sizes, bool disagree = false) {
   const std::vector<RankCall> calls = MakeCalls(at, sizes, arrays);
   std::vector<RankCall> started = calls;
   if (disagree) started[1].operands[0].rows += 1;
+  // Starts the threads: a thread that finds no memory to start is not tried again before
+  // the deadline.
+  CallSite warm_up(at);
+  CHECK(!RunCall(engine, warm_up, calls));
   for (bool submitting : {false, true}) {
     counts_submitting = submitting;
     int64_t first = 0;
@@ -188,8 +192,7 @@ void CheckProcesses(Op op, Method method) {
         CallSite site(at);
         Arrays arrays(1);
         const std::vector<RankCall> calls = MakeCalls(at, {}, arrays);
-        // Starts the threads: a thread that finds no memory to start is not tried again
-        // before the deadline.
+        // Starts the threads, as in CheckOp.
         CallSite warm_up(at, 1);
         CHECK_EQ(RunLocalCalls(member, warm_up, 1, calls), "");
         counts_submitting = submitting;
