@@ -23,7 +23,7 @@ from jax_ub.flax import linen
     [
         ["doctor", "--processes", "1000000"],
         ["launch", "--processes", "1000000", __file__],
-        ["launch", "--devices-per-process", "9" * 20, __file__],
+        ["launch", "--devices-per-process", "9" * 12, __file__],
         ["trace", "--processes", "1000000", __file__],
         ["bench", "--devices", "1000000"],
     ],

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,37 @@ class OutputError(UbError, OSError):
 
 class InputError(UbError, OSError):
     """Raised if a file cannot be read, for example because it does not exist."""
+
+
+def checked_output(path: str | os.PathLike) -> pathlib.Path:
+    """Returns a path after checking that a file can be written there.
+
+    Raises:
+        OutputError: if the path is a folder, if its folder does not exist, or if the
+            permissions do not allow to write it.
+    """
+    path = pathlib.Path(path)
+    name = shown(str(path))
+    try:
+        os.stat(path)
+        exists = True
+    except (FileNotFoundError, NotADirectoryError):
+        exists = False
+    except (OSError, ValueError) as error:  # the name is too long or has a null byte
+        why = getattr(error, "strerror", error)
+        raise OutputError(f"{name} is not a file name: {why}.") from error
+    if path.is_dir():
+        raise OutputError(f"{name} is a folder. Name a file in it.")
+    if not path.parent.is_dir():
+        raise OutputError(
+            f"there is no folder {shown(str(path.parent))} for {shown(path.name)}. "
+            "Make it first."
+        )
+    if not os.access(path if exists else path.parent, os.W_OK):
+        raise OutputError(
+            f"{name} is not writable. Name another file, or change its permissions."
+        )
+    return path
 
 
 @contextlib.contextmanager

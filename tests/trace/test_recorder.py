@@ -97,8 +97,8 @@ def test_trace_of_a_failed_block_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["none/step.json", "a\0/step.json"])
-def test_a_missing_folder_is_an_error_before_the_block_runs(name, tmp_path):
-    with pytest.raises(OutputError, match="there is no folder for the file"):  # noqa: SIM117
+def test_an_unusable_path_is_an_error_before_the_block_runs(name, tmp_path):
+    with pytest.raises(OutputError, match="there is no folder|null byte"):  # noqa: SIM117
         with ub.trace(tmp_path / name):
             pytest.fail("the block runs")
 

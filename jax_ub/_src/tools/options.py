@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import importlib
 import math
-import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_ub._src.checks import is_size
 from jax_ub._src.errors import (
     ShapeContractError,
     UbError,
@@ -19,6 +19,7 @@ from jax_ub._src.errors import (
     nearest,
     shown,
 )
+from jax_ub._src.files import checked_output
 from jax_ub._src.methods import Method
 
 _SHAPE_TEXT = re.compile(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", re.ASCII)
@@ -74,12 +75,11 @@ def method_option(text: str) -> str:
 def positive(text: str) -> int:
     """Parses a positive decimal integer; an argparse `type`."""
     # Python does not convert texts of more than 4300 digits.
-    value = int(text) if text.isdecimal() and len(text) < 4300 else 0
-    if value < 1:
+    if not (text.isdecimal() and len(text) < 4300 and is_size(int(text))):
         raise argparse.ArgumentTypeError(
             f"{shown(text)} is not a positive integer. Give a number, such as 2."
         )
-    return value
+    return int(text)
 
 
 def amount_of(unit: str) -> Callable[[str], float]:
@@ -169,34 +169,8 @@ def check_divides(command: str, shape: Shape, num_ranks: int, option: str) -> No
 
 
 def output_path(text: str) -> pathlib.Path:
-    """Returns an option's value as a path, after checking that a file can be written.
-
-    Raises:
-        argparse.ArgumentTypeError: if the path is a folder, if its folder does not
-            exist, or if the permissions do not allow to write it.
-    """
-    path = pathlib.Path(text)
-    try:
-        path.exists()
-    except (OSError, ValueError) as error:  # the name is too long or has a null byte
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)} is not a file name: {getattr(error, 'strerror', error)}."
-        ) from error
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)} is a folder. Name a file in it."
-        )
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"there is no folder {shown(str(path.parent))} for {shown(path.name)}. "
-            "Make it first."
-        )
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)} is not writable. Name another file, or change its "
-            "permissions."
-        )
-    return path
+    """Parses the path of a file that can be written; an argparse `type`."""
+    return value_of(checked_output)(text)
 
 
 def replaced_path(text: str) -> pathlib.Path:

@@ -1,7 +1,6 @@
 """Records traces: starts and stops the CPU engine's recorder and reads its events."""
 
 import contextlib
-import os
 import pathlib
 from collections.abc import Iterator
 
@@ -9,7 +8,7 @@ import jax
 
 from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError, UbError, shown
-from jax_ub._src.files import OutputError
+from jax_ub._src.files import checked_output
 from jax_ub._src.runtime import backend, cpu_engine
 from jax_ub._src.tools.launch.parts import part_path
 from jax_ub._src.tools.trace import perfetto
@@ -86,10 +85,7 @@ def trace(
             f"trace: path = {shown(path)} is of type {type(path).__name__}. Pass the "
             "path of a file, or None to write none."
         )
-    if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
-        raise OutputError(
-            f"trace: there is no folder for the file {shown(str(path))}. Make it first."
-        )
+    output = None if path is None else checked_output(path)
     recording = Recording()
     cpu = cpu_engine.load()
     cpu.start_trace(events_per_thread)
@@ -100,11 +96,10 @@ def trace(
         cpu.stop_trace()
         _running.remove(recording)
         recording.trace = _read()
-        if path is not None:
-            path = pathlib.Path(path)
+        if output is not None:
             if jax.process_count() > 1:
-                path = part_path(path, jax.process_index())
-            perfetto.write(recording.trace, path)
+                output = part_path(output, jax.process_index())
+            perfetto.write(recording.trace, output)
 
 
 def _read() -> Trace:
