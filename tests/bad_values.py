@@ -297,6 +297,10 @@ def _changed(draw, before, make):
 _SIGNATURE = re.compile(
     r"\(\) (got an unexpected keyword argument|missing \d+ required|takes )"
 )
+# Error texts of calls of `int`, and of a function whose result is not an array.
+_OF_FUNCTION = re.compile(
+    r"for int\(\)$|^Only scalar arrays can be converted|is not a valid JAX type$"
+)
 
 
 def _is_allowed(error, has_functions) -> bool:
@@ -310,4 +314,6 @@ def _is_allowed(error, has_functions) -> bool:
     is_ours = any("/jax_ub/" in filename for filename in frames)
     if isinstance(error, TypeError) and _SIGNATURE.search(str(error)):
         return not is_ours or has_functions
+    if isinstance(error, TypeError) and _OF_FUNCTION.search(str(error)):
+        return has_functions
     return not is_ours and any("/flax/" in filename for filename in frames)

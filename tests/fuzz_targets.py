@@ -51,7 +51,7 @@ def differentiated(function, make):
 
         def of(operands):
             y = function(**{**arguments, **operands})
-            return sum(jnp.sum(leaf).astype("float32") for leaf in jax.tree.leaves(y))
+            return sum(jnp.sum(leaf.astype("float32")) for leaf in jax.tree.leaves(y))
 
         jax.grad(of)(operands)
 
@@ -254,7 +254,7 @@ def _operation(name):
                     deterministic=call["deterministic"],
                 )
                 leaves = jax.tree.leaves(found)
-                return sum(jnp.sum(leaf).astype(jnp.float32) for leaf in leaves)
+                return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves)
 
             loss(shard, given)
             if all(map(_is_float, given)):

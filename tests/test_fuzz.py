@@ -27,6 +27,11 @@ TARGETS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _in_a_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some values are names of files that are written
+
+
 def run(name, changes, seed):
     try:
         bad_values.run(TARGETS[name], changes, seed)
@@ -47,13 +52,45 @@ def test_invalid_arguments_raise_an_error_of_the_library(name):
         run(name, bad_values.random_changes(TARGETS[name], seed), seed)
 
 
+# Values that once raised an error of Python, JAX or Flax.
+ONCE = [
+    ("ops.Reshape", "shape", "10**5000"),
+    ("ops.SwiGLU", "glu_interleave_size", "10**5000"),
+    ("ops.Dropout", "axis_name", "a string without a repr"),
+    ("ops.RMSNorm", "eps", "2**63"),
+    ("get_ub", "axis_name", "long string"),
+    ("initialize_ub", "axis_name", "a string without a repr"),
+    ("dot_general", "dimension_numbers", "{}"),
+    ("trace", "path", "null byte"),
+    ("trace", "path", "surrogate"),
+    ("command simulate", "--tokens", "9" * 5000),
+    ("nnx Linear", "preferred_element_type", "(array, array)"),
+    ("nnx Linear", "mesh", "another mesh"),
+    ("nnx LayerNormLinear", "epsilon", "2**63"),
+    ("nnx LayerNormLinear", "inputs", "array i4"),
+    ("linen LayerNormLinear", "inputs", "array f8"),
+    ("nnx MultiHeadAttention", "attention_fn", "an unhashable function"),
+    ("nnx MultiHeadAttention", "inputs", "array [8]"),
+    ("linen MultiHeadAttention", "qk_norm_type", "np f64"),
+    ("nnx TransformerLayer", "qk_norm_type", "raises in repr"),
+    ("get_ub", "use_fp8", "10**5000"),
+    ("initialize_ub", "dtype", "{1: {}}"),
+    ("JAX_UB_", "JAX_UB_TUNED", "x" * 10_000),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "value"), ONCE)
+def test_a_value_that_raised_another_error_is_rejected(name, argument, value):
+    run(name, [(argument, value)], "")
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_bad_value_of_every_argument(name):
     target = TARGETS[name]
     for argument in target.arguments:
         for value in target.values:
-            run(name, [(argument, value)], f"{name} {argument} {value}")
+            run(name, [(argument, value)], f"{name} {argument} {value!a}")
 
 
 @pytest.mark.matrix

@@ -23,8 +23,19 @@ _LARGEST_SIZE = 1 << 40
 
 
 def is_integer(value) -> bool:
-    """Returns whether a value is a Python or NumPy integer, but not a bool."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    """Returns whether a value is an integer of at most 64 bits, but not a bool."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        return False
+    return -(1 << 63) <= int(value) < 1 << 63
+
+
+def is_hashable(value) -> bool:
+    """Returns whether a value can be part of a key of JAX's caches."""
+    try:
+        hash(value)
+    except Exception:  # a user's __hash__ may raise any error
+        return False
+    return True
 
 
 def has_symbolic_sizes(array) -> bool:
@@ -54,9 +65,11 @@ def is_array(value) -> bool:
 
 
 def dtype_of(value) -> np.dtype | None:
-    """Returns a value as a NumPy dtype, or None if it does not denote one."""
+    """Returns a value as a NumPy dtype, or None if it does not denote a scalar one."""
+    if value is None or isinstance(value, tuple | list | dict):
+        return None
     try:
-        return None if value is None else jnp.dtype(value)
+        return jnp.dtype(value)
     except Exception:  # the value's attributes, which NumPy reads, may raise anything
         return None
 
@@ -116,9 +129,10 @@ check_size = option_check(
     "a positive integer",
     f"Pass the global size, which is at most {_LARGEST_SIZE}.",
 )
+# Checks a norm's epsilon. JAX rejects larger integers.
 check_epsilon = option_check(
-    lambda value: is_number(value) and value >= 0,
-    "a number of 0 or more",
+    lambda value: is_number(value) and 0 <= value < 1 << 31,
+    "a number of at least 0 and less than 2**31",
     "Pass one, for example 1e-6.",
 )
 # Checks a dropout rate: the probability with which an element is set to zero.

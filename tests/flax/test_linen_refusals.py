@@ -80,7 +80,7 @@ REFUSED = {
     "function": (
         linen.MultiHeadAttention(4, attention_fn="cudnn"),
         UnknownNameError,
-        "attention: attention_fn = 'cudnn' is not callable. Pass a function, for ",
+        "attention: attention_fn = 'cudnn' is not a hashable function. Pass ",
     ),
     "no groups": (
         linen.MultiHeadAttention(4, num_kv_heads=0),
@@ -105,7 +105,7 @@ REFUSED = {
     "epsilon": (
         linen.LayerNormLinear(32, epsilon="a"),
         ShapeContractError,
-        "LayerNormLinear: epsilon = 'a' is not a number of 0 or more. Pass one, for e",
+        "LayerNormLinear: epsilon = 'a' is not a number of at least 0 and less",
     ),
     "hidden dropout": (
         linen.TransformerLayer(16, 32, 4, hidden_dropout="0.1"),

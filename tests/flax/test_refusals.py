@@ -129,8 +129,8 @@ def transformer(*sizes, **options):
         (
             lambda: attention(attention_fn="cudnn"),
             UnknownNameError,
-            "attention: attention_fn = 'cudnn' is not callable. Pass a function, for "
-            "example functools.partial(jax.nn.dot_product_attention, implementation=",
+            "attention: attention_fn = 'cudnn' is not a hashable function. Pass "
+            "a function, for example functools.partial(jax.nn.dot_product_attention, ",
         ),
         (
             lambda: transformer(18, 32, 4),
@@ -157,7 +157,7 @@ def transformer(*sizes, **options):
         (
             lambda: LayerNormLinear(16, 32, epsilon="a", rngs=nnx.Rngs(0)),
             ShapeContractError,
-            "LayerNormLinear: epsilon = 'a' is not a number of 0 or more. Pass one, ",
+            "LayerNormLinear: epsilon = 'a' is not a number of at least 0 and less ",
         ),
         (
             lambda: layer(sequence_parallel="no"),

@@ -161,7 +161,7 @@ def _method(value):
         return value.value
     if not isinstance(value, str):
         raise TypeError
-    return Method(value).value
+    return Method(str(value)).value
 
 
 def _comm_type(value):

@@ -115,8 +115,9 @@ def read(path: str | os.PathLike[str]) -> TunedFile:
     try:
         found = json.loads(pathlib.Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:
+        why = getattr(error, "strerror", error)  # not the path, which may be long
         raise ConfigurationError(
-            f"{where}: {error}. {fix}. ub.overlap_config.from_te reads YAML files of "
+            f"{where}: {why}. {fix}. ub.overlap_config.from_te reads YAML files of "
             "Megatron."
         ) from error
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:

@@ -38,12 +38,15 @@ def project_qkv(
         rotary_base: base of the rotary embeddings, or None.
 
     Raises:
+        ShapeContractError: if an input is not an array `[..., tokens, features]`.
         UnsupportedOverlapError: if rotary embeddings are enabled and the inputs of
             queries and keys differ.
     """
     inputs_q, inputs_k, inputs_v = inputs
     inputs_k = inputs_q if inputs_k is None else inputs_k
     inputs_v = inputs_k if inputs_v is None else inputs_v
+    for name, array in zip("qkv", (inputs_q, inputs_k, inputs_v), strict=True):
+        checks.check_rank("MultiHeadAttention", f"inputs_{name}", array)
     if inputs_k is not inputs_q and rotary_base is not None:
         raise UnsupportedOverlapError(
             "MultiHeadAttention: rotary_base is given, but inputs_k differ from "

@@ -48,7 +48,7 @@ class CoreAttention:
         broadcast_dropout: whether all sequences and heads drop the same weights.
 
     Raises:
-        UnknownNameError: if `attention_fn` is not callable.
+        UnknownNameError: if `attention_fn` is not a hashable function.
     """
 
     sharding_layout: ShardingLayout
@@ -59,10 +59,11 @@ class CoreAttention:
     broadcast_dropout: bool = True
 
     def __post_init__(self):
-        if self.attention_fn is not None and not callable(self.attention_fn):
+        given = self.attention_fn
+        if given is not None and not (callable(given) and checks.is_hashable(given)):
             raise UnknownNameError(
-                f"attention: attention_fn = {shown(self.attention_fn)} is not "
-                "callable. Pass a function, for example functools.partial("
+                f"attention: attention_fn = {shown(given)} is not a hashable "
+                "function. Pass a function, for example functools.partial("
                 'jax.nn.dot_product_attention, implementation="cudnn").'
             )
 
@@ -194,7 +195,8 @@ def _on_mesh(core, mesh, *operands):
     head_axes = () if layout.parallel is None else layout.axes
     axes = {*varying_axes(q), *nontrivial_axes(mesh, data_axes), *head_axes}
     attend = functools.partial(core.attend, axes)
-    return jax.shard_map(attend, in_specs=specs, out_specs=heads, **free_axes(mesh))(
+    manual = free_axes("attention", mesh)
+    return jax.shard_map(attend, in_specs=specs, out_specs=heads, **manual)(
         *reshard(mesh, specs, operands)
     )
 

@@ -69,6 +69,7 @@ class LayerNormLinear(TensorParallel):
         check_flags("LayerNormLinear", self.linear_options())
         check_norm_parallel("LayerNormLinear", self.parallel)
         checks.check_rank("LayerNormLinear", "inputs", inputs, 1)
+        check_norm_inputs("LayerNormLinear", inputs.shape[-1], inputs, self)
         normalized = make_norm(self, "norm", self.normalization, self.epsilon)(inputs)
         linear = Linear(
             self.features,
@@ -120,7 +121,7 @@ class LayerNormMLP(TensorParallel):
         for name in ("hidden_size", "ffn_hidden_size"):
             checks.check_size("LayerNormMLP", name, getattr(self, name))
         activation, is_gated = resolve_activation("LayerNormMLP", self.activation)
-        check_norm_inputs("LayerNormMLP", self.hidden_size, inputs)
+        check_norm_inputs("LayerNormMLP", self.hidden_size, inputs, self)
         normalized = make_norm(self, "norm", self.normalization, self.epsilon)(inputs)
         options = self.linear_options()
 
@@ -209,7 +210,7 @@ class MultiHeadAttention(TensorParallel):
         """
         check_flags("MultiHeadAttention", self.linear_options())
         checks.check_rate("MultiHeadAttention", "dropout_rate", self.dropout_rate)
-        checks.check_rank("MultiHeadAttention", "inputs_q", inputs_q, 1)
+        checks.check_rank("MultiHeadAttention", "inputs_q", inputs_q)
         in_features = inputs_q.shape[-1]
         num_heads, out_features = self.num_heads, self.out_features
         num_kv_heads = num_heads if self.num_kv_heads is None else self.num_kv_heads

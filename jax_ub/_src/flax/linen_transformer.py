@@ -87,7 +87,7 @@ class TransformerLayer(TensorParallel):
             checks.check_rate("TransformerLayer", name, getattr(self, name))
         rates = self.hidden_dropout, self.attention_dropout
         deterministic = self.is_deterministic(deterministic, *rates)
-        check_norm_inputs("TransformerLayer", self.hidden_size, inputs)
+        check_norm_inputs("TransformerLayer", self.hidden_size, inputs, self)
         attention = MultiHeadAttention(
             num_heads,
             None if kv_channels is None else kv_channels * num_heads,

@@ -45,7 +45,7 @@ def make_norm(
 def normalize(
     op: str, norm: nnx.LayerNorm | nnx.RMSNorm, inputs: jax.Array
 ) -> jax.Array:
-    check_norm_inputs(op, norm.num_features, inputs)
+    check_norm_inputs(op, norm.num_features, inputs, norm)
     return norm(inputs)
 
 

@@ -195,10 +195,11 @@ def qk_norm_class(
     """
     checks.check_flag(op, "normalize_qk", normalize_qk)
     known = ("RMSNorm", "LayerNorm")
-    if qk_norm_type is not None and qk_norm_type not in known:
+    is_known = isinstance(qk_norm_type, str) and qk_norm_type in known
+    if qk_norm_type is not None and not is_known:
         raise UnknownNameError(
             f"{op}: qk_norm_type = {shown(qk_norm_type)} is not known. "
-            f"{nearest(str(qk_norm_type), known)} None normalizes nothing."
+            f"{nearest(qk_norm_type, known)} None normalizes nothing."
         )
     if qk_norm_type is not None and normalize_qk:
         raise ConfigurationError(
@@ -225,14 +226,27 @@ def check_norm_parallel(op: str, parallel: str | None) -> None:
         )
 
 
-def check_norm_inputs(op: str, num_features: int, inputs: jax.Array) -> None:
-    """Raises an error unless the inputs have the features that a norm expects."""
+def check_norm_inputs(op: str, num_features: int, inputs: jax.Array, norm: Any) -> None:
+    """Raises an error unless the inputs have the features and dtype of a norm.
+
+    `norm` is an object with the norm's `dtype` and `param_dtype`.
+    """
     checks.check_array(op, "inputs", inputs)
     if inputs.shape[-1:] != (num_features,):
         raise ShapeContractError(
             f"{op}: inputs have shape {inputs.shape}, but the norm has {num_features} "
             f"features. Pass [..., tokens, {num_features}]: all features of a token."
         )
+    if norm.dtype is not None:
+        return
+    try:
+        jnp.promote_types(inputs.dtype, norm.param_dtype)
+    except ValueError as error:
+        raise ShapeContractError(
+            f"{op}: inputs are {inputs.dtype}, which has no common dtype with the "
+            f"norm's parameters, {jnp.dtype(norm.param_dtype)}. Convert the inputs, or "
+            "pass dtype=."
+        ) from error
 
 
 # Sizes.

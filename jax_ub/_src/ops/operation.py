@@ -143,13 +143,11 @@ class BasicOperation(Operation):
             object.__setattr__(self, name, channels)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            try:
-                hash(value if field.compare else None)
-            except Exception as error:
+            if field.compare and not checks.is_hashable(value):
                 raise ShapeContractError(
                     f"{self.label}: {field.name} = {shown(value)} is not hashable, but "
                     "operations are keys of JAX's caches. Pass a hashable value."
-                ) from error
+                )
 
     @property
     def basic_ops(self) -> tuple["BasicOperation", ...]:
@@ -341,7 +339,7 @@ def init_parameter(
 def constructor_call(op) -> str:
     """Returns a dataclass's constructor call as text, without default arguments."""
     arguments = [
-        f"{field.name}={getattr(op, field.name)!r}"
+        f"{field.name}={shown(getattr(op, field.name))}"
         for field in dataclasses.fields(op)
         if getattr(op, field.name) != field.default
     ]

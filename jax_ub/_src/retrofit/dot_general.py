@@ -348,7 +348,7 @@ def _check_call(op, lhs, rhs, dimension_numbers):
         is_call = len(lhs_contract) == len(rhs_contract) and len(batch) == 2
         dims = [*lhs_contract, *rhs_contract, *batch[0], *batch[1]]
         is_call = is_call and all(map(is_integer, dims))
-    except (TypeError, ValueError):
+    except Exception:  # iterating over an arbitrary object may raise anything
         is_call = False
     if not is_call:
         raise ShapeContractError(

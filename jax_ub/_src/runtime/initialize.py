@@ -315,8 +315,8 @@ def _participants(mesh):
 def _check_not_initialized(axes):
     if is_ub_initialized(axes):
         raise LifecycleError(
-            f"initialize_ub: axis {axes} is already initialized. Call ub.destroy_ub() "
-            "first, or pass another axis name."
+            f"initialize_ub: axis {shown(axes)} is already initialized. Call "
+            "ub.destroy_ub() first, or pass another axis name."
         )
 
 
@@ -342,7 +342,7 @@ def _agreed_settings(
 ) -> dict[str, str]:
     """Returns the settings, by name, that must be equal in all processes."""
     return {
-        "axis_name": str(axis.axis_name),
+        "axis_name": shown(axis.axis_name),
         "bootstrap_backend": backend or "jax",
         "the version of jax_ub": tuned_tables.version_of("jax_ub"),
         "the version of jax": jax.__version__,

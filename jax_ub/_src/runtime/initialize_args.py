@@ -127,11 +127,8 @@ def read_shape(shape: Any) -> tuple[int, int]:
 
 def read_dtype(dtype: Any) -> np.dtype:
     """Returns the dtype of unquantized operands, which must be f32, bf16 or f16."""
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found not in dtypes.OPERANDS:
+    found = shapes.dtype_of(dtype)
+    if found is None or found not in dtypes.OPERANDS:
         raise ConfigurationError(
             f"initialize_ub: dtype = {shown(dtype)} is not one of "
             f"{dtypes.listed(dtypes.OPERANDS)}. FP8 buffers are a quantization mode: "

@@ -257,7 +257,8 @@ def get(name: str, use_fp8: bool, axis_name: tuple[str, ...] | None) -> Overlap:
     searched = [axis for axis in axes() if axis_name in (None, axis.axis_name)]
     if not searched:
         raise UnknownOverlapError(
-            f"{label}: axis {axis_name} is not initialized. Initialized: {list(_AXES)}."
+            f"{label}: axis {shown(axis_name)} is not initialized. Initialized: "
+            f"{shown(list(_AXES))}."
         )
     found = [
         axis.overlaps[name, mode] for axis in searched if (name, mode) in axis.overlaps
@@ -277,8 +278,8 @@ def _why_missing(name, use_fp8, searched):
     if name in known:
         modes = sorted({mode.name for axis in searched for mode in axis.modes})
         return (
-            f"with use_fp8 = {use_fp8} it does not exist. initialize_ub was called for "
-            f"quantization_modes {modes} only."
+            f"with use_fp8 = {shown(use_fp8)} it does not exist. initialize_ub was "
+            f"called for quantization_modes {modes} only."
         )
     return f"no overlap has this name. {nearest(name, known)}"
 
@@ -324,9 +325,9 @@ def find(
         raise _unknown_layer(label, axis, ub_name, layer)
     if found and axis.tp_size != num_ranks:
         raise UnsupportedOverlapError(
-            f"{label}: axis {axis_name} has {num_ranks} ranks here, but initialize_ub "
-            f"was called for {axis.tp_size}. Use another axis name for the other mesh, "
-            "and initialize that axis too."
+            f"{label}: axis {shown(axis_name)} has {num_ranks} ranks here, but "
+            f"initialize_ub was called for {axis.tp_size}. Use another axis name for "
+            "the other mesh, and initialize that axis too."
         )
     return found
 

@@ -153,7 +153,8 @@ def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
     if repeated is not None:
         scope = lowering_log.replicating(layout.op, repeated)
     with scope:
-        return jax.shard_map(body, in_specs=specs, out_specs=y_spec, **free_axes(mesh))(
+        axes = free_axes(layout.op, mesh)
+        return jax.shard_map(body, in_specs=specs, out_specs=y_spec, **axes)(
             *reshard(mesh, specs, operands)
         )
 

@@ -20,7 +20,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ub._src.errors import UnknownNameError, nearest, shown
+from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub._src.sharding.layout import AnyMesh, ShardingLayout
 
 
@@ -127,12 +127,20 @@ def explicit_axes(mesh: AnyMesh) -> set[str]:
     return {name for name, axis_type in types if axis_type == AxisType.Explicit}
 
 
-def free_axes(mesh: AnyMesh) -> dict[str, Any]:
+def free_axes(op: str, mesh: AnyMesh) -> dict[str, Any]:
     """Returns `jax.shard_map` arguments that make all remaining mesh axes manual.
 
     If the mesh has manual axes, it is the mesh of the enclosing `shard_map`.
+
+    Raises:
+        ShapeContractError: if `jax.set_mesh` has set a mesh of other axes.
     """
     context = jax.sharding.get_abstract_mesh()
+    if not context.empty and context.shape_tuple != mesh.shape_tuple:
+        raise ShapeContractError(
+            f"{op}: mesh = {dict(mesh.shape)} differs from the mesh of jax.set_mesh, "
+            f"{dict(context.shape)}. Leave mesh= out, or set the same mesh."
+        )
     return {
         "mesh": None if mesh == context else mesh,
         "axis_names": set(mesh.axis_names) - set(context.manual_axes),
