@@ -61,6 +61,7 @@ ONCE = [
     ("get_ub", "axis_name", "long string"),
     ("initialize_ub", "axis_name", "a string without a repr"),
     ("dot_general", "dimension_numbers", "{}"),
+    ("dot_general", "dimension_numbers", "a generator"),
     ("trace", "path", "null byte"),
     ("trace", "path", "surrogate"),
     ("command simulate", "--tokens", "9" * 5000),

@@ -346,6 +346,7 @@ def _check_call(op, lhs, rhs, dimension_numbers):
     try:
         (lhs_contract, rhs_contract), batch = dimension_numbers
         is_call = len(lhs_contract) == len(rhs_contract) and len(batch) == 2
+        is_call = is_call and len(batch[0]) == len(batch[1])
         dims = [*lhs_contract, *rhs_contract, *batch[0], *batch[1]]
         is_call = is_call and all(map(is_integer, dims))
     except Exception:  # iterating over an arbitrary object may raise anything
