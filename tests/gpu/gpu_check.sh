@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # The GPU check: one command on a machine with one NVIDIA GPU, without a network, under nine
-# minutes. Builds from source with the packages that are there, runs what needs a GPU, and
-# measures what one GPU can show. Leaves gpu_check.log, *.json and verdicts.txt in $OUT.
+# minutes. Builds from source with the packages that are there, unless prebuild.sh has left
+# binaries in build/prebuilt; runs what needs a GPU, and measures what one GPU can show.
+# Leaves gpu_check.log, *.json and verdicts.txt in $OUT, and the messages of the driver and
+# of cuBLASLt in driver.log and cublaslt.log.
 #
 #   OUT=/tmp/gpu bash tests/gpu/gpu_check.sh
 #
@@ -27,6 +29,7 @@ report=()
 # step SECONDS NAME COMMAND...: runs it, for at most so long and no longer than is left.
 step() {
   local most=$1 name=$2 begin=$SECONDS left=$((limit_s - verdicts_s - SECONDS)) status=ok rc
+  local cut_short=$((left < most))
   shift 2
   printf '\n=== %s\n' "$name"
   if [[ ! $name =~ $only ]]; then
@@ -39,6 +42,9 @@ step() {
     rc=$?
     if ((rc == 77)); then
       status="not run"
+    elif ((rc == 124 && cut_short)); then
+      status="not finished"
+      failed=1
     elif ((rc)); then
       status="FAILED ($rc)"
       failed=1
@@ -65,6 +71,13 @@ PYTHON
 }
 
 build_all() {
+  local prebuilt="$top/build/prebuilt"
+  if [[ -x $prebuilt/gpu_bench ]]; then
+    echo "from $prebuilt"
+    cp "$prebuilt"/jax_ub/*.so "$top/jax_ub/"
+    cp "$prebuilt/gpu_bench" "$build/"
+    return
+  fi
   cmake -S "$top/csrc" -B "$build" -G Ninja -DJAX_UB_CUDA=on -DJAX_UB_TESTS=ON \
     -DPython_EXECUTABLE="$(command -v "$python")" >"$out/cmake.log" 2>&1 ||
     { tail -20 "$out/cmake.log"; return 1; }
@@ -143,6 +156,9 @@ export top out build python PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}"
 export JAX_UB_TIMEOUT_S=20
 # Where JAX finds no GPU it would run on the CPU, and all would be right.
 export JAX_PLATFORMS=cuda
+# The driver's reasons for its errors, and errors of cuBLASLt.
+export CUDA_LOG_FILE="$out/driver.log"
+export CUBLASLT_LOG_LEVEL=1 CUBLASLT_LOG_FILE="$out/cublaslt.log"
 
 main() {
   cd "$top" || exit 1

@@ -7,6 +7,8 @@
 //   copies     messages by the copy engine and by kernels of 4 to 32 thread blocks
 //   beside     a product while its operand is moved, by the copy engine or by kernels that
 //              it leaves multiprocessors to, against the product alone
+//   handshakes signals and waits at the highest priority while GEMMs use all but 0 to 16
+//              multiprocessors
 //   sum        the reduction of P parts against the copy's rate
 //   launch     host time to enqueue a product, a sum, copies, a signal and a wait
 //
@@ -98,6 +100,7 @@ class Bench {
     for (const Layer& layer : kLayers) Chunked(layer);
     Copies();
     Beside();
+    Handshakes();
     MatrixSum();
     Launch();
   }
@@ -341,6 +344,71 @@ class Bench {
       Show("product beside " + names[i] + " over the product, " + layer.name,
            times[1 + i] / times[0]);
     }
+  }
+
+  // Measures the device time of a signal and a wait for it, at the highest stream
+  // priority, while GEMMs leave some multiprocessors free.
+  void Handshakes() {
+    constexpr int kGemms = 8;
+    constexpr int kHandshakes = 32;
+    int least = 0, greatest = 0;
+    Check(driver_, driver_.CtxGetStreamPriorityRange(&least, &greatest),
+          "cuCtxGetStreamPriorityRange");
+    const Stream communication(driver_, greatest);
+    const CUstream stream = communication.get();
+    const int64_t m = 1024, n = 7168, k = 8192;  // a chunk of 70B fc1 at P = 8
+    const DeviceMemory a = Random(2 * m * k), b = Random(2 * k * n);
+    const DeviceMemory c(driver_, 2 * m * n);
+    const GemmProblem chunk = Product(m, n, k, a.get(), b.get(), c.get());
+    for (const int margin : {0, 2, 4, 8, 16}) {
+      const int target = margin == 0 ? 0 : gpu_.num_sms() - margin;
+      std::vector<double> handshakes, gemms, alone;
+      for (int round = 0; round <= kRounds; ++round) {
+        alone.push_back(Once([&] {
+          for (int i = 0; i < kGemms; ++i) Multiply(chunk, 0, target);
+        }));
+        Event begin(driver_, CU_EVENT_DEFAULT);
+        Event end(driver_, CU_EVENT_DEFAULT);
+        gemms.push_back(Once([&] {
+          Multiply(chunk, 0, target);
+          Event running(driver_);
+          Record(running, 0);  // after the first GEMM, so that the rest fills the GPU
+          Check(driver_, driver_.StreamWaitEvent(stream, running.get(), 0),
+                "cuStreamWaitEvent");
+          for (int i = 1; i < kGemms; ++i) Multiply(chunk, 0, target);
+          Check(driver_, driver_.EventRecord(begin.get(), stream), "cuEventRecord");
+          for (int i = 0; i < kHandshakes; ++i) Handshake(stream);
+          Check(driver_, driver_.EventRecord(end.get(), stream), "cuEventRecord");
+        }));
+        Synchronize();
+        float elapsed_ms = 0;
+        Check(driver_, driver_.EventElapsedTime(&elapsed_ms, begin.get(), end.get()),
+              "cuEventElapsedTime");
+        handshakes.push_back(1e3 * elapsed_ms / kHandshakes);
+      }
+      const std::string suffix = ", margin " + std::to_string(margin);
+      Show("signal and wait beside GEMMs" + suffix + ", us", Median(handshakes));
+      Show("GEMMs beside them over the GEMMs alone" + suffix,
+           Median(gemms) / Median(alone));
+      Show("eight GEMMs 1024x7168x8192" + suffix + ", us", Median(alone));
+    }
+  }
+
+  // Enqueues a signal to this rank itself, and a wait for it.
+  void Handshake(CUstream stream) {
+    const CUdeviceptr page = flags_page_.get();
+    const RankWords own{page, page + 128, page + 256, error_.device()};
+    SignalParams signal{};
+    signal.own = own;
+    signal.num_targets = 1;
+    signal.targets[0] = {page + 384, page + 512};
+    WaitParams wait{};
+    wait.own = own;
+    wait.flag = wait.announced = page + 384;
+    wait.ahead = 1;
+    wait.timeout_ns = 1'000'000'000;
+    gpu_.flags().Signal(stream, signal);
+    gpu_.flags().Wait(stream, wait);
   }
 
   // Measures the reduction of GEMM+RS, which sums P bf16 partials in f32.
