@@ -1,4 +1,5 @@
 import collections
+import importlib.metadata
 import json
 
 import jax
@@ -107,6 +108,14 @@ def test_a_run_on_gpus_names_them():
     assert "devices" not in report.describe(about, "7 rounds")
     about["machine"]["device_kind"] = "NVIDIA H200"
     assert "devices NVIDIA H200; " in report.describe(about, "7 rounds")
+
+
+def test_a_source_tree_that_is_not_installed_can_be_measured(monkeypatch):
+    def version(package):
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert report.environment()["versions"]["jax_ub"] == "of a source tree"
 
 
 def test_the_picture_is_a_png(tmp_path):

@@ -72,10 +72,10 @@ PYTHON
 
 build_all() {
   local prebuilt="$top/build/prebuilt"
-  if [[ -x $prebuilt/gpu_bench ]]; then
+  if [[ -d $prebuilt ]]; then
     echo "from $prebuilt"
     cp "$prebuilt"/jax_ub/*.so "$top/jax_ub/"
-    cp "$prebuilt/gpu_bench" "$build/"
+    cp "$prebuilt"/*_bench "$build/"
     return
   fi
   cmake -S "$top/csrc" -B "$build" -G Ninja -DJAX_UB_CUDA=on -DJAX_UB_TESTS=ON \
@@ -83,7 +83,7 @@ build_all() {
     { tail -20 "$out/cmake.log"; return 1; }
   : >"$out/build.log"
   build_target _cpu _cuda && cmake --install "$build" --prefix "$top" >>"$out/build.log" &&
-    build_target gpu_bench
+    build_target gpu_bench loopback_bench
 }
 
 build_target() {
@@ -140,15 +140,15 @@ sanitized() {
 memcheck() { sanitized memcheck --report-api-errors no; }
 racecheck() { sanitized racecheck; }
 
-# cuBLASLt is in the folder where pip installed it, unless XLA has loaded it.
-parts() {
+# benchmark NAME: cuBLASLt is in the folder where pip installed it, unless XLA has loaded it.
+benchmark() {
   local libraries
   libraries=$("$python" -c 'from jax_ub._src.runtime import cuda_engine; print(*cuda_engine.library_paths())')
   # shellcheck disable=SC2086  # one argument for each
-  "$build/gpu_bench" "$out/gpu_bench.json" $libraries
+  "$build/$1" "$out/$1.json" $libraries
 }
 
-export -f ub ranks captured eager multicast sanitized memcheck racecheck parts machine \
+export -f ub ranks captured eager multicast sanitized memcheck racecheck benchmark machine \
   build_all build_target
 export top out build python PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}"
 # A wait that hangs says whom it waited for before its step's time is over. Ranks come to a
@@ -168,7 +168,8 @@ main() {
   step 80 "one process, captured" bash -c 'captured "$python" tests/gpu/local.py'
   step 110 "2 processes on one GPU, captured" bash -c 'captured ranks 2'
   # Figures before what only repeats with more processes: those may be slow.
-  step 60 "the engine's parts" bash -c parts
+  step 60 "the engine's parts" bash -c 'benchmark gpu_bench'
+  step 60 "a rank in loopback" bash -c 'benchmark loopback_bench'
   step 150 "against XLA" bash -c 'ub bench --platform cuda --devices 1 --dtypes bf16 \
     --ops gemm,dgrad_add,wgrad_accumulate --variants nn --shapes 8192x8192x8192 \
     --rounds 9 --json "$out/bench.json"'

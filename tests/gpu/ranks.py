@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
-from jax_ub._src.runtime import cuda_engine
+from jax_ub._src.runtime import communicators, cuda_engine
 
 ROWS, COLUMNS, WHOLE = P("tp"), P(None, "tp"), P()
 DTYPES = ("bfloat16", "float32", "float16")
@@ -40,6 +40,12 @@ def main():
     on_gpu = cuda_engine.is_cuda(jax.local_devices()[0])
     capacity = (given.scale * 16 * mesh.size, 16 * mesh.size)
     ub.initialize_ub(capacity, mesh.size, mesh=mesh)
+    for connection in communicators.connections():
+        # Only communicators of GPUs share their memory in one of several modes.
+        if hasattr(connection.communicator, "how"):
+            say(f"memory is shared by {connection.communicator.how}")
+            for mode, reason in connection.communicator.step_downs:
+                say(f"not by {mode}: {reason}")
     methods = given.methods.split(",") if given.methods else list(METHODS)
     methods += [] if on_gpu or given.methods else ["direct"]
     wrong = []

@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import importlib.metadata
 import pathlib
 import platform
 import re
@@ -15,7 +14,7 @@ import jax
 import numpy as np
 
 from jax_ub._src.lowering_log import Fallback
-from jax_ub._src.runtime import cpu_engine
+from jax_ub._src.runtime import cpu_engine, tuned_tables
 from jax_ub._src.tables import (
     format_bytes,
     format_row,
@@ -240,7 +239,7 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "versions": {
             "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in _PACKAGES},
+            **{name: tuned_tables.version_of(name) for name in _PACKAGES},
         },
         "machine": {
             "processor": _processor(),
