@@ -115,7 +115,8 @@ class KernelOptions:
         num_sm: number of thread blocks of the kernels that send; 0 lets the engine
             choose.
         cga_size: cluster size of the kernels that send; 0 means no clusters.
-        sm_margin: number of multiprocessors that GEMMs leave free.
+        sm_margin: number of multiprocessors that cuBLASLt leaves free when it plans the
+            GEMMs of calls that communicate.
         num_lanes: number of streams for GEMMs, used round-robin.
         gemm_algorithm: index of the algorithm among those that cuBLASLt proposes for a
             GEMM, 0 (its first choice) to 7. The last one is used if there are fewer.
@@ -129,7 +130,7 @@ class KernelOptions:
     use_ce: bool = True
     num_sm: int = 0
     cga_size: int = 0
-    sm_margin: int = 0
+    sm_margin: int = 4
     num_lanes: int = 2
     gemm_algorithm: int = 0
     comm_priority: int = 0

@@ -331,13 +331,13 @@ def test_configurations_act(engine):
         "qkv_fprop": {
             "method": "ring_exchange",
             "use_ce": False,
-            "num_sm": 4,
+            "num_sm": 6,
             "cga_size": 2,
             "set_sm_margin": True,
             "comm_priority": -2,
             "gemm_priority": -1,
         },
-        "fc1_fprop": {"method": "pipeline", "num_splits": 3, "set_sm_margin": True},
+        "fc1_fprop": {"method": "pipeline", "num_splits": 3, "set_sm_margin": False},
         "mine": {"method": "pipeline", "comm_type": "AG", "use_ce": False, "num_sm": 8},
     }
     ub.initialize_ub((8, 8), 2, mesh=mesh, ub_cfgs=cfgs)
@@ -346,9 +346,9 @@ def test_configurations_act(engine):
     for name, value in {
         "method": Method.RING_EXCHANGE.code,
         "use_ce": 0,
-        "num_sm": 4,
+        "num_sm": 6,
         "cga_size": 2,
-        "sm_margin": 4,
+        "sm_margin": 6,
         "comm_priority": -2,
         "gemm_priority": -1,
     }.items():
@@ -356,7 +356,7 @@ def test_configurations_act(engine):
     _, call = the_call(cuda_text(column(mesh, ub_name="fc1"), *operands))
     assert attribute(call, "num_splits") == 3
     # With copy engines, GEMMs leave room for the kernels that wait, signal and sum.
-    assert (attribute(call, "use_ce"), attribute(call, "sm_margin")) == (1, 2)
+    assert (attribute(call, "use_ce"), attribute(call, "sm_margin")) == (1, 4)
     _, call = the_call(cuda_text(column(mesh, ub_name="mine"), *operands))
     assert (attribute(call, "use_ce"), attribute(call, "num_sm")) == (0, 8)
 

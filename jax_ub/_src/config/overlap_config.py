@@ -28,10 +28,6 @@ HIGHEST_PRIORITY, LOWEST_PRIORITY = -5, 0
 # Limit of `num_splits`. With 16 ranks, more splits would need more slots than a
 # communicator has.
 _MOST_SPLITS = 128
-# The number of multiprocessors that GEMMs leave free when copy engines send the data.
-# The kernels that wait, signal and sum still need some; if a GEMM occupied all
-# multiprocessors, they would start only after it.
-_MARGIN_WITH_COPY_ENGINES = 2
 
 
 class UserBufferQuantizationMode(enum.Enum):
@@ -84,10 +80,12 @@ class OverlapConfig(Mapping):
         """Returns the options of the overlap's schedule and GPU kernels.
 
         `num_sm` and `cga_size` describe the kernels that send, so they have no effect
-        with copy engines. `set_sm_margin` then only leaves room for the small kernels
-        that wait, signal and sum.
+        with copy engines. GEMMs then leave the default number of multiprocessors free,
+        for the small kernels that wait, signal and sum.
         """
-        margin = _MARGIN_WITH_COPY_ENGINES if self.use_ce else self.num_sm
+        margin = KernelOptions.sm_margin
+        if self.set_sm_margin and not self.use_ce:
+            margin = self.num_sm
         variant = Variant.PLAIN
         if self.aggregate:
             variant = Variant.AGGREGATE
@@ -97,7 +95,7 @@ class OverlapConfig(Mapping):
             use_ce=self.use_ce,
             num_sm=self.num_sm,
             cga_size=self.cga_size,
-            sm_margin=margin if self.set_sm_margin else 0,
+            sm_margin=margin,
             comm_priority=self.comm_priority,
             gemm_priority=self.gemm_priority,
             variant=variant,

@@ -195,7 +195,7 @@ _XLA = MethodChoice(Method.XLA)
 _NUM_SPLITS = (1, 2, 4)
 _STREAMS_AND_MARGINS = [
     KernelOptions(num_lanes=num_lanes, sm_margin=margin)
-    for num_lanes, margin in itertools.product((2, 1, 3), (0, 2))
+    for num_lanes, margin in itertools.product((2, 1, 3), (4, 0))
 ]
 _ALGORITHMS = [KernelOptions(gemm_algorithm=number) for number in (1, 2, 3)]
 # With these options, kernels on the multiprocessors that GEMMs leave free send the
@@ -270,7 +270,7 @@ def _of_column_gradients(is_cuda, dgrad):
     separate = MethodChoice(Method.RING_EXCHANGE if is_cuda else Method.DIRECT)
     options = [KernelOptions()]
     if is_cuda:
-        options += [KernelOptions(sm_margin=2), *_ALGORITHMS, *_KERNELS]
+        options += [KernelOptions(sm_margin=0), *_ALGORITHMS, *_KERNELS]
     choices = [*_with_options(Method.BULK, options), separate, dgrad or separate, _XLA]
     return list(dict.fromkeys(choices))
 

@@ -122,7 +122,8 @@ TEST(KernelsSendWhereCopyEnginesAreNotToBeUsed) {
 }
 
 TEST(ProductsLeaveMultiprocessorsFree) {
-  CHECK(Run({}).sm_targets.empty());
+  CHECK(Run({}).sm_targets == std::set{128});
+  CHECK(Run({{"sm_margin", 0}}).sm_targets.empty());
   CHECK(Run({{"sm_margin", 32}}).sm_targets == std::set{100});
 }
 
