@@ -38,18 +38,21 @@ bool IsEngineThread() {
   return known == 1;
 }
 
-void FailIfItsTurn() {
-  if (num_left.load() < 0) return;
-  if (!IsEngineThread() && !(is_submitting && counts_submitting)) return;
-  if (num_left.fetch_sub(1) == 0) throw std::bad_alloc();
+bool ShouldFail() {
+  if (num_left.load() < 0) return false;
+  if (!IsEngineThread() && !(is_submitting && counts_submitting)) return false;
+  return num_left.fetch_sub(1) == 0;
 }
 
 }  // namespace
 
-// noinline, because gcc 12 otherwise reports a mismatch of malloc and free.
+// noinline, because gcc 12 otherwise reports a mismatch of malloc and free. All forms of
+// new that the engine uses are replaced: AddressSanitizer's own would not match delete.
+[[gnu::noinline]] void* operator new(size_t size, const std::nothrow_t&) noexcept {
+  return ShouldFail() ? nullptr : std::malloc(size);
+}
 [[gnu::noinline]] void* operator new(size_t size) {
-  FailIfItsTurn();
-  void* const memory = std::malloc(size);
+  void* const memory = operator new(size, std::nothrow);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
