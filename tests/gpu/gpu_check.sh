@@ -148,8 +148,20 @@ benchmark() {
   "$build/$1" "$out/$1.json" $libraries
 }
 
+# against_xla NAME: calls of one GPU and XLA's, into NAME.json.
+against_xla() {
+  ub bench --platform cuda --devices 1 --dtypes bf16 --ops gemm,dgrad_add,wgrad_accumulate \
+    --variants nn --shapes 8192x8192x8192 --rounds 9 --json "$out/$1.json"
+}
+
+# The same with the algorithms of cuBLASLt that tune measured as the fastest.
+tuned_against_xla() {
+  ub tune --platform cuda --tp 1 --shapes 8192x8192x8192 --output "$out/choices.json" &&
+    JAX_UB_TUNED="$out/choices.json" against_xla tuned
+}
+
 export -f ub ranks captured eager multicast sanitized memcheck racecheck benchmark machine \
-  build_all build_target
+  build_all build_target against_xla tuned_against_xla
 export top out build python PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}"
 # A wait that hangs says whom it waited for before its step's time is over. Ranks come to a
 # call within seconds of each other: they compile the same programs.
@@ -170,9 +182,8 @@ main() {
   # Figures before what only repeats with more processes: those may be slow.
   step 60 "the engine's parts" bash -c 'benchmark gpu_bench'
   step 60 "a rank in loopback" bash -c 'benchmark loopback_bench'
-  step 150 "against XLA" bash -c 'ub bench --platform cuda --devices 1 --dtypes bf16 \
-    --ops gemm,dgrad_add,wgrad_accumulate --variants nn --shapes 8192x8192x8192 \
-    --rounds 9 --json "$out/bench.json"'
+  step 150 "against XLA" bash -c 'against_xla bench'
+  step 150 "against XLA, tuned" bash -c tuned_against_xla
   step 70 "2 processes on one GPU, eager" bash -c 'eager ranks 2 --rounds 1 --dtypes 1'
   step 90 "4 processes on one GPU, captured" bash -c 'captured ranks 4 --rounds 1 --dtypes 1'
   step 110 "8 processes on one GPU, captured" bash -c 'captured ranks 8 --rounds 1 \

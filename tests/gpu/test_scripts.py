@@ -81,6 +81,8 @@ def figures(tmp_path):
     ]
     found = {"results": results, "fallbacks": []}
     (tmp_path / "bench.json").write_text(json.dumps(found))
+    results[1]["speedups"]["xla_best"]["median"] = 1.01
+    (tmp_path / "tuned.json").write_text(json.dumps(found))
     return tmp_path
 
 
@@ -99,6 +101,7 @@ def test_every_claim_gets_a_verdict(figures):
     assert "MISSED  sum: 0.500 (goal 0.85)" in lines
     assert "holds   a plain product over XLA's, 8192 cubed: 0.990 (goal 0.97)" in lines
     assert "MISSED  dgrad_add over XLA's best: 0.990 (goal 1.0)" in lines
+    assert "holds   dgrad_add over XLA's best, tuned: 1.010 (goal 1.0)" in lines
     assert "holds   dgrad_add, share of the plain product: 0.970 (goal 0.95)" in lines
     assert any(line.startswith("open    wgrad_accumulate") for line in lines)
     assert "holds   host time of dgrad_add: 3.20 us (goal 10.0)" in lines
@@ -107,9 +110,10 @@ def test_every_claim_gets_a_verdict(figures):
 
 
 def test_xla_in_place_of_the_engine_is_no_verdict(figures):
-    found = json.loads((figures / "bench.json").read_text())
-    found["fallbacks"] = [{"label": "bench nn", "reason": "no driver"}]
-    (figures / "bench.json").write_text(json.dumps(found))
+    for name in ("bench", "tuned"):
+        found = json.loads((figures / f"{name}.json").read_text())
+        found["fallbacks"] = [{"label": "bench nn", "reason": "no driver"}]
+        (figures / f"{name}.json").write_text(json.dumps(found))
     lines = run(sys.executable, HERE / "verdicts.py", figures).stdout.splitlines()
     assert "open    against XLA: plain jax.lax: no driver" in lines
     assert not any("XLA's" in line for line in lines)
@@ -117,7 +121,7 @@ def test_xla_in_place_of_the_engine_is_no_verdict(figures):
 
 def test_claims_without_figures_are_open(tmp_path):
     lines = run(sys.executable, HERE / "verdicts.py", tmp_path).stdout.splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 8
     assert all(line.startswith("open ") for line in lines)
 
 

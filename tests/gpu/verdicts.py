@@ -25,6 +25,7 @@ NOT_OF_RESULTS = (
     "the engine's parts",
     "a rank in loopback",
     "against XLA",
+    "against XLA, tuned",
 )
 
 
@@ -32,7 +33,8 @@ def main(folder):
     lines = [
         *results_are_right(folder),
         *parts(folder),
-        *against_xla(folder),
+        *against_xla(folder, "bench"),
+        *against_xla(folder, "tuned"),
         *host_time(folder),
     ]
     text = "\n".join(lines) + "\n"
@@ -61,25 +63,27 @@ def parts(folder):
         yield line(one["holds"], f"{one['claim']}: {one['value']:.3f}", one["limit"])
 
 
-def against_xla(folder):
-    found = read(folder / "bench.json")
+def against_xla(folder, name):
+    found = read(folder / f"{name}.json")
+    suffix = "" if name == "bench" else f", {name}"
     results = (
         {} if found is None else {(r["op"], r["variant"]): r for r in found["results"]}
     )
     if found is not None and found["fallbacks"]:
         # A ratio of XLA to XLA is not a figure of jax_ub.
-        yield f"open    against XLA: plain jax.lax: {found['fallbacks'][0]['reason']}"
+        reason = found["fallbacks"][0]["reason"]
+        yield f"open    against XLA{suffix}: plain jax.lax: {reason}"
         return
     for key, (claim, limit) in AGAINST_XLA.items():
         result = results.get(key)
         if result is None:
-            yield f"open    {claim}: the bench left no figure"
+            yield f"open    {claim}{suffix}: the bench left no figure"
             continue
         ratio = result["speedups"]["xla_best"]["median"]
-        yield line(ratio >= limit, f"{claim}: {ratio:.3f}", limit)
+        yield line(ratio >= limit, f"{claim}{suffix}: {ratio:.3f}", limit)
         if "plain_gemm" in result["shares"]:
             share = result["shares"]["plain_gemm"]["median"]
-            text = f"{key[0]}, share of the plain product: {share:.3f}"
+            text = f"{key[0]}{suffix}, share of the plain product: {share:.3f}"
             yield line(share >= OVER_PLAIN, text, OVER_PLAIN)
 
 

@@ -41,6 +41,13 @@ def test_fastest_candidate_of_each_case_is_stored(tmp_path, capsys):
         assert f" {choice}: " in text
 
 
+def test_one_rank_has_nothing_to_tune_on_cpus(tmp_path, capsys):
+    path = tmp_path / "tuned.json"
+    assert tune(str(path), "--tp", "2,1", "--shapes", "32x48x80") == 2
+    assert "tune: --tp 1 tunes the GEMMs of one GPU" in capsys.readouterr().err
+    assert not path.exists()
+
+
 def test_row_linear_after_the_column_linear_is_tuned(tmp_path):
     path = str(tmp_path / "tuned.json")
     tune(path, "--shapes", "32x48x80", "--dtypes", "f32")

@@ -35,13 +35,14 @@ def cases(
     sizes: a row linear's dgrad is an AG+GEMM with the sizes of the column linear's
     forward pass. The two gradients of a column linear together are a separate case,
     with the sizes of its forward pass. On GPUs, GEMMs without communication are cases,
-    too, because they have algorithms to choose from.
+    too, because they have algorithms to choose from. One rank has no other cases.
     """
-    row = shape.row
-    yield TunedKey("all_gather_matmul", num_ranks, shape.M, shape.K, shape.N, dtype)
-    yield TunedKey("matmul_reduce_scatter", num_ranks, row.M, row.K, row.N, dtype)
-    yield TunedKey("matmul_all_reduce", num_ranks, row.M, row.K, row.N, dtype)
-    yield TunedKey(COLUMN_GRADIENTS, num_ranks, shape.M, shape.K, shape.N, dtype)
+    if num_ranks > 1:
+        row = shape.row
+        yield TunedKey("all_gather_matmul", num_ranks, shape.M, shape.K, shape.N, dtype)
+        yield TunedKey("matmul_reduce_scatter", num_ranks, row.M, row.K, row.N, dtype)
+        yield TunedKey("matmul_all_reduce", num_ranks, row.M, row.K, row.N, dtype)
+        yield TunedKey(COLUMN_GRADIENTS, num_ranks, shape.M, shape.K, shape.N, dtype)
     if is_cuda:
         local_N = shape.N // num_ranks
         yield from _local_cases(shape.M, shape.K, local_N, dtype)
@@ -197,7 +198,10 @@ _STREAMS_AND_MARGINS = [
     KernelOptions(num_lanes=num_lanes, sm_margin=margin)
     for num_lanes, margin in itertools.product((2, 1, 3), (4, 0))
 ]
-_ALGORITHMS = [KernelOptions(gemm_algorithm=number) for number in (1, 2, 3)]
+# The engine asks cuBLASLt for eight algorithms and uses the first by default. Calls
+# that communicate have many other candidates, so fewer algorithms are tried for them.
+_ALGORITHMS = [KernelOptions(gemm_algorithm=number) for number in range(1, 8)]
+_FIRST_ALGORITHMS = _ALGORITHMS[:3]
 # With these options, kernels on the multiprocessors that GEMMs leave free send the
 # data. A few thread blocks suffice for small messages.
 _KERNELS = [
@@ -243,7 +247,7 @@ def candidates(
         and choice.kernel_options.variant is not Variant.OVERLAP_FIRST_GEMM
     ]
     tuned = [
-        *itertools.product([*_STREAMS_AND_MARGINS, *_ALGORITHMS], choices),
+        *itertools.product([*_STREAMS_AND_MARGINS, *_FIRST_ALGORITHMS], choices),
         *itertools.product(_KERNELS, unsplit),
     ]
     return [*itertools.starmap(_merge, tuned), _XLA]
@@ -270,7 +274,7 @@ def _of_column_gradients(is_cuda, dgrad):
     separate = MethodChoice(Method.RING_EXCHANGE if is_cuda else Method.DIRECT)
     options = [KernelOptions()]
     if is_cuda:
-        options += [KernelOptions(sm_margin=0), *_ALGORITHMS, *_KERNELS]
+        options += [KernelOptions(sm_margin=0), *_FIRST_ALGORITHMS, *_KERNELS]
     choices = [*_with_options(Method.BULK, options), separate, dgrad or separate, _XLA]
     return list(dict.fromkeys(choices))
 

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tp",
         type=list_of(count),
         default=(2,),
-        help="numbers of ranks P, such as 2,4 (default: 2)",
+        help="numbers of ranks P, such as 2,4 (default: 2); 1 tunes the GEMMs of a GPU",
     )
     parser.add_argument(
         "--dtypes",
@@ -89,7 +89,7 @@ def command(given: argparse.Namespace) -> int:
     shapes = _shapes(given)
     for shape, num_ranks in itertools.product(shapes, given.tp):
         check_divides("tune", shape, num_ranks, "--tp")
-    is_cuda = _start(given.platform, max(given.tp))
+    is_cuda = _start(given.platform, given.tp)
     here = environment()
     tunings = tuned_file.read(given.output) if given.output.exists() else {}
     found = tunings.setdefault(here, {})
@@ -155,18 +155,22 @@ def _shapes(given) -> Sequence[Shape]:
     ]
 
 
-def _start(wanted, num_devices) -> bool:
-    """Starts JAX's backend with `num_devices` devices; returns whether it has GPUs."""
+def _start(wanted, tp) -> bool:
+    """Starts JAX's backend with max(tp) devices; returns whether it has GPUs."""
+    num_devices = max(tp)
     devices.start("tune", num_devices, wanted)
-    if wanted == "cpu":
-        return False
-    num_found = len(cuda_engine.local_devices())
+    num_found = 0 if wanted == "cpu" else len(cuda_engine.local_devices())
     if num_found >= num_devices:
         return True
     if wanted == "cuda" or num_found:
         raise UnsupportedOverlapError(
             f"tune: jax has {num_found} CUDA devices here, and P = {num_devices} was "
             "asked for. Take a smaller --tp, or --platform cpu."
+        )
+    if 1 in tp:
+        raise UnsupportedOverlapError(
+            "tune: --tp 1 tunes the GEMMs of one GPU. CPUs have nothing to tune "
+            "for one rank. Use --tp 2 or more."
         )
     return False
 
