@@ -54,10 +54,12 @@ def test_bazel_finds_every_source_but_those_of_cuda():
     assert found == {path for path in sources if not is_cuda(path)}
 
 
-def test_bazel_and_the_package_have_one_version():
+def test_bazel_the_citation_and_the_package_have_one_version():
     project = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]
     module = (TOP / ".bazel/workspace/MODULE.bazel").read_text()
     assert f'version = "{project["version"]}"' in module.partition(")")[0]
+    citation = (TOP / ".github/CITATION.cff").read_text()
+    assert f"version: {project['version']}\n" in citation
 
 
 def test_a_kernel_includes_c_headers_and_intrinsics_only():

@@ -13,7 +13,12 @@ import jax_ub
 TOP = pathlib.Path(__file__).parents[1]
 README = (TOP / "README.md").read_text()
 FUNCTIONS = (TOP / "docs/functions.md").read_text()
-PAGES = [TOP / "README.md", TOP / "CHANGELOG.md", *sorted(TOP.glob("docs/**/*.md"))]
+PAGES = [
+    TOP / "README.md",
+    TOP / "CHANGELOG.md",
+    *sorted(TOP.glob(".github/*.md")),
+    *sorted(TOP.glob("docs/**/*.md")),
+]
 
 
 def blocks(mark):
