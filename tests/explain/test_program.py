@@ -299,6 +299,20 @@ def test_flax_step_is_explained_before_and_after_it_runs():
             step(model, x)
 
 
+def test_an_update_of_a_model_in_place_includes_the_backward_pass():
+    @nnx.jit
+    def step(model, x):
+        value, gradients = nnx.value_and_grad(lambda m, x: m(x).sum())(model, x)
+        nnx.update(model, jax.tree.map(jnp.subtract, nnx.state(model), gradients))
+        return value
+
+    with jax.set_mesh(jax.make_mesh((NUM_RANKS,), ("tp",))):
+        model = nnx.List([nnx.Linear(16, 32, rngs=nnx.Rngs(0))])
+        layer = ub.overlap(model, {"0": "column"})[0]
+        found = ub.explain(step, layer, jnp.ones((8, 16)))
+    assert [row.op for row in found.rows] == ["all_gather_matmul", "wgrad"]
+
+
 def test_unknown_hardware_is_an_error_without_calls_too():
     with pytest.raises(ub.errors.UnknownNameError, match="Did you mean 'h100'"):
         ub.explain(jnp.sin, jnp.ones(2), hardware="h1000")

@@ -88,17 +88,25 @@ def _as_new_function(fn, args, kwargs):
     them as static.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+    is_array = [_is_array(leaf) for leaf in leaves]
 
     def program(*arrays):
         given = iter(arrays)
         pairs = zip(leaves, is_array, strict=True)
         filled = [next(given) if traced else leaf for leaf, traced in pairs]
         args, kwargs = jax.tree.unflatten(tree, filled)
-        return fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
+        # nnx functions update their arguments in place. JAX would remove the
+        # computation of new values that are not returned.
+        updated = [x for x in jax.tree.leaves((args, kwargs)) if _is_array(x)]
+        return result, updated
 
     program.__name__ = getattr(fn, "__name__", program.__name__)
     return jax.jit(program), list(itertools.compress(leaves, is_array))
+
+
+def _is_array(leaf):
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def table_of(
