@@ -74,8 +74,6 @@ def test_links_and_paths_exist(page):
 
 def test_names_on_the_page_for_transformer_engine_exist():
     text = (TOP / "docs/transformer_engine.md").read_text()
-    program = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, cwd=TOP)
     rows = re.findall(r"^\|.*\| (.*) \|$", text, re.MULTILINE)
     names = re.findall(r"`((?:ub|ops|jax_ub)\.[\w.]+)[`(]", "\n".join(rows))
     assert len(names) > 15

@@ -1,0 +1,117 @@
+"""The documentation site: `sphinx-build -W docs build/site` writes it to build/site."""
+
+import importlib
+import inspect
+import pathlib
+import posixpath
+import re
+import tomllib
+
+from docutils import nodes
+from pygments.lexers.special import TextLexer
+from sphinx.util import logging
+
+project = "jax_ub"
+release = version = tomllib.loads(
+    (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text()
+)["project"]["version"]
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4
+
+# Docstrings quote code with single backticks.
+default_role = "code"
+autodoc_default_options = {"members": True, "special-members": "__call__"}
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+napoleon_use_ivar = True
+napoleon_attr_annotations = False
+toc_object_entries_show_parents = "hide"
+
+html_theme = "sphinx_book_theme"
+html_title = "jax_ub"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_copyright = False
+html_theme_options = {
+    "navbar_persistent": [],  # the sidebar has a search field
+    "show_navbar_depth": 1,
+    "use_download_button": False,
+}
+
+PUBLIC_MODULES = [
+    "jax_ub",
+    "jax_ub.errors",
+    "jax_ub.flax",
+    "jax_ub.flax.linen",
+    "jax_ub.fp8",
+    "jax_ub.ops",
+    "jax_ub.ops.fused",
+    "jax_ub.overlap_config",
+]
+
+
+def markdown_to_rst(app, what, name, obj, options, lines):
+    """Converts the tables and indented code of a docstring, in place."""
+    text = "\n".join(lines)
+    text = re.sub(r"(?m)^(?:\|.*(?:\n|$))+", lambda found: list_table(found[0]), text)
+    text = re.sub(r"(?m)^(\S.*\n\n)(?= {4}\S)", r"\1.. code-block:: python\n\n", text)
+    text = re.sub(
+        r"(`[^`]+`)(\w)?", lambda found: "\\ ".join(filter(None, found.groups())), text
+    )
+    lines[:] = text.split("\n")
+
+
+def list_table(table):
+    """Returns the directive for a table of Markdown."""
+    lines = [".. list-table::", "   :header-rows: 1", ""]
+    head, _, *body = table.strip().split("\n")
+    for row in [head, *body]:
+        first, *others = (cell.strip() for cell in row.strip("|").split("|"))
+        lines += [f"   * - {first}", *(f"     - {cell}" for cell in others)]
+    return "\n".join([*lines, ""])
+
+
+def check_that_every_public_name_is_documented(app, env):
+    """Warns about public names that no page of the API reference has."""
+    public = {
+        f"{module}.{name}": getattr(importlib.import_module(module), name)
+        for module in PUBLIC_MODULES
+        for name in importlib.import_module(module).__all__
+    }
+    objects = env.get_domain("py").objects
+    documented = {id(value) for name, value in public.items() if name in objects}
+    for name, value in public.items():
+        if id(value) not in documented and not inspect.ismodule(value):
+            logging.getLogger(__name__).warning("docs/api lacks %s", name)
+
+
+def title_links(app, doctree, docname):
+    """Replaces the text of links such as [flax.md](flax.md#fsdp) by the title there."""
+    for link in doctree.findall(nodes.reference):
+        target, _, anchor = link.get("refuri", "").partition("#")
+        if not link.get("internal") or not link.astext().endswith(".md"):
+            continue
+        page = posixpath.join(posixpath.dirname(docname), target) if target else docname
+        page = posixpath.normpath(page).removesuffix(".html")
+        titles = {"": app.env.titles[page].astext()} | {
+            entry["anchorname"].removeprefix("#"): entry.astext()
+            for entry in app.env.tocs[page].findall(nodes.reference)
+        }
+        link.children = [nodes.Text(titles.get(anchor, titles[""]))]
+
+
+def setup(app):
+    """Connects the functions above, and shows diagrams as their source."""
+    app.connect("doctree-resolved", title_links)
+    app.connect("autodoc-process-docstring", markdown_to_rst, priority=400)
+    app.connect("env-check-consistency", check_that_every_public_name_is_documented)
+    app.add_lexer("mermaid", TextLexer)
