@@ -68,5 +68,15 @@ def test_a_record_is_whole_when_its_code_is_seen(kernels):
 
 def test_all_lanes_have_read_the_epoch_before_one_raises_it(kernels):
     found = kernels["jax_ub_end"]
+    assert found.index("bar.warp.sync") < found.index("bar.sync")
+    # The only later load is of `failed`, by all threads of the block.
+    acquire = "ld.acquire.sys.global.u64"
+    assert found[found.index("bar.warp.sync") :].count(acquire) == 1
+    assert found[found.index("bar.sync") :].count(acquire) == 1
+
+
+def test_a_wait_sends_its_signals_before_it_polls(kernels):
+    found = kernels["jax_ub_wait"]
     barrier = found.index("bar.warp.sync")
-    assert found[barrier:].count("ld.acquire.sys.global.u64") == 0
+    assert "st.release.sys.global.u64" in found[:barrier]
+    assert "st.relaxed.sys.global.u64" in found[:barrier]

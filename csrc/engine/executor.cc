@@ -58,11 +58,18 @@ class ScheduleRun {
   }
 
   void Run() {
-    for (const Step& step : schedule_.steps) {
+    const std::vector<Step>& steps = schedule_.steps;
+    for (size_t i = 0; i < steps.size(); ++i) {
       // The concurrent GEMMs run before the first wait, when everything that can be
       // sent immediately has been enqueued.
-      if (step.kind == StepKind::kWait) RunConcurrentGemms();
-      Take(step);
+      if (steps[i].kind == StepKind::kWait) RunConcurrentGemms();
+      if (steps[i].kind == StepKind::kWait && device_.enqueues()) {
+        const size_t count = CountSteps(steps, i, StepKind::kWait);
+        WaitAll({&steps[i], count});
+        i += count - 1;
+      } else {
+        Take(steps[i]);
+      }
     }
     RunConcurrentGemms();
     for (Lane lane = 1; lane < static_cast<Lane>(readers_.size()); ++lane) {
@@ -103,11 +110,12 @@ class ScheduleRun {
       case StepKind::kPublish:
         return transport_.Signal(step.peer, step.slot);
       case StepKind::kWait:
-        return Wait(step, reason);
+        transport_.Wait(step.peer, step.slot, reason);
+        return Receive(step, {});
       case StepKind::kRelease:
         return transport_.Release(step.slot);
       case StepKind::kWaitFree:
-        return transport_.WaitFree(step.peer, step.slot, reason);
+        return WaitFree(step, reason);
     }
   }
 
@@ -128,18 +136,34 @@ class ScheduleRun {
     return produced_[IndexOf(payload, chunk, split)];
   }
 
-  void Wait(const Step& step, const WaitReason& reason) {
-    transport_.Wait(step.peer, step.slot, reason);
+  // Waits for the puts of consecutive steps at once.
+  void WaitAll(std::span<const Step> steps) {
+    transport_.WaitAll(SlotsOf(steps), {at_.label, steps[0].chunk, timeout_s_});
+    // A sum of partial sums waits for all of them at once, and copies of operands run
+    // on the communication lane.
+    const bool is_awaited = steps[0].payload == Payload::kSum ||
+                            (schedule_.collective == CollectiveKind::kAllGatherMatmul &&
+                             schedule_.method != Method::kExternal);
+    Dependency arrival;
+    if (is_awaited) arrival = lanes_.Record(kCommunicationLane);
+    for (const Step& step : steps) Receive(step, arrival);
+  }
+
+  void Receive(const Step& step, Dependency arrival) {
     const bool partial = step.payload == Payload::kPartial;
-    ReceivedSplit& received =
-        ReceivedOf(step.payload, partial ? step.peer : step.chunk, step.split);
-    received.slot = step.slot;
-    // Only GEMMs of single splits wait for this event: a sum waits for all partial sums
-    // at once, and copies run on the communication lane.
-    if (schedule_.collective == CollectiveKind::kAllGatherMatmul &&
-        schedule_.method != Method::kExternal) {
-      received.arrival = lanes_.Record(kCommunicationLane);
-    }
+    ReceivedOf(step.payload, partial ? step.peer : step.chunk, step.split) = {step.slot,
+                                                                              arrival};
+  }
+
+  // Before the first put, a device that enqueues waits for all peers that the schedule
+  // writes to. The call cannot end before all peers have begun it, so this delays only
+  // ranks that would wait later.
+  void WaitFree(const Step& step, const WaitReason& reason) {
+    if (!device_.enqueues()) return transport_.WaitFree(step.peer, step.slot, reason);
+    if (is_free_) return;
+    is_free_ = true;
+    transport_.WaitAllFree(
+        SlotsOf(FirstOfEachPeer(schedule_.steps, StepKind::kWaitFree)), reason);
   }
 
   RowRange RowsOfChunk(int chunk, int split) const {
@@ -182,12 +206,19 @@ class ScheduleRun {
     transport_.Signal(step.peer, step.slot);
   }
 
+  // Copies sums on a GEMM lane, because the communication lane is about to put more.
   void CopySplit(const Step& step) {
     if (communicated_.gathered.data == nullptr) return;
+    if (step.payload != Payload::kSum) return CopySplit(kCommunicationLane, step);
+    const Lane lane = lanes_.NextProduct();
+    lanes_.Await(lane, ReceivedOf(step.payload, step.chunk, step.split).arrival);
+    CopySplit(lane, step);
+    readers_[lane] = {true, {}};
+  }
+  void CopySplit(Lane lane, const Step& step) {
     const Rows from = Source(step).rows();
     const Rows to = SliceOf(communicated_.gathered, step).rows();
-    device_.Copy(kCommunicationLane, from, const_cast<std::byte*>(to.data),
-                 to.stride_bytes);
+    device_.Copy(lane, from, const_cast<std::byte*>(to.data), to.stride_bytes);
   }
 
   void Multiply(const Step& step) {
@@ -210,7 +241,6 @@ class ScheduleRun {
     Dependency arrival;  // arrival of the last split
     for (int i = 0; i < step.num_chunks; ++i) {
       const Step one = ChunkOf(step, i);
-      CopySplit(one);
       slices.push_back(Source(one));
       const ReceivedSplit& received = ReceivedOf(one.payload, one.chunk, one.split);
       if (received.arrival.index > arrival.index) arrival = received.arrival;
@@ -220,6 +250,8 @@ class ScheduleRun {
       readers_[lane] = {true, {}};
     }
     Compute(lane, GatherProducts(at_, call_, slices, RowsOfChunk(step).begin), step);
+    if (communicated_.gathered.data == nullptr) return;
+    for (int i = 0; i < step.num_chunks; ++i) CopySplit(lane, ChunkOf(step, i));
   }
 
   void MultiplyPartial(Lane lane, const Step& step) {
@@ -299,6 +331,7 @@ class ScheduleRun {
   std::vector<ReceivedSplit> received_;
   std::vector<Dependency> produced_;    // [payload][chunk][split]
   std::vector<LaneSlotReads> readers_;  // [lane]
+  bool is_free_ = false;                // whether the call may write to its peers
   Tensor partial_;
 };
 
@@ -323,6 +356,12 @@ void RunLocalGemms(const CallAttributes& at,
 }
 
 }  // namespace
+
+std::vector<PeerSlot> SlotsOf(std::span<const Step> steps) {
+  std::vector<PeerSlot> slots;
+  for (const Step& step : steps) slots.push_back({step.peer, step.slot, step.chunk});
+  return slots;
+}
 
 bool UsesSlots(const CallAttributes& at) {
   return at.method != Method::kDirect && !IsLocalCall(at);

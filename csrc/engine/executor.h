@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
+#include <vector>
 
 #include "engine/call.h"
 #include "engine/device.h"
@@ -16,6 +18,9 @@ namespace jax_ub {
 // Returns whether the call sends data through slots: false for local calls and for the
 // method direct.
 bool UsesSlots(const CallAttributes& attributes);
+
+// Returns the slots of steps that wait.
+std::vector<PeerSlot> SlotsOf(std::span<const Step> steps);
 
 // Executes the rank's schedule. The calling thread must be allowed to block, because
 // the transport may. On a device that does not enqueue, the GEMMs of bulk ops are

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "schedule/builder.h"
 
 namespace jax_ub {
@@ -15,57 +17,64 @@ namespace {
 //   rank 3       3     2     1     0
 //   sent to r+1  r    r-1   r-2    -
 //   from slot    -     0     1     2
-void AppendRing(ScheduleBuilder& builder,
-                Payload payload,
-                StepKind consume,
-                bool consume_own) {
+void AppendRing(ScheduleBuilder& builder, StepKind consume) {
   const int num_ranks = builder.num_ranks();
   const int next = builder.Ahead(1);
   const auto pass_on = [&](int distance) {
     if (distance == num_ranks - 1) return;
-    builder.Send(StepKind::kPut, payload, builder.Behind(distance), 0, next,
+    builder.Send(StepKind::kPut, Payload::kOperand, builder.Behind(distance), 0, next,
                  builder.SlotOf(distance + 1, 0));
   };
   pass_on(0);
-  if (consume_own) builder.Add(consume, payload, builder.rank(), 0);
+  builder.Add(consume, Payload::kOperand, builder.rank(), 0);
   for (int distance = 1; distance < num_ranks; ++distance) {
     const int chunk = builder.Behind(distance);
     const int slot = builder.SlotOf(distance, 0);
-    builder.Add(StepKind::kWait, payload, chunk, 0, builder.Behind(1), slot);
+    builder.Add(StepKind::kWait, Payload::kOperand, chunk, 0, builder.Behind(1), slot);
     pass_on(distance);
-    builder.Add(consume, payload, chunk, 0, kNone, slot);
-    builder.Add(StepKind::kRelease, payload, chunk, 0, kNone, slot);
+    builder.Add(consume, Payload::kOperand, chunk, 0, kNone, slot);
+    builder.Add(StepKind::kRelease, Payload::kOperand, chunk, 0, kNone, slot);
+  }
+}
+
+// Appends the steps that consume the rank's own chunk.
+void AppendOwn(ScheduleBuilder& builder, StepKind consume) {
+  for (int split = 0; split < builder.num_splits(); ++split) {
+    builder.Add(consume, Payload::kOperand, builder.rank(), split);
   }
 }
 
 // pipeline; with one split also bulk and external. Every rank puts its own chunk into a
 // slot of each peer, split by split and nearest peer first, so that the ranks do not
-// all write to the same peer at once. P = 4, two splits, rank 0 (chunk.split):
+// all write to the same peer at once. The ranks put and wait in the same order, so a
+// wait ends when the rank's own put of the same step is done. It comes after the next
+// put, which is under way meanwhile. P = 4, two splits, rank 0 (chunk.split):
 //
-//   put       0.0 to 1, 2, 3   0.1 to 1, 2, 3
-//   multiply           0.0              0.1      3.0   2.0   1.0   3.1   2.1   1.1
-//   wait                                         3.0   2.0   1.0   3.1   2.1   1.1
-void AppendSplits(ScheduleBuilder& builder,
-                  Payload payload,
-                  StepKind consume,
-                  bool consume_own) {
-  const int num_ranks = builder.num_ranks();
-  for (int split = 0; split < builder.num_splits(); ++split) {
-    for (int distance = 1; distance < num_ranks; ++distance) {
-      builder.Send(StepKind::kPut, payload, builder.rank(), split,
-                   builder.Ahead(distance), builder.SlotOf(distance, split));
-    }
-    if (consume_own) builder.Add(consume, payload, builder.rank(), split);
+//   put       0.0 to 1, 2       to 3     0.1 to 1   to 2      to 3
+//   multiply           0.0 0.1       3.0        2.0       1.0      3.1   2.1   1.1
+//   wait                        3.0      2.0        1.0       3.1        2.1   1.1
+void AppendSplits(ScheduleBuilder& builder, StepKind consume) {
+  const int num_peers = builder.num_ranks() - 1;
+  const int num_puts = num_peers * builder.num_splits();
+  const auto put = [&](int index) {
+    const int split = index / num_peers;
+    const int distance = 1 + index % num_peers;
+    builder.Send(StepKind::kPut, Payload::kOperand, builder.rank(), split,
+                 builder.Ahead(distance), builder.SlotOf(distance, split));
+  };
+  if (num_puts > 0) put(0);
+  for (int index = 0; index < num_puts; ++index) {
+    if (index + 1 < num_puts) put(index + 1);
+    if (index == 0) AppendOwn(builder, consume);
+    const int split = index / num_peers;
+    const int distance = 1 + index % num_peers;
+    const int chunk = builder.Behind(distance);
+    const int slot = builder.SlotOf(distance, split);
+    builder.Add(StepKind::kWait, Payload::kOperand, chunk, split, chunk, slot);
+    builder.Add(consume, Payload::kOperand, chunk, split, kNone, slot);
+    builder.Add(StepKind::kRelease, Payload::kOperand, chunk, split, kNone, slot);
   }
-  for (int split = 0; split < builder.num_splits(); ++split) {
-    for (int distance = 1; distance < num_ranks; ++distance) {
-      const int chunk = builder.Behind(distance);
-      const int slot = builder.SlotOf(distance, split);
-      builder.Add(StepKind::kWait, payload, chunk, split, chunk, slot);
-      builder.Add(consume, payload, chunk, split, kNone, slot);
-      builder.Add(StepKind::kRelease, payload, chunk, split, kNone, slot);
-    }
-  }
+  if (num_puts == 0) AppendOwn(builder, consume);
 }
 
 }  // namespace
@@ -124,16 +133,45 @@ void AppendRingOfPairs(ScheduleBuilder& builder) {
   }
 }
 
-void AppendAllGather(ScheduleBuilder& builder,
-                     Method method,
-                     Payload payload,
-                     StepKind consume,
-                     bool consume_own) {
+void AppendAllGather(ScheduleBuilder& builder, Method method, StepKind consume) {
   builder.BeginStage();
   if (method == Method::kRingExchange) {
-    AppendRing(builder, payload, consume, consume_own);
+    AppendRing(builder, consume);
   } else {
-    AppendSplits(builder, payload, consume, consume_own);
+    AppendSplits(builder, consume);
+  }
+}
+
+// The second stage of an all-reduce. Every rank puts the sums of its rows, which the
+// reduction has stored in the result, into a slot of each peer, and copies the sums
+// that arrive. It waits for several peers at once, in at most kMaxGroups groups: the
+// copies of a group overlap with the puts of the next one. P = 8, rank 0:
+//
+//   put to 1 2 3 | wait for 7 6 5 | copy 7 6 5 | put to 4 5 6 | wait ... | copy 1
+void AppendAllGatherOfSums(ScheduleBuilder& builder) {
+  constexpr int kMaxGroups = 3;
+  builder.BeginStage();
+  const int num_ranks = builder.num_ranks();
+  const int group = (num_ranks - 1 + kMaxGroups - 1) / kMaxGroups;
+  for (int split = 0; split < builder.num_splits(); ++split) {
+    for (int begin = 1; begin < num_ranks; begin += group) {
+      const int end = std::min(begin + group, num_ranks);
+      for (int distance = begin; distance < end; ++distance) {
+        builder.Send(StepKind::kPut, Payload::kSum, builder.rank(), split,
+                     builder.Ahead(distance), builder.SlotOf(distance, split));
+      }
+      const auto for_each_peer = [&](StepKind kind) {
+        for (int distance = begin; distance < end; ++distance) {
+          const int chunk = builder.Behind(distance);
+          builder.Add(kind, Payload::kSum, chunk, split,
+                      kind == StepKind::kWait ? chunk : kNone,
+                      builder.SlotOf(distance, split));
+        }
+      };
+      for_each_peer(StepKind::kWait);
+      for_each_peer(StepKind::kCopy);
+      for_each_peer(StepKind::kRelease);
+    }
   }
 }
 

@@ -58,11 +58,8 @@ class ScheduleBuilder {
 
 // Each function appends one stage. `consume` is the step for each received split:
 // kMultiply or kCopy.
-void AppendAllGather(ScheduleBuilder& builder,
-                     Method method,
-                     Payload payload,
-                     StepKind consume,
-                     bool consume_own);
+void AppendAllGather(ScheduleBuilder& builder, Method method, StepKind consume);
+void AppendAllGatherOfSums(ScheduleBuilder& builder);
 void AppendRingOfPairs(ScheduleBuilder& builder);
 void AppendReduceScatter(ScheduleBuilder& builder,
                          bool multiply,

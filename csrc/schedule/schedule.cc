@@ -1,5 +1,6 @@
 #include "schedule/schedule.h"
 
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 #include <string>
@@ -35,20 +36,14 @@ void AppendCollective(ScheduleBuilder& builder,
   const bool separate_gemm = method == Method::kExternal;
   const bool multiply = HasProduct(collective) && !separate_gemm;
   if (IsGather(collective)) {
-    AppendAllGather(builder, method, Payload::kOperand,
-                    multiply ? StepKind::kMultiply : StepKind::kCopy,
-                    /*consume_own=*/true);
+    AppendAllGather(builder, method, multiply ? StepKind::kMultiply : StepKind::kCopy);
     if (HasProduct(collective) && separate_gemm) builder.MultiplyAll();
     return;
   }
   if (HasProduct(collective) && separate_gemm) builder.MultiplyAll();
   if (variant == Variant::kOneShot) return AppendOneShot(builder, multiply);
   AppendReduceScatter(builder, multiply, variant == Variant::kOverlapFirstGemm);
-  if (IsAllReduce(collective)) {
-    // All-gathers the sums, which the reduction has stored in their rows of the result.
-    AppendAllGather(builder, method, Payload::kSum, StepKind::kCopy,
-                    /*consume_own=*/false);
-  }
+  if (IsAllReduce(collective)) AppendAllGatherOfSums(builder);
 }
 
 }  // namespace
@@ -87,6 +82,23 @@ std::string_view StepKindName(StepKind kind) {
 
 std::string_view PayloadName(Payload payload) {
   return kPayloadNames[static_cast<size_t>(payload)];
+}
+
+size_t CountSteps(const std::vector<Step>& steps, size_t begin, StepKind kind) {
+  size_t end = begin;
+  while (end < steps.size() && steps[end].kind == kind) ++end;
+  return end - begin;
+}
+
+std::vector<Step> FirstOfEachPeer(const std::vector<Step>& steps, StepKind kind) {
+  std::vector<Step> first;
+  for (const Step& step : steps) {
+    const auto same_peer = [&](const Step& other) { return other.peer == step.peer; };
+    if (step.kind == kind && std::none_of(first.begin(), first.end(), same_peer)) {
+      first.push_back(step);
+    }
+  }
+  return first;
 }
 
 // direct: nothing is sent. Every rank lets its peers read its operands, runs one GEMM

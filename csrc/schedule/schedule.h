@@ -8,6 +8,7 @@
 // its epoch without communication.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 #include <vector>
@@ -106,6 +107,11 @@ struct Schedule {
   int num_slots = 0;  // number of slots on every rank
   std::vector<Step> steps;
 };
+
+// Returns the number of consecutive steps of this kind, starting at steps[begin].
+size_t CountSteps(const std::vector<Step>& steps, size_t begin, StepKind kind);
+// Returns the steps of this kind that are the first for their peer.
+std::vector<Step> FirstOfEachPeer(const std::vector<Step>& steps, StepKind kind);
 
 // Returns whether the collective has the method. A collective with a GEMM has no bulk
 // schedule, because a GEMM cannot overlap with itself. A collective without a GEMM has

@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -38,6 +39,13 @@ struct WaitReason {
   std::string_view setting = "JAX_UB_TIMEOUT_S";
 };
 
+// A slot of this rank that `peer` fills, or a slot of `peer` that this rank fills.
+struct PeerSlot {
+  int peer = 0;
+  int slot = 0;
+  int chunk = 0;  // as in WaitReason
+};
+
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -55,10 +63,22 @@ class Transport {
 
   // Waits until `peer` has filled this rank's slot.
   virtual void Wait(int peer, int slot, const WaitReason& reason) = 0;
+  // Waits for several slots of this rank. A transport that enqueues uses one kernel.
+  virtual void WaitAll(std::span<const PeerSlot> slots, const WaitReason& reason) {
+    for (const auto& [peer, slot, chunk] : slots) {
+      Wait(peer, slot, {reason.label, chunk, reason.timeout_s, reason.setting});
+    }
+  }
   // Allows the sender to overwrite this rank's slot.
   virtual void Release(int slot) = 0;
   // Waits until the peer's slot may be overwritten.
   virtual void WaitFree(int peer, int slot, const WaitReason& reason) = 0;
+  // Waits until several slots of peers may be overwritten.
+  virtual void WaitAllFree(std::span<const PeerSlot> slots, const WaitReason& reason) {
+    for (const auto& [peer, slot, chunk] : slots) {
+      WaitFree(peer, slot, {reason.label, chunk, reason.timeout_s, reason.setting});
+    }
+  }
 
   // Ends the call: advances the epochs of the slots that it used. Called after the last
   // step of each call.

@@ -196,16 +196,21 @@ void Repeat(std::vector<Step>& steps, size_t step) {
 // Plants the defect in every step of `kind`, one at a time; returns the number of
 // defects that the checker does not detect.
 int Unnoticed(const RankSchedules& sound, StepKind kind, Mutation mutation) {
-  const RankSchedules before =
-      MakeRankSchedules(CollectiveKind::kAllGather, Method::kPipeline, kNumBroken, 2);
+  // It releases its slots after its last put, so no message implies the release.
+  const RankSchedules before = MakeRankSchedules(CollectiveKind::kReduceScatter,
+                                                 Method::kPipeline, kNumBroken, 2);
   int unnoticed = 0;
   for (size_t rank = 0; rank < sound.size(); ++rank) {
     for (size_t step = 0; step < sound[rank].steps.size(); ++step) {
       if (sound[rank].steps[step].kind != kind) continue;
-      // An all-reduce sends its sums after it has received a message of every peer in
-      // this call, so the slots of the previous call have been released.
+      // A peer from which the rank has received in this call has released the slots of
+      // the previous call.
+      const auto& steps = sound[rank].steps;
+      const auto is_from_peer = [&](const Step& other) {
+        return other.kind == StepKind::kWait && other.peer == steps[step].peer;
+      };
       if (kind == StepKind::kWaitFree &&
-          sound[rank].steps[step].payload == Payload::kSum) {
+          std::any_of(steps.begin(), steps.begin() + step, is_from_peer)) {
         continue;
       }
       RankSchedules broken = sound;

@@ -44,13 +44,13 @@ void CheckNoOverlap(const CallAttributes& at, const RankCall& call) {
   }
 }
 
-void FillResultsWithNan(CudaSlots& slots, const RankCall& call) {
-  std::vector<NanFillParams::Result> results;
+void Finish(CudaSlots& slots, const RankCall& call) {
+  std::vector<NanFill::Result> results;
   for (const Tensor& tensor : call.results) {
     results.push_back({reinterpret_cast<uint64_t>(tensor.data),
                        static_cast<uint64_t>(tensor.size_bytes())});
   }
-  slots.FillNan(results);
+  slots.Finish(results);
 }
 
 }  // namespace
@@ -175,7 +175,7 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
         ExecuteRank(at, call, plan.slots, timeout_s_, slots, device, {});
       }
       device.Gather();
-      FillResultsWithNan(slots, call);
+      Finish(slots, call);
     }
     device.Join();
   } catch (...) {

@@ -82,26 +82,27 @@ class MulticastReduction {
     return lanes_.Record(lane);
   }
 
-  // Returns the slot whose flag is used, in the order of the schedule's slots.
-  int SlotOf(int stage, int distance, int split) const {
-    return (stage * (transport_.num_ranks() - 1) + distance - 1) * num_splits_ + split;
+  // Returns the slots whose flags are used, in the order of the schedule's slots: those
+  // of the peers that are a distance ahead (`direction` 1), or this rank's slots of the
+  // peers behind it (-1).
+  std::vector<PeerSlot> PeerSlotsOf(int stage, int split, int direction) const {
+    const int num_ranks = transport_.num_ranks();
+    std::vector<PeerSlot> slots;
+    for (int distance = 1; distance < num_ranks; ++distance) {
+      const int peer =
+          (transport_.rank() + num_ranks + direction * distance) % num_ranks;
+      const int slot = (stage * (num_ranks - 1) + distance - 1) * num_splits_ + split;
+      slots.push_back({peer, slot, peer});
+    }
+    return slots;
   }
   void SignalAll(int stage, int split) {
-    const int num_ranks = transport_.num_ranks();
-    for (int distance = 1; distance < num_ranks; ++distance) {
-      const int peer = (transport_.rank() + distance) % num_ranks;
-      const int slot = SlotOf(stage, distance, split);
-      transport_.WaitFree(peer, slot, {at_.label, peer, timeout_s_});
-      transport_.Signal(peer, slot);
-    }
+    const std::vector<PeerSlot> slots = PeerSlotsOf(stage, split, 1);
+    transport_.WaitAllFree(slots, {at_.label, -1, timeout_s_});
+    for (const PeerSlot& slot : slots) transport_.Signal(slot.peer, slot.slot);
   }
   void AwaitAll(int stage, int split) {
-    const int num_ranks = transport_.num_ranks();
-    for (int distance = 1; distance < num_ranks; ++distance) {
-      const int peer = (transport_.rank() + num_ranks - distance) % num_ranks;
-      transport_.Wait(peer, SlotOf(stage, distance, split),
-                      {at_.label, peer, timeout_s_});
-    }
+    transport_.WaitAll(PeerSlotsOf(stage, split, -1), {at_.label, -1, timeout_s_});
   }
   void Barrier(int stage, int split) {
     SignalAll(stage, split);

@@ -24,8 +24,9 @@ __device__ bool Claim(uint64_t address, uint64_t value);
 // Returns the nanoseconds of %globaltimer, a clock that all kernels of a device share.
 __device__ uint64_t Now();
 __device__ void Pause(uint32_t ns);
-// Synchronizes the lanes of a warp.
+// Synchronize the lanes of a warp, or the threads of a block.
 __device__ void SyncWarp();
+__device__ void SyncBlock();
 
 // Convert two 16-bit elements, of which the first is in the low half of `pair`, to and
 // from f32. Narrowing rounds to nearest even.
@@ -93,6 +94,7 @@ __device__ inline uint64_t Now() {
 
 __device__ inline void Pause(uint32_t ns) { __nanosleep(ns); }
 __device__ inline void SyncWarp() { __syncwarp(); }
+__device__ inline void SyncBlock() { __syncthreads(); }
 
 __device__ inline float2 WidenBF16(uint32_t pair) {
   return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};

@@ -19,6 +19,22 @@ CUdeviceptr AddressOf(const std::byte* data) {
   return reinterpret_cast<CUdeviceptr>(data);
 }
 
+// Sets the first results to fill, and returns their number.
+size_t Fill(NanFill& nan_fill, std::span<const NanFill::Result> results) {
+  const size_t count = std::min<size_t>(results.size(), kMaxResults);
+  nan_fill.num_results = static_cast<uint32_t>(count);
+  std::copy_n(results.begin(), count, nan_fill.results);
+  return count;
+}
+
+// Moves signals from the front of `signals` to `targets`, as many as fit.
+void Take(std::vector<FlagTarget>& signals, FlagTargets& targets) {
+  const size_t count = std::min<size_t>(signals.size(), kMaxRanks);
+  targets.num_targets = static_cast<uint32_t>(count);
+  std::copy_n(signals.begin(), count, targets.targets);
+  signals.erase(signals.begin(), signals.begin() + static_cast<ptrdiff_t>(count));
+}
+
 }  // namespace
 
 CudaSlots::CudaSlots(int rank,
@@ -73,19 +89,15 @@ void CudaSlots::Write(int peer, int slot, const Rows& rows) {
 }
 
 void CudaSlots::Signal(int peer, int slot) {
-  SignalParams params = ParamsOfSignal();
-  params.num_targets = 1;
-  params.targets[0] = {LineOf(addresses_[peer].arrived, slot), addresses_[peer].poison};
-  stream_.flags->Signal(stream_.stream, params);
+  signals_.push_back({LineOf(addresses_[peer].arrived, slot), addresses_[peer].poison});
 }
 
-SignalParams CudaSlots::ParamsOfSignal() const {
-  SignalParams params = {};
-  params.own = words_;
-  params.rank = rank_;
-  params.call = call_.number;
-  params.tag = call_.tag;
-  return params;
+void CudaSlots::SendSignals(size_t num_left) {
+  while (signals_.size() > num_left) {
+    SignalParams params = {.own = words_, .tag = call_.tag, .signals = {}};
+    Take(signals_, params.signals);
+    stream_.flags->Signal(stream_.stream, params);
+  }
 }
 
 PeerWords CudaSlots::PoisonsOfPeers() const {
@@ -110,54 +122,101 @@ void CudaSlots::CheckPartition(CUdeviceptr partition, uint32_t expected) {
   stream_.flags->CheckPartition(stream_.stream, params);
 }
 
-WaitParams CudaSlots::ParamsOfWait(int peer, int slot, const WaitReason& reason) {
+void CudaSlots::WaitFor(std::span<const AwaitedFlag> flags,
+                        bool ahead,
+                        double timeout_s) {
+  if (flags.empty()) return;
+  if (has_ended_) Finish({});
+  SendSignals(kMaxRanks);
   WaitParams params = {};
-  params.own = words_;
-  params.announced = LineOf(addresses_[rank_].announced, peer);
-  params.tag = call_.tag;
-  params.timeout_ns = static_cast<uint64_t>(std::max(reason.timeout_s, 0.0) * 1e9);
-  params.what.rank = rank_;
-  params.what.peer = peer;
-  params.what.slot = slot;
-  params.what.chunk = reason.chunk;
-  params.what.call = call_.number;
-  params.peers = PoisonsOfPeers();
-  if (is_announced_) return params;
-  is_announced_ = true;
-  for (int other = 0; other < num_ranks(); ++other) {
+  params.waiting = {.own = words_,
+                    .timeout_ns = static_cast<uint64_t>(std::max(timeout_s, 0.0) * 1e9),
+                    .rank = static_cast<uint32_t>(rank_),
+                    .call = call_.number,
+                    .tag = call_.tag,
+                    .poisons = PoisonsOfPeers()};
+  params.ahead = ahead ? 1 : 0;
+  Take(signals_, params.signals);
+  for (int other = 0; other < num_ranks() && !is_announced_; ++other) {
     if (other == rank_) continue;
-    params.signatures.words[params.signatures.num_peers++] =
+    params.announcements.words[params.announcements.num_peers++] =
         LineOf(addresses_[other].announced, rank_);
   }
-  return params;
+  is_announced_ = true;
+  for (; !flags.empty(); flags = flags.subspan(params.num_flags)) {
+    params.num_flags = static_cast<uint32_t>(std::min<size_t>(flags.size(), kMaxRanks));
+    std::copy_n(flags.begin(), params.num_flags, params.flags);
+    stream_.flags->Wait(stream_.stream, params);
+    params.signals.num_targets = params.announcements.num_peers = 0;
+  }
+}
+
+AwaitedFlag CudaSlots::FlagOf(CUdeviceptr flag,
+                              const PeerSlot& slot,
+                              uint32_t slot_index) const {
+  return {.flag = flag,
+          .announced = LineOf(addresses_[rank_].announced, slot.peer),
+          .peer = static_cast<uint32_t>(slot.peer),
+          .slot = slot_index,
+          .chunk = slot.chunk};
 }
 
 void CudaSlots::Wait(int peer, int slot, const WaitReason& reason) {
-  WaitParams params = ParamsOfWait(peer, slot, reason);
-  params.flag = LineOf(addresses_[rank_].arrived, slot);
-  params.ahead = 1;
-  stream_.flags->Wait(stream_.stream, params);
+  const PeerSlot one = {peer, slot, reason.chunk};
+  WaitAll({&one, 1}, reason);
 }
 
-void CudaSlots::WaitFree(int peer, int, const WaitReason& reason) {
-  if (is_free_[peer]) return;
-  is_free_[peer] = true;
-  WaitParams params = ParamsOfWait(peer, ErrorRecord::kNoSlot, reason);
-  params.flag = LineOf(addresses_[rank_].freed, peer);
-  params.ahead = 0;
-  stream_.flags->Wait(stream_.stream, params);
+void CudaSlots::WaitAll(std::span<const PeerSlot> slots, const WaitReason& reason) {
+  std::vector<AwaitedFlag> flags;
+  for (const PeerSlot& slot : slots) {
+    flags.push_back(
+        FlagOf(LineOf(addresses_[rank_].arrived, slot.slot), slot, slot.slot));
+  }
+  WaitFor(flags, true, reason.timeout_s);
+}
+
+void CudaSlots::WaitFree(int peer, int slot, const WaitReason& reason) {
+  const PeerSlot one = {peer, slot, reason.chunk};
+  WaitAllFree({&one, 1}, reason);
+}
+
+void CudaSlots::WaitAllFree(std::span<const PeerSlot> slots, const WaitReason& reason) {
+  std::vector<AwaitedFlag> flags;
+  for (const PeerSlot& slot : slots) {
+    if (is_free_[slot.peer]) continue;
+    is_free_[slot.peer] = true;
+    flags.push_back(
+        FlagOf(LineOf(addresses_[rank_].freed, slot.peer), slot, ErrorRecord::kNoSlot));
+  }
+  WaitFor(flags, false, reason.timeout_s);
 }
 
 void CudaSlots::EndCall() {
-  SignalParams params = ParamsOfSignal();
-  for (int peer = 0; peer < num_ranks(); ++peer) {
-    if (peer == rank_) continue;
-    params.targets[params.num_targets++] = {LineOf(addresses_[peer].freed, rank_),
-                                            addresses_[peer].poison};
-  }
-  stream_.flags->End(stream_.stream, params);
+  SendSignals(0);
   is_free_.assign(is_free_.size(), false);
   is_announced_ = false;
+  has_ended_ = true;
+}
+
+void CudaSlots::Finish(std::span<const NanFill::Result> results) {
+  EndParams params = {};
+  params.own = words_;
+  params.rank = rank_;
+  params.call = call_.number;
+  params.tag = call_.tag;
+  for (int peer = 0; peer < num_ranks(); ++peer) {
+    if (peer == rank_) continue;
+    params.freed.targets[params.freed.num_targets++] = {
+        LineOf(addresses_[peer].freed, rank_), addresses_[peer].poison};
+  }
+  results = results.subspan(Fill(params.nan_fill, results));
+  stream_.flags->End(stream_.stream, params);
+  has_ended_ = false;
+  while (!results.empty()) {
+    NanFillParams more = {.own = words_, .nan_fill = {}};
+    results = results.subspan(Fill(more.nan_fill, results));
+    stream_.flags->FillNan(stream_.stream, more);
+  }
 }
 
 void CudaSlots::SumByMulticast(const MulticastRange& range) {
@@ -173,18 +232,6 @@ void CudaSlots::SumByMulticast(const MulticastRange& range) {
   params.num_addends = static_cast<uint32_t>(range.addends.size());
   std::copy(range.addends.begin(), range.addends.end(), params.addends);
   stream_.multicast->Sum(stream_.stream, params, stream_.copies.num_sm);
-}
-
-void CudaSlots::FillNan(std::span<const NanFillParams::Result> results) {
-  while (!results.empty()) {
-    NanFillParams params = {};
-    params.own = words_;
-    params.num_results =
-        static_cast<uint32_t>(std::min<size_t>(results.size(), kMaxResults));
-    std::copy_n(results.begin(), params.num_results, params.results);
-    stream_.flags->FillNan(stream_.stream, params);
-    results = results.subspan(params.num_results);
-  }
 }
 
 }  // namespace jax_ub

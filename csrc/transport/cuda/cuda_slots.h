@@ -11,6 +11,9 @@
 //   EndCall              freed[own rank] = c at every peer, then *epoch = c
 //   WaitFree(peer)       own freed[peer] == e: the peer has ended its previous call
 //
+// To save launches, signals are sent by the kernel of the next wait, before it waits,
+// and the end of a call is enqueued by Finish or with the first wait of the next call.
+//
 // In call c every rank needs data of every other rank, and a rank writes into a peer's
 // slots for the next call only after that peer has ended c. Therefore a flag is never
 // ahead of the value that a wait expects, the slots of a call may overlap those of the
@@ -118,27 +121,32 @@ class CudaSlots : public Transport {
   void Write(int peer, int slot, const Rows& rows) override;
   void Signal(int peer, int slot) override;
   void Wait(int peer, int slot, const WaitReason& reason) override;
+  void WaitAll(std::span<const PeerSlot> slots, const WaitReason& reason) override;
   void Release(int slot) override {}
-  // Enqueues a wait only for the first slot of each peer in a call: the peer frees all
-  // its slots at once.
   void WaitFree(int peer, int slot, const WaitReason& reason) override;
+  // Waits only for the first slot of each peer in a call: the peer frees all its slots
+  // at once.
+  void WaitAllFree(std::span<const PeerSlot> slots, const WaitReason& reason) override;
   // The caller must first make the stream wait for all work that reads a slot.
   void EndCall() override;
+  // Enqueues the end of the last call, which fills the results with NaN if the rank has
+  // failed. Called after all work that writes the results.
+  void Finish(std::span<const NanFill::Result> results);
 
   // Sums this rank's part of the elements over all ranks, adds the addends, and stores
   // the sums on every rank. Works on vectors of kMulticastBytes, so bytes after the
   // last element may change too.
   void SumByMulticast(const MulticastRange& range);
 
-  // Enqueues a kernel that fills the results with NaN if the rank has failed. Called
-  // after all work that writes the results.
-  void FillNan(std::span<const NanFillParams::Result> results);
-
  private:
   CUdeviceptr SlotOf(int rank, int slot) const;
   PeerWords PoisonsOfPeers() const;
-  SignalParams ParamsOfSignal() const;
-  WaitParams ParamsOfWait(int peer, int slot, const WaitReason& reason);
+  // Enqueues waits for flags of this rank, after the signals that are not sent yet.
+  void WaitFor(std::span<const AwaitedFlag> flags, bool ahead, double timeout_s);
+  // Enqueues a kernel that sends the signals, except those that the kernel of the next
+  // wait can send.
+  void SendSignals(size_t num_left);
+  AwaitedFlag FlagOf(CUdeviceptr flag, const PeerSlot& slot, uint32_t slot_index) const;
 
   const int rank_;
   const std::span<const RankSlotAddress> addresses_;
@@ -149,6 +157,8 @@ class CudaSlots : public Transport {
   // Indexed by peer: whether this call has waited until the peer's slots are free.
   std::vector<bool> is_free_;
   bool is_announced_ = false;  // whether a wait has announced this call to the peers
+  std::vector<FlagTarget> signals_;  // that have not been sent
+  bool has_ended_ = false;           // whether the end of a call is not enqueued yet
 };
 
 }  // namespace jax_ub

@@ -10,8 +10,6 @@ extern const unsigned char kFlagKernels[];
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kFillNanThreads = 256;
-constexpr int kFillNanBlocks = 32;
 
 }  // namespace
 
@@ -32,8 +30,8 @@ void FlagKernels::Wait(CUstream stream, const WaitParams& params) const {
   LaunchKernel(driver_, wait_, LaunchConfig(stream, 1, kWarp), params);
 }
 
-void FlagKernels::End(CUstream stream, const SignalParams& params) const {
-  LaunchKernel(driver_, end_, LaunchConfig(stream, 1, kWarp), params);
+void FlagKernels::End(CUstream stream, const EndParams& params) const {
+  LaunchKernel(driver_, end_, LaunchConfig(stream, 1, kEndThreads), params);
 }
 
 void FlagKernels::CheckPartition(CUstream stream,
@@ -42,9 +40,7 @@ void FlagKernels::CheckPartition(CUstream stream,
 }
 
 void FlagKernels::FillNan(CUstream stream, const NanFillParams& params) const {
-  if (params.num_results == 0) return;
-  LaunchKernel(driver_, fill_nan_,
-               LaunchConfig(stream, kFillNanBlocks, kFillNanThreads), params);
+  LaunchKernel(driver_, fill_nan_, LaunchConfig(stream, 1, kEndThreads), params);
 }
 
 }  // namespace jax_ub

@@ -21,7 +21,7 @@ class FlagKernels {
 
   void Signal(CUstream stream, const SignalParams& params) const;
   void Wait(CUstream stream, const WaitParams& params) const;
-  void End(CUstream stream, const SignalParams& params) const;
+  void End(CUstream stream, const EndParams& params) const;
   void CheckPartition(CUstream stream, const PartitionCheckParams& params) const;
   void FillNan(CUstream stream, const NanFillParams& params) const;
 

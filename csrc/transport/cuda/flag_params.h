@@ -79,52 +79,95 @@ struct PeerWords {
   uint64_t words[kMaxRanks];  // the first num_peers are used
 };
 
-// The parameters of jax_ub_signal and jax_ub_end. Below, "the word of this call" is the
-// flag value with the epoch of *epoch plus one and the tag of the call.
+// The flags that a rank sets. Below, "the word of this call" is the flag value with the
+// epoch of *epoch plus one and the tag of the call.
 //
-// jax_ub_signal stores the word of this call in every target's flag. All earlier work
-// of the stream is visible before the store. jax_ub_end does the same and then stores
-// the word in *epoch. If a peer has reported a failure before that, jax_ub_end makes
-// this rank fail, because the rank may have read data that the peer wrote after its
-// failure.
-//
-// A rank that has failed writes its `failed` word to the targets' `poison` instead, and
-// writes neither flags nor epoch, so that no peer continues with data that did not
-// arrive.
-struct SignalParams {
-  RankWords own;
-  uint32_t rank;
-  uint32_t call;  // ErrorRecord::call, for jax_ub_end
-  uint32_t tag;
+// A rank that has failed writes its `failed` word to the targets' `poison` instead, so
+// that no peer continues with data that did not arrive.
+struct FlagTargets {
   uint32_t num_targets;
-  FlagTarget targets[kMaxRanks];
+  FlagTarget targets[kMaxRanks];  // the first num_targets are used
 };
 
-// The parameters of jax_ub_wait, which waits until *flag is the word of this call
-// (`ahead` is 1, for `arrived`) or *epoch (`ahead` is 0, for `freed`).
+// The parameters of jax_ub_signal, which stores the word of this call in every target's
+// flag. All earlier work of the stream is visible before the store.
+struct SignalParams {
+  RankWords own;
+  uint32_t tag;
+  FlagTargets signals;
+};
+
+struct NanFill {
+  struct Result {
+    uint64_t data;
+    uint64_t size_bytes;
+  };
+  uint32_t num_results;
+  Result results[kMaxResults];
+};
+
+// The parameters of jax_ub_end, which stores the word of this call in the flag of every
+// target, and then in *epoch, unless the rank has failed. If a peer has reported a
+// failure before that, jax_ub_end makes this rank fail, because the rank may have read
+// data that the peer wrote after its failure. If the rank has failed, the kernel stores
+// 0xFF in every byte of the results (NaN in all dtypes).
+struct EndParams {
+  RankWords own;
+  uint32_t rank;
+  uint32_t call;  // ErrorRecord::call
+  uint32_t tag;
+  FlagTargets freed;
+  NanFill nan_fill;
+};
+
+// The parameters of jax_ub_fill_nan, which fills more results than jax_ub_end can. It
+// runs after jax_ub_end.
+struct NanFillParams {
+  RankWords own;
+  NanFill nan_fill;
+};
+
+// A flag that a rank waits for, and what it means.
+struct AwaitedFlag {
+  uint64_t flag;       // address
+  uint64_t announced;  // address: the word in which the peer announces its calls
+  uint32_t peer;
+  uint32_t slot;  // as in ErrorRecord
+  int32_t chunk;
+};
+
+// What all waits of a call have in common.
+struct WaitingCall {
+  RankWords own;
+  uint64_t timeout_ns;
+  uint32_t rank;
+  uint32_t call;  // ErrorRecord::call
+  uint32_t tag;
+  PeerWords poisons;  // the `poison` of all peers
+};
+
+// The parameters of jax_ub_wait, which first signals as jax_ub_signal does, and then
+// waits until every awaited flag is the word of this call (`ahead` is 1, for `arrived`)
+// or *epoch (`ahead` is 0, for `freed`). Each thread waits for one flag.
 //
-// The wait fails, and fills the error record from `what`, after timeout_ns; if the host
-// poisoned this rank; if a peer reported a failure; or if *announced, the word in which
-// the awaited peer announces its calls, shows that the peer makes a different call. The
-// wait also ends if this rank has failed before.
+// The wait fails, and fills the error record, after timeout_ns; if the host poisoned
+// this rank; if a peer reported a failure; or if an awaited peer has announced a
+// different call. The wait also ends if this rank has failed before.
 //
-// A wait that fails writes the `poison` of all peers at once. The copies and GEMMs that
-// follow in the stream cannot be cancelled, and may overwrite data that a peer still
-// reads.
+// A wait that fails writes the `poison` of all peers before it ends. The copies and
+// GEMMs that follow in the stream cannot be cancelled, and may overwrite data that a
+// peer still reads.
 //
 // The first wait of a call also announces the call: it stores the word of this call at
-// every address in `signatures`. Without it, a peer in a different call might use other
-// slots and wait until the deadline for a flag that this rank never writes.
+// every address in `announcements`. Without it, a peer in a different call might use
+// other slots and wait until the deadline for a flag that this rank never writes.
 struct WaitParams {
-  RankWords own;
-  uint64_t flag;       // address
-  uint64_t announced;  // address
-  uint64_t timeout_ns;
+  WaitingCall waiting;
   uint32_t ahead;
-  uint32_t tag;
-  ErrorRecord what;
-  PeerWords peers;       // the peers' `poison`
-  PeerWords signatures;  // empty except for the first wait of a call
+  uint32_t num_flags;
+  AwaitedFlag flags[kMaxRanks];  // the first num_flags are used
+  FlagTargets signals;
+  PeerWords announcements;  // empty except for the first wait of a call
 };
 
 // The parameters of jax_ub_check_partition, which makes the rank fail, and writes the
@@ -138,17 +181,7 @@ struct PartitionCheckParams {
   PeerWords peers;
 };
 
-// The parameters of jax_ub_fill_nan, which stores 0xFF in every byte of the results
-// (NaN in all dtypes) if the rank has failed.
-struct NanFillParams {
-  struct Result {
-    uint64_t data;
-    uint64_t size_bytes;
-  };
-  RankWords own;
-  uint32_t num_results;
-  Result results[kMaxResults];
-};
+inline constexpr int kEndThreads = 512;  // in the block of jax_ub_end
 
 inline constexpr char kSignalKernel[] = "jax_ub_signal";
 inline constexpr char kEndKernel[] = "jax_ub_end";

@@ -63,7 +63,8 @@ void RunLane(const RankProgram& program, std::barrier<>& all_ended) {
   for (Operation operation : program.lane) {
     if (operation.uses_slots()) continue;
     if (operation.kernel->name == kWaitKernel) {
-      reinterpret_cast<WaitParams*>(operation.params.data())->timeout_ns = timeout_ns;
+      auto& wait = *reinterpret_cast<WaitParams*>(operation.params.data());
+      wait.waiting.timeout_ns = timeout_ns;
     }
     operation.kernel->run(operation.params.data(), 1, 32);
     if (operation.kernel->name == kEndKernel && timeout_ns == kLongNs) {

@@ -58,6 +58,14 @@ class CapturedCalls {
     });
   }
 
+  // Returns the number of nodes that the call of a rank captured first.
+  int64_t NumNodes(int rank) {
+    size_t count = 0;
+    CHECK_EQ(EmulatedGraphGetNodes(buffers_.at(rank).graphs.at(0), &count),
+             CUDA_SUCCESS);
+    return static_cast<int64_t>(count);
+  }
+
   void Launch(int rank) {
     const ScopedContext current = Current(rank);
     CHECK_EQ(gpus_.driver.GraphLaunch(buffers_.at(rank).exec,

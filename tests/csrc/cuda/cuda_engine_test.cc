@@ -45,6 +45,45 @@ TEST(ACallThatIsInitializedMakesNothing) {
   });
 }
 
+// Launches cost more than the communication of few tokens. The GEMMs are aligned, so that each
+// is one kernel.
+TEST(CallsOfEightRanksTakeFewLaunches) {
+  constexpr int kRanks = 8;
+  struct Case {
+    Op op;
+    Method method;
+    Variant variant;
+    int64_t num_launches;
+  };
+  const Case cases[] = {
+      {Op::kAllGatherMatmul, Method::kPipeline, Variant::kPlain, 24},
+      {Op::kAllGatherMatmul, Method::kRingExchange, Variant::kPlain, 24},
+      {Op::kMatmulReduceScatter, Method::kRingExchange, Variant::kPlain, 19},
+      {Op::kMatmulAllReduce, Method::kRingExchange, Variant::kPlain, 36},
+      {Op::kMatmulAllReduce, Method::kRingExchange, Variant::kOneShot, 12},
+      {Op::kAllReduce, Method::kRingExchange, Variant::kOneShot, 11}};
+  Gpus gpus({.num_devices = kRanks});
+  const auto num_launches = [&] {
+    return gpus.machine.NumCalls("LaunchKernelEx") +
+           gpus.machine.NumCalls("MemcpyAsync") + ReadEmulatedCublasLt().num_matmuls;
+  };
+  for (const Case& one : cases) {
+    CallAttributes at = MakeAttributes(one.op, one.method, kRanks);
+    at.num_splits = 1;
+    at.variant = one.variant;
+    GpuCalls calls(gpus, at, {1, 8, 8, 8}, DType::kF32, 1);
+    for (int rank = 0; rank < kRanks; ++rank) calls.Initialize(rank);
+    const int64_t before = num_launches();
+    for (int rank = 0; rank < kRanks; ++rank) calls.Execute(rank);
+    CHECK_EQ(num_launches() - before, kRanks * one.num_launches);
+    gpus.Synchronize();
+    CheckRight(calls);
+    CapturedCalls captured(gpus, calls);
+    CHECK_EQ(captured.NumNodes(0), one.num_launches);
+    CheckReplays(gpus, calls, captured, 1);
+  }
+}
+
 TEST(TuningChangesNoResult) {
   Gpus gpus({.num_devices = 3, .seed = 9, .max_delay_us = 30});
   for (const KernelOptions& kernel_options :

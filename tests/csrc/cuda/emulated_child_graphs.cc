@@ -147,6 +147,15 @@ CUresult EmulatedGraphCreate(CUgraph* graph, unsigned flags) {
   });
 }
 
+CUresult EmulatedGraphGetNodes(CUgraph handle, size_t* count) {
+  return Run("GraphGetNodes", [&](Call& call) {
+    const Graph* const graph = call.machine.graphs.Find(handle);
+    if (graph == nullptr || count == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    *count = graph->nodes.size();
+    return CUDA_SUCCESS;
+  });
+}
+
 CUresult EmulatedGraphAddChildGraphNode(CUgraphNode* node,
                                         CUgraph graph_handle,
                                         const CUgraphNode* dependencies,

@@ -84,10 +84,11 @@ class EmulatedGate {
   // Enqueues a kernel that waits until the gate is open.
   void Wait(CUstream stream) const {
     WaitParams params = {};
-    params.own = words();
-    params.flag = params.announced = At(kFlag);
-    params.timeout_ns = uint64_t{20'000'000'000};
+    params.waiting.own = words();
+    params.waiting.timeout_ns = uint64_t{20'000'000'000};
     params.ahead = 1;
+    params.num_flags = 1;
+    params.flags[0].flag = params.flags[0].announced = At(kFlag);
     Check(EmulatedDriver(), library_.Launch(kWaitKernel, stream, params), "launch");
   }
   void Open() {
@@ -97,8 +98,7 @@ class EmulatedGate {
   void Signal(CUstream stream) const {
     SignalParams params = {};
     params.own = words();
-    params.num_targets = 1;
-    params.targets[0] = {At(kFlag), At(kPeerPoison)};
+    params.signals = {1, {{At(kFlag), At(kPeerPoison)}}};
     Check(EmulatedDriver(), library_.Launch(kSignalKernel, stream, params), "launch");
   }
   void Close() { std::atomic_ref(*Word(kFlag)).store(0, std::memory_order_release); }

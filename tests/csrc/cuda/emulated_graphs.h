@@ -11,6 +11,9 @@ namespace jax_ub {
 
 CUresult EmulatedGraphCreate(CUgraph* graph, unsigned flags);
 
+// Sets `count` to the number of nodes of the graph.
+CUresult EmulatedGraphGetNodes(CUgraph graph, size_t* count);
+
 // Adds a copy of the graph `child`, to run after the nodes `dependencies`, which are
 // children, too. Returns CUDA_ERROR_INVALID_VALUE if a node of `child` frees memory. A
 // child without nodes is a violation, because CUDA crashes when the graph is

@@ -74,6 +74,8 @@ void Pause(uint32_t ns) {
 }
 
 void SyncWarp() {}
+// Not called: RunPhases runs the parts of a kernel between its barriers.
+void SyncBlock() { throw std::logic_error("a kernel with barriers has phases"); }
 
 float2 WidenBF16(uint32_t pair) {
   return {std::bit_cast<float>(pair << 16), std::bit_cast<float>(pair & 0xffff0000u)};
@@ -183,25 +185,33 @@ void CheckAlignment(const CopyParams& params) {
 template <typename Params>
 void CheckAlignment(const Params&) {}
 
-template <auto kKernel, typename Params>
-void Run(const void* untyped, unsigned num_blocks, unsigned num_threads) {
+// Runs a kernel whose phases are separated by barriers: all threads of a block run a
+// phase before the next one begins. Blocks run one after another.
+template <typename Params, auto... kPhases>
+void RunPhases(const void* untyped, unsigned num_blocks, unsigned num_threads) {
   const Params& params = *static_cast<const Params*>(untyped);
   CheckAlignment(params);
   gridDim = {num_blocks, 1, 1};
   blockDim = {num_threads, 1, 1};
-  for (blockIdx = {}; blockIdx.x < num_blocks; ++blockIdx.x) {
+  const auto run = [&](auto phase) {
     for (threadIdx = {num_threads, 0, 0}; threadIdx.x-- > 0;) {
       gpu::fences = {};
-      kKernel(params);
+      phase(params);
       Require(!gpu::fences.has_stored, "order: multicast without a fence behind it");
     }
-  }
+  };
+  for (blockIdx = {}; blockIdx.x < num_blocks; ++blockIdx.x) (run(kPhases), ...);
 }
+
+template <auto kKernel, typename Params>
+constexpr auto Run = RunPhases<Params, kKernel>;
 
 constexpr EmulatedKernel kKernels[] = {
     {kSignalKernel, sizeof(SignalParams), Run<gpu::jax_ub_signal, SignalParams>},
-    {kEndKernel, sizeof(SignalParams), Run<gpu::jax_ub_end, SignalParams>},
-    {kWaitKernel, sizeof(WaitParams), Run<gpu::jax_ub_wait, WaitParams>},
+    {kEndKernel, sizeof(EndParams),
+     RunPhases<EndParams, gpu::EndCall, gpu::FillResults>},
+    {kWaitKernel, sizeof(WaitParams),
+     RunPhases<WaitParams, gpu::SignalAndAnnounce, gpu::WaitForFlags>},
     {kCheckPartitionKernel, sizeof(PartitionCheckParams),
      Run<gpu::jax_ub_check_partition, PartitionCheckParams>},
     {kFillNanKernel, sizeof(NanFillParams), Run<gpu::jax_ub_fill_nan, NanFillParams>},

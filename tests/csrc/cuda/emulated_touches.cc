@@ -28,14 +28,11 @@ void Add(std::vector<Touch>& touches, const RankWords& words) {
   touches.push_back({words.error, 1, sizeof(ErrorRecord), 0});
 }
 
-std::vector<Touch> OfSignal(const SignalParams& params) {
-  std::vector<Touch> touches;
-  Add(touches, params.own);
-  for (uint32_t i = 0; i < std::min<uint32_t>(params.num_targets, kMaxRanks); ++i) {
-    touches.push_back(Word(params.targets[i].flag));
-    touches.push_back(Word(params.targets[i].poison));
+void Add(std::vector<Touch>& touches, const FlagTargets& signals) {
+  for (uint32_t i = 0; i < std::min<uint32_t>(signals.num_targets, kMaxRanks); ++i) {
+    touches.push_back(Word(signals.targets[i].flag));
+    touches.push_back(Word(signals.targets[i].poison));
   }
-  return touches;
 }
 
 void Add(std::vector<Touch>& touches, const PeerWords& peers) {
@@ -44,11 +41,38 @@ void Add(std::vector<Touch>& touches, const PeerWords& peers) {
   }
 }
 
-std::vector<Touch> OfWait(const WaitParams& params) {
-  std::vector<Touch> touches = {Word(params.flag), Word(params.announced)};
+void Add(std::vector<Touch>& touches, const NanFill& nan_fill) {
+  for (uint32_t i = 0; i < std::min<uint32_t>(nan_fill.num_results, kMaxResults); ++i) {
+    const NanFill::Result& result = nan_fill.results[i];
+    touches.push_back({result.data, 1, static_cast<int64_t>(result.size_bytes), 0});
+  }
+}
+
+std::vector<Touch> OfSignal(const SignalParams& params) {
+  std::vector<Touch> touches;
   Add(touches, params.own);
-  Add(touches, params.peers);
-  Add(touches, params.signatures);
+  Add(touches, params.signals);
+  return touches;
+}
+
+std::vector<Touch> OfEnd(const EndParams& params) {
+  std::vector<Touch> touches;
+  Add(touches, params.own);
+  Add(touches, params.freed);
+  Add(touches, params.nan_fill);
+  return touches;
+}
+
+std::vector<Touch> OfWait(const WaitParams& params) {
+  std::vector<Touch> touches;
+  for (uint32_t i = 0; i < std::min<uint32_t>(params.num_flags, kMaxRanks); ++i) {
+    touches.push_back(Word(params.flags[i].flag));
+    touches.push_back(Word(params.flags[i].announced));
+  }
+  Add(touches, params.waiting.own);
+  Add(touches, params.waiting.poisons);
+  Add(touches, params.signals);
+  Add(touches, params.announcements);
   return touches;
 }
 
@@ -62,10 +86,7 @@ std::vector<Touch> OfCheckPartition(const PartitionCheckParams& params) {
 std::vector<Touch> OfFillNan(const NanFillParams& params) {
   std::vector<Touch> touches;
   Add(touches, params.own);
-  for (uint32_t i = 0; i < std::min<uint32_t>(params.num_results, kMaxResults); ++i) {
-    const auto& result = params.results[i];
-    touches.push_back({result.data, 1, static_cast<int64_t>(result.size_bytes), 0});
-  }
+  Add(touches, params.nan_fill);
   return touches;
 }
 
@@ -104,9 +125,8 @@ std::vector<Touch> OfMulticastSum(const MulticastSumParams& params) {
 }  // namespace
 
 std::vector<Touch> TouchedBy(std::string_view kernel, const void* params) {
-  if (kernel == kSignalKernel || kernel == kEndKernel) {
-    return OfSignal(As<SignalParams>(params));
-  }
+  if (kernel == kSignalKernel) return OfSignal(As<SignalParams>(params));
+  if (kernel == kEndKernel) return OfEnd(As<EndParams>(params));
   if (kernel == kWaitKernel) return OfWait(As<WaitParams>(params));
   if (kernel == kCheckPartitionKernel)
     return OfCheckPartition(As<PartitionCheckParams>(params));

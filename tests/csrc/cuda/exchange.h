@@ -69,7 +69,7 @@ class RankOnGpu {
                    kSlotBytes});
       slots.Signal(peer, rank_);
     }
-    std::vector<NanFillParams::Result> results;
+    std::vector<NanFill::Result> results;
     for (int d = 1; d < num_ranks; ++d) {
       const int peer = (rank_ + d) % num_ranks;
       slots.Wait(peer, peer, {kExchangeLabel, peer, timeout_s});
@@ -81,7 +81,7 @@ class RankOnGpu {
       results.push_back({to, kSlotBytes});
     }
     slots.EndCall();
-    slots.FillNan(results);
+    slots.Finish(results);
   }
 
   // Waits for exchange number n, and returns the number of received words that differ

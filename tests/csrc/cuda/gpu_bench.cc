@@ -251,13 +251,13 @@ class PartsBench : public GpuBench {
     const RankWords own{page, page + 128, page + 256, error_.device()};
     SignalParams signal{};
     signal.own = own;
-    signal.num_targets = 1;
-    signal.targets[0] = {page + 384, page + 512};
+    signal.signals = {1, {{page + 384, page + 512}}};
     WaitParams wait{};
-    wait.own = own;
-    wait.flag = wait.announced = page + 384;
+    wait.waiting.own = own;
+    wait.waiting.timeout_ns = 1'000'000'000;
     wait.ahead = 1;
-    wait.timeout_ns = 1'000'000'000;
+    wait.num_flags = 1;
+    wait.flags[0].flag = wait.flags[0].announced = page + 384;
     gpu_.flags().Signal(stream, signal);
     gpu_.flags().Wait(stream, wait);
   }
@@ -310,13 +310,13 @@ class PartsBench : public GpuBench {
     const RankWords own{page, page + 128, page + 256, error_.device()};
     SignalParams signal{};
     signal.own = own;
-    signal.num_targets = 1;
-    signal.targets[0] = {page + 384, page + 512};
+    signal.signals = {1, {{page + 384, page + 512}}};
     WaitParams wait{};
-    wait.own = own;
-    wait.flag = wait.announced = page + 384;
+    wait.waiting.own = own;
+    wait.waiting.timeout_ns = 1'000'000'000;
     wait.ahead = 1;
-    wait.timeout_ns = 1'000'000'000;
+    wait.num_flags = 1;
+    wait.flags[0].flag = wait.flags[0].announced = page + 384;
     const CUstream first = stream(0);
     Show("host time of a small product, us", HostTime([&] { Multiply(small, 0); }));
     SumParams sum{};

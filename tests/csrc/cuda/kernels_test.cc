@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <thread>
 #include <utility>
 
@@ -198,28 +199,36 @@ struct Rank {
   }
   WaitParams Wait(uint64_t& flag, uint32_t ahead, uint64_t timeout_ns) {
     WaitParams params = {};
-    params.own = words();
-    params.flag = AddressOf(&flag);
-    params.announced = AddressOf(&announced[5]);
-    params.timeout_ns = timeout_ns;
+    params.waiting = {.own = words(),
+                      .timeout_ns = timeout_ns,
+                      .rank = 3,
+                      .call = 11,
+                      .tag = kTag,
+                      .poisons = {}};
     params.ahead = ahead;
-    params.tag = kTag;
-    params.what.rank = 3;
-    params.what.peer = 5;
-    params.what.slot = 2;
-    params.what.chunk = 7;
-    params.what.call = 11;
+    params.num_flags = 1;
+    params.flags[0] = {.flag = AddressOf(&flag),
+                       .announced = AddressOf(&announced[5]),
+                       .peer = 5,
+                       .slot = 2,
+                       .chunk = 7};
     return params;
   }
-  SignalParams Signal(std::vector<FlagTarget> targets) {
-    SignalParams params = {};
-    params.own = words();
-    params.rank = 3;
-    params.tag = kTag;
-    for (const FlagTarget& target : targets) {
-      params.targets[params.num_targets++] = target;
-    }
-    return params;
+  SignalParams Signal(const std::vector<FlagTarget>& targets) {
+    return {.own = words(), .tag = kTag, .signals = TargetsOf(targets)};
+  }
+  EndParams End(const std::vector<FlagTarget>& targets) {
+    return {.own = words(),
+            .rank = 3,
+            .call = 11,
+            .tag = kTag,
+            .freed = TargetsOf(targets),
+            .nan_fill = {}};
+  }
+  static FlagTargets TargetsOf(const std::vector<FlagTarget>& targets) {
+    FlagTargets all = {};
+    for (const FlagTarget& target : targets) all.targets[all.num_targets++] = target;
+    return all;
   }
 
   uint64_t arrived[2];
@@ -249,7 +258,7 @@ TEST(a_call_s_flags_are_one_ahead_of_the_epoch_also_around_zero) {
     for (int i = 1; i < kMaxRanks; ++i) {
       targets.push_back({AddressOf(&peer.freed[i]), AddressOf(&peer.poison)});
     }
-    Launch(kEndKernel, own.Signal(targets), 1, 32);
+    Launch(kEndKernel, own.End(targets), 1, 32);
     for (int i = 1; i < kMaxRanks; ++i) CHECK_EQ(peer.freed[i], Word(epoch + 1));
     CHECK_EQ(peer.freed[0], Word(epoch));
     CHECK_EQ(own.epoch, Word(epoch + 1));
@@ -294,7 +303,7 @@ TEST(a_wait_ends_at_its_deadline_and_says_what_it_waited_for) {
   CHECK_EQ(rank.error.tag, 0u);
   // Later waits end at once, and keep the first error record.
   WaitParams later = rank.Wait(rank.arrived[0], 1, kLongNs);
-  later.what.peer = 6;
+  later.flags[0].peer = 6;
   Launch(kWaitKernel, later, 1, 32);
   CHECK_EQ(rank.error.peer, 5u);
 }
@@ -331,8 +340,7 @@ TEST(a_wait_ends_when_its_peer_announces_another_call) {
       uint64_t poison = 0;
       WaitParams wait = rank.Wait(rank.freed[1], ahead, kLongNs);
       if (ahead == 0) rank.freed[1] = Word(epoch - 1);
-      wait.peers.num_peers = 1;
-      wait.peers.words[0] = AddressOf(&poison);
+      wait.waiting.poisons = {1, {AddressOf(&poison)}};
       std::thread peer([&] {
         std::this_thread::sleep_for(std::chrono::milliseconds(3));
         std::atomic_ref(rank.announced[5]).store(Word(epoch + 1, kOtherTag));
@@ -346,7 +354,7 @@ TEST(a_wait_ends_when_its_peer_announces_another_call) {
       // Its peers receive both tags and forward them to the others.
       Rank told(epoch);
       told.poison = poison;
-      Launch(kEndKernel, told.Signal({{0, AddressOf(&poison)}}), 1, 32);
+      Launch(kEndKernel, told.End({{0, AddressOf(&poison)}}), 1, 32);
       CHECK_EQ(poison, rank.failed);
       CHECK_EQ(told.error.code, ErrorRecord::kPeerFailed);
       CHECK_EQ(told.error.peer, 3u);
@@ -361,8 +369,7 @@ TEST(the_first_wait_of_a_call_announces_it_unless_the_rank_has_failed) {
     Rank rank(9);
     uint64_t words[2] = {};
     WaitParams wait = rank.Wait(rank.freed[0], 0, kLongNs);
-    wait.signatures.num_peers = 2;
-    for (int i = 0; i < 2; ++i) wait.signatures.words[i] = AddressOf(&words[i]);
+    wait.announcements = {2, {AddressOf(&words[0]), AddressOf(&words[1])}};
     if (has_failed) rank.failed = 4;
     Launch(kWaitKernel, wait, 1, 32);
     CHECK_EQ(words[0], has_failed ? 0 : Word(10));
@@ -370,17 +377,59 @@ TEST(the_first_wait_of_a_call_announces_it_unless_the_rank_has_failed) {
   }
 }
 
+TEST(a_wait_signals_first_and_then_waits_for_every_flag) {
+  Rank own(9);
+  Rank peer(9);
+  WaitParams wait = own.Wait(own.arrived[0], 1, kLongNs);
+  wait.num_flags = 2;
+  wait.flags[1] = wait.flags[0];
+  wait.flags[1].flag = AddressOf(&own.arrived[1]);
+  wait.signals =
+      Rank::TargetsOf({{AddressOf(&peer.arrived[0]), AddressOf(&peer.poison)},
+                       {AddressOf(&peer.arrived[1]), AddressOf(&peer.poison)}});
+  std::thread answer([&] {  // one flag after the other, once both signals are there
+    for (int i = 0; i < 2; ++i) {
+      while (std::atomic_ref(peer.arrived[i]).load() != Word(10)) {
+        std::this_thread::yield();
+      }
+    }
+    for (int i = 0; i < 2; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(3));
+      std::atomic_ref(own.arrived[i]).store(Word(10));
+    }
+  });
+  Launch(kWaitKernel, wait, 1, 32);
+  CHECK_EQ(std::atomic_ref(own.arrived[0]).load(), Word(10));
+  CHECK_EQ(std::atomic_ref(own.arrived[1]).load(), Word(10));
+  answer.join();
+  CHECK_EQ(own.failed, 0u);
+}
+
+TEST(a_wait_for_several_flags_names_a_peer_that_does_not_come) {
+  for (const int missing : {0, 1}) {
+    Rank own(9);
+    own.arrived[1 - missing] = Word(10);
+    WaitParams wait = own.Wait(own.arrived[0], 1, 5'000'000);
+    wait.num_flags = 2;
+    wait.flags[1] = {AddressOf(&own.arrived[1]), AddressOf(&own.announced[6]), 6, 1, 8};
+    Launch(kWaitKernel, wait, 1, 32);
+    CHECK_EQ(own.error.code, ErrorRecord::kDeadline);
+    CHECK_EQ(own.error.peer, missing == 0 ? 5u : 6u);
+    CHECK_EQ(own.error.slot, missing == 0 ? 2u : 1u);
+    CHECK_EQ(own.error.chunk, missing == 0 ? 7 : 8);
+  }
+}
+
 TEST(a_rank_that_failed_poisons_its_peers_instead_of_signalling) {
   Rank own(9);
   Rank peer(9);
   own.failed = 4;
-  const SignalParams to_peer =
-      own.Signal({{AddressOf(&peer.arrived[0]), AddressOf(&peer.poison)}});
-  Launch(kSignalKernel, to_peer, 1, 32);
+  const FlagTarget to_peer = {AddressOf(&peer.arrived[0]), AddressOf(&peer.poison)};
+  Launch(kSignalKernel, own.Signal({to_peer}), 1, 32);
   CHECK_EQ(peer.arrived[0], Word(9));
   CHECK_EQ(peer.poison, 4u);  // 1 + its rank
   peer.poison = 0;
-  Launch(kEndKernel, to_peer, 1, 32);
+  Launch(kEndKernel, own.End({to_peer}), 1, 32);
   CHECK_EQ(own.epoch, Word(9));
   CHECK_EQ(peer.poison, 4u);
   Launch(kWaitKernel, peer.Wait(peer.arrived[0], 1, kLongNs), 1, 32);
@@ -399,8 +448,7 @@ TEST(a_wait_that_fails_tells_all_peers_at_once) {
   Rank own(9);
   uint64_t poisons[3] = {};
   WaitParams wait = own.Wait(own.arrived[0], 1, 0);
-  wait.peers.num_peers = 2;
-  for (int i = 0; i < 2; ++i) wait.peers.words[i] = AddressOf(&poisons[i]);
+  wait.waiting.poisons = {2, {AddressOf(&poisons[0]), AddressOf(&poisons[1])}};
   Launch(kWaitKernel, own.Wait(own.freed[0], 0, 0), 1, 32);
   CHECK_EQ(poisons[0] + poisons[1], 0u);
   Launch(kWaitKernel, wait, 1, 32);
@@ -413,9 +461,8 @@ TEST(who_hears_of_a_failure_before_his_call_ends_fails) {
   Rank own(9);
   Rank peer(9);
   own.poison = 6;
-  SignalParams end = own.Signal({{AddressOf(&peer.freed[3]), AddressOf(&peer.poison)}});
-  end.call = 11;
-  Launch(kEndKernel, end, 1, 32);
+  Launch(kEndKernel, own.End({{AddressOf(&peer.freed[3]), AddressOf(&peer.poison)}}), 1,
+         32);
   CHECK_EQ(own.failed, 4u);
   CHECK_EQ(own.epoch, Word(9));
   CHECK_EQ(peer.freed[3], Word(9));
@@ -461,18 +508,25 @@ TEST(results_are_spoilt_only_if_the_rank_failed) {
     for (size_t shift : {0, 3}) {
       alignas(16) uint8_t bytes[160] = {};
       Rank rank(0);
-      NanFillParams params = {};
-      params.own = rank.words();
-      params.num_results = 1;
-      params.results[0] = {AddressOf(bytes + 16 + shift), size};
-      Launch(kFillNanKernel, params, 2, 3);
+      EndParams end = rank.End({});
+      end.nan_fill = {1, {{AddressOf(bytes + 16 + shift), size}}};
+      const NanFillParams more = {end.own, end.nan_fill};
+      const auto is_filled = [&] {
+        for (size_t i = 0; i < sizeof bytes; ++i) {
+          const bool inside = i >= 16 + shift && i < 16 + shift + size;
+          if (bytes[i] != (inside ? 0xff : 0)) return false;
+        }
+        return true;
+      };
+      Launch(kEndKernel, end, 1, 3);
+      Launch(kFillNanKernel, more, 1, 3);
       for (uint8_t byte : bytes) CHECK_EQ(byte, 0);
-      rank.failed = 1;
-      Launch(kFillNanKernel, params, 2, 3);
-      for (size_t i = 0; i < sizeof bytes; ++i) {
-        const bool inside = i >= 16 + shift && i < 16 + shift + size;
-        CHECK_EQ(bytes[i], inside ? 0xff : 0);
-      }
+      rank.poison = 1;  // of a peer, before the call ends
+      Launch(kEndKernel, end, 1, 3);
+      CHECK(is_filled());
+      std::memset(bytes, 0, sizeof bytes);
+      Launch(kFillNanKernel, more, 1, 3);
+      CHECK(is_filled());
     }
   }
 }

@@ -218,20 +218,55 @@ TEST(waits_say_what_they_wait_for) {
   End end;
   end.slots.Wait(2, 3, kReason);
   const WaitParams& wait = ParamsOf<WaitParams>(end.operations.at(0));
-  CHECK_EQ(wait.flag, end.addresses[1].arrived + 3 * kFlagLineBytes);
+  const WaitingCall& waiting = wait.waiting;
+  CHECK_EQ(wait.num_flags, 1u);
   CHECK_EQ(wait.ahead, 1u);
-  CHECK_EQ(wait.timeout_ns, 1'500'000'000u);
-  CHECK_EQ(wait.what.rank, 1u);
-  CHECK_EQ(wait.what.peer, 2u);
-  CHECK_EQ(wait.what.slot, 3u);
-  CHECK_EQ(wait.what.chunk, 9);
-  CHECK_EQ(wait.what.call, 5u);
-  CHECK_EQ(wait.tag, 77u);
-  CHECK_EQ(wait.announced, end.addresses[1].announced + 2 * kFlagLineBytes);
-  CHECK_EQ(wait.own.error, 7u);
-  CHECK_EQ(wait.peers.num_peers, 2u);
-  CHECK_EQ(wait.peers.words[0], end.addresses[0].poison);
-  CHECK_EQ(wait.peers.words[1], end.addresses[2].poison);
+  CHECK_EQ(wait.flags[0].flag, end.addresses[1].arrived + 3 * kFlagLineBytes);
+  CHECK_EQ(wait.flags[0].announced, end.addresses[1].announced + 2 * kFlagLineBytes);
+  CHECK_EQ(wait.flags[0].peer, 2u);
+  CHECK_EQ(wait.flags[0].slot, 3u);
+  CHECK_EQ(wait.flags[0].chunk, 9);
+  CHECK_EQ(waiting.timeout_ns, 1'500'000'000u);
+  CHECK_EQ(waiting.rank, 1u);
+  CHECK_EQ(waiting.call, 5u);
+  CHECK_EQ(waiting.tag, 77u);
+  CHECK_EQ(waiting.own.error, 7u);
+  CHECK_EQ(waiting.poisons.num_peers, 2u);
+  CHECK_EQ(waiting.poisons.words[0], end.addresses[0].poison);
+  CHECK_EQ(waiting.poisons.words[1], end.addresses[2].poison);
+  CHECK_EQ(wait.signals.num_targets, 0u);
+}
+
+// The kernel of a wait sends the signals before it, if they are not too many.
+TEST(signals_are_sent_with_the_next_wait) {
+  End end;
+  end.slots.Signal(0, 1);
+  end.slots.Signal(2, 3);
+  CHECK(end.operations.empty());
+  const PeerSlot awaited[] = {{0, 1, 4}, {2, 3, 5}};
+  end.slots.WaitAll(awaited, kReason);
+  CHECK_EQ(end.operations.size(), 1u);
+  const WaitParams wait = ParamsOf<WaitParams>(end.operations[0]);
+  CHECK_EQ(wait.num_flags, 2u);
+  CHECK_EQ(wait.flags[1].peer, 2u);
+  CHECK_EQ(wait.flags[1].chunk, 5);
+  CHECK_EQ(wait.signals.num_targets, 2u);
+  CHECK_EQ(wait.signals.targets[0].flag, end.addresses[0].arrived + kFlagLineBytes);
+  CHECK_EQ(wait.signals.targets[1].flag, end.addresses[2].arrived + 3 * kFlagLineBytes);
+  CHECK_EQ(wait.signals.targets[1].poison, end.addresses[2].poison);
+  for (int i = 0; i <= kMaxRanks; ++i) end.slots.Signal(0, 1);
+  const std::vector<PeerSlot> many(kMaxRanks + 1, awaited[0]);
+  end.slots.WaitAll(many, kReason);
+  CHECK_EQ(end.operations.size(), 4u);
+  CHECK_EQ(end.operations[1].kernel->name, kSignalKernel);
+  CHECK_EQ(ParamsOf<SignalParams>(end.operations[1]).signals.num_targets, 16u);
+  CHECK_EQ(ParamsOf<WaitParams>(end.operations[2]).signals.num_targets, 1u);
+  CHECK_EQ(ParamsOf<WaitParams>(end.operations[2]).num_flags, 16u);
+  CHECK_EQ(ParamsOf<WaitParams>(end.operations[3]).signals.num_targets, 0u);
+  CHECK_EQ(ParamsOf<WaitParams>(end.operations[3]).num_flags, 1u);
+  end.slots.Signal(0, 1);
+  end.slots.EndCall();
+  CHECK_EQ(end.operations.at(4).kernel->name, kSignalKernel);
 }
 
 TEST(a_check_of_the_place_says_whose_it_is) {
@@ -256,39 +291,41 @@ TEST(a_peer_is_awaited_once_a_call_before_it_is_written_to) {
   end.slots.WaitFree(2, 1, kReason);
   end.slots.WaitFree(0, 1, kReason);
   CHECK_EQ(end.operations.size(), 2u);
-  const WaitParams& wait = ParamsOf<WaitParams>(end.operations[0]);
-  CHECK_EQ(wait.flag, end.addresses[1].freed + 2 * kFlagLineBytes);
+  const WaitParams wait = ParamsOf<WaitParams>(end.operations[0]);
+  CHECK_EQ(wait.flags[0].flag, end.addresses[1].freed + 2 * kFlagLineBytes);
   CHECK_EQ(wait.ahead, 0u);
-  CHECK_EQ(wait.what.slot, ErrorRecord::kNoSlot);
+  CHECK_EQ(wait.flags[0].slot, ErrorRecord::kNoSlot);
   // The first wait of a call announces it to all peers.
-  CHECK_EQ(wait.signatures.num_peers, 2u);
-  CHECK_EQ(wait.signatures.words[0], end.addresses[0].announced + kFlagLineBytes);
-  CHECK_EQ(wait.signatures.words[1], end.addresses[2].announced + kFlagLineBytes);
-  CHECK_EQ(ParamsOf<WaitParams>(end.operations[1]).signatures.num_peers, 0u);
+  CHECK_EQ(wait.announcements.num_peers, 2u);
+  CHECK_EQ(wait.announcements.words[0], end.addresses[0].announced + kFlagLineBytes);
+  CHECK_EQ(wait.announcements.words[1], end.addresses[2].announced + kFlagLineBytes);
+  CHECK_EQ(ParamsOf<WaitParams>(end.operations[1]).announcements.num_peers, 0u);
+  // The end is enqueued before the next call's first wait, or by Finish.
   end.slots.EndCall();
-  const SignalParams& freed = ParamsOf<SignalParams>(end.operations.at(2));
-  CHECK_EQ(end.operations[2].kernel->name, kEndKernel);
-  CHECK_EQ(freed.call, 5u);
-  CHECK_EQ(freed.tag, 77u);
-  CHECK_EQ(freed.num_targets, 2u);
-  CHECK_EQ(freed.targets[0].flag, end.addresses[0].freed + kFlagLineBytes);
-  CHECK_EQ(freed.targets[1].flag, end.addresses[2].freed + kFlagLineBytes);
-  CHECK_EQ(freed.targets[1].poison, end.addresses[2].poison);
-  end.slots.WaitFree(2, 3, kReason);
+  CHECK_EQ(end.operations.size(), 2u);
+  const PeerSlot both[] = {{2, 3, 0}, {0, 1, 0}, {2, 1, 0}};
+  end.slots.WaitAllFree(both, kReason);
   CHECK_EQ(end.operations.size(), 4u);
-  CHECK_EQ(ParamsOf<WaitParams>(end.operations[3]).signatures.num_peers, 2u);
+  const EndParams& ended = ParamsOf<EndParams>(end.operations[2]);
+  CHECK_EQ(end.operations[2].kernel->name, kEndKernel);
+  CHECK_EQ(ended.call, 5u);
+  CHECK_EQ(ended.tag, 77u);
+  CHECK_EQ(ended.freed.num_targets, 2u);
+  CHECK_EQ(ended.freed.targets[0].flag, end.addresses[0].freed + kFlagLineBytes);
+  CHECK_EQ(ended.freed.targets[1].flag, end.addresses[2].freed + kFlagLineBytes);
+  CHECK_EQ(ended.freed.targets[1].poison, end.addresses[2].poison);
+  CHECK_EQ(ended.nan_fill.num_results, 0u);
+  CHECK_EQ(ParamsOf<WaitParams>(end.operations[3]).num_flags, 2u);
+  CHECK_EQ(ParamsOf<WaitParams>(end.operations[3]).announcements.num_peers, 2u);
 }
 
 TEST(any_number_of_results_can_be_spoilt) {
   End end;
-  const std::vector<NanFillParams::Result> results(kMaxResults + 1, {16, 4});
-  end.slots.FillNan(results);
+  const std::vector<NanFill::Result> results(kMaxResults + 1, {16, 4});
+  end.slots.Finish(results);
   CHECK_EQ(end.operations.size(), 2u);
-  CHECK_EQ(ParamsOf<NanFillParams>(end.operations[0]).num_results, 16u);
-  CHECK_EQ(ParamsOf<NanFillParams>(end.operations[1]).num_results, 1u);
-  end.operations.clear();
-  end.slots.FillNan({});
-  CHECK(end.operations.empty());
+  CHECK_EQ(ParamsOf<EndParams>(end.operations[0]).nan_fill.num_results, 16u);
+  CHECK_EQ(ParamsOf<NanFillParams>(end.operations[1]).nan_fill.num_results, 1u);
 }
 
 TEST(more_ranks_than_there_are_flags_for_are_refused) {

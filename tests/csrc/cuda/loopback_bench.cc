@@ -147,12 +147,12 @@ class LoopbackBench : public GpuBench {
                          .copies = device.copies()});
     ExecuteRank(at, made.call, slots, kTimeoutS, transport, device, {});
     device.Gather();
-    std::vector<NanFillParams::Result> results;
+    std::vector<NanFill::Result> results;
     for (const Tensor& tensor : made.call.results) {
       results.push_back({reinterpret_cast<uint64_t>(tensor.data),
                          static_cast<uint64_t>(tensor.size_bytes())});
     }
-    transport.FillNan(results);
+    transport.Finish(results);
     device.Join();
   }
 

@@ -91,6 +91,7 @@ int NumWrongSums(const std::shared_ptr<CudaCommunicator>& communicator,
                              own.stream->get()),
           "cuMemcpyAsync");
     slots.EndCall();
+    slots.Finish({});
   }
   int num_wrong = 0;
   for (const Rank& own : ranks) {

@@ -21,7 +21,8 @@
 // wait reaches its deadline: a rank fails if it is misplaced or is notified, and all
 // ranks of the call must fail. With `kOtherOrder`, ranks make the calls in different
 // orders; all ranks must fail without a deadline, and every error record has the tags
-// of two calls.  The announcement before a wait is a separate step.
+// of two calls.  What a wait signals, and what it announces, are separate steps before
+// it.
 #pragma once
 
 #include <algorithm>
@@ -157,6 +158,27 @@ class ProtocolModel {
         }
       }
       programs_.push_back(recorder.program());
+      SplitWaits(programs_.back());
+    }
+  }
+
+  // Makes the signals that a wait sends first an operation of their own. They are sent
+  // once, and the wait is tried again and again.
+  static void SplitWaits(RankProgram& program) {
+    for (size_t i = 0; i < program.lane.size(); ++i) {
+      if (program.lane[i].kernel == nullptr) continue;
+      if (program.lane[i].kernel->name != kWaitKernel) continue;
+      auto& wait = *reinterpret_cast<WaitParams*>(program.lane[i].params.data());
+      if (wait.signals.num_targets == 0) continue;
+      const SignalParams sent = {wait.waiting.own, wait.waiting.tag, wait.signals};
+      wait.signals.num_targets = 0;
+      Operation signal = program.lane[i];  // with its dependencies
+      signal.kernel = FindEmulatedKernel(kSignalKernel);
+      const auto* const bytes = reinterpret_cast<const std::byte*>(&sent);
+      signal.params.assign(bytes, bytes + sizeof(sent));
+      program.lane.insert(program.lane.begin() + static_cast<ptrdiff_t>(i), signal);
+      for (Beside& beside : program.beside) beside.after += beside.after > i ? 1 : 0;
+      ++i;
     }
   }
 
@@ -243,20 +265,50 @@ class ProtocolModel {
     return search_ == Search::kMisplaced || search_ == Search::kOtherOrder;
   }
 
-  // Runs a kernel; returns false if it waits. A wait reads its flag once, since its
-  // timeout is zero; `expires` makes it reach its deadline.
-  bool RunKernel(State& state, int rank, const Operation& launch, bool expires) {
+  // Runs a kernel on the memory of the state, and returns the code with which the rank
+  // fails.
+  uint32_t RunOnMemory(const State& state, int rank, const Operation& launch) {
     ToMemory(state);
     errors_[rank] = {};
     launch.kernel->run(launch.params.data(), 1, 32);
-    const bool fails =
-        !HasFailed(state, rank) && lines_[rank * num_lines_ + failed_line()].word != 0;
-    const bool is_late = fails && errors_[rank].code == ErrorRecord::kDeadline;
-    if (is_late && !expires) {
+    return errors_[rank].code;
+  }
+
+  // Returns the launches that wait for one flag each, if the launch waits for several:
+  // its threads wait concurrently.
+  static std::vector<Operation> ThreadsOf(const Operation& launch) {
+    if (launch.kernel->name != kWaitKernel) return {launch};
+    const auto& wait = *reinterpret_cast<const WaitParams*>(launch.params.data());
+    std::vector<Operation> threads(wait.num_flags, launch);
+    for (uint32_t i = 0; i < wait.num_flags; ++i) {
+      auto& one = *reinterpret_cast<WaitParams*>(threads[i].params.data());
+      one.num_flags = 1;
+      one.flags[0] = wait.flags[i];
+    }
+    return threads;
+  }
+
+  // Runs a kernel; returns false if it waits. A wait reads its flags once, since its
+  // timeout is zero; `expires` makes it reach its deadline.
+  bool RunKernel(State& state, int rank, const Operation& launch, bool expires) {
+    const Operation* late = nullptr;
+    const std::vector<Operation> threads = ThreadsOf(launch);
+    uint32_t code = ErrorRecord::kNone;
+    for (const Operation& thread : threads) {
+      code = RunOnMemory(state, rank, thread);
+      if (code != ErrorRecord::kDeadline) {
+        if (code != ErrorRecord::kNone) break;
+      } else {
+        late = &thread;
+      }
+    }
+    const bool fails = code != ErrorRecord::kNone && code != ErrorRecord::kDeadline;
+    if (!fails && late != nullptr && !expires) {
       FromMemory(state, announced_line(), announced_line() + num_ranks_);
       return false;
     }
-    if (is_late != expires) return false;
+    if (expires != (!fails && late != nullptr)) return false;
+    if (expires) RunOnMemory(state, rank, *late);
     FromMemory(state, 0, num_lines_);
     if (fails && search_ == Search::kOtherOrder) CheckTags(rank);
     if (launch.kernel->name == kEndKernel && state[At(rank) + kMisread] != 0 &&

@@ -3,6 +3,7 @@
 // detects what it should.
 
 #include <algorithm>
+#include <cstring>
 #include <functional>
 #include <string>
 #include <utility>
@@ -111,7 +112,7 @@ Params& ParamsOf(Operation& operation) {
 // Makes a wait end at once, because its condition always holds.
 void Forget(Operation& wait) {
   WaitParams& params = ParamsOf<WaitParams>(wait);
-  params.flag = params.own.epoch;
+  for (AwaitedFlag& flag : params.flags) flag.flag = params.waiting.own.epoch;
   params.ahead = 0;
 }
 
@@ -136,11 +137,12 @@ void ForgetBarrier(RankProgram& program, bool before_sums) {
   }
 }
 
+// Moves each signal before the operations on slots that precede it.
 void SignalBeforeWriting(RankProgram& program) {
-  for (size_t i = 0; i + 1 < program.lane.size(); ++i) {
-    if (program.lane[i].uses_slots()) {
-      std::swap(program.lane[i], program.lane[i + 1]);
-      ++i;
+  for (size_t i = 1; i < program.lane.size(); ++i) {
+    if (!IsKernel(program.lane[i], kSignalKernel)) continue;
+    for (size_t at = i; at > 0 && program.lane[at - 1].uses_slots(); --at) {
+      std::swap(program.lane[at - 1], program.lane[at]);
     }
   }
 }
@@ -236,7 +238,7 @@ TEST(ending_a_call_without_freeing_is_found) {
   ExpectFound("waits for ever", [](RankProgram& program) {
     for (Operation& operation : program.lane) {
       if (IsKernel(operation, kEndKernel)) {
-        ParamsOf<SignalParams>(operation).num_targets = 0;
+        ParamsOf<EndParams>(operation).freed.num_targets = 0;
       }
     }
   });
@@ -253,9 +255,13 @@ TEST(counting_the_epoch_before_freeing_is_found) {
   const Change change = [](RankProgram& program) {
     for (size_t i = 0; i < program.lane.size(); ++i) {
       if (!IsKernel(program.lane[i], kEndKernel)) continue;
-      Operation signal = program.lane[i];
+      EndParams& end = ParamsOf<EndParams>(program.lane[i]);
+      const SignalParams freed = {end.own, end.tag, end.freed};
+      end.freed.num_targets = 0;
+      Operation signal;
       signal.kernel = FindEmulatedKernel(kSignalKernel);
-      ParamsOf<SignalParams>(program.lane[i]).num_targets = 0;
+      signal.params.resize(sizeof freed);
+      std::memcpy(signal.params.data(), &freed, sizeof freed);
       program.lane.insert(program.lane.begin() + ++i, signal);
       for (Beside& read : program.beside) read.after += read.after >= i;
     }
@@ -393,9 +399,12 @@ TEST(all_ranks_fail_at_once_when_three_make_calls_in_different_orders) {
 
 void ForgetTags(RankProgram& program) {
   for (Operation& operation : program.lane) {
-    if (IsKernel(operation, kWaitKernel)) ParamsOf<WaitParams>(operation).tag = 1;
-    if (IsKernel(operation, kSignalKernel) || IsKernel(operation, kEndKernel)) {
+    if (IsKernel(operation, kWaitKernel)) {
+      ParamsOf<WaitParams>(operation).waiting.tag = 1;
+    } else if (IsKernel(operation, kSignalKernel)) {
       ParamsOf<SignalParams>(operation).tag = 1;
+    } else if (IsKernel(operation, kEndKernel)) {
+      ParamsOf<EndParams>(operation).tag = 1;
     }
   }
 }
@@ -415,7 +424,7 @@ TEST(not_announcing_calls_is_found) {
   const Change change = [](RankProgram& program) {
     for (Operation& operation : program.lane) {
       if (!IsKernel(operation, kWaitKernel)) continue;
-      ParamsOf<WaitParams>(operation).signatures.num_peers = 0;
+      ParamsOf<WaitParams>(operation).announcements.num_peers = 0;
     }
   };
   for (const Kind& kind : kKinds) {
@@ -452,7 +461,7 @@ TEST(failing_without_telling_the_peers_at_once_is_found) {
   const Change change = [](RankProgram& program) {
     for (Operation& operation : program.lane) {
       if (!IsKernel(operation, kWaitKernel)) continue;
-      ParamsOf<WaitParams>(operation).peers.num_peers = 0;
+      ParamsOf<WaitParams>(operation).waiting.poisons.num_peers = 0;
     }
   };
   ExpectFound("has not failed", change, InOnePiece(false), Search::kFailures);
@@ -465,7 +474,7 @@ TEST(signalling_sums_by_multicast_after_a_failure_is_found) {
   const Change change = [](RankProgram& program) {
     for (Operation& operation : program.lane) {
       if (IsKernel(operation, kWaitKernel)) {
-        ParamsOf<WaitParams>(operation).peers.num_peers = 0;
+        ParamsOf<WaitParams>(operation).waiting.poisons.num_peers = 0;
       } else if (IsKernel(operation, kSignalKernel)) {
         ParamsOf<SignalParams>(operation).own.failed =
             reinterpret_cast<uint64_t>(&no_failure);
@@ -485,7 +494,7 @@ TEST(ending_a_call_without_looking_whether_a_peer_failed_is_found) {
   const Change change = [](RankProgram& program) {
     for (Operation& operation : program.lane) {
       if (!IsKernel(operation, kEndKernel)) continue;
-      RankWords& own = ParamsOf<SignalParams>(operation).own;
+      RankWords& own = ParamsOf<EndParams>(operation).own;
       own.poison = own.failed;
     }
   };

@@ -35,12 +35,23 @@ class Recorder {
 
   // Records a call. `slot_bytes` differs between calls, so that their slots overlap.
   void Call(const Schedule& schedule, int64_t slot_bytes) {
-    CudaSlots slots = SlotsOf(schedule, slot_bytes, nullptr);
+    CudaSlots slots = MakeSlots(schedule, slot_bytes, nullptr);
     held_.clear();
     const size_t first_read = program_.beside.size();
-    for (const Step& step : schedule.steps) Take(step, schedule, slots, slot_bytes);
+    for (size_t i = 0; i < schedule.steps.size(); ++i) {
+      const size_t num_waits = CountSteps(schedule.steps, i, StepKind::kWait);
+      if (num_waits == 0) {
+        Take(schedule.steps[i], schedule, slots, slot_bytes);
+        continue;
+      }
+      const std::span<const Step> waits(&schedule.steps[i], num_waits);
+      slots.WaitAll(SlotsOf(waits), kReason);
+      for (const Step& wait : waits) held_[IdOf(wait)] = wait.slot;
+      i += num_waits - 1;
+    }
     const size_t end = program_.lane.size();
     slots.EndCall();
+    slots.Finish({});
     for (size_t i = end; i < program_.lane.size(); ++i) {
       for (size_t read = first_read; read < program_.beside.size(); ++read) {
         program_.lane[i].needs |= 1u << read;
@@ -53,7 +64,7 @@ class Recorder {
   // lowered for export.
   void CheckPartition(const Schedule& schedule, bool is_right) {
     static const uint32_t partition = 0;
-    SlotsOf(schedule, 0, nullptr)
+    MakeSlots(schedule, 0, nullptr)
         .CheckPartition(reinterpret_cast<CUdeviceptr>(&partition), is_right ? 0 : 1);
   }
 
@@ -74,7 +85,7 @@ class Recorder {
                      : IdOf({call_, payload, kAllChunks, piece, owner});
         });
     const MulticastKernels kernels(driver_);
-    CudaSlots slots = SlotsOf(schedule, slot_bytes, &kernels);
+    CudaSlots slots = MakeSlots(schedule, slot_bytes, &kernels);
     ReduceByMulticast(
         at, call, ComputeSlotRequirements(at, call, device), 0,
         [&](const MulticastRange& range) {
@@ -82,6 +93,7 @@ class Recorder {
           device.NoteSum();
         },
         slots, device);
+    slots.Finish({});
     device.NoteNeeds();
     ++call_;
   }
@@ -94,9 +106,12 @@ class Recorder {
   static constexpr uint32_t TagOf(int call) { return call + 1; }
 
  private:
-  CudaSlots SlotsOf(const Schedule& schedule,
-                    int64_t slot_bytes,
-                    const MulticastKernels* multicast) {
+  static inline const std::string kLabel = "call";
+  static inline const WaitReason kReason{kLabel, 0, 0};
+
+  CudaSlots MakeSlots(const Schedule& schedule,
+                      int64_t slot_bytes,
+                      const MulticastKernels* multicast) {
     SlotStream stream;
     stream.driver = &driver_;
     stream.flags = &kernels_;
@@ -127,16 +142,13 @@ class Recorder {
     const auto content_of = [&](int slot, PieceId piece) -> Content {
       return {reinterpret_cast<CUdeviceptr>(slots.slot(slot)), slot_bytes, piece};
     };
-    static const std::string label = "call";
-    const WaitReason reason{label, step.chunk, 0};
     std::vector<Operation>& lane = program_.lane;
     switch (step.kind) {
       case StepKind::kWaitFree:
-        return slots.WaitFree(step.peer, step.slot, reason);
+        return slots.WaitAllFree(
+            SlotsOf(FirstOfEachPeer(schedule.steps, StepKind::kWaitFree)), kReason);
       case StepKind::kWait:
-        slots.Wait(step.peer, step.slot, reason);
-        held_[IdOf(step)] = step.slot;
-        return;
+        return;  // above
       case StepKind::kPut: {
         const PieceId piece = PutOf(step, schedule.rank);
         const size_t copy = lane.size();
@@ -145,7 +157,7 @@ class Recorder {
         if (const auto held = held_.find(piece); held != held_.end()) {
           lane[copy].reads = {content_of(held->second, piece)};
         } else if (step.payload == Payload::kSum) {
-          lane[copy].needs = 1u << (program_.beside.size() - 1);  // the sum itself
+          lane[copy].needs = 1u << sums_of_.at(step.split);
         }
         return slots.Signal(step.peer, step.slot);
       }
@@ -162,6 +174,7 @@ class Recorder {
       }
       case StepKind::kReduce: {
         Beside sum{lane.size(), {}, {}};
+        sums_of_[step.split] = program_.beside.size();
         for (int peer = 0; peer < schedule.num_ranks; ++peer) {
           if (peer == schedule.rank) continue;
           const PieceId part =
@@ -191,7 +204,8 @@ class Recorder {
   const CUdeviceptr error_;
   std::map<Piece, PieceId>& pieces_;
   RankProgram program_;
-  std::map<PieceId, int> held_;  // by this rank, in this call -> slot
+  std::map<PieceId, int> held_;    // by this rank, in this call -> slot
+  std::map<int, size_t> sums_of_;  // split -> index of its sum in `beside`
   int call_ = 0;
 };
 
