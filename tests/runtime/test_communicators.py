@@ -155,7 +155,7 @@ def test_another_axis_shares_connections_that_fit_and_have_not_failed(monkeypatc
 
 
 def test_a_platform_without_an_engine_connects_nothing():
-    transport_setup = NoTransportSetup("rocm")
+    transport_setup = NoTransportSetup("no engine for rocm")
     assert transport_setup.open_endpoint(None, (0, 1)) is None
     assert transport_setup.why_not(None, (0, 1), {}, {}) == "no engine for rocm"
     with pytest.raises(NotImplementedError, match="no engine for rocm"):

@@ -50,7 +50,8 @@ def _lower_on_cpu(ctx, *operands, call):
     # The capacity is checked again, since initialize_ub may have run after tracing.
     check_capacity(call, ctx.avals_in)
     ranks = find_ranks(ctx, call.label, call.axis_name, takes_partitions=True)
-    reason = ranks.reason or _why_no_room(call, ctx.avals_in, needs_buffers=False)
+    reason = cpu_engine.why_not() or ranks.reason
+    reason = reason or _why_no_room(call, ctx.avals_in, needs_buffers=False)
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
     is_automatic = call.method is Method.AUTO

@@ -167,7 +167,7 @@ def _keep(attempt):
 def _share_cores(device_groups, peer_info: Values):
     """Divides the host's cores among its processes; limits the engine's threads."""
     global _has_shared_cores
-    if settings.num_threads() is not None:
+    if settings.num_threads() is not None or cpu_engine.why_not() is not None:
         return
     host, own_cores = hosts.identity(), hosts.cores()
     on_host = {p: info for p, info in sorted(peer_info.items()) if info["host"] == host}

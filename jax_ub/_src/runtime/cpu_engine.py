@@ -2,17 +2,41 @@
 
 import functools
 import importlib
+import importlib.metadata
+import importlib.util
 import pathlib
 import re
+import sys
 import types
 
 import jax
 
-from jax_ub._src.errors import ConfigurationError, nearest, shown
+from jax_ub._src.errors import ConfigurationError, UbError, nearest, shown
 from jax_ub._src.runtime import settings
 
 _PLATFORM = "cpu"
 _BUILD = "In a clone of jax_ub, build it with: pip install ."
+
+
+class NoEngineError(UbError, ImportError):
+    """An engine is needed, but this installation of jax_ub has none."""
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Returns why this installation has no engine, or None if it should have one.
+
+    The pure-Python wheel has none: calls of method "auto" run as plain `jax.lax`. In
+    other installations, a missing engine is an error of `load`.
+    """
+    try:
+        wheel = importlib.metadata.distribution("jax_ub").read_text("WHEEL") or ""
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    is_built = "jax_ub._cpu" in sys.modules or importlib.util.find_spec("jax_ub._cpu")
+    if is_built or "Root-Is-Purelib: true" not in wheel:
+        return None
+    return "the pure-Python wheel has no engine (see docs/install.md)"
 
 
 @functools.cache
@@ -24,8 +48,11 @@ def load() -> types.ModuleType:
 
     Raises:
         ImportError: if the engine was not built, or was built for an incompatible FFI
-            API. Says what to install.
+            API. Says what to install. `NoEngineError` in the pure-Python wheel.
     """
+    reason = why_not()
+    if reason is not None:
+        raise NoEngineError(f"jax_ub: {reason}")
     try:
         cpu = importlib.import_module("jax_ub._cpu")
     except ModuleNotFoundError as error:
@@ -101,8 +128,11 @@ def check_isa() -> None:
     Raises:
         ConfigurationError: if it has none. Names the available instruction sets.
     """
-    name, known = settings.isa(), load().isas()
-    if name is not None and name not in known:
+    name = settings.isa()
+    if name is None:
+        return
+    known = load().isas()
+    if name not in known:
         raise ConfigurationError(
             f"JAX_UB_ISA = {shown(name)} is not available on this machine. "
             f"{nearest(name, known)} Set one of them, or unset it."

@@ -39,6 +39,9 @@ def load() -> types.ModuleType:
         ImportError: if the engine was not built, or was built for an incompatible FFI
             API. Says what to do.
     """
+    reason = cpu_engine.why_not()
+    if reason is not None:
+        raise cpu_engine.NoEngineError(f"jax_ub: {reason}")
     try:
         cuda = importlib.import_module("jax_ub._cuda")
     except ModuleNotFoundError as error:

@@ -34,7 +34,9 @@ def short_name(host: str) -> str:
 
 def cores() -> list[int]:
     """Returns the ids of the CPU cores on which this process may run, ascending."""
-    return sorted(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def control_groups() -> str:

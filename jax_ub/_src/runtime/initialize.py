@@ -26,6 +26,7 @@ from jax_ub._src.errors import (
 )
 from jax_ub._src.runtime import (
     communicators,
+    cpu_engine,
     cuda_engine,
     registry,
     settings,
@@ -346,6 +347,7 @@ def _agreed_settings(
         "bootstrap_backend": backend or "jax",
         "the version of jax_ub": tuned_tables.version_of("jax_ub"),
         "the version of jax": jax.__version__,
+        "the engine of jax_ub": cpu_engine.why_not() or "built",
         "JAX_UB_METHOD": str(settings.method()),
         "JAX_UB_ALLOW_TF32": str(settings.allow_tf32()),
         "JAX_UB_NVLS": str(settings.nvls()),

@@ -170,7 +170,8 @@ def memory_report() -> MemoryReport:
         for group in axis.groups:
             owners.setdefault(group, axis)
     axes = tuple(_axis_memory(axis, owners) for axis in registry.axes())
-    slot_bytes = cpu_engine.load().counters()["slot_bytes"]
+    has_engine = cpu_engine.why_not() is None
+    slot_bytes = cpu_engine.load().counters()["slot_bytes"] if has_engine else 0
     devices = cuda_engine.usable_devices()
     if not devices:
         return MemoryReport(axes, slot_bytes)

@@ -164,10 +164,10 @@ class CudaTransportSetup:
 
 
 class NoTransportSetup:
-    """Connects nothing, because the engine does not support the platform."""
+    """Connects nothing, because there is no engine for the platform."""
 
-    def __init__(self, platform: str):
-        self._reason = f"no engine for {platform}"
+    def __init__(self, reason: str):
+        self._reason = reason
 
     def groups(self, device_groups):
         return _groups_over_processes(device_groups)
@@ -208,6 +208,7 @@ def _shared_arguments(device_groups, group, endpoint_infos):
 
 def transport_setup_of(platform: str) -> TransportSetup:
     """Returns the `TransportSetup` for "cpu", "cuda" or another platform."""
-    if platform == "cpu":
-        return CpuTransportSetup()
-    return CudaTransportSetup() if platform == "cuda" else NoTransportSetup(platform)
+    if platform == "cuda":
+        return CudaTransportSetup()
+    reason = cpu_engine.why_not() if platform == "cpu" else f"no engine for {platform}"
+    return CpuTransportSetup() if reason is None else NoTransportSetup(reason)

@@ -2,13 +2,12 @@
 
 import functools
 import importlib.metadata
-import os
 
 import jax
 
 from jax_ub._src.config import tuned_file
 from jax_ub._src.config.tuned_file import Environment, TunedTable
-from jax_ub._src.runtime import cpu_engine, cuda_engine, registry, settings
+from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, registry, settings
 
 _PACKAGES = ("jax", "jaxlib", "jax_ub")
 
@@ -22,9 +21,9 @@ def environment() -> Environment:
         versions["CUDA"] = device.client.platform_version.splitlines()[-1]
         name = device.device_kind
     else:
-        cpu = cpu_engine.load()
-        cores = len(os.sched_getaffinity(0))
-        name = f"{device.device_kind} {cpu.isa()}, {cores} cores"
+        has_engine = cpu_engine.why_not() is None
+        isa = cpu_engine.load().isa() if has_engine else "without an engine"
+        name = f"{device.device_kind} {isa}, {len(hosts.cores())} cores"
     return Environment(name, tuple(sorted(versions.items())))
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import enum
 import functools
 import importlib.metadata
-import os
 import platform
 from collections.abc import Callable, Iterator
 
@@ -156,6 +155,10 @@ def _check_isa():
 def _ffi_api():
     running = ".".join(map(str, cpu_engine.running_ffi_api()))
     try:
+        reason = cpu_engine.why_not()
+        if reason is not None:
+            text = f"calls run plain jax.lax: {reason}"
+            return Finding("engine", State.WARNING, text)
         built = ".".join(map(str, cpu_engine.load().xla_ffi_api_version))
     except ImportError as error:
         text = f"{error} (jaxlib has {running})"
@@ -172,7 +175,7 @@ def _cpu_engine():
     others = [isa for isa in cpu.isas() if isa != cpu.isa()]
     also = f"; also possible here: {', '.join(others)}" if others else ""
     yield Finding("instruction set", State.FINE, f"{cpu.isa()}{also}")
-    cores, threads = len(os.sched_getaffinity(0)), cpu.num_threads()
+    cores, threads = len(hosts.cores()), cpu.num_threads()
     text = f"{threads} compute, on {cores} cores"
     if threads > cores:
         text += f": they would share cores. Set JAX_UB_NUM_THREADS={cores}."
@@ -205,7 +208,7 @@ def device_findings() -> Iterator[Finding]:
 def _pool_threads():
     num = len(jax.local_devices())
     try:
-        threads = settings.pool_threads() or len(os.sched_getaffinity(0))
+        threads = settings.pool_threads() or len(hosts.cores())
     except ValueError:
         return  # `_environment` reports it
     text = f"{threads} for {num} devices"
@@ -315,7 +318,8 @@ def state_of_failure(method: Method, devices) -> State:
     """Returns the severity of a method's failure: FAULT if it should run, else NOTE."""
     kind = cuda_engine.platform_of(devices[0])
     on_gpus = method is not Method.DIRECT and cuda_engine.why_not() is None
-    expected = on_gpus if kind == "cuda" else kind == "cpu"
+    on_cpus = kind == "cpu" and cpu_engine.why_not() is None
+    expected = on_gpus if kind == "cuda" else on_cpus
     return State.FAULT if expected else State.NOTE
 
 

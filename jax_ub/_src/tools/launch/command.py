@@ -89,8 +89,13 @@ def run(given: argparse.Namespace) -> int:
         that failed, or 128 + n if signal n ended it; 124 after `--timeout`.
 
     Raises:
-        LaunchError: if the options are invalid.
+        LaunchError: if the options are invalid, or this is not Linux.
     """
+    if sys.platform != "linux":
+        raise LaunchError(
+            f"launch: it needs Linux, and this is {sys.platform}. Start the processes "
+            "another way, with arguments of jax.distributed.initialize."
+        )
     program = split_program(given.program)
     _check(given, program[0])
     with _reserved_port() as port:
