@@ -7,6 +7,7 @@ import posixpath
 import re
 import tomllib
 
+import sphinx.util.inspect
 from docutils import nodes
 from pygments.lexers.special import TextLexer
 from sphinx.util import logging
@@ -29,6 +30,7 @@ myst_heading_anchors = 4
 # Docstrings quote code with single backticks.
 default_role = "code"
 autodoc_default_options = {"members": True, "special-members": "__call__"}
+autoclass_content = "both"  # of the class and of its constructor
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_use_ivar = True
@@ -57,6 +59,20 @@ PUBLIC_MODULES = [
     "jax_ub.ops.fused",
     "jax_ub.overlap_config",
 ]
+
+
+def readable_signature(app, what, name, obj, options, signature, returns):
+    """Shortens defaults, and finds the arguments that nnx's metaclass hides."""
+    if what == "class" and signature == "(*args, **kwargs)":
+        found = sphinx.util.inspect.signature(obj.__init__)
+        parameters = list(found.parameters.values())[1:]  # without self
+        found = found.replace(parameters=parameters)
+        signature = sphinx.util.inspect.stringify_signature(
+            found, show_annotation=False
+        )
+    short = re.sub(r"<class '([\w.]+)'>", r"\1", signature or "")
+    short = re.sub(r"<function (\w+)(?:\.<locals>\.\w+)?>", r"\1", short)
+    return short or None, returns
 
 
 def markdown_to_rst(app, what, name, obj, options, lines):
@@ -112,6 +128,7 @@ def title_links(app, doctree, docname):
 def setup(app):
     """Connects the functions above, and shows diagrams as their source."""
     app.connect("doctree-resolved", title_links)
+    app.connect("autodoc-process-signature", readable_signature)
     app.connect("autodoc-process-docstring", markdown_to_rst, priority=400)
     app.connect("env-check-consistency", check_that_every_public_name_is_documented)
     app.add_lexer("mermaid", TextLexer)
