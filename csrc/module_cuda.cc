@@ -169,11 +169,9 @@ std::vector<jax_ub::Tensor> TensorsOf(const jax_ub::CallAttributes& at,
                                       const Arrays& arrays) {
   std::vector<jax_ub::Tensor> tensors;
   for (const auto& [dtype, dimensions] : arrays) {
-    const auto found =
-        std::find_if(std::begin(jax_ub::kDTypes), std::end(jax_ub::kDTypes),
-                     [&](const jax_ub::DTypeInfo& info) {
-                       return info.is_result && dtype == info.numpy_name;
-                     });
+    const auto found = std::find_if(
+        std::begin(jax_ub::kDTypes), std::end(jax_ub::kDTypes),
+        [&](const jax_ub::DTypeInfo& info) { return dtype == info.numpy_name; });
     if (found == std::end(jax_ub::kDTypes)) {
       throw std::invalid_argument("jax_ub." + at.label + ": " + dtype + " is none of " +
                                   jax_ub::DTypeNames(&jax_ub::DTypeInfo::numpy_name));

@@ -18,7 +18,6 @@ from jax_ub._src.config.overlap_config import (
     CommOverlapType,
     UserBufferQuantizationMode,
 )
-from jax_ub._src.fp8.scaled_array import ScaledArray
 from jax_ub._src.lowering_log import fallbacks
 from jax_ub._src.methods import Method
 from jax_ub._src.rules.linear import (
@@ -37,6 +36,7 @@ from jax_ub._src.runtime.initialize import (
     is_ub_initialized,
 )
 from jax_ub._src.runtime.registry import CommOverlap, CommOverlapP2P
+from jax_ub._src.scaled_array import ScaledArray
 
 if TYPE_CHECKING:
     from jax_ub import flax, fp8, ops

@@ -13,14 +13,15 @@ namespace jax_ub {
 namespace {
 
 // The numeric attributes that are part of the signature.
-constexpr std::array<std::string_view, 9> kNumberNames = {
+constexpr std::array<std::string_view, 10> kNumberNames = {
     "num_ranks",    "num_splits",      "num_kernels", "rhs_transposed", "has_bias",
-    "has_residual", "return_gathered", "accumulate",  "gather"};
+    "has_residual", "return_gathered", "accumulate",  "gather",         "has_scales"};
 
 std::array<int64_t, kNumberNames.size()> Numbers(const CallAttributes& at) {
   return {at.num_ranks,       at.num_splits, at.num_kernels,
           at.rhs_transposed,  at.has_bias,   at.has_residual,
-          at.return_gathered, at.accumulate, static_cast<int64_t>(at.gather)};
+          at.return_gathered, at.accumulate, static_cast<int64_t>(at.gather),
+          at.has_scales};
 }
 
 // Checks the operands and results of a call against the op's contract.
@@ -47,10 +48,33 @@ class Contract {
     Expect(call_.results[index], name, want);
   }
 
-  // Checks an operand or result that may have any of the supported dtypes.
+  // Checks an operand or result that may have any of the dtypes of results.
   void Sized(const Tensor& got, const char* name, Tensor want) const {
-    want.dtype = got.dtype;
+    want.dtype = InfoOf(got.dtype).is_result ? got.dtype : DType::kF32;
     Expect(got, name, want);
+  }
+
+  // Checks an operand of a GEMM whose first operand has dtype `first`. An FP8 operand
+  // may have another FP8 dtype than the first.
+  void Factor(size_t index, const char* name, DType first, Tensor want) const {
+    const DType dtype = call_.operands[index].dtype;
+    want.dtype = IsFp8(first) && IsFp8(dtype) ? dtype : first;
+    Operand(index, name, want);
+  }
+
+  // Checks that there are scales exactly if the GEMMs' operands are FP8.
+  void Scales(DType first) const {
+    if (call_.scales.size() != NumScales(attributes_)) {
+      Fail("takes " + std::to_string(NumScales(attributes_)) + " scales, got " +
+           std::to_string(call_.scales.size()));
+    }
+    if (IsFp8(first) != attributes_.has_scales) {
+      Fail("the operands are " + std::string(DTypeName(first)) + ", has_scales is " +
+           std::to_string(attributes_.has_scales));
+    }
+    for (const Tensor& scales : call_.scales) {
+      Expect(scales, "a scale", {DType::kF32, 1, 1, 1, nullptr});
+    }
   }
 
   // Checks a tensor that may have any shape and dtype, but must not be empty.
@@ -110,7 +134,7 @@ void CheckGatheredRows(const CallAttributes& at,
   const int64_t rows = at.num_ranks * x.rows;
   for (size_t i = 0; i < n; ++i) {
     const int64_t out = OutOf(at, call.operands[1 + i]);
-    contract.Operand(1 + i, "w", Kernel(at, x.dtype, x.features, out));
+    contract.Factor(1 + i, "w", x.dtype, Kernel(at, x.dtype, x.features, out));
     if (at.has_bias) {
       contract.Sized(call.operands[1 + n + i], "bias", Matrix(x.dtype, 1, out));
     }
@@ -125,6 +149,18 @@ void CheckGatheredRows(const CallAttributes& at,
   }
 }
 
+// Checks w_i of pair i. All w_i have the same dtype.
+void CheckSecondFactor(const CallAttributes& at,
+                       int i,
+                       Tensor want,
+                       const RankCall& call,
+                       const Contract& contract) {
+  const size_t n = at.num_kernels;
+  if (i == 0) return contract.Factor(n, "w", want.dtype, want);
+  want.dtype = call.operands[n].dtype;
+  contract.Operand(n + i, "w", want);
+}
+
 void CheckPairSum(const CallAttributes& at,
                   const RankCall& call,
                   const Contract& contract) {
@@ -136,7 +172,7 @@ void CheckPairSum(const CallAttributes& at,
   for (size_t i = 0; i < n; ++i) {
     const int64_t in = call.operands[i].features;
     contract.Operand(i, "x", {x.dtype, x.batch, x.rows, in, nullptr});
-    contract.Operand(n + i, "w", Kernel(at, x.dtype, in, out));
+    CheckSecondFactor(at, i, Kernel(at, x.dtype, in, out), call, contract);
   }
   const Tensor y = {x.dtype, x.batch, x.rows / num_owners, out, nullptr};
   size_t next = 2 * n;
@@ -161,7 +197,7 @@ void CheckWgrad(const CallAttributes& at,
   contract.NotEmpty(x, "x");
   for (size_t i = 0; i < n; ++i) {
     const int64_t out = call.operands[1 + i].features;
-    contract.Operand(1 + i, "dy", {x.dtype, x.batch, dy_rows, out, nullptr});
+    contract.Factor(1 + i, "dy", x.dtype, {x.dtype, x.batch, dy_rows, out, nullptr});
     const Tensor dw = Matrix(x.dtype, x.features, out);
     if (at.accumulate) contract.Sized(call.operands[1 + n + i], "main_grad", dw);
     contract.Sized(call.results[i], "dw", dw);
@@ -177,7 +213,7 @@ void CheckDgrad(const CallAttributes& at,
   for (size_t i = 0; i < n; ++i) {
     const int64_t out = call.operands[i].features;
     contract.Operand(i, "dy", {dy.dtype, dy.batch, dy.rows, out, nullptr});
-    contract.Operand(n + i, "w", Matrix(dy.dtype, in, out));
+    CheckSecondFactor(at, i, Matrix(dy.dtype, in, out), call, contract);
   }
   contract.Sized(call.results[0], "dx", {dy.dtype, dy.batch, dy.rows, in, nullptr});
 }
@@ -194,11 +230,12 @@ void CheckCommunicated(const CallAttributes& at,
   if (num_owners > 1) contract.Divides("the operand", from.rows);
   Tensor want = from;
   want.rows = is_gathered ? from.rows * at.num_ranks : from.rows / num_owners;
-  if (is_gathered && to.dtype != from.dtype) {
-    contract.Fail("the gathered result is " + Describe(to) + ", the shard " +
-                  Describe(from));
+  if (is_gathered) {
+    contract.Result(call.results.size() - 1, "the gathered result", want);
+  } else {
+    contract.Sized(from, "the operand that is communicated", from);
+    contract.Sized(to, "the communicated result", want);
   }
-  contract.Sized(to, "the communicated result", want);
 }
 
 // Checks the number of operands and results.
@@ -225,6 +262,13 @@ void CheckCounts(const CallAttributes& at, const Contract& contract) {
 }
 
 }  // namespace
+
+size_t NumScales(const CallAttributes& at) {
+  if (!at.has_scales) return 0;
+  const GemmKind gemm = InfoOf(at.op).gemm;
+  const bool is_pair_sum = gemm == GemmKind::kPairSum || gemm == GemmKind::kDgrad;
+  return 1 + (is_pair_sum ? 1 : at.num_kernels);
+}
 
 size_t FirstResidual(const CallAttributes& at) {
   const size_t n = at.num_kernels;
@@ -291,6 +335,7 @@ void CheckCall(const CallAttributes& at, const RankCall& call) {
       CheckDgrad(at, call, contract);
       break;
   }
+  if (info.gemm != GemmKind::kNone) contract.Scales(call.operands[0].dtype);
   if (info.communicated == Communicated::kSeparateOperand) {
     CheckCommunicated(at, call, contract);
   }
@@ -304,7 +349,8 @@ uint64_t Signature(const CallAttributes& at, const RankCall& call) {
   add(static_cast<uint64_t>(at.variant));
   for (const int64_t number : Numbers(at)) add(static_cast<uint64_t>(number));
   add(std::bit_cast<uint32_t>(at.scale));
-  for (const std::vector<Tensor>* tensors : {&call.operands, &call.results}) {
+  for (const std::vector<Tensor>* tensors :
+       {&call.operands, &call.results, &call.scales}) {
     add(tensors->size());
     for (const Tensor& tensor : *tensors) {
       add(static_cast<uint64_t>(tensor.dtype));

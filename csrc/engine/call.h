@@ -67,6 +67,7 @@ struct CallAttributes {
   bool return_gathered = false;
   bool accumulate = false;
   float scale = 1;  // factor of the GEMM's result, applied before anything is added
+  bool has_scales = false;  // whether the GEMMs' operands are FP8, see RankCall::scales
   Gather gather = Gather::kNone;
   KernelOptions kernel_options;
 };
@@ -98,6 +99,11 @@ std::string Describe(const Tensor& tensor);
 struct RankCall {
   std::vector<Tensor> operands;
   std::vector<Tensor> results;
+  // With CallAttributes::has_scales, the f32 scales of FP8 operands, one per tensor: of
+  // x, then of w or of each w_i; of x, then of each dy_i; or of dy, then of w. Several
+  // pairs (x_i, w_i) have the same scales, and so have the ranks that gather or contract
+  // a tensor.
+  std::vector<Tensor> scales = {};
   // XLA's partition id, in device memory. Set only if CallAttributes::devices is not
   // empty.
   const uint32_t* partition = nullptr;
@@ -109,6 +115,9 @@ bool IsLocalCall(const CallAttributes& attributes);
 
 // Returns the index of the first residual operand, which follows the biases.
 size_t FirstResidual(const CallAttributes& attributes);
+
+// Returns the number of RankCall::scales.
+size_t NumScales(const CallAttributes& attributes);
 
 // Checks the number, shapes and dtypes of a call's operands and results, because a
 // result of the wrong size would be overrun. Throws ShapeError with the values.

@@ -52,7 +52,7 @@ GemmProblem AllGatherMatmul(const CallAttributes& at, const RankCalls& calls, in
       a.Append(RowsOf(call.operands[0], b, 0));
     }
   }
-  OperandSegments w(x.dtype);
+  OperandSegments w(local[0].operands[1 + i].dtype);
   ResultSegments y(local[0].results[i].dtype);
   y.AddRows(x.batch * x.rows * at.num_ranks);
   w.AddInner(x.features);
@@ -64,6 +64,9 @@ GemmProblem AllGatherMatmul(const CallAttributes& at, const RankCalls& calls, in
     y.Append(RowsOf(call.results[i], 0, 0));
   }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
+  AddFactors(
+      at, [&](size_t) -> const Tensor& { return local[0].scales[0]; },
+      [&](size_t rank) -> const Tensor& { return local[rank].scales[1 + i]; }, problem);
   if (at.has_bias) {
     problem.addends.push_back(BiasOf(local, 1 + at.num_kernels + i));
   }
@@ -113,7 +116,7 @@ void AddBiasesAndResiduals(const CallAttributes& at,
 GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
   const Tensor& first = calls[0].results[0];
   OperandSegments a(calls[0].operands[0].dtype);
-  OperandSegments w(calls[0].operands[0].dtype);
+  OperandSegments w(calls[0].operands[at.num_kernels].dtype);
   ContractOverRanks(at, calls, a, w);
   ResultSegments y(first.dtype);
   y.AddColumns(first.features);
@@ -124,6 +127,7 @@ GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
     }
   }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
+  AddFactors(at, calls[0], 1, problem);
   AddBiasesAndResiduals(at, calls, problem);
   return problem;
 }
@@ -133,13 +137,14 @@ GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
 GemmProblem MatmulAllReduce(const CallAttributes& at, const Calls& calls) {
   const Tensor& first = calls[0].results[0];
   OperandSegments a(calls[0].operands[0].dtype);
-  OperandSegments w(calls[0].operands[0].dtype);
+  OperandSegments w(calls[0].operands[at.num_kernels].dtype);
   ContractOverRanks(at, calls, a, w);
   ResultSegments y(first.dtype, static_cast<int>(calls.size()));
   y.AddRows(first.batch * first.rows);
   y.AddColumns(first.features);
   for (const RankCall& call : calls) y.Append(RowsOf(call.results[0], 0, 0));
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
+  AddFactors(at, calls[0], 1, problem);
   AddBiasesAndResiduals(at, calls, problem);
   return problem;
 }
@@ -161,7 +166,7 @@ void AddMainGrads(const CallAttributes& at,
 GemmProblem WgradGatherX(const CallAttributes& at, const RankCalls& calls, int i) {
   const Tensor& x = calls.local[0].operands[0];
   OperandSegments a(x.dtype);
-  OperandSegments b(x.dtype);
+  OperandSegments b(calls.local[0].operands[1 + i].dtype);
   ResultSegments dw(calls.local[0].results[i].dtype);
   a.AddOuter(x.features);
   dw.AddRows(x.features);
@@ -184,6 +189,10 @@ GemmProblem WgradGatherX(const CallAttributes& at, const RankCalls& calls, int i
     }
   }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
+  AddFactors(
+      at, [&](size_t) -> const Tensor& { return calls.local[0].scales[0]; },
+      [&](size_t rank) -> const Tensor& { return calls.local[rank].scales[1 + i]; },
+      problem);
   AddMainGrads(at, calls.local, i, problem);
   return problem;
 }
@@ -197,7 +206,7 @@ GemmProblem WgradGatherX(const CallAttributes& at, const RankCalls& calls, int i
 //   x[3]^T | dw[3] |
 GemmProblem WgradGatherDy(const CallAttributes& at, const RankCalls& calls, int i) {
   const Tensor& dy = calls.local[0].operands[1 + i];
-  OperandSegments a(dy.dtype);
+  OperandSegments a(calls.local[0].operands[0].dtype);
   OperandSegments b(dy.dtype);
   ResultSegments dw(calls.local[0].results[i].dtype);
   b.AddOuter(dy.features);
@@ -221,6 +230,9 @@ GemmProblem WgradGatherDy(const CallAttributes& at, const RankCalls& calls, int 
     }
   }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
+  AddFactors(
+      at, [&](size_t rank) -> const Tensor& { return calls.local[rank].scales[0]; },
+      [&](size_t) -> const Tensor& { return calls.local[0].scales[1 + i]; }, problem);
   AddMainGrads(at, calls.local, i, problem);
   return problem;
 }
@@ -230,7 +242,7 @@ GemmProblem Wgrad(const CallAttributes& at, const RankCall& call, int i) {
   const Tensor& x = call.operands[0];
   const Tensor& dy = call.operands[1 + i];
   OperandSegments a(x.dtype);
-  OperandSegments b(x.dtype);
+  OperandSegments b(dy.dtype);
   ResultSegments dw(call.results[i].dtype);
   a.AddOuter(x.features);
   a.AddInner(x.batch * x.rows);
@@ -242,6 +254,7 @@ GemmProblem Wgrad(const CallAttributes& at, const RankCall& call, int i) {
   dw.AddColumns(dy.features);
   dw.Append(RowsOf(call.results[i], 0, 0));
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
+  AddFactors(at, call, 1 + i, problem);
   AddMainGrads(at, {call}, i, problem);
   return problem;
 }
@@ -251,7 +264,7 @@ GemmProblem Dgrad(const CallAttributes& at, const RankCall& call) {
   const int n = at.num_kernels;
   const Tensor& dx = call.results[0];
   OperandSegments a(call.operands[0].dtype);
-  OperandSegments w(call.operands[0].dtype);
+  OperandSegments w(call.operands[n].dtype);
   ResultSegments c(dx.dtype);
   a.AddOuter(dx.batch * dx.rows);
   w.AddOuter(dx.features);
@@ -264,7 +277,9 @@ GemmProblem Dgrad(const CallAttributes& at, const RankCall& call) {
   c.AddRows(dx.batch * dx.rows);
   c.AddColumns(dx.features);
   c.Append(RowsOf(dx, 0, 0));
-  return Problem(at.scale, std::move(a), std::move(w), std::move(c));
+  GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(c));
+  AddFactors(at, call, 1, problem);
+  return problem;
 }
 
 }  // namespace
@@ -320,9 +335,11 @@ GemmProblem PartialProduct(const CallAttributes& at,
                            const Calls& calls,
                            ResultSegments to) {
   OperandSegments a(calls[0].operands[0].dtype);
-  OperandSegments w(calls[0].operands[0].dtype);
+  OperandSegments w(calls[0].operands[at.num_kernels].dtype);
   ContractOverRanks(at, calls, a, w);
-  return Problem(at.scale, std::move(a), std::move(w), std::move(to));
+  GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(to));
+  AddFactors(at, calls[0], 1, problem);
+  return problem;
 }
 
 namespace {
@@ -333,11 +350,13 @@ class GatherProduct {
  public:
   GatherProduct(const CallAttributes& at, const RankCall& call, int i)
       : at_(at),
+        call_(call),
+        kernel_(i),
         y_(call.results[i]),
         bias_(at.has_bias ? &call.operands[1 + at.num_kernels + i] : nullptr),
         residual_(at.has_residual ? &call.operands[FirstResidual(at) + i] : nullptr),
         a_(call.operands[0].dtype),
-        w_(call.operands[0].dtype),
+        w_(call.operands[1 + i].dtype),
         c_(y_.dtype) {
     const Tensor& kernel = call.operands[1 + i];
     a_.AddInner(call.operands[0].features);
@@ -361,6 +380,7 @@ class GatherProduct {
   GemmProblem Take() {
     GemmProblem problem =
         Problem(at_.scale, std::move(a_), std::move(w_), std::move(c_));
+    AddFactors(at_, call_, 1 + kernel_, problem);
     if (bias_) problem.addends.push_back({bias_->dtype, std::move(biases_)});
     if (residual_) {
       problem.addends.push_back({residual_->dtype, std::move(residuals_)});
@@ -370,6 +390,8 @@ class GatherProduct {
 
  private:
   const CallAttributes& at_;
+  const RankCall& call_;
+  const int kernel_;
   const Tensor& y_;
   const Tensor* const bias_;
   const Tensor* const residual_;
@@ -410,7 +432,7 @@ std::vector<GemmProblem> PartialProducts(const CallAttributes& at,
   if (begin == end) return {};
   const int n = at.num_kernels;
   OperandSegments a(call.operands[0].dtype);
-  OperandSegments w(call.operands[0].dtype);
+  OperandSegments w(call.operands[n].dtype);
   ResultSegments c(partial.dtype);
   w.AddOuter(partial.features);
   c.AddColumns(partial.features);
@@ -425,7 +447,9 @@ std::vector<GemmProblem> PartialProducts(const CallAttributes& at,
     c.AddRows(end - begin);
     c.Append(RowsOf(partial, b, begin));
   }
-  return {Problem(at.scale, std::move(a), std::move(w), std::move(c))};
+  GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(c));
+  AddFactors(at, call, 1, problem);
+  return {std::move(problem)};
 }
 
 void AddBiasAndResidual(const CallAttributes& at,

@@ -55,6 +55,7 @@ enum OpAttribute : uint32_t {
   kAccumulate = 1 << 4,
   kGather = 1 << 5,
   kScale = 1 << 6,
+  kScales = 1 << 7,
 };
 
 struct OpInfo {
@@ -76,17 +77,19 @@ struct OpInfo {
 inline constexpr std::array<OpInfo, kNumOps> kOps = {{
     {Op::kAllGatherMatmul, "all_gather_matmul", GemmKind::kGatheredRows,
      CollectiveKind::kAllGatherMatmul, Communicated::kFirstOperand, "num_kernels",
-     kRhsTransposed | kBias | kResidual | kReturnGathered | kScale},
+     kRhsTransposed | kBias | kResidual | kReturnGathered | kScale | kScales},
     {Op::kMatmulReduceScatter, "matmul_reduce_scatter", GemmKind::kPairSum,
      CollectiveKind::kMatmulReduceScatter, Communicated::kPartialSum, "num_pairs",
-     kRhsTransposed | kBias | kResidual | kScale},
+     kRhsTransposed | kBias | kResidual | kScale | kScales},
     {Op::kMatmulAllReduce, "matmul_all_reduce", GemmKind::kPairSum,
      CollectiveKind::kMatmulAllReduce, Communicated::kPartialSum, "num_pairs",
-     kRhsTransposed | kBias | kResidual | kScale},
+     kRhsTransposed | kBias | kResidual | kScale | kScales},
     {Op::kMatmul, "matmul", GemmKind::kPairSum, CollectiveKind::kMatmulAllReduce,
-     Communicated::kNothing, "num_pairs", kRhsTransposed | kBias | kResidual | kScale},
+     Communicated::kNothing, "num_pairs",
+     kRhsTransposed | kBias | kResidual | kScale | kScales},
     {Op::kWgrad, "wgrad", GemmKind::kWgrad, CollectiveKind::kAllGather,
-     Communicated::kSelectedOperand, "num_outputs", kAccumulate | kGather | kScale},
+     Communicated::kSelectedOperand, "num_outputs",
+     kAccumulate | kGather | kScale | kScales},
     {Op::kAllGather, "all_gather", GemmKind::kNone, CollectiveKind::kAllGather,
      Communicated::kSeparateOperand, nullptr, 0},
     {Op::kReduceScatter, "reduce_scatter", GemmKind::kNone,
@@ -94,10 +97,10 @@ inline constexpr std::array<OpInfo, kNumOps> kOps = {{
     {Op::kAllReduce, "all_reduce", GemmKind::kNone, CollectiveKind::kAllReduce,
      Communicated::kSeparateOperand, nullptr, 0},
     {Op::kBulkAllGather, "bulk_all_gather", GemmKind::kDgrad,
-     CollectiveKind::kAllGather, Communicated::kSeparateOperand, "num_pairs", 0},
+     CollectiveKind::kAllGather, Communicated::kSeparateOperand, "num_pairs", kScales},
     {Op::kBulkReduceScatter, "bulk_reduce_scatter", GemmKind::kWgrad,
      CollectiveKind::kReduceScatter, Communicated::kSeparateOperand, "num_outputs",
-     kAccumulate},
+     kAccumulate | kScales},
 }};
 
 static_assert([] {

@@ -1,6 +1,7 @@
 // Builds the segmented views of GEMM operands and results from tensors.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <utility>
 
@@ -89,6 +90,39 @@ inline GemmProblem Problem(float scale,
   problem.n = problem.c.column_bounds.back();
   problem.k = problem.a.inner_bounds.back();
   return problem;
+}
+
+// Multiplies the sums of a product by the scales of its FP8 operands. Each function
+// returns the scale of the segment with this index along the rows or columns of the
+// result.
+template <typename OfRows, typename OfColumns>
+void AddFactors(const CallAttributes& at,
+                const OfRows& scale_of_rows,
+                const OfColumns& scale_of_columns,
+                GemmProblem& problem) {
+  if (!at.has_scales) return;
+  const auto factor = [](const Tensor& scale) {
+    return FactorSegment{reinterpret_cast<const float*>(scale.data), 0, 0};
+  };
+  FactorView of_rows, of_columns;
+  for (size_t i = 0; i + 1 < problem.c.row_bounds.size(); ++i) {
+    for (size_t j = 0; j + 1 < problem.c.column_bounds.size(); ++j) {
+      of_rows.segments.push_back(factor(scale_of_rows(i)));
+      of_columns.segments.push_back(factor(scale_of_columns(j)));
+    }
+  }
+  problem.factors = {std::move(of_rows), std::move(of_columns)};
+}
+
+// As above, for a product whose columns all have scale number `second` of a call.
+inline void AddFactors(const CallAttributes& at,
+                       const RankCall& call,
+                       int second,
+                       GemmProblem& problem) {
+  const auto scale = [&](int index) {
+    return [&call, index](size_t) -> const Tensor& { return call.scales[index]; };
+  };
+  AddFactors(at, scale(0), scale(second), problem);
 }
 
 }  // namespace jax_ub

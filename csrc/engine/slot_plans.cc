@@ -22,6 +22,7 @@ bool AreAlike(const std::vector<Tensor>& left, const std::vector<Tensor>& right)
 RankCall WithoutAddresses(RankCall call) {
   for (Tensor& operand : call.operands) operand.data = nullptr;
   for (Tensor& result : call.results) result.data = nullptr;
+  for (Tensor& scales : call.scales) scales.data = nullptr;
   call.partition = nullptr;
   return call;
 }

@@ -70,6 +70,10 @@ void ReadScale(const Reader& read, const char* name, CallAttributes& at) {
   at.scale = read.Float(name);
 }
 
+void ReadHasScales(const Reader& read, const char* name, CallAttributes& at) {
+  read.MayHave(name, at.has_scales);
+}
+
 struct AttributeReader {
   OpAttribute bit;
   const char* name;
@@ -83,6 +87,7 @@ constexpr AttributeReader kReaders[] = {
     {kAccumulate, "accumulate", ReadFlag<&CallAttributes::accumulate>},
     {kGather, "gather", ReadGather},
     {kScale, "scale", ReadScale},
+    {kScales, "has_scales", ReadHasScales},
 };
 
 }  // namespace
@@ -90,7 +95,6 @@ constexpr AttributeReader kReaders[] = {
 std::string DTypeNames(const char* DTypeInfo::* column) {
   std::string names;
   for (const DTypeInfo& info : kDTypes) {
-    if (!info.is_result) continue;
     names += (names.empty() ? "" : ", ") + std::string(info.*column);
   }
   return names;

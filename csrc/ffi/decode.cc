@@ -1,5 +1,6 @@
 #include "ffi/decode.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -58,9 +59,8 @@ ffi::DataType XlaTypeOf(DType dtype) {
 }
 
 DType DecodeDType(const CallAttributes& at, ffi::DataType type) {
-  // Calls have no scales, so they take no FP8 operands.
   for (const DTypeInfo& info : kDTypes) {
-    if (info.is_result && XlaTypeOf(info.dtype) == type) return info.dtype;
+    if (XlaTypeOf(info.dtype) == type) return info.dtype;
   }
   throw ShapeError("jax_ub." + at.label + ": XLA element type " +
                    std::to_string(static_cast<int>(type)) + " is none of " +
@@ -112,10 +112,17 @@ RankCall DecodeCall(const CallAttributes& at,
     call.partition = DecodePartition(at, operands);
     --num_operands;
   }
+  // A wrong number of operands is an error of CheckCall.
+  const size_t num_scales = std::min(NumScales(at), num_operands);
+  num_operands -= num_scales;
   call.operands.reserve(num_operands);
   call.results.reserve(results.size() - num_workspaces);
   for (size_t i = 0; i < num_operands; ++i) {
     call.operands.push_back(DecodeBuffer(at, *operands.get<ffi::AnyBuffer>(i)));
+  }
+  for (size_t i = 0; i < num_scales; ++i) {
+    const auto buffer = operands.get<ffi::AnyBuffer>(num_operands + i);
+    call.scales.push_back(DecodeBuffer(at, *buffer));
   }
   for (size_t i = 0; i + num_workspaces < results.size(); ++i) {
     call.results.push_back(DecodeBuffer(at, **results.get<ffi::AnyBuffer>(i)));

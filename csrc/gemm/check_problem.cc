@@ -89,6 +89,13 @@ void CheckProblem(const GemmProblem& problem) {
   for (const AddendView& addend : problem.addends) {
     CheckCount(addend.segments.size(), num_segments, "an addend");
   }
+  if (problem.factors.size() > kMaxFactors) {
+    Refuse(std::to_string(problem.factors.size()) + " factors, at most " +
+           std::to_string(kMaxFactors) + " are supported");
+  }
+  for (const FactorView& factor : problem.factors) {
+    CheckCount(factor.segments.size(), num_segments / c.num_replicas, "a factor");
+  }
 }
 
 GemmProblem Checked(GemmProblem problem) {

@@ -2,6 +2,9 @@
 //
 //   C[m, n] = round(scale * sum_k A[m, k] * B[k, n] + sum of addends[m, n])
 //
+// If there are factors, the scaled sum is multiplied by each of them, in order, before
+// the addends are added.
+//
 // Products of bf16, f16 and FP8 operands are exact. They are summed in f32, in an order
 // that depends only on the views and the instruction set, not on the number of threads,
 // so results are bitwise reproducible. As in XLA:CPU, subnormal f32 and bf16 numbers
@@ -21,6 +24,8 @@ namespace jax_ub {
 // Maximum number of addends. Operations need three: a bias, a residual and an
 // accumulator.
 inline constexpr int kMaxAddends = 7;
+// Maximum number of factors: the scales of both FP8 operands.
+inline constexpr int kMaxFactors = 2;
 
 struct GemmProblem {
   int64_t m = 0;
@@ -31,6 +36,7 @@ struct GemmProblem {
   OperandView b;  // [K, N], outer = N
   ResultView c;   // [M, N]
   std::vector<AddendView> addends;
+  std::vector<FactorView> factors;  // read while the product runs
 };
 
 // Divides a problem into units. Units are independent: each writes a different block of

@@ -65,4 +65,18 @@ struct AddendView {
   std::vector<AddendSegment> segments;  // parallel to ResultView::segments
 };
 
+// The f32 factors of a segment's sums, such as the scales of an FP8 operand. A stride
+// of 0 repeats a factor for all rows or columns. The column stride is 0 or 1.
+struct FactorSegment {
+  const float* data = nullptr;
+  int64_t row_stride = 0;
+  int64_t column_stride = 0;
+
+  bool is_one() const { return row_stride == 0 && column_stride == 0; }
+};
+
+struct FactorView {
+  std::vector<FactorSegment> segments;  // parallel to one replica of the result
+};
+
 }  // namespace jax_ub

@@ -135,9 +135,13 @@ def with_rank(value: jax.Array, rank: int) -> jax.Array:
     return lax.expand_dims(value, range(rank - value.ndim))
 
 
-def scaled(y: jax.Array, scale: float) -> jax.Array:
-    """Multiplies an f32 array by `scale`; returns it unchanged if `scale` is 1."""
-    return y if scale == 1 else y * jnp.float32(scale)
+def scaled(y: jax.Array, scale: float, *factors: jax.Array) -> jax.Array:
+    """Multiplies an f32 array by `scale` and by the scales `[1]` of FP8 operands."""
+    if scale != 1:
+        y = y * jnp.float32(scale)
+    for factor in factors:
+        y = y * factor.reshape(())
+    return y
 
 
 def all_gather(x: jax.Array, axis_name: Axis) -> jax.Array:

@@ -87,6 +87,9 @@ inline __m512i _mm512_set1_epi32(int x) {
 inline __m512 _mm512_add_ps(__m512 a, __m512 b) {
   return EmulatedFloats([&](int i) { return a.f[i] + b.f[i]; });
 }
+inline __m512 _mm512_mul_ps(__m512 a, __m512 b) {
+  return EmulatedFloats([&](int i) { return a.f[i] * b.f[i]; });
+}
 inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
   return EmulatedFloats([&](int i) { return std::fma(a.f[i], b.f[i], c.f[i]); });
 }

@@ -386,7 +386,7 @@ TEST(WrongShapesAreRefusedWithTheNumbers) {
        "x is f32[2, 0, 7], expected f32[2, 0, 7], not empty"},
       {Op::kAllGather,
        [](RankCall& call, Arrays& a) { call.results[0].dtype = DType::kF16; },
-       "the gathered result is f16[2, 10, 7], the shard f32[2, 5, 7]"},
+       "the gathered result is f16[2, 10, 7], expected f32[2, 10, 7]"},
       {Op::kReduceScatter,
        [](RankCall& call, Arrays& a) { call.operands[0] = a.New(2, 11, 7); },
        "the operand has 11 rows"},

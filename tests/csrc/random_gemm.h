@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -284,6 +285,37 @@ inline void AddAddend(Random& random, RandomGemm& gemm, Values values) {
   gemm.problem.addends.push_back(std::move(addend));
 }
 
+// Multiplies the sums of the problem by random powers of two: one factor for each
+// segment, or one for each of its rows or columns.
+inline void AddFactor(Random& random, RandomGemm& gemm) {
+  const ResultView& c = gemm.problem.c;
+  const int64_t kind = Pick(random, 0, 2);
+  FactorView factor;
+  for (size_t i = 0; i + 1 < c.row_bounds.size(); ++i) {
+    for (size_t j = 0; j + 1 < c.column_bounds.size(); ++j) {
+      const int64_t rows = c.row_bounds[i + 1] - c.row_bounds[i];
+      const int64_t columns = c.column_bounds[j + 1] - c.column_bounds[j];
+      const int64_t size = kind == 0 ? 1 : kind == 1 ? rows : columns;
+      auto* const data = reinterpret_cast<float*>(gemm.buffers.Add(4 * size));
+      for (int64_t k = 0; k < size; ++k) {
+        data[k] = std::ldexp(1.0f, static_cast<int>(Pick(random, -3, 3)));
+      }
+      const FactorSegment segment = {data, kind == 1, kind == 2};
+      factor.segments.push_back(segment);
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t col = 0; col < columns; ++col) {
+          const int64_t at =
+              (c.row_bounds[i] + r) * gemm.problem.n + c.column_bounds[j] + col;
+          const float x = data[r * segment.row_stride + col * segment.column_stride];
+          for (auto& expected : gemm.expected) expected[at] *= x;
+          for (auto& magnitude : gemm.magnitude) magnitude[at] *= x;
+        }
+      }
+    }
+  }
+  gemm.problem.factors.push_back(std::move(factor));
+}
+
 struct OperandDTypes {
   OperandDTypes(DType both) : a(both), b(both) {}  // NOLINT: implicit
   OperandDTypes(DType of_a, DType of_b) : a(of_a), b(of_b) {}
@@ -332,6 +364,9 @@ inline std::unique_ptr<RandomGemm> MakeGemm(
   for (double& sum : product) sum *= problem.scale;
   gemm->expected.assign(problem.c.num_replicas, product);
   gemm->magnitude.assign(problem.c.num_replicas, magnitude);
+  for (int64_t i = std::max<int64_t>(Pick(random, -2, 2), 0); i > 0; --i) {
+    AddFactor(random, *gemm);
+  }
   bool has_own = false;
   for (int64_t i = Pick(random, 0, 3); i > 0; --i) {
     // The result itself can be an addend only once, since the first addition overwrites

@@ -32,6 +32,7 @@ SAME = [
             "matmul_reduce_scatter",
             "random_models",
             "random_programs",
+            "scaled_linear",
         )
     ),
 ]

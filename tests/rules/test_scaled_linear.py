@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from layouts import visible
 from operands import assert_equal, normal
 from programs import calls, compiled_text, on_ranks, tp_mesh
 from scaled_operands import (
@@ -53,17 +54,109 @@ def test_any_number_of_ranks(mode, num_ranks):
     assert_exact(function, operands("float32"))
 
 
-@pytest.mark.parametrize("method", ["direct", "ring_exchange", "external", "xla"])
+METHODS = ["direct", "ring_exchange", "pipeline", "external", "xla"]
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    ("mode", "recipe"), [(ROW, "current"), (ROW, "block"), (SUM, "delayed")]
+    ("mode", "recipe"),
+    [(COLUMN, "current"), (ROW, "current"), (ROW, "block"), (SUM, "delayed")],
 )
-def test_row_parallel_layers_overlap_by_every_method(mode, recipe, method):
+def test_layers_overlap_by_every_method(mode, recipe, method):
     layer = on_tp(mode, linear(mode, RECIPES[recipe], method=method), 2)
     values = operands()
+    ub.fallbacks(clear=True)
     assert_exact(layer, values)
-    found = calls(compiled_text(layer, *values))
-    op = "matmul_reduce_scatter" if mode is ROW else "matmul_all_reduce"
-    assert found == ({} if method == "xla" else {op: 1})
+    assert not ub.fallbacks(clear=True)
+    text = compiled_text(layer, *values)
+    op = {
+        COLUMN: "all_gather_matmul",
+        ROW: "matmul_reduce_scatter",
+        SUM: "matmul_all_reduce",
+    }[mode]
+    assert calls(text) == ({} if method == "xla" else {op: 1})
+    if method != "xla" and recipe == "current":
+        # FP8 arrays and their scales are operands of the call.
+        (line,) = (line for line in text.splitlines() if f"jax_ub${op}" in line)
+        assert line.count("f8e4m3fn[") == 2
+        assert line.count("f32[1]") == 2
+
+
+@pytest.mark.parametrize("mode", [COLUMN, ROW, SUM])
+@pytest.mark.parametrize("method", ["direct", "ring_exchange"])
+def test_ranks_with_amax_1_100_and_10000_agree_on_the_scale(mode, method):
+    # Equal to one rank that has the whole tensors, up to the order of f32 sums.
+    recipe = ub.fp8.Float8CurrentScaling()
+    x, w, b = normal(0, (8, 256)), normal(1, (256, 8)), normal(2, (8,))
+    magnitudes = jnp.repeat(jnp.asarray([1.0, 1e2, 1e4, 1.0]), 2)[:, None]
+    if mode is COLUMN:
+        x = x * magnitudes
+    else:
+        x = x * jnp.repeat(magnitudes.reshape(-1), 32)
+        w = w * jnp.repeat(jnp.flip(magnitudes.reshape(-1)), 32)[:, None]
+    found = on_tp(mode, linear(mode, recipe, method=method))(x, w, b)
+    a, kernel = quantized(recipe, x, w, axis_name=None)
+    wide_w = formulas.dequantize(kernel.values, kernel.scales)
+    wide_x = formulas.dequantize(a.values, a.scales)
+    bound = (256 + 8) * 2.0**-24 * (np.abs(wide_x) @ np.abs(wide_w) + np.abs(b))
+    wanted = wide_x @ wide_w + np.asarray(b)
+    for place, part in visible(found):
+        assert np.all(np.abs(wanted[place] - np.asarray(part)) <= bound[place])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("mode", [COLUMN, ROW, SUM])
+def test_the_result_has_the_dtype_of_the_source(mode, dtype):
+    assert_exact(on_tp(mode, linear(mode, CURRENT), 2), operands(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+def test_dgrad_add_and_wgrad_accumulate_multiply_fp8(dtype, formats):
+    dy, w, x = (integers(i, shape) for i, shape in enumerate([(8, 32)] * 3))
+    w = integers(1, (16, 32))
+    residual = integers(4, (8, 16), dtype)
+    scales = jnp.float32(0.5), jnp.full((1, 1), 4.0)
+
+    def scaled(values, dtype, scale):
+        # Small integers are exact in both formats.
+        return ub.ScaledArray(jnp.sign(values).astype(dtype), scale)
+
+    a, b = (scaled(v, t, s) for v, t, s in zip((dy, w), formats, scales, strict=True))
+    wide = jnp.sign(dy.astype("float32")), jnp.sign(w.astype("float32"))
+    expected = residual.astype("float32") + 2 * wide[0] @ wide[1].T
+    assert_equal(ub.dgrad_add(a, b, residual), expected.astype(dtype))
+    found = ub.dgrad_add(ub.ScaledArray(a.values[0], a.scales), b, residual[0])
+    assert_equal(found, expected[0].astype(dtype))
+    main_grad = integers(5, (32, 16), dtype)
+    c = scaled(x[:, :16], formats[1], scales[1])
+    expected = main_grad.astype("float32") + 2 * wide[0].T @ jnp.sign(
+        x[:, :16].astype("float32")
+    )
+    assert_equal(ub.wgrad_accumulate(a, c, main_grad), expected.astype(dtype))
+    text = compiled_text(jax.jit(ub.wgrad_accumulate), a, c, main_grad)
+    assert calls(text) == {"wgrad": 1}
+
+
+def test_gradients_of_dgrad_add_arrive_in_the_sources():
+    dy, w = integers(0, (8, 32)), integers(1, (16, 32))
+    residual = jnp.zeros((8, 16))
+
+    def loss(dy, w, residual, is_fp8):
+        if is_fp8:
+            dy, w = (ub.quantize(a, CURRENT) for a in (dy, w))
+        return jnp.sum(ub.dgrad_add(dy, w, residual))
+
+    for_fp8, for_wide = (
+        jax.grad(loss, (0, 1, 2))(dy, w, residual, is_fp8) for is_fp8 in (True, False)
+    )
+    jax.tree.map(assert_equal, for_fp8, for_wide)
+    bare = ub.ScaledArray(dy.astype(E4M3), jnp.float32(1))
+    text = "dgrad_add: dy has no source to receive a gradient. Make it with ub.quantize"
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match=text):
+        jax.grad(lambda r: jnp.sum(ub.dgrad_add(bare, ub.quantize(w, CURRENT), r)))(
+            residual
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -128,7 +221,11 @@ def test_several_kernels_share_one_gather_of_bytes(recipe):
     assert_equal(gathered, jnp.concatenate([x.astype("float32")] * 4))
     text = compiled_text(function, *values)
     lines = [line for line in text.splitlines() if " all-gather(" in line]
-    assert len(lines) == (2 if recipe in ("block", "row") else 1)
+    if recipe in ("delayed", "current"):
+        assert not lines
+        assert calls(text) == {"all_gather_matmul": 1}
+        return
+    assert len(lines) == 2
     assert sum("u8[" in line.split("all-gather")[0] for line in lines) == (
         2 if recipe == "block" else 1
     )

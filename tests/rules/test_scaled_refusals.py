@@ -13,7 +13,7 @@ import jax_ub as ub
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
 
 GEMMS = (ub.all_gather_matmul, ub.matmul_reduce_scatter, ub.matmul_all_reduce)
-GATHERS = "the engine gathers no FP8 operands"
+GATHERS = "the engine gathers no FP8 operands with scales of rows or blocks"
 DIFFERENT = "the ranks' partial sums have different row scales"
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -96,6 +96,43 @@ def test_one_wide_kernel_of_several():
 
     text = r"x is FP8, w\[1\] is bfloat16. Quantize both or neither"
     refuses(ShapeContractError, text, call, X, W)
+
+
+ONE, BLOCK = scaled((8, 64)), scaled((64, 8), (2, 8), **BLOCKS)
+WRONG_LOCAL = {
+    "one wide": (ShapeContractError, "dy is FP8, w is bfloat16. Quantize", ONE, WIDE),
+    "without scales": (
+        ShapeContractError,
+        r"dy is float8_e4m3fn without scales. Pass ub.quantize\(dy, recipe\)",
+        ONE.values,
+        W,
+    ),
+    "gradients": (
+        ShapeContractError,
+        "dy and w are both float8_e5m2, which no device multiplies. Make one of them",
+        scaled((8, 8), dtype=E5M2),
+        scaled((64, 8), dtype=E5M2),
+    ),
+    "blocks": (
+        UnsupportedOverlapError,
+        r"w has scales of shape \(2, 8\). Use a recipe with one scale per tensor, or",
+        scaled((8, 8)),
+        BLOCK,
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_LOCAL)
+def test_wrong_operands_of_dgrad_add(wrong):
+    error, text, dy, w = WRONG_LOCAL[wrong]
+    with pytest.raises(error, match=f"dgrad_add: {text}"):
+        ub.dgrad_add(dy, w, jnp.zeros((8, 64)))
+
+
+def test_wrong_operands_of_wgrad_accumulate():
+    text = "wgrad_accumulate: x is FP8, dy is bfloat16. Quantize both or neither"
+    with pytest.raises(ShapeContractError, match=text):
+        ub.wgrad_accumulate(scaled((64, 4)), WIDE, jnp.zeros((4, 8)))
 
 
 @pytest.mark.parametrize("op", GEMMS)
@@ -186,7 +223,7 @@ def test_ranks_that_are_an_axis_of_vmap():
 @pytest.mark.parametrize(
     ("op", "recipe", "check_vma", "reason"),
     [
-        (ub.all_gather_matmul, "current", True, GATHERS),
+        (ub.all_gather_matmul, "row", True, GATHERS),
         (ub.all_gather_matmul, "block", True, GATHERS),
         (ub.matmul_reduce_scatter, "row", True, DIFFERENT),
         (ub.matmul_all_reduce, "row", False, DIFFERENT),

@@ -102,6 +102,7 @@ void CheckRunsOnCuda(const CallAttributes& at) {
   const auto reject = [&](const std::string& text) {
     throw UnsupportedError("jax_ub." + at.label + ": " + text);
   };
+  if (at.has_scales) reject("the CUDA engine multiplies no FP8 operands");
   if (IsLocalCall(at)) return;
   if (at.method == Method::kDirect) {
     reject(

@@ -20,6 +20,7 @@ inline constexpr int kMaxTileRows = 32;
 
 // Where a tile stores its sums:
 //   to[r, c] = round(before[r, c] + sum[r, c] + after[r, c]), added in this order.
+// If `factors` are not both 1, `after` is null, and the sum is multiplied by each.
 // All strides in this header are in bytes.
 struct TileOutput {
   void* to;
@@ -29,6 +30,9 @@ struct TileOutput {
   const void* after;    // an addend; may be the memory of `to`; null: none
   int64_t after_stride;
   DType after_dtype;
+  float factors[2] = {1, 1};
+
+  bool is_scaled() const { return factors[0] != 1 || factors[1] != 1; }
 };
 
 inline constexpr int kLineBytes = 64;  // size of a cache line

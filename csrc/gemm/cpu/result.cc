@@ -30,13 +30,13 @@ void PrefetchLines(const std::byte* data,
   }
 }
 
-// Multiplies a block of sums by `scale`. The block is a tile or a few rows, which are
-// still in the cache.
-void ScaleBlock(
-    float* sums, int64_t stride, int64_t rows, int64_t columns, float scale) {
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < columns; ++c) sums[r * stride + c] *= scale;
-  }
+// Multiplies a row of sums by `scale` times the factor of each column.
+void ScaleRow(float* sums, int64_t columns, float scale, const float* factors) {
+  for (int64_t c = 0; c < columns; ++c) sums[c] *= scale * factors[c];
+}
+
+void ScaleRow(float* sums, int64_t columns, float scale) {
+  for (int64_t c = 0; c < columns; ++c) sums[c] *= scale;
 }
 
 // Replicas are written with non-temporal stores if all replicas together are larger
@@ -80,6 +80,7 @@ ResultWriter::ResultWriter(const GemmProblem& problem, const KernelSet& kernels)
     : scale_(problem.scale),
       view_(problem.c),
       addends_(problem.addends),
+      factors_(problem.factors),
       kernels_(kernels),
       num_row_segments_(static_cast<int64_t>(view_.row_bounds.size()) - 1),
       num_column_segments_(static_cast<int64_t>(view_.column_bounds.size()) - 1),
@@ -87,7 +88,8 @@ ResultWriter::ResultWriter(const GemmProblem& problem, const KernelSet& kernels)
       is_streamed_(are_copies_ &&
                    problem.m * problem.n * view_.num_replicas * SizeOf(view_.dtype) >
                        kStreamedBytes),
-      is_plain_(scale_ == 1 && addends_.size() <= 1 && !stores_rows()) {}
+      is_scaled_(scale_ != 1 || !factors_.empty()),
+      is_plain_(addends_.size() <= (is_scaled_ ? 0 : 1) && !stores_rows()) {}
 
 bool ResultWriter::FindOutput(Range rows, Range columns, TileOutput& output) const {
   if (!is_plain_) return false;
@@ -99,6 +101,11 @@ bool ResultWriter::FindOutput(Range rows, Range columns, TileOutput& output) con
   const int64_t row = rows.begin - view_.row_bounds[i];
   const int64_t column = columns.begin - view_.column_bounds[j];
   const int64_t index = i * num_column_segments_ + j;
+  if (!HasOneOfEachFactor(index)) return false;
+  for (size_t f = 0; f < factors_.size(); ++f) {
+    output.factors[f] = *factors_[f].segments[index].data;
+  }
+  output.factors[0] *= scale_;
   const Segment& to = view_.segments[index];
   const int64_t bytes = SizeOf(view_.dtype);
   output.to = to.data + (row * to.row_stride + column) * bytes;
@@ -141,11 +148,12 @@ void ResultWriter::Store(float* sums,
                          int64_t sums_stride,
                          Range rows,
                          Range columns) const {
-  if (scale_ != 1) ScaleBlock(sums, sums_stride, rows.size(), columns.size(), scale_);
-  ForEachSegmentBlock(
-      rows, columns, [&](const SegmentBlock& block, int64_t row, int64_t column) {
-        StoreSegmentBlock(sums + row * sums_stride + column, sums_stride, block);
-      });
+  ForEachSegmentBlock(rows, columns,
+                      [&](const SegmentBlock& block, int64_t row, int64_t column) {
+                        float* const from = sums + row * sums_stride + column;
+                        if (is_scaled_) ScaleSegmentBlock(from, sums_stride, block);
+                        StoreSegmentBlock(from, sums_stride, block);
+                      });
 }
 
 void ResultWriter::CopyReplicas(Range rows, Range columns) const {
@@ -176,6 +184,34 @@ void ResultWriter::Prefetch(Range rows, Range columns) const {
     if (from.data == to.data || from.row_stride == 0) continue;
     PrefetchLines<0>(from.data, SizeOf(addend.dtype), from.row_stride, own_rows,
                      own_columns);
+  }
+}
+
+bool ResultWriter::HasOneOfEachFactor(int64_t segment) const {
+  return std::all_of(factors_.begin(), factors_.end(), [=](const FactorView& factor) {
+    return factor.segments[segment].is_one();
+  });
+}
+
+// The sums are a tile or a few rows, which are still in the cache.
+void ResultWriter::ScaleSegmentBlock(float* sums,
+                                     int64_t sums_stride,
+                                     const SegmentBlock& block) const {
+  const int64_t columns = block.columns.size();
+  for (int64_t r = 0; r < block.rows.size(); ++r) {
+    float* const row = sums + r * sums_stride;
+    float scale = scale_;
+    for (const FactorView& factor : factors_) {
+      const FactorSegment& segment = factor.segments[block.segment];
+      const float* from = segment.data + (block.rows.begin + r) * segment.row_stride;
+      if (segment.column_stride == 0) {
+        ScaleRow(row, columns, scale * *from);
+      } else {
+        ScaleRow(row, columns, scale, from + block.columns.begin);
+      }
+      scale = 1;
+    }
+    if (factors_.empty()) ScaleRow(row, columns, scale);
   }
 }
 

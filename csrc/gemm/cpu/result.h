@@ -17,7 +17,7 @@ class ResultWriter {
 
   // Stores result[r, c] = round(scale * sums[r, c] + addends[r, c]) in every replica,
   // or only in the first if CopyReplicas copies the others. The rows of `sums` are
-  // `sums_stride` elements apart. Multiplies `sums` by the scale in place.
+  // `sums_stride` elements apart. Multiplies `sums` by scale and factors in place.
   void Store(float* sums, int64_t sums_stride, Range rows, Range columns) const;
 
   // Copies a rectangle of the first replica of the result to the other replicas, if
@@ -29,8 +29,9 @@ class ResultWriter {
   bool stores_rows() const { return view_.num_replicas > 1 && !are_copies_; }
 
   // Returns whether a tile kernel can store the rectangle itself, because one segment
-  // contains it and no scale, replica or second addend is needed. If so, sets the
-  // destination and the addend in `output`.
+  // contains it, it needs no replica, and it needs at most one addend, or one factor for
+  // all sums without an addend. If so, sets the destination, the addend and the factors
+  // in `output`.
   bool FindOutput(Range rows, Range columns, TileOutput& output) const;
 
   // Prefetches the memory that Store will read and write. Covers only the segment in
@@ -55,6 +56,11 @@ class ResultWriter {
   // rectangle. The first row and column are relative to the rectangle.
   template <typename Visit>
   void ForEachSegmentBlock(Range rows, Range columns, const Visit& visit) const;
+  // Returns whether each factor has only one value in the segment.
+  bool HasOneOfEachFactor(int64_t segment) const;
+  void ScaleSegmentBlock(float* sums,
+                         int64_t sums_stride,
+                         const SegmentBlock& block) const;
   void StoreSegmentBlock(const float* sums,
                          int64_t sums_stride,
                          const SegmentBlock& block) const;
@@ -66,12 +72,14 @@ class ResultWriter {
   const float scale_;
   const ResultView& view_;
   const std::vector<AddendView>& addends_;
+  const std::vector<FactorView>& factors_;
   const KernelSet& kernels_;
   const int64_t num_row_segments_;
   const int64_t num_column_segments_;
   const bool are_copies_;   // CopyReplicas copies replicas 1, 2, ... from replica 0
   const bool is_streamed_;  // CopyReplicas uses non-temporal stores
-  const bool is_plain_;     // one store per element, scale 1, at most one addend
+  const bool is_scaled_;    // has factors, or a scale that is not 1
+  const bool is_plain_;     // one store per element, at most one addend or a scale
 };
 
 }  // namespace jax_ub

@@ -21,6 +21,7 @@ inline Vec Broadcast(const void* p) {
   return _mm256_broadcast_ss(static_cast<const float*>(p));
 }
 inline Vec Add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec Multiply(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec MultiplyAdd(Vec a, Vec b, Vec sum) { return _mm256_fmadd_ps(a, b, sum); }
 
 inline Vec LoadBF16(const void* p) {

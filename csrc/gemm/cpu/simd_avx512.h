@@ -34,6 +34,7 @@ inline Vec Broadcast(const void* p) {
   return _mm512_set1_ps(word);
 }
 inline Vec Add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec Multiply(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec MultiplyAdd(Vec a, Vec b, Vec sum) { return _mm512_fmadd_ps(a, b, sum); }
 
 inline __m256i LoadHalves(const void* p) {

@@ -35,6 +35,7 @@ inline Vec Add(Vec a, Vec b) { return a + b; }
 
 // Returns a * b + sum. Rounds the product and the sum, unlike the fused instructions of
 // the other instruction sets.
+inline Vec Multiply(Vec a, Vec b) { return a * b; }
 inline Vec MultiplyAdd(Vec a, Vec b, Vec sum) { return sum + a * b; }
 
 inline Bits WidenBits(const void* p) {

@@ -27,6 +27,18 @@ inline void StoreRows(const Vec (&sum)[kRows][kVectors], const TileOutput& outpu
 }
 
 template <int kRows, int kVectors>
+inline void ScaleTile(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
+  for (const float& factor : output.factors) {
+    const Vec factors = Broadcast(&factor);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = Multiply(sum[r][v], factors);
+    }
+  }
+}
+
+template <int kRows, int kVectors>
 inline void StoreTile(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
   if (output.before != nullptr) {
 #pragma GCC unroll 16
@@ -37,6 +49,7 @@ inline void StoreTile(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
       }
     }
   }
+  if (output.is_scaled()) ScaleTile(sum, output);
   if (output.after != nullptr) {
     const char* row = static_cast<const char*>(output.after);
     const int64_t vector_bytes = kLanes * BytesOf(output.after_dtype);

@@ -28,9 +28,9 @@ from jax_ub._src.fp8.recipes import (
     RowwiseScaling,
     check_recipe,
 )
-from jax_ub._src.fp8.scaled_array import MXFP8_BLOCK, ScaledArray
 from jax_ub._src.fp8.state import HISTORY, SCALE, check_state
 from jax_ub._src.primitives import mesh, vma
+from jax_ub._src.scaled_array import MXFP8_BLOCK, ScaledArray
 
 _OP = "quantize"
 

@@ -13,7 +13,7 @@ from jax_ub._src.fp8.recipes import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
 )
-from jax_ub._src.fp8.scaled_array import MXFP8_BLOCK
+from jax_ub._src.scaled_array import MXFP8_BLOCK
 
 # The largest inverse of a scale. Its own inverse, 2^-126, is still a normal f32 number;
 # XLA:CPU replaces subnormal numbers by zero.

@@ -86,6 +86,10 @@ class Call:
     is_batchable: ClassVar[bool] = True
 
     execution: Execution
+    # Whether the GEMMs multiply FP8 values. Then the last `num_scales` operands of the
+    # primitive are their f32 scales, one per tensor. All other methods get the operands
+    # without scales.
+    has_scales: bool = False
 
     def __init_subclass__(cls):
         if "target" in vars(cls):
@@ -116,15 +120,33 @@ class Call:
     def method(self) -> Method:
         return self.execution.choice.method
 
+    @property
+    def num_scales(self) -> int:
+        return 0
+
+    def split(self, operands: Sequence) -> tuple[Sequence, Sequence]:
+        """Splits the primitive's operands into those of the op, and the scales."""
+        size = len(operands) - self.num_scales
+        return operands[:size], operands[size:]
+
     def shapes(self, *operands) -> list[tuple[tuple[int, ...], np.dtype]]:
         """Returns the shape and dtype of every result, given the operands' avals."""
         raise NotImplementedError
 
-    def reference(self, *operands: jax.Array) -> Sequence[jax.Array]:
+    def reference(
+        self, *operands: jax.Array, scales: Sequence[jax.Array] = ()
+    ) -> Sequence[jax.Array]:
         """Computes the results by plain `jax.lax`, as fallback and test oracle."""
         raise NotImplementedError
 
-    def on_one_rank(self, *operands: jax.Array) -> Sequence[jax.Array]:
+    def plain(self, *operands: jax.Array) -> Sequence[jax.Array]:
+        """Calls `reference` with the primitive's operands."""
+        others, scales = self.split(operands)
+        return self.reference(*others, scales=scales)
+
+    def on_one_rank(
+        self, *operands: jax.Array, scales: Sequence[jax.Array] = ()
+    ) -> Sequence[jax.Array]:
         """Computes the results on a mesh axis of one rank, without communication."""
         raise NotImplementedError
 
@@ -182,27 +204,30 @@ class Call:
         _, M, K, N = self.global_sizes(operands)
         return TunedKey(op, self.num_ranks, M, K, N, str(operands[0].dtype))
 
-    def __call__(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(
+        self, *operands: jax.Array, scales: Sequence[jax.Array] = ()
+    ) -> tuple[jax.Array, ...]:
         """Computes the results by the primitive, by `jax.lax`, or locally on one rank.
 
         All operands are cast to vary over the union of their varying mesh axes, except
         that replicated operands do not vary over `axis_name`.
         """
-        axes = vma.axes_of(*operands)
+        axes = vma.axes_of(*operands, *scales)
         shared = axes - frozenset(self.axis_name)
+        scales = vma.pcast_varying(tuple(scales), axes)
         operands = tuple(
             vma.pcast_varying(x, shared if self.is_replicated(i) else axes)
             for i, x in enumerate(operands)
         )
         if self.axis_name and self.num_ranks == 1 and self.method is not Method.XLA:
-            results = self.on_one_rank(*operands)
+            results = self.on_one_rank(*operands, scales=scales)
             if self.replicates:
                 results = [vma.pcast_replicated(y, self.axis_name) for y in results]
             return tuple(results)
         call = self._tuned(operands)
         if call.method is Method.XLA:
-            return tuple(call.reference(*operands))
-        return tuple(call.primitive.bind(*operands, call=call))
+            return tuple(call.reference(*operands, scales=scales))
+        return tuple(call.primitive.bind(*operands, *scales, call=call))
 
     def _tuned(self, operands):
         """Replaces "auto" by the method measured fastest for these operand sizes."""
@@ -262,8 +287,9 @@ def _run(call, *operands):
 
 def _abstract_eval(*operands, call):
     check_manual(call.label)
-    lowering.check_capacity(call, operands)
     axes = vma.axes_of(*operands)
+    operands, _ = call.split(operands)
+    lowering.check_capacity(call, operands)
     if call.replicates:
         axes -= frozenset(call.axis_name)
     return [
@@ -275,13 +301,16 @@ def _abstract_eval(*operands, call):
 def _batch(operands, dims, *, call):
     mapped = [i for i, dim in enumerate(dims) if dim is not None]
     bind = functools.partial(call.primitive.bind, call=call)
-    if call.is_batchable and all(call.is_activation(i) for i in mapped):
+    num_operands = len(call.split(operands)[0])
+
+    def is_activation(index):
+        return index < num_operands and call.is_activation(index)
+
+    if call.is_batchable and all(map(is_activation, mapped)):
         size = operands[mapped[0]].shape[dims[mapped[0]]]
         results = bind(
             *(
-                _with_batch_axis(operand, dim, size)
-                if call.is_activation(i)
-                else operand
+                _with_batch_axis(operand, dim, size) if is_activation(i) else operand
                 for i, (operand, dim) in enumerate(zip(operands, dims, strict=True))
             )
         )

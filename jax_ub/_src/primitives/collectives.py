@@ -7,7 +7,15 @@ import numpy as np
 
 from jax_ub._src import reference
 from jax_ub._src.primitives.call import Call, Execution, num_features, overwritten
-from jax_ub._src.primitives.matmuls import matmul, wgrad
+from jax_ub._src.primitives.matmuls import (
+    Operand,
+    gathered_like,
+    matmul,
+    scales_of,
+    values_of,
+    wgrad,
+    with_scales,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,16 +32,17 @@ class AllGather(Call):
     def communicated(self, x):
         return self.gathered_shape(x.shape)
 
-    def on_one_rank(self, x):
+    def on_one_rank(self, x, *, scales=()):
         return [x]
 
-    def reference(self, x):
+    def reference(self, x, *, scales=()):
         return [reference.all_gather(x, self.axis_name)]
 
 
-def all_gather(execution: Execution, x: jax.Array) -> jax.Array:
+def all_gather(execution: Execution, x: Operand) -> Operand:
     """All-gathers the rows of `x`, `[..., m, K]` -> `[..., P*m, K]`."""
-    return AllGather(execution=execution)(x)[0]
+    gathered = AllGather(execution=execution)(*values_of((x,)))[0]
+    return gathered_like(x, gathered)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,10 +64,10 @@ class ReduceScatter(Call):
     def communicated(self, x):
         return x.shape
 
-    def on_one_rank(self, x):
+    def on_one_rank(self, x, *, scales=()):
         return [x.astype(self.out_dtype)]
 
-    def reference(self, x):
+    def reference(self, x, *, scales=()):
         return [reference.reduce_scatter(x, self.axis_name).astype(self.out_dtype)]
 
 
@@ -81,10 +90,10 @@ class AllReduce(Call):
     def communicated(self, x):
         return x.shape
 
-    def on_one_rank(self, x):
+    def on_one_rank(self, x, *, scales=()):
         return [x]
 
-    def reference(self, x):
+    def reference(self, x, *, scales=()):
         return [reference.all_reduce(x, self.axis_name).astype(x.dtype)]
 
 
@@ -106,6 +115,10 @@ class BulkAllGather(Call):
     num_pairs: int
     partial_dtype: np.dtype
 
+    @property
+    def num_scales(self):
+        return 2 * self.has_scales
+
     def shapes(self, dy, *others):
         w, shard = others[-2], others[-1]
         dx = (*dy.shape[:-1], w.shape[0])
@@ -114,25 +127,25 @@ class BulkAllGather(Call):
     def communicated(self, *operands):
         return self.gathered_shape(operands[-1].shape)
 
-    def reference(self, *operands):
+    def reference(self, *operands, scales=()):
         n = self.num_pairs
         dx = reference.dots(operands[:n], operands[n : 2 * n], rhs_transposed=True)
-        dx = dx.astype(self.partial_dtype)
+        dx = reference.scaled(dx, 1.0, *scales).astype(self.partial_dtype)
         return [dx, reference.all_gather(operands[-1], self.axis_name)]
 
-    def on_one_rank(self, *operands):
+    def on_one_rank(self, *operands, scales=()):
         n = self.num_pairs
         dx = matmul(
             self.execution.on_one_rank,
-            operands[:n],
-            operands[n : 2 * n],
+            with_scales(operands[:n], scales[:1] * n),
+            with_scales(operands[n : 2 * n], scales[1:] * n),
             rhs_transposed=True,
             out_dtype=self.partial_dtype,
         )
         return [dx, operands[-1]]
 
     def options(self):
-        return {"num_pairs": self.num_pairs}
+        return {"num_pairs": self.num_pairs, "has_scales": self.has_scales}
 
     def is_activation(self, index):
         return index < self.num_pairs or index == 2 * self.num_pairs
@@ -149,12 +162,12 @@ class BulkAllGather(Call):
 
 def bulk_all_gather(
     execution: Execution,
-    dys: tuple[jax.Array, ...],
-    ws: tuple[jax.Array, ...],
-    shard: jax.Array,
+    dys: tuple[Operand, ...],
+    ws: tuple[Operand, ...],
+    shard: Operand,
     *,
     partial_dtype=np.float32,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Operand]:
     """All-gathers `shard` concurrently with the GEMMs of a layer's dgrad.
 
     Args:
@@ -167,11 +180,15 @@ def bulk_all_gather(
     Returns:
         `sum_i dy_i w_i^T`, `[..., M, K]`, and the gathered `[..., P*m, H]`.
     """
+    scales = scales_of(dys[0], ws[0])
     call = BulkAllGather(
-        execution=execution, num_pairs=len(dys), partial_dtype=np.dtype(partial_dtype)
+        execution=execution,
+        has_scales=bool(scales),
+        num_pairs=len(dys),
+        partial_dtype=np.dtype(partial_dtype),
     )
-    dx, gathered = call(*dys, *ws, shard)
-    return dx, gathered
+    dx, gathered = call(*values_of((*dys, *ws, shard)), scales=scales)
+    return dx, gathered_like(shard, gathered)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,6 +207,10 @@ class BulkReduceScatter(Call):
     dw_dtype: np.dtype
     scattered_dtype: np.dtype
 
+    @property
+    def num_scales(self):
+        return (1 + self.num_outputs) * self.has_scales
+
     def shapes(self, x, *others):
         dys, partial = others[: self.num_outputs], others[-1]
         rows = partial.shape[-2] // self.num_ranks
@@ -200,29 +221,37 @@ class BulkReduceScatter(Call):
     def communicated(self, *operands):
         return operands[-1].shape
 
-    def reference(self, x, *others):
+    def reference(self, x, *others, scales=()):
         n = self.num_outputs
         dys, main_grads, partial = others[:n], others[n:-1], others[-1]
-        dws = [
-            reference.add(reference.outer(x, dy), main_grad, out_dtype=self.dw_dtype)
-            for dy, main_grad in zip(dys, main_grads or [None] * n, strict=True)
-        ]
+        dws = []
+        for i, dy in enumerate(dys):
+            dw = reference.outer(x, dy)
+            dw = reference.scaled(dw, 1.0, *scales[:1], *scales[1 + i : 2 + i])
+            dws.append(
+                reference.add(dw, *main_grads[i : i + 1], out_dtype=self.dw_dtype)
+            )
         scattered = reference.reduce_scatter(partial, self.axis_name)
         return [*dws, scattered.astype(self.scattered_dtype)]
 
-    def on_one_rank(self, x, *others):
+    def on_one_rank(self, x, *others, scales=()):
         n = self.num_outputs
+        x, *dys = with_scales((x, *others[:n]), scales)
         dws = wgrad(
             self.execution.on_one_rank,
             x,
-            others[:n],
+            tuple(dys),
             others[n:-1] or None,
             out_dtype=self.dw_dtype,
         )
         return [*dws, others[-1].astype(self.scattered_dtype)]
 
     def options(self):
-        return {"num_outputs": self.num_outputs, "accumulate": self.accumulate}
+        return {
+            "num_outputs": self.num_outputs,
+            "accumulate": self.accumulate,
+            "has_scales": self.has_scales,
+        }
 
     def aliases(self, operands):
         return overwritten(operands[:-1], 1 + self.num_outputs, self.dw_dtype)
@@ -235,8 +264,8 @@ class BulkReduceScatter(Call):
 
 def bulk_reduce_scatter(
     execution: Execution,
-    x: jax.Array,
-    dys: tuple[jax.Array, ...],
+    x: Operand,
+    dys: tuple[Operand, ...],
     main_grads: tuple[jax.Array, ...] | None,
     partial: jax.Array,
     *,
@@ -258,12 +287,15 @@ def bulk_reduce_scatter(
         The kernels' gradients, `[K, N_i]` each, and this rank's rows of the sum,
         `[..., m, H]`.
     """
+    scales = scales_of(x, *dys)
     call = BulkReduceScatter(
         execution=execution,
+        has_scales=bool(scales),
         num_outputs=len(dys),
         accumulate=main_grads is not None,
         dw_dtype=np.dtype(dw_dtype),
         scattered_dtype=np.dtype(scattered_dtype),
     )
-    *dws, scattered = call(x, *dys, *(main_grads or ()), partial)
+    operands = (*values_of((x, *dys)), *(main_grads or ()), partial)
+    *dws, scattered = call(*operands, scales=scales)
     return tuple(dws), scattered

@@ -48,10 +48,11 @@ def rule_of(platform: str | None) -> Callable[..., Sequence[Any]]:
 
 def _lower_on_cpu(ctx, *operands, call):
     # The capacity is checked again, since initialize_ub may have run after tracing.
-    check_capacity(call, ctx.avals_in)
+    avals, _ = call.split(ctx.avals_in)
+    check_capacity(call, avals)
     ranks = find_ranks(ctx, call.label, call.axis_name, takes_partitions=True)
     reason = cpu_engine.why_not() or ranks.reason
-    reason = reason or _why_no_room(call, ctx.avals_in, needs_buffers=False)
+    reason = reason or _why_no_room(call, avals, needs_buffers=False)
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
     is_automatic = call.method is Method.AUTO
@@ -69,23 +70,24 @@ def _lower_on_cpu(ctx, *operands, call):
 
 
 def _lower_on_cuda(ctx, *operands, call):
-    check_capacity(call, ctx.avals_in)
+    operand_avals, _ = call.split(ctx.avals_in)
+    check_capacity(call, operand_avals)
     ranks = find_ranks(ctx, call.label, call.axis_name)
     reason = _cuda_unsupported_reason(call, ranks)
-    reason = reason or _why_no_room(call, ctx.avals_in, needs_buffers=True)
+    reason = reason or _why_no_room(call, operand_avals, needs_buffers=True)
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
     if call.execution.is_of_one_rank and call.method is Method.AUTO:
         # On one rank nothing can overlap. XLA tunes the GEMM and fuses neighbouring
         # operations into it.
         lowering_log.record(ctx, call, Method.XLA, "one rank: it is a GEMM of XLA's")
-        return mlir.lower_fun(call.reference, multiple_results=True)(ctx, *operands)
+        return mlir.lower_fun(call.plain, multiple_results=True)(ctx, *operands)
     method = _cuda_method(call)
     lowering_log.record(ctx, call, method)
     cuda_engine.register_targets()
     numbers = {
         "method": method.code,
-        "variant": cuda_variant(call, ctx.avals_in).code,
+        "variant": cuda_variant(call, operand_avals).code,
         **call.choice.kernel_options.attributes(),
         "allow_tf32": settings.allow_tf32(),
     }
@@ -122,7 +124,7 @@ def _lower_to_reference(ctx, operands, call, reason):
         )
     lowering_log.record_fallback(call.label, reason)
     lowering_log.record(ctx, call, Method.XLA, reason)
-    return mlir.lower_fun(call.reference, multiple_results=True)(ctx, *operands)
+    return mlir.lower_fun(call.plain, multiple_results=True)(ctx, *operands)
 
 
 def _emit(ctx, operands, call, attributes, *, has_side_effect):
@@ -130,7 +132,7 @@ def _emit(ctx, operands, call, attributes, *, has_side_effect):
     rule = jax.ffi.ffi_lowering(
         call.target,
         has_side_effect=has_side_effect,
-        operand_output_aliases=call.aliases(ctx.avals_in),
+        operand_output_aliases=call.aliases(call.split(ctx.avals_in)[0]),
     )
     if "devices" in attributes:
         partition = jax.core.ShapedArray((), np.dtype(np.uint32))
@@ -262,6 +264,8 @@ def _cuda_unsupported_reason(call, ranks):
     """Returns the reason for which the CUDA engine cannot run a call, or None."""
     if ranks.reason is not None:
         return ranks.reason
+    if call.has_scales:
+        return "the CUDA engine multiplies no FP8 operands"
     if _cuda_method(call) is Method.DIRECT and call.axis_name:
         return (
             "on CUDA peers' buffers are not mapped; chunks are pushed into slots, by "

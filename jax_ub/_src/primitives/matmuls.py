@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -14,8 +15,39 @@ from jax_ub._src.primitives.call import (
     overwritten,
     rows_and_features,
 )
+from jax_ub._src.scaled_array import ScaledArray
 
 _GATHER = {None: 0, "x": 1, "dy": 2}
+
+
+Operand = jax.Array | ScaledArray
+
+
+def values_of(operands: Sequence[Operand]) -> tuple[jax.Array, ...]:
+    """Returns the FP8 values of `ScaledArray`s; other operands as they are."""
+    return tuple(x.values if isinstance(x, ScaledArray) else x for x in operands)
+
+
+def scales_of(*operands: Operand) -> tuple[jax.Array, ...]:
+    """Returns the scales of FP8 operands, `[1]` each; none for other operands."""
+    return tuple(x.scales.reshape(1) for x in operands if isinstance(x, ScaledArray))
+
+
+def with_scales(
+    operands: Sequence[jax.Array], scales: Sequence[jax.Array]
+) -> tuple[Operand, ...]:
+    """Returns `ScaledArray`s of FP8 values; the operands, if there are no scales."""
+    if not scales:
+        return tuple(operands)
+    return tuple(
+        ScaledArray(x, scale.reshape(()))
+        for x, scale in zip(operands, scales, strict=True)
+    )
+
+
+def gathered_like(x: Operand, gathered: jax.Array) -> Operand:
+    """Returns the all-gathered x, with its scale if it is FP8."""
+    return ScaledArray(gathered, x.scales) if isinstance(x, ScaledArray) else gathered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +66,10 @@ class SummedMatmul(Call):
     scale: float
     out_dtype: np.dtype
 
+    @property
+    def num_scales(self):
+        return 2 * self.has_scales
+
     def reduced_rows(self, rows: int) -> int:
         """Returns the rows of the result: `rows`, unless a subclass scatters them."""
         return rows
@@ -50,16 +86,17 @@ class SummedMatmul(Call):
         w = others[self.num_pairs - 1]
         return (*x.shape[:-1], w.shape[0 if self.rhs_transposed else 1])
 
-    def reference(self, *operands):
+    def reference(self, *operands, scales=()):
         n = self.num_pairs
         xs, ws, addends = operands[:n], operands[n : 2 * n], operands[2 * n :]
         partial = reference.dots(xs, ws, rhs_transposed=self.rhs_transposed)
+        partial = reference.scaled(partial, 1.0, *scales)
         y = reference.scaled(self.reduce(partial), self.scale)
         return [reference.add(y, *addends, out_dtype=self.out_dtype)]
 
-    def on_one_rank(self, *operands):
+    def on_one_rank(self, *operands, scales=()):
         fields = {**vars(self), "execution": self.execution.on_one_rank}
-        return Matmul(**fields)(*operands)
+        return Matmul(**fields)(*operands, scales=scales)
 
     def options(self):
         return {
@@ -68,6 +105,7 @@ class SummedMatmul(Call):
             "has_bias": self.has_bias,
             "has_residual": self.has_residual,
             "scale": np.float32(self.scale),
+            "has_scales": self.has_scales,
         }
 
     def is_activation(self, index):
@@ -138,8 +176,8 @@ class MatmulAllReduce(SummedMatmul):
 def _summed_matmul(  # noqa: PLR0913, operands and options of a GEMM
     kind: type[SummedMatmul],
     execution: Execution,
-    xs: tuple[jax.Array, ...],
-    ws: tuple[jax.Array, ...],
+    xs: tuple[Operand, ...],
+    ws: tuple[Operand, ...],
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     *,
@@ -152,16 +190,19 @@ def _summed_matmul(  # noqa: PLR0913, operands and options of a GEMM
     Args:
         kind: the class of the call.
         execution: ranks, method and label.
-        xs: activations, `[..., m, K_i]` each.
-        ws: kernels, `[K_i, N]` each, or `[N, K_i]` if `rhs_transposed`.
+        xs: activations, `[..., m, K_i]` each. FP8 x_i must have the same scale.
+        ws: kernels, `[K_i, N]` each, or `[N, K_i]` if `rhs_transposed`. FP8 w_i must
+            have the same scale.
         bias: `[N]`, or None.
         residual: addend of the result's shape, or None.
         rhs_transposed: whether the kernels are stored transposed.
         scale: factor of the sum, applied before bias and residual are added.
         out_dtype: dtype of the result.
     """
+    scales = scales_of(xs[0], ws[0])
     call = kind(
         execution=execution,
+        has_scales=bool(scales),
         num_pairs=len(xs),
         rhs_transposed=rhs_transposed,
         has_bias=bias is not None,
@@ -170,7 +211,7 @@ def _summed_matmul(  # noqa: PLR0913, operands and options of a GEMM
         out_dtype=np.dtype(out_dtype),
     )
     addends = [addend for addend in (bias, residual) if addend is not None]
-    return call(*xs, *ws, *addends)[0]
+    return call(*values_of((*xs, *ws)), *addends, scales=scales)[0]
 
 
 matmul = functools.partial(_summed_matmul, Matmul)
@@ -197,6 +238,10 @@ class AllGatherMatmul(Call):
     scale: float
     out_dtype: np.dtype
 
+    @property
+    def num_scales(self):
+        return (1 + self.num_kernels) * self.has_scales
+
     def shapes(self, x, *others):
         gathered = self.communicated(x)
         results = [
@@ -213,24 +258,25 @@ class AllGatherMatmul(Call):
     def communicated(self, x, *others):
         return self.gathered_shape(x.shape)
 
-    def reference(self, x, *kernels):
+    def reference(self, x, *kernels, scales=()):
         n = self.num_kernels
         gathered = reference.all_gather(x, self.axis_name)
         ys = []
         for i, w in enumerate(kernels[:n]):
             y = reference.dot(gathered, w, rhs_transposed=self.rhs_transposed)
-            y = reference.scaled(y, self.scale)
+            y = reference.scaled(y, self.scale, *scales[:1], *scales[1 + i : 2 + i])
             ys.append(reference.add(y, *kernels[n + i :: n], out_dtype=self.out_dtype))
         return [*ys, gathered] if self.return_gathered else ys
 
-    def on_one_rank(self, x, *kernels):
+    def on_one_rank(self, x, *kernels, scales=()):
         n = self.num_kernels
+        rows, *ws = with_scales((x, *kernels[:n]), scales)
         ys = []
-        for i, w in enumerate(kernels[:n]):
+        for i, w in enumerate(ws):
             addends = iter(kernels[n + i :: n])
             y = matmul(
                 self.execution.on_one_rank,
-                (x,),
+                (rows,),
                 (w,),
                 next(addends) if self.has_bias else None,
                 next(addends) if self.has_residual else None,
@@ -249,6 +295,7 @@ class AllGatherMatmul(Call):
             "has_residual": self.has_residual,
             "return_gathered": self.return_gathered,
             "scale": np.float32(self.scale),
+            "has_scales": self.has_scales,
         }
 
     def aliases(self, operands):
@@ -267,8 +314,8 @@ class AllGatherMatmul(Call):
 
 def all_gather_matmul(  # noqa: PLR0913, operands and options of a GEMM
     execution: Execution,
-    x: jax.Array,
-    ws: tuple[jax.Array, ...],
+    x: Operand,
+    ws: tuple[Operand, ...],
     biases: tuple[jax.Array, ...] | None = None,
     residuals: tuple[jax.Array, ...] | None = None,
     *,
@@ -276,7 +323,7 @@ def all_gather_matmul(  # noqa: PLR0913, operands and options of a GEMM
     return_gathered: bool = False,
     scale: float = 1.0,
     out_dtype,
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+) -> tuple[tuple[jax.Array, ...], Operand | None]:
     """All-gathers the rows of `x`, and multiplies them by each of the kernels.
 
     Args:
@@ -294,8 +341,10 @@ def all_gather_matmul(  # noqa: PLR0913, operands and options of a GEMM
     Returns:
         The products, `[..., P*m, N_i]`, and the gathered x, `[..., P*m, K]`, or None.
     """
+    scales = scales_of(x, *ws)
     call = AllGatherMatmul(
         execution=execution,
+        has_scales=bool(scales),
         num_kernels=len(ws),
         rhs_transposed=rhs_transposed,
         has_bias=biases is not None,
@@ -304,8 +353,10 @@ def all_gather_matmul(  # noqa: PLR0913, operands and options of a GEMM
         scale=float(scale),
         out_dtype=np.dtype(out_dtype),
     )
-    results = call(x, *ws, *(biases or ()), *(residuals or ()))
-    return results[: len(ws)], results[len(ws)] if return_gathered else None
+    addends = (*(biases or ()), *(residuals or ()))
+    results = call(*values_of((x, *ws)), *addends, scales=scales)
+    gathered = gathered_like(x, results[len(ws)]) if return_gathered else None
+    return results[: len(ws)], gathered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -326,6 +377,10 @@ class Wgrad(Call):
     scale: float
     out_dtype: np.dtype
 
+    @property
+    def num_scales(self):
+        return (1 + self.num_outputs) * self.has_scales
+
     def shapes(self, x, *others):
         dys = others[: self.num_outputs]
         return [((x.shape[-1], dy.shape[-1]), self.out_dtype) for dy in dys]
@@ -336,21 +391,25 @@ class Wgrad(Call):
         sharded = (x,) if self.gather == "x" else others[: self.num_outputs]
         return self.gathered_shape((*sharded[0].shape[:-1], num_features(sharded)))
 
-    def reference(self, x, *others):
+    def reference(self, x, *others, scales=()):
         dys, main_grads = others[: self.num_outputs], others[self.num_outputs :]
         if self.gather == "x":
             x = reference.all_gather(x, self.axis_name)
         if self.gather == "dy":
             dys = tuple(reference.all_gather(dy, self.axis_name) for dy in dys)
-        dws = (reference.scaled(reference.outer(x, dy), self.scale) for dy in dys)
-        return [
-            reference.add(dw, main_grad, out_dtype=self.out_dtype)
-            for dw, main_grad in zip(dws, main_grads or [None] * len(dys), strict=True)
-        ]
+        dws = []
+        for i, dy in enumerate(dys):
+            dw = reference.outer(x, dy)
+            dw = reference.scaled(dw, self.scale, *scales[:1], *scales[1 + i : 2 + i])
+            dws.append(
+                reference.add(dw, *main_grads[i : i + 1], out_dtype=self.out_dtype)
+            )
+        return dws
 
-    def on_one_rank(self, *operands):
+    def on_one_rank(self, *operands, scales=()):
         execution = self.execution.on_one_rank
-        return dataclasses.replace(self, execution=execution, gather=None)(*operands)
+        call = dataclasses.replace(self, execution=execution, gather=None)
+        return call(*operands, scales=scales)
 
     def options(self):
         return {
@@ -358,6 +417,7 @@ class Wgrad(Call):
             "accumulate": self.accumulate,
             "gather": _GATHER[self.gather],
             "scale": np.float32(self.scale),
+            "has_scales": self.has_scales,
         }
 
     def aliases(self, operands):
@@ -385,8 +445,8 @@ class Wgrad(Call):
 
 def wgrad(
     execution: Execution,
-    x: jax.Array,
-    dys: tuple[jax.Array, ...],
+    x: Operand,
+    dys: tuple[Operand, ...],
     main_grads: tuple[jax.Array, ...] | None = None,
     *,
     gather: str | None = None,
@@ -407,12 +467,14 @@ def wgrad(
     Returns:
         The kernels' gradients, `[K, N_i]` each.
     """
+    scales = scales_of(x, *dys)
     call = Wgrad(
         execution=execution,
+        has_scales=bool(scales),
         num_outputs=len(dys),
         accumulate=main_grads is not None,
         gather=gather,
         scale=float(scale),
         out_dtype=np.dtype(out_dtype),
     )
-    return call(x, *dys, *(main_grads or ()))
+    return call(*values_of((x, *dys)), *(main_grads or ()), scales=scales)

@@ -16,6 +16,7 @@ from jax_ub._src import reference
 from jax_ub._src.parallel import mode_of
 from jax_ub._src.primitives import matmuls, vma
 from jax_ub._src.primitives.collectives import all_gather, all_reduce, reduce_scatter
+from jax_ub._src.primitives.matmuls import Operand
 from jax_ub._src.rules.call_config import CallConfig
 
 
@@ -26,12 +27,12 @@ def forward_of(config: CallConfig) -> Callable[..., Any]:
 
 def column_forward(
     config: CallConfig,
-    x: jax.Array,
-    ws: tuple[jax.Array, ...],
+    x: Operand,
+    ws: tuple[Operand, ...],
     biases: tuple[jax.Array, ...] | None = None,
     residual: jax.Array | None = None,
     main_grads: tuple[jax.Array, ...] | None = None,
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+) -> tuple[tuple[jax.Array, ...], Operand | None]:
     """Computes `all_gather(x) @ w_i + bias_i + residual` for each kernel w_i.
 
     Without overlap, `ws` has only one kernel.
@@ -62,8 +63,8 @@ def column_forward(
 
 def row_forward(
     config: CallConfig,
-    x: jax.Array | tuple[jax.Array, ...],
-    ws: tuple[jax.Array, ...],
+    x: Operand | tuple[Operand, ...],
+    ws: tuple[Operand, ...],
     biases: tuple[jax.Array, ...] | None = None,
     residual: jax.Array | None = None,
     main_grads: tuple[jax.Array, ...] | None = None,

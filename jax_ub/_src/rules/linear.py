@@ -11,7 +11,6 @@ from jax_ub._src import checks as shapes
 from jax_ub._src import lowering_log
 from jax_ub._src.config.flags import FlaggedMethod
 from jax_ub._src.errors import ShapeContractError, shown
-from jax_ub._src.fp8.scaled_array import ScaledArray
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
 from jax_ub._src.primitives import vma
@@ -27,6 +26,7 @@ from jax_ub._src.rules.forward import forward_of, is_replicated
 from jax_ub._src.rules.operand_checks import as_tuple, check_operands
 from jax_ub._src.rules.row import row_linear
 from jax_ub._src.rules.vjp import check_no_main_grad
+from jax_ub._src.scaled_array import ScaledArray
 
 
 def linear(  # noqa: PLR0913, pinned
@@ -116,7 +116,7 @@ def linear(  # noqa: PLR0913, pinned
         shapes.check_rank(call_label(op, ub_name), "x", scaled.values_of(x), 1)
         is_vector = x.ndim == 1
         if is_vector:
-            x = jax.tree.map(lambda leaf: leaf[None] if leaf.ndim else leaf, x)
+            x = scaled.as_row(x)
     y = parallel_linear(
         mode,
         x,
@@ -389,7 +389,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     gathers = config.mode.gathers_x
     is_tuple = gathers and isinstance(w, tuple)
     ws: tuple[Any, ...] = w if isinstance(w, tuple) and gathers else (w,)
-    has_scales = scaled.have_scales(label, x, ws)
+    has_scales = scaled.have_scales(label, **scaled.by_name(x, ws))
     config, scope = _with_f64_fallback(config, x)
     config = dataclasses.replace(
         config,

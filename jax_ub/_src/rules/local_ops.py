@@ -6,17 +6,24 @@ import jax
 
 from jax_ub._src import checks as shapes
 from jax_ub._src import reference
-from jax_ub._src.errors import ShapeContractError
+from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.primitives import collectives, vma
 from jax_ub._src.primitives.matmuls import matmul, wgrad
+from jax_ub._src.rules import scaled
 from jax_ub._src.rules.call_config import make_call_config, make_local_call_config
+from jax_ub._src.scaled_array import ScaledArray, is_scaled, map_scaled
 
 
-def dgrad_add(dy: jax.Array, w: jax.Array, residual: jax.Array) -> jax.Array:
+def dgrad_add(
+    dy: jax.Array | ScaledArray, w: jax.Array | ScaledArray, residual: jax.Array
+) -> jax.Array:
     """Adds `dy @ w.T` to `residual`, in place if the buffer of `residual` is free.
 
     Transformer Engine: `BackwardLinearAdd`. It does not communicate. With a mesh, call
     it inside `jax.shard_map`.
+
+    `dy` and `w` may both be FP8, as `ub.ScaledArray`s with one scale per tensor. Their
+    gradients arrive in their sources.
 
     Args:
         dy: gradient of a layer's result, `[..., N]`.
@@ -33,8 +40,12 @@ def dgrad_add(dy: jax.Array, w: jax.Array, residual: jax.Array) -> jax.Array:
     """
     op = "dgrad_add"
     config = make_local_call_config(op)
-    shapes.check_rank(op, "dy", dy, 1)
-    shapes.check_operands(op, dy, config.kernel(w), x_name="dy")
+    is_fp8 = scaled.have_scales(op, dy=dy, w=w)
+    shapes.check_rank(op, "dy", scaled.values_of(dy), 1)
+    if is_fp8:
+        _check_scales(op, dy=dy, w=w)
+    else:
+        shapes.check_operands(op, dy, config.kernel(w), x_name="dy")
     if dy.shape[-1] != w.shape[1]:
         raise ShapeContractError(
             f"{op}: dy {dy.shape} has N = {dy.shape[-1]}, but w {w.shape} has N = "
@@ -47,8 +58,19 @@ def dgrad_add(dy: jax.Array, w: jax.Array, residual: jax.Array) -> jax.Array:
     axes = config.axes(dy, w, residual)
     dy, w, residual = vma.pcast_varying((dy, w, residual), axes)
     if dy.ndim == 1:
-        return _dgrad_add(config, dy[None], w, residual[None])[0]
+        return _dgrad_add(config, scaled.as_row(dy), w, residual[None])[0]
     return _dgrad_add(config, dy, w, residual)
+
+
+def _check_scales(op, **operands):
+    scaled.check_formats(op, **operands)
+    for name, operand in operands.items():
+        shapes.check_not_empty(op, name, operand)
+        if operand.scaling != "tensor":
+            raise UnsupportedOverlapError(
+                f"{op}: {name} has scales of shape {operand.scales.shape}. Use a "
+                f"recipe with one scale per tensor, or pass {name}.dequantize()."
+            )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -64,11 +86,31 @@ def _dgrad_add(config, dy, w, residual):
 
 
 def _dgrad_add_fwd(config, dy, w, residual):
+    _check_sources(config, dy=dy, w=w)
     return _dgrad_add(config, dy, w, residual), (dy, w, residual)
 
 
 def _dgrad_add_bwd(config, operands, gradient):
-    return jax.vjp(_plain_dgrad_add, *operands)[1](gradient)
+    return _gradients(_plain_dgrad_add, operands, gradient)
+
+
+def _check_sources(config, **operands):
+    for name, operand in operands.items():
+        if is_scaled(operand) and operand.source is None:
+            raise UnsupportedOverlapError(
+                f"{config.label}: {name} has no source to receive a gradient. Make it "
+                "with ub.quantize."
+            )
+
+
+def _gradients(function, operands, gradient):
+    """Computes the gradients of wide operands, or of the sources of FP8 operands."""
+    wide = map_scaled(lambda x: x.dequantize(), operands)
+    gradients = jax.vjp(function, *wide)[1](gradient)
+    return tuple(
+        scaled.in_source(found) if is_scaled(operand) else found
+        for operand, found in zip(operands, gradients, strict=True)
+    )
 
 
 _dgrad_add.defvjp(_dgrad_add_fwd, _dgrad_add_bwd)
@@ -79,13 +121,18 @@ def _plain_dgrad_add(dy, w, residual):
     return reference.add(y, residual, out_dtype=residual.dtype)
 
 
-def wgrad_accumulate(x: jax.Array, dy: jax.Array, main_grad: jax.Array) -> jax.Array:
+def wgrad_accumulate(
+    x: jax.Array | ScaledArray, dy: jax.Array | ScaledArray, main_grad: jax.Array
+) -> jax.Array:
     """Adds `x.T @ dy`, summed over all rows, to `main_grad`.
 
     The sum is written in place if the buffer of `main_grad` is free.
 
     Transformer Engine: `fuse_wgrad_accumulation`. It does not communicate. With a mesh,
     call it inside `jax.shard_map`.
+
+    `x` and `dy` may both be FP8, as `ub.ScaledArray`s with one scale per tensor. Their
+    gradients arrive in their sources.
 
     Args:
         x: activations, `[..., K]`.
@@ -103,21 +150,26 @@ def wgrad_accumulate(x: jax.Array, dy: jax.Array, main_grad: jax.Array) -> jax.A
     """
     op = "wgrad_accumulate"
     config = make_local_call_config(op)
-    shapes.check_rank(op, "x", x, 1)
-    for name, array in (("dy", dy), ("main_grad", main_grad)):
+    is_fp8 = scaled.have_scales(op, x=x, dy=dy)
+    shapes.check_rank(op, "x", scaled.values_of(x), 1)
+    for name, array in (("dy", scaled.values_of(dy)), ("main_grad", main_grad)):
         shapes.check_array(op, name, array)
-    shapes.check_float(op, x=x, dy=dy, main_grad=main_grad)
-    shapes.check_dtypes(op, x=x, dy=dy)
+    shapes.check_float(op, main_grad=main_grad)
+    if is_fp8:
+        _check_scales(op, x=x, dy=dy)
+    else:
+        shapes.check_float(op, x=x, dy=dy)
+        shapes.check_dtypes(op, x=x, dy=dy)
     for name, array in (("x", x), ("dy", dy)):
         shapes.check_not_empty(op, name, array)
     rows = (*x.shape[:-1], dy.shape[-1] if dy.ndim else 0)
-    shapes.check_shape(op, "dy", dy, rows, "[..., N] with x's rows")
+    shapes.check_shape(op, "dy", scaled.values_of(dy), rows, "[..., N] with x's rows")
     wanted = (x.shape[-1], dy.shape[-1])
     shapes.check_shape(op, "main_grad", main_grad, wanted, "[K, N]")
     axes = config.axes(x, dy, main_grad)
     x, dy, main_grad = vma.pcast_varying((x, dy, main_grad), axes)
     if x.ndim == 1:
-        x, dy = x[None], dy[None]
+        x, dy = scaled.as_row(x), scaled.as_row(dy)
     return _wgrad_accumulate(config, x, dy, main_grad)
 
 
@@ -128,11 +180,12 @@ def _wgrad_accumulate(config, x, dy, main_grad):
 
 
 def _wgrad_accumulate_fwd(config, x, dy, main_grad):
+    _check_sources(config, x=x, dy=dy)
     return _wgrad_accumulate(config, x, dy, main_grad), (x, dy, main_grad)
 
 
 def _wgrad_accumulate_bwd(config, operands, gradient):
-    return jax.vjp(_plain_wgrad_accumulate, *operands)[1](gradient)
+    return _gradients(_plain_wgrad_accumulate, operands, gradient)
 
 
 _wgrad_accumulate.defvjp(_wgrad_accumulate_fwd, _wgrad_accumulate_bwd)

@@ -5,12 +5,11 @@ from typing import Any
 import numpy as np
 
 from jax_ub._src import checks as shapes
-from jax_ub._src import dtypes
 from jax_ub._src.errors import ShapeContractError
-from jax_ub._src.fp8.scaled_array import is_scaled
 from jax_ub._src.primitives import vma
 from jax_ub._src.rules import scaled
 from jax_ub._src.rules.call_config import CallConfig
+from jax_ub._src.scaled_array import is_scaled
 
 
 def as_tuple(
@@ -48,7 +47,6 @@ def check_operands(config: CallConfig, x, ws, biases, residual, out_dtype) -> np
         if is_scaled(x):
             scaled.check_operands(config, x, w)
         else:
-            _check_is_wide(label, x=x, w=w)
             shapes.check_operands(label, x, kernel, takes_f64=config.takes_f64)
         shapes.check_contraction(label, x, kernel, num_ranks, config.mode.sharded)
         *batch, rows, _ = x.shape
@@ -69,15 +67,6 @@ def check_operands(config: CallConfig, x, ws, biases, residual, out_dtype) -> np
         bias = None if biases is None else biases[0]
         _check_replicated(config, **{config.bias_name: bias, "residual": residual})
     return shapes.check_out_dtype(label, out_dtype, scaled.result_dtype(x, ws))
-
-
-def _check_is_wide(label, **operands):
-    for name, operand in operands.items():
-        if operand.dtype in dtypes.FP8:
-            raise ShapeContractError(
-                f"{label}: {name} is {operand.dtype} without scales. Pass ub.quantize("
-                f"{name}, recipe), or ub.ScaledArray(values, scales)."
-            )
 
 
 def _check_replicated(config, **addends):

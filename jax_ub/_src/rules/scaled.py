@@ -8,6 +8,7 @@ are FP8.
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,23 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ub._src import checks as shapes
-from jax_ub._src import lowering_log, reference
+from jax_ub._src import dtypes, lowering_log, reference
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
-from jax_ub._src.fp8.scaled_array import (
-    MXFP8_BLOCK,
-    ScaledArray,
-    is_scaled,
-    map_scaled,
-)
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import mode_of
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce, reduce_scatter
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.column import column_gradients
-from jax_ub._src.rules.forward import row_forward
+from jax_ub._src.rules.forward import forward_of, row_forward
 from jax_ub._src.rules.row import row_gradients
 from jax_ub._src.rules.vjp import differentiable
+from jax_ub._src.scaled_array import (
+    MXFP8_BLOCK,
+    ScaledArray,
+    is_scaled,
+    map_scaled,
+)
 
 
 def values_of(operand: Any) -> Any:
@@ -39,13 +40,23 @@ def values_of(operand: Any) -> Any:
     return operand.values if is_scaled(operand) else operand
 
 
-def have_scales(label: str, x: Any, ws: tuple[Any, ...]) -> bool:
-    """Returns whether x and all kernels are FP8, rather than none of them.
+def as_row(x: Any) -> Any:
+    """Adds an axis of one row in front of a vector, or of an FP8 vector."""
+    return jax.tree.map(lambda leaf: leaf[None] if leaf.ndim else leaf, x)
+
+
+def have_scales(label: str, **operands: Any) -> bool:
+    """Returns whether all operands of a GEMM are FP8, rather than none of them.
 
     Raises:
-        ShapeContractError: if only some are.
+        ShapeContractError: if only some are, or if one is FP8 without scales.
     """
-    operands = {"x": x, **dict(zip(_names(ws), ws, strict=True))}
+    for name, operand in operands.items():
+        if shapes.is_array(operand) and operand.dtype in dtypes.FP8:
+            raise ShapeContractError(
+                f"{label}: {name} is {operand.dtype} without scales. Pass ub.quantize("
+                f"{name}, recipe), or ub.ScaledArray(values, scales)."
+            )
     wide = [name for name, operand in operands.items() if not is_scaled(operand)]
     if len(wide) in (0, len(operands)):
         return not wide
@@ -57,8 +68,10 @@ def have_scales(label: str, x: Any, ws: tuple[Any, ...]) -> bool:
     )
 
 
-def _names(ws):
-    return ["w"] if len(ws) == 1 else [f"w[{i}]" for i in range(len(ws))]
+def by_name(x: Any, ws: tuple[Any, ...]) -> dict[str, Any]:
+    """Returns the operands of a layer by their names in errors."""
+    names = ["w"] if len(ws) == 1 else [f"w[{i}]" for i in range(len(ws))]
+    return {"x": x, **dict(zip(names, ws, strict=True))}
 
 
 def result_dtype(x: Any, ws: tuple[Any, ...]) -> np.dtype:
@@ -96,16 +109,22 @@ def check_operands(config: CallConfig, x: ScaledArray, w: ScaledArray) -> None:
     x_axis, w_axis = _contracted(config, x)
     _check_layout(label, "x", x, x_axis)
     _check_layout(label, "w", w, w_axis)
-    if x.dtype == w.dtype == jnp.float8_e5m2:
-        raise ShapeContractError(
-            f"{label}: x and w are both float8_e5m2, which no device multiplies. Make "
-            "one of them float8_e4m3fn; for gradients use a HYBRID recipe."
-        )
+    check_formats(label, x=x, w=w)
     if config.num_ranks == 1 or config.mode.op == "matmul":
         return
     _check_agreed(config, "x", x, x_axis)
     if not config.mode.gathers_x:
         _check_agreed(config, "w", w, w_axis)
+
+
+def check_formats(label: str, **operands: ScaledArray) -> None:
+    """Raises an error if both operands of a GEMM are float8_e5m2."""
+    if all(operand.dtype == jnp.float8_e5m2 for operand in operands.values()):
+        raise ShapeContractError(
+            f"{label}: {' and '.join(operands)} are both float8_e5m2, which no device "
+            "multiplies. Make one of them float8_e4m3fn; for gradients use a HYBRID "
+            "recipe."
+        )
 
 
 def _contracted(config, x):
@@ -181,11 +200,25 @@ def fallback(
 
 
 def _why_not_overlapped(config, x, ws):
-    if config.mode.gathers_x:
-        return "the engine gathers no FP8 operands"
+    if config.mode.gathers_x and not _takes_scales(config, x, ws):
+        return "the engine gathers no FP8 operands with scales of rows or blocks"
     if _reduces(config) and not _has_shared_scales(config, x, ws[0]):
         return "the ranks' partial sums have different row scales"
     return None
+
+
+def _takes_scales(config, x, ws):
+    """Returns whether the engine multiplies x by the kernels with their scales.
+
+    Each of them has one scale. Ranks that share a tensor have the same scale.
+    """
+    if any(operand.scaling != "tensor" for operand in (x, *ws)):
+        return False
+    if config.mode.op == "matmul":
+        return True
+    shared = (x,) if config.mode.gathers_x else (x, *ws)
+    axes = _contracted(config, x)
+    return all(map(functools.partial(_is_shared, config), shared, axes))
 
 
 def _reduces(config):
@@ -198,12 +231,16 @@ def _has_shared_scales(config, x, w):
     Block scales multiply the values instead. Scales of rows and columns are taken to
     differ. A scale per tensor is the same, unless its type varies over one rank.
     """
-    own = frozenset(config.axis_name)
     return all(
-        operand.scaling == "block"
-        or not (own & vma.axes_of(operand.scales) or _is_per_row(operand, axis))
+        operand.scaling == "block" or _is_shared(config, operand, axis)
         for operand, axis in zip((x, w), _contracted(config, x), strict=True)
     )
+
+
+def _is_shared(config, operand, contracted):
+    own = frozenset(config.axis_name)
+    is_one = not _is_per_row(operand, contracted)
+    return is_one and not own & vma.axes_of(operand.scales)
 
 
 def pcast_varying(tree: Any, axes: Any) -> Any:
@@ -230,6 +267,8 @@ def scaled_forward(
     main_grads: tuple[jax.Array, ...] | None = None,
 ) -> tuple[tuple[jax.Array, ...], ScaledArray | None]:
     """Computes a linear layer of FP8 operands; see `forward.forward_of`."""
+    if _takes_scales(config, x, ws):
+        return forward_of(config)(config, x, ws, biases, residual)
     if config.mode.gathers_x:
         x = _gathered(config, x)
     ys = []
@@ -312,8 +351,12 @@ def _in_source(gradient, dtype):
     """Returns the cotangent of a `ScaledArray`: a gradient in its source, or None."""
     if gradient is None or dtype is None:
         return None
-    leaves = None, None, gradient.astype(dtype)
-    return ScaledArray.tree_unflatten(None, leaves)
+    return in_source(gradient.astype(dtype))
+
+
+def in_source(gradient: jax.Array) -> ScaledArray:
+    """Returns the cotangent of a `ScaledArray` whose source has this gradient."""
+    return ScaledArray.tree_unflatten(None, (None, None, gradient))
 
 
 scaled_linear = differentiable(scaled_forward, scaled_gradients)

@@ -9,10 +9,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_ub._src.errors import UnsupportedOverlapError
-from jax_ub._src.fp8.scaled_array import ScaledArray, is_scaled, map_scaled
 from jax_ub._src.reference import sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.main_grads import check_vmapped_together
+from jax_ub._src.scaled_array import ScaledArray, is_scaled, map_scaled
 
 
 def differentiable(forward: Callable, gradients: Callable) -> Callable:
