@@ -19,7 +19,9 @@ from jax_ub._src.errors import (
 )
 from jax_ub._src.fp8 import scaling
 from jax_ub._src.fp8.recipes import (
+    INPUT,
     KERNEL,
+    OUTPUT_GRAD,
     ROLES,
     DelayedScaling,
     Float8CurrentScaling,
@@ -28,7 +30,7 @@ from jax_ub._src.fp8.recipes import (
     RowwiseScaling,
     check_recipe,
 )
-from jax_ub._src.fp8.state import HISTORY, SCALE, check_state
+from jax_ub._src.fp8.state import HISTORY, OUTPUT_GRAD_STATE, SCALE, check_state
 from jax_ub._src.primitives import mesh, vma
 from jax_ub._src.scaled_array import MXFP8_BLOCK, ScaledArray
 
@@ -92,14 +94,92 @@ def quantize(
     axes = _axes(_OP, axis_name)
     state = check_state(_OP, recipe, state)
     if isinstance(recipe, DelayedScaling):
-        scale, history = (state[f"{role}_{name}"] for name in (SCALE, HISTORY))
-        axes = _axes_of_amax(recipe, axes, x, scale, history)
-        source = lax.stop_gradient(x)
-        values, scales = _quantize_delayed(recipe, role, axes, source, scale, history)
-        return ScaledArray(values, scales, x)
+        return _delayed_arrays(recipe, role, axes, (x,), state)[0]
+    return _cast(recipe, role, x, _scales(recipe, role, axes, lax.stop_gradient(x)))
+
+
+def quantize_layer(
+    recipe: Recipe,
+    x: jax.Array,
+    ws: tuple[jax.Array, ...],
+    state: Mapping[str, jax.Array],
+    axes: tuple[str, ...],
+    *,
+    rhs_transposed: bool,
+) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
+    """Quantizes the activations and kernels of a layer.
+
+    Scales per tensor are agreed over `axes`; current ones by one collective. Several
+    kernels have one scale, as the fused kernel of Transformer Engine's layers.
+    """
+    if isinstance(recipe, DelayedScaling):
+        (q,) = _delayed_arrays(recipe, INPUT, axes, (x,), state)
+        return q, _delayed_arrays(recipe, KERNEL, axes, ws, state)
+    if not isinstance(recipe, Float8CurrentScaling):
+        role = INPUT if rhs_transposed else KERNEL
+        return quantize(x, recipe), tuple(quantize(w, recipe, role=role) for w in ws)
+    maxima = [_amax_of_all((x,)), _amax_of_all(ws)]
+    varying = vma.axes_of(*maxima)
+    amax = _agreed(jnp.stack(vma.pcast_varying(maxima, varying)), axes)
+    scale_of_x = scaling.current_scale(amax[0], recipe, INPUT)
+    scale_of_ws = scaling.current_scale(amax[1], recipe, KERNEL)
+    return (
+        _cast(recipe, INPUT, x, _like(scale_of_x, x)),
+        tuple(_cast(recipe, KERNEL, w, _like(scale_of_ws, w)) for w in ws),
+    )
+
+
+def quantize_output_grads(
+    recipe: DelayedScaling | Float8CurrentScaling,
+    dys: tuple[jax.Array, ...],
+    state: Mapping[str, jax.Array],
+    axes: tuple[str, ...],
+) -> tuple[tuple[ScaledArray, ...], dict[str, jax.Array] | None]:
+    """Quantizes gradients by a recipe with one scale per tensor, which all share.
+
+    Returns:
+        The gradients without sources, and the new state; None without a state.
+    """
+    new_state = None
+    if isinstance(recipe, Float8CurrentScaling):
+        amax = _agreed(_amax_of_all(dys), axes)
+        scale = scaling.current_scale(amax, recipe, OUTPUT_GRAD)
+        dtype = recipe.fp8_format.dtype(OUTPUT_GRAD)
+        values = tuple(scaling.cast(dy, _like(scale, dy), dtype) for dy in dys)
+    else:
+        old = tuple(state[key] for key in OUTPUT_GRAD_STATE)
+        axes = _axes_of_amax(recipe, axes, dys, *old)
+        (values, scale), new = _delayed(recipe, OUTPUT_GRAD, axes, dys, *old)
+        new_state = dict(zip(OUTPUT_GRAD_STATE, new, strict=True))
+    pairs = zip(values, dys, strict=True)
+    return tuple(ScaledArray(v, _like(scale, dy)) for v, dy in pairs), new_state
+
+
+def _like(scale, x):
+    return scale.reshape((1,) * x.ndim)
+
+
+def _cast(recipe, role, x, scales):
     dtype = recipe.fp8_format.dtype(role)
-    scales = _scales(recipe, role, axes, lax.stop_gradient(x))
     return ScaledArray(scaling.cast(lax.stop_gradient(x), scales, dtype), scales, x)
+
+
+def _amax_of_all(xs):
+    """Returns the largest absolute value of several arrays, an f32 scalar."""
+    maxima = [scaling.amax_of(lax.stop_gradient(x)).reshape(()) for x in xs]
+    return functools.reduce(
+        jnp.maximum, vma.pcast_varying(maxima, vma.axes_of(*maxima))
+    )
+
+
+def _delayed_arrays(recipe, role, axes, xs, state):
+    """Quantizes arrays that share one delayed scale."""
+    scale, history = (state[f"{role}_{name}"] for name in (SCALE, HISTORY))
+    axes = _axes_of_amax(recipe, axes, xs, scale, history)
+    sources = tuple(map(lax.stop_gradient, xs))
+    values, scale = _quantize_delayed(recipe, role, axes, sources, scale, history)
+    pairs = zip(values, xs, strict=True)
+    return tuple(ScaledArray(v, _like(scale, x), x) for v, x in pairs)
 
 
 def _axes(op, axis_name):
@@ -137,9 +217,9 @@ def _agreed(amax, axes):
     return lax.pmax(amax, axes) if axes else amax
 
 
-def _axes_of_amax(recipe, axes, x, *state):
+def _axes_of_amax(recipe, axes, xs, *state):
     """Returns the mesh axes over which the amax of a delayed scale is reduced."""
-    varying = vma.axes_of(x) - vma.axes_of(*state)
+    varying = vma.axes_of(*xs) - vma.axes_of(*state)
     if recipe.reduce_amax:
         return tuple(sorted(varying.union(axes)))
     missing = tuple(sorted(varying.difference(axes)))
@@ -153,22 +233,22 @@ def _axes_of_amax(recipe, axes, x, *state):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _quantize_delayed(recipe, role, axes, x, scale, history):
-    """Quantizes x with a delayed scale; the state's gradient is its new value.
+def _quantize_delayed(recipe, role, axes, xs, scale, history):
+    """Quantizes arrays with a delayed scale; the state's gradient is its new value.
 
     Returns:
-        values and scales.
+        The values of each array, and the scale, `[1]`.
     """
-    return _delayed(recipe, role, axes, x, scale, history)[0]
+    return _delayed(recipe, role, axes, xs, scale, history)[0]
 
 
-def _delayed(recipe, role, axes, x, scale, history):
-    """Returns the values and scales, and the new state for the backward pass."""
+def _delayed(recipe, role, axes, xs, scale, history):
+    """Returns the values and the scale, and the new state for the backward pass."""
     scale = scaling.updated_scale(history, scale, recipe, role)
-    scales = scale.reshape((1,) * x.ndim)
-    values = scaling.cast(x, scales, recipe.fp8_format.dtype(role))
-    amax = _agreed(scaling.amax_of(x), axes)
-    return (values, scales), (scale, scaling.updated_history(history, amax))
+    dtype = recipe.fp8_format.dtype(role)
+    values = tuple(scaling.cast(x, _like(scale, x), dtype) for x in xs)
+    amax = _agreed(_amax_of_all(xs), axes)
+    return (values, scale), (scale, scaling.updated_history(history, amax))
 
 
 def _delayed_backward(recipe, role, axes, state, _):

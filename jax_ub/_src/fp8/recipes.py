@@ -254,6 +254,11 @@ def check_recipe(op: str, recipe: Any) -> None:
         )
 
 
+def has_one_scale(recipe: Recipe | None) -> bool:
+    """Returns whether a recipe has one scale per tensor; false for no recipe."""
+    return isinstance(recipe, DelayedScaling | Float8CurrentScaling)
+
+
 def _check_format(recipe):
     name, value = type(recipe).__name__, recipe.fp8_format
     allowed = "Format.E4M3 or Format.HYBRID"

@@ -8,9 +8,17 @@ import jax.numpy as jnp
 
 from jax_ub._src.checks import is_array
 from jax_ub._src.errors import ConfigurationError, ShapeContractError, shown
-from jax_ub._src.fp8.recipes import ROLES, DelayedScaling, Recipe, check_recipe
+from jax_ub._src.fp8.recipes import (
+    OUTPUT_GRAD,
+    ROLES,
+    DelayedScaling,
+    Recipe,
+    check_recipe,
+)
 
 SCALE, HISTORY = "scale", "amax_history"
+# The entries of the gradient of a layer's result.
+OUTPUT_GRAD_STATE = tuple(f"{OUTPUT_GRAD}_{name}" for name in (SCALE, HISTORY))
 
 
 def init_state(recipe: Recipe) -> dict[str, jax.Array]:

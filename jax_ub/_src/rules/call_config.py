@@ -11,6 +11,7 @@ from jax_ub._src import checks as shapes
 from jax_ub._src.config.flags import FUSED, FlaggedMethod, OverlapFlags, flags_of
 from jax_ub._src.config.tuned_file import TunedKey, TunedTable
 from jax_ub._src.errors import UnsupportedOverlapError, shown
+from jax_ub._src.fp8.recipes import Recipe
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.parallel import (
     COLUMN,
@@ -52,6 +53,7 @@ class CallConfig:
         dw_dtype: dtype of the kernel's gradient; None is `dtype`.
         source_dtypes: dtypes of the sources of x and of each kernel, if they are FP8;
             None for an operand without a source.
+        fp8: the recipe by which the layer quantizes its operands, or None.
         rhs_transposed: whether kernels and their gradients are [out, in].
         overlap: whether a GEMM and the collective of its operand or result are one
             primitive. Otherwise they are two: a local GEMM and a collective.
@@ -81,6 +83,7 @@ class CallConfig:
     out_dtype: np.dtype | None = None
     dw_dtype: np.dtype | None = None
     source_dtypes: tuple[np.dtype | None, ...] = ()
+    fp8: Recipe | None = None
     rhs_transposed: bool = False
     overlap: bool = True
     scale: float = 1.0
@@ -289,8 +292,7 @@ def make_call_config(
         axis_name: the mesh axis of the ranks.
         ub_name: the call's name in `initialize_ub`, or None.
         method: the method that the caller passed, or None.
-        mode: the layer's row in the table of parallel modes. A collective has the
-            default, the row of a local GEMM.
+        mode: the layer's row in the table of parallel modes; see `CallConfig.mode`.
         may_be_bulk: whether the method may be "bulk". Set for a call that is only the
             backward pass of a column-parallel layer.
 

@@ -19,7 +19,7 @@ from jax_ub._src.primitives.matmuls import matmul, wgrad
 from jax_ub._src.reference import sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.forward import column_forward, dgrad_config, row_forward
-from jax_ub._src.rules.vjp import accumulation, differentiable, is_zero
+from jax_ub._src.rules.vjp import accumulation, as_factor, differentiable, is_zero
 
 
 def column_gradients(
@@ -50,7 +50,7 @@ def column_gradients(
         None if saved[name] is None else tuple(saved[name][i] for i in dys)
         for name in ("ws", "main_grads")
     )
-    gradients = tuple(dy.astype(config.dtype) for dy in dys.values())
+    gradients = tuple(as_factor(dy, config.dtype) for dy in dys.values())
     if not dys:
         return _scattered(config, ws, d_gathered, config.dtype), {}
     _check_bulk(config)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax_ub._src import checks as shapes
 from jax_ub._src import lowering_log
 from jax_ub._src.config.flags import FlaggedMethod
 from jax_ub._src.errors import ShapeContractError, shown
+from jax_ub._src.fp8.recipes import Recipe
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
 from jax_ub._src.primitives import vma
@@ -41,6 +43,8 @@ def linear(  # noqa: PLR0913, pinned
     method: Method | str | None = None,
     main_grad: jax.Array | None = None,
     rhs_transposed: bool = False,
+    fp8: Recipe | None = None,
+    fp8_state: Mapping[str, jax.Array] | None = None,
 ) -> jax.Array:
     """Computes `x @ w + b` with a kernel that may be sharded over the ranks.
 
@@ -59,7 +63,11 @@ def linear(  # noqa: PLR0913, pinned
     gradient is the sum of the ranks' gradients.
 
     `x` and `w` may both be FP8, as `ub.ScaledArray`s. The gradients arrive in their
-    sources.
+    sources. With `fp8`, the layer quantizes `x` and `w`, and gradients arrive in their
+    dtypes. A recipe with one scale per tensor also quantizes the gradient of the
+    result, and the backward pass multiplies FP8 operands. All ranks have the same scale
+    for a tensor. The residuals of the backward pass are FP8, with the checkpoint names
+    "jax_ub.x" and "jax_ub.w".
 
     Transformer Engine: `te.Linear(parallel_mode=..., ub_name=...)`.
 
@@ -80,6 +88,9 @@ def linear(  # noqa: PLR0913, pinned
         rhs_transposed: whether the kernel is `[out, in]`, such as an embedding that the
             output projection reuses. It is read in place, and its gradient has the same
             layout; `w.T` would copy it.
+        fp8: an FP8 recipe, by which the layer quantizes its operands.
+        fp8_state: state of `DelayedScaling`, from `ub.fp8.init_state`, of this call
+            alone. Its gradient is its new value; see `ub.fp8.apply_updates`.
 
     Returns:
         The result in the table's last column, summed in f32 and rounded once to the
@@ -127,6 +138,8 @@ def linear(  # noqa: PLR0913, pinned
         method=method,
         main_grad=main_grad,
         rhs_transposed=rhs_transposed,
+        fp8=fp8,
+        fp8_state=fp8_state,
         op=op,
         bias_name="b",
     )
@@ -357,6 +370,8 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     return_gathered: bool = False,
     out_dtype: DTypeLike | None = None,
     rhs_transposed: bool = False,
+    fp8: Recipe | None = None,
+    fp8_state: Mapping[str, jax.Array] | None = None,
     op: str | None = None,
     bias_name: str = "bias",
 ) -> Any:
@@ -375,6 +390,8 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
         return_gathered: whether to return the gathered `x`, too; only for AG+GEMM.
         out_dtype: dtype of the result; None takes the dtype of `x`.
         rhs_transposed: see `linear`.
+        fp8: see `linear`.
+        fp8_state: see `linear`.
         op: the layer's name in errors; None takes the name of the op.
         bias_name: the caller's name of `bias`, for errors.
     """
@@ -389,19 +406,22 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     gathers = config.mode.gathers_x
     is_tuple = gathers and isinstance(w, tuple)
     ws: tuple[Any, ...] = w if isinstance(w, tuple) and gathers else (w,)
-    has_scales = scaled.have_scales(label, **scaled.by_name(x, ws))
+    scaled.have_scales(label, **scaled.by_name(x, ws))
     config, scope = _with_f64_fallback(config, x)
     config = dataclasses.replace(
         config,
         rhs_transposed=rhs_transposed,
         returns_gathered=return_gathered,
         bias_name=bias_name,
+        fp8=fp8,
     )
     biases = as_tuple(label, bias_name, bias, is_tuple, len(ws))
     main_grads = as_tuple(label, "main_grad", main_grad, is_tuple, len(ws))
     dtype = check_operands(config, x, ws, biases, residual, out_dtype)
+    x, ws, states = scaled.quantized(config, x, ws, fp8_state)
     config = scaled.with_dtypes(config, x, ws, dtype)
     accumulators.claim(label, main_grads, ws)
+    accumulators.claim_state(label, fp8_state)
     axes = config.axes(x, ws, biases, residual, main_grads)
     main_grads = main_grads and tuple(
         accumulators.pcast_varying(label, main_grad, axes) for main_grad in main_grads
@@ -414,7 +434,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     ws = scaled.pcast_varying(ws, axes)
     addend_axes = axes - own if mode.op == "matmul_all_reduce" else axes
     biases, residual = vma.pcast_varying((biases, residual), addend_axes)
-    if has_scales:
+    if states:
         scope, layer = scaled.fallback(config, x, ws), scaled.scaled_linear
     elif config.is_mapped:
         check_no_main_grad(config, main_grads)
@@ -424,7 +444,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     # Jit stays enabled under `jax.disable_jit`, because JAX cannot evaluate a
     # `custom_vjp` with symbolic zeros op by op in an eager `shard_map`.
     with scope, jax.disable_jit(False):
-        ys, gathered = layer(config, x, ws, biases, residual, main_grads)
+        ys, gathered = layer(config, x, ws, biases, residual, main_grads, *states)
     y = ys if is_tuple else ys[0]
     return (y, gathered) if return_gathered else y
 

@@ -5,7 +5,7 @@ The cotangent of a main_grad is its new value: the old value plus the gradient.
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax_ub._src import checks as shapes
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.primitives import vma
 
-# The main_grads that a call has used. Maps the id of a main_grad's tracer to a weak
+# The main_grads and FP8 states that a call has used. Maps the id of a tracer to a weak
 # reference to the tracer, and the trace in which it was used. An entry is removed when
 # its tracer is freed.
 _USED: dict[int, tuple[weakref.ref, object]] = {}
@@ -37,18 +37,33 @@ def claim(op: str, main_grads: Sequence[Any] | None, ws: Sequence[jax.Array]) ->
     """
     for main_grad, w in zip(main_grads or (), ws, strict=False):
         shapes.check_main_grad(op, main_grad, w)
-        if not isinstance(main_grad, jax.core.Tracer):
-            continue
-        key, here = id(main_grad), get_opaque_trace_state(convention="flax")
-        known = _USED.get(key)
-        if known is not None and known[0]() is main_grad and known[1] == here:
+        if _is_used(main_grad):
             raise ShapeContractError(
                 f"{op}: this main_grad went into another call already, and jax would "
                 "add the two accumulated values. Give every call a main_grad of its "
                 "own, or carry one through jax.lax.scan."
             )
-        remove = functools.partial(_forget, key)
-        _USED[key] = (weakref.ref(main_grad, remove), here)
+
+
+def claim_state(op: str, state: Mapping[str, jax.Array] | None) -> None:
+    """Raises an error if another call has used this FP8 state already."""
+    if any([_is_used(array) for array in (state or {}).values()]):
+        raise ShapeContractError(
+            f"{op}: this FP8 state went into another call already, and jax would add "
+            "the two new states. Give every call a state of its own, or carry one "
+            "through jax.lax.scan."
+        )
+
+
+def _is_used(array):
+    """Returns whether the array is used already in this trace; it is from now on."""
+    if not isinstance(array, jax.core.Tracer):
+        return False
+    key, here = id(array), get_opaque_trace_state(convention="flax")
+    known = _USED.get(key)
+    remove = functools.partial(_forget, key)
+    _USED[key] = (weakref.ref(array, remove), here)
+    return known is not None and known[0]() is array and known[1] == here
 
 
 def _forget(key, _):

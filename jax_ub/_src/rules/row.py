@@ -8,7 +8,8 @@ from jax_ub._src.primitives.collectives import all_gather, all_reduce
 from jax_ub._src.primitives.matmuls import wgrad
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.forward import column_forward, dgrad_config, row_forward
-from jax_ub._src.rules.vjp import accumulation, differentiable
+from jax_ub._src.rules.vjp import accumulation, as_factor, differentiable
+from jax_ub._src.scaled_array import is_scaled
 
 
 def row_gradients(
@@ -46,7 +47,7 @@ def row_gradients(
 
 
 def _gathering_gradients(config, x, ws, dy, main_grads, residual):
-    dy = dy.astype(config.dtype)
+    dy = as_factor(dy, config.dtype)
     # The wgrad reuses the dy that the dgrad gathers, unless the method reads dy from
     # the peers' memory without gathering it.
     dgrad, config = config.dgrad, config.wgrad
@@ -69,9 +70,11 @@ def _gathering_gradients(config, x, ws, dy, main_grads, residual):
 
 
 def _local_gradients(config, x, ws, dy, main_grads, residual):
-    if config.mode.op == "matmul_all_reduce" and is_partial(config, dy):
+    # An FP8 dy was summed before it was quantized.
+    is_summed = config.mode.op != "matmul_all_reduce" or is_scaled(dy)
+    if not is_summed and is_partial(config, dy):
         dy = all_reduce(config.collective, dy)
-    dy = dy.astype(config.dtype)
+    dy = as_factor(dy, config.dtype)
     dx = None
     if ws is not None:
         # If x has the same value on every rank, each rank's columns contribute one

@@ -1,14 +1,16 @@
 """Linear layers with FP8 operands, `ScaledArray`s.
 
-The forward pass multiplies FP8 values as bf16, and the f32 sums by the scales. The
-backward pass multiplies the gradient of the result, which is not quantized, by operands
-that are dequantized to the dtype of their sources. All-gathered operands and residuals
-are FP8.
+The forward pass multiplies FP8 values, and the f32 sums by the scales. If a recipe with
+one scale per tensor quantizes the layer's operands, it also quantizes the gradients of
+the results, and the backward pass multiplies FP8 operands, too. Otherwise the backward
+pass multiplies the gradients by operands that are dequantized to the dtype of their
+sources. All-gathered operands and residuals are FP8.
 """
 
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,7 +19,14 @@ import numpy as np
 
 from jax_ub._src import checks as shapes
 from jax_ub._src import dtypes, lowering_log, reference
-from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
+from jax_ub._src.errors import (
+    ConfigurationError,
+    ShapeContractError,
+    UnsupportedOverlapError,
+)
+from jax_ub._src.fp8.quantize import quantize_layer, quantize_output_grads
+from jax_ub._src.fp8.recipes import check_recipe, has_one_scale
+from jax_ub._src.fp8.state import OUTPUT_GRAD_STATE, check_state
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import mode_of
 from jax_ub._src.primitives import vma
@@ -25,8 +34,8 @@ from jax_ub._src.primitives.collectives import all_reduce, reduce_scatter
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.column import column_gradients
 from jax_ub._src.rules.forward import forward_of, row_forward
-from jax_ub._src.rules.row import row_gradients
-from jax_ub._src.rules.vjp import differentiable
+from jax_ub._src.rules.row import is_partial, row_gradients
+from jax_ub._src.rules.vjp import differentiable, save
 from jax_ub._src.scaled_array import (
     MXFP8_BLOCK,
     ScaledArray,
@@ -238,6 +247,8 @@ def _has_shared_scales(config, x, w):
 
 
 def _is_shared(config, operand, contracted):
+    if has_one_scale(config.fp8):
+        return True
     own = frozenset(config.axis_name)
     is_one = not _is_per_row(operand, contracted)
     return is_one and not own & vma.axes_of(operand.scales)
@@ -265,8 +276,12 @@ def scaled_forward(
     biases: tuple[jax.Array, ...] | None = None,
     residual: jax.Array | None = None,
     main_grads: tuple[jax.Array, ...] | None = None,
-) -> tuple[tuple[jax.Array, ...], ScaledArray | None]:
-    """Computes a linear layer of FP8 operands; see `forward.forward_of`."""
+    state: dict[str, jax.Array] | None = None,
+) -> tuple[tuple[jax.Array, ...], Any]:
+    """Computes a linear layer of FP8 operands; see `forward.forward_of`.
+
+    `state` is the state of the recipe that quantizes the gradients of the results.
+    """
     if _takes_scales(config, x, ws):
         return forward_of(config)(config, x, ws, biases, residual)
     if config.mode.gathers_x:
@@ -328,23 +343,87 @@ def _factors(operand):
 def scaled_gradients(
     config: CallConfig,
     saved: dict,
-    dys: dict[int, jax.Array],
+    dys: dict[int, Any],
     d_gathered: Any = None,
-) -> tuple[ScaledArray | None, dict[int, Any]]:
-    """Computes the gradients of FP8 operands, in their sources.
+) -> tuple[ScaledArray | None, dict[int, Any], dict[str, jax.Array] | None]:
+    """Computes the gradients of FP8 operands, in their sources, and the new state.
 
     The arguments are those of `vjp.differentiable`. The gathered x has no source, and
     so no gradient.
     """
     gathers = config.mode.gathers_x
-    if gathers and saved["x"] is not None and dys:
-        saved = {**saved, "x": None, "gathered": _gathered(config, saved["x"])}
-    saved = map_scaled(lambda operand: operand.dequantize(config.dtype), saved)
+    new_state = None
+    if has_one_scale(config.fp8):
+        if dys:
+            dys, new_state = _quantized_gradients(config, dys, saved["state"])
+    else:
+        if gathers and saved["x"] is not None and dys:
+            saved = {**saved, "x": None, "gathered": _gathered(config, saved["x"])}
+        saved = map_scaled(lambda operand: operand.dequantize(config.dtype), saved)
     dx, dws = (column_gradients if gathers else row_gradients)(config, saved, dys)
     x_dtype, *w_dtypes = config.source_dtypes
     if saved["main_grads"] is None:
         dws = {i: _in_source(dw, w_dtypes[i]) for i, dw in dws.items()}
-    return _in_source(dx, x_dtype), dws
+    return _in_source(dx, x_dtype), dws, new_state
+
+
+def _quantized_gradients(config, dys, state):
+    if config.mode.op == "matmul_all_reduce" and is_partial(config, dys[0]):
+        dys = {0: all_reduce(config.collective, dys[0])}
+    arrays, state = quantize_output_grads(
+        config.fp8, tuple(dys.values()), state, config.axis_name
+    )
+    return dict(zip(dys, arrays, strict=True)), state
+
+
+def quantized(
+    config: CallConfig,
+    x: Any,
+    ws: tuple[Any, ...],
+    state: Mapping[str, jax.Array] | None,
+) -> tuple[Any, tuple[Any, ...], tuple[dict[str, jax.Array] | None, ...]]:
+    """Quantizes the operands of a layer by its recipe, if it has one.
+
+    Returns:
+        x, the kernels, and the last operands of `scaled_linear`: the state for the
+        gradients of the results, or None. They are () if the operands are not FP8.
+    """
+    label, recipe = config.label, config.fp8
+    if recipe is None:
+        if state is not None:
+            raise ConfigurationError(
+                f"{label}: fp8_state without fp8. Pass fp8=recipe, or leave out "
+                "fp8_state."
+            )
+        return x, ws, (None,) if is_scaled(x) else ()
+    check_recipe(label, recipe)
+    for name, operand in by_name(x, ws).items():
+        if is_scaled(operand):
+            raise ShapeContractError(
+                f"{label}: {name} is FP8 already, but fp8 = {type(recipe).__name__} "
+                "quantizes it. Leave out fp8, or pass the array that was quantized."
+            )
+        shapes.check_float(label, **{name: operand})
+    state = check_state(label, recipe, state)
+    x, ws = quantize_layer(
+        recipe,
+        x,
+        ws,
+        state,
+        config.axis_name,
+        rhs_transposed=config.rhs_transposed,
+    )
+    # The forward pass reads the named arrays, so that remat with a policy that keeps
+    # them does not quantize again.
+    x = _named(config, "x", x)
+    ws = tuple(_named(config, "w", w) for w in ws)
+    of_gradients = {key: state[key] for key in OUTPUT_GRAD_STATE} if state else None
+    return x, ws, (of_gradients,)
+
+
+def _named(config, name, operand):
+    values, scales = save((operand.values, operand.scales), name, config.ub_name)
+    return ScaledArray(values, scales, operand.source)
 
 
 def _in_source(gradient, dtype):

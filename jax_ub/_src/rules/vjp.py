@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_ub._src.errors import UnsupportedOverlapError
+from jax_ub._src.primitives.matmuls import values_of
 from jax_ub._src.reference import sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.main_grads import check_vmapped_together
@@ -21,11 +22,13 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
     Args:
         forward: (config, x, ws, biases, residual, main_grads) -> (ys, gathered). `ws`,
             `biases`, `main_grads` and `ys` are tuples with one entry for each kernel.
+            It may have one more argument, the FP8 state of the results' gradients.
         gradients: (config, saved, dys, d_gathered) -> (dx, dws). `saved` has "x", or
             "gathered" if the forward pass returned it, to compute kernel gradients;
             "ws", to compute the gradient of x; and "main_grads". Each is None if it is
             not needed. `dys` and `dws` are dicts by the index of the kernel, without
-            those whose gradient is zero. With main_grads, dw is main_grad + dw.
+            those whose gradient is zero. With main_grads, dw is main_grad + dw. If
+            `forward` takes a state, there is a third result, its new value.
 
     Returns:
         A function with the arguments of `forward`, jitted. It must be called under
@@ -37,7 +40,7 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
 
     def forward_rule(config, *operands):
         values = value_of(operands)
-        x, ws, biases, residual, main_grads = operands
+        x, ws, biases, residual, main_grads, *_ = operands
         check_sources(config.label, x, *(ws if main_grads is None else ()))
         ys, gathered = rule(config, *values)
         wants_dw = needs_dw(ws, main_grads)
@@ -56,13 +59,15 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
             "residual": residual_or_placeholder(needs(residual), _emptied(values[3])),
             "main_grads": residual_or_placeholder(needs(main_grads), values[4]),
         }
+        if len(values) > 5:
+            saved["state"] = values[5]
         return (ys, gathered), saved
 
     def backward_rule(config, saved, cotangents):
         saved = present_residuals(saved)
         dys, d_gathered = cotangents
         live = {i: dy for i, dy in enumerate(dys) if not is_zero(dy)}
-        dx, dws = gradients(config, saved, live, d_gathered)
+        dx, dws, *state = gradients(config, saved, live, d_gathered)
         biases, residual, main_grads = (
             saved[name] for name in ("biases", "residual", "main_grads")
         )
@@ -73,10 +78,11 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         has_residual = residual is not None and bool(live)
         d_residual = live[0].astype(residual.dtype) if has_residual else None
         if main_grads is None:
-            return dx, tuple(map(dws.get, range(len(dys)))), dbs, d_residual, None
+            dws = tuple(map(dws.get, range(len(dys))))
+            return dx, dws, dbs, d_residual, None, *state
         # A main_grad's cotangent is its new value, or the old one if its dy is zero.
         sums = tuple(dws.get(i, main_grad) for i, main_grad in enumerate(main_grads))
-        return dx, None, dbs, d_residual, sums
+        return dx, None, dbs, d_residual, sums, *state
 
     rule.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     return jax.jit(rule, static_argnums=0, inline=True)
@@ -103,7 +109,7 @@ def accumulation(config: CallConfig, dys, main_grads):
     """
     if main_grads is None:
         return None, config.dw_dtype or config.dtype
-    pairs = zip(main_grads, dys, strict=True)
+    pairs = zip(main_grads, values_of(dys), strict=True)
     checked = tuple(check_vmapped_together(config.label, *pair) for pair in pairs)
     return checked, jnp.float32
 
@@ -125,6 +131,11 @@ def check_sources(label: str, *operands) -> None:
 
 def _without_source(operand):
     return ScaledArray(operand.values, operand.scales)
+
+
+def as_factor(dy, dtype):
+    """Casts dy to the dtype of the other operands of its GEMMs, unless it is FP8."""
+    return dy if is_scaled(dy) else dy.astype(dtype)
 
 
 def row_sum(dy: jax.Array) -> jax.Array:

@@ -1,0 +1,320 @@
+"""`ub.linear(fp8=recipe)`: a layer that quantizes its operands and gradients."""
+
+import functools
+
+import fp8_formulas as formulas
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operands import assert_equal, normal
+from programs import calls, collectives, compiled_text, on_ranks, tp_mesh
+from scaled_operands import (
+    COLUMNS,
+    FP8,
+    MODES,
+    RECIPES,
+    ROWS,
+    SPECS,
+    integers,
+    on_tp,
+    operands,
+    plain,
+    value_and_gradients,
+)
+
+import jax_ub as ub
+from jax_ub.errors import ConfigurationError, ShapeContractError
+
+COLUMN, ROW, SUM = ("column", True), ("row", True), ("row", False)
+CURRENT, DELAYED = FP8.Float8CurrentScaling(), FP8.DelayedScaling(amax_history_len=3)
+METHODS = ["direct", "ring_exchange", "pipeline", "external", "xla"]
+
+
+def layer(mode, recipe, **options):
+    """Returns a function (x, w, b, state=None) that calls `ub.linear` with a recipe."""
+    parallel, sequence_parallel = mode
+
+    def call(x, w, b, state=None):
+        if state is None:
+            state = FP8.init_state(recipe) or None
+        return ub.linear(
+            x,
+            w,
+            b,
+            parallel=parallel,
+            sequence_parallel=sequence_parallel,
+            axis_name="tp" if parallel else None,
+            fp8=recipe,
+            fp8_state=state,
+            **options,
+        )
+
+    return call
+
+
+def assert_exact(function, values):
+    """Asserts that results and gradients are f32 sums, rounded once to their dtypes."""
+    expected = value_and_gradients(plain, *(v.astype("float32") for v in values))
+    found = value_and_gradients(function, *values)
+    assert [g.dtype for g in found[1]] == [value.dtype for value in values]
+    rounded = jax.tree.map(lambda f, e: e.astype(f.dtype), found, expected)
+    jax.tree.map(assert_equal, found, rounded)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_values_and_gradients_are_exact(mode, recipe, check_vma):
+    function = on_tp(mode, layer(mode, RECIPES[recipe]), check_vma=check_vma)
+    values = operands()
+    if check_vma or mode in (COLUMN, ROW):
+        return assert_exact(function, values)
+    # Gradients of replicated operands follow JAX's convention for check_vma=False.
+    assert_equal(function(*values), plain(*values).astype("bfloat16"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mode", [COLUMN, ROW, SUM])
+def test_all_passes_multiply_fp8_by_every_method(mode, method):
+    function = on_tp(mode, layer(mode, RECIPES["current"], method=method), 2)
+    values = operands()
+    ub.fallbacks(clear=True)
+    assert_exact(function, values)
+    assert not ub.fallbacks(clear=True)
+
+    def loss(*values):
+        return jnp.sum(function(*values).astype("float32") ** 2)
+
+    gradients = jax.grad(loss, (0, 1))
+    text = compiled_text(jax.jit(gradients), *values)
+    lines = [line for line in text.splitlines() if "custom-call(" in line]
+    lines = [line for line in lines if "has_scales = 1" in line]
+    assert len(lines) == (0 if method == "xla" else 3)
+    # The forward pass multiplies e4m3; dgrad and wgrad also read e5m2 gradients.
+    if method != "xla":
+        assert sum("f8e5m2[" in line for line in lines) == 2
+        assert all("f8e4m3fn[" in line for line in lines)
+
+
+@pytest.mark.parametrize("method", ["bulk", "ring_exchange"])
+def test_gradients_by_a_configured_method(method):
+    mesh = tp_mesh(2)
+    names = {"qkv_dgrad": {"method": method}}
+    if method == "bulk":
+        names["qkv_wgrad"] = {"method": "bulk"}
+    ub.initialize_ub((1024, 128), 2, ub_cfgs=names, mesh=mesh)
+    function = on_tp(COLUMN, layer(COLUMN, RECIPES["current"], ub_name="qkv"), 2)
+    values = operands()
+    assert_exact(function, values)
+    gradients = jax.jit(jax.grad(lambda *v: jnp.sum(function(*v)), (0, 1)))
+    found = calls(compiled_text(gradients, *values))
+    is_bulk = method == "bulk"
+    assert found["bulk_all_gather"] == found["bulk_reduce_scatter"] == is_bulk
+    assert found["matmul_reduce_scatter"] == (not is_bulk)
+
+
+def amaxes(num_values):
+    return jnp.repeat(jnp.asarray([1.0, 100.0, 1e4, 3.0]), num_values // 4)
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, FP8.Float8CurrentScaling(True)])
+@pytest.mark.parametrize("mode", [COLUMN, ROW, SUM])
+def test_ranks_whose_values_differ_10000_fold_equal_one_rank(mode, recipe):
+    x, w, b = normal(0, (8, 128)), normal(1, (128, 8)), normal(2, (8,))
+    if mode is COLUMN:
+        x, w = x * amaxes(8)[:, None], w * amaxes(8)
+    else:
+        x, w = x * amaxes(128), w * amaxes(128)[:, None]
+    found = value_and_gradients(on_tp(mode, layer(mode, recipe)), x, w, b)
+    dy = integers(9, (8, 8), "float32")
+
+    def dequantized(value, role):
+        q = ub.quantize(value, recipe, role=role)
+        return formulas.dequantize(q.values, q.scales)
+
+    a, kernel = dequantized(x, "input"), dequantized(w, "kernel")
+    g = dequantized(dy, "output_grad")
+
+    def close(found, left, right, addend=0.0):
+        bound = 150 * 2.0**-24 * (np.abs(left) @ np.abs(right) + np.abs(addend))
+        assert np.all(np.abs(left @ right + addend - np.asarray(found)) <= bound)
+
+    y, (dx, dw, db) = found
+    close(y, a, kernel, np.asarray(b))
+    close(dx, g, kernel.T)
+    close(dw, a.T, g)
+    # The bias is not quantized, so its gradient is exact.
+    assert_equal(db, jnp.sum(dy, 0))
+
+
+@pytest.mark.parametrize("mode", [COLUMN, ROW])
+def test_one_collective_agrees_on_the_scales_of_each_pass(mode):
+    values = operands()
+    forward = on_tp(mode, layer(mode, CURRENT))
+
+    def loss(*values):
+        return jnp.sum(forward(*values).astype("float32") ** 2)
+
+    def num_collectives(function):
+        return collectives(compiled_text(function, *values))["all-reduce"]
+
+    assert num_collectives(forward) == 1
+    assert num_collectives(jax.jit(jax.grad(loss, (0, 1)))) == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_gradient_of_the_state_is_its_new_value(mode):
+    values = operands("float32")
+    function = layer(mode, DELAYED)
+
+    def step(x, w, b, state):
+        def loss(state):
+            y = function(x, w, b, state)
+            return jnp.sum(y * 3.0)
+
+        return FP8.apply_updates(state, jax.grad(loss)(state))
+
+    specs, _ = SPECS[mode]
+    spec = jax.sharding.PartitionSpec()
+    run = on_ranks(step, tp_mesh(4), (*specs, spec), spec)
+    state = FP8.init_state(DELAYED)
+    for _ in range(2):
+        state = run(*values, state)
+    x, w, _ = values
+    for role, amax in (
+        ("input", jnp.max(jnp.abs(x))),
+        ("kernel", jnp.max(jnp.abs(w))),
+        ("output_grad", 3.0),
+    ):
+        assert_equal(state[f"{role}_amax_history"], jnp.asarray([amax, 0, amax]))
+        largest = 57344 if role == "output_grad" else 448
+        np.testing.assert_allclose(state[f"{role}_scale"], amax / largest, rtol=1e-6)
+
+
+def test_a_state_is_carried_through_microbatches():
+    x, w, b = operands("float32")
+
+    def step(state, scale):
+        def loss(w, state):
+            return jnp.sum(ub.linear(x * scale, w, b, fp8=DELAYED, fp8_state=state))
+
+        dw, new = jax.grad(loss, (0, 1))(w, state)
+        return FP8.apply_updates(state, new), dw
+
+    scales = jnp.asarray([1.0, 2.0, 4.0])
+    state, _ = jax.lax.scan(step, FP8.init_state(DELAYED), scales)
+    amax = jnp.max(jnp.abs(x))
+    assert_equal(state["input_amax_history"], amax * jnp.asarray([4.0, 1.0, 2.0]))
+
+
+def test_residuals_are_fp8():
+    x, w, _ = operands()
+    _, vjp = jax.vjp(functools.partial(ub.linear, fp8=CURRENT), x, w)
+    found = {leaf.shape: leaf.dtype for leaf in jax.tree.leaves(vjp)}
+    assert found[8, 128] == found[128, 8] == jnp.float8_e4m3fn
+
+
+def test_a_policy_saves_fp8_residuals_by_name():
+    x, w, _ = operands()
+
+    def casts(*names):
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        function = jax.checkpoint(
+            lambda x, w: jnp.sum(jnp.sin(ub.linear(x, w, fp8=CURRENT))), policy=policy
+        )
+        return str(jax.make_jaxpr(jax.grad(function, (0, 1)))(x, w)).count(
+            "new_dtype=float8_e4m3fn"
+        )
+
+    # One cast each of x and w, and a second one where they are computed again.
+    assert casts("jax_ub.x", "jax_ub.w") == 2
+    assert casts("jax_ub.x") == 3
+    assert casts() == 4
+
+
+def test_main_grad_accumulates():
+    x, w, _ = operands()
+    main_grad = integers(5, w.shape, "float32")
+
+    def call(x, w, main_grad):
+        return ub.linear(
+            x,
+            w,
+            parallel="row",
+            axis_name="tp",
+            fp8=RECIPES["current"],
+            main_grad=main_grad,
+        )
+
+    function = on_ranks(call, tp_mesh(2), (COLUMNS, ROWS, ROWS), ROWS)
+    _, (dx, dw, accumulated) = value_and_gradients(function, x, w, main_grad)
+    wide = (v.astype("float32") for v in (x, w))
+    _, expected = value_and_gradients(lambda x, w: plain(x, w, 0.0), *wide)
+    assert_equal(dx, expected[0].astype("bfloat16"))
+    assert_equal(accumulated, main_grad + expected[1])
+    assert not np.any(dw)
+
+
+X, W = (value.astype("float32") for value in operands()[:2])
+Q = ub.quantize(X), ub.quantize(W, role="kernel")
+WRONG = {
+    "no recipe": (
+        ConfigurationError,
+        "recipe = 'hybrid' is not",
+        X,
+        W,
+        {"fp8": "hybrid"},
+    ),
+    "FP8 already": (
+        ShapeContractError,
+        "linear: x is FP8 already, but fp8 = Float8CurrentScaling quantizes it. Leave",
+        *Q,
+        {"fp8": CURRENT},
+    ),
+    "state without recipe": (
+        ConfigurationError,
+        "linear: fp8_state without fp8. Pass fp8=recipe, or leave out fp8_state",
+        X,
+        W,
+        {"fp8_state": {}},
+    ),
+    "no state": (
+        ConfigurationError,
+        "linear: DelayedScaling needs a state, but state is None. Pass one from",
+        X,
+        W,
+        {"fp8": DELAYED},
+    ),
+    "superfluous state": (
+        ConfigurationError,
+        "linear: Float8CurrentScaling has no state, but state = ",
+        X,
+        W,
+        {"fp8": CURRENT, "fp8_state": FP8.init_state(DELAYED)},
+    ),
+    "no float": (ShapeContractError, "linear: x", X.astype(int), W, {"fp8": CURRENT}),
+    "blocks": (
+        ShapeContractError,
+        "K = 80 is no multiple of 32, which MXFP8 needs. Pad K",
+        jnp.ones((8, 80)),
+        jnp.ones((80, 8)),
+        {"fp8": FP8.MXFP8BlockScaling()},
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_arguments(wrong):
+    error, text, x, w, options = WRONG[wrong]
+    with pytest.raises(error, match=text):
+        ub.linear(x, w, **options)
+
+
+def test_a_state_of_two_calls_is_rejected():
+    def loss(state):
+        y = ub.linear(X, W, fp8=DELAYED, fp8_state=state)
+        return jnp.sum(ub.linear(y, W.T, fp8=DELAYED, fp8_state=state))
+
+    with pytest.raises(ShapeContractError, match="this FP8 state went into another"):
+        jax.grad(loss)(FP8.init_state(DELAYED))
