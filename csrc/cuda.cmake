@@ -85,6 +85,7 @@ jax_ub_library(jax_ub_cuda
     engine/cuda/initialize.cc
     engine/cuda/dry_run_device.cc
     engine/cuda/multicast_reduce.cc
+    engine/cuda/one_kernel_reduce.cc
     engine/cuda/stream_device.cc
     engine/cuda/stream_lanes.cc
     gemm/cuda/cublaslt.cc
@@ -95,6 +96,7 @@ jax_ub_library(jax_ub_cuda
     platform/cuda/owners.cc
     reduce/cuda/row_copies.cc
     reduce/cuda/sum_kernels.cc
+    transport/cuda/all_reduce_kernel.cc
     transport/cuda/signature_table.cc
     transport/cuda/communicator.cc
     transport/cuda/cuda_slots.cc
@@ -111,6 +113,7 @@ jax_ub_library(jax_ub_cuda
 target_include_directories(jax_ub_cuda SYSTEM PUBLIC "${JAX_UB_CUDA_INCLUDE_DIR}")
 jax_ub_kernels(kFlagKernels transport/cuda/flag_kernels.cu)
 jax_ub_kernels(kSumKernels reduce/cuda/sum_kernels.cu)
+jax_ub_kernels(kAllReduceKernels transport/cuda/all_reduce_kernel.cu)
 # Its instructions are none of older architectures, and the same in all newer ones.
 set(jax_ub_architectures "-gencode=arch=compute_90,code=[sm_90,compute_90]")
 jax_ub_kernels(kMulticastKernels transport/cuda/multicast_kernels.cu)

@@ -27,6 +27,8 @@ from jax_ub._src.runtime import communicators, cuda_engine
 ROWS, COLUMNS, WHOLE = P("tp"), P(None, "tp"), P()
 DTYPES = ("bfloat16", "float32", "float16")
 METHODS = ("auto", "ring_exchange", "pipeline", "external")
+# Elements of several blocks of the all-reduce kernel; the last vector is not full.
+ALL_REDUCED = 20_003
 STUCK_AFTER_S = 45
 
 
@@ -38,7 +40,7 @@ def main():
     jax.distributed.initialize(local_device_ids=[0] if given.share_gpu else None)
     mesh = Mesh(np.array(jax.devices()), ("tp",))
     on_gpu = cuda_engine.is_cuda(jax.local_devices()[0])
-    capacity = (given.scale * 16 * mesh.size, 16 * mesh.size)
+    capacity = (max(given.scale * 16 * mesh.size, ALL_REDUCED), 16 * mesh.size)
     ub.initialize_ub(capacity, mesh.size, mesh=mesh)
     for connection in communicators.connections():
         # Only communicators of GPUs share their memory in one of several modes.
@@ -185,17 +187,23 @@ def row(mesh, method, scale):
 
 
 def whole(mesh, method, scale):
-    """Runs GEMM+AR of batched tokens."""
+    """Runs GEMM+AR of batched tokens, and an all-reduce of many blocks and a rest."""
     M, K, N = 4 * scale * mesh.size, 8 * mesh.size, 16
 
-    def function(x, w):
-        return (ub.matmul_all_reduce(x, w, axis_name="tp", method=method),)
+    def function(x, w, bias, residual, z):
+        options = {"axis_name": "tp", "method": method}
+        return (
+            ub.matmul_all_reduce(x, w, **options),
+            ub.matmul_all_reduce(x, w, bias=bias, residual=residual, **options),
+            ub.all_reduce(z, axis_name="tp"),
+        )
 
-    def reference(x, w):
-        return (x @ w,)
+    def reference(x, w, bias, residual, z):
+        return x @ w, x @ w + bias + residual, z.sum(0, keepdims=True)
 
-    shapes = ((2, M, K), (K, N))
-    return function, (P(None, None, "tp"), ROWS), (WHOLE,), shapes, reference
+    shapes = ((2, M, K), (K, N), (N,), (2, M, N), (mesh.size, ALL_REDUCED))
+    specs = (P(None, None, "tp"), ROWS, WHOLE, WHOLE, ROWS)
+    return function, specs, (WHOLE, WHOLE, WHOLE), shapes, reference
 
 
 def trained(mesh, method, scale):

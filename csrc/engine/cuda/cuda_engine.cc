@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine/cuda/multicast_reduce.h"
+#include "engine/cuda/one_kernel_reduce.h"
 #include "engine/executor.h"
 #include "platform/error.h"
 
@@ -171,6 +172,8 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
           slots.SumByMulticast(range);
         };
         ReduceByMulticast(at, call, plan.slots, timeout_s_, sum, slots, device);
+      } else if (ReducesInOneKernel(at, plan.slots)) {
+        ReduceInOneKernel(at, call, plan.slots, timeout_s_, slots, device);
       } else {
         ExecuteRank(at, call, plan.slots, timeout_s_, slots, device, {});
       }
@@ -207,6 +210,7 @@ CudaSlots CudaEngine::SlotsOf(const Preparation& preparation,
            .sums = &gpu.sums(),
            .stream = device.stream(kCommunicationLane),
            .copies = device.copies(),
+           .all_reduce = &gpu.all_reduce(),
            .multicast = gpu.multicast()}};
 }
 

@@ -12,6 +12,7 @@
 #include "platform/cuda/driver.h"
 #include "platform/cuda/owners.h"
 #include "reduce/cuda/sum_kernels.h"
+#include "transport/cuda/all_reduce_kernel.h"
 #include "transport/cuda/flag_kernels.h"
 #include "transport/cuda/multicast_kernels.h"
 
@@ -33,6 +34,7 @@ class Gpu {
   const Driver& driver() const { return context_.driver(); }
   const FlagKernels& flags() const { return loaded_->flags; }
   const SumKernels& sums() const { return loaded_->sums; }
+  const AllReduceKernel& all_reduce() const { return loaded_->all_reduce; }
   const MulticastKernels* multicast() const {
     return loaded_->multicast ? &*loaded_->multicast : nullptr;
   }
@@ -50,12 +52,14 @@ class Gpu {
     Loaded(const CublasLt& library, const Context& context, bool has_multicast)
         : flags(context.driver()),
           sums(context.driver(), context.device()),
+          all_reduce(context.driver()),
           gemm(library, context.driver(), sums),
           lanes(context.driver(), MayCorruptConcurrentGemms(library, context)) {
       if (has_multicast) multicast.emplace(context.driver());
     }
     const FlagKernels flags;
     const SumKernels sums;
+    const AllReduceKernel all_reduce;
     CudaGemm gemm;
     LanePool lanes;
     std::optional<MulticastKernels> multicast;

@@ -14,7 +14,8 @@ __device__ uint64_t LoadAcquire(uint64_t address);
 __device__ uint32_t LoadAcquire(const uint32_t* address);
 __device__ void StoreRelease(uint64_t address, uint64_t value);
 __device__ void StoreRelease(uint32_t* address, uint32_t value);
-// Relaxed store: does not order other accesses.
+// Relaxed accesses do not order others. Relaxed loads overlap.
+__device__ uint64_t LoadRelaxed(uint64_t address);
 __device__ void StoreRelaxed(uint64_t address, uint64_t value);
 
 // Replaces a zero with `value` atomically. Returns whether this thread did so: true for
@@ -27,6 +28,8 @@ __device__ void Pause(uint32_t ns);
 // Synchronize the lanes of a warp, or the threads of a block.
 __device__ void SyncWarp();
 __device__ void SyncBlock();
+// Synchronizes a block, and returns whether the condition holds in any of its threads.
+__device__ bool SyncBlockAny(bool condition);
 
 // Convert two 16-bit elements, of which the first is in the low half of `pair`, to and
 // from f32. Narrowing rounds to nearest even.
@@ -77,6 +80,15 @@ __device__ inline void StoreRelease(uint32_t* address, uint32_t value) {
                : "memory");
 }
 
+__device__ inline uint64_t LoadRelaxed(uint64_t address) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];"
+               : "=l"(value)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
 __device__ inline void StoreRelaxed(uint64_t address, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value)
                : "memory");
@@ -95,6 +107,9 @@ __device__ inline uint64_t Now() {
 __device__ inline void Pause(uint32_t ns) { __nanosleep(ns); }
 __device__ inline void SyncWarp() { __syncwarp(); }
 __device__ inline void SyncBlock() { __syncthreads(); }
+__device__ inline bool SyncBlockAny(bool condition) {
+  return __syncthreads_or(condition ? 1 : 0) != 0;
+}
 
 __device__ inline float2 WidenBF16(uint32_t pair) {
   return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};

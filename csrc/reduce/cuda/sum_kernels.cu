@@ -6,6 +6,7 @@
 // same bits as on the CPU, except that the CPU flushes subnormal f32 numbers to zero.
 
 #include "platform/cuda/instructions.cuh"
+#include "reduce/cuda/elements.cuh"
 #include "reduce/cuda/sum_params.h"
 
 namespace jax_ub::gpu {
@@ -120,26 +121,14 @@ __device__ void SumVectors(const SumParams& params,
   }
 }
 
-__device__ float LoadElement(const char* from, DType dtype) {
-  if (dtype == DType::kF32) return *reinterpret_cast<const float*>(from);
-  const uint32_t bits = *reinterpret_cast<const uint16_t*>(from);
-  return dtype == DType::kBF16 ? WidenBF16(bits).x : WidenF16(bits).x;
-}
-
 __device__ void SumElement(const SumParams& params, int64_t row, int64_t column) {
-  float sum =
-      LoadElement(AddressOf(params.parts[0], row, column), params.parts[0].dtype);
-  for (uint32_t i = 1; i < params.num_parts; ++i) {
-    sum += LoadElement(AddressOf(params.parts[i], row, column), params.parts[i].dtype);
-  }
-  char* to = const_cast<char*>(AddressOf(params.out, row, column));
-  if (params.out.dtype == DType::kF32) {
-    *reinterpret_cast<float*>(to) = sum;
-  } else {
-    const uint32_t pair =
-        params.out.dtype == DType::kBF16 ? NarrowBF16({sum, 0}) : NarrowF16({sum, 0});
-    *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(pair);
-  }
+  const auto load = [&](const SumPart& part) {
+    return LoadElement(part.data, row * part.row_stride + column, part.dtype);
+  };
+  float sum = load(params.parts[0]);
+  for (uint32_t i = 1; i < params.num_parts; ++i) sum += load(params.parts[i]);
+  StoreElement(params.out.data, row * params.out.row_stride + column, params.out.dtype,
+               sum);
 }
 
 template <typename Unit>

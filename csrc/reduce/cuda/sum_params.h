@@ -35,6 +35,16 @@ struct SumParams {
   SumPart parts[kMaxParts];
 };
 
+// The addends of a kernel that also sums over the ranks.
+inline constexpr int kMaxSumAddends = 2;  // bias and residual
+
+// An addend in this device's memory: data[i % period] is added to element i of the sum.
+struct SumAddend {
+  uint64_t data;
+  int64_t period;
+  DType dtype;
+};
+
 // Parameters of the kernel jax_ub_copy, which copies rows of contiguous bytes with SMs
 // instead of a copy engine, also to the memory of a peer. Strides are in bytes.
 struct CopyParams {

@@ -122,6 +122,15 @@ void CudaSlots::CheckPartition(CUdeviceptr partition, uint32_t expected) {
   stream_.flags->CheckPartition(stream_.stream, params);
 }
 
+WaitingCall CudaSlots::WaitingCallOf(double timeout_s) const {
+  return {.own = words_,
+          .timeout_ns = static_cast<uint64_t>(std::max(timeout_s, 0.0) * 1e9),
+          .rank = static_cast<uint32_t>(rank_),
+          .call = call_.number,
+          .tag = call_.tag,
+          .poisons = PoisonsOfPeers()};
+}
+
 void CudaSlots::WaitFor(std::span<const AwaitedFlag> flags,
                         bool ahead,
                         double timeout_s) {
@@ -129,12 +138,7 @@ void CudaSlots::WaitFor(std::span<const AwaitedFlag> flags,
   if (has_ended_) Finish({});
   SendSignals(kMaxRanks);
   WaitParams params = {};
-  params.waiting = {.own = words_,
-                    .timeout_ns = static_cast<uint64_t>(std::max(timeout_s, 0.0) * 1e9),
-                    .rank = static_cast<uint32_t>(rank_),
-                    .call = call_.number,
-                    .tag = call_.tag,
-                    .poisons = PoisonsOfPeers()};
+  params.waiting = WaitingCallOf(timeout_s);
   params.ahead = ahead ? 1 : 0;
   Take(signals_, params.signals);
   for (int other = 0; other < num_ranks() && !is_announced_; ++other) {
@@ -217,6 +221,41 @@ void CudaSlots::Finish(std::span<const NanFill::Result> results) {
     results = results.subspan(Fill(more.nan_fill, results));
     stream_.flags->FillNan(stream_.stream, more);
   }
+}
+
+void CudaSlots::AllReduce(const AllReduceSum& sum, const WaitReason& reason) {
+  const int64_t size_bytes = sum.num_elements * SizeOf(sum.dtype);
+  if (size_bytes > slots_.slot_bytes) {
+    throw Error("jax_ub: partial sums of " + std::to_string(size_bytes) +
+                " bytes do not fit into a slot of " +
+                std::to_string(slots_.slot_bytes));
+  }
+  AllReduceParams params = {};
+  params.waiting = WaitingCallOf(reason.timeout_s);
+  params.dtype = sum.dtype;
+  params.out_dtype = sum.out_dtype;
+  params.num_elements = sum.num_elements;
+  params.partial = AddressOf(sum.partial);
+  params.out = AddressOf(sum.out);
+  params.num_addends = static_cast<uint32_t>(sum.addends.size());
+  std::copy(sum.addends.begin(), sum.addends.end(), params.addends);
+  for (int peer = 0; peer < num_ranks(); ++peer) {
+    if (peer == rank_) continue;
+    // The slot that the peer fills, and the peer's slot that this rank fills. Block b
+    // uses the flags from index b * (num_ranks() - 1) on.
+    const int from = (rank_ - peer + num_ranks()) % num_ranks() - 1;
+    const int to = (peer - rank_ + num_ranks()) % num_ranks() - 1;
+    const PeerSlot slot = {peer, from, reason.chunk};
+    params.peers[params.num_peers++] = {
+        .announcement = LineOf(addresses_[peer].announced, rank_),
+        .to = SlotOf(peer, to),
+        .signal = LineOf(addresses_[peer].arrived, to),
+        .freed =
+            FlagOf(LineOf(addresses_[rank_].freed, peer), slot, ErrorRecord::kNoSlot),
+        .from = SlotOf(rank_, from),
+        .arrived = FlagOf(LineOf(addresses_[rank_].arrived, from), slot, from)};
+  }
+  stream_.all_reduce->Run(stream_.stream, params);
 }
 
 void CudaSlots::SumByMulticast(const MulticastRange& range) {

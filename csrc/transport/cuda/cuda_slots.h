@@ -32,14 +32,12 @@
 #include "platform/cuda/driver.h"
 #include "reduce/cuda/row_copies.h"
 #include "reduce/cuda/sum_kernels.h"
+#include "transport/cuda/all_reduce_kernel.h"
 #include "transport/cuda/flag_kernels.h"
 #include "transport/cuda/multicast_kernels.h"
 #include "transport/transport.h"
 
 namespace jax_ub {
-
-// The distance in bytes between consecutive flags in a rank's heap.
-inline constexpr int64_t kFlagLineBytes = 128;
 
 // The offset of each slot from RankSlotAddress::slots is a multiple of this.
 inline constexpr int64_t kSlotAlignment = 256;
@@ -80,6 +78,7 @@ struct SlotStream {
   const SumKernels* sums = nullptr;
   CUstream stream = nullptr;
   CopyMethod copies;
+  const AllReduceKernel* all_reduce = nullptr;  // only for AllReduce
   // The multicast kernels; nullptr if the slots have no multicast address.
   const MulticastKernels* multicast = nullptr;
 };
@@ -89,7 +88,17 @@ struct MulticastRange {
   int64_t offset = 0;  // from the first slot, in bytes; a multiple of kMulticastBytes
   int64_t num_elements = 0;
   DType dtype = DType::kF32;
-  std::vector<MulticastAddend> addends;  // at most kMaxMulticastAddends
+  std::vector<SumAddend> addends;  // at most kMaxSumAddends
+};
+
+// Contiguous elements: this rank's partial sums, and the sums over all ranks.
+struct AllReduceSum {
+  const std::byte* partial = nullptr;
+  DType dtype = DType::kF32;
+  int64_t num_elements = 0;
+  std::vector<SumAddend> addends;  // at most kMaxSumAddends
+  std::byte* out = nullptr;
+  DType out_dtype = DType::kF32;
 };
 
 class CudaSlots : public Transport {
@@ -133,6 +142,10 @@ class CudaSlots : public Transport {
   // failed. Called after all work that writes the results.
   void Finish(std::span<const NanFill::Result> results);
 
+  // Enqueues an all-reduce by one kernel, which uses slot d - 1 for the rank that is d
+  // behind the slot's owner. The only exchange of its call.
+  void AllReduce(const AllReduceSum& sum, const WaitReason& reason);
+
   // Sums this rank's part of the elements over all ranks, adds the addends, and stores
   // the sums on every rank. Works on vectors of kMulticastBytes, so bytes after the
   // last element may change too.
@@ -141,6 +154,7 @@ class CudaSlots : public Transport {
  private:
   CUdeviceptr SlotOf(int rank, int slot) const;
   PeerWords PoisonsOfPeers() const;
+  WaitingCall WaitingCallOf(double timeout_s) const;
   // Enqueues waits for flags of this rank, after the signals that are not sent yet.
   void WaitFor(std::span<const AwaitedFlag> flags, bool ahead, double timeout_s);
   // Enqueues a kernel that sends the signals, except those that the kernel of the next

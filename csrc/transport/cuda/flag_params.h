@@ -16,6 +16,9 @@
 
 namespace jax_ub {
 
+// The distance in bytes between consecutive flags in a rank's heap.
+inline constexpr int64_t kFlagLineBytes = 128;
+
 inline constexpr int kMaxRanks = 16;
 inline constexpr int kMaxResults = 16;
 

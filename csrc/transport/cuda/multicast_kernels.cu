@@ -25,7 +25,7 @@ __device__ uint4 LoadSum(uint64_t address) {
   return kDType == DType::kBF16 ? MulticastSumBF16(address) : MulticastSumF16(address);
 }
 
-__device__ float Load(const MulticastAddend& addend, int64_t element) {
+__device__ float Load(const SumAddend& addend, int64_t element) {
   const int64_t at = element % addend.period;
   if (addend.dtype == DType::kF32) {
     return reinterpret_cast<const float*>(addend.data)[at];

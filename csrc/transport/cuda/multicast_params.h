@@ -6,18 +6,10 @@
 #include <cstdint>
 
 #include "gemm/dtype.h"
+#include "reduce/cuda/sum_params.h"
 #include "transport/cuda/flag_params.h"
 
 namespace jax_ub {
-
-inline constexpr int kMaxMulticastAddends = 2;  // bias and residual
-
-// Addends in this device's memory: data[i % period] is added to element i of the sum.
-struct MulticastAddend {
-  uint64_t data;
-  int64_t period;
-  DType dtype;
-};
 
 // The parameters of jax_ub_multicast_sum. For each of the 16-byte vectors [begin, end)
 // at `data`, the kernel sums the vector over all devices, adds the addends in f32, and
@@ -31,7 +23,7 @@ struct MulticastSumParams {
   int64_t num_elements;  // of all ranks' vectors, counted from `data`
   DType dtype;
   uint32_t num_addends;
-  MulticastAddend addends[kMaxMulticastAddends];
+  SumAddend addends[kMaxSumAddends];
 };
 
 inline constexpr char kMulticastSumKernel[] = "jax_ub_multicast_sum";

@@ -50,6 +50,11 @@ void StoreRelease(uint32_t* address, uint32_t value) {
   std::atomic_ref(*address).store(value, std::memory_order_release);
 }
 
+uint64_t LoadRelaxed(uint64_t address) {
+  return std::atomic_ref(*reinterpret_cast<uint64_t*>(address))
+      .load(std::memory_order_relaxed);
+}
+
 void StoreRelaxed(uint64_t address, uint64_t value) {
   std::atomic_ref(*reinterpret_cast<uint64_t*>(address))
       .store(value, std::memory_order_relaxed);
@@ -76,6 +81,7 @@ void Pause(uint32_t ns) {
 void SyncWarp() {}
 // Not called: RunPhases runs the parts of a kernel between its barriers.
 void SyncBlock() { throw std::logic_error("a kernel with barriers has phases"); }
+bool SyncBlockAny(bool) { throw std::logic_error("a kernel with barriers has phases"); }
 
 float2 WidenBF16(uint32_t pair) {
   return {std::bit_cast<float>(pair << 16), std::bit_cast<float>(pair & 0xffff0000u)};
@@ -150,6 +156,7 @@ uint32_t NarrowF16(float2 pair) { return Narrow(pair, DType::kF16); }
 }  // namespace jax_ub::gpu
 
 #include "reduce/cuda/sum_kernels.cu"
+#include "transport/cuda/all_reduce_kernel.cu"
 #include "transport/cuda/flag_kernels.cu"
 #include "transport/cuda/multicast_kernels.cu"
 
@@ -182,6 +189,15 @@ void CheckAlignment(const CopyParams& params) {
           "strides of a copy");
 }
 
+void CheckAlignment(const AllReduceParams& params) {
+  const int64_t bytes = params.is_aligned != 0 ? 16 : SizeOf(params.dtype);
+  Require(params.partial % bytes == 0, "partial sum");
+  for (uint32_t i = 0; i < params.num_peers; ++i) {
+    Require(params.peers[i].to % bytes == 0 && params.peers[i].from % bytes == 0,
+            "slot");
+  }
+}
+
 template <typename Params>
 void CheckAlignment(const Params&) {}
 
@@ -206,17 +222,66 @@ void RunPhases(const void* untyped, unsigned num_blocks, unsigned num_threads) {
 template <auto kKernel, typename Params>
 constexpr auto Run = RunPhases<Params, kKernel>;
 
+// Phases of the kernels with barriers. Each begins with the words that the kernel loads
+// once.
+gpu::CallWords WordsOf(const WaitingCall& waiting) {
+  return gpu::LoadCall(waiting.own, waiting.tag);
+}
+bool HasFailed(const RankWords& own) { return gpu::LoadAcquire(own.failed) != 0; }
+
+void SignalAndAnnounce(const WaitParams& params) {
+  gpu::SignalAndAnnounce(params, WordsOf(params.waiting));
+}
+void WaitForFlags(const WaitParams& params) {
+  gpu::WaitForFlags(params, WordsOf(params.waiting));
+}
+void EndCall(const EndParams& params) { gpu::EndCall(params); }
+void FillResults(const EndParams& params) {
+  if (HasFailed(params.own)) gpu::FillNan(params.nan_fill);
+}
+void AnnounceAllReduce(const AllReduceParams& params) {
+  gpu::AnnounceAllReduce(params, WordsOf(params.waiting));
+}
+void AwaitFreeSlots(const AllReduceParams& params) {
+  gpu::AwaitFreeSlots(params, WordsOf(params.waiting));
+}
+void PushPartials(const AllReduceParams& params) {
+  if (!HasFailed(params.waiting.own)) gpu::PushPartials(params);
+}
+void SignalPushed(const AllReduceParams& params) {
+  if (HasFailed(params.waiting.own)) return;
+  gpu::SignalPushed(params, WordsOf(params.waiting));
+}
+void AwaitPushed(const AllReduceParams& params) {
+  if (HasFailed(params.waiting.own)) return;
+  gpu::AwaitPushed(params, WordsOf(params.waiting));
+}
+void SumPartials(const AllReduceParams& params) {
+  if (!HasFailed(params.waiting.own)) gpu::SumPartials(params);
+}
+
 constexpr EmulatedKernel kKernels[] = {
     {kSignalKernel, sizeof(SignalParams), Run<gpu::jax_ub_signal, SignalParams>},
-    {kEndKernel, sizeof(EndParams),
-     RunPhases<EndParams, gpu::EndCall, gpu::FillResults>},
+    {kEndKernel, sizeof(EndParams), RunPhases<EndParams, EndCall, FillResults>},
     {kWaitKernel, sizeof(WaitParams),
-     RunPhases<WaitParams, gpu::SignalAndAnnounce, gpu::WaitForFlags>},
+     RunPhases<WaitParams, SignalAndAnnounce, WaitForFlags>},
     {kCheckPartitionKernel, sizeof(PartitionCheckParams),
      Run<gpu::jax_ub_check_partition, PartitionCheckParams>},
     {kFillNanKernel, sizeof(NanFillParams), Run<gpu::jax_ub_fill_nan, NanFillParams>},
     {kSumKernel, sizeof(SumParams), Run<gpu::jax_ub_sum, SumParams>},
     {kCopyKernel, sizeof(CopyParams), Run<gpu::jax_ub_copy, CopyParams>},
+    {kAllReduceKernel, sizeof(AllReduceParams),
+     RunPhases<AllReduceParams,
+               AnnounceAllReduce,
+               AwaitFreeSlots,
+               PushPartials,
+               SignalPushed,
+               AwaitPushed,
+               SumPartials>},
+    {kAnnouncePhase, sizeof(AllReduceParams), Run<AnnounceAllReduce, AllReduceParams>},
+    {kAwaitFreePhase, sizeof(AllReduceParams), Run<AwaitFreeSlots, AllReduceParams>},
+    {kSignalPhase, sizeof(AllReduceParams), Run<SignalPushed, AllReduceParams>},
+    {kAwaitPhase, sizeof(AllReduceParams), Run<AwaitPushed, AllReduceParams>},
     {kMulticastSumKernel, sizeof(MulticastSumParams),
      Run<gpu::jax_ub_multicast_sum, MulticastSumParams>},
 };

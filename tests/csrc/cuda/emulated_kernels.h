@@ -19,6 +19,13 @@ struct EmulatedKernel {
   void (*run)(const void* params, unsigned num_blocks, unsigned num_threads) = nullptr;
 };
 
+// Phases of jax_ub_all_reduce, which exchange its flags. protocol_model.h runs them as
+// kernels of their own.
+inline constexpr char kAnnouncePhase[] = "jax_ub_all_reduce: announce";
+inline constexpr char kAwaitFreePhase[] = "jax_ub_all_reduce: await free slots";
+inline constexpr char kSignalPhase[] = "jax_ub_all_reduce: signal";
+inline constexpr char kAwaitPhase[] = "jax_ub_all_reduce: await partial sums";
+
 // Returns the kernel with this name, or nullptr. Its parameters contain addresses of
 // this process.
 const EmulatedKernel* FindEmulatedKernel(std::string_view name);

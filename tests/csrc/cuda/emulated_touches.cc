@@ -5,6 +5,7 @@
 
 #include "cuda/emulated_machine.h"
 #include "reduce/cuda/sum_params.h"
+#include "transport/cuda/all_reduce_params.h"
 #include "transport/cuda/flag_params.h"
 #include "transport/cuda/multicast_params.h"
 
@@ -108,6 +109,36 @@ std::vector<Touch> OfCopy(const CopyParams& params) {
           {params.to, params.num_rows, params.row_bytes, params.to_stride}};
 }
 
+std::vector<Touch> OfAllReduce(const AllReduceParams& params) {
+  std::vector<Touch> touches;
+  const auto add = [&](uint64_t data, int64_t num_elements, DType dtype) {
+    touches.push_back({data, 1, num_elements * (dtype == DType::kF32 ? 4 : 2), 0});
+  };
+  Add(touches, params.waiting.own);
+  Add(touches, params.waiting.poisons);
+  add(params.partial, params.num_elements, params.dtype);
+  add(params.out, params.num_elements, params.out_dtype);
+  for (uint32_t i = 0; i < std::min<uint32_t>(params.num_addends, kMaxSumAddends);
+       ++i) {
+    const SumAddend& addend = params.addends[i];
+    add(addend.data, addend.period, addend.dtype);
+  }
+  for (uint32_t i = 0; i < std::min<uint32_t>(params.num_peers, kMaxRanks - 1); ++i) {
+    const AllReducePeer& peer = params.peers[i];
+    add(peer.to, params.num_elements, params.dtype);
+    add(peer.from, params.num_elements, params.dtype);
+    for (const uint64_t word :
+         {peer.announcement, peer.freed.flag, peer.freed.announced}) {
+      touches.push_back(Word(word));
+    }
+    for (const uint64_t flags : {peer.signal, peer.arrived.flag}) {
+      touches.push_back({flags, kMaxAllReduceBlocks, sizeof(uint64_t),
+                         params.num_peers * kFlagLineBytes});
+    }
+  }
+  return touches;
+}
+
 std::vector<Touch> OfMulticastSum(const MulticastSumParams& params) {
   const int64_t bytes = (params.end - params.begin) * kMulticastBytes;
   Touch data = {params.data + params.begin * kMulticastBytes, 1, bytes, 0};
@@ -115,7 +146,7 @@ std::vector<Touch> OfMulticastSum(const MulticastSumParams& params) {
   std::vector<Touch> touches = {data};
   Add(touches, params.own);
   for (uint32_t i = 0; i < std::min<uint32_t>(params.num_addends, 2); ++i) {
-    const MulticastAddend& addend = params.addends[i];
+    const SumAddend& addend = params.addends[i];
     const int64_t element = addend.dtype == DType::kF32 ? 4 : 2;
     touches.push_back({addend.data, 1, addend.period * element, 0});
   }
@@ -131,6 +162,7 @@ std::vector<Touch> TouchedBy(std::string_view kernel, const void* params) {
   if (kernel == kCheckPartitionKernel)
     return OfCheckPartition(As<PartitionCheckParams>(params));
   if (kernel == kFillNanKernel) return OfFillNan(As<NanFillParams>(params));
+  if (kernel == kAllReduceKernel) return OfAllReduce(As<AllReduceParams>(params));
   if (kernel == kMulticastSumKernel) {
     return OfMulticastSum(As<MulticastSumParams>(params));
   }

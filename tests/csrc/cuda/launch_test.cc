@@ -147,12 +147,18 @@ struct End {
   explicit End(bool use_ce = true)
       : flags(Recording()),
         sums(Recording(), kHopper),
+        all_reduce(Recording()),
         slots(1,
               addresses,
               7,
               {5, 77},
               {4, 40},
-              {&Recording(), &flags, &sums, StreamInto(operations), {use_ce, 3, 0}}) {}
+              {.driver = &Recording(),
+               .flags = &flags,
+               .sums = &sums,
+               .stream = StreamInto(operations),
+               .copies = {use_ce, 3, 0},
+               .all_reduce = &all_reduce}) {}
 
   static RankSlotAddress Place(CUdeviceptr base) {
     return {base,         base + 4096,  base + 8192, base + 10240,
@@ -164,6 +170,7 @@ struct End {
   std::vector<Operation> operations;
   FlagKernels flags;
   SumKernels sums;
+  AllReduceKernel all_reduce;
   CudaSlots slots;
 };
 
@@ -317,6 +324,59 @@ TEST(a_peer_is_awaited_once_a_call_before_it_is_written_to) {
   CHECK_EQ(ended.nan_fill.num_results, 0u);
   CHECK_EQ(ParamsOf<WaitParams>(end.operations[3]).num_flags, 2u);
   CHECK_EQ(ParamsOf<WaitParams>(end.operations[3]).announcements.num_peers, 2u);
+}
+
+// Slot d - 1 is for the rank that is d behind the slot's owner.
+TEST(an_all_reduce_by_one_kernel_exchanges_with_all_peers) {
+  End end;
+  end.slots.AllReduce({.partial = reinterpret_cast<const std::byte*>(4096),
+                       .dtype = DType::kBF16,
+                       .num_elements = 20,
+                       .addends = {{64, 5, DType::kF32}},
+                       .out = reinterpret_cast<std::byte*>(8192),
+                       .out_dtype = DType::kF32},
+                      {kLabel, -1, 1.5});
+  const Operation& launch = end.operations.at(0);
+  CHECK_EQ(launch.kernel->name, kAllReduceKernel);
+  CHECK_EQ(launch.num_blocks, 1u);
+  CHECK_EQ(launch.num_threads, static_cast<unsigned>(kAllReduceThreads));
+  const AllReduceParams& params = ParamsOf<AllReduceParams>(launch);
+  CHECK_EQ(params.waiting.timeout_ns, 1'500'000'000u);
+  CHECK_EQ(params.waiting.rank, 1u);
+  CHECK_EQ(params.waiting.tag, 77u);
+  CHECK_EQ(params.waiting.poisons.num_peers, 2u);
+  CHECK_EQ(params.is_aligned, 1u);
+  CHECK_EQ(params.num_elements, 20);
+  CHECK_EQ(params.partial, 4096u);
+  CHECK_EQ(params.out, 8192u);
+  CHECK(params.out_dtype == DType::kF32);
+  CHECK_EQ(params.num_addends, 1u);
+  CHECK_EQ(params.num_peers, 2u);
+  for (const int peer : {0, 2}) {
+    const AllReducePeer& with = params.peers[peer / 2];
+    const int from = peer == 0 ? 0 : 1;
+    const int to = 1 - from;
+    const RankSlotAddress& own = end.addresses[1];
+    const RankSlotAddress& other = end.addresses[peer];
+    const auto flag = [](CUdeviceptr flags, int slot) {
+      return flags + slot * kFlagLineBytes;
+    };
+    CHECK_EQ(with.announcement, other.announced + kFlagLineBytes);
+    CHECK_EQ(with.to, other.slots + to * 256);
+    CHECK_EQ(with.signal, flag(other.arrived, to));
+    CHECK_EQ(with.from, own.slots + from * 256);
+    CHECK_EQ(with.arrived.flag, flag(own.arrived, from));
+    CHECK_EQ(with.arrived.slot, static_cast<uint32_t>(from));
+    CHECK_EQ(with.arrived.peer, static_cast<uint32_t>(peer));
+    CHECK_EQ(with.arrived.chunk, -1);
+    CHECK_EQ(with.freed.flag, own.freed + peer * kFlagLineBytes);
+    CHECK_EQ(with.freed.slot, ErrorRecord::kNoSlot);
+    CHECK_EQ(with.freed.announced, own.announced + peer * kFlagLineBytes);
+  }
+  AllReduceSum large;
+  large.num_elements = 11;
+  CHECK_THROWS(end.slots.AllReduce(large, {kLabel, -1, 1.5}),
+               "partial sums of 44 bytes do not fit into a slot of 40");
 }
 
 TEST(any_number_of_results_can_be_spoilt) {

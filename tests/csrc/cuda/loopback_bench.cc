@@ -18,6 +18,7 @@
 
 #include "cuda/gpu_bench.h"
 #include "engine/cuda/dry_run_device.h"
+#include "engine/cuda/one_kernel_reduce.h"
 #include "engine/cuda/stream_device.h"
 #include "engine/executor.h"
 #include "transport/cuda/cuda_slots.h"
@@ -144,8 +145,13 @@ class LoopbackBench : public GpuBench {
                          .flags = &gpu_.flags(),
                          .sums = &gpu_.sums(),
                          .stream = device.stream(kCommunicationLane),
-                         .copies = device.copies()});
-    ExecuteRank(at, made.call, slots, kTimeoutS, transport, device, {});
+                         .copies = device.copies(),
+                         .all_reduce = &gpu_.all_reduce()});
+    if (ReducesInOneKernel(at, slots)) {
+      ReduceInOneKernel(at, made.call, slots, kTimeoutS, transport, device);
+    } else {
+      ExecuteRank(at, made.call, slots, kTimeoutS, transport, device, {});
+    }
     device.Gather();
     std::vector<NanFill::Result> results;
     for (const Tensor& tensor : made.call.results) {

@@ -38,10 +38,13 @@
 
 namespace jax_ub {
 
+// What executes a call.
+enum class Reduction { kSchedule, kMulticast, kOneKernel };
+
 // A call that all ranks make together.
 struct ModelCall {
   RankSchedules schedules;
-  bool by_multicast = false;  // in place of them
+  Reduction reduction = Reduction::kSchedule;
   // [rank]: whether its device executes the partition of another rank; empty: no check
   // is enqueued.
   std::vector<bool> is_misplaced = {};
@@ -151,10 +154,16 @@ class ProtocolModel {
         if (!calls[call].is_misplaced.empty()) {
           recorder.CheckPartition(schedule, !calls[call].is_misplaced[rank]);
         }
-        if (calls[call].by_multicast) {
-          recorder.CallByMulticast(schedule, slot_bytes_[call]);
-        } else {
-          recorder.Call(schedule, slot_bytes_[call]);
+        switch (calls[call].reduction) {
+          case Reduction::kSchedule:
+            recorder.Call(schedule, slot_bytes_[call]);
+            break;
+          case Reduction::kMulticast:
+            recorder.CallByMulticast(schedule, slot_bytes_[call]);
+            break;
+          case Reduction::kOneKernel:
+            recorder.CallInOneKernel(schedule, slot_bytes_[call]);
+            break;
         }
       }
       programs_.push_back(recorder.program());
@@ -277,13 +286,24 @@ class ProtocolModel {
   // Returns the launches that wait for one flag each, if the launch waits for several:
   // its threads wait concurrently.
   static std::vector<Operation> ThreadsOf(const Operation& launch) {
-    if (launch.kernel->name != kWaitKernel) return {launch};
-    const auto& wait = *reinterpret_cast<const WaitParams*>(launch.params.data());
-    std::vector<Operation> threads(wait.num_flags, launch);
-    for (uint32_t i = 0; i < wait.num_flags; ++i) {
-      auto& one = *reinterpret_cast<WaitParams*>(threads[i].params.data());
-      one.num_flags = 1;
-      one.flags[0] = wait.flags[i];
+    const std::string_view name = launch.kernel->name;
+    if (name == kWaitKernel)
+      return ThreadsOf(launch, &WaitParams::num_flags, &WaitParams::flags);
+    if (name == kAwaitFreePhase || name == kAwaitPhase) {
+      return ThreadsOf(launch, &AllReduceParams::num_peers, &AllReduceParams::peers);
+    }
+    return {launch};
+  }
+  template <typename Params, typename Flags>
+  static std::vector<Operation> ThreadsOf(const Operation& launch,
+                                          uint32_t Params::* count,
+                                          Flags Params::* flags) {
+    const Params& wait = *reinterpret_cast<const Params*>(launch.params.data());
+    std::vector<Operation> threads(wait.*count, launch);
+    for (uint32_t i = 0; i < wait.*count; ++i) {
+      Params& one = *reinterpret_cast<Params*>(threads[i].params.data());
+      one.*count = 1;
+      (one.*flags)[0] = (wait.*flags)[i];
     }
     return threads;
   }

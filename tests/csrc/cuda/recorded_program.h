@@ -98,6 +98,40 @@ class Recorder {
     ++call_;
   }
 
+  // Records an all-reduce by one kernel, as its phases.
+  void CallInOneKernel(const Schedule& schedule, int64_t slot_bytes) {
+    const AllReduceKernel kernel(driver_);
+    CudaSlots slots = MakeSlots(schedule, slot_bytes, nullptr, &kernel);
+    AllReduceSum sum;
+    sum.num_elements = slot_bytes / SizeOf(sum.dtype);
+    slots.AllReduce(sum, kReason);
+    const Operation launch = program_.lane.back();
+    program_.lane.pop_back();
+    const auto& params =
+        *reinterpret_cast<const AllReduceParams*>(launch.params.data());
+    const auto add_phase = [&](const char* name) {
+      program_.lane.push_back(launch);
+      program_.lane.back().kernel = FindEmulatedKernel(name);
+    };
+    add_phase(kAnnouncePhase);
+    add_phase(kAwaitFreePhase);
+    Operation sums;
+    for (uint32_t i = 0; i < params.num_peers; ++i) {
+      const AllReducePeer& peer = params.peers[i];
+      Operation push = launch;  // a kernel: it pushes nothing if the rank has failed
+      push.writes = {{peer.to, slot_bytes, PartialOf(schedule.rank)}};
+      program_.lane.push_back(push);
+      sums.reads.push_back(
+          {peer.from, slot_bytes, PartialOf(static_cast<int>(peer.arrived.peer))});
+    }
+    add_phase(kSignalPhase);
+    add_phase(kAwaitPhase);
+    program_.lane.push_back(sums);
+    slots.EndCall();
+    slots.Finish({});
+    ++call_;
+  }
+
   const RankProgram& program() const { return program_; }
 
   // Sets the index of the next call, which determines its pieces and its tag. By
@@ -111,13 +145,15 @@ class Recorder {
 
   CudaSlots MakeSlots(const Schedule& schedule,
                       int64_t slot_bytes,
-                      const MulticastKernels* multicast) {
+                      const MulticastKernels* multicast,
+                      const AllReduceKernel* all_reduce = nullptr) {
     SlotStream stream;
     stream.driver = &driver_;
     stream.flags = &kernels_;
     stream.sums = &sums_;
     stream.stream = reinterpret_cast<CUstream>(&program_.lane);
     stream.multicast = multicast;
+    stream.all_reduce = all_reduce;
     return {schedule.rank,
             places_,
             error_,
@@ -126,6 +162,10 @@ class Recorder {
             stream};
   }
 
+  // Returns the piece of all partial sums of a rank.
+  PieceId PartialOf(int rank) {
+    return IdOf({call_, Payload::kPartial, kAllChunks, 0, rank});
+  }
   PieceId IdOf(const Step& step) {
     const int sender = step.payload == Payload::kPartial ? step.peer : kNone;
     return IdOf({call_, step.payload, step.chunk, step.split, sender});

@@ -1,0 +1,24 @@
+// GEMM+AR and all-reduce of few rows, used instead of the schedule `one_shot`: after
+// the GEMM, one kernel exchanges the partial sums of all rows and adds them
+// (transport/cuda/all_reduce_params.h). The result has the same bits.
+#pragma once
+
+#include "engine/call.h"
+#include "engine/device.h"
+#include "engine/slot_plans.h"
+#include "transport/cuda/cuda_slots.h"
+
+namespace jax_ub {
+
+// Returns whether a call is reduced by one kernel. `plan` is its slot plan.
+bool ReducesInOneKernel(const CallAttributes& attributes, const SlotRequirements& plan);
+
+// Executes the rank's part of the call, with the workspace of its schedule.
+void ReduceInOneKernel(const CallAttributes& attributes,
+                       const RankCall& call,
+                       const SlotRequirements& plan,
+                       double timeout_s,
+                       CudaSlots& slots,
+                       Device& device);
+
+}  // namespace jax_ub

@@ -1,0 +1,30 @@
+// Launches the kernel that all-reduces few rows in one exchange (all_reduce_kernel.cu).
+#pragma once
+
+#include <cuda.h>
+
+#include "platform/cuda/driver.h"
+#include "platform/cuda/owners.h"
+#include "transport/cuda/all_reduce_params.h"
+
+namespace jax_ub {
+
+// The all-reduce kernel of one CUDA context, the one that is current at construction.
+// Thread-safe; the calling thread must have the same context current.
+class AllReduceKernel {
+ public:
+  explicit AllReduceKernel(const Driver& driver);
+
+  // Returns the number of thread blocks, which is the same on every rank.
+  static int NumBlocks(int64_t num_elements);
+
+  // Enqueues the kernel; sets params.is_aligned itself.
+  void Run(CUstream stream, AllReduceParams params) const;
+
+ private:
+  const Driver& driver_;
+  Library library_;
+  CUfunction all_reduce_ = nullptr;
+};
+
+}  // namespace jax_ub

@@ -1,0 +1,55 @@
+// The parameters of the kernel that all-reduces few rows in one exchange. Included by
+// the kernel, its launcher and its emulation on the host
+// (tests/csrc/cuda/emulated_kernels.h). Addresses are CUdeviceptr.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm/dtype.h"
+#include "reduce/cuda/sum_params.h"
+#include "transport/cuda/flag_params.h"
+
+namespace jax_ub {
+
+// The addresses with which a rank exchanges partial sums with one peer. Each block has
+// separate flags, num_peers * kFlagLineBytes after those of the block before.
+struct AllReducePeer {
+  uint64_t announcement;  // the peer's word in which this rank announces its calls
+  uint64_t to;            // the peer's slot that this rank fills
+  uint64_t signal;        // the peer's flag of that slot, for block 0
+  AwaitedFlag freed;      // of this rank
+  uint64_t from;          // this rank's slot that the peer fills
+  AwaitedFlag arrived;    // that slot's flag, for block 0
+};
+
+// The parameters of jax_ub_all_reduce, which computes
+//
+//   out[i] = round(partials of ranks 0, 1, ... [i], added in this order + addends [i])
+//
+// It adds in f32 and rounds once. Each block has a range of the elements, the same on
+// every rank. It waits until the peers' slots are free, pushes its range of this rank's
+// partial sums into them, signals, waits for the same block of every peer, and sums. So
+// a block waits for no other block of its rank. Waits fail as those of jax_ub_wait. A
+// block whose first wait fails neither pushes nor signals; jax_ub_end then fills the
+// result with NaN.
+struct AllReduceParams {
+  WaitingCall waiting;
+  uint32_t num_peers;
+  uint32_t is_aligned;  // 1: the addresses of all partial sums are multiples of 16
+  DType dtype;          // of the partial sums
+  DType out_dtype;      // f32, bf16 or f16
+  uint32_t num_addends;
+  int64_t num_elements;
+  uint64_t partial;  // of this rank
+  uint64_t out;
+  SumAddend addends[kMaxSumAddends];
+  AllReducePeer peers[kMaxRanks - 1];  // in rank order, without this rank
+};
+
+inline constexpr char kAllReduceKernel[] = "jax_ub_all_reduce";
+inline constexpr int kAllReduceThreads = 512;   // per block
+inline constexpr int kMaxAllReduceBlocks = 32;  // all of them run at the same time
+// The elements of a vector. A block's range begins at a multiple of it.
+inline constexpr int64_t kAllReduceVector = 8;
+
+}  // namespace jax_ub

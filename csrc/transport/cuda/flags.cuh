@@ -1,0 +1,130 @@
+// Functions of the kernels that exchange flags between ranks, without the host.
+//
+// Memory order: the earlier work of a stream, by kernels and copy engines, happens
+// before the store of a signal, which releases it at system scope. The load of a wait
+// acquires it for the later work of the waiting stream. A wait polls its flag, and
+// checks everything else rarely.
+#pragma once
+
+#include "platform/cuda/instructions.cuh"
+#include "transport/cuda/flag_params.h"
+
+namespace jax_ub::gpu {
+namespace {
+
+constexpr uint32_t kFirstPauseNs = 32;
+constexpr uint32_t kLastPauseNs = 512;
+// A wait checks for failures and for a different call only every 16 iterations: host
+// memory has a latency of about a microsecond, and these are rare.
+constexpr uint32_t kLooksPerLongLook = 16;
+
+// The words of a rank with which a kernel begins. No other kernel changes them.
+struct CallWords {
+  uint64_t epoch;
+  uint64_t current;  // the word of this call
+  uint64_t failed;
+};
+
+// Earlier kernels of the stream wrote these words, so the loads need not acquire.
+__device__ CallWords LoadCall(const RankWords& own, uint32_t tag) {
+  const uint64_t epoch = LoadRelaxed(own.epoch);
+  const uint64_t failed = LoadRelaxed(own.failed);
+  return {epoch, (epoch | kTagMask) + 1 + tag, failed};
+}
+
+// Returns whether a word has the expected epoch, but the tag of a different call.
+__device__ bool IsOtherCall(uint64_t word, uint64_t expected) {
+  return word != expected && (word ^ expected) <= kTagMask;
+}
+
+__device__ uint64_t FailedWord(const ErrorRecord& what) {
+  return (what.rank + 1) | uint64_t{what.tag} << kFailedRankBits |
+         uint64_t{what.other_tag} << (kFailedRankBits + kTagBits);
+}
+
+// Decodes the word that a failed peer has written to this rank's `poison`.
+__device__ void ReadPoison(uint64_t poison, ErrorRecord& what) {
+  what.peer = static_cast<uint32_t>(poison & kFailedRankMask) - 1;
+  what.tag = static_cast<uint32_t>(poison >> kFailedRankBits & kTagMask);
+  what.other_tag = static_cast<uint32_t>(poison >> (kFailedRankBits + kTagBits));
+}
+
+// Fills the error record; `code` is stored last.
+__device__ void Record(const RankWords& own, const ErrorRecord& what, uint32_t code) {
+  auto* record = reinterpret_cast<ErrorRecord*>(own.error);
+  record->rank = what.rank;
+  record->peer = what.peer;
+  record->slot = what.slot;
+  record->chunk = what.chunk;
+  record->call = what.call;
+  record->waited_ns = what.waited_ns;
+  record->partition = what.partition;
+  record->tag = what.tag;
+  record->other_tag = what.other_tag;
+  StoreRelease(&record->code, code);
+}
+
+// Records the first failure of a rank and reports it to the peers; later failures have
+// no effect.
+__device__ void Fail(const RankWords& own,
+                     const PeerWords& poisons,
+                     const ErrorRecord& what,
+                     uint32_t code) {
+  if (!Claim(own.failed, FailedWord(what))) return;
+#ifdef __CUDACC__
+#pragma unroll 1  // unrolled, the loop would use most of the wait kernel's registers
+#endif
+  for (uint32_t i = 0; i < poisons.num_peers; ++i) {
+    StoreRelease(poisons.words[i], FailedWord(what));
+  }
+  Record(own, what, code);
+}
+
+// Waits until *awaited.flag is `wanted`. Returns false if the rank fails. `current` is
+// the word of this call.
+__device__ bool WaitFor(const WaitingCall& waiting,
+                        const AwaitedFlag& awaited,
+                        uint64_t wanted,
+                        uint64_t current) {
+  const RankWords& own = waiting.own;
+  const uint64_t began = Now();
+  uint32_t pause = kFirstPauseNs;
+  for (uint32_t look = 1;; ++look) {
+    if (LoadAcquire(awaited.flag) == wanted) return true;
+    const uint64_t waited_ns = Now() - began;
+    const bool is_late = waited_ns >= waiting.timeout_ns;
+    if (is_late || look % kLooksPerLongLook == 0) {
+      if (LoadAcquire(own.failed) != 0) return false;
+      const uint64_t poison = LoadAcquire(own.poison);
+      const uint64_t announced = LoadAcquire(awaited.announced);
+      const auto* record = reinterpret_cast<const ErrorRecord*>(own.error);
+      const uint32_t code = poison != 0                       ? ErrorRecord::kPeerFailed
+                            : IsOtherCall(announced, current) ? ErrorRecord::kOtherCall
+                            : is_late                         ? ErrorRecord::kDeadline
+                            : LoadAcquire(&record->poisoned) != 0
+                                ? ErrorRecord::kPoisoned
+                                : ErrorRecord::kNone;
+      if (code != ErrorRecord::kNone) {
+        ErrorRecord what = {};
+        what.rank = waiting.rank;
+        what.peer = awaited.peer;
+        what.slot = awaited.slot;
+        what.chunk = awaited.chunk;
+        what.call = waiting.call;
+        what.waited_ns = waited_ns;
+        if (code == ErrorRecord::kPeerFailed) ReadPoison(poison, what);
+        if (code == ErrorRecord::kOtherCall) {
+          what.tag = waiting.tag;
+          what.other_tag = static_cast<uint32_t>(announced & kTagMask);
+        }
+        Fail(own, waiting.poisons, what, code);
+        return false;
+      }
+    }
+    Pause(pause);
+    if (pause < kLastPauseNs) pause *= 2;
+  }
+}
+
+}  // namespace
+}  // namespace jax_ub::gpu
