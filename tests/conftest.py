@@ -17,7 +17,6 @@ import layouts
 import pytest
 
 import jax_ub
-from jax_ub._src.runtime import initialize_args
 
 jax.config.update("jax_platforms", "cpu")
 if layouts.LAYOUT is None:
@@ -33,12 +32,6 @@ STATUS = pytest.StashKey[int]()
 def nothing_stays_initialized():
     yield
     jax_ub.destroy_ub()
-
-
-@pytest.fixture
-def fp8_buffers(monkeypatch):
-    """Disables the error of `initialize_ub` for FP8; no call can use the overlaps."""
-    monkeypatch.setattr(initialize_args, "reject_fp8", lambda given, fix: None)
 
 
 def pytest_sessionfinish(session, exitstatus):

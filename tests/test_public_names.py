@@ -120,7 +120,7 @@ NAMES = {
     """,
     "jax_ub.flax": """
         LayerNormLinear LayerNormMLP Linear MainGrad MultiHeadAttention
-        TransformerLayer linen with_main_grads
+        OverwriteWithGradient TransformerLayer linen with_main_grads
     """,
     "jax_ub.flax.linen": """
         LayerNormLinear LayerNormMLP Linear MultiHeadAttention Overlap

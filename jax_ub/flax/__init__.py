@@ -1,7 +1,12 @@
 """Flax nnx modules whose GEMMs overlap with collective communication."""
 
 from jax_ub._src.flax.attention import MultiHeadAttention
-from jax_ub._src.flax.linear import Linear, MainGrad, with_main_grads
+from jax_ub._src.flax.linear import (
+    Linear,
+    MainGrad,
+    OverwriteWithGradient,
+    with_main_grads,
+)
 from jax_ub._src.flax.norm_layers import LayerNormLinear, LayerNormMLP
 from jax_ub._src.flax.transformer import TransformerLayer
 from jax_ub.flax import linen
@@ -12,6 +17,7 @@ __all__ = [
     "Linear",
     "MainGrad",
     "MultiHeadAttention",
+    "OverwriteWithGradient",
     "TransformerLayer",
     "linen",
     "with_main_grads",

@@ -125,7 +125,6 @@ def test_wrong_results_are_a_fault(monkeypatch):
     assert finding.text == "runs, but its result is wrong"
 
 
-@pytest.mark.usefixtures("fp8_buffers")
 def test_named_overlaps_and_their_methods_are_listed():
     text = findings()["initialize_ub"].text
     assert "not called here" in text

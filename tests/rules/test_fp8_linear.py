@@ -233,6 +233,65 @@ def test_a_policy_saves_fp8_residuals_by_name():
     assert casts() == 4
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_several_kernels_and_a_residual(recipe):
+    options = {"axis_name": "tp", "fp8": RECIPES[recipe]}
+
+    def mlp(x, w1, w2, w3, residual):
+        first, second = (FP8.init_state(RECIPES[recipe]) or None for _ in range(2))
+        u, v = ub.all_gather_matmul(x, (w1, w2), fp8_state=first, **options)
+        # The sums are exact in FP8 again.
+        y = jnp.sign(u) + jnp.sign(v)
+        return ub.matmul_reduce_scatter(
+            y, w3, residual=residual, fp8_state=second, **options
+        )
+
+    specs = (ROWS, COLUMNS, COLUMNS, ROWS, ROWS)
+    function = on_ranks(mlp, tp_mesh(2), specs, ROWS)
+    x, w, _ = operands("float32")
+    w1, w2 = (integers(seed, (128, 64), "float32") for seed in (3, 4))
+    w3, residual = integers(5, (64, 32), "float32"), integers(6, (8, 32), "float32")
+
+    def plain_mlp(x, w1, w2, w3, residual):
+        dot = functools.partial(jnp.matmul, precision="highest")
+        return dot(jnp.sign(dot(x, w1)) + jnp.sign(dot(x, w2)), w3) + residual
+
+    values = x, w1, w2, w3, residual
+    found, wanted = function(*values), plain_mlp(*values)
+    # The signs of sums that are rounded in another order are equal: the sums are exact.
+    assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_gradients_of_several_kernels_share_a_scale(recipe):
+    def layer(x, w1, w2):
+        state = FP8.init_state(RECIPES[recipe]) or None
+        return jnp.concatenate(
+            ub.all_gather_matmul(
+                x,
+                (w1, w2),
+                axis_name="tp",
+                fp8=RECIPES[recipe],
+                fp8_state=state,
+                out_dtype="float32",
+            ),
+            1,
+        )
+
+    function = on_ranks(layer, tp_mesh(2), (ROWS, COLUMNS, COLUMNS), COLUMNS)
+    x, w, _ = operands("float32")
+    values = x, w, integers(3, (128, 8), "float32")
+
+    def wanted(x, w1, w2):
+        halves = [jnp.split(plain(x, w, 0.0), 2, 1) for w in (w1, w2)]
+        return jnp.concatenate(
+            [h for pair in zip(*halves, strict=True) for h in pair], 1
+        )
+
+    found, expected = (value_and_gradients(f, *values) for f in (function, wanted))
+    jax.tree.map(assert_equal, found, expected)
+
+
 def test_main_grad_accumulates():
     x, w, _ = operands()
     main_grad = integers(5, w.shape, "float32")

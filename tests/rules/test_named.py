@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import P
 from operands import assert_equal, small_integers
-from programs import on_ranks, tp_mesh
+from programs import compiled_text, on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub import ops
@@ -230,11 +230,40 @@ def test_a_name_of_the_other_kind_is_refused():
     assert lowered(column(ub_name="proj", method="direct"), 0)
 
 
-@pytest.mark.usefixtures("fp8_buffers")
 def test_a_name_for_fp8_alone_does_not_serve_other_operands():
     ub.initialize_ub((64, 32), 4, use_fp8=True, mesh=tp_mesh(4))
     with pytest.raises(ub.errors.UnsupportedOverlapError, match="FP8 buffers only"):
         lowered(column(ub_name="qkv"), 0)
+
+
+@pytest.mark.parametrize("modes", [["NONE", "FP8"], ["FP8"], ["NONE"]])
+def test_fp8_operands_use_the_overlaps_of_mode_fp8_if_there_are_any(modes):
+    modes = [ub.UserBufferQuantizationMode[name] for name in modes]
+    methods = {"NONE": "ring_exchange", "FP8": "external"}
+    cfgs = [{"qkv_fprop": {"method": methods[mode.name]}} for mode in modes]
+    ub.initialize_ub(
+        (64, 32), 4, quantization_modes=modes, ub_cfgs=cfgs, mesh=tp_mesh(4)
+    )
+
+    def call(x, w, fp8):
+        return ub.linear(
+            x, w, parallel="column", axis_name="tp", ub_name="qkv", fp8=fp8
+        )
+
+    def method(fp8):
+        specs = (P("tp"), P(None, "tp")), P(None, "tp")
+        run = on_ranks(lambda x, w: call(x, w, fp8), tp_mesh(4), *specs)
+        text = compiled_text(run, jnp.ones((8, 32)), jnp.ones((32, 8)))
+        (line,) = [line for line in text.splitlines() if 'target="jax_ub' in line]
+        return int(line.split("method = ")[1].split(" ")[0])
+
+    ring, external = Method.RING_EXCHANGE.code, Method.EXTERNAL.code
+    names = [mode.name for mode in modes]
+    assert method(ub.fp8.Float8CurrentScaling()) == (
+        external if "FP8" in names else ring
+    )
+    if "NONE" in names:
+        assert method(None) == ring
 
 
 def test_a_name_does_not_serve_an_axis_of_another_size():

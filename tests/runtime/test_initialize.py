@@ -42,25 +42,6 @@ def test_a_reduce_scatter_ring_has_buffers_for_received_sums():
     assert ub.get_ub("qkv_fprop").buffer_shape == SHAPE
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (dict(use_fp8=True), "use_fp8 = True, but .* yet. Pass use_fp8=False"),
-        (
-            dict(quantization_modes=[NONE, FP8]),
-            r"quantization_modes = \[NONE, FP8\], but .*=\[ub.UserBufferQu.*NONE\]",
-        ),
-        (dict(quantization_modes=[FP8]), r"quantization_modes = \[FP8\], but"),
-    ],
-)
-def test_fp8_is_rejected(given, message):
-    error = ub.errors.UnsupportedOverlapError
-    with pytest.raises(error, match=f"^initialize_ub: {message}"):
-        ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4), **given)
-    assert not ub.is_ub_initialized()
-
-
-@pytest.mark.usefixtures("fp8_buffers")
 def test_fp8_buffers_have_one_byte_per_element():
     cfgs = {"proj_fprop": {"fp8_buf": True}}
     ub.initialize_ub(
@@ -73,7 +54,6 @@ def test_fp8_buffers_have_one_byte_per_element():
         assert ub.get_ub(name, use_fp8=True).buffer_dtype == jnp.bfloat16
 
 
-@pytest.mark.usefixtures("fp8_buffers")
 def test_use_fp8_selects_the_fp8_mode_only():
     ub.initialize_ub(SHAPE, 4, use_fp8=True, mesh=tp_mesh(4))
     assert ub.get_ub("qkv_fprop", True).mode is FP8
@@ -81,7 +61,6 @@ def test_use_fp8_selects_the_fp8_mode_only():
         ub.get_ub("qkv_fprop")
 
 
-@pytest.mark.usefixtures("fp8_buffers")
 def test_every_mode_has_its_own_configuration():
     cfgs = [{"qkv_dgrad": {"method": "pipeline"}}, {}]
     ub.initialize_ub(
@@ -94,7 +73,6 @@ def test_every_mode_has_its_own_configuration():
         ub.get_ub("qkv_wgrad")
 
 
-@pytest.mark.usefixtures("fp8_buffers")
 def test_a_dgrad_override_applies_to_every_mode():
     cfgs = {"fc1_dgrad": {"method": "ring_exchange"}}
     ub.initialize_ub(
@@ -183,7 +161,6 @@ def test_get_ub_before_initialize_ub_is_an_error():
         ub.get_ub("qkv_fprop")
 
 
-@pytest.mark.usefixtures("fp8_buffers")
 def test_a_quantization_mode_is_no_valid_use_fp8():
     ub.initialize_ub(SHAPE, 4, quantization_modes=[NONE, FP8], mesh=tp_mesh(4))
     with pytest.raises(TypeError, match="get_ub.*use_fp8 = <UserBuffer.*True or False"):

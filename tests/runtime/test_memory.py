@@ -1,7 +1,6 @@
 import types
 
 import jax.numpy as jnp
-import pytest
 from cuda_programs import StandIn
 from jax import P
 from programs import on_ranks, tp_mesh
@@ -26,7 +25,6 @@ def test_transformer_engine_would_have_twelve_buffers_per_mode():
     assert [one.name for one in axis.overlaps][:2] == ["qkv_fprop", "qkv_dgrad"]
 
 
-@pytest.mark.usefixtures("fp8_buffers")
 def test_fp8_buffers_and_unused_ones_count_for_transformer_engine():
     cfgs = {"qkv_dgrad": {"method": "ring_exchange"}}
     ub.initialize_ub(
@@ -57,7 +55,6 @@ def test_ranks_of_one_process_share_no_buffer_and_free_their_slots():
     assert cpu_engine.load().counters()["slot_bytes"] == 0
 
 
-@pytest.mark.usefixtures("fp8_buffers")
 def test_the_report_is_a_table():
     ub.initialize_ub((64, 32), 4, use_fp8=True, mesh=tp_mesh(4))
     lines = str(ub.memory_report()).splitlines()

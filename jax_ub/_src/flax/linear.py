@@ -10,11 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.nnx.nn import dtypes, initializers
 
 from jax_ub._src import arguments, checks
 from jax_ub._src.config.flags import OverlapFlags
 from jax_ub._src.flax.options import as_sizes, read_sizes
+from jax_ub._src.fp8.recipes import DelayedScaling, Recipe
+from jax_ub._src.fp8.state import init_state
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear, with_output_sharding
 
@@ -28,6 +31,36 @@ class MainGrad(nnx.Variable):
     Its cotangent is its new value, `main_grad + dw`, and the kernel's cotangent is
     zero. This is Flax's "overwrite with gradient" convention.
     """
+
+
+# The type by which MaxText recognizes such variables is found by its name.
+OverwriteWithGradient = nnx.variable_type_from_name(
+    OVERWRITE_WITH_GRADIENT, allow_register=True
+)
+
+
+class Fp8State(nnx.Module):
+    """The state of `DelayedScaling` of a layer: scales and amax histories.
+
+    Each is a variable of type `OverwriteWithGradient`, whose gradient is its new value.
+    `ub.fp8.apply_updates` takes it over.
+    """
+
+    def __init__(self, recipe: DelayedScaling):
+        for name, array in init_state(recipe).items():
+            setattr(self, name, OverwriteWithGradient(array))
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Returns the arrays by the names of `ub.fp8.init_state`."""
+        return {
+            name: variable[...]
+            for name, variable in vars(self).items()
+            if isinstance(variable, OverwriteWithGradient)
+        }
+
+
+def _fp8_state(recipe):
+    return Fp8State(recipe) if isinstance(recipe, DelayedScaling) else nnx.data(None)
 
 
 def with_main_grads(gradients: nnx.State, main_grads: nnx.State) -> nnx.State:
@@ -75,6 +108,7 @@ class Linear(nnx.Module):
         kernel: the kernel, `[*in_features, *out_features]`.
         bias: the bias, `[*out_features]`, or None.
         main_grad: the accumulator of the kernel's gradient, or None.
+        fp8_state: the state of `DelayedScaling`, or None.
     """
 
     def __init__(  # noqa: PLR0913, flax.nnx.Linear's arguments and where it runs
@@ -107,6 +141,7 @@ class Linear(nnx.Module):
         ub_overlap_rs_dgrad: bool | None = None,
         ub_bulk_dgrad: bool | None = None,
         ub_bulk_wgrad: bool | None = None,
+        fp8: Recipe | None = None,
     ):
         """Creates kernel, bias and main_grad, and shards them if the mesh is known.
 
@@ -157,6 +192,9 @@ class Linear(nnx.Module):
                 with its dgrad GEMM.
             ub_bulk_wgrad: whether to overlap the reduce-scatter of a column layer's
                 input gradient with its wgrad GEMM. Must equal `ub_bulk_dgrad`.
+            fp8: the FP8 recipe by which the layer quantizes inputs, kernel and
+                gradients, such as `ub.fp8.Float8CurrentScaling()`; None computes in
+                `dtype`.
 
         Raises:
             ConfigurationError: if two flags, or a flag and the method, contradict each
@@ -199,6 +237,7 @@ class Linear(nnx.Module):
                 ub_bulk_dgrad,
                 ub_bulk_wgrad,
             ),
+            fp8=fp8,
         )
         layout = self.sharding_layout
         ins = read_sizes(layout.op, "in_features", in_features)
@@ -232,8 +271,9 @@ class Linear(nnx.Module):
             accumulator = jnp.zeros((*ins, *outs), jnp.float32)
             self.main_grad = _sharded(MainGrad, accumulator, kernel_metadata)
 
-        self.in_features = in_features
-        self.out_features = out_features
+        self.fp8_state = _fp8_state(fp8)
+
+        self.in_features, self.out_features = in_features, out_features
         self.use_bias = use_bias
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -271,14 +311,15 @@ class Linear(nnx.Module):
         return with_output_sharding(y, out_sharding)
 
     def _operands(self, inputs):
-        """Returns inputs, kernel and bias cast to one dtype, and the main_grad."""
+        """Returns inputs, kernel and bias in one dtype, main_grad and FP8 state."""
         op = self.sharding_layout.op
         checks.check_array(op, "x", inputs)
         bias = None if self.bias is None else self.bias[...]
         given = (inputs, self.kernel[...], bias)
         promote = functools.partial(self.promote_dtype, given, dtype=self.dtype)
         main_grad = None if self.main_grad is None else self.main_grad[...]
-        return *arguments.promoted(op, promote, given), main_grad
+        state = None if self.fp8_state is None else self.fp8_state.arrays()
+        return *arguments.promoted(op, promote, given), main_grad, state
 
     def _call_layout(self):
         """Returns the sharding layout with the FSDP axes in the kernel's metadata."""
@@ -302,7 +343,7 @@ def apply_layers(layers: Sequence[Linear], inputs: jax.Array) -> tuple[jax.Array
     different dtypes, each gathers the inputs.
     """
     operands = [layer._operands(inputs) for layer in layers]
-    xs, kernels, biases, main_grads = zip(*operands, strict=True)
+    xs, kernels, biases, main_grads, fp8_states = zip(*operands, strict=True)
     if len({x.dtype for x in xs}) > 1:
         return tuple(layer(inputs) for layer in layers)
     return sharded_linear(
@@ -311,6 +352,7 @@ def apply_layers(layers: Sequence[Linear], inputs: jax.Array) -> tuple[jax.Array
         kernels,
         biases,
         main_grads,
+        fp8_states,
         num_in=len(as_sizes(layers[0].in_features)),
         out_dtype=layers[0].preferred_element_type,
     )

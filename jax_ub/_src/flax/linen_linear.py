@@ -17,6 +17,8 @@ from jax_ub._src import arguments, checks
 from jax_ub._src.config.flags import OverlapFlags
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
 from jax_ub._src.flax.options import LinearOptions, as_sizes, read_sizes
+from jax_ub._src.fp8.recipes import DelayedScaling, Recipe
+from jax_ub._src.fp8.state import init_state
 from jax_ub._src.sharding import portable_mesh
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear
@@ -37,6 +39,8 @@ class TensorParallel(nn.Module, kw_only=True):
         main_grad: whether a kernel's gradient is accumulated into the f32 variable
             `main_grad` of the collection "_overwrite_with_gradient". The cotangent of
             `main_grad` is then its new value, and the cotangent of the kernel is zero.
+        fp8: the FP8 recipe of the linear layers. The state of `DelayedScaling` is in
+            the same collection, with the names of `flax.linen.fp8_ops`.
     """
 
     use_bias: bool = True
@@ -58,6 +62,7 @@ class TensorParallel(nn.Module, kw_only=True):
     ub_overlap_rs_dgrad: bool | None = None
     ub_bulk_dgrad: bool | None = None
     ub_bulk_wgrad: bool | None = None
+    fp8: Recipe | None = None
 
     def __post_init__(self):
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -140,6 +145,7 @@ class Linear(TensorParallel):
             self.ub_name,
             self.fsdp_axes,
             OverlapFlags.of(self.linear_options()),
+            fp8=self.fp8,
         )
 
     def __call__(
@@ -167,7 +173,8 @@ class Linear(TensorParallel):
                 dtype = jnp.result_type(x, *[] if residual is None else [residual])
                 shape = (*x.shape[: x.ndim - num_in], *kernel.shape[num_in:])
                 return jnp.zeros(shape, dtype)
-            layout, others[1] = layout.replicated(), None
+            layout = dataclasses.replace(layout.replicated(), fp8=None)
+            others[1:] = None, None
         (y,) = sharded_linear(
             layout,
             x,
@@ -180,26 +187,26 @@ class Linear(TensorParallel):
 
     @nn.nowrap
     def operands(self, inputs: jax.Array) -> tuple[tuple[Any, ...], int]:
-        """Returns (x, kernel, bias, main_grad) in one dtype, and the number of inputs.
+        """Returns x, kernel, bias, main_grad and FP8 state, and the number of inputs.
 
         The second value is the number of contracted dimensions.
         """
         op = self.sharding_layout.op
         checks.check_rank(op, "x", inputs, 1)
         num_in = self._num_in(inputs.ndim)
-        kernel, bias, main_grad = self.parameters(inputs.shape[-num_in:])
+        kernel, bias, *others = self.parameters(inputs.shape[-num_in:])
         given = (inputs, kernel, bias)
         promote = functools.partial(self.promote_dtype, *given, dtype=self.dtype)
-        return (*arguments.promoted(op, promote, given), main_grad), num_in
+        return (*arguments.promoted(op, promote, given), *others), num_in
 
     @nn.compact
     def parameters(
         self, in_sizes: Sequence[int]
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns kernel, bias and main_grad; creates them during initialization.
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Any]:
+        """Returns kernel, bias, main_grad and FP8 state; creates them at first.
 
-        Bias and main_grad (the accumulator of the kernel's gradient) are None if they
-        are disabled.
+        Bias, main_grad (the accumulator of the kernel's gradient) and state are None if
+        they are disabled.
         """
         layout = self.sharding_layout
         out_sizes = read_sizes(layout.op, "features", self.features)
@@ -221,7 +228,13 @@ class Linear(TensorParallel):
             main_grad = self.variable(
                 OVERWRITE_WITH_GRADIENT, "main_grad", jnp.zeros, shape, jnp.float32
             ).value
-        return kernel, bias, main_grad
+        state = None
+        if isinstance(self.fp8, DelayedScaling):
+            state = {
+                name: self.variable(OVERWRITE_WITH_GRADIENT, name, lambda x=x: x).value
+                for name, x in init_state(self.fp8).items()
+            }
+        return kernel, bias, main_grad, state
 
     @nn.nowrap
     def _num_in(self, ndim):
@@ -254,11 +267,11 @@ def apply_layers(layers: Sequence[Linear], inputs: jax.Array) -> tuple[jax.Array
     operands, (num_in, *_) = zip(
         *(each.operands(inputs) for each in layers), strict=True
     )
-    xs, kernels, biases, main_grads = zip(*operands, strict=True)
+    xs, *parameters = zip(*operands, strict=True)
     if len({x.dtype for x in xs}) > 1:
         return tuple(layer(inputs) for layer in layers)
     layout = layers[0].sharding_layout
-    return sharded_linear(layout, xs[0], kernels, biases, main_grads, num_in=num_in)
+    return sharded_linear(layout, xs[0], *parameters, num_in=num_in)
 
 
 def _of_matrix(op: str, name: str, init: Callable, num_in: int) -> Callable:

@@ -22,6 +22,7 @@ from jax_ub._src.errors import (
     nearest,
     shown,
 )
+from jax_ub._src.fp8.recipes import Recipe, check_recipe
 from jax_ub._src.sharding.layout import resolve_parallel
 
 
@@ -47,6 +48,7 @@ class LinearOptions(TypedDict, total=False):
     ub_overlap_rs_dgrad: bool | None
     ub_bulk_dgrad: bool | None
     ub_bulk_wgrad: bool | None
+    fp8: Recipe | None
 
 
 def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
@@ -74,6 +76,8 @@ def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
                 f"{nearest(name, [*named, *known])}"
             )
     arguments.check(op, **own, **options)
+    if options.get("fp8") is not None:
+        check_recipe(op, options["fp8"])
     check_flags(op, options)
 
 

@@ -139,7 +139,8 @@ def _sibling(path):
     text = jax.tree_util.keystr(path)
     for kind in (SCALE, HISTORY):
         head, found, tail = text.rpartition(f"_{kind}")
-        # Only the quotation mark and bracket may follow the name.
-        if found and not any(c.isalnum() or c == "_" for c in tail):
+        # Only the quotation mark and bracket may follow the name, and ".value" of nnx.
+        rest = tail.removesuffix(".value")
+        if found and not any(c.isalnum() or c == "_" for c in rest):
             return (head, tail), kind
     return (text, ""), ""

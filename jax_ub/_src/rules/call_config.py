@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -278,9 +279,7 @@ def make_call_config(
     axis_name: str | tuple[str, ...] | None,
     ub_name: str | None = None,
     method: Method | FlaggedMethod | str | None = None,
-    *,
-    mode: ParallelMode = _LOCAL,
-    may_be_bulk: bool = False,
+    **options: Any,
 ) -> CallConfig:
     """Returns the `CallConfig` of an op that is called inside `jax.shard_map`.
 
@@ -292,9 +291,7 @@ def make_call_config(
         axis_name: the mesh axis of the ranks.
         ub_name: the call's name in `initialize_ub`, or None.
         method: the method that the caller passed, or None.
-        mode: the layer's row in the table of parallel modes; see `CallConfig.mode`.
-        may_be_bulk: whether the method may be "bulk". Set for a call that is only the
-            backward pass of a column-parallel layer.
+        **options: keyword arguments of `plan_call_config`.
 
     Raises:
         ShapeContractError: if the axis is not a manual mesh axis. With method "xla" an
@@ -306,9 +303,7 @@ def make_call_config(
     is_plain = methods.resolve(label, named, settings.method()) is Method.XLA
     num_ranks = mesh.axis_size(label, axis_name, may_be_mapped=is_plain)
     axes = shapes.axis_tuple(axis_name)
-    config = plan_call_config(
-        op, axes, num_ranks, ub_name, method, mode=mode, may_be_bulk=may_be_bulk
-    )
+    config = plan_call_config(op, axes, num_ranks, ub_name, method, **options)
     if not mesh.are_manual(axes):
         return dataclasses.replace(config, is_mapped=True)
     return dataclasses.replace(config, is_vma_checked=vma.is_vma_checked(axes))
@@ -332,10 +327,13 @@ def plan_call_config(
     *,
     mode: ParallelMode = _LOCAL,
     may_be_bulk: bool = False,
+    is_fp8: bool = False,
 ) -> CallConfig:
     """Returns the `CallConfig` of an op on the `num_ranks` ranks of mesh axes `axes`.
 
-    Unlike `make_call_config` it does not need a surrounding `jax.shard_map`.
+    Unlike `make_call_config` it does not need a surrounding `jax.shard_map`. `mode` is
+    described at `CallConfig.mode`. The method may be "bulk" only if `may_be_bulk`, for
+    a call that is only the backward pass of a column-parallel layer.
     """
     label = call_label(op, ub_name)
     flags = None
@@ -345,7 +343,7 @@ def plan_call_config(
     chosen = methods.resolve(label, method, settings.method())
     if axes and chosen is Method.BULK and not may_be_bulk:
         methods.refuse_bulk(label, "method" if method is not None else "JAX_UB_METHOD")
-    found = registry.find(label, axes, num_ranks, ub_name)
+    found = registry.find(label, axes, num_ranks, ub_name, is_fp8=is_fp8)
     is_automatic = chosen is Method.AUTO or (method is None and bool(found))
     is_on_cuda = cuda_engine.is_traced_for()
     table = None

@@ -28,7 +28,7 @@ from jax_ub._src.rules.forward import forward_of, is_replicated
 from jax_ub._src.rules.operand_checks import as_tuple, check_operands
 from jax_ub._src.rules.row import row_linear
 from jax_ub._src.rules.vjp import check_no_main_grad
-from jax_ub._src.scaled_array import ScaledArray
+from jax_ub._src.scaled_array import ScaledArray, is_scaled
 
 
 def linear(  # noqa: PLR0913, pinned
@@ -158,6 +158,8 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
     out_dtype: DTypeLike | None = None,
     main_grad: jax.Array | tuple[jax.Array, ...] | None = None,
     rhs_transposed: bool = False,
+    fp8: Recipe | None = None,
+    fp8_state: Mapping[str, jax.Array] | None = None,
 ) -> Any:
     """Computes `all_gather(x) @ w` for a column-parallel kernel, overlapped (AG+GEMM).
 
@@ -189,6 +191,8 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
         rhs_transposed: whether kernels are stored as `[N/P, K]`, such as this rank's
             shard of an embedding that the output projection reuses. They are read in
             place, and their gradients have the same layout; `w.T` would copy them.
+        fp8: an FP8 recipe; see `linear`.
+        fp8_state: its state; see `linear`.
 
     Returns:
         The product `[..., M, N/P]`, or a tuple of products if `w` is a tuple. With
@@ -215,6 +219,8 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
         out_dtype=out_dtype,
         main_grad=main_grad,
         rhs_transposed=rhs_transposed,
+        fp8=fp8,
+        fp8_state=fp8_state,
     )
 
 
@@ -230,6 +236,8 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
     out_dtype: DTypeLike | None = None,
     main_grad: jax.Array | None = None,
     rhs_transposed: bool = False,
+    fp8: Recipe | None = None,
+    fp8_state: Mapping[str, jax.Array] | None = None,
 ) -> jax.Array:
     """Computes `reduce_scatter(x @ w)` for a row-parallel kernel, overlapped (GEMM+RS).
 
@@ -256,6 +264,8 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
             cotangent of `w` is zero.
         rhs_transposed: whether the kernel is stored as `[N, K/P]`. It is read in place,
             and its gradient has the same layout; `w.T` would copy it.
+        fp8: an FP8 recipe; see `linear`.
+        fp8_state: its state; see `linear`.
 
     Returns:
         `[..., M/P, N]`: this rank's rows.
@@ -281,6 +291,8 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
         out_dtype=out_dtype,
         main_grad=main_grad,
         rhs_transposed=rhs_transposed,
+        fp8=fp8,
+        fp8_state=fp8_state,
     )
 
 
@@ -296,6 +308,8 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
     out_dtype: DTypeLike | None = None,
     main_grad: jax.Array | None = None,
     rhs_transposed: bool = False,
+    fp8: Recipe | None = None,
+    fp8_state: Mapping[str, jax.Array] | None = None,
 ) -> jax.Array:
     """Computes `all_reduce(x @ w)` for a row-parallel kernel, overlapped (GEMM+AR).
 
@@ -327,6 +341,8 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
             cotangent of `w` is zero.
         rhs_transposed: whether the kernel is stored as `[N, K/P]`. It is read in place,
             and its gradient has the same layout; `w.T` would copy it.
+        fp8: an FP8 recipe; see `linear`.
+        fp8_state: its state; see `linear`.
 
     Returns:
         `[..., M, N]`, the same on every rank.
@@ -353,6 +369,8 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
         out_dtype=out_dtype,
         main_grad=main_grad,
         rhs_transposed=rhs_transposed,
+        fp8=fp8,
+        fp8_state=fp8_state,
     )
 
 
@@ -399,7 +417,14 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     if mode.parallel is None:
         config = make_local_call_config(op, ub_name, method)
     else:
-        config = make_call_config(op, axis_name, ub_name, method, mode=mode)
+        config = make_call_config(
+            op,
+            axis_name,
+            ub_name,
+            method,
+            mode=mode,
+            is_fp8=fp8 is not None or is_scaled(x),
+        )
     label = config.label
     shapes.check_flag(label, "return_gathered", return_gathered)
     shapes.check_flag(label, "rhs_transposed", rhs_transposed)

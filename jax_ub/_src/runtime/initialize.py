@@ -75,10 +75,10 @@ def initialize_ub(  # noqa: PLR0913, pinned
             including all batch axes, and the number of features. A call may communicate
             up to T * H elements.
         tp_size: P, the size of `axis_name`.
-        use_fp8: the same as `quantization_modes=[FP8]`, which is rejected: no GEMM runs
-            in FP8 yet.
-        quantization_modes: the quantization modes for which to create overlaps, such as
-            `[NONE]`. None follows `use_fp8`.
+        use_fp8: the same as `quantization_modes=[FP8]`.
+        quantization_modes: the quantization modes for which to create overlaps: `NONE`,
+            `FP8` or both. Layers with FP8 operands use those of `FP8`. None follows
+            `use_fp8`.
         dtype: the dtype of unquantized operands.
         ub_cfgs: a dictionary from overlap names to the settings that differ from
             Transformer Engine's defaults, or a list with one such dictionary per mode.

@@ -21,7 +21,6 @@ from jax_ub._src.config.resolve import AUTOMATIC, read_entries, resolve
 from jax_ub._src.errors import (
     ConfigurationError,
     ConfigurationTypeError,
-    UnsupportedOverlapError,
     shown,
 )
 from jax_ub._src.methods import Method
@@ -49,7 +48,6 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
     Raises:
         ConfigurationTypeError: if an argument has the wrong type.
         ConfigurationError: if a mode is repeated or the arguments contradict.
-        UnsupportedOverlapError: if FP8 is requested.
     """
     registry.check_use_fp8("initialize_ub", use_fp8)
     if modes is not None and not isinstance(modes, list | tuple):
@@ -58,8 +56,6 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
             "Pass one, such as [ub.UserBufferQuantizationMode.NONE]."
         )
     if not modes:
-        if use_fp8:
-            reject_fp8("use_fp8 = True", "use_fp8=False")
         return (registry.FP8 if use_fp8 else registry.NONE,)
     for mode in modes:
         if not isinstance(mode, UserBufferQuantizationMode):
@@ -72,27 +68,7 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
             f"initialize_ub: quantization_modes = {list(modes)} with use_fp8 = "
             f"{use_fp8}. Pass each mode once, and leave use_fp8 out."
         )
-    if registry.FP8 in modes:
-        names = ", ".join(mode.name for mode in modes)
-        fix = "quantization_modes=[ub.UserBufferQuantizationMode.NONE]"
-        reject_fp8(f"quantization_modes = [{names}]", fix)
     return tuple(modes)
-
-
-def reject_fp8(given: str, fix: str) -> None:
-    """Raises an `UnsupportedOverlapError`, because FP8 buffers are not supported yet.
-
-    Args:
-        given: the argument and its value, for the error.
-        fix: the argument to pass instead, for the error.
-
-    Raises:
-        UnsupportedOverlapError: always.
-    """
-    raise UnsupportedOverlapError(
-        f"initialize_ub: {given}, but no GEMM runs in FP8 yet. Pass {fix}; operands "
-        "are then f32, bf16 or f16."
-    )
 
 
 def read_size(name: str, value: Any) -> int:

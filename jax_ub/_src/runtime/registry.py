@@ -289,6 +289,8 @@ def find(
     axis_name: tuple[str, ...],
     num_ranks: int,
     ub_name: str | None,
+    *,
+    is_fp8: bool = False,
 ) -> dict[str, Overlap]:
     """Returns a layer's named overlaps by pass ("fprop", "dgrad", "wgrad").
 
@@ -300,6 +302,8 @@ def find(
             "qkv_wgrad", as far as they exist. Each of these full names also finds all
             of them. An overlap whose name does not end in a pass is used in the forward
             pass.
+        is_fp8: whether the operands are FP8. Such a layer uses the overlaps of mode FP8
+            if there are any, else those of mode NONE.
 
     Returns:
         The overlaps by pass: "fprop", "dgrad" and "wgrad". Empty if the axis is not
@@ -314,11 +318,12 @@ def find(
     if axis is None or ub_name is None:
         return {}
     layer, _ = split_name(ub_name)
+    mode = FP8 if is_fp8 and FP8 in axis.modes else NONE
     found = {}
     for direction in PASSES:
-        overlap = axis.overlaps.get((f"{layer}_{direction}", NONE))
+        overlap = axis.overlaps.get((f"{layer}_{direction}", mode))
         if overlap is None and direction == FPROP:
-            overlap = axis.overlaps.get((layer, NONE))
+            overlap = axis.overlaps.get((layer, mode))
         if overlap is not None:
             found[direction] = overlap
     if not found and not isinstance(ub_name, LayerName):
@@ -337,7 +342,7 @@ def _unknown_layer(label, axis, ub_name, layer):
     if layer in known:
         return UnsupportedOverlapError(
             f"{label}: {shown(ub_name)} is initialized for FP8 buffers only, but the "
-            "operands are not FP8. Pass initialize_ub(quantization_modes=[NONE])."
+            "operands are not FP8. Pass initialize_ub(quantization_modes=[NONE, FP8])."
         )
     return UnknownNameError(
         f"{label}: axis {axis.axis_name} has no overlap {shown(ub_name)}. "

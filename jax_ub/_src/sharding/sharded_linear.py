@@ -40,12 +40,13 @@ from jax_ub._src.sharding.specs import (
 )
 
 
-def sharded_linear(
+def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
     layout: ShardingLayout,
     x: jax.Array,
     kernels: Sequence[jax.Array],
     biases: Sequence[jax.Array | None] | None = None,
     main_grads: Sequence[jax.Array | None] | None = None,
+    fp8_states: Sequence[Any] | None = None,
     *,
     num_in: int = 1,
     residual: jax.Array | None = None,
@@ -63,6 +64,8 @@ def sharded_linear(
         biases: `[*out]` for each kernel; None, or None for each, if there are none.
         main_grads: the f32 accumulator of each kernel's gradient, of the kernel's
             shape; None, or None for each, if there are none.
+        fp8_states: the state of `layout.fp8` for each kernel; None, or None for each,
+            if it has none. Kernels that share an all-gather use the first.
         num_in: the number of input dimensions.
         residual: `[..., tokens, *out]`, added to the result; only with a single kernel.
             A row layer adds it before rounding.
@@ -81,6 +84,7 @@ def sharded_linear(
             explicit or a method is given.
     """
     biases, main_grads = _present(biases), _present(main_grads)
+    fp8_states = _present(fp8_states)
     layout, kernels, main_grads = _gather_manual_fsdp(
         layout, x, tuple(kernels), main_grads, num_in
     )
@@ -92,11 +96,15 @@ def sharded_linear(
         # `shard_map` and reshapes pass new arrays to the ops, which therefore cannot
         # detect that two calls accumulate into the same main_grad.
         accumulators.claim(layout.op, main_grads, kernels)
+    if is_mapped:
+        for state in fp8_states or ():
+            accumulators.claim_state(layout.op, state)
     outs = [layout.in_out(w.shape)[num_in:] for w in kernels]
     is_vector = x.ndim == num_in
     operands, out_dtype = _as_matrices(
         layout, (x, kernels, biases, main_grads, residual), num_in, out_dtype
     )
+    operands = (*operands, fp8_states)
     x_matrix = operands[0]
     if not layout.is_local() and 0 in x_matrix.shape[:-1] and main_grads is None:
         # The ops reject empty arrays. With a main_grad the call goes on to their error,
@@ -133,13 +141,13 @@ def sharded_linear(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
     """Runs a linear layer in a `shard_map` over all axes that are not manual yet."""
-    x, kernels, _, main_grads, _ = operands
+    x, kernels, _, main_grads, *_ = operands
     batch = batch_axes(layout, mesh, x)
     data = nontrivial_axes(mesh, batch)
     x_spec, residual_spec = activation_specs(layout, data, x.ndim)
     _, y_spec = activation_specs(layout, batch, x.ndim)
     kernel_spec = layout.kernel_spec
-    specs = (x_spec, kernel_spec, layout.bias_spec, kernel_spec, residual_spec)
+    specs = (x_spec, kernel_spec, layout.bias_spec, kernel_spec, residual_spec, P())
     # The mesh axes whose ranks have the same kernel shard but different tokens.
     replicas = tuple(name for name in data if name not in layout.fsdp_axes)
     if layout.parallel is None and layout.sequence_parallel:
@@ -160,7 +168,7 @@ def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
 
 
 def _with_whole_kernels(
-    body, layout, replicas, x, kernels, biases, main_grads, residual
+    body, layout, replicas, x, kernels, biases, main_grads, *others
 ):
     """Calls `body` with kernels gathered over FSDP axes, main_grads of one replica."""
     if replicas:
@@ -169,13 +177,13 @@ def _with_whole_kernels(
     if layout.fsdp_axes:
         along = {"axes": layout.fsdp_axes, "dim": layout.fsdp_dim}
         kernels, main_grads = gather_kernels(x, kernels, main_grads, **along)
-    return body(x, kernels, biases, main_grads, residual)
+    return body(x, kernels, biases, main_grads, *others)
 
 
 def _shard_function(layout, out_dtype, kernels):
     """Returns the function that computes a linear layer from one rank's shards.
 
-    Its arguments are x, kernels, biases, main_grads and the residual.
+    Its arguments are x, kernels, biases, main_grads, the residual and the FP8 states.
     """
     run = functools.partial(
         parallel_linear,
@@ -185,16 +193,25 @@ def _shard_function(layout, out_dtype, kernels):
         method=layout.flagged_method,
         out_dtype=out_dtype,
         rhs_transposed=layout.rhs_transposed,
+        fp8=layout.fp8,
     )
     is_several = isinstance(kernels, tuple) and layout.mode.op != "all_gather_matmul"
-    return functools.partial(_each_kernel, run) if is_several else run
+    return functools.partial(_each_kernel if is_several else _one_call, run)
 
 
-def _each_kernel(run, x, kernels, biases, main_grads, residual):
+def _one_call(run, x, kernels, biases, main_grads, residual, fp8_states):
+    state = fp8_states[0] if fp8_states else None
+    return run(x, kernels, biases, main_grads, residual, fp8_state=state)
+
+
+def _each_kernel(run, x, kernels, biases, main_grads, residual, fp8_states):
     """Multiplies x by each kernel in a separate call, since no all-gather is shared."""
     none = (None,) * len(kernels)
-    each = zip(kernels, biases or none, main_grads or none, strict=True)
-    return tuple(run(x, *parameters, residual) for parameters in each)
+    each = (kernels, biases or none, main_grads or none, fp8_states or none)
+    return tuple(
+        run(x, *parameters, residual, fp8_state=state)
+        for *parameters, state in zip(*each, strict=True)
+    )
 
 
 def _present(arrays):

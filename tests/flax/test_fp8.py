@@ -1,0 +1,163 @@
+"""`fp8=` of the nnx and linen layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from operands import normal
+from programs import calls, compiled_text, dp_tp_mesh, tp_mesh
+
+import jax_ub as ub
+from jax_ub.errors import ConfigurationError
+from jax_ub.flax import (
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiHeadAttention,
+    OverwriteWithGradient,
+    TransformerLayer,
+    linen,
+)
+
+FP8 = ub.fp8
+RECIPES = {
+    "current": FP8.Float8CurrentScaling(),
+    "delayed": FP8.DelayedScaling(amax_history_len=2),
+    "block": FP8.MXFP8BlockScaling(),
+    "row": FP8.RowwiseScaling(),
+}
+LAYERS = {
+    "column": lambda **o: Linear(64, 32, parallel="column", **o),
+    "row": lambda **o: Linear(64, 64, parallel="row", **o),
+    "head": lambda **o: LayerNormLinear(64, 32, parallel="column", **o),
+    "mlp": lambda **o: LayerNormMLP(64, 128, **o),
+    "attention": lambda **o: MultiHeadAttention(4, 64, **o),
+    "transformer": lambda **o: TransformerLayer(64, 128, 4, **o),
+}
+X = normal(0, (2, 32, 64))
+
+
+def value_and_gradients(model, x):
+    """Returns the loss, and its gradients by parameters and by FP8 states."""
+    graph, params, states = nnx.split(model, nnx.Param, OverwriteWithGradient)
+
+    @jax.jit
+    def run(params, states, x):
+        def loss(params, states):
+            y = nnx.merge(graph, params, states)(x)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        return jax.value_and_grad(loss, (0, 1))(params, states)
+
+    loss, gradients = run(params, states, x)
+    return loss, *gradients, (run, params, states)
+
+
+def relative_error(found, wanted):
+    found, wanted = (
+        jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
+        for tree in (found, wanted)
+    )
+    return float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_is_close_to_f32(name, recipe):
+    mesh = tp_mesh(2)
+    with jax.set_mesh(mesh):
+        plain = LAYERS[name](rngs=nnx.Rngs(0))
+        model = LAYERS[name](rngs=nnx.Rngs(0), fp8=RECIPES[recipe])
+        wanted = value_and_gradients(plain, X)
+        found = value_and_gradients(model, X)
+    assert abs(found[0] - wanted[0]) < 0.05 * wanted[0]
+    # e5m2 gradients have an error of 0.07 for each product of the backward pass.
+    error = relative_error(found[1], wanted[1])
+    assert 1e-4 < error < 0.2
+
+
+def test_the_states_of_all_layers_are_updated():
+    recipe = RECIPES["delayed"]
+    with jax.set_mesh(dp_tp_mesh(2, 2)):
+        model = TransformerLayer(64, 128, 4, rngs=nnx.Rngs(0), fp8=recipe)
+        _, _, new, (run, params, states) = value_and_gradients(model, X)
+        updated = FP8.apply_updates(states, new)
+        (_, (_, newer)) = run(params, updated, X)
+        final = FP8.apply_updates(updated, newer)
+    flat = dict(nnx.to_flat_state(final))
+    paths = {path[:-1] for path in flat}
+    assert len(paths) == 6
+    changed = [
+        path
+        for path in paths
+        if float(flat[*path, "kernel_scale"][...][0]) != 1
+        and float(flat[*path, "output_grad_scale"][...][0]) != 1
+        and np.all(flat[*path, "input_amax_history"][...] > 0)
+    ]
+    # Query, key and value share one all-gather, and the state of the query.
+    assert len(changed) == 4
+
+
+def test_nothing_falls_back():
+    ub.fallbacks(clear=True)
+    with jax.set_mesh(tp_mesh(2)):
+        model = TransformerLayer(
+            64, 128, 4, rngs=nnx.Rngs(0), fp8=RECIPES["current"], use_bias=False
+        )
+        *_, (run, params, states) = value_and_gradients(model, X)
+        text = compiled_text(run, params, states, X)
+    assert not ub.fallbacks(clear=True)
+    found = calls(text)
+    assert found["all_gather_matmul"] == found["matmul_reduce_scatter"] == 4
+    lines = [line for line in text.splitlines() if 'target="jax_ub' in line]
+    assert lines
+    assert all("has_scales = 1" in line for line in lines)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_fsdp(recipe):
+    with jax.set_mesh(dp_tp_mesh(2, 2)):
+        options = {"rngs": nnx.Rngs(0), "parallel": "column"}
+        plain = Linear(64, 32, **options)
+        options["rngs"] = nnx.Rngs(0)
+        model = Linear(64, 32, **options, fsdp_axes="dp", fp8=RECIPES[recipe])
+        wanted, found = (value_and_gradients(each, X) for each in (plain, model))
+    assert relative_error(found[1], wanted[1]) < 0.1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linen_layers_and_their_state(recipe):
+    x = X
+    options = {"fp8": RECIPES[recipe]}
+    plain, model = (
+        linen.TransformerLayer(64, 128, 4, **each) for each in ({}, options)
+    )
+    with jax.set_mesh(tp_mesh(2)):
+        variables = model.init(jax.random.key(0), x)
+        params, state = variables["params"], variables.get("_overwrite_with_gradient")
+        assert (state is not None) == (recipe == "delayed")
+
+        def loss(params, state, model):
+            variables = {"params": params}
+            if state is not None:
+                variables["_overwrite_with_gradient"] = state
+            return jnp.mean(model.apply(variables, x) ** 2)
+
+        grad = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
+        found, new = grad(params, state, model)
+        wanted, _ = grad(params, None, plain)
+    assert 1e-4 < relative_error(found, wanted) < 0.2
+    if state is not None:
+        updated = jax.tree_util.tree_leaves_with_path(FP8.apply_updates(state, new))
+        names = [(str(path[-1].key), leaf) for path, leaf in updated]
+        histories = [leaf for name, leaf in names if name == "input_amax_history"]
+        # Query, key and value share one all-gather, and the state of the query.
+        assert len(histories) == 6
+        assert sum(float(history[0]) > 0 for history in histories) == 4
+
+
+def test_a_wrong_recipe():
+    for layer in (LAYERS["mlp"], LAYERS["column"]):
+        with pytest.raises(ConfigurationError, match="recipe = 'hybrid' is not"):
+            layer(rngs=nnx.Rngs(0), fp8="hybrid")
