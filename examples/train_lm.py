@@ -40,6 +40,11 @@ def parse_flags() -> argparse.Namespace:
     add("--method", choices=METHODS, default="auto", help="how linear layers overlap")
     add("--steps", type=int, default=100)
     add("--dtype", choices=("bf16", "f16", "f32"), default="bf16")
+    add(
+        "--fp8",
+        choices=("current", "mxfp8", "rowwise"),
+        help="FP8 recipe of the linear layers in the blocks; None uses --dtype",
+    )
     add("--batch", type=int, default=4, help="sequences per step")
     add("--microbatches", type=int, default=1, help="number of microbatches of a step")
     add("--seq-len", type=int, default=256, help="bytes per sequence")

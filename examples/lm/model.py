@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 import jax_ub as ub
 
 VOCABULARY = 256  # the values of a byte
+Recipe = ub.fp8.Float8CurrentScaling | ub.fp8.MXFP8BlockScaling | ub.fp8.RowwiseScaling
 QUERY_BLOCKS = 4  # number of blocks of queries in attention
 
 
@@ -53,7 +54,14 @@ def kernel(size_in: int, size_out: int, spec: PartitionSpec, rngs: nnx.Rngs) -> 
 class ColumnLinear(nnx.Module):
     """Gathers the tokens and multiplies by kernels sharded over output features."""
 
-    def __init__(self, size_in: int, *sizes_out: int, method: str, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        size_in: int,
+        *sizes_out: int,
+        method: str,
+        rngs: nnx.Rngs,
+        fp8: Recipe | None = None,
+    ):
         """Initializes the kernels.
 
         Args:
@@ -61,8 +69,9 @@ class ColumnLinear(nnx.Module):
             sizes_out: number of output features of each kernel; all share one gather.
             method: how GEMM and communication are combined (`method` of jax_ub).
             rngs: random streams for the initial kernels.
+            fp8: FP8 recipe of x and the kernels; None multiplies them in their dtype.
         """
-        self.method = method
+        self.method, self.fp8 = method, fp8
         spec = PartitionSpec(None, "tp")
         self.kernels = nnx.List([kernel(size_in, n, spec, rngs) for n in sizes_out])
 
@@ -76,15 +85,24 @@ class ColumnLinear(nnx.Module):
             axis_name="tp",
             method=self.method,
             out_dtype=out_dtype,
+            fp8=self.fp8,
         )
 
 
 class RowLinear(nnx.Module):
     """Multiplies by a kernel sharded over input features, and scatters the tokens."""
 
-    def __init__(self, size_in: int, size_out: int, *, method: str, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        size_in: int,
+        size_out: int,
+        *,
+        method: str,
+        rngs: nnx.Rngs,
+        fp8: Recipe | None = None,
+    ):
         """Initializes the kernel; see `ColumnLinear` for the arguments."""
-        self.method = method
+        self.method, self.fp8 = method, fp8
         self.kernel = kernel(size_in, size_out, PartitionSpec("tp", None), rngs)
 
     def __call__(self, x: jax.Array, residual: jax.Array) -> jax.Array:
@@ -97,6 +115,7 @@ class RowLinear(nnx.Module):
             residual=residual,
             axis_name="tp",
             method=self.method,
+            fp8=self.fp8,
         )
 
 
@@ -161,16 +180,19 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 class Block(nnx.Module):
     """Attention and a SwiGLU MLP, each with a norm and a residual connection."""
 
-    def __init__(self, sizes: Sizes, *, method: str, rngs: nnx.Rngs):
+    def __init__(
+        self, sizes: Sizes, *, method: str, rngs: nnx.Rngs, fp8: Recipe | None
+    ):
         """Initializes the linear layers and norms."""
         d, ff = sizes.d_model, sizes.d_ff
+        options = {"method": method, "rngs": rngs, "fp8": fp8}
         self.head_size = d // sizes.num_heads
         self.attention_norm = RMSNorm(d)
-        self.qkv = ColumnLinear(d, d, d, d, method=method, rngs=rngs)
-        self.attention_out = RowLinear(d, d, method=method, rngs=rngs)
+        self.qkv = ColumnLinear(d, d, d, d, **options)
+        self.attention_out = RowLinear(d, d, **options)
         self.mlp_norm = RMSNorm(d)
-        self.gate_up = ColumnLinear(d, ff, ff, method=method, rngs=rngs)
-        self.down = RowLinear(ff, d, method=method, rngs=rngs)
+        self.gate_up = ColumnLinear(d, ff, ff, **options)
+        self.down = RowLinear(ff, d, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Computes the block's output [B, S/P, D] from x of the same shape."""
@@ -184,14 +206,27 @@ class Block(nnx.Module):
 class LanguageModel(nnx.Module):
     """A language model that maps bytes to logits of the next byte."""
 
-    def __init__(self, sizes: Sizes, *, dtype: jnp.dtype, method: str, rngs: nnx.Rngs):
-        """Initializes f32 parameters; the model computes in `dtype`."""
+    def __init__(
+        self,
+        sizes: Sizes,
+        *,
+        dtype: jnp.dtype,
+        method: str,
+        rngs: nnx.Rngs,
+        fp8: Recipe | None = None,
+    ):
+        """Initializes f32 parameters; the model computes in `dtype`.
+
+        The linear layers of the blocks multiply FP8 by the recipe `fp8`. The head,
+        which computes the logits, does not.
+        """
         d = sizes.d_model
         self.dtype = dtype
         table = nnx.initializers.normal(1.0)(rngs.params(), (VOCABULARY, d))
         self.embedding = nnx.Param(table, spec=PartitionSpec())
         blocks = [
-            Block(sizes, method=method, rngs=rngs) for _ in range(sizes.num_layers)
+            Block(sizes, method=method, rngs=rngs, fp8=fp8)
+            for _ in range(sizes.num_layers)
         ]
         self.blocks = nnx.List(blocks)
         self.norm = RMSNorm(d)

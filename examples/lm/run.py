@@ -21,6 +21,12 @@ from lm.text import batch, read_standard_library
 from lm.train import State, Trainer, make_mesh, make_optimizer
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+RECIPES = {
+    None: None,
+    "current": ub.fp8.Float8CurrentScaling(),
+    "mxfp8": ub.fp8.MXFP8BlockScaling(),
+    "rowwise": ub.fp8.RowwiseScaling(),
+}
 
 
 class Run:
@@ -124,6 +130,8 @@ def start(
             method=method,
             dtype=jnp.dtype(DTYPES[args.dtype]),
             optimizer=make_optimizer(args.learning_rate),
+            # The copy with XLA's collectives shows the loss without FP8.
+            fp8=RECIPES[args.fp8] if method == args.method else None,
         )
         for method in methods
     ]
@@ -142,10 +150,15 @@ def start(
         Run(
             trainer,
             jax.tree.map(jnp.copy, state),
-            "xla" if method == "xla" else f"jax_ub ({method})",
+            "xla" if method == "xla" else f"jax_ub ({describe(args, method)})",
         )
         for trainer, method in zip(trainers, methods, strict=True)
     ]
+
+
+def describe(args: argparse.Namespace, method: str) -> str:
+    """Returns the method, and the FP8 recipe if there is one."""
+    return method if args.fp8 is None else f"{method}, FP8 {args.fp8}"
 
 
 def progress(runs: list[Run], tokens: int) -> str:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm.gradients import AXES, accumulate, assemble, mean
 from lm.losses import language_loss, linear_layers_loss
-from lm.model import LanguageModel, Sizes
+from lm.model import LanguageModel, Recipe, Sizes
 
 # Inputs and targets, [microbatches, B, S]. A device embeds its own tokens, but computes
 # logits of all tokens for its part of the vocabulary.
@@ -77,6 +77,7 @@ class Trainer:
         method: str,
         dtype: jnp.dtype,
         optimizer: optax.GradientTransformation,
+        fp8: Recipe | None = None,
     ):
         """Traces the model. Its programs are compiled on their first call.
 
@@ -86,12 +87,13 @@ class Trainer:
             method: method of the linear layers; "xla" is plain `jax.lax`.
             dtype: dtype of the computation; parameters and gradients are f32.
             optimizer: an elementwise optimizer, because devices update their shards.
+            fp8: FP8 recipe of the blocks' linear layers, or None.
         """
         self._mesh, self._optimizer, self._dtype = mesh, optimizer, dtype
 
         def build(key: jax.Array) -> tuple[nnx.GraphDef, State]:
             rngs = nnx.Rngs(key)
-            model = LanguageModel(sizes, dtype=dtype, method=method, rngs=rngs)
+            model = LanguageModel(sizes, dtype=dtype, method=method, rngs=rngs, fp8=fp8)
             graph, params = nnx.split(model)
             return graph, State(params, optimizer.init(params))
 

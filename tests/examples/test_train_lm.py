@@ -15,6 +15,8 @@ from lm.text import batch, read_standard_library
 from lm.train import Trainer, make_mesh, make_optimizer
 from programs import calls, collectives
 
+import jax_ub as ub
+
 pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -28,13 +30,14 @@ def text():
     return read_standard_library()
 
 
-def trainer(*, tp=2, dp=1, method="auto", dtype="float32", sizes=SIZES):
+def trainer(*, tp=2, dp=1, method="auto", dtype="float32", sizes=SIZES, fp8=None):
     return Trainer(
         sizes,
         mesh=make_mesh(dp, tp),
         method=method,
         dtype=jnp.dtype(dtype),
         optimizer=make_optimizer(3e-2),
+        fp8=fp8,
     )
 
 
@@ -190,3 +193,18 @@ def test_wrong_flags_are_rejected(flags, message):
     done = run_script(flags)
     assert done.returncode == 2
     assert re.search(message, done.stderr), done.stderr
+
+
+CURRENT, ROWWISE = ub.fp8.Float8CurrentScaling(), ub.fp8.RowwiseScaling()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tp"),
+    # MXFP8 needs at least 32 features per device.
+    [(CURRENT, 1), (CURRENT, 4), (ROWWISE, 4), (ub.fp8.MXFP8BlockScaling(), 1)],
+)
+def test_fp8_recipes_train_as_well(text, reference, recipe, tp):
+    twin = trainer(tp=tp, fp8=recipe)
+    found, _ = losses(twin, first_state(twin), text)
+    assert found[-1] < found[0]
+    np.testing.assert_allclose(found, reference, rtol=0.02)
