@@ -77,7 +77,8 @@ inline void CompareOne(uint64_t seed,
                        const Isa& isa,
                        std::optional<OperandDTypes> operands = {}) {
   Random random(seed);
-  const auto gemm = MakeGemm(seed, RandomSizes(random), values, operands);
+  const bool has_factors = seed % 2 == 0;
+  const auto gemm = MakeGemm(seed, RandomSizes(random), values, operands, has_factors);
   const GemmProblem& problem = gemm->problem;
   const KernelSet& kernels = KernelsFor(isa, problem.a.dtype, problem.b.dtype);
   const int num_workers = static_cast<int>(Pick(random, 1, 5));

@@ -329,11 +329,11 @@ inline const OperandDTypes kFp8Pairs[] = {{DType::kE4M3, DType::kE4M3},
                                           {DType::kE4M3, DType::kE5M2},
                                           {DType::kE5M2, DType::kE4M3}};
 
-inline std::unique_ptr<RandomGemm> MakeGemm(
-    uint64_t seed,
-    const GemmSizes& sizes,
-    Values values,
-    std::optional<OperandDTypes> operands = {}) {
+inline std::unique_ptr<RandomGemm> MakeGemm(uint64_t seed,
+                                            const GemmSizes& sizes,
+                                            Values values,
+                                            std::optional<OperandDTypes> operands = {},
+                                            bool has_factors = false) {
   Random random(seed);
   auto gemm = std::make_unique<RandomGemm>();
   GemmProblem& problem = gemm->problem;
@@ -364,7 +364,7 @@ inline std::unique_ptr<RandomGemm> MakeGemm(
   for (double& sum : product) sum *= problem.scale;
   gemm->expected.assign(problem.c.num_replicas, product);
   gemm->magnitude.assign(problem.c.num_replicas, magnitude);
-  for (int64_t i = std::max<int64_t>(Pick(random, -2, 2), 0); i > 0; --i) {
+  for (int64_t i = has_factors ? Pick(random, 0, 2) : 0; i > 0; --i) {
     AddFactor(random, *gemm);
   }
   bool has_own = false;

@@ -425,10 +425,10 @@ def test_stacked_layers_are_scanned(types):
 def test_few_functions_are_between_a_layer_and_its_call(monkeypatch):
     stacks, call = [], Call.__call__
 
-    def recorded(self, *operands):
+    def recorded(self, *operands, **options):
         stack = traceback.extract_stack()
         stacks.append([each.name for each in stack if "jax_ub/_src" in each.filename])
-        return call(self, *operands)
+        return call(self, *operands, **options)
 
     monkeypatch.setattr(Call, "__call__", recorded)
     with jax.set_mesh(mesh_of(2, 2)):

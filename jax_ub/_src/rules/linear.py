@@ -381,6 +381,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     bias: jax.Array | tuple[jax.Array, ...] | None = None,
     main_grad: jax.Array | tuple[jax.Array, ...] | None = None,
     residual: jax.Array | None = None,
+    fp8_state: Any = None,
     *,
     axis_name: str | tuple[str, ...] | None,
     ub_name: str | None = None,
@@ -389,7 +390,6 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     out_dtype: DTypeLike | None = None,
     rhs_transposed: bool = False,
     fp8: Recipe | None = None,
-    fp8_state: Mapping[str, jax.Array] | None = None,
     op: str | None = None,
     bias_name: str = "bias",
 ) -> Any:
@@ -402,6 +402,8 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
         bias: of "out" features; a tuple if `w` is a tuple.
         main_grad: see `linear`; a tuple if `w` is a tuple.
         residual: addend of the result, before rounding; only for a single kernel.
+        fp8_state: see `linear`. A tuple has a state for each kernel; the kernels share
+            the scales of the first.
         axis_name: the mesh axis of the ranks; None if the layer is not parallel.
         ub_name: see `linear`.
         method: the method, or a method with the layer's `ub_*` flags.
@@ -409,7 +411,6 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
         out_dtype: dtype of the result; None takes the dtype of `x`.
         rhs_transposed: see `linear`.
         fp8: see `linear`.
-        fp8_state: see `linear`.
         op: the layer's name in errors; None takes the name of the op.
         bias_name: the caller's name of `bias`, for errors.
     """

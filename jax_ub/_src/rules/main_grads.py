@@ -5,7 +5,7 @@ The cotangent of a main_grad is its new value: the old value plus the gradient.
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,9 +45,9 @@ def claim(op: str, main_grads: Sequence[Any] | None, ws: Sequence[jax.Array]) ->
             )
 
 
-def claim_state(op: str, state: Mapping[str, jax.Array] | None) -> None:
-    """Raises an error if another call has used this FP8 state already."""
-    if any([_is_used(array) for array in (state or {}).values()]):
+def claim_state(op: str, state: Any) -> None:
+    """Raises an error if another call has used an FP8 state, or tree of them."""
+    if any([_is_used(array) for array in jax.tree.leaves(state)]):
         raise ShapeContractError(
             f"{op}: this FP8 state went into another call already, and jax would add "
             "the two new states. Give every call a state of its own, or carry one "

@@ -10,7 +10,6 @@ sources. All-gathered operands and residuals are FP8.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -380,7 +379,7 @@ def quantized(
     config: CallConfig,
     x: Any,
     ws: tuple[Any, ...],
-    state: Mapping[str, jax.Array] | None,
+    state: Any,
 ) -> tuple[Any, tuple[Any, ...], tuple[dict[str, jax.Array] | None, ...]]:
     """Quantizes the operands of a layer by its recipe, if it has one.
 
@@ -389,6 +388,7 @@ def quantized(
         gradients of the results, or None. They are () if the operands are not FP8.
     """
     label, recipe = config.label, config.fp8
+    state = state[0] if isinstance(state, tuple) else state
     if recipe is None:
         if state is not None:
             raise ConfigurationError(

@@ -97,8 +97,7 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
         # detect that two calls accumulate into the same main_grad.
         accumulators.claim(layout.op, main_grads, kernels)
     if is_mapped:
-        for state in fp8_states or ():
-            accumulators.claim_state(layout.op, state)
+        accumulators.claim_state(layout.op, fp8_states)
     outs = [layout.in_out(w.shape)[num_in:] for w in kernels]
     is_vector = x.ndim == num_in
     operands, out_dtype = _as_matrices(
@@ -196,12 +195,7 @@ def _shard_function(layout, out_dtype, kernels):
         fp8=layout.fp8,
     )
     is_several = isinstance(kernels, tuple) and layout.mode.op != "all_gather_matmul"
-    return functools.partial(_each_kernel if is_several else _one_call, run)
-
-
-def _one_call(run, x, kernels, biases, main_grads, residual, fp8_states):
-    state = fp8_states[0] if fp8_states else None
-    return run(x, kernels, biases, main_grads, residual, fp8_state=state)
+    return functools.partial(_each_kernel, run) if is_several else run
 
 
 def _each_kernel(run, x, kernels, biases, main_grads, residual, fp8_states):
@@ -209,7 +203,7 @@ def _each_kernel(run, x, kernels, biases, main_grads, residual, fp8_states):
     none = (None,) * len(kernels)
     each = (kernels, biases or none, main_grads or none, fp8_states or none)
     return tuple(
-        run(x, *parameters, residual, fp8_state=state)
+        run(x, *parameters, residual, state)
         for *parameters, state in zip(*each, strict=True)
     )
 
