@@ -10,7 +10,6 @@
 #include "cuda/cuda_calls.h"
 #include "ffi/attributes.h"
 #include "reduce/cuda/sum_params.h"
-#include "transport/cuda/flag_params.h"
 
 namespace jax_ub {
 namespace {
@@ -21,16 +20,29 @@ struct Asked {
   std::multiset<int> priorities;                   // of streams
   std::set<std::pair<unsigned, unsigned>> copies;  // by kernels: blocks, cluster size
   int num_copies = 0;                              // by copy engines
-  int64_t num_signals = 0;
-  std::set<int32_t> sm_targets;  // of products
+  std::set<int32_t> sm_targets;                    // of products
   std::set<lt::ComputeType> compute_types;
   int64_t num_products = 0;
   int64_t last_algorithm = 0;
 };
 Asked asked;
 
+// Handles of the kernel that copies.
+std::set<CUkernel> copy_kernels;
+std::set<CUfunction> copy_functions;
+
 Driver AskingDriver() {
   Driver driver = EmulatedDriver();
+  driver.LibraryGetKernel = [](CUkernel* kernel, CUlibrary library, const char* name) {
+    const CUresult result = EmulatedDriver().LibraryGetKernel(kernel, library, name);
+    if (std::string(name) == kCopyKernel) copy_kernels.insert(*kernel);
+    return result;
+  };
+  driver.KernelGetFunction = [](CUfunction* function, CUkernel kernel) {
+    const CUresult result = EmulatedDriver().KernelGetFunction(function, kernel);
+    if (copy_kernels.contains(kernel)) copy_functions.insert(*function);
+    return result;
+  };
   driver.StreamCreateWithPriority = [](CUstream* stream, unsigned flags, int priority) {
     asked.priorities.insert(priority);
     return EmulatedDriver().StreamCreateWithPriority(stream, flags, priority);
@@ -41,7 +53,7 @@ Driver AskingDriver() {
   };
   driver.LaunchKernelEx = [](const CUlaunchConfig* config, CUfunction function,
                              void** arguments, void** extra) {
-    if (config->blockDimX == kCopyThreads) {  // no other kernel has so many
+    if (copy_functions.contains(function)) {
       const bool is_clustered = config->numAttrs > 0;
       asked.copies.emplace(config->gridDimX,
                            is_clustered ? config->attrs[0].value.clusterDim.x : 1);
@@ -106,7 +118,6 @@ Asked Run(const std::map<std::string, int64_t>& knobs) {
   for (const int rank : calls.local_ranks()) calls.Execute(rank);
   gpus.Synchronize();
   CheckRight(calls);
-  asked.num_signals = gpus.machine.NumCalls(kSignalKernel);
   asked.num_products = ReadEmulatedCublasLt().num_matmuls - num_prepared;
   asked.last_algorithm = ReadEmulatedCublasLt().last_algorithm;
   return asked;
@@ -148,8 +159,8 @@ TEST(StreamsAreAsManyAndAsUrgentAsTheyAreToBe) {
 }
 
 TEST(ChunksAreCutIntoSoManyPieces) {
-  CHECK_EQ(Run({}).num_signals, 2);
-  CHECK_EQ(Run({{"num_splits", 3}}).num_signals, 6);
+  CHECK_EQ(Run({}).num_copies, 2);
+  CHECK_EQ(Run({{"num_splits", 3}}).num_copies, 6);
 }
 
 TEST(ChunksOfTwoRanksAreOneProduct) {
