@@ -369,28 +369,22 @@ def test_tf32_is_used_only_where_it_is_asked_for(engine, allowed, monkeypatch):
     assert attribute(call, "allow_tf32") == allowed
 
 
-def test_fp8_operands_run_as_plain_jax(engine):
-    match = "the CUDA engine multiplies no FP8 operands"
-    options = {"fp8": ub.fp8.Float8CurrentScaling()}
-    operands = shape(8, 32), shape(32, 8)
-    with pytest.raises(UnsupportedOverlapError, match=f"cannot run: {match}"):
-        cuda_text(column(tp_mesh(2), method="pipeline", **options), *operands)
-    text = cuda_text(column(tp_mesh(2), **options), *operands)
-    assert not custom_calls(text)
-    # The bytes of x, and one collective that agrees on the scales.
-    assert collectives(text) == {"all_gather": 1, "all_reduce": 1}
-    assert ub.fallbacks()[-1].reason == match
-
-
-def refused(mesh, match, **options):
+def refused(mesh, match, num_reduced=0, **options):
     """Asserts that a named method raises an error, and that "auto" falls back."""
     operands = shape(8, 6), shape(6, 8)
     with pytest.raises(UnsupportedOverlapError, match=match):
         cuda_text(column(mesh, method="pipeline", **options), *operands)
     text = cuda_text(column(mesh, **options), *operands)
     assert not custom_calls(text)
-    assert collectives(text) == {"all_gather": 1}
+    reduced = {"all_reduce": num_reduced} if num_reduced else {}
+    assert collectives(text) == {"all_gather": 1, **reduced}
     assert re.search(match, f"cannot run: {ub.fallbacks()[-1].reason}")
+
+
+def test_fp8_operands_are_refused(engine):
+    recipe = ub.fp8.Float8CurrentScaling()
+    match = "cannot run: the CUDA engine multiplies no FP8 operands"
+    refused(tp_mesh(2), match, fp8=recipe, num_reduced=1)  # agrees on the scales
 
 
 def test_direct_is_refused(engine):
