@@ -214,7 +214,7 @@ def test_a_death_during_connection_is_reported_at_once():
         [0, 1],
         at=job.one("dies")["at"],
         within_s=SOON_S,
-        names=["rank 2", "process 2"],
+        names=["process 2"],
     )
 
 
