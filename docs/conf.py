@@ -29,10 +29,11 @@ myst_heading_anchors = 4
 
 # Docstrings quote code with single backticks.
 default_role = "code"
+# `__call__` has the shapes of a layer's inputs. Other special members need no page.
 autodoc_default_options = {"members": True, "special-members": "__call__"}
 autoclass_content = "both"  # of the class and of its constructor
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "none"  # docstrings describe types, with shapes and units
 napoleon_use_ivar = True
 napoleon_attr_annotations = False
 toc_object_entries_show_parents = "hide"
@@ -129,6 +130,7 @@ def setup(app):
     """Connects the functions above, and shows diagrams as their source."""
     app.connect("doctree-resolved", title_links)
     app.connect("autodoc-process-signature", readable_signature)
+    # Runs before napoleon, which has the default priority of 500.
     app.connect("autodoc-process-docstring", markdown_to_rst, priority=400)
     app.connect("env-check-consistency", check_that_every_public_name_is_documented)
     app.add_lexer("mermaid", TextLexer)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from operands import assert_equal
 from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
@@ -107,3 +108,16 @@ def value_and_gradients(function, *operands):
     numbers = tuple(range(len(operands)))
     gradients, y = jax.jit(jax.grad(loss, numbers, has_aux=True))(*operands)
     return y, gradients
+
+
+def check_main_grad(layer):
+    """Asserts that a row-parallel layer (x, w, main_grad) accumulates in main_grad."""
+    x, w, _ = operands()
+    main_grad = integers(5, w.shape, "float32")
+    function = on_ranks(layer, tp_mesh(2), (COLUMNS, ROWS, ROWS), ROWS)
+    _, (dx, dw, accumulated) = value_and_gradients(function, x, w, main_grad)
+    wide = (v.astype("float32") for v in (x, w))
+    _, expected = value_and_gradients(lambda x, w: plain(x, w, 0.0), *wide)
+    assert_equal(dx, expected[0].astype("bfloat16"))
+    assert_equal(accumulated, main_grad + expected[1])
+    assert not np.any(dw)

@@ -130,6 +130,11 @@ def is_scaled(value: Any) -> bool:
     return isinstance(value, ScaledArray)
 
 
+def values_of(operand: Any) -> Any:
+    """Returns the FP8 values of a `ScaledArray`; any other operand as it is."""
+    return operand.values if is_scaled(operand) else operand
+
+
 def _check(values, scales, source):
     if values.dtype not in dtypes.FP8:
         raise ShapeContractError(

@@ -139,18 +139,18 @@ TEST(AtTheLimitOfThreadsCallsEnd) {
       {0, 1, 0, 1},
       [](Member& member) {
         Arrays arrays(1);
-        CallSite beside(Spanning(Op::kBulkAllGather, Method::kDirect, 4));
-        const auto calls = MakeCalls(beside.attributes(), {}, arrays);
+        CallSite concurrent(Spanning(Op::kBulkAllGather, Method::kDirect, 4));
+        const auto calls = MakeCalls(concurrent.attributes(), {}, arrays);
         std::vector<Outcome> outcomes;
         const auto begin = [&](int rank) {
           outcomes.push_back(
-              Submit(member.engine(), beside, 1, 100 + rank, calls[rank]));
+              Submit(member.engine(), concurrent, 1, 100 + rank, calls[rank]));
         };
         begin(member.ranks()[0]);  // with which the watchdog starts
         const NoThreadStarts limit;
         begin(member.ranks()[1]);
         for (Outcome& outcome : outcomes) CHECK_EQ(outcome.Wait(), "");
-        CHECK_EQ(NumWrong(beside.attributes(), calls, member.ranks()), 0);
+        CHECK_EQ(NumWrong(concurrent.attributes(), calls, member.ranks()), 0);
         // Ranks that wait for each other cannot run in sequence.
         CallSite waiting(Spanning(Op::kBulkAllGather, Method::kRingExchange, 4));
         const auto others = MakeCalls(waiting.attributes(), {}, arrays);

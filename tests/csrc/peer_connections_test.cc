@@ -113,9 +113,9 @@ TEST(WhereNoThreadStartsThePeersAreToldWhy) {
                  "CommunicatorError: jax_ub.tp: rank 0 (process 0, pid " +
                      std::to_string(getpid()) + ") failed: a thread cannot start: ");
   }
-  const Message told = Await(ends.other);
-  CHECK(told.kind == MessageKind::kPoison);
-  CHECK(told.body.find(" failed: a thread cannot start: ") != std::string::npos);
+  const Message received = Await(ends.other);
+  CHECK(received.kind == MessageKind::kPoison);
+  CHECK(received.body.find(" failed: a thread cannot start: ") != std::string::npos);
 }
 
 }  // namespace

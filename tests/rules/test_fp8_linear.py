@@ -16,6 +16,7 @@ from scaled_operands import (
     RECIPES,
     ROWS,
     SPECS,
+    check_main_grad,
     integers,
     on_tp,
     operands,
@@ -293,26 +294,8 @@ def test_gradients_of_several_kernels_share_a_scale(recipe):
 
 
 def test_main_grad_accumulates():
-    x, w, _ = operands()
-    main_grad = integers(5, w.shape, "float32")
-
-    def call(x, w, main_grad):
-        return ub.linear(
-            x,
-            w,
-            parallel="row",
-            axis_name="tp",
-            fp8=RECIPES["current"],
-            main_grad=main_grad,
-        )
-
-    function = on_ranks(call, tp_mesh(2), (COLUMNS, ROWS, ROWS), ROWS)
-    _, (dx, dw, accumulated) = value_and_gradients(function, x, w, main_grad)
-    wide = (v.astype("float32") for v in (x, w))
-    _, expected = value_and_gradients(lambda x, w: plain(x, w, 0.0), *wide)
-    assert_equal(dx, expected[0].astype("bfloat16"))
-    assert_equal(accumulated, main_grad + expected[1])
-    assert not np.any(dw)
+    options = {"parallel": "row", "axis_name": "tp", "fp8": RECIPES["current"]}
+    check_main_grad(lambda x, w, m: ub.linear(x, w, main_grad=m, **options))
 
 
 X, W = (value.astype("float32") for value in operands()[:2])

@@ -14,6 +14,7 @@ from scaled_operands import (
     MODES,
     RECIPES,
     ROWS,
+    check_main_grad,
     integers,
     linear,
     on_tp,
@@ -312,12 +313,4 @@ def test_main_grad_accumulates_and_the_kernel_has_no_gradient():
         options = {"main_grad": main_grad, "out_dtype": jnp.float32}
         return ub.matmul_reduce_scatter(x, w, axis_name="tp", **options)
 
-    x, w, _ = operands()
-    main_grad = integers(5, w.shape, "float32")
-    function = on_ranks(layer, tp_mesh(2), (COLUMNS, ROWS, ROWS), ROWS)
-    _, (dx, dw, accumulated) = value_and_gradients(function, x, w, main_grad)
-    wide = (v.astype("float32") for v in (x, w))
-    _, expected = value_and_gradients(lambda x, w: plain(x, w, 0.0), *wide)
-    assert_equal(dx, expected[0].astype("bfloat16"))
-    assert_equal(accumulated, main_grad + expected[1])
-    assert not np.any(dw)
+    check_main_grad(layer)

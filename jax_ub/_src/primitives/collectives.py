@@ -12,10 +12,10 @@ from jax_ub._src.primitives.matmuls import (
     gathered_like,
     matmul,
     scales_of,
-    values_of,
     wgrad,
     with_scales,
 )
+from jax_ub._src.scaled_array import values_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class AllGather(Call):
 
 def all_gather(execution: Execution, x: Operand) -> Operand:
     """All-gathers the rows of `x`, `[..., m, K]` -> `[..., P*m, K]`."""
-    gathered = AllGather(execution=execution)(*values_of((x,)))[0]
+    gathered = AllGather(execution=execution)(values_of(x))[0]
     return gathered_like(x, gathered)
 
 
@@ -187,7 +187,7 @@ def bulk_all_gather(
         num_pairs=len(dys),
         partial_dtype=np.dtype(partial_dtype),
     )
-    dx, gathered = call(*values_of((*dys, *ws, shard)), scales=scales)
+    dx, gathered = call(*map(values_of, (*dys, *ws, shard)), scales=scales)
     return dx, gathered_like(shard, gathered)
 
 
@@ -296,6 +296,6 @@ def bulk_reduce_scatter(
         dw_dtype=np.dtype(dw_dtype),
         scattered_dtype=np.dtype(scattered_dtype),
     )
-    operands = (*values_of((x, *dys)), *(main_grads or ()), partial)
+    operands = (*map(values_of, (x, *dys)), *(main_grads or ()), partial)
     *dws, scattered = call(*operands, scales=scales)
     return tuple(dws), scattered

@@ -15,17 +15,12 @@ from jax_ub._src.primitives.call import (
     overwritten,
     rows_and_features,
 )
-from jax_ub._src.scaled_array import ScaledArray
+from jax_ub._src.scaled_array import ScaledArray, values_of
 
 _GATHER = {None: 0, "x": 1, "dy": 2}
 
 
 Operand = jax.Array | ScaledArray
-
-
-def values_of(operands: Sequence[Operand]) -> tuple[jax.Array, ...]:
-    """Returns the FP8 values of `ScaledArray`s; other operands as they are."""
-    return tuple(x.values if isinstance(x, ScaledArray) else x for x in operands)
 
 
 def scales_of(*operands: Operand) -> tuple[jax.Array, ...]:
@@ -211,7 +206,7 @@ def _summed_matmul(  # noqa: PLR0913, operands and options of a GEMM
         out_dtype=np.dtype(out_dtype),
     )
     addends = [addend for addend in (bias, residual) if addend is not None]
-    return call(*values_of((*xs, *ws)), *addends, scales=scales)[0]
+    return call(*map(values_of, (*xs, *ws)), *addends, scales=scales)[0]
 
 
 matmul = functools.partial(_summed_matmul, Matmul)
@@ -354,7 +349,7 @@ def all_gather_matmul(  # noqa: PLR0913, operands and options of a GEMM
         out_dtype=np.dtype(out_dtype),
     )
     addends = (*(biases or ()), *(residuals or ()))
-    results = call(*values_of((x, *ws)), *addends, scales=scales)
+    results = call(*map(values_of, (x, *ws)), *addends, scales=scales)
     gathered = gathered_like(x, results[len(ws)]) if return_gathered else None
     return results[: len(ws)], gathered
 
@@ -477,4 +472,4 @@ def wgrad(
         scale=float(scale),
         out_dtype=np.dtype(out_dtype),
     )
-    return call(*values_of((x, *dys)), *(main_grads or ()), scales=scales)
+    return call(*map(values_of, (x, *dys)), *(main_grads or ()), scales=scales)

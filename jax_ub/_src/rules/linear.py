@@ -28,7 +28,7 @@ from jax_ub._src.rules.forward import forward_of, is_replicated
 from jax_ub._src.rules.operand_checks import as_tuple, check_operands
 from jax_ub._src.rules.row import row_linear
 from jax_ub._src.rules.vjp import check_no_main_grad
-from jax_ub._src.scaled_array import ScaledArray, is_scaled
+from jax_ub._src.scaled_array import ScaledArray, is_scaled, values_of
 
 
 def linear(  # noqa: PLR0913, pinned
@@ -124,7 +124,7 @@ def linear(  # noqa: PLR0913, pinned
     )
     is_vector = False
     if parallel is None or not sequence_parallel:
-        shapes.check_rank(call_label(op, ub_name), "x", scaled.values_of(x), 1)
+        shapes.check_rank(call_label(op, ub_name), "x", values_of(x), 1)
         is_vector = x.ndim == 1
         if is_vector:
             x = scaled.as_row(x)

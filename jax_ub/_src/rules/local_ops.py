@@ -11,7 +11,7 @@ from jax_ub._src.primitives import collectives, vma
 from jax_ub._src.primitives.matmuls import matmul, wgrad
 from jax_ub._src.rules import scaled
 from jax_ub._src.rules.call_config import make_call_config, make_local_call_config
-from jax_ub._src.scaled_array import ScaledArray, is_scaled, map_scaled
+from jax_ub._src.scaled_array import ScaledArray, is_scaled, map_scaled, values_of
 
 
 def dgrad_add(
@@ -41,7 +41,7 @@ def dgrad_add(
     op = "dgrad_add"
     config = make_local_call_config(op)
     is_fp8 = scaled.have_scales(op, dy=dy, w=w)
-    shapes.check_rank(op, "dy", scaled.values_of(dy), 1)
+    shapes.check_rank(op, "dy", values_of(dy), 1)
     if is_fp8:
         _check_scales(op, dy=dy, w=w)
     else:
@@ -151,8 +151,8 @@ def wgrad_accumulate(
     op = "wgrad_accumulate"
     config = make_local_call_config(op)
     is_fp8 = scaled.have_scales(op, x=x, dy=dy)
-    shapes.check_rank(op, "x", scaled.values_of(x), 1)
-    for name, array in (("dy", scaled.values_of(dy)), ("main_grad", main_grad)):
+    shapes.check_rank(op, "x", values_of(x), 1)
+    for name, array in (("dy", values_of(dy)), ("main_grad", main_grad)):
         shapes.check_array(op, name, array)
     shapes.check_float(op, main_grad=main_grad)
     if is_fp8:
@@ -163,7 +163,7 @@ def wgrad_accumulate(
     for name, array in (("x", x), ("dy", dy)):
         shapes.check_not_empty(op, name, array)
     rows = (*x.shape[:-1], dy.shape[-1] if dy.ndim else 0)
-    shapes.check_shape(op, "dy", scaled.values_of(dy), rows, "[..., N] with x's rows")
+    shapes.check_shape(op, "dy", values_of(dy), rows, "[..., N] with x's rows")
     wanted = (x.shape[-1], dy.shape[-1])
     shapes.check_shape(op, "main_grad", main_grad, wanted, "[K, N]")
     axes = config.axes(x, dy, main_grad)

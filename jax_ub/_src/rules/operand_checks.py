@@ -9,7 +9,7 @@ from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.primitives import vma
 from jax_ub._src.rules import scaled
 from jax_ub._src.rules.call_config import CallConfig
-from jax_ub._src.scaled_array import is_scaled
+from jax_ub._src.scaled_array import is_scaled, values_of
 
 
 def as_tuple(
@@ -41,9 +41,9 @@ def check_operands(config: CallConfig, x, ws, biases, residual, out_dtype) -> np
         raise ShapeContractError(
             f"{label}: w is an empty tuple. Pass at least one kernel."
         )
-    shapes.check_rank(label, "x", scaled.values_of(x))
+    shapes.check_rank(label, "x", values_of(x))
     for i, w in enumerate(ws):
-        kernel = config.kernel(scaled.values_of(w))
+        kernel = config.kernel(values_of(w))
         if is_scaled(x):
             scaled.check_operands(config, x, w)
         else:

@@ -43,11 +43,6 @@ from jax_ub._src.scaled_array import (
 )
 
 
-def values_of(operand: Any) -> Any:
-    """Returns the FP8 values of a `ScaledArray`; any other operand as it is."""
-    return operand.values if is_scaled(operand) else operand
-
-
 def as_row(x: Any) -> Any:
     """Adds an axis of one row in front of a vector, or of an FP8 vector."""
     return jax.tree.map(lambda leaf: leaf[None] if leaf.ndim else leaf, x)

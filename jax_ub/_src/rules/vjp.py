@@ -9,11 +9,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_ub._src.errors import UnsupportedOverlapError
-from jax_ub._src.primitives.matmuls import values_of
 from jax_ub._src.reference import sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.main_grads import check_vmapped_together
-from jax_ub._src.scaled_array import ScaledArray, is_scaled, map_scaled
+from jax_ub._src.scaled_array import ScaledArray, is_scaled, map_scaled, values_of
 
 
 def differentiable(forward: Callable, gradients: Callable) -> Callable:
@@ -109,7 +108,7 @@ def accumulation(config: CallConfig, dys, main_grads):
     """
     if main_grads is None:
         return None, config.dw_dtype or config.dtype
-    pairs = zip(main_grads, values_of(dys), strict=True)
+    pairs = zip(main_grads, map(values_of, dys), strict=True)
     checked = tuple(check_vmapped_together(config.label, *pair) for pair in pairs)
     return checked, jnp.float32
 

@@ -189,14 +189,14 @@ TEST(a_wait_ends_when_its_peer_announces_another_call) {
       CHECK_EQ(rank.error.tag, kTag);
       CHECK_EQ(rank.error.other_tag, kOtherTag);
       // Its peers receive both tags and forward them to the others.
-      Rank told(epoch);
-      told.poison = poison;
-      Launch(kEndKernel, told.End({{0, AddressOf(&poison)}}), 1, 32);
+      Rank informed(epoch);
+      informed.poison = poison;
+      Launch(kEndKernel, informed.End({{0, AddressOf(&poison)}}), 1, 32);
       CHECK_EQ(poison, rank.failed);
-      CHECK_EQ(told.error.code, ErrorRecord::kPeerFailed);
-      CHECK_EQ(told.error.peer, 3u);
-      CHECK_EQ(told.error.tag, kTag);
-      CHECK_EQ(told.error.other_tag, kOtherTag);
+      CHECK_EQ(informed.error.code, ErrorRecord::kPeerFailed);
+      CHECK_EQ(informed.error.peer, 3u);
+      CHECK_EQ(informed.error.tag, kTag);
+      CHECK_EQ(informed.error.other_tag, kOtherTag);
     }
   }
 }

@@ -5,7 +5,7 @@
 //   ceilings   the plain product through CudaGemm; a copy by the copy engine
 //   chunked    the products of a rank in P chunks on 1 to 3 streams against one product
 //   copies     messages by the copy engine and by kernels of 4 to 32 thread blocks
-//   beside     a product while its operand is moved, by the copy engine or by kernels that
+//   moved      a product while its operand is moved, by the copy engine or by kernels that
 //              it leaves multiprocessors to, against the product alone
 //   handshakes signals and waits at the highest priority while GEMMs use all but 0 to 16
 //              multiprocessors
@@ -62,7 +62,7 @@ class PartsBench : public GpuBench {
     Ceilings();
     for (const Layer& layer : kLayers) Chunked(layer);
     Copies();
-    Beside();
+    NextToCopies();
     Handshakes();
     MatrixSum();
     HostTimes();
@@ -168,7 +168,7 @@ class PartsBench : public GpuBench {
     }
   }
 
-  void Beside() {
+  void NextToCopies() {
     const Layer& layer = kLayers[2];
     const int64_t m = layer.m, n = layer.n, k = layer.k;
     const DeviceMemory a = Random(2 * m * k), b = Random(2 * k * n);
@@ -189,7 +189,7 @@ class PartsBench : public GpuBench {
     }
     const auto times = ReplayTimes(programs);
     for (size_t i = 0; i < names.size(); ++i) {
-      Show("product beside " + names[i] + " over the product, " + layer.name,
+      Show("product next to " + names[i] + " over the product, " + layer.name,
            times[1 + i] / times[0]);
     }
   }
@@ -238,7 +238,7 @@ class PartsBench : public GpuBench {
         Synchronize();
         const CUgraphExec gemms = Capture(stream(0), multiply);
         const std::string suffix = layer.name + ", margin " + std::to_string(margin);
-        show("beside chunks of " + suffix, [&] { Launch(gemms, stream(0)); });
+        show("next to chunks of " + suffix, [&] { Launch(gemms, stream(0)); });
         driver_.GraphExecDestroy(gemms);
       }
     }

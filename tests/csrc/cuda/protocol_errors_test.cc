@@ -85,7 +85,7 @@ TEST(counting_the_epoch_before_freeing_is_found) {
       signal.params.resize(sizeof freed);
       std::memcpy(signal.params.data(), &freed, sizeof freed);
       program.lane.insert(program.lane.begin() + ++i, signal);
-      for (Beside& read : program.beside) read.after += read.after >= i;
+      for (ConcurrentWork& read : program.concurrent) read.after += read.after >= i;
     }
   };
   ExpectFound("waits for ever", change, kinds);
@@ -235,7 +235,7 @@ TEST(checking_the_place_behind_a_signal_is_found) {
     // The lane's first operation is the check, and its last is the end of the call.
     CHECK(IsKernel(program.lane.front(), kCheckPartitionKernel));
     std::rotate(program.lane.begin(), program.lane.begin() + 1, program.lane.end() - 1);
-    for (Beside& beside : program.beside) --beside.after;
+    for (ConcurrentWork& work : program.concurrent) --work.after;
   };
   for (const Kind& kind : kKinds) {
     const std::string wrong =

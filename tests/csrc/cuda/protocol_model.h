@@ -87,7 +87,7 @@ class ProtocolModel {
       todo_.pop_back();
       bool moved = false;
       for (int rank = 0; rank < num_ranks_; ++rank) {
-        moved |= TryBeside(state, rank);
+        moved |= TryConcurrent(state, rank);
         moved |= TryLane(state, rank, false);
         if (search_ == Search::kFailures) moved |= TryLane(state, rank, true);
       }
@@ -186,7 +186,8 @@ class ProtocolModel {
       const auto* const bytes = reinterpret_cast<const std::byte*>(&sent);
       signal.params.assign(bytes, bytes + sizeof(sent));
       program.lane.insert(program.lane.begin() + static_cast<ptrdiff_t>(i), signal);
-      for (Beside& beside : program.beside) beside.after += beside.after > i ? 1 : 0;
+      for (ConcurrentWork& work : program.concurrent)
+        work.after += work.after > i ? 1 : 0;
       ++i;
     }
   }
@@ -381,14 +382,14 @@ class ProtocolModel {
     return true;
   }
 
-  bool TryBeside(const State& state, int rank) {
+  bool TryConcurrent(const State& state, int rank) {
     bool moved = false;
-    const std::vector<Beside>& beside = programs_[rank].beside;
-    for (size_t i = 0; i < beside.size(); ++i) {
+    const std::vector<ConcurrentWork>& concurrent = programs_[rank].concurrent;
+    for (size_t i = 0; i < concurrent.size(); ++i) {
       const uint32_t done = Done(state, rank);
-      if ((done >> i & 1) != 0 || beside[i].after > Next(state, rank)) continue;
+      if ((done >> i & 1) != 0 || concurrent[i].after > Next(state, rank)) continue;
       State next = state;
-      Use(next, rank, beside[i].reads, beside[i].writes);
+      Use(next, rank, concurrent[i].reads, concurrent[i].writes);
       const uint32_t now_done = done | 1u << i;
       std::memcpy(&next[At(rank) + 1], &now_done, sizeof now_done);
       Visit(std::move(next));

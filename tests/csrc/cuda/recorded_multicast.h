@@ -56,9 +56,9 @@ class MulticastRecorder : public CudaDevice {
   Tensor Allocate(DType, int64_t, int64_t, int64_t) override { return {}; }
   void Multiply(Lane lane, std::vector<GemmProblem> problems, const Step&) override {
     for (const GemmProblem& problem : problems) {
-      given_[lane] |= 1u << program_.beside.size();
+      given_[lane] |= 1u << program_.concurrent.size();
       const int64_t size_bytes = problem.m * problem.n * SizeOf(problem.c.dtype);
-      program_.beside.push_back(
+      program_.concurrent.push_back(
           {begin_, {}, {Part(problem.c.segments.front().data, size_bytes)}});
     }
   }

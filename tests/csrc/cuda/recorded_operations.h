@@ -41,7 +41,8 @@ struct Operation {
   bool uses_slots() const { return !reads.empty() || !writes.empty(); }
 };
 
-struct Beside {
+// A GEMM or sum on another lane.
+struct ConcurrentWork {
   size_t after = 0;  // this many operations of the lane
   std::vector<Content> reads;
   std::vector<Content> writes;
@@ -49,7 +50,7 @@ struct Beside {
 
 struct RankProgram {
   std::vector<Operation> lane;
-  std::vector<Beside> beside;
+  std::vector<ConcurrentWork> concurrent;
 };
 
 inline constexpr int kRecordedSms = 2;

@@ -37,7 +37,7 @@ class Recorder {
   void Call(const Schedule& schedule, int64_t slot_bytes) {
     CudaSlots slots = MakeSlots(schedule, slot_bytes, nullptr);
     held_.clear();
-    const size_t first_read = program_.beside.size();
+    const size_t first_read = program_.concurrent.size();
     for (size_t i = 0; i < schedule.steps.size(); ++i) {
       const size_t num_waits = CountSteps(schedule.steps, i, StepKind::kWait);
       if (num_waits == 0) {
@@ -53,7 +53,7 @@ class Recorder {
     slots.EndCall();
     slots.Finish({});
     for (size_t i = end; i < program_.lane.size(); ++i) {
-      for (size_t read = first_read; read < program_.beside.size(); ++read) {
+      for (size_t read = first_read; read < program_.concurrent.size(); ++read) {
         program_.lane[i].needs |= 1u << read;
       }
     }
@@ -203,25 +203,25 @@ class Recorder {
       }
       case StepKind::kMultiply:
       case StepKind::kCopy: {
-        Beside product{lane.size(), {}, {}};
+        ConcurrentWork product{lane.size(), {}, {}};
         for (int i = 0; i < step.num_chunks; ++i) {
           const auto held = held_.find(IdOf(ChunkOf(step, i)));
           if (held == held_.end()) return;  // reads own operands only
           product.reads.push_back(content_of(held->second, held->first));
         }
-        program_.beside.push_back(product);
+        program_.concurrent.push_back(product);
         return;
       }
       case StepKind::kReduce: {
-        Beside sum{lane.size(), {}, {}};
-        sums_of_[step.split] = program_.beside.size();
+        ConcurrentWork sum{lane.size(), {}, {}};
+        sums_of_[step.split] = program_.concurrent.size();
         for (int peer = 0; peer < schedule.num_ranks; ++peer) {
           if (peer == schedule.rank) continue;
           const PieceId part =
               IdOf({call_, Payload::kPartial, step.chunk, step.split, peer});
           sum.reads.push_back(content_of(held_.at(part), part));
         }
-        program_.beside.push_back(sum);
+        program_.concurrent.push_back(sum);
         return;
       }
       case StepKind::kRelease:
@@ -245,7 +245,7 @@ class Recorder {
   std::map<Piece, PieceId>& pieces_;
   RankProgram program_;
   std::map<PieceId, int> held_;    // by this rank, in this call -> slot
-  std::map<int, size_t> sums_of_;  // split -> index of its sum in `beside`
+  std::map<int, size_t> sums_of_;  // split -> index of its sum in `concurrent`
   int call_ = 0;
 };
 

@@ -113,7 +113,7 @@ TEST(a_sum_may_be_stored_over_one_of_its_parts) {
   }
 }
 
-TEST(a_sum_refuses_what_is_less_aligned_than_it_was_told) {
+TEST(a_sum_rejects_a_smaller_alignment_than_declared) {
   alignas(16) float numbers[16] = {};
   SumParams params = {};
   params.num_parts = 1;
