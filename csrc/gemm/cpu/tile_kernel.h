@@ -26,6 +26,17 @@ inline void StoreRows(const Vec (&sum)[kRows][kVectors], const TileOutput& outpu
   }
 }
 
+// Calls StoreRows for the dtype of the result. This is no lambda for ForEachResultDType:
+// if a closure refers to `sum`, gcc 12 keeps the sums in memory instead of registers.
+template <int kIndex = 0, int kRows, int kVectors>
+inline void StoreRowsAsAny(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
+  constexpr DType kDType = kDTypes[kIndex].dtype;
+  if constexpr (kDTypes[kIndex].is_result) {
+    if (output.to_dtype == kDType) return StoreRows<kDType>(sum, output);
+  }
+  if constexpr (kIndex + 1 < kNumDTypes) StoreRowsAsAny<kIndex + 1>(sum, output);
+}
+
 template <int kRows, int kVectors>
 inline void ScaleTile(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
   for (const float& factor : output.factors) {
@@ -61,9 +72,7 @@ inline void StoreTile(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
       }
     }
   }
-  ForEachResultDType([&]<DType kDType>() {
-    if (kDType == output.to_dtype) StoreRows<kDType>(sum, output);
-  });
+  StoreRowsAsAny(sum, output);
 }
 
 // Prefetches the cache lines of one step.
