@@ -56,7 +56,8 @@ class ResultWriter {
   // rectangle. The first row and column are relative to the rectangle.
   template <typename Visit>
   void ForEachSegmentBlock(Range rows, Range columns, const Visit& visit) const;
-  // Returns whether each factor has only one value in the segment.
+  // Returns whether every factor (a scale of an FP8 operand) is one number for all
+  // elements of the segment, so that the tile kernel can multiply by it.
   bool HasOneOfEachFactor(int64_t segment) const;
   void ScaleSegmentBlock(float* sums,
                          int64_t sums_stride,

@@ -148,8 +148,8 @@ class Grid {
     tables_.push_back(std::move(table));
   }
 
-  // Returns whether test(table, here, next, side) is true for intervals i and i + 1 of
-  // `axis` in all views, and whether their strides are equal.
+  // Compares the intervals i and i + 1 of `axis` in all views. Returns whether their
+  // strides are equal and test(table, interval i, interval i + 1, side) is true.
   template <typename Test>
   bool Everywhere(Axis axis, size_t i, Test test) const {
     for (size_t t = 0; t < tables_.size(); ++t) {

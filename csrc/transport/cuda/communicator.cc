@@ -67,7 +67,7 @@ struct CudaCommunicator::State {
   const double timeout_s;
   GroupHeaps heaps;
   const int64_t size_bytes;
-  // Indexed by process index. Their connections have been moved to `failure`.
+  // Indexed by process index. Without the connections: `failure` owns these.
   std::vector<ConnectedPeer> connected_peers;
   std::atomic<bool> rejects_calls{false};
   std::atomic<bool> is_closed{false};

@@ -75,8 +75,8 @@ struct FlagTarget {
   uint64_t poison;
 };
 
-// The address of one word of each other rank: its `poison`, or the word in which this
-// rank announces its call to it.
+// The addresses of one word in the memory of each other rank: either its `poison` word,
+// or the word in which this rank announces its calls to that rank.
 struct PeerWords {
   uint32_t num_peers;
   uint64_t words[kMaxRanks];  // the first num_peers are used

@@ -72,7 +72,7 @@ def have_scales(label: str, **operands: Any) -> bool:
 
 
 def by_name(x: Any, ws: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns the operands of a layer by their names in errors."""
+    """Returns a dict from the names that errors use, "x" and "w", to the operands."""
     names = ["w"] if len(ws) == 1 else [f"w[{i}]" for i in range(len(ws))]
     return {"x": x, **dict(zip(names, ws, strict=True))}
 

@@ -126,7 +126,7 @@ class LinearOp:
         return functools.partial(run, peers.Rings(), dots)
 
     def on_one_device(self, method: str) -> Program:
-        """Returns the op without communication, with jax_ub's GEMMs, as a limit."""
+        """Returns the op's GEMMs by jax_ub without communication: the op's limit."""
         run = next(iter(self.programs.values()))
         gemm = {name: own_gemm(method, name[-2:]) for name in self.gemms}
         dots = {name: lambda a, b, _, g=g: g(a, b) for name, g in gemm.items()}
@@ -159,7 +159,7 @@ def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
 
 
 def plain(op: LinearOp, method: str, dtype: str, column: Shape) -> Candidate:
-    """Returns jax_ub's GEMMs of the global sizes on one device, as a limit."""
+    """Returns the limit of the op: its GEMMs by jax_ub, whole, on one device."""
     candidate = op.candidates(Ranks(1), dtype, column)
     return candidate(cases.PLAIN, op.on_one_device(method))
 
