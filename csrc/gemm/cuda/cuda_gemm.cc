@@ -58,9 +58,18 @@ bool IsSummedInResult(const GemmProblem& problem, const Fused& fused) {
   return problem.c.dtype == problem.a.dtype && num_terms == 1;
 }
 
+// Returns whether the addends can be stored in the result before the GEMM adds to it,
+// without another rounding: a single addend is not rounded, and f32 needs no rounding.
+bool CanAddBefore(const GemmProblem& problem) {
+  return problem.addends.size() == 1 || problem.c.dtype == DType::kF32;
+}
+
 // Returns the size in bytes of the f32 sum in the workspace, or 0 if it is not needed.
 int64_t SumBytes(const GemmProblem& problem) {
-  if (IsSummedInResult(problem, FuseAddends(problem))) return 0;
+  if (IsSummedInResult(problem, FuseAddends(problem)) &&
+      (problem.addends.empty() || CanAddBefore(problem))) {
+    return 0;
+  }
   return RoundUp(problem.m * problem.n * SizeOf(DType::kF32));
 }
 
@@ -98,7 +107,7 @@ PlannedMatrix Planned(const BlockMatrix& matrix,
 uint64_t AddressOf(const std::byte* data) { return reinterpret_cast<uintptr_t>(data); }
 
 // Returns the part of the key that describes a term's operands, with A and B swapped.
-MatmulKey KeyOf(const GemmBlock& block, const BlockTerm& term, DType dtype) {
+MatmulKey OperandsOf(const GemmBlock& block, const BlockTerm& term, DType dtype) {
   MatmulKey key;
   key.operand_dtype = dtype;
   key.m = block.n;
@@ -119,7 +128,7 @@ class CudaGemm::State {
   State(const CublasLt& library, const Driver& driver, const SumKernels& sums)
       : driver_(driver), sums_(sums), plans_(library) {}
 
-  // Enqueues all matmuls of the product, or only prepares them if `stream` is nullopt.
+  // Enqueues all GEMMs of the product, or only prepares them if `stream` is nullopt.
   // Returns the number of algorithms of the term that has the most.
   int Run(const GemmProblem& problem,
           const GemmOptions& options,
@@ -133,11 +142,11 @@ class CudaGemm::State {
     const Pass pass = MakePass(problem, options, workspace, stream);
     int num_algorithms = 1;
     for (const GemmBlock& block : blocks) {
-      num_algorithms = std::max(num_algorithms, Multiply(pass, block));
-      if (!stream) continue;
-      if (!pass.in_result) {
-        Finish(pass, block);
-      } else if (block.terms.empty()) {
+      const Addition addition = AdditionOf(pass, block);
+      if (stream && addition == Addition::kBefore) StoreAddends(pass, block);
+      num_algorithms = std::max(num_algorithms, Multiply(pass, block, addition));
+      if (stream && addition == Addition::kAfter) Finish(pass, block);
+      if (stream && addition == Addition::kFused && block.terms.empty()) {
         Clear(pass, block);
       }
     }
@@ -151,10 +160,17 @@ class CudaGemm::State {
     std::optional<CUstream> stream;
     Fused fused;
     bool in_result = false;
-    // The address of the f32 sum of one block at a time, if !in_result.
+    // The address of the f32 sum of one block at a time, for Addition::kAfter.
     CUdeviceptr sums = 0;
     CUdeviceptr library = 0;  // the workspace for cuBLASLt
     int64_t library_bytes = 0;
+  };
+
+  // How the addends of a block are added.
+  enum class Addition {
+    kFused,   // by cuBLASLt, as its C and its bias; also if there are none
+    kBefore,  // stored in the result, to which cuBLASLt adds the product
+    kAfter,   // to the f32 sum of the products
   };
 
   static Pass MakePass(const GemmProblem& problem,
@@ -178,33 +194,56 @@ class CudaGemm::State {
     return pass;
   }
 
-  // Computes the sum of all terms into the result or into pass.sums. Returns the number
-  // of algorithms of the term that has the most.
-  int Multiply(const Pass& pass, const GemmBlock& block) {
-    const DType dtype = pass.in_result ? pass.problem.c.dtype : DType::kF32;
-    const BlockMatrix to = pass.in_result
+  // Depends on addresses only through their alignment, as plans do.
+  Addition AdditionOf(const Pass& pass, const GemmBlock& block) {
+    if (!pass.in_result) return Addition::kAfter;
+    if (pass.problem.addends.empty()) return Addition::kFused;
+    MatmulKey key = KeyOf(pass, block, 0, block.c, pass.problem.c.dtype);
+    MatmulArguments arguments;
+    if (AddFused(pass, block, key, arguments) && plans_.HasAlgorithm(key)) {
+      return Addition::kFused;
+    }
+    return CanAddBefore(pass.problem) ? Addition::kBefore : Addition::kAfter;
+  }
+
+  // Returns the key of a term of the block, without addends.
+  static MatmulKey KeyOf(const Pass& pass,
+                         const GemmBlock& block,
+                         size_t term,
+                         const BlockMatrix& to,
+                         DType result_dtype) {
+    MatmulKey key = OperandsOf(block, block.terms[term], pass.problem.a.dtype);
+    key.result_dtype = result_dtype;
+    key.allow_tf32 = pass.options.allow_tf32;
+    key.sm_target = pass.options.sm_target;
+    key.workspace_bytes = pass.library_bytes;
+    key.d = Planned(to, block, result_dtype, "the result");
+    key.c = key.d;
+    return key;
+  }
+
+  // Computes the sum of all terms into the result or, to add the addends afterwards,
+  // into pass.sums. Returns the number of algorithms of the term that has the most.
+  int Multiply(const Pass& pass, const GemmBlock& block, Addition addition) {
+    const bool in_result = addition != Addition::kAfter;
+    const DType dtype = in_result ? pass.problem.c.dtype : DType::kF32;
+    const BlockMatrix to = in_result
                                ? block.c
                                : BlockMatrix{reinterpret_cast<std::byte*>(pass.sums),
                                              block.n, block.m * block.n};
     int num_algorithms = 1;
     for (size_t t = 0; t < block.terms.size(); ++t) {
       const BlockTerm& term = block.terms[t];
-      MatmulKey key = KeyOf(block, term, pass.problem.a.dtype);
-      key.result_dtype = dtype;
-      key.allow_tf32 = pass.options.allow_tf32;
-      key.sm_target = pass.options.sm_target;
-      key.workspace_bytes = pass.library_bytes;
-      key.d = Planned(to, block, dtype, "the result");
-      key.c = key.d;
+      MatmulKey key = KeyOf(pass, block, t, to, dtype);
       MatmulArguments arguments;
       arguments.a = term.b.data;
       arguments.b = term.a.data;
       arguments.c = to.data;
       arguments.d = to.data;
       arguments.alpha = pass.problem.scale;
-      arguments.beta = t == 0 ? 0 : 1;
+      arguments.beta = t == 0 && addition != Addition::kBefore ? 0 : 1;
       arguments.workspace = reinterpret_cast<void*>(pass.library);
-      if (t == 0 && pass.in_result) AddFused(pass, block, key, arguments);
+      if (t == 0 && addition == Addition::kFused) AddFused(pass, block, key, arguments);
       MatmulPlan& plan = plans_.Find(key);
       num_algorithms = std::max(num_algorithms, plan.num_algorithms());
       if (pass.stream) {
@@ -216,7 +255,9 @@ class CudaGemm::State {
     return num_algorithms;
   }
 
-  static void AddFused(const Pass& pass,
+  // Lets cuBLASLt add the addends. Returns false if the bias is not aligned as its
+  // kernels require.
+  static bool AddFused(const Pass& pass,
                        const GemmBlock& block,
                        MatmulKey& key,
                        MatmulArguments& arguments) {
@@ -227,36 +268,51 @@ class CudaGemm::State {
       arguments.c = matrix.data;
       arguments.beta = 1;
     }
-    if (pass.fused.bias != kNoAddend) {
-      const BlockMatrix& bias = block.addends[pass.fused.bias];
-      key.has_bias = true;
-      key.bias = {0, bias.batch_stride,
-                  AlignmentOf(bias.data, bias.batch_stride, dtype)};
-      arguments.bias = bias.data;
-    }
+    if (pass.fused.bias == kNoAddend) return true;
+    const BlockMatrix& bias = block.addends[pass.fused.bias];
+    key.has_bias = true;
+    key.bias_batch_stride = bias.batch_stride;
+    arguments.bias = bias.data;
+    return AlignmentOf(bias.data, bias.batch_stride, dtype) == kPlannedAlignmentBytes;
+  }
+
+  // Stores the sum of the addends in the result.
+  void StoreAddends(const Pass& pass, const GemmBlock& block) const {
+    for (int64_t b = 0; b < block.batch; ++b) Sum(pass, block, b, {});
   }
 
   // Computes the result from pass.sums and all addends, and rounds it once.
   void Finish(const Pass& pass, const GemmBlock& block) const {
-    const auto part = [&](const BlockMatrix& matrix, int64_t b, DType dtype) {
-      return SumPart{AddressOf(matrix.data + b * matrix.batch_stride * SizeOf(dtype)),
-                     matrix.row_stride, dtype};
-    };
     for (int64_t b = 0; b < block.batch; ++b) {
-      SumParams params = {};
-      params.rows = block.m;
-      params.columns = block.n;
-      params.out = part(block.c, b, pass.problem.c.dtype);
-      if (!block.terms.empty()) {
-        const int64_t offset = b * block.m * block.n * SizeOf(DType::kF32);
-        params.parts[params.num_parts++] = {pass.sums + offset, block.n, DType::kF32};
-      }
-      for (size_t i = 0; i < block.addends.size(); ++i) {
-        params.parts[params.num_parts++] =
-            part(block.addends[i], b, pass.problem.addends[i].dtype);
-      }
-      sums_.Sum(*pass.stream, params);
+      const int64_t offset = b * block.m * block.n * SizeOf(DType::kF32);
+      Sum(pass, block, b,
+          block.terms.empty()
+              ? std::nullopt
+              : std::optional(SumPart{pass.sums + offset, block.n, DType::kF32}));
     }
+  }
+
+  // Stores the sum of `first`, if it is given, and all addends in matrix `batch` of the
+  // result.
+  void Sum(const Pass& pass,
+           const GemmBlock& block,
+           int64_t batch,
+           const std::optional<SumPart>& first) const {
+    const auto part = [&](const BlockMatrix& matrix, DType dtype) {
+      return SumPart{
+          AddressOf(matrix.data + batch * matrix.batch_stride * SizeOf(dtype)),
+          matrix.row_stride, dtype};
+    };
+    SumParams params = {};
+    params.rows = block.m;
+    params.columns = block.n;
+    params.out = part(block.c, pass.problem.c.dtype);
+    if (first) params.parts[params.num_parts++] = *first;
+    for (size_t i = 0; i < block.addends.size(); ++i) {
+      params.parts[params.num_parts++] =
+          part(block.addends[i], pass.problem.addends[i].dtype);
+    }
+    sums_.Sum(*pass.stream, params);
   }
 
   // Sets the result to zero, for K = 0.

@@ -14,6 +14,11 @@
 //   f32          any number         f32                                     cuBLASLt
 //   as A and B   one                dtype of C                              cuBLASLt
 //   otherwise                                                               SumKernels
+//
+// cuBLASLt has no algorithm for some products with addends, and requires a bias that is
+// aligned to 16 bytes. SumKernels then store the addends in the result, and cuBLASLt
+// adds the product. If that would round twice, they add them afterwards, as in the last
+// row.
 #pragma once
 
 #include <cuda.h>

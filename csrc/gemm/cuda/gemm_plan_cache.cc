@@ -65,7 +65,6 @@ std::string Describe(const MatmulKey& key) {
   std::string text = Shape(key.operand_dtype, key.n, key.k) + " x " +
                      Shape(key.operand_dtype, key.k, key.m) + " to " +
                      std::string(DTypeName(key.result_dtype));
-  if (key.has_bias) text += " with bias";
   if (key.batch > 1) text += ", " + std::to_string(key.batch) + " times";
   const int64_t alignment = std::min({key.a.alignment_bytes, key.b.alignment_bytes,
                                       key.c.alignment_bytes, key.d.alignment_bytes});
@@ -130,12 +129,12 @@ void MatmulPlan::MakeDescription() {
   set(lt::DescAttribute::kBiasDataType,
       static_cast<int32_t>(DataTypeOf(key_.result_dtype)));
   if (key_.batch > 1) {
-    set(lt::DescAttribute::kBiasBatchStride, key_.bias.batch_stride);
+    set(lt::DescAttribute::kBiasBatchStride, key_.bias_batch_stride);
   }
   // The bias pointer is not a valid address: the heuristics only use its alignment, and
   // Run sets the real one.
   set(lt::DescAttribute::kBiasPointer,
-      reinterpret_cast<const void*>(key_.bias.alignment_bytes));
+      reinterpret_cast<const void*>(kPlannedAlignmentBytes));
 }
 
 void MatmulPlan::FindAlgorithms() {
@@ -165,10 +164,10 @@ void MatmulPlan::FindAlgorithms() {
 
   std::array<lt::HeuristicResult, kMaxAlgorithms> found = {};
   int num_found = 0;
-  const lt::Status status = library_.MatmulAlgoGetHeuristic(
+  heuristic_status_ = library_.MatmulAlgoGetHeuristic(
       handle_, description_.get(), a_.get(), b_.get(), c_.get(), d_.get(),
       preference.get(), kMaxAlgorithms, found.data(), &num_found);
-  if (status == lt::Status::kSuccess) {
+  if (heuristic_status_ == lt::Status::kSuccess) {
     for (int i = 0; i < num_found; ++i) {
       if (found[i].state == lt::Status::kSuccess &&
           found[i].workspace_bytes <= static_cast<size_t>(key_.workspace_bytes)) {
@@ -176,15 +175,18 @@ void MatmulPlan::FindAlgorithms() {
         workspace_bytes_.push_back(static_cast<int64_t>(found[i].workspace_bytes));
       }
     }
-  } else if (status != lt::Status::kNotSupported &&
-             status != lt::Status::kInvalidValue) {
-    Check(library_, status, "cublasLtMatmulAlgoGetHeuristic");
+  } else if (heuristic_status_ != lt::Status::kNotSupported &&
+             heuristic_status_ != lt::Status::kInvalidValue) {
+    Check(library_, heuristic_status_, "cublasLtMatmulAlgoGetHeuristic");
   }
-  if (algorithms_.empty()) {
-    throw UnsupportedError("cuBLASLt " + std::to_string(library_.version) +
-                           " has no algorithm for " + Describe(key_) + " (" +
-                           library_.GetStatusName(status) + "): use method=\"xla\"");
-  }
+}
+
+void MatmulPlan::CheckHasAlgorithm() const {
+  if (!algorithms_.empty()) return;
+  throw UnsupportedError("cuBLASLt " + std::to_string(library_.version) +
+                         " has no algorithm for " + Describe(key_) + " (" +
+                         library_.GetStatusName(heuristic_status_) +
+                         "): use method=\"xla\"");
 }
 
 int MatmulPlan::IndexOf(int algorithm) const {
@@ -194,7 +196,7 @@ int MatmulPlan::IndexOf(int algorithm) const {
 int64_t MatmulPlan::LargestOperandBytes() const {
   const int64_t a_columns = key_.transpose_a ? key_.m : key_.k;
   const int64_t b_columns = key_.transpose_b ? key_.k : key_.n;
-  const int64_t bias_elements = key_.m + key_.bias.batch_stride * (key_.batch - 1);
+  const int64_t bias_elements = key_.m + key_.bias_batch_stride * (key_.batch - 1);
   return std::max({SpanBytes(key_, key_.operand_dtype, a_columns, key_.a),
                    SpanBytes(key_, key_.operand_dtype, b_columns, key_.b),
                    SpanBytes(key_, key_.result_dtype, key_.n, key_.c),
@@ -260,6 +262,16 @@ GemmPlanCache::GemmPlanCache(const CublasLt& library)
     : library_(library), handle_(MakeHandle(library), library.Destroy) {}
 
 MatmulPlan& GemmPlanCache::Find(const MatmulKey& key) {
+  MatmulPlan& plan = FindOrPlan(key);
+  plan.CheckHasAlgorithm();
+  return plan;
+}
+
+bool GemmPlanCache::HasAlgorithm(const MatmulKey& key) {
+  return FindOrPlan(key).num_algorithms() > 0;
+}
+
+MatmulPlan& GemmPlanCache::FindOrPlan(const MatmulKey& key) {
   const std::lock_guard lock(mutex_);
   std::unique_ptr<MatmulPlan>& plan = plans_[key];
   if (plan == nullptr) {

@@ -52,8 +52,8 @@ struct MatmulKey {
   PlannedMatrix b;
   PlannedMatrix c;
   PlannedMatrix d;
-  bool has_bias = false;
-  PlannedMatrix bias;
+  bool has_bias = false;  // the bias must be aligned to kPlannedAlignmentBytes
+  int64_t bias_batch_stride = 0;
   bool allow_tf32 = false;
   int sm_target = 0;
   int64_t workspace_bytes = 0;
@@ -77,10 +77,12 @@ struct MatmulArguments {
 
 class MatmulPlan {
  public:
-  // Throws UnsupportedError if cuBLASLt has no algorithm.
   MatmulPlan(const CublasLt& library, lt::Handle handle, const MatmulKey& key);
 
+  // Returns 0 if cuBLASLt cannot compute the product.
   int num_algorithms() const { return static_cast<int>(algorithms_.size()); }
+  // Throws UnsupportedError if there is no algorithm.
+  void CheckHasAlgorithm() const;
 
   // Runs the plan once with temporary memory and waits until it is done. Otherwise the
   // first Enqueue might load kernels, which may wait for all work of the device,
@@ -118,6 +120,7 @@ class MatmulPlan {
   const Owned<lt::LayoutObject> b_;
   const Owned<lt::LayoutObject> c_;
   const Owned<lt::LayoutObject> d_;
+  lt::Status heuristic_status_ = lt::Status::kSuccess;
   std::vector<lt::Algorithm> algorithms_;
   std::vector<int64_t> workspace_bytes_;  // [algorithm]
   std::mutex warming_mutex_;              // held during WarmUp
@@ -135,9 +138,14 @@ class GemmPlanCache {
 
   // Returns the plan for `key`, and creates it at the first call. Thread-safe; requires
   // the context of the constructor to be current. Plans live as long as the cache.
+  // Throws UnsupportedError if cuBLASLt has no algorithm.
   MatmulPlan& Find(const MatmulKey& key);
+  // Returns whether cuBLASLt has an algorithm for `key`. Creates the plan as Find does.
+  bool HasAlgorithm(const MatmulKey& key);
 
  private:
+  MatmulPlan& FindOrPlan(const MatmulKey& key);
+
   const CublasLt& library_;
   std::unique_ptr<lt::HandleObject, lt::Status (*)(lt::Handle)> handle_;
   std::mutex mutex_;

@@ -226,7 +226,10 @@ Status MatmulAlgoGetHeuristic(lt::Handle handle,
       return Status::kInvalidValue;
     }
   }
-  if (finds_none) return Status::kNotSupported;
+  const uint64_t bias_alignment = product.has_bias() ? AlignmentOf(desc->bias) : 1;
+  if (finds_none || !HasKernels(product, preference->alignments, bias_alignment)) {
+    return Status::kNotSupported;
+  }
   const auto alignment = *std::ranges::min_element(preference->alignments);
   for (size_t i = 0; i < kWorkspaces.size() && *num_found < num_requested; ++i) {
     const size_t workspace_bytes =
@@ -236,7 +239,7 @@ Status MatmulAlgoGetHeuristic(lt::Handle handle,
     words.number = i;
     words.workspace_bytes = workspace_bytes;
     std::copy_n(preference->alignments.data(), 4, words.alignments);
-    words.bias_alignment = product.has_bias() ? AlignmentOf(desc->bias) : 1;
+    words.bias_alignment = bias_alignment;
     words.fingerprint = product.Fingerprint();
     words.magic = Words::kMagic;
     lt::HeuristicResult& result = results[(*num_found)++];

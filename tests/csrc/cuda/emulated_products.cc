@@ -1,5 +1,6 @@
 #include "cuda/emulated_products.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 
@@ -148,6 +149,17 @@ Status CheckProduct(const Product& product) {
       (!product.has_bias() || desc.bias_type < 0 ||
        desc.bias_type == static_cast<int32_t>(d.type));
   return has_kernels ? Status::kSuccess : Status::kNotSupported;
+}
+
+bool HasKernels(const Product& product,
+                const std::array<uint32_t, 4>& alignments,
+                uint64_t bias_alignment) {
+  const bool is_plain =
+      !product.has_bias() && product.c == product.d && alignments[2] == alignments[3];
+  if (is_plain) return true;
+  if (product.has_bias() && bias_alignment < 16) return false;
+  const uint32_t needed = product.a.type == product.d.type ? 4 : 16;
+  return *std::ranges::min_element(alignments) >= needed;
 }
 
 std::vector<Touch> TouchesOf(const Product& product, const Arguments& arguments) {

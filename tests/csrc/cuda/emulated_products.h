@@ -76,6 +76,14 @@ struct Product {
 // cuBLASLt has no kernels for the types.
 lt::Status CheckProduct(const Product& product);
 
+// Returns whether there are kernels for matrices with these alignments, in bytes. As in
+// cuBLASLt, epilogues and a separate C need more than the plain product: all matrices
+// aligned to 4 bytes, or to 16 if the result has another type than the operands, and a
+// bias aligned to 16.
+bool HasKernels(const Product& product,
+                const std::array<uint32_t, 4>& alignments,
+                uint64_t bias_alignment);
+
 // The arguments of a matmul call.
 struct Arguments {
   float alpha = 1;

@@ -276,12 +276,14 @@ TEST(AnAlgorithmIsForItsProductAndAlignment) {
   Product product({.m = 4, .has_bias = true});
   CHECK(Is(product.Find(), Status::kSuccess));
   CHECK(Is(product.Run(16), Status::kInvalidValue));
-  product.Prefer(lt::PreferenceAttribute::kMinAlignmentD, uint32_t{2});
+  product.Prefer(lt::PreferenceAttribute::kMinAlignmentD, uint32_t{4});
   CHECK(Is(product.Find(), Status::kSuccess));
-  CHECK(Is(product.Run(2), Status::kSuccess));
+  CHECK(Is(product.Run(4), Status::kSuccess));
   product.Set(lt::DescAttribute::kBiasPointer,
               static_cast<const void*>(product.bias.At(0, 1, 0)));
   CHECK(Is(product.Run(), Status::kInvalidValue));
+  product.Set(lt::DescAttribute::kBiasPointer,
+              static_cast<const void*>(product.bias.At(0, 0, 0)));
   CHECK(Is(product.Find(), Status::kSuccess));
   product.Set(lt::DescAttribute::kEpilogue,
               static_cast<uint32_t>(lt::Epilogue::kDefault));
@@ -321,6 +323,27 @@ TEST(WhatMakesNoSenseOrHasNoKernelIsRefused) {
   CHECK_EQ(refused.num_found, 0);
   CHECK(Is(refused.Run(), Status::kInternalError));
   RefuseEmulatedMatmuls(false);
+}
+
+TEST(BiasesAndASeparateCNeedMoreAlignment) {
+  EmulatedMachine machine;
+  const Gpu gpu;
+  const auto finds = [](DType results, bool has_bias, uint32_t c_alignment,
+                        uint32_t d_alignment, uint64_t bias_alignment) {
+    Product product({.results = results, .has_bias = has_bias});
+    product.c.Set(lt::LayoutAttribute::kStridedBatchOffset, product.d.stride);
+    product.Prefer(lt::PreferenceAttribute::kMinAlignmentC, c_alignment);
+    product.Prefer(lt::PreferenceAttribute::kMinAlignmentD, d_alignment);
+    product.Set(lt::DescAttribute::kBiasPointer,
+                reinterpret_cast<const void*>(bias_alignment));
+    return Is(product.Find(), Status::kSuccess);
+  };
+  CHECK(finds(DType::kBF16, true, 16, 16, 16));
+  CHECK(!finds(DType::kBF16, true, 16, 16, 8));
+  CHECK(!finds(DType::kBF16, true, 2, 2, 16));
+  CHECK(finds(DType::kBF16, false, 16, 4, 0));
+  CHECK(!finds(DType::kBF16, false, 16, 2, 0));
+  CHECK(!finds(DType::kF32, false, 16, 4, 0));
 }
 
 TEST(AnAlgorithmsFirstMatmulLoadsItsKernels) {

@@ -55,7 +55,7 @@ TEST(EachProductOfABatchHasItsOwnBias) {
   key.batch = 2;
   key.a = key.b = key.c = key.d = {kSize, kMatrix, 64};
   key.has_bias = true;
-  key.bias = {0, kBiasStride, 32};
+  key.bias_batch_stride = kBiasStride;
   const DeviceMemory memory(EmulatedDriver(), 6 * kMatrix * sizeof(float));
   auto* const operands = reinterpret_cast<float*>(memory.get());
   float* const biases = operands + 2 * kMatrix;

@@ -211,8 +211,11 @@ TEST(WhatAllProcessesRefuseBreaksNothing) {
     Gpus& gpus = member.gpus();
     const int process = member.process();
     GpuCalls calls(gpus, GatherMatmul(), {}, DType::kF32, 1, member.placement());
+    // The engine keeps that there is no algorithm for this shape.
+    GpuCalls refused(gpus, GatherMatmul(), {1, 4, 8, 8}, DType::kF32, 1,
+                     member.placement());
     RefuseEmulatedMatmuls(true);
-    CHECK_THROWS(calls.Initialize(process), "has no algorithm");
+    CHECK_THROWS(refused.Initialize(process), "has no algorithm");
     RefuseEmulatedMatmuls(false);
     CallAttributes gather = MakeAttributes(Op::kAllGather, Method::kRingExchange, 2);
     gather.channel = "jit_f/1";
