@@ -1,11 +1,13 @@
 #include "platform/cuda/driver.h"
 
+#include <cudaTypedefs.h>
 #include <dlfcn.h>
 
 #include <cstddef>
 #include <cstring>
 #include <iterator>
 #include <string>
+#include <type_traits>
 
 #include "platform/error.h"
 
@@ -23,83 +25,92 @@ struct Symbol {
   size_t member;
   const char* name;
   int version;
-  bool optional = false;
+  bool optional;
 };
+template <typename Member, typename Declared>
+constexpr Symbol MakeSymbol(size_t member,
+                            const char* name,
+                            int version,
+                            bool optional = false) {
+  static_assert(std::is_same_v<Member, Declared>, "cuda.h has another version");
+  return {member, name, version, optional};
+}
+// The name is not expanded: cuda.h defines some as macros for their newest version.
+#define JAX_UB_SYMBOL(member, name, version, ...)                \
+  MakeSymbol<decltype(Driver::member), PFN_##name##_v##version>( \
+      offsetof(Driver, member), #name, version __VA_OPT__(, ) __VA_ARGS__)
 constexpr Symbol kSymbols[] = {
-    {offsetof(Driver, Init), "cuInit", 2000},
-    {offsetof(Driver, DriverGetVersion), "cuDriverGetVersion", 2020},
-    {offsetof(Driver, GetErrorName), "cuGetErrorName", 6000},
-    {offsetof(Driver, GetErrorString), "cuGetErrorString", 6000},
-    {offsetof(Driver, DeviceGet), "cuDeviceGet", 2000},
-    {offsetof(Driver, DeviceGetCount), "cuDeviceGetCount", 2000},
-    {offsetof(Driver, DeviceGetAttribute), "cuDeviceGetAttribute", 2000},
-    {offsetof(Driver, DeviceGetName), "cuDeviceGetName", 2000},
-    {offsetof(Driver, DeviceGetUuid), "cuDeviceGetUuid", 11040},
-    {offsetof(Driver, DeviceTotalMem), "cuDeviceTotalMem", 3020},
-    {offsetof(Driver, DeviceCanAccessPeer), "cuDeviceCanAccessPeer", 4000},
-    {offsetof(Driver, DevicePrimaryCtxRetain), "cuDevicePrimaryCtxRetain", 7000},
-    {offsetof(Driver, DevicePrimaryCtxRelease), "cuDevicePrimaryCtxRelease", 11000},
-    {offsetof(Driver, CtxSetCurrent), "cuCtxSetCurrent", 4000},
-    {offsetof(Driver, CtxGetCurrent), "cuCtxGetCurrent", 4000},
-    {offsetof(Driver, CtxEnablePeerAccess), "cuCtxEnablePeerAccess", 4000},
-    {offsetof(Driver, CtxGetStreamPriorityRange), "cuCtxGetStreamPriorityRange", 5050},
-    {offsetof(Driver, CtxSynchronize), "cuCtxSynchronize", 2000},
-    {offsetof(Driver, StreamCreateWithPriority), "cuStreamCreateWithPriority", 5050},
-    {offsetof(Driver, StreamDestroy), "cuStreamDestroy", 4000},
-    {offsetof(Driver, StreamSynchronize), "cuStreamSynchronize", 2000},
-    {offsetof(Driver, StreamWaitEvent), "cuStreamWaitEvent", 3020},
-    {offsetof(Driver, StreamIsCapturing), "cuStreamIsCapturing", 10000},
-    {offsetof(Driver, StreamBeginCapture), "cuStreamBeginCapture", 10010},
-    {offsetof(Driver, StreamEndCapture), "cuStreamEndCapture", 10000},
-    {offsetof(Driver, GraphInstantiate), "cuGraphInstantiateWithFlags", 11040},
-    {offsetof(Driver, GraphLaunch), "cuGraphLaunch", 10000},
-    {offsetof(Driver, GraphExecDestroy), "cuGraphExecDestroy", 10000},
-    {offsetof(Driver, GraphDestroy), "cuGraphDestroy", 10000},
-    {offsetof(Driver, EventCreate), "cuEventCreate", 2000},
-    {offsetof(Driver, EventRecord), "cuEventRecord", 2000},
-    {offsetof(Driver, EventQuery), "cuEventQuery", 2000},
-    {offsetof(Driver, EventSynchronize), "cuEventSynchronize", 2000},
-    {offsetof(Driver, EventElapsedTime), "cuEventElapsedTime", 2000},
-    {offsetof(Driver, EventDestroy), "cuEventDestroy", 4000},
-    {offsetof(Driver, MemAlloc), "cuMemAlloc", 3020},
-    {offsetof(Driver, MemFree), "cuMemFree", 3020},
-    {offsetof(Driver, MemAllocAsync), "cuMemAllocAsync", 11020},
-    {offsetof(Driver, MemFreeAsync), "cuMemFreeAsync", 11020},
-    {offsetof(Driver, MemHostAlloc), "cuMemHostAlloc", 2020},
-    {offsetof(Driver, MemHostGetDevicePointer), "cuMemHostGetDevicePointer", 3020},
-    {offsetof(Driver, MemFreeHost), "cuMemFreeHost", 2000},
-    {offsetof(Driver, MemcpyAsync), "cuMemcpyAsync", 4000},
-    {offsetof(Driver, MemsetD8Async), "cuMemsetD8Async", 3020},
-    {offsetof(Driver, MemsetD32Async), "cuMemsetD32Async", 3020},
-    {offsetof(Driver, LibraryLoadData), "cuLibraryLoadData", 12000},
-    {offsetof(Driver, LibraryGetKernel), "cuLibraryGetKernel", 12000},
-    {offsetof(Driver, LibraryUnload), "cuLibraryUnload", 12000},
-    {offsetof(Driver, KernelGetFunction), "cuKernelGetFunction", 12000},
-    {offsetof(Driver, LaunchKernelEx), "cuLaunchKernelEx", 11060},
-    {offsetof(Driver, MemGetAllocationGranularity), "cuMemGetAllocationGranularity",
-     10020},
-    {offsetof(Driver, MemCreate), "cuMemCreate", 10020},
-    {offsetof(Driver, MemRelease), "cuMemRelease", 10020},
-    {offsetof(Driver, MemAddressReserve), "cuMemAddressReserve", 10020},
-    {offsetof(Driver, MemAddressFree), "cuMemAddressFree", 10020},
-    {offsetof(Driver, MemMap), "cuMemMap", 10020},
-    {offsetof(Driver, MemUnmap), "cuMemUnmap", 10020},
-    {offsetof(Driver, MemSetAccess), "cuMemSetAccess", 10020},
-    {offsetof(Driver, MemExportToShareableHandle), "cuMemExportToShareableHandle",
-     10020},
-    {offsetof(Driver, MemImportFromShareableHandle), "cuMemImportFromShareableHandle",
-     10020},
-    {offsetof(Driver, IpcGetMemHandle), "cuIpcGetMemHandle", 4010},
-    {offsetof(Driver, IpcOpenMemHandle), "cuIpcOpenMemHandle", 11000},
-    {offsetof(Driver, IpcCloseMemHandle), "cuIpcCloseMemHandle", 4010},
-    {offsetof(Driver, FuncLoad), "cuFuncLoad", 12040, true},
-    {offsetof(Driver, MulticastCreate), "cuMulticastCreate", 12010, true},
-    {offsetof(Driver, MulticastAddDevice), "cuMulticastAddDevice", 12010, true},
-    {offsetof(Driver, MulticastBindMem), "cuMulticastBindMem", 12010, true},
-    {offsetof(Driver, MulticastUnbind), "cuMulticastUnbind", 12010, true},
-    {offsetof(Driver, MulticastGetGranularity), "cuMulticastGetGranularity", 12010,
-     true},
+    JAX_UB_SYMBOL(Init, cuInit, 2000),
+    JAX_UB_SYMBOL(DriverGetVersion, cuDriverGetVersion, 2020),
+    JAX_UB_SYMBOL(GetErrorName, cuGetErrorName, 6000),
+    JAX_UB_SYMBOL(GetErrorString, cuGetErrorString, 6000),
+    JAX_UB_SYMBOL(DeviceGet, cuDeviceGet, 2000),
+    JAX_UB_SYMBOL(DeviceGetCount, cuDeviceGetCount, 2000),
+    JAX_UB_SYMBOL(DeviceGetAttribute, cuDeviceGetAttribute, 2000),
+    JAX_UB_SYMBOL(DeviceGetName, cuDeviceGetName, 2000),
+    JAX_UB_SYMBOL(DeviceGetUuid, cuDeviceGetUuid, 11040),
+    JAX_UB_SYMBOL(DeviceTotalMem, cuDeviceTotalMem, 3020),
+    JAX_UB_SYMBOL(DeviceCanAccessPeer, cuDeviceCanAccessPeer, 4000),
+    JAX_UB_SYMBOL(DevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, 7000),
+    JAX_UB_SYMBOL(DevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease, 11000),
+    JAX_UB_SYMBOL(CtxSetCurrent, cuCtxSetCurrent, 4000),
+    JAX_UB_SYMBOL(CtxGetCurrent, cuCtxGetCurrent, 4000),
+    JAX_UB_SYMBOL(CtxEnablePeerAccess, cuCtxEnablePeerAccess, 4000),
+    JAX_UB_SYMBOL(CtxGetStreamPriorityRange, cuCtxGetStreamPriorityRange, 5050),
+    JAX_UB_SYMBOL(CtxSynchronize, cuCtxSynchronize, 2000),
+    JAX_UB_SYMBOL(StreamCreateWithPriority, cuStreamCreateWithPriority, 5050),
+    JAX_UB_SYMBOL(StreamDestroy, cuStreamDestroy, 4000),
+    JAX_UB_SYMBOL(StreamSynchronize, cuStreamSynchronize, 2000),
+    JAX_UB_SYMBOL(StreamWaitEvent, cuStreamWaitEvent, 3020),
+    JAX_UB_SYMBOL(StreamIsCapturing, cuStreamIsCapturing, 10000),
+    JAX_UB_SYMBOL(StreamBeginCapture, cuStreamBeginCapture, 10010),
+    JAX_UB_SYMBOL(StreamEndCapture, cuStreamEndCapture, 10000),
+    JAX_UB_SYMBOL(GraphInstantiate, cuGraphInstantiateWithFlags, 11040),
+    JAX_UB_SYMBOL(GraphLaunch, cuGraphLaunch, 10000),
+    JAX_UB_SYMBOL(GraphExecDestroy, cuGraphExecDestroy, 10000),
+    JAX_UB_SYMBOL(GraphDestroy, cuGraphDestroy, 10000),
+    JAX_UB_SYMBOL(EventCreate, cuEventCreate, 2000),
+    JAX_UB_SYMBOL(EventRecord, cuEventRecord, 2000),
+    JAX_UB_SYMBOL(EventQuery, cuEventQuery, 2000),
+    JAX_UB_SYMBOL(EventSynchronize, cuEventSynchronize, 2000),
+    JAX_UB_SYMBOL(EventElapsedTime, cuEventElapsedTime, 2000),
+    JAX_UB_SYMBOL(EventDestroy, cuEventDestroy, 4000),
+    JAX_UB_SYMBOL(MemAlloc, cuMemAlloc, 3020),
+    JAX_UB_SYMBOL(MemFree, cuMemFree, 3020),
+    JAX_UB_SYMBOL(MemAllocAsync, cuMemAllocAsync, 11020),
+    JAX_UB_SYMBOL(MemFreeAsync, cuMemFreeAsync, 11020),
+    JAX_UB_SYMBOL(MemHostAlloc, cuMemHostAlloc, 2020),
+    JAX_UB_SYMBOL(MemHostGetDevicePointer, cuMemHostGetDevicePointer, 3020),
+    JAX_UB_SYMBOL(MemFreeHost, cuMemFreeHost, 2000),
+    JAX_UB_SYMBOL(MemcpyAsync, cuMemcpyAsync, 4000),
+    JAX_UB_SYMBOL(MemsetD8Async, cuMemsetD8Async, 3020),
+    JAX_UB_SYMBOL(MemsetD32Async, cuMemsetD32Async, 3020),
+    JAX_UB_SYMBOL(LibraryLoadData, cuLibraryLoadData, 12000),
+    JAX_UB_SYMBOL(LibraryGetKernel, cuLibraryGetKernel, 12000),
+    JAX_UB_SYMBOL(LibraryUnload, cuLibraryUnload, 12000),
+    JAX_UB_SYMBOL(KernelGetFunction, cuKernelGetFunction, 12000),
+    JAX_UB_SYMBOL(LaunchKernelEx, cuLaunchKernelEx, 11060),
+    JAX_UB_SYMBOL(MemGetAllocationGranularity, cuMemGetAllocationGranularity, 10020),
+    JAX_UB_SYMBOL(MemCreate, cuMemCreate, 10020),
+    JAX_UB_SYMBOL(MemRelease, cuMemRelease, 10020),
+    JAX_UB_SYMBOL(MemAddressReserve, cuMemAddressReserve, 10020),
+    JAX_UB_SYMBOL(MemAddressFree, cuMemAddressFree, 10020),
+    JAX_UB_SYMBOL(MemMap, cuMemMap, 10020),
+    JAX_UB_SYMBOL(MemUnmap, cuMemUnmap, 10020),
+    JAX_UB_SYMBOL(MemSetAccess, cuMemSetAccess, 10020),
+    JAX_UB_SYMBOL(MemExportToShareableHandle, cuMemExportToShareableHandle, 10020),
+    JAX_UB_SYMBOL(MemImportFromShareableHandle, cuMemImportFromShareableHandle, 10020),
+    JAX_UB_SYMBOL(IpcGetMemHandle, cuIpcGetMemHandle, 4010),
+    JAX_UB_SYMBOL(IpcOpenMemHandle, cuIpcOpenMemHandle, 11000),
+    JAX_UB_SYMBOL(IpcCloseMemHandle, cuIpcCloseMemHandle, 4010),
+    JAX_UB_SYMBOL(FuncLoad, cuFuncLoad, 12040, true),
+    JAX_UB_SYMBOL(MulticastCreate, cuMulticastCreate, 12010, true),
+    JAX_UB_SYMBOL(MulticastAddDevice, cuMulticastAddDevice, 12010, true),
+    JAX_UB_SYMBOL(MulticastBindMem, cuMulticastBindMem, 12010, true),
+    JAX_UB_SYMBOL(MulticastUnbind, cuMulticastUnbind, 12010, true),
+    JAX_UB_SYMBOL(MulticastGetGranularity, cuMulticastGetGranularity, 12010, true),
 };
+#undef JAX_UB_SYMBOL
 
 template <typename Function>
 Function As(void* symbol) {

@@ -104,6 +104,32 @@ TEST(TuningChangesNoResult) {
   }
 }
 
+// With one lane and the default margin of "auto", a wait can run next to every GEMM.
+TEST(GemmsLeaveMultiprocessorsToTheKernelsThatCommunicate) {
+  Gpus gpus({.num_devices = 3});
+  for (CallAttributes at : CallsOfPeers(3)) {
+    at.kernel_options = {.sm_margin = 4, .num_lanes = 1};
+    GpuCalls calls(gpus, at, {1, 9, 40, 40}, DType::kF32, 1);
+    for (int i = 0; i < 3; ++i) calls.RunAll();
+    gpus.Synchronize();
+  }
+  CHECK_EQ(gpus.machine.NumStarved(), 0);
+}
+
+// All streams of a device share one hardware queue, as with
+// CUDA_DEVICE_MAX_CONNECTIONS=1.
+TEST(CallsRunOnOneHardwareQueue) {
+  Gpus gpus({.num_devices = 3, .seed = 5, .max_delay_us = 30, .num_queues = 1});
+  int seed = 0;
+  for (const CallAttributes& at : CallsOfPeers(3)) {
+    GpuCalls calls(gpus, at, {}, DType::kF32, ++seed);
+    calls.RunAll();
+    gpus.Synchronize();
+    CheckRight(calls);
+    CheckReplays(gpus, calls, ++seed);
+  }
+}
+
 TEST(ChunksOfAPairAreOneProductWhereTheyAdjoinAndABatchElsewhere) {
   CallAttributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 4);
   at.variant = Variant::kAggregate;

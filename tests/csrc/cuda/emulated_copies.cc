@@ -42,6 +42,8 @@ CUresult EnqueueCopy(Call& call, CUstream handle, Copy copy) {
   operation.name = "cuMemcpyAsync";
   operation.kind = Operation::Kind::kCopy;
   operation.owners = {OwnerOf(call, copy.to), OwnerOf(call, copy.from)};
+  // Multiprocessors copy within a device, and copy engines between devices.
+  operation.num_processors = operation.owners == std::vector(2, stream->device) ? 1 : 0;
   std::shared_ptr<std::string> staged;
   if (Memory::Holds(copy.from)) {
     operation.touches.push_back(copy.read());

@@ -293,6 +293,9 @@ CUresult EnqueueMatmul(lt::Handle handle,
     Operation operation;
     operation.name = "cublasLtMatmul";
     operation.touches = TouchesOf(product, arguments);
+    // Its kernels are persistent: they occupy all multiprocessors that they find.
+    const int target = product.desc.sm_count_target;
+    operation.num_processors = target > 0 ? target : kNumProcessors;
     if (arguments.needed_bytes > 0) {
       operation.run = [arguments] {
         std::memset(arguments.workspace, 0xAB, arguments.needed_bytes);

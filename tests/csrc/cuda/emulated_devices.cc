@@ -95,7 +95,7 @@ int AttributeOf(const EmulatedOptions& options, CUdevice_attribute attribute) {
   static const std::map<CUdevice_attribute, int> kDefaults = {
       {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 9},
       {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0},
-      {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 132},
+      {CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, kNumProcessors},
       {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK, 1024},
       {CU_DEVICE_ATTRIBUTE_MAX_PITCH, 2147483647},
       {CU_DEVICE_ATTRIBUTE_WARP_SIZE, 32},

@@ -60,6 +60,14 @@ struct EmulatedOptions {
   // device, as the real ones may. Otherwise freeing memory that is in use is a
   // violation.
   bool memory_calls_synchronize = false;
+  // Whether a thread that loads a kernel, launches one that is not loaded, or
+  // instantiates a graph holds a lock of the process until the device has finished all
+  // work, as the real driver may.
+  bool loads_drain_device = false;
+  // The number of hardware queues of a device, as CUDA_DEVICE_MAX_CONNECTIONS sets it.
+  // Streams, and the branches of a graph, share them in turn. A queue starts its work
+  // in order, so work that cannot start yet holds up all work behind it.
+  int num_queues = 8;
 };
 
 // The numbers of driver objects that the process has not released. `handles` come from
@@ -110,6 +118,9 @@ class EmulatedMachine {
   // return `result` without effect; all calls if nth is 0.
   void Fail(const std::string& function, CUresult result, int nth = 1);
   // Returns the number of calls of a function, or of launches of a kernel.
+  // Returns how often a kernel, or a copy within a device, could not start because
+  // GEMMs occupied all multiprocessors.
+  int64_t NumStarved() const;
   int64_t NumCalls(const std::string& function) const;
 
   EmulatedObjects Live() const;

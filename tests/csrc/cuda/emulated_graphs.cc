@@ -121,6 +121,7 @@ CUresult GraphInstantiate(CUgraphExec* exec, CUgraph handle, unsigned long long 
     if ((flags & ~CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY) != 0) {
       return CUDA_ERROR_NOT_SUPPORTED;
     }
+    call.Drain();
     GraphExec made;
     made.has_priorities = flags != 0;
     made.graph = graph->handle;
@@ -155,6 +156,29 @@ CUresult GraphExecDestroy(CUgraphExec handle) {
   });
 }
 
+// Returns the nodes in a random order in which each one follows its dependencies.
+std::vector<int> RandomOrder(const std::vector<Node>& nodes, std::mt19937_64& random) {
+  std::vector<std::vector<int>> dependents(nodes.size());
+  std::vector<size_t> num_missing(nodes.size());
+  std::vector<int> ready, order;
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    num_missing[i] = nodes[i].dependencies.size();
+    for (const int before : nodes[i].dependencies) {
+      dependents[before].push_back(static_cast<int>(i));
+    }
+    if (num_missing[i] == 0) ready.push_back(static_cast<int>(i));
+  }
+  while (!ready.empty()) {
+    std::swap(ready[random() % ready.size()], ready.back());
+    order.push_back(ready.back());
+    ready.pop_back();
+    for (const int next : dependents[order.back()]) {
+      if (--num_missing[next] == 0) ready.push_back(next);
+    }
+  }
+  return order;
+}
+
 // One launch of a graph: its nodes, and the moments at which they are done.
 struct Launch {
   std::shared_ptr<const std::vector<Node>> nodes;
@@ -163,19 +187,41 @@ struct Launch {
   SharedMoment before;  // the graph's launch before this one
   SharedMoment end = std::make_shared<Moment>();
   std::vector<Moment> done;  // [node]
+  // The hardware queues start their nodes in order: when each node starts, and which
+  // node precedes it; -1: none.
+  std::vector<Moment> starts;        // [node]
+  std::vector<int> before_in_queue;  // [node]
 
-  explicit Launch(const GraphExec& exec)
+  Launch(const GraphExec& exec, Machine& machine)
       : nodes(exec.nodes),
         chains(exec.chains),
         lanes(exec.lanes),
         before(exec.last_launch),
-        done(exec.nodes->size()) {}
+        done(exec.nodes->size()),
+        starts(exec.nodes->size()),
+        before_in_queue(exec.nodes->size(), -1) {
+    std::vector<int> queue_of(nodes->size());
+    for (size_t chain = 0; chain < chains.size(); ++chain) {
+      for (const int i : chains[chain]) {
+        queue_of[i] = static_cast<int>(chain) % machine.options.num_queues;
+      }
+    }
+    std::vector<int> newest(machine.options.num_queues, -1);
+    for (const int i : RandomOrder(*nodes, machine.random)) {
+      before_in_queue[i] = std::exchange(newest[queue_of[i]], i);
+    }
+  }
 };
 
 void RunChain(Launch& launch, size_t chain) {
   for (const int i : launch.chains[chain]) {
     const Node& node = (*launch.nodes)[i];
+    if (const int before = launch.before_in_queue[i]; before >= 0) {
+      const Unseen unseen;
+      launch.starts[before].Await();
+    }
     for (const int dependency : node.dependencies) launch.done[dependency].Await();
+    SetUnseen(launch.starts[i]);
     launch.lanes[chain]->Delay();
     node.operation.run();
     launch.done[i].Set();
@@ -204,7 +250,7 @@ CUresult GraphLaunch(CUgraphExec handle, CUstream stream_handle) {
     for (const Node& node : *exec->nodes) {
       if (const CUresult result = BeginUse(call, node.operation, uses)) return result;
     }
-    const auto launch = std::make_shared<Launch>(*exec);
+    const auto launch = std::make_shared<Launch>(*exec, call.machine);
     exec->last_launch = launch->end;
     Machine* const machine = &call.machine;
     const CUresult result =

@@ -25,6 +25,7 @@ CUresult LibraryLoadData(CUlibrary* library,
     if (library == nullptr || image == nullptr) return CUDA_ERROR_INVALID_VALUE;
     if (num_jit_options != 0 || num_options != 0) return CUDA_ERROR_NOT_SUPPORTED;
     if (const CUresult refused = call.RefuseInCapture()) return refused;
+    call.Drain();
     *library = reinterpret_cast<CUlibrary>(call.machine.libraries.Add({})->handle);
     return CUDA_SUCCESS;
   });
@@ -69,7 +70,7 @@ CUresult FuncLoad(CUfunction function) {
   return RunInContext("FuncLoad", [&](Call& call) {
     Function* const found = call.machine.functions.Find(function);
     if (found == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    found->is_loaded = true;
+    if (!std::exchange(found->is_loaded, true)) call.Drain();
     return CUDA_SUCCESS;
   });
 }
@@ -147,6 +148,7 @@ CUresult LaunchKernelEx(const CUlaunchConfig* config,
     std::string copied(static_cast<const char*>(params[0]), twin->params_bytes);
     Operation operation;
     operation.name = twin->name.data();
+    operation.num_processors = 1;
     operation.touches = TouchedBy(twin->name, copied.data());
     operation.run = [machine = &call.machine, twin, copied = std::move(copied),
                      num_blocks, num_threads] {

@@ -58,7 +58,45 @@ Machine::Machine(EmulatedOptions chosen)
     : options(std::move(chosen)),
       pid(getpid()),
       generation(++last_generation),
-      contexts(options.num_devices) {}
+      contexts(options.num_devices),
+      random(options.seed) {
+  const auto count = options.attributes.find(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+  for (Context& context : contexts) {
+    context.processors = std::make_shared<Processors>(
+        count != options.attributes.end() ? count->second : kNumProcessors);
+    context.starts.resize(options.num_queues);
+  }
+}
+
+int Processors::Take(int wanted) {
+  std::unique_lock lock(mutex_);
+  num_starved_ += num_free_ == 0;
+  freed_.wait(lock, [&] { return num_free_ > 0; });
+  const int taken = std::min(wanted, num_free_);
+  num_free_ -= taken;
+  return taken;
+}
+
+void Processors::Give(int num) {
+  const std::lock_guard lock(mutex_);
+  num_free_ += num;
+  freed_.notify_all();
+}
+
+int64_t Processors::num_starved() const {
+  const std::lock_guard lock(mutex_);
+  return num_starved_;
+}
+
+void AwaitUnseen(const SharedMoment& moment) {
+  const Unseen unseen;
+  if (moment != nullptr) moment->Await();
+}
+
+void SetUnseen(Moment& moment) {
+  const Unseen unseen;
+  moment.Set();
+}
 
 std::shared_ptr<Lane> Machine::TakeLane() {
   for (auto spare = spare_lanes.begin(); spare != spare_lanes.end(); ++spare) {
@@ -141,8 +179,16 @@ void Call::AwaitDevice(int device) {
 }
 
 void Call::Load(const std::string& what) {
-  if (num_launches_only == 0) return;
-  Violate(what + " loads lazily while a peer may spin");
+  if (num_launches_only > 0) Violate(what + " loads lazily while a peer may spin");
+  Drain();
+}
+
+void Call::Drain() {
+  if (!machine.options.loads_drain_device || device() < 0) return;
+  lock_.unlock();
+  const std::lock_guard loading(machine.loading_mutex);
+  lock_.lock();
+  AwaitDevice(device());
 }
 
 CUresult Call::RefuseInCapture() {
@@ -322,6 +368,15 @@ int64_t EmulatedMachine::NumCalls(const std::string& function) const {
   const std::lock_guard lock(machine.mutex);
   const auto found = machine.num_calls.find(function);
   return found == machine.num_calls.end() ? 0 : found->second;
+}
+
+int64_t EmulatedMachine::NumStarved() const {
+  const Unseen unseen;
+  int64_t num = 0;
+  for (const auto& context : Locked().contexts) {
+    num += context.processors->num_starved();
+  }
+  return num;
 }
 
 EmulatedLaunchesOnly::EmulatedLaunchesOnly() { ++emulated::num_launches_only; }

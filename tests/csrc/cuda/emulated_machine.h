@@ -7,11 +7,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <random>
 #include <set>
 #include <string>
 #include <thread>
@@ -64,6 +66,7 @@ struct Operation {
   int device = 0;
   int priority = 0;              // of the stream
   std::vector<int> owners = {};  // of a copy's or fill's operands: devices, or the host
+  int num_processors = 0;  // the multiprocessors that it occupies, if they are free
   std::function<void()> run = {};
   std::vector<Touch> touches = {};
 };
@@ -88,6 +91,7 @@ using SharedCapture = std::shared_ptr<Capture>;
 struct Stream {
   uintptr_t handle = 0;
   int device = 0;
+  int queue = 0;
   unsigned flags = 0;
   int priority = 0;
   std::shared_ptr<Lane> lane;
@@ -148,9 +152,31 @@ struct Function {
   bool is_loaded = false;
 };
 
+inline constexpr int kNumProcessors = 132;  // multiprocessors of the default device
+
+// The multiprocessors of a device. The caller must be hidden (Unseen).
+class Processors {
+ public:
+  explicit Processors(int num) : num_free_(num) {}
+
+  // Waits until one is free, and takes up to `wanted`. Returns how many it took.
+  int Take(int wanted);
+  void Give(int num);
+  int64_t num_starved() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::condition_variable freed_;
+  int num_free_;
+  int64_t num_starved_ = 0;
+};
+
 struct Context {
   int num_retained = 0;
-  std::set<int> peers;  // whose memory it may access
+  std::shared_ptr<Processors> processors;
+  // When the newest work of each hardware queue starts; nullptr: there was none.
+  std::vector<SharedMoment> starts = {};  // [queue]
+  std::set<int> peers;                    // whose memory it may access
   std::optional<Stream> legacy;
   SharedMoment legacy_tail;
 };
@@ -173,6 +199,9 @@ struct Machine {
   Registry<Function> functions;
   Memory memory;
   std::vector<SharedCapture> captures;  // going on
+  std::mutex loading_mutex;             // locked before `mutex`
+  std::mt19937_64 random;               // for the order of a graph's nodes
+  int num_streams = 0;                  // created so far
 
   std::vector<std::shared_ptr<Lane>> lanes;
   std::vector<std::shared_ptr<Lane>> spare_lanes;  // some have work left
@@ -222,6 +251,8 @@ class Call {
   // Handles the lazy loading of `what`, which is a violation within an
   // EmulatedLaunchesOnly.
   void Load(const std::string& what);
+  // Waits for the device's work with the lock of the process, if loading does so.
+  void Drain();
   void Violate(std::string text) { machine.violations.push_back(std::move(text)); }
 
  private:
@@ -262,6 +293,11 @@ CUresult RunInContext(const char* name, const Body& body) {
     return call.device() < 0 ? CUDA_ERROR_INVALID_CONTEXT : body(call);
   });
 }
+
+// Await a moment, unless it is null, and set one, without an order that ThreadSanitizer
+// sees. The caller must not be hidden.
+void AwaitUnseen(const SharedMoment& moment);
+void SetUnseen(Moment& moment);
 
 // Enqueues an operation on a stream, or adds it to the graph that is being captured
 // from it.

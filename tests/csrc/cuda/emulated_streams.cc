@@ -16,9 +16,23 @@ bool IsBlocking(const Stream& stream) {
   return !IsLegacy(stream) && (stream.flags & CU_STREAM_NON_BLOCKING) == 0;
 }
 
-void PostAwait(Stream& stream, SharedMoment moment) {
+// Returns the moment at which the newest work of the stream's hardware queue starts,
+// and makes `starts` the newest.
+SharedMoment FollowInQueue(Call& call, const Stream& stream, SharedMoment starts) {
+  return std::exchange(call.machine.contexts[stream.device].starts[stream.queue],
+                       std::move(starts));
+}
+
+void PostAwait(Call& call, Stream& stream, SharedMoment moment) {
+  auto starts = std::make_shared<Moment>();
+  SharedMoment before = FollowInQueue(call, stream, starts);
   stream.lane->Post({"a wait for an event",
-                     [moment = std::move(moment)] { moment->Await(); }, nullptr});
+                     [moment = std::move(moment), before = std::move(before), starts] {
+                       AwaitUnseen(before);
+                       moment->Await();
+                       SetUnseen(*starts);
+                     },
+                     nullptr});
 }
 
 SharedMoment PostMoment(Stream& stream) {
@@ -34,11 +48,11 @@ void BeginLegacy(Call& call, Stream& stream) {
   if (IsLegacy(stream)) {
     for (const auto& [handle, other] : call.machine.streams) {
       if (other->device == stream.device && IsBlocking(*other)) {
-        PostAwait(stream, PostMoment(*other));
+        PostAwait(call, stream, PostMoment(*other));
       }
     }
   } else if (IsBlocking(stream) && context.legacy_tail != nullptr) {
-    PostAwait(stream, context.legacy_tail);
+    PostAwait(call, stream, context.legacy_tail);
   }
 }
 void EndLegacy(Call& call, Stream& stream) {
@@ -77,6 +91,7 @@ CUresult StreamCreateWithPriority(CUstream* stream, unsigned flags, int priority
     made.device = call.device();
     made.flags = flags;
     made.priority = std::clamp(priority, kGreatestPriority, kLeastPriority);
+    made.queue = call.machine.num_streams++ % call.machine.options.num_queues;
     made.lane = call.machine.TakeLane();
     *stream =
         reinterpret_cast<CUstream>(call.machine.streams.Add(std::move(made))->handle);
@@ -146,7 +161,7 @@ CUresult StreamWaitEvent(CUstream stream_handle, CUevent event_handle, unsigned 
     if (event->recorded == nullptr) return CUDA_SUCCESS;
     if (IsImplicitlyCaptured(call, *stream)) return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
     BeginLegacy(call, *stream);
-    PostAwait(*stream, event->recorded);
+    PostAwait(call, *stream, event->recorded);
     EndLegacy(call, *stream);
     return CUDA_SUCCESS;
   });
@@ -280,11 +295,27 @@ CUresult CtxGetStreamPriorityRange(int* least, int* greatest) {
 
 SharedMoment MomentOf(Stream& stream) { return PostMoment(stream); }
 
+// Makes the operation occupy multiprocessors of its device while it runs.
+static void Occupy(Call& call, Operation& operation) {
+  operation.run = [processors = call.machine.contexts[operation.device].processors,
+                   wanted = operation.num_processors, run = std::move(operation.run)] {
+    int num = 0;
+    {
+      const Unseen unseen;
+      num = processors->Take(wanted);
+    }
+    run();
+    const Unseen unseen;
+    processors->Give(num);
+  };
+}
+
 CUresult Enqueue(Call& call, CUstream handle, Operation operation) {
   Stream* const stream = call.FindStream(handle);
   if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
   operation.device = stream->device;
   operation.priority = stream->priority;
+  if (operation.num_processors > 0) Occupy(call, operation);
   if (stream->capture != nullptr) {
     return AddNodes(*stream, {{std::move(operation), {}}});
   }
@@ -293,11 +324,19 @@ CUresult Enqueue(Call& call, CUstream handle, Operation operation) {
   if (const CUresult result = BeginUse(call, operation, uses)) return result;
   BeginLegacy(call, *stream);
   Machine* const machine = &call.machine;
-  stream->lane->Post({operation.name, std::move(operation.run),
-                      [machine, uses = std::move(uses)]() mutable {
-                        const std::lock_guard lock(machine->mutex);
-                        EndUse(*machine, uses);
-                      }});
+  auto starts = std::make_shared<Moment>();
+  SharedMoment before = FollowInQueue(call, *stream, starts);
+  stream->lane->Post(
+      {operation.name,
+       [before = std::move(before), starts, run = std::move(operation.run)] {
+         AwaitUnseen(before);
+         SetUnseen(*starts);
+         run();
+       },
+       [machine, uses = std::move(uses)]() mutable {
+         const std::lock_guard lock(machine->mutex);
+         EndUse(*machine, uses);
+       }});
   EndLegacy(call, *stream);
   return CUDA_SUCCESS;
 }

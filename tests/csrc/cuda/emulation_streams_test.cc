@@ -4,6 +4,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <thread>
@@ -12,6 +14,7 @@
 #include "check.h"
 #include "cuda/emulated_driver.h"
 #include "cuda/emulated_gpu.h"
+#include "cuda/emulated_machine.h"
 
 using namespace jax_ub;
 
@@ -98,6 +101,48 @@ TEST(KernelsOfDifferentStreamsRunAtOnce) {
     for (const auto& gate : gates) CHECK(!gate->has_failed());
   }
   CHECK_EQ(machine.Complaints(), "");
+}
+
+// Whether a fill on a third stream runs while a second stream waits for a closed gate.
+bool RunsBehindAWait(int num_queues) {
+  EmulatedMachine machine({.num_queues = num_queues});
+  const Gpu gpu;
+  const EmulatedLibrary library;
+  EmulatedGate gate(library);
+  const Stream first(driver, 0), second(driver, 0), third(driver, 0);
+  const Event gated(driver);
+  const HostMemory memory(driver, 4096);
+  gate.Wait(first.get());
+  Gpu::Join(second.get(), gated, first.get());
+  Gpu::Fill(third.get(), memory.device(), 7, 1);
+  const auto* const word = static_cast<const uint32_t*>(memory.get());
+  const auto is_filled = [&] { return std::atomic_ref(*word).load() == 7; };
+  for (int i = 0; i < 200 && !is_filled(); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  const bool is_early = is_filled();
+  gate.Open();
+  for (const Stream* stream : {&first, &second, &third})
+    Gpu::Synchronize(stream->get());
+  CHECK(is_filled());
+  return is_early;
+}
+
+TEST(WorkThatCannotStartHoldsUpItsHardwareQueue) {
+  CHECK(!RunsBehindAWait(1));
+  CHECK(RunsBehindAWait(2));  // the second stream has the other queue
+}
+
+TEST(KernelsNeedAMultiprocessorThatGemmsLeaveFree) {
+  emulated::Processors processors(132);
+  CHECK_EQ(processors.Take(128), 128);
+  CHECK_EQ(processors.Take(1), 1);
+  CHECK_EQ(processors.Take(132), 3);  // the second GEMM takes what is left
+  CHECK_EQ(processors.num_starved(), 0);
+  std::thread kernel([&] { CHECK_EQ(processors.Take(1), 1); });
+  while (processors.num_starved() == 0) std::this_thread::yield();
+  processors.Give(128);
+  kernel.join();
 }
 
 TEST(AnEventIsTheLastRecordBeforeAWait) {

@@ -91,6 +91,8 @@ EmulatedOptions Options() {
   options.device_memory_bytes = Setting("EMULATED_MIB", 512) << 20;
   options.seed = Setting("EMULATED_SEED", 1);
   options.max_delay_us = static_cast<int>(Setting("EMULATED_DELAY_US", 0));
+  options.num_queues = static_cast<int>(Setting("EMULATED_QUEUES", options.num_queues));
+  options.loads_drain_device = Setting("EMULATED_LOADS_DRAIN", 0) != 0;
   options.attributes = {
       {CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_X, 1024},
       {CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Y, 1024},
