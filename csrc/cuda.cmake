@@ -81,6 +81,7 @@ jax_ub_library(jax_ub_cuda
   SOURCES
     engine/cuda/cuda_device.cc
     engine/cuda/cuda_engine.cc
+    engine/cuda/first_run.cc
     engine/cuda/gpu.cc
     engine/cuda/initialize.cc
     engine/cuda/dry_run_device.cc

@@ -334,7 +334,12 @@ NB_MODULE(_cuda, m) {
   m.def("peers", &Peers, nb::arg("ordinals"));
   m.def("why_no_peers", &WhyNoPeers, nb::arg("ordinals"));
 
-  m.def("targets", [] { return jax_ub::HandlersOf(jax_ub::CudaTargets()); });
+  m.def(
+      "targets",
+      [](bool has_several_devices) {
+        return jax_ub::HandlersOf(jax_ub::CudaTargets(has_several_devices));
+      },
+      nb::arg("has_several_devices"));
   m.def("call_site_type", [] { return jax_ub::TypeOf(jax_ub::TheCudaCallSiteType()); });
   m.def("workspace_bytes", &WorkspaceBytes, nb::arg("op"), nb::arg("attributes"),
         nb::arg("operands"), nb::arg("results"));

@@ -67,8 +67,11 @@ def peers(ordinals: list[int]) -> list[list[bool]]:
 def why_no_peers(ordinals: list[int]) -> str | None:
     """Returns which device cannot access which other's memory, or None if all can."""
 
-def targets() -> dict[str, Stages]:
-    """Returns the handlers by target name, such as ``jax_ub$all_gather_matmul``."""
+def targets(has_several_devices: bool) -> dict[str, Stages]:
+    """Returns the handlers by target name, such as ``jax_ub$all_gather_matmul``.
+
+    XLA may capture them in CUDA graphs only if the process has one device.
+    """
 
 def call_site_type() -> CallSiteType:
     """Returns the type ``jax_ub$CudaCallSite``; register it before any target."""

@@ -29,9 +29,11 @@ pytestmark = [
 CAPTURED = "--xla_gpu_graph_min_graph_size=1"
 EAGER = "--xla_gpu_enable_command_buffer="
 TIMEOUT_S = 60
+# Loading a kernel holds a lock of the process until its GPU has finished all work.
+DRAINING = {"EMULATED_LOADS_DRAIN": "1"}
 
 
-def run(*command, gpus, flags, delay_us=0, status=0):
+def run(*command, gpus, flags, delay_us=0, status=0, settings=None):
     """Runs a command on emulated GPUs and returns its output.
 
     It fails the test if the exit status is wrong or the command broke a rule of CUDA.
@@ -56,6 +58,7 @@ def run(*command, gpus, flags, delay_us=0, status=0):
             "JAX_UB_TIMEOUT_S": str(TIMEOUT_S),
             "XLA_FLAGS": flags,
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            **(settings or {}),
         },
     )
     assert done.returncode == status, done.stdout
@@ -70,20 +73,26 @@ def test_local_ops_are_exact(flags):
 
 
 @pytest.mark.parametrize(
-    ("processes", "each", "flags", "delay_us"),
+    ("processes", "each", "flags", "delay_us", "settings"),
     [
-        (1, 4, CAPTURED, 0),
-        (1, 8, CAPTURED, 0),
-        (3, 1, CAPTURED, 0),
-        (2, 2, CAPTURED, 100),
-        (2, 2, EAGER, 100),
+        (1, 4, CAPTURED, 0, {}),
+        (1, 8, CAPTURED, 0, DRAINING),
+        (3, 1, CAPTURED, 0, {"EMULATED_QUEUES": "1"}),
+        (2, 2, CAPTURED, 100, DRAINING),
+        (2, 2, EAGER, 100, {}),
     ],
 )
-def test_every_op_and_method_is_exact(processes, each, flags, delay_us):
+def test_every_op_and_method_is_exact(processes, each, flags, delay_us, settings):
     launch = ("-m", "jax_ub", "launch", "-n", processes, "--devices-per-process", each)
     program = (HERE / "ranks.py", "--rounds", 2, "--calls", 3, "--dtypes", 1)
     ranks = processes * each
-    printed = run(*launch, *program, gpus=ranks, flags=flags, delay_us=delay_us)
+    printed = run(
+        *(*launch, *program),
+        gpus=ranks,
+        flags=flags,
+        delay_us=delay_us,
+        settings=settings,
+    )
     assert f"all right: {ranks} ranks on Emulated GPU" in printed
     assert printed.count("right: ") == 4 * 4 + 1 + 1
     assert "plain jax.lax" not in printed

@@ -1,6 +1,7 @@
 #include "engine/cuda/cuda_engine.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "engine/cuda/multicast_reduce.h"
@@ -90,6 +91,64 @@ void CudaEngine::Execute(CudaCallSite& site,
     throw;
   }
   ++num_calls_[static_cast<size_t>(site.attributes_.op)];
+}
+
+void CudaEngine::ExecuteTogether(CudaCallSite& site,
+                                 int ordinal,
+                                 CUstream stream,
+                                 const RankCall& call,
+                                 const DeviceBytes& workspace) {
+  FirstRun* first_run = nullptr;
+  std::shared_ptr<CudaCommunicator> communicator;
+  {
+    std::lock_guard lock(site.mutex_);
+    const auto preparation = site.preparations_.find(ordinal);
+    if (preparation != site.preparations_.end() &&
+        preparation->second->device_rank.has_peers) {
+      const int group = preparation->second->device_rank.group;
+      first_run = &site.first_runs_[group];
+      communicator = site.bindings_[group].communicator;
+    }
+  }
+  if (!communicator || first_run->IsOver(ordinal)) {
+    return Execute(site, ordinal, stream, call, workspace);
+  }
+  try {
+    using Stage = FirstRun::Stage;
+    const CallAttributes& at = site.attributes_;
+    AwaitLocalRanks(at, *first_run, ordinal, Stage::kReady, *communicator);
+    Execute(site, ordinal, stream, call, workspace);
+    AwaitLocalRanks(at, *first_run, ordinal, Stage::kEnqueued, *communicator);
+  } catch (...) {
+    first_run->Leave(ordinal);
+    throw;
+  }
+}
+
+void CudaEngine::AwaitLocalRanks(const CallAttributes& at,
+                                 FirstRun& first_run,
+                                 int ordinal,
+                                 FirstRun::Stage stage,
+                                 CudaCommunicator& communicator) {
+  std::vector<int> ordinals;
+  for (const int rank : communicator.local_ranks()) {
+    ordinals.push_back(communicator.ordinal(rank));
+  }
+  const Deadline deadline = Deadline::After(timeout_s_);
+  const std::vector<int> missing =
+      first_run.Await(ordinal, stage, ordinals, deadline,
+                      [&communicator] { return communicator.failure(); });
+  if (missing.empty()) return;
+  std::string gpus;
+  for (const int other : missing) gpus.append(" ").append(std::to_string(other));
+  const DeadlineError error("TimeoutError: jax_ub." + at.label + ": GPU " +
+                            std::to_string(ordinal) + " waited " +
+                            std::to_string(std::lround(deadline.timeout_s())) +
+                            " s for the thread of GPU" + gpus +
+                            " of this process, which has not begun the first run of "
+                            "the call");
+  communicator.Poison(std::make_exception_ptr(error));
+  throw error;
 }
 
 void CudaEngine::Enqueue(CudaCallSite& site,

@@ -22,6 +22,7 @@
 #include "engine/call.h"
 #include "engine/cuda/cuda_device.h"
 #include "engine/cuda/dry_run_device.h"
+#include "engine/cuda/first_run.h"
 #include "engine/cuda/gpu.h"
 #include "gemm/cuda/cublaslt.h"
 #include "platform/cuda/driver.h"
@@ -77,6 +78,7 @@ class CudaCallSite {
   std::mutex mutex_;  // guards the members below
   std::map<int, std::shared_ptr<const Preparation>> preparations_;  // by device ordinal
   std::map<int, Binding> bindings_;                                 // by group
+  std::map<int, FirstRun> first_runs_;                              // by group
   // Keyed by device ordinal: the communicator that has received this rank's signature.
   std::map<int, std::weak_ptr<CudaCommunicator>> declared_;
   std::string name_;  // the same in every process that runs the call site
@@ -112,6 +114,16 @@ class CudaEngine {
                CUstream stream,
                const RankCall& call,
                const DeviceBytes& workspace);
+
+  // Enqueues the call as Execute does, in a process with several devices. Requires that
+  // each device has a thread, as in XLA: in the first run of the call site, the threads
+  // of a group's devices wait for each other (first_run.h). Throws DeadlineError, and
+  // fails the communicator, if a device does not take part.
+  void ExecuteTogether(CudaCallSite& site,
+                       int ordinal,
+                       CUstream stream,
+                       const RankCall& call,
+                       const DeviceBytes& workspace);
 
   // Sets the ids of this process's devices, by ordinal. Until then, ids equal ordinals.
   void set_local_devices(std::map<int, int64_t> devices);
@@ -170,6 +182,12 @@ class CudaEngine {
                const DeviceRank& device_rank,
                const RankCall& call,
                const std::exception_ptr& rejection);
+  // Waits until all devices of the group in this process have reached `stage`.
+  void AwaitLocalRanks(const CallAttributes& attributes,
+                       FirstRun& first_run,
+                       int ordinal,
+                       FirstRun::Stage stage,
+                       CudaCommunicator& communicator);
   std::shared_ptr<CudaCommunicator> FindJoined(const std::vector<int64_t>& devices);
   std::shared_ptr<CudaCommunicator> FindCommunicator(const CallAttributes& attributes,
                                                      int group,

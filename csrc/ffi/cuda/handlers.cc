@@ -56,6 +56,7 @@ DeviceBytes WorkspaceOf(const CallAttributes& at, const ffi::RemainingRets& resu
 
 // The execute handler. The work that it enqueues depends only on the attributes and the
 // addresses, so that XLA may capture and replay it.
+template <auto kExecute>
 ffi::Error Execute(CudaCallSiteState* state,
                    CUstream stream,
                    int32_t ordinal,
@@ -65,8 +66,8 @@ ffi::Error Execute(CudaCallSiteState* state,
   try {
     const CallAttributes& at = state->site.attributes();
     const RankCall call = DecodeCall(at, operands, results, 1);
-    ProcessCudaEngine().Execute(state->site, ordinal, stream, call,
-                                WorkspaceOf(at, results));
+    (ProcessCudaEngine().*kExecute)(state->site, ordinal, stream, call,
+                                    WorkspaceOf(at, results));
     return ffi::Error::Success();
   } catch (...) {
     return ToFfiError(std::current_exception());
@@ -95,31 +96,40 @@ XLA_FFI_Error* InitializeHandler(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
+auto BindExecute() {
+  return ffi::Ffi::BindExecute()
+      .Ctx<ffi::State<CudaCallSiteState>>()
+      .Ctx<ffi::PlatformStream<CUstream>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
+
 XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = ffi::Ffi::BindExecute()
-                             .Ctx<ffi::State<CudaCallSiteState>>()
-                             .Ctx<ffi::PlatformStream<CUstream>>()
-                             .Ctx<ffi::DeviceOrdinal>()
-                             .RemainingArgs()
-                             .RemainingRets()
-                             .Attrs()
-                             .To(Execute, {ffi::Traits::kCmdBufferCompatible})
-                             .release();
+  static auto* handler =
+      BindExecute()
+          .To(Execute<&CudaEngine::Execute>, {ffi::Traits::kCmdBufferCompatible})
+          .release();
   return handler->Call(frame);
 }
 
-template <Op op>
-Target TargetOf() {
-  return {"jax_ub$" + std::string(OpName(op)),
-          reinterpret_cast<void*>(&InstantiateHandler<op>),
-          reinterpret_cast<void*>(&InitializeHandler),
-          reinterpret_cast<void*>(&ExecuteHandler)};
+XLA_FFI_Error* ExecuteTogetherHandler(XLA_FFI_CallFrame* frame) {
+  static auto* handler =
+      BindExecute().To(Execute<&CudaEngine::ExecuteTogether>).release();
+  return handler->Call(frame);
 }
 
 }  // namespace
 
-std::array<Target, kNumOps> CudaTargets() {
-  return TargetsOfOps([]<Op op>() { return TargetOf<op>(); });
+std::array<Target, kNumOps> CudaTargets(bool has_several_devices) {
+  auto* const execute = has_several_devices ? &ExecuteTogetherHandler : &ExecuteHandler;
+  return TargetsOfOps([execute]<Op op>() {
+    return Target{"jax_ub$" + std::string(OpName(op)),
+                  reinterpret_cast<void*>(&InstantiateHandler<op>),
+                  reinterpret_cast<void*>(&InitializeHandler),
+                  reinterpret_cast<void*>(execute)};
+  });
 }
 
 CallSiteType TheCudaCallSiteType() {

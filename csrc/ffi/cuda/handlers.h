@@ -4,7 +4,8 @@
 //   initialize    Runs before every run of the program, on each device. Makes plans,
 //                 loads kernels, binds the communicator, and raises errors of earlier
 //                 calls. Does not wait for peers.
-//   execute       Enqueues the call. XLA may capture it once in a graph and replay it.
+//   execute       Enqueues the call. XLA may capture it once in a graph and replay it,
+//                 if the process has one device.
 //
 // The last result of a call is its workspace, with element type u8.
 #pragma once
@@ -19,8 +20,10 @@
 
 namespace jax_ub {
 
-// Returns the FFI targets, indexed by Op.
-std::array<Target, kNumOps> CudaTargets();
+// Returns the FFI targets of a process, indexed by Op. With several devices, their
+// threads wait for each other in the first run of a call (CudaEngine::ExecuteTogether).
+// XLA would not call the handler if it replayed a graph, so it must not capture it.
+std::array<Target, kNumOps> CudaTargets(bool has_several_devices);
 
 // Returns the type of the state of an instantiated call.
 CallSiteType TheCudaCallSiteType();

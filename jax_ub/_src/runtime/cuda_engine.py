@@ -195,9 +195,9 @@ def register_targets() -> None:
     jax.ffi.register_ffi_type(
         "jax_ub$CudaCallSite", cuda.call_site_type(), platform=_PLATFORM
     )
-    for name, handlers in cuda.targets().items():
-        # The handlers themselves declare that CUDA graphs may capture them. JAX's CUDA
-        # plugin rejects traits that are passed here.
+    for name, handlers in cuda.targets(len(devices) > 1).items():
+        # The handlers themselves declare whether CUDA graphs may capture them. JAX's
+        # CUDA plugin rejects traits that are passed here.
         jax.ffi.register_ffi_target(name, handlers, platform=_PLATFORM, api_version=1)
 
 

@@ -188,6 +188,10 @@ class GpuCalls {
     const EmulatedLaunchesOnly nothing_loads;
     gpus_.engine().Execute(site, ordinals_[rank], stream, on_device_[rank], workspace);
   }
+  void ExecuteTogether(int rank) {
+    gpus_.engine().ExecuteTogether(site, ordinals_[rank], gpus_.stream(ordinals_[rank]),
+                                   on_device_[rank], Workspace(rank));
+  }
   DeviceBytes Workspace(int rank) {
     return gpus_.Workspace(ordinals_[rank],
                            CudaEngine::WorkspaceBytes(site.attributes(), Shapes(rank)));

@@ -49,7 +49,7 @@ std::map<std::string, XlaAttribute> With(const std::string& name, XlaAttribute v
 }
 
 Target ReduceScatterTarget() {
-  for (const Target& target : CudaTargets()) {
+  for (const Target& target : CudaTargets(false)) {
     if (target.name == "jax_ub$matmul_reduce_scatter") return target;
   }
   return {};
@@ -362,15 +362,19 @@ TEST(HandlersRefuseAWorkspaceThatIsNone) {
   process.CheckEnd();
 }
 
-TEST(OnlyExecuteIsForCommandBuffers) {
+TEST(OnlyExecuteOfAProcessWithOneDeviceIsForCommandBuffers) {
   const CallSiteType type = TheCudaCallSiteType();
   static_cast<XLA_FFI_TypeId*>(type.type_id)->type_id = 7;
-  for (const Target& target : CudaTargets()) {
-    const XLA_FFI_Metadata execute = XlaCall::MetadataOf(target.execute);
-    CHECK_EQ(execute.traits, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
-    CHECK_EQ(execute.api_version.minor_version, XlaFfiApiVersion().second);
-    CHECK_EQ(XlaCall::MetadataOf(target.initialize).traits, 0u);
-    CHECK_EQ(XlaCall::MetadataOf(target.instantiate).state_type_id.type_id, 7);
+  for (const bool has_several_devices : {false, true}) {
+    for (const Target& target : CudaTargets(has_several_devices)) {
+      const XLA_FFI_Metadata execute = XlaCall::MetadataOf(target.execute);
+      const bool is_captured =
+          execute.traits == XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE;
+      CHECK_EQ(is_captured, !has_several_devices);
+      CHECK_EQ(execute.api_version.minor_version, XlaFfiApiVersion().second);
+      CHECK_EQ(XlaCall::MetadataOf(target.initialize).traits, 0u);
+      CHECK_EQ(XlaCall::MetadataOf(target.instantiate).state_type_id.type_id, 7);
+    }
   }
 }
 

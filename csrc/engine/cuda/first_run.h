@@ -1,0 +1,49 @@
+// Keeps the devices of this process together in the first run of a call site.
+//
+// Loading a kernel may take a lock of the process and wait until the device has finished
+// all work. If that work waits for another device of this process, whose thread needs
+// the lock, neither makes progress. XLA loads kernels when it first launches them. So in
+// the first run of a call, each device's thread waits twice for the others: before it
+// enqueues the call, since the others may still be loading, and after it, before XLA
+// launches what follows. Later runs load nothing.
+#pragma once
+
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "platform/deadline.h"
+
+namespace jax_ub {
+
+class FirstRun {
+ public:
+  enum class Stage { kLoading, kReady, kEnqueued };
+
+  // Returns whether this device has enqueued the call before.
+  bool IsOver(int ordinal) const;
+
+  // Records that the device has reached `stage`, and waits until all `ordinals` have.
+  // Returns the ordinals that have not by the deadline. Throws what `failure` returns
+  // as soon as it is not nullptr.
+  std::vector<int> Await(int ordinal,
+                         Stage stage,
+                         const std::vector<int>& ordinals,
+                         const Deadline& deadline,
+                         const std::function<std::exception_ptr()>& failure);
+
+  // Records that the device no longer takes part, since its call has failed.
+  void Leave(int ordinal);
+
+ private:
+  std::vector<int> MissingAt(Stage stage, const std::vector<int>& ordinals) const;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<int, Stage> stages_;  // by ordinal; guarded by mutex_
+};
+
+}  // namespace jax_ub
