@@ -31,15 +31,21 @@ function(jax_ub_find_cuda missing)
   endif()
 endfunction()
 
-# Compiles `file` for the architectures of `jax_ub_architectures`, and embeds the fatbin:
-# `extern const unsigned char SYMBOL[];` in namespace jax_ub, to load with a Library.
-function(jax_ub_kernels symbol file)
+# Compiles `file` for `oldest` and the newer ones of jax_ub_architectures, and embeds the
+# fatbin: `extern const unsigned char SYMBOL[];` in namespace jax_ub, to load with a Library.
+function(jax_ub_kernels symbol file oldest)
   cmake_path(GET file STEM name)
+  set(generate "-gencode=arch=compute_${oldest},code=[sm_${oldest},compute_${oldest}]")
+  foreach(number ${jax_ub_architectures})
+    if(number GREATER oldest)
+      list(APPEND generate "-gencode=arch=compute_${number},code=sm_${number}")
+    endif()
+  endforeach()
   set(fatbin "${CMAKE_CURRENT_BINARY_DIR}/kernels/${name}.fatbin")
   set(embedded "${CMAKE_CURRENT_BINARY_DIR}/kernels/${name}.cc")
   file(MAKE_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/kernels")
   add_custom_command(OUTPUT "${fatbin}"
-    COMMAND "${JAX_UB_NVCC}" -fatbin -std=c++20 -O3 ${jax_ub_architectures} ${jax_ub_nvcc_flags}
+    COMMAND "${JAX_UB_NVCC}" -fatbin -std=c++20 -O3 ${generate} ${jax_ub_nvcc_flags}
       "-I${CMAKE_CURRENT_SOURCE_DIR}" -MD -MF "${fatbin}.d" -o "${fatbin}"
       "${CMAKE_CURRENT_SOURCE_DIR}/${file}"
     DEPENDS "${file}" DEPFILE "${fatbin}.d" VERBATIM COMMAND_EXPAND_LISTS)
@@ -60,15 +66,15 @@ elseif(missing)
 endif()
 message(STATUS "CUDA: ${JAX_UB_NVCC}, headers in ${JAX_UB_CUDA_INCLUDE_DIR}")
 
-# What this nvcc knows of the architectures that have kernels of their own; the others run
-# the PTX, which the driver compiles for them.
+# The architectures that this nvcc knows and that have machine code. Code for sm_100 also runs
+# on 10.3, and code for sm_120 on 12.1, which code for sm_100a and sm_120a would not. For other
+# GPUs, such as 11.0, the driver compiles the PTX.
 execute_process(COMMAND "${JAX_UB_NVCC}" --list-gpu-code
   OUTPUT_VARIABLE known COMMAND_ERROR_IS_FATAL ANY)
-set(jax_ub_architectures "-gencode=arch=compute_80,code=[sm_80,compute_80]")
-foreach(number 90 100 120)
-  if(known MATCHES "sm_${number}")
-    list(APPEND jax_ub_architectures
-      "-gencode=arch=compute_${number}a,code=sm_${number}a")
+set(jax_ub_architectures)
+foreach(number 80 90 100 120)
+  if(known MATCHES "sm_${number}\n")
+    list(APPEND jax_ub_architectures ${number})
   endif()
 endforeach()
 set(jax_ub_nvcc_flags)
@@ -112,12 +118,10 @@ jax_ub_library(jax_ub_cuda
     transport/cuda/virtual_memory.cc
   DEPENDS jax_ub_engine ${CMAKE_DL_LIBS})
 target_include_directories(jax_ub_cuda SYSTEM PUBLIC "${JAX_UB_CUDA_INCLUDE_DIR}")
-jax_ub_kernels(kFlagKernels transport/cuda/flag_kernels.cu)
-jax_ub_kernels(kSumKernels reduce/cuda/sum_kernels.cu)
-jax_ub_kernels(kAllReduceKernels transport/cuda/all_reduce_kernel.cu)
-# Its instructions are none of older architectures, and the same in all newer ones.
-set(jax_ub_architectures "-gencode=arch=compute_90,code=[sm_90,compute_90]")
-jax_ub_kernels(kMulticastKernels transport/cuda/multicast_kernels.cu)
+jax_ub_kernels(kFlagKernels transport/cuda/flag_kernels.cu 80)
+jax_ub_kernels(kSumKernels reduce/cuda/sum_kernels.cu 80)
+jax_ub_kernels(kAllReduceKernels transport/cuda/all_reduce_kernel.cu 80)
+jax_ub_kernels(kMulticastKernels transport/cuda/multicast_kernels.cu 90)
 
 if(TARGET jax_ub_ffi)
   jax_ub_library(jax_ub_cuda_ffi

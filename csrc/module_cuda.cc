@@ -331,6 +331,12 @@ NB_MODULE(_cuda, m) {
   m.def("driver_version", &DriverVersion);
   m.def("devices", &Devices);
   m.def("cublaslt", &CublasLtOfProcess);
+  m.def(
+      "may_corrupt_concurrent_gemms",
+      [](int major) {
+        return jax_ub::MayCorruptConcurrentGemms(jax_ub::ProcessCublasLt(), major);
+      },
+      nb::arg("major"));
   m.def("peers", &Peers, nb::arg("ordinals"));
   m.def("why_no_peers", &WhyNoPeers, nb::arg("ordinals"));
 

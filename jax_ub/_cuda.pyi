@@ -61,6 +61,13 @@ def devices() -> list[Device]:
 def cublaslt() -> CublasLt:
     """Returns the path and version of cuBLASLt; loads it at the first call."""
 
+def may_corrupt_concurrent_gemms(major: int) -> bool:
+    """Returns whether this cuBLASLt may corrupt concurrent GEMMs on some GPUs.
+
+    `major` is the major number of their compute capability. The engine runs the GEMMs
+    of such GPUs on one stream.
+    """
+
 def peers(ordinals: list[int]) -> list[list[bool]]:
     """Returns whether device i can access the memory of device j, as `[i][j]`."""
 

@@ -237,6 +237,9 @@ class Gpus(StandIn):
     def cublaslt(self):
         return {"path": "/nvidia/libcublasLt.so.13", "version": 130200}
 
+    def may_corrupt_concurrent_gemms(self, major):
+        return major == 10
+
     def devices(self):
         gpu = {
             "name": "NVIDIA H200",
@@ -279,6 +282,27 @@ def test_gpus_and_their_drivers_are_listed(gpus):
         "in heaps of jax_ub, by the first of vmm, fabric and ipc that all can use; "
         "not by XLA's communicators and windows (docs/gpu.md says why)"
     )
+
+
+def test_faulty_cublas_is_a_warning(gpus, monkeypatch):
+    blackwell = [one | {"compute_capability": (10, 0)} for one in gpus.devices()[1:]]
+    devices = [*gpus.devices()[:1], *blackwell]
+    monkeypatch.setattr(gpus, "devices", lambda: devices)
+    found = {finding.name: finding for finding in checks.device_findings()}
+    assert found["cuBLASLt"].state is State.WARNING
+    assert "may corrupt concurrent work on GPU 1, so" in found["cuBLASLt"].text
+    assert "Install nvidia-cublas 13.2 or newer" in found["cuBLASLt"].text
+
+
+def test_streams_that_share_a_hardware_queue_are_a_warning(gpus, monkeypatch):
+    for value, expected in (("1", True), ("8", False)):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+        found = {finding.name: finding for finding in checks.device_findings()}
+        assert ("CUDA_DEVICE_MAX_CONNECTIONS" in found) is expected
+        if expected:
+            warning = found["CUDA_DEVICE_MAX_CONNECTIONS"]
+            assert warning.state is State.WARNING
+            assert "all streams share a hardware queue" in warning.text
 
 
 def test_unusable_cuda_engine_is_a_fault(gpus):

@@ -2,8 +2,7 @@
 
 namespace jax_ub {
 
-bool MayCorruptConcurrentGemms(const CublasLt& library, const Context& context) {
-  const int major = context.Attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+bool MayCorruptConcurrentGemms(const CublasLt& library, int major) {
   return (major == 10 || major == 11) && library.version >= 120800 &&
          library.version < 130200;
 }
@@ -14,7 +13,9 @@ Gpu::Gpu(const Driver& driver, const CublasLt& library, int ordinal, bool nvls)
   const ScopedContext current(driver, context_.get());
   const bool has_multicast =
       nvls && context_.Attribute(CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED) != 0;
-  loaded_ = std::make_unique<Loaded>(library, context_, has_multicast);
+  const int major = context_.Attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+  loaded_ = std::make_unique<Loaded>(library, context_, has_multicast,
+                                     MayCorruptConcurrentGemms(library, major));
 }
 
 }  // namespace jax_ub

@@ -18,10 +18,11 @@
 
 namespace jax_ub {
 
-// Returns whether GEMMs must not run concurrently. Many kernels of cuBLAS 12.8 to 13.1
+// Returns whether GEMMs must not run concurrently on devices whose compute capability
+// has this major number. Many kernels of cuBLAS 12.8 to 13.1
 // free their tensor memory more than once on devices of compute capability 10 and 11,
 // which corrupts kernels on other streams. JAX's CUDA plugin warns about it.
-bool MayCorruptConcurrentGemms(const CublasLt& library, const Context& context);
+bool MayCorruptConcurrentGemms(const CublasLt& library, int major);
 
 class Gpu {
  public:
@@ -49,12 +50,15 @@ class Gpu {
 
  private:
   struct Loaded {
-    Loaded(const CublasLt& library, const Context& context, bool has_multicast)
+    Loaded(const CublasLt& library,
+           const Context& context,
+           bool has_multicast,
+           bool gemms_in_turn)
         : flags(context.driver()),
           sums(context.driver(), context.device()),
           all_reduce(context.driver()),
           gemm(library, context.driver(), sums),
-          lanes(context.driver(), MayCorruptConcurrentGemms(library, context)) {
+          lanes(context.driver(), gemms_in_turn) {
       if (has_multicast) multicast.emplace(context.driver());
     }
     const FlagKernels flags;

@@ -128,6 +128,14 @@ def runs_concurrently() -> bool:
     return "SCHEDULING_MODE=CONCURRENT" in os.environ.get("XLA_FLAGS", "").upper()
 
 
+def shares_hardware_queue() -> bool:
+    """Returns whether `CUDA_DEVICE_MAX_CONNECTIONS` is 1.
+
+    All streams of a GPU then share one hardware queue.
+    """
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1"
+
+
 def tuned() -> str | None:
     """Returns `JAX_UB_TUNED`: the path of the tuned file that "auto" reads, or None.
 

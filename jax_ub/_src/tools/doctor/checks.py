@@ -230,10 +230,14 @@ def _gpus():
     native = cuda_engine.load()
     major, minor = divmod(native.driver_version(), 1000)
     yield Finding("CUDA driver", State.FINE, f"for CUDA {major}.{minor // 10}")
-    library = native.cublaslt()
-    text = f"version {library['version']}, {library['path']}"
-    yield Finding("cuBLASLt", State.FINE, text)
     devices = cuda_engine.usable_devices()
+    yield _cublaslt(native, devices)
+    if settings.shares_hardware_queue():
+        text = (
+            "1: all streams share a hardware queue, in which communication waits for "
+            "GEMMs. Unset it; jax_ub does not need it."
+        )
+        yield Finding("CUDA_DEVICE_MAX_CONNECTIONS", State.WARNING, text)
     for device in devices:
         major, minor = device["compute_capability"]
         text = (
@@ -249,6 +253,24 @@ def _gpus():
         "by XLA's communicators and windows (docs/gpu.md says why)"
     )
     yield Finding("shared memory", State.NOTE, text)
+
+
+def _cublaslt(native, devices):
+    library = native.cublaslt()
+    text = f"version {library['version']}, {library['path']}"
+    faulty = [
+        str(device["ordinal"])
+        for device in devices
+        if native.may_corrupt_concurrent_gemms(device["compute_capability"][0])
+    ]
+    if not faulty:
+        return Finding("cuBLASLt", State.FINE, text)
+    text += (
+        f": its GEMMs may corrupt concurrent work on GPU {', '.join(faulty)}, so the "
+        "engine runs them on one stream, and XLA may not. Install nvidia-cublas 13.2 "
+        "or newer."
+    )
+    return Finding("cuBLASLt", State.WARNING, text)
 
 
 def _peer_access(ordinals):
