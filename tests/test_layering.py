@@ -23,6 +23,7 @@ LAYERS = [
     {"lowering_log", "config", "reference"},
     {"scaled_array"},
     {"runtime"},
+    {"prediction"},
     {"primitives"},
     {"fp8"},
     {"rules"},

@@ -19,12 +19,12 @@ import jax
 from jax_ub._src.errors import UbError, shown
 from jax_ub._src.files import write_json
 from jax_ub._src.lowering_log import recording
+from jax_ub._src.prediction.hardware import HARDWARE
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools.explain import hlo, program
 from jax_ub._src.tools.explain.report import find_hardware
 from jax_ub._src.tools.options import name_of, output_path
 from jax_ub._src.tools.script import check_script, run_script, split_program
-from jax_ub._src.tools.simulate.hardware import HARDWARE
 from jax_ub._src.tools.trace.recorder import trace
 
 EXAMPLE = "explain --hardware h100 train.py --steps 3"

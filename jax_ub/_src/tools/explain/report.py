@@ -16,13 +16,13 @@ from jax_ub._src.errors import (
     nearest,
     shown,
 )
+from jax_ub._src.prediction.hardware import HARDWARE, Hardware, find, name_of_kind
 from jax_ub._src.tables import (
     format_bytes,
     format_count,
     format_seconds,
     format_table,
 )
-from jax_ub._src.tools.simulate.hardware import HARDWARE, Hardware, find
 from jax_ub._src.tools.trace import perfetto
 from jax_ub._src.tools.trace.recorder import Recording, TraceError
 from jax_ub._src.tools.trace.spans import Trace
@@ -215,8 +215,7 @@ def _local_machine() -> str | None:
     device = jax.devices()[0]
     if device.platform == "cpu":
         return "cpu"
-    kind = device.device_kind.lower()
-    return next((name for name in HARDWARE if name in kind), None)
+    return name_of_kind(device.device_kind)
 
 
 def read_waits(trace: TraceLike) -> Waits:

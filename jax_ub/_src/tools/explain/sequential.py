@@ -22,12 +22,12 @@ from jax_ub._src.ops.fuser import operation_label
 from jax_ub._src.ops.linear import BasicLinear
 from jax_ub._src.ops.operation import num_ranks
 from jax_ub._src.parallel import ParallelMode, mode_of
+from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.rules.call_config import CallConfig, call_label, plan_call_config
 from jax_ub._src.runtime import registry
 from jax_ub._src.tools import simulate
 from jax_ub._src.tools.explain import report
 from jax_ub._src.tools.explain.report import Row, Table, Waits
-from jax_ub._src.tools.simulate.hardware import Hardware
 
 if TYPE_CHECKING:
     from jax_ub._src.ops.fuser import OperationFuser
@@ -38,7 +38,7 @@ _COLLECTIVES = {
     AllGather: ("all_gather", "reduce_scatter"),
     ReduceScatter: ("reduce_scatter", "all_gather"),
 }
-# The name of a GEMM or collective in `tools.simulate`, its contracting size and its
+# The name of a GEMM or collective in `simulate`, its contracting size and its
 # number of output features.
 Step = tuple[str, int, int]
 # The names of GEMMs that do not communicate.

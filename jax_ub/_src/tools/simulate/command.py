@@ -8,14 +8,14 @@ from typing import Any
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.files import write_json
 from jax_ub._src.methods import Method
+from jax_ub._src.prediction import hardware as machines
+from jax_ub._src.prediction.cost import Bounds, Workload, bounds
+from jax_ub._src.prediction.estimate import Prediction, estimate_workload
+from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.tables import format_table
 from jax_ub._src.tools import pictures
 from jax_ub._src.tools.options import amount_of, name_of, output_path, positive
-from jax_ub._src.tools.simulate import hardware as machines
 from jax_ub._src.tools.simulate import models
-from jax_ub._src.tools.simulate.cost import Bounds, Workload, bounds
-from jax_ub._src.tools.simulate.estimate import Prediction, estimate_workload
-from jax_ub._src.tools.simulate.hardware import Hardware
 from jax_ub._src.tools.simulate.models import Layer, Model
 
 EXAMPLE = "simulate --tp 8 --hardware h100 --model llama3-70b"
@@ -220,7 +220,7 @@ def table(rows: list[LayerRow]) -> list[str]:
 
 
 def _us(*seconds):
-    return [f"{1e6 * value:.0f}" for value in seconds]
+    return [f"{1e6 * value:.3g}" for value in seconds]
 
 
 def _machine(given):

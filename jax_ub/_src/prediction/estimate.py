@@ -2,25 +2,24 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from jax_ub._src import methods
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
-from jax_ub._src.methods import Method, Variant
-from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
-from jax_ub._src.tools.simulate import hardware as machines
-from jax_ub._src.tools.simulate.cost import PRODUCTS, Workload, bounds, library_seconds
-from jax_ub._src.tools.simulate.hardware import Hardware
-from jax_ub._src.tools.simulate.replay import (
+from jax_ub._src.methods import KernelOptions, Method, Variant
+from jax_ub._src.prediction import hardware as machines
+from jax_ub._src.prediction.cost import PRODUCTS, Workload, bounds, library_seconds
+from jax_ub._src.prediction.hardware import Hardware
+from jax_ub._src.prediction.replay import (
     PlanOptions,
     Span,
     end_s,
     replay,
     steps_of,
-    sums_at_once,
 )
+from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 # Ops that run a local GEMM and a collective that does not depend on it. The value is
@@ -138,9 +137,9 @@ def estimate_workload(work: Workload, method: Method, machine: Hardware) -> Pred
     elif name == Method.DIRECT.value:
         seconds = direct_seconds(work, machine)
     else:
-        # "auto" does not split a rank's chunk.
-        splits = (1,) if method is Method.AUTO else _SPLITS
-        knobs, seconds = fastest_plan(work, machine, name, variant, splits)
+        knobs, seconds = fastest_plan(
+            work, machine, name, variant, is_default=method is Method.AUTO
+        )
     return Prediction(
         op=work.op,
         method=name,
@@ -201,14 +200,18 @@ def fastest_plan(
     machine: Hardware,
     method: str,
     variant: Variant = Variant.PLAIN,
-    splits: Sequence[int] = _SPLITS,
+    *,
+    is_default: bool = False,
 ) -> tuple[str, float]:
     """Returns the fastest schedule options, such as "b4a1s2", and their seconds.
 
-    `splits` are the numbers of splits that "pipeline" may divide a chunk into. Variants
-    other than the plain one run one kernel per product, as the engine does.
+    With `is_default`, takes the options that the engine runs if nothing was tuned.
+    Variants other than the plain one run one kernel per product, as the engine does.
     """
-    options = list(_options(work, machine, method, splits))
+    options = list(_options(work, machine, method))
+    if is_default:
+        streams = 1 if machine.is_host else KernelOptions.num_lanes
+        options = [PlanOptions(streams=streams)]
     if variant is not Variant.PLAIN:
         options = [dataclasses.replace(one, aggregate=1) for one in options]
     times = {
@@ -240,13 +243,11 @@ def timeline(
         )
         for rank in ranks
     ]
-    if not machine.is_host:
-        return replay([sums_at_once(own) for own in steps], work, machine, options)
     return replay(steps, work, machine, options)
 
 
-def _options(work, machine, method, splits) -> Iterator[PlanOptions]:
-    splits = splits if method == "pipeline" else (1,)
+def _options(work, machine, method) -> Iterator[PlanOptions]:
+    splits = _SPLITS if method == "pipeline" else (1,)
     several = not machine.is_host and method != "external"
     peers = work.num_ranks - 1
     aggregates = [a for a in (1, 2, 4, peers) if 1 <= a <= peers] if several else []

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from jax_ub._src.methods import Variant
-from jax_ub._src.tools.simulate import hardware, replay
-from jax_ub._src.tools.simulate.cost import Workload
-from jax_ub._src.tools.simulate.estimate import timeline
-from jax_ub._src.tools.simulate.replay import PlanOptions, end_s
+from jax_ub._src.prediction import hardware, replay
+from jax_ub._src.prediction.cost import Gemm, Processors, Workload
+from jax_ub._src.prediction.estimate import timeline
+from jax_ub._src.prediction.replay import PlanOptions, end_s
 
 # A machine with one processor, which runs every chunk as one kernel, so that no time is
 # rounded up to whole waves.
@@ -40,24 +40,23 @@ def chunk_times(workload, machine):
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 @pytest.mark.parametrize("rate", [1e11, 1e13, 1e14])
-def test_a_ring_of_all_gather_matmul_equals_the_formula(num_ranks, rate):
+def test_an_all_gather_matmul_equals_the_formula(num_ranks, rate):
     machine = dataclasses.replace(SMOOTH, flops_per_s=rate)
     # All sizes are multiples of the tile size.
     work = Workload(
         "all_gather_matmul", 256 * num_ranks, 512, 256 * num_ranks, num_ranks
     )
     gemm_s, wire_s = chunk_times(work, machine)
-    shard = 256 * 512 * 2
-    first = 2 * shard / machine.memory_bytes_per_s + machine.handshake_s
-    # If a chunk takes longer to multiply than to send, only the first put is exposed.
     others = num_ranks - 1
-    assert seconds(work, machine) == pytest.approx(
-        max(
-            num_ranks * gemm_s,
-            first + wire_s + others * gemm_s,
-            first + others * wire_s + gemm_s,
-        )
-    )
+
+    def arrival_s(n):
+        # The n-th chunk has arrived. The wait for it follows the next put.
+        sent = min(n + 1, others) * wire_s
+        return max(sent, n * wire_s + machine.handshake_s)
+
+    later = [arrival_s(n) + (num_ranks - n) * gemm_s for n in range(1, num_ranks)]
+    expected = max(num_ranks * gemm_s, *later)
+    assert seconds(work, machine, "pipeline") == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
@@ -143,11 +142,46 @@ def test_a_lane_runs_one_step_at_a_time_and_streams_overlap():
     work = Workload("matmul_reduce_scatter", 4096, 4096, 4096, 4)
     options = PlanOptions(2, streams=2)
     spans = spans_of(work, hardware.find("h200"), "pipeline", options)
-    for lane in ("wire", "sum"):
-        mine = sorted((s.start_s, s.end_s) for s in spans if s.lane == lane)
-        assert all(a[1] <= b[0] for a, b in zip(mine, mine[1:], strict=False))
-    gemms = [(s.start_s, s.end_s) for s in spans if s.lane == "gemm"]
+    mine = sorted((s.start_s, s.end_s) for s in spans if s.lane == "wire")
+    assert all(a[1] <= b[0] for a, b in zip(mine, mine[1:], strict=False))
+    gemms = [(s.start_s, s.end_s) for s in spans if s.kind == "multiply"]
     assert any(a[1] > b[0] for a, b in zip(gemms, gemms[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("op", "method", "num_launches"),
+    [
+        ("all_gather_matmul", "pipeline", 24),
+        ("matmul_reduce_scatter", "ring_exchange", 19),
+        ("matmul_all_reduce", "ring_exchange", 36),
+    ],
+)
+def test_a_gpu_launches_as_often_as_the_engine(op, method, num_launches):
+    # As counted by CallsOfEightRanksTakeFewLaunches in cuda_engine_test.cc.
+    work = Workload(op, 1024, 1024, 1024, 8)
+    spans = spans_of(work, hardware.find("h100"), method, PlanOptions(streams=2))
+    assert len(spans) == num_launches
+
+
+def test_an_all_reduce_in_one_exchange_is_one_kernel_and_its_gemm():
+    work = Workload("matmul_all_reduce", 64, 1024, 1024, 8)
+    spans = spans_of(work, hardware.find("h100"), variant=Variant.ONE_SHOT)
+    # The kernel sends, waits and sums.
+    kinds = [span.kind for span in spans]
+    assert kinds == ["multiply", *7 * ["put"], "reduce", "end"]
+    launched = [span for span in spans if span.kind != "put"]
+    assert len(launched) == 3
+
+
+def test_a_sum_runs_when_the_gemms_before_it_leave_the_multiprocessors():
+    machine = hardware.find("h100")
+    processors = Processors(machine, 1, 2)
+    _, first_s = processors.run(0.0, Gemm(4096, 4096, 4096))
+    start, end = processors.run_on_all(0.0, 1e-4)
+    assert start == machine.launch_s
+    assert end == pytest.approx(first_s + 1e-4)
+    _, last_s = processors.run(0.0, Gemm(128, 128, 64))
+    assert last_s > first_s + 1e-4
 
 
 def test_a_rank_of_a_host_runs_one_step_at_a_time():
@@ -167,18 +201,6 @@ def test_chunks_of_one_kernel_are_sent_when_it_has_finished():
     assert [gemm.chunks for gemm in gemms] == [(1, 2, 3), (0,)]
     first_put = min(span.start_s for span in spans if span.kind == "put")
     assert first_put == gemms[0].end_s
-
-
-def test_a_sum_is_sent_right_after_its_reduction():
-    steps = replay.steps_of("matmul_all_reduce", "pipeline", 1, 3, 2, variant="plain")
-    moved = replay.sums_at_once(steps)
-    assert sorted(map(repr, moved)) == sorted(map(repr, steps))
-    for at, step in enumerate(moved):
-        if step.kind == "reduce":
-            sent = moved[at + 1 : at + 3]
-            assert [(s.kind, s.payload, s.split) for s in sent] == [
-                ("put", "sum", step.split)
-            ] * 2
 
 
 def test_a_deadlock_is_an_error():

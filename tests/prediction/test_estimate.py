@@ -11,10 +11,10 @@ from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub._src.methods import Method
+from jax_ub._src.prediction.cost import PRODUCTS
+from jax_ub._src.prediction.estimate import OPS
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.tools import simulate
-from jax_ub._src.tools.simulate.cost import PRODUCTS
-from jax_ub._src.tools.simulate.estimate import OPS
 from jax_ub.errors import ShapeContractError, UnknownNameError
 
 SIZES = {"M": 8192, "K": 8192, "N": 10240, "P": 8, "dtype": "bfloat16"}

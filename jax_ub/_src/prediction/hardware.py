@@ -2,15 +2,17 @@
 
 Measured on one H200: 788 TFLOP/s in a dense bf16 GEMM of 8192^3 on random data
 (power-limited), and 4.3 TB/s in a copy, counting reads and writes. The other GPUs are
-assumed to reach the same shares of their datasheet's peaks. The efficiencies of wires
-and collectives and the latencies are assumptions, too. `jax_ub simulate` prints all
-parameters with every table.
+assumed to reach the same shares of their datasheet's peaks. A launch takes 1.3 us, as
+in replayed calls of 64 tokens on one H100 (docs/gpu/2026-11-27). The efficiencies of
+wires and collectives and the other latencies are assumptions. `jax_ub simulate` prints
+all parameters with every table.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
 from jax_ub._src.errors import UnknownNameError, nearest, shown
+from jax_ub._src.methods import KernelOptions
 
 # The shares of the peaks in its datasheet that an H200 reaches in GEMMs and copies.
 _GEMM_SHARE = 788 / 989.4
@@ -33,7 +35,8 @@ class Hardware:
             for a host, whose ranks share its cores and run one step at a time.
         wire_share: share of the wire's bandwidth that a copy engine reaches.
         collective_share: share that the vendor's collectives reach.
-        handshake_s, launch_s, collective_s: latency of a signal, kernel, collective.
+        handshake_s, launch_s, collective_s: latency of a signal and the wait for it, of
+            a launch, and of a collective.
         reserved_processors: number without GEMM tiles during communication.
         flops_f32_per_s: rate of an f32 GEMM; None derives it from `flops_per_s`.
     """
@@ -46,9 +49,9 @@ class Hardware:
     wire_share: float = 0.8
     collective_share: float = 0.8
     handshake_s: float = 6e-6
-    launch_s: float = 3e-6
+    launch_s: float = 1.3e-6
     collective_s: float = 15e-6
-    reserved_processors: int = 2
+    reserved_processors: int = KernelOptions.sm_margin
     flops_f32_per_s: float | None = None
 
     @property
@@ -124,6 +127,11 @@ HARDWARE: Mapping[str, Hardware] = {
         host(170e9, 20e9, 172e9),
     )
 }
+
+
+def name_of_kind(device_kind: str) -> str | None:
+    """Returns the name of the machine with JAX devices of a kind; None if unknown."""
+    return next((name for name in HARDWARE if name in device_kind.lower()), None)
 
 
 def find(name: "str | Hardware") -> Hardware:

@@ -10,7 +10,7 @@ import functools
 import heapq
 import math
 
-from jax_ub._src.tools.simulate.hardware import Hardware
+from jax_ub._src.prediction.hardware import Hardware
 
 PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 _GATHERS = ("all_gather_matmul", "all_gather")
@@ -217,3 +217,13 @@ class Processors:
             end = max(end, done)
         self._streams[stream] = end
         return start, end
+
+    def run_on_all(self, available: float, seconds: float) -> tuple[float, float]:
+        """Simulates a kernel that occupies every multiprocessor for `seconds`.
+
+        Each multiprocessor first finishes its tile. Returns the start and end times.
+        """
+        start = available + self._hardware.launch_s
+        ends = [max(free, start) + seconds for free in self._free]
+        self._free = sorted(ends)
+        return start, self._free[-1]

@@ -2,10 +2,10 @@
 
 The duration of a step is given by a cost model of the hardware.
 
-A GPU rank has several lanes: its multiprocessors, a copy engine, and a kernel that
-sums. A step starts as soon as its inputs are available and its lane is free. A wait
-only delays the steps that need the data. A host rank is one thread, which runs one step
-after the other and blocks in waits.
+A GPU rank has two lanes: its multiprocessors, and the stream that communicates, which
+launches copies, waits and sums one after the other. GEMMs are launched on other
+streams, and share the multiprocessors with sums and local copies. A host rank is one
+thread, which runs one step after the other and blocks in waits.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jax_ub._src.prediction.cost import Processors, Workload
+from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.runtime import cpu_engine
-from jax_ub._src.tools.simulate.cost import Processors, Workload
-from jax_ub._src.tools.simulate.hardware import Hardware
 
 ALL_CHUNKS = -1
 
@@ -32,24 +32,6 @@ def steps_of(op: str, method: str, *sizes: int, variant: str) -> tuple[Step, ...
     `sizes` are the rank, the number of ranks and the number of splits.
     """
     return tuple(cpu_engine.load().schedule(op, method, *sizes, variant))
-
-
-def sums_at_once(steps: Sequence[Step]) -> list[Step]:
-    """Reorders a schedule so that each sum is sent as soon as it is computed.
-
-    The engine's schedule sends all sums at the end. With a copy engine, the sums of one
-    block are sent while the next block is multiplied.
-    """
-    sums = [step for step in steps if step.kind == "put" and step.payload == "sum"]
-    own = [step for step in sums if step.chunk == sums[0].chunk]
-    moved: list[Step] = []
-    for step in steps:
-        if any(step is one for one in own):
-            continue
-        moved.append(step)
-        if step.kind == "reduce":
-            moved += [one for one in own if one.split == step.split]
-    return moved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +51,8 @@ class PlanOptions:
 class Span:
     """A simulated step of one rank, with its start and end in seconds.
 
-    `lane` is the resource that runs it: "gemm", "wire" or "sum" on a GPU, "rank" on a
-    host, where waits are spans, too.
+    `lane` is "gemm", or "wire" for the stream that communicates, on a GPU, where a span
+    is a launch, and "rank" on a host.
     """
 
     rank: int
@@ -142,7 +124,12 @@ class _Rank:
         if not hardware.is_host:
             self._processors = Processors(hardware, options.streams, work.itemsize)
         self._kernels = _kernels(rank, steps, work.gathers, options.aggregate)
-        self._lanes = {"wire": 0.0, "sum": 0.0}
+        self._wire = 0.0  # seconds; the lane that communicates, on GPUs only
+        self._has_waited_for_free_slots = False
+        # An all-reduce in one exchange sends, waits and sums in one kernel.
+        self._is_one_kernel = any(
+            step.kind == "put" and step.chunk == ALL_CHUNKS for step in steps
+        )
         # The times at which received data arrived, keyed by (payload, chunk or sender,
         # split). The three members below have the times at which products, sums and
         # gathered rows were complete.
@@ -153,56 +140,75 @@ class _Rank:
 
     def run(self) -> Iterator[bool]:
         """Simulates all steps, and yields True while a step must wait for a peer."""
+        others = {
+            "wait_free": self._wait_free,
+            "put": self._put,
+            "reduce": self._reduce,
+            "copy": self._copy,
+        }
         for index, step in enumerate(self._steps):
             if step.kind == "wait":
                 while (self.rank, step.slot) not in self._arrivals:
                     yield True
-                self._wait(step, self._arrivals[self.rank, step.slot])
+                is_first = index == 0 or self._steps[index - 1].kind != "wait"
+                self._wait(step, self._arrivals[self.rank, step.slot], is_first)
             elif step.kind == "multiply":
                 self._multiply(step, self._kernels.get(index))
-            elif step.kind == "put":
-                self._put(step)
-            elif step.kind == "reduce":
-                self._reduce(step)
-            elif step.kind == "copy":
-                self._copy(step)
-            # The simulated call is the first of its communicator: all slots are free.
+            elif step.kind in others:
+                others[step.kind](step)
+        if not self._hardware.is_host and self._work.num_ranks > 1:
+            self._launch("end", (), end_s(self.spans), 0.0)
 
-    def _wait(self, step, time):
+    def _launch(self, kind, chunks, ready, duration):
+        """Launches work on a GPU's lane that communicates; returns its end time."""
+        start = max(ready, self._wire)
+        is_in_kernel = self._is_one_kernel and kind in ("put", "wait")
+        launch_s = 0.0 if is_in_kernel else self._hardware.launch_s
+        self._wire = start + launch_s + duration
+        if not is_in_kernel or kind == "put":
+            self._add_span("wire", kind, chunks, start, self._wire)
+        return self._wire
+
+    def _wait_free(self, step):
+        # The simulated call is the first of its communicator: all slots are free. A GPU
+        # waits for all of them at once.
+        if not (self._hardware.is_host or self._has_waited_for_free_slots):
+            self._launch("wait", (step.chunk,), 0.0, 0.0)
+            self._has_waited_for_free_slots = True
+
+    def _wait(self, step, time, is_first):
         sender = step.peer if step.payload == "partial" else step.chunk
-        self._received[step.payload, sender, step.split] = time
-        self._gathered = max(self._gathered, time)
-        if self._hardware.is_host and time > self._clock:
+        if not self._hardware.is_host:
+            if is_first:  # one kernel waits for all data of consecutive waits
+                self._launch("wait", (step.chunk,), 0.0, 0.0)
+            self._wire = time = max(self._wire, time)
+        elif time > self._clock:
             self._add_span("rank", "wait", (step.chunk,), self._clock, time)
             self._clock = time
+        self._received[step.payload, sender, step.split] = time
+        self._gathered = max(self._gathered, time)
 
     def _put(self, step):
         hardware = self._hardware
         if step.payload == "partial":
             ready = self._multiplied.get((step.chunk, step.split), 0.0)
         elif step.payload == "sum" and step.chunk == self.rank:
-            ready = self._summed[step.split] + hardware.handshake_s
+            ready = self._summed[step.split]
         elif step.chunk == self.rank:
-            ready = self._first_put_s()
+            ready = 0.0
         else:
             ready = self._received[step.payload, step.chunk, step.split]
         num_bytes = self._work.wire_bytes(step.payload, self._rows_of(step))
-        end = self._run("wire", step, ready, num_bytes / hardware.copy_bytes_per_s)
-        if step.payload == "partial" or hardware.is_host:
-            end += hardware.handshake_s
-        self._arrivals[step.peer % self._num_simulated, step.slot] = end
+        seconds = num_bytes / hardware.copy_bytes_per_s
+        if hardware.is_host:
+            end = self._run(step, ready, seconds)
+        else:
+            end = self._launch("put", (step.chunk,), ready, seconds)
+        arrival = end + hardware.handshake_s
+        self._arrivals[step.peer % self._num_simulated, step.slot] = arrival
 
     def _rows_of(self, step):
         return self._work.M if step.chunk == ALL_CHUNKS else self._rows
-
-    def _first_put_s(self):
-        # A GPU first copies its shard into memory that peers can read, and signals
-        # that the data is ready. A host's operands are readable from the start.
-        if self._hardware.is_host:
-            return 0.0
-        shard = self._work.wire_bytes("operand", self._work.split_rows(1))
-        staged_s = 2 * shard / self._hardware.memory_bytes_per_s
-        return staged_s + self._hardware.handshake_s
 
     def _multiply(self, step, kernel):
         if kernel is None:
@@ -216,7 +222,7 @@ class _Rank:
         chunks = tuple(chunk for chunk, _ in kernel)
         if self._processors is None:
             gemm_s = gemm.flops / self._hardware.flops_of(self._work.itemsize)
-            end = self._run("", step, ready, self._hardware.launch_s + gemm_s, chunks)
+            end = self._run(step, ready, self._hardware.launch_s + gemm_s, chunks)
         else:
             start, end = self._processors.run(ready, gemm)
             self._add_span("gemm", "multiply", chunks, start, end)
@@ -235,26 +241,34 @@ class _Rank:
         ]
         own = self._multiplied.get((self.rank, step.split), 0.0)
         ready = max([own, *parts])
-        end = self._run("sum", step, ready, duration + self._hardware.launch_s)
+        if self._processors is None:
+            end = self._run(step, ready, duration + self._hardware.launch_s)
+        else:
+            begun = max(ready, self._wire)
+            start, end = self._processors.run_on_all(begun, duration)
+            self._wire = end
+            self._add_span("wire", step.kind, (step.chunk,), start, end)
         self._summed[step.split] = end
 
     def _copy(self, step):
-        # On a GPU, copy engines write into the result. A host copies out of the slot.
-        if self._hardware.is_host:
-            num_bytes = 2 * self._work.wire_bytes(step.payload, self._rows)
-            self._run("rank", step, 0.0, num_bytes / self._hardware.memory_bytes_per_s)
-        self._gathered = max(self._gathered, self._clock)
+        num_bytes = 2 * self._work.wire_bytes(step.payload, self._rows)
+        duration = num_bytes / self._hardware.memory_bytes_per_s
+        if self._processors is None:
+            self._run(step, 0.0, duration)
+            self._gathered = max(self._gathered, self._clock)
+            return
+        # The rank's own chunk has not been received: it is an operand.
+        ready = self._received.get((step.payload, step.chunk, step.split), 0.0)
+        start, end = self._processors.run_on_all(ready, duration)
+        self._add_span("gemm", step.kind, (step.chunk,), start, end)
+        self._gathered = max(self._gathered, end)
 
-    def _run(self, lane, step, ready, duration, chunks=()):
-        """Runs a step on a lane, or on a host's only thread; returns its end time."""
-        start = max(ready, self._clock if self._hardware.is_host else self._lanes[lane])
-        end = start + duration
-        if self._hardware.is_host:
-            lane, self._clock = "rank", end
-        else:
-            self._lanes[lane] = end
-        self._add_span(lane, step.kind, chunks or (step.chunk,), start, end)
-        return end
+    def _run(self, step, ready, duration, chunks=()):
+        """Runs a step on a host's only thread; returns its end time."""
+        start = max(ready, self._clock)
+        self._clock = start + duration
+        self._add_span("rank", step.kind, chunks or (step.chunk,), start, self._clock)
+        return self._clock
 
     def _add_span(self, lane, kind, chunks, start, end):
         self.spans.append(Span(self.rank, lane, kind, chunks, start, end))
