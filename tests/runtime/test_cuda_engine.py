@@ -43,7 +43,7 @@ def built(monkeypatch, fresh):
     for name in names:
         setattr(module, name, lambda value, name=name: received.update({name: value}))
     module.call_site_type = lambda: "the type"
-    module.targets = lambda: {"jax_ub$matmul": "handlers"}
+    module.targets = lambda several: {"jax_ub$matmul": f"handlers, {several}"}
     monkeypatch.setitem(sys.modules, "jax_ub._cuda", module)
     return received
 
@@ -117,14 +117,21 @@ def plugin(monkeypatch):
     return registered
 
 
-def test_targets_are_registered_after_their_type(monkeypatch, built, plugin):
-    monkeypatch.setattr(cuda_engine, "local_devices", lambda: [NVIDIA])
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_targets_are_registered_after_their_type(
+    monkeypatch, built, plugin, num_devices
+):
+    other = Device("gpu", "PJRT C API\ncuda 13000", id=6, local_hardware_id=2)
+    devices = [NVIDIA, other][:num_devices]
+    monkeypatch.setattr(cuda_engine, "local_devices", lambda: devices)
     cuda_engine.register_targets()
     cuda_engine.register_targets()
-    assert built["set_local_devices"] == {1: 5}
+    ids = {device.local_hardware_id: device.id for device in devices}
+    assert built["set_local_devices"] == ids
+    # XLA may capture the calls of a process with one device.
     assert plugin == [
         ("jax_ub$CudaCallSite", "the type"),
-        ("jax_ub$matmul", "handlers", 1),
+        ("jax_ub$matmul", f"handlers, {num_devices > 1}", 1),
     ]
 
 
