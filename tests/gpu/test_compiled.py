@@ -18,6 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
+from jax_ub._src.prediction import estimate as simulate
+from jax_ub._src.primitives import predicted
 from jax_ub._src.runtime import cuda_engine
 from jax_ub.flax import TransformerLayer
 
@@ -191,6 +193,50 @@ def test_gradients_of_layers_are_accumulated_in_place(mesh, options):
     )
     assert "matmul_reduce_scatter" in calls(text)
     assert not copies(text, r"\w+" if options else "f32")
+
+
+def gathered_layers(mesh):
+    """Compiles four layers whose kernels are sharded over "fsdp" and "tp"."""
+    both = Mesh(mesh.devices.reshape(2, 2), ("fsdp", "tp"))
+
+    def layer(x, w, v):
+        w, v = (jax.lax.all_gather(one, "fsdp", axis=0, tiled=True) for one in (w, v))
+        h = ub.all_gather_matmul(x, w, axis_name="tp")
+        return ub.matmul_reduce_scatter(jax.nn.relu(h), v, axis_name="tp")
+
+    def layers(x, *kernels):
+        for w, v in zip(kernels[::2], kernels[1::2], strict=True):
+            x = layer(x, w, v)
+        return x
+
+    rows = P(("fsdp", "tp"))
+    specs = (rows, *4 * (P("fsdp", "tp"), P(("tp", "fsdp"))))
+    shapes = len(specs) * (("bfloat16", 8192, 8192),)
+    return compiled(layers, both, specs, rows, *shapes)
+
+
+def order_of(text):
+    """Returns the order of gathers' starts ("s") and ends ("d"), and of calls ("C")."""
+    kinds = {"custom-call": "C", "all-gather-start": "s", "all-gather-done": "d"}
+    found = re.findall(rf" ({'|'.join(kinds)})\(", text)
+    return "".join(kinds[one] for one in found)
+
+
+def test_xla_gathers_kernels_during_calls_whose_time_it_knows(mesh, monkeypatch):
+    text = gathered_layers(mesh)
+    latencies = re.findall(r'jax_ub\$(\w+)".*?latency_metadata="(\d+)"', text)
+    expected = [
+        (op, str(round(1e9 * simulate.predict(op, "auto", *sizes))))
+        for op, *sizes in (
+            ("all_gather_matmul", 4096, 8192, 8192, 2, "bfloat16", "h100"),
+            ("matmul_reduce_scatter", 4096, 8192, 8192, 2, "bfloat16", "h100"),
+        )
+    ]
+    assert latencies == 4 * expected
+    # The kernel of the next call is gathered during each call.
+    assert order_of(text).count("sC") >= 7
+    monkeypatch.setattr(predicted, "on_gpus", lambda *arguments: None)
+    assert order_of(gathered_layers(mesh)).count("sC") < 4
 
 
 def test_leading_batch_axes_copy_nothing(mesh):

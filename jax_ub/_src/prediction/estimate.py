@@ -49,6 +49,8 @@ class Prediction:
         serial_s: time of the library's GEMM followed by the vendor's collective.
         moved_bytes: bytes that each rank sends, and also receives.
         variant: "one_shot" if "auto" sums few tokens in one exchange on a GPU.
+        num_launches: number of kernels and copies that a GPU launches; 0 without a
+            schedule.
     """
 
     op: str
@@ -60,6 +62,7 @@ class Prediction:
     serial_s: float
     moved_bytes: float
     variant: str = Variant.PLAIN.value
+    num_launches: int = 0
 
     @property
     def exposed_s(self) -> float:
@@ -128,6 +131,7 @@ def estimate_workload(work: Workload, method: Method, machine: Hardware) -> Pred
     parts = bounds(work, machine)
     name, variant = _schedule_name(work, method, machine), Variant.PLAIN
     moved_bytes, wire_s, knobs = work.moved_bytes, parts.wire_s, ""
+    num_launches = 0
     if _is_one_shot(work, method, machine):
         name, variant = Method.RING_EXCHANGE.value, Variant.ONE_SHOT
         moved_bytes = work.one_shot_bytes
@@ -137,7 +141,7 @@ def estimate_workload(work: Workload, method: Method, machine: Hardware) -> Pred
     elif name == Method.DIRECT.value:
         seconds = direct_seconds(work, machine)
     else:
-        knobs, seconds = fastest_plan(
+        knobs, seconds, num_launches = fastest_plan(
             work, machine, name, variant, is_default=method is Method.AUTO
         )
     return Prediction(
@@ -150,6 +154,7 @@ def estimate_workload(work: Workload, method: Method, machine: Hardware) -> Pred
         serial_s=parts.serial_s,
         moved_bytes=moved_bytes,
         variant=variant.value,
+        num_launches=num_launches,
     )
 
 
@@ -202,8 +207,8 @@ def fastest_plan(
     variant: Variant = Variant.PLAIN,
     *,
     is_default: bool = False,
-) -> tuple[str, float]:
-    """Returns the fastest schedule options, such as "b4a1s2", and their seconds.
+) -> tuple[str, float, int]:
+    """Returns the fastest options, such as "b4a1s2", their seconds and launches.
 
     With `is_default`, takes the options that the engine runs if nothing was tuned.
     Variants other than the plain one run one kernel per product, as the engine does.
@@ -214,12 +219,14 @@ def fastest_plan(
         options = [PlanOptions(streams=streams)]
     if variant is not Variant.PLAIN:
         options = [dataclasses.replace(one, aggregate=1) for one in options]
-    times = {
-        one: end_s(timeline(work, machine, method, one, variant)) for one in options
-    }
-    best = min(times, key=lambda one: times[one])
+    spans = {one: timeline(work, machine, method, one, variant) for one in options}
+    best = min(spans, key=lambda one: end_s(spans[one]))
     blocks = "" if method == "ring_exchange" else f"b{best.num_splits}"
-    return f"{blocks}a{best.aggregate}s{best.streams}", times[best]
+    knobs = f"{blocks}a{best.aggregate}s{best.streams}"
+    # The kernel of a one-shot all-reduce sends, too.
+    is_one_shot = variant is Variant.ONE_SHOT
+    launched = [s for s in spans[best] if not (is_one_shot and s.kind == "put")]
+    return knobs, end_s(spans[best]), len(launched)
 
 
 def timeline(

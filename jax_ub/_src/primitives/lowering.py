@@ -22,6 +22,7 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 from jax_ub._src import lowering_log
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.methods import DEFAULT_SPLITS, Method, Variant, auto_on_gpus
+from jax_ub._src.primitives import predicted
 from jax_ub._src.primitives.mesh import Ranks, find_ranks
 from jax_ub._src.runtime import cpu_engine, cuda_engine, registry, settings
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, heap_bytes
@@ -82,6 +83,10 @@ def _lower_on_cuda(ctx, *operands, call):
         # operations into it.
         lowering_log.record(ctx, call, Method.XLA, "one rank: it is a GEMM of XLA's")
         return mlir.lower_fun(call.plain, multiple_results=True)(ctx, *operands)
+    prediction = predicted.on_gpus(call, operand_avals, ranks)
+    reason = predicted.why_xla_is_faster(call, prediction, ranks)
+    if reason is not None:
+        return _lower_to_reference(ctx, operands, call, reason)
     method = _cuda_method(call)
     lowering_log.record(ctx, call, method)
     cuda_engine.register_targets()
@@ -104,7 +109,9 @@ def _lower_on_cuda(ctx, *operands, call):
     # This is safe, because all ranks run the same compiled program. With a side effect,
     # XLA of JAX 0.11 would run a call inside a scan twice: in the fusion that slices
     # its operands, such as the stacked kernels of the layers, and outside the fusion.
-    *results, _ = _emit(ctx, operands, call, attributes, has_side_effect=False)
+    *results, workspace = _emit(ctx, operands, call, attributes, has_side_effect=False)
+    if prediction is not None:
+        _tell_scheduler(workspace.owner, prediction.seconds)
     if _RUNS_TWICE_WHAT_IS_SAVED and call.is_batchable:
         return hlo.OptimizationBarrierOp(cast(list[ir.Value], results)).results
     return results
@@ -139,6 +146,18 @@ def _emit(ctx, operands, call, attributes, *, has_side_effect):
         ctx = ctx.replace(avals_in=[*ctx.avals_in, partition])
         operands = (*operands, hlo.partition_id())
     return rule(ctx, *operands, **attributes)
+
+
+def _tell_scheduler(operation, seconds):
+    """Tells XLA's latency-hiding scheduler how long a custom call takes.
+
+    It assumes almost no time for other custom calls on Hopper and Blackwell, so it
+    would not hide collectives behind them.
+    """
+    latency = ir.StringAttr.get(str(round(1e9 * seconds)))
+    operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+        {"latency_metadata": latency}
+    )
 
 
 def _attributes(ctx, call: Call, ranks: Ranks) -> dict[str, Any]:

@@ -92,6 +92,8 @@ class Ranks:
     generation: int = 0  # generation of the communicators; 0 if there are none
     # Whether `table` and `ids` hold partition ids, because the mesh is abstract.
     are_partitions: bool = False
+    # All devices of the mesh, also for a local op; empty if the mesh names none.
+    devices: tuple[jax.Device, ...] = ()
 
 
 def find_ranks(
@@ -129,9 +131,11 @@ def find_ranks(
             "it is exported with symbolic sizes, and inside jax.shard_map XLA cannot "
             "find the sizes of a custom call; export it once for each size",
         )
+    is_abstract = isinstance(mesh, jax.sharding.AbstractMesh)
+    devices = () if is_abstract else tuple(mesh.devices.flat)
     if not axes:
-        return Ranks(np.zeros(0, np.int64), None)
-    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return Ranks(np.zeros(0, np.int64), None, devices=devices)
+    if is_abstract:
         if takes_partitions and jax.process_count() == 1:
             # Partition ids follow the order of the devices in the mesh.
             ids = tuple(range(math.prod(mesh.axis_sizes)))
@@ -142,7 +146,6 @@ def find_ranks(
             "it is lowered for an abstract mesh, which names no devices; pass "
             "jax.shard_map(mesh=...) or jax.set_mesh a concrete jax.sharding.Mesh",
         )
-    devices = list(mesh.devices.flat)
     ids = tuple(device.id for device in devices)
     groups = rank_groups(mesh, axes, ids)
     owners = rank_groups(mesh, axes, [device.process_index for device in devices])
@@ -154,6 +157,7 @@ def find_ranks(
         tuple(tuple(devices[i] for i in row) for row in places.tolist()),
         ids,
         communicators.generation(groups),
+        devices=devices,
     )
 
 

@@ -1,0 +1,101 @@
+"""Predicted times of calls on GPUs, for XLA's scheduler and for "auto"."""
+
+import dataclasses
+import functools
+import re
+import types
+
+import pytest
+from cuda_programs import StandIn, called, collectives, cuda_text, shape
+from jax.sharding import PartitionSpec as P
+from programs import on_ranks, tp_mesh
+
+import jax_ub as ub
+from jax_ub._src.lowering_log import recording
+from jax_ub._src.methods import Method
+from jax_ub._src.prediction.estimate import estimate
+from jax_ub._src.primitives.mesh import find_ranks
+from jax_ub._src.runtime import cuda_engine
+from jax_ub.errors import UnsupportedOverlapError
+
+H100 = "NVIDIA H100 80GB HBM3"
+# Tokens for which XLA and the overlapped call are predicted to be faster, on 8 ranks.
+FEW, MANY = 512, 8192
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Lets meshes consist of GPUs, and returns their kind and number per process."""
+    settings = types.SimpleNamespace(kind=H100, each=1)
+
+    def ranks_on_gpus(*arguments):
+        found = find_ranks(*arguments)
+        devices = tuple(
+            types.SimpleNamespace(
+                platform="gpu", device_kind=settings.kind, process_index=i
+            )
+            for i in range(8)
+            for _ in range(settings.each)
+        )
+        return dataclasses.replace(found, devices=devices)
+
+    monkeypatch.setattr(cuda_engine, "load", StandIn)
+    name = "jax_ub._src.primitives.lowering.find_ranks"
+    monkeypatch.setattr(name, ranks_on_gpus)
+    return settings
+
+
+def column(tokens, method=None):
+    function = functools.partial(ub.all_gather_matmul, axis_name="tp", method=method)
+    specs = (P("tp"), P(None, "tp"))
+    run = on_ranks(function, tp_mesh(8), specs, P(None, "tp"))
+    sizes = (tokens, 8192), (8192, 10240)
+    operands = [shape(*one, dtype="bfloat16") for one in sizes]
+    return cuda_text(run, *operands)
+
+
+def latencies(text):
+    return [int(ns) for ns in re.findall(r'latency_metadata = "(\d+)"', text)]
+
+
+def test_xla_is_told_the_predicted_time(gpus):
+    sizes = (MANY, 8192, 10240, 8, "bfloat16", "h100")
+    found = estimate("all_gather_matmul", "auto", *sizes)
+    assert latencies(column(MANY)) == [round(1e9 * found.seconds)]
+    gpus.kind = "NVIDIA GB999"
+    assert latencies(column(MANY)) == [round(1e9 * found.seconds)]
+
+
+def test_few_tokens_are_left_to_xla_and_that_is_recorded(gpus):
+    ub.fallbacks(clear=True)
+    text = column(FEW)
+    assert not called(text)
+    assert collectives(text) == {"all_gather": 1}
+    (fallback,) = ub.fallbacks(clear=True)
+    pattern = r"overlapped it is predicted to take (\d+) us, and as XLA's .* (\d+) us"
+    overlapped_us, xla_us = map(int, re.search(pattern, fallback.reason).groups())
+    assert overlapped_us > xla_us
+    assert "`jax_ub tune` measures it" in fallback.reason
+    with recording() as lowered:
+        assert called(column(MANY)) == {"all_gather_matmul": 1}
+        assert called(column(FEW, "pipeline")) == {"all_gather_matmul": 1}
+    assert [one.method for one in lowered] == [Method.PIPELINE] * 2
+    assert not ub.fallbacks()
+
+
+def test_unknown_gpus_overlap_all_sizes(gpus):
+    gpus.kind = "NVIDIA GB999"
+    assert called(column(FEW)) == {"all_gather_matmul": 1}
+
+
+def test_calls_that_hosts_enqueue_need_more_tokens(gpus):
+    tokens = 1024
+    assert called(column(tokens))
+    gpus.each = 8
+    assert not called(column(tokens))
+    assert called(column(MANY))
+
+
+def test_a_method_that_cannot_run_is_still_an_error(gpus):
+    with pytest.raises(UnsupportedOverlapError, match="pushed into slots"):
+        column(MANY, "direct")
