@@ -130,6 +130,16 @@ def is_scaled(value: Any) -> bool:
     return isinstance(value, ScaledArray)
 
 
+def without_source(operand: ScaledArray) -> ScaledArray:
+    """Returns a `ScaledArray` of the same values and scales without a source."""
+    return ScaledArray(operand.values, operand.scales)
+
+
+def source_of(operand: Any) -> Any:
+    """Returns the source of a `ScaledArray`; any other operand as it is."""
+    return operand.source if is_scaled(operand) else operand
+
+
 def values_of(operand: Any) -> Any:
     """Returns the FP8 values of a `ScaledArray`; any other operand as it is."""
     return operand.values if is_scaled(operand) else operand

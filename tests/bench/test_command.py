@@ -40,6 +40,32 @@ def test_a_quick_run_writes_every_figure(op, tmp_path, capsys):
     assert op in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "mxfp8", "rowwise"])
+def test_fp8_is_compared_with_bf16_and_xla(dtype, tmp_path, capsys):
+    found = run(tmp_path, "--dtypes", dtype, "--shapes", "64x128x256")
+    cases = {(r["op"], r["variant"]) for r in found["results"]}
+    pair = {("linear_pair", "fp8=recipe")} if dtype == "fp8" else set()
+    assert cases == {(op, "") for op in command.FP8_OPS} | pair
+    peers = {"bf16", "xla_qdq"} | ({"xla_f8"} if dtype != "mxfp8" else set())
+    for result in found["results"]:
+        assert result["dtype"] == dtype
+        assert set(result["speedups"]) == peers
+        assert {"plain_gemm", "copy", "peak"} <= set(result["shares"])
+    assert "| bf16  " in capsys.readouterr().out
+
+
+def test_fp8_halves_residuals_and_buffers(tmp_path):
+    asked = ("--ops", "all_gather_matmul", "--dtypes", "bf16,fp8", "--devices", "2")
+    asked = (*asked, "--method", "ring_exchange", "--shapes", "64x128x256")
+    wide, fp8 = (each["memory"] for each in run(tmp_path, *asked)["results"])
+    # x [64, 128] and w [128, 256], of two ranks.
+    assert wide["residual_bytes"] == 2 * (64 * 128 + 128 * 256) / 2
+    num_scales = 2
+    assert 0 <= fp8["residual_bytes"] - wide["residual_bytes"] / 2 <= 4 * num_scales
+    assert fp8["workspace_bytes"] == wide["workspace_bytes"] / 2 > 0
+    assert fp8["avoided_bytes"] == wide["avoided_bytes"] / 2
+
+
 def test_variants_selects_the_variants_of_the_gemm(tmp_path):
     asked = ("--ops", "gemm", "--dtypes", "f32", "--variants", "tn+add,nn")
     found = run(tmp_path, *asked, "--devices", "1")
@@ -152,6 +178,8 @@ def test_malformed_options_are_rejected(arguments, text, capsys):
         (["--processes", "2", "--devices", "2"], "--devices has no effect with --pro"),
         (["--processes", "2", "--threads", "2"], "--threads has no effect with --pro"),
         (["--platform", "cuda", "--threads", "2"], "threads of the CPU engine, and --"),
+        (["--processes", "2", "--dtypes", "fp8"], "--dtypes fp8 has no effect with -"),
+        (["--ops", "small", "--dtypes", "bf16,fp8"], "none of small has FP8 operands"),
         (["--threads", "2,4", "--plot", "x.png"], "--plot has no picture of --threads"),
         (["--threads", "2,4,2"], "--threads 2,4,2 names a count twice"),
         (["--ops", "small", "--variants", "nn"], "--variants are those of the op gemm"),

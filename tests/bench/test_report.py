@@ -12,7 +12,7 @@ from jax_ub._src.tools.timing import Candidate, Rounds, Summary
 
 def example(more=None):
     shape = Shape(512, 1024, 2816)
-    memory = Memory(0, 2 << 20, "the gathered x [M, K]", 1 << 20, 512)
+    memory = Memory(0, 2 << 20, "the gathered x [M, K]", 1 << 20, 512, 3 << 20)
     case = Case(
         "all_gather_matmul", "", "bfloat16", 8, shape, shape.flops, [], memory=memory
     )
@@ -33,8 +33,9 @@ def cells(line):
 
 
 def test_a_line_shows_time_speedups_and_shares():
-    head = cells(report.RESULTS.head().splitlines()[0])
-    line = dict(zip(head, cells(report.RESULTS.row(example())), strict=True))
+    table = report.results_table(["bfloat16"])
+    head = cells(table.head().splitlines()[0])
+    line = dict(zip(head, cells(table.row(example())), strict=True))
     assert line["op"] == "all_gather_matmul"
     assert line["M x K x N"] == "512x1024x2816"
     assert line["time"] == "10 ms"
@@ -42,6 +43,17 @@ def test_a_line_shows_time_speedups_and_shares():
     assert line["xla_best"] == "1.40 ±0%"
     assert line["xla_ring"] == ""
     assert line["plain_gemm"] == "0.90"
+
+
+def test_fp8_has_other_peers():
+    def heads(*dtypes):
+        return cells(report.results_table(dtypes).head().splitlines()[0])
+
+    fp8, wide = {"bf16", "xla_f8", "xla_qdq"}, {"xla_best", "xla_naive", "xla_ring"}
+    assert fp8 < set(heads("fp8"))
+    assert not wide & set(heads("fp8"))
+    assert not fp8 & set(heads("float32"))
+    assert fp8 | wide < set(heads("bfloat16", "rowwise"))
 
 
 def test_a_line_of_a_thread_count_shows_its_time_over_that_of_the_first():
@@ -65,10 +77,9 @@ def test_disturbed_cases_are_listed():
 
 
 def test_the_table_is_markdown():
-    head, rule = report.RESULTS.head().splitlines()
-    assert (
-        head.count("|") == rule.count("|") == report.RESULTS.row(example()).count("|")
-    )
+    table = report.results_table(["bfloat16"])
+    head, rule = table.head().splitlines()
+    assert head.count("|") == rule.count("|") == table.row(example()).count("|")
     assert set(rule) == {"|", "-"}
 
 
@@ -77,6 +88,7 @@ def test_the_memory_table_lists_cases_with_memory():
     assert cells(line)[4:] == [
         "0 B",
         "2.0 MiB",
+        "3.0 MiB",
         "512 B",
         "the gathered x [M, K]: 1.0 MiB",
     ]

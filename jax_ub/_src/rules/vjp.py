@@ -12,7 +12,12 @@ from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.reference import sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.main_grads import check_vmapped_together
-from jax_ub._src.scaled_array import ScaledArray, is_scaled, map_scaled, values_of
+from jax_ub._src.scaled_array import (
+    is_scaled,
+    map_scaled,
+    values_of,
+    without_source,
+)
 
 
 def differentiable(forward: Callable, gradients: Callable) -> Callable:
@@ -47,7 +52,7 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         ys = tuple(save(y, "y", name) for y in ys)
         gathered = save(gathered, "gathered", name)
         wants_x = wants_dw and gathered is None
-        values = map_scaled(_without_source, values)
+        values = map_scaled(without_source, values)
         saved = {
             "x": residual_or_placeholder(wants_x, save(values[0], "x", name)),
             "gathered": residual_or_placeholder(wants_dw, gathered),
@@ -126,10 +131,6 @@ def check_sources(label: str, *operands) -> None:
                 f"{label}: an FP8 operand has no source to receive a gradient. Make it "
                 "with ub.quantize, or apply jax.lax.stop_gradient to it."
             )
-
-
-def _without_source(operand):
-    return ScaledArray(operand.values, operand.scales)
 
 
 def as_factor(dy, dtype):

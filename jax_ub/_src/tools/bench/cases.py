@@ -12,6 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ub._src.fp8.recipes import (
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    RowwiseScaling,
+)
 from jax_ub._src.tools.bench.peers import FastestDots
 from jax_ub._src.tools.devices import AXIS, Ranks, Spec
 from jax_ub._src.tools.options import Shape
@@ -36,7 +42,14 @@ LAUNCH_ONE = "launch_one"
 # Name of a ratio: the time of the plain GEMM divided by the time of jax_ub's program,
 # after each program's launch time is subtracted.
 PLAIN_APART = "plain_gemm_launches_apart"
-PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED)
+# Peers of FP8 cases: jax_ub's call of the same shape in bf16; XLA's dots of FP8 values;
+# XLA's fastest program on operands that are quantized and dequantized to bf16.
+BF16 = "bf16"
+XLA_F8 = "xla_f8"
+XLA_QDQ = "xla_qdq"
+WIDE_PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED)
+FP8_PEERS = (BF16, XLA_F8, XLA_QDQ)
+PEERS = WIDE_PEERS + FP8_PEERS
 LIMITS = (PLAIN, COPY, IN_PROCESS, PEAK)
 
 
@@ -51,6 +64,13 @@ DEFAULT_SHAPES = (
     Shape(64, 1024, 2816),
 )
 QUICK_SHAPES = (Shape(32, 48, 80),)
+
+# Names of FP8 operands on the command line, which select the recipe of their scales.
+FP8_RECIPES: dict[str, Recipe] = {
+    "fp8": Float8CurrentScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "rowwise": RowwiseScaling(),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +93,8 @@ class Memory:
     """The bytes that a benchmark's programs allocate besides operands and results.
 
     `own_bytes` and `peer_bytes` are temporary buffers of jax_ub's program and of XLA's
-    best one. jax_ub does not allocate the buffer `avoided`. `workspace_bytes` is the
+    best one. `residual_bytes` is what jax_ub's program saves for its backward pass.
+    jax_ub does not allocate the buffer `avoided`. `workspace_bytes` is the
     communication memory that the engine holds in this process.
     """
 
@@ -82,6 +103,7 @@ class Memory:
     avoided: str
     avoided_bytes: int
     workspace_bytes: int = 0
+    residual_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +164,11 @@ class Setup:
     def num_ranks(self) -> int:
         return self.ranks.num_ranks
 
+    @property
+    def recipe(self) -> Recipe:
+        """Returns the recipe of the operands, which are FP8."""
+        return FP8_RECIPES[self.dtype]
+
     def case(
         self,
         op: str,
@@ -154,13 +181,18 @@ class Setup:
     ) -> Case:
         """Returns a benchmark case of `num_gemms` GEMMs of size `shape`."""
         flops = num_gemms * shape.flops
-        every = [*candidates, *at_peak(self.ranks, self.dtype, flops)]
+        every = [*candidates, *at_peak(self.ranks, wide_dtype(self.dtype), flops)]
         return Case(
             op, variant, self.dtype, self.num_ranks, shape, flops, every, **more
         )
 
 
 Builder = Callable[[Setup, Shape], list[Case]]
+
+
+def wide_dtype(dtype: str) -> str:
+    """Returns the dtype of results, in which the CPU engine also multiplies FP8."""
+    return "bfloat16" if dtype in FP8_RECIPES else dtype
 
 
 def copy_limit(num_bytes: int) -> Candidate:
@@ -181,6 +213,15 @@ def launches(ranks: Ranks) -> list[Candidate]:
     ]
 
 
+def residual_bytes(candidate: Candidate, num_ranks: int) -> int:
+    """Returns the bytes per device that a program saves for its backward pass."""
+    residuals = jax.eval_shape(
+        lambda *operands: jax.vjp(candidate.program, *operands)[1], *candidate.operands
+    )
+    sizes = (leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
+    return sum(sizes) // num_ranks
+
+
 def temp_bytes(candidate: Candidate) -> int:
     compiled = candidate.program.lower(*candidate.operands).compile()
     return int(compiled.memory_analysis().temp_size_in_bytes)
@@ -189,21 +230,23 @@ def temp_bytes(candidate: Candidate) -> int:
 def check_agreement(case: Case) -> None:
     """Compares every program's result in a case with the result of XLA's fastest one.
 
-    It raises an error if they differ by more than rounding.
+    It raises an error if they differ by more than rounding. FP8 operands are compared
+    with the same operands in bf16, and not with operands that were not quantized.
     """
-    skipped = (*LIMITS, LAUNCH, LAUNCH_ONE)
+    skipped = (*LIMITS, BF16, LAUNCH, LAUNCH_ONE)
     results = {
         c.name: [_host(leaf) for leaf in jax.tree.leaves(c())]
         for c in case.candidates
         if c.name not in skipped and not c.name.endswith("_once")
     }
-    bound = tolerance(case.dtype, max(dataclasses.astuple(case.shape)))
+    best = BEST if BEST in results else XLA_QDQ
+    bound = tolerance(wide_dtype(case.dtype), max(dataclasses.astuple(case.shape)))
     for name, found in results.items():
-        for x, y in zip(found, results[BEST], strict=True):
+        for x, y in zip(found, results[best], strict=True):
             error = float(np.max(np.abs(x - y)) / np.max(np.abs(y)))
             if not error <= bound:
                 raise ArithmeticError(
-                    f"bench: {case.title}: {name} differs from {BEST} by {error:.2e} "
+                    f"bench: {case.title}: {name} differs from {best} by {error:.2e} "
                     f"of the largest value, more than {bound:.2e}. One of them is "
                     "wrong; run the tests of the op."
                 )

@@ -12,7 +12,7 @@ from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.files import write_json
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools import devices, timing
-from jax_ub._src.tools.bench import cases, linear, processes, report
+from jax_ub._src.tools.bench import cases, fp8, linear, processes, report
 from jax_ub._src.tools.bench.cases import Builder, Case, Options, Setup
 from jax_ub._src.tools.bench.fused import fused
 from jax_ub._src.tools.bench.gemm import VARIANTS, dgrad_add, gemm, wgrad_accumulate
@@ -33,7 +33,10 @@ from jax_ub._src.tools.options import (
 from jax_ub._src.tools.pictures import load_pyplot, picture_path
 
 EXAMPLE = "bench --ops all_gather_matmul --shapes 512x1024x2816 --devices 2"
-DTYPES = {name: dtypes.BY_SHORT_NAME[name] for name in ("bf16", "f32")}
+DTYPES = {
+    **{name: dtypes.BY_SHORT_NAME[name] for name in ("bf16", "f32")},
+    **{name: name for name in cases.FP8_RECIPES},
+}
 OPS: dict[str, Builder] = {
     "gemm": gemm,
     **{name: functools.partial(linear.linear, op) for name, op in LINEAR_OPS.items()},
@@ -42,6 +45,9 @@ OPS: dict[str, Builder] = {
     "fused": fused,
     "latency": linear.latency,
     "small": linear.small,
+}
+FP8_OPS: dict[str, Builder] = {
+    name: functools.partial(fp8.linear, op) for name, op in LINEAR_OPS.items()
 }
 # The ops that ignore --shapes, with their fixed shape for each dtype.
 _FIXED_SHAPES: dict[str, dict[str, Shape]] = {
@@ -61,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(OPS)
     add("--ops", type=names_of([*OPS, "barrier"]), help=f"some of {known}")
     add("--devices", type=list_of(count), help="numbers of ranks P (1,2,4,8)")
-    add("--dtypes", type=names_of(DTYPES), help="bf16,f32")
+    add("--dtypes", type=names_of(DTYPES), help=",".join(DTYPES))
     shapes = "global sizes MxKxN, as in 512x1024x2816,64x1024x2816"
     add("--shapes", type=list_of(parse_shape), help=shapes)
     variants = f"of the op gemm: {', '.join(VARIANTS)} (default: all)"
@@ -121,6 +127,7 @@ def _conflicts(given, found) -> Iterator[str]:
     ops, devices = set(found.ops), set(found.devices)
     in_one = given.processes is None
     counts = ",".join(map(str, found.threads))
+    fp8_names = ",".join(name for name in found.dtypes if name in cases.FP8_RECIPES)
     checks = [
         (
             in_one and "barrier" in ops,
@@ -171,6 +178,16 @@ def _conflicts(given, found) -> Iterator[str]:
             f"{given.platform}. Leave one of them out.",
         ),
         (
+            fp8_names and not in_one,
+            f"--dtypes {fp8_names} has no effect with --processes. Leave one of them "
+            "out.",
+        ),
+        (
+            fp8_names and ops.isdisjoint(FP8_OPS),
+            f"none of {','.join(found.ops)} has FP8 operands. Take some of "
+            f"{', '.join(FP8_OPS)}.",
+        ),
+        (
             len(set(found.threads)) < len(found.threads),
             f"--threads {counts} names a count twice. Name each count once.",
         ),
@@ -208,7 +225,9 @@ def _run(given, chosen):
     devices.start("bench", max(chosen.devices), given.platform)
     about = report.environment()
     title = report.describe(about, f'method "{chosen.method}", {chosen.rounds} rounds')
-    table = report.THREADS if chosen.threads else report.RESULTS
+    table = report.results_table(chosen.dtypes)
+    if chosen.threads:
+        table = report.THREADS
     print(f"{title}\n\n{table.head()}")
     dots = FastestDots()
     results = []
@@ -254,11 +273,14 @@ def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
     for op in chosen.ops:
         shapes = chosen.shapes[:1] if op in _FIXED_SHAPES else chosen.shapes
         for dtype in chosen.dtypes:
+            build = (FP8_OPS if dtype in cases.FP8_RECIPES else OPS).get(op)
+            if build is None:
+                continue
             for num_ranks in chosen.devices:
                 ranks = devices.Ranks(num_ranks)
                 setup = Setup(ranks, dtype, chosen.method, dots, chosen.variants)
                 for shape in shapes:
-                    for case in OPS[op](setup, shape):
+                    for case in build(setup, shape):
                         cases.check_agreement(case)
                         yield from _time(case, chosen)
 

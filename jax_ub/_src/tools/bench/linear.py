@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 import jax_ub as ub
+from jax_ub._src.fp8.recipes import INPUT, OUTPUT_GRAD
 from jax_ub._src.runtime import communicators
 from jax_ub._src.runtime.memory import memory_report
+from jax_ub._src.scaled_array import source_of
 from jax_ub._src.tools.bench import cases, peers
 from jax_ub._src.tools.bench.cases import Case, Memory, Setup
 from jax_ub._src.tools.bench.gemm import own_gemm
@@ -57,7 +59,8 @@ class LinearOp:
         programs: compute the results from layers, such as `peers.Collectives`, the dots
             of `gemms` and the operands. The key is the collective that reduces partial
             sums, or "" if the program has none. Only XLA runs others than the first.
-        own: returns jax_ub's program for a method.
+        own: returns jax_ub's program for a method; options are the FP8 recipe `fp8` of
+            the layers, and `hidden`, a function of the hidden features.
         naive: XLA's program as most users write it.
     """
 
@@ -66,7 +69,7 @@ class LinearOp:
     results: tuple[str, ...]
     gemms: tuple[str, ...]
     programs: Mapping[str, Program]
-    own: Callable[[str], Program]
+    own: Callable[..., Program]
     naive: Program
 
     @property
@@ -74,19 +77,31 @@ class LinearOp:
         """Returns whether the op is the row layer, which maps [M, N] to [M, K]."""
         return self.operands[0] == "MN"
 
+    @property
+    def is_pair(self) -> bool:
+        """Returns whether the op has both layers and gradients; else it is forward."""
+        return len(self.gemms) > 1
+
     def shape(self, column: Shape) -> Shape:
         return column.row if self.is_row else column
 
     def candidates(
-        self, ranks: Ranks, dtype: str, column: Shape
+        self,
+        ranks: Ranks,
+        dtype: str,
+        column: Shape,
+        quantize: Callable[..., tuple[Any, Any]] | None = None,
     ) -> Callable[..., Candidate]:
         """Draws operands, and returns a function that makes candidates with them.
 
         The function takes a candidate's name, its program and a description.
+        `quantize` maps ranks, operands and their specs to quantized operands and specs.
         """
-        in_specs = tuple(_SPECS[dims] for dims in self.operands)
+        in_specs: Any = tuple(_SPECS[dims] for dims in self.operands)
         out_specs = tuple(_SPECS[dims] for dims in self.results)
-        operands = ranks.draw(dtype, [*map(column.sizes, self.operands)], in_specs)
+        operands: Any = ranks.draw(dtype, [*map(column.sizes, self.operands)], in_specs)
+        if quantize is not None:
+            operands, in_specs = quantize(ranks, operands, in_specs)
 
         def candidate(name: str, function: Program, variant: str = "") -> Candidate:
             program = ranks.program(
@@ -102,24 +117,30 @@ class LinearOp:
         return {name: [*map(local.sizes, _GEMMS[name][:2])] for name in self.gemms}
 
     def in_xla(self, dots: Dots, dtype: str) -> dict[str, Program]:
-        """Returns XLA's programs to time, by a description of each.
+        """Returns XLA's programs to time, by a description of each."""
+        found = self.with_layers(peers.Collectives, dots, dtype)
+        return {**found, peers.NAIVE_VARIANT: self.naive}
 
-        Partial sums are reduced in the operands' dtype and in f32, because the fastest
-        choice depends on the machine.
+    def with_layers(
+        self, layers: Callable[[str], peers.Collectives], dots: Dots, dtype: str
+    ) -> dict[str, Program]:
+        """Returns the programs made of `layers` and dots, by a description of each.
+
+        Partial sums are reduced in `dtype` and in f32, because the fastest choice
+        depends on the machine.
         """
 
         def program(run: Program, moved: str) -> Program:
-            return lambda *args: run(peers.Collectives(moved), dots, *args)
+            return lambda *args: run(layers(moved), dots, *args)
 
         text = "; ".join(f"{name} {dot}" for name, dot in dots.items())
-        found = {
+        return {
             f"{text}; {collective} in {moved}" if collective else text: program(
                 run, moved
             )
             for moved in (dtype, "float32")
             for collective, run in self.programs.items()
         }
-        return {**found, peers.NAIVE_VARIANT: self.naive}
 
     def in_ring(self, dots: Dots) -> Program:
         run = next(iter(self.programs.values()))
@@ -154,7 +175,7 @@ def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
         *cases.launches(ranks),
         cases.copy_limit((1 if num_gemms == 1 else 4) * shape.bytes(dtype)),
     ]
-    memory = _memory(op, shape, own, best) if num_gemms == 1 else None
+    memory = memory_of(op, shape, own, best, ranks) if num_gemms == 1 else None
     return [setup.case(op.name, shape, candidates, num_gemms=num_gemms, memory=memory)]
 
 
@@ -164,7 +185,10 @@ def plain(op: LinearOp, method: str, dtype: str, column: Shape) -> Candidate:
     return candidate(cases.PLAIN, op.on_one_device(method))
 
 
-def _memory(op, shape, own, best):
+def memory_of(
+    op: LinearOp, shape: Shape, own: Candidate, best: Candidate, ranks: Ranks
+) -> Memory:
+    """Returns the memory of a forward op's programs."""
     avoided, size = "the gathered x [M, K]", shape.M * shape.K
     if op.is_row:
         avoided, size = "the partial sums [M, N] of each rank", shape.M * shape.N
@@ -175,7 +199,10 @@ def _memory(op, shape, own, best):
     own()
     avoided_bytes = size * own.operands[0].dtype.itemsize
     held_bytes = memory_report().held_bytes
-    return Memory(own_bytes, peer_bytes, avoided, avoided_bytes, held_bytes)
+    residual_bytes = cases.residual_bytes(own, ranks.num_ranks)
+    return Memory(
+        *(own_bytes, peer_bytes, avoided, avoided_bytes, held_bytes, residual_bytes)
+    )
 
 
 def small(setup: Setup, shape: Shape) -> list[Case]:
@@ -207,22 +234,25 @@ def _row_psum(layers, dots, x, w):
 
 
 def _pair(layers, dots, x, w1, w2, dy):
-    hidden = _column(layers, dots, x, w1)
+    hidden = layers.quantized(_column(layers, dots, x, w1), INPUT)
     y = _row(layers, dots, hidden, w2)
     return (y, *_backward(layers, dots, x, w1, hidden, w2, dy))
 
 
 def _backward(layers, dots, x, w1, hidden, w2, dy):
+    dtype = peers.wide_dtype(x)
+    dy = layers.quantized(dy, OUTPUT_GRAD)
     d_hidden = layers.gather_dot(dy, w2, dots["row_nt"])
-    dw2 = dots["row_tn"](hidden, layers.gather(dy), x.dtype)
+    dw2 = dots["row_tn"](hidden, layers.gather(dy), dtype)
+    d_hidden = layers.quantized(d_hidden, OUTPUT_GRAD)
     dx = layers.dot_scatter(d_hidden, w1, dots["column_nt"])
-    return dx, dots["column_tn"](layers.gather(x), d_hidden, x.dtype), dw2
+    return dx, dots["column_tn"](layers.gather(x), d_hidden, dtype), dw2
 
 
 def _vjp_of_pair(column: Program, row: Program) -> Program:
     def program(x, w1, w2, dy):
         y, backward = jax.vjp(lambda x, w1, w2: row(column(x, w1), w2), x, w1, w2)
-        return (y, *backward(dy))
+        return (y, *map(source_of, backward(dy)))
 
     return program
 
@@ -231,8 +261,9 @@ def _only_gradients(column: Program, row: Program) -> Program:
     def program(x, w1, hidden, w2, dy):
         # jax.vjp also traces the forward calls. XLA removes them, because their results
         # are not used, so only the backward pass is timed.
-        d_hidden, dw2 = jax.vjp(row, hidden, w2)[1](dy)
-        return (*jax.vjp(column, x, w1)[1](d_hidden), dw2)
+        d_hidden, dw2 = map(source_of, jax.vjp(row, hidden, w2)[1](dy))
+        dx, dw1 = map(source_of, jax.vjp(column, x, w1)[1](d_hidden))
+        return dx, dw1, dw2
 
     return program
 
@@ -246,16 +277,18 @@ def _forward_op(public, naive, gemm, programs) -> LinearOp:
         results=_GEMMS[gemm][2:],
         gemms=(gemm,),
         programs=programs,
-        own=lambda method: functools.partial(public, axis_name=AXIS, method=method),
+        own=lambda method, **fp8: functools.partial(
+            public, axis_name=AXIS, method=method, **fp8
+        ),
         naive=naive,
     )
 
 
 def _pair_op(name, operands, results, gemms, program, differentiated) -> LinearOp:
-    def own(method):
-        layer = functools.partial(ub.linear, axis_name=AXIS, method=method)
+    def own(method, fp8=None, hidden=lambda x: x):
+        layer = functools.partial(ub.linear, axis_name=AXIS, method=method, fp8=fp8)
         column, row = (functools.partial(layer, parallel=p) for p in ("column", "row"))
-        return differentiated(column, row)
+        return differentiated(column, lambda x, w: row(hidden(x), w))
 
     return LinearOp(
         name=name,

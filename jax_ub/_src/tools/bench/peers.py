@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ub._src.scaled_array import is_scaled
 from jax_ub._src.tools.devices import AXIS, Ranks, Spec, normal
 from jax_ub._src.tools.timing import Candidate, fastest
 
@@ -166,7 +167,20 @@ def naive_all_reduce(x: jax.Array, w: jax.Array) -> jax.Array:
 # builds the programs of all linear layers from them.
 
 
-class Collectives:
+class Layers:
+    """Base class of these classes."""
+
+    def quantized(self, x: Any, role: str) -> Any:
+        """Quantizes activations or gradients, if the layers multiply FP8."""
+        return x
+
+
+def wide_dtype(x: Any) -> Any:
+    """Returns the dtype of results: that of x, or of the source of an FP8 x."""
+    return x.wide_dtype if is_scaled(x) else x.dtype
+
+
+class Collectives(Layers):
     """XLA's collectives and dots, one after the other.
 
     Partial sums are reduced in the dtype `moved`. An array is gathered only once, so a
@@ -183,16 +197,16 @@ class Collectives:
         return self._gathered[id(x)]
 
     def gather_dot(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        return dot(self.gather(x), w, x.dtype)
+        return dot(self.gather(x), w, wide_dtype(x))
 
     def dot_scatter(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        return scatter(dot(x, w, self._moved)).astype(x.dtype)
+        return scatter(dot(x, w, self._moved)).astype(wide_dtype(x))
 
     def dot_psum(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        return lax.psum(dot(x, w, self._moved), AXIS).astype(x.dtype)
+        return lax.psum(dot(x, w, self._moved), AXIS).astype(wide_dtype(x))
 
 
-class Rings:
+class Rings(Layers):
     """Collective matmuls: rings of `ppermute`, whose steps overlap with dots."""
 
     def gather(self, x: jax.Array) -> jax.Array:
@@ -240,7 +254,7 @@ class Rings:
         return total
 
 
-class OneDevice:
+class OneDevice(Layers):
     """Computes the ops' GEMMs on one device, without communication."""
 
     def gather(self, x: jax.Array) -> jax.Array:

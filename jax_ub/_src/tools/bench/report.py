@@ -181,7 +181,17 @@ class Table:
 
 
 _CASE = ("op", "P", "dtype", "M x K x N")
-RESULTS = Table(*_CASE, *_TIMES, *cases.PEERS, cases.PLAIN, cases.COPY, PEAK)
+
+
+def results_table(dtypes: Sequence[str]) -> Table:
+    """Returns the table of results of these dtypes, with a column for each peer."""
+    is_fp8 = [dtype in cases.FP8_RECIPES for dtype in dtypes]
+    peers = cases.FP8_PEERS * any(is_fp8)
+    if not all(is_fp8):
+        peers = cases.WIDE_PEERS + peers
+    return Table(*_CASE, *_TIMES, *peers, cases.PLAIN, cases.COPY, PEAK)
+
+
 THREADS = Table(
     *_CASE, "threads", "time", "spread", "over first", cases.BEST, cases.PLAIN
 )
@@ -219,13 +229,15 @@ def _memory(results):
     rows = [
         (
             *(column[1](result) for column in map(_COLUMNS.__getitem__, _CASE)),
-            *map(format_bytes, (m.own_bytes, m.peer_bytes, m.workspace_bytes)),
+            *map(format_bytes, (m.own_bytes, m.peer_bytes)),
+            "" if m.residual_bytes is None else format_bytes(m.residual_bytes),
+            format_bytes(m.workspace_bytes),
             f"{m.avoided}: {format_bytes(m.avoided_bytes)}",
         )
         for result in results
         if (m := result.case.memory) is not None
     ]
-    columns = (*_CASE, "jax_ub", "xla_best", "engine", "not allocated")
+    columns = (*_CASE, "jax_ub", "XLA", "residuals", "engine", "not allocated")
     return format_table(columns, rows, is_markdown=True) if rows else []
 
 
@@ -294,6 +306,9 @@ _SERIES = {
     cases.BEST: "over XLA's fastest program",
     cases.NAIVE: "over XLA's naive program",
     cases.RING: "over a ppermute ring",
+    cases.BF16: "over jax_ub in bf16",
+    cases.XLA_F8: "over XLA's FP8 dot",
+    cases.XLA_QDQ: "over XLA, dequantized to bf16",
     cases.PLAIN: "share of the plain GEMM",
 }
 
@@ -333,6 +348,7 @@ def _draw_groups(panel, groups):
     heights = {
         label: [statistics.geometric_mean(each) if each else 0.0 for each in every]
         for label, every in values.items()
+        if any(every)
     }
     for label, x, _ in pictures.draw_bars(panel, list(groups), heights):
         for at, each in zip(x, values[label], strict=True):
