@@ -42,8 +42,10 @@ def parse_flags() -> argparse.Namespace:
     add("--dtype", choices=("bf16", "f16", "f32"), default="bf16")
     add(
         "--fp8",
-        choices=("current", "mxfp8", "rowwise"),
-        help="FP8 recipe of the linear layers in the blocks; None uses --dtype",
+        nargs="+",
+        choices=("delayed", "current", "mxfp8", "rowwise"),
+        help="FP8 recipes of the linear layers in the blocks, each for one copy of the "
+        "model; None uses --dtype",
     )
     add("--batch", type=int, default=4, help="sequences per step")
     add("--microbatches", type=int, default=1, help="number of microbatches of a step")
@@ -115,6 +117,17 @@ def check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         )
     if 256 % flags.tp:
         parser.error(f"--tp {flags.tp} does not divide the 256 values of a byte")
+    check_checkpoints(flags, parser)
+
+
+def check_checkpoints(
+    flags: argparse.Namespace, parser: argparse.ArgumentParser
+) -> None:
+    """Exits with a message if the flags of checkpoints do not fit."""
+    if flags.checkpoint_dir and len(flags.fp8 or ()) > 1:
+        parser.error(
+            f"--checkpoint-dir saves one copy of the model: give --fp8 {flags.fp8[0]}"
+        )
     if flags.resume is not None and not flags.checkpoint_dir:
         parser.error("--resume needs the --checkpoint-dir to resume from")
     folder = pathlib.Path(flags.checkpoint_dir or ".")

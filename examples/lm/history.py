@@ -28,6 +28,11 @@ class History:
         """Returns the times of all steps but the first, which compiles."""
         return self.steps_s[1:] or self.steps_s
 
+    @property
+    def final_loss(self) -> float:
+        """Returns the mean loss of the last 10 steps."""
+        return float(np.mean(self.losses[-10:]))
+
     def describe_times(self) -> str:
         """Describes the median and quartiles of a step, and the linear layers' time."""
         low, median, high = 1e3 * np.percentile(self.warm_steps_s, (25, 50, 75))

@@ -20,9 +20,15 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jax_ub as ub
+from jax_ub.flax import OverwriteWithGradient
 
 VOCABULARY = 256  # the values of a byte
-Recipe = ub.fp8.Float8CurrentScaling | ub.fp8.MXFP8BlockScaling | ub.fp8.RowwiseScaling
+Recipe = (
+    ub.fp8.DelayedScaling
+    | ub.fp8.Float8CurrentScaling
+    | ub.fp8.MXFP8BlockScaling
+    | ub.fp8.RowwiseScaling
+)
 QUERY_BLOCKS = 4  # number of blocks of queries in attention
 
 
@@ -51,6 +57,30 @@ def kernel(size_in: int, size_out: int, spec: PartitionSpec, rngs: nnx.Rngs) -> 
     return Kernel(init(rngs.params(), (size_in, size_out)), spec=spec)
 
 
+class Fp8(nnx.Module):
+    """The FP8 recipe of a linear layer, and the recipe's state.
+
+    Delayed scaling has a state, whose gradient is its new value. Other recipes have
+    none.
+    """
+
+    def __init__(self, recipe: Recipe | None):
+        """Initializes the state, which is replicated."""
+        self.recipe = recipe
+        state = {} if recipe is None else ub.fp8.init_state(recipe)
+        self.state = nnx.Dict(
+            {
+                name: OverwriteWithGradient(array, spec=PartitionSpec())
+                for name, array in state.items()
+            }
+        )
+
+    def arguments(self) -> dict:
+        """Returns the layer's arguments of functions of jax_ub."""
+        state = {name: variable[...] for name, variable in self.state.items()}
+        return {"fp8": self.recipe, "fp8_state": state or None}
+
+
 class ColumnLinear(nnx.Module):
     """Gathers the tokens and multiplies by kernels sharded over output features."""
 
@@ -71,7 +101,7 @@ class ColumnLinear(nnx.Module):
             rngs: random streams for the initial kernels.
             fp8: FP8 recipe of x and the kernels; None multiplies them in their dtype.
         """
-        self.method, self.fp8 = method, fp8
+        self.method, self.fp8 = method, Fp8(fp8)
         spec = PartitionSpec(None, "tp")
         self.kernels = nnx.List([kernel(size_in, n, spec, rngs) for n in sizes_out])
 
@@ -85,7 +115,7 @@ class ColumnLinear(nnx.Module):
             axis_name="tp",
             method=self.method,
             out_dtype=out_dtype,
-            fp8=self.fp8,
+            **self.fp8.arguments(),
         )
 
 
@@ -102,7 +132,7 @@ class RowLinear(nnx.Module):
         fp8: Recipe | None = None,
     ):
         """Initializes the kernel; see `ColumnLinear` for the arguments."""
-        self.method, self.fp8 = method, fp8
+        self.method, self.fp8 = method, Fp8(fp8)
         self.kernel = kernel(size_in, size_out, PartitionSpec("tp", None), rngs)
 
     def __call__(self, x: jax.Array, residual: jax.Array) -> jax.Array:
@@ -115,7 +145,7 @@ class RowLinear(nnx.Module):
             residual=residual,
             axis_name="tp",
             method=self.method,
-            fp8=self.fp8,
+            **self.fp8.arguments(),
         )
 
 

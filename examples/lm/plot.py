@@ -1,4 +1,4 @@
-"""Plots the loss curves of both runs and the time of a step."""
+"""Plots the loss curves of all runs and the time of a step."""
 
 import pathlib
 
@@ -8,29 +8,32 @@ import numpy as np
 
 from lm.history import History
 
-_COLORS = ("tab:green", "black")
+_COLORS = ("tab:green", "tab:blue", "tab:orange", "tab:purple")
 
 
 def plot(path: pathlib.Path, histories: list[History], entropy: float) -> None:
-    """Writes the plot of one or two runs.
+    """Writes the plot of the runs.
 
     Args:
         path: path of the PNG.
-        histories: history of the run, and of the XLA run if there is one.
+        histories: history of each run, and of the XLA run if there is one.
         entropy: entropy of the byte frequencies in nats.
     """
     matplotlib.use("agg")
     figure, (losses, times) = plt.subplots(
         1, 2, figsize=(11, 4.2), width_ratios=(3, 2), layout="constrained"
     )
-    for history, color, (style, width) in zip(
-        histories, _COLORS, (("-", 3), ("--", 1)), strict=False
-    ):
+    width = 3 if len(histories) <= 2 else 1.5
+    styles = [
+        ("black", "--", 1) if history.name == "xla" else (_COLORS[i], "-", width)
+        for i, history in enumerate(histories)
+    ]
+    for history, (color, style, lw) in zip(histories, styles, strict=True):
         losses.plot(
             history.steps,
             history.losses,
             style,
-            lw=width,
+            lw=lw,
             color=color,
             label=history.name,
         )
@@ -40,7 +43,7 @@ def plot(path: pathlib.Path, histories: list[History], entropy: float) -> None:
     losses.set(xlabel="step", ylabel="loss [nats per byte]", title="Training loss")
     losses.legend(loc="upper right")
 
-    for row, (history, color) in enumerate(zip(histories, _COLORS, strict=False)):
+    for row, (history, (color, *_)) in enumerate(zip(histories, styles, strict=True)):
         _draw_times(times, row, history, color)
     times.set_yticks(range(len(histories)), [history.name for history in histories])
     times.invert_yaxis()

@@ -15,14 +15,14 @@ from tqdm import tqdm
 import jax_ub as ub
 from lm.checkpoint import Checkpoints
 from lm.history import History, speedup
-from lm.model import Sizes
+from lm.model import Recipe, Sizes
 from lm.plot import plot
 from lm.text import batch, read_standard_library
 from lm.train import State, Trainer, make_mesh, make_optimizer
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 RECIPES = {
-    None: None,
+    "delayed": ub.fp8.DelayedScaling(),
     "current": ub.fp8.Float8CurrentScaling(),
     "mxfp8": ub.fp8.MXFP8BlockScaling(),
     "rowwise": ub.fp8.RowwiseScaling(),
@@ -48,9 +48,9 @@ class Run:
     def time_linear_layers(self, data: tuple[np.ndarray, np.ndarray]) -> None:
         """Times the linear layers of a step; the first call also compiles them."""
         if not self.history.linear_s:
-            jax.block_until_ready(self.trainer.linear_layers(self.state.params, *data))
+            jax.block_until_ready(self.trainer.linear_layers(self.state, *data))
         begin = time.perf_counter()
-        jax.block_until_ready(self.trainer.linear_layers(self.state.params, *data))
+        jax.block_until_ready(self.trainer.linear_layers(self.state, *data))
         self.history.linear_s.append(time.perf_counter() - begin)
 
 
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
     for fallback in dict.fromkeys(ub.fallbacks()):
         say(f"not overlapped: {fallback.label}: {fallback.reason}")
     data = batch(text.validation, (8, *shape[1:]), (args.seed,))
-    validation = float(runs[0].trainer.evaluate(runs[0].state.params, *data))
+    validation = float(runs[0].trainer.evaluate(runs[0].state, *data))
     report(args, [each.history for each in runs], text.entropy, validation)
     say(f"all of it took {time.perf_counter() - begin:.0f} s")
 
@@ -120,45 +120,52 @@ def start(
     # Capacity: a call communicates at most the tokens of a replica's microbatch.
     num_tokens = args.batch // args.microbatches // args.dp * args.seq_len
     ub.initialize_ub((num_tokens, args.d_model), args.tp, mesh=mesh)
-    methods = [args.method]
-    if args.compare and args.method != "xla":
-        methods.append("xla")
-    trainers = [
-        Trainer(
+    trainers = {
+        name: Trainer(
             sizes,
             mesh=mesh,
             method=method,
             dtype=jnp.dtype(DTYPES[args.dtype]),
             optimizer=make_optimizer(args.learning_rate),
-            # The copy with XLA's collectives shows the loss without FP8.
-            fp8=RECIPES[args.fp8] if method == args.method else None,
+            fp8=fp8,
         )
-        for method in methods
-    ]
-    first, state = 0, None
+        for name, method, fp8 in variants(args)
+    }
+    # A step donates its state, so each run has a separate one. Equal seeds initialize
+    # equal parameters.
+    states = [each.init(jax.random.key(args.seed)) for each in trainers.values()]
+    first = 0
     if args.resume is not None:
-        first, state = checkpoints.restore(args.resume, trainers[0].shapes)
+        shapes = next(iter(trainers.values())).shapes
+        first, restored = checkpoints.restore(args.resume, shapes)
         if first >= args.steps:
             raise SystemExit(
                 f"--resume: step {first} is done already. Give --steps above {first}."
             )
         say(f"resumed after step {first}, at tp={args.tp}, dp={args.dp}")
+        copies = [jax.tree.map(jnp.copy, restored) for _ in states[1:]]
+        others = zip(copies, states[1:], strict=True)
+        states = [restored, *(copy._replace(fp8=new.fp8) for copy, new in others)]
+    named = zip(trainers.items(), states, strict=True)
+    return first, [Run(trainer, state, name) for (name, trainer), state in named]
+
+
+def variants(args: argparse.Namespace) -> list[tuple[str, str, Recipe | None]]:
+    """Returns the name, the method and the FP8 recipe of each run.
+
+    The copy with XLA's collectives is the last one, and shows the loss without FP8.
+    """
+    xla = ("xla", "xla", None)
+    if args.fp8:
+        found = [
+            (f"jax_ub ({args.method}, FP8 {name})", args.method, RECIPES[name])
+            for name in args.fp8
+        ]
+    elif args.method == "xla":
+        return [xla]
     else:
-        state = trainers[0].init(jax.random.key(args.seed))
-    # A step donates its state, so each run needs a separate copy.
-    return first, [
-        Run(
-            trainer,
-            jax.tree.map(jnp.copy, state),
-            "xla" if method == "xla" else f"jax_ub ({describe(args, method)})",
-        )
-        for trainer, method in zip(trainers, methods, strict=True)
-    ]
-
-
-def describe(args: argparse.Namespace, method: str) -> str:
-    """Returns the method, and the FP8 recipe if there is one."""
-    return method if args.fp8 is None else f"{method}, FP8 {args.fp8}"
+        found = [(f"jax_ub ({args.method})", args.method, None)]
+    return [*found, xla] if args.compare else found
 
 
 def progress(runs: list[Run], tokens: int) -> str:
@@ -178,19 +185,20 @@ def report(
     validation: float,
 ) -> None:
     """Prints the comparison; writes the plot and a JSON file of the numbers."""
-    mine = histories[0]
-    final = np.mean(mine.losses[-10:])
+    final = histories[0].final_loss
     say(
         f"loss {final:.3f} nats (mean of the last 10 steps), validation "
         f"{validation:.3f}, entropy of byte frequencies {entropy:.3f}"
     )
     for history in histories:
         say(f"{history.name}: {history.describe_times()}")
-    if len(histories) == 2:
-        low, median, high = speedup(*histories)
+    *ours, xla = histories
+    for mine in ours if xla.name == "xla" else []:
+        low, median, high = speedup(mine, xla)
         say(
             f"{mine.name} is {median:.2f} times as fast as xla "
-            f"({low:.2f} to {high:.2f}: quartiles over the steps, taken in turns)"
+            f"({low:.2f} to {high:.2f}: quartiles over the steps, taken in turns); its "
+            f"loss differs by {mine.final_loss / xla.final_loss - 1:+.2%}"
         )
     if jax.process_index() > 0:
         return

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_ub.flax import OverwriteWithGradient
 from lm.gradients import AXES, accumulate, assemble, mean
 from lm.losses import language_loss, linear_layers_loss
 from lm.model import LanguageModel, Recipe, Sizes
@@ -22,10 +23,14 @@ WARM_UP_STEPS = 10  # number of steps until the learning rate has its maximum
 
 
 class State(NamedTuple):
-    """Training state with global arrays, as a checkpoint stores it."""
+    """Training state with global arrays, as a checkpoint stores it.
+
+    `fp8` is the state of delayed scaling; other recipes leave it empty.
+    """
 
     params: nnx.State
     optimizer: optax.OptState
+    fp8: nnx.State
 
 
 def make_mesh(dp: int, tp: int) -> Mesh:
@@ -63,8 +68,8 @@ class Trainer:
     Attributes:
         init: key -> the initial `State`, equal on every mesh.
         step: (state, inputs, targets) -> (new state, loss); donates the state.
-        evaluate: (params, inputs, targets) -> loss.
-        linear_layers: (params, inputs, targets) -> gradients of
+        evaluate: (state, inputs, targets) -> loss.
+        linear_layers: (state, inputs, targets) -> gradients of
             `linear_layers_loss`, which makes the linear layers' calls of one step.
         shapes: shapes, dtypes and shardings of the `State`.
     """
@@ -94,8 +99,8 @@ class Trainer:
         def build(key: jax.Array) -> tuple[nnx.GraphDef, State]:
             rngs = nnx.Rngs(key)
             model = LanguageModel(sizes, dtype=dtype, method=method, rngs=rngs, fp8=fp8)
-            graph, params = nnx.split(model)
-            return graph, State(params, optimizer.init(params))
+            graph, states, params = nnx.split(model, OverwriteWithGradient, ...)
+            return graph, State(params, optimizer.init(params), states)
 
         self._graph, shapes = jax.eval_shape(build, jax.random.key(0))
         self._specs = specs = _specs(shapes, optimizer)
@@ -107,10 +112,8 @@ class Trainer:
         self.step = self._on_mesh(
             self._step, specs, (specs, PartitionSpec()), donate_argnums=0
         )
-        self.evaluate = self._on_mesh(self._evaluate, specs.params, PartitionSpec())
-        self.linear_layers = self._on_mesh(
-            self._linear_layers, specs.params, specs.params
-        )
+        self.evaluate = self._on_mesh(self._evaluate, specs, PartitionSpec())
+        self.linear_layers = self._on_mesh(self._linear_layers, specs, specs.params)
 
     def _on_mesh(self, function, in_spec, out_specs, **options):
         sharded = jax.shard_map(
@@ -122,35 +125,40 @@ class Trainer:
         return jax.jit(sharded, **options)
 
     def _step(self, state, inputs, targets):
-        params, optimizer = state
-        gradients, loss = self._gradients(language_loss, params, inputs, targets)
+        gradients, fp8, loss = self._gradients(language_loss, state, inputs, targets)
+        params, optimizer, _ = state
         updates, optimizer = self._optimizer.update(gradients, optimizer, params)
         params = optax.apply_updates(params, updates)
-        return State(params, optimizer), lax.psum(loss, "dp")
+        return State(params, optimizer, fp8), lax.psum(loss, "dp")
 
-    def _linear_layers(self, params, inputs, targets):
-        return self._gradients(linear_layers_loss, params, inputs, targets)[0]
+    def _linear_layers(self, state, inputs, targets):
+        return self._gradients(linear_layers_loss, state, inputs, targets)[0]
 
-    def _gradients(self, loss_fn, params, *batch):
-        gradients, loss = accumulate(loss_fn, self._graph, params, batch, self._dtype)
+    def _gradients(self, loss_fn, state, *batch):
+        gradients, fp8, loss = accumulate(
+            loss_fn, self._graph, state.params, state.fp8, batch, self._dtype
+        )
         num_tokens = batch[1].size * lax.axis_size("dp")
         gradients = mean(gradients, self._specs.params, num_tokens)
-        return gradients, loss / num_tokens
+        return gradients, fp8, loss / num_tokens
 
-    def _evaluate(self, params, inputs, targets):
-        model = assemble(self._graph, params, self._dtype)
+    def _evaluate(self, state, inputs, targets):
+        model = assemble(self._graph, state.params, state.fp8, self._dtype)
         losses = lax.map(lambda batch: language_loss(model, *batch), (inputs, targets))
         return lax.pmean(losses.sum() / targets.size, "dp")
 
 
 def _specs(shapes: State, optimizer: optax.GradientTransformation) -> State:
     """Returns the sharding of each array; Adam's moments are sharded as parameters."""
-    variables = jax.tree.leaves(
-        shapes.params, is_leaf=lambda node: isinstance(node, nnx.Variable)
-    )
-    params = jax.tree.unflatten(
-        jax.tree.structure(shapes.params), [variable.spec for variable in variables]
-    )
+
+    def specs_of(state: nnx.State) -> nnx.State:
+        variables = jax.tree.leaves(
+            state, is_leaf=lambda node: isinstance(node, nnx.Variable)
+        )
+        specs = [variable.spec for variable in variables]
+        return jax.tree.unflatten(jax.tree.structure(state), specs)
+
+    params = specs_of(shapes.params)
     moments = optax.tree_map_params(
         optimizer,
         lambda _, spec: spec,
@@ -158,4 +166,4 @@ def _specs(shapes: State, optimizer: optax.GradientTransformation) -> State:
         params,
         transform_non_params=lambda _: PartitionSpec(),
     )
-    return State(params, moments)
+    return State(params, moments, specs_of(shapes.fp8))

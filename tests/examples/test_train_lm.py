@@ -186,6 +186,7 @@ def test_the_script_resumes_from_the_middle_for_longer_at_another_tp(tmp_path):
         ("--resume", "--resume needs the --checkpoint-dir"),
         ("--checkpoint-dir /dev/null", "--checkpoint-dir /dev/null is a file: give a"),
         ("--method rings", "invalid choice: 'rings'"),
+        ("--fp8 delayed current --checkpoint-dir x", "saves one copy of the model: gi"),
         ("--tp 12 --heads 12 --d-model 48 --seq-len 96", "--tp 12 does not divide"),
     ],
 )
@@ -196,15 +197,66 @@ def test_wrong_flags_are_rejected(flags, message):
 
 
 CURRENT, ROWWISE = ub.fp8.Float8CurrentScaling(), ub.fp8.RowwiseScaling()
+DELAYED = ub.fp8.DelayedScaling(amax_history_len=16)
 
 
 @pytest.mark.parametrize(
     ("recipe", "tp"),
     # MXFP8 needs at least 32 features per device.
-    [(CURRENT, 1), (CURRENT, 4), (ROWWISE, 4), (ub.fp8.MXFP8BlockScaling(), 1)],
+    [
+        (CURRENT, 1),
+        (CURRENT, 4),
+        (DELAYED, 1),
+        (DELAYED, 4),
+        (ROWWISE, 4),
+        (ub.fp8.MXFP8BlockScaling(), 1),
+    ],
 )
 def test_fp8_recipes_train_as_well(text, reference, recipe, tp):
     twin = trainer(tp=tp, fp8=recipe)
     found, _ = losses(twin, first_state(twin), text)
     assert found[-1] < found[0]
     np.testing.assert_allclose(found, reference, rtol=0.02)
+
+
+def test_each_microbatch_updates_the_state_of_all_layers(text):
+    run = trainer(tp=2, dp=2, fp8=DELAYED)
+    _, state = losses(run, first_state(run), text, range(3), microbatches=2)
+    leaves = jax.tree_util.tree_leaves_with_path(state.fp8)
+    histories = [
+        leaf for path, leaf in leaves if "amax_history" in jax.tree_util.keystr(path)
+    ]
+    # Query, key and value share a state, as gate and up do. The head is not FP8.
+    assert len(histories) == 3 * 4 * SIZES.num_layers
+    assert all(np.count_nonzero(history) == 3 * 2 for history in histories)
+    assert len(leaves) == 2 * len(histories)
+
+
+def test_a_resumed_run_has_the_state_of_delayed_scaling(tmp_path, text):
+    run = trainer(fp8=DELAYED)
+    whole, _ = losses(run, first_state(run), text)
+    saved = Checkpoints(str(tmp_path), SIZES)
+    _, state = losses(run, first_state(run), text, range(RESUMED_AT))
+    saved.save(RESUMED_AT, state)
+    saved.close()
+    _, state = Checkpoints(str(tmp_path), SIZES).restore(-1, run.shapes)
+    rest, _ = losses(run, state, text, range(RESUMED_AT, STEPS))
+    np.testing.assert_array_equal(rest, whole[RESUMED_AT:])
+
+
+def test_the_script_compares_fp8_recipes(tmp_path):
+    plot = tmp_path / "plot.png"
+    sizes = "--tp 2 --d-model 64 --d-ff 128 --layers 1 --heads 2 --seq-len 64"
+    done = run_script(f"{sizes} --steps 12 --plot {plot} --fp8 delayed mxfp8")
+    assert done.returncode == 0, done.stderr
+    runs = json.loads(plot.with_suffix(".json").read_text())["runs"]
+    delayed, mxfp8, xla = runs
+    assert [run["name"] for run in runs] == [
+        "jax_ub (auto, FP8 delayed)",
+        "jax_ub (auto, FP8 mxfp8)",
+        "xla",
+    ]
+    for run in (delayed, mxfp8):
+        assert f"{run['name']} is " in done.stdout
+        np.testing.assert_allclose(run["losses"], xla["losses"], rtol=0.02)
+        assert run["losses"] != xla["losses"]
