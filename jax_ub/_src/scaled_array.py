@@ -89,7 +89,7 @@ class ScaledArray:
         """Returns the kind of scales: "tensor", "row" or "block"."""
         if self.scales.dtype == jnp.float8_e8m0fnu:
             return "block"
-        return "row" if any(size > 1 for size in self.scales.shape) else "tensor"
+        return "row" if any(size != 1 for size in self.scales.shape) else "tensor"
 
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """Returns `values * scales`, computed in f32 and rounded once.
@@ -182,7 +182,7 @@ def _check_scale_shape(values, scales):
     pairs = list(zip(values.shape, scales.shape, strict=True))
     if any(count == 0 or size % count for size, count in pairs):
         raise ShapeContractError(f"{found}: the sizes do not divide. {fix}")
-    blocks = {axis: size // n for axis, (size, n) in enumerate(pairs) if n < size}
+    blocks = {axis: size // n for axis, (size, n) in enumerate(pairs) if n != size}
     if scales.dtype != jnp.float32:
         if list(blocks.values()) != [MXFP8_BLOCK]:
             raise ShapeContractError(

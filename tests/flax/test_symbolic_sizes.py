@@ -11,7 +11,7 @@ from flax_models import assert_trees_close, mesh_of
 from operands import normal
 
 import jax_ub as ub
-from jax_ub.flax import Linear, TransformerLayer, linen
+from jax_ub.flax import Linear, MultiHeadAttention, TransformerLayer, linen
 
 refused = functools.partial(pytest.raises, ub.errors.UnsupportedOverlapError)
 
@@ -47,6 +47,19 @@ def test_a_layer_is_exported_for_any_size(parallel, sizes):
         run, state = of_state(model)
         y = exported(run, (state, x), sizes)
     assert_trees_close(y, flax(x) + 1)
+
+
+def test_kernels_that_share_an_fp8_state_are_exported():
+    x, recipe = normal(0, (4, 8, 32)), ub.fp8.DelayedScaling(amax_history_len=2)
+    with jax.set_mesh(mesh_of(2, 2)):
+        model = MultiHeadAttention(2, 32, rngs=nnx.Rngs(0), fp8=recipe)
+        # The query's scale of the kernels clips all of them.
+        model.query.fp8_state.kernel_amax_history[...] += 1e-3
+        run, state = of_state(model)
+        wanted = jax.jit(run)(state, x)
+        y = exported(run, (state, x), "batch, 8, 32")
+    assert float(jnp.max(jnp.abs(wanted))) < 0.1
+    assert_trees_close(y, wanted)
 
 
 def test_gradients_are_exported_and_main_grads_accumulate():

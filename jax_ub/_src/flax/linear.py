@@ -10,14 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.nnx.nn import dtypes, initializers
 
 from jax_ub._src import arguments, checks
 from jax_ub._src.config.flags import OverlapFlags
 from jax_ub._src.flax.options import as_sizes, read_sizes
+from jax_ub._src.fp8.flax_state import Fp8State
 from jax_ub._src.fp8.recipes import DelayedScaling, Recipe
-from jax_ub._src.fp8.state import init_state
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear, with_output_sharding
 
@@ -31,32 +30,6 @@ class MainGrad(nnx.Variable):
     Its cotangent is its new value, `main_grad + dw`, and the kernel's cotangent is
     zero. This is Flax's "overwrite with gradient" convention.
     """
-
-
-# The type by which MaxText recognizes such variables is found by its name.
-OverwriteWithGradient = nnx.variable_type_from_name(
-    OVERWRITE_WITH_GRADIENT, allow_register=True
-)
-
-
-class Fp8State(nnx.Module):
-    """The state of `DelayedScaling` of a layer: scales and amax histories.
-
-    Each is a variable of type `OverwriteWithGradient`, whose gradient is its new value.
-    `ub.fp8.apply_updates` takes it over.
-    """
-
-    def __init__(self, recipe: DelayedScaling):
-        for name, array in init_state(recipe).items():
-            setattr(self, name, OverwriteWithGradient(array))
-
-    def arrays(self) -> dict[str, jax.Array]:
-        """Returns the arrays by the names of `ub.fp8.init_state`."""
-        return {
-            name: variable[...]
-            for name, variable in vars(self).items()
-            if isinstance(variable, OverwriteWithGradient)
-        }
 
 
 def _fp8_state(recipe):

@@ -17,8 +17,8 @@ from jax_ub._src import arguments, checks
 from jax_ub._src.config.flags import OverlapFlags
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
 from jax_ub._src.flax.options import LinearOptions, as_sizes, read_sizes
-from jax_ub._src.fp8.recipes import DelayedScaling, Recipe
-from jax_ub._src.fp8.state import init_state
+from jax_ub._src.fp8.flax_state import linen_state
+from jax_ub._src.fp8.recipes import Recipe
 from jax_ub._src.sharding import portable_mesh
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear
@@ -228,13 +228,7 @@ class Linear(TensorParallel):
             main_grad = self.variable(
                 OVERWRITE_WITH_GRADIENT, "main_grad", jnp.zeros, shape, jnp.float32
             ).value
-        state = None
-        if isinstance(self.fp8, DelayedScaling):
-            state = {
-                name: self.variable(OVERWRITE_WITH_GRADIENT, name, lambda x=x: x).value
-                for name, x in init_state(self.fp8).items()
-            }
-        return kernel, bias, main_grad, state
+        return kernel, bias, main_grad, linen_state(layout.op, self, self.fp8)
 
     @nn.nowrap
     def _num_in(self, ndim):

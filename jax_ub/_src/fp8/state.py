@@ -17,7 +17,8 @@ from jax_ub._src.fp8.recipes import (
 )
 
 SCALE, HISTORY = "scale", "amax_history"
-# The entries of the gradient of a layer's result.
+# The names of all entries, and of those of the gradient of a layer's result.
+NAMES = frozenset(f"{role}_{name}" for role in ROLES for name in (SCALE, HISTORY))
 OUTPUT_GRAD_STATE = tuple(f"{OUTPUT_GRAD}_{name}" for name in (SCALE, HISTORY))
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import jax
@@ -19,6 +19,7 @@ from jax_ub._src.errors import (
     UnsupportedOverlapError,
     shown,
 )
+from jax_ub._src.fp8.recipes import Recipe
 from jax_ub._src.retrofit import interception
 from jax_ub._src.sharding.layout import ShardingLayout, resolve_parallel
 from jax_ub._src.sharding.sharded_linear import (
@@ -30,7 +31,7 @@ from jax_ub._src.sharding.sharded_linear import (
 from jax_ub._src.sharding.specs import indivisible_reason
 
 
-def dot_general(
+def dot_general(  # noqa: PLR0913, options of a layer
     kind: str,
     *,
     axis_name: str | tuple[str, ...] = "tp",
@@ -40,6 +41,7 @@ def dot_general(
     data_axes: tuple[str, ...] | None = None,
     ub_name: str | None = None,
     fsdp_axes: tuple[str, ...] | str = (),
+    fp8: Recipe | None = None,
 ) -> "DotGeneral":
     """Makes a `dot_general` for dense layers such as `nn.Dense` and `nnx.Linear`.
 
@@ -66,6 +68,9 @@ def dot_general(
         fsdp_axes: the mesh axes that shard the kernel's other dimension (FSDP). With an
             explicit mesh they are read from the kernel's type. Inside `jax.shard_map`
             the caller gathers the kernel over them.
+        fp8: an FP8 recipe, by which the layer quantizes its operands. The state of
+            `DelayedScaling` is the argument `fp8_state` of a call. The products that
+            JAX computes are not FP8.
 
     Returns:
         A hashable callable with the signature of `jax.lax.dot_general`.
@@ -84,6 +89,7 @@ def dot_general(
             method,
             ub_name,
             fsdp_axes,
+            fp8=fp8,
         )
     )
 
@@ -146,10 +152,12 @@ class DotGeneral:
         preferred_element_type=None,
         *,
         out_sharding=None,
+        fp8_state: Mapping[str, jax.Array] | None = None,
     ) -> jax.Array:
         """Computes `jax.lax.dot_general`, overlapped if the operands allow it.
 
-        Sums are f32 whatever `precision` is.
+        Sums are f32 whatever `precision` is. `fp8_state` is the state of the recipe,
+        from `ub.fp8.init_state`; its gradient is its new value.
 
         Raises:
             UnsupportedOverlapError: if the operands are one rank's shards and the
@@ -165,7 +173,10 @@ class DotGeneral:
         if reason is None and contraction is not None:
             layout, x, kernel = self._operands(lhs, rhs, contraction)
             out_dtype = preferred_element_type
-            (y,) = sharded_linear(layout, x, (kernel,), out_dtype=out_dtype)
+            states = (fp8_state,)
+            (y,) = sharded_linear(
+                layout, x, (kernel,), fp8_states=states, out_dtype=out_dtype
+            )
             y = split_features(y, contraction.in_out(rhs.shape)[contraction.num_in :])
             return with_output_sharding(y, out_sharding)
         if out_sharding is None and contraction is not None and self.kind == "row":

@@ -111,10 +111,11 @@ class Einsum:
         precision=None,
         preferred_element_type=None,
         out_sharding=None,
+        fp8_state: Any = None,
     ) -> jax.Array:
         """Computes `jax.numpy.einsum`, overlapped if it is a dense layer's product.
 
-        Sums are f32 whatever `precision` is.
+        Sums are f32 whatever `precision` is. `fp8_state` is that of `DotGeneral`.
 
         Raises:
             UnsupportedOverlapError: if `subscripts` is not the contraction of a dense
@@ -154,6 +155,7 @@ class Einsum:
             precision,
             preferred_element_type,
             out_sharding=_transpose_sharding(out_sharding, equation.y, y_labels),
+            fp8_state=fp8_state,
         )
         return _transpose(y, y_labels, equation.y)
 

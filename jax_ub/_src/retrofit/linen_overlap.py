@@ -1,6 +1,7 @@
 """A Flax interceptor that overlaps the layers of an unmodified linen model."""
 
 import dataclasses
+import functools
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,14 +17,12 @@ from jax.sharding import PartitionSpec as P
 from jax_ub._src import lowering_log
 from jax_ub._src.checks import axis_tuple
 from jax_ub._src.errors import UnsupportedOverlapError, shown
+from jax_ub._src.fp8.flax_state import linen_state
+from jax_ub._src.fp8.recipes import Recipe, check_recipe
 from jax_ub._src.retrofit import interception
 from jax_ub._src.retrofit.dot_general import DotGeneral, dot_general
 from jax_ub._src.retrofit.einsum import Einsum
-from jax_ub._src.retrofit.nnx_overlap import (
-    check_layer_name,
-    check_rules,
-    compile_rule,
-)
+from jax_ub._src.retrofit.rules import check_layer_name, check_rules, compile_rule
 from jax_ub._src.runtime.registry import LayerName
 from jax_ub._src.sharding.layout import resolve_parallel, sharding_of
 
@@ -68,6 +67,11 @@ class Overlap:
             such as "fc1". An expression must match the whole path; the first match
             applies. Other layers have no configuration and are named by their paths in
             error messages.
+        fp8: the FP8 recipe of the overlapped layers. Or a dictionary that maps regular
+            expressions, which must match whole paths, to recipes; the first match
+            applies, and other layers are not FP8. The state of `DelayedScaling` is in
+            the collection "_overwrite_with_gradient", which `model.init` inside the
+            block creates.
 
     Attributes:
         overlapped: maps the path of each layer that was overlapped so far to "column"
@@ -78,11 +82,12 @@ class Overlap:
             a valid kind, or if the method is unknown.
         ShapeContractError: if `mesh` is not a mesh, or if `data_axes` or `fsdp_axes`
             are not distinct names of other axes.
+        ConfigurationError: if `fp8` has a value that is not a recipe.
     """
 
     overlapped: dict[str, str]
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, options of layers
         self,
         rules: Mapping[str, str | None],
         *,
@@ -93,6 +98,7 @@ class Overlap:
         data_axes: tuple[str, ...] | None = None,
         fsdp_axes: tuple[str, ...] | str = (),
         ub_names: Mapping[str, str] | None = None,
+        fp8: Recipe | Mapping[str, Recipe | None] | None = None,
     ):
         self._rules = {
             compile_rule(rule): None
@@ -113,7 +119,13 @@ class Overlap:
             sequence_parallel=sequence_parallel,
             data_axes=data_axes,
             fsdp_axes=fsdp_axes,
+            fp8=None if isinstance(fp8, Mapping) else fp8,
         ).sharding_layout
+        self._recipes: dict[re.Pattern[str], Recipe | None] = {}
+        for rule, recipe in fp8.items() if isinstance(fp8, Mapping) else ():
+            if recipe is not None:
+                check_recipe("overlap", recipe)
+            self._recipes[compile_rule(rule)] = recipe
         self.overlapped = {}
         self._matched: set[re.Pattern[str]] = set()
         self._recorded: set[str] = set()
@@ -139,8 +151,8 @@ class Overlap:
 
     @property
     def unmatched(self) -> tuple[str, ...]:
-        """Returns the patterns in `rules` and `ub_names` that matched no layer."""
-        patterns = [*self._rules, *self._names]
+        """Returns the patterns of all arguments that matched no layer."""
+        patterns = [*self._rules, *self._names, *self._recipes]
         return tuple(each.pattern for each in patterns if each not in self._matched)
 
     def __call__(
@@ -179,8 +191,12 @@ class Overlap:
             return y
         name = self._find(self._names, path) or LayerName(path)
         layout = dataclasses.replace(self._sharding_layout, parallel=kind, ub_name=name)
+        if self._recipes:
+            recipe = self._find(self._recipes, path)
+            layout = dataclasses.replace(layout, fp8=recipe)
         dense = DotGeneral(layout, is_lenient=True)
-        y = call(dense, layer, next_fun, args, kwargs)
+        state = linen_state(layout.op, layer, layout.fp8)
+        y = call(dense, state, layer, next_fun, args, kwargs)
         self.overlapped[path] = kind
         return y
 
@@ -238,7 +254,7 @@ class Overlap:
             self._recorded.add(path)
 
 
-def _call_dense(dense, layer, next_fun, args, kwargs):
+def _call_dense(dense, state, layer, next_fun, args, kwargs):
     before = layer.dot_general
     own = before if layer.dot_general_cls is None else layer.dot_general_cls
     is_plain = own is None or own is interception.DOT_GENERAL.function
@@ -249,7 +265,9 @@ def _call_dense(dense, layer, next_fun, args, kwargs):
             f"Exclude the layer: {{{shown(path)}: None, ...}}."
         )
     original = own if is_plain else None
-    ours = dataclasses.replace(dense, original=original)
+    ours: Callable = dataclasses.replace(dense, original=original)
+    if state is not None:
+        ours = functools.partial(ours, fp8_state=state)
     # Flax forbids `layer.dot_general = ...` on bound modules. The old value is restored
     # because the module may be called again outside the block.
     object.__setattr__(layer, "dot_general", ours)
@@ -259,7 +277,7 @@ def _call_dense(dense, layer, next_fun, args, kwargs):
         object.__setattr__(layer, "dot_general", before)
 
 
-def _call_einsum(dense, layer, next_fun, args, kwargs):
+def _call_einsum(dense, state, layer, next_fun, args, kwargs):
     inputs, text = _einsum_arguments(*args, **kwargs)
     text = layer.einsum_str if text is None else text
     kernel = nn.meta.unbox(layer.get_variable("params", "kernel"))
@@ -279,6 +297,7 @@ def _call_einsum(dense, layer, next_fun, args, kwargs):
         kernel,
         precision=layer.precision,
         preferred_element_type=layer.preferred_element_type,
+        fp8_state=state,
     )
     if bias is None:
         return y
@@ -290,7 +309,7 @@ def _einsum_arguments(inputs, einsum_str=None):
     return inputs, einsum_str
 
 
-def _call_attend(dense, layer, next_fun, args, kwargs):
+def _call_attend(dense, state, layer, next_fun, args, kwargs):
     reason = dense.why_intercepted(interception.DOT, None)
     if reason is not None:
         with dense.falling_back(reason):
@@ -298,7 +317,8 @@ def _call_attend(dense, layer, next_fun, args, kwargs):
     given = args[0] if args else kwargs["query"]
     query, embedding = layer.promote_dtype(given, layer.embedding, dtype=layer.dtype)
     held = dataclasses.replace(dense, original=interception.DOT_GENERAL.function)
-    return held(query, embedding, (((query.ndim - 1,), (1,)), ((), ())))
+    dims = (((query.ndim - 1,), (1,)), ((), ()))
+    return held(query, embedding, dims, fp8_state=state)
 
 
 def _overlapped_call(layer, method_name) -> Callable | None:

@@ -1,7 +1,6 @@
 """`ub.overlap`: overlaps the linear layers of an unmodified nnx model."""
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +15,19 @@ from jax_ub._src.errors import (
     ShapeContractError,
     UnknownNameError,
     UnsupportedOverlapError,
-    nearest,
     shown,
 )
+from jax_ub._src.fp8.flax_state import Fp8State
+from jax_ub._src.fp8.recipes import DelayedScaling, Recipe
 from jax_ub._src.retrofit import interception
 from jax_ub._src.retrofit.dot_general import DotGeneral, dot_general
 from jax_ub._src.retrofit.einsum import Einsum, Equation
+from jax_ub._src.retrofit.rules import (
+    check_layer_name,
+    check_rules,
+    matching_paths,
+    values_by_path,
+)
 from jax_ub._src.runtime.registry import LayerName
 from jax_ub._src.sharding.layout import (
     parallel_of_spec,
@@ -31,7 +37,7 @@ from jax_ub._src.sharding.layout import (
 )
 
 
-def overlap(
+def overlap(  # noqa: PLR0913, options of layers
     model: Any,
     rules: Mapping[str, str | None] | str = "auto",
     *,
@@ -41,6 +47,7 @@ def overlap(
     sequence_parallel: bool = True,
     data_axes: tuple[str, ...] | None = None,
     ub_names: Mapping[str, str] | None = None,
+    fp8: Recipe | Mapping[str, Recipe | None] | None = None,
 ) -> Any:
     r"""Overlaps the linear layers of an unmodified `flax.nnx` model.
 
@@ -80,13 +87,19 @@ def overlap(
         ub_names: maps regular expressions, which must match whole paths, to names that
             `initialize_ub` configures, such as "fc1". The first match counts. Other
             layers have no configuration, and errors name them by path.
+        fp8: the FP8 recipe of the overlapped layers. Or a dictionary that maps regular
+            expressions, which must match whole paths, to recipes; the first match
+            counts, and other layers are not FP8. The state of `DelayedScaling` is in
+            variables of type `jax_ub.flax.OverwriteWithGradient`.
 
     Returns:
         The model.
 
     Raises:
-        UnknownNameError: if a rule or an expression of `ub_names` matches no layer, or
-            is not a regular expression, or if the value of a rule is not a kind.
+        UnknownNameError: if a rule or an expression of `ub_names` or `fp8` matches no
+            layer, or is not a regular expression, or if the value of a rule is not a
+            kind.
+        ConfigurationError: if the recipe of a layer is not a recipe.
         ShapeContractError: if the model has no linear layer, `mesh` is not a mesh, the
             sharding of a kernel contradicts its rule, or "auto" finds no sharded
             kernel.
@@ -105,7 +118,12 @@ def overlap(
         kinds = _kinds_by_path(rules, layers)
     else:
         kinds = _kinds_by_sharding(rules, layers, axis_name)
-    names = _names_by_path(ub_names, kinds)
+    for pattern, name in check_rules("ub_names", ub_names).items():
+        check_layer_name(pattern, name)
+    names = values_by_path("ub_names", ub_names, kinds)
+    recipes: Mapping[str, Any] = dict.fromkeys(kinds, fp8)
+    if isinstance(fp8, Mapping):
+        recipes = values_by_path("fp8", fp8, kinds)
     replacements = {}
     for path, kind in kinds.items():
         layout = dot_general(
@@ -116,6 +134,7 @@ def overlap(
             sequence_parallel=sequence_parallel,
             data_axes=data_axes,
             ub_name=names.get(path, LayerName(path)),
+            fp8=recipes.get(path),
         ).sharding_layout
         replacements[path] = _replacement(layers[path], layout)
     # The replacements are set after all checks, so that an error leaves the model
@@ -169,7 +188,7 @@ class _Layer:
 
     @property
     def product(self) -> Any:
-        return getattr(self.node, self.attribute, None)
+        return _without_state(getattr(self.node, self.attribute, None))
 
     @property
     def original(self) -> Any:
@@ -240,7 +259,27 @@ class _Layer:
             product = Einsum(product, label, self.original)
         if isinstance(self.node, nnx.Embed):
             self.node.__class__ = OverlappedEmbed
-        setattr(self.node, self.attribute, product)
+        value: Any = nnx.static(product)
+        recipe = dense.sharding_layout.fp8
+        if isinstance(recipe, DelayedScaling):
+            stacked = getattr(self.kernel, "shape", ())[: -len(self.order)]
+            value = nnx.data(StatefulProduct(product, Fp8State(recipe, stacked)))
+        setattr(self.node, self.attribute, value)
+
+
+class StatefulProduct(nnx.Module):
+    """The product function of a layer, with the state of `DelayedScaling`."""
+
+    def __init__(self, product: DotGeneral | Einsum, fp8_state: Fp8State):
+        self.product, self.fp8_state = product, fp8_state
+
+    def __call__(self, *operands: Any, **options: Any) -> jax.Array:
+        """Computes the product; see `DotGeneral` and `Einsum`."""
+        return self.product(*operands, fp8_state=self.fp8_state.arrays(), **options)
+
+
+def _without_state(product):
+    return product.product if isinstance(product, StatefulProduct) else product
 
 
 class OverlappedEmbed(nnx.Embed):
@@ -249,11 +288,11 @@ class OverlappedEmbed(nnx.Embed):
     `ub.overlap` changes the class of an existing `nnx.Embed` to this one.
     """
 
-    attend_dot_general: DotGeneral
+    attend_dot_general: DotGeneral | StatefulProduct
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Computes logits `query @ embedding.T` for query [..., tokens, features]."""
-        dense = self.attend_dot_general
+        dense = _without_state(self.attend_dot_general)
         reason = dense.why_intercepted(interception.DOT, None)
         if reason is not None:
             given = {} if out_sharding is None else {"out_sharding": out_sharding}
@@ -262,7 +301,9 @@ class OverlappedEmbed(nnx.Embed):
         operands = (query, self.embedding[...])
         query, embedding = self.promote_dtype(operands, dtype=self.dtype)
         dims = (((query.ndim - 1,), (1,)), ((), ()))
-        return dense(query, embedding, dims, out_sharding=out_sharding)
+        return self.attend_dot_general(
+            query, embedding, dims, out_sharding=out_sharding
+        )
 
 
 def _is_overlapped(product):
@@ -377,7 +418,7 @@ def _kinds_by_path(rules, layers) -> dict[str, str]:
     found: dict[str, str | None] = {}
     for pattern, kind in rules.items():
         resolved = None if kind is None else resolve_parallel("overlap", kind)
-        for path in _matching(f"the rule {shown(pattern)}", pattern, layers):
+        for path in matching_paths(f"the rule {shown(pattern)}", pattern, layers):
             found.setdefault(path, resolved)
     kinds = {path: kind for path, kind in found.items() if kind is not None}
     for path in kinds:
@@ -389,26 +430,6 @@ def _kinds_by_path(rules, layers) -> dict[str, str]:
                 f"layer: {{{shown(path)}: None, ...}}."
             )
     return kinds
-
-
-def _names_by_path(ub_names, paths) -> dict[str, str]:
-    """Maps layer paths to the `ub_name` that the user's `ub_names` assign."""
-    found: dict[str, str] = {}
-    for pattern, name in check_rules("ub_names", ub_names).items():
-        check_layer_name(pattern, name)
-        for path in _matching(f"{shown(pattern)} of ub_names", pattern, paths):
-            found.setdefault(path, name)
-    return found
-
-
-def _matching(described, pattern, paths):
-    matched = list(filter(compile_rule(pattern).fullmatch, paths))
-    if not matched:
-        raise UnknownNameError(
-            f"overlap: {described} matches no linear layer of the model; a rule must "
-            f"match a whole path. {nearest(pattern, paths)}"
-        )
-    return matched
 
 
 def _record_others(model, layers, kinds, axis_name):
@@ -451,41 +472,3 @@ def _sharded_parameters(model, axis_name) -> Iterator[tuple[str, Any, tuple]]:
             while end and not isinstance(nodes.get(path[:end]), nnx.Module):
                 end -= 1
             yield ".".join(map(str, path)), nodes.get(path[:end]), spec
-
-
-def check_rules(argument: str, rules: Any) -> Mapping:
-    """Checks that `rules` is a dictionary; returns an empty one for None.
-
-    Raises:
-        UnknownNameError: if `rules` is not a dictionary.
-    """
-    if rules is not None and not isinstance(rules, Mapping):
-        raise UnknownNameError(
-            f"overlap: {argument} = {shown(rules)} is not a dictionary. Pass, for "
-            'example, {r".*\\.up": ...} to select layers by path.'
-        )
-    return rules or {}
-
-
-def check_layer_name(pattern: str, name: Any) -> None:
-    """Raises an error unless the value `name` of `ub_names` is a string."""
-    if not isinstance(name, str):
-        raise UnknownNameError(
-            f"overlap: ub_names = {{{shown(pattern)}: {shown(name)}}} has a name of "
-            f'type {type(name).__name__}. Pass the name of a layer, such as "fc1".'
-        )
-
-
-def compile_rule(pattern: str) -> re.Pattern[str]:
-    """Compiles the regular expression that selects layers by their path.
-
-    Raises:
-        UnknownNameError: if `pattern` is not a regular expression.
-    """
-    try:
-        return re.compile(pattern)
-    except (re.error, TypeError, RecursionError, OverflowError) as error:
-        raise UnknownNameError(
-            f"overlap: the rule {shown(pattern)} is not a regular expression: {error}. "
-            "Escape literal paths with re.escape(path)."
-        ) from error

@@ -402,8 +402,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
         bias: of "out" features; a tuple if `w` is a tuple.
         main_grad: see `linear`; a tuple if `w` is a tuple.
         residual: addend of the result, before rounding; only for a single kernel.
-        fp8_state: see `linear`. A tuple has a state for each kernel; the kernels share
-            the scales of the first.
+        fp8_state: see `linear`. Several kernels share its scales.
         axis_name: the mesh axis of the ranks; None if the layer is not parallel.
         ub_name: see `linear`.
         method: the method, or a method with the layer's `ub_*` flags.

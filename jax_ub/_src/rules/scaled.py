@@ -383,7 +383,6 @@ def quantized(
         gradients of the results, or None. They are () if the operands are not FP8.
     """
     label, recipe = config.label, config.fp8
-    state = state[0] if isinstance(state, tuple) else state
     if recipe is None:
         if state is not None:
             raise ConfigurationError(

@@ -96,6 +96,8 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
         # `shard_map` and reshapes pass new arrays to the ops, which therefore cannot
         # detect that two calls accumulate into the same main_grad.
         accumulators.claim(layout.op, main_grads, kernels)
+    if fp8_states is not None and not _has_separate_calls(layout, kernels):
+        fp8_states = fp8_states[0]
     if is_mapped:
         accumulators.claim_state(layout.op, fp8_states)
     outs = [layout.in_out(w.shape)[num_in:] for w in kernels]
@@ -194,12 +196,17 @@ def _shard_function(layout, out_dtype, kernels):
         rhs_transposed=layout.rhs_transposed,
         fp8=layout.fp8,
     )
-    is_several = isinstance(kernels, tuple) and layout.mode.op != "all_gather_matmul"
-    return functools.partial(_each_kernel, run) if is_several else run
+    is_each = isinstance(kernels, tuple) and _has_separate_calls(layout, kernels)
+    return functools.partial(_each_kernel, run) if is_each else run
+
+
+def _has_separate_calls(layout, kernels):
+    """Returns whether each kernel has a call, since no all-gather is shared."""
+    return len(kernels) > 1 and layout.mode.op != "all_gather_matmul"
 
 
 def _each_kernel(run, x, kernels, biases, main_grads, residual, fp8_states):
-    """Multiplies x by each kernel in a separate call, since no all-gather is shared."""
+    """Multiplies x by each kernel in a separate call."""
     none = (None,) * len(kernels)
     each = (kernels, biases or none, main_grads or none, fp8_states or none)
     return tuple(
@@ -396,8 +403,14 @@ def _without_shard_map(layout, mesh, out_dtype, *operands):
     )
     if is_explicit or not layout.may_fall_back():
         raise UnsupportedOverlapError(f"{layout.op}: {reason}, or {other}.")
+    *others, state = operands
+    kernels, replicated = others[1], layout.replicated()
+    is_shared = isinstance(kernels, tuple) and not _has_separate_calls(layout, kernels)
+    if state is not None and is_shared:
+        # Only the first call updates the state that all kernels share.
+        state = (state, *(jax.lax.stop_gradient(state) for _ in kernels[1:]))
     with lowering_log.falling_back(layout.op, reason):
-        return _shard_function(layout.replicated(), out_dtype, operands[1])(*operands)
+        return _shard_function(replicated, out_dtype, kernels)(*others, state)
 
 
 def _add(y, residual):
