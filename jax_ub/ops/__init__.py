@@ -31,6 +31,7 @@ from jax_ub._src.ops.sequential import (
     Sequential,
     gradients_of_main_grads,
     merge_main_grads,
+    split_fp8_states,
     split_main_grads,
 )
 from jax_ub.ops import fused
@@ -67,6 +68,7 @@ __all__ = [
     "register_backward_fusion",
     "register_forward_fusion",
     "register_joint_fusion",
+    "split_fp8_states",
     "split_main_grads",
     "unregister_fusion",
     "without_fusions",

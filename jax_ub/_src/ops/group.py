@@ -236,7 +236,7 @@ def _group_bwd(configuration, group, _, saved, cotangents):
     d_params: list = [None] * len(needs)
     for window, op in reversed(windows(group.backward_ops)):
         own = tuple(
-            {name: value for name, value in values.items() if value is not None}
+            {name: value for name, value in values.items() if jax.tree.leaves(value)}
             for values in residuals[window]
         )
         d_outputs = _arrays_of(d_edges, group.outputs[window])

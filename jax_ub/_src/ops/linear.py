@@ -13,9 +13,13 @@ from jax.typing import DTypeLike
 
 from jax_ub._src import arguments, checks, methods
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
+from jax_ub._src.fp8 import state as fp8_state
+from jax_ub._src.fp8.recipes import DelayedScaling, Recipe, check_recipe
+from jax_ub._src.fp8.state import OUTPUT_GRAD_STATE, init_state
 from jax_ub._src.methods import Method
 from jax_ub._src.ops.basic import Bias
 from jax_ub._src.ops.group import cotangent_aval
+from jax_ub._src.ops.linear_gemms import gradients, product_of, quantized, state_in
 from jax_ub._src.ops.operation import (
     BasicOperation,
     Operation,
@@ -29,14 +33,14 @@ from jax_ub._src.ops.operation import (
 )
 from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
 from jax_ub._src.rules import main_grads as accumulators
+from jax_ub._src.rules import scaled
 from jax_ub._src.rules.call_config import (
     CallConfig,
     make_call_config,
     make_local_call_config,
 )
-from jax_ub._src.rules.column import column_gradients
-from jax_ub._src.rules.forward import forward_of, is_replicated
-from jax_ub._src.rules.row import row_gradients
+from jax_ub._src.rules.forward import is_replicated
+from jax_ub._src.scaled_array import is_scaled
 
 default_kernel_init = initializers.lecun_normal()
 
@@ -57,10 +61,11 @@ class BasicLinear(BasicOperation):
     `userbuffers_options`, `ops.fused.UserbuffersForwardLinear` and
     `UserbuffersBackwardLinear` replace it and overlap communication with the GEMMs.
 
-    Transformer Engine: `te.ops.BasicLinear`. Parameters: "kernel", and with
+    Transformer Engine: `te.ops.BasicLinear`. Parameters: "kernel"; with
     `accumulate_into_main_grad` also "main_grad", the f32 accumulator of the kernel's
-    gradient. Residuals: "x" and "kernel", this rank's shards in the dtype of the
-    computation; "main_grad"; and "x_aval", an empty array with the dtype and the
+    gradient; with `DelayedScaling` also its state, by the names of `ub.fp8.init_state`.
+    Residuals: "x" and "kernel", this rank's shards in the dtype of the computation, or
+    FP8; "main_grad"; the new state; and "x_aval", an empty array with the dtype and the
     varying axes of the input.
 
     Attributes:
@@ -78,6 +83,9 @@ class BasicLinear(BasicOperation):
         method: how GEMM and communication overlap. None takes the method that
             `initialize_ub` configures for `comm_name`, else `JAX_UB_METHOD`, else
             "auto".
+        fp8: the FP8 recipe by which x, the kernel and the gradient of y are quantized,
+            as in `ub.linear`. The gradient of its state is the new state, which
+            `ub.fp8.apply_updates` takes over. Transformer Engine: `te.autocast`.
         dtype: dtype of the computation and of y; None takes the dtype of x.
         param_dtype: dtype of the kernel.
         kernel_init: initializer of the global kernel.
@@ -92,11 +100,12 @@ class BasicLinear(BasicOperation):
     userbuffers_options: Any = None  # a mapping; stored as a hashable tuple
     accumulate_into_main_grad: bool = False
     method: str | None = None
+    fp8: Recipe | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernel_init: Callable[..., jax.Array] = default_kernel_init
 
-    overwritten = frozenset({"main_grad"})
+    overwritten = frozenset({"main_grad", *fp8_state.NAMES})
 
     def __post_init__(self):
         """Checks all constructor arguments that do not depend on the mesh.
@@ -117,6 +126,8 @@ class BasicLinear(BasicOperation):
         options = _checked_options(self.label, self.userbuffers_options)
         object.__setattr__(self, "userbuffers_options", options)
         super().__post_init__()
+        if self.fp8 is not None:
+            check_recipe(self.label, self.fp8)
         for source, method in (
             ("method", self.method),
             ('userbuffers_options["method"]', dict(options or ()).get("method")),
@@ -144,20 +155,28 @@ class BasicLinear(BasicOperation):
         params = {"kernel": kernel}
         if self.accumulate_into_main_grad:
             params["main_grad"] = jnp.zeros(shape, jnp.float32)
-        return params
+        return params if self.fp8 is None else {**params, **init_state(self.fp8)}
 
     def specs(self):
         is_sharded = self.tensor_parallel_mode is not None
         spec = self.mode.kernel_spec(self.axis_name) if is_sharded else PartitionSpec()
         names = ["kernel", "main_grad"][: 1 + self.accumulate_into_main_grad]
-        return dict.fromkeys(names, spec)
+        state = fp8_state.NAMES if self._has_state else ()
+        return {**dict.fromkeys(names, spec), **dict.fromkeys(state, PartitionSpec())}
+
+    @property
+    def _has_state(self):
+        return isinstance(self.fp8, DelayedScaling)
 
     def claim(self, params):
         if self.accumulate_into_main_grad:
             accumulators.claim(self.label, (params["main_grad"],), (params["kernel"],))
+        accumulators.claim_state(self.label, state_in(params))
 
     def saved(self, needs):
         names = {"kernel", "x_aval"} if needs.x else set()
+        if self._has_state:
+            names.update(OUTPUT_GRAD_STATE)
         if self.wants_wgrad(needs):
             names.add("x")
         return frozenset(names | (self.overwritten & needs.params))
@@ -185,8 +204,11 @@ class BasicLinear(BasicOperation):
             config = make_local_call_config(self.label, *named)
         else:
             config = make_call_config(
-                self.label, self.axis_name, *named, mode=self.mode
+                *(self.label, self.axis_name, *named),
+                mode=self.mode,
+                is_fp8=self.fp8 is not None,
             )
+        config = dataclasses.replace(config, fp8=self.fp8)
         return config.with_dtypes(dtype, dtype)
 
     def operands(self, config: CallConfig, params: Params, x: jax.Array) -> Residuals:
@@ -265,12 +287,13 @@ class BasicLinear(BasicOperation):
             scale=scale,
             out_dtype=config.out_dtype if out_dtype is None else np.dtype(out_dtype),
         )
+        residuals = quantized(config, residuals, params)
         x, kernel = residuals["x"], residuals["kernel"]
         is_vector = x.ndim == 1
         if is_vector:
-            x, residual = x[None], None if residual is None else residual[None]
+            x, residual = scaled.as_row((x, residual))
         biases = None if bias is None else (bias,)
-        (y,), _ = forward_of(config)(config, x, (kernel,), biases, residual)
+        (y,), _ = product_of(config)(config, x, (kernel,), biases, residual)
         return y[0] if is_vector else y, (), residuals
 
     def backward(
@@ -296,8 +319,7 @@ class BasicLinear(BasicOperation):
             scale: factor of both products.
         """
         x, w, main_grad = self.saved_operands(residuals, needs)
-        operand = next(a for a in (w, x, dy) if a is not None)
-        config = self.call_config(operand.dtype)
+        config = self.call_config(self.backward_dtype(x, w, dy))
         # Without sequence parallelism, dx is summed over the ranks only if x has a
         # replicated type. Otherwise dx stays partial: by JAX's convention, the ranks'
         # cotangents then add up to the gradient.
@@ -311,40 +333,24 @@ class BasicLinear(BasicOperation):
         dy = dy.astype(config.dtype)
         is_vector = dy.ndim == 1
         if is_vector:
-            dy, x = dy[None], None if x is None else x[None]
-            residual = None if residual is None else residual[None]
-        dx, dw = gradients(config, dy, x, w, main_grad, residual)
-        d_params = {} if x is None else {self.accumulated: dw}
+            dy, x, residual = scaled.as_row((dy, x, residual))
+        state = state_in(residuals)
+        dx, dw, new_state = gradients(config, dy, x, w, main_grad, residual, state)
+        d_params: dict[str, Any] = {**state, **new_state}
+        if x is not None:
+            d_params[self.accumulated] = dw
         return dx[0] if is_vector and dx is not None else dx, d_params, ()
+
+    def backward_dtype(self, x: Any, kernel: Any, dy: jax.Array) -> np.dtype:
+        """Returns the dtype of the backward pass: that of the operands, or of y."""
+        operands = (a for a in (kernel, x, dy) if a is not None and not is_scaled(a))
+        return next(operands).dtype
 
     def saved_operands(self, residuals: Residuals, needs: RequestedGradients):
         """Returns x, kernel and main_grad; None for each that no gradient needs."""
         x = residuals["x"] if self.wants_wgrad(needs) else None
         kernel = residuals["kernel"] if needs.x else None
         return x, kernel, None if x is None else residuals.get("main_grad")
-
-
-def gradients(
-    config: CallConfig,
-    dy: jax.Array,
-    x: jax.Array | None,
-    w: jax.Array | None,
-    main_grad: jax.Array | None,
-    residual: jax.Array | None,
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """Computes the gradient of x, plus `residual`, and of the kernel, plus `main_grad`.
-
-    The gradient of x is None without `w`, and the gradient of the kernel without `x`.
-    """
-    saved = {
-        "x": x,
-        "gathered": None,
-        "ws": None if w is None else (w,),
-        "main_grads": None if main_grad is None else (main_grad,),
-    }
-    compute = column_gradients if config.mode.gathers_x else row_gradients
-    dx, dws = compute(config, saved, {0: dy}, residual=residual)
-    return dx, dws.get(0)
 
 
 def _checked_options(label, options):
@@ -401,6 +407,7 @@ class Linear(Operation):
         accumulate_into_main_grad: whether the kernel's gradient is added to the
             parameter "main_grad".
         method: how the layer overlaps its GEMM with communication; see `BasicLinear`.
+        fp8: the FP8 recipe of the layer; see `BasicLinear`.
         dtype: dtype of the computation; None takes the dtype of x.
         param_dtype: dtype of the parameters.
         kernel_init: initializer of the global kernel.
@@ -417,6 +424,7 @@ class Linear(Operation):
     userbuffers_options: Any = None
     accumulate_into_main_grad: bool = False
     method: str | None = None
+    fp8: Recipe | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernel_init: Callable[..., jax.Array] = default_kernel_init
@@ -442,6 +450,7 @@ class Linear(Operation):
             userbuffers_options=self.userbuffers_options,
             accumulate_into_main_grad=self.accumulate_into_main_grad,
             method=self.method,
+            fp8=self.fp8,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             kernel_init=self.kernel_init,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ub._src.errors import ShapeContractError
+from jax_ub._src.fp8 import state as fp8_state
 from jax_ub._src.ops.fused_operation import Op
 from jax_ub._src.ops.fuser import OperationFuser
 from jax_ub._src.ops.operation import BasicOperation, Operation, init_each, split_each
@@ -206,14 +207,39 @@ def split_main_grads(params: Any) -> tuple[Any, Any]:
         The weights and the main_grads, each in the tree of `params`. Leaves that belong
         to the other tree are None.
     """
-    is_main_grad = _is_main_grad(params)
-    weights = jax.tree.map(lambda own, p: None if own else p, is_main_grad, params)
-    main_grads = jax.tree.map(lambda own, p: p if own else None, is_main_grad, params)
-    return weights, main_grads
+    return _split(params, {"main_grad"})
+
+
+def split_fp8_states(params: Any) -> tuple[Any, Any]:
+    """Splits parameters into weights and states of `DelayedScaling`.
+
+    The gradient of a state is its new value, which `ub.fp8.apply_updates` takes over:
+
+        weights, states = ops.split_fp8_states(params)
+        loss = lambda w, s: loss_of(seq(ops.merge_main_grads(w, s), x))
+        gradients, new = jax.grad(loss, (0, 1))(weights, states)
+        states = ub.fp8.apply_updates(states, new)
+
+    Args:
+        params: the result of `Sequential.init`, or of `specs()`.
+
+    Returns:
+        The weights and the states, each in the tree of `params`. Leaves that belong to
+        the other tree are None.
+    """
+    return _split(params, fp8_state.NAMES)
+
+
+def _split(params, names):
+    is_own = jax.tree.map_with_path(
+        lambda path, _: getattr(path[-1], "key", None) in names, params
+    )
+    others = jax.tree.map(lambda own, p: None if own else p, is_own, params)
+    return others, jax.tree.map(lambda own, p: p if own else None, is_own, params)
 
 
 def merge_main_grads(weights: Any, main_grads: Any) -> Any:
-    """Merges the weights and main_grads that `split_main_grads` separated."""
+    """Merges what `split_main_grads` or `split_fp8_states` separated."""
     return jax.tree.map(
         lambda weight, main_grad: main_grad if weight is None else weight,
         weights,
@@ -241,9 +267,3 @@ def gradients_of_main_grads(gradients: Any, main_grads: Any) -> Any:
         return flat.get((*path[:-1], jax.tree_util.DictKey("main_grad")), gradient)
 
     return jax.tree.map_with_path(accumulated, gradients)
-
-
-def _is_main_grad(params):
-    return jax.tree.map_with_path(
-        lambda path, _: getattr(path[-1], "key", None) == "main_grad", params
-    )

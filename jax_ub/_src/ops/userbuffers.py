@@ -9,6 +9,7 @@ Transformer Engine's three patterns, in forward order:
 | 3 | `BasicLinear(None)`, optional `Bias`, `ReduceScatter` | GEMM+RS |
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from jax.typing import DTypeLike
 
 from jax_ub._src import checks, dtypes
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
+from jax_ub._src.fp8.recipes import Recipe
 from jax_ub._src.methods import Method
 from jax_ub._src.ops.basic import Bias
 from jax_ub._src.ops.collectives import ReduceScatter
@@ -31,12 +33,13 @@ from jax_ub._src.ops.fused_operation import (
     present,
 )
 from jax_ub._src.ops.linear import BasicLinear
+from jax_ub._src.ops.linear_gemms import product_of, quantized
 from jax_ub._src.ops.operation import BasicOperation, compute_dtype, num_ranks
 from jax_ub._src.parallel import ROW, check_parallel, mode_of
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce
+from jax_ub._src.rules import scaled
 from jax_ub._src.rules.call_config import CallConfig, make_call_config
-from jax_ub._src.rules.forward import forward_of
 
 
 def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
@@ -138,6 +141,7 @@ class UserbuffersLinear(FusedOperation):
             linear.chosen_method,
             dtype,
             is_backward=is_backward,
+            fp8=linear.fp8,
         )
 
     @classmethod
@@ -183,7 +187,7 @@ def _mismatch(linear, bias, reduce_scatter) -> str:
     return ""
 
 
-def overlapped_call_config(
+def overlapped_call_config(  # noqa: PLR0913, options of a linear
     op: str,
     parallel: str | None,
     axis_name: str | tuple[str, ...] | None,
@@ -193,6 +197,7 @@ def overlapped_call_config(
     dtype: DTypeLike,
     *,
     is_backward: bool = False,
+    fp8: Recipe | None = None,
 ) -> CallConfig:
     """Returns the `CallConfig` of an overlapped linear, after checking the arguments.
 
@@ -218,7 +223,10 @@ def overlapped_call_config(
     mode = mode_of(parallel, True)
     may_be_bulk = is_backward and any(one.is_bulk for one in mode.dgrad)
     config = make_call_config(
-        op, axis_name, ub_comm_name, method, mode=mode, may_be_bulk=may_be_bulk
+        *(op, axis_name, ub_comm_name, method),
+        mode=mode,
+        may_be_bulk=may_be_bulk,
+        is_fp8=fp8 is not None,
     )
     found = checks.dtype_of(dtype)
     if found not in dtypes.OPERANDS:
@@ -227,7 +235,7 @@ def overlapped_call_config(
             f"{config.label}: dtype = {given}, but the op computes in "
             f"{dtypes.listed(dtypes.OPERANDS)}. Pass one of these."
         )
-    return config.with_dtypes(dtype, dtype)
+    return dataclasses.replace(config, fp8=fp8).with_dtypes(dtype, dtype)
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -300,7 +308,7 @@ class UserbuffersForwardLinear(UserbuffersLinear):
         )
         _check_forward(config, input, weight, bias)
         x, w = input.astype(config.dtype), weight.astype(config.dtype)
-        (y,), _ = forward_of(config)(config, *_forward_operands(config, x, w, bias))
+        (y,), _ = product_of(config)(config, *_forward_operands(config, x, w, bias))
         return y, {"input": x, "weight": w}
 
     def forward(
@@ -323,14 +331,17 @@ class UserbuffersForwardLinear(UserbuffersLinear):
         bias_op = self.bias
         config = self.call_config(compute_dtype(self.linear.dtype, x))
         residuals = self.linear.operands(config, params[0], x)
-        x, w = residuals["x"], residuals["kernel"]
         bias = None if bias_op is None else params[1]["bias"]
         if out_dtype is None and bias_op is not None:
             out_dtype = bias_op.dtype
         config = config.with_dtypes(config.dtype, out_dtype)
-        _check_forward(config, x, w, bias)
+        _check_forward(config, residuals["x"], residuals["kernel"], bias)
+        residuals = quantized(config, residuals, params[0])
+        x, w = residuals["x"], residuals["kernel"]
         operands = _forward_operands(config, x, w, bias, added_bias, residual)
-        (y,), _ = forward_of(config)(config, *operands)
+        is_fp8 = self.linear.fp8 is not None
+        with scaled.fallback(config, x, (w,)) if is_fp8 else contextlib.nullcontext():
+            (y,), _ = product_of(config)(config, *operands)
         num = len(self.basic_ops)
         return y, ((),) * num, (residuals, *({},) * (num - 1))
 
@@ -372,4 +383,4 @@ def _forward_operands(config, x, w, bias, added_bias=None, residual=None):
         added_bias = added_bias.astype(jnp.float32)
         bias = added_bias if bias is None else bias.astype(jnp.float32) + added_bias
     biases = None if bias is None else (bias,)
-    return vma.pcast_varying((x, (w,), biases, residual), axes)
+    return scaled.pcast_varying((x, (w,), biases, residual), axes)

@@ -13,7 +13,7 @@ from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.methods import Method
 from jax_ub._src.ops.fused_operation import Op
-from jax_ub._src.ops.linear import gradients
+from jax_ub._src.ops.linear_gemms import gradients, state_in
 from jax_ub._src.ops.userbuffers import (
     UserbuffersLinear,
     check_activation,
@@ -21,7 +21,9 @@ from jax_ub._src.ops.userbuffers import (
 )
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce
+from jax_ub._src.rules import scaled
 from jax_ub._src.rules.vjp import row_sum
+from jax_ub._src.scaled_array import is_scaled
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -130,7 +132,7 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
         w = _required(config, "weight", weight, "input", input_requires_grad)
         _check_backward(config, grad_output, x, w)
         _check_addends(config, grad_output, x, w, main_grad, residual)
-        dx, dw = _gradients(config, grad_output, x, w, main_grad, residual)
+        dx, dw, _ = _gradients(config, grad_output, x, w, main_grad, residual)
         db = row_sum(grad_output) if bias_requires_grad else None
         if db is not None and not config.mode.gathers_x:
             db = _sum_over_ranks(config, db)
@@ -145,13 +147,15 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
             return super().backward(residuals, dy, d_extra_outputs, needs)
         linear = self.linear
         x, w, main_grad = linear.saved_operands(residuals[0], needs[0])
-        dtype = next((a.dtype for a in (x, w) if a is not None), dy.dtype)
+        dtype = linear.backward_dtype(x, w, dy)
         config = self.call_config(dtype, is_backward=True)
         config = dataclasses.replace(config, dw_dtype=np.dtype(linear.param_dtype))
-        dx, dw = _gradients(config, dy, x, w, main_grad, residual)
+        state = state_in(residuals[0])
+        dx, dw, new_state = _gradients(config, dy, x, w, main_grad, residual, state)
         if dx is None:
             dx = residual
         d_params: list[dict] = [{} for _ in self.basic_ops]
+        d_params[0] = {**state, **new_state}
         if x is not None:
             d_params[0][linear.accumulated] = dw
         if self.bias is not None and needs[1].params:
@@ -176,15 +180,15 @@ def _sum_over_ranks(config, db):
     return all_reduce(config.collective, vma.pcast_varying(db, config.axes(db)))
 
 
-def _gradients(config, dy, x, w, main_grad, residual):
+def _gradients(config, dy, x, w, main_grad, residual, state=None):
     """Computes dx and dw as `linear.gradients`, from operands of any float dtype."""
-    if x is None and w is None:
-        return None, None
+    if x is None and w is None and not state:
+        return None, None, {}
     operands = (dy, x, w, main_grad, residual)
     axes = config.axes(*(a for a in operands if a is not None))
-    dy, x, w, residual = vma.pcast_varying((dy, x, w, residual), axes)
-    x, w = (None if a is None else a.astype(config.dtype) for a in (x, w))
-    return gradients(config, dy, x, w, main_grad, residual)
+    dy, x, w, residual = scaled.pcast_varying((dy, x, w, residual), axes)
+    x, w = (a if a is None or is_scaled(a) else a.astype(config.dtype) for a in (x, w))
+    return gradients(config, dy, x, w, main_grad, residual, state)
 
 
 def _required(config, name, array, of, is_wanted):

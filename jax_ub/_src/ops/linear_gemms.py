@@ -1,0 +1,95 @@
+"""GEMMs and collectives of linear operations, whose operands may be FP8."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ub._src.fp8 import state as fp8_state
+from jax_ub._src.ops.operation import Params, Residuals
+from jax_ub._src.primitives import vma
+from jax_ub._src.rules import scaled
+from jax_ub._src.rules.call_config import CallConfig
+from jax_ub._src.rules.column import column_gradients
+from jax_ub._src.rules.forward import forward_of
+from jax_ub._src.rules.row import row_gradients
+from jax_ub._src.scaled_array import (
+    map_scaled,
+    source_of,
+    without_source,
+)
+
+
+def state_in(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the arrays that are state of `DelayedScaling`, by name."""
+    return {name: arrays[name] for name in sorted(fp8_state.NAMES) if name in arrays}
+
+
+def quantized(config: CallConfig, residuals: Residuals, params: Params) -> Residuals:
+    """Quantizes the operands among the residuals if the layer multiplies FP8.
+
+    Returns:
+        The residuals, with the new state of x and the kernel.
+    """
+    if config.fp8 is None:
+        return residuals
+    state = state_in(params)
+
+    def quantize(state):
+        x, (kernel,), _ = scaled.quantized(
+            config, residuals["x"], (residuals["kernel"],), state or None
+        )
+        return map_scaled(without_source, {"x": x, "kernel": kernel})
+
+    operands, backward = jax.vjp(quantize, state)
+    # The gradient of the state does not depend on the gradients of the operands.
+    zeros = jax.tree.map(
+        lambda a: vma.pcast_varying(jnp.zeros_like(a), vma.axes_of(a)), operands
+    )
+    (new_state,) = backward(zeros)
+    kept = {name: state[name] for name in fp8_state.OUTPUT_GRAD_STATE if state}
+    return {**residuals, **operands, **new_state, **kept}
+
+
+def product_of(config: CallConfig) -> Callable[..., Any]:
+    """Returns the forward pass of a linear layer, whose operands may be FP8.
+
+    See `forward.forward_of`.
+    """
+    return forward_of(config) if config.fp8 is None else scaled.scaled_forward
+
+
+def gradients(
+    config: CallConfig,
+    dy: jax.Array,
+    x: Any,
+    w: Any,
+    main_grad: jax.Array | None,
+    residual: jax.Array | None,
+    state: Residuals | None = None,
+) -> tuple[jax.Array | None, jax.Array | None, Residuals]:
+    """Computes the gradient of x, plus `residual`, and of the kernel, plus `main_grad`.
+
+    The gradient of x is None without `w`, and the gradient of the kernel without `x`.
+    The third result is the new state of the gradient of y; `state` contains the old.
+    """
+    saved = {
+        "x": x,
+        "gathered": None,
+        "ws": None if w is None else (w,),
+        "main_grads": None if main_grad is None else (main_grad,),
+    }
+    if config.fp8 is None:
+        compute = column_gradients if config.mode.gathers_x else row_gradients
+        dx, dws = compute(config, saved, {0: dy}, residual=residual)
+        return dx, dws.get(0), {}
+    dw_dtype = None if main_grad is not None else config.dw_dtype or config.dtype
+    config = dataclasses.replace(config, source_dtypes=(config.dtype, dw_dtype))
+    saved["state"] = state
+    gradient, dws, new_state = scaled.scaled_gradients(config, saved, {0: dy})
+    dx, dw = source_of(gradient), source_of(dws.get(0))
+    if residual is not None and dx is not None:
+        dx = (residual + dx).astype(residual.dtype)
+    return dx, dw, new_state or {}

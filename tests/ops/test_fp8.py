@@ -1,0 +1,213 @@
+"""`fp8=` of `ops.BasicLinear` and `ops.Linear`, fused and unfused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal, normal
+from ops_on_ranks import TOKENS
+from programs import calls, compiled_text, on_ranks, tp_mesh
+
+import jax_ub as ub
+from jax_ub import ops
+from jax_ub.errors import ConfigurationError, ShapeContractError
+
+FP8 = ub.fp8
+DELAYED = FP8.DelayedScaling(amax_history_len=2)
+RECIPES = {
+    "current": FP8.Float8CurrentScaling(),
+    "delayed": DELAYED,
+    "block": FP8.MXFP8BlockScaling(),
+    "row": FP8.RowwiseScaling(),
+}
+X, DY = normal(0, (16, 64)), normal(9, (16, 64))
+
+
+def linear(mode, size_in, size_out, name, **options):
+    if name is not None:
+        options["userbuffers_options"] = {"comm_name": name}
+    return ops.BasicLinear(
+        size_in,
+        size_out,
+        tensor_parallel_mode=mode,
+        sequence_parallel=mode is not None,
+        **options,
+    )
+
+
+def pair(recipe, fused, **options):
+    first, second = ("fc1", "fc2") if fused else (None, None)
+    options["fp8"] = recipe
+    return ops.Sequential(
+        linear("column", 64, 128, first, **options),
+        ops.ReLU(),
+        linear("row", 128, 64, second, **options),
+    )
+
+
+def functions_of(recipe):
+    """Returns the same pair of layers by functions of jax_ub."""
+    options = {"axis_name": "tp", "fp8": recipe}
+
+    def call(params, x):
+        (first, _, second), options_of = params, dict(options)
+        states = (
+            {k: v for k, v in each.items() if k != "kernel"} or None
+            for each in (first, second)
+        )
+        y = ub.all_gather_matmul(
+            x, first["kernel"], fp8_state=next(states), **options_of
+        )
+        y = jnp.maximum(y, 0)
+        return ub.matmul_reduce_scatter(
+            y, second["kernel"], fp8_state=next(states), **options_of
+        )
+
+    return call
+
+
+def run(function, specs, num_ranks=2):
+    """Returns a function (params, x) -> y, and gradients of params and x."""
+    layer = on_ranks(function, tp_mesh(num_ranks), (specs, TOKENS), TOKENS)
+
+    def loss(params, x):
+        y = layer(params, x)
+        return jnp.sum(y * DY), y
+
+    gradient = jax.grad(loss, (0, 1), has_aux=True)
+    return jax.jit(lambda params, x: gradient(params, x)[::-1])
+
+
+def assert_close(found, wanted):
+    """Compares two trees up to the order of sums, and the rounding of scales."""
+    for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert jnp.linalg.norm(x - y) <= 1e-3 * jnp.linalg.norm(y)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linears_equal_the_functions(recipe, fused):
+    recipe = RECIPES[recipe]
+    ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
+    seq = pair(recipe, fused)
+    params = seq.init(jax.random.key(0))
+    assert {*params[0]} == {"kernel", *FP8.init_state(recipe)}
+    step = run(seq, seq.specs())
+    plain = run(functions_of(recipe), seq.specs())
+    assert_close(step(params, X), plain(params, X))
+    text = compiled_text(step, params, X)
+    assert "f8e4m3fn[" in text
+    if fused and recipe in (RECIPES["current"], DELAYED):
+        found = calls(text)
+        assert found["all_gather_matmul"] >= 2
+        assert not {"matmul", "all_gather", "reduce_scatter"} & set(found)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+def test_the_gradient_of_a_state_is_its_new_value(fused):
+    seq = pair(DELAYED, fused)
+    ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
+    weights, states = ops.split_fp8_states(seq.init(jax.random.key(0)))
+    step = run(seq, seq.specs())
+    for _ in range(2):
+        _, (gradients, _) = step(ops.merge_main_grads(weights, states), X)
+        states = FP8.apply_updates(states, ops.split_fp8_states(gradients)[1])
+    first, _, second = states
+    assert_equal(first["input_amax_history"], jnp.full(2, jnp.max(jnp.abs(X))))
+    assert_equal(second["output_grad_amax_history"], jnp.full(2, jnp.max(jnp.abs(DY))))
+    for name in ("input", "kernel", "output_grad"):
+        assert float(second[f"{name}_scale"][0]) not in (0.0, 1.0)
+
+
+def state_of(params):
+    return {name: value for name, value in params.items() if name != "kernel"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_all_fusions(recipe):
+    """Residuals, biases, scales and activations beside FP8 linears."""
+    recipe = RECIPES[recipe]
+
+    def block(name):
+        skip = ops.MakeExtraOutput(in_place=True)
+        options = {} if name is None else {"userbuffers_options": {"comm_name": name}}
+        return ops.Sequential(
+            skip.with_extra_output_channel(0, "skip", False),
+            ops.Linear(
+                64,
+                64,
+                tensor_parallel_mode="column",
+                sequence_parallel=True,
+                fp8=recipe,
+                **options,
+            ),
+            ops.ReLU(),
+            ops.BasicLinear(64, 64, fp8=recipe),
+            ops.ConstantScale(0.5),
+        )
+
+    specs = block(None).specs()
+    # The features of the local linear are whole on every rank.
+    specs = (specs[0], jax.tree.map(lambda _: P(), specs[1]), *specs[2:])
+    seq = block(None)
+    params = seq.init(jax.random.key(0))
+    layer = functools.partial(run, specs=specs, num_ranks=1)
+    fused = layer(seq)(params, X)
+    with ops.without_fusions():
+        unfused = layer(block(None))(params, X)
+    # Fused, the last linear quantizes the gradient before it is scaled.
+    assert_close(*(ops.split_fp8_states(each)[0] for each in (fused, unfused)))
+
+
+def test_main_grads_accumulate():
+    options = {"accumulate_into_main_grad": True}
+    seq = pair(RECIPES["current"], fused=True, **options)
+    plain = pair(RECIPES["current"], fused=True)
+    ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
+    params = seq.init(jax.random.key(0))
+    kernels = tuple({k: v for k, v in p.items() if k == "kernel"} for p in params)
+    _, (found, _) = run(seq, seq.specs())(params, X)
+    _, (wanted, _) = run(plain, plain.specs())(kernels, X)
+    for i in (0, 2):
+        np.testing.assert_allclose(
+            found[i]["main_grad"], wanted[i]["kernel"], rtol=1e-6, atol=1e-5
+        )
+        assert not np.any(found[i]["kernel"])
+
+
+def test_a_vector_and_a_frozen_kernel():
+    layer = ops.BasicLinear(64, 32, fp8=DELAYED)
+    seq = ops.Sequential(layer)
+    params = seq.init(jax.random.key(0))
+    vector = X[0]
+
+    def loss(params, x):
+        return jnp.sum(seq(params, x) ** 2)
+
+    found = jax.jit(jax.grad(loss, (0, 1)))(params, vector)
+    wanted = jax.jit(jax.grad(loss, (0, 1)))(params, vector[None])
+    assert_equal(found[0], wanted[0])
+    assert_equal(found[1], wanted[1][0])
+    (kernel,) = ({"kernel": params[0]["kernel"]},)
+    new = jax.grad(lambda s: loss(({**kernel, **s},), X))(state_of(params[0]))
+    assert float(new["output_grad_amax_history"][0]) > 0
+
+
+def test_wrong_arguments():
+    with pytest.raises(ConfigurationError, match="BasicLinear: recipe = 'hybrid' is"):
+        ops.BasicLinear(64, 64, fp8="hybrid")
+    seq = ops.Sequential(ops.BasicLinear(64, 64, fp8=DELAYED))
+    (params,) = seq.init(jax.random.key(0))
+    text = r"params has \['kernel'\], but the operation has .* 'input_scale'"
+    with pytest.raises(ShapeContractError, match=text):
+        seq(({"kernel": params["kernel"]},), X)
+
+    def twice(state):
+        params_of = ({"kernel": params["kernel"], **state},)
+        return jnp.sum(seq(params_of, seq(params_of, X)))
+
+    with pytest.raises(ShapeContractError, match="this FP8 state went into another"):
+        jax.grad(twice)(state_of(params))
