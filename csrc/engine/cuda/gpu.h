@@ -19,9 +19,9 @@
 namespace jax_ub {
 
 // Returns whether GEMMs must not run concurrently on devices whose compute capability
-// has this major number. Many kernels of cuBLAS 12.8 to 13.1
-// free their tensor memory more than once on devices of compute capability 10 and 11,
-// which corrupts kernels on other streams. JAX's CUDA plugin warns about it.
+// has this major number. Many kernels of cuBLAS 12.8 to 13.1 free their tensor memory
+// more than once on devices of compute capability 10 and 11, which corrupts kernels on
+// other streams. JAX's CUDA plugin warns about it.
 bool MayCorruptConcurrentGemms(const CublasLt& library, int major);
 
 class Gpu {

@@ -59,7 +59,8 @@ bool IsSummedInResult(const GemmProblem& problem, const Fused& fused) {
 }
 
 // Returns whether the addends can be stored in the result before the GEMM adds to it,
-// without another rounding: a single addend is not rounded, and f32 needs no rounding.
+// without a rounding to 16 bits: a single addend is not rounded, and sums in f32 are
+// not rounded to 16 bits.
 bool CanAddBefore(const GemmProblem& problem) {
   return problem.addends.size() == 1 || problem.c.dtype == DType::kF32;
 }
