@@ -83,6 +83,21 @@ def test_few_tokens_are_left_to_xla_and_that_is_recorded(gpus):
     assert not ub.fallbacks()
 
 
+def test_collectives_and_sums_in_one_exchange_are_not_left_to_xla(gpus):
+    def function(x):
+        return ub.all_reduce(x, axis_name="tp")
+
+    run = on_ranks(function, tp_mesh(8), P("tp"), P(), check_vma=False)
+    for rows in (8 * 16, 8 * MANY):
+        assert called(cuda_text(run, shape(rows, 8192, dtype="bfloat16")))
+    reduce = functools.partial(ub.matmul_all_reduce, axis_name="tp")
+    run = on_ranks(reduce, tp_mesh(8), (P(None, "tp"), P("tp")), P())
+    for rows, is_called in ((16, True), (1024, False)):
+        sizes = (rows, 8192), (8192, 8192)
+        text = cuda_text(run, *(shape(*one, dtype="bfloat16") for one in sizes))
+        assert bool(called(text)) is is_called
+
+
 def test_unknown_gpus_overlap_all_sizes(gpus):
     gpus.kind = "NVIDIA GB999"
     assert called(column(FEW)) == {"all_gather_matmul": 1}

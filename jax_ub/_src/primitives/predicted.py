@@ -5,8 +5,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import Method, Variant
 from jax_ub._src.prediction import hardware
+from jax_ub._src.prediction.cost import PRODUCTS
 from jax_ub._src.prediction.estimate import OPS, Prediction, estimate
 from jax_ub._src.primitives.mesh import Ranks
 
@@ -50,8 +51,14 @@ def on_gpus(call: "Call", operands: Sequence, ranks: Ranks) -> Prediction | None
 def why_xla_is_faster(
     call: "Call", found: Prediction | None, ranks: Ranks
 ) -> str | None:
-    """Returns why a call of method "auto" is left to XLA; None if it is not."""
-    if found is None or call.method is not Method.AUTO:
+    """Returns why a call of method "auto" is left to XLA; None if it is not.
+
+    Only a GEMM that overlaps its own communication is. Otherwise the call takes as long
+    as XLA's in the model, up to the assumed efficiency of each collective.
+    """
+    if found is None or call.method is not Method.AUTO or found.op not in PRODUCTS:
+        return None
+    if found.variant == Variant.ONE_SHOT.value:
         return None
     is_known = hardware.name_of_kind(ranks.devices[0].device_kind) is not None
     if not is_known or found.seconds <= found.serial_s:
