@@ -42,10 +42,12 @@ def test_a_quick_run_writes_every_figure(op, tmp_path, capsys):
 
 @pytest.mark.parametrize("dtype", ["fp8", "mxfp8", "rowwise"])
 def test_fp8_is_compared_with_bf16_and_xla(dtype, tmp_path, capsys):
-    found = run(tmp_path, "--dtypes", dtype, "--shapes", "64x128x256")
+    asked = ["--dtypes", dtype, "--shapes", "64x128x256", "--devices", "2"]
+    ops = command.FP8_OPS if dtype == "fp8" else ["matmul_all_reduce", "linear_pair"]
+    found = run(tmp_path, *asked, "--ops", ",".join(ops))
     cases = {(r["op"], r["variant"]) for r in found["results"]}
     pair = {("linear_pair", "fp8=recipe")} if dtype == "fp8" else set()
-    assert cases == {(op, "") for op in command.FP8_OPS} | pair
+    assert cases == {(op, "") for op in ops} | pair
     peers = {"bf16", "xla_qdq"} | ({"xla_f8"} if dtype != "mxfp8" else set())
     for result in found["results"]:
         assert result["dtype"] == dtype

@@ -189,15 +189,17 @@ def memory_of(
     op: LinearOp, shape: Shape, own: Candidate, best: Candidate, ranks: Ranks
 ) -> Memory:
     """Returns the memory of a forward op's programs."""
-    avoided, size = "the gathered x [M, K]", shape.M * shape.K
+    x = own.operands[0]
+    avoided = "the gathered x [M, K]"
+    avoided_bytes = shape.M * shape.K * x.dtype.itemsize
     if op.is_row:
-        avoided, size = "the partial sums [M, N] of each rank", shape.M * shape.N
+        avoided = "the partial sums [M, N] of each rank"
+        avoided_bytes = shape.M * shape.N * peers.wide_dtype(x).itemsize
     own_bytes, peer_bytes = cases.temp_bytes(own), cases.temp_bytes(best)
     # The slots are released first, because they keep the largest size of all earlier
     # cases.
     communicators.release_slots()
     own()
-    avoided_bytes = size * own.operands[0].dtype.itemsize
     held_bytes = memory_report().held_bytes
     residual_bytes = cases.residual_bytes(own, ranks.num_ranks)
     return Memory(
