@@ -20,9 +20,18 @@ def plot(path: pathlib.Path, histories: list[History], entropy: float) -> None:
         entropy: entropy of the byte frequencies in nats.
     """
     matplotlib.use("agg")
-    figure, (losses, times) = plt.subplots(
-        1, 2, figsize=(11, 4.2), width_ratios=(3, 2), layout="constrained"
+    *ours, xla = histories
+    rows, ratios = [["losses", "times"]], (1,)
+    if len(ours) > 1 and xla.name == "xla":  # the curves of losses nearly coincide
+        rows, ratios = [*rows, ["differences", "times"]], (2, 1)
+    figure, axes = plt.subplot_mosaic(
+        rows,
+        figsize=(11, 4.2 * len(ratios) ** 0.5),
+        width_ratios=(3, 2),
+        height_ratios=ratios,
+        layout="constrained",
     )
+    losses, times = axes["losses"], axes["times"]
     width = 3 if len(histories) <= 2 else 1.5
     styles = [
         ("black", "--", 1) if history.name == "xla" else (_COLORS[i], "-", width)
@@ -42,6 +51,12 @@ def plot(path: pathlib.Path, histories: list[History], entropy: float) -> None:
     )
     losses.set(xlabel="step", ylabel="loss [nats per byte]", title="Training loss")
     losses.legend(loc="upper right")
+    if "differences" in axes:
+        for history, (color, *_) in zip(ours, styles, strict=False):
+            percent = 100 * (np.divide(history.losses, xla.losses) - 1)
+            axes["differences"].plot(history.steps, percent, color=color, lw=1)
+        axes["differences"].axhline(0, color="black", lw=1, ls="--")
+        axes["differences"].set(xlabel="step", ylabel="difference from xla [%]")
 
     for row, (history, (color, *_)) in enumerate(zip(histories, styles, strict=True)):
         _draw_times(times, row, history, color)
