@@ -102,6 +102,9 @@ class EmulatedGate {
     Check(EmulatedDriver(), library_.Launch(kSignalKernel, stream, params), "launch");
   }
   void Close() { std::atomic_ref(*Word(kFlag)).store(0, std::memory_order_release); }
+  bool is_open() const {
+    return std::atomic_ref(*Word(kFlag)).load(std::memory_order_acquire) != 0;
+  }
   // Returns whether a wait ended without the gate being open.
   bool has_failed() const {
     return std::atomic_ref(*Word(kFailed)).load(std::memory_order_acquire) != 0;
