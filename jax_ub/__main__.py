@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from jax_ub._src.errors import UbError
+from jax_ub._src.runtime.tuned_tables import version_of
 
 # The summary of each command. Its options are defined in
 # jax_ub/_src/tools/COMMAND/command.py, which is imported only if this command runs.
@@ -26,25 +27,35 @@ _COMMANDS = {
 # line, because in other commands they may come from the user's code.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _WITHOUT_PROGRAM = ("doctor", "bench", "tune", "simulate")
+_EPILOG = """\
+exit status:
+  0        success
+  1        doctor found a fault, or stdout cannot be written
+  2        invalid arguments, or another error of jax_ub, whose text is on stderr
+  124      launch: the time of --timeout is over
+  128 + n  signal n: 130 after Ctrl-C, 141 if the reader of stdout is gone
+explain, trace and launch return the status of their program, if it is not 0.
+
+docs/commands.md describes the commands.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command of `python -m jax_ub`, such as `doctor` or `bench`.
-
-    Returns:
-        The exit status: 0 for success, 1 if the doctor found a fault, 2 for invalid
-        arguments or another `UbError`. 128 + n, as in shells, for signal n: SIGINT
-        after Ctrl-C, SIGPIPE if the reader of stdout has closed the pipe, as `head`
-        does.
-    """
+    """Runs one command of `python -m jax_ub`, and returns a status of `_EPILOG`."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m jax_ub", description=__doc__)
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_ub",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=style,
+    )
+    versions = ", ".join(f"{name} {version_of(name)}" for name in ("jax_ub", "jax"))
+    parser.add_argument("--version", action="version", version=versions)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, summary in _COMMANDS.items():
-        subparser = commands.add_parser(
-            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        subparser = commands.add_parser(name, help=summary, formatter_class=style)
         if name == chosen:
             module = importlib.import_module(f"jax_ub._src.tools.{name}.command")
             subparser.description = module.__doc__
@@ -59,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _flush(given.run(given))
     except UbError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        notes = getattr(error, "__notes__", ())
+        print(f"{parser.prog}: error: {error}", *notes, sep="\n", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -1,13 +1,16 @@
 """Tests the dispatch of `python -m jax_ub`, and how interrupted commands exit."""
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from jax_ub import __main__
+from jax_ub._src.runtime.tuned_tables import version_of
 from jax_ub._src.tools.doctor import command
 
 _MAIN = "import jax_ub.__main__ as main, sys; sys.exit(main.main(sys.argv[1:]))"
@@ -88,8 +91,23 @@ def test_the_help_of_a_command_has_one_example(name, capsys):
     assert text.count(f"  python -m jax_ub {name} ") == 1
 
 
-def test_every_command_is_listed_with_its_summary(capsys):
+def test_the_guide_shows_the_help_with_every_command_and_exit_status(
+    capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
     with pytest.raises(SystemExit, match="0"):
         __main__.main(["--help"])
     text = capsys.readouterr().out
     assert all(f"{name}  " in text for name in __main__._COMMANDS)
+    guide = pathlib.Path(__file__).parents[1] / "docs/commands.md"
+    shown = text[text.index("exit status:") : text.index("docs/commands.md")]
+    assert shown.strip() in guide.read_text()
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        __main__.main(["--version"])
+    assert capsys.readouterr().out == (
+        f"jax_ub {version_of('jax_ub')}, jax {jax.__version__}\n"
+    )

@@ -39,7 +39,7 @@ def record_fallback(label: str, reason: str) -> None:
 
 @contextlib.contextmanager
 def falling_back(label: str, reason: str) -> Iterator[None]:
-    """Records that plain JAX replaces an op that is traced in the `with` block.
+    """Records that plain JAX replaces an op that is traced or lowered in the block.
 
     The block is in a name scope that contains label and reason, so that a jaxpr or
     compiled text shows its fallbacks. `called_instead` reads the scope.

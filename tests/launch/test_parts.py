@@ -26,21 +26,21 @@ def interpreter(tmp_path, monkeypatch):
     return replace
 
 
-@pytest.mark.parametrize("prints_aside", [False, True])
-def test_launcher_gets_the_options_of_the_parts(interpreter, prints_aside, capfd):
+@pytest.mark.parametrize("stdout", [None, 2])
+def test_launcher_gets_the_options_of_the_parts(interpreter, stdout, capfd):
     interpreter('echo "$@"; exit 3')
     status = run_parts(
         ["doctor", "--part", "a file"],
         num_processes=3,
         devices_per_process=2,
         folder="a folder",
-        prints_aside=prints_aside,
+        stdout=stdout,
     )
     assert status == 3
     launch = "-m jax_ub launch -n 3 --devices-per-process 2 "
     launch += f"--parent {os.getpid()} --parent-folder a folder "
     printed = launch + "-m jax_ub doctor --part a file\n"
-    assert capfd.readouterr() == (("", printed) if prints_aside else (printed, ""))
+    assert capfd.readouterr() == (("", printed) if stdout else (printed, ""))
 
 
 def test_sigterm_removes_the_folder_of_the_parts(interpreter, tmp_path):

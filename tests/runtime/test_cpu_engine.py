@@ -1,8 +1,11 @@
 """The engine is checked at import, registered once, and configured by variables."""
 
+import importlib.metadata
 import os
+import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -47,6 +50,19 @@ def test_a_missing_engine_is_an_error_that_explains_how_to_build_it():
         done.stderr
     )
     assert "pip install ." in done.stderr
+
+
+def test_sources_that_hide_the_installed_engine_are_named(tmp_path, monkeypatch):
+    (tmp_path / "jax_ub").mkdir()
+    (tmp_path / "jax_ub" / "_cpu.abi3.so").touch()
+    installed = types.SimpleNamespace(locate_file=lambda name: tmp_path)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
+    monkeypatch.setattr(cpu_engine, "why_not", lambda: None)
+    monkeypatch.setitem(sys.modules, "jax_ub._cpu", None)
+    sources = pathlib.Path(cpu_engine.__file__).parents[3]
+    message = f"the sources in {sources}, which hide the package in {tmp_path}. "
+    with pytest.raises(ImportError, match=f"{message}.* -P; .* pip install -e ."):
+        cpu_engine.load.__wrapped__()
 
 
 def test_importing_an_incompatible_engine_leaves_jax_usable():

@@ -74,7 +74,8 @@ def test_calls_run_as_plain_jax_and_record_why(no_engine):
     assert [one.reason for one in ub.fallbacks()] == [REASON]
     gradient = jax.jit(jax.grad(lambda w: function(x, w).sum()))(w)
     np.testing.assert_array_equal(gradient, np.full_like(w, len(x)))
-    assert not ub.explain(function, x, w).overlapped
+    (row,) = ub.explain(function, x, w).rows
+    assert (row.op, row.overlapped, row.reason) == ("all_gather_matmul", False, REASON)
 
 
 def test_a_named_method_is_rejected_with_the_reason(no_engine):

@@ -33,7 +33,7 @@ def test_a_host_takes_measured_rates(capsys):
 def test_the_picture_is_a_png(arguments, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "found.png"
-    assert __main__.main(["simulate", *arguments, "--png", str(picture)]) == 0
+    assert __main__.main(["simulate", *arguments, "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -41,7 +41,10 @@ def test_the_picture_is_a_png(arguments, tmp_path):
     ("arguments", "text"),
     [
         (["--tp", "3"], "with --tokens 8192 does not divide into --tp 3 ranks"),
-        (["--tp", "1", "--tokens", "1", "--png", "x.png"], "1 divides into none of th"),
+        (
+            ["--tp", "1", "--tokens", "1", "--plot", "x.png"],
+            "1 divides into none of th",
+        ),
         (["--gflops", "100"], "'h100' has its figures. Add --hardware cpu."),
     ],
 )

@@ -135,9 +135,9 @@ def read(path: str | os.PathLike[str]) -> TunedFile:
         ) from error
 
 
-def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
-    """Writes measured methods to a tuned file, replacing an existing file at once."""
-    document = {
+def as_json(tunings: TunedFile) -> dict[str, Any]:
+    """Returns the document that a tuned file stores."""
+    return {
         "schema": SCHEMA,
         "tunings": [
             {
@@ -151,11 +151,15 @@ def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
             for environment, cases in tunings.items()
         ],
     }
+
+
+def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
+    """Writes measured methods to a tuned file, replacing an existing file at once."""
     path = pathlib.Path(path)
     # The temporary file is renamed when it is complete, so that readers see either the
     # old or the new file.
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    write_json(temporary, document)
+    write_json(temporary, as_json(tunings))
     with writing(path):
         temporary.replace(path)
 

@@ -129,9 +129,13 @@ def _lower_to_reference(ctx, operands, call, reason):
             f'{call.label}: method "{call.method.value}" cannot run: {reason}. Pass '
             'method="auto", which falls back to plain jax.lax, or method="xla".'
         )
-    lowering_log.record_fallback(call.label, reason)
     lowering_log.record(ctx, call, Method.XLA, reason)
-    return mlir.lower_fun(call.plain, multiple_results=True)(ctx, *operands)
+
+    def plain(*operands):
+        with lowering_log.falling_back(call.label, reason):
+            return call.plain(*operands)
+
+    return mlir.lower_fun(plain, multiple_results=True)(ctx, *operands)
 
 
 def _emit(ctx, operands, call, attributes, *, has_side_effect):

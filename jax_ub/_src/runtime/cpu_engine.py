@@ -15,7 +15,7 @@ from jax_ub._src.errors import ConfigurationError, UbError, nearest, shown
 from jax_ub._src.runtime import settings
 
 _PLATFORM = "cpu"
-_BUILD = "In a clone of jax_ub, build it with: pip install ."
+_BUILD = "In a clone of jax_ub, build it with: pip install . (docs/install.md)"
 
 
 class NoEngineError(UbError, ImportError):
@@ -57,10 +57,27 @@ def load() -> types.ModuleType:
         cpu = importlib.import_module("jax_ub._cpu")
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"jax_ub: its compiled engine jax_ub._cpu is missing. {_BUILD}"
+            f"jax_ub: its compiled engine jax_ub._cpu is missing. {_how_to_get_it()}"
         ) from error
     check_ffi_api(tuple(cpu.xla_ffi_api_version), running_ffi_api(), jax.__version__)
     return cpu
+
+
+def _how_to_get_it() -> str:
+    """Returns what to do if the engine is missing: build it, or import another copy."""
+    imported = pathlib.Path(__file__).parents[3]
+    try:
+        found = importlib.metadata.distribution("jax_ub").locate_file("")
+    except importlib.metadata.PackageNotFoundError:
+        return _BUILD
+    installed = pathlib.Path(str(found))
+    if installed == imported or not any(installed.glob("jax_ub/_cpu*")):
+        return _BUILD
+    return (
+        f"Python imports the sources in {imported}, which hide the package in "
+        f"{installed}. Run Python in another folder, or as python -P; or install the "
+        "sources with: pip install -e ."
+    )
 
 
 def check_ffi_api(

@@ -211,6 +211,16 @@ def xla_flags() -> str:
     return os.environ.get("XLA_FLAGS", "")
 
 
+def no_color() -> bool:
+    """Returns whether `NO_COLOR` asks for output without colors (no-color.org)."""
+    return bool(os.environ.get("NO_COLOR"))
+
+
+def is_dumb_terminal() -> bool:
+    """Returns whether `TERM` says that the terminal has no control sequences."""
+    return os.environ.get("TERM") == "dumb"
+
+
 def ask_openmp_to_sleep() -> None:
     """Makes idle threads of OpenMP libraries sleep, not spin, between calls.
 

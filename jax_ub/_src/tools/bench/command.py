@@ -3,15 +3,15 @@
 import argparse
 import dataclasses
 import functools
+import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_ub._src import dtypes, lowering_log
 from jax_ub._src.errors import UnsupportedOverlapError
-from jax_ub._src.files import write_json
 from jax_ub._src.runtime import settings
-from jax_ub._src.tools import devices, timing
+from jax_ub._src.tools import console, devices, timing
 from jax_ub._src.tools.bench import cases, fp8, linear, processes, report
 from jax_ub._src.tools.bench.cases import Builder, Case, Options, Setup
 from jax_ub._src.tools.bench.fused import fused
@@ -26,7 +26,6 @@ from jax_ub._src.tools.options import (
     list_of,
     method_option,
     names_of,
-    output_path,
     parse_shape,
     positive,
 )
@@ -65,8 +64,12 @@ _PROCESS_ROUNDS = 7
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     known = ", ".join(OPS)
-    add("--ops", type=names_of([*OPS, "barrier"]), help=f"some of {known}")
-    add("--devices", type=list_of(count), help="numbers of ranks P (1,2,4,8)")
+    add(
+        "--ops",
+        type=names_of([*OPS, "barrier"]),
+        help=f"some of {known} (default: all)",
+    )
+    add("--devices", type=list_of(count), help="numbers of ranks P (default: 1,2,4,8)")
     add("--dtypes", type=names_of(DTYPES), help=",".join(DTYPES))
     shapes = "global sizes MxKxN, as in 512x1024x2816,64x1024x2816"
     add("--shapes", type=list_of(parse_shape), help=shapes)
@@ -79,9 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--patience", type=positive, help=patience)
     add("--method", type=method_option, help="the method under test (default: auto)")
     platforms = ("cpu", "cuda")
-    add("--platform", default="cpu", choices=platforms, help="default: cpu")
+    add("--platform", default="cpu", choices=platforms, help="(default: cpu)")
     add("--quick", action="store_true", help="tiny shapes and few rounds, as a check")
-    add("--json", type=output_path, help="write all figures to this file")
+    console.add_json(parser, "all figures")
     add("--plot", type=picture_path, help="write a picture to this file (matplotlib)")
     several = "run one rank in each of so many processes, as in 2,4; XLA uses gloo"
     add("--processes", type=list_of(count), help=several)
@@ -228,61 +231,67 @@ def _run(given, chosen):
     table = report.results_table(chosen.dtypes)
     if chosen.threads:
         table = report.THREADS
-    print(f"{title}\n\n{table.head()}")
+    console.say(given, f"{title}\n\n{table.head()}")
     dots = FastestDots()
-    results = []
-    for result in measure(chosen, dots):
-        print(table.row(result), flush=True)
-        results.append(result)
-        # Written after each result, so that an interrupted run leaves its results.
+    results: list[Result] = []
+
+    def write(is_complete):
         more = {**about, "fastest_dots": dots.found}
-        _write(given.json, chosen, more, results, lowering_log.fallbacks())
-    print(report.sections(results, lowering_log.fallbacks()), end="")
+        document = _document(chosen, more, results, lowering_log.fallbacks())
+        console.write(given, document, is_complete=is_complete)
+
+    for result in measure(chosen, dots):
+        console.say(given, table.row(result))
+        results.append(result)
+        write(is_complete=False)  # an interrupted run leaves its results
+    sections = report.sections(results, lowering_log.fallbacks())
+    console.say(given, sections, end="")
+    write(is_complete=True)
     if given.plot is not None:
         report.plot(results, given.plot, title)
 
 
 def _run_processes(given, chosen):
     """Runs a multi-process job for each number in `--processes`, and prints results."""
-    found = [processes.run_job(number, chosen) for number in given.processes]
+    numbers = console.progress("bench", given.processes)
+    found = [processes.run_job(number, chosen) for number in numbers]
     about = found[0].environment
     results = [result for one in found for result in one.results]
     rounds = f"{chosen.rounds} rounds of the slowest process, XLA with gloo"
-    print(report.describe(about, f'method "{chosen.method}", {rounds}') + "\n")
-    print(report.PROCESSES.head())
-    print("\n".join(map(report.PROCESSES.row, results)))
+    title = report.describe(about, f'method "{chosen.method}", {rounds}')
+    console.say(given, f"{title}\n\n{report.PROCESSES.head()}")
+    console.say(given, "\n".join(map(report.PROCESSES.row, results)))
     fallbacks = list(dict.fromkeys(each for one in found for each in one.fallbacks))
-    print(report.sections(results, fallbacks), end="")
-    _write(given.json, chosen, about, results, fallbacks)
+    console.say(given, report.sections(results, fallbacks), end="")
+    console.write(given, _document(chosen, about, results, fallbacks))
 
 
-def _write(path, chosen, about, results, fallbacks):
-    if path is not None:
-        document = {
-            "schema": SCHEMA,
-            **about,
-            "options": dataclasses.asdict(chosen),
-            "results": [result.as_json() for result in results],
-            "fallbacks": [dataclasses.asdict(each) for each in fallbacks],
-        }
-        write_json(path, document)
+def _document(chosen, about, results, fallbacks):
+    return {
+        "schema": SCHEMA,
+        **about,
+        "options": dataclasses.asdict(chosen),
+        "results": [result.as_json() for result in results],
+        "fallbacks": [dataclasses.asdict(each) for each in fallbacks],
+    }
 
 
 def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
     """Builds, checks and times all benchmark cases, and yields their results."""
-    for op in chosen.ops:
-        shapes = chosen.shapes[:1] if op in _FIXED_SHAPES else chosen.shapes
-        for dtype in chosen.dtypes:
-            build = (FP8_OPS if dtype in cases.FP8_RECIPES else OPS).get(op)
-            if build is None:
-                continue
-            for num_ranks in chosen.devices:
-                ranks = devices.Ranks(num_ranks)
-                setup = Setup(ranks, dtype, chosen.method, dots, chosen.variants)
-                for shape in shapes:
-                    for case in build(setup, shape):
-                        cases.check_agreement(case)
-                        yield from _time(case, chosen)
+    sizes = [
+        (build, dtype, num_ranks, shape)
+        for op, dtype, num_ranks in itertools.product(
+            chosen.ops, chosen.dtypes, chosen.devices
+        )
+        if (build := (FP8_OPS if dtype in cases.FP8_RECIPES else OPS).get(op))
+        for shape in (chosen.shapes[:1] if op in _FIXED_SHAPES else chosen.shapes)
+    ]
+    for build, dtype, num_ranks, shape in console.progress("bench", sizes):
+        ranks = devices.Ranks(num_ranks)
+        setup = Setup(ranks, dtype, chosen.method, dots, chosen.variants)
+        for case in build(setup, shape):
+            cases.check_agreement(case)
+            yield from _time(case, chosen)
 
 
 def _time(case: Case, chosen: Options) -> list[Result]:

@@ -24,7 +24,7 @@ from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.errors import UbError
 from jax_ub._src.lowering_log import Fallback
 from jax_ub._src.runtime import cpu_engine
-from jax_ub._src.tools import timing
+from jax_ub._src.tools import console, timing
 from jax_ub._src.tools.bench import cases, report
 from jax_ub._src.tools.bench.cases import Case, Options, Setup
 from jax_ub._src.tools.bench.linear import (
@@ -81,7 +81,7 @@ def run_job(num_processes: int, options: Options) -> JobReport:
         arguments,
         num_processes=num_processes,
         devices_per_process=num_processes,
-        prints_aside=True,
+        stdout=console.progress_file(),
     ) as (status, paths):
         if status:
             raise JobError(

@@ -13,20 +13,22 @@ import jax
 
 from jax_ub._src.runtime import backend
 from jax_ub._src.tables import format_table
+from jax_ub._src.tools import console
 from jax_ub._src.tools.doctor.checks import Finding, State, examine
 from jax_ub._src.tools.launch import parts
 
 EXAMPLE = "doctor --processes 2"
+_COLORS = {State.FINE: "green", State.WARNING: "yellow", State.FAULT: "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    console.add_json(parser, "all findings")
     parts.add_arguments(parser)
     parser.set_defaults(run=command)
 
 
 def command(given: argparse.Namespace) -> int:
-    """Runs all checks and prints a line for each finding, or JSON with `--json`.
+    """Runs all checks and prints a line for each finding.
 
     Returns:
         1 if there is a fault, else 0.
@@ -40,11 +42,12 @@ def command(given: argparse.Namespace) -> int:
         path.write_text(json.dumps(found))
         return 0
     findings = _in_processes(given) if given.processes > 1 else list(examine())
-    if given.json:
-        print(json.dumps([finding.as_json() for finding in findings], indent=1))
-    else:
-        rows = [(f.state.value, f.name, f.text) for f in findings]
-        print("\n".join(format_table((), rows, right=(0,))))
+    rows = [(f.state.value, f.name, f.text) for f in findings]
+    for finding, line in zip(findings, format_table((), rows, right=(0,)), strict=True):
+        state = finding.state.value
+        colored = console.colored(state, _COLORS.get(finding.state))
+        console.say(given, line.replace(state, colored, 1))
+    console.write(given, [finding.as_json() for finding in findings])
     return int(any(finding.state is State.FAULT for finding in findings))
 
 
@@ -59,7 +62,7 @@ def _in_processes(given) -> list[Finding]:
         [],
         num_processes=given.processes,
         devices_per_process=given.devices_per_process or 1,
-        prints_aside=True,
+        stdout=console.progress_file(),
     ) as (status, paths):
         if status:
             text = f"failed with exit status {status}; their output gives the reason"

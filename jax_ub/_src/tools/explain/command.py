@@ -9,7 +9,6 @@ import argparse
 import collections
 import contextlib
 import pathlib
-import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -17,15 +16,15 @@ from typing import Any
 import jax
 
 from jax_ub._src.errors import UbError, shown
-from jax_ub._src.files import write_json
 from jax_ub._src.lowering_log import recording
 from jax_ub._src.prediction.hardware import HARDWARE
-from jax_ub._src.runtime import settings
+from jax_ub._src.runtime import cpu_engine, settings
+from jax_ub._src.tools import console
 from jax_ub._src.tools.explain import hlo, program
 from jax_ub._src.tools.explain.report import find_hardware
-from jax_ub._src.tools.options import name_of, output_path
+from jax_ub._src.tools.options import name_of
 from jax_ub._src.tools.script import check_script, run_script, split_program
-from jax_ub._src.tools.trace.recorder import trace
+from jax_ub._src.tools.trace.recorder import Recording, trace
 
 EXAMPLE = "explain --hardware h100 train.py --steps 3"
 # JAX's event for a program that XLA compiles or that the compilation cache returns.
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=name_of(HARDWARE),
         help=f"predict for {', '.join(HARDWARE)} (default: what is here)",
     )
-    parser.add_argument("--json", type=output_path, help="write the table there")
+    console.add_json(parser, "the table", has_program=True)
     parser.add_argument(
         "program",
         nargs=argparse.PARSER,  # includes options and "--" of the program
@@ -65,7 +64,12 @@ def command(given: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         # XLA reads the dump folder when the script starts the backend.
         settings.dump_compiled_programs(folder)
-        with recording() as lowered, trace() as traced, _counting() as num_compiled:
+        with (
+            recording() as lowered,
+            _waits() as traced,
+            _counting() as num_compiled,
+            console.program_stdout(given),
+        ):
             status = run_script(script, arguments)
         texts = [
             path.read_text()
@@ -82,18 +86,24 @@ def command(given: argparse.Namespace) -> int:
         )
     machine = find_hardware(given.hardware)
     found = [hlo.collectives(text) for text in texts]
-    assert traced.trace is not None
+    pairs = [pair for one in found for pair in one.pairs]
+    waits = traced.trace.exposed_by_op_s() if traced.trace else {}
     rows = [
-        *program.call_rows(lowered, machine, traced.trace.exposed_by_op_s(), {}),
-        *program.pair_rows([pair for one in found for pair in one.pairs], machine),
+        *program.call_rows(lowered, machine, waits, {}),
+        *program.pair_rows(pairs, machine, lowered),
     ]
     name = pathlib.Path(script).name
     table = program.table_of(name, rows, found, given.hardware)
     if jax.process_index() == 0:
-        sys.stdout.write(f"{table}\n")
-        if given.json is not None:
-            write_json(given.json, table.as_json())
+        console.say(given, str(table))
+        console.write(given, table.as_json())
     return status
+
+
+def _waits() -> contextlib.AbstractContextManager[Recording]:
+    """Records how long ranks wait, if there is an engine that they wait in."""
+    has_engine = cpu_engine.why_not() is None
+    return trace() if has_engine else contextlib.nullcontext(Recording())
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core
 
 from jax_ub._src import arguments, lowering_log
-from jax_ub._src.lowering_log import LoweredCall, recording, shape_of
+from jax_ub._src.lowering_log import Fallback, LoweredCall, recording, shape_of
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.primitives.call import Call
 from jax_ub._src.tables import format_count
@@ -71,7 +71,7 @@ def explain(
     jaxpr = traced.jaxpr.jaxpr
     rows = [
         *call_rows(lowered, machine, report.read_waits(trace), _count(jaxpr)),
-        *pair_rows(found.pairs, machine),
+        *pair_rows(found.pairs, machine, lowered),
         *_other_fallbacks(jaxpr, found.pairs),
     ]
     name = getattr(fn, "__name__", "").strip("<>") or "program"
@@ -189,14 +189,20 @@ def call_rows(
         )
 
 
-def pair_rows(pairs: Sequence[hlo.Pair], machine: Hardware) -> Iterator[Row]:
+def pair_rows(
+    pairs: Sequence[hlo.Pair], machine: Hardware, lowered: Sequence[LoweredCall]
+) -> Iterator[Row]:
     """Yields a row of `explain`'s table for each pair of an XLA collective and a dot.
 
     Such a pair is not overlapped; the row's reason names the function that could
-    replace it.
+    replace it. Pairs to which a call in `lowered` fell back are left out, because
+    `call_rows` has the call.
     """
+    listed = {Fallback(one.call.label, one.reason) for one in lowered if one.reason}
     groups = collections.Counter(map(_with_user_scope, pairs))
     for (pair, fallback, repeated), count in groups.items():
+        if fallback in listed:
+            continue
         names = (pair.collective, "dot")
         is_gather = pair.collective == "all-gather"
         seconds = flops = None

@@ -32,20 +32,20 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-n", "--processes", type=count, default=2, metavar="N", help="default 2")
+    add("-n", "--processes", type=count, default=2, metavar="N", help="(default: 2)")
     add(
         "--devices-per-process",
         type=count,
         default=1,
         metavar="K",
-        help="CPU devices of a process, or GPUs; default 1",
+        help="CPU devices of a process, or GPUs (default: 1)",
     )
     add(
         "--hosts",
         type=count,
         default=1,
         metavar="H",
-        help="simulate this many hosts, which share no memory; default 1",
+        help="simulate this many hosts, which share no memory (default: 1)",
     )
     add(
         "--timeout",
@@ -59,14 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="SECONDS",
         help="how long the other processes may run on after one failed, to print "
-        "their errors; default 0",
+        "their errors (default: 0)",
     )
     add(
         "--grace",
         type=seconds,
         default=5.0,
         metavar="SECONDS",
-        help="from the signal that ends a process to SIGKILL; default 5",
+        help="from the signal that ends a process to SIGKILL (default: 5)",
     )
     # Internal options of the launchers that `parts.run_parts` starts.
     add("--parent", type=int, help=argparse.SUPPRESS)

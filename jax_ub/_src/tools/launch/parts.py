@@ -21,7 +21,6 @@ from jax_ub._src.tools.options import positive
 # Maximum number of processes, and of devices per process, far above what one machine
 # can run.
 MOST = 4096
-_STDERR = 2  # file descriptor, because sys.stderr may be an object without one
 
 
 class LaunchError(UbError, ValueError):
@@ -78,7 +77,7 @@ def parts_of(
     *,
     num_processes: int,
     devices_per_process: int,
-    prints_aside: bool = False,
+    stdout: int | None = None,
 ) -> Iterator[tuple[int, list[pathlib.Path]]]:
     """Runs a command with `--part` in several processes, and yields their output files.
 
@@ -93,7 +92,7 @@ def parts_of(
             num_processes=num_processes,
             devices_per_process=devices_per_process,
             folder=folder,
-            prints_aside=prints_aside,
+            stdout=stdout,
         )
         yield status, [part_path(path, process) for process in range(num_processes)]
 
@@ -104,7 +103,7 @@ def run_parts(
     num_processes: int,
     devices_per_process: int,
     folder: str,
-    prints_aside: bool = False,
+    stdout: int | None = None,
 ) -> int:
     """Runs `python -m jax_ub ARGUMENTS` in several processes, by `jax_ub launch`.
 
@@ -114,8 +113,8 @@ def run_parts(
         devices_per_process: number of CPU devices or GPUs of each process.
         folder: folder that the processes write to. If this process is killed, the
             launcher ends the processes and removes the folder.
-        prints_aside: whether the processes' stdout is redirected to stderr, because it
-            is not part of this command's output.
+        stdout: file descriptor for what the processes print, as in `subprocess`; None
+            for this command's stdout.
 
     Returns:
         The launcher's exit status: 0, or the status of the first failed process.
@@ -124,7 +123,7 @@ def run_parts(
     launch += ["--devices-per-process", str(devices_per_process)]
     launch += ["--parent", str(os.getpid()), "--parent-folder", folder]
     command = [sys.executable, "-m", "jax_ub", *launch, "-m", "jax_ub", *arguments]
-    return _run_forwarding_sigterm(command, _STDERR if prints_aside else None)
+    return _run_forwarding_sigterm(command, stdout)
 
 
 def _run_forwarding_sigterm(command, stdout):

@@ -2,19 +2,17 @@
 
 import argparse
 import dataclasses
-import sys
 from typing import Any
 
 from jax_ub._src.errors import ShapeContractError, shown
-from jax_ub._src.files import write_json
 from jax_ub._src.methods import Method
 from jax_ub._src.prediction import hardware as machines
 from jax_ub._src.prediction.cost import Bounds, Workload, bounds
 from jax_ub._src.prediction.estimate import Prediction, estimate_workload
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.tables import format_table
-from jax_ub._src.tools import pictures
-from jax_ub._src.tools.options import amount_of, name_of, output_path, positive
+from jax_ub._src.tools import console, pictures
+from jax_ub._src.tools.options import amount_of, name_of, positive
 from jax_ub._src.tools.simulate import models
 from jax_ub._src.tools.simulate.models import Layer, Model
 
@@ -110,9 +108,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=amount_of("GB/s"),
         help="for --hardware cpu: GB/s of a copy on this host, reads and writes",
     )
-    add("--json", type=output_path, help="write all figures to this file")
+    console.add_json(parser, "all figures")
     add(
-        "--png",
+        *("--plot", "--png"),
         type=pictures.picture_path,
         help=f"draw the gain per layer for tp = {', '.join(map(str, _DRAWN))}",
     )
@@ -129,37 +127,36 @@ def command(given: argparse.Namespace) -> int:
             "multiple of it as --tokens."
         )
     drawn = [num for num in _DRAWN if _divides(given, model, num)]
-    if given.png is not None:
+    if given.plot is not None:
         if not drawn:
             raise ShapeContractError(
-                f"simulate: --png draws {', '.join(map(str, _DRAWN))} ranks, and "
+                f"simulate: --plot draws {', '.join(map(str, _DRAWN))} ranks, and "
                 f"--tokens {given.tokens} divides into none of them. Take a multiple."
             )
-        pictures.load_pyplot("simulate: --png")
+        pictures.load_pyplot("simulate: --plot")
     rows = layer_rows(model, given.tokens, given.tp, machine)
     title = f"{model.name}, forward of one transformer layer, bf16, P = {given.tp}"
     lines = [title, *(f"  {line}" for line in describe(machine)), "", *table(rows)]
-    sys.stdout.write("\n".join(lines) + "\n")
-    if given.json is not None:
-        document = {
-            "schema": 1,
-            "hardware": dataclasses.asdict(machine),
-            "rows": [row.as_json() for row in rows],
-        }
-        write_json(given.json, document)
-    if given.png is not None:
+    console.say(given, "\n".join(lines))
+    document = {
+        "schema": 1,
+        "hardware": dataclasses.asdict(machine),
+        "rows": [row.as_json() for row in rows],
+    }
+    console.write(given, document)
+    if given.plot is not None:
         title = f"{model.name} on {machine.name}, {given.tokens} tokens, forward, bf16"
         found = {
             f"tp = {num}": layer_rows(model, given.tokens, num, machine)
             for num in drawn
         }
-        _draw(found, title, given.png)
+        _draw(found, title, given.plot)
     return 0
 
 
 def _draw(found, title, path):
     """Draws a group of bars for each layer, one bar for each tensor-parallel size."""
-    with pictures.drawing("simulate: --png", path, title, 1, (8, 3.6)) as (panel,):
+    with pictures.drawing("simulate: --plot", path, title, 1, (8, 3.6)) as (panel,):
         layers = [row.layer.name for row in next(iter(found.values()))]
         speedups = {name: [row.speedup for row in rows] for name, rows in found.items()}
         for name, x, width in pictures.draw_bars(panel, layers, speedups):

@@ -8,7 +8,6 @@ import argparse
 import functools
 import pathlib
 import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,14 +17,13 @@ import jax_ub as ub
 from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.errors import UbError
 from jax_ub._src.tables import format_table
-from jax_ub._src.tools import devices
+from jax_ub._src.tools import console, devices
 from jax_ub._src.tools.devices import AXIS, FORWARD_SPECS
 from jax_ub._src.tools.launch import parts
 from jax_ub._src.tools.options import (
     Shape,
     method_option,
     name_of,
-    output_path,
     parse_shape,
     positive,
     value_of,
@@ -62,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", type=value_of(read), help=f"of --op (default: {default})")
     parts.add_arguments(parser)
     add("--merge", nargs="+", type=pathlib.Path, metavar="FILE", help="read these")
-    add("--json", type=output_path, help="for ui.perfetto.dev or chrome://tracing")
+    what = "the trace, for ui.perfetto.dev or chrome://tracing,"
+    console.add_json(parser, what, has_program=True)
     add(
         "program",
         nargs=argparse.REMAINDER,
@@ -80,23 +79,27 @@ def command(given: argparse.Namespace) -> int:
     program = split_program(given.program)
     _check(given, program)
     status = 0
+    file = None if given.json == console.STDOUT else given.json
     if given.merge or given.processes > 1:
         if given.merge:
             trace = perfetto.read(given.merge)
         else:
             trace = _record_in_processes(given, program)
-        if given.json is not None:
-            perfetto.write(trace, given.json)
+        if file is not None:
+            perfetto.write(trace, file)
     else:
         repeat = _prepare_op(given) if given.op else None
         # Writes the file of this process, even if the script fails.
-        with recorder.trace(given.part or given.json) as recording:
+        traced = recorder.trace(given.part or file)
+        with traced as recording, console.program_stdout(given):
             status = repeat() if repeat else run_script(program[0], program[1:])
         if given.part is not None:
             return status
         assert recording.trace is not None
         trace = recording.trace
-    sys.stdout.write("\n".join(summary(trace)) + "\n")
+    console.say(given, "\n".join(summary(trace)))
+    if file is None:
+        console.write(given, perfetto.as_json(trace))
     return status
 
 
@@ -207,6 +210,7 @@ def _record_in_processes(given, program) -> Trace:
         arguments,
         num_processes=given.processes,
         devices_per_process=num_devices,
+        stdout=console.STDERR if given.json == console.STDOUT else None,
     ) as (status, paths):
         if status:
             raise TraceArgumentError(

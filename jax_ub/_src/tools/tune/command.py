@@ -18,7 +18,7 @@ from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tables import format_row
-from jax_ub._src.tools import devices
+from jax_ub._src.tools import console, devices
 from jax_ub._src.tools.bench.cases import DEFAULT_SHAPES
 from jax_ub._src.tools.launch.parts import count
 from jax_ub._src.tools.options import (
@@ -69,15 +69,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         type=name_of(models.MODELS),
-        help=f"instead: the linears of {', '.join(models.MODELS)}",
+        help=f"instead of --shapes: the linears of {', '.join(models.MODELS)}",
     )
     parser.add_argument("--tokens", type=positive, help="M of --model (default: 8192)")
     parser.add_argument(
-        "--rounds", type=positive, default=9, help="timed calls of each candidate"
+        "--rounds",
+        type=positive,
+        default=9,
+        help="timed calls of each candidate (default: 9)",
     )
     parser.add_argument(
-        "--platform", choices=("cpu", "cuda"), help="default: GPUs if JAX has enough"
+        "--platform", choices=("cpu", "cuda"), help="(default: GPUs if JAX has enough)"
     )
+    console.add_json(parser, "the choices and times of this run")
     parser.set_defaults(run=command)
 
 
@@ -93,14 +97,14 @@ def command(given: argparse.Namespace) -> int:
     here = environment()
     tunings = tuned_file.read(given.output) if given.output.exists() else {}
     found = tunings.setdefault(here, {})
-    print(f"jax_ub tune on {here}\n\n{_row(_HEADER)}")
+    console.say(given, f"jax_ub tune on {here}\n\n{_row(_HEADER)}")
     wanted = dict.fromkeys(
         case
         for num_ranks, name, shape in itertools.product(given.tp, given.dtypes, shapes)
         for case in cases(shape, num_ranks, BY_SHORT_NAME[name], is_cuda)
     )
     num_candidates = 0
-    for case in wanted:
+    for case in console.progress("tune", list(wanted)):
         # `cases` yields the GEMM+RS of the dgrad first, so its result is known here.
         dgrad = found[dgrad_of(case)][0] if case.op == COLUMN_GRADIENTS else None
         choices = candidates(case, is_cuda, dgrad)
@@ -110,14 +114,17 @@ def command(given: argparse.Namespace) -> int:
         times_us = {str(choice): 1e6 * each for choice, each in seconds.items()}
         found[case] = (best, times_us)
         tuned_file.write(given.output, tunings)
-        print(_row((*dataclasses.astuple(case), _result(seconds))), flush=True)
+        console.say(given, _row((*dataclasses.astuple(case), _result(seconds))))
         for choice, reason in failed.items():
-            print(f"    {choice} cannot run: {reason}")
+            console.say(given, f"    {choice} cannot run: {reason}")
     # Each candidate runs `rounds + 1` times, because the first run compiles it.
-    print(
+    console.say(
+        given,
         f"\nran {num_candidates} candidates of {len(wanted)} cases {given.rounds + 1} "
-        f"times each\nwrote {given.output}"
+        f"times each\nwrote {given.output}",
     )
+    measured = {here: {case: found[case] for case in wanted}}
+    console.write(given, tuned_file.as_json(measured))
     return 0
 
 
