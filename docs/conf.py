@@ -13,6 +13,7 @@ from pygments.lexers.special import TextLexer
 from sphinx.util import logging
 
 project = "jax_ub"
+author = "the jax_ub authors"
 release = version = tomllib.loads(
     (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text()
 )["project"]["version"]
@@ -29,6 +30,7 @@ myst_heading_anchors = 4
 
 # Docstrings quote code with single backticks.
 default_role = "code"
+highlight_language = "text"  # of code blocks without a language
 # `__call__` has the shapes of a layer's inputs. Other special members need no page.
 autodoc_default_options = {"members": True, "special-members": "__call__"}
 autoclass_content = "both"  # of the class and of its constructor
@@ -112,7 +114,7 @@ def check_that_every_public_name_is_documented(app, env):
 
 
 def title_links(app, doctree, docname):
-    """Replaces the text of links such as [flax.md](flax.md#fsdp) by the title there."""
+    """Replaces the text of links such as [fp8.md](fp8.md#gemms) by the title there."""
     for link in doctree.findall(nodes.reference):
         target, _, anchor = link.get("refuri", "").partition("#")
         if not link.get("internal") or not link.astext().endswith(".md"):

@@ -1,15 +1,57 @@
-"""The programs on the pages of docs/ run, and the index lists every page."""
+"""The code and commands on the pages of docs/ run, and the index lists every page."""
 
+import importlib
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
+from jax_ub import __main__
+
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
-# Pages whose Python blocks are one program. Blocks of other pages are fragments.
-PROGRAMS = ["equinox", "flax", "megatron", "ops", "quickstart", "transformer_engine"]
+# Pages whose Python blocks are one program.
+PROGRAMS = [
+    *("equinox", "flax", "fsdp", "megatron", "ops", "quickstart", "retrofit"),
+    *("transformer_engine", "which_api", "write_model"),
+]
+# Each block of the other pages is run after these lines, and what its page needs.
+SETUP = """
+import os
+os.environ.setdefault("NPROC", "32")
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+import jax_ub as ub
+from jax_ub.flax import OverwriteWithGradient, TransformerLayer
+x, w = np.ones((8, 64), np.float32), np.ones((64, 64), np.float32)
+"""
+MESH = """
+jax.config.update("jax_num_cpu_devices", 8)
+mesh = jax.make_mesh((8,), ("tp",))
+"""
+FRAGMENTS = {
+    "explain": "params, batch, loss = w, x, lambda w, x: jnp.sum(x @ w)",
+    "fp8": """
+recipe = ub.fp8.DelayedScaling()
+params, state = w, ub.fp8.init_state(recipe)
+loss = lambda w, s: jnp.sum(ub.linear(x, w, fp8=recipe, fp8_state=s))""",
+    "initialize_ub": f"""{MESH}
+batch, sequence, hidden, tp_size = 2, 128, 64, 8
+open("tp_comm_overlap.yaml", "w").write("qkv_fprop: {{num_sm: 4}}")""",
+    "trace": "step, state = jnp.sin, x",
+    "tune": f"""{MESH}
+from jax_ub._src.config import tuned_file
+from jax_ub._src.runtime import tuned_tables
+tuned_file.write("tuned.json", {{tuned_tables.environment(): {{}}}})""",
+}
+# Pages whose blocks other tests run.
+ELSEWHERE = {
+    "maxtext": "tests/retrofit/test_maxtext.py",
+    "processes": "test_the_page_about_processes_runs_in_two_processes",
+}
 
 
 def blocks(page):
@@ -39,6 +81,42 @@ def test_the_program_of_the_page_runs(page, tmp_path):
             program.append(block)
     assert program
     run("-c", "\n".join(program), cwd=tmp_path)
+
+
+@pytest.mark.parametrize("page", FRAGMENTS)
+def test_the_fragments_of_the_page_run(page, tmp_path):
+    program = f"{SETUP}\n{FRAGMENTS[page]}\ngiven = dict(globals())\n"
+    for _, block in blocks(page):
+        program += f"exec({block!r}, dict(given))\n"
+    run("-c", program, cwd=tmp_path)
+
+
+def test_the_code_of_every_page_is_run():
+    pages = {page.stem for page in DOCS.glob("*.md") if blocks(page.stem)}
+    assert pages == {*PROGRAMS, *FRAGMENTS, *ELSEWHERE}
+
+
+def test_the_commands_of_every_page_have_known_options(monkeypatch):
+    for name in __main__._COMMANDS:
+        module = importlib.import_module(f"jax_ub._src.tools.{name}.command")
+        function = "run" if name == "launch" else "command"
+        monkeypatch.setattr(module, function, lambda given: 0)
+    pages = [*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")]
+    text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")
+    commands = re.findall(r"python -m jax_ub ([a-z]+ [^\n`#|]+)", text)
+    assert len(commands) > 30
+    for command in commands:
+        assert __main__.main(shlex.split(command)) == 0, command
+
+
+@pytest.mark.slow
+def test_the_page_about_processes_runs_in_two_processes(tmp_path):
+    (_, begin), (_, end) = blocks("processes")
+    program = f"{SETUP}\ntokens, features = 8, 16\n{begin}"
+    program += f"\nstep, state = jnp.sin, jnp.ones(3)\n{end}print(ub.fallbacks())"
+    (tmp_path / "train.py").write_text(program)
+    launch = ["launch", "-n", "2", "--devices-per-process", "4", "train.py"]
+    assert run("-m", "jax_ub", *launch, cwd=tmp_path).count("()") == 2
 
 
 @pytest.mark.slow

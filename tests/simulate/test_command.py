@@ -1,10 +1,15 @@
 """`python -m jax_ub simulate`."""
 
 import json
+import pathlib
+import re
 
 import pytest
 
 from jax_ub import __main__
+from jax_ub._src.tools.simulate.command import layer_rows
+from jax_ub._src.tools.simulate.hardware import HARDWARE
+from jax_ub._src.tools.simulate.models import MODELS
 
 
 def test_each_layer_has_a_row_in_the_table_and_the_json(tmp_path, capsys):
@@ -27,6 +32,24 @@ def test_a_host_takes_measured_rates(capsys):
     text = capsys.readouterr().out
     assert "a host for all ranks: 0.5 TFLOP/s" in text
     assert "0.008 TB/s of memory" in text
+
+
+def test_the_guide_has_the_predicted_gains():
+    guide = pathlib.Path(__file__).parents[2] / "docs/gain.md"
+    rows = re.findall(
+        r"^\| (\S+) \| (\w+) \| (.*) \|$", guide.read_text(), re.MULTILINE
+    )
+    gains = {(model, gpu): found for model, gpu, found in rows if gpu in HARDWARE}
+    gpus = [name for name, machine in HARDWARE.items() if not machine.is_host]
+    assert list(gains) == [(model, gpu) for model in MODELS for gpu in gpus]
+    for (model, gpu), found in gains.items():
+        predicted = []
+        for num_ranks in (2, 4, 8):
+            layers = layer_rows(MODELS[model], 8192, num_ranks, HARDWARE[gpu])
+            serial_s = sum(layer.bounds.serial_s for layer in layers)
+            gain = serial_s / sum(layer.plan.seconds for layer in layers)
+            predicted.append(f"{gain:.2f}")
+        assert found == " | ".join(predicted), (model, gpu)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--hardware", "cpu", "--tp", "2"]])
