@@ -1,6 +1,7 @@
 import ast
 import pathlib
 import pickle
+import re
 
 import jax
 import pytest
@@ -68,6 +69,34 @@ def test_the_guide_has_every_error():
     own = [name for name in jax_ub.errors.__all__ if name.endswith("Error")]
     assert len(own) > 5
     assert [name for name in own if f"{name}`" not in text] == []
+
+
+def test_an_error_has_a_note_with_the_page_that_explains_it():
+    named = {
+        "initialize_ub: tp_size = 0": "docs/initialize_ub.md",
+        "linear (ub_name 'qkv'): method": "docs/functions.md",
+        "JAX_UB_TIMEOUT_S = 'x' is not": "docs/functions.md#environment-variables",
+    }
+    for message, page in named.items():
+        error = errors.ConfigurationError(message)
+        assert (str(error), error.__notes__) == (message, [f"See {page}"])
+    failed = errors.of_failure("linear: rank 1 died")
+    assert failed.__notes__ == [f"See {errors.CommunicatorError.page}"]
+    assert pickle.loads(pickle.dumps(failed)).__notes__ == failed.__notes__
+    assert not hasattr(errors.UbError("another: text"), "__notes__")
+    assert not hasattr(errors.UbError(), "__notes__")
+
+
+def test_every_page_that_a_message_names_exists():
+    top = pathlib.Path(__file__).parents[1]
+    sources = [top / "jax_ub/__main__.py", *SRC.rglob("*.py")]
+    pattern = r"docs/[\w/-]+\.md(?:#[\w-]+)?"
+    named = {n for path in sources for n in re.findall(pattern, path.read_text())}
+    assert {*errors._PAGES, errors.CommunicatorError.page} <= named
+    for page, _, anchor in (name.partition("#") for name in named):
+        titles = re.findall(r"^#+ (.*)$", (top / page).read_text(), re.MULTILINE)
+        anchors = [re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles]
+        assert not anchor or anchor in anchors, f"{page}#{anchor}"
 
 
 class BrokenRepr:

@@ -9,12 +9,57 @@ import contextlib
 import difflib
 import re
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 import jax
 
+# The pages of the documentation that errors refer to, by the name of the op at the
+# beginning of the message.
+_PAGES = {
+    "docs/functions.md": (
+        *("all_gather_matmul", "all_reduce", "dgrad_add", "linear"),
+        *("matmul_all_reduce", "matmul_reduce_scatter", "wgrad_accumulate"),
+    ),
+    "docs/functions.md#environment-variables": ("JAX_UB",),
+    "docs/initialize_ub.md": ("destroy_ub", "get_ub", "initialize_ub"),
+    "docs/retrofit.md": ("dot_general", "overlap"),
+    "docs/flax.md": (
+        *("attention", "LayerNormLinear", "LayerNormMLP", "Linear"),
+        *("MultiHeadAttention", "TransformerLayer"),
+    ),
+    "docs/ops.md": ("operation", "OperationFuser", "Sequential"),
+    "docs/fp8.md": ("DelayedScaling", "quantize", "ScaledArray"),
+    "docs/bench/README.md": ("bench",),
+    "docs/explain.md": ("explain",),
+    "docs/processes.md": ("launch",),
+    "docs/simulate.md": ("simulate",),
+    "docs/trace.md": ("trace",),
+    "docs/tune.md": ("tune", "tuned"),
+}
+_PAGE_OF = {name: page for page, names in _PAGES.items() for name in names}
+
+
+def page_of(message: str) -> str | None:
+    """Returns the page of the documentation about the op that a message begins with."""
+    is_setting = message.startswith("JAX_UB_")
+    name = "JAX_UB" if is_setting else re.split(r"\W", message, maxsplit=1)[0]
+    return _PAGE_OF.get(name)
+
 
 class UbError(Exception):
-    """Base class of all errors that jax_ub raises."""
+    """Base class of all errors that jax_ub raises.
+
+    If a page of the documentation explains an error, it has a note with the page.
+    """
+
+    # The page for all errors of a class; None selects it by the message.
+    page: ClassVar[str | None] = None
+
+    def __init__(self, *arguments: object):
+        super().__init__(*arguments)
+        page = self.page or page_of(str(arguments[0]) if arguments else "")
+        if page is not None:
+            self.add_note(f"See {page}")
 
 
 class ShapeContractError(UbError, ValueError):
@@ -57,6 +102,8 @@ class FusionError(UbError, RuntimeError):
 
 class CommunicatorError(UbError, RuntimeError):
     """Raised if a rank missed a collective call, failed, or made a different call."""
+
+    page = "docs/troubleshooting.md#ranks-that-fail-or-wait"
 
 
 class TimeoutError(CommunicatorError, builtins.TimeoutError):

@@ -73,7 +73,9 @@ def test_the_picture_is_a_png(arguments, tmp_path):
 )
 def test_invalid_arguments_are_rejected(arguments, text, capsys):
     assert __main__.main(["simulate", *arguments]) == 2
-    assert text in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert text in printed
+    assert printed.endswith("\nSee docs/simulate.md\n")
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,8 @@ class Overlap:
             met = f"It overlapped {layers}" if layers else "It overlapped nothing"
             warnings.warn(
                 f"overlap: the rules {new} matched no nn.Dense, nn.DenseGeneral, "
-                f"nn.Einsum or nn.Embed.attend; a rule must match a whole path. {met}.",
+                f"nn.Einsum or nn.Embed.attend; a rule must match a whole path. {met}. "
+                "See docs/retrofit.md",
                 stacklevel=3,
             )
 
