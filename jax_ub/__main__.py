@@ -9,9 +9,10 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from jax_ub._src.errors import UbError
+from jax_ub._src.errors import UbError, nearest, shown
 from jax_ub._src.runtime.tuned_tables import version_of
 
+_NAME = "python -m jax_ub"
 # The summary of each command. Its options are defined in
 # jax_ub/_src/tools/COMMAND/command.py, which is imported only if this command runs.
 _COMMANDS = {
@@ -42,36 +43,12 @@ docs/commands.md describes the commands.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command of `python -m jax_ub`, and returns a status of `_EPILOG`."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m jax_ub",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=style,
-    )
-    versions = ", ".join(f"{name} {version_of(name)}" for name in ("jax_ub", "jax"))
-    parser.add_argument("--version", action="version", version=versions)
-    chosen = next((word for word in arguments if not word.startswith("-")), None)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, summary in _COMMANDS.items():
-        subparser = commands.add_parser(name, help=summary, formatter_class=style)
-        if name == chosen:
-            module = importlib.import_module(f"jax_ub._src.tools.{name}.command")
-            subparser.description = module.__doc__
-            subparser.epilog = f"example:\n  {parser.prog} {module.EXAMPLE}"
-            module.add_arguments(subparser)
-    given, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        # The command's parser shows the usage of the command; argparse would show the
-        # main parser's.
-        text = f"unrecognized arguments: {' '.join(unknown)}"
-        commands.choices[given.command].error(text)
+    given = _parse(sys.argv[1:] if arguments is None else list(arguments))
     try:
         return _flush(given.run(given))
     except UbError as error:
         notes = getattr(error, "__notes__", ())
-        print(f"{parser.prog}: error: {error}", *notes, sep="\n", file=sys.stderr)
+        print(f"{_NAME}: error: {error}", *notes, sep="\n", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -84,6 +61,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno in _FULL and given.command in _WITHOUT_PROGRAM:
             return _report_unwritable(error)
         raise
+
+
+def _parse(arguments):
+    """Parses a command line, and imports the module of its command."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog=_NAME,
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=style,
+    )
+    versions = ", ".join(f"{name} {version_of(name)}" for name in ("jax_ub", "jax"))
+    parser.add_argument("--version", action="version", version=versions)
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    if chosen is not None and chosen not in _COMMANDS:
+        parser.error(
+            f"there is no command {shown(chosen)}. {nearest(chosen, _COMMANDS)}"
+        )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, summary in _COMMANDS.items():
+        subparser = commands.add_parser(name, help=summary, formatter_class=style)
+        if name == chosen:
+            module = importlib.import_module(f"jax_ub._src.tools.{name}.command")
+            subparser.description = module.__doc__
+            subparser.epilog = f"example:\n  {_NAME} {module.EXAMPLE}"
+            module.add_arguments(subparser)
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        # The command's parser shows the usage of the command; argparse would show the
+        # main parser's.
+        text = f"unrecognized arguments: {' '.join(unknown)}"
+        commands.choices[given.command].error(text)
+    return given
 
 
 def _flush(status):

@@ -105,6 +105,13 @@ def test_the_guide_shows_the_help_with_every_command_and_exit_status(
     assert shown.strip() in guide.read_text()
 
 
+def test_an_unknown_command_is_rejected_with_the_nearest(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["doctr", "--json"])
+    text = "error: there is no command 'doctr'. Did you mean 'doctor'? Known: "
+    assert text in capsys.readouterr().err
+
+
 def test_the_version_is_that_of_the_package(capsys):
     with pytest.raises(SystemExit, match="0"):
         __main__.main(["--version"])

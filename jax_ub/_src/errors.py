@@ -21,7 +21,9 @@ _PAGES = {
         *("matmul_all_reduce", "matmul_reduce_scatter", "wgrad_accumulate"),
     ),
     "docs/functions.md#environment-variables": ("JAX_UB",),
-    "docs/initialize_ub.md": ("destroy_ub", "get_ub", "initialize_ub"),
+    "docs/initialize_ub.md": (
+        *("destroy_ub", "get_ub", "initialize_ub", "overlap_config", "ub_cfgs"),
+    ),
     "docs/retrofit.md": ("dot_general", "overlap"),
     "docs/flax.md": (
         *("attention", "LayerNormLinear", "LayerNormMLP", "Linear"),
@@ -32,7 +34,7 @@ _PAGES = {
     "docs/bench/README.md": ("bench",),
     "docs/explain.md": ("explain",),
     "docs/processes.md": ("launch",),
-    "docs/simulate.md": ("simulate",),
+    "docs/simulate.md": ("hardware", "simulate"),
     "docs/trace.md": ("trace",),
     "docs/tune.md": ("tune", "tuned"),
 }
