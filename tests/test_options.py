@@ -89,7 +89,7 @@ def test_suffix_of_an_image_selects_its_format(name, tmp_path):
         ("bench", "--plot"),
         ("explain", "--json"),
         ("simulate", "--json"),
-        ("simulate", "--png"),
+        ("simulate", "--plot"),
         ("trace", "--json"),
         ("tune", "--output"),
     ],

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from jax_ub import __main__
+from jax_ub._src.prediction.hardware import HARDWARE
 from jax_ub._src.tools.simulate.command import layer_rows
-from jax_ub._src.tools.simulate.hardware import HARDWARE
 from jax_ub._src.tools.simulate.models import MODELS
 
 
