@@ -100,6 +100,7 @@ nb::dict DTypes() {
     nb::dict dtype;
     dtype["numpy"] = info.numpy_name;
     dtype["size_bytes"] = info.size_bytes;
+    dtype["is_operand"] = info.is_operand;
     dtype["is_result"] = info.is_result;
     dtypes[info.name] = dtype;
   }

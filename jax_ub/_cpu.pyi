@@ -31,6 +31,7 @@ class DType(TypedDict):
 
     numpy: str
     size_bytes: int
+    is_operand: bool
     is_result: bool
 
 class Counters(TypedDict):

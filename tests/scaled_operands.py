@@ -42,12 +42,12 @@ def integers(seed, shape, dtype="bfloat16"):
     return jnp.asarray(random.integers(-8, 9, shape) * factors, dtype)
 
 
-def operands(dtype="bfloat16"):
-    """Returns x [8, 128], w [128, 8] and b [8]."""
+def operands(dtype="bfloat16", num_features=8):
+    """Returns x [8, 128], w [128, num_features] and b [num_features]."""
     return (
         integers(0, (8, 128), dtype),
-        integers(1, (128, 8), dtype),
-        integers(2, (8,), dtype),
+        integers(1, (128, num_features), dtype),
+        integers(2, (num_features,), dtype),
     )
 
 

@@ -32,6 +32,7 @@ def test_the_engine_has_the_same_table():
         row.short_name: {
             "numpy": row.dtype.name,
             "size_bytes": row.dtype.itemsize,
+            "is_operand": row.is_operand,
             "is_result": row.is_result,
         }
         for row in dtypes.TABLE

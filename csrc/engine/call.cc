@@ -12,16 +12,19 @@ namespace jax_ub {
 
 namespace {
 
+constexpr std::string_view kScalesPer = ", scales per ";
+
 // The numeric attributes that are part of the signature.
-constexpr std::array<std::string_view, 10> kNumberNames = {
-    "num_ranks",    "num_splits",      "num_kernels", "rhs_transposed", "has_bias",
-    "has_residual", "return_gathered", "accumulate",  "gather",         "has_scales"};
+constexpr std::array<std::string_view, 11> kNumberNames = {
+    "num_ranks", "num_splits",   "num_kernels",     "rhs_transposed",
+    "has_bias",  "has_residual", "return_gathered", "accumulate",
+    "gather",    "has_scales",   "has_row_scales"};
 
 std::array<int64_t, kNumberNames.size()> Numbers(const CallAttributes& at) {
-  return {at.num_ranks,       at.num_splits, at.num_kernels,
-          at.rhs_transposed,  at.has_bias,   at.has_residual,
-          at.return_gathered, at.accumulate, static_cast<int64_t>(at.gather),
-          at.has_scales};
+  return {at.num_ranks,       at.num_splits,    at.num_kernels,
+          at.rhs_transposed,  at.has_bias,      at.has_residual,
+          at.return_gathered, at.accumulate,    static_cast<int64_t>(at.gather),
+          at.has_scales,      at.has_row_scales};
 }
 
 // Checks the operands and results of a call against the op's contract.
@@ -72,8 +75,16 @@ class Contract {
       Fail("the operands are " + std::string(DTypeName(first)) + ", has_scales is " +
            std::to_string(attributes_.has_scales));
     }
-    for (const Tensor& scales : call_.scales) {
-      Expect(scales, "a scale", {DType::kF32, 1, 1, 1, nullptr});
+    for (size_t i = 0; i < call_.scales.size(); ++i) {
+      const Tensor& scales = call_.scales[i];
+      if (!attributes_.has_row_scales) {
+        Expect(scales, "a scale", {DType::kF32, 1, 1, 1, nullptr});
+      } else if (!AreScalesOf(scales, call_.operands[i], IsKernel(i))) {
+        Fail("scales " + Describe(scales) + " do not fit " +
+             Describe(call_.operands[i]));
+      } else if (scales.dtype != call_.scales[IsKernel(i) ? FirstKernel() : 0].dtype) {
+        Fail("scales have different dtypes");
+      }
     }
   }
 
@@ -95,6 +106,30 @@ class Contract {
   }
 
  private:
+  // Returns the index of the first GEMM operand that is a kernel: kernels follow the
+  // activations. A weight gradient has none.
+  size_t FirstKernel() const {
+    const GemmKind gemm = InfoOf(attributes_.op).gemm;
+    if (gemm == GemmKind::kGatheredRows) return 1;
+    return gemm == GemmKind::kWgrad ? call_.operands.size() : attributes_.num_kernels;
+  }
+  bool IsKernel(size_t operand) const { return operand >= FirstKernel(); }
+
+  // Returns whether `scales` has one element for each row, column or block of `of`.
+  static bool AreScalesOf(const Tensor& scales, const Tensor& of, bool is_kernel) {
+    constexpr int64_t kBlock = 32;
+    if (scales.batch != of.batch) return false;
+    const bool is_rows = scales.rows == of.rows;
+    const bool is_features = scales.features == of.features;
+    if (scales.dtype == DType::kE8M0) {
+      return (is_rows && scales.features * kBlock == of.features) ||
+             (is_kernel && scales.rows * kBlock == of.rows && is_features);
+    }
+    return scales.dtype == DType::kF32 &&
+           ((scales.features == 1 && is_rows) ||
+            (is_kernel && scales.rows == 1 && (is_features || scales.features == 1)));
+  }
+
   void Expect(const Tensor& got, const char* name, const Tensor& want) const {
     if (got.dtype != want.dtype || got.batch != want.batch || got.rows != want.rows ||
         got.features != want.features || got.num_elements() <= 0) {
@@ -146,6 +181,11 @@ void CheckGatheredRows(const CallAttributes& at,
   }
   if (at.return_gathered) {
     contract.Result(n, "gathered x", {x.dtype, x.batch, rows, x.features, nullptr});
+    if (at.has_row_scales && !call.scales.empty()) {
+      Tensor scales = call.scales[0];
+      scales.rows = rows;
+      contract.Result(n + 1, "gathered scales", scales);
+    }
   }
 }
 
@@ -251,7 +291,7 @@ void CheckCounts(const CallAttributes& at, const Contract& contract) {
       return expect(0, 0);
     case GemmKind::kGatheredRows:
       return expect(1 + n * (1 + at.has_bias + at.has_residual),
-                    n + at.return_gathered);
+                    n + at.return_gathered * (1 + at.has_row_scales));
     case GemmKind::kPairSum:
       return expect(2 * n + at.has_bias + at.has_residual, 1);
     case GemmKind::kWgrad:
@@ -267,7 +307,7 @@ size_t NumScales(const CallAttributes& at) {
   if (!at.has_scales) return 0;
   const GemmKind gemm = InfoOf(at.op).gemm;
   const bool is_pair_sum = gemm == GemmKind::kPairSum || gemm == GemmKind::kDgrad;
-  return 1 + (is_pair_sum ? 1 : at.num_kernels);
+  return is_pair_sum ? 2 * at.num_kernels : 1 + at.num_kernels;
 }
 
 size_t FirstResidual(const CallAttributes& at) {
@@ -366,6 +406,10 @@ std::string DescribeCall(const CallAttributes& at, const RankCall& call) {
   std::ostringstream text;
   text << at.label << ": " << OpName(at.op) << " by " << MethodName(at.method);
   if (at.variant != Variant::kPlain) text << ", " << VariantName(at.variant);
+  if (!call.scales.empty()) {
+    const bool is_block = call.scales[0].dtype == DType::kE8M0;
+    text << kScalesPer << (is_block ? "block" : at.has_row_scales ? "row" : "tensor");
+  }
   text << " of ";
   const auto list = [&](const std::vector<Tensor>& tensors) {
     for (size_t i = 0; i < tensors.size(); ++i) {
@@ -381,6 +425,13 @@ std::string DescribeCall(const CallAttributes& at, const RankCall& call) {
   }
   if (at.scale != 1) text << ", scale " << at.scale;
   return text.str();
+}
+
+std::string_view ScaledUnitOf(std::string_view description) {
+  const size_t at = description.find(kScalesPer);
+  if (at == std::string_view::npos) return "";
+  description.remove_prefix(at + kScalesPer.size());
+  return description.substr(0, description.find(' '));
 }
 
 std::string DescribeKernelOptions(const KernelOptions& kernel_options) {
@@ -416,6 +467,7 @@ std::string DescribeMismatch(const RankCall& left, const RankCall& right) {
   };
   std::string text = compare("operand", left.operands, right.operands);
   if (text.empty()) text = compare("result", left.results, right.results);
+  if (text.empty()) text = compare("scales", left.scales, right.scales);
   return text;
 }
 

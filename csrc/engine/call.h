@@ -68,6 +68,8 @@ struct CallAttributes {
   bool accumulate = false;
   float scale = 1;  // factor of the GEMM's result, applied before anything is added
   bool has_scales = false;  // whether the GEMMs' operands are FP8, see RankCall::scales
+  // Whether the scales belong to rows, columns or blocks, so that the ranks' differ.
+  bool has_row_scales = false;
   Gather gather = Gather::kNone;
   KernelOptions kernel_options;
 };
@@ -99,10 +101,13 @@ std::string Describe(const Tensor& tensor);
 struct RankCall {
   std::vector<Tensor> operands;
   std::vector<Tensor> results;
-  // With CallAttributes::has_scales, the f32 scales of FP8 operands, one per tensor: of
-  // x, then of w or of each w_i; of x, then of each dy_i; or of dy, then of w. Several
-  // pairs (x_i, w_i) have the same scales, and so have the ranks that gather or contract
-  // a tensor.
+  // With CallAttributes::has_scales, the scales of the GEMMs' operands, in the same
+  // order. Without has_row_scales there is one per tensor, f32. Several pairs (x_i, w_i)
+  // then have the same scales, and so have the ranks that gather or contract a tensor.
+  // With has_row_scales there is one for each row of an activation, or each row or
+  // column of a kernel, f32; or one for each block of 32 features or, in a kernel, of 32
+  // rows, e8m0. A row of an activation is sent with its scales. Scales that change along
+  // the contracted dimension are powers of two.
   std::vector<Tensor> scales = {};
   // XLA's partition id, in device memory. Set only if CallAttributes::devices is not
   // empty.
@@ -128,6 +133,9 @@ void CheckCall(const CallAttributes& attributes, const RankCall& call);
 // bf16[8, 16] to bf16[8, 16], num_kernels 1".
 uint64_t Signature(const CallAttributes& attributes, const RankCall& call);
 std::string DescribeCall(const CallAttributes& attributes, const RankCall& call);
+// Returns what has one scale in a call that DescribeCall has described: "tensor", "row"
+// or "block"; or "" if there are no scales.
+std::string_view ScaledUnitOf(std::string_view description);
 // Returns the options that differ from the defaults: ", use_ce 0, num_sm 4".
 std::string DescribeKernelOptions(const KernelOptions& kernel_options);
 

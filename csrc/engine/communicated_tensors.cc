@@ -44,6 +44,15 @@ std::vector<size_t> CommunicatedOperands(const CallAttributes& at,
   return {};
 }
 
+const Tensor* CommunicatedScales(const CallAttributes& at,
+                                 const RankCall& call,
+                                 size_t index) {
+  const Communicated communicated = InfoOf(at.op).communicated;
+  const bool is_factor = communicated == Communicated::kFirstOperand ||
+                         communicated == Communicated::kSelectedOperand;
+  return at.has_row_scales && is_factor ? &call.scales[index] : nullptr;
+}
+
 std::vector<CommunicatedTensor> CommunicatedTensorsOf(const CallAttributes& at,
                                                       const RankCall& call) {
   const OpInfo& info = InfoOf(at.op);
@@ -59,9 +68,21 @@ std::vector<CommunicatedTensor> CommunicatedTensorsOf(const CallAttributes& at,
   for (const size_t index : CommunicatedOperands(at, call)) {
     const Tensor operand = AsRows(at, call.operands[index]);
     if (IsGather(info.collective)) {
+      const Tensor* scales = CommunicatedScales(at, call, index);
       Tensor gathered = Gathered(at, operand);
-      gathered.data = is_returned ? call.results.back().data : nullptr;
-      tensors.push_back({operand, gathered, {}, gathered.rows});
+      CommunicatedTensor tensor = {operand, gathered, {}, gathered.rows};
+      if (scales != nullptr) {
+        tensor.scales = *scales;
+        tensor.gathered_scales = Gathered(at, *scales);
+      }
+      if (is_returned) {
+        const size_t index_of_result = call.results.size() - 1;
+        if (scales != nullptr) {
+          tensor.gathered_scales.data = call.results[index_of_result].data;
+        }
+        tensor.gathered.data = call.results[index_of_result - (scales != nullptr)].data;
+      }
+      tensors.push_back(tensor);
     } else {
       const Tensor result = AsRows(at, call.results.back());
       tensors.push_back({operand, result, result, operand.rows});

@@ -10,11 +10,12 @@
 
 namespace jax_ub {
 
-// Rows [begin, end) of every batch of a tensor.
+// Rows [begin, end) of every batch of a tensor, and their scales.
 struct RowSlice {
   Tensor tensor;
   int64_t begin = 0;
   int64_t end = 0;
+  Tensor scales = {};  // with the rows of `tensor`; null data: none
 
   int64_t num_rows() const { return end - begin; }
   int64_t row_bytes() const { return tensor.features * SizeOf(tensor.dtype); }
@@ -25,21 +26,40 @@ struct RowSlice {
     return {tensor.At(0, begin), tensor.batch, num_rows() * row_bytes(),
             tensor.rows * row_bytes()};
   }
+
+  bool has_scales() const { return scales.data != nullptr; }
+  // Returns where the scales begin in a slot that holds the slice: behind the rows,
+  // aligned for f32.
+  int64_t scales_offset() const { return (size_bytes() + 3) / 4 * 4; }
+  // Returns the scales as strided blocks, at their place in a slot.
+  Rows scale_rows() const {
+    Rows rows = RowSlice{scales, begin, end}.rows();
+    rows.slot_offset = scales_offset();
+    return rows;
+  }
 };
 
 // Returns a slice of the shape of `like` whose batches are stored contiguously at
-// `data`, as they are in a slot.
+// `data`, as they are in a slot, with the scales behind them.
 inline RowSlice PackedSlice(const RowSlice& like, const std::byte* data) {
-  Tensor tensor = like.tensor;
-  tensor.rows = like.num_rows();
-  tensor.data = const_cast<std::byte*>(data);
-  return {tensor, 0, tensor.rows};
+  RowSlice packed = {like.tensor, 0, like.num_rows(), like.scales};
+  packed.tensor.rows = packed.scales.rows = like.num_rows();
+  packed.tensor.data = const_cast<std::byte*>(data);
+  if (like.has_scales()) {
+    packed.scales.data = packed.tensor.data + packed.scales_offset();
+  }
+  return packed;
 }
 
 // Returns the indices of the operands that are communicated, ascending. An op that
 // sends partial sums of its GEMM has none.
 std::vector<size_t> CommunicatedOperands(const CallAttributes& attributes,
                                          const RankCall& call);
+
+// Returns the scales that are sent with operand `index`, or nullptr.
+const Tensor* CommunicatedScales(const CallAttributes& attributes,
+                                 const RankCall& call,
+                                 size_t index);
 
 // A tensor that is communicated by one pass of a schedule.
 struct CommunicatedTensor {
@@ -49,6 +69,10 @@ struct CommunicatedTensor {
   Tensor gathered;       // gathered copy; null data: not stored
   Tensor result;         // result of a reduction
   int64_t num_rows = 0;  // rows of all chunks together
+  // Of a gather: the scales of the operand's rows, and of the gathered rows. Null data
+  // of `scales`: rows have no scales.
+  Tensor scales = {};
+  Tensor gathered_scales = {};
 };
 
 // Returns one entry per communicated tensor. Only the weight gradient with gathered

@@ -181,28 +181,33 @@ class ScheduleRun {
     return tensor.rows == communicated_.num_rows ? 0 : RowsOfChunk(chunk, 0).begin;
   }
 
-  RowSlice SliceOf(const Tensor& tensor, const Step& step) const {
+  RowSlice SliceOf(const Tensor& tensor,
+                   const Step& step,
+                   const Tensor& scales = {}) const {
     const RowRange rows = RowsOfChunk(step);
     const int64_t first = FirstRow(tensor, step.chunk);
-    return {tensor, rows.begin - first, rows.end - first};
+    return {tensor, rows.begin - first, rows.end - first, scales};
   }
 
   // Returns the split where this rank stores it: in its own tensors, or in a slot.
   RowSlice Source(const Step& step) {
     const bool own = step.chunk == schedule_.rank;
     if (step.payload == Payload::kPartial) return SliceOf(partial_, step);
-    const Tensor& tensor =
-        step.payload == Payload::kSum ? communicated_.result : communicated_.operand;
-    if (own) return SliceOf(tensor, step);
+    const bool is_sum = step.payload == Payload::kSum;
+    const Tensor& tensor = is_sum ? communicated_.result : communicated_.operand;
+    const Tensor scales = is_sum ? Tensor{} : communicated_.scales;
+    if (own) return SliceOf(tensor, step, scales);
     const RowRange rows = RowsOfChunk(step);
     return PackedSlice(
-        {tensor, rows.begin, rows.end},
+        {tensor, rows.begin, rows.end, scales},
         transport_.slot(ReceivedOf(step.payload, step.chunk, step.split).slot));
   }
 
   void Put(const Step& step) {
     lanes_.Await(kCommunicationLane, ProducedBy(step.payload, step.chunk, step.split));
-    transport_.Write(step.peer, step.slot, Source(step).rows());
+    const RowSlice from = Source(step);
+    transport_.Write(step.peer, step.slot, from.rows());
+    if (from.has_scales()) transport_.Write(step.peer, step.slot, from.scale_rows());
     transport_.Signal(step.peer, step.slot);
   }
 
@@ -216,8 +221,13 @@ class ScheduleRun {
     readers_[lane] = {true, {}};
   }
   void CopySplit(Lane lane, const Step& step) {
-    const Rows from = Source(step).rows();
-    const Rows to = SliceOf(communicated_.gathered, step).rows();
+    const RowSlice from = Source(step);
+    const RowSlice to =
+        SliceOf(communicated_.gathered, step, communicated_.gathered_scales);
+    CopyRows(lane, from.rows(), to.rows());
+    if (from.has_scales()) CopyRows(lane, from.scale_rows(), to.scale_rows());
+  }
+  void CopyRows(Lane lane, const Rows& from, const Rows& to) {
     device_.Copy(lane, from, const_cast<std::byte*>(to.data), to.stride_bytes);
   }
 
@@ -234,7 +244,7 @@ class ScheduleRun {
     if (step.chunk == kAllChunks) {
       const Tensor& x = communicated_.gathered;
       lanes_.Await(lane, lanes_.Record(kCommunicationLane));
-      const RowSlice all{x, 0, x.rows};
+      const RowSlice all{x, 0, x.rows, communicated_.gathered_scales};
       return Compute(lane, GatherProducts(at_, call_, {&all, 1}, 0), step);
     }
     std::vector<RowSlice> slices;
@@ -387,16 +397,23 @@ void ExecuteRank(const CallAttributes& at,
   RankCall local = call;
   const std::vector<size_t> indices = CommunicatedOperands(at, call);
   size_t next = 0;
+  const auto allocate = [&](Tensor& tensor) {
+    tensor = device.Allocate(tensor.dtype, tensor.batch, tensor.rows, tensor.features);
+  };
   for (CommunicatedTensor communicated : CommunicatedTensorsOf(at, call)) {
     if (is_whole && communicated.gathered.data == nullptr) {
-      const Tensor& like = communicated.gathered;
-      communicated.gathered =
-          device.Allocate(like.dtype, like.batch, like.rows, like.features);
+      allocate(communicated.gathered);
+      if (communicated.scales.data != nullptr) allocate(communicated.gathered_scales);
     }
     ScheduleRun(at, call, communicated, schedule, plan, timeout_s,
                 std::exchange(concurrent_gemms, {}), transport, device, lanes, trace)
         .Run();
-    if (gathers_first) local.operands[indices[next++]] = communicated.gathered;
+    if (!gathers_first) continue;
+    const size_t index = indices[next++];
+    local.operands[index] = communicated.gathered;
+    if (communicated.scales.data != nullptr) {
+      local.scales[index] = communicated.gathered_scales;
+    }
   }
   if (!gathers_first) return;
   const TraceScope scope(trace, TraceKind::kMultiply, {});

@@ -8,23 +8,63 @@ namespace {
 
 using Calls = std::vector<RankCall>;
 
-// Returns one operand of every call as an addend of the result's segments
-// [batch][call].
-AddendView AddendOf(const Calls& calls, size_t index, int64_t batch = 1) {
+// Returns the scales of an operand, or nullptr.
+const Tensor* ScalesOf(const RankCall& call, size_t operand) {
+  return call.scales.empty() ? nullptr : &call.scales[operand];
+}
+
+// Multiplies sums over the pairs (x_i, w_i) of all calls by their scales. Segments along
+// K are [call][pair]. `first_row` returns the row of x at which a segment of the result
+// begins, counted through all batches.
+template <typename FirstRow>
+void AddFactorsOfPairs(const CallAttributes& at,
+                       const Calls& calls,
+                       bool contracts_rows_of_w,
+                       const FirstRow& first_row,
+                       GemmProblem& problem) {
+  const int n = at.num_kernels;
+  const int num_parts = at.has_row_scales ? static_cast<int>(calls.size()) * n : 1;
+  AddFactors(
+      at, num_parts,
+      [&](int part, size_t i) {
+        return FactorOf(at, calls[part / n].scales[part % n], first_row(i), false,
+                        /*is_of_rows=*/true);
+      },
+      [&](int part, size_t) {
+        return FactorOf(at, calls[part / n].scales[n + part % n], 0,
+                        contracts_rows_of_w, /*is_of_rows=*/false);
+      },
+      problem);
+}
+
+// As above, for a result whose rows are the rows of x.
+void AddFactorsOfPairs(const CallAttributes& at,
+                       const Calls& calls,
+                       bool contracts_rows_of_w,
+                       GemmProblem& problem) {
+  const std::vector<int64_t>& rows = problem.c.row_bounds;
+  AddFactorsOfPairs(
+      at, calls, contracts_rows_of_w, [&](size_t i) { return rows[i]; }, problem);
+}
+
+// Returns one operand of every call as an addend of the result's segments [part][call].
+// The parts divide the rows, of all batches, evenly.
+AddendView AddendOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   AddendView addend{calls[0].operands[index].dtype, {}};
-  for (int64_t b = 0; b < batch; ++b) {
+  for (int64_t part = 0; part < num_parts; ++part) {
     for (const RankCall& call : calls) {
       const Tensor& tensor = call.operands[index];
-      addend.segments.push_back({tensor.At(b, 0), tensor.features});
+      const int64_t row = part * tensor.batch * tensor.rows / num_parts;
+      addend.segments.push_back({tensor.At(0, row), tensor.features});
     }
   }
   return addend;
 }
 
 // Returns a bias vector of every call as an addend, which is added to every row.
-AddendView BiasOf(const Calls& calls, size_t index, int64_t batch = 1) {
+AddendView BiasOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   AddendView bias{calls[0].operands[index].dtype, {}};
-  for (int64_t b = 0; b < batch; ++b) {
+  for (int64_t part = 0; part < num_parts; ++part) {
     for (const RankCall& call : calls) {
       bias.segments.push_back({call.operands[index].data, 0});
     }
@@ -41,6 +81,8 @@ AddendView BiasOf(const Calls& calls, size_t index, int64_t batch = 1) {
 //   x[1]   m  |  |   |  |   |  |   |  |   |
 //   x[2]   m  |  |   |  |   |  |   |  |   |    each y[q] is one block of 4 m rows
 //   x[3]   m  |  v   |  v   |  v   |  v   |
+//
+// If the ranks' rows have their own scales, each x[p] is a segment of the result.
 GemmProblem AllGatherMatmul(const CallAttributes& at, const RankCalls& calls, int i) {
   const Calls& local = calls.local;
   const Tensor& x = local[0].operands[0];
@@ -48,30 +90,50 @@ GemmProblem AllGatherMatmul(const CallAttributes& at, const RankCalls& calls, in
   a.AddInner(x.features);
   for (int64_t b = 0; b < x.batch; ++b) {
     for (const RankCall& call : calls.all) {
+      const Tensor& shard = call.operands[0];
       a.AddOuter(x.rows);
-      a.Append(RowsOf(call.operands[0], b, 0));
+      a.Append(RowsOf(shard, b, 0));
+      a.AppendScales(at, ScalesOf(call, 0), shard, b, 0, false);
     }
   }
   OperandSegments w(local[0].operands[1 + i].dtype);
   ResultSegments y(local[0].results[i].dtype);
-  y.AddRows(x.batch * x.rows * at.num_ranks);
   w.AddInner(x.features);
   for (const RankCall& call : local) {
+    const Tensor& kernel = call.operands[1 + i];
     const int64_t out = call.results[i].features;
     w.AddOuter(out);
-    w.Append(KernelOf(call.operands[1 + i], at.rhs_transposed));
+    w.Append(KernelOf(kernel, at.rhs_transposed));
+    w.AppendScales(at, ScalesOf(call, 1 + i), kernel, 0, 0, !at.rhs_transposed);
     y.AddColumns(out);
-    y.Append(RowsOf(call.results[i], 0, 0));
+  }
+  const bool is_split =
+      at.has_row_scales && !ScalesElements(at, local[0].scales[0], false);
+  const int64_t num_parts = is_split ? x.batch * at.num_ranks : 1;
+  const int64_t part_rows = x.batch * x.rows * at.num_ranks / num_parts;
+  for (int64_t part = 0; part < num_parts; ++part) {
+    y.AddRows(part_rows);
+    for (const RankCall& call : local) {
+      y.Append(RowsOf(call.results[i], 0, part * part_rows));
+    }
   }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
   AddFactors(
-      at, [&](size_t) -> const Tensor& { return local[0].scales[0]; },
-      [&](size_t rank) -> const Tensor& { return local[rank].scales[1 + i]; }, problem);
+      at, 1,
+      [&](int, size_t part) {
+        const RankCall& call = is_split ? calls.all[part % at.num_ranks] : local[0];
+        const int64_t batch = static_cast<int64_t>(part) / at.num_ranks;
+        return FactorOf(at, call.scales[0], batch * x.rows, false, true);
+      },
+      [&](int, size_t rank) {
+        return FactorOf(at, local[rank].scales[1 + i], 0, !at.rhs_transposed, false);
+      },
+      problem);
   if (at.has_bias) {
-    problem.addends.push_back(BiasOf(local, 1 + at.num_kernels + i));
+    problem.addends.push_back(BiasOf(local, 1 + at.num_kernels + i, num_parts));
   }
   if (at.has_residual) {
-    problem.addends.push_back(AddendOf(local, FirstResidual(at) + i));
+    problem.addends.push_back(AddendOf(local, FirstResidual(at) + i, num_parts));
   }
   return problem;
 }
@@ -90,10 +152,13 @@ void ContractOverRanks(const CallAttributes& at,
   w.AddOuter(calls[0].results[0].features);
   for (const RankCall& call : calls) {
     for (int i = 0; i < n; ++i) {
+      const Tensor& kernel = call.operands[n + i];
       a.AddInner(call.operands[i].features);
       w.AddInner(call.operands[i].features);
       a.Append(RowsOf(call.operands[i], 0, 0));
-      w.Append(KernelOf(call.operands[n + i], at.rhs_transposed));
+      a.AppendScales(at, ScalesOf(call, i), call.operands[i], 0, 0, false);
+      w.Append(KernelOf(kernel, at.rhs_transposed));
+      w.AppendScales(at, ScalesOf(call, n + i), kernel, 0, 0, !at.rhs_transposed);
     }
   }
 }
@@ -127,7 +192,7 @@ GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
     }
   }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
-  AddFactors(at, calls[0], 1, problem);
+  AddFactorsOfPairs(at, calls, !at.rhs_transposed, problem);
   AddBiasesAndResiduals(at, calls, problem);
   return problem;
 }
@@ -144,9 +209,28 @@ GemmProblem MatmulAllReduce(const CallAttributes& at, const Calls& calls) {
   y.AddColumns(first.features);
   for (const RankCall& call : calls) y.Append(RowsOf(call.results[0], 0, 0));
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
-  AddFactors(at, calls[0], 1, problem);
+  AddFactorsOfPairs(at, calls, !at.rhs_transposed, problem);
   AddBiasesAndResiduals(at, calls, problem);
   return problem;
+}
+
+// Multiplies the sums of a weight gradient by the scales of x and dy_i, unless the
+// scales multiply elements. The operand that is gathered has one scale.
+void AddFactorsOfWgrad(const CallAttributes& at,
+                       const Calls& calls,
+                       int i,
+                       GemmProblem& problem) {
+  AddFactors(
+      at, 1,
+      [&](int, size_t row) {
+        const size_t rank = at.gather == Gather::kDy ? row : 0;
+        return FactorOf(at, calls[rank].scales[0], 0, true, true);
+      },
+      [&](int, size_t column) {
+        const size_t rank = at.gather == Gather::kX ? column : 0;
+        return FactorOf(at, calls[rank].scales[1 + i], 0, true, false);
+      },
+      problem);
 }
 
 // Adds the main_grad operand of a weight gradient as an addend. It follows the dy_i.
@@ -172,9 +256,11 @@ GemmProblem WgradGatherX(const CallAttributes& at, const RankCalls& calls, int i
   dw.AddRows(x.features);
   for (int64_t batch = 0; batch < x.batch; ++batch) {
     for (const RankCall& call : calls.all) {
+      const Tensor& shard = call.operands[0];
       a.AddInner(x.rows);
       b.AddInner(x.rows);
-      a.Append(ColumnsOf(call.operands[0], batch, 0));
+      a.Append(ColumnsOf(shard, batch, 0));
+      a.AppendScales(at, ScalesOf(call, 0), shard, batch, 0, true);
     }
   }
   for (const RankCall& call : calls.local) {
@@ -183,16 +269,14 @@ GemmProblem WgradGatherX(const CallAttributes& at, const RankCalls& calls, int i
     dw.AddColumns(dy.features);
     dw.Append(RowsOf(call.results[i], 0, 0));
     for (int64_t batch = 0; batch < x.batch; ++batch) {
-      for (size_t p = 0; p < calls.all.size(); ++p) {
-        b.Append(ColumnsOf(dy, batch, static_cast<int64_t>(p) * x.rows));
+      for (int p = 0; p < at.num_ranks; ++p) {
+        b.Append(ColumnsOf(dy, batch, p * x.rows));
+        b.AppendScales(at, ScalesOf(call, 1 + i), dy, batch, p * x.rows, true);
       }
     }
   }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
-  AddFactors(
-      at, [&](size_t) -> const Tensor& { return calls.local[0].scales[0]; },
-      [&](size_t rank) -> const Tensor& { return calls.local[rank].scales[1 + i]; },
-      problem);
+  AddFactorsOfWgrad(at, calls.local, i, problem);
   AddMainGrads(at, calls.local, i, problem);
   return problem;
 }
@@ -213,9 +297,11 @@ GemmProblem WgradGatherDy(const CallAttributes& at, const RankCalls& calls, int 
   dw.AddColumns(dy.features);
   for (int64_t batch = 0; batch < dy.batch; ++batch) {
     for (const RankCall& call : calls.all) {
+      const Tensor& shard = call.operands[1 + i];
       a.AddInner(dy.rows);
       b.AddInner(dy.rows);
-      b.Append(ColumnsOf(call.operands[1 + i], batch, 0));
+      b.Append(ColumnsOf(shard, batch, 0));
+      b.AppendScales(at, ScalesOf(call, 1 + i), shard, batch, 0, true);
     }
   }
   for (const RankCall& call : calls.local) {
@@ -224,15 +310,14 @@ GemmProblem WgradGatherDy(const CallAttributes& at, const RankCalls& calls, int 
     dw.AddRows(x.features);
     dw.Append(RowsOf(call.results[i], 0, 0));
     for (int64_t batch = 0; batch < dy.batch; ++batch) {
-      for (size_t p = 0; p < calls.all.size(); ++p) {
-        a.Append(ColumnsOf(x, batch, static_cast<int64_t>(p) * dy.rows));
+      for (int p = 0; p < at.num_ranks; ++p) {
+        a.Append(ColumnsOf(x, batch, p * dy.rows));
+        a.AppendScales(at, ScalesOf(call, 0), x, batch, p * dy.rows, true);
       }
     }
   }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
-  AddFactors(
-      at, [&](size_t rank) -> const Tensor& { return calls.local[rank].scales[0]; },
-      [&](size_t) -> const Tensor& { return calls.local[0].scales[1 + i]; }, problem);
+  AddFactorsOfWgrad(at, calls.local, i, problem);
   AddMainGrads(at, calls.local, i, problem);
   return problem;
 }
@@ -247,14 +332,16 @@ GemmProblem Wgrad(const CallAttributes& at, const RankCall& call, int i) {
   a.AddOuter(x.features);
   a.AddInner(x.batch * x.rows);
   a.Append(ColumnsOf(x, 0, 0));
+  a.AppendScales(at, ScalesOf(call, 0), x, 0, 0, true);
   b.AddOuter(dy.features);
   b.AddInner(x.batch * x.rows);
   b.Append(ColumnsOf(dy, 0, 0));
+  b.AppendScales(at, ScalesOf(call, 1 + i), dy, 0, 0, true);
   dw.AddRows(x.features);
   dw.AddColumns(dy.features);
   dw.Append(RowsOf(call.results[i], 0, 0));
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
-  AddFactors(at, call, 1 + i, problem);
+  AddFactorsOfWgrad(at, {call}, i, problem);
   AddMainGrads(at, {call}, i, problem);
   return problem;
 }
@@ -271,14 +358,17 @@ GemmProblem Dgrad(const CallAttributes& at, const RankCall& call) {
   for (int i = 0; i < n; ++i) {
     a.AddInner(call.operands[i].features);
     w.AddInner(call.operands[i].features);
+    const Tensor& kernel = call.operands[n + i];
     a.Append(RowsOf(call.operands[i], 0, 0));
-    w.Append(KernelOf(call.operands[n + i], /*transposed=*/true));
+    a.AppendScales(at, ScalesOf(call, i), call.operands[i], 0, 0, false);
+    w.Append(KernelOf(kernel, /*transposed=*/true));
+    w.AppendScales(at, ScalesOf(call, n + i), kernel, 0, 0, false);
   }
   c.AddRows(dx.batch * dx.rows);
   c.AddColumns(dx.features);
   c.Append(RowsOf(dx, 0, 0));
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(c));
-  AddFactors(at, call, 1, problem);
+  AddFactorsOfPairs(at, {call}, false, problem);
   return problem;
 }
 
@@ -338,7 +428,7 @@ GemmProblem PartialProduct(const CallAttributes& at,
   OperandSegments w(calls[0].operands[at.num_kernels].dtype);
   ContractOverRanks(at, calls, a, w);
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(to));
-  AddFactors(at, calls[0], 1, problem);
+  AddFactorsOfPairs(at, calls, !at.rhs_transposed, problem);
   return problem;
 }
 
@@ -364,12 +454,19 @@ class GatherProduct {
     w_.AddInner(call.operands[0].features);
     w_.AddOuter(y_.features);
     w_.Append(KernelOf(kernel, at.rhs_transposed));
+    w_.AppendScales(at, ScalesOf(call, 1 + i), kernel, 0, 0, !at.rhs_transposed);
   }
 
   void Add(const RowSlice& x, int64_t row) {
+    const Tensor* scales = x.has_scales() ? &x.scales : ScalesOf(call_, 0);
     for (int64_t b = 0; b < y_.batch; ++b) {
       a_.AddOuter(x.num_rows());
       a_.Append(RowsOf(x.tensor, b, x.begin));
+      a_.AppendScales(at_, scales, x.tensor, b, x.begin, false);
+      if (scales) {
+        const int64_t first = b * x.tensor.rows + x.begin;
+        factors_.push_back(FactorOf(at_, *scales, first, false, /*is_of_rows=*/true));
+      }
       c_.AddRows(x.num_rows());
       c_.Append(RowsOf(y_, b, row));
       if (bias_) biases_.push_back({bias_->data, 0});
@@ -380,7 +477,13 @@ class GatherProduct {
   GemmProblem Take() {
     GemmProblem problem =
         Problem(at_.scale, std::move(a_), std::move(w_), std::move(c_));
-    AddFactors(at_, call_, 1 + kernel_, problem);
+    AddFactors(
+        at_, 1, [&](int, size_t i) { return factors_[i]; },
+        [&](int, size_t) {
+          return FactorOf(at_, call_.scales[1 + kernel_], 0, !at_.rhs_transposed,
+                          /*is_of_rows=*/false);
+        },
+        problem);
     if (bias_) problem.addends.push_back({bias_->dtype, std::move(biases_)});
     if (residual_) {
       problem.addends.push_back({residual_->dtype, std::move(residuals_)});
@@ -398,6 +501,7 @@ class GatherProduct {
   OperandSegments a_;
   OperandSegments w_;
   ResultSegments c_;
+  std::vector<FactorSegment> factors_;
   std::vector<AddendSegment> biases_;
   std::vector<AddendSegment> residuals_;
 };
@@ -437,18 +541,26 @@ std::vector<GemmProblem> PartialProducts(const CallAttributes& at,
   w.AddOuter(partial.features);
   c.AddColumns(partial.features);
   for (int i = 0; i < n; ++i) {
+    const Tensor& kernel = call.operands[n + i];
     a.AddInner(call.operands[i].features);
     w.AddInner(call.operands[i].features);
-    w.Append(KernelOf(call.operands[n + i], at.rhs_transposed));
+    w.Append(KernelOf(kernel, at.rhs_transposed));
+    w.AppendScales(at, ScalesOf(call, n + i), kernel, 0, 0, !at.rhs_transposed);
   }
   for (int64_t b = 0; b < partial.batch; ++b) {
     a.AddOuter(end - begin);
-    for (int i = 0; i < n; ++i) a.Append(RowsOf(call.operands[i], b, begin));
+    for (int i = 0; i < n; ++i) {
+      a.Append(RowsOf(call.operands[i], b, begin));
+      a.AppendScales(at, ScalesOf(call, i), call.operands[i], b, begin, false);
+    }
     c.AddRows(end - begin);
     c.Append(RowsOf(partial, b, begin));
   }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(c));
-  AddFactors(at, call, 1, problem);
+  AddFactorsOfPairs(
+      at, {call}, !at.rhs_transposed,
+      [&](size_t b) { return static_cast<int64_t>(b) * partial.rows + begin; },
+      problem);
   return {std::move(problem)};
 }
 

@@ -35,6 +35,31 @@ inline StridedPointer KernelOf(const Tensor& kernel, bool transposed) {
   return transposed ? RowsOf(kernel, 0, 0) : ColumnsOf(kernel, 0, 0);
 }
 
+// Returns whether the scales of an operand multiply its elements, because they change
+// along the contracted dimension. The others multiply sums. `contracts_rows` says
+// whether that dimension is the rows.
+inline bool ScalesElements(const CallAttributes& at,
+                           const Tensor& scales,
+                           bool contracts_rows) {
+  if (!at.has_row_scales) return false;
+  if (scales.dtype != DType::kF32 || InfoOf(at.op).gemm == GemmKind::kWgrad)
+    return true;
+  return (contracts_rows ? scales.rows : scales.features) > 1;
+}
+
+// Returns the scales of the elements of a segment that begins at this row of `operand`.
+inline ScaleSegment ElementScales(const Tensor& scales,
+                                  const Tensor& operand,
+                                  int64_t batch,
+                                  int64_t row,
+                                  bool contracts_rows) {
+  const int64_t row_block = operand.rows / scales.rows;
+  const int64_t feature_block = operand.features / scales.features;
+  const std::byte* data = scales.At(batch, row / row_block);
+  if (contracts_rows) return {data, feature_block, 1, row_block, scales.features};
+  return {data, row_block, scales.features, feature_block, 1};
+}
+
 // Builds an OperandView. Add the sizes in the order of the segments, and append the
 // segments row-major: [outer segment][inner segment].
 class OperandSegments {
@@ -50,6 +75,18 @@ class OperandSegments {
   void Append(const StridedPointer& pointer) {
     view_.segments.push_back(
         {pointer.data, pointer.outer_stride, pointer.inner_stride});
+  }
+  // Appends the scales of the latest segment, if they multiply its elements. `scales` is
+  // null if the operand has none; the other arguments are those of ElementScales.
+  void AppendScales(const CallAttributes& at,
+                    const Tensor* scales,
+                    const Tensor& operand,
+                    int64_t batch,
+                    int64_t row,
+                    bool contracts_rows) {
+    if (scales == nullptr || !ScalesElements(at, *scales, contracts_rows)) return;
+    view_.scale_dtype = scales->dtype;
+    view_.scales.push_back(ElementScales(*scales, operand, batch, row, contracts_rows));
   }
   OperandView Take() { return std::move(view_); }
 
@@ -92,37 +129,47 @@ inline GemmProblem Problem(float scale,
   return problem;
 }
 
-// Multiplies the sums of a product by the scales of its FP8 operands. Each function
-// returns the scale of the segment with this index along the rows or columns of the
-// result.
-template <typename OfRows, typename OfColumns>
-void AddFactors(const CallAttributes& at,
-                const OfRows& scale_of_rows,
-                const OfColumns& scale_of_columns,
-                GemmProblem& problem) {
-  if (!at.has_scales) return;
-  const auto factor = [](const Tensor& scale) {
-    return FactorSegment{reinterpret_cast<const float*>(scale.data), 0, 0};
-  };
-  FactorView of_rows, of_columns;
-  for (size_t i = 0; i + 1 < problem.c.row_bounds.size(); ++i) {
-    for (size_t j = 0; j + 1 < problem.c.column_bounds.size(); ++j) {
-      of_rows.segments.push_back(factor(scale_of_rows(i)));
-      of_columns.segments.push_back(factor(scale_of_columns(j)));
-    }
-  }
-  problem.factors = {std::move(of_rows), std::move(of_columns)};
+inline constexpr float kOne = 1;
+
+// Returns the factors of sums from one operand's scales, from row or column `first` of
+// the operand on, along the dimension that is not contracted. They are 1 if the scales
+// multiply the elements instead.
+inline FactorSegment FactorOf(const CallAttributes& at,
+                              const Tensor& scales,
+                              int64_t first,
+                              bool contracts_rows,
+                              bool is_of_rows) {
+  if (ScalesElements(at, scales, contracts_rows)) return {&kOne, 0, 0};
+  const auto* const data = reinterpret_cast<const float*>(scales.data);
+  const int64_t stride = scales.num_elements() > 1;
+  return {data + first * stride, is_of_rows ? stride : 0, is_of_rows ? 0 : stride};
 }
 
-// As above, for a product whose columns all have scale number `second` of a call.
-inline void AddFactors(const CallAttributes& at,
-                       const RankCall& call,
-                       int second,
-                       GemmProblem& problem) {
-  const auto scale = [&](int index) {
-    return [&call, index](size_t) -> const Tensor& { return call.scales[index]; };
-  };
-  AddFactors(at, scale(0), scale(second), problem);
+// Multiplies the sums of a product by the scales of its FP8 operands. Each function
+// takes the index of a segment along K, or 0 if there is one, and the index of the
+// segment along the rows or columns of the result.
+template <typename OfRows, typename OfColumns>
+void AddFactors(const CallAttributes& at,
+                int num_parts,
+                const OfRows& of_rows,
+                const OfColumns& of_columns,
+                GemmProblem& problem) {
+  if (!at.has_scales) return;
+  FactorView rows, columns;
+  bool is_one = true;
+  for (int part = 0; part < num_parts; ++part) {
+    for (size_t i = 0; i + 1 < problem.c.row_bounds.size(); ++i) {
+      for (size_t j = 0; j + 1 < problem.c.column_bounds.size(); ++j) {
+        rows.segments.push_back(of_rows(part, i));
+        columns.segments.push_back(of_columns(part, j));
+        is_one &=
+            rows.segments.back().data == &kOne && columns.segments.back().data == &kOne;
+      }
+    }
+  }
+  if (is_one) return;
+  problem.factors = {std::move(rows), std::move(columns)};
+  problem.has_factors_by_k = num_parts > 1;
 }
 
 }  // namespace jax_ub

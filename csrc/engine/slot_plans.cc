@@ -81,8 +81,12 @@ SlotRequirements ComputeSlotRequirements(const CallAttributes& at,
       // An all-reduce also sends the sums, in the dtype of the result.
       element_bytes = std::max(element_bytes, SizeOf(communicated.result.dtype));
     }
-    plan.slot_bytes = std::max(plan.slot_bytes,
-                               sent.batch * split_rows * sent.features * element_bytes);
+    int64_t slot_bytes = sent.batch * split_rows * sent.features * element_bytes;
+    if (communicated.scales.data != nullptr) {
+      slot_bytes = RowSlice{sent, 0, split_rows}.scales_offset() +
+                   RowSlice{communicated.scales, 0, split_rows}.size_bytes();
+    }
+    plan.slot_bytes = std::max(plan.slot_bytes, slot_bytes);
   }
   plan.schedules = std::make_shared<Schedules>(std::move(schedule));
   return plan;

@@ -70,8 +70,9 @@ void ReadScale(const Reader& read, const char* name, CallAttributes& at) {
   at.scale = read.Float(name);
 }
 
-void ReadHasScales(const Reader& read, const char* name, CallAttributes& at) {
-  read.MayHave(name, at.has_scales);
+template <bool CallAttributes::* kMember>
+void MayHaveFlag(const Reader& read, const char* name, CallAttributes& at) {
+  read.MayHave(name, at.*kMember);
 }
 
 struct AttributeReader {
@@ -87,7 +88,8 @@ constexpr AttributeReader kReaders[] = {
     {kAccumulate, "accumulate", ReadFlag<&CallAttributes::accumulate>},
     {kGather, "gather", ReadGather},
     {kScale, "scale", ReadScale},
-    {kScales, "has_scales", ReadHasScales},
+    {kScales, "has_scales", MayHaveFlag<&CallAttributes::has_scales>},
+    {kScales, "has_row_scales", MayHaveFlag<&CallAttributes::has_row_scales>},
 };
 
 }  // namespace

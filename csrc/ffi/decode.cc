@@ -54,6 +54,8 @@ ffi::DataType XlaTypeOf(DType dtype) {
       return ffi::F8E4M3FN;
     case DType::kE5M2:
       return ffi::F8E5M2;
+    case DType::kE8M0:
+      return ffi::F8E8M0FNU;
   }
   throw std::logic_error("unknown dtype");
 }

@@ -41,9 +41,17 @@ void CheckOperand(const OperandView& view,
                   const char* k_name) {
   CheckBounds(view.outer_bounds, outer, outer_name);
   CheckBounds(view.inner_bounds, k, k_name);
+  if (!InfoOf(view.dtype).is_operand || (!view.scales.empty() && !IsFp8(view.dtype))) {
+    Refuse(std::string(outer_name) + " operand is " +
+           std::string(DTypeName(view.dtype)) +
+           (view.scales.empty() ? ", which GEMMs do not read" : " with scales"));
+  }
   const size_t num_outer = view.outer_bounds.size() - 1;
   const size_t num_inner = view.inner_bounds.size() - 1;
   CheckCount(view.segments.size(), num_outer * num_inner, outer_name);
+  if (!view.scales.empty()) {
+    CheckCount(view.scales.size(), view.segments.size(), "the scales");
+  }
   for (size_t i = 0; i < num_outer; ++i) {
     for (size_t j = 0; j < num_inner; ++j) {
       const ConstSegment& segment = view.segments[i * num_inner + j];
@@ -93,8 +101,11 @@ void CheckProblem(const GemmProblem& problem) {
     Refuse(std::to_string(problem.factors.size()) + " factors, at most " +
            std::to_string(kMaxFactors) + " are supported");
   }
+  const size_t num_parts =
+      problem.has_factors_by_k ? problem.a.inner_bounds.size() - 1 : 1;
   for (const FactorView& factor : problem.factors) {
-    CheckCount(factor.segments.size(), num_segments / c.num_replicas, "a factor");
+    CheckCount(factor.segments.size(), num_parts * num_segments / c.num_replicas,
+               "a factor");
   }
 }
 

@@ -3,7 +3,11 @@
 //   C[m, n] = round(scale * sum_k A[m, k] * B[k, n] + sum of addends[m, n])
 //
 // If there are factors, the scaled sum is multiplied by each of them, in order, before
-// the addends are added.
+// the addends are added. With `has_factors_by_k`, each segment of A along K has its own
+// factors, which multiply the sum over this segment.
+//
+// An FP8 operand may have scales. Its elements, multiplied by their scales, become bf16
+// numbers, which is exact while they are normal. Smaller ones become zero.
 //
 // Products of bf16, f16 and FP8 operands are exact. They are summed in f32, in an order
 // that depends only on the views and the instruction set, not on the number of threads,
@@ -37,6 +41,7 @@ struct GemmProblem {
   ResultView c;   // [M, N]
   std::vector<AddendView> addends;
   std::vector<FactorView> factors;  // read while the product runs
+  bool has_factors_by_k = false;
 };
 
 // Divides a problem into units. Units are independent: each writes a different block of

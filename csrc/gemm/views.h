@@ -27,6 +27,17 @@ struct ConstSegment {
   int64_t inner_stride = 0;
 };
 
+// The scales of a segment, f32 or e8m0, which multiply its elements. They are powers of
+// two, or NaN. Element (o, k) of the segment has the scale
+//   data[o / outer_block * outer_stride + k / inner_block * inner_stride].
+struct ScaleSegment {
+  const std::byte* data = nullptr;
+  int64_t outer_block = 1;
+  int64_t outer_stride = 0;
+  int64_t inner_block = 1;
+  int64_t inner_stride = 0;
+};
+
 // An operand of a GEMM, A [M, K] or B [K, N]. `outer` is the dimension that is not
 // contracted (M of A, N of B) and `inner` is the contracted dimension (K), independent
 // of the layout.
@@ -34,7 +45,9 @@ struct OperandView {
   DType dtype = DType::kF32;
   std::vector<int64_t> outer_bounds;
   std::vector<int64_t> inner_bounds;
-  std::vector<ConstSegment> segments;  // [outer segment][inner segment]
+  std::vector<ConstSegment> segments;     // [outer segment][inner segment]
+  DType scale_dtype = DType::kE8M0;       // of `scales`
+  std::vector<ScaleSegment> scales = {};  // parallel to `segments`; empty: none
 };
 
 struct Segment {
@@ -76,7 +89,9 @@ struct FactorSegment {
 };
 
 struct FactorView {
-  std::vector<FactorSegment> segments;  // parallel to one replica of the result
+  // Parallel to one replica of the result, [row segment][column segment]. If
+  // GemmProblem::has_factors_by_k, [segment of A along K][row segment][column segment].
+  std::vector<FactorSegment> segments;
 };
 
 }  // namespace jax_ub

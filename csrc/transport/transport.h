@@ -28,6 +28,7 @@ struct Rows {
   int64_t num_rows = 0;
   int64_t row_bytes = 0;
   int64_t stride_bytes = 0;
+  int64_t slot_offset = 0;  // where the packed rows begin in a slot, in bytes
 };
 
 // Describes a wait in the error that it raises, and sets its timeout.

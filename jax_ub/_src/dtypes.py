@@ -11,29 +11,32 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class DType:
-    """An element type, such as bf16, of the operands or results of the engine.
+    """An element type, such as bf16, of operands, results or scales of the engine.
 
     Attributes:
         short_name: the engine's name, such as "bf16", which command lines use, too.
         dtype: the NumPy dtype.
-        is_result: whether results may have this type; operands may have any.
+        is_operand: whether operands may have this type; otherwise only scales may.
+        is_result: whether results may have this type.
     """
 
     short_name: str
     dtype: np.dtype
-    is_result: bool
+    is_operand: bool = True
+    is_result: bool = False
 
 
 TABLE = (
     DType("f32", jnp.dtype("float32"), is_result=True),
     DType("bf16", jnp.dtype("bfloat16"), is_result=True),
     DType("f16", jnp.dtype("float16"), is_result=True),
-    DType("e4m3", jnp.dtype("float8_e4m3fn"), is_result=False),
-    DType("e5m2", jnp.dtype("float8_e5m2"), is_result=False),
+    DType("e4m3", jnp.dtype("float8_e4m3fn")),
+    DType("e5m2", jnp.dtype("float8_e5m2")),
+    DType("e8m0", jnp.dtype("float8_e8m0fnu"), is_operand=False),
 )
 RESULTS = tuple(row.dtype for row in TABLE if row.is_result)
 OPERANDS = RESULTS  # operands without scales
-FP8 = tuple(row.dtype for row in TABLE if not row.is_result)
+FP8 = tuple(row.dtype for row in TABLE if row.is_operand and not row.is_result)
 # Maps short names of operands without scales to dtype names: "f32" to "float32".
 BY_SHORT_NAME = {row.short_name: row.dtype.name for row in TABLE if row.is_result}
 SHORT_NAMES = {name: short for short, name in BY_SHORT_NAME.items()}

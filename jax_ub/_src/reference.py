@@ -3,7 +3,9 @@
 `Method.XLA` runs them, the tests use them as oracle and the benchmarks as baseline.
 Each dot is written in the fastest form known for XLA:CPU. Partial results are summed in
 f32 and rounded once, as in the engine. f64 operands, which the engine does not support,
-are summed in f64. FP8 operands are multiplied without scales.
+are summed in f64. The scales of FP8 operands multiply the sums if they are constant
+along the contracted dimension. The others are powers of two and multiply the elements,
+which then become bf16; that is exact.
 """
 
 import functools
@@ -27,16 +29,56 @@ def sum_dtype(dtype) -> np.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def dot(x: jax.Array, w: jax.Array, *, rhs_transposed: bool = False) -> jax.Array:
-    """Multiplies x [..., K] by w [K, N], or by the transpose of w [N, K], in f32."""
+def dot(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    rhs_transposed: bool = False,
+    scales: Sequence[jax.Array] = (),
+) -> jax.Array:
+    """Multiplies x [..., K] by w [K, N], or by the transpose of w [N, K], in f32.
+
+    `scales` has those of x and of w, if they are FP8.
+    """
     contracted = 1 if rhs_transposed else 0
-    return _product(x, w, (((x.ndim - 1,), (contracted,)), ((), ())))
+    (x, x_factor), (w, w_factor) = _factored((x, w), scales, (x.ndim - 1, contracted))
+    y = _product(x, w, (((x.ndim - 1,), (contracted,)), ((), ())))
+    if w_factor is not None and w_factor.ndim == 2 and rhs_transposed:
+        w_factor = w_factor.T
+    return _times(y, x_factor, w_factor)
 
 
-def outer(x: jax.Array, dy: jax.Array) -> jax.Array:
+def outer(x: jax.Array, dy: jax.Array, scales: Sequence[jax.Array] = ()) -> jax.Array:
     """Computes x^T dy over all rows: x [..., M, K], dy [..., M, N] -> f32 [K, N]."""
     rows = tuple(range(x.ndim - 1))
-    return _product(x, dy, ((rows, rows), ((), ())))
+    (x, x_factor), (dy, dy_factor) = _factored((x, dy), scales, (None, None))
+    return _times(_product(x, dy, ((rows, rows), ((), ()))), x_factor, dy_factor)
+
+
+def _factored(operands, scales, contracted):
+    """Returns each operand without the scales that multiply sums, and these, or None.
+
+    A scale per tensor has shape [1]. `contracted` is the contracted axis of each
+    operand, or None if several axes are contracted.
+    """
+    if not scales:
+        return [(operand, None) for operand in operands]
+    factored = []
+    for values, scale, axis in zip(operands, scales, contracted, strict=True):
+        is_f32 = scale.dtype == jnp.float32
+        if scale.ndim == 1:
+            factored.append((values, scale.reshape(())))
+        elif is_f32 and axis is not None and scale.shape[axis] == 1:
+            factored.append((values, scale))
+        else:
+            factored.append((dequantize(values, scale).astype(jnp.bfloat16), None))
+    return factored
+
+
+def _times(y, *factors):
+    for factor in factors:
+        y = y if factor is None else y * with_rank(factor, y.ndim)
+    return y
 
 
 def dequantize(values: jax.Array, scales: jax.Array) -> jax.Array:
@@ -110,11 +152,20 @@ def _has_bf16_products():
 
 
 def dots(
-    xs: Sequence[jax.Array], ws: Sequence[jax.Array], *, rhs_transposed: bool = False
+    xs: Sequence[jax.Array],
+    ws: Sequence[jax.Array],
+    *,
+    rhs_transposed: bool = False,
+    scales: Sequence[jax.Array] = (),
 ) -> jax.Array:
-    """Returns `sum_i x_i @ w_i` in f32, or `x_i @ w_i.T` if `rhs_transposed`."""
+    """Returns `sum_i x_i @ w_i` in f32, or `x_i @ w_i.T` if `rhs_transposed`.
+
+    `scales` has those of all x_i, then those of all w_i, if they are FP8.
+    """
+    n = len(xs)
     products = (
-        dot(x, w, rhs_transposed=rhs_transposed) for x, w in zip(xs, ws, strict=True)
+        dot(x, w, rhs_transposed=rhs_transposed, scales=scales[i::n])
+        for i, (x, w) in enumerate(zip(xs, ws, strict=True))
     )
     return functools.reduce(operator.add, products)
 
@@ -135,13 +186,9 @@ def with_rank(value: jax.Array, rank: int) -> jax.Array:
     return lax.expand_dims(value, range(rank - value.ndim))
 
 
-def scaled(y: jax.Array, scale: float, *factors: jax.Array) -> jax.Array:
-    """Multiplies an f32 array by `scale` and by the scales `[1]` of FP8 operands."""
-    if scale != 1:
-        y = y * jnp.float32(scale)
-    for factor in factors:
-        y = y * factor.reshape(())
-    return y
+def scaled(y: jax.Array, scale: float) -> jax.Array:
+    """Multiplies an f32 array by `scale`."""
+    return y if scale == 1 else y * jnp.float32(scale)
 
 
 def all_gather(x: jax.Array, axis_name: Axis) -> jax.Array:

@@ -16,6 +16,7 @@
 
 #include "member.h"
 #include "platform/error.h"
+#include "scaled_calls.h"
 
 namespace jax_ub {
 namespace {
@@ -237,6 +238,23 @@ TEST(MethodsAndOptionsAreComparedToo) {
   run([](CallAttributes& at) { at.variant = Variant::kAggregate; },
       "all_reduce by direct, aggregate of");
   run([](CallAttributes& at) { at.label = "other"; }, "; and other: all_reduce");
+}
+
+TEST(RanksWithDifferentRecipesAreTold) {
+  InProcesses({0, 1}, [](Member& member) {
+    const bool is_leader = member.sequencer().communicator().is_leader();
+    CallAttributes at = Spanning(Op::kAllGatherMatmul, Method::kDirect, 2);
+    at.has_scales = true;
+    at.has_row_scales = is_leader;
+    CallSite site(at);
+    Arrays arrays(1);
+    const auto kind = is_leader ? ScaleKind::kBlocks : ScaleKind::kTensor;
+    const auto made = MakeScaledCalls(at, kBlockSizes, kind, false, arrays);
+    const std::string text = member.Begin(site, 1, made.calls)[0].Wait();
+    Has(text, "jax_ub.all_gather_matmul (ub_name 'test'): rank 1 (process 1, pid ");
+    Has(text, ") scales per tensor, rank 0 (process 0, pid ");
+    Has(text, ") per block. Pass the same recipe on all ranks");
+  });
 }
 
 TEST(ARankThatIsRefusedFailsTheOthers) {

@@ -77,8 +77,10 @@ inline void CompareOne(uint64_t seed,
                        const Isa& isa,
                        std::optional<OperandDTypes> operands = {}) {
   Random random(seed);
-  const bool has_factors = seed % 2 == 0;
-  const auto gemm = MakeGemm(seed, RandomSizes(random), values, operands, has_factors);
+  const Scaling scaling = {.has_factors = seed % 2 == 0,
+                           .has_factors_by_k = seed % 4 == 0,
+                           .has_scales = seed % 5 < 3};
+  const auto gemm = MakeGemm(seed, RandomSizes(random), values, operands, scaling);
   const GemmProblem& problem = gemm->problem;
   const KernelSet& kernels = KernelsFor(isa, problem.a.dtype, problem.b.dtype);
   const int num_workers = static_cast<int>(Pick(random, 1, 5));

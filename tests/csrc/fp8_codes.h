@@ -75,7 +75,55 @@ inline void CompareProductsOfCodes(const KernelSet& kernels, int64_t rows) {
   }
 }
 
+// Multiplies all codes, in both operands and layouts, by e8m0 scales. The other
+// operand has ones at k = 1. Subnormal products count as zero.
+inline void CompareScaledCodes(const KernelSet& kernels) {
+  constexpr int64_t kDepth = 32, kOnes = 9;
+  for (int variant = 0; variant < 8; ++variant) {
+    const bool is_b = variant & 1, is_contiguous = variant & 2;
+    const DType dtype = variant & 4 ? DType::kE5M2 : DType::kE4M3;
+    const int64_t stride = is_contiguous ? kDepth : 256, step = is_contiguous ? 1 : 256;
+    const int64_t outer_stride = is_contiguous ? stride : 1;
+    std::vector<std::byte> codes(kDepth * 256), ones(kDepth * kOnes);
+    for (int i = 0; i < 256; ++i) {
+      codes[i * outer_stride + step] = static_cast<std::byte>(i);
+    }
+    for (int i = 0; i < kOnes; ++i) ones[kOnes + i] = std::byte{0x38};
+    OperandView of_codes = {
+        dtype, {0, 256}, {0, kDepth}, {{codes.data(), outer_stride, step}}};
+    const OperandView of_ones = {
+        DType::kE4M3, {0, kOnes}, {0, kDepth}, {{ones.data(), 1, kOnes}}};
+    // Each 7th, from 0, which is the smallest, to 254 and NaN.
+    for (int bits = 0; bits < 256; bits += bits == 252 ? 2 : bits == 254 ? 1 : 7) {
+      const std::vector<std::byte> scales(256, static_cast<std::byte>(bits));
+      of_codes.scales = {{scales.data(), 1, 1, kDepth, 0}};
+      std::vector<float> c(256 * kOnes);
+      auto* const to = reinterpret_cast<std::byte*>(c.data());
+      GemmProblem problem;
+      problem.m = is_b ? kOnes : 256;
+      problem.n = is_b ? 256 : kOnes;
+      problem.k = kDepth;
+      problem.a = is_b ? of_ones : of_codes;
+      problem.b = is_b ? of_codes : of_ones;
+      problem.c = {DType::kF32, 1, {0, problem.m}, {0, problem.n}, {{to, problem.n}}};
+      RunUnits(*PlanCpuGemm(problem, kernels, 1));
+      int64_t num_wrong = 0;
+      for (int i = 0; i < 256; ++i) {
+        const double x = std::ldexp(double{Fp8ToF32(i, dtype)}, bits - 127);
+        float expected = bits == 255 ? NAN : static_cast<float>(x);
+        if (std::abs(expected) < 0x1p-126f) expected = 0;
+        for (int64_t j = 0; j < kOnes; ++j) {
+          const float found = c[is_b ? j * 256 + i : i * kOnes + j];
+          num_wrong += expected == 0 ? found != 0 : !AreSame(found, expected);
+        }
+      }
+      CHECK_EQ(num_wrong, 0);
+    }
+  }
+}
+
 inline void CompareAllCodes(const KernelSet& kernels) {
+  CompareScaledCodes(kernels);
   CompareWidenedCodes(kernels);
   CompareProductsOfCodes(kernels, 256);
   CompareProductsOfCodes(kernels, 4);

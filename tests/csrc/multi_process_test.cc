@@ -4,6 +4,7 @@
 
 #include "engine/cpu/multi_process_direct.h"
 #include "member.h"
+#include "scaled_calls.h"
 
 namespace jax_ub {
 namespace {
@@ -25,6 +26,42 @@ void EveryOp(const std::vector<int>& process_of_rank, const Sizes& sizes) {
       }
     }
   });
+}
+
+void EveryOpOfFp8(const std::vector<int>& process_of_rank) {
+  InProcesses(process_of_rank, [&](Member& member) {
+    const int num_ranks = static_cast<int>(process_of_rank.size());
+    int seed = 0;
+    for (int op = 0; op < kNumOps; ++op) {
+      for (int method = 0; method < kNumMethods; ++method) {
+        CallAttributes like = Spanning(static_cast<Op>(op), static_cast<Method>(method),
+                                       process_of_rank.size());
+        if (InfoOf(like.op).gemm == GemmKind::kNone || like.op == Op::kMatmul) continue;
+        if (!HasMethod(like.op, like.method)) continue;
+        for (CallAttributes variant : Variants(like.op, like.method, num_ranks)) {
+          variant.channel = like.channel;
+          ForEachScaling(
+              variant, [&](const CallAttributes& at, ScaleKind kind, bool is_crossed) {
+                Arrays arrays(++seed);
+                CallSite site(at, seed);
+                const auto made =
+                    MakeScaledCalls(at, kBlockSizes, kind, is_crossed, arrays);
+                for (Outcome& outcome : member.Begin(site, 7, made.calls)) {
+                  CHECK_EQ(outcome.Wait(), "");
+                }
+                made.Dequantize(at);
+                CHECK_EQ(NumWrong(at, made.wide, member.ranks()), 0);
+              });
+        }
+      }
+    }
+  });
+}
+
+TEST(EveryOpOfFp8OperandsIsExactInTwoProcesses) { EveryOpOfFp8({0, 1}); }
+TEST(EveryOpOfFp8OperandsIsExactInThreeProcesses) { EveryOpOfFp8({2, 0, 1}); }
+TEST(EveryOpOfFp8OperandsIsExactWithSeveralRanksAProcess) {
+  EveryOpOfFp8({0, 1, 0, 1});
 }
 
 TEST(EveryOpByEveryMethodIsExactInTwoProcesses) { EveryOp({0, 1}, {}); }

@@ -194,6 +194,49 @@ inline RandomOperand MakeOperand(Random& random,
   return operand;
 }
 
+// Gives each segment of an FP8 operand scales: random powers of two, for blocks of
+// random sizes, or one for each element along a dimension.
+inline void AddScales(Random& random, Buffers& buffers, RandomOperand& operand) {
+  OperandView& view = operand.view;
+  const int64_t inner = view.inner_bounds.back();
+  view.scale_dtype = Pick(random, 0, 1) ? DType::kF32 : DType::kE8M0;
+  const auto block = [&] {
+    return std::vector<int64_t>{1, 2, 7, 32}[Pick(random, 0, 3)];
+  };
+  for (size_t i = 0; i + 1 < view.outer_bounds.size(); ++i) {
+    for (size_t j = 0; j + 1 < view.inner_bounds.size(); ++j) {
+      const int64_t o0 = view.outer_bounds[i], o1 = view.outer_bounds[i + 1];
+      const int64_t k0 = view.inner_bounds[j], k1 = view.inner_bounds[j + 1];
+      ScaleSegment scales = {nullptr, block(), 1, block(), 1};
+      const int64_t num_outer = (o1 - o0 + scales.outer_block - 1) / scales.outer_block;
+      const int64_t num_inner = (k1 - k0 + scales.inner_block - 1) / scales.inner_block;
+      (Pick(random, 0, 1) ? scales.outer_stride = num_inner
+                          : scales.inner_stride = num_outer);
+      const int64_t bytes = SizeOf(view.scale_dtype);
+      std::byte* data = buffers.Add(num_outer * num_inner * bytes);
+      std::vector<float> numbers(num_outer * num_inner);
+      for (size_t s = 0; s < numbers.size(); ++s) {
+        const int exponent = static_cast<int>(Pick(random, -2, 2));
+        numbers[s] = std::ldexp(1.0f, exponent);
+        if (view.scale_dtype == DType::kF32) {
+          Write(data + s * bytes, DType::kF32, numbers[s]);
+        } else {
+          data[s] = static_cast<std::byte>(127 + exponent);
+        }
+      }
+      scales.data = data;
+      view.scales.push_back(scales);
+      for (int64_t o = o0; o < o1; ++o) {
+        for (int64_t k = k0; k < k1; ++k) {
+          operand.dense[o * inner + k] *=
+              numbers[(o - o0) / scales.outer_block * scales.outer_stride +
+                      (k - k0) / scales.inner_block * scales.inner_stride];
+        }
+      }
+    }
+  }
+}
+
 // A GEMM problem, the memory of its result, and the expected result before rounding.
 struct RandomGemm {
   Buffers buffers;
@@ -286,29 +329,31 @@ inline void AddAddend(Random& random, RandomGemm& gemm, Values values) {
 }
 
 // Multiplies the sums of the problem by random powers of two: one factor for each
-// segment, or one for each of its rows or columns.
-inline void AddFactor(Random& random, RandomGemm& gemm) {
+// segment, or one for each of its rows or columns. `products` has the product of all
+// factors, [segment along K][m * N + n].
+inline void AddFactor(Random& random,
+                      RandomGemm& gemm,
+                      std::vector<std::vector<double>>& products) {
   const ResultView& c = gemm.problem.c;
   const int64_t kind = Pick(random, 0, 2);
   FactorView factor;
-  for (size_t i = 0; i + 1 < c.row_bounds.size(); ++i) {
-    for (size_t j = 0; j + 1 < c.column_bounds.size(); ++j) {
-      const int64_t rows = c.row_bounds[i + 1] - c.row_bounds[i];
-      const int64_t columns = c.column_bounds[j + 1] - c.column_bounds[j];
-      const int64_t size = kind == 0 ? 1 : kind == 1 ? rows : columns;
-      auto* const data = reinterpret_cast<float*>(gemm.buffers.Add(4 * size));
-      for (int64_t k = 0; k < size; ++k) {
-        data[k] = std::ldexp(1.0f, static_cast<int>(Pick(random, -3, 3)));
-      }
-      const FactorSegment segment = {data, kind == 1, kind == 2};
-      factor.segments.push_back(segment);
-      for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t col = 0; col < columns; ++col) {
-          const int64_t at =
-              (c.row_bounds[i] + r) * gemm.problem.n + c.column_bounds[j] + col;
-          const float x = data[r * segment.row_stride + col * segment.column_stride];
-          for (auto& expected : gemm.expected) expected[at] *= x;
-          for (auto& magnitude : gemm.magnitude) magnitude[at] *= x;
+  for (std::vector<double>& product : products) {
+    for (size_t i = 0; i + 1 < c.row_bounds.size(); ++i) {
+      for (size_t j = 0; j + 1 < c.column_bounds.size(); ++j) {
+        const int64_t rows = c.row_bounds[i + 1] - c.row_bounds[i];
+        const int64_t columns = c.column_bounds[j + 1] - c.column_bounds[j];
+        const int64_t size = kind == 0 ? 1 : kind == 1 ? rows : columns;
+        auto* const data = reinterpret_cast<float*>(gemm.buffers.Add(4 * size));
+        for (int64_t k = 0; k < size; ++k) {
+          data[k] = std::ldexp(1.0f, static_cast<int>(Pick(random, -3, 3)));
+        }
+        const FactorSegment segment = {data, kind == 1, kind == 2};
+        factor.segments.push_back(segment);
+        for (int64_t r = 0; r < rows; ++r) {
+          for (int64_t col = 0; col < columns; ++col) {
+            product[(c.row_bounds[i] + r) * gemm.problem.n + c.column_bounds[j] +
+                    col] *= data[r * segment.row_stride + col * segment.column_stride];
+          }
         }
       }
     }
@@ -329,11 +374,18 @@ inline const OperandDTypes kFp8Pairs[] = {{DType::kE4M3, DType::kE4M3},
                                           {DType::kE4M3, DType::kE5M2},
                                           {DType::kE5M2, DType::kE4M3}};
 
+// How the operands and sums of a random GEMM are scaled.
+struct Scaling {
+  bool has_factors = false;
+  bool has_factors_by_k = false;
+  bool has_scales = false;  // of FP8 operands
+};
+
 inline std::unique_ptr<RandomGemm> MakeGemm(uint64_t seed,
                                             const GemmSizes& sizes,
                                             Values values,
                                             std::optional<OperandDTypes> operands = {},
-                                            bool has_factors = false) {
+                                            const Scaling& scaling = {}) {
   Random random(seed);
   auto gemm = std::make_unique<RandomGemm>();
   GemmProblem& problem = gemm->problem;
@@ -347,14 +399,32 @@ inline std::unique_ptr<RandomGemm> MakeGemm(uint64_t seed,
                                 values, sizes.max_parts);
   RandomOperand b = MakeOperand(random, gemm->buffers, sizes.n, sizes.k, b_dtype,
                                 values, sizes.max_parts);
+  if (scaling.has_scales) {
+    for (RandomOperand* operand : {&a, &b}) {
+      if (IsFp8(operand->view.dtype)) AddScales(random, gemm->buffers, *operand);
+    }
+  }
   problem.a = a.view;
   problem.b = b.view;
+  problem.has_factors_by_k = scaling.has_factors_by_k;
   AddResult(random, *gemm, sizes, dtype());
+  const auto& parts = problem.a.inner_bounds;
+  std::vector<std::vector<double>> factors(
+      scaling.has_factors_by_k ? parts.size() - 1 : 1,
+      std::vector<double>(sizes.m * sizes.n, 1.0));
+  for (int64_t i = scaling.has_factors ? Pick(random, 0, 2) : 0; i > 0; --i) {
+    AddFactor(random, *gemm, factors);
+  }
   std::vector<double> product(sizes.m * sizes.n), magnitude(sizes.m * sizes.n);
   for (int64_t m = 0; m < sizes.m; ++m) {
     for (int64_t n = 0; n < sizes.n; ++n) {
       for (int64_t k = 0; k < sizes.k; ++k) {
-        const double x = double{a.dense[m * sizes.k + k]} * b.dense[n * sizes.k + k];
+        const size_t part =
+            scaling.has_factors_by_k
+                ? std::upper_bound(parts.begin(), parts.end(), k) - parts.begin() - 1
+                : 0;
+        const double x = double{a.dense[m * sizes.k + k]} * b.dense[n * sizes.k + k] *
+                         factors[part][m * sizes.n + n];
         product[m * sizes.n + n] += x;
         magnitude[m * sizes.n + n] += std::abs(x);
       }
@@ -364,9 +434,6 @@ inline std::unique_ptr<RandomGemm> MakeGemm(uint64_t seed,
   for (double& sum : product) sum *= problem.scale;
   gemm->expected.assign(problem.c.num_replicas, product);
   gemm->magnitude.assign(problem.c.num_replicas, magnitude);
-  for (int64_t i = has_factors ? Pick(random, 0, 2) : 0; i > 0; --i) {
-    AddFactor(random, *gemm);
-  }
   bool has_own = false;
   for (int64_t i = Pick(random, 0, 3); i > 0; --i) {
     // The result itself can be an addend only once, since the first addition overwrites

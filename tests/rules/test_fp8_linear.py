@@ -25,11 +25,17 @@ from scaled_operands import (
 )
 
 import jax_ub as ub
-from jax_ub.errors import ConfigurationError, ShapeContractError
+from jax_ub.errors import (
+    ConfigurationError,
+    ShapeContractError,
+    UnsupportedOverlapError,
+)
 
 COLUMN, ROW, SUM = ("column", True), ("row", True), ("row", False)
 CURRENT, DELAYED = FP8.Float8CurrentScaling(), FP8.DelayedScaling(amax_history_len=3)
 METHODS = ["direct", "ring_exchange", "pipeline", "external", "xla"]
+# Four ranks have blocks of 32 output features each.
+FEATURES = {recipe: 128 if recipe == "block" else 8 for recipe in RECIPES}
 
 
 def layer(mode, recipe, **options):
@@ -68,7 +74,7 @@ def assert_exact(function, values):
 @pytest.mark.parametrize("mode", MODES)
 def test_values_and_gradients_are_exact(mode, recipe, check_vma):
     function = on_tp(mode, layer(mode, RECIPES[recipe]), check_vma=check_vma)
-    values = operands()
+    values = operands(num_features=FEATURES[recipe])
     if check_vma or mode in (COLUMN, ROW):
         return assert_exact(function, values)
     # Gradients of replicated operands follow JAX's convention for check_vma=False.
@@ -76,10 +82,11 @@ def test_values_and_gradients_are_exact(mode, recipe, check_vma):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("recipe", ["current", "block", "row"])
 @pytest.mark.parametrize("mode", [COLUMN, ROW, SUM])
-def test_all_passes_multiply_fp8_by_every_method(mode, method):
-    function = on_tp(mode, layer(mode, RECIPES["current"], method=method), 2)
-    values = operands()
+def test_all_passes_multiply_fp8_by_every_method(mode, recipe, method):
+    function = on_tp(mode, layer(mode, RECIPES[recipe], method=method), 2)
+    values = operands(num_features=FEATURES[recipe])
     ub.fallbacks(clear=True)
     assert_exact(function, values)
     assert not ub.fallbacks(clear=True)
@@ -92,21 +99,23 @@ def test_all_passes_multiply_fp8_by_every_method(mode, method):
     lines = [line for line in text.splitlines() if "custom-call(" in line]
     lines = [line for line in lines if "has_scales = 1" in line]
     assert len(lines) == (0 if method == "xla" else 3)
-    # The forward pass multiplies e4m3; dgrad and wgrad also read e5m2 gradients.
+    # The forward pass multiplies e4m3; dgrad and wgrad also read e5m2 gradients, or
+    # e4m3 gradients if scales belong to rows or blocks.
     if method != "xla":
-        assert sum("f8e5m2[" in line for line in lines) == 2
+        assert sum("f8e5m2[" in line for line in lines) == 2 * (recipe == "current")
         assert all("f8e4m3fn[" in line for line in lines)
 
 
+@pytest.mark.parametrize("recipe", ["current", "block", "row"])
 @pytest.mark.parametrize("method", ["bulk", "ring_exchange"])
-def test_gradients_by_a_configured_method(method):
+def test_gradients_by_a_configured_method(method, recipe):
     mesh = tp_mesh(2)
     names = {"qkv_dgrad": {"method": method}}
     if method == "bulk":
         names["qkv_wgrad"] = {"method": "bulk"}
     ub.initialize_ub((1024, 128), 2, ub_cfgs=names, mesh=mesh)
-    function = on_tp(COLUMN, layer(COLUMN, RECIPES["current"], ub_name="qkv"), 2)
-    values = operands()
+    function = on_tp(COLUMN, layer(COLUMN, RECIPES[recipe], ub_name="qkv"), 2)
+    values = operands(num_features=FEATURES[recipe])
     assert_exact(function, values)
     gradients = jax.jit(jax.grad(lambda *v: jnp.sum(function(*v)), (0, 1)))
     found = calls(compiled_text(gradients, *values))
@@ -263,8 +272,8 @@ def test_several_kernels_and_a_residual(recipe):
     assert_equal(found, wanted)
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_gradients_of_several_kernels_share_a_scale(recipe):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_of_several_kernels_are_exact(recipe):
     def layer(x, w1, w2):
         state = FP8.init_state(RECIPES[recipe]) or None
         return jnp.concatenate(
@@ -280,8 +289,8 @@ def test_gradients_of_several_kernels_share_a_scale(recipe):
         )
 
     function = on_ranks(layer, tp_mesh(2), (ROWS, COLUMNS, COLUMNS), COLUMNS)
-    x, w, _ = operands("float32")
-    values = x, w, integers(3, (128, 8), "float32")
+    x, w, _ = operands("float32", FEATURES[recipe])
+    values = x, w, integers(3, w.shape, "float32")
 
     def wanted(x, w1, w2):
         halves = [jnp.split(plain(x, w, 0.0), 2, 1) for w in (w1, w2)]
@@ -293,8 +302,9 @@ def test_gradients_of_several_kernels_share_a_scale(recipe):
     jax.tree.map(assert_equal, found, expected)
 
 
-def test_main_grad_accumulates():
-    options = {"parallel": "row", "axis_name": "tp", "fp8": RECIPES["current"]}
+@pytest.mark.parametrize("recipe", ["current", "row"])
+def test_main_grad_accumulates(recipe):
+    options = {"parallel": "row", "axis_name": "tp", "fp8": RECIPES[recipe]}
     check_main_grad(lambda x, w, m: ub.linear(x, w, main_grad=m, **options))
 
 
@@ -360,3 +370,37 @@ def test_a_state_of_two_calls_is_rejected():
 
     with pytest.raises(ShapeContractError, match="this FP8 state went into another"):
         jax.grad(loss)(FP8.init_state(DELAYED))
+
+
+def test_gradients_with_blocks_need_whole_blocks_of_output_features():
+    def loss(w):
+        return jnp.sum(ub.linear(X, w, fp8=RECIPES["block"]))
+
+    loss(W)
+    text = "linear: N = 8 is no multiple of 32, which MXFP8 needs. Pad N, or use"
+    with pytest.raises(ShapeContractError, match=text):
+        jax.grad(loss)(W)
+
+
+@pytest.mark.parametrize("is_jitted", [True, False])
+def test_vmap_must_map_the_state_with_x(is_jitted):
+    xs, state = jnp.stack([X, 2 * X]), FP8.init_state(DELAYED)
+
+    def loss(x, state):
+        return jnp.sum(ub.linear(x, W, fp8=DELAYED, fp8_state=state))
+
+    step = jax.grad(loss, 1)
+    step = jax.jit(step) if is_jitted else step
+    text = (
+        "linear: jax.vmap maps x but not its FP8 state, and JAX would add the new "
+        "states of 2 examples. Put the examples into batch axes of x"
+    )
+    with pytest.raises(UnsupportedOverlapError, match=text):
+        jax.vmap(step, (0, None))(xs, state)
+    states = jax.tree.map(lambda array: jnp.stack([array, array]), state)
+    found = jax.vmap(step)(xs, states)["input_amax_history"][:, 0]
+    amax = jnp.max(jnp.abs(X))
+    assert_equal(found, jnp.stack([amax, 2 * amax]))
+    # A batch axis has one state.
+    found = step(xs, state)["input_amax_history"][0]
+    assert_equal(found, 2 * amax)

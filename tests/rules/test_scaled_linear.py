@@ -14,6 +14,7 @@ from scaled_operands import (
     MODES,
     RECIPES,
     ROWS,
+    SPECS,
     check_main_grad,
     integers,
     linear,
@@ -61,7 +62,12 @@ METHODS = ["direct", "ring_exchange", "pipeline", "external", "xla"]
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("mode", "recipe"),
-    [(COLUMN, "current"), (ROW, "current"), (ROW, "block"), (SUM, "delayed")],
+    [
+        *((mode, recipe) for mode in (COLUMN, ROW) for recipe in RECIPES),
+        (SUM, "delayed"),
+        (SUM, "block"),
+        (SUM, "row"),
+    ],
 )
 def test_layers_overlap_by_every_method(mode, recipe, method):
     layer = on_tp(mode, linear(mode, RECIPES[recipe], method=method), 2)
@@ -76,11 +82,12 @@ def test_layers_overlap_by_every_method(mode, recipe, method):
         SUM: "matmul_all_reduce",
     }[mode]
     assert calls(text) == ({} if method == "xla" else {op: 1})
-    if method != "xla" and recipe == "current":
+    if method != "xla":
         # FP8 arrays and their scales are operands of the call.
         (line,) = (line for line in text.splitlines() if f"jax_ub${op}" in line)
         assert line.count("f8e4m3fn[") == 2
-        assert line.count("f32[1]") == 2
+        scales = {"block": "f8e8m0fnu[", "row": "f32["}.get(recipe, "f32[1]")
+        assert line.count(scales) == 2
 
 
 @pytest.mark.parametrize("mode", [COLUMN, ROW, SUM])
@@ -221,15 +228,8 @@ def test_several_kernels_share_one_gather_of_bytes(recipe):
     gathered = function(*values)[1]
     assert_equal(gathered, jnp.concatenate([x.astype("float32")] * 4))
     text = compiled_text(function, *values)
-    lines = [line for line in text.splitlines() if " all-gather(" in line]
-    if recipe in ("delayed", "current"):
-        assert not lines
-        assert calls(text) == {"all_gather_matmul": 1}
-        return
-    assert len(lines) == 2
-    assert sum("u8[" in line.split("all-gather")[0] for line in lines) == (
-        2 if recipe == "block" else 1
-    )
+    assert " all-gather(" not in text
+    assert calls(text) == {"all_gather_matmul": 1}
 
 
 @pytest.mark.parametrize("operand", [0, 1, 2])
@@ -254,6 +254,38 @@ def test_scales_that_are_no_powers_of_two_multiply_the_f32_sum():
     assert np.all(np.abs(wide_a @ wide_b - found) <= bound)
     # The rounding of both operands: 0.037 for e4m3, in the Frobenius norm.
     assert np.linalg.norm(found - x @ w) / np.linalg.norm(x @ w) < 1.2 * 0.037
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mode", [COLUMN, ROW, SUM])
+def test_row_scales_of_any_size_multiply_the_f32_sums(mode, method):
+    random = np.random.default_rng(3)
+    x, w = normal(0, (8, 256)), normal(1, (256, 8))
+    num_ranks = 4
+    # Each rank has other scales for its part of K, or for its rows and columns.
+    shape = (8, 1) if mode is COLUMN else (8, num_ranks)
+    x_scales, w_scales = (jnp.asarray(random.uniform(0.5, 2, shape)) for _ in range(2))
+
+    def layer(x, w, x_scales, w_scales):
+        x = ub.ScaledArray(x.astype(E4M3), x_scales.astype("float32"))
+        w = ub.ScaledArray(w.astype(E4M3), w_scales.T.astype("float32"))
+        options = {"axis_name": "tp", "method": method, "out_dtype": jnp.float32}
+        op = {COLUMN: ub.all_gather_matmul, ROW: ub.matmul_reduce_scatter}
+        return op.get(mode, ub.matmul_all_reduce)(x, w, **options)
+
+    (x_spec, w_spec, _), out = SPECS[mode]
+    scale_spec = ROWS if mode is COLUMN else COLUMNS
+    specs = (x_spec, w_spec, scale_spec, scale_spec)
+    function = on_ranks(layer, tp_mesh(num_ranks), specs, out)
+    found = function(x, w, x_scales, w_scales)
+    wide_x, wide_w = (np.asarray(a.astype(E4M3), np.float64) for a in (x, w))
+    repeats = 256 // shape[1]
+    wide_x = wide_x * np.repeat(np.asarray(x_scales, np.float32), repeats, 1)
+    wide_w = wide_w * np.repeat(np.asarray(w_scales, np.float32), repeats, 1).T
+    bound = (256 + 8) * 2.0**-24 * (np.abs(wide_x) @ np.abs(wide_w))
+    for place, part in visible(found):
+        error = np.abs((wide_x @ wide_w)[place] - np.asarray(part))
+        assert np.all(error <= bound[place])
 
 
 @pytest.mark.parametrize("pair", [(E4M3, E5M2), (E5M2, E4M3)])

@@ -13,8 +13,6 @@ import jax_ub as ub
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
 
 GEMMS = (ub.all_gather_matmul, ub.matmul_reduce_scatter, ub.matmul_all_reduce)
-GATHERS = "the engine gathers no FP8 operands with scales of rows or blocks"
-DIFFERENT = "the ranks' partial sums have different row scales"
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
@@ -218,37 +216,3 @@ def test_ranks_that_are_an_axis_of_vmap():
         jax.vmap(lambda v: call(ub.ScaledArray(v, X.scales), W), axis_name="ranks")(
             x.values
         )
-
-
-@pytest.mark.parametrize(
-    ("op", "recipe", "check_vma", "reason"),
-    [
-        (ub.all_gather_matmul, "row", True, GATHERS),
-        (ub.all_gather_matmul, "block", True, GATHERS),
-        (ub.matmul_reduce_scatter, "row", True, DIFFERENT),
-        (ub.matmul_all_reduce, "row", False, DIFFERENT),
-    ],
-)
-def test_what_cannot_overlap_is_recorded_or_rejected(op, recipe, check_vma, reason):
-    x, w, _ = operands()
-    specs = (ROWS, COLUMNS) if op is ub.all_gather_matmul else (COLUMNS, ROWS)
-    out = P() if op is ub.matmul_all_reduce else P("tp")
-    out = COLUMNS if op is ub.all_gather_matmul else out
-
-    def trace(method, num_ranks=2):
-        def call(x, w):
-            x, w = quantized(RECIPES[recipe], x, w)
-            return op(x, w, axis_name="tp", method=method)
-
-        ub.fallbacks(clear=True)
-        mesh = tp_mesh(num_ranks)
-        on_ranks(call, mesh, specs, out, check_vma=check_vma).trace(x, w)
-        return [(found.label, found.reason) for found in ub.fallbacks(clear=True)]
-
-    assert trace("auto") == [(op.__name__, reason)]
-    assert trace("xla") == []
-    assert trace("direct", num_ranks=1) == []
-    for method in ("direct", "ring_exchange"):
-        text = f'{op.__name__}: method "{method}" cannot run: {reason}. Pass method="a'
-        with pytest.raises(UnsupportedOverlapError, match=text):
-            trace(method)

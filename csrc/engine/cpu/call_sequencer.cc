@@ -345,11 +345,19 @@ void CallSequencer::CompareSignatures(const CollectiveCall& collective, int64_t 
   for (int p = 1; p < communicator_->num_processes(); ++p) {
     const CallSignature other = communicator_->call_signature(p, call);
     if (other.signature == first.signature) continue;
-    throw CommunicatorError(
-        "CommunicatorError: jax_ub." + collective.attributes->label + ": " +
-        communicator_->DescribeProcess(0) + " and " +
-        communicator_->DescribeProcess(p) + " do not agree: " + first.text + "; and " +
-        other.text + ", respectively");
+    const std::string begin =
+        "CommunicatorError: jax_ub." + collective.attributes->label + ": ";
+    const std::string names[] = {communicator_->DescribeProcess(0),
+                                 communicator_->DescribeProcess(p)};
+    const std::string units[] = {std::string(ScaledUnitOf(first.text)),
+                                 std::string(ScaledUnitOf(other.text))};
+    if (units[0] != units[1] && !units[0].empty() && !units[1].empty()) {
+      throw CommunicatorError(begin + names[1] + " scales per " + units[1] + ", " +
+                              names[0] + " per " + units[0] +
+                              ". Pass the same recipe on all ranks");
+    }
+    throw CommunicatorError(begin + names[0] + " and " + names[1] + " do not agree: " +
+                            first.text + "; and " + other.text + ", respectively");
   }
 }
 

@@ -8,13 +8,18 @@ namespace jax_ub {
 
 namespace {
 
-void AddGather(const RankCalls& calls, size_t operand, size_t result, WorkList& work) {
-  const Tensor& shard = calls.local[0].operands[operand];
+// Copies element `index` of the operands, or of the scales, of all ranks.
+void AddGather(const RankCalls& calls,
+               std::vector<Tensor> RankCall::* tensors,
+               size_t index,
+               size_t result,
+               WorkList& work) {
+  const Tensor& shard = (calls.local[0].*tensors)[index];
   const int64_t size_bytes = shard.rows * shard.features * SizeOf(shard.dtype);
   for (const RankCall& to : calls.local) {
     for (int64_t b = 0; b < shard.batch; ++b) {
       for (size_t p = 0; p < calls.all.size(); ++p) {
-        work.Add(Copy{calls.all[p].operands[operand].At(b, 0),
+        work.Add(Copy{(calls.all[p].*tensors)[index].At(b, 0),
                       to.results[result].At(b, static_cast<int64_t>(p) * shard.rows),
                       size_bytes});
       }
@@ -55,8 +60,13 @@ void AddCommunication(const CallAttributes& at,
                       WorkList& work) {
   const CollectiveKind kind = InfoOf(at.op).collective;
   const size_t operand = CommunicatedOperands(at, calls.local[0])[0];
-  const size_t result = calls.local[0].results.size() - 1;
-  if (IsGather(kind)) return AddGather(calls, operand, result, work);
+  size_t result = calls.local[0].results.size() - 1;
+  if (IsGather(kind)) {
+    if (CommunicatedScales(at, calls.local[0], operand) != nullptr) {
+      AddGather(calls, &RankCall::scales, operand, result--, work);
+    }
+    return AddGather(calls, &RankCall::operands, operand, result, work);
+  }
   if (IsAllReduce(kind)) return AddReduceToAll(calls, work);
   AddScatter(calls, operand, result, work);
 }

@@ -109,11 +109,15 @@ class Execution {
     for (int rank = 0; rank < at_.num_ranks; ++rank) {
       if (IsLocal(rank)) continue;
       all[rank].operands = local_[0].operands;
+      all[rank].scales = local_[0].scales;
       std::byte* at = buffer(rank);
       for (size_t operand : communicated) {
         Tensor& tensor = all[rank].operands[operand];
         tensor.data = at;
         at += Aligned(tensor.size_bytes());
+        if (CommunicatedScales(at_, local_[0], operand) == nullptr) continue;
+        all[rank].scales[operand].data = at;
+        at += Aligned(all[rank].scales[operand].size_bytes());
       }
     }
     return all;
@@ -134,6 +138,10 @@ class Execution {
           work.Add(Copy{from.data, to, from.size_bytes()});
         }
         to += Aligned(from.size_bytes());
+        const Tensor* scales = CommunicatedScales(at_, local_[i], operand);
+        if (scales == nullptr) continue;
+        work.Add(Copy{scales->data, to, scales->size_bytes()});
+        to += Aligned(scales->size_bytes());
       }
     }
     Run(std::move(work));
@@ -342,6 +350,8 @@ int64_t DirectBufferBytes(const CallAttributes& at,
   int64_t size_bytes = 0;
   for (size_t operand : CommunicatedOperands(at, call)) {
     size_bytes += Aligned(call.operands[operand].size_bytes());
+    const Tensor* scales = CommunicatedScales(at, call, operand);
+    if (scales != nullptr) size_bytes += Aligned(scales->size_bytes());
   }
   if (IsAllReduce(info.collective) && !IsSmall(to)) {
     size_bytes += MaxRowsOfProcess(to.num_elements(), num_processes) * SizeOf(to.dtype);

@@ -70,7 +70,8 @@ void ChooseUnits(const GemmProblem& problem,
 }
 
 // Returns the ends of the segments of both operands along K, from 0 to K. Returns {0,
-// K} if a segment is so short that sums would have to leave the registers too often.
+// K} if a segment is so short that sums would have to leave the registers too often,
+// except if each segment has its own factors.
 std::vector<int64_t> ChooseCutsOfK(const GemmProblem& problem,
                                    const KernelSet& kernels) {
   std::vector<int64_t> cuts = problem.a.inner_bounds;
@@ -78,6 +79,7 @@ std::vector<int64_t> ChooseCutsOfK(const GemmProblem& problem,
   cuts.insert(cuts.end(), others.begin(), others.end());
   std::sort(cuts.begin(), cuts.end());
   cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+  if (problem.has_factors_by_k) return cuts;
   const int64_t shortest =
       (problem.m <= kFewRows ? kMinSegmentWordsOfFewRows : kMinSegmentWords) *
       kernels.k_per_word;

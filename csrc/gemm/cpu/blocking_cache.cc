@@ -37,6 +37,7 @@ GemmBlocking BlockingCache::Get(const GemmProblem& problem,
   hash.Add(reinterpret_cast<uintptr_t>(&kernels));
   hash.Add(problem.a.inner_bounds);
   hash.Add(problem.b.inner_bounds);
+  hash.Add(static_cast<uint64_t>(problem.has_factors_by_k));
   {
     std::shared_lock lock(mutex_);
     const auto found = entries_.find(hash.value());
@@ -44,6 +45,7 @@ GemmBlocking BlockingCache::Get(const GemmProblem& problem,
       const Entry& entry = found->second;
       if (entry.m == problem.m && entry.n == problem.n &&
           entry.num_workers == num_workers && entry.kernels == &kernels &&
+          entry.has_factors_by_k == problem.has_factors_by_k &&
           entry.k_bounds_of_a == problem.a.inner_bounds &&
           entry.k_bounds_of_b == problem.b.inner_bounds) {
         return entry.blocking;
@@ -57,6 +59,7 @@ GemmBlocking BlockingCache::Get(const GemmProblem& problem,
               &kernels,
               problem.a.inner_bounds,
               problem.b.inner_bounds,
+              problem.has_factors_by_k,
               ChooseBlocking(problem, kernels, num_workers)};
   GemmBlocking blocking = entry.blocking;
   std::lock_guard lock(mutex_);

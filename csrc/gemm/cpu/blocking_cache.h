@@ -14,8 +14,8 @@
 
 namespace jax_ub {
 
-// Maps the inputs of ChooseBlocking (sizes, bounds along K, kernels, number of workers)
-// to its result. Keys and values contain no addresses of operands. Thread-safe.
+// Maps the inputs of ChooseBlocking (sizes, bounds along K and whether they separate
+// factors, kernels, number of workers) to its result. Keys and values contain no addresses of operands. Thread-safe.
 class BlockingCache {
  public:
   // A full cache is cleared. A program has only a few distinct products.
@@ -37,6 +37,7 @@ class BlockingCache {
     const KernelSet* kernels = nullptr;
     std::vector<int64_t> k_bounds_of_a;
     std::vector<int64_t> k_bounds_of_b;
+    bool has_factors_by_k = false;
     GemmBlocking blocking;
   };
 

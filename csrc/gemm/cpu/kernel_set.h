@@ -69,6 +69,7 @@ constexpr KernelSet KernelsOfF32(const char* isa,
   });
   set.pack_a = PackersToF32<kRows>();
   set.pack_b = PackersToF32<kVectors * kLanes>();
+  set.scale = ScaleF32;
   AddSmallM<kMaxSmallM>(set);
   set.sum = Sum;
   return set;

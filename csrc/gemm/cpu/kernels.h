@@ -17,6 +17,7 @@
 namespace jax_ub {
 
 inline constexpr int kMaxTileRows = 32;
+inline constexpr int kMaxTileColumns = 64;
 
 // Where a tile stores its sums:
 //   to[r, c] = round(before[r, c] + sum[r, c] + after[r, c]), added in this order.
@@ -116,6 +117,17 @@ inline constexpr int kMaxSmallM = 4;
 // bf16 if k_per_word is 2.
 using WidenFunction = void (*)(const void* from, int64_t count, void* to);
 
+// Multiplies packed words by powers of two: word (r, i), at words + r * row_bytes + 4 *
+// i, for r < num_rows and i < num_words, by factor i. In a pair of bf16, `low` has the
+// factors of the lower k, `high` those of the upper k; for f32 words `high` is unused.
+// The words are FP8 numbers, so that the products are exact.
+using ScaleFunction = void (*)(void* words,
+                               int64_t row_bytes,
+                               int64_t num_rows,
+                               int64_t num_words,
+                               const float* low,
+                               const float* high);
+
 struct SmallMKernels {
   SmallMFunction dots[kNumDTypes];           // for B that is contiguous along K
   SmallMFunction column_blocks[kNumDTypes];  // for B that is contiguous along N
@@ -148,6 +160,7 @@ struct KernelSet {
   WidenFunction widen[kNumDTypes];
   PanelPackers pack_a;                // to panels of width panel_of_a
   PanelPackers pack_b;                // to panels of width tile_columns
+  ScaleFunction scale;                // of packed words
   SmallMKernels small_m[kMaxSmallM];  // [rows - 1]
   SumFunction sum;
   void (*begin)();  // a thread calls it before its first tile; may be null

@@ -35,6 +35,7 @@ constexpr KernelSet KernelsOfTileRegisters(const char* isa) {
     set.pack_b.transposed[i] = PackTransposed<AdjacentPairs<kDType>, kAmxColumns>;
     set.pack_b.copied[i] = PackCopied<Pairs<kDType>, kAmxColumns>;
   });
+  set.scale = ScalePairs;
   AddSmallM<kMaxSmallM>(set);
   set.sum = Sum;
   set.begin = ConfigureTiles;

@@ -31,6 +31,7 @@ constexpr KernelSet KernelsOfPairs(const char* isa) {
     set.pack_b.transposed[i] = PackTransposed<AdjacentPairs<kDType>, kColumns>;
     set.pack_b.copied[i] = PackCopied<Pairs<kDType>, kColumns>;
   });
+  set.scale = ScalePairs;
   AddSmallM<kMaxSmallM>(set);
   set.sum = Sum;
   return set;

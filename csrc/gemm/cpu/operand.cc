@@ -1,7 +1,9 @@
 #include "gemm/cpu/operand.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
+#include <limits>
 #include <numeric>
 
 namespace jax_ub {
@@ -26,6 +28,33 @@ void PackHalf(WidenFunction widen,
   }
 }
 
+// Panels with fewer columns are multiplied by factors several rows at a time.
+constexpr int64_t kNarrowPanel = 8;
+constexpr int64_t kMaxScaledWords = 512;
+
+// Consecutive words along K whose elements have the same scales.
+constexpr int64_t kNoScale = -1;
+struct WordRun {
+  int64_t word;
+  int64_t num_words;
+  int64_t k[2];  // k of the scales of the lower and the upper half; kNoScale: none
+  int64_t k_end;
+};
+
+// Returns the words from `k` on that have the same scales, in a segment that begins at
+// k_begin. Another segment may have the other half of the first and of the last word.
+WordRun WordsWithEqualScales(
+    int64_t k, int64_t k_end, int64_t k_begin, int64_t block, int64_t k_per_word) {
+  const int64_t block_end = k_begin + ((k - k_begin) / block + 1) * block;
+  const int64_t end = std::min(k_end, block_end);
+  const int64_t word = k / k_per_word;
+  if (k_per_word == 1) return {word, end - k, {k, kNoScale}, end};
+  if (k % 2 != 0) return {word, 1, {kNoScale, k}, k + 1};
+  if (end - k >= 2) return {word, (end - k) / 2, {k, k}, k + (end - k) / 2 * 2};
+  if (k + 1 < k_end) return {word, 1, {k, k + 1}, k + 2};
+  return {word, 1, {k, kNoScale}, k + 1};
+}
+
 // Size of a way of the L1 cache. Rows whose distance is a multiple of it map to the
 // same cache set, which holds only a few of them. AMX loads 16 rows at once. They are
 // copied first if they are 2048 or 4096 bytes apart (measured with gemm_bench, 1024 x
@@ -41,6 +70,51 @@ bool FitFirstCache(int64_t at_once, int64_t stride) {
 }
 
 }  // namespace
+
+// Reads the scales of one segment. All indices are relative to the segment.
+class OperandReader::ScaleReader {
+ public:
+  ScaleReader(const ScaleSegment& scales, DType dtype)
+      : scales_(scales), dtype_(dtype) {}
+
+  int64_t inner_block() const { return scales_.inner_block; }
+
+  // Writes the scales of elements (outer, k) as f32, 2^-127 as 2^-126: the former is
+  // subnormal, and counts as zero. Returns whether there is one. With `halves`, writes
+  // the missing factors: 1/2 for 2^-127, else 1.
+  bool Copy(Range outer, int64_t k, bool halves, float* to) const {
+    const int64_t first = k / scales_.inner_block * scales_.inner_stride;
+    bool has_smallest = false;
+    for (int64_t o = outer.begin; o < outer.end;) {
+      const int64_t block = o / scales_.outer_block;
+      const int64_t end = std::min(outer.end, (block + 1) * scales_.outer_block);
+      const std::byte* from =
+          scales_.data + (first + block * scales_.outer_stride) * SizeOf(dtype_);
+      const bool is_smallest = dtype_ == DType::kE8M0 && *from == std::byte{0};
+      has_smallest |= is_smallest;
+      const float scale = halves ? (is_smallest ? 0.5f : 1.0f) : F32At(from);
+      to = std::fill_n(to, end - o, scale);
+      o = end;
+    }
+    return has_smallest;
+  }
+
+ private:
+  float F32At(const std::byte* from) const {
+    float scale;
+    if (dtype_ == DType::kF32) {
+      std::memcpy(&scale, from, sizeof scale);
+    } else {
+      const auto bits = static_cast<uint32_t>(*from);
+      scale = bits == 0xff ? std::numeric_limits<float>::quiet_NaN()
+                           : std::bit_cast<float>(std::max(bits, 1u) << 23);
+    }
+    return scale;
+  }
+
+  const ScaleSegment& scales_;
+  const DType dtype_;
+};
 
 OperandReader::OperandReader(const OperandView& view,
                              const KernelSet& kernels,
@@ -97,9 +171,17 @@ void OperandReader::PackOuterSegment(int64_t outer_segment,
     const int64_t offset =
         (outer.begin - view_.outer_bounds[outer_segment]) * segment.outer_stride +
         (at - bounds[j]) * segment.inner_stride;
-    PackSegment(segment, segment.data + offset * element_bytes_,
-                {outer.begin - first_outer, outer.end - first_outer},
-                {at - k.begin, end - k.begin}, panels, PanelBytes(k.size()));
+    const Range outer_part = {outer.begin - first_outer, outer.end - first_outer};
+    const Range k_part = {at - k.begin, end - k.begin};
+    const int64_t panel_bytes = PanelBytes(k.size());
+    PackSegment(segment, segment.data + offset * element_bytes_, outer_part, k_part,
+                panels, panel_bytes);
+    if (!view_.scales.empty()) {
+      ScaleSegmentPart(outer_segment * (std::ssize(bounds) - 1) + j,
+                       view_.outer_bounds[outer_segment] - first_outer,
+                       bounds[j] - k.begin, outer_part, k_part, panels, panel_,
+                       panel_bytes);
+    }
     at = end;
   }
 }
@@ -135,6 +217,80 @@ void OperandReader::PackSegment(const ConstSegment& segment,
     PackHalf(widen_, source + packed * k_stride, outer_stride, outer.size(), false,
              row_at(k.begin + packed), panel_, panel_bytes);
   }
+}
+
+void OperandReader::ScaleSegmentPart(int64_t segment,
+                                     int64_t outer_begin,
+                                     int64_t k_begin,
+                                     Range outer,
+                                     Range k,
+                                     std::byte* panels,
+                                     int64_t panel_width,
+                                     int64_t panel_bytes) const {
+  const ScaleReader scales(view_.scales[segment], view_.scale_dtype);
+  for (int64_t o = outer.begin; o < outer.end;) {
+    const int64_t panel = o / panel_width;
+    const int64_t end = std::min(outer.end, (panel + 1) * panel_width);
+    std::byte* words = panels + panel * panel_bytes + 4 * (o % panel_width);
+    const Range columns = {o - outer_begin, end - outer_begin};
+    if (ScaleColumns(scales, columns, k, k_begin, words, panel_width, false)) {
+      ScaleColumns(scales, columns, k, k_begin, words, panel_width, true);
+    }
+    o = end;
+  }
+}
+
+bool OperandReader::ScaleColumns(const ScaleReader& scales,
+                                 Range outer,
+                                 Range k,
+                                 int64_t k_begin,
+                                 std::byte* words,
+                                 int64_t panel_width,
+                                 bool halves) const {
+  const int64_t k_per_word = kernels_.k_per_word;
+  const int64_t size = outer.size();
+  // Rows of a narrow panel are multiplied together: they are contiguous.
+  const bool is_narrow = size == panel_width && panel_width < kNarrowPanel;
+  const int64_t most_rows = kMaxScaledWords / panel_width;
+  float row[2][kMaxTileColumns];          // factors of the lower and the upper k
+  float narrow_rows[2][kMaxScaledWords];  // of several rows of a narrow panel
+  int64_t first = k.begin / k_per_word;   // the first of these rows
+  int64_t num_rows = 0;
+  const auto multiply_narrow_rows = [&] {
+    kernels_.scale(words + 4 * first * panel_width, 0, 1, num_rows * size,
+                   narrow_rows[0], narrow_rows[1]);
+    first += num_rows;
+    num_rows = 0;
+  };
+  bool has_smallest = false;
+  for (int64_t at = k.begin; at < k.end;) {
+    const WordRun run =
+        WordsWithEqualScales(at, k.end, k_begin, scales.inner_block(), k_per_word);
+    at = run.k_end;
+    for (int half = 0; half < k_per_word; ++half) {
+      const int64_t of_k = run.k[half];
+      if (of_k == kNoScale) {
+        std::fill_n(row[half], size, 1.0f);
+      } else if (half == 1 && of_k == run.k[0]) {
+        std::copy_n(row[0], size, row[1]);
+      } else {
+        has_smallest |= scales.Copy(outer, of_k - k_begin, halves, row[half]);
+      }
+    }
+    if (!is_narrow) {
+      kernels_.scale(words + 4 * run.word * panel_width, 4 * panel_width, run.num_words,
+                     size, row[0], row[1]);
+      continue;
+    }
+    for (int64_t i = 0; i < run.num_words; ++i) {
+      for (int half = 0; half < k_per_word; ++half) {
+        std::copy_n(row[half], size, narrow_rows[half] + num_rows * size);
+      }
+      if (++num_rows == most_rows) multiply_narrow_rows();
+    }
+  }
+  if (num_rows > 0) multiply_narrow_rows();
+  return has_smallest;
 }
 
 InPlaceRows OperandReader::FindInPlaceRows(Range outer, Range k) const {
@@ -209,6 +365,11 @@ ATile OperandReader::ReadRows(Range outer, Range k, std::byte* rows) const {
       const std::byte* source = segment.data + offset * element_bytes_;
       const int64_t count = k_end - at;
       widen_(source, count, row + done_bytes);
+      if (!view_.scales.empty()) {
+        ScaleSegmentPart(oi * (std::ssize(k_bounds) - 1) + kj, outer_bounds[oi] - o,
+                         k_bounds[kj] - k.begin, {0, 1},
+                         {at - k.begin, k_end - k.begin}, row, 1, row_bytes);
+      }
       done_bytes += count * (4 / kernels_.k_per_word);
       at = k_end;
     }

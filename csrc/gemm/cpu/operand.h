@@ -100,6 +100,28 @@ class OperandReader {
                    Range k,
                    std::byte* panels,
                    int64_t panel_bytes) const;
+  // Multiplies a packed part of a block by its scales. The part is within the segment
+  // with this index, which begins at (outer_begin, k_begin) relative to the begin of
+  // the panels, as both ranges are.
+  void ScaleSegmentPart(int64_t segment,
+                        int64_t outer_begin,
+                        int64_t k_begin,
+                        Range outer,
+                        Range k,
+                        std::byte* panels,
+                        int64_t panel_width,
+                        int64_t panel_bytes) const;
+  class ScaleReader;
+  // Multiplies packed columns `outer` of one panel, whose words begin at `words`, by
+  // their scales. `outer` is relative to the segment, `k` and k_begin to the panel.
+  // Returns whether a scale is 2^-127: this needs a second call with `halves`.
+  bool ScaleColumns(const ScaleReader& scales,
+                    Range outer,
+                    Range k,
+                    int64_t k_begin,
+                    std::byte* words,
+                    int64_t panel_width,
+                    bool halves) const;
 
   const OperandView& view_;
   const KernelSet& kernels_;

@@ -103,6 +103,28 @@ void WidenRow(const void* from, int64_t count, void* to) {
   }
 }
 
+// Multiplies f32 words by factors, see ScaleFunction.
+inline void ScaleF32(void* words,
+                     int64_t row_bytes,
+                     int64_t num_rows,
+                     int64_t num_words,
+                     const float* low,
+                     const float*) {
+  char* row = static_cast<char*>(words);
+  for (int64_t r = 0; r < num_rows; ++r, row += row_bytes) {
+    int64_t i = 0;
+    for (; i + kLanes <= num_words; i += kLanes) {
+      Store(row + 4 * i, Multiply(Load(row + 4 * i), Load(low + i)));
+    }
+    for (; i < num_words; ++i) {
+      float x;
+      memcpy(&x, row + 4 * i, 4);
+      x *= low[i];
+      memcpy(row + 4 * i, &x, 4);
+    }
+  }
+}
+
 // Packs a full panel that is narrower than a vector. Stores whole vectors: the words
 // past the end of a row are overwritten by the following rows. The last kHeldBack rows
 // are stored exactly.

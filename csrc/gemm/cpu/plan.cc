@@ -45,7 +45,9 @@ double EstimateGemmUs(const GemmProblem& problem) {
 std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       const KernelSet& kernels,
                                       const Workers& workers) {
-  if (problem.m <= kMaxSmallM) {
+  const bool is_plain =
+      problem.a.scales.empty() && problem.b.scales.empty() && !problem.has_factors_by_k;
+  if (problem.m <= kMaxSmallM && is_plain) {
     return std::make_unique<SmallMPlan>(std::move(problem), kernels, workers.num);
   }
   return std::make_unique<TiledPlan>(std::move(problem), kernels, workers);
@@ -175,6 +177,7 @@ int64_t TiledPlan::ReadB(Range unit,
                          BPanelState& b) const {
   const bool is_whole =
       num_rows >= kernels_.tile_rows && columns.size() == kernels_.tile_columns &&
+      problem_.b.scales.empty() &&
       kernels_.packing_tile_of_rows[static_cast<int>(problem_.b.dtype)] != nullptr;
   const InPlaceRows in_place =
       is_whole ? b_.FindInPlaceRows(columns, k) : InPlaceRows{};
@@ -237,6 +240,37 @@ void TiledPlan::Prefetch(Range rows, Range columns, Range k) const {
   if (k.end == problem_.k && rows.size() > 0) c_.Prefetch(rows, columns);
 }
 
+void TiledPlan::MultiplySegment(const TileFunction tile,
+                                const ATile& a,
+                                BPanelState& b,
+                                Range rows,
+                                Range columns,
+                                Range k,
+                                PrefetchCursor& prefetch,
+                                float* sums) const {
+  alignas(64) float product[kMaxTileRows * kMaxTileColumns];
+  const int64_t stride = kernels_.tile_columns;
+  const TileOutput output = {.to = product,
+                             .to_stride = 4 * stride,
+                             .to_dtype = DType::kF32,
+                             .before = nullptr,
+                             .after = nullptr,
+                             .after_stride = 0,
+                             .after_dtype = DType::kF32};
+  tile(a.words, a.stride, b.panel, CeilDiv(k.size(), kernels_.k_per_word), output,
+       prefetch);
+  if (k.size() > 0) {
+    c_.Scale(FindSegment(problem_.a.inner_bounds, k.begin), product, stride, rows,
+             columns);
+  }
+  const int64_t size = rows.size() * stride;
+  if (k.begin == 0) {
+    std::copy_n(product, size, sums);
+  } else {
+    for (int64_t i = 0; i < size; ++i) sums[i] += product[i];
+  }
+}
+
 void TiledPlan::MultiplyTile(const ATile& a,
                              BPanelState& b,
                              Range rows,
@@ -265,8 +299,14 @@ void TiledPlan::MultiplyTile(const ATile& a,
   const TileFunction tile = packs ? packing_tiles[static_cast<int>(problem_.b.dtype)]
                                   : tiles[rows.size() - 1];
   PrefetchCursor nothing;
-  tile(a.words, a.stride, b.panel, CeilDiv(k.size(), kernels_.k_per_word), output,
-       packs && !b.prefetch_in_packing_tile ? nothing : b.prefetch);
+  PrefetchCursor& prefetch =
+      packs && !b.prefetch_in_packing_tile ? nothing : b.prefetch;
+  if (c_.has_factors_by_k()) {
+    MultiplySegment(tile, a, b, rows, columns, k, prefetch, sums);
+  } else {
+    tile(a.words, a.stride, b.panel, CeilDiv(k.size(), kernels_.k_per_word), output,
+         prefetch);
+  }
   if (is_last && !is_stored && !c_.stores_rows()) {
     c_.Store(sums, kernels_.tile_columns, rows, columns);
   }

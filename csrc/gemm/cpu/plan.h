@@ -108,6 +108,16 @@ class TiledPlan : public GemmPlan {
                      float* sums) const;
   // Prefetches the memory of a tile of the result, if block `k` is the last block of K.
   void Prefetch(Range rows, Range columns, Range k) const;
+  // Multiplies one tile of A with a panel of B, over a segment along K that has its own
+  // factors, and adds the scaled product to `sums`.
+  void MultiplySegment(const TileFunction tile,
+                       const ATile& a,
+                       BPanelState& b,
+                       Range rows,
+                       Range columns,
+                       Range k,
+                       PrefetchCursor& prefetch,
+                       float* sums) const;
   // Multiplies one tile of A with a panel of B. Stores the tile in `sums`, or in the
   // result if this is the last block of K.
   void MultiplyTile(const ATile& a,

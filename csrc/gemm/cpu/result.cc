@@ -88,8 +88,10 @@ ResultWriter::ResultWriter(const GemmProblem& problem, const KernelSet& kernels)
       is_streamed_(are_copies_ &&
                    problem.m * problem.n * view_.num_replicas * SizeOf(view_.dtype) >
                        kStreamedBytes),
-      is_scaled_(scale_ != 1 || !factors_.empty()),
-      is_plain_(addends_.size() <= (is_scaled_ ? 0 : 1) && !stores_rows()) {}
+      has_factors_by_k_(problem.has_factors_by_k),
+      is_scaled_(!has_factors_by_k_ && (scale_ != 1 || !factors_.empty())),
+      is_plain_(addends_.size() <= (is_scaled_ ? 0 : 1) && !stores_rows() &&
+                !has_factors_by_k_) {}
 
 bool ResultWriter::FindOutput(Range rows, Range columns, TileOutput& output) const {
   if (!is_plain_) return false;
@@ -151,9 +153,23 @@ void ResultWriter::Store(float* sums,
   ForEachSegmentBlock(rows, columns,
                       [&](const SegmentBlock& block, int64_t row, int64_t column) {
                         float* const from = sums + row * sums_stride + column;
-                        if (is_scaled_) ScaleSegmentBlock(from, sums_stride, block);
+                        if (is_scaled_) {
+                          ScaleSegmentBlock(0, from, sums_stride, block);
+                        }
                         StoreSegmentBlock(from, sums_stride, block);
                       });
+}
+
+void ResultWriter::Scale(int64_t k_segment,
+                         float* sums,
+                         int64_t sums_stride,
+                         Range rows,
+                         Range columns) const {
+  const int64_t first = k_segment * num_row_segments_ * num_column_segments_;
+  ForEachSegmentBlock(
+      rows, columns, [&](const SegmentBlock& block, int64_t row, int64_t column) {
+        ScaleSegmentBlock(first, sums + row * sums_stride + column, sums_stride, block);
+      });
 }
 
 void ResultWriter::CopyReplicas(Range rows, Range columns) const {
@@ -194,7 +210,8 @@ bool ResultWriter::HasOneOfEachFactor(int64_t segment) const {
 }
 
 // The sums are a tile or a few rows, which are still in the cache.
-void ResultWriter::ScaleSegmentBlock(float* sums,
+void ResultWriter::ScaleSegmentBlock(int64_t first,
+                                     float* sums,
                                      int64_t sums_stride,
                                      const SegmentBlock& block) const {
   const int64_t columns = block.columns.size();
@@ -202,7 +219,7 @@ void ResultWriter::ScaleSegmentBlock(float* sums,
     float* const row = sums + r * sums_stride;
     float scale = scale_;
     for (const FactorView& factor : factors_) {
-      const FactorSegment& segment = factor.segments[block.segment];
+      const FactorSegment& segment = factor.segments[first + block.segment];
       const float* from = segment.data + (block.rows.begin + r) * segment.row_stride;
       if (segment.column_stride == 0) {
         ScaleRow(row, columns, scale * *from);

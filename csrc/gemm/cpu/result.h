@@ -20,6 +20,16 @@ class ResultWriter {
   // `sums_stride` elements apart. Multiplies `sums` by scale and factors in place.
   void Store(float* sums, int64_t sums_stride, Range rows, Range columns) const;
 
+  // Returns whether each segment of A along K has its own factors. Then Scale must be
+  // called for each, and Store does not multiply the sums.
+  bool has_factors_by_k() const { return has_factors_by_k_; }
+  // Multiplies sums over segment `k_segment` of A by scale and factors, in place.
+  void Scale(int64_t k_segment,
+             float* sums,
+             int64_t sums_stride,
+             Range rows,
+             Range columns) const;
+
   // Copies a rectangle of the first replica of the result to the other replicas, if
   // there are no addends.
   void CopyReplicas(Range rows, Range columns) const;
@@ -59,7 +69,9 @@ class ResultWriter {
   // Returns whether every factor (a scale of an FP8 operand) is one number for all
   // elements of the segment, so that the tile kernel can multiply by it.
   bool HasOneOfEachFactor(int64_t segment) const;
-  void ScaleSegmentBlock(float* sums,
+  // `first` is the index of the first factor segment of a segment along K.
+  void ScaleSegmentBlock(int64_t first,
+                         float* sums,
                          int64_t sums_stride,
                          const SegmentBlock& block) const;
   void StoreSegmentBlock(const float* sums,
@@ -79,8 +91,9 @@ class ResultWriter {
   const int64_t num_column_segments_;
   const bool are_copies_;   // CopyReplicas copies replicas 1, 2, ... from replica 0
   const bool is_streamed_;  // CopyReplicas uses non-temporal stores
-  const bool is_scaled_;    // has factors, or a scale that is not 1
-  const bool is_plain_;     // one store per element, at most one addend or a scale
+  const bool has_factors_by_k_;
+  const bool is_scaled_;  // Store multiplies by factors, or by a scale that is not 1
+  const bool is_plain_;   // one store per element, at most one addend or a scale
 };
 
 }  // namespace jax_ub

@@ -100,6 +100,42 @@ void ConvertToBF16(const void* from, int64_t count, void* to) {
   }
 }
 
+inline Vec ScaleWords(Vec words, Vec low_factors, Vec high_factors) {
+  const __m512i pairs = _mm512_castps_si512(words);
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  const Vec low = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  const Vec high = _mm512_castsi512_ps(_mm512_and_si512(pairs, upper));
+  const __m512i low_product = _mm512_castps_si512(Multiply(low, low_factors));
+  const __m512i high_product = _mm512_castps_si512(Multiply(high, high_factors));
+  return _mm512_castsi512_ps(_mm512_or_si512(_mm512_srli_epi32(low_product, 16),
+                                             _mm512_and_si512(high_product, upper)));
+}
+
+// Multiplies pairs of bf16 by factors, see ScaleFunction.
+inline void ScalePairs(void* words,
+                       int64_t row_bytes,
+                       int64_t num_rows,
+                       int64_t num_words,
+                       const float* low,
+                       const float* high) {
+  char* row = static_cast<char*>(words);
+  for (int64_t r = 0; r < num_rows; ++r, row += row_bytes) {
+    int64_t i = 0;
+    for (; i + kLanes <= num_words; i += kLanes) {
+      Store(row + 4 * i,
+            ScaleWords(Load(row + 4 * i), Load(low + i), Load(high + i)));
+    }
+    if (i == num_words) continue;
+    const int64_t size = 4 * (num_words - i);
+    float padded[3][kLanes] = {};
+    memcpy(padded[0], row + 4 * i, size);
+    memcpy(padded[1], low + i, size);
+    memcpy(padded[2], high + i, size);
+    Store(padded[0], ScaleWords(Load(padded[0]), Load(padded[1]), Load(padded[2])));
+    memcpy(row + 4 * i, padded[0], size);
+  }
+}
+
 // Calls function.operator()<dtype>() for every dtype that is exact in bf16.
 template <typename Function>
 constexpr void ForEachPairDType(const Function& function) {

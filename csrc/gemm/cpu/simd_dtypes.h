@@ -9,10 +9,11 @@ namespace jax_ub::JAX_UB_KERNELS {
 template <DType kDType>
 inline constexpr int64_t kElementBytes = InfoOf(kDType).size_bytes;
 
-// Calls function.operator()<dtype>() for every dtype.
+// Calls function.operator()<dtype>() for every dtype of operands.
 template <int kIndex = 0, typename Function>
 constexpr void ForEachDType(const Function& function) {
-  function.template operator()<static_cast<DType>(kIndex)>();
+  constexpr DType kDType = static_cast<DType>(kIndex);
+  if constexpr (InfoOf(kDType).is_operand) function.template operator()<kDType>();
   if constexpr (kIndex + 1 < kNumDTypes) ForEachDType<kIndex + 1>(function);
 }
 

@@ -48,6 +48,7 @@ lt::DataType DataTypeOf(DType dtype) {
       return lt::DataType::kF16;
     case DType::kE4M3:
     case DType::kE5M2:
+    case DType::kE8M0:
       break;
   }
   throw std::invalid_argument("GEMMs of " + std::string(InfoOf(dtype).name) +

@@ -71,7 +71,7 @@ const std::byte* CudaSlots::slot(int index) const {
 }
 
 void CudaSlots::Write(int peer, int slot, const Rows& rows) {
-  const int64_t size_bytes = rows.num_rows * rows.row_bytes;
+  const int64_t size_bytes = rows.slot_offset + rows.num_rows * rows.row_bytes;
   if (size_bytes > slots_.slot_bytes) {
     throw Error("jax_ub: a piece of " + std::to_string(size_bytes) +
                 " bytes does not fit into a slot of " +
@@ -79,7 +79,7 @@ void CudaSlots::Write(int peer, int slot, const Rows& rows) {
   }
   EnqueueCopy(*stream_.driver, *stream_.sums, stream_.stream,
               {.from = AddressOf(rows.data),
-               .to = SlotOf(peer, slot),
+               .to = SlotOf(peer, slot) + static_cast<CUdeviceptr>(rows.slot_offset),
                .num_rows = rows.num_rows,
                .row_bytes = rows.row_bytes,
                .from_stride = rows.stride_bytes,

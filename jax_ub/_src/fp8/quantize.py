@@ -29,6 +29,7 @@ from jax_ub._src.fp8.recipes import (
     Recipe,
     RowwiseScaling,
     check_recipe,
+    has_one_scale,
 )
 from jax_ub._src.fp8.state import HISTORY, OUTPUT_GRAD_STATE, SCALE, check_state
 from jax_ub._src.primitives import mesh, vma
@@ -130,29 +131,37 @@ def quantize_layer(
 
 
 def quantize_output_grads(
-    recipe: DelayedScaling | Float8CurrentScaling,
+    label: str,
+    recipe: Recipe,
     dys: tuple[jax.Array, ...],
     state: Mapping[str, jax.Array],
     axes: tuple[str, ...],
 ) -> tuple[tuple[ScaledArray, ...], dict[str, jax.Array] | None]:
-    """Quantizes gradients by a recipe with one scale per tensor, which all share.
+    """Quantizes the gradients of a layer's results.
+
+    All have the same scale, if the recipe has one scale per tensor.
 
     Returns:
         The gradients without sources, and the new state; None without a state.
     """
     new_state = None
+    dtype = recipe.fp8_format.dtype(OUTPUT_GRAD)
+    if not has_one_scale(recipe):
+        scales = [_scales(recipe, OUTPUT_GRAD, axes, dy, label) for dy in dys]
+        pairs = zip(dys, scales, strict=True)
+        return tuple(
+            ScaledArray(scaling.cast(dy, s, dtype), s) for dy, s in pairs
+        ), None
     if isinstance(recipe, Float8CurrentScaling):
         amax = _agreed(_amax_of_all(dys), axes)
         scale = scaling.current_scale(amax, recipe, OUTPUT_GRAD)
-        dtype = recipe.fp8_format.dtype(OUTPUT_GRAD)
         values = tuple(scaling.cast(dy, _like(scale, dy), dtype) for dy in dys)
     else:
         old = tuple(state[key] for key in OUTPUT_GRAD_STATE)
         axes = _axes_of_amax(recipe, axes, dys, *old)
         (values, scale), new = _delayed(recipe, OUTPUT_GRAD, axes, dys, *old)
         new_state = dict(zip(OUTPUT_GRAD_STATE, new, strict=True))
-    pairs = zip(values, dys, strict=True)
-    return tuple(ScaledArray(v, _like(scale, dy)) for v, dy in pairs), new_state
+    return tuple(ScaledArray(v, scale.reshape(())) for v in values), new_state
 
 
 def _like(scale, x):
@@ -192,7 +201,7 @@ def _contracted(role):
     return -2 if role == KERNEL else -1
 
 
-def _scales(recipe, role, axes, x):
+def _scales(recipe, role, axes, x, label=_OP):
     """Computes the scales of x by a recipe without state: current, row or block."""
     dtype, axis = recipe.fp8_format.dtype(role), _contracted(role)
     if isinstance(recipe, MXFP8BlockScaling):
@@ -200,8 +209,8 @@ def _scales(recipe, role, axes, x):
         if size % MXFP8_BLOCK:
             name = "N" if role == "output_grad" else "K"
             raise ShapeContractError(
-                f"{_OP}: {name} = {size} is no multiple of {MXFP8_BLOCK}, which MXFP8 "
-                f"needs. Pad {name}, or use Float8CurrentScaling."
+                f"{label}: {name} = {size} is no multiple of {MXFP8_BLOCK}, which "
+                f"MXFP8 needs. Pad {name}, or use Float8CurrentScaling."
             )
         return scaling.block_scales(x, axis, recipe, dtype)
     if isinstance(recipe, RowwiseScaling):

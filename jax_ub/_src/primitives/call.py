@@ -87,9 +87,12 @@ class Call:
 
     execution: Execution
     # Whether the GEMMs multiply FP8 values. Then the last `num_scales` operands of the
-    # primitive are their f32 scales, one per tensor. All other methods get the operands
-    # without scales.
+    # primitive are the scales of the GEMMs' operands, in the same order. All other
+    # methods get the operands without scales.
     has_scales: bool = False
+    # Whether the scales belong to rows, columns or blocks. Otherwise each tensor has
+    # one, of shape [1], which is the same on all ranks that share the tensor.
+    has_row_scales: bool = False
 
     def __init_subclass__(cls):
         if "target" in vars(cls):
@@ -130,8 +133,15 @@ class Call:
         return operands[:size], operands[size:]
 
     def shapes(self, *operands) -> list[tuple[tuple[int, ...], np.dtype]]:
-        """Returns the shape and dtype of every result, given the operands' avals."""
+        """Returns the shape and dtype of every result, given the operands' avals.
+
+        The gathered scales of `AllGatherMatmul` are left out.
+        """
         raise NotImplementedError
+
+    def gathered_scales(self, scales: Sequence) -> Sequence:
+        """Returns the scales that the last result has after an all-gather; or none."""
+        return ()
 
     def reference(
         self, *operands: jax.Array, scales: Sequence[jax.Array] = ()
@@ -156,6 +166,11 @@ class Call:
         Integers and bools become i64 attributes, `np.float32` becomes f32.
         """
         return {}
+
+    @property
+    def scale_options(self) -> dict[str, int | np.float32]:
+        """Returns the FFI attributes of the scales."""
+        return {"has_scales": self.has_scales, "has_row_scales": self.has_row_scales}
 
     def aliases(self, operands) -> dict[int, int]:
         """Returns {operand index: result index} for results that overwrite operands."""
@@ -288,14 +303,15 @@ def _run(call, *operands):
 def _abstract_eval(*operands, call):
     check_manual(call.label)
     axes = vma.axes_of(*operands)
-    operands, _ = call.split(operands)
+    operands, scales = call.split(operands)
     lowering.check_capacity(call, operands)
     if call.replicates:
         axes -= frozenset(call.axis_name)
-    return [
-        vma.result_aval(shape, dtype, axes, operands[0])
-        for shape, dtype in call.shapes(*operands)
+    shapes = call.shapes(*operands)
+    shapes += [
+        (call.gathered_shape(s.shape), s.dtype) for s in call.gathered_scales(scales)
     ]
+    return [vma.result_aval(shape, dtype, axes, operands[0]) for shape, dtype in shapes]
 
 
 def _batch(operands, dims, *, call):
@@ -304,7 +320,10 @@ def _batch(operands, dims, *, call):
     num_operands = len(call.split(operands)[0])
 
     def is_activation(index):
-        return index < num_operands and call.is_activation(index)
+        if index < num_operands:
+            return call.is_activation(index)
+        # The scales of rows have the batch axes of their operand.
+        return call.has_row_scales and call.is_activation(index - num_operands)
 
     if call.is_batchable and all(map(is_activation, mapped)):
         size = operands[mapped[0]].shape[dims[mapped[0]]]

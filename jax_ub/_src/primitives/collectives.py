@@ -3,19 +3,55 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_ub._src import reference
+from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.call import Call, Execution, num_features, overwritten
 from jax_ub._src.primitives.matmuls import (
     Operand,
     gathered_like,
     matmul,
+    scale_fields,
     scales_of,
     wgrad,
     with_scales,
 )
-from jax_ub._src.scaled_array import values_of
+from jax_ub._src.scaled_array import ScaledArray, values_of
+
+
+def _packed(x: Operand) -> tuple[jax.Array, int]:
+    """Returns an operand as one array, and how many of its features are scales.
+
+    The scales of a row follow its FP8 values, as bytes, so that both are gathered
+    together. One scale per tensor is left out.
+    """
+    if not isinstance(x, ScaledArray) or x.scales.ndim == 0:
+        return values_of(x), 0
+    scales = vma.pcast_varying(x.scales, vma.axes_of(x.values))
+    values, scales = (
+        lax.bitcast_convert_type(part, jnp.uint8).reshape(*x.shape[:-1], -1)
+        for part in (x.values, scales)
+    )
+    rows = jnp.concatenate([values, scales], -1)
+    return lax.bitcast_convert_type(rows, x.dtype), scales.shape[-1]
+
+
+def _unpacked(x: Operand, gathered: jax.Array) -> Operand:
+    """Returns the operand whose rows `_packed` has packed, after an all-gather."""
+    if not isinstance(x, ScaledArray) or x.scales.ndim == 0:
+        return gathered_like(x, gathered)
+    rows = lax.bitcast_convert_type(gathered, jnp.uint8)
+    values, scales = rows[..., : x.shape[-1]], rows[..., x.shape[-1] :]
+    size = x.scales.dtype.itemsize
+    if size > 1:
+        scales = scales.reshape(*scales.shape[:-1], -1, size)
+    return ScaledArray(
+        lax.bitcast_convert_type(values, x.dtype),
+        lax.bitcast_convert_type(scales, x.scales.dtype),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,11 +62,14 @@ class AllGather(Call):
     gathers = True
     communicates_only = True
 
+    num_scale_features: int = 0  # features that are scales, see `_packed`
+
     def shapes(self, x):
-        return [(self.communicated(x), x.dtype)]
+        return [(self.gathered_shape(x.shape), x.dtype)]
 
     def communicated(self, x):
-        return self.gathered_shape(x.shape)
+        *rows, width = self.gathered_shape(x.shape)
+        return (*rows, width - self.num_scale_features)
 
     def on_one_rank(self, x, *, scales=()):
         return [x]
@@ -41,8 +80,9 @@ class AllGather(Call):
 
 def all_gather(execution: Execution, x: Operand) -> Operand:
     """All-gathers the rows of `x`, `[..., m, K]` -> `[..., P*m, K]`."""
-    gathered = AllGather(execution=execution)(values_of(x))[0]
-    return gathered_like(x, gathered)
+    rows, num_scale_features = _packed(x)
+    call = AllGather(execution=execution, num_scale_features=num_scale_features)
+    return _unpacked(x, call(rows)[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,38 +154,42 @@ class BulkAllGather(Call):
 
     num_pairs: int
     partial_dtype: np.dtype
+    num_scale_features: int = 0  # of the shard, see `_packed`
 
     @property
     def num_scales(self):
-        return 2 * self.has_scales
+        return 2 * self.num_pairs * self.has_scales
 
     def shapes(self, dy, *others):
         w, shard = others[-2], others[-1]
         dx = (*dy.shape[:-1], w.shape[0])
-        return [(dx, self.partial_dtype), (self.communicated(shard), shard.dtype)]
+        gathered = self.gathered_shape(shard.shape)
+        return [(dx, self.partial_dtype), (gathered, shard.dtype)]
 
     def communicated(self, *operands):
-        return self.gathered_shape(operands[-1].shape)
+        *rows, width = self.gathered_shape(operands[-1].shape)
+        return (*rows, width - self.num_scale_features)
 
     def reference(self, *operands, scales=()):
         n = self.num_pairs
-        dx = reference.dots(operands[:n], operands[n : 2 * n], rhs_transposed=True)
-        dx = reference.scaled(dx, 1.0, *scales).astype(self.partial_dtype)
+        xs, ws = operands[:n], operands[n : 2 * n]
+        dx = reference.dots(xs, ws, rhs_transposed=True, scales=scales)
+        dx = dx.astype(self.partial_dtype)
         return [dx, reference.all_gather(operands[-1], self.axis_name)]
 
     def on_one_rank(self, *operands, scales=()):
         n = self.num_pairs
         dx = matmul(
             self.execution.on_one_rank,
-            with_scales(operands[:n], scales[:1] * n),
-            with_scales(operands[n : 2 * n], scales[1:] * n),
+            with_scales(operands[:n], scales[:n]),
+            with_scales(operands[n : 2 * n], scales[n:]),
             rhs_transposed=True,
             out_dtype=self.partial_dtype,
         )
         return [dx, operands[-1]]
 
     def options(self):
-        return {"num_pairs": self.num_pairs, "has_scales": self.has_scales}
+        return {"num_pairs": self.num_pairs, **self.scale_options}
 
     def is_activation(self, index):
         return index < self.num_pairs or index == 2 * self.num_pairs
@@ -180,15 +224,17 @@ def bulk_all_gather(
     Returns:
         `sum_i dy_i w_i^T`, `[..., M, K]`, and the gathered `[..., P*m, H]`.
     """
-    scales = scales_of(dys[0], ws[0])
+    scales = scales_of(dys, ws)
+    rows, num_scale_features = _packed(shard)
     call = BulkAllGather(
         execution=execution,
-        has_scales=bool(scales),
+        **scale_fields(scales),
         num_pairs=len(dys),
         partial_dtype=np.dtype(partial_dtype),
+        num_scale_features=num_scale_features,
     )
-    dx, gathered = call(*map(values_of, (*dys, *ws, shard)), scales=scales)
-    return dx, gathered_like(shard, gathered)
+    dx, gathered = call(*map(values_of, (*dys, *ws)), rows, scales=scales)
+    return dx, _unpacked(shard, gathered)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,8 +272,7 @@ class BulkReduceScatter(Call):
         dys, main_grads, partial = others[:n], others[n:-1], others[-1]
         dws = []
         for i, dy in enumerate(dys):
-            dw = reference.outer(x, dy)
-            dw = reference.scaled(dw, 1.0, *scales[:1], *scales[1 + i : 2 + i])
+            dw = reference.outer(x, dy, (*scales[:1], *scales[1 + i : 2 + i]))
             dws.append(
                 reference.add(dw, *main_grads[i : i + 1], out_dtype=self.dw_dtype)
             )
@@ -250,7 +295,7 @@ class BulkReduceScatter(Call):
         return {
             "num_outputs": self.num_outputs,
             "accumulate": self.accumulate,
-            "has_scales": self.has_scales,
+            **self.scale_options,
         }
 
     def aliases(self, operands):
@@ -287,10 +332,10 @@ def bulk_reduce_scatter(
         The kernels' gradients, `[K, N_i]` each, and this rank's rows of the sum,
         `[..., m, H]`.
     """
-    scales = scales_of(x, *dys)
+    scales = scales_of((x, *dys))
     call = BulkReduceScatter(
         execution=execution,
-        has_scales=bool(scales),
+        **scale_fields(scales),
         num_outputs=len(dys),
         accumulate=main_grads is not None,
         dw_dtype=np.dtype(dw_dtype),

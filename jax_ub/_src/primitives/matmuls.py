@@ -5,6 +5,7 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ub._src import reference
@@ -23,9 +24,33 @@ _GATHER = {None: 0, "x": 1, "dy": 2}
 Operand = jax.Array | ScaledArray
 
 
-def scales_of(*operands: Operand) -> tuple[jax.Array, ...]:
-    """Returns the scales of FP8 operands, `[1]` each; none for other operands."""
-    return tuple(x.scales.reshape(1) for x in operands if isinstance(x, ScaledArray))
+def scales_of(
+    activations: Sequence[Operand], kernels: Sequence[Operand] = ()
+) -> tuple[jax.Array, ...]:
+    """Returns the scales of FP8 operands; none for other operands.
+
+    A scale that is a scalar belongs to a tensor, and has shape [1] here. If another
+    operand has scales of rows or blocks, it is repeated for each row of an activation.
+    """
+    operands = (*activations, *kernels)
+    if not isinstance(operands[0], ScaledArray):
+        return ()
+    if all(x.scales.ndim == 0 for x in operands):
+        return tuple(x.scales.reshape(1) for x in operands)
+    return (
+        *(_repeated(x.scales, (*x.shape[:-1], 1)) for x in activations),
+        *(_repeated(w.scales, (1, 1)) for w in kernels),
+    )
+
+
+def _repeated(scales, shape):
+    return scales if scales.ndim else jnp.full(shape, scales)
+
+
+def scale_fields(scales: Sequence[jax.Array]) -> dict[str, bool]:
+    """Returns the fields of a `Call` with these scales."""
+    has_row_scales = any(scale.ndim > 1 for scale in scales)
+    return {"has_scales": bool(scales), "has_row_scales": has_row_scales}
 
 
 def with_scales(
@@ -35,14 +60,19 @@ def with_scales(
     if not scales:
         return tuple(operands)
     return tuple(
-        ScaledArray(x, scale.reshape(()))
+        ScaledArray(x, scale.reshape(()) if scale.ndim == 1 else scale)
         for x, scale in zip(operands, scales, strict=True)
     )
 
 
-def gathered_like(x: Operand, gathered: jax.Array) -> Operand:
-    """Returns the all-gathered x, with its scale if it is FP8."""
-    return ScaledArray(gathered, x.scales) if isinstance(x, ScaledArray) else gathered
+def gathered_like(x: Operand, gathered: jax.Array, *scales: jax.Array) -> Operand:
+    """Returns the all-gathered x, with its scales if it is FP8.
+
+    `scales` has the gathered scales, unless x has one scale for the tensor.
+    """
+    if not isinstance(x, ScaledArray):
+        return gathered
+    return ScaledArray(gathered, *(scales or (x.scales,)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +93,7 @@ class SummedMatmul(Call):
 
     @property
     def num_scales(self):
-        return 2 * self.has_scales
+        return 2 * self.num_pairs * self.has_scales
 
     def reduced_rows(self, rows: int) -> int:
         """Returns the rows of the result: `rows`, unless a subclass scatters them."""
@@ -84,8 +114,9 @@ class SummedMatmul(Call):
     def reference(self, *operands, scales=()):
         n = self.num_pairs
         xs, ws, addends = operands[:n], operands[n : 2 * n], operands[2 * n :]
-        partial = reference.dots(xs, ws, rhs_transposed=self.rhs_transposed)
-        partial = reference.scaled(partial, 1.0, *scales)
+        partial = reference.dots(
+            xs, ws, rhs_transposed=self.rhs_transposed, scales=scales
+        )
         y = reference.scaled(self.reduce(partial), self.scale)
         return [reference.add(y, *addends, out_dtype=self.out_dtype)]
 
@@ -100,7 +131,7 @@ class SummedMatmul(Call):
             "has_bias": self.has_bias,
             "has_residual": self.has_residual,
             "scale": np.float32(self.scale),
-            "has_scales": self.has_scales,
+            **self.scale_options,
         }
 
     def is_activation(self, index):
@@ -185,19 +216,19 @@ def _summed_matmul(  # noqa: PLR0913, operands and options of a GEMM
     Args:
         kind: the class of the call.
         execution: ranks, method and label.
-        xs: activations, `[..., m, K_i]` each. FP8 x_i must have the same scale.
-        ws: kernels, `[K_i, N]` each, or `[N, K_i]` if `rhs_transposed`. FP8 w_i must
-            have the same scale.
+        xs: activations, `[..., m, K_i]` each. If FP8 x_i have one scale per tensor, it
+            must be the same.
+        ws: kernels, `[K_i, N]` each, or `[N, K_i]` if `rhs_transposed`; likewise.
         bias: `[N]`, or None.
         residual: addend of the result's shape, or None.
         rhs_transposed: whether the kernels are stored transposed.
         scale: factor of the sum, applied before bias and residual are added.
         out_dtype: dtype of the result.
     """
-    scales = scales_of(xs[0], ws[0])
+    scales = scales_of(xs, ws)
     call = kind(
         execution=execution,
-        has_scales=bool(scales),
+        **scale_fields(scales),
         num_pairs=len(xs),
         rhs_transposed=rhs_transposed,
         has_bias=bias is not None,
@@ -219,7 +250,7 @@ class AllGatherMatmul(Call):
     """Computes y_i = scale * all_gather(x) @ w_i + bias_i + residual_i for kernels w_i.
 
     Operands: x, then all w_i, all bias_i and all residual_i, if there are any.
-    Results: all y_i, then the gathered x if `return_gathered`.
+    Results: all y_i, then the gathered x and its scales of rows if `return_gathered`.
     """
 
     target = "jax_ub$all_gather_matmul"
@@ -245,6 +276,9 @@ class AllGatherMatmul(Call):
         ]
         return results + [(gathered, x.dtype)] * self.return_gathered
 
+    def gathered_scales(self, scales):
+        return scales[:1] if self.return_gathered and self.has_row_scales else ()
+
     def _columns(self, kernels):
         """Returns the number of output features of each kernel w_i."""
         out = 0 if self.rhs_transposed else 1
@@ -256,12 +290,21 @@ class AllGatherMatmul(Call):
     def reference(self, x, *kernels, scales=()):
         n = self.num_kernels
         gathered = reference.all_gather(x, self.axis_name)
+        if self.has_row_scales:
+            scales = (reference.all_gather(scales[0], self.axis_name), *scales[1:])
         ys = []
         for i, w in enumerate(kernels[:n]):
-            y = reference.dot(gathered, w, rhs_transposed=self.rhs_transposed)
-            y = reference.scaled(y, self.scale, *scales[:1], *scales[1 + i : 2 + i])
+            y = reference.dot(
+                gathered,
+                w,
+                rhs_transposed=self.rhs_transposed,
+                scales=(*scales[:1], *scales[1 + i : 2 + i]),
+            )
+            y = reference.scaled(y, self.scale)
             ys.append(reference.add(y, *kernels[n + i :: n], out_dtype=self.out_dtype))
-        return [*ys, gathered] if self.return_gathered else ys
+        if not self.return_gathered:
+            return ys
+        return [*ys, gathered, *self.gathered_scales(scales)]
 
     def on_one_rank(self, x, *kernels, scales=()):
         n = self.num_kernels
@@ -280,7 +323,7 @@ class AllGatherMatmul(Call):
                 out_dtype=self.out_dtype,
             )
             ys.append(y)
-        return [*ys, x] if self.return_gathered else ys
+        return [*ys, x, *self.gathered_scales(scales)] if self.return_gathered else ys
 
     def options(self):
         return {
@@ -290,7 +333,7 @@ class AllGatherMatmul(Call):
             "has_residual": self.has_residual,
             "return_gathered": self.return_gathered,
             "scale": np.float32(self.scale),
-            "has_scales": self.has_scales,
+            **self.scale_options,
         }
 
     def aliases(self, operands):
@@ -336,10 +379,10 @@ def all_gather_matmul(  # noqa: PLR0913, operands and options of a GEMM
     Returns:
         The products, `[..., P*m, N_i]`, and the gathered x, `[..., P*m, K]`, or None.
     """
-    scales = scales_of(x, *ws)
+    scales = scales_of((x,), ws)
     call = AllGatherMatmul(
         execution=execution,
-        has_scales=bool(scales),
+        **scale_fields(scales),
         num_kernels=len(ws),
         rhs_transposed=rhs_transposed,
         has_bias=biases is not None,
@@ -350,7 +393,7 @@ def all_gather_matmul(  # noqa: PLR0913, operands and options of a GEMM
     )
     addends = (*(biases or ()), *(residuals or ()))
     results = call(*map(values_of, (x, *ws)), *addends, scales=scales)
-    gathered = gathered_like(x, results[len(ws)]) if return_gathered else None
+    gathered = gathered_like(x, *results[len(ws) :]) if return_gathered else None
     return results[: len(ws)], gathered
 
 
@@ -388,14 +431,21 @@ class Wgrad(Call):
 
     def reference(self, x, *others, scales=()):
         dys, main_grads = others[: self.num_outputs], others[self.num_outputs :]
+        x_scales, dy_scales = scales[:1], scales[1:]
+
+        def gathered(shards):
+            return tuple(reference.all_gather(each, self.axis_name) for each in shards)
+
         if self.gather == "x":
-            x = reference.all_gather(x, self.axis_name)
+            (x,) = gathered((x,))
+            x_scales = gathered(x_scales) if self.has_row_scales else x_scales
         if self.gather == "dy":
-            dys = tuple(reference.all_gather(dy, self.axis_name) for dy in dys)
+            dys = gathered(dys)
+            dy_scales = gathered(dy_scales) if self.has_row_scales else dy_scales
         dws = []
         for i, dy in enumerate(dys):
-            dw = reference.outer(x, dy)
-            dw = reference.scaled(dw, self.scale, *scales[:1], *scales[1 + i : 2 + i])
+            dw = reference.outer(x, dy, (*x_scales, *dy_scales[i : i + 1]))
+            dw = reference.scaled(dw, self.scale)
             dws.append(
                 reference.add(dw, *main_grads[i : i + 1], out_dtype=self.out_dtype)
             )
@@ -412,7 +462,7 @@ class Wgrad(Call):
             "accumulate": self.accumulate,
             "gather": _GATHER[self.gather],
             "scale": np.float32(self.scale),
-            "has_scales": self.has_scales,
+            **self.scale_options,
         }
 
     def aliases(self, operands):
@@ -462,10 +512,10 @@ def wgrad(
     Returns:
         The kernels' gradients, `[K, N_i]` each.
     """
-    scales = scales_of(x, *dys)
+    scales = scales_of((x, *dys))
     call = Wgrad(
         execution=execution,
-        has_scales=bool(scales),
+        **scale_fields(scales),
         num_outputs=len(dys),
         accumulate=main_grads is not None,
         gather=gather,

@@ -63,11 +63,10 @@ def linear(  # noqa: PLR0913, pinned
     gradient is the sum of the ranks' gradients.
 
     `x` and `w` may both be FP8, as `ub.ScaledArray`s. The gradients arrive in their
-    sources. With `fp8`, the layer quantizes `x` and `w`, and gradients arrive in their
-    dtypes. A recipe with one scale per tensor also quantizes the gradient of the
-    result, and the backward pass multiplies FP8 operands. All ranks have the same scale
-    for a tensor. The residuals of the backward pass are FP8, with the checkpoint names
-    "jax_ub.x" and "jax_ub.w".
+    sources. With `fp8`, the layer quantizes `x`, `w` and the gradient of the result,
+    all passes multiply FP8 operands, and gradients arrive in the dtypes of `x` and `w`.
+    If a recipe has one scale per tensor, all ranks have the same. The residuals of the
+    backward pass are FP8, with the checkpoint names "jax_ub.x" and "jax_ub.w".
 
     Transformer Engine: `te.Linear(parallel_mode=..., ub_name=...)`.
 
@@ -460,7 +459,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     addend_axes = axes - own if mode.op == "matmul_all_reduce" else axes
     biases, residual = vma.pcast_varying((biases, residual), addend_axes)
     if states:
-        scope, layer = scaled.fallback(config, x, ws), scaled.scaled_linear
+        layer = scaled.scaled_linear
     elif config.is_mapped:
         check_no_main_grad(config, main_grads)
         layer = forward_of(config)

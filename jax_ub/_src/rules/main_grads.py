@@ -1,11 +1,12 @@
-"""Checks of `main_grad`, the f32 array to which a wgrad adds a kernel's gradient.
+"""Checks of arrays whose cotangent is their new value: `main_grad`, and FP8 states.
 
-The cotangent of a main_grad is its new value: the old value plus the gradient.
+A main_grad is the f32 array to which a wgrad adds a kernel's gradient. Its new value is
+the old value plus the gradient.
 """
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -118,21 +119,46 @@ def check_vmapped_together(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.
         UnsupportedOverlapError: when `jax.vmap` is applied, if it maps dy only.
     """
 
+    def text(size):
+        return (
+            f"{op}: jax.vmap over {size} examples maps the gradient that main_grad "
+            f"accumulates, but not main_grad, and would count it {size} times. Put the "
+            "examples into batch axes of x, in front of its rows, without jax.vmap; or "
+            "map main_grad too, and sum what each example accumulates."
+        )
+
+    return _mapped_with(main_grad, dy, text)
+
+
+def check_state_is_mapped(op: str, state: Any, x: jax.Array) -> None:
+    """Rejects a `jax.vmap` that maps x, but not the FP8 state of its layer.
+
+    Otherwise JAX would sum the new states of all mapped indices.
+    """
+
+    def text(size):
+        return (
+            f"{op}: jax.vmap maps x but not its FP8 state, and JAX would add the new "
+            f"states of {size} examples. Put the examples into batch axes of x, in "
+            "front of its rows, without jax.vmap; or map the state, too."
+        )
+
+    for array in jax.tree.leaves(state):
+        _mapped_with(lax.stop_gradient(array), lax.stop_gradient(x), text)
+
+
+def _mapped_with(value, other, text: Callable[[int], str]):
+    """Returns `value`; raises an error with `text` if vmap maps only `other`."""
+
     @custom_vmap
-    def same(main_grad, dy):
-        return main_grad
+    def same(value, other):
+        return value
 
     @same.def_vmap
-    def same_of_mapped(axis_size, is_mapped, main_grad, dy):
+    def same_of_mapped(axis_size, is_mapped, value, other):
         if is_mapped[1] and not is_mapped[0]:
-            raise UnsupportedOverlapError(
-                f"{op}: jax.vmap over {axis_size} examples maps the gradient that "
-                "main_grad accumulates, but not main_grad, and would count it "
-                f"{axis_size} times. Put the examples into batch axes of x, in front "
-                "of its rows, without jax.vmap; or map main_grad too, and sum what "
-                "each example accumulates."
-            )
+            raise UnsupportedOverlapError(text(axis_size))
         # Calls `same` again, so that an enclosing jax.vmap is checked, too.
-        return same(main_grad, dy), is_mapped[0]
+        return same(value, other), is_mapped[0]
 
-    return same(main_grad, dy)
+    return same(value, other)

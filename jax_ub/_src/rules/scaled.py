@@ -1,15 +1,12 @@
 """Linear layers with FP8 operands, `ScaledArray`s.
 
-The forward pass multiplies FP8 values, and the f32 sums by the scales. If a recipe with
-one scale per tensor quantizes the layer's operands, it also quantizes the gradients of
-the results, and the backward pass multiplies FP8 operands, too. Otherwise the backward
-pass multiplies the gradients by operands that are dequantized to the dtype of their
-sources. All-gathered operands and residuals are FP8.
+If a recipe quantizes the layer's operands, it also quantizes the gradients of the
+results, and the backward pass multiplies FP8 operands, too. If the caller has quantized
+them, the backward pass multiplies the gradients by operands that are dequantized to the
+dtype of their sources. All-gathered operands and residuals are FP8.
 """
 
-import contextlib
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -17,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ub._src import checks as shapes
-from jax_ub._src import dtypes, lowering_log, reference
+from jax_ub._src import dtypes
 from jax_ub._src.errors import (
     ConfigurationError,
     ShapeContractError,
@@ -26,13 +23,12 @@ from jax_ub._src.errors import (
 from jax_ub._src.fp8.quantize import quantize_layer, quantize_output_grads
 from jax_ub._src.fp8.recipes import check_recipe, has_one_scale
 from jax_ub._src.fp8.state import OUTPUT_GRAD_STATE, check_state
-from jax_ub._src.methods import Method
-from jax_ub._src.parallel import mode_of
 from jax_ub._src.primitives import vma
-from jax_ub._src.primitives.collectives import all_reduce, reduce_scatter
+from jax_ub._src.primitives.collectives import all_gather, all_reduce
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.column import column_gradients
-from jax_ub._src.rules.forward import forward_of, row_forward
+from jax_ub._src.rules.forward import forward_of
+from jax_ub._src.rules.main_grads import check_state_is_mapped
 from jax_ub._src.rules.row import is_partial, row_gradients
 from jax_ub._src.rules.vjp import differentiable, save
 from jax_ub._src.scaled_array import (
@@ -177,75 +173,55 @@ def _check_agreed(config, name, operand, contracted):
         )
 
 
-def fallback(
-    config: CallConfig, x: Any, ws: tuple[Any, ...]
-) -> contextlib.AbstractContextManager:
-    """Returns a scope for the forward pass, which records why it does not overlap.
+def _check_ranks(config: CallConfig) -> None:
+    """Raises an error if the ranks are an axis of `jax.vmap`.
 
-    Raises:
-        UnsupportedOverlapError: if the method is explicit but cannot overlap, or if the
-            ranks are an axis of `jax.vmap`, where JAX itself would differentiate.
+    JAX itself would differentiate there.
     """
     if config.is_mapped:
         raise UnsupportedOverlapError(
             f"{config.label}: FP8 operands over {config.axis_name}, an axis of "
             "jax.vmap. Use jax.shard_map."
         )
-    reason = _why_not_overlapped(config, x, ws)
-    if reason is None or config.num_ranks == 1 or config.method is Method.XLA:
-        return contextlib.nullcontext()
-    if not config.choice.may_fall_back:
-        raise UnsupportedOverlapError(
-            f'{config.label}: method "{config.method.value}" cannot run: {reason}. '
-            'Pass method="auto", which does not overlap this call, or method="xla".'
-        )
-    return lowering_log.falling_back(config.label, reason)
 
 
-def _why_not_overlapped(config, x, ws):
-    if config.mode.gathers_x and not _takes_scales(config, x, ws):
-        return "the engine gathers no FP8 operands with scales of rows or blocks"
-    if _reduces(config) and not _has_shared_scales(config, x, ws[0]):
-        return "the ranks' partial sums have different row scales"
-    return None
+def _of_tensors(
+    config: CallConfig, x: ScaledArray, ws: tuple[ScaledArray, ...]
+) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
+    """Makes the scales that belong to tensors scalars; the others belong to rows.
 
-
-def _takes_scales(config, x, ws):
-    """Returns whether the engine multiplies x by the kernels with their scales.
-
-    Each of them has one scale. Ranks that share a tensor have the same scale.
+    Ranks that gather or contract a tensor have the same scale for it.
     """
-    if any(operand.scaling != "tensor" for operand in (x, *ws)):
-        return False
-    if config.mode.op == "matmul":
-        return True
-    shared = (x,) if config.mode.gathers_x else (x, *ws)
-    axes = _contracted(config, x)
-    return all(map(functools.partial(_is_shared, config), shared, axes))
+    communicates = config.mode.op != "matmul"
+    x_axis, w_axis = _contracted(config, x)
 
+    def scalar(operand, axis, is_shared):
+        if operand.scaling != "tensor":
+            return operand
+        if is_shared and not _is_agreed(config, operand, axis):
+            return operand
+        return of_tensor(operand)
 
-def _reduces(config):
-    return config.mode.op in ("matmul_reduce_scatter", "matmul_all_reduce")
-
-
-def _has_shared_scales(config, x, w):
-    """Returns whether scales may multiply the sum over the ranks: all have the same.
-
-    Block scales multiply the values instead. Scales of rows and columns are taken to
-    differ. A scale per tensor is the same, unless its type varies over one rank.
-    """
-    return all(
-        operand.scaling == "block" or _is_shared(config, operand, axis)
-        for operand, axis in zip((x, w), _contracted(config, x), strict=True)
+    gathers = config.mode.gathers_x
+    return scalar(x, x_axis, communicates), tuple(
+        scalar(w, w_axis, communicates and not gathers) for w in ws
     )
 
 
-def _is_shared(config, operand, contracted):
+def of_tensor(operand: ScaledArray) -> ScaledArray:
+    """Returns an FP8 array whose only scale is a scalar."""
+    return ScaledArray(operand.values, operand.scales.reshape(()), operand.source)
+
+
+def _is_agreed(config, operand, contracted):
+    """Returns whether all ranks have the same scale.
+
+    The scale of a single row or column may differ, unless a recipe has agreed on it.
+    """
     if has_one_scale(config.fp8):
         return True
-    own = frozenset(config.axis_name)
     is_one = not _is_per_row(operand, contracted)
-    return is_one and not own & vma.axes_of(operand.scales)
+    return is_one and not frozenset(config.axis_name) & vma.axes_of(operand.scales)
 
 
 def pcast_varying(tree: Any, axes: Any) -> Any:
@@ -276,62 +252,7 @@ def scaled_forward(
 
     `state` is the state of the recipe that quantizes the gradients of the results.
     """
-    if _takes_scales(config, x, ws):
-        return forward_of(config)(config, x, ws, biases, residual)
-    if config.mode.gathers_x:
-        x = _gathered(config, x)
-    ys = []
-    for i, w in enumerate(ws):
-        y = _product(config, x, w)
-        bias = None if biases is None else biases[i]
-        ys.append(reference.add(y, bias, residual, out_dtype=config.out_dtype))
-    return tuple(ys), x if config.returns_gathered else None
-
-
-def _gathered(config, x):
-    """All-gathers the FP8 rows of x, with their scales unless there is only one."""
-    values, scales = x.values, x.scales
-    if scales.ndim and scales.shape[-2] == values.shape[-2]:
-        scales = vma.pcast_varying(scales, vma.axes_of(values))
-        scales = reference.all_gather(scales, config.axis_name)
-    return ScaledArray(reference.all_gather(values, config.axis_name), scales)
-
-
-def _product(config, x, w):
-    """Multiplies x by w, and reduces the product over the ranks: f32.
-
-    The scales multiply the sum over the ranks if all ranks have the same, else each
-    rank's sum.
-    """
-    reduces = _reduces(config)
-    is_fused = reduces and _has_shared_scales(config, x, w)
-    mode = config.mode if is_fused else mode_of(None, False)
-    pairs = _factors(x), _factors(w)
-    (x, x_scales), (w, w_scales) = pairs
-    product = dataclasses.replace(config, mode=mode, out_dtype=np.dtype(np.float32))
-    (y,), _ = row_forward(product, x, (w,))
-    if x_scales is not None:
-        y = y * reference.with_rank(x_scales, y.ndim)
-    if w_scales is not None:
-        is_flipped = config.rhs_transposed and w_scales.ndim
-        w_scales = w_scales.T if is_flipped else w_scales
-        y = y * reference.with_rank(w_scales, y.ndim)
-    if is_fused or not reduces:
-        return y
-    if config.mode.op == "matmul_all_reduce":
-        return all_reduce(config.collective, y)
-    return reduce_scatter(config.collective, y, out_dtype=y.dtype)
-
-
-def _factors(operand):
-    """Returns bf16 values of an operand, and scales that multiply the sums, or None.
-
-    bf16 holds FP8 values exactly, also those that are multiplied by block scales, which
-    change along the contracted dimension.
-    """
-    if operand.scaling == "block":
-        return operand.dequantize(jnp.bfloat16), None
-    return operand.values.astype(jnp.bfloat16), operand.scales
+    return forward_of(config)(config, x, ws, biases, residual)
 
 
 def scaled_gradients(
@@ -347,12 +268,13 @@ def scaled_gradients(
     """
     gathers = config.mode.gathers_x
     new_state = None
-    if has_one_scale(config.fp8):
+    if config.fp8 is not None:
         if dys:
             dys, new_state = _quantized_gradients(config, dys, saved["state"])
     else:
         if gathers and saved["x"] is not None and dys:
-            saved = {**saved, "x": None, "gathered": _gathered(config, saved["x"])}
+            gathered = all_gather(config.collective, saved["x"])
+            saved = {**saved, "x": None, "gathered": gathered}
         saved = map_scaled(lambda operand: operand.dequantize(config.dtype), saved)
     dx, dws = (column_gradients if gathers else row_gradients)(config, saved, dys)
     x_dtype, *w_dtypes = config.source_dtypes
@@ -365,7 +287,7 @@ def _quantized_gradients(config, dys, state):
     if config.mode.op == "matmul_all_reduce" and is_partial(config, dys[0]):
         dys = {0: all_reduce(config.collective, dys[0])}
     arrays, state = quantize_output_grads(
-        config.fp8, tuple(dys.values()), state, config.axis_name
+        config.label, config.fp8, tuple(dys.values()), state, config.axis_name
     )
     return dict(zip(dys, arrays, strict=True)), state
 
@@ -389,7 +311,10 @@ def quantized(
                 f"{label}: fp8_state without fp8. Pass fp8=recipe, or leave out "
                 "fp8_state."
             )
-        return x, ws, (None,) if is_scaled(x) else ()
+        if not is_scaled(x):
+            return x, ws, ()
+        _check_ranks(config)
+        return *_of_tensors(config, x, ws), (None,)
     check_recipe(label, recipe)
     for name, operand in by_name(x, ws).items():
         if is_scaled(operand):
@@ -399,6 +324,7 @@ def quantized(
             )
         shapes.check_float(label, **{name: operand})
     state = check_state(label, recipe, state)
+    check_state_is_mapped(label, state, x)
     x, ws = quantize_layer(
         recipe,
         x,
@@ -407,6 +333,8 @@ def quantized(
         config.axis_name,
         rhs_transposed=config.rhs_transposed,
     )
+    _check_ranks(config)
+    x, ws = _of_tensors(config, x, ws)
     # The forward pass reads the named arrays, so that remat with a policy that keeps
     # them does not quantize again.
     x = _named(config, "x", x)
