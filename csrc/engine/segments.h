@@ -35,6 +35,11 @@ inline StridedPointer KernelOf(const Tensor& kernel, bool transposed) {
   return transposed ? RowsOf(kernel, 0, 0) : ColumnsOf(kernel, 0, 0);
 }
 
+// Returns the scales of an operand, or nullptr.
+inline const Tensor* ScalesOf(const RankCall& call, size_t operand) {
+  return call.scales.empty() ? nullptr : &call.scales[operand];
+}
+
 // Returns whether the scales of an operand multiply its elements, because they change
 // along the contracted dimension. The others multiply sums. `contracts_rows` says
 // whether that dimension is the rows.

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "call_maker.h"
@@ -96,6 +97,26 @@ inline Outcome Submit(Engine& engine,
     done(std::current_exception());
   }
   return outcome;
+}
+
+// Runs the call of each rank in a separate thread; returns the error of each rank, ""
+// if it succeeded.
+inline std::vector<std::string> RunAll(Engine& engine,
+                                       CallSite& site,
+                                       int64_t run_id,
+                                       const std::vector<RankCall>& calls) {
+  std::vector<Outcome> outcomes(calls.size());
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < calls.size(); ++rank) {
+    threads.emplace_back([&, rank] {
+      const int64_t device = 100 + static_cast<int64_t>(rank);
+      outcomes[rank] = Submit(engine, site, run_id, device, calls[rank]);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::vector<std::string> texts;
+  for (Outcome& outcome : outcomes) texts.push_back(outcome.Wait());
+  return texts;
 }
 
 // Returns calls of an op with different options, and with each variant of its schedule,

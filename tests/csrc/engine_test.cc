@@ -17,7 +17,6 @@
 #include "engine_calls.h"
 #include "gemm/gemm.h"
 #include "no_thread_starts.h"
-#include "scaled_calls.h"
 
 namespace jax_ub {
 namespace {
@@ -26,26 +25,6 @@ using jax_ub_test::Arrays;
 using jax_ub_test::MakeCalls;
 using jax_ub_test::NumWrong;
 using jax_ub_test::Sizes;
-
-// Runs the call of each rank in a separate thread; returns the error of each rank, ""
-// if it succeeded.
-std::vector<std::string> RunAll(Engine& engine,
-                                CallSite& site,
-                                int64_t run_id,
-                                const std::vector<RankCall>& calls) {
-  std::vector<Outcome> outcomes(calls.size());
-  std::vector<std::thread> threads;
-  for (size_t rank = 0; rank < calls.size(); ++rank) {
-    threads.emplace_back([&, rank] {
-      const int64_t device = 100 + static_cast<int64_t>(rank);
-      outcomes[rank] = Submit(engine, site, run_id, device, calls[rank]);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  std::vector<std::string> texts;
-  for (Outcome& outcome : outcomes) texts.push_back(outcome.Wait());
-  return texts;
-}
 
 void CheckRun(Engine& engine, const CallAttributes& at, const Sizes& sizes, int seed) {
   Arrays arrays(seed);
@@ -69,60 +48,6 @@ TEST(EveryOpByEveryMethodIsExact) {
       }
     }
   }
-}
-
-TEST(EveryOpOfFp8OperandsIsExact) {
-  Engine& engine = NewEngine();
-  int seed = 0;
-  for (int num_ranks : {1, 2, 3, 5}) {
-    for (int op = 0; op < kNumOps; ++op) {
-      if (InfoOf(static_cast<Op>(op)).gemm == GemmKind::kNone) continue;
-      for (int method = 0; method < kNumMethods; ++method) {
-        for (const CallAttributes& like :
-             Variants(static_cast<Op>(op), static_cast<Method>(method), num_ranks)) {
-          if (!HasMethod(like.op, like.method)) continue;
-          ForEachScaling(
-              like, [&](const CallAttributes& at, ScaleKind kind, bool is_crossed) {
-                Arrays arrays(++seed);
-                CallSite site(at);
-                const auto made =
-                    MakeScaledCalls(at, kBlockSizes, kind, is_crossed, arrays);
-                for (const std::string& text : RunAll(engine, site, seed, made.calls)) {
-                  CHECK_EQ(text, "");
-                }
-                made.Dequantize(at);
-                CHECK_EQ(NumWrong(at, made.wide), 0);
-              });
-        }
-      }
-    }
-  }
-}
-
-TEST(ScalesThatDoNotFitTheirOperandAreRefused) {
-  Engine& engine = NewEngine();
-  CallAttributes at = MakeAttributes(Op::kAllGatherMatmul, Method::kDirect, 2);
-  at.has_scales = at.has_row_scales = true;
-  Arrays arrays(1);
-  const auto error_of = [&](const auto& change) {
-    const auto made = MakeScaledCalls(at, kBlockSizes, ScaleKind::kRows, false, arrays);
-    CallSite site(at);
-    RankCall call = made.calls[0];
-    change(call);
-    return Submit(engine, site, 1, 100, call).Wait();
-  };
-  CHECK(error_of([](RankCall& call) {
-          call.scales.pop_back();
-        }).find("takes 2 scales, got 1") != std::string::npos);
-  CHECK(error_of([](RankCall& call) {
-          call.scales[0].rows = 1;
-        }).find("scales f32[2, 1, 1] do not fit e4m3[2, 5, 64]") != std::string::npos);
-  CHECK(error_of([](RankCall& call) {
-          call.scales[1].rows = 2;
-        }).find("scales f32[2, 32] do not fit e4m3[64, 32]") != std::string::npos);
-  CHECK(error_of([](RankCall& call) {
-          call.scales[0].dtype = DType::kE8M0;
-        }).find("scales e8m0[2, 5, 1] do not fit") != std::string::npos);
 }
 
 TEST(MoreRanksThanAGroupOnGpusHasAreExact) {

@@ -28,9 +28,9 @@ RECIPES = {
     "row": FP8.RowwiseScaling(),
 }
 LAYERS = {
-    "column": lambda **o: Linear(64, 32, parallel="column", **o),
+    "column": lambda **o: Linear(64, 64, parallel="column", **o),
     "row": lambda **o: Linear(64, 64, parallel="row", **o),
-    "head": lambda **o: LayerNormLinear(64, 32, parallel="column", **o),
+    "head": lambda **o: LayerNormLinear(64, 64, parallel="column", **o),
     "mlp": lambda **o: LayerNormMLP(64, 128, **o),
     "attention": lambda **o: MultiHeadAttention(4, 64, **o),
     "transformer": lambda **o: TransformerLayer(64, 128, 4, **o),

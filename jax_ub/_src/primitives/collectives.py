@@ -3,55 +3,20 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jax_ub._src import reference
-from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.call import Call, Execution, num_features, overwritten
-from jax_ub._src.primitives.matmuls import (
+from jax_ub._src.primitives.matmuls import matmul, wgrad
+from jax_ub._src.primitives.scales import (
     Operand,
-    gathered_like,
-    matmul,
+    packed,
     scale_fields,
     scales_of,
-    wgrad,
+    unpacked,
     with_scales,
 )
-from jax_ub._src.scaled_array import ScaledArray, values_of
-
-
-def _packed(x: Operand) -> tuple[jax.Array, int]:
-    """Returns an operand as one array, and how many of its features are scales.
-
-    The scales of a row follow its FP8 values, as bytes, so that both are gathered
-    together. One scale per tensor is left out.
-    """
-    if not isinstance(x, ScaledArray) or x.scales.ndim == 0:
-        return values_of(x), 0
-    scales = vma.pcast_varying(x.scales, vma.axes_of(x.values))
-    values, scales = (
-        lax.bitcast_convert_type(part, jnp.uint8).reshape(*x.shape[:-1], -1)
-        for part in (x.values, scales)
-    )
-    rows = jnp.concatenate([values, scales], -1)
-    return lax.bitcast_convert_type(rows, x.dtype), scales.shape[-1]
-
-
-def _unpacked(x: Operand, gathered: jax.Array) -> Operand:
-    """Returns the operand whose rows `_packed` has packed, after an all-gather."""
-    if not isinstance(x, ScaledArray) or x.scales.ndim == 0:
-        return gathered_like(x, gathered)
-    rows = lax.bitcast_convert_type(gathered, jnp.uint8)
-    values, scales = rows[..., : x.shape[-1]], rows[..., x.shape[-1] :]
-    size = x.scales.dtype.itemsize
-    if size > 1:
-        scales = scales.reshape(*scales.shape[:-1], -1, size)
-    return ScaledArray(
-        lax.bitcast_convert_type(values, x.dtype),
-        lax.bitcast_convert_type(scales, x.scales.dtype),
-    )
+from jax_ub._src.scaled_array import values_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +27,7 @@ class AllGather(Call):
     gathers = True
     communicates_only = True
 
-    num_scale_features: int = 0  # features that are scales, see `_packed`
+    num_scale_features: int = 0  # features that are scales, see `packed`
 
     def shapes(self, x):
         return [(self.gathered_shape(x.shape), x.dtype)]
@@ -80,9 +45,9 @@ class AllGather(Call):
 
 def all_gather(execution: Execution, x: Operand) -> Operand:
     """All-gathers the rows of `x`, `[..., m, K]` -> `[..., P*m, K]`."""
-    rows, num_scale_features = _packed(x)
+    rows, num_scale_features = packed(x)
     call = AllGather(execution=execution, num_scale_features=num_scale_features)
-    return _unpacked(x, call(rows)[0])
+    return unpacked(x, call(rows)[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +119,7 @@ class BulkAllGather(Call):
 
     num_pairs: int
     partial_dtype: np.dtype
-    num_scale_features: int = 0  # of the shard, see `_packed`
+    num_scale_features: int = 0  # of the shard, see `packed`
 
     @property
     def num_scales(self):
@@ -225,7 +190,7 @@ def bulk_all_gather(
         `sum_i dy_i w_i^T`, `[..., M, K]`, and the gathered `[..., P*m, H]`.
     """
     scales = scales_of(dys, ws)
-    rows, num_scale_features = _packed(shard)
+    rows, num_scale_features = packed(shard)
     call = BulkAllGather(
         execution=execution,
         **scale_fields(scales),
@@ -234,7 +199,7 @@ def bulk_all_gather(
         num_scale_features=num_scale_features,
     )
     dx, gathered = call(*map(values_of, (*dys, *ws)), rows, scales=scales)
-    return dx, _unpacked(shard, gathered)
+    return dx, unpacked(shard, gathered)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_ub._src import reference
@@ -16,63 +14,16 @@ from jax_ub._src.primitives.call import (
     overwritten,
     rows_and_features,
 )
-from jax_ub._src.scaled_array import ScaledArray, values_of
+from jax_ub._src.primitives.scales import (
+    Operand,
+    gathered_like,
+    scale_fields,
+    scales_of,
+    with_scales,
+)
+from jax_ub._src.scaled_array import values_of
 
 _GATHER = {None: 0, "x": 1, "dy": 2}
-
-
-Operand = jax.Array | ScaledArray
-
-
-def scales_of(
-    activations: Sequence[Operand], kernels: Sequence[Operand] = ()
-) -> tuple[jax.Array, ...]:
-    """Returns the scales of FP8 operands; none for other operands.
-
-    A scale that is a scalar belongs to a tensor, and has shape [1] here. If another
-    operand has scales of rows or blocks, it is repeated for each row of an activation.
-    """
-    operands = (*activations, *kernels)
-    if not isinstance(operands[0], ScaledArray):
-        return ()
-    if all(x.scales.ndim == 0 for x in operands):
-        return tuple(x.scales.reshape(1) for x in operands)
-    return (
-        *(_repeated(x.scales, (*x.shape[:-1], 1)) for x in activations),
-        *(_repeated(w.scales, (1, 1)) for w in kernels),
-    )
-
-
-def _repeated(scales, shape):
-    return scales if scales.ndim else jnp.full(shape, scales)
-
-
-def scale_fields(scales: Sequence[jax.Array]) -> dict[str, bool]:
-    """Returns the fields of a `Call` with these scales."""
-    has_row_scales = any(scale.ndim > 1 for scale in scales)
-    return {"has_scales": bool(scales), "has_row_scales": has_row_scales}
-
-
-def with_scales(
-    operands: Sequence[jax.Array], scales: Sequence[jax.Array]
-) -> tuple[Operand, ...]:
-    """Returns `ScaledArray`s of FP8 values; the operands, if there are no scales."""
-    if not scales:
-        return tuple(operands)
-    return tuple(
-        ScaledArray(x, scale.reshape(()) if scale.ndim == 1 else scale)
-        for x, scale in zip(operands, scales, strict=True)
-    )
-
-
-def gathered_like(x: Operand, gathered: jax.Array, *scales: jax.Array) -> Operand:
-    """Returns the all-gathered x, with its scales if it is FP8.
-
-    `scales` has the gathered scales, unless x has one scale for the tensor.
-    """
-    if not isinstance(x, ScaledArray):
-        return gathered
-    return ScaledArray(gathered, *(scales or (x.scales,)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

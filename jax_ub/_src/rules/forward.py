@@ -16,7 +16,7 @@ from jax_ub._src import reference
 from jax_ub._src.parallel import mode_of
 from jax_ub._src.primitives import matmuls, vma
 from jax_ub._src.primitives.collectives import all_gather, all_reduce, reduce_scatter
-from jax_ub._src.primitives.matmuls import Operand
+from jax_ub._src.primitives.scales import Operand
 from jax_ub._src.rules.call_config import CallConfig
 
 

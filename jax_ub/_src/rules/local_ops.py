@@ -44,7 +44,7 @@ def dgrad_add(
     shapes.check_rank(op, "dy", values_of(dy), 1)
     if is_fp8:
         _check_scales(op, dy=dy, w=w)
-        dy, w = scaled.of_tensor(dy), scaled.of_tensor(w)
+        dy, w = map_scaled(scaled.of_tensor, (dy, w))
     else:
         shapes.check_operands(op, dy, config.kernel(w), x_name="dy")
     if dy.shape[-1] != w.shape[1]:
@@ -158,7 +158,7 @@ def wgrad_accumulate(
     shapes.check_float(op, main_grad=main_grad)
     if is_fp8:
         _check_scales(op, x=x, dy=dy)
-        x, dy = scaled.of_tensor(x), scaled.of_tensor(dy)
+        x, dy = map_scaled(scaled.of_tensor, (x, dy))
     else:
         shapes.check_float(op, x=x, dy=dy)
         shapes.check_dtypes(op, x=x, dy=dy)

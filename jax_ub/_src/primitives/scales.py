@@ -1,0 +1,94 @@
+"""The scales of FP8 operands, as the primitives take them and gather them."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ub._src.primitives import vma
+from jax_ub._src.scaled_array import ScaledArray, values_of
+
+Operand = jax.Array | ScaledArray
+
+
+def scales_of(
+    activations: Sequence[Operand], kernels: Sequence[Operand] = ()
+) -> tuple[jax.Array, ...]:
+    """Returns the scales of FP8 operands; none for other operands.
+
+    A scale that is a scalar belongs to a tensor, and has shape [1] here. If another
+    operand has scales of rows or blocks, it is repeated for each row of an activation.
+    """
+    arrays = [x for x in (*activations, *kernels) if isinstance(x, ScaledArray)]
+    if all(x.scales.ndim == 0 for x in arrays):
+        return tuple(x.scales.reshape(1) for x in arrays)
+    num_rows = len(activations)
+    return (
+        *(_repeated(x.scales, (*x.shape[:-1], 1)) for x in arrays[:num_rows]),
+        *(_repeated(w.scales, (1, 1)) for w in arrays[num_rows:]),
+    )
+
+
+def _repeated(scales, shape):
+    return scales if scales.ndim else jnp.full(shape, scales)
+
+
+def scale_fields(scales: Sequence[jax.Array]) -> dict[str, bool]:
+    """Returns the fields of a `Call` with these scales."""
+    has_row_scales = any(scale.ndim > 1 for scale in scales)
+    return {"has_scales": bool(scales), "has_row_scales": has_row_scales}
+
+
+def with_scales(
+    operands: Sequence[jax.Array], scales: Sequence[jax.Array]
+) -> tuple[Operand, ...]:
+    """Returns `ScaledArray`s of FP8 values; the operands, if there are no scales."""
+    if not scales:
+        return tuple(operands)
+    return tuple(
+        ScaledArray(x, scale.reshape(()) if scale.ndim == 1 else scale)
+        for x, scale in zip(operands, scales, strict=True)
+    )
+
+
+def gathered_like(x: Operand, gathered: jax.Array, *scales: jax.Array) -> Operand:
+    """Returns the all-gathered x, with its scales if it is FP8.
+
+    `scales` has the gathered scales, unless x has one scale for the tensor.
+    """
+    if not isinstance(x, ScaledArray):
+        return gathered
+    return ScaledArray(gathered, *(scales or (x.scales,)))
+
+
+def packed(x: Operand) -> tuple[jax.Array, int]:
+    """Returns an operand as one array, and how many of its features are scales.
+
+    The scales of a row follow its FP8 values, as bytes, so that both are gathered
+    together. One scale per tensor is left out.
+    """
+    if not isinstance(x, ScaledArray) or x.scales.ndim == 0:
+        return values_of(x), 0
+    scales = vma.pcast_varying(x.scales, vma.axes_of(x.values))
+    values, scales = (
+        lax.bitcast_convert_type(part, jnp.uint8).reshape(*x.shape[:-1], -1)
+        for part in (x.values, scales)
+    )
+    rows = jnp.concatenate([values, scales], -1)
+    return lax.bitcast_convert_type(rows, x.dtype), scales.shape[-1]
+
+
+def unpacked(x: Operand, gathered: jax.Array) -> Operand:
+    """Returns the operand whose rows `packed` has packed, after an all-gather."""
+    if not isinstance(x, ScaledArray) or x.scales.ndim == 0:
+        return gathered_like(x, gathered)
+    rows = lax.bitcast_convert_type(gathered, jnp.uint8)
+    values, scales = rows[..., : x.shape[-1]], rows[..., x.shape[-1] :]
+    size = x.scales.dtype.itemsize
+    if size > 1:
+        scales = scales.reshape(*scales.shape[:-1], -1, size)
+    return ScaledArray(
+        lax.bitcast_convert_type(values, x.dtype),
+        lax.bitcast_convert_type(scales, x.scales.dtype),
+    )
