@@ -34,7 +34,7 @@ class Net(nnx.Module):
         rngs = rngs or nnx.Rngs(0)
         self.up = nnx.Linear(64, 128, rngs=rngs)
         self.down = nnx.Einsum("BTN,ND->BTD", (128, 64), None, rngs=rngs)
-        self.head = nnx.Embed(32, 64, rngs=rngs)
+        self.head = nnx.Embed(64, 64, rngs=rngs)
 
     def __call__(self, x):
         return self.head.attend(self.down(jnp.sin(self.up(x))))
@@ -44,7 +44,7 @@ class LinenNet(nn.Module):
     def setup(self):
         self.up = nn.Dense(128)
         self.down = nn.Einsum((128, 64), "BTN,ND->BTD")
-        self.head = nn.Embed(32, 64)
+        self.head = nn.Embed(64, 64)
 
     def __call__(self, x):
         return self.head.attend(self.down(jnp.sin(self.up(x))))

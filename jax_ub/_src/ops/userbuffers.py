@@ -9,7 +9,6 @@ Transformer Engine's three patterns, in forward order:
 | 3 | `BasicLinear(None)`, optional `Bias`, `ReduceScatter` | GEMM+RS |
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -339,9 +338,7 @@ class UserbuffersForwardLinear(UserbuffersLinear):
         residuals = quantized(config, residuals, params[0])
         x, w = residuals["x"], residuals["kernel"]
         operands = _forward_operands(config, x, w, bias, added_bias, residual)
-        is_fp8 = self.linear.fp8 is not None
-        with scaled.fallback(config, x, (w,)) if is_fp8 else contextlib.nullcontext():
-            (y,), _ = product_of(config)(config, *operands)
+        (y,), _ = product_of(config)(config, *operands)
         num = len(self.basic_ops)
         return y, ((),) * num, (residuals, *({},) * (num - 1))
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 import jax_ub as ub
-from jax_ub._src.fp8.recipes import INPUT, KERNEL, OUTPUT_GRAD, Recipe, has_one_scale
+from jax_ub._src.fp8.recipes import INPUT, KERNEL, OUTPUT_GRAD, Recipe
 from jax_ub._src.scaled_array import ScaledArray, is_scaled
 from jax_ub._src.tools.bench import cases, peers
 from jax_ub._src.tools.bench.cases import Case, Setup
@@ -30,8 +30,7 @@ WIDE = "bfloat16"
 def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
     """Returns the benchmark cases of one op, at the sizes of an MLP's column layer."""
     found = [_case(op, setup, column, quantizes=False)]
-    # A recipe with scales of rows or blocks does not quantize gradients.
-    if op is PAIR and has_one_scale(setup.recipe):
+    if op is PAIR:
         found.append(_case(op, setup, column, quantizes=True))
     return found
 
