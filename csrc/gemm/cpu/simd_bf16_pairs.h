@@ -122,8 +122,7 @@ inline void ScalePairs(void* words,
   for (int64_t r = 0; r < num_rows; ++r, row += row_bytes) {
     int64_t i = 0;
     for (; i + kLanes <= num_words; i += kLanes) {
-      Store(row + 4 * i,
-            ScaleWords(Load(row + 4 * i), Load(low + i), Load(high + i)));
+      Store(row + 4 * i, ScaleWords(Load(row + 4 * i), Load(low + i), Load(high + i)));
     }
     if (i == num_words) continue;
     const int64_t size = 4 * (num_words - i);
