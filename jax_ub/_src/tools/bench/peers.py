@@ -168,7 +168,7 @@ def naive_all_reduce(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 class Layers:
-    """Base class of these classes."""
+    """Base class of the ways to run layers below; multiplies operands as they are."""
 
     def quantized(self, x: Any, role: str) -> Any:
         """Quantizes activations or gradients, if the layers multiply FP8."""
