@@ -46,8 +46,7 @@ def test_fp8_is_compared_with_bf16_and_xla(dtype, tmp_path, capsys):
     ops = command.FP8_OPS if dtype == "fp8" else ["matmul_all_reduce", "linear_pair"]
     found = run(tmp_path, *asked, "--ops", ",".join(ops))
     cases = {(r["op"], r["variant"]) for r in found["results"]}
-    pair = {("linear_pair", "fp8=recipe")} if dtype == "fp8" else set()
-    assert cases == {(op, "") for op in ops} | pair
+    assert cases == {(op, "") for op in ops} | {("linear_pair", "fp8=recipe")}
     peers = {"bf16", "xla_qdq"} | ({"xla_f8"} if dtype != "mxfp8" else set())
     for result in found["results"]:
         assert result["dtype"] == dtype
