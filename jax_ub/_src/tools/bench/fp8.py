@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 import jax_ub as ub
-from jax_ub._src.fp8.recipes import INPUT, KERNEL, OUTPUT_GRAD, Recipe
+from jax_ub._src.fp8.recipes import INPUT, KERNEL, OUTPUT_GRAD, Recipe, has_one_scale
 from jax_ub._src.scaled_array import ScaledArray, is_scaled
 from jax_ub._src.tools.bench import cases, peers
 from jax_ub._src.tools.bench.cases import Case, Setup
@@ -97,7 +97,8 @@ def _in_xla(op, setup, column, name, quantizes):
         QuantizedCollectives,
         recipe=setup.recipe,
         dequantizes=name == cases.XLA_QDQ,
-        quantizes_gradients=quantizes,
+        # XLA's FP8 dot cannot multiply by scales that change along K.
+        quantizes_gradients=quantizes and has_one_scale(setup.recipe),
     )
     programs = {key: _quantizing(op, run) for key, run in op.programs.items()}
     return dataclasses.replace(op, programs=programs).with_layers(layers, dots, WIDE)
