@@ -22,7 +22,6 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 from jax_ub._src import lowering_log
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.methods import DEFAULT_SPLITS, Method, Variant, auto_on_gpus
-from jax_ub._src.primitives import predicted
 from jax_ub._src.primitives.mesh import Ranks, find_ranks
 from jax_ub._src.runtime import cpu_engine, cuda_engine, registry, settings
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, heap_bytes
@@ -83,6 +82,8 @@ def _lower_on_cuda(ctx, *operands, call):
         # operations into it.
         lowering_log.record(ctx, call, Method.XLA, "one rank: it is a GEMM of XLA's")
         return mlir.lower_fun(call.plain, multiple_results=True)(ctx, *operands)
+    from jax_ub._src.primitives import predicted  # only for GPUs: loaded at first use
+
     prediction = predicted.on_gpus(call, operand_avals, ranks)
     reason = predicted.why_xla_is_faster(call, prediction, ranks)
     if reason is not None:
