@@ -15,7 +15,8 @@
 namespace jax_ub {
 
 // Maps the inputs of ChooseBlocking (sizes, bounds along K and whether they separate
-// factors, kernels, number of workers) to its result. Keys and values contain no addresses of operands. Thread-safe.
+// factors, kernels, number of workers) to its result. Keys and values contain no
+// addresses of operands. Thread-safe.
 class BlockingCache {
  public:
   // A full cache is cleared. A program has only a few distinct products.
