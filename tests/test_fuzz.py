@@ -76,6 +76,7 @@ ONCE = [
     ("linen MultiHeadAttention", "qk_norm_type", "np f64"),
     ("nnx TransformerLayer", "qk_norm_type", "raises in repr"),
     ("get_ub", "use_fp8", "10**5000"),
+    ("linear", "fp8_state", "()"),
     ("initialize_ub", "dtype", "{1: {}}"),
     ("JAX_UB_", "JAX_UB_TUNED", "x" * 10_000),
 ]
