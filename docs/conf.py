@@ -35,7 +35,9 @@ highlight_language = "text"  # of code blocks without a language
 autodoc_default_options = {"members": True, "special-members": "__call__"}
 autoclass_content = "both"  # of the class and of its constructor
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # docstrings describe types, with shapes and units
+# Hints such as `jax.Array | ScaledArray` would fill the signatures. The sections "Args"
+# have the types, with shapes and units.
+autodoc_typehints = "none"
 napoleon_use_ivar = True
 napoleon_attr_annotations = False
 toc_object_entries_show_parents = "hide"

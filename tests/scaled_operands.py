@@ -12,12 +12,18 @@ from programs import on_ranks, tp_mesh
 import jax_ub as ub
 
 FP8 = ub.fp8
-# Recipes whose scales are powers of two for the operands below.
-RECIPES = {
-    "delayed": FP8.DelayedScaling(amax_history_len=2),
-    "current": FP8.Float8CurrentScaling(use_power_2_scales=True),
+DELAYED = FP8.DelayedScaling(amax_history_len=2)
+# A recipe for each way to compute scales, with the default options.
+DEFAULT_RECIPES = {
+    "current": FP8.Float8CurrentScaling(),
+    "delayed": DELAYED,
     "block": FP8.MXFP8BlockScaling(),
     "row": FP8.RowwiseScaling(),
+}
+# Recipes whose scales are powers of two for the operands below.
+RECIPES = {
+    **DEFAULT_RECIPES,
+    "current": FP8.Float8CurrentScaling(use_power_2_scales=True),
 }
 ROWS, COLUMNS = P("tp"), P(None, "tp")
 # The shardings of x, w, b and the result in each mode of `ub.linear`.

@@ -135,9 +135,9 @@ NAMES = {
         ConstantScale Dropout FusedOperation GEGLU GELU Identity LayerNorm Linear
         MakeExtraOutput OperationFuser Quantize RMSNorm ReLU ReduceScatter Reshape
         Sequential SiLU SwiGLU fuse_windows fused gradients_of_main_grads
-        merge_main_grads register_backward_fusion register_forward_fusion
-        register_joint_fusion split_fp8_states split_main_grads unregister_fusion
-        without_fusions
+        merge_fp8_states merge_main_grads register_backward_fusion
+        register_forward_fusion register_joint_fusion split_fp8_states split_main_grads
+        unregister_fusion without_fusions
     """,
     "jax_ub.ops.fused": """
         BackwardActivationBias BackwardAddRMSNorm BackwardLinearAdd

@@ -11,10 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import custom_vmap
 from jax.export import is_symbolic_dim
 
 from jax_ub._src import dtypes
-from jax_ub._src.errors import ShapeContractError, UbError, UnknownNameError, shown
+from jax_ub._src.errors import (
+    ShapeContractError,
+    UbError,
+    UnknownNameError,
+    UnsupportedOverlapError,
+    shown,
+)
 
 _F64 = np.dtype(np.float64)
 # The largest accepted size, which is more elements than fit in any memory. Larger sizes
@@ -347,6 +354,37 @@ def check_main_grad(op: str, main_grad, w) -> None:
             f"{op}: main_grad is {main_grad.dtype}, but gradients are accumulated in "
             "float32. Create it with jnp.zeros(w.shape, jnp.float32)."
         )
+
+
+def mapped_with(
+    value: jax.Array, other: jax.Array, text: Callable[[int], str]
+) -> jax.Array:
+    """Returns `value`, which `jax.vmap` must map if it maps `other`.
+
+    JAX drops the check if the result is not used. It adds nothing to the compiled
+    program.
+
+    Args:
+        value: the array to check.
+        other: the array that is mapped.
+        text: returns the message of the error, given the number of mapped indices.
+
+    Raises:
+        UnsupportedOverlapError: when `jax.vmap` is applied, if it maps only `other`.
+    """
+
+    @custom_vmap
+    def same(value, other):
+        return value
+
+    @same.def_vmap
+    def same_of_mapped(axis_size, is_mapped, value, other):
+        if is_mapped[1] and not is_mapped[0]:
+            raise UnsupportedOverlapError(text(axis_size))
+        # Calls `same` again, so that an enclosing jax.vmap is checked, too.
+        return same(value, other), is_mapped[0]
+
+    return same(value, other)
 
 
 def ceil_div(number: int, divisor: int) -> int:

@@ -30,6 +30,7 @@ from jax_ub._src.ops.operation import BasicOperation
 from jax_ub._src.ops.sequential import (
     Sequential,
     gradients_of_main_grads,
+    merge_fp8_states,
     merge_main_grads,
     split_fp8_states,
     split_main_grads,
@@ -64,6 +65,7 @@ __all__ = [
     "fuse_windows",
     "fused",
     "gradients_of_main_grads",
+    "merge_fp8_states",
     "merge_main_grads",
     "register_backward_fusion",
     "register_forward_fusion",

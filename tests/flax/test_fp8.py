@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 from operands import normal
 from programs import calls, compiled_text, dp_tp_mesh, tp_mesh
+from scaled_operands import DEFAULT_RECIPES as RECIPES
 
 import jax_ub as ub
 from jax_ub.errors import ConfigurationError
@@ -21,12 +22,6 @@ from jax_ub.flax import (
 )
 
 FP8 = ub.fp8
-RECIPES = {
-    "current": FP8.Float8CurrentScaling(),
-    "delayed": FP8.DelayedScaling(amax_history_len=2),
-    "block": FP8.MXFP8BlockScaling(),
-    "row": FP8.RowwiseScaling(),
-}
 LAYERS = {
     "column": lambda **o: Linear(64, 64, parallel="column", **o),
     "row": lambda **o: Linear(64, 64, parallel="row", **o),

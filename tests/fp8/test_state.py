@@ -156,6 +156,18 @@ def test_microbatches_carry_the_state():
     assert sorted(state["input_amax_history"].tolist()) == [1, 2, 3, 4]
 
 
+def test_vmap_must_map_the_state_of_a_quantized_array():
+    recipe = FP8.DelayedScaling(amax_history_len=2)
+    run, state = step(recipe), FP8.init_state(recipe)
+    xs = jnp.array([1.0, 4.0])[:, None, None] * jnp.ones((2, 1, 2))
+    error = ub.errors.UnsupportedOverlapError
+    with pytest.raises(error, match="quantize: jax.vmap maps x but not its FP8 state"):
+        jax.vmap(run, (None, 0))(state, xs)
+    states = jax.tree.map(lambda array: jnp.stack([array, array]), state)
+    _, new = jax.vmap(run)(states, xs)
+    assert new["input_amax_history"].tolist() == [[1, 0], [4, 0]]
+
+
 def test_wrong_trees_are_rejected():
     state = FP8.init_state(FP8.DelayedScaling(amax_history_len=2))
     error = ub.errors.ShapeContractError

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The GPU check: one command on a machine with one NVIDIA GPU, without a network, under nine
 # minutes. Builds from source with the packages that are there, unless prebuild.sh has left
-# binaries in build/prebuilt; runs what needs a GPU, and measures what one GPU can show.
+# binaries in build/prebuilt ($PREBUILT); runs what needs a GPU, and measures what one GPU can show.
 # Leaves gpu_check.log, *.json and verdicts.txt in $OUT, and the messages of the driver and
 # of cuBLASLt in driver.log and cublaslt.log.
 #
@@ -71,7 +71,7 @@ PYTHON
 }
 
 build_all() {
-  local prebuilt="$top/build/prebuilt"
+  local prebuilt=${PREBUILT:-$top/build/prebuilt}
   if [[ -d $prebuilt ]]; then
     echo "from $prebuilt"
     cp "$prebuilt"/jax_ub/*.so "$top/jax_ub/"

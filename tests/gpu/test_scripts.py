@@ -158,7 +158,9 @@ def test_a_gpu_that_no_tool_can_inspect_gets_no_verdict(tmp_path, check, said, s
     for name, body in stubs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    env = ("env", f"OUT={tmp_path}", f"PYTHON={tmp_path}/python")
+    # Prebuilt binaries would replace those of the tree, which the tests have loaded.
+    none = f"PREBUILT={tmp_path}/prebuilt"
+    env = ("env", f"OUT={tmp_path}", f"PYTHON={tmp_path}/python", none)
     only = f"GPU_CHECK_ONLY={check}"
     log = run(*env, only, "bash", HERE / "gpu_check.sh").stdout
     assert re.search(f"^{re.escape(status)} +\\d+ s  {check}$", log, re.M), log

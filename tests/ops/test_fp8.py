@@ -10,19 +10,14 @@ from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
 from ops_on_ranks import TOKENS
 from programs import calls, compiled_text, on_ranks, tp_mesh
+from scaled_operands import DEFAULT_RECIPES as RECIPES
+from scaled_operands import DELAYED
 
 import jax_ub as ub
 from jax_ub import ops
 from jax_ub.errors import ConfigurationError, ShapeContractError
 
 FP8 = ub.fp8
-DELAYED = FP8.DelayedScaling(amax_history_len=2)
-RECIPES = {
-    "current": FP8.Float8CurrentScaling(),
-    "delayed": DELAYED,
-    "block": FP8.MXFP8BlockScaling(),
-    "row": FP8.RowwiseScaling(),
-}
 X, DY = normal(0, (16, 64)), normal(9, (16, 64))
 
 
@@ -113,7 +108,7 @@ def test_the_gradient_of_a_state_is_its_new_value(fused):
     weights, states = ops.split_fp8_states(seq.init(jax.random.key(0)))
     step = run(seq, seq.specs())
     for _ in range(2):
-        _, (gradients, _) = step(ops.merge_main_grads(weights, states), X)
+        _, (gradients, _) = step(ops.merge_fp8_states(weights, states), X)
         states = FP8.apply_updates(states, ops.split_fp8_states(gradients)[1])
     first, _, second = states
     assert_equal(first["input_amax_history"], jnp.full(2, jnp.max(jnp.abs(X))))
@@ -128,7 +123,7 @@ def state_of(params):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_all_fusions(recipe):
-    """Residuals, biases, scales and activations beside FP8 linears."""
+    """FP8 linears are fused with residuals, biases, scales and activations."""
     recipe = RECIPES[recipe]
 
     def block(name):

@@ -25,7 +25,11 @@ FEW, MANY = 512, 8192
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Lets meshes consist of GPUs, and returns their kind and number per process."""
+    """Lowers calls as if the mesh had 8 processes with GPUs of settings.kind.
+
+    Returns the settings, which a test may change: the kind of the GPUs, and how many
+    `each` process has.
+    """
     settings = types.SimpleNamespace(kind=H100, each=1)
 
     def ranks_on_gpus(*arguments):

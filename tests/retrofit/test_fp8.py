@@ -9,6 +9,8 @@ from flax import nnx
 from flax_models import assert_trees_close
 from operands import assert_equal, normal
 from programs import calls, compiled_text, tp_mesh
+from scaled_operands import DEFAULT_RECIPES as RECIPES
+from scaled_operands import DELAYED
 
 import jax_ub as ub
 from jax_ub.errors import ConfigurationError, ShapeContractError, UnknownNameError
@@ -16,13 +18,6 @@ from jax_ub.flax import Linear, OverwriteWithGradient
 from jax_ub.flax.linen import Overlap
 
 FP8 = ub.fp8
-DELAYED = FP8.DelayedScaling(amax_history_len=2)
-RECIPES = {
-    "current": FP8.Float8CurrentScaling(),
-    "delayed": DELAYED,
-    "block": FP8.MXFP8BlockScaling(),
-    "row": FP8.RowwiseScaling(),
-}
 KINDS = {"up": "column", "down": "row", "head.attend": "column"}
 DENSE = (((2,), (0,)), ((), ()))
 COLLECTION = "_overwrite_with_gradient"

@@ -382,14 +382,15 @@ def test_gradients_with_blocks_need_whole_blocks_of_output_features():
         jax.grad(loss)(W)
 
 
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("is_jitted", [True, False])
-def test_vmap_must_map_the_state_with_x(is_jitted):
+def test_vmap_must_map_the_state_with_x(is_jitted, inner):
     xs, state = jnp.stack([X, 2 * X]), FP8.init_state(DELAYED)
 
     def loss(x, state):
         return jnp.sum(ub.linear(x, W, fp8=DELAYED, fp8_state=state))
 
-    step = jax.grad(loss, 1)
+    step = jax.grad(inner(loss), 1)
     step = jax.jit(step) if is_jitted else step
     text = (
         "linear: jax.vmap maps x but not its FP8 state, and JAX would add the new "

@@ -29,7 +29,6 @@ from jax_ub._src.fp8.recipes import (
     Recipe,
     RowwiseScaling,
     check_recipe,
-    has_one_scale,
 )
 from jax_ub._src.fp8.state import HISTORY, OUTPUT_GRAD_STATE, SCALE, check_state
 from jax_ub._src.primitives import mesh, vma
@@ -95,11 +94,12 @@ def quantize(
     axes = _axes(_OP, axis_name)
     state = check_state(_OP, recipe, state)
     if isinstance(recipe, DelayedScaling):
-        return _delayed_arrays(recipe, role, axes, (x,), state)[0]
+        return _delayed_arrays(_OP, recipe, role, axes, (x,), state)[0]
     return _cast(recipe, role, x, _scales(recipe, role, axes, lax.stop_gradient(x)))
 
 
 def quantize_layer(
+    label: str,
     recipe: Recipe,
     x: jax.Array,
     ws: tuple[jax.Array, ...],
@@ -114,8 +114,8 @@ def quantize_layer(
     kernels have one scale, as the fused kernel of Transformer Engine's layers.
     """
     if isinstance(recipe, DelayedScaling):
-        (q,) = _delayed_arrays(recipe, INPUT, axes, (x,), state)
-        return q, _delayed_arrays(recipe, KERNEL, axes, ws, state)
+        (q,) = _delayed_arrays(label, recipe, INPUT, axes, (x,), state)
+        return q, _delayed_arrays(label, recipe, KERNEL, axes, ws, state)
     if not isinstance(recipe, Float8CurrentScaling):
         role = INPUT if rhs_transposed else KERNEL
         return quantize(x, recipe), tuple(quantize(w, recipe, role=role) for w in ws)
@@ -144,24 +144,22 @@ def quantize_output_grads(
     Returns:
         The gradients without sources, and the new state; None without a state.
     """
-    new_state = None
-    dtype = recipe.fp8_format.dtype(OUTPUT_GRAD)
-    if not has_one_scale(recipe):
-        scales = [_scales(recipe, OUTPUT_GRAD, axes, dy, label) for dy in dys]
-        pairs = zip(dys, scales, strict=True)
-        return tuple(
-            ScaledArray(scaling.cast(dy, s, dtype), s) for dy, s in pairs
-        ), None
-    if isinstance(recipe, Float8CurrentScaling):
-        amax = _agreed(_amax_of_all(dys), axes)
-        scale = scaling.current_scale(amax, recipe, OUTPUT_GRAD)
-        values = tuple(scaling.cast(dy, _like(scale, dy), dtype) for dy in dys)
-    else:
+    if isinstance(recipe, DelayedScaling):
         old = tuple(state[key] for key in OUTPUT_GRAD_STATE)
         axes = _axes_of_amax(recipe, axes, dys, *old)
-        (values, scale), new = _delayed(recipe, OUTPUT_GRAD, axes, dys, *old)
-        new_state = dict(zip(OUTPUT_GRAD_STATE, new, strict=True))
-    return tuple(ScaledArray(v, scale.reshape(())) for v in values), new_state
+        (values, scale), saved = _delayed(recipe, OUTPUT_GRAD, axes, dys, *old)
+        arrays = tuple(ScaledArray(v, scale.reshape(())) for v in values)
+        new = _new_state(label, *saved)
+        return arrays, dict(zip(OUTPUT_GRAD_STATE, new, strict=True))
+    if isinstance(recipe, Float8CurrentScaling):
+        amax = _agreed(_amax_of_all(dys), axes)
+        scale = scaling.current_scale(amax, recipe, OUTPUT_GRAD).reshape(())
+        scales = [scale] * len(dys)
+    else:
+        scales = [_scales(recipe, OUTPUT_GRAD, axes, dy, label) for dy in dys]
+    dtype = recipe.fp8_format.dtype(OUTPUT_GRAD)
+    pairs = zip(dys, scales, strict=True)
+    return tuple(ScaledArray(scaling.cast(dy, s, dtype), s) for dy, s in pairs), None
 
 
 def _like(scale, x):
@@ -181,12 +179,14 @@ def _amax_of_all(xs):
     )
 
 
-def _delayed_arrays(recipe, role, axes, xs, state):
+def _delayed_arrays(label, recipe, role, axes, xs, state):
     """Quantizes arrays that share one delayed scale."""
     scale, history = (state[f"{role}_{name}"] for name in (SCALE, HISTORY))
     axes = _axes_of_amax(recipe, axes, xs, scale, history)
     sources = tuple(map(lax.stop_gradient, xs))
-    values, scale = _quantize_delayed(recipe, role, axes, sources, scale, history)
+    values, scale = _quantize_delayed(
+        label, recipe, role, axes, sources, scale, history
+    )
     pairs = zip(values, xs, strict=True)
     return tuple(ScaledArray(v, _like(scale, x), x) for v, x in pairs)
 
@@ -207,7 +207,7 @@ def _scales(recipe, role, axes, x, label=_OP):
     if isinstance(recipe, MXFP8BlockScaling):
         size = x.shape[axis]
         if size % MXFP8_BLOCK:
-            name = "N" if role == "output_grad" else "K"
+            name = "N" if role == OUTPUT_GRAD else "K"
             raise ShapeContractError(
                 f"{label}: {name} = {size} is no multiple of {MXFP8_BLOCK}, which "
                 f"MXFP8 needs. Pad {name}, or use Float8CurrentScaling."
@@ -241,8 +241,8 @@ def _axes_of_amax(recipe, axes, xs, *state):
     return axes
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _quantize_delayed(recipe, role, axes, xs, scale, history):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _quantize_delayed(label, recipe, role, axes, xs, scale, history):
     """Quantizes arrays with a delayed scale; the state's gradient is its new value.
 
     Returns:
@@ -252,19 +252,39 @@ def _quantize_delayed(recipe, role, axes, xs, scale, history):
 
 
 def _delayed(recipe, role, axes, xs, scale, history):
-    """Returns the values and the scale, and the new state for the backward pass."""
+    """Returns the values and the scale, and what `_new_state` needs."""
     scale = scaling.updated_scale(history, scale, recipe, role)
     dtype = recipe.fp8_format.dtype(role)
     values = tuple(scaling.cast(x, _like(scale, x), dtype) for x in xs)
-    amax = _agreed(_amax_of_all(xs), axes)
-    return (values, scale), (scale, scaling.updated_history(history, amax))
+    return (values, scale), (scale, history, _agreed(_amax_of_all(xs), axes))
 
 
-def _delayed_backward(recipe, role, axes, state, _):
-    return None, *state
+def _new_state(label, scale, history, amax):
+    """Returns the state after a step. `jax.vmap` must map it with the tensor.
+
+    Otherwise JAX would sum the new states of all mapped indices.
+    """
+
+    def text(size):
+        return (
+            f"{label}: jax.vmap maps x but not its FP8 state, and JAX would add the "
+            f"new states of {size} examples. Put the examples into batch axes of x, in "
+            "front of its rows, without jax.vmap; or map the state, too."
+        )
+
+    history = checks.mapped_with(history, amax, text)
+    return scale, scaling.updated_history(history, amax)
 
 
-_quantize_delayed.defvjp(_delayed, _delayed_backward)
+def _delayed_forward(label, *arguments):
+    return _delayed(*arguments)
+
+
+def _delayed_backward(label, recipe, role, axes, saved, _):
+    return None, *_new_state(label, *saved)
+
+
+_quantize_delayed.defvjp(_delayed_forward, _delayed_backward)
 
 
 def quantize_params(

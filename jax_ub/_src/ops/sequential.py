@@ -216,7 +216,7 @@ def split_fp8_states(params: Any) -> tuple[Any, Any]:
     The gradient of a state is its new value, which `ub.fp8.apply_updates` takes over:
 
         weights, states = ops.split_fp8_states(params)
-        loss = lambda w, s: loss_of(seq(ops.merge_main_grads(w, s), x))
+        loss = lambda w, s: loss_of(seq(ops.merge_fp8_states(w, s), x))
         gradients, new = jax.grad(loss, (0, 1))(weights, states)
         states = ub.fp8.apply_updates(states, new)
 
@@ -239,11 +239,20 @@ def _split(params, names):
 
 
 def merge_main_grads(weights: Any, main_grads: Any) -> Any:
-    """Merges what `split_main_grads` or `split_fp8_states` separated."""
+    """Merges the weights and main_grads that `split_main_grads` separated."""
+    return _merge(weights, main_grads)
+
+
+def merge_fp8_states(weights: Any, states: Any) -> Any:
+    """Merges the weights and states that `split_fp8_states` separated."""
+    return _merge(weights, states)
+
+
+def _merge(weights, others):
     return jax.tree.map(
-        lambda weight, main_grad: main_grad if weight is None else weight,
+        lambda weight, other: other if weight is None else weight,
         weights,
-        main_grads,
+        others,
         is_leaf=lambda leaf: leaf is None,
     )
 

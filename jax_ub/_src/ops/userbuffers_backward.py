@@ -181,7 +181,7 @@ def _sum_over_ranks(config, db):
 
 
 def _gradients(config, dy, x, w, main_grad, residual, state=None):
-    """Computes dx and dw as `linear.gradients`, from operands of any float dtype."""
+    """Calls `linear_gemms.gradients` with operands of any float dtype."""
     if x is None and w is None and not state:
         return None, None, {}
     operands = (dy, x, w, main_grad, residual)

@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 
 # Bytes per element of the dtypes that the model has rates for.
 _ITEMSIZES = (1, 2, 4)
+# The machine for which the calls of unknown GPUs are predicted.
+_ASSUMED = "h100"
 # The time in which a host enqueues one launch, as measured on one H100: 154 to 254 us
 # for calls of 19 to 36 launches (docs/gpu/2026-11-27).
 _ENQUEUE_S = 7.5e-6
-
-
-# The machine for which the calls of unknown GPUs are predicted.
-_ASSUMED = "h100"
 
 
 def on_gpus(call: "Call", operands: Sequence, ranks: Ranks) -> Prediction | None:
@@ -53,8 +51,8 @@ def why_xla_is_faster(
 ) -> str | None:
     """Returns why a call of method "auto" is left to XLA; None if it is not.
 
-    Only a GEMM that overlaps its own communication is. Otherwise the call takes as long
-    as XLA's in the model, up to the assumed efficiency of each collective.
+    Only a GEMM that overlaps its own communication is left to XLA. For other calls, the
+    predictions differ only by the assumed efficiencies of the collectives.
     """
     if found is None or call.method is not Method.AUTO or found.op not in PRODUCTS:
         return None

@@ -1,21 +1,19 @@
-"""Checks of arrays whose cotangent is their new value: `main_grad`, and FP8 states.
+"""Checks of `main_grad`, the f32 array to which a wgrad adds a kernel's gradient.
 
-A main_grad is the f32 array to which a wgrad adds a kernel's gradient. Its new value is
-the old value plus the gradient.
+The cotangent of a main_grad is its new value: the old value plus the gradient.
 """
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jax.extend.core import get_opaque_trace_state
 
 from jax_ub._src import checks as shapes
-from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
+from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.primitives import vma
 
 # The main_grads and FP8 states that a call has used. Maps the id of a tracer to a weak
@@ -127,38 +125,4 @@ def check_vmapped_together(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.
             "map main_grad too, and sum what each example accumulates."
         )
 
-    return _mapped_with(main_grad, dy, text)
-
-
-def check_state_is_mapped(op: str, state: Any, x: jax.Array) -> None:
-    """Rejects a `jax.vmap` that maps x, but not the FP8 state of its layer.
-
-    Otherwise JAX would sum the new states of all mapped indices.
-    """
-
-    def text(size):
-        return (
-            f"{op}: jax.vmap maps x but not its FP8 state, and JAX would add the new "
-            f"states of {size} examples. Put the examples into batch axes of x, in "
-            "front of its rows, without jax.vmap; or map the state, too."
-        )
-
-    for array in jax.tree.leaves(state):
-        _mapped_with(lax.stop_gradient(array), lax.stop_gradient(x), text)
-
-
-def _mapped_with(value, other, text: Callable[[int], str]):
-    """Returns `value`; raises an error with `text` if vmap maps only `other`."""
-
-    @custom_vmap
-    def same(value, other):
-        return value
-
-    @same.def_vmap
-    def same_of_mapped(axis_size, is_mapped, value, other):
-        if is_mapped[1] and not is_mapped[0]:
-            raise UnsupportedOverlapError(text(axis_size))
-        # Calls `same` again, so that an enclosing jax.vmap is checked, too.
-        return same(value, other), is_mapped[0]
-
-    return same(value, other)
+    return shapes.mapped_with(main_grad, dy, text)

@@ -28,7 +28,6 @@ from jax_ub._src.primitives.collectives import all_gather, all_reduce
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.column import column_gradients
 from jax_ub._src.rules.forward import forward_of
-from jax_ub._src.rules.main_grads import check_state_is_mapped
 from jax_ub._src.rules.row import is_partial, row_gradients
 from jax_ub._src.rules.vjp import differentiable, save
 from jax_ub._src.scaled_array import (
@@ -324,8 +323,8 @@ def quantized(
             )
         shapes.check_float(label, **{name: operand})
     state = check_state(label, recipe, state)
-    check_state_is_mapped(label, state, x)
     x, ws = quantize_layer(
+        label,
         recipe,
         x,
         ws,

@@ -65,6 +65,8 @@ DEFAULT_SHAPES = (
 )
 QUICK_SHAPES = (Shape(32, 48, 80),)
 
+# The dtype of results, and of the calls that FP8 is compared with, in FP8 cases.
+WIDE = "bfloat16"
 # Names of FP8 operands on the command line, which select the recipe of their scales.
 FP8_RECIPES: dict[str, Recipe] = {
     "fp8": Float8CurrentScaling(),
@@ -192,7 +194,7 @@ Builder = Callable[[Setup, Shape], list[Case]]
 
 def wide_dtype(dtype: str) -> str:
     """Returns the dtype of results, in which the CPU engine also multiplies FP8."""
-    return "bfloat16" if dtype in FP8_RECIPES else dtype
+    return WIDE if dtype in FP8_RECIPES else dtype
 
 
 def copy_limit(num_bytes: int) -> Candidate:

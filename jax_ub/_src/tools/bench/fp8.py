@@ -16,15 +16,12 @@ import jax_ub as ub
 from jax_ub._src.fp8.recipes import INPUT, KERNEL, OUTPUT_GRAD, Recipe, has_one_scale
 from jax_ub._src.scaled_array import ScaledArray, is_scaled
 from jax_ub._src.tools.bench import cases, peers
-from jax_ub._src.tools.bench.cases import Case, Setup
+from jax_ub._src.tools.bench.cases import WIDE, Case, Setup
 from jax_ub._src.tools.bench.linear import PAIR, LinearOp, memory_of
 from jax_ub._src.tools.bench.peers import Dot, DotVariant
 from jax_ub._src.tools.devices import AXIS, Ranks, Spec
 from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import fastest
-
-# The dtype of sources and results, and of the calls that FP8 is compared with.
-WIDE = "bfloat16"
 
 
 def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
