@@ -51,7 +51,8 @@ class Contract {
     Expect(call_.results[index], name, want);
   }
 
-  // Checks an operand or result that may have any of the dtypes of results.
+  // Checks the shape of an operand or result. It may have any dtype that GEMMs can
+  // store, whatever want.dtype is.
   void Sized(const Tensor& got, const char* name, Tensor want) const {
     want.dtype = InfoOf(got.dtype).is_result ? got.dtype : DType::kF32;
     Expect(got, name, want);

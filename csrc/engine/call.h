@@ -121,7 +121,7 @@ bool IsLocalCall(const CallAttributes& attributes);
 // Returns the index of the first residual operand, which follows the biases.
 size_t FirstResidual(const CallAttributes& attributes);
 
-// Returns the number of RankCall::scales.
+// Returns the size that RankCall::scales must have.
 size_t NumScales(const CallAttributes& attributes);
 
 // Checks the number, shapes and dtypes of a call's operands and results, because a
@@ -133,8 +133,8 @@ void CheckCall(const CallAttributes& attributes, const RankCall& call);
 // bf16[8, 16] to bf16[8, 16], num_kernels 1".
 uint64_t Signature(const CallAttributes& attributes, const RankCall& call);
 std::string DescribeCall(const CallAttributes& attributes, const RankCall& call);
-// Returns what has one scale in a call that DescribeCall has described: "tensor", "row"
-// or "block"; or "" if there are no scales.
+// Parses a description from DescribeCall. Returns whether the call has one FP8 scale
+// per "tensor", "row" or "block", or "" if it has no scales.
 std::string_view ScaledUnitOf(std::string_view description);
 // Returns the options that differ from the defaults: ", use_ce 0, num_sm 4".
 std::string DescribeKernelOptions(const KernelOptions& kernel_options);

@@ -31,7 +31,8 @@ struct RowSlice {
   // Returns where the scales begin in a slot that holds the slice: behind the rows,
   // aligned for f32.
   int64_t scales_offset() const { return (size_bytes() + 3) / 4 * 4; }
-  // Returns the scales as strided blocks, at their place in a slot.
+  // Returns the scales of the slice for Transport::Write, which stores them in the slot
+  // at scales_offset().
   Rows scale_rows() const {
     Rows rows = RowSlice{scales, begin, end}.rows();
     rows.slot_offset = scales_offset();
@@ -69,8 +70,8 @@ struct CommunicatedTensor {
   Tensor gathered;       // gathered copy; null data: not stored
   Tensor result;         // result of a reduction
   int64_t num_rows = 0;  // rows of all chunks together
-  // Of a gather: the scales of the operand's rows, and of the gathered rows. Null data
-  // of `scales`: rows have no scales.
+  // For a gather: the scales of the operand's rows and of the gathered rows.
+  // scales.data is null if rows have no scales.
   Tensor scales = {};
   Tensor gathered_scales = {};
 };

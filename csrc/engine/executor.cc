@@ -12,8 +12,8 @@ namespace jax_ub {
 
 namespace {
 
-// Executes one pass of a schedule on one rank. On a device that enqueues, a step waits
-// only for what it reads:
+// Executes one pass of a schedule on one rank. On a device that enqueues, work waits
+// only for the work that it depends on:
 //
 //   GEMM of received data     the event after its kWait
 //   put of a partial sum      its GEMM
@@ -88,7 +88,7 @@ class ScheduleRun {
     Dependency arrival;
   };
 
-  // Whether a lane reads slots, and a point after its last read, if one was recorded.
+  // Whether a lane reads slots, and the event after its last read if one was recorded.
   struct LaneSlotReads {
     bool reads_slots = false;
     Dependency last;
@@ -131,7 +131,8 @@ class ScheduleRun {
   ReceivedSplit& ReceivedOf(Payload payload, int chunk, int split) {
     return received_[IndexOf(payload, chunk, split)];
   }
-  // Returns the point after which a split that this rank computes is complete.
+  // Returns the event after which a split (part of a chunk) is complete that this rank
+  // computes.
   Dependency& ProducedBy(Payload payload, int chunk, int split) {
     return produced_[IndexOf(payload, chunk, split)];
   }
@@ -139,8 +140,9 @@ class ScheduleRun {
   // Waits for the puts of consecutive steps at once.
   void WaitAll(std::span<const Step> steps) {
     transport_.WaitAll(SlotsOf(steps), {at_.label, steps[0].chunk, timeout_s_});
-    // A sum of partial sums waits for all of them at once, and copies of operands run
-    // on the communication lane.
+    // Records an event only if other lanes await it: copies of sums, and GEMMs of
+    // operands. Reduce records one event itself for all partial sums that it adds.
+    // Copies of operands run on the communication lane.
     const bool is_awaited = steps[0].payload == Payload::kSum ||
                             (schedule_.collective == CollectiveKind::kAllGatherMatmul &&
                              schedule_.method != Method::kExternal);

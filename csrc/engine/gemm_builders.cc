@@ -10,9 +10,9 @@ namespace {
 
 using Calls = std::vector<RankCall>;
 
-// Multiplies sums over the pairs (x_i, w_i) of all calls by their scales. Segments along
-// K are [call][pair]. `first_row` returns the row of x at which a segment of the result
-// begins, counted through all batches.
+// Adds the scales of x_i and w_i as factors, to a GEMM that sums x_i w_i over the pairs
+// of all calls. Its segments along K are [call][pair]. first_row(i) returns the row of
+// x at which row segment i of the result begins, counted through all batches.
 template <typename FirstRow>
 void AddFactorsOfPairs(const CallAttributes& at,
                        const Calls& calls,
@@ -34,7 +34,7 @@ void AddFactorsOfPairs(const CallAttributes& at,
       problem);
 }
 
-// As above, for a result whose rows are the rows of x.
+// Overload for a result that has one row for each row of x.
 void AddFactorsOfPairs(const CallAttributes& at,
                        const Calls& calls,
                        bool contracts_rows_of_w,
@@ -44,8 +44,8 @@ void AddFactorsOfPairs(const CallAttributes& at,
       at, calls, contracts_rows_of_w, [&](size_t i) { return rows[i]; }, problem);
 }
 
-// Returns one operand of every call as an addend of the result's segments [part][call].
-// The parts divide the rows, of all batches, evenly.
+// Returns operand `index` of every rank as an addend, with segments [part][rank]. A
+// part is one of num_parts equal parts of the rank's rows, counted through all batches.
 AddendView AddendOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   AddendView addend{calls[0].operands[index].dtype, {}};
   for (int64_t part = 0; part < num_parts; ++part) {
@@ -58,7 +58,8 @@ AddendView AddendOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   return addend;
 }
 
-// Returns a bias vector of every call as an addend, which is added to every row.
+// Returns bias operand `index` of every rank as an addend with the same segments. Its
+// row stride is 0, so that it is added to every row.
 AddendView BiasOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   AddendView bias{calls[0].operands[index].dtype, {}};
   for (int64_t part = 0; part < num_parts; ++part) {
@@ -160,8 +161,8 @@ void ContractOverRanks(const CallAttributes& at,
   }
 }
 
-// Adds bias and residual of the rank that owns each segment of the result. Segments are
-// [batch][owner] if the result is scattered, otherwise [replica].
+// Adds each rank's bias and residual to the part of the result that this rank receives:
+// one segment per batch in a reduce-scatter, or one replica in an all-reduce.
 void AddBiasesAndResiduals(const CallAttributes& at,
                            const Calls& calls,
                            GemmProblem& problem) {
@@ -173,8 +174,8 @@ void AddBiasesAndResiduals(const CallAttributes& at,
   if (at.has_residual) problem.addends.push_back(AddendOf(calls, residual_at, batch));
 }
 
-// Builds the GEMM of a reduce-scatter. Its rows [batch][owner][m] are stored in
-// y[owner][batch].
+// Builds the GEMM of a reduce-scatter. Its row segments are [batch][rank]: each rank
+// receives a segment of every batch, and stores it in its result.
 GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
   const Tensor& first = calls[0].results[0];
   OperandSegments a(calls[0].operands[0].dtype);
@@ -299,8 +300,8 @@ GemmProblem PartialProduct(const CallAttributes& at,
 
 namespace {
 
-// Builds the GEMM of kernel i for GatherProducts. Its segments are ordered by slice,
-// then by batch.
+// Builds one GEMM of GatherProducts, y_i of kernel i. Each Add appends the rows of one
+// slice of x, as one segment per batch.
 class GatherProduct {
  public:
   GatherProduct(const CallAttributes& at, const RankCall& call, int i)

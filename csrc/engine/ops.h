@@ -25,7 +25,8 @@ enum class Op : uint8_t {
 };
 inline constexpr int kNumOps = 10;
 
-// The GEMMs of an op; i counts the kernels, pairs or outputs.
+// The GEMMs of an op. Index i runs over its kernels, its (x, w) pairs or its outputs,
+// CallAttributes::num_kernels of them.
 enum class GemmKind : uint8_t {
   kNone,
   kGatheredRows,  // y_i = gathered x w_i

@@ -17,14 +17,14 @@ struct StridedPointer {
   int64_t inner_stride = 0;
 };
 
-// Returns a view with the rows as the outer dimension and the features contracted: x in
-// y = x w, and any result.
+// Returns a view whose outer dimension is the rows and whose inner dimension is the
+// features. Used for x in y = x w, where the features are contracted, and for results.
 inline StridedPointer RowsOf(const Tensor& tensor, int64_t batch, int64_t row) {
   return {tensor.At(batch, row), tensor.features, 1};
 }
 
-// Returns a view with the features as the outer dimension and the rows (tokens)
-// contracted: both operands of dw = x^T dy.
+// Returns a view whose outer dimension is the features and whose inner dimension is the
+// rows. Used for x and dy in dw = x^T dy, where the rows (tokens) are contracted.
 inline StridedPointer ColumnsOf(const Tensor& tensor, int64_t batch, int64_t row) {
   return {tensor.At(batch, row), 1, tensor.features};
 }
@@ -41,8 +41,8 @@ inline const Tensor* ScalesOf(const RankCall& call, size_t operand) {
 }
 
 // Returns whether the scales of an operand multiply its elements, because they change
-// along the contracted dimension. The others multiply sums. `contracts_rows` says
-// whether that dimension is the rows.
+// along the contracted dimension. Other scales multiply the sums. `contracts_rows` says
+// whether the contracted dimension is the rows of the operand.
 inline bool ScalesElements(const CallAttributes& at,
                            const Tensor& scales,
                            bool contracts_rows) {
@@ -81,8 +81,9 @@ class OperandSegments {
     view_.segments.push_back(
         {pointer.data, pointer.outer_stride, pointer.inner_stride});
   }
-  // Appends the scales of the latest segment, if they multiply its elements. `scales` is
-  // null if the operand has none; the other arguments are those of ElementScales.
+  // Appends the scales of the segment that was appended last, if they multiply its
+  // elements (ScalesElements). The segment begins at (batch, row) of `operand`.
+  // `scales` is null if the operand has no scales.
   void AppendScales(const CallAttributes& at,
                     const Tensor* scales,
                     const Tensor& operand,
@@ -136,9 +137,9 @@ inline GemmProblem Problem(float scale,
 
 inline constexpr float kOne = 1;
 
-// Returns the factors of sums from one operand's scales, from row or column `first` of
-// the operand on, along the dimension that is not contracted. They are 1 if the scales
-// multiply the elements instead.
+// Returns one operand's scales as factors of the rows (`is_of_rows`) or columns of the
+// result, beginning with scale `first` along the dimension that is not contracted.
+// Returns 1 if the scales multiply the elements instead.
 inline FactorSegment FactorOf(const CallAttributes& at,
                               const Tensor& scales,
                               int64_t first,
@@ -150,9 +151,10 @@ inline FactorSegment FactorOf(const CallAttributes& at,
   return {data + first * stride, is_of_rows ? stride : 0, is_of_rows ? 0 : stride};
 }
 
-// Multiplies the sums of a product by the scales of its FP8 operands. Each function
-// takes the index of a segment along K, or 0 if there is one, and the index of the
-// segment along the rows or columns of the result.
+// Adds the scales of FP8 operands to `problem` as factors of its sums. of_rows(part, i)
+// returns the factors of row segment i of the result, of_columns(part, j) those of
+// column segment j. If num_parts > 1, `part` is a segment along K, whose sums have
+// their own factors.
 template <typename OfRows, typename OfColumns>
 void AddFactors(const CallAttributes& at,
                 int num_parts,

@@ -18,7 +18,8 @@
 
 namespace jax_ub {
 
-// The kinds of schedule steps, with the values of StepKind, and the spans around them.
+// What a recorded span contains: a step of a schedule, with the value of its StepKind,
+// or one of the spans from kCall on.
 enum class TraceKind : uint8_t {
   kMultiply,
   kCopy,

@@ -28,7 +28,8 @@ void AddFactorsOfWgrad(const CallAttributes& at,
       problem);
 }
 
-// Adds the main_grad operand of a weight gradient as an addend. It follows the dy_i.
+// Adds each rank's main_grad, the gradient into which dw_i is accumulated, as an
+// addend. The operands are x, all dy_i, then all main_grads.
 void AddMainGrads(const CallAttributes& at,
                   const std::vector<RankCall>& calls,
                   int i,
@@ -45,8 +46,9 @@ void AddMainGrads(const CallAttributes& at,
 
 }  // namespace
 
-// dw_i[q] = x^T dy_i[q] over all tokens. x is read from all ranks, in segments
-// [batch][rank].
+// Builds the GEMM of dw_i for all local ranks at once: rank q computes dw[q] = x^T
+// dy[q] over all tokens. Each rank has some of the tokens of x, which the GEMM reads in
+// place. The segments along K, the tokens, are [batch][rank].
 //
 //          dy[0]   dy[1]   dy[2]   dy[3]      N
 //   x^T  | dw[0] | dw[1] | dw[2] | dw[3] |
@@ -84,7 +86,9 @@ GemmProblem WgradGatherX(const CallAttributes& at, const RankCalls& calls, int i
   return problem;
 }
 
-// dw_i[q] = x[q]^T dy_i over all tokens. dy_i is read from all ranks.
+// Builds the GEMM of dw_i for all local ranks at once: rank q computes dw[q] = x[q]^T
+// dy over all tokens. Each rank has some of the tokens of dy, which the GEMM reads in
+// place.
 //
 //            dy
 //   x[0]^T | dw[0] |

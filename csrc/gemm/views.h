@@ -89,8 +89,9 @@ struct FactorSegment {
 };
 
 struct FactorView {
-  // Parallel to one replica of the result, [row segment][column segment]. If
-  // GemmProblem::has_factors_by_k, [segment of A along K][row segment][column segment].
+  // One entry per segment of the result, without its replicas: [row segment][column
+  // segment]. If GemmProblem::has_factors_by_k, the sums over each segment of A along K
+  // have their own factors: [segment along K][row segment][column segment].
   std::vector<FactorSegment> segments;
 };
 

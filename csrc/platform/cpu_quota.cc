@@ -38,7 +38,8 @@ std::optional<std::string> PathOf(const std::string& line, std::string* hierarch
   if (controllers.empty()) {
     *hierarchy = "";  // version 2 has a single hierarchy
   } else if (("," + controllers + ",").find(",cpu,") != std::string::npos) {
-    // A symbolic link if the controller is mounted together with others.
+    // If several controllers share a mount, such as "cpu,cpuacct", /cpu is a symbolic
+    // link to it.
     *hierarchy = "/cpu";
   } else {
     return std::nullopt;

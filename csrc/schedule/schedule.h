@@ -113,11 +113,12 @@ size_t CountSteps(const std::vector<Step>& steps, size_t begin, StepKind kind);
 // Returns the steps of this kind that are the first for their peer.
 std::vector<Step> FirstOfEachPeer(const std::vector<Step>& steps, StepKind kind);
 
-// Returns whether the collective has the method. A collective with a GEMM has no bulk
-// schedule, because a GEMM cannot overlap with itself. A collective without a GEMM has
-// no direct schedule, because direct sends nothing.
+// Returns whether MakeSchedule supports this method for the collective. It does not
+// support kBulk if the collective contains a GEMM, because bulk needs an independent
+// GEMM. It does not support kDirect without a GEMM, because direct sends nothing: its
+// GEMM reads the peers' memory.
 bool HasSchedule(CollectiveKind collective, Method method);
-// Returns whether the method's schedule has the variant. Requires
+// Returns whether MakeSchedule supports this variant for `num_ranks` ranks. Requires
 // HasSchedule(collective, method).
 bool HasVariant(CollectiveKind collective,
                 Method method,

@@ -35,8 +35,9 @@ class SymbolicExecution {
     bool operator==(const SlotData&) const = default;
   };
 
-  // The contents of a slot, and the counters that ranks wait on. Each counter carries
-  // the clock that a waiting rank learns.
+  // The contents of a slot, and the numbers of arrivals and releases that ranks wait
+  // for. Each has the vector clock of the rank that last incremented it, which a rank
+  // that waits merges into its own clock.
   struct Slot {
     int64_t arrived = 0;
     int64_t released = 0;
@@ -56,8 +57,8 @@ class SymbolicExecution {
     Clock clock;
     std::vector<int64_t> epochs;  // [slot]: number of calls that used it
     std::vector<bool> was_put;  // [slot]: this rank put into a peer's slot in this call
-    // Indexed by slot: whether this rank has waited until the peer released what this
-    // rank put into the slot in this call.
+    // [slot]: in this call, this rank put into a peer's slot and then waited until the
+    // peer released it.
     std::vector<bool> saw_released;
     std::vector<bool> was_used;  // [slot]: used, own or a peer's, in this call
     // Keyed by (chunk, split): how often this rank has multiplied or copied the split
@@ -81,7 +82,8 @@ class SymbolicExecution {
   void MultiplyAll(int rank);
   void Reduce(int rank, const Step& step);
   bool HasMultiplied(int rank, int chunk, int split) const;
-  // Returns whether the rank has the split: its own, or in a slot that it waited for.
+  // Returns whether the rank can read the split `data`: from its own tensors if `slot`
+  // is kNone, else from this slot after it has waited for the slot.
   bool Holds(int rank, const SlotData& data, int slot);
   bool ReadSlot(int rank, int slot);
   bool HasSource(int rank, const Step& step);

@@ -173,8 +173,8 @@ void AmxTile(const void* a,
   }
 }
 
-// Packs A as rows of words, that is, into panels of width 1. The source is contiguous
-// along K.
+// Packs A into panels of width 1: word k of row o goes to rows + o * row_bytes + 4 * k.
+// The source is contiguous along K, and its rows are `stride` bytes apart.
 template <DType kDType>
 void CopyRows(const void* source,
               int64_t stride,
@@ -188,8 +188,8 @@ void CopyRows(const void* source,
   }
 }
 
-// Packs A as rows of words. The source is contiguous along the outer dimension;
-// `stride` is the distance of neighbors along K.
+// Packs A like CopyRows. The source is contiguous along M, and elements that are
+// neighbors along K are `stride` bytes apart.
 template <DType kDType>
 void TransposeToRows(const void* source,
                      int64_t stride,

@@ -113,8 +113,8 @@ using SmallMFunction = void (*)(const void* a,
 
 inline constexpr int kMaxSmallM = 4;
 
-// Converts `count` consecutive elements to the type of the factors in a word: f32, or
-// bf16 if k_per_word is 2.
+// Converts `count` consecutive elements to the type that words contain: f32, or bf16 if
+// k_per_word is 2.
 using WidenFunction = void (*)(const void* from, int64_t count, void* to);
 
 // Multiplies packed words by powers of two: word (r, i), at words + r * row_bytes + 4 *

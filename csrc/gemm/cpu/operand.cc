@@ -28,7 +28,8 @@ void PackHalf(WidenFunction widen,
   }
 }
 
-// Panels with fewer columns are multiplied by factors several rows at a time.
+// The rows of a panel with fewer than kNarrowPanel columns do not fill a vector. So
+// several rows are multiplied by their scales at a time, at most kMaxScaledWords words.
 constexpr int64_t kNarrowPanel = 8;
 constexpr int64_t kMaxScaledWords = 512;
 
@@ -41,8 +42,9 @@ struct WordRun {
   int64_t k_end;
 };
 
-// Returns the words from `k` on that have the same scales, in a segment that begins at
-// k_begin. Another segment may have the other half of the first and of the last word.
+// Returns the words from element `k` on that have the same scales. The segment begins
+// at k_begin and has one scale per `block` elements. If it begins or ends inside a pair
+// of bf16, it has only half of this word, and the other half gets kNoScale.
 WordRun WordsWithEqualScales(
     int64_t k, int64_t k_end, int64_t k_begin, int64_t block, int64_t k_per_word) {
   const int64_t block_end = k_begin + ((k - k_begin) / block + 1) * block;
@@ -79,9 +81,10 @@ class OperandReader::ScaleReader {
 
   int64_t inner_block() const { return scales_.inner_block; }
 
-  // Writes the scales of elements (outer, k) as f32, 2^-127 as 2^-126: the former is
-  // subnormal, and counts as zero. Returns whether there is one. With `halves`, writes
-  // the missing factors: 1/2 for 2^-127, else 1.
+  // Writes the scales of elements (outer, k) as f32, and returns whether one of them is
+  // 2^-127. As an f32, this number is subnormal and would count as zero, so 2^-126 is
+  // written in its place. With `halves`, writes the factor that is then missing: 1/2
+  // for a scale of 2^-127, else 1.
   bool Copy(Range outer, int64_t k, bool halves, float* to) const {
     const int64_t first = k / scales_.inner_block * scales_.inner_stride;
     bool has_smallest = false;
@@ -149,8 +152,8 @@ void OperandReader::PackPanels(Range outer, Range k, std::byte* panels) const {
   for (int64_t o = outer.begin; o < outer.end;) {
     while (bounds[i + 1] <= o) ++i;
     Range part = {o, std::min(outer.end, bounds[i + 1])};
-    // The part ends where a panel that the previous segment has only partly filled is
-    // complete.
+    // If the previous segment ended inside a panel, this part only fills the rest of
+    // the panel.
     const int64_t begun = (o - outer.begin) % panel_;
     if (begun != 0) part.end = std::min(part.end, o + panel_ - begun);
     PackOuterSegment(i, part, outer.begin, k, panels);

@@ -100,9 +100,9 @@ class OperandReader {
                    Range k,
                    std::byte* panels,
                    int64_t panel_bytes) const;
-  // Multiplies a packed part of a block by its scales. The part is within the segment
-  // with this index, which begins at (outer_begin, k_begin) relative to the begin of
-  // the panels, as both ranges are.
+  // Multiplies the packed elements `outer` x `k` by their scales. They are all in the
+  // segment with index `segment`, whose first element is (outer_begin, k_begin). All
+  // four are relative to the first element of the panels.
   void ScaleSegmentPart(int64_t segment,
                         int64_t outer_begin,
                         int64_t k_begin,
@@ -112,9 +112,10 @@ class OperandReader {
                         int64_t panel_width,
                         int64_t panel_bytes) const;
   class ScaleReader;
-  // Multiplies packed columns `outer` of one panel, whose words begin at `words`, by
-  // their scales. `outer` is relative to the segment, `k` and k_begin to the panel.
-  // Returns whether a scale is 2^-127: this needs a second call with `halves`.
+  // Multiplies columns `outer` of one packed panel, which begin at `words`, by their
+  // scales. `outer` is relative to the segment. `k` and k_begin, where the segment
+  // begins, are relative to the panel. Returns whether a scale is 2^-127. Then the
+  // caller must call it again with `halves`, see ScaleReader::Copy.
   bool ScaleColumns(const ScaleReader& scales,
                     Range outer,
                     Range k,

@@ -89,7 +89,7 @@ void PackCopied(const void* source,
   }
 }
 
-// Widens a row of elements, see WidenFunction.
+// The WidenFunction of f32 words: converts `count` consecutive elements to f32.
 template <DType kDType>
 void WidenRow(const void* from, int64_t count, void* to) {
   const char* element = static_cast<const char*>(from);
@@ -103,7 +103,7 @@ void WidenRow(const void* from, int64_t count, void* to) {
   }
 }
 
-// Multiplies f32 words by factors, see ScaleFunction.
+// The ScaleFunction of f32 words.
 inline void ScaleF32(void* words,
                      int64_t row_bytes,
                      int64_t num_rows,
@@ -201,7 +201,7 @@ inline void TransposeBlocks(
   }
 }
 
-// Packs one panel for PackTransposed.
+// Packs one panel of a source that is contiguous along K.
 template <typename Words, int kPanel>
 void PackTransposedPanel(
     const char* from, int64_t stride, int64_t outer, int64_t num_words, char* to) {

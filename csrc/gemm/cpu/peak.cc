@@ -37,7 +37,8 @@ double MeasureTiles(const KernelSet& kernels, double duration_s, Scratch& scratc
   const int64_t panels_bytes = 4 * num_words * (rows + columns);
   std::byte* b = scratch.Reserve(panels_bytes + 4 * rows * columns);
   std::byte* a = b + 4 * num_words * columns;
-  // 0x3f is the upper byte of numbers near 1, of an f32 as of both bf16 of a pair.
+  // Fills A and B with numbers near 1, so that no product or sum is subnormal or
+  // infinite: an f32 or bf16 whose bytes are all 0x3f is 0.75.
   std::fill_n(b, panels_bytes, std::byte{0x3f});
   TileOutput sums = {};
   sums.to = b + panels_bytes;

@@ -12,13 +12,13 @@ namespace jax_ub {
 
 namespace {
 
-// Maximum number of row tiles for which the packing tile also prefetches the next
-// panel. It already waits for memory itself, so with more tiles only the others
-// prefetch (2 % faster with 64 rows). With 6 or 12 rows, all tiles are needed to
-// prefetch the panel in time.
+// Maximum number of row tiles for which the packing tile also prefetches the next panel
+// of B. The packing tile already waits for the memory that it packs. With more row
+// tiles, only the tiles after it prefetch (2 % faster with 64 rows of A). With 6 or 12
+// rows, all tiles must prefetch, or the next panel arrives too late.
 constexpr int64_t kFewTiles = 2;
-// Number of columns that are packed at once if B is contiguous along N and no tile can
-// pack it. These columns are contiguous in each row of B.
+// Number of columns of B that are packed at once if B is contiguous along N and no tile
+// kernel can pack it while it multiplies. In each row of B they are contiguous.
 constexpr int64_t kGroupColumns = 128;
 
 GemmBlocking BlockingFor(const GemmProblem& problem,

@@ -76,8 +76,9 @@ class TiledPlan : public GemmPlan {
   int64_t RowsOfSums(Range rows) const;
   // Returns the k_index-th block of K. Empty for k_index == num_k_blocks().
   Range BlockOfK(int64_t k_index) const;
-  // Stores the finished tiles of rows `block` as whole rows of the unit, if
-  // c_.stores_rows(). Neighboring column tiles are `row_tiles` tiles apart in `sums`.
+  // Stores rows `block` of the result, over all columns of the unit, if
+  // c_.stores_rows(). `sums` has their tiles, [column tile][row tile] with `row_tiles`
+  // row tiles. Copies them to contiguous rows in `rows` first.
   void StoreRows(Range block,
                  Range columns,
                  const float* sums,
@@ -89,10 +90,12 @@ class TiledPlan : public GemmPlan {
   }
   // Sets `tiles` to the tiles of A in rows `block`, which are read in place or packed.
   void ReadA(Range block, Range k, std::byte* packed, ATile* tiles) const;
-  // Prepares the panel of `columns` for its multiplication with the first `num_rows`
-  // rows of A: packs it, or sets `b.panel.source` for a packing tile. Sets `b.prefetch`
-  // to the next panel of `unit`, or, after the last panel, to the first panel of block
-  // next_k. Returns the end of the columns that are prepared now.
+  // Prepares the panel `columns` of B before `num_rows` rows of A are multiplied with
+  // it: packs it, or sets `b.panel.source` if the first tile packs it while it
+  // multiplies. Sets `b.prefetch` to the memory that is packed after it: the next panel
+  // within `unit`, the columns of this unit, or after the last panel the first panel of
+  // `next_k`, the next block of K. Returns the end of the prepared columns, which may
+  // be several panels.
   int64_t ReadB(Range unit,
                 Range columns,
                 Range k,

@@ -209,7 +209,8 @@ bool ResultWriter::HasOneOfEachFactor(int64_t segment) const {
   });
 }
 
-// The sums are a tile or a few rows, which are still in the cache.
+// Passes over a row once per factor. The sums are a tile or a few rows, so they are
+// still in the cache.
 void ResultWriter::ScaleSegmentBlock(int64_t first,
                                      float* sums,
                                      int64_t sums_stride,

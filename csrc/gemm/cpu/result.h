@@ -69,7 +69,8 @@ class ResultWriter {
   // Returns whether every factor (a scale of an FP8 operand) is one number for all
   // elements of the segment, so that the tile kernel can multiply by it.
   bool HasOneOfEachFactor(int64_t segment) const;
-  // `first` is the index of the first factor segment of a segment along K.
+  // Multiplies the sums of one segment block by scale_ and factors_, in place. `first`
+  // is where the factors of the current segment along K begin in FactorView::segments.
   void ScaleSegmentBlock(int64_t first,
                          float* sums,
                          int64_t sums_stride,

@@ -118,7 +118,8 @@ inline void Transpose(Vec (&rows)[kLanes]) {
     u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
   for (int j = 0; j < 4; ++j) {
-    // even: quarters 0 and 2 of two blocks b; odd: quarters 1 and 3.
+    // even_low has quarters 0 and 2 of u[j] and u[4 + j], even_high those of u[8 + j]
+    // and u[12 + j]. odd_low and odd_high have quarters 1 and 3.
     const __m512i even_low = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88);
     const __m512i even_high = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x88);
     const __m512i odd_low = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd);

@@ -15,7 +15,7 @@ inline Vec MultiplyAddPairs(Vec a, Vec b, Vec sum) {
                           __builtin_bit_cast(__m512bh, b));
 }
 
-// Copies one element as bf16.
+// Converts an FP8 element to bf16, or copies a bf16 element.
 template <DType kDType>
 inline void CopyElement(const char* from, char* to) {
   if constexpr (IsFp8(kDType)) {
@@ -81,7 +81,7 @@ struct AdjacentPairs {
   }
 };
 
-// Converts a row of elements to bf16, see WidenFunction.
+// The WidenFunction of bf16 pairs: converts `count` consecutive elements to bf16.
 template <DType kDType>
 void ConvertToBF16(const void* from, int64_t count, void* to) {
   const char* element = static_cast<const char*>(from);
@@ -111,7 +111,7 @@ inline Vec ScaleWords(Vec words, Vec low_factors, Vec high_factors) {
                                              _mm512_and_si512(high_product, upper)));
 }
 
-// Multiplies pairs of bf16 by factors, see ScaleFunction.
+// The ScaleFunction of bf16 pairs.
 inline void ScalePairs(void* words,
                        int64_t row_bytes,
                        int64_t num_rows,

@@ -80,7 +80,8 @@ void MultiplyColumnBlock(const void* a,
                          int64_t columns,
                          void* sums,
                          int64_t sums_stride) {
-  // The number of rows of B at once is limited by the registers for their factors.
+  // A step multiplies kStep rows of B by kRows x kStep elements of A, which it keeps in
+  // registers. So more rows of A leave registers for fewer rows of B.
   constexpr int kStep = kRows == 1 ? 8 : kRows == 2 ? 4 : 2;
   const char* a_word = static_cast<const char*>(a);
   const char* row = static_cast<const char*>(b);

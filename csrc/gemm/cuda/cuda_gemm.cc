@@ -58,9 +58,9 @@ bool IsSummedInResult(const GemmProblem& problem, const Fused& fused) {
   return problem.c.dtype == problem.a.dtype && num_terms == 1;
 }
 
-// Returns whether the addends can be stored in the result before the GEMM adds to it,
-// without a rounding to 16 bits: a single addend is not rounded, and sums in f32 are
-// not rounded to 16 bits.
+// Returns whether the addends can be stored in the result before the GEMM adds the
+// product to it, without being rounded to 16 bits. A single addend is stored unchanged.
+// The sum of several addends would be rounded, unless the result is f32.
 bool CanAddBefore(const GemmProblem& problem) {
   return problem.addends.size() == 1 || problem.c.dtype == DType::kF32;
 }
@@ -195,7 +195,8 @@ class CudaGemm::State {
     return pass;
   }
 
-  // Depends on addresses only through their alignment, as plans do.
+  // Chooses how the addends of a block are added. Like the plan, the choice depends on
+  // addresses only through their alignment.
   Addition AdditionOf(const Pass& pass, const GemmBlock& block) {
     if (!pass.in_result) return Addition::kAfter;
     if (pass.problem.addends.empty()) return Addition::kFused;
@@ -207,7 +208,8 @@ class CudaGemm::State {
     return CanAddBefore(pass.problem) ? Addition::kBefore : Addition::kAfter;
   }
 
-  // Returns the key of a term of the block, without addends.
+  // Returns the plan key of the product over one interval of K (`term`), without
+  // addends.
   static MatmulKey KeyOf(const Pass& pass,
                          const GemmBlock& block,
                          size_t term,

@@ -49,7 +49,8 @@ struct Spot {
   std::array<int64_t, 2> strides;
 };
 
-// The addresses of all blocks of one view.
+// The blocks of one view, which is an operand, the result or an addend: block (i, j) is
+// the intersection of interval i of the first axis and interval j of the second axis.
 struct Table {
   std::array<Axis, 2> axes;
   int64_t element_bytes = 0;
@@ -148,8 +149,9 @@ class Grid {
     tables_.push_back(std::move(table));
   }
 
-  // Compares the intervals i and i + 1 of `axis` in all views. Returns whether their
-  // strides are equal and test(table, interval i, interval i + 1, side) is true.
+  // Compares the blocks of intervals i and i + 1 of `axis` in every view that has this
+  // axis. Returns whether all have equal strides and fulfil test(table, block of i,
+  // block of i + 1, side), where `side` is the position of `axis` in table.axes.
   template <typename Test>
   bool Everywhere(Axis axis, size_t i, Test test) const {
     for (size_t t = 0; t < tables_.size(); ++t) {

@@ -53,8 +53,8 @@ struct GemmBlock {
 // views and sizes are inconsistent or the result has several replicas.
 std::vector<GemmBlock> CutIntoBlocks(const GemmProblem& problem);
 
-// Returns the maximum number of terms of a block, which is reached if no intervals are
-// merged.
+// Returns the number of terms of a block if no intervals of K are merged. It depends
+// only on the bounds of the views, not on addresses.
 int64_t MaxTerms(const GemmProblem& problem);
 
 }  // namespace jax_ub

@@ -81,7 +81,7 @@ class MatmulPlan {
 
   // Returns 0 if cuBLASLt cannot compute the product.
   int num_algorithms() const { return static_cast<int>(algorithms_.size()); }
-  // Throws UnsupportedError if there is no algorithm.
+  // Throws UnsupportedError if cuBLASLt has no algorithm for the product.
   void CheckHasAlgorithm() const;
 
   // Runs the plan once with temporary memory and waits until it is done. Otherwise the
