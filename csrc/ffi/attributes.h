@@ -23,7 +23,7 @@ class AttributeSource {
   virtual std::vector<int64_t> Integers(const char* name) const = 0;
 };
 
-// Returns the names of the attributes that only some ops have, of those that `op` has.
+// Returns the names of the attributes that `op` has in addition to those of all ops.
 std::vector<std::string_view> AttributeNames(const OpInfo& op);
 
 // Reads and checks all attributes of `op`. Throws std::invalid_argument if a number is

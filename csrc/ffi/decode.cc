@@ -114,7 +114,8 @@ RankCall DecodeCall(const CallAttributes& at,
     call.partition = DecodePartition(at, operands);
     --num_operands;
   }
-  // A wrong number of operands is an error of CheckCall.
+  // If there are too few operands, CheckCall reports it. Until then the minimum
+  // prevents an underflow.
   const size_t num_scales = std::min(NumScales(at), num_operands);
   num_operands -= num_scales;
   call.operands.reserve(num_operands);

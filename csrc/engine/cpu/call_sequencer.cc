@@ -199,8 +199,8 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) noexcept
   if (run_calls) pool_.SubmitBlocking(std::move(run_calls));
 }
 
-// Runs on the thread pool as a run: it may block, waiting for peers and for local
-// ranks.
+// Runs as a BlockingTask of the thread pool, because it may wait for peers and for
+// local ranks.
 void CallSequencer::RunCalls() noexcept {
   for (;;) {
     std::shared_ptr<CollectiveCall> collective;
@@ -411,7 +411,9 @@ void CallSequencer::Fail(const std::exception_ptr& reason) noexcept {
 }
 
 void CallSequencer::OnPoison(const std::exception_ptr& reason) noexcept {
-  // A thread that has checked for a failure under the lock sleeps once the lock is free.
+  // A thread in WaitForLocalCall may have checked for a failure just before and not
+  // sleep yet. It holds the lock until it sleeps, so after this line it gets the
+  // notification.
   std::unique_lock(mutex_).unlock();
   changed_.notify_all();
   for (;;) {

@@ -73,10 +73,10 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
 
   const std::vector<int64_t>& devices() const { return devices_; }
   int generation() const { return generation_; }
-  // Returns whether a call was lowered for this communicator. XLA numbers the launches
-  // of a program for the lifetime of the process. If a launch failed, the processes may
-  // have launched the program unequally often; with the numbers of an earlier
-  // communicator they would match different calls.
+  // Returns whether a call was lowered for this communicator. Calls of a program that
+  // was lowered for an earlier one are rejected: after a failure, the processes may
+  // have launched that program a different number of times. XLA's run ids count
+  // launches, so equal run ids could then identify different calls.
   bool MatchesGeneration(const CallAttributes& attributes) const {
     return attributes.generation == 0 || attributes.generation == generation_;
   }

@@ -197,8 +197,10 @@ std::shared_ptr<CollectiveCall> Rendezvous::Join(CallSite& site,
     return collective;
   }
   if (collective->num_arrived == 1) {
-    // All ranks of a process run the same executable. Only other processes may compile
-    // longer, which delays the devices that share a group with them.
+    // Within a process all ranks run the same executable, so they begin their first
+    // call together. If groups span processes, other processes may compile longer and
+    // delay the devices of this process. Only then the first call gets the longer
+    // timeout.
     const bool is_first = collective->is_first && !sequencers_.empty();
     collective->deadline = Deadline::After(timeouts_.Of(is_first));
     collective->deadline_setting = timeouts_.SettingOf(is_first);
@@ -410,7 +412,8 @@ void Rendezvous::Watch() {
     try {
       FailExpired(lock);
     } catch (const std::bad_alloc&) {
-      // Out of memory: the watchdog checks again after one period.
+      // There was no memory for the error of an expired call. The watchdog tries again
+      // after one period.
       if (!lock.owns_lock()) lock.lock();
       wake_watchdog_.wait_for(lock, std::chrono::duration<double>(kWatchdogPeriodS));
     }

@@ -140,8 +140,8 @@ class Rendezvous {
                                        Completion done,
                                        int* last_rank);
 
-  // Assigns groups of the sequencer's devices to the sequencer, until Detach. Throws
-  // CommunicatorError if these devices already have a sequencer.
+  // Passes the calls of groups with the sequencer's devices to the sequencer, until
+  // Detach. Throws CommunicatorError if these devices already have a sequencer.
   void Attach(const std::shared_ptr<CallSequencer>& sequencer);
   void Detach(const CallSequencer& sequencer);
   // Fails the incomplete collective calls of the groups of this sequencer.

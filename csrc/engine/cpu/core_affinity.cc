@@ -86,7 +86,8 @@ void CoreAffinity::Release(Thread& thread) {
   }
   std::lock_guard lock(thread.mutex_);
   thread.is_idle_ = false;
-  // Always true before the first caller, while `allowed` is not set.
+  // AssignIdleCores assigns cores only after `allowed_` is set, so `allowed` is
+  // initialized below.
   if (!thread.assigned_) return;
   sched_setaffinity(thread.id_, sizeof(allowed), &allowed);
   thread.assigned_.reset();

@@ -53,8 +53,8 @@ void AddReduceToAll(const RankCalls& calls, WorkList& work) {
   work.Add(sum);
 }
 
-// Adds the communication of the operand that no GEMM reads, or the gathered copy of the
-// operand that one does.
+// Adds the copies or sums of the op's collective. Its operand is read by no GEMM,
+// except for all_gather_matmul, which returns the gathered x.
 void AddCommunication(const CallAttributes& at,
                       const RankCalls& calls,
                       WorkList& work) {

@@ -155,7 +155,8 @@ void Engine::ExecuteDirect(const std::shared_ptr<CollectiveCall>& collective,
   pool_->Participate(MakeJob(
       std::move(work), [this, collective, last_rank](const std::exception_ptr& failure,
                                                      bool participated) {
-        // The thread that called Participate belongs to the last rank to arrive.
+        // `participated` means that this is the thread that called Participate, which
+        // is the thread of the last rank to arrive. It can complete that rank itself.
         Complete(*collective, failure, participated ? last_rank : kNone);
       }));
 }

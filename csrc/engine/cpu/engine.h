@@ -38,8 +38,9 @@ class Engine {
   void Submit(
       CallSite& site, int64_t run_id, int64_t device, RankCall call, Completion done);
 
-  // Assigns the calls of groups of these devices, the communicator's ranks, to a new
-  // call sequencer. Throws CommunicatorError if the devices already have one.
+  // Creates a call sequencer, which from now on runs the calls of groups with these
+  // devices. `devices` are the devices of the communicator's ranks. Throws
+  // CommunicatorError if they already have a sequencer.
   std::shared_ptr<CallSequencer> Join(
       std::shared_ptr<SharedMemoryCommunicator> communicator,
       std::vector<int64_t> devices,

@@ -41,7 +41,7 @@ bool IsSmall(const Tensor& result) {
   return result.num_elements() * SizeOf(DType::kF32) <= kSmallBytes;
 }
 
-// Executes this process's part of one call.
+// The state and the steps of ExecuteMultiProcess for one call.
 class Execution {
  public:
   Execution(const MultiProcessCall& call,
@@ -159,8 +159,9 @@ class Execution {
     }
   }
 
-  // Runs every op that does not sum GEMMs over ranks. Plans it as in a single process,
-  // with the peers' shards read from their buffers.
+  // Executes the op as in a single process, except that the shards of other processes'
+  // ranks are read from their buffers. Used for all calls for which Run has no special
+  // case.
   void ReadInPlace() {
     Stage();
     std::optional<ConcurrentWork> products;

@@ -41,7 +41,8 @@ void SlotRun::Start() {
 void SlotRun::RunAndWait() {
   Queue<BlockingTask> tasks = MakeTasks(num_ranks() - 1);
   if (gemms_) gemms_->Start();
-  // Nothing above has begun a rank, and nothing below throws before all have ended.
+  // The code above may throw, because no rank has begun yet. The code below does not
+  // throw until all ranks have ended, because they use the caller's objects.
   pool_.SubmitBlocking(std::move(tasks));
   // At the system's limit of threads, some ranks may not have found a thread. They must
   // fail like the ranks that waited for them.
@@ -79,8 +80,8 @@ void SlotRun::RunNextRank() noexcept {
   if (hooks_.done) hooks_.done(i, failure, is_last);
 }
 
-// Returns the exception that `body` throws, or nullptr. Reports the first one of the
-// call.
+// Returns the exception that `body` throws, or nullptr. Reports only the first
+// exception of all ranks to hooks_.fail.
 template <typename Body>
 std::exception_ptr SlotRun::Try(const Body& body) noexcept {
   try {

@@ -25,12 +25,12 @@ SlotRequirements SlotRequirementsOf(const CollectiveCall& collective, ThreadPool
 
 class SlotRun : public std::enable_shared_from_this<SlotRun> {
  public:
-  // Callbacks of the owner of the run. They are called on any thread, while a rank runs.
-  // The last call is `done` of the last rank; without `done`, none follows the return of
-  // RunAndWait. A task that the pool begins later calls no hook, so hooks may refer to
-  // objects that end with the call.
+  // Callbacks of the owner of the run. They are called on any thread, while a rank
+  // runs. The last one is `done` of the last rank. If there is no `done`, none is
+  // called after RunAndWait has returned. So hooks may refer to objects that are
+  // destroyed then.
   struct Hooks {
-    // Returns the transport of calls[i].
+    // Returns the transport through which calls[i] exchanges data with its peers.
     std::function<Transport&(size_t i)> transport;
     // Returns the failure that ends all waits of the transports, or nullptr.
     std::function<std::exception_ptr()> poison;
@@ -48,8 +48,9 @@ class SlotRun : public std::enable_shared_from_this<SlotRun> {
           ThreadPool& pool,
           Hooks hooks);
 
-  // Starts all ranks, or throws std::bad_alloc and starts none. The calling thread
-  // takes part in the GEMMs of a bulk op, which need no rank. Never blocks.
+  // Starts all ranks, or throws std::bad_alloc and starts none. If the op is bulk, the
+  // calling thread also runs units of its GEMMs, which do not depend on the
+  // communication of the ranks. Never blocks.
   void Start();
 
   // Runs all ranks and waits for them, or throws std::bad_alloc and runs none. The

@@ -12,8 +12,9 @@ namespace jax_ub {
 namespace {
 
 // The number of polls before an idle thread sleeps: long enough for the next call in a
-// chain of small calls. Every poll yields the core. If the thread that gets the core is
-// an idle thread of another process, both of them disturb the threads that work.
+// chain of small calls. Every poll yields the core. With more polls, idle threads of
+// two processes would keep yielding to each other, which slows down the threads that
+// work.
 constexpr int kIdleSpins = 5;
 // Number of threads that one thread wakes before it starts working.
 constexpr int kMaxWakes = 2;
@@ -130,7 +131,7 @@ int64_t ThreadPool::NumWanted() const {
   int64_t wanted = runs_.size();
   int64_t places = num_workers() - num_in_jobs_;
   jobs_.Find([&](const ParallelJob& job) {
-    // A job without units also needs a worker.
+    // Even a job without units needs one worker, which finishes it.
     const int64_t least = job.num_workers_ == 0 ? 1 : 0;
     const int64_t left = std::min<int64_t>(job.num_units_ - job.next_unit_.load(),
                                            job.max_workers_ - job.num_workers_);

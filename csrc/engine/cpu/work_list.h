@@ -66,8 +66,9 @@ class WorkList {
   std::vector<std::unique_ptr<GemmPlan>> plans_;
   // The ends of the plans' units: plan i has units [plan_ends_[i - 1], plan_ends_[i]).
   std::vector<int64_t> plan_ends_;
-  // The copies and sums, which are the units after those of the plans. Copy unit i has
-  // copies [copy_ends_[i - 1], copy_ends_[i]); sums likewise.
+  // Copies and sums. A unit may contain several: copy unit i has the copies
+  // [copy_ends_[i - 1], copy_ends_[i]), and sum unit i likewise. The list numbers the
+  // units of the plans first, then the copy units, the sum units and matrix_sums_.
   std::vector<Copy> copies_;
   std::vector<size_t> copy_ends_;
   std::vector<Sum> sums_;
@@ -80,7 +81,7 @@ class WorkList {
   Step step_;
 };
 
-// Returns a job that runs the units of the work.
+// Returns a ParallelJob with one unit per unit of `work`, which it keeps alive.
 std::shared_ptr<ParallelJob> MakeJob(WorkList work, ParallelJob::Done done = nullptr);
 
 // Runs the work and waits for it. The calling thread must be allowed to block.

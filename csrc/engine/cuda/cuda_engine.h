@@ -66,8 +66,8 @@ class CudaCallSite {
     std::shared_ptr<CudaCommunicator> communicator;
     uint32_t number = 0;  // the communicator's number of the call site
     bool captured = false;
-    // The error of the last attempt to create it. `notified_ranks` are the ranks that
-    // have already raised it.
+    // The error of the last attempt to bind a communicator, and the ranks to which it
+    // has been thrown.
     std::exception_ptr rejection;
     std::set<int> notified_ranks;
   };
@@ -161,21 +161,23 @@ class CudaEngine {
                            const DeviceRank& device_rank,
                            const RankCall& call);
   DeviceRank DeviceRankOf(const CudaCallSite& site, int ordinal);
-  // Returns the Preparation of the device. If it must be recomputed, returns only the
-  // part that needs no device, without `gpu`.
+  // Returns the call's Preparation for the device if it is still valid. Otherwise
+  // returns a new one without the members that Load sets; its `gpu` is null.
   std::shared_ptr<const Preparation> Plan(CudaCallSite& site,
                                           int ordinal,
                                           const DeviceRank& device_rank,
                                           const RankCall& call);
-  // Completes the preparation `planned` with the part that needs the device, and stores
-  // it.
+  // Stores a copy of `planned`, the result of Plan, with the members that need the
+  // device: plans the GEMMs with cuBLASLt and sets `options`, `by_multicast` and `gpu`.
+  // Does nothing if `gpu` is set already.
   void Load(CudaCallSite& site,
             int ordinal,
             const Preparation& planned,
             const RankCall& call);
   std::shared_ptr<CudaCommunicator> Bind(CudaCallSite& site,
                                          const Preparation& preparation);
-  // Returns the signature that the rank declares for the call.
+  // Returns the rank's signature of the call, which Declare sends to the peers so that
+  // all ranks can detect different calls.
   GpuCallSignature SignatureOf(CudaCallSite& site, int rank, const RankCall& call);
   void Declare(CudaCallSite& site,
                int ordinal,

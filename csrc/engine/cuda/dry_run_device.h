@@ -73,8 +73,8 @@ CallPlan PlanCall(const CallAttributes& attributes,
                   int rank,
                   const DryRunDevice::Visit& visit = nullptr);
 
-// Returns the workspace for the same call as a multicast reduction, which is equal on
-// all ranks. `slots` is the slot plan of the call's schedule; see ReducesByMulticast.
+// Returns the workspace that ReduceByMulticast needs to execute the call instead of its
+// schedule. It is equal on all ranks. `slots` is the slot plan of the call's schedule.
 WorkspacePlan PlanByMulticast(const CallAttributes& attributes,
                               const RankCall& call,
                               const SlotRequirements& slots,

@@ -23,7 +23,8 @@ class FirstRun {
  public:
   enum class Stage { kLoading, kReady, kEnqueued };
 
-  // Returns whether this device has enqueued the call before.
+  // Returns whether this device has finished its first run of the call, so that it need
+  // not wait for the others any more.
   bool IsOver(int ordinal) const;
 
   // Records that the device has reached `stage`, and waits until all `ordinals` have.

@@ -137,8 +137,9 @@ void CudaEngine::Load(CudaCallSite& site,
   const ScopedContext current(driver_, gpu.context());
   preparation->gpu = &gpu;
   preparation->options = OptionsOf(at, gpu);
-  // Prepares each GEMM of the call. The workspace will give it scratch memory of this
-  // alignment, of the size of its lane's largest GEMM.
+  // Prepares one GEMM of the call. Its workspace does not exist yet, so this passes an
+  // address with the same alignment. The lane's workspace will have at least this size,
+  // because it fits the lane's largest GEMM.
   const auto prepare = [&](Lane, const GemmProblem& problem) {
     gpu.gemm().Prepare(problem, preparation->options,
                        {kWorkspaceAlignmentBytes, CudaGemm::WorkspaceBytes(problem)});

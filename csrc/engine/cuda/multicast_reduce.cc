@@ -82,9 +82,10 @@ class MulticastReduction {
     return lanes_.Record(lane);
   }
 
-  // Returns the slots whose flags are used, in the order of the schedule's slots: those
-  // of the peers that are a distance ahead (`direction` 1), or this rank's slots of the
-  // peers behind it (-1).
+  // Returns one slot per peer, whose flag signals that a stage of a split is done. With
+  // `direction` 1, it is the peer's slot that this rank signals. With -1, it is this
+  // rank's slot that the peer signals. They are ordered by the distance from this rank
+  // to the peer.
   std::vector<PeerSlot> PeerSlotsOf(int stage, int split, int direction) const {
     const int num_ranks = transport_.num_ranks();
     std::vector<PeerSlot> slots;

@@ -13,7 +13,8 @@ namespace jax_ub {
 // Returns whether a call is reduced by one kernel. `plan` is its slot plan.
 bool ReducesInOneKernel(const CallAttributes& attributes, const SlotRequirements& plan);
 
-// Executes the rank's part of the call, with the workspace of its schedule.
+// Enqueues the rank's part of the call: the GEMM, if there is one, and the kernel.
+// `device` has the workspace that was planned for the schedule.
 void ReduceInOneKernel(const CallAttributes& attributes,
                        const RankCall& call,
                        const SlotRequirements& plan,

@@ -14,7 +14,8 @@ __device__ uint64_t LoadAcquire(uint64_t address);
 __device__ uint32_t LoadAcquire(const uint32_t* address);
 __device__ void StoreRelease(uint64_t address, uint64_t value);
 __device__ void StoreRelease(uint32_t* address, uint32_t value);
-// Relaxed accesses do not order others. Relaxed loads overlap.
+// Relaxed loads and stores do not order other accesses, so several relaxed loads can be
+// in flight at once.
 __device__ uint64_t LoadRelaxed(uint64_t address);
 __device__ void StoreRelaxed(uint64_t address, uint64_t value);
 

@@ -35,7 +35,7 @@ struct SumParams {
   SumPart parts[kMaxParts];
 };
 
-// The addends of a kernel that also sums over the ranks.
+// The maximum number of addends of a kernel that also sums over the ranks.
 inline constexpr int kMaxSumAddends = 2;  // bias and residual
 
 // An addend in this device's memory: data[i % period] is added to element i of the sum.

@@ -12,8 +12,9 @@
 
 namespace jax_ub {
 
-// The futex on which one rank, or one process, sleeps. It occupies a cache line of its
-// own: every thread that stores an awaited value reads `num_sleepers` afterwards.
+// The futex on which one rank, or one process, sleeps. Every thread that stores an
+// awaited value then reads `num_sleepers`. So the doorbell has its own cache line,
+// which stores to other data do not invalidate.
 struct alignas(64) Doorbell {
   std::atomic<uint32_t> rings{0};
   // A process that is killed while it sleeps leaves this count too high. The only

@@ -12,13 +12,15 @@ namespace {
 
 constexpr int kNumPhases = 16;
 
-// Returns a barrier's generation, which grows with each barrier; 0: before the first.
+// Returns the number of a barrier: later barriers have higher numbers. A process
+// publishes the number of the last barrier that it reached as its barrier_generation,
+// which is 0 before its first barrier.
 uint64_t BarrierGeneration(int64_t call, int phase) {
   return static_cast<uint64_t>(call) * kNumPhases + static_cast<uint64_t>(phase) + 1;
 }
 
-// Returns the number of calls that a process has begun, from its barrier generation. The
-// process has read the call log's entries of these calls.
+// Returns the number of calls that a process has begun, from its barrier_generation. It
+// no longer needs the call log's entries of these calls.
 uint64_t NumCallsStarted(uint64_t generation) {
   return generation == 0 ? 0 : (generation - 1) / kNumPhases + 1;
 }

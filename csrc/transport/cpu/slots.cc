@@ -65,8 +65,9 @@ void SlotTransport::Wait(int peer, int slot, const WaitReason& reason) {
           [&] { return ChunkOf(reason) + " of " + NameOf(peer); });
 }
 
-// The store of `released` comes after this rank's reads of the slot. The next rank that
-// writes the slot first loads the new epoch in WaitFree.
+// This rank reads the slot before it stores `released`. The next rank that writes the
+// slot loads `released` before, in WaitFree, so it does not overwrite data that is
+// still read.
 void SlotTransport::Release(int slot) {
   uses_[slot].received = true;
   areas_[rank_].flags[slot].released.store(uses_[slot].epoch + 1);

@@ -49,7 +49,8 @@ struct AllReduceParams {
 inline constexpr char kAllReduceKernel[] = "jax_ub_all_reduce";
 inline constexpr int kAllReduceThreads = 512;   // per block
 inline constexpr int kMaxAllReduceBlocks = 32;  // all of them run at the same time
-// The elements of a vector. A block's range begins at a multiple of it.
+// The number of elements by which the ranges of the blocks are aligned, so that a block
+// can load 16 bytes at a time in every dtype.
 inline constexpr int64_t kAllReduceVector = 8;
 
 }  // namespace jax_ub

@@ -57,7 +57,9 @@ std::string UnreachableReason(const std::vector<int>& processes,
   return "";
 }
 
-// Returns the first process without the key `can_key`, with its reason, or "".
+// Returns why the processes cannot use a sharing mode: names the first process that
+// does not have the capability `can_key`, with the reason that it stored as
+// `cannot_key`. Returns "" if all processes have it.
 std::string WhyNot(const std::string& can_key,
                    const std::string& cannot_key,
                    const std::set<int>& members,

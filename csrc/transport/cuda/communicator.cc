@@ -67,7 +67,8 @@ struct CudaCommunicator::State {
   const double timeout_s;
   GroupHeaps heaps;
   const int64_t size_bytes;
-  // Indexed by process index. Without the connections: `failure` owns these.
+  // Indexed by process index. `connection` is empty in all of them, because `failure`
+  // has taken the connections.
   std::vector<ConnectedPeer> connected_peers;
   std::atomic<bool> rejects_calls{false};
   std::atomic<bool> is_closed{false};

@@ -19,7 +19,7 @@ CUdeviceptr AddressOf(const std::byte* data) {
   return reinterpret_cast<CUdeviceptr>(data);
 }
 
-// Sets the first results to fill, and returns their number.
+// Copies as many of the `results` to `nan_fill` as fit, and returns their number.
 size_t Fill(NanFill& nan_fill, std::span<const NanFill::Result> results) {
   const size_t count = std::min<size_t>(results.size(), kMaxResults);
   nan_fill.num_results = static_cast<uint32_t>(count);

@@ -14,10 +14,10 @@
 // To save launches, signals are sent by the kernel of the next wait, before it waits,
 // and the end of a call is enqueued by Finish or with the first wait of the next call.
 //
-// In call c every rank needs data of every other rank, and a rank writes into a peer's
-// slots for the next call only after that peer has ended c. Therefore a flag is never
-// ahead of the value that a wait expects, the slots of a call may overlap those of the
-// call before, and Release has nothing to do. A wait fails if the peer has announced a
+// In every call, each rank needs data of all other ranks. A rank writes into a peer's
+// slots for the next call only after the peer has ended this call. Therefore a flag is
+// never ahead of the value that a wait expects, consecutive calls may use the same
+// slots, and Release has nothing to do. A wait fails if the peer has announced a
 // different call with the same epoch. tests/csrc/cuda/protocol_test.cc proves these
 // properties.
 #pragma once
@@ -103,7 +103,7 @@ struct AllReduceSum {
 
 class CudaSlots : public Transport {
  public:
-  // `places` is indexed by rank and must outlive the object. `error` is the device
+  // `addresses` is indexed by rank and must outlive the object. `error` is the device
   // address of this rank's ErrorRecord.
   CudaSlots(int rank,
             std::span<const RankSlotAddress> addresses,
@@ -142,8 +142,9 @@ class CudaSlots : public Transport {
   // failed. Called after all work that writes the results.
   void Finish(std::span<const NanFill::Result> results);
 
-  // Enqueues an all-reduce by one kernel, which uses slot d - 1 for the rank that is d
-  // behind the slot's owner. The only exchange of its call.
+  // Enqueues one kernel that all-reduces `sum`, see all_reduce_params.h. Rank r
+  // receives the partial sums of rank r - d (modulo P) in its slot d - 1. The call must
+  // not communicate in any other way.
   void AllReduce(const AllReduceSum& sum, const WaitReason& reason);
 
   // Sums this rank's part of the elements over all ranks, adds the addends, and stores
@@ -155,10 +156,11 @@ class CudaSlots : public Transport {
   CUdeviceptr SlotOf(int rank, int slot) const;
   PeerWords PoisonsOfPeers() const;
   WaitingCall WaitingCallOf(double timeout_s) const;
-  // Enqueues waits for flags of this rank, after the signals that are not sent yet.
+  // Enqueues a kernel that sends the pending signals and then waits for `flags`, which
+  // are in this rank's memory. `ahead` is WaitParams::ahead.
   void WaitFor(std::span<const AwaitedFlag> flags, bool ahead, double timeout_s);
-  // Enqueues a kernel that sends the signals, except those that the kernel of the next
-  // wait can send.
+  // Enqueues kernels that send pending signals, until only `num_left` are pending. The
+  // kernel of the next wait sends these.
   void SendSignals(size_t num_left);
   AwaitedFlag FlagOf(CUdeviceptr flag, const PeerSlot& slot, uint32_t slot_index) const;
 

@@ -133,8 +133,9 @@ void CudaEndpoint::OfferIpc() {
     }
     capabilities_[SharingModeName(SharingMode::kIpc)] = "yes";
   } catch (const Error& error) {
-    // If the heaps can be shared in another mode, a lack of memory for the small
-    // allocation only means that IPC is not available.
+    // A device is out of memory (CommunicatorError). This fails the connection only if
+    // the allocation was the heaps. If the heaps can be shared in another mode, it was
+    // the test allocation, and only IPC is not available.
     if (!heaps_ && dynamic_cast<const CommunicatorError*>(&error) != nullptr) throw;
     if (!heaps_.is_virtual()) heaps_ = LocalHeaps();
     capabilities_[CannotKey(SharingMode::kIpc)] = error.what();

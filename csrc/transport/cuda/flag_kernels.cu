@@ -67,7 +67,7 @@ __device__ bool EndCall(const EndParams& params) {
   return true;
 }
 
-// The second part of jax_ub_end, if the rank has failed.
+// Fills the results of a failed call with NaN.
 __device__ void FillNan(const NanFill& nan_fill) {
   for (uint32_t i = 0; i < nan_fill.num_results; ++i) {
     const NanFill::Result& result = nan_fill.results[i];

@@ -7,7 +7,7 @@
 //   bits 63 ... 24   epoch: the number of the call
 //   bits 23 ... 0    tag of the call site (signature_table.h); 0 before the first call
 //
-// A wait ends when the flag equals the expected word. The epoch may therefore wrap
+// A wait ends when the flag equals the expected value. The epoch may therefore wrap
 // around, and a stale flag is never mistaken for a new one. A flag with the expected
 // epoch but a different tag shows that the ranks make different calls.
 #pragma once
@@ -61,15 +61,17 @@ struct ErrorRecord {
   static constexpr uint32_t kNoSlot = UINT32_MAX;
 };
 
-// The addresses of the state of a rank that every kernel may use.
+// The addresses of a rank's state, which its flag kernels read and write: three 64-bit
+// words on the device, and the error record.
 struct RankWords {
   uint64_t epoch;   // the number of calls that this rank ended, and the tag of the last
-  uint64_t failed;  // the word is not 0: this rank failed
-  uint64_t poison;  // the word is not 0: a peer failed, and wrote it
+  uint64_t failed;  // *failed is not 0: this rank has failed
+  uint64_t poison;  // *poison is not 0: a peer has failed, and wrote it
   uint64_t error;   // the rank's ErrorRecord
 };
 
-// The addresses of two words of a peer that this rank may write.
+// Where a rank signals to a peer: the address of a flag, and the address of the peer's
+// `poison`, which the rank writes instead of the flag if it has failed.
 struct FlagTarget {
   uint64_t flag;
   uint64_t poison;
@@ -82,8 +84,8 @@ struct PeerWords {
   uint64_t words[kMaxRanks];  // the first num_peers are used
 };
 
-// The flags that a rank sets. Below, "the word of this call" is the flag value with the
-// epoch of *epoch plus one and the tag of the call.
+// The flags that a rank sets. A kernel sets them to the flag value of its call, which
+// has the tag of the call site and the epoch after that in *epoch.
 //
 // A rank that has failed writes its `failed` word to the targets' `poison` instead, so
 // that no peer continues with data that did not arrive.
@@ -92,8 +94,8 @@ struct FlagTargets {
   FlagTarget targets[kMaxRanks];  // the first num_targets are used
 };
 
-// The parameters of jax_ub_signal, which stores the word of this call in every target's
-// flag. All earlier work of the stream is visible before the store.
+// The parameters of jax_ub_signal, which stores the flag value of this call in every
+// target's flag. All earlier work of the stream is visible before the store.
 struct SignalParams {
   RankWords own;
   uint32_t tag;
@@ -109,11 +111,12 @@ struct NanFill {
   Result results[kMaxResults];
 };
 
-// The parameters of jax_ub_end, which stores the word of this call in the flag of every
-// target, and then in *epoch, unless the rank has failed. If a peer has reported a
-// failure before that, jax_ub_end makes this rank fail, because the rank may have read
-// data that the peer wrote after its failure. If the rank has failed, the kernel stores
-// 0xFF in every byte of the results (NaN in all dtypes).
+// The parameters of jax_ub_end, the last kernel of a call. It stores the flag value of
+// this call in the peers' `freed` flags, so that they may write this rank's slots
+// again, and then in *epoch. If the rank has failed, it stores neither, but 0xFF in
+// every byte of the results (NaN in all dtypes). If a peer has reported a failure, this
+// rank fails here too, because it may have read data that the peer wrote after its
+// failure.
 struct EndParams {
   RankWords own;
   uint32_t rank;
@@ -139,7 +142,8 @@ struct AwaitedFlag {
   int32_t chunk;
 };
 
-// What all waits of a call have in common.
+// The parameters that all waits of a call share: the rank that waits, its call, its
+// timeout, and the peers to which it reports a failure.
 struct WaitingCall {
   RankWords own;
   uint64_t timeout_ns;
@@ -149,9 +153,10 @@ struct WaitingCall {
   PeerWords poisons;  // the `poison` of all peers
 };
 
-// The parameters of jax_ub_wait, which first signals as jax_ub_signal does, and then
-// waits until every awaited flag is the word of this call (`ahead` is 1, for `arrived`)
-// or *epoch (`ahead` is 0, for `freed`). Each thread waits for one flag.
+// The parameters of jax_ub_wait. It first signals as jax_ub_signal does. Then each
+// thread waits until one flag has the expected value. If `ahead` is 1, this is the flag
+// value of this call: the peer has put data into a slot. If `ahead` is 0, it is *epoch:
+// the peer has ended its previous call, so its slots are free.
 //
 // The wait fails, and fills the error record, after timeout_ns; if the host poisoned
 // this rank; if a peer reported a failure; or if an awaited peer has announced a
@@ -161,9 +166,10 @@ struct WaitingCall {
 // GEMMs that follow in the stream cannot be cancelled, and may overwrite data that a
 // peer still reads.
 //
-// The first wait of a call also announces the call: it stores the word of this call at
-// every address in `announcements`. Without it, a peer in a different call might use
-// other slots and wait until the deadline for a flag that this rank never writes.
+// The first wait of a call also announces the call: it stores the flag value of this
+// call at every address in `announcements`. Without it, a peer in a different call
+// might use other slots and wait until the deadline for a flag that this rank never
+// writes.
 struct WaitParams {
   WaitingCall waiting;
   uint32_t ahead;

@@ -18,10 +18,11 @@ constexpr uint32_t kLastPauseNs = 512;
 // memory has a latency of about a microsecond, and these are rare.
 constexpr uint32_t kLooksPerLongLook = 16;
 
-// The words of a rank with which a kernel begins. No other kernel changes them.
+// What a kernel loads from its rank's state before anything else. No other kernel
+// changes it at the same time.
 struct CallWords {
   uint64_t epoch;
-  uint64_t current;  // the word of this call
+  uint64_t current;  // the flag value of this call
   uint64_t failed;
 };
 
@@ -80,8 +81,9 @@ __device__ void Fail(const RankWords& own,
   Record(own, what, code);
 }
 
-// Waits until *awaited.flag is `wanted`. Returns false if the rank fails. `current` is
-// the word of this call.
+// Waits until *awaited.flag is `wanted`. Returns true if it is, and false if the rank
+// fails. `current` is the flag value of this call, with which the peer's announced call
+// is compared.
 __device__ bool WaitFor(const WaitingCall& waiting,
                         const AwaitedFlag& awaited,
                         uint64_t wanted,

@@ -128,8 +128,9 @@ class PeerHeaps {
             int64_t size_bytes,
             const std::string& peer);
 
-  // Returns the heap of the process's n-th rank, at the address for one of this
-  // process's devices (an index into LocalDevices::contexts).
+  // Returns the address of the heap of the process's n-th rank. The devices of this
+  // process may map it at different addresses: `device_index`, an index into
+  // LocalDevices::contexts, selects the device that uses the address.
   CUdeviceptr base(int device_index, int n) const {
     return bases_[bases_.size() == 1 ? 0 : device_index][n];
   }

@@ -132,7 +132,7 @@ void Handshake::DialOne(int process_index) {
     stages_[process_index] = Stage::kLivenessSocket;
     return;
   }
-  // If the peer has just died, the end of the connection reports it.
+  // Fails silently if the peer has just died: the next read then returns Arrival::kEnd.
   SendHello(peer.connection, HelloTo(process_index), memory_);
   stages_[process_index] = Stage::kHelloSent;
 }
@@ -169,8 +169,8 @@ void Handshake::HandleUnidentified(size_t index) {
   }
   ConnectedPeer& peer = connected_peers_[process_index];
   if (process_index < group_.own()) {
-    // This process dials the lower indices, so a lower one sends a Hello only before it
-    // reports why it failed.
+    // A process with a lower index does not dial this process to exchange Hellos. If it
+    // sends a Hello, it has failed, and its next message is the reason.
     peer.connection = std::move(connection);
     stages_[process_index] = Stage::kLivenessSocket;
     return;
@@ -270,7 +270,8 @@ void Handshake::BroadcastFailure(MessageKind kind, const std::string& text) {
   try {
     AcceptAll();
   } catch (const SystemError&) {
-    // Peers whose connections were not accepted see them closed.
+    // Peers whose connections could not be accepted do not get the reason. Their
+    // connections close with this process's endpoint.
   }
   for (const FileDescriptor& unidentified : unidentified_)
     SendMessage(unidentified, kind, text);

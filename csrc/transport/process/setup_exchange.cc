@@ -25,7 +25,7 @@ void SetupExchange::Send(int process_index, const SetupMessage& note) const {
   const FileDescriptor& connection = connected_peers_[process_index].connection;
   std::string body(1, static_cast<char>(note.passed.size()));
   body += note.text;
-  // If the peer has just died, the end of the connection reports it.
+  // Fails silently if the peer has just died: the next read then returns Arrival::kEnd.
   SendMessage(connection, MessageKind::kSetupMessage, body);
   for (const FileDescriptor& passed : note.passed) {
     SendMessage(connection, MessageKind::kSetupDescriptor, "", &passed);
