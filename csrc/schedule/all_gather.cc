@@ -6,9 +6,10 @@ namespace jax_ub {
 
 namespace {
 
-// ring_exchange. Rank r starts with its own chunk. In each step it forwards the chunk
-// that it received from r - 1 to r + 1, so it processes chunk r - d in step d while the
-// next chunk is in flight. Slot d - 1 holds the chunk of the rank d behind. P = 4:
+// Appends the steps of the method ring_exchange. Rank r starts with its own chunk. In
+// each step it forwards the chunk that it received from r - 1 to r + 1, so it processes
+// chunk r - d in step d while the next chunk is in flight. Slot d - 1 holds chunk r -
+// d. P = 4:
 //
 //   step         0     1     2     3
 //   rank 0       0     3     2     1      chunk of the GEMM
@@ -44,11 +45,12 @@ void AppendOwn(ScheduleBuilder& builder, StepKind consume) {
   }
 }
 
-// pipeline; with one split also bulk and external. Every rank puts its own chunk into a
-// slot of each peer, split by split and nearest peer first, so that the ranks do not
-// all write to the same peer at once. The ranks put and wait in the same order, so a
-// wait ends when the rank's own put of the same step is done. It comes after the next
-// put, which is under way meanwhile. P = 4, two splits, rank 0 (chunk.split):
+// Appends the steps of the method pipeline or, with one split, of bulk and external.
+// Every rank puts its own chunk into a slot of each peer, split by split and nearest
+// peer first, so that the ranks do not all write to the same peer at once. All ranks
+// put and wait in the same order, so a split arrives at about the time at which this
+// rank's put of the same step is done. The next put is issued before the wait, so it
+// runs meanwhile. P = 4, two splits, rank 0 (chunk.split):
 //
 //   put       0.0 to 1, 2       to 3     0.1 to 1   to 2      to 3
 //   multiply           0.0 0.1       3.0        2.0       1.0      3.1   2.1   1.1
@@ -79,11 +81,12 @@ void AppendSplits(ScheduleBuilder& builder, StepKind consume) {
 
 }  // namespace
 
-// aggregate, P even. Neighbours 2i and 2i + 1 exchange their chunks. Then each rank r
-// sends the chunks that it has to r + 2, two per step. Each GEMM except the first two
-// is over the two chunks of a pair. The own chunk needs no communication and is not
-// adjacent to the neighbour's in memory, so these two get separate GEMMs: the first
-// runs while the neighbour's chunk is in flight. P = 6:
+// Appends the steps of the variant kAggregate, for even P. Neighbours 2i and 2i + 1
+// exchange their chunks. Then each rank r sends the chunks that it has to r + 2, two
+// per step. Each GEMM except the first two is over the two chunks of a pair. The own
+// chunk needs no communication and is not adjacent to the neighbour's in memory, so
+// these two get separate GEMMs: the first runs while the neighbour's chunk is in
+// flight. P = 6:
 //
 //   step               0      1      2      3
 //   rank 0             0      1     4 5    2 3     chunks of the GEMM

@@ -12,7 +12,8 @@
 namespace jax_ub::gpu {
 namespace {
 
-// The number of partial sums whose loads of a thread overlap.
+// The number of ranks whose partial sums a thread loads before it adds them, so that
+// the loads overlap.
 constexpr uint32_t kPartsInFlight = 8;
 
 struct Elements {
@@ -51,7 +52,8 @@ __device__ void AnnounceAllReduce(const AllReduceParams& params,
   StoreRelaxed(params.peers[threadIdx.x].announcement, words.current);
 }
 
-// Returns false if the rank fails.
+// Waits until the peers' slots that this rank fills are free, one thread per peer.
+// Returns false if the rank has failed.
 __device__ bool AwaitFreeSlots(const AllReduceParams& params, const CallWords& words) {
   if (words.failed != 0) return false;
   if (threadIdx.x >= params.num_peers) return true;
@@ -59,8 +61,9 @@ __device__ bool AwaitFreeSlots(const AllReduceParams& params, const CallWords& w
                  words.current);
 }
 
-// Copies units [begin, end) of the partial sums into the peers' slots. Begins with
-// another peer on each rank.
+// Copies the units [begin, end) of this rank's partial sums into the slots of all
+// peers. Each rank begins with a different peer, so that they do not all write to the
+// same one.
 template <typename Unit>
 __device__ void PushUnits(const AllReduceParams& params, int64_t begin, int64_t end) {
   const auto* const from = reinterpret_cast<const Unit*>(params.partial);
@@ -94,7 +97,8 @@ __device__ void SignalPushed(const AllReduceParams& params, const CallWords& wor
   StoreRelease(FlagOfBlock(params, params.peers[threadIdx.x].signal), words.current);
 }
 
-// Returns false if the rank fails.
+// Waits until the same block of every peer has pushed its partial sums, one thread per
+// peer. Returns false if the rank has failed.
 __device__ bool AwaitPushed(const AllReduceParams& params, const CallWords& words) {
   if (threadIdx.x >= params.num_peers) return true;
   AwaitedFlag arrived = params.peers[threadIdx.x].arrived;
@@ -102,8 +106,8 @@ __device__ bool AwaitPushed(const AllReduceParams& params, const CallWords& word
   return WaitFor(params.waiting, arrived, words.current, words.current);
 }
 
-// Adds the addends to the sums of consecutive elements from `at` on, rounds the sums and
-// stores them.
+// Adds bias and residual to the sums of consecutive elements from `at` on, rounds the
+// sums and stores them.
 template <int kCount>
 __device__ void FinishElements(const AllReduceParams& params,
                                int64_t at,
@@ -121,7 +125,8 @@ __device__ void FinishElements(const AllReduceParams& params,
   }
 }
 
-// Sums 16 bytes of each partial at a time. Returns the first element that is left.
+// Sums 16 bytes of each rank's partial sums at a time. Returns the index of the first
+// element that is left, because fewer than 16 bytes remain.
 template <DType kDType>
 __device__ int64_t SumUnits(const AllReduceParams& params, const Elements& elements) {
   constexpr int kPerUnit = kDType == DType::kF32 ? 4 : 8;
