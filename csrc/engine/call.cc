@@ -151,7 +151,8 @@ Tensor Kernel(const CallAttributes& at, DType dtype, int64_t in, int64_t out) {
   return at.rhs_transposed ? Matrix(dtype, out, in) : Matrix(dtype, in, out);
 }
 
-// Returns among how many ranks the rows of a sum are divided: 1 if every rank gets all.
+// Returns the number of ranks that divide the rows of the result among them: P for a
+// reduce-scatter. Returns 1 if every rank gets all rows.
 int64_t NumOwners(const CallAttributes& at) {
   const CollectiveKind kind = InfoOf(at.op).collective;
   return IsGather(kind) || IsAllReduce(kind) ? 1 : at.num_ranks;

@@ -17,7 +17,8 @@ namespace jax_ub {
 // The operand of a weight gradient that is all-gathered over its tokens.
 enum class Gather : uint8_t { kNone, kX, kDy };
 
-// Options for devices with streams; the CPU ignores them. All ranks must pass the same.
+// Options of the GPU engine: streams, copies and GEMMs. The CPU engine ignores them.
+// All ranks must pass the same options.
 struct KernelOptions {
   bool use_ce = true;  // copy engines move the data instead of kernels
   // Thread blocks of the copy kernels, which run if `use_ce` is false; 0: the engine
@@ -124,8 +125,9 @@ size_t FirstResidual(const CallAttributes& attributes);
 // Returns the size that RankCall::scales must have.
 size_t NumScales(const CallAttributes& attributes);
 
-// Checks the number, shapes and dtypes of a call's operands and results, because a
-// result of the wrong size would be overrun. Throws ShapeError with the values.
+// Checks the number, shapes and dtypes of a call's operands and results, because the
+// engine would write beyond the end of a result that is too small. Throws ShapeError
+// with the values.
 void CheckCall(const CallAttributes& attributes, const RankCall& call);
 
 // Signature returns a hash of everything that all ranks of a call must agree on.

@@ -60,8 +60,8 @@ class ScheduleRun {
   void Run() {
     const std::vector<Step>& steps = schedule_.steps;
     for (size_t i = 0; i < steps.size(); ++i) {
-      // The concurrent GEMMs run before the first wait, when everything that can be
-      // sent immediately has been enqueued.
+      // Enqueues the concurrent GEMMs before the first wait, after everything that can
+      // be sent immediately.
       if (steps[i].kind == StepKind::kWait) RunConcurrentGemms();
       if (steps[i].kind == StepKind::kWait && device_.enqueues()) {
         const size_t count = CountSteps(steps, i, StepKind::kWait);
@@ -281,8 +281,8 @@ class ScheduleRun {
     }
   }
 
-  // Runs the GEMMs of a bulk op, all on one lane, so that sums can use another lane, if
-  // there is one.
+  // Runs the GEMMs of a bulk op. They share one lane, so that sums can run on another
+  // lane, if there is one.
   void RunConcurrentGemms() {
     if (concurrent_gemms_.empty()) return;
     Compute(lanes_.NextProduct(), std::exchange(concurrent_gemms_, {}), {});

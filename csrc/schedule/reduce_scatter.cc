@@ -21,11 +21,12 @@ void AppendReduce(ScheduleBuilder& builder, int chunk, int split) {
 
 }  // namespace
 
-// ring_exchange (one split) and pipeline. Partial sums do not travel around a ring,
-// where they would be rounded at every step or be added in a different order on every
-// rank. Instead each partial sum is sent directly to the rank that owns its rows. The
-// next rank's is computed first and the rank's own last, so that all sent ones are in
-// flight by then. The owner adds them in f32, in rank order. P = 4:
+// Appends the steps of the methods ring_exchange (one split) and pipeline. Partial sums
+// do not travel around a ring, where they would be rounded at every step or be added in
+// a different order on every rank. Instead each partial sum is sent directly to the
+// rank that owns its rows. A rank computes the partial sums for the next rank first and
+// its own last, while the others are in flight. The owner adds all of them in f32, in
+// rank order. P = 4:
 //
 //   step         0     1     2     3
 //   rank 0       1     2     3     0      chunk of the GEMM
@@ -35,12 +36,12 @@ void AppendReduce(ScheduleBuilder& builder, int chunk, int split) {
 //   put to      r+1   r+2   r+3    -
 //   into slot    0     1     2     -      d - 1 if the owner is d ranks ahead
 //
-// With several splits, all of this is done per split, and split s - 1 is reduced after
-// the GEMMs of split s have been enqueued.
+// With several splits, these steps are repeated for each split, and split s - 1 is
+// reduced after the GEMMs of split s have been enqueued.
 //
-// overlap_first_gemm: each put is enqueued after the GEMM that follows its own GEMM. A
-// put waits for its GEMM; if streams share a hardware queue, this wait would delay a
-// GEMM that is enqueued behind it.
+// In the variant kOverlapFirstGemm, the put of a GEMM's result is enqueued after the
+// next GEMM. A put waits for its GEMM. If streams share a hardware queue, this wait
+// would delay a GEMM that is enqueued behind the put.
 void AppendReduceScatter(ScheduleBuilder& builder,
                          bool multiply,
                          bool overlap_first_gemm) {
@@ -64,9 +65,10 @@ void AppendReduceScatter(ScheduleBuilder& builder,
   AppendReduce(builder, rank, builder.num_splits() - 1);
 }
 
-// one_shot, for few rows. Every rank puts its whole partial sum into a slot of each
-// peer, and adds all of them itself, in rank order. This takes one exchange instead of
-// two, but sends P / 2 times the bytes. P = 4, rank 0:
+// Appends the steps of the variant kOneShot, for few rows. Every rank puts its whole
+// partial sum into a slot of each peer, and adds all partial sums itself, in rank
+// order. This takes one exchange instead of two, but sends P / 2 times the bytes. P =
+// 4, rank 0:
 //
 //   multiply all | put all to 1 2 3 | wait for 3 2 1 | reduce all | release
 void AppendOneShot(ScheduleBuilder& builder, bool multiply) {

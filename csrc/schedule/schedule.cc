@@ -101,9 +101,9 @@ std::vector<Step> FirstOfEachPeer(const std::vector<Step>& steps, StepKind kind)
   return first;
 }
 
-// direct: nothing is sent. Every rank lets its peers read its operands, runs one GEMM
-// over the operands of all ranks, and continues when no peer reads its operands any
-// more. P = 4, rank 0:
+// Appends the steps of the method direct, which sends nothing. Every rank lets its
+// peers read its operands, runs one GEMM over the operands of all ranks, and continues
+// when no peer reads its operands any more. P = 4, rank 0:
 //
 //   publish to 1 2 3 | wait for 3 2 1 | multiply all | release 3 2 1 | wait free 1 2 3
 //

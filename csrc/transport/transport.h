@@ -31,7 +31,7 @@ struct Rows {
   int64_t slot_offset = 0;  // where the packed rows begin in a slot, in bytes
 };
 
-// Describes a wait in the error that it raises, and sets its timeout.
+// The timeout of a wait, and what the error says about the wait if it fails.
 struct WaitReason {
   const std::string& label;  // "all_gather_matmul (ub_name 'qkv_fprop')"
   int chunk = 0;             // -1: all rows, rather than one chunk
@@ -57,7 +57,8 @@ class Transport {
   // Returns the memory of this rank's slot. Readable between Wait and Release.
   virtual const std::byte* slot(int index) const = 0;
 
-  // Copies `rows`, packed, into the peer's slot. Requires a preceding WaitFree.
+  // Copies `rows` into the peer's slot, without gaps between them. Requires a preceding
+  // WaitFree.
   virtual void Write(int peer, int slot, const Rows& rows) = 0;
   // Notifies the peer that its slot is filled.
   virtual void Signal(int peer, int slot) = 0;

@@ -24,8 +24,10 @@ namespace {
 constexpr int64_t kBufferBytesPerElement = 8;
 constexpr int64_t kBufferSlackBytes = 64 << 10;
 
-// Run ids of programs that were compiled together differ by at most the number of
-// launches in flight. Those of separately compiled programs differ by any amount.
+// A run id is a hash of the program plus the number of its launches. If the hashes are
+// equal, the run ids of two launches that are in flight differ by less than this. If
+// the processes compiled the program separately, the hashes may differ, and the run ids
+// by any amount.
 constexpr uint32_t kMaxOffset = 1 << 16;
 
 uint32_t RunOf(const CallLogEntry& order) {
@@ -163,8 +165,9 @@ std::shared_ptr<CallSequencer> CallSequencer::Make(
         std::shared_ptr<CallSequencer> alive = weak.lock();
         if (!alive) return;
         alive->OnPoison(reason);
-        // This thread belongs to the communicator and cannot destroy it. A thread in
-        // Close holds a reference anyway.
+        // `alive` may be the last reference, but this thread belongs to the
+        // communicator and must not destroy it, so a thread of the pool does. If this
+        // thread is in Close, its caller holds a reference.
         if (alive->closing_thread_.load() == std::this_thread::get_id()) return;
         let_go->alive = std::move(alive);
         pool.SubmitBlocking(let_go);
@@ -190,7 +193,8 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) noexcept
       if (std::exchange(is_running_, true)) run_calls = nullptr;
     }
   } catch (...) {
-    // No memory. The peers wait for this call, so the communicator fails.
+    // There is no memory to queue the call. The peers wait for it, so the communicator
+    // fails.
     failure = std::current_exception();
     Fail(failure);
   }

@@ -44,8 +44,9 @@ void SlotRun::RunAndWait() {
   // The code above may throw, because no rank has begun yet. The code below does not
   // throw until all ranks have ended, because they use the caller's objects.
   pool_.SubmitBlocking(std::move(tasks));
-  // At the system's limit of threads, some ranks may not have found a thread. They must
-  // fail like the ranks that waited for them.
+  // This thread runs a rank, too. At the system's limit of threads, more ranks may be
+  // left after that. The ranks that waited for them have failed, and these ranks must
+  // end as well.
   while (next_.load() < num_ranks()) RunNextRank();
   std::unique_lock lock(mutex_);
   all_ended_.wait(lock, [&] { return num_left_ == 0; });

@@ -144,8 +144,9 @@ int64_t ThreadPool::NumWanted() const {
   return wanted;
 }
 
-// Ensures that a thread comes for every queued run and for every vacancy in a job.
-// Wakes up to kMaxWakes threads, which wake the others.
+// Ensures that there is a thread for every queued BlockingTask, and that every job gets
+// as many threads as it can use. Wakes up to kMaxWakes threads, which wake further
+// threads.
 bool ThreadPool::WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept {
   const int64_t num_wanted = NumWanted();
   if (num_wanted == 0) {

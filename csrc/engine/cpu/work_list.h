@@ -41,7 +41,7 @@ struct MatrixSum {
 
 class WorkList {
  public:
-  // Adds a GEMM, cut into units for as many of the `workers` as its size is worth.
+  // Adds a GEMM, divided into units for as many of the `workers` as its size justifies.
   void Add(GemmProblem problem, const Workers& workers);
   void Add(Copy copy);
   void Add(const Sum& sum);
@@ -87,8 +87,8 @@ std::shared_ptr<ParallelJob> MakeJob(WorkList work, ParallelJob::Done done = nul
 // Runs the work and waits for it. The calling thread must be allowed to block.
 void RunWork(const WorkList& work, ThreadPool& pool);
 
-// Work that runs concurrently with the threads that wait for it. They must be allowed
-// to block in Wait.
+// The GEMMs of a bulk op, which run concurrently with the communication. Each rank
+// calls Wait after its communication, on a thread that is allowed to block.
 class ConcurrentWork {
  public:
   ConcurrentWork(WorkList work, ThreadPool& pool);

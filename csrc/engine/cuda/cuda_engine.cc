@@ -194,8 +194,8 @@ void CudaEngine::Enqueue(CudaCallSite& site,
   }
 }
 
-// Enqueues the call on the lanes. Requires that the context is current and that this
-// call has the lanes, under Gpu::mutex().
+// Enqueues the call on the lanes. Requires that the context is current, and that the
+// caller holds Gpu::mutex(), so that no other call uses the lanes.
 void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
                                 const Preparation& preparation,
                                 const CudaCallSite::Binding& binding,

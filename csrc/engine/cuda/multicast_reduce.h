@@ -13,9 +13,10 @@
 // bits. The switch rounds 16-bit sums; they are rounded again if something is added.
 //
 // As in a schedule, a rank signals a peer only after the peer has completed its
-// previous call. In that call, another rank may have used the same flag of the peer;
-// its late signal would overwrite this one. The own slots need no such wait: the call
-// in which peers wrote or summed them waited for these accesses.
+// previous call. In that call, another rank may have used the same flag of the peer,
+// and its late signal would overwrite this one. Before a rank writes to its own slots,
+// it waits for nothing: the previous call that used them has waited until the peers had
+// accessed them.
 #pragma once
 
 #include <cstdint>

@@ -69,9 +69,9 @@ void ChooseUnits(const GemmProblem& problem,
   }
 }
 
-// Returns the ends of the segments of both operands along K, from 0 to K. Returns {0,
-// K} if a segment is so short that sums would have to leave the registers too often,
-// except if each segment has its own factors.
+// Returns where K is cut into blocks: 0, K, and the bounds of the segments of both
+// operands. Returns only {0, K} if a segment is so short that sums would have to leave
+// the registers too often, except if each segment has its own factors.
 std::vector<int64_t> ChooseCutsOfK(const GemmProblem& problem,
                                    const KernelSet& kernels) {
   std::vector<int64_t> cuts = problem.a.inner_bounds;

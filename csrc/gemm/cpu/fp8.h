@@ -22,7 +22,8 @@ inline constexpr Fp8Format kFp8Format<DType::kE4M3> = {3, 7, 0x7f};
 template <>
 inline constexpr Fp8Format kFp8Format<DType::kE5M2> = {2, 15, 0x7c};
 
-// What must be added to the exponent of an FP8 number, as bits of a bf16.
+// The difference between the exponent biases of bf16 and FP8, shifted to the exponent
+// bits of a bf16.
 template <DType kDType>
 inline constexpr int kExponentToBF16 = (127 - kFp8Format<kDType>.exponent_bias) << 7;
 
@@ -49,7 +50,7 @@ struct Fp8Table {
   uint16_t bf16[256];
 };
 
-// BF16OfFp8 of all 256 FP8 numbers.
+// A table of BF16OfFp8 for all 256 FP8 numbers.
 template <DType kDType>
 inline constexpr Fp8Table kFp8Table = [] {
   Fp8Table table = {};

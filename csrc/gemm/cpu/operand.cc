@@ -33,13 +33,14 @@ void PackHalf(WidenFunction widen,
 constexpr int64_t kNarrowPanel = 8;
 constexpr int64_t kMaxScaledWords = 512;
 
-// Consecutive words along K whose elements have the same scales.
 constexpr int64_t kNoScale = -1;
+
+// Consecutive words along K whose elements have the same scales.
 struct WordRun {
-  int64_t word;
+  int64_t word;  // index of the first word
   int64_t num_words;
-  int64_t k[2];  // k of the scales of the lower and the upper half; kNoScale: none
-  int64_t k_end;
+  int64_t k[2];   // k of the scales of the lower and the upper half; kNoScale: none
+  int64_t k_end;  // end of the run, in elements
 };
 
 // Returns the words from element `k` on that have the same scales. The segment begins
@@ -134,8 +135,9 @@ OperandReader::OperandReader(const OperandView& view,
             return s.inner_stride == 1;
           })) {}
 
-// Returns an odd number of cache lines. Panels that are a multiple of 4096 bytes apart
-// would map to the same L1 cache set, and packing writes a row of all panels at a time.
+// Returns an odd number of cache lines. Packing writes the same row of all panels one
+// after the other. If the panels were a multiple of 4096 bytes apart, these rows would
+// map to the same set of the L1 cache.
 int64_t OperandReader::PanelBytes(int64_t k) const {
   return kLineBytes * (CeilDiv(4 * NumWords(k) * panel_, kLineBytes) | 1);
 }
@@ -252,7 +254,7 @@ bool OperandReader::ScaleColumns(const ScaleReader& scales,
                                  bool halves) const {
   const int64_t k_per_word = kernels_.k_per_word;
   const int64_t size = outer.size();
-  // Rows of a narrow panel are multiplied together: they are contiguous.
+  // Several rows of a narrow panel are multiplied at once, because they are contiguous.
   const bool is_narrow = size == panel_width && panel_width < kNarrowPanel;
   const int64_t most_rows = kMaxScaledWords / panel_width;
   float row[2][kMaxTileColumns];          // factors of the lower and the upper k

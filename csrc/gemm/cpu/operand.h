@@ -72,8 +72,8 @@ class OperandReader {
   // layout does not allow that.
   InPlaceRows FindInPlaceRows(Range outer, Range k) const;
 
-  // Returns a cursor that prefetches the block `outer` x `k` in `num_steps` steps.
-  // Covers only the segment in which the block begins.
+  // Returns a cursor that prefetches the block `outer` x `k` in `num_steps` steps, for
+  // the panel that is packed next. Covers only the segment in which the block begins.
   PrefetchCursor LinesOf(Range outer, Range k, int64_t num_steps) const;
 
   // Returns a tile of rows, if reads_rows(): in place if one segment contains it and
@@ -85,15 +85,15 @@ class OperandReader {
     return (k + kernels_.k_per_word - 1) / kernels_.k_per_word;
   }
   const ConstSegment& SegmentAt(int64_t outer_index, int64_t k_index) const;
-  // Packs the part of the block whose segments have the index `outer_segment`. The
-  // panels begin at `first_outer`.
+  // Packs the block `outer` x `k`, whose rows are all in the segments with outer index
+  // `outer_segment`. The first panel begins at row `first_outer`.
   void PackOuterSegment(int64_t outer_segment,
                         Range outer,
                         int64_t first_outer,
                         Range k,
                         std::byte* panels) const;
-  // Packs the part of a block that one segment holds, starting at `source`. Both ranges
-  // are relative to the begin of the panels.
+  // Packs the block `outer` x `k`, which is in one segment and begins at `source`. Both
+  // ranges are relative to the first element of the panels.
   void PackSegment(const ConstSegment& segment,
                    const std::byte* source,
                    Range outer,

@@ -80,7 +80,8 @@ inline __m512i BF16OfFp8Lanes(__m512i bytes) {
   const __mmask32 is_special =
       _mm512_cmpgt_epi16_mask(magnitude, _mm512_set1_epi16(kFormat.first_special - 1));
   wide = _mm512_mask_add_epi16(wide, is_special, wide, to_bf16);
-  // Zero and subnormal numbers are looked up among the first 32 numbers.
+  // Zero and subnormal numbers are converted by a table of the first 32 numbers, which
+  // a vector register holds.
   const __mmask32 is_subnormal =
       _mm512_testn_epi16_mask(bytes, _mm512_set1_epi16(kExponentBits));
   wide = _mm512_mask_permutexvar_epi16(wide, is_subnormal, magnitude,

@@ -11,8 +11,9 @@
 
 namespace jax_ub {
 
-// The addresses with which a rank exchanges partial sums with one peer. Each block has
-// separate flags, num_peers * kFlagLineBytes after those of the block before.
+// The addresses with which a rank exchanges partial sums with one peer. Each thread
+// block has separate flags. The flags of block b + 1 are num_peers * kFlagLineBytes
+// after the flags of block b.
 struct AllReducePeer {
   uint64_t announcement;  // the peer's word in which this rank announces its calls
   uint64_t to;            // the peer's slot that this rank fills
@@ -26,12 +27,12 @@ struct AllReducePeer {
 //
 //   out[i] = round(partials of ranks 0, 1, ... [i], added in this order + addends [i])
 //
-// It adds in f32 and rounds once. Each block has a range of the elements, the same on
-// every rank. It waits until the peers' slots are free, pushes its range of this rank's
-// partial sums into them, signals, waits for the same block of every peer, and sums. So
-// a block waits for no other block of its rank. Waits fail as those of jax_ub_wait. A
-// block whose first wait fails neither pushes nor signals; jax_ub_end then fills the
-// result with NaN.
+// It adds in f32 and rounds once. Each thread block computes a range of the elements,
+// which is the same on every rank. It waits until the peers' slots are free, pushes its
+// range of this rank's partial sums into them, signals, waits for the same block of
+// every peer, and sums. So a block waits for no other block of its rank. Its waits fail
+// for the same reasons as jax_ub_wait. A block whose first wait fails neither pushes
+// nor signals. Then jax_ub_end fills the result with NaN.
 struct AllReduceParams {
   WaitingCall waiting;
   uint32_t num_peers;

@@ -18,8 +18,8 @@ uint32_t CodeOf(const ErrorRecord& record);
 // Marks the record as poisoned, so that every wait of its rank ends with an error.
 void SetPoisoned(ErrorRecord& record);
 
-// Returns whether the record has the cause of the failure, rather than only the fact
-// that a peer or the host failed.
+// Returns whether the record has the cause of a failure. Returns false if it only says
+// that a peer or the host reported one.
 bool IsOwnFault(const ErrorRecord& record);
 
 // The names by which error messages refer to a call site.

@@ -133,7 +133,8 @@ struct NanFillParams {
   NanFill nan_fill;
 };
 
-// A flag that a rank waits for, and what it means.
+// A flag that a rank waits for, and what the error record says about it if the wait
+// fails.
 struct AwaitedFlag {
   uint64_t flag;       // address
   uint64_t announced;  // address: the word in which the peer announces its calls

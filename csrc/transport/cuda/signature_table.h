@@ -40,11 +40,11 @@ class SignatureTable {
  public:
   explicit SignatureTable(int num_ranks) : num_ranks_(num_ranks) {}
 
-  // Adds a signature and compares it with those of the other ranks. The n-th signatures
-  // of all ranks for a site are compared with each other, in any order of arrival.
-  // Returns a signature that contradicts it, if any: it describes a different call, or
-  // one of the two ranks is ready and the other one rejects the call. If all ranks
-  // reject the call, there is no contradiction.
+  // Adds a signature and compares it with the signatures of the other ranks. The n-th
+  // signatures of all ranks for a site are compared with each other, in any order of
+  // arrival. Returns a signature that contradicts it, if any: it describes a different
+  // call, or one of the two ranks is ready and the other one rejects the call. If all
+  // ranks reject the call, there is no contradiction.
   std::optional<GpuCallSignature> Add(const GpuCallSignature& signature);
 
   // For tests: returns the number of sites for which some rank's signature is still
@@ -52,8 +52,8 @@ class SignatureTable {
   int num_open() const { return static_cast<int>(open_.size()); }
 
  private:
-  // Indexed by rank: the signatures of a rank that are not yet compared, because some
-  // other rank has not sent its own.
+  // Indexed by rank: the signatures of a rank that wait for another rank's signature,
+  // with which they will be compared.
   using PerRank = std::vector<std::deque<GpuCallSignature>>;
 
   const int num_ranks_;
