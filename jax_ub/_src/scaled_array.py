@@ -135,6 +135,11 @@ def without_source(operand: ScaledArray) -> ScaledArray:
     return ScaledArray(operand.values, operand.scales)
 
 
+def dequantized(operand: Any) -> Any:
+    """Dequantizes a `ScaledArray`; returns any other operand as it is."""
+    return operand.dequantize() if is_scaled(operand) else operand
+
+
 def source_of(operand: Any) -> Any:
     """Returns the source of a `ScaledArray`; any other operand as it is."""
     return operand.source if is_scaled(operand) else operand

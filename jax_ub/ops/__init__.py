@@ -11,7 +11,6 @@ from jax_ub._src.ops.basic import (
     Dropout,
     Identity,
     MakeExtraOutput,
-    Quantize,
     Reshape,
 )
 from jax_ub._src.ops.collectives import AllGather, AllReduce, ReduceScatter
@@ -27,6 +26,7 @@ from jax_ub._src.ops.fuser import (
 from jax_ub._src.ops.linear import BasicLinear, Linear
 from jax_ub._src.ops.normalization import LayerNorm, RMSNorm
 from jax_ub._src.ops.operation import BasicOperation
+from jax_ub._src.ops.quantize import Quantize
 from jax_ub._src.ops.sequential import (
     Sequential,
     gradients_of_main_grads,

@@ -30,9 +30,9 @@ from jax_ub._src.fp8.recipes import (
     RowwiseScaling,
     check_recipe,
 )
-from jax_ub._src.fp8.state import HISTORY, OUTPUT_GRAD_STATE, SCALE, check_state
+from jax_ub._src.fp8.state import check_state, names_of
 from jax_ub._src.primitives import mesh, vma
-from jax_ub._src.scaled_array import MXFP8_BLOCK, ScaledArray
+from jax_ub._src.scaled_array import MXFP8_BLOCK, ScaledArray, is_scaled
 
 _OP = "quantize"
 
@@ -101,65 +101,67 @@ def quantize(
 def quantize_layer(
     label: str,
     recipe: Recipe,
-    x: jax.Array,
+    x: Any,
     ws: tuple[jax.Array, ...],
     state: Mapping[str, jax.Array],
     axes: tuple[str, ...],
     *,
     rhs_transposed: bool,
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
-    """Quantizes the activations and kernels of a layer.
+    """Quantizes the kernels of a layer, and its activations if they are not FP8 yet.
 
     Scales per tensor are agreed over `axes`; current ones by one collective. Several
     kernels have one scale, as the fused kernel of Transformer Engine's layers.
     """
+    xs = () if is_scaled(x) else (x,)
     if isinstance(recipe, DelayedScaling):
-        (q,) = _delayed_arrays(label, recipe, INPUT, axes, (x,), state)
-        return q, _delayed_arrays(label, recipe, KERNEL, axes, ws, state)
+        qs = xs and _delayed_arrays(label, recipe, INPUT, axes, xs, state)
+        return (*qs, x)[0], _delayed_arrays(label, recipe, KERNEL, axes, ws, state)
     if not isinstance(recipe, Float8CurrentScaling):
         role = INPUT if rhs_transposed else KERNEL
-        return quantize(x, recipe), tuple(quantize(w, recipe, role=role) for w in ws)
-    maxima = [_amax_of_all((x,)), _amax_of_all(ws)]
+        qs = tuple(quantize(x, recipe) for x in xs)
+        return (*qs, x)[0], tuple(quantize(w, recipe, role=role) for w in ws)
+    maxima = [_amax_of_all(arrays) for arrays in (ws, xs) if arrays]
     varying = vma.axes_of(*maxima)
     amax = _agreed(jnp.stack(vma.pcast_varying(maxima, varying)), axes)
-    scale_of_x = scaling.current_scale(amax[0], recipe, INPUT)
-    scale_of_ws = scaling.current_scale(amax[1], recipe, KERNEL)
-    return (
-        _cast(recipe, INPUT, x, _like(scale_of_x, x)),
-        tuple(_cast(recipe, KERNEL, w, _like(scale_of_ws, w)) for w in ws),
-    )
+    scale_of_ws = scaling.current_scale(amax[0], recipe, KERNEL)
+    if xs:
+        scale_of_x = scaling.current_scale(amax[1], recipe, INPUT)
+        x = _cast(recipe, INPUT, x, _like(scale_of_x, x))
+    return x, tuple(_cast(recipe, KERNEL, w, _like(scale_of_ws, w)) for w in ws)
 
 
-def quantize_output_grads(
+def quantize_arrays(
     label: str,
     recipe: Recipe,
-    dys: tuple[jax.Array, ...],
+    role: str,
+    xs: tuple[jax.Array, ...],
     state: Mapping[str, jax.Array],
     axes: tuple[str, ...],
 ) -> tuple[tuple[ScaledArray, ...], dict[str, jax.Array] | None]:
-    """Quantizes the gradients of a layer's results.
+    """Quantizes arrays that have one scale, if the recipe has one per tensor.
 
-    All have the same scale, if the recipe has one scale per tensor.
+    It is not differentiable.
 
     Returns:
-        The gradients without sources, and the new state; None without a state.
+        The arrays without sources, and the new state; None without a state.
     """
     if isinstance(recipe, DelayedScaling):
-        old = tuple(state[key] for key in OUTPUT_GRAD_STATE)
-        axes = _axes_of_amax(recipe, axes, dys, *old)
-        (values, scale), saved = _delayed(recipe, OUTPUT_GRAD, axes, dys, *old)
+        names = names_of(role)
+        old = tuple(state[key] for key in names)
+        axes = _axes_of_amax(recipe, axes, xs, *old)
+        (values, scale), saved = _delayed(recipe, role, axes, xs, *old)
         arrays = tuple(ScaledArray(v, scale.reshape(())) for v in values)
-        new = _new_state(label, *saved)
-        return arrays, dict(zip(OUTPUT_GRAD_STATE, new, strict=True))
+        return arrays, dict(zip(names, _new_state(label, *saved), strict=True))
     if isinstance(recipe, Float8CurrentScaling):
-        amax = _agreed(_amax_of_all(dys), axes)
-        scale = scaling.current_scale(amax, recipe, OUTPUT_GRAD).reshape(())
-        scales = [scale] * len(dys)
+        amax = _agreed(_amax_of_all(xs), axes)
+        scale = scaling.current_scale(amax, recipe, role).reshape(())
+        scales = [scale] * len(xs)
     else:
-        scales = [_scales(recipe, OUTPUT_GRAD, axes, dy, label) for dy in dys]
-    dtype = recipe.fp8_format.dtype(OUTPUT_GRAD)
-    pairs = zip(dys, scales, strict=True)
-    return tuple(ScaledArray(scaling.cast(dy, s, dtype), s) for dy, s in pairs), None
+        scales = [_scales(recipe, role, axes, x, label) for x in xs]
+    dtype = recipe.fp8_format.dtype(role)
+    pairs = zip(xs, scales, strict=True)
+    return tuple(ScaledArray(scaling.cast(x, s, dtype), s) for x, s in pairs), None
 
 
 def _like(scale, x):
@@ -181,7 +183,7 @@ def _amax_of_all(xs):
 
 def _delayed_arrays(label, recipe, role, axes, xs, state):
     """Quantizes arrays that share one delayed scale."""
-    scale, history = (state[f"{role}_{name}"] for name in (SCALE, HISTORY))
+    scale, history = (state[name] for name in names_of(role))
     axes = _axes_of_amax(recipe, axes, xs, scale, history)
     sources = tuple(map(lax.stop_gradient, xs))
     values, scale = _quantize_delayed(

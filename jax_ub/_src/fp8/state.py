@@ -1,6 +1,6 @@
 """State of `DelayedScaling`: an amax history and a scale for each tensor."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,14 @@ from jax_ub._src.fp8.recipes import (
 SCALE, HISTORY = "scale", "amax_history"
 # The names of all entries, and of those of the gradient of a layer's result.
 NAMES = frozenset(f"{role}_{name}" for role in ROLES for name in (SCALE, HISTORY))
-OUTPUT_GRAD_STATE = tuple(f"{OUTPUT_GRAD}_{name}" for name in (SCALE, HISTORY))
+
+
+def names_of(role: str) -> tuple[str, str]:
+    """Returns the names of the scale and of the amax history of a tensor."""
+    return f"{role}_{SCALE}", f"{role}_{HISTORY}"
+
+
+OUTPUT_GRAD_STATE = names_of(OUTPUT_GRAD)
 
 
 def init_state(recipe: Recipe) -> dict[str, jax.Array]:
@@ -53,7 +60,10 @@ def init_state(recipe: Recipe) -> dict[str, jax.Array]:
 
 
 def check_state(
-    op: str, recipe: Recipe, state: Mapping[str, jax.Array] | None
+    op: str,
+    recipe: Recipe,
+    state: Mapping[str, jax.Array] | None,
+    roles: Sequence[str] = ROLES,
 ) -> Mapping[str, Any]:
     """Raises an error unless the state has the recipe's entries; returns it."""
     name = type(recipe).__name__
@@ -65,7 +75,7 @@ def check_state(
             )
         return {}
     shapes = {SCALE: (1,), HISTORY: (recipe.amax_history_len,)}
-    wanted = {f"{r}_{name}": shape for r in ROLES for name, shape in shapes.items()}
+    wanted = {f"{r}_{name}": shape for r in roles for name, shape in shapes.items()}
     if not isinstance(state, Mapping) or set(state) != set(wanted):
         found = sorted(state) if isinstance(state, Mapping) else shown(state)
         raise ConfigurationError(

@@ -11,13 +11,14 @@ from jax import lax
 from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
-from jax_ub._src import arguments, checks
+from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.ops.group import to_cotangent_aval
 from jax_ub._src.ops.operation import BasicOperation, compute_dtype, init_parameter
 from jax_ub._src.primitives import mesh, vma
 from jax_ub._src.reference import with_rank
 from jax_ub._src.rules.vjp import row_sum
+from jax_ub._src.scaled_array import dequantized
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -26,6 +27,9 @@ class Identity(BasicOperation):
 
     Transformer Engine: `te.ops.Identity`. No parameters, no residuals.
     """
+
+    takes_quantized = True
+    takes_quantized_grad = True
 
     def forward(self, params, x, extra_inputs, saves):
         return x, (), {}
@@ -57,6 +61,8 @@ class Bias(BasicOperation):
     param_dtype: Any = jnp.float32
     bias_init: Callable[..., jax.Array] = initializers.zeros
 
+    takes_quantized_grad = True
+
     def __post_init__(self):
         super().__post_init__()
         checks.check_size(self.label, "size", self.size)
@@ -80,7 +86,7 @@ class Bias(BasicOperation):
         return y.astype(compute_dtype(self.dtype, x)), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        d_params = {"bias": row_sum(dy)} if needs.params else {}
+        d_params = {"bias": row_sum(dequantized(dy))} if needs.params else {}
         return dy if needs.x else None, d_params, ()
 
 
@@ -175,8 +181,10 @@ class MakeExtraOutput(BasicOperation):
     _: dataclasses.KW_ONLY
     in_place: bool = False
 
+    takes_quantized = True
+
     def forward(self, params, x, extra_inputs, saves):
-        return x, (x,), {}
+        return x, (dequantized(x),), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         (d_extra,) = d_extra_outputs
@@ -198,7 +206,7 @@ def is_partial_sum(d_extra: jax.Array, dy: jax.Array) -> bool:
         d_extra: gradient of the extra output; varies over the same axes as x.
         dy: gradient of the result.
     """
-    return bool(vma.axes_of(dy) - vma.axes_of(d_extra))
+    return bool(vma.axes_of(*jax.tree.leaves(dy)) - vma.axes_of(d_extra))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -300,61 +308,3 @@ class Dropout(BasicOperation):
 
     def _masked(self, mask, x):
         return jnp.where(mask, x / (1 - self.rate), 0).astype(x.dtype)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Quantize(BasicOperation):
-    """An operation that rounds an activation or its gradient to FP8 and back.
-
-    The result keeps its dtype; its values are representable in FP8 with one scale for
-    the tensor. A model then has the rounding errors of FP8, but not its savings: memory
-    traffic and GEMMs keep the dtype. The scale is computed from the largest absolute
-    value of the tensor (current scaling). The backward treats the rounding as the
-    identity (straight-through estimator).
-
-    Transformer Engine: `te.ops.Quantize`, which passes a quantized tensor to the next
-    operation. No parameters, no residuals.
-
-    Attributes:
-        forward_quantized: whether the activation is rounded.
-        backward_quantized: whether the gradient is rounded.
-        dtype: FP8 type of the activation.
-        grad_dtype: FP8 type of the gradient.
-        axis_name: mesh axes whose ranks share one scale; None gives each rank its own.
-    """
-
-    forward_quantized: bool = True
-    backward_quantized: bool = False
-    _: dataclasses.KW_ONLY
-    dtype: Any = jnp.float8_e4m3fn
-    grad_dtype: Any = jnp.float8_e5m2
-    axis_name: str | tuple[str, ...] | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name in ("dtype", "grad_dtype"):
-            arguments.check_dtype(self.label, name, getattr(self, name))
-
-    def forward(self, params, x, extra_inputs, saves):
-        checks.check_float(self.label, x=x)
-        if self.axis_name is not None:
-            mesh.axis_size(self.label, self.axis_name)
-        checks.check_not_empty(self.label, "x", x)
-        y = self._rounded(x, self.dtype) if self.forward_quantized else x
-        return y, (), {}
-
-    def backward(self, residuals, dy, d_extra_outputs, needs):
-        dx = self._rounded(dy, self.grad_dtype) if self.backward_quantized else dy
-        return dx, {}, ()
-
-    def _rounded(self, x: jax.Array, dtype) -> jax.Array:
-        value = x.astype(jnp.float32)
-        largest = jnp.max(jnp.abs(value))
-        if self.axis_name is not None:
-            largest = lax.pmax(largest, checks.axis_tuple(self.axis_name))
-        limit = float(jnp.finfo(dtype).max)
-        scale = jnp.where(largest > 0, largest / limit, 1.0)
-        # The quotient of the largest absolute value may round up to more than the
-        # limit.
-        quantized = jnp.clip(value / scale, -limit, limit).astype(dtype)
-        return (quantized.astype(jnp.float32) * scale).astype(x.dtype)

@@ -1,15 +1,19 @@
 """Operations that only communicate: `AllGather`, `ReduceScatter` and `AllReduce`."""
 
 import dataclasses
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_ub._src import checks
 from jax_ub._src.ops.operation import BasicOperation
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_gather, all_reduce, reduce_scatter
+from jax_ub._src.rules import scaled
 from jax_ub._src.rules.call_config import CallConfig, make_call_config
 from jax_ub._src.rules.row import is_partial
+from jax_ub._src.scaled_array import ScaledArray, is_scaled, source_of
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -37,6 +41,19 @@ def as_varying(call_config: CallConfig, x: jax.Array) -> jax.Array:
     return vma.pcast_varying(x, call_config.axes(x))
 
 
+def gathered(call_config: CallConfig, x: Any) -> Any:
+    """All-gathers an array, or the values and scales of a `ScaledArray`."""
+    if not is_scaled(x):
+        return all_gather(call_config.collective, as_varying(call_config, x))
+    x = scaled.pcast_varying(x, call_config.axes(x))
+    y: Any = all_gather(call_config.collective, x)
+    # Only the dtype of the source is read.
+    source = vma.pcast_varying(
+        jnp.zeros(y.shape, x.source.dtype), vma.axes_of(y.values)
+    )
+    return ScaledArray(y.values, y.scales, source)
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class AllGather(Collective):
     """An operation that all-gathers tokens: `[..., M/P, K]` to `[..., M, K]`.
@@ -51,10 +68,12 @@ class AllGather(Collective):
         method: the method; None takes `JAX_UB_METHOD` if set, else "auto".
     """
 
+    takes_quantized = True
+
     def forward(self, params, x, extra_inputs, saves):
         call_config = self.call_config()
-        self.check(x)
-        return all_gather(call_config.collective, as_varying(call_config, x)), (), {}
+        self.check(source_of(x))
+        return gathered(call_config, x), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         call_config = self.call_config()
@@ -75,6 +94,8 @@ class ReduceScatter(Collective):
         method: the method; None takes `JAX_UB_METHOD` if set, else "auto".
     """
 
+    takes_quantized_grad = True
+
     def forward(self, params, x, extra_inputs, saves):
         call_config = self.call_config()
         self.check(x)
@@ -83,7 +104,7 @@ class ReduceScatter(Collective):
         return reduce_scatter(call_config.collective, x, out_dtype=x.dtype), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        return all_gather(self.call_config().collective, dy), {}, ()
+        return gathered(self.call_config(), dy), {}, ()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -131,7 +131,8 @@ class ForwardLinearBiasAdd(FusedOperation):
             y, _, own = linear.forward(params[0], x, (), saves[0], **addends)
             residuals = (own,)
         else:
-            num_ranks = overlapped.call_config(x.dtype).num_ranks
+            dtype = compute_dtype(linear.dtype, x)
+            num_ranks = overlapped.call_config(dtype).num_ranks
             rows = x.shape[-2] // num_ranks if x.ndim > 1 else 1
             (residual,) = extra_inputs[-1]
             add.check((*x.shape[:-2], rows, kernel.shape[1]), residual)

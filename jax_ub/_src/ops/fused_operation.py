@@ -18,6 +18,7 @@ from jax_ub._src.ops.operation import (
     init_each,
     split_each,
 )
+from jax_ub._src.scaled_array import dequantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,7 @@ class FusedOperation(Operation):
         """
         extra_outputs, residuals = [], []
         for i, op in enumerate(self.basic_ops):
+            x = x if op.takes_quantized else dequantized(x)
             x, extras, saved = op.forward(params[i], x, extra_inputs[i], saves[i])
             extra_outputs.append(extras)
             residuals.append(saved)
@@ -130,6 +132,7 @@ class FusedOperation(Operation):
         for i, op in reversed(list(enumerate(self.basic_ops))):
             need, d_extras = needs[i], d_extra_outputs[i]
             if need and (dy is not None or any(d is not None for d in d_extras)):
+                dy = dy if op.takes_quantized_grad else dequantized(dy)
                 dy, d_param, d_extra = op.backward(residuals[i], dy, d_extras, need)
             else:
                 # The cotangent of an overwritten parameter is its new value. Without a

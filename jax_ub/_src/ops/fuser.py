@@ -16,6 +16,7 @@ from jax_ub._src.errors import (
     nearest,
     shown,
 )
+from jax_ub._src.fp8.state import names_of
 from jax_ub._src.ops.fused_backward import (
     BackwardActivationBias,
     BackwardAddRMSNorm,
@@ -30,6 +31,7 @@ from jax_ub._src.ops.fused_forward import (
 from jax_ub._src.ops.fused_operation import FusedOperation, Fusion, Op, expand, windows
 from jax_ub._src.ops.group import OperationGroup, run_group
 from jax_ub._src.ops.operation import BasicOperation, Operation
+from jax_ub._src.ops.quantize import quantized_boundaries, with_quantizers
 from jax_ub._src.ops.userbuffers import UserbuffersForwardLinear
 from jax_ub._src.ops.userbuffers_backward import UserbuffersBackwardLinear
 from jax_ub._src.runtime import registry
@@ -252,7 +254,13 @@ class OperationFuser:
                     f"OperationFuser: entry {i} is of type {type(op).__name__}, not an "
                     "operation. Pass instances of the operations in jax_ub.ops."
                 )
-        self.basic_ops = tuple(basic for op in self.ops for basic in op.basic_ops)
+        entries = [entry for op in self.ops for entry in op.entries]
+        resolved, self._passed_states = with_quantizers(expand(entries))
+        self._entries = [
+            resolved[window.start] if isinstance(entry, BasicOperation) else entry
+            for window, entry in windows(entries)
+        ]
+        self.basic_ops = expand(self._entries)
         self.extra_edges = connect_channels(self.basic_ops)
 
     @property
@@ -303,7 +311,7 @@ class OperationFuser:
         Otherwise it is replaced by its basic operations.
         """
         ops: list[Op] = []
-        for entry in (entry for op in self.ops for entry in op.entries):
+        for entry in self._entries:
             stays = not isinstance(entry, FusedOperation) or entry.overrides(direction)
             ops.extend([entry] if stays else entry.basic_ops)
         self._check("the list", ops)
@@ -341,7 +349,9 @@ class OperationFuser:
             }
             for ops in (self.forward_ops, self.backward_ops)
         )
-        starts = sorted(set(forward) & set(backward))
+        starts = sorted(
+            (set(forward) & set(backward)) - quantized_boundaries(self.basic_ops)
+        )
         edges, groups = self.extra_edges, []
         for start, end in itertools.pairwise([*starts, len(self.basic_ops)]):
             read_later = itertools.chain(*edges.inputs[end:])
@@ -392,6 +402,9 @@ class OperationFuser:
         for op, own in zip(self.basic_ops, own_params, strict=True):
             op.claim(own)
         own_params = [{**own, **keys.get(i, {})} for i, own in enumerate(own_params)]
+        for linear, quantize, role in self._passed_states:
+            for name in names_of(role):
+                own_params[quantize][name] = own_params[linear].pop(name)
         edges = dict(zip(self.extra_edges.from_caller, extra_inputs, strict=True))
         for group in self.groups:
             last = group.first + len(group.basic_ops)
@@ -418,7 +431,8 @@ class OperationFuser:
             )
         pairs = zip(self.ops, params, strict=True)
         split = [dict(part) for op, own in pairs for part in op.split(own)]
-        for i, (op, own) in enumerate(zip(self.basic_ops, split, strict=True)):
+        basic_ops = [basic for op in self.ops for basic in op.basic_ops]
+        for i, (op, own) in enumerate(zip(basic_ops, split, strict=True)):
             names = set(op.specs())
             if set(own) != names:
                 raise ShapeContractError(

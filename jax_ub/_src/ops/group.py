@@ -13,6 +13,7 @@ from jax_ub._src.errors import UbError
 from jax_ub._src.ops.fused_operation import FusedOperation, expand, windows
 from jax_ub._src.ops.operation import BasicOperation, RequestedGradients
 from jax_ub._src.primitives import vma
+from jax_ub._src.rules import scaled
 from jax_ub._src.rules.vjp import (
     is_placeholder,
     is_zero,
@@ -20,6 +21,7 @@ from jax_ub._src.rules.vjp import (
     residual_or_placeholder,
     save,
 )
+from jax_ub._src.scaled_array import dequantized, is_scaled, source_of
 
 Needs = tuple[RequestedGradients, ...]
 Saves = tuple[frozenset[str], ...]
@@ -34,8 +36,9 @@ class OperationGroup:
     tensor (an array that an operation reads or returns besides the activation).
 
     A group ends wherever a fused operation of the forward and one of the backward end
-    together. With groups this short, JAX itself determines which of them need
-    gradients, and sums the cotangents of an extra output that several groups read.
+    together, unless a quantized tensor passes there. With groups this short, JAX itself
+    determines which of them need gradients, and sums the cotangents of an extra output
+    that several groups read.
 
     Attributes:
         forward_ops: the operations that compute the results.
@@ -141,7 +144,8 @@ class OperationGroup:
         def run(operands):
             x, arrays = operands["x"], dict(operands["edges"])
             for i, op in enumerate(self.basic_ops):
-                xs.append(jax.typeof(x))
+                xs.append(jax.typeof(source_of(x)))
+                x = x if op.takes_quantized else dequantized(x)
                 extras = tuple(arrays[edge] for edge in self.inputs[i])
                 x, outputs, _ = op.forward(
                     operands["params"][i], x, extras, frozenset()
@@ -194,6 +198,7 @@ def _run_operations(configuration, group: OperationGroup, operands, saves=None):
     residuals: list[Any] = []
     for window, op in windows(group.forward_ops):
         num = len(op.basic_ops)
+        x = x if op.basic_ops[0].takes_quantized else dequantized(x)
         with group.naming_errors(window, op):
             x, outputs, saved = op.forward(
                 operands["params"][window],
@@ -204,7 +209,7 @@ def _run_operations(configuration, group: OperationGroup, operands, saves=None):
         edges.update(_by_edge(group.outputs[window], outputs))
         residuals.extend(saved)
     results = {edge: edges[edge] for edge in group.results}
-    return x, results, () if saves is None else tuple(residuals)
+    return dequantized(x), results, () if saves is None else tuple(residuals)
 
 
 def _group_fwd(configuration, group, operands, saves):
@@ -246,6 +251,7 @@ def _group_bwd(configuration, group, _, saved, cotangents):
         # Without gradients, the base class returns the old values of overwritten
         # parameters, and None for all other gradients.
         backward = (type(op) if has_gradients else FusedOperation).backward
+        dy = dy if op.basic_ops[-1].takes_quantized_grad else dequantized(dy)
         with group.naming_errors(window, op):
             dy, d_params[window], d_inputs = backward(
                 op, own, dy, d_outputs, needs[window]
@@ -258,7 +264,7 @@ def _group_bwd(configuration, group, _, saved, cotangents):
                 before = d_edges.get(edge)
                 d_edges[edge] = d if before is None else before + d
     gradients = {
-        "x": dy,
+        "x": dequantized(dy),
         "params": tuple(
             {name: own.get(name) for name in names}
             for names, own in zip(avals["params"], d_params, strict=True)
@@ -299,9 +305,7 @@ def aval_or_placeholder(is_wanted: bool, value) -> jax.Array:
     return cotangent_aval(value) if is_wanted else placeholder()
 
 
-def to_cotangent_aval(
-    aval: jax.Array | None, gradient: jax.Array | None
-) -> jax.Array | None:
+def to_cotangent_aval(aval: jax.Array | None, gradient: Any) -> Any:
     """Casts a gradient to its operand's dtype, and sums it over axes as needed.
 
     A gradient that varies over more mesh axes than the operand belongs to an operand
@@ -310,11 +314,16 @@ def to_cotangent_aval(
 
     Args:
         aval: `cotangent_aval` of the operand; None if its gradient is not needed.
-        gradient: the gradient of the operand, or None.
+        gradient: the gradient of the operand, or None. A quantized gradient stays
+            quantized if nothing is summed.
     """
     if aval is None or gradient is None:
         return None
     axes = vma.axes_of(aval)
+    if is_scaled(gradient):
+        if vma.axes_of(*jax.tree.leaves(gradient)) <= axes:
+            return scaled.pcast_varying(gradient, axes)
+        gradient = gradient.dequantize()
     extra = tuple(sorted(vma.axes_of(gradient) - axes))
     if extra:
         gradient = vma.sum_over(gradient, extra)

@@ -40,7 +40,7 @@ from jax_ub._src.rules.call_config import (
     make_local_call_config,
 )
 from jax_ub._src.rules.forward import is_replicated
-from jax_ub._src.scaled_array import is_scaled
+from jax_ub._src.scaled_array import is_scaled, source_of
 
 default_kernel_init = initializers.lecun_normal()
 
@@ -136,6 +136,15 @@ class BasicLinear(BasicOperation):
                 methods.refuse_bulk(self.label, source)
 
     @property
+    def takes_quantized(self) -> bool:
+        return self.fp8 is not None
+
+    @property
+    def takes_quantized_grad(self) -> bool:
+        # The gradient of a sum over the ranks may be partial, and is then summed first.
+        return self.fp8 is not None and self.mode.op != "matmul_all_reduce"
+
+    @property
     def mode(self) -> ParallelMode:
         """Returns the layer's `ParallelMode`: its shardings and its collectives."""
         return mode_of(self.tensor_parallel_mode, self.sequence_parallel)
@@ -221,6 +230,7 @@ class BasicLinear(BasicOperation):
             ShapeContractError: if the shapes do not match each other or the mesh.
         """
         kernel, label, num_ranks = params["kernel"], config.label, config.num_ranks
+        given, x = x, source_of(x)
         checks.check_float(label, x=x, kernel=kernel)
         has_token_shards = self.tensor_parallel_mode and self.sequence_parallel
         checks.check_rank(label, "x", x, 2 if has_token_shards else 1)
@@ -240,7 +250,7 @@ class BasicLinear(BasicOperation):
         if self.mode.op == "matmul_reduce_scatter":
             checks.check_divides(label, x, num_ranks)
         residuals = {
-            "x": x.astype(config.dtype),
+            "x": given if is_scaled(given) else x.astype(config.dtype),
             "kernel": kernel.astype(config.dtype),
             "x_aval": cotangent_aval(x),
         }
@@ -330,7 +340,7 @@ class BasicLinear(BasicOperation):
             dw_dtype=np.dtype(self.param_dtype),
             is_x_replicated=needs.x and is_replicated(config, residuals["x_aval"]),
         )
-        dy = dy.astype(config.dtype)
+        dy = dy if is_scaled(dy) else dy.astype(config.dtype)
         is_vector = dy.ndim == 1
         if is_vector:
             dy, x, residual = scaled.as_row((dy, x, residual))
@@ -341,10 +351,10 @@ class BasicLinear(BasicOperation):
             d_params[self.accumulated] = dw
         return dx[0] if is_vector and dx is not None else dx, d_params, ()
 
-    def backward_dtype(self, x: Any, kernel: Any, dy: jax.Array) -> np.dtype:
+    def backward_dtype(self, x: Any, kernel: Any, dy: Any) -> np.dtype:
         """Returns the dtype of the backward pass: that of the operands, or of y."""
-        operands = (a for a in (kernel, x, dy) if a is not None and not is_scaled(a))
-        return next(operands).dtype
+        operands = (a for a in (kernel, x) if a is not None and not is_scaled(a))
+        return next(operands, source_of(dy)).dtype
 
     def saved_operands(self, residuals: Residuals, needs: RequestedGradients):
         """Returns x, kernel and main_grad; None for each that no gradient needs."""

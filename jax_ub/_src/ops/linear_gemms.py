@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ub._src.fp8 import state as fp8_state
+from jax_ub._src.fp8.recipes import INPUT, KERNEL
 from jax_ub._src.ops.operation import Params, Residuals
 from jax_ub._src.primitives import vma
 from jax_ub._src.rules import scaled
@@ -16,6 +17,7 @@ from jax_ub._src.rules.column import column_gradients
 from jax_ub._src.rules.forward import forward_of
 from jax_ub._src.rules.row import row_gradients
 from jax_ub._src.scaled_array import (
+    is_scaled,
     map_scaled,
     source_of,
     without_source,
@@ -30,27 +32,34 @@ def state_in(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 def quantized(config: CallConfig, residuals: Residuals, params: Params) -> Residuals:
     """Quantizes the operands among the residuals if the layer multiplies FP8.
 
+    x may be quantized already; then its state does not change.
+
     Returns:
         The residuals, with the new state of x and the kernel.
     """
     if config.fp8 is None:
         return residuals
-    state = state_in(params)
+    is_quantized = is_scaled(residuals["x"])
+    roles = (KERNEL,) if is_quantized else (INPUT, KERNEL)
+    old = state_in(params)
+    names = {name for role in roles for name in fp8_state.names_of(role)}
+    state = {name: array for name, array in old.items() if name in names}
 
     def quantize(state):
         x, (kernel,), _ = scaled.quantized(
-            config, residuals["x"], (residuals["kernel"],), state or None
+            config, residuals["x"], (residuals["kernel"],), state or None, roles
         )
         return map_scaled(without_source, {"x": x, "kernel": kernel})
 
     operands, backward = jax.vjp(quantize, state)
+    if is_quantized:
+        scaled.check_operands(config, operands["x"], operands["kernel"])
     # The gradient of the state does not depend on the gradients of the operands.
     zeros = jax.tree.map(
         lambda a: vma.pcast_varying(jnp.zeros_like(a), vma.axes_of(a)), operands
     )
     (new_state,) = backward(zeros)
-    kept = {name: state[name] for name in fp8_state.OUTPUT_GRAD_STATE if state}
-    return {**residuals, **operands, **new_state, **kept}
+    return {**residuals, **operands, **old, **new_state}
 
 
 def product_of(config: CallConfig) -> Callable[..., Any]:
@@ -63,7 +72,7 @@ def product_of(config: CallConfig) -> Callable[..., Any]:
 
 def gradients(
     config: CallConfig,
-    dy: jax.Array,
+    dy: Any,
     x: Any,
     w: Any,
     main_grad: jax.Array | None,

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jax_ub._src import arguments, checks, methods
 from jax_ub._src.errors import ShapeContractError, shown
+from jax_ub._src.scaled_array import source_of
 
 Params = Mapping[str, jax.Array]
 Residuals = Mapping[str, jax.Array]
@@ -111,6 +112,11 @@ class BasicOperation(Operation):
     # Names of the parameters that the backward updates, such as "main_grad". Their
     # cotangent is their new value; the residual of the same name is their old value.
     overwritten: ClassVar[frozenset[str]] = frozenset()
+
+    # Whether x of the forward, and dy of the backward, may be a `ScaledArray`, whose
+    # source has the dtype of the activation. Others get the dequantized array.
+    takes_quantized: ClassVar[bool] = False
+    takes_quantized_grad: ClassVar[bool] = False
 
     extra_input_channels: tuple[str | None, ...] = dataclasses.field(
         default=(), kw_only=True
@@ -341,7 +347,7 @@ def constructor_call(op) -> str:
     arguments = [
         f"{field.name}={shown(getattr(op, field.name))}"
         for field in dataclasses.fields(op)
-        if getattr(op, field.name) != field.default
+        if field.repr and getattr(op, field.name) != field.default
     ]
     return f"{type(op).__name__}({', '.join(arguments)})"
 
@@ -369,6 +375,9 @@ def num_ranks(axis_name: str | None) -> int | None:
     return dict(jax.sharding.get_abstract_mesh().shape).get(axis_name)
 
 
-def compute_dtype(dtype: Any, x: jax.Array) -> np.dtype:
-    """Returns the dtype in which to compute: `dtype`, or x's dtype if it is None."""
-    return np.dtype(x.dtype if dtype is None else dtype)
+def compute_dtype(dtype: Any, x: Any) -> np.dtype:
+    """Returns the dtype in which to compute: `dtype`, or x's dtype if it is None.
+
+    The dtype of a quantized x is that of its source.
+    """
+    return np.dtype(source_of(x).dtype if dtype is None else dtype)

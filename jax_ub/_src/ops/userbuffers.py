@@ -39,6 +39,7 @@ from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce
 from jax_ub._src.rules import scaled
 from jax_ub._src.rules.call_config import CallConfig, make_call_config
+from jax_ub._src.scaled_array import source_of
 
 
 def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
@@ -334,7 +335,7 @@ class UserbuffersForwardLinear(UserbuffersLinear):
         if out_dtype is None and bias_op is not None:
             out_dtype = bias_op.dtype
         config = config.with_dtypes(config.dtype, out_dtype)
-        _check_forward(config, residuals["x"], residuals["kernel"], bias)
+        _check_forward(config, source_of(residuals["x"]), residuals["kernel"], bias)
         residuals = quantized(config, residuals, params[0])
         x, w = residuals["x"], residuals["kernel"]
         operands = _forward_operands(config, x, w, bias, added_bias, residual)

@@ -23,7 +23,7 @@ from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce
 from jax_ub._src.rules import scaled
 from jax_ub._src.rules.vjp import row_sum
-from jax_ub._src.scaled_array import is_scaled
+from jax_ub._src.scaled_array import dequantized, is_scaled
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -146,6 +146,7 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
         if dy is None or not any(needs):
             return super().backward(residuals, dy, d_extra_outputs, needs)
         linear = self.linear
+        dy = dy if linear.takes_quantized_grad else dequantized(dy)
         x, w, main_grad = linear.saved_operands(residuals[0], needs[0])
         dtype = linear.backward_dtype(x, w, dy)
         config = self.call_config(dtype, is_backward=True)
@@ -159,7 +160,7 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
         if x is not None:
             d_params[0][linear.accumulated] = dw
         if self.bias is not None and needs[1].params:
-            db = row_sum(dy)
+            db = row_sum(dequantized(dy))
             if self.reduce_scatter is not None:
                 # y contains the sum of all ranks' biases, and each bias has the
                 # gradient of this sum: dy summed over all tokens of all ranks. Its type

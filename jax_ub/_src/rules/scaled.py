@@ -7,6 +7,7 @@ dtype of their sources. All-gathered operands and residuals are FP8.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,8 +21,14 @@ from jax_ub._src.errors import (
     ShapeContractError,
     UnsupportedOverlapError,
 )
-from jax_ub._src.fp8.quantize import quantize_layer, quantize_output_grads
-from jax_ub._src.fp8.recipes import check_recipe, has_one_scale
+from jax_ub._src.fp8.quantize import quantize_arrays, quantize_layer
+from jax_ub._src.fp8.recipes import (
+    INPUT,
+    OUTPUT_GRAD,
+    ROLES,
+    check_recipe,
+    has_one_scale,
+)
 from jax_ub._src.fp8.state import OUTPUT_GRAD_STATE, check_state
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_gather, all_reduce
@@ -35,6 +42,7 @@ from jax_ub._src.scaled_array import (
     ScaledArray,
     is_scaled,
     map_scaled,
+    without_source,
 )
 
 
@@ -285,8 +293,11 @@ def scaled_gradients(
 def _quantized_gradients(config, dys, state):
     if config.mode.op == "matmul_all_reduce" and is_partial(config, dys[0]):
         dys = {0: all_reduce(config.collective, dys[0])}
-    arrays, state = quantize_output_grads(
-        config.label, config.fp8, tuple(dys.values()), state, config.axis_name
+    if any(map(is_scaled, dys.values())):
+        return map_scaled(without_source, dys), None
+    arrays, state = quantize_arrays(
+        *(config.label, config.fp8, OUTPUT_GRAD, tuple(dys.values()), state),
+        config.axis_name,
     )
     return dict(zip(dys, arrays, strict=True)), state
 
@@ -296,8 +307,11 @@ def quantized(
     x: Any,
     ws: tuple[Any, ...],
     state: Any,
+    roles: Sequence[str] = ROLES,
 ) -> tuple[Any, tuple[Any, ...], tuple[dict[str, jax.Array] | None, ...]]:
     """Quantizes the operands of a layer by its recipe, if it has one.
+
+    `roles` are those of the state. Without "input", x is FP8 already.
 
     Returns:
         x, the kernels, and the last operands of `scaled_linear`: the state for the
@@ -315,14 +329,19 @@ def quantized(
         _check_ranks(config)
         return *_of_tensors(config, x, ws), (None,)
     check_recipe(label, recipe)
+    of_x = config
     for name, operand in by_name(x, ws).items():
+        if is_scaled(operand) and INPUT not in roles:
+            # The caller's recipe may be another one.
+            of_x = dataclasses.replace(config, fp8=None)
+            continue
         if is_scaled(operand):
             raise ShapeContractError(
                 f"{label}: {name} is FP8 already, but fp8 = {type(recipe).__name__} "
                 "quantizes it. Leave out fp8, or pass the array that was quantized."
             )
         shapes.check_float(label, **{name: operand})
-    state = check_state(label, recipe, state)
+    state = check_state(label, recipe, state, roles)
     x, ws = quantize_layer(
         label,
         recipe,
@@ -333,13 +352,14 @@ def quantized(
         rhs_transposed=config.rhs_transposed,
     )
     _check_ranks(config)
-    x, ws = _of_tensors(config, x, ws)
+    x, _ = _of_tensors(of_x, x, ())
+    _, ws = _of_tensors(config, x, ws)
     # The forward pass reads the named arrays, so that remat with a policy that keeps
     # them does not quantize again.
     x = _named(config, "x", x)
     ws = tuple(_named(config, "w", w) for w in ws)
-    of_gradients = {key: state[key] for key in OUTPUT_GRAD_STATE} if state else None
-    return x, ws, (of_gradients,)
+    of_gradients = {key: state[key] for key in OUTPUT_GRAD_STATE if key in state}
+    return x, ws, (of_gradients or None,)
 
 
 def _named(config, name, operand):

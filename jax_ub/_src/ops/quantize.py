@@ -1,0 +1,243 @@
+"""`Quantize`, and how FP8 tensors and their quantizers pass between operations."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jax_ub._src import checks
+from jax_ub._src.fp8.quantize import quantize_arrays
+from jax_ub._src.fp8.recipes import (
+    INPUT,
+    OUTPUT_GRAD,
+    DelayedScaling,
+    Float8CurrentScaling,
+    Recipe,
+    check_recipe,
+)
+from jax_ub._src.fp8.state import NAMES, OUTPUT_GRAD_STATE, init_state, names_of
+from jax_ub._src.ops.basic import Bias
+from jax_ub._src.ops.collectives import AllGather, ReduceScatter
+from jax_ub._src.ops.linear import BasicLinear
+from jax_ub._src.ops.linear_gemms import state_in
+from jax_ub._src.ops.operation import BasicOperation
+from jax_ub._src.primitives import mesh
+from jax_ub._src.rules import main_grads as accumulators
+from jax_ub._src.scaled_array import ScaledArray, is_scaled
+
+
+class Quantizer(NamedTuple):
+    """How a tensor is quantized: its recipe, and the axes that agree on its scale."""
+
+    recipe: Recipe
+    axes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Quantize(BasicOperation):
+    """An operation that quantizes an activation, or its gradient, to FP8.
+
+    The next operation gets the quantized tensor, without a second cast, if it is a
+    linear with a recipe, `fp8=`. `Identity`, `MakeExtraOutput` and `AllGather` pass the
+    tensor on, and `AllGather` sends one byte per element. All other operations, the
+    caller and extra outputs get the dequantized array, in the dtype of x. The gradient
+    of y is passed on unchanged, as if nothing had been rounded.
+
+    With `backward_quantized`, the operation before it gets the quantized gradient:
+    `Bias`, `ReduceScatter` and `Identity` pass it on, and a linear with a recipe does
+    not quantize it again.
+
+    Without `fp8` and if there is such a linear, the recipe, the state and the axes of
+    the scale are those of the linear.
+
+    Transformer Engine: `te.ops.Quantize`; its operation fuser, which passes the
+    quantizers of linears to their neighbors. Parameters: with
+    `fp8=ub.fp8.DelayedScaling()` its state, by the names of `ub.fp8.init_state`;
+    otherwise none. Residuals: the state.
+
+    Attributes:
+        forward_quantized: whether the activation is quantized.
+        backward_quantized: whether the gradient is quantized.
+        fp8: the recipe; None takes that of the linear, or
+            `ub.fp8.Float8CurrentScaling()` if there is none.
+        axis_name: mesh axes whose ranks share a scale per tensor, in addition to those
+            of the linear.
+    """
+
+    overwritten = NAMES
+
+    forward_quantized: bool = True
+    backward_quantized: bool = False
+    _: dataclasses.KW_ONLY
+    fp8: Recipe | None = None
+    axis_name: str | tuple[str, ...] | None = None
+    # Set by `with_quantizers`.
+    forward_quantizer: Quantizer | None = dataclasses.field(default=None, repr=False)
+    backward_quantizer: Quantizer | None = dataclasses.field(default=None, repr=False)
+
+    takes_quantized = True
+    takes_quantized_grad = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.fp8 is not None:
+            check_recipe(self.label, self.fp8)
+
+    def init(self, key):
+        if self.fp8 is None:
+            return {}
+        state = init_state(self.fp8)
+        return {name: state[name] for name in self.specs()}
+
+    def specs(self):
+        named = zip((INPUT, OUTPUT_GRAD), self._quantizers, strict=True)
+        names = [
+            name
+            for role, quantizer in named
+            if quantizer and isinstance(quantizer.recipe, DelayedScaling)
+            for name in names_of(role)
+        ]
+        return dict.fromkeys(names, PartitionSpec())
+
+    @property
+    def _quantizers(self) -> tuple[Quantizer | None, Quantizer | None]:
+        """Returns the quantizers of the activation and of its gradient."""
+        own = Quantizer(
+            Float8CurrentScaling() if self.fp8 is None else self.fp8,
+            checks.axis_tuple(self.axis_name),
+        )
+        return (
+            (self.forward_quantizer or own) if self.forward_quantized else None,
+            (self.backward_quantizer or own) if self.backward_quantized else None,
+        )
+
+    def claim(self, params):
+        accumulators.claim_state(self.label, state_in(params))
+
+    def saved(self, needs):
+        recipe = self._quantizers[1] and self._quantizers[1].recipe
+        has_state = isinstance(recipe, DelayedScaling)
+        return needs.params | frozenset(OUTPUT_GRAD_STATE if has_state else ())
+
+    def forward(self, params, x, extra_inputs, saves):
+        if not is_scaled(x):
+            checks.check_float(self.label, x=x)
+        if self.axis_name is not None:
+            mesh.axis_size(self.label, self.axis_name)
+        y, state = self._quantized(INPUT, self._quantizers[0], x, state_in(params))
+        return y, (), state
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        state = state_in(residuals)
+        dx, state = self._quantized(OUTPUT_GRAD, self._quantizers[1], dy, state)
+        return dx, state, ()
+
+    def _quantized(self, role, quantizer, x, state):
+        """Returns x, quantized unless it is already, and the state with new values."""
+        if quantizer is None or is_scaled(x):
+            return x, state
+        checks.check_not_empty(self.label, "x", x)
+        recipe, axes = quantizer
+        (array,), new = quantize_arrays(self.label, recipe, role, (x,), state, axes)
+        quantized = ScaledArray(array.values, array.scales, jax.lax.stop_gradient(x))
+        return quantized, {**state, **(new or {})}
+
+
+@dataclasses.dataclass
+class _Route:
+    """The operations that a quantized tensor reaches from a `Quantize`.
+
+    Attributes:
+        start: index of the `Quantize`.
+        reached: indices of the operations that take the tensor, in the order of the
+            pass.
+        linear: index of the linear that multiplies it, or None.
+    """
+
+    start: int
+    reached: list[int] = dataclasses.field(default_factory=list)
+    linear: int | None = None
+
+
+def _routes(ops: Sequence[BasicOperation], role: str) -> list[_Route]:
+    """Returns the routes of the activations, or of the gradients, in `ops`."""
+    is_forward = role == INPUT
+    found: list[_Route] = []
+    route: _Route | None = None
+    for i in range(len(ops)) if is_forward else reversed(range(len(ops))):
+        op = ops[i]
+        if route is None:
+            starts = isinstance(op, Quantize) and (
+                op.forward_quantized if is_forward else op.backward_quantized
+            )
+            if starts:
+                route = _Route(i)
+                found.append(route)
+        elif not (op.takes_quantized if is_forward else op.takes_quantized_grad):
+            route = None
+        else:
+            route.reached.append(i)
+            if isinstance(op, BasicLinear):
+                route.linear, route = i, None
+    return found
+
+
+def quantized_boundaries(ops: Sequence[BasicOperation]) -> set[int]:
+    """Returns each i for which `ops[i - 1]` and `ops[i]` exchange a quantized tensor.
+
+    It is an activation, or a gradient.
+    """
+    forward = {i for route in _routes(ops, INPUT) for i in route.reached}
+    return forward | {
+        i + 1 for route in _routes(ops, OUTPUT_GRAD) for i in route.reached
+    }
+
+
+def with_quantizers(
+    ops: Sequence[BasicOperation],
+) -> tuple[list[BasicOperation], list[tuple[int, int, str]]]:
+    """Passes the quantizers of linears to the `Quantize` operations in a list.
+
+    Returns:
+        The operations, and a tuple for each state that is passed, too: the indices of
+        the linear and of the `Quantize`, and the role of the tensor.
+    """
+    result: list[Any] = list(ops)
+    states = []
+    for role, field in (
+        (INPUT, "forward_quantizer"),
+        (OUTPUT_GRAD, "backward_quantizer"),
+    ):
+        for route in _routes(ops, role):
+            op: Any = ops[route.start]
+            recipe = op.fp8
+            if recipe is None and route.linear is not None:
+                linear: Any = ops[route.linear]
+                recipe = linear.fp8
+                if isinstance(recipe, DelayedScaling):
+                    states.append((route.linear, route.start, role))
+            quantizer = Quantizer(
+                Float8CurrentScaling() if recipe is None else recipe,
+                _axes(ops, route),
+            )
+            changed = dataclasses.replace(result[route.start], **{field: quantizer})
+            result[route.start] = changed
+    return result, states
+
+
+def _axes(ops, route) -> tuple[str, ...]:
+    """Returns the axes over which a route's tensor is gathered or contracted."""
+    axes = {*checks.axis_tuple(ops[route.start].axis_name)}
+    for i in route.reached:
+        if isinstance(ops[i], AllGather | ReduceScatter):
+            axes.update(checks.axis_tuple(ops[i].axis_name))
+    if route.linear is not None:
+        linear, *after = ops[route.linear : route.linear + 3]
+        after = [op for op in after if not isinstance(op, Bias)][:1]
+        if linear.tensor_parallel_mode is not None:
+            axes.update(checks.axis_tuple(linear.axis_name))
+        elif after and isinstance(after[0], ReduceScatter):
+            axes.update(checks.axis_tuple(after[0].axis_name))
+    return tuple(sorted(axes))
