@@ -42,7 +42,7 @@ docs/commands.md describes the commands.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command of `python -m jax_ub`, and returns a status of `_EPILOG`."""
+    """Runs one command of `python -m jax_ub`; returns the exit status (`_EPILOG`)."""
     given = _parse(sys.argv[1:] if arguments is None else list(arguments))
     try:
         return _flush(given.run(given))
@@ -97,7 +97,7 @@ def _parse(arguments):
 
 
 def _flush(status):
-    """Flushes stdout before exit; returns the exit status after a full disk."""
+    """Flushes stdout; returns `status`, or 1 if it was 0 and stdout is unwritable."""
     try:
         print(end="", flush=True)
     except BrokenPipeError:

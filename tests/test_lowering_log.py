@@ -38,6 +38,6 @@ def test_marks_in_name_scopes_keep_any_label_and_reason(name):
     text = jax.jit(function).lower(x).compile().as_text()
     scopes = re.findall(r'op_name="([^"]*)"', text)
     wanted = lowering_log.Fallback(label, reason)
-    assert {lowering_log.called_instead(s) for s in scopes} == {None, wanted}
+    assert {lowering_log.fallback_in(s) for s in scopes} == {None, wanted}
     assert {lowering_log.replicated_in(s) for s in scopes} == {None, wanted}
     assert lowering_log.replicated() == ""

@@ -15,9 +15,9 @@ from jax_ub._src.errors import ShapeContractError, UnknownNameError, shown
 
 
 def check(op: str, **options: Any) -> None:
-    """Checks options of a layer or op, such as `dtype` or `kernel_init`, by name.
+    """Checks the values of options of a layer or op, such as `dtype`.
 
-    Options without a rule in `_CHECKS` are ignored.
+    `_CHECKS` has a check for each option name. Options with other names are ignored.
 
     Raises:
         ShapeContractError: if an option has the wrong type or is out of range.

@@ -42,7 +42,7 @@ _PAGE_OF = {name: page for page, names in _PAGES.items() for name in names}
 
 
 def page_of(message: str) -> str | None:
-    """Returns the page of the documentation about the op that a message begins with."""
+    """Returns the documentation page of the op whose name begins an error message."""
     is_setting = message.startswith("JAX_UB_")
     name = "JAX_UB" if is_setting else re.split(r"\W", message, maxsplit=1)[0]
     return _PAGE_OF.get(name)
@@ -54,7 +54,8 @@ class UbError(Exception):
     If a page of the documentation explains an error, it has a note with the page.
     """
 
-    # The page for all errors of a class; None selects it by the message.
+    # The documentation page of all errors of the class. None: `page_of` finds the page
+    # of each error by its message.
     page: ClassVar[str | None] = None
 
     def __init__(self, *arguments: object):

@@ -16,7 +16,7 @@ from jax_ub._src.methods import Method
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """A call that ran as plain `jax.lax`, or that several ranks compute repeatedly.
+    """A call that ran as plain `jax.lax`, or a layer whose work several ranks repeat.
 
     Attributes:
         label: the call's name.
@@ -42,15 +42,15 @@ def falling_back(label: str, reason: str) -> Iterator[None]:
     """Records that plain JAX replaces an op that is traced or lowered in the block.
 
     The block is in a name scope that contains label and reason, so that a jaxpr or
-    compiled text shows its fallbacks. `called_instead` reads the scope.
+    compiled text shows its fallbacks. `fallback_in` reads the scope.
     """
     record_fallback(label, reason)
     with jax.named_scope(_encode("fallback", label, reason)):
         yield
 
 
-def called_instead(scope: str) -> Fallback | None:
-    """Returns the fallback that a name scope from `falling_back` records, or None."""
+def fallback_in(scope: str) -> Fallback | None:
+    """Returns the `Fallback` in a name scope that `falling_back` added, else None."""
     return _decode("fallback", scope)
 
 
@@ -81,7 +81,7 @@ def replicated() -> str:
 
 
 def replicated_in(scope: str) -> Fallback | None:
-    """Returns the layer and reason in a name scope of `replicating`, or None."""
+    """Returns label and reason in a name scope that `replicating` added, else None."""
     return _decode("replicated", scope)
 
 

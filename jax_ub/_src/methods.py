@@ -178,9 +178,9 @@ class MethodChoice:
         return self.method is Method.AUTO or not self.is_explicit
 
     def with_method(self, method: Method) -> "MethodChoice":
-        """Returns a copy with another method, for one primitive of the call.
+        """Returns a copy with another method, for one GEMM or collective of the call.
 
-        Splits are kept only for "pipeline".
+        `num_splits` is kept only for "pipeline".
         """
         num_splits = self.num_splits if method is Method.PIPELINE else 0
         return dataclasses.replace(
@@ -192,9 +192,9 @@ class MethodChoice:
 
     @property
     def for_local_gemm(self) -> "MethodChoice":
-        """Returns the choice for a GEMM of the same call that does not communicate.
+        """Returns the `MethodChoice` for the call's GEMMs that do not communicate.
 
-        All methods of the engine run it alike.
+        All methods of the engine run such a GEMM alike.
         """
         runs_alike = self.method not in (Method.AUTO, Method.XLA)
         method = Method.DIRECT if runs_alike else self.method

@@ -103,7 +103,7 @@ class ParallelMode:
 
     @property
     def function(self) -> str:
-        """Returns the name of the public function with this communication."""
+        """Returns the name of the public function that computes this mode."""
         return "linear" if self.op == "matmul" else self.op
 
     @property
@@ -170,7 +170,6 @@ MODES = {(mode.parallel, mode.sequence_parallel): mode for mode in _modes()}
 
 
 def mode_of(parallel: str | None, sequence_parallel: bool) -> ParallelMode:
-    """Returns the `ParallelMode` of `parallel` and `sequence_parallel`."""
     return MODES[parallel, bool(sequence_parallel)]
 
 

@@ -56,10 +56,12 @@ def outer(x: jax.Array, dy: jax.Array, scales: Sequence[jax.Array] = ()) -> jax.
 
 
 def _factored(operands, scales, contracted):
-    """Returns each operand without the scales that multiply sums, and these, or None.
+    """Returns (array, factor) for each operand; the factors multiply the product.
 
-    A scale per tensor has shape [1]. `contracted` is the contracted axis of each
-    operand, or None if several axes are contracted.
+    The factor has the f32 scales that do not vary along the contracted axis. Other
+    scales multiply the array's elements, and the factor is None. A scale per tensor has
+    shape [1]. `contracted` is the contracted axis of each operand, or None if several
+    axes are contracted.
     """
     if not scales:
         return [(operand, None) for operand in operands]
@@ -108,7 +110,7 @@ def _power_of_two(exponents):
 
 
 def expanded(scales, shape):
-    """Repeats each scale for all values of its block; a size of 1 stays 1."""
+    """Repeats each scale of a block, so that the scales broadcast to `shape`."""
     scales = with_rank(scales, len(shape))
     for axis, size in enumerate(shape):
         if 1 < scales.shape[axis] < size:

@@ -131,7 +131,7 @@ def is_scaled(value: Any) -> bool:
 
 
 def without_source(operand: ScaledArray) -> ScaledArray:
-    """Returns a `ScaledArray` of the same values and scales without a source."""
+    """Returns a copy without `source`, the array that receives the gradient."""
     return ScaledArray(operand.values, operand.scales)
 
 
@@ -141,7 +141,10 @@ def dequantized(operand: Any) -> Any:
 
 
 def source_of(operand: Any) -> Any:
-    """Returns the source of a `ScaledArray`; any other operand as it is."""
+    """Returns the `source` of a `ScaledArray`, the array that receives its gradient.
+
+    Any other operand is returned as it is.
+    """
     return operand.source if is_scaled(operand) else operand
 
 

@@ -72,7 +72,7 @@ class OverlapConfig(Mapping):
 
     @property
     def atomic_gemm(self) -> bool:
-        """Returns False: the engine has no atomic GEMM. A key of Transformer Engine."""
+        """Returns False: Transformer Engine's atomic GEMM is not implemented."""
         return False
 
     @property

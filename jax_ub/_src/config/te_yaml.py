@@ -51,8 +51,8 @@ def from_te(
     unset = []
     if isinstance(found, Mapping):
         unset = [name for name, entry in found.items() if entry is None]
-        # They are read as empty entries and removed afterwards, so that the spelling of
-        # their names is checked, too.
+        # `read_entries` rejects an entry that is None. It gets an empty entry instead,
+        # to check the name. The result leaves the entry out.
         found = {**found, **{name: {} for name in unset}}
     return {
         name: _without_ignored_keys(name, entry)

@@ -23,7 +23,7 @@ class Fp8State(nnx.Module):
     """The state of `DelayedScaling` of a layer: scales and amax histories.
 
     Each is a variable of type `OverwriteWithGradient`, whose gradient is its new value.
-    `ub.fp8.apply_updates` takes it over.
+    `ub.fp8.apply_updates` stores the new values.
     """
 
     def __init__(self, recipe: DelayedScaling, lead: tuple[int, ...] = ()):
@@ -33,7 +33,7 @@ class Fp8State(nnx.Module):
             setattr(self, name, OverwriteWithGradient(stacked))
 
     def arrays(self) -> dict[str, jax.Array]:
-        """Returns the arrays by the names of `ub.fp8.init_state`."""
+        """Returns the scales and amax histories, as a dict like `ub.fp8.init_state`."""
         return {
             name: variable[...]
             for name, variable in vars(self).items()
@@ -42,7 +42,7 @@ class Fp8State(nnx.Module):
 
 
 def linen_state(op: str, module: nn.Module, recipe: Recipe | None) -> Any:
-    """Returns the state of a linen module, which is created when it is initialized.
+    """Returns the FP8 state of a linen module; `module.init` creates the state.
 
     It is in the collection "_overwrite_with_gradient". The result is None if the recipe
     has no state.

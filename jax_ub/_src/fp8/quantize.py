@@ -254,7 +254,11 @@ def _quantize_delayed(label, recipe, role, axes, xs, scale, history):
 
 
 def _delayed(recipe, role, axes, xs, scale, history):
-    """Returns the values and the scale, and what `_new_state` needs."""
+    """Quantizes arrays with a scale that is computed from the amax history.
+
+    Returns:
+        (values, scale), and the arguments of `_new_state`: scale, history and amax.
+    """
     scale = scaling.updated_scale(history, scale, recipe, role)
     dtype = recipe.fp8_format.dtype(role)
     values = tuple(scaling.cast(x, _like(scale, x), dtype) for x in xs)
@@ -262,9 +266,10 @@ def _delayed(recipe, role, axes, xs, scale, history):
 
 
 def _new_state(label, scale, history, amax):
-    """Returns the state after a step. `jax.vmap` must map it with the tensor.
+    """Returns the scale of this step, and the amax history with this step's amax.
 
-    Otherwise JAX would sum the new states of all mapped indices.
+    If `jax.vmap` maps the tensor, it must map the history, too. Otherwise JAX would sum
+    the new states of all mapped indices.
     """
 
     def text(size):

@@ -59,7 +59,10 @@ def _divided_by_blocks(x, scales):
 def current_scale(
     amax: jax.Array, recipe: Float8CurrentScaling, role: str
 ) -> jax.Array:
-    """Returns the f32 scale amax / max; 1 if the amax is 0, infinite or NaN."""
+    """Returns the f32 scale amax / m, where m is the largest FP8 number.
+
+    It is 1 if the amax is 0, infinite or NaN.
+    """
     largest = jnp.finfo(recipe.fp8_format.dtype(role)).max.astype(jnp.float32)
     amax = jnp.maximum(amax, recipe.amax_epsilon(role))
     inverse = jnp.minimum(largest / amax, _LARGEST_INVERSE)
@@ -75,7 +78,10 @@ def _rounded_down_to_power_of_two(x):
 
 
 def row_scales(amax: jax.Array, dtype) -> jax.Array:
-    """Returns amax / max, rounded up to powers of two, in f32; 1 if infinite."""
+    """Returns f32 scales: amax / m, rounded up to a power of two.
+
+    m is the largest number of `dtype`. The scale is 1 if the amax is infinite.
+    """
     exponents = _exponents_above(jnp.maximum(amax, _ROW_EPSILON), dtype)
     scales = reference.times_power_of_two(jnp.ones_like(amax), exponents)
     return jnp.where(jnp.isfinite(amax), scales, 1.0)
@@ -100,9 +106,10 @@ def block_scales(x: jax.Array, axis: int, recipe: MXFP8BlockScaling, dtype):
 
 
 def _exponents_above(amax, dtype):
-    """Returns the smallest integers e with amax <= max * 2^e, by the bits of amax.
+    """Returns the smallest integers e with amax <= m * 2^e, from the bits of amax.
 
-    A logarithm would be wrong next to powers of two.
+    m is the largest number of `dtype`. A logarithm would be wrong next to powers of
+    two.
     """
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     significand = bits & ((1 << _SIGNIFICAND_BITS) - 1)

@@ -17,7 +17,7 @@ from jax_ub._src.fp8.recipes import (
 )
 
 SCALE, HISTORY = "scale", "amax_history"
-# The names of all entries, and of those of the gradient of a layer's result.
+# The keys of a layer's state, and those of role "output_grad" alone.
 NAMES = frozenset(f"{role}_{name}" for role in ROLES for name in (SCALE, HISTORY))
 
 
@@ -150,7 +150,8 @@ def _sibling(path):
     text = jax.tree_util.keystr(path)
     for kind in (SCALE, HISTORY):
         head, found, tail = text.rpartition(f"_{kind}")
-        # Only the quotation mark and bracket may follow the name, and ".value" of nnx.
+        # In the text of a path, a quotation mark and a bracket follow the key, and then
+        # ".value" for a variable of nnx. Anything else means a longer key.
         rest = tail.removesuffix(".value")
         if found and not any(c.isalnum() or c == "_" for c in rest):
             return (head, tail), kind

@@ -190,8 +190,8 @@ class MakeExtraOutput(BasicOperation):
         (d_extra,) = d_extra_outputs
         if dy is None or d_extra is None:
             return d_extra if dy is None else dy, {}, ()
-        # If a fused operation runs this backward, dy may be a partial gradient of a
-        # replicated x, so it is summed over the ranks.
+        # In a fused operation, dy may be a partial sum over the ranks while `d_extra`
+        # is complete (`is_partial_sum`). So dy is summed first.
         return d_extra + to_cotangent_aval(d_extra, dy), {}, ()
 
 

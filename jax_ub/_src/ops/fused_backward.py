@@ -159,7 +159,7 @@ def _match_add(extra: Op, linear: Op) -> tuple[bool, str]:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardLinearScale(FusedOperation):
-    """Computes the gradients of a linear and the `ConstantScale` after it in its GEMMs.
+    """Applies the `ConstantScale` after a linear in the linear's gradient GEMMs.
 
     Replaces the backward of `BasicLinear` and the `ConstantScale` after it. This saves
     a pass that scales dy, and its buffer. Column-parallel linears are not fused, as in

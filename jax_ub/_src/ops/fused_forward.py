@@ -124,7 +124,7 @@ class ForwardLinearBiasAdd(FusedOperation):
         linear, add = self.basic_ops[0], self.basic_ops[-1]
         kernel, overlapped = params[0]["kernel"], self.userbuffers
         num_inner = 1 if overlapped is None else len(overlapped.basic_ops)
-        bias, out_dtype = _bias(self.basic_ops[num_inner:], params[num_inner:])
+        bias, out_dtype = _leading_bias(self.basic_ops[num_inner:], params[num_inner:])
         if overlapped is None:
             residual = _residual(add, extra_inputs[-1], linear, x, kernel)
             addends = {"bias": bias, "residual": residual, "out_dtype": out_dtype}
@@ -170,11 +170,8 @@ class ForwardLinearBiasAdd(FusedOperation):
         return fuse_windows(ops, fused)
 
 
-def _bias(ops, params):
-    """Returns the bias and the result's dtype of a `Bias` in front of a list.
-
-    Both are None if the list begins with another operation.
-    """
+def _leading_bias(ops, params):
+    """Returns (bias, result dtype) if `ops` begins with a `Bias`, else (None, None)."""
     if not match_prefix(ops, Bias):
         return None, None
     return params[0]["bias"], ops[0].dtype
@@ -225,7 +222,7 @@ class ForwardLinearBiasActivation(FusedOperation):
     def forward(self, params, x, extra_inputs, saves):
         """Computes `activation(x @ kernel + bias)`; the GEMM adds the bias."""
         linear, *rest = self.basic_ops
-        bias, out_dtype = _bias(rest, params[1:])
+        bias, out_dtype = _leading_bias(rest, params[1:])
         addends = {"bias": bias, "out_dtype": out_dtype}
         y, _, saved = linear.forward(params[0], x, (), saves[0], **addends)
         residuals = [saved]

@@ -135,8 +135,8 @@ class FusedOperation(Operation):
                 dy = dy if op.takes_quantized_grad else dequantized(dy)
                 dy, d_param, d_extra = op.backward(residuals[i], dy, d_extras, need)
             else:
-                # The cotangent of an overwritten parameter is its new value. Without a
-                # gradient to add, this is the old value.
+                # The cotangent of an overwritten parameter, such as "main_grad", is its
+                # new value. No gradient is added here, so it keeps the old value.
                 names = op.overwritten & need.params
                 d_param = {name: residuals[i][name] for name in names}
                 dy, d_extra = None, (None,) * op.num_extra_inputs
@@ -188,10 +188,7 @@ def expand(ops: Sequence[Op]) -> tuple[BasicOperation, ...]:
 
 
 def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
-    """Returns (slice, operation) pairs: the basic operations that each one covers.
-
-    The slices index the list of all basic operations.
-    """
+    """Pairs each operation with the slice of `expand(ops)` that it replaces."""
     found: list[tuple[slice, AnyOp]] = []
     start = 0
     for op in ops:
@@ -201,10 +198,10 @@ def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
 
 
 class Part(NamedTuple):
-    """A basic operation that a fused operation's constructor takes as a keyword.
+    """A keyword parameter of a fused operation's constructor, and its argument.
 
-    `name` is the constructor's keyword, `kind` the required type and `given` the
-    argument that the caller passed.
+    `name` is the keyword, `kind` the type of basic operation that the parameter takes,
+    and `given` the argument that the caller passed.
     """
 
     name: str

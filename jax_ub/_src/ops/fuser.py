@@ -240,7 +240,7 @@ class OperationFuser:
     """
 
     def __init__(self, ops: Iterable[Operation]):
-        """Splits `ops` into basic operations, and connects their channels.
+        """Splits `ops` into basic operations; connects extra outputs to extra inputs.
 
         Raises:
             ShapeContractError: if an entry is not an operation, two operations write
@@ -305,7 +305,7 @@ class OperationFuser:
             yield fusion, before, ops
 
     def _unfused(self, direction) -> list[Op]:
-        """Returns the list of operations that the first fusion function receives.
+        """Returns the operations to fuse: the argument of the first fusion function.
 
         A fused operation that the caller constructed stays if it overrides `direction`.
         Otherwise it is replaced by its basic operations.
@@ -443,9 +443,9 @@ class OperationFuser:
         return split
 
     def _keys(self, key, deterministic) -> dict[int, dict[str, jax.Array]]:
-        """Returns a PRNG key, {"key": key}, for the index of each random operation.
+        """Returns {i: {"key": fold_in(key, i)}} for each random operation i.
 
-        Operation i gets `fold_in(key, i)`.
+        It is empty if the call is deterministic.
         """
         drawing = [i for i, op in enumerate(self.basic_ops) if op.takes_key]
         if drawing and key is None and not deterministic:

@@ -110,9 +110,8 @@ class OperationGroup:
 
         def keep(op, values, wanted, name):
             if name not in values:
-                # The fused forward never produces this residual, whichever gradients
-                # are requested. So there is no value that another use of the jaxpr
-                # could keep, or that jax.vmap could map.
+                # The fused forward never computes this residual. So it is the same
+                # placeholder in all uses of the jaxpr, and jax.vmap need not map it.
                 return placeholder()
             value = save(values[name], name, op.comm_name)
             return residual_or_placeholder(name in wanted, value)
@@ -248,8 +247,8 @@ def _group_bwd(configuration, group, _, saved, cotangents):
         has_gradients = any(needs[window]) and (
             dy is not None or any(d is not None for row in d_outputs for d in row)
         )
-        # Without gradients, the base class returns the old values of overwritten
-        # parameters, and None for all other gradients.
+        # Without gradients, the base class runs no operation. It returns None, and for
+        # overwritten parameters (whose cotangent is the new value) the old value.
         backward = (type(op) if has_gradients else FusedOperation).backward
         dy = dy if op.basic_ops[-1].takes_quantized_grad else dequantized(dy)
         with group.naming_errors(window, op):

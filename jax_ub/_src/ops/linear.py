@@ -199,7 +199,7 @@ class BasicLinear(BasicOperation):
 
     @property
     def accumulated(self) -> str:
-        """Returns the parameter whose cotangent has the kernel's gradient."""
+        """Returns the parameter that receives the kernel's gradient as cotangent."""
         return "main_grad" if self.accumulate_into_main_grad else "kernel"
 
     def call_config(self, dtype: DTypeLike) -> CallConfig:
@@ -352,7 +352,7 @@ class BasicLinear(BasicOperation):
         return dx[0] if is_vector and dx is not None else dx, d_params, ()
 
     def backward_dtype(self, x: Any, kernel: Any, dy: Any) -> np.dtype:
-        """Returns the dtype of the backward pass: that of the operands, or of y."""
+        """Returns the dtype of the operands, or of dy if the operands are FP8."""
         operands = (a for a in (kernel, x) if a is not None and not is_scaled(a))
         return next(operands, source_of(dy)).dtype
 

@@ -54,7 +54,8 @@ def quantized(config: CallConfig, residuals: Residuals, params: Params) -> Resid
     operands, backward = jax.vjp(quantize, state)
     if is_quantized:
         scaled.check_operands(config, operands["x"], operands["kernel"])
-    # The gradient of the state does not depend on the gradients of the operands.
+    # The "gradient" of the state is its new value, which does not depend on the
+    # gradients of the operands. So any gradients, such as zeros, return it.
     zeros = jax.tree.map(
         lambda a: vma.pcast_varying(jnp.zeros_like(a), vma.axes_of(a)), operands
     )

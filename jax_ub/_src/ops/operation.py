@@ -67,7 +67,8 @@ class Operation:
     """
 
     if TYPE_CHECKING:
-        # At run time an inherited property would shadow the field of FusedOperation.
+        # Only for type checkers. FusedOperation has a field `basic_ops`, which cannot
+        # be set if the base class has a property of that name.
 
         @property
         def basic_ops(self) -> tuple["BasicOperation", ...]:
@@ -76,9 +77,10 @@ class Operation:
 
     @property
     def entries(self) -> tuple[Any, ...]:
-        """Returns the operations that the fuser receives for this one, in order.
+        """Returns the operations that `OperationFuser` runs or fuses, in order.
 
-        These are basic operations, and fused operations that the caller constructed.
+        They are the basic operations that this one consists of, and fused operations
+        that the caller constructed.
         """
         return self.basic_ops
 

@@ -258,7 +258,7 @@ def _merge(weights, others):
 
 
 def gradients_of_main_grads(gradients: Any, main_grads: Any) -> Any:
-    """Replaces each kernel's gradient by the gradient that its main_grad accumulated.
+    """Replaces the gradient of each kernel that has a main_grad by the main_grad.
 
     Args:
         gradients: gradients of the weights, in the tree that `split_main_grads`

@@ -43,7 +43,7 @@ from jax_ub._src.scaled_array import source_of
 
 
 def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
-    """Returns the first operations in `ops` that form one overlapped linear, if any.
+    """Returns the first operations in `ops` if they form one of the three patterns.
 
     Returns:
         The matching operations, and the reason why a linear does not match. The
@@ -123,7 +123,7 @@ class UserbuffersLinear(FusedOperation):
 
     @property
     def mode(self) -> str:
-        """Returns "column" or "row"; "row" also for a linear plus `ReduceScatter`."""
+        """Returns "column" (AG+GEMM, pattern 1) or "row" (GEMM+RS, patterns 2, 3)."""
         return self.linear.tensor_parallel_mode or ROW
 
     @property
@@ -151,7 +151,7 @@ class UserbuffersLinear(FusedOperation):
 
     @classmethod
     def fuse(cls, ops: Sequence[Op]) -> list[Op]:
-        """Fuses each run of operations in `ops` that forms one overlapped linear."""
+        """Replaces each match of the three patterns in `ops` by one operation."""
 
         def fused(rest):
             window, _ = match(rest)
@@ -199,7 +199,7 @@ def overlapped_call_config(  # noqa: PLR0913, options of a linear
     is_backward: bool = False,
     fp8: Recipe | None = None,
 ) -> CallConfig:
-    """Returns the `CallConfig` of an overlapped linear, after checking the arguments.
+    """Checks the arguments of a `UserbuffersLinear`; returns its `CallConfig`.
 
     Raises:
         UnknownNameError: if the mode is unknown.
@@ -262,7 +262,7 @@ class UserbuffersForwardLinear(UserbuffersLinear):
         method: Method | str | None = None,
         dtype: DTypeLike | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Computes an overlapped linear on arrays, inside `jax.shard_map`.
+        """Computes AG+GEMM ("column") or GEMM+RS ("row") inside `jax.shard_map`.
 
         It is not differentiable.
 
@@ -345,7 +345,10 @@ class UserbuffersForwardLinear(UserbuffersLinear):
 
     @classmethod
     def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Fuses each linear that can overlap with its bias and reduce-scatter."""
+        """Replaces each linear whose GEMM can overlap with its collective.
+
+        The `Bias` and `ReduceScatter` after it are replaced with it.
+        """
         return cls.fuse(ops)
 
 

@@ -61,7 +61,7 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
         method: Method | str | None = None,
         dtype: DTypeLike | None = None,
     ) -> tuple[jax.Array | None, jax.Array | None, dict[str, jax.Array | None]]:
-        """Computes an overlapped linear's gradients, inside `jax.shard_map`.
+        """Computes a linear's gradients with overlapped GEMMs, inside `jax.shard_map`.
 
         | mode | grad_output | input, grad_input | weight, grad_weight |
         |---|---|---|---|
@@ -173,7 +173,10 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Fuses each linear that can overlap with its bias and reduce-scatter."""
+        """Replaces each linear whose GEMMs can overlap with communication.
+
+        The `Bias` and `ReduceScatter` after it are replaced with it.
+        """
         return cls.fuse(ops)
 
 
@@ -182,7 +185,7 @@ def _sum_over_ranks(config, db):
 
 
 def _gradients(config, dy, x, w, main_grad, residual, state=None):
-    """Calls `linear_gemms.gradients` with operands of any float dtype."""
+    """Casts the operands to one dtype and the same varying axes; runs the GEMMs."""
     if x is None and w is None and not state:
         return None, None, {}
     operands = (dy, x, w, main_grad, residual)

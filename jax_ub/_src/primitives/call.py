@@ -140,7 +140,7 @@ class Call:
         raise NotImplementedError
 
     def gathered_scales(self, scales: Sequence) -> Sequence:
-        """Returns the scales that the last result has after an all-gather; or none."""
+        """Returns the scales to gather if the last result is a gathered FP8 array."""
         return ()
 
     def reference(
@@ -268,9 +268,9 @@ def num_features(arrays: Sequence) -> int:
 
 
 def overwritten(operands: Sequence, first: int, dtype: np.dtype) -> dict[int, int]:
-    """Returns `Call.aliases` for results that overwrite the operands from `first` on.
+    """Returns `Call.aliases`: result i overwrites operand `first + i`.
 
-    An operand of another dtype than the result is not overwritten.
+    `dtype` is the dtype of the results. Operands of another dtype are not overwritten.
     """
     return {
         first + i: i

@@ -92,7 +92,7 @@ class Ranks:
     generation: int = 0  # generation of the communicators; 0 if there are none
     # Whether `table` and `ids` hold partition ids, because the mesh is abstract.
     are_partitions: bool = False
-    # All devices of the mesh, also for a local op; empty if the mesh names none.
+    # All devices of the mesh; empty if there is no mesh or it is abstract.
     devices: tuple[jax.Device, ...] = ()
 
 

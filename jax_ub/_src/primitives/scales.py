@@ -35,7 +35,7 @@ def _repeated(scales, shape):
 
 
 def scale_fields(scales: Sequence[jax.Array]) -> dict[str, bool]:
-    """Returns the fields of a `Call` with these scales."""
+    """Returns the fields `has_scales` and `has_row_scales` of a `Call`."""
     has_row_scales = any(scale.ndim > 1 for scale in scales)
     return {"has_scales": bool(scales), "has_row_scales": has_row_scales}
 
@@ -63,10 +63,11 @@ def gathered_like(x: Operand, gathered: jax.Array, *scales: jax.Array) -> Operan
 
 
 def packed(x: Operand) -> tuple[jax.Array, int]:
-    """Returns an operand as one array, and how many of its features are scales.
+    """Appends the scales of each row to its FP8 values, so that both move together.
 
-    The scales of a row follow its FP8 values, as bytes, so that both are gathered
-    together. One scale per tensor is left out.
+    Returns:
+        The array, and the number of bytes of scales in each row: 0 for an operand that
+        is not FP8, or has one scale per tensor, which is left out.
     """
     if not isinstance(x, ScaledArray) or x.scales.ndim == 0:
         return values_of(x), 0
@@ -80,7 +81,7 @@ def packed(x: Operand) -> tuple[jax.Array, int]:
 
 
 def unpacked(x: Operand, gathered: jax.Array) -> Operand:
-    """Returns the operand whose rows `packed` has packed, after an all-gather."""
+    """Splits an all-gather of `packed(x)` into FP8 values and scales."""
     if not isinstance(x, ScaledArray) or x.scales.ndim == 0:
         return gathered_like(x, gathered)
     rows = lax.bitcast_convert_type(gathered, jnp.uint8)

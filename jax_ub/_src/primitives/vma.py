@@ -93,8 +93,8 @@ def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
     return primitive
 
 
-# These primitives are jax.lax.pcast to varying and its transpose, for axes of one rank,
-# where JAX's own transpose would be an all-reduce.
+# `jax.lax.pcast` to varying and its transpose, for mesh axes of one rank. JAX's
+# transpose would be an all-reduce, which is not needed for one rank.
 _vary_p = _cast("jax_ub_vary", frozenset.union)
 _same_p = _cast("jax_ub_same", frozenset.difference)
 ad.deflinear2(_vary_p, lambda dy, _, *, axes: [pcast_replicated(dy, axes)])

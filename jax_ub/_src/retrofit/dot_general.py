@@ -234,7 +234,7 @@ class DotGeneral:
             raise self._no_communication(reason)
 
     def falling_back(self, reason: str) -> AbstractContextManager[None]:
-        """Returns a context that records a product by JAX in `ub.fallbacks`."""
+        """Returns a context manager that adds the layer to `ub.fallbacks`."""
         return lowering_log.falling_back(self.sharding_layout.op, reason)
 
     def _no_communication(self, reason):

@@ -18,7 +18,7 @@ from jax_ub._src.retrofit.dot_general import DotGeneral
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """The parsed equation of an einsum `y = x, kernel`, as one label per dimension.
+    """The parsed equation of an einsum `y = x, kernel`: a label (letter) per dimension.
 
     The einsum is a dense layer if each label occurs in exactly two of x, kernel and y.
     Then x can be transposed to `[*lead, *ins]`, the kernel to `[*ins, *outs]` and y to
@@ -63,17 +63,17 @@ class Equation:
 
     @property
     def lead(self) -> str:
-        """Returns the labels that x and y share: batch and token dimensions."""
+        """Returns the labels of batch and token dimensions, which x and y share."""
         return "".join(label for label in self.x if label in self.y)
 
     @property
     def ins(self) -> str:
-        """Returns the labels that x and the kernel share: contracted dimensions."""
+        """Returns the labels of contracted dimensions, which x and kernel share."""
         return "".join(label for label in self.x if label in self.kernel)
 
     @property
     def outs(self) -> str:
-        """Returns the labels that kernel and y share: output features.
+        """Returns the labels of the output features, which kernel and y share.
 
         Labels of stacked results come last.
         """

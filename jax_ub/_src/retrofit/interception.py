@@ -70,8 +70,8 @@ def _product(module: Any, path: str) -> Product:
 DOT_GENERAL = _product(lax, "jax.lax.dot_general")
 DOT = _product(jnp, "jax.numpy.dot")
 EINSUM = _product(jnp, "jax.numpy.einsum")
-# JAX functions that the functions above call. JAX refers to them directly, not by a
-# module attribute, so only a replacement of their code has an effect.
+# Functions that the three functions above call. JAX calls them through its internal
+# modules, so a library can intercept these calls only by replacing their `__code__`.
 _INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
 
 

@@ -226,7 +226,10 @@ class Overlap:
             )
 
     def _record_parameters(self, layer, path, is_supported):
-        """Records the sharded parameters of a layer without overlap as fallbacks."""
+        """Adds the sharded parameters of a layer to `ub.fallbacks`.
+
+        Called for layers that are not overlapped.
+        """
         # Layers of jax_ub.flax.linen are skipped, because they overlap without
         # `Overlap`.
         if path in self._recorded or hasattr(type(layer), "sharding_layout"):

@@ -162,13 +162,14 @@ def overlapped(model: Any) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """An nnx module with one kernel, and the attribute that multiplies by the kernel.
+    """A layer of an nnx model: a module that multiplies by one kernel.
 
     Attributes:
         node: the module.
         kernel: the kernel's variable, or the object that another library, such as one
             for quantization, has replaced it with.
-        attribute: the module's attribute with the product function.
+        attribute: the name of the module's attribute that is the product function: the
+            function that multiplies x by the kernel, such as "dot_general".
         default: the function that Flax sets by default, or None.
         num_in: the number of contracted dimensions of the kernel.
         order: the dimensions of the stored kernel in the order [*in, *out]. Leading
@@ -224,7 +225,7 @@ class _Layer:
         return parallel_of_spec(self.spec, self.num_in, axis_name)
 
     def kept_reason(self) -> tuple[str, str] | None:
-        """Returns why `overlap` must keep the layer's function, and a fix, or None.
+        """Returns why `overlap` must keep the product function, and a fix, or None.
 
         A function that neither Flax nor `overlap` has set, such as the function of a
         quantized layer, is kept.
@@ -268,13 +269,13 @@ class _Layer:
 
 
 class StatefulProduct(nnx.Module):
-    """The product function of a layer, with the state of `DelayedScaling`."""
+    """A `DotGeneral` or `Einsum` together with its `DelayedScaling` state."""
 
     def __init__(self, product: DotGeneral | Einsum, fp8_state: Fp8State):
         self.product, self.fp8_state = product, fp8_state
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
-        """Computes the product; see `DotGeneral` and `Einsum`."""
+        """Calls the `DotGeneral` or `Einsum` with the state."""
         return self.product(*operands, fp8_state=self.fp8_state.arrays(), **options)
 
 
@@ -441,8 +442,8 @@ def _record_others(model, layers, kinds, axis_name):
     for path, module, spec in _sharded_parameters(model, axis_name):
         owner = by_node.get(id(module))
         layer = None if owner is None else layers[owner]
-        # Layers with a custom product function are recorded already. Layers of
-        # jax_ub.flax overlap without `ub.overlap`, so they are not recorded.
+        # `_kinds_by_sharding` has already recorded layers with a custom product
+        # function. Layers of jax_ub.flax overlap without `ub.overlap`.
         is_recorded = layer is not None and layer.kept_reason() is not None
         if owner in kinds or is_recorded or hasattr(module, "sharding_layout"):
             continue

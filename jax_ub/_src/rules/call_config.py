@@ -224,9 +224,9 @@ class CallConfig:
 
     @property
     def overlapped(self) -> Execution:
-        """Returns the `Execution` of a GEMM that overlaps with its own collective.
+        """Returns the `Execution` of a GEMM and the collective of an operand or result.
 
-        Chunks are sent while other chunks are multiplied.
+        They overlap: chunks are sent while other chunks are multiplied.
         """
         return self._over_ranks(self.method.forward)
 
@@ -350,11 +350,11 @@ def plan_call_config(
     # Tuned tables are measured on devices of the default backend.
     if is_automatic and is_on_cuda == cuda_engine.is_default():
         on_axis = tuned_tables.on_axis
-        table = on_axis(axes, num_ranks) if axes else tuned_tables.on_no_axis()
+        table = on_axis(axes, num_ranks) if axes else tuned_tables.for_local_gemms()
     choices = {FPROP: MethodChoice(chosen)}
     if method is None and found:
-        # A pass that the user did not configure keeps the method of a layer without a
-        # name.
+        # A dgrad without an overlap in `initialize_ub` runs with `chosen`, not with the
+        # method of the forward pass.
         choices |= {DGRAD: choices[FPROP], **_choices_by_pass(mode, label, found)}
     # An explicit method takes precedence: `OverlapFlags.check` has verified that the
     # flags agree with it.

@@ -63,7 +63,7 @@ def column_gradients(
         # "auto" does not become "bulk" if the forward pass has saved the gathered x,
         # because then no gather of x is left to overlap.
         is_bulk = may_be_bulk and gathered is not None and config.method is Method.BULK
-    # The sum with the residual is rounded once.
+    # dx stays f32 until the residual is added, so that the sum is rounded only once.
     config = dataclasses.replace(
         config,
         out_dtype=config.dtype if residual is None else sum_dtype(config.dtype),

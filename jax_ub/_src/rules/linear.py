@@ -474,9 +474,12 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
 
 
 def _with_f64_fallback(config, x):
-    """Returns a layer's settings, and a scope that records that x is f64, if it is.
+    """Selects plain `jax.lax` for an f64 x, since the engine has no f64 GEMM.
 
-    Plain `jax.lax` computes f64, because the engine has no f64 GEMM.
+    An explicit method is kept.
+
+    Returns:
+        The layer's settings, and a context manager that records the fallback, if any.
     """
     is_f64 = shapes.is_array(x) and shapes.is_f64(x)
     if is_f64 and config.may_fall_back and not config.takes_f64:

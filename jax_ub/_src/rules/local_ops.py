@@ -44,7 +44,7 @@ def dgrad_add(
     shapes.check_rank(op, "dy", values_of(dy), 1)
     if is_fp8:
         _check_scales(op, dy=dy, w=w)
-        dy, w = map_scaled(scaled.of_tensor, (dy, w))
+        dy, w = map_scaled(scaled.with_scalar_scale, (dy, w))
     else:
         shapes.check_operands(op, dy, config.kernel(w), x_name="dy")
     if dy.shape[-1] != w.shape[1]:
@@ -105,11 +105,14 @@ def _check_sources(config, **operands):
 
 
 def _gradients(function, operands, gradient):
-    """Computes the gradients of wide operands, or of the sources of FP8 operands."""
+    """Computes the gradients of `function`, with FP8 operands dequantized.
+
+    The gradient of an FP8 operand is that of its `source`.
+    """
     wide = map_scaled(lambda x: x.dequantize(), operands)
     gradients = jax.vjp(function, *wide)[1](gradient)
     return tuple(
-        scaled.in_source(found) if is_scaled(operand) else found
+        scaled.cotangent_of_scaled(found) if is_scaled(operand) else found
         for operand, found in zip(operands, gradients, strict=True)
     )
 
@@ -158,7 +161,7 @@ def wgrad_accumulate(
     shapes.check_float(op, main_grad=main_grad)
     if is_fp8:
         _check_scales(op, x=x, dy=dy)
-        x, dy = map_scaled(scaled.of_tensor, (x, dy))
+        x, dy = map_scaled(scaled.with_scalar_scale, (x, dy))
     else:
         shapes.check_float(op, x=x, dy=dy)
         shapes.check_dtypes(op, x=x, dy=dy)

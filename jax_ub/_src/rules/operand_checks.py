@@ -15,7 +15,9 @@ from jax_ub._src.scaled_array import is_scaled, values_of
 def as_tuple(
     label: str, name: str, value: Any, is_tuple: bool, length: int
 ) -> tuple[Any, ...] | None:
-    """Returns one array for each kernel, such as biases, as a tuple; None stays None.
+    """Converts an argument with one array per kernel, such as biases, to a tuple.
+
+    None stays None.
 
     Raises:
         ShapeContractError: unless `value` is one array for one kernel, or a tuple of

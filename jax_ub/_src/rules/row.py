@@ -70,7 +70,8 @@ def _gathering_gradients(config, x, ws, dy, main_grads, residual):
 
 
 def _local_gradients(config, x, ws, dy, main_grads, residual):
-    # An FP8 dy was summed before it was quantized.
+    # Only GEMM+AR may get a dy that is not summed over the ranks yet. An FP8 dy is
+    # already summed, because `scaled_gradients` sums before it quantizes.
     is_summed = config.mode.op != "matmul_all_reduce" or is_scaled(dy)
     if not is_summed and is_partial(config, dy):
         dy = all_reduce(config.collective, dy)

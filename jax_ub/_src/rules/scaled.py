@@ -52,7 +52,7 @@ def as_row(x: Any) -> Any:
 
 
 def have_scales(label: str, **operands: Any) -> bool:
-    """Returns whether all operands of a GEMM are FP8, rather than none of them.
+    """Returns True if all operands of a GEMM are FP8, False if none is.
 
     Raises:
         ShapeContractError: if only some are, or if one is FP8 without scales.
@@ -81,9 +81,10 @@ def by_name(x: Any, ws: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def result_dtype(x: Any, ws: tuple[Any, ...]) -> np.dtype:
-    """Returns the default dtype of the result: that of x, or of the first source.
+    """Returns the default dtype of a layer's result: the dtype of x.
 
-    It is bf16 if no FP8 operand has a source.
+    For FP8 operands it is the dtype from which the first of them was quantized, or bf16
+    if that is not known.
     """
     if not is_scaled(x):
         return x.dtype
@@ -92,7 +93,10 @@ def result_dtype(x: Any, ws: tuple[Any, ...]) -> np.dtype:
 
 
 def with_dtypes(config: CallConfig, x: Any, ws: tuple, out_dtype) -> CallConfig:
-    """Returns a layer's settings with the dtypes of its operands and gradients."""
+    """Returns `config` with the dtypes of the operands, the result and the gradients.
+
+    An `out_dtype` of None selects `result_dtype`.
+    """
     config = config.with_dtypes(result_dtype(x, ws), out_dtype)
     if not is_scaled(x):
         return config
@@ -108,11 +112,14 @@ def with_dtypes(config: CallConfig, x: Any, ws: tuple, out_dtype) -> CallConfig:
 
 
 def check_operands(config: CallConfig, x: ScaledArray, w: ScaledArray) -> None:
-    """Checks FP8 operands of a layer, except that both have the same K."""
+    """Checks scales and formats of a layer's FP8 operands.
+
+    The caller checks that both have the same K.
+    """
     label = config.label
     shapes.check_kernel(label, "w", w)
     shapes.check_not_empty(label, "x", x)
-    x_axis, w_axis = _contracted(config, x)
+    x_axis, w_axis = _contracted_axes(config, x)
     _check_layout(label, "x", x, x_axis)
     _check_layout(label, "w", w, w_axis)
     check_formats(label, x=x, w=w)
@@ -133,8 +140,7 @@ def check_formats(label: str, **operands: ScaledArray) -> None:
         )
 
 
-def _contracted(config, x):
-    """Returns the contracted axes of x and of a kernel."""
+def _contracted_axes(config, x):
     return x.ndim - 1, 1 if config.rhs_transposed else 0
 
 
@@ -192,22 +198,23 @@ def _check_ranks(config: CallConfig) -> None:
         )
 
 
-def _of_tensors(
+def _with_scalar_scales(
     config: CallConfig, x: ScaledArray, ws: tuple[ScaledArray, ...]
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
-    """Makes the scales that belong to tensors scalars; the others belong to rows.
+    """Reshapes each scale per tensor to a scalar, if it is the same on all ranks.
 
-    Ranks that gather or contract a tensor have the same scale for it.
+    If a scale of a gathered or contracted tensor may differ over the ranks, it keeps
+    its shape, and belongs to the rows of its rank.
     """
     communicates = config.mode.op != "matmul"
-    x_axis, w_axis = _contracted(config, x)
+    x_axis, w_axis = _contracted_axes(config, x)
 
     def scalar(operand, axis, is_shared):
         if operand.scaling != "tensor":
             return operand
         if is_shared and not _is_agreed(config, operand, axis):
             return operand
-        return of_tensor(operand)
+        return with_scalar_scale(operand)
 
     gathers = config.mode.gathers_x
     return scalar(x, x_axis, communicates), tuple(
@@ -215,8 +222,8 @@ def _of_tensors(
     )
 
 
-def of_tensor(operand: ScaledArray) -> ScaledArray:
-    """Returns an FP8 array whose only scale is a scalar."""
+def with_scalar_scale(operand: ScaledArray) -> ScaledArray:
+    """Reshapes the only scale of an FP8 array to a scalar."""
     return ScaledArray(operand.values, operand.scales.reshape(()), operand.source)
 
 
@@ -268,10 +275,11 @@ def scaled_gradients(
     dys: dict[int, Any],
     d_gathered: Any = None,
 ) -> tuple[ScaledArray | None, dict[int, Any], dict[str, jax.Array] | None]:
-    """Computes the gradients of FP8 operands, in their sources, and the new state.
+    """Computes the gradients of a layer of FP8 operands, and the new state.
 
-    The arguments are those of `vjp.differentiable`. The gathered x has no source, and
-    so no gradient.
+    `vjp.differentiable` describes arguments and results. The gradient of an operand is
+    that of its `source`, the array that was quantized. The gathered x has no source,
+    and so no gradient.
     """
     gathers = config.mode.gathers_x
     new_state = None
@@ -286,8 +294,8 @@ def scaled_gradients(
     dx, dws = (column_gradients if gathers else row_gradients)(config, saved, dys)
     x_dtype, *w_dtypes = config.source_dtypes
     if saved["main_grads"] is None:
-        dws = {i: _in_source(dw, w_dtypes[i]) for i, dw in dws.items()}
-    return _in_source(dx, x_dtype), dws, new_state
+        dws = {i: _cotangent(dw, w_dtypes[i]) for i, dw in dws.items()}
+    return _cotangent(dx, x_dtype), dws, new_state
 
 
 def _quantized_gradients(config, dys, state):
@@ -327,7 +335,7 @@ def quantized(
         if not is_scaled(x):
             return x, ws, ()
         _check_ranks(config)
-        return *_of_tensors(config, x, ws), (None,)
+        return *_with_scalar_scales(config, x, ws), (None,)
     check_recipe(label, recipe)
     of_x = config
     for name, operand in by_name(x, ws).items():
@@ -352,8 +360,8 @@ def quantized(
         rhs_transposed=config.rhs_transposed,
     )
     _check_ranks(config)
-    x, _ = _of_tensors(of_x, x, ())
-    _, ws = _of_tensors(config, x, ws)
+    x, _ = _with_scalar_scales(of_x, x, ())
+    _, ws = _with_scalar_scales(config, x, ws)
     # The forward pass reads the named arrays, so that remat with a policy that keeps
     # them does not quantize again.
     x = _named(config, "x", x)
@@ -367,15 +375,15 @@ def _named(config, name, operand):
     return ScaledArray(values, scales, operand.source)
 
 
-def _in_source(gradient, dtype):
-    """Returns the cotangent of a `ScaledArray`: a gradient in its source, or None."""
-    if gradient is None or dtype is None:
+def _cotangent(gradient, source_dtype):
+    """Returns the cotangent of a `ScaledArray`; None without gradient or source."""
+    if gradient is None or source_dtype is None:
         return None
-    return in_source(gradient.astype(dtype))
+    return cotangent_of_scaled(gradient.astype(source_dtype))
 
 
-def in_source(gradient: jax.Array) -> ScaledArray:
-    """Returns the cotangent of a `ScaledArray` whose source has this gradient."""
+def cotangent_of_scaled(gradient: jax.Array) -> ScaledArray:
+    """Returns the cotangent of a `ScaledArray`: the gradient of its `source` alone."""
     return ScaledArray.tree_unflatten(None, (None, None, gradient))
 
 

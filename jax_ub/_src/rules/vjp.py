@@ -84,7 +84,7 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         if main_grads is None:
             dws = tuple(map(dws.get, range(len(dys))))
             return dx, dws, dbs, d_residual, None, *state
-        # A main_grad's cotangent is its new value, or the old one if its dy is zero.
+        # The cotangent of a main_grad is its new value. A zero dy adds nothing.
         sums = tuple(dws.get(i, main_grad) for i, main_grad in enumerate(main_grads))
         return dx, None, dbs, d_residual, sums, *state
 
@@ -119,9 +119,10 @@ def accumulation(config: CallConfig, dys, main_grads):
 
 
 def check_sources(label: str, *operands) -> None:
-    """Raises an error if an FP8 operand without a source is differentiated.
+    """Raises an error if JAX differentiates an FP8 operand that has no `source`.
 
-    The operands are wrapped as by `defvjp(symbolic_zeros=True)`.
+    Only a `source` can receive the gradient. The operands are wrapped as by
+    `defvjp(symbolic_zeros=True)`.
     """
     for operand in operands:
         if not is_scaled(operand) or operand.source is not None:

@@ -97,7 +97,7 @@ def check_shared(device_groups: DeviceGroups) -> None:
 
 
 def shared_groups(device_groups: DeviceGroups) -> str:
-    """Returns, as text, the groups of ranks that another mesh axis has connected.
+    """Returns, as text, the groups of ranks that are already connected for other axes.
 
     The processes compare it, since they must agree on which groups to connect.
     """
@@ -114,7 +114,9 @@ def connect(
     agreed_settings: Mapping[str, str],
     own_error: Exception | None,
 ) -> None:
-    """Connects all groups of ranks that can share memory, or fails in every process.
+    """Connects all groups of ranks that can share memory.
+
+    An error of one process is raised in all processes.
 
     Args:
         device_groups: the groups of ranks, and the process of each device.

@@ -72,9 +72,10 @@ class ConnectionAttempt:
         agreed_settings: Mapping[str, str],
         own_error: Exception | None,
     ) -> Values:
-        """Connects all groups that can be connected, or fails in every process.
+        """Connects all groups whose ranks can share memory.
 
-        `communicators.connect` describes arguments and errors.
+        An error of one process is raised in all processes. `communicators.connect`
+        describes arguments and errors.
 
         Returns:
             The handshake values of each process, by process index.

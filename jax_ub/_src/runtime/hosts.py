@@ -28,7 +28,7 @@ def identity() -> str:
 
 
 def short_name(host: str) -> str:
-    """Returns the host name in a text from `identity`, for messages."""
+    """Returns the host name, the first word of an `identity`, for messages."""
     return host.split(" ")[0]
 
 

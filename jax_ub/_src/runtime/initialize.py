@@ -173,7 +173,7 @@ def get_ub(
     *,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Overlap:
-    """Returns the configuration and buffer description of one named overlap.
+    """Returns a named overlap of `initialize_ub`: its configuration and buffer size.
 
     Transformer Engine: `get_ub`.
 
@@ -325,8 +325,8 @@ def _device_groups(axes, axis: InitializedAxis | None, devices) -> DeviceGroups:
     process_of = {device.id: device.process_index for device in devices}
     own = [d for d in devices if d.process_index == jax.process_index()]
     return DeviceGroups(
-        # After an error the ranks are unknown. A single group of all devices lets the
-        # processes exchange the error; it is not connected.
+        # If the arguments are invalid, the ranks are unknown (`axis` is None). Then the
+        # processes of all devices only exchange the error; no group is connected.
         groups=(tuple(process_of),) if axis is None else axis.groups,
         process_of=process_of,
         process=jax.process_index(),

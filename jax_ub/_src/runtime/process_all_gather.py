@@ -1,10 +1,10 @@
 """All-gathers one value per process, or raises on every process.
 
 The error names the processes that are missing. The process with the lowest index is the
-coordinator. Messages of a dead job or of an abandoned attempt are ignored: the
-coordinator and every member draw a random number (a nonce) for each attempt. The
-coordinator accepts only messages that repeat its number, and writes its answer to a key
-with the member's number.
+coordinator, and the others are members. Messages of a dead job or of an abandoned
+attempt are ignored: the coordinator and every member draw a random number (a nonce) for
+each attempt. The coordinator accepts only messages that repeat its number, and writes
+its answer to a key with the member's number.
 
     coordinator                          member 1
     "coordinator": [number c, ...]  ->  reads c
@@ -81,14 +81,14 @@ class ProcessAllGather:
         self._timeout_s = timeout_s
         self._number = f"{process}-{secrets.token_hex(8)}"
         self._rounds: list[Any] = []
-        # Used on the coordinator only: the number of each member that it has seen, one
-        # answer per round for each member, and the failure that it has sent.
+        # Used on the coordinator only: the random number of each member's attempt, the
+        # answers sent to each member (one per round), and the failure among them.
         self._numbers: dict[int, str] = {}
         self._answers: dict[int, list] = {}
         self._failure: dict[str, Any] = {}
         self._ended: set[int] = set()  # processes that have ended their attempt
-        # Used on members only: the coordinator's number, and whether an answer has
-        # confirmed it.
+        # Used on members only: the random number of the coordinator's attempt, and
+        # whether that attempt has answered, so that a newer number is not repeated.
         self._repeats = ""
         self._is_confirmed = False
         self._has_sent_failure = False  # to all processes seen so far
@@ -267,7 +267,12 @@ class ProcessAllGather:
         return {int(process): value for process, value in answer["values"]}
 
     def _repeat(self, message):
-        """Writes the coordinator's number to this process's message, to confirm it.
+        """Copies the coordinator's random number into this process's message.
+
+        The coordinator ignores messages without the number.
+
+        Args:
+            message: the coordinator's message, or None.
 
         Returns:
             The processes for which the coordinator is waiting.

@@ -116,7 +116,7 @@ def xla_memory_share() -> float:
         share = float(text or 0.75)
     except ValueError:
         share = math.nan
-    # XLA itself reports a value that is not a positive number.
+    # An invalid value is ignored here, because XLA itself reports it.
     return min(share, 1.0) if share > 0 else 0.75
 
 
@@ -161,7 +161,7 @@ def pool_threads() -> int | None:
 
 
 def pool_threads_for(num_devices: int) -> int:
-    """Returns a size of jaxlib's thread pools with which `num_devices` CPU devices run.
+    """Returns a sufficient size of jaxlib's thread pools for `num_devices` CPU devices.
 
     jaxlib deadlocks if more launches are in flight than its pool has threads. It also
     computes on these threads, so there is at least one per core.

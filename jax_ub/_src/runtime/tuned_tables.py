@@ -43,8 +43,8 @@ def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
     return of_process()
 
 
-def on_no_axis() -> TunedTable | None:
-    """Returns the table of tuned methods for calls of "auto" without communication.
+def for_local_gemms() -> TunedTable | None:
+    """Returns the table of tuned methods for GEMMs of "auto" without communication.
 
     If all initialized axes that have a table have the same one, it takes precedence
     over the file `JAX_UB_TUNED`.

@@ -108,8 +108,8 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
     operands = (*operands, fp8_states)
     x_matrix = operands[0]
     if not layout.is_local() and 0 in x_matrix.shape[:-1] and main_grads is None:
-        # The ops reject empty arrays. With a main_grad the call goes on to their error,
-        # since a constant result would discard the main_grad.
+        # The ops reject empty arrays, so the result is made here. With a main_grad, the
+        # ops' error is wanted, because a constant result would discard the main_grad.
         shape, dtype = x_matrix.shape[:-1], out_dtype or x.dtype
         ys: Any = tuple(jnp.zeros((*shape, math.prod(out)), dtype) for out in outs)
     elif mesh is None:
@@ -120,7 +120,7 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
         if is_exported:
             ys = _without_shard_map(layout, mesh, out_dtype, *operands)
         else:
-            layout, repeated = _settled_layout(layout, mesh, x_matrix)
+            layout, repeated = _fitted_layout(layout, mesh, x_matrix)
             # The configuration is part of jit's cache key, because the layer looks up
             # its name and method there while it is traced.
             configuration = registry.configuration()
@@ -201,7 +201,10 @@ def _shard_function(layout, out_dtype, kernels):
 
 
 def _has_separate_calls(layout, kernels):
-    """Returns whether each kernel has a call, since no all-gather is shared."""
+    """Returns whether each kernel needs its own call.
+
+    Only AG+GEMM takes several kernels, which share the all-gather of x.
+    """
     return len(kernels) > 1 and layout.mode.op != "all_gather_matmul"
 
 
@@ -318,12 +321,15 @@ def _typed_layout(layout, mesh, kernels, num_in):
     return layout
 
 
-def _settled_layout(layout, mesh, x):
-    """Fits the layout to the shape of x; returns it, and why ranks repeat rows.
+def _fitted_layout(layout, mesh, x):
+    """Fits the layout to the shape of x.
 
     Layers that are not parallel do not shard tokens that do not divide evenly. FSDP
     axes that do not shard the tokens are left out, so that XLA all-gathers the kernels
     when it moves them into the `shard_map`.
+
+    Returns:
+        The layout, and why several ranks compute the same rows of x, or None.
     """
     given = layout
     if layout.parallel is None:
@@ -341,9 +347,9 @@ def _settled_layout(layout, mesh, x):
 
 
 def _record_repeated(given, layout, mesh, x_shape):
-    """Records a fallback if some mesh axes shard neither tokens nor features.
+    """Adds the layer to `ub.fallbacks` if several ranks compute the same rows of x.
 
-    The ranks along these axes compute the same rows of x.
+    They do if a mesh axis shards neither tokens nor features.
 
     Args:
         given: the layout that the caller passed.

@@ -232,7 +232,7 @@ def pair_rows(
 
 def _with_user_scope(pair):
     """Returns a pair with its scope as the user named it, its fallback and a note."""
-    fallback = lowering_log.called_instead(pair.scope)
+    fallback = lowering_log.fallback_in(pair.scope)
     scope = _scope("", fallback.label) if fallback else _scope(pair.scope, "")
     repeated = lowering_log.replicated_in(pair.scope)
     reason = repeated.reason if repeated else ""
@@ -241,11 +241,11 @@ def _with_user_scope(pair):
 
 def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
     """Yields rows for fallbacks that run as a dot, without an adjacent collective."""
-    known = {lowering_log.called_instead(pair.scope) for pair in pairs}
+    known = {lowering_log.fallback_in(pair.scope) for pair in pairs}
     for equation, _ in _equations(jaxpr, 1):
         if equation.primitive.name != "dot_general":
             continue
-        fallen = lowering_log.called_instead(str(equation.source_info.name_stack))
+        fallen = lowering_log.fallback_in(str(equation.source_info.name_stack))
         if fallen is not None and fallen not in known:
             known.add(fallen)
             yield Row(_scope("", fallen.label), "dot", False, "xla", fallen.reason)
