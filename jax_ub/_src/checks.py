@@ -359,10 +359,10 @@ def check_main_grad(op: str, main_grad, w) -> None:
 def mapped_with(
     value: jax.Array, other: jax.Array, text: Callable[[int], str]
 ) -> jax.Array:
-    """Returns `value`, which `jax.vmap` must map if it maps `other`.
+    """Returns `value`; raises an error if `jax.vmap` maps `other` but not `value`.
 
-    JAX drops the check if the result is not used. It adds nothing to the compiled
-    program.
+    JAX drops the check if the result is not used. The check adds nothing to the
+    compiled program.
 
     Args:
         value: the array to check.

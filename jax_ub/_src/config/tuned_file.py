@@ -69,7 +69,7 @@ class TunedKey:
 class Environment:
     """The device kind and library versions for which measured methods are valid.
 
-    A tuning is used only in an equal environment, since times do not carry over.
+    They are used only in an equal environment, since times differ in others.
     """
 
     device: str

@@ -13,7 +13,7 @@ from jax_ub._src.errors import ConfigurationError
 from jax_ub._src.fp8.recipes import DelayedScaling, Recipe
 from jax_ub._src.fp8.state import init_state
 
-# The type by which MaxText recognizes such variables is found by its name.
+# nnx identifies this variable type by its name, and MaxText recognizes FP8 state by it.
 OverwriteWithGradient = nnx.variable_type_from_name(
     OVERWRITE_WITH_GRADIENT, allow_register=True
 )

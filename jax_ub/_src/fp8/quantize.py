@@ -110,8 +110,9 @@ def quantize_layer(
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
     """Quantizes the kernels of a layer, and its activations if they are not FP8 yet.
 
-    Scales per tensor are agreed over `axes`; current ones by one collective. Several
-    kernels have one scale, as the fused kernel of Transformer Engine's layers.
+    All ranks along `axes` have the same scale per tensor. For current scaling, one
+    collective reduces the amax of x and of the kernels. Several kernels share a scale,
+    as if they were the fused kernel of a Transformer Engine layer.
     """
     xs = () if is_scaled(x) else (x,)
     if isinstance(recipe, DelayedScaling):
@@ -305,7 +306,7 @@ def quantize_params(
 
     Call it in front of a loop over microbatches: the loop then reads one byte per
     element, and gradients accumulate in the parameters, which are the `source` of the
-    results. The maxima of all kernels are agreed in one collective.
+    results. One collective reduces the maxima of all kernels over the ranks.
 
     Transformer Engine: `is_first_microbatch`, with which a module quantizes its weights
     once per step.

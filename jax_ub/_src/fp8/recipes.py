@@ -225,8 +225,8 @@ class MXFP8BlockScaling:
 class RowwiseScaling:
     """Recipe with a power-of-two scale per row of activations, column of kernels.
 
-    The scales are f32. A row is what is contracted: the features of a token, and the
-    inputs of an output feature.
+    The scales are f32. The values that share a scale are contracted: the features of a
+    token, or the inputs of an output feature.
 
     Transformer Engine: none. torchao: the float8 recipe "rowwise".
 

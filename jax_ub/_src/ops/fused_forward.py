@@ -158,8 +158,8 @@ class ForwardLinearBiasAdd(FusedOperation):
             adds = linear.mode == ROW if is_overlapped else _adds_in_gemm(linear)
             if not adds:
                 return None
-            # A bias before the reduce-scatter is already part of the overlapped linear,
-            # so only a bias after it is taken here.
+            # A `UserbuffersForwardLinear` already contains the bias before its
+            # reduce-scatter. The bias that is taken here comes after it.
             window = [linear, *(op for op in rest[1:2] if isinstance(op, Bias))]
             add = next(iter(rest[len(window) :]), None)
             if not isinstance(add, AddExtraInput) or not add.in_place:

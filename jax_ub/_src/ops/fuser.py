@@ -339,7 +339,10 @@ class OperationFuser:
 
     @property
     def groups(self) -> tuple[OperationGroup, ...]:
-        """Returns the smallest groups of operations that have a joint derivative."""
+        """Splits the operations into groups that are each differentiated as a whole.
+
+        The groups are as small as the fused operations of both passes allow.
+        """
         forward, backward = (
             {
                 window.start: op

@@ -167,7 +167,7 @@ class OperationGroup:
 
     @contextlib.contextmanager
     def naming_errors(self, window: slice, op: FusedOperation) -> Iterator[None]:
-        """Returns a context that prefixes errors with the failed operation's name."""
+        """Returns a context manager that adds an operation's name to its errors."""
         try:
             yield
         except UbError as error:

@@ -64,9 +64,9 @@ def quantized(config: CallConfig, residuals: Residuals, params: Params) -> Resid
 
 
 def product_of(config: CallConfig) -> Callable[..., Any]:
-    """Returns the forward pass of a linear layer, whose operands may be FP8.
+    """Returns the function that computes a linear layer's forward pass.
 
-    See `forward.forward_of`.
+    See `forward.forward_of`. The operands may be FP8.
     """
     return forward_of(config) if config.fp8 is None else scaled.scaled_forward
 

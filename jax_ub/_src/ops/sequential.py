@@ -213,7 +213,7 @@ def split_main_grads(params: Any) -> tuple[Any, Any]:
 def split_fp8_states(params: Any) -> tuple[Any, Any]:
     """Splits parameters into weights and states of `DelayedScaling`.
 
-    The gradient of a state is its new value, which `ub.fp8.apply_updates` takes over:
+    The gradient of a state is its new value, which `ub.fp8.apply_updates` stores:
 
         weights, states = ops.split_fp8_states(params)
         loss = lambda w, s: loss_of(seq(ops.merge_fp8_states(w, s), x))

@@ -43,7 +43,7 @@ def scale_fields(scales: Sequence[jax.Array]) -> dict[str, bool]:
 def with_scales(
     operands: Sequence[jax.Array], scales: Sequence[jax.Array]
 ) -> tuple[Operand, ...]:
-    """Returns `ScaledArray`s of FP8 values; the operands, if there are no scales."""
+    """Combines operands and their scales to `ScaledArray`s, if there are scales."""
     if not scales:
         return tuple(operands)
     return tuple(

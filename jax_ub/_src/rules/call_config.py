@@ -391,7 +391,7 @@ def _choices_by_pass(mode, label, found):
         if overlap is None or not mode.communications(direction):
             continue
         _check_communication(mode, label, direction, overlap)
-        # A wgrad that the user did not configure takes the dgrad's choice.
+        # A wgrad that the user did not configure runs with the dgrad's method.
         if direction != WGRAD or overlap.is_configured:
             config = overlap.config
             choices[direction] = MethodChoice(

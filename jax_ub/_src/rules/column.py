@@ -145,7 +145,7 @@ def _wgrad(config, x, gathered, dys, main_grads):
 
 def _bulk(config, x, gathered, dys, ws, main_grads, d_gathered):
     # The all-gather of x overlaps the dgrad, dy w^T. The reduce-scatter of the dgrad's
-    # partial sums overlaps the wgrad, x^T dy. A wgrad without a choice of its own takes
+    # partial sums overlaps the wgrad, x^T dy. A wgrad without its own method runs with
     # the dgrad's, which a tuned table may have replaced.
     wgrad_config = config if config.wgrad_choice is None else config.wgrad
     dtype = config.partial_dtype(len(dys))

@@ -55,7 +55,7 @@ def claim_state(op: str, state: Any) -> None:
 
 
 def _is_used(array):
-    """Returns whether the array is used already in this trace; it is from now on."""
+    """Returns whether a call has used the array in this trace; marks it as used."""
     if not isinstance(array, jax.core.Tracer):
         return False
     key, here = id(array), get_opaque_trace_state(convention="flax")

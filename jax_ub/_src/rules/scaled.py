@@ -168,7 +168,7 @@ def _scales_shape(operand, contracted, size):
 def _is_per_row(operand, contracted):
     """Returns whether each row or column has its own scale.
 
-    A scale per tensor counts as one if there is only one row or column.
+    That is also the case for a scale per tensor if there is only one row or column.
     """
     return operand.scales.shape == _scales_shape(operand, contracted, 1)
 
@@ -189,7 +189,7 @@ def _check_agreed(config, name, operand, contracted):
 def _check_ranks(config: CallConfig) -> None:
     """Raises an error if the ranks are an axis of `jax.vmap`.
 
-    JAX itself would differentiate there.
+    JAX differentiates such calls without the `custom_vjp`, which FP8 operands need.
     """
     if config.is_mapped:
         raise UnsupportedOverlapError(
