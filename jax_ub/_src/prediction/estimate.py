@@ -185,7 +185,7 @@ def _schedule_name(work, method, machine):
 
 
 def direct_seconds(work: Workload, machine: Hardware) -> float:
-    """Returns the seconds of method "direct": one GEMM over the peers' memory.
+    """Predicts the seconds of method "direct": one GEMM over the peers' memory.
 
     A barrier follows the GEMM. On a GPU, the GEMM takes at least the time of its
     transfers. A collective has only transfers.
@@ -208,7 +208,7 @@ def fastest_plan(
     *,
     is_default: bool = False,
 ) -> tuple[str, float, int]:
-    """Returns the fastest options, such as "b4a1s2", their seconds and launches.
+    """Predicts the fastest options; returns their text, seconds and launch count.
 
     With `is_default`, takes the options that the engine runs if nothing was tuned.
     Variants other than the plain one run one kernel per product, as the engine does.
@@ -223,7 +223,7 @@ def fastest_plan(
     best = min(spans, key=lambda one: end_s(spans[one]))
     blocks = "" if method == "ring_exchange" else f"b{best.num_splits}"
     knobs = f"{blocks}a{best.aggregate}s{best.streams}"
-    # The kernel of a one-shot all-reduce sends, too.
+    # The kernel that sums in a one-shot all-reduce also sends: its puts launch nothing.
     is_one_shot = variant is Variant.ONE_SHOT
     launched = [s for s in spans[best] if not (is_one_shot and s.kind == "put")]
     return knobs, end_s(spans[best]), len(launched)
@@ -270,7 +270,7 @@ def _options(work, machine, method) -> Iterator[PlanOptions]:
 
 
 def _estimate_concurrent(op, method, sizes, itemsize, machine):
-    """Predicts a GEMM with a concurrent collective that it does not depend on."""
+    """Predicts the time of a GEMM and an independent, concurrent collective."""
     M, K, _, P = sizes
     local = _workload("all_gather_matmul", sizes, itemsize, machine).gemm
     part = machine.shared_by(P)

@@ -160,7 +160,7 @@ class _Rank:
             self._launch("end", (), end_s(self.spans), 0.0)
 
     def _launch(self, kind, chunks, ready, duration):
-        """Launches work on a GPU's lane that communicates; returns its end time."""
+        """Adds work to the "wire" lane of this GPU; returns the time when it ends."""
         start = max(ready, self._wire)
         is_in_kernel = self._is_one_kernel and kind in ("put", "wait")
         launch_s = 0.0 if is_in_kernel else self._hardware.launch_s
@@ -277,7 +277,7 @@ class _Rank:
 def _kernels(
     own: int, steps: Sequence[Step], gathers: bool, aggregate: int
 ) -> dict[int, list[tuple[int, int]]]:
-    """Returns the (chunk, split) pairs of each GEMM kernel, by the step that runs it.
+    """Maps the index of the step that runs a GEMM kernel to its (chunk, split) pairs.
 
     Up to `aggregate` consecutive chunks of peers are multiplied by one kernel; the
     rank's own chunk has a separate kernel. If operands are gathered, the kernel is

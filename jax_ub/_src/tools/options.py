@@ -159,7 +159,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def check_divides(command: str, shape: Shape, num_ranks: int, option: str) -> None:
-    """Checks that all sizes are multiples of `num_ranks`, a value of `option`."""
+    """Checks that `num_ranks`, which the user set by `option`, divides all sizes."""
     if not shape.divides(num_ranks):
         raise ShapeContractError(
             f"{command}: shape {shape} does not divide into {num_ranks} ranks. Take "

@@ -21,7 +21,7 @@ from jax_ub._src.tools.devices import Ranks
 from jax_ub._src.tools.options import load_extra
 
 Values = Sequence[float] | np.ndarray
-# Limit: the time of the FLOPs at the peak rate, on tiles that stay in the L1 cache.
+# Name of a lower bound: the time of the FLOPs at the peak rate, on tiles in L1.
 PEAK = "peak"
 # Duration of a measurement of the peak rate: 20 times the wake-up time of a thread, so
 # that all cores compute nearly all the time.
@@ -87,7 +87,7 @@ _best_rates: dict[str, float] = {}
 
 @dataclasses.dataclass(eq=False)
 class PeakCandidate(Candidate):
-    """A limit that times `flops` floating-point operations at the peak rate.
+    """The time of `flops` operations at the peak rate: a lower bound of all programs.
 
     Each timed call measures the peak rate again, on tiles that stay in the L1 cache.
     """
@@ -102,7 +102,7 @@ class PeakCandidate(Candidate):
 
 
 def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
-    """Returns a limit at the peak FLOP rate; an empty list on GPUs or without FLOPs."""
+    """Returns the `PeakCandidate`, if any: there is none on GPUs or without FLOPs."""
     if ranks.platform != "cpu" or not flops:
         return []
     operands = [SHORT_NAMES[dtype], _PEAK_DURATION_S]

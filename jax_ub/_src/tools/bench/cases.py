@@ -32,8 +32,8 @@ ONEDNN = "onednn"
 UNFUSED = "unfused"
 PLAIN = "plain_gemm"
 COPY = "copy"
-# Name of a limit of multi-process cases: the same op on the same number of devices, all
-# in one process.
+# Name of a limit (lower bound) of multi-process cases: the same op on as many devices
+# of one process.
 IN_PROCESS = "in_process"
 # Names of nearly empty programs, which measure XLA's launch time on all devices and on
 # one device.
@@ -42,8 +42,8 @@ LAUNCH_ONE = "launch_one"
 # Name of a ratio: the time of the plain GEMM divided by the time of jax_ub's program,
 # after each program's launch time is subtracted.
 PLAIN_APART = "plain_gemm_launches_apart"
-# Peers of FP8 cases: jax_ub's call of the same shape in bf16; XLA's dots of FP8 values;
-# XLA's fastest program on operands that are quantized and dequantized to bf16.
+# Programs that FP8 cases are compared with: jax_ub's call in bf16; XLA's dots of FP8
+# values; XLA's fastest program on operands quantized and dequantized to bf16.
 BF16 = "bf16"
 XLA_F8 = "xla_f8"
 XLA_QDQ = "xla_qdq"
@@ -168,7 +168,7 @@ class Setup:
 
     @property
     def recipe(self) -> Recipe:
-        """Returns the recipe of the operands, which are FP8."""
+        """Returns the FP8 recipe of `dtype`; other dtypes have none."""
         return FP8_RECIPES[self.dtype]
 
     def case(
@@ -204,7 +204,7 @@ def copy_limit(num_bytes: int) -> Candidate:
 
 
 def launches(ranks: Ranks) -> list[Candidate]:
-    """Returns nearly empty programs on all devices of `ranks` and on one device."""
+    """Returns programs that measure the launch time on all devices and on one."""
     return [
         Candidate(
             name,

@@ -33,7 +33,7 @@ def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
 
 
 def _case(op, setup, column, *, quantizes):
-    """Returns a case; `quantizes` tells whether the layers quantize their operands."""
+    """Returns a benchmark case in FP8; the layers quantize if `quantizes`."""
     shape, ranks, recipe = op.shape(column), setup.ranks, setup.recipe
     quantize, options = None, {"fp8": recipe}
     if not quantizes:
@@ -81,7 +81,7 @@ def _case(op, setup, column, *, quantizes):
 
 
 def _in_xla(op, setup, column, name, quantizes):
-    """Returns XLA's programs of an op, by a description of each."""
+    """Returns XLA's FP8 programs for an op; the keys describe them in reports."""
     local = op.local_operands(column, setup.num_ranks)
     dots = {
         gemm: ScaledDot(

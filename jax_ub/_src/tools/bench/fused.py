@@ -152,7 +152,7 @@ def _case(setup: Setup, shape: Shape, sequence: _Sequence) -> Case:
 
 
 def _operands(setup, shape, sequence):
-    """Returns a sequence's operands, their shardings and the results' shardings."""
+    """Draws operands of a `Sequential`; returns them, their and the results' specs."""
 
     def draw(array_shape, spec, scale=1.0):
         array = normal(len(array_shape), array_shape, jnp.dtype(setup.dtype), scale)

@@ -79,7 +79,7 @@ class LinearOp:
 
     @property
     def is_pair(self) -> bool:
-        """Returns whether the op has both layers and gradients; else it is forward."""
+        """Returns whether the op has the GEMMs of two layers, not one forward GEMM."""
         return len(self.gemms) > 1
 
     def shape(self, column: Shape) -> Shape:
@@ -92,7 +92,7 @@ class LinearOp:
         column: Shape,
         quantize: Callable[..., tuple[Any, Any]] | None = None,
     ) -> Callable[..., Candidate]:
-        """Draws operands, and returns a function that makes candidates with them.
+        """Draws operands; returns a function that makes programs to time with them.
 
         The function takes a candidate's name, its program and a description.
         `quantize` maps ranks, operands and their specs to quantized operands and specs.
@@ -117,14 +117,14 @@ class LinearOp:
         return {name: [*map(local.sizes, _GEMMS[name][:2])] for name in self.gemms}
 
     def in_xla(self, dots: Dots, dtype: str) -> dict[str, Program]:
-        """Returns XLA's programs to time, by a description of each."""
+        """Returns XLA's programs for the op; the keys describe them in reports."""
         found = self.with_layers(peers.Collectives, dots, dtype)
         return {**found, peers.NAIVE_VARIANT: self.naive}
 
     def with_layers(
         self, layers: Callable[[str], peers.Collectives], dots: Dots, dtype: str
     ) -> dict[str, Program]:
-        """Returns the programs made of `layers` and dots, by a description of each.
+        """Returns the op's programs with `layers` and dots; the keys describe them.
 
         Partial sums are reduced in `dtype` and in f32, because the fastest choice
         depends on the machine.
@@ -147,7 +147,7 @@ class LinearOp:
         return functools.partial(run, peers.Rings(), dots)
 
     def on_one_device(self, method: str) -> Program:
-        """Returns the op's GEMMs by jax_ub without communication: the op's limit."""
+        """Returns the op's GEMMs by jax_ub on one device, a lower bound of its time."""
         run = next(iter(self.programs.values()))
         gemm = {name: own_gemm(method, name[-2:]) for name in self.gemms}
         dots = {name: lambda a, b, _, g=g: g(a, b) for name, g in gemm.items()}
@@ -180,7 +180,7 @@ def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
 
 
 def plain(op: LinearOp, method: str, dtype: str, column: Shape) -> Candidate:
-    """Returns the limit of the op: its GEMMs by jax_ub, whole, on one device."""
+    """Returns the op's whole GEMMs on one device, a lower bound of its time."""
     candidate = op.candidates(Ranks(1), dtype, column)
     return candidate(cases.PLAIN, op.on_one_device(method))
 
@@ -188,7 +188,7 @@ def plain(op: LinearOp, method: str, dtype: str, column: Shape) -> Candidate:
 def memory_of(
     op: LinearOp, shape: Shape, own: Candidate, best: Candidate, ranks: Ranks
 ) -> Memory:
-    """Returns the memory of a forward op's programs."""
+    """Measures how many bytes jax_ub's and XLA's programs of an op allocate."""
     x = own.operands[0]
     avoided = "the gathered x [M, K]"
     avoided_bytes = shape.M * shape.K * x.dtype.itemsize
@@ -358,7 +358,7 @@ def latency(setup: Setup, shape: Shape) -> list[Case]:
             lambda x, w: ub.all_gather_matmul(x[:rows], w, **options),
             lambda x, w: peers.naive_column(x[:rows], w),
         ),
-        # The next call of the chain needs all rows again.
+        # Many calls are chained to time them: the next one needs as many rows again.
         "matmul_reduce_scatter": (
             lambda x, w: _tile(ub.matmul_reduce_scatter(x, w, **options)),
             lambda x, w: _tile(peers.naive_row(x, w)),

@@ -33,7 +33,7 @@ LAYOUTS = {
     "tn": ("MK", "MN", "KN"),
 }
 _CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
-# Name in reports of the naive program, where it is XLA's fastest variant.
+# Name in reports of the naive program, if it is the fastest of XLA's programs.
 NAIVE_VARIANT = "naive"
 
 
@@ -142,7 +142,7 @@ def scatter(x: jax.Array) -> jax.Array:
     return lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True)
 
 
-# The naive programs are what most users write.
+# The naive programs: the layers as most users write them.
 
 
 def naive_dot(a: jax.Array, b: jax.Array, layout: str) -> jax.Array:
@@ -168,7 +168,7 @@ def naive_all_reduce(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 class Layers:
-    """Base class of the ways to run layers below; multiplies operands as they are."""
+    """Base class of implementations of AG+GEMM and GEMM+RS, without quantization."""
 
     def quantized(self, x: Any, role: str) -> Any:
         """Quantizes activations or gradients, if the layers multiply FP8."""

@@ -359,7 +359,7 @@ def _shared_memory():
 
 
 def _named_overlaps(mesh: Mesh, together: bool) -> Iterator[Finding]:
-    """Yields findings about the named overlaps that `initialize_ub` has created.
+    """Yields a `Finding` for each initialized mesh axis, with its named overlaps.
 
     If `initialize_ub` was not called, it is called on a small mesh to report its
     defaults.

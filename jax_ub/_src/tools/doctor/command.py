@@ -52,7 +52,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def _in_processes(given) -> list[Finding]:
-    """Runs the doctor's checks in several processes, which also compute together.
+    """Runs the doctor's checks in several processes that communicate.
 
     Returns the findings of process 0, then those of other processes that differ from
     them.

@@ -32,7 +32,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class ExplainError(UbError, RuntimeError):
-    """Raised if XLA wrote none of the compiled programs that are to be explained."""
+    """Raised if XLA dumped no compiled program, so that there is none to explain."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

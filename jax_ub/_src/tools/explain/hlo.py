@@ -202,7 +202,7 @@ def _first_array(text):
 
 
 def _near(start, edges, body, dots):
-    """Returns the nearest dot that the instruction `start` reaches by `edges`, or None.
+    """Follows `edges` (users or operands) from `start` to the nearest dot, or None.
 
     Only instructions in `_PASSED` may be between them, such as converts and transposes.
     """

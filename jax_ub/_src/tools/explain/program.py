@@ -231,7 +231,7 @@ def pair_rows(
 
 
 def _with_user_scope(pair):
-    """Returns a pair with its scope as the user named it, its fallback and a note."""
+    """Returns a pair with the user's name scope, its fallback, and why it repeats."""
     fallback = lowering_log.fallback_in(pair.scope)
     scope = _scope("", fallback.label) if fallback else _scope(pair.scope, "")
     repeated = lowering_log.replicated_in(pair.scope)
@@ -240,7 +240,7 @@ def _with_user_scope(pair):
 
 
 def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
-    """Yields rows for fallbacks that run as a dot, without an adjacent collective."""
+    """Yields a row for each fallback whose dot is not next to a collective."""
     known = {lowering_log.fallback_in(pair.scope) for pair in pairs}
     for equation, _ in _equations(jaxpr, 1):
         if equation.primitive.name != "dot_general":
@@ -252,7 +252,7 @@ def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
 
 
 def _scope(stack, label):
-    """Returns a call's `ub_name` in `label`, or the user's part of a name stack."""
+    """Returns the `ub_name` in `label`, or else the user's scopes in a name stack."""
     named = re.search(r"\(ub_name (.*)\)$", label)
     if named:
         return _text(named[1])

@@ -55,7 +55,7 @@ _NO_RANKS = (
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes and machine for which times are predicted, and times that ranks waited.
+    """Arguments of `explain`: sizes and machine to predict for, and measured waits.
 
     Attributes:
         tokens: number of tokens of all ranks together; None predicts nothing.
@@ -215,7 +215,7 @@ def _linear(op, name, window, reasons, sizes) -> Row:
 
 def _planned(op, axis_name, mode: ParallelMode, ranks, window_name) -> CallConfig:
     axes = () if mode.parallel is None else axis_tuple(axis_name)
-    # The name's configuration is valid only for the axis size of `initialize_ub`.
+    # `initialize_ub` configures a name for one number of ranks, which must be known.
     configured = op.comm_name if ranks is not None else None
     call_config = plan_call_config(
         window_name, axes, ranks or 1, configured, op.chosen_method, mode=mode

@@ -17,7 +17,7 @@ from jax_ub._src.tools.simulate import models
 from jax_ub._src.tools.simulate.models import Layer, Model
 
 EXAMPLE = "simulate --tp 8 --hardware h100 --model llama3-70b"
-# Tensor-parallel sizes of the picture.
+# The tensor-parallel sizes that `--plot` draws.
 _DRAWN = (2, 4, 8)
 
 
@@ -69,7 +69,7 @@ def layer_rows(
     """Simulates the forward pass of all linear layers of a transformer layer."""
     rows = []
     for layer in model.layers:
-        # GPUs round partial sums before they send them; "direct" on a host sends none.
+        # Partial sums have the default itemsize: GPUs round them before they send them.
         work = Workload(layer.op, M, layer.K, layer.N, num_ranks)
         plan = estimate_workload(work, Method.AUTO, machine)
         rows.append(LayerRow(layer, M, num_ranks, bounds(work, machine), plan))

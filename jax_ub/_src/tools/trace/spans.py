@@ -129,7 +129,7 @@ class Trace:
         waits = [0.0] * len(self.calls)
         for span in self.spans:
             if span.kind in WAITS:
-                # All ranks of a process wait in its barrier.
+                # A wait of the whole process (rank -1) counts for each of its ranks.
                 local = ranks.get((span.call, span.process), ())
                 waits[span.call] += span.seconds * (len(local) if span.rank < 0 else 1)
         each = zip(waits, self.calls, strict=True)

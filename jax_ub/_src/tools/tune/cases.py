@@ -146,7 +146,7 @@ def _function(case: TunedKey, choice: MethodChoice) -> Callable[..., Any]:
 
 
 def call_of(case: TunedKey, choice: MethodChoice = _AUTO) -> Call:
-    """Returns the `Call` with which a method choice runs the op of a tuned case."""
+    """Returns the `Call` that runs the op of a `TunedKey` with a method."""
     is_local = case.op in LOCAL_OPS
     shared: dict[str, Any] = {
         "execution": Execution(
@@ -254,7 +254,7 @@ def candidates(
 
 
 def _merge(options, choice):
-    """Returns a method choice with these kernel options, but with its own variant."""
+    """Returns `choice` with these kernel options; the schedule variant stays."""
     variant = choice.kernel_options.variant
     options = dataclasses.replace(options, variant=variant)
     return dataclasses.replace(choice, kernel_options=options)
@@ -265,7 +265,7 @@ def _with_options(method, options):
 
 
 def _of_column_gradients(is_cuda, dgrad):
-    """Returns the method choices to time for dx and dw of a column layer together.
+    """Returns the methods to time for the backward pass of a column-parallel layer.
 
     They are method "bulk" with several kernel options, and methods that run GEMM+RS for
     dgrad before wgrad. Bulk runs its two GEMMs one after the other, so the number of
