@@ -17,7 +17,7 @@ from jax_ub._src.fp8.recipes import (
 )
 
 SCALE, HISTORY = "scale", "amax_history"
-# The keys of a layer's state, and those of role "output_grad" alone.
+# The keys of a layer's state.
 NAMES = frozenset(f"{role}_{name}" for role in ROLES for name in (SCALE, HISTORY))
 
 

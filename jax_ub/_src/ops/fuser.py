@@ -341,7 +341,7 @@ class OperationFuser:
     def groups(self) -> tuple[OperationGroup, ...]:
         """Splits the operations into groups that are each differentiated as a whole.
 
-        The groups are as small as the fused operations of both passes allow.
+        The groups are as small as fused operations and quantized tensors allow.
         """
         forward, backward = (
             {
