@@ -54,7 +54,7 @@ def quantize(
     zero.
 
     With `DelayedScaling`, the scale comes from `state`, and the gradient of the state
-    is its new value, which `ub.fp8.apply_updates` takes over. Inside
+    is its new value, which `ub.fp8.apply_updates` stores. Inside
     `jax.shard_map(check_vma=True)` a state may be the same on all ranks. With
     `check_vma=False` JAX sums the gradients of replicated arguments. In that case
     differentiate inside the `jax.shard_map`, or give each rank a separate state.
@@ -68,9 +68,9 @@ def quantize(
             dimension (-2 of a kernel, else -1), and the entries of the state. A kernel
             that is stored as `[out, in]` has the contracted dimension of an "input".
         state: state of `DelayedScaling`, from `ub.fp8.init_state`.
-        axis_name: the mesh axes over which a scale per tensor is agreed: those over
-            which the tensor is gathered (x of a column-parallel layer) or contracted (x
-            and kernel of a row-parallel layer). Recipes with a scale per row or block
+        axis_name: the mesh axes whose ranks share a scale per tensor: those over which
+            the tensor is gathered (x of a column-parallel layer) or contracted (x and
+            kernel of a row-parallel layer). Recipes with a scale per row or block
             ignore it.
 
     Returns:
@@ -314,7 +314,7 @@ def quantize_params(
     Args:
         params: a tree of arrays, with kernels `[in, out]`.
         recipe: the recipe; None takes `ub.fp8.Float8CurrentScaling()`.
-        axis_name: the mesh axes over which a scale per tensor is agreed; see
+        axis_name: the mesh axes whose ranks share a scale per tensor; see
             `ub.quantize`.
         select: a function of the key path and the array that returns whether to
             quantize it; None selects the floating-point arrays of two dimensions.

@@ -47,7 +47,7 @@ class BackwardLinearAdd(FusedOperation):
     Transformer Engine: `BackwardLinearAdd`.
 
     Attributes:
-        userbuffers: the linear as an overlapped operation, or None.
+        userbuffers: the operation that computes overlapped gradients, or None.
     """
 
     userbuffers: UserbuffersBackwardLinear | None = None
@@ -64,7 +64,8 @@ class BackwardLinearAdd(FusedOperation):
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
-            userbuffers: the overlapped linear that `basic_ops` contains, or None.
+            userbuffers: the overlapped linear whose operations follow in `basic_ops`,
+                or None.
             backward_add: the `MakeExtraOutput(in_place=True)` before the linear.
             linear: a linear that is not column parallel; a row-parallel one with
                 `userbuffers_options` is overlapped.

@@ -67,7 +67,7 @@ class ForwardLinearBiasAdd(FusedOperation):
     Transformer Engine: `ForwardLinearBiasAdd`.
 
     Attributes:
-        userbuffers: the row-parallel linear as an overlapped operation, or None.
+        userbuffers: the operation that computes an overlapped linear, or None.
     """
 
     userbuffers: UserbuffersForwardLinear | None = None
@@ -85,7 +85,7 @@ class ForwardLinearBiasAdd(FusedOperation):
 
         Args:
             basic_ops: the operations in forward order, instead of the keywords.
-            userbuffers: the overlapped linear that `basic_ops` contains, or None.
+            userbuffers: the overlapped linear with which `basic_ops` begin, or None.
             linear: a linear; a row-parallel one needs `userbuffers_options`.
             bias: the bias after the linear.
             add: the `AddExtraInput(in_place=True)` after linear and bias.

@@ -85,7 +85,7 @@ class BasicLinear(BasicOperation):
             "auto".
         fp8: the FP8 recipe by which x, the kernel and the gradient of y are quantized,
             as in `ub.linear`. The gradient of its state is the new state, which
-            `ub.fp8.apply_updates` takes over. Transformer Engine: `te.autocast`.
+            `ub.fp8.apply_updates` stores. Transformer Engine: `te.autocast`.
         dtype: dtype of the computation and of y; None takes the dtype of x.
         param_dtype: dtype of the kernel.
         kernel_init: initializer of the global kernel.

@@ -46,14 +46,15 @@ class CallConfig:
         num_ranks: the number of ranks.
         choice: method and options of the forward pass, or of the pass that `dgrad` or
             `wgrad` selects.
-        dgrad_choice: the same of the dgrad; None uses `choice`.
-        wgrad_choice: the same of a separate wgrad; None uses the dgrad's.
-        tuned: tuned choices by global sizes, for method "auto".
+        dgrad_choice: method and options of the dgrad; None uses `choice`.
+        wgrad_choice: method and options of a wgrad that runs separately from the dgrad;
+            None uses the dgrad's.
+        tuned: the methods measured fastest, by global sizes, for method "auto".
         dtype: dtype of the operands.
         out_dtype: dtype of the result.
         dw_dtype: dtype of the kernel's gradient; None is `dtype`.
-        source_dtypes: dtypes of the sources of x and of each kernel, if they are FP8;
-            None for an operand without a source.
+        source_dtypes: dtypes from which x and each kernel were quantized, if they are
+            FP8; None for an operand whose `source` is None.
         fp8: the recipe by which the layer quantizes its operands, or None.
         rhs_transposed: whether kernels and their gradients are [out, in].
         overlap: whether a GEMM and the collective of its operand or result are one

@@ -93,7 +93,7 @@ def linear(  # noqa: PLR0913, pinned
 
     Returns:
         The result in the table's last column, summed in f32 and rounded once to the
-        dtype of `x`. For FP8 it is the dtype of the source of `x`, else of `w`, else
+        dtype of `x`. For FP8 it is the dtype of `x.source`, else of `w.source`, else
         bf16.
 
     Raises:

@@ -23,7 +23,7 @@ def dgrad_add(
     it inside `jax.shard_map`.
 
     `dy` and `w` may both be FP8, as `ub.ScaledArray`s with one scale per tensor. Their
-    gradients arrive in their sources.
+    `source` receives the gradient.
 
     Args:
         dy: gradient of a layer's result, `[..., N]`.
@@ -136,7 +136,7 @@ def wgrad_accumulate(
     call it inside `jax.shard_map`.
 
     `x` and `dy` may both be FP8, as `ub.ScaledArray`s with one scale per tensor. Their
-    gradients arrive in their sources.
+    `source` receives the gradient.
 
     Args:
         x: activations, `[..., K]`.

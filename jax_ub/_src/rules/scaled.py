@@ -3,7 +3,7 @@
 If a recipe quantizes the layer's operands, it also quantizes the gradients of the
 results, and the backward pass multiplies FP8 operands, too. If the caller has quantized
 them, the backward pass multiplies the gradients by operands that are dequantized to the
-dtype of their sources. All-gathered operands and residuals are FP8.
+dtype from which they were quantized. All-gathered operands and residuals are FP8.
 """
 
 import dataclasses
