@@ -1,5 +1,5 @@
-// Slot plans: what the methods that use slots compute once per call site. They depend
-// on shapes and on the method, not on addresses.
+// Slot plans: the slots and the schedules that a call needs. They depend on shapes and
+// on the method, not on addresses, so they are computed once per call site.
 #pragma once
 
 #include <memory>

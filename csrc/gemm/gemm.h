@@ -7,7 +7,8 @@
 // factors, which multiply the sum over this segment.
 //
 // An FP8 operand may have scales. Its elements, multiplied by their scales, become bf16
-// numbers, which is exact while they are normal. Smaller ones become zero.
+// numbers. This is exact, except that products below the smallest normal bf16 become
+// zero.
 //
 // Products of bf16, f16 and FP8 operands are exact. They are summed in f32, in an order
 // that depends only on the views and the instruction set, not on the number of threads,

@@ -56,7 +56,7 @@ void AppendReduceScatter(ScheduleBuilder& builder,
   };
   for (int split = 0; split < builder.num_splits(); ++split) {
     for (int distance = 1; distance <= num_ranks; ++distance) {
-      const int owner = builder.Ahead(distance);  // finally this rank
+      const int owner = builder.Ahead(distance);  // the last one is this rank
       if (multiply) builder.Add(StepKind::kMultiply, Payload::kPartial, owner, split);
       put(overlap_first_gemm ? distance - 1 : distance, split);
     }

@@ -155,7 +155,7 @@ void SymbolicExecution::Wait(int rank, const Step& step) {
   slot.waited = true;
   me.was_used[step.slot] = true;
   if (slot.data != SlotData{step.payload, step.chunk, step.split, step.peer}) {
-    Report(rank, &step, "waits for another piece than the one that comes");
+    Report(rank, &step, "waits for another split than the one that arrives");
   }
 }
 
@@ -221,11 +221,11 @@ void SymbolicExecution::ConsumeChunk(int rank, const Step& step) {
   Rank& me = ranks_[rank];
   if (step.payload != Payload::kPartial &&
       !Holds(rank, {step.payload, step.chunk, step.split, kNone}, step.slot)) {
-    Report(rank, &step, "uses a piece that has not arrived");
+    Report(rank, &step, "uses a split that has not arrived");
   }
   auto& counts = step.kind == StepKind::kCopy ? me.copied : me.multiplied;
   if (++counts[{step.chunk, step.split}] > 1) {
-    Report(rank, &step, "uses a piece twice");
+    Report(rank, &step, "uses a split twice");
   }
 }
 
@@ -286,16 +286,16 @@ void SymbolicExecution::CheckCounts(int rank) {
     for (int split = 0; split < schedule.num_splits; ++split) {
       const std::pair<int, int> data(chunk, split);
       if (HasProduct(schedule.collective)) {
-        expect(me.multiplied.contains(data), "a piece is never multiplied");
+        expect(me.multiplied.contains(data), "a split is never multiplied");
       }
       const bool gathered = schedule.collective == CollectiveKind::kAllGather ||
                             (schedule.collective == CollectiveKind::kAllGatherMatmul &&
                              schedule.method == Method::kExternal) ||
                             (IsAllReduce(schedule.collective) && !direct &&
                              schedule.variant != Variant::kOneShot && chunk != rank);
-      if (gathered) expect(me.copied.contains(data), "a piece is never copied");
+      if (gathered) expect(me.copied.contains(data), "a split is never copied");
       if (!IsGather(schedule.collective) && !direct && chunk == rank) {
-        expect(me.reduced.contains(split), "a piece is never reduced");
+        expect(me.reduced.contains(split), "a split is never reduced");
       }
     }
   }

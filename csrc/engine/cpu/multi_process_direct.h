@@ -2,11 +2,11 @@
 // that peers need into the shared-memory buffers of the call. The remaining GEMMs and
 // sums are those of direct_planner.h, over the results of the local ranks.
 //
-// all_gather kinds: each process copies the shards of its local ranks into their
+// Ops that gather: each process copies the shards of its local ranks into their
 // buffers. After the arrival barrier, all processes read them there.
 //
-// reduce_scatter kinds without a GEMM: the same, and the process that owns a block sums
-// it.
+// Ops that reduce-scatter without a GEMM: the same. The process of the rank that
+// receives a block sums it.
 //
 // matmul_reduce_scatter: a process stores its partial sum, contracted over its local
 // ranks, into the buffers of the ranks that own the rows. After the barrier, the owners
@@ -15,10 +15,11 @@
 //
 //   buffer of rank q | rows of q by process 0 | by process 1 | ...   f32 [batch, m, N]
 //
-// all_reduce kinds: the same, with one share of the rows per process. The sums follow
-// the partial sums in the buffer, and a second barrier makes them visible. Small
-// all-reduces skip the second barrier: every process receives all partial sums of all
-// rows and adds them itself.
+// Ops that all-reduce: the same, but the rows are divided among the processes. Each
+// process stores the sums of its rows after the partial sums in its buffer, and a
+// second barrier makes them visible to the other processes. Small all-reduces need no
+// second barrier: every process receives the partial sums of all rows and adds them
+// itself.
 #pragma once
 
 #include <cstdint>

@@ -293,7 +293,7 @@ void ThreadPool::LeaveJob(const std::shared_ptr<ParallelJob>& job,
   --num_in_jobs_;
   const bool last = --job->num_workers_ == 0;
   if (participated && !jobs_.empty()) {
-    RunLeftoverJobs(lock);  // fill the vacancy that this thread leaves
+    RunLeftoverJobs(lock);  // another worker may now compute instead of this one
   } else {
     lock.unlock();
   }

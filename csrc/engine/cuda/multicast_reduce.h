@@ -1,6 +1,6 @@
 // GEMM+AR and all-reduce by multicast, used instead of a schedule. Each rank stores its
-// partial sums in its own slots. Then each rank sums one share of the rows for all
-// ranks, in the NVLink switch.
+// partial sums in its own slots. Then each rank sums one part (share) of the rows for
+// all ranks, in the NVLink switch.
 //
 //   rank r, for each split of the rows; slots are those of the schedule's two stages
 //     GEMM               into own slots, all rows of the split

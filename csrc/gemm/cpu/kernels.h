@@ -156,7 +156,7 @@ struct KernelSet {
   TileFunction tile_of_rows[kMaxTileRows];           // [rows - 1]
   TileFunction tile_of_columns[kMaxTileRows];        // [rows - 1]; if panel_of_a > 1
   TileFunction packing_tile_of_rows[kNumDTypes];     // tile_rows rows; may be null
-  TileFunction packing_tile_of_columns[kNumDTypes];  // likewise
+  TileFunction packing_tile_of_columns[kNumDTypes];  // tile_rows rows; may be null
   WidenFunction widen[kNumDTypes];
   PanelPackers pack_a;                // to panels of width panel_of_a
   PanelPackers pack_b;                // to panels of width tile_columns

@@ -1,8 +1,7 @@
 // GEMMs over segmented operands in device memory, computed by cuBLASLt.
 //
-// The guarantees are those of the GEMM on the CPU: products are summed in f32, addends
-// are added to this sum, and the result is rounded once. One difference: subnormal f32
-// numbers keep their value.
+// As on the CPU, products are summed in f32, addends are added to this sum, and the
+// result is rounded once. Unlike on the CPU, subnormal f32 numbers keep their value.
 //
 // Row-major C [m, n] = A [m, k] B [k, n] is column-major C^T = B^T A^T. So cuBLASLt's A
 // is this file's B, and its M is this file's N. Segments are merged into as few calls
@@ -16,9 +15,9 @@
 //   otherwise                                                               SumKernels
 //
 // cuBLASLt has no algorithm for some products with addends, and requires a bias that is
-// aligned to 16 bytes. SumKernels then store the addends in the result, and cuBLASLt
-// adds the product. If that would round twice, they add them afterwards, as in the last
-// row.
+// aligned to 16 bytes. In these cases SumKernels store the addends in the result, and
+// cuBLASLt adds the product. If that would round twice, SumKernels add the addends to
+// the f32 sum instead, as in the last row.
 #pragma once
 
 #include <cuda.h>

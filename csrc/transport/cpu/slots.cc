@@ -41,7 +41,7 @@ void SlotTransport::SetLayout(int64_t offset, int num_slots, int64_t slot_bytes)
 void SlotTransport::Write(int peer, int slot, const Rows& rows) {
   const int64_t size_bytes = rows.slot_offset + rows.num_rows * rows.row_bytes;
   if (size_bytes > slot_bytes_) {
-    throw Error("jax_ub: a piece of " + std::to_string(size_bytes) +
+    throw Error("jax_ub: a split of " + std::to_string(size_bytes) +
                 " bytes does not fit into a slot of " + std::to_string(slot_bytes_));
   }
   std::byte* to = SlotOf(peer, slot) + rows.slot_offset;

@@ -18,7 +18,7 @@ struct AllReducePeer {
   uint64_t announcement;  // the peer's word in which this rank announces its calls
   uint64_t to;            // the peer's slot that this rank fills
   uint64_t signal;        // the peer's flag of that slot, for block 0
-  AwaitedFlag freed;      // of this rank
+  AwaitedFlag freed;      // set by the peer when its slots are free
   uint64_t from;          // this rank's slot that the peer fills
   AwaitedFlag arrived;    // that slot's flag, for block 0
 };

@@ -73,10 +73,10 @@ struct CudaCommunicator::State {
   std::atomic<bool> rejects_calls{false};
   std::atomic<bool> is_closed{false};
 
-  std::mutex mutex;                     // guards the members below, except `failure`
-  int num_connected = 0;                // peers that have neither died nor closed
-  std::condition_variable gone;         // notified when num_connected decreases
-  std::string who_closed;               // the first peer that closed in order; or ""
+  std::mutex mutex;                      // guards the members below, except `failure`
+  int num_connected = 0;                 // peers that have neither died nor closed
+  std::condition_variable disconnected;  // notified when num_connected decreases
+  std::string who_closed;                // the first peer that closed in order; or ""
   std::atomic<bool> has_closed{false};  // whether who_closed is set; read without mutex
   std::vector<CallSiteName> sites;      // indexed by call site number
   // Descriptions of the calls in all signatures that were sent or received, keyed by
@@ -185,7 +185,7 @@ void CudaCommunicator::State::SetLost(int process_index, const std::string& how)
   if (!how.empty()) FailWaits();
   std::lock_guard lock(mutex);
   --num_connected;
-  gone.notify_all();
+  disconnected.notify_all();
   if (!how.empty() || has_closed.load()) return;
   who_closed = group.Describe(process_index, connected_peers[process_index].pid);
   has_closed.store(true);
@@ -250,9 +250,9 @@ void CudaCommunicator::State::Close() {
       failure.reason() ? std::min(kFailedCloseS, timeout_s) : timeout_s;
   {
     std::unique_lock lock(mutex);
-    const bool all_gone = gone.wait_until(lock, Deadline::After(patience_s).time(),
-                                          [&] { return num_connected == 0; });
-    if (!all_gone) heaps.FreeAtExit();
+    const bool all_disconnected = disconnected.wait_until(
+        lock, Deadline::After(patience_s).time(), [&] { return num_connected == 0; });
+    if (!all_disconnected) heaps.FreeAtExit();
   }
   failure.Close();
   heaps.GiveBack();

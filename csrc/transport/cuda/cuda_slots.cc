@@ -73,7 +73,7 @@ const std::byte* CudaSlots::slot(int index) const {
 void CudaSlots::Write(int peer, int slot, const Rows& rows) {
   const int64_t size_bytes = rows.slot_offset + rows.num_rows * rows.row_bytes;
   if (size_bytes > slots_.slot_bytes) {
-    throw Error("jax_ub: a piece of " + std::to_string(size_bytes) +
+    throw Error("jax_ub: a split of " + std::to_string(size_bytes) +
                 " bytes does not fit into a slot of " +
                 std::to_string(slots_.slot_bytes));
   }

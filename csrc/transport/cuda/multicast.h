@@ -4,7 +4,7 @@
 // (platform/cuda/instructions.cuh) may use the address.
 //
 //   one process     Create
-//   the others      Import
+//   other processes Import
 //   all processes   Add(own devices)
 //   barrier, because Bind and Map block in the driver until all devices have been added
 //   all processes   Bind(own heaps), Map

@@ -194,7 +194,7 @@ TEST(pieces_go_to_the_peer_s_slot_by_copy_engine) {
     CHECK_EQ(end.operations[2 + row].writes[0].size_bytes, 8);
   }
   CHECK_THROWS(end.slots.Write(2, 3, {nullptr, 1, 48, 0}),
-               "a piece of 48 bytes does not fit into a slot of 40");
+               "a split of 48 bytes does not fit into a slot of 40");
 }
 
 TEST(many_rows_with_gaps_go_by_sms) {
