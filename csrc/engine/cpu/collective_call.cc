@@ -111,8 +111,8 @@ CallSite::Launch& CallSite::FindLaunch(int64_t run_id) {
   for (auto launch = launches_.rbegin(); launch != launches_.rend(); ++launch) {
     if (launch->run_id == run_id) return *launch;
   }
-  // The watchdog still fails a collective call of the dropped launch that is
-  // incomplete.
+  // If a collective call of the dropped launch is incomplete, the watchdog still fails
+  // it at its deadline.
   if (launches_.size() == kMaxLaunches) launches_.pop_front();
   launches_.push_back({run_id, std::vector<int64_t>(flat_ranks_.size(), 0), {}});
   return launches_.back();
@@ -345,8 +345,8 @@ void Rendezvous::Poison(int64_t run_id,
       Remember(run_id, group_key, reason);
       break;
     } catch (const std::bad_alloc&) {
-      // Frees the failures of older runs to get memory. If that is not enough, ranks
-      // that arrive later wait until their deadline.
+      // Frees the stored failures of older runs, and tries again. If there is still no
+      // memory, ranks that arrive later wait until their deadline.
       std::lock_guard lock(mutex_);
       if (is_first) failed_launches_.clear();
     }

@@ -40,8 +40,8 @@ class CoreAffinity {
   void set_cpu_set(const std::vector<int>& part);
   std::vector<int> cpu_set() const;
 
-  // A worker of the thread pool. The worker constructs it. It inherits the CPU set of
-  // the thread that called the pool last.
+  // A worker thread of the pool, which constructs it itself. The constructor gives the
+  // worker the CPU set of the thread that called the pool last.
   class Thread {
    public:
     explicit Thread(CoreAffinity& cores);
@@ -58,12 +58,12 @@ class CoreAffinity {
   // there are any. The restriction holds until Release, so that the next call finds the
   // worker on the right core. Does nothing if the worker has already begun other work.
   void AssignIdleCores(Thread& thread);
-  // The worker itself calls the following three functions.
-  // Marks the worker as computing, so that AssignIdleCores does not move it.
+  // Called by the worker: marks it as computing, so that AssignIdleCores does not move
+  // it.
   void SetBusy(Thread& thread);
-  // Marks the worker as computing, and lets it run on any core.
+  // Called by the worker: marks it as computing, and lets it run on any core.
   void Release(Thread& thread);
-  // Marks the worker as idle.
+  // Called by the worker: marks it as idle.
   void SetIdle(Thread& thread);
 
   // Reserves a core for the calling thread while it computes as one of `num_threads`

@@ -53,8 +53,8 @@ void AddReduceToAll(const RankCalls& calls, WorkList& work) {
   work.Add(sum);
 }
 
-// Adds the copies or sums of the op's collective. Its operand is read by no GEMM,
-// except for all_gather_matmul, which returns the gathered x.
+// Adds the copies or sums of the op's collective. For all_gather_matmul, these are the
+// copies of x to the gathered array that the op returns; its GEMM reads x in place.
 void AddCommunication(const CallAttributes& at,
                       const RankCalls& calls,
                       WorkList& work) {

@@ -46,7 +46,8 @@ void Engine::Submit(
     throw;
   }
   if (!collective) return;
-  // From here on, `done` reports every error: an exception would reach only this rank.
+  // From here on, errors are reported through the completions of all ranks. An
+  // exception would reach only this rank.
   if (const std::shared_ptr<CallSequencer> sequencer = collective->sequencer) {
     BeginTrace(*collective, device);
     return sequencer->Enqueue(std::move(collective));

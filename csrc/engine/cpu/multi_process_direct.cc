@@ -123,8 +123,8 @@ class Execution {
     return all;
   }
 
-  // Copies the operands that peers read into the buffers. For scattered sums, copies
-  // only the blocks that peers own.
+  // Copies the operands that peers read into the buffers. For a reduce-scatter, copies
+  // only the blocks that ranks of other processes receive.
   void Stage() {
     WorkList work;
     const bool scattered = info_.collective == CollectiveKind::kReduceScatter;
@@ -265,8 +265,10 @@ class Execution {
     for (int p = 0; p < num_processes(); ++p) {
       sum.parts.push_back({BufferOfProcess(p), to.features, DType::kF32});
     }
-    // Bias and residual are equal on every rank, and so is the sum. Compute it once for
-    // all local ranks, because a residual may share memory with its rank's result.
+    // Bias and residual are equal on every rank, so the result is equal, too. It is
+    // computed once and copied to the other local ranks. A second sum might read a
+    // residual that the first one has overwritten, because a residual may share memory
+    // with its rank's result.
     AddBiasAndResidual(at_, local_[0], 0, 0, sum.parts);
     sum.out = {to.data, to.features, to.dtype};
     RunOne(sum);

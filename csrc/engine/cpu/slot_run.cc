@@ -53,7 +53,8 @@ void SlotRun::RunAndWait() {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-// Allocates all tasks before the first one is submitted: the ranks wait for each other.
+// Allocates the tasks of all ranks before the first one is submitted, because ranks
+// wait for each other: a rank without a task would block the others.
 Queue<BlockingTask> SlotRun::MakeTasks(size_t num_tasks) {
   Queue<BlockingTask> tasks;
   for (size_t i = 0; i < num_tasks; ++i) {

@@ -39,8 +39,8 @@ class MulticastReduction {
                  communicated_.result.features,
                  const_cast<std::byte*>(transport.slot(0))} {
     if (!has_product_) partial_.dtype = communicated_.operand.dtype;
-    // Splits must start at a multiple of the vector size. If rows do not, there is one
-    // split.
+    // A split must start at a multiple of the vector size. If the size of a row is no
+    // multiple of it, all rows are one split.
     const bool can_split = RowSlice{partial_}.row_bytes() % kMulticastBytes == 0;
     num_splits_ = can_split ? MaxSplits(plan, transport.num_ranks()) : 1;
   }

@@ -94,7 +94,7 @@ PlannedMatrix Planned(const BlockMatrix& matrix,
                       const char* name) {
   const int64_t m = block.m;
   const int64_t n = block.n;
-  // The stride of a single row is arbitrary.
+  // If there is only one row, its stride has no meaning.
   const int64_t leading = m == 1 ? std::max(matrix.row_stride, n) : matrix.row_stride;
   if (leading < n) {
     throw std::invalid_argument(
@@ -107,7 +107,8 @@ PlannedMatrix Planned(const BlockMatrix& matrix,
 
 uint64_t AddressOf(const std::byte* data) { return reinterpret_cast<uintptr_t>(data); }
 
-// Returns the part of the key that describes a term's operands, with A and B swapped.
+// Returns the part of the plan key that describes a term's operands. cuBLASLt computes
+// the transposed product, so A and B are swapped.
 MatmulKey OperandsOf(const GemmBlock& block, const BlockTerm& term, DType dtype) {
   MatmulKey key;
   key.operand_dtype = dtype;
@@ -130,7 +131,7 @@ class CudaGemm::State {
       : driver_(driver), sums_(sums), plans_(library) {}
 
   // Enqueues all GEMMs of the product, or only prepares them if `stream` is nullopt.
-  // Returns the number of algorithms of the term that has the most.
+  // Returns the largest number of cuBLASLt algorithms that any of them has.
   int Run(const GemmProblem& problem,
           const GemmOptions& options,
           const GemmWorkspace& workspace,
@@ -226,7 +227,8 @@ class CudaGemm::State {
   }
 
   // Computes the sum of all terms into the result or, to add the addends afterwards,
-  // into pass.sums. Returns the number of algorithms of the term that has the most.
+  // into pass.sums. Returns the largest number of cuBLASLt algorithms that any term
+  // has.
   int Multiply(const Pass& pass, const GemmBlock& block, Addition addition) {
     const bool in_result = addition != Addition::kAfter;
     const DType dtype = in_result ? pass.problem.c.dtype : DType::kF32;

@@ -20,7 +20,8 @@ struct Cut {
   std::array<int64_t, 2> offset;  // in elements, from the begin of the segment
 };
 
-// Returns the common refinement of two lists of bounds, without empty intervals.
+// Returns the intervals between the bounds of both lists together, without empty
+// intervals.
 std::vector<Cut> Refine(const std::vector<int64_t>& first,
                         const std::vector<int64_t>& second) {
   std::vector<int64_t> bounds;
@@ -258,7 +259,7 @@ class Grid {
     const auto [outer_stride, inner_stride] = spot.strides;
     BlockOperand operand;
     operand.data = spot.data;
-    // The stride of a single line is arbitrary.
+    // If there is only one line, its stride has no meaning.
     if (inner_stride == 1 && (outer_stride >= k || outer == 1)) {
       operand.line_stride = std::max(outer_stride, k);
     } else if (outer_stride == 1 && (inner_stride >= outer || k == 1)) {

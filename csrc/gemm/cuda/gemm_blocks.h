@@ -17,8 +17,9 @@
 
 namespace jax_ub {
 
-// A [m, k] or B [k, n] of a term. A line is a contiguous row or column, along k or
-// along the dimension that is not contracted. Lines are `line_stride` elements apart.
+// The operand A [m, k] or B [k, n] of a term. Its elements are contiguous along k or
+// along the other dimension. A line is a contiguous row or column. Lines are
+// `line_stride` elements apart.
 struct BlockOperand {
   const std::byte* data = nullptr;
   bool lines_run_along_k = true;
