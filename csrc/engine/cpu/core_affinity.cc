@@ -98,13 +98,13 @@ void CoreAffinity::SetIdle(Thread& thread) {
   thread.is_idle_ = true;
 }
 
-void CoreAffinity::Take(int core) {
+void CoreAffinity::OccupyCore(int core) {
   if (core < 0 || core >= CPU_SETSIZE) return;
   ++num_on_core_[core];
   CPU_SET(core, &busy_);
 }
 
-void CoreAffinity::GiveBack(int core) {
+void CoreAffinity::VacateCore(int core) {
   if (core < 0 || core >= CPU_SETSIZE) return;
   if (--num_on_core_[core] == 0) CPU_CLR(core, &busy_);
 }
@@ -121,7 +121,7 @@ CoreAffinity::ScopedCore::ScopedCore(CoreAffinity& cores, Who who, int num_threa
   if (is_claimed) return;
   core_ = sched_getcpu();
   std::lock_guard lock(core_affinity_.mutex_);
-  core_affinity_.Take(core_);
+  core_affinity_.OccupyCore(core_);
 }
 
 // Reserves the current core and returns true if no other thread had it. Sets `stays` to
@@ -144,14 +144,14 @@ bool CoreAffinity::ScopedCore::TryReserve(Who who, int num_threads, cpu_set_t& s
   } else if (core_affinity_.cpu_set_) {
     stays = free;
   }
-  core_affinity_.Take(core_);
+  core_affinity_.OccupyCore(core_);
   return true;
 }
 
 CoreAffinity::ScopedCore::~ScopedCore() {
   if (stays_) sched_setaffinity(0, sizeof(allowed_), &allowed_);
   std::lock_guard lock(core_affinity_.mutex_);
-  core_affinity_.GiveBack(core_);
+  core_affinity_.VacateCore(core_);
 }
 
 cpu_set_t CoreAffinity::CpuSetOf(const cpu_set_t& allowed) const {

@@ -92,8 +92,9 @@ class CoreAffinity {
   cpu_set_t CpuSetOf(const cpu_set_t& allowed) const;
   // Returns the cores of CpuSetOf(allowed) on which no thread computes.
   cpu_set_t FreeOf(const cpu_set_t& allowed) const;
-  void Take(int core);
-  void GiveBack(int core);
+  // Update num_on_core_ and busy_ when a thread begins or ends to compute on the core.
+  void OccupyCore(int core);
+  void VacateCore(int core);
 
   // Guards the members below; no system call is made while it is held.
   mutable std::mutex mutex_;

@@ -174,8 +174,8 @@ void CudaEngine::Enqueue(CudaCallSite& site,
   const ScopedContext current(driver_, gpu.context());
   std::lock_guard lock(gpu.mutex());
   if (IsLocalCall(at)) {  // runs on XLA's stream
-    StreamDevice device(gpu.kit(), stream, at.kernel_options, preparation->options,
-                        preparation->plan.workspace, workspace);
+    StreamDevice device(gpu.resources(), stream, at.kernel_options,
+                        preparation->options, preparation->plan.workspace, workspace);
     return ExecuteLocal(at, call, device);
   }
   if (!binding.communicator) {
@@ -211,7 +211,7 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
       binding.communicator && binding.communicator->has_multicast() &&
       preparation.by_multicast &&
       preparation.by_multicast->size_bytes() <= workspace.size_bytes;
-  StreamDevice device(gpu.kit(), stream, gpu.lanes().Find(at.kernel_options),
+  StreamDevice device(gpu.resources(), stream, gpu.lanes().Find(at.kernel_options),
                       at.kernel_options, preparation.options,
                       by_multicast ? *preparation.by_multicast : plan.workspace,
                       workspace);

@@ -40,7 +40,7 @@ class Gpu {
     return loaded_->multicast ? &*loaded_->multicast : nullptr;
   }
   CudaGemm& gemm() { return loaded_->gemm; }
-  StreamResources kit() { return {driver(), sums(), gemm()}; }
+  StreamResources resources() { return {driver(), sums(), gemm()}; }
   int num_sms() const { return num_sms_; }
 
   // The mutex that is held while a call enqueues its work, because only one call at a

@@ -25,20 +25,20 @@ CopyMethod CopyMethodOf(const KernelOptions& kernel_options) {
   return {kernel_options.use_ce, kernel_options.num_sm, kernel_options.cga_size};
 }
 
-StreamDevice::StreamDevice(const StreamResources& kit,
+StreamDevice::StreamDevice(const StreamResources& resources,
                            CUstream stream,
                            StreamLanes& lanes,
                            const KernelOptions& kernel_options,
                            const GemmOptions& options,
                            const WorkspacePlan& plan,
                            const DeviceBytes& workspace)
-    : kit_(kit),
+    : resources_(resources),
       stream_(stream),
       lanes_(&lanes),
       kernel_options_(kernel_options),
       options_(options) {
   Divide(plan, workspace);
-  const Driver& driver = kit.driver;
+  const Driver& driver = resources.driver;
   const CUevent begin = lanes.event(0);
   Check(driver, driver.EventRecord(begin, stream), "cuEventRecord");
   for (Lane lane = 0; lane <= lanes.num_product_lanes(); ++lane) {
@@ -48,13 +48,13 @@ StreamDevice::StreamDevice(const StreamResources& kit,
   num_events_ = 1;
 }
 
-StreamDevice::StreamDevice(const StreamResources& kit,
+StreamDevice::StreamDevice(const StreamResources& resources,
                            CUstream stream,
                            const KernelOptions& kernel_options,
                            const GemmOptions& options,
                            const WorkspacePlan& plan,
                            const DeviceBytes& workspace)
-    : kit_(kit),
+    : resources_(resources),
       stream_(stream),
       lanes_(nullptr),
       kernel_options_(kernel_options),
@@ -84,7 +84,7 @@ void StreamDevice::Gather() {
 
 void StreamDevice::Join() {
   if (lanes_ == nullptr) return;
-  const Driver& driver = kit_.driver;
+  const Driver& driver = resources_.driver;
   Check(driver,
         driver.StreamWaitEvent(stream_, lanes_->event(Record(kCommunicationLane)), 0),
         "cuStreamWaitEvent");
@@ -109,7 +109,7 @@ void StreamDevice::Multiply(Lane lane,
                             std::vector<GemmProblem> problems,
                             const Step& step) {
   for (const GemmProblem& problem : problems) {
-    kit_.gemm.Enqueue(problem, options_, scratch_[lane], stream(lane));
+    resources_.gemm.Enqueue(problem, options_, scratch_[lane], stream(lane));
   }
 }
 
@@ -121,7 +121,7 @@ void StreamDevice::Copy(Lane lane, const Rows& from, std::byte* to, int64_t to_s
                              .from_stride = from.stride_bytes,
                              .to_stride = to_stride,
                              .unit_bytes = 0};
-  EnqueueCopy(kit_.driver, kit_.sums, stream(lane), params, copies());
+  EnqueueCopy(resources_.driver, resources_.sums, stream(lane), params, copies());
 }
 
 void StreamDevice::Sum(Lane lane,
@@ -135,12 +135,12 @@ void StreamDevice::Sum(Lane lane,
   params.columns = columns;
   params.out = PartOf({out.data, out.row_stride, out.dtype});
   for (size_t i = 0; i < parts.size(); ++i) params.parts[i] = PartOf(parts[i]);
-  kit_.sums.Sum(stream(lane), params);
+  resources_.sums.Sum(stream(lane), params);
 }
 
 EventId StreamDevice::Record(Lane lane) {
   if (lanes_ == nullptr) return kNoEvent;
-  const Driver& driver = kit_.driver;
+  const Driver& driver = resources_.driver;
   Check(driver, driver.EventRecord(lanes_->event(num_events_), stream(lane)),
         "cuEventRecord");
   return num_events_++;
@@ -148,7 +148,7 @@ EventId StreamDevice::Record(Lane lane) {
 
 void StreamDevice::Await(Lane lane, EventId event) {
   if (event == kNoEvent) return;
-  const Driver& driver = kit_.driver;
+  const Driver& driver = resources_.driver;
   Check(driver, driver.StreamWaitEvent(stream(lane), lanes_->event(event), 0),
         "cuStreamWaitEvent");
 }

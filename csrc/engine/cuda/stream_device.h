@@ -37,7 +37,7 @@ class StreamDevice : public CudaDevice {
  public:
   // The lanes start after all work that is on `stream` so far. `workspace` must have
   // room for `plan`.
-  StreamDevice(const StreamResources& kit,
+  StreamDevice(const StreamResources& resources,
                CUstream stream,
                StreamLanes& lanes,
                const KernelOptions& kernel_options,
@@ -46,7 +46,7 @@ class StreamDevice : public CudaDevice {
                const DeviceBytes& workspace);
   // Uses `stream` itself for all lanes. This constructor is for calls that communicate
   // nothing.
-  StreamDevice(const StreamResources& kit,
+  StreamDevice(const StreamResources& resources,
                CUstream stream,
                const KernelOptions& kernel_options,
                const GemmOptions& options,
@@ -87,7 +87,7 @@ class StreamDevice : public CudaDevice {
  private:
   void Divide(const WorkspacePlan& plan, const DeviceBytes& workspace);
 
-  const StreamResources kit_;
+  const StreamResources resources_;
   const CUstream stream_;  // XLA's stream
   StreamLanes* const lanes_;
   const KernelOptions kernel_options_;

@@ -122,7 +122,7 @@ std::vector<SharingFallback> FallbacksTo(SharingMode mode,
                                          const SharingDecision& decision,
                                          const std::vector<SharingFallback>& failed) {
   std::vector<SharingFallback> steps;
-  for (const SharingMode before : kWays) {
+  for (const SharingMode before : kSharingModes) {
     if (before == mode) break;
     for (const auto* list : {&decision.fallbacks, &failed}) {
       for (const SharingFallback& step : *list) {
@@ -159,7 +159,7 @@ SharingDecision Agree(const std::vector<int>& processes,
   decision.spans_hosts = hosts.size() > 1;
   decision.rejection = UnreachableReason(processes, capabilities_of);
   if (!decision.rejection.empty()) return decision;
-  for (const SharingMode mode : kWays) {
+  for (const SharingMode mode : kSharingModes) {
     const bool is_unreachable = decision.spans_hosts && mode != SharingMode::kFabric;
     const std::string reason =
         is_unreachable

@@ -17,8 +17,8 @@ using Capabilities = std::map<std::string, std::string>;
 // with fabric handles, and CUDA IPC. XLA's communicator and its memory windows, which
 // would be preferable, are not used for the reasons in docs/gpu.md.
 enum class SharingMode { kVmm, kFabric, kIpc };
-inline constexpr SharingMode kWays[] = {SharingMode::kVmm, SharingMode::kFabric,
-                                        SharingMode::kIpc};
+inline constexpr SharingMode kSharingModes[] = {SharingMode::kVmm, SharingMode::kFabric,
+                                                SharingMode::kIpc};
 const char* SharingModeName(SharingMode mode);  // "vmm", "fabric" or "ipc"
 
 // A preferred sharing mode, or multicast, that could not be used, and the reason.

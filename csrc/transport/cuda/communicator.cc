@@ -255,7 +255,7 @@ void CudaCommunicator::State::Close() {
     if (!all_disconnected) heaps.FreeAtExit();
   }
   failure.Close();
-  heaps.GiveBack();
+  heaps.Release();
 }
 
 std::shared_ptr<CudaCommunicator> CudaCommunicator::Make(

@@ -42,8 +42,8 @@ CudaEndpoint::CudaEndpoint(const Driver& driver,
       nvls_(nvls),
       devices_(std::make_unique<LocalDevices>(driver, ordinals)) {
   OfferDevices(host);
-  OfferVirtual();
-  OfferIpc();
+  TryVirtual();
+  TryIpc();
   if (!nvls) return;
   const std::string reason = WhyNoMulticast(*devices_);
   capabilities_[reason.empty() ? kNvls : kCannotNvlsKey] =
@@ -77,7 +77,7 @@ void CudaEndpoint::OfferDevices(const std::string& host) {
 
 // Allocates the heaps with all supported handle types. If that fails, tries again
 // without fabric handles, which the driver refuses without an IMEX channel.
-void CudaEndpoint::OfferVirtual() {
+void CudaEndpoint::TryVirtual() {
   const std::string no_vmm =
       WhyLacks(*devices_, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
                "virtual memory management");
@@ -123,7 +123,7 @@ void CudaEndpoint::OfferVirtual() {
 
 // Tests CUDA IPC: with a small allocation if the heaps can be shared in a preferred
 // mode, and otherwise with the heaps themselves, which it allocates.
-void CudaEndpoint::OfferIpc() {
+void CudaEndpoint::TryIpc() {
   try {
     if (heaps_) {
       LocalHeaps::Allocated(*devices_, 1).Export(SharingMode::kIpc);

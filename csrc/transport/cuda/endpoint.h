@@ -36,8 +36,8 @@ class CudaEndpoint {
  private:
   friend class CudaCommunicator;
 
-  void OfferVirtual();
-  void OfferIpc();
+  void TryVirtual();
+  void TryIpc();
   void OfferDevices(const std::string& host);
 
   const Endpoint endpoint_;

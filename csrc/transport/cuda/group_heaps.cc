@@ -252,7 +252,7 @@ void GroupHeaps::FreeAtExit() {
   own_.FreeAtExit();
 }
 
-void GroupHeaps::GiveBack() {
+void GroupHeaps::Release() {
   multicast_.reset();
   others_.clear();
   own_ = LocalHeaps();

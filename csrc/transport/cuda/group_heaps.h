@@ -60,8 +60,8 @@ class GroupHeaps {
   CUdeviceptr multicast() const { return multicast_ ? multicast_->base() : 0; }
 
   // Unmaps the peers' heaps and frees the heaps of the local ranks.
-  void GiveBack();
-  // Makes GiveBack keep memory that a peer may still use until the process exits.
+  void Release();
+  // Makes Release keep memory that a peer may still use until the process exits.
   void FreeAtExit();
 
  private:

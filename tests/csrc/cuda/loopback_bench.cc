@@ -136,8 +136,9 @@ class LoopbackBench : public GpuBench {
   void Execute(const Call& made) {
     const CallAttributes& at = made.attributes;
     const SlotRequirements& slots = made.plan.slots;
-    StreamDevice device(gpu_.kit(), stream(0), gpu_.lanes().Find(at.kernel_options),
-                        at.kernel_options, made.options, made.plan.workspace,
+    StreamDevice device(gpu_.resources(), stream(0),
+                        gpu_.lanes().Find(at.kernel_options), at.kernel_options,
+                        made.options, made.plan.workspace,
                         {workspace_.get(), kWorkspaceBytes});
     CudaSlots transport(0, addresses_, error_.device(), {.number = 1, .tag = 1},
                         {slots.num_slots, slots.slot_bytes},
