@@ -101,12 +101,12 @@ Tracer::Buffer* Tracer::OwnBuffer() {
   const std::thread::id self = std::this_thread::get_id();
   const size_t first = std::hash<std::thread::id>()(self);
   for (size_t i = 0; i < kNumThreads; ++i) {
-    std::atomic<Buffer*>& place = buffers_[(first + i) % kNumThreads];
-    Buffer* buffer = place.load(std::memory_order_acquire);
+    std::atomic<Buffer*>& entry = buffers_[(first + i) % kNumThreads];
+    Buffer* buffer = entry.load(std::memory_order_acquire);
     if (buffer == nullptr) {
       std::unique_ptr<Buffer> mine(new (std::nothrow) Buffer(self));
       if (!mine) return nullptr;  // drop the event: destructors must not throw
-      if (place.compare_exchange_strong(buffer, mine.get())) return mine.release();
+      if (entry.compare_exchange_strong(buffer, mine.get())) return mine.release();
     }
     if (buffer->owner == self) return buffer;
   }
@@ -140,8 +140,8 @@ Trace Tracer::Read() const {
   Trace trace;
   trace.calls = calls_;
   trace.num_dropped_calls = num_dropped_calls_;
-  for (const auto& place : buffers_) {
-    const Buffer* const buffer = place.load(std::memory_order_acquire);
+  for (const auto& entry : buffers_) {
+    const Buffer* const buffer = entry.load(std::memory_order_acquire);
     if (buffer == nullptr) continue;
     if (buffer->generation.load(std::memory_order_acquire) != generation_) continue;
     const int64_t size = buffer->size.load(std::memory_order_acquire);

@@ -24,13 +24,13 @@ constexpr uint64_t kAllocated = 3;
 constexpr uint64_t kSlots = 4;
 
 RankCall WithAddresses(RankCall call) {
-  const auto place = [](std::vector<Tensor>& tensors, uint64_t area) {
+  const auto assign_addresses = [](std::vector<Tensor>& tensors, uint64_t area) {
     for (size_t i = 0; i < tensors.size(); ++i) {
       if (tensors[i].data == nullptr) tensors[i].data = Address(area, i);
     }
   };
-  place(call.operands, kOperands);
-  place(call.results, kResults);
+  assign_addresses(call.operands, kOperands);
+  assign_addresses(call.results, kResults);
   return call;
 }
 

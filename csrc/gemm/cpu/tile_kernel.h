@@ -97,7 +97,8 @@ inline constexpr bool kPacks = true;
 template <>
 inline constexpr bool kPacks<Packed> = false;
 
-// `multiply_add` is MultiplyAdd, or its counterpart for pairs of bf16.
+// A TileFunction for kRows rows and kVectors * kLanes columns. `multiply_add` is
+// MultiplyAdd or, for pairs of bf16, MultiplyAddPairs.
 template <typename Words,
           int kRows,
           int kVectors,
@@ -116,8 +117,8 @@ void Tile(const void* a,
     for (int v = 0; v < kVectors; ++v) sum[r][v] = Zero();
   }
   if (output.before != nullptr) {
-    // The sums of earlier blocks of K are in an outer cache by now, and are needed
-    // after the loop.
+    // Prefetches the sums of earlier blocks of K. They are needed after the loop, and
+    // have left the L1 cache.
     for (int i = 0; i < kRows * kVectors * kLanes; i += 16) Prefetch(output.before + i);
   }
   const char* a_word[kColumnsOfA ? 1 : kRows];

@@ -38,9 +38,9 @@ Fused FuseAddends(const GemmProblem& problem) {
   Fused fused;
   for (size_t i = 0; i < problem.addends.size(); ++i) {
     const AddendView& addend = problem.addends[i];
-    int64_t& place = IsBias(addend) ? fused.bias : fused.matrix;
-    if (addend.dtype == problem.c.dtype && place == kNoAddend) {
-      place = static_cast<int64_t>(i);
+    int64_t& index = IsBias(addend) ? fused.bias : fused.matrix;
+    if (addend.dtype == problem.c.dtype && index == kNoAddend) {
+      index = static_cast<int64_t>(i);
     } else {
       fused.all = false;
     }

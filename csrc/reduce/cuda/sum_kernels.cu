@@ -1,9 +1,10 @@
 // Memory-bound kernels that sum and copy, as grid-stride loops over 16-byte accesses.
 //
-// A vector is eight elements of a row. Each thread loads kVectors vectors of a part
-// before it uses the first, so that the loads overlap. Each element is summed in f32 in
-// the order of the parts, so the result does not depend on the threads, and has the
-// same bits as on the CPU, except that the CPU flushes subnormal f32 numbers to zero.
+// A vector is eight elements of a row. Each thread loads kVectors vectors of an addend
+// (SumPart) before it uses the first, so that the loads overlap. Each element is summed
+// in f32 in the order of the addends, so the result does not depend on the threads, and
+// has the same bits as on the CPU, except that the CPU flushes subnormal f32 numbers to
+// zero.
 
 #include "platform/cuda/instructions.cuh"
 #include "reduce/cuda/elements.cuh"
@@ -17,7 +18,8 @@ constexpr int kVectors = 2;
 constexpr int kUnits = 4;
 
 // Iterates over the cells of a grid with `columns` columns, in row-major order with a
-// stride of `step` cells. Only the constructor divides.
+// stride of `step` cells. Integer division is slow on GPUs, so only the constructor
+// divides.
 struct Walk {
   int64_t row;
   int64_t column;

@@ -9,8 +9,8 @@
 
 namespace jax_ub {
 
-// What a process can do, as it tells the others: for each sharing mode, whether it
-// supports the mode or why it does not. A few kilobytes of text.
+// What a process sends to the other processes about itself: for each sharing mode,
+// whether it supports the mode, or why it does not. A few kilobytes of text.
 using Capabilities = std::map<std::string, std::string>;
 
 // In order of preference: virtual memory management with file descriptors, the same

@@ -306,23 +306,23 @@ std::shared_ptr<CudaCommunicator> CudaCommunicator::Connect(
       Handshake(endpoint->endpoint_, group, peers, SetupText(group, layout, nvls),
                 nothing, nullptr)
           .Run(timeout_s);
-  SetupExchange notes(group, connected_peers);
+  SetupExchange exchange(group, connected_peers);
   try {
     GroupHeaps heaps = GroupHeaps::Shared(
         std::move(endpoint->devices_), std::move(endpoint->heaps_), group, layout,
-        decision, all_capabilities, nvls, notes, deadline);
+        decision, all_capabilities, nvls, exchange, deadline);
     return std::shared_ptr<CudaCommunicator>(new CudaCommunicator(
         std::make_unique<State>(std::move(group), layout, std::move(heaps),
                                 std::move(connected_peers), timeout_s)));
   } catch (const UnsupportedError&) {
     throw;  // all processes throw the same error, so there is no need to send it
   } catch (const CommunicatorError&) {
-    notes.BroadcastFailure(std::current_exception());
+    exchange.BroadcastFailure(std::current_exception());
     throw;
   } catch (const SystemError& error) {
     const auto failure =
         std::make_exception_ptr(CommunicatorError(group.ErrorPrefix() + error.what()));
-    notes.BroadcastFailure(failure);
+    exchange.BroadcastFailure(failure);
     std::rethrow_exception(failure);
   }
 }

@@ -12,7 +12,8 @@ namespace {
 // The first character of a setup message that reports a failure.
 constexpr char kRejected = '!';
 
-// Returns the message of `function`; if it throws SystemError, one that reports it.
+// Returns the message that `function` returns, or a message that reports the
+// SystemError that it throws.
 template <typename Function>
 SetupMessage Attempt(const Function& function) {
   try {
@@ -24,11 +25,11 @@ SetupMessage Attempt(const Function& function) {
 
 // Returns the first failure that the messages (indexed by process index) report, or "".
 std::string RejectionIn(const ProcessGroup& group,
-                        const std::vector<SetupMessage>& notes) {
-  for (size_t place = 0; place < notes.size(); ++place) {
-    const std::string& text = notes[place].text;
+                        const std::vector<SetupMessage>& messages) {
+  for (size_t process_index = 0; process_index < messages.size(); ++process_index) {
+    const std::string& text = messages[process_index].text;
     if (text.empty() || text[0] != kRejected) continue;
-    return "process " + std::to_string(group.process_ids()[place]) + ": " +
+    return "process " + std::to_string(group.process_ids()[process_index]) + ": " +
            text.substr(1);
   }
   return "";
@@ -84,7 +85,7 @@ GroupHeaps GroupHeaps::Shared(std::unique_ptr<LocalDevices> devices,
                               const SharingDecision& decision,
                               const std::map<int, Capabilities>& capabilities_of,
                               bool nvls,
-                              SetupExchange& notes,
+                              SetupExchange& exchange,
                               const Deadline& deadline) {
   GroupHeaps heaps;
   heaps.devices_ = std::move(devices);
@@ -92,7 +93,7 @@ GroupHeaps GroupHeaps::Shared(std::unique_ptr<LocalDevices> devices,
   std::vector<SharingFallback> failed;
   for (const SharingMode mode : decision.modes) {
     std::string reason =
-        heaps.ShareBy(mode, group, layout, capabilities_of, notes, deadline);
+        heaps.ShareBy(mode, group, layout, capabilities_of, exchange, deadline);
     if (!reason.empty()) {
       failed.push_back({SharingModeName(mode), reason});
       continue;
@@ -101,7 +102,8 @@ GroupHeaps GroupHeaps::Shared(std::unique_ptr<LocalDevices> devices,
     heaps.fallbacks_ = FallbacksTo(mode, decision, failed);
     heaps.FindAddresses(group);
     if (nvls) {
-      reason = heaps.BindWithAll(mode, group, layout, capabilities_of, notes, deadline);
+      reason =
+          heaps.BindWithAll(mode, group, layout, capabilities_of, exchange, deadline);
       if (!reason.empty()) heaps.fallbacks_.push_back({kNvls, reason});
     }
     return heaps;
@@ -114,7 +116,7 @@ std::string GroupHeaps::ShareBy(SharingMode mode,
                                 const ProcessGroup& group,
                                 const HeapLayout& layout,
                                 const std::map<int, Capabilities>& capabilities_of,
-                                SetupExchange& notes,
+                                SetupExchange& exchange,
                                 const Deadline& deadline) {
   SetupMessage own = Attempt([&] {
     if (mode == SharingMode::kIpc && (own_.is_virtual() || !own_)) {
@@ -123,7 +125,7 @@ std::string GroupHeaps::ShareBy(SharingMode mode,
     }
     return own_.Export(mode);
   });
-  std::vector<SetupMessage> exported = notes.Exchange(std::move(own), deadline);
+  std::vector<SetupMessage> exported = exchange.Exchange(std::move(own), deadline);
   std::string reason = RejectionIn(group, exported);
   if (!reason.empty()) return reason;
   SetupMessage outcome = Attempt([&] {
@@ -131,7 +133,7 @@ std::string GroupHeaps::ShareBy(SharingMode mode,
     return SetupMessage();
   });
   const bool is_rejected = !outcome.text.empty();
-  reason = RejectionIn(group, notes.Exchange(std::move(outcome), deadline));
+  reason = RejectionIn(group, exchange.Exchange(std::move(outcome), deadline));
   if (is_rejected || !reason.empty()) others_.clear();
   return reason;
 }
@@ -142,16 +144,18 @@ void GroupHeaps::Import(SharingMode mode,
                         const std::map<int, Capabilities>& capabilities_of,
                         std::vector<SetupMessage>& exported) {
   others_ = std::vector<PeerHeaps>(group.num_processes());
-  for (int place = 0; place < group.num_processes(); ++place) {
-    if (place == group.own()) continue;
+  for (int process_index = 0; process_index < group.num_processes(); ++process_index) {
+    if (process_index == group.own()) continue;
     // A process of another host is not connected. Its handles are in its capabilities.
-    if (exported[place].text.empty()) {
-      exported[place].text =
-          capabilities_of.at(group.process_ids()[place]).at(SharingModeName(mode));
+    if (exported[process_index].text.empty()) {
+      exported[process_index].text =
+          capabilities_of.at(group.process_ids()[process_index])
+              .at(SharingModeName(mode));
     }
-    others_[place] = PeerHeaps(*devices_, mode, exported[place],
-                               static_cast<int>(group.ranks_of(place).size()),
-                               layout.size_bytes(), group.Describe(place, 0));
+    others_[process_index] =
+        PeerHeaps(*devices_, mode, exported[process_index],
+                  static_cast<int>(group.ranks_of(process_index).size()),
+                  layout.size_bytes(), group.Describe(process_index, 0));
   }
 }
 
@@ -159,12 +163,14 @@ void GroupHeaps::FindAddresses(const ProcessGroup& group) {
   for (int n = 0; n < devices_->num_ranks(); ++n) {
     std::vector<RankSlotAddress>& addresses =
         addresses_.emplace_back(group.num_ranks());
-    for (int place = 0; place < group.num_processes(); ++place) {
-      const std::vector<int>& ranks = group.ranks_of(place);
+    for (int process_index = 0; process_index < group.num_processes();
+         ++process_index) {
+      const std::vector<int>& ranks = group.ranks_of(process_index);
       for (int i = 0; i < static_cast<int>(ranks.size()); ++i) {
-        const CUdeviceptr base = place == group.own()
-                                     ? own_.base(i)
-                                     : others_[place].base(devices_->index_of(n), i);
+        const CUdeviceptr base =
+            process_index == group.own()
+                ? own_.base(i)
+                : others_[process_index].base(devices_->index_of(n), i);
         addresses[ranks[i]] = HeapLayout::AddressAt(base);
       }
     }
@@ -198,7 +204,7 @@ std::string GroupHeaps::BindWithAll(SharingMode mode,
                                     const ProcessGroup& group,
                                     const HeapLayout& layout,
                                     const std::map<int, Capabilities>& capabilities_of,
-                                    SetupExchange& notes,
+                                    SetupExchange& exchange,
                                     const Deadline& deadline) {
   std::vector<int> processes;
   for (int rank = 0; rank < group.num_ranks(); ++rank) {
@@ -209,19 +215,19 @@ std::string GroupHeaps::BindWithAll(SharingMode mode,
   const MulticastShape shape = ShapeOf(mode, layout, group);
   std::vector<SetupMessage> replies;
   const auto all_did = [&](const auto& step) {
-    replies = notes.Exchange(Attempt(step), deadline);
+    replies = exchange.Exchange(Attempt(step), deadline);
     reason = RejectionIn(group, replies);
     if (!reason.empty()) multicast_.reset();
     return reason.empty();
   };
   const bool is_bound =
       all_did([&] {
-        SetupMessage note;
-        if (group.own() != 0) return note;
+        SetupMessage message;
+        if (group.own() != 0) return message;
         multicast_ =
             std::make_unique<Multicast>(Multicast::Create(devices_->driver(), shape));
-        note.text = ExportHandle(mode, multicast_->object(), note.passed);
-        return note;
+        message.text = ExportHandle(mode, multicast_->object(), message.passed);
+        return message;
       }) &&
       all_did([&] {
         if (group.own() != 0) {

@@ -43,7 +43,7 @@ class GroupHeaps {
                            const SharingDecision& decision,
                            const std::map<int, Capabilities>& capabilities_of,
                            bool nvls,
-                           SetupExchange& notes,
+                           SetupExchange& exchange,
                            const Deadline& deadline);
 
   const LocalDevices& devices() const { return *devices_; }
@@ -73,7 +73,7 @@ class GroupHeaps {
                       const ProcessGroup& group,
                       const HeapLayout& layout,
                       const std::map<int, Capabilities>& capabilities_of,
-                      SetupExchange& notes,
+                      SetupExchange& exchange,
                       const Deadline& deadline);
   void Import(SharingMode mode,
               const ProcessGroup& group,
@@ -89,7 +89,7 @@ class GroupHeaps {
                           const ProcessGroup& group,
                           const HeapLayout& layout,
                           const std::map<int, Capabilities>& capabilities_of,
-                          SetupExchange& notes,
+                          SetupExchange& exchange,
                           const Deadline& deadline);
 
   std::unique_ptr<LocalDevices> devices_;

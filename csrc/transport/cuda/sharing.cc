@@ -162,7 +162,7 @@ LocalHeaps LocalHeaps::Allocated(const LocalDevices& devices, int64_t size_bytes
 // The text of the message is "size:handle,size:handle,..." in the order of the ranks.
 // In mode kVmm the handles are empty, and the message passes descriptors instead.
 SetupMessage LocalHeaps::Export(SharingMode mode) const {
-  SetupMessage note;
+  SetupMessage message;
   for (int n = 0; n < devices_->num_ranks(); ++n) {
     std::string handle;
     int64_t size = 0;
@@ -175,11 +175,11 @@ SetupMessage LocalHeaps::Export(SharingMode mode) const {
       handle = HexOf(&ipc, sizeof(ipc));
     } else {
       size = virtual_[n].size_bytes();
-      handle = ExportHandle(mode, virtual_[n].memory(), note.passed);
+      handle = ExportHandle(mode, virtual_[n].memory(), message.passed);
     }
-    AppendPart(note.text, std::to_string(size).append(":").append(handle));
+    AppendPart(message.text, std::to_string(size).append(":").append(handle));
   }
-  return note;
+  return message;
 }
 
 void LocalHeaps::FreeAtExit() {
@@ -198,11 +198,11 @@ void OpenedIpcHandleTraits::Close(const Driver& driver, Value opened) noexcept {
 
 PeerHeaps::PeerHeaps(const LocalDevices& devices,
                      SharingMode mode,
-                     const SetupMessage& note,
+                     const SetupMessage& message,
                      int num_ranks,
                      int64_t size_bytes,
                      const std::string& peer)
-    : peer_(peer), exported_(Parse(note, num_ranks)) {
+    : peer_(peer), exported_(Parse(message, num_ranks)) {
   for (const Exported& exported : exported_) {
     if (exported.size_bytes < size_bytes) {
       throw SystemError(peer + " passed a heap of " +
@@ -213,14 +213,14 @@ PeerHeaps::PeerHeaps(const LocalDevices& devices,
   if (mode == SharingMode::kIpc) {
     OpenIpc(devices);
   } else {
-    ImportVirtual(devices, mode, note);
+    ImportVirtual(devices, mode, message);
   }
 }
 
-std::vector<PeerHeaps::Exported> PeerHeaps::Parse(const SetupMessage& note,
+std::vector<PeerHeaps::Exported> PeerHeaps::Parse(const SetupMessage& message,
                                                   int num_ranks) const {
   std::vector<Exported> all;
-  std::istringstream stream(note.text);
+  std::istringstream stream(message.text);
   for (std::string part; std::getline(stream, part, ',');) {
     Exported exported;
     const char* const end = part.data() + part.size();
@@ -241,9 +241,9 @@ std::vector<PeerHeaps::Exported> PeerHeaps::Parse(const SetupMessage& note,
 
 void PeerHeaps::ImportVirtual(const LocalDevices& devices,
                               SharingMode mode,
-                              const SetupMessage& note) {
-  if (mode == SharingMode::kVmm && note.passed.size() != exported_.size()) {
-    throw SystemError(peer_ + " passed " + std::to_string(note.passed.size()) +
+                              const SetupMessage& message) {
+  if (mode == SharingMode::kVmm && message.passed.size() != exported_.size()) {
+    throw SystemError(peer_ + " passed " + std::to_string(message.passed.size()) +
                       " descriptors, not " + std::to_string(exported_.size()));
   }
   bases_.emplace_back();
@@ -251,7 +251,7 @@ void PeerHeaps::ImportVirtual(const LocalDevices& devices,
     const FileDescriptor none;
     virtual_.emplace_back(
         ImportHandle(devices.driver(), mode, exported_[n].handle,
-                     mode == SharingMode::kVmm ? note.passed[n] : none, peer_),
+                     mode == SharingMode::kVmm ? message.passed[n] : none, peer_),
         static_cast<size_t>(exported_[n].size_bytes), devices.devices());
     bases_.back().push_back(virtual_.back().base());
   }

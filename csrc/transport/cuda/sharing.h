@@ -118,12 +118,12 @@ struct OpenedIpcHandleTraits {
 class PeerHeaps {
  public:
   PeerHeaps() = default;
-  // Imports the heaps. `note` is the result of LocalHeaps::Export in the other process,
-  // which must have `num_ranks` ranks with heaps of at least `size_bytes`. `peer` names
-  // the process in error messages. Throws SystemError.
+  // Imports the heaps. `message` is the result of LocalHeaps::Export in the other
+  // process, which must have `num_ranks` ranks with heaps of at least `size_bytes`.
+  // `peer` names the process in error messages. Throws SystemError.
   PeerHeaps(const LocalDevices& devices,
             SharingMode mode,
-            const SetupMessage& note,
+            const SetupMessage& message,
             int num_ranks,
             int64_t size_bytes,
             const std::string& peer);
@@ -138,14 +138,14 @@ class PeerHeaps {
  private:
   void ImportVirtual(const LocalDevices& devices,
                      SharingMode mode,
-                     const SetupMessage& note);
+                     const SetupMessage& message);
   void OpenIpc(const LocalDevices& devices);
 
   struct Exported {
     int64_t size_bytes = 0;
     std::string handle;  // hexadecimal; empty in mode kVmm
   };
-  std::vector<Exported> Parse(const SetupMessage& note, int num_ranks) const;
+  std::vector<Exported> Parse(const SetupMessage& message, int num_ranks) const;
 
   std::string peer_;
   std::vector<Exported> exported_;

@@ -21,13 +21,13 @@ bool SetupExchange::IsReached(int process_index) const {
 
 // The first byte of a kSetupMessage's body is the number of kSetupDescriptor messages
 // that follow it.
-void SetupExchange::Send(int process_index, const SetupMessage& note) const {
+void SetupExchange::Send(int process_index, const SetupMessage& setup) const {
   const FileDescriptor& connection = connected_peers_[process_index].connection;
-  std::string body(1, static_cast<char>(note.passed.size()));
-  body += note.text;
+  std::string body(1, static_cast<char>(setup.passed.size()));
+  body += setup.text;
   // Fails silently if the peer has just died: the next read then returns Arrival::kEnd.
   SendMessage(connection, MessageKind::kSetupMessage, body);
-  for (const FileDescriptor& passed : note.passed) {
+  for (const FileDescriptor& passed : setup.passed) {
     SendMessage(connection, MessageKind::kSetupDescriptor, "", &passed);
   }
 }
@@ -38,22 +38,22 @@ std::vector<SetupMessage> SetupExchange::Exchange(SetupMessage own,
   for (int process_index = 0; process_index < num_processes; ++process_index) {
     if (IsReached(process_index)) Send(process_index, own);
   }
-  std::vector<SetupMessage> notes(num_processes);
+  std::vector<SetupMessage> setups(num_processes);
   std::vector<int> num_missing(num_processes, kMissing);
-  notes[group_.own()] = std::move(own);
+  setups[group_.own()] = std::move(own);
   for (;;) {
     std::vector<pollfd> polled;
     std::string missing;
     for (int process_index = 0; process_index < num_processes; ++process_index) {
       if (!IsReached(process_index)) continue;
-      Receive(process_index, notes[process_index], num_missing[process_index]);
+      Receive(process_index, setups[process_index], num_missing[process_index]);
       if (num_missing[process_index] == 0) continue;
       polled.push_back({connected_peers_[process_index].connection.get(), POLLIN, 0});
       if (!missing.empty()) missing.append(" and ");
       missing.append(
           group_.Describe(process_index, connected_peers_[process_index].pid));
     }
-    if (polled.empty()) return notes;
+    if (polled.empty()) return setups;
     if (!Poll(polled, deadline.time())) {
       std::ostringstream text;
       text << group_.ErrorPrefix() << group_.Describe(group_.own(), getpid())
@@ -64,24 +64,24 @@ std::vector<SetupMessage> SetupExchange::Exchange(SetupMessage own,
   }
 }
 
-void SetupExchange::Receive(int process_index, SetupMessage& note, int& num_missing) {
+void SetupExchange::Receive(int process_index, SetupMessage& setup, int& num_missing) {
   ConnectedPeer& peer = connected_peers_[process_index];
   // Messages after a complete setup message belong to the next Exchange.
   while (num_missing != 0 && !peer.early_messages.empty()) {
     Message message = std::move(peer.early_messages.front());
     peer.early_messages.pop_front();
-    Take(process_index, std::move(message), note, num_missing);
+    Take(process_index, std::move(message), setup, num_missing);
   }
   while (num_missing != 0) {
     Message message = ReceiveMessage(peer.connection);
     if (message.arrival == Arrival::kNothing) return;
-    Take(process_index, std::move(message), note, num_missing);
+    Take(process_index, std::move(message), setup, num_missing);
   }
 }
 
 void SetupExchange::Take(int process_index,
                          Message message,
-                         SetupMessage& note,
+                         SetupMessage& setup,
                          int& num_missing) const {
   const std::string name =
       group_.Describe(process_index, connected_peers_[process_index].pid);
@@ -96,14 +96,14 @@ void SetupExchange::Take(int process_index,
     case MessageKind::kSetupMessage:
       num_missing =
           message.body.empty() ? 0 : static_cast<unsigned char>(message.body[0]);
-      note.text = message.body.empty() ? "" : message.body.substr(1);
+      setup.text = message.body.empty() ? "" : message.body.substr(1);
       return;
     case MessageKind::kSetupDescriptor:
       if (!message.passed) {
         Fail("a descriptor of " + name +
              " did not arrive: are this process's used up (ulimit -n)?");
       }
-      note.passed.push_back(std::move(message.passed));
+      setup.passed.push_back(std::move(message.passed));
       --num_missing;
       return;
     case MessageKind::kClose:

@@ -39,13 +39,13 @@ class SetupExchange {
   // it is the number of descriptors that are still missing.
   static constexpr int kMissing = -1;
 
-  void Send(int process_index, const SetupMessage& note) const;
+  void Send(int process_index, const SetupMessage& setup) const;
   bool IsReached(int process_index) const;
   // Reads what has arrived from a peer, up to the end of one message.
-  void Receive(int process_index, SetupMessage& note, int& num_missing);
+  void Receive(int process_index, SetupMessage& setup, int& num_missing);
   void Take(int process_index,
             Message message,
-            SetupMessage& note,
+            SetupMessage& setup,
             int& num_missing) const;
   [[noreturn]] void Fail(const std::string& text) const;
 
