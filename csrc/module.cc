@@ -307,7 +307,8 @@ std::string Describe(const jax_ub::Step& step) {
 }  // namespace
 
 NB_MODULE(_cpu, m) {
-  // Python may end while its modules still refer to communicators, which is no error.
+  // No warnings about leaks: Python may exit while modules still refer to
+  // communicators.
   nb::set_leak_warnings(false);
   m.attr("xla_ffi_api_version") = nb::cast(jax_ub::XlaFfiApiVersion());
   m.def("targets", [] { return jax_ub::HandlersOf(jax_ub::Targets()); });

@@ -314,7 +314,8 @@ std::unique_ptr<HeapCommunicator> ConnectInProcess(const std::string& name,
 }  // namespace
 
 NB_MODULE(_cuda, m) {
-  // Python may end while its modules still refer to communicators, which is no error.
+  // No warnings about leaks: Python may exit while modules still refer to
+  // communicators.
   nb::set_leak_warnings(false);
   // The engine's UnsupportedError becomes Python's NotImplementedError, which means
   // that another method may support the call.

@@ -45,9 +45,10 @@ SlotRequirements ComputeSlotRequirements(const CallAttributes& attributes,
 // Caches the slot plan of a call site. Thread-safe: several launches may be in flight.
 class SlotPlans {
  public:
-  // Returns the slot plan for the shapes of `call`, computed anew only if they differ
-  // from the previous call's, which does not happen within one XLA program.
-  // `attributes` and the properties of `device` must be the same in every call.
+  // Returns the slot plan for the shapes of `call`. Computes it again only if they
+  // differ from the shapes of the previous call, which does not happen within one XLA
+  // program. `attributes` and the properties of `device` must be the same in every
+  // call.
   SlotRequirements Find(const CallAttributes& attributes,
                         const RankCall& call,
                         const Device& device);

@@ -35,7 +35,7 @@ class CoreAffinity {
  public:
   enum class Who { kCaller, kWorker };
 
-  // Restricts the thread pool to these cores, as far as its threads may run there.
+  // Restricts the thread pool to those of these cores on which its threads may run.
   // Empty: all cores. Other processes should compute on the remaining cores.
   void set_cpu_set(const std::vector<int>& part);
   std::vector<int> cpu_set() const;

@@ -20,8 +20,8 @@ namespace jax_ub {
 
 class StreamLanes {
  public:
-  // Creates the streams in the current context. `in_turn`: all GEMM lanes share one
-  // stream.
+  // Creates the streams in the current context. If `in_turn`, all GEMM lanes share one
+  // stream, so that no two GEMMs run concurrently.
   StreamLanes(const Driver& driver,
               const KernelOptions& kernel_options,
               bool in_turn = false);

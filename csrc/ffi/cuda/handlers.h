@@ -22,7 +22,8 @@ namespace jax_ub {
 
 // Returns the FFI targets of a process, indexed by Op. With several devices, their
 // threads wait for each other in the first run of a call (CudaEngine::ExecuteTogether).
-// XLA would not call the handler if it replayed a graph, so it must not capture it.
+// In this case XLA must not capture the handlers in a graph, because it does not call
+// them when it replays the graph.
 std::array<Target, kNumOps> CudaTargets(bool has_several_devices);
 
 // Returns the type of the state of an instantiated call.

@@ -47,8 +47,8 @@ class OperandReader {
 
   bool is_k_contiguous() const { return is_k_contiguous_; }
 
-  // Returns whether tiles of A are read as rows, and in place if possible: every
-  // segment is contiguous along K, and the kernels are fast with rows.
+  // Returns whether ReadRows reads the tiles of A, in place if possible. For this,
+  // every segment must be contiguous along K, and the kernels must be fast with rows.
   bool reads_rows() const { return kernels_.reads_a_in_place && is_k_contiguous_; }
 
   // Returns whether tiles of A consist of rows, either in place or packed.

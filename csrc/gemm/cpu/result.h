@@ -38,10 +38,10 @@ class ResultWriter {
   // tiles, because storing short rows to several replicas is slow.
   bool stores_rows() const { return view_.num_replicas > 1 && !are_copies_; }
 
-  // Returns whether a tile kernel can store the rectangle itself, because one segment
-  // contains it, it needs no replica, and it needs at most one addend, or one factor for
-  // all sums without an addend. If so, sets the destination, the addend and the factors
-  // in `output`.
+  // Returns whether a tile kernel can store the rectangle itself. For this, one segment
+  // must contain it, it must be stored only once, and it must need at most one addend,
+  // or no addend and one factor for all its sums. If so, sets the destination, the
+  // addend and the factors in `output`.
   bool FindOutput(Range rows, Range columns, TileOutput& output) const;
 
   // Prefetches the memory that Store will read and write. Covers only the segment in

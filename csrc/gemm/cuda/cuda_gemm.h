@@ -50,8 +50,8 @@ struct GemmWorkspace {
 // Size of the workspace for cuBLASLt, as NVIDIA recommends for Hopper and newer.
 inline constexpr int64_t kLibraryWorkspaceBytes = int64_t{32} << 20;
 
-// The GEMMs of one device, the device of the context that is current in the
-// constructor. Any thread may use it while this context is current.
+// Computes GEMMs on one device, whose context is current in the constructor. Any thread
+// may use the object while this context is current.
 class CudaGemm {
  public:
   // Plans GEMMs with `library` for the device of the current context. All arguments

@@ -87,9 +87,8 @@ CallLogEntry GroupControl::WaitForLogEntry(int64_t call, const WaitReason& reaso
   return *order;
 }
 
-// Peers read the record between Barrier(call, 0) and Barrier(call + 1, 0). The record
-// is written again only for the call after the next, which begins after the latter
-// barrier.
+// Peers read the record between Barrier(call, 0) and Barrier(call + 1, 0). It is
+// written again only for call + 2, which begins after Barrier(call + 1, 0).
 void GroupControl::PublishSignature(int64_t call,
                                     uint64_t signature,
                                     std::string_view text) {

@@ -18,8 +18,8 @@ __device__ void SignalAll(const FlagTargets& signals, uint64_t word, uint64_t fa
   }
 }
 
-// Sets the flags of this rank's data, then announces the call to the peers: the first
-// part of jax_ub_wait.
+// Sends the pending signals of this rank, then announces the call to the peers: the
+// first part of jax_ub_wait.
 __device__ void SignalAndAnnounce(const WaitParams& params, const CallWords& words) {
   SignalAll(params.signals, words.current, words.failed);
   // A failed rank must not announce calls: its epoch no longer advances, so peers would
@@ -37,8 +37,9 @@ __device__ void WaitForFlags(const WaitParams& params, const CallWords& words) {
           params.ahead != 0 ? words.current : words.epoch, words.current);
 }
 
-// Frees the peers' slots and advances the epoch, or reports a failure: the first part of
-// jax_ub_end. Returns true in the first thread if the rank has failed.
+// Allows the peers to write this rank's slots again and advances the epoch, or reports
+// a failure: the first part of jax_ub_end. Returns true in the first thread if the rank
+// has failed.
 __device__ bool EndCall(const EndParams& params) {
   // A peer may write `poison` between the loads of two threads. Then only some targets
   // get the failure here; a later kernel of this rank writes it to the others.
