@@ -92,10 +92,10 @@ class TiledPlan : public GemmPlan {
   void ReadA(Range block, Range k, std::byte* packed, ATile* tiles) const;
   // Prepares the panel `columns` of B before `num_rows` rows of A are multiplied with
   // it: packs it, or sets `b.panel.source` if the first tile packs it while it
-  // multiplies. Sets `b.prefetch` to the memory that is packed after it: the next panel
-  // within `unit`, the columns of this unit, or after the last panel the first panel of
-  // `next_k`, the next block of K. Returns the end of the prepared columns, which may
-  // be several panels.
+  // multiplies. Sets `b.prefetch` to the memory that is packed next: the following
+  // panel or, after the last panel of the columns `unit`, the first panel of the next
+  // block of K (`next_k`). Returns the end of the prepared columns, which may be
+  // several panels.
   int64_t ReadB(Range unit,
                 Range columns,
                 Range k,
