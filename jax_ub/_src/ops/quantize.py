@@ -1,5 +1,6 @@
 """`Quantize`, and how FP8 tensors and their quantizers pass between operations."""
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -73,9 +74,11 @@ class Quantize(BasicOperation):
     _: dataclasses.KW_ONLY
     fp8: Recipe | None = None
     axis_name: str | tuple[str, ...] | None = None
-    # Set by `with_quantizers`.
-    forward_quantizer: Quantizer | None = dataclasses.field(default=None, repr=False)
-    backward_quantizer: Quantizer | None = dataclasses.field(default=None, repr=False)
+    # The quantizers of the activation and of its gradient that other operations of the
+    # list determine; `with_quantizers` sets them in a copy.
+    _linked: tuple[Quantizer | None, Quantizer | None] = dataclasses.field(
+        default=(None, None), init=False, repr=False
+    )
 
     takes_quantized = True
     takes_quantized_grad = True
@@ -108,10 +111,19 @@ class Quantize(BasicOperation):
             Float8CurrentScaling() if self.fp8 is None else self.fp8,
             checks.axis_tuple(self.axis_name),
         )
+        forward, backward = self._linked
         return (
-            (self.forward_quantizer or own) if self.forward_quantized else None,
-            (self.backward_quantizer or own) if self.backward_quantized else None,
+            (forward or own) if self.forward_quantized else None,
+            (backward or own) if self.backward_quantized else None,
         )
+
+    def linked(self, role: str, quantizer: Quantizer) -> "Quantize":
+        """Returns a copy that quantizes the tensor of this role with `quantizer`."""
+        forward, backward = self._linked
+        pair = (quantizer, backward) if role == INPUT else (forward, quantizer)
+        new = copy.copy(self)
+        object.__setattr__(new, "_linked", pair)
+        return new
 
     def claim(self, params):
         accumulators.claim_state(self.label, state_in(params))
@@ -146,7 +158,7 @@ class Quantize(BasicOperation):
 
 
 @dataclasses.dataclass
-class _Route:
+class _Path:
     """The operations that a quantized tensor reaches from a `Quantize`.
 
     Attributes:
@@ -161,26 +173,26 @@ class _Route:
     linear: int | None = None
 
 
-def _routes(ops: Sequence[BasicOperation], role: str) -> list[_Route]:
-    """Returns the routes of the activations, or of the gradients, in `ops`."""
+def _paths(ops: Sequence[BasicOperation], role: str) -> list[_Path]:
+    """Returns the paths of the activations, or of the gradients, in `ops`."""
     is_forward = role == INPUT
-    found: list[_Route] = []
-    route: _Route | None = None
+    found: list[_Path] = []
+    path: _Path | None = None
     for i in range(len(ops)) if is_forward else reversed(range(len(ops))):
         op = ops[i]
-        if route is None:
+        if path is None:
             starts = isinstance(op, Quantize) and (
                 op.forward_quantized if is_forward else op.backward_quantized
             )
             if starts:
-                route = _Route(i)
-                found.append(route)
+                path = _Path(i)
+                found.append(path)
         elif not (op.takes_quantized if is_forward else op.takes_quantized_grad):
-            route = None
+            path = None
         else:
-            route.reached.append(i)
+            path.reached.append(i)
             if isinstance(op, BasicLinear):
-                route.linear, route = i, None
+                path.linear, path = i, None
     return found
 
 
@@ -189,10 +201,8 @@ def quantized_boundaries(ops: Sequence[BasicOperation]) -> set[int]:
 
     It is an activation, or a gradient.
     """
-    forward = {i for route in _routes(ops, INPUT) for i in route.reached}
-    return forward | {
-        i + 1 for route in _routes(ops, OUTPUT_GRAD) for i in route.reached
-    }
+    forward = {i for path in _paths(ops, INPUT) for i in path.reached}
+    return forward | {i + 1 for path in _paths(ops, OUTPUT_GRAD) for i in path.reached}
 
 
 def with_quantizers(
@@ -206,35 +216,31 @@ def with_quantizers(
     """
     result: list[Any] = list(ops)
     states = []
-    for role, field in (
-        (INPUT, "forward_quantizer"),
-        (OUTPUT_GRAD, "backward_quantizer"),
-    ):
-        for route in _routes(ops, role):
-            op: Any = ops[route.start]
+    for role in (INPUT, OUTPUT_GRAD):
+        for path in _paths(ops, role):
+            op: Any = ops[path.start]
             recipe = op.fp8
-            if recipe is None and route.linear is not None:
-                linear: Any = ops[route.linear]
+            if recipe is None and path.linear is not None:
+                linear: Any = ops[path.linear]
                 recipe = linear.fp8
                 if isinstance(recipe, DelayedScaling):
-                    states.append((route.linear, route.start, role))
+                    states.append((path.linear, path.start, role))
             quantizer = Quantizer(
                 Float8CurrentScaling() if recipe is None else recipe,
-                _axes(ops, route),
+                _axes(ops, path),
             )
-            changed = dataclasses.replace(result[route.start], **{field: quantizer})
-            result[route.start] = changed
+            result[path.start] = result[path.start].linked(role, quantizer)
     return result, states
 
 
-def _axes(ops, route) -> tuple[str, ...]:
-    """Returns the axes over which a route's tensor is gathered or contracted."""
-    axes = {*checks.axis_tuple(ops[route.start].axis_name)}
-    for i in route.reached:
+def _axes(ops, path) -> tuple[str, ...]:
+    """Returns the axes over which a path's tensor is gathered or contracted."""
+    axes = {*checks.axis_tuple(ops[path.start].axis_name)}
+    for i in path.reached:
         if isinstance(ops[i], AllGather | ReduceScatter):
             axes.update(checks.axis_tuple(ops[i].axis_name))
-    if route.linear is not None:
-        linear, *after = ops[route.linear : route.linear + 3]
+    if path.linear is not None:
+        linear, *after = ops[path.linear : path.linear + 3]
         after = [op for op in after if not isinstance(op, Bias)][:1]
         if linear.tensor_parallel_mode is not None:
             axes.update(checks.axis_tuple(linear.axis_name))
