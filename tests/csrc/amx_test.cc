@@ -32,14 +32,14 @@ constexpr Isa kSmallBlocks = {&kPortableKernels, &kTiles, nullptr};
 constexpr Isa kEmulated = {&kPortableKernels, &kEmulatedKernels, nullptr};
 
 TEST(emulated_products_of_small_integers_are_exact) {
-  for (uint64_t seed = 1; seed <= 150; seed += kSeedStep) {
+  for (uint64_t seed = 1; seed <= 150; seed += kCaseStep) {
     CompareOne(seed, Values::kIntegers, seed % 4 ? kSmallBlocks : kEmulated,
                DType::kBF16);
   }
 }
 
 TEST(emulated_products_of_normal_numbers_are_close) {
-  for (uint64_t seed = 10001; seed <= 10060; seed += kSeedStep) {
+  for (uint64_t seed = 10001; seed <= 10060; seed += kCaseStep) {
     CompareOne(seed, Values::kNormal, seed % 4 ? kSmallBlocks : kEmulated,
                DType::kBF16);
   }
@@ -51,7 +51,7 @@ TEST(emulated_tiles_are_exact_for_every_tail) {
 
 TEST(emulated_fp8_products_are_exact) {
   CompareAllCodes(kTiles);
-  for (uint64_t seed = 1; seed <= 60; seed += kSeedStep) {
+  for (uint64_t seed = 1; seed <= 60; seed += kCaseStep) {
     CompareOne(seed, Values::kIntegers, kSmallBlocks, kFp8Pairs[seed % 3]);
   }
   CompareTails(kTiles, 33, {1, 2, 33}, kFp8Pairs[2]);

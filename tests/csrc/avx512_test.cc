@@ -34,13 +34,13 @@ constexpr Isa kSmallBlocks = {&kGeneral, &kPairs, nullptr};
 constexpr Isa kEmulated = {&kGeneral, &kEmulatedKernels, nullptr};
 
 TEST(emulated_products_of_small_integers_are_exact) {
-  for (uint64_t seed = 1; seed <= 300; seed += kSeedStep) {
+  for (uint64_t seed = 1; seed <= 300; seed += kCaseStep) {
     CompareOne(seed, Values::kIntegers, seed % 4 ? kSmallBlocks : kEmulated);
   }
 }
 
 TEST(emulated_products_of_normal_numbers_are_close) {
-  for (uint64_t seed = 10001; seed <= 10100; seed += kSeedStep) {
+  for (uint64_t seed = 10001; seed <= 10100; seed += kCaseStep) {
     CompareOne(seed, Values::kNormal, seed % 4 ? kSmallBlocks : kEmulated);
   }
 }
@@ -52,7 +52,7 @@ TEST(emulated_pairs_are_exact_for_every_tail) {
 TEST(emulated_fp8_products_are_exact) {
   CompareAllCodes(kGeneral);
   CompareAllCodes(kPairs);
-  for (uint64_t seed = 1; seed <= 60; seed += kSeedStep) {
+  for (uint64_t seed = 1; seed <= 60; seed += kCaseStep) {
     CompareOne(seed, Values::kIntegers, kSmallBlocks, kFp8Pairs[seed % 3]);
   }
   CompareTails(kPairs, 13, {1, 2, 33}, kFp8Pairs[1]);

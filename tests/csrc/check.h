@@ -26,6 +26,15 @@ __tsan_default_suppressions() {
 }
 #endif
 
+namespace jax_ub {
+
+// Tests take at most 8 ranks and every case; under sanitizers, unless JAX_UB_ALL_SIZES is
+// on, at most 4 ranks and every fifth case.
+constexpr int kMaxTestRanks = JAX_UB_TEST_MAX_RANKS;
+constexpr int kCaseStep = JAX_UB_TEST_CASE_STEP;
+
+}  // namespace jax_ub
+
 namespace check {
 
 struct Test {

@@ -10,10 +10,6 @@
 
 namespace jax_ub {
 
-// Tests of random GEMMs take every kSeedStep-th seed: all seeds, or one in five under
-// sanitizers unless JAX_UB_ALL_SIZES is on.
-constexpr int kSeedStep = JAX_UB_TEST_SEED_STEP;
-
 inline void RunUnits(const GemmPlan& plan, Random* order = nullptr) {
   std::vector<int64_t> units(plan.num_units());
   std::iota(units.begin(), units.end(), 0);

@@ -27,7 +27,7 @@ TEST(every_fp8_code_and_product_is_exact) {
 // Over segments, layouts, addends and replicas; the results are f32, bf16 and f16.
 TEST(fp8_products_of_small_integers_are_exact) {
   ForEachIsa([](const Isa& isa) {
-    for (uint64_t seed = 1; seed <= 120; seed += kSeedStep) {
+    for (uint64_t seed = 1; seed <= 120; seed += kCaseStep) {
       CompareOne(seed, Values::kIntegers, isa, kFp8Pairs[seed % 3]);
     }
   });
@@ -35,7 +35,7 @@ TEST(fp8_products_of_small_integers_are_exact) {
 
 TEST(fp8_products_of_normal_numbers_are_close) {
   ForEachIsa([](const Isa& isa) {
-    for (uint64_t seed = 10001; seed <= 10060; seed += kSeedStep) {
+    for (uint64_t seed = 10001; seed <= 10060; seed += kCaseStep) {
       CompareOne(seed, Values::kNormal, isa, kFp8Pairs[seed % 3]);
     }
   });
@@ -43,7 +43,7 @@ TEST(fp8_products_of_normal_numbers_are_close) {
 
 TEST(fp8_times_a_wider_operand_is_exact) {
   ForEachIsa([](const Isa& isa) {
-    for (uint64_t seed = 1; seed <= 30; seed += kSeedStep) {
+    for (uint64_t seed = 1; seed <= 30; seed += kCaseStep) {
       const DType wide = static_cast<DType>(seed % 3);
       CompareOne(seed, Values::kIntegers, isa, OperandDTypes(DType::kE4M3, wide));
       CompareOne(seed, Values::kIntegers, isa, OperandDTypes(wide, DType::kE5M2));

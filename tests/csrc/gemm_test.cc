@@ -16,7 +16,7 @@ void CompareWithReference(Values values, int num_problems, uint64_t first_seed) 
   const std::string_view in_use = CurrentIsa();
   for (std::string_view isa : AvailableIsas()) {
     SetIsa(isa);
-    for (int i = 0; i < num_problems; i += kSeedStep) {
+    for (int i = 0; i < num_problems; i += kCaseStep) {
       CompareOne(first_seed + i, values, IsaInUse());
     }
   }
@@ -45,7 +45,7 @@ std::vector<float> Elements(const RandomGemm& gemm) {
 }
 
 TEST(bits_depend_neither_on_the_order_of_units_nor_on_the_number_of_workers) {
-  for (uint64_t seed = 1; seed <= 60; seed += kSeedStep) {
+  for (uint64_t seed = 1; seed <= 60; seed += kCaseStep) {
     Random random(seed);
     const GemmSizes sizes = RandomSizes(random);
     std::vector<float> first;

@@ -1,4 +1,4 @@
-// Fails each allocation of a call in turn. Every rank's call must end, no result may be
+// Fails each kCaseStep-th allocation of a call in turn. Every rank's call must end, no result may be
 // wrong, and a failure must be reported to all ranks and processes.
 #include <pthread.h>
 
@@ -115,9 +115,9 @@ bool RunCall(Engine& engine, CallSite& site, const std::vector<RankCall>& calls)
   return failed;
 }
 
-void PrintCount(Op op, Method method, int64_t num_allocations) {
-  std::cout << "  " << OpName(op) << " by " << MethodName(method) << ": "
-            << num_allocations << " allocations" << std::endl;
+void PrintCount(Op op, Method method, int64_t last) {
+  std::cout << "  " << OpName(op) << " by " << MethodName(method)
+            << ": allocations 0 to " << last << std::endl;
 }
 
 void CheckOp(Op op, Method method, const Sizes& sizes, bool disagree = false) {
@@ -135,7 +135,7 @@ void CheckOp(Op op, Method method, const Sizes& sizes, bool disagree = false) {
   for (bool submitting : {false, true}) {
     counts_submitting = submitting;
     int64_t first = 0;
-    for (bool is_reached = true; is_reached; ++first) {
+    for (bool is_reached = true; is_reached; first += kCaseStep) {
       const int64_t num_failed = engine.counters().failed_calls;
       num_left = first;
       const bool failed = RunCall(engine, site, started);
@@ -144,7 +144,7 @@ void CheckOp(Op op, Method method, const Sizes& sizes, bool disagree = false) {
       CHECK(!RunCall(engine, site, calls));
       CHECK_EQ(NumWrong(at, calls), 0);
     }
-    PrintCount(op, method, first - 1);
+    PrintCount(op, method, first - kCaseStep);
   }
 }
 
@@ -183,12 +183,12 @@ std::string RunLocalCalls(Member& member,
   return text;
 }
 
-// Fails each allocation of the second of two processes in turn.
+// Fails allocations of the second of two processes in turn.
 void CheckProcesses(Op op, Method method) {
   const CallAttributes at = Spanning(op, method, 3);
   for (bool submitting : {false, true}) {
     int64_t first = 0;
-    for (bool is_reached = true; is_reached; ++first) {
+    for (bool is_reached = true; is_reached; first += kCaseStep) {
       Bulletin bulletin;
       Processes processes(2, [&](int process) {
         Member member(process, bulletin, {0, 1, 1});
@@ -217,7 +217,7 @@ void CheckProcesses(Op op, Method method) {
       }
       is_reached = bulletin.word() == 1;
     }
-    PrintCount(op, method, first - 1);
+    PrintCount(op, method, first - kCaseStep);
   }
 }
 

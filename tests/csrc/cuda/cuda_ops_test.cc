@@ -9,9 +9,6 @@
 namespace jax_ub {
 namespace {
 
-// The maximum number of ranks: 8, or 4 under sanitizers unless JAX_UB_ALL_SIZES is on.
-constexpr int kMaxTestRanks = JAX_UB_TEST_MAX_RANKS;
-
 // Calls `function` with the calls to test for P ranks: all of them up to P = 4. For
 // larger P, to save time, one third, and another third for P + 1.
 template <typename Function>

@@ -47,7 +47,7 @@ int64_t NumSums(Gpus& gpus) { return gpus.machine.NumCalls(kMulticastSumKernel);
 
 TEST(AllReducesByMulticastAreExact) {
   int seed = 0;
-  for (int num_ranks = 2; num_ranks <= 8; ++num_ranks) {
+  for (int num_ranks = 2; num_ranks <= kMaxTestRanks; ++num_ranks) {
     NvlsGpus gpus({.num_devices = num_ranks, .seed = 3, .max_delay_us = 30});
     ForEachReduction(num_ranks, [&](const CallAttributes& at) {
       for (const Sizes& sizes : {kWhole, kOdd}) {

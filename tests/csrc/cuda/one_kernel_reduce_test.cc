@@ -16,7 +16,7 @@ namespace {
 // The sum of the operands depends on the order and on rounding. It must have the same
 // bits as in the two exchanges of a plain all-reduce, on every rank.
 TEST(OneShotSumsAreTheSameBitsOnEveryRankAndInTwoExchanges) {
-  for (const int num_ranks : {2, 3, 8}) {
+  for (const int num_ranks : {2, 3, kMaxTestRanks}) {
     Gpus gpus({.num_devices = num_ranks, .seed = 4, .max_delay_us = 30});
     std::vector<std::vector<std::byte>> sums;
     for (const Variant variant : {Variant::kPlain, Variant::kOneShot}) {
@@ -45,7 +45,7 @@ TEST(OneShotSumsAreTheSameBitsOnEveryRankAndInTwoExchanges) {
 
 // Several blocks, whose last vectors are not full, with bias and residual.
 TEST(ManyBlocksAreExactEagerAndReplayed) {
-  for (const int num_ranks : {2, 3, 8}) {
+  for (const int num_ranks : {2, 3, kMaxTestRanks}) {
     Gpus gpus({.num_devices = num_ranks, .seed = 6, .max_delay_us = 30});
     for (const Op op : {Op::kMatmulAllReduce, Op::kAllReduce}) {
       for (CallAttributes at : Variants(op, Method::kRingExchange, num_ranks)) {
