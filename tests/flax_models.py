@@ -1,5 +1,7 @@
 """Flax modules and meshes that several tests share."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,19 +43,38 @@ def loss(model, x):
     return jnp.sum(jnp.sin(model(x)))
 
 
+@functools.cache
+def _compiled(argnums):
+    return nnx.jit(nnx.value_and_grad(loss, argnums=argnums))
+
+
+def loss_and_gradients(model, x, argnums=0):
+    """Returns the loss and gradients of a model of Flax, which compiles once."""
+    return _compiled(argnums)(model, x)
+
+
 def assert_learns_as(model, x, found, **tolerances):
     """Asserts that loss and gradients equal those of the model without a mesh."""
-    value, gradients = nnx.value_and_grad(loss)(model, x)
+    value, gradients = loss_and_gradients(model, x)
     assert_trees_close(found[0], value, rtol=1e-4)
     actual, expected = map(nnx.to_pure_dict, (found[1], gradients))
     assert_trees_close(actual, expected, **tolerances)
 
 
-def away_from_initial(variables):
-    """Adds noise, so that no bias is zero and no scale is one."""
-    leaves, tree = jax.tree.flatten(variables)
-    noise = np.random.default_rng(0)
-    return tree.unflatten(x + 0.3 * noise.standard_normal(x.shape) for x in leaves)
+def random_variables(module, x):
+    """Returns random parameters of a linen module."""
+    return random_parameters(jax.eval_shape(module.init, jax.random.key(0), x))
+
+
+def random_parameters(shapes):
+    """Returns random parameters: no bias is zero, and no scale is one."""
+    random = np.random.default_rng(0)
+
+    def values(path, leaf):
+        noise = 0.3 * random.standard_normal(leaf.shape)
+        return jnp.asarray(noise + (path[-1].key == "scale"), leaf.dtype)
+
+    return jax.tree.map_with_path(values, shapes)
 
 
 def linen_specs(variables):

@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from covering import product
 from layouts import visible, whole
 
 DTYPES = ("float32", "bfloat16", "float16")
-RANKS_AND_DTYPES = [
-    (num_ranks, dtype) for dtype in DTYPES for num_ranks in (1, 2, 3, 4, 8)
-]
+RANKS_AND_DTYPES = product(1, (1, 2, 3, 4, 8), DTYPES)
 
 
 def small_integers(seed: int, shape: tuple[int, ...], dtype="float32") -> jax.Array:

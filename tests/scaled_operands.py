@@ -35,6 +35,8 @@ SPECS = {
     (None, True): ((P(), P(), P()), P()),
 }
 MODES = list(SPECS)
+COLUMN, ROW, SUM, LOCAL = MODES[0], MODES[2], MODES[3], MODES[4]
+METHODS = ["direct", "ring_exchange", "pipeline", "external", "xla"]
 
 
 def integers(seed, shape, dtype="bfloat16"):
@@ -114,6 +116,16 @@ def value_and_gradients(function, *operands):
     numbers = tuple(range(len(operands)))
     gradients, y = jax.jit(jax.grad(loss, numbers, has_aux=True))(*operands)
     return y, gradients
+
+
+def assert_exact(function, values, wanted=plain):
+    """Asserts that results and gradients are f32 sums, rounded once to their dtypes."""
+    wide = (value.astype("float32") for value in values)
+    expected = value_and_gradients(wanted, *wide)
+    found = value_and_gradients(function, *values)
+    assert [g.dtype for g in found[1]] == [value.dtype for value in values]
+    rounded = jax.tree.map(lambda f, e: e.astype(f.dtype), found, expected)
+    jax.tree.map(assert_equal, found, rounded)
 
 
 def check_main_grad(layer):

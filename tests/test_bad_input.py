@@ -52,6 +52,7 @@ def test_a_script_that_cannot_be_read_is_rejected(command, capsys):
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_report_with_the_reason():
     program = (
         "import sys; from jax_ub import __main__;"

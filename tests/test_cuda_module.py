@@ -27,6 +27,7 @@ def there_is_a_driver():
     return True
 
 
+@pytest.mark.slow
 def test_package_neither_loads_nor_needs_it_without_a_gpu():
     # None: importing it is an error, as in a build without a CUDA toolkit.
     program = """
@@ -48,6 +49,7 @@ assert (linear(x, w) == 8).all()
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.slow
 def test_importing_the_package_does_not_load_it():
     program = "import jax_ub, sys; assert 'jax_ub._cuda' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

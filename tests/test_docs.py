@@ -73,6 +73,7 @@ def run(*arguments, cwd):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_the_program_of_the_page_runs(page, tmp_path):
     program = []
@@ -83,6 +84,7 @@ def test_the_program_of_the_page_runs(page, tmp_path):
     run("-c", "\n".join(program), cwd=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", FRAGMENTS)
 def test_the_fragments_of_the_page_run(page, tmp_path):
     program = f"{SETUP}\n{FRAGMENTS[page]}\ngiven = dict(globals())\n"

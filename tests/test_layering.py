@@ -118,6 +118,7 @@ def test_public_modules_define_nothing():
         assert not defined, path
 
 
+@pytest.mark.slow
 def test_importing_the_library_loads_only_the_modules_of_calls():
     program = (
         "import sys, jax_ub;"
@@ -135,6 +136,7 @@ def test_importing_the_library_loads_only_the_modules_of_calls():
     assert tools == ""
 
 
+@pytest.mark.slow
 def test_a_jitted_step_is_traced_once():
     # JAX traces every program again after an import that adds a config option, as
     # jax.extend's does. A second trace also gives a new call site.

@@ -26,6 +26,7 @@ def run_with_closed_stdout(*arguments):
     return ended.returncode, ended.stderr.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffered", [True, False])
 def test_closed_stdout_ends_a_command_without_an_error_text(buffered, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", "" if buffered else "1")
@@ -33,6 +34,7 @@ def test_closed_stdout_ends_a_command_without_an_error_text(buffered, monkeypatc
     assert ended == (128 + signal.SIGPIPE, "")
 
 
+@pytest.mark.slow
 def test_full_disk_ends_a_command_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", "")
     script = tmp_path / "script.py"
@@ -48,6 +50,7 @@ def test_full_disk_ends_a_command_with_the_reason(tmp_path, monkeypatch):
     assert ended.stderr.endswith(reason)
 
 
+@pytest.mark.slow
 def test_broken_pipe_of_a_script_is_reported(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise BrokenPipeError('a socket')")
@@ -68,6 +71,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_only_the_selected_command_is_imported():
     program = (
         "import sys, contextlib; from jax_ub import __main__\n"

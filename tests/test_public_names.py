@@ -157,6 +157,7 @@ def test_public_modules_have_the_listed_names(module):
     assert all(hasattr(module_object, name) for name in module_object.__all__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [
@@ -179,6 +180,7 @@ def test_errors_belong_to_their_families():
     assert issubclass(ub.errors.TimeoutError, ub.errors.CommunicatorError)
 
 
+@pytest.mark.slow
 def test_import_starts_no_backend():
     program = (
         "import jax, jax_ub\n"

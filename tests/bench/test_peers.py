@@ -1,6 +1,7 @@
 import jax
 import numpy as np
 import pytest
+from covering import covering
 
 from jax_ub._src import reference
 from jax_ub._src.tools.bench import cases, gemm, linear, peers
@@ -23,8 +24,7 @@ def operands(dtype="float32"):
     return small_integers(0, (M, K), dtype), small_integers(1, (K, N), dtype)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", linear.LINEAR_OPS)
+@covering(name=linear.LINEAR_OPS, num_ranks=[1, 2, 4, 8])
 def test_all_programs_of_an_op_match_the_reference(name, num_ranks):
     op = linear.LINEAR_OPS[name]
     column = Shape(M, K, N)

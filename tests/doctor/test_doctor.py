@@ -39,6 +39,7 @@ def test_every_method_runs():
         assert found[f'method "{method.value}"'].text == "runs on 2 devices"
 
 
+@pytest.mark.slow
 def test_missing_extension_is_a_fault_with_the_build_command():
     program = (
         "import sys; sys.modules['jax_ub._cpu'] = None\n"

@@ -37,6 +37,7 @@ def test_wrong_flags_are_rejected(program, text, message, monkeypatch, capsys):
 
 
 # In a new process, since jax may be initialized in this one.
+@pytest.mark.slow
 def test_error_without_a_job_says_how_to_start_one(monkeypatch):
     for name in ("JAX_COORDINATOR_ADDRESS", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)

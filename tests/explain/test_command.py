@@ -28,6 +28,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_script_is_run_and_explained(tmp_path):
     script, found = tmp_path / "train.py", tmp_path / "found.json"
     script.write_text(SCRIPT)
@@ -47,6 +48,7 @@ def test_script_is_run_and_explained(tmp_path):
     assert pair["reason"] == "XLA's own: could be one ub.matmul_reduce_scatter"
 
 
+@pytest.mark.slow
 def test_script_that_exits_is_explained_and_its_status_returned(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(f"{SCRIPT}\nsys.exit(3)")
@@ -58,6 +60,7 @@ def test_script_that_exits_is_explained_and_its_status_returned(tmp_path):
     assert "train.py: 1 of 2 overlapped" in done.stdout
 
 
+@pytest.mark.slow
 def test_missing_program_dumps_are_an_error(tmp_path):
     script = tmp_path / "train.py"
     flags = "import os\nos.environ['XLA_FLAGS'] = '--xla_cpu_enable_fast_math=false'\n"
@@ -72,6 +75,7 @@ def test_missing_program_dumps_are_an_error(tmp_path):
     assert "is now '--xla_cpu_enable_fast_math=false'" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--",)])
 def test_arguments_of_the_script_are_passed_unchanged(tmp_path, options):
     script = tmp_path / "train.py"

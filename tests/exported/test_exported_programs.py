@@ -5,6 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from covering import covering
 from exported_programs import FOLDER, NUM_RANKS, PROGRAMS, export, operands
 from jax.sharding import Mesh, NamedSharding
 from operands import assert_equal
@@ -33,8 +34,7 @@ def on_ranks(name, order):
     )
 
 
-@pytest.mark.parametrize("order", [range(NUM_RANKS), (7, 4, 6, 5)])
-@pytest.mark.parametrize("name", PROGRAMS)
+@covering(name=PROGRAMS, order=[range(NUM_RANKS), (7, 4, 6, 5)])
 def test_stored_program_runs(name, order):
     ub.register_targets()
     found = jax.jit(load(stored(name)).call)(*on_ranks(name, order))

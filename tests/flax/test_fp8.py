@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering, nightly
 from flax import nnx
 from operands import normal
 from programs import calls, compiled_text, dp_tp_mesh, tp_mesh
@@ -57,8 +58,7 @@ def relative_error(found, wanted):
     return float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", LAYERS)
+@covering(name=LAYERS, recipe=RECIPES)
 def test_every_layer_is_close_to_f32(name, recipe):
     mesh = tp_mesh(2)
     with jax.set_mesh(mesh):
@@ -110,7 +110,7 @@ def test_nothing_falls_back():
     assert all("has_scales = 1" in line for line in lines)
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("recipe", ["delayed", *nightly("current")])
 def test_fsdp(recipe):
     with jax.set_mesh(dp_tp_mesh(2, 2)):
         options = {"rngs": nnx.Rngs(0), "parallel": "column"}
@@ -121,7 +121,7 @@ def test_fsdp(recipe):
     assert relative_error(found[1], wanted[1]) < 0.1
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["delayed", "row", *nightly("current", "block")])
 def test_linen_layers_and_their_state(recipe):
     x = X
     options = {"fp8": RECIPES[recipe]}

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from covering import covering, nightly
 from flax import nnx
 from flax_models import (
     TYPES,
@@ -16,6 +17,7 @@ from flax_models import (
     assert_learns_as,
     assert_trees_close,
     loss,
+    loss_and_gradients,
     plain_block,
 )
 from jax.sharding import Mesh
@@ -87,8 +89,7 @@ def test_no_axes_may_be_given_as_none():
     assert ub.dot_general("column", fsdp_axes=None) == ub.dot_general("column")
 
 
-@pytest.mark.parametrize("types", ["auto", "explicit"])
-@pytest.mark.parametrize("name", MODELS)
+@covering(name=MODELS, types=["auto", "explicit"])
 def test_a_training_step_keeps_all_shardings(name, types):
     x, optimizer = normal(0, (8, 8, 16)), optax.adam(0.1)
     noted = len(ub.fallbacks())
@@ -122,20 +123,13 @@ def test_a_training_step_keeps_all_shardings(name, types):
     assert not re.search(r"f32\[16,16\]\S* all-reduce\(", text)
 
     plain = plain_block()
-    expected = nnx.grad(loss)(plain, normal(0, (8, 8, 16)))
+    expected = loss_and_gradients(plain, normal(0, (8, 8, 16)))[1]
     assert_trees_close(nnx.to_pure_dict(gradients), nnx.to_pure_dict(expected))
 
 
-@pytest.mark.parametrize("types", ["auto", "explicit"])
-@pytest.mark.parametrize(
-    ("up", "down"),
-    [
-        (P(None, ("tp", "fsdp")), P(("tp", "fsdp"), None)),
-        (P(None, ("fsdp", "tp")), P(("fsdp", "tp"), None)),
-    ],
-)
-def test_both_axes_may_shard_one_dimension(up, down, types):
-    x = normal(0, (8, 8, 16))
+@covering(axes=[("tp", "fsdp"), ("fsdp", "tp")], types=["auto", "explicit"])
+def test_both_axes_may_shard_one_dimension(axes, types):
+    x, up, down = normal(0, (8, 8, 16)), P(None, axes), P(axes, None)
     with jax.set_mesh(mesh_of(types)):
         model = block(nnx.Linear, up, down)
         assert ub.overlapped(ub.overlap(model)) == {"up": "column", "down": "row"}
@@ -162,7 +156,7 @@ def test_any_sharding_of_the_examples_gives_the_same(types, shape, options):
     assert_learns_as(plain_block(), x, found)
 
 
-@pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize("types", ["auto", *nightly("explicit")])
 def test_a_transformer_layer_takes_the_axes_for_all_its_kernels(types):
     sizes, options = (16, 32, 4), {"activation": "swiglu", "num_gqa_groups": 2}
     x = normal(0, (8, 8, 16))
@@ -204,8 +198,7 @@ class LinenBlock(nn.Module):
         return x + make(16, "row", ("mlp", "embed"), "down")(nn.gelu(up(x)))
 
 
-@pytest.mark.parametrize("types", ["auto", "explicit"])
-@pytest.mark.parametrize("ours", [True, False])
+@covering(ours=[True, False], types=["auto", "explicit"])
 def test_linen_models_are_created_sharded_by_their_rules(ours, types):
     x, model = normal(0, (8, 8, 16)), LinenBlock(ours)
     mesh = mesh_of(types)
@@ -226,11 +219,11 @@ def test_linen_models_are_created_sharded_by_their_rules(ours, types):
     for name in ("up", "down"):
         kernel = variables["params"][name]["kernel"]
         getattr(plain, name).kernel[...] = np.asarray(kernel)
-    expected = nnx.to_pure_dict(nnx.grad(loss)(plain, np.asarray(x)))
+    expected = nnx.to_pure_dict(loss_and_gradients(plain, np.asarray(x))[1])
     assert_trees_close(gradients, expected)
 
 
-@pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize("types", ["explicit", *nightly("auto")])
 def test_a_scan_over_layers_keeps_no_gathered_kernels(types):
     x = normal(0, (8, 8, 16))
     with jax.set_mesh(mesh_of(types)):
@@ -284,7 +277,7 @@ def test_microbatches_accumulate_into_the_shards(axes, types):
     # The backward pass gathers the second kernel again. Accumulators are not gathered.
     assert collectives(text)["all-gather"] == 3
     assert collectives(text)["reduce-scatter"] == 2
-    expected = nnx.grad(loss)(plain_block(), np.asarray(xs).reshape(-1, 8, 16))
+    expected = loss_and_gradients(plain_block(), np.asarray(xs).reshape(-1, 8, 16))[1]
     expected = nnx.to_pure_dict(expected)
     assert_trees_close(nnx.to_pure_dict(gradients), expected, rtol=1e-4, atol=1e-4)
 
@@ -309,7 +302,7 @@ def test_inside_shard_map_kernels_are_gathered_over_fsdp_axes(check_vma):
         of_ranks = {P("fsdp", "tp"): P(None, "tp"), P("tp", "fsdp"): P("tp")}
         whole = jax.tree.map(lambda spec: of_ranks.get(spec, spec), specs)
         of_whole = differentiate(whole)(state, x)
-    expected = nnx.to_pure_dict(nnx.grad(loss)(plain_block(), x))
+    expected = nnx.to_pure_dict(loss_and_gradients(plain_block(), x)[1])
     assert_trees_close(nnx.to_pure_dict(gradients), expected)
     assert_trees_close(nnx.to_pure_dict(of_whole), expected)
 

@@ -1,10 +1,12 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax_models import linen_specs, mesh_of
+from covering import covering
+from flax_models import linen_specs, mesh_of, random_variables
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
 
@@ -16,8 +18,9 @@ DROPS = {"hidden": {"hidden_dropout": 0.5}, "attention": {"attention_dropout": 0
 
 def same_everywhere(layer):
     """Returns parameters and tokens with equal results for all tokens and heads."""
-    variables = layer.init(jax.random.key(0), jnp.ones(X), deterministic=True)
-    variables = jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.1), variables)
+    init = functools.partial(layer.init, deterministic=True)
+    variables = jax.eval_shape(init, jax.random.key(0), jnp.ones(X))
+    variables = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.1), variables)
     return variables, jnp.broadcast_to(normal(0, (16,)), X)
 
 
@@ -36,14 +39,13 @@ def test_initialization_needs_no_deterministic_argument(options):
         layer.apply(found, jnp.ones(X))
 
 
-@pytest.mark.parametrize("types", ["auto", "explicit"])
-@pytest.mark.parametrize("options", DROPS.values(), ids=DROPS)
-def test_dropout_depends_on_the_key_and_can_be_disabled(options, types):
-    layer = linen.TransformerLayer(16, 32, 4, **options)
+@covering(drop=DROPS, types=["auto", "explicit"])
+def test_dropout_depends_on_the_key_and_can_be_disabled(drop, types):
+    layer = linen.TransformerLayer(16, 32, 4, **DROPS[drop])
     plain = linen.TransformerLayer(16, 32, 4)
     x = normal(0, X)
     with jax.set_mesh(mesh_of(2, 2, types)):
-        variables = layer.init(jax.random.key(0), x, deterministic=False)
+        variables = random_variables(layer, x)
         apply = jax.jit(run, static_argnums=(0,), static_argnames="deterministic")
         y, again, other = (
             apply(layer, variables, x, key, deterministic=False) for key in (1, 1, 2)
@@ -66,11 +68,9 @@ def test_dropout_needs_a_deterministic_argument():
             run(layer, variables, jnp.ones(X), 0)
 
 
-@pytest.mark.parametrize("options", DROPS.values(), ids=DROPS)
-@pytest.mark.parametrize(
-    "axes", [{"dp", "tp"}, {"dp"}], ids=["all axes", "data axes only"]
-)
-def test_ranks_of_a_shard_map_have_different_dropout_masks(options, axes):
+@covering(drop=DROPS, axes=[{"dp", "tp"}, {"dp"}])
+def test_ranks_of_a_shard_map_have_different_dropout_masks(drop, axes):
+    options = DROPS[drop]
     layer = linen.TransformerLayer(16, 32, 4, is_causal=False, **options)
     variables, x = same_everywhere(layer)
     specs = linen_specs(variables) if "tp" in axes else P()

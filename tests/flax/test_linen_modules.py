@@ -8,9 +8,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import covering, nightly
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.traverse_util import flatten_dict
-from flax_models import assert_trees_close, away_from_initial, linen_specs, mesh_of
+from flax_models import assert_trees_close, linen_specs, mesh_of, random_variables
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
 from programs import calls, collectives, compiled_text
@@ -71,19 +72,16 @@ PAIRS = {
     ),
     "layer": (linen.TransformerLayer(16, 32, 4, normalize_qk=True), Layer()),
 }
-OURS_AND_FLAX = [pytest.param(*pair, id=name) for name, pair in PAIRS.items()]
 
 
 def loss(module):
     return lambda variables, x: jnp.sum(jnp.sin(module.apply(variables, x)))
 
 
-@pytest.mark.parametrize(("ours", "flax"), OURS_AND_FLAX)
-def test_parameters_equal_those_of_flax(ours, flax):
+@pytest.mark.parametrize("name", PAIRS)
+def test_parameters_equal_those_of_flax(name):
     # linen models are often initialized with a dummy input of one token.
-    x = jnp.ones((1, 1, 16))
-    with jax.set_mesh(mesh_of(2, 2, "explicit")):
-        assert_equal(ours.init(jax.random.key(3), x), flax.init(jax.random.key(3), x))
+    x, (ours, flax) = jnp.ones((1, 1, 16)), PAIRS[name]
     y, variables = ours.init_with_output(jax.random.key(3), x)
     expected_y, expected = flax.init_with_output(jax.random.key(3), x)
     assert (y.shape, y.dtype) == (expected_y.shape, expected_y.dtype)
@@ -92,11 +90,19 @@ def test_parameters_equal_those_of_flax(ours, flax):
     assert_equal(variables, expected)
 
 
+def test_parameters_equal_those_of_flax_on_an_explicit_mesh():
+    x, (ours, flax) = jnp.ones((1, 1, 16)), PAIRS["norm and MLP"]
+    with jax.set_mesh(mesh_of(2, 2, "explicit")):
+        assert_equal(ours.init(jax.random.key(3), x), flax.init(jax.random.key(3), x))
+
+
+@pytest.mark.parametrize("name", ["attention", "layer", *nightly(*list(PAIRS)[:4])])
 @pytest.mark.parametrize(
-    ("types", "layout"), [("auto", P("dp")), ("explicit", P(("dp", "tp")))]
+    "layout", [("explicit", P(("dp", "tp"))), *nightly(("auto", P("dp")))]
 )
-@pytest.mark.parametrize(("ours", "flax"), OURS_AND_FLAX)
-def test_init_and_apply_return_the_same(ours, flax, types, layout):
+def test_init_and_apply_return_the_same(name, layout):
+    ours, _ = PAIRS[name]
+    types, layout = layout
     with jax.set_mesh(mesh_of(2, 2, types)):
         x = jax.device_put(normal(0, X), layout)
         y, variables = jax.jit(ours.init_with_output)(jax.random.key(3), x)
@@ -109,28 +115,27 @@ def test_init_takes_inputs_of_any_number_of_tokens():
         16, 32, 4, normalize_qk=True, data_axes=("dp",), main_grad=True
     )
     with jax.set_mesh(mesh_of(2, 2)):
-        y, variables = ours.init_with_output(jax.random.key(3), x)
+        y, variables = jax.jit(ours.init_with_output)(jax.random.key(3), x)
         with pytest.raises(ub.errors.ShapeContractError, match="5 tokens"):
             ours.apply(variables, x)
     assert_trees_close(y, Layer().apply({"params": variables["params"]}, x))
 
 
-@pytest.mark.parametrize("types", ["auto", "explicit"])
-@pytest.mark.parametrize(("ours", "flax"), OURS_AND_FLAX)
-def test_values_and_gradients_equal_those_of_flax(ours, flax, types):
-    x = normal(0, X)
-    variables = away_from_initial(flax.init(jax.random.key(0), x))
+@covering(name=PAIRS, types=["explicit", "auto"])
+def test_values_and_gradients_equal_those_of_flax(name, types):
+    x, (ours, flax) = normal(0, X), PAIRS[name]
+    variables = random_variables(flax, x)
     with jax.set_mesh(mesh_of(2, 2, types)):
         differentiate = jax.jit(jax.value_and_grad(loss(ours), argnums=(0, 1)))
         value, gradients = differentiate(variables, x)
-    expected = jax.value_and_grad(loss(flax), argnums=(0, 1))(variables, x)
+    expected = jax.jit(jax.value_and_grad(loss(flax), argnums=(0, 1)))(variables, x)
     assert_trees_close(value, expected[0], rtol=1e-4)
     assert_trees_close(gradients, expected[1], rtol=1e-4)
 
 
 def test_a_transformer_layer_compiles_to_four_calls_and_no_other_communication():
     layer = linen.TransformerLayer(16, 32, 4, activation="swiglu", rotary_base=100.0)
-    variables = layer.init(jax.random.key(0), jnp.ones(X))
+    variables = random_variables(layer, jnp.ones(X))
     with jax.set_mesh(mesh_of(2, 2)):
         x = jax.device_put(normal(0, X), P("dp", "tp"))
         specs = jax.tree.map(lambda _: P(), variables)
@@ -150,7 +155,7 @@ def test_calls_run_as_initialize_ub_configured_their_names(sequence_parallel):
         16, 32, 4, mesh=mesh, sequence_parallel=sequence_parallel
     )
     x = jnp.ones((2, 32, 16))
-    variables = layer.init(jax.random.key(0), x)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
     text = jax.jit(layer.apply).lower(variables, x).as_text()
     splits = re.findall(r"matmul_reduce_scatter\(.*num_splits = (\d)", text)
     # proj, and fc2 by default. All-reduces have no names.
@@ -163,7 +168,7 @@ def test_inside_shard_map_a_layer_has_its_ranks_heads_and_features(sequence_para
     ours = linen.TransformerLayer(
         16, 32, 4, normalize_qk=True, sequence_parallel=sequence_parallel
     )
-    variables = away_from_initial(flax.init(jax.random.key(0), x))
+    variables = random_variables(flax, x)
     tokens = P("dp", "tp" if sequence_parallel else None)
     run = jax.shard_map(
         ours.apply,
@@ -171,10 +176,18 @@ def test_inside_shard_map_a_layer_has_its_ranks_heads_and_features(sequence_para
         in_specs=(linen_specs(variables), tokens),
         out_specs=tokens,
     )
-    differentiate = jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(run(*args)))))
-    assert_trees_close(jax.jit(run)(variables, x), flax.apply(variables, x))
-    expected = jax.grad(loss(flax))(variables, x)
-    assert_trees_close(differentiate(variables, x), expected, rtol=1e-4)
+
+    def differentiate(apply):
+        def loss(variables, x):
+            y = apply(variables, x)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.grad(loss, has_aux=True))(variables, x)
+
+    found, y = differentiate(run)
+    expected, expected_y = differentiate(flax.apply)
+    assert_trees_close(y, expected_y)
+    assert_trees_close(found, expected, rtol=1e-4)
 
 
 def test_inside_shard_map_parameters_are_created_as_shards():
@@ -194,12 +207,14 @@ def test_inside_shard_map_parameters_are_created_as_shards():
 def test_inside_shard_map_init_returns_zeros():
     layer = linen.MultiHeadAttention(4)
     x = normal(0, X)
-    y = jax.shard_map(
-        lambda x: layer.init_with_output(jax.random.key(0), x)[0],
-        mesh=mesh_of(1, 2),
-        in_specs=P(None, "tp"),
-        out_specs=P(None, "tp"),
-        check_vma=False,
+    y = jax.jit(
+        jax.shard_map(
+            lambda x: layer.init_with_output(jax.random.key(0), x)[0],
+            mesh=mesh_of(1, 2),
+            in_specs=P(None, "tp"),
+            out_specs=P(None, "tp"),
+            check_vma=False,
+        )
     )(x)
     assert_equal(y, jnp.zeros(X))
 
@@ -213,7 +228,7 @@ def test_other_inputs_are_attended_to():
     values = values + 1
     ours, flax = linen.MultiHeadAttention(4), nn.MultiHeadDotProductAttention(4)
     mask = jnp.asarray(normal(2, (4, 1, 4, 8)) > 0) | (jnp.arange(8) == 0)
-    variables = away_from_initial(flax.init(jax.random.key(0), x))
+    variables = random_variables(flax, x)
     for inputs, gathers in (((x, memory), 2), ((x, memory, values), 3)):
         with jax.set_mesh(mesh_of(1, 2)):
             run = jax.jit(functools.partial(ours.apply, mask=mask))
@@ -233,7 +248,7 @@ def test_a_kernel_of_heads_may_have_partitioning_metadata_of_linen():
     assert_equal(nn.unbox(variables), expected)
 
 
-@pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize("types", ["explicit", *nightly("auto")])
 def test_stacked_layers_are_scanned_and_recomputed(types):
     def stack(kind, *args):
         class Stack(nn.Module):
@@ -251,12 +266,13 @@ def test_stacked_layers_are_scanned_and_recomputed(types):
 
     x = normal(0, X)
     ours, flax = stack(linen.LayerNormMLP, 16, 32), stack(NormedMLP)
-    variables = flax.init(jax.random.key(0), x)
+    variables = random_variables(flax, x)
     with jax.set_mesh(mesh_of(2, 2, types)):
         gradients = jax.jit(jax.grad(loss(ours)))(
             variables, jax.device_put(x, P("dp", "tp"))
         )
-    assert_trees_close(gradients, jax.grad(loss(flax))(variables, x), rtol=1e-4)
+    expected = jax.jit(jax.grad(loss(flax)))(variables, x)
+    assert_trees_close(gradients, expected, rtol=1e-4)
 
 
 def test_every_kernel_has_an_accumulator():
@@ -264,7 +280,7 @@ def test_every_kernel_has_an_accumulator():
     ours = linen.TransformerLayer(16, 32, 4, main_grad=True, activation="swiglu")
     plain = dataclasses.replace(ours, main_grad=False)
     with jax.set_mesh(mesh_of(2, 2)):
-        variables = ours.init(jax.random.key(0), x)
+        variables = random_variables(ours, x)
         params, main_grads = variables["params"], variables[OVERWRITE_WITH_GRADIENT]
         ones = jax.tree.map(jnp.ones_like, main_grads)
         given = {"params": params, OVERWRITE_WITH_GRADIENT: ones}

@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import nightly
 from flax_models import assert_trees_close, mesh_of
 from operands import normal
 from programs import calls, collectives, compiled_text
@@ -42,7 +43,7 @@ class Model(nn.Module):
         return nn.Dense(3, name="head")(scan(name="blocks")(x, None)[0])
 
 
-@pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize("types", ["explicit", *nightly("auto")])
 def test_layers_of_an_unmodified_model_are_overlapped(types):
     model, x = Model(), normal(0, (4, 8, 16))
     variables = model.init(jax.random.key(0), x)
@@ -50,7 +51,7 @@ def test_layers_of_an_unmodified_model_are_overlapped(types):
     def loss(variables, x):
         return jnp.sum(jnp.sin(model.apply(variables, x)))
 
-    expected = jax.value_and_grad(loss)(variables, x)
+    expected = jax.jit(jax.value_and_grad(loss))(variables, x)
     overlap = Overlap(RULES)
     with jax.set_mesh(mesh_of(2, 2, types)), nn.intercept_methods(overlap):
         x = jax.device_put(x, jax.P("dp", "tp"))
@@ -81,7 +82,7 @@ def test_the_first_rule_that_matches_counts():
     x = normal(0, (4, 8, 16))
     overlap = Overlap({r"blocks\.up": None, **RULES}, sequence_parallel=False)
     model = Model()
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
     with jax.set_mesh(mesh_of(1, 2)), nn.intercept_methods(overlap):
         text = compiled_text(jax.jit(model.apply), variables, x)
     assert calls(text)["matmul_all_reduce"] == 2
@@ -96,7 +97,7 @@ def test_kernels_may_be_sharded_over_a_data_axis():
         params = {"kernel": kernel, "bias": jnp.zeros(32)}
         return jnp.sum(jnp.sin(layer.apply({"params": params}, x)))
 
-    expected = jax.grad(loss)(kernel, x)
+    expected = jax.jit(jax.grad(loss))(kernel, x)
     overlap = Overlap({"": "column"}, fsdp_axes="dp")
     with jax.set_mesh(mesh_of(2, 2)), nn.intercept_methods(overlap):
         on_mesh = jax.device_put(kernel, jax.P("dp", "tp"))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from flax_models import assert_trees_close, away_from_initial, mesh_of
+from flax_models import assert_trees_close, mesh_of, random_variables
 from operands import normal
 
 import jax_ub.flax
@@ -49,7 +49,7 @@ def test_nnx_and_linen_give_the_same_results(name):
     x = normal(0, X)
     ours = getattr(linen, name)(*sizes, **options)
     twin = getattr(jax_ub.flax, name)(*sizes_of_nnx, rngs=nnx.Rngs(0), **options)
-    variables = away_from_initial(ours.init(jax.random.key(0), x))
+    variables = random_variables(ours, x)
     state = nnx.state(twin, nnx.Param)
     nnx.replace_by_pure_dict(state, variables["params"])
     nnx.update(twin, state)

@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import covering
 from flax import nnx
 from flax_models import assert_trees_close, mesh_of
 from operands import normal
@@ -107,7 +108,7 @@ def program_of_linen(name, **options):
     parallel = {"parallel": "column"} if name == "LayerNormLinear" else {}
     make = getattr(linen, name)
     model = make(*LINEN_SIZES[name], **parallel, **options)
-    variables = model.init(jax.random.key(0), jnp.ones(X))
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones(X))
 
     def loss(variables, x):
         return jnp.sum(jnp.sin(model.apply(variables, x)))
@@ -115,8 +116,7 @@ def program_of_linen(name, **options):
     return jax.jit(jax.value_and_grad(loss, (0, 1))), variables, X
 
 
-@pytest.mark.parametrize("program_of", [program_of_nnx, program_of_linen])
-@pytest.mark.parametrize("name", MODULES)
+@covering(name=MODULES, program_of=[program_of_nnx, program_of_linen])
 def test_modules_pass_the_flags_to_their_layers(name, program_of):
     times = 2 if name == "TransformerLayer" else 1
     with jax.set_mesh(mesh_of(1, 4)):
@@ -215,9 +215,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "message"), REFUSED)
-@pytest.mark.parametrize("name", [*MODULES, "Linear"])
-def test_contradictions_name_the_layer_and_the_fix(name, options, error, message):
+@covering(name=[*MODULES, "Linear"], refused=REFUSED)
+def test_contradictions_name_the_layer_and_the_fix(name, refused):
+    options, error, message = refused
     label = name if name in MODULES else r"linear\(parallel='column'\)"
     column = {"parallel": "column"} if "Linear" in name else {}
     make, sizes = getattr(layers, name), MODULES.get(name, (16, 32))

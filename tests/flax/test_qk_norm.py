@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from flax_models import assert_trees_close, away_from_initial, loss, mesh_of
+from flax_models import assert_trees_close, loss, mesh_of, random_parameters
 from operands import assert_equal, normal
 
 from jax_ub import flax as layers
@@ -27,7 +27,7 @@ def test_rms_norms_have_the_values_and_gradients_of_flax():
     flax.query_ln = nnx.RMSNorm(4, rngs=nnx.Rngs(1))
     flax.key_ln = nnx.RMSNorm(4, rngs=nnx.Rngs(1))
     state = nnx.to_pure_dict(nnx.state(flax, nnx.Param))
-    noisy = away_from_initial(state)
+    noisy = random_parameters(state)
     nnx.update(flax, noisy)
     expected = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))(flax, x)
     with jax.set_mesh(mesh_of(2, 2)):

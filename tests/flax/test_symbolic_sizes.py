@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import nightly
 from flax import nnx
 from flax_models import assert_trees_close, mesh_of
 from operands import normal
@@ -81,7 +82,7 @@ def test_gradients_are_exported_and_main_grads_accumulate():
     assert_trees_close(found, expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence_parallel": False}])
+@pytest.mark.parametrize("options", [{}, *nightly({"sequence_parallel": False})])
 def test_a_transformer_layer_is_exported_for_any_batch(options):
     x = normal(0, (4, 8, 16))
     options = {"rotary_base": 1e4, "activation": "swiglu", **options}

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from fp8_formulas import E4M3, E5M2, E8M0
 
 import jax_ub as ub
@@ -58,9 +59,9 @@ def test_casts_do_not_round_to_bf16_or_f16_first():
     assert np.any(found != np.asarray(x).astype(jnp.bfloat16).astype(E4M3))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("power_of_two", [False, True])
+@covering(
+    dtype=["float32", "bfloat16", "float16"], role=ROLES, power_of_two=[False, True]
+)
 def test_current_scaling(dtype, role, power_of_two):
     x = normal((48, 32), dtype)
     recipe = FP8.Float8CurrentScaling(use_power_2_scales=power_of_two)
@@ -108,8 +109,7 @@ def test_qparams_are_per_role():
     assert ub.quantize(x, recipe, role="kernel").scales == 2.0**-7
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("role", ROLES)
+@covering(shape=SHAPES, role=ROLES)
 def test_rowwise_scaling(shape, role):
     axis = -2 if role == "kernel" else -1
     rows = 2.0 ** np.random.default_rng(1).integers(-30, 30, shape[:-1] + (1,))
@@ -190,16 +190,15 @@ def test_the_margin_of_block_scales_is_an_exponent():
     np.testing.assert_array_equal(bits[0] + 2, bits[1])
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
+@covering(
+    recipe=[
         FP8.Float8CurrentScaling(),
         FP8.MXFP8BlockScaling(),
         FP8.MXFP8BlockScaling(fp8_format=FP8.Format.HYBRID),
         FP8.RowwiseScaling(),
     ],
+    role=ROLES,
 )
-@pytest.mark.parametrize("role", ROLES)
 def test_every_element_is_within_the_bound_of_its_format(recipe, role):
     x = normal((64, 128))
     found = ub.quantize(x, recipe, role=role)

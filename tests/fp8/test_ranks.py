@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
 from operands import normal
 from programs import collectives, dp_tp_mesh, on_ranks, tp_mesh
@@ -29,9 +30,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("role", ["input", "output_grad"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@covering(recipe=RECIPES, role=["input", "output_grad"], check_vma=[True, False])
 def test_ranks_get_the_values_of_one_rank_with_the_whole_tensor(
     recipe, role, check_vma
 ):

@@ -71,6 +71,7 @@ def test_sigterm_during_the_start_ends_the_launcher(interpreter, monkeypatch):
     assert [process.returncode for process in started] == [-signal.SIGTERM]
 
 
+@pytest.mark.slow
 def test_sigkill_of_the_command_ends_its_processes_and_removes_the_folder(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import time; print('ready', flush=True); time.sleep(60)")
@@ -92,6 +93,7 @@ def test_sigkill_of_the_command_ends_its_processes_and_removes_the_folder(tmp_pa
     assert not [*temporary.iterdir()]
 
 
+@pytest.mark.slow
 def test_launcher_starts_nothing_if_its_parent_has_exited(tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "folder"
     script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering, nightly
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
 from ops_on_ranks import TOKENS
@@ -82,8 +83,7 @@ def assert_close(found, wanted):
         assert jnp.linalg.norm(x - y) <= 1e-3 * jnp.linalg.norm(y)
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@covering(recipe=RECIPES, fused=[True, False])
 def test_linears_equal_the_functions(recipe, fused):
     recipe = RECIPES[recipe]
     ub.initialize_ub((16, 64), 2, use_fp8=True, mesh=tp_mesh(2))
@@ -121,7 +121,7 @@ def state_of(params):
     return {name: value for name, value in params.items() if name != "kernel"}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["delayed", "row", *nightly("current", "block")])
 def test_all_fusions(recipe):
     """FP8 linears are fused with residuals, biases, scales and activations."""
     recipe = RECIPES[recipe]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from covering import nightly
 
 PROGRAM = """
 import sys
@@ -39,7 +40,8 @@ assert not ub.fallbacks(), ub.fallbacks()
 """
 
 
-@pytest.mark.parametrize("num_ranks", [17, 32])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [17, *nightly(32)])
 def test_every_op_and_its_gradients_are_exact(num_ranks):
     subprocess.run(
         [sys.executable, "-c", PROGRAM, str(num_ranks)],

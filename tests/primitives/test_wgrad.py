@@ -2,6 +2,7 @@ import functools
 
 import jax
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
 from operands import DTYPES, assert_close, assert_equal, normal, small_integers
 from programs import (
@@ -57,16 +58,15 @@ def operands(make, num_ranks, dtype):
     return x, dys, sums
 
 
-@pytest.mark.parametrize("gather", ["x", "dy", None])
-@pytest.mark.parametrize(("num_ranks", "dtype"), CASES)
-def test_is_exact_on_small_integers(num_ranks, dtype, gather):
+@covering(case=CASES, gather=["x", "dy", None])
+def test_is_exact_on_small_integers(case, gather):
+    num_ranks, dtype = case
     run = on_mesh(products, num_ranks, gather)
     expected, actual = run(*operands(small_integers, num_ranks, dtype))
     assert_equal(actual["direct"], expected)
 
 
-@pytest.mark.parametrize("gather", ["x", "dy", None])
-@pytest.mark.parametrize("dtype", DTYPES)
+@covering(gather=["x", "dy", None], dtype=DTYPES)
 def test_is_close_on_normal_values(dtype, gather):
     x, dys, main_grads = operands(normal, 4, dtype)
     expected, actual = on_mesh(products, 4, gather)(x, dys, main_grads)

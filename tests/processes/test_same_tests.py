@@ -28,11 +28,10 @@ SAME = [
             "all_gather_matmul",
             "linear",
             "many_calls",
-            "matmul_all_reduce",
-            "matmul_reduce_scatter",
             "random_models",
             "random_programs",
             "scaled_linear",
+            "summed_matmuls",
         )
     ),
 ]

@@ -6,6 +6,7 @@ import pickle
 import jax
 import numpy as np
 import pytest
+from covering import covering
 from flax import linen as nn
 from flax import nnx
 from flax_models import assert_trees_close, mesh_of
@@ -54,8 +55,7 @@ def overlapped(on, **options):
         return ub.overlap(Net(), **options)
 
 
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("module", [pickle, "cloudpickle", copy])
+@covering(module=[pickle, "cloudpickle", copy], given=[False, True])
 def test_an_overlapped_model_is_copied(module, given, x):
     mesh = mesh_of(1, 2)
     options = {"mesh": mesh} if given else {}
@@ -155,8 +155,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("known", ["set_mesh", "arrays"])
-@pytest.mark.parametrize("name", MESHES)
+@covering(name=MESHES, known=["set_mesh", "arrays"])
 def test_parameters_may_move_to_another_mesh(name, known, x, plain):
     mesh, expected = MESHES[name]
     graph, state = nnx.split(overlapped(mesh_of(1, 2)))

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from flax import nnx
 from flax_models import assert_trees_close, loss, mesh_of
 from jax import lax
@@ -26,11 +27,12 @@ def test_it_is_hashable_and_its_aliases_are_equal():
     assert ub.dot_general("row") != ub.dot_general("row", method="xla")
 
 
-@pytest.mark.parametrize(
-    ("kind", "types"), [("column", "auto"), ("row", "explicit"), ("row", "auto")]
+@covering(
+    layer=[("row", "explicit"), ("column", "auto"), ("row", "auto")],
+    make=["linen", "nnx"],
 )
-@pytest.mark.parametrize("make", ["linen", "nnx"])
-def test_a_layer_of_flax_is_overlapped(kind, types, make):
+def test_a_layer_of_flax_is_overlapped(layer, make):
+    kind, types = layer
     x, call = normal(0, (4, 8, 16)), ub.dot_general(kind)
     model, plain = (
         nnx.Linear(16, 32, rngs=nnx.Rngs(0), dot_general=function)

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering, nightly
 from flax import nnx
 from flax_models import assert_trees_close
 from operands import assert_equal, normal
@@ -73,8 +74,7 @@ def relative_error(found, wanted):
     return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("kind", ["column", "row"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@covering(recipe=RECIPES, kind=["column", "row"])
 def test_dot_general_equals_the_layer_of_jax_ub(recipe, kind):
     recipe = RECIPES[recipe]
     state = FP8.init_state(recipe) or None
@@ -100,7 +100,7 @@ def test_dot_general_equals_the_layer_of_jax_ub(recipe, kind):
         )
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["delayed", "block", *nightly("current", "row")])
 def test_an_overlapped_nnx_model_is_fp8(recipe):
     with jax.set_mesh(tp_mesh(2)):
         wanted, *_ = gradients(ub.overlap(Net(), KINDS))
@@ -172,7 +172,7 @@ def test_stacked_layers_have_stacked_states():
     assert np.all(history[:, 0] > 0)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["delayed", "row", *nightly("current", "block")])
 def test_an_overlapped_linen_model_is_fp8(recipe):
     net = LinenNet()
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from flax import linen as nn
 from flax import nnx
 from flax_models import assert_trees_close, mesh_of
@@ -70,8 +71,7 @@ def linen_programs(x):
     return lambda x: net.apply(variables, x), overlapped
 
 
-@pytest.mark.parametrize("way", INTERCEPTIONS)
-@pytest.mark.parametrize("flax", ["nnx", "linen"])
+@covering(way=INTERCEPTIONS, flax=["nnx", "linen"])
 def test_an_overlapped_model_is_intercepted_as_the_plain_one(flax, way):
     x = normal(0, (2, 8, 16))
     plain, model = nnx_programs() if flax == "nnx" else linen_programs(x)

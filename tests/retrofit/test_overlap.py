@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import nightly
 from flax import linen, nnx
 from flax_models import (
     Block,
@@ -76,7 +77,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize("types", ["explicit", *nightly("auto")])
 def test_rules_auto_overlap_all_sharded_layers(types):
     x = normal(0, (4, 8, 16))
     with jax.set_mesh(mesh_of(2, 2, types)):
@@ -307,7 +308,7 @@ HEADS = {"query": "column", "stacked": "column", "out": "row"}
 HEADS_SPECS = [("tp", None, None), (None, None, "tp", None), ("tp", None, None)]
 
 
-@pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize("types", ["auto", *nightly("explicit")])
 def test_einsums_that_are_dense_layers_are_overlapped(types):
     x = normal(0, (4, 8, 16))
     with jax.set_mesh(mesh_of(2, 2, types)):

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
 from layouts import connect
 from operands import assert_equal, small_integers
@@ -39,8 +40,7 @@ def plain(x, w, b):
     return x @ w + b
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("method", METHODS)
+@covering(method=METHODS, check_vma=[True, False])
 def test_values_and_gradients_are_exact(method, check_vma):
     mesh = dp_tp_mesh(2, 4)
     options = by_method(method, mesh)
@@ -120,8 +120,7 @@ def test_kernels_in_a_tuple_share_one_gather(method):
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("pair", [False, True])
+@covering(method=METHODS, pair=[False, True])
 def test_kernels_that_lie_transposed_are_read_where_they_lie(method, pair):
     mesh = tp_mesh(4)
     options = by_method(method, mesh)

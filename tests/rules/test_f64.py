@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from operands import normal
@@ -68,8 +69,7 @@ def on_tp(name, num_ranks=2, **options):
     return on_ranks(call, tp_mesh(num_ranks), in_specs, out_specs)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("name", CALLS)
+@covering(name=CALLS, num_ranks=[1, 2])
 def test_f64_falls_back_to_f64_with_gradients_and_a_reason(name, num_ranks):
     ub.fallbacks(clear=True)
     x, w, b = operands()

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, small_integers
 from programs import calls, collectives, compiled_text, dp_tp_mesh, on_ranks, tp_mesh
@@ -42,8 +43,10 @@ def pair(mesh, *, sequence_parallel, check_vma=True, method=None):
     return on_ranks(layers, mesh, specs, x, check_vma=check_vma)
 
 
-@pytest.mark.parametrize("method", ["auto", "ring_exchange", "xla"])
-@pytest.mark.parametrize("parallel", [None, "column", "column, whole rows"])
+@covering(
+    parallel=[None, "column", "column, whole rows"],
+    method=["auto", "ring_exchange", "xla"],
+)
 def test_an_embedding_is_the_output_projection_too(parallel, method):
     kind, linear_without_gather = parallel and "column", parallel != "column"
 
@@ -78,8 +81,7 @@ def plain_logits(x, embedding, b):
     return x @ embedding.T + b
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@covering(sequence_parallel=[True, False], num_ranks=[1, 2, 3, 8])
 def test_a_row_kernel_may_be_stored_as_out_in(sequence_parallel, num_ranks):
     rows = P("tp") if sequence_parallel else P()
 
@@ -109,9 +111,11 @@ def test_a_row_kernel_may_be_stored_as_out_in(sequence_parallel, num_ranks):
     assert_equal(pull(dy, *values), (dx, jnp.zeros_like(dw), db, values[3] + dw))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("method", ["auto", "ring_exchange", "pipeline", "xla"])
+@covering(
+    method=["auto", "ring_exchange", "pipeline", "xla"],
+    sequence_parallel=[True, False],
+    check_vma=[True, False],
+)
 def test_pair_and_its_gradients_are_exact(method, sequence_parallel, check_vma):
     layers = pair(
         dp_tp_mesh(2, 4),

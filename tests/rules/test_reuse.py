@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import covering
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, small_integers
 from programs import tp_mesh
@@ -47,8 +48,7 @@ def sharded(layer, check_vma):
     )
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("layer", [column, row])
+@covering(layer=[column, row], check_vma=[True, False])
 def test_runs_operation_by_operation(layer, check_vma):
     run = sharded(layer, check_vma)
     assert_equal(run(*operands()), plain(*operands()))
@@ -57,8 +57,7 @@ def test_runs_operation_by_operation(layer, check_vma):
 
 # JAX stores the tree structure of residuals with a jaxpr, which may be differentiated
 # again with respect to other operands.
-@pytest.mark.parametrize("compile_it", [True, False])
-@pytest.mark.parametrize("layer", [column, row])
+@covering(layer=[column, row], compile_it=[True, False])
 def test_one_program_is_differentiated_for_other_operands(layer, compile_it):
     run = sharded(layer, check_vma=True)
     if compile_it:
@@ -99,8 +98,7 @@ def twice(function, first, second):
     return jax.vmap(calls)
 
 
-@pytest.mark.parametrize("of_ops", [False, True])
-@pytest.mark.parametrize("frozen", list(itertools.permutations(["w", "x", ""], 2)))
+@covering(of_ops=[False, True], frozen=list(itertools.permutations(["w", "x", ""], 2)))
 def test_a_jaxpr_is_mapped_and_differentiated_for_other_operands(of_ops, frozen):
     linear = ops.Linear(4, 4, use_bias=False)
     seq = ops.Sequential(linear, ops.ConstantScale(2.0), linear)

@@ -6,13 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import covering
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal
 from programs import on_ranks, tp_mesh
 from scaled_operands import (
+    COLUMN,
     COLUMNS,
+    LOCAL,
     RECIPES,
+    ROW,
     ROWS,
     SPECS,
     integers,
@@ -26,7 +30,6 @@ from scaled_operands import (
 
 import jax_ub as ub
 
-COLUMN, ROW, LOCAL = ("column", True), ("row", True), (None, True)
 MODES = [COLUMN, ROW, LOCAL]
 
 
@@ -48,8 +51,7 @@ def kernels(num_layers=2):
     )
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["", "remat"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@covering(recipe=RECIPES, wrap=[lambda f: f, jax.checkpoint])
 def test_a_scan_over_layers(recipe, wrap):
     def model(x, w1, w2):
         def layer(x, ws):

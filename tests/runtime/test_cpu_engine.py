@@ -39,6 +39,7 @@ def test_an_engine_of_a_newer_ffi_version_is_rejected(built):
         cpu_engine.check_ffi_api(built, (0, 3), "0.10.2")
 
 
+@pytest.mark.slow
 def test_a_missing_engine_is_an_error_that_explains_how_to_build_it():
     hidden = (
         "import sys; sys.modules['jax_ub._cpu'] = None\n"
@@ -67,6 +68,7 @@ def test_sources_that_hide_the_installed_engine_are_named(tmp_path, monkeypatch)
         cpu_engine.load.__wrapped__()
 
 
+@pytest.mark.slow
 def test_importing_an_incompatible_engine_leaves_jax_usable():
     program = (
         "import sys, types\n"
@@ -83,6 +85,7 @@ def test_importing_an_incompatible_engine_leaves_jax_usable():
     assert done.stdout == "3.0\n", done.stderr
 
 
+@pytest.mark.slow
 def test_variables_reach_the_engine():
     program = (
         "import jax, jax_ub as ub\n"

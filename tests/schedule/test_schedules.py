@@ -13,7 +13,7 @@ CASES = [
     ("bulk_all_gather", "bulk"),
     ("bulk_reduce_scatter", "bulk"),
 ]
-RANKS = range(1, 17)
+RANKS = (1, 2, 3, 4, 5, 8, 16)  # schedule_test.cc checks all
 
 
 def every_rank(op, method, num_ranks, num_splits=2, variant="plain"):

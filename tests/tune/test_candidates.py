@@ -1,6 +1,7 @@
 """Tests that the CUDA engine accepts all candidates for GPUs."""
 
 import pytest
+from covering import covering
 from cuda_programs import attribute, called, cuda_text, custom_calls
 
 from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, OPS, TunedKey
@@ -22,8 +23,7 @@ def targets_of(op, choice):
     return {"matmul_reduce_scatter", "all_gather", "wgrad"}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("op", OPS)
+@covering(op=OPS, num_ranks=[2, 4])
 def test_every_candidate_is_lowered_for_gpus(op, num_ranks, monkeypatch):
     pytest.importorskip("jax_ub._cuda", reason="built without nvcc")
     monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
