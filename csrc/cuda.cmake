@@ -97,6 +97,7 @@ jax_ub_library(jax_ub_cuda
     engine/cuda/stream_lanes.cc
     gemm/cuda/cublaslt.cc
     gemm/cuda/cuda_gemm.cc
+    gemm/cuda/fp8_support.cc
     gemm/cuda/gemm_blocks.cc
     gemm/cuda/gemm_plan_cache.cc
     platform/cuda/driver.cc

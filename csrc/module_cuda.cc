@@ -19,6 +19,7 @@
 
 #include "ffi/attributes.h"
 #include "ffi/cuda/handlers.h"
+#include "gemm/cuda/fp8_support.h"
 #include "module_connect.h"
 #include "module_handlers.h"
 #include "platform/cuda/driver.h"
@@ -97,6 +98,18 @@ nb::dict CublasLtOfProcess() {
   dict["path"] = library.path;
   dict["version"] = library.version;
   return dict;
+}
+
+std::optional<std::string> WhyNoFp8(std::pair<int, int> capability,
+                                    const std::string& scaled_unit,
+                                    size_t cublaslt_version) {
+  using jax_ub::ScaledUnit;
+  const std::map<std::string, ScaledUnit> units = {{"tensor", ScaledUnit::kTensor},
+                                                   {"row", ScaledUnit::kRow},
+                                                   {"block", ScaledUnit::kBlock}};
+  std::string reason = jax_ub::WhyNoFp8(
+      units.at(scaled_unit), {capability.first, capability.second}, cublaslt_version);
+  return reason.empty() ? std::nullopt : std::optional(std::move(reason));
 }
 
 // Returns [from][to]: whether device `from` can access the memory of device `to`.
@@ -189,8 +202,9 @@ int64_t WorkspaceBytes(const std::string& name,
     if (info.name != name) continue;
     const auto at =
         jax_ub::ReadAttributes(info.op, PythonAttributes(info.op, attributes));
-    const jax_ub::RankCall call = {.operands = TensorsOf(at, operands),
-                                   .results = TensorsOf(at, results)};
+    jax_ub::RankCall call = {.operands = TensorsOf(at, operands),
+                             .results = TensorsOf(at, results)};
+    jax_ub::SplitScales(at, call);
     return jax_ub::CudaEngine::WorkspaceBytes(at, call);
   }
   throw nb::value_error(("jax_ub has no op '" + name + "'").c_str());
@@ -338,6 +352,15 @@ NB_MODULE(_cuda, m) {
         return jax_ub::MayCorruptConcurrentGemms(jax_ub::ProcessCublasLt(), major);
       },
       nb::arg("major"));
+  m.attr("fp8_multiple") = jax_ub::kFp8Multiple;
+  m.def("why_no_fp8", &WhyNoFp8, nb::arg("compute_capability"), nb::arg("scaled_unit"),
+        nb::arg("cublaslt_version"));
+  m.def(
+      "needs_contiguous_fp8",
+      [](std::pair<int, int> capability) {
+        return jax_ub::NeedsContiguousFp8({capability.first, capability.second});
+      },
+      nb::arg("compute_capability"));
   m.def("peers", &Peers, nb::arg("ordinals"));
   m.def("why_no_peers", &WhyNoPeers, nb::arg("ordinals"));
 

@@ -68,6 +68,22 @@ def may_corrupt_concurrent_gemms(major: int) -> bool:
     of such GPUs on one stream.
     """
 
+fp8_multiple: int  # all sizes of an FP8 GEMM are multiples of it
+
+def why_no_fp8(
+    compute_capability: tuple[int, int], scaled_unit: str, cublaslt_version: int
+) -> str | None:
+    """Returns why GPUs cannot multiply FP8 operands, or None if they can.
+
+    Args:
+        compute_capability: of the GPUs.
+        scaled_unit: what has one scale: "tensor", "row" or "block".
+        cublaslt_version: version of cuBLASLt, such as 130100; 0 if it is unknown.
+    """
+
+def needs_contiguous_fp8(compute_capability: tuple[int, int]) -> bool:
+    """Returns whether FP8 operands must be contiguous along the contracted axis."""
+
 def peers(ordinals: list[int]) -> list[list[bool]]:
     """Returns whether device i can access the memory of device j, as `[i][j]`."""
 

@@ -19,6 +19,9 @@ class StandIn(types.SimpleNamespace):
             asked=[],
             why_not=lambda: None,
             why_no_peers=lambda ordinals: None,
+            why_no_fp8=lambda capability, scaled_unit, version: None,
+            needs_contiguous_fp8=lambda capability: capability[0] != 10,
+            fp8_multiple=16,
             **attributes,
         )
 

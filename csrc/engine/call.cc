@@ -1,5 +1,6 @@
 #include "engine/call.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <sstream>
@@ -312,6 +313,13 @@ size_t NumScales(const CallAttributes& at) {
   return is_pair_sum ? 2 * at.num_kernels : 1 + at.num_kernels;
 }
 
+void SplitScales(const CallAttributes& at, RankCall& call) {
+  // A wrong number of operands is an error of CheckCall.
+  const size_t num_scales = std::min(NumScales(at), call.operands.size());
+  call.scales.assign(call.operands.end() - num_scales, call.operands.end());
+  call.operands.resize(call.operands.size() - num_scales);
+}
+
 size_t FirstResidual(const CallAttributes& at) {
   const size_t n = at.num_kernels;
   if (InfoOf(at.op).gemm == GemmKind::kGatheredRows) {
@@ -448,6 +456,7 @@ std::string DescribeKernelOptions(const KernelOptions& kernel_options) {
   add("sm_margin", kernel_options.sm_margin, usual.sm_margin);
   add("num_lanes", kernel_options.num_lanes, usual.num_lanes);
   add("allow_tf32", kernel_options.allow_tf32, usual.allow_tf32);
+  add("transposes_fp8", kernel_options.transposes_fp8, usual.transposes_fp8);
   add("gemm_algorithm", kernel_options.gemm_algorithm, usual.gemm_algorithm);
   add("comm_priority", kernel_options.comm_priority, usual.comm_priority);
   add("gemm_priority", kernel_options.gemm_priority, usual.gemm_priority);

@@ -31,6 +31,10 @@ struct KernelOptions {
   int sm_margin = 4;
   int num_lanes = 2;  // GEMMs that may run concurrently
   bool allow_tf32 = false;
+  // Whether FP8 operands that are not contiguous along the contracted dimension are
+  // transposed first. Devices that multiply all layouts (gemm/cuda/fp8_support.h) do
+  // not need it.
+  bool transposes_fp8 = true;
   // The index of the GEMM algorithm to use, among those that cuBLASLt proposes, best
   // first.
   int gemm_algorithm = 0;
@@ -124,6 +128,9 @@ size_t FirstResidual(const CallAttributes& attributes);
 
 // Returns the size that RankCall::scales must have.
 size_t NumScales(const CallAttributes& attributes);
+
+// Moves the scales, the last operands of a call as XLA passes it, to RankCall::scales.
+void SplitScales(const CallAttributes& attributes, RankCall& call);
 
 // Checks the number, shapes and dtypes of a call's operands and results, because the
 // engine would write beyond the end of a result that is too small. Throws ShapeError

@@ -51,6 +51,7 @@ KernelOptions ReadKernelOptions(const Reader& read) {
   read.MayHave("sm_margin", 0, kMost, kernel_options.sm_margin);
   read.MayHave("num_lanes", 1, 8, kernel_options.num_lanes);
   read.MayHave("allow_tf32", kernel_options.allow_tf32);
+  read.MayHave("transposes_fp8", kernel_options.transposes_fp8);
   read.MayHave("gemm_algorithm", 0, 7, kernel_options.gemm_algorithm);
   read.MayHave("comm_priority", -kMost, kMost, kernel_options.comm_priority);
   read.MayHave("gemm_priority", -kMost, kMost, kernel_options.gemm_priority);

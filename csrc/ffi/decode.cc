@@ -1,6 +1,5 @@
 #include "ffi/decode.h"
 
-#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -114,19 +113,12 @@ RankCall DecodeCall(const CallAttributes& at,
     call.partition = DecodePartition(at, operands);
     --num_operands;
   }
-  // If there are too few operands, CheckCall reports it. Until then the minimum
-  // prevents an underflow.
-  const size_t num_scales = std::min(NumScales(at), num_operands);
-  num_operands -= num_scales;
   call.operands.reserve(num_operands);
   call.results.reserve(results.size() - num_workspaces);
   for (size_t i = 0; i < num_operands; ++i) {
     call.operands.push_back(DecodeBuffer(at, *operands.get<ffi::AnyBuffer>(i)));
   }
-  for (size_t i = 0; i < num_scales; ++i) {
-    const auto buffer = operands.get<ffi::AnyBuffer>(num_operands + i);
-    call.scales.push_back(DecodeBuffer(at, *buffer));
-  }
+  SplitScales(at, call);
   for (size_t i = 0; i + num_workspaces < results.size(); ++i) {
     call.results.push_back(DecodeBuffer(at, **results.get<ffi::AnyBuffer>(i)));
   }

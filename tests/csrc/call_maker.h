@@ -56,10 +56,11 @@ struct Sizes {
   int64_t m = 5;
   int64_t k = 7;
   int64_t n = 3;
+  int64_t step = 1;  // what each further kernel, pair or output has more
 };
 
 // Returns a call for each rank, with random operands and unset results. Each further
-// kernel, pair or output has one feature more than the previous one.
+// kernel, pair or output has `step` more features than the previous one.
 inline std::vector<RankCall> MakeCalls(const CallAttributes& at,
                                        const Sizes& s,
                                        Arrays& arrays) {
@@ -77,20 +78,25 @@ inline std::vector<RankCall> MakeCalls(const CallAttributes& at,
     switch (at.op) {
       case Op::kAllGatherMatmul:
         in = {arrays.New(s.batch, s.m, s.k)};
-        for_each(true, [&](int i) { in.push_back(kernel(s.k, s.n + i)); });
-        for_each(at.has_bias, [&](int i) { in.push_back(arrays.New(1, 1, s.n + i)); });
-        for_each(at.has_residual,
-                 [&](int i) { in.push_back(arrays.New(s.batch, all, s.n + i)); });
-        for_each(true,
-                 [&](int i) { out.push_back(arrays.Empty(s.batch, all, s.n + i)); });
+        for_each(true, [&](int i) { in.push_back(kernel(s.k, s.n + i * s.step)); });
+        for_each(at.has_bias,
+                 [&](int i) { in.push_back(arrays.New(1, 1, s.n + i * s.step)); });
+        for_each(at.has_residual, [&](int i) {
+          in.push_back(arrays.New(s.batch, all, s.n + i * s.step));
+        });
+        for_each(true, [&](int i) {
+          out.push_back(arrays.Empty(s.batch, all, s.n + i * s.step));
+        });
         if (at.return_gathered) out.push_back(arrays.Empty(s.batch, all, s.k));
         break;
       case Op::kMatmulReduceScatter:
       case Op::kMatmulAllReduce:
       case Op::kMatmul: {
         const bool scattered = at.op == Op::kMatmulReduceScatter;
-        for_each(true, [&](int i) { in.push_back(arrays.New(s.batch, all, s.k + i)); });
-        for_each(true, [&](int i) { in.push_back(kernel(s.k + i, s.n)); });
+        for_each(true, [&](int i) {
+          in.push_back(arrays.New(s.batch, all, s.k + i * s.step));
+        });
+        for_each(true, [&](int i) { in.push_back(kernel(s.k + i * s.step, s.n)); });
         if (at.has_bias) in.push_back(arrays.New(1, 1, s.n));
         if (at.has_residual) {
           in.push_back(arrays.New(s.batch, scattered ? s.m : all, s.n));
@@ -106,11 +112,13 @@ inline std::vector<RankCall> MakeCalls(const CallAttributes& at,
       case Op::kWgrad: {
         const int64_t dy_rows = at.gather == Gather::kDy ? s.m : all;
         in = {arrays.New(s.batch, at.gather == Gather::kX ? s.m : all, s.k)};
-        for_each(true,
-                 [&](int i) { in.push_back(arrays.New(s.batch, dy_rows, s.n + i)); });
+        for_each(true, [&](int i) {
+          in.push_back(arrays.New(s.batch, dy_rows, s.n + i * s.step));
+        });
         for_each(at.accumulate,
-                 [&](int i) { in.push_back(arrays.New(1, s.k, s.n + i)); });
-        for_each(true, [&](int i) { out.push_back(arrays.Empty(1, s.k, s.n + i)); });
+                 [&](int i) { in.push_back(arrays.New(1, s.k, s.n + i * s.step)); });
+        for_each(true,
+                 [&](int i) { out.push_back(arrays.Empty(1, s.k, s.n + i * s.step)); });
         break;
       }
       case Op::kAllGather:
@@ -126,18 +134,24 @@ inline std::vector<RankCall> MakeCalls(const CallAttributes& at,
         out = {arrays.Empty(1, 1, s.m * s.k)};
         break;
       case Op::kBulkAllGather:
-        for_each(true, [&](int i) { in.push_back(arrays.New(s.batch, all, s.n + i)); });
-        for_each(true, [&](int i) { in.push_back(arrays.New(1, s.k, s.n + i)); });
+        for_each(true, [&](int i) {
+          in.push_back(arrays.New(s.batch, all, s.n + i * s.step));
+        });
+        for_each(true,
+                 [&](int i) { in.push_back(arrays.New(1, s.k, s.n + i * s.step)); });
         in.push_back(arrays.New(s.batch, s.m, s.k));
         out = {arrays.Empty(s.batch, all, s.k), arrays.Empty(s.batch, all, s.k)};
         break;
       case Op::kBulkReduceScatter:
         in = {arrays.New(s.batch, all, s.k)};
-        for_each(true, [&](int i) { in.push_back(arrays.New(s.batch, all, s.n + i)); });
+        for_each(true, [&](int i) {
+          in.push_back(arrays.New(s.batch, all, s.n + i * s.step));
+        });
         for_each(at.accumulate,
-                 [&](int i) { in.push_back(arrays.New(1, s.k, s.n + i)); });
+                 [&](int i) { in.push_back(arrays.New(1, s.k, s.n + i * s.step)); });
         in.push_back(arrays.New(s.batch, all, s.k));
-        for_each(true, [&](int i) { out.push_back(arrays.Empty(1, s.k, s.n + i)); });
+        for_each(true,
+                 [&](int i) { out.push_back(arrays.Empty(1, s.k, s.n + i * s.step)); });
         out.push_back(arrays.Empty(s.batch, s.m, s.k));
         break;
     }

@@ -179,6 +179,8 @@ main() {
   step 40 "doctor" bash -c 'ub doctor'
   step 80 "one process, captured" bash -c 'captured "$python" tests/gpu/local.py'
   step 110 "2 processes on one GPU, captured" bash -c 'captured ranks 2'
+  step 60 "FP8 in one process" bash -c 'captured "$python" tests/gpu/local.py --fp8'
+  step 70 "FP8 in 2 processes on one GPU" bash -c 'captured ranks 2 --fp8 --rounds 2'
   # Figures before what only repeats with more processes: those may be slow.
   step 60 "the engine's parts" bash -c 'benchmark gpu_bench'
   step 60 "a rank in loopback" bash -c 'benchmark loopback_bench'

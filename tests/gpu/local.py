@@ -1,13 +1,14 @@
 """Checks every local op on one GPU exactly, and measures the host time of calls.
 
-    python tests/gpu/local.py [--short]
+    python tests/gpu/local.py [--short] [--fp8]
 
 Ops that communicate run over a mesh of one device. They fork and join streams, but have
 no peers to wait for.
 
 Operands are small integers, so the results must be equal to products of numpy. Failures
 are printed, and the remaining ops are still run. Also runs on a CPU, with the same
-programs.
+programs. With --fp8, only FP8 operands are multiplied, and the times of the ops are
+compared with those of bf16 operands.
 """
 
 import argparse
@@ -30,6 +31,13 @@ SIZES = ((7, 5, 3), (64, 128, 96), (257, 130, 65), (512, 1024, 256), (1, 1, 1))
 DTYPES = ("bfloat16", "float32", "float16")
 CHAIN = 64
 SIDE = 128
+FP8_SIZES = ((64, 128, 96), (16, 16, 16), (512, 1024, 256))
+FP8_PAIRS = (  # dtypes of dy, and of w or x
+    ("float8_e4m3fn", "float8_e4m3fn"),
+    ("float8_e5m2", "float8_e4m3fn"),
+    ("float8_e4m3fn", "float8_e5m2"),
+)
+TIMED_SIDE = 8192
 STUCK_AFTER_S = 45
 COMMUNICATING = (ub.all_gather_matmul, ub.matmul_reduce_scatter, ub.matmul_all_reduce)
 
@@ -37,26 +45,37 @@ COMMUNICATING = (ub.all_gather_matmul, ub.matmul_reduce_scatter, ub.matmul_all_r
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true")
-    short = parser.parse_args().short
+    parser.add_argument("--fp8", action="store_true")
+    given = parser.parse_args()
+    short = given.short
     # Prints the stacks of a hanging host before the GPU check ends the step.
     faulthandler.dump_traceback_later(STUCK_AFTER_S)
-    failures = [
-        text
-        for dtype in DTYPES[: 1 if short else None]
-        for sizes in SIZES[: 2 if short else None]
-        for text in check(jnp.dtype(dtype), *sizes)
-    ]
+    failures = list(check_all_fp8(short) if given.fp8 else check_all(short))
     # XLA computed and would be timed in place of the engine.
     fallen = [f"plain jax.lax: {f.label}: {f.reason}" for f in lowering_log.fallbacks()]
     for text in (*failures, *fallen):
         print(text)
     if not failures and not fallen:
         print(f"all right on {jax.devices()[0].device_kind}", flush=True)
-    if not short and not fallen:
+    if given.fp8 and not short and not fallen:
+        compare_times()
+    elif not short and not fallen:
         for name, (step, start) in chained().items():
             us = host_time_us(step, start)
             print(f"host time of {name} in a program of {CHAIN}: {us:.2f} us")
     return int(bool(failures or fallen))
+
+
+def check_all(short):
+    for dtype in DTYPES[: 1 if short else None]:
+        for sizes in SIZES[: 2 if short else None]:
+            yield from check(jnp.dtype(dtype), *sizes)
+
+
+def check_all_fp8(short):
+    for sizes in FP8_SIZES[: 2 if short else None]:
+        for dtypes in FP8_PAIRS:
+            yield from check_fp8(*dtypes, *sizes)
 
 
 def check(dtype, M, K, N):
@@ -82,6 +101,53 @@ def check(dtype, M, K, N):
     )
     for op in COMMUNICATING if (M, K, N) in SIZES[:2] else ():
         yield from compare(alone(op), put(x, w), x @ w)
+
+
+def check_fp8(dy_dtype, dtype, M, K, N):
+    """Runs local ops of FP8 operands, and yields a description of each wrong result.
+
+    The engine transposes both operands of `wgrad_accumulate` on GPUs that need it.
+    """
+    x, w, dy, residual, main_grad = (
+        draw(seed, shape)
+        for seed, shape in enumerate([(M, K), (K, N), (M, N), (M, K), (K, N)])
+    )
+
+    def put(array, dtype, scale):
+        values = jax.device_put(array.astype(jnp.dtype(dtype)))
+        return ub.ScaledArray(values, jax.device_put(np.float32(scale)))
+
+    wide = jax.device_put(residual.astype(jnp.bfloat16))
+    yield from compare(
+        ub.dgrad_add,
+        [put(dy, dy_dtype, 0.5), put(w, dtype, 4), wide],
+        2 * (dy @ w.T) + residual,
+    )
+    yield from compare(
+        ub.wgrad_accumulate,
+        [put(x, dtype, 4), put(dy, dy_dtype, 0.5), jax.device_put(main_grad)],
+        main_grad + 2 * (x.T @ dy),
+    )
+
+
+def compare_times():
+    """Prints the times of FP8 and bf16 operands, each alternating with the other."""
+    side = TIMED_SIDE
+    wide = jnp.asarray(draw(0, (side, side)), jnp.bfloat16)
+    fp8 = ub.ScaledArray(wide.astype(jnp.float8_e4m3fn), jnp.float32(1))
+    added = {ub.dgrad_add: wide, ub.wgrad_accumulate: wide.astype(jnp.float32)}
+    for op, start in added.items():
+        times = {"FP8": [], "bf16": []}
+        step = jax.jit(op)
+        for _ in range(12):
+            for name, operand in (("FP8", fp8), ("bf16", wide)):
+                begin = time.perf_counter()
+                jax.block_until_ready([step(operand, operand, start) for _ in range(8)])
+                times[name].append((time.perf_counter() - begin) / 8)
+        fp8_ms, bf16_ms = (1e3 * statistics.median(each[2:]) for each in times.values())
+        print(
+            f"{op.__name__} of {side} cubed: FP8 {fp8_ms:.3f} ms, bf16 {bf16_ms:.3f} ms"
+        )
 
 
 def alone(op):

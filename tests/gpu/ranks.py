@@ -9,6 +9,7 @@ the exact results of its rank. Prints a line for every program, with the positio
 error. The remaining programs still run, unless a call fails. The last program was
 exported, and must fail on GPUs with its devices in a different order. XLA compiles no
 kernels for these programs, so they also run on emulated GPUs (`test_emulated.py`).
+With --fp8, only programs with FP8 operands run.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from jax_ub._src.runtime import communicators, cuda_engine
 
 ROWS, COLUMNS, WHOLE = P("tp"), P(None, "tp"), P()
 DTYPES = ("bfloat16", "float32", "float16")
+FP8 = ("float8_e4m3fn",)
 METHODS = ("auto", "ring_exchange", "pipeline", "external")
 # Elements of several blocks of the all-reduce kernel; the last vector is not full.
 ALL_REDUCED = 20_003
@@ -50,12 +52,16 @@ def main():
                 say(f"not by {mode}: {reason}")
     methods = given.methods.split(",") if given.methods else list(METHODS)
     methods += [] if on_gpu or given.methods else ["direct"]
+    dtypes, programs = DTYPES[: given.dtypes], (column, row, whole, trained)
+    if given.fp8:
+        dtypes, programs = FP8, (scaled,)
     wrong = []
-    for dtype in DTYPES[: given.dtypes]:
+    for dtype in dtypes:
         for method in methods:
-            for program in (column, row, whole, trained):
+            for program in programs:
                 wrong += check(program, mesh, method, jnp.dtype(dtype), given)
-    wrong += check_exported(mesh, on_gpu, given.scale)
+    if not given.fp8:
+        wrong += check_exported(mesh, on_gpu, given.scale)
     ub.destroy_ub()
     if wrong:
         sys.exit(f"{len(wrong)} results are wrong, the first: {wrong[0]}")
@@ -230,12 +236,43 @@ def trained(mesh, method, scale):
     return function, specs, (ROWS, COLUMNS, ROWS, ROWS, COLUMNS), shapes, reference
 
 
+def scaled(mesh, method, scale):
+    """Runs AG+GEMM, GEMM+RS and GEMM+AR of FP8 operands with one scale per tensor.
+
+    Kernels are stored as [out, in], since XLA would transpose others by a kernel.
+    """
+    M, K, N = 8 * scale * mesh.size, 16, 16 * mesh.size
+
+    def function(x, w, h, v, x_scale, w_scale):
+        x, h = (ub.ScaledArray(values, x_scale) for values in (x, h))
+        w, v = (ub.ScaledArray(values, w_scale) for values in (w, v))
+        options = {"axis_name": "tp", "method": method, "rhs_transposed": True}
+        return (
+            ub.all_gather_matmul(x, w, **options),
+            ub.matmul_reduce_scatter(h, v, **options),
+            ub.matmul_all_reduce(h, v, **options),
+        )
+
+    def reference(x, w, h, v, x_scale, w_scale):
+        factor = x_scale * w_scale
+        return factor * (x @ w.T), factor * (h @ v.T), factor * (h @ v.T)
+
+    shapes = ((M, K), (N, K), (M, N), (K, N), (), ())
+    specs = (ROWS, ROWS, COLUMNS, COLUMNS, WHOLE, WHOLE)
+    return function, specs, (COLUMNS, ROWS, WHOLE), shapes, reference
+
+
 def draw(seed, shape):
-    """Returns integers -1, 0 and 1, whose sums are exact in every dtype."""
-    return np.random.default_rng(seed).integers(-1, 2, shape).astype(np.float32)
+    """Returns integers -1, 0 and 1, whose sums are exact in every dtype.
+
+    Scales, which have the shape (), are powers of two.
+    """
+    numbers = np.random.default_rng(seed).integers(-1, 2, shape)
+    return (numbers if shape else 2.0**numbers).astype(np.float32)
 
 
 def place(mesh, spec, x, dtype):
+    dtype = np.float32 if x.ndim == 0 else dtype
     sharding = NamedSharding(mesh, spec)
     return jax.make_array_from_callback(
         x.shape, sharding, lambda index: x[index].astype(dtype)
@@ -268,6 +305,7 @@ def read_arguments():
     parser.add_argument("--scale", type=int, default=1, help="factor of the tokens")
     parser.add_argument("--methods", help="comma-separated; all unless given")
     parser.add_argument("--dtypes", type=int, default=3, help=f"how many of {DTYPES}")
+    parser.add_argument("--fp8", action="store_true", help="FP8 operands only")
     return parser.parse_args()
 
 

@@ -72,6 +72,18 @@ def test_local_ops_are_exact(flags):
     assert "all right on Emulated GPU" in printed
 
 
+@pytest.mark.parametrize("flags", [CAPTURED, EAGER])
+def test_fp8_operands_are_exact(flags):
+    printed = run(HERE / "local.py", "--fp8", "--short", gpus=1, flags=flags)
+    assert "all right on Emulated GPU" in printed
+    launch = ("-m", "jax_ub", "launch", "-n", 3)
+    program = (HERE / "ranks.py", "--fp8", "--rounds", 1)
+    printed = run(*launch, *program, gpus=3, flags=flags)
+    assert "all right: 3 ranks on Emulated GPU" in printed
+    assert printed.count("right: scaled") == 4
+    assert "plain jax.lax" not in printed
+
+
 @pytest.mark.parametrize(
     ("processes", "each", "flags", "delay_us", "settings"),
     [

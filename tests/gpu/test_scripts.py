@@ -39,8 +39,9 @@ def test_modules_that_the_check_imports_exist():
         assert pkgutil.resolve_name(f"{package}.{name}") is not None
 
 
-def test_local_ops_are_exact():
-    done = run(sys.executable, HERE / "local.py", "--short")
+@pytest.mark.parametrize("operands", [(), ("--fp8",)])
+def test_local_ops_are_exact(operands):
+    done = run(sys.executable, HERE / "local.py", "--short", *operands)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all right on cpu" in done.stdout
 
@@ -52,6 +53,9 @@ def test_every_op_and_method_is_exact_over_processes():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all right: 2 ranks on cpu" in done.stdout
     assert done.stdout.count("right: ") == 4 * 5 + 1 + 1
+    done = run(*launch, HERE / "ranks.py", "--fp8", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("right: scaled") == 5
 
 
 @pytest.fixture

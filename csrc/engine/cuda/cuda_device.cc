@@ -20,7 +20,10 @@ int64_t WorkspacePlan::size_bytes() const {
 
 DType CudaDevice::PartialDType(const CallAttributes& at, const RankCall& call) const {
   const bool rounded = at.num_kernels == 1 && at.num_ranks > 1;
-  return rounded ? call.operands[0].dtype : DType::kF32;
+  if (!rounded) return DType::kF32;
+  const DType dtype = call.operands[0].dtype;
+  if (!IsFp8(dtype)) return dtype;
+  return call.results[0].dtype == DType::kF16 ? DType::kF16 : DType::kBF16;
 }
 
 int CudaDevice::DefaultSplits(CollectiveKind collective) const {

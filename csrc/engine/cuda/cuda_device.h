@@ -36,8 +36,8 @@ class CudaDevice : public Device {
   bool enqueues() const override { return true; }
 
   // Returns x's dtype for a single GEMM, because rounding its partial sums hardly
-  // affects the sum over the ranks. Returns f32 if several GEMMs are summed or nothing
-  // is sent.
+  // affects the sum over the ranks; f16 or bf16 if x is FP8. Returns f32 if several
+  // GEMMs are summed or nothing is sent.
   DType PartialDType(const CallAttributes& attributes,
                      const RankCall& call) const override;
 

@@ -22,6 +22,7 @@ constexpr uint64_t kOperands = 1;
 constexpr uint64_t kResults = 2;
 constexpr uint64_t kAllocated = 3;
 constexpr uint64_t kSlots = 4;
+constexpr uint64_t kScales = 5;
 
 RankCall WithAddresses(RankCall call) {
   const auto assign_addresses = [](std::vector<Tensor>& tensors, uint64_t area) {
@@ -31,14 +32,18 @@ RankCall WithAddresses(RankCall call) {
   };
   assign_addresses(call.operands, kOperands);
   assign_addresses(call.results, kResults);
+  assign_addresses(call.scales, kScales);
   return call;
 }
 
 }  // namespace
 
-DryRunDevice::DryRunDevice(int num_product_lanes, Visit visit)
-    : num_product_lanes_(num_product_lanes), visit_(std::move(visit)) {
-  plan_.scratch_bytes.resize(1 + num_product_lanes);
+DryRunDevice::DryRunDevice(const CallAttributes& at, Visit visit)
+    : num_product_lanes_(IsLocalCall(at) ? 1
+                                         : std::max(at.kernel_options.num_lanes, 1)),
+      transposes_fp8_(at.kernel_options.transposes_fp8),
+      visit_(std::move(visit)) {
+  plan_.scratch_bytes.resize(1 + num_product_lanes_);
 }
 
 Tensor DryRunDevice::Allocate(DType dtype,
@@ -58,7 +63,8 @@ void DryRunDevice::Multiply(Lane lane,
                             const Step& step) {
   for (const GemmProblem& problem : problems) {
     int64_t& bytes = plan_.scratch_bytes[lane];
-    bytes = std::max(bytes, WorkspacePlan::Align(CudaGemm::WorkspaceBytes(problem)));
+    bytes = std::max(bytes, WorkspacePlan::Align(
+                                CudaGemm::WorkspaceBytes(problem, transposes_fp8_)));
     if (visit_) visit_(lane, problem);
   }
 }
@@ -74,7 +80,7 @@ CallPlan PlanCall(const CallAttributes& at,
   const RankCall call = WithAddresses(given);
   CallPlan plan;
   const bool is_local = IsLocalCall(at);
-  DryRunDevice device(is_local ? 1 : std::max(at.kernel_options.num_lanes, 1), visit);
+  DryRunDevice device(at, visit);
   if (is_local) {
     ExecuteLocal(at, call, device);
   } else {
@@ -91,7 +97,7 @@ WorkspacePlan PlanByMulticast(const CallAttributes& at,
                               const SlotRequirements& slots,
                               const DryRunDevice::Visit& visit) {
   const RankCall call = WithAddresses(given);
-  DryRunDevice device(std::max(at.kernel_options.num_lanes, 1), visit);
+  DryRunDevice device(at, visit);
   NullTransport transport(0, at.num_ranks, slots.slot_bytes);
   ReduceByMulticast(
       at, call, slots, 0, [](const MulticastRange&) {}, transport, device);
@@ -102,7 +108,9 @@ void CheckRunsOnCuda(const CallAttributes& at) {
   const auto reject = [&](const std::string& text) {
     throw UnsupportedError("jax_ub." + at.label + ": " + text);
   };
-  if (at.has_scales) reject("the CUDA engine multiplies no FP8 operands");
+  if (at.has_row_scales) {
+    reject("the CUDA engine multiplies no FP8 operands with several scales");
+  }
   if (IsLocalCall(at)) return;
   if (at.method == Method::kDirect) {
     reject(

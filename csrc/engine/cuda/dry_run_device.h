@@ -15,7 +15,7 @@ class DryRunDevice : public CudaDevice {
   // A callback that is called with every GEMM, in the order of enqueueing.
   using Visit = std::function<void(Lane, const GemmProblem&)>;
 
-  explicit DryRunDevice(int num_product_lanes, Visit visit = nullptr);
+  explicit DryRunDevice(const CallAttributes& attributes, Visit visit = nullptr);
 
   const WorkspacePlan& plan() const { return plan_; }
 
@@ -35,6 +35,7 @@ class DryRunDevice : public CudaDevice {
 
  private:
   const int num_product_lanes_;
+  const bool transposes_fp8_;
   const Visit visit_;
   WorkspacePlan plan_;
 };
@@ -80,8 +81,8 @@ WorkspacePlan PlanByMulticast(const CallAttributes& attributes,
                               const SlotRequirements& slots,
                               const DryRunDevice::Visit& visit);
 
-// Throws UnsupportedError for calls that GPUs do not support: the method direct, and
-// more than kMaxRanks ranks.
+// Throws UnsupportedError for calls that GPUs do not support: the method direct, FP8
+// operands with several scales, and more than kMaxRanks ranks.
 void CheckRunsOnCuda(const CallAttributes& attributes);
 
 }  // namespace jax_ub

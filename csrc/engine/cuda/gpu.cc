@@ -9,13 +9,15 @@ bool MayCorruptConcurrentGemms(const CublasLt& library, int major) {
 
 Gpu::Gpu(const Driver& driver, const CublasLt& library, int ordinal, bool nvls)
     : context_(driver, ordinal),
-      num_sms_(context_.Attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)) {
+      num_sms_(context_.Attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)),
+      capability_{context_.Attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+                  context_.Attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)} {
   const ScopedContext current(driver, context_.get());
   const bool has_multicast =
       nvls && context_.Attribute(CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED) != 0;
-  const int major = context_.Attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
-  loaded_ = std::make_unique<Loaded>(library, context_, has_multicast,
-                                     MayCorruptConcurrentGemms(library, major));
+  loaded_ =
+      std::make_unique<Loaded>(library, context_, has_multicast,
+                               MayCorruptConcurrentGemms(library, capability_.major));
 }
 
 }  // namespace jax_ub

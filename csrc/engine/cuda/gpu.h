@@ -9,6 +9,7 @@
 #include "engine/cuda/stream_lanes.h"
 #include "gemm/cuda/cublaslt.h"
 #include "gemm/cuda/cuda_gemm.h"
+#include "gemm/cuda/fp8_support.h"
 #include "platform/cuda/driver.h"
 #include "platform/cuda/owners.h"
 #include "reduce/cuda/sum_kernels.h"
@@ -42,6 +43,7 @@ class Gpu {
   CudaGemm& gemm() { return loaded_->gemm; }
   StreamResources resources() { return {driver(), sums(), gemm()}; }
   int num_sms() const { return num_sms_; }
+  const ComputeCapability& capability() const { return capability_; }
 
   // The mutex that is held while a call enqueues its work, because only one call at a
   // time uses the lanes.
@@ -71,6 +73,7 @@ class Gpu {
 
   const Context context_;
   const int num_sms_;
+  const ComputeCapability capability_;
   std::unique_ptr<Loaded> loaded_;  // constructed while the context is current
   std::mutex mutex_;
 };

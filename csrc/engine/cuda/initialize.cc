@@ -7,6 +7,7 @@
 
 #include "engine/cuda/cuda_engine.h"
 #include "engine/cuda/multicast_reduce.h"
+#include "gemm/cuda/fp8_support.h"
 #include "gemm/cuda/gemm_plan_cache.h"
 #include "platform/error.h"
 #include "transport/process/message.h"
@@ -38,6 +39,7 @@ GemmOptions OptionsOf(const CallAttributes& at, const Gpu& gpu) {
   const int margin = IsLocalCall(at) ? 0 : at.kernel_options.sm_margin;
   if (margin > 0) options.sm_target = std::max(gpu.num_sms() - margin, 1);
   options.allow_tf32 = at.kernel_options.allow_tf32;
+  options.transposes_fp8 = at.kernel_options.transposes_fp8;
   options.algorithm = at.kernel_options.gemm_algorithm;
   return options;
 }
@@ -137,12 +139,19 @@ void CudaEngine::Load(CudaCallSite& site,
   const ScopedContext current(driver_, gpu.context());
   preparation->gpu = &gpu;
   preparation->options = OptionsOf(at, gpu);
+  if (at.has_scales) {
+    const std::string reason =
+        WhyNoFp8(ScaledUnit::kTensor, gpu.capability(), library_.version);
+    if (!reason.empty()) throw UnsupportedError("jax_ub." + at.label + ": " + reason);
+  }
   // Prepares one GEMM of the call. Its workspace does not exist yet, so this passes an
   // address with the same alignment. The lane's workspace will have at least this size,
   // because it fits the lane's largest GEMM.
   const auto prepare = [&](Lane, const GemmProblem& problem) {
-    gpu.gemm().Prepare(problem, preparation->options,
-                       {kWorkspaceAlignmentBytes, CudaGemm::WorkspaceBytes(problem)});
+    gpu.gemm().Prepare(
+        problem, preparation->options,
+        {kWorkspaceAlignmentBytes,
+         CudaGemm::WorkspaceBytes(problem, preparation->options.transposes_fp8)});
   };
   PlanCall(at, call, planned.device_rank.rank, prepare);
   if (nvls_ && ReducesByMulticast(at, call, planned.plan.slots)) {

@@ -47,12 +47,14 @@ lt::DataType DataTypeOf(DType dtype) {
     case DType::kF16:
       return lt::DataType::kF16;
     case DType::kE4M3:
+      return lt::DataType::kE4M3;
     case DType::kE5M2:
+      return lt::DataType::kE5M2;
     case DType::kE8M0:
       break;
   }
-  throw std::invalid_argument("GEMMs of " + std::string(InfoOf(dtype).name) +
-                              " operands are not supported on GPUs");
+  throw std::invalid_argument("cuBLASLt multiplies no matrices of " +
+                              std::string(InfoOf(dtype).name));
 }
 
 CublasLt ReadCublasLt(const std::string& path,

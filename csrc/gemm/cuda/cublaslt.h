@@ -38,7 +38,13 @@ enum class Status : int32_t {
   kNotSupported = 15,
 };
 
-enum class DataType : int32_t { kF32 = 0, kF16 = 2, kBF16 = 14 };  // cudaDataType
+enum class DataType : int32_t {  // cudaDataType
+  kF32 = 0,
+  kF16 = 2,
+  kBF16 = 14,
+  kE4M3 = 28,
+  kE5M2 = 29,
+};
 enum class ComputeType : int32_t { k32F = 68, k32FFastTF32 = 77 };
 enum class Operation : int32_t { kN = 0, kT = 1 };
 enum class Epilogue : uint32_t { kDefault = 1, kBias = 4 };
@@ -61,6 +67,8 @@ enum class DescAttribute : int32_t {
   kBiasPointer = 8,       // const void*; heuristics derive the alignment from the value
   kBiasBatchStride = 10,  // int64_t, in elements
   kSmCountTarget = 15,    // int32_t; 0: all SMs of the device
+  kAScalePointer = 17,    // const float*, a factor of A in device memory; null: 1
+  kBScalePointer = 18,    // const float*
   kBiasDataType = 26,     // int32_t, a DataType; default: the type of D
 };
 enum class LayoutAttribute : int32_t {

@@ -55,7 +55,8 @@ bool IsSummedInResult(const GemmProblem& problem, const Fused& fused) {
   if (num_terms == 0) return problem.addends.empty();
   if (!fused.all) return false;
   if (problem.c.dtype == DType::kF32) return true;
-  return problem.c.dtype == problem.a.dtype && num_terms == 1;
+  const bool has_kernels = problem.c.dtype == problem.a.dtype || IsFp8(problem.a.dtype);
+  return has_kernels && num_terms == 1;
 }
 
 // Returns whether the addends can be stored in the result before the GEMM adds the
@@ -72,6 +73,28 @@ int64_t SumBytes(const GemmProblem& problem) {
     return 0;
   }
   return RoundUp(problem.m * problem.n * SizeOf(DType::kF32));
+}
+
+// Returns the size in bytes of a transposed copy of an operand, or 0 if none is needed.
+int64_t TransposedBytes(const OperandView& operand, bool transposes_fp8) {
+  if (!transposes_fp8 || !IsFp8(operand.dtype)) return 0;
+  const bool is_contiguous = std::all_of(
+      operand.segments.begin(), operand.segments.end(),
+      [](const ConstSegment& segment) { return segment.inner_stride == 1; });
+  if (is_contiguous) return 0;
+  return RoundUp(operand.outer_bounds.back() * operand.inner_bounds.back());
+}
+
+// Returns the address of the factor, the same for all segments, that multiplies the
+// product.
+const float* FactorOf(const FactorView& factor) {
+  for (const FactorSegment& segment : factor.segments) {
+    if (!segment.is_one() || segment.data != factor.segments[0].data) {
+      throw std::invalid_argument(
+          "GEMM: an operand has several scales, a GPU needs one");
+    }
+  }
+  return factor.segments[0].data;
 }
 
 // Returns the largest power of two, at most kPlannedAlignmentBytes, to which all
@@ -109,17 +132,21 @@ uint64_t AddressOf(const std::byte* data) { return reinterpret_cast<uintptr_t>(d
 
 // Returns the part of the plan key that describes a term's operands. cuBLASLt computes
 // the transposed product, so A and B are swapped.
-MatmulKey OperandsOf(const GemmBlock& block, const BlockTerm& term, DType dtype) {
+MatmulKey OperandsOf(const GemmBlock& block,
+                     const BlockTerm& term,
+                     const GemmProblem& problem) {
   MatmulKey key;
-  key.operand_dtype = dtype;
+  key.a_dtype = problem.b.dtype;
+  key.b_dtype = problem.a.dtype;
+  key.has_scales = !problem.factors.empty();
   key.m = block.n;
   key.n = block.m;
   key.k = term.k;
   key.batch = block.batch;
   key.transpose_a = term.b.lines_run_along_k;
   key.transpose_b = !term.a.lines_run_along_k;
-  key.a = Planned(term.b, dtype);
-  key.b = Planned(term.a, dtype);
+  key.a = Planned(term.b, key.a_dtype);
+  key.b = Planned(term.a, key.b_dtype);
   return key;
 }
 
@@ -137,10 +164,7 @@ class CudaGemm::State {
           const GemmWorkspace& workspace,
           std::optional<CUstream> stream) {
     const std::vector<GemmBlock> blocks = CutIntoBlocks(problem);
-    if (problem.a.dtype != problem.b.dtype) {
-      throw std::invalid_argument(
-          "GEMM: the operands have two dtypes, a GPU needs one");
-    }
+    CheckDTypes(problem);
     const Pass pass = MakePass(problem, options, workspace, stream);
     int num_algorithms = 1;
     for (const GemmBlock& block : blocks) {
@@ -162,8 +186,14 @@ class CudaGemm::State {
     std::optional<CUstream> stream;
     Fused fused;
     bool in_result = false;
+    // The scales of A and B; null: none.
+    const float* a_scale = nullptr;
+    const float* b_scale = nullptr;
     // The address of the f32 sum of one block at a time, for Addition::kAfter.
     CUdeviceptr sums = 0;
+    // The addresses of the transposed operands of one term at a time; 0: none.
+    CUdeviceptr transposed_a = 0;
+    CUdeviceptr transposed_b = 0;
     CUdeviceptr library = 0;  // the workspace for cuBLASLt
     int64_t library_bytes = 0;
   };
@@ -175,23 +205,48 @@ class CudaGemm::State {
     kAfter,   // to the f32 sum of the products
   };
 
+  static void CheckDTypes(const GemmProblem& problem) {
+    const bool is_fp8 = IsFp8(problem.a.dtype) && IsFp8(problem.b.dtype);
+    if (problem.a.dtype != problem.b.dtype && !is_fp8) {
+      throw std::invalid_argument(
+          "GEMM: the operands have two dtypes, a GPU needs one");
+    }
+    const bool has_scales = !problem.a.scales.empty() || !problem.b.scales.empty() ||
+                            problem.has_factors_by_k;
+    if (has_scales || (!problem.factors.empty() &&
+                       (!is_fp8 || problem.factors.size() != kMaxFactors))) {
+      throw std::invalid_argument(
+          "GEMM: a GPU multiplies the product of two FP8 operands by one scale each");
+    }
+  }
+
   static Pass MakePass(const GemmProblem& problem,
                        const GemmOptions& options,
                        const GemmWorkspace& workspace,
                        std::optional<CUstream> stream) {
     Pass pass{problem, options, stream, FuseAddends(problem)};
     pass.in_result = IsSummedInResult(problem, pass.fused);
-    const int64_t sum_bytes = SumBytes(problem);
-    pass.sums = workspace.data;
-    pass.library = workspace.data + sum_bytes;
+    if (!problem.factors.empty()) {
+      pass.a_scale = FactorOf(problem.factors[0]);
+      pass.b_scale = FactorOf(problem.factors[1]);
+    }
+    int64_t used_bytes = 0;
+    const auto take = [&](int64_t size_bytes) {
+      used_bytes += size_bytes;
+      return size_bytes == 0 ? 0 : workspace.data + used_bytes - size_bytes;
+    };
+    pass.sums = take(SumBytes(problem));
+    pass.transposed_a = take(TransposedBytes(problem.a, options.transposes_fp8));
+    pass.transposed_b = take(TransposedBytes(problem.b, options.transposes_fp8));
+    pass.library = workspace.data + used_bytes;
     pass.library_bytes =
-        std::min(kLibraryWorkspaceBytes, workspace.size_bytes - sum_bytes);
+        std::min(kLibraryWorkspaceBytes, workspace.size_bytes - used_bytes);
     if (pass.library_bytes < 0 || workspace.data % kWorkspaceAlignmentBytes != 0) {
       throw std::invalid_argument(
           "GEMM: the workspace has " + std::to_string(workspace.size_bytes) +
           " bytes at " + std::to_string(workspace.data) + ", expected " +
-          std::to_string(WorkspaceBytes(problem)) + " at a multiple of " +
-          std::to_string(kWorkspaceAlignmentBytes));
+          std::to_string(WorkspaceBytes(problem, options.transposes_fp8)) +
+          " at a multiple of " + std::to_string(kWorkspaceAlignmentBytes));
     }
     return pass;
   }
@@ -216,7 +271,7 @@ class CudaGemm::State {
                          size_t term,
                          const BlockMatrix& to,
                          DType result_dtype) {
-    MatmulKey key = OperandsOf(block, block.terms[term], pass.problem.a.dtype);
+    MatmulKey key = OperandsOf(block, MultipliedTerm(pass, block, term), pass.problem);
     key.result_dtype = result_dtype;
     key.allow_tf32 = pass.options.allow_tf32;
     key.sm_target = pass.options.sm_target;
@@ -224,6 +279,42 @@ class CudaGemm::State {
     key.d = Planned(to, block, result_dtype, "the result");
     key.c = key.d;
     return key;
+  }
+
+  // Returns a term with the transposed copies of its operands, if there are any.
+  static BlockTerm MultipliedTerm(const Pass& pass,
+                                  const GemmBlock& block,
+                                  size_t index) {
+    BlockTerm term = block.terms[index];
+    const auto replace = [&](BlockOperand& operand, CUdeviceptr copy, int64_t outer) {
+      if (copy == 0 || operand.lines_run_along_k) return;
+      const int64_t stride = operand.batch_stride == 0 ? 0 : outer * term.k;
+      operand = {reinterpret_cast<const std::byte*>(copy), true, term.k, stride};
+    };
+    replace(term.a, pass.transposed_a, block.m);
+    replace(term.b, pass.transposed_b, block.n);
+    return term;
+  }
+
+  // Transposes what MultipliedTerm has replaced.
+  void TransposeOperands(const Pass& pass, const GemmBlock& block, size_t index) const {
+    const BlockTerm& from = block.terms[index];
+    const BlockTerm to = MultipliedTerm(pass, block, index);
+    const auto transpose = [&](const BlockOperand& operand, const BlockOperand& copy,
+                               int64_t outer) {
+      if (operand.data == copy.data) return;
+      for (int64_t b = 0; b < (operand.batch_stride == 0 ? 1 : block.batch); ++b) {
+        sums_.Transpose(*pass.stream,
+                        {.from = AddressOf(operand.data + b * operand.batch_stride),
+                         .to = AddressOf(copy.data + b * copy.batch_stride),
+                         .rows = from.k,
+                         .columns = outer,
+                         .from_stride = operand.line_stride,
+                         .to_stride = copy.line_stride});
+      }
+    };
+    transpose(from.a, to.a, block.m);
+    transpose(from.b, to.b, block.n);
   }
 
   // Computes the sum of all terms into the result or, to add the addends afterwards,
@@ -238,9 +329,11 @@ class CudaGemm::State {
                                              block.n, block.m * block.n};
     int num_algorithms = 1;
     for (size_t t = 0; t < block.terms.size(); ++t) {
-      const BlockTerm& term = block.terms[t];
+      const BlockTerm term = MultipliedTerm(pass, block, t);
       MatmulKey key = KeyOf(pass, block, t, to, dtype);
       MatmulArguments arguments;
+      arguments.a_scale = pass.b_scale;
+      arguments.b_scale = pass.a_scale;
       arguments.a = term.b.data;
       arguments.b = term.a.data;
       arguments.c = to.data;
@@ -252,6 +345,7 @@ class CudaGemm::State {
       MatmulPlan& plan = plans_.Find(key);
       num_algorithms = std::max(num_algorithms, plan.num_algorithms());
       if (pass.stream) {
+        TransposeOperands(pass, block, t);
         plan.Enqueue(arguments, pass.options.algorithm, *pass.stream);
       } else {
         plan.WarmUp(driver_, pass.options.algorithm, arguments.beta != 0);
@@ -346,8 +440,9 @@ CudaGemm::CudaGemm(const CublasLt& library,
 
 CudaGemm::~CudaGemm() = default;
 
-int64_t CudaGemm::WorkspaceBytes(const GemmProblem& problem) {
-  return SumBytes(problem) + kLibraryWorkspaceBytes;
+int64_t CudaGemm::WorkspaceBytes(const GemmProblem& problem, bool transposes_fp8) {
+  return SumBytes(problem) + TransposedBytes(problem.a, transposes_fp8) +
+         TransposedBytes(problem.b, transposes_fp8) + kLibraryWorkspaceBytes;
 }
 
 void CudaGemm::Prepare(const GemmProblem& problem,

@@ -14,6 +14,11 @@
 //   as A and B   one                dtype of C                              cuBLASLt
 //   otherwise                                                               SumKernels
 //
+// FP8 operands are multiplied with results of any dtype. Their scales are the factors
+// of the problem, one for each operand, which cuBLASLt reads from device memory.
+// Devices that multiply FP8 only if it is contiguous along k (fp8_support.h) get a
+// transposed copy of each other operand, in the workspace.
+//
 // cuBLASLt has no algorithm for some products with addends, and requires a bias that is
 // aligned to 16 bytes. In these cases SumKernels store the addends in the result, and
 // cuBLASLt adds the product. If that would round twice, SumKernels add the addends to
@@ -35,6 +40,8 @@ namespace jax_ub {
 struct GemmOptions {
   int sm_target = 0;        // number of SMs that cuBLASLt plans for; 0: all SMs
   bool allow_tf32 = false;  // whether f32 operands may be rounded to TF32
+  // Whether FP8 operands that are not contiguous along k are transposed first.
+  bool transposes_fp8 = true;
   // Index into the algorithms that cuBLASLt proposes, fastest first. An index past the
   // end selects the last algorithm.
   int algorithm = 0;
@@ -62,8 +69,8 @@ class CudaGemm {
   CudaGemm& operator=(const CudaGemm&) = delete;
 
   // Returns a workspace size, a multiple of 256, that is sufficient for all problems
-  // with these shapes and dtypes, independent of addresses. Needs no device.
-  static int64_t WorkspaceBytes(const GemmProblem& problem);
+  // with these shapes, strides and dtypes, independent of addresses. Needs no device.
+  static int64_t WorkspaceBytes(const GemmProblem& problem, bool transposes_fp8 = true);
 
   // Creates the plans that Enqueue looks up: queries cuBLASLt's heuristics, and runs
   // each new plan once so that its kernels are loaded. Allocates device memory for this

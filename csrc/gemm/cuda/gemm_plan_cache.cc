@@ -21,7 +21,7 @@ std::string Shape(DType dtype, int64_t rows, int64_t columns) {
 }
 
 lt::MatmulDesc MakeDesc(const CublasLt& library, const MatmulKey& key) {
-  const bool is_tf32 = key.allow_tf32 && key.operand_dtype == DType::kF32;
+  const bool is_tf32 = key.allow_tf32 && key.a_dtype == DType::kF32;
   lt::MatmulDesc desc = nullptr;
   Check(library,
         library.MatmulDescCreate(
@@ -62,8 +62,8 @@ int64_t SpanBytes(const MatmulKey& key,
 }  // namespace
 
 std::string Describe(const MatmulKey& key) {
-  std::string text = Shape(key.operand_dtype, key.n, key.k) + " x " +
-                     Shape(key.operand_dtype, key.k, key.m) + " to " +
+  std::string text = Shape(key.b_dtype, key.n, key.k) + " x " +
+                     Shape(key.a_dtype, key.k, key.m) + " to " +
                      std::string(DTypeName(key.result_dtype));
   if (key.batch > 1) text += ", " + std::to_string(key.batch) + " times";
   const int64_t alignment = std::min({key.a.alignment_bytes, key.b.alignment_bytes,
@@ -75,11 +75,11 @@ MatmulPlan::MatmulPlan(const CublasLt& library, lt::Handle handle, const MatmulK
     : library_(library),
       handle_(handle),
       key_(key),
-      a_(MakeLayout(key.operand_dtype,
+      a_(MakeLayout(key.a_dtype,
                     key.transpose_a ? key.k : key.m,
                     key.transpose_a ? key.m : key.k,
                     key.a)),
-      b_(MakeLayout(key.operand_dtype,
+      b_(MakeLayout(key.b_dtype,
                     key.transpose_b ? key.n : key.k,
                     key.transpose_b ? key.k : key.n,
                     key.b)),
@@ -124,6 +124,13 @@ void MatmulPlan::MakeDescription() {
   if (key_.sm_target > 0) {
     set(lt::DescAttribute::kSmCountTarget, static_cast<int32_t>(key_.sm_target));
   }
+  // Addresses in the description are not valid: the heuristics only use the alignment of
+  // the bias, and Run sets the real ones.
+  const auto* const any = reinterpret_cast<const void*>(kPlannedAlignmentBytes);
+  if (key_.has_scales) {
+    set(lt::DescAttribute::kAScalePointer, any);
+    set(lt::DescAttribute::kBScalePointer, any);
+  }
   if (!key_.has_bias) return;
   set(lt::DescAttribute::kEpilogue, static_cast<uint32_t>(lt::Epilogue::kBias));
   set(lt::DescAttribute::kBiasDataType,
@@ -131,10 +138,7 @@ void MatmulPlan::MakeDescription() {
   if (key_.batch > 1) {
     set(lt::DescAttribute::kBiasBatchStride, key_.bias_batch_stride);
   }
-  // The bias pointer is not a valid address: the heuristics only use its alignment, and
-  // Run sets the real one.
-  set(lt::DescAttribute::kBiasPointer,
-      reinterpret_cast<const void*>(kPlannedAlignmentBytes));
+  set(lt::DescAttribute::kBiasPointer, any);
 }
 
 void MatmulPlan::FindAlgorithms() {
@@ -197,8 +201,8 @@ int64_t MatmulPlan::LargestOperandBytes() const {
   const int64_t a_columns = key_.transpose_a ? key_.m : key_.k;
   const int64_t b_columns = key_.transpose_b ? key_.k : key_.n;
   const int64_t bias_elements = key_.m + key_.bias_batch_stride * (key_.batch - 1);
-  return std::max({SpanBytes(key_, key_.operand_dtype, a_columns, key_.a),
-                   SpanBytes(key_, key_.operand_dtype, b_columns, key_.b),
+  return std::max({SpanBytes(key_, key_.a_dtype, a_columns, key_.a),
+                   SpanBytes(key_, key_.b_dtype, b_columns, key_.b),
                    SpanBytes(key_, key_.result_dtype, key_.n, key_.c),
                    RoundUp(bias_elements * SizeOf(key_.result_dtype))});
 }
@@ -221,6 +225,7 @@ void MatmulPlan::WarmUp(const Driver& driver, int algorithm, bool adds) {
     auto* const data = reinterpret_cast<std::byte*>(memory.get());
     MatmulArguments arguments;
     arguments.a = arguments.b = arguments.c = arguments.bias = data;
+    arguments.a_scale = arguments.b_scale = data;
     arguments.d = data + read_bytes;
     arguments.beta = adds ? 1 : 0;
     arguments.workspace = data + read_bytes + result_bytes;
@@ -248,13 +253,19 @@ void MatmulPlan::Run(const MatmulArguments& arguments,
                           arguments.workspace, workspace_bytes, stream),
           "cublasLtMatmul");
   };
-  if (!key_.has_bias) return enqueue();
+  if (!key_.has_bias && !key_.has_scales) return enqueue();
   const std::lock_guard lock(mutex_);
-  Check(library_,
-        library_.MatmulDescSetAttribute(description_.get(),
-                                        lt::DescAttribute::kBiasPointer,
-                                        &arguments.bias, sizeof arguments.bias),
-        "cublasLtMatmulDescSetAttribute");
+  const auto set = [&](lt::DescAttribute attribute, const void* address) {
+    Check(library_,
+          library_.MatmulDescSetAttribute(description_.get(), attribute, &address,
+                                          sizeof address),
+          "cublasLtMatmulDescSetAttribute");
+  };
+  if (key_.has_bias) set(lt::DescAttribute::kBiasPointer, arguments.bias);
+  if (key_.has_scales) {
+    set(lt::DescAttribute::kAScalePointer, arguments.a_scale);
+    set(lt::DescAttribute::kBScalePointer, arguments.b_scale);
+  }
   enqueue();
 }
 

@@ -40,7 +40,8 @@ inline constexpr int64_t kWorkspaceAlignmentBytes = 256;
 // The key of a cached plan: everything that selects a plan for D [m, n] = op(A) [m, k]
 // op(B) [k, n] + C + bias [m], for each matrix of a batch.
 struct MatmulKey {
-  DType operand_dtype = DType::kF32;
+  DType a_dtype = DType::kF32;
+  DType b_dtype = DType::kF32;
   DType result_dtype = DType::kF32;  // dtype of C, D and the bias
   int64_t m = 0;
   int64_t n = 0;
@@ -54,6 +55,7 @@ struct MatmulKey {
   PlannedMatrix d;
   bool has_bias = false;  // the bias must be aligned to kPlannedAlignmentBytes
   int64_t bias_batch_stride = 0;
+  bool has_scales = false;  // whether A and B have an f32 scale each
   bool allow_tf32 = false;
   int sm_target = 0;
   int64_t workspace_bytes = 0;
@@ -70,6 +72,8 @@ struct MatmulArguments {
   const void* c = nullptr;  // read only if beta != 0
   void* d = nullptr;
   const void* bias = nullptr;
+  const void* a_scale = nullptr;  // read only if MatmulKey::has_scales
+  const void* b_scale = nullptr;
   float alpha = 1;
   float beta = 0;
   void* workspace = nullptr;  // MatmulKey::workspace_bytes bytes
@@ -125,8 +129,8 @@ class MatmulPlan {
   std::vector<int64_t> workspace_bytes_;  // [algorithm]
   std::mutex warming_mutex_;              // held during WarmUp
   std::set<std::pair<int, bool>> warm_;  // (algorithm, adds); guarded by warming_mutex_
-  // Guards description_ if there is a bias: the description contains the bias address
-  // of one call at a time.
+  // Guards description_ if there is a bias or a scale: the description contains their
+  // addresses for one call at a time.
   std::mutex mutex_;
   Owned<lt::MatmulDescObject> description_;
 };

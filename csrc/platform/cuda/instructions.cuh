@@ -39,6 +39,10 @@ __device__ float2 WidenF16(uint32_t pair);
 __device__ uint32_t NarrowBF16(float2 pair);
 __device__ uint32_t NarrowF16(float2 pair);
 
+// Returns four of the eight bytes of `low` (0 to 3) and `high` (4 to 7): byte i is the
+// one whose number is digit i of the hexadecimal `selector`.
+__device__ uint32_t PermuteBytes(uint32_t low, uint32_t high, uint32_t selector);
+
 // Access 16 bytes at a multicast address (compute capability 9.0). MulticastSum*
 // returns the sum over the memory of all devices, added in f32 and rounded once to the
 // dtype of the elements. MulticastStore writes the same bytes to all devices. Ordinary
@@ -137,6 +141,12 @@ __device__ inline uint32_t NarrowF16(float2 pair) {
   uint32_t narrow;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(narrow) : "f"(pair.y), "f"(pair.x));
   return narrow;
+}
+
+__device__ inline uint32_t PermuteBytes(uint32_t low,
+                                        uint32_t high,
+                                        uint32_t selector) {
+  return __byte_perm(low, high, selector);
 }
 
 __device__ inline uint4 MulticastSumF32(uint64_t address) {

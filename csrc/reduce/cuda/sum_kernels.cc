@@ -20,6 +20,7 @@ constexpr int64_t kElementsPerThread = 16;
 constexpr int64_t kSumBlocksPerSm =
     7;  // the number of blocks that fit on an SM at once
 constexpr int kDefaultCopyBlocks = 16;
+constexpr int64_t kTransposeBlocksPerSm = 4;
 
 bool IsDense(const SumPart& part, int64_t columns) {
   return part.row_stride == columns;
@@ -74,7 +75,8 @@ SumKernels::SumKernels(const Driver& driver, CUdevice device)
                                 CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= 9),
       library_(driver, kSumKernels),
       sum_(library_.Function(kSumKernel)),
-      copy_(library_.Function(kCopyKernel)) {}
+      copy_(library_.Function(kCopyKernel)),
+      transpose_(library_.Function(kTransposeKernel)) {}
 
 void SumKernels::Sum(CUstream stream, SumParams params) const {
   if (params.num_parts < 1 || params.num_parts > kMaxParts) {
@@ -117,6 +119,29 @@ void SumKernels::Copy(CUstream stream,
     config.numAttrs = 1;
   }
   LaunchKernel(driver_, copy_, config, params);
+}
+
+void SumKernels::Transpose(CUstream stream, const TransposeParams& params) const {
+  for (const int64_t one : {static_cast<int64_t>(params.from | params.to), params.rows,
+                            params.columns, params.from_stride, params.to_stride}) {
+    if (one % kTransposedTile == 0) continue;
+    throw std::invalid_argument(
+        "SumKernels: a matrix of " + std::to_string(params.rows) + " x " +
+        std::to_string(params.columns) + " bytes, " +
+        std::to_string(params.from_stride) + " and " +
+        std::to_string(params.to_stride) +
+        " bytes between rows, cannot be transposed: addresses and sizes must be "
+        "multiples of " +
+        std::to_string(kTransposedTile));
+  }
+  if (params.rows == 0 || params.columns == 0) return;
+  const int64_t per_block = int64_t{kTransposeThreads} * kTransposedTile;
+  const int64_t blocks =
+      (params.rows / kTransposedTile * params.columns + per_block - 1) / per_block;
+  LaunchKernel(driver_, transpose_,
+               LaunchConfig(stream, std::min(blocks, kTransposeBlocksPerSm * num_sms_),
+                            kTransposeThreads),
+               params);
 }
 
 }  // namespace jax_ub

@@ -1,4 +1,5 @@
-// Memory-bound kernels that sum and copy, as grid-stride loops over 16-byte accesses.
+// Memory-bound kernels that sum, copy and transpose, as grid-stride loops over 16-byte
+// accesses.
 //
 // A vector is eight elements of a row. Each thread loads kVectors vectors of an addend
 // (SumPart) before it uses the first, so that the loads overlap. Each element is summed
@@ -163,6 +164,50 @@ __device__ void CopyUnits(const CopyParams& params, int64_t first, int64_t step)
   }
 }
 
+// Transposes 4 x 4 bytes: byte c of rows[r] becomes byte r of columns[c].
+__device__ void TransposeBytes(const uint32_t (&rows)[4], uint32_t (&columns)[4]) {
+  // Pairs (0, 1) and (2, 3) of rows: the bytes 0 and 1 of both, then 2 and 3.
+  const uint32_t low[2] = {PermuteBytes(rows[0], rows[1], 0x5140),
+                           PermuteBytes(rows[2], rows[3], 0x5140)};
+  const uint32_t high[2] = {PermuteBytes(rows[0], rows[1], 0x7362),
+                            PermuteBytes(rows[2], rows[3], 0x7362)};
+  columns[0] = PermuteBytes(low[0], low[1], 0x5410);
+  columns[1] = PermuteBytes(low[0], low[1], 0x7632);
+  columns[2] = PermuteBytes(high[0], high[1], 0x5410);
+  columns[3] = PermuteBytes(high[0], high[1], 0x7632);
+}
+
+// Transposes the tile at row and column 16 * (row, column).
+__device__ void TransposeTile(const TransposeParams& params,
+                              int64_t row,
+                              int64_t column) {
+  constexpr int kWords = kTransposedTile / 4;
+  const char* const from = reinterpret_cast<const char*>(params.from) +
+                           kTransposedTile * (row * params.from_stride + column);
+  char* const to = reinterpret_cast<char*>(params.to) +
+                   kTransposedTile * (column * params.to_stride + row);
+  uint32_t words[kTransposedTile][kWords];
+  for (int r = 0; r < kTransposedTile; ++r) {
+    const uint4 line = *reinterpret_cast<const uint4*>(from + r * params.from_stride);
+    words[r][0] = line.x, words[r][1] = line.y;
+    words[r][2] = line.z, words[r][3] = line.w;
+  }
+  for (int word = 0; word < kWords; ++word) {
+    uint32_t lines[4][kWords];  // rows 4 * word to 4 * word + 3 of the result
+    for (int part = 0; part < kWords; ++part) {
+      const uint32_t rows[4] = {words[4 * part][word], words[4 * part + 1][word],
+                                words[4 * part + 2][word], words[4 * part + 3][word]};
+      uint32_t columns[4];
+      TransposeBytes(rows, columns);
+      for (int i = 0; i < 4; ++i) lines[i][part] = columns[i];
+    }
+    for (int i = 0; i < 4; ++i) {
+      const uint4 line = {lines[i][0], lines[i][1], lines[i][2], lines[i][3]};
+      *reinterpret_cast<uint4*>(to + (4 * word + i) * params.to_stride) = line;
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kSumThreads, 7)
@@ -213,6 +258,25 @@ extern "C" __global__ void __launch_bounds__(kCopyThreads, 2)
       return CopyUnits<uint16_t>(params, first, step);
     default:
       return CopyUnits<uint8_t>(params, first, step);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kTransposeThreads)
+    jax_ub_transpose(const __grid_constant__ TransposeParams params) {
+  constexpr int kWarp = kPatchRows * kPatchColumns;
+  const int64_t tile_rows = params.rows / kTransposedTile;
+  const int64_t tile_columns = params.columns / kTransposedTile;
+  const int64_t patch_columns = (tile_columns + kPatchColumns - 1) / kPatchColumns;
+  const int64_t num_patches = (tile_rows + kPatchRows - 1) / kPatchRows * patch_columns;
+  const int64_t first = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  const int64_t step = gridDim.x * int64_t{blockDim.x} / kWarp;
+  const int64_t lane = first % kWarp;
+  Walk walk(first / kWarp, step, patch_columns);
+  for (int64_t patch = first / kWarp; patch < num_patches; patch += step) {
+    const int64_t row = walk.row * kPatchRows + lane / kPatchColumns;
+    const int64_t column = walk.column * kPatchColumns + lane % kPatchColumns;
+    if (row < tile_rows && column < tile_columns) TransposeTile(params, row, column);
+    walk.Next();
   }
 }
 

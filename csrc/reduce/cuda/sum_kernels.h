@@ -1,4 +1,4 @@
-// Launches the sum and copy kernels of sum_kernels.cu.
+// Launches the kernels of sum_kernels.cu.
 #pragma once
 
 #include <cuda.h>
@@ -24,6 +24,10 @@ class SumKernels {
   // clusters). The number of blocks is rounded up to a multiple of the cluster size.
   void Copy(CUstream stream, CopyParams params, int num_blocks, int cluster_size) const;
 
+  // Enqueues a transposition. Throws std::invalid_argument unless all parameters are
+  // multiples of kTransposedTile.
+  void Transpose(CUstream stream, const TransposeParams& params) const;
+
  private:
   const Driver& driver_;
   int num_sms_ = 0;  // multiprocessors of the device
@@ -31,6 +35,7 @@ class SumKernels {
   Library library_;
   CUfunction sum_ = nullptr;
   CUfunction copy_ = nullptr;
+  CUfunction transpose_ = nullptr;
 };
 
 }  // namespace jax_ub

@@ -1,4 +1,4 @@
-// Parameters of the sum and copy kernels. Shared by the kernels, their launcher and
+// Parameters of the kernels that sum, copy and transpose. Shared by the kernels, their launcher and
 // their host emulation (tests/csrc/cuda/emulated_kernels.h). Addresses are CUdeviceptr
 // values.
 #pragma once
@@ -57,10 +57,31 @@ struct CopyParams {
   uint32_t unit_bytes;  // 16, 8, 4, 2 or 1; divides all addresses, sizes and strides
 };
 
+// Parameters of the kernel jax_ub_transpose, which transposes a matrix of bytes: byte
+// (r, c) of `from` becomes byte (c, r) of `to`. All members are multiples of
+// kTransposedTile. Strides are in bytes.
+struct TransposeParams {
+  uint64_t from;
+  uint64_t to;
+  int64_t rows;  // of `from`
+  int64_t columns;
+  int64_t from_stride;
+  int64_t to_stride;
+};
+
+// A thread transposes a tile of this many rows and columns, in registers.
+inline constexpr int kTransposedTile = 16;
+// A warp transposes a patch of this many tiles along the rows and along the columns, so
+// that it reads and writes whole sectors of 32 bytes.
+inline constexpr int kPatchRows = 4;
+inline constexpr int kPatchColumns = 8;
+
 inline constexpr char kSumKernel[] = "jax_ub_sum";
 inline constexpr char kCopyKernel[] = "jax_ub_copy";
-// The number of threads in a block of the sum kernels.
+inline constexpr char kTransposeKernel[] = "jax_ub_transpose";
+// The number of threads in a block of each kernel.
 inline constexpr int kSumThreads = 128;
 inline constexpr int kCopyThreads = 512;
+inline constexpr int kTransposeThreads = 128;
 
 }  // namespace jax_ub

@@ -121,7 +121,8 @@ def estimate(
 def _workload(op, sizes, itemsize, machine):
     # A host keeps partial sums as f32 in its slots; a GPU rounds them before sending.
     with_product = op in PRODUCTS and op != "all_gather_matmul"
-    partial = 4 if machine.is_host and with_product else itemsize
+    # Partial sums of FP8 products have 16 bits.
+    partial = 4 if machine.is_host and with_product else max(itemsize, 2)
     M, K, N, P = sizes
     return Workload(op, M, K, N, P, itemsize, partial)
 

@@ -81,6 +81,8 @@ class Call:
     communicates_only: ClassVar[bool] = False
     # Whether all ranks get equal results, as an all-reduce returns.
     replicates: ClassVar[bool] = False
+    # Whether the GEMMs contract rows (tokens), as those of kernel gradients do.
+    contracts_rows: ClassVar[bool] = False
     # Whether batch axes of the activations are also batch axes of the results. Then
     # `jax.vmap` adds a batch axis; otherwise it runs a loop.
     is_batchable: ClassVar[bool] = True
@@ -126,6 +128,11 @@ class Call:
     @property
     def num_scales(self) -> int:
         return 0
+
+    @property
+    def kernels(self) -> range:
+        """Returns the indices of kernels that the option `rhs_transposed` is about."""
+        return range(0)
 
     def split(self, operands: Sequence) -> tuple[Sequence, Sequence]:
         """Splits the primitive's operands into those of the op, and the scales."""

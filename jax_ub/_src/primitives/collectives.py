@@ -211,6 +211,7 @@ class BulkReduceScatter(Call):
     """
 
     target = "jax_ub$bulk_reduce_scatter"
+    contracts_rows = True
     is_batchable = False  # dw_i is summed over batch axes
 
     num_outputs: int

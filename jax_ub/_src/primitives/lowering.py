@@ -9,11 +9,13 @@ value, it is only compared with the expected partition id.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
@@ -74,6 +76,8 @@ def _lower_on_cuda(ctx, *operands, call):
     check_capacity(call, operand_avals)
     ranks = find_ranks(ctx, call.label, call.axis_name)
     reason = _cuda_unsupported_reason(call, ranks)
+    if call.has_scales:
+        reason = reason or _why_no_fp8(ctx, call, ranks)
     reason = reason or _why_no_room(call, operand_avals, needs_buffers=True)
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
@@ -97,6 +101,11 @@ def _lower_on_cuda(ctx, *operands, call):
         **call.choice.kernel_options.attributes(),
         "allow_tf32": settings.allow_tf32(),
     }
+    if call.has_scales:
+        transposes = cuda_engine.needs_contiguous_fp8(_gpus(ranks))
+        numbers["transposes_fp8"] = transposes
+        if transposes:
+            ctx, operands, call = _with_transposed_kernels(ctx, operands, call)
     attributes = _attributes(ctx, call, ranks)
     attributes |= {name: np.int64(number) for name, number in numbers.items()}
     avals = ctx.avals_in, ctx.avals_out
@@ -278,7 +287,7 @@ def _summed_itemsize(call, operands):
     Slots hold partial sums, f32 for several products and the operands' dtype for one,
     and reduced sums in the result's dtype.
     """
-    partial = operands[0].dtype.itemsize
+    partial = max(operands[0].dtype.itemsize, 2)  # those of FP8 products have 16 bits
     if getattr(call, "num_pairs", 1) > 1:
         partial = np.dtype(np.float32).itemsize
     return max(partial, call.shapes(*operands)[0][1].itemsize)
@@ -288,8 +297,6 @@ def _cuda_unsupported_reason(call, ranks):
     """Returns the reason for which the CUDA engine cannot run a call, or None."""
     if ranks.reason is not None:
         return ranks.reason
-    if call.has_scales:
-        return "the CUDA engine multiplies no FP8 operands"
     if _cuda_method(call) is Method.DIRECT and call.axis_name:
         return (
             "on CUDA peers' buffers are not mapped; chunks are pushed into slots, by "
@@ -301,6 +308,48 @@ def _cuda_unsupported_reason(call, ranks):
             f"{cuda_engine.MOST_RANKS}"
         )
     return cuda_engine.why_not() or _why_no_peers(ranks)
+
+
+def _gpus(ranks):
+    """Returns the devices that run a call, as far as they are known."""
+    return ranks.devices or cuda_engine.local_devices()
+
+
+def _why_no_fp8(ctx, call, ranks):
+    """Returns why GPUs cannot multiply the FP8 operands of a call, or None."""
+    operands, scales = call.split(ctx.avals_in)
+    unit = "tensor"
+    if call.has_row_scales:
+        is_block = any(scale.dtype == jnp.float8_e8m0fnu for scale in scales)
+        unit = "block" if is_block else "row"
+    reason = cuda_engine.why_no_fp8(_gpus(ranks), unit)
+    if reason is not None:
+        return reason
+    factors = operands[: call.num_scales]
+    sizes = [array.shape[-1] for array in (*factors, *ctx.avals_out)]
+    if call.contracts_rows:
+        # An operand that the call gathers has fewer rows.
+        sizes.append(max(math.prod(factor.shape[:-1]) for factor in factors))
+    multiple = cuda_engine.load().fp8_multiple
+    for size in sizes:
+        if size % multiple:
+            return (
+                f"one of its GEMMs has size {size}, and FP8 on GPUs needs multiples of "
+                f"{multiple}"
+            )
+    return None
+
+
+def _with_transposed_kernels(ctx, operands, call):
+    """Transposes kernels to [out, in]: contiguous along the contracted axis."""
+    if not call.kernels or call.rhs_transposed:
+        return ctx, operands, call
+    operands, avals = list(operands), list(ctx.avals_in)
+    for i in call.kernels:
+        operands[i] = hlo.transpose(operands[i], mlir.dense_int_array([1, 0]))
+        avals[i] = jax.core.ShapedArray(avals[i].shape[::-1], avals[i].dtype)
+    call = dataclasses.replace(call, rhs_transposed=True)
+    return ctx.replace(avals_in=avals), operands, call
 
 
 def _why_no_peers(ranks):

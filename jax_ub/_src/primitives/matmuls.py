@@ -46,6 +46,10 @@ class SummedMatmul(Call):
     def num_scales(self):
         return 2 * self.num_pairs * self.has_scales
 
+    @property
+    def kernels(self):
+        return range(self.num_pairs, 2 * self.num_pairs)
+
     def reduced_rows(self, rows: int) -> int:
         """Returns the rows of the result: `rows`, unless a subclass scatters them."""
         return rows
@@ -219,6 +223,10 @@ class AllGatherMatmul(Call):
     def num_scales(self):
         return (1 + self.num_kernels) * self.has_scales
 
+    @property
+    def kernels(self):
+        return range(1, 1 + self.num_kernels)
+
     def shapes(self, x, *others):
         gathered = self.communicated(x)
         results = [
@@ -358,6 +366,7 @@ class Wgrad(Call):
 
     target = "jax_ub$wgrad"
     gathers = True
+    contracts_rows = True
     is_batchable = False  # dw_i is summed over batch axes
 
     num_outputs: int

@@ -26,6 +26,9 @@ _BUILD = "In a clone of jax_ub, where nvcc is installed: pip install ."
 # The folders of NVIDIA's wheels that contain cuBLASLt, newest first.
 _LIBRARIES = ("cu13/lib", "cublas/lib")
 
+# The compute capability of devices that are unknown when a program is lowered.
+_ASSUMED_CAPABILITY = (9, 0)
+
 Array = tuple[str, tuple[int, ...]]  # dtype and shape
 
 
@@ -153,6 +156,32 @@ def why_no_peers(devices: Sequence[jax.Device]) -> str | None:
     """Returns why GPUs of this process cannot access each other's memory, or None."""
     ordinals = sorted({device.local_hardware_id for device in devices})
     return load().why_no_peers(ordinals) if len(ordinals) > 1 else None
+
+
+def why_no_fp8(devices: Sequence[jax.Device], scaled_unit: str) -> str | None:
+    """Returns why GPUs cannot multiply FP8 operands, or None if they can.
+
+    Args:
+        devices: the devices that run the program, as far as they are known.
+        scaled_unit: what has one scale: "tensor", "row" or "block".
+    """
+    version = load().cublaslt()["version"] if local_devices() else 0
+    reasons = (
+        load().why_no_fp8(capability, scaled_unit, version)
+        for capability in _compute_capabilities(devices)
+    )
+    return next(filter(None, reasons), None)
+
+
+def needs_contiguous_fp8(devices: Sequence[jax.Device]) -> bool:
+    """Returns whether FP8 operands must be contiguous along the contracted axis."""
+    return any(map(load().needs_contiguous_fp8, _compute_capabilities(devices)))
+
+
+def _compute_capabilities(devices):
+    texts = {getattr(device, "compute_capability", None) for device in devices}
+    known = {tuple(map(int, text.split("."))) for text in texts if text is not None}
+    return sorted(known) or [_ASSUMED_CAPABILITY]
 
 
 def is_loaded() -> bool:

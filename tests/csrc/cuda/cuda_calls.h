@@ -5,9 +5,7 @@
 #include <cuda.h>
 
 #include <array>
-#include <bit>
 #include <cstdint>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <random>
@@ -23,6 +21,7 @@
 #include "engine/cuda/cuda_engine.h"
 #include "engine_calls.h"
 #include "platform/cuda/owners.h"
+#include "random_gemm.h"
 
 namespace jax_ub {
 
@@ -142,20 +141,13 @@ struct Placement {
   std::vector<int> local_ranks = {};
 };
 
-inline float FromBF16(uint16_t bits) {
-  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
-}
-// Converts an f32 value that is exactly representable in bf16.
-inline uint16_t ToBF16(float value) {
-  return static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
-}
-
 // A call site, with one call per rank in f32 on the host, and a copy of it in device
 // memory.
 class GpuCalls {
  public:
   // `dtype` is the dtype of the GEMMs' operands; gradients that are accumulated are
-  // f32.
+  // f32. If it is FP8, `at` has scales: activations are e4m3, kernels and gradients have
+  // the dtype, and other arrays are bf16.
   GpuCalls(Gpus& gpus,
            const CallAttributes& at,
            const jax_ub_test::Sizes& sizes,
@@ -243,7 +235,8 @@ class GpuCalls {
       for (size_t i = 0; i < calls_[rank].results.size(); ++i) {
         const Tensor& from = on_device_[rank].results[i];
         auto* to = reinterpret_cast<float*>(calls_[rank].results[i].data);
-        for (int64_t e = 0; e < from.num_elements(); ++e) to[e] = Get(from, e);
+        const float scale = IsFp8(from.dtype) ? ScaleOfOperand(0) : 1;
+        for (int64_t e = 0; e < from.num_elements(); ++e) to[e] = scale * Get(from, e);
       }
     }
     return jax_ub_test::NumWrong(site.attributes(), calls_, local_ranks_);
@@ -277,13 +270,20 @@ class GpuCalls {
       };
       for (size_t i = 0; i < calls_[rank].operands.size(); ++i) {
         const bool is_main_grad = sums && at.accumulate && i > n && i <= 2 * n;
-        place[rank].operands.push_back(
-            mirror(calls_[rank].operands[i], is_main_grad ? DType::kF32 : dtype_));
+        place[rank].operands.push_back(mirror(
+            calls_[rank].operands[i], is_main_grad ? DType::kF32 : DTypeOfOperand(i)));
+      }
+      for (size_t i = 0; i < NumScales(at); ++i) {
+        place[rank].scales.push_back(
+            mirror({DType::kF32, 1, 1, 1, nullptr}, DType::kF32));
+        reinterpret_cast<float*>(place[rank].scales[i].data)[0] = ScaleOfOperand(i);
       }
       for (size_t i = 0; i < calls_[rank].results.size(); ++i) {
         const bool is_dw = sums && at.accumulate && i < n;
+        const bool is_gathered = at.op == Op::kAllGatherMatmul && i == n;
         place[rank].results.push_back(
-            mirror(calls_[rank].results[i], is_dw ? DType::kF32 : dtype_));
+            mirror(calls_[rank].results[i],
+                   is_dw ? DType::kF32 : DTypeOfOperand(is_gathered ? 0 : kNoFactor)));
       }
       if (at.devices.empty()) continue;
       memory_.push_back(gpus_.New(ordinals_[rank], sizeof(uint32_t)));
@@ -291,6 +291,21 @@ class GpuCalls {
     }
     return place;
   }
+
+  // Returns the number of activations that the GEMMs multiply; kernels or gradients of
+  // results follow.
+  size_t NumFirstFactors() const {
+    const GemmKind gemm = InfoOf(site.attributes().op).gemm;
+    const bool has_pairs = gemm == GemmKind::kPairSum || gemm == GemmKind::kDgrad;
+    return has_pairs ? site.attributes().num_kernels : 1;
+  }
+  DType DTypeOfOperand(size_t i) const {
+    if (!IsFp8(dtype_)) return dtype_;
+    if (i >= NumScales(site.attributes())) return DType::kBF16;
+    return i < NumFirstFactors() ? DType::kE4M3 : dtype_;
+  }
+  // Returns the scale of an FP8 operand. The product of two of them is not 1.
+  float ScaleOfOperand(size_t i) const { return i < NumFirstFactors() ? 0.5f : 4.0f; }
 
   static std::vector<int> OrdinalsOf(const CallAttributes& at,
                                      const Placement& placement) {
@@ -318,17 +333,10 @@ class GpuCalls {
   }
 
   static float Get(const Tensor& tensor, int64_t e) {
-    if (tensor.dtype == DType::kF32) {
-      return reinterpret_cast<const float*>(tensor.data)[e];
-    }
-    return FromBF16(reinterpret_cast<const uint16_t*>(tensor.data)[e]);
+    return Read(tensor.data + e * SizeOf(tensor.dtype), tensor.dtype);
   }
   static void Set(const Tensor& tensor, int64_t e, float value) {
-    if (tensor.dtype == DType::kF32) {
-      reinterpret_cast<float*>(tensor.data)[e] = value;
-    } else {
-      reinterpret_cast<uint16_t*>(tensor.data)[e] = ToBF16(value);
-    }
+    Write(tensor.data + e * SizeOf(tensor.dtype), tensor.dtype, value);
   }
 
   void Load() {
@@ -337,7 +345,8 @@ class GpuCalls {
         const Tensor& to = on_device_[rank].operands[i];
         const auto* from =
             reinterpret_cast<const float*>(calls_[rank].operands[i].data);
-        for (int64_t e = 0; e < to.num_elements(); ++e) Set(to, e, from[e]);
+        const float scale = IsFp8(to.dtype) ? ScaleOfOperand(i) : 1;
+        for (int64_t e = 0; e < to.num_elements(); ++e) Set(to, e, from[e] / scale);
       }
       for (const Tensor& result : on_device_[rank].results) {
         for (int64_t e = 0; e < result.num_elements(); ++e) Set(result, e, -1000);
@@ -349,6 +358,7 @@ class GpuCalls {
     RankCall call = on_device_[rank];
     for (Tensor& tensor : call.operands) tensor.data = nullptr;
     for (Tensor& tensor : call.results) tensor.data = nullptr;
+    for (Tensor& tensor : call.scales) tensor.data = nullptr;
     return call;
   }
 
@@ -360,6 +370,8 @@ class GpuCalls {
   CudaCallSite site;
 
  private:
+  static constexpr size_t kNoFactor = -1;
+
   const jax_ub_test::Sizes sizes_;
   std::unique_ptr<jax_ub_test::Arrays> arrays_;
   std::vector<RankCall> calls_;

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <utility>
 
+#include "cuda/emulated_driver.h"
 #include "cuda/emulated_machine.h"
 #include "cuda/emulated_products.h"
 
@@ -25,6 +26,7 @@ std::atomic<int64_t> num_matmuls = 0;
 std::atomic<int64_t> last_algorithm = 0;
 std::atomic<bool> finds_none = false;
 std::atomic<Status> matmul_result = Status::kSuccess;
+std::atomic<size_t> version = 130000;
 
 // The workspace sizes of the algorithms. An algorithm with a workspace runs two
 // kernels. Which algorithm is the fastest depends on the alignment of the matrices.
@@ -53,7 +55,7 @@ Status Set(T& field, const void* value, size_t size_bytes) {
   return Status::kSuccess;
 }
 
-size_t GetVersion() { return 130000; }
+size_t GetVersion() { return version; }
 
 const char* GetStatusName(Status status) {
   switch (status) {
@@ -86,7 +88,15 @@ Status Create(lt::Handle* handle) {
     return CUDA_SUCCESS;
   });
   if (result != CUDA_SUCCESS) return Status::kNotInitialized;
-  *handle = new lt::HandleObject{device};
+  const auto attribute = [&](CUdevice_attribute name) {
+    int value = 0;
+    EmulatedDriver().DeviceGetAttribute(&value, name, device);
+    return value;
+  };
+  *handle =
+      new lt::HandleObject{device,
+                           {attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+                            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)}};
   num_handles.fetch_add(1, std::memory_order_relaxed);
   return Status::kSuccess;
 }
@@ -125,6 +135,10 @@ Status MatmulDescSetAttribute(lt::MatmulDesc desc,
       return Set(desc->sm_count_target, value, size_bytes);
     case lt::DescAttribute::kBiasDataType:
       return Set(desc->bias_type, value, size_bytes);
+    case lt::DescAttribute::kAScalePointer:
+      return Set(desc->a_scale, value, size_bytes);
+    case lt::DescAttribute::kBScalePointer:
+      return Set(desc->b_scale, value, size_bytes);
   }
   return Status::kInvalidValue;
 }
@@ -215,7 +229,8 @@ Status MatmulAlgoGetHeuristic(lt::Handle handle,
   }
   *num_found = 0;
   const Product product{*desc, *a, *b, *c, *d};
-  if (const Status status = CheckProduct(product); status != Status::kSuccess) {
+  if (const Status status = CheckProduct(product, {handle->capability, version});
+      status != Status::kSuccess) {
     return status;
   }
   for (int i = 0; i < 4; ++i) {
@@ -333,7 +348,8 @@ Status Matmul(lt::Handle handle,
     return Status::kInvalidValue;
   }
   const Product product{*desc, *a_layout, *b_layout, *c_layout, *d_layout};
-  if (const Status status = CheckProduct(product); status != Status::kSuccess) {
+  if (const Status status = CheckProduct(product, {handle->capability, version});
+      status != Status::kSuccess) {
     return status;
   }
   Words words;
@@ -403,5 +419,7 @@ void RefuseEmulatedMatmuls(bool no_algorithms, lt::Status result) {
   emulated::finds_none = no_algorithms;
   emulated::matmul_result = result;
 }
+
+void SetEmulatedCublasLtVersion(size_t version) { emulated::version = version; }
 
 }  // namespace jax_ub

@@ -19,6 +19,9 @@ struct EmulatedCublasLtState {
 };
 EmulatedCublasLtState ReadEmulatedCublasLt();
 
+// Makes the library behave as another version, such as 120100, at the next heuristic.
+void SetEmulatedCublasLtVersion(size_t version);
+
 // Makes later heuristics find no algorithm if `no_algorithms`, and later matmuls return
 // `result`.
 void RefuseEmulatedMatmuls(bool no_algorithms,

@@ -153,6 +153,15 @@ static uint32_t Narrow(float2 pair, DType dtype) {
 uint32_t NarrowBF16(float2 pair) { return Narrow(pair, DType::kBF16); }
 uint32_t NarrowF16(float2 pair) { return Narrow(pair, DType::kF16); }
 
+uint32_t PermuteBytes(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = uint64_t{high} << 32 | low;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= (bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  }
+  return result;
+}
+
 }  // namespace jax_ub::gpu
 
 #include "reduce/cuda/sum_kernels.cu"
@@ -196,6 +205,11 @@ void CheckAlignment(const AllReduceParams& params) {
     Require(params.peers[i].to % bytes == 0 && params.peers[i].from % bytes == 0,
             "slot");
   }
+}
+
+void CheckAlignment(const TransposeParams& params) {
+  const int64_t strides = params.from_stride | params.to_stride;
+  Require((params.from | params.to) % 16 == 0 && strides % 16 == 0, "transposition");
 }
 
 template <typename Params>
@@ -270,6 +284,8 @@ constexpr EmulatedKernel kKernels[] = {
     {kFillNanKernel, sizeof(NanFillParams), Run<gpu::jax_ub_fill_nan, NanFillParams>},
     {kSumKernel, sizeof(SumParams), Run<gpu::jax_ub_sum, SumParams>},
     {kCopyKernel, sizeof(CopyParams), Run<gpu::jax_ub_copy, CopyParams>},
+    {kTransposeKernel, sizeof(TransposeParams),
+     Run<gpu::jax_ub_transpose, TransposeParams>},
     {kAllReduceKernel, sizeof(AllReduceParams),
      RunPhases<AllReduceParams,
                AnnounceAllReduce,

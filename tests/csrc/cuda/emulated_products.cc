@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <bit>
 #include <cstddef>
+#include <initializer_list>
+#include <stdexcept>
 
 #include "random_gemm.h"
 
@@ -13,9 +15,41 @@ using lt::Status;
 namespace {
 
 DType TypeOf(lt::DataType type) {
-  return type == lt::DataType::kF32    ? DType::kF32
-         : type == lt::DataType::kBF16 ? DType::kBF16
-                                       : DType::kF16;
+  for (const DTypeInfo& info : kDTypes) {
+    if (info.is_operand && DataTypeOf(info.dtype) == type) return info.dtype;
+  }
+  throw std::logic_error("unknown type of a matrix");
+}
+
+bool AreMultiples(std::initializer_list<int64_t> sizes_bytes) {
+  return std::ranges::all_of(sizes_bytes, [](int64_t size) { return size % 16 == 0; });
+}
+
+// Returns whether cuBLASLt has kernels for a product with an FP8 operand, by the tables
+// of cublasLtMatmul() in its documentation.
+bool HasFp8Kernels(const Product& product, const Platform& platform) {
+  const auto& [desc, a, b, c, d] = product;
+  const ComputeCapability& device = platform.capability;
+  if (device < ComputeCapability{8, 9}) return false;
+  if (device == ComputeCapability{8, 9} && platform.version < 120103) return false;
+  if (!IsFp8(a.type) || !IsFp8(b.type)) return false;
+  if (a.type == lt::DataType::kE5M2 && b.type == lt::DataType::kE5M2) return false;
+  if (c.type != d.type || IsFp8(d.type)) return false;
+  if (desc.compute != lt::ComputeType::k32F) return false;
+  if (product.has_bias()) {
+    // The bias of an f32 result is bf16.
+    const auto wanted =
+        d.type == lt::DataType::kF16 ? lt::DataType::kF16 : lt::DataType::kBF16;
+    if (product.bias_type() != wanted) return false;
+  }
+  const bool has_all_layouts = device.major == 10 || device.major == 11;
+  if (!has_all_layouts && (desc.transpose_a != 1 || desc.transpose_b != 0))
+    return false;
+  const int64_t result_bytes = ElementBytes(d.type);
+  return AreMultiples({a.rows, a.leading, a.batch_stride, b.rows, b.leading,
+                       b.batch_stride, d.rows * result_bytes, c.leading * result_bytes,
+                       d.leading * result_bytes, c.batch_stride * result_bytes,
+                       d.batch_stride * result_bytes});
 }
 
 // Rounds f32 to 10 bits of mantissa, to nearest even, as tensor cores read it.
@@ -62,6 +96,8 @@ void MultiplyOne(const Product& product, const Arguments& arguments, int64_t bat
       for (int64_t j = 0; j < n; ++j) sums[i * n + j] += left * b[p * n + j];
     }
   }
+  const float scale = (desc.a_scale != nullptr ? *desc.a_scale : 1) *
+                      (desc.b_scale != nullptr ? *desc.b_scale : 1);
   const DType type = TypeOf(d_layout.type);
   const int64_t size = ElementBytes(d_layout.type);
   const auto at = [&](const lt::LayoutObject& layout, int64_t i, int64_t j) {
@@ -69,14 +105,16 @@ void MultiplyOne(const Product& product, const Arguments& arguments, int64_t bat
   };
   for (int64_t j = 0; j < n; ++j) {
     for (int64_t i = 0; i < m; ++i) {
-      float value = arguments.alpha * sums[i * n + j];
+      float value = arguments.alpha * scale * sums[i * n + j];
       if (arguments.beta != 0) {
         const auto* const c = static_cast<const std::byte*>(arguments.c);
         value += arguments.beta * Read(c + at(c_layout, i, j), type);
       }
       if (product.has_bias()) {
         const auto* const bias = static_cast<const std::byte*>(desc.bias);
-        value += Read(bias + (batch * desc.bias_batch_stride + i) * size, type);
+        const lt::DataType from = product.bias_type();
+        value += Read(bias + (batch * desc.bias_batch_stride + i) * ElementBytes(from),
+                      TypeOf(from));
       }
       Write(static_cast<std::byte*>(arguments.d) + at(d_layout, i, j), type, value);
     }
@@ -111,13 +149,15 @@ uint64_t Product::Fingerprint() const {
   for (const int64_t value :
        {static_cast<int64_t>(desc.compute), static_cast<int64_t>(desc.transpose_a),
         static_cast<int64_t>(desc.transpose_b), static_cast<int64_t>(desc.epilogue),
-        static_cast<int64_t>(desc.sm_count_target)}) {
+        static_cast<int64_t>(desc.sm_count_target),
+        static_cast<int64_t>(desc.a_scale != nullptr),
+        static_cast<int64_t>(desc.b_scale != nullptr)}) {
     mix(value);
   }
   return hash;
 }
 
-Status CheckProduct(const Product& product) {
+Status CheckProduct(const Product& product, const Platform& platform) {
   const auto& [desc, a, b, c, d] = product;
   for (const auto* layout : {&a, &b, &c, &d}) {
     if (layout->rows <= 0 || layout->columns <= 0 || layout->leading < layout->rows ||
@@ -139,6 +179,13 @@ Status CheckProduct(const Product& product) {
     return Status::kInvalidValue;
   }
   if (d.batch > 1 && d.batch_stride == 0) return Status::kInvalidValue;
+  if ((desc.a_scale != nullptr && !IsFp8(a.type)) ||
+      (desc.b_scale != nullptr && !IsFp8(b.type))) {
+    return Status::kInvalidValue;
+  }
+  if (IsFp8(a.type) || IsFp8(b.type)) {
+    return HasFp8Kernels(product, platform) ? Status::kSuccess : Status::kNotSupported;
+  }
   const bool is_tf32 = desc.compute == lt::ComputeType::k32FFastTF32;
   const bool has_kernels =
       a.type == b.type && c.type == d.type &&
@@ -146,14 +193,14 @@ Status CheckProduct(const Product& product) {
       (!is_tf32 || a.type == lt::DataType::kF32) &&
       (product.has_bias() ||
        desc.epilogue == static_cast<uint32_t>(lt::Epilogue::kDefault)) &&
-      (!product.has_bias() || desc.bias_type < 0 ||
-       desc.bias_type == static_cast<int32_t>(d.type));
+      (!product.has_bias() || product.bias_type() == d.type);
   return has_kernels ? Status::kSuccess : Status::kNotSupported;
 }
 
 bool HasKernels(const Product& product,
                 const std::array<uint32_t, 4>& alignments,
                 uint64_t bias_alignment) {
+  if (IsFp8(product.a.type) && *std::ranges::min_element(alignments) < 16) return false;
   const bool is_plain =
       !product.has_bias() && product.c == product.d && alignments[2] == alignments[3];
   if (is_plain) return true;
@@ -169,9 +216,13 @@ std::vector<Touch> TouchesOf(const Product& product, const Arguments& arguments)
   AddTouches(touches, arguments.d, product.d);
   if (arguments.beta != 0) AddTouches(touches, arguments.c, product.c);
   if (product.has_bias()) {
-    const int64_t size = ElementBytes(product.d.type);
+    const int64_t size = ElementBytes(product.bias_type());
     touches.push_back({reinterpret_cast<uint64_t>(product.desc.bias), product.d.batch,
                        product.m() * size, product.desc.bias_batch_stride * size});
+  }
+  for (const float* const scale : {product.desc.a_scale, product.desc.b_scale}) {
+    if (scale == nullptr) continue;
+    touches.push_back({reinterpret_cast<uint64_t>(scale), 1, sizeof(float), 0});
   }
   if (arguments.needed_bytes > 0) {
     touches.push_back({reinterpret_cast<uint64_t>(arguments.workspace), 1,

@@ -9,6 +9,7 @@
 
 #include "cuda/emulated_memory.h"
 #include "gemm/cuda/cublaslt.h"
+#include "gemm/cuda/fp8_support.h"
 
 namespace jax_ub {
 
@@ -16,6 +17,7 @@ namespace lt {
 
 struct HandleObject {
   int device = 0;
+  ComputeCapability capability = {};
   std::set<std::string> loaded =
       {};  // what algorithms need, each with beta and without
 };
@@ -29,6 +31,8 @@ struct MatmulDescObject {
   int64_t bias_batch_stride = 0;
   int32_t sm_count_target = 0;
   int32_t bias_type = -1;
+  const float* a_scale = nullptr;
+  const float* b_scale = nullptr;
 };
 
 struct LayoutObject {
@@ -52,9 +56,19 @@ struct PreferenceObject {
 
 namespace emulated {
 
-inline int64_t ElementBytes(lt::DataType type) {
-  return type == lt::DataType::kF32 ? 4 : 2;
+inline bool IsFp8(lt::DataType type) {
+  return type == lt::DataType::kE4M3 || type == lt::DataType::kE5M2;
 }
+
+inline int64_t ElementBytes(lt::DataType type) {
+  return type == lt::DataType::kF32 ? 4 : IsFp8(type) ? 1 : 2;
+}
+
+// The device and the version of cuBLASLt that a product runs on.
+struct Platform {
+  ComputeCapability capability;
+  size_t version = 0;
+};
 
 // A matrix product D[m, n] = A[m, k] B[k, n], with copies of its descriptors.
 struct Product {
@@ -67,19 +81,23 @@ struct Product {
   bool has_bias() const {
     return desc.epilogue == static_cast<uint32_t>(lt::Epilogue::kBias);
   }
+  lt::DataType bias_type() const {
+    return desc.bias_type < 0 ? d.type : static_cast<lt::DataType>(desc.bias_type);
+  }
   // Returns a hash of the product, which identifies the product that an algorithm was
   // found for.
   uint64_t Fingerprint() const;
 };
 
 // Returns kInvalidValue if the descriptors are inconsistent, and kNotSupported if
-// cuBLASLt has no kernels for the types.
-lt::Status CheckProduct(const Product& product);
+// cuBLASLt has no kernels for the types. For FP8 operands it also depends on the
+// layouts and sizes.
+lt::Status CheckProduct(const Product& product, const Platform& platform);
 
 // Returns whether there are kernels for matrices with these alignments, in bytes. As in
 // cuBLASLt, epilogues and a separate C need more than the plain product: all matrices
 // aligned to 4 bytes, or to 16 if the result has another type than the operands, and a
-// bias aligned to 16.
+// bias aligned to 16. Products of FP8 operands need 16 for all.
 bool HasKernels(const Product& product,
                 const std::array<uint32_t, 4>& alignments,
                 uint64_t bias_alignment);

@@ -31,7 +31,7 @@ lt::ReductionScheme SchemesFor(DType result_dtype) {
   };
   allowed_schemes = static_cast<uint32_t>(lt::ReductionScheme::kAll);
   MatmulKey key;
-  key.operand_dtype = DType::kBF16;
+  key.a_dtype = key.b_dtype = DType::kBF16;
   key.result_dtype = result_dtype;
   key.m = key.n = key.k = 8;
   key.a = key.b = key.c = key.d = {8, 0, kPlannedAlignmentBytes};

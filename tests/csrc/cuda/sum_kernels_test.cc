@@ -1,5 +1,5 @@
-// Tests the source of the sum and copy kernels on the host: sums have the CPU engine's
-// bits.
+// Tests the source of the kernels that sum, copy and transpose on the host: sums have
+// the CPU engine's bits.
 
 #include <utility>
 #include <vector>
@@ -151,6 +151,40 @@ TEST(copies_move_rows_and_nothing_between_them) {
     Launch(kCopyKernel, params, static_cast<unsigned>(Pick(random, 1, 3)),
            static_cast<unsigned>(Pick(random, 1, 20)));
     const std::vector<std::byte> found(to, to + rows * to_stride);
+    if (found != expected) check::Fail(__FILE__, __LINE__, "seed ", seed, " differs");
+  }
+}
+
+TEST(transpositions_move_every_byte_and_nothing_between_rows) {
+  for (uint64_t seed = 0; seed < 100; ++seed) {
+    Random random(seed);
+    const int64_t rows = 16 * Pick(random, 1, 9);
+    const int64_t columns = 16 * Pick(random, 1, 19);
+    const int64_t from_stride = columns + 16 * Pick(random, 0, 2);
+    const int64_t to_stride = rows + 16 * Pick(random, 0, 2);
+    Matrices matrices;
+    const auto bytes = [&](int64_t size) {
+      std::byte* data = matrices.Add(size / 2, DType::kBF16, false, random);
+      for (int64_t i = 0; i < size; ++i) data[i] = std::byte(Pick(random, 0, 255));
+      return data;
+    };
+    const std::byte* from = bytes(rows * from_stride);
+    std::byte* to = bytes(columns * to_stride);
+    std::vector<std::byte> expected(to, to + columns * to_stride);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < columns; ++c) {
+        expected[c * to_stride + r] = from[r * from_stride + c];
+      }
+    }
+    const TransposeParams params = {.from = AddressOf(from),
+                                    .to = AddressOf(to),
+                                    .rows = rows,
+                                    .columns = columns,
+                                    .from_stride = from_stride,
+                                    .to_stride = to_stride};
+    Launch(kTransposeKernel, params, static_cast<unsigned>(Pick(random, 1, 3)),
+           kTransposeThreads);
+    const std::vector<std::byte> found(to, to + columns * to_stride);
     if (found != expected) check::Fail(__FILE__, __LINE__, "seed ", seed, " differs");
   }
 }

@@ -1,0 +1,43 @@
+#include "gemm/cuda/fp8_support.h"
+
+namespace jax_ub {
+
+namespace {
+
+constexpr ComputeCapability kAda = {8, 9};
+
+std::string TextOf(const ComputeCapability& device) {
+  return std::to_string(device.major) + "." + std::to_string(device.minor);
+}
+
+// 120103 is 12.1.3.
+std::string VersionText(size_t version) {
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) +
+         "." + std::to_string(version % 100);
+}
+
+}  // namespace
+
+std::string WhyNoFp8(ScaledUnit unit, const ComputeCapability& device, size_t version) {
+  if (device < kAda) {
+    return "FP8 needs a GPU of compute capability 8.9 or newer; this is " +
+           TextOf(device);
+  }
+  if (unit != ScaledUnit::kTensor) {
+    return std::string("the CUDA engine multiplies no FP8 operands with scales of ") +
+           (unit == ScaledUnit::kRow ? "rows" : "blocks") +
+           ". Use a recipe with one scale per tensor";
+  }
+  constexpr size_t kLeastForAda = 120103;
+  if (device == kAda && version != 0 && version < kLeastForAda) {
+    return "FP8 on a GPU of compute capability 8.9 needs cuBLASLt " +
+           VersionText(kLeastForAda) + "; this is " + VersionText(version);
+  }
+  return "";
+}
+
+bool NeedsContiguousFp8(const ComputeCapability& device) {
+  return device.major < 10 || device.major == 12;
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,115 @@
+// Tests FP8 calls through the CUDA engine, on emulated GPUs.
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "cuda/captured_calls.h"
+#include "cuda/cuda_calls.h"
+#include "gemm/cuda/fp8_support.h"
+
+namespace jax_ub {
+namespace {
+
+// Sizes that FP8 GEMMs support. Forward passes may have any number of rows.
+constexpr jax_ub_test::Sizes kSizes = {2, 16, 32, 16, 16};
+constexpr jax_ub_test::Sizes kFewRows = {1, 3, 48, 32, 16};
+
+EmulatedOptions Machine(int num_devices, const ComputeCapability& capability) {
+  EmulatedOptions options = {.num_devices = num_devices, .max_delay_us = 30};
+  options.attributes = {
+      {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, capability.major},
+      {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, capability.minor}};
+  return options;
+}
+
+// Calls `function` with every FP8 call of P ranks. Sizes and dtypes alternate.
+template <typename Function>
+void ForEachFp8Call(int num_ranks, const Function& function) {
+  int seed = 0;
+  ForEachVariant(num_ranks, [&](CallAttributes at) {
+    const GemmKind gemm = InfoOf(at.op).gemm;
+    if (gemm == GemmKind::kNone) return;
+    at.has_scales = true;
+    ++seed;
+    const bool has_any_rows = gemm != GemmKind::kWgrad;
+    function(at, has_any_rows && seed % 3 == 0 ? kFewRows : kSizes,
+             seed % 2 == 0 ? DType::kE4M3 : DType::kE5M2, seed);
+  });
+}
+
+// On 9.0 all operands that cuBLASLt does not read are transposed, on 10.0 none.
+TEST(EveryFp8CallByEveryMethodIsExact) {
+  for (const ComputeCapability capability : {ComputeCapability{9, 0}, {10, 0}}) {
+    for (const int num_ranks : {1, 3}) {
+      Gpus gpus(Machine(num_ranks, capability));
+      ForEachFp8Call(num_ranks, [&](CallAttributes at, const jax_ub_test::Sizes& sizes,
+                                    DType dtype, int seed) {
+        at.kernel_options.transposes_fp8 = NeedsContiguousFp8(capability);
+        GpuCalls calls(gpus, at, sizes, dtype, seed);
+        calls.RunAll();
+        gpus.Synchronize();
+        CheckRight(calls);
+      });
+      CHECK_EQ(gpus.machine.NumCalls(kTransposeKernel) > 0,
+               NeedsContiguousFp8(capability));
+    }
+  }
+}
+
+TEST(CapturedFp8CallsAreExactWheneverTheyAreReplayed) {
+  Gpus gpus(Machine(2, {9, 0}));
+  ForEachFp8Call(2, [&](const CallAttributes& at, const jax_ub_test::Sizes& sizes,
+                        DType dtype, int seed) {
+    GpuCalls calls(gpus, at, sizes, dtype, seed);
+    CheckReplays(gpus, calls, 100 * seed);
+  });
+}
+
+std::string ErrorOf(const CallAttributes& at,
+                    const ComputeCapability& capability,
+                    const jax_ub_test::Sizes& sizes = kSizes) {
+  Gpus gpus(Machine(1, capability));
+  GpuCalls calls(gpus, at, sizes, DType::kE4M3, 1);
+  try {
+    calls.Initialize(0);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(DevicesWithoutTheseFp8GemmsRefuseThem) {
+  CallAttributes at = MakeAttributes(Op::kMatmul, Method::kDirect, 1);
+  at.has_scales = true;
+  CHECK_EQ(ErrorOf(at, {8, 9}), "");
+  CHECK_EQ(ErrorOf(at, {12, 0}), "");
+  CHECK_EQ(ErrorOf(at, {8, 6}),
+           "jax_ub.matmul (ub_name 'test'): FP8 needs a GPU of compute capability 8.9 "
+           "or newer; this is 8.6");
+  // The kernel is [in, out], which is not contiguous along the contracted dimension.
+  at.kernel_options.transposes_fp8 = false;
+  CHECK_EQ(ErrorOf(at, {10, 3}), "");
+  for (const ComputeCapability capability :
+       {ComputeCapability{8, 9}, {9, 0}, {12, 0}}) {
+    const std::string text = ErrorOf(at, capability);
+    CHECK(text.find("has no algorithm for e4m3[") != std::string::npos);
+  }
+  at.kernel_options.transposes_fp8 = true;
+  const std::string text = ErrorOf(at, {9, 0}, {1, 16, 24, 16});
+  CHECK(text.find("has no algorithm for e4m3[16, 24] x e4m3[24, 16] to bf16") !=
+        std::string::npos);
+}
+
+TEST(Fp8NeedsANewLibraryOnAda) {
+  const ComputeCapability ada = {8, 9};
+  CHECK_EQ(WhyNoFp8(ScaledUnit::kTensor, ada, 120103), "");
+  CHECK_EQ(WhyNoFp8(ScaledUnit::kTensor, ada, 120100),
+           "FP8 on a GPU of compute capability 8.9 needs cuBLASLt 12.1.3; this is "
+           "12.1.0");
+  CHECK_EQ(WhyNoFp8(ScaledUnit::kTensor, {9, 0}, 120000), "");
+}
+
+}  // namespace
+}  // namespace jax_ub
+
+CHECK_MAIN()
