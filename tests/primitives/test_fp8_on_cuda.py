@@ -147,12 +147,29 @@ def test_gpus_without_fp8_are_refused(rules, monkeypatch):
     assert called(cuda_text(layer("column"), *operands())) == {"all_gather_matmul": 1}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "unit"),
-    [(ub.fp8.RowwiseScaling(), "rows"), (ub.fp8.MXFP8BlockScaling(), "blocks")],
-)
-def test_several_scales_in_a_tensor_are_refused(rules, recipe, unit):
-    refused(f"multiplies no FP8 operands with scales of {unit}", recipe)
+ROWWISE = ub.fp8.RowwiseScaling()
+
+
+def test_scales_of_blocks_are_refused(rules):
+    match = "multiplies no FP8 operands with scales of blocks"
+    refused(match, ub.fp8.MXFP8BlockScaling())
+
+
+def test_scales_of_rows_run_on_hopper_only(rules, monkeypatch):
+    lower_for(monkeypatch, 10, 0)
+    match = "row scales need a GPU of compute capability 9.0 and cuBLASLt 12.9; this is"
+    refused(f"{match} 10.0. Use a recipe with one scale per tensor", ROWWISE)
+    lower_for(monkeypatch, 9, 0)
+    ((_, call),) = custom_calls(cuda_text(layer("column", ROWWISE), *operands()))
+    assert attribute(call, "has_row_scales") == 1
+
+
+def test_what_the_engine_rejects_is_a_reason(rules, engine, monkeypatch):
+    def workspace_bytes(*arguments):
+        raise NotImplementedError("scales that cuBLASLt does not multiply")
+
+    monkeypatch.setattr(engine, "workspace_bytes", workspace_bytes)
+    refused("cannot run: scales that cuBLASLt does not multiply", ROWWISE)
 
 
 def test_the_capabilities_of_gpus_are_read_or_assumed(rules):

@@ -108,9 +108,6 @@ void CheckRunsOnCuda(const CallAttributes& at) {
   const auto reject = [&](const std::string& text) {
     throw UnsupportedError("jax_ub." + at.label + ": " + text);
   };
-  if (at.has_row_scales) {
-    reject("the CUDA engine multiplies no FP8 operands with several scales");
-  }
   if (IsLocalCall(at)) return;
   if (at.method == Method::kDirect) {
     reject(

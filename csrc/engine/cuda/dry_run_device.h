@@ -81,8 +81,8 @@ WorkspacePlan PlanByMulticast(const CallAttributes& attributes,
                               const SlotRequirements& slots,
                               const DryRunDevice::Visit& visit);
 
-// Throws UnsupportedError for calls that GPUs do not support: the method direct, FP8
-// operands with several scales, and more than kMaxRanks ranks.
+// Throws UnsupportedError for calls that GPUs do not support: the method direct, and
+// more than kMaxRanks ranks.
 void CheckRunsOnCuda(const CallAttributes& attributes);
 
 }  // namespace jax_ub

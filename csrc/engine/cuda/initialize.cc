@@ -44,6 +44,14 @@ GemmOptions OptionsOf(const CallAttributes& at, const Gpu& gpu) {
   return options;
 }
 
+ScaledUnit ScaledUnitOf(const CallAttributes& at, const RankCall& call) {
+  if (!at.has_row_scales) return ScaledUnit::kTensor;
+  const bool has_blocks =
+      std::any_of(call.scales.begin(), call.scales.end(),
+                  [](const Tensor& scales) { return scales.dtype == DType::kE8M0; });
+  return has_blocks ? ScaledUnit::kBlock : ScaledUnit::kRow;
+}
+
 std::vector<int64_t> DevicesOf(const CallAttributes& at, int group) {
   const auto first = at.ranks.begin() + group * at.num_ranks;
   return {first, first + at.num_ranks};
@@ -141,7 +149,7 @@ void CudaEngine::Load(CudaCallSite& site,
   preparation->options = OptionsOf(at, gpu);
   if (at.has_scales) {
     const std::string reason =
-        WhyNoFp8(ScaledUnit::kTensor, gpu.capability(), library_.version);
+        WhyNoFp8(ScaledUnitOf(at, call), gpu.capability(), library_.version);
     if (!reason.empty()) throw UnsupportedError("jax_ub." + at.label + ": " + reason);
   }
   // Prepares one GEMM of the call. Its workspace does not exist yet, so this passes an

@@ -47,6 +47,8 @@ enum class DataType : int32_t {  // cudaDataType
 };
 enum class ComputeType : int32_t { k32F = 68, k32FFastTF32 = 77 };
 enum class Operation : int32_t { kN = 0, kT = 1 };
+// What one scale multiplies: the matrix, or a row of op(A) or column of op(B).
+enum class ScaleMode : int32_t { kScalar = 0, kOuterVector = 3 };
 enum class Epilogue : uint32_t { kDefault = 1, kBias = 4 };
 
 // Where split-K algorithms store partial sums. Values other than kNone are bits of a
@@ -67,9 +69,11 @@ enum class DescAttribute : int32_t {
   kBiasPointer = 8,       // const void*; heuristics derive the alignment from the value
   kBiasBatchStride = 10,  // int64_t, in elements
   kSmCountTarget = 15,    // int32_t; 0: all SMs of the device
-  kAScalePointer = 17,    // const float*, a factor of A in device memory; null: 1
+  kAScalePointer = 17,    // const float*, scales of A in device memory; null: 1
   kBScalePointer = 18,    // const float*
   kBiasDataType = 26,     // int32_t, a DataType; default: the type of D
+  kAScaleMode = 31,       // int32_t, a ScaleMode; since cuBLASLt 12.8
+  kBScaleMode = 32,       // int32_t
 };
 enum class LayoutAttribute : int32_t {
   kBatchCount = 5,          // int32_t

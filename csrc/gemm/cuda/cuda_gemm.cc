@@ -9,6 +9,7 @@
 
 #include "gemm/cuda/gemm_blocks.h"
 #include "gemm/cuda/gemm_plan_cache.h"
+#include "platform/error.h"
 
 namespace jax_ub {
 
@@ -85,16 +86,44 @@ int64_t TransposedBytes(const OperandView& operand, bool transposes_fp8) {
   return RoundUp(operand.outer_bounds.back() * operand.inner_bounds.back());
 }
 
-// Returns the address of the factor, the same for all segments, that multiplies the
-// product.
-const float* FactorOf(const FactorView& factor) {
-  for (const FactorSegment& segment : factor.segments) {
-    if (!segment.is_one() || segment.data != factor.segments[0].data) {
-      throw std::invalid_argument(
-          "GEMM: an operand has several scales, a GPU needs one");
-    }
+// Returns whether a factor differs between the rows or the columns of a segment.
+bool IsVector(const FactorView& factor) {
+  return std::any_of(factor.segments.begin(), factor.segments.end(),
+                     [](const FactorSegment& segment) { return !segment.is_one(); });
+}
+
+bool IsAligned(const FactorSegment& segment) {
+  return reinterpret_cast<uintptr_t>(segment.data) % kPlannedAlignmentBytes == 0;
+}
+
+// Throws UnsupportedError if cuBLASLt cannot multiply by the scales of the operands.
+void CheckScales(const GemmProblem& problem) {
+  if (!problem.a.scales.empty() || !problem.b.scales.empty() ||
+      problem.has_factors_by_k) {
+    throw UnsupportedError(
+        "FP8 on GPUs needs scales that are constant along the contracted dimension. "
+        "Use "
+        "a recipe with one scale per tensor");
   }
-  return factor.segments[0].data;
+  if (problem.factors.empty()) return;
+  const FactorView& rows = problem.factors[0];
+  const FactorView& columns = problem.factors[1];
+  const bool has_rows = IsVector(rows) || problem.m == 1;
+  const bool has_columns = IsVector(columns) || problem.n == 1;
+  if (!IsVector(rows) && !IsVector(columns)) return;
+  if (!has_rows || !has_columns) {
+    throw UnsupportedError(
+        "row scales on GPUs need a scale for each row of x and each column of w. "
+        "Quantize both with ub.fp8.RowwiseScaling");
+  }
+  for (const FactorView* const factor : {&rows, &columns}) {
+    if (std::all_of(factor->segments.begin(), factor->segments.end(), IsAligned)) {
+      continue;
+    }
+    throw UnsupportedError(
+        "row scales on GPUs need chunks of a multiple of 4 rows. Use a multiple of 16 "
+        "rows per rank, or a recipe with one scale per tensor");
+  }
 }
 
 // Returns the largest power of two, at most kPlannedAlignmentBytes, to which all
@@ -138,7 +167,10 @@ MatmulKey OperandsOf(const GemmBlock& block,
   MatmulKey key;
   key.a_dtype = problem.b.dtype;
   key.b_dtype = problem.a.dtype;
-  key.has_scales = !problem.factors.empty();
+  if (!block.factors.empty()) {
+    const bool is_scalar = block.factors[0].is_one() && block.factors[1].is_one();
+    key.scales = is_scalar ? Scales::kScalar : Scales::kOuterVector;
+  }
   key.m = block.n;
   key.n = block.m;
   key.k = term.k;
@@ -186,9 +218,6 @@ class CudaGemm::State {
     std::optional<CUstream> stream;
     Fused fused;
     bool in_result = false;
-    // The scales of A and B; null: none.
-    const float* a_scale = nullptr;
-    const float* b_scale = nullptr;
     // The address of the f32 sum of one block at a time, for Addition::kAfter.
     CUdeviceptr sums = 0;
     // The addresses of the transposed operands of one term at a time; 0: none.
@@ -211,13 +240,12 @@ class CudaGemm::State {
       throw std::invalid_argument(
           "GEMM: the operands have two dtypes, a GPU needs one");
     }
-    const bool has_scales = !problem.a.scales.empty() || !problem.b.scales.empty() ||
-                            problem.has_factors_by_k;
-    if (has_scales || (!problem.factors.empty() &&
-                       (!is_fp8 || problem.factors.size() != kMaxFactors))) {
+    if (!problem.factors.empty() &&
+        (!is_fp8 || problem.factors.size() != kMaxFactors)) {
       throw std::invalid_argument(
-          "GEMM: a GPU multiplies the product of two FP8 operands by one scale each");
+          "GEMM: a GPU multiplies only FP8 operands by factors");
     }
+    CheckScales(problem);
   }
 
   static Pass MakePass(const GemmProblem& problem,
@@ -226,10 +254,6 @@ class CudaGemm::State {
                        std::optional<CUstream> stream) {
     Pass pass{problem, options, stream, FuseAddends(problem)};
     pass.in_result = IsSummedInResult(problem, pass.fused);
-    if (!problem.factors.empty()) {
-      pass.a_scale = FactorOf(problem.factors[0]);
-      pass.b_scale = FactorOf(problem.factors[1]);
-    }
     int64_t used_bytes = 0;
     const auto take = [&](int64_t size_bytes) {
       used_bytes += size_bytes;
@@ -332,8 +356,10 @@ class CudaGemm::State {
       const BlockTerm term = MultipliedTerm(pass, block, t);
       MatmulKey key = KeyOf(pass, block, t, to, dtype);
       MatmulArguments arguments;
-      arguments.a_scale = pass.b_scale;
-      arguments.b_scale = pass.a_scale;
+      if (!block.factors.empty()) {
+        arguments.a_scales = block.factors[1].data;
+        arguments.b_scales = block.factors[0].data;
+      }
       arguments.a = term.b.data;
       arguments.b = term.a.data;
       arguments.c = to.data;
@@ -441,6 +467,7 @@ CudaGemm::CudaGemm(const CublasLt& library,
 CudaGemm::~CudaGemm() = default;
 
 int64_t CudaGemm::WorkspaceBytes(const GemmProblem& problem, bool transposes_fp8) {
+  CheckScales(problem);
   return SumBytes(problem) + TransposedBytes(problem.a, transposes_fp8) +
          TransposedBytes(problem.b, transposes_fp8) + kLibraryWorkspaceBytes;
 }

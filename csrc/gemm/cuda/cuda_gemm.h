@@ -15,7 +15,8 @@
 //   otherwise                                                               SumKernels
 //
 // FP8 operands are multiplied with results of any dtype. Their scales are the factors
-// of the problem, one for each operand, which cuBLASLt reads from device memory.
+// of the problem, in device memory: one for each operand, or one for each row and each
+// column of the result.
 // Devices that multiply FP8 only if it is contiguous along k (fp8_support.h) get a
 // transposed copy of each other operand, in the workspace.
 //
@@ -70,6 +71,7 @@ class CudaGemm {
 
   // Returns a workspace size, a multiple of 256, that is sufficient for all problems
   // with these shapes, strides and dtypes, independent of addresses. Needs no device.
+  // Throws UnsupportedError if cuBLASLt cannot multiply by the scales of the operands.
   static int64_t WorkspaceBytes(const GemmProblem& problem, bool transposes_fp8 = true);
 
   // Creates the plans that Enqueue looks up: queries cuBLASLt's heuristics, and runs

@@ -1,10 +1,13 @@
 #include "gemm/cuda/fp8_support.h"
 
+#include <string_view>
+
 namespace jax_ub {
 
 namespace {
 
 constexpr ComputeCapability kAda = {8, 9};
+constexpr ComputeCapability kHopper = {9, 0};
 
 std::string TextOf(const ComputeCapability& device) {
   return std::to_string(device.major) + "." + std::to_string(device.minor);
@@ -23,10 +26,18 @@ std::string WhyNoFp8(ScaledUnit unit, const ComputeCapability& device, size_t ve
     return "FP8 needs a GPU of compute capability 8.9 or newer; this is " +
            TextOf(device);
   }
-  if (unit != ScaledUnit::kTensor) {
-    return std::string("the CUDA engine multiplies no FP8 operands with scales of ") +
-           (unit == ScaledUnit::kRow ? "rows" : "blocks") +
-           ". Use a recipe with one scale per tensor";
+  constexpr std::string_view kInstead = ". Use a recipe with one scale per tensor";
+  if (unit == ScaledUnit::kBlock) {
+    return "the CUDA engine multiplies no FP8 operands with scales of blocks" +
+           std::string(kInstead);
+  }
+  constexpr size_t kLeastForRows = 120900;
+  const bool is_old = version != 0 && version < kLeastForRows;
+  if (unit == ScaledUnit::kRow && (device != kHopper || is_old)) {
+    return "row scales need a GPU of compute capability 9.0 and cuBLASLt 12.9; this "
+           "is " +
+           TextOf(device) + (is_old ? " and " + VersionText(version) : "") +
+           std::string(kInstead);
   }
   constexpr size_t kLeastForAda = 120103;
   if (device == kAda && version != 0 && version < kLeastForAda) {

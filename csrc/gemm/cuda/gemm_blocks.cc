@@ -55,6 +55,7 @@ struct Spot {
 struct Table {
   std::array<Axis, 2> axes;
   int64_t element_bytes = 0;
+  bool is_of_factors = false;
   std::array<size_t, 2> size;
   std::vector<Spot> spots;  // [i][j]
 
@@ -98,6 +99,7 @@ class Grid {
     for (const AddendView& addend : problem.addends) {
       AddMatrix(problem.c, addend.dtype, addend.segments);
     }
+    for (const FactorView& factor : problem.factors) AddFactor(problem.c, factor);
     for (Axis axis : {kRows, kColumns, kInner}) Merge(axis);
   }
 
@@ -116,7 +118,7 @@ class Grid {
 
  private:
   void AddOperand(const OperandView& view, Axis outer, int inner_view) {
-    Table table{{outer, kInner}, SizeOf(view.dtype), {}, {}};
+    Table table{{outer, kInner}, SizeOf(view.dtype), false, {}, {}};
     table.size = {cuts_[outer].size(), cuts_[kInner].size()};
     const size_t row_length = view.inner_bounds.size() - 1;
     for (const Cut& o : cuts_[outer]) {
@@ -136,7 +138,7 @@ class Grid {
   void AddMatrix(const ResultView& like,
                  DType dtype,
                  const std::vector<Segment>& segments) {
-    Table table{{kRows, kColumns}, SizeOf(dtype), {}, {}};
+    Table table{{kRows, kColumns}, SizeOf(dtype), false, {}, {}};
     table.size = {cuts_[kRows].size(), cuts_[kColumns].size()};
     const size_t row_length = like.column_bounds.size() - 1;
     for (const Cut& r : cuts_[kRows]) {
@@ -145,6 +147,23 @@ class Grid {
         const int64_t offset = r.offset[1] * segment.row_stride + c.offset[1];
         table.spots.push_back(
             {segment.data + offset * table.element_bytes, {segment.row_stride, 1}});
+      }
+    }
+    tables_.push_back(std::move(table));
+  }
+
+  void AddFactor(const ResultView& like, const FactorView& factor) {
+    Table table{{kRows, kColumns}, sizeof(float), true, {}, {}};
+    table.size = {cuts_[kRows].size(), cuts_[kColumns].size()};
+    const size_t row_length = like.column_bounds.size() - 1;
+    for (const Cut& r : cuts_[kRows]) {
+      for (const Cut& c : cuts_[kColumns]) {
+        const FactorSegment& segment =
+            factor.segments[r.segment[1] * row_length + c.segment[1]];
+        const float* const data = segment.data + r.offset[1] * segment.row_stride +
+                                  c.offset[1] * segment.column_stride;
+        table.spots.push_back({reinterpret_cast<const std::byte*>(data),
+                               {segment.row_stride, segment.column_stride}});
       }
     }
     tables_.push_back(std::move(table));
@@ -211,6 +230,7 @@ class Grid {
         axis, i, [&](const Table& table, const Spot& here, const Spot& next, int side) {
           const int64_t distance = Distance(here, next);
           if (distance < 0 || distance % table.element_bytes != 0) return false;
+          if (table.is_of_factors && distance != 0) return false;
           if (!has_begun) return true;
           const int64_t index = &here - table.spots.data();
           const int64_t step = side == 0 ? static_cast<int64_t>(table.size[1]) : 1;
@@ -248,7 +268,13 @@ class Grid {
     }
     block.c = Matrix(tables_[2], row, column);
     for (size_t t = 3; t < tables_.size(); ++t) {
-      block.addends.push_back(Matrix(tables_[t], row, column));
+      if (!tables_[t].is_of_factors) {
+        block.addends.push_back(Matrix(tables_[t], row, column));
+        continue;
+      }
+      const Spot& spot = tables_[t].At(row.first, column.first);
+      block.factors.push_back({reinterpret_cast<const float*>(spot.data),
+                               spot.strides[0], spot.strides[1]});
     }
     return block;
   }
@@ -291,7 +317,7 @@ class Grid {
 
   std::array<std::vector<Cut>, 3> cuts_;
   const int64_t num_rows_;
-  std::vector<Table> tables_;  // A, B, C, addends
+  std::vector<Table> tables_;  // A, B, C, addends, factors
 };
 
 }  // namespace

@@ -3,7 +3,7 @@
 //
 // Each dimension is cut where any view begins a new segment. Intervals that are
 // adjacent in memory in all views are merged again. Consecutive intervals of equal size
-// with a constant distance in every view become a batch, along rows or else along
+// with a constant distance in every view, and the same factors, become a batch, along rows or else along
 // columns. Each interval of the contracted dimension becomes a term:
 //
 //   C = sum over terms of A[term] * B[term]
@@ -47,7 +47,8 @@ struct GemmBlock {
   int64_t n = 0;
   std::vector<BlockTerm> terms;  // empty if K = 0
   BlockMatrix c;
-  std::vector<BlockMatrix> addends;  // parallel to GemmProblem::addends
+  std::vector<BlockMatrix> addends;    // parallel to GemmProblem::addends
+  std::vector<FactorSegment> factors;  // parallel to GemmProblem::factors
 };
 
 // Returns the blocks in the order of the result's rows. Throws std::invalid_argument if

@@ -127,9 +127,14 @@ void MatmulPlan::MakeDescription() {
   // Addresses in the description are not valid: the heuristics only use the alignment of
   // the bias, and Run sets the real ones.
   const auto* const any = reinterpret_cast<const void*>(kPlannedAlignmentBytes);
-  if (key_.has_scales) {
+  if (key_.scales != Scales::kNone) {
     set(lt::DescAttribute::kAScalePointer, any);
     set(lt::DescAttribute::kBScalePointer, any);
+  }
+  if (key_.scales == Scales::kOuterVector) {
+    const auto mode = static_cast<int32_t>(lt::ScaleMode::kOuterVector);
+    set(lt::DescAttribute::kAScaleMode, mode);
+    set(lt::DescAttribute::kBScaleMode, mode);
   }
   if (!key_.has_bias) return;
   set(lt::DescAttribute::kEpilogue, static_cast<uint32_t>(lt::Epilogue::kBias));
@@ -204,7 +209,8 @@ int64_t MatmulPlan::LargestOperandBytes() const {
   return std::max({SpanBytes(key_, key_.a_dtype, a_columns, key_.a),
                    SpanBytes(key_, key_.b_dtype, b_columns, key_.b),
                    SpanBytes(key_, key_.result_dtype, key_.n, key_.c),
-                   RoundUp(bias_elements * SizeOf(key_.result_dtype))});
+                   RoundUp(bias_elements * SizeOf(key_.result_dtype)),
+                   RoundUp(std::max(key_.m, key_.n) * SizeOf(DType::kF32))});
 }
 
 int64_t MatmulPlan::ResultBytes() const {
@@ -225,7 +231,7 @@ void MatmulPlan::WarmUp(const Driver& driver, int algorithm, bool adds) {
     auto* const data = reinterpret_cast<std::byte*>(memory.get());
     MatmulArguments arguments;
     arguments.a = arguments.b = arguments.c = arguments.bias = data;
-    arguments.a_scale = arguments.b_scale = data;
+    arguments.a_scales = arguments.b_scales = data;
     arguments.d = data + read_bytes;
     arguments.beta = adds ? 1 : 0;
     arguments.workspace = data + read_bytes + result_bytes;
@@ -253,7 +259,8 @@ void MatmulPlan::Run(const MatmulArguments& arguments,
                           arguments.workspace, workspace_bytes, stream),
           "cublasLtMatmul");
   };
-  if (!key_.has_bias && !key_.has_scales) return enqueue();
+  const bool has_scales = key_.scales != Scales::kNone;
+  if (!key_.has_bias && !has_scales) return enqueue();
   const std::lock_guard lock(mutex_);
   const auto set = [&](lt::DescAttribute attribute, const void* address) {
     Check(library_,
@@ -262,9 +269,9 @@ void MatmulPlan::Run(const MatmulArguments& arguments,
           "cublasLtMatmulDescSetAttribute");
   };
   if (key_.has_bias) set(lt::DescAttribute::kBiasPointer, arguments.bias);
-  if (key_.has_scales) {
-    set(lt::DescAttribute::kAScalePointer, arguments.a_scale);
-    set(lt::DescAttribute::kBScalePointer, arguments.b_scale);
+  if (has_scales) {
+    set(lt::DescAttribute::kAScalePointer, arguments.a_scales);
+    set(lt::DescAttribute::kBScalePointer, arguments.b_scales);
   }
   enqueue();
 }

@@ -37,6 +37,10 @@ struct PlannedMatrix {
 inline constexpr int64_t kPlannedAlignmentBytes = 16;
 inline constexpr int64_t kWorkspaceAlignmentBytes = 256;
 
+// The f32 scales of A and B: none, one each, or one for each row of op(A) and each
+// column of op(B), aligned to kPlannedAlignmentBytes.
+enum class Scales : uint8_t { kNone, kScalar, kOuterVector };
+
 // The key of a cached plan: everything that selects a plan for D [m, n] = op(A) [m, k]
 // op(B) [k, n] + C + bias [m], for each matrix of a batch.
 struct MatmulKey {
@@ -55,7 +59,7 @@ struct MatmulKey {
   PlannedMatrix d;
   bool has_bias = false;  // the bias must be aligned to kPlannedAlignmentBytes
   int64_t bias_batch_stride = 0;
-  bool has_scales = false;  // whether A and B have an f32 scale each
+  Scales scales = Scales::kNone;
   bool allow_tf32 = false;
   int sm_target = 0;
   int64_t workspace_bytes = 0;
@@ -72,8 +76,8 @@ struct MatmulArguments {
   const void* c = nullptr;  // read only if beta != 0
   void* d = nullptr;
   const void* bias = nullptr;
-  const void* a_scale = nullptr;  // read only if MatmulKey::has_scales
-  const void* b_scale = nullptr;
+  const void* a_scales = nullptr;  // as MatmulKey::scales says
+  const void* b_scales = nullptr;
   float alpha = 1;
   float beta = 0;
   void* workspace = nullptr;  // MatmulKey::workspace_bytes bytes

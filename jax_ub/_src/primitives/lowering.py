@@ -93,24 +93,28 @@ def _lower_on_cuda(ctx, *operands, call):
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
     method = _cuda_method(call)
-    lowering_log.record(ctx, call, method)
-    cuda_engine.register_targets()
     numbers = {
         "method": method.code,
         "variant": cuda_variant(call, operand_avals).code,
         **call.choice.kernel_options.attributes(),
         "allow_tf32": settings.allow_tf32(),
     }
+    given = ctx, operands, call
     if call.has_scales:
         transposes = cuda_engine.needs_contiguous_fp8(_gpus(ranks))
         numbers["transposes_fp8"] = transposes
         if transposes:
-            ctx, operands, call = _with_transposed_kernels(ctx, operands, call)
+            ctx, operands, call = _with_transposed_kernels(*given)
     attributes = _attributes(ctx, call, ranks)
     attributes |= {name: np.int64(number) for name, number in numbers.items()}
     avals = ctx.avals_in, ctx.avals_out
     arrays = ([(str(a.dtype), tuple(a.shape)) for a in each] for each in avals)
-    size_bytes = cuda_engine.workspace_bytes(call.target, attributes, *arrays)
+    try:
+        size_bytes = cuda_engine.workspace_bytes(call.target, attributes, *arrays)
+    except NotImplementedError as error:  # cuBLASLt cannot multiply by these scales
+        return _lower_to_reference(*given, str(error))
+    lowering_log.record(*given[::2], method)
+    cuda_engine.register_targets()
     workspace = jax.core.ShapedArray(
         (max(size_bytes, _LEAST_BYTES),), np.dtype(np.uint8)
     )
@@ -326,7 +330,8 @@ def _why_no_fp8(ctx, call, ranks):
     if reason is not None:
         return reason
     factors = operands[: call.num_scales]
-    sizes = [array.shape[-1] for array in (*factors, *ctx.avals_out)]
+    num_results = len(ctx.avals_out) - len(call.gathered_scales(scales))
+    sizes = [array.shape[-1] for array in (*factors, *ctx.avals_out[:num_results])]
     if call.contracts_rows:
         # An operand that the call gathers has fewer rows.
         sizes.append(max(math.prod(factor.shape[:-1]) for factor in factors))
@@ -345,7 +350,9 @@ def _with_transposed_kernels(ctx, operands, call):
     if not call.kernels or call.rhs_transposed:
         return ctx, operands, call
     operands, avals = list(operands), list(ctx.avals_in)
-    for i in call.kernels:
+    first_scale = len(avals) - call.num_scales
+    scales = [first_scale + i for i in call.kernels] if call.has_row_scales else []
+    for i in (*call.kernels, *scales):
         operands[i] = hlo.transpose(operands[i], mlir.dense_int_array([1, 0]))
         avals[i] = jax.core.ShapedArray(avals[i].shape[::-1], avals[i].dtype)
     call = dataclasses.replace(call, rhs_transposed=True)

@@ -147,7 +147,8 @@ class GpuCalls {
  public:
   // `dtype` is the dtype of the GEMMs' operands; gradients that are accumulated are
   // f32. If it is FP8, `at` has scales: activations are e4m3, kernels and gradients have
-  // the dtype, and other arrays are bf16.
+  // the dtype, and other arrays are bf16. With `has_row_scales`, each row of an
+  // activation and each output of a kernel has a scale.
   GpuCalls(Gpus& gpus,
            const CallAttributes& at,
            const jax_ub_test::Sizes& sizes,
@@ -235,8 +236,14 @@ class GpuCalls {
       for (size_t i = 0; i < calls_[rank].results.size(); ++i) {
         const Tensor& from = on_device_[rank].results[i];
         auto* to = reinterpret_cast<float*>(calls_[rank].results[i].data);
-        const float scale = IsFp8(from.dtype) ? ScaleOfOperand(0) : 1;
-        for (int64_t e = 0; e < from.num_elements(); ++e) to[e] = scale * Get(from, e);
+        for (int64_t e = 0; e < from.num_elements(); ++e) to[e] = Get(from, e);
+        if (!IsFp8(from.dtype)) continue;
+        const RankCall& call = on_device_[rank];
+        const bool has_rows = site.attributes().has_row_scales;
+        const Tensor& scales = has_rows ? call.results[i + 1] : call.scales[0];
+        for (int64_t e = 0; e < from.num_elements(); ++e) {
+          to[e] *= Get(scales, has_rows ? e / from.features : 0);
+        }
       }
     }
     return jax_ub_test::NumWrong(site.attributes(), calls_, local_ranks_);
@@ -274,9 +281,12 @@ class GpuCalls {
             calls_[rank].operands[i], is_main_grad ? DType::kF32 : DTypeOfOperand(i)));
       }
       for (size_t i = 0; i < NumScales(at); ++i) {
-        place[rank].scales.push_back(
-            mirror({DType::kF32, 1, 1, 1, nullptr}, DType::kF32));
-        reinterpret_cast<float*>(place[rank].scales[i].data)[0] = ScaleOfOperand(i);
+        const Tensor scales = mirror(ShapeOfScales(calls_[rank], i), DType::kF32);
+        place[rank].scales.push_back(scales);
+        for (int64_t e = 0; e < scales.num_elements(); ++e) {
+          const float factor = (static_cast<int64_t>(rank) + e) % 3 == 0 ? 2.0f : 1.0f;
+          Set(scales, e, ScaleOfOperand(i) * (at.has_row_scales ? factor : 1.0f));
+        }
       }
       for (size_t i = 0; i < calls_[rank].results.size(); ++i) {
         const bool is_dw = sums && at.accumulate && i < n;
@@ -284,6 +294,10 @@ class GpuCalls {
         place[rank].results.push_back(
             mirror(calls_[rank].results[i],
                    is_dw ? DType::kF32 : DTypeOfOperand(is_gathered ? 0 : kNoFactor)));
+        if (!is_gathered || !at.has_row_scales) continue;
+        Tensor scales = place[rank].scales[0];
+        scales.rows *= at.num_ranks;
+        place[rank].results.push_back(mirror(scales, DType::kF32));
       }
       if (at.devices.empty()) continue;
       memory_.push_back(gpus_.New(ordinals_[rank], sizeof(uint32_t)));
@@ -304,7 +318,16 @@ class GpuCalls {
     if (i >= NumScales(site.attributes())) return DType::kBF16;
     return i < NumFirstFactors() ? DType::kE4M3 : dtype_;
   }
-  // Returns the scale of an FP8 operand. The product of two of them is not 1.
+  Tensor ShapeOfScales(const RankCall& call, size_t i) const {
+    const CallAttributes& at = site.attributes();
+    const Tensor& of = call.operands[i];
+    if (!at.has_row_scales) return {DType::kF32, 1, 1, 1, nullptr};
+    const bool is_of_rows = i < NumFirstFactors() || at.rhs_transposed ||
+                            InfoOf(at.op).gemm == GemmKind::kWgrad;
+    if (is_of_rows) return {DType::kF32, of.batch, of.rows, 1, nullptr};
+    return {DType::kF32, 1, 1, of.features, nullptr};
+  }
+  // Returns the (smallest) scale of an FP8 operand. The product of two of them is not 1.
   float ScaleOfOperand(size_t i) const { return i < NumFirstFactors() ? 0.5f : 4.0f; }
 
   static std::vector<int> OrdinalsOf(const CallAttributes& at,
@@ -332,6 +355,14 @@ class GpuCalls {
     return at;
   }
 
+  // Returns the scale of element e of an FP8 operand.
+  float ScaleAt(size_t rank, size_t i, int64_t e) const {
+    const Tensor& scales = on_device_[rank].scales[i];
+    const int64_t features = on_device_[rank].operands[i].features;
+    if (scales.num_elements() == 1) return Get(scales, 0);
+    return Get(scales, scales.features == 1 ? e / features : e % features);
+  }
+
   static float Get(const Tensor& tensor, int64_t e) {
     return Read(tensor.data + e * SizeOf(tensor.dtype), tensor.dtype);
   }
@@ -345,8 +376,9 @@ class GpuCalls {
         const Tensor& to = on_device_[rank].operands[i];
         const auto* from =
             reinterpret_cast<const float*>(calls_[rank].operands[i].data);
-        const float scale = IsFp8(to.dtype) ? ScaleOfOperand(i) : 1;
-        for (int64_t e = 0; e < to.num_elements(); ++e) Set(to, e, from[e] / scale);
+        for (int64_t e = 0; e < to.num_elements(); ++e) {
+          Set(to, e, from[e] / (IsFp8(to.dtype) ? ScaleAt(rank, i, e) : 1));
+        }
       }
       for (const Tensor& result : on_device_[rank].results) {
         for (int64_t e = 0; e < result.num_elements(); ++e) Set(result, e, -1000);

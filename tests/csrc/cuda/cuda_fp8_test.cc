@@ -6,6 +6,7 @@
 #include "cuda/captured_calls.h"
 #include "cuda/cuda_calls.h"
 #include "gemm/cuda/fp8_support.h"
+#include "platform/error.h"
 
 namespace jax_ub {
 namespace {
@@ -65,6 +66,56 @@ TEST(CapturedFp8CallsAreExactWheneverTheyAreReplayed) {
   });
 }
 
+// Cross-checks row scales of all ops whose operands have them along the dimensions that
+// are not contracted.
+TEST(CallsWithScalesOfRowsAreExact) {
+  for (int num_ranks = 1; num_ranks <= 4; ++num_ranks) {
+    Gpus gpus(Machine(num_ranks, {9, 0}));
+    int num_calls = 0;
+    ForEachFp8Call(num_ranks, [&](CallAttributes at, const jax_ub_test::Sizes&,
+                                  DType dtype, int seed) {
+      const GemmKind gemm = InfoOf(at.op).gemm;
+      const bool is_supported = gemm == GemmKind::kGatheredRows ||
+                                (gemm == GemmKind::kPairSum && at.num_kernels == 1);
+      if (!is_supported) return;
+      at.has_row_scales = true;
+      GpuCalls calls(gpus, at, kSizes, dtype, seed);
+      calls.RunAll();
+      gpus.Synchronize();
+      CheckRight(calls);
+      ++num_calls;
+    });
+    CHECK(num_calls > 0);
+  }
+}
+
+std::string WorkspaceErrorOf(CallAttributes at, const jax_ub_test::Sizes& sizes) {
+  Gpus gpus(Machine(1, {9, 0}));
+  at.has_scales = at.has_row_scales = true;
+  GpuCalls calls(gpus, at, sizes, DType::kE4M3, 1);
+  try {
+    calls.Workspace(0);
+  } catch (const UnsupportedError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(ScalesThatCuBlasLtCannotMultiplyAreRefusedBeforeACallIsCompiled) {
+  CallAttributes at = MakeAttributes(Op::kMatmul, Method::kDirect, 1);
+  CHECK_EQ(WorkspaceErrorOf(at, kSizes), "");
+  at.num_kernels = 2;  // several pairs
+  CHECK(WorkspaceErrorOf(at, kSizes).find("constant along the contracted dimension") !=
+        std::string::npos);
+  at = MakeAttributes(Op::kWgrad, Method::kRingExchange, 1);
+  CHECK(WorkspaceErrorOf(at, kSizes).find("constant along the contracted dimension") !=
+        std::string::npos);
+  // The second batch begins at an odd row.
+  at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 1);
+  CHECK(WorkspaceErrorOf(at, {2, 5, 32, 16, 16})
+            .find("Use a multiple of 16 rows per rank") != std::string::npos);
+}
+
 std::string ErrorOf(const CallAttributes& at,
                     const ComputeCapability& capability,
                     const jax_ub_test::Sizes& sizes = kSizes) {
@@ -98,6 +149,17 @@ TEST(DevicesWithoutTheseFp8GemmsRefuseThem) {
   const std::string text = ErrorOf(at, {9, 0}, {1, 16, 24, 16});
   CHECK(text.find("has no algorithm for e4m3[16, 24] x e4m3[24, 16] to bf16") !=
         std::string::npos);
+}
+
+TEST(ScalesOfRowsNeedHopperAndANewLibrary) {
+  const std::string needs =
+      "row scales need a GPU of compute capability 9.0 and cuBLASLt 12.9; this is ";
+  const std::string instead = ". Use a recipe with one scale per tensor";
+  CHECK_EQ(WhyNoFp8(ScaledUnit::kRow, {9, 0}, 120900), "");
+  CHECK_EQ(WhyNoFp8(ScaledUnit::kRow, {9, 0}, 0), "");
+  CHECK_EQ(WhyNoFp8(ScaledUnit::kRow, {9, 0}, 120805),
+           needs + "9.0 and 12.8.5" + instead);
+  CHECK_EQ(WhyNoFp8(ScaledUnit::kRow, {10, 0}, 130000), needs + "10.0" + instead);
 }
 
 TEST(Fp8NeedsANewLibraryOnAda) {

@@ -135,6 +135,10 @@ Status MatmulDescSetAttribute(lt::MatmulDesc desc,
       return Set(desc->sm_count_target, value, size_bytes);
     case lt::DescAttribute::kBiasDataType:
       return Set(desc->bias_type, value, size_bytes);
+    case lt::DescAttribute::kAScaleMode:
+      return Set(desc->a_scale_mode, value, size_bytes);
+    case lt::DescAttribute::kBScaleMode:
+      return Set(desc->b_scale_mode, value, size_bytes);
     case lt::DescAttribute::kAScalePointer:
       return Set(desc->a_scale, value, size_bytes);
     case lt::DescAttribute::kBScalePointer:

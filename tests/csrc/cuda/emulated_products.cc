@@ -42,6 +42,17 @@ bool HasFp8Kernels(const Product& product, const Platform& platform) {
         d.type == lt::DataType::kF16 ? lt::DataType::kF16 : lt::DataType::kBF16;
     if (product.bias_type() != wanted) return false;
   }
+  if (desc.a_scale_mode != desc.b_scale_mode) return false;
+  if (product.has_row_scales()) {
+    if (device != ComputeCapability{9, 0} || platform.version < 120900) return false;
+    if (desc.a_scale == nullptr || desc.b_scale == nullptr || d.batch > 1) return false;
+    if (reinterpret_cast<uintptr_t>(desc.a_scale) % 16 != 0 ||
+        reinterpret_cast<uintptr_t>(desc.b_scale) % 16 != 0) {
+      return false;
+    }
+  } else if (desc.a_scale_mode != static_cast<int32_t>(lt::ScaleMode::kScalar)) {
+    return false;
+  }
   const bool has_all_layouts = device.major == 10 || device.major == 11;
   if (!has_all_layouts && (desc.transpose_a != 1 || desc.transpose_b != 0))
     return false;
@@ -96,8 +107,10 @@ void MultiplyOne(const Product& product, const Arguments& arguments, int64_t bat
       for (int64_t j = 0; j < n; ++j) sums[i * n + j] += left * b[p * n + j];
     }
   }
-  const float scale = (desc.a_scale != nullptr ? *desc.a_scale : 1) *
-                      (desc.b_scale != nullptr ? *desc.b_scale : 1);
+  const bool has_rows = product.has_row_scales();
+  const auto scale = [has_rows](const float* scales, int64_t i) {
+    return scales == nullptr ? 1 : scales[has_rows ? i : 0];
+  };
   const DType type = TypeOf(d_layout.type);
   const int64_t size = ElementBytes(d_layout.type);
   const auto at = [&](const lt::LayoutObject& layout, int64_t i, int64_t j) {
@@ -105,7 +118,8 @@ void MultiplyOne(const Product& product, const Arguments& arguments, int64_t bat
   };
   for (int64_t j = 0; j < n; ++j) {
     for (int64_t i = 0; i < m; ++i) {
-      float value = arguments.alpha * scale * sums[i * n + j];
+      float value = arguments.alpha * scale(desc.a_scale, i) * scale(desc.b_scale, j) *
+                    sums[i * n + j];
       if (arguments.beta != 0) {
         const auto* const c = static_cast<const std::byte*>(arguments.c);
         value += arguments.beta * Read(c + at(c_layout, i, j), type);
@@ -151,7 +165,9 @@ uint64_t Product::Fingerprint() const {
         static_cast<int64_t>(desc.transpose_b), static_cast<int64_t>(desc.epilogue),
         static_cast<int64_t>(desc.sm_count_target),
         static_cast<int64_t>(desc.a_scale != nullptr),
-        static_cast<int64_t>(desc.b_scale != nullptr)}) {
+        static_cast<int64_t>(desc.b_scale != nullptr),
+        static_cast<int64_t>(desc.a_scale_mode),
+        static_cast<int64_t>(desc.b_scale_mode)}) {
     mix(value);
   }
   return hash;
@@ -220,10 +236,14 @@ std::vector<Touch> TouchesOf(const Product& product, const Arguments& arguments)
     touches.push_back({reinterpret_cast<uint64_t>(product.desc.bias), product.d.batch,
                        product.m() * size, product.desc.bias_batch_stride * size});
   }
-  for (const float* const scale : {product.desc.a_scale, product.desc.b_scale}) {
-    if (scale == nullptr) continue;
-    touches.push_back({reinterpret_cast<uint64_t>(scale), 1, sizeof(float), 0});
-  }
+  const auto add_scales = [&](const float* scales, int64_t count) {
+    if (scales == nullptr) return;
+    const int64_t size = product.has_row_scales() ? count : 1;
+    touches.push_back({reinterpret_cast<uint64_t>(scales), 1,
+                       size * static_cast<int64_t>(sizeof(float)), 0});
+  };
+  add_scales(product.desc.a_scale, product.m());
+  add_scales(product.desc.b_scale, product.n());
   if (arguments.needed_bytes > 0) {
     touches.push_back({reinterpret_cast<uint64_t>(arguments.workspace), 1,
                        static_cast<int64_t>(arguments.needed_bytes), 0});

@@ -151,6 +151,41 @@ TEST(SizesAndAddressesOfFp8ProductsAreMultiplesOf16Bytes) {
   }
 }
 
+TEST(ScalesOfRowsNeedHopperAndANewLibrary) {
+  Options options = Fp8();
+  options.has_row_scales = true;
+  for (const auto& [major, minor, status] :
+       std::vector<std::tuple<int, int, Status>>{{8, 9, Status::kNotSupported},
+                                                 {9, 0, Status::kSuccess},
+                                                 {10, 0, Status::kNotSupported},
+                                                 {12, 0, Status::kNotSupported}}) {
+    EmulatedMachine machine(DeviceOf(major, minor));
+    const Gpu gpu;
+    CHECK(Is(FindFp8(options), status));
+  }
+  EmulatedMachine machine;
+  const Gpu gpu;
+  uint64_t seed = 0;
+  for (const OperandDTypes& operands : kFp8Pairs) {
+    options.operands = operands;
+    CheckExact(options, ++seed);
+  }
+  SetEmulatedCublasLtVersion(120805);
+  CHECK(Is(FindFp8(options), Status::kNotSupported));
+  SetEmulatedCublasLtVersion(130000);
+  // Both operands have them.
+  Product product(options);
+  product.Set(lt::DescAttribute::kBScaleMode,
+              static_cast<int32_t>(lt::ScaleMode::kScalar));
+  CHECK(Is(product.Find(), Status::kNotSupported));
+  product.Set(lt::DescAttribute::kBScaleMode,
+              static_cast<int32_t>(lt::ScaleMode::kOuterVector));
+  CHECK(Is(product.Find(), Status::kSuccess));
+  product.Set(lt::DescAttribute::kBScalePointer,
+              static_cast<void*>(product.b_scales.At(0, 1, 0)));
+  CHECK(Is(product.Find(), Status::kNotSupported));
+}
+
 TEST(OnlyFp8OperandsHaveScales) {
   EmulatedMachine machine;
   const Gpu gpu;

@@ -1,6 +1,7 @@
 // Calls cuBLASLt's functions, as emulated, with products of small integers.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <random>
 #include <vector>
@@ -81,6 +82,7 @@ struct Options {
   bool repeats_b = false;
   bool has_bias = false;
   bool has_scales = false;
+  bool has_row_scales = false;
   float alpha = 1, beta = 0;
   uint64_t workspace_bytes = 0;
   lt::ComputeType compute = lt::ComputeType::k32F;
@@ -114,10 +116,19 @@ class Product {
     Set(lt::DescAttribute::kTransA, int32_t{o.transpose_a});
     Set(lt::DescAttribute::kTransB, int32_t{o.transpose_b});
     if (o.has_scales) {
-      Write(scales.At(0, 0, 0), DType::kF32, 0.25);
-      Write(scales.At(0, 1, 0), DType::kF32, 8);
-      Set(lt::DescAttribute::kAScalePointer, static_cast<void*>(scales.At(0, 0, 0)));
-      Set(lt::DescAttribute::kBScalePointer, static_cast<void*>(scales.At(0, 1, 0)));
+      for (int64_t i = 0; i < o.m; ++i) {
+        Write(a_scales.At(0, i, 0), DType::kF32, i % 2 == 0 ? 0.25f : 0.5f);
+      }
+      for (int64_t i = 0; i < o.n; ++i) {
+        Write(b_scales.At(0, i, 0), DType::kF32, i % 3 == 0 ? 8.0f : 2.0f);
+      }
+      Set(lt::DescAttribute::kAScalePointer, a_scales.memory.get());
+      Set(lt::DescAttribute::kBScalePointer, b_scales.memory.get());
+    }
+    if (o.has_row_scales) {
+      const auto mode = static_cast<int32_t>(lt::ScaleMode::kOuterVector);
+      Set(lt::DescAttribute::kAScaleMode, mode);
+      Set(lt::DescAttribute::kBScaleMode, mode);
     }
     if (o.has_bias) {
       Set(lt::DescAttribute::kEpilogue, static_cast<uint32_t>(lt::Epilogue::kBias));
@@ -169,14 +180,19 @@ class Product {
       sum += double{o.transpose_a ? a.Get(i, p, row) : a.Get(i, row, p)} *
              (o.transpose_b ? b.Get(i, column, p) : b.Get(i, p, column));
     }
-    sum *= o.alpha * (o.has_scales ? 0.25 * 8 : 1);
+    const auto scale = [&](const Matrix& scales, int64_t i) {
+      return o.has_scales ? double{scales.Get(0, o.has_row_scales ? i : 0, 0)} : 1;
+    };
+    sum *= o.alpha * scale(a_scales, row) * scale(b_scales, column);
     if (o.beta != 0) sum += double{o.beta} * c.Get(i, row, column);
     return o.has_bias ? sum + bias.Get(i, row, 0) : sum;
   }
 
   const Options o;
   Matrix a, b, c, d, bias;
-  Matrix scales{DType::kF32, 2, 1, 0, 1, false};  // of A and B
+  // The scales of A and of B: those of their rows and columns begin with one for all.
+  Matrix a_scales{DType::kF32, std::max<int64_t>(o.m, 1), 1, 0, 1, false};
+  Matrix b_scales{DType::kF32, std::max<int64_t>(o.n, 1), 1, 0, 1, false};
   DeviceMemory workspace;
   Stream stream;
   lt::Handle handle = nullptr;
