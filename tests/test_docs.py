@@ -34,7 +34,8 @@ mesh = jax.make_mesh((8,), ("tp",))
 """
 FRAGMENTS = {
     "explain": "params, batch, loss = w, x, lambda w, x: jnp.sum(x @ w)",
-    "fp8": """
+    "fp8": f"""{MESH}
+tokens, features, tp_size = 64, 64, 8
 recipe = ub.fp8.DelayedScaling()
 params, state = w, ub.fp8.init_state(recipe)
 loss = lambda w, s: jnp.sum(ub.linear(x, w, fp8=recipe, fp8_state=s))""",

@@ -59,11 +59,11 @@ class Contract {
     Expect(got, name, want);
   }
 
-  // Checks an operand of a GEMM whose first operand has dtype `first`. An FP8 operand
-  // may have another FP8 dtype than the first.
+  // Checks an operand of a GEMM whose first operand has dtype `first`. If the first is
+  // FP8, the operand may have another dtype, FP8 or wide.
   void Factor(size_t index, const char* name, DType first, Tensor want) const {
     const DType dtype = call_.operands[index].dtype;
-    want.dtype = IsFp8(first) && IsFp8(dtype) ? dtype : first;
+    want.dtype = IsFp8(first) && InfoOf(dtype).is_operand ? dtype : first;
     Operand(index, name, want);
   }
 

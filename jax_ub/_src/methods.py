@@ -161,6 +161,7 @@ class MethodChoice:
         num_splits: number of splits of a rank's chunk, for "pipeline"; 0 lets the
             engine choose.
         kernel_options: the schedule's variant, and launch options for GPUs.
+        sends_fp8: whether wide arrays and partial sums are sent as FP8.
         is_explicit: whether the user chose the method: by the call's argument, by the
             configuration of its name or by `JAX_UB_METHOD`. Otherwise it comes from a
             tuned file, or is Transformer Engine's default for a name that the user has
@@ -170,6 +171,7 @@ class MethodChoice:
     method: Method
     num_splits: int = 0
     kernel_options: KernelOptions = KernelOptions()
+    sends_fp8: bool = False
     is_explicit: bool = dataclasses.field(default=True, kw_only=True)
 
     @property

@@ -123,9 +123,11 @@ def _product(x, w, dimensions):
 
     XLA:CPU multiplies f32 copies up to 1.5 times as fast as half precision, except
     bf16 on CPUs with AVX512_BF16. Products of half-precision values are exact in f32
-    either way. FP8 values become bf16 first, which is exact.
+    either way. FP8 values become bf16, or the dtype of the other operand, which is
+    exact.
     """
-    x, w = (a.astype(jnp.bfloat16) if a.dtype in dtypes.FP8 else a for a in (x, w))
+    wide = [a.dtype for a in (x, w) if a.dtype not in dtypes.FP8] or [jnp.bfloat16]
+    x, w = (a.astype(wide[0]) if a.dtype in dtypes.FP8 else a for a in (x, w))
     multiply = functools.partial(
         lax.dot_general,
         dimension_numbers=dimensions,

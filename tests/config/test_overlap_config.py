@@ -22,6 +22,7 @@ BAD_VALUES = {
     "set_sm_margin": ["on", 2],
     "use_ce": [None, 2],
     "fp8_buf": ["no", -1],
+    "wire_dtype": ["int8", "FP8", 1],
     "comm_priority": [1, -6, "high"],
     "gemm_priority": [1, -6, 0.0],
     "pipeline_rs_overlap_first_gemm": ["", 5],

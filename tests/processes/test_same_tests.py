@@ -32,6 +32,7 @@ SAME = [
             "random_programs",
             "scaled_linear",
             "summed_matmuls",
+            "wire",
         )
     ),
 ]

@@ -47,9 +47,9 @@ class UserBufferQuantizationMode(enum.Enum):
 class OverlapConfig(Mapping):
     """The settings of a named overlap, such as its method and its number of splits.
 
-    `method`, `num_splits`, `aggregate` and `pipeline_rs_overlap_first_gemm` take effect
-    on all devices. The other keys set launch parameters of GPU kernels and streams; on
-    CPUs they are checked and stored, but have no effect.
+    `method`, `num_splits`, `aggregate`, `pipeline_rs_overlap_first_gemm`, `fp8_buf` and
+    `wire_dtype` take effect on all devices. The other keys set launch parameters of GPU
+    kernels and streams; on CPUs they are checked and stored, but have no effect.
     """
 
     method: str
@@ -61,6 +61,7 @@ class OverlapConfig(Mapping):
     set_sm_margin: bool
     use_ce: bool
     fp8_buf: bool
+    wire_dtype: str | None
     comm_priority: int
     gemm_priority: int
     pipeline_rs_overlap_first_gemm: bool
@@ -170,6 +171,16 @@ def _comm_type(value):
     return CommOverlapType(value.upper())
 
 
+def _wire_dtype(value):
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise TypeError
+    if value != "fp8":
+        raise ValueError
+    return str(value)
+
+
 _METHODS = ", ".join(f'"{method.value}"' for method in Method)
 _FLAG = (_flag, "True or False (or 1 or 0)")
 _PRIORITY = (
@@ -190,6 +201,7 @@ KEYS = {
     "set_sm_margin": _FLAG,
     "use_ce": _FLAG,
     "fp8_buf": _FLAG,
+    "wire_dtype": (_wire_dtype, '"fp8" or None'),
     "comm_priority": _PRIORITY,
     "gemm_priority": _PRIORITY,
     "pipeline_rs_overlap_first_gemm": _FLAG,

@@ -88,6 +88,7 @@ def method_defaults(
         "aggregate": False,
         "use_ce": True,
         "fp8_buf": comm_type is _AG,
+        "wire_dtype": None,
         "comm_priority": HIGHEST_PRIORITY,
         "gemm_priority": LOWEST_PRIORITY,
         "pipeline_rs_overlap_first_gemm": False,
@@ -116,6 +117,8 @@ _POSSIBLE = {
     (WGRAD, _AG): frozenset((Method.AUTO, Method.DIRECT, Method.EXTERNAL, Method.XLA)),
     (WGRAD, _RS): frozenset((Method.BULK,)),
 }
+# The methods that can send the partial sums of a GEMM+RS as FP8.
+_FP8_SUMS = (Method.PIPELINE, Method.RING_EXCHANGE, Method.AUTO, Method.XLA)
 # Settings that take effect only with some methods, and only for reduce-scatters (True),
 # all-gathers (False) or both (None). Elsewhere they must have the default value.
 _ONLY = {
@@ -225,7 +228,8 @@ def resolve(
         method, comm_type = _method_and_type(name, entry)
         defaults = method_defaults(method, comm_type, num_ranks)
         _check_keys(name, method, comm_type, entry, defaults)
-        _check_fp8(name, method, comm_type, entry, mode)
+        _check_fp8(name, comm_type, entry, mode)
+        _check_wire(name, method, comm_type, entry, mode)
         merged = {
             **defaults,
             **entry,
@@ -300,7 +304,28 @@ def _check_keys(name, method, comm_type, entry, defaults):
         )
 
 
-def _check_fp8(name, method, comm_type, entry, mode):
+def _check_wire(name, method, comm_type, entry, mode):
+    """Checks the method of partial sums that are sent as FP8."""
+    sends = {"wire_dtype": entry.get("wire_dtype") is not None}
+    if mode is UserBufferQuantizationMode.FP8:
+        sends["fp8_buf"] = entry.get("fp8_buf", False)
+    key = next((key for key, is_set in sends.items() if is_set), None)
+    if key is None or comm_type is _AG or method in _FP8_SUMS:
+        return
+    found = f"ub_cfgs[{shown(name)}][{shown(key)}] = {shown(entry[key])}"
+    if method is Method.BULK:
+        raise ConfigurationError(
+            f"{found}, but bulk sums the result of a GEMM, and sums are never computed "
+            'in FP8. Leave it out, or use "pipeline" for the dgrad.'
+        )
+    methods = ", ".join(f'"{one.value}"' for one in _FP8_SUMS)
+    raise ConfigurationError(
+        f'{found}, but method "{method.value}" sends no partial sums. Use one of '
+        f"{methods}."
+    )
+
+
+def _check_fp8(name, comm_type, entry, mode):
     if mode is not UserBufferQuantizationMode.FP8 or "fp8_buf" not in entry:
         return
     found = f"ub_cfgs[{shown(name)}]['fp8_buf'] = {entry['fp8_buf']}"
@@ -308,11 +333,6 @@ def _check_fp8(name, method, comm_type, entry, mode):
         raise ConfigurationError(
             f"{found}, but the gathered operand of an FP8 GEMM is FP8. Leave it out; "
             f"{_IGNORED}"
-        )
-    if comm_type is _RS and entry["fp8_buf"] and method is Method.BULK:
-        raise ConfigurationError(
-            f"{found}, but bulk sums the result of a GEMM, and sums are never computed "
-            'in FP8. Leave it out, or use "pipeline" for the dgrad.'
         )
 
 

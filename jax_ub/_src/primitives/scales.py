@@ -15,18 +15,25 @@ Operand = jax.Array | ScaledArray
 def scales_of(
     activations: Sequence[Operand], kernels: Sequence[Operand] = ()
 ) -> tuple[jax.Array, ...]:
-    """Returns the scales of FP8 operands; none for other operands.
+    """Returns the scales of a GEMM's operands; none if no operand is FP8.
 
-    A scale that is a scalar belongs to a tensor, and has shape [1] here. If another
-    operand has scales of rows or blocks, it is repeated for each row of an activation.
+    A wide operand has the scale 1. A scale that is a scalar belongs to a tensor, and
+    has shape [1] here. If another operand has scales of rows or blocks, it is repeated
+    for each row of an activation.
     """
-    arrays = [x for x in (*activations, *kernels) if isinstance(x, ScaledArray)]
-    if all(x.scales.ndim == 0 for x in arrays):
-        return tuple(x.scales.reshape(1) for x in arrays)
+    arrays = (*activations, *kernels)
+    if not any(isinstance(x, ScaledArray) for x in arrays):
+        return ()
+    scales = [
+        x.scales if isinstance(x, ScaledArray) else jnp.float32(1) for x in arrays
+    ]
+    if all(scale.ndim == 0 for scale in scales):
+        return tuple(scale.reshape(1) for scale in scales)
     num_rows = len(activations)
+    rows = zip(scales, activations, strict=False)
     return (
-        *(_repeated(x.scales, (*x.shape[:-1], 1)) for x in arrays[:num_rows]),
-        *(_repeated(w.scales, (1, 1)) for w in arrays[num_rows:]),
+        *(_repeated(scale, (*x.shape[:-1], 1)) for scale, x in rows),
+        *(_repeated(scale, (1, 1)) for scale in scales[num_rows:]),
     )
 
 

@@ -145,7 +145,7 @@ class CallConfig:
             K: global size of the contracted dimension.
             N: global size of the output dimension.
         """
-        if self.method is not Method.AUTO or self.tuned is None:
+        if self.method is not Method.AUTO or not self.tuned or self.choice.sends_fp8:
             return self
         key = TunedKey(op, self.num_ranks, M, K, N, str(self.dtype))
         return self._with_choice(self.tuned.find(key))
@@ -198,7 +198,8 @@ class CallConfig:
     @property
     def gathers_first(self) -> bool:
         """Returns whether a wgrad all-gathers its operand in a separate primitive."""
-        return not self.overlap or self.method.materializes_gather
+        sends_fp8 = self.choice.sends_fp8
+        return not self.overlap or sends_fp8 or self.method.materializes_gather
 
     @property
     def uses_bulk(self) -> bool:
@@ -212,7 +213,7 @@ class CallConfig:
     @property
     def _is_auto_on_gpus(self):
         is_auto = self.method is Method.AUTO and self.num_ranks > 1
-        return is_auto and self.is_on_cuda
+        return is_auto and self.is_on_cuda and not self.choice.sends_fp8
 
     def partial_dtype(self, num_products: int) -> np.dtype:
         """Returns the dtype of a dgrad's partial sums before a bulk reduce-scatter.
@@ -398,7 +399,7 @@ def _choices_by_pass(mode, label, found):
             choices[direction] = MethodChoice(
                 Method(config.method),
                 config.num_splits,
-                config.kernel_options,
+                *(config.kernel_options, overlap.sends_fp8),
                 is_explicit=overlap.is_configured,
             )
     return choices

@@ -9,17 +9,13 @@ from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import ROW
-from jax_ub._src.primitives.collectives import (
-    all_gather,
-    bulk_all_gather,
-    bulk_reduce_scatter,
-    reduce_scatter,
-)
+from jax_ub._src.primitives.collectives import bulk_reduce_scatter
 from jax_ub._src.primitives.matmuls import matmul, wgrad
 from jax_ub._src.reference import sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.forward import column_forward, dgrad_config, row_forward
 from jax_ub._src.rules.vjp import accumulation, as_factor, differentiable, is_zero
+from jax_ub._src.rules.wire import all_gather, bulk_all_gather, reduce_scatter
 
 
 def column_gradients(

@@ -4,11 +4,12 @@ import jax
 
 from jax_ub._src.parallel import COLUMN, ROW
 from jax_ub._src.primitives import vma
-from jax_ub._src.primitives.collectives import all_gather, all_reduce
+from jax_ub._src.primitives.collectives import all_reduce
 from jax_ub._src.primitives.matmuls import wgrad
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.forward import column_forward, dgrad_config, row_forward
 from jax_ub._src.rules.vjp import accumulation, as_factor, differentiable
+from jax_ub._src.rules.wire import all_gather
 from jax_ub._src.scaled_array import is_scaled
 
 

@@ -257,7 +257,7 @@ def _overlap(
         # A rank's buffer holds its P partial sums of T / P rows each, and P - 1 partial
         # sums that its peers send for its rows: (2 P - 1) T / P rows, rounded up.
         rows = shapes.ceil_div(rows * (2 * tp_size - 1), tp_size)
-    is_fp8 = mode is registry.FP8 and config.fp8_buf
+    is_fp8 = config.wire_dtype is not None or (mode is registry.FP8 and config.fp8_buf)
     return (CommOverlapP2P if is_ring else CommOverlap)(
         method=config.method,
         comm_type=config.comm_type,

@@ -86,6 +86,17 @@ class Overlap:
     is_configured: bool
 
     @property
+    def sends_fp8(self) -> bool:
+        """Returns whether wide arrays and partial sums are sent as FP8.
+
+        Operands that are FP8 are always sent as they are.
+        """
+        has_fp8_sums = self.mode is FP8 and self.comm_type is CommOverlapType.RS
+        return self.config.wire_dtype is not None or (
+            has_fp8_sums and self.config.fp8_buf
+        )
+
+    @property
     def size_bytes(self) -> int:
         """Returns the size of a rank's buffer for the largest call, in bytes.
 

@@ -1,0 +1,149 @@
+"""Collectives of linear layers, which may send wide arrays as FP8.
+
+`wire_dtype="fp8"` of a named overlap, or `fp8_buf` of a reduce-scatter in mode FP8,
+selects that. Sent rows are quantized to e4m3 with a power-of-two scale per row, which
+travels with its row, and widened on arrival. A gathered array is rounded once. Each
+rank's partial sums are rounded once, and added in f32, in rank order.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ub._src import dtypes, lowering_log, reference
+from jax_ub._src.fp8 import scaling
+from jax_ub._src.methods import DEFAULT_SPLITS, Method
+from jax_ub._src.primitives import collectives, matmuls
+from jax_ub._src.primitives.call import Execution
+from jax_ub._src.primitives.scales import Operand, packed, unpacked
+from jax_ub._src.rules.call_config import CallConfig
+from jax_ub._src.scaled_array import ScaledArray, is_scaled
+
+
+def all_gather(execution: Execution, x: Operand) -> Operand:
+    """All-gathers the rows of x; see `collectives.all_gather`."""
+    return _widened(x, collectives.all_gather(execution, _sent(execution, x)))
+
+
+def all_gather_matmul(
+    execution: Execution, x: Operand, *operands: Any, **options: Any
+) -> tuple[tuple[jax.Array, ...], Operand | None]:
+    """Computes AG+GEMM; see `matmuls.all_gather_matmul`."""
+    rows = _sent(execution, x)
+    ys, gathered = matmuls.all_gather_matmul(execution, rows, *operands, **options)
+    return ys, _widened(x, gathered)
+
+
+def bulk_all_gather(
+    execution: Execution, dys: Any, ws: Any, x: Operand, **options: Any
+) -> tuple[jax.Array, Operand]:
+    """All-gathers x beside a dgrad; see `collectives.bulk_all_gather`."""
+    rows = _sent(execution, x)
+    dx, gathered = collectives.bulk_all_gather(execution, dys, ws, rows, **options)
+    return dx, _widened(x, gathered)
+
+
+def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype: Any) -> jax.Array:
+    """Reduce-scatters the rows of x; see `collectives.reduce_scatter`."""
+    if not _sends_fp8(execution, x):
+        return collectives.reduce_scatter(execution, x, out_dtype=out_dtype)
+    with lowering_log.falling_back(
+        execution.label, "its partial sums are sent as FP8, by XLA's all-to-all"
+    ):
+        quantized = _quantized(x)
+        rows, _ = packed(quantized)
+        sent = lax.bitcast_convert_type(rows, jnp.uint8).reshape(
+            *x.shape[:-2], execution.num_ranks, -1, rows.shape[-1]
+        )
+        axis = x.ndim - 2
+        received = lax.all_to_all(sent, execution.axis_name, axis, axis)
+        received = lax.bitcast_convert_type(received, rows.dtype)
+        partial: Any = unpacked(quantized, received)
+        wide = reference.dequantize(partial.values, partial.scales)
+        return jnp.sum(wide, axis).astype(out_dtype)
+
+
+def matmul_reduce_scatter(
+    config: CallConfig,
+    xs: tuple[Operand, ...],
+    ws: tuple[Operand, ...],
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    **options: Any,
+) -> jax.Array:
+    """Computes GEMM+RS, overlapped if partial sums are not sent as FP8.
+
+    With FP8, "pipeline" has one GEMM and one all-to-all for each split of the columns,
+    so that XLA may overlap them; the other methods have one of each.
+    """
+    execution = config.overlapped if config.overlap else config.collective
+    if config.overlap and not _sends_fp8(execution, xs[0]):
+        return matmuls.matmul_reduce_scatter(
+            execution, xs, ws, bias, residual, **options
+        )
+    num_splits = 1
+    axis = 0 if options["rhs_transposed"] else 1
+    num_columns = ws[0].shape[axis]
+    pipelines = config.overlap and execution.choice.method is Method.PIPELINE
+    if pipelines and not any(_has_blocks(w, axis) for w in ws):
+        num_splits = min(execution.choice.num_splits or DEFAULT_SPLITS, num_columns)
+    out_dtype = options.pop("out_dtype")
+    is_sum = bias is None and residual is None
+    bounds = [num_columns * i // num_splits for i in range(num_splits + 1)]
+    parts = []
+    for columns in itertools.pairwise(bounds):
+        kernels = ws
+        if num_splits > 1:
+            kernels = tuple(_columns(w, *columns, axis) for w in ws)
+        partial = matmuls.matmul(
+            config.local, xs, kernels, out_dtype=jnp.float32, **options
+        )
+        sum_dtype = out_dtype if is_sum else jnp.float32
+        parts.append(reduce_scatter(execution, partial, out_dtype=sum_dtype))
+    y = parts[0] if num_splits == 1 else jnp.concatenate(parts, -1)
+    return reference.add(y, bias, residual, out_dtype=out_dtype)
+
+
+def _has_blocks(w, axis):
+    """Returns whether several columns of a kernel share a scale, but not all."""
+    return (
+        is_scaled(w) and w.scales.ndim > 0 and 1 < w.scales.shape[axis] < w.shape[axis]
+    )
+
+
+def _columns(w, first, last, axis):
+    """Returns columns of a kernel, whose scales may be the same for all columns."""
+
+    def cut(leaf):
+        is_shared = leaf.ndim == 0 or leaf.shape[axis] == 1
+        return leaf if is_shared else lax.slice_in_dim(leaf, first, last, axis=axis)
+
+    return jax.tree.map(cut, w)
+
+
+def _sends_fp8(execution, x):
+    is_float = is_scaled(x) or x.dtype in dtypes.RESULTS
+    return execution.choice.sends_fp8 and execution.num_ranks > 1 and is_float
+
+
+def _sent(execution, x):
+    """Returns x as it is all-gathered: quantized, if it is wide and sent as FP8."""
+    if is_scaled(x) or not _sends_fp8(execution, x):
+        return x
+    return _quantized(x)
+
+
+def _quantized(x):
+    dtype = jnp.float8_e4m3fn
+    scales = scaling.row_scales(scaling.amax_of(x, (-1,)), dtype)
+    return ScaledArray(scaling.cast(x, scales, dtype), scales)
+
+
+def _widened(x, gathered):
+    """Returns a gathered x, in the dtype of x if it is wide."""
+    if is_scaled(x) or not is_scaled(gathered):
+        return gathered
+    return gathered.dequantize(x.dtype)
