@@ -1,5 +1,6 @@
 """`python -m jax_ub simulate`."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -7,9 +8,12 @@ import re
 import pytest
 
 from jax_ub import __main__
+from jax_ub._src.prediction.cost import Workload
+from jax_ub._src.prediction.fp8 import predict_fp8
 from jax_ub._src.prediction.hardware import HARDWARE
 from jax_ub._src.tools.simulate.command import layer_rows
 from jax_ub._src.tools.simulate.models import MODELS
+from jax_ub.errors import UnsupportedOverlapError
 
 
 def test_each_layer_has_a_row_in_the_table_and_the_json(tmp_path, capsys):
@@ -32,6 +36,49 @@ def test_a_host_takes_measured_rates(capsys):
     text = capsys.readouterr().out
     assert "a host for all ranks: 0.5 TFLOP/s" in text
     assert "0.008 TB/s of memory" in text
+
+
+def fp8_rows_of(tmp_path, *arguments):
+    found = tmp_path / "found.json"
+    command = ["simulate", "--fp8", "--json", str(found), *arguments]
+    assert __main__.main(command) == 0
+    return {row["layer"]: row for row in json.loads(found.read_text())["fp8"]}
+
+
+@pytest.mark.parametrize("gpu", ["h100", "b200"])
+def test_fp8_gains_where_the_gemm_or_the_gather_is_long(gpu, tmp_path, capsys):
+    rows = fp8_rows_of(tmp_path, "--hardware", gpu)
+    assert all(rows[name]["gain"] > 1.7 for name in ("qkv", "fc1"))
+    # Partial sums stay bf16, so a layer that they bound gains nothing.
+    assert 0.95 < rows["proj"]["gain"] < 1.1
+    assert 1.4 < rows["sum"]["gain"] < 1.7
+    layers = [row for name, row in rows.items() if name != "sum"]
+    total = sum(row["bf16_us"] for row in layers) / sum(row["fp8_us"] for row in layers)
+    assert rows["sum"]["gain"] == pytest.approx(total)
+    text = capsys.readouterr().out
+    assert "| layer | bf16 us | fp8 us | gain | wire us | wire dtype |" in text
+    for row in layers:
+        pays = row["wire_us"] < row["bf16_us"]
+        assert row["wire_dtype"] == ("pays" if pays else "costs")
+    assert rows["fc1"]["wire_dtype"] == "costs"
+
+
+def test_a_slow_wire_makes_wire_dtype_pay():
+    slow = dataclasses.replace(HARDWARE["h100"], wire_bytes_per_s=25e9)
+    work = Workload("all_gather_matmul", 8192, 8192, 10240, 8)
+    assert predict_fp8(work, slow).wire_pays
+    assert not predict_fp8(work, HARDWARE["h100"]).wire_pays
+    alone = dataclasses.replace(work, num_ranks=1)
+    found = predict_fp8(alone, slow)
+    assert found.wire_s == found.bf16_s
+
+
+def test_fp8_gains_nothing_on_a_host_and_is_rejected_on_an_a100(tmp_path):
+    rows = fp8_rows_of(tmp_path, "--hardware", "cpu", "--tp", "2")
+    assert 0.95 < rows["sum"]["gain"] <= 1
+    work = Workload("all_gather_matmul", 8192, 8192, 10240, 8)
+    with pytest.raises(UnsupportedOverlapError, match="a100 has no FP8 GEMM. Use anot"):
+        predict_fp8(work, HARDWARE["a100"])
 
 
 def test_the_guide_has_the_predicted_gains():

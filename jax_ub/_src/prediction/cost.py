@@ -50,7 +50,8 @@ class Workload:
     """An op with the global sizes and element sizes for which it is simulated.
 
     M tokens, K contracting features, N output features. A partial sum on the wire has
-    `partial_itemsize` bytes per element, operands and results have `itemsize`.
+    `partial_itemsize` bytes per element, operands and results have `itemsize`. The GEMM
+    has the rate of operands of `gemm_itemsize`; None is `itemsize`.
     """
 
     op: str
@@ -60,6 +61,12 @@ class Workload:
     num_ranks: int
     itemsize: int = 2
     partial_itemsize: int = 2
+    gemm_itemsize: int | None = None
+
+    @property
+    def rate_itemsize(self) -> int:
+        """Returns the bytes per element that select the rate of the GEMM."""
+        return self.itemsize if self.gemm_itemsize is None else self.gemm_itemsize
 
     @property
     def gathers(self) -> bool:
@@ -138,8 +145,8 @@ def bounds(work: Workload, hardware: Hardware) -> Bounds:
     wire_s = work.moved_bytes / part.wire_bytes_per_s
     gemm_s = library_s = collective_s = 0.0
     if work.has_product:
-        gemm_s = work.gemm.flops / part.flops_of(work.itemsize)
-        library_s = library_seconds(part, work.gemm, work.itemsize)
+        gemm_s = work.gemm.flops / part.flops_of(work.rate_itemsize)
+        library_s = library_seconds(part, work.gemm, work.rate_itemsize)
     if work.num_ranks > 1:
         collective_s = wire_s / part.collective_share + part.collective_s
     return Bounds(gemm_s, wire_s, library_s, collective_s)

@@ -195,7 +195,7 @@ def direct_seconds(work: Workload, machine: Hardware) -> float:
     barrier_s = machine.handshake_s if work.num_ranks > 1 else 0.0
     if not work.has_product:
         return work.moved_bytes / part.wire_bytes_per_s + machine.handshake_s
-    gemm_s = library_seconds(part, work.gemm, work.itemsize)
+    gemm_s = library_seconds(part, work.gemm, work.rate_itemsize)
     if not machine.is_host:
         gemm_s = max(gemm_s, work.moved_bytes / part.copy_bytes_per_s)
     return machine.launch_s + gemm_s + barrier_s

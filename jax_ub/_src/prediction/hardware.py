@@ -55,6 +55,11 @@ class Hardware:
     flops_f32_per_s: float | None = None
 
     @property
+    def has_fp8(self) -> bool:
+        """Returns whether FP8 operands are multiplied; CPUs do so as bf16."""
+        return self.name != "a100"
+
+    @property
     def is_host(self) -> bool:
         """Returns whether the ranks share the CPU cores of one host."""
         return self.processors == 0

@@ -122,7 +122,7 @@ class _Rank:
         self._clock = 0.0  # seconds; used on hosts only
         self._processors = None
         if not hardware.is_host:
-            self._processors = Processors(hardware, options.streams, work.itemsize)
+            self._processors = Processors(hardware, options.streams, work.rate_itemsize)
         self._kernels = _kernels(rank, steps, work.gathers, options.aggregate)
         self._wire = 0.0  # seconds; the lane that communicates, on GPUs only
         self._has_waited_for_free_slots = False
@@ -221,7 +221,7 @@ class _Rank:
             ready = max(times) if step.payload == "operand" else 0.0
         chunks = tuple(chunk for chunk, _ in kernel)
         if self._processors is None:
-            gemm_s = gemm.flops / self._hardware.flops_of(self._work.itemsize)
+            gemm_s = gemm.flops / self._hardware.flops_of(self._work.rate_itemsize)
             end = self._run(step, ready, self._hardware.launch_s + gemm_s, chunks)
         else:
             start, end = self._processors.run(ready, gemm)

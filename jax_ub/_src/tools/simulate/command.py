@@ -9,6 +9,7 @@ from jax_ub._src.methods import Method
 from jax_ub._src.prediction import hardware as machines
 from jax_ub._src.prediction.cost import Bounds, Workload, bounds
 from jax_ub._src.prediction.estimate import Prediction, estimate_workload
+from jax_ub._src.prediction.fp8 import Fp8Prediction, predict_fp8
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.tables import format_table
 from jax_ub._src.tools import console, pictures
@@ -108,6 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=amount_of("GB/s"),
         help="for --hardware cpu: GB/s of a copy on this host, reads and writes",
     )
+    add("--fp8", action="store_true", help="also predict FP8 layers, and FP8 sent only")
     console.add_json(parser, "all figures")
     add(
         *("--plot", "--png"),
@@ -137,11 +139,14 @@ def command(given: argparse.Namespace) -> int:
     rows = layer_rows(model, given.tokens, given.tp, machine)
     title = f"{model.name}, forward of one transformer layer, bf16, P = {given.tp}"
     lines = [title, *(f"  {line}" for line in describe(machine)), "", *table(rows)]
+    fp8 = fp8_rows(rows, machine) if given.fp8 else []
+    lines += ["", *_FP8_NOTES, "", *fp8_table(fp8)] if fp8 else []
     console.say(given, "\n".join(lines))
     document = {
         "schema": 1,
         "hardware": dataclasses.asdict(machine),
         "rows": [row.as_json() for row in rows],
+        **({"fp8": fp8} if fp8 else {}),
     }
     console.write(given, document)
     if given.plot is not None:
@@ -214,6 +219,47 @@ def table(rows: list[LayerRow]) -> list[str]:
     ]
     header = [key.replace("_", " ").replace("speedup", "speed-up") for key in _COLUMNS]
     return format_table(header, cells, right=range(2, len(header)), is_markdown=True)
+
+
+_FP8_NOTES = (
+    "  fp8: FP8 operands, bf16 partial sums, and the cast of x; wire: bf16 operands "
+    'with wire_dtype="fp8"',
+    "  wire dtype: whether the time of wire is less than that of bf16",
+)
+
+
+def fp8_rows(rows: list[LayerRow], machine: Hardware) -> list[dict[str, Any]]:
+    """Predicts what FP8 saves in each layer, and in all layers together."""
+    found, total = [], [0.0] * 3
+    for row in rows:
+        layer = row.layer
+        work = Workload(layer.op, row.M, layer.K, layer.N, row.num_ranks)
+        fp8 = predict_fp8(work, machine)
+        total = [a + b for a, b in zip(total, dataclasses.astuple(fp8), strict=True)]
+        found.append((layer.name, fp8))
+    return [
+        {
+            "layer": name,
+            **{"bf16_us": 1e6 * one.bf16_s, "fp8_us": 1e6 * one.fp8_s},
+            **{"gain": one.gain, "wire_us": 1e6 * one.wire_s},
+            "wire_dtype": "pays" if one.wire_pays else "costs",
+        }
+        for name, one in (*found, ("sum", Fp8Prediction(*total)))
+    ]
+
+
+def fp8_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the lines of the table of FP8, with a row for each layer."""
+    cells = [
+        [f"{one:.2f}" if key == "gain" else _cell(one) for key, one in row.items()]
+        for row in rows
+    ]
+    header = [key.replace("_", " ") for key in rows[0]]
+    return format_table(header, cells, right=range(1, 5), is_markdown=True)
+
+
+def _cell(value):
+    return value if isinstance(value, str) else f"{value:.0f}"
 
 
 def _us(*seconds):
