@@ -96,7 +96,6 @@ def _allocated(result: Result) -> float:
 
 _MEASURES: dict[str, Callable[[Result], float]] = {
     "time over the plain GEMM's": _over("plain_gemm"),
-    "the same without launches": _over("plain_gemm_launches_apart"),
     "time over one process's": _over("in_process"),
     "allocated share": _allocated,
     "microseconds per call": lambda r: r["times_us"]["jax_ub"]["median"],
@@ -115,7 +114,6 @@ GOALS = (
     Goal(_FORWARD, _BEST, 1.1, _F32, _SEVERAL),
     Goal(_FORWARD, _BEST, 0.95, (), _SEVERAL, worst=True),
     Goal(_FORWARD, _PLAIN, 1.15, (), (8,), **_LIMITED),
-    Goal(_FORWARD, "the same without launches", 1.15, (), (8,), **_LIMITED),
     Goal(_FORWARD, "allocated share", 0.01, (), _SEVERAL, worst=True, **_LIMITED),
     Goal(_PAIR, _BEST, 1.6, _BF16, _SEVERAL),
     Goal(_PAIR, _BEST, 1.1, _F32, _SEVERAL),

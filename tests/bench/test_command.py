@@ -128,7 +128,6 @@ def test_a_run_has_all_peers_and_limits_and_no_goals(tmp_path):
     assert result["memory"]["own_bytes"] < result["memory"]["avoided_bytes"]
     assert {"xla_best", "xla_naive", "xla_ring"} <= set(result["speedups"])
     assert {"plain_gemm", "copy", "peak"} <= set(result["shares"])
-    assert {"launch", "launch_one"} <= set(result["times_us"])
 
 
 def test_a_run_on_gpus_names_them():
@@ -176,17 +175,18 @@ def test_malformed_options_are_rejected(arguments, text, capsys):
     ("arguments", "text"),
     [
         (["--shapes", "9x8x8", "--devices", "2"], "does not divide into 2 ranks"),
-        (["--processes", "2", "--plot", "x.png"], "--plot has no picture of --proc"),
+        (["--processes", "2", "--plot", "x.png"], "--plot has no effect with --proc"),
         (["--processes", "2", "--devices", "2"], "--devices has no effect with --pro"),
         (["--processes", "2", "--threads", "2"], "--threads has no effect with --pro"),
-        (["--platform", "cuda", "--threads", "2"], "threads of the CPU engine, and --"),
+        (
+            ["--platform", "cuda", "--threads", "2"],
+            "--platform cuda has no effect with",
+        ),
         (["--processes", "2", "--dtypes", "fp8"], "--dtypes fp8 has no effect with -"),
         (["--ops", "small", "--dtypes", "bf16,fp8"], "none of small has FP8 operands"),
-        (["--threads", "2,4", "--plot", "x.png"], "--plot has no picture of --threads"),
-        (["--threads", "2,4,2"], "--threads 2,4,2 names a count twice"),
+        (["--threads", "2,4", "--plot", "x.png"], "--plot has no effect with --thr"),
         (["--ops", "small", "--variants", "nn"], "--variants are those of the op gemm"),
         (["--ops", "small,latency", "--shapes", "8x8x8"], "--shapes has no effect on"),
-        (["--ops", "latency", "--plot", "x.png"], "nothing to draw but latency"),
         (["--ops", "latency", "--devices", "1"], "latency is between ranks. Add 2"),
         (["--ops", "gemm", "--devices", "2,4"], "the op gemm runs on one device. Add"),
         (["--ops", "latency", "--devices", "32"], "16x16x16 does not divide into 32"),
@@ -221,4 +221,4 @@ def test_sizes_beyond_the_memory_are_rejected(command, capsys):
 
 def test_processes_on_gpus_are_rejected(capsys):
     assert main(["bench", "--platform", "cuda", "--processes", "2"]) == 2
-    assert "--processes compares with gloo, on CPUs" in capsys.readouterr().err
+    assert "--platform cuda has no effect with --processes" in capsys.readouterr().err

@@ -49,7 +49,6 @@ def test_all_programs_of_an_op_match_the_reference(name, num_ranks):
     programs = [
         op.naive,
         *op.in_xla(dots, "float32").values(),
-        *([op.on_one_device("auto")] if num_ranks == 1 else []),
         op.in_ring(dots),
         op.own("auto"),
         op.own("xla"),

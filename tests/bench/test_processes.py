@@ -44,16 +44,16 @@ def test_a_failing_process_ends_the_job(tmp_path):
     program.write_text(f"""
 import jax
 from jax_ub import __main__
-from jax_ub._src.tools.bench.processes import JobBench
+from jax_ub._src.tools.bench.processes import Job
 
-forward = JobBench.forward
+forward = Job.forward
 
-def forward_or_fail(bench, *case):
+def forward_or_fail(job, *case):
     if jax.process_index() == 1:
         raise ValueError("boom")
-    return forward(bench, *case)
+    return forward(job, *case)
 
-JobBench.forward = forward_or_fail
+Job.forward = forward_or_fail
 options = ["--processes", "2", "--quick", "--ops", "all_gather_matmul"]
 __main__.main(["bench", *options, "--part", {str(tmp_path / "found")!r}])
 """)

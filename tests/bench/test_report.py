@@ -10,7 +10,7 @@ from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate, Rounds, Summary
 
 
-def example(more=None):
+def example():
     shape = Shape(512, 1024, 2816)
     memory = Memory(0, 2 << 20, "the gathered x [M, K]", 1 << 20, 512, 3 << 20)
     case = Case(
@@ -21,9 +21,6 @@ def example(more=None):
         cases.BEST: [14e-3] * 3,
         cases.NAIVE: [30e-3] * 3,
         cases.PLAIN: [9e-3] * 3,
-        cases.LAUNCH: [1e-4] * 3,
-        cases.LAUNCH_ONE: [1e-4] * 3,
-        **(more or {}),
     }
     return evaluate(case, Rounds(seconds, 0.0))
 
@@ -106,18 +103,6 @@ def test_the_time_of_a_call_is_the_difference_over_the_calls():
     found = evaluate(case, Rounds(seconds, 0.0))
     assert found.own.median == pytest.approx(5.0)
     assert found.speedups[cases.BEST].median == pytest.approx(6.0)
-
-
-def test_the_plain_gemm_is_compared_with_and_without_launches():
-    seconds = {
-        cases.OWN: [1.5, 3.0, 1.5],
-        cases.PLAIN: [1.1, 2.2, 1.1],
-        cases.LAUNCH: [0.3, 0.6, 0.3],
-        cases.LAUNCH_ONE: [0.1, 0.2, 0.1],
-    }
-    shares = example(seconds).shares
-    assert shares[cases.PLAIN].median == pytest.approx(1.1 / 1.5)
-    assert shares[cases.PLAIN_APART].median == pytest.approx(1.0 / 1.2)
 
 
 def test_results_keep_no_programs():

@@ -13,8 +13,9 @@ from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Tune
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.tuned_tables import environment
+from jax_ub._src.tools.explain.program import equations
 from jax_ub._src.tools.options import Shape
-from jax_ub._src.tools.tune.cases import Operands, call_of, candidates, cases
+from jax_ub._src.tools.tune.cases import Operands, candidates, cases
 from jax_ub._src.tools.tune.command import measure
 
 M, K, N = 16, 8, 12
@@ -231,5 +232,8 @@ def test_candidates_of_a_local_gemm_run(op):
 @pytest.mark.parametrize("op", LOCAL_OPS)
 def test_timed_call_has_the_key_of_its_case(op):
     case = TunedKey(op, 1, 24, 40, 32, "bfloat16")
-    operands = Operands(case).candidate("", SECOND).operands
-    assert call_of(case).tuned_key(operands) == case
+    candidate = Operands(case).candidate("", SECOND)
+    jaxpr = jax.make_jaxpr(candidate.program)(*candidate.operands)
+    every = [equation.params for equation, _ in equations(jaxpr.jaxpr, 1)]
+    (call,) = (params["call"] for params in every if "call" in params)
+    assert call.tuned_key(candidate.operands) == case

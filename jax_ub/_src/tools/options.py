@@ -137,10 +137,10 @@ class Shape:
         """Returns the shape of an array of these dimensions, such as "MK"."""
         return tuple(getattr(self, name) for name in dimensions)
 
-    def bytes(self, dtype: Any) -> int:
-        """Returns the total bytes of x, w and the result in `dtype`."""
-        num_elements = self.M * self.K + self.K * self.N + self.M * self.N
-        return np.dtype(dtype).itemsize * num_elements
+    def bytes(self, dtype: Any, out_dtype: Any = None) -> int:
+        """Returns the total bytes of x and w in `dtype`, and of the result."""
+        operands = np.dtype(dtype).itemsize * self.K * (self.M + self.N)
+        return operands + np.dtype(out_dtype or dtype).itemsize * self.M * self.N
 
     def divides(self, num_ranks: int) -> bool:
         return not any(size % num_ranks for size in (self.M, self.K, self.N))

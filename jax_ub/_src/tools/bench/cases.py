@@ -19,7 +19,7 @@ from jax_ub._src.fp8.recipes import (
     RowwiseScaling,
 )
 from jax_ub._src.tools.bench.peers import FastestDots
-from jax_ub._src.tools.devices import AXIS, Ranks, Spec
+from jax_ub._src.tools.devices import Ranks, Spec
 from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import PEAK, Candidate, at_peak
 
@@ -35,15 +35,8 @@ COPY = "copy"
 # Name of a limit (lower bound) of multi-process cases: the same op on as many devices
 # of one process.
 IN_PROCESS = "in_process"
-# Names of nearly empty programs, which measure XLA's launch time on all devices and on
-# one device.
-LAUNCH = "launch"
-LAUNCH_ONE = "launch_one"
-# Name of a ratio: the time of the plain GEMM divided by the time of jax_ub's program,
-# after each program's launch time is subtracted.
-PLAIN_APART = "plain_gemm_launches_apart"
-# Programs that FP8 cases are compared with: jax_ub's call in bf16; XLA's dots of FP8
-# values; XLA's fastest program on operands quantized and dequantized to bf16.
+# Peers of FP8 cases: jax_ub's call of the same shape in bf16; XLA's dots of FP8 values;
+# XLA's fastest program on operands that are quantized and dequantized to bf16.
 BF16 = "bf16"
 XLA_F8 = "xla_f8"
 XLA_QDQ = "xla_qdq"
@@ -167,9 +160,9 @@ class Setup:
         return self.ranks.num_ranks
 
     @property
-    def recipe(self) -> Recipe:
-        """Returns the FP8 recipe of `dtype`; other dtypes have none."""
-        return FP8_RECIPES[self.dtype]
+    def recipe(self) -> Recipe | None:
+        """Returns the recipe of FP8 operands; None for other dtypes."""
+        return FP8_RECIPES.get(self.dtype)
 
     def case(
         self,
@@ -203,18 +196,6 @@ def copy_limit(num_bytes: int) -> Candidate:
     return Candidate(COPY, jax.jit(jnp.negative), [source])
 
 
-def launches(ranks: Ranks) -> list[Candidate]:
-    """Returns programs that measure the launch time on all devices and on one."""
-    return [
-        Candidate(
-            name,
-            on.program(lambda x: x + 1, (Spec(AXIS),), Spec(AXIS)),
-            [on.place(np.zeros(on.num_ranks), Spec(AXIS))],
-        )
-        for name, on in ((LAUNCH, ranks), (LAUNCH_ONE, Ranks(1)))
-    ]
-
-
 def residual_bytes(candidate: Candidate, num_ranks: int) -> int:
     """Returns the bytes per device that a program saves for its backward pass."""
     residuals = jax.eval_shape(
@@ -235,7 +216,7 @@ def check_agreement(case: Case) -> None:
     It raises an error if they differ by more than rounding. FP8 operands are compared
     with the same operands in bf16, and not with operands that were not quantized.
     """
-    skipped = (*LIMITS, BF16, LAUNCH, LAUNCH_ONE)
+    skipped = (*LIMITS, BF16)
     results = {
         c.name: [_host(leaf) for leaf in jax.tree.leaves(c())]
         for c in case.candidates

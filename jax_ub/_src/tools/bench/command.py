@@ -12,7 +12,7 @@ from jax_ub._src import dtypes, lowering_log
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools import console, devices, timing
-from jax_ub._src.tools.bench import cases, fp8, linear, processes, report
+from jax_ub._src.tools.bench import cases, latency, linear, processes, report
 from jax_ub._src.tools.bench.cases import Builder, Case, Options, Setup
 from jax_ub._src.tools.bench.fused import fused
 from jax_ub._src.tools.bench.gemm import VARIANTS, dgrad_add, gemm, wgrad_accumulate
@@ -42,15 +42,13 @@ OPS: dict[str, Builder] = {
     "dgrad_add": dgrad_add,
     "wgrad_accumulate": wgrad_accumulate,
     "fused": fused,
-    "latency": linear.latency,
+    "latency": latency.latency,
     "small": linear.small,
 }
-FP8_OPS: dict[str, Builder] = {
-    name: functools.partial(fp8.linear, op) for name, op in LINEAR_OPS.items()
-}
+FP8_OPS = tuple(LINEAR_OPS)
 # The ops that ignore --shapes, with their fixed shape for each dtype.
 _FIXED_SHAPES: dict[str, dict[str, Shape]] = {
-    "latency": dict.fromkeys(DTYPES.values(), linear.LATENCY_SHAPE),
+    "latency": dict.fromkeys(DTYPES.values(), latency.LATENCY_SHAPE),
     "small": linear.SMALL_SHAPES,
     "barrier": {},
 }
@@ -106,7 +104,10 @@ def options(given: argparse.Namespace) -> Options:
             chosen[field.name] = value
     if given.dtypes is not None:
         chosen["dtypes"] = tuple(DTYPES[name] for name in given.dtypes)
-    for text in _conflicts(given, Options(**chosen)):
+    if given.threads is not None:
+        chosen["threads"] = tuple(dict.fromkeys(given.threads))
+    ordered = Options(**chosen)
+    for text in (*_exclusive(given, ordered), *_unsuited(given, ordered)):
         raise UnsupportedOverlapError(f"bench: {text}")
     if given.processes is not None:
         chosen["devices"] = given.processes
@@ -117,95 +118,57 @@ def options(given: argparse.Namespace) -> Options:
 
 
 def _check_shapes(found, option):
-    for op in found.ops:
+    for op, num_ranks in itertools.product(found.ops, found.devices):
         fixed = _FIXED_SHAPES.get(op)
         shapes = found.shapes if fixed is None else [*map(fixed.get, found.dtypes)]
         for shape in filter(None, shapes):
-            for num_ranks in found.devices:
-                check_divides("bench", shape, num_ranks, option)
+            check_divides("bench", shape, num_ranks, option)
 
 
-def _conflicts(given, found) -> Iterator[str]:
-    """Yields an error for each pair of options that exclude each other."""
+def _exclusive(given, found) -> Iterator[str]:
+    """Yields an error for each option that has no effect with another one."""
+    fp8 = ",".join(name for name in found.dtypes if name in cases.FP8_RECIPES)
+    alone = {
+        "--devices": given.devices,
+        "--threads": given.threads,
+        "--plot": given.plot,
+        "--platform cuda": given.platform == "cuda",
+        f"--dtypes {fp8}": fp8,
+    }
+    excluded = {
+        "--processes": (given.processes, alone),
+        "--threads": (given.threads, ("--plot", "--platform cuda")),
+    }
+    for option, (is_given, others) in excluded.items():
+        for other in others:
+            if is_given and alone[other]:
+                yield f"{other} has no effect with {option}. Leave one of them out."
+
+
+def _unsuited(given, found) -> Iterator[str]:
+    """Yields an error for each option that the chosen ops ignore or cannot run with."""
     ops, devices = set(found.ops), set(found.devices)
-    in_one = given.processes is None
-    counts = ",".join(map(str, found.threads))
-    fp8_names = ",".join(name for name in found.dtypes if name in cases.FP8_RECIPES)
-    checks = [
-        (
-            in_one and "barrier" in ops,
-            "a barrier is between processes. Add --processes 2.",
-        ),
-        (
-            in_one and ops <= {"gemm"} and 1 not in devices,
-            "the op gemm runs on one device. Add 1 to --devices.",
-        ),
-        (
-            in_one and ops <= {"latency"} and devices <= {1},
-            "latency is between ranks. Add 2 to --devices.",
-        ),
-        (
-            not in_one and given.platform != "cpu",
-            "--processes compares with gloo, on CPUs. Leave --platform out.",
-        ),
-        (
-            not in_one and given.devices,
-            "--devices has no effect with --processes, which run one rank each. Leave "
-            "one of them out.",
-        ),
-        (
-            not in_one and counts,
-            "--threads has no effect with --processes: each process computes on its "
-            "part of the cores. Leave one of them out.",
-        ),
-        (
-            not in_one and not ops & set(processes.OPS),
-            f"none of {','.join(found.ops)} is compared over processes. Take some of "
-            f"{', '.join(processes.OPS)}.",
-        ),
-        (
-            not in_one and given.plot,
-            "--plot has no picture of --processes. Leave it out, or take --json.",
-        ),
-        (
-            counts and given.plot,
-            "--plot has no picture of --threads. Leave it out, or take --json.",
-        ),
-        (
-            given.plot and ops <= {"latency"},
-            "--plot has nothing to draw but latency. Add an op to --ops.",
-        ),
-        (
-            counts and given.platform != "cpu",
-            "--threads counts the threads of the CPU engine, and --platform is "
-            f"{given.platform}. Leave one of them out.",
-        ),
-        (
-            fp8_names and not in_one,
-            f"--dtypes {fp8_names} has no effect with --processes. Leave one of them "
-            "out.",
-        ),
-        (
-            fp8_names and ops.isdisjoint(FP8_OPS),
-            f"none of {','.join(found.ops)} has FP8 operands. Take some of "
-            f"{', '.join(FP8_OPS)}.",
-        ),
-        (
-            len(set(found.threads)) < len(found.threads),
-            f"--threads {counts} names a count twice. Name each count once.",
-        ),
-        (
-            found.variants and "gemm" not in ops,
-            "--variants are those of the op gemm. Add gemm to --ops, or leave "
-            "--variants out.",
-        ),
-        (
-            given.shapes and ops <= set(_FIXED_SHAPES),
-            f"--shapes has no effect on {','.join(found.ops)}, whose sizes are fixed. "
-            "Leave --shapes out, or add an op to --ops.",
-        ),
-    ]
-    return (text for is_wrong, text in checks if is_wrong)
+    named = ",".join(found.ops)
+    if given.processes is not None:
+        if not ops & set(processes.OPS):
+            yield (
+                f"none of {named} is compared over processes. Take some of "
+                f"{', '.join(processes.OPS)}."
+            )
+    elif "barrier" in ops:
+        yield "a barrier is between processes. Add --processes 2."
+    elif ops <= {"gemm"} and 1 not in devices:
+        yield "the op gemm runs on one device. Add 1 to --devices."
+    elif ops <= {"latency"} and devices <= {1}:
+        yield "latency is between ranks. Add 2 to --devices."
+    if ops.isdisjoint(FP8_OPS) and not cases.FP8_RECIPES.keys().isdisjoint(
+        found.dtypes
+    ):
+        yield f"none of {named} has FP8 operands. Take some of {', '.join(FP8_OPS)}."
+    if found.variants and "gemm" not in ops:
+        yield "--variants are those of the op gemm. Add gemm to --ops."
+    if given.shapes and ops <= set(_FIXED_SHAPES):
+        yield f"--shapes has no effect on {named}, whose sizes are fixed. Leave it out."
 
 
 def command(given: argparse.Namespace) -> int:
@@ -279,17 +242,17 @@ def _document(chosen, about, results, fallbacks):
 def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
     """Builds, checks and times all benchmark cases, and yields their results."""
     sizes = [
-        (build, dtype, num_ranks, shape)
+        (op, dtype, num_ranks, shape)
         for op, dtype, num_ranks in itertools.product(
             chosen.ops, chosen.dtypes, chosen.devices
         )
-        if (build := (FP8_OPS if dtype in cases.FP8_RECIPES else OPS).get(op))
+        if op in (FP8_OPS if dtype in cases.FP8_RECIPES else OPS)
         for shape in (chosen.shapes[:1] if op in _FIXED_SHAPES else chosen.shapes)
     ]
-    for build, dtype, num_ranks, shape in console.progress("bench", sizes):
+    for op, dtype, num_ranks, shape in console.progress("bench", sizes):
         ranks = devices.Ranks(num_ranks)
         setup = Setup(ranks, dtype, chosen.method, dots, chosen.variants)
-        for case in build(setup, shape):
+        for case in OPS[op](setup, shape):
             cases.check_agreement(case)
             yield from _time(case, chosen)
 

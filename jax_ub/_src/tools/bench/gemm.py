@@ -22,14 +22,13 @@ VARIANTS = ("nn", "nn+bias", "nn+add", "nt", "nt+bias", "nt+add", "tn", "tn+add"
 Gemm = Callable[..., jax.Array]
 
 
-def own_gemm(method: str, layout: str, out_dtype: str | None = None) -> Gemm:
+def own_gemm(choice: MethodChoice, layout: str, out_dtype: str | None = None) -> Gemm:
     """Returns jax_ub's local GEMM for a layout "nn", "nt" or "tn" of `bench.peers`.
 
     `out_dtype` defaults to f32 if a wgrad has an addend, and to the operands' dtype
     otherwise.
     """
-    choice = MethodChoice(Method(method))
-    execution = Execution(label=f"bench {layout}", choice=choice)
+    execution = Execution(label=f"local GEMM {layout}", choice=choice)
 
     def program(a, b, bias=None, addend=None):
         if layout == "tn":
@@ -101,8 +100,9 @@ class _Gemm:
         # the program is built from the primitives that they call.
         setup, layout = self.setup, self.layout
         own = public if setup.method == "auto" else None
+        choice = MethodChoice(Method(setup.method))
         candidates = [
-            self.candidate(cases.OWN, own or own_gemm(setup.method, layout)),
+            self.candidate(cases.OWN, own or own_gemm(choice, layout)),
             self.best(),
             self.candidate(cases.NAIVE, self.naive),
             cases.copy_limit(self.shape.bytes(setup.dtype)),
@@ -115,7 +115,7 @@ class _Gemm:
             elif op == "gemm":
                 candidates.append(onednn)
         if op != "gemm":
-            plain = own_gemm(setup.method, layout, self.out_dtype)
+            plain = own_gemm(choice, layout, self.out_dtype)
             without = _Gemm(setup, self.shape, layout)
             candidates.append(without.candidate(cases.PLAIN, plain))
         return setup.case(op, self.shape, candidates, variant=self.variant, notes=notes)

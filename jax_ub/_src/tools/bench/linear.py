@@ -3,7 +3,7 @@
 AG+GEMM is the column-parallel linear layer of an MLP: x [M, K] times w [K, N], in
 global sizes. GEMM+RS and GEMM+AR are the row-parallel layer that follows it, x [M, N]
 times w [N, K]. The pair of both layers is also timed with gradients, and its backward
-pass alone. Chains of forward ops that move almost no data measure the latency.
+pass alone.
 """
 
 import dataclasses
@@ -13,18 +13,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 import jax_ub as ub
-from jax_ub._src.fp8.recipes import INPUT, OUTPUT_GRAD
+from jax_ub._src.fp8.recipes import INPUT, KERNEL, OUTPUT_GRAD, Recipe, has_one_scale
 from jax_ub._src.runtime import communicators
 from jax_ub._src.runtime.memory import memory_report
 from jax_ub._src.scaled_array import source_of
-from jax_ub._src.tools.bench import cases, peers
-from jax_ub._src.tools.bench.cases import Case, Memory, Setup
-from jax_ub._src.tools.bench.gemm import own_gemm
-from jax_ub._src.tools.bench.peers import Dot
-from jax_ub._src.tools.devices import AXIS, Ranks, Spec, normal
+from jax_ub._src.tools.bench import cases, fp8, peers
+from jax_ub._src.tools.bench.cases import WIDE, Case, Memory, Setup
+from jax_ub._src.tools.bench.peers import Dot, DotVariant
+from jax_ub._src.tools.devices import AXIS, Ranks, Spec
 from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate, fastest
 
@@ -82,31 +80,34 @@ class LinearOp:
         """Returns whether the op has the GEMMs of two layers, not one forward GEMM."""
         return len(self.gemms) > 1
 
+    @property
+    def roles(self) -> list[str | None]:
+        """Returns the FP8 roles of the operands; None for the result's gradient."""
+        roles = [KERNEL if dims in ("KN", "NK") else INPUT for dims in self.operands]
+        return [*roles[:-1], None] if self.is_pair else [*roles]
+
     def shape(self, column: Shape) -> Shape:
         return column.row if self.is_row else column
 
     def candidates(
-        self,
-        ranks: Ranks,
-        dtype: str,
-        column: Shape,
-        quantize: Callable[..., tuple[Any, Any]] | None = None,
+        self, ranks: Ranks, dtype: str, column: Shape, recipe: Recipe | None = None
     ) -> Callable[..., Candidate]:
         """Draws operands; returns a function that makes programs to time with them.
 
-        The function takes a candidate's name, its program and a description.
-        `quantize` maps ranks, operands and their specs to quantized operands and specs.
+        The function takes a candidate's name, its program and a description. With a
+        recipe, the operands are quantized.
         """
         in_specs: Any = tuple(_SPECS[dims] for dims in self.operands)
         out_specs = tuple(_SPECS[dims] for dims in self.results)
         operands: Any = ranks.draw(dtype, [*map(column.sizes, self.operands)], in_specs)
-        if quantize is not None:
-            operands, in_specs = quantize(ranks, operands, in_specs)
+        if recipe is not None:
+            quantize = functools.partial(fp8.quantized_operand, ranks, recipe)
+            pairs = map(quantize, operands, in_specs, self.roles)
+            operands, in_specs = zip(*pairs, strict=True)
 
         def candidate(name: str, function: Program, variant: str = "") -> Candidate:
-            program = ranks.program(
-                function, in_specs, out_specs if len(out_specs) > 1 else out_specs[0]
-            )
+            results = out_specs if len(out_specs) > 1 else out_specs[0]
+            program = ranks.program(function, in_specs, results)
             return Candidate(name, program, operands, variant)
 
         return candidate
@@ -131,7 +132,12 @@ class LinearOp:
         """
 
         def program(run: Program, moved: str) -> Program:
-            return lambda *args: run(layers(moved), dots, *args)
+            def on_layers(*operands):
+                found = layers(moved)
+                pairs = zip(operands, self.roles, strict=True)
+                return run(found, dots, *(found.quantized(*pair) for pair in pairs))
+
+            return on_layers
 
         text = "; ".join(f"{name} {dot}" for name, dot in dots.items())
         return {
@@ -146,64 +152,113 @@ class LinearOp:
         run = next(iter(self.programs.values()))
         return functools.partial(run, peers.Rings(), dots)
 
-    def on_one_device(self, method: str) -> Program:
-        """Returns the op's GEMMs by jax_ub on one device, a lower bound of its time."""
-        run = next(iter(self.programs.values()))
-        gemm = {name: own_gemm(method, name[-2:]) for name in self.gemms}
-        dots = {name: lambda a, b, _, g=g: g(a, b) for name, g in gemm.items()}
-        return functools.partial(run, peers.OneDevice(), dots)
-
 
 def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
-    """Returns the benchmark case of one op, at the sizes of an MLP's column layer."""
-    shape, ranks, dtype = op.shape(column), setup.ranks, setup.dtype
-    candidate = op.candidates(ranks, dtype, column)
+    """Returns the benchmark cases of one op, at the sizes of an MLP's column layer.
+
+    FP8 operands are quantized before the timed call. The pair of layers is also timed
+    with `fp8=recipe`, which quantizes operands and gradients in the call.
+    """
+    found = [_case(op, setup, column, quantizes=False)]
+    if setup.recipe is not None and op is PAIR:
+        found.append(_case(op, setup, column, quantizes=True))
+    return found
+
+
+def _case(op, setup, column, *, quantizes):
+    """Returns a case; `quantizes` tells whether the layers quantize their operands."""
+    shape, ranks, recipe = op.shape(column), setup.ranks, setup.recipe
+    wide = cases.wide_dtype(setup.dtype)
+    options = {"fp8": recipe} if quantizes else {}
+    if recipe is not None and op.is_pair and not quantizes:
+        options["hidden"] = functools.partial(fp8.quantized, recipe, role=INPUT)
+    candidate, alone = (
+        op.candidates(each, wide, column, None if quantizes else recipe)
+        for each in (ranks, Ranks(1))
+    )
     dots = {
-        name: setup.dots(name[-2:], dtype, left, right, ranks)
-        for name, (left, right) in op.local_operands(column, setup.num_ranks).items()
+        name: setup.dots(name[-2:], wide, *operands, ranks)
+        for name, operands in op.local_operands(column, setup.num_ranks).items()
     }
-    own = candidate(cases.OWN, op.own(setup.method))
-    programs = op.in_xla(dots, dtype).items()
-    best = fastest([candidate(cases.BEST, run, text) for text, run in programs])
-    num_gemms = len(op.gemms)
-    candidates = [
-        own,
-        best,
-        candidate(cases.NAIVE, op.naive),
-        candidate(cases.RING, op.in_ring(dots)),
-        plain(op, setup.method, dtype, column),
-        *cases.launches(ranks),
-        cases.copy_limit((1 if num_gemms == 1 else 4) * shape.bytes(dtype)),
-    ]
-    memory = memory_of(op, shape, own, best, ranks) if num_gemms == 1 else None
-    return [setup.case(op.name, shape, candidates, num_gemms=num_gemms, memory=memory)]
+    own = candidate(cases.OWN, op.own(setup.method, **options))
+    if recipe is None:
+        best = fastest_of(candidate, cases.BEST, op.in_xla(dots, wide))
+        naive = candidate(cases.NAIVE, op.naive)
+        compared = [naive, candidate(cases.RING, op.in_ring(dots)), best]
+    else:
+        in_bf16 = op.candidates(ranks, wide, column)
+        found = _in_xla_fp8(op, setup, dots, quantizes)
+        compared = [
+            in_bf16(cases.BF16, op.own(setup.method)),
+            *(fastest_of(candidate, name, found[name]) for name in found),
+        ]
+    copied = shape.bytes(wide if recipe is None else jnp.float8_e4m3fn, wide)
+    return setup.case(
+        op.name,
+        shape,
+        [
+            own,
+            *compared,
+            alone(cases.PLAIN, op.own("direct", **options)),
+            cases.copy_limit((4 if op.is_pair else 1) * copied),
+        ],
+        num_gemms=len(op.gemms),
+        variant="fp8=recipe" if quantizes else "",
+        memory=None if op.is_pair else _memory(op, shape, own, compared[-1], ranks),
+    )
 
 
-def plain(op: LinearOp, method: str, dtype: str, column: Shape) -> Candidate:
-    """Returns the op's whole GEMMs on one device, a lower bound of its time."""
-    candidate = op.candidates(Ranks(1), dtype, column)
-    return candidate(cases.PLAIN, op.on_one_device(method))
+def fastest_of(
+    candidate: Callable[..., Candidate],
+    name: str,
+    programs: Mapping[str, Program],
+    *how: Any,
+) -> Candidate:
+    """Returns the fastest of several programs, which are named by description."""
+    return fastest([candidate(name, run, text) for text, run in programs.items()], *how)
 
 
-def memory_of(
-    op: LinearOp, shape: Shape, own: Candidate, best: Candidate, ranks: Ranks
-) -> Memory:
-    """Measures how many bytes jax_ub's and XLA's programs of an op allocate."""
+def _in_xla_fp8(op, setup, dots, quantizes):
+    """Returns XLA's programs of FP8 operands by peer, and by a description of each."""
+    scaled = {
+        gemm: fp8.ScaledDot(DotVariant(gemm[-2:], sums_in_f32=True), dot)
+        for gemm, dot in dots.items()
+    }
+    layers = functools.partial(
+        fp8.QuantizedCollectives,
+        recipe=setup.recipe,
+        # XLA's FP8 dot cannot multiply by scales that change along K.
+        quantizes_gradients=quantizes and has_one_scale(setup.recipe),
+    )
+    return {
+        name: op.with_layers(
+            functools.partial(layers, dequantizes=name == cases.XLA_QDQ), scaled, WIDE
+        )
+        for name in (cases.XLA_F8, cases.XLA_QDQ)
+        # XLA has no dot of values with block scales.
+        if name == cases.XLA_QDQ or setup.dtype != "mxfp8"
+    }
+
+
+def _memory(op, shape, own, best, ranks):
+    """Returns the memory of a forward op's programs."""
     x = own.operands[0]
     avoided = "the gathered x [M, K]"
     avoided_bytes = shape.M * shape.K * x.dtype.itemsize
     if op.is_row:
         avoided = "the partial sums [M, N] of each rank"
         avoided_bytes = shape.M * shape.N * peers.wide_dtype(x).itemsize
-    own_bytes, peer_bytes = cases.temp_bytes(own), cases.temp_bytes(best)
     # The slots are released first, because they keep the largest size of all earlier
     # cases.
     communicators.release_slots()
     own()
-    held_bytes = memory_report().held_bytes
-    residual_bytes = cases.residual_bytes(own, ranks.num_ranks)
     return Memory(
-        *(own_bytes, peer_bytes, avoided, avoided_bytes, held_bytes, residual_bytes)
+        own_bytes=cases.temp_bytes(own),
+        peer_bytes=cases.temp_bytes(best),
+        avoided=avoided,
+        avoided_bytes=avoided_bytes,
+        workspace_bytes=memory_report().held_bytes,
+        residual_bytes=cases.residual_bytes(own, ranks.num_ranks),
     )
 
 
@@ -335,89 +390,3 @@ BACKWARD = _pair_op(
     _only_gradients,
 )
 LINEAR_OPS = {**FORWARD_OPS, PAIR.name: PAIR, BACKWARD.name: BACKWARD}
-
-# Dispatching a program costs time once per program, not per call in it. This time
-# cancels in the difference between a program of one call and one with this many more.
-MORE_CALLS = 100
-# The number of tokens and features of each rank in the latency cases.
-_WIDTH = 16
-LATENCY_SHAPE = Shape(_WIDTH, _WIDTH, _WIDTH)
-
-
-def latency(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns a case for each op that times chained calls with 256 elements per rank.
-
-    The size is fixed, so `shape` is ignored. With one rank, the list is empty.
-    """
-    if setup.num_ranks == 1:
-        return []
-    options: dict[str, Any] = {"axis_name": AXIS, "method": setup.method}
-    rows = _WIDTH // setup.num_ranks
-    calls: dict[str, tuple[Program, Program]] = {
-        "all_gather_matmul": (
-            lambda x, w: ub.all_gather_matmul(x[:rows], w, **options),
-            lambda x, w: peers.naive_column(x[:rows], w),
-        ),
-        # Many calls are chained to time them: the next one needs as many rows again.
-        "matmul_reduce_scatter": (
-            lambda x, w: _tile(ub.matmul_reduce_scatter(x, w, **options)),
-            lambda x, w: _tile(peers.naive_row(x, w)),
-        ),
-        "matmul_all_reduce": (
-            functools.partial(ub.matmul_all_reduce, **options),
-            peers.naive_all_reduce,
-        ),
-    }
-    found = [_chains(setup, variant, *pair) for variant, pair in calls.items()]
-    # `ub.all_reduce` has no argument `method`, so it always runs with "auto".
-    return found + [all_reduce_latency(setup)] * (setup.method == "auto")
-
-
-def _tile(y):
-    return jnp.tile(y, (lax.axis_size(AXIS), 1))
-
-
-def all_reduce_latency(setup: Setup) -> Case:
-    return _chains(
-        setup,
-        "all_reduce",
-        lambda x, w: ub.all_reduce(x, axis_name=AXIS),
-        lambda x, w: lax.psum(x, AXIS),
-    )
-
-
-def _chains(setup: Setup, variant: str, own: Program, xla: Program) -> Case:
-    """Returns a case of a long chain and a single call, in jax_ub and in XLA."""
-    ranks, dtype = setup.ranks, setup.dtype
-    operands = [
-        ranks.place(normal(0, (ranks.num_ranks * _WIDTH, _WIDTH), dtype), Spec(AXIS)),
-        ranks.place(normal(1, (_WIDTH, _WIDTH), dtype, 0.1 * _WIDTH**-0.5), Spec()),
-    ]
-
-    def candidate(name, call, calls):
-        program = functools.partial(_chain, call, calls)
-        jitted = ranks.program(program, (Spec(AXIS), Spec()), Spec(AXIS))
-        return Candidate(name, jitted, operands)
-
-    candidates = [
-        candidate(f"{name}{suffix}", call, calls)
-        for name, call in ((cases.OWN, own), (cases.BEST, xla))
-        for suffix, calls in (("", 1 + MORE_CALLS), ("_once", 1))
-    ]
-    return setup.case(
-        *("latency", LATENCY_SHAPE, candidates),
-        num_gemms=0,
-        variant=variant,
-        calls=MORE_CALLS,
-    )
-
-
-def _chain(call, num_calls, x, w):
-    # Without a dependency on the previous result, XLA could run calls concurrently or
-    # merge them. Adding the scaled result to x keeps the values near x.
-    w = lax.pcast(w, AXIS, to="varying")
-    scale = 0.5 / lax.axis_size(AXIS)
-    y = x
-    for _ in range(num_calls):
-        y = x + scale * lax.convert_element_type(call(y, w), x.dtype)
-    return y

@@ -170,7 +170,7 @@ def naive_all_reduce(x: jax.Array, w: jax.Array) -> jax.Array:
 class Layers:
     """Base class of implementations of AG+GEMM and GEMM+RS, without quantization."""
 
-    def quantized(self, x: Any, role: str) -> Any:
+    def quantized(self, x: Any, role: str | None) -> Any:
         """Quantizes activations or gradients, if the layers multiply FP8."""
         return x
 
@@ -252,18 +252,6 @@ class Rings(Layers):
         for step in range(1, num_ranks):
             total = product(step) + lax.ppermute(total, AXIS, _neighbours(num_ranks, 1))
         return total
-
-
-class OneDevice(Layers):
-    """Computes the ops' GEMMs on one device, without communication."""
-
-    def gather(self, x: jax.Array) -> jax.Array:
-        return x
-
-    def gather_dot(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        return dot(x, w, x.dtype)
-
-    dot_scatter = gather_dot
 
 
 def _neighbours(num_ranks, distance):

@@ -5,7 +5,6 @@ GEMM and the peak, using all cores while the other processes wait. The overhead 
 several processes is therefore a ratio of times measured shortly after each other.
 """
 
-import contextlib
 import dataclasses
 import pathlib
 import pickle
@@ -23,16 +22,11 @@ from jax_ub._src import lowering_log
 from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.errors import UbError
 from jax_ub._src.lowering_log import Fallback
-from jax_ub._src.runtime import cpu_engine
+from jax_ub._src.runtime import communicators
 from jax_ub._src.tools import console, timing
-from jax_ub._src.tools.bench import cases, report
+from jax_ub._src.tools.bench import cases, latency, linear, report
 from jax_ub._src.tools.bench.cases import Case, Options, Setup
-from jax_ub._src.tools.bench.linear import (
-    FORWARD_OPS,
-    LinearOp,
-    all_reduce_latency,
-    plain,
-)
+from jax_ub._src.tools.bench.linear import FORWARD_OPS, LinearOp
 from jax_ub._src.tools.bench.peers import FastestDots, dot_variants
 from jax_ub._src.tools.bench.report import Result, evaluate
 from jax_ub._src.tools.devices import AXIS, ProcessRanks, Ranks, Spec
@@ -41,9 +35,6 @@ from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate, Rounds, summarize
 
 OPS = (*FORWARD_OPS, "latency", "barrier")
-# Size of the buffer in the barrier benchmark. Barriers move no data, so it is the
-# smallest buffer that a communicator can have.
-_PAGE_BYTES = 4096
 _BARRIERS, _BATCHES = 500, 15
 # The number of rounds of the search for the fastest variant of XLA's program. With two
 # rounds, gloo at 64 rows in bf16 selected the naive program, which takes 1.5 times as
@@ -97,14 +88,14 @@ def run_part(path: pathlib.Path, options: Options) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize()
-        job = Job()
+        job = Job(options)
         tokens = max(shape.M for shape in options.shapes)
         features = max(max(shape.K, shape.N) for shape in options.shapes)
         num, mesh = job.num_processes, job.ranks.mesh
         ub.initialize_ub((tokens, features), num, mesh=mesh, axis_name=AXIS)
         environment = report.environment()
         results = []
-        for result in JobBench(job, options).measure():
+        for result in job.measure():
             results.append(result)
             if job.is_first:
                 print(report.PROCESSES.row(result), flush=True)
@@ -116,12 +107,13 @@ def run_part(path: pathlib.Path, options: Options) -> None:
 
 
 class Job:
-    """The processes of a multi-process benchmark, and collectives among them."""
+    """Builds, checks and times the cases of a multi-process benchmark."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: Options) -> None:
         self.num_processes = jax.process_count()
         self.is_first = jax.process_index() == 0
         self.ranks = ProcessRanks(self.num_processes)
+        self._options, self._dots = options, FastestDots()
         self._psum = self.ranks.program(
             lambda x: lax.psum(x, AXIS), (Spec(AXIS),), Spec()
         )
@@ -133,15 +125,44 @@ class Job:
         """Blocks until every process of the job has called it, as a barrier."""
         jax.block_until_ready(self._psum(self._ones))
 
-    def gather(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
-        """All-gathers f64 values of all processes, [num_processes, len(values)]."""
-        words = np.asarray(values, np.float64).view(np.uint32)
-        rows = self._all_gather(words).astype(np.uint32)
-        return np.ascontiguousarray(rows).view(np.float64)
+    def measure(self) -> Iterator[Result]:
+        for op in self._options.ops:
+            if op == "barrier":
+                yield self._barrier()
+            elif op == "latency":
+                # An all-reduce of 256 elements per rank, from chains of 101 and 1.
+                yield self._timed(latency.all_reduce_latency(self._setup("float32")))
+            else:
+                for dtype in self._options.dtypes:
+                    for shape in self._options.shapes:
+                        case = self.forward(FORWARD_OPS[op], dtype, shape)
+                        cases.check_agreement(case)
+                        yield self._timed(case)
 
-    def cpu_seconds(self) -> float:
-        """Returns the CPU seconds that all processes together have used so far."""
-        return float(self.gather([time.process_time()]).sum())
+    def forward(self, op: LinearOp, dtype: str, column: Shape) -> Case:
+        """Returns a case of one rank per process, with XLA's program over gloo."""
+        method, local = self._options.method, Ranks(self.num_processes)
+        candidate, in_process, alone = (
+            op.candidates(ranks, dtype, column)
+            for ranks in (self.ranks, local, Ranks(1))
+        )
+        ((name, (left, right)),) = op.local_operands(column, self.num_processes).items()
+        dots = dot_variants("nn", dtype)
+        index = 0  # process 0 measures XLA's fastest dot on its own devices
+        if self.is_first:
+            index = dots.index(self._dots("nn", dtype, left, right, local))
+        index = int(self._gather([index])[0, 0])
+        programs = op.in_xla({name: dots[index]}, dtype)
+        candidates = [
+            candidate(cases.OWN, op.own(method)),
+            linear.fastest_of(
+                candidate, cases.BEST, programs, self.interleave, _TRIALS
+            ),
+            candidate(cases.NAIVE, op.naive),
+            in_process(cases.IN_PROCESS, op.own(method)),
+            alone(cases.PLAIN, op.own("direct")),
+        ]
+        return self._setup(dtype).case(op.name, op.shape(column), candidates)
 
     def interleave(
         self,
@@ -159,46 +180,47 @@ class Job:
             [_Synchronized(c, self, c.name in alone) for c in candidates],
             rounds,
             patience,
-            load=timing.BackgroundLoad(self.cpu_seconds),
-            agree=lambda share: float(self.gather([share]).max()),
+            load=timing.BackgroundLoad(self._cpu_seconds),
+            agree=lambda share: float(self._gather([share]).max()),
         )
         times = np.array(list(found.seconds.values()))
-        slowest = self.gather(times.ravel()).max(axis=0).reshape(times.shape)
+        slowest = self._gather(times.ravel()).max(axis=0).reshape(times.shape)
         seconds = dict(zip(found.seconds, slowest.tolist(), strict=True))
         return Rounds(seconds, found.elsewhere)
 
-    @contextlib.contextmanager
-    def communicator(self) -> Iterator[Any]:
-        """Opens a communicator of all processes for the time of the `with` block.
+    def _barrier(self):
+        """Returns the time of a barrier of jax_ub's CPU engine between processes."""
+        (connection,) = communicators.connections()
+        barrier_seconds = connection.communicator.barrier_seconds
+        self.synchronize()
+        barrier_seconds(_BARRIERS)
+        times = [barrier_seconds(_BARRIERS) for _ in range(_BATCHES)]
+        slowest = self._gather(times).max(axis=0)
+        case = self._setup("").case("barrier", Shape(1, 1, 1), [], num_gemms=0)
+        return Result(self._of_job(case), {cases.OWN: summarize(1e6 * slowest)})
 
-        It is separate, so that no other call affects the timing.
-        """
-        cpu = cpu_engine.load()
-        endpoint = cpu.endpoint()
-        text = f"{endpoint.address} {endpoint.token}".encode().ljust(256)
-        every = self._all_gather(np.frombuffer(text, np.uint8))
-        known = [row.tobytes().decode().split() for row in every.astype(np.uint8)]
-        processes = list(range(self.num_processes))
-        communicator = cpu.connect(
-            endpoint,
-            name="bench_barrier",
-            devices=[-2 - process for process in processes],
-            processes=processes,
-            process=jax.process_index(),
-            addresses={p: address for p, (address, _) in enumerate(known)},
-            tokens={p: int(token) for p, (_, token) in enumerate(known)},
-            half_bytes=_PAGE_BYTES,
-            timeout_s=60.0,
-        )
-        try:
-            yield communicator
-        finally:
-            self.synchronize()  # no process may close while another is in a barrier
-            communicator.close()
+    def _timed(self, case):
+        rounds, patience = self._options.rounds, self._options.patience
+        self.interleave(case.candidates, 1, alone=cases.LIMITS)
+        timed = self.interleave(case.candidates, rounds, patience, cases.LIMITS)
+        return evaluate(self._of_job(case), timed)
 
-    def _all_gather(self, values):
-        every = np.asarray(multihost_utils.process_allgather(values))
-        return every.reshape(self.num_processes, -1)
+    def _of_job(self, case):
+        return dataclasses.replace(case, num_processes=self.num_processes)
+
+    def _setup(self, dtype):
+        return Setup(self.ranks, dtype, self._options.method, self._dots)
+
+    def _gather(self, values):
+        """All-gathers f64 values of all processes, [num_processes, len(values)]."""
+        words = np.asarray(values, np.float64).view(np.uint32)  # x64 may be disabled
+        every = np.asarray(multihost_utils.process_allgather(words))
+        rows = every.reshape(self.num_processes, -1).astype(np.uint32)
+        return np.ascontiguousarray(rows).view(np.float64)
+
+    def _cpu_seconds(self):
+        """Returns the CPU seconds that all processes together have used so far."""
+        return float(self._gather([time.process_time()]).sum())
 
 
 class _Synchronized:
@@ -222,76 +244,3 @@ class _Synchronized:
             seconds = self._candidate.seconds()
         self.lost = self._candidate.lost
         return seconds
-
-
-class JobBench:
-    """Builds, checks and times the benchmark cases of a multi-process job."""
-
-    def __init__(self, job: Job, options: Options):
-        self._job, self._options = job, options
-        self._dots = FastestDots()
-
-    def measure(self) -> Iterator[Result]:
-        for op in self._options.ops:
-            if op == "barrier":
-                yield self.barrier()
-            elif op == "latency":
-                # One all-reduce of 256 elements: (101 chained calls - 1 call) / 100.
-                yield self._timed(all_reduce_latency(self._setup("float32")))
-            else:
-                for dtype in self._options.dtypes:
-                    for shape in self._options.shapes:
-                        yield self.forward(FORWARD_OPS[op], dtype, shape)
-
-    def forward(self, op: LinearOp, dtype: str, column: Shape) -> Result:
-        """Times an op, with one rank per process, against XLA with gloo."""
-        job, method = self._job, self._options.method
-        local = Ranks(job.num_processes)
-        candidate, alone = (
-            op.candidates(ranks, dtype, column) for ranks in (job.ranks, local)
-        )
-        ((name, (left, right)),) = op.local_operands(column, job.num_processes).items()
-        dots = dot_variants("nn", dtype)
-        index = 0  # process 0 measures XLA's fastest dot on its own devices
-        if job.is_first:
-            index = dots.index(self._dots("nn", dtype, left, right, local))
-        index = int(job.gather([index])[0, 0])
-        programs = op.in_xla({name: dots[index]}, dtype).items()
-        best = timing.fastest(
-            [candidate(cases.BEST, run, text) for text, run in programs],
-            job.interleave,
-            _TRIALS,
-        )
-        case = self._setup(dtype).case(
-            op.name,
-            op.shape(column),
-            [
-                candidate(cases.OWN, op.own(method)),
-                best,
-                candidate(cases.NAIVE, op.naive),
-                alone(cases.IN_PROCESS, op.own(method)),
-                plain(op, method, dtype, column),
-            ],
-        )
-        cases.check_agreement(case)
-        return self._timed(case)
-
-    def barrier(self) -> Result:
-        """Times the barrier of jax_ub's CPU engine between processes."""
-        case = self._setup("").case("barrier", Shape(1, 1, 1), [], num_gemms=0)
-        with self._job.communicator() as communicator:
-            communicator.barrier_seconds(_BARRIERS)
-            times = [communicator.barrier_seconds(_BARRIERS) for _ in range(_BATCHES)]
-        slowest = self._job.gather(times).max(axis=0)
-        case = dataclasses.replace(case, num_processes=self._job.num_processes)
-        return Result(case, {cases.OWN: summarize(1e6 * slowest)})
-
-    def _setup(self, dtype: str) -> Setup:
-        return Setup(self._job.ranks, dtype, self._options.method, self._dots)
-
-    def _timed(self, case: Case) -> Result:
-        case = dataclasses.replace(case, num_processes=self._job.num_processes)
-        rounds, patience = self._options.rounds, self._options.patience
-        self._job.interleave(case.candidates, 1, alone=cases.LIMITS)
-        timed = self._job.interleave(case.candidates, rounds, patience, cases.LIMITS)
-        return evaluate(case, timed)

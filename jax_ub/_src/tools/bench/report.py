@@ -87,7 +87,7 @@ def evaluate(case: Case, rounds: Rounds, threads: int | None = None) -> Result:
         case=dataclasses.replace(case, candidates=bare),
         times_us={n: summarize(np.multiply(s, 1e6)) for n, s in seconds.items()},
         speedups={n: ratio(seconds[n], own) for n in cases.PEERS if n in seconds},
-        shares=_shares(seconds),
+        shares={n: ratio(seconds[n], own) for n in cases.LIMITS if n in seconds},
         elsewhere=rounds.elsewhere,
         threads=threads,
         over_first=ratio(own, first[cases.OWN]) if threads else None,
@@ -108,21 +108,9 @@ def _each_call(case, seconds):
     }
 
 
-def _shares(seconds):
-    own = seconds[cases.OWN]
-    shares = {n: ratio(seconds[n], own) for n in cases.LIMITS if n in seconds}
-    if cases.LAUNCH in seconds:
-        # The plain GEMM runs on one device, where a launch takes less time than on all
-        # devices. Each program's time is therefore reduced by its own launch time.
-        plain = _difference(seconds[cases.PLAIN], seconds[cases.LAUNCH_ONE])
-        without_launch = ratio(plain, _difference(own, seconds[cases.LAUNCH]))
-        shares[cases.PLAIN_APART] = without_launch
-    return shares
-
-
 def _difference(seconds, base):
-    # If noise makes the longer program the faster one in a round, the difference would
-    # not be positive. A tiny positive time keeps the quotients defined.
+    # If noise makes a single call slower than the chain, the difference would not be
+    # positive. A tiny positive time keeps the quotients defined.
     return np.maximum(np.subtract(seconds, base), 1e-9)
 
 
@@ -320,11 +308,10 @@ def plot(results: Sequence[Result], path: pathlib.Path, title: str) -> None:
     """
     panels: dict[str, dict[str, list[Result]]] = {}
     for result in results:
-        if result.case.op != "latency":
-            name = result.case.name.removeprefix("gemm ").replace("_", "\n")
-            label = f"{name}\nP={result.case.num_ranks}"
-            groups = panels.setdefault(result.case.dtype, {})
-            groups.setdefault(label, []).append(result)
+        name = result.case.name.removeprefix("gemm ").replace("_", "\n")
+        label = f"{name}\nP={result.case.num_ranks}"
+        groups = panels.setdefault(result.case.dtype, {})
+        groups.setdefault(label, []).append(result)
     size = (14, 4.2 * len(panels))
     with pictures.drawing("bench: --plot", path, title, len(panels), size) as drawn:
         for panel, (dtype, groups) in zip(drawn, panels.items(), strict=True):

@@ -240,9 +240,9 @@ def _with_user_scope(pair):
 
 
 def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
-    """Yields a row for each fallback whose dot is not next to a collective."""
-    known = {lowering_log.fallback_in(pair.scope) for pair in pairs}
-    for equation, _ in _equations(jaxpr, 1):
+    """Yields rows for fallbacks that run as a dot, without an adjacent collective."""
+    known = {lowering_log.called_instead(pair.scope) for pair in pairs}
+    for equation, _ in equations(jaxpr, 1):
         if equation.primitive.name != "dot_general":
             continue
         fallen = lowering_log.fallback_in(str(equation.source_info.name_stack))
@@ -276,7 +276,7 @@ def _count(jaxpr: core.Jaxpr) -> dict[_CallSite, str]:
     The count of a call in a while loop is unknown and is `_LOOP`.
     """
     counts: dict[_CallSite, str] = {}
-    for equation, times in _equations(jaxpr, 1):
+    for equation, times in equations(jaxpr, 1):
         call = equation.params.get("call")
         if isinstance(call, Call):
             operands = tuple(shape_of(variable.aval) for variable in equation.invars)
@@ -287,7 +287,7 @@ def _count(jaxpr: core.Jaxpr) -> dict[_CallSite, str]:
     return counts
 
 
-def _equations(jaxpr, times):
+def equations(jaxpr, times):
     """Yields each equation of a jaxpr and how often it runs, including nested jaxprs.
 
     The number is None inside a while loop.
@@ -302,6 +302,6 @@ def _equations(jaxpr, times):
         for value in equation.params.values():
             for one in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(one, core.ClosedJaxpr):
-                    yield from _equations(one.jaxpr, inner)
+                    yield from equations(one.jaxpr, inner)
                 elif isinstance(one, core.Jaxpr):
-                    yield from _equations(one, inner)
+                    yield from equations(one, inner)

@@ -6,21 +6,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, TunedKey
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant, has_pairs
-from jax_ub._src.primitives.call import Call, Execution
+from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.matmuls import (
-    AllGatherMatmul,
-    Matmul,
-    MatmulAllReduce,
-    MatmulReduceScatter,
-    Wgrad,
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
 )
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.column import column_gradients
 from jax_ub._src.runtime.device_groups import heap_bytes
+from jax_ub._src.tools.bench.gemm import own_gemm
 from jax_ub._src.tools.devices import AXIS, FORWARD_SPECS, Ranks, Spec, normal
 from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate
@@ -63,41 +61,31 @@ def dgrad_of(case: TunedKey) -> TunedKey:
     return dataclasses.replace(case, op="matmul_reduce_scatter", K=case.N, N=case.K)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """The shapes of an op's operands, such as "MK" for [M, K], and their shardings.
-
-    If `adds` is set, the result is added in place to the last operand.
-    """
-
-    operands: tuple[str, ...]
-    in_specs: tuple[Spec, ...]
-    out_specs: Any
-    adds: bool = False
-
-
-_AUTO = MethodChoice(Method.AUTO)
-_ROWS, _COLUMNS, _REPLICATED = Spec(AXIS), Spec(None, AXIS), Spec()
-
-
-def _local(*operands: str, adds: bool = False) -> _Layout:
-    return _Layout(operands, (_REPLICATED,) * len(operands), _REPLICATED, adds)
-
-
-_LAYOUTS = {
-    **{op: _Layout(("MK", "KN"), *specs) for op, specs in FORWARD_SPECS.items()},
-    COLUMN_GRADIENTS: _Layout(
-        ("MK", "KN", "MN"), (_ROWS, _COLUMNS, _COLUMNS), (_ROWS, _COLUMNS)
-    ),
-    "matmul": _local("MK", "KN"),
-    "dgrad": _local("MK", "NK"),
-    "dgrad_add": _local("MK", "NK", "MN", adds=True),
-    "wgrad": _local("KM", "KN"),
-    "wgrad_accumulate": _local("KM", "KN", "MN", adds=True),
+_ROWS, _COLUMNS = Spec(AXIS), Spec(None, AXIS)
+# The layout of each GEMM without communication, and the dimensions of its operands. A
+# third operand is overwritten: the result is added to it.
+_LOCAL = {
+    "matmul": ("nn", ("MK", "KN")),
+    "dgrad": ("nt", ("MK", "NK")),
+    "dgrad_add": ("nt", ("MK", "NK", "MN")),
+    "wgrad": ("tn", ("KM", "KN")),
+    "wgrad_accumulate": ("tn", ("KM", "KN", "MN")),
 }
-_PAIRS = {
-    "matmul_reduce_scatter": MatmulReduceScatter,
-    "matmul_all_reduce": MatmulAllReduce,
+# The dimensions of each op's operands, and the shardings of operands and results.
+_OPERANDS: dict[str, tuple[tuple[str, ...], tuple[Spec, ...], Any]] = {
+    **{op: (("MK", "KN"), *specs) for op, specs in FORWARD_SPECS.items()},
+    COLUMN_GRADIENTS: (
+        ("MK", "KN", "MN"),
+        (_ROWS, _COLUMNS, _COLUMNS),
+        (_ROWS, _COLUMNS),
+    ),
+    **{op: (dims, (Spec(),) * len(dims), Spec()) for op, (_, dims) in _LOCAL.items()},
+}
+
+
+_SUMMED = {
+    "matmul_reduce_scatter": matmul_reduce_scatter,
+    "matmul_all_reduce": matmul_all_reduce,
 }
 
 
@@ -109,69 +97,50 @@ class Operands:
 
     def __init__(self, case: TunedKey):
         """Draws random operands of the op's sizes and shards them over the mesh."""
-        self._case = case
-        self._layout = layout = _LAYOUTS[case.op]
-        self._ranks = Ranks(case.num_ranks)
-        dtypes = [np.dtype(case.dtype)] * len(layout.operands)
+        self._case, self._ranks = case, Ranks(case.num_ranks)
+        dims, self._in_specs, self._out_specs = _OPERANDS[case.op]
+        dtypes = [case.dtype] * len(dims)
         if case.op == "wgrad_accumulate":
-            dtypes[-1] = np.dtype(np.float32)
-        sizes = ((getattr(case, n[0]), getattr(case, n[1])) for n in layout.operands)
-        drawn = zip(sizes, dtypes, strict=True)
-        self._drawn = [normal(i, *one) for i, one in enumerate(drawn)]
-        self._placed = [*map(self._place, range(len(self._drawn)))]
+            dtypes[-1] = "float32"
+        sizes = [tuple(getattr(case, size) for size in name) for name in dims]
+        self._drawn = [*map(normal, range(len(dims)), sizes, dtypes)]
+        self._placed = [*map(self._ranks.place, self._drawn, self._in_specs)]
 
     def candidate(self, name: str, choice: MethodChoice) -> Candidate:
         """Returns a program that runs the op with the method `choice`."""
-        layout, operands = self._layout, list(self._placed)
-        last = len(operands) - 1
-        if layout.adds:
-            operands[last] = self._place(last)
+        operands = list(self._placed)
+        carry = 2 if self._case.op in _LOCAL and len(operands) == 3 else None
+        donated = () if carry is None else (carry,)
+        for index in donated:
+            spec = self._in_specs[index]
+            operands[index] = self._ranks.place(self._drawn[index], spec)
+        function = _function(self._case, choice)
         program = self._ranks.program(
-            _function(self._case, choice),
-            layout.in_specs,
-            layout.out_specs,
-            donate=(last,) if layout.adds else (),
+            function, self._in_specs, self._out_specs, donate=donated
         )
-        return Candidate(name, program, operands, carry=last if layout.adds else None)
-
-    def _place(self, index):
-        return self._ranks.place(self._drawn[index], self._layout.in_specs[index])
+        return Candidate(name, program, operands, carry=carry)
 
 
 def _function(case: TunedKey, choice: MethodChoice) -> Callable[..., Any]:
     if case.op == COLUMN_GRADIENTS:
         return _column_gradients(case, choice)
-    call = call_of(case, choice)
-    return lambda *operands: call(*operands)[0]
+    if case.op in _LOCAL:
+        gemm = own_gemm(choice, _LOCAL[case.op][0])
+        return lambda a, b, addend=None: gemm(a, b, None, addend)
+    execution = Execution(
+        label=f"tune {case.op}",
+        choice=choice,
+        axis_name=(AXIS,),
+        num_ranks=case.num_ranks,
+    )
 
+    def forward(x, w):
+        if case.op == "all_gather_matmul":
+            return all_gather_matmul(execution, x, (w,), out_dtype=x.dtype)[0][0]
+        run = _SUMMED[case.op]
+        return run(execution, (x,), (w,), out_dtype=x.dtype)
 
-def call_of(case: TunedKey, choice: MethodChoice = _AUTO) -> Call:
-    """Returns the `Call` that runs the op of a `TunedKey` with a method."""
-    is_local = case.op in LOCAL_OPS
-    shared: dict[str, Any] = {
-        "execution": Execution(
-            label=f"tune {case.op}",
-            choice=choice,
-            axis_name=() if is_local else (AXIS,),
-            num_ranks=1 if is_local else case.num_ranks,
-        ),
-        "scale": 1.0,
-        "out_dtype": jnp.dtype(case.dtype),
-    }
-    if case.op.startswith("wgrad"):
-        adds = case.op == "wgrad_accumulate"
-        shared["out_dtype"] = jnp.dtype(np.float32) if adds else shared["out_dtype"]
-        return Wgrad(num_outputs=1, accumulate=adds, gather=None, **shared)
-    shared |= {
-        "rhs_transposed": case.op.startswith("dgrad"),
-        "has_bias": False,
-        "has_residual": case.op == "dgrad_add",
-    }
-    if is_local:
-        return Matmul(num_pairs=1, **shared)
-    if case.op in _PAIRS:
-        return _PAIRS[case.op](num_pairs=1, **shared)
-    return AllGatherMatmul(num_kernels=1, return_gathered=False, **shared)
+    return forward
 
 
 def _column_gradients(case, choice):

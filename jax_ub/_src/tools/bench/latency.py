@@ -1,0 +1,95 @@
+"""Builds the cases of latencies: chains of forward ops that move almost no data."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+
+import jax_ub as ub
+from jax_ub._src.tools.bench import cases
+from jax_ub._src.tools.bench.cases import Case, Setup
+from jax_ub._src.tools.bench.linear import FORWARD_OPS, Program
+from jax_ub._src.tools.devices import AXIS, Spec, normal
+from jax_ub._src.tools.options import Shape
+from jax_ub._src.tools.timing import Candidate
+
+# Dispatching a program costs time once per program, not per call in it. This time
+# cancels in the difference between a program of one call and one with this many more.
+MORE_CALLS = 100
+# The number of tokens and features of each rank in the latency cases.
+_WIDTH = 16
+LATENCY_SHAPE = Shape(_WIDTH, _WIDTH, _WIDTH)
+
+
+def latency(setup: Setup, shape: Shape) -> list[Case]:
+    """Returns a case for each op that times chained calls with 256 elements per rank.
+
+    The size is fixed, so `shape` is ignored. With one rank, the list is empty.
+    """
+    if setup.num_ranks == 1:
+        return []
+    found = [
+        _chains(
+            setup, name, _as_link(name, op.own(setup.method)), _as_link(name, op.naive)
+        )
+        for name, op in FORWARD_OPS.items()
+    ]
+    # `ub.all_reduce` has no argument `method`, so it always runs with "auto".
+    return found + [all_reduce_latency(setup)] * (setup.method == "auto")
+
+
+def _as_link(op: str, call: Program) -> Program:
+    """Wraps a forward op to return as many rows as its operand has, for a chain."""
+
+    def link(x, w):
+        rows = x.shape[0] // lax.axis_size(AXIS)
+        y = call(x[:rows] if op == "all_gather_matmul" else x, w)
+        return jnp.tile(y, (x.shape[0] // y.shape[0], 1))
+
+    return link
+
+
+def all_reduce_latency(setup: Setup) -> Case:
+    return _chains(
+        setup,
+        "all_reduce",
+        lambda x, w: ub.all_reduce(x, axis_name=AXIS),
+        lambda x, w: lax.psum(x, AXIS),
+    )
+
+
+def _chains(setup: Setup, variant: str, own: Program, xla: Program) -> Case:
+    """Returns a case of a long chain and a single call, in jax_ub and in XLA."""
+    ranks, dtype = setup.ranks, setup.dtype
+    operands = [
+        ranks.place(normal(0, (ranks.num_ranks * _WIDTH, _WIDTH), dtype), Spec(AXIS)),
+        ranks.place(normal(1, (_WIDTH, _WIDTH), dtype, 0.1 * _WIDTH**-0.5), Spec()),
+    ]
+
+    def candidate(name, call, calls):
+        program = functools.partial(_chain, call, calls)
+        jitted = ranks.program(program, (Spec(AXIS), Spec()), Spec(AXIS))
+        return Candidate(name, jitted, operands)
+
+    candidates = [
+        candidate(f"{name}{suffix}", call, calls)
+        for name, call in ((cases.OWN, own), (cases.BEST, xla))
+        for suffix, calls in (("", 1 + MORE_CALLS), ("_once", 1))
+    ]
+    return setup.case(
+        *("latency", LATENCY_SHAPE, candidates),
+        num_gemms=0,
+        variant=variant,
+        calls=MORE_CALLS,
+    )
+
+
+def _chain(call, num_calls, x, w):
+    # Without a dependency on the previous result, XLA could run calls concurrently or
+    # merge them. Adding the scaled result to x keeps the values near x.
+    w = lax.pcast(w, AXIS, to="varying")
+    scale = 0.5 / lax.axis_size(AXIS)
+    y = x
+    for _ in range(num_calls):
+        y = x + scale * lax.convert_element_type(call(y, w), x.dtype)
+    return y
