@@ -14,9 +14,10 @@ from programs import dp_tp_mesh, on_ranks, tp_mesh
 import jax_ub as ub
 from jax_ub._src.lowering_log import recording
 from jax_ub._src.methods import Method
+from jax_ub._src.prediction import estimate as simulate
+from jax_ub._src.prediction import hardware as machines
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear
-from jax_ub._src.tools import simulate
 from jax_ub._src.tools.explain import report
 from jax_ub._src.tools.trace.recorder import TraceError
 from jax_ub.flax import Linear
@@ -333,7 +334,7 @@ def test_hardware_may_be_a_dict_of_rates():
 
     assert seconds({"name": "h100"}) == seconds("h100")
     assert seconds({"name": "h100", "wire_bytes_per_s": 1e6}) > seconds("h100")
-    h200 = simulate.HARDWARE["h200"]
+    h200 = machines.HARDWARE["h200"]
     names = ("flops_per_s", "wire_bytes_per_s", "memory_bytes_per_s", "processors")
     assert seconds({name: getattr(h200, name) for name in names}) == seconds("h200")
 

@@ -11,10 +11,11 @@ from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub._src.methods import Method
+from jax_ub._src.prediction import estimate as simulate
+from jax_ub._src.prediction import hardware as machines
 from jax_ub._src.prediction.cost import PRODUCTS
 from jax_ub._src.prediction.estimate import OPS
 from jax_ub._src.runtime import cuda_engine
-from jax_ub._src.tools import simulate
 from jax_ub.errors import ShapeContractError, UnknownNameError
 
 SIZES = {"M": 8192, "K": 8192, "N": 10240, "P": 8, "dtype": "bfloat16"}
@@ -33,7 +34,7 @@ def test_every_method_has_a_prediction(op, hardware):
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
 def test_direct_on_a_host_is_its_gemm_and_a_barrier(op):
-    machine = simulate.HARDWARE["cpu"]
+    machine = machines.HARDWARE["cpu"]
     found = simulate.estimate(op, "direct", **SIZES, hardware=machine)
     extra_s = machine.launch_s + machine.handshake_s
     assert found.seconds == pytest.approx(found.gemm_s + extra_s)
@@ -102,11 +103,11 @@ def test_time_and_bytes_grow_with_the_dtype():
 
 def test_a_host_is_predicted_from_its_measured_rates():
     fast, slow = (
-        simulate.predict("matmul", "auto", **SIZES, hardware=simulate.host(rate, 1e10))
+        simulate.predict("matmul", "auto", **SIZES, hardware=machines.host(rate, 1e10))
         for rate in (2e12, 1e12)
     )
     assert slow == 2 * fast
-    known = simulate.host(1e12, 1e10, flops_f32_per_s=3e12)
+    known = machines.host(1e12, 1e10, flops_f32_per_s=3e12)
     sizes = SIZES | {"dtype": np.float32}
     assert simulate.predict("matmul", "auto", **sizes, hardware=known) == fast * 2 / 3
 

@@ -44,7 +44,7 @@ def test_gemms_in_chunks_are_predicted_within_a_sixth(model, layer, num_ranks):
             name,
         )
     )
-    (found,) = (one for one in models.MODELS[model].layers if one.name == layer)
+    (found,) = (one for one in models.MODELS[model] if one.name == layer)
     work = Workload(found.op, 8192, found.K, found.N, num_ranks)
     whole = Processors(MACHINE, 1, 2, MACHINE.processors).run(0.0, work.gemm)[1]
     processors = Processors(MACHINE, LANES, 2)

@@ -27,7 +27,7 @@ def us(seconds):
 
 
 def workload(name, layer, M, tp):
-    layers = {layer.name: layer for layer in models.MODELS[name].layers}
+    layers = {layer.name: layer for layer in models.MODELS[name]}
     found = layers[layer.partition(" ")[0]]
     return Workload(found.op, int(M), found.K, found.N, int(tp))
 

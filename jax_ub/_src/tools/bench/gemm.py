@@ -49,10 +49,8 @@ def gemm(setup: Setup, shape: Shape) -> list[Case]:
 
     The GEMM runs on one device, so the list is empty if there are several ranks.
     """
-    if setup.num_ranks > 1:
-        return []
-    variants = setup.variants or VARIANTS
-    return [_Gemm(setup, shape, variant).case("gemm") for variant in variants]
+    variants = setup.variants or VARIANTS if setup.num_ranks == 1 else ()
+    return [_case(setup, shape, "gemm", variant) for variant in variants]
 
 
 def dgrad_add(setup: Setup, shape: Shape) -> list[Case]:
@@ -60,8 +58,11 @@ def dgrad_add(setup: Setup, shape: Shape) -> list[Case]:
 
     The rows of `dy` and `residual` are sharded.
     """
-    own = lambda dy, w, _, residual: ub.dgrad_add(dy, w, residual)  # noqa: E731
-    return [_Gemm(setup, shape, "nt+add").case("dgrad_add", own)]
+
+    def own(dy, w, _, residual):
+        return ub.dgrad_add(dy, w, residual)
+
+    return [_case(setup, shape, "dgrad_add", "nt+add", own)]
 
 
 def wgrad_accumulate(setup: Setup, shape: Shape) -> list[Case]:
@@ -69,123 +70,107 @@ def wgrad_accumulate(setup: Setup, shape: Shape) -> list[Case]:
 
     It computes `main_grad + x^T dy`. The columns of `dy` and `main_grad` are sharded.
     """
-    own = lambda x, dy, _, main_grad: ub.wgrad_accumulate(x, dy, main_grad)  # noqa: E731
-    return [_Gemm(setup, shape, "tn+add").case("wgrad_accumulate", own)]
+
+    def own(x, dy, _, main_grad):
+        return ub.wgrad_accumulate(x, dy, main_grad)
+
+    return [_case(setup, shape, "wgrad_accumulate", "tn+add", own)]
 
 
-class _Gemm:
-    """Builds the candidates of a GEMM benchmark, with an optional bias or addend.
+def _case(
+    setup: Setup, shape: Shape, op: str, variant: str, public: Gemm | None = None
+) -> Case:
+    """Returns the case of a GEMM variant, as the primitive or a `public` function."""
+    layout, _, added = variant.partition("+")
+    out_dtype = "float32" if layout == "tn" and added else setup.dtype
+    candidate, draw = _candidates(setup, shape, layout, added, out_dtype)
+    choice = MethodChoice(Method(setup.method))
+    # The public functions have no argument `method`. For other methods than "auto", the
+    # program is built from the primitives that they call.
+    own = public if public and setup.method == "auto" else own_gemm(choice, layout)
+    platform = setup.ranks.platform
+    dots = peers.dot_variants(layout, setup.dtype, platform)
+    best = fastest(
+        [candidate(cases.BEST, _in_xla(dot, out_dtype), str(dot)) for dot in dots]
+    )
+    candidates = [
+        candidate(cases.OWN, own),
+        # The trials added their results to the donated addend, so it is drawn again.
+        dataclasses.replace(best, operands=draw()),
+        candidate(cases.NAIVE, _in_xla(dots[0], out_dtype)),
+        cases.copy_limit(shape.bytes(setup.dtype)),
+    ]
+    notes: tuple[str, ...] = ()
+    out = shape.sizes(peers.LAYOUTS[layout][2])
+    if op != "gemm":
+        plain = own_gemm(choice, layout, out_dtype)
+        without, _ = _candidates(setup, shape, layout, "", out_dtype)
+        candidates.append(without(cases.PLAIN, plain))
+    elif platform == "cpu":
+        onednn = peers.find_onednn(setup.dtype, layout)
+        if isinstance(onednn, str):
+            notes = (onednn,)
+        else:
+            candidates.append(_in_onednn(onednn, draw(), out, added))
+    return setup.case(op, shape, candidates, variant=variant, notes=notes)
 
-    Jitted programs take (a, b), (a, b, bias) or (a, b, addend). An addend is donated:
-    the result replaces it.
+
+def _candidates(setup, shape, layout, added, out_dtype):
+    """Returns functions that make candidates and draw their operands.
+
+    The operands are a and b, and a bias or an addend. An addend is donated: the result
+    replaces it.
     """
+    left, right, out = map(shape.sizes, peers.LAYOUTS[layout])
+    # Rows are sharded over the ranks. A wgrad sums over rows, so the columns of dy are
+    # sharded instead.
+    is_wgrad = layout == "tn"
+    out_spec = Spec(None, AXIS) if is_wgrad else Spec(AXIS)
+    specs = [Spec(), out_spec] if is_wgrad else [out_spec, Spec()]
+    scale = left[0 if is_wgrad else 1] ** -0.5
+    arrays = [normal(0, left, setup.dtype), normal(1, right, setup.dtype, scale)]
+    if added == "bias":
+        specs.append(Spec())
+        arrays.append(normal(2, out[1:], setup.dtype))
+    if added == "add":
+        specs.append(out_spec)
+        arrays.append(normal(2, out, out_dtype))
+    carry = 2 if added == "add" else None
 
-    def __init__(self, setup: Setup, shape: Shape, variant: str):
-        self.setup, self.shape, self.variant = setup, shape, variant
-        self.layout, _, self.added = variant.partition("+")
-        left, right, out = map(shape.sizes, peers.LAYOUTS[self.layout])
-        self.left, self.right, self.out = left, right, out
-        is_f32 = self.layout == "tn" and self.added
-        self.out_dtype = "float32" if is_f32 else setup.dtype
-        # Rows are sharded over the ranks. A wgrad sums over rows, so the columns of dy
-        # are sharded instead.
-        self.in_specs, self.out_spec = [Spec(AXIS), Spec()], Spec(AXIS)
-        if self.layout == "tn":
-            self.in_specs, self.out_spec = [Spec(), Spec(None, AXIS)], Spec(None, AXIS)
-        if self.added:
-            self.in_specs.append(Spec() if self.added == "bias" else self.out_spec)
+    def draw() -> list[jax.Array]:
+        return list(map(setup.ranks.place, arrays, specs))
 
-    def case(self, op: str, public: Gemm | None = None) -> Case:
-        # The public functions have no argument `method`. For other methods than "auto",
-        # the program is built from the primitives that they call.
-        setup, layout = self.setup, self.layout
-        own = public if setup.method == "auto" else None
-        choice = MethodChoice(Method(setup.method))
-        candidates = [
-            self.candidate(cases.OWN, own or own_gemm(choice, layout)),
-            self.best(),
-            self.candidate(cases.NAIVE, self.naive),
-            cases.copy_limit(self.shape.bytes(setup.dtype)),
-        ]
-        notes: tuple[str, ...] = ()
-        if setup.ranks.platform == "cpu":
-            onednn = self.onednn()
-            if isinstance(onednn, str):
-                notes = (onednn,)
-            elif op == "gemm":
-                candidates.append(onednn)
-        if op != "gemm":
-            plain = own_gemm(choice, layout, self.out_dtype)
-            without = _Gemm(setup, self.shape, layout)
-            candidates.append(without.candidate(cases.PLAIN, plain))
-        return setup.case(op, self.shape, candidates, variant=self.variant, notes=notes)
-
-    def operands(self) -> list[jax.Array]:
-        dtype = self.setup.dtype
-        scale = self.left[1 if self.layout != "tn" else 0] ** -0.5
-        arrays = [normal(0, self.left, dtype), normal(1, self.right, dtype, scale)]
-        if self.added == "bias":
-            arrays.append(normal(2, self.out[1:], dtype))
-        if self.added == "add":
-            arrays.append(normal(2, self.out, self.out_dtype))
-        return list(map(self.setup.ranks.place, arrays, self.in_specs))
-
-    def candidate(self, name: str, function: Gemm, variant: str = "") -> Candidate:
-        """Returns a candidate that runs `function(a, b, bias, addend)` on all ranks."""
-        carry = 2 if self.added == "add" else None
-
-        def program(a, b, added=None):
-            return function(a, b, *((None, added) if carry else (added, None)))
+    def candidate(name: str, function: Gemm, variant: str = "") -> Candidate:
+        def program(a, b, third=None):
+            return function(a, b, *((None, third) if carry else (third, None)))
 
         donated = (carry,) if carry else ()
-        jitted = self.setup.ranks.program(
-            program, self.in_specs, self.out_spec, donated
-        )
-        return Candidate(name, jitted, self.operands(), variant, carry)
+        jitted = setup.ranks.program(program, specs, out_spec, donated)
+        return Candidate(name, jitted, draw(), variant, carry)
 
-    def best(self) -> Candidate:
-        """Returns XLA's fastest program for this GEMM, timing all dot variants."""
+    return candidate, draw
 
-        def xla(dot):
-            def program(a, b, bias, addend):
-                added = bias if addend is None else addend
-                if added is None:
-                    return dot(a, b, self.out_dtype)
-                product = dot(a, b, jnp.float32)
-                return (added.astype(jnp.float32) + product).astype(self.out_dtype)
 
-            return program
-
-        platform = self.setup.ranks.platform
-        variants = [
-            self.candidate(cases.BEST, xla(dot), str(dot))
-            for dot in peers.dot_variants(self.layout, self.setup.dtype, platform)
-        ]
-        variants.append(self.candidate(cases.BEST, self.naive, peers.NAIVE_VARIANT))
-        # New operands are drawn, because the trials added their results to the donated
-        # addend.
-        return dataclasses.replace(fastest(variants), operands=self.operands())
-
-    def naive(self, a, b, bias, addend):
-        y = peers.naive_dot(a, b, self.layout)
+def _in_xla(dot, out_dtype):
+    def program(a, b, bias, addend):
         added = bias if addend is None else addend
         if added is None:
-            return y
-        return added + y.astype(jnp.promote_types(added.dtype, y.dtype))
+            return dot(a, b, out_dtype)
+        return (added.astype(jnp.float32) + dot(a, b, jnp.float32)).astype(out_dtype)
 
-    def onednn(self) -> Candidate | str:
-        found = peers.find_onednn(self.setup.dtype, self.layout)
-        if isinstance(found, str):
-            return found
-        a, b, *added = (np.asarray(array) for array in self.operands())
-        y = np.zeros(self.out, np.float32)
-        if added:
-            y[:] = added[0]
+    return program
 
-        def program():
-            if self.added == "bias":
-                y[:] = added[0]
-            found(a, b, y, 1.0 if added else 0.0)
-            return y
 
-        return Candidate(cases.ONEDNN, program, [])
+def _in_onednn(gemm, operands, out, added):
+    a, b, *third = map(np.asarray, operands)
+    y = np.zeros(out, np.float32)
+    if third:
+        y[:] = third[0]
+
+    def program():
+        if added == "bias":
+            y[:] = third[0]
+        gemm(a, b, y, 1.0 if third else 0.0)
+        return y
+
+    return Candidate(cases.ONEDNN, program, [])

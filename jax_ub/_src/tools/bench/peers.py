@@ -145,12 +145,6 @@ def scatter(x: jax.Array) -> jax.Array:
 # The naive programs: the layers as most users write them.
 
 
-def naive_dot(a: jax.Array, b: jax.Array, layout: str) -> jax.Array:
-    if layout == "nn":
-        return a @ b
-    return a @ b.T if layout == "nt" else a.T @ b
-
-
 def naive_column(x: jax.Array, w: jax.Array) -> jax.Array:
     return gather(x) @ w
 

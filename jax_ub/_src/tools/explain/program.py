@@ -14,10 +14,10 @@ from jax.extend import core
 
 from jax_ub._src import arguments, lowering_log
 from jax_ub._src.lowering_log import Fallback, LoweredCall, recording, shape_of
+from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.primitives.call import Call
 from jax_ub._src.tables import format_count
-from jax_ub._src.tools import simulate
 from jax_ub._src.tools.explain import hlo, report
 from jax_ub._src.tools.explain.report import HardwareLike, Row, Table, TraceLike, Waits
 

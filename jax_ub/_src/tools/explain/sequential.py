@@ -22,10 +22,10 @@ from jax_ub._src.ops.fuser import operation_label
 from jax_ub._src.ops.linear import BasicLinear
 from jax_ub._src.ops.operation import num_ranks
 from jax_ub._src.parallel import ParallelMode, mode_of
+from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.rules.call_config import CallConfig, call_label, plan_call_config
 from jax_ub._src.runtime import registry
-from jax_ub._src.tools import simulate
 from jax_ub._src.tools.explain import report
 from jax_ub._src.tools.explain.report import Row, Table, Waits
 

@@ -2,78 +2,58 @@
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.methods import Method
 from jax_ub._src.prediction import hardware as machines
-from jax_ub._src.prediction.cost import Bounds, Workload, bounds
-from jax_ub._src.prediction.estimate import Prediction, estimate_workload
+from jax_ub._src.prediction.cost import Workload, bounds
+from jax_ub._src.prediction.estimate import estimate_workload
 from jax_ub._src.prediction.fp8 import Fp8Prediction, predict_fp8
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.tables import format_table
 from jax_ub._src.tools import console, pictures
 from jax_ub._src.tools.options import amount_of, name_of, positive
 from jax_ub._src.tools.simulate import models
-from jax_ub._src.tools.simulate.models import Layer, Model
+from jax_ub._src.tools.simulate.models import Layer
 
 EXAMPLE = "simulate --tp 8 --hardware h100 --model llama3-70b"
 # The tensor-parallel sizes that `--plot` draws.
 _DRAWN = (2, 4, 8)
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerRow:
-    """The predicted forward pass of one linear layer of a model, on several ranks."""
-
-    layer: Layer
-    M: int
-    num_ranks: int
-    bounds: Bounds
-    plan: Prediction
-
-    @property
-    def speedup(self) -> float:
-        """Returns the predicted speed-up over a GEMM followed by a collective."""
-        return self.bounds.serial_s / self.plan.seconds
-
-    @property
-    def limit(self) -> float:
-        """Returns the speed-up that perfect overlap of the collective would give."""
-        return self.bounds.serial_s / self.bounds.ideal_s
-
-    @property
-    def hidden(self) -> float:
-        """Returns the share of the collective's time that overlap saves."""
-        saved = self.bounds.serial_s - self.plan.seconds
-        return saved / self.bounds.collective_s if self.bounds.collective_s else 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        seconds = {
-            name: getattr(self.bounds, f"{name}_s")
-            for name in ("gemm", "wire", "serial", "ideal")
-        }
-        seconds["plan"] = self.plan.seconds
-        return {
-            "layer": self.layer.name,
-            **{"op": self.layer.op, "M": self.M, "K": self.layer.K, "N": self.layer.N},
-            "num_ranks": self.num_ranks,
-            **{f"{name}_us": 1e6 * value for name, value in seconds.items()},
-            **{"method": self.plan.method, "knobs": self.plan.knobs},
-            **{"speedup": self.speedup, "limit": self.limit, "hidden": self.hidden},
-        }
-
-
 def layer_rows(
-    model: Model, M: int, num_ranks: int, machine: Hardware
-) -> list[LayerRow]:
-    """Simulates the forward pass of all linear layers of a transformer layer."""
+    layers: Sequence[Layer], M: int, num_ranks: int, machine: Hardware
+) -> list[dict[str, Any]]:
+    """Predicts the forward pass of linear layers; returns a JSON object for each."""
     rows = []
-    for layer in model.layers:
-        # Partial sums have the default itemsize: GPUs round them before they send them.
+    for layer in layers:
+        # GPUs round partial sums before they send them; "direct" on a host sends none.
         work = Workload(layer.op, M, layer.K, layer.N, num_ranks)
         plan = estimate_workload(work, Method.AUTO, machine)
-        rows.append(LayerRow(layer, M, num_ranks, bounds(work, machine), plan))
+        alone, plan_s = bounds(work, machine), plan.seconds
+        saved = (alone.serial_s - plan_s) / alone.collective_s if num_ranks > 1 else 0.0
+        rows.append(
+            {
+                "layer": layer.name,
+                "op": layer.op,
+                "M": M,
+                "K": layer.K,
+                "N": layer.N,
+                "num_ranks": num_ranks,
+                "gemm_us": 1e6 * alone.gemm_s,
+                "wire_us": 1e6 * alone.wire_s,
+                "serial_us": 1e6 * alone.serial_s,
+                "ideal_us": 1e6 * alone.ideal_s,
+                "plan_us": 1e6 * plan_s,
+                "method": plan.method,
+                "knobs": plan.knobs,
+                "speedup": alone.serial_s / plan_s,
+                "limit": alone.serial_s / alone.ideal_s,
+                "hidden": saved,
+            }
+        )
     return rows
 
 
@@ -112,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fp8", action="store_true", help="also predict FP8 layers, and FP8 sent only")
     console.add_json(parser, "all figures")
     add(
-        *("--plot", "--png"),
+        "--plot",
         type=pictures.picture_path,
         help=f"draw the gain per layer for tp = {', '.join(map(str, _DRAWN))}",
     )
@@ -121,14 +101,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(given: argparse.Namespace) -> int:
     """Prints the predicted times of all linear layers of a model on one machine."""
-    machine, model = _machine(given), models.MODELS[given.model]
-    if not _divides(given, model, given.tp):
+    machine, layers = _machine(given), models.MODELS[given.model]
+    if not _divides(given, layers, given.tp):
         raise ShapeContractError(
-            f"simulate: {model.name} with --tokens {given.tokens} does not divide into "
-            f"--tp {given.tp} ranks. Take a --tp that divides the sizes, and a "
+            f"simulate: {given.model} with --tokens {given.tokens} does not divide "
+            f"into --tp {given.tp} ranks. Take a --tp that divides the sizes, and a "
             "multiple of it as --tokens."
         )
-    drawn = [num for num in _DRAWN if _divides(given, model, num)]
+    drawn = [num for num in _DRAWN if _divides(given, layers, num)]
     if given.plot is not None:
         if not drawn:
             raise ShapeContractError(
@@ -136,23 +116,19 @@ def command(given: argparse.Namespace) -> int:
                 f"--tokens {given.tokens} divides into none of them. Take a multiple."
             )
         pictures.load_pyplot("simulate: --plot")
-    rows = layer_rows(model, given.tokens, given.tp, machine)
-    title = f"{model.name}, forward of one transformer layer, bf16, P = {given.tp}"
+    rows = layer_rows(layers, given.tokens, given.tp, machine)
+    title = f"{given.model}, forward of one transformer layer, bf16, P = {given.tp}"
     lines = [title, *(f"  {line}" for line in describe(machine)), "", *table(rows)]
-    fp8 = fp8_rows(rows, machine) if given.fp8 else []
+    fp8 = fp8_rows(layers, given.tokens, given.tp, machine) if given.fp8 else []
     lines += ["", *_FP8_NOTES, "", *fp8_table(fp8)] if fp8 else []
     console.say(given, "\n".join(lines))
-    document = {
-        "schema": 1,
-        "hardware": dataclasses.asdict(machine),
-        "rows": [row.as_json() for row in rows],
-        **({"fp8": fp8} if fp8 else {}),
-    }
+    document = {"schema": 1, "hardware": dataclasses.asdict(machine), "rows": rows}
+    document |= {"fp8": fp8} if fp8 else {}
     console.write(given, document)
     if given.plot is not None:
-        title = f"{model.name} on {machine.name}, {given.tokens} tokens, forward, bf16"
+        title = f"{given.model} on {machine.name}, {given.tokens} tokens, forward, bf16"
         found = {
-            f"tp = {num}": layer_rows(model, given.tokens, num, machine)
+            f"tp = {num}": layer_rows(layers, given.tokens, num, machine)
             for num in drawn
         }
         _draw(found, title, given.plot)
@@ -161,16 +137,16 @@ def command(given: argparse.Namespace) -> int:
 
 def _draw(found, title, path):
     """Draws a group of bars for each layer, one bar for each tensor-parallel size."""
+    layers = [row["layer"] for row in next(iter(found.values()))]
+    speedups = {name: [row["speedup"] for row in rows] for name, rows in found.items()}
     with pictures.drawing("simulate: --plot", path, title, 1, (8, 3.6)) as (panel,):
-        layers = [row.layer.name for row in next(iter(found.values()))]
-        speedups = {name: [row.speedup for row in rows] for name, rows in found.items()}
         for name, x, width in pictures.draw_bars(panel, layers, speedups):
-            limits = [row.limit for row in found[name]]
+            limits = [row["limit"] for row in found[name]]
             left, right = ([at + side * width / 2 for at in x] for side in (-1, 1))
             label = None if name != list(found)[-1] else "perfect overlap"
             panel.hlines(limits, left, right, color="black", lw=1.4, label=label)
-            for at, row in zip(x, found[name], strict=True):
-                panel.text(at, 0.04, f"{row.speedup:.2f}", ha="center", fontsize=8)
+            for at, speedup in zip(x, speedups[name], strict=True):
+                panel.text(at, 0.04, f"{speedup:.2f}", ha="center", fontsize=8)
         pictures.add_legend(panel)
         panel.set_ylabel("speed-up over GEMM, then collective")
 
@@ -195,7 +171,7 @@ def describe(machine: Hardware) -> list[str]:
     ]
 
 
-# The key of each column in `LayerRow.as_json`, and the format of its values.
+# The key of each column in a row of `layer_rows`, and the format of its values.
 _COLUMNS = {
     **{"layer": "", "op": "", "M": "", "K": "", "N": ""},
     **{f"{name}_us": ".0f" for name in ("gemm", "wire", "serial", "ideal", "plan")},
@@ -204,18 +180,18 @@ _COLUMNS = {
 _SHORT_OPS = {"all_gather_matmul": "ag", "matmul_reduce_scatter": "rs"}
 
 
-def table(rows: list[LayerRow]) -> list[str]:
+def table(rows: list[dict[str, Any]]) -> list[str]:
     """Returns the lines of the table of predicted times, with a row for each layer."""
-    found = [{**row.as_json(), "op": _SHORT_OPS[row.layer.op]} for row in rows]
-    total: dict[str, Any] = dict.fromkeys(_COLUMNS, "")
-    for key in ("serial_us", "ideal_us", "plan_us"):
-        total[key] = sum(row[key] for row in found)
+    total: dict[str, Any] = {
+        key: sum(row[key] for row in rows)
+        for key in ("serial_us", "ideal_us", "plan_us")
+    }
     total |= {"layer": "sum", "speedup": total["serial_us"] / total["plan_us"]}
     total["limit"] = total["serial_us"] / total["ideal_us"]
-    columns = _COLUMNS.items()
+    named = [{**row, "op": _SHORT_OPS[row["op"]]} for row in rows]
     cells = [
-        [format(row[key], text if row[key] != "" else "") for key, text in columns]
-        for row in (*found, total)
+        [format(row[key], text) if key in row else "" for key, text in _COLUMNS.items()]
+        for row in (*named, total)
     ]
     header = [key.replace("_", " ").replace("speedup", "speed-up") for key in _COLUMNS]
     return format_table(header, cells, right=range(2, len(header)), is_markdown=True)
@@ -228,12 +204,13 @@ _FP8_NOTES = (
 )
 
 
-def fp8_rows(rows: list[LayerRow], machine: Hardware) -> list[dict[str, Any]]:
+def fp8_rows(
+    layers: Sequence[Layer], M: int, num_ranks: int, machine: Hardware
+) -> list[dict[str, Any]]:
     """Predicts what FP8 saves in each layer, and in all layers together."""
     found, total = [], [0.0] * 3
-    for row in rows:
-        layer = row.layer
-        work = Workload(layer.op, row.M, layer.K, layer.N, row.num_ranks)
+    for layer in layers:
+        work = Workload(layer.op, M, layer.K, layer.N, num_ranks)
         fp8 = predict_fp8(work, machine)
         total = [a + b for a, b in zip(total, dataclasses.astuple(fp8), strict=True)]
         found.append((layer.name, fp8))
@@ -281,6 +258,6 @@ def _machine(given):
     )
 
 
-def _divides(given, model, num_ranks):
-    sizes = [given.tokens, *(size for one in model.layers for size in (one.K, one.N))]
+def _divides(given, layers, num_ranks):
+    sizes = [given.tokens, *(size for one in layers for size in (one.K, one.N))]
     return all(size % num_ranks == 0 for size in sizes)

@@ -154,7 +154,7 @@ def _shapes(given) -> Sequence[Shape]:
         )
     # `cases` takes the sizes of a column linear layer and derives the row linear layer
     # after it. For a row layer [M, K, N], this is the column layer [M, N, K].
-    layers = models.MODELS[given.model].layers
+    layers = models.MODELS[given.model]
     return [
         shape if layer.op == "all_gather_matmul" else shape.row
         for layer in layers
