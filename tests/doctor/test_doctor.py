@@ -155,7 +155,7 @@ def test_failed_processes_are_a_fault(monkeypatch, capfd):
     monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
     assert main(["doctor", "--processes", "2"]) == 1
     out, err = capfd.readouterr()
-    assert "FAULT  2 processes  failed with exit status 2" in out
+    assert "FAULT  processes  doctor: 2 processes failed with exit status 2" in out
     assert "] python -m jax_ub: error: jax does not start on 'no_such_platform'" in err
     assert "Traceback" not in err
 

@@ -222,7 +222,7 @@ def test_failed_processes_are_an_error(monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     arguments = ["--processes", "2", __file__]
     assert __main__.main(["trace", *arguments]) == 2
-    assert "the processes failed with exit status 1" in capsys.readouterr().err
+    assert "trace: 2 processes failed with exit status 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow

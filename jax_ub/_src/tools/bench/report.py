@@ -306,38 +306,33 @@ def plot(results: Sequence[Result], path: pathlib.Path, title: str) -> None:
 
     The height of a bar is the geometric mean over shapes; each dot is one shape.
     """
-    panels: dict[str, dict[str, list[Result]]] = {}
-    for result in results:
-        name = result.case.name.removeprefix("gemm ").replace("_", "\n")
-        label = f"{name}\nP={result.case.num_ranks}"
-        groups = panels.setdefault(result.case.dtype, {})
-        groups.setdefault(label, []).append(result)
-    size = (14, 4.2 * len(panels))
-    with pictures.drawing("bench: --plot", path, title, len(panels), size) as drawn:
-        for panel, (dtype, groups) in zip(drawn, panels.items(), strict=True):
+    dtypes = [*dict.fromkeys(result.case.dtype for result in results)]
+    size = (14, 4.2 * len(dtypes))
+    with pictures.drawing("bench: --plot", path, title, len(dtypes), size) as panels:
+        for panel, dtype in zip(panels, dtypes, strict=True):
             panel.set_title(dtype, loc="left")
             panel.set_ylabel("times as fast")
-            _draw_groups(panel, groups)
+            _draw(panel, [result for result in results if result.case.dtype == dtype])
 
 
-def _draw_groups(panel, groups):
-    values = {
-        label: [
-            [
-                summary.median
-                for result in group
-                if (summary := result.speedups.get(name) or result.shares.get(name))
-            ]
-            for group in groups.values()
-        ]
-        for name, label in _SERIES.items()
+def _draw(panel, results):
+    # The ratios of all shapes, by label of the group of bars and by program.
+    groups: dict[str, dict[str, list[float]]] = {}
+    for result in results:
+        name = result.case.name.removeprefix("gemm ").replace("_", "\n")
+        group = groups.setdefault(f"{name}\nP={result.case.num_ranks}", {})
+        for program, ratio_of in (result.speedups | result.shares).items():
+            group.setdefault(program, []).append(ratio_of.median)
+    every = {
+        label: [group.get(program, []) for group in groups.values()]
+        for program, label in _SERIES.items()
     }
     heights = {
-        label: [statistics.geometric_mean(each) if each else 0.0 for each in every]
-        for label, every in values.items()
-        if any(every)
+        label: [statistics.geometric_mean(each) if each else 0.0 for each in values]
+        for label, values in every.items()
+        if any(values)
     }
     for label, x, _ in pictures.draw_bars(panel, list(groups), heights):
-        for at, each in zip(x, values[label], strict=True):
+        for at, each in zip(x, every[label], strict=True):
             panel.plot([at] * len(each), each, ".", color="black", ms=3)
     pictures.add_legend(panel)

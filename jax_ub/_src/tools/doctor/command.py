@@ -57,17 +57,17 @@ def _in_processes(given) -> list[Finding]:
     Returns the findings of process 0, then those of other processes that differ from
     them.
     """
-    with parts.parts_of(
-        "doctor",
-        [],
-        num_processes=given.processes,
-        devices_per_process=given.devices_per_process or 1,
-        stdout=console.progress_file(),
-    ) as (status, paths):
-        if status:
-            text = f"failed with exit status {status}; their output gives the reason"
-            return [Finding(f"{given.processes} processes", State.FAULT, text)]
-        first, *others = map(_read, paths)
+    try:
+        with parts.parts_of(
+            "doctor",
+            [],
+            num_processes=given.processes,
+            devices_per_process=given.devices_per_process or 1,
+            stdout=console.progress_file(),
+        ) as paths:
+            first, *others = map(_read, paths)
+    except parts.JobError as error:
+        return [Finding("processes", State.FAULT, str(error))]
     return first + [
         dataclasses.replace(finding, name=f"process {index}: {finding.name}")
         for index, found in enumerate(others, start=1)

@@ -80,10 +80,14 @@ class Found:
     others: dict[str, int]
 
 
+# Bits per element and dimensions of an array.
+_Array = tuple[int, list[int]]
+
+
 @dataclasses.dataclass
 class _Instruction:
     name: str
-    shape: str
+    arrays: list[_Array]  # the arrays of the result, which may be a tuple
     opcode: str
     operands: list[str]
     text: str
@@ -118,13 +122,17 @@ def collectives(text: str) -> Found:
     pairs = []
     others: collections.Counter[str] = collections.Counter()
     for body in computations.values():
-        users = _users(body)
+        operands = {one.name: one.operands for one in body.values()}
+        users: dict[str, list[str]] = collections.defaultdict(list)
+        for name, used in operands.items():
+            for operand in used:
+                users[operand].append(name)
         for one in body.values():
             kind = one.opcode.removesuffix("-start")
             if kind in _GATHERS:
                 near = _near(one.name, users, body, dots)
             elif kind in _REDUCTIONS:
-                near = _near(one.name, _operands(body), body, dots)
+                near = _near(one.name, operands, body, dots)
             elif kind in _OTHERS:
                 near = None
             else:
@@ -152,9 +160,18 @@ def _computations(text: str) -> Iterator[tuple[str, dict[str, _Instruction]]]:
 
 
 def _instruction(name, shape, opcode, rest):
+    arrays = [
+        (_bits(dtype), [int(size) for size in sizes.split(",") if size])
+        for dtype, sizes in _SHAPE.findall(shape)
+    ]
     # The operand list ends where the attributes start.
     operands = re.findall(r"%([\w.\-]+)", rest.partition("), ")[0])
-    return _Instruction(name, shape, opcode, operands, rest)
+    return _Instruction(name, arrays, opcode, operands, rest)
+
+
+def _bits(dtype):
+    found = _BITS.search(dtype)
+    return int(found[0]) if found else 8
 
 
 def _multiplies(one):
@@ -165,40 +182,21 @@ def _multiplies(one):
     return not is_jax_ub and any(word in target for word in _MATMUL_CALLS)
 
 
-def _users(body):
-    users: dict[str, list[str]] = collections.defaultdict(list)
-    for one in body.values():
-        for operand in one.operands:
-            users[operand].append(one.name)
-    return users
-
-
-def _operands(body):
-    return {name: one.operands for name, one in body.items()}
-
-
 def _dot(one, body):
     """Returns the sizes of an HLO dot; sizes that the text does not contain are 0."""
-    operands = [body[name].shape for name in one.operands[:2] if name in body]
-    left, right = ([*operands, "", ""])[:2]
-    itemsize, sizes = _first_array(left)
-    lhs, rhs = math.prod(sizes), math.prod(_first_array(right)[1])
-    # The result is the first array of the shape, because a library call may also return
-    # its workspace.
-    out = math.prod(_first_array(one.shape)[1])
+    known = [body[name].arrays for name in one.operands[:2] if name in body]
+    # The result is the first array, because a library call may also return its
+    # workspace.
+    first = [arrays[0] if arrays else (0, [0]) for arrays in (*known, [], [])]
+    (bits, sizes), (_, right) = first[:2]
+    lhs, rhs, out = (math.prod(each) for each in (sizes, right, one.arrays[0][1]))
     named = _CONTRACTING.search(one.text)
     if named and lhs:
         K = math.prod(sizes[int(axis)] for axis in named[1].split(","))
     else:
         # A dot of [M, K] and [K, N] has the result [M, N], and M K * K N / M N = K^2.
         K = math.isqrt(lhs * rhs // max(out, 1))
-    return _Dot(lhs, rhs, out, K, itemsize)
-
-
-def _first_array(text):
-    """Returns bytes per element and dimensions of the first array in an HLO shape."""
-    found = _SHAPE.search(text)
-    return (_bits(found[1]) // 8, _ints(found[2])) if found else (0, [0])
+    return _Dot(lhs, rhs, out, K, bits // 8)
 
 
 def _near(start, edges, body, dots):
@@ -230,12 +228,14 @@ def _pair(one, kind, dot):
     # A reduce-scatter's result is 1 / num_ranks of the reduced array.
     whole = num_ranks if kind == "reduce-scatter" else 2 if kind == "all-reduce" else 1
     named = _NAME.search(one.text)
+    # An asynchronous start lists its operand before its result.
+    bits, sizes = one.arrays[-1]
     return Pair(
         scope=named[1] if named else one.name,
         collective=kind,
         could_be={**_GATHERS, **_REDUCTIONS}[kind],
         num_ranks=num_ranks,
-        moved_bytes=round(share * whole * _size_bytes(one.shape)),
+        moved_bytes=round(share * whole * (math.prod(sizes) * bits // 8)),
         sizes=_global_sizes(one, kind, dot, num_ranks),
         itemsize=dot.itemsize,
     )
@@ -250,7 +250,7 @@ def _global_sizes(one, kind, dot, num_ranks):
         return M, num_ranks * K, max(dot.out // M, 1)
     # The gathered operand has the rows M, whether it is the left or right operand of
     # the dot.
-    gathered = math.prod(_ints(_SHAPE.findall(one.shape)[-1][1]))
+    gathered = math.prod(one.arrays[-1][1])
     M = max((dot.rhs if gathered == dot.rhs else dot.lhs) // K, 1)
     return M, K, num_ranks * max(dot.out // M, 1)
 
@@ -267,24 +267,3 @@ def _group_size(text):
     sizes = dict(re.findall(r"'([^']*)'=(\d+)", mesh[1]))
     axes = re.findall(r"'([^']*)'", mesh[2])
     return math.prod(int(sizes.get(axis, 1)) for axis in axes)
-
-
-def _size_bytes(text):
-    """Returns the bytes of the last array in an HLO shape.
-
-    The shape of an asynchronous start lists its operand before its result.
-    """
-    arrays = _SHAPE.findall(text)
-    if not arrays:
-        return 0
-    dtype, sizes = arrays[-1]
-    return math.prod(_ints(sizes)) * _bits(dtype) // 8
-
-
-def _ints(sizes):
-    return [int(size) for size in sizes.split(",") if size]
-
-
-def _bits(dtype):
-    found = _BITS.search(dtype)
-    return int(found[0]) if found else 8

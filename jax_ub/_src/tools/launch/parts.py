@@ -27,6 +27,10 @@ class LaunchError(UbError, ValueError):
     """Raised if the options or the environment of `jax_ub launch` are invalid."""
 
 
+class JobError(UbError, RuntimeError):
+    """Raised when a process of a command's multi-process job fails."""
+
+
 def count(text: str) -> int:
     """Parses a number of processes or devices; an argparse `type`."""
     if positive(text) > MOST:
@@ -78,12 +82,13 @@ def parts_of(
     num_processes: int,
     devices_per_process: int,
     stdout: int | None = None,
-) -> Iterator[tuple[int, list[pathlib.Path]]]:
+) -> Iterator[list[pathlib.Path]]:
     """Runs a command with `--part` in several processes, and yields their output files.
 
-    Yields:
-        The launcher's exit status, and the output files of the processes, which exist
-        until the block ends. A process that failed may not have written its file.
+    The files exist until the block ends.
+
+    Raises:
+        JobError: if a process failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "part.json")
@@ -94,7 +99,12 @@ def parts_of(
             folder=folder,
             stdout=stdout,
         )
-        yield status, [part_path(path, process) for process in range(num_processes)]
+        if status:
+            raise JobError(
+                f"{command}: {num_processes} processes failed with exit status "
+                f"{status}; their output gives the reason."
+            )
+        yield [part_path(path, process) for process in range(num_processes)]
 
 
 def run_parts(

@@ -211,12 +211,7 @@ def _record_in_processes(given, program) -> Trace:
         num_processes=given.processes,
         devices_per_process=num_devices,
         stdout=console.STDERR if given.json == console.STDOUT else None,
-    ) as (status, paths):
-        if status:
-            raise TraceArgumentError(
-                f"trace: the processes failed with exit status {status}. Their output "
-                "gives the reason."
-            )
+    ) as paths:
         if not all(path.exists() for path in paths):
             raise TraceArgumentError(
                 f"trace: the script ran in --processes {given.processes}, but not as "
