@@ -129,6 +129,21 @@ def test_a_missing_gemm_is_named():
     assert "no GEMM for float16" in peers.find_onednn("float16", "nn")
 
 
+@pytest.mark.parametrize("variant", ["nn+bias", "nt", "tn+add"])
+def test_onednn_is_a_peer_where_it_is_installed(variant, monkeypatch):
+    def find(dtype, layout):
+        def gemm(a, b, y, beta):
+            y[:] = product(a, b, layout) + beta * y
+
+        return gemm
+
+    monkeypatch.setattr(peers, "find_onednn", find)
+    setup = Setup(Ranks(1), "float32", "auto", FastestDots(), (variant,))
+    (case,) = gemm.gemm(setup, Shape(16, 8, 24))
+    assert cases.ONEDNN in [candidate.name for candidate in case.candidates]
+    check_agreement(case)
+
+
 def test_onednn_is_not_a_peer_on_gpus(monkeypatch):
     monkeypatch.setattr(Ranks, "platform", "gpu")
     monkeypatch.setattr(

@@ -245,8 +245,8 @@ def tolerance(dtype: str, contracting: int) -> float:
     return 8 * rounding + float(np.finfo(np.float32).eps) * contracting**0.5
 
 
-def _host(array: jax.Array) -> np.ndarray:
+def _host(array: jax.Array | np.ndarray) -> np.ndarray:
     """Returns an array's values in this process as a NumPy array in f64."""
-    if not array.is_fully_addressable:
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
         array = array.addressable_data(0)
     return np.asarray(array).astype(np.float64)

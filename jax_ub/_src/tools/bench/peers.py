@@ -253,38 +253,20 @@ def _neighbours(num_ranks, distance):
 
 
 _ONEDNN_GEMMS = {"float32": "dnnl_sgemm", "bfloat16": "dnnl_gemm_bf16bf16f32"}
+_MATRIX = (ctypes.c_void_p, ctypes.c_int64)  # the data, and the stride of the rows
+_ONEDNN_ARGUMENTS = (
+    *(ctypes.c_char, ctypes.c_char, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
+    *(ctypes.c_float, *_MATRIX, *_MATRIX, ctypes.c_float, *_MATRIX),
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class OneDnnGemm:
-    """oneDNN's GEMM `y = a b + beta y` of row-major numpy matrices, with f32 `y`.
-
-    This call cannot round its result to bf16. The bf16 product stays in f32, which
-    favors oneDNN in the comparison.
-    """
-
-    function: Any
-    layout: str
-
-    def __call__(self, a: np.ndarray, b: np.ndarray, y: np.ndarray, beta: float) -> int:
-        """Writes `a b + beta y` into `y`; returns oneDNN's status, 0 for success."""
-        transposed = ("T" if self.layout == "tn" else "N", "NT"[self.layout == "nt"])
-        contracting = a.shape[0 if self.layout == "tn" else 1]
-        return self.function(
-            *(ctypes.c_char(letter.encode()) for letter in transposed),
-            *(ctypes.c_int64(size) for size in (*y.shape, contracting)),
-            ctypes.c_float(1),
-            *_pointer(a),
-            *_pointer(b),
-            ctypes.c_float(beta),
-            *_pointer(y),
-        )
-
-
-def find_onednn(dtype: str, layout: str) -> OneDnnGemm | str:
+def find_onednn(dtype: str, layout: str) -> Callable[..., int] | str:
     """Returns oneDNN's GEMM for a dtype and layout, or the reason why there is none.
 
-    The GEMM is tried once, because oneDNN may not support the dtype on this processor.
+    `gemm(a, b, y, beta)` writes `a b + beta y` into `y`, for row-major numpy matrices
+    and f32 `y`, and returns oneDNN's status, 0 for success. The bf16 GEMM cannot round
+    its result to bf16, which favors oneDNN in the comparison. The GEMM is tried once,
+    because oneDNN may not support the dtype on this processor.
     """
     library = _onednn()
     if library is None:
@@ -292,7 +274,14 @@ def find_onednn(dtype: str, layout: str) -> OneDnnGemm | str:
     function = getattr(library, _ONEDNN_GEMMS.get(dtype, ""), None)
     if function is None:
         return f"this oneDNN has no GEMM for {dtype}"
-    gemm = OneDnnGemm(function, layout)
+    function.argtypes = _ONEDNN_ARGUMENTS
+    transposed = (b"T" if layout == "tn" else b"N", b"T" if layout == "nt" else b"N")
+
+    def gemm(a: np.ndarray, b: np.ndarray, y: np.ndarray, beta: float) -> int:
+        sizes = (*y.shape, a.shape[0 if layout == "tn" else 1])
+        left, right, out = ((x.ctypes.data, x.shape[1]) for x in (a, b, y))
+        return function(*transposed, *sizes, 1.0, *left, *right, beta, *out)
+
     ones = np.ones((1, 1), jnp.dtype(dtype))
     if gemm(ones, ones, np.zeros((1, 1), np.float32), 0.0):
         return f"this oneDNN has no {dtype} GEMM for this processor"
@@ -303,7 +292,3 @@ def find_onednn(dtype: str, layout: str) -> OneDnnGemm | str:
 def _onednn():
     name = ctypes.util.find_library("dnnl")
     return ctypes.CDLL(name) if name else None
-
-
-def _pointer(array):
-    return array.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(array.shape[1])
