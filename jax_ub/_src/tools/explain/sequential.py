@@ -41,6 +41,21 @@ _COLLECTIVES = {
 # The name of a GEMM or collective in `simulate`, its contracting size and its
 # number of output features.
 Step = tuple[str, int, int]
+# The steps of linears that are not fused, forward and backward, by parallel mode and
+# sequence parallelism. The kernel has shape [k, n].
+_UNFUSED = {
+    ("column", True): (
+        "all_gather kk, matmul kn",
+        "reduce_scatter kk, all_gather kk, matmul nk, matmul kn",
+    ),
+    ("column", False): ("matmul kn", "all_reduce kk, matmul nk, matmul kn"),
+    ("row", True): (
+        "matmul kn, reduce_scatter nn",
+        "all_gather nn, matmul nk, matmul kn",
+    ),
+    ("row", False): ("matmul kn, all_reduce nn", "matmul nk, matmul kn"),
+    (None, False): ("matmul kn", "matmul nk, matmul kn"),
+}
 # The names of GEMMs that do not communicate.
 _GEMMS = ("matmul", "wgrad")
 _REJECTED = (
@@ -170,11 +185,10 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     ranks = 1 if parallel is None else sizes.ranks_on(axis_name)
     mode = mode_of(parallel, op.sequence_parallel or is_scattered)
     call_config = _planned(op, axis_name, mode, ranks, type(window).__name__)
-    if name == "forward":
-        steps = _forward_steps(op, parallel, is_fused)
-    else:
+    if name == "backward":
         call_config = _backward_config(op, parallel, call_config, sizes)
-        steps = _backward_steps(op, parallel, is_fused, call_config)
+    backward = call_config if name == "backward" else None
+    steps = _steps(op, parallel, is_fused, backward)
     targets = list(dict.fromkeys(target for target, _, _ in steps))
     reason = note = ""
     if all(target in _GEMMS for target in targets):
@@ -185,31 +199,26 @@ def _linear(op, name, window, reasons, sizes) -> Row:
         reason = _REJECTED
     elif call_config.method is Method.XLA:
         reason = 'method "xla" is plain jax.lax'
-    row = Row(
+    waits = [sizes.waits.get((call_config.label, target)) for target in targets]
+    known = [seconds for seconds in waits if seconds is not None]
+    method, found = call_config.method.value, []
+    if sizes.tokens is not None and ranks is not None:
+        dtype = np.dtype(sizes.dtype if op.dtype is None else op.dtype)
+        where = (ranks, dtype, sizes.machine)
+        found = [
+            simulate.estimate(target, method, sizes.tokens, k, n, *where)
+            for target, k, n in steps
+        ]
+    return Row(
         scope="",
         op=", ".join(targets),
         overlapped=not reason,
-        method=call_config.method.value,
+        method=method,
         reason=reason,
         note=note,
-    )
-    waits = [sizes.waits.get((call_config.label, target)) for target in targets]
-    known = [seconds for seconds in waits if seconds is not None]
-    if known:
-        row = dataclasses.replace(row, measured_exposed_s=sum(known))
-    if sizes.tokens is None or ranks is None:
-        return row
-    dtype = np.dtype(sizes.dtype if op.dtype is None else op.dtype)
-    where = (ranks, dtype, sizes.machine)
-    method = call_config.method.value
-    found = [
-        simulate.estimate(target, method, sizes.tokens, k, n, *where)
-        for target, k, n in steps
-    ]
-    return dataclasses.replace(
-        row,
-        moved_bytes=round(sum(one.moved_bytes for one in found)),
-        predicted_s=sum(one.seconds for one in found),
+        measured_exposed_s=sum(known) if known else None,
+        moved_bytes=round(sum(one.moved_bytes for one in found)) if found else None,
+        predicted_s=sum(one.seconds for one in found) if found else None,
     )
 
 
@@ -238,36 +247,26 @@ def _backward_config(op, mode, call_config, sizes):
     )
 
 
-def _forward_steps(op, parallel, is_fused) -> list[Step]:
-    """Returns the GEMMs and collectives of a linear's forward pass, with sizes."""
-    k, n = op.in_features, op.out_features
-    if is_fused:
-        return [(mode_of(parallel, True).op, k, n)]
-    if parallel == "row":
-        reduction = "reduce_scatter" if op.sequence_parallel else "all_reduce"
-        return [("matmul", k, n), (reduction, n, n)]
-    gathers = parallel == "column" and op.sequence_parallel
-    return [("all_gather", k, k)] * gathers + [("matmul", k, n)]
+def _steps(op, parallel, is_fused, backward: CallConfig | None) -> list[Step]:
+    """Returns the GEMMs and collectives of one pass of a linear, with sizes.
 
-
-def _backward_steps(op, parallel, is_fused, call_config) -> list[Step]:
-    """Returns the GEMMs and collectives of a linear's backward pass, with sizes."""
-    k, n = op.in_features, op.out_features
-    if is_fused and parallel == "row":
-        return [("all_gather_matmul", n, k), ("matmul", k, n)]  # one gather of dy
-    if is_fused and call_config.uses_bulk:
-        return [("bulk_all_gather", k, n), ("bulk_reduce_scatter", k, n)]
-    if is_fused:
-        gather = [("all_gather", k, k)] * call_config.method.materializes_gather
-        return [("matmul_reduce_scatter", n, k), *gather, ("wgrad", k, n)]
-    gemms = [("matmul", n, k), ("matmul", k, n)]
-    if parallel == "row" and op.sequence_parallel:
-        return [("all_gather", n, n), *gemms]
-    if parallel == "column" and op.sequence_parallel:
-        return [("reduce_scatter", k, k), ("all_gather", k, k), *gemms]
-    if parallel == "column":
-        return [("all_reduce", k, k), *gemms]
-    return gemms
+    `backward` has the methods of the backward pass; it is None for the forward pass.
+    """
+    sequence_parallel = parallel is not None and op.sequence_parallel
+    if not is_fused:
+        text = _UNFUSED[parallel, sequence_parallel][backward is not None]
+    elif backward is None:
+        text = f"{mode_of(parallel, True).op} kn"
+    elif parallel == "row":
+        text = "all_gather_matmul nk, matmul kn"  # one gather of dy
+    elif backward.uses_bulk:
+        text = "bulk_all_gather kn, bulk_reduce_scatter kn"
+    else:
+        gather = "all_gather kk, " * backward.method.materializes_gather
+        text = f"matmul_reduce_scatter nk, {gather}wgrad kn"
+    size = {"k": op.in_features, "n": op.out_features}
+    pairs = map(str.split, text.split(", "))
+    return [(name, size[dims[0]], size[dims[1]]) for name, dims in pairs]
 
 
 def _collective(op, name) -> Row:
