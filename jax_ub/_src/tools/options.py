@@ -67,9 +67,7 @@ def names_of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
     return list_of(name_of(known))
 
 
-def method_option(text: str) -> str:
-    """Parses the name of a method; for use as an argparse `type`."""
-    return name_of(method.value for method in Method)(text)
+method_option = name_of(method.value for method in Method)  # an argparse `type`
 
 
 def positive(text: str) -> int:

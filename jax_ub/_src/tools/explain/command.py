@@ -36,17 +36,13 @@ class ExplainError(UbError, RuntimeError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--hardware",
-        type=name_of(HARDWARE),
-        help=f"predict for {', '.join(HARDWARE)} (default: what is here)",
-    )
+    hardware = f"predict for {', '.join(HARDWARE)} (default: what is here)"
+    parser.add_argument("--hardware", type=name_of(HARDWARE), help=hardware)
     console.add_json(parser, "the table", has_program=True)
+    program = "a program and its arguments"
+    # PARSER includes options and "--" of the program.
     parser.add_argument(
-        "program",
-        nargs=argparse.PARSER,  # includes options and "--" of the program
-        metavar="script.py",
-        help="a program and its arguments",
+        "program", nargs=argparse.PARSER, metavar="script.py", help=program
     )
     parser.set_defaults(run=command)
 

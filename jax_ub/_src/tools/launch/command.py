@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools.launch import supervisor
@@ -33,51 +34,25 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-n", "--processes", type=count, default=2, metavar="N", help="(default: 2)")
-    add(
-        "--devices-per-process",
-        type=count,
-        default=1,
-        metavar="K",
-        help="CPU devices of a process, or GPUs (default: 1)",
-    )
-    add(
-        "--hosts",
-        type=count,
-        default=1,
-        metavar="H",
-        help="simulate this many hosts, which share no memory (default: 1)",
-    )
-    add(
-        "--timeout",
-        type=seconds,
-        metavar="SECONDS",
-        help="end all processes after this time, with exit status 124",
-    )
-    add(
-        "--linger",
-        type=seconds,
-        default=0.0,
-        metavar="SECONDS",
-        help="how long the other processes may run on after one failed, to print "
-        "their errors (default: 0)",
-    )
-    add(
-        "--grace",
-        type=seconds,
-        default=5.0,
-        metavar="SECONDS",
-        help="from the signal that ends a process to SIGKILL (default: 5)",
-    )
+    devices = "CPU devices of a process, or GPUs (default: 1)"
+    add("--devices-per-process", type=count, default=1, metavar="K", help=devices)
+    hosts = "simulate this many hosts, which share no memory (default: 1)"
+    add("--hosts", type=count, default=1, metavar="H", help=hosts)
+    times: dict[str, Any] = {"type": seconds, "metavar": "SECONDS"}
+    timeout = "end all processes after this time, with exit status 124"
+    add("--timeout", help=timeout, **times)
+    linger = "how long the other processes may run on after one failed, to print "
+    linger += "their errors (default: 0)"
+    add("--linger", default=0.0, help=linger, **times)
+    grace = "from the signal that ends a process to SIGKILL (default: 5)"
+    add("--grace", default=5.0, help=grace, **times)
     # Internal options of the launchers that `parts.run_parts` starts.
     add("--parent", type=int, help=argparse.SUPPRESS)
     add("--parent-folder", help=argparse.SUPPRESS)
     add("-m", dest="module", action="store_true", help="run a module, not a script")
-    add(
-        "program",
-        nargs=argparse.PARSER,  # includes options and "--" of the program
-        metavar="script.py",
-        help="or the name of a module, after -m; and its arguments",
-    )
+    program = "or the name of a module, after -m; and its arguments"
+    # PARSER includes options and "--" of the program.
+    add("program", nargs=argparse.PARSER, metavar="script.py", help=program)
     parser.set_defaults(run=run)
 
 

@@ -59,43 +59,21 @@ def layer_rows(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    known = ", ".join(machines.HARDWARE)
     add("--tp", type=positive, default=8, help="number of ranks (default: 8)")
-    add(
-        "--hardware",
-        type=name_of(machines.HARDWARE),
-        default="h100",
-        help=f"{known} (default: h100)",
-    )
-    add(
-        "--model",
-        type=name_of(models.MODELS),
-        default="llama3-70b",
-        help=f"{', '.join(models.MODELS)} (default: llama3-70b)",
-    )
-    add(
-        "--tokens",
-        type=positive,
-        default=8192,
-        help="M, over all ranks (default: 8192)",
-    )
-    add(
-        "--gflops",
-        type=amount_of("GFLOP/s"),
-        help="for --hardware cpu: bf16 GFLOP/s of all cores of this host",
-    )
-    add(
-        "--copy-gbs",
-        type=amount_of("GB/s"),
-        help="for --hardware cpu: GB/s of a copy on this host, reads and writes",
-    )
+    hardware = f"{', '.join(machines.HARDWARE)} (default: h100)"
+    add("--hardware", type=name_of(machines.HARDWARE), default="h100", help=hardware)
+    model = f"{', '.join(models.MODELS)} (default: llama3-70b)"
+    add("--model", type=name_of(models.MODELS), default="llama3-70b", help=model)
+    tokens = "M, over all ranks (default: 8192)"
+    add("--tokens", type=positive, default=8192, help=tokens)
+    gflops = "for --hardware cpu: bf16 GFLOP/s of all cores of this host"
+    add("--gflops", type=amount_of("GFLOP/s"), help=gflops)
+    copy = "for --hardware cpu: GB/s of a copy on this host, reads and writes"
+    add("--copy-gbs", type=amount_of("GB/s"), help=copy)
     add("--fp8", action="store_true", help="also predict FP8 layers, and FP8 sent only")
     console.add_json(parser, "all figures")
-    add(
-        "--plot",
-        type=pictures.picture_path,
-        help=f"draw the gain per layer for tp = {', '.join(map(str, _DRAWN))}",
-    )
+    plot = f"draw the gain per layer for tp = {', '.join(map(str, _DRAWN))}"
+    add("--plot", type=pictures.picture_path, help=plot)
     parser.set_defaults(run=command)
 
 

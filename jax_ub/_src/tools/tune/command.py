@@ -42,45 +42,23 @@ _WIDTHS = (22, 2, 6, 6, 6, 9, 0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output",
-        type=replaced_path,
-        required=True,
-        help="the file; its entries for other devices and sizes are kept",
-    )
-    parser.add_argument(
-        "--tp",
-        type=list_of(count),
-        default=(2,),
-        help="numbers of ranks P, such as 2,4 (default: 2); 1 tunes the GEMMs of a GPU",
-    )
-    parser.add_argument(
-        "--dtypes",
-        type=names_of(BY_SHORT_NAME),
-        default=("bf16",),
-        help=f"some of {','.join(BY_SHORT_NAME)} (default: bf16)",
-    )
-    parser.add_argument(
-        "--shapes",
-        type=list_of(parse_shape),
-        help="global sizes MxKxN of column linears, such as 512x1024x2816; the row "
-        "linear after each is MxNxK",
-    )
-    parser.add_argument(
-        "--model",
-        type=name_of(models.MODELS),
-        help=f"instead of --shapes: the linears of {', '.join(models.MODELS)}",
-    )
-    parser.add_argument("--tokens", type=positive, help="M of --model (default: 8192)")
-    parser.add_argument(
-        "--rounds",
-        type=positive,
-        default=9,
-        help="timed calls of each candidate (default: 9)",
-    )
-    parser.add_argument(
-        "--platform", choices=("cpu", "cuda"), help="(default: GPUs if JAX has enough)"
-    )
+    add = parser.add_argument
+    output = "the file; its entries for other devices and sizes are kept"
+    add("--output", type=replaced_path, required=True, help=output)
+    tp = "numbers of ranks P, such as 2,4 (default: 2); 1 tunes the GEMMs of a GPU"
+    add("--tp", type=list_of(count), default=(2,), help=tp)
+    dtypes = f"some of {','.join(BY_SHORT_NAME)} (default: bf16)"
+    add("--dtypes", type=names_of(BY_SHORT_NAME), default=("bf16",), help=dtypes)
+    shapes = "global sizes MxKxN of column linears, such as 512x1024x2816; the row "
+    shapes += "linear after each is MxNxK"
+    add("--shapes", type=list_of(parse_shape), help=shapes)
+    linears = f"instead of --shapes: the linears of {', '.join(models.MODELS)}"
+    add("--model", type=name_of(models.MODELS), help=linears)
+    add("--tokens", type=positive, help=f"M of --model (default: {_TOKENS})")
+    rounds = "timed calls of each candidate (default: 9)"
+    add("--rounds", type=positive, default=9, help=rounds)
+    platform = "(default: GPUs if JAX has enough)"
+    add("--platform", choices=("cpu", "cuda"), help=platform)
     console.add_json(parser, "the choices and times of this run")
     parser.set_defaults(run=command)
 
