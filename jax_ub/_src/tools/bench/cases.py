@@ -161,7 +161,7 @@ class Setup:
 
     @property
     def recipe(self) -> Recipe | None:
-        """Returns the recipe of FP8 operands; None for other dtypes."""
+        """Returns the FP8 recipe of `dtype`; other dtypes have none."""
         return FP8_RECIPES.get(self.dtype)
 
     def case(

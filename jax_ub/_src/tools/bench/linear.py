@@ -166,7 +166,7 @@ def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
 
 
 def _case(op, setup, column, *, quantizes):
-    """Returns a case; `quantizes` tells whether the layers quantize their operands."""
+    """Returns a benchmark case; the layers quantize operands if `quantizes`."""
     shape, ranks, recipe = op.shape(column), setup.ranks, setup.recipe
     wide = cases.wide_dtype(setup.dtype)
     options = {"fp8": recipe} if quantizes else {}
@@ -219,7 +219,7 @@ def fastest_of(
 
 
 def _in_xla_fp8(op, setup, dots, quantizes):
-    """Returns XLA's programs of FP8 operands by peer, and by a description of each."""
+    """Returns XLA's FP8 programs for an op, by peer; the inner keys describe them."""
     scaled = {
         gemm: fp8.ScaledDot(DotVariant(gemm[-2:], sums_in_f32=True), dot)
         for gemm, dot in dots.items()
@@ -241,7 +241,7 @@ def _in_xla_fp8(op, setup, dots, quantizes):
 
 
 def _memory(op, shape, own, best, ranks):
-    """Returns the memory of a forward op's programs."""
+    """Measures how many bytes jax_ub's and XLA's programs of an op allocate."""
     x = own.operands[0]
     avoided = "the gathered x [M, K]"
     avoided_bytes = shape.M * shape.K * x.dtype.itemsize

@@ -240,8 +240,8 @@ def _with_user_scope(pair):
 
 
 def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
-    """Yields rows for fallbacks that run as a dot, without an adjacent collective."""
-    known = {lowering_log.called_instead(pair.scope) for pair in pairs}
+    """Yields a row for each fallback whose dot is not next to a collective."""
+    known = {lowering_log.fallback_in(pair.scope) for pair in pairs}
     for equation, _ in equations(jaxpr, 1):
         if equation.primitive.name != "dot_general":
             continue

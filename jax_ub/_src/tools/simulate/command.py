@@ -29,7 +29,7 @@ def layer_rows(
     """Predicts the forward pass of linear layers; returns a JSON object for each."""
     rows = []
     for layer in layers:
-        # GPUs round partial sums before they send them; "direct" on a host sends none.
+        # Partial sums have the default itemsize: GPUs round them before they send them.
         work = Workload(layer.op, M, layer.K, layer.N, num_ranks)
         plan = estimate_workload(work, Method.AUTO, machine)
         alone, plan_s = bounds(work, machine), plan.seconds
