@@ -21,6 +21,9 @@ import jax_ub as ub
 from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.primitives import predicted
 from jax_ub._src.runtime import cuda_engine
+from jax_ub._src.tools.bench import pallas
+from jax_ub._src.tools.devices import Ranks
+from jax_ub._src.tools.options import Shape
 from jax_ub.flax import TransformerLayer
 
 # The fields of XLA's device description that its compiler reads.
@@ -379,3 +382,26 @@ def test_a_layer_on_one_rank_is_three_gemms_of_xla(mesh, parallel):
     assert not re.search(r"(all-gather|all-reduce|reduce-scatter)[-a-z]*\(", text)
     products = re.findall(r"__cublas\$|__triton_(?:nested_)?gemm|__gemm_fusion", text)
     assert len(re.findall(r" dot\(", text)) + len(products) >= 3
+
+
+def test_the_kernel_of_jax_that_bench_times_compiles(mesh, monkeypatch):
+    devices = [*mesh.devices]
+    monkeypatch.setattr(jax, "devices", lambda *arguments: devices)
+    monkeypatch.setattr(jax, "device_count", lambda: len(devices))
+    monkeypatch.setattr(jax, "local_device_count", lambda: len(devices))
+    monkeypatch.setattr(Ranks, "devices", devices)
+    shape = Shape(4 * M, K, 8 * N)
+    found = pallas.programs(shape, "bfloat16", Ranks(4))
+    if jax.__version_info__ < (0, 11, 2):
+        assert "without a barrier between the GPUs" in found
+        return
+    assert len(found) == 2 * len(pallas.TILES)
+    specs = (P("tp"), P(None, "tp"))
+    shapes = (("bfloat16", 4 * M, K), ("bfloat16", K, 8 * N))
+    for program in [*found.values()][::2]:  # one of each tile
+        program = lowered(program, mesh, specs, specs[1], *shapes)
+    text = program.compile().as_text()
+    targets = re.findall(r'custom_call_target="([^"]+)"', text)
+    assert len(targets) == 1
+    assert targets[0].startswith("mosaic_gpu")
+    assert not re.search(r"all-gather|collective-permute", text)

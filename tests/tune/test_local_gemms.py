@@ -223,8 +223,9 @@ def test_candidates_of_a_local_gemm_run(op):
         *(f"direct, gemm_algorithm {number}" for number in range(1, 8)),
         "xla",
     ]
-    seconds, failed = measure(case, choices, rounds=2)
+    seconds, failed, peers = measure(case, choices, rounds=2)
     assert not failed
+    assert not peers
     assert set(seconds) == set(choices)
     assert list(seconds.values()) == sorted(seconds.values())
 

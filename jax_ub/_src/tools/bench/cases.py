@@ -30,6 +30,7 @@ NAIVE = "xla_naive"
 RING = "xla_ring"
 ONEDNN = "onednn"
 UNFUSED = "unfused"
+PALLAS = "pallas"
 PLAIN = "plain_gemm"
 COPY = "copy"
 # Name of a limit (lower bound) of multi-process cases: the same op on as many devices
@@ -42,7 +43,7 @@ XLA_F8 = "xla_f8"
 XLA_QDQ = "xla_qdq"
 WIDE_PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED)
 FP8_PEERS = (BF16, XLA_F8, XLA_QDQ)
-PEERS = WIDE_PEERS + FP8_PEERS
+PEERS = (*WIDE_PEERS, PALLAS, *FP8_PEERS)
 LIMITS = (PLAIN, COPY, IN_PROCESS, PEAK)
 
 

@@ -19,7 +19,7 @@ from jax_ub._src.fp8.recipes import INPUT, KERNEL, OUTPUT_GRAD, Recipe, has_one_
 from jax_ub._src.runtime import communicators
 from jax_ub._src.runtime.memory import memory_report
 from jax_ub._src.scaled_array import source_of
-from jax_ub._src.tools.bench import cases, fp8, peers
+from jax_ub._src.tools.bench import cases, fp8, pallas, peers
 from jax_ub._src.tools.bench.cases import WIDE, Case, Memory, Setup
 from jax_ub._src.tools.bench.peers import Dot, DotVariant
 from jax_ub._src.tools.devices import AXIS, Ranks, Spec
@@ -181,10 +181,18 @@ def _case(op, setup, column, *, quantizes):
         for name, operands in op.local_operands(column, setup.num_ranks).items()
     }
     own = candidate(cases.OWN, op.own(setup.method, **options))
+    notes: tuple[str, ...] = ()
     if recipe is None:
         best = fastest_of(candidate, cases.BEST, op.in_xla(dots, wide))
         naive = candidate(cases.NAIVE, op.naive)
         compared = [naive, candidate(cases.RING, op.in_ring(dots)), best]
+        if op.name == "all_gather_matmul" and ranks.platform != "cpu":
+            kernel = pallas.find_fastest(candidate, shape, wide, ranks)
+            if isinstance(kernel, Candidate):
+                compared.insert(0, kernel)
+            else:
+                text = f"{op.name} {shape} {wide} P={setup.num_ranks}"
+                notes = (f"{cases.PALLAS}: {text}: {kernel}",)
     else:
         in_bf16 = op.candidates(ranks, wide, column)
         found = _in_xla_fp8(op, setup, dots, quantizes)
@@ -205,6 +213,7 @@ def _case(op, setup, column, *, quantizes):
         num_gemms=len(op.gemms),
         variant="fp8=recipe" if quantizes else "",
         memory=None if op.is_pair else _memory(op, shape, own, compared[-1], ranks),
+        notes=notes,
     )
 
 

@@ -171,12 +171,13 @@ class Table:
 _CASE = ("op", "P", "dtype", "M x K x N")
 
 
-def results_table(dtypes: Sequence[str]) -> Table:
+def results_table(dtypes: Sequence[str], platform: str = "cpu") -> Table:
     """Returns the table of results of these dtypes, with a column for each peer."""
     is_fp8 = [dtype in cases.FP8_RECIPES for dtype in dtypes]
     peers = cases.FP8_PEERS * any(is_fp8)
     if not all(is_fp8):
-        peers = cases.WIDE_PEERS + peers
+        on_gpus = (cases.PALLAS,) * (platform != "cpu")
+        peers = cases.WIDE_PEERS + on_gpus + peers
     return Table(*_CASE, *_TIMES, *peers, cases.PLAIN, cases.COPY, PEAK)
 
 
@@ -294,6 +295,7 @@ _SERIES = {
     cases.BEST: "over XLA's fastest program",
     cases.NAIVE: "over XLA's naive program",
     cases.RING: "over a ppermute ring",
+    cases.PALLAS: "over JAX's Pallas kernel",
     cases.BF16: "over jax_ub in bf16",
     cases.XLA_F8: "over XLA's FP8 dot",
     cases.XLA_QDQ: "over XLA, dequantized to bf16",

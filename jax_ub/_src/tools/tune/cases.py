@@ -19,6 +19,7 @@ from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.column import column_gradients
 from jax_ub._src.runtime.device_groups import heap_bytes
 from jax_ub._src.tools.bench.gemm import own_gemm
+from jax_ub._src.tools.bench.pallas import find_fastest
 from jax_ub._src.tools.devices import AXIS, FORWARD_SPECS, Ranks, Spec, normal
 from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate
@@ -108,17 +109,28 @@ class Operands:
 
     def candidate(self, name: str, choice: MethodChoice) -> Candidate:
         """Returns a program that runs the op with the method `choice`."""
+        return self.program(name, _function(self._case, choice))
+
+    def program(
+        self, name: str, function: Callable[..., Any], variant: str = ""
+    ) -> Candidate:
+        """Returns a candidate of a function of one device's operands."""
         operands = list(self._placed)
         carry = 2 if self._case.op in _LOCAL and len(operands) == 3 else None
         donated = () if carry is None else (carry,)
         for index in donated:
             spec = self._in_specs[index]
             operands[index] = self._ranks.place(self._drawn[index], spec)
-        function = _function(self._case, choice)
         program = self._ranks.program(
             function, self._in_specs, self._out_specs, donate=donated
         )
-        return Candidate(name, program, operands, carry=carry)
+        return Candidate(name, program, operands, variant, carry)
+
+    def find_pallas(self) -> Candidate | str:
+        """Returns JAX's own kernel of an AG+GEMM, or the reason why there is none."""
+        case = self._case
+        shape = Shape(case.M, case.K, case.N)
+        return find_fastest(self.program, shape, case.dtype, self._ranks)
 
 
 def _function(case: TunedKey, choice: MethodChoice) -> Callable[..., Any]:

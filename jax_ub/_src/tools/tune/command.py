@@ -19,7 +19,7 @@ from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tables import format_row
 from jax_ub._src.tools import console, devices
-from jax_ub._src.tools.bench.cases import DEFAULT_SHAPES
+from jax_ub._src.tools.bench.cases import DEFAULT_SHAPES, PALLAS
 from jax_ub._src.tools.launch.parts import count
 from jax_ub._src.tools.options import (
     Shape,
@@ -87,12 +87,15 @@ def command(given: argparse.Namespace) -> int:
         dgrad = found[dgrad_of(case)][0] if case.op == COLUMN_GRADIENTS else None
         choices = candidates(case, is_cuda, dgrad)
         num_candidates += len(choices)
-        seconds, failed = measure(case, choices, given.rounds)
+        seconds, failed, peers = measure(case, choices, given.rounds)
         best = next(iter(seconds))
         times_us = {str(choice): 1e6 * each for choice, each in seconds.items()}
+        times_us |= {name: 1e6 * each for name, each in peers.items()}
         found[case] = (best, times_us)
         tuned_file.write(given.output, tunings)
         console.say(given, _row((*dataclasses.astuple(case), _result(seconds))))
+        for name, peer_s in peers.items():
+            console.say(given, f"    {name}: {1e6 * peer_s:.0f} us, for comparison")
         for choice, reason in failed.items():
             console.say(given, f"    {choice} cannot run: {reason}")
     # Each candidate runs `rounds + 1` times, because the first run compiles it.
@@ -162,16 +165,19 @@ def _start(wanted, tp) -> bool:
 
 def measure(
     case: TunedKey, choices: Sequence[MethodChoice], rounds: int
-) -> tuple[dict[MethodChoice, float], dict[MethodChoice, str]]:
+) -> tuple[dict[MethodChoice, float], dict[MethodChoice | str, str], dict[str, float]]:
     """Times all method choices of one op and size, in interleaved rounds.
+
+    On GPUs, an AG+GEMM is compared with JAX's own kernel in the same rounds.
 
     Returns:
         The median seconds per call of each choice, including its dispatch, fastest
-        first; and the error texts of choices that failed to run.
+        first; the error texts of programs that failed to run; and the median seconds of
+        programs that are not choices, by name.
     """
     operands = Operands(case)
     running: list[Candidate] = []
-    failed = {}
+    failed: dict[MethodChoice | str, str] = {}
     for index, choice in enumerate(choices):
         candidate = operands.candidate(str(index), choice)
         try:
@@ -180,6 +186,17 @@ def measure(
             failed[choice] = str(error)
         else:
             running.append(candidate)
+    if (
+        case.op == "all_gather_matmul"
+        and devices.Ranks(case.num_ranks).platform != "cpu"
+    ):
+        kernel = operands.find_pallas()
+        if isinstance(kernel, Candidate):
+            running.append(kernel)
+        else:
+            failed[PALLAS] = kernel
     found = interleave(running, rounds).seconds
-    seconds = {choices[int(name)]: statistics.median(t) for name, t in found.items()}
-    return dict(sorted(seconds.items(), key=lambda item: item[1])), failed
+    medians = {name: statistics.median(times) for name, times in found.items()}
+    peers = {PALLAS: medians.pop(PALLAS)} if PALLAS in medians else {}
+    seconds = {choices[int(name)]: each for name, each in medians.items()}
+    return dict(sorted(seconds.items(), key=lambda item: item[1])), failed, peers
