@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax_ub._src import reference
 from jax_ub._src.parallel import mode_of
 from jax_ub._src.primitives import matmuls, vma
-from jax_ub._src.primitives.collectives import all_reduce
+from jax_ub._src.primitives.collectives import all_gather, all_reduce, reduce_scatter
 from jax_ub._src.primitives.scales import Operand
 from jax_ub._src.rules import wire
 from jax_ub._src.rules.call_config import CallConfig
@@ -47,16 +47,18 @@ def column_forward(
         "out_dtype": config.out_dtype,
     }
     if config.overlap:
-        return wire.all_gather_matmul(
+        ys, gathered = matmuls.all_gather_matmul(
             config.overlapped,
-            x,
+            wire.as_sent(config.overlapped, x),
             ws,
             biases,
             None if residual is None else (residual,),
             return_gathered=config.returns_gathered,
             **options,
         )
-    x = wire.all_gather(config.collective, x)
+        return ys, wire.widened(x, gathered)
+    sent = wire.as_sent(config.collective, x)
+    x = wire.widened(x, all_gather(config.collective, sent))
     (bias,) = biases or (None,)
     y = matmuls.matmul(config.local, (x,), ws, bias, residual, **options)
     return (y,), x if config.returns_gathered else None
@@ -83,15 +85,24 @@ def row_forward(
         "scale": config.scale,
     }
     operands = (xs, ws, bias, residual)
-    if op == "matmul_reduce_scatter":
-        options["out_dtype"] = dtype
-        return (wire.matmul_reduce_scatter(config, *operands, **options),), None
+    if wire.sends_partial_sums(config, xs[0]):
+        y = wire.matmul_reduce_scatter(config, *operands, out_dtype=dtype, **options)
+        return (y,), None
     if op == "matmul" or config.overlap:
-        product = matmuls.matmul if op == "matmul" else matmuls.matmul_all_reduce
+        product = {
+            "matmul": matmuls.matmul,
+            "matmul_reduce_scatter": matmuls.matmul_reduce_scatter,
+            "matmul_all_reduce": matmuls.matmul_all_reduce,
+        }[op]
         execution = config.local if op == "matmul" else config.overlapped
         return (product(execution, *operands, out_dtype=dtype, **options),), None
     partial = matmuls.matmul(config.local, xs, ws, out_dtype=jnp.float32, **options)
-    y = all_reduce(config.collective, partial)
+    if op == "matmul_reduce_scatter":
+        is_sum = bias is None and residual is None
+        sum_dtype = dtype if is_sum else jnp.float32
+        y = reduce_scatter(config.collective, partial, out_dtype=sum_dtype)
+    else:
+        y = all_reduce(config.collective, partial)
     return (reference.add(y, bias, residual, out_dtype=dtype),), None
 
 

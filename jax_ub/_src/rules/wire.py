@@ -25,25 +25,16 @@ from jax_ub._src.scaled_array import ScaledArray, is_scaled
 
 def all_gather(execution: Execution, x: Operand) -> Operand:
     """All-gathers the rows of x; see `collectives.all_gather`."""
-    return _widened(x, collectives.all_gather(execution, _sent(execution, x)))
-
-
-def all_gather_matmul(
-    execution: Execution, x: Operand, *operands: Any, **options: Any
-) -> tuple[tuple[jax.Array, ...], Operand | None]:
-    """Computes AG+GEMM; see `matmuls.all_gather_matmul`."""
-    rows = _sent(execution, x)
-    ys, gathered = matmuls.all_gather_matmul(execution, rows, *operands, **options)
-    return ys, _widened(x, gathered)
+    return widened(x, collectives.all_gather(execution, as_sent(execution, x)))
 
 
 def bulk_all_gather(
     execution: Execution, dys: Any, ws: Any, x: Operand, **options: Any
 ) -> tuple[jax.Array, Operand]:
     """All-gathers x beside a dgrad; see `collectives.bulk_all_gather`."""
-    rows = _sent(execution, x)
+    rows = as_sent(execution, x)
     dx, gathered = collectives.bulk_all_gather(execution, dys, ws, rows, **options)
-    return dx, _widened(x, gathered)
+    return dx, widened(x, gathered)
 
 
 def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype: Any) -> jax.Array:
@@ -66,6 +57,17 @@ def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype: Any) -> jax
         return jnp.sum(wide, axis).astype(out_dtype)
 
 
+def sends_partial_sums(config: CallConfig, x: Operand) -> bool:
+    """Returns whether the product is a GEMM+RS that sends its partial sums as FP8."""
+    return config.mode.op == "matmul_reduce_scatter" and _sends_fp8(
+        _reducing(config), x
+    )
+
+
+def _reducing(config):
+    return config.overlapped if config.overlap else config.collective
+
+
 def matmul_reduce_scatter(
     config: CallConfig,
     xs: tuple[Operand, ...],
@@ -74,16 +76,12 @@ def matmul_reduce_scatter(
     residual: jax.Array | None,
     **options: Any,
 ) -> jax.Array:
-    """Computes GEMM+RS, overlapped if partial sums are not sent as FP8.
+    """Computes a GEMM+RS that sends its partial sums as FP8.
 
-    With FP8, "pipeline" has one GEMM and one all-to-all for each split of the columns,
-    so that XLA may overlap them; the other methods have one of each.
+    "pipeline" has one GEMM and one all-to-all for each split of the columns, so that
+    XLA may overlap them; the other methods have one of each.
     """
-    execution = config.overlapped if config.overlap else config.collective
-    if config.overlap and not _sends_fp8(execution, xs[0]):
-        return matmuls.matmul_reduce_scatter(
-            execution, xs, ws, bias, residual, **options
-        )
+    execution = _reducing(config)
     num_splits = 1
     axis = 0 if options["rhs_transposed"] else 1
     num_columns = ws[0].shape[axis]
@@ -129,7 +127,7 @@ def _sends_fp8(execution, x):
     return execution.choice.sends_fp8 and execution.num_ranks > 1 and is_float
 
 
-def _sent(execution, x):
+def as_sent(execution: Execution, x: Operand) -> Operand:
     """Returns x as it is all-gathered: quantized, if it is wide and sent as FP8."""
     if is_scaled(x) or not _sends_fp8(execution, x):
         return x
@@ -142,8 +140,8 @@ def _quantized(x):
     return ScaledArray(scaling.cast(x, scales, dtype), scales)
 
 
-def _widened(x, gathered):
-    """Returns a gathered x, in the dtype of x if it is wide."""
+def widened(x: Operand, gathered: Any) -> Any:
+    """Returns the all-gathered x, in the dtype of x if that is wide."""
     if is_scaled(x) or not is_scaled(gathered):
         return gathered
     return gathered.dequantize(x.dtype)
