@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from jax_ub._src.tools.bench import cases
@@ -31,6 +33,18 @@ def test_programs_that_disagree_are_an_error():
     own.program = lambda *operands: 1.01 * program(*operands)
     with pytest.raises(ArithmeticError, match="jax_ub differs from xla_best by"):
         check_agreement(case)
+
+
+def test_programs_that_quantize_within_a_call_may_differ_by_the_rounding_to_fp8():
+    setup = Setup(Ranks(1), "float32", "auto", None, ("nn",))
+    (case,) = gemm(setup, Shape(8, 8, 8))
+    own = case[cases.OWN]
+    program = own.program
+    own.program = lambda *operands: 1.1 * program(*operands)
+    check_agreement(dataclasses.replace(case, fp8_rounding=0.125))
+    own.program = lambda *operands: 1.2 * program(*operands)
+    with pytest.raises(ArithmeticError, match="jax_ub differs from xla_best by"):
+        check_agreement(dataclasses.replace(case, fp8_rounding=0.125))
 
 
 def test_the_tolerance_follows_the_dtype_and_the_length_of_the_sums():

@@ -200,6 +200,10 @@ def _case(op, setup, column, *, quantizes):
             in_bf16(cases.BF16, op.own(setup.method)),
             *(fastest_of(candidate, name, found[name]) for name in found),
         ]
+    fp8_rounding = 0.0
+    if recipe is not None and op.is_pair:
+        dtype = jnp.float8_e5m2 if quantizes else jnp.float8_e4m3fn
+        fp8_rounding = float(jnp.finfo(dtype).eps)
     copied = shape.bytes(wide if recipe is None else jnp.float8_e4m3fn, wide)
     return setup.case(
         op.name,
@@ -214,6 +218,7 @@ def _case(op, setup, column, *, quantizes):
         variant="fp8=recipe" if quantizes else "",
         memory=None if op.is_pair else _memory(op, shape, own, compared[-1], ranks),
         notes=notes,
+        fp8_rounding=fp8_rounding,
     )
 
 
