@@ -228,8 +228,8 @@ class GpuBench {
                 int lane,
                 int sm_target = 0,
                 int algorithm = 0) {
-    gpu_.gemm().Enqueue(problem, {sm_target, false, algorithm}, WorkspaceOf(lane),
-                        stream(lane));
+    const GemmOptions options{.sm_target = sm_target, .algorithm = algorithm};
+    gpu_.gemm().Enqueue(problem, options, WorkspaceOf(lane), stream(lane));
   }
 
   void Show(const std::string& name, double value) {
