@@ -213,7 +213,8 @@ class ScheduleRun {
     transport_.Signal(step.peer, step.slot);
   }
 
-  // Copies sums on a GEMM lane, because the communication lane is about to put more.
+  // Copies a split of the gathered result. Reduced sums are copied on a GEMM's stream,
+  // since the communication stream is about to send further splits.
   void CopySplit(const Step& step) {
     if (communicated_.gathered.data == nullptr) return;
     if (step.payload != Payload::kSum) return CopySplit(kCommunicationLane, step);

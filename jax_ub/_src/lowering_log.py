@@ -16,7 +16,9 @@ from jax_ub._src.methods import Method
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """A call that ran as plain `jax.lax`, or a layer whose work several ranks repeat.
+    """A record that overlap was not used as asked, and why.
+
+    A call ran as plain `jax.lax`, or several ranks repeat the work of a layer.
 
     Attributes:
         label: the call's name.

@@ -229,9 +229,9 @@ GpuCallSignature CudaEngine::SignatureOf(CudaCallSite& site,
   return signature;
 }
 
-// Declares the rank's signature of the call to its peers: once per communicator, and
-// again for each call that the rank rejects. Therefore the n-th signatures of all ranks
-// belong together.
+// Sends the rank's signature of the call (op, shapes, dtypes) to its peers, which
+// compare the n-th signatures of all ranks. A call site sends one per communicator. A
+// call that the rank rejects sends another one, so that the peers reject it, too.
 void CudaEngine::Declare(CudaCallSite& site,
                          int ordinal,
                          const DeviceRank& device_rank,

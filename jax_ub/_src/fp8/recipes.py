@@ -174,7 +174,10 @@ class Float8CurrentScaling:
         _check_attention(self)
 
     def amax_epsilon(self, role: str) -> float:
-        """Returns the smallest amax of a tensor; `role` is one of `ROLES`."""
+        """Returns the lower bound to which a smaller amax of a tensor is raised.
+
+        `role` is one of `ROLES`.
+        """
         return getattr(self, _QPARAMS[role]).amax_epsilon
 
     def has_power_2_scale(self, role: str) -> bool:

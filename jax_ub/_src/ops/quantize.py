@@ -174,7 +174,7 @@ class _Path:
 
 
 def _paths(ops: Sequence[BasicOperation], role: str) -> list[_Path]:
-    """Returns the paths of the activations, or of the gradients, in `ops`."""
+    """Returns the path of each quantized activation, or gradient, through `ops`."""
     is_forward = role == INPUT
     found: list[_Path] = []
     path: _Path | None = None

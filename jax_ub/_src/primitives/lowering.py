@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as hlo
 
-from jax_ub._src import lowering_log
+from jax_ub._src import dtypes, lowering_log
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.methods import DEFAULT_SPLITS, Method, Variant, auto_on_gpus
 from jax_ub._src.primitives.mesh import Ranks, find_ranks
@@ -330,10 +330,14 @@ def _why_no_fp8(ctx, call, ranks):
     if reason is not None:
         return reason
     factors = operands[: call.num_scales]
+    wide = [x.dtype for x in factors if x.dtype not in dtypes.FP8]
+    if wide:
+        return f"cuBLASLt does not multiply FP8 by {wide[0]}"
     num_results = len(ctx.avals_out) - len(call.gathered_scales(scales))
     sizes = [array.shape[-1] for array in (*factors, *ctx.avals_out[:num_results])]
     if call.contracts_rows:
-        # An operand that the call gathers has fewer rows.
+        # The GEMM contracts all rows. The operand that the call gathers has only this
+        # rank's rows, so the larger number counts.
         sizes.append(max(math.prod(factor.shape[:-1]) for factor in factors))
     multiple = cuda_engine.load().fp8_multiple
     for size in sizes:

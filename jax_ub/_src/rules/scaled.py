@@ -340,7 +340,7 @@ def quantized(
     of_x = config
     for name, operand in by_name(x, ws).items():
         if is_scaled(operand) and INPUT not in roles:
-            # The caller's recipe may be another one.
+            # The operand's scales may be those of another recipe than `config.fp8`.
             of_x = dataclasses.replace(config, fp8=None)
             continue
         if is_scaled(operand):

@@ -80,7 +80,10 @@ def wgrad_accumulate(setup: Setup, shape: Shape) -> list[Case]:
 def _case(
     setup: Setup, shape: Shape, op: str, variant: str, public: Gemm | None = None
 ) -> Case:
-    """Returns the case of a GEMM variant, as the primitive or a `public` function."""
+    """Returns the benchmark case of one GEMM variant, such as "nn+bias".
+
+    It times `public`, a function of jax_ub's API, or else the GEMM primitive.
+    """
     layout, _, added = variant.partition("+")
     out_dtype = "float32" if layout == "tn" and added else setup.dtype
     candidate, draw = _candidates(setup, shape, layout, added, out_dtype)
