@@ -38,7 +38,7 @@ SAME = [
 ]
 
 # Programs that are only lowered for GPUs test nothing more in several processes.
-NOT_SAME = ["primitives/test_on_cuda.py"]
+NOT_SAME = ["primitives/test_on_cuda.py", "primitives/test_fp8_on_cuda.py"]
 
 
 def first_failure(done):
