@@ -80,7 +80,7 @@ def test_a_jax_without_the_barrier_has_no_kernel(gpus, monkeypatch):
 
 @pytest.fixture
 def on_gpus(monkeypatch):
-    """Lets benchmarks take the CPU devices for GPUs."""
+    """Sets `Ranks.platform` to "gpu", so that benchmarks treat CPU devices as GPUs."""
     monkeypatch.setattr(Ranks, "platform", "gpu")
 
 

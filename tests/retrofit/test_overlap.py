@@ -236,8 +236,19 @@ def test_a_layer_keeps_a_custom_dot_general():
     text = r"'up' has a custom dot_general, <function.*lax.dot_general first, or "
     with pytest.raises(ub.errors.UnsupportedOverlapError, match=text):
         ub.overlap(model, {"down": "row", "up": "column"})
+    before = len(ub.fallbacks())
     ub.overlap(model, {"up": None, ".*": "row"})
     assert ub.overlapped(model) == {"down": "row"}
+    assert ub.fallbacks()[before:] == (note,)
+
+
+def test_a_layer_that_an_earlier_call_has_overlapped_is_no_fallback():
+    with jax.set_mesh(mesh_of(1, 2)):
+        model = ub.overlap(sharded_block(), {"up": "column", "down": None})
+        before = len(ub.fallbacks())
+        ub.overlap(model, {"down": "row", "up": None})
+    assert ub.overlapped(model) == {"up": "column", "down": "row"}
+    assert len(ub.fallbacks()) == before
 
 
 def test_sizes_of_a_layer_may_be_numpy_integers():

@@ -174,7 +174,7 @@ void AmxTile(const void* a,
 }
 
 // Packs A into panels of width 1: word k of row o goes to rows + o * row_bytes + 4 * k.
-// The source is contiguous along K, and its rows are `stride` bytes apart.
+// The source is contiguous along K, and its row stride is `stride` bytes.
 template <DType kDType>
 void CopyRows(const void* source,
               int64_t stride,

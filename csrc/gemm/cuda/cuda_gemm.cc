@@ -102,8 +102,7 @@ void CheckScales(const GemmProblem& problem) {
       problem.has_factors_by_k) {
     throw UnsupportedError(
         "FP8 on GPUs needs scales that are constant along the contracted dimension. "
-        "Use "
-        "a recipe with one scale per tensor");
+        "Use a recipe with one scale per tensor");
   }
   if (problem.factors.empty()) return;
   const FactorView& rows = problem.factors[0];

@@ -141,7 +141,7 @@ def overlap(  # noqa: PLR0913, options of layers
     # unchanged.
     for path, replacement in replacements.items():
         layers[path].replace(replacement)
-    _record_others(model, layers, kinds, axis_name)
+    _record_others(model, layers, axis_name)
     return model
 
 
@@ -387,7 +387,7 @@ def _replacement(layer, layout):
 def _kinds_by_sharding(rules, layers, axis_name) -> dict[str, str]:
     """Maps layer paths to "column" or "row", read from the kernels' shardings.
 
-    Layers with a custom product function are left out and recorded as fallbacks.
+    Layers with a custom product function are left out.
     """
     if not isinstance(rules, str) or rules != "auto":
         raise UnknownNameError(
@@ -404,14 +404,7 @@ def _kinds_by_sharding(rules, layers, axis_name) -> dict[str, str]:
             f"the kernels first, or pass rules={{{shown(path)}: "
             '"column", ...}.'
         )
-    for path in list(kinds):
-        kept = layers[path].kept_reason()
-        if kept is not None:
-            lowering_log.record_fallback(
-                f"overlap({shown(path)})", f"the layer {kept[0]}"
-            )
-            del kinds[path]
-    return kinds
+    return {path: k for path, k in kinds.items() if not layers[path].kept_reason()}
 
 
 def _kinds_by_path(rules, layers) -> dict[str, str]:
@@ -433,26 +426,31 @@ def _kinds_by_path(rules, layers) -> dict[str, str]:
     return kinds
 
 
-def _record_others(model, layers, kinds, axis_name):
+def _record_others(model, layers, axis_name):
     """Records parameters that are sharded over the axis but not overlapped.
 
     `ub.fallbacks` lists them.
     """
     by_node = {id(layer.node): path for path, layer in layers.items()}
+    reasons: dict[str, str] = {}
     for path, module, spec in _sharded_parameters(model, axis_name):
         owner = by_node.get(id(module))
-        layer = None if owner is None else layers[owner]
-        # `_kinds_by_sharding` has already recorded layers with a custom product
-        # function. Layers of jax_ub.flax overlap without `ub.overlap`.
-        is_recorded = layer is not None and layer.kept_reason() is not None
-        if owner in kinds or is_recorded or hasattr(module, "sharding_layout"):
+        if owner is None:
+            # Layers of jax_ub.flax overlap without `ub.overlap`.
+            if hasattr(module, "sharding_layout"):
+                continue
+            why = f"belongs to a {type(module).__name__}, which overlap does not know"
+        elif _is_overlapped(layers[owner].product):
             continue
-        why = f"belongs to a {type(module).__name__}, which overlap does not know"
-        if layer is not None:
+        elif kept := layers[owner].kept_reason():
+            reasons[owner] = f"the layer {kept[0]}"
+            continue
+        elif layers[owner].kind(axis_name) is None and len(axis_tuple(axis_name)) > 1:
+            why = f"is not sharded over all of {shown(axis_name)}"
+        else:
             why = f"belongs to the layer {shown(owner)}, which no rule overlaps"
-            if layer.kind(axis_name) is None and len(axis_tuple(axis_name)) > 1:
-                why = f"is not sharded over all of {shown(axis_name)}"
-        reason = f"the parameter, sharded {P(*spec)}, {why}"
+        reasons[path] = f"the parameter, sharded {P(*spec)}, {why}"
+    for path, reason in reasons.items():
         lowering_log.record_fallback(f"overlap({shown(path)})", reason)
 
 

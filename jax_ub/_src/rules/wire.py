@@ -31,7 +31,7 @@ def all_gather(execution: Execution, x: Operand) -> Operand:
 def bulk_all_gather(
     execution: Execution, dys: Any, ws: Any, x: Operand, **options: Any
 ) -> tuple[jax.Array, Operand]:
-    """All-gathers x beside a dgrad; see `collectives.bulk_all_gather`."""
+    """All-gathers x concurrently with a dgrad; see `collectives.bulk_all_gather`."""
     rows = as_sent(execution, x)
     dx, gathered = collectives.bulk_all_gather(execution, dys, ws, rows, **options)
     return dx, widened(x, gathered)

@@ -228,8 +228,10 @@ def check_agreement(case: Case) -> None:
     }
     best = BEST if BEST in results else XLA_QDQ
     bound = tolerance(wide_dtype(case.dtype), max(dataclasses.astuple(case.shape)))
-    # Values that differ by rounding may be quantized to neighboring FP8 numbers.
-    bound += case.fp8_rounding
+    # Values that differ by rounding may be quantized to neighboring FP8 numbers. That
+    # changes one term of a sum, and a sum of n terms is about sqrt(n) times as large as
+    # a term. The largest terms are about twice as large as the others.
+    bound += 2 * case.fp8_rounding / min(dataclasses.astuple(case.shape)) ** 0.5
     for name, found in results.items():
         for x, y in zip(found, results[best], strict=True):
             error = float(np.max(np.abs(x - y)) / np.max(np.abs(y)))
