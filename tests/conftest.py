@@ -15,8 +15,10 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 import jax
 import layouts
 import pytest
+from cuda_programs import StandIn
 
 import jax_ub
+from jax_ub._src.runtime import cuda_engine
 
 jax.config.update("jax_platforms", "cpu")
 if layouts.LAYOUT is None:
@@ -32,6 +34,14 @@ STATUS = pytest.StashKey[int]()
 def nothing_stays_initialized():
     yield
     jax_ub.destroy_ub()
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Replaces the CUDA engine by a stand-in, and returns it."""
+    engine = StandIn()
+    monkeypatch.setattr(cuda_engine, "load", lambda: engine)
+    return engine
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cuda_programs import (
-    StandIn,
     attribute,
     called,
     collectives,
@@ -27,13 +26,6 @@ SPECS = {
     "column": ((P("tp"), P(None, "tp")), P(None, "tp")),
     "row": ((P(None, "tp"), P("tp")), P("tp")),
 }
-
-
-@pytest.fixture
-def engine(monkeypatch):
-    engine = StandIn()
-    monkeypatch.setattr(cuda_engine, "load", lambda: engine)
-    return engine
 
 
 def lower_for(monkeypatch, *capability):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from cuda_programs import (
     WORKSPACE_BYTES,
-    StandIn,
     attribute,
     called,
     collectives,
@@ -36,13 +35,6 @@ from jax_ub.errors import UnsupportedOverlapError
 
 COLUMN = (P("tp"), P(None, "tp"))
 ROW = (P(None, "tp"), P("tp"))
-
-
-@pytest.fixture
-def engine(monkeypatch):
-    engine = StandIn()
-    monkeypatch.setattr(cuda_engine, "load", lambda: engine)
-    return engine
 
 
 def column(mesh, **options):

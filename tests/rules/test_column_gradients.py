@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from cuda_programs import StandIn, attribute, cuda_text, custom_calls, shape
+from cuda_programs import attribute, cuda_text, custom_calls, shape
 from jax.sharding import PartitionSpec as P
 from programs import on_ranks, tp_mesh
 
@@ -16,13 +16,6 @@ from jax_ub._src.runtime import cuda_engine, tuned_tables
 from jax_ub._src.runtime.tuned_tables import environment
 
 COLUMN = (P("tp"), P(None, "tp"))
-
-
-@pytest.fixture
-def engine(monkeypatch):
-    engine = StandIn()
-    monkeypatch.setattr(cuda_engine, "load", lambda: engine)
-    return engine
 
 
 def backward_of_column(monkeypatch, num_kernels, **options):

@@ -99,17 +99,22 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("method", FULL)
-def test_frozen_operands_skip_their_gemm_and_nothing_is_gathered_twice(method):
-    x, w, b, residual = operands(2)
-    layer = on_ranks(
+def scattered_sums(**options):
+    """Returns a GEMM+RS with bias and residual, of two ranks."""
+    return on_ranks(
         lambda x, w, b, r: ub.matmul_reduce_scatter(
-            x, w, axis_name="tp", bias=b, residual=r, method=method
+            x, w, axis_name="tp", bias=b, residual=r, **options
         ),
         tp_mesh(2),
         (P(None, None, "tp"), P("tp"), P(), P(None, "tp")),
         P(None, "tp"),
     )
+
+
+@pytest.mark.parametrize("method", FULL)
+def test_frozen_operands_skip_their_gemm_and_nothing_is_gathered_twice(method):
+    x, w, b, residual = operands(2)
+    layer = scattered_sums(method=method)
 
     def backward(*wanted):
         gradient = jax.jit(jax.grad(lambda *v: weighted(layer(*v)), wanted))
@@ -132,14 +137,7 @@ def test_frozen_operands_skip_their_gemm_and_nothing_is_gathered_twice(method):
 )
 def test_results_and_gradients_have_their_dtypes(dtype, out_dtype):
     x, w, b, residual = operands(2, dtype)
-    layer = on_ranks(
-        lambda x, w, b, r: ub.matmul_reduce_scatter(
-            x, w, axis_name="tp", bias=b, residual=r, out_dtype=out_dtype
-        ),
-        tp_mesh(2),
-        (P(None, None, "tp"), P("tp"), P(), P(None, "tp")),
-        P(None, "tp"),
-    )
+    layer = scattered_sums(out_dtype=out_dtype)
     y, pull = jax.vjp(layer, x, w, b.astype("float32"), residual)
     assert y.dtype == (out_dtype or dtype)
     assert [g.dtype for g in pull(y)] == [dtype, dtype, "float32", dtype]

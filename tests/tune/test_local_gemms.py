@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from cuda_programs import StandIn, attribute, cuda_text, custom_calls, shape
+from cuda_programs import attribute, cuda_text, custom_calls, shape
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, small_integers
 from programs import calls, compiled_text, on_ranks, tp_mesh
@@ -34,13 +34,6 @@ def file_of(tmp_path, monkeypatch):
         return path
 
     return write
-
-
-@pytest.fixture
-def engine(monkeypatch):
-    engine = StandIn()
-    monkeypatch.setattr(cuda_engine, "load", lambda: engine)
-    return engine
 
 
 def algorithms(function, *operands):
