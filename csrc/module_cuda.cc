@@ -103,12 +103,8 @@ nb::dict CublasLtOfProcess() {
 std::optional<std::string> WhyNoFp8(std::pair<int, int> capability,
                                     const std::string& scaled_unit,
                                     size_t cublaslt_version) {
-  using jax_ub::ScaledUnit;
-  const std::map<std::string, ScaledUnit> units = {{"tensor", ScaledUnit::kTensor},
-                                                   {"row", ScaledUnit::kRow},
-                                                   {"block", ScaledUnit::kBlock}};
   std::string reason = jax_ub::WhyNoFp8(
-      units.at(scaled_unit), {capability.first, capability.second}, cublaslt_version);
+      scaled_unit, {capability.first, capability.second}, cublaslt_version);
   return reason.empty() ? std::nullopt : std::optional(std::move(reason));
 }
 

@@ -416,10 +416,7 @@ std::string DescribeCall(const CallAttributes& at, const RankCall& call) {
   std::ostringstream text;
   text << at.label << ": " << OpName(at.op) << " by " << MethodName(at.method);
   if (at.variant != Variant::kPlain) text << ", " << VariantName(at.variant);
-  if (!call.scales.empty()) {
-    const bool is_block = call.scales[0].dtype == DType::kE8M0;
-    text << kScalesPer << (is_block ? "block" : at.has_row_scales ? "row" : "tensor");
-  }
+  if (!call.scales.empty()) text << kScalesPer << ScaledUnitOf(at, call);
   text << " of ";
   const auto list = [&](const std::vector<Tensor>& tensors) {
     for (size_t i = 0; i < tensors.size(); ++i) {
@@ -437,7 +434,15 @@ std::string DescribeCall(const CallAttributes& at, const RankCall& call) {
   return text.str();
 }
 
-std::string_view ScaledUnitOf(std::string_view description) {
+std::string_view ScaledUnitOf(const CallAttributes& at, const RankCall& call) {
+  if (call.scales.empty()) return "";
+  const bool has_blocks =
+      std::any_of(call.scales.begin(), call.scales.end(),
+                  [](const Tensor& scales) { return scales.dtype == DType::kE8M0; });
+  return has_blocks ? "block" : at.has_row_scales ? "row" : "tensor";
+}
+
+std::string_view ScaledUnitIn(std::string_view description) {
   const size_t at = description.find(kScalesPer);
   if (at == std::string_view::npos) return "";
   description.remove_prefix(at + kScalesPer.size());

@@ -142,9 +142,10 @@ void CheckCall(const CallAttributes& attributes, const RankCall& call);
 // bf16[8, 16] to bf16[8, 16], num_kernels 1".
 uint64_t Signature(const CallAttributes& attributes, const RankCall& call);
 std::string DescribeCall(const CallAttributes& attributes, const RankCall& call);
-// Parses a description from DescribeCall. Returns whether the call has one FP8 scale
-// per "tensor", "row" or "block", or "" if it has no scales.
-std::string_view ScaledUnitOf(std::string_view description);
+// Returns whether the call has one FP8 scale per "tensor", "row" or "block", or "" if it
+// has no scales. ScaledUnitIn reads it from a description by DescribeCall.
+std::string_view ScaledUnitOf(const CallAttributes& attributes, const RankCall& call);
+std::string_view ScaledUnitIn(std::string_view description);
 // Returns the options that differ from the defaults: ", use_ce 0, num_sm 4".
 std::string DescribeKernelOptions(const KernelOptions& kernel_options);
 

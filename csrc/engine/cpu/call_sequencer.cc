@@ -353,8 +353,8 @@ void CallSequencer::CompareSignatures(const CollectiveCall& collective, int64_t 
         "CommunicatorError: jax_ub." + collective.attributes->label + ": ";
     const std::string names[] = {communicator_->DescribeProcess(0),
                                  communicator_->DescribeProcess(p)};
-    const std::string units[] = {std::string(ScaledUnitOf(first.text)),
-                                 std::string(ScaledUnitOf(other.text))};
+    const std::string units[] = {std::string(ScaledUnitIn(first.text)),
+                                 std::string(ScaledUnitIn(other.text))};
     if (units[0] != units[1] && !units[0].empty() && !units[1].empty()) {
       throw CommunicatorError(begin + names[1] + " scales per " + units[1] + ", " +
                               names[0] + " per " + units[0] +

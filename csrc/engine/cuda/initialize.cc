@@ -44,14 +44,6 @@ GemmOptions OptionsOf(const CallAttributes& at, const Gpu& gpu) {
   return options;
 }
 
-ScaledUnit ScaledUnitOf(const CallAttributes& at, const RankCall& call) {
-  if (!at.has_row_scales) return ScaledUnit::kTensor;
-  const bool has_blocks =
-      std::any_of(call.scales.begin(), call.scales.end(),
-                  [](const Tensor& scales) { return scales.dtype == DType::kE8M0; });
-  return has_blocks ? ScaledUnit::kBlock : ScaledUnit::kRow;
-}
-
 std::vector<int64_t> DevicesOf(const CallAttributes& at, int group) {
   const auto first = at.ranks.begin() + group * at.num_ranks;
   return {first, first + at.num_ranks};

@@ -1,7 +1,5 @@
 #include "gemm/cuda/fp8_support.h"
 
-#include <string_view>
-
 namespace jax_ub {
 
 namespace {
@@ -21,19 +19,21 @@ std::string VersionText(size_t version) {
 
 }  // namespace
 
-std::string WhyNoFp8(ScaledUnit unit, const ComputeCapability& device, size_t version) {
+std::string WhyNoFp8(std::string_view scaled_unit,
+                     const ComputeCapability& device,
+                     size_t version) {
   if (device < kAda) {
     return "FP8 needs a GPU of compute capability 8.9 or newer; this is " +
            TextOf(device);
   }
   constexpr std::string_view kInstead = ". Use a recipe with one scale per tensor";
-  if (unit == ScaledUnit::kBlock) {
+  if (scaled_unit == "block") {
     return "the CUDA engine multiplies no FP8 operands with scales of blocks" +
            std::string(kInstead);
   }
   constexpr size_t kLeastForRows = 120900;
   const bool is_old = version != 0 && version < kLeastForRows;
-  if (unit == ScaledUnit::kRow && (device != kHopper || is_old)) {
+  if (scaled_unit == "row" && (device != kHopper || is_old)) {
     return "row scales need a GPU of compute capability 9.0 and cuBLASLt 12.9; this "
            "is " +
            TextOf(device) + (is_old ? " and " + VersionText(version) : "") +

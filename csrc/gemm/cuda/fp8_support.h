@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 namespace jax_ub {
 
@@ -15,16 +16,16 @@ struct ComputeCapability {
   auto operator<=>(const ComputeCapability&) const = default;
 };
 
-// What has one scale in an FP8 operand: the tensor, a row or column of the product, or
-// 32 elements along the contracted dimension.
-enum class ScaledUnit : uint8_t { kTensor, kRow, kBlock };
-
 // All sizes of an FP8 GEMM are multiples of this.
 inline constexpr int64_t kFp8Multiple = 16;
 
-// Returns why GEMMs of FP8 operands with such scales cannot run on a device, or "".
-// `version` is that of cuBLASLt, such as 130100, or 0 if it is unknown.
-std::string WhyNoFp8(ScaledUnit unit, const ComputeCapability& device, size_t version);
+// Returns why GEMMs of FP8 operands cannot run on a device, or "". `scaled_unit` is what
+// has one scale in an operand: the "tensor", a "row" or column of the product, or a
+// "block" of 32 elements along the contracted dimension. `version` is the version of
+// cuBLASLt, such as 130100, or 0 if it is unknown.
+std::string WhyNoFp8(std::string_view scaled_unit,
+                     const ComputeCapability& device,
+                     size_t version);
 
 // Returns whether FP8 operands must be contiguous along the contracted dimension: in
 // cuBLASLt's terms, A is transposed and B is not.

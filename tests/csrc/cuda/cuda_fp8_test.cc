@@ -155,20 +155,19 @@ TEST(ScalesOfRowsNeedHopperAndANewLibrary) {
   const std::string needs =
       "row scales need a GPU of compute capability 9.0 and cuBLASLt 12.9; this is ";
   const std::string instead = ". Use a recipe with one scale per tensor";
-  CHECK_EQ(WhyNoFp8(ScaledUnit::kRow, {9, 0}, 120900), "");
-  CHECK_EQ(WhyNoFp8(ScaledUnit::kRow, {9, 0}, 0), "");
-  CHECK_EQ(WhyNoFp8(ScaledUnit::kRow, {9, 0}, 120805),
-           needs + "9.0 and 12.8.5" + instead);
-  CHECK_EQ(WhyNoFp8(ScaledUnit::kRow, {10, 0}, 130000), needs + "10.0" + instead);
+  CHECK_EQ(WhyNoFp8("row", {9, 0}, 120900), "");
+  CHECK_EQ(WhyNoFp8("row", {9, 0}, 0), "");
+  CHECK_EQ(WhyNoFp8("row", {9, 0}, 120805), needs + "9.0 and 12.8.5" + instead);
+  CHECK_EQ(WhyNoFp8("row", {10, 0}, 130000), needs + "10.0" + instead);
 }
 
 TEST(Fp8NeedsANewLibraryOnAda) {
   const ComputeCapability ada = {8, 9};
-  CHECK_EQ(WhyNoFp8(ScaledUnit::kTensor, ada, 120103), "");
-  CHECK_EQ(WhyNoFp8(ScaledUnit::kTensor, ada, 120100),
+  CHECK_EQ(WhyNoFp8("tensor", ada, 120103), "");
+  CHECK_EQ(WhyNoFp8("tensor", ada, 120100),
            "FP8 on a GPU of compute capability 8.9 needs cuBLASLt 12.1.3; this is "
            "12.1.0");
-  CHECK_EQ(WhyNoFp8(ScaledUnit::kTensor, {9, 0}, 120000), "");
+  CHECK_EQ(WhyNoFp8("tensor", {9, 0}, 120000), "");
 }
 
 }  // namespace
