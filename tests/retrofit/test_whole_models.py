@@ -57,7 +57,7 @@ def test_parameters_that_are_sharded_but_not_overlapped_are_recorded():
             "the parameter, sharded P(None, 'tp'), belongs to a OwnEinsum, which "
             "overlap does not know"
         )
-        ub.overlap(nnx.List([model]), {"0.up": None, ".*": None})
+        ub.overlap(nnx.List([Half(nnx.Rngs(0))]), {"0.up": None, ".*": None})
     reason = notes_of(["0.up.kernel"])["0.up.kernel"]
     assert reason.endswith("belongs to the layer '0.up', which no rule overlaps")
 
