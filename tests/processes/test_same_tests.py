@@ -37,9 +37,6 @@ SAME = [
     ),
 ]
 
-# Programs that are only lowered for GPUs test nothing more in several processes.
-NOT_SAME = ["primitives/test_on_cuda.py", "primitives/test_fp8_on_cuda.py"]
-
 
 def first_failure(done):
     """Returns the output of the first failed process, and the launcher's report."""
@@ -58,7 +55,6 @@ def run_tests(num_processes, layout, part, paths=SAME):
             *(sys.executable, "-m", "jax_ub", "launch", "-n", str(num_processes)),
             *("--devices-per-process", "8", "--timeout", "1500"),
             *(*pytest_alone, *(str(TESTS / path) for path in paths)),
-            *(f"--ignore={TESTS / path}" for path in NOT_SAME),
         ],
         capture_output=True,
         text=True,
