@@ -75,7 +75,7 @@ build_all() {
   if [[ -d $prebuilt ]]; then
     echo "from $prebuilt"
     cp "$prebuilt"/jax_ub/*.so "$top/jax_ub/"
-    cp "$prebuilt"/*_bench "$build/"
+    cp "$prebuilt"/gpu_ladder "$prebuilt"/*_bench "$build/"
     return
   fi
   cmake -S "$top/csrc" -B "$build" -G Ninja -DJAX_UB_CUDA=on -DJAX_UB_TESTS=ON \
@@ -83,7 +83,7 @@ build_all() {
     { tail -20 "$out/cmake.log"; return 1; }
   : >"$out/build.log"
   build_target _cpu _cuda && cmake --install "$build" --prefix "$top" >>"$out/build.log" &&
-    build_target gpu_bench loopback_bench
+    build_target gpu_ladder gpu_bench loopback_bench
 }
 
 build_target() {
@@ -140,13 +140,15 @@ sanitized() {
 memcheck() { sanitized memcheck --report-api-errors no; }
 racecheck() { sanitized racecheck; }
 
-# benchmark NAME: cuBLASLt is in the folder where pip installed it, unless XLA has loaded it.
-benchmark() {
+# program NAME [ARGUMENT...]: a program of the build, with the folders of cuBLASLt, which is
+# where pip installed it unless XLA has loaded it.
+program() {
   local libraries
   libraries=$("$python" -c 'from jax_ub._src.runtime import cuda_engine; print(*cuda_engine.library_paths())')
   # shellcheck disable=SC2086  # one argument for each
-  "$build/$1" "$out/$1.json" $libraries
+  "$build/$1" "${@:2}" $libraries
 }
+benchmark() { program "$1" "$out/$1.json"; }
 
 # against_xla NAME: calls of one GPU and XLA's, into NAME.json.
 against_xla() {
@@ -160,7 +162,7 @@ tuned_against_xla() {
     JAX_UB_TUNED="$out/choices.json" against_xla tuned
 }
 
-export -f ub ranks captured eager multicast sanitized memcheck racecheck benchmark machine \
+export -f ub ranks captured eager multicast sanitized memcheck racecheck program benchmark machine \
   build_all build_target against_xla tuned_against_xla
 export top out build python PYTHONPATH="$top${PYTHONPATH:+:$PYTHONPATH}"
 # A wait that hangs says whom it waited for before its step's time is over. Ranks come to a
@@ -176,6 +178,7 @@ main() {
   cd "$top" || exit 1
   step 20 "machine" bash -c machine
   step 170 "build from source" bash -c build_all
+  step 60 "ladder" bash -c 'program gpu_ladder'
   step 40 "doctor" bash -c 'ub doctor'
   step 80 "one process, captured" bash -c 'captured "$python" tests/gpu/local.py'
   step 110 "2 processes on one GPU, captured" bash -c 'captured ranks 2'

@@ -11,6 +11,6 @@ build=${BUILD:-$top/build/gpu}
 PATH=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
 cmake -S "$top/csrc" -B "$build" -G Ninja -DJAX_UB_CUDA=on -DJAX_UB_TESTS=ON \
   -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')"
-cmake --build "$build" --target _cpu _cuda gpu_bench loopback_bench
+cmake --build "$build" --target _cpu _cuda gpu_ladder gpu_bench loopback_bench
 cmake --install "$build" --prefix "$top/build/prebuilt" --strip
-cp "$build"/{gpu,loopback}_bench "$top/build/prebuilt/"
+cp "$build"/{gpu_ladder,gpu_bench,loopback_bench} "$top/build/prebuilt/"

@@ -50,11 +50,7 @@ const std::vector<Layer> kLayers = {
 class PartsBench : public GpuBench {
  public:
   PartsBench(const Driver& driver, const CublasLt& library)
-      : GpuBench(driver, library),
-        flags_page_(driver, 4096),
-        error_(driver, sizeof(ErrorRecord)) {
-    Check(driver, driver.MemsetD8Async(flags_page_.get(), 0, 4096, stream(0)),
-          "cuMemsetD8Async");
+      : GpuBench(driver, library), own_flags_(driver, stream(0)) {
     Synchronize();
   }
 
@@ -84,7 +80,7 @@ class PartsBench : public GpuBench {
 
   void Ceilings() {
     const int64_t n = 8192;
-    const DeviceMemory a = Random(2 * n * n), b = Random(2 * n * n);
+    const DeviceMemory a = RandomMemory(2 * n * n), b = RandomMemory(2 * n * n);
     const DeviceMemory c(driver_, 2 * n * n);
     const GemmProblem problem = Product(n, n, n, a.get(), b.get(), c.get());
     // The first algorithm is the one that calls use unless they are tuned.
@@ -98,7 +94,7 @@ class PartsBench : public GpuBench {
            2e-6 * n * n * n / time);
     }
     const int64_t size = 1024 * kMiB;
-    const DeviceMemory from = Random(size), to(driver_, size);
+    const DeviceMemory from = RandomMemory(size), to(driver_, size);
     copy_tbs_ = 2e-6 * size / Times({[&] { Copy(to.get(), from.get(), size, 0); }})[0];
     Show("copy of 1 GiB, read and written, TB/s", copy_tbs_);
   }
@@ -107,7 +103,7 @@ class PartsBench : public GpuBench {
   // the streams.
   void Chunked(const Layer& layer) {
     const int64_t m = layer.m, n = layer.n, k = layer.k, rows = m / layer.num_ranks;
-    const DeviceMemory a = Random(2 * m * k), b = Random(2 * k * n);
+    const DeviceMemory a = RandomMemory(2 * m * k), b = RandomMemory(2 * k * n);
     const DeviceMemory c(driver_, 2 * m * n);
     const GemmProblem whole = Product(m, n, k, a.get(), b.get(), c.get());
     std::vector<GemmProblem> chunks;
@@ -146,7 +142,7 @@ class PartsBench : public GpuBench {
   void Copies() {
     constexpr int kCopies = 16;
     for (const int64_t size : {kMiB / 16, kMiB, 32 * kMiB}) {
-      const DeviceMemory from = Random(size), to(driver_, size);
+      const DeviceMemory from = RandomMemory(size), to(driver_, size);
       std::vector<std::string> names = {"the copy engine"};
       std::vector<Enqueue> programs = {[&] {
         for (int i = 0; i < kCopies; ++i) Copy(to.get(), from.get(), size, 0);
@@ -171,7 +167,7 @@ class PartsBench : public GpuBench {
   void NextToCopies() {
     const Layer& layer = kLayers[2];
     const int64_t m = layer.m, n = layer.n, k = layer.k;
-    const DeviceMemory a = Random(2 * m * k), b = Random(2 * k * n);
+    const DeviceMemory a = RandomMemory(2 * m * k), b = RandomMemory(2 * k * n);
     const DeviceMemory c(driver_, 2 * m * n), gathered(driver_, 2 * m * k);
     const GemmProblem whole = Product(m, n, k, a.get(), b.get(), c.get());
     std::vector<std::string> names = {"a copy of its operand"};
@@ -226,7 +222,7 @@ class PartsBench : public GpuBench {
     show("alone", [] {});
     for (const Layer& layer : {kLayers[1], kLayers[2]}) {
       const int64_t m = layer.m / layer.num_ranks, n = layer.n, k = layer.k;
-      const DeviceMemory a = Random(2 * m * k), b = Random(2 * k * n);
+      const DeviceMemory a = RandomMemory(2 * m * k), b = RandomMemory(2 * k * n);
       const DeviceMemory c(driver_, 2 * m * n);
       const GemmProblem chunk = Product(m, n, k, a.get(), b.get(), c.get());
       for (const int margin : {0, 2, 4, 8, 16}) {
@@ -247,25 +243,14 @@ class PartsBench : public GpuBench {
 
   // Enqueues a signal to this rank itself, and a wait for it.
   void Handshake(CUstream stream) {
-    const CUdeviceptr page = flags_page_.get();
-    const RankWords own{page, page + 128, page + 256, error_.device()};
-    SignalParams signal{};
-    signal.own = own;
-    signal.signals = {1, {{page + 384, page + 512}}};
-    WaitParams wait{};
-    wait.waiting.own = own;
-    wait.waiting.timeout_ns = 1'000'000'000;
-    wait.ahead = 1;
-    wait.num_flags = 1;
-    wait.flags[0].flag = wait.flags[0].announced = page + 384;
-    gpu_.flags().Signal(stream, signal);
-    gpu_.flags().Wait(stream, wait);
+    gpu_.flags().Signal(stream, own_flags_.Signal());
+    gpu_.flags().Wait(stream, own_flags_.Wait());
   }
 
   // Measures the reduction of GEMM+RS, which sums P bf16 partials in f32.
   void MatrixSum() {
     const int64_t rows = 1024, columns = 8192, num_parts = 8;
-    const DeviceMemory parts = Random(2 * num_parts * rows * columns);
+    const DeviceMemory parts = RandomMemory(2 * num_parts * rows * columns);
     const DeviceMemory out(driver_, 2 * rows * columns);
     SumParams params{};
     params.num_parts = num_parts;
@@ -303,20 +288,11 @@ class PartsBench : public GpuBench {
 
   void HostTimes() {
     const int64_t n = 256;
-    const DeviceMemory a = Random(2 * n * n), b = Random(2 * n * n);
+    const DeviceMemory a = RandomMemory(2 * n * n), b = RandomMemory(2 * n * n);
     const DeviceMemory c(driver_, 2 * n * n);
     const GemmProblem small = Product(n, n, n, a.get(), b.get(), c.get());
-    const CUdeviceptr page = flags_page_.get();
-    const RankWords own{page, page + 128, page + 256, error_.device()};
-    SignalParams signal{};
-    signal.own = own;
-    signal.signals = {1, {{page + 384, page + 512}}};
-    WaitParams wait{};
-    wait.waiting.own = own;
-    wait.waiting.timeout_ns = 1'000'000'000;
-    wait.ahead = 1;
-    wait.num_flags = 1;
-    wait.flags[0].flag = wait.flags[0].announced = page + 384;
+    const SignalParams signal = own_flags_.Signal();
+    const WaitParams wait = own_flags_.Wait();
     const CUstream first = stream(0);
     Show("host time of a small product, us", HostTime([&] { Multiply(small, 0); }));
     SumParams sum{};
@@ -335,8 +311,7 @@ class PartsBench : public GpuBench {
     Show("host time of a wait, us", HostTime([&] { gpu_.flags().Wait(first, wait); }));
   }
 
-  DeviceMemory flags_page_;
-  HostMemory error_;
+  OwnFlags own_flags_;
   double copy_tbs_ = 0;
 };
 

@@ -22,6 +22,7 @@
 #include "platform/cuda/driver.h"
 #include "platform/cuda/owners.h"
 #include "platform/error.h"
+#include "transport/cuda/flag_params.h"
 
 namespace jax_ub {
 
@@ -32,6 +33,50 @@ inline double Median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   return values[values.size() / 2];
 }
+
+// The words of a rank that signals to itself, and a flag.
+class OwnFlags {
+ public:
+  // Zeroes the words on `stream`.
+  OwnFlags(const Driver& driver, CUstream stream)
+      : page_(driver, 4096), error_(driver, sizeof(ErrorRecord)) {
+    Check(driver, driver.MemsetD8Async(page_.get(), 0, 4096, stream),
+          "cuMemsetD8Async");
+  }
+
+  RankWords words() const {
+    return {page_.get(), page_.get() + 128, page_.get() + 256, error_.device()};
+  }
+  const ErrorRecord& error() const {
+    return *static_cast<const ErrorRecord*>(error_.get());
+  }
+  SignalParams Signal() const {
+    SignalParams signal{};
+    signal.own = words();
+    signal.signals = {1, {{flag(), page_.get() + 512}}};
+    return signal;
+  }
+  WaitParams Wait(uint64_t timeout_ns = 1'000'000'000) const {
+    WaitParams wait{};
+    wait.waiting.own = words();
+    wait.waiting.timeout_ns = timeout_ns;
+    wait.ahead = 1;
+    wait.num_flags = 1;
+    wait.flags[0].flag = wait.flags[0].announced = flag();
+    return wait;
+  }
+  EndParams End() const {
+    EndParams end{};
+    end.own = words();
+    return end;
+  }
+
+ private:
+  CUdeviceptr flag() const { return page_.get() + 384; }
+
+  DeviceMemory page_;
+  HostMemory error_;
+};
 
 struct Verdict {
   std::string claim;
@@ -59,7 +104,7 @@ class GpuBench {
   const std::vector<Verdict>& verdicts() const { return verdicts_; }
 
   // Writes figures and verdicts as JSON.
-  void Write(const char* path) const {
+  void WriteJson(const char* path) const {
     std::ofstream file(path);
     file << "{\n \"figures\": {";
     const char* comma = "\n";
@@ -94,7 +139,7 @@ class GpuBench {
     }
   }
 
-  DeviceMemory Random(int64_t size_bytes) {
+  DeviceMemory RandomMemory(int64_t size_bytes) {
     DeviceMemory memory(driver_, size_bytes);
     for (int64_t at = 0; at < size_bytes; at += 16 * kMiB) {
       const int64_t part = std::min(16 * kMiB, size_bytes - at);
@@ -287,7 +332,7 @@ int RunGpuBench(const char* name, int argc, char** argv) try {
               << verdict.value << (verdict.at_least ? " (at least " : " (at most ")
               << verdict.limit << ")" << std::endl;
   }
-  if (argc > 1) bench.Write(argv[1]);
+  if (argc > 1) bench.WriteJson(argv[1]);
   return 0;
 } catch (const std::exception& error) {
   std::cerr << name << ": " << error.what() << std::endl;

@@ -108,7 +108,7 @@ class LoopbackBench : public GpuBench {
     at.label = layer.name;
     at.kernel_options = kernel_options;
     const auto add = [&](std::vector<Tensor>& tensors, int64_t rows, int64_t features) {
-      made.memory.push_back(Random(2 * rows * features));
+      made.memory.push_back(RandomMemory(2 * rows * features));
       tensors.push_back({DType::kBF16, 1, rows, features,
                          reinterpret_cast<std::byte*>(made.memory.back().get())});
     };
@@ -193,7 +193,7 @@ class LoopbackBench : public GpuBench {
     std::vector<DeviceMemory> memory;
     for (const int64_t size :
          {layer.m * layer.k, layer.k * layer.n, layer.m * layer.n}) {
-      memory.push_back(Random(2 * size));
+      memory.push_back(RandomMemory(2 * size));
     }
     const GemmProblem whole = ProductOf(layer, memory);
     std::vector<Call> calls;
