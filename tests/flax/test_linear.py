@@ -9,6 +9,7 @@ from covering import covering, nightly
 from flax import nnx
 from flax_models import (
     Block,
+    assert_learns_as,
     assert_trees_close,
     loss,
     loss_and_gradients,
@@ -150,6 +151,17 @@ def test_explicit_result_types_have_the_axes_of_x(axes):
         assert jax.jit(lambda x: x + down(up(x)))(x).sharding == x.sharding
         layer = TransformerLayer(16, 32, 4, rngs=nnx.Rngs(0))
         assert jax.jit(layer)(x).sharding == x.sharding
+
+
+@pytest.mark.parametrize("parallel", ["column", "row"])
+def test_an_explicit_mesh_may_be_an_argument(parallel):
+    x, mesh = normal(0, (4, 8, 16)), mesh_of(2, 2, "explicit")
+    model, plain = (
+        Linear(16, 32, rngs=nnx.Rngs(0), **options)
+        for options in ({"parallel": parallel, "mesh": mesh}, {})
+    )
+    assert_trees_close(model(x), plain(x))
+    assert_learns_as(plain, x, loss_and_gradients(model, x))
 
 
 def test_a_plain_layer_needs_no_mesh():

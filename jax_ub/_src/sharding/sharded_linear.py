@@ -447,7 +447,7 @@ def split_features(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
     # The sharding is given explicitly: if the first new dimension had size 1, JAX would
     # shard another.
     spec = P(*sharding.spec, *[None] * (len(sizes) - 1))
-    return jax.lax.reshape(y, shape, out_sharding=spec)
+    return jax.lax.reshape(y, shape, out_sharding=sharding.update(spec=spec))
 
 
 def with_output_sharding(y: jax.Array, out_sharding: Any) -> jax.Array:
