@@ -1,5 +1,8 @@
 """`fp8=` of `ub.dot_general`, `ub.overlap` and linen's `Overlap`."""
 
+import copy
+import pickle
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -243,6 +246,16 @@ def test_a_state_that_was_not_initialized_is_an_error():
         Overlap(KINDS, fp8=DELAYED),
     ):
         net.apply(variables, X)
+
+
+def test_models_and_layers_with_states_can_be_pickled():
+    with jax.set_mesh(tp_mesh(2)):
+        overlapped = ub.overlap(Net(), KINDS, fp8=DELAYED)
+        for model in (overlapped, Linear(64, 64, rngs=nnx.Rngs(0), fp8=DELAYED)):
+            copies = pickle.loads(pickle.dumps(model)), copy.deepcopy(model)
+            assert all(nnx.state(each, OverwriteWithGradient) for each in copies)
+            for each in copies:
+                assert_equal(each(X), model(X))
 
 
 def test_a_layer_that_is_called_twice_with_one_state_is_rejected():

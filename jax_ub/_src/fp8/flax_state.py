@@ -17,6 +17,9 @@ from jax_ub._src.fp8.state import init_state
 OverwriteWithGradient = nnx.variable_type_from_name(
     OVERWRITE_WITH_GRADIENT, allow_register=True
 )
+# nnx makes the class by `type(name, ...)`. Pickle looks classes up by these names.
+OverwriteWithGradient.__module__ = "jax_ub.flax"
+OverwriteWithGradient.__qualname__ = "OverwriteWithGradient"
 
 
 class Fp8State(nnx.Module):
