@@ -147,6 +147,18 @@ def test_other_dtypes(dtype):
     assert_close([a.astype("f4") for a in found], wanted, tolerance)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_largest_numbers_stay_finite(dtype):
+    initialize(2, qkv_fprop={**WIRE, "method": "external"}, qkv_dgrad=WIRE)
+    x, w, dy = (jnp.zeros_like(a, dtype) for a in (X, W, DY))
+    largest = jnp.finfo(dtype).max
+    x = x.at[:, 0].set(largest).at[:, 1].set(-largest)
+    small = float(16 / largest)  # a normal number
+    found = gradients_of(COLUMN, 2, dtype)(x, w.at[0].set(small), dy.at[0].set(small))
+    y, _, dw = (a.astype(jnp.float32) for a in found)
+    assert_close((y, dw[0]), (jnp.full((M, N), 16.0), jnp.full(N, 16.0)), 0.04)
+
+
 def test_bias_residual_batches_several_kernels_and_transposed_kernels():
     initialize(2, qkv_fprop={**WIRE, "method": None}, proj_fprop=WIRE)
     x = normal(3, (3, M, K))

@@ -141,7 +141,13 @@ def _quantized(x):
 
 
 def widened(x: Operand, gathered: Any) -> Any:
-    """Returns the all-gathered x, in the dtype of x if that is wide."""
+    """Returns the all-gathered x, in the dtype of x if that is wide.
+
+    The largest numbers of a dtype may be rounded up when they are quantized. They are
+    clipped to the range of the dtype, so that they do not become infinite.
+    """
     if is_scaled(x) or not is_scaled(gathered):
         return gathered
-    return gathered.dequantize(x.dtype)
+    rows = reference.dequantize(gathered.values, gathered.scales)
+    largest = float(jnp.finfo(x.dtype).max)
+    return jnp.clip(rows, -largest, largest).astype(x.dtype)
