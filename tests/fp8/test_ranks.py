@@ -87,14 +87,19 @@ def test_an_amax_that_is_not_reduced_needs_a_state_per_group():
     def shard(x, state):
         return ub.quantize(x, recipe, state=state, axis_name="tp").values
 
-    function = on_ranks(
-        shard, dp_tp_mesh(2, 2), (P(("dp", "tp")), P()), P(("dp", "tp"))
-    )
-    with pytest.raises(
-        ub.errors.ConfigurationError,
-        match=r"the amax differs over \('dp',\), but",
-    ):
-        function(uneven(), FP8.init_state(recipe))
+    def layer(x, state):
+        options = {"axis_name": "tp", "fp8": recipe, "fp8_state": state}
+        return ub.all_gather_matmul(x, jnp.ones((x.shape[1], 2)), **options)
+
+    for function, op in ((shard, "quantize"), (layer, "all_gather_matmul")):
+        on_mesh = on_ranks(
+            function, dp_tp_mesh(2, 2), (P(("dp", "tp")), P()), P(("dp", "tp"))
+        )
+        with pytest.raises(
+            ub.errors.ConfigurationError,
+            match=op + r": .* the amax differs over \('dp',\), but",
+        ):
+            on_mesh(uneven(), FP8.init_state(recipe))
 
 
 def test_a_nan_of_one_rank_reaches_all():

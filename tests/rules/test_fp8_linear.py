@@ -341,7 +341,7 @@ WRONG = {
     "no float": (ShapeContractError, "linear: x", X.astype(int), W, {"fp8": CURRENT}),
     "blocks": (
         ShapeContractError,
-        "K = 80 is no multiple of 32, which MXFP8 needs. Pad K",
+        "linear: K = 80 is no multiple of 32, which MXFP8 needs. Pad K",
         jnp.ones((8, 80)),
         jnp.ones((80, 8)),
         {"fp8": FP8.MXFP8BlockScaling()},

@@ -120,8 +120,13 @@ def quantize_layer(
         return (*qs, x)[0], _delayed_arrays(label, recipe, KERNEL, axes, ws, state)
     if not isinstance(recipe, Float8CurrentScaling):
         role = INPUT if rhs_transposed else KERNEL
-        qs = tuple(quantize(x, recipe) for x in xs)
-        return (*qs, x)[0], tuple(quantize(w, recipe, role=role) for w in ws)
+
+        def quantized(array, role):
+            scales = _scales(recipe, role, axes, lax.stop_gradient(array), label)
+            return _cast(recipe, role, array, scales)
+
+        qs = tuple(quantized(x, INPUT) for x in xs)
+        return (*qs, x)[0], tuple(quantized(w, role) for w in ws)
     maxima = [_amax_of_all(arrays) for arrays in (ws, xs) if arrays]
     varying = vma.axes_of(*maxima)
     amax = _agreed(jnp.stack(vma.pcast_varying(maxima, varying)), axes)
@@ -150,7 +155,7 @@ def quantize_arrays(
     if isinstance(recipe, DelayedScaling):
         names = names_of(role)
         old = tuple(state[key] for key in names)
-        axes = _axes_of_amax(recipe, axes, xs, *old)
+        axes = _axes_of_amax(label, recipe, axes, xs, *old)
         (values, scale), saved = _delayed(recipe, role, axes, xs, *old)
         arrays = tuple(ScaledArray(v, scale.reshape(())) for v in values)
         return arrays, dict(zip(names, _new_state(label, *saved), strict=True))
@@ -185,7 +190,7 @@ def _amax_of_all(xs):
 def _delayed_arrays(label, recipe, role, axes, xs, state):
     """Quantizes arrays that share one delayed scale."""
     scale, history = (state[name] for name in names_of(role))
-    axes = _axes_of_amax(recipe, axes, xs, scale, history)
+    axes = _axes_of_amax(label, recipe, axes, xs, scale, history)
     sources = tuple(map(lax.stop_gradient, xs))
     values, scale = _quantize_delayed(
         label, recipe, role, axes, sources, scale, history
@@ -229,7 +234,7 @@ def _agreed(amax, axes):
     return lax.pmax(amax, axes) if axes else amax
 
 
-def _axes_of_amax(recipe, axes, xs, *state):
+def _axes_of_amax(label, recipe, axes, xs, *state):
     """Returns the mesh axes over which the amax of a delayed scale is reduced."""
     varying = vma.axes_of(*xs) - vma.axes_of(*state)
     if recipe.reduce_amax:
@@ -237,8 +242,8 @@ def _axes_of_amax(recipe, axes, xs, *state):
     missing = tuple(sorted(varying.difference(axes)))
     if missing:
         raise ConfigurationError(
-            f"{_OP}: with reduce_amax = False the amax differs over {missing}, but the "
-            "state is the same there. Give each rank its own state, "
+            f"{label}: with reduce_amax = False the amax differs over {missing}, but "
+            "the state is the same there. Give each rank its own state, "
             f"jax.lax.pcast(state, {missing}, to='varying'), or use reduce_amax=True."
         )
     return axes
