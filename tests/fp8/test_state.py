@@ -107,6 +107,18 @@ def test_functions_compute_amax_and_scale():
     assert scales == [1.0, 1.0, 5.0]
 
 
+@pytest.mark.parametrize("name", ["amax_compute_algo", "scaling_factor_compute_algo"])
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [(np.ones(3, "f4"), r"an array of shape \(3,\)"), (None, "None"), ("one", "'one'")],
+)
+def test_functions_return_one_number(name, returned, found):
+    recipe = FP8.DelayedScaling(**{name: lambda *_: returned})
+    text = f"DelayedScaling: {name} returned {found} instead of one number. Return"
+    with pytest.raises(ub.errors.ConfigurationError, match=text):
+        run_steps(recipe, [1.0])
+
+
 def test_a_skipped_or_unused_layer_keeps_its_state():
     recipe = FP8.DelayedScaling(amax_history_len=2)
     state = {"a": FP8.init_state(recipe), "b": FP8.init_state(recipe)}
@@ -173,6 +185,10 @@ def test_wrong_trees_are_rejected():
     error = ub.errors.ShapeContractError
     with pytest.raises(error, match="state and gradients are different trees"):
         FP8.apply_updates(state, [])
+    other = FP8.init_state(FP8.DelayedScaling(amax_history_len=3))
+    text = r"\['input_amax_history'\] has shape \(2,\) in state, but \(3,\) in gradient"
+    with pytest.raises(error, match=text):
+        FP8.apply_updates(state, other)
     params = {"w": jnp.ones(2), "layer": state}
     with pytest.raises(error, match=r"\['w'\] is neither a scale nor its amax history"):
         FP8.apply_updates(params, params)

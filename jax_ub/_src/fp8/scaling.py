@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ub._src import reference
+from jax_ub._src.errors import ConfigurationError, shown
 from jax_ub._src.fp8.recipes import (
     DelayedScaling,
     Float8CurrentScaling,
@@ -132,7 +133,7 @@ def updated_scale(
     largest = jnp.finfo(recipe.fp8_format.dtype(role)).max.astype(jnp.float32)
     algo = recipe.amax_compute_algo
     if callable(algo):
-        amax = jnp.asarray(algo(history), jnp.float32)
+        amax = _one_number("amax_compute_algo", algo(history))
     else:
         amax = history[0] if algo == "most_recent" else jnp.max(history)
     amax = amax.reshape(scale.shape)
@@ -141,9 +142,25 @@ def updated_scale(
         inverse = largest / amax / jnp.float32(2.0**recipe.margin)
     else:
         inverse = recipe.scaling_factor_compute_algo(amax, old, largest, recipe)
-        inverse = jnp.asarray(inverse, jnp.float32).reshape(scale.shape)
+        inverse = _one_number("scaling_factor_compute_algo", inverse)
+        inverse = inverse.reshape(scale.shape)
     inverse = jnp.clip(inverse, 1 / _LARGEST_INVERSE, _LARGEST_INVERSE)
     return jnp.where((amax > 0) & jnp.isfinite(amax), 1 / inverse, scale)
+
+
+def _one_number(name, returned):
+    """Converts the result of a function of a recipe to f32."""
+    try:
+        array = jnp.asarray(returned, jnp.float32)
+    except (TypeError, ValueError):
+        array = None
+    if array is None or array.size != 1:
+        found = shown(returned) if array is None else f"an array of shape {array.shape}"
+        raise ConfigurationError(
+            f"DelayedScaling: {name} returned {found} instead of one number. Return an "
+            "f32 scalar."
+        )
+    return array
 
 
 def updated_history(history: jax.Array, amax: jax.Array) -> jax.Array:

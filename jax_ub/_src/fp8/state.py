@@ -112,8 +112,8 @@ def apply_updates(state: Any, gradients: Any) -> Any:
         A tree of the same structure.
 
     Raises:
-        ShapeContractError: if the trees differ, or contain other arrays than scales and
-            histories.
+        ShapeContractError: if the trees or the shapes of their arrays differ, or if
+            they contain other arrays than scales and histories.
     """
     op = "apply_updates"
     old, tree = jax.tree_util.tree_flatten_with_path(state)
@@ -137,6 +137,12 @@ def apply_updates(state: Any, gradients: Any) -> Any:
             raise ShapeContractError(
                 f"{op}: {jax.tree_util.keystr(path)} is neither a scale nor its amax "
                 "history. Pass the state alone, without the parameters."
+            )
+        if jnp.shape(before) != jnp.shape(after):
+            raise ShapeContractError(
+                f"{op}: {jax.tree_util.keystr(path)} has shape {jnp.shape(before)} in "
+                f"state, but {jnp.shape(after)} in gradients. Pass the gradient with "
+                "respect to the state."
             )
         results.append(jnp.where(is_valid, after, before))
     return jax.tree.unflatten(tree, results)
