@@ -82,6 +82,10 @@ inline float Read(const std::byte* p, DType dtype) {
     }();
     return numbers[(dtype == DType::kE5M2 ? 256 : 0) + static_cast<uint8_t>(*p)];
   }
+  if (dtype == DType::kE8M0) {
+    const auto exponent = static_cast<uint8_t>(*p);
+    return exponent == 255 ? std::nanf("") : std::ldexp(1.0f, exponent - 127);
+  }
   if (dtype == DType::kF32) {
     float x;
     std::memcpy(&x, p, 4);
@@ -95,6 +99,10 @@ inline float Read(const std::byte* p, DType dtype) {
 inline void Write(std::byte* p, DType dtype, float x) {
   if (IsFp8(dtype)) {
     *p = static_cast<std::byte>(F32ToFp8(x, dtype));
+    return;
+  }
+  if (dtype == DType::kE8M0) {  // a power of two
+    *p = static_cast<std::byte>(127 + std::ilogb(x));
     return;
   }
   if (dtype == DType::kF32) {

@@ -1,5 +1,6 @@
 """FP8 programs lowered for CUDA devices, which needs no GPU."""
 
+import functools
 import re
 
 import jax
@@ -130,6 +131,7 @@ def rules(engine):
     real = pytest.importorskip("jax_ub._cuda")
     engine.why_no_fp8 = real.why_no_fp8
     engine.needs_contiguous_fp8 = real.needs_contiguous_fp8
+    engine.workspace_bytes = real.workspace_bytes
     assert engine.fp8_multiple == real.fp8_multiple
 
 
@@ -143,9 +145,47 @@ def test_gpus_without_fp8_are_refused(rules, monkeypatch):
 ROWWISE = ub.fp8.RowwiseScaling()
 
 
-def test_scales_of_blocks_are_refused(rules):
-    match = "multiplies no FP8 operands with scales of blocks"
-    refused(match, ub.fp8.MXFP8BlockScaling())
+MXFP8 = ub.fp8.MXFP8BlockScaling()
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
+def test_scales_of_blocks_are_refused_before_and_after_blackwell(
+    rules, monkeypatch, capability
+):
+    lower_for(monkeypatch, *capability)
+    match = "MXFP8 needs a GPU of compute capability 10.x or 11.0 and cuBLASLt 12.9; "
+    refused(f"{match}this is {capability[0]}.0", MXFP8)
+
+
+@pytest.mark.parametrize("parallel", SPECS)
+@pytest.mark.parametrize("method", ["ring_exchange", "pipeline", "external"])
+def test_all_passes_multiply_scales_of_blocks(rules, monkeypatch, parallel, method):
+    lower_for(monkeypatch, 10, 0)
+    text = cuda_text(trained(parallel, fp8=MXFP8, method=method), *operands(outputs=64))
+    calls = custom_calls(text)
+    assert len(calls) >= 3
+    for name, call in calls:
+        if name != "all_gather":
+            assert attribute(call, "has_row_scales") == 1
+    assert not collectives(text)
+
+
+def test_all_reduced_products_multiply_scales_of_blocks(rules, monkeypatch):
+    lower_for(monkeypatch, 10, 3)
+    specs = (P(None, "tp"), P("tp")), P()
+    run = functools.partial(ub.matmul_all_reduce, axis_name="tp", fp8=MXFP8)
+    text = cuda_text(on_ranks(run, tp_mesh(2), *specs), *operands(outputs=64))
+    ((name, call),) = custom_calls(text)
+    assert name == "matmul_all_reduce"
+    assert attribute(call, "has_row_scales") == 1
+
+
+def test_whole_blocks_of_tokens_are_contracted(rules, monkeypatch):
+    lower_for(monkeypatch, 10, 0)
+    sizes = operands(tokens=48, outputs=64)
+    match = "MXFP8 on GPUs contracts multiples of 32 rows or features"
+    with pytest.raises(UnsupportedOverlapError, match=match):
+        cuda_text(trained("column", fp8=MXFP8, method="ring_exchange"), *sizes)
 
 
 def test_scales_of_rows_run_on_hopper_only(rules, monkeypatch):

@@ -47,8 +47,10 @@ enum class DataType : int32_t {  // cudaDataType
 };
 enum class ComputeType : int32_t { k32F = 68, k32FFastTF32 = 77 };
 enum class Operation : int32_t { kN = 0, kT = 1 };
-// What one scale multiplies: the matrix, or a row of op(A) or column of op(B).
-enum class ScaleMode : int32_t { kScalar = 0, kOuterVector = 3 };
+// What one scale multiplies: the matrix, 32 elements along K, or a row of op(A) or
+// column of op(B). kVec32 has e8m0 scales, in tiles (block_scales_params.h); the other
+// modes have f32 scales.
+enum class ScaleMode : int32_t { kScalar = 0, kVec32 = 2, kOuterVector = 3 };
 enum class Epilogue : uint32_t { kDefault = 1, kBias = 4 };
 
 // Where split-K algorithms store partial sums. Values other than kNone are bits of a
@@ -69,8 +71,8 @@ enum class DescAttribute : int32_t {
   kBiasPointer = 8,       // const void*; heuristics derive the alignment from the value
   kBiasBatchStride = 10,  // int64_t, in elements
   kSmCountTarget = 15,    // int32_t; 0: all SMs of the device
-  kAScalePointer = 17,    // const float*, scales of A in device memory; null: 1
-  kBScalePointer = 18,    // const float*
+  kAScalePointer = 17,    // const void*, scales of A in device memory; null: 1
+  kBScalePointer = 18,    // const void*
   kBiasDataType = 26,     // int32_t, a DataType; default: the type of D
   kAScaleMode = 31,       // int32_t, a ScaleMode; since cuBLASLt 12.8
   kBScaleMode = 32,       // int32_t

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "gemm/cuda/fp8_operands.h"
 #include "gemm/cuda/gemm_blocks.h"
 #include "gemm/cuda/gemm_plan_cache.h"
 #include "platform/error.h"
@@ -76,55 +77,6 @@ int64_t SumBytes(const GemmProblem& problem) {
   return RoundUp(problem.m * problem.n * SizeOf(DType::kF32));
 }
 
-// Returns the size in bytes of a transposed copy of an operand, or 0 if none is needed.
-int64_t TransposedBytes(const OperandView& operand, bool transposes_fp8) {
-  if (!transposes_fp8 || !IsFp8(operand.dtype)) return 0;
-  const bool is_contiguous = std::all_of(
-      operand.segments.begin(), operand.segments.end(),
-      [](const ConstSegment& segment) { return segment.inner_stride == 1; });
-  if (is_contiguous) return 0;
-  return RoundUp(operand.outer_bounds.back() * operand.inner_bounds.back());
-}
-
-// Returns whether a factor differs between the rows or the columns of a segment.
-bool IsVector(const FactorView& factor) {
-  return std::any_of(factor.segments.begin(), factor.segments.end(),
-                     [](const FactorSegment& segment) { return !segment.is_one(); });
-}
-
-bool IsAligned(const FactorSegment& segment) {
-  return reinterpret_cast<uintptr_t>(segment.data) % kPlannedAlignmentBytes == 0;
-}
-
-// Throws UnsupportedError if cuBLASLt cannot multiply by the scales of the operands.
-void CheckScales(const GemmProblem& problem) {
-  if (!problem.a.scales.empty() || !problem.b.scales.empty() ||
-      problem.has_factors_by_k) {
-    throw UnsupportedError(
-        "FP8 on GPUs needs scales that are constant along the contracted dimension. "
-        "Use a recipe with one scale per tensor");
-  }
-  if (problem.factors.empty()) return;
-  const FactorView& rows = problem.factors[0];
-  const FactorView& columns = problem.factors[1];
-  const bool has_rows = IsVector(rows) || problem.m == 1;
-  const bool has_columns = IsVector(columns) || problem.n == 1;
-  if (!IsVector(rows) && !IsVector(columns)) return;
-  if (!has_rows || !has_columns) {
-    throw UnsupportedError(
-        "row scales on GPUs need a scale for each row of x and each column of w. "
-        "Quantize both with ub.fp8.RowwiseScaling");
-  }
-  for (const FactorView* const factor : {&rows, &columns}) {
-    if (std::all_of(factor->segments.begin(), factor->segments.end(), IsAligned)) {
-      continue;
-    }
-    throw UnsupportedError(
-        "row scales on GPUs need chunks of a multiple of 4 rows. Use a multiple of 16 "
-        "rows per rank, or a recipe with one scale per tensor");
-  }
-}
-
 // Returns the largest power of two, at most kPlannedAlignmentBytes, to which all
 // matrices of a batch are aligned.
 int64_t AlignmentOf(const void* data, int64_t batch_stride, DType dtype) {
@@ -170,6 +122,7 @@ MatmulKey OperandsOf(const GemmBlock& block,
     const bool is_scalar = block.factors[0].is_one() && block.factors[1].is_one();
     key.scales = is_scalar ? Scales::kScalar : Scales::kOuterVector;
   }
+  if (term.a.scales.data != nullptr) key.scales = Scales::kBlocks;
   key.m = block.n;
   key.n = block.m;
   key.k = term.k;
@@ -186,7 +139,7 @@ MatmulKey OperandsOf(const GemmBlock& block,
 class CudaGemm::State {
  public:
   State(const CublasLt& library, const Driver& driver, const SumKernels& sums)
-      : driver_(driver), sums_(sums), plans_(library) {}
+      : driver_(driver), sums_(sums), operands_(driver, sums), plans_(library) {}
 
   // Enqueues all GEMMs of the product, or only prepares them if `stream` is nullopt.
   // Returns the largest number of cuBLASLt algorithms that any of them has.
@@ -219,9 +172,8 @@ class CudaGemm::State {
     bool in_result = false;
     // The address of the f32 sum of one block at a time, for Addition::kAfter.
     CUdeviceptr sums = 0;
-    // The addresses of the transposed operands of one term at a time; 0: none.
-    CUdeviceptr transposed_a = 0;
-    CUdeviceptr transposed_b = 0;
+    Fp8Copy copy_of_a = {};
+    Fp8Copy copy_of_b = {};
     CUdeviceptr library = 0;  // the workspace for cuBLASLt
     int64_t library_bytes = 0;
   };
@@ -254,13 +206,15 @@ class CudaGemm::State {
     Pass pass{problem, options, stream, FuseAddends(problem)};
     pass.in_result = IsSummedInResult(problem, pass.fused);
     int64_t used_bytes = 0;
-    const auto take = [&](int64_t size_bytes) {
-      used_bytes += size_bytes;
-      return size_bytes == 0 ? 0 : workspace.data + used_bytes - size_bytes;
+    pass.sums = workspace.data;
+    used_bytes += SumBytes(problem);
+    const auto copy_of = [&](const OperandView& operand) {
+      const Fp8Copy copy(operand, options.transposes_fp8, workspace.data + used_bytes);
+      used_bytes += copy.size_bytes();
+      return copy;
     };
-    pass.sums = take(SumBytes(problem));
-    pass.transposed_a = take(TransposedBytes(problem.a, options.transposes_fp8));
-    pass.transposed_b = take(TransposedBytes(problem.b, options.transposes_fp8));
+    pass.copy_of_a = copy_of(problem.a);
+    pass.copy_of_b = copy_of(problem.b);
     pass.library = workspace.data + used_bytes;
     pass.library_bytes =
         std::min(kLibraryWorkspaceBytes, workspace.size_bytes - used_bytes);
@@ -304,40 +258,25 @@ class CudaGemm::State {
     return key;
   }
 
-  // Returns a term with the transposed copies of its operands, if there are any.
+  // Returns a term with the copies of its operands, if there are any.
   static BlockTerm MultipliedTerm(const Pass& pass,
                                   const GemmBlock& block,
                                   size_t index) {
     BlockTerm term = block.terms[index];
-    const auto replace = [&](BlockOperand& operand, CUdeviceptr copy, int64_t outer) {
-      if (copy == 0 || operand.lines_run_along_k) return;
-      const int64_t stride = operand.batch_stride == 0 ? 0 : outer * term.k;
-      operand = {reinterpret_cast<const std::byte*>(copy), true, term.k, stride};
-    };
-    replace(term.a, pass.transposed_a, block.m);
-    replace(term.b, pass.transposed_b, block.n);
+    term.a = pass.copy_of_a.Multiplied(term.a, block.m, term.k);
+    term.b = pass.copy_of_b.Multiplied(term.b, block.n, term.k);
     return term;
   }
 
-  // Transposes what MultipliedTerm has replaced.
-  void TransposeOperands(const Pass& pass, const GemmBlock& block, size_t index) const {
-    const BlockTerm& from = block.terms[index];
-    const BlockTerm to = MultipliedTerm(pass, block, index);
-    const auto transpose = [&](const BlockOperand& operand, const BlockOperand& copy,
-                               int64_t outer) {
-      if (operand.data == copy.data) return;
-      for (int64_t b = 0; b < (operand.batch_stride == 0 ? 1 : block.batch); ++b) {
-        sums_.Transpose(*pass.stream,
-                        {.from = AddressOf(operand.data + b * operand.batch_stride),
-                         .to = AddressOf(copy.data + b * copy.batch_stride),
-                         .rows = from.k,
-                         .columns = outer,
-                         .from_stride = operand.line_stride,
-                         .to_stride = copy.line_stride});
-      }
-    };
-    transpose(from.a, to.a, block.m);
-    transpose(from.b, to.b, block.n);
+  // Enqueues what makes the copies of the operands, and their scales.
+  void CopyOperands(const Pass& pass,
+                    const GemmBlock& block,
+                    const BlockTerm& term) const {
+    const GemmProblem& problem = pass.problem;
+    operands_.Enqueue(*pass.stream, pass.copy_of_a, term.a, problem.a.dtype, block.m,
+                      term.k, block.batch);
+    operands_.Enqueue(*pass.stream, pass.copy_of_b, term.b, problem.b.dtype, block.n,
+                      term.k, block.batch);
   }
 
   // Computes the sum of all terms into the result or, to add the addends afterwards,
@@ -359,6 +298,10 @@ class CudaGemm::State {
         arguments.a_scales = block.factors[1].data;
         arguments.b_scales = block.factors[0].data;
       }
+      if (key.scales == Scales::kBlocks) {
+        arguments.a_scales = pass.copy_of_b.scales();
+        arguments.b_scales = pass.copy_of_a.scales();
+      }
       arguments.a = term.b.data;
       arguments.b = term.a.data;
       arguments.c = to.data;
@@ -370,7 +313,7 @@ class CudaGemm::State {
       MatmulPlan& plan = plans_.Find(key);
       num_algorithms = std::max(num_algorithms, plan.num_algorithms());
       if (pass.stream) {
-        TransposeOperands(pass, block, t);
+        CopyOperands(pass, block, block.terms[t]);
         plan.Enqueue(arguments, pass.options.algorithm, *pass.stream);
       } else {
         plan.WarmUp(driver_, pass.options.algorithm, arguments.beta != 0);
@@ -455,6 +398,7 @@ class CudaGemm::State {
 
   const Driver& driver_;
   const SumKernels& sums_;
+  const Fp8Operands operands_;
   GemmPlanCache plans_;
 };
 
@@ -467,8 +411,8 @@ CudaGemm::~CudaGemm() = default;
 
 int64_t CudaGemm::WorkspaceBytes(const GemmProblem& problem, bool transposes_fp8) {
   CheckScales(problem);
-  return SumBytes(problem) + TransposedBytes(problem.a, transposes_fp8) +
-         TransposedBytes(problem.b, transposes_fp8) + kLibraryWorkspaceBytes;
+  return SumBytes(problem) + Fp8Copy(problem.a, transposes_fp8, 0).size_bytes() +
+         Fp8Copy(problem.b, transposes_fp8, 0).size_bytes() + kLibraryWorkspaceBytes;
 }
 
 void CudaGemm::Prepare(const GemmProblem& problem,

@@ -17,6 +17,10 @@ std::string VersionText(size_t version) {
          "." + std::to_string(version % 100);
 }
 
+bool MultipliesBlocks(const ComputeCapability& device) {
+  return device.major == 10 || device.major == 11;
+}
+
 }  // namespace
 
 std::string WhyNoFp8(std::string_view scaled_unit,
@@ -27,8 +31,14 @@ std::string WhyNoFp8(std::string_view scaled_unit,
            TextOf(device);
   }
   constexpr std::string_view kInstead = ". Use a recipe with one scale per tensor";
+  // The heuristics of cuBLASLt up to 12.8.3 confuse MXFP8 with other FP8 products.
+  constexpr size_t kLeastForBlocks = 120900;
   if (scaled_unit == "block") {
-    return "the CUDA engine multiplies no FP8 operands with scales of blocks" +
+    const bool is_old = version != 0 && version < kLeastForBlocks;
+    if (MultipliesBlocks(device) && !is_old) return "";
+    return "MXFP8 needs a GPU of compute capability 10.x or 11.0 and cuBLASLt 12.9; "
+           "this is " +
+           TextOf(device) + (is_old ? " and " + VersionText(version) : "") +
            std::string(kInstead);
   }
   constexpr size_t kLeastForRows = 120900;

@@ -44,18 +44,23 @@ std::vector<Cut> Refine(const std::vector<int64_t>& first,
 }
 
 // The address and strides of one block of a view: interval i of the view's first axis
-// and interval j of its second axis. Strides are in elements.
+// and interval j of its second axis. Strides are in elements. For scales, a stride is
+// the distance between blocks of `repeats` elements of the operand, which share a scale.
 struct Spot {
   const std::byte* data = nullptr;
   std::array<int64_t, 2> strides;
+  std::array<int64_t, 2> repeats = {1, 1};
 };
 
-// The blocks of one view, which is an operand, the result or an addend: block (i, j) is
-// the intersection of interval i of the first axis and interval j of the second axis.
+// What a view describes.
+enum class Content { kOperand, kMatrix, kFactors, kScales };
+
+// The blocks of one view: block (i, j) is the intersection of interval i of the first
+// axis and interval j of the second axis.
 struct Table {
+  Content content;
   std::array<Axis, 2> axes;
   int64_t element_bytes = 0;
-  bool is_of_factors = false;
   std::array<size_t, 2> size;
   std::vector<Spot> spots;  // [i][j]
 
@@ -100,6 +105,8 @@ class Grid {
       AddMatrix(problem.c, addend.dtype, addend.segments);
     }
     for (const FactorView& factor : problem.factors) AddFactor(problem.c, factor);
+    scales_of_a_ = AddScales(problem.a, kRows, 0);
+    scales_of_b_ = AddScales(problem.b, kColumns, 1);
     for (Axis axis : {kRows, kColumns, kInner}) Merge(axis);
   }
 
@@ -118,7 +125,7 @@ class Grid {
 
  private:
   void AddOperand(const OperandView& view, Axis outer, int inner_view) {
-    Table table{{outer, kInner}, SizeOf(view.dtype), false, {}, {}};
+    Table table{Content::kOperand, {outer, kInner}, SizeOf(view.dtype), {}, {}};
     table.size = {cuts_[outer].size(), cuts_[kInner].size()};
     const size_t row_length = view.inner_bounds.size() - 1;
     for (const Cut& o : cuts_[outer]) {
@@ -138,7 +145,7 @@ class Grid {
   void AddMatrix(const ResultView& like,
                  DType dtype,
                  const std::vector<Segment>& segments) {
-    Table table{{kRows, kColumns}, SizeOf(dtype), false, {}, {}};
+    Table table{Content::kMatrix, {kRows, kColumns}, SizeOf(dtype), {}, {}};
     table.size = {cuts_[kRows].size(), cuts_[kColumns].size()};
     const size_t row_length = like.column_bounds.size() - 1;
     for (const Cut& r : cuts_[kRows]) {
@@ -153,7 +160,7 @@ class Grid {
   }
 
   void AddFactor(const ResultView& like, const FactorView& factor) {
-    Table table{{kRows, kColumns}, sizeof(float), true, {}, {}};
+    Table table{Content::kFactors, {kRows, kColumns}, sizeof(float), {}, {}};
     table.size = {cuts_[kRows].size(), cuts_[kColumns].size()};
     const size_t row_length = like.column_bounds.size() - 1;
     for (const Cut& r : cuts_[kRows]) {
@@ -169,6 +176,32 @@ class Grid {
     tables_.push_back(std::move(table));
   }
 
+  // Returns the index of the table of an operand's scales, or kNoTable.
+  size_t AddScales(const OperandView& view, Axis outer, int inner_view) {
+    if (view.scales.empty()) return kNoTable;
+    Table table{Content::kScales, {outer, kInner}, SizeOf(view.scale_dtype), {}, {}};
+    table.size = {cuts_[outer].size(), cuts_[kInner].size()};
+    const size_t row_length = view.inner_bounds.size() - 1;
+    for (const Cut& o : cuts_[outer]) {
+      for (const Cut& k : cuts_[kInner]) {
+        const ScaleSegment& scales =
+            view.scales[o.segment[0] * row_length + k.segment[inner_view]];
+        if (o.offset[0] % scales.outer_block != 0 ||
+            k.offset[inner_view] % scales.inner_block != 0) {
+          throw std::invalid_argument("GEMM: a block of scales has parts in two terms");
+        }
+        const int64_t offset =
+            o.offset[0] / scales.outer_block * scales.outer_stride +
+            k.offset[inner_view] / scales.inner_block * scales.inner_stride;
+        table.spots.push_back({scales.data + offset * table.element_bytes,
+                               {scales.outer_stride, scales.inner_stride},
+                               {scales.outer_block, scales.inner_block}});
+      }
+    }
+    tables_.push_back(std::move(table));
+    return tables_.size() - 1;
+  }
+
   // Compares the blocks of intervals i and i + 1 of `axis` in every view that has this
   // axis. Returns whether all have equal strides and fulfil test(table, block of i,
   // block of i + 1, side), where `side` is the position of `axis` in table.axes.
@@ -181,7 +214,8 @@ class Grid {
       for (size_t across = 0; across < table.size[1 - side]; ++across) {
         const Spot& here = table.Along(side, i, across);
         const Spot& next = table.Along(side, i + 1, across);
-        if (here.strides != next.strides || !test(table, here, next, side)) {
+        if (here.strides != next.strides || here.repeats != next.repeats ||
+            !test(table, here, next, side)) {
           return false;
         }
       }
@@ -200,8 +234,10 @@ class Grid {
     for (size_t i = 0; i < cuts.size(); ++i) {
       const auto adjoins = [&](const Table& table, const Spot& here, const Spot& next,
                                int side) {
-        return next.data ==
-               here.data + cuts[i - 1].size * here.strides[side] * table.element_bytes;
+        const int64_t repeats = here.repeats[side];
+        if (cuts[i - 1].size % repeats != 0) return false;
+        return next.data == here.data + cuts[i - 1].size / repeats *
+                                            here.strides[side] * table.element_bytes;
       };
       if (i > 0 && Everywhere(axis, i - 1, adjoins)) {
         merged.back().size += cuts[i].size;
@@ -228,9 +264,10 @@ class Grid {
     if (cuts_[axis][i].size != cuts_[axis][i + 1].size) return false;
     return Everywhere(
         axis, i, [&](const Table& table, const Spot& here, const Spot& next, int side) {
+          if (table.content == Content::kScales) return false;
           const int64_t distance = Distance(here, next);
           if (distance < 0 || distance % table.element_bytes != 0) return false;
-          if (table.is_of_factors && distance != 0) return false;
+          if (table.content == Content::kFactors && distance != 0) return false;
           if (!has_begun) return true;
           const int64_t index = &here - table.spots.data();
           const int64_t step = side == 0 ? static_cast<int64_t>(table.size[1]) : 1;
@@ -265,18 +302,27 @@ class Grid {
       const int64_t k = cuts_[kInner][p].size;
       block.terms.push_back({k, Operand(tables_[0], row, p, block.m, k),
                              Operand(tables_[1], column, p, block.n, k)});
+      block.terms.back().a.scales = ScalesOf(scales_of_a_, row, p);
+      block.terms.back().b.scales = ScalesOf(scales_of_b_, column, p);
     }
     block.c = Matrix(tables_[2], row, column);
     for (size_t t = 3; t < tables_.size(); ++t) {
-      if (!tables_[t].is_of_factors) {
+      if (tables_[t].content == Content::kMatrix) {
         block.addends.push_back(Matrix(tables_[t], row, column));
-        continue;
       }
+      if (tables_[t].content != Content::kFactors) continue;
       const Spot& spot = tables_[t].At(row.first, column.first);
       block.factors.push_back({reinterpret_cast<const float*>(spot.data),
                                spot.strides[0], spot.strides[1]});
     }
     return block;
+  }
+
+  ScaleSegment ScalesOf(size_t table, const Run& run, size_t p) const {
+    if (table == kNoTable) return {};
+    const Spot& spot = tables_[table].At(run.first, p);
+    return {spot.data, spot.repeats[0], spot.strides[0], spot.repeats[1],
+            spot.strides[1]};
   }
 
   static BlockOperand Operand(
@@ -315,9 +361,13 @@ class Grid {
     return matrix;
   }
 
+  static constexpr size_t kNoTable = -1;
+
   std::array<std::vector<Cut>, 3> cuts_;
   const int64_t num_rows_;
-  std::vector<Table> tables_;  // A, B, C, addends, factors
+  std::vector<Table> tables_;  // A, B, C, addends, factors, scales
+  size_t scales_of_a_ = kNoTable;
+  size_t scales_of_b_ = kNoTable;
 };
 
 }  // namespace

@@ -3,8 +3,9 @@
 //
 // Each dimension is cut where any view begins a new segment. Intervals that are
 // adjacent in memory in all views are merged again. Consecutive intervals of equal size
-// with a constant distance in every view, and the same factors, become a batch, along rows or else along
-// columns. Each interval of the contracted dimension becomes a term:
+// with a constant distance in every view, and the same factors, become a batch, along
+// rows or else along columns. Operands whose elements have scales form no batches. Each
+// interval of the contracted dimension becomes a term:
 //
 //   C = sum over terms of A[term] * B[term]
 #pragma once
@@ -25,6 +26,7 @@ struct BlockOperand {
   bool lines_run_along_k = true;
   int64_t line_stride = 0;
   int64_t batch_stride = 0;  // in elements; 0: the same matrix for the whole batch
+  ScaleSegment scales = {};  // null data: none
 };
 
 struct BlockTerm {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 
+#include "gemm/cuda/block_scales.h"
 #include "gemm/views.h"
 #include "platform/cuda/owners.h"
 #include "platform/error.h"
@@ -131,8 +132,10 @@ void MatmulPlan::MakeDescription() {
     set(lt::DescAttribute::kAScalePointer, any);
     set(lt::DescAttribute::kBScalePointer, any);
   }
-  if (key_.scales == Scales::kOuterVector) {
-    const auto mode = static_cast<int32_t>(lt::ScaleMode::kOuterVector);
+  if (key_.scales == Scales::kOuterVector || key_.scales == Scales::kBlocks) {
+    const auto mode = static_cast<int32_t>(key_.scales == Scales::kBlocks
+                                               ? lt::ScaleMode::kVec32
+                                               : lt::ScaleMode::kOuterVector);
     set(lt::DescAttribute::kAScaleMode, mode);
     set(lt::DescAttribute::kBScaleMode, mode);
   }
@@ -206,11 +209,15 @@ int64_t MatmulPlan::LargestOperandBytes() const {
   const int64_t a_columns = key_.transpose_a ? key_.m : key_.k;
   const int64_t b_columns = key_.transpose_b ? key_.k : key_.n;
   const int64_t bias_elements = key_.m + key_.bias_batch_stride * (key_.batch - 1);
+  const int64_t outer = std::max(key_.m, key_.n);
+  const int64_t scale_bytes = key_.scales == Scales::kBlocks
+                                  ? BlockScales::SizeBytes(outer, key_.k)
+                                  : outer * SizeOf(DType::kF32);
   return std::max({SpanBytes(key_, key_.a_dtype, a_columns, key_.a),
                    SpanBytes(key_, key_.b_dtype, b_columns, key_.b),
                    SpanBytes(key_, key_.result_dtype, key_.n, key_.c),
                    RoundUp(bias_elements * SizeOf(key_.result_dtype)),
-                   RoundUp(std::max(key_.m, key_.n) * SizeOf(DType::kF32))});
+                   RoundUp(scale_bytes)});
 }
 
 int64_t MatmulPlan::ResultBytes() const {

@@ -37,9 +37,10 @@ struct PlannedMatrix {
 inline constexpr int64_t kPlannedAlignmentBytes = 16;
 inline constexpr int64_t kWorkspaceAlignmentBytes = 256;
 
-// The f32 scales of A and B: none, one each, or one for each row of op(A) and each
-// column of op(B), aligned to kPlannedAlignmentBytes.
-enum class Scales : uint8_t { kNone, kScalar, kOuterVector };
+// The scales of A and B, aligned to kPlannedAlignmentBytes: none; one each, f32; one for
+// each row of op(A) and each column of op(B), f32; or one for each block of 32 elements
+// along k, e8m0, in the tiles of block_scales_params.h.
+enum class Scales : uint8_t { kNone, kScalar, kOuterVector, kBlocks };
 
 // The key of a cached plan: everything that selects a plan for D [m, n] = op(A) [m, k]
 // op(B) [k, n] + C + bias [m], for each matrix of a batch.

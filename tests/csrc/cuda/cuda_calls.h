@@ -148,13 +148,15 @@ class GpuCalls {
   // `dtype` is the dtype of the GEMMs' operands; gradients that are accumulated are
   // f32. If it is FP8, `at` has scales: activations are e4m3, kernels and gradients have
   // the dtype, and other arrays are bf16. With `has_row_scales`, each row of an
-  // activation and each output of a kernel has a scale.
+  // activation and each output of a kernel has a scale, or with `has_blocks` each block
+  // of 32 features of an activation and of 32 inputs of a kernel.
   GpuCalls(Gpus& gpus,
            const CallAttributes& at,
            const jax_ub_test::Sizes& sizes,
            DType dtype,
            int seed,
-           const Placement& placement = {})
+           const Placement& placement = {},
+           bool has_blocks = false)
       : gpus_(gpus),
         ordinals_(OrdinalsOf(at, placement)),
         local_ranks_(LocalRanksOf(at, placement)),
@@ -162,7 +164,8 @@ class GpuCalls {
         sizes_(sizes),
         arrays_(std::make_unique<jax_ub_test::Arrays>(seed)),
         calls_(jax_ub_test::MakeCalls(at, sizes, *arrays_)),
-        dtype_(dtype) {
+        dtype_(dtype),
+        has_blocks_(has_blocks) {
     Move(0);
   }
 
@@ -242,7 +245,7 @@ class GpuCalls {
         const bool has_rows = site.attributes().has_row_scales;
         const Tensor& scales = has_rows ? call.results[i + 1] : call.scales[0];
         for (int64_t e = 0; e < from.num_elements(); ++e) {
-          to[e] *= Get(scales, has_rows ? e / from.features : 0);
+          to[e] *= ScaleAt(scales, from, e);
         }
       }
     }
@@ -281,7 +284,8 @@ class GpuCalls {
             calls_[rank].operands[i], is_main_grad ? DType::kF32 : DTypeOfOperand(i)));
       }
       for (size_t i = 0; i < NumScales(at); ++i) {
-        const Tensor scales = mirror(ShapeOfScales(calls_[rank], i), DType::kF32);
+        const Tensor shape = ShapeOfScales(calls_[rank], i);
+        const Tensor scales = mirror(shape, shape.dtype);
         place[rank].scales.push_back(scales);
         for (int64_t e = 0; e < scales.num_elements(); ++e) {
           const float factor = (static_cast<int64_t>(rank) + e) % 3 == 0 ? 2.0f : 1.0f;
@@ -297,7 +301,7 @@ class GpuCalls {
         if (!is_gathered || !at.has_row_scales) continue;
         Tensor scales = place[rank].scales[0];
         scales.rows *= at.num_ranks;
-        place[rank].results.push_back(mirror(scales, DType::kF32));
+        place[rank].results.push_back(mirror(scales, scales.dtype));
       }
       if (at.devices.empty()) continue;
       memory_.push_back(gpus_.New(ordinals_[rank], sizeof(uint32_t)));
@@ -324,6 +328,11 @@ class GpuCalls {
     if (!at.has_row_scales) return {DType::kF32, 1, 1, 1, nullptr};
     const bool is_of_rows = i < NumFirstFactors() || at.rhs_transposed ||
                             InfoOf(at.op).gemm == GemmKind::kWgrad;
+    if (has_blocks_) {
+      const int64_t rows = is_of_rows ? of.rows : of.rows / 32;
+      const int64_t features = is_of_rows ? of.features / 32 : of.features;
+      return {DType::kE8M0, of.batch, rows, features, nullptr};
+    }
     if (is_of_rows) return {DType::kF32, of.batch, of.rows, 1, nullptr};
     return {DType::kF32, 1, 1, of.features, nullptr};
   }
@@ -355,12 +364,13 @@ class GpuCalls {
     return at;
   }
 
-  // Returns the scale of element e of an FP8 operand.
-  float ScaleAt(size_t rank, size_t i, int64_t e) const {
-    const Tensor& scales = on_device_[rank].scales[i];
-    const int64_t features = on_device_[rank].operands[i].features;
+  // Returns the scale of element e of an FP8 array.
+  static float ScaleAt(const Tensor& scales, const Tensor& of, int64_t e) {
     if (scales.num_elements() == 1) return Get(scales, 0);
-    return Get(scales, scales.features == 1 ? e / features : e % features);
+    const int64_t row = e / of.features;  // counted through all batches
+    const int64_t scale_row = row / (of.rows / scales.rows);
+    const int64_t feature = e % of.features / (of.features / scales.features);
+    return Get(scales, scale_row * scales.features + feature);
   }
 
   static float Get(const Tensor& tensor, int64_t e) {
@@ -377,7 +387,9 @@ class GpuCalls {
         const auto* from =
             reinterpret_cast<const float*>(calls_[rank].operands[i].data);
         for (int64_t e = 0; e < to.num_elements(); ++e) {
-          Set(to, e, from[e] / (IsFp8(to.dtype) ? ScaleAt(rank, i, e) : 1));
+          const bool is_scaled = IsFp8(to.dtype);
+          Set(to, e,
+              from[e] / (is_scaled ? ScaleAt(on_device_[rank].scales[i], to, e) : 1));
         }
       }
       for (const Tensor& result : on_device_[rank].results) {
@@ -408,6 +420,7 @@ class GpuCalls {
   std::unique_ptr<jax_ub_test::Arrays> arrays_;
   std::vector<RankCall> calls_;
   const DType dtype_;
+  const bool has_blocks_;
   std::vector<std::vector<RankCall>> places_;
   std::vector<RankCall> on_device_;
   std::vector<DeviceMemory> memory_;

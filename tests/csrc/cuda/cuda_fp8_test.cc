@@ -5,6 +5,7 @@
 #include "check.h"
 #include "cuda/captured_calls.h"
 #include "cuda/cuda_calls.h"
+#include "gemm/cuda/block_scales_params.h"
 #include "gemm/cuda/fp8_support.h"
 #include "platform/error.h"
 
@@ -89,10 +90,61 @@ TEST(CallsWithScalesOfRowsAreExact) {
   }
 }
 
-std::string WorkspaceErrorOf(CallAttributes at, const jax_ub_test::Sizes& sizes) {
-  Gpus gpus(Machine(1, {9, 0}));
+// Sizes of operands with blocks of 32 along any dimension.
+constexpr jax_ub_test::Sizes kBlocks = {2, 16, 64, 32, 32};
+
+// Cross-checks scales of blocks in all ops. Forward passes read them along the
+// contracted dimension; gradients convert operands.
+TEST(CallsWithScalesOfBlocksAreExact) {
+  for (int num_ranks = 1; num_ranks <= 4; ++num_ranks) {
+    Gpus gpus(Machine(num_ranks, {10, 0}));
+    ForEachFp8Call(num_ranks, [&](CallAttributes at, const jax_ub_test::Sizes&,
+                                  DType dtype, int seed) {
+      at.has_row_scales = true;
+      at.kernel_options.transposes_fp8 = false;
+      GpuCalls calls(gpus, at, kBlocks, dtype, seed, {}, /*has_blocks=*/true);
+      calls.RunAll();
+      gpus.Synchronize();
+      CheckRight(calls);
+    });
+    CHECK(gpus.machine.NumCalls(kBlockScalesKernel) > 0);
+    CHECK_EQ(gpus.machine.NumCalls(kTransposeKernel), 0);
+  }
+}
+
+TEST(CapturedCallsWithScalesOfBlocksAreExactWheneverTheyAreReplayed) {
+  Gpus gpus(Machine(2, {10, 0}));
+  ForEachFp8Call(
+      2, [&](CallAttributes at, const jax_ub_test::Sizes&, DType dtype, int seed) {
+        if (seed % 4 != 0) return;
+        at.has_row_scales = true;
+        GpuCalls calls(gpus, at, kBlocks, dtype, seed, {}, /*has_blocks=*/true);
+        CheckReplays(gpus, calls, 100 * seed);
+      });
+}
+
+// Forward passes may have any number of rows; scales of 128 rows share a tile.
+TEST(ScalesOfBlocksOfAnyNumberOfRowsAreStored) {
+  for (const int64_t rows : {1, 3, 130}) {
+    for (const Op op : {Op::kAllGatherMatmul, Op::kMatmulAllReduce}) {
+      CallAttributes at = MakeAttributes(op, Method::kRingExchange, 2);
+      at.has_scales = at.has_row_scales = true;
+      Gpus gpus(Machine(2, {10, 3}));
+      GpuCalls calls(gpus, at, {1, rows, 32, 160, 32}, DType::kE4M3, 1, {},
+                     /*has_blocks=*/true);
+      calls.RunAll();
+      gpus.Synchronize();
+      CheckRight(calls);
+    }
+  }
+}
+
+std::string WorkspaceErrorOf(CallAttributes at,
+                             const jax_ub_test::Sizes& sizes,
+                             bool has_blocks = false) {
+  Gpus gpus(Machine(1, {has_blocks ? 10 : 9, 0}));
   at.has_scales = at.has_row_scales = true;
-  GpuCalls calls(gpus, at, sizes, DType::kE4M3, 1);
+  GpuCalls calls(gpus, at, sizes, DType::kE4M3, 1, {}, has_blocks);
   try {
     calls.Workspace(0);
   } catch (const UnsupportedError& error) {
@@ -114,6 +166,22 @@ TEST(ScalesThatCuBlasLtCannotMultiplyAreRefusedBeforeACallIsCompiled) {
   at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 1);
   CHECK(WorkspaceErrorOf(at, {2, 5, 32, 16, 16})
             .find("Use a multiple of 16 rows per rank") != std::string::npos);
+}
+
+TEST(OperandsWithoutWholeBlocksAreRefusedBeforeACallIsCompiled) {
+  CallAttributes at = MakeAttributes(Op::kWgrad, Method::kRingExchange, 1);
+  CHECK_EQ(WorkspaceErrorOf(at, kBlocks, true), "");
+  CHECK(WorkspaceErrorOf(at, {1, 16, 64, 32, 32}, true)
+            .find("MXFP8 on GPUs contracts multiples of 32 rows or features") !=
+        std::string::npos);
+  at = MakeAttributes(Op::kMatmul, Method::kDirect, 1);
+  at.has_scales = at.has_row_scales = true;
+  Gpus gpus(Machine(1, {10, 0}));
+  GpuCalls calls(gpus, at, kBlocks, DType::kE4M3, 1, {}, true);
+  RankCall mixed = calls.on_device(0);
+  mixed.scales[1] = {DType::kF32, 1, 1, 32, mixed.scales[1].data};
+  CHECK_THROWS(CudaEngine::WorkspaceBytes(at, mixed),
+               "MXFP8 on GPUs needs scales of blocks of both operands");
 }
 
 std::string ErrorOf(const CallAttributes& at,
@@ -159,6 +227,20 @@ TEST(ScalesOfRowsNeedHopperAndANewLibrary) {
   CHECK_EQ(WhyNoFp8("row", {9, 0}, 0), "");
   CHECK_EQ(WhyNoFp8("row", {9, 0}, 120805), needs + "9.0 and 12.8.5" + instead);
   CHECK_EQ(WhyNoFp8("row", {10, 0}, 130000), needs + "10.0" + instead);
+}
+
+TEST(ScalesOfBlocksNeedBlackwellAndANewLibrary) {
+  const std::string needs =
+      "MXFP8 needs a GPU of compute capability 10.x or 11.0 and cuBLASLt 12.9; this "
+      "is ";
+  const std::string instead = ". Use a recipe with one scale per tensor";
+  for (const ComputeCapability device : {ComputeCapability{10, 0}, {10, 3}, {11, 0}}) {
+    CHECK_EQ(WhyNoFp8("block", device, 120900), "");
+    CHECK_EQ(WhyNoFp8("block", device, 0), "");
+  }
+  CHECK_EQ(WhyNoFp8("block", {10, 0}, 120803), needs + "10.0 and 12.8.3" + instead);
+  CHECK_EQ(WhyNoFp8("block", {9, 0}, 130000), needs + "9.0" + instead);
+  CHECK_EQ(WhyNoFp8("block", {12, 0}, 130000), needs + "12.0" + instead);
 }
 
 TEST(Fp8NeedsANewLibraryOnAda) {

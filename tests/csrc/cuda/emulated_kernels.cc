@@ -164,6 +164,7 @@ uint32_t PermuteBytes(uint32_t low, uint32_t high, uint32_t selector) {
 
 }  // namespace jax_ub::gpu
 
+#include "gemm/cuda/block_scales.cu"
 #include "reduce/cuda/sum_kernels.cu"
 #include "transport/cuda/all_reduce_kernel.cu"
 #include "transport/cuda/flag_kernels.cu"
@@ -210,6 +211,10 @@ void CheckAlignment(const AllReduceParams& params) {
 void CheckAlignment(const TransposeParams& params) {
   const int64_t strides = params.from_stride | params.to_stride;
   Require((params.from | params.to) % 16 == 0 && strides % 16 == 0, "transposition");
+}
+
+void CheckAlignment(const BlockScalesParams& params) {
+  Require(params.to % 16 == 0, "scales of blocks");
 }
 
 template <typename Params>
@@ -286,6 +291,8 @@ constexpr EmulatedKernel kKernels[] = {
     {kCopyKernel, sizeof(CopyParams), Run<gpu::jax_ub_copy, CopyParams>},
     {kTransposeKernel, sizeof(TransposeParams),
      Run<gpu::jax_ub_transpose, TransposeParams>},
+    {kBlockScalesKernel, sizeof(BlockScalesParams),
+     Run<gpu::jax_ub_block_scales, BlockScalesParams>},
     {kAllReduceKernel, sizeof(AllReduceParams),
      RunPhases<AllReduceParams,
                AnnounceAllReduce,

@@ -1,5 +1,4 @@
-// Runs the project's kernels on the host: compiles flag_kernels.cu and sum_kernels.cu
-// as C++, and replaces the few PTX instructions by std::atomic_ref. Tests without a GPU
+// Runs the project's kernels on the host: compiles their sources as C++, and replaces the few PTX instructions by std::atomic_ref. Tests without a GPU
 // therefore run the kernels' own source, and ThreadSanitizer detects accesses that a
 // missing wait leaves unordered.
 #pragma once

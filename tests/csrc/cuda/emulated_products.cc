@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <initializer_list>
 #include <stdexcept>
@@ -43,8 +44,13 @@ bool HasFp8Kernels(const Product& product, const Platform& platform) {
     if (product.bias_type() != wanted) return false;
   }
   if (desc.a_scale_mode != desc.b_scale_mode) return false;
-  if (product.has_row_scales()) {
-    if (device != ComputeCapability{9, 0} || platform.version < 120900) return false;
+  const bool has_all_layouts = device.major == 10 || device.major == 11;
+  if (product.has_row_scales() || product.has_block_scales()) {
+    const bool is_supported =
+        product.has_row_scales()
+            ? device == ComputeCapability{9, 0} && platform.version >= 120900
+            : has_all_layouts && platform.version >= 120800 && product.k() % 32 == 0;
+    if (!is_supported) return false;
     if (desc.a_scale == nullptr || desc.b_scale == nullptr || d.batch > 1) return false;
     if (reinterpret_cast<uintptr_t>(desc.a_scale) % 16 != 0 ||
         reinterpret_cast<uintptr_t>(desc.b_scale) % 16 != 0) {
@@ -53,7 +59,6 @@ bool HasFp8Kernels(const Product& product, const Platform& platform) {
   } else if (desc.a_scale_mode != static_cast<int32_t>(lt::ScaleMode::kScalar)) {
     return false;
   }
-  const bool has_all_layouts = device.major == 10 || device.major == 11;
   if (!has_all_layouts && (desc.transpose_a != 1 || desc.transpose_b != 0))
     return false;
   const int64_t result_bytes = ElementBytes(d.type);
@@ -68,6 +73,35 @@ float RoundToTf32(float value) {
   uint32_t bits = std::bit_cast<uint32_t>(value);
   bits += 0xFFF + ((bits >> 13) & 1);
   return std::bit_cast<float>(bits & ~uint32_t{0x1FFF});
+}
+
+// Returns the number of bytes of the scales of blocks of a matrix: tiles of 128 rows of
+// op(A), or columns of op(B), by 128 elements along k.
+int64_t BlockScaleBytes(int64_t outer, int64_t k) {
+  return (outer + 127) / 128 * ((k + 127) / 128) * 512;
+}
+
+// Returns the scales of blocks as f32 [outer, k / 32]. They are NaN if a byte of the
+// tiles that belongs to no block is not zero, because kernels may read it.
+std::vector<float> ReadBlockScales(const void* data, int64_t outer, int64_t k) {
+  const auto* const bytes = static_cast<const uint8_t*>(data);
+  const int64_t num_blocks = k / 32;
+  const int64_t tiles_along_k = (num_blocks + 3) / 4;
+  std::vector<float> scales(outer * num_blocks);
+  bool is_padded = true;
+  for (int64_t i = 0; i < BlockScaleBytes(outer, k); ++i) {
+    const int64_t tile = i / 512, line = i % 512 / 16, quarter = i % 16 / 4;
+    const int64_t row = tile / tiles_along_k * 128 + quarter * 32 + line;
+    const int64_t block = tile % tiles_along_k * 4 + i % 4;
+    if (row < outer && block < num_blocks) {
+      scales[row * num_blocks + block] =
+          bytes[i] == 255 ? std::nanf("") : std::ldexp(1.0f, bytes[i] - 127);
+    } else {
+      is_padded &= bytes[i] == 0;
+    }
+  }
+  if (!is_padded) std::ranges::fill(scales, std::nanf(""));
+  return scales;
 }
 
 // Returns op(matrix) [rows, columns] as row-major floats.
@@ -96,10 +130,16 @@ void MultiplyOne(const Product& product, const Arguments& arguments, int64_t bat
   const auto& [desc, a_layout, b_layout, c_layout, d_layout] = product;
   const int64_t m = product.m(), n = product.n(), k = product.k();
   const bool is_tf32 = desc.compute == lt::ComputeType::k32FFastTF32;
-  const auto a =
-      ReadDense(arguments.a, a_layout, batch, desc.transpose_a != 0, is_tf32);
-  const auto b =
-      ReadDense(arguments.b, b_layout, batch, desc.transpose_b != 0, is_tf32);
+  auto a = ReadDense(arguments.a, a_layout, batch, desc.transpose_a != 0, is_tf32);
+  auto b = ReadDense(arguments.b, b_layout, batch, desc.transpose_b != 0, is_tf32);
+  if (product.has_block_scales()) {
+    const auto a_scales = ReadBlockScales(desc.a_scale, m, k);
+    const auto b_scales = ReadBlockScales(desc.b_scale, n, k);
+    for (int64_t i = 0; i < m * k; ++i) a[i] *= a_scales[i / 32];
+    for (int64_t i = 0; i < k * n; ++i) {
+      b[i] *= b_scales[(i % n * k + i / n) / 32];
+    }
+  }
   std::vector<float> sums(m * n, 0.0f);
   for (int64_t i = 0; i < m; ++i) {
     for (int64_t p = 0; p < k; ++p) {
@@ -108,8 +148,10 @@ void MultiplyOne(const Product& product, const Arguments& arguments, int64_t bat
     }
   }
   const bool has_rows = product.has_row_scales();
-  const auto scale = [has_rows](const float* scales, int64_t i) {
-    return scales == nullptr ? 1 : scales[has_rows ? i : 0];
+  const bool has_factors = !product.has_block_scales();
+  const auto scale = [=](const void* scales, int64_t i) {
+    if (scales == nullptr || !has_factors) return 1.0f;
+    return static_cast<const float*>(scales)[has_rows ? i : 0];
   };
   const DType type = TypeOf(d_layout.type);
   const int64_t size = ElementBytes(d_layout.type);
@@ -236,11 +278,13 @@ std::vector<Touch> TouchesOf(const Product& product, const Arguments& arguments)
     touches.push_back({reinterpret_cast<uint64_t>(product.desc.bias), product.d.batch,
                        product.m() * size, product.desc.bias_batch_stride * size});
   }
-  const auto add_scales = [&](const float* scales, int64_t count) {
+  const auto add_scales = [&](const void* scales, int64_t count) {
     if (scales == nullptr) return;
     const int64_t size = product.has_row_scales() ? count : 1;
-    touches.push_back({reinterpret_cast<uint64_t>(scales), 1,
-                       size * static_cast<int64_t>(sizeof(float)), 0});
+    const int64_t size_bytes = product.has_block_scales()
+                                   ? BlockScaleBytes(count, product.k())
+                                   : size * static_cast<int64_t>(sizeof(float));
+    touches.push_back({reinterpret_cast<uint64_t>(scales), 1, size_bytes, 0});
   };
   add_scales(product.desc.a_scale, product.m());
   add_scales(product.desc.b_scale, product.n());

@@ -31,8 +31,8 @@ struct MatmulDescObject {
   int64_t bias_batch_stride = 0;
   int32_t sm_count_target = 0;
   int32_t bias_type = -1;
-  const float* a_scale = nullptr;
-  const float* b_scale = nullptr;
+  const void* a_scale = nullptr;
+  const void* b_scale = nullptr;
   int32_t a_scale_mode = 0;
   int32_t b_scale_mode = 0;
 };
@@ -82,6 +82,9 @@ struct Product {
   int64_t k() const { return desc.transpose_a != 0 ? a.rows : a.columns; }
   bool has_row_scales() const {
     return desc.a_scale_mode == static_cast<int32_t>(lt::ScaleMode::kOuterVector);
+  }
+  bool has_block_scales() const {
+    return desc.a_scale_mode == static_cast<int32_t>(lt::ScaleMode::kVec32);
   }
   bool has_bias() const {
     return desc.epilogue == static_cast<uint32_t>(lt::Epilogue::kBias);

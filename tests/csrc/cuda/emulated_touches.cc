@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "cuda/emulated_machine.h"
+#include "gemm/cuda/block_scales.h"
 #include "reduce/cuda/sum_params.h"
 #include "transport/cuda/all_reduce_params.h"
 #include "transport/cuda/flag_params.h"
@@ -109,6 +110,25 @@ std::vector<Touch> OfCopy(const CopyParams& params) {
           {params.to, params.num_rows, params.row_bytes, params.to_stride}};
 }
 
+std::vector<Touch> OfTranspose(const TransposeParams& params) {
+  return {{params.from, params.rows, params.columns, params.from_stride},
+          {params.to, params.columns, params.rows, params.to_stride}};
+}
+
+Touch OfBytes(const ByteMatrix& matrix, int64_t outer, int64_t inner) {
+  if (matrix.inner_stride == 1) return {matrix.data, outer, inner, matrix.outer_stride};
+  return {matrix.data, inner, outer, matrix.inner_stride};
+}
+
+std::vector<Touch> OfBlockScales(const BlockScalesParams& params) {
+  const int64_t k = params.num_blocks * kScaledBlock;
+  const Touch to = {params.to, 1, BlockScales::SizeBytes(params.outer, k), 0};
+  if (!params.converts) return {OfBytes(params.scales, params.outer, k / 32), to};
+  return {OfBytes(params.scales, params.outer / 32, k), to,
+          OfBytes(params.values, params.outer, k),
+          OfBytes(params.converted, params.outer, k)};
+}
+
 std::vector<Touch> OfAllReduce(const AllReduceParams& params) {
   std::vector<Touch> touches;
   const auto add = [&](uint64_t data, int64_t num_elements, DType dtype) {
@@ -168,6 +188,8 @@ std::vector<Touch> TouchedBy(std::string_view kernel, const void* params) {
   }
   if (kernel == kSumKernel) return OfSum(As<SumParams>(params));
   if (kernel == kCopyKernel) return OfCopy(As<CopyParams>(params));
+  if (kernel == kTransposeKernel) return OfTranspose(As<TransposeParams>(params));
+  if (kernel == kBlockScalesKernel) return OfBlockScales(As<BlockScalesParams>(params));
   return {};
 }
 

@@ -1,4 +1,6 @@
 // Tests FP8 products of the emulated cuBLASLt: values, and what it rejects.
+#include <cmath>
+#include <random>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -184,6 +186,88 @@ TEST(ScalesOfRowsNeedHopperAndANewLibrary) {
   product.Set(lt::DescAttribute::kBScalePointer,
               static_cast<void*>(product.b_scales.At(0, 1, 0)));
   CHECK(Is(product.Find(), Status::kNotSupported));
+}
+
+Options BlockScaled(OperandDTypes operands = DType::kE4M3) {
+  Options options = Fp8(operands);
+  options.has_scales = false;
+  options.has_block_scales = true;
+  return options;
+}
+
+TEST(ScalesOfBlocksNeedBlackwellAndANewLibrary) {
+  for (const auto& [major, minor, status] :
+       std::vector<std::tuple<int, int, Status>>{{8, 9, Status::kNotSupported},
+                                                 {9, 0, Status::kNotSupported},
+                                                 {10, 0, Status::kSuccess},
+                                                 {10, 3, Status::kSuccess},
+                                                 {11, 0, Status::kSuccess},
+                                                 {12, 0, Status::kNotSupported}}) {
+    EmulatedMachine machine(DeviceOf(major, minor));
+    const Gpu gpu;
+    CHECK(Is(FindFp8(BlockScaled()), status));
+  }
+  EmulatedMachine machine(DeviceOf(10, 0));
+  const Gpu gpu;
+  SetEmulatedCublasLtVersion(120700);
+  CHECK(Is(FindFp8(BlockScaled()), Status::kNotSupported));
+  SetEmulatedCublasLtVersion(130000);
+}
+
+// Tiles have 128 rows and 128 elements along k. They do not depend on the layouts of the
+// matrices.
+TEST(ScalesOfBlocksAreReadFromTiles) {
+  EmulatedMachine machine(DeviceOf(10, 0));
+  const Gpu gpu;
+  uint64_t seed = 0;
+  for (const OperandDTypes& operands : kFp8Pairs) {
+    for (int bits = 0; bits < 4; ++bits) {
+      Options options = BlockScaled(operands);
+      options.results = DType::kF32;
+      options.transpose_a = (bits & 1) != 0;
+      options.transpose_b = (bits & 2) != 0;
+      options.m = 160;
+      options.n = 144;
+      options.k = 32 * (3 + bits);
+      CheckExact(options, ++seed);
+    }
+  }
+}
+
+TEST(ProductsWithScalesOfBlocksAreAlignedAndAreNoBatches) {
+  EmulatedMachine machine(DeviceOf(10, 0));
+  const Gpu gpu;
+  Options options = BlockScaled();
+  options.k = 48;
+  CHECK(Is(FindFp8(options), Status::kNotSupported));
+  options = BlockScaled();
+  options.batch = 2;
+  CHECK(Is(FindFp8(options), Status::kNotSupported));
+  Product product(BlockScaled());
+  CHECK(Is(product.Find(), Status::kSuccess));
+  auto* const tiles = static_cast<std::byte*>(product.b_tiles.get());
+  product.Set(lt::DescAttribute::kBScalePointer, static_cast<void*>(tiles + 8));
+  CHECK(Is(product.Find(), Status::kNotSupported));
+  product.Set(lt::DescAttribute::kBScalePointer, static_cast<void*>(tiles));
+  product.Set(lt::DescAttribute::kBScaleMode,
+              static_cast<int32_t>(lt::ScaleMode::kScalar));
+  CHECK(Is(product.Find(), Status::kNotSupported));
+}
+
+// A kernel may read the scales of rows and blocks that do not exist.
+TEST(PaddingOfScalesThatIsNotZeroGivesNan) {
+  EmulatedMachine machine(DeviceOf(10, 0));
+  const Gpu gpu;
+  Product product(BlockScaled());
+  for (Matrix* matrix : {&product.a, &product.b}) {
+    std::mt19937 random(1);
+    matrix->Randomize(random);
+  }
+  static_cast<uint8_t*>(product.b_tiles.get())[511] = 1;
+  CHECK(Is(product.Find(), Status::kSuccess));
+  CHECK(Is(product.Run(), Status::kSuccess));
+  Gpu::Synchronize(product.stream.get());
+  CHECK(std::isnan(product.d.Get(0, 0, 0)));
 }
 
 TEST(OnlyFp8OperandsHaveScales) {

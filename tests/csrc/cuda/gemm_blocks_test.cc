@@ -114,6 +114,62 @@ TEST(batches_that_adjoin_are_one_matrix) {
   CHECK_EQ(blocks[0].addends[0].row_stride, 0);
 }
 
+// Returns the product of two row segments of an FP8 x [., 64], which adjoin, and w. Each
+// segment has scales of blocks along k, at the given addresses.
+GemmProblem BlockScaled(uintptr_t first_scales, uintptr_t second_scales) {
+  constexpr int64_t kRows = 8, kDepth = 64, kColumns = 32;
+  const auto at = [](uintptr_t address) {
+    return reinterpret_cast<std::byte*>(address);
+  };
+  OperandSegments a(DType::kE4M3);
+  OperandSegments b(DType::kE4M3);
+  ResultSegments c(DType::kBF16);
+  a.AddInner(kDepth);
+  b.AddInner(kDepth);
+  b.AddOuter(kColumns);
+  b.Append({at(1 << 20), 1, kColumns});
+  c.AddColumns(kColumns);
+  for (int64_t i = 0; i < 2; ++i) {
+    a.AddOuter(kRows);
+    a.Append({at(4096 + i * kRows * kDepth), kDepth, 1});
+    c.AddRows(kRows);
+    c.Append({at((2 << 20) + i * kRows * kColumns * 2), kColumns, 1});
+  }
+  GemmProblem problem = Problem(1, std::move(a), std::move(b), std::move(c));
+  problem.a.scales = {{at(first_scales), 1, kDepth / 32, 32, 1},
+                      {at(second_scales), 1, kDepth / 32, 32, 1}};
+  problem.b.scales = {{at(1 << 22), 1, 1, 32, kColumns}};
+  return problem;
+}
+
+TEST(segments_whose_scales_adjoin_too_are_one_matrix) {
+  const std::vector<GemmBlock> blocks = CutIntoBlocks(BlockScaled(128, 128 + 8 * 2));
+  CHECK_EQ(blocks.size(), size_t{1});
+  CHECK_EQ(blocks[0].m, 16);
+  const BlockTerm& term = blocks[0].terms[0];
+  CHECK_EQ(term.a.scales.data, reinterpret_cast<std::byte*>(128));
+  CHECK_EQ(term.a.scales.outer_stride, 2);
+  CHECK_EQ(term.a.scales.inner_block, 32);
+  CHECK_EQ(term.b.scales.data, reinterpret_cast<std::byte*>(1 << 22));
+  CHECK_EQ(term.b.scales.inner_stride, 32);
+}
+
+TEST(segments_whose_scales_do_not_adjoin_are_no_batch_either) {
+  const std::vector<GemmBlock> blocks = CutIntoBlocks(BlockScaled(128, 1024));
+  CHECK_EQ(blocks.size(), size_t{2});
+  CHECK_EQ(blocks[0].batch, 1);
+  CHECK_EQ(blocks[0].m, 8);
+  CHECK_EQ(blocks[1].terms[0].a.scales.data, reinterpret_cast<std::byte*>(1024));
+}
+
+TEST(a_block_of_scales_has_one_term) {
+  GemmProblem problem = BlockScaled(128, 144);
+  problem.b.inner_bounds = {0, 16, 64};
+  problem.b.segments.push_back({reinterpret_cast<std::byte*>(1 << 24), 1, 32});
+  problem.b.scales.push_back(problem.b.scales[0]);
+  CHECK_THROWS(CutIntoBlocks(problem), "a block of scales has parts in two terms");
+}
+
 TEST(batches_equally_far_apart_are_one_strided_batch) {
   const Tensor x = Array(4, 8, 16, 1 << 12);
   const Tensor y = Array(4, 8, 32, 1 << 16);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <random>
 #include <vector>
 
@@ -83,6 +84,7 @@ struct Options {
   bool has_bias = false;
   bool has_scales = false;
   bool has_row_scales = false;
+  bool has_block_scales = false;
   float alpha = 1, beta = 0;
   uint64_t workspace_bytes = 0;
   lt::ComputeType compute = lt::ComputeType::k32F;
@@ -115,6 +117,15 @@ class Product {
           "desc");
     Set(lt::DescAttribute::kTransA, int32_t{o.transpose_a});
     Set(lt::DescAttribute::kTransB, int32_t{o.transpose_b});
+    if (o.has_block_scales) {
+      const auto mode = static_cast<int32_t>(lt::ScaleMode::kVec32);
+      FillTiles(a_tiles, o.m);
+      FillTiles(b_tiles, o.n);
+      Set(lt::DescAttribute::kAScaleMode, mode);
+      Set(lt::DescAttribute::kBScaleMode, mode);
+      Set(lt::DescAttribute::kAScalePointer, a_tiles.get());
+      Set(lt::DescAttribute::kBScalePointer, b_tiles.get());
+    }
     if (o.has_scales) {
       for (int64_t i = 0; i < o.m; ++i) {
         Write(a_scales.At(0, i, 0), DType::kF32, i % 2 == 0 ? 0.25f : 0.5f);
@@ -174,11 +185,18 @@ class Product {
                           reinterpret_cast<void*>(workspace.get()), workspace_bytes,
                           stream.get());
   }
+  // The scale of 32 elements along k. It differs between neighbouring rows and blocks.
+  static int BlockExponent(int64_t row, int64_t block) {
+    return static_cast<int>((row + 2 * block) % 3) - 1;
+  }
   double Expected(int64_t i, int64_t row, int64_t column) const {
     double sum = 0;
     for (int64_t p = 0; p < o.k; ++p) {
-      sum += double{o.transpose_a ? a.Get(i, p, row) : a.Get(i, row, p)} *
-             (o.transpose_b ? b.Get(i, column, p) : b.Get(i, p, column));
+      const double product =
+          double{o.transpose_a ? a.Get(i, p, row) : a.Get(i, row, p)} *
+          (o.transpose_b ? b.Get(i, column, p) : b.Get(i, p, column));
+      const int exponent = BlockExponent(row, p / 32) + BlockExponent(column, p / 32);
+      sum += o.has_block_scales ? std::ldexp(product, exponent) : product;
     }
     const auto scale = [&](const Matrix& scales, int64_t i) {
       return o.has_scales ? double{scales.Get(0, o.has_row_scales ? i : 0, 0)} : 1;
@@ -188,8 +206,26 @@ class Product {
     return o.has_bias ? sum + bias.Get(i, row, 0) : sum;
   }
 
+  // Returns the size in bytes of the scales of blocks of `outer` rows.
+  int64_t TileBytes(int64_t outer) const {
+    return (outer + 127) / 128 * ((o.k + 127) / 128) * 512;
+  }
+  void FillTiles(const HostMemory& tiles, int64_t outer) const {
+    auto* const bytes = static_cast<uint8_t*>(tiles.get());
+    std::fill_n(bytes, TileBytes(outer), uint8_t{0});
+    for (int64_t row = 0; row < outer; ++row) {
+      for (int64_t block = 0; block < o.k / 32; ++block) {
+        const int64_t tile = row / 128 * ((o.k + 127) / 128) + block / 4;
+        bytes[512 * tile + row % 32 * 16 + row % 128 / 32 * 4 + block % 4] =
+            static_cast<uint8_t>(127 + BlockExponent(row, block));
+      }
+    }
+  }
+
   const Options o;
   Matrix a, b, c, d, bias;
+  HostMemory a_tiles{driver, TileBytes(std::max<int64_t>(o.m, 1))};
+  HostMemory b_tiles{driver, TileBytes(std::max<int64_t>(o.n, 1))};
   // The scales of A and of B: those of their rows and columns begin with one for all.
   Matrix a_scales{DType::kF32, std::max<int64_t>(o.m, 1), 1, 0, 1, false};
   Matrix b_scales{DType::kF32, std::max<int64_t>(o.n, 1), 1, 0, 1, false};

@@ -1,0 +1,164 @@
+#include "gemm/cuda/fp8_operands.h"
+
+#include <algorithm>
+#include <string>
+
+#include "gemm/cuda/gemm_plan_cache.h"
+#include "platform/error.h"
+
+namespace jax_ub {
+
+namespace {
+
+bool HasBlockScales(const OperandView& operand) {
+  return !operand.scales.empty() && operand.scale_dtype == DType::kE8M0;
+}
+
+// Returns whether blocks with a scale are along k. Otherwise they are along the other
+// dimension, and the operand is converted.
+bool IsAlongK(const ScaleSegment& scales) { return scales.inner_block == kScaledBlock; }
+
+bool IsContiguousAlongK(const ConstSegment& segment) {
+  return segment.inner_stride == 1;
+}
+
+// Returns whether cuBLASLt reads the values of an operand where they are.
+bool IsReadInPlace(const OperandView& operand, bool transposes_fp8) {
+  if (HasBlockScales(operand)) return std::ranges::all_of(operand.scales, IsAlongK);
+  return !transposes_fp8 || !IsFp8(operand.dtype) ||
+         std::ranges::all_of(operand.segments, IsContiguousAlongK);
+}
+
+// Returns whether a factor differs between the rows or the columns of a segment.
+bool IsVector(const FactorView& factor) {
+  return std::ranges::any_of(
+      factor.segments, [](const FactorSegment& segment) { return !segment.is_one(); });
+}
+
+bool IsAligned(const FactorSegment& segment) {
+  return reinterpret_cast<uintptr_t>(segment.data) % kPlannedAlignmentBytes == 0;
+}
+
+// Throws UnsupportedError if an operand has no blocks, or not whole blocks along k.
+void CheckBlockScales(const GemmProblem& problem) {
+  if (!HasBlockScales(problem.a) || !HasBlockScales(problem.b) ||
+      !problem.factors.empty()) {
+    throw UnsupportedError(
+        "MXFP8 on GPUs needs scales of blocks of both operands. Quantize both with "
+        "ub.fp8.MXFP8BlockScaling");
+  }
+  for (const int64_t bound : problem.a.inner_bounds) {
+    if (bound % kScaledBlock == 0) continue;
+    throw UnsupportedError("MXFP8 on GPUs contracts multiples of " +
+                           std::to_string(kScaledBlock) +
+                           " rows or features. Pad them, or use a recipe with one "
+                           "scale per tensor");
+  }
+}
+
+uint64_t AddressOf(const std::byte* data) { return reinterpret_cast<uintptr_t>(data); }
+
+ByteMatrix BytesOf(const BlockOperand& operand) {
+  const uint64_t data = AddressOf(operand.data);
+  return operand.lines_run_along_k ? ByteMatrix{data, operand.line_stride, 1}
+                                   : ByteMatrix{data, 1, operand.line_stride};
+}
+
+int64_t RoundUp(int64_t size_bytes) {
+  return (size_bytes + kWorkspaceAlignmentBytes - 1) / kWorkspaceAlignmentBytes *
+         kWorkspaceAlignmentBytes;
+}
+
+}  // namespace
+
+void CheckScales(const GemmProblem& problem) {
+  if (HasBlockScales(problem.a) || HasBlockScales(problem.b)) {
+    return CheckBlockScales(problem);
+  }
+  if (!problem.a.scales.empty() || !problem.b.scales.empty() ||
+      problem.has_factors_by_k) {
+    throw UnsupportedError(
+        "FP8 on GPUs needs scales that are constant along the contracted dimension. "
+        "Use a recipe with one scale per tensor");
+  }
+  if (problem.factors.empty()) return;
+  const FactorView& rows = problem.factors[0];
+  const FactorView& columns = problem.factors[1];
+  const bool has_rows = IsVector(rows) || problem.m == 1;
+  const bool has_columns = IsVector(columns) || problem.n == 1;
+  if (!IsVector(rows) && !IsVector(columns)) return;
+  if (!has_rows || !has_columns) {
+    throw UnsupportedError(
+        "row scales on GPUs need a scale for each row of x and each column of w. "
+        "Quantize both with ub.fp8.RowwiseScaling");
+  }
+  for (const FactorView* const factor : {&rows, &columns}) {
+    if (std::ranges::all_of(factor->segments, IsAligned)) continue;
+    throw UnsupportedError(
+        "row scales on GPUs need chunks of a multiple of 4 rows. Use a multiple of 16 "
+        "rows per rank, or a recipe with one scale per tensor");
+  }
+}
+
+Fp8Copy::Fp8Copy(const OperandView& operand, bool transposes_fp8, CUdeviceptr memory)
+    : values_(memory) {
+  const int64_t outer = operand.outer_bounds.back();
+  const int64_t k = operand.inner_bounds.back();
+  if (!IsReadInPlace(operand, transposes_fp8)) values_bytes_ = RoundUp(outer * k);
+  if (HasBlockScales(operand))
+    scales_bytes_ = RoundUp(BlockScales::SizeBytes(outer, k));
+}
+
+const void* Fp8Copy::scales() const {
+  return scales_bytes_ == 0 ? nullptr
+                            : reinterpret_cast<const void*>(values_ + values_bytes_);
+}
+
+BlockOperand Fp8Copy::Multiplied(const BlockOperand& original,
+                                 int64_t outer,
+                                 int64_t k) const {
+  const bool has_blocks = scales_bytes_ != 0;
+  const bool is_read =
+      has_blocks ? IsAlongK(original.scales) : original.lines_run_along_k;
+  if (values_bytes_ == 0 || is_read) return original;
+  BlockOperand copy = original;
+  copy.data = reinterpret_cast<const std::byte*>(values_);
+  if (!has_blocks) copy.lines_run_along_k = true;
+  copy.line_stride = copy.lines_run_along_k ? k : outer;
+  if (copy.batch_stride != 0) copy.batch_stride = outer * k;
+  return copy;
+}
+
+void Fp8Operands::Enqueue(CUstream stream,
+                          const Fp8Copy& copy,
+                          const BlockOperand& operand,
+                          DType dtype,
+                          int64_t outer,
+                          int64_t k,
+                          int64_t batch) const {
+  const BlockOperand to = copy.Multiplied(operand, outer, k);
+  if (copy.scales() != nullptr) {
+    const ScaleSegment& scales = operand.scales;
+    block_scales_.Enqueue(stream, {.scales = {AddressOf(scales.data),
+                                              scales.outer_stride, scales.inner_stride},
+                                   .outer = outer,
+                                   .num_blocks = k / kScaledBlock,
+                                   .to = reinterpret_cast<uintptr_t>(copy.scales()),
+                                   .values = BytesOf(operand),
+                                   .converted = BytesOf(to),
+                                   .dtype = dtype,
+                                   .converts = !IsAlongK(scales)});
+    return;
+  }
+  if (to.data == operand.data) return;
+  for (int64_t b = 0; b < (operand.batch_stride == 0 ? 1 : batch); ++b) {
+    sums_.Transpose(stream, {.from = AddressOf(operand.data + b * operand.batch_stride),
+                             .to = AddressOf(to.data + b * to.batch_stride),
+                             .rows = k,
+                             .columns = outer,
+                             .from_stride = operand.line_stride,
+                             .to_stride = to.line_stride});
+  }
+}
+
+}  // namespace jax_ub

@@ -1,0 +1,68 @@
+// Prepares FP8 operands as cuBLASLt reads them: copies and scales in the workspace.
+//
+//   operand                                      workspace
+//   contiguous along k, or all layouts are read  nothing
+//   contiguous along the other dimension         a transposed copy
+//   scales of blocks along k                     the scales in tiles
+//   scales of blocks along the other dimension   a converted copy, its scales in tiles
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "gemm/cuda/block_scales.h"
+#include "gemm/cuda/gemm_blocks.h"
+#include "gemm/gemm.h"
+#include "platform/cuda/driver.h"
+#include "reduce/cuda/sum_kernels.h"
+
+namespace jax_ub {
+
+// Throws UnsupportedError if cuBLASLt cannot multiply by the scales of the operands.
+void CheckScales(const GemmProblem& problem);
+
+// The memory for the copy and the scales of one operand, for one block and term at a
+// time.
+class Fp8Copy {
+ public:
+  Fp8Copy() = default;
+  // `transposes_fp8` as in GemmOptions.
+  Fp8Copy(const OperandView& operand, bool transposes_fp8, CUdeviceptr memory);
+
+  int64_t size_bytes() const { return values_bytes_ + scales_bytes_; }
+  // Returns the address of the scales in tiles; null if there are none.
+  const void* scales() const;
+  // Returns the operand that is multiplied, which may be `original`. A transposed copy
+  // has lines along k. A converted copy has lines like its original.
+  BlockOperand Multiplied(const BlockOperand& original, int64_t outer, int64_t k) const;
+
+ private:
+  CUdeviceptr values_ = 0;
+  int64_t values_bytes_ = 0;
+  int64_t scales_bytes_ = 0;
+};
+
+// The kernels that make copies, for the device of the current context.
+class Fp8Operands {
+ public:
+  // The arguments must outlive the object.
+  Fp8Operands(const Driver& driver, const SumKernels& sums)
+      : sums_(sums), block_scales_(driver) {}
+
+  // Enqueues what makes the copy and the scales of an operand [outer, k] of dtype
+  // `dtype`, if it needs any.
+  void Enqueue(CUstream stream,
+               const Fp8Copy& copy,
+               const BlockOperand& operand,
+               DType dtype,
+               int64_t outer,
+               int64_t k,
+               int64_t batch) const;
+
+ private:
+  const SumKernels& sums_;
+  const BlockScales block_scales_;
+};
+
+}  // namespace jax_ub
