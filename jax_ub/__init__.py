@@ -13,37 +13,39 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from jax_ub import errors, overlap_config
-from jax_ub._src.config.overlap_config import (
-    CommOverlapType,
-    UserBufferQuantizationMode,
-)
-from jax_ub._src.lowering_log import fallbacks
-from jax_ub._src.methods import Method
-from jax_ub._src.rules.linear import (
-    all_gather_matmul,
-    linear,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-)
-from jax_ub._src.rules.local_ops import all_reduce, dgrad_add, wgrad_accumulate
-from jax_ub._src.runtime.backend import export_safety_checks, register_targets
-from jax_ub._src.runtime.communicators import check_communicators
-from jax_ub._src.runtime.initialize import (
-    destroy_ub,
-    get_ub,
-    initialize_ub,
-    is_ub_initialized,
-)
-from jax_ub._src.runtime.registry import CommOverlap, CommOverlapP2P
-from jax_ub._src.scaled_array import ScaledArray
+# `jax.extend` adds a config option to JAX when it is imported, and JAX then traces all
+# programs again. So it is imported here, and not at the first call.
+import jax.extend  # noqa: F401
 
 if TYPE_CHECKING:
-    from jax_ub import flax, fp8, ops
+    from jax_ub import errors, flax, fp8, ops, overlap_config
+    from jax_ub._src.config.overlap_config import (
+        CommOverlapType,
+        UserBufferQuantizationMode,
+    )
     from jax_ub._src.fp8.quantize import quantize
+    from jax_ub._src.lowering_log import fallbacks
+    from jax_ub._src.methods import Method
     from jax_ub._src.retrofit.dot_general import dot_general
     from jax_ub._src.retrofit.nnx_overlap import overlap, overlapped
+    from jax_ub._src.rules.linear import (
+        all_gather_matmul,
+        linear,
+        matmul_all_reduce,
+        matmul_reduce_scatter,
+    )
+    from jax_ub._src.rules.local_ops import all_reduce, dgrad_add, wgrad_accumulate
+    from jax_ub._src.runtime.backend import export_safety_checks, register_targets
+    from jax_ub._src.runtime.communicators import check_communicators
+    from jax_ub._src.runtime.initialize import (
+        destroy_ub,
+        get_ub,
+        initialize_ub,
+        is_ub_initialized,
+    )
     from jax_ub._src.runtime.memory import MemoryReport, memory_report
+    from jax_ub._src.runtime.registry import CommOverlap, CommOverlapP2P
+    from jax_ub._src.scaled_array import ScaledArray
     from jax_ub._src.tools.explain.program import explain
     from jax_ub._src.tools.trace.recorder import trace
 
@@ -84,41 +86,63 @@ __all__ = [
     "wgrad_accumulate",
 ]
 
-# These modules and names are imported at their first use, so that `import jax_ub` is
-# fast and loads no command-line tool.
-_LAZY_MODULES = ("flax", "fp8", "ops")
-_LAZY_NAMES = {
-    "MemoryReport": "jax_ub._src.runtime.memory",
-    "dot_general": "jax_ub._src.retrofit.dot_general",
-    "explain": "jax_ub._src.tools.explain.program",
-    "memory_report": "jax_ub._src.runtime.memory",
-    "overlap": "jax_ub._src.retrofit.nnx_overlap",
-    "overlapped": "jax_ub._src.retrofit.nnx_overlap",
-    "quantize": "jax_ub._src.fp8.quantize",
-    "trace": "jax_ub._src.tools.trace.recorder",
+# Every public name is imported at its first use, so that `import jax_ub` is fast and a
+# program loads only what it uses. Maps the modules in `_src` to the names that they
+# define.
+_DEFINITIONS = {
+    "config.overlap_config": ("CommOverlapType", "UserBufferQuantizationMode"),
+    "fp8.quantize": ("quantize",),
+    "lowering_log": ("fallbacks",),
+    "methods": ("Method",),
+    "retrofit.dot_general": ("dot_general",),
+    "retrofit.nnx_overlap": ("overlap", "overlapped"),
+    "rules.linear": (
+        "all_gather_matmul",
+        "linear",
+        "matmul_all_reduce",
+        "matmul_reduce_scatter",
+    ),
+    "rules.local_ops": ("all_reduce", "dgrad_add", "wgrad_accumulate"),
+    "runtime.backend": ("export_safety_checks", "register_targets"),
+    "runtime.communicators": ("check_communicators",),
+    "runtime.initialize": (
+        "destroy_ub",
+        "get_ub",
+        "initialize_ub",
+        "is_ub_initialized",
+    ),
+    "runtime.memory": ("MemoryReport", "memory_report"),
+    "runtime.registry": ("CommOverlap", "CommOverlapP2P"),
+    "scaled_array": ("ScaledArray",),
+    "tools.explain.program": ("explain",),
+    "tools.trace.recorder": ("trace",),
 }
-# Public modules of release 0.1 that are private now; importing one gives a warning.
-_DEPRECATED_MODULES = {
-    "methods": "jax_ub._src.methods",
-    "reference": "jax_ub._src.reference",
-    "retrofit": "jax_ub._src.retrofit",
-    "rules": "jax_ub._src.rules",
+_DEFINED_IN = {
+    name: f"jax_ub._src.{module}"
+    for module, names in _DEFINITIONS.items()
+    for name in names
 }
+_MODULES = ("errors", "flax", "fp8", "ops", "overlap_config")
+# Public modules of release 0.1 that are private now. Their use gives a warning.
+_DEPRECATED_MODULES = ("methods", "reference", "retrofit", "rules")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY_MODULES:
-        return importlib.import_module(f"jax_ub.{name}")
-    if name in _LAZY_NAMES:
-        return getattr(importlib.import_module(_LAZY_NAMES[name]), name)
-    if name in _DEPRECATED_MODULES:
+    if name in _DEFINED_IN:
+        value = getattr(importlib.import_module(_DEFINED_IN[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"jax_ub.{name}")
+    elif name in _DEPRECATED_MODULES:
         warnings.warn(
             f"jax_ub.{name} is private and will be removed in the next release.",
             DeprecationWarning,
             stacklevel=2,
         )
-        return importlib.import_module(_DEPRECATED_MODULES[name])
-    raise AttributeError(f"module 'jax_ub' has no attribute {name!r}")
+        return importlib.import_module(f"jax_ub._src.{name}")
+    else:
+        raise AttributeError(f"module 'jax_ub' has no attribute {name!r}")
+    globals()[name] = value  # so that Python finds it without this function
+    return value
 
 
 def __dir__() -> list[str]:

@@ -135,6 +135,16 @@ def without_source(operand: ScaledArray) -> ScaledArray:
     return ScaledArray(operand.values, operand.scales)
 
 
+def with_scalar_scale(operand: ScaledArray) -> ScaledArray:
+    """Reshapes the only scale of an FP8 array to a scalar."""
+    return ScaledArray(operand.values, operand.scales.reshape(()), operand.source)
+
+
+def cotangent_of_scaled(gradient: jax.Array) -> ScaledArray:
+    """Returns the cotangent of a `ScaledArray`: the gradient of its `source` alone."""
+    return ScaledArray.tree_unflatten(None, (None, None, gradient))
+
+
 def dequantized(operand: Any) -> Any:
     """Dequantizes a `ScaledArray`; returns any other operand as it is."""
     return operand.dequantize() if is_scaled(operand) else operand

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_ub
-from jax_ub._src.runtime import communicators
+from jax_ub._src.runtime import communicators, connection_attempt
 from jax_ub._src.runtime.communicators import Connection
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, DeviceGroups
 from jax_ub._src.runtime.transports import CpuTransportSetup, NoTransportSetup
@@ -106,11 +106,11 @@ class Alone:
 
 def test_the_own_error_takes_precedence_over_missing_processes():
     with pytest.raises(ConfigurationError, match="the own refusal"):
-        communicators.connect(
+        connection_attempt.connect(
             device_groups(), Alone(), {}, ConfigurationError("the own refusal")
         )
     with pytest.raises(TimeoutError, match="did not take part"):
-        communicators.connect(device_groups(), Alone(), {}, None)
+        connection_attempt.connect(device_groups(), Alone(), {}, None)
     assert not communicators.connections()
 
 

@@ -6,7 +6,12 @@ import pytest
 from cuda_programs import StandIn
 
 import jax_ub as ub
-from jax_ub._src.runtime import communicators, cpu_engine, cuda_engine
+from jax_ub._src.runtime import (
+    communicators,
+    connection_attempt,
+    cpu_engine,
+    cuda_engine,
+)
 from jax_ub._src.runtime.communicators import connections
 from jax_ub._src.runtime.device_groups import DeviceGroups
 from jax_ub.errors import CommunicatorError
@@ -102,7 +107,9 @@ def device_groups(**changes):
 
 
 def connect(*rounds, **changes):
-    communicators.connect(device_groups(**changes), ProcessAllGather(*rounds), {}, None)
+    connection_attempt.connect(
+        device_groups(**changes), ProcessAllGather(*rounds), {}, None
+    )
     return {one.group: one for one in connections()}
 
 
@@ -172,14 +179,14 @@ def test_a_process_that_does_not_report_its_outcome_leaves_nothing_behind(fake_e
 
 def test_one_process_creates_and_destroys_its_heaps(fake_engine):
     alone = device_groups(groups=((2, 3), (1,)), process_of=dict.fromkeys(range(4), 0))
-    communicators.connect_alone(alone)
+    connection_attempt.connect_alone(alone)
     (made,) = fake_engine.made
     assert (made.devices, made.ordinals) == ([2, 3], [12, 13])
     communicators.disconnect([(2, 3)])
     assert made.closed
     fake_engine.fails[2] = RuntimeError("CommunicatorError: cuMemCreate: out of memory")
     with pytest.raises(CommunicatorError, match="out of memory"):
-        communicators.connect_alone(alone)
+        connection_attempt.connect_alone(alone)
     assert not connections()
 
 
@@ -197,7 +204,7 @@ def test_check_communicators_raises_failures(fake_engine):
 def test_a_cpu_needs_no_connection_inside_a_process(monkeypatch):
     monkeypatch.setattr(cpu_engine, "load", lambda: pytest.fail("asked for an engine"))
     process_of = dict.fromkeys(range(4), 0)
-    communicators.connect_alone(
+    connection_attempt.connect_alone(
         device_groups(groups=((2, 3),), process_of=process_of, platform="cpu")
     )
     assert not connections()

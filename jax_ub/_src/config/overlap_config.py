@@ -15,7 +15,7 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.methods import KernelOptions, Method, Variant
-from jax_ub._src.parallel import CommOverlapType
+from jax_ub._src.parallel import FPROP, PASSES, CommOverlapType
 
 # The limit of `num_sm`, as in Transformer Engine, whose collectives have flags for up
 # to 32 thread blocks.
@@ -269,3 +269,12 @@ def _with_comm_type(name, read):
             f'comm_type = "{read["comm_type"].value}". Leave one of them out.'
         )
     return read
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Splits an overlap's name, such as "qkv_dgrad", into layer and pass.
+
+    A name without a pass has the pass "fprop".
+    """
+    layer, _, direction = name.rpartition("_")
+    return (layer, direction) if layer and direction in PASSES else (name, FPROP)

@@ -12,6 +12,7 @@ from jax_ub._src.config.overlap_config import (
     OverlapConfig,
     UserBufferQuantizationMode,
     read_entry,
+    split_name,
 )
 from jax_ub._src.errors import (
     ConfigurationError,
@@ -57,15 +58,6 @@ NAMES = {
     for layer, parallel in _LAYERS.items()
     for direction in PASSES
 }
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """Splits an overlap's name, such as "qkv_dgrad", into layer and pass.
-
-    A name without a pass has the pass "fprop".
-    """
-    layer, _, direction = name.rpartition("_")
-    return (layer, direction) if layer and direction in PASSES else (name, FPROP)
 
 
 def method_defaults(

@@ -1,7 +1,10 @@
 """Computes amax values, scales and FP8 values by the formulas of the recipes."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +12,14 @@ from jax import lax
 
 from jax_ub._src import reference
 from jax_ub._src.errors import ConfigurationError, shown
-from jax_ub._src.fp8.recipes import (
-    DelayedScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-)
 from jax_ub._src.scaled_array import MXFP8_BLOCK
+
+if TYPE_CHECKING:
+    from jax_ub._src.fp8.recipes import (
+        DelayedScaling,
+        Float8CurrentScaling,
+        MXFP8BlockScaling,
+    )
 
 # The largest inverse of a scale. Its own inverse, 2^-126, is still a normal f32 number;
 # XLA:CPU replaces subnormal numbers by zero.

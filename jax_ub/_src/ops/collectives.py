@@ -10,8 +10,8 @@ from jax_ub._src import checks
 from jax_ub._src.ops.operation import BasicOperation
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_gather, all_reduce, reduce_scatter
-from jax_ub._src.rules import scaled
 from jax_ub._src.rules.call_config import CallConfig, make_call_config
+from jax_ub._src.rules.operands import pcast_operands
 from jax_ub._src.rules.row import is_partial
 from jax_ub._src.scaled_array import ScaledArray, is_scaled, source_of
 
@@ -45,7 +45,7 @@ def gathered(call_config: CallConfig, x: Any) -> Any:
     """All-gathers an array, or the values and scales of a `ScaledArray`."""
     if not is_scaled(x):
         return all_gather(call_config.collective, as_varying(call_config, x))
-    x = scaled.pcast_varying(x, call_config.axes(x))
+    x = pcast_operands(x, call_config.axes(x))
     y: Any = all_gather(call_config.collective, x)
     # Only the dtype of the source is read.
     source = vma.pcast_varying(

@@ -13,7 +13,7 @@ from jax_ub._src.errors import UbError
 from jax_ub._src.ops.fused_operation import FusedOperation, expand, windows
 from jax_ub._src.ops.operation import BasicOperation, RequestedGradients
 from jax_ub._src.primitives import vma
-from jax_ub._src.rules import scaled
+from jax_ub._src.rules.operands import pcast_operands
 from jax_ub._src.rules.vjp import (
     is_placeholder,
     is_zero,
@@ -321,7 +321,7 @@ def to_cotangent_aval(aval: jax.Array | None, gradient: Any) -> Any:
     axes = vma.axes_of(aval)
     if is_scaled(gradient):
         if vma.axes_of(*jax.tree.leaves(gradient)) <= axes:
-            return scaled.pcast_varying(gradient, axes)
+            return pcast_operands(gradient, axes)
         gradient = gradient.dequantize()
     extra = tuple(sorted(vma.axes_of(gradient) - axes))
     if extra:

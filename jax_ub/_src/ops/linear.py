@@ -33,13 +33,13 @@ from jax_ub._src.ops.operation import (
 )
 from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
 from jax_ub._src.rules import main_grads as accumulators
-from jax_ub._src.rules import scaled
 from jax_ub._src.rules.call_config import (
     CallConfig,
     make_call_config,
     make_local_call_config,
 )
 from jax_ub._src.rules.forward import is_replicated
+from jax_ub._src.rules.operands import as_row
 from jax_ub._src.scaled_array import is_scaled, source_of
 
 default_kernel_init = initializers.lecun_normal()
@@ -301,7 +301,7 @@ class BasicLinear(BasicOperation):
         x, kernel = residuals["x"], residuals["kernel"]
         is_vector = x.ndim == 1
         if is_vector:
-            x, residual = scaled.as_row((x, residual))
+            x, residual = as_row((x, residual))
         biases = None if bias is None else (bias,)
         (y,), _ = product_of(config)(config, x, (kernel,), biases, residual)
         return y[0] if is_vector else y, (), residuals
@@ -343,7 +343,7 @@ class BasicLinear(BasicOperation):
         dy = dy if is_scaled(dy) else dy.astype(config.dtype)
         is_vector = dy.ndim == 1
         if is_vector:
-            dy, x, residual = scaled.as_row((dy, x, residual))
+            dy, x, residual = as_row((dy, x, residual))
         state = state_in(residuals)
         dx, dw, new_state = gradients(config, dy, x, w, main_grad, residual, state)
         d_params: dict[str, Any] = {**state, **new_state}

@@ -15,6 +15,7 @@ from jax_ub._src.rules import scaled
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.column import column_gradients
 from jax_ub._src.rules.forward import forward_of
+from jax_ub._src.rules.operands import check_scaled
 from jax_ub._src.rules.row import row_gradients
 from jax_ub._src.scaled_array import (
     is_scaled,
@@ -53,7 +54,7 @@ def quantized(config: CallConfig, residuals: Residuals, params: Params) -> Resid
 
     operands, backward = jax.vjp(quantize, state)
     if is_quantized:
-        scaled.check_operands(config, operands["x"], operands["kernel"])
+        check_scaled(config, operands["x"], operands["kernel"])
     # The "gradient" of the state is its new value, which does not depend on the
     # gradients of the operands. So any gradients, such as zeros, return it.
     zeros = jax.tree.map(

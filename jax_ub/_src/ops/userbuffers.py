@@ -37,8 +37,8 @@ from jax_ub._src.ops.operation import BasicOperation, compute_dtype, num_ranks
 from jax_ub._src.parallel import ROW, check_parallel, mode_of
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce
-from jax_ub._src.rules import scaled
 from jax_ub._src.rules.call_config import CallConfig, make_call_config
+from jax_ub._src.rules.operands import pcast_operands
 from jax_ub._src.scaled_array import source_of
 
 
@@ -384,4 +384,4 @@ def _forward_operands(config, x, w, bias, added_bias=None, residual=None):
         added_bias = added_bias.astype(jnp.float32)
         bias = added_bias if bias is None else bias.astype(jnp.float32) + added_bias
     biases = None if bias is None else (bias,)
-    return scaled.pcast_varying((x, (w,), biases, residual), axes)
+    return pcast_operands((x, (w,), biases, residual), axes)

@@ -21,7 +21,7 @@ from jax_ub._src.ops.userbuffers import (
 )
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce
-from jax_ub._src.rules import scaled
+from jax_ub._src.rules.operands import pcast_operands
 from jax_ub._src.rules.vjp import row_sum
 from jax_ub._src.scaled_array import dequantized, is_scaled
 
@@ -190,7 +190,7 @@ def _gradients(config, dy, x, w, main_grad, residual, state=None):
         return None, None, {}
     operands = (dy, x, w, main_grad, residual)
     axes = config.axes(*(a for a in operands if a is not None))
-    dy, x, w, residual = scaled.pcast_varying((dy, x, w, residual), axes)
+    dy, x, w, residual = pcast_operands((dy, x, w, residual), axes)
     x, w = (a if a is None or is_scaled(a) else a.astype(config.dtype) for a in (x, w))
     return gradients(config, dy, x, w, main_grad, residual, state)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -12,7 +12,6 @@ from jax_ub._src import checks as shapes
 from jax_ub._src.config.flags import FUSED, FlaggedMethod, OverlapFlags, flags_of
 from jax_ub._src.config.tuned_file import TunedKey, TunedTable
 from jax_ub._src.errors import UnsupportedOverlapError, shown
-from jax_ub._src.fp8.recipes import Recipe
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.parallel import (
     COLUMN,
@@ -27,6 +26,9 @@ from jax_ub._src.primitives import mesh, vma
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.runtime import cuda_engine, registry, settings, tuned_tables
 from jax_ub._src.runtime.registry import Overlap
+
+if TYPE_CHECKING:
+    from jax_ub._src.fp8.recipes import Recipe
 
 _LOCAL = mode_of(None, False)
 
@@ -85,7 +87,7 @@ class CallConfig:
     out_dtype: np.dtype | None = None
     dw_dtype: np.dtype | None = None
     source_dtypes: tuple[np.dtype | None, ...] = ()
-    fp8: Recipe | None = None
+    fp8: "Recipe | None" = None
     rhs_transposed: bool = False
     overlap: bool = True
     scale: float = 1.0
@@ -348,11 +350,9 @@ def plan_call_config(
     found = registry.find(label, axes, num_ranks, ub_name, is_fp8=is_fp8)
     is_automatic = chosen is Method.AUTO or (method is None and bool(found))
     is_on_cuda = cuda_engine.is_traced_for()
-    table = None
     # Tuned tables are measured on devices of the default backend.
-    if is_automatic and is_on_cuda == cuda_engine.is_default():
-        on_axis = tuned_tables.on_axis
-        table = on_axis(axes, num_ranks) if axes else tuned_tables.for_local_gemms()
+    has_table = is_automatic and is_on_cuda == cuda_engine.is_default()
+    table = tuned_tables.of_ranks(axes, num_ranks) if has_table else None
     choices = {FPROP: MethodChoice(chosen)}
     if method is None and found:
         # A dgrad without an overlap in `initialize_ub` runs with `chosen`, not with the

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.typing import DTypeLike
@@ -12,12 +12,10 @@ from jax_ub._src import checks as shapes
 from jax_ub._src import lowering_log
 from jax_ub._src.config.flags import FlaggedMethod
 from jax_ub._src.errors import ShapeContractError, shown
-from jax_ub._src.fp8.recipes import Recipe
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
 from jax_ub._src.primitives import vma
 from jax_ub._src.rules import main_grads as accumulators
-from jax_ub._src.rules import scaled
 from jax_ub._src.rules.call_config import (
     call_label,
     make_call_config,
@@ -25,10 +23,21 @@ from jax_ub._src.rules.call_config import (
 )
 from jax_ub._src.rules.column import column_linear
 from jax_ub._src.rules.forward import forward_of, is_replicated
-from jax_ub._src.rules.operand_checks import as_tuple, check_operands
+from jax_ub._src.rules.operands import (
+    as_row,
+    as_tuple,
+    by_name,
+    check_operands,
+    have_scales,
+    pcast_operands,
+    with_dtypes,
+)
 from jax_ub._src.rules.row import row_linear
 from jax_ub._src.rules.vjp import check_no_main_grad
 from jax_ub._src.scaled_array import ScaledArray, is_scaled, values_of
+
+if TYPE_CHECKING:
+    from jax_ub._src.fp8.recipes import Recipe
 
 
 def linear(  # noqa: PLR0913, pinned
@@ -43,7 +52,7 @@ def linear(  # noqa: PLR0913, pinned
     method: Method | str | None = None,
     main_grad: jax.Array | None = None,
     rhs_transposed: bool = False,
-    fp8: Recipe | None = None,
+    fp8: "Recipe | None" = None,
     fp8_state: Mapping[str, jax.Array] | None = None,
 ) -> jax.Array:
     """Computes `x @ w + b` with a kernel that may be sharded over the ranks.
@@ -115,18 +124,15 @@ def linear(  # noqa: PLR0913, pinned
             )
     shapes.check_flag("linear", "sequence_parallel", sequence_parallel)
     mode = mode_of(parallel, sequence_parallel)
-    communicates = mode.op != "matmul"
-    op = (
-        f"linear (parallel = {shown(parallel)}): {mode.op}"
-        if communicates
-        else "linear"
-    )
+    op = "linear"
+    if mode.op != "matmul":
+        op += f" (parallel = {shown(parallel)}): {mode.op}"
     is_vector = False
     if parallel is None or not sequence_parallel:
         shapes.check_rank(call_label(op, ub_name), "x", values_of(x), 1)
         is_vector = x.ndim == 1
         if is_vector:
-            x = scaled.as_row(x)
+            x = as_row(x)
     y = parallel_linear(
         mode,
         x,
@@ -157,7 +163,7 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
     out_dtype: DTypeLike | None = None,
     main_grad: jax.Array | tuple[jax.Array, ...] | None = None,
     rhs_transposed: bool = False,
-    fp8: Recipe | None = None,
+    fp8: "Recipe | None" = None,
     fp8_state: Mapping[str, jax.Array] | None = None,
 ) -> Any:
     """Computes `all_gather(x) @ w` for a column-parallel kernel, overlapped (AG+GEMM).
@@ -235,7 +241,7 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
     out_dtype: DTypeLike | None = None,
     main_grad: jax.Array | None = None,
     rhs_transposed: bool = False,
-    fp8: Recipe | None = None,
+    fp8: "Recipe | None" = None,
     fp8_state: Mapping[str, jax.Array] | None = None,
 ) -> jax.Array:
     """Computes `reduce_scatter(x @ w)` for a row-parallel kernel, overlapped (GEMM+RS).
@@ -307,7 +313,7 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
     out_dtype: DTypeLike | None = None,
     main_grad: jax.Array | None = None,
     rhs_transposed: bool = False,
-    fp8: Recipe | None = None,
+    fp8: "Recipe | None" = None,
     fp8_state: Mapping[str, jax.Array] | None = None,
 ) -> jax.Array:
     """Computes `all_reduce(x @ w)` for a row-parallel kernel, overlapped (GEMM+AR).
@@ -388,7 +394,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     return_gathered: bool = False,
     out_dtype: DTypeLike | None = None,
     rhs_transposed: bool = False,
-    fp8: Recipe | None = None,
+    fp8: "Recipe | None" = None,
     op: str | None = None,
     bias_name: str = "bias",
 ) -> Any:
@@ -416,13 +422,9 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     if mode.parallel is None:
         config = make_local_call_config(op, ub_name, method)
     else:
+        is_fp8 = fp8 is not None or is_scaled(x)
         config = make_call_config(
-            op,
-            axis_name,
-            ub_name,
-            method,
-            mode=mode,
-            is_fp8=fp8 is not None or is_scaled(x),
+            op, axis_name, ub_name, method, mode=mode, is_fp8=is_fp8
         )
     label = config.label
     shapes.check_flag(label, "return_gathered", return_gathered)
@@ -430,7 +432,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     gathers = config.mode.gathers_x
     is_tuple = gathers and isinstance(w, tuple)
     ws: tuple[Any, ...] = w if isinstance(w, tuple) and gathers else (w,)
-    scaled.have_scales(label, **scaled.by_name(x, ws))
+    have_scales(label, **by_name(x, ws))
     config, scope = _with_f64_fallback(config, x)
     config = dataclasses.replace(
         config,
@@ -442,8 +444,8 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     biases = as_tuple(label, bias_name, bias, is_tuple, len(ws))
     main_grads = as_tuple(label, "main_grad", main_grad, is_tuple, len(ws))
     dtype = check_operands(config, x, ws, biases, residual, out_dtype)
-    x, ws, states = scaled.quantized(config, x, ws, fp8_state)
-    config = scaled.with_dtypes(config, x, ws, dtype)
+    layer, (x, ws, states) = _quantized(config, x, ws, fp8_state)
+    config = with_dtypes(config, x, ws, dtype)
     accumulators.claim(label, main_grads, ws)
     accumulators.claim_state(label, fp8_state)
     axes = config.axes(x, ws, biases, residual, main_grads)
@@ -454,23 +456,30 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     config = dataclasses.replace(config, is_x_replicated=is_replicated(config, x))
     # The casts to varying are outside the custom_vjp, so that JAX sums the operands'
     # gradients over the axes that the casts add.
-    x = scaled.pcast_varying(x, axes - own if config.is_x_replicated else axes)
-    ws = scaled.pcast_varying(ws, axes)
+    x = pcast_operands(x, axes - own if config.is_x_replicated else axes)
+    ws = pcast_operands(ws, axes)
     addend_axes = axes - own if mode.op == "matmul_all_reduce" else axes
     biases, residual = vma.pcast_varying((biases, residual), addend_axes)
-    if states:
-        layer = scaled.scaled_linear
-    elif config.is_mapped:
+    if config.is_mapped:  # then no operand is FP8
         check_no_main_grad(config, main_grads)
         layer = forward_of(config)
-    else:
-        layer = column_linear if gathers else row_linear
     # Jit stays enabled under `jax.disable_jit`, because JAX cannot evaluate a
     # `custom_vjp` with symbolic zeros op by op in an eager `shard_map`.
     with scope, jax.disable_jit(False):
         ys, gathered = layer(config, x, ws, biases, residual, main_grads, *states)
     y = ys if is_tuple else ys[0]
     return (y, gathered) if return_gathered else y
+
+
+def _quantized(config, x, ws, state):
+    """Returns a layer's `custom_vjp`, and its operands as `scaled.quantized` does."""
+    if config.fp8 is None and state is None and not is_scaled(x):
+        layer = column_linear if config.mode.gathers_x else row_linear
+        return layer, (x, ws, ())
+    # Imported at the first use of FP8, which most programs do not use.
+    from jax_ub._src.rules import scaled
+
+    return scaled.scaled_linear, scaled.quantized(config, x, ws, state)
 
 
 def _with_f64_fallback(config, x):

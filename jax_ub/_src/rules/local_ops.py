@@ -9,9 +9,16 @@ from jax_ub._src import reference
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.primitives import collectives, vma
 from jax_ub._src.primitives.matmuls import matmul, wgrad
-from jax_ub._src.rules import scaled
 from jax_ub._src.rules.call_config import make_call_config, make_local_call_config
-from jax_ub._src.scaled_array import ScaledArray, is_scaled, map_scaled, values_of
+from jax_ub._src.rules.operands import as_row, check_formats, have_scales
+from jax_ub._src.scaled_array import (
+    ScaledArray,
+    cotangent_of_scaled,
+    is_scaled,
+    map_scaled,
+    values_of,
+    with_scalar_scale,
+)
 
 
 def dgrad_add(
@@ -40,11 +47,11 @@ def dgrad_add(
     """
     op = "dgrad_add"
     config = make_local_call_config(op)
-    is_fp8 = scaled.have_scales(op, dy=dy, w=w)
+    is_fp8 = have_scales(op, dy=dy, w=w)
     shapes.check_rank(op, "dy", values_of(dy), 1)
     if is_fp8:
         _check_scales(op, dy=dy, w=w)
-        dy, w = map_scaled(scaled.with_scalar_scale, (dy, w))
+        dy, w = map_scaled(with_scalar_scale, (dy, w))
     else:
         shapes.check_operands(op, dy, config.kernel(w), x_name="dy")
     if dy.shape[-1] != w.shape[1]:
@@ -59,12 +66,12 @@ def dgrad_add(
     axes = config.axes(dy, w, residual)
     dy, w, residual = vma.pcast_varying((dy, w, residual), axes)
     if dy.ndim == 1:
-        return _dgrad_add(config, scaled.as_row(dy), w, residual[None])[0]
+        return _dgrad_add(config, as_row(dy), w, residual[None])[0]
     return _dgrad_add(config, dy, w, residual)
 
 
 def _check_scales(op, **operands):
-    scaled.check_formats(op, **operands)
+    check_formats(op, **operands)
     for name, operand in operands.items():
         shapes.check_not_empty(op, name, operand)
         if operand.scaling != "tensor":
@@ -112,7 +119,7 @@ def _gradients(function, operands, gradient):
     wide = map_scaled(lambda x: x.dequantize(), operands)
     gradients = jax.vjp(function, *wide)[1](gradient)
     return tuple(
-        scaled.cotangent_of_scaled(found) if is_scaled(operand) else found
+        cotangent_of_scaled(found) if is_scaled(operand) else found
         for operand, found in zip(operands, gradients, strict=True)
     )
 
@@ -154,14 +161,14 @@ def wgrad_accumulate(
     """
     op = "wgrad_accumulate"
     config = make_local_call_config(op)
-    is_fp8 = scaled.have_scales(op, x=x, dy=dy)
+    is_fp8 = have_scales(op, x=x, dy=dy)
     shapes.check_rank(op, "x", values_of(x), 1)
     for name, array in (("dy", values_of(dy)), ("main_grad", main_grad)):
         shapes.check_array(op, name, array)
     shapes.check_float(op, main_grad=main_grad)
     if is_fp8:
         _check_scales(op, x=x, dy=dy)
-        x, dy = map_scaled(scaled.with_scalar_scale, (x, dy))
+        x, dy = map_scaled(with_scalar_scale, (x, dy))
     else:
         shapes.check_float(op, x=x, dy=dy)
         shapes.check_dtypes(op, x=x, dy=dy)
@@ -174,7 +181,7 @@ def wgrad_accumulate(
     axes = config.axes(x, dy, main_grad)
     x, dy, main_grad = vma.pcast_varying((x, dy, main_grad), axes)
     if x.ndim == 1:
-        x, dy = scaled.as_row(x), scaled.as_row(dy)
+        x, dy = as_row(x), as_row(dy)
     return _wgrad_accumulate(config, x, dy, main_grad)
 
 

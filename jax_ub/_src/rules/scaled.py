@@ -11,11 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jax_ub._src import checks as shapes
-from jax_ub._src import dtypes
 from jax_ub._src.errors import (
     ConfigurationError,
     ShapeContractError,
@@ -35,155 +32,17 @@ from jax_ub._src.primitives.collectives import all_gather, all_reduce
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.column import column_gradients
 from jax_ub._src.rules.forward import forward_of
+from jax_ub._src.rules.operands import by_name, contracted_axes, is_per_row
 from jax_ub._src.rules.row import is_partial, row_gradients
 from jax_ub._src.rules.vjp import differentiable, save
 from jax_ub._src.scaled_array import (
-    MXFP8_BLOCK,
     ScaledArray,
+    cotangent_of_scaled,
     is_scaled,
     map_scaled,
+    with_scalar_scale,
     without_source,
 )
-
-
-def as_row(x: Any) -> Any:
-    """Adds an axis of one row in front of a vector, or of an FP8 vector."""
-    return jax.tree.map(lambda leaf: leaf[None] if leaf.ndim else leaf, x)
-
-
-def have_scales(label: str, **operands: Any) -> bool:
-    """Returns True if all operands of a GEMM are FP8, False if none is.
-
-    Raises:
-        ShapeContractError: if only some are, or if one is FP8 without scales.
-    """
-    for name, operand in operands.items():
-        if shapes.is_array(operand) and operand.dtype in dtypes.FP8:
-            raise ShapeContractError(
-                f"{label}: {name} is {operand.dtype} without scales. Pass ub.quantize("
-                f"{name}, recipe), or ub.ScaledArray(values, scales)."
-            )
-    wide = [name for name, operand in operands.items() if not is_scaled(operand)]
-    if len(wide) in (0, len(operands)):
-        return not wide
-    fp8 = next(name for name in operands if name not in wide)
-    found = operands[wide[0]]
-    dtype = found.dtype if shapes.is_array(found) else type(found).__name__
-    raise ShapeContractError(
-        f"{label}: {fp8} is FP8, {wide[0]} is {dtype}. Quantize both or neither."
-    )
-
-
-def by_name(x: Any, ws: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns a dict from the names that errors use, "x" and "w", to the operands."""
-    names = ["w"] if len(ws) == 1 else [f"w[{i}]" for i in range(len(ws))]
-    return {"x": x, **dict(zip(names, ws, strict=True))}
-
-
-def result_dtype(x: Any, ws: tuple[Any, ...]) -> np.dtype:
-    """Returns the default dtype of a layer's result: the dtype of x.
-
-    For FP8 operands it is the dtype from which the first of them was quantized, or bf16
-    if that is not known.
-    """
-    if not is_scaled(x):
-        return x.dtype
-    sources = [operand.source for operand in (x, *ws) if operand.source is not None]
-    return sources[0].dtype if sources else jnp.dtype(jnp.bfloat16)
-
-
-def with_dtypes(config: CallConfig, x: Any, ws: tuple, out_dtype) -> CallConfig:
-    """Returns `config` with the dtypes of the operands, the result and the gradients.
-
-    An `out_dtype` of None selects `result_dtype`.
-    """
-    config = config.with_dtypes(result_dtype(x, ws), out_dtype)
-    if not is_scaled(x):
-        return config
-    x_dtype, *w_dtypes = (
-        None if operand.source is None else operand.source.dtype for operand in (x, *ws)
-    )
-    known = [dtype for dtype in w_dtypes if dtype is not None]
-    return dataclasses.replace(
-        config,
-        source_dtypes=(x_dtype, *w_dtypes),
-        dw_dtype=jnp.result_type(*known) if known else None,
-    )
-
-
-def check_operands(config: CallConfig, x: ScaledArray, w: ScaledArray) -> None:
-    """Checks scales and formats of a layer's FP8 operands.
-
-    The caller checks that both have the same K.
-    """
-    label = config.label
-    shapes.check_kernel(label, "w", w)
-    shapes.check_not_empty(label, "x", x)
-    x_axis, w_axis = _contracted_axes(config, x)
-    _check_layout(label, "x", x, x_axis)
-    _check_layout(label, "w", w, w_axis)
-    check_formats(label, x=x, w=w)
-    if config.num_ranks == 1 or config.mode.op == "matmul":
-        return
-    _check_agreed(config, "x", x, x_axis)
-    if not config.mode.gathers_x:
-        _check_agreed(config, "w", w, w_axis)
-
-
-def check_formats(label: str, **operands: ScaledArray) -> None:
-    """Raises an error if both operands of a GEMM are float8_e5m2."""
-    if all(operand.dtype == jnp.float8_e5m2 for operand in operands.values()):
-        raise ShapeContractError(
-            f"{label}: {' and '.join(operands)} are both float8_e5m2, which no device "
-            "multiplies. Make one of them float8_e4m3fn; for gradients use a HYBRID "
-            "recipe."
-        )
-
-
-def _contracted_axes(config, x):
-    return x.ndim - 1, 1 if config.rhs_transposed else 0
-
-
-def _check_layout(label, name, operand, contracted):
-    if operand.scaling == "tensor":
-        return
-    is_block = operand.scaling == "block"
-    size = operand.shape[contracted] // MXFP8_BLOCK if is_block else 1
-    wanted = _scales_shape(operand, contracted, size)
-    if operand.scales.shape != wanted:
-        kind = f"block of {MXFP8_BLOCK}" if is_block else "row or column"
-        raise ShapeContractError(
-            f"{label}: {name} has scales of shape {operand.scales.shape} for values "
-            f"{operand.shape}, but one per {kind} has shape {wanted}, since "
-            f"axis {contracted} is contracted. Quantize {name} with its role, such as "
-            'role="kernel".'
-        )
-
-
-def _scales_shape(operand, contracted, size):
-    """Returns the shape of scales with `size` scales along the contracted axis."""
-    return (*operand.shape[:contracted], size, *operand.shape[contracted + 1 :])
-
-
-def _is_per_row(operand, contracted):
-    """Returns whether each row or column has its own scale.
-
-    That is also the case for a scale per tensor if there is only one row or column.
-    """
-    return operand.scales.shape == _scales_shape(operand, contracted, 1)
-
-
-def _check_agreed(config, name, operand, contracted):
-    """Raises an error if one scale per tensor differs over ranks that share the tensor.
-
-    Only `jax.shard_map(check_vma=True)` knows whether it differs.
-    """
-    differs = vma.axes_of(operand.scales) & frozenset(config.axis_name)
-    if differs and operand.scaling == "tensor" and not _is_per_row(operand, contracted):
-        raise ShapeContractError(
-            f"{config.label}: {name} has one scale per tensor, which differs over "
-            f"{tuple(sorted(differs))}. Pass axis_name to ub.quantize."
-        )
 
 
 def _check_ranks(config: CallConfig) -> None:
@@ -207,7 +66,7 @@ def _with_scalar_scales(
     its shape, and belongs to the rows of its rank.
     """
     communicates = config.mode.op != "matmul"
-    x_axis, w_axis = _contracted_axes(config, x)
+    x_axis, w_axis = contracted_axes(config, x)
 
     def scalar(operand, axis, is_shared):
         if operand.scaling != "tensor":
@@ -222,11 +81,6 @@ def _with_scalar_scales(
     )
 
 
-def with_scalar_scale(operand: ScaledArray) -> ScaledArray:
-    """Reshapes the only scale of an FP8 array to a scalar."""
-    return ScaledArray(operand.values, operand.scales.reshape(()), operand.source)
-
-
 def _is_agreed(config, operand, contracted):
     """Returns whether all ranks have the same scale.
 
@@ -234,23 +88,8 @@ def _is_agreed(config, operand, contracted):
     """
     if has_one_scale(config.fp8):
         return True
-    is_one = not _is_per_row(operand, contracted)
+    is_one = not is_per_row(operand, contracted)
     return is_one and not frozenset(config.axis_name) & vma.axes_of(operand.scales)
-
-
-def pcast_varying(tree: Any, axes: Any) -> Any:
-    """Casts operands to vary over mesh axes, except scales, which have no gradient.
-
-    The scales of a returned `ScaledArray` therefore keep their type.
-    """
-
-    def cast(operand):
-        if not is_scaled(operand):
-            return vma.pcast_varying(operand, axes)
-        values, source = vma.pcast_varying((operand.values, operand.source), axes)
-        return ScaledArray(values, operand.scales, source)
-
-    return jax.tree.map(cast, tree, is_leaf=is_scaled)
 
 
 def scaled_forward(
@@ -380,11 +219,6 @@ def _cotangent(gradient, source_dtype):
     if gradient is None or source_dtype is None:
         return None
     return cotangent_of_scaled(gradient.astype(source_dtype))
-
-
-def cotangent_of_scaled(gradient: jax.Array) -> ScaledArray:
-    """Returns the cotangent of a `ScaledArray`: the gradient of its `source` alone."""
-    return ScaledArray.tree_unflatten(None, (None, None, gradient))
 
 
 scaled_linear = differentiable(scaled_forward, scaled_gradients)

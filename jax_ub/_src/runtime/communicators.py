@@ -4,21 +4,41 @@ A group that cannot be connected is listed with the reason.
 """
 
 import atexit
+import dataclasses
 import functools
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from jax_ub._src import errors
 from jax_ub._src.errors import ConfigurationError
-from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, settings
-from jax_ub._src.runtime.connection_attempt import Connection, ConnectionAttempt
+from jax_ub._src.runtime import cpu_engine, cuda_engine
 from jax_ub._src.runtime.device_groups import DeviceGroups, Group
-from jax_ub._src.runtime.process_all_gather import ProcessAllGather, Values
+
+
+@dataclasses.dataclass(frozen=True)
+class Connection:
+    """The outcome of connecting a group of ranks: a communicator, or a reason.
+
+    On CPUs only groups that span several processes have one. On GPUs all groups of
+    `initialize_ub` with more than one rank have one.
+    """
+
+    group: Group
+    processes: tuple[int, ...]  # process index of each rank
+    reason: str | None  # why the group is not connected; None if it is
+    communicator: Any = None  # set if a rank of the group is in this process
+    generation: int = 0  # the communicator's generation, equal in all its processes
+    call_bytes: int = 0  # shared memory of a rank for one call
+
+    def close(self) -> None:
+        if self.communicator is not None:
+            self.communicator.close()
+
 
 _CONNECTIONS: dict[Group, Connection] = {}
-_generation = 0  # the last communicator generation that this process agreed on
 _has_shared_cores = False  # whether the engine is limited to a share of the cores
 
 
@@ -108,82 +128,18 @@ def _connected(device_groups):
     return {g: _CONNECTIONS[g] for g in device_groups.groups if g in _CONNECTIONS}
 
 
-def connect(
-    device_groups: DeviceGroups,
-    all_gather: ProcessAllGather,
-    agreed_settings: Mapping[str, str],
-    own_error: Exception | None,
-) -> None:
-    """Connects all groups of ranks that can share memory.
-
-    An error of one process is raised in all processes.
-
-    Args:
-        device_groups: the groups of ranks, and the process of each device.
-        all_gather: all-gathers values over the processes: in two rounds, or in three if
-            their settings differ.
-        agreed_settings: settings that must be equal in all processes, by name.
-        own_error: why this process cannot take part, or None.
-
-    Raises:
-        CommunicatorError: if another process failed, has different settings, or could
-            not connect. If `own_error` is given, that is raised.
-        TimeoutError: if processes did not arrive before the deadline.
-    """
-    global _generation
-    attempt = ConnectionAttempt(device_groups, _CONNECTIONS, _generation)
-    try:
-        peer_info = attempt.connect_jointly(all_gather, agreed_settings, own_error)
-    except BaseException:  # also KeyboardInterrupt: nothing else holds `attempt.made`
-        attempt.close()
-        raise
-    finally:
-        _generation = max(_generation, attempt.generation)
-    _keep(attempt)
-    if device_groups.platform == "cpu":
-        _share_cores(device_groups, peer_info)
-
-
-def connect_alone(device_groups: DeviceGroups) -> None:
-    """Connects the groups of ranks of a mesh that has only this process's devices.
-
-    On CPUs such groups need no connection.
-
-    Raises:
-        CommunicatorError: if there is not enough memory.
-    """
-    attempt = ConnectionAttempt(device_groups, _CONNECTIONS, _generation)
-    error = attempt.connect_all({})
-    if error is not None:
-        attempt.close()
-        raise error
-    _keep(attempt)
-
-
-def _keep(attempt):
-    _CONNECTIONS.update((one.group, one) for one in attempt.made)
-    if attempt.made:
+def add(made: Sequence[Connection]) -> None:
+    """Keeps new connections until `disconnect` or the end of the process."""
+    _CONNECTIONS.update((one.group, one) for one in made)
+    if made:
         _close_at_exit()
 
 
-def _share_cores(device_groups, peer_info: Values):
-    """Divides the host's cores among its processes; limits the engine's threads."""
+def limit_cores(num_threads: int, cpu_set: Sequence[int]) -> None:
+    """Limits the engine to a share of the host's cores, while there are connections."""
     global _has_shared_cores
-    if settings.num_threads() is not None or cpu_engine.why_not() is not None:
-        return
-    host, own_cores = hosts.identity(), hosts.cores()
-    on_host = {p: info for p, info in sorted(peer_info.items()) if info["host"] == host}
-    cores = [info["cores"] for info in on_host.values()]
-    control_groups = [info["control_groups"] for info in on_host.values()]
-    index = list(on_host).index(device_groups.process)
-    cpu = cpu_engine.load()
-    num_sharing_quota = control_groups.count(control_groups[index])
-    num_threads = min(
-        hosts.thread_share(own_cores, cores),
-        hosts.quota_share(cpu.default_num_threads(), len(own_cores), num_sharing_quota),
-    )
     _has_shared_cores = True
-    cpu.set_num_threads(num_threads, hosts.process_cpu_set(own_cores, cores, index))
+    cpu_engine.load().set_num_threads(num_threads, cpu_set)
 
 
 @functools.cache

@@ -3,12 +3,13 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jax_ub._src import errors
 from jax_ub._src.errors import CommunicatorError
-from jax_ub._src.runtime import cpu_engine, hosts, settings
+from jax_ub._src.runtime import communicators, cpu_engine, hosts, settings
+from jax_ub._src.runtime.communicators import Connection
 from jax_ub._src.runtime.device_groups import DeviceGroups, Group
 from jax_ub._src.runtime.process_all_gather import ProcessAllGather, Values
 from jax_ub._src.runtime.transports import transport_setup_of
@@ -17,25 +18,80 @@ from jax_ub._src.runtime.transports import transport_setup_of
 # process must be reported within 2 s.
 _TIMEOUT_AFTER_ERROR_S = 1.0
 
+_generation = 0  # the last communicator generation that this process agreed on
 
-@dataclasses.dataclass(frozen=True)
-class Connection:
-    """The outcome of connecting a group of ranks: a communicator, or a reason.
 
-    On CPUs only groups that span several processes have one. On GPUs all groups of
-    `initialize_ub` with more than one rank have one.
+def connect(
+    device_groups: DeviceGroups,
+    all_gather: ProcessAllGather,
+    agreed_settings: Mapping[str, str],
+    own_error: Exception | None,
+) -> None:
+    """Connects all groups of ranks that can share memory.
+
+    An error of one process is raised in all processes.
+
+    Args:
+        device_groups: the groups of ranks, and the process of each device.
+        all_gather: all-gathers values over the processes: in two rounds, or in three if
+            their settings differ.
+        agreed_settings: settings that must be equal in all processes, by name.
+        own_error: why this process cannot take part, or None.
+
+    Raises:
+        CommunicatorError: if another process failed, has different settings, or could
+            not connect. If `own_error` is given, that is raised.
+        TimeoutError: if processes did not arrive before the deadline.
     """
+    global _generation
+    attempt = ConnectionAttempt(device_groups, _generation)
+    try:
+        peer_info = attempt.connect_jointly(all_gather, agreed_settings, own_error)
+    except BaseException:  # also KeyboardInterrupt: nothing else holds `attempt.made`
+        attempt.close()
+        raise
+    finally:
+        _generation = max(_generation, attempt.generation)
+    communicators.add(attempt.made)
+    if device_groups.platform == "cpu":
+        _share_cores(device_groups, peer_info)
 
-    group: Group
-    processes: tuple[int, ...]  # process index of each rank
-    reason: str | None  # why the group is not connected; None if it is
-    communicator: Any = None  # set if a rank of the group is in this process
-    generation: int = 0  # the communicator's generation, equal in all its processes
-    call_bytes: int = 0  # shared memory of a rank for one call
 
-    def close(self) -> None:
-        if self.communicator is not None:
-            self.communicator.close()
+def connect_alone(device_groups: DeviceGroups) -> None:
+    """Connects the groups of ranks of a mesh that has only this process's devices.
+
+    On CPUs such groups need no connection.
+
+    Raises:
+        CommunicatorError: if there is not enough memory.
+    """
+    attempt = ConnectionAttempt(device_groups, _generation)
+    error = attempt.connect_all({})
+    if error is not None:
+        attempt.close()
+        raise error
+    communicators.add(attempt.made)
+
+
+def _share_cores(device_groups, peer_info: Values):
+    """Divides the host's cores among its processes; limits the engine's threads."""
+    if settings.num_threads() is not None or cpu_engine.why_not() is not None:
+        return
+    host, own_cores = hosts.identity(), hosts.cores()
+    on_host = {p: info for p, info in sorted(peer_info.items()) if info["host"] == host}
+    cores = [info["cores"] for info in on_host.values()]
+    control_groups = [info["control_groups"] for info in on_host.values()]
+    index = list(on_host).index(device_groups.process)
+    num_sharing_quota = control_groups.count(control_groups[index])
+    num_threads = min(
+        hosts.thread_share(own_cores, cores),
+        hosts.quota_share(
+            cpu_engine.load().default_num_threads(), len(own_cores), num_sharing_quota
+        ),
+    )
+    communicators.limit_cores(
+        num_threads, hosts.process_cpu_set(own_cores, cores, index)
+    )
 
 
 class ConnectionAttempt:
@@ -48,14 +104,11 @@ class ConnectionAttempt:
         generation: the last communicator generation that this process agreed on.
     """
 
-    def __init__(
-        self, device_groups: DeviceGroups, connected: Collection[Group], generation: int
-    ):
+    def __init__(self, device_groups: DeviceGroups, generation: int):
         """Collects the groups of ranks that have no connection yet.
 
         Args:
             device_groups: the groups of ranks, and the process of each device.
-            connected: the groups that are connected already.
             generation: the last communicator generation that this process agreed on.
         """
         self.made: list[Connection] = []
@@ -64,6 +117,7 @@ class ConnectionAttempt:
         self._setup = transport_setup_of(device_groups.platform)
         self._endpoints: dict[Group, Any] = {}
         groups = self._setup.groups(device_groups)
+        connected = {one.group for one in communicators.connections()}
         self._groups = [group for group in groups if group not in connected]
 
     def connect_jointly(
@@ -74,8 +128,8 @@ class ConnectionAttempt:
     ) -> Values:
         """Connects all groups whose ranks can share memory.
 
-        An error of one process is raised in all processes. `communicators.connect`
-        describes arguments and errors.
+        An error of one process is raised in all processes. `connect` describes
+        arguments and errors.
 
         Returns:
             The handshake values of each process, by process index.

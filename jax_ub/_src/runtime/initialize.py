@@ -26,6 +26,7 @@ from jax_ub._src.errors import (
 )
 from jax_ub._src.runtime import (
     communicators,
+    connection_attempt,
     cpu_engine,
     cuda_engine,
     registry,
@@ -263,11 +264,13 @@ class _Attempt:
             self._all_gather = open_rendezvous(
                 groups.process, groups.processes, self._timeout_s
             )
-            communicators.connect(groups, self._all_gather, self._settings, self._error)
+            connection_attempt.connect(
+                groups, self._all_gather, self._settings, self._error
+            )
         elif self._error is not None:
             raise self._error
         else:
-            communicators.connect_alone(groups)
+            connection_attempt.connect_alone(groups)
         if self._axis is not None:
             registry.add(self._axis)
 

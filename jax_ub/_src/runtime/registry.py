@@ -15,8 +15,8 @@ from jax_ub._src.config.overlap_config import (
     CommOverlapType,
     OverlapConfig,
     UserBufferQuantizationMode,
+    split_name,
 )
-from jax_ub._src.config.resolve import split_name
 from jax_ub._src.config.tuned_file import TunedTable
 from jax_ub._src.errors import (
     ConfigurationTypeError,

@@ -27,33 +27,19 @@ def environment() -> Environment:
     return Environment(name, tuple(sorted(versions.items())))
 
 
-def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
+def of_ranks(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
     """Returns the table of tuned methods for calls of method "auto" on a mesh axis.
 
     A table that `initialize_ub` was given for this axis takes precedence over the file
-    `JAX_UB_TUNED`.
+    `JAX_UB_TUNED`. A GEMM that does not communicate has the axis (). For such a GEMM,
+    the table of all initialized axes that have one takes precedence, if it is the same.
 
     Raises:
         ConfigurationError: if the file of `JAX_UB_TUNED` has no choices for this
             process's devices and libraries.
     """
-    axis = registry.on_axis(axis_name, num_ranks)
-    if axis is not None and axis.choices is not None:
-        return axis.choices
-    return of_process()
-
-
-def for_local_gemms() -> TunedTable | None:
-    """Returns the table of tuned methods for GEMMs of "auto" without communication.
-
-    If all initialized axes that have a table have the same one, it takes precedence
-    over the file `JAX_UB_TUNED`.
-
-    Raises:
-        ConfigurationError: if the file of `JAX_UB_TUNED` has no choices for this
-            process's devices and libraries.
-    """
-    found = {axis.choices for axis in registry.axes() if axis.choices}
+    axes = [registry.on_axis(axis_name, num_ranks)] if axis_name else registry.axes()
+    found = {axis.choices for axis in axes if axis is not None and axis.choices}
     return found.pop() if len(found) == 1 else of_process()
 
 

@@ -1,0 +1,242 @@
+"""Operands of linear layers: checks, dtypes, and mesh axes over which they vary.
+
+An operand may be FP8, a `ScaledArray`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ub._src import checks as shapes
+from jax_ub._src import dtypes
+from jax_ub._src.errors import ShapeContractError
+from jax_ub._src.primitives import vma
+from jax_ub._src.rules.call_config import CallConfig
+from jax_ub._src.scaled_array import MXFP8_BLOCK, ScaledArray, is_scaled, values_of
+
+
+def as_tuple(
+    label: str, name: str, value: Any, is_tuple: bool, length: int
+) -> tuple[Any, ...] | None:
+    """Converts an argument with one array per kernel, such as biases, to a tuple.
+
+    None stays None.
+
+    Raises:
+        ShapeContractError: unless `value` is one array for one kernel, or a tuple of
+            `length` arrays if `is_tuple`.
+    """
+    if value is None:
+        return None
+    if isinstance(value, tuple) != is_tuple or (is_tuple and len(value) != length):
+        found = "one array" if hasattr(value, "shape") else f"a {type(value).__name__}"
+        found += f" of {len(value)}" if isinstance(value, tuple) else ""
+        wanted = f"a tuple of {length} kernels" if is_tuple else "one kernel"
+        raise ShapeContractError(
+            f"{label}: {name} is {found}, but w is {wanted}. Pass one {name} for each "
+            "kernel, in the same order."
+        )
+    return value if is_tuple else (value,)
+
+
+def check_operands(config: CallConfig, x, ws, biases, residual, out_dtype) -> np.dtype:
+    """Checks shapes and dtypes of a layer's operands; returns the result's dtype."""
+    label, op, num_ranks = config.label, config.mode.op, config.num_ranks
+    if not ws:
+        raise ShapeContractError(
+            f"{label}: w is an empty tuple. Pass at least one kernel."
+        )
+    shapes.check_rank(label, "x", values_of(x))
+    for i, w in enumerate(ws):
+        kernel = config.kernel(values_of(w))
+        if is_scaled(x):
+            check_scaled(config, x, w)
+        else:
+            shapes.check_operands(label, x, kernel, takes_f64=config.takes_f64)
+        shapes.check_contraction(label, x, kernel, num_ranks, config.mode.sharded)
+        *batch, rows, _ = x.shape
+        if op == "all_gather_matmul":
+            rows *= num_ranks
+        if op == "matmul_reduce_scatter":
+            shapes.check_divides(label, x, num_ranks)
+            rows //= num_ranks
+        shapes.check_addends(
+            label,
+            None if biases is None else biases[i],
+            residual,
+            (*batch, rows, kernel.shape[1]),
+            bias_name=config.bias_name,
+            takes_f64=shapes.is_f64(x),
+        )
+    if op == "matmul_all_reduce":
+        bias = None if biases is None else biases[0]
+        _check_replicated(config, **{config.bias_name: bias, "residual": residual})
+    return shapes.check_out_dtype(label, out_dtype, result_dtype(x, ws))
+
+
+def _check_replicated(config, **addends):
+    for name, addend in addends.items():
+        if addend is not None and vma.axes_of(addend) & frozenset(config.axis_name):
+            raise ShapeContractError(
+                f"{config.label}: {name} varies over {config.axis_name}, but it is "
+                "added once, after the reduction, so it must be the same on every "
+                "rank. Pass it replicated: leave the axis out of its in_specs."
+            )
+
+
+def as_row(x: Any) -> Any:
+    """Adds an axis of one row in front of a vector, or of an FP8 vector."""
+    return jax.tree.map(lambda leaf: leaf[None] if leaf.ndim else leaf, x)
+
+
+def have_scales(label: str, **operands: Any) -> bool:
+    """Returns True if all operands of a GEMM are FP8, False if none is.
+
+    Raises:
+        ShapeContractError: if only some are, or if one is FP8 without scales.
+    """
+    for name, operand in operands.items():
+        if shapes.is_array(operand) and operand.dtype in dtypes.FP8:
+            raise ShapeContractError(
+                f"{label}: {name} is {operand.dtype} without scales. Pass ub.quantize("
+                f"{name}, recipe), or ub.ScaledArray(values, scales)."
+            )
+    wide = [name for name, operand in operands.items() if not is_scaled(operand)]
+    if len(wide) in (0, len(operands)):
+        return not wide
+    fp8 = next(name for name in operands if name not in wide)
+    found = operands[wide[0]]
+    dtype = found.dtype if shapes.is_array(found) else type(found).__name__
+    raise ShapeContractError(
+        f"{label}: {fp8} is FP8, {wide[0]} is {dtype}. Quantize both or neither."
+    )
+
+
+def by_name(x: Any, ws: tuple[Any, ...]) -> dict[str, Any]:
+    """Returns a dict from the names that errors use, "x" and "w", to the operands."""
+    names = ["w"] if len(ws) == 1 else [f"w[{i}]" for i in range(len(ws))]
+    return {"x": x, **dict(zip(names, ws, strict=True))}
+
+
+def result_dtype(x: Any, ws: tuple[Any, ...]) -> np.dtype:
+    """Returns the default dtype of a layer's result: the dtype of x.
+
+    For FP8 operands it is the dtype from which the first of them was quantized, or bf16
+    if that is not known.
+    """
+    if not is_scaled(x):
+        return x.dtype
+    sources = [operand.source for operand in (x, *ws) if operand.source is not None]
+    return sources[0].dtype if sources else jnp.dtype(jnp.bfloat16)
+
+
+def with_dtypes(config: CallConfig, x: Any, ws: tuple, out_dtype) -> CallConfig:
+    """Returns `config` with the dtypes of the operands, the result and the gradients.
+
+    An `out_dtype` of None selects `result_dtype`.
+    """
+    config = config.with_dtypes(result_dtype(x, ws), out_dtype)
+    if not is_scaled(x):
+        return config
+    x_dtype, *w_dtypes = (
+        None if operand.source is None else operand.source.dtype for operand in (x, *ws)
+    )
+    known = [dtype for dtype in w_dtypes if dtype is not None]
+    return dataclasses.replace(
+        config,
+        source_dtypes=(x_dtype, *w_dtypes),
+        dw_dtype=jnp.result_type(*known) if known else None,
+    )
+
+
+def check_scaled(config: CallConfig, x: ScaledArray, w: ScaledArray) -> None:
+    """Checks scales and formats of a layer's FP8 operands.
+
+    The caller checks that both have the same K.
+    """
+    label = config.label
+    shapes.check_kernel(label, "w", w)
+    shapes.check_not_empty(label, "x", x)
+    x_axis, w_axis = contracted_axes(config, x)
+    _check_layout(label, "x", x, x_axis)
+    _check_layout(label, "w", w, w_axis)
+    check_formats(label, x=x, w=w)
+    if config.num_ranks == 1 or config.mode.op == "matmul":
+        return
+    _check_agreed(config, "x", x, x_axis)
+    if not config.mode.gathers_x:
+        _check_agreed(config, "w", w, w_axis)
+
+
+def check_formats(label: str, **operands: ScaledArray) -> None:
+    """Raises an error if both operands of a GEMM are float8_e5m2."""
+    if all(operand.dtype == jnp.float8_e5m2 for operand in operands.values()):
+        raise ShapeContractError(
+            f"{label}: {' and '.join(operands)} are both float8_e5m2, which no device "
+            "multiplies. Make one of them float8_e4m3fn; for gradients use a HYBRID "
+            "recipe."
+        )
+
+
+def contracted_axes(config, x):
+    return x.ndim - 1, 1 if config.rhs_transposed else 0
+
+
+def _check_layout(label, name, operand, contracted):
+    if operand.scaling == "tensor":
+        return
+    is_block = operand.scaling == "block"
+    size = operand.shape[contracted] // MXFP8_BLOCK if is_block else 1
+    wanted = _scales_shape(operand, contracted, size)
+    if operand.scales.shape != wanted:
+        kind = f"block of {MXFP8_BLOCK}" if is_block else "row or column"
+        raise ShapeContractError(
+            f"{label}: {name} has scales of shape {operand.scales.shape} for values "
+            f"{operand.shape}, but one per {kind} has shape {wanted}, since "
+            f"axis {contracted} is contracted. Quantize {name} with its role, such as "
+            'role="kernel".'
+        )
+
+
+def _scales_shape(operand, contracted, size):
+    """Returns the shape of scales with `size` scales along the contracted axis."""
+    return (*operand.shape[:contracted], size, *operand.shape[contracted + 1 :])
+
+
+def is_per_row(operand, contracted):
+    """Returns whether each row or column has its own scale.
+
+    That is also the case for a scale per tensor if there is only one row or column.
+    """
+    return operand.scales.shape == _scales_shape(operand, contracted, 1)
+
+
+def _check_agreed(config, name, operand, contracted):
+    """Raises an error if one scale per tensor differs over ranks that share the tensor.
+
+    Only `jax.shard_map(check_vma=True)` knows whether it differs.
+    """
+    differs = vma.axes_of(operand.scales) & frozenset(config.axis_name)
+    if differs and operand.scaling == "tensor" and not is_per_row(operand, contracted):
+        raise ShapeContractError(
+            f"{config.label}: {name} has one scale per tensor, which differs over "
+            f"{tuple(sorted(differs))}. Pass axis_name to ub.quantize."
+        )
+
+
+def pcast_operands(tree: Any, axes: Any) -> Any:
+    """Casts operands to vary over mesh axes, except scales, which have no gradient.
+
+    The scales of a returned `ScaledArray` therefore keep their type.
+    """
+
+    def cast(operand):
+        if not is_scaled(operand):
+            return vma.pcast_varying(operand, axes)
+        values, source = vma.pcast_varying((operand.values, operand.source), axes)
+        return ScaledArray(values, operand.scales, source)
+
+    return jax.tree.map(cast, tree, is_leaf=is_scaled)
