@@ -18,11 +18,6 @@ def check(op: str, **options: Any) -> None:
     """Checks the values of options of a layer or op, such as `dtype`.
 
     `_CHECKS` has a check for each option name. Options with other names are ignored.
-
-    Raises:
-        ShapeContractError: if an option has the wrong type or is out of range.
-        UnknownNameError: if a name is not a string, or a flag is neither true nor
-            false.
     """
     for name, value in options.items():
         if name in _CHECKS:
@@ -41,10 +36,6 @@ def promoted(
 
     Returns:
         One array for each array of `given`, and None for None.
-
-    Raises:
-        ShapeContractError: if the arrays have no common dtype, or if `promote_dtype`
-            does not return one array for each.
     """
     try:
         arrays = promote()

@@ -363,14 +363,6 @@ def mapped_with(
 
     JAX drops the check if the result is not used. The check adds nothing to the
     compiled program.
-
-    Args:
-        value: the array to check.
-        other: the array that is mapped.
-        text: returns the message of the error, given the number of mapped indices.
-
-    Raises:
-        UnsupportedOverlapError: when `jax.vmap` is applied, if it maps only `other`.
     """
 
     @custom_vmap
@@ -405,12 +397,7 @@ def axis_tuple(axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def check_axis_name(op: str, axis_name: str | tuple[str, ...] | None) -> None:
-    """Raises an error unless a value is a mesh axis name or a tuple of them.
-
-    Raises:
-        ShapeContractError: if a name is not a string or is given twice, or if there is
-            no name.
-    """
+    """Raises an error unless a value is a mesh axis name or a tuple of them."""
     axes = axis_tuple(axis_name)
     if not axes or not all(isinstance(axis, str) for axis in axes):
         raise ShapeContractError(

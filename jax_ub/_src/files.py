@@ -19,12 +19,7 @@ class InputError(UbError, OSError):
 
 
 def checked_output(path: str | os.PathLike) -> pathlib.Path:
-    """Returns a path after checking that a file can be written there.
-
-    Raises:
-        OutputError: if the path is a folder, if its folder does not exist, or if the
-            permissions do not allow to write it.
-    """
+    """Returns a path after checking that a file can be written there."""
     path = pathlib.Path(path)
     name = shown(str(path))
     try:
@@ -51,11 +46,7 @@ def checked_output(path: str | os.PathLike) -> pathlib.Path:
 
 @contextlib.contextmanager
 def writing(path: pathlib.Path) -> Iterator[None]:
-    """Converts an `OSError` in the block, such as a full disk, to an `OutputError`.
-
-    Raises:
-        OutputError: names the file that cannot be written.
-    """
+    """Converts an `OSError` in the block, such as a full disk, to an `OutputError`."""
     try:
         yield
     except OSError as error:
@@ -65,10 +56,6 @@ def writing(path: pathlib.Path) -> Iterator[None]:
 
 
 def write_json(path: pathlib.Path, document: Any, indent: int | None = 1) -> None:
-    """Writes a document as an indented JSON file; `indent` None writes one line.
-
-    Raises:
-        OutputError: if the file cannot be written.
-    """
+    """Writes a document as an indented JSON file; `indent` None writes one line."""
     with writing(path):
         path.write_text(json.dumps(document, indent=indent) + "\n")

@@ -221,9 +221,6 @@ def resolve(op: str, method: "Method | str | None", default: str | None) -> Meth
         op: the op's name, for errors.
         method: the call's argument; None takes `default`.
         default: the value of `JAX_UB_METHOD`; None is "auto".
-
-    Raises:
-        UnknownNameError: if there is no method of that name.
     """
     if isinstance(method, Method):
         return method
@@ -245,16 +242,7 @@ def resolve(op: str, method: "Method | str | None", default: str | None) -> Meth
 
 
 def refuse_bulk(op: str, source: str) -> NoReturn:
-    """Raises an error, because this call's GEMM depends on the communication.
-
-    Args:
-        op: the op's name, for errors.
-        source: where "bulk" was set: the argument's name or `JAX_UB_METHOD`.
-
-    Raises:
-        UnsupportedOverlapError: always. It says which methods to use, and how to
-            configure "bulk" for the backward pass.
-    """
+    """Raises an error, because this call's GEMM depends on the communication."""
     raise UnsupportedOverlapError(
         f'{op}: {source} = "bulk" communicates during a GEMM that does not depend on '
         "the communication. Only the backward pass of a column-parallel layer has such "

@@ -80,12 +80,6 @@ class OverlapFlags:
             method: the layer's argument `method`; `AUTO` if it has none.
             parallel: "column", "row", None, or "both" for a module with layers of both.
             sequence_parallel: whether tokens are sharded between layers.
-
-        Raises:
-            UnknownNameError: if a flag is not a bool.
-            ConfigurationError: if two flags, or a flag and the method, contradict.
-            UnsupportedOverlapError: if a flag is true, but the layer has no
-                communication that can overlap.
         """
         for name in NAMES:
             if getattr(self, name) is not None:
@@ -104,9 +98,6 @@ class OverlapFlags:
             name: the flag's name.
             method: the method; `AUTO` agrees with every flag.
             source: where the method was given, for errors.
-
-        Raises:
-            ConfigurationError: if the flag and the method contradict.
         """
         flag = self.given.get(name)
         if flag is None or method is Method.AUTO:

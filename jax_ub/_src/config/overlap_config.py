@@ -212,19 +212,9 @@ KEYS = {
 def read_entry(name: str, entry: object) -> dict[str, object]:
     """Checks a user's settings of one named overlap, and converts their types.
 
-    Args:
-        name: the overlap's name, for errors.
-        entry: a mapping with keys of `KEYS`, such as another `OverlapConfig`.
-
     Returns:
         The entry with values of `OverlapConfig`'s types. `is_reduce_scatter` is
         replaced by `comm_type`, and `atomic_gemm` is removed.
-
-    Raises:
-        ConfigurationTypeError: if the entry is not a mapping, or a value has the wrong
-            type.
-        UnknownNameError: if a key or a method is unknown.
-        ConfigurationError: if a value is out of range, or `atomic_gemm` is true.
     """
     if not isinstance(entry, Mapping):
         raise ConfigurationTypeError(

@@ -139,12 +139,6 @@ def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
     """Checks a user's settings of each named overlap in `ub_cfgs`, one by one.
 
     `resolve` checks how the entries depend on each other.
-
-    Raises:
-        ConfigurationTypeError: if it is not a dictionary of dictionaries, or a value
-            has the wrong type.
-        UnknownNameError: if a name, a key or a method is unknown.
-        ConfigurationError: if a value is out of range.
     """
     if ub_cfgs is None:
         return {}
@@ -201,16 +195,8 @@ def resolve(
     If the dgrad of "qkv" or "fc1" is not "bulk", it reduce-scatters dx itself. Its
     wgrad, which would reduce-scatter dx otherwise, is then left out of the result.
 
-    Args:
-        entries: the entries by name, as returned by `read_entries`.
-        num_ranks: P.
-        mode: the quantization mode of the buffers.
-
     Returns:
         The configurations by name, with Transformer Engine's names first, in its order.
-
-    Raises:
-        ConfigurationError: if entries contradict each other or their names.
     """
     resolved = {}
     for name in [*NAMES, *(name for name in entries if name not in NAMES)]:

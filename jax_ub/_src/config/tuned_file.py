@@ -104,12 +104,7 @@ TunedFile = dict[Environment, dict[TunedKey, tuple[MethodChoice, dict[str, float
 
 
 def read(path: str | os.PathLike[str]) -> TunedFile:
-    """Reads a tuned file: methods and times in us, by environment and measured case.
-
-    Raises:
-        ConfigurationError: if the file does not exist or is not a valid tuned file.
-        UnknownNameError: if it contains an unknown op or method.
-    """
+    """Reads a tuned file: methods and times in us, by environment and measured case."""
     where = f"tuned file {shown(str(path))}"
     fix = "Write it again with: python -m jax_ub tune --output FILE"
     try:
@@ -165,16 +160,7 @@ def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
 
 
 def choices(path: str | os.PathLike[str], here: Environment) -> TunedTable:
-    """Reads the measured methods that a tuned file has for the environment `here`.
-
-    Args:
-        path: path of the tuned file.
-        here: the environment of this process.
-
-    Raises:
-        ConfigurationError: if the file has no tuning for it. Names those it has.
-        UnknownNameError: if the file contains an unknown op or method.
-    """
+    """Reads the measured methods that a tuned file has for the environment `here`."""
     tunings = read(path)
     if here not in tunings:
         known = "; ".join(map(str, tunings)) or "nothing"

@@ -36,11 +36,6 @@ def project_qkv(
         layers: the layers of queries, keys and values.
         inputs: the inputs of queries, keys and values; None takes the previous one.
         rotary_base: base of the rotary embeddings, or None.
-
-    Raises:
-        ShapeContractError: if an input is not an array `[..., tokens, features]`.
-        UnsupportedOverlapError: if rotary embeddings are enabled and the inputs of
-            queries and keys differ.
     """
     inputs_q, inputs_k, inputs_v = inputs
     inputs_k = inputs_q if inputs_k is None else inputs_k

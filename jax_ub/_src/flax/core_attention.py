@@ -71,11 +71,6 @@ class CoreAttention:
         """Raises an error if the number of ranks does not divide the numbers of heads.
 
         Does nothing if the mesh is unknown.
-
-        Args:
-            num_heads: the global number of query heads.
-            num_kv_heads: the global number of key and value heads.
-            *arrays: arrays whose sharding may contain the mesh.
         """
         mesh = self.sharding_layout.global_mesh(*arrays)
         if mesh is None:
@@ -213,11 +208,7 @@ def _broadcast_spec(array, entries):
 
 
 def _broadcastable(name, array, whole):
-    """Reshapes an array to the rank of `whole` by prepending dimensions of size 1.
-
-    Raises:
-        ShapeContractError: if the array cannot be broadcast to the shape `whole`.
-    """
+    """Reshapes an array to the rank of `whole` by prepending dimensions of size 1."""
     checks.check_array("attention", name, array)
     padded = (1,) * (len(whole) - array.ndim) + array.shape
     sizes = itertools.zip_longest(padded, whole)

@@ -52,21 +52,7 @@ class LinearOptions(TypedDict, total=False):
 
 
 def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
-    """Checks the constructor arguments of a module that contains `Linear` layers.
-
-    Args:
-        layer: the module's class, for error messages.
-        options: the arguments that the module passes to its linear layers.
-        **own: the other arguments of the module.
-
-    Raises:
-        ShapeContractError: if an argument has the wrong type.
-        UnknownArgumentError: if an option is not in `LinearOptions`.
-        UnknownNameError: if the method is unknown, or a flag is not a bool.
-        ConfigurationError: if two flags, or a flag and the method, contradict each
-            other.
-        UnsupportedOverlapError: if a flag is True without sequence parallelism.
-    """
+    """Checks the constructor arguments of a module that contains `Linear` layers."""
     op, known = layer.__name__, LinearOptions.__annotations__
     for name in options:
         if name not in known:
@@ -82,18 +68,7 @@ def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
 
 
 def check_flags(op: str, options: LinearOptions) -> None:
-    """Checks the `ub_*` flags that a module passes to its linear layers.
-
-    Args:
-        op: the module's name, for error messages.
-        options: the arguments of the linear layers.
-
-    Raises:
-        UnknownNameError: if the method is unknown, or a flag is not a bool.
-        ConfigurationError: if two flags, or a flag and the method, contradict each
-            other.
-        UnsupportedOverlapError: if a flag is True without sequence parallelism.
-    """
+    """Checks the `ub_*` flags that a module passes to its linear layers."""
     OverlapFlags.of(options).check(
         op,
         methods.resolve(op, options.get("method"), None),
@@ -142,15 +117,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], bool]] = {
 def resolve_activation(
     op: str, activation: str | Callable[[jax.Array], jax.Array]
 ) -> tuple[Callable[[jax.Array], jax.Array], bool]:
-    """Returns the activation function of an MLP, and whether it is gated.
-
-    Args:
-        op: the module's name in error messages.
-        activation: a key of `ACTIVATIONS`, or an elementwise function.
-
-    Raises:
-        UnknownNameError: if the name is unknown.
-    """
+    """Returns the activation function of an MLP, and whether it is gated."""
     if callable(activation):
         return activation, False
     if isinstance(activation, str) and activation in ACTIVATIONS:
@@ -165,12 +132,7 @@ def resolve_activation(
 
 
 def norm_class(op: str, normalization: str, epsilon: float, library: Any) -> Any:
-    """Returns the Flax class of a layer's norm, `LayerNorm` or `RMSNorm`.
-
-    Raises:
-        UnknownNameError: if the name is unknown.
-        ShapeContractError: if `epsilon` is not a non-negative number.
-    """
+    """Returns the Flax class of a layer's norm, `LayerNorm` or `RMSNorm`."""
     checks.check_epsilon(op, "epsilon", epsilon)
     known = ("LayerNorm", "RMSNorm")
     if not isinstance(normalization, str) or normalization not in known:
@@ -191,11 +153,6 @@ def qk_norm_class(
         qk_norm_type: "RMSNorm", "LayerNorm" or None, Transformer Engine's argument.
         normalize_qk: Flax's argument; True means "LayerNorm".
         library: the library of the norm.
-
-    Raises:
-        ConfigurationError: if both arguments are given.
-        UnknownNameError: if the name of the norm is unknown, or `normalize_qk` is not a
-            bool.
     """
     checks.check_flag(op, "normalize_qk", normalize_qk)
     known = ("RMSNorm", "LayerNorm")
@@ -261,11 +218,7 @@ def as_sizes(features: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def read_sizes(op: str, name: str, features: int | Sequence[int]) -> tuple[int, ...]:
-    """Converts an integer or a sequence of sizes to a tuple, after checking them.
-
-    Raises:
-        ShapeContractError: if it is empty, or a size is not a positive integer.
-    """
+    """Converts an integer or a sequence of sizes to a tuple, after checking them."""
     sizes = as_sizes(features)
     if not sizes or not all(map(checks.is_size, sizes)):
         raise ShapeContractError(
@@ -278,12 +231,7 @@ def read_sizes(op: str, name: str, features: int | Sequence[int]) -> tuple[int, 
 def check_attention_sizes(
     num_heads: int, num_kv_heads: int, qkv_features: int, rotary_base: float | None
 ) -> None:
-    """Checks the numbers of heads and features of an attention layer.
-
-    Raises:
-        ShapeContractError: if a size is not a positive integer, heads or features do
-            not divide evenly, or `rotary_base` is invalid.
-    """
+    """Checks the numbers of heads and features of an attention layer."""
     op = "MultiHeadAttention"
     checks.check_size(op, "num_heads", num_heads)
     checks.check_size(op, "num_kv_heads", num_kv_heads)
@@ -322,12 +270,7 @@ def check_transformer_sizes(
     num_gqa_groups: int | None,
     kv_channels: int | None,
 ) -> None:
-    """Checks the numbers of heads and features of a transformer layer.
-
-    Raises:
-        ShapeContractError: if a size is not a positive integer, or the heads do not
-            divide `hidden_size` and `kv_channels` is None.
-    """
+    """Checks the numbers of heads and features of a transformer layer."""
     op = "TransformerLayer"
     checks.check_size(op, "hidden_size", hidden_size)
     checks.check_size(op, "num_attention_heads", num_attention_heads)

@@ -201,10 +201,6 @@ def is_partial_sum(d_extra: jax.Array, dy: jax.Array) -> bool:
     This is the case if x is replicated but the ranks compute different functions of it,
     for example with their own shards of a kernel. Such a dy must be summed over the
     ranks before `d_extra` is added.
-
-    Args:
-        d_extra: gradient of the extra output; varies over the same axes as x.
-        dy: gradient of the result.
     """
     return bool(vma.axes_of(*jax.tree.leaves(dy)) - vma.axes_of(d_extra))
 

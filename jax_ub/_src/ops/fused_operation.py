@@ -217,15 +217,6 @@ def collect(
 
     Returns the operations in forward order, with None for optional ones that are
     absent. The caller passes them by keyword or in one tuple.
-
-    Args:
-        op: the name of the fused operation in error messages.
-        basic_ops: the operations in forward order; None if the caller passed keywords.
-        *parts: what the constructor takes, in forward order.
-
-    Raises:
-        ShapeContractError: if a part is missing or has the wrong type, or if the caller
-            passed both `basic_ops` and keywords.
     """
     if basic_ops is None:
         for name, kind, given, is_optional in parts:

@@ -159,11 +159,6 @@ def connect_channels(ops: Sequence[BasicOperation]) -> ExtraTensorEdges:
     """Connects each extra input to the extra output that has the same channel name.
 
     Extra inputs without a channel come from the caller.
-
-    Raises:
-        ShapeContractError: if two outputs have the same channel, or an operation reads
-            a channel before its producer.
-        UnknownNameError: if a channel has no producer.
     """
     numbers = itertools.count()
     outputs = [tuple(itertools.islice(numbers, op.num_extra_outputs)) for op in ops]

@@ -315,11 +315,7 @@ def init_each(ops: Sequence[Operation], key: jax.Array) -> tuple[Any, ...]:
 
 
 def split_each(label: str, ops: Sequence[Operation], params: Any) -> tuple[Params, ...]:
-    """Splits a tuple of parameters into one dict of arrays per basic operation.
-
-    Raises:
-        ShapeContractError: if `params` does not have one entry for each operation.
-    """
+    """Splits a tuple of parameters into one dict of arrays per basic operation."""
     if not isinstance(params, (tuple, list)) or len(params) != len(ops):
         raise ShapeContractError(
             f"{label}: params is a {type(params).__name__}, but the parameters "
@@ -332,12 +328,7 @@ def split_each(label: str, ops: Sequence[Operation], params: Any) -> tuple[Param
 def init_parameter(
     op: Any, name: str, make: Callable, key: Any, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Creates the global parameter `name` with the initializer `make`.
-
-    Raises:
-        ShapeContractError: if `key` is not a PRNG key, or the initializer does not
-            return an array of this shape.
-    """
+    """Creates the global parameter `name` with the initializer `make`."""
     checks.check_key(op.label, "key", key)
     values = make(key, shape, op.param_dtype)
     checks.check_initial(op.label, name, values, shape)

@@ -40,11 +40,7 @@ class Fp8Prediction:
 
 
 def predict_fp8(work: Workload, machine: Hardware) -> Fp8Prediction:
-    """Predicts a bf16 AG+GEMM or GEMM+RS in FP8, and with `wire_dtype="fp8"`.
-
-    Raises:
-        UnsupportedOverlapError: if the machine has no FP8 GEMM.
-    """
+    """Predicts a bf16 AG+GEMM or GEMM+RS in FP8, and with `wire_dtype="fp8"`."""
     if not machine.has_fp8:
         raise UnsupportedOverlapError(
             f"simulate: {machine.name} has no FP8 GEMM. Use another --hardware, such "

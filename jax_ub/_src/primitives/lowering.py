@@ -236,13 +236,7 @@ def check_capacity(call: Call, operands: Sequence[Any]) -> None:
 
 
 def _why_no_room(call, operands, *, needs_buffers):
-    """Returns why a call does not fit the buffers of its mesh axis; None if it does.
-
-    Args:
-        call: the call.
-        operands: avals of its operands.
-        needs_buffers: whether the platform needs buffers within one process, too.
-    """
+    """Returns why a call does not fit the buffers of its mesh axis; None if it does."""
     initialized_axis = registry.on_axis(call.axis_name, call.num_ranks)
     if initialized_axis is None:
         return None

@@ -29,10 +29,6 @@ def axis_size(
         axis_name: the mesh axis, or a tuple of axes that act as one.
         may_be_mapped: whether an axis of `jax.vmap` is accepted, too; only plain
             `jax.lax` can communicate over one.
-
-    Raises:
-        ShapeContractError: if the axis is not manual, such as outside `jax.shard_map`,
-            or if `check_axis_name` rejects it.
     """
     check_axis_name(op, axis_name)
     axes = axis_tuple(axis_name)
@@ -70,9 +66,6 @@ def check_manual(label: str) -> None:
     Called while the call is traced. Axes of one device may be automatic. Outside any
     `shard_map` nothing is checked here, since only the lowering knows whether the
     program runs on several devices.
-
-    Raises:
-        UnsupportedOverlapError: if an axis of several devices is automatic.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes:
@@ -111,10 +104,6 @@ def find_ranks(
         axes: the mesh axes of the ranks.
         takes_partitions: whether the engine can find a rank by partition id, so that an
             abstract mesh is sufficient in a single process.
-
-    Raises:
-        UnsupportedOverlapError: if the call is not inside a `shard_map` over all mesh
-            axes, so that XLA would all-gather the operands first.
     """
     context = ctx.module_context.axis_context
     if not isinstance(context, mlir.SPMDAxisContext):

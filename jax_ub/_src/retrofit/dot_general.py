@@ -220,10 +220,6 @@ class DotGeneral:
     def check_may_fall_back(self, reason: str, fix: str) -> None:
         """Raises an error if JAX must not compute the product instead.
 
-        Args:
-            reason: why the call cannot be overlapped.
-            fix: what the caller can change if a method is given.
-
         Raises:
             UnsupportedOverlapError: if a method is given, or the arrays are one rank's
                 shards.

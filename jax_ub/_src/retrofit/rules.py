@@ -17,11 +17,7 @@ def values_by_path(argument: str, given: Any, paths: Collection[str]) -> dict[st
 
 
 def matching_paths(described: str, pattern: str, paths: Collection[str]) -> list[str]:
-    """Returns the paths that a pattern matches.
-
-    Raises:
-        UnknownNameError: if there are none.
-    """
+    """Returns the paths that a pattern matches."""
     matched = list(filter(compile_rule(pattern).fullmatch, paths))
     if not matched:
         raise UnknownNameError(
@@ -32,11 +28,7 @@ def matching_paths(described: str, pattern: str, paths: Collection[str]) -> list
 
 
 def check_rules(argument: str, rules: Any) -> Mapping:
-    """Checks that `rules` is a dictionary; returns an empty one for None.
-
-    Raises:
-        UnknownNameError: if `rules` is not a dictionary.
-    """
+    """Checks that `rules` is a dictionary; returns an empty one for None."""
     if rules is not None and not isinstance(rules, Mapping):
         raise UnknownNameError(
             f"overlap: {argument} = {shown(rules)} is not a dictionary. Pass, for "
@@ -55,11 +47,7 @@ def check_layer_name(pattern: str, name: Any) -> None:
 
 
 def compile_rule(pattern: str) -> re.Pattern[str]:
-    """Compiles the regular expression that selects layers by their path.
-
-    Raises:
-        UnknownNameError: if `pattern` is not a regular expression.
-    """
+    """Compiles the regular expression that selects layers by their path."""
     try:
         return re.compile(pattern)
     except (re.error, TypeError, RecursionError, OverflowError) as error:

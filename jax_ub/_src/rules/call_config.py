@@ -113,11 +113,7 @@ class CallConfig:
         )
 
     def kernel(self, w) -> jax.ShapeDtypeStruct:
-        """Returns the shape and dtype that the kernel `w` has in [in, out] layout.
-
-        Raises:
-            ShapeContractError: if `w` is not an array.
-        """
+        """Returns the shape and dtype that the kernel `w` has in [in, out] layout."""
         shapes.check_array(self.label, "w", w)
         shape = w.shape[::-1] if self.rhs_transposed else w.shape
         return jax.ShapeDtypeStruct(shape, w.dtype)
@@ -140,12 +136,6 @@ class CallConfig:
 
         Only method "auto" is tuned. All ranks read the same table and look up the same
         global sizes, so they make the same choice.
-
-        Args:
-            op: the key of the op in the tuned table.
-            M: number of tokens on all ranks.
-            K: global size of the contracted dimension.
-            N: global size of the output dimension.
         """
         if self.method is not Method.AUTO or not self.tuned or self.choice.sends_fp8:
             return self
@@ -380,13 +370,7 @@ def plan_call_config(
 
 
 def _choices_by_pass(mode, label, found):
-    """Returns the methods that `initialize_ub` configured for each pass of a layer.
-
-    Args:
-        mode: the layer's row in the table of parallel modes.
-        label: the layer's name, for errors.
-        found: the layer's overlaps by pass, from `registry.find`.
-    """
+    """Returns the methods that `initialize_ub` configured for each pass of a layer."""
     choices = {}
     for direction in PASSES:
         overlap = found.get(direction)
@@ -426,11 +410,7 @@ def _choices_with_flags(
     choices: Mapping[str, MethodChoice],
     found: Mapping[str, Overlap],
 ) -> dict[str, MethodChoice]:
-    """Applies a layer's `ub_*` flags to the methods of its forward pass and dgrad.
-
-    Raises:
-        ConfigurationError: if a flag contradicts what the user configured.
-    """
+    """Applies a layer's `ub_*` flags to the methods of its forward pass and dgrad."""
     if not (mode.sequence_parallel and mode.parallel):
         return {}  # the layer neither gathers nor scatters
     # A dgrad's configuration is compared with the flags of both gradients, because the

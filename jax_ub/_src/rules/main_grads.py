@@ -23,17 +23,7 @@ _USED: dict[int, tuple[weakref.ref, object]] = {}
 
 
 def claim(op: str, main_grads: Sequence[Any] | None, ws: Sequence[jax.Array]) -> None:
-    """Checks accumulators of kernels' gradients, and that no other call uses them.
-
-    Args:
-        op: the op's label, for errors.
-        main_grads: the accumulator of each kernel's gradient; None if there are none.
-        ws: the kernels.
-
-    Raises:
-        ShapeContractError: if shape or dtype do not match, or if another call has used
-            a main_grad already.
-    """
+    """Checks accumulators of kernels' gradients, and that no other call uses them."""
     for main_grad, w in zip(main_grads or (), ws, strict=False):
         shapes.check_main_grad(op, main_grad, w)
         if _is_used(main_grad):
@@ -74,10 +64,6 @@ def pcast_varying(op: str, main_grad: jax.Array, axes) -> jax.Array:
 
     Returns:
         The main_grad, promoted over axes of one rank.
-
-    Raises:
-        ShapeContractError: if the main_grad is replicated over ranks whose gradients
-            differ.
     """
     main_grad = _promote_over_single_ranks(main_grad, axes)
     missing = sorted(frozenset(axes) - vma.axes_of(main_grad))
@@ -107,14 +93,6 @@ def check_vmapped_together(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.
 
     Otherwise JAX would sum the accumulated values of all mapped indices, and each of
     them would contain main_grad. The check adds nothing to the compiled program.
-
-    Args:
-        op: the op's label, for errors.
-        main_grad: the accumulator.
-        dy: the result's gradient, from which the accumulated gradient is computed.
-
-    Raises:
-        UnsupportedOverlapError: when `jax.vmap` is applied, if it maps dy only.
     """
 
     def text(size):

@@ -24,10 +24,6 @@ def as_tuple(
     """Converts an argument with one array per kernel, such as biases, to a tuple.
 
     None stays None.
-
-    Raises:
-        ShapeContractError: unless `value` is one array for one kernel, or a tuple of
-            `length` arrays if `is_tuple`.
     """
     if value is None:
         return None
@@ -93,11 +89,7 @@ def as_row(x: Any) -> Any:
 
 
 def have_scales(label: str, **operands: Any) -> bool:
-    """Returns True if all operands of a GEMM are FP8, False if none is.
-
-    Raises:
-        ShapeContractError: if only some are, or if one is FP8 without scales.
-    """
+    """Returns True if all operands of a GEMM are FP8, False if none is."""
     for name, operand in operands.items():
         if shapes.is_array(operand) and operand.dtype in dtypes.FP8:
             raise ShapeContractError(

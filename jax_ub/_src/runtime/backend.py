@@ -56,9 +56,6 @@ def start() -> list[jax.Device]:
 
     Returns:
         The devices of all processes.
-
-    Raises:
-        UnsupportedOverlapError: if none of the requested platforms is available.
     """
     try:
         return jax.devices()

@@ -36,12 +36,7 @@ _PID_SCOPE = "processes"
 
 
 def check_backend(backend: object) -> None:
-    """Checks that a `bootstrap_backend` is None, "jax" or "mpi".
-
-    Raises:
-        ConfigurationError: for a "file" backend of release 0.1.
-        UnknownNameError: for another value.
-    """
+    """Checks that a `bootstrap_backend` is None, "jax" or "mpi"."""
     name = backend if isinstance(backend, str) else ""
     if backend is None or name in _BACKENDS:
         return
@@ -65,10 +60,6 @@ def join_job(backend: object) -> None:
 
     With the backend "mpi", it first initializes `jax.distributed` by MPI, unless that
     is initialized. Otherwise, a process without `jax.distributed` has no job.
-
-    Raises:
-        ConfigurationError: if `jax.distributed` cannot be initialized by MPI.
-        CommunicatorError: if the job's coordinator does not respond.
     """
     is_mpi = isinstance(backend, str) and backend == "mpi"
     if is_mpi and not jax.distributed.is_initialized():
@@ -99,16 +90,7 @@ def _initialize_by_mpi():
 def open_rendezvous(
     process: int, processes: Sequence[int], timeout_s: float
 ) -> ProcessAllGather:
-    """Returns an object that all-gathers values over the processes of a mesh.
-
-    Args:
-        process: the index of this process.
-        processes: the indices of all processes of the mesh.
-        timeout_s: the timeout of each round, in seconds.
-
-    Raises:
-        CommunicatorError: if `jax.distributed` is not initialized.
-    """
+    """Returns an object that all-gathers values over the processes of a mesh."""
     # The scope depends on the processes only, so that a process with a different
     # axis_name joins the same rendezvous and the difference is reported.
     numbers = ",".join(map(str, sorted(processes))).encode()
@@ -121,11 +103,7 @@ class JaxStore:
     """A scope of keys in the key-value store of the `jax.distributed` coordinator."""
 
     def __init__(self, scope: str):
-        """Opens the key-value store of `jax.distributed` for one scope.
-
-        Raises:
-            CommunicatorError: if `jax.distributed` is not initialized.
-        """
+        """Opens the key-value store of `jax.distributed` for one scope."""
         self._client: Any = distributed.global_state.client
         self._prefix = f"jax_ub/{scope}/"
         if self._client is None:
@@ -174,9 +152,6 @@ class Presence:
 
         Returns None if the process is running, has not called `join_job`, or is in
         another PID namespace.
-
-        Raises:
-            CommunicatorError: if the job's coordinator does not respond.
         """
         if process in self._running and self._death(self._running[process]) is None:
             return None

@@ -83,21 +83,13 @@ def generation(groups: np.ndarray) -> int:
     A program is bound to the generation that it was lowered for. Processes match their
     calls by XLA's launch numbers, which may differ between processes after a failure,
     so a communicator rejects programs of an earlier generation.
-
-    Args:
-        groups: global device ids, `[groups, P]`.
     """
     found = (_CONNECTIONS.get(tuple(group)) for group in groups.tolist())
     return max((one.generation for one in found if one is not None), default=0)
 
 
 def check_shared(device_groups: DeviceGroups) -> None:
-    """Checks that connections made for another mesh axis can be reused for this axis.
-
-    Raises:
-        ConfigurationError: if their communicator has failed, or its shared memory is
-            too small for calls of this capacity. Names the devices.
-    """
+    """Checks that connections of another mesh axis can be reused for this axis."""
     for group, connection in _connected(device_groups).items():
         if connection.communicator is None:
             continue

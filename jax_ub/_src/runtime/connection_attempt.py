@@ -105,12 +105,7 @@ class ConnectionAttempt:
     """
 
     def __init__(self, device_groups: DeviceGroups, generation: int):
-        """Collects the groups of ranks that have no connection yet.
-
-        Args:
-            device_groups: the groups of ranks, and the process of each device.
-            generation: the last communicator generation that this process agreed on.
-        """
+        """Collects the groups of ranks that have no connection yet."""
         self.made: list[Connection] = []
         self.generation = generation
         self._device_groups = device_groups

@@ -83,16 +83,7 @@ def _how_to_get_it() -> str:
 def check_ffi_api(
     built: tuple[int, int], running: tuple[int, int], jax_version: str
 ) -> None:
-    """Checks that the installed jaxlib accepts handlers of the engine's FFI version.
-
-    Args:
-        built: FFI API version, (major, minor), that the engine was compiled for.
-        running: FFI API version of the installed jaxlib.
-        jax_version: version of jax, for the error.
-
-    Raises:
-        ImportError: if jaxlib would reject the handlers.
-    """
+    """Checks that the installed jaxlib accepts handlers of the engine's FFI version."""
     if built[0] != running[0] or built[1] > running[1]:
         raise ImportError(
             f"jax_ub: its engine was built for XLA FFI API {built[0]}.{built[1]}, but "
@@ -140,11 +131,7 @@ def register_targets() -> None:
 
 
 def check_isa() -> None:
-    """Checks that the CPU engine has kernels for the instruction set in `JAX_UB_ISA`.
-
-    Raises:
-        ConfigurationError: if it has none. Names the available instruction sets.
-    """
+    """Checks that the engine has kernels for the instruction set in `JAX_UB_ISA`."""
     name = settings.isa()
     if name is None:
         return

@@ -239,12 +239,6 @@ def workspace_bytes(
     """Returns the bytes of scratch memory that a call needs on a GPU.
 
     XLA allocates the scratch memory as the call's last result.
-
-    Args:
-        target: FFI target of the call, such as "jax_ub$all_gather_matmul".
-        attributes: FFI attributes of the call.
-        operands: dtype and shape of each operand.
-        results: dtype and shape of each result, without the workspace.
     """
     plain = {name: _plain(value) for name, value in attributes.items()}
     op = target.removeprefix("jax_ub$")

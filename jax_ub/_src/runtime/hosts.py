@@ -66,10 +66,6 @@ def quota_share(num_threads: int, num_cores: int, num_processes: int) -> int:
 def thread_share(own: list[int], everyone: list[list[int]]) -> int:
     """Returns the number of threads that fits this process's share of the cores.
 
-    Args:
-        own: the cores that this process may run on.
-        everyone: the cores of every process on the host, including this one.
-
     Returns:
         The number of threads, at least one. A core that k processes may run on counts
         as 1/k of a thread.

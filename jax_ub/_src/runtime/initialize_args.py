@@ -39,16 +39,7 @@ _MOST_ELEMENTS = 1 << 48
 
 
 def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ...]:
-    """Returns the quantization modes (NONE, FP8) for which overlaps are created.
-
-    Args:
-        use_fp8: the argument `use_fp8`.
-        modes: the argument `quantization_modes`; None or empty follows `use_fp8`.
-
-    Raises:
-        ConfigurationTypeError: if an argument has the wrong type.
-        ConfigurationError: if a mode is repeated or the arguments contradict.
-    """
+    """Returns the quantization modes (NONE, FP8) for which overlaps are created."""
     registry.check_use_fp8("initialize_ub", use_fp8)
     if modes is not None and not isinstance(modes, list | tuple):
         raise ConfigurationTypeError(
@@ -198,12 +189,6 @@ def make_initialized_axis(
         modes: the quantization modes for which to create overlaps.
         ub_cfgs: the argument of `initialize_ub`.
         mesh: the mesh; the sizes of `axes` in it multiply to `tp_size`.
-
-    Raises:
-        ConfigurationError: if a value is out of range, or the configurations contradict
-            each other.
-        ConfigurationTypeError: if a value has the wrong type.
-        UnknownNameError: if a name, a key or a method is unknown.
     """
     # The tuned table of the process is stored even if `initialize_ub` was given no
     # file, because all processes must have the same one.

@@ -271,9 +271,6 @@ class ProcessAllGather:
 
         The coordinator ignores messages without the number.
 
-        Args:
-            message: the coordinator's message, or None.
-
         Returns:
             The processes for which the coordinator is waiting.
         """

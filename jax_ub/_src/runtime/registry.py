@@ -164,12 +164,7 @@ class InitializedAxis:
         return 2 * self.tp_size * self._most_splits
 
     def why_too_large(self, shape: tuple[int, ...], num_splits: int) -> str | None:
-        """Returns why a call does not fit in the axis's buffers, or None if it does.
-
-        Args:
-            shape: `[..., rows, features]` of the gathered or summed array.
-            num_splits: the number of splits of a rank's chunk.
-        """
+        """Returns why a call does not fit in the axis's buffers, or None if it does."""
         tokens, hidden = self.shape
         *batch, rows, features = (1, 1, *shape)
         needed, holds = math.prod(batch) * rows, tokens * hidden

@@ -89,11 +89,7 @@ def nvls() -> bool:
 
 
 def check() -> None:
-    """Raises an error if an environment variable of jax_ub has an invalid value.
-
-    Raises:
-        ConfigurationError: if a value is malformed or out of range.
-    """
+    """Raises an error if an environment variable of jax_ub has an invalid value."""
     for read in (timeout_s, first_call_timeout_s, num_threads, allow_tf32, nvls):
         read()
 

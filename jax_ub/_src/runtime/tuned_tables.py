@@ -33,10 +33,6 @@ def of_ranks(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
     A table that `initialize_ub` was given for this axis takes precedence over the file
     `JAX_UB_TUNED`. A GEMM that does not communicate has the axis (). For such a GEMM,
     the table of all initialized axes that have one takes precedence, if it is the same.
-
-    Raises:
-        ConfigurationError: if the file of `JAX_UB_TUNED` has no choices for this
-            process's devices and libraries.
     """
     axes = [registry.on_axis(axis_name, num_ranks)] if axis_name else registry.axes()
     found = {axis.choices for axis in axes if axis is not None and axis.choices}
@@ -44,12 +40,7 @@ def of_ranks(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
 
 
 def of_process() -> TunedTable | None:
-    """Returns the table of tuned methods from the file `JAX_UB_TUNED`, or None.
-
-    Raises:
-        ConfigurationError: if the file has no choices for this process's devices and
-            libraries.
-    """
+    """Returns the table of tuned methods from the file `JAX_UB_TUNED`, or None."""
     path = settings.tuned()
     return None if path is None else read(path)
 
@@ -58,10 +49,6 @@ def read(path: str) -> TunedTable:
     """Reads the table of tuned methods for this process's devices from a file.
 
     The result is cached until the file changes.
-
-    Raises:
-        ConfigurationError: if the file has no such choices. Names those it has.
-        UnknownNameError: if the file contains an unknown op or method.
     """
     return _read(path, settings.version_of_file(path))
 

@@ -26,11 +26,7 @@ _ALIASES = {"ag": COLUMN, "rs": ROW}
 
 
 def resolve_parallel(op: str, kind: str | None) -> str:
-    """Returns "column" or "row" for a kind of parallelism or its alias ("ag", "rs").
-
-    Raises:
-        UnknownNameError: if there is no such kind.
-    """
+    """Returns "column" or "row" for a kind of parallelism or its alias ("ag", "rs")."""
     known = {**dict(zip(PARALLEL, PARALLEL, strict=True)), **_ALIASES}
     if not isinstance(kind, str) or kind not in known:
         raise UnknownNameError(
@@ -300,12 +296,7 @@ class ShardingLayout:
         return tuple(dims)[::-1]
 
     def fitted(self, mesh: AnyMesh, shape: Sequence[int]) -> "ShardingLayout":
-        """Returns a copy without `fsdp_axes` if they cannot shard the kernel evenly.
-
-        Args:
-            mesh: the mesh.
-            shape: the shape of the kernel, `[in, out]`.
-        """
+        """Returns a copy without `fsdp_axes` if they cannot shard the kernel evenly."""
         sizes = (mesh.shape.get(name, 0) for name in self.fsdp_axes)
         num_parts = math.prod(sizes)
         if num_parts and shape[self._fsdp_dim] % num_parts == 0:
@@ -319,11 +310,7 @@ class ShardingLayout:
         return math.prod(mesh.shape[n] for n in self.fsdp_axes if n in manual)
 
     def axis_size(self, mesh: AnyMesh) -> int:
-        """Returns the number of ranks on the tensor-parallel axis of `mesh`.
-
-        Raises:
-            UnknownNameError: if the mesh has no such axis.
-        """
+        """Returns the number of ranks on the tensor-parallel axis of `mesh`."""
         for name in self.axes:
             if name not in mesh.shape:
                 raise UnknownNameError(
@@ -389,10 +376,6 @@ class ShardingLayout:
         """Raises an error if a kernel's sharding contradicts `parallel`.
 
         Then it is sharded over `axis_name` in the wrong dimension.
-
-        Args:
-            spec: the partition spec of the kernel `[in..., out...]`; None if unknown.
-            num_in: the number of contracted dimensions of the kernel.
         """
         found = parallel_of_spec(spec, num_in, self.axis_name)
         if found is None or self.parallel is None or self.parallel == found:

@@ -351,12 +351,6 @@ def _record_repeated(given, layout, mesh, x_shape):
 
     They do if a mesh axis shards neither tokens nor features.
 
-    Args:
-        given: the layout that the caller passed.
-        layout: the layout that is used.
-        mesh: the mesh.
-        x_shape: the shape of x, `[..., tokens, K]`.
-
     Returns:
         Why these ranks compute the same rows; None if there are no such ranks.
     """

@@ -131,9 +131,6 @@ def free_axes(op: str, mesh: AnyMesh) -> dict[str, Any]:
     """Returns `jax.shard_map` arguments that make all remaining mesh axes manual.
 
     If the mesh has manual axes, it is the mesh of the enclosing `shard_map`.
-
-    Raises:
-        ShapeContractError: if `jax.set_mesh` has set a mesh of other axes.
     """
     context = jax.sharding.get_abstract_mesh()
     if not context.empty and context.shape_tuple != mesh.shape_tuple:

@@ -52,9 +52,6 @@ def write(
 
     A document that is not complete is written to a file only, so that an interrupted
     command leaves what it has measured.
-
-    Raises:
-        OutputError: if the file cannot be written.
     """
     if given.json == STDOUT and is_complete:
         json.dump(document, sys.stdout, indent=1)

@@ -35,10 +35,6 @@ def start(
     On CPUs, it requests this number from JAX, which works only before JAX has started.
     None as `platform` keeps JAX's default. In a job of several processes,
     `requests_cpus` is False, because the launcher has set the number of each process.
-
-    Raises:
-        ConfigurationError: if an environment variable of jax_ub is invalid.
-        UnsupportedOverlapError: if there are too few devices.
     """
     settings.check()
     settings.set_pool_threads(num_devices)
@@ -130,9 +126,6 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) ->
     """Returns a host array of normal random numbers times `scale`, in `dtype`.
 
     Equal arguments return equal arrays.
-
-    Raises:
-        UnsupportedOverlapError: if the array does not fit into memory.
     """
     try:
         return _drawn(seed, shape, np.dtype(dtype), scale).copy()

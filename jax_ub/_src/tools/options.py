@@ -172,12 +172,7 @@ def output_path(text: str) -> pathlib.Path:
 
 
 def replaced_path(text: str) -> pathlib.Path:
-    """Returns an option's value as the path of a file that is read and then replaced.
-
-    Raises:
-        argparse.ArgumentTypeError: if it is a device or pipe, which must not be
-            replaced, or if `output_path` rejects the path.
-    """
+    """Returns an option's value as the path of a file that is read, then replaced."""
     path = output_path(text)
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(
@@ -187,11 +182,7 @@ def replaced_path(text: str) -> pathlib.Path:
 
 
 def load_extra(package: str, option: str) -> Any:
-    """Imports a package of the optional dependencies `jax_ub[bench]`.
-
-    Raises:
-        UnsupportedOverlapError: if it is not installed; says how to install it.
-    """
+    """Imports a package of the optional dependencies `jax_ub[bench]`."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:

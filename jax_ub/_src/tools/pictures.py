@@ -20,10 +20,6 @@ def picture_path(text: str) -> pathlib.Path:
     """Checks that a command-line option names an image file that can be written.
 
     The suffix selects the format: .png, .pdf or .svg.
-
-    Raises:
-        argparse.ArgumentTypeError: if the suffix is unknown, or if `output_path`
-            rejects the path.
     """
     path = output_path(text)
     if path.suffix not in _SUFFIXES:
@@ -43,12 +39,7 @@ def load_pyplot(option: str) -> Any:
 def drawing(
     option: str, path: pathlib.Path, title: str, num_panels: int, size: tuple
 ) -> Iterator[Sequence[Any]]:
-    """Yields panels, one below the other, and writes the file after the block.
-
-    Raises:
-        UnsupportedOverlapError: if matplotlib, which `option` needs, is not installed.
-        OutputError: if the file cannot be written.
-    """
+    """Yields panels, one below the other, and writes the file after the block."""
     pyplot = load_pyplot(option)
     figure, panels = pyplot.subplots(num_panels, 1, figsize=size, squeeze=False)
     yield panels[:, 0]

@@ -24,11 +24,7 @@ def split_program(program: list[str]) -> list[str]:
 def check_script(
     command: str, path: str, fix: str = "Give the path of a Python script."
 ) -> None:
-    """Checks that Python can run `path`: a file, or a folder with `__main__.py`.
-
-    Raises:
-        ScriptError: if it does not exist.
-    """
+    """Checks that Python can run `path`: a file, or a folder with `__main__.py`."""
     found = pathlib.Path(path)
     try:
         exists = found.is_file() or (found / "__main__.py").is_file()
@@ -39,11 +35,7 @@ def check_script(
 
 
 def run_script(script: str, arguments: Sequence[str]) -> int:
-    """Runs a Python script as `__main__` and returns its exit status.
-
-    Raises:
-        ScriptError: if the file cannot be read or is not Python source.
-    """
+    """Runs a Python script as `__main__` and returns its exit status."""
     _check_source(script)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(pathlib.Path(script).resolve().parent))

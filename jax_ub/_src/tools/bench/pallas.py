@@ -126,14 +126,7 @@ def programs(
 def find_fastest(
     candidate: Callable[..., Candidate], shape: Shape, dtype: str, ranks: Ranks
 ) -> Candidate | str:
-    """Returns JAX's fastest program of AG+GEMM, or the reason why there is none.
-
-    Args:
-        candidate: makes a candidate of a name, a program and a description.
-        shape: the global sizes.
-        dtype: the dtype of operands and result.
-        ranks: the mesh.
-    """
+    """Returns JAX's fastest program of AG+GEMM, or the reason why there is none."""
     found: Any = programs(shape, dtype, ranks)
     if isinstance(found, str):
         return found

@@ -51,9 +51,6 @@ def command(given: argparse.Namespace) -> int:
     """Runs the script, prints the table and returns the script's exit status.
 
     In a multi-process job, only process 0 prints.
-
-    Raises:
-        ExplainError: if the script compiled programs, but XLA wrote none of them.
     """
     script, *arguments = split_program(given.program)
     check_script("explain", script)

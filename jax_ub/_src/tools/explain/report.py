@@ -219,12 +219,7 @@ def _local_machine() -> str | None:
 
 
 def read_waits(trace: TraceLike) -> Waits:
-    """Returns the seconds that ranks waited in each call of a trace or trace files.
-
-    Raises:
-        TraceError: if the block of the recording has not ended.
-        ShapeContractError: if `trace` is of another type.
-    """
+    """Returns the seconds that ranks waited in each call of a trace or trace files."""
     if trace is None:
         return {}
     if isinstance(trace, Recording):

@@ -62,9 +62,6 @@ def run(given: argparse.Namespace) -> int:
     Returns:
         0 if all processes exited with 0; otherwise the exit status of the first one
         that failed, or 128 + n if signal n ended it; 124 after `--timeout`.
-
-    Raises:
-        LaunchError: if the options are invalid, or this is not Linux.
     """
     if sys.platform != "linux":
         raise LaunchError(
@@ -127,9 +124,6 @@ def environment(
         devices_per_process: number of CPU devices or GPUs of each process.
         port: port of the coordinator, which is process 0.
         num_hosts: number of simulated hosts with equally many processes.
-
-    Raises:
-        LaunchError: if `XLA_FLAGS` sets another number of devices.
     """
     if _DEVICE_COUNT_FLAG in given.get("XLA_FLAGS", ""):
         raise LaunchError(
@@ -179,9 +173,6 @@ def _reserved_port() -> Iterator[int]:
 
     Both the coordinator and this socket set SO_REUSEPORT, so they can bind to the same
     port. This socket does not listen, so it receives no connections.
-
-    Raises:
-        LaunchError: if the loopback address cannot be reached.
     """
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

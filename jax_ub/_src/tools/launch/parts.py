@@ -56,11 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(command: str, given: argparse.Namespace) -> None:
-    """Checks the options `--processes` and `--devices-per-process` of a command.
-
-    Raises:
-        LaunchError: if devices per process are given for a single process.
-    """
+    """Checks the options `--processes` and `--devices-per-process` of a command."""
     devices = given.devices_per_process
     if devices is not None and given.processes == 1:
         raise LaunchError(

@@ -31,22 +31,12 @@ _PREPOSITIONS = {"put": "to", "wait": "from", "wait_free": "free at", "publish":
 
 
 def write(trace: Trace, path: pathlib.Path) -> None:
-    """Writes a trace to a JSON file that Perfetto and Chrome can open.
-
-    Raises:
-        OutputError: if the file cannot be written.
-    """
+    """Writes a trace to a JSON file that Perfetto and Chrome can open."""
     write_json(path, as_json(trace), indent=None)
 
 
 def read(paths: Sequence[pathlib.Path]) -> Trace:
-    """Reads the trace files of a job's processes, and merges them on one clock.
-
-    Raises:
-        InputError: if a file cannot be read.
-        UnknownNameError: if a file is not a trace of jax_ub.
-        ShapeContractError: if two files have the same process.
-    """
+    """Reads the trace files of a job's processes, and merges them on one clock."""
     traces = [_read(path) for path in paths]
     sources: dict[int, pathlib.Path] = {}
     for path, trace in zip(paths, traces, strict=True):
