@@ -451,20 +451,9 @@ class Linear(Operation):
 
     @property
     def basic_ops(self):
-        linear = BasicLinear(
-            self.in_features,
-            self.out_features,
-            tensor_parallel_mode=self.tensor_parallel_mode,
-            axis_name=self.axis_name,
-            sequence_parallel=self.sequence_parallel,
-            userbuffers_options=self.userbuffers_options,
-            accumulate_into_main_grad=self.accumulate_into_main_grad,
-            method=self.method,
-            fp8=self.fp8,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init,
-        )
+        names = {field.name for field in dataclasses.fields(BasicLinear)}
+        options = {k: value for k, value in vars(self).items() if k in names}
+        linear = BasicLinear(**options)
         if not self.use_bias:
             return (linear,)
         bias = Bias(
