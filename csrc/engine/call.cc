@@ -84,7 +84,7 @@ class Contract {
       } else if (!AreScalesOf(scales, call_.operands[i], IsKernel(i))) {
         Fail("scales " + Describe(scales) + " do not fit " +
              Describe(call_.operands[i]));
-      } else if (scales.dtype != call_.scales[IsKernel(i) ? FirstKernel() : 0].dtype) {
+      } else if (scales.dtype != call_.scales[FirstOfView(i)].dtype) {
         Fail("scales have different dtypes");
       }
     }
@@ -116,6 +116,13 @@ class Contract {
     return gemm == GemmKind::kWgrad ? call_.operands.size() : attributes_.num_kernels;
   }
   bool IsKernel(size_t operand) const { return operand >= FirstKernel(); }
+
+  // Returns the index of the first operand among those that a GEMM reads as one: all
+  // activations, or all kernels; in a weight gradient, the activation or all gradients.
+  size_t FirstOfView(size_t operand) const {
+    if (InfoOf(attributes_.op).gemm == GemmKind::kWgrad) return operand > 0;
+    return IsKernel(operand) ? FirstKernel() : 0;
+  }
 
   // Returns whether `scales` has one element for each row, column or block of `of`.
   static bool AreScalesOf(const Tensor& scales, const Tensor& of, bool is_kernel) {

@@ -108,6 +108,26 @@ def test_another_recipe_than_that_of_the_linear():
     assert jnp.linalg.norm(dx - wide) < 0.1 * jnp.linalg.norm(wide)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_recipes_of_x_and_of_the_linear_may_have_other_kinds_of_scales(num_ranks):
+    """The kernel's gradient multiplies scales of rows by scales of blocks."""
+    blocks, errors = RECIPES["block"], []
+    for first, second in ((ROWS, blocks), (blocks, ROWS)):
+        layer = linear("column", 64, 64, second, use_bias=False)
+        seq = ops.Sequential(ops.Quantize(fp8=first), layer)
+        params = seq.init(jax.random.key(0))
+        function = on_ranks(
+            seq, tp_mesh(num_ranks), (seq.specs(), TOKENS), P(None, "tp")
+        )
+        dy = normal(9, (16, 64))
+        _, backward = jax.vjp(function, params, X)
+        (_, gradients), dx = backward(dy)
+        wanted = X.T @ dy, dy @ params[1]["kernel"].T
+        for found, exact in zip((gradients["kernel"], dx), wanted, strict=True):
+            errors.append(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
+    assert max(errors) < 0.1
+
+
 def test_a_row_of_each_rank_keeps_its_scale():
     """One row per rank has one row scale, which is not the scale of the tensor."""
     seq = ops.Sequential(
