@@ -113,7 +113,8 @@ def expanded(scales, shape):
     """Repeats each scale of a block, so that the scales broadcast to `shape`."""
     scales = with_rank(scales, len(shape))
     for axis, size in enumerate(shape):
-        if 1 < scales.shape[axis] < size:
+        # Sizes of `jax.export` may be symbolic, which cannot be ordered.
+        if scales.shape[axis] not in (1, size):
             scales = jnp.repeat(scales, size // scales.shape[axis], axis=axis)
     return scales
 

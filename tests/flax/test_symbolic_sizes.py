@@ -10,6 +10,7 @@ from covering import nightly
 from flax import nnx
 from flax_models import assert_trees_close, mesh_of
 from operands import normal
+from scaled_operands import DEFAULT_RECIPES as RECIPES
 
 import jax_ub as ub
 from jax_ub.flax import Linear, MultiHeadAttention, TransformerLayer, linen
@@ -61,6 +62,19 @@ def test_kernels_that_share_an_fp8_state_are_exported():
         y = exported(run, (state, x), "batch, 8, 32")
     assert float(jnp.max(jnp.abs(wanted))) < 0.1
     assert_trees_close(y, wanted)
+
+
+@pytest.mark.parametrize("parallel", ["column", *nightly("row")])
+@pytest.mark.parametrize("recipe", ["block", "row"])
+def test_gradients_with_scales_of_blocks_and_rows_are_exported(parallel, recipe):
+    x = normal(0, (4, 8, 64))
+    options = {"parallel": parallel, "fp8": RECIPES[recipe]}
+    with jax.set_mesh(mesh_of(2, 2)):
+        model = Linear(64, 64, rngs=nnx.Rngs(0), **options)
+        apply, state = of_state(model)
+        run = jax.grad(lambda state, x: jnp.sum(apply(state, x) ** 2), (0, 1))
+        found, wanted = exported(run, (state, x), "batch, 8, 64"), run(state, x)
+    assert_trees_close(found, wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_gradients_are_exported_and_main_grads_accumulate():
