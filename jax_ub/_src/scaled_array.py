@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.typing import DTypeLike
 
 from jax_ub._src import dtypes, reference
@@ -114,6 +115,14 @@ class ScaledArray:
     def wide_dtype(self) -> np.dtype:
         """Returns the dtype of `source` and its gradient; bf16 without a source."""
         return jnp.dtype(jnp.bfloat16) if self.source is None else self.source.dtype
+
+
+export.register_pytree_node_serialization(
+    ScaledArray,
+    serialized_name="jax_ub.ScaledArray",
+    serialize_auxdata=lambda _: b"",
+    deserialize_auxdata=lambda _: None,
+)
 
 
 def map_scaled(function: Callable[[ScaledArray], Any], tree: Any) -> Any:

@@ -81,6 +81,15 @@ def test_it_is_a_frozen_pytree_with_named_leaves():
     assert array.dequantize().dtype == x.dtype
 
 
+def test_programs_that_take_and_return_it_can_be_serialized():
+    x = ub.quantize(jnp.ones((32, 32)), ub.fp8.MXFP8BlockScaling())
+    program = jax.export.export(jax.jit(lambda x: x))(x)
+    copy = jax.export.deserialize(program.serialize())
+    found = copy.call(x)
+    assert isinstance(found, ub.ScaledArray)
+    jax.tree.map(np.testing.assert_array_equal, found, x)
+
+
 @pytest.mark.parametrize(
     ("scales", "text"),
     [
