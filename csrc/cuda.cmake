@@ -95,7 +95,7 @@ jax_ub_library(jax_ub_cuda
     engine/cuda/one_kernel_reduce.cc
     engine/cuda/stream_device.cc
     engine/cuda/stream_lanes.cc
-    gemm/cuda/block_scales.cc
+    gemm/cuda/fp8_scale_kernels.cc
     gemm/cuda/cublaslt.cc
     gemm/cuda/cuda_gemm.cc
     gemm/cuda/fp8_operands.cc
@@ -122,7 +122,7 @@ jax_ub_library(jax_ub_cuda
   DEPENDS jax_ub_engine ${CMAKE_DL_LIBS})
 target_include_directories(jax_ub_cuda SYSTEM PUBLIC "${JAX_UB_CUDA_INCLUDE_DIR}")
 jax_ub_kernels(kFlagKernels transport/cuda/flag_kernels.cu 80)
-jax_ub_kernels(kBlockScales gemm/cuda/block_scales.cu 80)
+jax_ub_kernels(kFp8ScaleKernels gemm/cuda/fp8_scale_kernels.cu 80)
 jax_ub_kernels(kSumKernels reduce/cuda/sum_kernels.cu 80)
 jax_ub_kernels(kAllReduceKernels transport/cuda/all_reduce_kernel.cu 80)
 jax_ub_kernels(kMulticastKernels transport/cuda/multicast_kernels.cu 90)

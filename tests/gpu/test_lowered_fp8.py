@@ -159,9 +159,17 @@ def test_scales_of_blocks_are_refused_before_and_after_blackwell(
 
 @pytest.mark.parametrize("parallel", SPECS)
 @pytest.mark.parametrize("method", ["ring_exchange", "pipeline", "external"])
-def test_all_passes_multiply_scales_of_blocks(rules, monkeypatch, parallel, method):
-    lower_for(monkeypatch, 10, 0)
-    text = cuda_text(trained(parallel, fp8=MXFP8, method=method), *operands(outputs=64))
+@pytest.mark.parametrize(
+    ("recipe", "capability"),
+    [(MXFP8, (10, 0)), (ROWWISE, (9, 0))],
+    ids=["blocks", "rows"],
+)
+def test_all_passes_multiply_scales_of_rows_and_blocks(
+    rules, monkeypatch, parallel, method, recipe, capability
+):
+    lower_for(monkeypatch, *capability)
+    step = trained(parallel, fp8=recipe, method=method)
+    text = cuda_text(step, *operands(outputs=64))
     calls = custom_calls(text)
     assert len(calls) >= 3
     for name, call in calls:

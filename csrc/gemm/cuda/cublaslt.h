@@ -48,7 +48,7 @@ enum class DataType : int32_t {  // cudaDataType
 enum class ComputeType : int32_t { k32F = 68, k32FFastTF32 = 77 };
 enum class Operation : int32_t { kN = 0, kT = 1 };
 // What one scale multiplies: the matrix, 32 elements along K, or a row of op(A) or
-// column of op(B). kVec32 has e8m0 scales, in tiles (block_scales_params.h); the other
+// column of op(B). kVec32 has e8m0 scales, in tiles (fp8_scale_params.h); the other
 // modes have f32 scales.
 enum class ScaleMode : int32_t { kScalar = 0, kVec32 = 2, kOuterVector = 3 };
 enum class Epilogue : uint32_t { kDefault = 1, kBias = 4 };

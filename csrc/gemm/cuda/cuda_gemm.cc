@@ -110,6 +110,18 @@ PlannedMatrix Planned(const BlockMatrix& matrix,
 
 uint64_t AddressOf(const std::byte* data) { return reinterpret_cast<uintptr_t>(data); }
 
+// Returns which scales a term has.
+Scales ModeOf(const GemmProblem& problem, const BlockTerm& term) {
+  for (const OperandView* operand : {&problem.a, &problem.b}) {
+    if (operand->scales.empty()) continue;
+    return operand->scale_dtype == DType::kE8M0 ? Scales::kBlocks
+                                                : Scales::kOuterVector;
+  }
+  if (term.factors.empty()) return Scales::kNone;
+  const bool is_scalar = term.factors[0].is_one() && term.factors[1].is_one();
+  return is_scalar ? Scales::kScalar : Scales::kOuterVector;
+}
+
 // Returns the part of the plan key that describes a term's operands. cuBLASLt computes
 // the transposed product, so A and B are swapped.
 MatmulKey OperandsOf(const GemmBlock& block,
@@ -118,11 +130,7 @@ MatmulKey OperandsOf(const GemmBlock& block,
   MatmulKey key;
   key.a_dtype = problem.b.dtype;
   key.b_dtype = problem.a.dtype;
-  if (!block.factors.empty()) {
-    const bool is_scalar = block.factors[0].is_one() && block.factors[1].is_one();
-    key.scales = is_scalar ? Scales::kScalar : Scales::kOuterVector;
-  }
-  if (term.a.scales.data != nullptr) key.scales = Scales::kBlocks;
+  key.scales = ModeOf(problem, term);
   key.m = block.n;
   key.n = block.m;
   key.k = term.k;
@@ -279,6 +287,16 @@ class CudaGemm::State {
                       term.k, block.batch);
   }
 
+  // Returns the address of the scales of an operand; `side` is its index among the
+  // factors. Null if it has none.
+  static const void* ScalesOf(const OperandView& operand,
+                              const Fp8Copy& copy,
+                              const BlockTerm& term,
+                              size_t side) {
+    if (!operand.scales.empty()) return reinterpret_cast<const void*>(copy.scales());
+    return term.factors.empty() ? nullptr : term.factors[side].data;
+  }
+
   // Computes the sum of all terms into the result or, to add the addends afterwards,
   // into pass.sums. Returns the largest number of cuBLASLt algorithms that any term
   // has.
@@ -294,14 +312,8 @@ class CudaGemm::State {
       const BlockTerm term = MultipliedTerm(pass, block, t);
       MatmulKey key = KeyOf(pass, block, t, to, dtype);
       MatmulArguments arguments;
-      if (!block.factors.empty()) {
-        arguments.a_scales = block.factors[1].data;
-        arguments.b_scales = block.factors[0].data;
-      }
-      if (key.scales == Scales::kBlocks) {
-        arguments.a_scales = pass.copy_of_b.scales();
-        arguments.b_scales = pass.copy_of_a.scales();
-      }
+      arguments.a_scales = ScalesOf(pass.problem.b, pass.copy_of_b, term, 1);
+      arguments.b_scales = ScalesOf(pass.problem.a, pass.copy_of_a, term, 0);
       arguments.a = term.b.data;
       arguments.b = term.a.data;
       arguments.c = to.data;

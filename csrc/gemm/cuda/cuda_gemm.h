@@ -14,14 +14,10 @@
 //   as A and B   one                dtype of C                              cuBLASLt
 //   otherwise                                                               SumKernels
 //
-// FP8 operands are multiplied with results of any dtype. Their scales are the factors
-// of the problem, in device memory: one for each operand, or one for each row and each
-// column of the result. Or each operand has e8m0 scales of blocks of 32 elements, which
-// a kernel stores in the workspace as cuBLASLt reads them (block_scales_params.h). If
-// the blocks are not along k, the kernel converts the operand to a copy whose blocks
-// are.
-// Devices that multiply FP8 only if it is contiguous along k (fp8_support.h) get a
-// transposed copy of each other operand, in the workspace.
+// FP8 operands are multiplied with results of any dtype. Their scales are in device
+// memory: one for each operand, or one for each row and each column of the result, as
+// factors of the problem; or one for each block of 32 elements. fp8_operands.h describes
+// the copies of operands that cuBLASLt does not read, which are in the workspace.
 //
 // cuBLASLt has no algorithm for some products with addends, and requires a bias that is
 // aligned to 16 bytes. In these cases SumKernels store the addends in the result, and

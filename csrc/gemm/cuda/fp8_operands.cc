@@ -22,11 +22,12 @@ bool IsContiguousAlongK(const ConstSegment& segment) {
   return segment.inner_stride == 1;
 }
 
-// Returns whether cuBLASLt reads the values of an operand where they are.
-bool IsReadInPlace(const OperandView& operand, bool transposes_fp8) {
-  if (HasBlockScales(operand)) return std::ranges::all_of(operand.scales, IsAlongK);
-  return !transposes_fp8 || !IsFp8(operand.dtype) ||
-         std::ranges::all_of(operand.segments, IsContiguousAlongK);
+Fp8Copy::Kind KindOf(const OperandView& operand, bool transposes_fp8) {
+  if (HasBlockScales(operand)) return Fp8Copy::Kind::kWithBlockScales;
+  if (!operand.scales.empty()) return Fp8Copy::Kind::kWithRowScales;
+  const bool is_read = !transposes_fp8 || !IsFp8(operand.dtype) ||
+                       std::ranges::all_of(operand.segments, IsContiguousAlongK);
+  return is_read ? Fp8Copy::Kind::kNone : Fp8Copy::Kind::kTransposed;
 }
 
 // Returns whether a factor differs between the rows or the columns of a segment.
@@ -75,25 +76,29 @@ void CheckScales(const GemmProblem& problem) {
   if (HasBlockScales(problem.a) || HasBlockScales(problem.b)) {
     return CheckBlockScales(problem);
   }
-  if (!problem.a.scales.empty() || !problem.b.scales.empty() ||
-      problem.has_factors_by_k) {
-    throw UnsupportedError(
-        "FP8 on GPUs needs scales that are constant along the contracted dimension. "
-        "Use a recipe with one scale per tensor");
-  }
-  if (problem.factors.empty()) return;
-  const FactorView& rows = problem.factors[0];
-  const FactorView& columns = problem.factors[1];
-  const bool has_rows = IsVector(rows) || problem.m == 1;
-  const bool has_columns = IsVector(columns) || problem.n == 1;
-  if (!IsVector(rows) && !IsVector(columns)) return;
-  if (!has_rows || !has_columns) {
-    throw UnsupportedError(
-        "row scales on GPUs need a scale for each row of x and each column of w. "
-        "Quantize both with ub.fp8.RowwiseScaling");
-  }
-  for (const FactorView* const factor : {&rows, &columns}) {
-    if (std::ranges::all_of(factor->segments, IsAligned)) continue;
+  struct Side {
+    bool is_converted;
+    const FactorView* factor;  // nullptr: none
+    int64_t size;
+
+    bool is_vector() const {
+      return is_converted || (factor != nullptr && IsVector(*factor));
+    }
+  };
+  const bool has_factors = !problem.factors.empty();
+  const Side sides[] = {{!problem.a.scales.empty(),
+                         has_factors ? &problem.factors[0] : nullptr, problem.m},
+                        {!problem.b.scales.empty(),
+                         has_factors ? &problem.factors[1] : nullptr, problem.n}};
+  if (std::ranges::none_of(sides, &Side::is_vector)) return;
+  for (const Side& side : sides) {
+    if (!side.is_vector() && side.size > 1) {
+      throw UnsupportedError(
+          "row scales on GPUs need a scale for each row of x and each column of w. "
+          "Quantize both with ub.fp8.RowwiseScaling");
+    }
+    if (side.is_converted) continue;
+    if (std::ranges::all_of(side.factor->segments, IsAligned)) continue;
     throw UnsupportedError(
         "row scales on GPUs need chunks of a multiple of 4 rows. Use a multiple of 16 "
         "rows per rank, or a recipe with one scale per tensor");
@@ -101,28 +106,33 @@ void CheckScales(const GemmProblem& problem) {
 }
 
 Fp8Copy::Fp8Copy(const OperandView& operand, bool transposes_fp8, CUdeviceptr memory)
-    : values_(memory) {
+    : kind_(KindOf(operand, transposes_fp8)), memory_(memory) {
   const int64_t outer = operand.outer_bounds.back();
   const int64_t k = operand.inner_bounds.back();
-  if (!IsReadInPlace(operand, transposes_fp8)) values_bytes_ = RoundUp(outer * k);
-  if (HasBlockScales(operand))
-    scales_bytes_ = RoundUp(BlockScales::SizeBytes(outer, k));
-}
-
-const void* Fp8Copy::scales() const {
-  return scales_bytes_ == 0 ? nullptr
-                            : reinterpret_cast<const void*>(values_ + values_bytes_);
+  const bool is_read =
+      kind_ == Kind::kNone || (kind_ == Kind::kWithBlockScales &&
+                               std::ranges::all_of(operand.scales, IsAlongK));
+  if (!is_read) values_bytes_ = RoundUp(outer * k);
+  if (kind_ == Kind::kWithBlockScales) {
+    scales_bytes_ = RoundUp(Fp8ScaleKernels::TileBytes(outer, k));
+  }
+  if (kind_ == Kind::kWithRowScales) {
+    constexpr int64_t kBytes = SizeOf(DType::kF32);
+    scales_bytes_ = RoundUp(outer * kBytes);
+    largest_bytes_ = RoundUp(outer * kBytes * Fp8ScaleKernels::NumRowParts(k));
+  }
 }
 
 BlockOperand Fp8Copy::Multiplied(const BlockOperand& original,
                                  int64_t outer,
                                  int64_t k) const {
-  const bool has_blocks = scales_bytes_ != 0;
-  const bool is_read =
-      has_blocks ? IsAlongK(original.scales) : original.lines_run_along_k;
-  if (values_bytes_ == 0 || is_read) return original;
+  const bool has_blocks = kind_ == Kind::kWithBlockScales;
+  const bool is_read = kind_ == Kind::kNone ||
+                       (has_blocks && IsAlongK(original.scales)) ||
+                       (kind_ == Kind::kTransposed && original.lines_run_along_k);
+  if (is_read) return original;
   BlockOperand copy = original;
-  copy.data = reinterpret_cast<const std::byte*>(values_);
+  copy.data = reinterpret_cast<const std::byte*>(memory_);
   if (!has_blocks) copy.lines_run_along_k = true;
   copy.line_stride = copy.lines_run_along_k ? k : outer;
   if (copy.batch_stride != 0) copy.batch_stride = outer * k;
@@ -137,18 +147,32 @@ void Fp8Operands::Enqueue(CUstream stream,
                           int64_t k,
                           int64_t batch) const {
   const BlockOperand to = copy.Multiplied(operand, outer, k);
-  if (copy.scales() != nullptr) {
-    const ScaleSegment& scales = operand.scales;
-    block_scales_.Enqueue(stream, {.scales = {AddressOf(scales.data),
-                                              scales.outer_stride, scales.inner_stride},
-                                   .outer = outer,
-                                   .num_blocks = k / kScaledBlock,
-                                   .to = reinterpret_cast<uintptr_t>(copy.scales()),
-                                   .values = BytesOf(operand),
-                                   .converted = BytesOf(to),
-                                   .dtype = dtype,
-                                   .converts = !IsAlongK(scales)});
-    return;
+  const ScaleSegment& scales = operand.scales;
+  switch (copy.kind()) {
+    case Fp8Copy::Kind::kNone:
+      return;
+    case Fp8Copy::Kind::kWithBlockScales:
+      return scales_.StoreBlockScales(
+          stream,
+          {.scales = {AddressOf(scales.data), scales.outer_stride, scales.inner_stride},
+           .outer = outer,
+           .num_blocks = k / kScaledBlock,
+           .to = copy.scales(),
+           .values = BytesOf(operand),
+           .converted = BytesOf(to),
+           .dtype = dtype,
+           .converts = !IsAlongK(scales)});
+    case Fp8Copy::Kind::kWithRowScales:
+      return scales_.ConvertRows(stream, {.values = BytesOf(operand),
+                                          .scales = AddressOf(scales.data),
+                                          .outer = outer,
+                                          .k = k,
+                                          .largest = copy.largest(),
+                                          .to = copy.scales(),
+                                          .converted = AddressOf(to.data),
+                                          .dtype = dtype});
+    case Fp8Copy::Kind::kTransposed:
+      break;
   }
   if (to.data == operand.data) return;
   for (int64_t b = 0; b < (operand.batch_stride == 0 ? 1 : batch); ++b) {

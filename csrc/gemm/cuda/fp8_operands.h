@@ -5,13 +5,17 @@
 //   contiguous along the other dimension         a transposed copy
 //   scales of blocks along k                     the scales in tiles
 //   scales of blocks along the other dimension   a converted copy, its scales in tiles
+//   scales that change with k                    a converted copy, its scales of rows
+//
+// A converted copy has other values and scales, which represent the same numbers, as far
+// as they are not too small (fp8_scale_kernels.cu).
 #pragma once
 
 #include <cuda.h>
 
 #include <cstdint>
 
-#include "gemm/cuda/block_scales.h"
+#include "gemm/cuda/fp8_scale_kernels.h"
 #include "gemm/cuda/gemm_blocks.h"
 #include "gemm/gemm.h"
 #include "platform/cuda/driver.h"
@@ -26,21 +30,28 @@ void CheckScales(const GemmProblem& problem);
 // time.
 class Fp8Copy {
  public:
+  enum class Kind : uint8_t { kNone, kTransposed, kWithBlockScales, kWithRowScales };
+
   Fp8Copy() = default;
   // `transposes_fp8` as in GemmOptions.
   Fp8Copy(const OperandView& operand, bool transposes_fp8, CUdeviceptr memory);
 
-  int64_t size_bytes() const { return values_bytes_ + scales_bytes_; }
-  // Returns the address of the scales in tiles; null if there are none.
-  const void* scales() const;
-  // Returns the operand that is multiplied, which may be `original`. A transposed copy
-  // has lines along k. A converted copy has lines like its original.
+  Kind kind() const { return kind_; }
+  int64_t size_bytes() const { return values_bytes_ + scales_bytes_ + largest_bytes_; }
+  // The address of the scales: of blocks, in tiles, or of rows.
+  CUdeviceptr scales() const { return memory_ + values_bytes_; }
+  // The address of memory for the kernels that convert rows.
+  CUdeviceptr largest() const { return scales() + scales_bytes_; }
+  // Returns the operand that is multiplied, which may be `original`. A converted copy
+  // with scales of blocks has lines like its original. Other copies have lines along k.
   BlockOperand Multiplied(const BlockOperand& original, int64_t outer, int64_t k) const;
 
  private:
-  CUdeviceptr values_ = 0;
+  Kind kind_ = Kind::kNone;
+  CUdeviceptr memory_ = 0;
   int64_t values_bytes_ = 0;
   int64_t scales_bytes_ = 0;
+  int64_t largest_bytes_ = 0;
 };
 
 // The kernels that make copies, for the device of the current context.
@@ -48,7 +59,7 @@ class Fp8Operands {
  public:
   // The arguments must outlive the object.
   Fp8Operands(const Driver& driver, const SumKernels& sums)
-      : sums_(sums), block_scales_(driver) {}
+      : sums_(sums), scales_(driver) {}
 
   // Enqueues what makes the copy and the scales of an operand [outer, k] of dtype
   // `dtype`, if it needs any.
@@ -62,7 +73,7 @@ class Fp8Operands {
 
  private:
   const SumKernels& sums_;
-  const BlockScales block_scales_;
+  const Fp8ScaleKernels scales_;
 };
 
 }  // namespace jax_ub

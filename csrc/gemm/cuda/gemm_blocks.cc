@@ -97,14 +97,23 @@ class Grid {
       : cuts_{Refine(problem.a.outer_bounds, problem.c.row_bounds),
               Refine(problem.b.outer_bounds, problem.c.column_bounds),
               Refine(problem.a.inner_bounds, problem.b.inner_bounds)},
-        num_rows_(problem.m) {
+        num_rows_(problem.m),
+        has_factors_by_k_(problem.has_factors_by_k),
+        num_factors_(problem.factors.size()) {
     AddOperand(problem.a, kRows, 0);
     AddOperand(problem.b, kColumns, 1);
     AddMatrix(problem.c, problem.c.dtype, problem.c.segments);
     for (const AddendView& addend : problem.addends) {
       AddMatrix(problem.c, addend.dtype, addend.segments);
     }
-    for (const FactorView& factor : problem.factors) AddFactor(problem.c, factor);
+    first_factor_ = tables_.size();
+    const size_t num_parts =
+        has_factors_by_k_ ? problem.a.inner_bounds.size() - 1 : size_t{1};
+    for (size_t part = 0; part < num_parts; ++part) {
+      for (const FactorView& factor : problem.factors) {
+        AddFactor(problem.c, factor, part);
+      }
+    }
     scales_of_a_ = AddScales(problem.a, kRows, 0);
     scales_of_b_ = AddScales(problem.b, kColumns, 1);
     for (Axis axis : {kRows, kColumns, kInner}) Merge(axis);
@@ -159,14 +168,16 @@ class Grid {
     tables_.push_back(std::move(table));
   }
 
-  void AddFactor(const ResultView& like, const FactorView& factor) {
+  // Adds the factors of segment `part` along K.
+  void AddFactor(const ResultView& like, const FactorView& factor, size_t part) {
     Table table{Content::kFactors, {kRows, kColumns}, sizeof(float), {}, {}};
     table.size = {cuts_[kRows].size(), cuts_[kColumns].size()};
     const size_t row_length = like.column_bounds.size() - 1;
+    const size_t first = part * (like.row_bounds.size() - 1) * row_length;
     for (const Cut& r : cuts_[kRows]) {
       for (const Cut& c : cuts_[kColumns]) {
         const FactorSegment& segment =
-            factor.segments[r.segment[1] * row_length + c.segment[1]];
+            factor.segments[first + r.segment[1] * row_length + c.segment[1]];
         const float* const data = segment.data + r.offset[1] * segment.row_stride +
                                   c.offset[1] * segment.column_stride;
         table.spots.push_back({reinterpret_cast<const std::byte*>(data),
@@ -228,7 +239,8 @@ class Grid {
     // Terms of a single row are not merged: single rows of several tensors may be
     // adjacent by chance in one run but not in the next, and then the structure of the
     // product would differ, so XLA could not update a captured graph.
-    if (axis == kInner && num_rows_ == 1) return;
+    // Terms with their own factors are separate products.
+    if (axis == kInner && (num_rows_ == 1 || has_factors_by_k_)) return;
     std::vector<size_t> kept;
     std::vector<Cut> merged;
     for (size_t i = 0; i < cuts.size(); ++i) {
@@ -304,18 +316,29 @@ class Grid {
                              Operand(tables_[1], column, p, block.n, k)});
       block.terms.back().a.scales = ScalesOf(scales_of_a_, row, p);
       block.terms.back().b.scales = ScalesOf(scales_of_b_, column, p);
+      block.terms.back().factors = FactorsOf(row, column, p);
     }
     block.c = Matrix(tables_[2], row, column);
     for (size_t t = 3; t < tables_.size(); ++t) {
       if (tables_[t].content == Content::kMatrix) {
         block.addends.push_back(Matrix(tables_[t], row, column));
       }
-      if (tables_[t].content != Content::kFactors) continue;
-      const Spot& spot = tables_[t].At(row.first, column.first);
-      block.factors.push_back({reinterpret_cast<const float*>(spot.data),
-                               spot.strides[0], spot.strides[1]});
     }
     return block;
+  }
+
+  std::vector<FactorSegment> FactorsOf(const Run& row,
+                                       const Run& column,
+                                       size_t p) const {
+    const size_t part = has_factors_by_k_ ? cuts_[kInner][p].segment[0] : 0;
+    std::vector<FactorSegment> factors;
+    for (size_t i = 0; i < num_factors_; ++i) {
+      const Table& table = tables_[first_factor_ + part * num_factors_ + i];
+      const Spot& spot = table.At(row.first, column.first);
+      factors.push_back({reinterpret_cast<const float*>(spot.data), spot.strides[0],
+                         spot.strides[1]});
+    }
+    return factors;
   }
 
   ScaleSegment ScalesOf(size_t table, const Run& run, size_t p) const {
@@ -365,6 +388,9 @@ class Grid {
 
   std::array<std::vector<Cut>, 3> cuts_;
   const int64_t num_rows_;
+  const bool has_factors_by_k_;
+  const size_t num_factors_;
+  size_t first_factor_ = 0;  // index of the table of the first factor of the first part
   std::vector<Table> tables_;  // A, B, C, addends, factors, scales
   size_t scales_of_a_ = kNoTable;
   size_t scales_of_b_ = kNoTable;

@@ -33,6 +33,7 @@ struct BlockTerm {
   int64_t k = 0;
   BlockOperand a;
   BlockOperand b;
+  std::vector<FactorSegment> factors = {};  // parallel to GemmProblem::factors
 };
 
 // The result or an addend [m, n]. The columns of a row are contiguous. Strides are in
@@ -49,8 +50,7 @@ struct GemmBlock {
   int64_t n = 0;
   std::vector<BlockTerm> terms;  // empty if K = 0
   BlockMatrix c;
-  std::vector<BlockMatrix> addends;    // parallel to GemmProblem::addends
-  std::vector<FactorSegment> factors;  // parallel to GemmProblem::factors
+  std::vector<BlockMatrix> addends;  // parallel to GemmProblem::addends
 };
 
 // Returns the blocks in the order of the result's rows. Throws std::invalid_argument if

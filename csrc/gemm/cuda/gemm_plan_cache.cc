@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 
-#include "gemm/cuda/block_scales.h"
+#include "gemm/cuda/fp8_scale_kernels.h"
 #include "gemm/views.h"
 #include "platform/cuda/owners.h"
 #include "platform/error.h"
@@ -211,7 +211,7 @@ int64_t MatmulPlan::LargestOperandBytes() const {
   const int64_t bias_elements = key_.m + key_.bias_batch_stride * (key_.batch - 1);
   const int64_t outer = std::max(key_.m, key_.n);
   const int64_t scale_bytes = key_.scales == Scales::kBlocks
-                                  ? BlockScales::SizeBytes(outer, key_.k)
+                                  ? Fp8ScaleKernels::TileBytes(outer, key_.k)
                                   : outer * SizeOf(DType::kF32);
   return std::max({SpanBytes(key_, key_.a_dtype, a_columns, key_.a),
                    SpanBytes(key_, key_.b_dtype, b_columns, key_.b),

@@ -39,7 +39,7 @@ inline constexpr int64_t kWorkspaceAlignmentBytes = 256;
 
 // The scales of A and B, aligned to kPlannedAlignmentBytes: none; one each, f32; one for
 // each row of op(A) and each column of op(B), f32; or one for each block of 32 elements
-// along k, e8m0, in the tiles of block_scales_params.h.
+// along k, e8m0, in the tiles of fp8_scale_params.h.
 enum class Scales : uint8_t { kNone, kScalar, kOuterVector, kBlocks };
 
 // The key of a cached plan: everything that selects a plan for D [m, n] = op(A) [m, k]

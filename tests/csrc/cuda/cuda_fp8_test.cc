@@ -5,7 +5,7 @@
 #include "check.h"
 #include "cuda/captured_calls.h"
 #include "cuda/cuda_calls.h"
-#include "gemm/cuda/block_scales_params.h"
+#include "gemm/cuda/fp8_scale_params.h"
 #include "gemm/cuda/fp8_support.h"
 #include "platform/error.h"
 
@@ -67,26 +67,20 @@ TEST(CapturedFp8CallsAreExactWheneverTheyAreReplayed) {
   });
 }
 
-// Cross-checks row scales of all ops whose operands have them along the dimensions that
-// are not contracted.
+// Cross-checks row scales of all ops. Forward passes have them along the dimensions that
+// are not contracted; gradients convert operands.
 TEST(CallsWithScalesOfRowsAreExact) {
   for (int num_ranks = 1; num_ranks <= 4; ++num_ranks) {
     Gpus gpus(Machine(num_ranks, {9, 0}));
-    int num_calls = 0;
     ForEachFp8Call(num_ranks, [&](CallAttributes at, const jax_ub_test::Sizes&,
                                   DType dtype, int seed) {
-      const GemmKind gemm = InfoOf(at.op).gemm;
-      const bool is_supported = gemm == GemmKind::kGatheredRows ||
-                                (gemm == GemmKind::kPairSum && at.num_kernels == 1);
-      if (!is_supported) return;
       at.has_row_scales = true;
       GpuCalls calls(gpus, at, kSizes, dtype, seed);
       calls.RunAll();
       gpus.Synchronize();
       CheckRight(calls);
-      ++num_calls;
     });
-    CHECK(num_calls > 0);
+    CHECK(gpus.machine.NumCalls(kConvertRowsKernel) > 0);
   }
 }
 
@@ -156,16 +150,21 @@ std::string WorkspaceErrorOf(CallAttributes at,
 TEST(ScalesThatCuBlasLtCannotMultiplyAreRefusedBeforeACallIsCompiled) {
   CallAttributes at = MakeAttributes(Op::kMatmul, Method::kDirect, 1);
   CHECK_EQ(WorkspaceErrorOf(at, kSizes), "");
-  at.num_kernels = 2;  // several pairs
-  CHECK(WorkspaceErrorOf(at, kSizes).find("constant along the contracted dimension") !=
-        std::string::npos);
   at = MakeAttributes(Op::kWgrad, Method::kRingExchange, 1);
-  CHECK(WorkspaceErrorOf(at, kSizes).find("constant along the contracted dimension") !=
-        std::string::npos);
+  CHECK_EQ(WorkspaceErrorOf(at, kSizes), "");
   // The second batch begins at an odd row.
   at = MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 1);
   CHECK(WorkspaceErrorOf(at, {2, 5, 32, 16, 16})
             .find("Use a multiple of 16 rows per rank") != std::string::npos);
+  at = MakeAttributes(Op::kMatmul, Method::kDirect, 1);
+  at.has_scales = at.has_row_scales = true;
+  Gpus gpus(Machine(1, {9, 0}));
+  GpuCalls calls(gpus, at, kSizes, DType::kE4M3, 1);
+  RankCall mixed = calls.on_device(0);
+  mixed.scales[1].features = 1;
+  CHECK_THROWS(
+      CudaEngine::WorkspaceBytes(at, mixed),
+      "row scales on GPUs need a scale for each row of x and each column of w");
 }
 
 TEST(OperandsWithoutWholeBlocksAreRefusedBeforeACallIsCompiled) {

@@ -164,7 +164,7 @@ uint32_t PermuteBytes(uint32_t low, uint32_t high, uint32_t selector) {
 
 }  // namespace jax_ub::gpu
 
-#include "gemm/cuda/block_scales.cu"
+#include "gemm/cuda/fp8_scale_kernels.cu"
 #include "reduce/cuda/sum_kernels.cu"
 #include "transport/cuda/all_reduce_kernel.cu"
 #include "transport/cuda/flag_kernels.cu"
@@ -215,6 +215,12 @@ void CheckAlignment(const TransposeParams& params) {
 
 void CheckAlignment(const BlockScalesParams& params) {
   Require(params.to % 16 == 0, "scales of blocks");
+}
+
+void CheckAlignment(const RowScalesParams& params) {
+  Require(params.scales % 4 == 0 && params.to % 4 == 0 && params.largest % 4 == 0,
+          "scales of rows");
+  Require(params.converted % 16 == 0 && params.k % 16 == 0, "converted rows");
 }
 
 template <typename Params>
@@ -293,6 +299,10 @@ constexpr EmulatedKernel kKernels[] = {
      Run<gpu::jax_ub_transpose, TransposeParams>},
     {kBlockScalesKernel, sizeof(BlockScalesParams),
      Run<gpu::jax_ub_block_scales, BlockScalesParams>},
+    {kRowAmaxKernel, sizeof(RowScalesParams),
+     Run<gpu::jax_ub_row_amax, RowScalesParams>},
+    {kConvertRowsKernel, sizeof(RowScalesParams),
+     Run<gpu::jax_ub_convert_rows, RowScalesParams>},
     {kAllReduceKernel, sizeof(AllReduceParams),
      RunPhases<AllReduceParams,
                AnnounceAllReduce,

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "cuda/emulated_machine.h"
-#include "gemm/cuda/block_scales.h"
+#include "gemm/cuda/fp8_scale_kernels.h"
 #include "reduce/cuda/sum_params.h"
 #include "transport/cuda/all_reduce_params.h"
 #include "transport/cuda/flag_params.h"
@@ -122,11 +122,23 @@ Touch OfBytes(const ByteMatrix& matrix, int64_t outer, int64_t inner) {
 
 std::vector<Touch> OfBlockScales(const BlockScalesParams& params) {
   const int64_t k = params.num_blocks * kScaledBlock;
-  const Touch to = {params.to, 1, BlockScales::SizeBytes(params.outer, k), 0};
+  const Touch to = {params.to, 1, Fp8ScaleKernels::TileBytes(params.outer, k), 0};
   if (!params.converts) return {OfBytes(params.scales, params.outer, k / 32), to};
   return {OfBytes(params.scales, params.outer / 32, k), to,
           OfBytes(params.values, params.outer, k),
           OfBytes(params.converted, params.outer, k)};
+}
+
+std::vector<Touch> OfRowScales(const RowScalesParams& params, bool converts) {
+  const int64_t num_parts = Fp8ScaleKernels::NumRowParts(params.k);
+  std::vector<Touch> touches = {OfBytes(params.values, params.outer, params.k),
+                                {params.scales, 1, params.k * 4, 0},
+                                {params.largest, 1, num_parts * params.outer * 4, 0}};
+  if (converts) {
+    touches.push_back({params.to, 1, params.outer * 4, 0});
+    touches.push_back({params.converted, 1, params.outer * params.k, 0});
+  }
+  return touches;
 }
 
 std::vector<Touch> OfAllReduce(const AllReduceParams& params) {
@@ -190,6 +202,10 @@ std::vector<Touch> TouchedBy(std::string_view kernel, const void* params) {
   if (kernel == kCopyKernel) return OfCopy(As<CopyParams>(params));
   if (kernel == kTransposeKernel) return OfTranspose(As<TransposeParams>(params));
   if (kernel == kBlockScalesKernel) return OfBlockScales(As<BlockScalesParams>(params));
+  if (kernel == kRowAmaxKernel) return OfRowScales(As<RowScalesParams>(params), false);
+  if (kernel == kConvertRowsKernel) {
+    return OfRowScales(As<RowScalesParams>(params), true);
+  }
   return {};
 }
 

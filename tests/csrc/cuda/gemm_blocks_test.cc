@@ -162,6 +162,40 @@ TEST(segments_whose_scales_do_not_adjoin_are_no_batch_either) {
   CHECK_EQ(blocks[1].terms[0].a.scales.data, reinterpret_cast<std::byte*>(1024));
 }
 
+TEST(terms_with_their_own_factors_are_not_merged) {
+  GemmProblem problem = BlockScaled(128, 144);
+  problem.a.scales = problem.b.scales = {};
+  problem.a.inner_bounds = problem.b.inner_bounds = {0, 32, 64};
+  const auto halves = [](OperandView& view, int64_t stride) {
+    std::vector<ConstSegment> segments;
+    for (ConstSegment segment : view.segments) {
+      segments.push_back(segment);
+      segment.data += 32 * stride;
+      segments.push_back(segment);
+    }
+    view.segments = segments;
+  };
+  halves(problem.a, 1);
+  halves(problem.b, 32);
+  CHECK_EQ(CutIntoBlocks(problem)[0].terms.size(), size_t{1});
+  const float factors[4] = {};
+  problem.has_factors_by_k = true;
+  for (int i = 0; i < 2; ++i) {
+    // [segment along K][row segment]
+    problem.factors.push_back(
+        {{{&factors[i]}, {&factors[i]}, {&factors[2 + i]}, {&factors[2 + i]}}});
+  }
+  const std::vector<GemmBlock> blocks = CutIntoBlocks(problem);
+  CHECK_EQ(blocks.size(), size_t{1});
+  CHECK_EQ(blocks[0].terms.size(), size_t{2});
+  for (size_t t = 0; t < 2; ++t) {
+    CHECK_EQ(blocks[0].terms[t].factors.size(), size_t{2});
+    for (size_t i = 0; i < 2; ++i) {
+      CHECK_EQ(blocks[0].terms[t].factors[i].data, &factors[2 * t + i]);
+    }
+  }
+}
+
 TEST(a_block_of_scales_has_one_term) {
   GemmProblem problem = BlockScaled(128, 144);
   problem.b.inner_bounds = {0, 16, 64};

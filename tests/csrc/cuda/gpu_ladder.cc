@@ -3,8 +3,9 @@
 // that fails does not end the program. The exit status is 77 if there is no GPU.
 //
 //   L1 driver     versions, the device's attributes, and whether the kernels load
-//   L2 kernels    sums, copies and transpositions have the bits of the CPU engine; a wait
-//                 ends by a signal, or by its deadline
+//   L2 kernels    sums, copies and transpositions have the bits of the CPU engine; scales
+//                 of FP8 operands follow the formula; a wait ends by a signal, or by its
+//                 deadline
 //   L3 cublaslt   products of random layouts, dtypes, alignments and addends are exact
 //   L4 graphs     a captured product and sum, replayed with other operands
 //   L5 sharing    another process maps this process's memory, reads it and writes it
@@ -24,7 +25,7 @@
 
 #include "cuda/gpu_bench.h"
 #include "cuda/random_arena.h"
-#include "cuda/random_kernel_calls.h"
+#include "cuda/random_scale_calls.h"
 #include "platform/file_descriptor.h"
 #include "platform/unix_socket.h"
 #include "processes.h"
@@ -161,8 +162,17 @@ class Ladder : public GpuBench {
         CheckRandomCalls<TransposeParams>(MakeTranspose, [&](const auto& transpose) {
           gpu_.sums().Transpose(stream(0), transpose);
         });
+    const Fp8ScaleKernels scales(driver_);
+    const int num_scale_calls =
+        CheckRandomCalls<BlockScalesParams>(
+            MakeBlockScales,
+            [&](const auto& blocks) { scales.StoreBlockScales(stream(0), blocks); }) +
+        CheckRandomCalls<RowScalesParams>(MakeRowScales, [&](const auto& rows) {
+          scales.ConvertRows(stream(0), rows);
+        });
     CheckFlags();
-    return std::to_string(num_calls) + " sums, copies and transpositions";
+    return std::to_string(num_calls) + " sums, copies and transpositions, " +
+           std::to_string(num_scale_calls) + " FP8 operands";
   }
 
   std::string Products() {
@@ -279,6 +289,8 @@ class Ladder : public GpuBench {
   static std::string NameOf(const SumParams&) { return kSumKernel; }
   static std::string NameOf(const CopyParams&) { return kCopyKernel; }
   static std::string NameOf(const TransposeParams&) { return kTransposeKernel; }
+  static std::string NameOf(const BlockScalesParams&) { return kBlockScalesKernel; }
+  static std::string NameOf(const RowScalesParams&) { return kConvertRowsKernel; }
 
   void CheckFlags() {
     const OwnFlags signalled(driver_, stream(0));

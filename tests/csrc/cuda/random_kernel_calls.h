@@ -12,6 +12,21 @@
 
 namespace jax_ub {
 
+// Allocates memory of the host, aligned to 16 bytes.
+class HostArrays {
+ public:
+  std::byte* operator()(int64_t size_bytes) {
+    buffers_.emplace_back(size_bytes / 16 + 1);
+    return reinterpret_cast<std::byte*>(buffers_.back().data());
+  }
+
+ private:
+  struct alignas(16) Line {
+    std::byte bytes[16];
+  };
+  std::vector<std::vector<Line>> buffers_;
+};
+
 // Matrices of random elements that begin at a multiple of 16 bytes or, if shifted, one
 // element after it.
 class RandomMatrices {

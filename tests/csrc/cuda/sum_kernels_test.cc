@@ -10,21 +10,6 @@
 
 namespace jax_ub {
 
-// Allocates memory of the host, aligned to 16 bytes.
-class Memory {
- public:
-  std::byte* operator()(int64_t size_bytes) {
-    buffers_.emplace_back(size_bytes / 16 + 1);
-    return reinterpret_cast<std::byte*>(buffers_.back().data());
-  }
-
- private:
-  struct alignas(16) Line {
-    std::byte bytes[16];
-  };
-  std::vector<std::vector<Line>> buffers_;
-};
-
 // Launches kernels with random grids: fewer threads than there are vectors, or more than
 // a row has.
 template <typename Params>
@@ -34,7 +19,7 @@ void CheckRandomCalls(const char* kernel,
                       unsigned num_threads = 0) {
   for (int seed = 0; seed < num_calls; ++seed) {
     Random random(seed);
-    Memory memory;
+    HostArrays memory;
     RandomMatrices matrices(std::ref(memory), random);
     const KernelCall<Params> call = make(matrices);
     Launch(kernel, call.params, static_cast<unsigned>(Pick(random, 1, 3)),
@@ -49,7 +34,7 @@ TEST(sums_are_the_cpu_s_bit_by_bit_and_touch_nothing_else) {
 
 TEST(a_sum_may_be_stored_over_one_of_its_parts) {
   Random random(1);
-  Memory memory;
+  HostArrays memory;
   RandomMatrices matrices(std::ref(memory), random);
   for (DType dtype : {DType::kF32, DType::kBF16}) {
     std::byte* own = matrices.Add(64, dtype);

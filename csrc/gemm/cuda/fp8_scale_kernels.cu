@@ -1,14 +1,14 @@
 // Stores the e8m0 scales of FP8 operands as cuBLASLt reads them, and converts operands
-// whose blocks are along the other dimension.
+// whose scales change along k: to scales of blocks along k, or to scales of rows.
 //
-// A conversion multiplies each value by a power of two, the quotient of its old and its
-// new scale, and rounds once, to nearest even. The new scale is the smallest one with
-// which no value of the block exceeds the largest number of the format. Therefore a
-// value changes only if it becomes subnormal.
+// A conversion multiplies each value by the quotient of its old and its new scale, and
+// rounds once, to nearest even. The new scale is the smallest power of two with which no
+// value of the block or row exceeds the largest number of the format. Therefore, if the
+// old scales are powers of two, a value changes only if it becomes subnormal.
 
 #include <string.h>
 
-#include "gemm/cuda/block_scales_params.h"
+#include "gemm/cuda/fp8_scale_params.h"
 #include "platform/cuda/instructions.cuh"
 
 namespace jax_ub::gpu {
@@ -16,6 +16,7 @@ namespace {
 
 constexpr uint32_t kE8M0Nan = 255;
 constexpr int64_t kLargestExponent = 254;
+constexpr uint32_t kF32Nan = 0x7fc00000;
 constexpr int kF32MantissaBits = 23;
 constexpr int kF32Bias = 127;
 constexpr uint32_t kF32Infinity = 0x7f800000;
@@ -75,18 +76,30 @@ __device__ uint32_t NarrowMagnitude(uint32_t bits, const Fp8Format& format) {
   return (rounded >> shift) - (bias << format.mantissa_bits);
 }
 
-// Multiplies a non-negative f32 number, as bits, by 2^exponent. Returns 0 instead of a
-// subnormal f32 number.
+// Multiplies a non-negative f32 number, as bits, by 2^exponent. Subnormal f32 numbers are
+// treated as zero.
 __device__ uint32_t Scaled(uint32_t bits, int64_t exponent) {
-  if (bits == 0 || bits >= kF32Infinity) return bits;
-  const int64_t scaled =
-      static_cast<int64_t>(bits) + exponent * (int64_t{1} << kF32MantissaBits);
-  return scaled < (int64_t{1} << kF32MantissaBits) ? 0 : static_cast<uint32_t>(scaled);
+  constexpr int64_t kSmallestNormal = int64_t{1} << kF32MantissaBits;
+  if (bits >= kF32Infinity) return bits;
+  const int64_t scaled = bits + exponent * kSmallestNormal;
+  const bool is_zero = bits < kSmallestNormal || scaled < kSmallestNormal;
+  return is_zero ? 0 : static_cast<uint32_t>(scaled);
 }
 
 __device__ uint8_t* At(const ByteMatrix& matrix, int64_t outer, int64_t inner) {
   return reinterpret_cast<uint8_t*>(matrix.data) + outer * matrix.outer_stride +
          inner * matrix.inner_stride;
+}
+
+// Returns the smallest exponent of a scale, at least `least`, with which a number does
+// not exceed the largest number of the format. `bits` is f32 bits plus 2^23 times the
+// biased exponent of a scale.
+__device__ int64_t ExponentAbove(int64_t bits, const Fp8Format& format, int64_t least) {
+  constexpr int64_t kOne = int64_t{1} << kF32MantissaBits;
+  const int64_t above = bits - format.largest;
+  const int64_t exponent = above > 0 ? (above + kOne - 1) / kOne : 0;
+  if (exponent < least) return least;
+  return exponent < kLargestExponent ? exponent : kLargestExponent;
 }
 
 // Converts one block of an operand. Returns its scale.
@@ -108,10 +121,7 @@ __device__ uint32_t ConvertBlock(const BlockScalesParams& params,
     largest = scaled > largest ? scaled : largest;
   }
   const Fp8Format format = FormatOf(params.dtype);
-  constexpr int64_t kOne = int64_t{1} << kF32MantissaBits;
-  int64_t exponent = 0;
-  if (largest > format.largest) exponent = (largest - format.largest + kOne - 1) / kOne;
-  if (exponent > kLargestExponent) exponent = kLargestExponent;
+  const int64_t exponent = ExponentAbove(largest, format, 0);
   for (int64_t k = begin; k < end; ++k) {
     const uint32_t code = *At(params.values, outer, k);
     const int64_t quotient = *At(params.scales, row, k) - exponent;  // as exponent
@@ -121,6 +131,31 @@ __device__ uint32_t ConvertBlock(const BlockScalesParams& params,
   }
   return is_nan ? kE8M0Nan : static_cast<uint32_t>(exponent);
 }
+
+// Returns the f32 bits of |value| * scale of an element.
+__device__ uint32_t ScaledMagnitude(const RowScalesParams& params,
+                                    int64_t outer,
+                                    int64_t k) {
+  const uint32_t bits = WidenMagnitude(*At(params.values, outer, k), params.dtype);
+  const float scale = reinterpret_cast<const float*>(params.scales)[k];
+  return BitsOf(FromBits(bits) * scale) & 0x7fffffff;
+}
+
+// The part of a row that a thread reads. Neighbouring threads have neighbouring rows.
+struct RowPart {
+  int64_t row;
+  int64_t number;
+  int64_t begin;
+  int64_t end;
+
+  __device__ explicit RowPart(const RowScalesParams& params) {
+    const int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+    row = index % params.outer;
+    number = index / params.outer;
+    begin = number * kRowPart;
+    end = begin + kRowPart < params.k ? begin + kRowPart : params.k;
+  }
+};
 
 }  // namespace
 
@@ -143,6 +178,53 @@ extern "C" __global__ void __launch_bounds__(kBlockScalesThreads)
   }
   *reinterpret_cast<uint32_t*>(params.to + tile * kScaleTileBytes + row % 32 * 16 +
                                row / 32 * 4) = word;
+}
+
+// A NaN is larger than all numbers.
+extern "C" __global__ void __launch_bounds__(kRowScalesThreads)
+    jax_ub_row_amax(const __grid_constant__ RowScalesParams params) {
+  const RowPart part(params);
+  if (part.begin >= params.k) return;
+  uint32_t largest = 0;
+  for (int64_t k = part.begin; k < part.end; ++k) {
+    const uint32_t bits = ScaledMagnitude(params, part.row, k);
+    largest = bits > largest ? bits : largest;
+  }
+  reinterpret_cast<uint32_t*>(params.largest)[part.number * params.outer + part.row] =
+      largest;
+}
+
+extern "C" __global__ void __launch_bounds__(kRowScalesThreads)
+    jax_ub_convert_rows(const __grid_constant__ RowScalesParams params) {
+  const RowPart part(params);
+  if (part.begin >= params.k) return;
+  const auto* const of_parts = reinterpret_cast<const uint32_t*>(params.largest);
+  uint32_t largest = 0;
+  for (int64_t number = 0; number * kRowPart < params.k; ++number) {
+    const uint32_t bits = of_parts[number * params.outer + part.row];
+    largest = bits > largest ? bits : largest;
+  }
+  const Fp8Format format = FormatOf(params.dtype);
+  const int64_t bias = int64_t{kF32Bias} << kF32MantissaBits;
+  // 2^-127 is subnormal in f32.
+  const int64_t exponent = ExponentAbove(largest + bias, format, 1);
+  if (part.number == 0) {
+    reinterpret_cast<uint32_t*>(params.to)[part.row] =
+        largest > kF32Infinity ? kF32Nan
+                               : static_cast<uint32_t>(exponent << kF32MantissaBits);
+  }
+  auto* const row = reinterpret_cast<char*>(params.converted) + part.row * params.k;
+  for (int64_t begin = part.begin; begin < part.end; begin += kRowVector) {
+    uint32_t words[kRowVector / 4] = {};
+    for (int i = 0; i < kRowVector; ++i) {
+      const int64_t k = begin + i;
+      const uint32_t sign = *At(params.values, part.row, k) & 0x80;
+      const uint32_t bits =
+          Scaled(ScaledMagnitude(params, part.row, k), kF32Bias - exponent);
+      words[i / 4] |= (sign | NarrowMagnitude(bits, format)) << 8 * (i % 4);
+    }
+    *reinterpret_cast<uint4*>(row + begin) = {words[0], words[1], words[2], words[3]};
+  }
 }
 
 }  // namespace jax_ub::gpu

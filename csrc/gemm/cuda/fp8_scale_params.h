@@ -1,6 +1,6 @@
-// Parameters of the kernel jax_ub_block_scales. Shared by the kernel, its launcher and
-// its host emulation (tests/csrc/cuda/emulated_kernels.h). Addresses are CUdeviceptr
-// values.
+// Parameters of the kernels that prepare scales of FP8 operands, and operands with new
+// scales. Shared by the kernels, their launcher and their host emulation
+// (tests/csrc/cuda/emulated_kernels.h). Addresses are CUdeviceptr values.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct ByteMatrix {
   int64_t inner_stride = 0;
 };
 
-// Parameters of the kernel, which stores the e8m0 scales of an FP8 operand [outer, 32 *
+// Parameters of the kernel jax_ub_block_scales, which stores the e8m0 scales of an FP8 operand [outer, 32 *
 // num_blocks] as cuBLASLt reads them. Blocks are along k: element (o, k) has the scale
 // scales(o, k / 32). With `converts`, blocks are along the outer dimension: element
 // (o, k) has the scale scales(o / 32, k). The kernel then also stores `converted`, the
@@ -45,8 +45,31 @@ struct BlockScalesParams {
   bool converts;
 };
 
+// Parameters of the kernels jax_ub_row_amax and jax_ub_convert_rows. Element (o, k) of
+// the FP8 operand [outer, k] has the f32 scale scales[k]. The first kernel stores the
+// largest |value| * scale of each row and part of it, and the second one `converted`, the
+// values with one scale per row, which is a power of two.
+struct RowScalesParams {
+  ByteMatrix values;
+  uint64_t scales;
+  int64_t outer;
+  int64_t k;
+  uint64_t largest;    // f32 [number of parts, outer]
+  uint64_t to;         // f32 [outer]: the scales of the rows
+  uint64_t converted;  // [outer, k], contiguous along k
+  DType dtype;
+};
+
+// The number of elements along k in a part of a row, which a thread reads.
+inline constexpr int64_t kRowPart = 256;
+// The number of elements that a thread stores at once. It divides k.
+inline constexpr int64_t kRowVector = 16;
+
 inline constexpr char kBlockScalesKernel[] = "jax_ub_block_scales";
-// The number of threads in a block: one for each row of a tile.
+inline constexpr char kRowAmaxKernel[] = "jax_ub_row_amax";
+inline constexpr char kConvertRowsKernel[] = "jax_ub_convert_rows";
+// The number of threads in a block of jax_ub_block_scales: one for each row of a tile.
 inline constexpr int kBlockScalesThreads = static_cast<int>(kScaleTileRows);
+inline constexpr int kRowScalesThreads = 128;
 
 }  // namespace jax_ub
