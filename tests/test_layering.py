@@ -22,6 +22,7 @@ LAYERS = [
     {"methods"},
     {"lowering_log", "config", "reference"},
     {"scaled_array"},
+    {"fp8_casts"},
     {"runtime"},
     {"prediction"},
     {"primitives"},

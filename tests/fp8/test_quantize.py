@@ -9,7 +9,7 @@ from covering import covering
 from fp8_formulas import E4M3, E5M2, E8M0
 
 import jax_ub as ub
-from jax_ub._src.fp8 import scaling
+from jax_ub._src import fp8_casts
 
 FP8 = ub.fp8
 ROLES = ("input", "kernel", "output_grad")
@@ -48,13 +48,13 @@ def edges(dtype):
 def test_casts_clip_then_round_once(dtype, scale):
     x = np.float32(scale) * edges(dtype)
     scales = np.full((1,), scale, np.float32)
-    found = jax.jit(scaling.cast, static_argnums=2)(x, scales, dtype)
+    found = jax.jit(fp8_casts.cast, static_argnums=2)(x, scales, dtype)
     same_bits(found, formulas.cast(x, scales, dtype))
 
 
 def test_casts_do_not_round_to_bf16_or_f16_first():
     x = normal((1 << 16,))
-    found = np.asarray(jax.jit(scaling.cast, static_argnums=2)(x, jnp.ones(1), E4M3))
+    found = np.asarray(jax.jit(fp8_casts.cast, static_argnums=2)(x, jnp.ones(1), E4M3))
     same_bits(found, np.asarray(x).astype(E4M3))
     assert np.any(found != np.asarray(x).astype(jnp.bfloat16).astype(E4M3))
 

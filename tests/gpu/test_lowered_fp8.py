@@ -178,6 +178,28 @@ def test_all_passes_multiply_scales_of_rows_and_blocks(
     assert not collectives(text)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "capability", "dy_scales", "w_scales"),
+    [
+        (MXFP8, (10, 0), "32x2xf8E8M0FNU", "64x2xf8E8M0FNU"),
+        (ROWWISE, (9, 0), "32x1xf32", "64x1xf32"),
+    ],
+    ids=["blocks", "rows"],
+)
+def test_kernels_are_converted_once_for_the_gradient_of_x(
+    rules, monkeypatch, recipe, capability, dy_scales, w_scales
+):
+    lower_for(monkeypatch, *capability)
+    step = trained("row", fp8=recipe, method="ring_exchange")
+    calls = dict(custom_calls(cuda_text(step, *operands(64, 128, 64))))
+    # dy [32, 64] is gathered and multiplied by w [64, 64], which contracts N.
+    shapes = re.search(r": \((.*)\) -> ", calls["all_gather_matmul"])[1]
+    assert shapes == ", ".join(
+        f"tensor<{text}>"
+        for text in ("32x64xf8E4M3FN", "64x64xf8E4M3FN", dy_scales, w_scales)
+    )
+
+
 def test_all_reduced_products_multiply_scales_of_blocks(rules, monkeypatch):
     lower_for(monkeypatch, 10, 3)
     specs = (P(None, "tp"), P("tp")), P()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ub._src import checks, dtypes
+from jax_ub._src import checks, dtypes, fp8_casts
 from jax_ub._src.errors import (
     ConfigurationError,
     ShapeContractError,
@@ -167,7 +167,7 @@ def quantize_arrays(
         scales = [_scales(recipe, role, axes, x, label) for x in xs]
     dtype = recipe.fp8_format.dtype(role)
     pairs = zip(xs, scales, strict=True)
-    return tuple(ScaledArray(scaling.cast(x, s, dtype), s) for x, s in pairs), None
+    return tuple(ScaledArray(fp8_casts.cast(x, s, dtype), s) for x, s in pairs), None
 
 
 def _like(scale, x):
@@ -176,12 +176,12 @@ def _like(scale, x):
 
 def _cast(recipe, role, x, scales):
     dtype = recipe.fp8_format.dtype(role)
-    return ScaledArray(scaling.cast(lax.stop_gradient(x), scales, dtype), scales, x)
+    return ScaledArray(fp8_casts.cast(lax.stop_gradient(x), scales, dtype), scales, x)
 
 
 def _amax_of_all(xs):
     """Returns the largest absolute value of several arrays, an f32 scalar."""
-    maxima = [scaling.amax_of(lax.stop_gradient(x)).reshape(()) for x in xs]
+    maxima = [fp8_casts.amax_of(lax.stop_gradient(x)).reshape(()) for x in xs]
     return functools.reduce(
         jnp.maximum, vma.pcast_varying(maxima, vma.axes_of(*maxima))
     )
@@ -220,10 +220,10 @@ def _scales(recipe, role, axes, x, label=_OP):
                 f"{label}: {name} = {size} is no multiple of {MXFP8_BLOCK}, which "
                 f"MXFP8 needs. Pad {name}, or use Float8CurrentScaling."
             )
-        return scaling.block_scales(x, axis, recipe, dtype)
+        return fp8_casts.block_scales(x, axis, dtype, recipe.margin)
     if isinstance(recipe, RowwiseScaling):
-        return scaling.row_scales(scaling.amax_of(x, (axis,)), dtype)
-    amax = _agreed(scaling.amax_of(x), axes)
+        return fp8_casts.row_scales(fp8_casts.amax_of(x, (axis,)), dtype)
+    amax = _agreed(fp8_casts.amax_of(x), axes)
     return scaling.current_scale(amax, recipe, role)
 
 
@@ -267,7 +267,7 @@ def _delayed(recipe, role, axes, xs, scale, history):
     """
     scale = scaling.updated_scale(history, scale, recipe, role)
     dtype = recipe.fp8_format.dtype(role)
-    values = tuple(scaling.cast(x, _like(scale, x), dtype) for x in xs)
+    values = tuple(fp8_casts.cast(x, _like(scale, x), dtype) for x in xs)
     return (values, scale), (scale, history, _agreed(_amax_of_all(xs), axes))
 
 
@@ -349,7 +349,7 @@ def quantize_params(
     if agree and chosen:
         scales = _stacked_scales(recipe, axis_name, [leaves[i] for i in chosen])
         for i, scale in zip(chosen, scales, strict=True):
-            values = scaling.cast(
+            values = fp8_casts.cast(
                 lax.stop_gradient(leaves[i]), scale, recipe.fp8_format.dtype(KERNEL)
             )
             leaves[i] = ScaledArray(values, scale, leaves[i])
@@ -368,7 +368,7 @@ def _stacked_scales(recipe, axis_name, kernels):
     for kernel in kernels:
         checks.check_rank(_OP, "x", kernel)
         checks.check_float(_OP, x=kernel)
-    maxima = [scaling.amax_of(lax.stop_gradient(w)).reshape(()) for w in kernels]
+    maxima = [fp8_casts.amax_of(lax.stop_gradient(w)).reshape(()) for w in kernels]
     axes = vma.axes_of(*maxima)
     stacked = jnp.stack(vma.pcast_varying(maxima, axes))
     agreed = _agreed(stacked, _axes("quantize_params", axis_name))

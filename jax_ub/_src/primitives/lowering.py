@@ -10,6 +10,7 @@ value, it is only compared with the expected partition id.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -103,8 +104,9 @@ def _lower_on_cuda(ctx, *operands, call):
     if call.has_scales:
         transposes = cuda_engine.needs_contiguous_fp8(_gpus(ranks))
         numbers["transposes_fp8"] = transposes
+        ctx, operands = _with_converted_kernels(*given)
         if transposes:
-            ctx, operands, call = _with_transposed_kernels(*given)
+            ctx, operands, call = _with_transposed_kernels(ctx, operands, call)
     attributes = _attributes(ctx, call, ranks)
     attributes |= {name: np.int64(number) for name, number in numbers.items()}
     avals = ctx.avals_in, ctx.avals_out
@@ -341,6 +343,37 @@ def _why_no_fp8(ctx, call, ranks):
                 f"{multiple}"
             )
     return None
+
+
+def _with_converted_kernels(ctx, operands, call):
+    """Converts kernels whose scales change along the contracted axis.
+
+    cuBLASLt does not multiply such scales. The engine would convert the kernels, too,
+    but once for each chunk.
+    """
+    if not call.kernels or not call.has_row_scales:
+        return ctx, operands
+    from jax_ub._src import fp8_casts  # only for GPUs: loaded at first use
+
+    operands, avals = list(operands), list(ctx.avals_in)
+    first_scale = len(avals) - call.num_scales
+    axis = 1 if call.rhs_transposed else 0
+    for i in call.kernels:
+        both = [i, first_scale + i]
+        w, scales = before = [avals[j] for j in both]
+        if not fp8_casts.changes_along(scales, w.shape, axis):
+            continue
+        convert = functools.partial(fp8_casts.converted, axis=axis)
+        after = [
+            jax.core.ShapedArray(a.shape, a.dtype)
+            for a in jax.eval_shape(convert, *before)
+        ]
+        rule = mlir.lower_fun(convert, multiple_results=True)
+        context = ctx.replace(avals_in=before, avals_out=after)
+        results = rule(context, *(operands[j] for j in both))
+        for j, aval, result in zip(both, after, results, strict=True):
+            avals[j], operands[j] = aval, result
+    return ctx.replace(avals_in=avals), operands
 
 
 def _with_transposed_kernels(ctx, operands, call):

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ub._src import dtypes, lowering_log, reference
-from jax_ub._src.fp8 import scaling
+from jax_ub._src import dtypes, fp8_casts, lowering_log, reference
 from jax_ub._src.methods import DEFAULT_SPLITS, Method
 from jax_ub._src.primitives import collectives, matmuls
 from jax_ub._src.primitives.call import Execution
@@ -136,8 +135,8 @@ def as_sent(execution: Execution, x: Operand) -> Operand:
 
 def _quantized(x):
     dtype = jnp.float8_e4m3fn
-    scales = scaling.row_scales(scaling.amax_of(x, (-1,)), dtype)
-    return ScaledArray(scaling.cast(x, scales, dtype), scales)
+    scales = fp8_casts.row_scales(fp8_casts.amax_of(x, (-1,)), dtype)
+    return ScaledArray(fp8_casts.cast(x, scales, dtype), scales)
 
 
 def widened(x: Operand, gathered: Any) -> Any:
