@@ -28,7 +28,6 @@ def test_every_method_has_a_prediction(op, hardware):
         found = simulate.estimate(op, method, **SIZES, hardware=hardware)
         assert 0 < found.seconds < 60
         assert found.seconds >= found.gemm_s
-        assert found.exposed_s == found.seconds - found.gemm_s
         assert simulate.predict(op, method, **SIZES, hardware=hardware) == found.seconds
 
 

@@ -404,23 +404,10 @@ class Linear(Operation):
     sums one bias per rank in a row-parallel layer. Parameters, in one dict with the
     names of `flax.nnx.Linear`: "kernel", "bias" and, if enabled, "main_grad".
 
+    Its attributes are those of `BasicLinear`, and these:
+
     Attributes:
-        in_features: the global number of input features.
-        out_features: the global number of output features.
         use_bias: whether a bias is added.
-        tensor_parallel_mode: "column", "row" or None.
-        axis_name: the mesh axis that the kernel is sharded over.
-        sequence_parallel: whether the activations outside a column-row pair are sharded
-            along their tokens.
-        userbuffers_options: `{"comm_name": name}` overlaps the layer's communication
-            with its GEMMs.
-        accumulate_into_main_grad: whether the kernel's gradient is added to the
-            parameter "main_grad".
-        method: how the layer overlaps its GEMM with communication; see `BasicLinear`.
-        fp8: the FP8 recipe of the layer; see `BasicLinear`.
-        dtype: dtype of the computation; None takes the dtype of x.
-        param_dtype: dtype of the parameters.
-        kernel_init: initializer of the global kernel.
         bias_init: initializer of the global bias.
     """
 

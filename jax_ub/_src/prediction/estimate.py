@@ -64,11 +64,6 @@ class Prediction:
     variant: str = Variant.PLAIN.value
     num_launches: int = 0
 
-    @property
-    def exposed_s(self) -> float:
-        """Returns the seconds by which the call takes longer than its GEMM alone."""
-        return self.seconds - self.gemm_s
-
 
 def predict(*arguments, **options) -> float:
     """Returns the predicted seconds of one call, with `estimate`'s arguments."""

@@ -81,8 +81,7 @@ def _check_scales(op, **operands):
             )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dgrad_add(config, dy, w, residual):
+def _compute_dgrad_add(config, dy, w, residual):
     return matmul(
         config.local,
         (dy,),
@@ -93,43 +92,41 @@ def _dgrad_add(config, dy, w, residual):
     )
 
 
-def _dgrad_add_fwd(config, dy, w, residual):
-    _check_sources(config, dy=dy, w=w)
-    return _dgrad_add(config, dy, w, residual), (dy, w, residual)
-
-
-def _dgrad_add_bwd(config, operands, gradient):
-    return _gradients(_plain_dgrad_add, operands, gradient)
-
-
-def _check_sources(config, **operands):
-    for name, operand in operands.items():
-        if is_scaled(operand) and operand.source is None:
-            raise UnsupportedOverlapError(
-                f"{config.label}: {name} has no source to receive a gradient. Make it "
-                "with ub.quantize."
-            )
-
-
-def _gradients(function, operands, gradient):
-    """Computes the gradients of `function`, with FP8 operands dequantized.
-
-    The gradient of an FP8 operand is that of its `source`.
-    """
-    wide = map_scaled(lambda x: x.dequantize(), operands)
-    gradients = jax.vjp(function, *wide)[1](gradient)
-    return tuple(
-        cotangent_of_scaled(found) if is_scaled(operand) else found
-        for operand, found in zip(operands, gradients, strict=True)
-    )
-
-
-_dgrad_add.defvjp(_dgrad_add_fwd, _dgrad_add_bwd)
-
-
 def _plain_dgrad_add(dy, w, residual):
     y = reference.dot(dy, w, rhs_transposed=True)
     return reference.add(y, residual, out_dtype=residual.dtype)
+
+
+def _differentiable(compute, plain, *names):
+    """Returns a `custom_vjp` of a local op, with the gradients of the function `plain`.
+
+    `names` are the operands that may be FP8. They are dequantized for the gradients,
+    which their `source` receives.
+    """
+    rule = jax.custom_vjp(compute, nondiff_argnums=(0,))
+
+    def forward(config, *operands):
+        for name, operand in zip(names, operands, strict=False):
+            if is_scaled(operand) and operand.source is None:
+                raise UnsupportedOverlapError(
+                    f"{config.label}: {name} has no source to receive a gradient. Make "
+                    "it with ub.quantize."
+                )
+        return rule(config, *operands), operands
+
+    def backward(config, operands, gradient):
+        wide = map_scaled(lambda x: x.dequantize(), operands)
+        gradients = jax.vjp(plain, *wide)[1](gradient)
+        return tuple(
+            cotangent_of_scaled(found) if is_scaled(operand) else found
+            for operand, found in zip(operands, gradients, strict=True)
+        )
+
+    rule.defvjp(forward, backward)
+    return rule
+
+
+_dgrad_add = _differentiable(_compute_dgrad_add, _plain_dgrad_add, "dy", "w")
 
 
 def wgrad_accumulate(
@@ -185,26 +182,18 @@ def wgrad_accumulate(
     return _wgrad_accumulate(config, x, dy, main_grad)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _wgrad_accumulate(config, x, dy, main_grad):
+def _compute_wgrad_accumulate(config, x, dy, main_grad):
     (dw,) = wgrad(config.local, x, (dy,), (main_grad,), out_dtype=main_grad.dtype)
     return dw
 
 
-def _wgrad_accumulate_fwd(config, x, dy, main_grad):
-    _check_sources(config, x=x, dy=dy)
-    return _wgrad_accumulate(config, x, dy, main_grad), (x, dy, main_grad)
-
-
-def _wgrad_accumulate_bwd(config, operands, gradient):
-    return _gradients(_plain_wgrad_accumulate, operands, gradient)
-
-
-_wgrad_accumulate.defvjp(_wgrad_accumulate_fwd, _wgrad_accumulate_bwd)
-
-
 def _plain_wgrad_accumulate(x, dy, main_grad):
     return reference.add(reference.outer(x, dy), main_grad, out_dtype=main_grad.dtype)
+
+
+_wgrad_accumulate = _differentiable(
+    _compute_wgrad_accumulate, _plain_wgrad_accumulate, "x", "dy"
+)
 
 
 def all_reduce(x: jax.Array, *, axis_name: str | tuple[str, ...]) -> jax.Array:
