@@ -1,6 +1,8 @@
 """`ub.ScaledArray`: a checked pytree of values, scales and a source."""
 
 import dataclasses
+import subprocess
+import sys
 
 import fp8_formulas as formulas
 import jax
@@ -88,6 +90,21 @@ def test_programs_that_take_and_return_it_can_be_serialized():
     found = copy.call(x)
     assert isinstance(found, ub.ScaledArray)
     jax.tree.map(np.testing.assert_array_equal, found, x)
+
+
+@pytest.mark.slow
+def test_a_process_that_only_registers_the_targets_can_load_them(tmp_path):
+    x = ub.quantize(jnp.ones((32, 32)))
+    program = jax.export.export(jax.jit(lambda x: x))(x)
+    (tmp_path / "program").write_bytes(program.serialize())
+    loads = (
+        "import pathlib, sys, jax.export, jax_ub; jax_ub.register_targets();"
+        "data = pathlib.Path(sys.argv[1]).read_bytes();"
+        "print(jax.export.deserialize(bytearray(data)).in_tree)"
+    )
+    command = [sys.executable, "-c", loads, str(tmp_path / "program")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "ScaledArray" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import contextlib
 import jax
 from jax import export
 
+# `ScaledArray` is imported so that programs that take or return it can be deserialized.
+from jax_ub._src import scaled_array  # noqa: F401
 from jax_ub._src.errors import UnsupportedOverlapError, shown
 from jax_ub._src.runtime import cpu_engine, cuda_engine
 
@@ -36,7 +38,8 @@ def register_targets() -> None:
 
     The CUDA engine's handlers are registered only if this process has CUDA devices.
     Every lowering does this. Only a process that loads a program which another process
-    exported or compiled has to call it first. Transformer Engine: none.
+    exported or compiled has to call it first, before it deserializes the program.
+    Transformer Engine: none.
     """
     cpu_engine.register_targets()
     if cuda_engine.local_devices() and cuda_engine.why_not() is None:
