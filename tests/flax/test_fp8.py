@@ -154,5 +154,5 @@ def test_linen_layers_and_their_state(recipe):
 
 def test_a_wrong_recipe():
     for layer in (LAYERS["mlp"], LAYERS["column"]):
-        with pytest.raises(ConfigurationError, match="recipe = 'hybrid' is not"):
+        with pytest.raises(ConfigurationError, match="fp8 = 'hybrid' is not"):
             layer(rngs=nnx.Rngs(0), fp8="hybrid")

@@ -192,7 +192,7 @@ def test_a_vector_and_a_frozen_kernel():
 
 
 def test_wrong_arguments():
-    with pytest.raises(ConfigurationError, match="BasicLinear: recipe = 'hybrid' is"):
+    with pytest.raises(ConfigurationError, match="BasicLinear: fp8 = 'hybrid' is"):
         ops.BasicLinear(64, 64, fp8="hybrid")
     seq = ops.Sequential(ops.BasicLinear(64, 64, fp8=DELAYED))
     (params,) = seq.init(jax.random.key(0))

@@ -283,7 +283,7 @@ def test_transformations():
 
 
 def test_wrong_arguments():
-    with pytest.raises(ConfigurationError, match="Quantize: recipe = 'hybrid' is"):
+    with pytest.raises(ConfigurationError, match="Quantize: fp8 = 'hybrid' is"):
         ops.Quantize(fp8="hybrid")
     seq = ops.Sequential(ops.Quantize(fp8=ub.fp8.MXFP8BlockScaling()), ops.ReLU())
     text = "Quantize: K = 48 is no multiple of 32, which MXFP8 needs. Pad K, or use"

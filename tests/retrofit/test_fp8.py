@@ -18,7 +18,7 @@ from scaled_operands import DELAYED
 
 import jax_ub as ub
 from jax_ub.errors import ConfigurationError, ShapeContractError, UnknownNameError
-from jax_ub.flax import Linear, OverwriteWithGradient
+from jax_ub.flax import Linear, OverwriteWithGradient, TransformerLayer
 from jax_ub.flax.linen import Overlap
 
 FP8 = ub.fp8
@@ -282,16 +282,21 @@ def test_fallbacks_are_not_fp8_and_are_recorded():
 
 
 def test_wrong_recipes():
-    text = "recipe = 'hybrid' is not a recipe"
+    text = "fp8 = 'hybrid' is not a recipe"
     with pytest.raises(ConfigurationError, match=text):
         ub.dot_general("column", fp8="hybrid")
+    with pytest.raises(ConfigurationError, match=f"linear: {text}"):
+        ub.linear(X[0], X[0].T, fp8="hybrid")
+    with pytest.raises(ConfigurationError, match=f"TransformerLayer: {text}"):
+        TransformerLayer(64, 64, 4, rngs=nnx.Rngs(0), fp8="hybrid")
     with jax.set_mesh(tp_mesh(2)):
         for fp8 in ("hybrid", {".*": "hybrid"}):
-            with pytest.raises(ConfigurationError, match=text):
+            with pytest.raises(ConfigurationError, match=f"overlap: {text}"):
                 ub.overlap(Net(), KINDS, fp8=fp8)
             with pytest.raises(ConfigurationError, match=text):
                 Overlap(KINDS, fp8=fp8)
-        with pytest.raises(UnknownNameError, match="'upp' of fp8 matches no linear"):
+        unknown = "'upp' of fp8 matches no overlapped layer"
+        with pytest.raises(UnknownNameError, match=unknown):
             ub.overlap(Net(), KINDS, fp8={"upp": DELAYED})
         dot = ub.dot_general("column", fp8=DELAYED)
         with pytest.raises(ConfigurationError, match="DelayedScaling needs a state"):

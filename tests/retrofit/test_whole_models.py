@@ -209,7 +209,7 @@ def test_names_reach_the_configuration_of_an_nnx_model():
         found = labels(lambda x: model(x), x)
         assert found["fc1"] == "pipeline"
         assert "fc2" in found
-        text = "overlap: 'up' of ub_names matches no linear layer of the model"
+        text = "overlap: 'up' of ub_names matches no overlapped layer of the model"
         with pytest.raises(ub.errors.UnknownNameError, match=text):
             ub.overlap(model, rules, ub_names={"up": "fc1"})
         with pytest.raises(ub.errors.UnknownNameError, match="a name of type int"):

@@ -306,7 +306,7 @@ Q = ub.quantize(X), ub.quantize(W, role="kernel")
 WRONG = {
     "no recipe": (
         ConfigurationError,
-        "recipe = 'hybrid' is not",
+        "linear: fp8 = 'hybrid' is not",
         X,
         W,
         {"fp8": "hybrid"},

@@ -63,7 +63,7 @@ def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
             )
     arguments.check(op, **own, **options)
     if options.get("fp8") is not None:
-        check_recipe(op, options["fp8"])
+        check_recipe(op, options["fp8"], "fp8")
     check_flags(op, options)
 
 

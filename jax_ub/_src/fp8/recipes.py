@@ -247,12 +247,12 @@ Recipe = DelayedScaling | Float8CurrentScaling | MXFP8BlockScaling | RowwiseScal
 RECIPES = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, RowwiseScaling)
 
 
-def check_recipe(op: str, recipe: Any) -> None:
-    """Raises an error unless `recipe` is an instance of a recipe class."""
+def check_recipe(op: str, recipe: Any, name: str = "recipe") -> None:
+    """Raises an error unless `recipe`, the argument `name`, is a recipe."""
     if not isinstance(recipe, RECIPES):
         names = ", ".join(f"ub.fp8.{kind.__name__}" for kind in RECIPES)
         raise ConfigurationError(
-            f"{op}: recipe = {shown(recipe)} is not a recipe. Pass an instance of one "
+            f"{op}: {name} = {shown(recipe)} is not a recipe. Pass an instance of one "
             f"of {names}."
         )
 

@@ -127,7 +127,7 @@ class BasicLinear(BasicOperation):
         object.__setattr__(self, "userbuffers_options", options)
         super().__post_init__()
         if self.fp8 is not None:
-            check_recipe(self.label, self.fp8)
+            check_recipe(self.label, self.fp8, "fp8")
         for source, method in (
             ("method", self.method),
             ('userbuffers_options["method"]', dict(options or ()).get("method")),

@@ -86,7 +86,7 @@ class Quantize(BasicOperation):
     def __post_init__(self):
         super().__post_init__()
         if self.fp8 is not None:
-            check_recipe(self.label, self.fp8)
+            check_recipe(self.label, self.fp8, "fp8")
 
     def init(self, key):
         if self.fp8 is None:

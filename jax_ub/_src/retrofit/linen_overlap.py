@@ -124,7 +124,7 @@ class Overlap:
         self._recipes: dict[re.Pattern[str], Recipe | None] = {}
         for rule, recipe in fp8.items() if isinstance(fp8, Mapping) else ():
             if recipe is not None:
-                check_recipe("overlap", recipe)
+                check_recipe("overlap", recipe, "fp8")
             self._recipes[compile_rule(rule)] = recipe
         self.overlapped = {}
         self._matched: set[re.Pattern[str]] = set()

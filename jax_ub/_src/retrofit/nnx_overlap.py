@@ -18,7 +18,7 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.fp8.flax_state import Fp8State
-from jax_ub._src.fp8.recipes import DelayedScaling, Recipe
+from jax_ub._src.fp8.recipes import DelayedScaling, Recipe, check_recipe
 from jax_ub._src.retrofit import interception
 from jax_ub._src.retrofit.dot_general import DotGeneral, dot_general
 from jax_ub._src.retrofit.einsum import Einsum, Equation
@@ -96,9 +96,9 @@ def overlap(  # noqa: PLR0913, options of layers
         The model.
 
     Raises:
-        UnknownNameError: if a rule or an expression of `ub_names` or `fp8` matches no
-            layer, or is not a regular expression, or if the value of a rule is not a
-            kind.
+        UnknownNameError: if a rule matches no layer, if an expression of `ub_names` or
+            `fp8` matches no overlapped layer, if one is not a regular expression, or if
+            the value of a rule is not a kind.
         ConfigurationError: if the recipe of a layer is not a recipe.
         ShapeContractError: if the model has no linear layer, `mesh` is not a mesh, the
             sharding of a kernel contradicts its rule, or "auto" finds no sharded
@@ -124,6 +124,9 @@ def overlap(  # noqa: PLR0913, options of layers
     recipes: Mapping[str, Any] = dict.fromkeys(kinds, fp8)
     if isinstance(fp8, Mapping):
         recipes = values_by_path("fp8", fp8, kinds)
+    for recipe in recipes.values():
+        if recipe is not None:
+            check_recipe("overlap", recipe, "fp8")
     replacements = {}
     for path, kind in kinds.items():
         layout = dot_general(

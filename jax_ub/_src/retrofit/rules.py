@@ -11,17 +11,23 @@ def values_by_path(argument: str, given: Any, paths: Collection[str]) -> dict[st
     """Maps layer paths to the values that a dictionary of patterns assigns."""
     found: dict[str, Any] = {}
     for pattern, value in check_rules(argument, given).items():
-        for path in matching_paths(f"{shown(pattern)} of {argument}", pattern, paths):
+        described = f"{shown(pattern)} of {argument}"
+        for path in matching_paths(described, pattern, paths, "overlapped"):
             found.setdefault(path, value)
     return found
 
 
-def matching_paths(described: str, pattern: str, paths: Collection[str]) -> list[str]:
-    """Returns the paths that a pattern matches."""
+def matching_paths(
+    described: str, pattern: str, paths: Collection[str], kind: str = "linear"
+) -> list[str]:
+    """Returns the paths that a pattern matches.
+
+    `kind` says which layers the paths are, for the error.
+    """
     matched = list(filter(compile_rule(pattern).fullmatch, paths))
     if not matched:
         raise UnknownNameError(
-            f"overlap: {described} matches no linear layer of the model; a rule must "
+            f"overlap: {described} matches no {kind} layer of the model; a rule must "
             f"match a whole path. {nearest(pattern, paths)}"
         )
     return matched

@@ -175,7 +175,7 @@ def quantized(
             return x, ws, ()
         _check_ranks(config)
         return *_with_scalar_scales(config, x, ws), (None,)
-    check_recipe(label, recipe)
+    check_recipe(label, recipe, "fp8")
     of_x = config
     for name, operand in by_name(x, ws).items():
         if is_scaled(operand) and INPUT not in roles:

@@ -116,7 +116,7 @@ class ShardingLayout:
         """Checks the fields, and normalizes names of axes to hashable values."""
         arguments.check("linear", ub_name=self.ub_name)
         if self.fp8 is not None:
-            check_recipe("linear", self.fp8)
+            check_recipe("linear", self.fp8, "fp8")
         if self.parallel is not None:
             parallel = resolve_parallel(self.op, self.parallel)
             object.__setattr__(self, "parallel", parallel)
