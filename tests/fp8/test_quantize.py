@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from covering import covering
 from fp8_formulas import E4M3, E5M2, E8M0
+from scaled_operands import DEFAULT_RECIPES as RECIPES
 
 import jax_ub as ub
 from jax_ub._src import fp8_casts
@@ -257,5 +258,25 @@ def test_params_are_quantized_by_a_selection():
     assert isinstance(everything["e"], ub.ScaledArray)
     one = ub.quantize(params["e"], role="kernel")
     jax.tree.map(np.testing.assert_array_equal, everything["e"], one)
+    again = FP8.quantize_params(everything)
+    assert again["e"] is everything["e"]
     blocks = FP8.quantize_params({"k": normal((32, 2))}, FP8.MXFP8BlockScaling())
     assert blocks["k"].scales.dtype == E8M0
+
+
+@pytest.mark.parametrize(
+    ("array", "recipe", "text"),
+    [
+        (jnp.ones((48, 2)), "block", "K = 48 is no multiple of 32"),
+        (jnp.ones(3), "current", r"has shape \(3,\), but the op takes"),
+        (jnp.ones((0, 2)), "current", r"has shape \(0, 2\), which is empty"),
+        (jnp.ones((2, 2), int), "row", "is int32, but the op takes float32"),
+    ],
+)
+def test_errors_of_params_name_the_array(array, recipe, text):
+    params = {"w": jnp.ones((32, 2)), "layers": [array]}
+    with pytest.raises(
+        ub.errors.ShapeContractError,
+        match=r"quantize_params: params\['layers'\]\[0\].*" + text,
+    ):
+        FP8.quantize_params(params, RECIPES[recipe], select=lambda path, leaf: True)

@@ -325,7 +325,8 @@ def quantize_params(
             quantize it; None selects the floating-point arrays of two dimensions.
 
     Returns:
-        The tree, with a `ub.ScaledArray` in place of each selected array.
+        The tree, with a `ub.ScaledArray` in place of each selected array. Those that
+        are in the tree already stay.
 
     Raises:
         ConfigurationError: if `recipe` is not a recipe.
@@ -341,21 +342,25 @@ def quantize_params(
             "ub.quantize(w, recipe, role='kernel', state=state), or use "
             "Float8CurrentScaling."
         )
-    paths, tree = jax.tree_util.tree_flatten_with_path(params)
+    paths, tree = jax.tree_util.tree_flatten_with_path(params, is_scaled)
     selects = _is_matrix if select is None else select
     chosen = [i for i, (path, leaf) in enumerate(paths) if selects(path, leaf)]
     leaves = [leaf for _, leaf in paths]
+    names = {i: f"params{jax.tree_util.keystr(paths[i][0])}" for i in chosen}
+    for i, name in names.items():
+        checks.check_rank(op, name, leaves[i])
+        checks.check_float(op, **{name: leaves[i]})
+        checks.check_not_empty(op, name, leaves[i])
     agree = axis_name is not None and isinstance(recipe, Float8CurrentScaling)
     if agree and chosen:
-        scales = _stacked_scales(recipe, axis_name, [leaves[i] for i in chosen])
-        for i, scale in zip(chosen, scales, strict=True):
-            values = fp8_casts.cast(
-                lax.stop_gradient(leaves[i]), scale, recipe.fp8_format.dtype(KERNEL)
-            )
-            leaves[i] = ScaledArray(values, scale, leaves[i])
+        all_scales = _stacked_scales(recipe, axis_name, [leaves[i] for i in chosen])
     else:
-        for i in chosen:
-            leaves[i] = quantize(leaves[i], recipe, role=KERNEL)
+        all_scales = [
+            _scales(recipe, KERNEL, (), lax.stop_gradient(leaves[i]), f"{op}: {name}")
+            for i, name in names.items()
+        ]
+    for i, scales in zip(chosen, all_scales, strict=True):
+        leaves[i] = _cast(recipe, KERNEL, leaves[i], scales)
     return jax.tree.unflatten(tree, leaves)
 
 
@@ -365,9 +370,6 @@ def _is_matrix(path, leaf):
 
 def _stacked_scales(recipe, axis_name, kernels):
     """Returns the scales of several kernels; one collective reduces all maxima."""
-    for kernel in kernels:
-        checks.check_rank(_OP, "x", kernel)
-        checks.check_float(_OP, x=kernel)
     maxima = [fp8_casts.amax_of(lax.stop_gradient(w)).reshape(()) for w in kernels]
     axes = vma.axes_of(*maxima)
     stacked = jnp.stack(vma.pcast_varying(maxima, axes))
