@@ -15,6 +15,7 @@ With --fp8, only programs with FP8 operands run.
 import argparse
 import faulthandler
 import sys
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def main():
     methods += [] if on_gpu or given.methods else ["direct"]
     dtypes, programs = DTYPES[: given.dtypes], (column, row, whole, trained)
     if given.fp8:
-        dtypes, programs = FP8, (scaled,)
+        dtypes, programs = FP8, scaled_programs(on_gpu)
     wrong = []
     for dtype in dtypes:
         for method in methods:
@@ -88,7 +89,10 @@ def check(program, mesh, method, dtype, given):
             for turn in range(2)
         ]
         placed = [
-            [place(mesh, spec, x, dtype) for spec, x in zip(in_specs, one, strict=True)]
+            [
+                place(mesh, spec, x, getattr(shape, "dtype", dtype))
+                for spec, x, shape in zip(in_specs, one, shapes, strict=True)
+            ]
             for one in sets
         ]
         expected = [reference(*operands) for operands in sets]
@@ -257,22 +261,73 @@ def scaled(mesh, method, scale):
         factor = x_scale * w_scale
         return factor * (x @ w.T), factor * (h @ v.T), factor * (h @ v.T)
 
-    shapes = ((M, K), (N, K), (M, N), (K, N), (), ())
+    shapes = ((M, K), (N, K), (M, N), (K, N), Scales(()), Scales(()))
     specs = (ROWS, ROWS, COLUMNS, COLUMNS, WHOLE, WHOLE)
     return function, specs, (COLUMNS, ROWS, WHOLE), shapes, reference
 
 
-def draw(seed, shape):
-    """Returns integers -1, 0 and 1, whose sums are exact in every dtype.
+def scaled_rows(mesh, method, scale):
+    """Runs AG+GEMM, GEMM+RS and GEMM+AR of FP8 operands with scales of rows."""
+    return scaled_by(jnp.float32, mesh, method, scale)
 
-    Scales, which have the shape (), are powers of two.
-    """
-    numbers = np.random.default_rng(seed).integers(-1, 2, shape)
-    return (numbers if shape else 2.0**numbers).astype(np.float32)
+
+def scaled_blocks(mesh, method, scale):
+    """Runs AG+GEMM, GEMM+RS and GEMM+AR of FP8 operands with scales of blocks."""
+    return scaled_by(jnp.float8_e8m0fnu, mesh, method, scale)
+
+
+def scaled_by(dtype, mesh, method, scale):
+    # Each rank contracts one block, so that rows and blocks have the same scales.
+    M, K, N = 16 * scale * mesh.size, 32, 32 * mesh.size
+
+    def function(x, w, h, v, *scales):
+        x, w, h, v = map(ub.ScaledArray, (x, w, h, v), scales)
+        options = {"axis_name": "tp", "method": method, "rhs_transposed": True}
+        return (
+            ub.all_gather_matmul(x, w, **options),
+            ub.matmul_reduce_scatter(h, v, **options),
+            ub.matmul_all_reduce(h, v, **options),
+        )
+
+    def reference(*operands):
+        x, w, h, v = (
+            values * np.repeat(scales, K, axis=1)
+            for values, scales in zip(operands[:4], operands[4:], strict=True)
+        )
+        return x @ w.T, h @ v.T, h @ v.T
+
+    shapes = ((M, K), (N, K), (M, N), (K, N))
+    scales = [Scales((rows, columns // K), dtype) for rows, columns in shapes]
+    specs = (ROWS, ROWS, COLUMNS, COLUMNS)
+    return (function, specs * 2, (COLUMNS, ROWS, WHOLE), (*shapes, *scales), reference)
+
+
+def scaled_programs(on_gpu):
+    """Returns the programs of FP8 operands that the device runs as FP8."""
+    units = {"row": scaled_rows, "block": scaled_blocks}
+    return scaled, *(
+        program
+        for unit, program in units.items()
+        if not on_gpu or cuda_engine.why_no_fp8(jax.devices(), unit) is None
+    )
+
+
+class Scales(NamedTuple):
+    """The shape and dtype of an operand that has scales, powers of two."""
+
+    shape: tuple[int, ...]
+    dtype: Any = jnp.float32
+
+
+def draw(seed, shape):
+    """Returns integers -1, 0 and 1, whose sums are exact in every dtype, or scales."""
+    random = np.random.default_rng(seed)
+    if isinstance(shape, Scales):
+        return (2.0 ** random.integers(-1, 2, shape.shape)).astype(np.float32)
+    return random.integers(-1, 2, shape).astype(np.float32)
 
 
 def place(mesh, spec, x, dtype):
-    dtype = np.float32 if x.ndim == 0 else dtype
     sharding = NamedSharding(mesh, spec)
     return jax.make_array_from_callback(
         x.shape, sharding, lambda index: x[index].astype(dtype)

@@ -80,7 +80,17 @@ def test_fp8_operands_are_exact(flags):
     program = (HERE / "ranks.py", "--fp8", "--rounds", 1)
     printed = run(*launch, *program, gpus=3, flags=flags)
     assert "all right: 3 ranks on Emulated GPU" in printed
-    assert printed.count("right: scaled") == 4
+    assert printed.count("right: scaled ") == 4
+    assert printed.count("right: scaled_rows ") == 4
+    assert "plain jax.lax" not in printed
+
+
+def test_scales_of_blocks_are_exact_on_blackwell():
+    program = ("-m", "jax_ub", "launch", "-n", 2, HERE / "ranks.py", "--fp8")
+    settings = {"EMULATED_CAPABILITY": "100"}
+    printed = run(*program, "--rounds", 1, gpus=2, flags=CAPTURED, settings=settings)
+    assert "all right: 2 ranks on Emulated GPU" in printed
+    assert printed.count("right: scaled_blocks ") == 4
     assert "plain jax.lax" not in printed
 
 

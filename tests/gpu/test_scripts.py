@@ -55,7 +55,8 @@ def test_every_op_and_method_is_exact_over_processes():
     assert done.stdout.count("right: ") == 4 * 5 + 1 + 1
     done = run(*launch, HERE / "ranks.py", "--fp8", *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("right: scaled") == 5
+    for name in ("scaled", "scaled_rows", "scaled_blocks"):
+        assert done.stdout.count(f"right: {name} ") == 5
 
 
 @pytest.fixture

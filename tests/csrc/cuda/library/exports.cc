@@ -84,7 +84,7 @@ int64_t Setting(const char* name, int64_t otherwise) {
   return text != nullptr ? std::atoll(text) : otherwise;
 }
 
-// Returns options of H100 GPUs, with the attributes that XLA divides by.
+// Returns options of H100 GPUs, or of others with their limits, with the attributes that XLA divides by.
 EmulatedOptions Options() {
   EmulatedOptions options;
   options.num_devices = static_cast<int>(Setting("EMULATED_GPUS", 1));
@@ -93,7 +93,10 @@ EmulatedOptions Options() {
   options.max_delay_us = static_cast<int>(Setting("EMULATED_DELAY_US", 0));
   options.num_queues = static_cast<int>(Setting("EMULATED_QUEUES", options.num_queues));
   options.loads_drain_device = Setting("EMULATED_LOADS_DRAIN", 0) != 0;
+  const auto capability = static_cast<int>(Setting("EMULATED_CAPABILITY", 90));
   options.attributes = {
+      {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, capability / 10},
+      {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, capability % 10},
       {CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_X, 1024},
       {CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Y, 1024},
       {CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Z, 64},
