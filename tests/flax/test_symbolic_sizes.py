@@ -64,6 +64,23 @@ def test_kernels_that_share_an_fp8_state_are_exported():
     assert_trees_close(y, wanted)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", *nightly("current")])
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_gradients_and_states_of_kernels_that_share_a_scale_are_exported(
+    recipe, main_grad
+):
+    x = normal(0, (4, 8, 32))
+    options = {"fp8": RECIPES[recipe], "main_grad": main_grad}
+    with jax.set_mesh(mesh_of(1, 2)):
+        model = MultiHeadAttention(2, 32, rngs=nnx.Rngs(0), **options)
+        # Key and value have larger kernels and gradients than the query.
+        model.value.kernel[...] *= 4
+        apply, state = of_state(model)
+        run = jax.grad(lambda state, x: jnp.sum(apply(state, x) ** 2), (0, 1))
+        found, wanted = exported(run, (state, x), "batch, 8, 32"), run(state, x)
+    assert_trees_close(found, wanted, rtol=1e-3, atol=1e-2)
+
+
 @pytest.mark.parametrize("parallel", ["column", *nightly("row")])
 @pytest.mark.parametrize("recipe", ["block", "row"])
 def test_gradients_with_scales_of_blocks_and_rows_are_exported(parallel, recipe):

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -405,12 +406,23 @@ def _without_shard_map(layout, mesh, out_dtype, *operands):
         raise UnsupportedOverlapError(f"{layout.op}: {reason}, or {other}.")
     *others, state = operands
     kernels, replicated = others[1], layout.replicated()
+    sizes = None
     is_shared = isinstance(kernels, tuple) and not _has_separate_calls(layout, kernels)
-    if state is not None and is_shared:
-        # Only the first call updates the state that all kernels share.
-        state = (state, *(jax.lax.stop_gradient(state) for _ in kernels[1:]))
+    if is_shared and layout.fp8 is not None:
+        # The kernels share a scale and its state, so they are multiplied as one.
+        sizes = [layout.in_out(kernel.shape)[1] for kernel in kernels]
+        others[1:4] = (_joined(layout, each) for each in others[1:4])
     with lowering_log.falling_back(layout.op, reason):
-        return _shard_function(replicated, out_dtype, kernels)(*others, state)
+        y = _shard_function(replicated, out_dtype, others[1])(*others, state)
+    return y if sizes is None else tuple(jnp.split(y, np.cumsum(sizes)[:-1], axis=-1))
+
+
+def _joined(layout, arrays):
+    """Concatenates kernels, or their biases, along the output features."""
+    if arrays is None:
+        return None
+    is_transposed = layout.rhs_transposed and arrays[0].ndim == 2
+    return jnp.concatenate(arrays, 0 if is_transposed else -1)
 
 
 def _add(y, residual):
