@@ -59,23 +59,26 @@ class Contract {
     Expect(got, name, want);
   }
 
-  // Checks an operand of a GEMM whose first operand has dtype `first`. If the first is
-  // FP8, the operand may have another dtype, FP8 or wide.
+  // Checks an operand of a GEMM whose first operand has dtype `first`. If there are
+  // scales, the operand may have another dtype, FP8 or wide.
   void Factor(size_t index, const char* name, DType first, Tensor want) const {
     const DType dtype = call_.operands[index].dtype;
-    want.dtype = IsFp8(first) && InfoOf(dtype).is_operand ? dtype : first;
+    want.dtype = attributes_.has_scales && InfoOf(dtype).is_operand ? dtype : first;
     Operand(index, name, want);
   }
 
-  // Checks that there are scales exactly if the GEMMs' operands are FP8.
-  void Scales(DType first) const {
+  // Checks that there are scales exactly if an operand of the GEMMs is FP8.
+  void Scales() const {
     if (call_.scales.size() != NumScales(attributes_)) {
       Fail("takes " + std::to_string(NumScales(attributes_)) + " scales, got " +
            std::to_string(call_.scales.size()));
     }
-    if (IsFp8(first) != attributes_.has_scales) {
-      Fail("the operands are " + std::string(DTypeName(first)) + ", has_scales is " +
-           std::to_string(attributes_.has_scales));
+    // Without scales, all factors have the dtype of the first.
+    const auto first = call_.operands.begin();
+    const auto end = first + std::max<size_t>(1, call_.scales.size());
+    const bool has_fp8 = std::ranges::any_of(first, end, IsFp8, &Tensor::dtype);
+    if (has_fp8 != attributes_.has_scales) {
+      Fail(Describe(*first) + ", has_scales = " + std::to_string(!has_fp8));
     }
     for (size_t i = 0; i < call_.scales.size(); ++i) {
       const Tensor& scales = call_.scales[i];
@@ -392,7 +395,7 @@ void CheckCall(const CallAttributes& at, const RankCall& call) {
       CheckDgrad(at, call, contract);
       break;
   }
-  if (info.gemm != GemmKind::kNone) contract.Scales(call.operands[0].dtype);
+  if (info.gemm != GemmKind::kNone) contract.Scales();
   if (info.communicated == Communicated::kSeparateOperand) {
     CheckCommunicated(at, call, contract);
   }

@@ -72,7 +72,8 @@ struct CallAttributes {
   bool return_gathered = false;
   bool accumulate = false;
   float scale = 1;  // factor of the GEMM's result, applied before anything is added
-  bool has_scales = false;  // whether the GEMMs' operands are FP8, see RankCall::scales
+  // Whether an operand of the GEMMs is FP8. The others may be FP8 or wide.
+  bool has_scales = false;
   // Whether the scales belong to rows, columns or blocks, so that the ranks' differ.
   bool has_row_scales = false;
   Gather gather = Gather::kNone;
@@ -107,12 +108,13 @@ struct RankCall {
   std::vector<Tensor> operands;
   std::vector<Tensor> results;
   // With CallAttributes::has_scales, the scales of the GEMMs' operands, in the same
-  // order. Without has_row_scales there is one per tensor, f32. Several pairs (x_i, w_i)
-  // then have the same scales, and so have the ranks that gather or contract a tensor.
-  // With has_row_scales there is one for each row of an activation, or each row or
-  // column of a kernel, f32; or one for each block of 32 features or, in a kernel, of 32
-  // rows, e8m0. A row of an activation is sent with its scales. Scales that change along
-  // the contracted dimension are powers of two.
+  // order; the scale of a wide operand is 1. Without has_row_scales there is one per
+  // tensor, f32. Several pairs (x_i, w_i) then have the same scales, and so have the
+  // ranks that gather or contract a tensor. With has_row_scales there is one for each
+  // row of an activation, or each row or column of a kernel, f32; or one for each block
+  // of 32 features or, in a kernel, of 32 rows, e8m0. A row of an activation is sent
+  // with its scales. Scales that change along the contracted dimension are powers of
+  // two.
   std::vector<Tensor> scales = {};
   // XLA's partition id, in device memory. Set only if CallAttributes::devices is not
   // empty.

@@ -73,19 +73,25 @@ inline void AddScaled(const Tensor& wide,
   call.scales.push_back(scales);
 }
 
+// Which operands stay f32, with scale 1. kFirst: the operand that a layer calls x or dy.
+enum class WideOperands { kNone, kFirst, kOthers };
+
 // `at` must have scales. With `is_crossed`, the scales of kernels change along the other
-// dimension than usual: in a forward pass, along the outputs.
+// dimension than usual: in a forward pass, along the outputs. If there are wide
+// operands, `kind` must be kTensor.
 inline ScaledCalls MakeScaledCalls(const CallAttributes& at,
                                    const Sizes& sizes,
                                    ScaleKind kind,
                                    bool is_crossed,
-                                   Arrays& arrays) {
+                                   Arrays& arrays,
+                                   WideOperands wide_operands = WideOperands::kNone) {
   using jax_ub::GemmKind;
   const GemmKind gemm = jax_ub::InfoOf(at.op).gemm;
   const size_t num_factors = jax_ub::NumScales(at);
   const size_t first_kernel = gemm == GemmKind::kGatheredRows ? 1
                               : gemm == GemmKind::kWgrad      ? num_factors
                                                               : at.num_kernels;
+  const size_t num_first = gemm == GemmKind::kWgrad ? 1 : first_kernel;
   ScaledCalls made;
   made.wide = MakeCalls(at, sizes, arrays);
   for (RankCall& wide : made.wide) {
@@ -93,6 +99,14 @@ inline ScaledCalls MakeScaledCalls(const CallAttributes& at,
     call.operands.clear();
     for (size_t i = 0; i < num_factors; ++i) {
       const Tensor& of = wide.operands[i];
+      if (wide_operands ==
+          (i < num_first ? WideOperands::kFirst : WideOperands::kOthers)) {
+        Tensor one = arrays.Empty(1, 1, 1);
+        *reinterpret_cast<float*>(one.data) = 1;
+        call.operands.push_back(of);
+        call.scales.push_back(one);
+        continue;
+      }
       const bool is_kernel = i >= first_kernel;
       Tensor scales{DType::kF32, 1, 1, 1, nullptr};
       const bool is_along_rows = !is_kernel || at.rhs_transposed != is_crossed;
@@ -110,7 +124,8 @@ inline ScaledCalls MakeScaledCalls(const CallAttributes& at,
     }
     call.operands.insert(call.operands.end(), wide.operands.begin() + num_factors,
                          wide.operands.end());
-    if (gemm == GemmKind::kGatheredRows && at.return_gathered) {
+    if (gemm == GemmKind::kGatheredRows && at.return_gathered &&
+        wide_operands != WideOperands::kFirst) {
       Tensor& gathered = call.results.back();
       gathered.dtype = DType::kE4M3;
       gathered.data =
@@ -130,6 +145,7 @@ inline ScaledCalls MakeScaledCalls(const CallAttributes& at,
 inline void ScaledCalls::Dequantize(const CallAttributes& at) const {
   const size_t n = at.num_kernels;
   if (at.op != Op::kAllGatherMatmul || !at.return_gathered) return;
+  if (!jax_ub::IsFp8(calls[0].results[n].dtype)) return;
   for (size_t rank = 0; rank < calls.size(); ++rank) {
     const Tensor& values = calls[rank].results[n];
     const Tensor& scales =
@@ -169,5 +185,6 @@ using jax_ub_test::ForEachScaling;
 using jax_ub_test::kBlockSizes;
 using jax_ub_test::MakeScaledCalls;
 using jax_ub_test::ScaleKind;
+using jax_ub_test::WideOperands;
 
 }  // namespace jax_ub

@@ -9,7 +9,7 @@ from covering import covering, nightly
 from jax.sharding import PartitionSpec as P
 from layouts import visible
 from operands import assert_equal, normal
-from programs import calls, compiled_text, on_ranks, tp_mesh
+from programs import by_method, calls, compiled_text, on_ranks, tp_mesh
 from scaled_operands import (
     COLUMN,
     COLUMNS,
@@ -69,6 +69,44 @@ def test_layers_overlap_by_every_method(mode, recipe, method):
         assert line.count("f8e4m3fn[") == 2
         scales = {"block": "f8e8m0fnu[", "row": "f32["}.get(recipe, "f32[1]")
         assert line.count(scales) == 2
+
+
+@pytest.mark.parametrize("mode", [COLUMN, ROW, SUM])
+def test_gradients_multiply_the_fp8_values(mode):
+    def gradients(*values):
+        return value_and_gradients(layer, *values)[1]
+
+    layer = on_tp(mode, linear(mode, CURRENT), 2)
+    text = compiled_text(jax.jit(gradients), *operands())
+    found = [line for line in text.splitlines() if "custom_call_target" in line]
+    assert [line.count("f8e4m3fn[") for line in found] == [1, 1]
+
+
+def test_the_gradients_of_a_name_may_be_bulk():
+    mesh = tp_mesh(2)
+    layer = linear(COLUMN, CURRENT, **by_method("bulk", mesh))
+    function = on_tp(COLUMN, layer, 2)
+    assert_exact(function, operands())
+    gradients = jax.jit(lambda *values: value_and_gradients(function, *values))
+    found = calls(compiled_text(gradients, *operands()))
+    assert found["bulk_all_gather"] == found["bulk_reduce_scatter"] == 1
+
+
+def test_scales_multiply_the_f32_sums_of_gradients():
+    x, w, dy = normal(0, (64, 16)), normal(1, (16, 8)), normal(2, (64, 8))
+    x, dy = x.astype("bfloat16"), dy.astype("bfloat16")
+    recipe = ub.fp8.Float8CurrentScaling()
+
+    def loss(main_grad):
+        a, kernel = quantized(recipe, x, w, axis_name=None)
+        y = ub.linear(a, kernel, main_grad=main_grad)
+        return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32))
+
+    found = jax.jit(jax.grad(loss))(jnp.zeros(w.shape, jnp.float32))
+    a, _ = quantized(recipe, x, w, axis_name=None)
+    wide_x, wide_dy = formulas.dequantize(a.values, a.scales), np.asarray(dy, float)
+    bound = (64 + 4) * 2.0**-24 * (np.abs(wide_x.T) @ np.abs(wide_dy))
+    assert np.all(np.abs(wide_x.T @ wide_dy - found) <= bound)
 
 
 @covering(mode=[COLUMN, ROW, SUM], method=["direct", "ring_exchange"])

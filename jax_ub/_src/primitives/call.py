@@ -88,9 +88,9 @@ class Call:
     is_batchable: ClassVar[bool] = True
 
     execution: Execution
-    # Whether the GEMMs multiply FP8 values. Then the last `num_scales` operands of the
-    # primitive are the scales of the GEMMs' operands, in the same order. All other
-    # methods get the operands without scales.
+    # Whether the GEMMs multiply FP8 values by FP8 or wide values. Then the last
+    # `num_scales` operands of the primitive are the scales of the GEMMs' operands, in
+    # the same order. All other methods get the operands without scales.
     has_scales: bool = False
     # Whether the scales belong to rows, columns or blocks. Otherwise each tensor has
     # one, of shape [1], which is the same on all ranks that share the tensor.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ub._src import dtypes
 from jax_ub._src.primitives import vma
 from jax_ub._src.scaled_array import ScaledArray, values_of
 
@@ -50,11 +51,16 @@ def scale_fields(scales: Sequence[jax.Array]) -> dict[str, bool]:
 def with_scales(
     operands: Sequence[jax.Array], scales: Sequence[jax.Array]
 ) -> tuple[Operand, ...]:
-    """Combines operands and their scales to `ScaledArray`s, if there are scales."""
+    """Combines FP8 operands and their scales to `ScaledArray`s, if there are scales.
+
+    It is the inverse of `scales_of`: the scale of a wide operand, 1, is left out.
+    """
     if not scales:
         return tuple(operands)
     return tuple(
         ScaledArray(x, scale.reshape(()) if scale.ndim == 1 else scale)
+        if x.dtype in dtypes.FP8
+        else x
         for x, scale in zip(operands, scales, strict=True)
     )
 

@@ -2,8 +2,9 @@
 
 If a recipe quantizes the layer's operands, it also quantizes the gradients of the
 results, and the backward pass multiplies FP8 operands, too. If the caller has quantized
-them, the backward pass multiplies the gradients by operands that are dequantized to the
-dtype from which they were quantized. All-gathered operands and residuals are FP8.
+them, the backward pass multiplies the gradients, in the dtype from which the operands
+were quantized, by the FP8 operands. Where the engine cannot, the operands are
+dequantized to this dtype first. All-gathered operands and residuals are FP8.
 """
 
 import dataclasses
@@ -125,7 +126,7 @@ def scaled_gradients(
     if config.fp8 is not None:
         if dys:
             dys, new_state = _quantized_gradients(config, dys, saved["state"])
-    else:
+    elif not _multiplies_wide_by_fp8(config, saved):
         if gathers and saved["x"] is not None and dys:
             gathered = all_gather(config.collective, saved["x"])
             saved = {**saved, "x": None, "gathered": gathered}
@@ -135,6 +136,19 @@ def scaled_gradients(
     if saved["main_grads"] is None:
         dws = {i: _cotangent(dw, w_dtypes[i]) for i, dw in dws.items()}
     return _cotangent(dx, x_dtype), dws, new_state
+
+
+def _multiplies_wide_by_fp8(config, saved):
+    """Returns whether the engine multiplies wide gradients by the saved FP8 operands.
+
+    cuBLASLt does not. The scales of rows may change along the dimension that a gradient
+    contracts, and the engine would multiply them by the FP8 values with one rounding,
+    which is exact only for powers of two.
+    """
+    leaves = jax.tree.leaves(saved, is_leaf=is_scaled)
+    return not config.is_on_cuda and all(
+        leaf.scales.ndim == 0 for leaf in leaves if is_scaled(leaf)
+    )
 
 
 def _quantized_gradients(config, dys, state):
