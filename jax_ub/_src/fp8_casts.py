@@ -1,11 +1,13 @@
 """Computes scales of rows and blocks, and FP8 values with given scales."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_ub._src import reference
@@ -16,6 +18,11 @@ _ROW_EPSILON = 1e-12
 # The bits of an f32 number: width of the significand, significand of 1.75, and bias of
 # the exponent. The largest number of both FP8 formats is 1.75 times a power of two.
 _SIGNIFICAND_BITS, _SIGNIFICAND_OF_MAX, _EXPONENT_BIAS = 23, 0x600000, 127
+_EXPONENT_MASK = 0xFF << _SIGNIFICAND_BITS
+# The least size of arrays that `_rounded_by_addition` rounds. XLA:CPU divides its
+# kernel among more threads than a conversion, which costs more than it saves for small
+# arrays. Measured by timing casts on 1 to 8 devices of two Zen 5 cores.
+_LEAST_ADDITIONS = 1 << 15
 
 
 def amax_of(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
@@ -24,7 +31,9 @@ def amax_of(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
     It is infinite if there is a NaN: `jax.lax.pmax` would drop a NaN, and the recipes
     treat both alike.
     """
-    amax = jnp.max(jnp.abs(x), axis=axes, keepdims=True).astype(jnp.float32)
+    # XLA:CPU computes the largest of |x| at half the speed of both.
+    largest, smallest = (f(x, axis=axes, keepdims=True) for f in (jnp.max, jnp.min))
+    amax = jnp.maximum(largest, -smallest).astype(jnp.float32)
     return jnp.where(jnp.isnan(amax), jnp.inf, amax)
 
 
@@ -40,7 +49,38 @@ def cast(x: jax.Array, scales: jax.Array, dtype) -> jax.Array:
 
 def _saturated(x, dtype):
     largest = float(jnp.finfo(dtype).max)
-    return jnp.clip(x, -largest, largest).astype(dtype)
+    x = jnp.clip(x, -largest, largest)
+    if x.size < _LEAST_ADDITIONS:
+        return x.astype(dtype)
+    return lax.platform_dependent(
+        x,
+        cpu=functools.partial(_rounded_by_addition, dtype=dtype),
+        default=lambda x: x.astype(dtype),
+    )
+
+
+def _rounded_by_addition(x, dtype):
+    """Returns `x.astype(dtype)`, in a third of the time of XLA:CPU's conversion.
+
+    If |x| is added to 2^23 times the distance of the FP8 numbers around it, the f32 sum
+    is rounded to a multiple of this distance, which its last bits contain.
+    """
+    info = jnp.finfo(dtype)
+    shift = _SIGNIFICAND_BITS - info.nmant
+    least_exponent = (_EXPONENT_BIAS + info.minexp) << _SIGNIFICAND_BITS
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    # The bits of the largest power of two up to |x|, and of at least the smallest
+    # normal FP8 number.
+    exponent = jnp.maximum(bits & _EXPONENT_MASK, least_exponent)
+    addend = exponent + (shift << _SIGNIFICAND_BITS)
+    sums = jnp.abs(x) + lax.bitcast_convert_type(addend, jnp.float32)
+    multiple = lax.bitcast_convert_type(sums, jnp.int32) - addend
+    magnitude = ((exponent - least_exponent) >> shift) + multiple
+    nan = int(np.array(np.nan, dtype).view(np.uint8))
+    magnitude = jnp.where(jnp.isnan(x), nan, magnitude)
+    sign = lax.shift_right_logical(bits, 24) & 0x80
+    values = (magnitude | sign).astype(jnp.uint8)
+    return lax.bitcast_convert_type(values, dtype)
 
 
 def _divided_by_blocks(x, scales):

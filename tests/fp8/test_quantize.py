@@ -1,5 +1,7 @@
 """`ub.quantize` against formulas in numpy and ml_dtypes."""
 
+import functools
+
 import fp8_formulas as formulas
 import jax
 import jax.numpy as jnp
@@ -58,6 +60,37 @@ def test_casts_do_not_round_to_bf16_or_f16_first():
     found = np.asarray(jax.jit(fp8_casts.cast, static_argnums=2)(x, jnp.ones(1), E4M3))
     same_bits(found, np.asarray(x).astype(E4M3))
     assert np.any(found != np.asarray(x).astype(jnp.bfloat16).astype(E4M3))
+
+
+def codes(x):
+    """Returns the bits of FP8 numbers."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint8)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_casts_have_the_bits_of_xlas_conversion(dtype):
+    # The codes of NaN and the sign of zero, too.
+    every_bf16 = jnp.asarray(np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16))
+    bits = np.random.default_rng(0).integers(1 << 32, size=1 << 20, dtype=np.uint32)
+    # The other f32 numbers with an FP8 exponent, and with any last bits.
+    dense = np.arange(0x32000000, 0x48000000, 0x101, dtype=np.uint32)
+    numbers = (bits, dense, dense | 0x80000000)
+    largest = float(jnp.finfo(dtype).max)
+    ties = np.resize(edges(dtype), 1 << 16)  # smaller arrays are converted by XLA
+    for x in (every_bf16, ties, *(n.view(np.float32) for n in numbers)):
+        found = jax.jit(lambda x: codes(fp8_casts.cast(x, jnp.ones(1), dtype)))(x)
+        wide = jnp.asarray(x, jnp.float32)
+        clipped = jnp.clip(wide, -largest, largest)
+        np.testing.assert_array_equal(found, codes(clipped.astype(dtype)))
+
+
+def test_casts_for_gpus_use_xlas_conversion():
+    cast = jax.jit(functools.partial(fp8_casts.cast, dtype=E4M3))
+    operands = jnp.ones((256, 256)), jnp.ones((1, 1))
+    for platform, has_it in (("cuda", True), ("cpu", False)):
+        text = cast.trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+        to_fp8 = [line for line in text.splitlines() if "f8E4M3FN>" in line]
+        assert any("stablehlo.convert" in line for line in to_fp8) == has_it
 
 
 @covering(
