@@ -14,7 +14,7 @@ from jax_ub import __main__
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 # Pages whose Python blocks are one program.
 PROGRAMS = [
-    *("equinox", "flax", "fsdp", "megatron", "ops", "quickstart", "retrofit"),
+    *("equinox", "flax", "fp8", "fsdp", "megatron", "ops", "quickstart", "retrofit"),
     *("transformer_engine", "which_api", "write_model"),
 ]
 # Each block of the other pages is run after these lines, and what its page needs.
@@ -25,7 +25,6 @@ import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 import jax_ub as ub
-from jax_ub.flax import OverwriteWithGradient, TransformerLayer
 x, w = np.ones((8, 64), np.float32), np.ones((64, 64), np.float32)
 """
 MESH = """
@@ -34,11 +33,6 @@ mesh = jax.make_mesh((8,), ("tp",))
 """
 FRAGMENTS = {
     "explain": "params, batch, loss = w, x, lambda w, x: jnp.sum(x @ w)",
-    "fp8": f"""{MESH}
-tokens, features, tp_size = 64, 64, 8
-recipe = ub.fp8.DelayedScaling()
-params, state = w, ub.fp8.init_state(recipe)
-loss = lambda w, s: jnp.sum(ub.linear(x, w, fp8=recipe, fp8_state=s))""",
     "initialize_ub": f"""{MESH}
 batch, sequence, hidden, tp_size = 2, 128, 64, 8
 open("tp_comm_overlap.yaml", "w").write("qkv_fprop: {{num_sm: 4}}")""",
