@@ -9,7 +9,6 @@ import tomllib
 
 import sphinx.util.inspect
 from docutils import nodes
-from pygments.lexers.special import TextLexer
 from sphinx.util import logging
 
 project = "jax_ub"
@@ -131,10 +130,9 @@ def title_links(app, doctree, docname):
 
 
 def setup(app):
-    """Connects the functions above, and shows diagrams as their source."""
+    """Connects the functions above."""
     app.connect("doctree-resolved", title_links)
     app.connect("autodoc-process-signature", readable_signature)
     # Runs before napoleon, which has the default priority of 500.
     app.connect("autodoc-process-docstring", markdown_to_rst, priority=400)
     app.connect("env-check-consistency", check_that_every_public_name_is_documented)
-    app.add_lexer("mermaid", TextLexer)

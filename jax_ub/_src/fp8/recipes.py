@@ -34,7 +34,11 @@ class Format(enum.Enum):
     HYBRID = "HYBRID"
 
     def dtype(self, role: str) -> np.dtype:
-        """Returns the FP8 dtype of a tensor; `role` is one of `ROLES`."""
+        """Returns the FP8 dtype of a tensor.
+
+        Args:
+            role: "input", "kernel" or "output_grad".
+        """
         is_gradient = role == OUTPUT_GRAD
         if self is Format.E5M2 or (self is Format.HYBRID and is_gradient):
             return np.dtype(jnp.float8_e5m2)
@@ -176,7 +180,8 @@ class Float8CurrentScaling:
     def amax_epsilon(self, role: str) -> float:
         """Returns the lower bound to which a smaller amax of a tensor is raised.
 
-        `role` is one of `ROLES`.
+        Args:
+            role: "input", "kernel" or "output_grad".
         """
         return getattr(self, _QPARAMS[role]).amax_epsilon
 

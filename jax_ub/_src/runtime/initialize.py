@@ -102,7 +102,6 @@ def initialize_ub(  # noqa: PLR0913, pinned
         ConfigurationTypeError: if an argument has the wrong type.
         ShapeContractError: if `axis_name` is not a name or a tuple of names.
         UnknownNameError: if a name, a key, a method or a backend is unknown.
-        UnsupportedOverlapError: if FP8 is requested.
         LifecycleError: if the axis is initialized already.
         CommunicatorError: if another process failed or has different arguments, or if
             there is not enough memory for the buffers.

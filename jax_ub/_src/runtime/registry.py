@@ -57,22 +57,7 @@ class LayerName(str):
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """A named overlap: the method, sizes and buffer of all calls with this name.
-
-    Attributes:
-        name: the overlap's name, such as "qkv_fprop".
-        method: the method's name, such as "ring_exchange".
-        comm_type: whether it all-gathers or reduce-scatters.
-        config: the complete configuration, including defaults.
-        buffer_shape: shape `[rows, features]` of a rank's buffer at capacity.
-        buffer_dtype: dtype of the buffer; uint8 for FP8.
-        mode: quantization mode of the operands.
-        axis_name: the mesh axis.
-        tp_size: P, the size of the mesh axis.
-        is_configured: whether the user configured it. Otherwise it has Transformer
-            Engine's defaults.
-        size_bytes: bytes of the buffer at capacity.
-    """
+    """A named overlap. The attributes are documented in `CommOverlap`."""
 
     name: str
     method: str
@@ -106,16 +91,34 @@ class Overlap:
 
 
 class CommOverlap(Overlap):
-    """A named overlap whose method is not "ring_exchange"; `get_ub` returns it.
+    """A named overlap: the method, sizes and buffer of all calls with this name.
 
-    Transformer Engine: `CommOverlap`. Attributes: see `Overlap`.
+    `get_ub` returns it if the method is not "ring_exchange".
+
+    Transformer Engine: `CommOverlap`.
+
+    Attributes:
+        name: the overlap's name, such as "qkv_fprop".
+        method: the method's name, such as "ring_exchange".
+        comm_type: whether it all-gathers or reduce-scatters.
+        config: the complete configuration, including defaults.
+        buffer_shape: shape `[rows, features]` of a rank's buffer at capacity.
+        buffer_dtype: dtype of the buffer; uint8 for FP8.
+        mode: quantization mode of the operands.
+        axis_name: the mesh axis.
+        tp_size: P, the size of the mesh axis.
+        is_configured: whether the user configured it. Otherwise it has Transformer
+            Engine's defaults.
+        size_bytes: bytes of the buffer at capacity.
     """
 
 
 class CommOverlapP2P(Overlap):
     """A named overlap whose method is "ring_exchange"; `get_ub` returns it.
 
-    Transformer Engine: `CommOverlapP2P`. Attributes: see `Overlap`.
+    It has the attributes of `CommOverlap`.
+
+    Transformer Engine: `CommOverlapP2P`.
     """
 
 
