@@ -58,6 +58,12 @@ def test_recorded_steps_are_those_of_the_schedule(op, method):
             ] == [(s.kind, s.chunk, s.split, s.peer, s.payload) for s in steps]
 
 
+def test_a_direct_call_has_no_steps_of_chunks():
+    assert {span.kind for span in traced("all_gather_matmul", "direct").spans} == {
+        *("call", "gather", "unit")
+    }
+
+
 def test_recorded_steps_of_aggregated_chunks_are_those_of_the_schedule():
     cfgs = {"qkv_fprop": {"aggregate": True}}
     mesh = tp_mesh(4)

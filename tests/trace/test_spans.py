@@ -47,6 +47,20 @@ def parts():
     ]
 
 
+@pytest.mark.parametrize(
+    ("label", "where", "title"),
+    [
+        ("column (ub_name 'up')", "up", "wgrad (up)"),
+        ("column (ub_name 'u...)", "'u...", "wgrad ('u...)"),
+        ("column", "column", "wgrad (column)"),
+        ("wgrad", "wgrad", "wgrad"),
+    ],
+)
+def test_title_of_a_call_has_its_op_and_the_layer(label, where, title):
+    call = dataclasses.replace(CALL, label=label, op="wgrad")
+    assert (call.where, call.title) == (where, title)
+
+
 def test_equal_calls_of_all_processes_are_merged():
     found = spans.merge(parts())
     assert found.calls == (CALL,)
@@ -113,7 +127,7 @@ def test_json_has_a_track_per_device_and_arrows_from_put_to_wait():
     assert {"wait for calls", "put 0 to 1", "multiply 0", "wait 1 from 1"} <= set(
         titles
     )
-    assert {"op 'a'", "GEMM of chunk 0"} <= set(titles)
+    assert {"all_gather_matmul (op 'a')", "GEMM of chunk 0"} <= set(titles)
     arrows = [(e["ph"], e["id"], e["pid"], e["ts"]) for e in events if e["ph"] in "sf"]
     assert arrows == [
         ("s", 0, 1, 5.999),

@@ -1,10 +1,8 @@
 """Implements `ub.explain`, which finds overlap in a function's compiled program."""
 
-import ast
 import collections
 import dataclasses
 import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +18,7 @@ from jax_ub._src.primitives.call import Call
 from jax_ub._src.tables import format_count
 from jax_ub._src.tools.explain import hlo, report
 from jax_ub._src.tools.explain.report import HardwareLike, Row, Table, TraceLike, Waits
+from jax_ub._src.tools.trace.spans import ub_name_in
 
 # The key by which executions are counted: a call, and the shapes and dtypes of its
 # operands.
@@ -253,21 +252,12 @@ def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
 
 def _scope(stack, label):
     """Returns the `ub_name` in `label`, or else the user's scopes in a name stack."""
-    named = re.search(r"\(ub_name (.*)\)$", label)
-    if named:
-        return _text(named[1])
+    if named := ub_name_in(label):
+        return named
     internal = ("jit(", "shard_map", "shmap_body", "jvp(", "transpose(", "custom_vjp")
     parts = [p for p in stack.split("/") if p and not p.startswith(internal)]
     parts = [p for p in parts if not lowering_log.is_mark(p)]
     return "/".join(parts[:-1] if not label else parts) or label or stack
-
-
-def _text(shown):
-    """Returns the `ub_name` whose repr is `shown`, or `shown` if it was truncated."""
-    try:
-        return str(ast.literal_eval(shown))
-    except (SyntaxError, ValueError):
-        return shown
 
 
 def _count(jaxpr: core.Jaxpr) -> dict[_CallSite, str]:

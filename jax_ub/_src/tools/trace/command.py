@@ -34,6 +34,10 @@ from jax_ub._src.tools.trace.spans import Trace
 
 EXAMPLE = "trace --op all_gather_matmul --tp 4 --json op.json"
 _NUM_WARMUP_CALLS = 2
+_HEADER = (
+    *("calls", "median us", "waits us", "where", "op", "method", "P"),
+    "operands of a rank",
+)
 # The options of --op, which are passed on to each process of a multi-process trace:
 # how to parse them, and their defaults.
 _OP_OPTIONS: dict[str, tuple[Callable[[str], Any], Any]] = {
@@ -104,25 +108,27 @@ def command(given: argparse.Namespace) -> int:
 
 
 def summary(trace: Trace) -> list[str]:
-    """Returns a table of a trace: for each call, its median time and average wait.
+    """Returns a table of a trace: for each op of a layer, its median time and wait.
 
-    A rank waits while it needs data from other ranks.
+    Calls are equal if layer, op, method and the operands' shapes and dtypes are. A rank
+    waits while it needs data from other ranks.
     """
-    indices: dict[str, list[int]] = {}
+    indices: dict[tuple[Any, ...], list[int]] = {}
     for index, call in enumerate(trace.calls):
-        indices.setdefault(call.label, []).append(index)
+        key = (call.label, call.op, call.method, call.num_ranks, call.operands)
+        indices.setdefault(key, []).append(index)
     waiting_s = trace.waiting_s()
     rows = []
-    for label, equal in indices.items():
+    for equal in indices.values():
         call = trace.calls[equal[0]]
         median_s = statistics.median_high(map(trace.seconds_of, equal))
         mean_s = statistics.fmean(waiting_s[index] for index in equal)
-        text = f"{label}, {call.method}, P = {call.num_ranks}"
-        rows.append((len(equal), f"{1e6 * median_s:.1f}", f"{1e6 * mean_s:.1f}", text))
-    header = ("calls", "median us", "waits us", "call")
+        times = (f"{1e6 * median_s:.1f}", f"{1e6 * mean_s:.1f}")
+        what = (call.where, call.op, call.method, call.num_ranks, call.operands)
+        rows.append((len(equal), *times, *what))
     if not rows:
         return ["no call of jax_ub ran on the CPU engine"]
-    lines = format_table(header, rows, right=(0, 1, 2))
+    lines = format_table(_HEADER, rows, right=(0, 1, 2, 6))
     if trace.num_dropped:
         lines.append(f"{trace.num_dropped} spans were dropped: the buffers were full")
     return lines

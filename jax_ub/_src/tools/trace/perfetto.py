@@ -102,7 +102,7 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
 
 def _title(span: Span, call: Call) -> str:
     if span.kind == CALL:
-        return call.label
+        return call.title
     if span.kind == GATHER:
         return "wait for calls"
     if span.kind == UNIT:

@@ -1,8 +1,10 @@
 """Data types of a trace: calls, and the time spans of ranks and threads in them."""
 
+import ast
 import collections
 import dataclasses
 import functools
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,6 +41,27 @@ class Call:
     devices: tuple[int, ...]
     operands: str
     variant: str = "plain"
+
+    @property
+    def where(self) -> str:
+        """Returns the user's name for the call, or else its label."""
+        return ub_name_in(self.label) or self.label
+
+    @property
+    def title(self) -> str:
+        """Returns the op and where it is called, such as "wgrad (up)"."""
+        return self.op if self.where == self.op else f"{self.op} ({self.where})"
+
+
+def ub_name_in(label: str) -> str:
+    """Returns the `ub_name` that a call's label ends with, or ""."""
+    found = re.search(r"\(ub_name (.*)\)$", label)
+    if not found:
+        return ""
+    try:
+        return str(ast.literal_eval(found[1]))
+    except (SyntaxError, ValueError):  # the label has a truncated name
+        return found[1]
 
 
 @dataclasses.dataclass(frozen=True)
