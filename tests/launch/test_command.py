@@ -204,6 +204,26 @@ print("saw it")
     assert (status, out) == (3, "[0] saw it\n")
 
 
+def test_each_failure_before_the_signal_is_reported(script, tmp_path):
+    # Process 2 fails when the launcher has seen the exit of process 1.
+    text = """
+import os, pathlib, sys, time
+pid, new = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1] + ".new")
+if os.environ["SLURM_PROCID"] == "1":
+    new.write_text(str(os.getpid()))
+    new.rename(pid)
+    sys.exit(1)
+while not pid.exists() or pathlib.Path("/proc", pid.read_text()).exists():
+    time.sleep(0.01)
+sys.exit(int(os.environ["SLURM_PROCID"]))
+"""
+    words = tmp_path / "pid"
+    status, _, err = launch("-n", 3, "--linger", HANGS_S, script(text), words)
+    assert status == 1
+    ended = r"process (\d) \(pid \d+\) ended with exit status (\d)"
+    assert re.findall(ended, err) == [("1", "1"), ("2", "2")]
+
+
 def test_timeout_ends_processes_that_ignore_signals(script):
     text = """
 import signal, time

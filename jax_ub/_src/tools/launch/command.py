@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     timeout = "end all processes after this time, with exit status 124"
     add("--timeout", help=timeout, **times)
     linger = "how long the other processes may run on after one failed, to print "
-    linger += "their errors (default: 0)"
+    linger += "their errors and statuses (default: 0)"
     add("--linger", default=0.0, help=linger, **times)
     grace = "from the signal that ends a process to SIGKILL (default: 5)"
     add("--grace", default=5.0, help=grace, **times)
@@ -60,8 +60,8 @@ def run(given: argparse.Namespace) -> int:
     """Runs the user's program in all processes of a job, and waits for their exit.
 
     Returns:
-        0 if all processes exited with 0; otherwise the exit status of the first one
-        that failed, or 128 + n if signal n ended it; 124 after `--timeout`.
+        0 if all processes exited with 0; otherwise the status of the first process that
+        exited with another one, or 128 + n if signal n ended it; 124 after `--timeout`.
     """
     if sys.platform != "linux":
         raise LaunchError(

@@ -205,6 +205,7 @@ class Supervisor:
         """Starts the processes of `job`, a JSON object from `command.run`."""
         self._job, self._status = job, 0
         self._failed: Rank | None = None
+        self._is_ending = False  # whether the ranks have been sent a signal
         self._num_lines = 0  # lines written when the first rank failed
         self._ranks: list[Rank] = []
         self._events = selectors.DefaultSelector()
@@ -284,11 +285,13 @@ class Supervisor:
         for relay in (rank.stdout, rank.stderr):
             self._ignore(relay.source)
             relay.close()
-        if status and not self._status:
-            self._failed = rank
-            self._num_lines = self._lines_written()
+        is_first = not self._status
+        if status and (is_first or not self._is_ending):
             seconds = time.monotonic() - self._begin
             self._say(f"{rank} after {seconds:.1f} s.")
+        if status and is_first:
+            self._failed = rank
+            self._num_lines = self._lines_written()
             self._end(128 - status if status < 0 else status)
 
     def _end(self, status, number=signal.SIGTERM, linger_s=None):
@@ -302,6 +305,7 @@ class Supervisor:
         self._after(linger_s + self._job["grace_s"], lambda: self._send(signal.SIGKILL))
 
     def _send(self, number):
+        self._is_ending = True
         for rank in self._running:
             rank.send(number)
 
