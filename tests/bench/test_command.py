@@ -38,7 +38,12 @@ def test_a_quick_run_writes_every_figure(op, tmp_path, capsys):
         assert result["dtype"] == "float32"
         assert result["times_us"]["jax_ub"]["median"] > 0
         assert result["speedups"]["xla_best"]["median"] > 0
-    assert op in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert op in printed
+    lines = [line for line in printed.split("\n\n")[1].splitlines() if line]
+    head, _, *rows = ([c.strip() for c in li.strip("|").split("|")] for li in lines)
+    for name, *values in zip(head, *rows, strict=True):
+        assert any(values), name
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "mxfp8", *nightly("rowwise")])

@@ -30,7 +30,7 @@ def cells(line):
 
 
 def test_a_line_shows_time_speedups_and_shares():
-    table = report.results_table(["bfloat16"])
+    table = report.results_table(["bfloat16"], ["all_gather_matmul"])
     head = cells(table.head().splitlines()[0])
     line = dict(zip(head, cells(table.row(example())), strict=True))
     assert line["op"] == "all_gather_matmul"
@@ -44,7 +44,9 @@ def test_a_line_shows_time_speedups_and_shares():
 
 def test_fp8_has_other_peers():
     def heads(*dtypes):
-        return cells(report.results_table(dtypes).head().splitlines()[0])
+        return cells(
+            report.results_table(dtypes, ["linear_pair"]).head().splitlines()[0]
+        )
 
     fp8, wide = {"bf16", "xla_f8", "xla_qdq"}, {"xla_best", "xla_naive", "xla_ring"}
     assert fp8 < set(heads("fp8"))
@@ -65,16 +67,32 @@ def test_a_line_of_a_thread_count_shows_its_time_over_that_of_the_first():
     assert line["plain_gemm"] == "0.90"
 
 
+def test_columns_without_values_are_left_out(monkeypatch):
+    def columns(*ops):
+        return set(cells(report.results_table(["float32"], ops).head().splitlines()[0]))
+
+    monkeypatch.setattr(report, "has_onednn", lambda: True)
+    assert {"onednn", "xla_naive", "peak"} < columns("gemm")
+    assert columns("gemm").isdisjoint({"unfused", "xla_ring", "plain_gemm", "pallas"})
+    assert "unfused" in columns("fused", "gemm")
+    assert columns("linear_pair").isdisjoint({"unfused", "onednn"})
+    assert columns("latency").isdisjoint({"GF/s", "peak", "copy", "xla_naive"})
+    monkeypatch.setattr(report, "has_onednn", lambda: False)
+    assert "onednn" not in columns("gemm")
+
+
 def test_disturbed_cases_are_listed():
     calm = example()
     busy = dataclasses.replace(calm, elsewhere=0.25)
     name = "all_gather_matmul 512x1024x2816 bfloat16 P=8"
     lines = report.sections([calm, busy], []).splitlines()
     assert lines[-1] == f"{name}: 25% of the machine"
+    assert "The ratios of these cases are not valid" in lines[-3]
+    assert [one.as_json()["is_disturbed"] for one in (calm, busy)] == [False, True]
 
 
 def test_the_table_is_markdown():
-    table = report.results_table(["bfloat16"])
+    table = report.results_table(["bfloat16"], ["all_gather_matmul"])
     head, rule = table.head().splitlines()
     assert head.count("|") == rule.count("|") == table.row(example()).count("|")
     assert set(rule) == {"|", "-"}

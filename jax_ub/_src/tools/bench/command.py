@@ -191,7 +191,7 @@ def _run(given, chosen):
     devices.start("bench", max(chosen.devices), given.platform)
     about = report.environment()
     title = report.describe(about, f'method "{chosen.method}", {chosen.rounds} rounds')
-    table = report.results_table(chosen.dtypes, given.platform)
+    table = report.results_table(chosen.dtypes, chosen.ops, given.platform)
     if chosen.threads:
         table = report.THREADS
     console.say(given, f"{title}\n\n{table.head()}")

@@ -288,6 +288,11 @@ def find_onednn(dtype: str, layout: str) -> Callable[..., int] | str:
     return gemm
 
 
+def has_onednn() -> bool:
+    """Returns whether oneDNN is installed."""
+    return _onednn() is not None
+
+
 @functools.cache
 def _onednn():
     name = ctypes.util.find_library("dnnl")

@@ -25,13 +25,20 @@ from jax_ub._src.tables import (
 from jax_ub._src.tools import pictures
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case
+from jax_ub._src.tools.bench.linear import LINEAR_OPS
+from jax_ub._src.tools.bench.peers import has_onednn
 from jax_ub._src.tools.options import load_extra
 from jax_ub._src.tools.timing import PEAK, Rounds, Summary, ratio, summarize
 
 _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy")
 # A benchmark case is reported as disturbed if other processes used more than this share
-# of the CPU in a round.
+# of the CPU in a round. Its ratios are not valid: the programs of a round run one after
+# another, each under another load.
 _DISTURBED_SHARE = 0.1
+_DISTURBED = (
+    "Disturbed by other processes. The ratios of these cases are not valid: stop other "
+    "programs, or repeat with --patience 4"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +67,11 @@ class Result:
         return self.times_us[cases.OWN]
 
     @property
+    def is_disturbed(self) -> bool:
+        """Returns whether the load of other processes makes the ratios invalid."""
+        return self.elsewhere > _DISTURBED_SHARE
+
+    @property
     def gflops(self) -> float:
         """Returns the rate of jax_ub's program in GFLOP/s; 0 if it counts no FLOPs."""
         return self.case.flops / self.own.median / 1e3
@@ -69,7 +81,8 @@ class Result:
         case = found.pop("case")
         written = {c["name"]: c["variant"] for c in case.pop("candidates")}
         case["written"] = {name: text for name, text in written.items() if text}
-        return {**case, "gflops": self.gflops, **found}
+        more = {"gflops": self.gflops, "is_disturbed": self.is_disturbed}
+        return {**case, **more, **found}
 
 
 def evaluate(case: Case, rounds: Rounds, threads: int | None = None) -> Result:
@@ -171,14 +184,39 @@ class Table:
 _CASE = ("op", "P", "dtype", "M x K x N")
 
 
-def results_table(dtypes: Sequence[str], platform: str = "cpu") -> Table:
-    """Returns the table of results of these dtypes, with a column for each peer."""
+# The ops whose cases have a value in a column, where not all have it.
+_LINEAR = (*LINEAR_OPS, "small")
+_GEMMS = (*_LINEAR, "gemm", "dgrad_add", "wgrad_accumulate")
+_OPS_WITH = {
+    "GF/s": (*_GEMMS, "fused"),
+    cases.NAIVE: _GEMMS,
+    cases.RING: _LINEAR,
+    cases.ONEDNN: ("gemm",),
+    cases.UNFUSED: ("fused",),
+    cases.PALLAS: ("all_gather_matmul", "small"),
+    cases.PLAIN: (*_LINEAR, "dgrad_add", "wgrad_accumulate"),
+    cases.COPY: _GEMMS,
+    PEAK: (*_GEMMS, "fused"),
+}
+
+
+def results_table(
+    dtypes: Sequence[str], ops: Sequence[str], platform: str = "cpu"
+) -> Table:
+    """Returns the table of results, without columns that the ops cannot fill."""
     is_fp8 = [dtype in cases.FP8_RECIPES for dtype in dtypes]
-    peers = cases.FP8_PEERS * any(is_fp8)
+    peers: tuple[str, ...] = cases.FP8_PEERS * any(is_fp8)
     if not all(is_fp8):
         on_gpus = (cases.PALLAS,) * (platform != "cpu")
         peers = cases.WIDE_PEERS + on_gpus + peers
-    return Table(*_CASE, *_TIMES, *peers, cases.PLAIN, cases.COPY, PEAK)
+    columns = [
+        name
+        for name in (*_TIMES, *peers, cases.PLAIN, cases.COPY, PEAK)
+        if not set(ops).isdisjoint(_OPS_WITH.get(name, ops))
+    ]
+    if cases.ONEDNN in columns and not (platform == "cpu" and has_onednn()):
+        columns.remove(cases.ONEDNN)
+    return Table(*_CASE, *columns)
 
 
 THREADS = Table(
@@ -196,10 +234,10 @@ def sections(results: Sequence[Result], fallbacks: Sequence[Fallback]) -> str:
     found = {
         "Memory in addition to operands and results, per device": _memory(results),
         "Missing": [note for result in results for note in result.case.notes],
-        "Disturbed by other processes": [
+        _DISTURBED: [
             f"{result.case.title}: {result.elsewhere:.0%} of the machine"
             for result in results
-            if result.elsewhere > _DISTURBED_SHARE
+            if result.is_disturbed
         ],
         "NOT overlapped, run as plain jax.lax": [
             f"{fallback.label}: {fallback.reason}" for fallback in fallbacks
