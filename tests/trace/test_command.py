@@ -171,6 +171,23 @@ def test_arguments_of_the_script_are_passed_unchanged(
     assert "['--', '--json', 'x']" in capsys.readouterr().out
 
 
+def test_options_behind_the_script_are_noted(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    options = ["--json", "x", "--steps", "--devices-per-process=2"]
+    assert __main__.main(["trace", str(script), *options]) == 0
+    out, err = capsys.readouterr()
+    assert str(options) in out
+    assert err == (
+        "trace: note: the script gets --json, --devices-per-process. Options of trace "
+        "itself precede the script.\n"
+    )
+    assert __main__.main(["trace", str(script), "--steps", "--", "--json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_unknown_option_shows_the_usage_of_the_command(capsys):
     with pytest.raises(SystemExit):
         __main__.main(["trace", "--bogus"])

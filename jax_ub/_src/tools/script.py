@@ -1,5 +1,6 @@
 """Runs a user's Python script for the commands `trace` and `explain`."""
 
+import argparse
 import pathlib
 import runpy
 import sys
@@ -19,6 +20,25 @@ def split_program(program: list[str]) -> list[str]:
     Before Python 3.13, argparse keeps the "--".
     """
     return program[program[:1] == ["--"] :]
+
+
+def note_options_after(
+    command: str, given: argparse.Namespace, arguments: Sequence[str]
+) -> None:
+    """Prints a note on stderr if a script's arguments are options of the command.
+
+    The script gets everything after its path, so that the command ignores them.
+    Arguments after "--" are meant for the script.
+    """
+    known = {f"--{name.replace('_', '-')}" for name in vars(given)}
+    end = [*arguments, "--"].index("--")
+    words = dict.fromkeys(word.partition("=")[0] for word in arguments[:end])
+    found = ", ".join(word for word in words if word in known)
+    if found:
+        sys.stderr.write(
+            f"{command}: note: the script gets {found}. Options of {command} itself "
+            "precede the script.\n"
+        )
 
 
 def check_script(

@@ -23,10 +23,15 @@ from jax_ub._src.tools import console
 from jax_ub._src.tools.explain import hlo, program
 from jax_ub._src.tools.explain.report import find_hardware
 from jax_ub._src.tools.options import name_of
-from jax_ub._src.tools.script import check_script, run_script, split_program
+from jax_ub._src.tools.script import (
+    check_script,
+    note_options_after,
+    run_script,
+    split_program,
+)
 from jax_ub._src.tools.trace.recorder import Recording, trace
 
-EXAMPLE = "explain --hardware h100 train.py --steps 3"
+EXAMPLE = "explain --json found.json train.py --steps 3"
 # JAX's event for a program that XLA compiles or that the compilation cache returns.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -39,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hardware = f"predict for {', '.join(HARDWARE)} (default: what is here)"
     parser.add_argument("--hardware", type=name_of(HARDWARE), help=hardware)
     console.add_json(parser, "the table", has_program=True)
-    program = "a program and its arguments"
+    program = "a program and its arguments; options of explain precede it"
     # PARSER includes options and "--" of the program.
     parser.add_argument(
         "program", nargs=argparse.PARSER, metavar="script.py", help=program
@@ -54,6 +59,7 @@ def command(given: argparse.Namespace) -> int:
     """
     script, *arguments = split_program(given.program)
     check_script("explain", script)
+    note_options_after("explain", given, arguments)
     with tempfile.TemporaryDirectory() as folder:
         # XLA reads the dump folder when the script starts the backend.
         settings.dump_compiled_programs(folder)

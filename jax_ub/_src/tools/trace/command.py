@@ -28,7 +28,12 @@ from jax_ub._src.tools.options import (
     positive,
     value_of,
 )
-from jax_ub._src.tools.script import check_script, run_script, split_program
+from jax_ub._src.tools.script import (
+    check_script,
+    note_options_after,
+    run_script,
+    split_program,
+)
 from jax_ub._src.tools.trace import perfetto, recorder
 from jax_ub._src.tools.trace.spans import Trace
 
@@ -70,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "program",
         nargs=argparse.REMAINDER,
         metavar="script.py ...",
-        help="a program and its arguments",
+        help="a program and its arguments; options of trace precede it",
     )
     parser.set_defaults(run=command)
 
@@ -82,6 +87,8 @@ def command(given: argparse.Namespace) -> int:
     """
     program = split_program(given.program)
     _check(given, program)
+    if given.part is None:  # otherwise the process that started this one has noted it
+        note_options_after("trace", given, program[1:])
     status = 0
     file = None if given.json == console.STDOUT else given.json
     if given.merge or given.processes > 1:
