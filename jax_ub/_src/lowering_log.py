@@ -7,6 +7,7 @@ import dataclasses
 import re
 import urllib.parse
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -49,6 +50,14 @@ def falling_back(label: str, reason: str) -> Iterator[None]:
     record_fallback(label, reason)
     with jax.named_scope(_encode("fallback", label, reason)):
         yield
+
+
+def plain_by_choice(label: str, reason: str) -> AbstractContextManager[Any]:
+    """Marks operations traced in the block as plain JAX, which the user chose.
+
+    `fallback_in` reads the mark. It is not a fallback, so `fallbacks` does not list it.
+    """
+    return jax.named_scope(_encode("fallback", label, reason))
 
 
 def fallback_in(scope: str) -> Fallback | None:

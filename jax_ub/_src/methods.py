@@ -166,6 +166,7 @@ class MethodChoice:
             configuration of its name or by `JAX_UB_METHOD`. Otherwise it comes from a
             tuned file, or is Transformer Engine's default for a name that the user has
             not configured.
+        is_from_environment: whether it is explicit by `JAX_UB_METHOD`.
     """
 
     method: Method
@@ -173,6 +174,7 @@ class MethodChoice:
     kernel_options: KernelOptions = KernelOptions()
     sends_fp8: bool = False
     is_explicit: bool = dataclasses.field(default=True, kw_only=True)
+    is_from_environment: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def may_fall_back(self) -> bool:

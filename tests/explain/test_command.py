@@ -46,17 +46,25 @@ def test_script_is_run_and_explained(tmp_path):
     assert call["measured_exposed_s"] > 0
     assert pair["op"] == "dot + reduce-scatter"
     assert pair["reason"] == "XLA's own: could be one ub.matmul_reduce_scatter"
+    assert pair["source"] == f"{script}:12"
+    assert (call["dtype"], pair["dtype"]) == ("f32", "f32")
+    head = done.stdout.splitlines()[1]
+    assert "predicted h100" in head
+    assert "exposed here" in head
+    assert done.stderr == ""
 
 
 @pytest.mark.slow
 def test_script_that_exits_is_explained_and_its_status_returned(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(f"{SCRIPT}\nsys.exit(3)")
-    command = ["-m", "jax_ub", "explain", str(script), "--steps", "2"]
+    command = ["-m", "jax_ub", "explain", str(script), "--steps", "2", "--json", "x"]
+    script.write_text(script.read_text().replace('"2"]', '"2", "--json", "x"]'))
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 3, done.stderr
+    assert "explain: note: the script gets --json. Options of explain" in done.stderr
     assert "train.py: 1 of 2 overlapped" in done.stdout
 
 

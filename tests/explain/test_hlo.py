@@ -44,11 +44,15 @@ def test_pairs_are_found_through_converts_and_transposes(groups):
         Pair(
             *("jit(step)/up/all_gather", "all-gather", "all_gather_matmul", 4, 48),
             sizes=(8, 4, 4 * 6),
-            itemsize=4,
+            dtype="f32",
         ),
-        Pair("r", "all-reduce", "matmul_all_reduce", 4, 192, (8, 4 * 6, 4), 4),
-        Pair("s", "reduce-scatter", "matmul_reduce_scatter", 4, 96, (8, 4 * 6, 4), 4),
+        Pair("r", "all-reduce", "matmul_all_reduce", 4, 192, (8, 4 * 6, 4), "f32"),
+        Pair(
+            *("s", "reduce-scatter", "matmul_reduce_scatter", 4, 96, (8, 4 * 6, 4)),
+            dtype="f32",
+        ),
     )
+    assert {pair.itemsize for pair in found.pairs} == {4}
     assert found.others == {"all-to-all": 1, "all-reduce": 1}
 
 
@@ -83,6 +87,71 @@ def test_sizes_are_global(dot, expected):
 """
     [pair] = hlo.collectives(text).pairs
     assert pair.sizes == expected
+
+
+FRAMES = """
+FileNames
+1 "/home/me/train.py"
+2 "/venv/site-packages/flax/nnx/nn/linear.py"
+
+FunctionNames
+1 "<module>"
+2 "Linear.__call__"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=13 end_line=13 column=4 end_column=4}
+2 {file_name_id=2 function_name_id=2 line=422 end_line=422 column=8 end_column=8}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("metadata", "source"),
+    [
+        ("", ""),
+        ('source_file="/a.py" source_line=7', "/a.py:7"),
+        ("stack_frame_id=1", "/home/me/train.py:13"),
+        ("stack_frame_id=2", "/home/me/train.py:13"),
+        ("stack_frame_id=3", ""),
+    ],
+)
+def test_source_is_the_line_of_the_user(metadata, source):
+    named = f'metadata={{op_name="jit(step)/up/all_gather" {metadata}}}'
+    text = TEXT.replace('metadata={op_name="jit(step)/up/all_gather"}', named)
+    assert hlo.collectives(FRAMES + text).pairs[0].source == source
+
+
+@pytest.mark.parametrize(
+    ("reduction", "operation"),
+    [("maximum", "copy"), ("add", "exponential"), ("minimum", "exponential")],
+)
+def test_a_reduction_of_another_value_is_not_a_pair(reduction, operation):
+    text = f"""%reduced (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] {reduction}(%a, %b)
+}}
+
+%changed (p: f32[8,6]) -> f32[8,6] {{
+  %p = f32[8,6] parameter(0)
+  ROOT %q = f32[8,6] {operation}(%p)
+}}
+
+ENTRY %main (x: f32[8,4], w: f32[4,6]) -> f32[8,6] {{
+  %x = f32[8,4] parameter(0)
+  %w = f32[4,6] parameter(1)
+  %y = f32[8,6] dot(%x, %w), lhs_contracting_dims={{1}}
+  %z = f32[8,6] fusion(%y), kind=kLoop, calls=%changed
+  ROOT %r = f32[8,6] all-reduce(%z), replica_groups=[1,4]<=[4], to_apply=%reduced
+}}
+"""
+    assert hlo.collectives(text) == hlo.Found((), {"all-reduce": 1})
+    pure = text.replace(reduction, "add").replace(operation, "copy")
+    assert len(hlo.collectives(pure).pairs) == 1
 
 
 def test_program_without_collectives_has_no_pairs():

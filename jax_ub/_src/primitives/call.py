@@ -7,11 +7,13 @@ custom call has a side effect, so that XLA does not merge, move or remove calls 
 every rank must run.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jax_ub._src import lowering_log
 from jax_ub._src.config.tuned_file import TunedKey, TunedTable
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.methods import Method, MethodChoice
@@ -248,8 +251,22 @@ class Call:
             return tuple(results)
         call = self._tuned(operands)
         if call.method is Method.XLA:
-            return tuple(call.reference(*operands, scales=scales))
+            with call.named_as_plain(is_tuned=call is not self):
+                return tuple(call.reference(*operands, scales=scales))
         return tuple(call.primitive.bind(*operands, *scales, call=call))
+
+    def named_as_plain(self, *, is_tuned: bool) -> AbstractContextManager[Any]:
+        """Adds a name scope that states why the call runs as plain `jax.lax`.
+
+        A fallback of the whole layer, which is not explicit, has already added one.
+        """
+        is_chosen = is_tuned or self.choice.is_explicit
+        if not (is_chosen and self.axis_name and self.num_ranks > 1):
+            return contextlib.nullcontext()
+        source = "from JAX_UB_METHOD" if self.choice.is_from_environment else "given"
+        source = "the fastest by a tuned table" if is_tuned else source
+        reason = f'method = "xla" ({source})'
+        return lowering_log.plain_by_choice(self.label, reason)
 
     def _tuned(self, operands):
         """Replaces "auto" by the method measured fastest for these operand sizes."""

@@ -343,7 +343,8 @@ def plan_call_config(
     # Tuned tables are measured on devices of the default backend.
     has_table = is_automatic and is_on_cuda == cuda_engine.is_default()
     table = tuned_tables.of_ranks(axes, num_ranks) if has_table else None
-    choices = {FPROP: MethodChoice(chosen)}
+    is_default = method is None and settings.method() is not None
+    choices = {FPROP: MethodChoice(chosen, is_from_environment=is_default)}
     if method is None and found:
         # A dgrad without an overlap in `initialize_ub` runs with `chosen`, not with the
         # method of the forward pass.
@@ -413,8 +414,7 @@ def _choices_with_flags(
     """Applies a layer's `ub_*` flags to the methods of its forward pass and dgrad."""
     if not (mode.sequence_parallel and mode.parallel):
         return {}  # the layer neither gathers nor scatters
-    # A dgrad's configuration is compared with the flags of both gradients, because the
-    # wgrad runs with the dgrad's method.
+    # A dgrad is compared with the flags of both gradients, as the wgrad runs with it.
     for direction, passes in ((FPROP, (FPROP,)), (DGRAD, (DGRAD, WGRAD))):
         overlap = found.get(direction)
         if overlap is None or not overlap.is_configured:

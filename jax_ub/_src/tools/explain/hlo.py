@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+import pathlib
 import re
 from collections.abc import Iterator
 
@@ -18,6 +19,21 @@ _IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
 _NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
+_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+# A row of the tables of source lines in front of the computations, by table.
+_TABLES = {
+    "FileNames": re.compile(r'^(\d+) "(.*)"$'),
+    "FileLocations": re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"),
+    "StackFrames": re.compile(
+        r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+    ),
+}
+# Parts of the paths of libraries, whose frames are not the user's.
+_LIBRARIES = (
+    *("/site-packages/jax", "/site-packages/flax/"),
+    f"{pathlib.Path(__file__).parents[3]}/",
+)
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]+)\}")
 
 # The functions of jax_ub that could replace a collective and an adjacent dot, by the
@@ -40,6 +56,8 @@ _PASSED = frozenset(
         "transpose",
     )
 )
+# Instructions in a fusion with which a reduction still sums the result of the dot.
+_MOVES = _PASSED - {"fusion"} | {"bitcast-convert", "constant", "parameter", "tuple"}
 _DOTS = ("dot", "convolution")
 _MATMUL_CALLS = ("gemm", "matmul")
 _MAX_STEPS = 4
@@ -57,7 +75,8 @@ class Pair:
         moved_bytes: bytes that each rank sends.
         sizes: global M, K and N as arguments of that function; None if the HLO text
             does not contain them.
-        itemsize: bytes per element of the dot's operands.
+        dtype: dtype of the dot's operands, such as "bf16".
+        source: file and line of the user's code; "" if the text does not have it.
     """
 
     scope: str
@@ -66,7 +85,13 @@ class Pair:
     num_ranks: int
     moved_bytes: int
     sizes: tuple[int, int, int] | None
-    itemsize: int
+    dtype: str
+    source: str = ""
+
+    @property
+    def itemsize(self) -> int:
+        """Returns the bytes per element of the dot's operands."""
+        return _bits(self.dtype) // 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +99,17 @@ class Found:
     """The collectives of XLA in a compiled program, paired with dots where possible.
 
     `others` has the number of collectives without an adjacent dot, by opcode.
+    `computed_gathers` is the number of all-gathers among them whose operand is computed
+    in the program, as activations and their gradients are, not one of its arguments.
     """
 
     pairs: tuple[Pair, ...]
     others: dict[str, int]
+    computed_gathers: int = 0
 
 
-# Bits per element and dimensions of an array.
-_Array = tuple[int, list[int]]
+# Dtype, such as "bf16", and dimensions of an array.
+_Array = tuple[str, list[int]]
 
 
 @dataclasses.dataclass
@@ -101,16 +129,17 @@ class _Dot:
     rhs: int
     out: int
     contracting: int
-    itemsize: int
+    dtype: str
 
 
 def collectives(text: str) -> Found:
     """Finds XLA's collectives, and the dots next to them, in optimized HLO text.
 
     A collective is paired with the nearest dot that uses its result or, for reductions,
-    computes its operand.
+    computes its operand. A reduction must sum the dot's result itself.
     """
     computations = dict(_computations(text))
+    lines = _SourceLines(text)
     # The first dot of each HLO computation that contains one, by the computation's
     # name.
     dots = {
@@ -119,7 +148,13 @@ def collectives(text: str) -> Found:
         for one in reversed(body.values())
         if _multiplies(one)
     }
+    impure = {
+        name
+        for name, body in computations.items()
+        if not all(one.opcode in _MOVES or _multiplies(one) for one in body.values())
+    }
     pairs = []
+    num_computed = 0
     others: collections.Counter[str] = collections.Counter()
     for body in computations.values():
         operands = {one.name: one.operands for one in body.values()}
@@ -132,16 +167,75 @@ def collectives(text: str) -> Found:
             if kind in _GATHERS:
                 near = _near(one.name, users, body, dots)
             elif kind in _REDUCTIONS:
-                near = _near(one.name, operands, body, dots)
+                near = None
+                if _sums(one, computations):
+                    near = _near(one.name, operands, body, dots, impure)
             elif kind in _OTHERS:
                 near = None
             else:
                 continue
             if near is None:
                 others[kind] += 1
+                is_computed = kind in _GATHERS and not _is_argument(one, body)
+                num_computed += is_computed and _group_size(one.text) > 1
             else:
-                pairs.append(_pair(one, kind, near))
-    return Found(tuple(pairs), dict(others))
+                pairs.append(_pair(one, kind, near, lines))
+    return Found(tuple(pairs), dict(others), num_computed)
+
+
+class _SourceLines:
+    """Finds the user's source lines in the tables at the beginning of HLO text."""
+
+    def __init__(self, text: str):
+        # The columns of each row, by table and id.
+        self._rows: dict[str, dict[int, tuple[str, ...]]] = {n: {} for n in _TABLES}
+        table = ""
+        for line in text.splitlines():
+            if line.isalpha():
+                table = line
+            elif table in _TABLES and (row := _TABLES[table].match(line)):
+                self._rows[table][int(row[1])] = row.groups()[1:]
+            elif line.endswith("{"):
+                break
+        frames = self._rows["StackFrames"]
+        # XLA prints the id of the parent plus 1: the first frame has none.
+        self._offset = 1 if frames.get(1, ("", ""))[1] == "1" else 0
+
+    def of(self, one: "_Instruction") -> str:
+        """Returns the file and line of an instruction, such as "train.py:12", or ""."""
+        if named := _SOURCE.search(one.text):
+            return f"{named[1]}:{named[2]}"
+        found = _FRAME.search(one.text)
+        frame = int(found[1]) if found else 0
+        lines = []
+        while frame in self._rows["StackFrames"]:
+            location, parent = self._rows["StackFrames"][frame]
+            file, line = self._rows["FileLocations"].get(int(location), ("0", ""))
+            (path,) = self._rows["FileNames"].get(int(file), ("",))
+            lines.append(f"{path}:{line}" if path else "")
+            # A parent has a lower id, so that the loop ends.
+            frame = min(int(parent or 0) - self._offset, frame - 1)
+        own = (line for line in lines if not any(one in line for one in _LIBRARIES))
+        return next(own, lines[0] if lines else "")
+
+
+def _sums(one, computations):
+    """Returns whether a reduction adds; one of unknown kind counts as a sum."""
+    called = _CALLED.search(one.text)
+    body = computations.get(called[1], {}) if called else {}
+    return {each.opcode for each in body.values()} <= {"parameter", "add", "convert"}
+
+
+def _is_argument(one, body):
+    """Returns whether an argument of the computation, only moved, is the operand."""
+    for _ in range(_MAX_STEPS):
+        found = body.get(one.operands[0]) if one.operands else None
+        if found is None or found.opcode == "parameter":
+            return True
+        if found.opcode not in _MOVES:
+            return False
+        one = found
+    return False
 
 
 def _computations(text: str) -> Iterator[tuple[str, dict[str, _Instruction]]]:
@@ -161,7 +255,7 @@ def _computations(text: str) -> Iterator[tuple[str, dict[str, _Instruction]]]:
 
 def _instruction(name, shape, opcode, rest):
     arrays = [
-        (_bits(dtype), [int(size) for size in sizes.split(",") if size])
+        (dtype, [int(size) for size in sizes.split(",") if size])
         for dtype, sizes in _SHAPE.findall(shape)
     ]
     # The operand list ends where the attributes start.
@@ -187,8 +281,8 @@ def _dot(one, body):
     known = [body[name].arrays for name in one.operands[:2] if name in body]
     # The result is the first array, because a library call may also return its
     # workspace.
-    first = [arrays[0] if arrays else (0, [0]) for arrays in (*known, [], [])]
-    (bits, sizes), (_, right) = first[:2]
+    first = [arrays[0] if arrays else ("", [0]) for arrays in (*known, [], [])]
+    (dtype, sizes), (_, right) = first[:2]
     lhs, rhs, out = (math.prod(each) for each in (sizes, right, one.arrays[0][1]))
     named = _CONTRACTING.search(one.text)
     if named and lhs:
@@ -196,13 +290,14 @@ def _dot(one, body):
     else:
         # A dot of [M, K] and [K, N] has the result [M, N], and M K * K N / M N = K^2.
         K = math.isqrt(lhs * rhs // max(out, 1))
-    return _Dot(lhs, rhs, out, K, bits // 8)
+    return _Dot(lhs, rhs, out, K, dtype)
 
 
-def _near(start, edges, body, dots):
+def _near(start, edges, body, dots, impure=frozenset()):
     """Follows `edges` (users or operands) from `start` to the nearest dot, or None.
 
     Only instructions in `_PASSED` may be between them, such as converts and transposes.
+    Fusions that call computations in `impure` may not.
     """
     reached = list(edges.get(start, ()))
     for _ in range(_MAX_STEPS):
@@ -214,6 +309,8 @@ def _near(start, edges, body, dots):
             called = _CALLED.search(one.text)
             if _multiplies(one):
                 return _dot(one, body)
+            if called and called[1] in impure:
+                continue
             if called and called[1] in dots:
                 return dots[called[1]]
             if one.opcode in _PASSED or one.opcode.endswith("-done"):
@@ -222,22 +319,23 @@ def _near(start, edges, body, dots):
     return None
 
 
-def _pair(one, kind, dot):
+def _pair(one, kind, dot, lines):
     num_ranks = _group_size(one.text)
     share = (num_ranks - 1) / max(num_ranks, 1)
     # A reduce-scatter's result is 1 / num_ranks of the reduced array.
     whole = num_ranks if kind == "reduce-scatter" else 2 if kind == "all-reduce" else 1
     named = _NAME.search(one.text)
     # An asynchronous start lists its operand before its result.
-    bits, sizes = one.arrays[-1]
+    dtype, sizes = one.arrays[-1]
     return Pair(
         scope=named[1] if named else one.name,
         collective=kind,
         could_be={**_GATHERS, **_REDUCTIONS}[kind],
         num_ranks=num_ranks,
-        moved_bytes=round(share * whole * (math.prod(sizes) * bits // 8)),
+        moved_bytes=round(share * whole * (math.prod(sizes) * _bits(dtype) // 8)),
         sizes=_global_sizes(one, kind, dot, num_ranks),
-        itemsize=dot.itemsize,
+        dtype=dot.dtype,
+        source=lines.of(one),
     )
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jax_ub._src import arguments, lowering_log
+from jax_ub._src import arguments, dtypes, lowering_log
 from jax_ub._src.lowering_log import Fallback, LoweredCall, recording, shape_of
 from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.prediction.hardware import Hardware
@@ -24,6 +24,11 @@ from jax_ub._src.tools.trace.spans import ub_name_in
 # operands.
 _CallSite = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
 _LOOP = "in a loop"
+_SHORT_NAMES = {row.dtype: row.short_name for row in dtypes.TABLE}
+_GATHERS_NOTE = (
+    "all-gathers of activations or their gradients: if the mesh is explicit, shard the "
+    "tokens over the axis after the embedding"
+)
 
 
 def explain(
@@ -132,8 +137,13 @@ def table_of(
     if others:
         listed = ", ".join(f"{kind} x {num}" for kind, num in sorted(others.items()))
         notes.append(f"XLA's collectives without a dot next to them: {listed}")
+    has_layers = any(row.method != "xla" and row.moved_bytes for row in rows)
+    if has_layers and any(one.computed_gathers for one in found):
+        notes.append(_GATHERS_NOTE)
     return dataclasses.replace(
-        table, notes=(*notes, *report.assumption(hardware, rows))
+        table,
+        notes=(*notes, *report.assumption(hardware, rows)),
+        hardware=report.other_machine(report.find_hardware(hardware)),
     )
 
 
@@ -185,7 +195,18 @@ def call_rows(
             note=", ".join(filter(None, notes)),
             flops=0 if call.communicates_only else 2 * M * K * N // num_ranks,
             count=int(count) if count.isdigit() and int(count) else len(equal),
+            dtype=_dtype_of(call, operands),
         )
+
+
+def _dtype_of(call, operands):
+    """Returns the dtypes of the arrays that a call multiplies, or of what it moves."""
+    if call.has_scales:
+        multiplied = operands[: call.num_scales]
+    else:
+        multiplied = operands[: 1 if call.communicates_only else 2]
+    names = (_SHORT_NAMES.get(each.dtype, each.dtype.name) for each in multiplied)
+    return " x ".join(dict.fromkeys(names))
 
 
 def pair_rows(
@@ -226,6 +247,8 @@ def pair_rows(
             note=", ".join(filter(None, [f"x {count}" if count > 1 else "", repeated])),
             flops=flops,
             count=count,
+            dtype=pair.dtype,
+            source=pair.source,
         )
 
 

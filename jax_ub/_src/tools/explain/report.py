@@ -57,6 +57,10 @@ class Row:
         note: further remarks, such as the number of calls.
         flops: a rank's floating-point operations per call; None if unknown.
         count: number of calls as far as it is known; at least 1.
+        dtype: dtype of the multiplied arrays, or both if they differ, such as
+            "e5m2 x e4m3"; for a collective alone, the dtype that it moves.
+        source: file and line in the user's program, for XLA's collectives; empty if
+            unknown.
     """
 
     scope: str
@@ -70,6 +74,8 @@ class Row:
     note: str = ""
     flops: int | None = None
     count: int = 1
+    dtype: str = ""
+    source: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +88,14 @@ class Table:
         rows: the calls.
         title: the first line.
         notes: lines printed below the table.
+        hardware: name of the machine of the predicted times, if it is not the one on
+            which the program runs.
     """
 
     rows: tuple[Row, ...]
     title: str = ""
     notes: tuple[str, ...] = ()
+    hardware: str = ""
 
     @property
     def overlapped(self) -> bool:
@@ -103,7 +112,7 @@ class Table:
         return sum(row.count * (row.flops or 0) for row in custom)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the table's rows, title and notes as JSON types."""
+        """Returns all fields of the table and of its rows as JSON types."""
         return {**dataclasses.asdict(self), "overlapped": self.overlapped}
 
     def __str__(self) -> str:
@@ -120,8 +129,16 @@ class Table:
                 if name in _ALWAYS_SHOWN or any(row[name] for row in cells)
             ]
             rows = [[row[name] for name in header] for row in cells]
-            lines += format_table(header, rows, has_rule=True)
+            names = self._names_of_times()
+            titles = [names.get(name, name) for name in header]
+            lines += format_table(titles, rows, has_rule=True)
         return "\n".join([*lines, *self.notes])
+
+    def _names_of_times(self):
+        """Returns titles that tell apart the times of two machines."""
+        if not self.hardware:
+            return {}
+        return {"predicted": f"predicted {self.hardware}", "exposed": "exposed here"}
 
 
 def _cells(row: Row) -> dict[str, str]:
@@ -130,7 +147,9 @@ def _cells(row: Row) -> dict[str, str]:
 
     return {
         "where": row.scope,
+        "line": pathlib.PurePath(row.source).name,
         "op": row.op,
+        "dtype": row.dtype,
         "overlapped": "yes" if row.overlapped else "NO",
         "method": row.method,
         "FLOP": optional(format_count, row.flops),
@@ -193,6 +212,11 @@ def _check_rate(key, value):
         raise ConfigurationError(
             f"explain: hardware has {key} = {shown(value)}, which is not {kind}."
         )
+
+
+def other_machine(machine: Hardware) -> str:
+    """Returns the name of a machine if it differs from the local devices, else ""."""
+    return "" if machine == HARDWARE.get(_local_machine() or "") else machine.name
 
 
 def assumption(hardware: HardwareLike, rows: Sequence[Row]) -> tuple[str, ...]:

@@ -140,7 +140,7 @@ def explain(
     title = f"Sequential of {len(fuser.basic_ops)} operations, fused"
     notes = [*_notes(fuser, passes, reasons), *([_NO_RANKS] if lacks_ranks else [])]
     notes += report.assumption(hardware, rows)
-    return Table(tuple(rows), title, tuple(notes))
+    return Table(tuple(rows), title, tuple(notes), report.other_machine(machine))
 
 
 def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
