@@ -103,19 +103,36 @@ def test_reductions_of_other_values_than_the_dot_are_not_pairs():
     assert "without a dot next to them: all-reduce x 2" in found.notes[0]
 
 
-def test_gathered_activations_have_a_note():
+@pytest.mark.parametrize("num_gathers", [1, 2])
+def test_several_gathers_of_activations_have_a_note(num_gathers):
     def gathered(x, up, down):
         h = ub.all_gather_matmul(x, up, axis_name="tp")
         y = ub.matmul_reduce_scatter(h, down, axis_name="tp")
-        return jax.lax.all_gather(jnp.tanh(y), "tp", axis=0, tiled=True)
+        outputs = [jnp.tanh(y), jnp.cos(y)][:num_gathers]
+        return [jax.lax.all_gather(z, "tp", axis=0, tiled=True) for z in outputs]
 
     run = on_ranks(gathered, tp_mesh(4), SPECS, P(), check_vma=False)
     x, up, down = operands()
     notes = ub.explain(run, x, up, down).notes
-    assert "shard the tokens over the axis after the embedding" in notes[-1]
-    without = on_ranks(
-        lambda x, up: jax.lax.all_gather(x, "tp", axis=0, tiled=True),
-        *(tp_mesh(4), (P("tp"), P()), P()),
-        check_vma=False,
+    advice = (
+        "2 all-gathers are of activations or their gradients: on an explicit mesh, "
+        "shard the tokens over the axis after the embedding"
     )
-    assert not any("embedding" in note for note in ub.explain(without, x, up).notes)
+    assert (advice in notes) is (num_gathers == 2)
+
+
+def test_gathered_kernels_and_their_gradients_have_no_note():
+    def gradients(x, up):
+        up = jax.lax.all_gather(up, "tp", axis=1, tiled=True)
+
+        def loss(x, up):
+            y = ub.all_gather_matmul(x, up[:, :8], axis_name="tp")
+            return (y**2).sum()
+
+        dw = jax.grad(loss, 1)(x, up)[:, :8]
+        outputs = jnp.tanh(dw), jnp.cos(dw)
+        return [jax.lax.all_gather(z, "tp", axis=1, tiled=True) for z in outputs]
+
+    run = on_ranks(gradients, tp_mesh(4), SPECS[:2], P(), check_vma=False)
+    found = ub.explain(run, *operands()[:2])
+    assert "without a dot next to them: all-gather x " in found.notes[-1]

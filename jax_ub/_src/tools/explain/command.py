@@ -92,7 +92,7 @@ def command(given: argparse.Namespace) -> int:
         *program.pair_rows(pairs, machine, lowered),
     ]
     name = pathlib.Path(script).name
-    table = program.table_of(name, rows, found, given.hardware)
+    table = program.table_of(name, rows, found, given.hardware, lowered)
     if jax.process_index() == 0:
         console.say(given, str(table))
         console.write(given, table.as_json())

@@ -99,13 +99,13 @@ class Found:
     """The collectives of XLA in a compiled program, paired with dots where possible.
 
     `others` has the number of collectives without an adjacent dot, by opcode.
-    `computed_gathers` is the number of all-gathers among them whose operand is computed
-    in the program, as activations and their gradients are, not one of its arguments.
+    `gathered` has the result's shape of each all-gather among them whose operand is
+    computed in the program, not one of its arguments.
     """
 
     pairs: tuple[Pair, ...]
     others: dict[str, int]
-    computed_gathers: int = 0
+    gathered: tuple[tuple[int, ...], ...] = ()
 
 
 # Dtype, such as "bf16", and dimensions of an array.
@@ -154,7 +154,7 @@ def collectives(text: str) -> Found:
         if not all(one.opcode in _MOVES or _multiplies(one) for one in body.values())
     }
     pairs = []
-    num_computed = 0
+    gathered: list[tuple[int, ...]] = []
     others: collections.Counter[str] = collections.Counter()
     for body in computations.values():
         operands = {one.name: one.operands for one in body.values()}
@@ -176,11 +176,10 @@ def collectives(text: str) -> Found:
                 continue
             if near is None:
                 others[kind] += 1
-                is_computed = kind in _GATHERS and not _is_argument(one, body)
-                num_computed += is_computed and _group_size(one.text) > 1
+                gathered += _computed_and_gathered(one, kind, body)
             else:
                 pairs.append(_pair(one, kind, near, lines))
-    return Found(tuple(pairs), dict(others), num_computed)
+    return Found(tuple(pairs), dict(others), tuple(gathered))
 
 
 class _SourceLines:
@@ -224,6 +223,13 @@ def _sums(one, computations):
     called = _CALLED.search(one.text)
     body = computations.get(called[1], {}) if called else {}
     return {each.opcode for each in body.values()} <= {"parameter", "add", "convert"}
+
+
+def _computed_and_gathered(one, kind, body):
+    """Returns the shape of an all-gather whose operand is computed, as a list."""
+    if kind not in _GATHERS or _is_argument(one, body):
+        return []
+    return [tuple(one.arrays[-1][1])]
 
 
 def _is_argument(one, body):

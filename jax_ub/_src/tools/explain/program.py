@@ -3,7 +3,8 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ _CallSite = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
 _LOOP = "in a loop"
 _SHORT_NAMES = {row.dtype: row.short_name for row in dtypes.TABLE}
 _GATHERS_NOTE = (
-    "all-gathers of activations or their gradients: if the mesh is explicit, shard the "
+    "all-gathers are of activations or their gradients: on an explicit mesh, shard the "
     "tokens over the axis after the embedding"
 )
 
@@ -79,7 +80,7 @@ def explain(
         *_other_fallbacks(jaxpr, found.pairs),
     ]
     name = getattr(fn, "__name__", "").strip("<>") or "program"
-    return table_of(name, rows, [found], hardware)
+    return table_of(name, rows, [found], hardware, lowered)
 
 
 def _as_new_function(fn, args, kwargs):
@@ -116,8 +117,9 @@ def _is_array(leaf):
 def table_of(
     name: str,
     rows: Sequence[Row],
-    found: Iterable[hlo.Found],
+    found: Sequence[hlo.Found],
     hardware: HardwareLike,
+    lowered: Sequence[LoweredCall],
 ) -> Table:
     """Returns the table of `explain` with its title and its notes.
 
@@ -137,13 +139,30 @@ def table_of(
     if others:
         listed = ", ".join(f"{kind} x {num}" for kind, num in sorted(others.items()))
         notes.append(f"XLA's collectives without a dot next to them: {listed}")
-    has_layers = any(row.method != "xla" and row.moved_bytes for row in rows)
-    if has_layers and any(one.computed_gathers for one in found):
-        notes.append(_GATHERS_NOTE)
+    gathers = _num_activation_gathers(found, lowered)
+    if gathers > 1:  # one is needed for the gradient of the embedding
+        notes.append(f"{gathers} {_GATHERS_NOTE}")
     return dataclasses.replace(
         table,
         notes=(*notes, *report.assumption(hardware, rows)),
         hardware=report.other_machine(report.find_hardware(hardware)),
+    )
+
+
+def _num_activation_gathers(
+    found: Sequence[hlo.Found], lowered: Sequence[LoweredCall]
+) -> int:
+    """Counts all-gathers without a dot whose result has as many rows as a call's x.
+
+    Shapes of kernels are left out, because the gradients of kernels are gathered, too.
+    """
+    sizes = [one.call.global_sizes(one.operands)[1:] for one in lowered]
+    tokens = {M for M, _, _ in sizes}
+    kernels = {shape for _, K, N in sizes for shape in ((K, N), (N, K))}
+    return sum(
+        len(shape) > 1 and math.prod(shape[:-1]) in tokens and shape not in kernels
+        for one in found
+        for shape in one.gathered
     )
 
 
