@@ -1,5 +1,6 @@
 #include "engine/cpu/core_affinity.h"
 
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -43,7 +44,8 @@ std::vector<int> CoreAffinity::cpu_set() const {
 
 // A new thread inherits the CPU set of its creator, which may be pinned, so set it to
 // the caller's CPU set.
-CoreAffinity::Thread::Thread(CoreAffinity& cores) : id_(gettid()) {
+CoreAffinity::Thread::Thread(CoreAffinity& cores)
+    : id_(static_cast<pid_t>(syscall(SYS_gettid))) {  // glibc 2.28 has no gettid
   std::optional<cpu_set_t> allowed;
   {
     std::lock_guard lock(cores.mutex_);
