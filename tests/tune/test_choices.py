@@ -86,6 +86,8 @@ def test_choice_may_be_xla(tmp_path, operands):
     text = compiled_text(column(), *operands)
     assert not calls(text)
     assert collectives(text)["all-gather"] == 1
+    (row,) = ub.explain(column(), *operands).rows
+    assert row.reason == 'method = "xla" (the fastest by a tuned table)'
 
 
 def test_gradient_uses_the_choice_for_its_sizes(tmp_path, operands):
