@@ -132,11 +132,51 @@ def test_a_name_that_is_no_string_is_rejected():
         linear(ub_name=1)
 
 
-def test_a_keyword_that_no_layer_has_is_rejected():
-    text = "TransformerLayer: it has no argument 'num_heads'. "
-    with pytest.raises(UnknownArgumentError, match=text) as caught:
-        TransformerLayer(8, 16, 2, rngs=nnx.Rngs(0), num_heads=2)
+MISSPELT = {
+    "Linear: it has no argument 'paralel'. Did you mean 'parallel'? Known: 'in_": (
+        lambda: linear(paralel="row")
+    ),
+    "TransformerLayer: it has no argument 'acivation'. Did you mean 'activation'? "
+    "Known: 'hidden_size', ": lambda: TransformerLayer(
+        8, 16, 2, rngs=nnx.Rngs(0), acivation="gelu"
+    ),
+    "Linear: it has no argument 'paralel'. Did you mean 'parallel'? Known: 'feature": (
+        lambda: linen.Linear(8, paralel="row")
+    ),
+    "MultiHeadAttention: it has no argument 'dropout'. Did you mean 'dropout_rate'?": (
+        lambda: linen.MultiHeadAttention(2, dropout=0.1)
+    ),
+    "ops.Linear: it has no argument 'axisname'. Did you mean 'axis_name'? Known: 'in": (
+        lambda: ops.Linear(8, 8, axisname="tp")
+    ),
+    "ops.AllGather: it has no argument 'axis'. Did you mean 'axis_name'? Known: 'ax": (
+        lambda: ops.AllGather(axis="tp")
+    ),
+    "ops.Sequential: it has no argument 'method'. Known: none.": (
+        lambda: ops.Sequential(ops.GELU(), method="xla")
+    ),
+    "ops.OperationFuser: it has no argument 'method'. Known: 'ops'.": (
+        lambda: ops.OperationFuser([ops.GELU()], method="xla")
+    ),
+    "ops.BackwardLinearAdd: it has no argument 'lin'. Did you mean 'linear'?": (
+        lambda: ops.fused.BackwardLinearAdd(lin=None)
+    ),
+}
+
+
+@pytest.mark.parametrize("text", MISSPELT)
+def test_a_keyword_that_a_layer_does_not_have_is_rejected(text):
+    with pytest.raises(UnknownArgumentError) as caught:
+        MISSPELT[text]()
+    assert str(caught.value).startswith(text)
     assert isinstance(caught.value, TypeError)
+
+
+def test_a_list_of_known_arguments_has_no_other_names():
+    with pytest.raises(UnknownArgumentError) as caught:
+        TransformerLayer(8, 16, 2, rngs=nnx.Rngs(0), num_heads=2)
+    known = str(caught.value).partition("Known: ")[2]
+    assert "'activation'" in known and "'args'" not in known and "'self'" not in known
 
 
 @pytest.mark.parametrize("value", [True, False, 0, 1, np.bool_(True)])

@@ -4,14 +4,56 @@
 used.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
 
 from jax_ub._src import checks
-from jax_ub._src.errors import ShapeContractError, UnknownNameError, shown
+from jax_ub._src.errors import (
+    ShapeContractError,
+    UnknownArgumentError,
+    UnknownNameError,
+    nearest,
+    shown,
+)
+
+
+class KeywordsChecked:
+    """Base class of layers whose constructors name the known arguments in an error.
+
+    An unknown keyword argument raises `UnknownArgumentError`, which is a `TypeError`.
+    A constructor with `**options` checks these by `check_names`.
+    """
+
+    _op_prefix: ClassVar[str] = ""
+
+    def __new__(cls, *args: Any, **keywords: Any):
+        """Creates the object, after checking the names of its keyword arguments."""
+        if keywords and not inspect.getfullargspec(cls.__init__).varkw:
+            op = f"{cls._op_prefix}{cls.__name__}"
+            check_names(op, keywords, named_parameters(cls))
+        return super().__new__(cls)
+
+
+def named_parameters(layer: type) -> list[str]:
+    """Returns the parameters of a constructor that a caller may pass by name."""
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    constructor = inspect.signature(layer.__init__)  # type: ignore[misc]
+    names = [p.name for p in constructor.parameters.values() if p.kind in named]
+    return [name for name in names if name != "self" and not name.startswith("_")]
+
+
+def check_names(op: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises an `UnknownArgumentError` for the first given name that is not known."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise UnknownArgumentError(
+                f"{op}: it has no argument {shown(name)}. {nearest(name, known)}"
+            )
 
 
 def check(op: str, **options: Any) -> None:

@@ -145,7 +145,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1) if isinstance(name, str) else []
     meant = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{meant}Known: {', '.join(map(repr, known))}."
+    return f"{meant}Known: {', '.join(map(repr, known)) or 'none'}."
 
 
 # Matches the engine's message of a wait that reached its deadline, and no other

@@ -54,7 +54,7 @@ def with_main_grads(gradients: nnx.State, main_grads: nnx.State) -> nnx.State:
     return nnx.from_flat_state(flat)
 
 
-class Linear(nnx.Module):
+class Linear(arguments.KeywordsChecked, nnx.Module):
     """A tensor-parallel linear layer over the last dimensions of its inputs.
 
     With sequence parallelism, the GEMM of a "column" layer overlaps with the all-gather

@@ -24,7 +24,7 @@ from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear
 
 
-class TensorParallel(nn.Module, kw_only=True):
+class TensorParallel(arguments.KeywordsChecked, nn.Module, kw_only=True):
     """Base class of linen modules that are, or contain, tensor-parallel linear layers.
 
     Its attributes are keyword-only. They are the options of `jax_ub.flax.Linear`,

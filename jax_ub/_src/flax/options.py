@@ -4,7 +4,6 @@
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
@@ -16,7 +15,6 @@ from jax_ub._src.config.flags import OverlapFlags
 from jax_ub._src.errors import (
     ConfigurationError,
     ShapeContractError,
-    UnknownArgumentError,
     UnknownNameError,
     UnsupportedOverlapError,
     nearest,
@@ -54,13 +52,8 @@ class LinearOptions(TypedDict, total=False):
 def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
     """Checks the constructor arguments of a module that contains `Linear` layers."""
     op, known = layer.__name__, LinearOptions.__annotations__
-    for name in options:
-        if name not in known:
-            named = list(inspect.signature(layer).parameters)[:-1]
-            raise UnknownArgumentError(
-                f"{op}: it has no argument {shown(name)}. "
-                f"{nearest(name, [*named, *known])}"
-            )
+    named = arguments.named_parameters(layer)
+    arguments.check_names(op, options, [*named, *known])
     arguments.check(op, **own, **options)
     if options.get("fp8") is not None:
         check_recipe(op, options["fp8"], "fp8")

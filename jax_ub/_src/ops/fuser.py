@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jax_ub._src import checks
+from jax_ub._src import arguments, checks
 from jax_ub._src.errors import (
     FusionError,
     ShapeContractError,
@@ -217,7 +217,7 @@ def operation_label(ops: Sequence[BasicOperation], index: int) -> str:
     return f"operation {index} ({ops[index].label})"
 
 
-class OperationFuser:
+class OperationFuser(arguments.KeywordsChecked):
     """Runs a list of operations, fusing consecutive operations where possible.
 
     Calls are differentiable.
@@ -233,6 +233,8 @@ class OperationFuser:
         basic_ops: the basic operations that `ops` consist of.
         extra_edges: how extra inputs and outputs are connected.
     """
+
+    _op_prefix = "ops."
 
     def __init__(self, ops: Iterable[Operation]):
         """Splits `ops` into basic operations; connects extra outputs to extra inputs.

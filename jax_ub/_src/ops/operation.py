@@ -60,11 +60,13 @@ class RequestedGradients:
         return self.x or bool(self.params) or any(self.extra_inputs)
 
 
-class Operation:
+class Operation(arguments.KeywordsChecked):
     """Base class of the entries of `Sequential`: basic operations and composites.
 
     A composite has several basic operations, such as a linear layer with its bias.
     """
+
+    _op_prefix = "ops."
 
     if TYPE_CHECKING:
         # Only for type checkers. FusedOperation has a field `basic_ops`, which cannot
