@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 import jax_ub as ub
-from jax_ub._src.config.overlap_config import KEYS, OverlapConfig, read_entry
-from jax_ub._src.config.resolve import NAMES, method_defaults
+from jax_ub._src.config.overlap_config import (
+    KEYS,
+    OverlapConfig,
+    read_entry,
+)
+from jax_ub._src.config.resolve import NAMES, method_defaults, read_entries
 from jax_ub._src.methods import Method
 from jax_ub.overlap_config import CommOverlapType
 
@@ -49,7 +53,9 @@ def test_every_key_rejects_some_value():
     [(key, value) for key, values in BAD_VALUES.items() for value in values],
 )
 def test_an_invalid_value_is_an_error_with_the_valid_ones(key, value):
-    with pytest.raises(ValueError, match=rf"\['{key}'\] = .* is not") as caught:
+    with pytest.raises(
+        ValueError, match=rf"\['{key}'\] = .* is (not|out of)"
+    ) as caught:
         read_entry("qkv_fprop", {key: value})
     assert "qkv_fprop" in str(caught.value)
 
@@ -57,6 +63,27 @@ def test_an_invalid_value_is_an_error_with_the_valid_ones(key, value):
 def test_a_value_of_another_type_is_a_type_error_too():
     with pytest.raises(TypeError, match="is not an integer, 1 to 32"):
         read_entry("qkv_fprop", {"num_sm": "many"})
+
+
+def test_an_integer_out_of_range_is_not_called_another_type():
+    text = r"= 64 is out of range: it must be an integer, 1 to 32\."
+    with pytest.raises(ub.errors.ConfigurationError, match=text):
+        read_entry("qkv_fprop", {"num_sm": 64})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("fc1_forward", "fc1_fprop"),
+        ("qkv_fwd", "qkv_fprop"),
+        ("fc2_backward", "fc2_dgrad"),
+        ("proj_wgad", "proj_wgrad"),
+    ],
+)
+def test_the_nearest_overlap_has_the_pass_that_was_meant(name, meant):
+    text = rf"\['{name}'\] is an unknown overlap. Did you mean '{meant}'\?"
+    with pytest.raises(ub.errors.UnknownNameError, match=text):
+        read_entries({name: {"method": "pipeline"}})
 
 
 def test_a_misspelt_key_names_the_nearest():

@@ -216,6 +216,10 @@ def test_an_unknown_name_is_refused_once_its_axis_is_initialised():
         lowered(column(ub_name="qvk"), 0)
     with pytest.raises(ub.errors.UnknownNameError, match="no overlap 'qvk'"):
         lowered(column(ub_name="qvk", method="direct"), 0)
+    with pytest.raises(ub.errors.UnknownNameError, match="Did you mean 'fc1'?"):
+        lowered(column(ub_name="fc1_forward"), 0)
+    with pytest.raises(ub.errors.UnknownNameError, match="Did you mean 'fc1_fprop'?"):
+        ub.get_ub("fc1_forward")
 
 
 def test_a_name_of_the_other_kind_is_refused():

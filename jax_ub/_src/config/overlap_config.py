@@ -15,7 +15,7 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.methods import KernelOptions, Method, Variant
-from jax_ub._src.parallel import FPROP, PASSES, CommOverlapType
+from jax_ub._src.parallel import DGRAD, FPROP, PASSES, CommOverlapType
 
 # The limit of `num_sm`, as in Transformer Engine, whose collectives have flags for up
 # to 32 thread blocks.
@@ -245,6 +245,8 @@ def _read_value(name, key, value):
             raise UnknownNameError(f"{found} a method. {known}") from None
         if isinstance(error, TypeError):
             raise ConfigurationTypeError(f"{found} {words}.") from None
+        if is_integer(value):
+            found = f"{found.removesuffix(' not')} out of range: it must be"
         raise ConfigurationError(f"{found} {words}.") from None
 
 
@@ -259,6 +261,21 @@ def _with_comm_type(name, read):
             f'comm_type = "{read["comm_type"].value}". Leave one of them out.'
         )
     return read
+
+
+# Names that other libraries give to the passes.
+_ALIASES = {"forward": FPROP, "fwd": FPROP, "backward": DGRAD, "bwd": DGRAD}
+
+
+def with_known_pass(name: object) -> object:
+    """Replaces an alias at the end of an overlap's name, as in "fc1_forward".
+
+    The result, "fc1_fprop", serves to find the name that a user meant.
+    """
+    if not isinstance(name, str):
+        return name
+    layer, _, direction = name.rpartition("_")
+    return f"{layer}_{_ALIASES[direction]}" if direction in _ALIASES else name
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from jax_ub._src.config.overlap_config import (
     UserBufferQuantizationMode,
     read_entry,
     split_name,
+    with_known_pass,
 )
 from jax_ub._src.errors import (
     ConfigurationError,
@@ -179,8 +180,9 @@ def _check_name(name, entry):
     if name not in NAMES:
         if "comm_type" in entry:
             return
+        hint = nearest(with_known_pass(name), NAMES)
         raise UnknownNameError(
-            f"ub_cfgs[{shown(name)}] is an unknown overlap. {nearest(name, NAMES)} "
+            f"ub_cfgs[{shown(name)}] is an unknown overlap. {hint} "
             'Other names must configure "comm_type": "AG" or "RS".'
         )
 

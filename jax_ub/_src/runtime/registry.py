@@ -16,6 +16,7 @@ from jax_ub._src.config.overlap_config import (
     OverlapConfig,
     UserBufferQuantizationMode,
     split_name,
+    with_known_pass,
 )
 from jax_ub._src.config.tuned_file import TunedTable
 from jax_ub._src.errors import (
@@ -290,7 +291,7 @@ def _why_missing(name, use_fp8, searched):
             f"with use_fp8 = {shown(use_fp8)} it does not exist. initialize_ub was "
             f"called for quantization_modes {modes} only."
         )
-    return f"no overlap has this name. {nearest(name, known)}"
+    return f"no overlap has this name. {nearest(with_known_pass(name), known)}"
 
 
 def find(
@@ -353,8 +354,9 @@ def _unknown_layer(label, axis, ub_name, layer):
             f"{label}: {shown(ub_name)} is initialized for FP8 buffers only, but the "
             "operands are not FP8. Pass initialize_ub(quantization_modes=[NONE, FP8])."
         )
+    meant = split_name(str(with_known_pass(ub_name)))[0]
     return UnknownNameError(
         f"{label}: axis {axis.axis_name} has no overlap {shown(ub_name)}. "
-        f"{nearest(ub_name, known)} Configure it in initialize_ub(ub_cfgs=...), or "
+        f"{nearest(meant, known)} Configure it in initialize_ub(ub_cfgs=...), or "
         "leave ub_name out."
     )
