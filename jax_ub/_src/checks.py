@@ -266,7 +266,14 @@ def check_rank(op: str, name: str, array, least: int = 2) -> None:
         )
 
 
-def check_contraction(op: str, x, w, num_ranks: int, sharded: str) -> None:
+def check_contraction(
+    op: str,
+    x,
+    w,
+    num_ranks: int,
+    sharded: str,
+    if_transposed: str = "Kernels are [in, out]: pass w.T.",
+) -> None:
     """Raises an error unless x [..., K] and w [K, N] have the same K.
 
     Args:
@@ -275,15 +282,17 @@ def check_contraction(op: str, x, w, num_ranks: int, sharded: str) -> None:
         w: kernel, `[K, N]`.
         num_ranks: size of the tensor-parallel mesh axis; 1 for a local op.
         sharded: the dimension of `w` that must be sharded: "in", "out", or "" for none.
+        if_transposed: the fix if `w` has K as its second dimension.
     """
     k = x.shape[-1]
     if w.shape[0] == k:
         return
     found = f"{op}: x {x.shape} has K = {k}, but w {w.shape} has K = {w.shape[0]}."
-    raise ShapeContractError(f"{found} {_advice(k, w, num_ranks, sharded)}")
+    advice = _advice(k, w, num_ranks, sharded, if_transposed)
+    raise ShapeContractError(f"{found} {advice}")
 
 
-def _advice(k, w, num_ranks, sharded):
+def _advice(k, w, num_ranks, sharded, if_transposed):
     if num_ranks > 1 and sharded == "out" and w.shape[0] * num_ranks == k:
         return (
             "The kernel is sharded along its first dimension; this op wants it along "
@@ -300,7 +309,7 @@ def _advice(k, w, num_ranks, sharded):
             "rank's own ones: in_specs P(..., axis_name) for x."
         )
     if w.shape[1] == k:
-        return "Kernels are [in, out]: pass w.T."
+        return if_transposed
     return "Both must be equal."
 
 

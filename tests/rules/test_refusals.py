@@ -32,9 +32,15 @@ WRONG_CALLS = {
     ),
     "transposed kernel": (
         ShapeContractError,
-        r"Kernels are \[in, out\]: pass w.T",
+        r"If w is \[out, in\], pass rhs_transposed=True; w.T would copy it",
         (zeros(8, 6), zeros(9, 6)),
         {},
+    ),
+    "kernel that is not transposed": (
+        ShapeContractError,
+        r"w is read as \[out, in\]: leave out rhs_transposed",
+        (zeros(8, 6), zeros(6, 9)),
+        {"rhs_transposed": True},
     ),
     "too few dimensions": (
         ShapeContractError,

@@ -46,13 +46,20 @@ def check_operands(config: CallConfig, x, ws, biases, residual, out_dtype) -> np
             f"{label}: w is an empty tuple. Pass at least one kernel."
         )
     shapes.check_rank(label, "x", values_of(x))
+    if_transposed = (
+        "w is read as [out, in]: leave out rhs_transposed."
+        if config.rhs_transposed
+        else "If w is [out, in], pass rhs_transposed=True; w.T would copy it."
+    )
     for i, w in enumerate(ws):
         kernel = config.kernel(values_of(w))
         if is_scaled(x):
             check_scaled(config, x, w)
         else:
             shapes.check_operands(label, x, kernel, takes_f64=config.takes_f64)
-        shapes.check_contraction(label, x, kernel, num_ranks, config.mode.sharded)
+        shapes.check_contraction(
+            label, x, kernel, num_ranks, config.mode.sharded, if_transposed
+        )
         *batch, rows, _ = x.shape
         if op == "all_gather_matmul":
             rows *= num_ranks
