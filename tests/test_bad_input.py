@@ -11,10 +11,14 @@ import pytest
 import jax_ub as ub
 from jax_ub import __main__
 from jax_ub._src.config import tuned_file
-from jax_ub._src.files import InputError
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools.launch.parts import MOST
-from jax_ub.errors import ConfigurationError, ShapeContractError, UnknownNameError
+from jax_ub.errors import (
+    ConfigurationError,
+    InputError,
+    ShapeContractError,
+    UnknownNameError,
+)
 from jax_ub.flax import linen
 
 

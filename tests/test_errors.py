@@ -7,6 +7,7 @@ import jax
 import pytest
 
 import jax_ub.errors
+from jax_ub import ops
 from jax_ub._src import errors
 
 SRC = pathlib.Path(errors.__file__).parent
@@ -75,6 +76,17 @@ def test_an_error_has_a_note_with_the_page_that_explains_it():
     named = {
         "initialize_ub: tp_size = 0": "docs/initialize_ub.md",
         "linear (ub_name 'qkv'): method": "docs/functions.md",
+        "linear(parallel='row'): data_axes = ('x',)": "docs/flax.md",
+        "linear(parallel='row'): fsdp_axes has 'x', which": "docs/fsdp.md",
+        "linear: axis ('tp',) has no overlap 'q'. Known: ": "docs/initialize_ub.md",
+        "linear: DelayedScaling needs a state, but fp8_state": "docs/fp8.md",
+        "overlap: fp8 = 'delayed' is not a recipe": "docs/fp8.md",
+        "overlap: the rule 'x' matches": "docs/retrofit.md",
+        "Linear: it has no argument 'axis'. Known: 'fsdp_axes', 'fp8'": "docs/flax.md",
+        "LayerNormMLP: ub_overlap_ag = True and": "docs/transformer_engine.md",
+        "operation 3 (Bias): the channel": "docs/ops.md",
+        "ForwardLinearScaleAdd: linear is missing": "docs/ops.md",
+        "trace: another trace is being recorded": "docs/trace.md",
         "JAX_UB_TIMEOUT_S = 'x' is not": "docs/functions.md#environment-variables",
     }
     for message, page in named.items():
@@ -85,6 +97,14 @@ def test_an_error_has_a_note_with_the_page_that_explains_it():
     assert pickle.loads(pickle.dumps(failed)).__notes__ == failed.__notes__
     assert not hasattr(errors.UbError("another: text"), "__notes__")
     assert not hasattr(errors.UbError(), "__notes__")
+
+
+def test_errors_of_every_operation_name_the_page_of_operations():
+    public = [getattr(ops, name) for name in ops.__all__]
+    classes = [each for each in public if isinstance(each, type)]
+    names = [*(each.__name__ for each in classes), *ops.fused.__all__, "ops.Linear"]
+    for name in {*names} - {"BasicOperation", "FusedOperation", "Linear"}:
+        assert errors.page_of(f"{name}: text") == "docs/ops.md", name
 
 
 def test_every_page_that_a_message_names_exists():

@@ -1,5 +1,6 @@
 """The names that code outside the project relies on, and their signatures."""
 
+import builtins
 import importlib
 import inspect
 import pathlib
@@ -115,8 +116,9 @@ NAMES = {
     """,
     "jax_ub.errors": """
         CommunicatorError ConfigurationError ConfigurationTypeError FusionError
-        LifecycleError ShapeContractError TimeoutError UbError UnknownArgumentError
-        UnknownNameError UnknownOverlapError UnsupportedOverlapError raised
+        InputError LifecycleError OutputError ShapeContractError TimeoutError TraceError
+        UbError UnknownArgumentError UnknownNameError UnknownOverlapError
+        UnsupportedOverlapError raised
     """,
     "jax_ub.flax": """
         LayerNormLinear LayerNormMLP Linear MainGrad MultiHeadAttention
@@ -155,6 +157,20 @@ def test_public_modules_have_the_listed_names(module):
     module_object = importlib.import_module(module)
     assert sorted(module_object.__all__) == sorted(NAMES[module].split())
     assert all(hasattr(module_object, name) for name in module_object.__all__)
+
+
+def test_every_error_that_a_public_function_documents_is_public():
+    private = []
+    for module in NAMES:
+        for name in NAMES[module].split():
+            public = getattr(importlib.import_module(module), name)
+            members = vars(public).values() if inspect.isclass(public) else ()
+            for documented in (public, *filter(callable, members)):
+                raises = str(documented.__doc__).partition("Raises:\n")[2]
+                errors = re.findall(r"^ +(\w+Error):", raises, re.MULTILINE)
+                known = {*vars(ub.errors), *vars(builtins)}
+                private += [(name, error) for error in errors if error not in known]
+    assert not private
 
 
 @pytest.mark.slow

@@ -13,39 +13,50 @@ from typing import ClassVar
 
 import jax
 
-# The pages of the documentation that errors refer to, by the name of the op at the
-# beginning of the message.
+# The pages of the documentation that errors refer to. An error has the first page whose
+# pattern matches its message, up to the list of known names. So a page on a topic
+# precedes the page of the op, whose name begins the message.
 _PAGES = {
-    "docs/functions.md": (
-        *("all_gather_matmul", "all_reduce", "dgrad_add", "linear"),
-        *("matmul_all_reduce", "matmul_reduce_scatter", "wgrad_accumulate"),
-    ),
-    "docs/functions.md#environment-variables": ("JAX_UB",),
+    "docs/functions.md#environment-variables": r"^JAX_UB_",
+    "docs/bench/README.md": r"^bench\b",
+    "docs/explain.md": r"^explain\b",
+    "docs/processes.md": r"^launch\b",
+    "docs/simulate.md": r"^(hardware|simulate)\b",
+    "docs/trace.md": r"^trace\b",
+    "docs/tune.md": r"^(tune|tuned)\b",
     "docs/initialize_ub.md": (
-        *("destroy_ub", "get_ub", "initialize_ub", "overlap_config", "ub_cfgs"),
+        r"^(destroy_ub|get_ub|overlap_config|ub_cfgs)\b|\binitialize_ub\b"
+        r"|the buffers of axis|has no overlap"
     ),
-    "docs/retrofit.md": ("dot_general", "overlap"),
+    "docs/fp8.md": (
+        r"\b(fp8\w*|FP8|MXFP8|DelayedScaling|\w+BlockScaling|\w+CurrentScaling|QParams"
+        r"|RowwiseScaling|ScaledArray|recipe)\b|^(apply_updates|init_state|quantize\w*)\b"
+    ),
+    "docs/fsdp.md": r"\bfsdp_axes\b",
+    "docs/transformer_engine.md": r"\bub_(bulk|overlap)_\w+",
+    "docs/retrofit.md": r"^(dot_general|overlap)\b",
     "docs/flax.md": (
-        *("attention", "LayerNormLinear", "LayerNormMLP", "Linear"),
-        *("MultiHeadAttention", "TransformerLayer"),
+        r"^(attention|LayerNormLinear|LayerNormMLP|Linear|MultiHeadAttention"
+        r"|TransformerLayer)\b|^linear\(parallel="
     ),
-    "docs/ops.md": ("operation", "OperationFuser", "Sequential"),
-    "docs/fp8.md": ("DelayedScaling", "quantize", "ScaledArray"),
-    "docs/bench/README.md": ("bench",),
-    "docs/explain.md": ("explain",),
-    "docs/processes.md": ("launch",),
-    "docs/simulate.md": ("hardware", "simulate"),
-    "docs/trace.md": ("trace",),
-    "docs/tune.md": ("tune", "tuned"),
+    "docs/ops.md": (
+        r"^(ops|operation|OperationFuser|Sequential|AddExtraInput|AllGather|AllReduce"
+        r"|BasicLinear|Bias|ConstantScale|Dropout|GEGLU|GELU|Identity|LayerNorm"
+        r"|MakeExtraOutput|Quantize|RMSNorm|ReLU|ReduceScatter|Reshape|SiLU|SwiGLU"
+        r"|(Backward|Forward|Userbuffers)\w+)\b"
+    ),
+    "docs/functions.md": (
+        r"^(all_gather_matmul|all_reduce|dgrad_add|linear|matmul_all_reduce"
+        r"|matmul_reduce_scatter|wgrad_accumulate)\b"
+    ),
 }
-_PAGE_OF = {name: page for page, names in _PAGES.items() for name in names}
 
 
 def page_of(message: str) -> str | None:
-    """Returns the documentation page of the op whose name begins an error message."""
-    is_setting = message.startswith("JAX_UB_")
-    name = "JAX_UB" if is_setting else re.split(r"\W", message, maxsplit=1)[0]
-    return _PAGE_OF.get(name)
+    """Returns the documentation page that explains an error message, or None."""
+    text = message.partition("Known: ")[0]
+    found = (page for page, pattern in _PAGES.items() if re.search(pattern, text))
+    return next(found, None)
 
 
 class UbError(Exception):
@@ -114,6 +125,18 @@ class TimeoutError(CommunicatorError, builtins.TimeoutError):
 
     It is also a builtin `TimeoutError`.
     """
+
+
+class TraceError(UbError, RuntimeError):
+    """Raised if traces are nested, or if a trace is read before its block has ended."""
+
+
+class InputError(UbError, OSError):
+    """Raised if a file cannot be read, for example because it does not exist."""
+
+
+class OutputError(UbError, OSError):
+    """Raised if a file cannot be written, for example because the disk is full."""
 
 
 # Tracebacks and pickles show the public module `jax_ub.errors`, from which users

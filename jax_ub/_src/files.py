@@ -7,21 +7,17 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from jax_ub._src.errors import UbError, shown
+from jax_ub._src.errors import OutputError, shown
 
 
-class OutputError(UbError, OSError):
-    """Raised if a file cannot be written, for example because the disk is full."""
+def checked_output(path: str | os.PathLike, op: str | None = None) -> pathlib.Path:
+    """Returns a path after checking that a file can be written there.
 
-
-class InputError(UbError, OSError):
-    """Raised if a file cannot be read, for example because it does not exist."""
-
-
-def checked_output(path: str | os.PathLike) -> pathlib.Path:
-    """Returns a path after checking that a file can be written there."""
+    Errors name the function `op` whose argument the path is; None is for commands.
+    """
     path = pathlib.Path(path)
-    name = shown(str(path))
+    name = shown(str(path)) if op is None else f"{op}: path = {shown(str(path))}"
+    where = "" if op is None else f"{op}: "
     try:
         os.stat(path)
         exists = True
@@ -34,8 +30,8 @@ def checked_output(path: str | os.PathLike) -> pathlib.Path:
         raise OutputError(f"{name} is a folder. Name a file in it.")
     if not path.parent.is_dir():
         raise OutputError(
-            f"there is no folder {shown(str(path.parent))} for {shown(path.name)}. "
-            "Make it first."
+            f"{where}there is no folder {shown(str(path.parent))} for "
+            f"{shown(path.name)}. Make it first."
         )
     if not os.access(path if exists else path.parent, os.W_OK):
         raise OutputError(

@@ -19,7 +19,7 @@ from jax_ub._src.prediction import hardware as machines
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear
 from jax_ub._src.tools.explain import report
-from jax_ub._src.tools.trace.recorder import TraceError
+from jax_ub.errors import TraceError
 from jax_ub.flax import Linear
 
 NUM_RANKS = 4

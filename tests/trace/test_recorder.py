@@ -8,10 +8,9 @@ from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub import _cpu
-from jax_ub._src.files import OutputError
 from jax_ub._src.tools.trace import perfetto
-from jax_ub._src.tools.trace.recorder import TraceError
 from jax_ub._src.tools.trace.spans import AROUND
+from jax_ub.errors import OutputError, TraceError
 
 NUM_RANKS = 3
 
@@ -104,9 +103,10 @@ def test_trace_of_a_failed_block_is_written(tmp_path):
 
 @pytest.mark.parametrize("name", ["none/step.json", "a\0/step.json"])
 def test_an_unusable_path_is_an_error_before_the_block_runs(name, tmp_path):
-    with pytest.raises(OutputError, match="there is no folder|null byte"):  # noqa: SIM117
-        with ub.trace(tmp_path / name):
-            pytest.fail("the block runs")
+    unusable = pytest.raises(OutputError, match="^trace: .*(no folder|null byte)")
+    with unusable as caught, ub.trace(tmp_path / name):
+        pytest.fail("the block runs")
+    assert caught.value.__notes__ == ["See docs/trace.md"]
 
 
 def test_nested_traces_are_errors():

@@ -12,6 +12,7 @@ from jax_ub._src import checks
 from jax_ub._src.errors import (
     ConfigurationError,
     ShapeContractError,
+    TraceError,
     UnknownNameError,
     nearest,
     shown,
@@ -24,7 +25,7 @@ from jax_ub._src.tables import (
     format_table,
 )
 from jax_ub._src.tools.trace import perfetto
-from jax_ub._src.tools.trace.recorder import Recording, TraceError
+from jax_ub._src.tools.trace.recorder import Recording
 from jax_ub._src.tools.trace.spans import Trace
 
 _ASSUMED = "h200"  # for devices that the simulator does not know

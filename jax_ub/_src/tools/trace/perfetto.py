@@ -10,8 +10,13 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax_ub._src.errors import ShapeContractError, UnknownNameError, shown
-from jax_ub._src.files import InputError, write_json
+from jax_ub._src.errors import (
+    InputError,
+    ShapeContractError,
+    UnknownNameError,
+    shown,
+)
+from jax_ub._src.files import write_json
 from jax_ub._src.tools.trace.spans import (
     CALL,
     GATHER,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 
 from jax_ub._src import checks
-from jax_ub._src.errors import ShapeContractError, UbError, shown
+from jax_ub._src.errors import ShapeContractError, TraceError, shown
 from jax_ub._src.files import checked_output
 from jax_ub._src.runtime import backend, cpu_engine
 from jax_ub._src.tools.launch.parts import part_path
@@ -16,10 +16,6 @@ from jax_ub._src.tools.trace.spans import Span, Trace, call_from_json
 
 EVENTS_PER_THREAD = 1 << 16
 _MAX_EVENTS_PER_THREAD = 1 << 24
-
-
-class TraceError(UbError, RuntimeError):
-    """Raised if traces are nested, or if a trace is read before its block has ended."""
 
 
 class Recording:
@@ -85,7 +81,7 @@ def trace(
             f"trace: path = {shown(path)} is of type {type(path).__name__}. Pass the "
             "path of a file, or None to write none."
         )
-    output = None if path is None else checked_output(path)
+    output = None if path is None else checked_output(path, "trace")
     recording = Recording()
     cpu = cpu_engine.load()
     cpu.start_trace(events_per_thread)
