@@ -11,7 +11,12 @@ import jax_ub as ub
 from jax_ub import ops
 from jax_ub._src import arguments
 from jax_ub._src import checks as shapes
-from jax_ub.errors import ShapeContractError, UnknownArgumentError, UnknownNameError
+from jax_ub.errors import (
+    ConfigurationError,
+    ShapeContractError,
+    UnknownArgumentError,
+    UnknownNameError,
+)
 from jax_ub.flax import Linear, MultiHeadAttention, TransformerLayer, linen
 
 X = np.zeros((2, 4, 8), np.float32)
@@ -199,3 +204,22 @@ def test_an_array_of_keys_is_not_one_key():
 
 def test_options_without_a_known_name_are_not_checked():
     arguments.check("op", another=object(), spec=PartitionSpec())
+
+
+@pytest.mark.parametrize(
+    ("op", "make"),
+    {
+        "Linear": lambda: linear(fp8="delayed"),
+        "TransformerLayer": lambda: TransformerLayer(
+            8, 16, 2, rngs=nnx.Rngs(0), fp8="delayed"
+        ),
+        "LayerNormMLP": lambda: linen.LayerNormMLP(8, 8, fp8="delayed"),
+        "BasicLinear": lambda: ops.BasicLinear(8, 8, fp8="delayed"),
+        "dot_general": lambda: ub.dot_general("row", fp8="delayed"),
+        "overlap": lambda: linen.Overlap({"up": "row"}, fp8={"up": "delayed"}),
+        "linear": lambda: ub.linear(X, X[0].T, fp8="delayed"),
+    }.items(),
+)
+def test_a_wrong_recipe_is_called_by_the_name_of_its_argument(op, make):
+    with pytest.raises(ConfigurationError, match=f"^{op}: fp8 = 'delayed' is not a"):
+        make()

@@ -326,14 +326,14 @@ WRONG = {
     ),
     "no state": (
         ConfigurationError,
-        "linear: DelayedScaling needs a state, but state is None. Pass one from",
+        "linear: DelayedScaling needs a state, but fp8_state is None. Pass one from",
         X,
         W,
         {"fp8": DELAYED},
     ),
     "superfluous state": (
         ConfigurationError,
-        "linear: Float8CurrentScaling has no state, but state = ",
+        "linear: Float8CurrentScaling has no state, but fp8_state = ",
         X,
         W,
         {"fp8": CURRENT, "fp8_state": FP8.init_state(DELAYED)},

@@ -16,7 +16,7 @@ from jax_ub._src import arguments, checks
 from jax_ub._src.config.flags import OverlapFlags
 from jax_ub._src.flax.options import as_sizes, read_sizes
 from jax_ub._src.fp8.flax_state import Fp8State
-from jax_ub._src.fp8.recipes import DelayedScaling, Recipe
+from jax_ub._src.fp8.recipes import DelayedScaling, Recipe, check_layer_recipe
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear, with_output_sharding
 
@@ -194,7 +194,8 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
             bias_metadata=bias_metadata,
             main_grad=main_grad,
         )
-        self.sharding_layout = ShardingLayout(
+        check_layer_recipe("Linear", fp8)
+        self.sharding_layout = layout = ShardingLayout(
             parallel,
             axis_name,
             mesh,
@@ -212,7 +213,6 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
             ),
             fp8=fp8,
         )
-        layout = self.sharding_layout
         ins = read_sizes(layout.op, "in_features", in_features)
         outs = read_sizes(layout.op, "out_features", out_features)
         known = layout.find_mesh()

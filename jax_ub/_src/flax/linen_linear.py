@@ -18,7 +18,7 @@ from jax_ub._src.config.flags import OverlapFlags
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
 from jax_ub._src.flax.options import LinearOptions, as_sizes, read_sizes
 from jax_ub._src.fp8.flax_state import linen_state
-from jax_ub._src.fp8.recipes import Recipe
+from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.sharding import portable_mesh
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear
@@ -67,6 +67,7 @@ class TensorParallel(arguments.KeywordsChecked, nn.Module, kw_only=True):
     def __post_init__(self):
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         arguments.check(type(self).__name__, **options)
+        check_layer_recipe(type(self).__name__, self.fp8)
         super().__post_init__()
 
     @nn.nowrap

@@ -20,7 +20,7 @@ from jax_ub._src.errors import (
     nearest,
     shown,
 )
-from jax_ub._src.fp8.recipes import Recipe, check_recipe
+from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.sharding.layout import resolve_parallel
 
 
@@ -55,8 +55,7 @@ def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
     named = arguments.named_parameters(layer)
     arguments.check_names(op, options, [*named, *known])
     arguments.check(op, **own, **options)
-    if options.get("fp8") is not None:
-        check_recipe(op, options["fp8"], "fp8")
+    check_layer_recipe(op, options.get("fp8"))
     check_flags(op, options)
 
 

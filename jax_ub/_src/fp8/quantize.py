@@ -92,7 +92,7 @@ def quantize(
     checks.check_float(_OP, x=x)
     checks.check_not_empty(_OP, "x", x)
     axes = _axes(_OP, axis_name)
-    state = check_state(_OP, recipe, state)
+    state = check_state(_OP, recipe, state, argument="state")
     if isinstance(recipe, DelayedScaling):
         return _delayed_arrays(_OP, recipe, role, axes, (x,), state)[0]
     return _cast(recipe, role, x, _scales(recipe, role, axes, lax.stop_gradient(x)))

@@ -252,8 +252,14 @@ Recipe = DelayedScaling | Float8CurrentScaling | MXFP8BlockScaling | RowwiseScal
 RECIPES = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, RowwiseScaling)
 
 
+def check_layer_recipe(op: str, fp8: Any) -> None:
+    """Raises an error unless a layer's argument `fp8` is a recipe or None."""
+    if fp8 is not None:
+        check_recipe(op, fp8, "fp8")
+
+
 def check_recipe(op: str, recipe: Any, name: str = "recipe") -> None:
-    """Raises an error unless `recipe`, the argument `name`, is a recipe."""
+    """Raises an error unless the argument `name` is an instance of a recipe class."""
     if not isinstance(recipe, RECIPES):
         names = ", ".join(f"ub.fp8.{kind.__name__}" for kind in RECIPES)
         raise ConfigurationError(

@@ -64,14 +64,19 @@ def check_state(
     recipe: Recipe,
     state: Mapping[str, jax.Array] | None,
     roles: Sequence[str] = ROLES,
+    *,
+    argument: str,
 ) -> Mapping[str, Any]:
-    """Raises an error unless the state has the recipe's entries; returns it."""
+    """Raises an error unless the state has the recipe's entries; returns it.
+
+    `argument` is the name of the caller's argument, for errors.
+    """
     name = type(recipe).__name__
     if not isinstance(recipe, DelayedScaling):
         if state:
             raise ConfigurationError(
-                f"{op}: {name} has no state, but state = {shown(state)}. Leave it out, "
-                "or use DelayedScaling."
+                f"{op}: {name} has no state, but {argument} = {shown(state)}. Leave it "
+                "out, or use DelayedScaling."
             )
         return {}
     shapes = {SCALE: (1,), HISTORY: (recipe.amax_history_len,)}
@@ -79,8 +84,8 @@ def check_state(
     if not isinstance(state, Mapping) or set(state) != set(wanted):
         found = sorted(state) if isinstance(state, Mapping) else shown(state)
         raise ConfigurationError(
-            f"{op}: DelayedScaling needs a state, but state is {found}. Pass one from "
-            "ub.fp8.init_state(recipe)."
+            f"{op}: DelayedScaling needs a state, but {argument} is {found}. Pass one "
+            "from ub.fp8.init_state(recipe)."
         )
     for key, shape in wanted.items():
         array = state[key]
@@ -88,7 +93,7 @@ def check_state(
         if not fits or array.dtype != jnp.float32:
             found = f"{array.dtype}{array.shape}" if is_array(array) else shown(array)
             raise ShapeContractError(
-                f"{op}: state[{shown(key)}] is {found}, but here it is "
+                f"{op}: {argument}[{shown(key)}] is {found}, but here it is "
                 f"float32{shape}. Pass a state from ub.fp8.init_state(recipe)."
             )
     return state

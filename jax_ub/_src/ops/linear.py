@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jax_ub._src import arguments, checks, methods
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub._src.fp8 import state as fp8_state
-from jax_ub._src.fp8.recipes import DelayedScaling, Recipe, check_recipe
+from jax_ub._src.fp8.recipes import DelayedScaling, Recipe, check_layer_recipe
 from jax_ub._src.fp8.state import OUTPUT_GRAD_STATE, init_state
 from jax_ub._src.methods import Method
 from jax_ub._src.ops.basic import Bias
@@ -126,8 +126,7 @@ class BasicLinear(BasicOperation):
         options = _checked_options(self.label, self.userbuffers_options)
         object.__setattr__(self, "userbuffers_options", options)
         super().__post_init__()
-        if self.fp8 is not None:
-            check_recipe(self.label, self.fp8, "fp8")
+        check_layer_recipe(self.label, self.fp8)
         for source, method in (
             ("method", self.method),
             ('userbuffers_options["method"]', dict(options or ()).get("method")),

@@ -16,7 +16,7 @@ from jax_ub._src.fp8.recipes import (
     DelayedScaling,
     Float8CurrentScaling,
     Recipe,
-    check_recipe,
+    check_layer_recipe,
 )
 from jax_ub._src.fp8.state import NAMES, OUTPUT_GRAD_STATE, init_state, names_of
 from jax_ub._src.ops.basic import Bias
@@ -85,8 +85,7 @@ class Quantize(BasicOperation):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.fp8 is not None:
-            check_recipe(self.label, self.fp8, "fp8")
+        check_layer_recipe(self.label, self.fp8)
 
     def init(self, key):
         if self.fp8 is None:

@@ -19,7 +19,7 @@ from jax_ub._src.errors import (
     UnsupportedOverlapError,
     shown,
 )
-from jax_ub._src.fp8.recipes import Recipe
+from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.retrofit import interception
 from jax_ub._src.sharding.layout import ShardingLayout, resolve_parallel
 from jax_ub._src.sharding.sharded_linear import (
@@ -79,6 +79,7 @@ def dot_general(  # noqa: PLR0913, options of a layer
         UnknownNameError: if there is no such kind or method.
         ShapeContractError: if `mesh` is not a mesh.
     """
+    check_layer_recipe("dot_general", fp8)
     return DotGeneral(
         ShardingLayout(
             resolve_parallel("dot_general", kind),

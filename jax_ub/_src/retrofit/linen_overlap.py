@@ -18,7 +18,7 @@ from jax_ub._src import lowering_log
 from jax_ub._src.checks import axis_tuple
 from jax_ub._src.errors import UnsupportedOverlapError, shown
 from jax_ub._src.fp8.flax_state import linen_state
-from jax_ub._src.fp8.recipes import Recipe, check_recipe
+from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.retrofit import interception
 from jax_ub._src.retrofit.dot_general import DotGeneral, dot_general
 from jax_ub._src.retrofit.einsum import Einsum
@@ -110,6 +110,12 @@ class Overlap:
         for rule, name in check_rules("ub_names", ub_names).items():
             check_layer_name(rule, name)
             self._names[compile_rule(rule)] = name
+        recipes = fp8 if isinstance(fp8, Mapping) else {".*": fp8}
+        for recipe in recipes.values():
+            check_layer_recipe("overlap", recipe)
+        self._recipes: dict[re.Pattern[str], Recipe | None] = {}
+        if isinstance(fp8, Mapping):
+            self._recipes = {compile_rule(rule): fp8[rule] for rule in fp8}
         # The layout comes from `dot_general`, because it checks the arguments.
         self._sharding_layout = dot_general(
             "column",
@@ -121,11 +127,6 @@ class Overlap:
             fsdp_axes=fsdp_axes,
             fp8=None if isinstance(fp8, Mapping) else fp8,
         ).sharding_layout
-        self._recipes: dict[re.Pattern[str], Recipe | None] = {}
-        for rule, recipe in fp8.items() if isinstance(fp8, Mapping) else ():
-            if recipe is not None:
-                check_recipe("overlap", recipe, "fp8")
-            self._recipes[compile_rule(rule)] = recipe
         self.overlapped = {}
         self._matched: set[re.Pattern[str]] = set()
         self._recorded: set[str] = set()

@@ -18,7 +18,7 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.fp8.flax_state import Fp8State
-from jax_ub._src.fp8.recipes import DelayedScaling, Recipe, check_recipe
+from jax_ub._src.fp8.recipes import DelayedScaling, Recipe, check_layer_recipe
 from jax_ub._src.retrofit import interception
 from jax_ub._src.retrofit.dot_general import DotGeneral, dot_general
 from jax_ub._src.retrofit.einsum import Einsum, Equation
@@ -125,8 +125,7 @@ def overlap(  # noqa: PLR0913, options of layers
     if isinstance(fp8, Mapping):
         recipes = values_by_path("fp8", fp8, kinds)
     for recipe in recipes.values():
-        if recipe is not None:
-            check_recipe("overlap", recipe, "fp8")
+        check_layer_recipe("overlap", recipe)
     replacements = {}
     for path, kind in kinds.items():
         layout = dot_general(

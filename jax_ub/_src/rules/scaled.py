@@ -24,7 +24,7 @@ from jax_ub._src.fp8.recipes import (
     INPUT,
     OUTPUT_GRAD,
     ROLES,
-    check_recipe,
+    check_layer_recipe,
     has_one_scale,
 )
 from jax_ub._src.fp8.state import OUTPUT_GRAD_STATE, check_state
@@ -189,7 +189,7 @@ def quantized(
             return x, ws, ()
         _check_ranks(config)
         return *_with_scalar_scales(config, x, ws), (None,)
-    check_recipe(label, recipe, "fp8")
+    check_layer_recipe(label, recipe)
     of_x = config
     for name, operand in by_name(x, ws).items():
         if is_scaled(operand) and INPUT not in roles:
@@ -202,7 +202,7 @@ def quantized(
                 "quantizes it. Leave out fp8, or pass the array that was quantized."
             )
         shapes.check_float(label, **{name: operand})
-    state = check_state(label, recipe, state, roles)
+    state = check_state(label, recipe, state, roles, argument="fp8_state")
     x, ws = quantize_layer(
         label,
         recipe,

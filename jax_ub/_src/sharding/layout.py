@@ -13,7 +13,7 @@ from jax_ub._src import arguments, checks, methods
 from jax_ub._src.checks import axis_tuple, check_axis_name
 from jax_ub._src.config.flags import FlaggedMethod, OverlapFlags
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
-from jax_ub._src.fp8.recipes import Recipe, check_recipe
+from jax_ub._src.fp8.recipes import Recipe
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import COLUMN, IN_OUT, PARALLEL, ROW, ParallelMode, mode_of
 from jax_ub._src.rules.call_config import call_label
@@ -115,8 +115,6 @@ class ShardingLayout:
     def __post_init__(self):
         """Checks the fields, and normalizes names of axes to hashable values."""
         arguments.check("linear", ub_name=self.ub_name)
-        if self.fp8 is not None:
-            check_recipe("linear", self.fp8, "fp8")
         if self.parallel is not None:
             parallel = resolve_parallel(self.op, self.parallel)
             object.__setattr__(self, "parallel", parallel)
