@@ -18,6 +18,7 @@ import pytest
 from cuda_programs import StandIn
 
 import jax_ub
+from jax_ub._src import lowering_log
 from jax_ub._src.runtime import cuda_engine
 
 jax.config.update("jax_platforms", "cpu")
@@ -32,6 +33,7 @@ STATUS = pytest.StashKey[int]()
 
 @pytest.fixture(autouse=True)
 def nothing_stays_initialized():
+    lowering_log._WARNED.clear()
     yield
     jax_ub.destroy_ub()
 

@@ -6,6 +6,7 @@ import contextvars
 import dataclasses
 import re
 import urllib.parse
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -132,6 +133,17 @@ def fallbacks(*, clear: bool = False) -> tuple[Fallback, ...]:
     if clear:
         _FALLBACKS.clear()
     return found
+
+
+# The kinds of problems about which this process has warned.
+_WARNED: set[str] = set()
+
+
+def warn_once(kind: str, text: str) -> None:
+    """Warns about the first problem of a kind in this process."""
+    if kind not in _WARNED:
+        _WARNED.add(kind)
+        warnings.warn(text, stacklevel=3)
 
 
 @dataclasses.dataclass(frozen=True)

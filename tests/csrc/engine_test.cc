@@ -166,6 +166,7 @@ TEST(AMissingRankEndsTheOthersAtTheDeadline) {
       text.starts_with("CommunicatorError: jax_ub.all_reduce (ub_name 'test'): op "
                        "all_reduce of group 0 waited 1 s for rank(s) 1 of 3; "
                        "waiting: rank(s) 0, 2 (run 1, execution 0)"));
+  CHECK(text.find("wait for one of XLA's threads: set NPROC") != std::string::npos);
   // The late call fails at once, and accesses no memory.
   CHECK_EQ(Submit(engine, site, 1, 101, calls[1]).Wait(), text);
   CHECK_EQ(engine.counters().failed_calls > 0, true);

@@ -1,5 +1,10 @@
+import jax
+import jax.numpy as jnp
 import pytest
+from jax import P
+from programs import on_ranks, tp_mesh
 
+import jax_ub as ub
 from jax_ub._src.runtime import hosts
 
 
@@ -73,3 +78,50 @@ def test_processes_with_the_same_cores_divide_them(own, num_processes, parts):
 
 def test_processes_with_different_cores_keep_them():
     assert hosts.process_cpu_set([2, 3], [[0, 1], [2, 3]], 1) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "num_cores", "num_devices", "threads"),
+    [
+        ("8", 64, 4, None),  # 2 threads for each device do not hang
+        ("7", 64, 4, 7),
+        ("2", 64, 4, 4),  # jaxlib starts one thread for each device
+        ("", 8, 4, None),
+        ("many", 2, 4, 4),  # jaxlib ignores it
+        ("", 1, 1, None),
+        ("32", 2, 16, None),  # the settings of these tests
+    ],
+)
+def test_fewer_than_two_threads_for_each_device_may_hang(
+    given, num_cores, num_devices, threads, monkeypatch
+):
+    monkeypatch.setenv("NPROC", given)
+    monkeypatch.setattr(hosts, "cores", lambda: list(range(num_cores)))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    reason = hosts.why_few_pool_threads(num_devices)
+    if threads is None:
+        assert reason is None
+    else:
+        assert reason.startswith(f"jaxlib has {threads} threads for {num_devices} CPU")
+        assert reason.endswith(f"Set NPROC={4 * num_devices} before jax starts.")
+
+
+def _lower(num_ranks):
+    def scale(x):
+        return ub.all_reduce(3 * x, axis_name="tp")
+
+    program = on_ranks(scale, tp_mesh(num_ranks), P("tp"), P())
+    jax.jit(program).lower(jnp.ones((num_ranks, 4)))
+
+
+def test_lowering_warns_of_too_few_threads_once(monkeypatch):
+    monkeypatch.setenv("NPROC", "7")
+    with pytest.warns(UserWarning, match="has 7 threads for 4 CPU devices.*NPROC="):
+        _lower(4)
+    _lower(4)
+
+
+def test_lowering_does_not_warn_where_the_threads_suffice(monkeypatch):
+    monkeypatch.setenv("NPROC", "6")
+    _lower(3)
+    _lower(1)

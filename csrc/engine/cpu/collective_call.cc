@@ -41,7 +41,9 @@ std::string TimeoutMessage(const CollectiveCall& collective) {
        << collective.deadline.timeout_s() << " s for rank(s) " << Join(missing)
        << " of " << at.num_ranks << "; waiting: rank(s) " << Join(waiting) << " (run "
        << collective.run_id << ", execution " << collective.count
-       << "). The missing devices died, hang or took another branch. "
+       << "). The missing devices, which are in this process, failed, hang, took "
+          "another branch, or wait for one of XLA's threads: set NPROC, their number, "
+          "to at least 4 per device before jax starts. "
        << collective.deadline_setting << " sets the seconds.";
   return text.str();
 }

@@ -26,7 +26,7 @@ from jax_ub._src import dtypes, lowering_log
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.methods import DEFAULT_SPLITS, Method, Variant, auto_on_gpus
 from jax_ub._src.primitives.mesh import Ranks, find_ranks
-from jax_ub._src.runtime import cpu_engine, cuda_engine, registry, settings
+from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, registry, settings
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, heap_bytes
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def _lower_on_cpu(ctx, *operands, call):
     reason = reason or _why_no_room(call, avals, needs_buffers=False)
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
+    if call.num_ranks > 1:
+        _warn_of_few_threads(ranks)
     is_automatic = call.method is Method.AUTO
     lowering_log.record(ctx, call, Method.DIRECT if is_automatic else call.method)
     cpu_engine.register_targets()
@@ -70,6 +72,14 @@ def _lower_on_cpu(ctx, *operands, call):
     if channel and "devices" not in attributes:
         attributes["generation"] = np.int64(ranks.generation)
     return _emit(ctx, operands, call, attributes, has_side_effect=True)
+
+
+def _warn_of_few_threads(ranks):
+    """Warns if programs on the devices of this process may find no thread to run on."""
+    own = [d for d in ranks.devices if d.process_index == jax.process_index()]
+    reason = hosts.why_few_pool_threads(len(own) or len(ranks.ids))
+    if reason is not None:
+        lowering_log.warn_once("few threads", f"jax_ub: {reason}")
 
 
 def _lower_on_cuda(ctx, *operands, call):

@@ -4,6 +4,7 @@ import os
 import pathlib
 import platform
 
+from jax_ub._src.errors import ConfigurationError
 from jax_ub._src.runtime import settings
 
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
@@ -37,6 +38,34 @@ def cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):  # on Linux
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def pool_threads() -> int:
+    """Returns the size of jaxlib's thread pools, if no device needs a larger one.
+
+    jaxlib reads `NPROC` when its backend starts. Without it, the size is the number of
+    cores on which the process may run. Each pool has at least a thread per device.
+    """
+    try:
+        return settings.pool_threads() or len(cores())
+    except ConfigurationError:  # jaxlib ignores a malformed value
+        return len(cores())
+
+
+def why_few_pool_threads(num_devices: int) -> str | None:
+    """Returns why programs on `num_devices` CPU devices may hang, and a fix, or None.
+
+    Each launch occupies a thread per device until its ranks have met. With 2 threads
+    per device, the 32 launches that XLA allows in flight do not hang.
+    """
+    threads = max(pool_threads(), num_devices)
+    if num_devices < 2 or threads >= 2 * num_devices:
+        return None
+    return (
+        f"jaxlib has {threads} threads for {num_devices} CPU devices of this process, "
+        "and hangs with more than 32 programs in flight. Set "
+        f"NPROC={settings.pool_threads_for(num_devices)} before jax starts."
+    )
 
 
 def control_groups() -> str:

@@ -207,19 +207,10 @@ def device_findings() -> Iterator[Finding]:
 
 def _pool_threads():
     num = len(jax.local_devices())
-    try:
-        threads = settings.pool_threads() or len(hosts.cores())
-    except ValueError:
-        return  # `_environment` reports it
-    text = f"{threads} for {num} devices"
-    if threads < 2 * num:
-        text += (
-            ": with more than 32 programs in flight jaxlib deadlocks. Set "
-            f"NPROC={settings.pool_threads_for(num)} before jax starts."
-        )
-        yield Finding("jaxlib threads", State.WARNING, text)
-    else:
-        yield Finding("jaxlib threads", State.FINE, text)
+    reason = hosts.why_few_pool_threads(num)
+    text = f"{max(hosts.pool_threads(), num)} for {num} devices"
+    state = State.FINE if reason is None else State.WARNING
+    yield Finding("jaxlib threads", state, reason or text)
 
 
 def _gpus():
