@@ -1,5 +1,6 @@
 """An overlapped model runs on every mesh and in every context of the plain model."""
 
+import contextlib
 import copy
 import pickle
 
@@ -168,13 +169,15 @@ def test_parameters_may_move_to_another_mesh(name, known, x, plain):
     state = jax.tree.map_with_path(place, state)
     x_there = jax.device_put(x, NamedSharding(mesh, P()))
     program = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
-    if known == "set_mesh":
-        with jax.set_mesh(mesh):
-            text = compiled_text(program, state, x_there)
-            y = program(state, x_there)
+    if name == "no such axis":
+        warns = pytest.warns(UserWarning, match="'tp' is not an axis of the mesh {'x'")
     else:
+        warns = contextlib.nullcontext()
+    here = jax.set_mesh(mesh) if known == "set_mesh" else contextlib.nullcontext()
+    with here, warns:
         text = compiled_text(program, state, x_there)
-        y = program(state, x_there)
+    with jax.set_mesh(mesh) if known == "set_mesh" else contextlib.nullcontext():
+        y = program(state, x_there)  # warns once only
     assert calls(text) == expected
     assert_trees_close(y, plain(x))
     assert y.sharding.device_set == set(mesh.devices.flat)
@@ -204,7 +207,9 @@ def test_whole_kernels_are_multiplied_inside_a_shard_map(x, plain):
     assert_trees_close(run(mesh_of(2, 2), P(("dp", "tp"))), plain(x))
     reason = "the kernel is whole inside this jax.shard_map"
     assert ub.fallbacks()[-1].reason == reason
-    assert_trees_close(run(device_mesh(0, 4, names=("data",)), P("data")), plain(x))
+    with pytest.warns(UserWarning, match="'tp' is not an axis of the mesh {'data': 4}"):
+        y = run(device_mesh(0, 4, names=("data",)), P("data"))
+    assert_trees_close(y, plain(x))
 
 
 def test_kernels_sharded_over_a_data_axis_may_move_to_a_mesh_without_it(x):
@@ -249,3 +254,60 @@ def test_the_kernels_mesh_supplies_devices_for_an_abstract_mesh():
     assert found == [mesh, mesh.abstract_mesh]
     other = NamedSharding(device_mesh(0, 2, 4), P("tp"))
     assert known.find_mesh(jax.device_put(np.ones(8), other)) == other.mesh
+
+
+MISSPELT = {
+    "axis_name = 'model' is not an axis of the mesh": {"axis_name": "model"},
+    "data_axes has 'dpp', which is not an axis of the mesh": {"data_axes": ("dpp",)},
+}
+COLUMN = {"up": "column"}
+
+
+def overlap_nnx(**options):
+    return ub.overlap(nnx.merge(*nnx.split(PLAIN)), COLUMN, **options)
+
+
+def overlap_linen(**options):
+    return ub_linen.Overlap({"layers_0": "column"}, **options)
+
+
+class Plain(nnx.Module):
+    def __init__(self):
+        self.up = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.up(x)
+
+
+PLAIN = Plain()
+
+
+@covering(text=MISSPELT, make=[overlap_nnx, overlap_linen], known=["mesh", "set_mesh"])
+def test_an_axis_that_the_known_mesh_lacks_is_an_error(text, make, known):
+    mesh, options = device_mesh(0, 2, 2), MISSPELT[text]
+    here = contextlib.nullcontext()
+    if known == "mesh":
+        options = {**options, "mesh": mesh}
+    else:
+        here = jax.set_mesh(mesh)
+    text = rf"{text} {{'dp': 2, 'tp': 2}}\. "
+    with here, pytest.raises(ub.errors.UnknownNameError, match=text):
+        make(**options)
+
+
+@pytest.mark.parametrize("text", MISSPELT)
+def test_an_axis_that_the_mesh_of_a_call_lacks_is_a_warning(text, x):
+    warns = pytest.warns(UserWarning, match=rf"ub_name 'up'.*{text} {{'dp': 2, 'tp'")
+    model, overlap = overlap_nnx(**MISSPELT[text]), overlap_linen(**MISSPELT[text])
+    assert_trees_close(model(x), PLAIN(x))  # no mesh is known here
+    net = nn.Sequential([nn.Dense(32)])
+    variables = net.init(jax.random.key(0), x)
+    with jax.set_mesh(device_mesh(0, 2, 2)):
+        with warns:
+            assert_trees_close(model(x), PLAIN(x))
+        model(x)
+        with overlap:  # the warning has the same cause
+            net.apply(variables, x)
+    here = jax.set_mesh(device_mesh(0, 2, 2, names=("dp", "tpp")))
+    with here, overlap, pytest.warns(UserWarning, match="{'dp': 2, 'tpp': 2}"):
+        net.apply(variables, x)

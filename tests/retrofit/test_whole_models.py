@@ -143,7 +143,7 @@ class OwnDense(nn.Module):
 def test_rules_of_linen_that_match_nothing_warn_once():
     net, x = nn.Dense(32, name="up"), normal(0, (4, 16))
     variables = net.init(jax.random.key(0), x)
-    text = r"the rules \['down', 'fc2'\] matched no nn.Dense.* It overlapped \[''\]"
+    text = r"the rules \['down', 'fc2'\] matched no nn.Dense.* overlapped \[''\]\. Kn"
     with (
         pytest.warns(UserWarning, match=text),
         jax.set_mesh(mesh_of(1, 2)),
@@ -272,3 +272,11 @@ def test_a_layer_on_several_axes():
         y = jax.jit(lambda x: layer(x))(x)
     assert not ub.fallbacks()
     assert_trees_close(y, x @ np.asarray(layer.kernel[...]))
+
+
+def test_a_misspelt_rule_of_linen_names_the_nearest_path():
+    net, x = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(16)]), normal(0, (4, 16))
+    variables = net.init(jax.random.key(0), x)
+    text = r"Did you mean 'layers_0'\? Known: 'layers_0', 'layers_2'"
+    with pytest.warns(UserWarning, match=text), Overlap({"layer_0": "column"}):
+        net.apply(variables, x)

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +71,10 @@ def product(mesh, axis="tp", x=X, w=W, **options):
 
 
 def unconnected_groups_say_what_to_do():
-    product(MESH)
+    with warnings.catch_warnings(record=True) as found:
+        product(MESH)
     assert "call ub.initialize_ub" in ub.fallbacks()[-1].reason
+    assert [ub.fallbacks()[-1].reason in str(each.message) for each in found] == [True]
     raises(
         NotImplementedError, "which are not connected", product, MESH, method="direct"
     )

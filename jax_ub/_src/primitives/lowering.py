@@ -26,7 +26,14 @@ from jax_ub._src import dtypes, lowering_log
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.methods import DEFAULT_SPLITS, Method, Variant, auto_on_gpus
 from jax_ub._src.primitives.mesh import Ranks, find_ranks
-from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, registry, settings
+from jax_ub._src.runtime import (
+    communicators,
+    cpu_engine,
+    cuda_engine,
+    hosts,
+    registry,
+    settings,
+)
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, heap_bytes
 
 if TYPE_CHECKING:
@@ -156,6 +163,9 @@ def _lower_to_reference(ctx, operands, call, reason):
             'method="auto", which falls back to plain jax.lax, or method="xla".'
         )
     lowering_log.record(ctx, call, Method.XLA, reason)
+    if communicators.UNCONNECTED in reason:
+        text = f"{call.label} runs as plain jax.lax: {reason}"
+        lowering_log.warn_once("initialize_ub", f'{text}, or pass method="xla".')
 
     def plain(*operands):
         with lowering_log.falling_back(call.label, reason):

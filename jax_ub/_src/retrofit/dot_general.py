@@ -16,6 +16,7 @@ from jax_ub._src.checks import check_array, has_symbolic_sizes, is_integer
 from jax_ub._src.errors import (
     ShapeContractError,
     UbError,
+    UnknownNameError,
     UnsupportedOverlapError,
     shown,
 )
@@ -248,6 +249,7 @@ class DotGeneral:
         reason = _why_not_dense(lhs, rhs, contraction, out_dtype)
         if layout.is_local():
             if self.is_lenient and self._is_whole_in_shard_map(rhs, contraction):
+                self._warn_of_missing_axes(jax.sharding.get_abstract_mesh())
                 return "the kernel is whole inside this jax.shard_map"
             if reason is None:
                 return None
@@ -258,6 +260,8 @@ class DotGeneral:
         mesh = layout.find_mesh(rhs, lhs)
         if mesh is None:
             return "no mesh is known here" if self.is_lenient else None
+        if self.is_lenient:
+            self._warn_of_missing_axes(mesh)
         try:
             self._check_mesh(mesh, rhs, contraction)
             tokens = lhs.shape[: lhs.ndim - contraction.num_in] or (1,)
@@ -266,6 +270,15 @@ class DotGeneral:
             if not self.is_lenient:
                 raise
             return str(error).removeprefix(f"{layout.op}: ")
+
+    def _warn_of_missing_axes(self, mesh):
+        """Warns once per process and mesh axes if the mesh lacks axes of the layer."""
+        layout = self.sharding_layout
+        try:
+            layout.check_axes(mesh)
+        except UnknownNameError as error:
+            kind = f"axes {layout.axes} {layout.data_axes} of {mesh.axis_names}"
+            lowering_log.warn_once(kind, f"{error} JAX runs the layer without overlap.")
 
     def _check_mesh(self, mesh, rhs, contraction):
         """Raises an error if the layer's kernel cannot be sharded over this mesh."""

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ub._src import lowering_log
 from jax_ub._src.checks import axis_tuple
-from jax_ub._src.errors import UnsupportedOverlapError, shown
+from jax_ub._src.errors import UnsupportedOverlapError, nearest, shown
 from jax_ub._src.fp8.flax_state import linen_state
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.retrofit import interception
@@ -79,7 +79,8 @@ class Overlap:
 
     Raises:
         UnknownNameError: if a rule is not a valid regular expression or does not map to
-            a valid kind, or if the method is unknown.
+            a valid kind, if the method is unknown, or if `mesh`, else the mesh of
+            `jax.set_mesh`, lacks an axis of `axis_name` or `data_axes`.
         ShapeContractError: if `mesh` is not a mesh, or if `data_axes` or `fsdp_axes`
             are not distinct names of other axes.
         ConfigurationError: if `fp8` has a value that is not a recipe.
@@ -127,8 +128,12 @@ class Overlap:
             fsdp_axes=fsdp_axes,
             fp8=None if isinstance(fp8, Mapping) else fp8,
         ).sharding_layout
+        known_mesh = self._sharding_layout.find_mesh()
+        if known_mesh is not None:
+            self._sharding_layout.check_axes(known_mesh)
         self.overlapped = {}
         self._matched: set[re.Pattern[str]] = set()
+        self._seen: dict[str, None] = {}  # the paths of all layers that rules may match
         self._recorded: set[str] = set()
         self._warned: set[str] = set()
         self._depth = 0  # number of module calls in progress
@@ -184,6 +189,8 @@ class Overlap:
         if method_name == "attend":
             path = f"{path}.attend" if path else "attend"
         call = _overlapped_call(layer, method_name)
+        if call is not None:
+            self._seen[path] = None
         kind = None if call is None else self._find(self._rules, path)
         if call is None or kind is None:
             y = next_fun(*args, **kwargs)
@@ -222,7 +229,7 @@ class Overlap:
             warnings.warn(
                 f"overlap: the rules {new} matched no nn.Dense, nn.DenseGeneral, "
                 f"nn.Einsum or nn.Embed.attend; a rule must match a whole path. {met}. "
-                "See docs/retrofit.md",
+                f"{nearest(new[0], self._seen)} See docs/retrofit.md",
                 stacklevel=3,
             )
 

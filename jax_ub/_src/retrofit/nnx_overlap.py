@@ -66,7 +66,8 @@ def overlap(  # noqa: PLR0913, options of layers
 
     The model works wherever the unmodified model does: it pickles, and it accepts
     parameters on another mesh. JAX computes a product that cannot be overlapped there,
-    or that a library such as Qwix intercepts, and `ub.fallbacks` says why.
+    or that a library such as Qwix intercepts, and `ub.fallbacks` says why. On a mesh
+    without an axis of `axis_name` or `data_axes`, the first call warns.
 
     Transformer Engine: none.
 
@@ -97,8 +98,9 @@ def overlap(  # noqa: PLR0913, options of layers
 
     Raises:
         UnknownNameError: if a rule matches no layer, if an expression of `ub_names` or
-            `fp8` matches no overlapped layer, if one is not a regular expression, or if
-            the value of a rule is not a kind.
+            `fp8` matches no overlapped layer, if one is not a regular expression, if
+            the value of a rule is not a kind, or if `mesh`, else the mesh of
+            `jax.set_mesh`, lacks an axis of `axis_name` or `data_axes`.
         ConfigurationError: if the recipe of a layer is not a recipe.
         ShapeContractError: if the model has no linear layer, `mesh` is not a mesh, the
             sharding of a kernel contradicts its rule, or "auto" finds no sharded
@@ -138,6 +140,9 @@ def overlap(  # noqa: PLR0913, options of layers
             ub_name=names.get(path, LayerName(path)),
             fp8=recipes.get(path),
         ).sharding_layout
+        known_mesh = layout.find_mesh()
+        if known_mesh is not None:
+            layout.check_axes(known_mesh)
         replacements[path] = _replacement(layers[path], layout)
     # The replacements are set after all checks, so that an error leaves the model
     # unchanged.

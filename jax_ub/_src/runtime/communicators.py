@@ -38,6 +38,9 @@ class Connection:
             self.communicator.close()
 
 
+# The part of a reason that says that `initialize_ub` was not called.
+UNCONNECTED = "which are not connected"
+
 _CONNECTIONS: dict[Group, Connection] = {}
 _has_shared_cores = False  # whether the engine is limited to a share of the cores
 
@@ -66,9 +69,8 @@ def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
             if len(set(owners)) == 1:
                 continue
             return (
-                f"its ranks are in processes {sorted(set(owners))}, which are not "
-                "connected; call ub.initialize_ub(mesh=..., axis_name=...) on all of "
-                "them first"
+                f"its ranks are in processes {sorted(set(owners))}, {UNCONNECTED}; "
+                "call ub.initialize_ub(mesh=..., axis_name=...) on all of them first"
             )
         if connection.reason is not None:
             return connection.reason

@@ -307,6 +307,24 @@ class ShardingLayout:
         manual = set(mesh.manual_axes)
         return math.prod(mesh.shape[n] for n in self.fsdp_axes if n in manual)
 
+    def check_axes(self, mesh: AnyMesh) -> None:
+        """Raises an error unless the mesh has all axes of `axis_name` and `data_axes`.
+
+        Raises:
+            UnknownNameError: names the axis that is missing.
+        """
+        self.axis_size(mesh)
+        self.check_data_axes(mesh)
+
+    def check_data_axes(self, mesh: AnyMesh) -> None:
+        """Raises an error unless the mesh has all `data_axes`."""
+        for name in self.data_axes or ():
+            if name not in mesh.shape:
+                raise UnknownNameError(
+                    f"{self.op}: data_axes has {shown(name)}, which is not an axis of "
+                    f"the mesh {dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
+                )
+
     def axis_size(self, mesh: AnyMesh) -> int:
         """Returns the number of ranks on the tensor-parallel axis of `mesh`."""
         for name in self.axes:

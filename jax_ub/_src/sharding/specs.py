@@ -20,7 +20,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
+from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.sharding.layout import AnyMesh, ShardingLayout
 
 
@@ -56,12 +56,7 @@ def data_axes(
     manual = jax.sharding.get_abstract_mesh().manual_axes
     explicit = explicit_axes(mesh)
     names = mesh.axis_names if layout.data_axes is None else layout.data_axes
-    for name in names:
-        if name not in mesh.shape:
-            raise UnknownNameError(
-                f"{layout.op}: data_axes has {shown(name)}, which is not an axis of "
-                f"the mesh {dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
-            )
+    layout.check_data_axes(mesh)
     axes = tuple(
         name
         for name in names
