@@ -206,3 +206,17 @@ def test_wrong_arguments():
 
     with pytest.raises(ShapeContractError, match="this FP8 state went into another"):
         jax.grad(twice)(state_of(params))
+
+
+def test_a_state_that_no_gradient_reaches_is_a_warning():
+    seq = ops.Sequential(ops.BasicLinear(64, 32, fp8=DELAYED))
+    (params,) = seq.init(jax.random.key(0))
+    state = state_of(params)
+
+    def loss(kernel):
+        return jnp.sum(seq(({"kernel": kernel, **state},), X) ** 2)
+
+    with pytest.warns(
+        UserWarning, match="BasicLinear: JAX takes the gradient of the k"
+    ):
+        jax.grad(loss)(params["kernel"])

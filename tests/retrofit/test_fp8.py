@@ -301,3 +301,20 @@ def test_wrong_recipes():
         dot = ub.dot_general("column", fp8=DELAYED)
         with pytest.raises(ConfigurationError, match="DelayedScaling needs a state"):
             dot(X, normal(1, (64, 32)), DENSE)
+
+
+def test_a_state_that_no_gradient_reaches_is_a_warning():
+    def loss(model, x):
+        return jnp.sum(jnp.sin(model(x)))
+
+    both = nnx.DiffState(0, nnx.Any(nnx.Param, OverwriteWithGradient))
+    with jax.set_mesh(tp_mesh(2)):
+        model = ub.overlap(Net(), KINDS, fp8=DELAYED)
+        nnx.grad(loss, argnums=both)(model, X)
+        jax.grad(loss, 1)(model, X)  # nothing is trained
+        text = (
+            r"ub_name '.*'\): JAX takes the gradient of the kernel, but not of the FP"
+        )
+        with pytest.warns(UserWarning, match=text):
+            nnx.grad(loss)(model, X)
+        nnx.jit(nnx.grad(loss))(model, X)  # once

@@ -40,6 +40,7 @@ from jax_ub._src.rules.call_config import (
 )
 from jax_ub._src.rules.forward import is_replicated
 from jax_ub._src.rules.operands import as_row
+from jax_ub._src.rules.vjp import warn_of_constant_state
 from jax_ub._src.scaled_array import is_scaled, source_of
 
 default_kernel_init = initializers.lecun_normal()
@@ -187,6 +188,8 @@ class BasicLinear(BasicOperation):
             names.update(OUTPUT_GRAD_STATE)
         if self.wants_wgrad(needs):
             names.add("x")
+            if self._has_state and needs.params.isdisjoint(fp8_state.NAMES):
+                warn_of_constant_state(self.label)
         return frozenset(names | (self.overwritten & needs.params))
 
     def wants_wgrad(self, needs: RequestedGradients) -> bool:

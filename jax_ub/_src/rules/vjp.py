@@ -8,6 +8,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from jax_ub._src import lowering_log
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.reference import sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
@@ -65,6 +66,8 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         }
         if len(values) > 5:
             saved["state"] = values[5]
+            if values[5] and wants_dw and not needs(tuple(operands[5].values())):
+                warn_of_constant_state(config.label)
         return (ys, gathered), saved
 
     def backward_rule(config, saved, cotangents):
@@ -90,6 +93,16 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
 
     rule.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     return jax.jit(rule, static_argnums=0, inline=True)
+
+
+def warn_of_constant_state(label: str) -> None:
+    """Warns once per process that a program trains a kernel, but not its FP8 state."""
+    lowering_log.warn_once(
+        "FP8 state",
+        f"{label}: JAX takes the gradient of the kernel, but not of the FP8 state, "
+        "which is the state's new value, so the scales never change. Take the gradient "
+        "of the state, too, and pass it to ub.fp8.apply_updates. See docs/fp8.md",
+    )
 
 
 def check_no_main_grad(config: CallConfig, main_grads) -> None:
