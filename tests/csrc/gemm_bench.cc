@@ -29,15 +29,18 @@ struct Variant {
 };
 
 // Returns the problem C = A B with one dtype; `layout` is named as in BLAS, with T for
-// a transposed operand. C is stored `num_replicas` times, as by an all-reduce.
+// a transposed operand. C is stored `num_replicas` times, as by an all-reduce. With
+// `has_blocks`, both operands have a scale for every 32 elements along K.
 Variant MakeVariant(int64_t m,
                     int64_t k,
                     int64_t n,
                     const std::string& layout,
                     int num_replicas,
-                    DType dtype) {
+                    DType dtype,
+                    bool has_blocks = false) {
   Variant variant;
   variant.name = std::string(CurrentIsa()) + " " + layout;
+  if (has_blocks) variant.name.append(" mx");
   if (num_replicas > 1) variant.name.append("x").append(std::to_string(num_replicas));
   variant.name.append(" ").append(DTypeName(dtype));
   const DType result = InfoOf(dtype).is_result ? dtype : DType::kBF16;
@@ -62,6 +65,19 @@ Variant MakeVariant(int64_t m,
       {0, n},
       {0, k},
       {{variant.buffers[1].data(), b_transposed ? k : 1, b_transposed ? 1 : n}}};
+  if (has_blocks) {
+    const int64_t num_blocks = k / 32;
+    for (int64_t outer : {m, n}) {
+      variant.buffers.emplace_back(outer * num_blocks, std::byte{127});
+    }
+    const auto scales = [&](const std::byte* data, bool is_k_contiguous,
+                            int64_t outer) {
+      return is_k_contiguous ? ScaleSegment{data, 1, num_blocks, 32, 1}
+                             : ScaleSegment{data, 1, 1, 32, outer};
+    };
+    problem.a.scales = {scales(variant.buffers[3].data(), !a_transposed, m)};
+    problem.b.scales = {scales(variant.buffers[4].data(), b_transposed, n)};
+  }
   problem.c = {result, num_replicas, {0, m}, {0, n}, {}};
   for (int i = 0; i < num_replicas; ++i) {
     problem.c.segments.push_back(
@@ -99,6 +115,11 @@ void Measure(int64_t m, int64_t k, int64_t n) {
     for (DType dtype : {DType::kF32, DType::kBF16, DType::kE4M3}) {
       for (const char* layout : {"NN", "NT", "TN"}) {
         variants.push_back(MakeVariant(m, k, n, layout, 1, dtype));
+      }
+      if (IsFp8(dtype) && k % 32 == 0) {
+        for (const char* layout : {"NN", "NT", "TN"}) {
+          variants.push_back(MakeVariant(m, k, n, layout, 1, dtype, true));
+        }
       }
       variants.push_back(MakeVariant(m, k, n, "NN", 8, dtype));
       variants.push_back(MakePeak(dtype));

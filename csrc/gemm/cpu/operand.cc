@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <limits>
 #include <numeric>
 
 namespace jax_ub {
@@ -58,6 +57,15 @@ WordRun WordsWithEqualScales(
   return {word, 1, {k, kNoScale}, k + 1};
 }
 
+// Writes `size` numbers `times` times.
+void Repeat(const float* from, int64_t size, int64_t times, float* to) {
+  if (size == 1) {
+    std::fill_n(to, times, *from);
+    return;
+  }
+  for (int64_t i = 0; i < times; ++i) to = std::copy_n(from, size, to);
+}
+
 // Size of a way of the L1 cache. Rows whose distance is a multiple of it map to the
 // same cache set, which holds only a few of them. AMX loads 16 rows at once. They are
 // copied first if they are 2048 or 4096 bytes apart (measured with gemm_bench, 1024 x
@@ -87,13 +95,20 @@ class OperandReader::ScaleReader {
   // written in its place. With `halves`, writes the factor that is then missing: 1/2
   // for a scale of 2^-127, else 1.
   bool Copy(Range outer, int64_t k, bool halves, float* to) const {
-    const int64_t first = k / scales_.inner_block * scales_.inner_stride;
+    const int64_t stride = scales_.outer_stride * SizeOf(dtype_);
+    const std::byte* first =
+        scales_.data + k / scales_.inner_block * scales_.inner_stride * SizeOf(dtype_);
+    if (scales_.outer_block == 1 && dtype_ == DType::kE8M0 && !halves) {
+      // The compiler vectorizes the loop for contiguous scales.
+      const std::byte* from = first + outer.begin * stride;
+      return stride == 1 ? CopyE8M0(from, 1, outer.size(), to)
+                         : CopyE8M0(from, stride, outer.size(), to);
+    }
     bool has_smallest = false;
     for (int64_t o = outer.begin; o < outer.end;) {
       const int64_t block = o / scales_.outer_block;
       const int64_t end = std::min(outer.end, (block + 1) * scales_.outer_block);
-      const std::byte* from =
-          scales_.data + (first + block * scales_.outer_stride) * SizeOf(dtype_);
+      const std::byte* from = first + block * stride;
       const bool is_smallest = dtype_ == DType::kE8M0 && *from == std::byte{0};
       has_smallest |= is_smallest;
       const float scale = halves ? (is_smallest ? 0.5f : 1.0f) : F32At(from);
@@ -104,15 +119,25 @@ class OperandReader::ScaleReader {
   }
 
  private:
-  float F32At(const std::byte* from) const {
-    float scale;
-    if (dtype_ == DType::kF32) {
-      std::memcpy(&scale, from, sizeof scale);
-    } else {
-      const auto bits = static_cast<uint32_t>(*from);
-      scale = bits == 0xff ? std::numeric_limits<float>::quiet_NaN()
-                           : std::bit_cast<float>(std::max(bits, 1u) << 23);
+  static bool CopyE8M0(const std::byte* from, int64_t stride, int64_t size, float* to) {
+    uint32_t has_smallest = 0;
+    for (int64_t i = 0; i < size; ++i) {
+      const auto bits = static_cast<uint32_t>(from[i * stride]);
+      has_smallest |= bits == 0;
+      to[i] = F32OfE8M0(bits);
     }
+    return has_smallest != 0;
+  }
+
+  static float F32OfE8M0(uint32_t bits) {
+    constexpr uint32_t kNan = 0x7fc00000;
+    return std::bit_cast<float>(bits == 0xff ? kNan : std::max(bits, 1u) << 23);
+  }
+
+  float F32At(const std::byte* from) const {
+    if (dtype_ == DType::kE8M0) return F32OfE8M0(static_cast<uint32_t>(*from));
+    float scale;
+    std::memcpy(&scale, from, sizeof scale);
     return scale;
   }
 
@@ -287,11 +312,14 @@ bool OperandReader::ScaleColumns(const ScaleReader& scales,
                      size, row[0], row[1]);
       continue;
     }
-    for (int64_t i = 0; i < run.num_words; ++i) {
+    for (int64_t i = 0; i < run.num_words;) {
+      const int64_t rows = std::min(run.num_words - i, most_rows - num_rows);
       for (int half = 0; half < k_per_word; ++half) {
-        std::copy_n(row[half], size, narrow_rows[half] + num_rows * size);
+        Repeat(row[half], size, rows, narrow_rows[half] + num_rows * size);
       }
-      if (++num_rows == most_rows) multiply_narrow_rows();
+      i += rows;
+      num_rows += rows;
+      if (num_rows == most_rows) multiply_narrow_rows();
     }
   }
   if (num_rows > 0) multiply_narrow_rows();
