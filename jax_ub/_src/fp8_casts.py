@@ -50,7 +50,8 @@ def cast(x: jax.Array, scales: jax.Array, dtype) -> jax.Array:
 def _saturated(x, dtype):
     largest = float(jnp.finfo(dtype).max)
     x = jnp.clip(x, -largest, largest)
-    if x.size < _LEAST_ADDITIONS:
+    # Sizes of `jax.export` may be symbolic, which cannot be ordered.
+    if not isinstance(x.size, int) or x.size < _LEAST_ADDITIONS:
         return x.astype(dtype)
     return lax.platform_dependent(
         x,
