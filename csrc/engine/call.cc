@@ -52,8 +52,8 @@ class Contract {
     Expect(call_.results[index], name, want);
   }
 
-  // Checks the shape of an operand or result. It may have any dtype that GEMMs can
-  // store, whatever want.dtype is.
+  // Checks that an operand or result has the shape of `want`, and a dtype that GEMMs can
+  // store. want.dtype is ignored.
   void Sized(const Tensor& got, const char* name, Tensor want) const {
     want.dtype = InfoOf(got.dtype).is_result ? got.dtype : DType::kF32;
     Expect(got, name, want);

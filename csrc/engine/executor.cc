@@ -191,7 +191,7 @@ class ScheduleRun {
     return {tensor, rows.begin - first, rows.end - first, scales};
   }
 
-  // Returns the split where this rank stores it: in its own tensors, or in a slot.
+  // Returns the rows of a step's split, which this rank has in its tensors or in a slot.
   RowSlice Source(const Step& step) {
     const bool own = step.chunk == schedule_.rank;
     if (step.payload == Payload::kPartial) return SliceOf(partial_, step);

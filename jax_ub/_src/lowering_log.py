@@ -88,7 +88,7 @@ def replicating(label: str, reason: str) -> Iterator[None]:
 
 
 def replicated() -> str:
-    """Returns why several ranks repeat the operations being traced, else ""."""
+    """Returns why the operations being traced run on several ranks alike, else ""."""
     return _REPLICATED.get()
 
 

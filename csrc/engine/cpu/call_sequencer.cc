@@ -57,8 +57,9 @@ int64_t BufferBytesOf(const CollectiveCall& collective,
   return plan.num_slots * SlotTransport::StrideOf(plan.slot_bytes);
 }
 
-// Returns the error because of which every process rejects the call, or nullptr. Other
-// errors, such as std::bad_alloc, may occur in this process only, and are thrown.
+// Returns an error if the call needs larger buffers than the communicator has, or
+// nullptr. All processes reject such a call alike. Errors that may occur in this process
+// only, such as std::bad_alloc, are thrown.
 std::exception_ptr CapacityError(const CollectiveCall& collective,
                                  const SharedMemoryCommunicator& communicator,
                                  ThreadPool& pool) {

@@ -100,8 +100,8 @@ class Execution {
     communicator_.Barrier(number_, 1, WaitReason{at_.label, 0, timeout_s_});
   }
 
-  // Returns a call for each rank: the calls of the local ranks, and for other ranks the
-  // operands in their buffers.
+  // Returns a call for each rank. The calls of ranks in other processes refer to the
+  // operands in the buffers of these ranks.
   std::vector<RankCall> AllCalls() const {
     std::vector<RankCall> all(at_.num_ranks);
     const std::vector<size_t> communicated = CommunicatedOperands(at_, local_[0]);

@@ -16,7 +16,8 @@ namespace {
 // two processes would keep yielding to each other, which slows down the threads that
 // work.
 constexpr int kIdleSpins = 5;
-// Number of threads that one thread wakes before it starts working.
+// The number of sleeping threads that a thread wakes before it starts to work. These
+// wake others in turn.
 constexpr int kMaxWakes = 2;
 
 }  // namespace

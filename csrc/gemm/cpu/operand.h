@@ -68,8 +68,8 @@ class OperandReader {
   // panel is not full, its remaining words are not written.
   void PackPanels(Range outer, Range k, std::byte* panels) const;
 
-  // Returns the block `outer` x `k` in place, for a packing tile. `data` is null if its
-  // layout does not allow that.
+  // Returns the rows of the block `outer` x `k` where they are stored, for a tile that
+  // packs them while it multiplies. `data` is null if their layout does not allow that.
   InPlaceRows FindInPlaceRows(Range outer, Range k) const;
 
   // Returns a cursor that prefetches the block `outer` x `k` in `num_steps` steps, for

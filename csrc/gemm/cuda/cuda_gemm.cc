@@ -276,7 +276,7 @@ class CudaGemm::State {
     return term;
   }
 
-  // Enqueues what makes the copies of the operands, and their scales.
+  // Enqueues the kernels that store the copies of both operands, and their scales.
   void CopyOperands(const Pass& pass,
                     const GemmBlock& block,
                     const BlockTerm& term) const {

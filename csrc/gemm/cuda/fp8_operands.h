@@ -61,8 +61,8 @@ class Fp8Operands {
   Fp8Operands(const Driver& driver, const SumKernels& sums)
       : sums_(sums), scales_(driver) {}
 
-  // Enqueues what makes the copy and the scales of an operand [outer, k] of dtype
-  // `dtype`, if it needs any.
+  // Enqueues the kernels that store the copy, and its scales, of an operand [outer, k] of
+  // dtype `dtype`. Enqueues nothing if the operand is read in place.
   void Enqueue(CUstream stream,
                const Fp8Copy& copy,
                const BlockOperand& operand,

@@ -91,9 +91,10 @@ __device__ uint8_t* At(const ByteMatrix& matrix, int64_t outer, int64_t inner) {
          inner * matrix.inner_stride;
 }
 
-// Returns the smallest exponent of a scale, at least `least`, with which a number does
-// not exceed the largest number of the format. `bits` is f32 bits plus 2^23 times the
-// biased exponent of a scale.
+// Returns the biased exponent of the smallest scale for which number / scale does not
+// exceed the largest number of the format; at least `least`. `bits` represents the
+// number, |value| * old scale: the f32 bits of |value|, plus 2^23 times the biased
+// exponent of the old scale.
 __device__ int64_t ExponentAbove(int64_t bits, const Fp8Format& format, int64_t least) {
   constexpr int64_t kOne = int64_t{1} << kF32MantissaBits;
   const int64_t above = bits - format.largest;

@@ -12,8 +12,8 @@ namespace jax_ub {
 
 namespace {
 
-// The number of algorithms that cuBLASLt is asked for. The first is used unless
-// GemmOptions::algorithm is set.
+// The number of algorithms that cuBLASLt is asked for, per product.
+// GemmOptions::algorithm selects one of them.
 constexpr int kMaxAlgorithms = 8;
 
 std::string Shape(DType dtype, int64_t rows, int64_t columns) {

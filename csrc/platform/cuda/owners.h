@@ -12,9 +12,9 @@
 
 namespace jax_ub {
 
-// The common part of all owners: the driver and a value, which is zero in an empty
-// owner. `Traits` has a type Value and a function `static void Close(const Driver&,
-// Value) noexcept`.
+// The base class of all owners. It holds the driver and the owned value, which is zero
+// if the owner is empty. `Traits` defines the type Value of the value, and `static void
+// Close(const Driver&, Value) noexcept`, which the destructor calls.
 template <typename Traits>
 class DriverHandle {
  public:

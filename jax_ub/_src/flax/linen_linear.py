@@ -188,9 +188,9 @@ class Linear(TensorParallel):
 
     @nn.nowrap
     def operands(self, inputs: jax.Array) -> tuple[tuple[Any, ...], int]:
-        """Returns x, kernel, bias, main_grad and FP8 state, and the number of inputs.
+        """Returns the operands, and the number of dimensions of x that are contracted.
 
-        The second value is the number of contracted dimensions.
+        The operands are x, the kernel, the bias, main_grad and the FP8 state.
         """
         op = self.sharding_layout.op
         checks.check_rank(op, "x", inputs, 1)

@@ -120,7 +120,8 @@ def resolve_activation(
     )
 
 
-# Norms. `library` is `flax.nnx` or `flax.linen`: both name their norms alike.
+# Normalization layers. The argument `library` is `flax.nnx` or `flax.linen`, which have
+# the same class names.
 
 
 def norm_class(op: str, normalization: str, epsilon: float, library: Any) -> Any:

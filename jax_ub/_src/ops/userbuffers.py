@@ -372,8 +372,8 @@ def _forward_operands(config, x, w, bias, added_bias=None, residual=None):
     """Sums the biases, and casts all operands to vary over the same mesh axes."""
     axes = config.axes(x, w, bias, added_bias, residual)
     if not config.mode.gathers_x and bias is not None:
-        # The bias is added after the reduce-scatter. So it is replaced by the sum of
-        # all ranks' biases, which a bias before the reduce-scatter would give.
+        # The operation adds the bias of each rank before the reduce-scatter, which sums
+        # these biases. The engine adds one bias after it, so this bias is the sum.
         bias = bias.astype(jnp.float32)
         is_varying = bool(vma.axes_of(bias) & frozenset(config.axis_name))
         if config.is_vma_checked and not is_varying:

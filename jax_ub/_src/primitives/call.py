@@ -150,7 +150,10 @@ class Call:
         raise NotImplementedError
 
     def gathered_scales(self, scales: Sequence) -> Sequence:
-        """Returns the scales to gather if the last result is a gathered FP8 array."""
+        """Returns the scales that are gathered with the values of an FP8 array.
+
+        Empty if the call does not return a gathered FP8 array with several scales.
+        """
         return ()
 
     def reference(

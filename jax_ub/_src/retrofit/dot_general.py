@@ -110,7 +110,7 @@ class Contraction:
     rhs_transposed: bool
 
     def in_out(self, dims: Sequence) -> tuple:
-        """Reorders one item per stored kernel dimension to [*in, *out] order."""
+        """Reorders items of the stored kernel's dimensions to the order [*in, *out]."""
         if not self.rhs_transposed:
             return tuple(dims)
         return (*dims[-self.num_in :], *dims[: -self.num_in])

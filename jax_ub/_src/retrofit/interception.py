@@ -76,12 +76,13 @@ _INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
 
 
 def why_intercepted(product: Product, held: Callable | None = None) -> str | None:
-    """Returns which replacement of JAX's function an overlapped call would bypass.
+    """Returns why a layer must not overlap: its function of JAX has been replaced.
 
-    None if nothing has replaced the function.
+    A quantization library, for example, may have replaced `jax.lax.dot_general`.
+    Returns None if nothing has replaced the function.
 
     Args:
-        product: the function that the layer would call.
+        product: JAX's function that the layer calls without overlap.
         held: see `Product.interception`.
     """
     found = product.interception(held)

@@ -17,8 +17,8 @@ import numpy as np
 
 from jax_ub._src.runtime import cpu_engine, settings
 
-# The maximum number of ranks, which must equal the limit in csrc/transport/cuda, the
-# number of flag lines in a heap.
+# The maximum number of ranks. It must equal kMaxRanks in csrc/transport/cuda, because
+# the heap of a rank has flags for so many peers.
 MOST_RANKS = 16
 
 _PLATFORM = "CUDA"

@@ -81,8 +81,9 @@ class ProcessAllGather:
         self._timeout_s = timeout_s
         self._number = f"{process}-{secrets.token_hex(8)}"
         self._rounds: list[Any] = []
-        # Used on the coordinator only: the random number of each member's attempt, the
-        # answers sent to each member (one per round), and the failure among them.
+        # Used on the coordinator only, by member: the random number of its attempt, and
+        # the answers sent to it, one per round. `_failure` is the answer that
+        # reports a failure, once there is one.
         self._numbers: dict[int, str] = {}
         self._answers: dict[int, list] = {}
         self._failure: dict[str, Any] = {}

@@ -59,7 +59,7 @@ def _read(path, version):
 
 
 def version_of(package: str) -> str:
-    """Returns an installed package's version; "of a source tree" if not installed."""
+    """Returns a package's version, or "of a source tree" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

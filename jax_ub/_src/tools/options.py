@@ -172,7 +172,7 @@ def output_path(text: str) -> pathlib.Path:
 
 
 def replaced_path(text: str) -> pathlib.Path:
-    """Returns an option's value as the path of a file that is read, then replaced."""
+    """Parses an option that names a file, which the command reads and then replaces."""
     path = output_path(text)
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(

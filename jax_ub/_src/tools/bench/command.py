@@ -126,7 +126,7 @@ def _check_shapes(found, option):
 
 
 def _exclusive(given, found) -> Iterator[str]:
-    """Yields an error for each option that has no effect with another one."""
+    """Yields an error for each given option that another given option disables."""
     fp8 = ",".join(name for name in found.dtypes if name in cases.FP8_RECIPES)
     alone = {
         "--devices": given.devices,

@@ -119,7 +119,7 @@ def _case(
 
 
 def _candidates(setup, shape, layout, added, out_dtype):
-    """Returns functions that make candidates and draw their operands.
+    """Returns two functions: one makes a candidate, the other draws its operands.
 
     The operands are a and b, and a bias or an addend. An addend is donated: the result
     replaces it.

@@ -228,7 +228,7 @@ def fastest_of(
     programs: Mapping[str, Program],
     *how: Any,
 ) -> Candidate:
-    """Returns the fastest of several programs, which are named by description."""
+    """Returns the candidate of the fastest program; the keys describe programs."""
     return fastest([candidate(name, run, text) for text, run in programs.items()], *how)
 
 

@@ -170,7 +170,7 @@ class Layers:
 
 
 def wide_dtype(x: Any) -> Any:
-    """Returns the dtype of results: that of x, or of the source of an FP8 x."""
+    """Returns the dtype of x or, if x is FP8, of its source."""
     return x.wide_dtype if is_scaled(x) else x.dtype
 
 

@@ -130,7 +130,10 @@ class Job:
                         yield self._timed(case)
 
     def forward(self, op: LinearOp, dtype: str, column: Shape) -> Case:
-        """Returns a case of one rank per process, with XLA's program over gloo."""
+        """Returns the benchmark case of an op, in which each process has one rank.
+
+        Its peer is XLA, whose collectives use gloo.
+        """
         method, local = self._options.method, Ranks(self.num_processes)
         candidate, in_process, alone = (
             op.candidates(ranks, dtype, column)

@@ -212,7 +212,8 @@ class _SourceLines:
             file, line = self._rows["FileLocations"].get(int(location), ("0", ""))
             (path,) = self._rows["FileNames"].get(int(file), ("",))
             lines.append(f"{path}:{line}" if path else "")
-            # A parent has a lower id, so that the loop ends.
+            # The caller of a frame has a lower id. If the text has another one, which
+            # it never should, the next lower id keeps the loop finite.
             frame = min(int(parent or 0) - self._offset, frame - 1)
         own = (line for line in lines if not any(one in line for one in _LIBRARIES))
         return next(own, lines[0] if lines else "")
@@ -233,7 +234,7 @@ def _computed_and_gathered(one, kind, body):
 
 
 def _is_argument(one, body):
-    """Returns whether an argument of the computation, only moved, is the operand."""
+    """Returns whether only moves, such as transposes, precede the operand of `one`."""
     for _ in range(_MAX_STEPS):
         found = body.get(one.operands[0]) if one.operands else None
         if found is None or found.opcode == "parameter":
@@ -352,8 +353,8 @@ def _global_sizes(one, kind, dot, num_ranks):
     if kind not in _GATHERS:
         M = max(dot.lhs // K, 1)
         return M, num_ranks * K, max(dot.out // M, 1)
-    # The gathered operand has the rows M, whether it is the left or right operand of
-    # the dot.
+    # M is the number of rows of the gathered operand, which may be the left or the
+    # right operand of the dot.
     gathered = math.prod(one.arrays[-1][1])
     M = max((dot.rhs if gathered == dot.rhs else dot.lhs) // K, 1)
     return M, K, num_ranks * max(dot.out // M, 1)

@@ -152,9 +152,11 @@ def table_of(
 def _num_activation_gathers(
     found: Sequence[hlo.Found], lowered: Sequence[LoweredCall]
 ) -> int:
-    """Counts all-gathers without a dot whose result has as many rows as a call's x.
+    """Returns the number of all-gathers of XLA that gather activations.
 
-    Shapes of kernels are left out, because the gradients of kernels are gathered, too.
+    These are all-gathers that are not next to a dot, and whose result has as many rows
+    as x has tokens in one of the calls. Results with the shape of a kernel do not
+    count, because the gradients of kernels are gathered, too.
     """
     sizes = [one.call.global_sizes(one.operands)[1:] for one in lowered]
     tokens = {M for M, _, _ in sizes}
@@ -281,7 +283,7 @@ def _with_user_scope(pair):
 
 
 def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
-    """Yields a row for each fallback whose dot is not next to a collective."""
+    """Yields a row for each fallback that XLA computes without a collective."""
     known = {lowering_log.fallback_in(pair.scope) for pair in pairs}
     for equation, _ in equations(jaxpr, 1):
         if equation.primitive.name != "dot_general":

@@ -70,7 +70,7 @@ _NO_RANKS = (
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Arguments of `explain`: sizes and machine to predict for, and measured waits.
+    """The arguments of `Sequential.explain`: sizes, hardware and measured waits.
 
     Attributes:
         tokens: number of tokens of all ranks together; None predicts nothing.
