@@ -1,11 +1,9 @@
 """The documentation site: `sphinx-build -W docs build/site` writes it to build/site."""
 
-import importlib
+import importlib.metadata
 import inspect
-import pathlib
 import posixpath
 import re
-import tomllib
 
 import sphinx.util.inspect
 from docutils import nodes
@@ -13,9 +11,7 @@ from sphinx.util import logging
 
 project = "jax_ub"
 author = "the jax_ub authors"
-release = version = tomllib.loads(
-    (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text()
-)["project"]["version"]
+release = version = importlib.metadata.version("jax_ub")
 
 extensions = [
     "myst_parser",
