@@ -5,11 +5,11 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen, nnx
 from jax import P
 from jax.sharding import AxisType, NamedSharding
+from overlapped_mlp import NUM_RANKS, SPECS, mlp, operands
 from programs import dp_tp_mesh, on_ranks, tp_mesh
 
 import jax_ub as ub
@@ -21,26 +21,6 @@ from jax_ub._src.sharding.sharded_linear import sharded_linear
 from jax_ub._src.tools.explain import report
 from jax_ub.errors import TraceError
 from jax_ub.flax import Linear
-
-NUM_RANKS = 4
-SPECS = (P("tp"), P(None, "tp"), P("tp"))
-
-
-def operands():
-    mesh = tp_mesh(NUM_RANKS)
-    shapes = ((64, 16), (16, 32), (32, 16))
-    return [
-        jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, spec))
-        for shape, spec in zip(shapes, SPECS, strict=True)
-    ]
-
-
-def mlp(method=None):
-    def layers(x, up, down):
-        h = ub.all_gather_matmul(x, up, axis_name="tp", ub_name="up", method=method)
-        return ub.matmul_reduce_scatter(h, down, axis_name="tp", method=method)
-
-    return on_ranks(layers, tp_mesh(NUM_RANKS), SPECS, P("tp"))
 
 
 def test_calls_of_jax_ub_are_overlapped():

@@ -8,30 +8,11 @@ import numpy as np
 import pytest
 from jax import P
 from jax.sharding import NamedSharding
+from overlapped_mlp import SPECS, mlp, operands
 from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub._src.prediction import estimate as simulate
-
-NUM_RANKS = 4
-SPECS = (P("tp"), P(None, "tp"), P("tp"))
-
-
-def operands():
-    mesh = tp_mesh(NUM_RANKS)
-    shapes = ((64, 16), (16, 32), (32, 16))
-    return [
-        jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, spec))
-        for shape, spec in zip(shapes, SPECS, strict=True)
-    ]
-
-
-def mlp(method=None):
-    def layers(x, up, down):
-        h = ub.all_gather_matmul(x, up, axis_name="tp", ub_name="up", method=method)
-        return ub.matmul_reduce_scatter(h, down, axis_name="tp", method=method)
-
-    return on_ranks(layers, tp_mesh(NUM_RANKS), SPECS, P("tp"))
 
 
 def test_pairs_of_a_collective_and_a_dot_are_listed():

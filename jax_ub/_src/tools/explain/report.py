@@ -136,7 +136,7 @@ class Table:
         return "\n".join([*lines, *self.notes])
 
     def _names_of_times(self):
-        """Returns titles that tell apart the times of two machines."""
+        """Returns titles that name the machine of each column of times."""
         if not self.hardware:
             return {}
         return {"predicted": f"predicted {self.hardware}", "exposed": "exposed here"}
