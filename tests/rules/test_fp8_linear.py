@@ -266,6 +266,7 @@ def test_several_kernels_and_a_residual(recipe):
     assert_equal(found, wanted)
 
 
+@pytest.mark.filterwarnings("ignore:.*but not of the FP8 state")
 @pytest.mark.parametrize("recipe", ["current", "block", *nightly("delayed", "row")])
 def test_gradients_of_several_kernels_are_exact(recipe):
     def layer(x, w1, w2):
