@@ -1,17 +1,11 @@
 """Computes scales per tensor by the formulas of the recipes."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_ub._src.errors import ConfigurationError, shown
-
-if TYPE_CHECKING:
-    from jax_ub._src.fp8.recipes import DelayedScaling, Float8CurrentScaling
+from jax_ub._src.fp8.recipes import DelayedScaling, Float8CurrentScaling
 
 # The largest inverse of a scale. Its own inverse, 2^-126, is still a normal f32 number;
 # XLA:CPU replaces subnormal numbers by zero.
