@@ -1,12 +1,15 @@
-"""Fused operations, each replacing consecutive basic operations of a list."""
+"""Fused operations, each replacing consecutive basic operations of a list.
 
-from jax_ub._src.ops.fused_backward import (
+A fused operation is constructed from these basic operations: by keyword, or in forward
+order in the tuple `basic_ops`. An operation that does not fit raises
+`ShapeContractError`.
+"""
+
+from jax_ub._src.ops.fused import (
     BackwardActivationBias,
     BackwardAddRMSNorm,
     BackwardLinearAdd,
     BackwardLinearScale,
-)
-from jax_ub._src.ops.fused_forward import (
     ForwardLinearBiasActivation,
     ForwardLinearBiasAdd,
     ForwardLinearScaleAdd,

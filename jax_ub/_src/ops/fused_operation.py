@@ -1,9 +1,9 @@
-"""The interface of fused operations, and checks of what they are constructed from."""
+"""The interface of fused operations, and how they replace operations in a list."""
 
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -174,14 +174,6 @@ def fuse_windows(
     return fused
 
 
-def match_prefix(ops: Sequence[Op], *kinds: type) -> tuple[Any, ...] | None:
-    """Returns the first operations in `ops` if their types are `kinds`, else None."""
-    window = tuple(ops[: len(kinds)])
-    if len(window) < len(kinds) or not all(map(isinstance, window, kinds)):
-        return None
-    return window
-
-
 def expand(ops: Sequence[Op]) -> tuple[BasicOperation, ...]:
     """Returns the basic operations in a list, also those inside fused operations."""
     return tuple(basic for op in ops for basic in op.basic_ops)
@@ -197,94 +189,129 @@ def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
     return found
 
 
-class Part(NamedTuple):
-    """A keyword parameter of a fused operation's constructor, and its argument.
+def part(*kinds: type, is_optional: bool = False) -> Any:
+    """Declares a field of a `FusedPattern`: an operation of one of these types."""
+    return dataclasses.field(
+        default=None,
+        repr=False,
+        compare=False,
+        kw_only=True,
+        metadata={"kinds": kinds, "is_optional": is_optional},
+    )
 
-    `name` is the keyword, `kind` the type of basic operation that the parameter takes,
-    and `given` the argument that the caller passed.
+
+@dataclasses.dataclass(frozen=True)
+class FusedPattern(FusedOperation):
+    """Base class of fused operations whose window has fixed types of operations.
+
+    A subclass declares these operations as fields, in forward order, with `part` as
+    default. A caller passes them by keyword, or all in the tuple `basic_ops`.
     """
 
-    name: str
-    kind: type[BasicOperation]
-    given: Any
-    is_optional: bool = False
+    basic_ops: Any = None
 
+    def __post_init__(self):
+        """Sets `basic_ops` from the fields, or the fields from `basic_ops`.
 
-def collect(
-    op: str, basic_ops: Sequence[BasicOperation] | None, *parts: Part
-) -> tuple[Any, ...]:
-    """Checks the basic operations passed to a fused operation's constructor.
+        Raises:
+            ShapeContractError: if an operation is missing or not supported here.
+        """
+        if self.basic_ops is None:
+            found = self._checked_keywords()
+            basic_ops = expand(_present(found))
+        else:
+            found = self._checked_tuple()
+            basic_ops = expand(self.basic_ops)
+        for name, value in {**found, "basic_ops": basic_ops}.items():
+            object.__setattr__(self, name, value)
+        reason = self.mismatch(**found)
+        if reason:
+            raise ShapeContractError(f"{type(self).__name__}: {reason}.")
 
-    Returns the operations in forward order, with None for optional ones that are
-    absent. The caller passes them by keyword or in one tuple.
-    """
-    if basic_ops is None:
-        for name, kind, given, is_optional in parts:
-            if given is None and not is_optional:
+    @classmethod
+    def mismatch(cls, **parts: Any) -> str:
+        """Returns why operations of the right types cannot be fused, or ""."""
+        return ""
+
+    @classmethod
+    def take(cls, ops: Sequence[Any]) -> dict[str, Any] | None:
+        """Returns the first operations in `ops` by field; None if the types differ."""
+        rest, found = list(ops), {}
+        for field in cls._parts():
+            fits = bool(rest) and isinstance(rest[0], field.metadata["kinds"])
+            if not fits and not field.metadata["is_optional"]:
+                return None
+            found[field.name] = rest.pop(0) if fits else None
+        return found
+
+    @classmethod
+    def fuse(cls, ops: Sequence[Op], *needed: str) -> list[Op]:
+        """Replaces each match of the pattern, with the `needed` optional fields."""
+
+        def match(rest):
+            found = cls.take(rest)
+            if found is None or cls.mismatch(**found):
+                return None
+            has_needed = all(found[name] is not None for name in needed)
+            return cls._replacing(_present(found)) if has_needed else None
+
+        return fuse_windows(ops, match)
+
+    @classmethod
+    def _replacing(cls, window):
+        return cls(expand(window))
+
+    def _window(self):
+        """Returns the operations in `basic_ops`, as `take` assigns them to fields."""
+        return self.basic_ops
+
+    @classmethod
+    def _parts(cls):
+        return [f for f in dataclasses.fields(cls) if "kinds" in f.metadata]
+
+    def _checked_keywords(self):
+        op, found = type(self).__name__, {}
+        for field in self._parts():
+            given, kinds = getattr(self, field.name), field.metadata["kinds"]
+            kind = kinds[0].__name__
+            if given is None and not field.metadata["is_optional"]:
                 raise ShapeContractError(
-                    f"{op}: {name} is missing. Pass {name}=ops.{kind.__name__}(...)."
+                    f"{op}: {field.name} is missing. Pass {field.name}=ops.{kind}(...)."
                 )
-            if given is not None and not isinstance(given, kind):
+            if given is not None and not isinstance(given, kinds):
                 raise ShapeContractError(
-                    f"{op}: {name} = {shown(given)} is a {type(given).__name__}, not "
-                    f"an ops.{kind.__name__}. Pass one."
+                    f"{op}: {field.name} = {shown(given)} is a {type(given).__name__}, "
+                    f"not an ops.{kind}. Pass one."
                 )
-        return tuple(part.given for part in parts)
-    keywords = (f"{p.name}={'None' if p.is_optional else '...'}" for p in parts)
-    call = f"{op}({', '.join(keywords)})"
-    named = next((part.name for part in parts if part.given is not None), None)
-    if named is not None:
-        raise ShapeContractError(
-            f"{op}: both basic_ops and {named} are given. Pass the operations once: "
-            f"{call}."
-        )
-    if not isinstance(basic_ops, tuple | list):
-        raise ShapeContractError(
-            f"{op}: basic_ops is a {type(basic_ops).__name__}, not a tuple of "
-            f"operations. Pass {call}."
-        )
-    # The operations of the tuple are assigned to the keywords, by type and in order.
-    rest = list(basic_ops)
-    found: list[BasicOperation | None] = []
-    for part in parts:
-        fits = bool(rest) and isinstance(rest[0], part.kind)
-        found.append(rest.pop(0) if fits else None)
-    pairs = zip(parts, found, strict=True)
-    if rest or any(op is None and not part.is_optional for part, op in pairs):
-        kinds = ", ".join(type(op).__name__ for op in basic_ops)
-        raise ShapeContractError(
-            f"{op}: basic_ops has the types ({kinds}), which do not match. Pass {call}."
-        )
-    return tuple(found)
+            found[field.name] = given
+        return found
+
+    def _checked_tuple(self):
+        op, parts = type(self).__name__, self._parts()
+        values = ("None" if f.metadata["is_optional"] else "..." for f in parts)
+        keywords = (f"{f.name}={v}" for f, v in zip(parts, values, strict=True))
+        call = f"{op}({', '.join(keywords)})"
+        for field in parts:
+            if getattr(self, field.name) is not None:
+                raise ShapeContractError(
+                    f"{op}: both basic_ops and {field.name} are given. Pass the "
+                    f"operations once: {call}."
+                )
+        if not isinstance(self.basic_ops, tuple | list):
+            raise ShapeContractError(
+                f"{op}: basic_ops is a {type(self.basic_ops).__name__}, not a tuple of "
+                f"operations. Pass {call}."
+            )
+        window = self._window()
+        found = self.take(window)
+        if found is None or len(_present(found)) < len(window):
+            kinds = ", ".join(type(each).__name__ for each in self.basic_ops)
+            raise ShapeContractError(
+                f"{op}: basic_ops has the types ({kinds}), which do not match. Pass "
+                f"{call}."
+            )
+        return found
 
 
-def present(*ops: BasicOperation | None) -> tuple[BasicOperation, ...]:
-    return tuple(op for op in ops if op is not None)
-
-
-def check_userbuffers(op: str, given: Any, kind: type) -> None:
-    """Raises an error unless `userbuffers` is None or of the class `kind`."""
-    if given is not None and not isinstance(given, kind):
-        raise ShapeContractError(
-            f"{op}: userbuffers = {shown(given)} is of type {type(given).__name__}. "
-            f"Pass the ops.fused.{kind.__name__} among basic_ops, or leave it out."
-        )
-
-
-def check_in_place(op: str, name: str, part: Any, wanted: bool) -> None:
-    """Raises an error unless an extra-tensor operation has `in_place=wanted`."""
-    if part.in_place != wanted:
-        kind = type(part).__name__
-        raise ShapeContractError(
-            f"{op}: {name} = {shown(part)} has in_place = {part.in_place}. Pass "
-            f"{name}=ops.{kind}(in_place={wanted}), or leave {kind} unfused."
-        )
-
-
-def check_mode(op: str, linear: Any, refused: str, reason: str) -> None:
-    """Raises an error if a linear has the `tensor_parallel_mode` given as `refused`."""
-    if linear.tensor_parallel_mode == refused:
-        raise ShapeContractError(
-            f'{op}: linear has tensor_parallel_mode = "{refused}": {reason}. Leave '
-            "the operations unfused."
-        )
+def _present(found):
+    return [op for op in found.values() if op is not None]

@@ -17,13 +17,11 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.fp8.state import names_of
-from jax_ub._src.ops.fused_backward import (
+from jax_ub._src.ops.fused import (
     BackwardActivationBias,
     BackwardAddRMSNorm,
     BackwardLinearAdd,
     BackwardLinearScale,
-)
-from jax_ub._src.ops.fused_forward import (
     ForwardLinearBiasActivation,
     ForwardLinearBiasAdd,
     ForwardLinearScaleAdd,

@@ -104,3 +104,15 @@ def gradients(
     if residual is not None and dx is not None:
         dx = (residual + dx).astype(residual.dtype)
     return dx, dw, new_state or {}
+
+
+def result_shape(config: CallConfig, x: Any, kernel: jax.Array) -> tuple[int, ...]:
+    """Returns the shape of `x @ kernel` after its rows are gathered or scattered."""
+    if x.ndim == 1:
+        return kernel.shape[1:]
+    *lead, rows, _ = x.shape
+    if config.mode.op == "all_gather_matmul":
+        rows *= config.num_ranks
+    if config.mode.op == "matmul_reduce_scatter":
+        rows //= config.num_ranks
+    return (*lead, rows, kernel.shape[1])

@@ -24,12 +24,10 @@ from jax_ub._src.methods import Method
 from jax_ub._src.ops.basic import Bias
 from jax_ub._src.ops.collectives import ReduceScatter
 from jax_ub._src.ops.fused_operation import (
-    FusedOperation,
+    FusedPattern,
     Op,
-    Part,
-    collect,
     fuse_windows,
-    present,
+    part,
 )
 from jax_ub._src.ops.linear import BasicLinear
 from jax_ub._src.ops.linear_gemms import product_of, quantized
@@ -69,60 +67,48 @@ def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class UserbuffersLinear(FusedOperation):
+class UserbuffersLinear(FusedPattern):
     """Base class of fused linears whose GEMM overlaps with their collective.
 
-    It replaces a `BasicLinear` and, in some patterns, the `Bias` and the
-    `ReduceScatter` after it.
+    Attributes:
+        linear: the linear, with `userbuffers_options`.
+        bias: the bias after a linear whose mode is "column" or None.
+        reduce_scatter: the reduce-scatter after a linear whose mode is None.
     """
 
-    def __init__(
-        self,
-        basic_ops: Sequence[BasicOperation] | None = None,
-        *,
-        linear: BasicLinear | None = None,
-        bias: Bias | None = None,
-        reduce_scatter: ReduceScatter | None = None,
-    ):
-        """Takes a linear, a `Bias` and a `ReduceScatter`, as keywords or a tuple.
+    linear: BasicLinear = part(BasicLinear)
+    bias: Bias | None = part(Bias, is_optional=True)
+    reduce_scatter: ReduceScatter | None = part(ReduceScatter, is_optional=True)
 
-        Args:
-            basic_ops: the operations in forward order, instead of the keywords.
-            linear: the linear, with `userbuffers_options`.
-            bias: the bias after a linear whose mode is "column" or None.
-            reduce_scatter: the reduce-scatter after a linear whose mode is None.
-
-        Raises:
-            ShapeContractError: if the operations match none of the three patterns.
-        """
-        op = type(self).__name__
-        parts = collect(
-            op,
-            basic_ops,
-            Part("linear", BasicLinear, linear),
-            Part("bias", Bias, bias, is_optional=True),
-            Part("reduce_scatter", ReduceScatter, reduce_scatter, is_optional=True),
-        )
-        reason = _mismatch(*parts)
-        if reason:
-            raise ShapeContractError(f"{op}: {reason}.")
-        super().__init__(present(*parts))
-
-    @property
-    def linear(self) -> BasicLinear:
-        return self.basic_ops[0]
+    @classmethod
+    def mismatch(cls, linear, bias, reduce_scatter):
+        mode = linear.tensor_parallel_mode
+        if linear.comm_name is None:
+            return (
+                "linear has no userbuffers_options. Pass "
+                'userbuffers_options={"comm_name": "qkv"} to ops.BasicLinear'
+            )
+        if mode is None and reduce_scatter is None:
+            return (
+                "linear has tensor_parallel_mode = None and communicates nothing. Pass "
+                'reduce_scatter=ops.ReduceScatter(), or tensor_parallel_mode="column" '
+                'or "row" to ops.BasicLinear'
+            )
+        if mode is not None and reduce_scatter is not None:
+            return (
+                f'linear has tensor_parallel_mode = "{mode}", but a reduce_scatter may '
+                "follow only a linear whose mode is None. Pass reduce_scatter=None"
+            )
+        if mode == ROW and bias is not None:
+            return (
+                'linear has tensor_parallel_mode = "row", whose bias is added once, '
+                "after the reduce-scatter. Pass bias=None, and put the Bias after this "
+                "operation"
+            )
+        return ""
 
     @property
-    def bias(self) -> Bias | None:
-        return next((op for op in self.basic_ops if isinstance(op, Bias)), None)
-
-    @property
-    def reduce_scatter(self) -> ReduceScatter | None:
-        last = self.basic_ops[-1]
-        return last if isinstance(last, ReduceScatter) else None
-
-    @property
-    def mode(self) -> str:
+    def tensor_parallel_mode(self) -> str:
         """Returns "column" (AG+GEMM, pattern 1) or "row" (GEMM+RS, patterns 2, 3)."""
         return self.linear.tensor_parallel_mode or ROW
 
@@ -134,7 +120,7 @@ class UserbuffersLinear(FusedOperation):
         linear, scatter = self.linear, self.reduce_scatter
         return overlapped_call_config(
             type(self).__name__,
-            self.mode,
+            self.tensor_parallel_mode,
             linear.axis_name if scatter is None else scatter.axis_name,
             linear.sequence_parallel or scatter is not None,
             linear.comm_name,
@@ -150,41 +136,12 @@ class UserbuffersLinear(FusedOperation):
         return {i: reason for i, reason in reasons.items() if reason}
 
     @classmethod
-    def fuse(cls, ops: Sequence[Op]) -> list[Op]:
-        """Replaces each match of the three patterns in `ops` by one operation."""
-
+    def fuse(cls, ops: Sequence[Op], *needed: str) -> list[Op]:
         def fused(rest):
             window, _ = match(rest)
             return cls(window) if window else None
 
         return fuse_windows(ops, fused)
-
-
-def _mismatch(linear, bias, reduce_scatter) -> str:
-    """Returns why a linear, bias and reduce-scatter cannot be overlapped, or ""."""
-    mode = linear.tensor_parallel_mode
-    if linear.comm_name is None:
-        return (
-            "linear has no userbuffers_options. Pass "
-            'userbuffers_options={"comm_name": "qkv"} to ops.BasicLinear'
-        )
-    if mode is None and reduce_scatter is None:
-        return (
-            "linear has tensor_parallel_mode = None and communicates nothing. Pass "
-            'reduce_scatter=ops.ReduceScatter(), or tensor_parallel_mode="column" or '
-            '"row" to ops.BasicLinear'
-        )
-    if mode is not None and reduce_scatter is not None:
-        return (
-            f'linear has tensor_parallel_mode = "{mode}", but a reduce_scatter may '
-            "follow only a linear whose mode is None. Pass reduce_scatter=None"
-        )
-    if mode == ROW and bias is not None:
-        return (
-            'linear has tensor_parallel_mode = "row", whose bias is added once, after '
-            "the reduce-scatter. Pass bias=None, and put the Bias after this operation"
-        )
-    return ""
 
 
 def overlapped_call_config(  # noqa: PLR0913, options of a linear
@@ -238,7 +195,7 @@ def overlapped_call_config(  # noqa: PLR0913, options of a linear
     return dataclasses.replace(config, fp8=fp8).with_dtypes(dtype, dtype)
 
 
-@dataclasses.dataclass(frozen=True, init=False)
+@dataclasses.dataclass(frozen=True)
 class UserbuffersForwardLinear(UserbuffersLinear):
     """Computes a linear whose GEMM overlaps with its all-gather or reduce-scatter.
 
@@ -318,27 +275,26 @@ class UserbuffersForwardLinear(UserbuffersLinear):
         extra_inputs,
         saves,
         *,
-        added_bias: jax.Array | None = None,
+        bias: jax.Array | None = None,
         residual: jax.Array | None = None,
         out_dtype: DTypeLike | None = None,
     ):
         """Computes the linear, its bias and its collective in one overlapped call.
 
-        `added_bias`, `[N]`, and `residual`, of the shape of the result, are added once,
-        after a reduce-scatter. `out_dtype` is the dtype of the result; None takes the
-        dtype of the last operation. Only the linear has residuals.
+        `bias`, `[N]`, and `residual`, of the shape of the result, are added once, after
+        a reduce-scatter. `out_dtype` is the dtype of the result; None takes the dtype
+        of the last operation. Only the linear has residuals.
         """
-        bias_op = self.bias
         config = self.call_config(compute_dtype(self.linear.dtype, x))
         residuals = self.linear.operands(config, params[0], x)
-        bias = None if bias_op is None else params[1]["bias"]
-        if out_dtype is None and bias_op is not None:
-            out_dtype = bias_op.dtype
+        own_bias = None if self.bias is None else params[1]["bias"]
+        if out_dtype is None and self.bias is not None:
+            out_dtype = self.bias.dtype
         config = config.with_dtypes(config.dtype, out_dtype)
-        _check_forward(config, source_of(residuals["x"]), residuals["kernel"], bias)
+        _check_forward(config, source_of(residuals["x"]), residuals["kernel"], own_bias)
         residuals = quantized(config, residuals, params[0])
         x, w = residuals["x"], residuals["kernel"]
-        operands = _forward_operands(config, x, w, bias, added_bias, residual)
+        operands = _forward_operands(config, x, w, own_bias, bias, residual)
         (y,), _ = product_of(config)(config, *operands)
         num = len(self.basic_ops)
         return y, ((),) * num, (residuals, *({},) * (num - 1))

@@ -26,7 +26,7 @@ from jax_ub._src.rules.vjp import row_sum
 from jax_ub._src.scaled_array import dequantized, is_scaled
 
 
-@dataclasses.dataclass(frozen=True, init=False)
+@dataclasses.dataclass(frozen=True)
 class UserbuffersBackwardLinear(UserbuffersLinear):
     """Computes a linear's gradients with GEMMs that overlap with communication.
 

@@ -68,6 +68,14 @@ def test_keywords_construct_the_same_operation_as_the_fusion(kind, parts):
     assert kind(window, *([userbuffers] if userbuffers else [])) == made
 
 
+def test_a_fused_operation_in_the_window_is_replaced_by_its_basic_operations():
+    overlapped = UBF(linear=ROW)
+    made = fused.ForwardLinearBiasAdd((overlapped, BIAS, ADD))
+    assert made == fused.ForwardLinearBiasAdd((ROW, BIAS, ADD), overlapped)
+    assert made == fused.ForwardLinearBiasAdd(linear=overlapped, bias=BIAS, add=ADD)
+    assert made.basic_ops == (ROW, BIAS, ADD)
+
+
 @pytest.mark.parametrize("kind", FUSED)
 def test_fusions_accept_unused_keywords(kind):
     direction = "forward" if "Forward" in kind.__name__ else "backward"
@@ -118,6 +126,16 @@ REFUSED = [
         fused.ForwardLinearBiasAdd,
         {"linear": basic("row", None), "add": ADD},
         'tensor_parallel_mode = "row": its result is reduced',
+    ),
+    (
+        fused.ForwardLinearBiasAdd,
+        {"linear": UBF(linear=COLUMN), "add": ADD},
+        "the AG.GEMM of userbuffers adds no residual",
+    ),
+    (
+        fused.ForwardLinearBiasAdd,
+        {"linear": LOCAL, "add": ADD, "userbuffers": UBB(linear=ROW)},
+        "userbuffers = .* is of type UserbuffersBackwardLinear. Pass the ops.fused.Us",
     ),
     (
         fused.ForwardLinearBiasAdd,

@@ -1,0 +1,439 @@
+"""Fused operations whose GEMM, or elementwise pass, computes a neighbor's work, too."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from jax_ub._src.errors import ShapeContractError, shown
+from jax_ub._src.ops.activations import Activation
+from jax_ub._src.ops.basic import (
+    AddExtraInput,
+    Bias,
+    ConstantScale,
+    MakeExtraOutput,
+    is_partial_sum,
+)
+from jax_ub._src.ops.fused_operation import FusedPattern, Op, expand, part
+from jax_ub._src.ops.linear import BasicLinear
+from jax_ub._src.ops.linear_gemms import result_shape
+from jax_ub._src.ops.normalization import RMSNorm
+from jax_ub._src.ops.operation import compute_dtype
+from jax_ub._src.ops.userbuffers import (
+    UserbuffersForwardLinear,
+    UserbuffersLinear,
+    match,
+)
+from jax_ub._src.ops.userbuffers_backward import UserbuffersBackwardLinear
+from jax_ub._src.parallel import COLUMN, ROW
+from jax_ub._src.rules.vjp import row_sum
+
+_RESULT_IS_REDUCED = (
+    'linear has tensor_parallel_mode = "row": its result is reduced before anything is '
+    "added. Leave the operations unfused"
+)
+_DX_IS_REDUCED = (
+    'linear has tensor_parallel_mode = "column": dx is reduced first. Leave the '
+    "operations unfused"
+)
+
+
+def _in_place_mismatch(name, op, wanted):
+    """Returns why an extra-tensor operation cannot be fused, or ""."""
+    if op.in_place == wanted:
+        return ""
+    kind = type(op).__name__
+    return (
+        f"{name} = {shown(op)} has in_place = {op.in_place}. Pass "
+        f"{name}=ops.{kind}(in_place={wanted}), or leave {kind} unfused"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _LinearPattern(FusedPattern):
+    """Base class of patterns with a field `linear` that may be a `UserbuffersLinear`.
+
+    Then `userbuffers` is the same operation. Its basic operations are in `basic_ops`.
+    """
+
+    _overlapped: ClassVar[type[UserbuffersLinear]]
+
+    userbuffers: Any = None
+
+    def __post_init__(self):
+        op, kind, given = type(self).__name__, self._overlapped, self.userbuffers
+        if given is not None and not isinstance(given, kind):
+            raise ShapeContractError(
+                f"{op}: userbuffers = {shown(given)} is of type {type(given).__name__}."
+                f" Pass the ops.fused.{kind.__name__} among basic_ops, or leave it out."
+            )
+        super().__post_init__()
+        linear = vars(self)["linear"]
+        if isinstance(linear, kind):
+            object.__setattr__(self, "userbuffers", linear)
+
+    @property
+    def overlaps(self):
+        return self.userbuffers is not None
+
+    @classmethod
+    def _replacing(cls, window):
+        return cls(expand(window), *_instances(window, cls._overlapped))
+
+    def _window(self):
+        overlapped = self.userbuffers
+        if overlapped is None:
+            return self.basic_ops
+        size = len(overlapped.basic_ops)
+        first = _instances(self.basic_ops, BasicLinear)[:1]
+        start = self.basic_ops.index(*first) if first else 0
+        rest = self.basic_ops[start + size :]
+        return (*self.basic_ops[:start], overlapped, *rest)
+
+    def _checked_keywords(self):
+        """Overlaps a row-parallel linear with `userbuffers_options`."""
+        found = super()._checked_keywords()
+        linear = found["linear"]
+        if linear.tensor_parallel_mode == ROW and match([linear])[0]:
+            found["linear"] = self._overlapped(linear=linear)
+        return found
+
+
+def _instances(ops, kind):
+    return [op for op in ops if isinstance(op, kind)]
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardLinearBiasAdd(_LinearPattern):
+    """Computes `x @ kernel + bias + residual` in one GEMM that overwrites the residual.
+
+    Replaces the forward of `BasicLinear`, an optional `Bias` and
+    `AddExtraInput(in_place=True)`, whose extra input is the residual.
+
+    The GEMM adds bias and residual and writes the sum to the residual's buffer. This
+    saves a pass and a buffer.
+
+    The result of a row-parallel linear is reduced over the ranks before the sum, so it
+    is not fused, as in Transformer Engine. With `userbuffers_options`, however, its
+    GEMM+RS adds both, which Transformer Engine does not support.
+
+    Transformer Engine: `ForwardLinearBiasAdd`.
+
+    Attributes:
+        userbuffers: the operation that computes an overlapped linear, or None.
+        linear: a linear; a row-parallel one needs `userbuffers_options`.
+        bias: the bias after the linear, or None.
+        add: the `AddExtraInput(in_place=True)` after linear and bias.
+    """
+
+    _overlapped = UserbuffersForwardLinear
+
+    linear: BasicLinear = part(BasicLinear, UserbuffersForwardLinear)
+    bias: Bias | None = part(Bias, is_optional=True)
+    add: AddExtraInput = part(AddExtraInput)
+
+    @classmethod
+    def mismatch(cls, linear, bias, add):
+        is_row = linear.tensor_parallel_mode == ROW
+        if isinstance(linear, UserbuffersForwardLinear) and not is_row:
+            return "the AG+GEMM of userbuffers adds no residual. Leave it unfused"
+        if isinstance(linear, BasicLinear) and is_row:
+            return _RESULT_IS_REDUCED
+        return _in_place_mismatch("add", add, wanted=True)
+
+    def forward(self, params, x, extra_inputs, saves):
+        """Computes `x @ kernel + bias + residual` in one GEMM or GEMM+RS."""
+        num = len(self.linear.basic_ops)
+        (residual,) = extra_inputs[-1]
+        dtype = compute_dtype(self.basic_ops[0].dtype, x)
+        config, kernel = self.linear.call_config(dtype), params[0]["kernel"]
+        self.add.check(result_shape(config, x, kernel), residual)
+        addends = {"residual": residual, **_bias_of(self.bias, params[num:])}
+        if self.userbuffers is None:
+            y, _, own = self.linear.forward(params[0], x, (), saves[0], **addends)
+            residuals = (own,)
+        else:
+            y, _, residuals = self.userbuffers.forward(
+                params[:num], x, extra_inputs[:num], saves[:num], **addends
+            )
+        others = len(self.basic_ops) - num
+        return y, ((),) * len(self.basic_ops), (*residuals, *({},) * others)
+
+    @classmethod
+    def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
+        """Fuses each linear with the `Bias` and in-place `AddExtraInput` after it."""
+        return cls.fuse(ops)
+
+
+def _bias_of(op, params):
+    """Returns the arguments for a linear that adds the bias of the `Bias` after it."""
+    return {} if op is None else {"bias": params[0]["bias"], "out_dtype": op.dtype}
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardLinearBiasActivation(FusedPattern):
+    """Computes `activation(x @ kernel + bias)`, where the GEMM adds the bias.
+
+    Replaces the forward of `BasicLinear`, `Bias` and an activation function. This saves
+    a separate pass for the bias, and the rounding before it. The activation function
+    runs after the GEMM.
+
+    Transformer Engine: `ForwardLinearBiasActivation`, which does not support an
+    activation function yet.
+
+    Attributes:
+        linear: a linear that is not row parallel.
+        bias: the bias that the GEMM adds, or None.
+        activation: the activation function after the bias, or None.
+    """
+
+    linear: BasicLinear = part(BasicLinear)
+    bias: Bias | None = part(Bias, is_optional=True)
+    activation: Activation | None = part(Activation, is_optional=True)
+
+    @classmethod
+    def mismatch(cls, linear, bias, activation):
+        return _RESULT_IS_REDUCED if linear.tensor_parallel_mode == ROW else ""
+
+    def forward(self, params, x, extra_inputs, saves):
+        """Computes `activation(x @ kernel + bias)`; the GEMM adds the bias."""
+        bias = _bias_of(self.bias, params[1:])
+        y, _, saved = self.linear.forward(params[0], x, (), saves[0], **bias)
+        residuals = [saved, *([{}] if self.bias is not None else [])]
+        if self.activation is not None:
+            y, _, saved = self.activation.forward(params[-1], y, (), saves[-1])
+            residuals.append(saved)
+        return y, ((),) * len(residuals), tuple(residuals)
+
+    @classmethod
+    def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
+        """Fuses each linear with the `Bias` and the activation after it."""
+        return cls.fuse(ops, "bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardLinearScaleAdd(FusedPattern):
+    """Computes `scale * x @ kernel + residual` in one GEMM, in the residual's buffer.
+
+    Replaces the forward of `BasicLinear`, `ConstantScale` and
+    `AddExtraInput(in_place=True)`, whose extra input is the residual.
+
+    The GEMM scales its result, adds the residual and writes the sum to the residual's
+    buffer. This saves two passes and a buffer. Row-parallel linears are not fused,
+    because their result is reduced over the ranks before the sum.
+
+    Transformer Engine: `ForwardLinearScaleAdd`.
+
+    Attributes:
+        linear: a linear that is not row parallel.
+        scale: the scale after the linear.
+        add: the `AddExtraInput(in_place=True)` after the scale.
+    """
+
+    linear: BasicLinear = part(BasicLinear)
+    scale: ConstantScale = part(ConstantScale)
+    add: AddExtraInput = part(AddExtraInput)
+
+    @classmethod
+    def mismatch(cls, linear, scale, add):
+        if linear.tensor_parallel_mode == ROW:
+            return _RESULT_IS_REDUCED
+        return _in_place_mismatch("add", add, wanted=True)
+
+    def forward(self, params, x, extra_inputs, saves):
+        """Computes `scale * x @ kernel + residual` in one GEMM."""
+        (residual,) = extra_inputs[2]
+        config = self.linear.call_config(compute_dtype(self.linear.dtype, x))
+        self.add.check(result_shape(config, x, params[0]["kernel"]), residual)
+        addends = {"residual": residual, "scale": self.scale.scale}
+        y, _, residuals = self.linear.forward(params[0], x, (), saves[0], **addends)
+        return y, ((), (), ()), (residuals, {}, {})
+
+    @classmethod
+    def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
+        """Fuses each linear with the scale and in-place addition after it."""
+        return cls.fuse(ops)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardLinearAdd(_LinearPattern):
+    """Adds the extra output's gradient to dx of `BasicLinear` within the dx GEMM.
+
+    Replaces the backward of `MakeExtraOutput(in_place=True)` and the linear after it.
+
+    The dgrad GEMM adds the gradient of the extra output and reuses its buffer for the
+    sum. This saves a pass and a buffer. XLA copies the buffer first if it is still
+    read. This is the case, for example, if a later operation returned the same array as
+    both gradients, so that the wgrad GEMM reads it.
+
+    Column-parallel linears are not fused, as in Transformer Engine, because their dgrad
+    is reduced over the ranks before the sum. A row-parallel linear with
+    `userbuffers_options` adds in its AG+GEMM, which Transformer Engine does not
+    support.
+
+    Transformer Engine: `BackwardLinearAdd`.
+
+    Attributes:
+        userbuffers: the operation that computes overlapped gradients, or None.
+        backward_add: the `MakeExtraOutput(in_place=True)` before the linear.
+        linear: a linear that is not column parallel; a row-parallel one with
+            `userbuffers_options` is overlapped.
+    """
+
+    _overlapped = UserbuffersBackwardLinear
+
+    backward_add: MakeExtraOutput = part(MakeExtraOutput)
+    linear: BasicLinear = part(BasicLinear, UserbuffersBackwardLinear)
+
+    @classmethod
+    def mismatch(cls, backward_add, linear):
+        if linear.tensor_parallel_mode == COLUMN:
+            return _DX_IS_REDUCED
+        return _in_place_mismatch("backward_add", backward_add, wanted=True)
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """Computes the linear's dx plus the extra output's gradient in one GEMM.
+
+        The basic operations run separately if the sum needs a reduction first, or if
+        the linear needs no gradient.
+        """
+        (d_extra,) = d_extra_outputs[0]
+        is_unfused = dy is None or not any(needs[1:])
+        if is_unfused or (d_extra is not None and is_partial_sum(d_extra, dy)):
+            return super().backward(residuals, dy, d_extra_outputs, needs)
+        if not needs[0].x:
+            d_extra = None
+        if self.userbuffers is None:
+            dx, d_linear, _ = self.linear.backward(
+                residuals[1], dy, (), needs[1], residual=d_extra
+            )
+            d_params = (d_linear,)
+        else:
+            dx, d_params, _ = self.userbuffers.backward(
+                residuals[1:], dy, d_extra_outputs[1:], needs[1:], residual=d_extra
+            )
+        return dx, ({}, *d_params), ((),) * len(self.basic_ops)
+
+    @classmethod
+    def unfused_reasons(cls, ops: Sequence[Op]) -> dict[int, str]:
+        reasons = {}
+        for i, pair in enumerate(zip(ops, ops[1:], strict=False), 1):
+            found = cls.take(pair)
+            if found is None:
+                continue
+            if not found["backward_add"].in_place:
+                reasons[i] = "MakeExtraOutput(in_place=False)"
+            elif found["linear"].tensor_parallel_mode == COLUMN:
+                reasons[i] = "column-parallel: dx is reduced first"
+        return reasons
+
+    @classmethod
+    def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
+        """Fuses each in-place `MakeExtraOutput` with the linear that follows it."""
+        return cls.fuse(ops)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardLinearScale(FusedPattern):
+    """Applies the `ConstantScale` after a linear in the linear's gradient GEMMs.
+
+    Replaces the backward of `BasicLinear` and the `ConstantScale` after it. This saves
+    a pass that scales dy, and its buffer. Column-parallel linears are not fused, as in
+    Transformer Engine.
+
+    Transformer Engine: `BackwardLinearScale`.
+
+    Attributes:
+        linear: a linear that is not column parallel.
+        scale: the scale after the linear.
+    """
+
+    linear: BasicLinear = part(BasicLinear)
+    scale: ConstantScale = part(ConstantScale)
+
+    @classmethod
+    def mismatch(cls, linear, scale):
+        return _DX_IS_REDUCED if linear.tensor_parallel_mode == COLUMN else ""
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """Computes the gradients of x and kernel; each GEMM multiplies by `scale`."""
+        if dy is None or not needs[0]:
+            return super().backward(residuals, dy, d_extra_outputs, needs)
+        dx, d_params, _ = self.linear.backward(
+            residuals[0], dy, (), needs[0], scale=self.scale.scale
+        )
+        return dx, (d_params, {}), ((), ())
+
+    @classmethod
+    def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
+        """Fuses each linear with the `ConstantScale` that follows it."""
+        return cls.fuse(ops)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardActivationBias(FusedPattern):
+    """Computes the gradients of a `Bias` and of the activation after it in one pass.
+
+    The bias gradient is summed from the f32 gradient, before it is rounded.
+
+    Transformer Engine: `BackwardActivationBias`, which fuses only if it quantizes.
+
+    Attributes:
+        bias: the bias before the activation function.
+        activation: the activation function.
+    """
+
+    bias: Bias = part(Bias)
+    activation: Activation = part(Activation)
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """Computes dx and the bias gradient from one f32 array; rounds each once."""
+        if dy is None or not needs[1].x:
+            return super().backward(residuals, dy, d_extra_outputs, needs)
+        dx = self.activation.gradient(residuals[1]["x"], dy)
+        d_params = {"bias": row_sum(dx)} if needs[0].params else {}
+        return dx.astype(dy.dtype), (d_params, {}), ((), ())
+
+    @classmethod
+    def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
+        """Fuses each `Bias` with the activation that follows it."""
+        return cls.fuse(ops)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardAddRMSNorm(FusedPattern):
+    """Adds the extra output's gradient to dx of `RMSNorm` in one pass, rounded once.
+
+    Adds the gradient of the extra output to the gradient of the norm's input in f32.
+    This saves a separate pass for the sum, and the rounding before it.
+
+    Transformer Engine: `BackwardAddRMSNorm`.
+
+    Attributes:
+        add: the `MakeExtraOutput(in_place=False)` before the norm. Its backward adds
+            the two gradients.
+        rmsnorm: the norm.
+    """
+
+    add: MakeExtraOutput = part(MakeExtraOutput)
+    rmsnorm: RMSNorm = part(RMSNorm)
+
+    @classmethod
+    def mismatch(cls, add, rmsnorm):
+        return _in_place_mismatch("add", add, wanted=False)
+
+    def backward(self, residuals, dy, d_extra_outputs, needs):
+        """Computes the norm's dx plus the extra output's gradient in f32."""
+        (d_extra,) = d_extra_outputs[0]
+        is_unfused = dy is None or d_extra is None or not needs[1].x
+        if is_unfused or is_partial_sum(d_extra, dy):
+            return super().backward(residuals, dy, d_extra_outputs, needs)
+        dx, d_params = self.rmsnorm.gradients(residuals[1], dy, needs[1])
+        dx = dx + d_extra.astype(jnp.float32)
+        return dx.astype(d_extra.dtype), ({}, d_params), ((), ())
+
+    @classmethod
+    def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
+        """Fuses each `MakeExtraOutput` with the `RMSNorm` that follows it."""
+        return cls.fuse(ops)
