@@ -1,7 +1,13 @@
 import pytest
 
 from jax_ub._src import methods
-from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
+from jax_ub._src.methods import (
+    KernelOptions,
+    Method,
+    MethodChoice,
+    PallasTiles,
+    Variant,
+)
 from jax_ub.errors import UnknownNameError
 
 
@@ -38,6 +44,14 @@ def test_method_choice_is_written_as_tables_show_it():
     kernel_options = KernelOptions(sm_margin=2, variant=Variant.OVERLAP_FIRST_GEMM)
     assert str(MethodChoice(Method.PIPELINE, 4, kernel_options)) == (
         "pipeline, num_splits 4, sm_margin 2, variant overlap_first_gemm"
+    )
+
+
+def test_method_choice_with_tiles_names_the_next_fastest_method_too():
+    tiles = PallasTiles(128, 64, "N", "M")
+    assert str(MethodChoice(Method.PIPELINE, 2, pallas=tiles)) == (
+        "pallas (two tiles of 128 x 64 along N, grid along M first), else pipeline, "
+        "num_splits 2"
     )
 
 

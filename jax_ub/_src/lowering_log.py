@@ -13,14 +13,15 @@ from typing import Any
 
 import jax
 
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import Method, PallasTiles
 
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
     """A record that overlap was not used as asked, and why.
 
-    A call ran as plain `jax.lax`, or several ranks repeat the work of a layer.
+    A call ran as plain `jax.lax`, the kernel that a tuned file chose could not run it,
+    or several ranks repeat the work of a layer.
 
     Attributes:
         label: the call's name.
@@ -117,7 +118,8 @@ def _decode(kind, scope):
 def fallbacks(*, clear: bool = False) -> tuple[Fallback, ...]:
     """Returns the latest 1024 calls that fell back or repeat work, oldest first.
 
-    These are automatic calls that became plain `jax.lax`, and layers whose work several
+    These are automatic calls that became plain `jax.lax`, calls that JAX's Pallas
+    kernel could not run although a tuned file chose it, and layers whose work several
     ranks repeat, because no mesh axis known to the layer shards it. Calls are added
     when they are traced or lowered. `ub.explain` reports the same for one program.
     Transformer Engine: none.
@@ -156,6 +158,10 @@ class LoweredCall:
         scope: the name stack where the call was traced.
         method: the method that the call runs by; "auto" is resolved.
         reason: why the call became plain `jax.lax`; None if it did not.
+        tiles: the tiles with which JAX's Pallas kernel runs the call in place of
+            `method`; None if it does not.
+        why_not_pallas: why that kernel, which a tuned table chose, cannot run the call;
+            "" if it was not chosen or runs.
     """
 
     call: Any
@@ -163,6 +169,8 @@ class LoweredCall:
     scope: str
     method: Method
     reason: str | None
+    tiles: PallasTiles | None = None
+    why_not_pallas: str = ""
 
 
 # The lists of all active `recording` blocks.
@@ -182,15 +190,18 @@ def recording() -> Iterator[list[LoweredCall]]:
         _LISTENERS[:] = [one for one in _LISTENERS if one is not found]
 
 
-def record(ctx: Any, call: Any, method: Method, reason: str | None = None) -> None:
+def record(
+    ctx: Any, call: Any, method: Method, reason: str | None = None, **pallas: Any
+) -> None:
     """Reports a call that is being lowered to all active `recording` blocks.
 
-    Called by the lowering rules.
+    Called by the lowering rules. `pallas` has the last fields of `LoweredCall`.
     """
     if not _LISTENERS:
         return
     operands = tuple(shape_of(aval) for aval in ctx.avals_in)
-    lowered = LoweredCall(call, operands, str(ctx.name_stack), method, reason)
+    scope = str(ctx.name_stack)
+    lowered = LoweredCall(call, operands, scope, method, reason, **pallas)
     for listener in _LISTENERS:
         listener.append(lowered)
 

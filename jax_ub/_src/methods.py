@@ -153,6 +153,42 @@ class KernelOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class PallasTiles:
+    """Tiles with which JAX's Pallas kernel of AG+GEMM multiplies.
+
+    Attributes:
+        rows: rows of the tile of a warpgroup.
+        columns: columns of the tile of a warpgroup.
+        doubled: the dimension, "M" or "N", along which a thread block has two tiles.
+        minor: the dimension, "M" or "N", along which the next thread block is.
+    """
+
+    rows: int
+    columns: int
+    doubled: str
+    minor: str
+
+    def divide(self, rows: int, columns: int) -> bool:
+        """Returns whether thread blocks cover exactly a rank's rows and columns."""
+        block_rows = self.rows * (1 + (self.doubled == "M"))
+        block_columns = self.columns * (1 + (self.doubled == "N"))
+        return rows % block_rows == columns % block_columns == 0
+
+    def __str__(self) -> str:
+        """Returns the tiles as text, for tables and reports."""
+        tiles = f"two tiles of {self.rows} x {self.columns} along {self.doubled}"
+        return f"{tiles}, grid along {self.minor} first"
+
+
+# The tiles that `tune` and `bench` try.
+PALLAS_TILES = tuple(
+    PallasTiles(rows, columns, doubled, minor)
+    for rows, columns, doubled in ((128, 128, "N"), (128, 128, "M"), (128, 64, "N"))
+    for minor in "MN"
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class MethodChoice:
     """The method and options by which a call or pass overlaps GEMM and collective.
 
@@ -162,6 +198,8 @@ class MethodChoice:
             engine choose.
         kernel_options: the schedule's variant, and launch options for GPUs.
         sends_fp8: whether wide arrays and partial sums are sent as FP8.
+        pallas: tiles of JAX's Pallas kernel, which runs an AG+GEMM in place of `method`
+            where it can; None never runs it.
         is_explicit: whether the user chose the method: by the call's argument, by the
             configuration of its name or by `JAX_UB_METHOD`. Otherwise it comes from a
             tuned file, or is Transformer Engine's default for a name that the user has
@@ -173,6 +211,7 @@ class MethodChoice:
     num_splits: int = 0
     kernel_options: KernelOptions = KernelOptions()
     sends_fp8: bool = False
+    pallas: PallasTiles | None = dataclasses.field(default=None, kw_only=True)
     is_explicit: bool = dataclasses.field(default=True, kw_only=True)
     is_from_environment: bool = dataclasses.field(default=False, kw_only=True)
 
@@ -213,7 +252,8 @@ class MethodChoice:
             f"{name} {value}"
             for name, value in self.kernel_options.differences().items()
         ]
-        return ", ".join(words)
+        text = ", ".join(words)
+        return text if self.pallas is None else f"pallas ({self.pallas}), else {text}"
 
 
 def resolve(op: str, method: "Method | str | None", default: str | None) -> Method:

@@ -1,81 +1,22 @@
-import jax
+import dataclasses
+
 import pytest
 
+from jax_ub.__main__ import main
+from jax_ub._src.config import tuned_file
+from jax_ub._src.config.tuned_file import TunedKey
+from jax_ub._src.methods import PALLAS_TILES, Method, MethodChoice
+from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tools.bench import cases, linear, pallas, peers, report
 from jax_ub._src.tools.bench.cases import Setup, check_agreement
 from jax_ub._src.tools.bench.peers import FastestDots
 from jax_ub._src.tools.devices import Ranks
 from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.tune import command as tune
-from jax_ub._src.tools.tune.cases import TunedKey, candidates
+from jax_ub._src.tools.tune.cases import candidates
 
-LARGE = Shape(8192, 8192, 10240)
 SMALL = Shape(64, 32, 48)
 COLUMN = linear.LINEAR_OPS["all_gather_matmul"]
-
-
-@pytest.mark.parametrize(
-    ("shape", "num_ranks", "expected"),
-    [
-        (Shape(1024, 64, 1024), 4, pallas.TILES),
-        (Shape(512, 64, 1024), 4, [pallas.TILES[0], pallas.TILES[2]]),
-        (Shape(1024, 64, 512), 4, pallas.TILES[1:]),
-        (Shape(512, 64, 512), 4, [pallas.TILES[2]]),
-        (Shape(512, 64, 320), 4, []),
-        (Shape(256, 64, 512), 4, []),
-        (Shape(512, 96, 512), 4, []),
-    ],
-)
-def test_tiles_divide_the_rows_and_columns_of_a_rank(shape, num_ranks, expected):
-    assert pallas.tiles_of(shape, num_ranks) == list(expected)
-
-
-@pytest.fixture
-def gpus(monkeypatch):
-    """Returns a function that sets the numbers of devices that JAX reports."""
-
-    def set_numbers(num_devices, num_local):
-        monkeypatch.setattr(jax, "device_count", lambda: num_devices)
-        monkeypatch.setattr(jax, "local_device_count", lambda: num_local)
-
-    set_numbers(8, 8)
-    return set_numbers
-
-
-def test_a_hopper_process_with_all_gpus_has_the_kernel(gpus):
-    for dtype in ("bfloat16", "float16"):
-        assert pallas.why_not(LARGE, dtype, 8, "9.0") is None
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "num_ranks", "numbers", "shape", "reason"),
-    [
-        ("8.0", "bfloat16", 8, (8, 8), LARGE, "needs compute capability 9.0, not 8.0"),
-        ("10.0", "bfloat16", 8, (8, 8), LARGE, "not 10.0"),
-        ("9.0", "float32", 8, (8, 8), LARGE, "bfloat16 and float16, not float32"),
-        ("9.0", "bfloat16", 8, (8, 1), LARGE, "all 8 GPUs in one process, not 1"),
-        ("9.0", "bfloat16", 4, (8, 8), LARGE, "P is 4, and JAX has 8: set CUDA"),
-        ("9.0", "bfloat16", 1, (1, 1), LARGE, "at least 2. P is 1"),
-        ("9.0", "bfloat16", 8, (8, 8), SMALL, "tiles do not divide"),
-    ],
-)
-def test_another_call_has_a_reason(
-    gpus, capability, dtype, num_ranks, numbers, shape, reason
-):
-    gpus(*numbers)
-    assert reason in pallas.why_not(shape, dtype, num_ranks, capability)
-
-
-def test_a_jax_without_the_barrier_has_no_kernel(gpus, monkeypatch):
-    mosaic_gpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
-
-    class CompilerParams:
-        pass
-
-    monkeypatch.setattr(mosaic_gpu, "CompilerParams", CompilerParams)
-    monkeypatch.setattr(pallas, "why_not", lambda *arguments: None)
-    reason = pallas.programs(LARGE, "bfloat16", Ranks(8))
-    assert "without a barrier between the GPUs. Install jax 0.11.2" in reason
 
 
 @pytest.fixture
@@ -110,7 +51,8 @@ def test_a_case_without_the_kernel_states_the_reason(on_gpus):
 def substitute(monkeypatch):
     """Sets the programs that take the place of the kernel, which needs GPUs."""
 
-    def set_programs(**found):
+    def set_programs(function):
+        found = dict.fromkeys(PALLAS_TILES[:2], function)
         monkeypatch.setattr(pallas, "programs", lambda *arguments: found)
 
     return set_programs
@@ -121,9 +63,9 @@ def fails(x, w):
 
 
 def test_the_fastest_kernel_is_a_column_of_the_table(on_gpus, substitute):
-    substitute(a=peers.naive_column, b=peers.naive_column)
+    substitute(peers.naive_column)
     case = case_of_two_ranks()
-    assert case[cases.PALLAS].variant in ("a", "b")
+    assert case[cases.PALLAS].variant in map(str, PALLAS_TILES[:2])
     check_agreement(case)
     times = {c.name: [1e-3] * 3 for c in case.candidates} | {cases.PALLAS: [2e-3] * 3}
     table = report.results_table(["bfloat16"], ["all_gather_matmul"], "cuda")
@@ -134,20 +76,67 @@ def test_the_fastest_kernel_is_a_column_of_the_table(on_gpus, substitute):
 
 
 def test_a_kernel_that_fails_is_a_note(on_gpus, substitute):
-    substitute(a=fails, b=fails)
+    substitute(fails)
     (note,) = case_of_two_ranks().notes
     assert note.endswith("P=2: it failed: exceeds available shared memory")
 
 
-def test_tune_times_the_kernel_but_does_not_choose_it(on_gpus, substitute):
-    case = TunedKey("all_gather_matmul", 2, 64, 32, 48, "float32")
-    choices = candidates(case, is_cuda=False)
-    substitute(a=peers.naive_column, b=peers.naive_column)
-    seconds, failed, compared = tune.measure(case, choices, rounds=1)
-    assert set(seconds) == set(choices)
-    assert not failed
-    assert compared[cases.PALLAS] > 0
-    substitute(a=fails, b=fails)
-    _, failed, compared = tune.measure(case, choices[:1], rounds=1)
-    assert failed == {cases.PALLAS: "it failed: exceeds available shared memory"}
-    assert not compared
+CASE = TunedKey("all_gather_matmul", 2, 64, 32, 48, "float32")
+
+
+def test_tune_times_the_kernel_and_chooses_it_only_if_it_is_allowed(
+    on_gpus, substitute
+):
+    choices = candidates(CASE, is_cuda=False)
+    substitute(peers.naive_column)
+    measured = tune.measure(CASE, choices, rounds=1)
+    assert set(measured.seconds) == set(choices)
+    assert not measured.failed
+    assert measured.times_us[cases.PALLAS] > 0
+    best, best_s = next(iter(measured.seconds.items()))
+    _, tiles = measured.pallas
+    assert tiles in PALLAS_TILES[:2]
+    faster = dataclasses.replace(measured, pallas=(best_s / 2, tiles))
+    assert faster.best(allow_pallas=False) == best
+    chosen = faster.best(allow_pallas=True)
+    assert chosen == dataclasses.replace(best, pallas=tiles)
+    assert faster.text(chosen).startswith(f"pallas ({tiles}), else {best}: ")
+    slower = dataclasses.replace(measured, pallas=(best_s * 2, tiles))
+    assert slower.best(allow_pallas=True) == best
+
+
+def test_tune_reports_a_kernel_that_fails(on_gpus, substitute):
+    substitute(fails)
+    choices = candidates(CASE, is_cuda=False)[:1]
+    measured = tune.measure(CASE, choices, rounds=1)
+    reason = "it failed: exceeds available shared memory"
+    assert measured.failed == {cases.PALLAS: reason}
+    assert measured.best(allow_pallas=True) == choices[0]
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_the_tuned_file_has_the_kernel_only_if_it_is_allowed(
+    on_gpus, monkeypatch, tmp_path, capsys, allowed
+):
+    tiles, choice = PALLAS_TILES[1], MethodChoice(Method.PIPELINE, 2)
+    measured = tune.Measured({choice: 2e-3}, {}, (1e-3, tiles))
+    monkeypatch.setattr(tune, "_start", lambda *arguments: True)
+    monkeypatch.setattr(tune, "cases", lambda *arguments: [CASE])
+    monkeypatch.setattr(tune, "measure", lambda *arguments: measured)
+    path = tmp_path / "t.json"
+    arguments = ["tune", "--shapes", "64x32x48", "--output", str(path)]
+    assert main([*arguments, *["--allow-pallas"] * allowed]) == 0
+    text = capsys.readouterr().out
+    expected = dataclasses.replace(choice, pallas=tiles if allowed else None)
+    times_us = {str(choice): 2000, cases.PALLAS: 1000}
+    assert tuned_file.read(path)[environment()] == {CASE: (expected, times_us)}
+    assert f" {expected}: {1000 if allowed else 2000} us" in text
+    assert ("pallas: 1000 us, for comparison" in text) == (not allowed)
+    flag = "--xla_gpu_disable_async_collectives=ALLCOLLECTIVES"
+    assert (f'"auto" runs JAX\'s Pallas kernel only with {flag}' in text) == allowed
+
+
+def test_cpus_have_no_kernel_to_allow(tmp_path, capsys):
+    arguments = ["tune", "--platform", "cpu", "--allow-pallas", "--output"]
+    assert main([*arguments, str(tmp_path / "t.json")]) == 2
+    assert "--allow-pallas allows a kernel for GPUs" in capsys.readouterr().err

@@ -6,7 +6,13 @@ import pytest
 import jax_ub as ub
 from jax_ub._src.config import tuned_file
 from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, Environment, TunedKey
-from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
+from jax_ub._src.methods import (
+    PALLAS_TILES,
+    KernelOptions,
+    Method,
+    MethodChoice,
+    Variant,
+)
 from jax_ub.errors import ConfigurationError, UnknownNameError
 
 HERE = Environment("cpu avx2, 2 cores", (("jax", "0.10.2"),))
@@ -35,6 +41,29 @@ def test_a_variant_is_written_and_read_by_its_name(tmp_path):
     (entry,) = json.loads(path.read_text())["tunings"][0]["entries"]
     assert entry["tuning"] == {"variant": "one_shot"}
     assert tuned_file.read(path) == {HERE: {CASE: (once, {})}}
+
+
+def test_tiles_of_the_pallas_kernel_are_written_and_read(tmp_path):
+    path = tmp_path / "tuned.json"
+    choice = dataclasses.replace(CHOICE, pallas=PALLAS_TILES[2])
+    tuned_file.write(path, {HERE: {CASE: (choice, {})}})
+    (entry,) = json.loads(path.read_text())["tunings"][0]["entries"]
+    tiles = {"rows": 128, "columns": 128, "doubled": "M", "minor": "M"}
+    assert entry["pallas"] == tiles
+    assert (entry["method"], entry["num_splits"]) == ("pipeline", 4)
+    assert tuned_file.read(path) == {HERE: {CASE: (choice, {})}}
+    assert tuned_file.choices(path, HERE).find(CASE).pallas == PALLAS_TILES[2]
+    without = tuned_file.TunedTable("", "", {CASE: CHOICE})
+    assert without.find(CASE).pallas is None
+
+
+def test_only_an_all_gather_with_a_gemm_may_have_tiles(tmp_path):
+    path = tmp_path / "tuned.json"
+    case = dataclasses.replace(CASE, op="matmul_all_reduce")
+    choice = dataclasses.replace(CHOICE, pallas=PALLAS_TILES[0])
+    tuned_file.write(path, {HERE: {case: (choice, {})}})
+    with pytest.raises(ConfigurationError, match="matmul_all_reduce: pallas = {'rows'"):
+        tuned_file.read(path)
 
 
 def test_gradients_of_column_layers_can_be_bulk(tmp_path):
@@ -92,6 +121,8 @@ def test_another_schema_is_rejected(tmp_path, text):
         ({"tuning": {"lanes": 2}}, ConfigurationError, "lanes"),
         ({"tuning": {"variant": "two_shot"}}, ConfigurationError, "two_shot"),
         ({"tuning": {"num_lanes": -1}}, ConfigurationError, "num_lanes = -1"),
+        ({"pallas": {"rows": 64}}, ConfigurationError, "pallas = {'rows': 64} is not"),
+        ({"pallas": None}, ConfigurationError, "pallas = None is not known"),
         ({"num_splits": -4}, ConfigurationError, "num_splits = -4"),
     ],
 )

@@ -226,7 +226,7 @@ def test_fallbacks_are_counted_by_reason(monkeypatch):
     monkeypatch.setattr(
         checks, "fallbacks", lambda: (Fallback("a", "why"), Fallback("b", "why"))
     )
-    assert findings()["not overlapped"].text == "2 calls, the last b: why"
+    assert findings()["fallback"].text == "2 calls, the last b: why"
 
 
 class Gpus(StandIn):

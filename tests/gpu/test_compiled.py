@@ -18,9 +18,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
+from jax_ub._src.config import tuned_file
+from jax_ub._src.config.tuned_file import TunedKey
+from jax_ub._src.methods import PALLAS_TILES, Method, MethodChoice
 from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.primitives import predicted
-from jax_ub._src.runtime import cuda_engine
+from jax_ub._src.runtime import cuda_engine, settings
+from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tools.bench import pallas
 from jax_ub._src.tools.devices import Ranks
 from jax_ub._src.tools.options import Shape
@@ -384,24 +388,91 @@ def test_a_layer_on_one_rank_is_three_gemms_of_xla(mesh, parallel):
     assert len(re.findall(r" dot\(", text)) + len(products) >= 3
 
 
-def test_the_kernel_of_jax_that_bench_times_compiles(mesh, monkeypatch):
+@pytest.fixture
+def all_gpus(mesh, monkeypatch):
+    """Makes JAX report the GPUs of the mesh as all its devices, and returns them."""
     devices = [*mesh.devices]
     monkeypatch.setattr(jax, "devices", lambda *arguments: devices)
     monkeypatch.setattr(jax, "device_count", lambda: len(devices))
     monkeypatch.setattr(jax, "local_device_count", lambda: len(devices))
     monkeypatch.setattr(Ranks, "devices", devices)
+    return devices
+
+
+def check_kernels(text, number):
+    targets = re.findall(r'custom_call_target="(mosaic_gpu[^"]*)"', text)
+    assert len(targets) == number
+    assert not re.search(r"all-gather|collective-permute", text)
+
+
+def test_the_kernel_of_jax_that_bench_times_compiles(mesh, all_gpus):
     shape = Shape(4 * M, K, 8 * N)
     found = pallas.programs(shape, "bfloat16", Ranks(4))
     if jax.__version_info__ < (0, 11, 2):
         assert "without a barrier between the GPUs" in found
         return
-    assert len(found) == 2 * len(pallas.TILES)
+    assert list(found) == list(PALLAS_TILES)
     specs = (P("tp"), P(None, "tp"))
     shapes = (("bfloat16", 4 * M, K), ("bfloat16", K, 8 * N))
     for program in [*found.values()][::2]:  # one of each tile
         program = lowered(program, mesh, specs, specs[1], *shapes)
     text = program.compile().as_text()
-    targets = re.findall(r'custom_call_target="([^"]+)"', text)
-    assert len(targets) == 1
-    assert targets[0].startswith("mosaic_gpu")
-    assert not re.search(r"all-gather|collective-permute", text)
+    check_kernels(text, 1)
+    assert len(re.findall("custom_call_target", text)) == 1
+
+
+has_barrier = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2),
+    reason="this jax runs the kernel without a barrier between the GPUs",
+)
+
+
+@has_barrier
+def test_xla_runs_no_collective_during_the_kernel_of_jax_with_a_flag(mesh, all_gpus):
+    shape = Shape(4 * M, K, 8 * N)
+    run, *_ = pallas.programs(shape, "bfloat16", Ranks(4)).values()
+
+    def with_sum(x, w, a):
+        return run(x, w), jax.lax.psum(a, "tp")
+
+    column = P(None, "tp")
+    specs = (P("tp"), column, P("tp"))
+    shapes = (("bfloat16", 4 * M, K), ("bfloat16", K, 8 * N), ("float32", 2**22))
+    program = lowered(with_sum, mesh, specs, (column, P()), *shapes)
+    during = r"all-reduce-start\(.*mosaic_gpu.*all-reduce-done\("
+    assert re.search(during, program.compile().as_text(), re.DOTALL)
+    name, value = settings.COLLECTIVES_IN_ORDER.removeprefix("--").split("=")
+    text = program.compile({name: value}).as_text()
+    assert "all-reduce(" in text and "all-reduce-start(" not in text
+
+
+@has_barrier
+def test_layers_compile_with_the_kernel_that_a_tuned_file_chose(
+    mesh, all_gpus, tmp_path, monkeypatch
+):
+    sizes = TunedKey("all_gather_matmul", 4, 4 * M, K, 8 * N, "bfloat16")
+    choice = MethodChoice(Method.PIPELINE, pallas=PALLAS_TILES[0])
+    tuned_file.write(tmp_path / "t.json", {environment(): {sizes: (choice, {})}})
+    monkeypatch.setenv("JAX_UB_TUNED", str(tmp_path / "t.json"))
+    monkeypatch.setenv("XLA_FLAGS", settings.COLLECTIVES_IN_ORDER)
+    monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
+
+    def layer(x, kernels):
+        w, v = kernels
+        h = jax.nn.gelu(ub.all_gather_matmul(x, w, axis_name="tp"))
+        return ub.matmul_reduce_scatter(h, v, axis_name="tp"), None
+
+    def loss(x, w, v):
+        return jnp.sum(jax.lax.scan(layer, x, (w, v))[0].astype(jnp.float32))
+
+    specs = (P("tp"), P(None, None, "tp"), P(None, "tp"))
+    shapes = (("bfloat16", 4 * M, K), ("bfloat16", LAYERS, K, 8 * N))
+    shapes += (("bfloat16", LAYERS, 8 * N, K),)
+    ub.fallbacks(clear=True)
+    text = compiled(jax.grad(loss, (1, 2)), mesh, specs, specs[1:], *shapes)
+    check_kernels(text, 1)
+    forward, row = ["matmul_reduce_scatter"], ["all_gather_matmul", "wgrad"]
+    column = ["bulk_all_gather", "bulk_reduce_scatter"]
+    assert calls(text) == sorted(forward + row + column)
+    # The backward pass of the row layer gathers dy, and its kernel is transposed.
+    assert {one.label for one in ub.fallbacks()} == {"matmul_reduce_scatter"}

@@ -216,11 +216,11 @@ def test_candidates_of_a_local_gemm_run(op):
         *(f"direct, gemm_algorithm {number}" for number in range(1, 8)),
         "xla",
     ]
-    seconds, failed, peers = measure(case, choices, rounds=2)
-    assert not failed
-    assert not peers
-    assert set(seconds) == set(choices)
-    assert list(seconds.values()) == sorted(seconds.values())
+    measured = measure(case, choices, rounds=2)
+    assert not measured.failed
+    assert measured.pallas is None
+    assert set(measured.seconds) == set(choices)
+    assert list(measured.seconds.values()) == sorted(measured.seconds.values())
 
 
 @pytest.mark.parametrize("op", LOCAL_OPS)

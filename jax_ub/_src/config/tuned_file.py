@@ -14,7 +14,14 @@ from typing import Any
 
 from jax_ub._src.errors import ConfigurationError, UnknownNameError, nearest, shown
 from jax_ub._src.files import write_json, writing
-from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
+from jax_ub._src.methods import (
+    PALLAS_TILES,
+    KernelOptions,
+    Method,
+    MethodChoice,
+    PallasTiles,
+    Variant,
+)
 
 # Version of the file format. It is incremented when the meaning of a key changes.
 SCHEMA = 1
@@ -203,12 +210,20 @@ def _read_entry(entry: dict[str, Any]):
         Method(entry["method"]),
         _typed(entry, "num_splits", int, least=0),
         KernelOptions(**options),
+        pallas=_read_tiles(case, entry["pallas"]) if "pallas" in entry else None,
     )
     times_us = dict(entry["times_us"])
     return case, (
         choice,
         {name: float(_typed(times_us, name, int | float)) for name in times_us},
     )
+
+
+def _read_tiles(case: TunedKey, given: Any) -> PallasTiles:
+    for tiles in PALLAS_TILES:
+        if case.op == "all_gather_matmul" and given == dataclasses.asdict(tiles):
+            return tiles
+    raise ValueError(f"{case.op}: pallas = {shown(given)} is not known")
 
 
 # The fields of a `TunedKey`, and their types in a file.
@@ -224,8 +239,10 @@ def _typed(entry, name, kind, least=None):
 
 
 def _entry(case, choice, times_us):
+    tiles = choice.pallas
     return {
         **dataclasses.asdict(case),
+        **({} if tiles is None else {"pallas": dataclasses.asdict(tiles)}),
         "method": choice.method.value,
         "num_splits": choice.num_splits,
         "tuning": choice.kernel_options.differences(),

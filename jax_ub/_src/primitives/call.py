@@ -253,7 +253,8 @@ class Call:
                 results = [vma.pcast_replicated(y, self.axis_name) for y in results]
             return tuple(results)
         call = self._tuned(operands)
-        if call.method is Method.XLA:
+        # Whether JAX's Pallas kernel can run the call is known when it is lowered.
+        if call.method is Method.XLA and call.choice.pallas is None:
             with call.named_as_plain(is_tuned=call is not self):
                 return tuple(call.reference(*operands, scales=scales))
         return tuple(call.primitive.bind(*operands, *scales, call=call))

@@ -63,6 +63,8 @@ def _lower_on_cpu(ctx, *operands, call):
     ranks = find_ranks(ctx, call.label, call.axis_name, takes_partitions=True)
     reason = cpu_engine.why_not() or ranks.reason
     reason = reason or _why_no_room(call, avals, needs_buffers=False)
+    if call.method is Method.XLA:
+        reason = reason or _instead_of_pallas(call, "the program is lowered for CPUs")
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
     if call.num_ranks > 1:
@@ -104,6 +106,23 @@ def _lower_on_cuda(ctx, *operands, call):
         # operations into it.
         lowering_log.record(ctx, call, Method.XLA, "one rank: it is a GEMM of XLA's")
         return mlir.lower_fun(call.plain, multiple_results=True)(ctx, *operands)
+    why_not_pallas = ""
+    tiles = call.choice.pallas
+    if tiles is not None:
+        from jax_ub._src.primitives import pallas  # only for GPUs: loaded at first use
+
+        why_not_pallas = pallas.why_not_call(ctx, call, ranks, tiles) or ""
+        if not why_not_pallas:
+            return _behind_barrier(pallas.lower(ctx, operands, call, tiles))
+        reason = _instead_of_pallas(call, why_not_pallas)
+        if call.method is Method.XLA:
+            return _lower_to_reference(ctx, operands, call, reason)
+        lowering_log.record_fallback(call.label, reason)
+    return _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas)
+
+
+def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
+    operand_avals, _ = call.split(ctx.avals_in)
     from jax_ub._src.primitives import predicted  # only for GPUs: loaded at first use
 
     prediction = predicted.on_gpus(call, operand_avals, ranks)
@@ -132,7 +151,7 @@ def _lower_on_cuda(ctx, *operands, call):
         size_bytes = cuda_engine.workspace_bytes(call.target, attributes, *arrays)
     except NotImplementedError as error:  # cuBLASLt cannot multiply by these scales
         return _lower_to_reference(*given, str(error))
-    lowering_log.record(*given[::2], method)
+    lowering_log.record(*given[::2], method, why_not_pallas=why_not_pallas)
     cuda_engine.register_targets()
     workspace = jax.core.ShapedArray(
         (max(size_bytes, _LEAST_BYTES),), np.dtype(np.uint8)
@@ -145,9 +164,22 @@ def _lower_on_cuda(ctx, *operands, call):
     *results, workspace = _emit(ctx, operands, call, attributes, has_side_effect=False)
     if prediction is not None:
         _tell_scheduler(workspace.owner, prediction.seconds)
-    if _RUNS_TWICE_WHAT_IS_SAVED and call.is_batchable:
-        return hlo.OptimizationBarrierOp(cast(list[ir.Value], results)).results
-    return results
+    return _behind_barrier(results) if call.is_batchable else results
+
+
+def _behind_barrier(results):
+    if not _RUNS_TWICE_WHAT_IS_SAVED:
+        return results
+    return hlo.OptimizationBarrierOp(cast(list[ir.Value], results)).results
+
+
+def _instead_of_pallas(call, reason):
+    """Returns the text of a fallback from JAX's Pallas kernel to the call's method."""
+    choice = dataclasses.replace(call.choice, pallas=None)
+    return (
+        f"JAX's Pallas kernel, the fastest by a tuned file, cannot run it: {reason}. "
+        f"{choice} runs it"
+    )
 
 
 def _lower_elsewhere(ctx, *operands, call):

@@ -123,6 +123,15 @@ def runs_concurrently() -> bool:
     return "SCHEDULING_MODE=CONCURRENT" in os.environ.get("XLA_FLAGS", "").upper()
 
 
+# The flag that makes XLA run its collectives in order with other kernels on GPUs.
+COLLECTIVES_IN_ORDER = "--xla_gpu_disable_async_collectives=ALLCOLLECTIVES"
+
+
+def orders_collectives() -> bool:
+    """Returns whether `XLA_FLAGS` contains `COLLECTIVES_IN_ORDER`."""
+    return COLLECTIVES_IN_ORDER.upper() in xla_flags().upper()
+
+
 def shares_hardware_queue() -> bool:
     """Returns whether `CUDA_DEVICE_MAX_CONNECTIONS` is 1.
 

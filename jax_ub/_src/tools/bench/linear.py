@@ -188,11 +188,11 @@ def _case(op, setup, column, *, quantizes):
         compared = [naive, candidate(cases.RING, op.in_ring(dots)), best]
         if op.name == "all_gather_matmul" and ranks.platform != "cpu":
             kernel = pallas.find_fastest(candidate, shape, wide, ranks)
-            if isinstance(kernel, Candidate):
-                compared.insert(0, kernel)
-            else:
+            if isinstance(kernel, str):
                 text = f"{op.name} {shape} {wide} P={setup.num_ranks}"
                 notes = (f"{cases.PALLAS}: {text}: {kernel}",)
+            else:
+                compared.insert(0, kernel[0])
     else:
         in_bf16 = op.candidates(ranks, wide, column)
         found = _in_xla_fp8(op, setup, dots, quantizes)

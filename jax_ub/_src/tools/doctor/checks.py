@@ -421,4 +421,4 @@ def _fallbacks():
         by_reason.setdefault(fallback.reason, []).append(fallback.label)
     for reason, labels in by_reason.items():
         text = f"{len(labels)} calls, the last {labels[-1]}: {reason}"
-        yield Finding("not overlapped", State.WARNING, text)
+        yield Finding("fallback", State.WARNING, text)

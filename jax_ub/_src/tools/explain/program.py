@@ -182,9 +182,9 @@ def call_rows(
     """
     groups: dict[tuple[Any, ...], list[LoweredCall]] = {}
     for one in lowered:
-        key = (one.call, one.operands, one.method, one.reason)
+        key = (one.call, one.operands, one.method, one.reason, one.tiles)
         groups.setdefault(key, []).append(one)
-    for (call, operands, method, reason), equal in groups.items():
+    for (call, operands, method, reason, tiles), equal in groups.items():
         op, M, K, N = call.global_sizes(operands)
         num_ranks = call.num_ranks if call.axis_name else 1
         # The time of the requested method is predicted, because "auto" may select
@@ -203,15 +203,20 @@ def call_rows(
         notes = ["" if count in ("", "1") else f"x {count}"]
         notes.append("nothing to communicate" if num_ranks == 1 else "")
         notes.append(call.execution.replicated)
+        if tiles is not None:
+            notes.append(f"JAX's kernel, with {tiles}, the fastest by a tuned table")
+        elif equal[0].why_not_pallas:
+            notes.append(f"not pallas: {equal[0].why_not_pallas}")
         target = call.op
         yield Row(
             scope=_scope(equal[0].scope, call.label),
             op=target,
             overlapped=reason is None,
-            method=method.value,
+            method=method.value if tiles is None else "pallas",
             reason=reason or "",
             moved_bytes=None if num_ranks == 1 else round(prediction.moved_bytes),
-            predicted_s=prediction.seconds,
+            # The model does not know JAX's kernel.
+            predicted_s=prediction.seconds if tiles is None else None,
             measured_exposed_s=waits.get((call.label, target)),
             note=", ".join(filter(None, notes)),
             flops=0 if call.communicates_only else 2 * M * K * N // num_ranks,

@@ -8,7 +8,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, TunedKey
-from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant, has_pairs
+from jax_ub._src.methods import (
+    KernelOptions,
+    Method,
+    MethodChoice,
+    PallasTiles,
+    Variant,
+    has_pairs,
+)
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.matmuls import (
     all_gather_matmul,
@@ -126,8 +133,8 @@ class Operands:
         )
         return Candidate(name, program, operands, variant, carry)
 
-    def find_pallas(self) -> Candidate | str:
-        """Returns JAX's own kernel of an AG+GEMM, or the reason why there is none."""
+    def find_pallas(self) -> tuple[Candidate, PallasTiles] | str:
+        """Returns JAX's kernel of an AG+GEMM and its tiles, or why there is none."""
         case = self._case
         shape = Shape(case.M, case.K, case.N)
         return find_fastest(self.program, shape, case.dtype, self._ranks)

@@ -14,8 +14,8 @@ from jax_ub._src.config import tuned_file
 from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
 from jax_ub._src.dtypes import BY_SHORT_NAME
 from jax_ub._src.errors import UbError, UnsupportedOverlapError
-from jax_ub._src.methods import Method, MethodChoice
-from jax_ub._src.runtime import cuda_engine
+from jax_ub._src.methods import Method, MethodChoice, PallasTiles
+from jax_ub._src.runtime import cuda_engine, settings
 from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tables import format_row
 from jax_ub._src.tools import console, devices
@@ -57,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=positive, help=f"M of --model (default: {_TOKENS})")
     rounds = "timed calls of each candidate (default: 9)"
     add("--rounds", type=positive, default=9, help=rounds)
+    kernel = 'on GPUs, let "auto" run an AG+GEMM by JAX\'s Pallas kernel where it is '
+    kernel += "the fastest; its waits have no deadline (docs/tune.md)"
+    add("--allow-pallas", action="store_true", help=kernel)
     platform = "(default: GPUs if JAX has enough)"
     add("--platform", choices=("cpu", "cuda"), help=platform)
     console.add_json(parser, "the choices and times of this run")
@@ -72,6 +75,11 @@ def command(given: argparse.Namespace) -> int:
     for shape, num_ranks in itertools.product(shapes, given.tp):
         check_divides("tune", shape, num_ranks, "--tp")
     is_cuda = _start(given.platform, given.tp)
+    if given.allow_pallas and not is_cuda:
+        raise UnsupportedOverlapError(
+            "tune: --allow-pallas allows a kernel for GPUs, but the platform is cpu. "
+            "Leave it out."
+        )
     here = environment()
     tunings = tuned_file.read(given.output) if given.output.exists() else {}
     found = tunings.setdefault(here, {})
@@ -87,39 +95,33 @@ def command(given: argparse.Namespace) -> int:
         dgrad = found[dgrad_of(case)][0] if case.op == COLUMN_GRADIENTS else None
         choices = candidates(case, is_cuda, dgrad)
         num_candidates += len(choices)
-        seconds, failed, peers = measure(case, choices, given.rounds)
-        best = next(iter(seconds))
-        times_us = {str(choice): 1e6 * each for choice, each in seconds.items()}
-        times_us |= {name: 1e6 * each for name, each in peers.items()}
-        found[case] = (best, times_us)
+        measured = measure(case, choices, given.rounds)
+        best = measured.best(allow_pallas=given.allow_pallas)
+        found[case] = (best, measured.times_us)
         tuned_file.write(given.output, tunings)
-        console.say(given, _row((*dataclasses.astuple(case), _result(seconds))))
-        for name, peer_s in peers.items():
-            console.say(given, f"    {name}: {1e6 * peer_s:.0f} us, for comparison")
-        for choice, reason in failed.items():
+        console.say(given, _row((*dataclasses.astuple(case), measured.text(best))))
+        if measured.pallas is not None and best.pallas is None:
+            peer_us = measured.times_us[PALLAS]
+            console.say(given, f"    {PALLAS}: {peer_us:.0f} us, for comparison")
+        for choice, reason in measured.failed.items():
             console.say(given, f"    {choice} cannot run: {reason}")
+    if any(found[case][0].pallas for case in wanted):
+        flag = settings.COLLECTIVES_IN_ORDER
+        text = f'\n"auto" runs JAX\'s Pallas kernel only with {flag} in XLA_FLAGS'
+        console.say(given, text)
     # Each candidate runs `rounds + 1` times, because the first run compiles it.
     console.say(
         given,
         f"\nran {num_candidates} candidates of {len(wanted)} cases {given.rounds + 1} "
         f"times each\nwrote {given.output}",
     )
-    measured = {here: {case: found[case] for case in wanted}}
-    console.write(given, tuned_file.as_json(measured))
+    written = {here: {case: found[case] for case in wanted}}
+    console.write(given, tuned_file.as_json(written))
     return 0
 
 
 def _row(cells):
     return format_row(cells, _WIDTHS, right=range(1, 5))
-
-
-def _result(seconds):
-    """Returns the fastest choice, its time, and its speed relative to plain XLA."""
-    best, *_ = seconds
-    xla_s = seconds.get(MethodChoice(Method.XLA))
-    is_overlapped = xla_s is not None and best.method is not Method.XLA
-    faster = f", {xla_s / seconds[best]:.2f} times as fast as xla"
-    return f"{best}: {1e6 * seconds[best]:.0f} us{faster if is_overlapped else ''}"
 
 
 def _shapes(given) -> Sequence[Shape]:
@@ -163,17 +165,54 @@ def _start(wanted, tp) -> bool:
     return False
 
 
-def measure(
-    case: TunedKey, choices: Sequence[MethodChoice], rounds: int
-) -> tuple[dict[MethodChoice, float], dict[MethodChoice | str, str], dict[str, float]]:
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The times of one op and size.
+
+    Attributes:
+        seconds: the median seconds per call of each choice, including its dispatch,
+            fastest first.
+        failed: the error texts of programs that failed to run.
+        pallas: the median seconds of JAX's Pallas kernel and its fastest tiles; None if
+            it did not run.
+    """
+
+    seconds: dict[MethodChoice, float]
+    failed: dict[MethodChoice | str, str]
+    pallas: tuple[float, PallasTiles] | None = None
+
+    @property
+    def times_us(self) -> dict[str, float]:
+        """Returns the median us of each program, by name."""
+        times = {str(choice): 1e6 * each for choice, each in self.seconds.items()}
+        return times if self.pallas is None else {**times, PALLAS: 1e6 * self.pallas[0]}
+
+    def best(self, *, allow_pallas: bool) -> MethodChoice:
+        """Returns the fastest choice.
+
+        If JAX's kernel is faster and allowed, the choice has the kernel's tiles, and
+        its method runs the calls that the kernel cannot run.
+        """
+        choice, choice_s = next(iter(self.seconds.items()))
+        if not allow_pallas or self.pallas is None or self.pallas[0] >= choice_s:
+            return choice
+        return dataclasses.replace(choice, pallas=self.pallas[1])
+
+    def text(self, best: MethodChoice) -> str:
+        """Returns `best`, its time, and its speed relative to plain XLA."""
+        by_pallas = None if best.pallas is None else self.pallas
+        best_s = self.seconds[best] if by_pallas is None else by_pallas[0]
+        xla_s = self.seconds.get(MethodChoice(Method.XLA))
+        faster = ""
+        if xla_s is not None and (by_pallas or best.method is not Method.XLA):
+            faster = f", {xla_s / best_s:.2f} times as fast as xla"
+        return f"{best}: {1e6 * best_s:.0f} us{faster}"
+
+
+def measure(case: TunedKey, choices: Sequence[MethodChoice], rounds: int) -> Measured:
     """Times all method choices of one op and size, in interleaved rounds.
 
     On GPUs, an AG+GEMM is compared with JAX's own kernel in the same rounds.
-
-    Returns:
-        The median seconds per call of each choice, including its dispatch, fastest
-        first; the error texts of programs that failed to run; and the median seconds of
-        programs that are not choices, by name.
     """
     operands = Operands(case)
     running: list[Candidate] = []
@@ -186,17 +225,20 @@ def measure(
             failed[choice] = str(error)
         else:
             running.append(candidate)
+    tiles: PallasTiles | None = None
     if (
         case.op == "all_gather_matmul"
         and devices.Ranks(case.num_ranks).platform != "cpu"
     ):
         kernel = operands.find_pallas()
-        if isinstance(kernel, Candidate):
-            running.append(kernel)
-        else:
+        if isinstance(kernel, str):
             failed[PALLAS] = kernel
+        else:
+            candidate, tiles = kernel
+            running.append(candidate)
     found = interleave(running, rounds).seconds
     medians = {name: statistics.median(times) for name, times in found.items()}
-    peers = {PALLAS: medians.pop(PALLAS)} if PALLAS in medians else {}
+    pallas = None if tiles is None else (medians.pop(PALLAS), tiles)
     seconds = {choices[int(name)]: each for name, each in medians.items()}
-    return dict(sorted(seconds.items(), key=lambda item: item[1])), failed, peers
+    ordered = dict(sorted(seconds.items(), key=lambda item: item[1]))
+    return Measured(ordered, failed, pallas)
