@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::string_view kScalesPer = ", scales per ";
 
-// The numeric attributes that are part of the signature.
+// The names of the numeric attributes on which all ranks of a call must agree.
 constexpr std::array<std::string_view, 11> kNumberNames = {
     "num_ranks", "num_splits",   "num_kernels",     "rhs_transposed",
     "has_bias",  "has_residual", "return_gathered", "accumulate",
@@ -28,7 +28,8 @@ std::array<int64_t, kNumberNames.size()> Numbers(const CallAttributes& at) {
           at.has_scales,      at.has_row_scales};
 }
 
-// Checks the operands and results of a call against the op's contract.
+// Checks that the operands and results of a call have the number, shapes and dtypes
+// that its op requires. Throws ShapeError.
 class Contract {
  public:
   Contract(const CallAttributes& attributes, const RankCall& call)
@@ -52,28 +53,29 @@ class Contract {
     Expect(call_.results[index], name, want);
   }
 
-  // Checks that an operand or result has the shape of `want`, and a dtype that GEMMs can
-  // store. want.dtype is ignored.
+  // Checks that an operand or result has the shape of `want`, and one of the dtypes to
+  // which a GEMM can round its result. Ignores want.dtype.
   void Sized(const Tensor& got, const char* name, Tensor want) const {
     want.dtype = InfoOf(got.dtype).is_result ? got.dtype : DType::kF32;
     Expect(got, name, want);
   }
 
-  // Checks an operand of a GEMM whose first operand has dtype `first`. If there are
-  // scales, the operand may have another dtype, FP8 or wide.
+  // Checks that a GEMM operand has dtype `first`, the dtype of the first operand. In an
+  // FP8 call, any GEMM dtype is allowed, because only some operands may be FP8.
   void Factor(size_t index, const char* name, DType first, Tensor want) const {
     const DType dtype = call_.operands[index].dtype;
     want.dtype = attributes_.has_scales && InfoOf(dtype).is_operand ? dtype : first;
     Operand(index, name, want);
   }
 
-  // Checks that there are scales exactly if an operand of the GEMMs is FP8.
+  // Checks that the call has one array of scales per GEMM operand if any of them is
+  // FP8, and none otherwise.
   void Scales() const {
     if (call_.scales.size() != NumScales(attributes_)) {
       Fail("takes " + std::to_string(NumScales(attributes_)) + " scales, got " +
            std::to_string(call_.scales.size()));
     }
-    // Without scales, all factors have the dtype of the first.
+    // A call without scales needs only one check: its GEMM operands have equal dtypes.
     const auto first = call_.operands.begin();
     const auto end = first + std::max<size_t>(1, call_.scales.size());
     const bool has_fp8 = std::ranges::any_of(first, end, IsFp8, &Tensor::dtype);
@@ -93,7 +95,7 @@ class Contract {
     }
   }
 
-  // Checks a tensor that may have any shape and dtype, but must not be empty.
+  // Checks that a tensor of any shape and dtype is not empty.
   void NotEmpty(const Tensor& got, const char* name) const { Expect(got, name, got); }
 
   void Divides(const char* what, int64_t size) const {
@@ -111,8 +113,8 @@ class Contract {
   }
 
  private:
-  // Returns the index of the first GEMM operand that is a kernel: kernels follow the
-  // activations. A weight gradient has none.
+  // Returns the index of the first GEMM operand that is a kernel. Kernels follow the
+  // activations. A weight gradient has no kernel.
   size_t FirstKernel() const {
     const GemmKind gemm = InfoOf(attributes_.op).gemm;
     if (gemm == GemmKind::kGatheredRows) return 1;
@@ -120,14 +122,16 @@ class Contract {
   }
   bool IsKernel(size_t operand) const { return operand >= FirstKernel(); }
 
-  // Returns the index of the first operand among those that a GEMM reads as one: all
-  // activations, or all kernels; in a weight gradient, the activation or all gradients.
+  // Returns the first operand of the group of `operand`, whose scales have equal
+  // dtypes. The groups are the activations and the kernels or, in a weight gradient,
+  // the activation and the output gradients.
   size_t FirstOfView(size_t operand) const {
     if (InfoOf(attributes_.op).gemm == GemmKind::kWgrad) return operand > 0;
     return IsKernel(operand) ? FirstKernel() : 0;
   }
 
-  // Returns whether `scales` has one element for each row, column or block of `of`.
+  // Returns whether `scales` has one element for each row, column or block of 32
+  // elements of `of`.
   static bool AreScalesOf(const Tensor& scales, const Tensor& of, bool is_kernel) {
     constexpr int64_t kBlock = 32;
     if (scales.batch != of.batch) return false;
@@ -162,8 +166,8 @@ Tensor Kernel(const CallAttributes& at, DType dtype, int64_t in, int64_t out) {
   return at.rhs_transposed ? Matrix(dtype, out, in) : Matrix(dtype, in, out);
 }
 
-// Returns the number of ranks that divide the rows of the result among them: P for a
-// reduce-scatter. Returns 1 if every rank gets all rows.
+// Returns the number of ranks among which the rows of the result are divided: P (the
+// number of ranks) in a reduce-scatter, 1 if every rank gets all rows.
 int64_t NumOwners(const CallAttributes& at) {
   const CollectiveKind kind = InfoOf(at.op).collective;
   return IsGather(kind) || IsAllReduce(kind) ? 1 : at.num_ranks;
@@ -202,7 +206,7 @@ void CheckGatheredRows(const CallAttributes& at,
   }
 }
 
-// Checks w_i of pair i. All w_i have the same dtype.
+// Checks w_i, the kernel of pair (x_i, w_i). All w_i have the same dtype.
 void CheckSecondFactor(const CallAttributes& at,
                        int i,
                        Tensor want,
@@ -271,7 +275,8 @@ void CheckDgrad(const CallAttributes& at,
   contract.Sized(call.results[0], "dx", {dy.dtype, dy.batch, dy.rows, in, nullptr});
 }
 
-// Checks the operand that no GEMM reads, and the result that receives it.
+// Checks the last operand and the last result, which the op communicates and no GEMM
+// uses.
 void CheckCommunicated(const CallAttributes& at,
                        const RankCall& call,
                        const Contract& contract) {
@@ -291,7 +296,7 @@ void CheckCommunicated(const CallAttributes& at,
   }
 }
 
-// Checks the number of operands and results.
+// Checks that the op takes this number of operands and results.
 void CheckCounts(const CallAttributes& at, const Contract& contract) {
   const OpInfo& info = InfoOf(at.op);
   const size_t n = at.num_kernels;
@@ -324,7 +329,7 @@ size_t NumScales(const CallAttributes& at) {
 }
 
 void SplitScales(const CallAttributes& at, RankCall& call) {
-  // A wrong number of operands is an error of CheckCall.
+  // CheckCall reports a wrong number of operands later, so this must not fail.
   const size_t num_scales = std::min(NumScales(at), call.operands.size());
   call.scales.assign(call.operands.end() - num_scales, call.operands.end());
   call.operands.resize(call.operands.size() - num_scales);

@@ -14,15 +14,15 @@
 
 namespace jax_ub {
 
-// The operand of a weight gradient that is all-gathered over its tokens.
+// The operand of a weight gradient that is sharded along the tokens and all-gathered.
 enum class Gather : uint8_t { kNone, kX, kDy };
 
 // Options of the GPU engine: streams, copies and GEMMs. The CPU engine ignores them.
 // All ranks must pass the same options.
 struct KernelOptions {
   bool use_ce = true;  // copy engines move the data instead of kernels
-  // Thread blocks of the copy kernels, which run if `use_ce` is false; 0: the engine
-  // chooses.
+  // Number of thread blocks of the copy kernels, which run if `use_ce` is false. 0: the
+  // engine chooses.
   int num_sm = 0;
   int cga_size = 0;  // cluster size of the copy kernels; 0: no clusters
   // Multiprocessors that cuBLASLt leaves free when it plans the GEMMs of a call that
@@ -32,36 +32,37 @@ struct KernelOptions {
   int num_lanes = 2;  // GEMMs that may run concurrently
   bool allow_tf32 = false;
   // Whether FP8 operands that are not contiguous along the contracted dimension are
-  // transposed first. Devices that multiply all layouts (gemm/cuda/fp8_support.h) do
-  // not need it.
+  // transposed first. GPUs that multiply all layouts (gemm/cuda/fp8_support.h) ignore
+  // it.
   bool transposes_fp8 = true;
   // The index of the GEMM algorithm to use, among those that cuBLASLt proposes, best
   // first.
   int gemm_algorithm = 0;
-  // Stream priorities in CUDA's numbering: lower values are more urgent. 0 selects the
-  // most urgent priority for communication and the least urgent one for GEMMs.
+  // Stream priorities as in CUDA: lower values are more urgent. 0 selects the most
+  // urgent priority for communication, and the least urgent one for GEMMs.
   int comm_priority = 0;
   int gemm_priority = 0;
 
   bool operator==(const KernelOptions&) const = default;
 };
 
-// The static part of a call site. Attributes that an op does not have keep the defaults
-// below.
+// The attributes of a custom call, which are the same in all its executions. Ops that
+// lack an attribute keep its default.
 struct CallAttributes {
   Op op = Op::kMatmul;
   Method method = Method::kDirect;
   int num_ranks = 1;
   std::vector<int64_t> ranks;  // device ids [group][rank]; empty: no communication
-  // In programs that are lowered for export: the device ids, indexed by XLA's partition
-  // id, which is then passed as the last operand. Otherwise empty, and each device is
-  // identified by its own id.
+  // In a program that is lowered for export: the device ids, indexed by XLA's partition
+  // id, which is the last operand of the call. Empty otherwise: each device knows its
+  // id.
   std::vector<int64_t> devices;
   int64_t num_splits = 0;  // splits of a chunk; 0: the engine chooses
-  // Variant of the schedule; ignored if the schedule does not have it.
+  // Variant of the schedule. A schedule without variants ignores it.
   Variant variant = Variant::kPlain;
   std::string label;  // prefix of every error message
-  // Identifies the call site in every process. Empty if no group spans processes.
+  // Identifies the call site across processes. Empty if all groups are within one
+  // process.
   std::string channel;
   int generation = 0;  // of the communicator that the call was lowered for; 0: any
 
@@ -72,9 +73,10 @@ struct CallAttributes {
   bool return_gathered = false;
   bool accumulate = false;
   float scale = 1;  // factor of the GEMM's result, applied before anything is added
-  // Whether an operand of the GEMMs is FP8. The others may be FP8 or wide.
+  // Whether a GEMM operand is FP8, so that all GEMM operands have scales.
   bool has_scales = false;
-  // Whether the scales belong to rows, columns or blocks, so that the ranks' differ.
+  // Whether there is a scale for each row, column or block of an operand. These scales
+  // differ between ranks, whereas the scale of a whole tensor does not.
   bool has_row_scales = false;
   Gather gather = Gather::kNone;
   KernelOptions kernel_options;
@@ -95,7 +97,7 @@ struct Tensor {
   int64_t num_elements() const { return batch * rows * features; }
   int64_t size_bytes() const { return num_elements() * SizeOf(dtype); }
 
-  // Returns the address of row `row` of batch `b`.
+  // Returns the address of row `row` in batch element `b`.
   std::byte* At(int64_t b, int64_t row) const {
     return data + ((b * rows + row) * features) * SizeOf(dtype);
   }
@@ -107,14 +109,15 @@ std::string Describe(const Tensor& tensor);
 struct RankCall {
   std::vector<Tensor> operands;
   std::vector<Tensor> results;
-  // With CallAttributes::has_scales, the scales of the GEMMs' operands, in the same
-  // order; the scale of a wide operand is 1. Without has_row_scales there is one per
-  // tensor, f32. Several pairs (x_i, w_i) then have the same scales, and so have the
-  // ranks that gather or contract a tensor. With has_row_scales there is one for each
-  // row of an activation, or each row or column of a kernel, f32; or one for each block
-  // of 32 features or, in a kernel, of 32 rows, e8m0. A row of an activation is sent
-  // with its scales. Scales that change along the contracted dimension are powers of
-  // two.
+  // Scales of the GEMM operands, in the same order; empty unless
+  // CallAttributes::has_scales. An operand that is not FP8 has scale 1.
+  // Without has_row_scales: one f32 scale per operand. All x_i have the same scale, all
+  // w_i have the same scale, and a tensor that ranks gather or contract has the same
+  // scale on all of them.
+  // With has_row_scales: one f32 scale per row of an activation, or per row or column
+  // of a kernel; or one e8m0 scale per block of 32 features or, in a kernel, of 32
+  // rows. Rows of activations are sent with their scales. Scales that vary along the
+  // contracted dimension are powers of two.
   std::vector<Tensor> scales = {};
   // XLA's partition id, in device memory. Set only if CallAttributes::devices is not
   // empty.
@@ -122,37 +125,37 @@ struct RankCall {
   int64_t submitted_ns = 0;  // time of arrival, if tracing is enabled
 };
 
-// Returns whether the call communicates nothing.
+// Returns whether the call needs no communication.
 bool IsLocalCall(const CallAttributes& attributes);
 
 // Returns the index of the first residual operand, which follows the biases.
 size_t FirstResidual(const CallAttributes& attributes);
 
-// Returns the size that RankCall::scales must have.
+// Returns the number of scale arrays that the call takes.
 size_t NumScales(const CallAttributes& attributes);
 
-// Moves the scales, the last operands of a call as XLA passes it, to RankCall::scales.
+// Moves the scales to RankCall::scales. XLA passes them as the last operands.
 void SplitScales(const CallAttributes& attributes, RankCall& call);
 
-// Checks the number, shapes and dtypes of a call's operands and results, because the
-// engine would write beyond the end of a result that is too small. Throws ShapeError
-// with the values.
+// Checks the number, shapes and dtypes of a call's operands and results. Without this
+// check, the engine would write beyond the end of a result that is too small. Throws
+// ShapeError.
 void CheckCall(const CallAttributes& attributes, const RankCall& call);
 
-// Signature returns a hash of everything that all ranks of a call must agree on.
-// DescribeCall returns the same as text: "all_gather_matmul by direct of bf16[4, 8],
-// bf16[8, 16] to bf16[8, 16], num_kernels 1".
+// Returns a hash of everything on which all ranks of a call must agree. DescribeCall
+// returns it as text, such as "all_gather_matmul by direct of bf16[4, 8], bf16[8, 16]
+// to bf16[8, 16], num_kernels 1".
 uint64_t Signature(const CallAttributes& attributes, const RankCall& call);
 std::string DescribeCall(const CallAttributes& attributes, const RankCall& call);
-// Returns whether the call has one FP8 scale per "tensor", "row" or "block", or "" if it
-// has no scales. ScaledUnitIn reads it from a description by DescribeCall.
+// Returns what each FP8 scale belongs to: "tensor", "row" or "block"; "" if the call
+// has no scales. ScaledUnitIn parses it from the text of DescribeCall.
 std::string_view ScaledUnitOf(const CallAttributes& attributes, const RankCall& call);
 std::string_view ScaledUnitIn(std::string_view description);
-// Returns the options that differ from the defaults: ", use_ce 0, num_sm 4".
+// Returns the options that differ from their defaults, such as ", use_ce 0, num_sm 4".
 std::string DescribeKernelOptions(const KernelOptions& kernel_options);
 
-// Returns a description of the first difference in shape or dtype between the calls of
-// two ranks, or an empty string.
+// Returns a text that states the first difference in shape or dtype between the calls
+// of two ranks, or an empty string.
 std::string DescribeMismatch(const RankCall& left, const RankCall& right);
 
 }  // namespace jax_ub

@@ -4,8 +4,8 @@ namespace jax_ub {
 
 namespace {
 
-// An all-reduce views its operand as rows of one element, so that it can be split
-// between any two elements.
+// Reshapes the operand of an all-reduce to rows of one element, so that it can be
+// divided between any two elements.
 Tensor AsRows(const CallAttributes& at, Tensor tensor) {
   if (InfoOf(at.op).collective == CollectiveKind::kAllReduce) {
     tensor.rows = tensor.num_elements();

@@ -10,7 +10,8 @@
 
 namespace jax_ub {
 
-// Rows [begin, end) of every batch of a tensor, and their scales.
+// Rows [begin, end) of every batch element of a tensor, with the FP8 scales of these
+// rows.
 struct RowSlice {
   Tensor tensor;
   int64_t begin = 0;
@@ -19,20 +20,20 @@ struct RowSlice {
 
   int64_t num_rows() const { return end - begin; }
   int64_t row_bytes() const { return tensor.features * SizeOf(tensor.dtype); }
-  // Returns the size of the slice over all batches, without the gaps between them.
+  // Returns the number of bytes in the slice, without the gaps between batch elements.
   int64_t size_bytes() const { return tensor.batch * num_rows() * row_bytes(); }
-  // Returns the slice as strided blocks: one contiguous block of bytes per batch.
+  // Returns the slice as strided memory: one contiguous block per batch element.
   Rows rows() const {
     return {tensor.At(0, begin), tensor.batch, num_rows() * row_bytes(),
             tensor.rows * row_bytes()};
   }
 
   bool has_scales() const { return scales.data != nullptr; }
-  // Returns where the scales begin in a slot that holds the slice: behind the rows,
-  // aligned for f32.
+  // Returns the byte offset of the scales in a slot (receive buffer). They follow the
+  // rows, aligned for f32.
   int64_t scales_offset() const { return (size_bytes() + 3) / 4 * 4; }
-  // Returns the scales of the slice for Transport::Write, which stores them in the slot
-  // at scales_offset().
+  // Returns the scales of the slice, and the offset in the slot at which
+  // Transport::Write stores them.
   Rows scale_rows() const {
     Rows rows = RowSlice{scales, begin, end}.rows();
     rows.slot_offset = scales_offset();
@@ -40,8 +41,8 @@ struct RowSlice {
   }
 };
 
-// Returns a slice of the shape of `like` whose batches are stored contiguously at
-// `data`, as they are in a slot, with the scales behind them.
+// Returns the slice that a peer has written to `data`: the rows of all batch elements
+// are contiguous, and the scales follow them.
 inline RowSlice PackedSlice(const RowSlice& like, const std::byte* data) {
   RowSlice packed = {like.tensor, 0, like.num_rows(), like.scales};
   packed.tensor.rows = packed.scales.rows = like.num_rows();
@@ -52,32 +53,32 @@ inline RowSlice PackedSlice(const RowSlice& like, const std::byte* data) {
   return packed;
 }
 
-// Returns the indices of the operands that are communicated, ascending. An op that
-// sends partial sums of its GEMM has none.
+// Returns the indices of the operands that are communicated, in ascending order. Empty
+// for an op that sends partial sums of its GEMM instead.
 std::vector<size_t> CommunicatedOperands(const CallAttributes& attributes,
                                          const RankCall& call);
 
-// Returns the scales that are sent with operand `index`, or nullptr.
+// Returns the scales that are sent together with operand `index`, or nullptr.
 const Tensor* CommunicatedScales(const CallAttributes& attributes,
                                  const RankCall& call,
                                  size_t index);
 
-// A tensor that is communicated by one pass of a schedule.
+// A tensor that the ranks gather or reduce, on this rank.
 struct CommunicatedTensor {
-  // For a gather: this rank's shard. For a reduction: this rank's addend, if the op has
-  // no GEMM.
+  // In a gather: the shard of this rank. In a reduction without a GEMM: the addend of
+  // this rank.
   Tensor operand;
   Tensor gathered;       // gathered copy; null data: not stored
   Tensor result;         // result of a reduction
   int64_t num_rows = 0;  // rows of all chunks together
-  // For a gather: the scales of the operand's rows and of the gathered rows.
-  // scales.data is null if rows have no scales.
+  // In a gather of rows with scales: the scales of the operand, and the result for the
+  // gathered scales. Otherwise their data is null.
   Tensor scales = {};
   Tensor gathered_scales = {};
 };
 
-// Returns one entry per communicated tensor. Only the weight gradient with gathered
-// `dy` has several, one per `dy_i`.
+// Returns one entry per communicated tensor. Only a weight gradient that gathers its
+// `dy_i` has several of them.
 std::vector<CommunicatedTensor> CommunicatedTensorsOf(const CallAttributes& attributes,
                                                       const RankCall& call);
 

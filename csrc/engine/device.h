@@ -23,8 +23,8 @@ namespace jax_ub {
 using Lane = int;
 inline constexpr Lane kCommunicationLane = 0;  // lanes 1, 2, ... run GEMMs
 
-// Identifies a recorded point of a lane, which is reached when all work that was
-// enqueued before it is done.
+// Identifies an event: a point in a lane's queue. The event occurs when all work that
+// was enqueued before it is done.
 using EventId = int;
 inline constexpr EventId kNoEvent = -1;
 
@@ -32,33 +32,30 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // Returns the number of lanes for GEMMs, which are the lanes 1 to
-  // num_product_lanes().
+  // Returns the number of lanes for GEMMs. They are numbered from 1.
   virtual int num_product_lanes() const = 0;
-  // Returns whether functions only enqueue work. If false, they return when the work is
-  // done, events have no effect, and the caller runs GEMMs that overlap with the
-  // schedule.
+  // Returns whether functions return before their work is done. If false, events have
+  // no effect, and the caller must run concurrent GEMMs itself.
   virtual bool enqueues() const = 0;
 
-  // Returns the dtype in which partial sums are stored and sent.
+  // Returns the dtype in which partial sums of a GEMM are stored and sent.
   virtual DType PartialDType(const CallAttributes& attributes,
                              const RankCall& call) const = 0;
-  // Returns the number of splits per chunk if the caller does not choose one.
+  // Returns the default number of splits per chunk.
   virtual int DefaultSplits(CollectiveKind collective) const = 0;
 
-  // Allocates memory that is valid until the end of the call.
+  // Allocates memory for the duration of the call.
   virtual Tensor Allocate(DType dtype,
                           int64_t batch,
                           int64_t rows,
                           int64_t features) = 0;
 
-  // Computes GEMMs on a lane. `step` is the schedule's step that they belong to, for
-  // the trace.
+  // Computes GEMMs on a lane. A trace records them under schedule step `step`.
   virtual void Multiply(Lane lane,
                         std::vector<GemmProblem> problems,
                         const Step& step) = 0;
   virtual void Copy(Lane lane, const Rows& from, std::byte* to, int64_t to_stride) = 0;
-  // Sums the parts as SumChunks of reduce/reduce.h does.
+  // Adds matrices as SumChunks in reduce/reduce.h does.
   virtual void Sum(Lane lane,
                    std::span<const ConstMatrix> parts,
                    int64_t rows,
@@ -66,7 +63,7 @@ class Device {
                    const Matrix& out) = 0;
 
   virtual EventId Record(Lane lane) = 0;
-  // Makes all work that is enqueued on `lane` from now on start after `event`.
+  // Makes later work on `lane` start after `event`.
   virtual void Await(Lane lane, EventId event) = 0;
 };
 

@@ -23,8 +23,7 @@ namespace {
 //   end of the call           GEMM lanes that read slots
 class ScheduleRun {
  public:
-  // `concurrent_gemms` are the GEMMs of a bulk op, which are independent of the
-  // communication.
+  // `concurrent_gemms` do not depend on the communication (bulk ops).
   ScheduleRun(const CallAttributes& at,
               const RankCall& call,
               const CommunicatedTensor& communicated,
@@ -60,8 +59,8 @@ class ScheduleRun {
   void Run() {
     const std::vector<Step>& steps = schedule_.steps;
     for (size_t i = 0; i < steps.size(); ++i) {
-      // Enqueues the concurrent GEMMs before the first wait, after everything that can
-      // be sent immediately.
+      // Starts the concurrent GEMMs before the first wait, after all data that can be
+      // sent immediately.
       if (steps[i].kind == StepKind::kWait) RunConcurrentGemms();
       if (steps[i].kind == StepKind::kWait && device_.enqueues()) {
         const size_t count = CountSteps(steps, i, StepKind::kWait);
@@ -82,13 +81,15 @@ class ScheduleRun {
   }
 
  private:
-  // The slot of a received split, and the dependency after which it may be read.
+  // Where a received split (part of a chunk) is stored, and the event after which it
+  // may be read.
   struct ReceivedSplit {
     int slot = kNone;
     Dependency arrival;
   };
 
-  // Whether a lane reads slots, and the event after its last read if one was recorded.
+  // Whether a GEMM lane reads slots, and the event after its last read, if one was
+  // recorded.
   struct LaneSlotReads {
     bool reads_slots = false;
     Dependency last;
@@ -96,7 +97,7 @@ class ScheduleRun {
 
   void Take(const Step& step) {
     const WaitReason reason{at_.label, step.chunk, timeout_s_};
-    // StepKind and TraceKind have the same values for steps.
+    // A step kind has the same value as the trace kind of the step.
     const TraceScope scope(trace_, static_cast<TraceKind>(step.kind), step);
     switch (step.kind) {
       case StepKind::kMultiply:
@@ -119,30 +120,29 @@ class ScheduleRun {
     }
   }
 
-  // Returns the index of a split in `received_` and `produced_`. kAllChunks has the
-  // index of chunk 0.
+  // Returns the index of a split (part of a chunk) in `received_` and `produced_`.
+  // kAllChunks has the index of chunk 0.
   size_t IndexOf(Payload payload, int chunk, int split) const {
     return (static_cast<size_t>(payload) * schedule_.num_ranks + std::max(chunk, 0)) *
                schedule_.num_splits +
            split;
   }
-  // Returns the entry of a received split. Received partial sums are indexed by sender,
-  // all other splits by chunk.
+  // Returns the entry of a received split. `chunk` is the sender of a partial sum, and
+  // the chunk index of all other data.
   ReceivedSplit& ReceivedOf(Payload payload, int chunk, int split) {
     return received_[IndexOf(payload, chunk, split)];
   }
-  // Returns the event after which a split (part of a chunk) is complete that this rank
-  // computes.
+  // Returns the event after which this rank has computed a split (part of a chunk).
   Dependency& ProducedBy(Payload payload, int chunk, int split) {
     return produced_[IndexOf(payload, chunk, split)];
   }
 
-  // Waits for the puts of consecutive steps at once.
+  // Waits for the data of several consecutive kWait steps at once.
   void WaitAll(std::span<const Step> steps) {
     transport_.WaitAll(SlotsOf(steps), {at_.label, steps[0].chunk, timeout_s_});
-    // Records an event only if other lanes await it: copies of sums, and GEMMs of
-    // operands. Reduce records one event itself for all partial sums that it adds.
-    // Copies of operands run on the communication lane.
+    // Records an event only for data that another lane reads: sums, which are copied,
+    // and operands, which GEMMs read. Gathered operands are copied on the communication
+    // lane itself. Reduce records one event for all partial sums.
     const bool is_awaited = steps[0].payload == Payload::kSum ||
                             (schedule_.collective == CollectiveKind::kAllGatherMatmul &&
                              schedule_.method != Method::kExternal);
@@ -157,9 +157,9 @@ class ScheduleRun {
                                                                               arrival};
   }
 
-  // Before the first put, a device that enqueues waits for all peers that the schedule
-  // writes to. The call cannot end before all peers have begun it, so this delays only
-  // ranks that would wait later.
+  // On a device that enqueues, the first put waits until all peers to which the
+  // schedule writes have begun the call. This costs no time overall: the call cannot
+  // end earlier than its last rank begins.
   void WaitFree(const Step& step, const WaitReason& reason) {
     if (!device_.enqueues()) return transport_.WaitFree(step.peer, step.slot, reason);
     if (is_free_) return;
@@ -177,8 +177,8 @@ class ScheduleRun {
     return RowsOfChunk(step.chunk, step.split);
   }
 
-  // Returns the row of the global tensor at which `tensor` starts: 0 for a tensor of
-  // all rows, the first row of the chunk for a shard.
+  // Returns the global row index of the first row of `tensor`, which is either the
+  // whole tensor or the shard of one chunk.
   int64_t FirstRow(const Tensor& tensor, int chunk) const {
     return tensor.rows == communicated_.num_rows ? 0 : RowsOfChunk(chunk, 0).begin;
   }
@@ -191,7 +191,8 @@ class ScheduleRun {
     return {tensor, rows.begin - first, rows.end - first, scales};
   }
 
-  // Returns the rows of a step's split, which this rank has in its tensors or in a slot.
+  // Returns the rows that a step sends or reads. They are in a tensor of this rank or,
+  // after they were received, in a slot.
   RowSlice Source(const Step& step) {
     const bool own = step.chunk == schedule_.rank;
     if (step.payload == Payload::kPartial) return SliceOf(partial_, step);
@@ -213,8 +214,8 @@ class ScheduleRun {
     transport_.Signal(step.peer, step.slot);
   }
 
-  // Copies a split of the gathered result. Reduced sums are copied on a GEMM's stream,
-  // since the communication stream is about to send further splits.
+  // Copies received rows to the gathered result. Sums are copied on a GEMM lane, since
+  // the communication lane is about to send further splits.
   void CopySplit(const Step& step) {
     if (communicated_.gathered.data == nullptr) return;
     if (step.payload != Payload::kSum) return CopySplit(kCommunicationLane, step);
@@ -282,8 +283,8 @@ class ScheduleRun {
     }
   }
 
-  // Runs the GEMMs of a bulk op. They share one lane, so that sums can run on another
-  // lane, if there is one.
+  // Runs the GEMMs that do not depend on the communication. They share one lane, which
+  // leaves other lanes for sums.
   void RunConcurrentGemms() {
     if (concurrent_gemms_.empty()) return;
     Compute(lanes_.NextProduct(), std::exchange(concurrent_gemms_, {}), {});
@@ -293,15 +294,16 @@ class ScheduleRun {
     if (!problems.empty()) device_.Multiply(lane, std::move(problems), step);
   }
 
-  // Adds the partial sums of all ranks in rank order, then bias and residual, and
-  // rounds once.
+  // Adds the partial sums of all ranks in rank order, then bias and residual. Rounds
+  // once.
   void Reduce(const Step& step) {
     const RowSlice own = SliceOf(partial_, step);
     const RowSlice out = SliceOf(communicated_.result, step);
     if (out.num_rows() == 0) return;
     const Lane lane = lanes_.NextProduct();
     if (schedule_.num_ranks > 1) {
-      // The waits for the partial sums are the latest work on the communication lane.
+      // Waits for everything on the communication lane. Its latest work is the wait for
+      // the partial sums.
       lanes_.Await(lane, lanes_.Record(kCommunicationLane));
     }
     lanes_.Await(lane, ProducedBy(Payload::kPartial, step.chunk, step.split));
@@ -340,7 +342,7 @@ class ScheduleRun {
   Device& device_;
   LaneDependencies& lanes_;
   const TraceContext& trace_;
-  // Indexed by IndexOf: payload, then chunk or sender of a partial sum, then split.
+  // Indexed by IndexOf(payload, chunk, split).
   std::vector<ReceivedSplit> received_;
   std::vector<Dependency> produced_;    // [payload][chunk][split]
   std::vector<LaneSlotReads> readers_;  // [lane]
@@ -348,7 +350,7 @@ class ScheduleRun {
   Tensor partial_;
 };
 
-// Enqueues the GEMMs of a call whose operands are all available after `ready`.
+// Runs the GEMMs of a call. Their operands are complete after `ready`.
 void RunLocalGemms(const CallAttributes& at,
                    const RankCall& call,
                    const Dependency& ready,
@@ -389,7 +391,7 @@ void ExecuteRank(const CallAttributes& at,
                  const TraceContext& trace) {
   const Schedule& schedule = plan.schedules->Of(transport.rank());
   const OpInfo& info = InfoOf(at.op);
-  // Whether the GEMMs read the gathered operands as a whole, not split by split.
+  // Whether the GEMMs wait for the whole gathered operand instead of single splits.
   const bool gathers_first = info.communicated == Communicated::kSelectedOperand;
   const bool is_whole =
       gathers_first || (info.communicated == Communicated::kFirstOperand &&

@@ -15,16 +15,16 @@
 
 namespace jax_ub {
 
-// Returns whether the call sends data through slots: false for local calls and for the
-// method direct.
+// Returns whether the call sends data through slots (receive buffers). Local calls and
+// the method "direct" do not.
 bool UsesSlots(const CallAttributes& attributes);
 
-// Returns the slots of steps that wait.
+// Returns the slots for which kWait or kWaitFree steps wait.
 std::vector<PeerSlot> SlotsOf(std::span<const Step> steps);
 
-// Executes the rank's schedule. The calling thread must be allowed to block, because
-// the transport may. On a device that does not enqueue, the GEMMs of bulk ops are
-// skipped: the caller runs them concurrently.
+// Executes the schedule of one rank. May block, because the transport may. On a device
+// that does not enqueue, omits the GEMMs of bulk ops, which the caller runs
+// concurrently.
 void ExecuteRank(const CallAttributes& attributes,
                  const RankCall& call,
                  const SlotRequirements& plan,
@@ -33,7 +33,7 @@ void ExecuteRank(const CallAttributes& attributes,
                  Device& device,
                  const TraceContext& trace);
 
-// Executes the GEMMs of a call that communicates nothing.
+// Executes the GEMMs of a call without communication.
 void ExecuteLocal(const CallAttributes& attributes,
                   const RankCall& call,
                   Device& device);

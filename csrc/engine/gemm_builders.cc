@@ -10,9 +10,10 @@ namespace {
 
 using Calls = std::vector<RankCall>;
 
-// Adds the scales of x_i and w_i as factors, to a GEMM that sums x_i w_i over the pairs
-// of all calls. Its segments along K are [call][pair]. first_row(i) returns the row of
-// x at which row segment i of the result begins, counted through all batches.
+// Multiplies the sums of a GEMM by the FP8 scales of x_i and w_i. The GEMM sums x_i w_i
+// over the pairs i of all calls; its segments along K are [call][pair]. first_row(i)
+// returns the row of x (counted through all batch elements) where row segment i of the
+// result begins.
 template <typename FirstRow>
 void AddFactorsOfPairs(const CallAttributes& at,
                        const Calls& calls,
@@ -34,7 +35,7 @@ void AddFactorsOfPairs(const CallAttributes& at,
       problem);
 }
 
-// Overload for a result that has one row for each row of x.
+// Overload for a result with one row per row of x.
 void AddFactorsOfPairs(const CallAttributes& at,
                        const Calls& calls,
                        bool contracts_rows_of_w,
@@ -44,8 +45,9 @@ void AddFactorsOfPairs(const CallAttributes& at,
       at, calls, contracts_rows_of_w, [&](size_t i) { return rows[i]; }, problem);
 }
 
-// Returns operand `index` of every rank as an addend, with segments [part][rank]. A
-// part is one of num_parts equal parts of the rank's rows, counted through all batches.
+// Returns operand `index` of all ranks as an addend of a GEMM, with segments
+// [part][rank]. The rows of all batch elements of a rank are divided into `num_parts`
+// equal parts.
 AddendView AddendOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   AddendView addend{calls[0].operands[index].dtype, {}};
   for (int64_t part = 0; part < num_parts; ++part) {
@@ -58,8 +60,8 @@ AddendView AddendOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   return addend;
 }
 
-// Returns bias operand `index` of every rank as an addend with the same segments. Its
-// row stride is 0, so that it is added to every row.
+// Returns bias operand `index` of all ranks as an addend of a GEMM, with segments
+// [part][rank]. Row stride 0 adds it to every row.
 AddendView BiasOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   AddendView bias{calls[0].operands[index].dtype, {}};
   for (int64_t part = 0; part < num_parts; ++part) {
@@ -70,9 +72,9 @@ AddendView BiasOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   return bias;
 }
 
-// y_i = gathered x times w_i, for all local ranks at once. The rows of the GEMM come
-// from the shards of all ranks; its columns belong to the local ranks. For P = 4 and
-// one batch:
+// Builds the GEMM y_i = x w_i, for all local ranks at once. Its rows are the shards of
+// x of all ranks, and its columns belong to the local ranks. For P = 4 ranks, m rows
+// per shard and one batch element:
 //
 //               w[0]   w[1]   w[2]   w[3]      N
 //   x[0]   m  | y[0] | y[1] | y[2] | y[3] |
@@ -80,7 +82,7 @@ AddendView BiasOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
 //   x[2]   m  |  |   |  |   |  |   |  |   |    each y[q] is one block of 4 m rows
 //   x[3]   m  |  v   |  v   |  v   |  v   |
 //
-// If the ranks' rows have their own scales, each x[p] is a segment of the result.
+// If each row of x has its own scale, each x[p] is a row segment of the result.
 GemmProblem AllGatherMatmul(const CallAttributes& at, const RankCalls& calls, int i) {
   const Calls& local = calls.local;
   const Tensor& x = local[0].operands[0];
@@ -136,8 +138,9 @@ GemmProblem AllGatherMatmul(const CallAttributes& at, const RankCalls& calls, in
   return problem;
 }
 
-// Builds the operands of the sum of x w over pairs and ranks. The contraction runs over
-// the shards of all ranks, so there are no partial results. K for P = 2 and two pairs:
+// Adds the operands x and w of a GEMM that sums x_i w_i over the pairs i and over all
+// ranks. The contracted dimension K concatenates the shards. For P = 2 ranks and two
+// pairs, K is:
 //
 //   | x_0[0] w_0[0] | x_1[0] w_1[0] | x_0[1] w_0[1] | x_1[1] w_1[1] |
 void ContractOverRanks(const CallAttributes& at,
@@ -161,8 +164,9 @@ void ContractOverRanks(const CallAttributes& at,
   }
 }
 
-// Adds each rank's bias and residual to the part of the result that this rank receives:
-// one segment per batch in a reduce-scatter, or one replica in an all-reduce.
+// Adds the bias and the residual of each rank to the part of the result that the rank
+// receives. This part is one segment per batch element in a reduce-scatter, and a copy
+// of the whole result in an all-reduce.
 void AddBiasesAndResiduals(const CallAttributes& at,
                            const Calls& calls,
                            GemmProblem& problem) {
@@ -175,7 +179,7 @@ void AddBiasesAndResiduals(const CallAttributes& at,
 }
 
 // Builds the GEMM of a reduce-scatter. Its row segments are [batch][rank]: each rank
-// receives a segment of every batch, and stores it in its result.
+// receives one segment of every batch element in its result.
 GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
   const Tensor& first = calls[0].results[0];
   OperandSegments a(calls[0].operands[0].dtype);
@@ -195,8 +199,8 @@ GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
   return problem;
 }
 
-// Builds the GEMM of an all-reduce. Every rank gets every row: each row is computed
-// once and stored P times.
+// Builds the GEMM of an all-reduce. It computes each row once, and stores it in the
+// results of all P ranks.
 GemmProblem MatmulAllReduce(const CallAttributes& at, const Calls& calls) {
   const Tensor& first = calls[0].results[0];
   OperandSegments a(calls[0].operands[0].dtype);
@@ -212,7 +216,8 @@ GemmProblem MatmulAllReduce(const CallAttributes& at, const Calls& calls) {
   return problem;
 }
 
-// Builds dx = sum of dy_i w_i^T of one rank, without communication; w_i is [K, N_i].
+// Builds the GEMM dx = sum over i of dy_i w_i^T of one rank, without communication. w_i
+// has shape [K, N_i].
 GemmProblem Dgrad(const CallAttributes& at, const RankCall& call) {
   const int n = at.num_kernels;
   const Tensor& dx = call.results[0];
@@ -300,8 +305,8 @@ GemmProblem PartialProduct(const CallAttributes& at,
 
 namespace {
 
-// Builds one GEMM of GatherProducts, y_i of kernel i. Each Add appends the rows of one
-// slice of x, as one segment per batch.
+// Builds the GEMM y_i = x w_i of kernel i, from slices of x. Each call of Add appends
+// the rows of one slice, as one segment per batch element.
 class GatherProduct {
  public:
   GatherProduct(const CallAttributes& at, const RankCall& call, int i)

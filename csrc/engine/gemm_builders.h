@@ -15,15 +15,15 @@
 
 namespace jax_ub {
 
-// The ranks whose operands are read, and the ranks whose results are written. In one
-// process both are all ranks. If a group spans processes, each process writes the
-// results of its local ranks.
+// The calls whose operands are read, and the calls whose results are written. Both are
+// the calls of all ranks, unless the group spans processes: then each process writes
+// the results of its local ranks only.
 struct RankCalls {
-  // Indexed by rank. For ranks of other processes only the communicated operands are
-  // set.
+  // Indexed by rank. The calls of ranks in other processes have only the operands that
+  // are communicated.
   const std::vector<RankCall>& all;
   const std::vector<RankCall>& local;
-  // The ranks that made the calls in `local`, ascending; null: all ranks.
+  // local_ranks[i] is the rank of local[i], ascending. Null: `local` has all ranks.
   const std::vector<int>* local_ranks = nullptr;
 
   int64_t RankOf(size_t i) const {
@@ -31,19 +31,19 @@ struct RankCalls {
   }
 };
 
-// Returns the GEMMs of the method direct, which read the operands of all ranks and write
-// the results of the local ranks. Ops that sum GEMMs over ranks (matmul_reduce_scatter,
-// matmul_all_reduce) require that all ranks are local.
+// Returns the GEMMs of method "direct", which read the operands of all ranks and write
+// the results of the local ranks. If the op sums GEMMs over ranks
+// (matmul_reduce_scatter, matmul_all_reduce), all ranks must be local.
 std::vector<GemmProblem> DirectProducts(const CallAttributes& attributes,
                                         const RankCalls& calls);
 
-// Returns the GEMMs of one rank that need no data of other ranks: a matmul, the dx or
-// the dw_i of a bulk op, or the weight gradients whose operands have been gathered.
+// Returns the GEMMs that need no data of other ranks: a local matmul, dx or dw_i in an
+// op whose collective is independent of them, or dw_i after its operand was gathered.
 std::vector<GemmProblem> LocalProducts(const CallAttributes& attributes,
                                        const RankCall& call);
 
-// Returns the GEMM to = scale * sum of x_i w_i over the pairs i and over the ranks of
-// `calls`; `to` is [batch x rows, N].
+// Returns the GEMM `to` = scale * (sum of x_i w_i over the pairs i and the ranks of
+// `calls`). `to` has shape [batch * rows, N].
 GemmProblem PartialProduct(const CallAttributes& attributes,
                            const std::vector<RankCall>& calls,
                            ResultSegments to);
@@ -52,22 +52,22 @@ GemmProblem PartialProduct(const CallAttributes& attributes,
 //
 //   y_i[b, row + r] = scale * x[b, r] w_i + bias_i + residual_i[b, row + r]
 //
-// Row r counts through all slices of `x`, concatenated along the rows.
+// r counts the rows of all slices in `x`.
 std::vector<GemmProblem> GatherProducts(const CallAttributes& attributes,
                                         const RankCall& call,
                                         std::span<const RowSlice> x,
                                         int64_t row);
 
-// Returns the GEMM that computes rows [begin, end) of this rank's partial sum over its
-// pairs (x_i, w_i), or none if there are no rows.
+// Returns the GEMM for rows [begin, end) of this rank's partial sum of x_i w_i over its
+// pairs i, or nothing if the range is empty.
 std::vector<GemmProblem> PartialProducts(const CallAttributes& attributes,
                                          const RankCall& call,
                                          const Tensor& partial,
                                          int64_t begin,
                                          int64_t end);
 
-// Appends this rank's bias and residual to `parts`, the addends of a sum of partial
-// sums, for the rows of batch `b` that start at `row`.
+// Appends rows of this rank's bias and residual to `parts`, the matrices that a
+// reduction adds. The rows are those of batch element `b` from `row` on.
 void AddBiasAndResidual(const CallAttributes& attributes,
                         const RankCall& call,
                         int64_t b,

@@ -9,8 +9,8 @@
 
 namespace jax_ub {
 
-// A recorded point of a lane, as an index into `dependencies_`. kNone means that there
-// is nothing to wait for.
+// An event that a lane has recorded, as an index into `dependencies_`. kNone: there is
+// nothing to wait for.
 struct Dependency {
   int index = kNone;
 };
@@ -22,7 +22,7 @@ class LaneDependencies {
         known_(1 + device.num_product_lanes(),
                Clock(1 + device.num_product_lanes(), 0)) {}
 
-  // Returns the next GEMM lane, round-robin.
+  // Returns a lane for the next GEMM. Lanes take turns.
   Lane NextProduct() { return 1 + next_++ % device_.num_product_lanes(); }
 
   Dependency Record(Lane lane) {
@@ -44,8 +44,7 @@ class LaneDependencies {
   }
 
  private:
-  // A vector clock: entry i counts the recorded points of lane i that are known to be
-  // complete.
+  // A vector clock: entry i is the number of lane i's events that have occurred.
   using Clock = std::vector<int>;
   struct Recorded {
     Lane lane;
@@ -55,8 +54,8 @@ class LaneDependencies {
 
   Device& device_;
   int next_ = 0;
-  // Indexed by lane: the points that complete before any work that is enqueued on this
-  // lane from now on.
+  // Indexed by lane: the events that have occurred before any later work of the lane
+  // begins.
   std::vector<Clock> known_;
   std::vector<Recorded> dependencies_;
 };

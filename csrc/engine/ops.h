@@ -25,8 +25,8 @@ enum class Op : uint8_t {
 };
 inline constexpr int kNumOps = 10;
 
-// The GEMMs of an op. Index i runs over its kernels, its (x, w) pairs or its outputs,
-// CallAttributes::num_kernels of them.
+// Which GEMMs an op computes. The index i runs over its kernels, its pairs (x_i, w_i),
+// or its outputs; there are CallAttributes::num_kernels of them.
 enum class GemmKind : uint8_t {
   kNone,
   kGatheredRows,  // y_i = gathered x w_i
@@ -35,19 +35,18 @@ enum class GemmKind : uint8_t {
   kDgrad,         // dx = sum of dy_i w_i^T
 };
 
-// The array that an op communicates: one of its operands, or the result of its GEMM.
+// Which array an op communicates: an operand, or the result of its GEMM.
 enum class Communicated : uint8_t {
   kNothing,
   kFirstOperand,     // gathered for the GEMMs
   kSelectedOperand,  // gathered for the GEMMs, if the attribute `gather` selects one
   kPartialSum,       // the GEMM's result
-  // The op communicates its last operand, which no GEMM reads, into its last result.
-  // The op is a plain collective or, if it has GEMMs, a bulk op, which runs both
-  // concurrently.
+  // The last operand, which no GEMM reads. The last result receives it. An op without
+  // GEMMs is a plain collective. An op with GEMMs runs them concurrently (a "bulk" op).
   kSeparateOperand,
 };
 
-// Bits that represent the attributes that only some ops have.
+// Bits for the attributes that some ops do not have.
 enum OpAttribute : uint32_t {
   kRhsTransposed = 1 << 0,
   kBias = 1 << 1,
@@ -68,13 +67,14 @@ struct OpInfo {
   const char* count;    // attribute that CallAttributes::num_kernels holds, or null
   uint32_t attributes;  // set of OpAttribute
 
-  // Returns whether the collective runs concurrently with independent GEMMs.
+  // Returns whether GEMMs run concurrently with a collective that does not depend on
+  // them.
   constexpr bool is_bulk() const {
     return gemm != GemmKind::kNone && communicated == Communicated::kSeparateOperand;
   }
 };
 
-// The table of ops, indexed by Op.
+// The table of ops. Its index is Op.
 inline constexpr std::array<OpInfo, kNumOps> kOps = {{
     {Op::kAllGatherMatmul, "all_gather_matmul", GemmKind::kGatheredRows,
      CollectiveKind::kAllGatherMatmul, Communicated::kFirstOperand, "num_kernels",

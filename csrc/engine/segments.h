@@ -17,32 +17,32 @@ struct StridedPointer {
   int64_t inner_stride = 0;
 };
 
-// Returns a view whose outer dimension is the rows and whose inner dimension is the
-// features. Used for x in y = x w, where the features are contracted, and for results.
+// Returns a view with the rows as its outer and the features as its inner dimension.
+// Used for results, and for x in y = x w, which contracts the features.
 inline StridedPointer RowsOf(const Tensor& tensor, int64_t batch, int64_t row) {
   return {tensor.At(batch, row), tensor.features, 1};
 }
 
-// Returns a view whose outer dimension is the features and whose inner dimension is the
-// rows. Used for x and dy in dw = x^T dy, where the rows (tokens) are contracted.
+// Returns a view with the features as its outer and the rows as its inner dimension.
+// Used for x and dy in dw = x^T dy, which contracts the rows (tokens).
 inline StridedPointer ColumnsOf(const Tensor& tensor, int64_t batch, int64_t row) {
   return {tensor.At(batch, row), 1, tensor.features};
 }
 
-// Returns a view of a kernel [in, out], or [out, in] if `transposed`, in which `in` is
-// contracted.
+// Returns a view of a kernel of shape [in, out], or [out, in] if `transposed`. The
+// inner dimension is `in`, which is contracted.
 inline StridedPointer KernelOf(const Tensor& kernel, bool transposed) {
   return transposed ? RowsOf(kernel, 0, 0) : ColumnsOf(kernel, 0, 0);
 }
 
-// Returns the scales of an operand, or nullptr.
+// Returns the FP8 scales of an operand, or nullptr if the call has none.
 inline const Tensor* ScalesOf(const RankCall& call, size_t operand) {
   return call.scales.empty() ? nullptr : &call.scales[operand];
 }
 
-// Returns whether the scales of an operand multiply its elements, because they change
-// along the contracted dimension. Other scales multiply the sums. `contracts_rows` says
-// whether the contracted dimension is the rows of the operand.
+// Returns whether the scales must multiply the elements of an operand, because they
+// vary along the contracted dimension. Other scales multiply the sums instead.
+// `contracts_rows`: the contracted dimension is the rows of the operand.
 inline bool ScalesElements(const CallAttributes& at,
                            const Tensor& scales,
                            bool contracts_rows) {
@@ -52,7 +52,8 @@ inline bool ScalesElements(const CallAttributes& at,
   return (contracts_rows ? scales.rows : scales.features) > 1;
 }
 
-// Returns the scales of the elements of a segment that begins at this row of `operand`.
+// Returns the scales of the segment of `operand` that begins at row `row` of batch
+// element `batch`.
 inline ScaleSegment ElementScales(const Tensor& scales,
                                   const Tensor& operand,
                                   int64_t batch,
@@ -65,8 +66,8 @@ inline ScaleSegment ElementScales(const Tensor& scales,
   return {data, row_block, scales.features, feature_block, 1};
 }
 
-// Builds an OperandView. Add the sizes in the order of the segments, and append the
-// segments row-major: [outer segment][inner segment].
+// Builds an OperandView. The sizes must be added in the order of the segments, and the
+// segments in row-major order: [outer segment][inner segment].
 class OperandSegments {
  public:
   explicit OperandSegments(DType dtype) : view_{dtype, {0}, {0}, {}} {}
@@ -81,9 +82,9 @@ class OperandSegments {
     view_.segments.push_back(
         {pointer.data, pointer.outer_stride, pointer.inner_stride});
   }
-  // Appends the scales of the segment that was appended last, if they multiply its
-  // elements (ScalesElements). The segment begins at (batch, row) of `operand`.
-  // `scales` is null if the operand has no scales.
+  // Appends the scales of the most recently appended segment, if scales multiply
+  // elements (ScalesElements). The segment begins at row `row` of batch element `batch`
+  // of `operand`. `scales` is null if the operand has none.
   void AppendScales(const CallAttributes& at,
                     const Tensor* scales,
                     const Tensor& operand,
@@ -137,9 +138,9 @@ inline GemmProblem Problem(float scale,
 
 inline constexpr float kOne = 1;
 
-// Returns one operand's scales as factors of the rows (`is_of_rows`) or columns of the
-// result, beginning with scale `first` along the dimension that is not contracted.
-// Returns 1 if the scales multiply the elements instead.
+// Returns the scales of an operand as factors of the rows of the result or, unless
+// `is_of_rows`, of its columns. `first` is the index of the first scale. Returns a
+// factor of 1 if the scales multiply elements instead (ScalesElements).
 inline FactorSegment FactorOf(const CallAttributes& at,
                               const Tensor& scales,
                               int64_t first,
@@ -151,10 +152,10 @@ inline FactorSegment FactorOf(const CallAttributes& at,
   return {data + first * stride, is_of_rows ? stride : 0, is_of_rows ? 0 : stride};
 }
 
-// Adds the scales of FP8 operands to `problem` as factors of its sums. of_rows(part, i)
-// returns the factors of row segment i of the result, of_columns(part, j) those of
-// column segment j. If num_parts > 1, `part` is a segment along K, whose sums have
-// their own factors.
+// Makes the GEMM multiply its sums by the scales of its FP8 operands. of_rows(part, i)
+// returns the factors of the rows in row segment i of the result; of_columns(part, j)
+// returns the factors of the columns in column segment j. If num_parts > 1, each
+// segment `part` along K has its own factors.
 template <typename OfRows, typename OfColumns>
 void AddFactors(const CallAttributes& at,
                 int num_parts,

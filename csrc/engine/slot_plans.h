@@ -12,10 +12,11 @@
 
 namespace jax_ub {
 
-// The schedules of a call, one per rank, each built at its first use. Thread-safe.
+// The schedules of a call, indexed by rank. Each is built at its first use.
+// Thread-safe.
 class Schedules {
  public:
-  // Stores `first`, the schedule of rank 0. The other ranks' schedules are built later.
+  // `first` is the schedule of rank 0. The schedules of other ranks are built later.
   explicit Schedules(Schedule first);
 
   const Schedule& Of(int rank);
@@ -25,7 +26,8 @@ class Schedules {
   std::vector<std::unique_ptr<const Schedule>> schedules_;  // [rank]; guarded by mutex_
 };
 
-// The slots that a call needs from a communicator, and how it uses them.
+// The number and size of the slots (receive buffers) that a call needs, and the
+// schedules that use them.
 struct SlotRequirements {
   CollectiveKind collective = CollectiveKind::kAllGather;
   Variant variant = Variant::kPlain;
@@ -36,19 +38,19 @@ struct SlotRequirements {
   std::shared_ptr<Schedules> schedules;
 };
 
-// Computes the slot plan of a call. Throws UnsupportedError if the op does not support
-// the method.
+// Returns the slots that a call needs. Throws UnsupportedError if the op does not
+// support the method.
 SlotRequirements ComputeSlotRequirements(const CallAttributes& attributes,
                                          const RankCall& call,
                                          const Device& device);
 
-// Caches the slot plan of a call site. Thread-safe: several launches may be in flight.
+// Caches the slot requirements of a call site. Thread-safe, because several launches
+// may be in flight.
 class SlotPlans {
  public:
-  // Returns the slot plan for the shapes of `call`. Computes it again only if they
-  // differ from the shapes of the previous call, which does not happen within one XLA
-  // program. `attributes` and the properties of `device` must be the same in every
-  // call.
+  // Returns the slot requirements for the shapes of `call`. Recomputes them only if the
+  // shapes differ from the previous call, which does not happen within one XLA program.
+  // `attributes` and the properties of `device` must be the same in every call.
   SlotRequirements Find(const CallAttributes& attributes,
                         const RankCall& call,
                         const Device& device);

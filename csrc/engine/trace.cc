@@ -31,19 +31,18 @@ std::string_view TraceKindName(TraceKind kind) {
   return kNames[static_cast<size_t>(kind)];
 }
 
-// The events of one thread. Only that thread writes. A reader may read the events below
-// `size` if `generation` is the one it wants: the writer overwrites events only after
-// another Start.
+// The events of one thread, which only that thread writes. A reader may read the first
+// `size` events if `generation` is the current one, because they are overwritten only
+// after the next Start.
 struct Tracer::Buffer {
   static constexpr int64_t kEventBytes = sizeof(TraceEvent);
 
   explicit Buffer(std::thread::id id) : owner(id) {}
 
-  // Reserves memory for `num_events` events, or none if it is exhausted: it must not
-  // throw, because a span ends in a destructor. Memory is only reserved here and
-  // committed in small pages as events arrive. A thread calls this during the traced
-  // program, where filling the memory, or its first huge page, would show up in the
-  // trace.
+  // Reserves memory for `num_events` events, or for none if memory is exhausted. Must
+  // not throw, because spans end in destructors. The kernel commits the memory page by
+  // page as events arrive: committing all of it here, or a huge page, would delay the
+  // traced program.
   void Reserve(int64_t num_events) noexcept {
     if (num_events == room) return;
     room = 0;
@@ -61,7 +60,7 @@ struct Tracer::Buffer {
   std::atomic<int64_t> generation{0};
   std::atomic<int64_t> size{0};
   std::atomic<int64_t> num_dropped{0};
-  // The members below change only between two generations, that is, in Start.
+  // The members below change only in Start, between two generations.
   int64_t room = 0;
   HostMapping memory;  // memory for `room` events
 };

@@ -18,8 +18,8 @@
 
 namespace jax_ub {
 
-// What a recorded span contains: a step of a schedule, with the value of its StepKind,
-// or one of the spans from kCall on.
+// The kind of a recorded span: a step of a schedule (with the value of its StepKind),
+// or another activity, from kCall on.
 enum class TraceKind : uint8_t {
   kMultiply,
   kCopy,
@@ -51,7 +51,7 @@ struct TraceEvent {
   Payload payload = Payload::kOperand;
 };
 
-// One execution of a call site by the ranks of one group.
+// One execution of a collective call by a group of ranks.
 struct TraceCall {
   std::string label;
   Op op = Op::kMatmul;
@@ -86,20 +86,20 @@ class Tracer {
 
   bool enabled() const { return enabled_.load(std::memory_order_relaxed); }
 
-  // Discards all events and starts recording. Each thread that records anything gets
+  // Discards all events and starts recording. Each thread that records an event gets
   // memory for `events_per_thread` events.
   void Start(int64_t events_per_thread);
   void Stop() { enabled_.store(false, std::memory_order_relaxed); }
 
-  // Returns the events that were recorded since Start.
+  // Returns the events since the last Start.
   Trace Read() const;
 
-  // Registers a call and returns the context for its spans. If kMaxCalls are registered
-  // already, returns an empty context, whose spans are not recorded.
+  // Registers a call, and returns the context with which to record its spans. After
+  // kMaxCalls calls, returns an empty context, with which nothing is recorded.
   TraceContext BeginCall(TraceCall call);
-  // Counts a call that cannot be registered.
+  // Counts a call that could not be registered.
   void DropCall();
-  // Records an event. Ignored if its call began before the last Start.
+  // Records an event, unless its call began before the last Start.
   void Record(int64_t generation, const TraceEvent& event);
 
  private:
@@ -110,10 +110,10 @@ class Tracer {
   std::atomic<bool> enabled_{false};
   std::atomic<int64_t> generation_{0};
   std::atomic<int64_t> events_per_thread_{0};
-  // Open-addressing hash table, keyed by thread id. Buffers are not removed when a
-  // thread exits: a later thread with the same id reuses the buffer.
+  // Open-addressing hash table, keyed by thread id. A buffer remains when its thread
+  // exits, and a later thread with the same id reuses it.
   std::array<std::atomic<Buffer*>, kNumThreads> buffers_ = {};
-  // The number of events that were dropped because their thread found no free buffer.
+  // Number of events that were dropped because the hash table was full.
   std::atomic<int64_t> num_unbuffered_{0};
 
   mutable std::mutex mutex_;  // guards `calls_` and `num_dropped_calls_`
@@ -121,7 +121,8 @@ class Tracer {
   int64_t num_dropped_calls_ = 0;
 };
 
-// The call and the rank to which spans belong. A null tracer records nothing.
+// The call and the rank whose spans are recorded. Nothing is recorded if `tracer` is
+// null.
 struct TraceContext {
   Tracer* tracer = nullptr;
   int64_t generation = 0;  // value of Tracer::generation_ when the call began
@@ -131,14 +132,14 @@ struct TraceContext {
   TraceContext OfRank(int which) const {
     return {tracer, generation, call, static_cast<int16_t>(which)};
   }
-  // Records a span from `begin_ns` to now, or nothing if `begin_ns` is 0.
+  // Records a span that began at `begin_ns` and ends now. Ignores `begin_ns` = 0.
   void Since(int64_t begin_ns, TraceKind kind) const;
 };
 
-// Returns the current time on the trace clock, or 0 if the tracer is disabled.
+// Returns the time of the trace clock, or 0 if tracing is disabled.
 int64_t TraceNow(const Tracer* tracer);
 
-// Records a span from construction to destruction.
+// Records the lifetime of this object as a span.
 class TraceScope {
  public:
   TraceScope(const TraceContext& context, TraceKind kind)

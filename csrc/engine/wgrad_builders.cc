@@ -10,7 +10,8 @@ namespace jax_ub {
 namespace {
 
 // Multiplies the sums of a weight gradient by the scales of x and dy_i, unless the
-// scales multiply elements. The operand that is gathered has one scale.
+// scales multiply the elements (ScalesElements). All ranks have the same scale for the
+// gathered operand, so it is read from rank 0.
 void AddFactorsOfWgrad(const CallAttributes& at,
                        const std::vector<RankCall>& calls,
                        int i,
@@ -28,8 +29,8 @@ void AddFactorsOfWgrad(const CallAttributes& at,
       problem);
 }
 
-// Adds each rank's main_grad, the gradient into which dw_i is accumulated, as an
-// addend. The operands are x, all dy_i, then all main_grads.
+// Adds main_grad, the existing gradient to which a rank adds its dw_i, as an addend of
+// the GEMM. The operands are x, then all dy_i, then all main_grads.
 void AddMainGrads(const CallAttributes& at,
                   const std::vector<RankCall>& calls,
                   int i,
@@ -129,7 +130,7 @@ GemmProblem WgradGatherDy(const CallAttributes& at, const RankCalls& calls, int 
   return problem;
 }
 
-// Builds dw_i = x^T dy_i, a weight gradient of one rank without communication.
+// Builds the GEMM dw_i = x^T dy_i of one rank, without communication.
 GemmProblem Wgrad(const CallAttributes& at, const RankCall& call, int i) {
   const Tensor& x = call.operands[0];
   const Tensor& dy = call.operands[1 + i];

@@ -5,7 +5,8 @@
 
 namespace jax_ub {
 
-// Both read one operand, x or dy_i, from all ranks, and write dw_i of the local ranks.
+// Each of these reads one operand (x or dy_i) from all ranks, and writes dw_i of the
+// local ranks.
 GemmProblem WgradGatherX(const CallAttributes& attributes,
                          const RankCalls& calls,
                          int i);

@@ -12,7 +12,7 @@ namespace jax_ub {
 class BlockingTask : public Queued<BlockingTask> {
  public:
   virtual ~BlockingTask() = default;
-  // Must not throw: the pool has no call to report the exception to.
+  // Runs the task. Must not throw, because the pool does not know which call to fail.
   virtual void Execute() = 0;
 };
 

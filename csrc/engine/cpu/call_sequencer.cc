@@ -19,15 +19,14 @@ namespace jax_ub {
 
 namespace {
 
-// initialize_ub allocates 8 bytes per element of shape [T, H], plus the slack.
-// CapacityError inverts this formula.
+// The buffers that initialize_ub allocates for its `shape` [T, H] have 8 bytes per
+// element, plus a constant. CapacityError uses this to say which shape would suffice.
 constexpr int64_t kBufferBytesPerElement = 8;
 constexpr int64_t kBufferSlackBytes = 64 << 10;
 
-// A run id is a hash of the program plus the number of its launches. If the hashes are
-// equal, the run ids of two launches that are in flight differ by less than this. If
-// the processes compiled the program separately, the hashes may differ, and the run ids
-// by any amount.
+// Upper bound on the difference between the run ids of two launches in flight. A run id
+// is a hash of the program plus its number of launches. If two processes compiled the
+// program separately, their hashes may differ by more.
 constexpr uint32_t kMaxOffset = 1 << 16;
 
 uint32_t RunOf(const CallLogEntry& order) {
@@ -58,8 +57,8 @@ int64_t BufferBytesOf(const CollectiveCall& collective,
 }
 
 // Returns an error if the call needs larger buffers than the communicator has, or
-// nullptr. All processes reject such a call alike. Errors that may occur in this process
-// only, such as std::bad_alloc, are thrown.
+// nullptr. Every process then rejects the call. Throws errors that only this process
+// may have, such as std::bad_alloc.
 std::exception_ptr CapacityError(const CollectiveCall& collective,
                                  const SharedMemoryCommunicator& communicator,
                                  ThreadPool& pool) {
@@ -154,8 +153,8 @@ std::shared_ptr<CallSequencer> CallSequencer::Make(
     Hooks hooks) {
   std::shared_ptr<CallSequencer> sequencer(new CallSequencer(
       std::move(communicator), std::move(devices), generation, pool, std::move(hooks)));
-  // A task that releases the sequencer on a thread of the pool. It is allocated here,
-  // where failure is allowed.
+  // Destroys the sequencer on a thread of the pool. The task is allocated in advance,
+  // because the failure handler must not fail.
   struct LetGo : BlockingTask {
     std::shared_ptr<CallSequencer> alive;
     void Execute() override { alive.reset(); }
@@ -166,9 +165,9 @@ std::shared_ptr<CallSequencer> CallSequencer::Make(
         std::shared_ptr<CallSequencer> alive = weak.lock();
         if (!alive) return;
         alive->OnPoison(reason);
-        // `alive` may be the last reference, but this thread belongs to the
-        // communicator and must not destroy it, so a thread of the pool does. If this
-        // thread is in Close, its caller holds a reference.
+        // Releases `alive`, which may be the last reference, on a thread of the pool:
+        // the current thread belongs to the communicator, so it cannot destroy the
+        // communicator. In Close, the caller holds another reference.
         if (alive->closing_thread_.load() == std::this_thread::get_id()) return;
         let_go->alive = std::move(alive);
         pool.SubmitBlocking(let_go);
@@ -185,8 +184,8 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) noexcept
     std::lock_guard lock(mutex_);
     failure = communicator_->poison();
     if (!failure) {
-      // The call is logged and queued under one lock, so that log and queue have the
-      // same order.
+      // The lock covers both steps, so that the call log and the queue have the same
+      // order.
       if (communicator_->is_leader()) {
         communicator_->AppendToCallLog(RunIdOffsets::LogEntryOf(*collective));
       }
@@ -194,8 +193,8 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) noexcept
       if (std::exchange(is_running_, true)) run_calls = nullptr;
     }
   } catch (...) {
-    // There is no memory to queue the call. The peers wait for it, so the communicator
-    // fails.
+    // The call cannot be queued, because memory is exhausted. Peers would wait for it,
+    // so the communicator fails.
     failure = std::current_exception();
     Fail(failure);
   }
@@ -204,8 +203,8 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) noexcept
   if (run_calls) pool_.SubmitBlocking(std::move(run_calls));
 }
 
-// Runs as a BlockingTask of the thread pool, because it may wait for peers and for
-// local ranks.
+// Runs queued calls until the queue is empty. May block while it waits for peers or for
+// local ranks, so it runs as a BlockingTask.
 void CallSequencer::RunCalls() noexcept {
   for (;;) {
     std::shared_ptr<CollectiveCall> collective;
@@ -233,7 +232,8 @@ void CallSequencer::RunCalls() noexcept {
   }
 }
 
-// Returns true if the queue is empty. The next Enqueue then submits RunCalls again.
+// Returns whether the queue is empty. If it is, the next Enqueue submits RunCalls
+// again.
 bool CallSequencer::Finish() {
   std::lock_guard lock(mutex_);
   if (!complete_.empty()) return false;
@@ -246,9 +246,9 @@ std::shared_ptr<CollectiveCall> CallSequencer::NextCall() {
   bool is_first_call = false;
   {
     std::lock_guard lock(mutex_);
-    // After a failure, OnPoison fails the queued calls, possibly later. No call may
-    // begin after one that failed: the ranks did not meet in its barrier, so a peer may
-    // still be reading the buffers that the next call would write.
+    // No call may begin after a failed one. The failed call may have skipped its
+    // barrier, so a peer may still read the buffers that the next call would write.
+    // OnPoison fails the queued calls.
     if (complete_.empty() || communicator_->poison()) {
       is_running_ = false;
       return nullptr;
@@ -261,7 +261,7 @@ std::shared_ptr<CollectiveCall> CallSequencer::NextCall() {
     label = complete_.front()->attributes->label;
     for (const auto& collective : complete_) is_first_call |= collective->is_first;
   }
-  // Reads `next_call_` without the lock, because only this thread changes it.
+  // Only this thread changes `next_call_`, so it needs no lock to read it.
   return WaitForLocalCall(
       communicator_->WaitForLogEntry(next_call_, ReasonFor(label, is_first_call)));
 }
@@ -292,8 +292,8 @@ std::shared_ptr<CollectiveCall> CallSequencer::WaitForLocalCall(
   }
 }
 
-// Returns the error text for a logged call that this process has not submitted in time.
-// Requires `mutex_`.
+// Returns the error message for a call that is in the leader's log, but that this
+// process has not submitted in time. Requires `mutex_`.
 std::string CallSequencer::UnmatchedCallMessage(const CallLogEntry& order,
                                                 const WaitReason& reason) const {
   std::ostringstream text;
@@ -311,8 +311,8 @@ std::string CallSequencer::UnmatchedCallMessage(const CallLogEntry& order,
   return text.str();
 }
 
-// Runs a call. Returns the error if every process rejects the call; throws failures
-// that are permanent.
+// Runs call number `call`. Returns the error of a call that all processes reject;
+// throws errors that fail the communicator permanently.
 std::exception_ptr CallSequencer::Run(
     const std::shared_ptr<const CollectiveCall>& call_to_run, int64_t call) {
   const CollectiveCall& collective = *call_to_run;
@@ -335,8 +335,8 @@ std::exception_ptr CallSequencer::Run(
   return nullptr;
 }
 
-// The arrival barrier: checks that every process is in this call, with the same
-// signature.
+// Waits in the arrival barrier until all processes have begun this call. Throws
+// CommunicatorError if their signatures differ.
 void CallSequencer::CompareSignatures(const CollectiveCall& collective, int64_t call) {
   const uint64_t signature = Signature(*collective.attributes, collective.calls[0]);
   communicator_->PublishSignature(call, signature, TextOf(signature, collective));
@@ -345,7 +345,8 @@ void CallSequencer::CompareSignatures(const CollectiveCall& collective, int64_t 
     communicator_->Barrier(
         call, 0, ReasonFor(collective.attributes->label, collective.is_first));
   }
-  // Every process compares with the leader's signature, so all report the same error.
+  // Every process compares each signature with the leader's, so that all of them report
+  // the same error.
   const CallSignature first = communicator_->call_signature(0, call);
   for (int p = 1; p < communicator_->num_processes(); ++p) {
     const CallSignature other = communicator_->call_signature(p, call);
@@ -391,9 +392,8 @@ void CallSequencer::RunThroughSlots(
   run->RunAndWait();
 }
 
-// Completes each rank on a separate thread, because its completion runs the rest of its
-// program. If `inline_last`, completes the last rank on this thread, which has no other
-// work.
+// Completes each rank on its own thread, because XLA continues the rank's program
+// there. If `inline_last`, the current thread completes the last rank.
 void CallSequencer::Complete(const std::shared_ptr<CollectiveCall>& collective,
                              std::exception_ptr failure,
                              bool inline_last) noexcept {
@@ -416,9 +416,8 @@ void CallSequencer::Fail(const std::exception_ptr& reason) noexcept {
 }
 
 void CallSequencer::OnPoison(const std::exception_ptr& reason) noexcept {
-  // A thread in WaitForLocalCall may have checked for a failure just before and not
-  // sleep yet. It holds the lock until it sleeps, so after this line it gets the
-  // notification.
+  // Acquires the lock once, so that no thread of WaitForLocalCall is between its check
+  // for a failure and its sleep. Such a thread would miss the notification.
   std::unique_lock(mutex_).unlock();
   changed_.notify_all();
   for (;;) {

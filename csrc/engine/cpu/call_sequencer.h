@@ -1,21 +1,11 @@
 // The call sequencer: runs the calls of a group whose ranks are in several processes.
 //
 // XLA runs independent calls in any order, and in a different order in each process.
-// The sequencer runs the calls of a group one after another, in the order in which they
-// become complete (all local ranks arrived) in the process of rank 0, the leader. The
-// leader appends them to its call log. The other processes take call n from the log,
-// wait until their own collective call for it is complete, and run it. The leader's
-// order respects the dependencies between calls, which are the same in every process,
-// so there is no deadlock.
-//
-// Identifying calls across processes: a call site has the same name in every process
-// (the channel from the lowered module, plus the number of earlier call sites with that
-// channel in the compiled program). Its executions are distinguished by the run id and
-// by the number of earlier executions on the device in the run. XLA's run id is a hash
-// of the program and its devices plus the number of its launches. It is the same in all
-// processes, unless one of them loaded the program from a cache that another one
-// compiled. In that case the difference between the run ids is learned at the first
-// call of the call site and holds for all later calls.
+// The leader, the process of rank 0, therefore determines one order: the order in which
+// its local ranks complete their collective calls. It appends the calls to its call
+// log. The other processes take call n from the log, wait until their local ranks have
+// submitted that call, and run it. All processes have the same dependencies between
+// calls, and the leader's order respects them, so there is no deadlock.
 #pragma once
 
 #include <atomic>
@@ -36,11 +26,20 @@
 
 namespace jax_ub {
 
-// Maps the leader's run ids to this process's run ids, by call site.
+// Converts the leader's run ids to the run ids of this process, for each call site.
+//
+// A call site has the same key in every process: the channel from the lowered module,
+// plus the number of earlier call sites with that channel in the compiled program. Its
+// executions differ by XLA's run id, and by the number of earlier executions on the
+// device in the same run. A run id is a hash of the program and its devices, plus the
+// number of launches. The hashes of two processes differ if one process compiled the
+// program and another one loaded it from the compilation cache. The difference is
+// learned at the first call of a call site, and holds for all its later calls.
 class RunIdOffsets {
  public:
-  // Returns the collective call that matches the leader's log entry `order`, or nullptr
-  // if it is not complete yet. Throws CommunicatorError if the match is ambiguous.
+  // Returns the collective call in `complete` that the leader logged as `order`, or
+  // nullptr if this process has not completed it yet. Throws CommunicatorError if
+  // several match.
   std::shared_ptr<CollectiveCall> Find(
       const CallLogEntry& order,
       const std::deque<std::shared_ptr<CollectiveCall>>& complete);
@@ -48,7 +47,7 @@ class RunIdOffsets {
   static CallLogEntry LogEntryOf(const CollectiveCall& collective);
 
  private:
-  // Keyed by call site id: this process's run id minus the leader's.
+  // Difference between this process's run id and the leader's, by call site id.
   std::unordered_map<uint64_t, uint32_t> offsets_;
 };
 
@@ -56,14 +55,14 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
  public:
   struct Hooks {
     std::function<Timeouts()> timeouts;
-    // A callback after a permanent failure. It must fail the calls of the group that
-    // are still pending in the rendezvous.
+    // Called after a permanent failure. Must fail the collective calls of the group
+    // that still wait for local ranks.
     std::function<void(const CallSequencer&, const std::exception_ptr& reason)>
         on_failure;
   };
 
-  // `devices` are the group's devices in the order of its ranks. A later communicator
-  // of the same devices has a higher generation, which is the same in every process.
+  // Creates a sequencer. `devices[r]` is the device of rank r. `generation` counts the
+  // communicators of these devices, and is the same in every process.
   static std::shared_ptr<CallSequencer> Make(
       std::shared_ptr<SharedMemoryCommunicator> communicator,
       std::vector<int64_t> devices,
@@ -73,30 +72,29 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
 
   const std::vector<int64_t>& devices() const { return devices_; }
   int generation() const { return generation_; }
-  // Returns whether a call was lowered for this communicator. Calls of a program that
-  // was lowered for an earlier one are rejected: after a failure, the processes may
-  // have launched that program a different number of times. XLA's run ids count
-  // launches, so equal run ids could then identify different calls.
+  // Returns whether the call was lowered for this communicator. A program that was
+  // lowered for an earlier communicator is rejected: after a failure, the processes may
+  // have launched it a different number of times, so equal run ids might identify
+  // different calls.
   bool MatchesGeneration(const CallAttributes& attributes) const {
     return attributes.generation == 0 || attributes.generation == generation_;
   }
   const std::vector<int>& local_ranks() const { return communicator_->local_ranks(); }
   const SharedMemoryCommunicator& communicator() const { return *communicator_; }
 
-  // Queues a collective call whose local ranks have all arrived. Never blocks.
-  // Without memory for the queue, fails the communicator.
+  // Queues a collective call whose local ranks have all arrived. Never blocks. If
+  // memory is exhausted, fails the communicator.
   void Enqueue(std::shared_ptr<CollectiveCall> collective) noexcept;
 
-  // Fails all pending and future calls, here and in every other process.
+  // Fails all pending and later calls, in this process and in all others.
   void Fail(const std::exception_ptr& reason) noexcept;
   // Returns the reason of a permanent failure, or nullptr.
   std::exception_ptr failure() const { return communicator_->poison(); }
-  // Returns `reason` as the failure of the call `label`. A message about the
-  // communicator ("... died") gets the call's label; a message that already names a
-  // call is unchanged.
+  // Returns `reason` as the error of call `label`. Adds the label to a message about
+  // the communicator ("... died"). Does not change a message that names a call.
   std::exception_ptr WithLabel(const std::string& label,
                                const std::exception_ptr& reason) const noexcept;
-  // Sends the close message to the peers. Calls in flight fail.
+  // Tells the peers that this process closes the communicator. Calls in flight fail.
   void Close();
 
   int64_t num_calls() const;  // number of calls that have begun
@@ -133,7 +131,7 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
   ThreadPool& pool_;
   const Hooks hooks_;
 
-  // The next two members are used only by the thread that executes RunCalls.
+  // The members below are accessed only by the thread that executes RunCalls.
   RunIdOffsets run_id_offsets_;
   std::unordered_map<uint64_t, std::string> texts_;  // [signature]: text of the call
 

@@ -16,9 +16,9 @@ namespace jax_ub {
 
 namespace {
 
-// The number of launches that are remembered per call site. XLA allows 32 launches in
-// flight per device, and does not report the end of a launch. After 128 newer launches,
-// all ranks of a launch have arrived.
+// The number of launches that are remembered per call site. XLA does not report the end
+// of a launch, but allows at most 32 launches in flight per device. After 128 newer
+// launches, all ranks of a launch have arrived.
 constexpr size_t kMaxLaunches = 128;
 constexpr double kWatchdogPeriodS = 1;
 
@@ -53,8 +53,7 @@ uint64_t NextId() {
   return next.fetch_add(1);
 }
 
-// Returns the index of a rank's call in a collective call. With a call sequencer, it
-// counts local ranks only.
+// Returns the index of a rank among the ranks of the group in this process.
 size_t LocalIndex(const CallAttributes& at,
                   const CallSequencer* sequencer,
                   int rank,
@@ -113,8 +112,8 @@ CallSite::Launch& CallSite::FindLaunch(int64_t run_id) {
   for (auto launch = launches_.rbegin(); launch != launches_.rend(); ++launch) {
     if (launch->run_id == run_id) return *launch;
   }
-  // If a collective call of the dropped launch is incomplete, the watchdog still fails
-  // it at its deadline.
+  // Forgets the oldest launch. The watchdog still fails its incomplete collective calls
+  // at their deadline.
   if (launches_.size() == kMaxLaunches) launches_.pop_front();
   launches_.push_back({run_id, std::vector<int64_t>(flat_ranks_.size(), 0), {}});
   return launches_.back();
@@ -199,10 +198,9 @@ std::shared_ptr<CollectiveCall> Rendezvous::Join(CallSite& site,
     return collective;
   }
   if (collective->num_arrived == 1) {
-    // Within a process all ranks run the same executable, so they begin their first
-    // call together. If groups span processes, other processes may compile longer and
-    // delay the devices of this process. Only then the first call gets the longer
-    // timeout.
+    // In a group that spans processes, a peer may still be compiling the program at its
+    // first call, so this call gets the longer timeout. Ranks of one process share an
+    // executable and need no longer timeout.
     const bool is_first = collective->is_first && !sequencers_.empty();
     collective->deadline = Deadline::After(timeouts_.Of(is_first));
     collective->deadline_setting = timeouts_.SettingOf(is_first);
@@ -256,9 +254,8 @@ std::shared_ptr<CallSequencer> Rendezvous::SequencerOf(const CallSite& site,
   return sequencer;
 }
 
-// Throws CommunicatorError unless all ranks of the group are in this process. A program
-// that was compiled between initialize_ub and destroy_ub may still run after
-// destroy_ub.
+// Throws CommunicatorError unless all ranks of the group are in this process. They may
+// not be if a program that was lowered for several processes runs after destroy_ub.
 void Rendezvous::CheckIsLocal(const CallSite& site, int group) const {
   const CallAttributes& at = site.attributes();
   std::string devices;
@@ -301,7 +298,7 @@ void Rendezvous::FailCallsOf(const CallSequencer& sequencer,
   }
 }
 
-// Fails the ranks that have arrived at an incomplete collective call.
+// Fails the ranks that have already arrived at an incomplete collective call.
 void Rendezvous::FailJoined(const CollectiveCall& collective,
                             const std::exception_ptr& reason) noexcept {
   for (const Completion& done : collective.completions) {
@@ -309,8 +306,8 @@ void Rendezvous::FailJoined(const CollectiveCall& collective,
   }
 }
 
-// Removes an incomplete collective call for which `is_meant` is true from the
-// rendezvous table and returns it, or returns nullptr.
+// Removes one incomplete collective call that satisfies `is_meant` from the rendezvous
+// table. Returns it, or nullptr if there is none.
 template <typename Predicate>
 std::shared_ptr<CollectiveCall> Rendezvous::TakeIncomplete(const Predicate& is_meant) {
   std::lock_guard lock(mutex_);
@@ -325,7 +322,7 @@ std::shared_ptr<CollectiveCall> Rendezvous::TakeIncomplete(const Predicate& is_m
   return collective;
 }
 
-// Stores the failure for ranks that have not arrived yet.
+// Stores the error, so that ranks of the group that arrive later fail, too.
 void Rendezvous::Remember(int64_t run_id,
                           uint64_t group_key,
                           const std::exception_ptr& reason) {
@@ -347,8 +344,8 @@ void Rendezvous::Poison(int64_t run_id,
       Remember(run_id, group_key, reason);
       break;
     } catch (const std::bad_alloc&) {
-      // Frees the stored failures of older runs, and tries again. If there is still no
-      // memory, ranks that arrive later wait until their deadline.
+      // Frees the errors of older launches, and tries again. If memory is still
+      // exhausted, ranks that arrive later fail only at their deadline.
       std::lock_guard lock(mutex_);
       if (is_first) failed_launches_.clear();
     }
@@ -374,8 +371,8 @@ void Rendezvous::PoisonGroupOf(const CallSite& site,
     sequencer = FindSequencer(site, group);
   }
   if (sequencer) {
-    // A call of another generation is rejected in every process, so no process waits
-    // for it.
+    // If the call was lowered for another generation, every process rejects it and none
+    // waits for it, so the communicator need not fail.
     if (sequencer->MatchesGeneration(site.attributes_)) sequencer->Fail(reason);
     return;
   }
@@ -398,9 +395,9 @@ Timeouts Rendezvous::timeouts() const {
   return timeouts_;
 }
 
-// While calls arrive, the watchdog wakes up once per period, so that a call need not
-// wake it. A collective call that is younger than the last check cannot expire before
-// the next one.
+// Fails expired collective calls. The watchdog wakes once per period instead of at each
+// new call. It misses no deadline, because a call never expires within its first
+// period.
 void Rendezvous::Watch() {
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -414,8 +411,8 @@ void Rendezvous::Watch() {
     try {
       FailExpired(lock);
     } catch (const std::bad_alloc&) {
-      // There was no memory for the error of an expired call. The watchdog tries again
-      // after one period.
+      // There was no memory for an error message. The watchdog tries again after one
+      // period.
       if (!lock.owns_lock()) lock.lock();
       wake_watchdog_.wait_for(lock, std::chrono::duration<double>(kWatchdogPeriodS));
     }
@@ -435,8 +432,8 @@ void Rendezvous::FailExpired(std::unique_lock<std::mutex>& lock) {
     const uint64_t group_key = collective.group_key;
     const std::shared_ptr<CallSequencer> sequencer = collective.sequencer;
     lock.unlock();
-    // Fail removes the collective call from the rendezvous table, unless the sequencer
-    // had failed before this call arrived. Poison removes it in that case.
+    // If the sequencer has failed earlier, this Fail has no effect. Poison then removes
+    // the collective call from the table; otherwise it finds nothing.
     if (sequencer) sequencer->Fail(reason);
     Poison(run_id, group_key, reason);
     lock.lock();

@@ -32,27 +32,27 @@ namespace jax_ub {
 
 class CallSequencer;
 
-// Timeouts of the wait for the other ranks of a call.
+// How long a rank waits for the other ranks of its call.
 struct Timeouts {
   double call_s = 0;
-  // The minimum timeout of the first call of a call site, which waits for other
-  // processes that may still be compiling the program.
+  // Minimum timeout of the first execution of a call site, during which other processes
+  // may still be compiling the program.
   double first_call_s = 0;
 
   double Of(bool is_first_call) const {
     return is_first_call ? std::max(call_s, first_call_s) : call_s;
   }
-  // Returns the environment variable that sets the timeout.
+  // Returns the name of the environment variable that determines the timeout.
   std::string_view SettingOf(bool is_first_call) const {
     return is_first_call && first_call_s > call_s ? "JAX_UB_FIRST_CALL_TIMEOUT_S"
                                                   : "JAX_UB_TIMEOUT_S";
   }
 };
 
-// The matching calls of all ranks of a group. If the group spans processes, only the
-// calls of the local ranks.
+// The calls of all ranks of a group that belong together. In a group that spans
+// processes: the calls of the ranks in this process.
 struct CollectiveCall {
-  // The attributes of the call site, which outlives all of its pending calls.
+  // The attributes of the call site. A call site outlives its pending calls.
   const CallAttributes* attributes = nullptr;
   SlotPlans* slot_plans = nullptr;  // same lifetime as `attributes`
   int64_t run_id = 0;
@@ -67,23 +67,23 @@ struct CollectiveCall {
   Deadline deadline = Deadline::After(0);
   std::string_view deadline_setting;
 
-  // The next three members are set only if the group spans processes.
+  // The next three members are only set if the group spans processes.
   std::shared_ptr<CallSequencer> sequencer;
   uint64_t call_site_key = 0;  // identifies call site and group in every process
   uint64_t call_site_id = 0;   // identifies the call site within this process
 
-  // Returns the rank that made calls[i].
+  // Returns the rank within the group that made calls[i].
   int RankOf(size_t i) const;
 };
 
-// Throws CommunicatorError if the ranks passed different shapes or dtypes.
+// Throws CommunicatorError if the operands of the ranks differ in shape or dtype.
 void CheckEqualShapes(const CollectiveCall& collective);
 
-// A call site and its incomplete collective calls.
+// One custom call of a compiled program, and its incomplete collective calls.
 class CallSite {
  public:
-  // `ordinal` counts the earlier call sites with the same channel in the same program.
-  // Throws std::invalid_argument if the attributes are invalid for every op.
+  // `ordinal` is the number of earlier call sites in the program with the same channel.
+  // Throws std::invalid_argument if no op accepts the attributes.
   explicit CallSite(CallAttributes attributes, uint64_t ordinal = 0);
 
   const CallAttributes& attributes() const { return attributes_; }
@@ -99,8 +99,8 @@ class CallSite {
   };
 
   Launch& FindLaunch(int64_t run_id);
-  // Returns the collective call of the count-th execution. Creates it for the first
-  // rank that arrives.
+  // Returns the collective call of the group's execution number `count` in this launch.
+  // Creates it for the first rank that arrives.
   std::shared_ptr<CollectiveCall> FindCall(
       Launch& launch,
       int group,
@@ -111,7 +111,7 @@ class CallSite {
   const CallAttributes attributes_;
   const uint64_t id_;   // unique within this process, never reused
   const uint64_t key_;  // hash of channel and ordinal
-  // Maps device ids to group * P + rank, as returned by FlatRankOfDevice.
+  // Maps a device id to group * num_ranks + rank.
   const std::unordered_map<int64_t, size_t> flat_ranks_;
   std::vector<uint64_t> group_keys_;
   std::vector<bool> has_begun_;  // [group]; guarded by Rendezvous::mutex_
@@ -119,20 +119,19 @@ class CallSite {
   std::deque<Launch> launches_;  // guarded by Rendezvous::mutex_; newest last
 };
 
-// Rendezvous table: collects the calls of all ranks until their collective call is
-// complete. A watchdog fails collective calls that are incomplete at their deadline. If
-// one rank fails, all calls of its group in that run fail, because the other ranks
-// would wait for it.
+// Collects the calls of ranks until all ranks of their group have arrived. A watchdog
+// fails incomplete collective calls at their deadline. If one rank fails, all calls of
+// its group in the same run fail, because its peers would wait for it.
 class Rendezvous {
  public:
-  // `start` runs a completion on another thread and must not throw.
+  // `start` runs a task on another thread. It must not throw.
   Rendezvous(std::function<void(std::shared_ptr<BlockingTask>)> start,
              Timeouts timeouts);
   ~Rendezvous() = delete;  // its watchdog thread never exits
 
-  // Adds a rank's call. For the last rank to arrive, returns the collective call and
-  // sets `*last_rank` to the rank's index in it; returns nullptr for the other ranks.
-  // Throws CommunicatorError if the group has already failed in this run.
+  // Adds the call of a rank. The last rank of a group gets the complete collective
+  // call, and `*last_rank` is its index therein; all other ranks get nullptr. Throws
+  // CommunicatorError if the group has already failed in this run.
   std::shared_ptr<CollectiveCall> Join(CallSite& site,
                                        int64_t run_id,
                                        int64_t device,
@@ -140,28 +139,27 @@ class Rendezvous {
                                        Completion done,
                                        int* last_rank);
 
-  // Passes the calls of groups with the sequencer's devices to the sequencer, until
-  // Detach. Throws CommunicatorError if these devices already have a sequencer.
+  // Attach passes later calls of groups with the sequencer's devices to the sequencer,
+  // until Detach. Throws CommunicatorError if these devices already have a sequencer.
   void Attach(const std::shared_ptr<CallSequencer>& sequencer);
   void Detach(const CallSequencer& sequencer);
-  // Fails the incomplete collective calls of the groups of this sequencer.
+  // Fails the incomplete collective calls of all groups of the sequencer.
   void FailCallsOf(const CallSequencer& sequencer,
                    const std::exception_ptr& reason) noexcept;
 
-  // Sets the device ids of this process. Until then, all devices count as local.
+  // Sets which device ids belong to this process. Before this call, all devices do.
   void set_local_devices(std::vector<int64_t> devices);
 
-  // NextOrdinal returns the number of earlier call sites with this channel in the
-  // program that is being compiled. BeginProgram resets the count when the lowering of
-  // a program begins.
+  // NextOrdinal returns how many call sites of the program that is being compiled have
+  // had this channel so far. BeginProgram resets the count when a program is lowered.
   uint64_t NextOrdinal(const std::string& channel);
   void BeginProgram(const std::string& channel);
 
-  // Fails all pending and future calls of the group in this run.
+  // Fails all pending and later calls of the group in this run.
   void Poison(int64_t run_id,
               uint64_t group_key,
               const std::exception_ptr& reason) noexcept;
-  // Fails the group of a rank whose call was rejected before it arrived.
+  // Fails the calls of a rank's group, after the rank's call was rejected before Join.
   void PoisonGroupOf(const CallSite& site,
                      int64_t run_id,
                      int64_t device,
@@ -175,7 +173,7 @@ class Rendezvous {
  private:
   struct FailedLaunch {
     int64_t run_id = 0;
-    // Keyed by group: the first failure of the group in the run.
+    // The first failure of each group in the run, keyed by group.
     std::unordered_map<uint64_t, std::exception_ptr> reasons;
   };
 
@@ -187,15 +185,15 @@ class Rendezvous {
                   const std::exception_ptr& reason) noexcept;
   void Remember(int64_t run_id, uint64_t group_key, const std::exception_ptr& reason);
   std::shared_ptr<CallSequencer> FindSequencer(const CallSite& site, int group) const;
-  // Returns the group's call sequencer, or nullptr if all its ranks are in this
-  // process. Throws CommunicatorError if the sequencer has failed, is missing, or
-  // belongs to another generation than the call was lowered for.
+  // Returns the sequencer of a group, or nullptr if all its ranks are in this process.
+  // Throws CommunicatorError if the group has no sequencer although it spans processes,
+  // if the sequencer has failed, or if the call was lowered for another generation.
   std::shared_ptr<CallSequencer> SequencerOf(const CallSite& site, int group) const;
   void CheckIsLocal(const CallSite& site, int group) const;
 
   const std::function<void(std::shared_ptr<BlockingTask>)> start_;
 
-  // Guards the members below, and the members of CallSite whose comments say so.
+  // Guards the members below, and members of CallSite that say so.
   mutable std::mutex mutex_;
   Timeouts timeouts_;
   std::vector<std::pair<CallSite*, std::shared_ptr<CollectiveCall>>> incomplete_;
@@ -203,8 +201,7 @@ class Rendezvous {
   std::condition_variable wake_watchdog_;
   std::vector<std::shared_ptr<CallSequencer>> sequencers_;
   std::unordered_set<int64_t> local_devices_;
-  // Keyed by channel: the number of call sites so far in the program that is being
-  // compiled.
+  // Number of call sites per channel so far, in the program that is being compiled.
   std::unordered_map<std::string, uint64_t> ordinals_;
   bool watchdog_started_ = false;
   bool watchdog_armed_ = false;

@@ -12,10 +12,10 @@
 
 namespace jax_ub {
 
-// The callback at the end of a rank's call. It is invoked once, with nullptr or with
-// the error of the call. It may run the rest of the rank's program, so it must run on a
-// thread that no other thread waits for. Its memory is allocated on construction, so
-// that completing a call never fails.
+// The callback at the end of a rank's call. It is invoked once, with the error of the
+// call or nullptr. XLA may continue the rank's program in it, so no other thread may
+// wait for the thread that invokes it. It allocates its memory on construction, so that
+// completing a call cannot fail.
 class Completion {
  public:
   Completion() = default;
@@ -28,7 +28,7 @@ class Completion {
 
   void operator()(const std::exception_ptr& failure) const { state_->done(failure); }
 
-  // Returns a task for the thread pool that invokes the callback with `failure`.
+  // Returns a task that invokes the callback with `failure`, to run on a thread pool.
   std::shared_ptr<BlockingTask> AsTask(
       const std::exception_ptr& failure) const noexcept {
     state_->failure = failure;

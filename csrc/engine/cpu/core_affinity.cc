@@ -12,7 +12,8 @@ namespace jax_ub {
 int NumAllowedCores() {
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0) return CPU_COUNT(&allowed);
-  // sched_getaffinity fails if the machine has more cores than a cpu_set_t holds.
+  // sched_getaffinity failed: the machine has more cores than a cpu_set_t can
+  // represent.
   return std::max(static_cast<int>(std::thread::hardware_concurrency()), 1);
 }
 
@@ -21,8 +22,8 @@ int DefaultNumThreads(int num_cores, std::optional<double> cpu_quota) {
   return std::max(static_cast<int>(std::ceil(*cpu_quota)), 1);
 }
 
-// Failing to read or set a thread's CPU set is not an error: the thread stays where it
-// is.
+// Code in this file ignores errors of sched_setaffinity and sched_getaffinity: pinning
+// only improves speed.
 
 void CoreAffinity::set_cpu_set(const std::vector<int>& part) {
   std::lock_guard lock(mutex_);
@@ -42,8 +43,8 @@ std::vector<int> CoreAffinity::cpu_set() const {
   return part;
 }
 
-// A new thread inherits the CPU set of its creator, which may be pinned, so set it to
-// the caller's CPU set.
+// A new thread inherits the CPU set of its creator, which may be a pinned thread, so it
+// gets the CPU set of the thread that called the pool last.
 CoreAffinity::Thread::Thread(CoreAffinity& cores)
     : id_(static_cast<pid_t>(syscall(SYS_gettid))) {  // glibc 2.28 has no gettid
   std::optional<cpu_set_t> allowed;
@@ -88,8 +89,7 @@ void CoreAffinity::Release(Thread& thread) {
   }
   std::lock_guard lock(thread.mutex_);
   thread.is_idle_ = false;
-  // AssignIdleCores assigns cores only after `allowed_` is set, so `allowed` is
-  // initialized below.
+  // `assigned_` implies that `allowed_` is set, so `allowed` is initialized.
   if (!thread.assigned_) return;
   sched_setaffinity(thread.id_, sizeof(allowed), &allowed);
   thread.assigned_.reset();
@@ -115,8 +115,8 @@ CoreAffinity::ScopedCore::ScopedCore(CoreAffinity& cores, Who who, int num_threa
     : core_affinity_(cores), core_(sched_getcpu()) {
   cpu_set_t stays;
   const bool is_claimed = TryReserve(who, num_threads, stays);
-  // The lock is not held, because the call may block until the target core is
-  // available.
+  // Sets the CPU set without holding the lock, because the system call may block until
+  // a core of the set is available.
   if (CPU_COUNT(&stays) > 0) {
     stays_ = sched_setaffinity(0, sizeof(stays), &stays) == 0;
   }
@@ -126,8 +126,9 @@ CoreAffinity::ScopedCore::ScopedCore(CoreAffinity& cores, Who who, int num_threa
   core_affinity_.OccupyCore(core_);
 }
 
-// Reserves the current core and returns true if no other thread had it. Sets `stays` to
-// the cores to which the thread must be restricted; empty: no restriction.
+// Returns true and reserves the current core if no other thread computes on it. Sets
+// `stays` to the CPU set that the calling thread must get, or to an empty set if it
+// needs no restriction.
 bool CoreAffinity::ScopedCore::TryReserve(Who who, int num_threads, cpu_set_t& stays) {
   CPU_ZERO(&stays);
   if (sched_getaffinity(0, sizeof(allowed_), &allowed_) != 0) return false;
@@ -138,7 +139,8 @@ bool CoreAffinity::ScopedCore::TryReserve(Who who, int num_threads, cpu_set_t& s
     stays = free;
     return false;
   }
-  // The caller's CPU set is used, because a worker may be restricted to a part of it.
+  // Counts the cores of the calling thread, because the CPU set of a worker may already
+  // be restricted.
   const cpu_set_t part =
       core_affinity_.CpuSetOf(core_affinity_.allowed_.value_or(allowed_));
   if (CPU_COUNT(&part) <= num_threads) {

@@ -23,25 +23,25 @@
 
 namespace jax_ub {
 
-// Returns the number of cores that the calling thread may run on. The CPU set of a task
-// or a container reduces it; a CPU-time quota (docker --cpus) does not.
+// Returns the number of cores on which the calling thread may run, according to its CPU
+// set. Ignores CPU-time quotas, such as those of docker --cpus.
 int NumAllowedCores();
 
-// Returns the default number of computing threads: the smaller of the number of cores
-// and the CPU-time quota rounded up, at least one.
+// Returns the default number of computing threads: the number of cores or, if smaller,
+// the CPU-time quota (in cores) rounded up.
 int DefaultNumThreads(int num_cores, std::optional<double> cpu_quota);
 
 class CoreAffinity {
  public:
   enum class Who { kCaller, kWorker };
 
-  // Restricts the thread pool to those of these cores on which its threads may run.
-  // Empty: all cores. Other processes should compute on the remaining cores.
+  // Restricts the thread pool to the cores in `part`, if its threads may run on them.
+  // Empty: all cores. Use it to keep the other cores for other processes.
   void set_cpu_set(const std::vector<int>& part);
   std::vector<int> cpu_set() const;
 
-  // A worker thread of the pool, which constructs it itself. The constructor gives the
-  // worker the CPU set of the thread that called the pool last.
+  // The CPU set of one worker thread, which constructs this object. The worker
+  // initially gets the CPU set of the thread that called the pool last.
   class Thread {
    public:
     explicit Thread(CoreAffinity& cores);
@@ -54,16 +54,16 @@ class CoreAffinity {
     std::optional<cpu_set_t> assigned_;  // the cores that it is restricted to
   };
 
-  // Restricts an idle worker, asleep or spinning, to cores where no thread computes, if
-  // there are any. The restriction holds until Release, so that the next call finds the
-  // worker on the right core. Does nothing if the worker has already begun other work.
+  // Restricts an idle worker to cores where no thread computes, if there are any. The
+  // restriction holds until Release, so that the next call finds the worker on one of
+  // these cores. Does nothing if the worker has already begun other work.
   void AssignIdleCores(Thread& thread);
-  // Called by the worker: marks it as computing, so that AssignIdleCores does not move
+  // Called by a worker before it computes. From then on, AssignIdleCores does not move
   // it.
   void SetBusy(Thread& thread);
-  // Called by the worker: marks it as computing, and lets it run on any core.
+  // Called by a worker before it runs a blocking task. Lets it run on any core.
   void Release(Thread& thread);
-  // Called by the worker: marks it as idle.
+  // Called by a worker after its work: AssignIdleCores may move it again.
   void SetIdle(Thread& thread);
 
   // Reserves a core for the calling thread while it computes as one of `num_threads`
@@ -87,16 +87,16 @@ class CoreAffinity {
   };
 
  private:
-  // Returns the cores of `allowed` that belong to the pool's CPU set, or `allowed` if
-  // none do.
+  // Returns the cores in `allowed` that the pool may use, or `allowed` if there are
+  // none.
   cpu_set_t CpuSetOf(const cpu_set_t& allowed) const;
-  // Returns the cores of CpuSetOf(allowed) on which no thread computes.
+  // Returns the cores in CpuSetOf(allowed) on which no thread computes.
   cpu_set_t FreeOf(const cpu_set_t& allowed) const;
-  // Update num_on_core_ and busy_ when a thread begins or ends to compute on the core.
+  // Update num_on_core_ and busy_ when a thread begins or stops computing on a core.
   void OccupyCore(int core);
   void VacateCore(int core);
 
-  // Guards the members below; no system call is made while it is held.
+  // Guards the members below. No system call is made while it is held.
   mutable std::mutex mutex_;
   std::optional<cpu_set_t> cpu_set_;
   std::array<int, CPU_SETSIZE> num_on_core_ = {};  // [core]: threads that compute there

@@ -8,8 +8,8 @@ namespace jax_ub {
 
 namespace {
 
-// The default number of splits per chunk. Four splits hide all but a quarter of the
-// communication.
+// The default number of splits per chunk. Four splits hide three quarters of the
+// communication behind GEMMs.
 constexpr int kDefaultSplits = 4;
 
 }  // namespace
@@ -18,7 +18,7 @@ int CpuDevice::DefaultSplits(CollectiveKind collective) const { return kDefaultS
 
 Tensor CpuDevice::Allocate(DType dtype, int64_t batch, int64_t rows, int64_t features) {
   Tensor tensor{dtype, batch, rows, features, nullptr};
-  // The memory has an owner before the vector grows, which may throw std::bad_alloc.
+  // Allocates before push_back, so that the memory has an owner if push_back throws.
   auto memory = std::make_unique_for_overwrite<std::byte[]>(tensor.size_bytes());
   memory_.push_back(std::move(memory));
   tensor.data = memory_.back().get();

@@ -8,7 +8,8 @@ namespace jax_ub {
 
 namespace {
 
-// Copies element `index` of the operands, or of the scales, of all ranks.
+// Adds an all-gather: copies tensor `index` of every rank into result `result` of every
+// local rank. `tensors` selects the operands or their scales.
 void AddGather(const RankCalls& calls,
                std::vector<Tensor> RankCall::* tensors,
                size_t index,
@@ -27,8 +28,8 @@ void AddGather(const RankCalls& calls,
   }
 }
 
-// Adds a reduce-scatter: rank r receives, for every batch, the sum of block r of all
-// ranks.
+// Adds a reduce-scatter: rank r receives the sum over all ranks of block r of each
+// batch element.
 void AddScatter(const RankCalls& calls, size_t operand, size_t result, WorkList& work) {
   const Tensor& block = calls.local[0].results[result];
   for (size_t i = 0; i < calls.local.size(); ++i) {
@@ -53,8 +54,8 @@ void AddReduceToAll(const RankCalls& calls, WorkList& work) {
   work.Add(sum);
 }
 
-// Adds the copies or sums of the op's collective. For all_gather_matmul, these are the
-// copies of x to the gathered array that the op returns; its GEMM reads x in place.
+// Adds the copies or sums of the collective. For all_gather_matmul, this copies x to
+// the gathered result that the op returns; the GEMM does not read this copy.
 void AddCommunication(const CallAttributes& at,
                       const RankCalls& calls,
                       WorkList& work) {

@@ -10,18 +10,20 @@
 
 namespace jax_ub {
 
-// Returns all the work of a call that CheckCall has accepted. Ops that sum GEMMs over
-// ranks (matmul_reduce_scatter, matmul_all_reduce) require that all ranks are local.
+// Returns all work units of a call, which CheckCall must have accepted. If the op sums
+// GEMMs over ranks (matmul_reduce_scatter, matmul_all_reduce), all ranks must be in
+// this process.
 WorkList PlanDirect(const CallAttributes& attributes,
                     const RankCalls& calls,
                     const Workers& workers);
 
-// Returns the local GEMMs of all calls (LocalProducts) as one work list.
+// Returns the work units of LocalProducts for all calls.
 WorkList PlanProducts(const CallAttributes& attributes,
                       const std::vector<RankCall>& calls,
                       const Workers& workers);
 
-// Returns only the communication of a bulk op or of a plain collective.
+// Returns the work units of the collective, without GEMMs. The op must be a plain
+// collective, or a bulk op, whose GEMMs do not depend on its collective.
 WorkList PlanCommunication(const CallAttributes& attributes, const RankCalls& calls);
 
 }  // namespace jax_ub

@@ -46,8 +46,8 @@ void Engine::Submit(
     throw;
   }
   if (!collective) return;
-  // From here on, errors are reported through the completions of all ranks. An
-  // exception would reach only this rank.
+  // From here on, an error must fail all ranks through their completions. An exception
+  // would only reach the rank that arrived last.
   if (const std::shared_ptr<CallSequencer> sequencer = collective->sequencer) {
     BeginTrace(*collective, device);
     return sequencer->Enqueue(std::move(collective));
@@ -59,7 +59,7 @@ std::shared_ptr<CallSequencer> Engine::Join(
     std::shared_ptr<SharedMemoryCommunicator> communicator,
     std::vector<int64_t> devices,
     int generation) {
-  // The hooks may use `this`, because engines are never destroyed.
+  // The hooks may capture `this`, because an engine is never destroyed.
   auto sequencer = CallSequencer::Make(
       std::move(communicator), std::move(devices), generation, *pool_,
       {[this] { return rendezvous_->timeouts(); },
@@ -76,9 +76,9 @@ void Engine::Leave(const std::shared_ptr<CallSequencer>& sequencer) {
   sequencer->Close();
 }
 
-// Registers the call with the tracer, if it is enabled. Without memory, the call runs
-// untraced: all its ranks have joined, and an exception would lose them. `device` is used
-// only for a call that does not communicate.
+// Registers the call with the tracer, if tracing is enabled. If memory is exhausted,
+// the call is not traced: an exception here would leave ranks without a completion.
+// Only local calls use `device`.
 void Engine::BeginTrace(CollectiveCall& collective, int64_t device) noexcept try {
   if (!tracer_.enabled()) return;
   const CallAttributes& at = *collective.attributes;
@@ -113,14 +113,14 @@ void Engine::Execute(std::shared_ptr<CollectiveCall> collective,
       ExecuteDirect(collective, last_rank);
     }
   } catch (...) {
-    // The call has not started, so no other thread accesses the buffers.
+    // No thread accesses the buffers yet, so the ranks can complete with an error.
     Complete(*collective, std::current_exception(), last_rank);
   }
 }
 
-// Completing a rank runs the rest of its program, which may wait for another rank. Each
-// rank is therefore completed on a separate thread, except `here`, the rank of this
-// thread.
+// Completes all ranks. Completing a rank continues its program, which may wait for
+// another rank, so each rank needs its own thread. The rank with index `here` uses the
+// current thread.
 void Engine::Complete(const CollectiveCall& collective,
                       const std::exception_ptr& failure,
                       int here) noexcept {
@@ -156,14 +156,14 @@ void Engine::ExecuteDirect(const std::shared_ptr<CollectiveCall>& collective,
   pool_->Participate(MakeJob(
       std::move(work), [this, collective, last_rank](const std::exception_ptr& failure,
                                                      bool participated) {
-        // `participated` means that this is the thread that called Participate, which
-        // is the thread of the last rank to arrive. It can complete that rank itself.
+        // If `participated`, this thread called Participate for the last rank that
+        // arrived, so it can complete that rank itself.
         Complete(*collective, failure, participated ? last_rank : kNone);
       }));
 }
 
-// Peers access a rank's slots but never its buffers, so each rank completes
-// independently.
+// Ranks complete independently, because peers access only a rank's slots, never its
+// operands or results.
 void Engine::ExecuteSlots(const std::shared_ptr<CollectiveCall>& collective) {
   const SlotRequirements requirements = SlotRequirementsOf(*collective, *pool_);
   const auto communicator = std::make_shared<SlotPool::PooledCommunicator>(

@@ -31,16 +31,17 @@ class Engine {
   Engine(int num_threads, Timeouts timeouts);
   ~Engine() = delete;  // its threads never exit
 
-  // Submits a rank's call and returns without waiting for its peers. Invokes `done`
-  // when the results are written and no peer accesses this rank's buffers any more. If
-  // the call is small and this is its last rank, Submit itself computes it and invokes
-  // `done`. Throws if the call is rejected.
+  // Starts a rank's call and returns without waiting for its peers. Invokes `done`
+  // after the results are written, when no peer accesses this rank's buffers any more.
+  // The last rank of a small call computes it and invokes `done` before Submit returns.
+  // Throws if the call is rejected.
   void Submit(
       CallSite& site, int64_t run_id, int64_t device, RankCall call, Completion done);
 
-  // Creates a call sequencer, which from now on runs the calls of groups with these
-  // devices. `devices` are the devices of the communicator's ranks. Throws
-  // CommunicatorError if they already have a sequencer.
+  // Creates the call sequencer of a communicator between processes. From then on, it
+  // runs the calls of groups that consist of `devices`, the devices of the
+  // communicator's ranks. Throws CommunicatorError if these devices already have a
+  // sequencer.
   std::shared_ptr<CallSequencer> Join(
       std::shared_ptr<SharedMemoryCommunicator> communicator,
       std::vector<int64_t> devices,
@@ -48,7 +49,7 @@ class Engine {
   // Unregisters the sequencer and closes its communicator. Pending calls fail.
   void Leave(const std::shared_ptr<CallSequencer>& sequencer);
 
-  // Frees the slots that no call uses.
+  // Frees the slot memory that no call uses.
   void ReleaseSlots() { slots_.ReleaseFree(); }
 
   ThreadPool& pool() { return *pool_; }

@@ -16,15 +16,15 @@ namespace {
 
 constexpr int64_t kAlignment = 64;
 
-// Largest all-reduce without a second barrier: up to this size, the barrier would cost
-// more than adding everything in every process.
+// Largest all-reduce that uses a single barrier. Up to this size, a second barrier
+// costs more than adding all elements in every process.
 constexpr int64_t kSmallBytes = 64 << 10;
 
 int64_t Aligned(int64_t size_bytes) {
   return (size_bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// Returns the rows or elements of a process if all processes divide `size` of them.
+// Returns the part of `size` rows or elements that process number `process` reduces.
 RowRange RowsOfProcess(int64_t size, int process, int num_processes) {
   return {size * process / num_processes, size * (process + 1) / num_processes};
 }
@@ -41,7 +41,7 @@ bool IsSmall(const Tensor& result) {
   return result.num_elements() * SizeOf(DType::kF32) <= kSmallBytes;
 }
 
-// The state and the steps of ExecuteMultiProcess for one call.
+// The state of one call in ExecuteMultiProcess, with a function per step.
 class Execution {
  public:
   Execution(const MultiProcessCall& call,
@@ -73,8 +73,8 @@ class Execution {
  private:
   std::byte* buffer(int rank) const { return communicator_.buffer(rank, number_); }
 
-  // Returns the buffer that is used by the process as a whole: the buffer of its lowest
-  // rank.
+  // Returns the buffer in which a process stores results for its peers: the buffer of
+  // the process's lowest rank.
   std::byte* BufferOfProcess(int process) const { return buffer(LowestRank(process)); }
 
   int LowestRank(int process) const {
@@ -94,14 +94,15 @@ class Execution {
     RunWork(work, pool_);
   }
 
-  // The second barrier, after which the results of the peers are visible.
+  // Waits until all processes have written their sums, so that this process can read
+  // them.
   void SecondBarrier() {
     const TraceScope scope(trace_, TraceKind::kBarrier);
     communicator_.Barrier(number_, 1, WaitReason{at_.label, 0, timeout_s_});
   }
 
-  // Returns a call for each rank. The calls of ranks in other processes refer to the
-  // operands in the buffers of these ranks.
+  // Returns the calls of all ranks. The operands of ranks in other processes are in the
+  // shared buffers of these ranks.
   std::vector<RankCall> AllCalls() const {
     std::vector<RankCall> all(at_.num_ranks);
     const std::vector<size_t> communicated = CommunicatedOperands(at_, local_[0]);
@@ -123,8 +124,8 @@ class Execution {
     return all;
   }
 
-  // Copies the operands that peers read into the buffers. For a reduce-scatter, copies
-  // only the blocks that ranks of other processes receive.
+  // Copies the operands that peers read into the shared buffers. For a reduce-scatter,
+  // omits the blocks that local ranks receive.
   void Stage() {
     WorkList work;
     const bool scattered = info_.collective == CollectiveKind::kReduceScatter;
@@ -159,9 +160,8 @@ class Execution {
     }
   }
 
-  // Executes the op as in a single process, except that the shards of other processes'
-  // ranks are read from their buffers. Used for all calls for which Run has no special
-  // case.
+  // Executes the op as in a single process, but reads the shards of other processes
+  // from their shared buffers. Used for all ops without a special case in Run.
   void ReadInPlace() {
     Stage();
     std::optional<ConcurrentWork> products;
@@ -214,13 +214,17 @@ class Execution {
     Run(std::move(work));
   }
 
-  // Computes this process's partial sum into `to`.
+  // Computes the sum of x w over the local ranks, and stores it in `to`.
   void Multiply(ResultSegments to) {
     WorkList work;
     work.Add(PartialProduct(at_, local_, std::move(to)), pool_.workers());
     Run(std::move(work));
   }
 
+  // Divides the rows among the processes. Each process stores its sums after the partial
+  // sums in its buffer, and a second barrier makes them visible to the others:
+  //
+  //   buffer of process p | rows of p by process 0 | by process 1 | ... | sums of p
   void AllReduceProduct() {
     const Tensor& to = local_[0].results[0];
     const int64_t num_rows = to.batch * to.rows;
@@ -253,6 +257,7 @@ class Execution {
     CopyResults(sums_offset, num_rows, to.features * SizeOf(to.dtype));
   }
 
+  // Adds the partial sums of all rows in every process, which needs no second barrier.
   void AllReduceSmallProduct() {
     const Tensor& to = local_[0].results[0];
     ResultSegments y(DType::kF32);
@@ -265,10 +270,10 @@ class Execution {
     for (int p = 0; p < num_processes(); ++p) {
       sum.parts.push_back({BufferOfProcess(p), to.features, DType::kF32});
     }
-    // Bias and residual are equal on every rank, so the result is equal, too. It is
-    // computed once and copied to the other local ranks. A second sum might read a
-    // residual that the first one has overwritten, because a residual may share memory
-    // with its rank's result.
+    // Computes the result once and copies it to the other local ranks, since bias and
+    // residual are equal on all ranks. Adding them again for each rank would be wrong:
+    // a residual may share memory with the result of its rank, which has been
+    // overwritten.
     AddBiasAndResidual(at_, local_[0], 0, 0, sum.parts);
     sum.out = {to.data, to.features, to.dtype};
     RunOne(sum);
@@ -285,7 +290,7 @@ class Execution {
     Run(std::move(work));
   }
 
-  // Runs an all-reduce, in which each process sums its share of the elements.
+  // Runs an all-reduce. Each process sums a part of the elements.
   void AllReduce() {
     Stage();
     compare_signatures_();
@@ -307,8 +312,9 @@ class Execution {
     CopyResults(sums_offset, from.num_elements(), SizeOf(to.dtype));
   }
 
-  // Copies the shares of all processes, stored at `offset` of their buffers, into the
-  // results of the local ranks. All shares together have `size` units of `unit_bytes`.
+  // Copies the result of an all-reduce from the shared buffers to the results of the
+  // local ranks. Process p has summed its part of the `size` rows or elements of
+  // `unit_bytes` each, and stored it at `offset` in its buffer.
   void CopyResults(int64_t offset, int64_t size, int64_t unit_bytes) {
     WorkList work;
     for (int p = 0; p < num_processes(); ++p) {

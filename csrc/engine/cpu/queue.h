@@ -8,7 +8,8 @@
 
 namespace jax_ub {
 
-// Base class of T. An object is in at most one queue at a time.
+// Base class of the objects of type T in a queue. An object is in at most one queue at
+// a time.
 template <typename T>
 class Queued {
  private:
@@ -63,7 +64,7 @@ class Queue {
     --size_;
   }
 
-  // Returns the first object for which `is_meant` is true, or nullptr.
+  // Returns the first object that satisfies `is_meant`, or nullptr.
   template <typename Predicate>
   std::shared_ptr<T> Find(const Predicate& is_meant) const {
     const std::shared_ptr<T>* at = &first_;

@@ -7,7 +7,8 @@ namespace jax_ub {
 
 namespace {
 
-// Few calls use slots at the same time. Communicators beyond this number are freed.
+// The number of unused communicators that are kept. Few calls use slots at the same
+// time.
 constexpr size_t kMaxFree = 8;
 
 }  // namespace

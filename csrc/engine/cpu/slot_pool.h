@@ -13,7 +13,7 @@ namespace jax_ub {
 
 class SlotPool {
  public:
-  // Deleter that subtracts the freed memory from `size_bytes_`.
+  // Deletes a communicator and subtracts its size from the pool's `size_bytes_`.
   struct Delete {
     SlotPool* pool = nullptr;
     void operator()(InProcessCommunicator* communicator) const;
@@ -22,14 +22,15 @@ class SlotPool {
 
   SlotPool();
 
-  // Returns a communicator with at least `num_slots` slots of at least `slot_bytes`,
-  // for the exclusive use of one call.
+  // Returns a communicator with at least `num_slots` slots (receive buffers) of at
+  // least `slot_bytes` bytes per rank. No other call uses it until Release.
   PooledCommunicator Acquire(int num_ranks, int num_slots, int64_t slot_bytes);
-  // Returns a communicator to the pool after all ranks have completed the call. If a
-  // rank failed, destroy the communicator instead: its epochs no longer agree.
+  // Returns a communicator to the pool after all ranks have completed the call. After a
+  // failure, destroy the communicator instead, because the epochs (use counts) of its
+  // slots may differ between ranks.
   void Release(PooledCommunicator communicator) noexcept;
 
-  // Frees the communicators that no call uses.
+  // Frees all communicators that no call uses.
   void ReleaseFree();
 
   int64_t size_bytes() const;  // of all communicators that exist
@@ -39,7 +40,7 @@ class SlotPool {
   mutable std::mutex mutex_;  // guards the members below
   int64_t size_bytes_ = 0;
   int64_t peak_bytes_ = 0;
-  // Declared last, because destroying the communicators updates the counters above.
+  // Declared last, so that it is destroyed first: Delete updates the counters above.
   std::vector<PooledCommunicator> free_;
 };
 

@@ -41,20 +41,21 @@ void SlotRun::Start() {
 void SlotRun::RunAndWait() {
   Queue<BlockingTask> tasks = MakeTasks(num_ranks() - 1);
   if (gemms_) gemms_->Start();
-  // The code above may throw, because no rank has begun yet. The code below does not
-  // throw until all ranks have ended, because they use the caller's objects.
+  // Up to here, an exception is harmless, because no rank has begun. From here on,
+  // nothing may throw until all ranks have ended, because they use objects of the
+  // caller.
   pool_.SubmitBlocking(std::move(tasks));
-  // This thread runs a rank, too. At the system's limit of threads, more ranks may be
-  // left after that. The ranks that waited for them have failed, and these ranks must
-  // end as well.
+  // The current thread runs ranks, too. If the system limits the number of threads,
+  // ranks may be left that no thread has begun. Their peers have failed by then, so
+  // these ranks fail as well.
   while (next_.load() < num_ranks()) RunNextRank();
   std::unique_lock lock(mutex_);
   all_ended_.wait(lock, [&] { return num_left_ == 0; });
   if (failure_) std::rethrow_exception(failure_);
 }
 
-// Allocates the tasks of all ranks before the first one is submitted, because ranks
-// wait for each other: a rank without a task would block the others.
+// Allocates the tasks of all ranks before any rank begins. A rank whose task cannot be
+// allocated would block the ranks that wait for it.
 Queue<BlockingTask> SlotRun::MakeTasks(size_t num_tasks) {
   Queue<BlockingTask> tasks;
   for (size_t i = 0; i < num_tasks; ++i) {
@@ -82,8 +83,8 @@ void SlotRun::RunNextRank() noexcept {
   if (hooks_.done) hooks_.done(i, failure, is_last);
 }
 
-// Returns the exception that `body` throws, or nullptr. Reports only the first
-// exception of all ranks to hooks_.fail.
+// Runs `body` and returns its exception, or nullptr. Passes only the first exception of
+// all ranks to hooks_.fail.
 template <typename Body>
 std::exception_ptr SlotRun::Try(const Body& body) noexcept {
   try {

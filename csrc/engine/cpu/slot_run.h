@@ -19,26 +19,25 @@
 
 namespace jax_ub {
 
-// Returns the slots that the call needs. Throws UnsupportedError if the op does not
-// support the method.
+// Returns the number and size of the slots (receive buffers) that the call needs.
+// Throws UnsupportedError if the op does not support the method.
 SlotRequirements SlotRequirementsOf(const CollectiveCall& collective, ThreadPool& pool);
 
 class SlotRun : public std::enable_shared_from_this<SlotRun> {
  public:
-  // Callbacks of the owner of the run. They are called on any thread, while a rank
-  // runs. The last one is `done` of the last rank. If there is no `done`, none is
-  // called after RunAndWait has returned. So hooks may refer to objects that are
-  // destroyed then.
+  // Callbacks to the owner of the run. A rank calls them from its own thread. The last
+  // callback is `done` of the last rank. If `done` is empty, none is called after
+  // RunAndWait has returned, so that they may use objects of its caller.
   struct Hooks {
-    // Returns the transport through which calls[i] exchanges data with its peers.
+    // Returns the transport that exchanges the data of calls[i] with its peers.
     std::function<Transport&(size_t i)> transport;
-    // Returns the failure that ends all waits of the transports, or nullptr.
+    // Returns the error that ends all waits of the transports, or nullptr.
     std::function<std::exception_ptr()> poison;
-    // Called for the first failure of a rank or of a bulk op's GEMMs. Must end the waits
-    // of the other ranks.
+    // Receives the first error of a rank or of the concurrent GEMMs of a bulk op. Must
+    // end the waits of the other ranks.
     std::function<void(const std::exception_ptr& reason)> fail;
-    // Called when calls[i] has ended, with its failure or nullptr. Must not throw. May
-    // be empty.
+    // Called when calls[i] has ended, with its error or nullptr. Must not throw. May be
+    // empty.
     std::function<void(size_t i, const std::exception_ptr& failure, bool is_last)> done;
   };
 
@@ -48,14 +47,14 @@ class SlotRun : public std::enable_shared_from_this<SlotRun> {
           ThreadPool& pool,
           Hooks hooks);
 
-  // Starts all ranks, or throws std::bad_alloc and starts none. If the op is bulk, the
-  // calling thread also runs units of its GEMMs, which do not depend on the
-  // communication of the ranks. Never blocks.
+  // Starts all ranks and returns without waiting for them. If it throws std::bad_alloc,
+  // no rank has started. If the op is bulk, the calling thread first computes GEMM
+  // units, which do not depend on the communication.
   void Start();
 
-  // Runs all ranks and waits for them, or throws std::bad_alloc and runs none. The
-  // calling thread must be allowed to block: it runs the ranks that find no other
-  // thread. Rethrows the first failure.
+  // Runs all ranks and waits for them. If it throws std::bad_alloc, none has run. The
+  // calling thread must be allowed to block: it runs ranks for which there is no other
+  // thread. Rethrows the first error.
   void RunAndWait();
 
  private:

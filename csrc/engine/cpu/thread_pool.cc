@@ -11,13 +11,12 @@ namespace jax_ub {
 
 namespace {
 
-// The number of polls before an idle thread sleeps: long enough for the next call in a
-// chain of small calls. Every poll yields the core. With more polls, idle threads of
-// two processes would keep yielding to each other, which slows down the threads that
-// work.
+// The number of polls before an idle thread sleeps, enough to bridge the gaps in a
+// sequence of small calls. Every poll yields the core. With more polls, idle threads of
+// several processes would yield to each other and slow down the computing threads.
 constexpr int kIdleSpins = 5;
-// The number of sleeping threads that a thread wakes before it starts to work. These
-// wake others in turn.
+// The number of sleeping threads that a thread wakes before it starts to work. Each of
+// them wakes further threads.
 constexpr int kMaxWakes = 2;
 
 }  // namespace
@@ -69,7 +68,7 @@ struct ThreadPool::Worker {
   Worker* next = nullptr;  // guarded by ThreadPool::mutex_
 };
 
-// Lends scratch memory of the pool to a thread that does not belong to the pool.
+// Scratch memory that a thread outside the pool borrows from the pool.
 class ThreadPool::ScratchLoan {
  public:
   explicit ScratchLoan(ThreadPool& pool) : pool_(pool) {
@@ -84,7 +83,7 @@ class ThreadPool::ScratchLoan {
       std::lock_guard lock(pool_.mutex_);
       pool_.scratches_.push_back(std::move(scratch_));
     } catch (...) {
-      // There is no memory for an entry in the list of free scratch, so the scratch is
+      // There is no memory to extend the list of free scratch memory, so this one is
       // freed.
       pool_.scratch_bytes_ -= size_bytes;
     }
@@ -127,12 +126,12 @@ void ThreadPool::set_num_threads(int num_threads, const std::vector<int>& cores)
   num_threads_.store(std::max(num_threads, 1), std::memory_order_relaxed);
 }
 
-// Returns the number of threads that would find work.
+// Returns how many threads the queued work could use.
 int64_t ThreadPool::NumWanted() const {
   int64_t wanted = runs_.size();
   int64_t places = num_workers() - num_in_jobs_;
   jobs_.Find([&](const ParallelJob& job) {
-    // Even a job without units needs one worker, which finishes it.
+    // A job without units still needs one worker, which calls its Finish.
     const int64_t least = job.num_workers_ == 0 ? 1 : 0;
     const int64_t left = std::min<int64_t>(job.num_units_ - job.next_unit_.load(),
                                            job.max_workers_ - job.num_workers_);
@@ -145,9 +144,8 @@ int64_t ThreadPool::NumWanted() const {
   return wanted;
 }
 
-// Ensures that there is a thread for every queued BlockingTask, and that every job gets
-// as many threads as it can use. Wakes up to kMaxWakes threads, which wake further
-// threads.
+// Wakes or starts threads until every queued BlockingTask has one and every job has as
+// many as it can use. Wakes at most kMaxWakes threads itself; they wake the others.
 bool ThreadPool::WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept {
   const int64_t num_wanted = NumWanted();
   if (num_wanted == 0) {
@@ -175,7 +173,7 @@ bool ThreadPool::WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept {
   if (spinning && to_compute) core_affinity_.AssignIdleCores(spinning->thread);
   while (called != nullptr) {
     Worker* const worker = called;
-    // Read before waking it, because the woken thread may sleep again.
+    // Reads `next` before waking the worker, which changes it when it sleeps again.
     called = worker->next;
     if (to_compute) core_affinity_.AssignIdleCores(worker->thread);
     worker->Wake();
@@ -183,9 +181,9 @@ bool ThreadPool::WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept {
   try {
     for (; num_new > 0; --num_new) StartThread([this] { Loop(); }, signal_mask_);
   } catch (...) {
-    // The system is out of threads or memory, so the existing threads must do the work.
-    // One of them may have gone to sleep because it counted on the threads that failed
-    // to start.
+    // No thread can be started, because the system limits threads or memory, so the
+    // existing threads must do the work. One of them may have gone to sleep since
+    // `num_waking_` counted the threads that were to start.
     lock.lock();
     num_waking_ -= num_new;
     if (asleep_ != nullptr) return WakeWorkers(lock);
@@ -195,8 +193,8 @@ bool ThreadPool::WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept {
   return true;
 }
 
-// Ensures that queued jobs run although this thread is about to leave or to block.
-// Wakes workers; if none can be woken, runs the jobs itself, since jobs never block.
+// Ensures that queued jobs run although this thread is about to exit or block. If no
+// worker can be woken or started, runs the jobs itself, since they never block.
 void ThreadPool::RunLeftoverJobs(std::unique_lock<std::mutex>& lock) noexcept {
   while (!WakeWorkers(lock)) {
     {
@@ -242,7 +240,7 @@ void ThreadPool::Participate(std::shared_ptr<ParallelJob> job) noexcept {
   lock.unlock();
   std::exception_ptr failure;
   {
-    // Reserve the core first, so that woken workers avoid it.
+    // Reserves the core before waking workers, so that they avoid it.
     const CoreAffinity::ScopedCore core(core_affinity_, CoreAffinity::Who::kCaller,
                                         num_workers());
     lock.lock();
@@ -263,8 +261,8 @@ void ThreadPool::RunInline(ParallelJob& job) noexcept {
   job.Finish(true);
 }
 
-// Runs units of the job until none is left to begin. The caller is already counted as a
-// worker of the job. `unit` is its first unit.
+// Runs units of the job, starting with `unit`, until no unit is left to begin. The
+// calling thread is already counted in num_workers_.
 std::exception_ptr ThreadPool::RunUnits(ParallelJob& job,
                                         int64_t unit,
                                         Scratch& scratch) noexcept {
@@ -319,7 +317,8 @@ void ThreadPool::RunJob(std::unique_lock<std::mutex>& lock,
   LeaveJob(job, failure, false);
 }
 
-// A job without units also needs a worker, which finishes it.
+// Returns a job that another worker may join, or nullptr. A job without units needs a
+// worker, too, which calls its Finish.
 std::shared_ptr<ParallelJob> ThreadPool::FindJob() const {
   if (num_in_jobs_ >= num_workers()) return nullptr;
   return jobs_.Find([](const ParallelJob& job) {
@@ -330,8 +329,8 @@ std::shared_ptr<ParallelJob> ThreadPool::FindJob() const {
 
 bool ThreadPool::HasWork() const { return !runs_.empty() || FindJob() != nullptr; }
 
-// Spins briefly, then sleeps, until there is work. The lock is held on entry and exit.
-// Only one thread spins at a time: more would take cores from the threads that work.
+// Polls briefly for work, then sleeps. `lock` is held on entry and exit. Only one
+// thread polls at a time, because more would take cores from the computing threads.
 void ThreadPool::WaitForWork(std::unique_lock<std::mutex>& lock,
                              Worker& worker) noexcept {
   while (!HasWork()) {

@@ -35,35 +35,35 @@
 
 namespace jax_ub {
 
-// The estimated run time below which work runs on the calling thread, because waking
-// another thread costs as much.
+// Work that takes less than this (in microseconds, on one thread) runs on the calling
+// thread, because waking another thread costs as much.
 inline constexpr double kMaxInlineUs = 50;
-// The minimum work for each woken thread, in microseconds of one thread.
+// A thread is woken only if there is at least this much work for it, in microseconds.
 inline constexpr double kGrainUs = kMaxInlineUs / 2;
 
-// Returns the number of threads to use for work that takes one thread `estimated_us`,
-// so that each gets at least kGrainUs of work.
+// Returns how many threads to use for work that takes `estimated_us` on one thread, so
+// that each thread gets at least kGrainUs of work.
 int WorkersFor(double estimated_us);
 
-// Independent units of work, which the pool's threads run in any order, and a function
+// Independent work units, which threads of the pool run in any order, and a function
 // that runs after the last unit.
 class ParallelJob : public Queued<ParallelJob> {
  public:
-  // After a unit throws, units that have not begun are skipped.
+  // Runs one unit. If it throws, units that have not begun are skipped.
   using RunUnit = std::function<void(int64_t unit, Scratch& scratch)>;
   // Called once, by the last thread that leaves the job. `participated` says whether
-  // this is the thread that called Participate or RunInline. Must not throw.
+  // that thread called Participate or RunInline. Must not throw.
   using Done =
       std::function<void(const std::exception_ptr& failure, bool participated)>;
 
   // `estimated_us` is the run time on one thread. At most WorkersFor(estimated_us)
-  // threads take part. A job with `done` cannot be waited for.
+  // threads run the job. A job with `done` must not be waited for.
   ParallelJob(int64_t num_units,
               RunUnit run_unit,
               double estimated_us = std::numeric_limits<double>::infinity(),
               Done done = nullptr);
 
-  // Waits for all units. Rethrows the exception of a unit.
+  // Waits until all units have ended. Rethrows an exception of a unit.
   void Wait();
 
  private:
@@ -77,7 +77,7 @@ class ParallelJob : public Queued<ParallelJob> {
   const Done done_;
   std::atomic<int64_t> next_unit_{0};
 
-  // Guarded by ThreadPool::mutex_, and final once the last worker has left.
+  // Guarded by ThreadPool::mutex_. They do not change after the last worker has left.
   int num_workers_ = 0;
   bool is_exhausted_ = false;
   std::exception_ptr failure_;
@@ -87,55 +87,54 @@ class ParallelJob : public Queued<ParallelJob> {
   bool is_finished_ = false;
 };
 
-// Returns the failure of a call whose runs wait for each other. If it is a
-// DeadlineError and only `num_begun` of `num_runs` runs got a thread, the message says
-// so.
+// Returns the failure of a call whose tasks wait for each other. If it is a
+// DeadlineError, and there were threads for only `num_begun` of the `num_runs` tasks,
+// adds this to the message.
 std::exception_ptr AddThreadShortage(const std::exception_ptr& failure,
                                      int num_begun,
                                      int num_runs) noexcept;
 
 class ThreadPool {
  public:
-  // At most `num_cores` threads compute at a time. Throws SystemError if the first
-  // thread cannot be started.
+  // Starts the first thread. At most `num_cores` threads compute at a time. Throws
+  // SystemError if the thread cannot be started.
   explicit ThreadPool(int num_threads, int num_cores = NumAllowedCores());
   ~ThreadPool() = delete;  // its threads never exit
 
-  // Queues blocking tasks, and starts them in the order of the queue.
+  // Queues tasks that may block. The pool starts them in this order.
   void SubmitBlocking(Queue<BlockingTask> runs) noexcept;
   void SubmitBlocking(std::shared_ptr<BlockingTask> run) noexcept;
   void SubmitBlocking(std::function<void()> run);  // throws std::bad_alloc
 
-  // Queues the job, wakes workers and, if fewer than num_workers() threads are in jobs,
-  // runs units on the calling thread too. Returns when no unit is left to begin; other
-  // threads may still be running units. Call it once per job.
+  // Queues the job, and wakes workers. Unless num_workers() threads already compute,
+  // the calling thread runs units, too. Returns when no unit is left to begin; other
+  // threads may still be running units. Must be called at most once per job.
   void Participate(std::shared_ptr<ParallelJob> job) noexcept;
 
-  // Runs all units of a job on the calling thread, which is cheaper than waking
-  // workers.
+  // Runs all units on the calling thread, which is cheaper than waking workers.
   void RunInline(ParallelJob& job) noexcept;
 
-  // Runs the units and waits for them: all on the calling thread if they take less than
-  // kMaxInlineUs, otherwise by Participate. The calling thread must be allowed to
-  // block. Rethrows the exception of a unit.
+  // Runs the units and waits for them. Runs them on the calling thread if they take
+  // less than kMaxInlineUs, otherwise as Participate does. The calling thread must be
+  // allowed to block. Rethrows an exception of a unit.
   void ParallelFor(int64_t num_units,
                    ParallelJob::RunUnit run_unit,
                    double estimated_us = std::numeric_limits<double>::infinity());
 
-  // Sets how many threads compute at a time. `cores` are the cores to compute on;
-  // empty: all cores that the threads may run on.
+  // Sets how many threads compute at a time, and on which cores. Empty `cores`: all
+  // cores on which the threads may run.
   void set_num_threads(int num_threads, const std::vector<int>& cores = {});
   std::vector<int> cpu_set() const { return core_affinity_.cpu_set(); }
   int num_threads() const { return num_threads_.load(std::memory_order_relaxed); }
-  // Returns the number of threads that compute at a time. More threads than cores would
-  // only take turns.
+  // Returns how many threads compute at a time. It does not exceed the number of cores,
+  // because more threads would only take turns.
   int num_workers() const { return std::min(num_threads(), num_cores_); }
 
-  // Returns the workers to pass to PlanGemm, so that it plans for this pool.
+  // Returns what PlanGemm needs to know about this pool.
   Workers workers() { return {num_workers(), &blockings_}; }
   const BlockingCache& blockings() const { return blockings_; }
 
-  // Returns the bytes that all threads together hold for packed GEMM operands.
+  // Returns the size of the memory in which the pool's threads pack GEMM operands.
   int64_t scratch_bytes() const { return scratch_bytes_.load(); }
 
  private:
@@ -149,11 +148,11 @@ class ThreadPool {
   void LeaveJob(const std::shared_ptr<ParallelJob>& job,
                 const std::exception_ptr& failure,
                 bool participated) noexcept;
-  // Wake threads for the queued work; both unlock `lock`. WakeWorkers returns false if
-  // work is left, no thread is idle and none can be started.
+  // Wake threads for the queued work, and unlock `lock`. WakeWorkers returns false if
+  // work is left for which no thread is idle and none can be started.
   bool WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept;
   void RunLeftoverJobs(std::unique_lock<std::mutex>& lock) noexcept;
-  // `self` is null for a thread that does not belong to the pool.
+  // `self` is null if the calling thread does not belong to the pool.
   void RunJob(std::unique_lock<std::mutex>& lock,
               const std::shared_ptr<ParallelJob>& job,
               Scratch& scratch,
@@ -163,18 +162,19 @@ class ThreadPool {
   bool HasWork() const;
   void WaitForWork(std::unique_lock<std::mutex>& lock, Worker& member) noexcept;
 
-  // Signal mask of every thread, independent of the starting thread.
+  // Signal mask of all threads of the pool, taken from the thread that creates the
+  // pool.
   const SignalMask signal_mask_;
   const int num_cores_;
   std::atomic<int> num_threads_;
   std::atomic<int64_t> scratch_bytes_{0};
   BlockingCache blockings_;
 
-  // Guards the members below; no system call is made while it is held.
+  // Guards the members below. No system call is made while it is held.
   mutable std::mutex mutex_;
   Queue<BlockingTask> runs_;
   Queue<ParallelJob> jobs_;
-  // The idle threads. Each is counted in exactly one of these:
+  // Idle threads. Each idle thread is counted in exactly one of these members.
   Worker* spinning_ = nullptr;  // polls the queues; needs no wake-up
   int num_waking_ = 0;          // woken or being started, not running yet
   Worker* asleep_ = nullptr;    // linked list; the last to fall asleep first

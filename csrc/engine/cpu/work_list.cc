@@ -10,12 +10,11 @@ namespace jax_ub {
 
 namespace {
 
-// Size of a copy or sum unit: some tens of microseconds.
+// Size of a work unit that copies or sums. It takes some tens of microseconds.
 constexpr int64_t kUnitBytes = 256 << 10;
 constexpr int64_t kUnitElements = 32 << 10;
 
-// The throughput of copies and sums on one thread: a low estimate for an average
-// machine.
+// Throughput of copies and sums on one thread, estimated low.
 constexpr double kCopyBytesPerUs = 5e3;
 constexpr double kSumBytesPerUs = 3e3;
 
@@ -158,8 +157,8 @@ ConcurrentWork::~ConcurrentWork() {
   try {
     job_->Wait();
   } catch (...) {
-    // The exception is dropped: an earlier Wait has reported it, or another error has
-    // already ended the caller.
+    // Ignores the exception. Either Wait has reported it, or the caller already ends
+    // with another error.
   }
 }
 

@@ -41,7 +41,8 @@ struct MatrixSum {
 
 class WorkList {
  public:
-  // Adds a GEMM, divided into units for as many of the `workers` as its size justifies.
+  // Adds a GEMM. Divides it into units for as many of the `workers` as its size
+  // justifies.
   void Add(GemmProblem problem, const Workers& workers);
   void Add(Copy copy);
   void Add(const Sum& sum);
@@ -52,23 +53,23 @@ class WorkList {
   int64_t num_units() const;
   void Run(int64_t unit, Scratch& scratch) const;
 
-  // Sets the call and the schedule step to which the trace assigns the units.
+  // Sets the call and schedule step under which the units appear in a trace.
   void set_trace(const TraceContext& context, const Step& step) {
     trace_ = context;
     step_ = step;
   }
 
-  // Returns a rough estimate of the run time on one thread, which only decides whether
-  // it is worth waking other threads.
+  // Returns a rough estimate of the run time on one thread, by which the pool decides
+  // how many threads to wake.
   double estimated_us() const { return estimated_us_; }
 
  private:
   std::vector<std::unique_ptr<GemmPlan>> plans_;
-  // The ends of the plans' units: plan i has units [plan_ends_[i - 1], plan_ends_[i]).
+  // Plan i has the units [plan_ends_[i - 1], plan_ends_[i]).
   std::vector<int64_t> plan_ends_;
-  // Copies and sums. A unit may contain several: copy unit i has the copies
-  // [copy_ends_[i - 1], copy_ends_[i]), and sum unit i likewise. The list numbers the
-  // units of the plans first, then the copy units, the sum units and matrix_sums_.
+  // Copies and sums. One unit may contain several of them: copy unit i consists of the
+  // copies [copy_ends_[i - 1], copy_ends_[i]), and likewise for sums. Units are
+  // numbered in the order: units of the plans, copy units, sum units, matrix_sums_.
   std::vector<Copy> copies_;
   std::vector<size_t> copy_ends_;
   std::vector<Sum> sums_;
@@ -81,30 +82,30 @@ class WorkList {
   Step step_;
 };
 
-// Returns a ParallelJob with one unit per unit of `work`, which it keeps alive.
+// Returns a job for the thread pool that runs the units of `work` and owns it.
 std::shared_ptr<ParallelJob> MakeJob(WorkList work, ParallelJob::Done done = nullptr);
 
-// Runs the work and waits for it. The calling thread must be allowed to block.
+// Runs all units and waits for them. The calling thread must be allowed to block.
 void RunWork(const WorkList& work, ThreadPool& pool);
 
-// The GEMMs of a bulk op, which run concurrently with the communication. Each rank
-// calls Wait after its communication, on a thread that is allowed to block.
+// GEMMs that run concurrently with the communication of a bulk op. Each rank calls Wait
+// after its communication, on a thread that is allowed to block.
 class ConcurrentWork {
  public:
   ConcurrentWork(WorkList work, ThreadPool& pool);
-  // Waits for work that has begun, ignoring its exceptions. Prevents other work from
-  // beginning.
+  // Waits for units that have begun, and ignores their exceptions. Units that have not
+  // begun are skipped.
   ~ConcurrentWork();
   ConcurrentWork(const ConcurrentWork&) = delete;
   ConcurrentWork& operator=(const ConcurrentWork&) = delete;
 
-  // Queues the work, so that a thread of the pool begins it.
+  // Queues the work. A thread of the pool begins it.
   void Start();
-  // Begins the work, unless another thread has begun it. Returns when no unit is left
-  // to begin.
+  // Runs units on the calling thread, unless another thread has already begun the work.
+  // Returns when no unit is left to begin.
   void Participate() noexcept;
-  // Waits for the work, and begins it if no other thread has, as at the system's limit
-  // of threads. Rethrows the exception of a unit.
+  // Waits for all units. Begins them if no other thread has, which happens if the
+  // system limits the number of threads. Rethrows an exception of a unit.
   void Wait();
 
  private:

@@ -6,8 +6,8 @@ namespace jax_ub {
 
 namespace {
 
-// The default number of splits of a reduction, as in Transformer Engine's pipelined
-// reduce-scatter.
+// Default number of splits of a reduction, equal to Transformer Engine's for its
+// pipelined reduce-scatter.
 constexpr int kDefaultSplits = 4;
 
 }  // namespace

@@ -15,8 +15,8 @@ struct DeviceBytes {
   int64_t size_bytes = 0;
 };
 
-// Layout of a call's workspace: the scratch memory of each lane's GEMMs, then the
-// tensors in the order of their allocation.
+// Layout of a call's workspace: scratch memory for the GEMMs of each lane, then the
+// allocated tensors in order.
 struct WorkspacePlan {
   static constexpr int64_t kAlignment = 256;
   static constexpr int64_t Align(int64_t bytes) {
@@ -27,7 +27,7 @@ struct WorkspacePlan {
   int64_t tensor_bytes = 0;
   int num_events = 0;
 
-  // Returns the bytes to request from XLA, including padding for alignment.
+  // Returns the size of the workspace to request from XLA, with padding for alignment.
   int64_t size_bytes() const;
 };
 
@@ -35,14 +35,14 @@ class CudaDevice : public Device {
  public:
   bool enqueues() const override { return true; }
 
-  // Returns x's dtype for a single GEMM, because rounding its partial sums hardly
-  // affects the sum over the ranks; f16 or bf16 if x is FP8. Returns f32 if several
-  // GEMMs are summed or nothing is sent.
+  // Returns the dtype of x if one GEMM computes the partial sum, because rounding it
+  // hardly affects the sum over the ranks (f16 or bf16 if x is FP8). Returns f32 if a
+  // sum of several GEMMs is sent, or if nothing is sent.
   DType PartialDType(const CallAttributes& attributes,
                      const RankCall& call) const override;
 
-  // Returns 1 split per chunk for gathers, because smaller GEMMs would lose more time
-  // than more overlap saves.
+  // Returns one split per chunk for gathers. With more, smaller GEMMs would lose more
+  // time than the additional overlap saves.
   int DefaultSplits(CollectiveKind collective) const override;
 };
 

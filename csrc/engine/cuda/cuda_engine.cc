@@ -25,9 +25,9 @@ bool IsAddedTo(const CallAttributes& at, size_t operand, size_t result) {
   return at.has_residual && operand == FirstResidual(at) + result;
 }
 
-// Throws UnsupportedError if a result overlaps an operand that is not added to it.
-// XLA's dynamic slice fusion may make an operand and a result the same slice of one
-// array, whatever the call does with them.
+// Throws UnsupportedError if a result overlaps an operand, unless the call adds the
+// operand to it. XLA's dynamic slice fusion may give an operand and a result the same
+// memory without checking whether the call supports that.
 void CheckNoOverlap(const CallAttributes& at, const RankCall& call) {
   for (size_t r = 0; r < call.results.size(); ++r) {
     const Tensor& result = call.results[r];
@@ -65,8 +65,8 @@ CudaCallSite::CudaCallSite(CallAttributes attributes)
 CudaEngine::CudaEngine(const Driver& driver, const CublasLt& library, double timeout_s)
     : driver_(driver), library_(library), timeout_s_(timeout_s) {}
 
-// Returns the largest workspace of all ranks. The ranks run the same GEMMs on different
-// lanes, so their workspaces may differ in size.
+// Returns the size of the largest workspace of all ranks. The workspaces differ because
+// ranks run the same GEMMs on different lanes.
 int64_t CudaEngine::WorkspaceBytes(const CallAttributes& at, const RankCall& call) {
   CheckRunsOnCuda(at);
   CheckCall(at, call);
@@ -187,15 +187,14 @@ void CudaEngine::Enqueue(CudaCallSite& site,
   } catch (const ShapeError&) {
     throw;  // the workspace is too small, on all ranks
   } catch (...) {
-    // The call was enqueued in part or not at all, and the peers would wait for the
-    // rest.
+    // The call is incomplete, so the peers would wait for it: fail the communicator.
     binding.communicator->Poison(std::current_exception());
     throw;
   }
 }
 
-// Enqueues the call on the lanes. Requires that the context is current, and that the
-// caller holds Gpu::mutex(), so that no other call uses the lanes.
+// Enqueues the call on the GPU's lanes (streams). Requires that the context is current
+// and that the caller holds Gpu::mutex(), because calls use the lanes one at a time.
 void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
                                 const Preparation& preparation,
                                 const CudaCallSite::Binding& binding,
@@ -205,8 +204,8 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
   const CallAttributes& at = site.attributes_;
   Gpu& gpu = *preparation.gpu;
   const CallPlan& plan = preparation.plan;
-  // If a program was lowered elsewhere, its workspace may be smaller than planned here.
-  // Its size is the same on all ranks, so all ranks make the same choice.
+  // A program that was lowered elsewhere may have a smaller workspace than planned
+  // here. All ranks have the same workspace size, so all choose the same algorithm.
   const bool by_multicast =
       binding.communicator && binding.communicator->has_multicast() &&
       preparation.by_multicast &&
@@ -241,7 +240,8 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
     }
     device.Join();
   } catch (...) {
-    // XLA's stream must wait for the enqueued work, which uses XLA's buffers.
+    // Even after an error, XLA's stream must wait for the work that was enqueued,
+    // because it uses XLA's buffers.
     device.Gather();
     device.Join();
     throw;
@@ -325,7 +325,7 @@ void CudaEngine::Join(std::shared_ptr<CudaCommunicator> communicator,
 }
 
 void CudaEngine::Leave(const std::shared_ptr<CudaCommunicator>& communicator) {
-  // A thread of the parent process may have held the locks below at the fork.
+  // In a forked child, a thread of the parent may have held the locks below.
   if (communicator->IsForkedChild()) return;
   communicator->RejectCalls();
   std::vector<Gpu*> gpus;
@@ -336,15 +336,15 @@ void CudaEngine::Leave(const std::shared_ptr<CudaCommunicator>& communicator) {
     });
     for (const auto& [ordinal, gpu] : gpus_) gpus.push_back(gpu.get());
   }
-  // Locking each GPU waits for calls that are being enqueued. Other calls continue
-  // while Close waits for its peers.
+  // Locks each GPU once, to wait for calls that are being enqueued on it. Other calls
+  // may continue while Close waits for the peers.
   for (Gpu* const gpu : gpus) std::lock_guard(gpu->mutex());
   communicator->Close();
 }
 
 void CudaEngine::ReleaseInProcess() {
-  // Communicators to destroy after the lock is released, because destroying them waits
-  // for the devices.
+  // Destroyed after `lock` is released, because destroying a communicator waits for its
+  // devices.
   std::map<std::vector<int>, std::shared_ptr<CudaCommunicator>> released;
   std::lock_guard lock(mutex_);
   released.swap(in_process_);

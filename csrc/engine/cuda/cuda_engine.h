@@ -30,11 +30,11 @@
 
 namespace jax_ub {
 
-// One custom call of one compiled program, on all devices of this process.
+// One custom call of a compiled program, on all devices of this process.
 class CudaCallSite {
  public:
-  // Throws std::invalid_argument if the attributes are invalid for every op, and
-  // UnsupportedError if GPUs do not support them.
+  // Throws std::invalid_argument if no op accepts the attributes, and UnsupportedError
+  // if GPUs do not support them.
   explicit CudaCallSite(CallAttributes attributes);
 
   const CallAttributes& attributes() const { return attributes_; }
@@ -51,35 +51,36 @@ class CudaCallSite {
   // What Initialize prepares for a call on one device: plans, options and memory.
   struct Preparation {
     DeviceRank device_rank;
-    // The alignments of the operands and results for which the GEMMs were planned.
+    // The alignments of operands and results for which the GEMMs were planned.
     std::vector<int> alignments;
     uint32_t tag = 0;  // GpuCallSignature::tag, if it has peers
     CallPlan plan;
-    // The plan of a multicast reduction, if the call can be reduced by multicast.
+    // Workspace for reducing by multicast. Empty if the call cannot be reduced so.
     std::optional<WorkspacePlan> by_multicast;
     GemmOptions options;
     Gpu* gpu = nullptr;
   };
-  // The communicator of a group. Captured graphs contain its addresses, so it may be
-  // replaced only while nothing has been captured.
+  // The communicator of a group. Captured graphs contain its addresses, so it is not
+  // replaced after a capture.
   struct Binding {
     std::shared_ptr<CudaCommunicator> communicator;
     uint32_t number = 0;  // the communicator's number of the call site
     bool captured = false;
-    // The error of the last attempt to bind a communicator, and the ranks to which it
-    // has been thrown.
+    // The error of the last attempt to bind a communicator, and the ranks that have
+    // reported it.
     std::exception_ptr rejection;
     std::set<int> notified_ranks;
   };
 
   const CallAttributes attributes_;
-  // Maps device ids to group * P + rank, as returned by FlatRankOfDevice.
+  // Maps a device id to group * num_ranks + rank.
   const std::unordered_map<int64_t, size_t> flat_ranks_;
   std::mutex mutex_;  // guards the members below
   std::map<int, std::shared_ptr<const Preparation>> preparations_;  // by device ordinal
   std::map<int, Binding> bindings_;                                 // by group
   std::map<int, FirstRun> first_runs_;                              // by group
-  // Keyed by device ordinal: the communicator that has received this rank's signature.
+  // Keyed by device ordinal: the communicator to whose peers this rank has sent its
+  // signature of the call.
   std::map<int, std::weak_ptr<CudaCommunicator>> declared_;
   std::string name_;  // the same in every process that runs the call site
 };
@@ -92,57 +93,57 @@ struct CudaCounters {
 
 class CudaEngine {
  public:
-  // `driver` and `library` must outlive the engine. Does not access any device.
+  // `driver` and `library` must outlive the engine. The constructor accesses no device.
   CudaEngine(const Driver& driver, const CublasLt& library, double timeout_s);
 
-  // Returns the workspace size of a call: the maximum over all ranks. Python calls it
-  // when it lowers a call, with tensors that have no data. Needs no device.
+  // Returns the size of a call's workspace, the maximum over all ranks. Python calls
+  // this when it lowers a call, with tensors that have no data. Needs no device.
   static int64_t WorkspaceBytes(const CallAttributes& attributes, const RankCall& call);
 
   // Finds or creates the communicator, plans the GEMMs and loads the kernels. Cheap if
-  // nothing has changed. Rethrows the error of an earlier call of the communicator. On
-  // first use it declares this rank's signature of the call to the peers, or the reason
-  // why this rank rejects the call; the communicator fails if the signatures differ.
-  // Does not wait for peers.
+  // nothing has changed. Does not wait for peers. Rethrows the error of a failed
+  // communicator.
+  // On first use, sends this rank's signature of the call to the peers, or the reason
+  // why this rank rejects the call. If the signatures of the ranks differ, the
+  // communicator fails.
   void Initialize(CudaCallSite& site, int ordinal, const RankCall& call);
-  // Enqueues the call. Allocates no device memory and does not wait. The host cannot
-  // read the value that `call.partition` will have when the call runs, so the device
-  // checks that it is the partition id of the rank's device. If it is not, the call
-  // fails on all ranks.
+  // Enqueues the call. Allocates no device memory and does not wait. `call.partition`
+  // is in device memory, so a kernel checks that it has the expected value. If it does
+  // not, the call fails on all ranks.
   void Execute(CudaCallSite& site,
                int ordinal,
                CUstream stream,
                const RankCall& call,
                const DeviceBytes& workspace);
 
-  // Enqueues the call as Execute does, in a process with several devices. Requires that
-  // each device has a thread, as in XLA: in the first run of the call site, the threads
-  // of a group's devices wait for each other (first_run.h). Throws DeadlineError, and
-  // fails the communicator, if a device does not take part.
+  // Enqueues the call as Execute does, in a process with several devices, each of which
+  // must have its own thread, as in XLA. In the first run of the call site, the threads
+  // of a group's devices wait for each other (first_run.h). If a device does not take
+  // part, fails the communicator and throws DeadlineError.
   void ExecuteTogether(CudaCallSite& site,
                        int ordinal,
                        CUstream stream,
                        const RankCall& call,
                        const DeviceBytes& workspace);
 
-  // Sets the ids of this process's devices, by ordinal. Until then, ids equal ordinals.
+  // Maps ordinals to the ids of this process's devices. By default, ids equal ordinals.
   void set_local_devices(std::map<int, int64_t> devices);
   void set_timeout_s(double timeout_s) { timeout_s_ = timeout_s; }
-  // Enables all-reduces by multicast where a communicator supports it. Must be called
-  // before any device is used, with the same value in all processes.
+  // Enables all-reduces by NVLink multicast (NVLS) for communicators that support it.
+  // Must be called with the same value in all processes, before a device is used.
   void set_nvls(bool nvls) { nvls_ = nvls; }
 
-  // Registers the communicator of the group of these devices [rank], until Leave closes
-  // it. Throws CommunicatorError if the group already has one.
+  // Makes calls of the group of `devices` (indexed by rank) use the communicator until
+  // Leave. Throws CommunicatorError if the group already has one.
   void Join(std::shared_ptr<CudaCommunicator> communicator,
             std::vector<int64_t> devices);
   void Leave(const std::shared_ptr<CudaCommunicator>& communicator);
 
-  // Drops the communicators that were created for groups within this process. Those
-  // that no call site holds are destroyed.
+  // Releases the communicators of groups within this process. Call sites may still hold
+  // some of them; the others are destroyed.
   void ReleaseInProcess();
 
-  // Returns the failures of existing communicators, by communicator name.
+  // Returns the error of each failed communicator, by name.
   std::map<std::string, std::exception_ptr> Failures();
 
   CudaCounters counters();
@@ -161,30 +162,31 @@ class CudaEngine {
                            const DeviceRank& device_rank,
                            const RankCall& call);
   DeviceRank DeviceRankOf(const CudaCallSite& site, int ordinal);
-  // Returns the call's Preparation for the device if it is still valid. Otherwise
-  // returns a new one without the members that Load sets; its `gpu` is null.
+  // Returns the device's Preparation for the call, if it is still valid. Otherwise
+  // returns a new one without the members that Load sets (`gpu` is null).
   std::shared_ptr<const Preparation> Plan(CudaCallSite& site,
                                           int ordinal,
                                           const DeviceRank& device_rank,
                                           const RankCall& call);
-  // Stores a copy of `planned`, the result of Plan, with the members that need the
-  // device: plans the GEMMs with cuBLASLt and sets `options`, `by_multicast` and `gpu`.
-  // Does nothing if `gpu` is set already.
+  // Completes `planned`, the result of Plan, with what requires the device: plans the
+  // GEMMs with cuBLASLt and sets `options`, `by_multicast` and `gpu` in a copy, which
+  // it stores. Does nothing if `gpu` is already set.
   void Load(CudaCallSite& site,
             int ordinal,
             const Preparation& planned,
             const RankCall& call);
   std::shared_ptr<CudaCommunicator> Bind(CudaCallSite& site,
                                          const Preparation& preparation);
-  // Returns the rank's signature of the call, which Declare sends to the peers so that
-  // all ranks can detect different calls.
+  // Returns the rank's signature of the call. Declare sends it to the peers, so that
+  // each rank can detect that another one makes a different call.
   GpuCallSignature SignatureOf(CudaCallSite& site, int rank, const RankCall& call);
   void Declare(CudaCallSite& site,
                int ordinal,
                const DeviceRank& device_rank,
                const RankCall& call,
                const std::exception_ptr& rejection);
-  // Waits until all devices of the group in this process have reached `stage`.
+  // Waits until all devices of the group in this process have reached `stage` of their
+  // first run.
   void AwaitLocalRanks(const CallAttributes& attributes,
                        FirstRun& first_run,
                        int ordinal,
@@ -194,7 +196,8 @@ class CudaEngine {
   std::shared_ptr<CudaCommunicator> FindCommunicator(const CallAttributes& attributes,
                                                      int group,
                                                      const SlotRequirements& slots);
-  // Returns the ordinals of `devices`, which must all belong to this process.
+  // Returns the ordinals of `devices`. Throws unless all of them belong to this
+  // process.
   std::vector<int> OrdinalsOf(const CallAttributes& attributes,
                               const std::vector<int64_t>& devices);
   void Enqueue(CudaCallSite& site,
@@ -215,8 +218,8 @@ class CudaEngine {
 
   Gpu& GpuOf(int ordinal);
   int64_t DeviceOf(int ordinal);
-  // Look up a GPU by ordinal, and the ordinal of a device id; both require `mutex_`.
-  // OrdinalOf returns -1 for a device of another process.
+  // Return the GPU of an ordinal, and the ordinal of a device id (-1 if it belongs to
+  // another process). Both require `mutex_`.
   Gpu& GpuOfLocked(int ordinal);
   int OrdinalOf(int64_t device) const;
 
@@ -233,7 +236,7 @@ class CudaEngine {
   std::map<int, int64_t> local_devices_;
   std::map<int, std::unique_ptr<Gpu>> gpus_;
   std::vector<Joined> joined_;
-  // The newest communicator of each group within this process, by ordinals [rank].
+  // The latest communicator of each group within this process, by ordinals [rank].
   std::map<std::vector<int>, std::shared_ptr<CudaCommunicator>> in_process_;
   std::vector<std::weak_ptr<CudaCommunicator>> all_;  // may contain expired pointers
 };

@@ -12,7 +12,7 @@ namespace jax_ub {
 
 namespace {
 
-// The distance between the fake addresses of two tensors, far larger than any tensor.
+// Distance between the fake addresses of two tensors, larger than any tensor.
 constexpr uint64_t kAddressStep = uint64_t{1} << 44;
 
 std::byte* Address(uint64_t area, uint64_t index) {
@@ -51,8 +51,8 @@ Tensor DryRunDevice::Allocate(DType dtype,
                               int64_t rows,
                               int64_t features) {
   Tensor tensor{dtype, batch, rows, features, nullptr};
-  // Allocated tensors get addresses in one area, at the same offsets from each other as
-  // in the workspace.
+  // Allocated tensors have the same distances between their fake addresses as they will
+  // have in the workspace.
   tensor.data = Address(kAllocated, 0) + plan_.tensor_bytes;
   plan_.tensor_bytes += WorkspacePlan::Align(tensor.size_bytes());
   return tensor;

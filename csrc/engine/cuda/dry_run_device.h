@@ -12,7 +12,7 @@ namespace jax_ub {
 
 class DryRunDevice : public CudaDevice {
  public:
-  // A callback that is called with every GEMM, in the order of enqueueing.
+  // Receives every GEMM, in the order in which a device would enqueue it.
   using Visit = std::function<void(Lane, const GemmProblem&)>;
 
   explicit DryRunDevice(const CallAttributes& attributes, Visit visit = nullptr);
@@ -40,7 +40,7 @@ class DryRunDevice : public CudaDevice {
   WorkspacePlan plan_;
 };
 
-// A transport that does nothing, for dry runs and for ranks without peers.
+// A transport without effects, for dry runs and for ranks without peers.
 class NullTransport : public Transport {
  public:
   NullTransport(int rank, int num_ranks, int64_t slot_bytes)
@@ -48,7 +48,7 @@ class NullTransport : public Transport {
 
   int rank() const override { return rank_; }
   int num_ranks() const override { return num_ranks_; }
-  // Returns a fake slot address, which is never accessed.
+  // Returns a fake slot address. Nothing accesses it.
   const std::byte* slot(int index) const override;
   void Write(int peer, int slot, const Rows& rows) override {}
   void Signal(int peer, int slot) override {}
@@ -63,7 +63,7 @@ class NullTransport : public Transport {
   const int64_t slot_bytes_;
 };
 
-// The slots and the workspace that a rank's call needs. PlanCall computes them and
+// The slots and the workspace that a rank's call needs. PlanCall computes them, and
 // passes the rank's GEMMs to `visit`. Tensors without data get distinct fake addresses.
 struct CallPlan {
   SlotRequirements slots;
@@ -74,15 +74,15 @@ CallPlan PlanCall(const CallAttributes& attributes,
                   int rank,
                   const DryRunDevice::Visit& visit = nullptr);
 
-// Returns the workspace that ReduceByMulticast needs to execute the call instead of its
-// schedule. It is equal on all ranks. `slots` is the slot plan of the call's schedule.
+// Returns the workspace that the call needs if ReduceByMulticast executes it instead of
+// its schedule. It is equal on all ranks.
 WorkspacePlan PlanByMulticast(const CallAttributes& attributes,
                               const RankCall& call,
                               const SlotRequirements& slots,
                               const DryRunDevice::Visit& visit);
 
-// Throws UnsupportedError for calls that GPUs do not support: the method direct, and
-// more than kMaxRanks ranks.
+// Throws UnsupportedError for calls that GPUs do not support: method "direct", and
+// groups of more than kMaxRanks ranks.
 void CheckRunsOnCuda(const CallAttributes& attributes);
 
 }  // namespace jax_ub

@@ -7,7 +7,7 @@ namespace jax_ub {
 
 namespace {
 
-// How often a waiting thread checks whether the call has failed.
+// The interval at which a waiting thread checks whether the call has failed.
 constexpr std::chrono::milliseconds kCheckInterval{1};
 
 }  // namespace

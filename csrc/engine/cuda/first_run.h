@@ -23,20 +23,21 @@ class FirstRun {
  public:
   enum class Stage { kLoading, kReady, kEnqueued };
 
-  // Returns whether this device has finished its first run of the call, so that it need
-  // not wait for the others any more.
+  // Returns whether this device has finished its first run of the call, after which it
+  // never waits for the others.
   bool IsOver(int ordinal) const;
 
   // Records that the device has reached `stage`, and waits until all `ordinals` have.
-  // Returns the ordinals that have not by the deadline. Throws what `failure` returns
-  // as soon as it is not nullptr.
+  // Returns those that have not by the deadline. `failure` is polled; if it returns an
+  // exception, throws it.
   std::vector<int> Await(int ordinal,
                          Stage stage,
                          const std::vector<int>& ordinals,
                          const Deadline& deadline,
                          const std::function<std::exception_ptr()>& failure);
 
-  // Records that the device no longer takes part, since its call has failed.
+  // Records that the call has failed on this device, so that the others do not wait for
+  // it.
   void Leave(int ordinal);
 
  private:

@@ -19,17 +19,17 @@
 
 namespace jax_ub {
 
-// Returns whether GEMMs must not run concurrently on devices whose compute capability
-// has this major number. Many kernels of cuBLAS 12.8 to 13.1 free their tensor memory
-// more than once on devices of compute capability 10 and 11, which corrupts kernels on
-// other streams. JAX's CUDA plugin warns about it.
+// Returns whether GEMMs must not run concurrently on GPUs of compute capability
+// `major`.x. On 10.x and 11.x, many kernels of cuBLAS 12.8 to 13.1 free their tensor
+// memory more than once, which corrupts kernels on other streams. JAX's CUDA plugin
+// warns about it.
 bool MayCorruptConcurrentGemms(const CublasLt& library, int major);
 
 class Gpu {
  public:
-  // Loads all kernels, because loading one later would wait for a wait kernel that is
-  // spinning on this device. Loads the multicast kernels if `nvls` is set and the
-  // device supports multicast.
+  // Loads all kernels, since loading a kernel later could deadlock with a wait kernel
+  // that is running. Loads the multicast kernels if `nvls` is set and the device
+  // supports multicast.
   Gpu(const Driver& driver, const CublasLt& library, int ordinal, bool nvls = false);
 
   CUcontext context() const { return context_.get(); }
@@ -45,8 +45,7 @@ class Gpu {
   int num_sms() const { return num_sms_; }
   const ComputeCapability& capability() const { return capability_; }
 
-  // The mutex that is held while a call enqueues its work, because only one call at a
-  // time uses the lanes.
+  // Held while a call enqueues its work, because calls use the lanes one at a time.
   std::mutex& mutex() { return mutex_; }
   LanePool& lanes() { return loaded_->lanes; }  // guarded by mutex()
 

@@ -16,11 +16,12 @@ namespace jax_ub {
 
 namespace {
 
-// Heap sizes of groups within this process are multiples of this, so that calls of
-// similar sizes share a heap.
+// Heaps of groups within this process have sizes that are multiples of this, so that
+// calls of similar sizes can share a heap.
 constexpr int64_t kHeapStepBytes = int64_t{8} << 20;
 
-// Returns the alignment of an address, up to the largest one that GEMM plans depend on.
+// Returns the alignment of the tensor's address, at most the largest one that affects
+// GEMM plans.
 int AlignmentOf(const Tensor& tensor) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.data);
   return static_cast<int>(
@@ -144,9 +145,8 @@ void CudaEngine::Load(CudaCallSite& site,
         WhyNoFp8(ScaledUnitOf(at, call), gpu.capability(), library_.version);
     if (!reason.empty()) throw UnsupportedError("jax_ub." + at.label + ": " + reason);
   }
-  // Prepares one GEMM of the call. Its workspace does not exist yet, so this passes an
-  // address with the same alignment. The lane's workspace will have at least this size,
-  // because it fits the lane's largest GEMM.
+  // Plans one GEMM. Its workspace is not allocated yet, so an address with the same
+  // alignment represents it.
   const auto prepare = [&](Lane, const GemmProblem& problem) {
     gpu.gemm().Prepare(
         problem, preparation->options,
@@ -169,8 +169,8 @@ void CudaEngine::Load(CudaCallSite& site,
   site.preparations_[ordinal] = std::move(preparation);
 }
 
-// Replaces a failed communicator only if no captured graph refers to it, and only with
-// one that was created later.
+// Returns the communicator for the call. Replaces a failed one only by a newer one, and
+// only if no captured graph contains its addresses.
 std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
                                                    const Preparation& preparation) {
   const DeviceRank& device_rank = preparation.device_rank;
@@ -179,7 +179,7 @@ std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
   if (binding.communicator && (binding.captured || !binding.communicator->failure())) {
     return binding.communicator;
   }
-  // A rank that calls again retries instead of raising the same error again.
+  // Reports a failed attempt once per rank. Later calls of the rank try again.
   const bool is_notified_first = binding.notified_ranks.insert(device_rank.rank).second;
   if (binding.rejection && is_notified_first) std::rethrow_exception(binding.rejection);
   binding.notified_ranks = {device_rank.rank};
@@ -187,7 +187,7 @@ std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
   try {
     auto communicator = FindCommunicator(site.attributes_, device_rank.group, slots);
     if (!communicator->failure()) {
-      // AddressSlots throws an error if the communicator is too small for the call.
+      // Throws if the communicator is too small for the call.
       communicator->AddressSlots(slots.num_slots, slots.slot_bytes);
     }
     binding.number =
@@ -209,8 +209,8 @@ GpuCallSignature CudaEngine::SignatureOf(CudaCallSite& site,
   {
     std::lock_guard lock(site.mutex_);
     if (site.name_.empty()) {
-      // Without a channel the name is unique across processes, because no other process
-      // runs this call site.
+      // The name identifies the call site in all processes. Without a channel, no other
+      // process runs the call site, so any unique name will do.
       site.name_ = at.channel.empty()
                        ? std::to_string(getpid()) + "/" + std::to_string(num_sites_++)
                        : at.channel;
@@ -221,9 +221,9 @@ GpuCallSignature CudaEngine::SignatureOf(CudaCallSite& site,
   return signature;
 }
 
-// Sends the rank's signature of the call (op, shapes, dtypes) to its peers, which
-// compare the n-th signatures of all ranks. A call site sends one per communicator. A
-// call that the rank rejects sends another one, so that the peers reject it, too.
+// Sends the rank's signature of the call (op, shapes, dtypes) to its peers, once per
+// call site and communicator. The peers compare the n-th signatures of all ranks. If
+// this rank rejects the call, it sends a signature that makes the peers reject it, too.
 void CudaEngine::Declare(CudaCallSite& site,
                          int ordinal,
                          const DeviceRank& device_rank,
@@ -236,16 +236,16 @@ void CudaEngine::Declare(CudaCallSite& site,
     std::lock_guard lock(site.mutex_);
     communicator = site.bindings_[device_rank.group].communicator;
     if (!communicator) communicator = FindJoined(DevicesOf(at, device_rank.group));
-    // Without a communicator, all ranks are in this process, and each rejects the call
-    // for the same reason. No peer has to be informed.
+    // There is no communicator, so all ranks are in this process and reject the call
+    // for the same reason.
     if (!communicator) return;
     std::weak_ptr<CudaCommunicator>& declared = site.declared_[ordinal];
     is_declared = declared.lock() == communicator;
     if (!rejection) declared = communicator;
   }
   if (is_declared) {
-    // The peers already have this rank's signature, which accepts the call. A rejection
-    // therefore has to poison the communicator.
+    // The peers already have a signature by which this rank accepts the call, so a
+    // later rejection must fail the communicator.
     if (!rejection) return;
     return communicator->Poison(std::make_exception_ptr(
         CommunicatorError("CommunicatorError: jax_ub." + at.label + ": " +
@@ -272,15 +272,17 @@ std::shared_ptr<CudaCommunicator> CudaEngine::FindCommunicator(
   if (auto joined = FindJoined(devices)) return joined;
   const std::vector<int> ordinals = OrdinalsOf(at, devices);
   const int64_t need_bytes = slots.num_slots * CudaSlots::StrideOf(slots.slot_bytes);
-  // Creating or freeing a heap waits for the devices, which may wait for calls that are
-  // not enqueued yet. Only calls that need another heap are blocked meanwhile.
+  // Creating or freeing a heap waits for devices, whose work may depend on calls that
+  // are not enqueued yet. A separate mutex is held for that, so that only calls that
+  // need another heap are blocked.
   std::shared_ptr<CudaCommunicator> outgrown;  // freed after the locks are released
   std::lock_guard making(making_mutex_);
   {
     std::lock_guard lock(mutex_);
     const std::shared_ptr<CudaCommunicator>& newest = in_process_[ordinals];
     if (newest && newest->slots_bytes() >= need_bytes) return newest;
-    // Creating each Gpu loads its kernels, before any device can wait for another.
+    // Creates each Gpu, which loads its kernels, before any device can wait for another
+    // one.
     for (const int ordinal : ordinals) GpuOfLocked(ordinal);
   }
   auto made = CudaCommunicator::Make(

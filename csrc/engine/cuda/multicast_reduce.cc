@@ -12,7 +12,8 @@ namespace jax_ub {
 
 namespace {
 
-// Returns the maximum number of splits: slots have one flag per peer, split and stage.
+// Returns the maximum number of splits. The slots have one flag per peer, split and
+// stage.
 int MaxSplits(const SlotRequirements& plan, int num_ranks) {
   return std::min(plan.num_splits, plan.num_slots / (2 * (num_ranks - 1)));
 }
@@ -39,8 +40,8 @@ class MulticastReduction {
                  communicated_.result.features,
                  const_cast<std::byte*>(transport.slot(0))} {
     if (!has_product_) partial_.dtype = communicated_.operand.dtype;
-    // A split must start at a multiple of the vector size. If the size of a row is no
-    // multiple of it, all rows are one split.
+    // A split must begin at a multiple of the vector size. If a row's size is not a
+    // multiple of it, all rows form one split.
     const bool can_split = RowSlice{partial_}.row_bytes() % kMulticastBytes == 0;
     num_splits_ = can_split ? MaxSplits(plan, transport.num_ranks()) : 1;
   }
@@ -54,7 +55,7 @@ class MulticastReduction {
       Barrier(0, split);
       Sum(split);
       SignalAll(1, split);
-      // The previous split is finished while the peers compute the sums of this one.
+      // Finishes the previous split while the peers compute their sums of this one.
       if (split > 0) Finish(split - 1);
     }
     Finish(num_splits_ - 1);
@@ -66,7 +67,8 @@ class MulticastReduction {
     return SplitRows(communicated_.num_rows, 1, num_splits_, 0, split);
   }
 
-  // Computes the rank's partial sums of a split into its slots.
+  // Computes the rank's partial sums for a split, and stores them in its slots. Needs no
+  // wait: the previous call has waited until the peers had accessed these slots.
   Dependency ComputePartialSums(int split) {
     const RowRange rows = RowsOf(split);
     if (!has_product_) {
@@ -82,10 +84,10 @@ class MulticastReduction {
     return lanes_.Record(lane);
   }
 
-  // Returns one slot per peer, whose flag signals that a stage of a split is done. With
-  // `direction` 1, it is the peer's slot that this rank signals. With -1, it is this
-  // rank's slot that the peer signals. They are ordered by the distance from this rank
-  // to the peer.
+  // Returns a slot of each peer, whose flag signals that a stage of a split is done,
+  // ordered by the distance between peer and rank. With `direction` 1, they are slots
+  // of the peers that this rank signals. With -1, they are slots of this rank that the
+  // peers signal.
   std::vector<PeerSlot> PeerSlotsOf(int stage, int split, int direction) const {
     const int num_ranks = transport_.num_ranks();
     std::vector<PeerSlot> slots;
@@ -97,6 +99,9 @@ class MulticastReduction {
     }
     return slots;
   }
+  // Waits until all peers have ended their previous call before it signals them. In that
+  // call, another rank may have used the same flags, and its late signal would overwrite
+  // the new one.
   void SignalAll(int stage, int split) {
     const std::vector<PeerSlot> slots = PeerSlotsOf(stage, split, 1);
     transport_.WaitAllFree(slots, {at_.label, -1, timeout_s_});
@@ -110,8 +115,8 @@ class MulticastReduction {
     AwaitAll(stage, split);
   }
 
-  // Sums rows [begin, end) of `num_batches` batches, from `batch` on, over all ranks by
-  // multicast.
+  // Sums rows [begin, end) of batch elements [batch, batch + num_batches) over all
+  // ranks, by multicast.
   void SumRows(int64_t batch, int64_t num_batches, const RowRange& rows) {
     MulticastRange range;
     range.offset = partial_.At(batch, rows.begin) - partial_.data;
@@ -143,7 +148,7 @@ class MulticastReduction {
     }
   }
 
-  // Waits for the sums of all ranks and copies them into the result.
+  // Waits until all ranks have stored their sums, and copies the sums to the result.
   void Finish(int split) {
     AwaitAll(1, split);
     const RowRange rows = RowsOf(split);
@@ -180,7 +185,7 @@ bool ReducesByMulticast(const CallAttributes& at,
   const Tensor& result = call.results[0];
   const DType partial =
       HasProduct(plan.collective) ? plan.partial_dtype : call.operands[0].dtype;
-  // The switch rounds 16-bit sums, so a result of higher precision is not possible.
+  // The switch rounds 16-bit sums, so the result must not be more precise.
   if (partial != DType::kF32 && partial != result.dtype) return false;
   const int64_t bytes = result.num_elements() * SizeOf(partial);
   return MaxSplits(plan, at.num_ranks) > 0 &&

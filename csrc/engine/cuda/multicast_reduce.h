@@ -1,22 +1,16 @@
 // GEMM+AR and all-reduce by multicast, used instead of a schedule. Each rank stores its
-// partial sums in its own slots. Then each rank sums one part (share) of the rows for
-// all ranks, in the NVLink switch.
+// partial sums in its own slots (receive buffers). Then each rank sums one part of the
+// rows for all ranks, in the NVLink switch. For each split of the rows, a rank does:
 //
-//   rank r, for each split of the rows; slots are those of the schedule's two stages
-//     GEMM               into own slots, all rows of the split
-//     signal, wait       all peers: their partial sums are stored
-//     sum                share r: multimem load, add bias and residual, multimem store
-//     signal, wait       all peers: their shares are stored
-//     copy               own slots to the result
+//   GEMM               partial sums of all rows of the split, into the rank's slots
+//   signal, wait       until all peers have stored their partial sums
+//   sum                part r, on rank r: multimem load, add bias and residual,
+//                      multimem store to all ranks
+//   signal, wait       until all peers have stored their parts
+//   copy               from the rank's slots to the result
 //
-// The rank that owns a share adds bias and residual to it, so all ranks get the same
-// bits. The switch rounds 16-bit sums; they are rounded again if something is added.
-//
-// As in a schedule, a rank signals a peer only after the peer has completed its
-// previous call. In that call, another rank may have used the same flag of the peer,
-// and its late signal would overwrite this one. Before a rank writes to its own slots,
-// it waits for nothing: the previous call that used them has waited until the peers had
-// accessed them.
+// All ranks get the same bits, because one rank computes each part. The switch rounds
+// 16-bit sums; they are rounded again if bias or residual is added.
 #pragma once
 
 #include <cstdint>
@@ -30,14 +24,14 @@
 
 namespace jax_ub {
 
-// Returns whether a call is reduced by multicast if its slots have a multicast address.
-// The result is the same on all ranks. `plan` is the slot plan of the call's schedule.
+// Returns whether multicast reduces the call, provided that its slots have a multicast
+// address. All ranks get the same answer. `plan` has the slots of the call's schedule.
 bool ReducesByMulticast(const CallAttributes& attributes,
                         const RankCall& call,
                         const SlotRequirements& plan);
 
-// Executes the rank's part of the call. `sum` is CudaSlots::SumByMulticast, or does
-// nothing in a dry run.
+// Executes the rank's part of the call. `sum` is CudaSlots::SumByMulticast. In a dry
+// run it does nothing.
 void ReduceByMulticast(const CallAttributes& attributes,
                        const RankCall& call,
                        const SlotRequirements& plan,

@@ -11,7 +11,8 @@ namespace jax_ub {
 
 namespace {
 
-// Returns the addends of a sum of all batches, which are contiguous.
+// Returns bias and residual as addends of the sum over ranks. Batch elements are
+// contiguous, so their rows are one sequence.
 std::vector<SumAddend> AddendsOf(const CallAttributes& at, const RankCall& call) {
   std::vector<SumAddend> addends;
   const auto add = [&](const Tensor& tensor) {

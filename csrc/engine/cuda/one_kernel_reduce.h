@@ -10,11 +10,11 @@
 
 namespace jax_ub {
 
-// Returns whether a call is reduced by one kernel. `plan` is its slot plan.
+// Returns whether a single kernel reduces the call. `plan` has the call's slots.
 bool ReducesInOneKernel(const CallAttributes& attributes, const SlotRequirements& plan);
 
-// Enqueues the rank's part of the call: the GEMM, if there is one, and the kernel.
-// `device` has the workspace that was planned for the schedule.
+// Enqueues the rank's part of the call: its GEMM, if any, and the kernel. `device` has
+// the workspace of the schedule.
 void ReduceInOneKernel(const CallAttributes& attributes,
                        const RankCall& call,
                        const SlotRequirements& plan,

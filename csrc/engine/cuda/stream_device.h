@@ -21,8 +21,7 @@
 
 namespace jax_ub {
 
-// The driver, the sum kernels and the GEMMs with which a device enqueues a call. They
-// outlive the call.
+// What a device needs to enqueue calls. All members outlive the call.
 struct StreamResources {
   const Driver& driver;
   const SumKernels& sums;
@@ -31,12 +30,12 @@ struct StreamResources {
 
 CopyMethod CopyMethodOf(const KernelOptions& kernel_options);
 
-// The device for one call. While it exists, its context is current and no other call
-// uses its lanes.
+// The device that enqueues one call. During its lifetime, its CUDA context is current,
+// and no other call uses its lanes.
 class StreamDevice : public CudaDevice {
  public:
-  // The lanes start after all work that is on `stream` so far. `workspace` must have
-  // room for `plan`.
+  // All lanes begin after the work that `stream` already has. `workspace` must be large
+  // enough for `plan`.
   StreamDevice(const StreamResources& resources,
                CUstream stream,
                StreamLanes& lanes,
@@ -44,8 +43,7 @@ class StreamDevice : public CudaDevice {
                const GemmOptions& options,
                const WorkspacePlan& plan,
                const DeviceBytes& workspace);
-  // Uses `stream` itself for all lanes. This constructor is for calls that communicate
-  // nothing.
+  // Runs all work on `stream`, for calls without communication.
   StreamDevice(const StreamResources& resources,
                CUstream stream,
                const KernelOptions& kernel_options,
@@ -53,7 +51,7 @@ class StreamDevice : public CudaDevice {
                const WorkspacePlan& plan,
                const DeviceBytes& workspace);
 
-  // Returns the number of events that a call of this plan uses.
+  // Returns how many events a call with this workspace plan records.
   static int NumEvents(const WorkspacePlan& plan, const StreamLanes& lanes) {
     return 2 + plan.num_events + lanes.num_product_lanes();
   }
@@ -63,9 +61,8 @@ class StreamDevice : public CudaDevice {
 
   // Makes the communication lane wait for all other lanes.
   void Gather();
-  // Makes XLA's stream wait for the communication lane. Call Gather first. Required
-  // even if enqueueing failed partway: a capture cannot end while it has lanes that are
-  // not joined.
+  // Makes XLA's stream wait for the communication lane, after Gather. Required even if
+  // enqueueing has failed: otherwise a graph capture cannot end.
   void Join();
 
   int num_product_lanes() const override {

@@ -21,7 +21,7 @@ namespace jax_ub {
 class StreamLanes {
  public:
   // Creates the streams in the current context. If `in_turn`, all GEMM lanes share one
-  // stream, so that no two GEMMs run concurrently.
+  // stream, so that GEMMs do not run concurrently.
   StreamLanes(const Driver& driver,
               const KernelOptions& kernel_options,
               bool in_turn = false);
@@ -31,13 +31,13 @@ class StreamLanes {
     return streams_[std::min<size_t>(lane, streams_.size() - 1)].get();
   }
 
-  // Returns event `index` of the call. Events are created on first use.
+  // Returns event number `index` of the current call. Creates it at its first use.
   CUevent event(int index);
   void ReserveEvents(int count) {
     if (count > 0) event(count - 1);
   }
 
-  // Returns whether these streams are part of a graph capture that has not ended.
+  // Returns whether the streams take part in a graph capture that has not ended.
   bool IsCapturing() const;
 
  private:
@@ -47,15 +47,15 @@ class StreamLanes {
   std::vector<Event> events_;
 };
 
-// All lanes of a device. Streams that take part in a graph capture stay in it until it
-// ends, so other calls need other streams meanwhile.
+// All lanes of a device. A stream remains part of a graph capture until the capture
+// ends, so other calls need other streams until then.
 class LanePool {
  public:
   explicit LanePool(const Driver& driver, bool in_turn = false)
       : driver_(driver), in_turn_(in_turn) {}
 
-  // Returns lanes that are not being captured, with the requested number and
-  // priorities. The caller must ensure that only one call enqueues at a time.
+  // Returns lanes with the requested number and priorities that are not being captured.
+  // Only one call may enqueue at a time.
   StreamLanes& Find(const KernelOptions& kernel_options);
 
  private:
