@@ -21,8 +21,8 @@
 
 namespace jax_ub {
 
-// A strided matrix of bytes to send. Each row is contiguous; the receiver gets the rows
-// packed, without the gaps between them.
+// A matrix of bytes to send. Each row is contiguous. The receiver gets the rows without
+// the gaps between them.
 struct Rows {
   const std::byte* data = nullptr;
   int64_t num_rows = 0;
@@ -31,16 +31,17 @@ struct Rows {
   int64_t slot_offset = 0;  // where the packed rows begin in a slot, in bytes
 };
 
-// The timeout of a wait, and what the error says about the wait if it fails.
+// The timeout of a wait, and what its error message says.
 struct WaitReason {
   const std::string& label;  // "all_gather_matmul (ub_name 'qkv_fprop')"
   int chunk = 0;             // -1: all rows, rather than one chunk
   double timeout_s = 0;
-  // The environment variable that sets the timeout.
+  // Name of the environment variable that sets the timeout.
   std::string_view setting = "JAX_UB_TIMEOUT_S";
 };
 
-// A slot of this rank that `peer` fills, or a slot of `peer` that this rank fills.
+// A slot (receive buffer) of this rank that `peer` fills, or one of `peer` that this
+// rank fills.
 struct PeerSlot {
   int peer = 0;
   int slot = 0;
@@ -54,36 +55,37 @@ class Transport {
   virtual int rank() const = 0;
   virtual int num_ranks() const = 0;
 
-  // Returns the memory of this rank's slot. Readable between Wait and Release.
+  // Returns the data in this rank's slot. It may be read between Wait and Release.
   virtual const std::byte* slot(int index) const = 0;
 
-  // Copies `rows` into the peer's slot, without gaps between them. Requires a preceding
+  // Copies `rows` into the peer's slot, without the gaps between them. Must follow
   // WaitFree.
   virtual void Write(int peer, int slot, const Rows& rows) = 0;
-  // Notifies the peer that its slot is filled.
+  // Tells the peer that its slot is full.
   virtual void Signal(int peer, int slot) = 0;
 
-  // Waits until `peer` has filled this rank's slot.
+  // Waits until the peer has filled this rank's slot.
   virtual void Wait(int peer, int slot, const WaitReason& reason) = 0;
-  // Waits for several slots of this rank. A transport that enqueues uses one kernel.
+  // Waits for several slots of this rank, with one kernel if the transport uses
+  // kernels.
   virtual void WaitAll(std::span<const PeerSlot> slots, const WaitReason& reason) {
     for (const auto& [peer, slot, chunk] : slots) {
       Wait(peer, slot, {reason.label, chunk, reason.timeout_s, reason.setting});
     }
   }
-  // Allows the sender to overwrite this rank's slot.
+  // Lets the sender overwrite this rank's slot.
   virtual void Release(int slot) = 0;
-  // Waits until the peer's slot may be overwritten.
+  // Waits until the peer has released its slot, so that this rank may overwrite it.
   virtual void WaitFree(int peer, int slot, const WaitReason& reason) = 0;
-  // Waits until several slots of peers may be overwritten.
+  // Waits until peers have released several slots.
   virtual void WaitAllFree(std::span<const PeerSlot> slots, const WaitReason& reason) {
     for (const auto& [peer, slot, chunk] : slots) {
       WaitFree(peer, slot, {reason.label, chunk, reason.timeout_s, reason.setting});
     }
   }
 
-  // Ends the call: advances the epochs of the slots that it used. Called after the last
-  // step of each call.
+  // Ends the call, and advances the epochs (use counts) of its slots. Must be called
+  // after the last step of each call.
   virtual void EndCall() = 0;
 };
 

@@ -39,7 +39,7 @@ def test_every_endpoint_has_a_private_address_of_its_own(cpu):
 def test_a_communicator_describes_itself(cpu):
     ends = connect(cpu)
     assert ends.name == "test"
-    assert ends.size_bytes >= 4 << 16  # two halves a rank
+    assert ends.size_bytes >= 4 << 16  # two buffers per rank
     assert ends.calls == 0
     assert ends.failure is None
     ends.close()

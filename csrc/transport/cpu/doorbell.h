@@ -12,22 +12,23 @@
 
 namespace jax_ub {
 
-// The futex on which one rank, or one process, sleeps. Every thread that stores an
-// awaited value then reads `num_sleepers`. So the doorbell has its own cache line,
-// which stores to other data do not invalidate.
+// The futex on which the thread of one rank, or of one process, sleeps. A thread that
+// stores a value that others may await then reads `num_sleepers`. The doorbell has its
+// own cache line, so that stores to other data do not slow down this read.
 struct alignas(64) Doorbell {
   std::atomic<uint32_t> rings{0};
-  // A process that is killed while it sleeps leaves this count too high. The only
+  // A process that is killed while it sleeps never decrements this count. The only
   // effect is a few unnecessary system calls.
   std::atomic<uint32_t> num_sleepers{0};
 };
 
-// Wakes the threads that sleep on `doorbell`. Call it after storing the awaited value.
+// Wakes the threads that sleep on `doorbell`. Must be called after the awaited value
+// was stored.
 //
-// No wakeup is lost: the caller stores the value and then loads `num_sleepers`; Await
-// increments `num_sleepers` and then loads the value again. All four operations are
-// sequentially consistent, so either the caller sees the sleeper and rings, or the
-// sleeper sees the value and does not sleep. A ring between the sleeper's check and its
+// No wakeup is lost. This function runs after the store of the value and then loads
+// `num_sleepers`. Await increments `num_sleepers` and then loads the value again. All
+// four operations are sequentially consistent, so either this function sees the
+// sleeper, or the sleeper sees the value. A ring between the sleeper's check and its
 // system call changes the futex word, so that the system call returns at once.
 inline void Ring(Doorbell& doorbell) {
   if (doorbell.num_sleepers.load() == 0) return;
@@ -43,14 +44,13 @@ inline void Pause() {
 #endif
 }
 
-// Waits until `ready()` holds, for at most `timeout_s`. Returns whether it holds.
+// Waits until `ready()` is true, for at most `timeout_s`. Returns whether it is true.
 // `ready` must load with sequential consistency.
 template <typename Ready>
 bool Await(Doorbell& own, double timeout_s, const Ready& ready) {
-  // A peer that runs on another core usually answers within a few hundred spins. A peer
-  // that needs this core gets it through a yield. Further yields would only pass the
-  // core between waiting threads and delay the thread that has work, so sleeping costs
-  // less.
+  // A peer on another core usually answers within a few hundred spins. A peer that
+  // waits for this core runs after a yield. After that, sleeping is cheaper: more
+  // yields would only pass the core between waiting threads.
   constexpr int kSpins = 200;
   constexpr int kYields = 5;
   for (int i = 0; i < kSpins; ++i) {

@@ -12,15 +12,15 @@ namespace {
 
 constexpr int kNumPhases = 16;
 
-// Returns the number of a barrier: later barriers have higher numbers. A process
-// publishes the number of the last barrier that it reached as its barrier_generation,
-// which is 0 before its first barrier.
+// Returns the generation of a barrier, a number that increases from barrier to barrier.
+// ProcessControlBlock::barrier_generation is the generation of the last barrier that
+// the process has reached, or 0.
 uint64_t BarrierGeneration(int64_t call, int phase) {
   return static_cast<uint64_t>(call) * kNumPhases + static_cast<uint64_t>(phase) + 1;
 }
 
-// Returns the number of calls that a process has begun, from its barrier_generation. It
-// no longer needs the call log's entries of these calls.
+// Returns how many calls a process has begun, given its barrier_generation. The process
+// no longer reads the entries of these calls in the call log.
 uint64_t NumCallsStarted(uint64_t generation) {
   return generation == 0 ? 0 : (generation - 1) / kNumPhases + 1;
 }
@@ -44,9 +44,9 @@ void GroupControl::AppendToCallLog(const CallLogEntry& order) {
   AppendPending();
 }
 
-// An entry is overwritten only after every process has begun the entry's call, and has
-// therefore read it: a process stores its generation after that read, and this function
-// loads the generation before it writes the entry.
+// Overwrites an entry of the call log only after every process has begun the call, and
+// thus has read the entry. A process reads the entry before it stores its generation;
+// this function loads the generation before it writes the entry.
 void GroupControl::AppendPending() {
   ProcessControlBlock& own = *headers_[own_];
   uint64_t num_read = UINT64_MAX;
@@ -87,8 +87,8 @@ CallLogEntry GroupControl::WaitForLogEntry(int64_t call, const WaitReason& reaso
   return *order;
 }
 
-// Peers read the record between Barrier(call, 0) and Barrier(call + 1, 0). It is
-// written again only for call + 2, which begins after Barrier(call + 1, 0).
+// The record is not overwritten while peers read it. They read it between Barrier(call,
+// 0) and Barrier(call + 1, 0). The next write is for call + 2, which begins later.
 void GroupControl::PublishSignature(int64_t call,
                                     uint64_t signature,
                                     std::string_view text) {
@@ -105,20 +105,21 @@ CallSignature GroupControl::call_signature(int process, int64_t call) const {
           {record.text, std::min<uint64_t>(size, SignatureRecord::kMaxBytes)}};
 }
 
-// The store of `barrier_generation` releases all earlier writes of this process and
-// comes after its reads. The loads in IsMissing acquire the peers' writes.
+// Publishes that this process has arrived. The store of `barrier_generation` comes
+// after all earlier reads and writes of this process; the loads in IsMissing acquire
+// the writes of the peers.
 //
-// Only the last process to arrive wakes the others. A barrier of 16 processes then
-// needs 15 wake-up calls in total, rather than 15 for each arrival. This suffices
-// because all processes reach the same barriers in the same order, so every waiting
-// process waits for `generation`. Stores and loads of `barrier_generation` are
-// sequentially consistent, so the process that stores last sees the stores of all
-// others. If it dies before it wakes them, the notification of its death does.
+// Only the last process to arrive wakes the others, because waking is a system call. It
+// is enough: all processes reach the same barriers in the same order, so all sleeping
+// processes wait for this `generation`. Its stores and loads are sequentially
+// consistent, so the last process sees the stores of all others. If it dies before it
+// wakes them, the notification of its death does.
 uint64_t GroupControl::Arrive(int64_t call, int phase) {
   if (phase < 0 || phase >= kNumPhases) {
     throw Error("jax_ub: a call has no barrier " + std::to_string(phase));
   }
-  // A failed process must not arrive, or the others would continue without its data.
+  // After a failure, this process must not arrive, because the others would continue
+  // without its data.
   peer_status_.ThrowIfPoisoned();
   const uint64_t generation = BarrierGeneration(call, phase);
   headers_[own_]->barrier_generation.store(generation);
@@ -144,8 +145,8 @@ void GroupControl::Barrier(int64_t call, int phase, const WaitReason& reason) {
       [&] { return (first = FirstMissing(first, generation)) == num_processes(); },
       [&] {
         for (int p = first; p < num_processes(); ++p) {
-          // IsLost is evaluated first: a process that arrived and then exited is not
-          // missing.
+          // Calls IsLost before IsMissing, because a process that arrives and then
+          // exits is lost, but not missing.
           if (peer_status_.IsLost(p) && IsMissing(p, generation)) return p;
         }
         return PeerStatus::kNoProcess;
@@ -162,8 +163,8 @@ void GroupControl::Barrier(int64_t call, int phase, const WaitReason& reason) {
   AppendRemaining();
 }
 
-// Posts queued entries after a barrier: the other processes may have begun another
-// call, which frees an entry of the log.
+// Writes queued entries to the call log. Called after a barrier, when other processes
+// may have begun a call and thereby freed an entry.
 void GroupControl::AppendRemaining() {
   if (own_ != 0) return;
   std::lock_guard lock(order_mutex_);

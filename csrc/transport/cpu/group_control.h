@@ -17,8 +17,8 @@
 
 namespace jax_ub {
 
-// What a process publishes about a call, so that its peers can check that they make the
-// same call.
+// A call as its process describes it. Processes compare these signatures to check that
+// all make the same call.
 struct CallSignature {
   uint64_t signature = 0;
   std::string text;
@@ -26,20 +26,20 @@ struct CallSignature {
 
 class GroupControl {
  public:
-  // `headers` is indexed by process; process 0 is the leader. Writes only to
-  // `headers[own]`, except for ringing the peers' doorbells.
+  // `headers` has the control block of each process, the leader's first. This process
+  // only writes `headers[own]`, and the doorbells of its peers.
   GroupControl(std::vector<ProcessControlBlock*> headers,
                int own,
                const PeerStatus& peer_status);
 
-  // SharedMemoryCommunicator documents these methods under the same names.
+  // The next methods are documented in SharedMemoryCommunicator.
   void AppendToCallLog(const CallLogEntry& order);
   CallLogEntry WaitForLogEntry(int64_t call, const WaitReason& reason);
   void PublishSignature(int64_t call, uint64_t signature, std::string_view text);
   CallSignature call_signature(int process, int64_t call) const;
   void Barrier(int64_t call, int phase, const WaitReason& reason);
 
-  // Wakes this process's waits so that they check the peer status again.
+  // Wakes the waits of this process, so that they notice a change of the peer status.
   void WakeLocalWaits() { Ring(headers_[own_]->doorbell); }
 
  private:
@@ -56,9 +56,9 @@ class GroupControl {
   const int own_;
   const PeerStatus& peer_status_;
 
-  // Guards `unposted_`, and the writes to the call log if this process is the leader.
+  // Guards `unposted_` and, in the leader, writes to the call log.
   std::mutex order_mutex_;
-  // Entries for the call log that have to wait until the log has room for them.
+  // Entries for which the call log has no room yet.
   std::deque<CallLogEntry> unposted_;
 };
 

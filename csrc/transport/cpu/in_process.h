@@ -15,8 +15,8 @@ namespace jax_ub {
 
 class InProcessCommunicator {
  public:
-  // `first_epoch` is the initial epoch of every slot. Tests set it so that epochs wrap
-  // around.
+  // `first_epoch` is the initial epoch (use count) of every slot. Tests choose a large
+  // one, to cover its overflow.
   InProcessCommunicator(int num_ranks,
                         int num_slots,
                         int64_t slot_bytes,
@@ -29,11 +29,11 @@ class InProcessCommunicator {
   int64_t slot_bytes() const { return slot_bytes_; }
   int64_t size_bytes() const { return num_ranks() * num_slots_ * slot_bytes_; }
 
-  // Returns the transport of a rank. Valid as long as the communicator.
+  // Returns the transport of a rank. It is valid as long as the communicator.
   Transport& rank(int rank) { return *ends_[rank]; }
 
-  // Makes every pending and future wait of every rank fail with `reason`. Only the
-  // first call takes effect.
+  // Makes all pending and later waits of all ranks fail with `reason`. Only the first
+  // call has an effect.
   void Poison(const std::exception_ptr& reason);
   std::exception_ptr poison() const { return peer_status_.poison(); }
 

@@ -16,23 +16,23 @@
 
 namespace jax_ub {
 
-// Atomics in memory that several processes share must be lock-free: the lock of any
-// other atomic would exist once per process.
+// Atomics in memory that processes share must be lock-free, because every process would
+// have its own lock for other atomics.
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
-// An entry of the call log. It identifies one execution of one call site, so that the
-// other processes can find the local ranks that belong to the leader's call.
+// An entry of the call log: the next call that all processes must run. It identifies
+// one execution of a call site, so that each process finds its ranks' calls for it.
 struct CallLogEntry {
   uint64_t call_site = 0;
   uint64_t execution = 0;
-  // Whether this is the leader's first execution of the call site. The first execution
-  // has a longer timeout, because other processes may still be compiling the program.
+  // Whether this is the leader's first execution of the call site. Its timeout is
+  // longer, because other processes may still be compiling the program.
   bool is_first = false;
 
   bool operator==(const CallLogEntry&) const = default;
 };
 
-// The shared-memory form of a CallSignature.
+// A CallSignature with a fixed size, for shared memory.
 struct SignatureRecord {
   static constexpr size_t kMaxBytes = 1024;
   uint64_t signature = 0;
@@ -40,32 +40,33 @@ struct SignatureRecord {
   char text[kMaxBytes] = {};
 };
 
-// The state that a process shows to its peers. Written by that process only, except for
-// the doorbell.
+// The state that a process publishes in shared memory. Only this process writes it,
+// except for the doorbell.
 struct ProcessControlBlock {
-  // The number of log entries that the leader may be ahead of the slowest process.
+  // Capacity of the call log: how many calls the leader may be ahead of the slowest
+  // process.
   static constexpr uint64_t kNumOrders = 64;
 
-  // The thread of this process that executes calls sleeps here.
+  // The futex on which the thread that runs the calls of this process sleeps.
   Doorbell doorbell;
-  // The generation of the last barrier at which this process arrived; 0: none.
+  // Generation of the last barrier at which this process has arrived, or 0.
   alignas(64) std::atomic<uint64_t> barrier_generation{0};
-  // The call log; used in the leader's control block only. Call n has the entry
-  // `orders[n % kNumOrders]`, which is written before `num_posted` exceeds n.
+  // The call log, in the leader's control block only. The entry of call n is `orders[n
+  // % kNumOrders]`. It is valid when `num_posted` > n.
   alignas(64) std::atomic<uint64_t> num_posted{0};
   CallLogEntry orders[kNumOrders] = {};
   alignas(64) SignatureRecord signatures[2];  // [call % 2]
 };
 
-// The flags of one rank, in front of its two buffers.
+// Doorbell and slot flags of one rank. They precede the rank's two buffers.
 struct RankHeader {
   static constexpr int kMaxSlots = 4096;
   Doorbell doorbell;
   SlotFlags flags[kMaxSlots];
 };
 
-// Computes addresses in the shared memory of a process. `memory` is the start of the
-// mapping; `n` is the index of a rank among the ranks of that process.
+// Computes addresses in the shared memory of one process, which begins at `memory`. The
+// parameter `n` counts the ranks of that process.
 class Layout {
  public:
   static constexpr int64_t kAlignment = 4096;  // the page size of most systems
@@ -80,12 +81,13 @@ class Layout {
   ProcessControlBlock* header(std::byte* memory) const {
     return reinterpret_cast<ProcessControlBlock*>(memory);
   }
-  // Returns the rank header at the start of the n-th rank's area.
+  // Returns the header at the start of the memory of the process's n-th rank.
   RankHeader* area(std::byte* memory, int n) const {
     return reinterpret_cast<RankHeader*>(memory + Align(sizeof(ProcessControlBlock)) +
                                          n * area_bytes());
   }
-  // Returns buffer 0 of the n-th rank. Buffer 1 starts `buffer_bytes()` after it.
+  // Returns buffer 0 of the process's n-th rank. Buffer 1 follows after
+  // `buffer_bytes()`.
   std::byte* buffers(std::byte* memory, int n) const {
     return reinterpret_cast<std::byte*>(area(memory, n)) + Align(sizeof(RankHeader));
   }

@@ -12,7 +12,7 @@ namespace jax_ub {
 
 namespace {
 
-// Describes a loss for whose description there is no memory; allocated in advance.
+// The description of a loss if there is no memory for a better one.
 const std::string kLost = "is lost";
 
 }  // namespace
@@ -72,8 +72,8 @@ void PeerStatus::Throw(int lost,
   std::ostringstream text;
   text << "CommunicatorError: jax_ub." << reason.label << ": ";
   if (lost != kNoProcess) {
-    // The first process that died is reported, if any died, because others may have
-    // closed their communicators for that reason.
+    // Reports a process that died rather than one that closed its communicator, which
+    // it may have done because of the death.
     std::lock_guard lock(mutex_);
     if (first_lost_ != kNoProcess) lost = first_lost_;
     text << DescribeLoss(lost) << "; " << waiting.who << " waited for " << waiting.what;

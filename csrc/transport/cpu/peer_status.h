@@ -16,7 +16,7 @@
 
 namespace jax_ub {
 
-// The parts of the error of a failed wait: "<who> waited 3 s for <what>".
+// The two variable parts of an error text: "<who> waited 3 s for <what>".
 struct WaitDescription {
   std::string who;   // "rank 0"
   std::string what;  // "chunk 2 of rank 1"
@@ -33,29 +33,29 @@ class PeerStatus {
 
   explicit PeerStatus(std::vector<PeerName> peers);
 
-  // Makes every future wait fail with `reason`. The caller must wake sleeping waits.
-  // Only the first call takes effect.
+  // Makes all later waits fail with `reason`. The caller must also wake the pending
+  // ones. Only the first call has an effect.
   void Poison(const std::exception_ptr& reason);
   void ThrowIfPoisoned() const;
   std::exception_ptr poison() const;  // the reason, or nullptr
 
-  // Records that a process is lost. `how` is, for example, "died", or empty if the
-  // process closed its communicator in order. Only the first call for a process takes
-  // effect.
+  // Records that a process is lost. `how` is a description such as "died", or empty if
+  // the process closed its communicator in order. Only the first call per process has
+  // an effect.
   void SetLost(int process, const std::string& how);
   bool IsLost(int process) const { return lost_[process].load() != nullptr; }
 
   const std::string& name(int process) const { return peers_[process].name; }
-  // Returns " (it is stopped)" if the process is stopped, and otherwise "". Used in the
-  // errors of waits.
+  // Returns " (it is stopped)" for a stopped process, and otherwise "". Used in the
+  // error texts of waits.
   std::string DescribeState(int process) const;
 
-  // Waits until `reached()` holds. Throws the poison if there is one, CommunicatorError
-  // if `lost()` returns a lost process that this wait depends on (kNoProcess: none),
-  // and DeadlineError after the timeout.
+  // Waits until `reached()` is true. Throws the poison, if there is one;
+  // CommunicatorError if `lost()` returns a lost process on which this wait depends
+  // (kNoProcess: none); or DeadlineError after the timeout.
   //
-  // `reached()` is evaluated again after a reason to fail was found: a peer may store
-  // the awaited value and exit before this thread wakes. Such a wait succeeds.
+  // Evaluates `reached()` once more before it throws, because a peer may store the
+  // awaited value and exit before this thread wakes. Then the wait succeeds.
   template <typename Reached, typename Lost, typename Describe>
   void Await(Doorbell& own,
              const WaitReason& reason,
@@ -70,22 +70,22 @@ class PeerStatus {
   }
 
  private:
-  // Returns, for example, "rank 2 (process 1, pid 123) died".
+  // Returns a text such as "rank 2 (process 1, pid 123) died".
   std::string DescribeLoss(int process) const;
   [[noreturn]] void Throw(int lost,
                           const WaitReason& reason,
                           const WaitDescription& waiting) const;
 
   const std::vector<PeerName> peers_;  // indexed by process
-  // Indexed by process: how the process was lost (owned by loss_reasons_), or nullptr
-  // if it is not lost.
+  // Indexed by process: a description of how the process was lost (owned by
+  // loss_reasons_), or nullptr if it is not lost.
   std::unique_ptr<std::atomic<const std::string*>[]> lost_;
   std::atomic<bool> poisoned_{false};
 
   mutable std::mutex mutex_;  // guards the members below
   std::exception_ptr poison_;
   std::vector<std::unique_ptr<const std::string>> loss_reasons_;
-  // The first process that was lost without closing its communicator in order.
+  // The first process that was lost without closing its communicator.
   int first_lost_ = kNoProcess;
 };
 

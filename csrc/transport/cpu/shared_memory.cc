@@ -28,11 +28,10 @@ struct SharedMemoryCommunicator::State {
   PeerStatus peer_status;
   GroupControl group_control;
   std::vector<RankMemory> areas;  // indexed by rank
-  // Indexed by rank; nullptr for the ranks of other processes.
+  // Indexed by rank; null for ranks of other processes.
   std::vector<std::unique_ptr<SlotTransport>> ends;
 
-  // The failure handling. Declared last and so destroyed first, because its thread uses
-  // the members above.
+  // Declared last, so that it is destroyed first: its thread uses the members above.
   GroupFailure failure;
 };
 
@@ -58,18 +57,18 @@ std::vector<PeerStatus::PeerName> MembersOf(
   return members;
 }
 
-// Returns the setup text of the handshake, which must be equal in all processes: the
-// group, the buffer size and the memory layout.
+// Returns a description of the group, the buffer size and the memory layout. In the
+// handshake, every process checks that its peers have the same one.
 std::string SetupText(const ProcessGroup& group, const Layout& layout) {
-  // Increment with every change of the shared memory layout or the protocol.
+  // Must be incremented with every change of the memory layout or the protocol.
   constexpr int kProtocol = 2;
-  return group.RanksText() + ", halves of " + std::to_string(layout.buffer_bytes()) +
+  return group.RanksText() + ", buffers of " + std::to_string(layout.buffer_bytes()) +
          " bytes, protocol " + std::to_string(kProtocol) + "." +
          std::to_string(sizeof(ProcessControlBlock)) + "." +
          std::to_string(sizeof(RankHeader));
 }
 
-// Maps the memory that a peer has passed in the handshake.
+// Maps the memory whose descriptor a peer has sent in the handshake.
 SharedMapping MapOf(const ProcessGroup& group,
                     const Layout& layout,
                     int process_index,
@@ -109,8 +108,8 @@ SharedMemoryCommunicator::State::State(ProcessGroup its_group,
       failure(group,
               {.fail_waits = [this](const auto& poison) { FailWaits(poison); },
                .set_lost = [this](int p, const auto& how) { SetLost(p, how); },
-               // There is no hook for signatures, because they are exchanged through
-               // shared memory.
+               // Signatures are exchanged through shared memory, so no message needs to
+               // be handled.
                .on_signature = {}}) {
   for (int p = 0; p < group.num_processes(); ++p) {
     const std::vector<int>& ranks = group.ranks_of(p);

@@ -7,23 +7,9 @@
 // after it.
 //
 // Call n uses the buffers n % 2. A process arrives at Barrier(n, 0) only after it has
-// finished call n - 1. Before that barrier, peers may still read the buffers of call n
-// - 1, but no longer those of call n - 2. A process can therefore stage data for call n
-// in its buffer n % 2 before Barrier(n, 0).
-//
-//   leader (process of rank 0)                      other processes
-//   AppendToCallLog(order)                          order = WaitForLogEntry(n)
-//   stage into buffer(own, n); PublishSignature(n)  the same
-//   Barrier(n, 0)                                   Barrier(n, 0)
-//   compare call_signature(p, n) of all p           the same
-//   read and write buffer(any rank, n)              the same
-//   Barrier(n, 1) ...                               Barrier(n, 1) ...
-//
-// A process whose connection closes without a close message has died. Waits that depend
-// on it fail at once; all other waits continue, so a peer that finished its part of a
-// call and exited causes no error. Poison makes every wait in every process fail with
-// the first reason. A wait checks its condition before it checks for failure, so a
-// satisfied wait never fails.
+// finished call n - 1. Before that barrier, peers may still read the buffers of call
+// n - 1, but no longer those of call n - 2. A process can therefore stage data for call
+// n in its buffer n % 2 before Barrier(n, 0).
 #pragma once
 
 #include <cstddef>
@@ -44,15 +30,29 @@
 
 namespace jax_ub {
 
+// Executes calls as follows, where n is the number of the call:
+//
+//   leader (process of rank 0)                      other processes
+//   AppendToCallLog(order)                          order = WaitForLogEntry(n)
+//   stage into buffer(own, n); PublishSignature(n)  the same
+//   Barrier(n, 0)                                   Barrier(n, 0)
+//   compare call_signature(p, n) of all p           the same
+//   read and write buffer(any rank, n)              the same
+//   Barrier(n, 1) ...                               Barrier(n, 1) ...
+//
+// A process whose connection closes without a close message has died. Waits that depend
+// on it fail at once. Other waits continue, so a peer that finishes its part of a call
+// and exits causes no error. After Poison, every wait in every process fails with the
+// first reason, unless its condition is already satisfied.
 class SharedMemoryCommunicator {
  public:
-  // The largest number of slots that one call can use.
+  // Maximum number of slots (receive buffers) per rank in one call.
   static constexpr int kMaxSlots = RankHeader::kMaxSlots;
 
   // Connects to all other processes of the group and maps their memory. `peers` is
-  // keyed by process number and need not contain this process. Throws DeadlineError,
-  // which names the missing processes, and CommunicatorError if a process refuses or
-  // dies.
+  // keyed by process number; an entry of this process is ignored. Throws DeadlineError,
+  // which names the processes that are missing, or CommunicatorError if a process
+  // refuses or dies.
   static std::shared_ptr<SharedMemoryCommunicator> Connect(
       std::unique_ptr<Endpoint> endpoint,
       GroupMembership membership,
@@ -67,64 +67,69 @@ class SharedMemoryCommunicator {
   const std::string& name() const;
   int num_ranks() const;
   const std::vector<int>& local_ranks() const;
-  // Returns the process numbers, ordered by each process's lowest rank. All other
-  // methods identify a process by its index in this vector; index 0 is the leader.
+  // Returns the process numbers, in the order of their lowest ranks. All other methods
+  // identify a process by its index in this vector. Index 0 is the leader.
   const std::vector<int>& processes() const;
   int num_processes() const;
   int process() const;
   int process_of_rank(int rank) const;
   bool is_leader() const;
-  // Returns, for example, "ranks 2, 3 (process 1, pid 123)".
+  // Returns a text such as "ranks 2, 3 (process 1, pid 123)".
   std::string DescribeProcess(int process) const;
 
-  // Returns the buffer that `call` uses, of any rank of the group. Aligned to a page.
-  // Valid as long as this object, even if the rank's process has died.
+  // Returns the buffer of a rank in `call`. `rank` may be any rank of the group. The
+  // buffer is page-aligned. It is valid as long as this object, even if the rank's
+  // process has died.
   std::byte* buffer(int rank, int64_t call) const;
-  // Returns the size of one buffer: the requested size, rounded up to whole pages.
+  // Returns the size of one buffer, which is the requested size rounded up to whole
+  // pages.
   int64_t buffer_bytes() const;
-  // Returns the size of this process's mapping: its buffers, flags and control block.
+  // Returns the size of the memory that this process shares: buffers, flags, control
+  // block.
   int64_t size_bytes() const;
 
-  // Appends a call to the log that sets the order of calls in all processes. Called by
-  // the leader only, from any thread. Never blocks: entries that do not fit into the
-  // shared log are queued. The n-th entry is call n, counted from 0.
+  // Appends a call to the call log, which determines the order of calls in all
+  // processes. Only the leader calls this, from any thread. The n-th entry (from 0) is
+  // call n. Never blocks: if the log is full, the entry is queued.
   void AppendToCallLog(const CallLogEntry& order);
-  // Waits for the log entry of `call` and returns it. Called by all processes except
-  // the leader.
+  // Waits for the leader's log entry of `call` and returns it. Called by all other
+  // processes.
   CallLogEntry WaitForLogEntry(int64_t call, const WaitReason& reason);
 
-  // Publishes this process's signature of a call. Called before Barrier(call, 0). Peers
-  // may read it from Barrier(call, 0) until they arrive at Barrier(call + 1, 0).
-  // Truncates `text` to SignatureRecord::kMaxBytes.
+  // Publishes this process's signature of a call. Must be called before Barrier(call,
+  // 0). Peers may read it until they arrive at Barrier(call + 1, 0). Truncates `text`
+  // to SignatureRecord::kMaxBytes.
   void PublishSignature(int64_t call, uint64_t signature, std::string_view text);
   CallSignature call_signature(int process, int64_t call) const;
 
-  // Waits until every process has arrived at this barrier. Called by one thread at a
-  // time, in ascending order of call and phase (0 to 15). A phase may be skipped if all
-  // processes skip it. If the communicator is poisoned, throws without arriving.
+  // Waits until all processes have arrived at this barrier. Must be called by one
+  // thread at a time, in ascending order of (call, phase), with 0 <= phase < 16. All
+  // processes may skip a phase. If the communicator has failed, throws without
+  // arriving.
   void Barrier(int64_t call, int phase, const WaitReason& reason);
 
-  // Returns the transport of a local rank, with its slots in the buffers of `call`.
-  // Usable from Barrier(call, 0) until the next call's barrier 0. Throws
-  // UnsupportedError if the slots do not fit.
+  // Returns the transport of a local rank, whose slots are in the buffers of `call`.
+  // Usable from Barrier(call, 0) to Barrier(call + 1, 0). Throws UnsupportedError if
+  // the slots do not fit into a buffer.
   Transport& rank(int local_rank, int64_t call, int num_slots, int64_t slot_bytes);
 
-  // Makes every pending and future wait in every process fail with `reason`. Only the
-  // first reason takes effect. Peers get its text and, for DeadlineError, its type.
+  // Makes all pending and later waits in all processes fail with `reason`. Only the
+  // first reason has an effect. Peers receive its text, and whether it is a
+  // DeadlineError.
   void Poison(const std::exception_ptr& reason);
-  // Returns why this communicator can no longer be used, or nullptr: the poison, the
-  // death of a process, or Close. A peer that closed in order is not a failure,
-  // although waits for it fail.
+  // Returns the failure of this communicator, or nullptr. A failure is a poison, the
+  // death of a process, or Close. A peer that closes its communicator in order is not a
+  // failure, although waits for it fail.
   std::exception_ptr poison() const;
-  // Sets the callback that is called once, when poison() becomes non-null, by the
-  // thread that noticed the failure. Called immediately if poison() is already
-  // non-null. Not called for a peer's message after Close. The callback must neither
-  // call Close nor hold the last reference to this object.
+  // Sets a callback that the thread that notices the failure calls once, when poison()
+  // becomes non-null; or calls it at once if it already is. It is not called for
+  // messages of peers after Close. It must not call Close or hold the last reference to
+  // this object.
   void OnPoison(std::function<void(const std::exception_ptr&)> callback);
 
-  // Sends the close message to the peers and fails the pending waits of this process.
-  // Never blocks on a peer, even if the peer is stopped or dead. The memory stays
-  // mapped until the destructor runs. Idempotent.
+  // Tells the peers that this process closes the communicator, and fails its pending
+  // waits. Never blocks, even if a peer is stopped or dead. The destructor unmaps the
+  // memory. Idempotent.
   void Close();
 
  private:

@@ -31,8 +31,7 @@ SlotTransport::SlotTransport(int rank,
 void SlotTransport::SetLayout(int64_t offset, int num_slots, int64_t slot_bytes) {
   offset_ = offset;
   slot_bytes_ = slot_bytes;
-  // Slots that no call has used yet have the initial epoch, as the flags of all ranks
-  // do.
+  // A slot that no call has used has the initial epoch, like its flags on all ranks.
   if (static_cast<size_t>(num_slots) > uses_.size()) {
     uses_.resize(num_slots, SlotUse{first_epoch_, false, false});
   }
@@ -51,7 +50,7 @@ void SlotTransport::Write(int peer, int slot, const Rows& rows) {
   }
 }
 
-// The store of `arrived` releases the data that Write copied. The load in the peer's
+// Storing `arrived` releases the data that Write has copied. The load in the peer's
 // Wait acquires it.
 void SlotTransport::Signal(int peer, int slot) {
   uses_[slot].put = true;
@@ -65,14 +64,12 @@ void SlotTransport::Wait(int peer, int slot, const WaitReason& reason) {
           [&] { return ChunkOf(reason) + " of " + NameOf(peer); });
 }
 
-// This rank reads the slot before it stores `released`. The next rank that writes the
-// slot loads `released` before, in WaitFree, so it does not overwrite data that is
-// still read.
+// Storing `released` comes after this rank's reads of the slot. The rank that writes
+// the slot next loads it in WaitFree, so it does not overwrite data too early.
 void SlotTransport::Release(int slot) {
   uses_[slot].received = true;
   areas_[rank_].flags[slot].released.store(uses_[slot].epoch + 1);
-  // All ranks' doorbells are rung, because the next call's schedule determines which
-  // rank writes this slot next.
+  // Rings the doorbells of all ranks, because any of them may write the slot next.
   for (const RankMemory& area : areas_) Ring(*area.doorbell);
 }
 

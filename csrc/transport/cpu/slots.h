@@ -14,46 +14,45 @@
 
 namespace jax_ub {
 
-// The epochs of one slot: the last call whose data arrived in it, and the last call
-// that released it. Each slot's flags occupy a separate cache line, because a rank
-// spins on them while other ranks write the flags of other slots.
+// State of one slot (receive buffer): the epoch (use count) whose data has arrived, and
+// the epoch that was released. Each slot has its own cache line, because a rank spins
+// on it while other ranks write other slots.
 struct alignas(64) SlotFlags {
   std::atomic<uint32_t> arrived{0};
   std::atomic<uint32_t> released{0};
 };
 
-// The addresses, in this process, of the memory of one rank.
+// Addresses of the memory of one rank, in this process.
 struct RankMemory {
   Doorbell* doorbell = nullptr;
   SlotFlags* flags = nullptr;  // indexed by slot
-  // The start of the rank's buffers. The offset of SlotTransport::SetLayout is relative
-  // to it.
+  // Start of the rank's buffers. SlotTransport::SetLayout counts its offset from here.
   std::byte* memory = nullptr;
   int process = 0;
   std::string name;  // "rank 1 (process 0, pid 12)"
 };
 
-// The Transport of one rank. It is reused for all calls, so that the epochs of its
+// The Transport of one rank. All calls use the same object, so that the epochs of its
 // slots continue from call to call.
 class SlotTransport : public Transport {
  public:
-  // `areas` is indexed by rank. `areas` and `peer_status` must outlive the transport.
+  // `areas` is indexed by rank. Both references must outlive the transport.
   SlotTransport(int rank,
                 const std::vector<RankMemory>& areas,
                 const PeerStatus& peer_status,
                 uint32_t first_epoch);
 
-  // Returns the distance between slots of `slot_bytes`: the size rounded up to whole
-  // cache lines, so that no two slots share one.
+  // Returns the distance between two slots: their size rounded up to whole cache lines,
+  // so that no cache line contains parts of two slots.
   static int64_t StrideOf(int64_t slot_bytes) {
     constexpr int64_t kAlignment = 64;
     return (slot_bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
 
-  // Sets the location of the slots for the following calls. In every rank's memory,
-  // slot i starts at offset + i * slot_bytes, where `slot_bytes` is a result of
-  // StrideOf. All ranks must pass the same values. An epoch belongs to a slot's index,
-  // not to its address, so slots may be moved between calls.
+  // Sets the addresses of the slots for the next calls: slot i of every rank is at
+  // `offset` + i * `slot_bytes` in the rank's memory. `slot_bytes` must be a result of
+  // StrideOf. All ranks must pass the same values. Slots may move between calls,
+  // because epochs belong to their indices.
   void SetLayout(int64_t offset, int num_slots, int64_t slot_bytes);
 
   int rank() const override { return rank_; }

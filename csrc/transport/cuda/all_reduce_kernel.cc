@@ -7,7 +7,7 @@
 
 namespace jax_ub {
 
-// The compiled image of all_reduce_kernel.cu.
+// The compiled code of all_reduce_kernel.cu (a fatbin).
 extern const unsigned char kAllReduceKernels[];
 
 namespace {

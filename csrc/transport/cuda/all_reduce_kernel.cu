@@ -12,8 +12,7 @@
 namespace jax_ub::gpu {
 namespace {
 
-// The number of ranks whose partial sums a thread loads before it adds them, so that
-// the loads overlap.
+// How many ranks' partial sums a thread loads before it adds them. Their loads overlap.
 constexpr uint32_t kPartsInFlight = 8;
 
 struct Elements {
@@ -39,7 +38,7 @@ __device__ int64_t SizeOfPartial(const AllReduceParams& params) {
   return params.dtype == DType::kF32 ? 4 : 2;
 }
 
-// Returns the address of the partial sums of a rank.
+// Returns the address of the partial sums of `rank` in this rank's memory.
 __device__ uint64_t PartialOf(const AllReduceParams& params, uint32_t rank) {
   const uint32_t own = params.waiting.rank;
   if (rank == own) return params.partial;
@@ -52,8 +51,8 @@ __device__ void AnnounceAllReduce(const AllReduceParams& params,
   StoreRelaxed(params.peers[threadIdx.x].announcement, words.current);
 }
 
-// Waits until the peers' slots that this rank fills are free, one thread per peer.
-// Returns false if the rank has failed.
+// Waits until the peers' slots to which this rank writes are free. Uses one thread per
+// peer. Returns false if the rank has failed.
 __device__ bool AwaitFreeSlots(const AllReduceParams& params, const CallWords& words) {
   if (words.failed != 0) return false;
   if (threadIdx.x >= params.num_peers) return true;
@@ -61,9 +60,8 @@ __device__ bool AwaitFreeSlots(const AllReduceParams& params, const CallWords& w
                  words.current);
 }
 
-// Copies the units [begin, end) of this rank's partial sums into the slots of all
-// peers. Each rank begins with a different peer, so that they do not all write to the
-// same one.
+// Copies units [begin, end) of this rank's partial sums into the slots of all peers.
+// Each rank starts with another peer, so that they do not all write to the same one.
 template <typename Unit>
 __device__ void PushUnits(const AllReduceParams& params, int64_t begin, int64_t end) {
   const auto* const from = reinterpret_cast<const Unit*>(params.partial);
@@ -97,8 +95,8 @@ __device__ void SignalPushed(const AllReduceParams& params, const CallWords& wor
   StoreRelease(FlagOfBlock(params, params.peers[threadIdx.x].signal), words.current);
 }
 
-// Waits until the same block of every peer has pushed its partial sums, one thread per
-// peer. Returns false if the rank has failed.
+// Waits until block b of every peer has pushed its partial sums, where b is this block.
+// Uses one thread per peer. Returns false if the rank has failed.
 __device__ bool AwaitPushed(const AllReduceParams& params, const CallWords& words) {
   if (threadIdx.x >= params.num_peers) return true;
   AwaitedFlag arrived = params.peers[threadIdx.x].arrived;
@@ -106,8 +104,8 @@ __device__ bool AwaitPushed(const AllReduceParams& params, const CallWords& word
   return WaitFor(params.waiting, arrived, words.current, words.current);
 }
 
-// Adds bias and residual to the sums of consecutive elements from `at` on, rounds the
-// sums and stores them.
+// Finishes consecutive elements from index `at` on: adds bias and residual to their
+// sums, rounds, and stores them.
 template <int kCount>
 __device__ void FinishElements(const AllReduceParams& params,
                                int64_t at,
@@ -125,8 +123,8 @@ __device__ void FinishElements(const AllReduceParams& params,
   }
 }
 
-// Sums 16 bytes of each rank's partial sums at a time. Returns the index of the first
-// element that is left, because fewer than 16 bytes remain.
+// Sums the elements of this block in units of 16 bytes. Returns the index of the first
+// element that does not fill a whole unit.
 template <DType kDType>
 __device__ int64_t SumUnits(const AllReduceParams& params, const Elements& elements) {
   constexpr int kPerUnit = kDType == DType::kF32 ? 4 : 8;

@@ -9,16 +9,16 @@
 
 namespace jax_ub {
 
-// The all-reduce kernel of one CUDA context, the one that is current at construction.
-// Thread-safe; the calling thread must have the same context current.
+// The all-reduce kernel, loaded in the CUDA context that is current at construction.
+// Thread-safe. The calling thread must have the same context current.
 class AllReduceKernel {
  public:
   explicit AllReduceKernel(const Driver& driver);
 
-  // Returns the number of thread blocks, which is the same on every rank.
+  // Returns the number of thread blocks, which depends only on the number of elements.
   static int NumBlocks(int64_t num_elements);
 
-  // Enqueues the kernel; sets params.is_aligned itself.
+  // Enqueues the kernel. Sets params.is_aligned itself.
   void Run(CUstream stream, AllReduceParams params) const;
 
  private:

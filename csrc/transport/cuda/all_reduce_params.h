@@ -11,9 +11,9 @@
 
 namespace jax_ub {
 
-// The addresses with which a rank exchanges partial sums with one peer. Each thread
-// block has separate flags. The flags of block b + 1 are num_peers * kFlagLineBytes
-// after the flags of block b.
+// The addresses through which a rank exchanges partial sums with one peer. Each thread
+// block has its own flags: the flags of block b are b * num_peers * kFlagLineBytes
+// after the flags of block 0.
 struct AllReducePeer {
   uint64_t announcement;  // the peer's word in which this rank announces its calls
   uint64_t to;            // the peer's slot that this rank fills
@@ -23,16 +23,18 @@ struct AllReducePeer {
   AwaitedFlag arrived;    // that slot's flag, for block 0
 };
 
-// The parameters of jax_ub_all_reduce, which computes
+// The parameters of jax_ub_all_reduce, which computes, with P = number of ranks,
 //
-//   out[i] = round(partials of ranks 0, 1, ... [i], added in this order + addends [i])
+//   out[i] = round(partial of rank 0 [i] + ... + partial of rank P - 1 [i] +
+//   addends[i])
 //
-// It adds in f32 and rounds once. Each thread block computes a range of the elements,
-// which is the same on every rank. It waits until the peers' slots are free, pushes its
-// range of this rank's partial sums into them, signals, waits for the same block of
-// every peer, and sums. So a block waits for no other block of its rank. Its waits fail
-// for the same reasons as jax_ub_wait. A block whose first wait fails neither pushes
-// nor signals. Then jax_ub_end fills the result with NaN.
+// It adds in f32 and rounds once. Each thread block computes a range of elements, which
+// is the same on every rank. It waits until the peers' slots are free, pushes its range
+// of this rank's partial sums into them, signals, waits for the same block of every
+// peer, and adds. No block waits for another block of its rank.
+//
+// Waits fail for the same reasons as in jax_ub_wait. A block whose first wait fails
+// neither pushes nor signals; jax_ub_end then fills the result with NaN.
 struct AllReduceParams {
   WaitingCall waiting;
   uint32_t num_peers;
@@ -50,8 +52,8 @@ struct AllReduceParams {
 inline constexpr char kAllReduceKernel[] = "jax_ub_all_reduce";
 inline constexpr int kAllReduceThreads = 512;   // per block
 inline constexpr int kMaxAllReduceBlocks = 32;  // all of them run at the same time
-// The number of elements by which the ranges of the blocks are aligned, so that a block
-// can load 16 bytes at a time in every dtype.
+// The range of each block begins at a multiple of this many elements, so that 16-byte
+// loads are aligned for every dtype.
 inline constexpr int64_t kAllReduceVector = 8;
 
 }  // namespace jax_ub

@@ -27,9 +27,9 @@ std::string NameOf(int rank, int process) {
   return "rank " + std::to_string(rank) + " (process " + std::to_string(process) + ")";
 }
 
-// Returns the error for the first pair of ranks whose devices are known to have no
-// access to each other, or "". If a process can see only its own devices, this is not
-// known before the memory is mapped.
+// Returns an error text that names the first two ranks whose GPUs cannot access each
+// other, or "" if no such pair is known. Processes that see only their own GPUs do not
+// know it before they map the memory.
 std::string UnreachableReason(const std::vector<int>& processes,
                               const std::map<int, Capabilities>& capabilities_of) {
   std::vector<std::string> gpus;  // UUIDs, indexed by rank
@@ -57,9 +57,9 @@ std::string UnreachableReason(const std::vector<int>& processes,
   return "";
 }
 
-// Returns why the processes cannot use a sharing mode: names the first process that
-// does not have the capability `can_key`, with the reason that it stored as
-// `cannot_key`. Returns "" if all processes have it.
+// Returns why the processes cannot use a sharing mode, or "". The reason names the
+// first process without the capability `can_key`, and quotes what it has stored under
+// `cannot_key`.
 std::string WhyNot(const std::string& can_key,
                    const std::string& cannot_key,
                    const std::set<int>& members,
@@ -177,8 +177,9 @@ SharingDecision Agree(const std::vector<int>& processes,
   return decision;
 }
 
-// Multicast setup needs the processes' connections to report a failure while the others
-// wait. There are none between hosts, so a group that spans hosts cannot use multicast.
+// A group that spans hosts cannot use multicast. Its setup needs connections between
+// the processes, so that a failure ends the waits of the others; there are none between
+// hosts.
 std::string WhyNoMulticast(SharingMode mode,
                            const std::vector<int>& processes,
                            const std::map<int, Capabilities>& capabilities_of) {

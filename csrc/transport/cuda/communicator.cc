@@ -21,13 +21,14 @@ namespace jax_ub {
 
 namespace {
 
-// The longest time, in seconds, that Close waits for peers after a failure.
+// After a failure, Close waits at most this many seconds for the peers.
 constexpr double kFailedCloseS = 5;
 
-// Increment with every change of the heap layout or of the messages.
+// Must be incremented with every change of the heap layout or the messages.
 constexpr int kProtocol = 3;
 
-// Returns the setup text of the handshake, which must be equal in all processes.
+// Returns a description of the group and the heap layout. In the handshake, every
+// process checks that its peers have the same one.
 std::string SetupText(const ProcessGroup& group, const HeapLayout& layout, bool nvls) {
   return group.RanksText() + ", slots of " + std::to_string(layout.slots_bytes()) +
          " bytes on GPUs, " + (nvls ? "NVLS, " : "") + "protocol " +
@@ -67,8 +68,7 @@ struct CudaCommunicator::State {
   const double timeout_s;
   GroupHeaps heaps;
   const int64_t size_bytes;
-  // Indexed by process index. `connection` is empty in all of them, because `failure`
-  // has taken the connections.
+  // Indexed by process index. Watch has moved the members `connection` to `failure`.
   std::vector<ConnectedPeer> connected_peers;
   std::atomic<bool> rejects_calls{false};
   std::atomic<bool> is_closed{false};
@@ -79,13 +79,11 @@ struct CudaCommunicator::State {
   std::string who_closed;                // the first peer that closed in order; or ""
   std::atomic<bool> has_closed{false};  // whether who_closed is set; read without mutex
   std::vector<CallSiteName> sites;      // indexed by call site number
-  // Descriptions of the calls in all signatures that were sent or received, keyed by
-  // tag.
+  // Descriptions of the calls whose signatures were sent or received, by tag.
   std::map<uint32_t, std::string> calls;
   SignatureTable decision;
 
-  // The failure handling. Declared last and so destroyed first, because its thread uses
-  // the members above.
+  // Declared last, so that it is destroyed first: its thread uses the members above.
   GroupFailure failure;
 };
 
@@ -114,8 +112,8 @@ CudaCommunicator::State::State(ProcessGroup its_group,
 CudaCommunicator::State::~State() {
   Close();
   if (!failure.IsForkedChild()) return;
-  // The CUDA driver does not work in a forked child, and the memory belongs to the
-  // parent.
+  // Leaks the heaps in a forked child: the CUDA driver does not work there, and the
+  // memory belongs to the parent.
   static_cast<void>(new GroupHeaps(std::move(heaps)));
 }
 
@@ -125,15 +123,15 @@ std::string CudaCommunicator::State::NameOf(int rank) const {
   return group.DescribeRank(rank, connected_peers[process_index].pid);
 }
 
-// Returns the rank's name, followed by " (it is stopped)" if its process is stopped.
-// Used in the errors of waits.
+// Returns the name of a rank, with " (it is stopped)" if its process is stopped. Used
+// in the error texts of waits.
 std::string CudaCommunicator::State::NameAndStateOf(int rank) const {
   return NameOf(rank) +
          DescribeIfStopped(connected_peers[group.process_index_of_rank(rank)].seen_pid);
 }
 
-// Returns the failure that a local device recorded, or nullptr. Prefers a record that
-// has the cause to one that only says that a peer failed.
+// Returns the failure that a local device has recorded, or nullptr. Prefers a record of
+// the cause to a record that only says that a peer failed.
 std::exception_ptr CudaCommunicator::State::FaultOfDevices() {
   const ErrorRecord* found = nullptr;
   for (int n = 0; n < num_own(); ++n) {
@@ -170,8 +168,8 @@ std::exception_ptr CudaCommunicator::State::Failure() {
   for (int n = 0; n < num_own(); ++n) {
     is_own = is_own || IsOwnFault(record(n));
   }
-  // If the record only says that a peer failed, this process does not poison the
-  // communicator: the peer will send the cause, which should become the reason.
+  // If the record only says that a peer has failed, does not poison the communicator,
+  // because the peer will send the cause.
   if (!is_own) return fault;
   failure.Poison(fault);
   return failure.reason();
@@ -201,7 +199,7 @@ void CudaCommunicator::State::Add(const GpuCallSignature& signature) {
     other = decision.Add(signature);
   }
   if (!other) return;
-  // The two signatures are ordered by rank, so that all processes raise the same error.
+  // Sorts the two signatures by rank, so that all processes report the same error.
   const auto& [first, second] = std::minmax(
       signature, *other, [](const auto& a, const auto& b) { return a.rank < b.rank; });
   std::string text = group.ErrorPrefix();
@@ -220,26 +218,24 @@ void CudaCommunicator::State::Add(const GpuCallSignature& signature) {
 
 void CudaCommunicator::State::OnSignature(const PeerEvent& event) {
   const auto signature = GpuCallSignature::Unpack(event.text);
-  // A signature is accepted only from the process that owns the rank.
+  // Ignores a signature unless the sender owns the rank in it.
   if (signature && signature->rank >= 0 && signature->rank < group.num_ranks() &&
       group.process_index_of_rank(signature->rank) == event.process) {
     Add(*signature);
   }
 }
 
-// A process sends its close message after its devices have finished, so it no longer
-// writes to its peers' memory. If a peer does not close in time, virtual memory can
-// still be freed, because the driver keeps it as long as a process has it mapped.
-// Memory that the peer has opened with cuIpc cannot: it is kept until the process
-// exits.
+// A process sends its close message after its devices have finished, so it does not
+// write to its peers' memory any more. If a peer sends none in time, memory that the
+// peer opened with cuIpc is kept until the process exits. Virtual memory can be freed,
+// because the driver keeps it as long as a process has it mapped.
 void CudaCommunicator::State::Close() {
   if (failure.IsForkedChild() || is_closed.exchange(true)) return;
   const Driver& driver = heaps.devices().driver();
   for (const Context& context : heaps.devices().contexts()) {
     try {
       const ScopedContext scoped(driver, context.get());
-      // The result is ignored, because a context with an error has no more work to wait
-      // for.
+      // Ignores the result: after an error, the context has no work to wait for.
       driver.CtxSynchronize();
     } catch (const SystemError&) {
       continue;

@@ -38,10 +38,10 @@ namespace jax_ub {
 
 class CudaCommunicator {
  public:
-  // Makes a communicator whose ranks are all in this process. `ordinals` has the device
-  // ordinal of each rank. With `nvls`, uses multicast if it is available. Throws
-  // CommunicatorError if a device is out of memory, and UnsupportedError if the devices
-  // cannot access each other.
+  // Makes a communicator whose ranks are all in this process. Rank r has the device
+  // with ordinal `ordinals[r]`. With `nvls`, uses multicast if the devices support it.
+  // Throws CommunicatorError if a device is out of memory, and UnsupportedError if
+  // devices cannot access each other.
   static std::shared_ptr<CudaCommunicator> Make(const Driver& driver,
                                                 const std::vector<int>& ordinals,
                                                 int64_t slots_bytes,
@@ -49,10 +49,10 @@ class CudaCommunicator {
                                                 bool nvls = false);
 
   // Connects to the other processes of the group and maps their heaps. `peers` (the
-  // processes of this host) and `capabilities_of` are keyed by process number and need
-  // not contain this process. Throws UnsupportedError, in all processes, if no sharing
-  // mode works; DeadlineError, which names the missing processes; and CommunicatorError
-  // if a process refuses or dies.
+  // processes of this host) and `capabilities_of` are keyed by process number; entries
+  // of this process are ignored. Throws UnsupportedError in all processes if no sharing
+  // mode works, DeadlineError with the missing processes, or CommunicatorError if a
+  // process refuses or dies.
   static std::shared_ptr<CudaCommunicator> Connect(
       std::unique_ptr<CudaEndpoint> endpoint,
       const GroupMembership& membership,
@@ -67,69 +67,69 @@ class CudaCommunicator {
   const std::string& name() const;
   int num_ranks() const;
   const std::vector<int>& local_ranks() const;
-  // Returns the device ordinal, in this process, of a local rank.
+  // Returns the ordinal of a local rank's device in this process.
   int ordinal(int local_rank) const;
-  // Returns, for example, "rank 2 (process 1, pid 123)".
+  // Returns a text such as "rank 2 (process 1, pid 123)".
   std::string DescribeRank(int rank) const;
 
   // Returns how the heaps are shared: "in_process", "vmm", "fabric" or "ipc".
   std::string how() const;
-  // Returns the preferred modes, and multicast if it was requested, that could not be
-  // used.
+  // Returns the sharing modes that would be preferred, and multicast if it was
+  // requested, that are not used, with reasons.
   const std::vector<SharingFallback>& fallbacks() const;
-  // Returns whether the slots have a multicast address. The same on all ranks.
+  // Returns whether the slots have a multicast address. All ranks get the same answer.
   bool has_multicast() const;
 
-  // Returns the memory for the slots of a call, on each rank.
+  // Returns how many bytes each rank has for the slots of a call.
   int64_t slots_bytes() const;
-  // Returns the device memory that this process has allocated.
+  // Returns how much device memory this process has allocated, in bytes.
   int64_t size_bytes() const;
 
-  // Returns the addresses of all ranks' heaps for the device of a local rank, indexed
-  // by rank. Constant until Close.
+  // Returns the addresses of all ranks' heaps, valid on the device of `local_rank`
+  // until Close. Indexed by rank.
   std::span<const RankSlotAddress> addresses(int local_rank) const;
-  // Returns the device address of a local rank's ErrorRecord. Constant until Close.
+  // Returns the device address of the ErrorRecord of a local rank. Constant until
+  // Close.
   CUdeviceptr error(int local_rank) const;
 
-  // Returns the addresses of the slots of a call. Throws UnsupportedError, which says
-  // what to change, if they do not fit.
+  // Returns the addresses of the slots of a call. Throws UnsupportedError if they do
+  // not fit, with advice.
   SlotAddresses AddressSlots(int num_slots, int64_t slot_bytes) const;
 
-  // Returns the number that identifies a call site in error records, and registers the
-  // call site if it is new. Equal call sites have equal numbers.
+  // Returns the number that identifies a call site in error records. Equal call sites
+  // have equal numbers.
   uint32_t NumberOf(const CallSiteName& site);
 
   // Sends a local rank's signature of a call to all connected processes. If it
   // contradicts the signature of another rank, poisons the communicator with an error
-  // that has both. The other signature may arrive before or after this call. Never
-  // waits.
+  // that describes both. The other signature may arrive earlier or later. Does not
+  // wait.
   void Declare(const GpuCallSignature& signature);
 
-  // Returns why this communicator can no longer be used, or nullptr: a failed wait of a
-  // device, a poison, the death of a process, or Close. A peer that closed in order is
-  // not a failure. If a device knows that a peer failed, but this process has not
-  // received the reason yet, the error only says that the peer failed. Cheap.
+  // Returns the failure of this communicator, or nullptr. A failure is a failed wait of
+  // a device, a poison, the death of a process, or Close. A peer that closes its
+  // communicator in order is not a failure. If a device has noticed that a peer failed,
+  // but the reason has not arrived yet, the error does not contain the reason. Cheap.
   std::exception_ptr failure();
-  // Throws the failure, if there is one. Also throws after RejectCalls, and if a peer
-  // has closed its communicator, because every call needs all peers.
+  // Throws the failure, if there is one. Also throws after RejectCalls, and after a
+  // peer has closed its communicator, since every call needs all peers.
   void ThrowIfFailed();
 
-  // Returns whether this process is a forked child, which must not use the
-  // communicator.
+  // Returns whether this process was forked from the one that created the communicator.
+  // It must not use the communicator.
   bool IsForkedChild() const;
 
-  // Makes every pending and future wait of all ranks fail with `reason`. Only the first
-  // call takes effect.
+  // Makes all pending and later waits of all ranks fail with `reason`. Only the first
+  // call has an effect.
   void Poison(const std::exception_ptr& reason);
 
-  // Makes ThrowIfFailed throw that the communicator is closed, so that no new call
-  // begins.
+  // Makes ThrowIfFailed report that the communicator is closed, so that no call begins.
   void RejectCalls();
 
   // Closes the communicator: waits until the local devices have finished all enqueued
-  // work, then until all peers have done so or have died, and frees the memory. Waits
-  // for the peers at most for the timeout of Connect (5 s after a failure), and then
-  // continues without them. No call may be enqueued meanwhile. Idempotent.
+  // work, then until all peers have closed or died, and frees the memory. Waits for
+  // peers at most as long as Connect does (5 s after a failure), then continues without
+  // them. No call may be enqueued during Close. Idempotent.
   void Close();
 
  private:

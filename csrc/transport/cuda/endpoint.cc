@@ -18,8 +18,8 @@ std::string UuidOf(const Driver& driver, CUdevice device) {
   return HexOf(&uuid, sizeof(uuid));
 }
 
-// Returns, for example, "GPU 0 has no virtual memory management", or "" if all devices
-// have the attribute.
+// Returns a reason such as "GPU 0 has no virtual memory management", or "" if all
+// devices have the attribute.
 std::string WhyLacks(const LocalDevices& devices,
                      CUdevice_attribute attribute,
                      const char* what) {
@@ -75,8 +75,9 @@ void CudaEndpoint::OfferDevices(const std::string& host) {
   }
 }
 
-// Allocates the heaps with all supported handle types. If that fails, tries again
-// without fabric handles, which the driver refuses without an IMEX channel.
+// Allocates the heaps such that they can be shared as file descriptors and fabric
+// handles, if the devices support both. If this fails, tries again without fabric
+// handles, which need an IMEX channel.
 void CudaEndpoint::TryVirtual() {
   const std::string no_vmm =
       WhyLacks(*devices_, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
@@ -121,8 +122,8 @@ void CudaEndpoint::TryVirtual() {
   }
 }
 
-// Tests CUDA IPC: with a small allocation if the heaps can be shared in a preferred
-// mode, and otherwise with the heaps themselves, which it allocates.
+// Tests CUDA IPC with a small allocation, if the heaps can be shared in a better mode.
+// Otherwise allocates the heaps for CUDA IPC and tests it with them.
 void CudaEndpoint::TryIpc() {
   try {
     if (heaps_) {
@@ -133,9 +134,9 @@ void CudaEndpoint::TryIpc() {
     }
     capabilities_[SharingModeName(SharingMode::kIpc)] = "yes";
   } catch (const Error& error) {
-    // A device is out of memory (CommunicatorError). This fails the connection only if
-    // the allocation was the heaps. If the heaps can be shared in another mode, it was
-    // the test allocation, and only IPC is not available.
+    // If this was the small allocation (the heaps exist), running out of memory only
+    // means that CUDA IPC is not available. Otherwise there is no memory for the heaps,
+    // so the connection fails.
     if (!heaps_ && dynamic_cast<const CommunicatorError*>(&error) != nullptr) throw;
     if (!heaps_.is_virtual()) heaps_ = LocalHeaps();
     capabilities_[CannotKey(SharingMode::kIpc)] = error.what();

@@ -14,16 +14,16 @@
 
 namespace jax_ub {
 
-// Owns what a process creates before it connects to its peers: the heaps of its ranks,
-// and the socket on which it accepts connections. Determines which sharing modes the
-// process supports.
+// What a process creates before it connects to its peers: the heaps of its ranks, the
+// socket on which it accepts connections, and the list of sharing modes that it
+// supports.
 class CudaEndpoint {
  public:
-  // `ordinals` has the device ordinal of each own rank, in ascending order of rank.
-  // `slots_bytes` is the memory for the slots of a call on each rank. `host` identifies
-  // the host; it is equal for all processes of one host. `nvls` requests multicast and
-  // must be the same in all processes. Tests each sharing mode by exporting memory with
-  // it. Throws CommunicatorError if a device is out of memory.
+  // `ordinals` has the device ordinals of this process's ranks, ascending by rank. Each
+  // rank gets `slots_bytes` for the slots of a call. `host` is a text that identifies
+  // the host. `nvls` requests multicast; it must be the same in all processes. Tests
+  // each sharing mode by exporting memory. Throws CommunicatorError if a device is out
+  // of memory.
   CudaEndpoint(const Driver& driver,
                const std::vector<int>& ordinals,
                int64_t slots_bytes,

@@ -11,18 +11,18 @@
 
 namespace jax_ub {
 
-// Loads a record's code with acquire, since a device may be writing it. If the result
-// is not ErrorRecord::kNone, the other members are complete.
+// Returns the code of a record that a device may be writing. Unless it is
+// ErrorRecord::kNone, the other members of the record are complete.
 uint32_t CodeOf(const ErrorRecord& record);
 
-// Marks the record as poisoned, so that every wait of its rank ends with an error.
+// Tells the device of the record's rank that all its waits must fail.
 void SetPoisoned(ErrorRecord& record);
 
-// Returns whether the record has the cause of a failure. Returns false if it only says
-// that a peer or the host reported one.
+// Returns whether the record states the cause of a failure. Returns false if it only
+// states that a peer or the host reported a failure.
 bool IsOwnFault(const ErrorRecord& record);
 
-// The names by which error messages refer to a call site.
+// How error messages describe a call site.
 struct CallSiteName {
   std::string label;             // "all_gather_matmul (ub_name 'qkv_fprop')"
   std::vector<int64_t> devices;  // CallAttributes::devices
@@ -30,10 +30,10 @@ struct CallSiteName {
   bool operator==(const CallSiteName&) const = default;
 };
 
-// Converts a record whose code is not kNone to a DeadlineError or a CommunicatorError.
-// `site` is the call site of the record. `name_of` describes a rank, for example "rank
-// 2 (process 1, pid 123)". `call_of` describes the call with a tag, for example
-// "matmul: matmul by ... (call site jit_f/0)".
+// Converts a record to a DeadlineError or a CommunicatorError. Its code must not be
+// kNone. `site` is the call site in the record. `name_of` returns a text such as "rank
+// 2 (process 1, pid 123)" for a rank; `call_of` returns one such as "matmul: matmul by
+// ... (call site jit_f/0)" for a tag.
 std::exception_ptr DescribeFault(const ErrorRecord& record,
                                  const CallSiteName& site,
                                  const std::function<std::string(int)>& name_of,

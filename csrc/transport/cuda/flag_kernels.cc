@@ -4,7 +4,7 @@
 
 namespace jax_ub {
 
-// The compiled image of flag_kernels.cu.
+// The compiled code of flag_kernels.cu (a fatbin).
 extern const unsigned char kFlagKernels[];
 
 namespace {

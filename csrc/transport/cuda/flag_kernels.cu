@@ -7,7 +7,8 @@
 namespace jax_ub::gpu {
 namespace {
 
-// Each thread writes one target: its flag, or its `poison` if `failed` is not 0.
+// Signals to the peers, one per thread: stores `word` in the peer's flag. If this rank
+// has failed, stores `failed` in the peer's `poison` instead.
 __device__ void SignalAll(const FlagTargets& signals, uint64_t word, uint64_t failed) {
   if (threadIdx.x >= signals.num_targets) return;
   const FlagTarget& target = signals.targets[threadIdx.x];
@@ -18,31 +19,31 @@ __device__ void SignalAll(const FlagTargets& signals, uint64_t word, uint64_t fa
   }
 }
 
-// Sends the pending signals of this rank, then announces the call to the peers: the
-// first part of jax_ub_wait.
+// Sends the pending signals of this rank, and announces the call to the peers. This is
+// the first half of jax_ub_wait.
 __device__ void SignalAndAnnounce(const WaitParams& params, const CallWords& words) {
   SignalAll(params.signals, words.current, words.failed);
-  // A failed rank must not announce calls: its epoch no longer advances, so peers would
-  // see two different calls with the same epoch.
+  // A failed rank must not announce calls. Its epoch no longer advances, so it would
+  // announce different calls with the same epoch.
   if (threadIdx.x < params.announcements.num_peers && words.failed == 0) {
     StoreRelaxed(params.announcements.words[threadIdx.x], words.current);
   }
 }
 
-// Waits until the peers have set the flags of this call, one thread per flag: the second
-// part of jax_ub_wait.
+// Waits until the peers have set the flags of this call, one per thread. This is the
+// second half of jax_ub_wait.
 __device__ void WaitForFlags(const WaitParams& params, const CallWords& words) {
   if (threadIdx.x >= params.num_flags || words.failed != 0) return;
   WaitFor(params.waiting, params.flags[threadIdx.x],
           params.ahead != 0 ? words.current : words.epoch, words.current);
 }
 
-// Allows the peers to write this rank's slots again and advances the epoch, or reports
-// a failure: the first part of jax_ub_end. Returns true in the first thread if the rank
-// has failed.
+// Ends a call in jax_ub_end: advances the epoch and lets the peers write this rank's
+// slots again, or reports the rank's failure. Returns true in thread 0 if the rank has
+// failed.
 __device__ bool EndCall(const EndParams& params) {
-  // A peer may write `poison` between the loads of two threads. Then only some targets
-  // get the failure here; a later kernel of this rank writes it to the others.
+  // A peer may write `poison` between the loads of two threads. Some targets then do
+  // not learn of the failure here, but from a later kernel of this rank.
   const uint64_t poison = LoadRelaxed(params.own.poison);
   const CallWords words = LoadCall(params.own, params.tag);
   uint64_t failed = words.failed;
@@ -68,11 +69,12 @@ __device__ bool EndCall(const EndParams& params) {
   return true;
 }
 
-// Fills the results of a failed call with NaN.
+// Fills the results of a failed call with NaN. All bits are set, which is a NaN in
+// every dtype.
 __device__ void FillNan(const NanFill& nan_fill) {
   for (uint32_t i = 0; i < nan_fill.num_results; ++i) {
     const NanFill::Result& result = nan_fill.results[i];
-    // XLA aligns results to at least 16 bytes.
+    // XLA aligns results to at least 16 bytes, so vector stores are the usual case.
     const uint64_t num_vectors = result.data % 16 == 0 ? result.size_bytes / 16 : 0;
     for (uint64_t at = threadIdx.x; at < num_vectors; at += blockDim.x) {
       reinterpret_cast<uint4*>(result.data)[at] = {~0u, ~0u, ~0u, ~0u};
@@ -92,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(32)
   SignalAll(params.signals, words.current, words.failed);
 }
 
-// One block: all of its threads must agree whether the rank has failed.
+// Uses one block, since all threads must agree on whether the rank has failed.
 extern "C" __global__ void __launch_bounds__(kEndThreads)
     jax_ub_end(const __grid_constant__ EndParams params) {
   if (SyncBlockAny(EndCall(params))) FillNan(params.nan_fill);

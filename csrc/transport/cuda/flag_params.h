@@ -16,7 +16,7 @@
 
 namespace jax_ub {
 
-// The distance in bytes between consecutive flags in a rank's heap.
+// Distance between two flags in a rank's heap, in bytes: one cache line each.
 inline constexpr int64_t kFlagLineBytes = 128;
 
 inline constexpr int kMaxRanks = 16;
@@ -25,16 +25,15 @@ inline constexpr int kMaxResults = 16;
 inline constexpr int kTagBits = 24;
 inline constexpr uint64_t kTagMask = (uint64_t{1} << kTagBits) - 1;
 
-// The format of RankWords::failed and RankWords::poison: bits 15 ... 0 are 1 + the rank
-// that failed. The upper bits have the tags of two different calls (kTagBits each) if
-// the ranks made different calls, and are zero otherwise.
+// Format of the words RankWords::failed and RankWords::poison. Bits 15 ... 0 are 1 +
+// the rank that failed. If ranks made different calls, the upper bits are the tags of
+// two of these calls, with kTagBits each.
 inline constexpr int kFailedRankBits = 16;
 inline constexpr uint64_t kFailedRankMask = (1 << kFailedRankBits) - 1;
 
-// Why a rank failed. Located in host memory that is mapped into the rank's device, and
-// initially zero. The device writes all members except `poisoned`: it fills them once,
-// at the rank's first failure, and stores `code` last, with release. The host writes
-// `poisoned`.
+// Why a rank failed. It is in host memory that the rank's device has mapped, and
+// initially zero. At the first failure of the rank, the device fills all members except
+// `poisoned`, and stores `code` last, with release. Only the host writes `poisoned`.
 struct ErrorRecord {
   static constexpr uint32_t kNone = 0;
   static constexpr uint32_t kDeadline = 1;    // a wait reached its deadline
@@ -52,16 +51,16 @@ struct ErrorRecord {
   uint64_t waited_ns;
   uint32_t partition;  // for kMisplaced: the partition that the rank runs
   uint32_t poisoned;   // not 0: every wait of the rank ends
-  // The tags of two different calls, if that is the reason, and 0 otherwise. `tag` is
-  // the call of the rank that detected the mismatch (this rank, or `peer` for
-  // kPeerFailed); `other_tag` is the call of the rank that it compared with.
+  // If ranks made different calls, the tags of two of them; otherwise 0. `tag` is the
+  // call of the rank that detected it (this rank, or `peer` for kPeerFailed), and
+  // `other_tag` is the call of the rank with which it compared.
   uint32_t tag;
   uint32_t other_tag;
 
   static constexpr uint32_t kNoSlot = UINT32_MAX;
 };
 
-// The addresses of a rank's state, which its flag kernels read and write: three 64-bit
+// Addresses of a rank's state, which its flag kernels read and write: three 64-bit
 // words on the device, and the error record.
 struct RankWords {
   uint64_t epoch;   // the number of calls that this rank ended, and the tag of the last
@@ -70,32 +69,32 @@ struct RankWords {
   uint64_t error;   // the rank's ErrorRecord
 };
 
-// Where a rank signals to a peer: the address of a flag, and the address of the peer's
-// `poison`, which the rank writes instead of the flag if it has failed.
+// Where a rank signals to a peer: the address of a flag or, if the rank has failed, of
+// the peer's `poison`.
 struct FlagTarget {
   uint64_t flag;
   uint64_t poison;
 };
 
-// The addresses of one word in the memory of each other rank: either its `poison` word,
-// or the word in which this rank announces its calls to that rank.
+// The addresses of one word per peer: its `poison`, or the word in which this rank
+// announces its calls to the peer.
 struct PeerWords {
   uint32_t num_peers;
   uint64_t words[kMaxRanks];  // the first num_peers are used
 };
 
-// The flags that a rank sets. A kernel sets them to the flag value of its call, which
-// has the tag of the call site and the epoch after that in *epoch.
+// The flags that a kernel sets, to the flag value of this call: the tag of the call
+// site, and an epoch that is one greater than that in *epoch.
 //
-// A rank that has failed writes its `failed` word to the targets' `poison` instead, so
-// that no peer continues with data that did not arrive.
+// A rank that has failed writes its word `failed` to `poison` instead, so that no peer
+// uses data that has not arrived.
 struct FlagTargets {
   uint32_t num_targets;
   FlagTarget targets[kMaxRanks];  // the first num_targets are used
 };
 
-// The parameters of jax_ub_signal, which stores the flag value of this call in every
-// target's flag. All earlier work of the stream is visible before the store.
+// The parameters of jax_ub_signal, which stores the flag value of this call in all
+// flags of `signals`. All earlier work of the stream is visible before these stores.
 struct SignalParams {
   RankWords own;
   uint32_t tag;
@@ -113,10 +112,11 @@ struct NanFill {
 
 // The parameters of jax_ub_end, the last kernel of a call. It stores the flag value of
 // this call in the peers' `freed` flags, so that they may write this rank's slots
-// again, and then in *epoch. If the rank has failed, it stores neither, but 0xFF in
-// every byte of the results (NaN in all dtypes). If a peer has reported a failure, this
-// rank fails here too, because it may have read data that the peer wrote after its
-// failure.
+// again, and then in *epoch.
+//
+// If the rank has failed, it instead fills the results with bytes 0xFF (NaN in all
+// dtypes). If a peer has reported a failure, this rank fails, too: it may have read
+// data that the peer wrote after its failure.
 struct EndParams {
   RankWords own;
   uint32_t rank;
@@ -126,15 +126,14 @@ struct EndParams {
   NanFill nan_fill;
 };
 
-// The parameters of jax_ub_fill_nan, which fills more results than jax_ub_end can. It
-// runs after jax_ub_end.
+// The parameters of jax_ub_fill_nan. It runs after jax_ub_end, if there are more
+// results than jax_ub_end can fill.
 struct NanFillParams {
   RankWords own;
   NanFill nan_fill;
 };
 
-// A flag that a rank waits for, and what the error record says about it if the wait
-// fails.
+// A flag for which a rank waits, and what to record if the wait fails.
 struct AwaitedFlag {
   uint64_t flag;       // address
   uint64_t announced;  // address: the word in which the peer announces its calls
@@ -143,8 +142,7 @@ struct AwaitedFlag {
   int32_t chunk;
 };
 
-// The parameters that all waits of a call share: the rank that waits, its call, its
-// timeout, and the peers to which it reports a failure.
+// The parameters that all waits of a call have in common.
 struct WaitingCall {
   RankWords own;
   uint64_t timeout_ns;
@@ -155,22 +153,19 @@ struct WaitingCall {
 };
 
 // The parameters of jax_ub_wait. It first signals as jax_ub_signal does. Then each
-// thread waits until one flag has the expected value. If `ahead` is 1, this is the flag
-// value of this call: the peer has put data into a slot. If `ahead` is 0, it is *epoch:
-// the peer has ended its previous call, so its slots are free.
+// thread waits until one flag has the expected value. If `ahead` is 1, that is the flag
+// value of this call: the peer has filled a slot. If `ahead` is 0, it is *epoch: the
+// peer has ended its previous call, so its slots are free.
 //
-// The wait fails, and fills the error record, after timeout_ns; if the host poisoned
-// this rank; if a peer reported a failure; or if an awaited peer has announced a
-// different call. The wait also ends if this rank has failed before.
+// A wait fails after timeout_ns, if the host poisons this rank, if a peer reports a
+// failure, or if the awaited peer announces a different call. It then fills the error
+// record, and writes the `poison` of all peers before the kernel ends: later copies and
+// GEMMs of the stream cannot be cancelled, and may overwrite data that a peer still
+// reads. If this rank has failed earlier, the wait only ends.
 //
-// A wait that fails writes the `poison` of all peers before it ends. The copies and
-// GEMMs that follow in the stream cannot be cancelled, and may overwrite data that a
-// peer still reads.
-//
-// The first wait of a call also announces the call: it stores the flag value of this
-// call at every address in `announcements`. Without it, a peer in a different call
-// might use other slots and wait until the deadline for a flag that this rank never
-// writes.
+// The first wait of a call announces the call: it stores the flag value of this call at
+// the addresses in `announcements`. Without that, two ranks in different calls might
+// wait for each other until the deadline.
 struct WaitParams {
   WaitingCall waiting;
   uint32_t ahead;
@@ -180,9 +175,9 @@ struct WaitParams {
   PeerWords announcements;  // empty except for the first wait of a call
 };
 
-// The parameters of jax_ub_check_partition, which makes the rank fail, and writes the
-// peers' `poison`, unless the u32 at `partition` is `expected`. It is the first kernel
-// of a call: a failed rank sends no signals, so that no peer accepts its data.
+// The parameters of jax_ub_check_partition, the first kernel of a call in an exported
+// program. Unless the u32 at `partition` is `expected`, it makes the rank fail and
+// writes the peers' `poison`. A failed rank sends no signals, so no peer uses its data.
 struct PartitionCheckParams {
   RankWords own;
   uint64_t partition;

@@ -14,26 +14,25 @@ namespace {
 
 constexpr uint32_t kFirstPauseNs = 32;
 constexpr uint32_t kLastPauseNs = 512;
-// A wait checks for failures and for a different call only every 16 iterations: host
-// memory has a latency of about a microsecond, and these are rare.
+// A wait checks for failures and for different calls only every 16 iterations. Both are
+// rare, and reading host memory takes about a microsecond.
 constexpr uint32_t kLooksPerLongLook = 16;
 
-// What a kernel loads from its rank's state before anything else. No other kernel
-// changes it at the same time.
+// The words that a kernel loads first. No other kernel changes them while it runs.
 struct CallWords {
   uint64_t epoch;
   uint64_t current;  // the flag value of this call
   uint64_t failed;
 };
 
-// Earlier kernels of the stream wrote these words, so the loads need not acquire.
+// Needs no acquire, because earlier kernels of the same stream wrote these words.
 __device__ CallWords LoadCall(const RankWords& own, uint32_t tag) {
   const uint64_t epoch = LoadRelaxed(own.epoch);
   const uint64_t failed = LoadRelaxed(own.failed);
   return {epoch, (epoch | kTagMask) + 1 + tag, failed};
 }
 
-// Returns whether a word has the expected epoch, but the tag of a different call.
+// Returns whether a word has the expected epoch, but the tag of another call.
 __device__ bool IsOtherCall(uint64_t word, uint64_t expected) {
   return word != expected && (word ^ expected) <= kTagMask;
 }
@@ -43,14 +42,14 @@ __device__ uint64_t FailedWord(const ErrorRecord& what) {
          uint64_t{what.other_tag} << (kFailedRankBits + kTagBits);
 }
 
-// Decodes the word that a failed peer has written to this rank's `poison`.
+// Decodes the failure that a peer has written to this rank's `poison`.
 __device__ void ReadPoison(uint64_t poison, ErrorRecord& what) {
   what.peer = static_cast<uint32_t>(poison & kFailedRankMask) - 1;
   what.tag = static_cast<uint32_t>(poison >> kFailedRankBits & kTagMask);
   what.other_tag = static_cast<uint32_t>(poison >> (kFailedRankBits + kTagBits));
 }
 
-// Fills the error record; `code` is stored last.
+// Fills the error record. Stores `code` last, because readers check it first.
 __device__ void Record(const RankWords& own, const ErrorRecord& what, uint32_t code) {
   auto* record = reinterpret_cast<ErrorRecord*>(own.error);
   record->rank = what.rank;
@@ -65,8 +64,8 @@ __device__ void Record(const RankWords& own, const ErrorRecord& what, uint32_t c
   StoreRelease(&record->code, code);
 }
 
-// Records the first failure of a rank and reports it to the peers; later failures have
-// no effect.
+// Records the first failure of this rank, and reports it to the peers. Does nothing if
+// the rank has failed already.
 __device__ void Fail(const RankWords& own,
                      const PeerWords& poisons,
                      const ErrorRecord& what,
@@ -81,9 +80,9 @@ __device__ void Fail(const RankWords& own,
   Record(own, what, code);
 }
 
-// Waits until *awaited.flag is `wanted`. Returns true if it is, and false if the rank
-// fails. `current` is the flag value of this call, with which the peer's announced call
-// is compared.
+// Waits until *awaited.flag equals `wanted`. Returns false if the rank fails. `current`
+// is the flag value of this call, to which the call that the peer announces is
+// compared.
 __device__ bool WaitFor(const WaitingCall& waiting,
                         const AwaitedFlag& awaited,
                         uint64_t wanted,

@@ -9,11 +9,11 @@ namespace jax_ub {
 
 namespace {
 
-// The first character of a setup message that reports a failure.
+// First character of a setup message that reports a failure.
 constexpr char kRejected = '!';
 
-// Returns the message that `function` returns, or a message that reports the
-// SystemError that it throws.
+// Returns the message that `function` returns or, if it throws a SystemError, a message
+// that reports the error.
 template <typename Function>
 SetupMessage Attempt(const Function& function) {
   try {
@@ -23,7 +23,7 @@ SetupMessage Attempt(const Function& function) {
   }
 }
 
-// Returns the first failure that the messages (indexed by process index) report, or "".
+// Returns the first failure in the messages, or "". They are indexed by process index.
 std::string RejectionIn(const ProcessGroup& group,
                         const std::vector<SetupMessage>& messages) {
   for (size_t process_index = 0; process_index < messages.size(); ++process_index) {
@@ -146,7 +146,8 @@ void GroupHeaps::Import(SharingMode mode,
   others_ = std::vector<PeerHeaps>(group.num_processes());
   for (int process_index = 0; process_index < group.num_processes(); ++process_index) {
     if (process_index == group.own()) continue;
-    // A process of another host is not connected. Its handles are in its capabilities.
+    // There is no connection to a process of another host, so its handles are taken
+    // from its capabilities.
     if (exported[process_index].text.empty()) {
       exported[process_index].text =
           capabilities_of.at(group.process_ids()[process_index])
@@ -197,9 +198,10 @@ std::string GroupHeaps::BindHere(const HeapLayout& layout, const ProcessGroup& g
   return "";
 }
 
-// All processes take each step and then exchange its result. The exchange also serves
-// as a barrier: binding blocks until all devices have been added, and multicast must
-// not be used unless all heaps are bound.
+// Binds the heaps of all processes, in several steps. After each step, the processes
+// exchange its outcome. The exchange is also a barrier, which the driver requires:
+// binding blocks until all devices were added, and no device may use the object before
+// all heaps are bound.
 std::string GroupHeaps::BindWithAll(SharingMode mode,
                                     const ProcessGroup& group,
                                     const HeapLayout& layout,

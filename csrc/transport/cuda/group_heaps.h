@@ -20,22 +20,21 @@
 namespace jax_ub {
 
 // The heaps of all ranks of a group, mapped for the devices of this process. With
-// `nvls`, the heaps are also bound to one multicast object. If that fails for any rank,
-// no rank uses multicast, and fallbacks() has the reason.
+// `nvls`, they are also bound to a multicast object. If this fails for any rank, no
+// rank uses multicast, and fallbacks() has the reason.
 class GroupHeaps {
  public:
-  // Makes the heaps of a group whose ranks are all in this process. `ordinals` has the
-  // device ordinal of each rank. Throws UnsupportedError if a device cannot access
-  // another.
+  // Makes the heaps of a group within this process. Rank r uses the device with ordinal
+  // `ordinals[r]`. Throws UnsupportedError if devices cannot access each other.
   static GroupHeaps InProcess(const Driver& driver,
                               const std::vector<int>& ordinals,
                               const HeapLayout& layout,
                               const ProcessGroup& group,
                               bool nvls);
 
-  // Tries the sharing modes of `decision` in order, until all processes have mapped all
-  // heaps with one of them. `capabilities_of` is keyed by process. Throws
-  // UnsupportedError if all modes fail, and the errors of SetupExchange::Exchange.
+  // Tries the sharing modes in `decision` until all processes have mapped all heaps.
+  // `capabilities_of` is keyed by process. Throws UnsupportedError if no mode works,
+  // and the errors of SetupExchange::Exchange.
   static GroupHeaps Shared(std::unique_ptr<LocalDevices> devices,
                            LocalHeaps own,
                            const ProcessGroup& group,
@@ -47,28 +46,29 @@ class GroupHeaps {
                            const Deadline& deadline);
 
   const LocalDevices& devices() const { return *devices_; }
-  // Returns the name of the sharing mode that is used, or "in_process".
+  // Returns the name of the sharing mode, or "in_process".
   const std::string& how() const { return how_; }
   const std::vector<SharingFallback>& fallbacks() const { return fallbacks_; }
-  // Returns the total size in bytes of the local ranks' heaps.
+  // Returns the size of all heaps of local ranks, in bytes.
   int64_t size_bytes() const { return own_.size_bytes(); }
-  // Returns the addresses of all ranks' heaps, indexed by rank, for the device of the
-  // n-th own rank.
+  // Returns the addresses of all ranks' heaps for the device of this process's n-th
+  // rank. Indexed by rank.
   std::span<const RankSlotAddress> addresses(int n) const { return addresses_[n]; }
-  // Returns the multicast address of the start of all heaps, valid on all devices of
-  // this process; 0: there is no multicast.
+  // Returns the multicast address of the heaps, valid on all devices of this process.
+  // 0: there is no multicast.
   CUdeviceptr multicast() const { return multicast_ ? multicast_->base() : 0; }
 
-  // Unmaps the peers' heaps and frees the heaps of the local ranks.
+  // Frees the heaps of the local ranks, and unmaps the heaps of the peers.
   void Release();
-  // Makes Release keep memory that a peer may still use until the process exits.
+  // Makes Release keep memory that a peer may still use. It is freed when the process
+  // exits.
   void FreeAtExit();
 
  private:
   GroupHeaps() = default;
 
-  // Maps all heaps with one sharing mode. Returns "", or the reason of the first
-  // process that failed; then the mode has failed in all processes.
+  // Maps all heaps with one sharing mode. If any process fails, all processes return
+  // its reason; otherwise "".
   std::string ShareBy(SharingMode mode,
                       const ProcessGroup& group,
                       const HeapLayout& layout,
@@ -82,8 +82,8 @@ class GroupHeaps {
               std::vector<SetupMessage>& exported);
   void FindAddresses(const ProcessGroup& group);
 
-  // Binds all heaps to a multicast object: BindHere if all ranks are in this process,
-  // and BindWithAll otherwise. Both return "", or why there is no multicast.
+  // Bind all heaps to a multicast object, for a group in one process and in several.
+  // Return "", or the reason why there is no multicast.
   std::string BindHere(const HeapLayout& layout, const ProcessGroup& group);
   std::string BindWithAll(SharingMode mode,
                           const ProcessGroup& group,

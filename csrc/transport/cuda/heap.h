@@ -17,20 +17,19 @@ namespace jax_ub {
 
 class HeapLayout {
  public:
-  // The largest number of slots that one call can use.
+  // Maximum number of slots in one call.
   static constexpr int kMaxSlots = 4096;
 
   explicit HeapLayout(int64_t slots_bytes) : slots_bytes_(Align(slots_bytes)) {}
 
-  // Returns the memory for the slots of a call: the requested size, rounded up to
-  // pages.
+  // Returns the size of the memory for slots: the requested size, rounded up to pages.
   int64_t slots_bytes() const { return slots_bytes_; }
   int64_t size_bytes() const { return flags_bytes() + slots_bytes_; }
   static constexpr int64_t flags_bytes() {
     return Align((kMaxSlots + 2 * kMaxRanks + 3) * kFlagLineBytes);
   }
 
-  // Returns the addresses in a heap that is mapped at `base`.
+  // Returns the addresses of the parts of a heap that is mapped at `base`.
   static RankSlotAddress AddressAt(CUdeviceptr base) {
     const auto line = [base](int64_t n) { return base + n * kFlagLineBytes; };
     constexpr int64_t kWords = kMaxSlots + 2 * kMaxRanks;

@@ -14,9 +14,9 @@ CUmulticastObjectProp PropertiesOf(const MulticastShape& shape) {
   return properties;
 }
 
-// Uses the minimum granularity. It is 2 MiB on today's devices with multicast, and
-// heaps consist of whole pages of 2 MiB. The recommended granularity of hundreds of MiB
-// would waste most of the memory.
+// Returns the granularity of multicast memory. Uses the minimum, which is 2 MiB on
+// current GPUs, like the pages of heaps. The recommended granularity, hundreds of MiB,
+// would waste memory.
 size_t GranularityOf(const Driver& driver, const MulticastShape& shape) {
   const CUmulticastObjectProp properties = PropertiesOf(shape);
   size_t granularity = 0;

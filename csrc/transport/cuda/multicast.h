@@ -24,7 +24,7 @@
 
 namespace jax_ub {
 
-// The memory of a device that is bound to a multicast object.
+// Memory of one device that is bound to a multicast object.
 struct BoundMemory {
   CUmemGenericAllocationHandle object = 0;
   CUdevice device = 0;
@@ -36,19 +36,19 @@ struct BoundMemoryTraits {
   static void Close(const Driver& driver, Value bound) noexcept;
 };
 
-// Returns why the devices cannot use multicast, for example "GPU 0 has no multicast",
-// or "".
+// Returns why the devices cannot use multicast, such as "GPU 0 has no multicast", or ""
+// if they can.
 std::string WhyNoMulticast(const LocalDevices& devices);
 
-// The properties of a multicast object. The same in every process.
+// The size of a multicast object. It must be equal in all processes.
 struct MulticastShape {
   int num_devices = 0;
   size_t heap_bytes = 0;
   unsigned handle_types = 0;  // a mask of CUmemAllocationHandleType
 };
 
-// A multicast object with the heaps of this process bound to it. All methods throw
-// SystemError if the driver refuses a request.
+// A multicast object, with the heaps of this process bound to it. All methods throw
+// SystemError if the driver reports an error.
 class Multicast {
  public:
   Multicast() = default;
@@ -57,15 +57,14 @@ class Multicast {
 
   explicit operator bool() const { return static_cast<bool>(object_); }
   const PhysicalMemory& object() const { return object_; }
-  // Returns the multicast address of the start of all heaps; 0: the object is not
-  // mapped.
+  // Returns the multicast address of the heaps, or 0 if the object is not mapped.
   CUdeviceptr base() const { return mapping_.base(); }
 
   void Add(const LocalDevices& devices);
   void Bind(const LocalDevices& devices, const LocalHeaps& heaps);
   void Map(const LocalDevices& devices);
 
-  // Keeps the object until the process exits, because a peer's device may still use it.
+  // Keeps the object until the process exits, for peers whose devices may still use it.
   void FreeAtExit();
 
  private:
@@ -73,8 +72,8 @@ class Multicast {
 
   size_t granularity_ = 0;
   size_t size_ = 0;
-  // The members are declared in this order, so that the destructor unmaps and unbinds
-  // before it releases the object.
+  // In this order, so that the destructor unmaps, then unbinds, then releases the
+  // object.
   PhysicalMemory object_;
   std::vector<DriverHandle<BoundMemoryTraits>> bound_;
   Mapping mapping_;

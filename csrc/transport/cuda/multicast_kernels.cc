@@ -6,13 +6,12 @@
 
 namespace jax_ub {
 
-// The compiled image of multicast_kernels.cu.
+// The compiled code of multicast_kernels.cu (a fatbin).
 extern const unsigned char kMulticastKernels[];
 
 namespace {
 
-// The default number of thread blocks, which leaves most of the device's
-// multiprocessors to concurrent GEMMs.
+// Default number of thread blocks. It leaves most multiprocessors to concurrent GEMMs.
 constexpr int kDefaultBlocks = 32;
 
 }  // namespace

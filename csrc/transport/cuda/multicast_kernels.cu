@@ -13,10 +13,10 @@
 namespace jax_ub::gpu {
 namespace {
 
-// The number of concurrent loads of a thread, which hide the latency of the switch,
+// How many loads a thread issues at a time. They hide the latency of the NVLink switch,
 // about a microsecond.
 constexpr int kInFlight = 4;
-// The number of 32-bit words in a vector: pairs of 16-bit elements, or f32 elements.
+// A vector has four 32-bit words: f32 elements, or pairs of 16-bit elements.
 constexpr int kPairs = 4;
 
 template <DType kDType>
@@ -34,7 +34,7 @@ __device__ float Load(const SumAddend& addend, int64_t element) {
   return addend.dtype == DType::kBF16 ? WidenBF16(bits).x : WidenF16(bits).x;
 }
 
-// Adds the addends of one element to its sum, in order.
+// Returns the sum of one element with its addends, added in order.
 __device__ float Added(const MulticastSumParams& params, int64_t element, float sum) {
   if (element >= params.num_elements) return sum;
   for (uint32_t i = 0; i < params.num_addends; ++i) {

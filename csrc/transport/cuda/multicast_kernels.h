@@ -9,15 +9,15 @@
 
 namespace jax_ub {
 
-// The multicast kernels of one CUDA context, the one that is current at construction.
-// Its device must support multicast. Thread-safe; the calling thread must have the same
+// The multicast kernels, loaded in the CUDA context that is current at construction.
+// Its device must support multicast. Thread-safe. The calling thread must have the same
 // context current.
 class MulticastKernels {
  public:
   explicit MulticastKernels(const Driver& driver);
 
-  // Enqueues the sum of all ranks' memory on `stream`, with at most `num_blocks` thread
-  // blocks (0: 32).
+  // Enqueues a sum over all ranks' memory. Uses at most `num_blocks` thread blocks (0:
+  // the default, 32).
   void Sum(CUstream stream, const MulticastSumParams& params, int num_blocks) const;
 
  private:

@@ -11,11 +11,10 @@
 
 namespace jax_ub {
 
-// The parameters of jax_ub_multicast_sum. For each of the 16-byte vectors [begin, end)
-// at `data`, the kernel sums the vector over all devices, adds the addends in f32, and
-// stores the result on all devices. If the last vector has more bytes than there are
-// elements, no addends are added to the bytes after them. A rank that has failed stores
-// nothing.
+// The parameters of jax_ub_multicast_sum. The kernel sums each of the 16-byte vectors
+// [begin, end) at `data` over all devices, adds the addends in f32, and stores the
+// result on all devices. Bytes after element num_elements get no addends. A rank that
+// has failed stores nothing.
 struct MulticastSumParams {
   RankWords own;
   uint64_t data;         // a multicast address, a multiple of 16

@@ -14,7 +14,7 @@ namespace {
 constexpr CUmemAllocationHandleType kFd = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 constexpr CUmemAllocationHandleType kFabric = CU_MEM_HANDLE_TYPE_FABRIC;
 
-// Converts hexadecimal text to a handle, which is an opaque struct of the driver.
+// Decodes a driver handle, an opaque struct, from hexadecimal digits.
 template <typename Handle>
 Handle HandleOf(const std::string& hex, const std::string& peer) {
   Handle handle;
@@ -26,9 +26,8 @@ Handle HandleOf(const std::string& hex, const std::string& peer) {
   return handle;
 }
 
-// Sets all flags of the heap at `base` to zero. Uses and synchronizes only a separate
-// stream, because kernels on other streams of the device may be waiting for this
-// process.
+// Sets all flags of the heap at `base` to zero. Uses a separate stream and synchronizes
+// only with it, because kernels on other streams may be waiting for this process.
 void ZeroFlags(const Context& context, CUdeviceptr base) {
   const Driver& driver = context.driver();
   const ScopedContext scoped(driver, context.get());
@@ -62,7 +61,7 @@ PhysicalMemory ImportHandle(const Driver& driver,
                             const FileDescriptor& passed,
                             const std::string& peer) {
   if (mode == SharingMode::kVmm) {
-    // For this handle type the driver expects the descriptor, cast to a pointer.
+    // The driver takes a file descriptor as a pointer that has its value.
     return ImportMemory(driver, kFd,
                         reinterpret_cast<void*>(static_cast<intptr_t>(passed.get())));
   }
@@ -137,8 +136,8 @@ LocalHeaps LocalHeaps::Virtual(const LocalDevices& devices,
 }
 
 LocalHeaps LocalHeaps::Allocated(const LocalDevices& devices, int64_t size_bytes) {
-  // The heaps occupy whole blocks of 2 MiB, because an IPC handle exports the whole
-  // block, with all other allocations in it.
+  // Rounds the size up to blocks of 2 MiB. An IPC handle exports a whole block, so no
+  // other allocation may share it.
   constexpr int64_t kBlock = int64_t{2} << 20;
   const int64_t size = (size_bytes + kBlock - 1) / kBlock * kBlock;
   LocalHeaps heaps;
@@ -159,8 +158,8 @@ LocalHeaps LocalHeaps::Allocated(const LocalDevices& devices, int64_t size_bytes
   return heaps;
 }
 
-// The text of the message is "size:handle,size:handle,..." in the order of the ranks.
-// In mode kVmm the handles are empty, and the message passes descriptors instead.
+// Returns a message with the text "size:handle,size:handle,...", in rank order. In mode
+// kVmm the handles are empty, and the message has file descriptors instead.
 SetupMessage LocalHeaps::Export(SharingMode mode) const {
   SetupMessage message;
   for (int n = 0; n < devices_->num_ranks(); ++n) {

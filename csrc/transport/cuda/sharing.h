@@ -18,24 +18,24 @@
 
 namespace jax_ub {
 
-// Exports memory to other processes. Returns the handle as text; in mode kVmm, returns
-// "" and appends a descriptor to `passed` instead. Throws SystemError.
+// Exports memory to other processes. Returns its handle as text. In mode kVmm, appends
+// a file descriptor to `passed` and returns "". Throws SystemError.
 std::string ExportHandle(SharingMode mode,
                          const PhysicalMemory& memory,
                          std::vector<FileDescriptor>& passed);
-// Imports memory that `peer` exported with ExportHandle: `handle` is the returned text,
-// and `passed` the descriptor. Throws SystemError.
+// Imports memory that `peer` has exported: `handle` and `passed` are the results of its
+// ExportHandle. Throws SystemError.
 PhysicalMemory ImportHandle(const Driver& driver,
                             SharingMode mode,
                             const std::string& handle,
                             const FileDescriptor& passed,
                             const std::string& peer);
 
-// The devices of a process's own ranks, and an error record for each of these ranks.
-// Several ranks may share a device. `n` is an index into the own ranks.
+// The devices of this process's ranks, with an error record per rank. Ranks may share a
+// device. The parameter `n` counts the ranks of this process.
 class LocalDevices {
  public:
-  // `ordinals` contains the device ordinal of each local rank.
+  // `ordinals` has the device ordinals of this process's ranks.
   LocalDevices(const Driver& driver, std::vector<int> ordinals);
 
   const Driver& driver() const { return driver_; }
@@ -46,13 +46,14 @@ class LocalDevices {
   const std::vector<Context>& contexts() const { return contexts_; }
   const std::vector<CUdevice>& devices() const { return devices_; }
 
-  // Returns why one of the devices cannot access another one, for example "GPU 0 cannot
-  // access GPU 1 ...", or "".
+  // Returns why a device cannot access another one, such as "GPU 0 cannot access GPU 1
+  // ...", or "" if all can.
   std::string UnreachableReason() const;
-  // Gives each device access to the memory that the other devices allocate.
+  // Enables access from each device to memory of the other devices.
   void EnablePeerAccess() const;
 
-  // Allocates the error records. Called once, before record() and record_address().
+  // Allocates the error records. Must be called once, before record() and
+  // record_address().
   void MakeRecords();
   ErrorRecord& record(int n) const {
     return *static_cast<ErrorRecord*>(records_[n].get());
@@ -68,17 +69,17 @@ class LocalDevices {
   std::vector<HostMemory> records_;  // indexed by own rank
 };
 
-// The heaps of a process's own ranks. Their flags are initialized to zero.
+// The heaps of this process's ranks. Their flags are zero.
 class LocalHeaps {
  public:
   LocalHeaps() = default;
-  // Allocates the heaps with the driver's virtual memory management. `handle_types` is
-  // a mask of CUmemAllocationHandleType. Throws SystemError if the driver refuses it,
-  // and CommunicatorError if a device is out of memory.
+  // Allocates the heaps by virtual memory management, for export by `handle_types`, a
+  // mask of CUmemAllocationHandleType. Throws SystemError if the driver refuses, and
+  // CommunicatorError if a device is out of memory.
   static LocalHeaps Virtual(const LocalDevices& devices,
                             int64_t size_bytes,
                             unsigned handle_types);
-  // Allocates the heaps with cuMemAlloc, for mode kIpc. Throws CommunicatorError if a
+  // Allocates the heaps by cuMemAlloc, for mode kIpc. Throws CommunicatorError if a
   // device is out of memory.
   static LocalHeaps Allocated(const LocalDevices& devices, int64_t size_bytes);
 
@@ -88,11 +89,12 @@ class LocalHeaps {
   CUdeviceptr base(int n) const { return bases_[n]; }
   int64_t size_bytes() const { return size_bytes_; }  // the sum over all own ranks
 
-  // Returns what another process needs to import the heaps. Throws SystemError.
+  // Returns the message from which another process can import the heaps. Throws
+  // SystemError.
   SetupMessage Export(SharingMode mode) const;
 
-  // Keeps memory that a peer may still write to until the process exits. Has no effect
-  // on virtual memory, which the driver keeps as long as a peer has mapped it.
+  // Keeps memory to which a peer may still write until the process exits. Virtual
+  // memory needs no such care: the driver keeps it as long as a peer has it mapped.
   void FreeAtExit();
 
  private:
@@ -103,7 +105,7 @@ class LocalHeaps {
   int64_t size_bytes_ = 0;
 };
 
-// A cuIpc handle that was opened in one context.
+// Memory of another process that was opened by CUDA IPC in one context.
 struct OpenedIpcHandle {
   CUcontext context = nullptr;
   CUdeviceptr base = 0;
@@ -114,13 +116,13 @@ struct OpenedIpcHandleTraits {
   static void Close(const Driver& driver, Value opened) noexcept;
 };
 
-// The heaps of the ranks of one other process.
+// The heaps of another process's ranks, mapped in this process.
 class PeerHeaps {
  public:
   PeerHeaps() = default;
-  // Imports the heaps. `message` is the result of LocalHeaps::Export in the other
-  // process, which must have `num_ranks` ranks with heaps of at least `size_bytes`.
-  // `peer` names the process in error messages. Throws SystemError.
+  // Imports heaps. `message` is the result of LocalHeaps::Export in the other process,
+  // which must have `num_ranks` heaps of at least `size_bytes` each. `peer` is its name
+  // in error messages. Throws SystemError.
   PeerHeaps(const LocalDevices& devices,
             SharingMode mode,
             const SetupMessage& message,
@@ -128,9 +130,8 @@ class PeerHeaps {
             int64_t size_bytes,
             const std::string& peer);
 
-  // Returns the address of the heap of the process's n-th rank. The devices of this
-  // process may map it at different addresses: `device_index`, an index into
-  // LocalDevices::contexts, selects the device that uses the address.
+  // Returns the address of the heap of the process's n-th rank, for the device
+  // LocalDevices::contexts[device_index]. The address may differ between devices.
   CUdeviceptr base(int device_index, int n) const {
     return bases_[bases_.size() == 1 ? 0 : device_index][n];
   }
@@ -151,8 +152,8 @@ class PeerHeaps {
   std::vector<Exported> exported_;
   std::vector<VirtualMemory> virtual_;
   std::vector<DriverHandle<OpenedIpcHandleTraits>> opened_;
-  // [own device][rank of the process]. Has one row if the addresses are the same for
-  // all devices of this process.
+  // bases_[own device][rank of the other process]. Has one row if all devices have the
+  // same addresses.
   std::vector<std::vector<CUdeviceptr>> bases_;
 };
 

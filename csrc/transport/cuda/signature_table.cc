@@ -15,7 +15,7 @@ bool Contradict(const GpuCallSignature& one, const GpuCallSignature& other) {
 
 }  // namespace
 
-// Returns an FNV-1a hash, folded from 64 to 24 bits.
+// Returns a hash of the call site and the call: FNV-1a, reduced to 24 bits.
 uint32_t GpuCallSignature::tag() const {
   uint64_t hash = 0xcbf29ce484222325;
   const auto add = [&](char byte) {
@@ -28,7 +28,7 @@ uint32_t GpuCallSignature::tag() const {
   return std::max<uint32_t>(hash & kTagMask, 1);
 }
 
-// The rejection comes last, because SendMessage truncates messages that are too long.
+// Puts the rejection last, because SendMessage truncates long messages.
 std::string GpuCallSignature::Pack() const {
   std::string packed = std::to_string(rank);
   for (const std::string* text : {&site, &call, &rejection}) {

@@ -14,8 +14,8 @@
 
 namespace jax_ub {
 
-// The call that a rank makes at a call site. Ranks exchange their signatures to detect
-// calls that do not match.
+// The call that a rank makes at a call site. The ranks compare these signatures to
+// detect that they make different calls.
 struct GpuCallSignature {
   int rank = 0;
   std::string site = {};       // identifies the call site; the same on every rank
@@ -26,13 +26,13 @@ struct GpuCallSignature {
 
   // Returns the part of a flag that identifies the call (flag_params.h): a hash of
   // `site` and `call` that is never 0. Two call sites have the same tag with
-  // probability 2^-24; waits then do not detect ranks that make these two calls in
-  // different order.
+  // probability 2^-24. If ranks run two such calls in a different order, waits do not
+  // detect it.
   uint32_t tag() const;
 
-  // Serializes the signature for a message.
+  // Encodes the signature as the text of a message.
   std::string Pack() const;
-  // Deserializes a signature. Returns nullopt if `packed` is not one.
+  // Decodes a signature. Returns nullopt if `packed` is not valid.
   static std::optional<GpuCallSignature> Unpack(std::string_view packed);
 };
 
@@ -40,20 +40,18 @@ class SignatureTable {
  public:
   explicit SignatureTable(int num_ranks) : num_ranks_(num_ranks) {}
 
-  // Adds a signature and compares it with the signatures of the other ranks. The n-th
-  // signatures of all ranks for a site are compared with each other, in any order of
-  // arrival. Returns a signature that contradicts it, if any: it describes a different
-  // call, or one of the two ranks is ready and the other one rejects the call. If all
-  // ranks reject the call, there is no contradiction.
+  // Adds a signature, and compares it with those that other ranks have sent. For each
+  // site, the n-th signatures of all ranks are compared, in any order of arrival.
+  // Returns a signature that contradicts the new one: it describes a different call, or
+  // only one of the two ranks rejects the call. Returns nullopt if there is none.
   std::optional<GpuCallSignature> Add(const GpuCallSignature& signature);
 
-  // For tests: returns the number of sites for which some rank's signature is still
-  // missing. Signatures are removed when all ranks have sent theirs.
+  // For tests: returns the number of sites that wait for the signature of some rank.
+  // Signatures are removed when all ranks have sent theirs.
   int num_open() const { return static_cast<int>(open_.size()); }
 
  private:
-  // Indexed by rank: the signatures of a rank that wait for another rank's signature,
-  // with which they will be compared.
+  // Indexed by rank: signatures that have not been compared with all other ranks yet.
   using PerRank = std::vector<std::deque<GpuCallSignature>>;
 
   const int num_ranks_;

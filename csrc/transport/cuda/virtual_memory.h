@@ -23,9 +23,9 @@ struct PhysicalMemoryTraits {
 };
 using PhysicalMemory = DriverHandle<PhysicalMemoryTraits>;
 
-// Import and export memory with a handle of the given type. `shareable` is passed to
-// cuMemImportFromShareableHandle or cuMemExportToShareableHandle; its meaning depends
-// on the type. Both functions throw SystemError.
+// Import and export memory by a handle of the given type. `shareable` is the argument
+// of cuMemImportFromShareableHandle or cuMemExportToShareableHandle; its meaning
+// depends on the type. Both throw SystemError.
 PhysicalMemory ImportMemory(const Driver& driver,
                             CUmemAllocationHandleType type,
                             void* shareable);
@@ -51,12 +51,12 @@ struct MappedRangeTraits {
   }
 };
 
-// A range of addresses to which physical memory or a multicast object is mapped.
+// A range of addresses at which physical memory or a multicast object is mapped.
 class Mapping {
  public:
   Mapping() = default;
-  // Reserves addresses, maps `memory` there, and gives the devices `accessed_by` read
-  // and write access. `alignment` is the alignment of the addresses; 0: the driver's
+  // Reserves a range of addresses, maps `memory` there, and lets the devices
+  // `accessed_by` read and write it. `alignment` of the range may be 0, the driver's
   // default. Throws SystemError.
   Mapping(const Driver& driver,
           CUmemGenericAllocationHandle memory,
@@ -69,31 +69,29 @@ class Mapping {
   explicit operator bool() const { return static_cast<bool>(reserved_); }
 
  private:
-  // In this order, so that the destructor unmaps the range before it frees the
-  // addresses.
+  // In this order, so that the destructor unmaps the range before it frees it.
   DriverHandle<ReservedRangeTraits> reserved_;
   DriverHandle<MappedRangeTraits> mapped_;
 };
 
-// Returns the error for a heap that does not fit into a device's memory, with what to
-// change.
+// Returns the error for a heap that exceeds a device's free memory, with advice.
 CommunicatorError NoRoom(int64_t size_bytes, const std::string& text);
 
-// Physical memory and its mapping in this process.
+// Physical memory and the addresses at which this process has mapped it.
 class VirtualMemory {
  public:
   VirtualMemory() = default;
 
-  // Allocates uninitialized memory on a device, which can be exported with handles of
-  // the given types (a mask of CUmemAllocationHandleType). Throws CommunicatorError if
-  // the device is out of memory, and SystemError if the driver refuses another request.
+  // Allocates uninitialized memory on a device, for export by `handle_types`, a mask of
+  // CUmemAllocationHandleType. Throws CommunicatorError if the device is out of memory,
+  // and SystemError for other errors of the driver.
   static VirtualMemory Create(const Driver& driver,
                               CUdevice device,
                               int64_t size_bytes,
                               unsigned handle_types,
                               std::span<const CUdevice> accessed_by);
 
-  // Maps memory of `size_bytes` that another process exported. Throws SystemError.
+  // Maps `size_bytes` of memory that another process has exported. Throws SystemError.
   VirtualMemory(PhysicalMemory memory,
                 size_t size_bytes,
                 std::span<const CUdevice> accessed_by);

@@ -7,9 +7,8 @@
 
 namespace jax_ub {
 
-// A listening Unix socket with a random name in the abstract namespace, so that it
-// leaves no file behind. It accepts processes of the same user that send the right
-// token.
+// A listening Unix socket. Its random name is in the abstract namespace, so no file is
+// left behind. It accepts processes of the same user that send the token.
 class Endpoint {
  public:
   Endpoint();

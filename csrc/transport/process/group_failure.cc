@@ -32,7 +32,7 @@ void GroupFailure::Watch(std::vector<ConnectedPeer>& connected_peers) {
     is_lost_.push_back(!peer.connection || peer.has_closed);
     if (peer.has_closed) hooks_.set_lost(p, "");
     if (is_lost_[p]) continue;
-    // In tests, a process may be its own peer. It cannot observe its own death.
+    // In tests, a process may be its own peer. Its own death needs no detection.
     const pid_t life = peer.seen_pid == owner_ ? 0 : peer.seen_pid;
     connected.push_back({p, std::move(peer.connection), life});
   }
@@ -77,7 +77,8 @@ void GroupFailure::Poison(const std::exception_ptr& reason) {
     try {
       Broadcast(MessageKind::kPoison, kOutOfMemory);
     } catch (const std::bad_alloc&) {
-      // Out of memory: no message was sent, so the peers' waits end at their deadline.
+      // Ignores std::bad_alloc. The peers get no message, so their waits end at the
+      // deadline.
     }
   }
   is_poisoned_ = true;
@@ -85,7 +86,7 @@ void GroupFailure::Poison(const std::exception_ptr& reason) {
 }
 
 void GroupFailure::SetLost(int process, const std::string& how) {
-  // A peer's death notice may be outdated or invalid.
+  // The death notice of a peer may be outdated or invalid.
   if (process < 0 || process >= group_.num_processes() || is_lost_[process]) return;
   is_lost_[process] = true;
   if (how.empty()) return hooks_.set_lost(process, how);

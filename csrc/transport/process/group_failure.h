@@ -26,16 +26,16 @@ namespace jax_ub {
 
 class GroupFailure {
  public:
-  // Callbacks of the communicator. `fail_waits` and `set_lost` are called with locks
-  // held, so that a thread whose wait has failed finds the reason in reason(). They
-  // must not call methods of GroupFailure.
+  // Callbacks to the communicator. `fail_waits` and `set_lost` are called with locks
+  // held, so that reason() is already set when a wait fails. They must not call
+  // GroupFailure.
   struct Hooks {
-    // Makes all pending and future waits of this process fail.
+    // Makes all pending and later waits of this process fail with `poison`.
     std::function<void(const std::exception_ptr& poison)> fail_waits;
-    // Records that a process is lost. `how` is, for example, "died", or empty if the
-    // process closed in order. Called at most once for each process.
+    // Records that a process is lost. `how` is a description such as "died", or empty
+    // if the process closed its communicator. Called at most once per process.
     std::function<void(int process, const std::string& how)> set_lost;
-    // Handles a message of kind MessageKind::kSignature. May be empty.
+    // Handles a message of MessageKind::kSignature. May be empty.
     std::function<void(const PeerEvent&)> on_signature;
   };
 
@@ -43,36 +43,38 @@ class GroupFailure {
   GroupFailure(const ProcessGroup& group, Hooks hooks);
   ~GroupFailure();  // in a forked child, sends no message
 
-  // Takes the connections out of `connected_peers` (indexed by process; the result of
-  // Handshake::Run) and starts to watch them. Called once, before all other methods.
-  // Hooks may be called from here on. Throws as PeerConnections::Watch does.
+  // Takes the connections out of `connected_peers` (a result of Handshake::Run, indexed
+  // by process), and starts to watch them. Must be called once, before all other
+  // methods. From then on, hooks may be called. Throws the errors of
+  // PeerConnections::Watch.
   void Watch(std::vector<ConnectedPeer>& connected_peers);
 
   // Sends the reason to all peers, then fails all waits of this process. Only the first
-  // call takes effect.
+  // call has an effect.
   void Poison(const std::exception_ptr& reason);
 
   // Returns the first failure, or nullptr. A failure is a poison, the death of a
-  // process, or Close. Cheap: without a failure it only loads an atomic.
+  // process, or Close. Without a failure, only loads an atomic.
   std::exception_ptr reason() const;
-  // Sets the callback that is called once, without locks held, when reason() becomes
-  // non-null. Called immediately if it is already non-null.
+  // Sets a callback that is called once, without locks held, when reason() becomes
+  // non-null; or calls it at once if it already is.
   void OnReason(std::function<void(const std::exception_ptr&)> callback);
 
   // Sends a message to all peers.
   void Broadcast(MessageKind kind, std::string_view body) {
     peers_->Broadcast(kind, body);
   }
-  // Sends the close message to all peers, once.
+  // Tells all peers that this process closes the communicator. Only the first call has
+  // an effect.
   void SendClose();
-  // Sends the close message, fails the remaining waits of this process, and stops
-  // receiving messages. Idempotent.
+  // Calls SendClose, fails the remaining waits of this process, and stops receiving
+  // messages. Idempotent.
   void Close();
-  // Returns the error of calls after this process's Close.
+  // Returns the error for calls after Close.
   CommunicatorError OwnClose() const;
 
-  // Returns whether this process is a forked child of the one that created the object.
-  // A child must not send messages, because its parent continues to use the
+  // Returns whether this process was forked from the one that created the object. Such
+  // a process must not send messages, because the other one still uses the
   // communicator.
   bool IsForkedChild() const;
 
@@ -87,13 +89,13 @@ class GroupFailure {
   const Hooks hooks_;
   const pid_t owner_;               // the process that created this object
   std::vector<std::string> names_;  // indexed by process
-  // Indexed by process. After Watch, used only by the thread of peers_.
+  // Indexed by process. After Watch, only the thread of peers_ accesses it.
   std::vector<bool> is_lost_;
   std::atomic<bool> has_sent_close_{false};
   std::atomic<bool> is_closed_{false};
 
-  // Held from sending a failure to the peers until this process's waits have failed.
-  // Guards is_poisoned_.
+  // Held while a failure is sent to the peers and until this process's waits have
+  // failed. Guards is_poisoned_.
   std::mutex broadcast_mutex_;
   bool is_poisoned_ = false;
 
@@ -102,7 +104,7 @@ class GroupFailure {
   std::atomic<bool> has_reason_{false};  // written under mutex_, read without it
   std::function<void(const std::exception_ptr&)> on_reason_;
 
-  // Destroyed first, because its thread uses the members above.
+  // Declared last, so that it is destroyed first: its thread uses the members above.
   std::unique_ptr<PeerConnections> peers_;
 };
 

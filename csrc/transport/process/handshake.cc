@@ -14,7 +14,7 @@ namespace jax_ub {
 
 namespace {
 
-// The delay before dialing a listener again whose queue was full.
+// Delay before connecting again to a listener whose queue was full.
 constexpr std::chrono::milliseconds kRedial(10);
 
 }  // namespace
@@ -64,8 +64,8 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
   while (!is_done()) {
     if (deadline.Expired()) FailExpired(deadline.timeout_s());
     const bool dialed = DialAll();
-    // After a loss, first read all pending messages: the lost process or another one
-    // may have sent the reason. Fail with the loss only if there is none.
+    // After a loss, reads all pending messages before it fails, because the lost
+    // process or another one may have sent the reason.
     const bool is_lost = !loss_.empty();
     std::vector<pollfd> polled = {{endpoint_.listener().get(), POLLIN, 0}};
     const size_t num_unidentified = unidentified_.size();
@@ -73,7 +73,7 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
       polled.push_back({unidentified.get(), POLLIN, 0});
     }
     for (const ConnectedPeer& peer : connected_peers_) {
-      // Poll ignores negative descriptors.
+      // poll() ignores negative descriptors.
       const int descriptor = peer.has_closed ? -1 : peer.connection.get();
       polled.push_back({descriptor, POLLIN, 0});
     }
@@ -95,8 +95,8 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
   return std::move(connected_peers_);
 }
 
-// Dials all peers that have not been dialed yet. Returns false if some were busy and
-// must be dialed again.
+// Connects to all peers to which it has not connected yet. Returns false if some were
+// busy, so that it must be called again.
 bool Handshake::DialAll() {
   bool dialed = true;
   for (int process_index = 0; process_index < group_.num_processes(); ++process_index) {
@@ -132,7 +132,7 @@ void Handshake::DialOne(int process_index) {
     stages_[process_index] = Stage::kLivenessSocket;
     return;
   }
-  // Fails silently if the peer has just died: the next read then returns Arrival::kEnd.
+  // Ignores an error. If the peer has just died, the next read returns Arrival::kEnd.
   SendHello(peer.connection, HelloTo(process_index), memory_);
   stages_[process_index] = Stage::kHelloSent;
 }
@@ -147,14 +147,15 @@ void Handshake::AcceptAll() {
   }
 }
 
-// Handles the first message on an accepted connection. Messages without this process's
-// token are rejected.
+// Handles the first message on an accepted connection. Rejects a connection whose
+// message lacks the token of this process.
 void Handshake::HandleUnidentified(size_t index) {
   Message message = ReceiveMessage(unidentified_[index]);
   if (message.arrival == Arrival::kNothing) return;
   FileDescriptor connection = std::move(unidentified_[index]);
   unidentified_.erase(unidentified_.begin() + static_cast<std::ptrdiff_t>(index));
-  // A peer closes its liveness socket once it is connected to this process.
+  // The peer has closed its liveness socket, because the two processes are connected
+  // now.
   if (message.arrival == Arrival::kEnd) return;
   Hello hello;
   const bool is_hello = ReadHello(message, &hello);
@@ -169,8 +170,8 @@ void Handshake::HandleUnidentified(size_t index) {
   }
   ConnectedPeer& peer = connected_peers_[process_index];
   if (process_index < group_.own()) {
-    // A process with a lower index does not dial this process to exchange Hellos. If it
-    // sends a Hello, it has failed, and its next message is the reason.
+    // A process with a lower index does not connect in order to exchange Hellos. It
+    // sends a Hello only after a failure, and then the reason as its next message.
     peer.connection = std::move(connection);
     stages_[process_index] = Stage::kLivenessSocket;
     return;
@@ -256,9 +257,9 @@ void Handshake::MarkLost(int process_index, const std::string& how) {
   stages_[process_index] = Stage::kLost;
 }
 
-// Sends the failure to all peers: on connections where a Hello was sent or received; on
-// this process's liveness sockets, after a Hello that identifies it; and on connections
-// that were dialed to this process and have not been identified yet.
+// Sends the failure to all peers: on connections with a Hello in either direction; on
+// liveness sockets, after a Hello that identifies this process; and on accepted
+// connections that have sent nothing yet.
 void Handshake::BroadcastFailure(MessageKind kind, const std::string& text) {
   for (int process_index = 0; process_index < group_.num_processes(); ++process_index) {
     const FileDescriptor& connection = connected_peers_[process_index].connection;
@@ -270,8 +271,8 @@ void Handshake::BroadcastFailure(MessageKind kind, const std::string& text) {
   try {
     AcceptAll();
   } catch (const SystemError&) {
-    // Peers whose connections could not be accepted do not get the reason. Their
-    // connections close with this process's endpoint.
+    // A peer whose connection cannot be accepted does not learn the reason. Its
+    // connection closes together with the endpoint.
   }
   for (const FileDescriptor& unidentified : unidentified_)
     SendMessage(unidentified, kind, text);

@@ -31,27 +31,27 @@
 
 namespace jax_ub {
 
-// A peer after the handshake: its connection, its pids and early messages.
+// A peer after the handshake: its connection, its process ids, and messages that it has
+// already sent.
 struct ConnectedPeer {
   FileDescriptor connection;
   int pid = 0;              // in the peer's own pid namespace, for error messages
   pid_t seen_pid = 0;       // in this process's pid namespace; 0: not visible in it
   bool has_closed = false;  // whether the peer has already sent its close message
-  // Setup messages that the peer sent before this process finished its handshake.
+  // Setup messages that arrived before this process had finished its handshake.
   std::deque<Message> early_messages;
 };
 
 class Handshake {
  public:
-  // Called with the memory of each peer when the peer connects; `memory` is empty if
-  // the peer passed none. An exception that it throws fails the handshake on all
-  // processes.
+  // Called when a peer connects, with the descriptor of its memory, or an empty one if
+  // the peer sent none. If it throws, the handshake fails on all processes.
   using Take = std::function<void(
       int process_index, const ConnectedPeer&, FileDescriptor memory)>;
 
   // `peers` is keyed by process number; processes without an entry are not connected.
-  // `setup` must be equal in all processes. `memory` may be empty. All reference
-  // arguments must outlive the object.
+  // `setup` must be equal in all processes. `memory` may be empty. All arguments that
+  // are references must outlive the object.
   Handshake(const Endpoint& endpoint,
             const ProcessGroup& group,
             const std::map<int, PeerAddress>& peers,
@@ -59,16 +59,17 @@ class Handshake {
             const FileDescriptor& memory,
             Take take);
 
-  // Connects to all peers and returns them, indexed by process index. This process and
-  // processes without an address have no connection. Throws CommunicatorError if a
-  // process refuses or fails, and DeadlineError after the timeout.
+  // Connects to all peers. Returns them by process index; the entries of this process
+  // and of processes without an address have no connection. Throws CommunicatorError if
+  // a process refuses or fails, and DeadlineError after the timeout.
   std::vector<ConnectedPeer> Run(double timeout_s);
 
  private:
-  // The progress of one peer. A peer with a lower index is dialed and then sent a Hello
-  // (kUndialed, kHelloSent, kConnected). A peer with a higher index has a liveness
-  // socket until it dials this process (kUndialed, kLivenessSocket, kHelloSent,
-  // kConnected). The handshake ends when all peers are connected or one is lost.
+  // The progress with one peer. This process connects to a peer of lower index and
+  // sends a Hello: kUndialed, kHelloSent, kConnected. It has a liveness socket to a
+  // peer of higher index until that peer connects: kUndialed, kLivenessSocket,
+  // kHelloSent, kConnected. The handshake ends when all peers are connected or one is
+  // lost.
   enum class Stage { kUndialed, kLivenessSocket, kHelloSent, kConnected, kLost };
 
   std::vector<ConnectedPeer> RunUntil(const Deadline& deadline);
@@ -87,8 +88,8 @@ class Handshake {
   bool IsWaited(int process_index) const {
     return IsReached(process_index) && stages_[process_index] != Stage::kConnected;
   }
-  // Records that a process was lost, if it sent no reason before. RunUntil reports it
-  // only after it has read all pending messages, which may contain the reason.
+  // Records that a process was lost, unless it has sent a reason. RunUntil reports the
+  // loss only after it has read all pending messages, one of which may be the reason.
   void MarkLost(int process_index, const std::string& how);
   void BroadcastFailure(MessageKind kind, const std::string& text);
   [[noreturn]] void Fail(const std::string& text) const;
@@ -102,7 +103,7 @@ class Handshake {
   const Take take_;
   std::vector<Stage> stages_;                   // indexed by process index
   std::vector<ConnectedPeer> connected_peers_;  // indexed by process index
-  // Accepted connections on which no message has arrived yet.
+  // Accepted connections on which no message has arrived.
   std::vector<FileDescriptor> unidentified_;
   std::string loss_;      // describes the first process that was lost; or ""
   int num_rejected_ = 0;  // connections from unknown processes that were closed

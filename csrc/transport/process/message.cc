@@ -44,8 +44,8 @@ Message ReceiveMessage(const FileDescriptor& connection) {
   Message message;
   message.arrival = received.arrival;
   if (received.arrival != Arrival::kMessage) return message;
-  // Only an unknown process sends a message that is too short for a kind. Such a
-  // message is no Hello, so the handshake rejects the process.
+  // The message is too short to have a kind, so the sender is no process of the group.
+  // The handshake rejects it, because it is not a Hello.
   if (received.size < sizeof(MessageKind)) return message;
   std::memcpy(&message.kind, bytes.data(), sizeof(MessageKind));
   message.body.assign(reinterpret_cast<const char*>(bytes.data()) + sizeof(MessageKind),

@@ -22,53 +22,54 @@ enum class MessageKind : uint32_t {
   kSignature,           // a GpuCallSignature (cuda/signature_table.h)
 };
 
-// How errors describe a process that has sent its close message, for waits that still
+// Describes a process that has closed its communicator, in the errors of waits that
 // depend on it.
 inline constexpr char kCloseText[] =
     "closed its communicator, as ub.destroy_ub and the end of a program do";
 
-// The body of kHello. Sent as raw bytes, because both processes run on the same host
-// and have the same byte order.
+// The body of a kHello message. It is sent as raw bytes: both processes run on one
+// host.
 struct Hello {
   static constexpr size_t kMaxSetup = 2048;
-  // The receiver's token. The sender knows it from bootstrap, which proves that the
-  // sender belongs to the group.
+  // The receiver's token. The sender got it during bootstrap, so it belongs to the
+  // group.
   uint64_t token = 0;
   int32_t process = 0;  // the sender's process number
   int32_t pid = 0;      // the sender's pid in its own pid namespace
-  // Describes the group and the memory layout. Must be equal on both sides.
+  // A description of the group and the memory layout, which must be equal on both
+  // sides.
   char setup[kMaxSetup] = {};
 };
 
 struct Message {
   Arrival arrival = Arrival::kNothing;
-  // The fields below are set only if `arrival` is kMessage.
+  // The members below are set only if `arrival` is kMessage.
   MessageKind kind = MessageKind::kClose;
   std::string body;
   FileDescriptor passed;  // the descriptor that came with the message, if any
 };
 
-// The message that sends a failure to the peers. A DeadlineError has a separate kind,
-// so that peers raise the same type of error.
+// A message that sends a failure to the peers. A DeadlineError has its own kind, so
+// that the peers raise the same type of error.
 struct PoisonMessage {
   MessageKind kind = MessageKind::kPoison;
   std::string text;
 };
 PoisonMessage PoisonMessageOf(const std::exception_ptr& reason);
 
-// Sends a message, with the descriptor `passed` if it is not null. Never blocks.
-// Truncates `body` to 8 KiB.
+// Sends a message and, if `passed` is not null, a descriptor. Never blocks. Truncates
+// `body` to 8 KiB.
 Sent SendMessage(const FileDescriptor& connection,
                  MessageKind kind,
                  std::string_view body,
                  const FileDescriptor* passed = nullptr);
 Message ReceiveMessage(const FileDescriptor& connection);
 
-// Sends a Hello with the descriptor of the sender's memory. `memory` may be empty.
+// Sends a Hello with the descriptor of this process's memory, which may be empty.
 void SendHello(const FileDescriptor& connection,
                const Hello& hello,
                const FileDescriptor& memory);
-// Reads a Hello from a message. Returns false if the message is not a Hello.
+// Reads a Hello. Returns false if the message is none.
 bool ReadHello(const Message& message, Hello* hello);
 
 }  // namespace jax_ub

@@ -14,8 +14,8 @@ PeerConnections::PeerConnections(std::vector<Peer> peers) {
     Watched watched;
     watched.process = peer.process;
     watched.connection = std::move(peer.connection);
-    // Watch the process too, because a forked child that outlives the peer keeps the
-    // peer's end of the connection open.
+    // Also watches the process itself: if it has forked, a child may keep its end of
+    // the connection open after its death.
     watched.life = WatchProcess(peer.pid);
     watched_.push_back(std::move(watched));
   }
@@ -78,8 +78,8 @@ void PeerConnections::Close() {
 }
 
 void PeerConnections::DetachAfterFork() {
-  // The thread does not exist in the child, so it cannot be joined. The mutex may have
-  // been locked by another thread at the fork, so it must not be locked here.
+  // In a forked child the thread does not exist, so it cannot be joined. The mutex may
+  // be locked forever, because another thread of the parent may have held it.
   static_cast<void>(thread_.release());
   watched_.clear();
 }
@@ -98,8 +98,8 @@ void PeerConnections::SetLost(Watched& peer, const char* why) noexcept {
     SetLeft(peer, MessageKind::kDeathNotice,
             std::string("can no longer be watched: ") + why);
   } catch (const std::exception&) {
-    // Out of memory. If on_event_ has not failed the waits for this peer before it
-    // threw, they end at their deadline.
+    // Ignores std::bad_alloc. Waits for this peer that on_event_ has not failed end at
+    // their deadline.
   }
 }
 
@@ -112,7 +112,7 @@ void PeerConnections::RunUntilStopped() {
       for (const Watched& peer : watched_) {
         int events = peer.has_closed ? 0 : POLLIN;
         if (!peer.unsent.empty()) events |= POLLOUT;
-        // Poll ignores negative descriptors, such as that of an empty `life`.
+        // poll() ignores negative descriptors, such as that of an empty `life`.
         polled.push_back(
             {events != 0 ? peer.connection.get() : -1, static_cast<short>(events), 0});
         polled.push_back({peer.has_closed ? -1 : peer.life.get(), POLLIN, 0});
@@ -129,8 +129,7 @@ void PeerConnections::RunUntilStopped() {
   }
 }
 
-// Reads all messages that a process sent before its death, and only then reports the
-// death.
+// Reads all messages of a peer. If it has died, reports its death after the last one.
 void PeerConnections::Receive(Watched& peer, bool has_died) {
   while (!peer.has_closed) {
     Message message = ReceiveMessage(peer.connection);

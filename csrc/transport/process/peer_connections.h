@@ -28,7 +28,7 @@ struct Peer {
   pid_t pid = 0;  // in this process's pid namespace; 0: not visible in it
 };
 
-// A message from a peer, or the notification that a process was lost.
+// A message of a peer, or the notification that a process is lost.
 struct PeerEvent {
   int process = 0;  // the sender; for kDeathNotice, the process that was lost
   MessageKind kind = MessageKind::kDeathNotice;
@@ -40,25 +40,24 @@ class PeerConnections {
   explicit PeerConnections(std::vector<Peer> peers);
   ~PeerConnections();  // calls Close
 
-  // Starts the thread, which calls `on_event` for each event. Called once, before all
-  // other methods. `on_event` may be called several times for the same death: once for
-  // the closed connection, and once for each peer's death notice. If an exception ends
-  // the thread, it calls `on_failure` and then reports every peer as lost. If the system
-  // provides no thread or descriptor, sends the reason to the peers and throws it as
-  // CommunicatorError.
+  // Starts a thread that calls `on_event` for each event. Must be called once, before
+  // all other methods. A death may be reported several times: when the connection
+  // closes, and by the death notice of each peer. If an exception ends the thread, it
+  // calls `on_failure` and reports all peers as lost. If the system provides no thread
+  // or descriptor, sends the reason to the peers and throws it as CommunicatorError.
   void Watch(const ProcessGroup& group,
              std::function<void(const PeerEvent&)> on_event,
              std::function<void(const std::exception_ptr&)> on_failure);
 
-  // Sends a message to every peer. Never blocks: messages for a peer whose socket
-  // buffer is full are queued. Each peer receives messages in the order of the calls.
+  // Sends a message to every peer. Never blocks: a message for a peer whose socket
+  // buffer is full is queued. Each peer receives the messages in order.
   void Broadcast(MessageKind kind, std::string_view body);
 
-  // Stops the thread and closes the connections. Queued messages are discarded. Must
-  // not be called from a callback. Idempotent.
+  // Stops the thread, closes the connections and discards queued messages. Must not be
+  // called from a callback. Idempotent.
   void Close();
 
-  // Closes the descriptors in a forked child, where the thread does not exist.
+  // Closes the descriptors in a forked child, which does not have the thread.
   void DetachAfterFork();
 
  private:
@@ -67,23 +66,23 @@ class PeerConnections {
     FileDescriptor connection;
     FileDescriptor life;      // becomes readable when the process dies; may be empty
     bool has_closed = false;  // closed or died; used by the watching thread only
-    // Messages that wait until the connection's buffer has room.
+    // Messages for which the socket buffer has no room yet.
     std::deque<std::pair<MessageKind, std::string>> unsent;
   };
 
   void Run() noexcept;
   void RunUntilStopped();
   void FlushUnsent(Watched& peer);
-  // Reads all pending messages of a peer and passes them to on_event_.
+  // Reads all pending messages of a peer, and passes them to on_event_.
   void Receive(Watched& peer, bool has_died);
   void SetLost(Watched& peer, const char* why) noexcept;
   void SetLeft(Watched& peer, MessageKind kind, const std::string& how);
 
   std::function<void(const PeerEvent&)> on_event_;
   std::function<void(const std::exception_ptr&)> on_failure_;
-  // An event that wakes the thread after is_closed_ or Watched::unsent has changed.
+  // Wakes the thread after is_closed_ or Watched::unsent has changed (an eventfd).
   FileDescriptor wake_;
-  // Guards is_closed_, Watched::unsent, and the lifetime of the connections.
+  // Guards is_closed_, Watched::unsent, and the closing of connections.
   std::mutex mutex_;
   bool is_closed_ = false;
   std::vector<Watched> watched_;

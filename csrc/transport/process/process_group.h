@@ -10,26 +10,26 @@
 
 namespace jax_ub {
 
-// The processes that own the ranks of one tensor-parallel group. Process numbers are
-// those of JAX and need not be contiguous.
+// Which processes own the ranks of a tensor-parallel group. Process numbers are JAX's
+// process indices, and need not be contiguous.
 struct GroupMembership {
   std::vector<int> process_of_rank;  // the process number; indexed by rank
   int process = 0;                   // the number of this process
   std::string name;                  // the communicator's name, for error messages
 };
 
-// The name of a process's listening socket, and the token that a connecting process
-// must send.
+// The name of a process's listening socket, and the token that a process must send when
+// it connects.
 struct PeerAddress {
   std::string address;
   uint64_t token = 0;
 };
 
-// A group whose processes are identified by their *process index* (`process_index` in
-// the code): processes are ordered by their lowest rank, and index 0 is the leader.
+// The processes of a group. Each is identified by its *process index*: processes are
+// numbered from 0 (the leader) in the order of their lowest ranks.
 class ProcessGroup {
  public:
-  // Throws std::invalid_argument if this process has no rank in the group.
+  // Throws std::invalid_argument if no rank of the group is in this process.
   explicit ProcessGroup(const GroupMembership& membership);
 
   const std::string& name() const { return name_; }
@@ -43,16 +43,16 @@ class ProcessGroup {
     return ranks_[process_index];
   }
 
-  // Describes a process with all its ranks: "ranks 2, 3 (process 1, pid 123)". Omits
-  // the pid if it is 0.
+  // Returns a text such as "ranks 2, 3 (process 1, pid 123)", without the pid if it is
+  // 0.
   std::string Describe(int process_index, pid_t pid) const;
-  // Describes one rank: "rank 2 (process 1, pid 123)". Omits the pid if it is 0.
+  // Returns a text such as "rank 2 (process 1, pid 123)", without the pid if it is 0.
   std::string DescribeRank(int rank, pid_t pid) const;
-  // Returns, for example, "'tp' with ranks of processes 0, 0, 1".
+  // Returns a text such as "'tp' with ranks of processes 0, 0, 1".
   std::string RanksText() const;
-  // Throws CommunicatorError unless `peers` has an address of every other process.
+  // Throws CommunicatorError unless `peers` has the addresses of all other processes.
   void CheckAddresses(const std::map<int, PeerAddress>& peers) const;
-  // Returns the start of every error message: "CommunicatorError: jax_ub.<name>: ".
+  // Returns the beginning of all error messages: "CommunicatorError: jax_ub.<name>: ".
   std::string ErrorPrefix() const;
 
  private:

@@ -19,13 +19,12 @@ bool SetupExchange::IsReached(int process_index) const {
   return static_cast<bool>(connected_peers_[process_index].connection);
 }
 
-// The first byte of a kSetupMessage's body is the number of kSetupDescriptor messages
-// that follow it.
+// The first byte of the message is the number of kSetupDescriptor messages that follow.
 void SetupExchange::Send(int process_index, const SetupMessage& setup) const {
   const FileDescriptor& connection = connected_peers_[process_index].connection;
   std::string body(1, static_cast<char>(setup.passed.size()));
   body += setup.text;
-  // Fails silently if the peer has just died: the next read then returns Arrival::kEnd.
+  // Ignores an error. If the peer has just died, the next read returns Arrival::kEnd.
   SendMessage(connection, MessageKind::kSetupMessage, body);
   for (const FileDescriptor& passed : setup.passed) {
     SendMessage(connection, MessageKind::kSetupDescriptor, "", &passed);
@@ -66,7 +65,8 @@ std::vector<SetupMessage> SetupExchange::Exchange(SetupMessage own,
 
 void SetupExchange::Receive(int process_index, SetupMessage& setup, int& num_missing) {
   ConnectedPeer& peer = connected_peers_[process_index];
-  // Messages after a complete setup message belong to the next Exchange.
+  // Stops after one complete setup message. Further messages belong to the next
+  // Exchange.
   while (num_missing != 0 && !peer.early_messages.empty()) {
     Message message = std::move(peer.early_messages.front());
     peer.early_messages.pop_front();

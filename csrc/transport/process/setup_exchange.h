@@ -20,28 +20,27 @@ struct SetupMessage {
 
 class SetupExchange {
  public:
-  // `connected_peers` is indexed by process index; processes without a connection do
-  // not take part. Both arguments must outlive the object.
+  // `connected_peers` is indexed by process index. Processes without a connection do
+  // not take part. Both references must outlive the object.
   SetupExchange(const ProcessGroup& group, std::vector<ConnectedPeer>& connected_peers);
 
-  // Sends `own` to all connected peers and returns the messages of all processes,
-  // indexed by process index. The result includes `own`, and an empty message for each
-  // process that is not connected. All processes must make the same number of calls.
-  // Throws a failed peer's reason, CommunicatorError if a peer dies or closes, and
-  // DeadlineError.
+  // Sends `own` to all connected peers, and returns the messages of all processes by
+  // process index: `own` for this process, and an empty message for one that is not
+  // connected. All processes must call this equally often. Throws the reason of a peer
+  // that failed, CommunicatorError if a peer dies or closes, or DeadlineError.
   std::vector<SetupMessage> Exchange(SetupMessage own, const Deadline& deadline);
 
-  // Sends a failure to all connected peers, so that they do not wait for this process.
+  // Sends a failure to all connected peers, which then stop waiting for this process.
   void BroadcastFailure(const std::exception_ptr& reason) const;
 
  private:
-  // The value of `num_missing` until the setup message itself has arrived. Afterwards
-  // it is the number of descriptors that are still missing.
+  // Value of `num_missing` before the setup message has arrived. After that, it is the
+  // number of descriptors that are still missing.
   static constexpr int kMissing = -1;
 
   void Send(int process_index, const SetupMessage& setup) const;
   bool IsReached(int process_index) const;
-  // Reads what has arrived from a peer, up to the end of one message.
+  // Reads what a peer has sent, up to the end of one setup message.
   void Receive(int process_index, SetupMessage& setup, int& num_missing);
   void Take(int process_index,
             Message message,
