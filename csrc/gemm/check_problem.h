@@ -5,11 +5,11 @@
 
 namespace jax_ub {
 
-// Checks that views and sizes are consistent. Throws std::invalid_argument with the
+// Throws std::invalid_argument if views and sizes of the problem do not match, with the
 // actual and the expected values.
 void CheckProblem(const GemmProblem& problem);
 
-// Returns `problem` after checking it with CheckProblem.
+// Returns `problem` if CheckProblem accepts it.
 GemmProblem Checked(GemmProblem problem);
 
 }  // namespace jax_ub

@@ -5,7 +5,7 @@
 // functions that load and store it (gemm/cpu/simd_*.h, reduce/cuda/sum_kernels.cu).
 #pragma once
 
-// Only C headers are included here; see gemm/cpu/kernels.h.
+// Includes only C headers, for the reason that gemm/cpu/kernels.h states.
 #include <stdint.h>
 
 namespace jax_ub {
@@ -22,7 +22,7 @@ struct DTypeInfo {
   bool exact_in_bf16;  // whether bf16 represents every value exactly
 };
 
-// The table of dtypes, indexed by DType.
+// The table of dtypes. Its index is DType.
 inline constexpr DTypeInfo kDTypes[] = {
     {DType::kF32, "f32", "float32", 4, true, true, false},
     {DType::kBF16, "bf16", "bfloat16", 2, true, true, true},

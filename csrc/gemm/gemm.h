@@ -2,14 +2,6 @@
 //
 //   C[m, n] = round(scale * sum_k A[m, k] * B[k, n] + sum of addends[m, n])
 //
-// If there are factors, the scaled sum is multiplied by each of them, in order, before
-// the addends are added. With `has_factors_by_k`, each segment of A along K has its own
-// factors, which multiply the sum over this segment.
-//
-// An FP8 operand may have scales. Its elements, multiplied by their scales, become bf16
-// numbers. This is exact, except that products below the smallest normal bf16 become
-// zero.
-//
 // Products of bf16, f16 and FP8 operands are exact. They are summed in f32, in an order
 // that depends only on the views and the instruction set, not on the number of threads,
 // so results are bitwise reproducible. As in XLA:CPU, subnormal f32 and bf16 numbers
@@ -32,6 +24,13 @@ inline constexpr int kMaxAddends = 7;
 // Maximum number of factors: the scales of both FP8 operands.
 inline constexpr int kMaxFactors = 2;
 
+// The scaled sum is multiplied by each of the factors, in order, before the addends are
+// added. With `has_factors_by_k`, each segment of A along K has its own factors, which
+// multiply the sum over this segment.
+//
+// An FP8 operand may have scales. Its elements are multiplied by their scales and become
+// bf16 numbers. This is exact, except that products below the smallest normal bf16 become
+// zero.
 struct GemmProblem {
   int64_t m = 0;
   int64_t n = 0;
@@ -45,9 +44,9 @@ struct GemmProblem {
   bool has_factors_by_k = false;
 };
 
-// Divides a problem into units. Units are independent: each writes a different block of
-// C, any thread may run any unit in any order, and Run never waits for another thread.
-// The workspace is at most a few MiB per thread, independent of the size of the
+// A problem, divided into work units. Units are independent: each writes a different
+// block of C, any thread may run any of them in any order, and Run never waits for
+// another thread. A thread needs a workspace of a few MiB, whatever the size of the
 // problem.
 class GemmPlan {
  public:
@@ -58,8 +57,8 @@ class GemmPlan {
 
 class BlockingCache;
 
-// The number of threads that share the units of a product, and a cache of blockings, or
-// null to choose the blocking anew for each product.
+// The number of threads that share the units of a product, and a cache of blockings
+// (null: choose the blocking for each product).
 struct Workers {
   Workers(int count, BlockingCache* blocking_cache = nullptr)  // NOLINT: implicit
       : num(count), blockings(blocking_cache) {}
@@ -68,18 +67,18 @@ struct Workers {
   BlockingCache* blockings;
 };
 
-// Plans a product for these workers, with the current instruction set. Throws
-// std::invalid_argument if views and sizes are inconsistent.
+// Plans a product for these workers and the current instruction set. Throws
+// std::invalid_argument if views and sizes do not match.
 std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, const Workers& workers);
 
-// Returns a rough estimate of the run time on one thread, in microseconds, with the
-// current instruction set.
+// Returns a rough estimate of a product's run time on one thread with the current
+// instruction set, in microseconds.
 double EstimateGemmUs(const GemmProblem& problem);
 
-// Instruction sets with kernels, slowest first: "portable", "avx2", "avx512",
-// "avx512_bf16", "amx_bf16". AvailableIsas returns those that this machine supports.
-// SetIsa throws std::invalid_argument if the machine does not support `name`. The
-// default is the fastest.
+// The instruction sets that have kernels are, slowest first: "portable", "avx2",
+// "avx512", "avx512_bf16", "amx_bf16". AvailableIsas returns those that this machine
+// supports. The default is the fastest. SetIsa throws std::invalid_argument if the
+// machine does not support `name`.
 std::vector<std::string_view> AvailableIsas();
 std::string_view CurrentIsa();
 void SetIsa(std::string_view name);

@@ -7,8 +7,8 @@ namespace jax_ub {
 
 namespace {
 
-// Size of a huge page. Packed panels are accessed with strides that would cause TLB
-// misses with small pages.
+// Size of a huge page. With small pages, the strides between packed panels would cause
+// TLB misses.
 constexpr size_t kHugePage = size_t{2} << 20;
 
 }  // namespace

@@ -10,8 +10,8 @@ namespace jax_ub {
 
 class Scratch {
  public:
-  // Returns at least `size_bytes` of memory, aligned to 4096 bytes. Invalidates the
-  // memory that earlier calls returned.
+  // Returns memory of at least `size_bytes` bytes, aligned to 4096 bytes. Invalidates
+  // memory that earlier calls have returned.
   std::byte* Reserve(size_t size_bytes);
   size_t size_bytes() const { return memory_.get().size; }
 

@@ -20,16 +20,16 @@ constexpr int64_t SizeOf(DType dtype) { return InfoOf(dtype).size_bytes; }
 
 constexpr std::string_view DTypeName(DType dtype) { return InfoOf(dtype).name; }
 
-// A read-only segment. Strides are in elements, and at least one of them is 1.
+// A read-only segment. Strides are in elements. At least one of them is 1.
 struct ConstSegment {
   const std::byte* data = nullptr;
   int64_t outer_stride = 0;
   int64_t inner_stride = 0;
 };
 
-// The scales of a segment, f32 or e8m0, which multiply its elements. They are powers of
-// two, or NaN. Element (o, k) of the segment has the scale
-//   data[o / outer_block * outer_stride + k / inner_block * inner_stride].
+// The scales of a segment's elements, f32 or e8m0. Each is a power of two, or NaN.
+// Element (o, k) of the segment has the scale data[o / outer_block * outer_stride + k /
+// inner_block * inner_stride].
 struct ScaleSegment {
   const std::byte* data = nullptr;
   int64_t outer_block = 1;
@@ -38,9 +38,8 @@ struct ScaleSegment {
   int64_t inner_stride = 0;
 };
 
-// An operand of a GEMM, A [M, K] or B [K, N]. `outer` is the dimension that is not
-// contracted (M of A, N of B) and `inner` is the contracted dimension (K), independent
-// of the layout.
+// An operand of a GEMM, A [M, K] or B [K, N]. In any layout, `inner` is the contracted
+// dimension K, and `outer` the other one (M or N).
 struct OperandView {
   DType dtype = DType::kF32;
   std::vector<int64_t> outer_bounds;
@@ -55,8 +54,8 @@ struct Segment {
   int64_t row_stride = 0;  // in elements; columns are contiguous
 };
 
-// The result C [M, N]. Every element is stored `num_replicas` times: an all-reduce
-// stores one replica per rank.
+// The result C [M, N]. Every element is stored in `num_replicas` places: an all-reduce
+// stores a replica for each rank.
 struct ResultView {
   DType dtype = DType::kF32;
   int num_replicas = 1;
@@ -65,9 +64,9 @@ struct ResultView {
   std::vector<Segment> segments;  // [replica][row segment][column segment]
 };
 
-// A segment of an addend, which is added to the f32 sum before the only rounding. An
-// addend has the same segments as the result. A bias has row_stride 0. An addend may be
-// stored in the memory of the result.
+// A segment of an addend, which is added to the f32 sum before it is rounded. An addend
+// has the same segments as the result, and may be in its memory. A bias has row_stride
+// 0.
 struct AddendSegment {
   const std::byte* data = nullptr;
   int64_t row_stride = 0;
@@ -78,8 +77,8 @@ struct AddendView {
   std::vector<AddendSegment> segments;  // parallel to ResultView::segments
 };
 
-// The f32 factors of a segment's sums, such as the scales of an FP8 operand. A stride
-// of 0 repeats a factor for all rows or columns. The column stride is 0 or 1.
+// The f32 factors of a segment's sums, such as the scales of FP8 operands. With stride
+// 0, all rows or columns have the same factor. The column stride is 0 or 1.
 struct FactorSegment {
   const float* data = nullptr;
   int64_t row_stride = 0;
@@ -89,9 +88,9 @@ struct FactorSegment {
 };
 
 struct FactorView {
-  // One entry per segment of the result, without its replicas: [row segment][column
-  // segment]. If GemmProblem::has_factors_by_k, the sums over each segment of A along K
-  // have their own factors: [segment along K][row segment][column segment].
+  // The factors of each segment of the result (without replicas): [row segment][column
+  // segment]. With GemmProblem::has_factors_by_k, the sums over each segment of A along
+  // K have their own: [segment along K][row segment][column segment].
   std::vector<FactorSegment> segments;
 };
 

@@ -26,7 +26,7 @@ namespace jax_ub::JAX_UB_KERNELS {
 inline constexpr int kAmxRows = 16;     // rows of a register
 inline constexpr int kAmxWords = 16;    // words of K in a step; columns of a register
 inline constexpr int kAmxColumns = 32;  // columns of a tile
-// The size in bytes of a row of a tile's sums, and of a row of a panel of B.
+// Size in bytes of one row of a tile's sums, and of one row of a panel of B.
 inline constexpr int64_t kAmxRowBytes = 4 * kAmxColumns;
 
 struct alignas(64) AmxConfiguration {
@@ -44,8 +44,8 @@ inline void ConfigureTiles() {
 
 inline void ReleaseTiles() { _tile_release(); }
 
-// A compiler barrier between AMX intrinsics and other loads and stores: GCC's
-// intrinsics do not declare that they access memory.
+// A compiler barrier between AMX intrinsics and other loads and stores. It is necessary
+// because GCC's intrinsics do not declare that they access memory.
 inline void OrderMemory() { asm volatile("" : : : "memory"); }
 
 // Loads the sums of a tile into tile registers 0 to 3: upper left, upper right, lower
@@ -97,7 +97,8 @@ inline void MultiplyStep(const char* a, int64_t a_stride, const char* b) {
   }
 }
 
-// Multiplies the last words of K, fewer than a step, after padding them with zeros.
+// Multiplies the last words of K, if they are fewer than a step, after it has padded
+// them with zeros.
 template <bool kIsTall>
 inline void MultiplyRest(const char* a,
                          int64_t a_stride,
@@ -123,8 +124,8 @@ inline void ScaleSums(char* sums, int64_t size, const TileOutput& output) {
   }
 }
 
-// Stores the sums through a copy in the L1 cache, which is where they are rounded and
-// the addend is added.
+// Stores the sums in the result. They pass through a buffer in the L1 cache, where they
+// are rounded and the addend is added.
 template <bool kIsTall>
 inline void StoreRounded(const TileOutput& output) {
   constexpr int kRows = kIsTall ? 2 * kAmxRows : kAmxRows;
@@ -174,7 +175,7 @@ void AmxTile(const void* a,
 }
 
 // Packs A into panels of width 1: word k of row o goes to rows + o * row_bytes + 4 * k.
-// The source is contiguous along K, and its row stride is `stride` bytes.
+// The source is contiguous along K, and its rows are `stride` bytes apart.
 template <DType kDType>
 void CopyRows(const void* source,
               int64_t stride,
@@ -188,8 +189,8 @@ void CopyRows(const void* source,
   }
 }
 
-// Packs A like CopyRows. The source is contiguous along M, and elements that are
-// neighbors along K are `stride` bytes apart.
+// Packs A like CopyRows, from a source that is contiguous along M. Neighbors along K
+// are `stride` bytes apart.
 template <DType kDType>
 void TransposeToRows(const void* source,
                      int64_t stride,

@@ -8,38 +8,41 @@ namespace jax_ub {
 
 namespace {
 
-// Maximum size of a unit. It bounds the memory of the sums (3 MiB) and of the packed
+// Maximum size of a work unit. It bounds the memory for sums (3 MiB) and for packed
 // columns of B.
 constexpr int64_t kMaxUnitRows = 768;
 constexpr int64_t kMaxUnitColumns = 1024;
-// Maximum size of a block of A, which stays in the L2 cache while a unit is computed.
+// Maximum size of a block of A. Such a block stays in the L2 cache while a unit is
+// computed.
 constexpr int64_t kMaxBlockRows = 192;
 constexpr int64_t kMaxBlockBytes = 384 << 10;
-// Minimum length, in words, of the segments at whose ends K is cut into blocks. Blocks
-// that span shorter segments are packed instead. The cost of packing is larger for
-// fewer rows (Zen 4, segments of 96 words: the product takes 25 % longer with 64 rows,
-// 5 % longer with 256, 2 % less with 1024), so the minimum is smaller for at most
-// kFewRows rows. This compares the rows of the problem, not the rows of a unit, because
-// the bits of the result must not depend on the units.
+// If all segments along K have at least this many words, K is cut into blocks at their
+// ends, so that blocks can be read in place. Otherwise blocks span segments and are
+// packed. Packing costs relatively more if there are few rows (Zen 4, segments of 96
+// words: the product takes 25 % longer with 64 rows, 5 % longer with 256, 2 % less with
+// 1024), so up to kFewRows rows have a smaller minimum. Their number is that of the
+// whole problem: the bits of the result must not depend on the division into units.
 constexpr int64_t kMinSegmentWords = 128;
 constexpr int64_t kMinSegmentWordsOfFewRows = 48;
 constexpr int64_t kFewRows = 256;
-// The cost of packing one word of an operand, in multiply-adds of a tile.
+// The time to pack one word of an operand, relative to one multiply-add of a tile.
 constexpr int64_t kPackCost = 16;
-// Bytes of B that one thread reads per microsecond in a product with at most kMaxSmallM
-// rows. Measured with tests/csrc/gemm_bench.cc on Zen 4: 8e3 to 18e3, depending on
-// layout, dtype and number of rows.
+// How many bytes of B one thread reads per microsecond in a product with at most
+// kMaxSmallM rows. Measured with tests/csrc/gemm_bench.cc on Zen 4: 8e3 to 18e3,
+// depending on layout, dtype and number of rows.
 constexpr double kSmallMBytesPerUs = 8e3;
 
 int64_t PartOf(int64_t size, int64_t parts, int64_t multiple) {
   return RoundUp(CeilDiv(size, parts), multiple);
 }
 
-// Chooses the grid of units that minimizes the time of the busiest worker,
-//   ceil(units / workers) * (rows * columns + kPackCost * (rows + columns)),
-// where the second term is the cost of packing, since each unit packs the operands that
-// it reads. Several workers get at least two units each, which balances their load. A
-// single worker gets as few units as the workspace allows.
+// Chooses the size of units, to minimize the time of the busiest worker:
+//
+//   ceil(units / workers) * (rows * columns + kPackCost * (rows + columns))
+//
+// The last term is the time to pack, since each unit packs the operands that it reads.
+// Several workers get at least two units each, which balances their load. A single
+// worker gets as few units as the workspace allows.
 void ChooseUnits(const GemmProblem& problem,
                  const KernelSet& kernels,
                  int num_workers,
@@ -69,9 +72,9 @@ void ChooseUnits(const GemmProblem& problem,
   }
 }
 
-// Returns where K is cut into blocks: 0, K, and the bounds of the segments of both
-// operands. Returns only {0, K} if a segment is so short that sums would have to leave
-// the registers too often, except if each segment has its own factors.
+// Returns the positions where K is cut: 0, K, and the bounds of the segments of both
+// operands. Returns only {0, K} if a segment is so short that sums would leave the
+// registers too often, unless each segment has its own factors.
 std::vector<int64_t> ChooseCutsOfK(const GemmProblem& problem,
                                    const KernelSet& kernels) {
   std::vector<int64_t> cuts = problem.a.inner_bounds;
@@ -89,15 +92,16 @@ std::vector<int64_t> ChooseCutsOfK(const GemmProblem& problem,
   return cuts;
 }
 
-// Cuts K into blocks that are, if possible, within one segment of each operand, because
-// such blocks can be read in place, without packing them before.
+// Divides K into blocks. Each is within one segment of both operands if possible, so
+// that it can be read in place, without packing.
 void ChooseBlocksOfK(const GemmProblem& problem,
                      const KernelSet& kernels,
                      GemmBlocking& blocking) {
   const std::vector<int64_t> cuts = ChooseCutsOfK(problem, kernels);
   blocking.k_bounds = {0};
   for (size_t i = 1; i < cuts.size(); ++i) {
-    // Blocks of equal size, a multiple of 32, so that packing transposes whole vectors.
+    // Blocks have equal sizes that are multiples of 32, so that packing transposes
+    // whole vectors.
     const int64_t size = cuts[i] - cuts[i - 1];
     const int64_t parts = CeilDiv(size, kernels.k_block * kernels.k_per_word);
     const int64_t block = PartOf(size, parts, 32);

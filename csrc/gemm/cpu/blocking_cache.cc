@@ -7,8 +7,7 @@ namespace jax_ub {
 
 namespace {
 
-// An FNV-1a hash over 64-bit integers, which also mixes the high bits into the low
-// bits.
+// A 64-bit FNV-1a hash of integers. It also mixes high bits into low bits.
 class Hash {
  public:
   void Add(uint64_t value) {

@@ -14,20 +14,19 @@
 
 namespace jax_ub {
 
-// Maps the inputs of ChooseBlocking (sizes, bounds along K and whether they separate
-// factors, kernels, number of workers) to its result. Keys and values contain no
-// addresses of operands. Thread-safe.
+// A map from the arguments of ChooseBlocking (sizes, segments along K and whether they
+// have their own factors, kernels, number of workers) to its result. It does not depend
+// on addresses of operands. Thread-safe.
 class BlockingCache {
  public:
-  // A full cache is cleared. A program has only a few distinct products.
+  // When the cache is full, it is cleared. A program has only a few distinct products.
   static constexpr size_t kMaxEntries = 1024;
 
   GemmBlocking Get(const GemmProblem& problem,
                    const KernelSet& kernels,
                    int num_workers);
 
-  // Returns how often a blocking was computed, that is, the number of misses. For
-  // tests.
+  // For tests: returns the number of cache misses.
   int64_t num_chosen() const { return num_chosen_.load(); }
 
  private:

@@ -1,14 +1,14 @@
 // The FP8 formats, and the bf16 number that equals each FP8 number.
 #pragma once
 
-// Only C headers; see gemm/cpu/kernels.h.
+// Includes only C headers, for the reason that gemm/cpu/kernels.h states.
 #include <stdint.h>
 
 #include "gemm/dtype.h"
 
 namespace jax_ub::JAX_UB_KERNELS {
 
-// An FP8 number consists of a sign bit and a magnitude of 7 bits.
+// Layout of an FP8 number: one sign bit, then 7 bits of exponent and mantissa.
 struct Fp8Format {
   int mantissa_bits;
   int exponent_bias;
@@ -22,12 +22,12 @@ inline constexpr Fp8Format kFp8Format<DType::kE4M3> = {3, 7, 0x7f};
 template <>
 inline constexpr Fp8Format kFp8Format<DType::kE5M2> = {2, 15, 0x7c};
 
-// The difference between the exponent biases of bf16 and FP8, shifted to the exponent
-// bits of a bf16.
+// Difference between the exponent biases of bf16 and FP8, at the position of the
+// exponent in a bf16.
 template <DType kDType>
 inline constexpr int kExponentToBF16 = (127 - kFp8Format<kDType>.exponent_bias) << 7;
 
-// Returns the bits of the bf16 that equals an FP8 number. A NaN becomes a NaN.
+// Converts an FP8 number to the bf16 with the same value. A NaN becomes a NaN.
 template <DType kDType>
 constexpr uint16_t BF16OfFp8(uint8_t bits) {
   constexpr Fp8Format kFormat = kFp8Format<kDType>;
@@ -50,7 +50,7 @@ struct Fp8Table {
   uint16_t bf16[256];
 };
 
-// A table of BF16OfFp8 for all 256 FP8 numbers.
+// BF16OfFp8 of all 256 FP8 numbers.
 template <DType kDType>
 inline constexpr Fp8Table kFp8Table = [] {
   Fp8Table table = {};

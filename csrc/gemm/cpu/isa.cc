@@ -35,7 +35,7 @@ bool HasAvx512() {
 
 bool HasAvx512Bf16() { return HasAvx512() && __builtin_cpu_supports("avx512bf16"); }
 
-// Returns whether AMX BF16 can be used. Linux allows a process to use the tile
+// Returns whether this process can use AMX BF16. Linux lets a process use the tile
 // registers only after it has requested permission.
 bool HasAmxBf16() {
   constexpr unsigned kAmxBf16 = 1u << 22;
@@ -55,8 +55,8 @@ bool HasAmxBf16() {
 }
 #endif
 
-// The instruction sets with kernels, slowest first. An instruction set is named after
-// its bf16 kernels, which need the newest instructions.
+// The instruction sets that have kernels, slowest first. Their names are those of their
+// bf16 kernels, which need the newest instructions.
 constexpr Isa kIsas[] = {
     {&kPortableKernels, &kPortableKernels, Always},
 #if defined(__x86_64__)
@@ -75,8 +75,8 @@ const Isa& FastestIsa() {
   return *fastest;
 }
 
-// The instruction set in use; null until the first use or SetIsa. Relaxed order is
-// sufficient, since it points to constant data.
+// The selected instruction set; null before its first use. Needs no memory order,
+// because it points to constant data.
 constinit std::atomic<const Isa*> isa_in_use = nullptr;
 
 }  // namespace

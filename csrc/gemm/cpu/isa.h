@@ -5,8 +5,8 @@
 
 namespace jax_ub {
 
-// An instruction set: `general` are its kernels for any pair of dtypes, `bf16` those
-// for two operands that are exact in bf16.
+// The kernels of an instruction set. `bf16` is used if both operands have dtypes that
+// are exact in bf16, otherwise `general`.
 struct Isa {
   const KernelSet* general;
   const KernelSet* bf16;
@@ -15,9 +15,9 @@ struct Isa {
 
 const Isa& IsaInUse();
 
-// RAII: prepares the calling thread for these kernels, and restores its state at the
-// end of the scope. Required around calls of tile functions (AMX configures its tile
-// registers).
+// Prepares the calling thread for these kernels, and restores its state at the end of
+// the scope. Tile functions must be called within such a scope, because AMX needs a
+// configuration of its tile registers.
 class ScopedKernelState {
  public:
   explicit ScopedKernelState(const KernelSet& kernels) : kernels_(kernels) {

@@ -20,7 +20,8 @@ constexpr PanelPackers PackersToF32() {
   return packers;
 }
 
-// Adds tiles with 1 .. kRows rows, so that the last rows of M do not cost a full tile.
+// Adds tile functions for 1 to kRows rows, so that the last rows of M do not cost a
+// full tile.
 template <int kRows, int kVectors, Vec (*multiply_add)(Vec, Vec, Vec)>
 constexpr void AddTiles(KernelSet& set) {
   set.tile_of_rows[kRows - 1] = Tile<Packed, kRows, kVectors, false, multiply_add>;
@@ -35,8 +36,8 @@ constexpr void AddPackingTile(KernelSet& set, DType dtype) {
   set.packing_tile_of_columns[i] = Tile<Words, kRows, kVectors, true, multiply_add>;
 }
 
-// Adds the small-M kernels. They widen elements to f32, so a word is one element for
-// them, even if the set's k_per_word is 2.
+// Adds the kernels for few rows of A (small_m_kernel.h). They convert elements to f32,
+// so each of their words is one element, even if k_per_word is 2.
 template <int kRows>
 constexpr void AddSmallM(KernelSet& set) {
   ForEachDType([&]<DType kDType>() {

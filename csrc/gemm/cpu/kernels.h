@@ -19,10 +19,9 @@ namespace jax_ub {
 inline constexpr int kMaxTileRows = 32;
 inline constexpr int kMaxTileColumns = 64;
 
-// Where a tile stores its sums:
-//   to[r, c] = round(before[r, c] + sum[r, c] + after[r, c]), added in this order.
-// If `factors` are not both 1, `after` is null, and the sum is multiplied by each.
-// All strides in this header are in bytes.
+// Where and how a tile kernel stores its sums: to[r, c] = round(before[r, c] + sum[r,
+// c] + after[r, c]), added in this order. If `factors` are not both 1, each sum is
+// multiplied by both, and `after` is null. All strides in this file are in bytes.
 struct TileOutput {
   void* to;
   int64_t to_stride;
@@ -39,9 +38,9 @@ struct TileOutput {
 inline constexpr int kLineBytes = 64;  // size of a cache line
 inline constexpr int kStepWords = 8;   // words of K between two prefetches of a tile
 
-// Memory that is packed next, as rows of `row_bytes` bytes, `stride` apart. Tiles
-// prefetch its cache lines while they multiply. Each tile continues where the previous
-// tile stopped.
+// The memory that will be packed next, which tile kernels prefetch while they multiply:
+// rows of `row_bytes` bytes, `stride` apart. Each tile continues where the previous one
+// stopped.
 struct PrefetchCursor {
   const char* row = nullptr;  // the row of the next cache line
   int64_t row_bytes = 0;
@@ -51,21 +50,22 @@ struct PrefetchCursor {
   int64_t lines_per_step = 0;
 };
 
-// A packed panel of B, tile_columns wide. A packing tile, which packs the panel while
-// it multiplies, also uses the last two members.
+// A packed panel of B with tile_columns columns. The last two members are for a
+// "packing tile", which packs the panel while it multiplies.
 struct BPanel {
   void* words;                   // word (k, c) is at words + 4 * (k * tile_columns + c)
   const void* source = nullptr;  // B in place, with contiguous columns; null: packed
   int64_t source_stride = 0;     // distance of the source's rows
 };
 
-// Computes sum[r, c] = sum_k A[r, k] * B[k, c] for r < rows of the function,
-// c < tile_columns, k < num_words. A has one of two layouts:
+// Computes sum[r, c] = sum_k A[r, k] * B[k, c] for all rows r of the function, c <
+// tile_columns and k < num_words. A may be packed or in place, in one of two layouts:
+//
 //   rows:    word (r, k) is at a + r * a_stride + 4 * k    (contiguous along K)
 //   columns: word (r, k) is at a + k * a_stride + 4 * r    (contiguous along M)
-// In both layouts, A may be in place or packed.
-// A packing tile reads B from `b.source` and writes the packed words to `b.words`, for
-// the tiles after it.
+//
+// A packing tile reads B from `b.source`, and writes the packed words to `b.words`,
+// from where later tiles read them.
 using TileFunction = void (*)(const void* a,
                               int64_t a_stride,
                               const BPanel& b,
@@ -73,10 +73,10 @@ using TileFunction = void (*)(const void* a,
                               const TileOutput& output,
                               PrefetchCursor& prefetch);
 
-// Packs a rectangle of `outer` x `num_words` words into panels: word (o, k) goes to
-// panels + o / panel * panel_bytes + 4 * (k * panel + o % panel), where `panel` is the
-// panel width of the function. `stride` is the distance of neighbors along the
-// dimension that is not contiguous in the source.
+// Packs `outer` x `num_words` words into panels of `panel` columns, a constant of the
+// function. Word (o, k) goes to panels + o / panel * panel_bytes + 4 * (k * panel + o %
+// panel). The source is contiguous along one dimension; `stride` is the distance of
+// neighbors along the other one.
 using PackFunction = void (*)(const void* source,
                               int64_t stride,
                               int64_t outer,
@@ -90,8 +90,8 @@ struct Summand {
   DType dtype;
 };
 
-// Computes out[r, c] = round(sum_i summands[i][r, c]). Adds in f32 in the order of i
-// and rounds once. `out` may be the memory of a summand.
+// Computes out[r, c] = round(sum_i summands[i][r, c]), added in f32 in the order of i.
+// `out` may be the memory of a summand.
 using SumFunction = void (*)(const Summand* summands,
                              int num_summands,
                              int64_t rows,
@@ -100,8 +100,8 @@ using SumFunction = void (*)(const Summand* summands,
                              int64_t out_stride,
                              DType out_dtype);
 
-// Computes sums[m, c] += sum_k A[m, k] * B[k, c] for at most kMaxSmallM rows and any
-// number of columns. Reads B in place (see small_m_kernel.h).
+// Computes sums[m, c] += sum_k A[m, k] * B[k, c] for up to kMaxSmallM rows and any
+// number of columns. Reads B in place (small_m_kernel.h).
 using SmallMFunction = void (*)(const void* a,
                                 int64_t a_stride,
                                 const void* b,
@@ -113,14 +113,14 @@ using SmallMFunction = void (*)(const void* a,
 
 inline constexpr int kMaxSmallM = 4;
 
-// Converts `count` consecutive elements to the type that words contain: f32, or bf16 if
-// k_per_word is 2.
+// Converts `count` consecutive elements to the elements of words: to bf16 if k_per_word
+// is 2, otherwise to f32.
 using WidenFunction = void (*)(const void* from, int64_t count, void* to);
 
-// Multiplies packed words by powers of two: word (r, i), at words + r * row_bytes + 4 *
-// i, for r < num_rows and i < num_words, by factor i. In a pair of bf16, `low` has the
-// factors of the lower k, `high` those of the upper k; for f32 words `high` is unused.
-// The words are FP8 numbers, so that the products are exact.
+// Multiplies packed FP8 elements by scales, which are powers of two, so that the
+// products are exact. Word (r, i), at words + r * row_bytes + 4 * i, is multiplied by
+// factor i, for r < num_rows and i < num_words. In a pair of bf16, `low` has the factor
+// of the lower k and `high` that of the upper k. For f32 words, `high` is not used.
 using ScaleFunction = void (*)(void* words,
                                int64_t row_bytes,
                                int64_t num_rows,
@@ -138,8 +138,8 @@ struct PanelPackers {
   PackFunction copied[kNumDTypes];      // for one contiguous along the outer dimension
 };
 
-// The kernels of an instruction set. Arrays without another comment are indexed by
-// DType.
+// The kernels of an instruction set. Arrays are indexed by DType, unless their comment
+// says otherwise.
 struct KernelSet {
   const char* isa;
   int tile_rows;
@@ -148,9 +148,9 @@ struct KernelSet {
   int panel_of_a;  // width of A's panels: tile_rows, or 1 if only tile_of_rows exists
   int k_per_word;  // elements of K per word: 1 (widened to f32) or 2 (pairs of bf16)
   int k_block;     // maximum number of words of K that a tile sums in registers
-  // Rough GFLOP/s of one thread in a product of 1024 x 1024 x 1024, from which the
-  // number of threads is chosen. Measured with tests/csrc/gemm_bench.cc on Zen 4,
-  // except for AMX.
+  // Approximate GFLOP/s of one thread, from which the number of threads is chosen.
+  // Measured for 1024 x 1024 x 1024 with tests/csrc/gemm_bench.cc on Zen 4, except for
+  // AMX.
   double gflops;
   bool reads_a_in_place;  // whether rows of A that need no widening are read in place
   TileFunction tile_of_rows[kMaxTileRows];           // [rows - 1]
@@ -171,7 +171,7 @@ extern const KernelSet kPortableKernels;
 #if defined(__x86_64__)
 extern const KernelSet kAvx2Kernels;
 extern const KernelSet kAvx512Kernels;
-// Only for operands that are exact in bf16 (k_per_word 2).
+// These kernels require operands that are exact in bf16. Their k_per_word is 2.
 extern const KernelSet kAvx512Bf16Kernels;
 extern const KernelSet kAmxBf16Kernels;
 #endif

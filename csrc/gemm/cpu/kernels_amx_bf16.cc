@@ -10,9 +10,9 @@ namespace jax_ub {
 
 namespace kernels_amx_bf16 {
 
-// Returns the kernels that multiply in AMX tile registers. There are no packing tiles,
-// because they were not faster, and slower for few rows. Blocks of K are long, because
-// sums that leave the registers do not fit the L2 cache.
+// Returns the kernels that multiply in AMX tile registers. There are no packing tiles:
+// they were not faster, and slower for few rows. Blocks of K are long, because sums
+// that leave the registers do not fit into the L2 cache.
 constexpr KernelSet KernelsOfTileRegisters(const char* isa) {
   KernelSet set = {};
   set.isa = isa;

@@ -9,9 +9,9 @@ namespace jax_ub {
 
 namespace {
 
-// Packs one k of `outer` words that are pairs of bf16: the high or the low half of each
-// word. For a range of K that begins or ends inside a pair. Writing the low half clears
-// the high half, which is correct if K ends there.
+// Packs a single index k of `outer` words that are pairs of bf16, into the high or the
+// low half of each word. Used where a range of K begins or ends inside a pair. Writing
+// the low half also clears the high half, which is correct where K ends.
 void PackHalf(WidenFunction widen,
               const std::byte* source,
               int64_t stride,
@@ -27,14 +27,14 @@ void PackHalf(WidenFunction widen,
   }
 }
 
-// The rows of a panel with fewer than kNarrowPanel columns do not fill a vector. So
-// several rows are multiplied by their scales at a time, at most kMaxScaledWords words.
+// A row of a panel with fewer than kNarrowPanel columns does not fill a vector.
+// Therefore several rows are scaled at a time, at most kMaxScaledWords words.
 constexpr int64_t kNarrowPanel = 8;
 constexpr int64_t kMaxScaledWords = 512;
 
 constexpr int64_t kNoScale = -1;
 
-// Consecutive words along K whose elements have the same scales.
+// Consecutive words along K that have the same scales.
 struct WordRun {
   int64_t word;  // index of the first word
   int64_t num_words;
@@ -44,7 +44,7 @@ struct WordRun {
 
 // Returns the words from element `k` on that have the same scales. The segment begins
 // at k_begin and has one scale per `block` elements. If it begins or ends inside a pair
-// of bf16, it has only half of this word, and the other half gets kNoScale.
+// of bf16, it contains only half of this word; the other half gets kNoScale.
 WordRun WordsWithEqualScales(
     int64_t k, int64_t k_end, int64_t k_begin, int64_t block, int64_t k_per_word) {
   const int64_t block_end = k_begin + ((k - k_begin) / block + 1) * block;
@@ -57,7 +57,7 @@ WordRun WordsWithEqualScales(
   return {word, 1, {k, kNoScale}, k + 1};
 }
 
-// Writes `size` numbers `times` times.
+// Writes the `size` numbers at `from` to `to`, `times` times.
 void Repeat(const float* from, int64_t size, int64_t times, float* to) {
   if (size == 1) {
     std::fill_n(to, times, *from);
@@ -66,16 +66,15 @@ void Repeat(const float* from, int64_t size, int64_t times, float* to) {
   for (int64_t i = 0; i < times; ++i) to = std::copy_n(from, size, to);
 }
 
-// Size of a way of the L1 cache. Rows whose distance is a multiple of it map to the
-// same cache set, which holds only a few of them. AMX loads 16 rows at once. They are
-// copied first if they are 2048 or 4096 bytes apart (measured with gemm_bench, 1024 x
-// 1024 x 1536 and 2048 x 2048 x 2048: 10 to 25 % faster than in place), else read in
-// place (256 x 1408 x 1024: 15 % faster).
+// Size of a way of the L1 cache. Addresses whose distance is a multiple of it map to
+// one cache set, which holds only a few of them. AMX loads 16 rows at once. Rows that
+// are 2048 or 4096 bytes apart are copied first (gemm_bench, 1024 x 1024 x 1536 and
+// 2048 x 2048 x 2048: 10 to 25 % faster than in place). Others are read in place (256 x
+// 1408 x 1024: 15 % faster).
 constexpr int64_t kWayBytes = 4096;
 constexpr int64_t kRowsInOnePlace = 4;
 
-// Returns whether `at_once` rows that are `stride` bytes apart fit the L1 cache
-// together.
+// Returns whether the L1 cache can hold `at_once` rows that are `stride` bytes apart.
 bool FitFirstCache(int64_t at_once, int64_t stride) {
   return at_once <= kRowsInOnePlace * (kWayBytes / std::gcd(stride, kWayBytes));
 }
@@ -90,16 +89,16 @@ class OperandReader::ScaleReader {
 
   int64_t inner_block() const { return scales_.inner_block; }
 
-  // Writes the scales of elements (outer, k) as f32, and returns whether one of them is
-  // 2^-127. As an f32, this number is subnormal and would count as zero, so 2^-126 is
-  // written in its place. With `halves`, writes the factor that is then missing: 1/2
-  // for a scale of 2^-127, else 1.
+  // Writes the scales of elements (outer, k) as f32. Returns whether one of them is
+  // 2^-127, the smallest e8m0 scale. It would be a subnormal f32, which counts as zero,
+  // so it is split into 2^-126, which this call writes, and 1/2, which a second call
+  // with `halves` writes (1 for all other scales).
   bool Copy(Range outer, int64_t k, bool halves, float* to) const {
     const int64_t stride = scales_.outer_stride * SizeOf(dtype_);
     const std::byte* first =
         scales_.data + k / scales_.inner_block * scales_.inner_stride * SizeOf(dtype_);
     if (scales_.outer_block == 1 && dtype_ == DType::kE8M0 && !halves) {
-      // The compiler vectorizes the loop for contiguous scales.
+      // Separate calls, so that the compiler vectorizes the loop for stride 1.
       const std::byte* from = first + outer.begin * stride;
       return stride == 1 ? CopyE8M0(from, 1, outer.size(), to)
                          : CopyE8M0(from, stride, outer.size(), to);
@@ -161,8 +160,8 @@ OperandReader::OperandReader(const OperandView& view,
           })) {}
 
 // Returns an odd number of cache lines. Packing writes the same row of all panels one
-// after the other. If the panels were a multiple of 4096 bytes apart, these rows would
-// map to the same set of the L1 cache.
+// after the other. With a distance of 4096 bytes, these rows would be in the same set
+// of the L1 cache.
 int64_t OperandReader::PanelBytes(int64_t k) const {
   return kLineBytes * (CeilDiv(4 * NumWords(k) * panel_, kLineBytes) | 1);
 }
@@ -179,8 +178,7 @@ void OperandReader::PackPanels(Range outer, Range k, std::byte* panels) const {
   for (int64_t o = outer.begin; o < outer.end;) {
     while (bounds[i + 1] <= o) ++i;
     Range part = {o, std::min(outer.end, bounds[i + 1])};
-    // If the previous segment ended inside a panel, this part only fills the rest of
-    // the panel.
+    // If the previous segment ended inside a panel, first fills the rest of this panel.
     const int64_t begun = (o - outer.begin) % panel_;
     if (begun != 0) part.end = std::min(part.end, o + panel_ - begun);
     PackOuterSegment(i, part, outer.begin, k, panels);
@@ -279,7 +277,7 @@ bool OperandReader::ScaleColumns(const ScaleReader& scales,
                                  bool halves) const {
   const int64_t k_per_word = kernels_.k_per_word;
   const int64_t size = outer.size();
-  // Several rows of a narrow panel are multiplied at once, because they are contiguous.
+  // The rows of a narrow panel are contiguous, so several of them are scaled at once.
   const bool is_narrow = size == panel_width && panel_width < kNarrowPanel;
   const int64_t most_rows = kMaxScaledWords / panel_width;
   float row[2][kMaxTileColumns];          // factors of the lower and the upper k
@@ -359,8 +357,8 @@ PrefetchCursor OperandReader::LinesOf(Range outer, Range k, int64_t num_steps) c
                 element_bytes_,
       .num_rows = is_k_contiguous ? num_outer : num_k,
   };
-  // A row of this block continues the row of the previous panel. The cache line that
-  // both share is already in the cache, so skip it.
+  // A row of this block continues a row of the previous panel. Skips the cache line
+  // that both share, because it is already in the cache.
   if (!is_k_contiguous) lines.row += kLineBytes - 1;
   const int64_t num_lines = lines.num_rows * CeilDiv(lines.row_bytes, kLineBytes);
   lines.lines_per_step = CeilDiv(num_lines, std::max<int64_t>(1, num_steps));

@@ -23,14 +23,14 @@ struct Range {
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
-// The words of one tile of A, in the layout that a TileFunction takes.
+// One tile of A, packed or in place, in a layout that a TileFunction reads.
 struct ATile {
   const void* words;
   int64_t stride;  // in bytes
 };
 
-// A block within one segment that is contiguous along the outer dimension. `data` is
-// null if the block has another layout or spans several segments.
+// A block of an operand that can be read in place: it is within one segment and
+// contiguous along the outer dimension. `data` is null if there is no such block.
 struct InPlaceRows {
   const std::byte* data = nullptr;
   int64_t stride = 0;  // in bytes, between neighbors along K
@@ -38,8 +38,8 @@ struct InPlaceRows {
 
 class OperandReader {
  public:
-  // `panel` is the width of a panel: panel_of_a for A, tile_columns for B. All
-  // referenced arguments must outlive the reader.
+  // `panel` is the number of columns of a panel: panel_of_a for A, tile_columns for B.
+  // All arguments that are references must outlive the reader.
   OperandReader(const OperandView& view,
                 const KernelSet& kernels,
                 const PanelPackers& packers,
@@ -47,37 +47,39 @@ class OperandReader {
 
   bool is_k_contiguous() const { return is_k_contiguous_; }
 
-  // Returns whether ReadRows reads the tiles of A, in place if possible. For this,
-  // every segment must be contiguous along K, and the kernels must be fast with rows.
+  // Returns whether tiles of A are read by ReadRows. This requires that every segment
+  // is contiguous along K, and that the kernels are fast with rows.
   bool reads_rows() const { return kernels_.reads_a_in_place && is_k_contiguous_; }
 
-  // Returns whether tiles of A consist of rows, either in place or packed.
+  // Returns whether tiles of A consist of rows that are contiguous along K, in place or
+  // packed.
   bool has_rows() const { return reads_rows() || panel_ == 1; }
 
-  // Returns the tile that PackPanels wrote to `panels`, over `k` elements of K.
+  // Returns the tile of A that PackPanels has written to `panels`, for `k` elements of
+  // K.
   ATile PackedTile(const std::byte* panels, int64_t k) const {
     return {panels, panel_ == 1 ? PanelBytes(k) : int64_t{4} * panel_};
   }
 
-  // Returns the distance in bytes between neighboring packed panels over `k` elements
-  // of K.
+  // Returns the distance in bytes between neighboring panels that have `k` elements of
+  // K.
   int64_t PanelBytes(int64_t k) const;
 
-  // Packs the block `outer` x `k` into consecutive panels: word (o, k) goes to panels +
-  // o / panel width * PanelBytes + 4 * (k * panel width + o % panel width). If the last
-  // panel is not full, its remaining words are not written.
+  // Packs the block `outer` x `k` into consecutive panels. With p = panel width, word
+  // (o, k) goes to panels + o / p * PanelBytes + 4 * (k * p + o % p). If the last panel
+  // is not full, its remaining words are not written.
   void PackPanels(Range outer, Range k, std::byte* panels) const;
 
-  // Returns the rows of the block `outer` x `k` where they are stored, for a tile that
-  // packs them while it multiplies. `data` is null if their layout does not allow that.
+  // Returns the rows of the block `outer` x `k`, for a tile kernel that packs them
+  // while it multiplies. `data` is null if the layout does not allow that.
   InPlaceRows FindInPlaceRows(Range outer, Range k) const;
 
-  // Returns a cursor that prefetches the block `outer` x `k` in `num_steps` steps, for
-  // the panel that is packed next. Covers only the segment in which the block begins.
+  // Returns a cursor that prefetches the block `outer` x `k`, which will be packed
+  // next, in `num_steps` steps. Covers only the segment in which the block begins.
   PrefetchCursor LinesOf(Range outer, Range k, int64_t num_steps) const;
 
-  // Returns a tile of rows, if reads_rows(): in place if one segment contains it and
-  // its elements need no widening, else copied to consecutive rows at `rows`.
+  // Returns a tile of rows; requires reads_rows(). The tile is in place if one segment
+  // contains it and its elements need no conversion. Otherwise it is copied to `rows`.
   ATile ReadRows(Range outer, Range k, std::byte* rows) const;
 
  private:
@@ -85,24 +87,25 @@ class OperandReader {
     return (k + kernels_.k_per_word - 1) / kernels_.k_per_word;
   }
   const ConstSegment& SegmentAt(int64_t outer_index, int64_t k_index) const;
-  // Packs the block `outer` x `k`, whose rows are all in the segments with outer index
-  // `outer_segment`. The first panel begins at row `first_outer`.
+  // Packs the block `outer` x `k`, whose rows are all in segments with index
+  // `outer_segment` along the outer dimension. The first panel begins at row
+  // `first_outer`.
   void PackOuterSegment(int64_t outer_segment,
                         Range outer,
                         int64_t first_outer,
                         Range k,
                         std::byte* panels) const;
-  // Packs the block `outer` x `k`, which is in one segment and begins at `source`. Both
-  // ranges are relative to the first element of the panels.
+  // Packs a block that is within one segment and begins at `source`. `outer` and `k`
+  // are relative to the first element of the panels.
   void PackSegment(const ConstSegment& segment,
                    const std::byte* source,
                    Range outer,
                    Range k,
                    std::byte* panels,
                    int64_t panel_bytes) const;
-  // Multiplies the packed elements `outer` x `k` by their scales. They are all in the
+  // Multiplies packed elements `outer` x `k` by their scales. They are all in the
   // segment with index `segment`, whose first element is (outer_begin, k_begin). All
-  // four are relative to the first element of the panels.
+  // indices are relative to the first element of the panels.
   void ScaleSegmentPart(int64_t segment,
                         int64_t outer_begin,
                         int64_t k_begin,
@@ -113,9 +116,9 @@ class OperandReader {
                         int64_t panel_bytes) const;
   class ScaleReader;
   // Multiplies columns `outer` of one packed panel, which begin at `words`, by their
-  // scales. `outer` is relative to the segment. `k` and k_begin, where the segment
+  // scales. `outer` is relative to the segment; `k`, and k_begin, where the segment
   // begins, are relative to the panel. Returns whether a scale is 2^-127. Then the
-  // caller must call it again with `halves`, see ScaleReader::Copy.
+  // caller must call it again with `halves` (ScaleReader::Copy).
   bool ScaleColumns(const ScaleReader& scales,
                     Range outer,
                     Range k,
@@ -133,7 +136,8 @@ class OperandReader {
   const bool is_k_contiguous_;  // whether every segment is contiguous along K
 };
 
-// Returns which of the segments that `bounds` delimits contains `index`.
+// Returns the segment that contains `index`. `bounds` has the first index of each
+// segment.
 inline int64_t FindSegment(const std::vector<int64_t>& bounds, int64_t index) {
   if (bounds.size() == 2)
     return 0;  // the most frequent case, on the path of every tile

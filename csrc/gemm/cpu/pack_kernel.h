@@ -8,8 +8,8 @@
 
 namespace jax_ub::JAX_UB_KERNELS {
 
-// The `Words` policy of PackCopied and PackTransposed for f32 words: a word is one
-// element of a source row, widened to f32.
+// Tells PackCopied and PackTransposed how to make f32 words: each word is one element
+// of a source row, converted to f32.
 template <DType kDType>
 struct Widened {
   static constexpr int64_t kBytes =
@@ -18,8 +18,7 @@ struct Widened {
 
   static Vec LoadWords(const char* row, int64_t) { return LoadAs<kDType>(row); }
 
-  // Converts one word through a vector, so that the conversion is identical to
-  // LoadWords.
+  // Converts through a vector, so that the result is identical to LoadWords.
   static void CopyWord(const char* row, int64_t, char* word) {
     if constexpr (kDType == DType::kF32) {
       memcpy(word, row, 4);
@@ -33,17 +32,16 @@ struct Widened {
   }
 };
 
-// Number of rows at the end of a full panel that must not be stored as whole vectors. A
-// vector store may write past the end of its row of kPanel words, into the next
-// kHeldBack rows.
+// How many rows at the end of a full panel must not be stored as whole vectors. A
+// vector store may write beyond its row of kPanel words, into the next kHeldBack rows.
 template <int kPanel>
 inline constexpr int64_t kHeldBack =
     ((kPanel + kLanes - 1) / kLanes * kLanes - 1) / kPanel;
 
 // Packs a source that is contiguous along the outer dimension; `stride` is the distance
-// of neighbors along K. Writes a source row to all panels before it reads the next row,
-// since rows are on different pages. Writes rows of a full panel as whole vectors: the
-// words past the end of a row are overwritten by the following rows.
+// of neighbors along K. Copies one source row to all panels before it reads the next
+// one, since rows are on different pages. Stores rows of a full panel as whole vectors.
+// What they write beyond the end of a row is overwritten by the next rows.
 template <typename Words, int kPanel>
 void PackCopied(const void* source,
                 int64_t stride,
@@ -89,7 +87,7 @@ void PackCopied(const void* source,
   }
 }
 
-// The WidenFunction of f32 words: converts `count` consecutive elements to f32.
+// Converts `count` consecutive elements to f32. The WidenFunction for f32 words.
 template <DType kDType>
 void WidenRow(const void* from, int64_t count, void* to) {
   const char* element = static_cast<const char*>(from);
@@ -103,7 +101,7 @@ void WidenRow(const void* from, int64_t count, void* to) {
   }
 }
 
-// The ScaleFunction of f32 words.
+// Multiplies f32 words by scales. The ScaleFunction for f32 words.
 inline void ScaleF32(void* words,
                      int64_t row_bytes,
                      int64_t num_rows,
@@ -125,9 +123,9 @@ inline void ScaleF32(void* words,
   }
 }
 
-// Packs a full panel that is narrower than a vector. Stores whole vectors: the words
-// past the end of a row are overwritten by the following rows. The last kHeldBack rows
-// are stored exactly.
+// Packs a full panel that is narrower than a vector. Stores rows as whole vectors,
+// whose ends are overwritten by the next rows. The last kHeldBack rows are stored
+// exactly.
 template <typename Words, int kPanel>
 void PackNarrow(const char* from, int64_t stride, int64_t num_words, char* to) {
   for (int64_t next_k = 0; next_k < num_words; next_k += kLanes) {
@@ -151,9 +149,9 @@ void PackNarrow(const char* from, int64_t stride, int64_t num_words, char* to) {
   }
 }
 
-// Packs fewer rows than a vector has words: at the end of an operand, or in a panel
-// that spans two segments. Pads the block with zeros and stores only the words of the
-// rows.
+// Packs fewer rows than a vector has words, which occurs at the end of an operand and
+// in a panel that spans two segments. Transposes a block that is padded with zeros, and
+// stores only the words of the rows.
 template <typename Words, int kPanel>
 void PackFewRows(
     const char* from, int64_t stride, int64_t outer, int64_t num_words, char* to) {
@@ -176,11 +174,10 @@ void PackFewRows(
   }
 }
 
-// Transposes a rectangle: word (row, column) goes to to + column * to_stride + 4 * row.
-// load(row, column) returns kLanes words of a row. Transposes blocks of kLanes x kLanes
-// words in registers. The last block of each dimension ends at the end of the
-// rectangle, so it may overlap the previous block. Requires at least kLanes rows and
-// columns.
+// Transposes a rectangle with at least kLanes rows and columns: word (row, column) goes
+// to to + column * to_stride + 4 * row. load(row, column) returns kLanes words of a
+// row. Transposes blocks of kLanes x kLanes words in registers. The last blocks end at
+// the end of the rectangle, so they may overlap the previous ones.
 template <typename Load>
 inline void TransposeBlocks(
     int64_t rows, int64_t columns, Load load, char* to, int64_t to_stride) {
@@ -232,7 +229,7 @@ void PackTransposedPanel(
 }
 
 // Packs a source that is contiguous along K; `stride` is the distance of neighbors
-// along the outer dimension. Words::kBytes bytes of a row make a word.
+// along the outer dimension. A word consists of Words::kBytes bytes of a row.
 template <typename Words, int kPanel>
 void PackTransposed(const void* source,
                     int64_t stride,

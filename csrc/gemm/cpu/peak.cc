@@ -12,13 +12,13 @@ namespace jax_ub {
 
 namespace {
 
-// Size of both panels. They and the sums must fit the L1 cache, which has at least 32
-// KiB. Longer panels are faster as long as they fit, because sums are stored less
-// often: on Zen 3 (6 x 16 tiles), panels of 64 words reach 0.97 of the rate of 320
-// words, and 352 words 0.99.
+// Size of both panels. They and the sums must fit into the L1 cache, which has at least
+// 32 KiB. Within it, longer panels are faster, because sums are stored less often. On
+// Zen 3 (tiles of 6 x 16), panels of 64 words reach 0.97 of the rate of 320 words, and
+// panels of 352 words 0.99.
 constexpr int64_t kPanelsBytes = 28 << 10;
-// The number of tiles between two reads of the clock. Reading it takes a few percent of
-// the time of a tile.
+// How many tiles are computed between two reads of the clock. A read takes a few
+// percent of the time of one tile.
 constexpr int kTilesPerLook = 16;
 
 }  // namespace
@@ -37,8 +37,8 @@ double MeasureTiles(const KernelSet& kernels, double duration_s, Scratch& scratc
   const int64_t panels_bytes = 4 * num_words * (rows + columns);
   std::byte* b = scratch.Reserve(panels_bytes + 4 * rows * columns);
   std::byte* a = b + 4 * num_words * columns;
-  // Fills A and B with numbers near 1, so that no product or sum is subnormal or
-  // infinite: an f32 or bf16 whose bytes are all 0x3f is 0.75.
+  // With bytes 0x3f, every f32 or bf16 in A and B is about 0.75, so that no product or
+  // sum is subnormal or infinite.
   std::fill_n(b, panels_bytes, std::byte{0x3f});
   TileOutput sums = {};
   sums.to = b + panels_bytes;

@@ -6,12 +6,12 @@
 
 namespace jax_ub {
 
-// Returns the CPU time of the calling thread in seconds.
+// Returns the CPU time that the calling thread has used, in seconds.
 double ThreadCpuSeconds();
 
-// Multiplies the same panel of A with the same panel of B repeatedly for `duration_s`,
-// on the calling thread. Packs nothing and reads only the L1 cache. Returns
-// floating-point operations per second of CPU time.
+// Multiplies the same two panels repeatedly for `duration_s` seconds, on the calling
+// thread. They stay in the L1 cache, and nothing is packed. Returns floating-point
+// operations per second of CPU time.
 double MeasureTiles(const KernelSet& kernels, double duration_s, Scratch& scratch);
 
 }  // namespace jax_ub

@@ -12,13 +12,13 @@ namespace jax_ub {
 
 namespace {
 
-// Maximum number of row tiles for which the packing tile also prefetches the next panel
-// of B. The packing tile already waits for the memory that it packs. With more row
-// tiles, only the tiles after it prefetch (2 % faster with 64 rows of A). With 6 or 12
-// rows, all tiles must prefetch, or the next panel arrives too late.
+// Up to this many row tiles, the tile that packs a panel of B also prefetches the next
+// panel. Otherwise only the tiles after it do (2 % faster with 64 rows of A), because
+// the packing tile already waits for memory. With 6 or 12 rows, these are too few, and
+// the next panel would arrive too late.
 constexpr int64_t kFewTiles = 2;
-// Number of columns of B that are packed at once if B is contiguous along N and no tile
-// kernel can pack it while it multiplies. In each row of B they are contiguous.
+// How many columns of B are packed at once, if B is contiguous along N and no tile
+// kernel can pack it while it multiplies. They are contiguous in each row of B.
 constexpr int64_t kGroupColumns = 128;
 
 GemmBlocking BlockingFor(const GemmProblem& problem,
@@ -67,8 +67,8 @@ TiledPlan::TiledPlan(GemmProblem problem,
       num_unit_rows_(CeilDiv(problem_.m, blocking_.unit_rows)),
       num_unit_columns_(CeilDiv(problem_.n, blocking_.unit_columns)) {}
 
-// Runs one unit. Consecutive units use the same columns of B, which is the operand that
-// needs packing.
+// Runs one unit. Consecutive units use the same columns of B, because packing B takes
+// longer than packing A.
 void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const ArithmeticMode mode;
   const ScopedKernelState at_work(kernels_);
@@ -78,8 +78,8 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const Range columns = {column, std::min(problem_.n, column + blocking_.unit_columns)};
 
   const int64_t a_tiles = CeilDiv(blocking_.block_rows, kernels_.tile_rows);
-  // The packed columns of B in the workspace: one group, or all columns if several
-  // blocks of rows use them.
+  // The number of packed columns of B that the workspace holds: one group, or all
+  // columns if several blocks of rows use them.
   const int64_t b_columns =
       rows.size() <= blocking_.block_rows ? kGroupColumns : columns.size();
   const int64_t b_tiles = CeilDiv(b_columns, kernels_.tile_columns);
@@ -93,7 +93,7 @@ void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   float* sums = reinterpret_cast<float*>(base + a_bytes + b_bytes);
   const Workspace workspace = {base, base + a_bytes, sums, sums + sum_floats};
 
-  // For K = 0 there is one block of size 0, which stores the addends.
+  // If K = 0, there is one block of size 0, which stores the addends.
   const int64_t num_blocks = blocking_.num_k_blocks();
   for (int64_t i = 0; i < num_blocks; ++i) RunBlock(rows, columns, i, workspace);
 }
@@ -213,8 +213,8 @@ void TiledPlan::MultiplyPanel(const ATile* a,
                               Range k,
                               float* sums) const {
   const int64_t tile_rows = kernels_.tile_rows;
-  // Prefetches the memory that a tile writes during the multiplication of the previous
-  // tile.
+  // The memory to which a tile is stored is prefetched while the previous tile is
+  // multiplied.
   Prefetch({rows.begin, std::min(rows.end, rows.begin + tile_rows)}, columns, k);
   for (int64_t i = rows.begin; i < rows.end; i += tile_rows) {
     const int64_t end = std::min(rows.end, i + tile_rows);

@@ -12,18 +12,19 @@
 
 namespace jax_ub {
 
-// Like PlanGemm, but with explicitly chosen kernels.
+// Plans a product with the given kernels. Otherwise like PlanGemm.
 std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       const KernelSet& kernels,
                                       const Workers& workers);
 
-// Like EstimateGemmUs, but with explicitly chosen kernels.
+// Estimates the time of a product with the given kernels. Otherwise like
+// EstimateGemmUs.
 double EstimateCpuGemmUs(const GemmProblem& problem, const KernelSet& kernels);
 
-// Sizes of units and blocks, in elements. A unit computes unit_rows x unit_columns
-// elements of C, one block of K after the other. Block i of K is [k_bounds[i],
-// k_bounds[i + 1]). For each, it multiplies block_rows rows of A with one panel of B
-// after the other, tile by tile.
+// How a product is divided. Sizes are in elements. A unit computes unit_rows x
+// unit_columns elements of C, block by block along K; block i is [k_bounds[i],
+// k_bounds[i + 1]). For each block of K, it multiplies block_rows rows of A with all
+// panels of B, tile by tile.
 struct GemmBlocking {
   int64_t unit_rows = 0;
   int64_t unit_columns = 0;
@@ -34,13 +35,13 @@ struct GemmBlocking {
   int64_t num_k_blocks() const { return static_cast<int64_t>(k_bounds.size()) - 1; }
 };
 
-// Chooses the blocking from the sizes, the bounds along K, the kernels and the number
-// of workers.
+// Chooses how to divide a product. Depends on its sizes, its segments along K, the
+// kernels and the number of workers.
 GemmBlocking ChooseBlocking(const GemmProblem& problem,
                             const KernelSet& kernels,
                             int num_workers);
 
-// The GEMM plan for products with more than kMaxSmallM rows of A.
+// Plan of a product with more than kMaxSmallM rows.
 class TiledPlan : public GemmPlan {
  public:
   TiledPlan(GemmProblem problem, const KernelSet& kernels, const Workers& workers);
@@ -57,8 +58,8 @@ class TiledPlan : public GemmPlan {
     float* rows;          // [row of a tile][column of the unit], if c_.stores_rows()
   };
 
-  // The state of a panel of B while it is multiplied with all row tiles. `panel.source`
-  // is set until the first tile has packed the panel.
+  // The state of one panel of B while all row tiles are multiplied with it.
+  // `panel.source` is set until the first tile has packed the panel.
   struct BPanelState {
     BPanel panel;
     PrefetchCursor prefetch = {};  // the memory of the next panel
@@ -66,53 +67,54 @@ class TiledPlan : public GemmPlan {
     bool prefetch_in_packing_tile = false;
   };
 
-  // Computes one block of K of a unit: C[rows, columns] (+)= A[rows, k] B[k, columns].
+  // Adds one block of K to C[rows, columns] of a unit, or stores it if it is the first
+  // one.
   void RunBlock(Range rows,
                 Range columns,
                 int64_t k_index,
                 const Workspace& workspace) const;
-  // Returns how many rows of a unit need memory for sums at the same time: all rows if
-  // there are several blocks of K, else the rows of a block.
+  // Returns how many rows of a unit need memory for sums at a time: all of them if K
+  // has several blocks, otherwise block_rows.
   int64_t RowsOfSums(Range rows) const;
-  // Returns the k_index-th block of K. Empty for k_index == num_k_blocks().
+  // Returns block number `k_index` of K, or an empty range after the last one.
   Range BlockOfK(int64_t k_index) const;
-  // Stores rows `block` of the result, over all columns of the unit, if
-  // c_.stores_rows(). `sums` has their tiles, [column tile][row tile] with `row_tiles`
-  // row tiles. Copies them to contiguous rows in `rows` first.
+  // Stores rows `block` of the result, in all columns of the unit. Used if
+  // c_.stores_rows(). `sums` has the tiles of these rows, [column tile][row tile], with
+  // `row_tiles` row tiles. They are first copied to whole rows in `rows`.
   void StoreRows(Range block,
                  Range columns,
                  const float* sums,
                  int64_t row_tiles,
                  float* rows) const;
-  // Returns the size in bytes of a packed tile of A over `k` elements of K.
+  // Returns the size of one packed tile of A with `k` elements of K, in bytes.
   int64_t TileBytesOfA(int64_t k) const {
     return kernels_.tile_rows / kernels_.panel_of_a * a_.PanelBytes(k);
   }
-  // Sets `tiles` to the tiles of A in rows `block`, which are read in place or packed.
+  // Sets `tiles` to the tiles of rows `block` of A, which are packed or in place.
   void ReadA(Range block, Range k, std::byte* packed, ATile* tiles) const;
-  // Prepares the panel `columns` of B before `num_rows` rows of A are multiplied with
-  // it: packs it, or sets `b.panel.source` if the first tile packs it while it
-  // multiplies. Sets `b.prefetch` to the memory that is packed next: the following
-  // panel or, after the last panel of the columns `unit`, the first panel of the next
-  // block of K (`next_k`). Returns the end of the prepared columns, which may be
-  // several panels.
+  // Prepares the panel of B that begins at `columns`, with which `num_rows` rows of A
+  // will be multiplied: packs it, or sets `b.panel.source` if the first tile packs it.
+  // Sets `b.prefetch` to the memory that is packed next: the following panel or, at the
+  // end of the columns `unit`, the first panel of the next block `next_k`. Returns the
+  // end of the columns that it has prepared, which may be several panels.
   int64_t ReadB(Range unit,
                 Range columns,
                 Range k,
                 Range next_k,
                 int64_t num_rows,
                 BPanelState& b) const;
-  // Multiplies a panel of B with all tiles of A's rows `rows`.
+  // Multiplies all tiles in rows `rows` of A with one panel of B.
   void MultiplyPanel(const ATile* a,
                      BPanelState& b,
                      Range rows,
                      Range columns,
                      Range k,
                      float* sums) const;
-  // Prefetches the memory of a tile of the result, if block `k` is the last block of K.
+  // Prefetches the memory where a tile of the result will be stored, if `k` is the last
+  // block of K.
   void Prefetch(Range rows, Range columns, Range k) const;
-  // Multiplies one tile of A with a panel of B, over a segment along K that has its own
-  // factors, and adds the scaled product to `sums`.
+  // Multiplies one tile of A with a panel of B over one segment along K. Multiplies the
+  // product by the factors of this segment, and adds it to `sums`.
   void MultiplySegment(const TileFunction tile,
                        const ATile& a,
                        BPanelState& b,
@@ -121,8 +123,8 @@ class TiledPlan : public GemmPlan {
                        Range k,
                        PrefetchCursor& prefetch,
                        float* sums) const;
-  // Multiplies one tile of A with a panel of B. Stores the tile in `sums`, or in the
-  // result if this is the last block of K.
+  // Multiplies one tile of A with a panel of B. Stores the tile in `sums` or, if `k` is
+  // the last block of K, in the result.
   void MultiplyTile(const ATile& a,
                     BPanelState& b,
                     Range rows,
@@ -137,8 +139,8 @@ class TiledPlan : public GemmPlan {
   const OperandReader b_;
   const ResultWriter c_;
   const int64_t tile_floats_;
-  // Distance between the sums of neighboring tiles, in floats; 0: all tiles share one
-  // buffer.
+  // Distance between the sums of two tiles, in floats. 0: all tiles use the same
+  // memory.
   const int64_t sums_step_;
   const int64_t num_unit_rows_;
   const int64_t num_unit_columns_;

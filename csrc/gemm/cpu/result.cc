@@ -11,8 +11,8 @@ namespace jax_ub {
 
 namespace {
 
-// Prefetches the cache lines of a rectangle. kWrites is the second argument of
-// __builtin_prefetch: 1 for writing, 0 for reading.
+// Prefetches the cache lines of a rectangle, for writing if kWrites is 1, for reading
+// if 0 (as in __builtin_prefetch).
 template <int kWrites>
 void PrefetchLines(const std::byte* data,
                    int64_t element_bytes,
@@ -30,7 +30,7 @@ void PrefetchLines(const std::byte* data,
   }
 }
 
-// Multiplies a row of sums by `scale` times the factor of each column.
+// Multiplies each sum of a row by `scale` and by the factor of its column.
 void ScaleRow(float* sums, int64_t columns, float scale, const float* factors) {
   for (int64_t c = 0; c < columns; ++c) sums[c] *= scale * factors[c];
 }
@@ -39,18 +39,18 @@ void ScaleRow(float* sums, int64_t columns, float scale) {
   for (int64_t c = 0; c < columns; ++c) sums[c] *= scale;
 }
 
-// Replicas are written with non-temporal stores if all replicas together are larger
-// than this. Such stores do not read the lines that they overwrite, and the replicas
-// would not fit the caches anyway (Zen 4, 8 replicas of 1024 x 1024: GEMM+AR 8 %
-// faster; including the next operations, which read the result, 0 to 6 % faster).
+// If the replicas together are larger than this, they are written with non-temporal
+// stores. These do not read the cache lines that they overwrite, and the replicas would
+// not fit into the caches (Zen 4, 8 replicas of 1024 x 1024: GEMM+AR 8 % faster; 0 to 6
+// % faster together with the operations that read the result).
 constexpr int64_t kStreamedBytes = 4 << 20;
 
 void CopyBytes(std::byte* to, const std::byte* from, int64_t size) {
   std::memcpy(to, from, size);
 }
 
-// Copies `size` bytes with non-temporal stores. FinishStream must follow before another
-// thread reads them.
+// Copies `size` bytes with non-temporal stores. FinishStream must be called before
+// another thread reads them.
 void StreamBytes(std::byte* to, const std::byte* from, int64_t size) {
 #if defined(__x86_64__)
   constexpr int64_t kVector = sizeof(__m128i);
@@ -195,7 +195,7 @@ void ResultWriter::Prefetch(Range rows, Range columns) const {
   PrefetchLines<1>(to.data, SizeOf(view_.dtype), to.row_stride, own_rows, own_columns);
   for (const AddendView& addend : addends_) {
     const AddendSegment& from = addend.segments[index];
-    // The lines of the result were prefetched above, and a bias is already in the
+    // An addend in the result has just been prefetched, and a bias is already in the
     // cache.
     if (from.data == to.data || from.row_stride == 0) continue;
     PrefetchLines<0>(from.data, SizeOf(addend.dtype), from.row_stride, own_rows,
@@ -209,8 +209,8 @@ bool ResultWriter::HasOneOfEachFactor(int64_t segment) const {
   });
 }
 
-// Passes over a row once per factor. The sums are a tile or a few rows, so they are
-// still in the cache.
+// Multiplies each row by one factor after the other. The sums are still in the cache,
+// because they are only a tile or a few rows.
 void ResultWriter::ScaleSegmentBlock(int64_t first,
                                      float* sums,
                                      int64_t sums_stride,

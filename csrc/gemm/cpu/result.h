@@ -12,44 +12,46 @@ namespace jax_ub {
 
 class ResultWriter {
  public:
-  // Prepares to store the result of `problem`. Both arguments must outlive the writer.
+  // Both arguments must outlive the writer.
   ResultWriter(const GemmProblem& problem, const KernelSet& kernels);
 
-  // Stores result[r, c] = round(scale * sums[r, c] + addends[r, c]) in every replica,
-  // or only in the first if CopyReplicas copies the others. The rows of `sums` are
-  // `sums_stride` elements apart. Multiplies `sums` by scale and factors in place.
+  // Stores result[r, c] = round(scale * sums[r, c] + addends[r, c]), in all replicas
+  // or, if CopyReplicas copies the others, only in the first. Rows of `sums` are
+  // `sums_stride` elements apart. Multiplies `sums` in place by the scale and the
+  // factors.
   void Store(float* sums, int64_t sums_stride, Range rows, Range columns) const;
 
-  // Returns whether each segment of A along K has its own factors. Then Scale must be
-  // called for each, and Store does not multiply the sums.
+  // Returns whether each segment of A along K has its own factors. If so, Scale must be
+  // called for each segment, and Store does not multiply.
   bool has_factors_by_k() const { return has_factors_by_k_; }
-  // Multiplies sums over segment `k_segment` of A by scale and factors, in place.
+  // Multiplies sums over segment `k_segment` of A in place by the scale and the factors
+  // of this segment.
   void Scale(int64_t k_segment,
              float* sums,
              int64_t sums_stride,
              Range rows,
              Range columns) const;
 
-  // Copies a rectangle of the first replica of the result to the other replicas, if
-  // there are no addends.
+  // Copies a rectangle of the result's first replica to the other ones, unless there
+  // are addends.
   void CopyReplicas(Range rows, Range columns) const;
 
-  // Returns whether Store should be called for whole rows of a unit instead of single
-  // tiles, because storing short rows to several replicas is slow.
+  // Returns whether Store should be called with rows of a whole unit instead of single
+  // tiles. Short rows are stored slowly to several replicas.
   bool stores_rows() const { return view_.num_replicas > 1 && !are_copies_; }
 
-  // Returns whether a tile kernel can store the rectangle itself. For this, one segment
-  // must contain it, it must be stored only once, and it must need at most one addend,
-  // or no addend and one factor for all its sums. If so, sets the destination, the
-  // addend and the factors in `output`.
+  // Returns whether a tile kernel can store this rectangle itself: it is within one
+  // segment, is stored once, and needs at most one addend, or no addend and the same
+  // factor for all sums. If so, sets the destination, the addend and the factors in
+  // `output`.
   bool FindOutput(Range rows, Range columns, TileOutput& output) const;
 
-  // Prefetches the memory that Store will read and write. Covers only the segment in
-  // which the rectangle begins, since this is only a hint.
+  // Prefetches the memory that Store will access. Covers only the segment in which the
+  // rectangle begins, because prefetching is just a hint.
   void Prefetch(Range rows, Range columns) const;
 
  private:
-  // The intersection of a rectangle with one segment. Ranges are relative to the
+  // The intersection of a rectangle with one segment. Its ranges are relative to the
   // segment.
   struct SegmentBlock {
     int64_t segment;
@@ -62,15 +64,15 @@ class ResultWriter {
     int64_t row_stride;
   };
 
-  // Calls visit(block, first row, first column) for every segment block of the
-  // rectangle. The first row and column are relative to the rectangle.
+  // Calls visit(block, row, column) for each intersection of the rectangle with a
+  // segment. (row, column) is its first element, relative to the rectangle.
   template <typename Visit>
   void ForEachSegmentBlock(Range rows, Range columns, const Visit& visit) const;
-  // Returns whether every factor (a scale of an FP8 operand) is one number for all
-  // elements of the segment, so that the tile kernel can multiply by it.
+  // Returns whether each factor (FP8 scale) is the same for all elements of the
+  // segment, so that a tile kernel can multiply by it.
   bool HasOneOfEachFactor(int64_t segment) const;
-  // Multiplies the sums of one segment block by scale_ and factors_, in place. `first`
-  // is where the factors of the current segment along K begin in FactorView::segments.
+  // Multiplies the sums of a block in place by scale_ and factors_. `first` is the
+  // index of the current segment along K in FactorView::segments.
   void ScaleSegmentBlock(int64_t first,
                          float* sums,
                          int64_t sums_stride,
@@ -79,7 +81,7 @@ class ResultWriter {
                          int64_t sums_stride,
                          const SegmentBlock& block) const;
   void CopySegmentBlock(const SegmentBlock& block) const;
-  // Returns the index of the block's segment in view_.segments, in the given replica.
+  // Returns the index of the block's segment in the segments of a replica.
   int64_t IndexOf(int replica, const SegmentBlock& block) const;
   BytesAt Find(int replica, const SegmentBlock& block) const;
 

@@ -29,7 +29,8 @@ inline Vec LoadBF16(const void* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
 
-// Stores f32 as bf16, rounded to nearest even. A NaN keeps its sign and becomes quiet.
+// Rounds f32 to bf16, to nearest even, and stores them. A NaN keeps its sign and
+// becomes quiet.
 inline void StoreBF16(void* p, Vec v) {
   const __m256i u = _mm256_castps_si256(v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
@@ -51,9 +52,9 @@ inline void StoreF16(void* p, Vec v) {
                    _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-// Converts by way of f16, whose subnormal numbers are never flushed to zero. An e5m2 is
-// the upper half of an f16. An e4m3, shifted to the exponent of f16, is an f16 that is
-// 2^8 times too small, except NaN.
+// Converts FP8 to f32 through f16, whose subnormal numbers are never flushed to zero.
+// An e5m2 is the upper half of an f16. The bits of an e4m3, shifted to the position of
+// f16's exponent, are an f16 that is 2^8 times too small, except for NaN.
 template <DType kDType>
 inline Vec LoadFp8(const void* p) {
   const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(p));

@@ -7,7 +7,7 @@
 #ifdef JAX_UB_EMULATE_AVX512
 #include "emulated_avx512.h"
 #else
-// GCC 12 warns about deliberately undefined vectors in its own header.
+// GCC 12's intrinsics use undefined vectors on purpose, and it warns about them.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
@@ -49,8 +49,8 @@ inline Vec LoadBF16(const void* p) {
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(LoadHalves(p)), 16));
 }
 
-// Stores f32 as bf16, rounded to nearest even. A NaN keeps its sign and becomes quiet.
-// Does not use vcvtneps2bf16, which flushes subnormal numbers to zero.
+// Rounds f32 to bf16, to nearest even, and stores them. A NaN keeps its sign and
+// becomes quiet. Does not use vcvtneps2bf16, which flushes subnormal numbers to zero.
 inline void StoreBF16(void* p, Vec v) {
   const __m512i u = _mm512_castps_si512(v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
@@ -66,7 +66,8 @@ inline void StoreF16(void* p, Vec v) {
   StoreHalves(p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-// Converts FP8 numbers in lanes of 16 bits, whose upper bytes are zero, to bf16.
+// Converts FP8 numbers to bf16. Each is in the lower byte of a 16-bit lane, whose upper
+// byte is zero.
 template <DType kDType>
 inline __m512i BF16OfFp8Lanes(__m512i bytes) {
   constexpr Fp8Format kFormat = kFp8Format<kDType>;
@@ -80,8 +81,8 @@ inline __m512i BF16OfFp8Lanes(__m512i bytes) {
   const __mmask32 is_special =
       _mm512_cmpgt_epi16_mask(magnitude, _mm512_set1_epi16(kFormat.first_special - 1));
   wide = _mm512_mask_add_epi16(wide, is_special, wide, to_bf16);
-  // Zero and subnormal numbers are converted by a table of the first 32 numbers, which
-  // a vector register holds.
+  // Converts zero and subnormal numbers by a table of the first 32 numbers, which fits
+  // into a vector register.
   const __mmask32 is_subnormal =
       _mm512_testn_epi16_mask(bytes, _mm512_set1_epi16(kExponentBits));
   wide = _mm512_mask_permutexvar_epi16(wide, is_subnormal, magnitude,
@@ -99,10 +100,10 @@ inline Vec LoadFp8(const void* p) {
       _mm512_slli_epi32(BF16OfFp8Lanes<kDType>(LoadBytesAsWords(p)), 16));
 }
 
-// Transposes a 16 x 16 block of words in place. First, unpacks transpose 4 x 4 words
-// within each 128-bit quarter: then quarter c of u[4 * b + j] contains rows 4b .. 4b +
-// 3 of column 4c + j. Then two rounds of quarter shuffles transpose the 4 x 4 grid of
-// quarters (b, c).
+// Transposes a 16 x 16 block of words in place. Unpacks first transpose 4 x 4 words
+// within each 128-bit quarter: quarter c of u[4 * b + j] then contains rows 4b .. 4b +
+// 3 of column 4c + j. Two rounds of shuffles then transpose the 4 x 4 grid of quarters
+// (b, c).
 inline void Transpose(Vec (&rows)[kLanes]) {
   __m512i t[kLanes];
   for (int i = 0; i < kLanes; i += 2) {
@@ -119,8 +120,8 @@ inline void Transpose(Vec (&rows)[kLanes]) {
     u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
   for (int j = 0; j < 4; ++j) {
-    // even_low has quarters 0 and 2 of u[j] and u[4 + j], even_high those of u[8 + j]
-    // and u[12 + j]. odd_low and odd_high have quarters 1 and 3.
+    // even_low has quarters 0 and 2 of u[j] and u[4 + j]; even_high has those of u[8 +
+    // j] and u[12 + j]. odd_low and odd_high have quarters 1 and 3.
     const __m512i even_low = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88);
     const __m512i even_high = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x88);
     const __m512i odd_low = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd);

@@ -15,7 +15,7 @@ inline Vec MultiplyAddPairs(Vec a, Vec b, Vec sum) {
                           __builtin_bit_cast(__m512bh, b));
 }
 
-// Converts an FP8 element to bf16, or copies a bf16 element.
+// Converts one FP8 element to bf16, or copies one bf16 element.
 template <DType kDType>
 inline void CopyElement(const char* from, char* to) {
   if constexpr (IsFp8(kDType)) {
@@ -26,9 +26,9 @@ inline void CopyElement(const char* from, char* to) {
   }
 }
 
-// The `Words` policy of PackCopied and of packing tiles for pairs of bf16: word k
-// consists of an element of row 2k (its low half) and an element of row 2k + 1. See
-// Widened for the members.
+// Tells PackCopied and packing tiles how to make pairs of bf16: word k consists of an
+// element of row 2k (its low half) and one of row 2k + 1. Widened documents the
+// members.
 template <DType kDType>
 struct Pairs {
   static constexpr int64_t kBytes = kElementBytes<kDType>;
@@ -60,8 +60,8 @@ struct Pairs {
   }
 };
 
-// The `Words` policy of PackTransposed for pairs of bf16: a word consists of two
-// neighboring elements of a row.
+// Tells PackTransposed how to make pairs of bf16: a word is two neighboring elements of
+// a row.
 template <DType kDType>
 struct AdjacentPairs {
   static constexpr int64_t kBytes = 2 * kElementBytes<kDType>;
@@ -81,7 +81,7 @@ struct AdjacentPairs {
   }
 };
 
-// The WidenFunction of bf16 pairs: converts `count` consecutive elements to bf16.
+// Converts `count` consecutive elements to bf16. The WidenFunction for pairs of bf16.
 template <DType kDType>
 void ConvertToBF16(const void* from, int64_t count, void* to) {
   const char* element = static_cast<const char*>(from);
@@ -111,7 +111,7 @@ inline Vec ScaleWords(Vec words, Vec low_factors, Vec high_factors) {
                                              _mm512_and_si512(high_product, upper)));
 }
 
-// The ScaleFunction of bf16 pairs.
+// Multiplies pairs of bf16 by scales. The ScaleFunction for pairs of bf16.
 inline void ScalePairs(void* words,
                        int64_t row_bytes,
                        int64_t num_rows,
@@ -135,7 +135,7 @@ inline void ScalePairs(void* words,
   }
 }
 
-// Calls function.operator()<dtype>() for every dtype that is exact in bf16.
+// Calls function.operator()<dtype>() for each dtype whose numbers are exact in bf16.
 template <typename Function>
 constexpr void ForEachPairDType(const Function& function) {
   ForEachDType([&]<DType kDType>() {

@@ -9,7 +9,7 @@ namespace jax_ub::JAX_UB_KERNELS {
 template <DType kDType>
 inline constexpr int64_t kElementBytes = InfoOf(kDType).size_bytes;
 
-// Calls function.operator()<dtype>() for every dtype of operands.
+// Calls function.operator()<dtype>() for each dtype of operands.
 template <int kIndex = 0, typename Function>
 constexpr void ForEachDType(const Function& function) {
   constexpr DType kDType = static_cast<DType>(kIndex);
@@ -17,8 +17,8 @@ constexpr void ForEachDType(const Function& function) {
   if constexpr (kIndex + 1 < kNumDTypes) ForEachDType<kIndex + 1>(function);
 }
 
-// Does not read the table, since a symbol that is shared with other files must not be
-// compiled for AVX.
+// Does not read the table of dtypes, because other files use this symbol and it must
+// not be compiled for AVX.
 inline int64_t BytesOf(DType dtype) {
   int64_t bytes = 0;
   ForEachDType([&]<DType kDType>() {
@@ -27,7 +27,7 @@ inline int64_t BytesOf(DType dtype) {
   return bytes;
 }
 
-// Calls function.operator()<dtype>() for every dtype of results.
+// Calls function.operator()<dtype>() for each dtype of results.
 template <typename Function>
 constexpr void ForEachResultDType(const Function& function) {
   ForEachDType([&]<DType kDType>() {

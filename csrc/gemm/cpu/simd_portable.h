@@ -33,8 +33,8 @@ inline Vec Broadcast(const void* p) {
 
 inline Vec Add(Vec a, Vec b) { return a + b; }
 
-// Returns a * b + sum. Rounds the product and the sum, unlike the fused instructions of
-// the other instruction sets.
+// Returns a * b + sum. Rounds twice, unlike the fused instructions of other instruction
+// sets.
 inline Vec Multiply(Vec a, Vec b) { return a * b; }
 inline Vec MultiplyAdd(Vec a, Vec b, Vec sum) { return sum + a * b; }
 
@@ -50,7 +50,8 @@ inline void NarrowBits(void* p, Bits b) {
   memcpy(p, h, sizeof h);
 }
 
-// Returns the lanes of `yes` where `mask` is all ones, and of `no` where it is zero.
+// Returns the lanes of `yes` where `mask` is all ones, and the lanes of `no` where it
+// is zero.
 template <typename Mask>
 inline Bits Select(Mask mask, Bits yes, Bits no) {
   const Bits m = reinterpret_cast<Bits>(mask);
@@ -59,17 +60,17 @@ inline Bits Select(Mask mask, Bits yes, Bits no) {
 
 inline Vec LoadBF16(const void* p) { return reinterpret_cast<Vec>(WidenBits(p) << 16); }
 
-// Stores f32 as bf16, rounded to nearest even. A NaN keeps its sign and becomes quiet.
+// Rounds f32 to bf16, to nearest even, and stores them. A NaN keeps its sign and
+// becomes quiet.
 inline void StoreBF16(void* p, Vec v) {
   const Bits u = reinterpret_cast<Bits>(v);
   const Bits rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   NarrowBits(p, Select(v != v, (u >> 16) | 0x40, rounded));
 }
 
-// Loads f16 elements as f32. The value of a subnormal f16 is fraction * 2^-24.
-// Combining the fraction with the exponent bits of 2^23 converts it to an
-// integer-valued f32, so no intermediate value is a subnormal f32, which the processor
-// may flush to zero.
+// Converts f16 to f32. A subnormal f16 is fraction * 2^-24. The fraction with the
+// exponent of 2^23 is a normal f32 with an integer value, so no intermediate result is
+// a subnormal f32, which the CPU may flush to zero.
 inline Vec LoadF16(const void* p) {
   const Bits h = WidenBits(p);
   const Bits magnitude = (h & 0x7fff) << 13;
@@ -91,9 +92,9 @@ inline Vec LoadFp8(const void* p) {
   return reinterpret_cast<Vec>(wide << 16);
 }
 
-// Stores f32 as f16, rounded to nearest even. For magnitudes below 2^-14, adding 0.5
-// aligns the last bit of the subnormal f16 with the last bit of the f32, so that the
-// addition does the rounding. Magnitudes of at least 65520 become infinite.
+// Rounds f32 to f16, to nearest even, and stores them. Below 2^-14, adding 0.5 aligns
+// the last bits of a subnormal f16 and of the f32, so that the addition rounds
+// correctly. Numbers from 65520 on become infinite.
 inline void StoreF16(void* p, Vec v) {
   const Bits u = reinterpret_cast<Bits>(v);
   const Bits sign = (u >> 16) & 0x8000;

@@ -14,7 +14,7 @@
 
 namespace jax_ub::JAX_UB_KERNELS {
 
-// Loads the first `count` elements at `p` as f32. The other lanes are zero.
+// Loads the first `count` elements at `p` as f32, and sets the other lanes to zero.
 template <DType kDType>
 inline Vec LoadFirst(const char* p, int64_t count) {
   char padded[4 * kLanes] = {};
@@ -22,8 +22,8 @@ inline Vec LoadFirst(const char* p, int64_t count) {
   return LoadAs<kDType>(padded);
 }
 
-// Adds the products with kStep rows of B, for all columns. Loads and stores each sum
-// once for kStep words of K.
+// Adds the products of A and kStep rows of B, for all columns. Each sum is loaded and
+// stored once per kStep words of K.
 template <int kRows, int kStep, DType kDType>
 inline void AddStep(const char* a,
                     int64_t a_stride,
@@ -69,7 +69,7 @@ inline void AddStep(const char* a,
   }
 }
 
-// Multiplies A with a block of columns of B. B is contiguous along its columns;
+// Multiplies A with a block of columns of B. B is contiguous along the columns;
 // `b_stride` is the distance of neighbors along K.
 template <int kRows, DType kDType>
 void MultiplyColumnBlock(const void* a,
@@ -80,8 +80,8 @@ void MultiplyColumnBlock(const void* a,
                          int64_t columns,
                          void* sums,
                          int64_t sums_stride) {
-  // A step multiplies kStep rows of B by kRows x kStep elements of A, which it keeps in
-  // registers. So more rows of A leave registers for fewer rows of B.
+  // A step keeps kRows x kStep elements of A in registers. The more rows A has, the
+  // fewer rows of B fit into a step.
   constexpr int kStep = kRows == 1 ? 8 : kRows == 2 ? 4 : 2;
   const char* a_word = static_cast<const char*>(a);
   const char* row = static_cast<const char*>(b);
@@ -106,8 +106,8 @@ inline float SumOfLanes(Vec v) {
   return lanes[0];
 }
 
-// Computes kColumns dot products with every row of A. Lane i sums k = i, i + kLanes,
-// ...
+// Computes the dot products of every row of A with kColumns columns of B. Lane i adds
+// the products of k = i, i + kLanes, ...
 template <int kRows, int kColumns, DType kDType>
 inline void AddDots(const char* a,
                     int64_t a_stride,
@@ -151,8 +151,8 @@ inline void AddDots(const char* a,
   }
 }
 
-// Multiplies A with B by dot products. B is contiguous along K; `b_stride` is the
-// distance of neighboring columns.
+// Multiplies A with B by dot products. B is contiguous along K; its columns are
+// `b_stride` bytes apart.
 template <int kRows, DType kDType>
 void MultiplyDots(const void* a,
                   int64_t a_stride,

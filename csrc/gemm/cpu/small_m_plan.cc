@@ -11,8 +11,8 @@ namespace jax_ub {
 
 namespace {
 
-// Returns the number of columns of a unit. Its sums stay in the L1 cache. Several units
-// per worker balance the load of several workers.
+// Returns how many columns a unit has. Its sums fit into the L1 cache. Each worker gets
+// several units, to balance the load.
 int64_t StripColumns(int64_t n, int num_workers) {
   const int64_t even = num_workers <= 1 ? n : CeilDiv(n, 4 * num_workers);
   return std::clamp<int64_t>(RoundUp(even, 64), 128, 1024);
@@ -62,7 +62,7 @@ void SmallMPlan::WidenA(std::byte* rows) const {
         const std::byte* from =
             segment->data + (m - a.outer_bounds[i]) * segment->outer_stride * bytes;
         std::byte* to = rows + 4 * (m * problem_.k + k);
-        // Converts a contiguous row at once, else num_k rows of one element.
+        // Converts one contiguous row, or num_k rows of one element.
         const Summand summand = {from, segment->inner_stride * bytes, a.dtype};
         const int64_t lines = is_row ? 1 : num_k;
         kernels_.sum(&summand, 1, lines, is_row ? num_k : 1, to, 4, DType::kF32);

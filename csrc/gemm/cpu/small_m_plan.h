@@ -19,10 +19,10 @@ class SmallMPlan : public GemmPlan {
   void Run(int64_t unit, Scratch& scratch) const override;
 
  private:
-  // Converts A to f32 in `rows`, with one row of K elements per row of A.
+  // Converts A to f32 and stores it in `rows`, each row with K elements.
   void WidenA(std::byte* rows) const;
-  // Adds the product of A and one segment of B to `sums`, for the columns of this
-  // segment that are in the column block `columns`.
+  // Adds the product of A and one segment of B to `sums`, for those columns of the
+  // segment that are in `columns`.
   void AddSegment(int64_t column_segment,
                   int64_t k_segment,
                   Range columns,

@@ -8,8 +8,8 @@
 
 namespace jax_ub::JAX_UB_KERNELS {
 
-// Sums kVectors vectors of one row, starting at `column`. The dtype of each summand is
-// tested once for all kVectors vectors.
+// Sums kVectors vectors of one row, from `column` on. Tests the dtype of each summand
+// only once.
 template <DType kOut, int kVectors>
 inline void SumVectors(
     const Summand* summands, int num_summands, int64_t row, int64_t column, char* out) {
@@ -31,7 +31,7 @@ inline void SumVectors(
   }
 }
 
-// Sums the last `count` < kLanes columns of a row, in padded copies.
+// Sums the last `count` columns of a row, fewer than kLanes, in padded copies.
 template <DType kOut>
 inline void SumRest(const Summand* summands,
                     int num_summands,

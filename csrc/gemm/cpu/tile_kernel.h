@@ -26,8 +26,8 @@ inline void StoreRows(const Vec (&sum)[kRows][kVectors], const TileOutput& outpu
   }
 }
 
-// Calls StoreRows for the dtype of the result. This is no lambda for ForEachResultDType:
-// if a closure refers to `sum`, gcc 12 keeps the sums in memory instead of registers.
+// Calls StoreRows for the dtype of the result. Does not use ForEachResultDType: if a
+// lambda captures `sum`, gcc 12 keeps the sums in memory instead of registers.
 template <int kIndex = 0, int kRows, int kVectors>
 inline void StoreRowsAsAny(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
   constexpr DType kDType = kDTypes[kIndex].dtype;
@@ -75,7 +75,7 @@ inline void StoreTile(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
   StoreRowsAsAny(sum, output);
 }
 
-// Prefetches the cache lines of one step.
+// Prefetches the cache lines that belong to one step.
 inline void FetchStep(PrefetchCursor& prefetch) {
   for (int64_t i = 0; i < prefetch.lines_per_step && prefetch.num_rows > 0; ++i) {
     Prefetch(prefetch.row + prefetch.at);
@@ -88,8 +88,8 @@ inline void FetchStep(PrefetchCursor& prefetch) {
   }
 }
 
-// The `Words` policy of tiles that read a packed B. Other policies (Widened, Pairs)
-// make the tile pack B from its source.
+// Makes a tile read packed words of B. With other policies (Widened, Pairs), the tile
+// packs B itself.
 struct Packed {};
 
 template <typename Words>
@@ -97,8 +97,8 @@ inline constexpr bool kPacks = true;
 template <>
 inline constexpr bool kPacks<Packed> = false;
 
-// A TileFunction for kRows rows and kVectors * kLanes columns. `multiply_add` is
-// MultiplyAdd or, for pairs of bf16, MultiplyAddPairs.
+// Computes a tile of kRows rows and kVectors * kLanes columns (a TileFunction).
+// `multiply_add` is MultiplyAdd or, for pairs of bf16, MultiplyAddPairs.
 template <typename Words,
           int kRows,
           int kVectors,
@@ -117,8 +117,8 @@ void Tile(const void* a,
     for (int v = 0; v < kVectors; ++v) sum[r][v] = Zero();
   }
   if (output.before != nullptr) {
-    // Prefetches the sums of earlier blocks of K. They are needed after the loop, and
-    // have left the L1 cache.
+    // Prefetches the sums of earlier blocks of K, which have left the L1 cache. They
+    // are needed after the loop.
     for (int i = 0; i < kRows * kVectors * kLanes; i += 16) Prefetch(output.before + i);
   }
   const char* a_word[kColumnsOfA ? 1 : kRows];

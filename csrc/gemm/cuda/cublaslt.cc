@@ -28,7 +28,7 @@ void Read(const CublasLt& library,
   }
 }
 
-// Returns the path of a loaded library, or `name` if the path is unknown.
+// Returns the path of a loaded library, or `name` if it is unknown.
 std::string PathOf(void* library, const char* name) {
   Dl_info info = {};
   void* function = dlsym(library, "cublasLtGetVersion");

@@ -47,14 +47,12 @@ enum class DataType : int32_t {  // cudaDataType
 };
 enum class ComputeType : int32_t { k32F = 68, k32FFastTF32 = 77 };
 enum class Operation : int32_t { kN = 0, kT = 1 };
-// What one scale multiplies: the matrix, 32 elements along K, or a row of op(A) or
-// column of op(B). kVec32 has e8m0 scales, in tiles (fp8_scale_params.h); the other
-// modes have f32 scales.
+// What one scale multiplies: the whole matrix (f32), 32 elements along K (e8m0, in the
+// tiles of fp8_scale_params.h), or one row of op(A) or column of op(B) (f32).
 enum class ScaleMode : int32_t { kScalar = 0, kVec32 = 2, kOuterVector = 3 };
 enum class Epilogue : uint32_t { kDefault = 1, kBias = 4 };
 
-// Where split-K algorithms store partial sums. Values other than kNone are bits of a
-// mask.
+// Where split-K algorithms store partial sums: bits of a mask, or kNone.
 enum class ReductionScheme : uint32_t {
   kNone = 0,         // no split-K
   kInPlace = 1,      // in the result, in the result's dtype
@@ -63,7 +61,7 @@ enum class ReductionScheme : uint32_t {
   kAll = 7,
 };
 
-// Attributes of a matmul descriptor. The comments give the type of each value.
+// Attributes of a matmul descriptor. Comments state the types of their values.
 enum class DescAttribute : int32_t {
   kTransA = 3,            // int32_t, an Operation
   kTransB = 4,            // int32_t, an Operation
@@ -105,7 +103,7 @@ static_assert(sizeof(Algorithm) == 64 && sizeof(HeuristicResult) == 96);
 
 }  // namespace lt
 
-// The functions of a loaded library. Each member has its function's name without
+// The functions of a loaded library. Members are named like the functions, without
 // "cublasLt".
 struct CublasLt {
   std::string path;    // path of the loaded file, for reports
@@ -139,7 +137,7 @@ struct CublasLt {
                                              lt::PreferenceAttribute,
                                              const void* value,
                                              size_t size_bytes) = nullptr;
-  // Sorts results by expected speed, fastest first. If there is no algorithm, returns
+  // Returns algorithms by expected speed, fastest first. If there is none, returns
   // kNotSupported, or kSuccess with *num_found == 0.
   lt::Status (*MatmulAlgoGetHeuristic)(lt::Handle,
                                        lt::MatmulDesc,
@@ -151,9 +149,9 @@ struct CublasLt {
                                        int num_requested,
                                        lt::HeuristicResult* results,
                                        int* num_found) = nullptr;
-  // Computes D = epilogue(alpha * op(A) * op(B) + beta * C). alpha and beta point to
-  // f32 values on the host, which are read before the function returns. C may be D if
-  // both have the same layout.
+  // Computes D = epilogue(alpha * op(A) * op(B) + beta * C). alpha and beta are f32 on
+  // the host, and are read before the function returns. C may be D if both have the
+  // same layout.
   lt::Status (*Matmul)(lt::Handle,
                        lt::MatmulDesc,
                        const void* alpha,
@@ -172,23 +170,23 @@ struct CublasLt {
                        CUstream) = nullptr;
 };
 
-// Returns cuBLASLt's value for `dtype`.
+// Returns the number of `dtype` in cuBLASLt's enum.
 lt::DataType DataTypeOf(DType dtype);
 
-// Returns the table of cuBLASLt's functions, looked up with `find`, which returns the
-// address of a function such as "cublasLtMatmul", or null. Throws UnsupportedError if a
-// function is missing or the major version is neither 12 nor 13.
+// Looks up the functions of cuBLASLt with `find`, which returns the address of a
+// function such as "cublasLtMatmul", or null. Throws UnsupportedError if a function is
+// missing, or if the major version is neither 12 nor 13.
 CublasLt ReadCublasLt(const std::string& path,
                       const std::function<void*(const char*)>& find);
 
-// Loads libcublasLt.so.13 or libcublasLt.so.12. Tries, in this order: the copy that is
-// already loaded (usually JAX's), the search path of the dynamic loader, and
-// `directories` (for example "site-packages/nvidia/cu13/lib"). Never unloads the
-// library. Throws UnsupportedError with all attempts if no library is found.
+// Loads libcublasLt.so.13 or libcublasLt.so.12: a copy that is already loaded (usually
+// JAX's), or else from the search path of the dynamic loader, or else from
+// `directories`, such as "site-packages/nvidia/cu13/lib". Never unloads it. Throws
+// UnsupportedError with all attempts if it finds none.
 CublasLt LoadCublasLt(std::span<const std::string> directories);
 
-// Throws SystemError unless `status` is kSuccess. `what` is the name of the function:
-// "cublasLtMatmul: CUBLAS_STATUS_...".
+// Throws SystemError unless `status` is kSuccess. `what` is the function that returned
+// it. The message is "cublasLtMatmul: CUBLAS_STATUS_...".
 void Check(const CublasLt& library, lt::Status status, const char* what);
 
 }  // namespace jax_ub

@@ -23,7 +23,7 @@ int64_t RoundUp(int64_t size_bytes) {
          kWorkspaceAlignmentBytes;
 }
 
-// The addends that cuBLASLt adds to the product, as indices into GemmProblem::addends.
+// Which addends cuBLASLt adds to the product, as indices into GemmProblem::addends.
 struct Fused {
   int64_t matrix = kNoAddend;  // passed as C
   int64_t bias = kNoAddend;    // added by the epilogue
@@ -50,8 +50,8 @@ Fused FuseAddends(const GemmProblem& problem) {
   return fused;
 }
 
-// Returns whether cuBLASLt can store the final result itself. Depends only on shapes
-// and dtypes, so that the workspace size does not depend on addresses.
+// Returns whether cuBLASLt can store the final result. Does not depend on addresses, so
+// that the workspace size does not either.
 bool IsSummedInResult(const GemmProblem& problem, const Fused& fused) {
   const int64_t num_terms = MaxTerms(problem);
   if (num_terms == 0) return problem.addends.empty();
@@ -62,13 +62,13 @@ bool IsSummedInResult(const GemmProblem& problem, const Fused& fused) {
 }
 
 // Returns whether the addends can be stored in the result before the GEMM adds the
-// product to it, without being rounded to 16 bits. A single addend is stored unchanged.
-// The sum of several addends would be rounded, unless the result is f32.
+// product, without an additional rounding to 16 bits. This holds for a single addend,
+// which is stored unchanged, and for f32 results.
 bool CanAddBefore(const GemmProblem& problem) {
   return problem.addends.size() == 1 || problem.c.dtype == DType::kF32;
 }
 
-// Returns the size in bytes of the f32 sum in the workspace, or 0 if it is not needed.
+// Returns the size of the f32 sum in the workspace, or 0 if none is needed, in bytes.
 int64_t SumBytes(const GemmProblem& problem) {
   if (IsSummedInResult(problem, FuseAddends(problem)) &&
       (problem.addends.empty() || CanAddBefore(problem))) {
@@ -77,8 +77,8 @@ int64_t SumBytes(const GemmProblem& problem) {
   return RoundUp(problem.m * problem.n * SizeOf(DType::kF32));
 }
 
-// Returns the largest power of two, at most kPlannedAlignmentBytes, to which all
-// matrices of a batch are aligned.
+// Returns the alignment that all matrices of a batch have, a power of two. At most
+// kPlannedAlignmentBytes.
 int64_t AlignmentOf(const void* data, int64_t batch_stride, DType dtype) {
   const uint64_t bits = reinterpret_cast<uintptr_t>(data) |
                         static_cast<uint64_t>(batch_stride * SizeOf(dtype)) |
@@ -97,7 +97,7 @@ PlannedMatrix Planned(const BlockMatrix& matrix,
                       const char* name) {
   const int64_t m = block.m;
   const int64_t n = block.n;
-  // If there is only one row, its stride has no meaning.
+  // The stride of a single row has no meaning.
   const int64_t leading = m == 1 ? std::max(matrix.row_stride, n) : matrix.row_stride;
   if (leading < n) {
     throw std::invalid_argument(
@@ -110,7 +110,7 @@ PlannedMatrix Planned(const BlockMatrix& matrix,
 
 uint64_t AddressOf(const std::byte* data) { return reinterpret_cast<uintptr_t>(data); }
 
-// Returns which scales a term has.
+// Returns which kind of scales a term has.
 Scales ModeOf(const GemmProblem& problem, const BlockTerm& term) {
   for (const OperandView* operand : {&problem.a, &problem.b}) {
     if (operand->scales.empty()) continue;
@@ -122,8 +122,8 @@ Scales ModeOf(const GemmProblem& problem, const BlockTerm& term) {
   return is_scalar ? Scales::kScalar : Scales::kOuterVector;
 }
 
-// Returns the part of the plan key that describes a term's operands. cuBLASLt computes
-// the transposed product, so A and B are swapped.
+// Returns the part of the plan key that describes the operands of a term. A and B are
+// swapped, because cuBLASLt computes the transposed product.
 MatmulKey OperandsOf(const GemmBlock& block,
                      const BlockTerm& term,
                      const GemmProblem& problem) {
@@ -149,8 +149,8 @@ class CudaGemm::State {
   State(const CublasLt& library, const Driver& driver, const SumKernels& sums)
       : driver_(driver), sums_(sums), operands_(driver, sums), plans_(library) {}
 
-  // Enqueues all GEMMs of the product, or only prepares them if `stream` is nullopt.
-  // Returns the largest number of cuBLASLt algorithms that any of them has.
+  // Enqueues all GEMMs of the product or, if `stream` is nullopt, only prepares them.
+  // Returns the largest number of cuBLASLt algorithms for any of them.
   int Run(const GemmProblem& problem,
           const GemmOptions& options,
           const GemmWorkspace& workspace,
@@ -178,7 +178,7 @@ class CudaGemm::State {
     std::optional<CUstream> stream;
     Fused fused;
     bool in_result = false;
-    // The address of the f32 sum of one block at a time, for Addition::kAfter.
+    // Where the f32 sum of one block at a time is stored, for Addition::kAfter.
     CUdeviceptr sums = 0;
     Fp8Copy copy_of_a = {};
     Fp8Copy copy_of_b = {};
@@ -186,7 +186,7 @@ class CudaGemm::State {
     int64_t library_bytes = 0;
   };
 
-  // How the addends of a block are added.
+  // How the addends are added to a block of the result.
   enum class Addition {
     kFused,   // by cuBLASLt, as its C and its bias; also if there are none
     kBefore,  // stored in the result, to which cuBLASLt adds the product
@@ -236,8 +236,8 @@ class CudaGemm::State {
     return pass;
   }
 
-  // Chooses how the addends of a block are added. Like the plan, the choice depends on
-  // addresses only through their alignment.
+  // Chooses how to add the addends of a block. Addresses affect the choice only by
+  // their alignment, as they do in plans.
   Addition AdditionOf(const Pass& pass, const GemmBlock& block) {
     if (!pass.in_result) return Addition::kAfter;
     if (pass.problem.addends.empty()) return Addition::kFused;
@@ -249,7 +249,7 @@ class CudaGemm::State {
     return CanAddBefore(pass.problem) ? Addition::kBefore : Addition::kAfter;
   }
 
-  // Returns the plan key of the product over one interval of K (`term`), without
+  // Returns the plan key for the product over one interval of K (a term), without
   // addends.
   static MatmulKey KeyOf(const Pass& pass,
                          const GemmBlock& block,
@@ -266,7 +266,8 @@ class CudaGemm::State {
     return key;
   }
 
-  // Returns a term with the copies of its operands, if there are any.
+  // Returns a term with copied operands instead of the original ones, where there are
+  // copies.
   static BlockTerm MultipliedTerm(const Pass& pass,
                                   const GemmBlock& block,
                                   size_t index) {
@@ -276,7 +277,7 @@ class CudaGemm::State {
     return term;
   }
 
-  // Enqueues the kernels that store the copies of both operands, and their scales.
+  // Enqueues kernels that copy the operands, with their scales, into the workspace.
   void CopyOperands(const Pass& pass,
                     const GemmBlock& block,
                     const BlockTerm& term) const {
@@ -287,8 +288,8 @@ class CudaGemm::State {
                       term.k, block.batch);
   }
 
-  // Returns the address of the scales of an operand; `side` is its index among the
-  // factors. Null if it has none.
+  // Returns the address of an operand's scales, or null if it has none. `side` is the
+  // operand's index among the factors.
   static const void* ScalesOf(const OperandView& operand,
                               const Fp8Copy& copy,
                               const BlockTerm& term,
@@ -297,9 +298,9 @@ class CudaGemm::State {
     return term.factors.empty() ? nullptr : term.factors[side].data;
   }
 
-  // Computes the sum of all terms into the result or, to add the addends afterwards,
-  // into pass.sums. Returns the largest number of cuBLASLt algorithms that any term
-  // has.
+  // Computes the sum of all terms of a block, in the result or, if addends are added
+  // later, in pass.sums. Returns the largest number of cuBLASLt algorithms for any
+  // term.
   int Multiply(const Pass& pass, const GemmBlock& block, Addition addition) {
     const bool in_result = addition != Addition::kAfter;
     const DType dtype = in_result ? pass.problem.c.dtype : DType::kF32;
@@ -334,8 +335,8 @@ class CudaGemm::State {
     return num_algorithms;
   }
 
-  // Lets cuBLASLt add the addends. Returns false if the bias is not aligned as its
-  // kernels require.
+  // Adds the addends to the arguments of cuBLASLt's matmul. Returns false if the bias
+  // is not aligned as its kernels require.
   static bool AddFused(const Pass& pass,
                        const GemmBlock& block,
                        MatmulKey& key,
@@ -355,12 +356,13 @@ class CudaGemm::State {
     return AlignmentOf(bias.data, bias.batch_stride, dtype) == kPlannedAlignmentBytes;
   }
 
-  // Stores the sum of the addends in the result.
+  // Stores the sum of the addends in the result, to which cuBLASLt then adds the
+  // product.
   void StoreAddends(const Pass& pass, const GemmBlock& block) const {
     for (int64_t b = 0; b < block.batch; ++b) Sum(pass, block, b, {});
   }
 
-  // Computes the result from pass.sums and all addends, and rounds it once.
+  // Adds pass.sums and all addends, rounds once, and stores the result.
   void Finish(const Pass& pass, const GemmBlock& block) const {
     for (int64_t b = 0; b < block.batch; ++b) {
       const int64_t offset = b * block.m * block.n * SizeOf(DType::kF32);
@@ -371,7 +373,7 @@ class CudaGemm::State {
     }
   }
 
-  // Stores the sum of `first`, if it is given, and all addends in matrix `batch` of the
+  // Stores the sum of all addends, and of `first` if given, in matrix `batch` of the
   // result.
   void Sum(const Pass& pass,
            const GemmBlock& block,
@@ -394,7 +396,7 @@ class CudaGemm::State {
     sums_.Sum(*pass.stream, params);
   }
 
-  // Sets the result to zero, for K = 0.
+  // Sets the result to zero. Used if K = 0.
   void Clear(const Pass& pass, const GemmBlock& block) const {
     const int64_t element_bytes = SizeOf(pass.problem.c.dtype);
     for (int64_t b = 0; b < block.batch; ++b) {

@@ -14,8 +14,8 @@ bool HasBlockScales(const OperandView& operand) {
   return !operand.scales.empty() && operand.scale_dtype == DType::kE8M0;
 }
 
-// Returns whether blocks with a scale are along k. Otherwise they are along the other
-// dimension, and the operand is converted.
+// Returns whether blocks with one scale extend along k. If they extend along the other
+// dimension, the operand must be converted.
 bool IsAlongK(const ScaleSegment& scales) { return scales.inner_block == kScaledBlock; }
 
 bool IsContiguousAlongK(const ConstSegment& segment) {
@@ -30,7 +30,7 @@ Fp8Copy::Kind KindOf(const OperandView& operand, bool transposes_fp8) {
   return is_read ? Fp8Copy::Kind::kNone : Fp8Copy::Kind::kTransposed;
 }
 
-// Returns whether a factor differs between the rows or the columns of a segment.
+// Returns whether a factor varies between rows or between columns of a segment.
 bool IsVector(const FactorView& factor) {
   return std::ranges::any_of(
       factor.segments, [](const FactorSegment& segment) { return !segment.is_one(); });
@@ -40,7 +40,8 @@ bool IsAligned(const FactorSegment& segment) {
   return reinterpret_cast<uintptr_t>(segment.data) % kPlannedAlignmentBytes == 0;
 }
 
-// Throws UnsupportedError if an operand has no blocks, or not whole blocks along k.
+// Throws UnsupportedError unless both operands have scales of blocks, and k consists of
+// whole blocks.
 void CheckBlockScales(const GemmProblem& problem) {
   if (!HasBlockScales(problem.a) || !HasBlockScales(problem.b) ||
       !problem.factors.empty()) {

@@ -23,27 +23,28 @@
 
 namespace jax_ub {
 
-// Throws UnsupportedError if cuBLASLt cannot multiply by the scales of the operands.
+// Throws UnsupportedError if cuBLASLt cannot multiply by the operands' scales.
 void CheckScales(const GemmProblem& problem);
 
-// The memory for the copy and the scales of one operand, for one block and term at a
-// time.
+// The memory for a copy of one operand and its scales. It is reused for each block of
+// the result and each term (interval of k).
 class Fp8Copy {
  public:
   enum class Kind : uint8_t { kNone, kTransposed, kWithBlockScales, kWithRowScales };
 
   Fp8Copy() = default;
-  // `transposes_fp8` as in GemmOptions.
+  // `transposes_fp8` is the option in GemmOptions.
   Fp8Copy(const OperandView& operand, bool transposes_fp8, CUdeviceptr memory);
 
   Kind kind() const { return kind_; }
   int64_t size_bytes() const { return values_bytes_ + scales_bytes_ + largest_bytes_; }
-  // The address of the scales: of blocks, in tiles, or of rows.
+  // Returns the address of the scales: of blocks (in tiles), or of rows.
   CUdeviceptr scales() const { return memory_ + values_bytes_; }
-  // The address of memory for the kernels that convert rows.
+  // Returns the address of scratch memory for the kernels that convert rows.
   CUdeviceptr largest() const { return scales() + scales_bytes_; }
-  // Returns the operand that is multiplied, which may be `original`. A converted copy
-  // with scales of blocks has lines like its original. Other copies have lines along k.
+  // Returns the operand that cuBLASLt reads: `original` or the copy. A copy is
+  // contiguous along k, except that a converted copy with scales of blocks keeps the
+  // layout of the original.
   BlockOperand Multiplied(const BlockOperand& original, int64_t outer, int64_t k) const;
 
  private:
@@ -54,15 +55,15 @@ class Fp8Copy {
   int64_t largest_bytes_ = 0;
 };
 
-// The kernels that make copies, for the device of the current context.
+// The kernels that copy operands, loaded in the current context.
 class Fp8Operands {
  public:
   // The arguments must outlive the object.
   Fp8Operands(const Driver& driver, const SumKernels& sums)
       : sums_(sums), scales_(driver) {}
 
-  // Enqueues the kernels that store the copy, and its scales, of an operand [outer, k] of
-  // dtype `dtype`. Enqueues nothing if the operand is read in place.
+  // Enqueues the kernels that copy an operand [outer, k] and its scales. Enqueues
+  // nothing if cuBLASLt reads the operand in place.
   void Enqueue(CUstream stream,
                const Fp8Copy& copy,
                const BlockOperand& operand,

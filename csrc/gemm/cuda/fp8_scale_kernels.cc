@@ -7,7 +7,7 @@
 
 namespace jax_ub {
 
-// The fatbin of fp8_scale_kernels.cu.
+// The compiled code of fp8_scale_kernels.cu (a fatbin).
 extern const unsigned char kFp8ScaleKernels[];
 
 Fp8ScaleKernels::Fp8ScaleKernels(const Driver& driver)

@@ -45,18 +45,19 @@ __device__ float FromBits(uint32_t bits) {
   return value;
 }
 
-// Returns the f32 bits of the absolute value of an FP8 code.
+// Converts the absolute value of an FP8 number to f32, and returns its bits.
 __device__ uint32_t WidenMagnitude(uint32_t code, DType dtype) {
   const uint32_t magnitude = code & 0x7f;
-  // An e5m2 code is the upper byte of an f16 number.
+  // The bits of an e5m2 are the upper byte of an f16.
   if (dtype == DType::kE5M2) return BitsOf(WidenF16(magnitude << 8).x);
   if (magnitude == 0x7f) return 0x7fffffff;
-  // The exponent of f16 has one more bit, so its bias is greater by 8.
+  // The exponent of f16 has one bit more than that of e4m3, so its bias is greater by
+  // 8.
   return BitsOf(WidenF16(magnitude << 7).x * 256);
 }
 
-// Rounds a non-negative f32 number, as bits, to an FP8 code. It must not exceed the
-// largest number of the format, unless it is infinity or NaN.
+// Rounds a non-negative f32 number, given as bits, to FP8. It must not exceed the
+// largest FP8 number, unless it is infinity or NaN.
 __device__ uint32_t NarrowMagnitude(uint32_t bits, const Fp8Format& format) {
   if (bits == kF32Infinity) return format.infinity;
   if (bits > kF32Infinity) return 0x7f;
@@ -64,8 +65,8 @@ __device__ uint32_t NarrowMagnitude(uint32_t bits, const Fp8Format& format) {
   const uint32_t smallest_normal = static_cast<uint32_t>(kF32Bias + 1 - format.bias)
                                    << kF32MantissaBits;
   if (bits < smallest_normal) {
-    // The last place of `anchor` is the smallest subnormal number of the format, so the
-    // addition rounds to a multiple of it.
+    // One unit in the last place of `anchor` is the smallest subnormal FP8 number.
+    // Adding `anchor` therefore rounds to a multiple of it.
     const uint32_t anchor = static_cast<uint32_t>(kF32Bias + 1 - format.bias + shift)
                             << kF32MantissaBits;
     return BitsOf(FromBits(bits) + FromBits(anchor)) - anchor;
@@ -76,8 +77,8 @@ __device__ uint32_t NarrowMagnitude(uint32_t bits, const Fp8Format& format) {
   return (rounded >> shift) - (bias << format.mantissa_bits);
 }
 
-// Multiplies a non-negative f32 number, as bits, by 2^exponent. Subnormal f32 numbers are
-// treated as zero.
+// Multiplies a non-negative f32 number, given as bits, by 2^exponent. Treats subnormal
+// f32 numbers as zero.
 __device__ uint32_t Scaled(uint32_t bits, int64_t exponent) {
   constexpr int64_t kSmallestNormal = int64_t{1} << kF32MantissaBits;
   if (bits >= kF32Infinity) return bits;
@@ -91,9 +92,9 @@ __device__ uint8_t* At(const ByteMatrix& matrix, int64_t outer, int64_t inner) {
          inner * matrix.inner_stride;
 }
 
-// Returns the biased exponent of the smallest scale for which number / scale does not
-// exceed the largest number of the format; at least `least`. `bits` represents the
-// number, |value| * old scale: the f32 bits of |value|, plus 2^23 times the biased
+// Returns the biased exponent of the smallest new scale such that number / scale does
+// not exceed the largest FP8 number, but at least `least`. The number is |value| * old
+// scale. It is given as `bits`: the f32 bits of |value|, plus 2^23 times the biased
 // exponent of the old scale.
 __device__ int64_t ExponentAbove(int64_t bits, const Fp8Format& format, int64_t least) {
   constexpr int64_t kOne = int64_t{1} << kF32MantissaBits;
@@ -103,14 +104,15 @@ __device__ int64_t ExponentAbove(int64_t bits, const Fp8Format& format, int64_t 
   return exponent < kLargestExponent ? exponent : kLargestExponent;
 }
 
-// Converts one block of an operand. Returns its scale.
+// Converts one block of an operand. Returns the new scale of the block.
 __device__ uint32_t ConvertBlock(const BlockScalesParams& params,
                                  int64_t outer,
                                  int64_t block) {
   const int64_t begin = block * kScaledBlock;
   const int64_t end = begin + kScaledBlock;
   const int64_t row = outer / kScaledBlock;  // of the scales
-  // |value| * scale is ordered as bits(|value|) + scale * 2^23.
+  // Compares |value| * scale by the sum of the bits of |value| and scale * 2^23, which
+  // has the same order.
   int64_t largest = 0;
   bool is_nan = false;
   for (int64_t k = begin; k < end; ++k) {
@@ -133,7 +135,7 @@ __device__ uint32_t ConvertBlock(const BlockScalesParams& params,
   return is_nan ? kE8M0Nan : static_cast<uint32_t>(exponent);
 }
 
-// Returns the f32 bits of |value| * scale of an element.
+// Returns |value| * scale of an element, as f32 bits.
 __device__ uint32_t ScaledMagnitude(const RowScalesParams& params,
                                     int64_t outer,
                                     int64_t k) {
@@ -142,7 +144,7 @@ __device__ uint32_t ScaledMagnitude(const RowScalesParams& params,
   return BitsOf(FromBits(bits) * scale) & 0x7fffffff;
 }
 
-// The part of a row that a thread reads. Neighbouring threads have neighbouring rows.
+// The part of a row that a thread reads. Neighboring threads read neighboring rows.
 struct RowPart {
   int64_t row;
   int64_t number;
@@ -160,7 +162,7 @@ struct RowPart {
 
 }  // namespace
 
-// Each block of threads stores a tile of scales, each thread those of one row.
+// Each thread block stores one tile of scales, and each thread stores one row of it.
 extern "C" __global__ void __launch_bounds__(kBlockScalesThreads)
     jax_ub_block_scales(const __grid_constant__ BlockScalesParams params) {
   const int64_t tile = blockIdx.x;
@@ -181,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(kBlockScalesThreads)
                                row / 32 * 4) = word;
 }
 
-// A NaN is larger than all numbers.
+// The maximum of a row with a NaN is NaN, because the bits of a NaN exceed those of all
+// numbers.
 extern "C" __global__ void __launch_bounds__(kRowScalesThreads)
     jax_ub_row_amax(const __grid_constant__ RowScalesParams params) {
   const RowPart part(params);
@@ -207,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kRowScalesThreads)
   }
   const Fp8Format format = FormatOf(params.dtype);
   const int64_t bias = int64_t{kF32Bias} << kF32MantissaBits;
-  // 2^-127 is subnormal in f32.
+  // At least 1, because 2^-127 would be subnormal in f32.
   const int64_t exponent = ExponentAbove(largest + bias, format, 1);
   if (part.number == 0) {
     reinterpret_cast<uint32_t*>(params.to)[part.row] =

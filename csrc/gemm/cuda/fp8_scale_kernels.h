@@ -11,19 +11,21 @@
 
 namespace jax_ub {
 
-// The kernels of one device. The constructor loads them in the current context. Any
-// thread may use them while this context is current.
+// The kernels, loaded in the CUDA context that is current at construction. Thread-safe.
+// The calling thread must have the same context current.
 class Fp8ScaleKernels {
  public:
   explicit Fp8ScaleKernels(const Driver& driver);
 
-  // Returns the size in bytes of scales of blocks, in tiles, for an operand [outer, k].
+  // Returns the size of the scales of an operand [outer, k] with one scale per block,
+  // in tiles, in bytes.
   static int64_t TileBytes(int64_t outer, int64_t k);
-  // Returns the number of parts of a row of k elements.
+  // Returns into how many parts a row of k elements is divided. A thread reads one
+  // part.
   static int64_t NumRowParts(int64_t k) { return (k + kRowPart - 1) / kRowPart; }
 
   void StoreBlockScales(CUstream stream, const BlockScalesParams& params) const;
-  // Throws std::invalid_argument unless k is a multiple of kRowVector.
+  // Throws std::invalid_argument unless kRowVector divides k.
   void ConvertRows(CUstream stream, const RowScalesParams& params) const;
 
  private:

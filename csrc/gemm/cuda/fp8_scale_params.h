@@ -9,30 +9,33 @@
 
 namespace jax_ub {
 
-// The number of elements along the contracted dimension that share an e8m0 scale.
+// Number of elements along the contracted dimension that share an e8m0 scale.
 inline constexpr int64_t kScaledBlock = 32;
 
-// cuBLASLt reads e8m0 scales in tiles of 512 bytes. A tile has the scales of 128 rows of
-// the operand (its outer indices) and of 4 consecutive blocks. Tiles run along the
-// blocks first. In a tile, the scale of row r and block b is byte
+// cuBLASLt reads e8m0 scales in tiles of 512 bytes. A tile has the scales of 128 rows
+// of the operand (its outer indices) and 4 consecutive blocks. The next tile has the
+// next blocks of the same rows. Within a tile, the scale of row r and block b is byte
+//
 //   r % 32 * 16 + r / 32 * 4 + b
 inline constexpr int64_t kScaleTileRows = 128;
 inline constexpr int64_t kScaleTileBlocks = 4;
 inline constexpr int64_t kScaleTileBytes = kScaleTileRows * kScaleTileBlocks;
 
-// A matrix of bytes, in which element (o, k) has the address data + o * outer_stride +
-// k * inner_stride. `o` is the dimension that is not contracted.
+// A matrix of bytes. Element (o, k) is at data + o * outer_stride + k * inner_stride,
+// where k is the contracted dimension.
 struct ByteMatrix {
   uint64_t data = 0;
   int64_t outer_stride = 0;
   int64_t inner_stride = 0;
 };
 
-// Parameters of the kernel jax_ub_block_scales, which stores the e8m0 scales of an FP8 operand [outer, 32 *
-// num_blocks] as cuBLASLt reads them. Blocks are along k: element (o, k) has the scale
-// scales(o, k / 32). With `converts`, blocks are along the outer dimension: element
-// (o, k) has the scale scales(o / 32, k). The kernel then also stores `converted`, the
-// values with new scales, whose blocks are along k.
+// Parameters of the kernel jax_ub_block_scales, which stores the e8m0 scales of an FP8
+// operand [outer, 32 * num_blocks] as cuBLASLt reads them. Element (o, k) has the scale
+// scales(o, k / 32).
+//
+// With `converts`, element (o, k) has the scale scales(o / 32, k) instead. The kernel
+// then computes new scales for blocks along k, and also stores `converted`, the values
+// that have these scales.
 struct BlockScalesParams {
   ByteMatrix scales;
   int64_t outer;
@@ -45,10 +48,10 @@ struct BlockScalesParams {
   bool converts;
 };
 
-// Parameters of the kernels jax_ub_row_amax and jax_ub_convert_rows. Element (o, k) of
-// the FP8 operand [outer, k] has the f32 scale scales[k]. The first kernel stores the
-// largest |value| * scale of each row and part of it, and the second one `converted`, the
-// values with one scale per row, which is a power of two.
+// Parameters of the kernels jax_ub_row_amax and jax_ub_convert_rows, for an FP8 operand
+// [outer, k] in which element (o, k) has the f32 scale scales[k]. The first kernel
+// stores the largest |value| * scale of each part of a row. The second one stores
+// `converted`, values that have one scale per row, a power of two.
 struct RowScalesParams {
   ByteMatrix values;
   uint64_t scales;
@@ -60,15 +63,15 @@ struct RowScalesParams {
   DType dtype;
 };
 
-// The number of elements along k in a part of a row, which a thread reads.
+// Number of elements in a part of a row, which one thread reads.
 inline constexpr int64_t kRowPart = 256;
-// The number of elements that a thread stores at once. It divides k.
+// Number of elements that a thread stores at once. It must divide k.
 inline constexpr int64_t kRowVector = 16;
 
 inline constexpr char kBlockScalesKernel[] = "jax_ub_block_scales";
 inline constexpr char kRowAmaxKernel[] = "jax_ub_row_amax";
 inline constexpr char kConvertRowsKernel[] = "jax_ub_convert_rows";
-// The number of threads in a block of jax_ub_block_scales: one for each row of a tile.
+// Number of threads in a block of jax_ub_block_scales, one per row of a tile.
 inline constexpr int kBlockScalesThreads = static_cast<int>(kScaleTileRows);
 inline constexpr int kRowScalesThreads = 128;
 

@@ -16,19 +16,19 @@ struct ComputeCapability {
   auto operator<=>(const ComputeCapability&) const = default;
 };
 
-// All sizes of an FP8 GEMM are multiples of this.
+// cuBLASLt requires that all sizes of an FP8 GEMM are multiples of this.
 inline constexpr int64_t kFp8Multiple = 16;
 
-// Returns why GEMMs of FP8 operands cannot run on a device, or "". `scaled_unit` is what
-// has one scale in an operand: the "tensor", a "row" or column of the product, or a
-// "block" of 32 elements along the contracted dimension. `version` is the version of
-// cuBLASLt, such as 130100, or 0 if it is unknown.
+// Returns why a device cannot run GEMMs of FP8 operands, or "". `scaled_unit` is the
+// part of an operand that has one scale: the "tensor", a "row" or column of the
+// product, or a "block" of 32 elements along the contracted dimension. `version` is
+// cuBLASLt's version, such as 130100, or 0 if it is unknown.
 std::string WhyNoFp8(std::string_view scaled_unit,
                      const ComputeCapability& device,
                      size_t version);
 
-// Returns whether FP8 operands must be contiguous along the contracted dimension: in
-// cuBLASLt's terms, A is transposed and B is not.
+// Returns whether FP8 operands must be contiguous along the contracted dimension (in
+// cuBLASLt's terms, A is transposed and B is not).
 bool NeedsContiguousFp8(const ComputeCapability& device);
 
 }  // namespace jax_ub

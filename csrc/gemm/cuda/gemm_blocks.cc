@@ -13,15 +13,15 @@ namespace {
 
 enum Axis { kRows, kColumns, kInner };
 
-// An interval of an axis, and where it begins in the two views that have this axis.
+// An interval of a dimension, and its position in the two views that have this
+// dimension.
 struct Cut {
   int64_t size = 0;
   std::array<size_t, 2> segment;
   std::array<int64_t, 2> offset;  // in elements, from the begin of the segment
 };
 
-// Returns the intervals between the bounds of both lists together, without empty
-// intervals.
+// Returns the non-empty intervals between neighboring bounds, of both lists merged.
 std::vector<Cut> Refine(const std::vector<int64_t>& first,
                         const std::vector<int64_t>& second) {
   std::vector<int64_t> bounds;
@@ -43,9 +43,9 @@ std::vector<Cut> Refine(const std::vector<int64_t>& first,
   return cuts;
 }
 
-// The address and strides of one block of a view: interval i of the view's first axis
-// and interval j of its second axis. Strides are in elements. For scales, a stride is
-// the distance between blocks of `repeats` elements of the operand, which share a scale.
+// Address and strides of one block of a view: interval i of its first dimension and
+// interval j of its second one. Strides are in elements. In a view of scales, `repeats`
+// elements of the operand share a scale, and a stride is the distance between scales.
 struct Spot {
   const std::byte* data = nullptr;
   std::array<int64_t, 2> strides;
@@ -56,7 +56,7 @@ struct Spot {
 enum class Content { kOperand, kMatrix, kFactors, kScales };
 
 // The blocks of one view: block (i, j) is the intersection of interval i of the first
-// axis and interval j of the second axis.
+// dimension and interval j of the second one.
 struct Table {
   Content content;
   std::array<Axis, 2> axes;
@@ -66,13 +66,13 @@ struct Table {
 
   const Spot& At(size_t i, size_t j) const { return spots[i * size[1] + j]; }
   int Side(Axis axis) const { return axes[0] == axis ? 0 : axes[1] == axis ? 1 : -1; }
-  // Returns the block with index `along` on axis `side` and index `across` on the other
-  // axis.
+  // Returns the block with index `along` in dimension `side` and index `across` in the
+  // other one.
   const Spot& Along(int side, size_t along, size_t across) const {
     return side == 0 ? At(along, across) : At(across, along);
   }
 
-  // Drops all blocks except those whose index on axis `side` is in `kept`.
+  // Removes all blocks except those whose index in dimension `side` is in `kept`.
   void Keep(int side, const std::vector<size_t>& kept) {
     std::vector<Spot> left;
     for (size_t i = 0; i < (side == 0 ? kept.size() : size[0]); ++i) {
@@ -85,7 +85,7 @@ struct Table {
   }
 };
 
-// Consecutive intervals [first, first + count) of an axis, which form one batch.
+// Consecutive intervals [first, first + count) of a dimension that form a batch.
 struct Run {
   size_t first = 0;
   int64_t count = 1;
@@ -168,7 +168,7 @@ class Grid {
     tables_.push_back(std::move(table));
   }
 
-  // Adds the factors of segment `part` along K.
+  // Adds a table of the factors that belong to segment `part` along K.
   void AddFactor(const ResultView& like, const FactorView& factor, size_t part) {
     Table table{Content::kFactors, {kRows, kColumns}, sizeof(float), {}, {}};
     table.size = {cuts_[kRows].size(), cuts_[kColumns].size()};
@@ -187,7 +187,7 @@ class Grid {
     tables_.push_back(std::move(table));
   }
 
-  // Returns the index of the table of an operand's scales, or kNoTable.
+  // Adds a table of an operand's scales, if it has any. Returns its index or kNoTable.
   size_t AddScales(const OperandView& view, Axis outer, int inner_view) {
     if (view.scales.empty()) return kNoTable;
     Table table{Content::kScales, {outer, kInner}, SizeOf(view.scale_dtype), {}, {}};
@@ -213,8 +213,8 @@ class Grid {
     return tables_.size() - 1;
   }
 
-  // Compares the blocks of intervals i and i + 1 of `axis` in every view that has this
-  // axis. Returns whether all have equal strides and fulfil test(table, block of i,
+  // Compares intervals i and i + 1 of `axis` in all views that have this axis. Returns
+  // whether all blocks in them have equal strides and satisfy test(table, block of i,
   // block of i + 1, side), where `side` is the position of `axis` in table.axes.
   template <typename Test>
   bool Everywhere(Axis axis, size_t i, Test test) const {
@@ -236,10 +236,9 @@ class Grid {
 
   void Merge(Axis axis) {
     std::vector<Cut>& cuts = cuts_[axis];
-    // Terms of a single row are not merged: single rows of several tensors may be
-    // adjacent by chance in one run but not in the next, and then the structure of the
-    // product would differ, so XLA could not update a captured graph.
-    // Terms with their own factors are separate products.
+    // Does not merge terms of a single row. Rows of different tensors may be adjacent
+    // by chance in one run only, and XLA can update a captured graph only if all runs
+    // have the same GEMMs. Does not merge terms that have their own factors, either.
     if (axis == kInner && (num_rows_ == 1 || has_factors_by_k_)) return;
     std::vector<size_t> kept;
     std::vector<Cut> merged;
@@ -269,9 +268,9 @@ class Grid {
                                 reinterpret_cast<uintptr_t>(here.data));
   }
 
-  // Returns whether interval i + 1 can join the batch of interval i. If the batch
-  // already has several intervals (`has_begun`), the distance must equal that of
-  // intervals i - 1 and i.
+  // Returns whether interval i + 1 can join the batch of interval i. If the batch has
+  // several intervals already (`has_begun`), the distance must be the same as from i -
+  // 1 to i.
   bool Continues(Axis axis, size_t i, bool has_begun) const {
     if (cuts_[axis][i].size != cuts_[axis][i + 1].size) return false;
     return Everywhere(
@@ -354,7 +353,7 @@ class Grid {
     const auto [outer_stride, inner_stride] = spot.strides;
     BlockOperand operand;
     operand.data = spot.data;
-    // If there is only one line, its stride has no meaning.
+    // The stride of a single line has no meaning.
     if (inner_stride == 1 && (outer_stride >= k || outer == 1)) {
       operand.line_stride = std::max(outer_stride, k);
     } else if (outer_stride == 1 && (inner_stride >= outer || k == 1)) {

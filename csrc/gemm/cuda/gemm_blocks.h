@@ -18,9 +18,8 @@
 
 namespace jax_ub {
 
-// The operand A [m, k] or B [k, n] of a term. Its elements are contiguous along k or
-// along the other dimension. A line is a contiguous row or column. Lines are
-// `line_stride` elements apart.
+// Operand A [m, k] or B [k, n] of a term. Its lines (rows or columns) are contiguous,
+// and `line_stride` elements apart.
 struct BlockOperand {
   const std::byte* data = nullptr;
   bool lines_run_along_k = true;
@@ -36,8 +35,7 @@ struct BlockTerm {
   std::vector<FactorSegment> factors = {};  // parallel to GemmProblem::factors
 };
 
-// The result or an addend [m, n]. The columns of a row are contiguous. Strides are in
-// elements.
+// The result or an addend [m, n], whose rows are contiguous. Strides are in elements.
 struct BlockMatrix {
   std::byte* data = nullptr;
   int64_t row_stride = 0;
@@ -54,11 +52,11 @@ struct GemmBlock {
 };
 
 // Returns the blocks in the order of the result's rows. Throws std::invalid_argument if
-// views and sizes are inconsistent or the result has several replicas.
+// views and sizes do not match, or if the result has several replicas.
 std::vector<GemmBlock> CutIntoBlocks(const GemmProblem& problem);
 
-// Returns the number of terms of a block if no intervals of K are merged. It depends
-// only on the bounds of the views, not on addresses.
+// Returns the number of terms of a block, if no intervals of K are merged. Does not
+// depend on addresses.
 int64_t MaxTerms(const GemmProblem& problem);
 
 }  // namespace jax_ub

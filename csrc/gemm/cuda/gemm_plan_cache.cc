@@ -12,8 +12,8 @@ namespace jax_ub {
 
 namespace {
 
-// The number of algorithms that cuBLASLt is asked for, per product.
-// GemmOptions::algorithm selects one of them.
+// How many algorithms cuBLASLt is asked for per product. GemmOptions::algorithm selects
+// one.
 constexpr int kMaxAlgorithms = 8;
 
 std::string Shape(DType dtype, int64_t rows, int64_t columns) {
@@ -50,8 +50,8 @@ int64_t RoundUp(int64_t size_bytes) {
          kWorkspaceAlignmentBytes;
 }
 
-// Returns the number of bytes from the first element of a batch of matrices to its
-// last, rounded up.
+// Returns the number of bytes from the first to the last element of a batch of
+// matrices, rounded up.
 int64_t SpanBytes(const MatmulKey& key,
                   DType dtype,
                   int64_t columns,
@@ -125,8 +125,8 @@ void MatmulPlan::MakeDescription() {
   if (key_.sm_target > 0) {
     set(lt::DescAttribute::kSmCountTarget, static_cast<int32_t>(key_.sm_target));
   }
-  // Addresses in the description are not valid: the heuristics only use the alignment of
-  // the bias, and Run sets the real ones.
+  // The addresses in this description are placeholders, because the heuristics only use
+  // the alignment of the bias. Run sets the real ones.
   const auto* const any = reinterpret_cast<const void*>(kPlannedAlignmentBytes);
   if (key_.scales != Scales::kNone) {
     set(lt::DescAttribute::kAScalePointer, any);
@@ -160,7 +160,7 @@ void MatmulPlan::FindAlgorithms() {
   };
   set(lt::PreferenceAttribute::kMaxWorkspaceBytes,
       static_cast<uint64_t>(key_.workspace_bytes));
-  // Partial sums of split-K algorithms must not be rounded to the result's dtype.
+  // Split-K algorithms must not round partial sums to the dtype of the result.
   if (key_.result_dtype != DType::kF32) {
     set(lt::PreferenceAttribute::kReductionSchemeMask,
         static_cast<uint32_t>(lt::ReductionScheme::kComputeType));
@@ -228,7 +228,7 @@ void MatmulPlan::WarmUp(const Driver& driver, int algorithm, bool adds) {
   const int index = IndexOf(algorithm);
   const std::lock_guard lock(warming_mutex_);
   if (warm_.contains({index, adds})) return;
-  // The result is discarded, so all inputs may share the same memory.
+  // All inputs may share the same memory, because the result is not used.
   const int64_t read_bytes = LargestOperandBytes();
   const int64_t result_bytes = ResultBytes();
   const Stream stream(driver);

@@ -21,8 +21,8 @@
 
 namespace jax_ub {
 
-// The layout of a column-major matrix, without its address. Strides are in elements.
-// `alignment_bytes` is a power of two, at most kPlannedAlignmentBytes.
+// Layout of a column-major matrix. Strides are in elements. `alignment_bytes` is a
+// power of two, at most kPlannedAlignmentBytes.
 struct PlannedMatrix {
   int64_t leading = 0;
   int64_t batch_stride = 0;
@@ -30,20 +30,20 @@ struct PlannedMatrix {
   auto operator<=>(const PlannedMatrix&) const = default;
 };
 
-// The largest alignment that plans rely on. XLA aligns program parameters to 16 bytes
-// (its own buffers to 128), and cuBLAS needs no more to use tensor cores. If plans
-// relied on more, the plan could differ between runs and use different kernels, and XLA
-// could not update a graph that has captured the first plan.
+// The largest alignment on which plans rely. XLA aligns parameters of a program to 16
+// bytes (and its own buffers to 128), and cuBLAS needs no more for tensor cores. With a
+// larger one, a plan might differ between runs, and XLA could not update a graph that
+// was captured with other kernels.
 inline constexpr int64_t kPlannedAlignmentBytes = 16;
 inline constexpr int64_t kWorkspaceAlignmentBytes = 256;
 
-// The scales of A and B, aligned to kPlannedAlignmentBytes: none; one each, f32; one for
-// each row of op(A) and each column of op(B), f32; or one for each block of 32 elements
-// along k, e8m0, in the tiles of fp8_scale_params.h.
+// Which scales A and B have, aligned to kPlannedAlignmentBytes: none; one f32 per
+// operand; one f32 per row of op(A) and column of op(B); or one e8m0 per block of 32
+// elements along k, in the tiles of fp8_scale_params.h.
 enum class Scales : uint8_t { kNone, kScalar, kOuterVector, kBlocks };
 
-// The key of a cached plan: everything that selects a plan for D [m, n] = op(A) [m, k]
-// op(B) [k, n] + C + bias [m], for each matrix of a batch.
+// The key of a plan for D [m, n] = op(A) [m, k] op(B) [k, n] + C + bias [m], for each
+// matrix of a batch. Contains everything that affects the choice of an algorithm.
 struct MatmulKey {
   DType a_dtype = DType::kF32;
   DType b_dtype = DType::kF32;
@@ -67,8 +67,8 @@ struct MatmulKey {
   auto operator<=>(const MatmulKey&) const = default;
 };
 
-// Returns a text such as "bf16[4096, 8192] x bf16[8192, 1024] to f32", in the caller's
-// row-major order.
+// Returns a text such as "bf16[4096, 8192] x bf16[8192, 1024] to f32", in row-major
+// order.
 std::string Describe(const MatmulKey& key);
 
 struct MatmulArguments {
@@ -88,20 +88,18 @@ class MatmulPlan {
  public:
   MatmulPlan(const CublasLt& library, lt::Handle handle, const MatmulKey& key);
 
-  // Returns 0 if cuBLASLt cannot compute the product.
+  // Returns the number of algorithms: 0 if cuBLASLt cannot compute the product.
   int num_algorithms() const { return static_cast<int>(algorithms_.size()); }
   // Throws UnsupportedError if cuBLASLt has no algorithm for the product.
   void CheckHasAlgorithm() const;
 
-  // Runs the plan once with temporary memory and waits until it is done. Otherwise the
-  // first Enqueue might load kernels, which may wait for all work of the device,
-  // including a kernel that waits for a peer (a deadlock). Does nothing if this was
-  // done before. Must not be called while the thread captures a stream. `adds` says
-  // whether beta will be nonzero.
+  // Runs the plan once with temporary memory, and waits for it. Otherwise the first
+  // Enqueue might load kernels, which may wait for all work of the device, including a
+  // kernel that waits for a peer: a deadlock. Later calls do nothing. Must not be
+  // called during a stream capture. `adds`: beta will not be zero.
   void WarmUp(const Driver& driver, int algorithm, bool adds);
 
-  // Enqueues the planned matmul. Thread-safe. An `algorithm` past the end of the list
-  // selects the last one.
+  // Enqueues the matmul. Thread-safe. If `algorithm` is too large, uses the last one.
   void Enqueue(const MatmulArguments& arguments, int algorithm, CUstream stream);
 
  private:
@@ -134,8 +132,8 @@ class MatmulPlan {
   std::vector<int64_t> workspace_bytes_;  // [algorithm]
   std::mutex warming_mutex_;              // held during WarmUp
   std::set<std::pair<int, bool>> warm_;  // (algorithm, adds); guarded by warming_mutex_
-  // Guards description_ if there is a bias or a scale: the description contains their
-  // addresses for one call at a time.
+  // Guards description_ if there is a bias or a scale, because it then contains the
+  // addresses of one call at a time.
   std::mutex mutex_;
   Owned<lt::MatmulDescObject> description_;
 };
@@ -145,11 +143,11 @@ class GemmPlanCache {
   // Creates a cuBLASLt handle in the current context. `library` must outlive the cache.
   explicit GemmPlanCache(const CublasLt& library);
 
-  // Returns the plan for `key`, and creates it at the first call. Thread-safe; requires
-  // the context of the constructor to be current. Plans live as long as the cache.
-  // Throws UnsupportedError if cuBLASLt has no algorithm.
+  // Returns the plan for `key`, which it creates at the first call. Plans live as long
+  // as the cache. Thread-safe; the context of construction must be current. Throws
+  // UnsupportedError if cuBLASLt has no algorithm.
   MatmulPlan& Find(const MatmulKey& key);
-  // Returns whether cuBLASLt has an algorithm for `key`. Creates the plan as Find does.
+  // Returns whether cuBLASLt has an algorithm for `key`. Creates the plan like Find.
   bool HasAlgorithm(const MatmulKey& key);
 
  private:
