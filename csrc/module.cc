@@ -75,7 +75,7 @@ nb::dict Counters() {
   return dict;
 }
 
-// The table of ops, which a test compares with the primitives.
+// Returns the table of ops. A test compares it with the primitives in Python.
 nb::dict Ops() {
   nb::dict ops;
   for (const jax_ub::OpInfo& info : jax_ub::kOps) {
@@ -93,7 +93,7 @@ nb::dict Ops() {
   return ops;
 }
 
-// The table of dtypes, which a test compares with NumPy's.
+// Returns the table of dtypes. A test compares it with NumPy's dtypes.
 nb::dict DTypes() {
   nb::dict dtypes;
   for (const jax_ub::DTypeInfo& info : jax_ub::kDTypes) {
@@ -156,8 +156,8 @@ nb::dict ReadTrace() {
   return dict;
 }
 
-// Returns the enumerator (0 .. count - 1) whose name is `wanted`. Throws if there is
-// none.
+// Returns the enumerator with the name `wanted`, from 0 to count - 1. Throws if there
+// is none.
 template <typename Enum>
 Enum Named(const char* what,
            const std::string& wanted,
@@ -180,8 +180,7 @@ double PeakGflops(const std::string& dtype, double duration_s) {
   return jax_ub::MeasurePeak(jax_ub::ProcessEngine().pool(), named, duration_s) / 1e9;
 }
 
-// A bulk op has the same schedule as the plain collective; it only runs concurrently
-// with a GEMM.
+// A bulk op has the schedule of its collective. Its GEMMs run concurrently.
 jax_ub::CollectiveKind CollectiveNamed(const std::string& op) {
   if (op == "bulk_all_gather") return jax_ub::CollectiveKind::kAllGather;
   if (op == "bulk_reduce_scatter") return jax_ub::CollectiveKind::kReduceScatter;
@@ -216,7 +215,7 @@ std::vector<std::string> CheckSchedule(const std::string& op,
                                num_splits, VariantNamed(variant));
 }
 
-// Python's handle of an endpoint. `endpoint` is null after `connect` has consumed it.
+// The endpoint as Python sees it. `endpoint` is null after `connect` has taken it.
 struct Endpoint {
   std::unique_ptr<jax_ub::Endpoint> endpoint = std::make_unique<jax_ub::Endpoint>();
   jax_ub::PeerAddress address = endpoint->address();
@@ -228,13 +227,13 @@ class Communicator {
                std::shared_ptr<jax_ub::SharedMemoryCommunicator> communicator)
       : sequencer_(std::move(sequencer)), communicator_(std::move(communicator)) {}
   ~Communicator() {
-    // Close waits for the thread that receives messages of the peers.
+    // Releases the GIL, because Close waits for the thread that receives messages.
     const nb::gil_scoped_release released;
     Close();
   }
 
-  // Unregisters the call sequencer and closes it. In a child of fork() there is no
-  // engine that the sequencer has joined, so it is only closed.
+  // Unregisters the call sequencer from the engine and closes it. In a forked child,
+  // the engine does not exist, so it is only closed.
   void Close() {
     if (jax_ub::Engine* engine = jax_ub::ExistingEngine()) {
       engine->Leave(sequencer_);
@@ -307,8 +306,8 @@ std::string Describe(const jax_ub::Step& step) {
 }  // namespace
 
 NB_MODULE(_cpu, m) {
-  // No warnings about leaks: Python may exit while modules still refer to
-  // communicators.
+  // Disables nanobind's warnings about leaks: modules may still refer to communicators
+  // when Python exits.
   nb::set_leak_warnings(false);
   m.attr("xla_ffi_api_version") = nb::cast(jax_ub::XlaFfiApiVersion());
   m.def("targets", [] { return jax_ub::HandlersOf(jax_ub::Targets()); });

@@ -12,7 +12,7 @@
 
 namespace jax_ub {
 
-// Throws ValueError unless both counts are equal and positive: one item per rank.
+// Throws ValueError unless both counts are positive and equal, one item per rank.
 inline void CheckOneOfEach(size_t num_devices,
                            size_t num_others,
                            const std::string& others) {
@@ -23,8 +23,8 @@ inline void CheckOneOfEach(size_t num_devices,
                                   .c_str());
 }
 
-// Returns the addresses and tokens of the peers, by process index. Throws ValueError if
-// an address has no token.
+// Returns the addresses and tokens of the peers, keyed by process number. Throws
+// ValueError if an address has no token.
 inline std::map<int, PeerAddress> PeersOf(const std::map<int, std::string>& addresses,
                                           const std::map<int, uint64_t>& tokens) {
   std::map<int, PeerAddress> peers;

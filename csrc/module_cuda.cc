@@ -30,7 +30,7 @@ namespace nb = nanobind;
 
 namespace {
 
-// Returns the reason why no device can be used, or nullopt if devices can be used.
+// Returns why no GPU can be used, or nullopt if GPUs can be used.
 std::optional<std::string> WhyNot() {
   try {
     const jax_ub::Driver& driver = jax_ub::SystemDriver();
@@ -44,7 +44,7 @@ std::optional<std::string> WhyNot() {
   }
 }
 
-// Returns the CUDA version of the driver; 13000 is 13.0.
+// Returns the CUDA version that the driver supports. 13000 means 13.0.
 int DriverVersion() {
   const jax_ub::Driver& driver = jax_ub::SystemDriver();
   int version = 0;
@@ -81,8 +81,8 @@ nb::list Devices() {
     dict["num_sms"] = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
     dict["num_copy_engines"] = attribute(CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT);
     dict["memory_bytes"] = memory_bytes;
-    // The result is not checked: a driver that is older than the attribute returns an
-    // error, and `has_multicast` stays 0.
+    // Ignores the error of a driver that does not know the attribute. `has_multicast`
+    // is 0 then.
     int has_multicast = 0;
     driver.DeviceGetAttribute(&has_multicast, CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED,
                               device);
@@ -108,7 +108,8 @@ std::optional<std::string> WhyNoFp8(std::pair<int, int> capability,
   return reason.empty() ? std::nullopt : std::optional(std::move(reason));
 }
 
-// Returns [from][to]: whether device `from` can access the memory of device `to`.
+// Returns a matrix [from][to]: whether device `from` can access the memory of device
+// `to`.
 std::vector<std::vector<bool>> Peers(const std::vector<int>& ordinals) {
   const jax_ub::Driver& driver = jax_ub::SystemDriver();
   std::vector<CUdevice> devices(ordinals.size());
@@ -143,7 +144,7 @@ std::optional<std::string> WhyNoPeers(const std::vector<int>& ordinals) {
   return std::nullopt;
 }
 
-// The attributes of a call in a Python dictionary, as the lowering passes them to
+// Reads the attributes of a call from a Python dictionary, which the lowering passes to
 // WorkspaceBytes.
 class PythonAttributes : public jax_ub::AttributeSource {
  public:
@@ -235,9 +236,9 @@ std::map<std::string, std::string> Failures() {
   return texts;
 }
 
-// Python's handle of an endpoint. `endpoint` is null after `connect` has consumed it.
-// The name differs from the CPU module's class, because nanobind identifies the types
-// of both modules by their names.
+// The endpoint as Python sees it. `endpoint` is null after `connect` has taken it. The
+// class in module.cc has another name, because nanobind identifies types of both
+// modules by name.
 struct HeapEndpoint {
   std::unique_ptr<jax_ub::CudaEndpoint> endpoint;
   jax_ub::PeerAddress address = endpoint->address();
@@ -261,7 +262,7 @@ class HeapCommunicator {
     jax_ub::ProcessCudaEngine().Join(communicator_, devices);
   }
   ~HeapCommunicator() {
-    // Releases the GIL, because Close waits for the devices and the peers.
+    // Releases the GIL, because Close waits for the devices and for the peers.
     const nb::gil_scoped_release released;
     Close();
   }
@@ -324,11 +325,11 @@ std::unique_ptr<HeapCommunicator> ConnectInProcess(const std::string& name,
 }  // namespace
 
 NB_MODULE(_cuda, m) {
-  // No warnings about leaks: Python may exit while modules still refer to
-  // communicators.
+  // Disables nanobind's warnings about leaks: modules may still refer to communicators
+  // when Python exits.
   nb::set_leak_warnings(false);
-  // The engine's UnsupportedError becomes Python's NotImplementedError, which means
-  // that another method may support the call.
+  // Converts UnsupportedError to NotImplementedError. To Python it means that another
+  // method may support the call.
   nb::register_exception_translator([](const std::exception_ptr& failure, void*) {
     try {
       std::rethrow_exception(failure);

@@ -9,7 +9,8 @@
 
 namespace jax_ub {
 
-// Returns {"jax_ub$all_gather_matmul": {"instantiate": capsule, ...}, ...}.
+// Returns {"jax_ub$all_gather_matmul": {"instantiate": capsule, ...}, ...}, with all
+// targets and stages.
 template <typename Targets>
 nanobind::dict HandlersOf(const Targets& targets) {
   nanobind::dict handlers;
@@ -33,7 +34,7 @@ inline nanobind::dict TypeOf(const CallSiteType& type) {
   return dict;
 }
 
-// Returns `timeout_s`, or throws ValueError unless it is positive.
+// Returns `timeout_s`. Throws ValueError unless it is positive.
 inline double CheckedTimeout(double timeout_s) {
   if (timeout_s > 0) return timeout_s;
   throw nanobind::value_error(

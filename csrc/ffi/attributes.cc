@@ -28,8 +28,7 @@ class Reader {
     return static_cast<int>(InRange(name, 1, 1 << 16));
   }
 
-  // Reads an optional attribute of KernelOptions. `value` is unchanged if it is
-  // missing.
+  // Reads an optional attribute. Does not change `value` if the attribute is missing.
   void MayHave(const char* name, bool& value) const {
     if (source_.Has(name)) value = Flag(name);
   }
@@ -126,7 +125,7 @@ CallAttributes ReadAttributes(Op op, const AttributeSource& source) {
   at.ranks = source.Integers("ranks");
   if (source.Has("devices")) at.devices = source.Integers("devices");
   at.num_splits = read.InRange("num_splits", 0, 1 << 16);
-  // Programs that were exported before variants existed have no such attribute.
+  // Older exported programs lack this attribute, which was added later.
   int variant = 0;
   read.MayHave("variant", 0, kNumVariants - 1, variant);
   at.variant = static_cast<Variant>(variant);

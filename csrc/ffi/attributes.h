@@ -12,7 +12,8 @@
 
 namespace jax_ub {
 
-// Reads attributes by name. Throws std::invalid_argument if one is missing or mistyped.
+// Reads attributes by name. Throws std::invalid_argument if an attribute is missing or
+// has the wrong type.
 class AttributeSource {
  public:
   virtual ~AttributeSource() = default;
@@ -23,28 +24,26 @@ class AttributeSource {
   virtual std::vector<int64_t> Integers(const char* name) const = 0;
 };
 
-// Returns the names of the attributes that `op` has in addition to those of all ops.
+// Returns the names of the attributes that `op` has and not all ops have.
 std::vector<std::string_view> AttributeNames(const OpInfo& op);
 
 // Reads and checks all attributes of `op`. Throws std::invalid_argument if a number is
-// out of range or a required attribute is missing. The attributes of KernelOptions are
-// optional.
+// out of range or a required attribute is missing. KernelOptions are optional.
 CallAttributes ReadAttributes(Op op, const AttributeSource& source);
 
-// Converts an array with these dimensions to [batch, rows, features]. For an
-// all-reduce, all elements become features of one row, because the shape does not
-// matter.
+// Views an array of these dimensions as [batch, rows, features]. In an all-reduce, all
+// elements become one row, because its result does not depend on the shape.
 Tensor TensorOf(const CallAttributes& attributes,
                 DType dtype,
                 std::span<const int64_t> dimensions,
                 void* data);
 
-// Returns the names of the dtypes that calls take, from one column of the table of
-// dtypes: "f32, bf16, f16".
+// Returns the names of all dtypes of operands and results, from one column of the table
+// of dtypes, as "f32, bf16, f16".
 std::string DTypeNames(const char* DTypeInfo::* column);
 
-// Returns the prefix of an error message: "jax_ub.all_gather_matmul: attribute
-// num_ranks: ".
+// Returns the beginning of an error message, such as "jax_ub.all_gather_matmul:
+// attribute num_ranks: ".
 std::string AttributeError(Op op, std::string_view name);
 
 }  // namespace jax_ub

@@ -6,21 +6,21 @@
 
 namespace jax_ub {
 
-// Reads the attributes of `op`. Throws std::invalid_argument with the attribute's name
-// if one is missing or out of range.
+// Reads the attributes of `op`. Throws std::invalid_argument, with the name of the
+// attribute, if one is missing or out of range.
 CallAttributes DecodeAttributes(Op op, const xla::ffi::Dictionary& dict);
 
-// Converts operands and results to tensors. The last `num_workspaces` results are
-// workspace, not results of the op. Throws ShapeError if no op supports a dtype, or if
-// the partition id operand of an exported program is missing.
+// Converts XLA's buffers to operands and results of the op. The last `num_workspaces`
+// results are not results of the op but its workspace. Throws ShapeError if no op
+// supports a dtype, or if an exported program has no operand for the partition id.
 RankCall DecodeCall(const CallAttributes& attributes,
                     const xla::ffi::RemainingArgs& operands,
                     const xla::ffi::RemainingRets& results,
                     size_t num_workspaces = 0);
 
-// Returns the id of the device that runs a call on the CPU: XLA's `ordinal`, or in an
-// exported program the device of its partition id. Throws ShapeError if the partition
-// id is out of range.
+// Returns the id of the device that runs a call on the CPU. This is XLA's `ordinal` or,
+// in an exported program, the device that belongs to the partition id. Throws
+// ShapeError if the partition id is out of range.
 int64_t DeviceOf(const CallAttributes& attributes,
                  const RankCall& call,
                  int32_t ordinal);

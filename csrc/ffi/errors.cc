@@ -32,7 +32,7 @@ ffi::Error ToFfiError(const std::exception_ptr& failure) noexcept try {
     return ffi::Error::Internal("jax_ub: unknown exception");
   }
 } catch (const std::bad_alloc&) {
-  // This text fits std::string's small buffer, so it needs no allocation.
+  // The text is short enough for std::string's internal buffer, so it needs no memory.
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, "out of memory");
 }
 

@@ -7,8 +7,8 @@
 
 namespace jax_ub {
 
-// Maps each exception type of platform/error.h to an XLA error code and keeps its
-// message.
+// Converts an exception to an XLA error with the same message. Each exception type of
+// platform/error.h has its own error code.
 xla::ffi::Error ToFfiError(const std::exception_ptr& failure) noexcept;
 
 }  // namespace jax_ub

@@ -14,8 +14,8 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// The state of a call site, which XLA creates once per custom call of a compiled
-// program. All devices that run the program share it.
+// What XLA keeps per custom call of a compiled program. All devices that run the
+// program share it.
 struct CallSiteState {
   static ffi::TypeId id;
   CallSite site;
@@ -34,8 +34,8 @@ ffi::ErrorOr<std::unique_ptr<CallSiteState>> Instantiate(Op op, ffi::Dictionary 
   }
 }
 
-// The execute handler. It never blocks, because a blocked XLA thread might be the one
-// that would run the call of a peer.
+// The execute handler. It must not block: the blocked thread might be the one on which
+// XLA would run the call of a peer.
 ffi::Future Execute(CallSiteState* state,
                     ffi::RunId run,
                     int32_t ordinal,

@@ -12,15 +12,14 @@ namespace jax_ub {
 // Returns the FFI targets, indexed by Op.
 std::array<Target, kNumOps> Targets();
 
-// Returns the type of the state of an instantiated call.
+// Returns the FFI type of the state that XLA keeps per custom call.
 CallSiteType TheCallSiteType();
 
-// Returns the engine that all handlers of this process share, and creates it at the
-// first call. It is global because handlers are plain functions. A child of fork() gets
-// a new engine, since a child does not inherit threads.
+// Returns the engine of this process, which all handlers share. Creates it at the first
+// call. After a fork, the child gets a new engine, because it inherits no threads.
 Engine& ProcessEngine();
-// Returns the same engine, or nullptr if it does not exist yet. For queries and
-// releases, which should not create an engine, since that starts a thread.
+// Returns the engine of this process, or nullptr if there is none. For queries and for
+// releasing memory, which should not start the engine's threads.
 Engine* ExistingEngine();
 
 }  // namespace jax_ub

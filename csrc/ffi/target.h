@@ -10,8 +10,8 @@
 
 namespace jax_ub {
 
-// One FFI target. Handlers are untyped pointers, for PyCapsules. A stage is null if the
-// platform does not use it.
+// One FFI target. Its handlers are untyped pointers, to be put into PyCapsules; null if
+// the platform does not use the stage.
 struct Target {
   std::string name;  // "jax_ub$all_gather_matmul"
   void* instantiate = nullptr;
@@ -19,7 +19,7 @@ struct Target {
   void* execute = nullptr;
 };
 
-// Returns the results of `make.operator()<op>()` for all ops, indexed by Op.
+// Returns `make.operator()<op>()` for all ops, as an array indexed by Op.
 template <typename Make>
 std::array<Target, kNumOps> TargetsOfOps(const Make& make) {
   return [&]<int... op>(std::integer_sequence<int, op...>) {
@@ -27,17 +27,17 @@ std::array<Target, kNumOps> TargetsOfOps(const Make& make) {
   }(std::make_integer_sequence<int, kNumOps>());
 }
 
-// The type of the state of an instantiated call. It must be registered under `name`
-// before any target. The backend must exist by then, because older jaxlibs register
-// queued targets before queued types.
+// The FFI type of the state that XLA keeps per custom call. It must be registered under
+// `name` before any target, and after the backend exists, because older jaxlibs
+// register queued targets before queued types.
 struct CallSiteType {
   std::string name;  // "jax_ub$CallSite"
   void* type_id = nullptr;
   void* type_info = nullptr;
 };
 
-// Returns (major, minor) of the FFI API in the XLA headers that the handlers were
-// compiled with.
+// Returns the version (major, minor) of XLA's FFI headers with which the handlers were
+// compiled.
 std::pair<int, int> XlaFfiApiVersion();
 
 }  // namespace jax_ub

@@ -10,8 +10,8 @@
 
 namespace jax_ub {
 
-// RAII: sets the mode of the calling thread and restores the previous mode at the end
-// of the scope. Needed because a thread inherits the mode of the thread that started
+// Sets the mode for the calling thread, and restores the previous mode at the end of
+// the scope. Needed because a thread inherits its mode from the thread that has started
 // it.
 class ArithmeticMode {
  public:
@@ -23,7 +23,7 @@ class ArithmeticMode {
  private:
 #if defined(__x86_64__)
   using Word = uint32_t;
-  // Flushes subnormal results (FTZ) and operands (DAZ); masks all exceptions.
+  // Flushes subnormal results (FTZ) and operands (DAZ), and masks all exceptions.
   static constexpr Word kControl = 0x8000 | 0x0040 | 0x1f80;
   static Word Control() { return _mm_getcsr(); }
   static void SetControl(Word word) { _mm_setcsr(word); }

@@ -9,7 +9,7 @@ namespace jax_ub {
 
 namespace {
 
-// File names of the memory controller in control groups version 2 and version 1.
+// File names of the memory controller in cgroups of version 2 and of version 1.
 struct Controller {
   const char* folder;
   const char* limit;  // contains a number of bytes, or "max"
@@ -28,7 +28,7 @@ std::optional<int64_t> NumberIn(const std::string& path) {
   return std::nullopt;
 }
 
-// Returns the number that follows `key`, in a file with one "key number" pair per line.
+// Returns the number that follows `key` in a file of lines "key number".
 std::optional<int64_t> NumberOf(const std::string& path, const std::string& key) {
   std::ifstream file(path);
   for (std::string found, rest; file >> found && std::getline(file, rest);) {
@@ -49,8 +49,8 @@ int64_t AvailableBytes(const std::string& cgroup) {
     const auto limit = NumberIn(folder + controller.limit);
     const auto usage = NumberIn(folder + controller.usage);
     if (!limit || !usage) continue;
-    // The kernel reclaims the page cache on demand, so it counts as available, as in
-    // MemAvailable.
+    // Page cache counts as available memory, as in MemAvailable, because the kernel
+    // reclaims it on demand.
     int64_t taken_bytes = *usage;
     for (const char* cache : {"active_file", "inactive_file"}) {
       const std::string key = std::string(controller.stat_prefix) + cache;

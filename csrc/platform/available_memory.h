@@ -6,9 +6,9 @@
 
 namespace jax_ub {
 
-// Returns the number of bytes that this process can still allocate: the smaller of the
-// machine's available memory and what remains of the container's limit. `cgroup` is the
-// directory where control groups are mounted.
+// Returns how many bytes this process can still allocate: the available memory of the
+// machine or, if smaller, the rest of the container's limit. `cgroup` is the directory
+// where cgroups are mounted.
 int64_t AvailableBytes(const std::string& cgroup = "/sys/fs/cgroup");
 
 }  // namespace jax_ub

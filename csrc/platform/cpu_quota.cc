@@ -11,7 +11,8 @@ namespace {
 std::optional<double> Divide(std::istream&& quota, std::istream&& period) {
   double quota_us = 0;
   double period_us = 0;
-  // The quota is unlimited if it is "max" (version 2), -1 (version 1), or has no file.
+  // There is no limit if the quota is "max" (version 2) or -1 (version 1), or has no
+  // file.
   if (!(quota >> quota_us) || !(period >> period_us)) return std::nullopt;
   if (quota_us <= 0 || period_us <= 0) return std::nullopt;
   return quota_us / period_us;
@@ -27,8 +28,8 @@ std::optional<double> QuotaOf(const std::string& folder) {
                 std::ifstream(folder + "/cpu.cfs_period_us"));
 }
 
-// Parses a line "number:controllers:path" of /proc/self/cgroup. Returns the path if
-// this hierarchy has the CPU controller. `hierarchy` is its directory below the mount
+// Parses a line "number:controllers:path" of /proc/self/cgroup. If it has the CPU
+// controller, returns the path, and sets `hierarchy` to its directory below the mount
 // point.
 std::optional<std::string> PathOf(const std::string& line, std::string* hierarchy) {
   const size_t first = line.find(':');
@@ -38,7 +39,7 @@ std::optional<std::string> PathOf(const std::string& line, std::string* hierarch
   if (controllers.empty()) {
     *hierarchy = "";  // version 2 has a single hierarchy
   } else if (("," + controllers + ",").find(",cpu,") != std::string::npos) {
-    // If several controllers share a mount, such as "cpu,cpuacct", /cpu is a symbolic
+    // Controllers may share a mount, such as "cpu,cpuacct". /cpu is then a symbolic
     // link to it.
     *hierarchy = "/cpu";
   } else {

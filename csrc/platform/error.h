@@ -11,35 +11,35 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The call is invalid: the shapes or dtypes of operands and results are inconsistent.
+// The call is wrong: shapes or dtypes of operands and results do not match.
 class ShapeError : public Error {
  public:
   using Error::Error;
 };
 
-// The call is valid, but not supported: for example, the op does not have this method,
+// The call is right, but not supported. For example, the op does not have this method,
 // or the machine has no CUDA driver.
 class UnsupportedError : public Error {
  public:
   using Error::Error;
 };
 
-// A collective call failed because a rank failed, made a different call, or never
-// arrived.
+// A collective call failed, because a rank failed, made a different call, or did not
+// arrive.
 class CommunicatorError : public Error {
  public:
   using Error::Error;
 };
 
-// A wait timed out. The message names the waiting rank, the missing ranks, and the
+// A wait timed out. The message names the waiting rank, the missing ranks and the
 // timeout.
 class DeadlineError : public CommunicatorError {
  public:
   using CommunicatorError::CommunicatorError;
 };
 
-// A call to the operating system or to a driver failed. The message contains the
-// function's name and the reason.
+// A call of the operating system or of a driver failed. The message has the name of the
+// function and the reason.
 class SystemError : public Error {
  public:
   using Error::Error;

@@ -16,8 +16,7 @@
 namespace jax_ub {
 
 void FileDescriptorTraits::Close(int descriptor) noexcept {
-  // The call is not repeated on EINTR, because Linux releases the descriptor even if
-  // close is interrupted.
+  // Does not retry after EINTR, because Linux closes the descriptor in any case.
   static_cast<void>(close(descriptor));
 }
 
@@ -33,14 +32,13 @@ FileDescriptor NewEvent() {
 
 void NotifyEvent(const FileDescriptor& event) noexcept {
   const uint64_t one = 1;
-  // The write fails only if the counter is at its maximum, and then the event is
-  // readable.
+  // A write fails only if the counter has its maximum. The event is readable then, too.
   [[maybe_unused]] const ssize_t written = write(event.get(), &one, sizeof(one));
 }
 
 void ClearEvent(const FileDescriptor& event) noexcept {
   uint64_t count = 0;
-  // The read fails only if the event is not set.
+  // A read fails only if the event has not been notified.
   [[maybe_unused]] const ssize_t taken = read(event.get(), &count, sizeof(count));
 }
 
@@ -54,11 +52,11 @@ FileDescriptor WatchProcess(pid_t pid) {
 }
 
 std::string DescribeIfStopped(pid_t pid) {
-  // The file contains "<pid> (<name>) <state> ...". The name may contain any
-  // characters, also ")".
+  // The file contains "<pid> (<name>) <state> ...". The name may contain any character,
+  // even ")".
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  // 256 bytes include the state; the rest is not needed. If the process exits during
-  // the read, `read` returns fewer bytes, while a stream iterator would throw.
+  // The state is within the first 256 bytes. If the process exits meanwhile, `read`
+  // returns fewer bytes; a stream iterator would throw.
   std::string line(256, '\0');
   file.read(line.data(), static_cast<std::streamsize>(line.size()));
   line.resize(static_cast<size_t>(file.gcount()));
@@ -89,7 +87,7 @@ void Poll(std::vector<pollfd>& descriptors) {
 
 uint64_t RandomBits() {
   uint64_t bits = 0;
-  // getrandom is never interrupted for requests of up to 256 bytes.
+  // Up to 256 bytes, getrandom is never interrupted.
   if (getrandom(&bits, sizeof(bits), 0) != sizeof(bits)) {
     ThrowSystemError("getrandom", errno);
   }

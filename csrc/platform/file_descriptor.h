@@ -19,27 +19,25 @@ struct FileDescriptorTraits {
 };
 using FileDescriptor = UniqueHandle<FileDescriptorTraits>;
 
-// Throws SystemError with the text "`what`: <message of the errno value `error`>".
+// Throws a SystemError with the text "`what`: <description of the errno `error`>".
 [[noreturn]] void ThrowSystemError(const std::string& what, int error);
 
-// Creates an event: a descriptor that becomes readable on NotifyEvent and stays
-// readable until ClearEvent.
+// Creates an event: a descriptor that is readable from NotifyEvent until ClearEvent.
 FileDescriptor NewEvent();
 void NotifyEvent(const FileDescriptor& event) noexcept;
 void ClearEvent(const FileDescriptor& event) noexcept;
 
-// Returns a descriptor that becomes readable when the process exits for any reason (a
-// pidfd). Returns an empty handle if the kernel does not support this or the process is
-// not visible.
+// Returns a descriptor that becomes readable when the process exits (a pidfd). Returns
+// an empty handle if the kernel does not support pidfds or the process is not visible.
 FileDescriptor WatchProcess(pid_t pid);
 
-// Returns " (it is stopped)" if a signal has stopped the process, else an empty string,
-// for use in error messages.
+// Returns " (it is stopped)" if a signal has stopped the process, and otherwise "". For
+// error messages.
 std::string DescribeIfStopped(pid_t pid);
 
-// Waits until a descriptor has an event. Returns false if `until` passes first.
+// Waits until a descriptor has an event. Returns false if none has one by `until`.
 bool Poll(std::vector<pollfd>& descriptors, Deadline::Clock::time_point until);
-// Waits until a descriptor has an event, without a time limit.
+// Waits until a descriptor has an event, with no time limit.
 void Poll(std::vector<pollfd>& descriptors);
 
 // Returns 64 random bits from the operating system.

@@ -12,7 +12,8 @@ namespace jax_ub {
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) &&
               std::atomic<uint32_t>::is_always_lock_free);
 
-// Sleeps until FutexWake or the deadline if `word` is `expected`. May return early.
+// Sleeps if `word` equals `expected`, until FutexWake or the deadline. May return
+// early.
 void FutexWait(const std::atomic<uint32_t>& word,
                uint32_t expected,
                Deadline::Clock::time_point deadline);

@@ -5,7 +5,7 @@
 
 namespace jax_ub {
 
-// `Traits` has a type Value, a constant kNone of this type (the empty handle), and a
+// `Traits` defines the type Value, its constant kNone for an empty handle, and the
 // function `static void Close(Value) noexcept`.
 template <typename Traits>
 class UniqueHandle {

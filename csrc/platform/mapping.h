@@ -21,13 +21,12 @@ struct MappingTraits {
 
 using HostMapping = UniqueHandle<MappingTraits>;
 
-// The page size of private memory. Huge pages reduce TLB misses; small pages are faster
-// to fault in.
+// Page size of private memory. Huge pages cause fewer TLB misses; small pages are
+// faster to allocate at their first access.
 enum class Pages { kHuge, kSmall };
 
-// Maps private, zero-filled memory. Physical pages are allocated on first access.
-// Returns an empty handle if the mapping fails. `pages` is only a hint: a system
-// without huge pages ignores it.
+// Maps private memory, initially zero. The kernel allocates a page at its first access.
+// Returns an empty handle after an error. `pages` is only a hint.
 HostMapping MapPrivate(size_t size_bytes, Pages pages) noexcept;
 
 }  // namespace jax_ub

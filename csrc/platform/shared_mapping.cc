@@ -13,7 +13,7 @@
 #include "platform/available_memory.h"
 #include "platform/error.h"
 
-// The oldest supported kernel headers lack these constants.
+// The oldest kernel headers that are supported lack these constants.
 #if !defined(MFD_NOEXEC_SEAL)
 #define MFD_NOEXEC_SEAL 0x0008U
 #endif
@@ -40,8 +40,8 @@ FileDescriptor NewMemory() {
   return memory;
 }
 
-// Linux overcommits memory: a too large allocation succeeds, and the kernel kills a
-// process that touches it later. This check reports an error instead.
+// Returns an error now instead of a crash later: Linux overcommits memory, so a too
+// large allocation succeeds, and the kernel kills a process that accesses it.
 void CheckAvailable(int64_t size_bytes) {
   const int64_t available_bytes = AvailableBytes();
   if (size_bytes <= available_bytes) return;
@@ -58,9 +58,9 @@ SharedMapping::SharedMapping(FileDescriptor descriptor, int64_t size_bytes)
       mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_.get(), 0);
   if (data == MAP_FAILED) ThrowSystemError("mmap of " + Bytes(size_bytes), errno);
   mapping_ = HostMapping({.data = static_cast<std::byte*>(data), .size = size});
-  // Both calls are hints. Huge pages reduce TLB misses of large copies. MADV_DONTFORK
-  // prevents that a child of fork() keeps the memory alive after this process has
-  // exited.
+  // Both calls are hints. Huge pages cause fewer TLB misses in large copies.
+  // MADV_DONTFORK excludes the memory from forked children, which might keep it after
+  // this process has exited.
   static_cast<void>(madvise(data, size, MADV_HUGEPAGE));
   static_cast<void>(madvise(data, size, MADV_DONTFORK));
 }
@@ -73,8 +73,8 @@ SharedMapping SharedMapping::Create(int64_t size_bytes) {
     ThrowSystemError("ftruncate to " + Bytes(size_bytes), errno);
   }
   SharedMapping mapping(std::move(memory), size_bytes);
-  // Faulting the pages in first yields huge pages on the local NUMA node, which
-  // fallocate alone does not. fallocate then guarantees that every page is allocated.
+  // Writing to all pages gives huge pages on the local NUMA node, which fallocate alone
+  // does not. fallocate then guarantees that every page is allocated.
   static_cast<void>(
       madvise(mapping.data(), static_cast<size_t>(size_bytes), MADV_POPULATE_WRITE));
   int failed = 0;

@@ -16,24 +16,25 @@ class SharedMapping {
  public:
   SharedMapping() = default;
 
-  // Creates zero-filled memory. All pages are allocated here, so no later access can
-  // fail, and the size is sealed, so no process can change it. Throws SystemError if
+  // Creates memory, initially zero. Allocates all pages, so that no later access can
+  // fail, and seals the size, so that no process can change it. Throws SystemError if
   // there is not enough memory.
   static SharedMapping Create(int64_t size_bytes);
 
-  // Maps memory that another process created. Throws SystemError unless its size is
-  // `size_bytes` and sealed.
+  // Maps memory of another process. Throws SystemError unless its size is sealed and
+  // equals `size_bytes`.
   static SharedMapping Map(FileDescriptor memory, int64_t size_bytes);
 
   std::byte* data() const { return mapping_.get().data; }
   int64_t size_bytes() const { return static_cast<int64_t>(mapping_.get().size); }
 
-  // The descriptor to pass to other processes. Empty if Map made this mapping.
+  // Returns the descriptor to pass to other processes. Empty if Map has made this
+  // mapping.
   const FileDescriptor& descriptor() const { return descriptor_; }
   void CloseDescriptor() { descriptor_.reset(); }
 
-  // Drops the mapping without unmapping it. Called in a child of fork(), which does not
-  // inherit the mapping (MADV_DONTFORK): its address range may contain another mapping.
+  // Releases the mapping without unmapping it. For a forked child, which does not have
+  // the mapping (MADV_DONTFORK): there may be another one at its address.
   void Forget() { static_cast<void>(mapping_.release()); }
 
  private:

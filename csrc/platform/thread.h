@@ -15,11 +15,11 @@
 
 namespace jax_ub {
 
-// Suffix of error messages about a thread that cannot start.
+// End of the error message if a thread cannot be started.
 inline constexpr char kIsLimitReached[] =
     ": is the limit of threads reached (ulimit -u, or pids.max of the container)?";
 
-// A signal mask for new threads.
+// A signal mask, with which threads can be started.
 class SignalMask {
  public:
   SignalMask();  // copies the mask of the calling thread
@@ -29,10 +29,11 @@ class SignalMask {
   sigset_t mask_;
 };
 
-// A thread whose owner must call Join before it is destroyed.
+// A thread. Join must be called before it is destroyed.
 class Thread {
  public:
-  // Throws SystemError if the system starts no more threads. `body` must not throw.
+  // Throws SystemError if the system does not start another thread. `body` must not
+  // throw.
   explicit Thread(std::function<void()> body, const SignalMask& mask = {});
   Thread(const Thread&) = delete;
   Thread& operator=(const Thread&) = delete;
@@ -43,7 +44,8 @@ class Thread {
   pthread_t thread_;
 };
 
-// Starts a detached thread. Throws SystemError if no thread can be started.
+// Starts a thread without an owner. Throws SystemError if the system does not start
+// another thread.
 void StartThread(std::function<void()> body, const SignalMask& mask = {});
 
 }  // namespace jax_ub

@@ -14,13 +14,13 @@ namespace jax_ub {
 
 namespace {
 
-// Maximum number of processes that can connect before this process accepts.
+// How many processes may connect before this process accepts the first of them.
 constexpr int kBacklog = 256;
 
 struct Address {
   explicit Address(const std::string& name) {
-    // In the abstract namespace the first byte is zero, and the length delimits the
-    // name.
+    // A name in the abstract namespace begins with a zero byte, and its end is
+    // determined by the length of the address.
     if (name.empty() || name.size() + 1 > sizeof(address.sun_path)) {
       throw SystemError("'" + name + "' is no name for a socket");
     }
@@ -41,7 +41,7 @@ FileDescriptor NewSocket() {
   return made;
 }
 
-// Buffer for the one descriptor of a message. The kernel drops further descriptors.
+// Memory for one file descriptor per message. The kernel drops further ones.
 union Control {
   char bytes[CMSG_SPACE(sizeof(int))];
   cmsghdr alignment;
@@ -140,8 +140,9 @@ Received Receive(const FileDescriptor& connection, std::span<std::byte> buffer) 
     header.msg_control = control.bytes;
     header.msg_controllen = sizeof(control.bytes);
     size = recvmsg(connection.get(), &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    // recvmsg is repeated on ECONNRESET, which means that the peer exited with unread
-    // messages. The kernel reports this once, before the messages that the peer sent.
+    // ECONNRESET means that the peer exited without reading all messages. The kernel
+    // reports it once, before the messages that the peer has sent, so recvmsg is
+    // repeated.
   } while (size < 0 && (errno == EINTR || errno == ECONNRESET));
   if (size < 0 && errno == EAGAIN) return {};
   if (size < 0) ThrowSystemError("recvmsg", errno);

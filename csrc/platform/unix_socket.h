@@ -13,10 +13,10 @@
 
 namespace jax_ub {
 
-// Listens for connections at a name in the abstract namespace.
+// Listens at a name in the abstract namespace.
 FileDescriptor ListenAt(const std::string& name);
 
-// Accepts a pending connection. Returns an empty handle if there is none.
+// Accepts a connection. Returns an empty handle if none is pending.
 FileDescriptor Accept(const FileDescriptor& listener);
 
 enum class DialResult {
@@ -24,11 +24,11 @@ enum class DialResult {
   kBusy,
   kNoProcess
 };  // kBusy: try again later; kNoProcess: no process listens at this name
-// Connects to the listener at `name`. Sets `connection` if the result is kConnected.
+// Connects to the listener at `name`. If the result is kConnected, sets `connection`.
 DialResult Dial(const std::string& name, FileDescriptor* connection);
 
-// Process and user at the other end of a connection: the process that connected, or the
-// process that called ListenAt.
+// The process and the user at the other end of a connection. On the side that connects,
+// this is the process that called ListenAt.
 struct Credentials {
   pid_t pid = 0;  // 0: not visible from this PID namespace
   uid_t uid = 0;
@@ -40,7 +40,7 @@ enum class Sent {
   kFull,
   kNo
 };  // kFull: the peer must read first; kNo: it is lost
-// Sends a message, and the descriptor `passed` with it unless it is null.
+// Sends a message and, unless it is null, the descriptor `passed`.
 Sent Send(const FileDescriptor& connection,
           std::span<const std::byte> message,
           const FileDescriptor* passed = nullptr) noexcept;
@@ -55,7 +55,7 @@ struct Received {
   size_t size = 0;        // bytes stored in the buffer; a longer message is truncated
   FileDescriptor passed;  // empty if the message carried no descriptor
 };
-// Receives the next message into `buffer`, without waiting.
+// Receives a message into `buffer`. Does not wait for one.
 Received Receive(const FileDescriptor& connection, std::span<std::byte> buffer);
 
 }  // namespace jax_ub

@@ -9,7 +9,7 @@
 
 namespace jax_ub {
 
-// A read-only addend. The columns of a row are contiguous.
+// A read-only addend. Its rows are contiguous.
 struct ConstMatrix {
   const std::byte* data = nullptr;
   int64_t row_stride = 0;  // in elements; 0 repeats one row
@@ -22,17 +22,19 @@ struct Matrix {
   DType dtype = DType::kF32;
 };
 
-// out[r, c] = round(((chunks[0][r, c] + chunks[1][r, c]) + chunks[2][r, c]) + ...)
+// Computes
 //
-// Adds in f32, in the order of `chunks` (the order of the ranks), and rounds once, so
-// every rank computes the same bits. `out` may be exactly the memory of one chunk.
-// Throws std::invalid_argument if `chunks` is empty.
+//   out[r, c] = round(((chunks[0][r, c] + chunks[1][r, c]) + chunks[2][r, c]) + ...)
+//
+// Adds in f32, in the order of `chunks` (the ranks), so that every rank gets the same
+// bits. `out` may be the memory of one chunk. Throws std::invalid_argument if `chunks`
+// is empty.
 void SumChunks(std::span<const ConstMatrix> chunks,
                int64_t rows,
                int64_t columns,
                const Matrix& out);
 
-// Copies `rows` rows of `row_bytes` contiguous bytes. Strides are in bytes.
+// Copies `rows` rows of `row_bytes` contiguous bytes each. Strides are in bytes.
 void CopyRows(const std::byte* source,
               int64_t source_stride,
               std::byte* target,

@@ -7,9 +7,9 @@ namespace jax_ub {
 namespace {
 
 // Appends the steps of the method ring_exchange. Rank r starts with its own chunk. In
-// each step it forwards the chunk that it received from r - 1 to r + 1, so it processes
-// chunk r - d in step d while the next chunk is in flight. Slot d - 1 holds chunk r -
-// d. P = 4:
+// each step it forwards the chunk that it has received from r - 1 to r + 1, so it
+// processes chunk r - d in step d while the next chunk is in flight. Slot d - 1 contains
+// chunk r - d. For P = 4 ranks:
 //
 //   step         0     1     2     3
 //   rank 0       0     3     2     1      chunk of the GEMM
@@ -38,7 +38,7 @@ void AppendRing(ScheduleBuilder& builder, StepKind consume) {
   }
 }
 
-// Appends the steps that consume the rank's own chunk.
+// Appends the steps that multiply or copy this rank's own chunk.
 void AppendOwn(ScheduleBuilder& builder, StepKind consume) {
   for (int split = 0; split < builder.num_splits(); ++split) {
     builder.Add(consume, Payload::kOperand, builder.rank(), split);
@@ -46,11 +46,11 @@ void AppendOwn(ScheduleBuilder& builder, StepKind consume) {
 }
 
 // Appends the steps of the method pipeline or, with one split, of bulk and external.
-// Every rank puts its own chunk into a slot of each peer, split by split and nearest
-// peer first, so that the ranks do not all write to the same peer at once. All ranks
-// put and wait in the same order, so a split arrives at about the time at which this
-// rank's put of the same step is done. The next put is issued before the wait, so it
-// runs meanwhile. P = 4, two splits, rank 0 (chunk.split):
+// Every rank puts its own chunk into a slot of each peer, split by split. It begins with
+// the nearest peer, so that the ranks do not all write to the same peer. All ranks put
+// and wait in the same order, so a split arrives when this rank's put of the same step
+// is about done. The next put precedes the wait, so it runs meanwhile. For P = 4 ranks
+// and two splits, rank 0 (chunk.split):
 //
 //   put       0.0 to 1, 2       to 3     0.1 to 1   to 2      to 3
 //   multiply           0.0 0.1       3.0        2.0       1.0      3.1   2.1   1.1
@@ -81,12 +81,11 @@ void AppendSplits(ScheduleBuilder& builder, StepKind consume) {
 
 }  // namespace
 
-// Appends the steps of the variant kAggregate, for even P. Neighbours 2i and 2i + 1
-// exchange their chunks. Then each rank r sends the chunks that it has to r + 2, two
-// per step. Each GEMM except the first two is over the two chunks of a pair. The own
-// chunk needs no communication and is not adjacent to the neighbour's in memory, so
-// these two get separate GEMMs: the first runs while the neighbour's chunk is in
-// flight. P = 6:
+// Appends the steps of the variant kAggregate, for an even number of ranks P. Ranks 2i
+// and 2i + 1 exchange their chunks. Then each rank r sends the chunks that it has to
+// r + 2, two per step. Each later GEMM is over the two chunks of a pair of ranks. The
+// first two GEMMs are over one chunk each: the rank's own chunk needs no communication,
+// and is not adjacent to the other one in memory. For P = 6:
 //
 //   step               0      1      2      3
 //   rank 0             0      1     4 5    2 3     chunks of the GEMM
@@ -96,7 +95,8 @@ void AppendSplits(ScheduleBuilder& builder, StepKind consume) {
 //   sent to r xor 1    r
 //   sent to r + 2      r    r xor 1  received from r - 2, except in the last step
 //
-// Slots 2d - 1 and 2d hold the pair that is d pairs behind, the even chunk first.
+// Slots 2d - 1 and 2d contain the chunks of the pair that is d pairs behind, the even
+// chunk first.
 void AppendRingOfPairs(ScheduleBuilder& builder) {
   builder.BeginStage();
   const int own = builder.rank();
@@ -123,7 +123,7 @@ void AppendRingOfPairs(ScheduleBuilder& builder) {
   builder.Multiply(neighbour, 0, 1);
   release(neighbour, 0);
   for (int distance = 1; distance < num_pairs; ++distance) {
-    // The chunks are received in the order in which the rank behind sends them.
+    // Waits for the chunks in the order in which the rank behind sends them.
     const int first = builder.Behind(2 * distance);
     for (const int chunk : {first, first ^ 1}) {
       builder.Add(StepKind::kWait, Payload::kOperand, chunk, 0, builder.Behind(2),
@@ -145,10 +145,10 @@ void AppendAllGather(ScheduleBuilder& builder, Method method, StepKind consume) 
   }
 }
 
-// The second stage of an all-reduce. Every rank puts the sums of its rows, which the
-// reduction has stored in the result, into a slot of each peer, and copies the sums
-// that arrive. It waits for several peers at once, in at most kMaxGroups groups: the
-// copies of a group overlap with the puts of the next one. P = 8, rank 0:
+// Appends the second exchange of an all-reduce. Every rank puts the sums of its rows,
+// which are in its result, into a slot of each peer, and copies the sums that arrive.
+// Peers are divided into at most kMaxGroups groups. The copies of one group overlap with
+// the puts of the next one. For P = 8 ranks, rank 0:
 //
 //   put to 1 2 3 | wait for 7 6 5 | copy 7 6 5 | put to 4 5 6 | wait ... | copy 1
 void AppendAllGatherOfSums(ScheduleBuilder& builder) {

@@ -13,17 +13,18 @@ class ScheduleBuilder {
   int num_ranks() const { return schedule_.num_ranks; }
   int num_splits() const { return schedule_.num_splits; }
 
-  // Returns the rank `distance` after this one on the ring, or before it.
+  // Return the rank that is `distance` after this rank on the ring, and the one before
+  // it.
   int Ahead(int distance) const { return (rank() + distance) % num_ranks(); }
   int Behind(int distance) const {
     return (rank() + num_ranks() - distance) % num_ranks();
   }
 
-  // Returns the slot for data from the rank that is `distance` behind the slot's owner.
+  // Returns the slot (receive buffer) that the rank `distance` before its owner fills.
   int SlotOf(int distance, int split) const {
     return first_slot_ + (distance - 1) * num_splits() + split;
   }
-  // Starts a stage, one exchange between all ranks. Its steps use new slots.
+  // Begins another exchange between all ranks. Its steps use new slots.
   void BeginStage() {
     first_slot_ = schedule_.num_slots;
     schedule_.num_slots += (num_ranks() - 1) * num_splits();
@@ -37,15 +38,15 @@ class ScheduleBuilder {
            int slot = kNone) {
     schedule_.steps.push_back({kind, payload, chunk, split, peer, slot});
   }
-  // Adds the GEMM of `num_chunks` consecutive chunks, in consecutive slots.
+  // Appends a GEMM of `num_chunks` consecutive chunks, which are in consecutive slots.
   void Multiply(int chunk, int slot, int num_chunks) {
     schedule_.steps.push_back(
         {StepKind::kMultiply, Payload::kOperand, chunk, 0, kNone, slot, num_chunks});
   }
   void MultiplyAll() { Add(StepKind::kMultiply, Payload::kOperand, kAllChunks, 0); }
 
-  // Adds a put that first waits until the peer has released the slot, whichever rank
-  // filled it in an earlier call.
+  // Appends a put, after a wait until the peer has released the slot. Another rank may
+  // have filled the slot in the previous call.
   void Send(StepKind kind, Payload payload, int chunk, int split, int peer, int slot) {
     Add(StepKind::kWaitFree, payload, chunk, split, peer, slot);
     Add(kind, payload, chunk, split, peer, slot);
@@ -56,7 +57,7 @@ class ScheduleBuilder {
   int first_slot_ = 0;
 };
 
-// Each function appends one stage. `consume` is the step for each received split:
+// Each of these appends one exchange. `consume` is what happens to a received split:
 // kMultiply or kCopy.
 void AppendAllGather(ScheduleBuilder& builder, Method method, StepKind consume);
 void AppendAllGatherOfSums(ScheduleBuilder& builder);

@@ -12,7 +12,7 @@ namespace {
 
 constexpr size_t kMaxViolations = 20;
 
-// Orders of the ranks in which an incorrect schedule is likely to fail.
+// Returns orders of the ranks in which a wrong schedule is likely to fail.
 std::vector<std::vector<int>> AdversarialOrders(int num_ranks) {
   std::vector<int> up(num_ranks);
   for (int r = 0; r < num_ranks; ++r) up[r] = r;

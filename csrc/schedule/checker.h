@@ -14,7 +14,7 @@
 
 namespace jax_ub {
 
-// The schedules of all ranks of a call, indexed by rank.
+// The schedules of one call, indexed by rank.
 using RankSchedules = std::vector<Schedule>;
 
 RankSchedules MakeRankSchedules(CollectiveKind collective,
@@ -23,16 +23,16 @@ RankSchedules MakeRankSchedules(CollectiveKind collective,
                                 int num_splits,
                                 Variant variant = Variant::kPlain);
 
-// Executes the calls one after another on the same slots, without a barrier between
-// them. Returns the violations found, at most 20, or an empty vector if the schedules
-// are correct:
-//   every split is multiplied, copied or reduced exactly once, and after it arrived;
-//   every wait receives the put that it expects, and every put is waited for;
-//   no slot is overwritten before its release, or used twice in a call;
-//   every slot is released, and no rank waits forever.
+// Executes calls one after another on the same slots, without a barrier between them.
+// Returns at most 20 violations of these rules:
+//
+// - Every split is multiplied, copied or reduced once, after it has arrived.
+// - Every wait gets the put that it expects, and every put is waited for.
+// - No slot is overwritten before its release, or used twice in a call.
+// - Every slot is released, and no rank waits forever.
 std::vector<std::string> CheckCalls(const std::vector<RankSchedules>& calls);
 
-// Checks the collective called twice in a row, and before and after every other
+// Checks two successive calls of the collective, and a call before and after each other
 // collective, method and variant.
 std::vector<std::string> CheckSchedule(CollectiveKind collective,
                                        Method method,

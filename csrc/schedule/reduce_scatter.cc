@@ -4,8 +4,8 @@ namespace jax_ub {
 
 namespace {
 
-// Appends the waits for the peers' partial sums of these rows, their sum, and the
-// releases.
+// Appends the waits for the peers' partial sums of a split, the step that adds them,
+// and the releases of their slots.
 void AppendReduce(ScheduleBuilder& builder, int chunk, int split) {
   const int num_ranks = builder.num_ranks();
   for (int distance = 1; distance < num_ranks; ++distance) {
@@ -21,12 +21,11 @@ void AppendReduce(ScheduleBuilder& builder, int chunk, int split) {
 
 }  // namespace
 
-// Appends the steps of the methods ring_exchange (one split) and pipeline. Partial sums
-// do not travel around a ring, where they would be rounded at every step or be added in
-// a different order on every rank. Instead each partial sum is sent directly to the
-// rank that owns its rows. A rank computes the partial sums for the next rank first and
-// its own last, while the others are in flight. The owner adds all of them in f32, in
-// rank order. P = 4:
+// Appends the steps of the methods ring_exchange (one split) and pipeline. Each partial
+// sum is sent directly to the rank that owns its rows, which adds all of them in f32, in
+// rank order. On a ring, they would be rounded at every step, or be added in a different
+// order on every rank. A rank first computes the partial sums for the next rank, and
+// last its own ones, while the others are in flight. For P = 4 ranks:
 //
 //   step         0     1     2     3
 //   rank 0       1     2     3     0      chunk of the GEMM
@@ -36,12 +35,12 @@ void AppendReduce(ScheduleBuilder& builder, int chunk, int split) {
 //   put to      r+1   r+2   r+3    -
 //   into slot    0     1     2     -      d - 1 if the owner is d ranks ahead
 //
-// With several splits, these steps are repeated for each split, and split s - 1 is
-// reduced after the GEMMs of split s have been enqueued.
+// These steps are repeated for each split. Split s - 1 is reduced after the GEMMs of
+// split s have been enqueued.
 //
 // In the variant kOverlapFirstGemm, the put of a GEMM's result is enqueued after the
-// next GEMM. A put waits for its GEMM. If streams share a hardware queue, this wait
-// would delay a GEMM that is enqueued behind the put.
+// next GEMM, because a put waits for its GEMM. If streams share a hardware queue, a GEMM
+// behind the put would have to wait, too.
 void AppendReduceScatter(ScheduleBuilder& builder,
                          bool multiply,
                          bool overlap_first_gemm) {
@@ -65,10 +64,10 @@ void AppendReduceScatter(ScheduleBuilder& builder,
   AppendReduce(builder, rank, builder.num_splits() - 1);
 }
 
-// Appends the steps of the variant kOneShot, for few rows. Every rank puts its whole
-// partial sum into a slot of each peer, and adds all partial sums itself, in rank
-// order. This takes one exchange instead of two, but sends P / 2 times the bytes. P =
-// 4, rank 0:
+// Appends the steps of the variant kOneShot, for few rows. Every rank sends its whole
+// partial sum to all peers, and adds the partial sums of all ranks in rank order. This
+// takes one exchange instead of two, but sends P / 2 times the bytes (P = number of
+// ranks). For P = 4, rank 0:
 //
 //   multiply all | put all to 1 2 3 | wait for 3 2 1 | reduce all | release
 void AppendOneShot(ScheduleBuilder& builder, bool multiply) {

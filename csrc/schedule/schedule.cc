@@ -31,7 +31,7 @@ void AppendCollective(ScheduleBuilder& builder,
                       Method method,
                       Variant variant) {
   if (variant == Variant::kAggregate) return AppendRingOfPairs(builder);
-  // The method "external" runs the GEMM separately: after the gather, or before the
+  // With method "external", the GEMM is separate: after the gather or before the
   // scatter.
   const bool separate_gemm = method == Method::kExternal;
   const bool multiply = HasProduct(collective) && !separate_gemm;
@@ -101,14 +101,14 @@ std::vector<Step> FirstOfEachPeer(const std::vector<Step>& steps, StepKind kind)
   return first;
 }
 
-// Appends the steps of the method direct, which sends nothing. Every rank lets its
-// peers read its operands, runs one GEMM over the operands of all ranks, and continues
-// when no peer reads its operands any more. P = 4, rank 0:
+// Appends the steps of method "direct", which sends nothing. Every rank lets its peers
+// read its operands, runs one GEMM over the operands of all ranks, and continues when
+// no peer reads its operands any more. For P = 4 ranks, rank 0:
 //
 //   publish to 1 2 3 | wait for 3 2 1 | multiply all | release 3 2 1 | wait free 1 2 3
 //
-// In one process, the rendezvous of the ranks' calls replaces the publish step and
-// their common completion replaces the release (engine/cpu/collective_call.h).
+// Within one process, the rendezvous replaces the publish steps, and the common
+// completion of the ranks replaces the releases (engine/cpu/collective_call.h).
 void AppendDirect(ScheduleBuilder& builder) {
   builder.BeginStage();
   const int num_ranks = builder.num_ranks();

@@ -20,7 +20,7 @@ inline constexpr int kNumMethods = 5;
 
 std::string_view MethodName(Method method);
 
-// Variants of a method's schedule, which a caller selects explicitly.
+// Variants of a schedule, which a caller may request.
 enum class Variant : uint8_t {
   kPlain,
   kAggregate,         // AG+GEMM by ring_exchange, even P: GEMMs over two chunks
@@ -31,8 +31,7 @@ inline constexpr int kNumVariants = 4;
 
 std::string_view VariantName(Variant variant);
 
-// The collective of an op. Those without "Matmul" only communicate, either alone or
-// concurrently with an independent GEMM (bulk).
+// The communication of an op. Kinds without "Matmul" have no GEMM that depends on them.
 enum class CollectiveKind : uint8_t {
   kAllGatherMatmul,
   kMatmulReduceScatter,
@@ -47,7 +46,7 @@ std::string_view CollectiveKindName(CollectiveKind collective);
 
 // Returns whether ranks send operands. Otherwise they send partial sums.
 bool IsGather(CollectiveKind collective);
-// Returns whether every rank receives all sums, not only those of its own rows.
+// Returns whether every rank receives the sums of all rows, not only of its own rows.
 bool IsAllReduce(CollectiveKind collective);
 bool HasProduct(CollectiveKind collective);
 
@@ -65,8 +64,8 @@ inline constexpr int kNumStepKinds = 8;
 
 std::string_view StepKindName(StepKind kind);
 
-// What a split contains: rows of an operand, of one rank's partial sum, or of the sum
-// over all ranks.
+// What a split (part of a chunk) contains: rows of an operand, of a partial sum, or of
+// the sum over all ranks.
 enum class Payload : uint8_t { kOperand, kPartial, kSum };
 
 std::string_view PayloadName(Payload payload);
@@ -81,13 +80,13 @@ struct Step {
   int split = 0;
   int peer = kNone;
   int slot = kNone;
-  // For a GEMM: the number of consecutive chunks, which are in consecutive slots.
+  // For kMultiply: how many consecutive chunks, in consecutive slots, the GEMM reads.
   int num_chunks = 1;
 
   bool operator==(const Step&) const = default;
 };
 
-// Returns the step for chunk `index` of a step over several chunks.
+// Returns chunk number `index` of a step over several chunks, as a separate step.
 inline Step ChunkOf(Step step, int index) {
   step.chunk += index;
   if (step.slot != kNone) step.slot += index;
@@ -101,31 +100,30 @@ struct Schedule {
   Variant variant = Variant::kPlain;
   int rank = 0;
   int num_ranks = 1;
-  // The number of splits per chunk: as requested, or 1 if the method does not split
-  // chunks.
+  // Number of splits per chunk. 1 if the method does not split chunks.
   int num_splits = 1;
   int num_slots = 0;  // number of slots on every rank
   std::vector<Step> steps;
 };
 
-// Returns the number of consecutive steps of this kind, starting at steps[begin].
+// Returns how many consecutive steps from steps[begin] on are of this kind.
 size_t CountSteps(const std::vector<Step>& steps, size_t begin, StepKind kind);
-// Returns the steps of this kind that are the first for their peer.
+// Returns, for each peer, the first step of this kind.
 std::vector<Step> FirstOfEachPeer(const std::vector<Step>& steps, StepKind kind);
 
-// Returns whether MakeSchedule supports this method for the collective. It does not
-// support kBulk if the collective contains a GEMM, because bulk needs an independent
-// GEMM. It does not support kDirect without a GEMM, because direct sends nothing: its
-// GEMM reads the peers' memory.
+// Returns whether MakeSchedule supports the method for the collective. kBulk needs a
+// GEMM that is independent of the collective, so the collective must not contain one.
+// kDirect sends nothing, because its GEMM reads the peers' memory, so it requires a
+// GEMM.
 bool HasSchedule(CollectiveKind collective, Method method);
-// Returns whether MakeSchedule supports this variant for `num_ranks` ranks. Requires
-// HasSchedule(collective, method).
+// Returns whether MakeSchedule supports the variant for `num_ranks` ranks.
+// HasSchedule(collective, method) must be true.
 bool HasVariant(CollectiveKind collective,
                 Method method,
                 int num_ranks,
                 Variant variant);
 
-// Calls function(collective, method, variant) for every schedule of `num_ranks` ranks.
+// Calls function(collective, method, variant) for all schedules of `num_ranks` ranks.
 template <typename Function>
 void ForEachSchedule(int num_ranks, const Function& function) {
   for (int p = 0; p < kNumCollectiveKinds; ++p) {
@@ -143,8 +141,8 @@ void ForEachSchedule(int num_ranks, const Function& function) {
   }
 }
 
-// Returns the schedule of one rank. Throws std::invalid_argument if it does not exist
-// or a number is out of range.
+// Returns the schedule of one rank. Throws std::invalid_argument if there is none, or
+// if a number is out of range.
 Schedule MakeSchedule(CollectiveKind collective,
                       Method method,
                       int rank,
@@ -152,9 +150,9 @@ Schedule MakeSchedule(CollectiveKind collective,
                       int num_splits,
                       Variant variant = Variant::kPlain);
 
-// SplitRows returns rows [begin, end) of a split, out of `num_rows` rows that all ranks
-// share. Sizes are uneven if P or the number of splits does not divide the rows; a
-// split may be empty.
+// SplitRows returns the rows [begin, end) of one split. `num_rows` rows are divided
+// among the ranks, and the rows of each rank into splits. Sizes differ by at most one
+// if the division has a remainder; a split may be empty.
 struct RowRange {
   int64_t begin = 0;
   int64_t end = 0;

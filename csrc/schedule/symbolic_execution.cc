@@ -70,7 +70,8 @@ bool SymbolicExecution::Done(int rank) const {
   return ranks_[rank].call == calls_.size();
 }
 
-// If this rank has put into the slot in this call, the peer must release it once more.
+// If this rank has filled the slot in this call, the peer must release it once more
+// than in earlier calls.
 int64_t SymbolicExecution::EpochToWaitFor(int rank, const Step& step) const {
   return ranks_[rank].epochs[step.slot] + (ranks_[rank].was_put[step.slot] ? 1 : 0);
 }
@@ -187,7 +188,7 @@ bool SymbolicExecution::Holds(int rank, const SlotData& data, int slot_index) {
   return data.payload != Payload::kSum || ranks_[rank].reduced.contains(data.split);
 }
 
-// Without a GEMM, the partial sums are available from the start.
+// Without a GEMM, the partial sums are operands, which are available from the start.
 bool SymbolicExecution::HasMultiplied(int rank, int chunk, int split) const {
   if (!HasProduct(ScheduleOf(rank).collective)) return true;
   const auto& multiplied = ranks_[rank].multiplied;
@@ -204,8 +205,7 @@ bool SymbolicExecution::HasSource(int rank, const Step& step) {
   }
   const SlotData data{step.payload, step.chunk, step.split, kNone};
   if (step.chunk == rank) return Holds(rank, data, kNone);
-  // Check all slots: the first one with the split may already hold data of the next
-  // call.
+  // Checks all slots. Another slot may contain the same split of the next call.
   for (size_t slot = 0; slot < slots_[rank].size(); ++slot) {
     if (Holds(rank, data, static_cast<int>(slot))) return true;
   }
@@ -304,7 +304,8 @@ void SymbolicExecution::CheckCounts(int rank) {
   }
 }
 
-// A slot that one rank uses must be used on every rank; otherwise their epochs differ.
+// Checks that all ranks have used the same slots. Otherwise the epochs (use counts) of
+// a slot would differ between ranks.
 void SymbolicExecution::EndCall(int rank) {
   Rank& me = ranks_[rank];
   CheckCounts(rank);

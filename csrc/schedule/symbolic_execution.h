@@ -16,14 +16,14 @@ class SymbolicExecution {
  public:
   explicit SymbolicExecution(const std::vector<RankSchedules>& calls);
 
-  // Executes the ranks in this order, one step each or (greedy) as many as they can,
-  // until all are done or none can continue.
+  // Executes the ranks in this order until none can continue. A rank executes one step
+  // at a time or, if `greedy`, as many as it can.
   void Run(const std::vector<int>& order, bool greedy);
 
   const std::vector<std::string>& violations() const { return violations_; }
 
  private:
-  // A vector clock, indexed by rank: how many of the rank's steps are known to have
+  // A vector clock, indexed by rank: how many steps of each rank are known to have
   // happened.
   using Clock = std::vector<int64_t>;
 
@@ -35,9 +35,9 @@ class SymbolicExecution {
     bool operator==(const SlotData&) const = default;
   };
 
-  // The contents of a slot, and the numbers of arrivals and releases that ranks wait
-  // for. Each has the vector clock of the rank that last incremented it, which a rank
-  // that waits merges into its own clock.
+  // The contents of a slot, and how often data has arrived in it and has been released.
+  // For each of these counts there is the vector clock of the rank that incremented it
+  // last. A rank that waits for a count merges this clock into its own.
   struct Slot {
     int64_t arrived = 0;
     int64_t released = 0;
@@ -57,8 +57,8 @@ class SymbolicExecution {
     Clock clock;
     std::vector<int64_t> epochs;  // [slot]: number of calls that used it
     std::vector<bool> was_put;  // [slot]: this rank put into a peer's slot in this call
-    // [slot]: in this call, this rank put into a peer's slot and then waited until the
-    // peer released it.
+    // Indexed by slot: whether this rank has filled the slot of a peer in this call,
+    // and has then waited until the peer released it.
     std::vector<bool> saw_released;
     std::vector<bool> was_used;  // [slot]: used, own or a peer's, in this call
     // Keyed by (chunk, split): how often this rank has multiplied or copied the split
@@ -82,8 +82,8 @@ class SymbolicExecution {
   void MultiplyAll(int rank);
   void Reduce(int rank, const Step& step);
   bool HasMultiplied(int rank, int chunk, int split) const;
-  // Returns whether the rank can read the split `data`: from its own tensors if `slot`
-  // is kNone, else from this slot after it has waited for the slot.
+  // Returns whether the rank can read the split `data` from `slot`, after a wait for
+  // the slot. If `slot` is kNone, it must be in the rank's own tensors.
   bool Holds(int rank, const SlotData& data, int slot);
   bool ReadSlot(int rank, int slot);
   bool HasSource(int rank, const Step& step);

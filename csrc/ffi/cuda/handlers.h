@@ -20,35 +20,35 @@
 
 namespace jax_ub {
 
-// Returns the FFI targets of a process, indexed by Op. With several devices, their
-// threads wait for each other in the first run of a call (CudaEngine::ExecuteTogether).
-// In this case XLA must not capture the handlers in a graph, because it does not call
-// them when it replays the graph.
+// Returns the FFI targets for a process, indexed by Op. With several devices, XLA must
+// not capture the handlers in a graph: in the first run of a call, the threads of the
+// devices wait for each other (CudaEngine::ExecuteTogether), and XLA does not call
+// handlers when it replays a graph.
 std::array<Target, kNumOps> CudaTargets(bool has_several_devices);
 
-// Returns the type of the state of an instantiated call.
+// Returns the FFI type of the state that XLA keeps per custom call.
 CallSiteType TheCudaCallSiteType();
 
-// Returns the engine that all handlers of this process share, and creates it at the
-// first call. Throws UnsupportedError if the driver or cuBLASLt is missing.
+// Returns the engine of this process, which all handlers share. Creates it at the first
+// call. Throws UnsupportedError if the driver or cuBLASLt is missing.
 CudaEngine& ProcessCudaEngine();
 
-// Returns the cuBLASLt library that the engine uses, and loads it at the first call.
-// Throws UnsupportedError if it is missing.
+// Returns the engine's cuBLASLt library. Loads it at the first call. Throws
+// UnsupportedError if it is missing.
 const CublasLt& ProcessCublasLt();
 
-// Sets additional directories to search for cuBLASLt. Has no effect after the library
-// has been loaded.
+// Sets additional directories in which to search for cuBLASLt. Has no effect once the
+// library is loaded.
 void SetLibraryPaths(std::vector<std::string> directories);
-// Sets the timeout of waits, also for an existing engine.
+// Sets the timeout of waits, of an existing engine, too.
 void SetCudaTimeout(double timeout_s);
 
-// Sets whether all-reduces may use multicast (NVLink SHARP). Must be called before the
-// engine exists.
+// Enables all-reduces by multicast (NVLink SHARP). Must be called before the engine
+// exists.
 void SetCudaNvls(bool nvls);
 bool CudaNvls();
 
-// Replaces the engine of this process in tests; nullptr restores the original engine.
+// For tests: replaces the engine of this process. nullptr restores the original one.
 void ReplaceCudaEngine(CudaEngine* engine);
 
 }  // namespace jax_ub

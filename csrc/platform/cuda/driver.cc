@@ -15,12 +15,11 @@ namespace jax_ub {
 
 namespace {
 
-// CUDA 12.0, the first version with cuLibraryLoadData.
+// CUDA 12.0 is the first version that has cuLibraryLoadData.
 constexpr int kOldestVersion = 12000;
 
-// A driver function and the oldest API version at which its signature matches the
-// declaration in cuda.h. Newer versions with the same name may take different
-// arguments.
+// A driver function, and the oldest API version in which it has the signature that
+// cuda.h declares. In newer versions, the same name may have other arguments.
 struct Symbol {
   size_t member;
   const char* name;
@@ -35,7 +34,7 @@ constexpr Symbol MakeSymbol(size_t member,
   static_assert(std::is_same_v<Member, Declared>, "cuda.h has another version");
   return {member, name, version, optional};
 }
-// The name is not expanded: cuda.h defines some as macros for their newest version.
+// Pastes `name` without expanding it, because cuda.h defines some names as macros.
 #define JAX_UB_SYMBOL(member, name, version, ...)                \
   MakeSymbol<decltype(Driver::member), PFN_##name##_v##version>( \
       offsetof(Driver, member), #name, version __VA_OPT__(, ) __VA_ARGS__)
@@ -123,8 +122,8 @@ std::string VersionText(int version) {
 }
 
 Driver OpenDriver() {
-  // The library is never closed, because threads that the driver started may run until
-  // the process exits.
+  // Never closes the library, because threads of the driver may run until the process
+  // exits.
   static void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     throw UnsupportedError(

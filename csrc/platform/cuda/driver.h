@@ -79,12 +79,10 @@ struct Driver {
   decltype(&cuIpcOpenMemHandle) IpcOpenMemHandle;
   decltype(&cuIpcCloseMemHandle) IpcCloseMemHandle;
 
-  // Available since CUDA 12.4; null in older drivers, which load a kernel at its first
-  // launch.
+  // Since CUDA 12.4. Null in older drivers, which load a kernel at its first launch.
   decltype(&cuFuncLoad) FuncLoad;
 
-  // Available since CUDA 12.1; all null in older drivers, which do not support
-  // multicast.
+  // Since CUDA 12.1. Null in older drivers, which do not support multicast.
   decltype(&cuMulticastCreate) MulticastCreate;
   decltype(&cuMulticastAddDevice) MulticastAddDevice;
   decltype(&cuMulticastBindMem) MulticastBindMem;
@@ -92,20 +90,20 @@ struct Driver {
   decltype(&cuMulticastGetGranularity) MulticastGetGranularity;
 };
 
-// Returns the driver from libcuda.so.1 after initializing it. Throws UnsupportedError
-// if the library is missing, is older than CUDA 12.0, or finds no device. The message
-// contains the reason and the driver's version.
+// Returns the functions of libcuda.so.1, after cuInit. Throws UnsupportedError, with
+// the reason and the driver's version, if the library is missing, is older than CUDA
+// 12.0, or finds no device.
 const Driver& SystemDriver();
 
-// Returns the table of driver functions, looked up with `find_symbol`, which returns
-// null for an unknown name. Tests pass an emulated driver.
+// Looks up the driver functions with `find_symbol`, which returns null for unknown
+// names. Tests pass the symbols of an emulated driver.
 Driver LoadDriver(void* (*find_symbol)(const char* name));
 
 // Returns a text such as "CUDA_ERROR_INVALID_VALUE: invalid argument".
 std::string DescribeResult(const Driver& driver, CUresult result);
 
-// Throws SystemError unless `result` is CUDA_SUCCESS. `what` is the name of the
-// function: "cuMemCreate: CUDA_ERROR_...: text".
+// Throws SystemError unless `result` is CUDA_SUCCESS. `what` is the function that
+// returned it. The message is "cuMemCreate: CUDA_ERROR_...: text".
 void Check(const Driver& driver, CUresult result, const char* what);
 
 }  // namespace jax_ub

@@ -7,52 +7,54 @@
 
 namespace jax_ub::gpu {
 
-// Acquire loads and release stores with system scope, which includes other devices and
-// the host. Addresses refer to global memory: of this device, of a peer, or pinned
-// memory of the host.
+// Loads with acquire and stores with release order. Their scope is the system: other
+// devices and the host. An address may refer to memory of this device or a peer, or to
+// pinned host memory.
 __device__ uint64_t LoadAcquire(uint64_t address);
 __device__ uint32_t LoadAcquire(const uint32_t* address);
 __device__ void StoreRelease(uint64_t address, uint64_t value);
 __device__ void StoreRelease(uint32_t* address, uint32_t value);
-// Relaxed loads and stores do not order other accesses, so several relaxed loads can be
-// in flight at once.
+// Relaxed loads and stores. They do not order other accesses, so several loads can be
+// in flight at a time.
 __device__ uint64_t LoadRelaxed(uint64_t address);
 __device__ void StoreRelaxed(uint64_t address, uint64_t value);
 
-// Replaces a zero with `value` atomically. Returns whether this thread did so: true for
-// exactly one thread. Device scope only.
+// Atomically replaces a zero by `value`. Returns true in the one thread that did so.
+// Only for threads of the same device.
 __device__ bool Claim(uint64_t address, uint64_t value);
 
-// Returns the nanoseconds of %globaltimer, a clock that all kernels of a device share.
+// Returns the time of %globaltimer in nanoseconds. All kernels of a device share this
+// clock.
 __device__ uint64_t Now();
 __device__ void Pause(uint32_t ns);
-// Synchronize the lanes of a warp, or the threads of a block.
+// Barriers for the threads of a warp, and for the threads of a block.
 __device__ void SyncWarp();
 __device__ void SyncBlock();
-// Synchronizes a block, and returns whether the condition holds in any of its threads.
+// A barrier for the threads of a block. Returns whether `condition` is true in any of
+// them.
 __device__ bool SyncBlockAny(bool condition);
 
-// Convert two 16-bit elements, of which the first is in the low half of `pair`, to and
-// from f32. Narrowing rounds to nearest even.
+// Convert two 16-bit elements to and from f32, rounding to nearest even. The first
+// element is in the low half of `pair`.
 __device__ float2 WidenBF16(uint32_t pair);
 __device__ float2 WidenF16(uint32_t pair);
 __device__ uint32_t NarrowBF16(float2 pair);
 __device__ uint32_t NarrowF16(float2 pair);
 
-// Returns four of the eight bytes of `low` (0 to 3) and `high` (4 to 7): byte i is the
-// one whose number is digit i of the hexadecimal `selector`.
+// Selects four of the bytes of `low` (numbers 0 to 3) and `high` (4 to 7). Digit i of
+// the hexadecimal `selector` is the number of result byte i.
 __device__ uint32_t PermuteBytes(uint32_t low, uint32_t high, uint32_t selector);
 
-// Access 16 bytes at a multicast address (compute capability 9.0). MulticastSum*
-// returns the sum over the memory of all devices, added in f32 and rounded once to the
-// dtype of the elements. MulticastStore writes the same bytes to all devices. Ordinary
-// loads and stores at a multicast address are undefined behavior.
+// Access 16 bytes at a multicast address, which other instructions must not use
+// (compute capability 9.0). MulticastSum* adds the elements at this address on all
+// devices, in f32, and rounds the sums to the dtype. MulticastStore writes the same
+// bytes on all devices.
 __device__ uint4 MulticastSumF32(uint64_t address);
 __device__ uint4 MulticastSumBF16(uint64_t address);
 __device__ uint4 MulticastSumF16(uint64_t address);
 __device__ void MulticastStore(uint64_t address, uint4 vector);
-// Orders accesses to the same memory through different virtual addresses
-// (fence.proxy.alias), which other fences do not order.
+// Orders accesses to the same memory by different virtual addresses
+// (fence.proxy.alias). Other fences do not.
 __device__ void FenceAliases();
 
 #ifdef __CUDACC__

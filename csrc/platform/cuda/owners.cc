@@ -12,7 +12,8 @@ CUcontext CurrentContext(const Driver& driver) {
   return current;
 }
 
-// Calls `close` with `context` current. Ignores errors: a driver may be shutting down.
+// Calls `close` with `context` current. Ignores errors, because the driver may be
+// shutting down.
 template <typename Function>
 void CloseIn(const Driver& driver, CUcontext context, const Function& close) noexcept {
   CUcontext before = nullptr;
@@ -47,7 +48,7 @@ Context::Context(const Driver& driver, int ordinal) {
 int Context::Attribute(CUdevice_attribute attribute) const {
   int value = 0;
   const CUresult result = driver().DeviceGetAttribute(&value, attribute, device());
-  // The driver is older than the attribute, so it does not have the feature.
+  // The driver does not know the attribute, so it does not have the feature.
   if (result == CUDA_ERROR_INVALID_VALUE) return 0;
   Check(driver(), result, "cuDeviceGetAttribute");
   return value;

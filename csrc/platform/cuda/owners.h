@@ -12,9 +12,9 @@
 
 namespace jax_ub {
 
-// The base class of all owners. It holds the driver and the owned value, which is zero
-// if the owner is empty. `Traits` defines the type Value of the value, and `static void
-// Close(const Driver&, Value) noexcept`, which the destructor calls.
+// Base class of all owners. It holds the driver and a value, which is zero in an empty
+// owner. `Traits` defines the type Value, and `static void Close(const Driver&, Value)
+// noexcept`, which the destructor calls.
 template <typename Traits>
 class DriverHandle {
  public:
@@ -46,8 +46,8 @@ class DriverHandle {
   Value value_{};
 };
 
-// RAII: makes a context current on the calling thread, and restores the previous
-// context at the end of the scope.
+// Makes a context current on the calling thread, and restores the previous one at the
+// end of the scope.
 class ScopedContext {
  public:
   ScopedContext(const Driver& driver, CUcontext context);
@@ -60,7 +60,7 @@ class ScopedContext {
   CUcontext before_ = nullptr;
 };
 
-// A device and its retained primary context, which is also the context that XLA uses.
+// A device and its primary context, which XLA uses, too.
 struct RetainedDevice {
   CUdevice device = 0;
   CUcontext context = nullptr;
@@ -85,7 +85,7 @@ class Context {
   DriverHandle<PrimaryContextTraits> handle_;
 };
 
-// The owners below create their resources in the current context.
+// The owners below create their resources in the context that is current.
 
 struct StreamTraits {
   using Value = CUstream;
@@ -94,8 +94,8 @@ struct StreamTraits {
 class Stream : public DriverHandle<StreamTraits> {
  public:
   Stream() = default;
-  // Creates a stream that does not synchronize with the default stream. A lower number
-  // is a higher priority, as in cuCtxGetStreamPriorityRange.
+  // Creates a stream that does not synchronize with the default stream. Lower numbers
+  // are higher priorities, as in cuCtxGetStreamPriorityRange.
   explicit Stream(const Driver& driver, int priority = 0);
 };
 
@@ -109,8 +109,8 @@ class Event : public DriverHandle<EventTraits> {
   explicit Event(const Driver& driver, unsigned flags = CU_EVENT_DISABLE_TIMING);
 };
 
-// An address and the context in which it was allocated. The memory is freed in this
-// context, because the driver rejects the call if no context is current.
+// An address and the context of its allocation. Freeing it makes this context current,
+// because the driver needs one.
 template <typename Address>
 struct InContext {
   Address address{};
@@ -133,10 +133,9 @@ class DeviceMemory : public DriverHandle<DeviceMemoryTraits> {
   int64_t size_bytes_ = 0;
 };
 
-// Stream-ordered memory: for work that is enqueued on the stream while the owner
-// exists. It is freed after this work has completed. Allocating and freeing do not
-// wait, while cuMemAlloc and cuMemFree may wait for all work of the device and of the
-// devices that can access it.
+// Memory for work that is enqueued on a stream while the owner exists. It is freed
+// after this work. Unlike cuMemAlloc and cuMemFree, allocating and freeing do not wait
+// for other work of the device or of its peers.
 struct InStream {
   CUdeviceptr address = 0;
   CUstream stream = nullptr;
@@ -152,7 +151,7 @@ class StreamMemory : public DriverHandle<StreamMemoryTraits> {
   CUdeviceptr get() const { return DriverHandle::get().address; }
 };
 
-// Zero-filled pinned host memory. Devices access it at the address device().
+// Pinned host memory, initially zero. Its address on devices is device().
 struct HostMemoryTraits {
   using Value = InContext<void*>;
   static void Close(const Driver& driver, Value memory) noexcept;
@@ -175,12 +174,12 @@ struct LibraryTraits {
 class Library : public DriverHandle<LibraryTraits> {
  public:
   Library() = default;
-  // `image` is a fatbin, which `jax_ub_kernels` in csrc/CMakeLists.txt embeds.
+  // `image` is a fatbin that `jax_ub_kernels` in csrc/CMakeLists.txt has embedded.
   Library(const Driver& driver, const unsigned char* image);
 
-  // Returns the kernel for the current context. The kernel is loaded here, so its first
-  // launch allocates nothing and can be captured in a graph. Throws SystemError if the
-  // image has no kernel with this name.
+  // Returns a kernel for the current context. Loads it now, so that its first launch
+  // allocates nothing and can be captured in a graph. Throws SystemError if the image
+  // has no such kernel.
   CUfunction Function(const char* name) const;
 };
 

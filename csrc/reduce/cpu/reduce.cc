@@ -21,7 +21,7 @@ void SumChunks(std::span<const ConstMatrix> chunks,
       std::all_of(chunks.begin(), chunks.end(), [&](const ConstMatrix& chunk) {
         return chunk.row_stride == columns;
       });
-  // Contiguous matrices are summed as one row, because a narrow row does not fill a
+  // Sums contiguous matrices as one long row, because a short row does not fill a
   // vector.
   if (is_contiguous) {
     columns *= rows;

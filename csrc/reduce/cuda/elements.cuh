@@ -23,7 +23,7 @@ __device__ void StoreElement(uint64_t data, int64_t index, DType dtype, float va
   reinterpret_cast<uint16_t*>(data)[index] = static_cast<uint16_t>(pair);
 }
 
-// Converts the elements in 16 bytes to f32: 4 of f32, or 8 of bf16 or f16.
+// Converts the elements in 16 bytes to f32: four f32, or eight bf16 or f16.
 template <DType kDType, int kCount>
 __device__ void WidenUnit(const uint4& unit, float (&x)[kCount]) {
   static_assert(kCount == (kDType == DType::kF32 ? 4 : 8));

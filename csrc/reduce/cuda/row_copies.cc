@@ -6,8 +6,8 @@ namespace jax_ub {
 
 namespace {
 
-// Usually a row is a batch, so rows are few and large. For more rows than this, one
-// kernel is cheaper than one copy per row.
+// Up to this many rows, each row is one copy. For more, one kernel is cheaper. Usually
+// there are few large rows: one per batch element.
 constexpr int64_t kMostBlocks = 64;
 
 void CopyBlock(const Driver& driver,
@@ -33,8 +33,8 @@ void EnqueueCopy(const Driver& driver,
     return CopyBlock(driver, stream, rows.to, rows.from,
                      rows.num_rows * rows.row_bytes);
   }
-  // Does not use cuMemcpy2DAsync: XLA updates the addresses in captured graphs, and
-  // CUDA supports this only for one-dimensional copies, so the second run would fail.
+  // Copies row by row, because XLA updates the addresses in captured graphs, which CUDA
+  // supports for one-dimensional copies, but not for cuMemcpy2DAsync.
   if (rows.num_rows > kMostBlocks) {
     return sums.Copy(stream, rows, way.num_sm, way.cluster_size);
   }

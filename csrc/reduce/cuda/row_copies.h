@@ -8,14 +8,14 @@
 
 namespace jax_ub {
 
-// Selects what copies the rows. The last two members apply to the copy kernel.
+// How rows are copied. The last two members are for the copy kernel.
 struct CopyMethod {
   bool use_ce = true;    // true: copy engine; false: copy kernel
   int num_sm = 0;        // number of blocks; 0: the default of SumKernels::Copy
   int cluster_size = 0;  // number of blocks in a cluster; 0: no clusters
 };
 
-// Enqueues the copy on `stream`. Does nothing if there are no rows or no bytes.
+// Enqueues the copy. Does nothing if there are no rows or no bytes.
 void EnqueueCopy(const Driver& driver,
                  const SumKernels& sums,
                  CUstream stream,

@@ -10,7 +10,7 @@
 
 namespace jax_ub {
 
-// The fatbin of sum_kernels.cu.
+// The compiled code of sum_kernels.cu (a fatbin).
 extern const unsigned char kSumKernels[];
 
 namespace {
@@ -31,7 +31,7 @@ bool IsAligned(const SumPart& part, bool one_row) {
   return part.data % kVectorBytes == 0 && stride % kVectorBytes == 0;
 }
 
-// Merges rows without gaps between them into a single row.
+// Makes a single row of rows that have no gaps between them.
 void Flatten(SumParams& params) {
   const std::span<const SumPart> parts(params.parts, params.num_parts);
   const auto dense = [&](const SumPart& part) { return IsDense(part, params.columns); };
@@ -53,8 +53,8 @@ uint32_t UnitOf(const CopyParams& params) {
   if (params.num_rows > 1) {
     all |= static_cast<uint64_t>(params.from_stride | params.to_stride);
   }
-  // The largest power of two that divides all addresses and sizes: the lowest set bit,
-  // at most 16.
+  // The lowest set bit is the largest power of two that divides all addresses and
+  // sizes. At most 16.
   return static_cast<uint32_t>((all | kVectorBytes) & -(all | kVectorBytes));
 }
 

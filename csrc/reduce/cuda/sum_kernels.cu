@@ -18,9 +18,8 @@ constexpr int kLanes = 8;
 constexpr int kVectors = 2;
 constexpr int kUnits = 4;
 
-// Iterates over the cells of a grid with `columns` columns, in row-major order with a
-// stride of `step` cells. Integer division is slow on GPUs, so only the constructor
-// divides.
+// Iterates over a grid of `columns` columns in row-major order, `step` cells at a time.
+// Divides only in the constructor, because integer division is slow on GPUs.
 struct Walk {
   int64_t row;
   int64_t column;
@@ -84,7 +83,7 @@ __device__ void StoreVector(char* to, DType dtype, const float (&x)[kLanes]) {
   *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
-// Loads kCount vectors of a part. All loads are issued before the first use.
+// Loads kCount vectors of an addend. Issues all loads before it uses the first one.
 template <DType kDType, int kCount>
 __device__ void LoadVectors(const SumPart& part,
                             const int64_t (&rows)[kCount],
@@ -95,8 +94,7 @@ __device__ void LoadVectors(const SumPart& part,
   }
 }
 
-// Sums the vectors at kCount positions. The dtype of each part is tested once for all
-// kCount vectors.
+// Sums the vectors at kCount positions. Tests the dtype of each addend only once.
 template <int kCount>
 __device__ void SumVectors(const SumParams& params,
                            const int64_t (&rows)[kCount],
@@ -166,7 +164,8 @@ __device__ void CopyUnits(const CopyParams& params, int64_t first, int64_t step)
 
 // Transposes 4 x 4 bytes: byte c of rows[r] becomes byte r of columns[c].
 __device__ void TransposeBytes(const uint32_t (&rows)[4], uint32_t (&columns)[4]) {
-  // Pairs (0, 1) and (2, 3) of rows: the bytes 0 and 1 of both, then 2 and 3.
+  // First combines rows 0 and 1, and rows 2 and 3: bytes 0 and 1 of both in `low`,
+  // bytes 2 and 3 in `high`.
   const uint32_t low[2] = {PermuteBytes(rows[0], rows[1], 0x5140),
                            PermuteBytes(rows[2], rows[3], 0x5140)};
   const uint32_t high[2] = {PermuteBytes(rows[0], rows[1], 0x7362),
@@ -177,7 +176,7 @@ __device__ void TransposeBytes(const uint32_t (&rows)[4], uint32_t (&columns)[4]
   columns[3] = PermuteBytes(high[0], high[1], 0x7632);
 }
 
-// Transposes the tile at row and column 16 * (row, column).
+// Transposes the tile that begins at row 16 * `row` and column 16 * `column`.
 __device__ void TransposeTile(const TransposeParams& params,
                               int64_t row,
                               int64_t column) {

@@ -9,23 +9,23 @@
 
 namespace jax_ub {
 
-// The kernels of one device. The constructor loads them in the current context. Any
-// thread may use them while this context is current.
+// The kernels, loaded in the CUDA context that is current at construction. Thread-safe.
+// The calling thread must have the same context current.
 class SumKernels {
  public:
   SumKernels(const Driver& driver, CUdevice device);
 
-  // Enqueues a sum; sets params.is_aligned itself. Throws std::invalid_argument unless
-  // there are 1 to kMaxParts parts.
+  // Enqueues a sum. Sets params.is_aligned itself. Throws std::invalid_argument unless
+  // there are 1 to kMaxParts addends.
   void Sum(CUstream stream, SumParams params) const;
 
-  // Enqueues a copy; sets params.unit_bytes itself. Uses `num_blocks` blocks (0: 16),
-  // in clusters of `cluster_size` if the device supports clusters (0 or 1: no
-  // clusters). The number of blocks is rounded up to a multiple of the cluster size.
+  // Enqueues a copy. Sets params.unit_bytes itself. Uses `num_blocks` thread blocks (0:
+  // 16), in clusters of `cluster_size` blocks if the device supports clusters (0 or 1:
+  // no clusters). Rounds the number of blocks up to whole clusters.
   void Copy(CUstream stream, CopyParams params, int num_blocks, int cluster_size) const;
 
-  // Enqueues a transposition. Throws std::invalid_argument unless all parameters are
-  // multiples of kTransposedTile.
+  // Enqueues a transposition. Throws std::invalid_argument unless kTransposedTile
+  // divides all parameters.
   void Transpose(CUstream stream, const TransposeParams& params) const;
 
  private:

@@ -9,23 +9,23 @@
 
 namespace jax_ub {
 
-// The maximum number of addends of a sum: 16 ranks, a bias, a residual, an accumulator,
-// and one spare.
+// Maximum number of addends: 16 ranks, a bias, a residual, an accumulator, and one
+// spare.
 inline constexpr int kMaxParts = 20;
 
-// A matrix: an addend or the result. The columns of a row are contiguous.
+// A matrix whose rows are contiguous: an addend or the result.
 struct SumPart {
   uint64_t data;
   int64_t row_stride;  // in elements; 0 repeats one row (not allowed for the result)
   DType dtype;
 };
 
-// Parameters of the kernel jax_ub_sum:
+// Parameters of the kernel jax_ub_sum, which computes
 //
 //   out[r, c] = round(((parts[0][r, c] + parts[1][r, c]) + parts[2][r, c]) ...)
 //
-// It adds in f32 and rounds once to nearest even. `out` may be exactly the memory of a
-// part.
+// It adds in f32, and rounds to nearest even. `out` may be the memory of one of the
+// parts.
 struct SumParams {
   uint32_t num_parts;
   uint32_t is_aligned;  // 1: all addresses and strides are multiples of 16 bytes
@@ -35,18 +35,19 @@ struct SumParams {
   SumPart parts[kMaxParts];
 };
 
-// The maximum number of addends of a kernel that also sums over the ranks.
+// Maximum number of addends in kernels that sum over the ranks.
 inline constexpr int kMaxSumAddends = 2;  // bias and residual
 
-// An addend in this device's memory: data[i % period] is added to element i of the sum.
+// An addend in the memory of this device. Its element i % period is added to element i
+// of the sum.
 struct SumAddend {
   uint64_t data;
   int64_t period;
   DType dtype;
 };
 
-// Parameters of the kernel jax_ub_copy, which copies rows of contiguous bytes with SMs
-// instead of a copy engine, also to the memory of a peer. Strides are in bytes.
+// Parameters of the kernel jax_ub_copy, which copies contiguous rows to this device or
+// a peer, with multiprocessors instead of a copy engine. Strides are in bytes.
 struct CopyParams {
   uint64_t from;
   uint64_t to;
@@ -58,8 +59,8 @@ struct CopyParams {
 };
 
 // Parameters of the kernel jax_ub_transpose, which transposes a matrix of bytes: byte
-// (r, c) of `from` becomes byte (c, r) of `to`. All members are multiples of
-// kTransposedTile. Strides are in bytes.
+// (r, c) of `from` becomes byte (c, r) of `to`. kTransposedTile divides all members.
+// Strides are in bytes.
 struct TransposeParams {
   uint64_t from;
   uint64_t to;
@@ -69,17 +70,17 @@ struct TransposeParams {
   int64_t to_stride;
 };
 
-// A thread transposes a tile of this many rows and columns, in registers.
+// Number of rows and columns of a tile, which one thread transposes in registers.
 inline constexpr int kTransposedTile = 16;
-// A warp transposes a patch of this many tiles along the rows and along the columns, so
-// that it reads and writes whole sectors of 32 bytes.
+// Number of tiles that a warp transposes, along the rows and along the columns. With
+// these, it reads and writes whole sectors of 32 bytes.
 inline constexpr int kPatchRows = 4;
 inline constexpr int kPatchColumns = 8;
 
 inline constexpr char kSumKernel[] = "jax_ub_sum";
 inline constexpr char kCopyKernel[] = "jax_ub_copy";
 inline constexpr char kTransposeKernel[] = "jax_ub_transpose";
-// The number of threads in a block of each kernel.
+// Number of threads per block, for each kernel.
 inline constexpr int kSumThreads = 128;
 inline constexpr int kCopyThreads = 512;
 inline constexpr int kTransposeThreads = 128;
