@@ -22,7 +22,7 @@ from jax_ub._src.errors import (
 
 
 class KeywordsChecked:
-    """Base class of layers whose constructors name the known arguments in an error.
+    """Base class of layers that reject unknown keyword arguments with a hint.
 
     An unknown keyword argument raises `UnknownArgumentError`, which is a `TypeError`.
     A constructor with `**options` checks these by `check_names`.
@@ -31,7 +31,7 @@ class KeywordsChecked:
     _op_prefix: ClassVar[str] = ""
 
     def __new__(cls, *args: Any, **keywords: Any):
-        """Creates the object, after checking the names of its keyword arguments."""
+        """Checks the names of all keyword arguments before the constructor runs."""
         if keywords and not inspect.getfullargspec(cls.__init__).varkw:
             op = f"{cls._op_prefix}{cls.__name__}"
             check_names(op, keywords, named_parameters(cls))
@@ -39,7 +39,7 @@ class KeywordsChecked:
 
 
 def named_parameters(layer: type) -> list[str]:
-    """Returns the parameters of a constructor that a caller may pass by name."""
+    """Returns the names of the constructor's parameters that may be passed by name."""
     named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     constructor = inspect.signature(layer.__init__)  # type: ignore[misc]
     names = [p.name for p in constructor.parameters.values() if p.kind in named]
@@ -47,7 +47,7 @@ def named_parameters(layer: type) -> list[str]:
 
 
 def check_names(op: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises an `UnknownArgumentError` for the first given name that is not known."""
+    """Raises an `UnknownArgumentError` for the first name in `given` not in `known`."""
     known = list(known)
     for name in given:
         if name not in known:
@@ -57,7 +57,7 @@ def check_names(op: str, given: Iterable[str], known: Iterable[str]) -> None:
 
 
 def check(op: str, **options: Any) -> None:
-    """Checks the values of options of a layer or op, such as `dtype`.
+    """Checks the values of a layer's options, such as `dtype` and `kernel_init`.
 
     `_CHECKS` has a check for each option name. Options with other names are ignored.
     """
@@ -69,7 +69,7 @@ def check(op: str, **options: Any) -> None:
 def promoted(
     op: str, promote: Callable[[], Any], given: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Calls a layer's `promote_dtype` function, and checks the arrays that it returns.
+    """Promotes arrays by a layer's `promote_dtype` function, and checks the result.
 
     Args:
         op: the layer's name, for errors.

@@ -24,20 +24,20 @@ from jax_ub._src.errors import (
 )
 
 _F64 = np.dtype(np.float64)
-# The largest accepted size, which is more elements than fit in any memory. Larger sizes
-# are rejected, so that a size times a few small factors fits in 64 bits.
+# The largest size that is accepted, far beyond any memory. With this limit, a size
+# times a few small factors fits into 64 bits.
 _LARGEST_SIZE = 1 << 40
 
 
 def is_integer(value) -> bool:
-    """Returns whether a value is an integer of at most 64 bits, but not a bool."""
+    """Returns whether a value is an integer of at most 64 bits, and not a bool."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool):
         return False
     return -(1 << 63) <= int(value) < 1 << 63
 
 
 def is_hashable(value) -> bool:
-    """Returns whether a value can be part of a key of JAX's caches."""
+    """Returns whether a value is hashable, so that JAX can use it in a cache key."""
     try:
         hash(value)
     except Exception:  # a user's __hash__ may raise any error
@@ -46,12 +46,12 @@ def is_hashable(value) -> bool:
 
 
 def has_symbolic_sizes(array) -> bool:
-    """Returns whether an array or aval has symbolic sizes of `jax.export`."""
+    """Returns whether an array or aval has symbolic dimensions of `jax.export`."""
     return any(is_symbolic_dim(size) for size in array.shape)
 
 
 def is_number(value) -> bool:
-    """Returns whether a value is a finite Python or NumPy number, not a traced one."""
+    """Returns whether a value is a finite Python or NumPy number, and not a tracer."""
     if not isinstance(value, int | float | np.integer | np.floating):
         return False
     try:
@@ -61,7 +61,7 @@ def is_number(value) -> bool:
 
 
 def is_array(value) -> bool:
-    """Returns whether a value is an array that JAX accepts; Python numbers are not."""
+    """Returns whether a value is an array for JAX. Python numbers are not."""
     is_one = isinstance(value, jax.Array | np.ndarray | np.generic)
     if not is_one or jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return False
@@ -72,7 +72,7 @@ def is_array(value) -> bool:
 
 
 def dtype_of(value) -> np.dtype | None:
-    """Returns a value as a NumPy dtype, or None if it does not denote a scalar one."""
+    """Converts a value to a NumPy dtype; None if it is not the dtype of a scalar."""
     if value is None or isinstance(value, tuple | list | dict):
         return None
     try:
@@ -82,7 +82,7 @@ def dtype_of(value) -> np.dtype | None:
 
 
 def check_initial(op: str, name: str, values, shape: Sequence[int]) -> None:
-    """Raises an error unless an initializer has returned an array of shape `shape`."""
+    """Raises an error unless an initializer's result is an array of shape `shape`."""
     if not is_array(values) or tuple(values.shape) != tuple(shape):
         raise ShapeContractError(
             f"{op}: {name} returned {shown(values)} for shape {tuple(shape)}. Pass a "
@@ -101,7 +101,7 @@ def option_check(
     fix: str,
     error: type[UbError] = ShapeContractError,
 ) -> Callable[[str, str, Any], None]:
-    """Returns a function (op, name, value) that raises an error for invalid values.
+    """Returns a function (op, name, value) that raises an error for a wrong value.
 
     Args:
         is_valid: returns whether a value is accepted.
@@ -136,7 +136,7 @@ check_size = option_check(
     "a positive integer",
     f"Pass the global size, which is at most {_LARGEST_SIZE}.",
 )
-# Checks a norm's epsilon. JAX rejects larger integers.
+# Checks the epsilon of a norm. JAX rejects integers above the limit.
 check_epsilon = option_check(
     lambda value: is_number(value) and 0 <= value < 1 << 31,
     "a number of at least 0 and less than 2**31",
@@ -163,7 +163,7 @@ def check_array(op: str, name: str, array) -> None:
 
 
 def is_f64(array) -> bool:
-    """Returns whether JAX computes with this array in f64.
+    """Returns whether JAX keeps this array in f64 when it computes with it.
 
     Without `jax_enable_x64` JAX converts a NumPy f64 array to f32.
     """
@@ -171,7 +171,7 @@ def is_f64(array) -> bool:
 
 
 def check_float(op: str, **arrays) -> None:
-    """Raises an error for arrays that are not f32, bf16 or f16; None is accepted."""
+    """Raises an error unless all arrays are f32, bf16 or f16, or None."""
     _check_floats(op, arrays)
 
 
@@ -184,7 +184,7 @@ def _check_floats(op, arrays, *, takes_f64=False):
 
 
 def check_float_dtype(op: str, name: str, array, *, takes_f64: bool = False) -> None:
-    """Raises an error unless an array is f32, bf16, f16, or f64 if `takes_f64`."""
+    """Raises an error unless an array is f32, bf16 or f16 (or f64 if `takes_f64`)."""
     if array.dtype not in dtypes.OPERANDS and not (takes_f64 and is_f64(array)):
         raise ShapeContractError(
             f"{op}: {name} is {array.dtype}, but the op takes "
@@ -214,7 +214,7 @@ def check_out_dtype(op: str, out_dtype, default) -> jnp.dtype:
 def check_operands(
     op: str, x, w, *, x_name: str = "x", takes_f64: bool = False
 ) -> None:
-    """Checks the dtypes and dimensions of x [..., K] and w [K, N], except K.
+    """Checks dtypes and dimensions of x [..., K] and w [K, N], but not that K agrees.
 
     Both must have one floating-point dtype and not be empty, and `w`, an array or aval,
     must be a matrix.
@@ -227,7 +227,7 @@ def check_operands(
 
 
 def check_kernel(op: str, name: str, w) -> None:
-    """Raises an error unless a kernel w is a matrix [in, out] with nonzero sizes."""
+    """Raises an error unless a kernel is a matrix [in, out] that is not empty."""
     if w.ndim != 2:
         raise ShapeContractError(
             f"{op}: {name} has shape {w.shape}, but a kernel is [in, out]. Reshape "
@@ -247,7 +247,7 @@ def check_dtypes(op: str, **pair) -> None:
 
 
 def check_not_empty(op: str, name: str, array) -> None:
-    """Raises an error if an array has no elements, that is, a dimension of size 0."""
+    """Raises an error if an array has a dimension of size 0."""
     if 0 in array.shape:
         raise ShapeContractError(
             f"{op}: {name} has shape {array.shape}, which is empty. Leave the call out "
@@ -256,7 +256,7 @@ def check_not_empty(op: str, name: str, array) -> None:
 
 
 def check_rank(op: str, name: str, array, least: int = 2) -> None:
-    """Raises an error unless a value is an array of at least `least` dimensions."""
+    """Raises an error unless a value is an array with at least `least` dimensions."""
     check_array(op, name, array)
     if array.ndim < least:
         wanted = "[..., rows, features]" if least == 2 else "[..., features]"
@@ -274,7 +274,7 @@ def check_contraction(
     sharded: str,
     if_transposed: str = "Kernels are [in, out]: pass w.T.",
 ) -> None:
-    """Raises an error unless x [..., K] and w [K, N] have the same K.
+    """Raises an error unless x [..., K] and w [K, N] agree in K.
 
     Args:
         op: the op's name.
@@ -314,7 +314,7 @@ def _advice(k, w, num_ranks, sharded, if_transposed):
 
 
 def check_divides(op: str, x, num_ranks: int) -> None:
-    """Raises an error unless `num_ranks` divides the rows M of x [..., M, K]."""
+    """Raises an error unless `num_ranks` divides M, the rows of x [..., M, K]."""
     rows = x.shape[-2]
     if rows % num_ranks:
         padded = math.ceil(rows / num_ranks) * num_ranks
@@ -327,7 +327,7 @@ def check_divides(op: str, x, num_ranks: int) -> None:
 def check_shape(
     op: str, name: str, array, shape: tuple[int, ...], meaning: str
 ) -> None:
-    """Raises an error unless an array is None or has exactly `shape`."""
+    """Raises an error unless an array is None or has shape `shape`."""
     if array is None:
         return
     check_array(op, name, array)
@@ -347,7 +347,7 @@ def check_addends(
     bias_name: str = "bias",
     takes_f64: bool = False,
 ) -> None:
-    """Raises an error unless bias [N] and residual fit the result [..., N]."""
+    """Raises an error unless bias [N] and residual [..., N] fit the result [..., N]."""
     addends = {bias_name: bias, "residual": residual}
     _check_floats(op, addends, takes_f64=takes_f64)
     check_shape(op, bias_name, bias, shape[-1:], "[N]")
@@ -355,7 +355,7 @@ def check_addends(
 
 
 def check_main_grad(op: str, main_grad, w) -> None:
-    """Raises an error unless main_grad is an f32 array of its kernel's shape."""
+    """Raises an error unless `main_grad` is an f32 array with the shape of `w`."""
     check_array(op, "main_grad", main_grad)
     check_shape(op, "main_grad", main_grad, w.shape, "the kernel's shape")
     if main_grad.dtype != jnp.float32:
@@ -368,7 +368,7 @@ def check_main_grad(op: str, main_grad, w) -> None:
 def mapped_with(
     value: jax.Array, other: jax.Array, text: Callable[[int], str]
 ) -> jax.Array:
-    """Returns `value`; raises an error if `jax.vmap` maps `other` but not `value`.
+    """Returns `value`; raises if `jax.vmap` maps `other` without mapping `value`.
 
     JAX drops the check if the result is not used. The check adds nothing to the
     compiled program.
@@ -382,7 +382,8 @@ def mapped_with(
     def same_of_mapped(axis_size, is_mapped, value, other):
         if is_mapped[1] and not is_mapped[0]:
             raise UnsupportedOverlapError(text(axis_size))
-        # Calls `same` again, so that an enclosing jax.vmap is checked, too.
+        # Calls itself, so that the rule of an enclosing jax.vmap checks the arguments,
+        # too.
         return same(value, other), is_mapped[0]
 
     return same(value, other)
@@ -406,7 +407,7 @@ def axis_tuple(axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def check_axis_name(op: str, axis_name: str | tuple[str, ...] | None) -> None:
-    """Raises an error unless a value is a mesh axis name or a tuple of them."""
+    """Raises an error unless a value is a mesh axis name, or a tuple of them."""
     axes = axis_tuple(axis_name)
     if not axes or not all(isinstance(axis, str) for axis in axes):
         raise ShapeContractError(

@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class DType:
-    """An element type, such as bf16, of operands, results or scales of the engine.
+    """An element type, such as bf16, of the arrays that the engine reads or writes.
 
     Attributes:
         short_name: the engine's name, such as "bf16", which command lines use, too.
@@ -37,12 +37,12 @@ TABLE = (
 RESULTS = tuple(row.dtype for row in TABLE if row.is_result)
 OPERANDS = RESULTS  # operands without scales
 FP8 = tuple(row.dtype for row in TABLE if row.is_operand and not row.is_result)
-# Maps short names of operands without scales to dtype names: "f32" to "float32".
+# Maps short names to dtype names, such as "f32" to "float32". Without FP8 dtypes.
 BY_SHORT_NAME = {row.short_name: row.dtype.name for row in TABLE if row.is_result}
 SHORT_NAMES = {name: short for short, name in BY_SHORT_NAME.items()}
 
 
 def listed(dtypes: tuple[np.dtype, ...]) -> str:
-    """Returns the names of dtypes as text, such as "float32, bfloat16 or float16"."""
+    """Returns a list of dtypes as text, such as "float32, bfloat16 or float16"."""
     *names, last = (dtype.name for dtype in dtypes)
     return f"{', '.join(names)} or {last}" if names else last

@@ -13,9 +13,9 @@ from typing import ClassVar
 
 import jax
 
-# The pages of the documentation that errors refer to. An error has the first page whose
-# pattern matches its message, up to the list of known names. So a page on a topic
-# precedes the page of the op, whose name begins the message.
+# The documentation page for each pattern of error messages. The first pattern that
+# matches decides, without the list of known names at the end of a message. So pages of
+# topics come first: every message begins with its op, whose page would match.
 _PAGES = {
     "docs/functions.md#environment-variables": r"^JAX_UB_",
     "docs/bench/README.md": r"^bench\b",
@@ -65,8 +65,7 @@ class UbError(Exception):
     If a page of the documentation explains an error, it has a note with the page.
     """
 
-    # The documentation page of all errors of the class. None: `page_of` finds the page
-    # of each error by its message.
+    # The page of all errors of this class. None: `page_of` finds it by the message.
     page: ClassVar[str | None] = None
 
     def __init__(self, *arguments: object):
@@ -77,11 +76,11 @@ class UbError(Exception):
 
 
 class ShapeContractError(UbError, ValueError):
-    """Raised if shapes, dtypes or the mesh axis of a call do not fit the op."""
+    """Raised if shapes, dtypes or the mesh axis of a call do not fit its op."""
 
 
 class UnknownNameError(UbError, ValueError):
-    """Raised for an unknown name, such as a method's, or a flag that is not a bool."""
+    """Raised for an unknown name, such as a method, or a flag that is not a bool."""
 
 
 class UnknownArgumentError(UnknownNameError, TypeError):
@@ -89,13 +88,13 @@ class UnknownArgumentError(UnknownNameError, TypeError):
 
 
 class UnknownOverlapError(UnknownNameError, KeyError):
-    """Raised if `get_ub` is called with a name that no overlap has."""
+    """Raised if no named overlap has the name that is passed to `get_ub`."""
 
     __str__ = Exception.__str__  # KeyError.__str__ would show the message in quotes
 
 
 class ConfigurationError(UbError, ValueError):
-    """Raised if settings of a layer or `initialize_ub` are invalid or contradict."""
+    """Raised if settings of a layer or `initialize_ub` are invalid or contradictory."""
 
 
 class ConfigurationTypeError(ConfigurationError, TypeError):
@@ -103,11 +102,11 @@ class ConfigurationTypeError(ConfigurationError, TypeError):
 
 
 class LifecycleError(UbError, RuntimeError):
-    """Raised if `initialize_ub` is called twice, or was not called before use."""
+    """Raised if `initialize_ub` is called twice, or a call needs it before it ran."""
 
 
 class UnsupportedOverlapError(UbError, NotImplementedError):
-    """Raised if a valid call is not supported with its method or in its context."""
+    """Raised if a correct call is not supported with its method or in its context."""
 
 
 class FusionError(UbError, RuntimeError):
@@ -139,8 +138,8 @@ class OutputError(UbError, OSError):
     """Raised if a file cannot be written, for example because the disk is full."""
 
 
-# Tracebacks and pickles show the public module `jax_ub.errors`, from which users
-# import.
+# The exceptions appear as members of `jax_ub.errors`, the public module, in tracebacks
+# and pickles.
 for _class in list(vars().values()):
     if isinstance(_class, type) and issubclass(_class, UbError):
         _class.__module__ = "jax_ub.errors"
@@ -164,32 +163,32 @@ def shown(value: object) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Returns a hint for an error: the known name closest to `name`, and all names."""
+    """Returns a hint: the known name most similar to `name`, and all known names."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1) if isinstance(name, str) else []
     meant = f"Did you mean {close[0]!r}? " if close else ""
     return f"{meant}Known: {', '.join(map(repr, known)) or 'none'}."
 
 
-# Matches the engine's message of a wait that reached its deadline, and no other
-# message.
+# Matches the engine's message of a wait that timed out. Does not match a later message
+# that quotes it.
 _OVERDUE = re.compile(r" waited \S+ s for (?!.* when the communicator failed)")
 
 
 def of_engine(error: Exception) -> "CommunicatorError | None":
-    """Converts an error of the C++ engine to a `CommunicatorError`; None for others."""
+    """Converts a C++ error to a `CommunicatorError`; None if it is another error."""
     _, found, message = str(error).partition("CommunicatorError: ")
     return of_failure(message) if found else None
 
 
 def of_failure(text: str) -> CommunicatorError:
-    """Returns the jax_ub exception for a communicator's failure message."""
+    """Converts a communicator's failure message to the corresponding exception."""
     return (TimeoutError if _OVERDUE.search(text) else CommunicatorError)(text)
 
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """Converts run-time errors of the C++ engine in the block to `CommunicatorError`.
+    """Converts errors that the C++ engine raises in the block to `CommunicatorError`.
 
     XLA reports all failures of a program as `jax.errors.JaxRuntimeError`, when the
     caller waits for its results:
@@ -204,7 +203,7 @@ def raised() -> Iterator[None]:
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        # XLA raises ValueError for a program that runs synchronously on the caller's
+        # XLA raises ValueError if it runs the program synchronously, on the caller's
         # thread.
         converted = of_engine(error)
         if converted is None:

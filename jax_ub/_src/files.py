@@ -11,7 +11,7 @@ from jax_ub._src.errors import OutputError, shown
 
 
 def checked_output(path: str | os.PathLike, op: str | None = None) -> pathlib.Path:
-    """Returns a path after checking that a file can be written there.
+    """Returns `path` if a file can be written there, and raises an error otherwise.
 
     Errors name the function `op` whose argument the path is; None is for commands.
     """
@@ -42,7 +42,7 @@ def checked_output(path: str | os.PathLike, op: str | None = None) -> pathlib.Pa
 
 @contextlib.contextmanager
 def writing(path: pathlib.Path) -> Iterator[None]:
-    """Converts an `OSError` in the block, such as a full disk, to an `OutputError`."""
+    """Converts an `OSError` of the block, such as a full disk, to an `OutputError`."""
     try:
         yield
     except OSError as error:
@@ -52,6 +52,6 @@ def writing(path: pathlib.Path) -> Iterator[None]:
 
 
 def write_json(path: pathlib.Path, document: Any, indent: int | None = 1) -> None:
-    """Writes a document as an indented JSON file; `indent` None writes one line."""
+    """Writes a JSON file with this indentation. None writes a single line."""
     with writing(path):
         path.write_text(json.dumps(document, indent=indent) + "\n")

@@ -13,32 +13,33 @@ from jax import lax
 from jax_ub._src import reference
 from jax_ub._src.scaled_array import MXFP8_BLOCK
 
-# The smallest amax of a row, as in torchao.
+# The smallest amax (largest absolute value) of a row, as in torchao.
 _ROW_EPSILON = 1e-12
-# The bits of an f32 number: width of the significand, significand of 1.75, and bias of
-# the exponent. The largest number of both FP8 formats is 1.75 times a power of two.
+# Layout of f32: width of the significand, and bias of the exponent. The largest number
+# of both FP8 formats is 1.75 times a power of two; _SIGNIFICAND_OF_MAX is the
+# significand of 1.75.
 _SIGNIFICAND_BITS, _SIGNIFICAND_OF_MAX, _EXPONENT_BIAS = 23, 0x600000, 127
 _EXPONENT_MASK = 0xFF << _SIGNIFICAND_BITS
-# The least size of arrays that `_rounded_by_addition` rounds. XLA:CPU divides its
-# kernel among more threads than a conversion, which costs more than it saves for small
-# arrays. Measured by timing casts on 1 to 8 devices of two Zen 5 cores.
+# The smallest array that `_rounded_by_addition` rounds. XLA:CPU divides its kernel
+# among more threads than a conversion, which does not pay for small arrays. Measured by
+# timing casts on 1 to 8 devices of two Zen 5 cores.
 _LEAST_ADDITIONS = 1 << 15
 
 
 def amax_of(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
-    """Returns the largest absolute value of x in f32; reduced axes have size 1.
+    """Returns the largest absolute value of x, in f32; keeps reduced axes with size 1.
 
     It is infinite if there is a NaN: `jax.lax.pmax` would drop a NaN, and the recipes
     treat both alike.
     """
-    # XLA:CPU computes the largest of |x| at half the speed of both.
+    # This takes half as long on XLA:CPU as the maximum of |x|.
     largest, smallest = (f(x, axis=axes, keepdims=True) for f in (jnp.max, jnp.min))
     amax = jnp.maximum(largest, -smallest).astype(jnp.float32)
     return jnp.where(jnp.isnan(amax), jnp.inf, amax)
 
 
 def cast(x: jax.Array, scales: jax.Array, dtype) -> jax.Array:
-    """Divides x by its scales in f32, clips it to the range of `dtype`, rounds once.
+    """Returns x / scales, computed in f32, clipped and rounded once to `dtype`.
 
     A NaN stays a NaN, and an infinity becomes the largest number.
     """
@@ -61,7 +62,7 @@ def _saturated(x, dtype):
 
 
 def _rounded_by_addition(x, dtype):
-    """Returns `x.astype(dtype)`, in a third of the time of XLA:CPU's conversion.
+    """Returns `x.astype(dtype)`, three times as fast as XLA:CPU's conversion.
 
     If |x| is added to 2^23 times the distance of the FP8 numbers around it, the f32 sum
     is rounded to a multiple of this distance, which its last bits contain.
@@ -70,8 +71,7 @@ def _rounded_by_addition(x, dtype):
     shift = _SIGNIFICAND_BITS - info.nmant
     least_exponent = (_EXPONENT_BIAS + info.minexp) << _SIGNIFICAND_BITS
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    # The bits of the largest power of two up to |x|, and of at least the smallest
-    # normal FP8 number.
+    # The exponent of |x|, but at least that of the smallest normal FP8 number.
     exponent = jnp.maximum(bits & _EXPONENT_MASK, least_exponent)
     addend = exponent + (shift << _SIGNIFICAND_BITS)
     sums = jnp.abs(x) + lax.bitcast_convert_type(addend, jnp.float32)
@@ -91,7 +91,7 @@ def _divided_by_blocks(x, scales):
 
 
 def row_scales(amax: jax.Array, dtype) -> jax.Array:
-    """Returns f32 scales: amax / m, rounded up to a power of two.
+    """Returns the f32 scales amax / m, rounded up to powers of two.
 
     m is the largest number of `dtype`. The scale is 1 if the amax is infinite.
     """
@@ -111,15 +111,15 @@ def block_scales(x: jax.Array, axis: int, dtype, margin: int = 0) -> jax.Array:
     amax = jnp.max(jnp.abs(blocks), axis=axis + 1).astype(jnp.float32)
     exponents = _exponents_above(amax, dtype) + margin
     bits = jnp.clip(exponents + _EXPONENT_BIAS, 0, 254)
-    # Without this, infinity would get the exponent of the largest finite number, and
-    # zero that of the smallest.
+    # Sets the exponents of infinity and zero. Otherwise they would be those of the
+    # largest and the smallest finite number.
     bits = jnp.where(jnp.isinf(amax), 254, jnp.where(amax == 0, 0, bits))
     bits = jnp.where(jnp.isnan(amax), 255, bits).astype(jnp.uint8)
     return lax.bitcast_convert_type(bits, jnp.float8_e8m0fnu)
 
 
 def _exponents_above(amax, dtype):
-    """Returns the smallest integers e with amax <= m * 2^e, from the bits of amax.
+    """Returns the smallest integers e for which amax <= m * 2^e.
 
     m is the largest number of `dtype`. A logarithm would be wrong next to powers of
     two.
@@ -132,7 +132,7 @@ def _exponents_above(amax, dtype):
 
 
 def changes_along(scales: Any, shape: Sequence[int], axis: int) -> bool:
-    """Returns whether scales of rows or blocks change along an axis of the FP8 values.
+    """Returns whether the scale of an FP8 value depends on its index along `axis`.
 
     Blocks along the axis do not count.
     """
@@ -144,7 +144,7 @@ def changes_along(scales: Any, shape: Sequence[int], axis: int) -> bool:
 def converted(
     values: jax.Array, scales: jax.Array, axis: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Converts an FP8 array whose scales change along `axis`.
+    """Converts FP8 values so that their scales do not change along the axis.
 
     Args:
         values: the FP8 values.

@@ -18,7 +18,7 @@ from jax_ub._src.methods import Method, PallasTiles
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """A record that overlap was not used as asked, and why.
+    """A call that does not overlap although it should, and the reason.
 
     A call ran as plain `jax.lax`, the kernel that a tuned file chose could not run it,
     or several ranks repeat the work of a layer.
@@ -32,19 +32,19 @@ class Fallback:
     reason: str
 
 
-# The log is bounded, so that a process that lowers programs for weeks does not run out
-# of memory.
+# Has a limit, so that a process that lowers programs for weeks does not run out of
+# memory.
 _FALLBACKS: collections.deque[Fallback] = collections.deque(maxlen=1024)
 
 
 def record_fallback(label: str, reason: str) -> None:
-    """Adds a call, and why it fell back, to the list that `fallbacks` returns."""
+    """Adds a call and the reason for its fallback to the list of `fallbacks`."""
     _FALLBACKS.append(Fallback(label, reason))
 
 
 @contextlib.contextmanager
 def falling_back(label: str, reason: str) -> Iterator[None]:
-    """Records that plain JAX replaces an op that is traced or lowered in the block.
+    """Records a fallback: plain JAX replaces an op that the block traces or lowers.
 
     The block is in a name scope that contains label and reason, so that a jaxpr or
     compiled text shows its fallbacks. `fallback_in` reads the scope.
@@ -55,7 +55,7 @@ def falling_back(label: str, reason: str) -> Iterator[None]:
 
 
 def plain_by_choice(label: str, reason: str) -> AbstractContextManager[Any]:
-    """Marks operations traced in the block as plain JAX, which the user chose.
+    """Marks operations that the block traces as plain JAX by the user's choice.
 
     `fallback_in` reads the mark. It is not a fallback, so `fallbacks` does not list it.
     """
@@ -63,11 +63,11 @@ def plain_by_choice(label: str, reason: str) -> AbstractContextManager[Any]:
 
 
 def fallback_in(scope: str) -> Fallback | None:
-    """Returns the `Fallback` in a name scope that `falling_back` added, else None."""
+    """Returns the `Fallback` that a name scope of `falling_back` contains, or None."""
     return _decode("fallback", scope)
 
 
-# The reason for which several ranks repeat the operations being traced, or "".
+# Why several ranks repeat the operations that are being traced; "" if they do not.
 _REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
     "replicated", default=""
 )
@@ -75,7 +75,7 @@ _REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def replicating(label: str, reason: str) -> Iterator[None]:
-    """Marks operations traced in the `with` block as repeated by several ranks.
+    """Marks operations that the block traces as repeated by several ranks.
 
     Calls of jax_ub read the mark by `replicated`. Plain JAX operations are marked by a
     name scope, which `replicated_in` reads.
@@ -89,23 +89,23 @@ def replicating(label: str, reason: str) -> Iterator[None]:
 
 
 def replicated() -> str:
-    """Returns why the operations being traced run on several ranks alike, else ""."""
+    """Returns why several ranks repeat what is being traced; "" if they do not."""
     return _REPLICATED.get()
 
 
 def replicated_in(scope: str) -> Fallback | None:
-    """Returns label and reason in a name scope that `replicating` added, else None."""
+    """Returns label and reason that a name scope of `replicating` contains, or None."""
     return _decode("replicated", scope)
 
 
 def is_mark(scope: str) -> bool:
-    """Returns whether a name scope was added by this module, not by the user."""
+    """Returns whether this module, and not the user, has made a name scope."""
     return any(f"{kind}[" in scope for kind in ("fallback", "replicated"))
 
 
 def _encode(kind, label, reason):
-    # The texts are quoted, because name stacks join scopes by "/" and HLO prints them
-    # in quotes.
+    # Quotes the texts, because name stacks join scopes by "/" and HLO has them in
+    # quotes.
     texts = (urllib.parse.quote(text, safe="()=,:; ") for text in (label, reason))
     return f"{kind}[{'|'.join(texts)}]"
 
@@ -116,7 +116,7 @@ def _decode(kind, scope):
 
 
 def fallbacks(*, clear: bool = False) -> tuple[Fallback, ...]:
-    """Returns the latest 1024 calls that fell back or repeat work, oldest first.
+    """Returns the latest 1024 calls that did not overlap as requested, oldest first.
 
     These are automatic calls that became plain `jax.lax`, calls that JAX's Pallas
     kernel could not run although a tuned file chose it, and layers whose work several
@@ -137,12 +137,12 @@ def fallbacks(*, clear: bool = False) -> tuple[Fallback, ...]:
     return found
 
 
-# The kinds of problems about which this process has warned.
+# The kinds of warnings that this process has already shown.
 _WARNED: set[str] = set()
 
 
 def warn_once(kind: str, text: str) -> None:
-    """Warns about the first problem of a kind in this process."""
+    """Warns about a problem, unless this process has warned about its kind before."""
     if kind not in _WARNED:
         _WARNED.add(kind)
         warnings.warn(text, stacklevel=3)
@@ -150,7 +150,7 @@ def warn_once(kind: str, text: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LoweredCall:
-    """A jax_ub call in a lowered program, with its operands and resolved method.
+    """A call in a lowered program, with its operands and the method that it runs by.
 
     Attributes:
         call: the `Call`.
@@ -173,27 +173,26 @@ class LoweredCall:
     why_not_pallas: str = ""
 
 
-# The lists of all active `recording` blocks.
+# The lists to which the active `recording` blocks add calls.
 _LISTENERS: list[list[LoweredCall]] = []
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[LoweredCall]]:
-    """Collects the calls that are lowered inside the `with` block in a list."""
+    """Collects all calls that are lowered in the `with` block in a list."""
     found: list[LoweredCall] = []
     _LISTENERS.append(found)
     try:
         yield found
     finally:
-        # The list is found by identity, because list.remove compares by equality and
-        # could remove another list.
+        # Removes this list itself; list.remove might remove another list that is equal.
         _LISTENERS[:] = [one for one in _LISTENERS if one is not found]
 
 
 def record(
     ctx: Any, call: Any, method: Method, reason: str | None = None, **pallas: Any
 ) -> None:
-    """Reports a call that is being lowered to all active `recording` blocks.
+    """Adds a call that is being lowered to the lists of all `recording` blocks.
 
     Called by the lowering rules. `pallas` has the last fields of `LoweredCall`.
     """

@@ -8,7 +8,7 @@ from jax_ub._src.errors import UnknownNameError, UnsupportedOverlapError, neares
 
 
 class Method(enum.Enum):
-    """The way in which an op combines its GEMM with its communication.
+    """How an op combines its GEMM with its communication.
 
     `AUTO` lets jax_ub choose, and falls back to `XLA` where the engine cannot run.
     `DIRECT` reads operands directly from the peers' memory. `RING_EXCHANGE` and
@@ -29,7 +29,7 @@ class Method(enum.Enum):
 
     @property
     def materializes_gather(self) -> bool:
-        """Returns whether the method stores all-gathered rows for later reuse.
+        """Returns whether the method stores gathered rows, so that they can be reused.
 
         The other methods read the rows directly from the peers' memory at each use.
         """
@@ -37,7 +37,7 @@ class Method(enum.Enum):
 
     @property
     def forward(self) -> "Method":
-        """Returns the method that runs a GEMM whose operand or result is communicated.
+        """Returns the method for a GEMM that communicates its operand or result.
 
         `BULK` cannot overlap such a GEMM and is replaced by `RING_EXCHANGE`.
         """
@@ -45,12 +45,12 @@ class Method(enum.Enum):
 
     @property
     def code(self) -> int:
-        """Returns the integer that identifies the method in the C++ engine."""
+        """Returns the number of this method in the C++ engine."""
         return _CODES[self]
 
 
 class Variant(enum.Enum):
-    """The order in which a method sends chunks and multiplies them.
+    """The order in which a method sends chunks and runs GEMMs on them.
 
     `AGGREGATE` multiplies the chunks of two ranks in one GEMM, in a ring all-gather.
     `OVERLAP_FIRST_GEMM` sends a split of a pipelined reduce-scatter after the GEMM of
@@ -65,23 +65,23 @@ class Variant(enum.Enum):
 
     @property
     def code(self) -> int:
-        """Returns the integer that identifies the variant in the C++ engine."""
+        """Returns the number of this variant in the C++ engine."""
         return list(Variant).index(self)
 
 
 def has_pairs(num_ranks: int) -> bool:
-    """Returns whether `Variant.AGGREGATE` can pair the ranks: P is even and > 2."""
+    """Returns whether `Variant.AGGREGATE` can pair the ranks: even and more than 2."""
     return num_ranks > 2 and num_ranks % 2 == 0
 
 
-# The default number of splits of a rank's chunk for method "pipeline", except for
-# all-gathers on GPUs, which send a chunk whole. It must equal `kDefaultSplits` in
+# Default number of splits of a rank's chunk with method "pipeline". (All-gathers on
+# GPUs send whole chunks instead.) Must equal `kDefaultSplits` in
 # csrc/engine/*/*_device.cc.
 DEFAULT_SPLITS = 4
 
-# The methods' numbers in FFI attributes, which must equal the values of `Method` in
-# csrc/schedule/schedule.h. The engine has no "auto": on CPUs it is lowered as "direct",
-# on GPUs as `auto_on_gpus`.
+# The numbers of methods in FFI attributes, which must equal `Method` in
+# csrc/schedule/schedule.h. The engine has no "auto". It becomes "direct" on CPUs and
+# `auto_on_gpus` on GPUs.
 _CODES = {
     Method.AUTO: 0,
     Method.DIRECT: 0,
@@ -93,7 +93,7 @@ _CODES = {
 
 
 def auto_on_gpus(*, gathers: bool) -> Method:
-    """Returns the method with which the CUDA engine runs a call of method "auto".
+    """Returns the method by which the CUDA engine runs a call with method "auto".
 
     The engine pushes all chunks into the peers' slots, so "auto" never becomes
     "direct". An all-gather becomes "pipeline": each rank sends its rows to all peers,
@@ -105,7 +105,7 @@ def auto_on_gpus(*, gathers: bool) -> Method:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelOptions:
-    """Options with which the engine runs a method: schedule variant, GPU launches.
+    """Options of a method: the variant of its schedule, and GPU launch parameters.
 
     Results do not depend on them, with one exception: `sm_margin` and `gemm_algorithm`
     may change the order in which a GEMM sums.
@@ -138,13 +138,13 @@ class KernelOptions:
     variant: Variant = Variant.PLAIN
 
     def attributes(self) -> dict[str, int]:
-        """Returns the GPU launch options as FFI attributes, which csrc/ffi decodes."""
+        """Returns the GPU launch parameters as FFI attributes."""
         fields = dataclasses.asdict(self)
         del fields["variant"]
         return {name: int(value) for name, value in fields.items()}
 
     def differences(self) -> dict[str, bool | int | str]:
-        """Returns the options that differ from their defaults, for files and tables."""
+        """Returns the options that differ from their defaults, by name."""
         return {
             field.name: value.value if isinstance(value, Variant) else value
             for field in dataclasses.fields(self)
@@ -190,7 +190,7 @@ PALLAS_TILES = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class MethodChoice:
-    """The method and options by which a call or pass overlaps GEMM and collective.
+    """The method and options by which a call overlaps its GEMM and its collective.
 
     Attributes:
         method: the method.
@@ -217,11 +217,11 @@ class MethodChoice:
 
     @property
     def may_fall_back(self) -> bool:
-        """Returns whether plain `jax.lax` may run the call if the engine cannot."""
+        """Returns whether plain `jax.lax` may replace the call."""
         return self.method is Method.AUTO or not self.is_explicit
 
     def with_method(self, method: Method) -> "MethodChoice":
-        """Returns a copy with another method, for one GEMM or collective of the call.
+        """Returns a copy with another method.
 
         `num_splits` is kept only for "pipeline".
         """
@@ -235,7 +235,7 @@ class MethodChoice:
 
     @property
     def for_local_gemm(self) -> "MethodChoice":
-        """Returns the `MethodChoice` for the call's GEMMs that do not communicate.
+        """Returns the `MethodChoice` for GEMMs of the call that do not communicate.
 
         All methods of the engine run such a GEMM alike.
         """
@@ -257,7 +257,7 @@ class MethodChoice:
 
 
 def resolve(op: str, method: "Method | str | None", default: str | None) -> Method:
-    """Returns the method that the user has chosen, by argument or environment.
+    """Returns the method that the user has chosen by argument or environment variable.
 
     Args:
         op: the op's name, for errors.
@@ -284,7 +284,7 @@ def resolve(op: str, method: "Method | str | None", default: str | None) -> Meth
 
 
 def refuse_bulk(op: str, source: str) -> NoReturn:
-    """Raises an error, because this call's GEMM depends on the communication."""
+    """Raises an error: "bulk" needs a GEMM that is independent of the collective."""
     raise UnsupportedOverlapError(
         f'{op}: {source} = "bulk" communicates during a GEMM that does not depend on '
         "the communication. Only the backward pass of a column-parallel layer has such "

@@ -32,7 +32,7 @@ from jax_ub._src.errors import UnknownNameError, nearest, shown
 
 COLUMN, ROW = PARALLEL = ("column", "row")
 FPROP, DGRAD, WGRAD = PASSES = ("fprop", "dgrad", "wgrad")
-# The dimensions of a kernel [in, out].
+# Names of the dimensions of a kernel.
 IN_OUT = ("in", "out")
 
 
@@ -48,7 +48,7 @@ class CommOverlapType(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """A collective of one pass of a layer, which may overlap with a GEMM.
+    """A collective that one pass of a layer can overlap with a GEMM.
 
     Attributes:
         comm_type: the collective.
@@ -69,7 +69,7 @@ _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 
 @dataclasses.dataclass(frozen=True)
 class ParallelMode:
-    """A row of the table of parallel modes: a layer's shardings and collectives.
+    """A row of the table of parallel modes: shardings and collectives of a layer.
 
     Layouts say for each dimension whether it is sharded over the tensor-parallel axis.
 
@@ -98,7 +98,7 @@ class ParallelMode:
     wgrad: tuple[Communication, ...] = ()
 
     def communications(self, direction: str) -> tuple[Communication, ...]:
-        """Returns the collectives of a layer's pass, "fprop", "dgrad" or "wgrad"."""
+        """Returns the collectives of a pass: "fprop", "dgrad" or "wgrad"."""
         return {FPROP: self.fprop, DGRAD: self.dgrad, WGRAD: self.wgrad}[direction]
 
     @property
@@ -113,12 +113,12 @@ class ParallelMode:
 
     @property
     def sharded_dim(self) -> int | None:
-        """Returns which dimension of a kernel [in, out] is sharded: 0, 1 or None."""
+        """Returns the index of the sharded dimension of a kernel [in, out], or None."""
         return self.kernel.index(True) if any(self.kernel) else None
 
     @property
     def sharded(self) -> str:
-        """Returns which dimension of a kernel is sharded: "in", "out" or "" (none)."""
+        """Returns the sharded dimension of a kernel: "in", "out" or "" (none)."""
         return "" if self.sharded_dim is None else IN_OUT[self.sharded_dim]
 
     def kernel_spec(self, axis_name: Any, other: Any = None) -> PartitionSpec:

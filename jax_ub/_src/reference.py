@@ -25,7 +25,7 @@ _E8M0_NAN = 255
 
 
 def sum_dtype(dtype) -> np.dtype:
-    """Returns the dtype in which values of `dtype` are summed: f32, or f64 for f64."""
+    """Returns the dtype in which `dtype` is summed: f64 for f64, otherwise f32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -36,7 +36,7 @@ def dot(
     rhs_transposed: bool = False,
     scales: Sequence[jax.Array] = (),
 ) -> jax.Array:
-    """Multiplies x [..., K] by w [K, N], or by the transpose of w [N, K], in f32.
+    """Returns x @ w in f32, for x [..., K] and w [K, N] (or transposed [N, K]).
 
     `scales` has those of x and of w, if they are FP8.
     """
@@ -49,14 +49,14 @@ def dot(
 
 
 def outer(x: jax.Array, dy: jax.Array, scales: Sequence[jax.Array] = ()) -> jax.Array:
-    """Computes x^T dy over all rows: x [..., M, K], dy [..., M, N] -> f32 [K, N]."""
+    """Returns x^T dy in f32, summed over rows: [..., M, K], [..., M, N] -> [K, N]."""
     rows = tuple(range(x.ndim - 1))
     (x, x_factor), (dy, dy_factor) = _factored((x, dy), scales, (None, None))
     return _times(_product(x, dy, ((rows, rows), ((), ()))), x_factor, dy_factor)
 
 
 def _factored(operands, scales, contracted):
-    """Returns (array, factor) for each operand; the factors multiply the product.
+    """Applies FP8 scales: returns (array, factor) for each operand.
 
     The factor has the f32 scales that do not vary along the contracted axis. Other
     scales multiply the array's elements, and the factor is None. A scale per tensor has
@@ -84,7 +84,7 @@ def _times(y, *factors):
 
 
 def dequantize(values: jax.Array, scales: jax.Array) -> jax.Array:
-    """Multiplies FP8 values by their scales; returns f32 of the same shape."""
+    """Returns values * scales in f32."""
     wide = values.astype(jnp.float32)
     if scales.dtype != jnp.float8_e8m0fnu:
         return wide * expanded(scales, values.shape)
@@ -95,7 +95,7 @@ def dequantize(values: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def times_power_of_two(x: jax.Array, exponents: jax.Array) -> jax.Array:
-    """Multiplies f32 values by 2^exponents, exactly for exponents -252 to 254.
+    """Returns x * 2^exponents for f32 x, exactly for exponents from -252 to 254.
 
     There are two factors, because XLA:CPU replaces subnormal values, such as 2^-127,
     by zero.
@@ -110,7 +110,7 @@ def _power_of_two(exponents):
 
 
 def expanded(scales, shape):
-    """Repeats each scale of a block, so that the scales broadcast to `shape`."""
+    """Repeats scales of blocks, so that they can be broadcast to `shape`."""
     scales = with_rank(scales, len(shape))
     for axis, size in enumerate(shape):
         # Sizes of `jax.export` may be symbolic, which cannot be ordered.
@@ -120,7 +120,7 @@ def expanded(scales, shape):
 
 
 def _product(x, w, dimensions):
-    """Multiplies x and w with an f32 result; on CPUs, f16 and bf16 become f32 first.
+    """Multiplies x and w with an f32 result, on CPUs by f32 copies of f16 and bf16.
 
     XLA:CPU multiplies f32 copies up to 1.5 times as fast as half precision, except
     bf16 on CPUs with AVX512_BF16. Products of half-precision values are exact in f32
@@ -163,7 +163,7 @@ def dots(
     rhs_transposed: bool = False,
     scales: Sequence[jax.Array] = (),
 ) -> jax.Array:
-    """Returns `sum_i x_i @ w_i` in f32, or `x_i @ w_i.T` if `rhs_transposed`.
+    """Returns the sum over i of `x_i @ w_i`, or `x_i @ w_i.T`, in f32.
 
     `scales` has those of all x_i, then those of all w_i, if they are FP8.
     """
@@ -176,7 +176,7 @@ def dots(
 
 
 def add(y: jax.Array, *addends: jax.Array | None, out_dtype) -> jax.Array:
-    """Adds bias, residual and other addends to f32 sums y, and rounds once."""
+    """Adds bias, residual and other addends to f32 sums y; rounds to `out_dtype`."""
     for addend in addends:
         if addend is not None:
             y = y + with_rank(addend.astype(sum_dtype(y.dtype)), y.ndim)
@@ -184,7 +184,7 @@ def add(y: jax.Array, *addends: jax.Array | None, out_dtype) -> jax.Array:
 
 
 def with_rank(value: jax.Array, rank: int) -> jax.Array:
-    """Prepends axes of size 1 until `value` has `rank` dimensions.
+    """Returns `value` with `rank` dimensions, by prepending dimensions of size 1.
 
     Broadcasting would fail with `jax_numpy_rank_promotion="raise"`.
     """
@@ -192,12 +192,12 @@ def with_rank(value: jax.Array, rank: int) -> jax.Array:
 
 
 def scaled(y: jax.Array, scale: float) -> jax.Array:
-    """Multiplies an f32 array by `scale`."""
+    """Returns y * scale for an f32 array y."""
     return y if scale == 1 else y * jnp.float32(scale)
 
 
 def all_gather(x: jax.Array, axis_name: Axis) -> jax.Array:
-    """All-gathers the rows of x over the ranks: [..., m, K] -> [..., P*m, K].
+    """All-gathers rows over P ranks: [..., m, K] -> [..., P*m, K].
 
     FP8 arrays and e8m0 scales are sent as bytes; XLA:CPU would convert them to f16.
     """
@@ -208,7 +208,7 @@ def all_gather(x: jax.Array, axis_name: Axis) -> jax.Array:
 
 
 def reduce_scatter(x: jax.Array, axis_name: Axis) -> jax.Array:
-    """Sums x [..., P*m, K] over ranks in f32; returns this rank's rows [..., m, K]."""
+    """Sums x [..., P*m, K] over P ranks in f32; returns one rank's rows [..., m, K]."""
     return lax.psum_scatter(
         x.astype(sum_dtype(x.dtype)),
         axis_name,
@@ -218,5 +218,5 @@ def reduce_scatter(x: jax.Array, axis_name: Axis) -> jax.Array:
 
 
 def all_reduce(x: jax.Array, axis_name: Axis) -> jax.Array:
-    """Sums x, of any shape, over the ranks, with f32 accumulation."""
+    """Sums x over all ranks in f32. x may have any shape."""
     return lax.psum(x.astype(sum_dtype(x.dtype)), axis_name)

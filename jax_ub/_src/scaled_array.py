@@ -14,7 +14,7 @@ from jax_ub._src import dtypes, reference
 from jax_ub._src.checks import dtype_of, is_array
 from jax_ub._src.errors import ShapeContractError, shown
 
-# The number of values along the contracted dimension that share one e8m0 scale.
+# Number of values along the contracted dimension that share an e8m0 scale.
 MXFP8_BLOCK = 32
 _OP = "ScaledArray"
 _FIELDS = ("values", "scales", "source")
@@ -52,7 +52,7 @@ class ScaledArray:
     source: jax.Array | None = None
 
     def __post_init__(self):
-        # JAX makes trees whose leaves are other objects, such as partition specs.
+        # JAX also creates trees with other leaves, such as partition specs.
         if is_array(self.values) and is_array(self.scales):
             _check(self.values, self.scales, self.source)
 
@@ -72,22 +72,22 @@ class ScaledArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of the FP8 values, which is the array's shape."""
+        """Returns the shape of `values`."""
         return self.values.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """Returns the FP8 dtype of the values."""
+        """Returns the dtype of `values`."""
         return self.values.dtype
 
     @property
     def ndim(self) -> int:
-        """Returns the number of dimensions of the FP8 values."""
+        """Returns the number of dimensions of `values`."""
         return self.values.ndim
 
     @property
     def scaling(self) -> str:
-        """Returns the kind of scales: "tensor", "row" or "block"."""
+        """Returns what has one scale: the "tensor", each "row", or each "block"."""
         if self.scales.dtype == jnp.float8_e8m0fnu:
             return "block"
         return "row" if any(size != 1 for size in self.scales.shape) else "tensor"
@@ -126,7 +126,7 @@ export.register_pytree_node_serialization(
 
 
 def map_scaled(function: Callable[[ScaledArray], Any], tree: Any) -> Any:
-    """Applies a function to every `ScaledArray` of a tree; other leaves stay."""
+    """Applies a function to each `ScaledArray` in a tree, and to no other leaf."""
 
     def apply(leaf):
         return function(leaf) if is_scaled(leaf) else leaf
@@ -140,27 +140,27 @@ def is_scaled(value: Any) -> bool:
 
 
 def without_source(operand: ScaledArray) -> ScaledArray:
-    """Returns a copy without `source`, the array that receives the gradient."""
+    """Returns a copy whose `source`, the array that receives the gradient, is None."""
     return ScaledArray(operand.values, operand.scales)
 
 
 def with_scalar_scale(operand: ScaledArray) -> ScaledArray:
-    """Reshapes the only scale of an FP8 array to a scalar."""
+    """Returns an FP8 array with its only scale reshaped to a scalar."""
     return ScaledArray(operand.values, operand.scales.reshape(()), operand.source)
 
 
 def cotangent_of_scaled(gradient: jax.Array) -> ScaledArray:
-    """Returns the cotangent of a `ScaledArray`: the gradient of its `source` alone."""
+    """Returns the cotangent of a `ScaledArray`: the gradient of its `source` only."""
     return ScaledArray.tree_unflatten(None, (None, None, gradient))
 
 
 def dequantized(operand: Any) -> Any:
-    """Dequantizes a `ScaledArray`; returns any other operand as it is."""
+    """Dequantizes a `ScaledArray`. Returns any other operand unchanged."""
     return operand.dequantize() if is_scaled(operand) else operand
 
 
 def source_of(operand: Any) -> Any:
-    """Returns the `source` of a `ScaledArray`, the array that receives its gradient.
+    """Returns the `source` of a `ScaledArray`, which receives its gradient.
 
     Any other operand is returned as it is.
     """
@@ -168,7 +168,7 @@ def source_of(operand: Any) -> Any:
 
 
 def values_of(operand: Any) -> Any:
-    """Returns the FP8 values of a `ScaledArray`; any other operand as it is."""
+    """Returns the FP8 values of a `ScaledArray`, or any other operand unchanged."""
     return operand.values if is_scaled(operand) else operand
 
 

@@ -44,7 +44,7 @@ def format_row(
     right: Collection[int] = (),
     is_markdown: bool = False,
 ) -> str:
-    """Returns one row of a table. `format_table` describes the arguments.
+    """Returns one row of a table. `format_table` documents the arguments.
 
     Commands that print rows as they are measured call it with fixed widths.
     """
@@ -56,14 +56,14 @@ def format_row(
 
 
 def format_rule(widths: Sequence[int], *, is_markdown: bool = False) -> str:
-    """Returns a line of dashes, as wide as the columns, to follow a table's titles."""
+    """Returns a line of dashes with the widths of the columns, to follow the titles."""
     if is_markdown:
         return f"|{'|'.join('-' * (width + 2) for width in widths)}|"
     return "  ".join("-" * width for width in widths)
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Returns a number of bytes with its unit, such as "1.5 MiB"."""
+    """Returns a size with a binary unit, such as "1.5 MiB"."""
     for unit, size in _BYTES:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
@@ -71,7 +71,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns a time with three significant digits and its unit, such as "12.5 us"."""
+    """Returns a time with three digits and its unit, such as "12.5 us"."""
     for unit, size in _SECONDS:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

@@ -9,9 +9,9 @@ from jax_ub._src.errors import ConfigurationError, UnsupportedOverlapError
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import PARALLEL, PASSES, ParallelMode, mode_of
 
-# The methods that overlap a GEMM with the communication of its operand or result.
+# The methods that overlap a GEMM with communication of its own operand or result.
 FUSED = frozenset((Method.DIRECT, Method.RING_EXCHANGE, Method.PIPELINE))
-# Maps each flag to a description, for errors, of the communication that it controls.
+# What each flag controls, for error messages.
 _MEANING = {
     "ub_overlap_ag": "the all-gather of a GEMM's operand",
     "ub_overlap_rs": "the reduce-scatter of a row layer's result",
@@ -24,7 +24,7 @@ _BULK = ("ub_bulk_dgrad", "ub_bulk_wgrad")
 
 @dataclasses.dataclass(frozen=True)
 class OverlapFlags:
-    """The `ub_*` flags of a layer, which select the collectives to overlap with GEMMs.
+    """A layer's `ub_*` flags, which select the collectives that overlap with GEMMs.
 
     True overlaps the communication or raises an error, False runs it as plain
     `jax.lax`, and None lets jax_ub choose. A flag for communication that a layer does
@@ -56,12 +56,12 @@ class OverlapFlags:
 
     @property
     def is_bulk(self) -> bool | None:
-        """Returns the value of the two `ub_bulk_*` flags; None if neither is set."""
+        """Returns the common value of both `ub_bulk_*` flags, or None."""
         return self.ub_bulk_dgrad if self.ub_bulk_wgrad is None else self.ub_bulk_wgrad
 
     @property
     def given(self) -> dict[str, bool]:
-        """Returns the flags that the user has set, with their values."""
+        """Returns the flags that the user has set, by name."""
         named = {name: getattr(self, name) for name in NAMES}
         return {name: bool(value) for name, value in named.items() if value is not None}
 
@@ -91,7 +91,7 @@ class OverlapFlags:
             self.check_method(op, name, method, f'method = "{method.value}"')
 
     def check_method(self, op: str, name: str, method: Method, source: str) -> None:
-        """Raises an error if a flag contradicts an explicitly chosen method.
+        """Raises an error if a flag contradicts a method that the user has chosen.
 
         Args:
             op: the layer, for errors.
@@ -149,14 +149,14 @@ NAMES = tuple(field.name for field in dataclasses.fields(OverlapFlags))
 
 
 def flags_of(mode: ParallelMode, passes: Sequence[str] = PASSES) -> tuple[str, ...]:
-    """Returns the `ub_*` flags that control the collectives of a layer's passes."""
+    """Returns the names of the flags that control the collectives of these passes."""
     found = (each.flag for name in passes for each in mode.communications(name))
     return tuple(dict.fromkeys(filter(None, found)))
 
 
 @dataclasses.dataclass(frozen=True)
 class FlaggedMethod:
-    """A layer's method and `ub_*` flags, passed together as the argument `method`."""
+    """A layer's method and `ub_*` flags, which `method` passes on together."""
 
     method: Method | str | None
     flags: OverlapFlags

@@ -17,21 +17,21 @@ from jax_ub._src.errors import (
 from jax_ub._src.methods import KernelOptions, Method, Variant
 from jax_ub._src.parallel import DGRAD, FPROP, PASSES, CommOverlapType
 
-# The limit of `num_sm`, as in Transformer Engine, whose collectives have flags for up
-# to 32 thread blocks.
+# Largest `num_sm`. Transformer Engine has the same limit, because its collectives have
+# flags for 32 thread blocks.
 _MOST_SM = 32
-# The valid values of `cga_size`, in thread blocks. 8 is the largest cluster that every
-# GPU since Hopper supports.
+# Valid values of `cga_size`, in thread blocks. All GPUs since Hopper support clusters
+# of up to 8.
 _CGA_SIZES = (1, 2, 4, 8)
-# The range of CUDA stream priorities, in which smaller numbers are more urgent.
+# CUDA stream priorities. Smaller numbers are more urgent.
 HIGHEST_PRIORITY, LOWEST_PRIORITY = -5, 0
-# Limit of `num_splits`. With 16 ranks, more splits would need more slots than a
-# communicator has.
+# Largest `num_splits`. With 16 ranks, more splits need more slots than a communicator
+# has.
 _MOST_SPLITS = 128
 
 
 class UserBufferQuantizationMode(enum.Enum):
-    """Whether the operands in a named overlap's buffers are quantized to FP8.
+    """Whether a named overlap communicates operands in FP8.
 
     `NONE` means unquantized operands in their dtype; `FP8` means quantized operands of
     one byte per element.
@@ -45,7 +45,7 @@ class UserBufferQuantizationMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverlapConfig(Mapping):
-    """The settings of a named overlap, such as its method and its number of splits.
+    """Settings of a named overlap, such as its method and its number of splits.
 
     `method`, `num_splits`, `aggregate`, `pipeline_rs_overlap_first_gemm`, `fp8_buf` and
     `wire_dtype` take effect on all devices. The other keys set launch parameters of GPU
@@ -78,7 +78,7 @@ class OverlapConfig(Mapping):
 
     @property
     def kernel_options(self) -> KernelOptions:
-        """Returns the options of the overlap's schedule and GPU kernels.
+        """Returns the options for the schedule and the GPU kernels.
 
         `num_sm` and `cga_size` describe the kernels that send, so they have no effect
         with copy engines. GEMMs then leave the default number of multiprocessors free,
@@ -121,7 +121,7 @@ class OverlapConfig(Mapping):
 def _flag(value):
     if isinstance(value, bool | np.bool_):
         return bool(value)
-    # Megatron's files write flags as 0 and 1.
+    # Megatron's files have 0 and 1 instead of false and true.
     if is_integer(value) and value in (0, 1):
         return bool(value)
     raise TypeError
@@ -188,8 +188,8 @@ _PRIORITY = (
     f"a stream priority, {HIGHEST_PRIORITY} (first) to {LOWEST_PRIORITY}",
 )
 
-# Maps each setting to a function that checks and converts its value, and to a text that
-# lists the valid values.
+# For each setting, a function that checks and converts its value, and a text that lists
+# the valid values.
 KEYS = {
     "method": (_method, f"one of {_METHODS}; None is auto"),
     "comm_type": (_comm_type, '"AG" or "RS"'),
@@ -210,7 +210,7 @@ KEYS = {
 
 
 def read_entry(name: str, entry: object) -> dict[str, object]:
-    """Checks a user's settings of one named overlap, and converts their types.
+    """Checks a user's settings of one named overlap and converts their types.
 
     Returns:
         The entry with values of `OverlapConfig`'s types. `is_reduce_scatter` is
@@ -263,12 +263,12 @@ def _with_comm_type(name, read):
     return read
 
 
-# Names that other libraries give to the passes.
+# Names of the passes in other libraries.
 _ALIASES = {"forward": FPROP, "fwd": FPROP, "backward": DGRAD, "bwd": DGRAD}
 
 
 def with_known_pass(name: object) -> object:
-    """Replaces an alias at the end of an overlap's name, as in "fc1_forward".
+    """Replaces an alias of a pass in an overlap's name: "fc1_forward" -> "fc1_fprop".
 
     The result, "fc1_fprop", serves to find the name that a user meant.
     """
@@ -279,7 +279,7 @@ def with_known_pass(name: object) -> object:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Splits an overlap's name, such as "qkv_dgrad", into layer and pass.
+    """Splits the name of an overlap into layer and pass: "qkv_dgrad" -> "qkv", "dgrad".
 
     A name without a pass has the pass "fprop".
     """

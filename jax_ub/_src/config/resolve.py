@@ -50,7 +50,7 @@ _METHODS = {
     },
 }
 
-# The default method and communication type of each named overlap, such as "qkv_fprop".
+# Default method and collective of each named overlap, such as "qkv_fprop".
 NAMES = {
     f"{layer}_{direction}": (
         _METHODS[parallel][direction],
@@ -64,7 +64,7 @@ NAMES = {
 def method_defaults(
     method: Method, comm_type: CommOverlapType, num_ranks: int
 ) -> dict[str, object]:
-    """Returns Transformer Engine's default settings of a method, such as its splits.
+    """Returns the default settings of a method, as in Transformer Engine.
 
     Args:
         method: the method. Methods that Transformer Engine lacks get the thread blocks
@@ -98,10 +98,10 @@ _FUSED = frozenset(
         Method.XLA,
     )
 )
-# The possible methods of each pass and communication type. A dgrad with AG either
-# all-gathers x concurrently ("bulk") or all-gathers its operand dy (the fused methods).
-# A wgrad with RS reduce-scatters dx concurrently ("bulk"). A wgrad with AG reads the
-# peers' shards in place ("direct") or gathers them first ("external").
+# The methods that each pass may have, by collective. A dgrad with AG gathers x
+# concurrently ("bulk") or its operand dy (the other methods). A wgrad with RS
+# reduce-scatters dx concurrently ("bulk"). A wgrad with AG reads the peers' shards in
+# place ("direct") or gathers them first ("external").
 _POSSIBLE = {
     (FPROP, _AG): _FUSED,
     (FPROP, _RS): _FUSED,
@@ -110,10 +110,10 @@ _POSSIBLE = {
     (WGRAD, _AG): frozenset((Method.AUTO, Method.DIRECT, Method.EXTERNAL, Method.XLA)),
     (WGRAD, _RS): frozenset((Method.BULK,)),
 }
-# The methods that can send the partial sums of a GEMM+RS as FP8.
+# Methods of GEMM+RS that can send partial sums as FP8.
 _FP8_SUMS = (Method.PIPELINE, Method.RING_EXCHANGE, Method.AUTO, Method.XLA)
-# Settings that take effect only with some methods, and only for reduce-scatters (True),
-# all-gathers (False) or both (None). Elsewhere they must have the default value.
+# Settings that have an effect only with some methods, and only for reduce-scatters
+# (True), all-gathers (False) or both (None). Otherwise they must have their default.
 _ONLY = {
     "num_splits": ((Method.PIPELINE,), None),
     "aggregate": ((Method.RING_EXCHANGE,), False),
@@ -123,9 +123,9 @@ _ONLY = {
     ),
     "pipeline_rs_overlap_first_gemm": ((Method.PIPELINE,), True),
 }
-# Settings that make every forward pass and dgrad "auto". Wgrads have none: with an
-# "auto" dgrad, which reduce-scatters dx itself, a column-parallel layer's wgrad has
-# nothing to communicate. The wgrads of row-parallel layers keep their defaults.
+# Settings with which every forward pass and dgrad is "auto". Wgrads are absent: a
+# column-parallel layer's wgrad has nothing to communicate, because an "auto" dgrad
+# reduce-scatters dx. Wgrads of row-parallel layers keep their defaults.
 AUTOMATIC = {
     name: {"method": Method.AUTO.value}
     for name in NAMES
@@ -137,7 +137,7 @@ _IGNORED = (
 
 
 def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
-    """Checks a user's settings of each named overlap in `ub_cfgs`, one by one.
+    """Checks the user's settings of each named overlap, independently of the others.
 
     `resolve` checks how the entries depend on each other.
     """
@@ -162,7 +162,7 @@ def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
 
 
 def _check_forwards(entries):
-    """Raises an error if two overlap names denote the same layer's forward pass.
+    """Raises an error if two names denote the forward pass of one layer.
 
     A name without a pass, such as "qkv", means the forward pass, as "qkv_fprop" does.
     """
@@ -192,7 +192,7 @@ def resolve(
     num_ranks: int,
     mode: UserBufferQuantizationMode,
 ) -> dict[str, OverlapConfig]:
-    """Completes a user's settings of the named overlaps with the methods' defaults.
+    """Completes the user's settings of named overlaps with the defaults.
 
     If the dgrad of "qkv" or "fc1" is not "bulk", it reduce-scatters dx itself. Its
     wgrad, which would reduce-scatter dx otherwise, is then left out of the result.
@@ -285,7 +285,7 @@ def _check_keys(name, method, comm_type, entry, defaults):
 
 
 def _check_wire(name, method, comm_type, entry, mode):
-    """Checks the method of partial sums that are sent as FP8."""
+    """Raises an error if partial sums cannot be sent as FP8 with this method."""
     sends = {"wire_dtype": entry.get("wire_dtype") is not None}
     if mode is UserBufferQuantizationMode.FP8:
         sends["fp8_buf"] = entry.get("fp8_buf", False)
@@ -325,7 +325,7 @@ def _check_aggregate(name, merged, num_ranks):
 
 
 def _check_pairs(resolved):
-    """Raises an error if only one of a layer's dgrad and wgrad has method "bulk".
+    """Raises an error if only one of a layer's dgrad and wgrad is "bulk".
 
     A bulk dgrad all-gathers x for the wgrad, which reduce-scatters the dgrad's dx.
     """

@@ -10,8 +10,8 @@ from jax_ub._src.config.resolve import NAMES, read_entries
 from jax_ub._src.errors import ConfigurationError, ConfigurationTypeError, shown
 from jax_ub._src.methods import Method
 
-# Keys that Transformer Engine reads only for some overlaps and ignores for the others.
-# Each predicate returns whether it reads the key.
+# Keys that Transformer Engine ignores in some overlaps. For each, a function that
+# returns whether it reads the key.
 _READ_BY = {
     "num_splits": lambda method, gathers: method is Method.PIPELINE,
     "aggregate": lambda method, gathers: method is Method.RING_EXCHANGE and gathers,
@@ -51,8 +51,8 @@ def from_te(
     unset = []
     if isinstance(found, Mapping):
         unset = [name for name, entry in found.items() if entry is None]
-        # `read_entries` rejects an entry that is None. It gets an empty entry instead,
-        # to check the name. The result leaves the entry out.
+        # Passes an empty entry instead of None, which `read_entries` rejects, so that
+        # it checks the name. The result omits it.
         found = {**found, **{name: {} for name in unset}}
     return {
         name: _without_ignored_keys(name, entry)
@@ -90,8 +90,8 @@ def _read_yaml(source):
     if isinstance(source, os.PathLike) or "\n" not in source and ":" not in source:
         return _parse(yaml, _read_file(source))
     found = _parse(yaml, source)
-    # A path may contain a colon. YAML parses it as a plain string, since a mapping
-    # needs a space after the colon.
+    # A path is a plain string to YAML, even with a colon, because a mapping needs a
+    # space after its colon.
     is_path = isinstance(found, str) and "\n" not in source
     return _parse(yaml, _read_file(source)) if is_path else found
 

@@ -23,9 +23,9 @@ from jax_ub._src.methods import (
     Variant,
 )
 
-# Version of the file format. It is incremented when the meaning of a key changes.
+# Version of the file format. Must be incremented when a key changes its meaning.
 SCHEMA = 1
-# The methods that a tuned file may contain for ops that communicate.
+# Methods that a tuned file may select for ops with communication.
 METHODS = (
     Method.DIRECT,
     Method.RING_EXCHANGE,
@@ -33,16 +33,16 @@ METHODS = (
     Method.EXTERNAL,
     Method.XLA,
 )
-# Name of an op in tuned files: dgrad and wgrad of a column-parallel layer, measured
-# together with their all-gather and reduce-scatter. "bulk" runs the communication
-# concurrently with GEMMs that do not depend on it; the other methods fuse it. M, K, N
-# are the forward pass's sizes.
+# Name of an op in tuned files: dgrad and wgrad of a column-parallel layer, timed
+# together with their all-gather and reduce-scatter. With "bulk", the communication is
+# concurrent with GEMMs that do not depend on it. Sizes M, K, N are those of the forward
+# pass.
 COLUMN_GRADIENTS = "column_gradients"
-# Names of GEMMs without communication in tuned files. P is 1, and the operands are [M,
-# K] and [K, N]; a wgrad contracts the rows of its operands. The ops differ in the
-# layout of the operands, and in what is added to the product.
+# Names of GEMMs without communication in tuned files: P (the number of ranks) is 1, and
+# the operands are [M, K] and [K, N]; a wgrad contracts their rows. They differ in the
+# layout of the operands and in what is added to the product.
 LOCAL_OPS = ("matmul", "dgrad", "dgrad_add", "wgrad", "wgrad_accumulate")
-# The ops that a tuned file may contain. The first three are GEMMs that are fused with
+# The ops that a tuned file may contain. The first three combine a GEMM with
 # communication.
 OPS = (
     "all_gather_matmul",
@@ -54,7 +54,7 @@ OPS = (
 
 
 def methods_of(op: str) -> tuple[Method, ...]:
-    """Returns the methods that a tuned file may choose for an op."""
+    """Returns the methods among which a tuned file chooses for an op."""
     if op in LOCAL_OPS:
         return (Method.DIRECT, Method.XLA)
     return (*METHODS, Method.BULK) if op == COLUMN_GRADIENTS else METHODS
@@ -62,7 +62,7 @@ def methods_of(op: str) -> tuple[Method, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class TunedKey:
-    """The key of a measured method: op, number of ranks, global sizes, dtype."""
+    """What identifies a measurement: op, number of ranks, global sizes and dtype."""
 
     op: str
     num_ranks: int
@@ -74,7 +74,7 @@ class TunedKey:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """The device kind and library versions for which measured methods are valid.
+    """The device kind and library versions with which methods were measured.
 
     They are used only in an equal environment, since times differ in others.
     """
@@ -83,14 +83,14 @@ class Environment:
     versions: tuple[tuple[str, str], ...]  # (library, version), sorted by library
 
     def __str__(self) -> str:
-        """Returns the device kind and library versions as text, for error messages."""
+        """Returns a text that names device kind and library versions."""
         libraries = ", ".join(f"{name} {version}" for name, version in self.versions)
         return f"{self.device} with {libraries}"
 
 
 @dataclasses.dataclass(frozen=True)
 class TunedTable:
-    """The fastest measured method of each op and size on this process's devices."""
+    """The fastest method of each op and size, measured in this environment."""
 
     source: str  # path of the file
     digest: str  # hash of all choices
@@ -99,7 +99,7 @@ class TunedTable:
     )
 
     def find(self, case: TunedKey) -> MethodChoice | None:
-        """Returns the fastest measured method for an op and sizes, or None.
+        """Returns the fastest method for an op and sizes, or None if not measured.
 
         The choice is not explicit, so the call may fall back.
         """
@@ -111,7 +111,7 @@ TunedFile = dict[Environment, dict[TunedKey, tuple[MethodChoice, dict[str, float
 
 
 def read(path: str | os.PathLike[str]) -> TunedFile:
-    """Reads a tuned file: methods and times in us, by environment and measured case."""
+    """Reads a tuned file. Returns methods and times in us, by environment and case."""
     where = f"tuned file {shown(str(path))}"
     fix = "Write it again with: python -m jax_ub tune --output FILE"
     try:
@@ -156,10 +156,9 @@ def as_json(tunings: TunedFile) -> dict[str, Any]:
 
 
 def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
-    """Writes measured methods to a tuned file, replacing an existing file at once."""
+    """Writes a tuned file. Readers see either the old or the new file."""
     path = pathlib.Path(path)
-    # The temporary file is renamed when it is complete, so that readers see either the
-    # old or the new file.
+    # Renames a complete temporary file, so that readers never see a partial file.
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     write_json(temporary, as_json(tunings))
     with writing(path):
@@ -167,7 +166,7 @@ def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
 
 
 def choices(path: str | os.PathLike[str], here: Environment) -> TunedTable:
-    """Reads the measured methods that a tuned file has for the environment `here`."""
+    """Returns the methods of a tuned file that were measured in environment `here`."""
     tunings = read(path)
     if here not in tunings:
         known = "; ".join(map(str, tunings)) or "nothing"
@@ -226,7 +225,7 @@ def _read_tiles(case: TunedKey, given: Any) -> PallasTiles:
     raise ValueError(f"{case.op}: pallas = {shown(given)} is not known")
 
 
-# The fields of a `TunedKey`, and their types in a file.
+# The fields of a `TunedKey` and their types in the file.
 _KEY_TYPES = {"op": str, "num_ranks": int, "M": int, "K": int, "N": int, "dtype": str}
 
 

@@ -13,30 +13,31 @@ from jax_ub._src.errors import ConfigurationError
 from jax_ub._src.fp8.recipes import DelayedScaling, Recipe
 from jax_ub._src.fp8.state import init_state
 
-# nnx identifies this variable type by its name, and MaxText recognizes FP8 state by it.
+# nnx registers the type of a variable by name. MaxText recognizes FP8 state by this
+# name.
 OverwriteWithGradient = nnx.variable_type_from_name(
     OVERWRITE_WITH_GRADIENT, allow_register=True
 )
-# nnx makes the class by `type(name, ...)`. Pickle looks classes up by these names.
+# nnx creates the class dynamically. Pickle needs to find it by these names.
 OverwriteWithGradient.__module__ = "jax_ub.flax"
 OverwriteWithGradient.__qualname__ = "OverwriteWithGradient"
 
 
 class Fp8State(nnx.Module):
-    """The state of `DelayedScaling` of a layer: scales and amax histories.
+    """The state of `DelayedScaling` in a layer: scales and amax histories.
 
     Each is a variable of type `OverwriteWithGradient`, whose gradient is its new value.
     `ub.fp8.apply_updates` stores the new values.
     """
 
     def __init__(self, recipe: DelayedScaling, lead: tuple[int, ...] = ()):
-        """Creates the variables; `lead` are the leading sizes of stacked layers."""
+        """Creates the variables. `lead`: leading dimensions of stacked layers."""
         for name, array in init_state(recipe).items():
             stacked = jnp.broadcast_to(array, (*lead, *array.shape))
             setattr(self, name, OverwriteWithGradient(stacked))
 
     def arrays(self) -> dict[str, jax.Array]:
-        """Returns the scales and amax histories, as a dict like `ub.fp8.init_state`."""
+        """Returns the scales and amax histories as a dict, like `ub.fp8.init_state`."""
         return {
             name: variable[...]
             for name, variable in vars(self).items()
@@ -45,7 +46,7 @@ class Fp8State(nnx.Module):
 
 
 def linen_state(op: str, module: nn.Module, recipe: Recipe | None) -> Any:
-    """Returns the FP8 state of a linen module; `module.init` creates the state.
+    """Returns the FP8 state of a linen module, which `module.init` creates.
 
     It is in the collection "_overwrite_with_gradient". The result is None if the recipe
     has no state.

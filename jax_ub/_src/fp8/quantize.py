@@ -108,7 +108,7 @@ def quantize_layer(
     *,
     rhs_transposed: bool,
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
-    """Quantizes the kernels of a layer, and its activations if they are not FP8 yet.
+    """Quantizes a layer's kernels, and its activations unless they are FP8 already.
 
     All ranks along `axes` have the same scale per tensor. For current scaling, one
     collective reduces the amax of x and of the kernels. Several kernels share a scale,
@@ -145,7 +145,7 @@ def quantize_arrays(
     state: Mapping[str, jax.Array],
     axes: tuple[str, ...],
 ) -> tuple[tuple[ScaledArray, ...], dict[str, jax.Array] | None]:
-    """Quantizes arrays that have one scale, if the recipe has one per tensor.
+    """Quantizes several arrays, with a common scale if the recipe has one per tensor.
 
     It is not differentiable.
 
@@ -180,7 +180,7 @@ def _cast(recipe, role, x, scales):
 
 
 def _amax_of_all(xs):
-    """Returns the largest absolute value of several arrays, an f32 scalar."""
+    """Returns the largest absolute value in several arrays, as an f32 scalar."""
     maxima = [fp8_casts.amax_of(lax.stop_gradient(x)).reshape(()) for x in xs]
     return functools.reduce(
         jnp.maximum, vma.pcast_varying(maxima, vma.axes_of(*maxima))
@@ -188,7 +188,7 @@ def _amax_of_all(xs):
 
 
 def _delayed_arrays(label, recipe, role, axes, xs, state):
-    """Quantizes arrays that share one delayed scale."""
+    """Quantizes several arrays with a common delayed scale."""
     scale, history = (state[name] for name in names_of(role))
     axes = _axes_of_amax(label, recipe, axes, xs, scale, history)
     sources = tuple(map(lax.stop_gradient, xs))
@@ -210,7 +210,7 @@ def _contracted(role):
 
 
 def _scales(recipe, role, axes, x, label=_OP):
-    """Computes the scales of x by a recipe without state: current, row or block."""
+    """Returns the scales of x for a recipe that has no state."""
     dtype, axis = recipe.fp8_format.dtype(role), _contracted(role)
     if isinstance(recipe, MXFP8BlockScaling):
         size = x.shape[axis]
@@ -228,14 +228,14 @@ def _scales(recipe, role, axes, x, label=_OP):
 
 
 def _agreed(amax, axes):
-    # An axis over which the tensor does not vary has the same amax on every rank.
+    # A tensor that does not vary over an axis has the same amax on all its ranks.
     if axes and vma.is_vma_checked(axes):
         axes = tuple(axis for axis in axes if axis in vma.axes_of(amax))
     return lax.pmax(amax, axes) if axes else amax
 
 
 def _axes_of_amax(label, recipe, axes, xs, *state):
-    """Returns the mesh axes over which the amax of a delayed scale is reduced."""
+    """Returns the mesh axes over which the amax is reduced, for delayed scaling."""
     varying = vma.axes_of(*xs) - vma.axes_of(*state)
     if recipe.reduce_amax:
         return tuple(sorted(varying.union(axes)))
@@ -251,7 +251,7 @@ def _axes_of_amax(label, recipe, axes, xs, *state):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _quantize_delayed(label, recipe, role, axes, xs, scale, history):
-    """Quantizes arrays with a delayed scale; the state's gradient is its new value.
+    """Quantizes arrays with a delayed scale. The state's gradient is its new value.
 
     Returns:
         The values of each array, and the scale, `[1]`.
@@ -260,7 +260,7 @@ def _quantize_delayed(label, recipe, role, axes, xs, scale, history):
 
 
 def _delayed(recipe, role, axes, xs, scale, history):
-    """Quantizes arrays with a scale that is computed from the amax history.
+    """Quantizes arrays with a scale computed from the amax history.
 
     Returns:
         (values, scale), and the arguments of `_new_state`: scale, history and amax.
@@ -272,7 +272,7 @@ def _delayed(recipe, role, axes, xs, scale, history):
 
 
 def _new_state(label, scale, history, amax):
-    """Returns the scale of this step, and the amax history with this step's amax.
+    """Returns the scale of this step, and the history with this step's amax.
 
     If `jax.vmap` maps the tensor, it must map the history, too. Otherwise JAX would sum
     the new states of all mapped indices.
@@ -369,7 +369,7 @@ def _is_matrix(path, leaf):
 
 
 def _stacked_scales(recipe, axis_name, kernels):
-    """Returns the scales of several kernels; one collective reduces all maxima."""
+    """Returns the scales of several kernels. One collective reduces their maxima."""
     maxima = [fp8_casts.amax_of(lax.stop_gradient(w)).reshape(()) for w in kernels]
     axes = vma.axes_of(*maxima)
     stacked = jnp.stack(vma.pcast_varying(maxima, axes))

@@ -34,7 +34,7 @@ class Format(enum.Enum):
     HYBRID = "HYBRID"
 
     def dtype(self, role: str) -> np.dtype:
-        """Returns the FP8 dtype of a tensor.
+        """Returns the FP8 dtype of a tensor by its role.
 
         Args:
             role: "input", "kernel" or "output_grad".
@@ -47,7 +47,7 @@ class Format(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class QParams:
-    """Parameters with which `Float8CurrentScaling` computes a tensor's scale.
+    """Parameters from which `Float8CurrentScaling` computes the scale of a tensor.
 
     Transformer Engine: `transformer_engine.common.recipe.QParams`.
 
@@ -178,7 +178,7 @@ class Float8CurrentScaling:
         _check_attention(self)
 
     def amax_epsilon(self, role: str) -> float:
-        """Returns the lower bound to which a smaller amax of a tensor is raised.
+        """Returns the smallest amax from which a scale is computed.
 
         Args:
             role: "input", "kernel" or "output_grad".
@@ -186,7 +186,7 @@ class Float8CurrentScaling:
         return getattr(self, _QPARAMS[role]).amax_epsilon
 
     def has_power_2_scale(self, role: str) -> bool:
-        """Returns whether a tensor's scale is a power of two."""
+        """Returns whether the scale of a tensor is rounded to a power of two."""
         own = getattr(self, _QPARAMS[role]).power_2_scale
         return self.use_power_2_scales if own is None else own
 
@@ -200,7 +200,7 @@ _QPARAMS = {
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8BlockScaling:
-    """Recipe with a power-of-two scale per block of 32 values to be contracted.
+    """Recipe with one power-of-two scale per block of 32 values (MXFP8).
 
     The scales are float8_e8m0fnu. The exponent of `amax / max` is rounded up, so that
     no value of the block exceeds the largest number of the format.
@@ -231,7 +231,7 @@ class MXFP8BlockScaling:
 
 @dataclasses.dataclass(frozen=True)
 class RowwiseScaling:
-    """Recipe with a power-of-two scale per row of activations, column of kernels.
+    """Recipe with one power-of-two scale per row of activations or column of kernels.
 
     The scales are f32. The values that share a scale are contracted: the features of a
     token, or the inputs of an output feature.
@@ -253,13 +253,13 @@ RECIPES = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, RowwiseScali
 
 
 def check_layer_recipe(op: str, fp8: Any) -> None:
-    """Raises an error unless a layer's argument `fp8` is a recipe or None."""
+    """Raises an error unless the argument `fp8` of a layer is a recipe or None."""
     if fp8 is not None:
         check_recipe(op, fp8, "fp8")
 
 
 def check_recipe(op: str, recipe: Any, name: str = "recipe") -> None:
-    """Raises an error unless the argument `name` is an instance of a recipe class."""
+    """Raises an error unless the argument `name` is a recipe."""
     if not isinstance(recipe, RECIPES):
         names = ", ".join(f"ub.fp8.{kind.__name__}" for kind in RECIPES)
         raise ConfigurationError(
@@ -269,7 +269,7 @@ def check_recipe(op: str, recipe: Any, name: str = "recipe") -> None:
 
 
 def has_one_scale(recipe: Recipe | None) -> bool:
-    """Returns whether a recipe has one scale per tensor; false for no recipe."""
+    """Returns whether a recipe has one scale per tensor. False if it is None."""
     return isinstance(recipe, DelayedScaling | Float8CurrentScaling)
 
 

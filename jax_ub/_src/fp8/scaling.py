@@ -7,8 +7,8 @@ from jax import lax
 from jax_ub._src.errors import ConfigurationError, shown
 from jax_ub._src.fp8.recipes import DelayedScaling, Float8CurrentScaling
 
-# The largest inverse of a scale. Its own inverse, 2^-126, is still a normal f32 number;
-# XLA:CPU replaces subnormal numbers by zero.
+# The largest inverse of a scale. The scale is then 2^-126, the smallest normal f32
+# number. XLA:CPU replaces smaller ones by zero.
 _LARGEST_INVERSE = 2.0**126
 _SIGNIFICAND_BITS = 23  # of an f32 number
 
@@ -16,7 +16,7 @@ _SIGNIFICAND_BITS = 23  # of an f32 number
 def current_scale(
     amax: jax.Array, recipe: Float8CurrentScaling, role: str
 ) -> jax.Array:
-    """Returns the f32 scale amax / m, where m is the largest FP8 number.
+    """Returns the scale amax / m in f32, where m is the largest FP8 number.
 
     It is 1 if the amax is 0, infinite or NaN.
     """
@@ -37,7 +37,7 @@ def _rounded_down_to_power_of_two(x):
 def updated_scale(
     history: jax.Array, scale: jax.Array, recipe: DelayedScaling, role: str
 ) -> jax.Array:
-    """Returns the scale for this step, from the amax history of previous steps.
+    """Returns the scale for this step, computed from the amax history.
 
     Args:
         history: f32 `[amax_history_len]`; index 0 is the latest step.
@@ -64,7 +64,7 @@ def updated_scale(
 
 
 def _one_number(name, returned):
-    """Converts the result of a function of a recipe to f32."""
+    """Converts the result of a recipe's user-defined function to an f32 number."""
     try:
         array = jnp.asarray(returned, jnp.float32)
     except (TypeError, ValueError):
@@ -79,5 +79,5 @@ def _one_number(name, returned):
 
 
 def updated_history(history: jax.Array, amax: jax.Array) -> jax.Array:
-    """Returns the amax history with this step's amax at index 0, as Flax does."""
+    """Returns the history with this step's amax at index 0, shifted as in Flax."""
     return jnp.roll(history, -1).at[0].set(amax.reshape(()))

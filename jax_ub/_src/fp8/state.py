@@ -17,12 +17,12 @@ from jax_ub._src.fp8.recipes import (
 )
 
 SCALE, HISTORY = "scale", "amax_history"
-# The keys of a layer's state.
+# The keys of a layer's `DelayedScaling` state.
 NAMES = frozenset(f"{role}_{name}" for role in ROLES for name in (SCALE, HISTORY))
 
 
 def names_of(role: str) -> tuple[str, str]:
-    """Returns the names of the scale and of the amax history of a tensor."""
+    """Returns the keys of a tensor's scale and of its amax history."""
     return f"{role}_{SCALE}", f"{role}_{HISTORY}"
 
 
@@ -30,7 +30,7 @@ OUTPUT_GRAD_STATE = names_of(OUTPUT_GRAD)
 
 
 def init_state(recipe: Recipe) -> dict[str, jax.Array]:
-    """Returns the initial `DelayedScaling` state of one layer, all scales being 1.
+    """Returns the initial `DelayedScaling` state of one layer.
 
     Names and shapes are those of `flax.linen.fp8_ops`, so that checkpoints agree:
     "input_scale", "input_amax_history", and the same for "kernel" and "output_grad".
@@ -67,7 +67,7 @@ def check_state(
     *,
     argument: str,
 ) -> Mapping[str, Any]:
-    """Raises an error unless the state has the recipe's entries; returns it.
+    """Returns the state. Raises an error unless it has the recipe's arrays.
 
     `argument` is the name of the caller's argument, for errors.
     """
@@ -154,15 +154,15 @@ def apply_updates(state: Any, gradients: Any) -> Any:
 
 
 def _sibling(path):
-    """Splits a leaf's path into the path of its tensor and "scale" or "amax_history".
+    """Splits the path of a leaf into the tensor's path, and "scale" or "amax_history".
 
     The kind is "" for another leaf.
     """
     text = jax.tree_util.keystr(path)
     for kind in (SCALE, HISTORY):
         head, found, tail = text.rpartition(f"_{kind}")
-        # In the text of a path, a quotation mark and a bracket follow the key, and then
-        # ".value" for a variable of nnx. Anything else means a longer key.
+        # The rest of the path's text has only punctuation and, for an nnx variable,
+        # ".value". Letters or digits mean that the key is longer.
         rest = tail.removesuffix(".value")
         if found and not any(c.isalnum() or c == "_" for c in rest):
             return (head, tail), kind
