@@ -200,7 +200,7 @@ _QPARAMS = {
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8BlockScaling:
-    """Recipe with one power-of-two scale per block of 32 values (MXFP8).
+    """Recipe with a power-of-two scale per 32 values to be contracted (MXFP8).
 
     The scales are float8_e8m0fnu. The exponent of `amax / max` is rounded up, so that
     no value of the block exceeds the largest number of the format.

@@ -34,7 +34,7 @@ _TARGET = "jax_ub$"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """Static settings of one primitive of a layer: its ranks, its method and its label.
+    """How one primitive of a layer runs: its ranks, its method and its label.
 
     Attributes:
         label: the layer's name in errors, fallbacks and traces.
@@ -58,7 +58,7 @@ class Execution:
 
     @property
     def on_one_rank(self) -> "Execution":
-        """Returns the settings of the local GEMMs of a call on an axis of one rank."""
+        """Returns the settings for local GEMMs of a call on a single rank."""
         return Execution(
             label=self.label,
             choice=self.choice.for_local_gemm,
@@ -70,7 +70,7 @@ class Execution:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """All parameters of one engine call except its operands, as static jaxpr data.
+    """Everything about a call except its operands, as the parameter of its primitive.
 
     A subclass sets `target`, adds the target's options as fields, and defines the
     shapes of the results and their reference implementation in plain `jax.lax`.
@@ -78,25 +78,25 @@ class Call:
 
     target: ClassVar[str]
     primitive: ClassVar[Primitive]
-    # Whether the call's collective is an all-gather; otherwise it sums over the ranks.
+    # Whether the collective is an all-gather. Otherwise it sums over the ranks.
     gathers: ClassVar[bool] = False
-    # Whether the call is only a collective, without a GEMM.
+    # Whether the call is a collective without a GEMM.
     communicates_only: ClassVar[bool] = False
-    # Whether all ranks get equal results, as an all-reduce returns.
+    # Whether all ranks get equal results, as from an all-reduce.
     replicates: ClassVar[bool] = False
-    # Whether the GEMMs contract rows (tokens), as those of kernel gradients do.
+    # Whether the GEMMs contract rows (tokens), as in the gradient of a kernel.
     contracts_rows: ClassVar[bool] = False
-    # Whether batch axes of the activations are also batch axes of the results. Then
-    # `jax.vmap` adds a batch axis; otherwise it runs a loop.
+    # Whether batch axes of the activations are batch axes of the results, too. If so,
+    # `jax.vmap` adds a batch axis; otherwise it loops.
     is_batchable: ClassVar[bool] = True
 
     execution: Execution
-    # Whether the GEMMs multiply FP8 values by FP8 or wide values. Then the last
-    # `num_scales` operands of the primitive are the scales of the GEMMs' operands, in
-    # the same order. All other methods get the operands without scales.
+    # Whether an operand of the GEMMs is FP8. If so, the last `num_scales` operands of
+    # the primitive are the scales of the GEMMs' operands, in the same order. Other
+    # methods of this class get the operands without scales.
     has_scales: bool = False
-    # Whether the scales belong to rows, columns or blocks. Otherwise each tensor has
-    # one, of shape [1], which is the same on all ranks that share the tensor.
+    # Whether there is a scale per row, column or block. Otherwise there is one per
+    # tensor, with shape [1], which is equal on all ranks that share the tensor.
     has_row_scales: bool = False
 
     def __init_subclass__(cls):
@@ -105,7 +105,7 @@ class Call:
 
     @property
     def op(self) -> str:
-        """Returns the op's name, such as "matmul": the FFI target without prefix."""
+        """Returns the op's name, such as "matmul": its FFI target without prefix."""
         return self.target.removeprefix(_TARGET)
 
     @property
@@ -134,23 +134,23 @@ class Call:
 
     @property
     def kernels(self) -> range:
-        """Returns the indices of kernels that the option `rhs_transposed` is about."""
+        """Returns which operands are kernels, to which `rhs_transposed` applies."""
         return range(0)
 
     def split(self, operands: Sequence) -> tuple[Sequence, Sequence]:
-        """Splits the primitive's operands into those of the op, and the scales."""
+        """Splits the primitive's operands into the op's operands and their scales."""
         size = len(operands) - self.num_scales
         return operands[:size], operands[size:]
 
     def shapes(self, *operands) -> list[tuple[tuple[int, ...], np.dtype]]:
-        """Returns the shape and dtype of every result, given the operands' avals.
+        """Returns shape and dtype of each result, from the operands' avals.
 
         The gathered scales of `AllGatherMatmul` are left out.
         """
         raise NotImplementedError
 
     def gathered_scales(self, scales: Sequence) -> Sequence:
-        """Returns the scales that are gathered with the values of an FP8 array.
+        """Returns the scales that are gathered together with an FP8 array.
 
         Empty if the call does not return a gathered FP8 array with several scales.
         """
@@ -159,22 +159,22 @@ class Call:
     def reference(
         self, *operands: jax.Array, scales: Sequence[jax.Array] = ()
     ) -> Sequence[jax.Array]:
-        """Computes the results by plain `jax.lax`, as fallback and test oracle."""
+        """Computes the results in plain `jax.lax`, as fallback and test oracle."""
         raise NotImplementedError
 
     def plain(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        """Calls `reference` with the primitive's operands."""
+        """Calls `reference` with the operands of the primitive."""
         others, scales = self.split(operands)
         return self.reference(*others, scales=scales)
 
     def on_one_rank(
         self, *operands: jax.Array, scales: Sequence[jax.Array] = ()
     ) -> Sequence[jax.Array]:
-        """Computes the results on a mesh axis of one rank, without communication."""
+        """Computes the results on a single rank, without communication."""
         raise NotImplementedError
 
     def options(self) -> dict[str, int | np.float32]:
-        """Returns FFI attributes that only this target has, such as `num_pairs`.
+        """Returns the FFI attributes that only this target has, such as `num_pairs`.
 
         Integers and bools become i64 attributes, `np.float32` becomes f32.
         """
@@ -182,22 +182,22 @@ class Call:
 
     @property
     def scale_options(self) -> dict[str, int | np.float32]:
-        """Returns the FFI attributes of the scales."""
+        """Returns the FFI attributes that describe the scales."""
         return {"has_scales": self.has_scales, "has_row_scales": self.has_row_scales}
 
     def aliases(self, operands) -> dict[int, int]:
-        """Returns {operand index: result index} for results that overwrite operands."""
+        """Returns which results overwrite operands: {operand index: result index}."""
         return {}
 
     def communicated(self, *operands) -> tuple[int, ...]:
-        """Returns the shape of the array that all ranks exchange, `[..., rows, K]`.
+        """Returns the shape of the array that the ranks exchange, `[..., rows, K]`.
 
         It is the array after an all-gather, or before a reduce-scatter or all-reduce.
         """
         raise NotImplementedError
 
     def gathered_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape [..., P*m, K] that all-gathering [..., m, K] results in."""
+        """Returns the shape of an all-gathered array: [..., m, K] -> [..., P*m, K]."""
         *batch, rows, width = shape
         return (*batch, rows * self.num_ranks, width)
 
@@ -209,11 +209,11 @@ class Call:
         return index == 0
 
     def is_replicated(self, index: int) -> bool:
-        """Returns whether all ranks must pass an equal array as operand `index`."""
+        """Returns whether operand `index` must be equal on all ranks."""
         return False
 
     def global_sizes(self, operands: Sequence) -> tuple[str, int, int, int]:
-        """Returns the op's name, and the GEMM sizes M, K and N over all ranks.
+        """Returns the name of the op, and the sizes M, K and N of its global GEMM.
 
         A collective without a GEMM counts its own features as N.
         """
@@ -221,11 +221,11 @@ class Call:
         return self.op, rows, width, self.num_ranks * width
 
     def tuned_op(self, operands: Sequence) -> str | None:
-        """Returns the op's name in tables of measured methods; None if not tuned."""
+        """Returns the name of the op in tuned files; None if it is not tuned."""
         return self.op
 
     def tuned_key(self, operands: Sequence) -> TunedKey | None:
-        """Returns the call's key in tables of measured methods; None if it has none."""
+        """Returns the key of the call in tuned files; None if it is not tuned."""
         op = self.tuned_op(operands)
         if op is None:
             return None
@@ -235,7 +235,7 @@ class Call:
     def __call__(
         self, *operands: jax.Array, scales: Sequence[jax.Array] = ()
     ) -> tuple[jax.Array, ...]:
-        """Computes the results by the primitive, by `jax.lax`, or locally on one rank.
+        """Computes the results: by the primitive, in plain JAX, or locally on one rank.
 
         All operands are cast to vary over the union of their varying mesh axes, except
         that replicated operands do not vary over `axis_name`.
@@ -273,7 +273,7 @@ class Call:
         return lowering_log.plain_by_choice(self.label, reason)
 
     def _tuned(self, operands):
-        """Replaces "auto" by the method measured fastest for these operand sizes."""
+        """Replaces "auto" by the fastest method in the tuned file for these sizes."""
         tuned = self.execution.tuned
         if tuned is None:
             return self
@@ -286,17 +286,17 @@ class Call:
 
 
 def rows_and_features(shape: Sequence[int]) -> tuple[int, int]:
-    """Returns the rows and features of an array [..., features] viewed as a matrix."""
+    """Returns the sizes of an array [..., features] as a matrix: rows and features."""
     return math.prod(shape[:-1]), math.prod(shape[-1:])
 
 
 def num_features(arrays: Sequence) -> int:
-    """Returns the number of features of arrays `[..., features]`, all together."""
+    """Returns the total number of features of arrays `[..., features]`."""
     return sum(array.shape[-1] for array in arrays)
 
 
 def overwritten(operands: Sequence, first: int, dtype: np.dtype) -> dict[int, int]:
-    """Returns `Call.aliases`: result i overwrites operand `first + i`.
+    """Returns `Call.aliases` if result i overwrites operand `first + i`.
 
     `dtype` is the dtype of the results. Operands of another dtype are not overwritten.
     """
@@ -315,8 +315,8 @@ def _make_primitive(target):
     batching.primitive_batchers[primitive] = _batch
     ad.primitive_jvps[primitive] = _refuse_jvp
     for platform in ("cpu", "cuda", None):
-        # With cacheable=False JAX lowers each call site separately, so that the
-        # lowering log records every call.
+        # Without caching, JAX lowers each call site, so that the lowering log has all
+        # calls.
         mlir.register_lowering(
             primitive, lowering.rule_of(platform), platform=platform, cacheable=False
         )
@@ -350,7 +350,7 @@ def _batch(operands, dims, *, call):
     def is_activation(index):
         if index < num_operands:
             return call.is_activation(index)
-        # The scales of rows have the batch axes of their operand.
+        # Scales of rows have the same batch axes as their operand.
         return call.has_row_scales and call.is_activation(index - num_operands)
 
     if call.is_batchable and all(map(is_activation, mapped)):
@@ -373,7 +373,7 @@ def _with_batch_axis(operand, dim, size):
 
 
 def _loop(function, operands, dims):
-    """Calls `function` for each index of the mapped axis, in order."""
+    """Calls `function` for each index of the axis that `jax.vmap` maps, in order."""
     mapped = {
         i: jnp.moveaxis(operands[i], dim, 0)
         for i, dim in enumerate(dims)

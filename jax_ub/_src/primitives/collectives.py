@@ -21,7 +21,7 @@ from jax_ub._src.scaled_array import values_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllGather(Call):
-    """All-gathers the rows of x over the ranks: [..., m, K] -> [..., P*m, K]."""
+    """All-gathers the rows of x over P ranks: [..., m, K] -> [..., P*m, K]."""
 
     target = "jax_ub$all_gather"
     gathers = True
@@ -44,7 +44,7 @@ class AllGather(Call):
 
 
 def all_gather(execution: Execution, x: Operand) -> Operand:
-    """All-gathers the rows of `x`, `[..., m, K]` -> `[..., P*m, K]`."""
+    """All-gathers the rows of `x` over P ranks: `[..., m, K]` -> `[..., P*m, K]`."""
     rows, num_scale_features = packed(x)
     call = AllGather(execution=execution, num_scale_features=num_scale_features)
     return unpacked(x, call(rows)[0])
@@ -52,7 +52,7 @@ def all_gather(execution: Execution, x: Operand) -> Operand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReduceScatter(Call):
-    """Sums x [..., P*m, K] over the ranks, and keeps this rank's rows [..., m, K].
+    """Reduce-scatters the rows of x over P ranks: [..., P*m, K] -> [..., m, K].
 
     Sums are computed in f32, in rank order, and rounded once.
     """
@@ -77,13 +77,13 @@ class ReduceScatter(Call):
 
 
 def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype) -> jax.Array:
-    """Sums x [..., P*m, K] over the ranks, and returns this rank's rows [..., m, K]."""
+    """Reduce-scatters the rows of x over P ranks: `[..., P*m, K]` -> `[..., m, K]`."""
     return ReduceScatter(execution=execution, out_dtype=np.dtype(out_dtype))(x)[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduce(Call):
-    """Sums x, of any shape, over the ranks, in f32 and in rank order; rounds once."""
+    """Sums x over the ranks in f32, in rank order, and rounds once. x has any shape."""
 
     target = "jax_ub$all_reduce"
     communicates_only = True
@@ -103,13 +103,13 @@ class AllReduce(Call):
 
 
 def all_reduce(execution: Execution, x: jax.Array) -> jax.Array:
-    """Returns the sum of `x`, of any shape, over the ranks."""
+    """Returns the sum of `x` over the ranks. `x` has any shape."""
     return AllReduce(execution=execution)(x)[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BulkAllGather(Call):
-    """Computes dx = sum_i dy_i w_i^T while it all-gathers an unrelated array.
+    """Computes dx = sum_i dy_i w_i^T while it all-gathers another array.
 
     Operands: all dy_i, all w_i, then this rank's shard of the other tensor. Results:
     dx, then the gathered tensor.

@@ -39,25 +39,25 @@ from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, heap_bytes
 if TYPE_CHECKING:
     from jax_ub._src.primitives.call import Call
 
-# Minimum size of the workspace, because it is a result of the custom call, and XLA has
-# no results of 0 bytes.
+# Minimum size of the workspace. It is a result of the custom call, and XLA has no
+# results of 0 bytes.
 _LEAST_BYTES = 1
-# In a scan, XLA of JAX 0.11 fuses a call with the dynamic-update-slice that saves its
-# result, and runs the call a second time for other users of the result. An optimization
-# barrier behind the call prevents both. Weight gradients get no barrier: they have no
-# other users, so the fusion is wanted.
+# Whether XLA may run a call twice (JAX 0.11): it fuses the call in a scan with the
+# dynamic-update-slice that saves its result, and runs it again for other users of the
+# result. An optimization barrier behind the call prevents that. Weight gradients need
+# none: they have no other users, so the fusion is good.
 _RUNS_TWICE_WHAT_IS_SAVED = jax.__version_info__ < (0, 12)
 
 
 def rule_of(platform: str | None) -> Callable[..., Sequence[Any]]:
-    """Returns the lowering rule for a platform, or for all others if it is None."""
+    """Returns the lowering rule for a platform. None: for all other platforms."""
     return {"cpu": _lower_on_cpu, "cuda": _lower_on_cuda, None: _lower_elsewhere}[
         platform
     ]
 
 
 def _lower_on_cpu(ctx, *operands, call):
-    # The capacity is checked again, since initialize_ub may have run after tracing.
+    # Checks the capacity again, because initialize_ub may have run after tracing.
     avals, _ = call.split(ctx.avals_in)
     check_capacity(call, avals)
     ranks = find_ranks(ctx, call.label, call.axis_name, takes_partitions=True)
@@ -76,15 +76,15 @@ def _lower_on_cpu(ctx, *operands, call):
     channel = attributes["channel"]
     if channel:
         cpu_engine.load().begin_program(channel)
-    # Exported programs, which have "devices", omit the generation of the communicators,
-    # because the process that runs them may have a different one.
+    # Exported programs (with "devices") have no generation of their communicators,
+    # because another process may run them.
     if channel and "devices" not in attributes:
         attributes["generation"] = np.int64(ranks.generation)
     return _emit(ctx, operands, call, attributes, has_side_effect=True)
 
 
 def _warn_of_few_threads(ranks):
-    """Warns if programs on the devices of this process may find no thread to run on."""
+    """Warns if programs on this process's devices may wait for threads forever."""
     own = [d for d in ranks.devices if d.process_index == jax.process_index()]
     reason = hosts.why_few_pool_threads(len(own) or len(ranks.ids))
     if reason is not None:
@@ -102,8 +102,8 @@ def _lower_on_cuda(ctx, *operands, call):
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
     if call.execution.is_of_one_rank and call.method is Method.AUTO:
-        # On one rank nothing can overlap. XLA tunes the GEMM and fuses neighbouring
-        # operations into it.
+        # On one rank, nothing can overlap. As an ordinary GEMM, XLA tunes it and fuses
+        # it with neighboring operations.
         lowering_log.record(ctx, call, Method.XLA, "one rank: it is a GEMM of XLA's")
         return mlir.lower_fun(call.plain, multiple_results=True)(ctx, *operands)
     why_not_pallas = ""
@@ -157,10 +157,10 @@ def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
         (max(size_bytes, _LEAST_BYTES),), np.dtype(np.uint8)
     )
     ctx = ctx.replace(avals_out=[*ctx.avals_out, workspace])
-    # Unlike on CPUs, has_side_effect is False, so XLA may move or merge these calls.
-    # This is safe, because all ranks run the same compiled program. With a side effect,
-    # XLA of JAX 0.11 would run a call inside a scan twice: in the fusion that slices
-    # its operands, such as the stacked kernels of the layers, and outside the fusion.
+    # XLA may move or merge these calls, unlike on CPUs. This is safe, because all ranks
+    # run the same compiled program. If the call had a side effect, XLA of JAX 0.11
+    # would run a call inside a scan twice: in the fusion that slices its operands, such
+    # as the layers' stacked kernels, and outside it.
     *results, workspace = _emit(ctx, operands, call, attributes, has_side_effect=False)
     if prediction is not None:
         _tell_scheduler(workspace.owner, prediction.seconds)
@@ -207,7 +207,7 @@ def _lower_to_reference(ctx, operands, call, reason):
 
 
 def _emit(ctx, operands, call, attributes, *, has_side_effect):
-    """Emits the custom call; in exported programs with the partition id as operand."""
+    """Emits the custom call. In an exported program, the partition id is an operand."""
     rule = jax.ffi.ffi_lowering(
         call.target,
         has_side_effect=has_side_effect,
@@ -262,8 +262,8 @@ def _partition_attribute(ctx, ranks):
 
 
 def _channel(ctx, ranks):
-    # The engines of all processes find the calls that belong together by this text. It
-    # is the HLO module's name and a channel number, equal in every process.
+    # The engines of all processes identify calls that belong together by this text: the
+    # name of the HLO module and a channel number. Both are equal in every process.
     if not ranks.spans_processes:
         return ""
     module = ctx.module_context.module.operation.attributes["sym_name"]
@@ -271,7 +271,7 @@ def _channel(ctx, ranks):
 
 
 def check_capacity(call: Call, operands: Sequence[Any]) -> None:
-    """Raises an error if a call communicates more elements than the buffers hold.
+    """Raises an error if a call communicates more elements than its buffers contain.
 
     `initialize_ub` has allocated the buffers for the call's mesh axis.
 
@@ -290,7 +290,7 @@ def check_capacity(call: Call, operands: Sequence[Any]) -> None:
 
 
 def _why_no_room(call, operands, *, needs_buffers):
-    """Returns why a call does not fit the buffers of its mesh axis; None if it does."""
+    """Returns why a call exceeds the buffers of its mesh axis; None if it fits."""
     initialized_axis = registry.on_axis(call.axis_name, call.num_ranks)
     if initialized_axis is None:
         return None
@@ -306,7 +306,7 @@ def _why_too_large(call, initialized_axis, operands):
 
 
 def _cuda_method(call):
-    """Returns the method with which the CUDA engine runs a call, resolving "auto".
+    """Returns the method by which the CUDA engine runs a call. Never "auto".
 
     A local GEMM always has method "direct".
     """
@@ -318,7 +318,7 @@ def _cuda_method(call):
 
 
 def cuda_variant(call: Call, operands: Sequence[Any]) -> Variant:
-    """Returns the schedule variant with which the CUDA engine runs a call.
+    """Returns the schedule variant by which the CUDA engine runs a call.
 
     An all-reduce of method "auto" is `ONE_SHOT` if each rank sends at most
     `ONE_SHOT_BYTES`. A tuned `ONE_SHOT` is kept unless its slots exceed the smallest
@@ -334,7 +334,7 @@ def cuda_variant(call: Call, operands: Sequence[Any]) -> Variant:
 
 
 def _summed_itemsize(call, operands):
-    """Returns the bytes per element that an all-reduce call sends to its peers.
+    """Returns how many bytes per element an all-reduce sends to the peers.
 
     Slots hold partial sums, f32 for several products and the operands' dtype for one,
     and reduced sums in the result's dtype.
@@ -346,7 +346,7 @@ def _summed_itemsize(call, operands):
 
 
 def _cuda_unsupported_reason(call, ranks):
-    """Returns the reason for which the CUDA engine cannot run a call, or None."""
+    """Returns why the CUDA engine cannot run a call, or None if it can."""
     if ranks.reason is not None:
         return ranks.reason
     if _cuda_method(call) is Method.DIRECT and call.axis_name:
@@ -363,12 +363,12 @@ def _cuda_unsupported_reason(call, ranks):
 
 
 def _gpus(ranks):
-    """Returns the devices that run a call, as far as they are known."""
+    """Returns the devices that will run a call, if they are known."""
     return ranks.devices or cuda_engine.local_devices()
 
 
 def _why_no_fp8(ctx, call, ranks):
-    """Returns why GPUs cannot multiply the FP8 operands of a call, or None."""
+    """Returns why the GPUs of a call cannot multiply its FP8 operands, or None."""
     operands, scales = call.split(ctx.avals_in)
     unit = "tensor"
     if call.has_row_scales:
@@ -384,8 +384,8 @@ def _why_no_fp8(ctx, call, ranks):
     num_results = len(ctx.avals_out) - len(call.gathered_scales(scales))
     sizes = [array.shape[-1] for array in (*factors, *ctx.avals_out[:num_results])]
     if call.contracts_rows:
-        # The GEMM contracts all rows. The operand that the call gathers has only this
-        # rank's rows, so the larger number counts.
+        # The GEMM contracts all rows. A gathered operand has only this rank's rows
+        # here, so the larger number is right.
         sizes.append(max(math.prod(factor.shape[:-1]) for factor in factors))
     multiple = cuda_engine.load().fp8_multiple
     for size in sizes:
@@ -398,7 +398,7 @@ def _why_no_fp8(ctx, call, ranks):
 
 
 def _with_converted_kernels(ctx, operands, call):
-    """Converts kernels whose scales change along the contracted axis.
+    """Converts FP8 kernels whose scales change along the contracted axis.
 
     cuBLASLt does not multiply such scales. The engine would convert the kernels, too,
     but once for each chunk.
@@ -429,7 +429,7 @@ def _with_converted_kernels(ctx, operands, call):
 
 
 def _with_transposed_kernels(ctx, operands, call):
-    """Transposes kernels to [out, in]: contiguous along the contracted axis."""
+    """Transposes kernels to [out, in], to make the contracted axis contiguous."""
     if not call.kernels or call.rhs_transposed:
         return ctx, operands, call
     operands, avals = list(operands), list(ctx.avals_in)

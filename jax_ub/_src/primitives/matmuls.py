@@ -28,7 +28,7 @@ _GATHER = {None: 0, "x": 1, "dy": 2}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SummedMatmul(Call):
-    """Base class of calls that compute scale * sum_i x_i w_i, plus bias and residual.
+    """Base class of calls that sum products: scale * sum_i x_i w_i + bias + residual.
 
     Operands: all x_i [..., m, K_i], all w_i [K_i, N], then bias [N] and residual, if
     there are any. The sum is reduced over the ranks if the subclass has `reduce`, and
@@ -51,11 +51,11 @@ class SummedMatmul(Call):
         return range(self.num_pairs, 2 * self.num_pairs)
 
     def reduced_rows(self, rows: int) -> int:
-        """Returns the rows of the result: `rows`, unless a subclass scatters them."""
+        """Returns the number of rows of the result. A reduce-scatter divides it."""
         return rows
 
     def reduce(self, partial: jax.Array) -> jax.Array:
-        """Reduces the f32 product over the ranks; this base class returns it as is."""
+        """Reduces the f32 product over ranks. The base class does not communicate."""
         return partial
 
     def shapes(self, x, *others):
@@ -110,9 +110,9 @@ class Matmul(SummedMatmul):
         return overwritten(operands, len(operands) - 1, self.out_dtype)
 
     def tuned_op(self, operands):
-        # A tuned cuBLASLt algorithm is an index into the list that cuBLASLt proposes
-        # for one GEMM, which depends on layouts, dtypes and addends. So only the GEMMs
-        # that the tuner runs have a key.
+        # Only GEMMs that the tuner runs have a key. A tuned cuBLASLt algorithm is an
+        # index into cuBLASLt's proposals for one GEMM, which depend on layouts, dtypes
+        # and addends.
         dtype = operands[0].dtype
         if self.num_pairs > 1 or self.has_bias or self.out_dtype != dtype:
             return None
@@ -166,7 +166,7 @@ def _summed_matmul(  # noqa: PLR0913, operands and options of a GEMM
     scale: float = 1.0,
     out_dtype,
 ) -> jax.Array:
-    """Computes scale * sum_i x_i w_i, reduced as `kind` does, plus bias and residual.
+    """Computes scale * sum_i x_i w_i, reduced over ranks, plus bias and residual.
 
     Args:
         kind: the class of the call.
@@ -202,7 +202,7 @@ matmul_all_reduce = functools.partial(_summed_matmul, MatmulAllReduce)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllGatherMatmul(Call):
-    """Computes y_i = scale * all_gather(x) @ w_i + bias_i + residual_i for kernels w_i.
+    """Computes y_i = scale * all_gather(x) @ w_i + bias_i + residual_i for all i.
 
     Operands: x, then all w_i, all bias_i and all residual_i, if there are any.
     Results: all y_i, then the gathered x and its scales of rows if `return_gathered`.
@@ -239,7 +239,7 @@ class AllGatherMatmul(Call):
         return scales[:1] if self.return_gathered and self.has_row_scales else ()
 
     def _columns(self, kernels):
-        """Returns the number of output features of each kernel w_i."""
+        """Returns the number of output features N_i of each kernel w_i."""
         out = 0 if self.rhs_transposed else 1
         return [w.shape[out] for w in kernels[: self.num_kernels]]
 
@@ -301,7 +301,7 @@ class AllGatherMatmul(Call):
         return overwritten(operands, len(operands) - self.num_kernels, self.out_dtype)
 
     def is_activation(self, index):
-        # Only x and the residuals have tokens as rows; kernels and biases do not.
+        # Only x and the residuals have tokens as their rows.
         return index == 0 or index > self.num_kernels * (1 + self.has_bias)
 
     def global_sizes(self, operands):
@@ -384,8 +384,7 @@ class Wgrad(Call):
         return [((x.shape[-1], dy.shape[-1]), self.out_dtype) for dy in dys]
 
     def communicated(self, x, *others):
-        # All dy_i are gathered together, so they count as one array of their total
-        # width.
+        # All dy_i are gathered together, like one array of their total width.
         sharded = (x,) if self.gather == "x" else others[: self.num_outputs]
         return self.gathered_shape((*sharded[0].shape[:-1], num_features(sharded)))
 

@@ -22,7 +22,7 @@ from jax_ub._src.runtime.device_groups import rank_groups
 def axis_size(
     op: str, axis_name: str | tuple[str, ...] | None, *, may_be_mapped: bool = False
 ) -> int:
-    """Returns the number of ranks on `axis_name`, which must be a manual mesh axis.
+    """Returns the number of ranks on `axis_name`, a manual mesh axis.
 
     Args:
         op: the call's name, for errors.
@@ -56,12 +56,12 @@ def axis_size(
 
 
 def are_manual(axes: tuple[str, ...]) -> bool:
-    """Returns whether all `axes` are manual, as inside a `shard_map` over them."""
+    """Returns whether all `axes` are manual, as in a `shard_map` over them."""
     return set(axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def check_manual(label: str) -> None:
-    """Raises an error if `shard_map` is manual over only some of the mesh axes.
+    """Raises an error in a `shard_map` that is manual over only some mesh axes.
 
     Called while the call is traced. Axes of one device may be automatic. Outside any
     `shard_map` nothing is checked here, since only the lowering knows whether the
@@ -76,14 +76,14 @@ def check_manual(label: str) -> None:
 class Ranks:
     """The devices that run a lowered call, by rank, or why the engine cannot run it."""
 
-    # Global device ids, i64, table[group * P + rank]; empty for a local op.
+    # Global device ids: table[group * P + rank], i64. Empty for a local op.
     table: np.ndarray
     reason: str | None  # why the engine cannot run the call; None if it can
     spans_processes: bool = False  # whether a group has ranks in several processes
     groups: tuple[tuple[jax.Device, ...], ...] = ()  # devices, groups[group][rank]
     ids: tuple[int, ...] = ()  # ids of all devices of the mesh, in mesh order
     generation: int = 0  # generation of the communicators; 0 if there are none
-    # Whether `table` and `ids` hold partition ids, because the mesh is abstract.
+    # Whether `table` and `ids` have partition ids, because the mesh is abstract.
     are_partitions: bool = False
     # All devices of the mesh; empty if there is no mesh or it is abstract.
     devices: tuple[jax.Device, ...] = ()
@@ -112,9 +112,9 @@ def find_ranks(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh = context.mesh
     _refuse_automatic_axes(mesh, context.manual_axes, label)
     if any(map(has_symbolic_sizes, ctx.avals_in)):
-        # Calling a program that has a custom call of symbolic sizes may crash jaxlib.
-        # JAX 0.10.2 infers sizes of dots and collectives from their operands; JAX 0.12
-        # infers no sizes.
+        # jaxlib may crash in a program whose custom call has symbolic sizes. JAX 0.10.2
+        # infers sizes of dots and collectives from their operands; JAX 0.12 infers
+        # none.
         return Ranks(
             np.zeros(0, np.int64),
             "it is exported with symbolic sizes, and inside jax.shard_map XLA cannot "
@@ -126,7 +126,7 @@ def find_ranks(
         return Ranks(np.zeros(0, np.int64), None, devices=devices)
     if is_abstract:
         if takes_partitions and jax.process_count() == 1:
-            # Partition ids follow the order of the devices in the mesh.
+            # Partition ids are the positions of devices in the mesh.
             ids = tuple(range(math.prod(mesh.axis_sizes)))
             groups = rank_groups(mesh, axes, ids)
             return Ranks(groups.reshape(-1), None, ids=ids, are_partitions=True)

@@ -14,12 +14,12 @@ from jax_ub._src.primitives.mesh import Ranks
 if TYPE_CHECKING:
     from jax_ub._src.primitives.call import Call
 
-# Bytes per element of the dtypes that the model has rates for.
+# The element sizes, in bytes, for which the model has rates.
 _ITEMSIZES = (1, 2, 4)
-# The machine for which the calls of unknown GPUs are predicted.
+# The machine for which calls are predicted if their GPUs are unknown.
 _ASSUMED = "h100"
-# The time in which a host enqueues one launch, as measured on one H100: 154 to 254 us
-# for calls of 19 to 36 launches (docs/gpu/2026-11-27).
+# How long a host takes to enqueue one launch. Measured on one H100: 154 to 254 us for
+# calls of 19 to 36 launches (docs/gpu/2026-11-27).
 _ENQUEUE_S = 7.5e-6
 
 
@@ -49,7 +49,7 @@ def on_gpus(call: "Call", operands: Sequence, ranks: Ranks) -> Prediction | None
 def why_xla_is_faster(
     call: "Call", found: Prediction | None, ranks: Ranks
 ) -> str | None:
-    """Returns why a call of method "auto" is left to XLA; None if it is not.
+    """Returns why XLA should run a call with method "auto"; None if it should not.
 
     Only a GEMM that overlaps its own communication is left to XLA. For other calls, the
     predictions differ only by the assumed efficiencies of the collectives.

@@ -16,7 +16,7 @@ Operand = jax.Array | ScaledArray
 def scales_of(
     activations: Sequence[Operand], kernels: Sequence[Operand] = ()
 ) -> tuple[jax.Array, ...]:
-    """Returns the scales of a GEMM's operands; none if no operand is FP8.
+    """Returns the scales of a GEMM's operands. Empty if no operand is FP8.
 
     A wide operand has the scale 1. A scale that is a scalar belongs to a tensor, and
     has shape [1] here. If another operand has scales of rows or blocks, it is repeated
@@ -43,7 +43,7 @@ def _repeated(scales, shape):
 
 
 def scale_fields(scales: Sequence[jax.Array]) -> dict[str, bool]:
-    """Returns the fields `has_scales` and `has_row_scales` of a `Call`."""
+    """Returns the fields of a `Call` that describe its scales."""
     has_row_scales = any(scale.ndim > 1 for scale in scales)
     return {"has_scales": bool(scales), "has_row_scales": has_row_scales}
 
@@ -51,7 +51,7 @@ def scale_fields(scales: Sequence[jax.Array]) -> dict[str, bool]:
 def with_scales(
     operands: Sequence[jax.Array], scales: Sequence[jax.Array]
 ) -> tuple[Operand, ...]:
-    """Combines FP8 operands and their scales to `ScaledArray`s, if there are scales.
+    """Combines FP8 values and their scales to `ScaledArray`s. Inverse of `scales_of`.
 
     It is the inverse of `scales_of`: the scale of a wide operand, 1, is left out.
     """
@@ -66,7 +66,7 @@ def with_scales(
 
 
 def gathered_like(x: Operand, gathered: jax.Array, *scales: jax.Array) -> Operand:
-    """Returns the all-gathered x, with its scales if it is FP8.
+    """Returns the gathered x, as a `ScaledArray` if it is FP8.
 
     `scales` has the gathered scales, unless x has one scale for the tensor.
     """
@@ -76,7 +76,7 @@ def gathered_like(x: Operand, gathered: jax.Array, *scales: jax.Array) -> Operan
 
 
 def packed(x: Operand) -> tuple[jax.Array, int]:
-    """Appends the scales of each row to its FP8 values, so that both move together.
+    """Appends the scales of each row to its FP8 values, so that both are sent together.
 
     Returns:
         The array, and the number of bytes of scales in each row: 0 for an operand that
@@ -94,7 +94,7 @@ def packed(x: Operand) -> tuple[jax.Array, int]:
 
 
 def unpacked(x: Operand, gathered: jax.Array) -> Operand:
-    """Splits an all-gather of `packed(x)` into FP8 values and scales."""
+    """Splits the all-gathered result of `packed(x)` into FP8 values and scales."""
     if not isinstance(x, ScaledArray) or x.scales.ndim == 0:
         return gathered_like(x, gathered)
     rows = lax.bitcast_convert_type(gathered, jnp.uint8)

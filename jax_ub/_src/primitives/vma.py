@@ -18,7 +18,7 @@ Axes = frozenset[str]
 
 
 def axes_of(*values) -> Axes:
-    """Returns the mesh axes over which at least one of the arrays or avals varies."""
+    """Returns the mesh axes over which any of the arrays or avals varies."""
     types = (value if _is_aval(value) else jax.typeof(value) for value in values)
     return frozenset().union(*(aval.manual_axis_type.varying for aval in types))
 
@@ -33,7 +33,7 @@ def is_vma_checked(axis_name: tuple[str, ...]) -> bool:
 
 
 def pcast_varying(tree: Any, axes: Iterable[str]) -> Any:
-    """Casts all arrays of a tree to vary over the mesh axes `axes` in addition.
+    """Casts all arrays of a tree to vary over the mesh axes `axes`, too.
 
     The transpose sums over the new axes.
     """
@@ -51,13 +51,13 @@ def _pcast_varying(value, *, axes):
 
 
 def pcast_replicated(value: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Casts `value` to be replicated over `axes`, each of which has a single rank."""
+    """Casts `value` to be replicated over `axes`. Each of them must have one rank."""
     own = tuple(sorted(frozenset(axes) & axes_of(value)))
     return _same_p.bind(value, axes=own) if own else value
 
 
 def sum_over(value: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Sums `value` over mesh axes; axes of a single rank need no communication."""
+    """Sums `value` over mesh axes. Axes of one rank need no communication."""
     sizes = jax.sharding.get_abstract_mesh().shape
     others = tuple(axis for axis in axes if sizes.get(axis) != 1)
     of_one = frozenset(axes).difference(others)
@@ -66,7 +66,7 @@ def sum_over(value: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
-    """Makes an identity primitive that changes only the varying axes of a type.
+    """Makes an identity primitive that changes the varying axes of a type.
 
     Args:
         name: the name of the primitive.
@@ -93,8 +93,8 @@ def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
     return primitive
 
 
-# `jax.lax.pcast` to varying and its transpose, for mesh axes of one rank. JAX's
-# transpose would be an all-reduce, which is not needed for one rank.
+# `jax.lax.pcast` to varying, and its transpose, for mesh axes of one rank. JAX's own
+# transpose would be an all-reduce, which one rank does not need.
 _vary_p = _cast("jax_ub_vary", frozenset.union)
 _same_p = _cast("jax_ub_same", frozenset.difference)
 ad.deflinear2(_vary_p, lambda dy, _, *, axes: [pcast_replicated(dy, axes)])
@@ -102,7 +102,7 @@ ad.deflinear2(_same_p, lambda dy, _, *, axes: [pcast_varying(dy, axes)])
 
 
 def result_aval(shape: Sequence[int], dtype, axes: Axes, like: jax.core.ShapedArray):
-    """Returns an aval of `shape` and `dtype` that varies over the mesh axes `axes`.
+    """Returns an aval of this shape and dtype that varies over the mesh axes `axes`.
 
     The aval is on the mesh of `like`.
     """

@@ -35,7 +35,7 @@ _LOCAL = mode_of(None, False)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallConfig:
-    """Static settings of one linear layer call: ranks, dtypes, a method for each pass.
+    """Settings of one call of a linear layer: ranks, dtypes, a method for each pass.
 
     It is hashable, so that it can be a static argument of `jax.jit`, and equal on all
     ranks.
@@ -106,21 +106,21 @@ class CallConfig:
         return self.choice.method
 
     def with_dtypes(self, dtype, out_dtype=None) -> "CallConfig":
-        """Returns a copy with these dtypes of the operands and of the result."""
+        """Returns a copy for operands and a result of these dtypes."""
         out_dtype = dtype if out_dtype is None else out_dtype
         return dataclasses.replace(
             self, dtype=np.dtype(dtype), out_dtype=np.dtype(out_dtype)
         )
 
     def kernel(self, w) -> jax.ShapeDtypeStruct:
-        """Returns the shape and dtype that the kernel `w` has in [in, out] layout."""
+        """Returns the aval of the kernel `w` in [in, out] layout."""
         shapes.check_array(self.label, "w", w)
         shape = w.shape[::-1] if self.rhs_transposed else w.shape
         return jax.ShapeDtypeStruct(shape, w.dtype)
 
     @property
     def dgrad(self) -> "CallConfig":
-        """Returns the settings of the dgrad, the GEMM that computes x's gradient."""
+        """Returns the settings of the dgrad, which computes the gradient of x."""
         return self._with_choice(self.dgrad_choice)
 
     @property
@@ -132,7 +132,7 @@ class CallConfig:
         return self if choice is None else dataclasses.replace(self, choice=choice)
 
     def with_tuned_method(self, op: str, M: int, K: int, N: int) -> "CallConfig":
-        """Returns a copy with the method measured fastest for `op` and these sizes.
+        """Returns a copy with the fastest method in the tuned file for `op` and sizes.
 
         Only method "auto" is tuned. All ranks read the same table and look up the same
         global sizes, so they make the same choice.
@@ -144,7 +144,7 @@ class CallConfig:
 
     @property
     def takes_f64(self) -> bool:
-        """Returns whether f64 is accepted: only if `jax.lax` runs all passes.
+        """Returns whether f64 is allowed, as it is if `jax.lax` runs all passes.
 
         The engine has no f64 GEMM.
         """
@@ -152,7 +152,7 @@ class CallConfig:
 
     @property
     def may_fall_back(self) -> bool:
-        """Returns whether plain `jax.lax` may replace the engine in every pass."""
+        """Returns whether plain `jax.lax` may replace the engine in all passes."""
         return all(
             choice.may_fall_back or choice.method is Method.XLA
             for choice in self._choices
@@ -165,7 +165,7 @@ class CallConfig:
 
     @property
     def plain(self) -> "CallConfig":
-        """Returns a copy whose passes all run as plain `jax.lax` operations."""
+        """Returns a copy with which all passes run as plain `jax.lax`."""
         return dataclasses.replace(
             self,
             choice=MethodChoice(Method.XLA, is_explicit=False),
@@ -175,7 +175,7 @@ class CallConfig:
         )
 
     def axes(self, *operands) -> frozenset[str]:
-        """Returns the mesh axes over which the operands vary, plus `axis_name`.
+        """Returns the mesh axes over which the operands vary, and `axis_name`.
 
         `axis_name` is left out with `check_vma=False`, where values have no vma type.
         """
@@ -184,18 +184,18 @@ class CallConfig:
 
     @property
     def materializes_gather(self) -> bool:
-        """Returns whether AG+GEMM stores the gathered x for reuse by the wgrad."""
+        """Returns whether AG+GEMM stores the gathered x, to reuse it in the wgrad."""
         return self.gathers_first or self._is_auto_on_gpus
 
     @property
     def gathers_first(self) -> bool:
-        """Returns whether a wgrad all-gathers its operand in a separate primitive."""
+        """Returns whether a separate primitive all-gathers the operand of a wgrad."""
         sends_fp8 = self.choice.sends_fp8
         return not self.overlap or sends_fp8 or self.method.materializes_gather
 
     @property
     def uses_bulk(self) -> bool:
-        """Returns whether a column layer's backward gathers x during its dgrad GEMM.
+        """Returns whether a column layer's dgrad overlaps with an all-gather of x.
 
         On GPUs "auto" does so, too: there a wgrad starts only after all gathered rows
         have arrived, so a gather within the wgrad would overlap with nothing.
@@ -208,7 +208,7 @@ class CallConfig:
         return is_auto and self.is_on_cuda and not self.choice.sends_fp8
 
     def partial_dtype(self, num_products: int) -> np.dtype:
-        """Returns the dtype of a dgrad's partial sums before a bulk reduce-scatter.
+        """Returns the dtype of a dgrad's partial sums for a bulk reduce-scatter.
 
         One product on GPUs has the operands' dtype, as in GEMM+RS there. Otherwise the
         partial sums are f32.
@@ -218,7 +218,7 @@ class CallConfig:
 
     @property
     def overlapped(self) -> Execution:
-        """Returns the `Execution` of a GEMM and the collective of an operand or result.
+        """Returns how to run a GEMM that overlaps with its own collective.
 
         They overlap: chunks are sent while other chunks are multiplied.
         """
@@ -226,12 +226,12 @@ class CallConfig:
 
     @property
     def bulk(self) -> Execution:
-        """Returns the `Execution` of a collective that overlaps an independent GEMM."""
+        """Returns how to run a collective concurrently with an independent GEMM."""
         return self._over_ranks(Method.BULK)
 
     @property
     def collective(self) -> Execution:
-        """Returns the `Execution` of a collective that runs without a GEMM."""
+        """Returns how to run a collective alone."""
         return self._over_ranks(self.method)
 
     def _over_ranks(self, method):
@@ -247,7 +247,7 @@ class CallConfig:
 
     @property
     def local(self) -> Execution:
-        """Returns the `Execution` of a GEMM that needs no communication.
+        """Returns how to run a GEMM that needs no communication.
 
         All methods of the engine run such a GEMM alike. Without an explicit method the
         GEMM is tuned separately, except if the method is "xla": then it was timed
@@ -264,7 +264,7 @@ class CallConfig:
 
 
 def call_label(op: str, ub_name: str | None) -> str:
-    """Returns an op's name, with its `ub_name` if it has one, for error messages."""
+    """Returns the op's name and, if given, its `ub_name`, for error messages."""
     return op if ub_name is None else f"{op} (ub_name {shown(ub_name)})"
 
 
@@ -308,7 +308,7 @@ def make_local_call_config(
     ub_name: str | None = None,
     method: Method | FlaggedMethod | str | None = None,
 ) -> CallConfig:
-    """Returns the `CallConfig` of a GEMM that does not communicate."""
+    """Returns the `CallConfig` of a GEMM without communication."""
     return plan_call_config(op, (), 1, ub_name, method)
 
 
@@ -323,7 +323,7 @@ def plan_call_config(
     may_be_bulk: bool = False,
     is_fp8: bool = False,
 ) -> CallConfig:
-    """Returns the `CallConfig` of an op on the `num_ranks` ranks of mesh axes `axes`.
+    """Returns the `CallConfig` of an op on `num_ranks` ranks of the mesh axes `axes`.
 
     Unlike `make_call_config` it does not need a surrounding `jax.shard_map`. `mode` is
     described at `CallConfig.mode`. The method may be "bulk" only if `may_be_bulk`, for
@@ -340,17 +340,17 @@ def plan_call_config(
     found = registry.find(label, axes, num_ranks, ub_name, is_fp8=is_fp8)
     is_automatic = chosen is Method.AUTO or (method is None and bool(found))
     is_on_cuda = cuda_engine.is_traced_for()
-    # Tuned tables are measured on devices of the default backend.
+    # Tuned files are measured on the default backend, so other devices have no table.
     has_table = is_automatic and is_on_cuda == cuda_engine.is_default()
     table = tuned_tables.of_ranks(axes, num_ranks) if has_table else None
     is_default = method is None and settings.method() is not None
     choices = {FPROP: MethodChoice(chosen, is_from_environment=is_default)}
     if method is None and found:
-        # A dgrad without an overlap in `initialize_ub` runs with `chosen`, not with the
-        # method of the forward pass.
+        # A dgrad that `initialize_ub` did not configure runs with `chosen`, not with
+        # the method of the forward pass.
         choices |= {DGRAD: choices[FPROP], **_choices_by_pass(mode, label, found)}
-    # An explicit method takes precedence: `OverlapFlags.check` has verified that the
-    # flags agree with it.
+    # An explicit method takes precedence over flags. `OverlapFlags.check` has verified
+    # that they agree.
     has_method = methods.resolve(label, method, None) is not Method.AUTO
     if flags is not None and not has_method:
         choices |= _choices_with_flags(mode, label, flags, choices, found)
@@ -371,14 +371,14 @@ def plan_call_config(
 
 
 def _choices_by_pass(mode, label, found):
-    """Returns the methods that `initialize_ub` configured for each pass of a layer."""
+    """Returns the methods that `initialize_ub` has configured for a layer, by pass."""
     choices = {}
     for direction in PASSES:
         overlap = found.get(direction)
         if overlap is None or not mode.communications(direction):
             continue
         _check_communication(mode, label, direction, overlap)
-        # A wgrad that the user did not configure runs with the dgrad's method.
+        # A wgrad that the user has not configured runs with the dgrad's method.
         if direction != WGRAD or overlap.is_configured:
             config = overlap.config
             choices[direction] = MethodChoice(
@@ -414,7 +414,8 @@ def _choices_with_flags(
     """Applies a layer's `ub_*` flags to the methods of its forward pass and dgrad."""
     if not (mode.sequence_parallel and mode.parallel):
         return {}  # the layer neither gathers nor scatters
-    # A dgrad is compared with the flags of both gradients, as the wgrad runs with it.
+    # The dgrad is compared with the flags of both gradients, because the wgrad runs
+    # with it.
     for direction, passes in ((FPROP, (FPROP,)), (DGRAD, (DGRAD, WGRAD))):
         overlap = found.get(direction)
         if overlap is None or not overlap.is_configured:
@@ -435,7 +436,7 @@ def _choices_with_flags(
 
 
 def _flagged(choice, flag, *, gathers):
-    """Returns the method of a GEMM with a collective after applying one `ub_*` flag.
+    """Returns the method of a GEMM with a collective, given one `ub_*` flag.
 
     The collective is an all-gather if `gathers`, else a reduce-scatter. For the flag
     None the method stays, False selects plain JAX, and True selects a method that
@@ -451,7 +452,7 @@ def _flagged(choice, flag, *, gathers):
 
 
 def _engine_method(*, gathers):
-    """Returns the engine's default method of AG+GEMM (if `gathers`) or GEMM+RS.
+    """Returns the engine's default method of AG+GEMM (`gathers`) or GEMM+RS.
 
     Unlike "auto", this method never falls back to plain XLA.
     """
@@ -461,7 +462,7 @@ def _engine_method(*, gathers):
 
 
 def _column_dgrad(choice, flags):
-    """Returns the method that `ub_*` flags select for the dgrad of a column layer.
+    """Returns the method that `ub_*` flags select for a column layer's dgrad.
 
     It either reduce-scatters its result or, with "bulk", overlaps the all-gather of x.
     """

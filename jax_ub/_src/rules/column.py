@@ -25,7 +25,7 @@ def column_gradients(
     d_gathered=None,
     residual: jax.Array | None = None,
 ) -> tuple[jax.Array | None, dict[int, jax.Array]]:
-    """Computes the gradients of x and of each w_i for `y_i = all_gather(x) @ w_i`.
+    """Computes the gradients of x and of each w_i, for `y_i = all_gather(x) @ w_i`.
 
     Args:
         config: the configuration of the layer.
@@ -50,16 +50,16 @@ def column_gradients(
     if not dys:
         return _scattered(config, ws, d_gathered, config.dtype), {}
     _check_bulk(config)
-    # The bulk all-gather primitive takes kernels in [in, out] layout only.
+    # The bulk all-gather primitive requires kernels in [in, out] layout.
     may_be_bulk = config.overlap and ws is not None and not config.rhs_transposed
     if may_be_bulk and x is not None:
         config = _with_tuned_method(config, x, gradients)
         is_bulk = config.uses_bulk
     else:
-        # "auto" does not become "bulk" if the forward pass has saved the gathered x,
-        # because then no gather of x is left to overlap.
+        # "auto" does not become "bulk" if the gathered x was saved: no gather of x is
+        # left that could overlap.
         is_bulk = may_be_bulk and gathered is not None and config.method is Method.BULK
-    # dx stays f32 until the residual is added, so that the sum is rounded only once.
+    # Keeps dx in f32 until the residual is added, so that the sum is rounded once.
     config = dataclasses.replace(
         config,
         out_dtype=config.dtype if residual is None else sum_dtype(config.dtype),
@@ -75,7 +75,7 @@ def column_gradients(
 
 
 def _check_bulk(config):
-    """Raises an error if method "bulk" was requested for kernels stored as [out, in].
+    """Raises an error if "bulk" was requested for kernels in [out, in] layout.
 
     If "bulk" is only the default of a name, the gradients run without it.
     """
@@ -89,7 +89,7 @@ def _check_bulk(config):
 
 
 def _with_tuned_method(config, x, dys):
-    """Replaces "auto" by the method measured fastest for dgrad and wgrad together."""
+    """Replaces "auto" by the fastest method for dgrad and wgrad in a tuned file."""
     M = math.prod(dys[0].shape[:-1])
     N = config.num_ranks * sum(dy.shape[-1] for dy in dys)
     return config.with_tuned_method(COLUMN_GRADIENTS, M, x.shape[-1], N)
@@ -123,8 +123,8 @@ def _wgrad(config, x, gathered, dys, main_grads):
         gather = "x" if reads_peers else None
         options = {"gather": gather, "scale": config.scale, "out_dtype": dtype}
         return wgrad(execution, rows, dys, main_grads, **options)
-    # For a kernel [out, in] the gradient is dy_i^T x: dy_i is wgrad's first operand and
-    # x its second, so each kernel needs a separate call.
+    # The gradient of a kernel [out, in] is dy_i^T x, so dy_i is the first operand of
+    # the wgrad and x the second one. Each kernel needs a separate call.
     gather = "dy" if reads_peers else None
     return tuple(
         wgrad(
@@ -140,9 +140,9 @@ def _wgrad(config, x, gathered, dys, main_grads):
 
 
 def _bulk(config, x, gathered, dys, ws, main_grads, d_gathered):
-    # The all-gather of x overlaps the dgrad, dy w^T. The reduce-scatter of the dgrad's
-    # partial sums overlaps the wgrad, x^T dy. A wgrad without its own method runs with
-    # the dgrad's, which a tuned table may have replaced.
+    # The all-gather of x overlaps with the dgrad, dy w^T. The reduce-scatter of its
+    # partial sums overlaps with the wgrad, x^T dy. Unless the wgrad has its own method,
+    # it runs with the dgrad's, which may come from a tuned file.
     wgrad_config = config if config.wgrad_choice is None else config.wgrad
     dtype = config.partial_dtype(len(dys))
     if gathered is None:

@@ -22,7 +22,7 @@ from jax_ub._src.rules.call_config import CallConfig
 
 
 def forward_of(config: CallConfig) -> Callable[..., Any]:
-    """Returns `column_forward` if the layer gathers x, else `row_forward`."""
+    """Returns `column_forward` if the layer gathers x, otherwise `row_forward`."""
     return column_forward if config.mode.gathers_x else row_forward
 
 
@@ -72,7 +72,7 @@ def row_forward(
     residual: jax.Array | None = None,
     main_grads: tuple[jax.Array, ...] | None = None,
 ) -> tuple[tuple[jax.Array, ...], None]:
-    """Computes `x @ w`, and reduces it over the ranks if the layer is row-parallel.
+    """Computes `x @ w`, summed over the ranks if the layer is row-parallel.
 
     Bias and residual are added once, after the reduction. If x is a tuple with one
     array for each kernel, the products are added, too.
@@ -113,7 +113,7 @@ def dgrad_config(
     sequence_parallel: bool = True,
     **fields,
 ) -> CallConfig:
-    """Returns the settings of a product with transposed kernels.
+    """Returns the settings of a dgrad, which is a product with transposed kernels.
 
     Args:
         config: the settings of the pass.
@@ -130,7 +130,7 @@ def dgrad_config(
 
 
 def is_replicated(config: CallConfig, x: Any) -> bool:
-    """Returns whether x has the same value on every rank, by its type.
+    """Returns whether x is equal on all ranks, according to its type.
 
     It is False if the forward pass communicates.
     """

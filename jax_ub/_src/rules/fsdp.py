@@ -15,7 +15,7 @@ from jax_ub._src.primitives import vma
 
 
 def remat_gathers(function: Callable, axes: tuple[str, ...]) -> Callable:
-    """Wraps a function so that its backward pass repeats all-gathers of the forward.
+    """Wraps a function so that its backward pass repeats the all-gathers.
 
     Otherwise the forward pass would save their results: in a scan over layers, the
     whole kernels of all layers.
@@ -34,7 +34,7 @@ def remat_gathers(function: Callable, axes: tuple[str, ...]) -> Callable:
 def gather_kernels(
     x: jax.Array, kernels: Any, main_grads: Any, *, axes: tuple[str, ...], dim: int
 ) -> tuple[Any, Any]:
-    """All-gathers FSDP-sharded kernels; the backward pass reduce-scatters gradients.
+    """All-gathers FSDP-sharded kernels. The backward pass reduce-scatters gradients.
 
     Args:
         x: the activations that are multiplied by the kernels.
@@ -48,8 +48,8 @@ def gather_kernels(
     """
 
     def gather(kernel):
-        # The shard is cast to vary before it is gathered. JAX then reduce-scatters the
-        # kernel's gradient first, and sums only shards over the other replicas.
+        # Casts the shard to varying before the gather. JAX then reduce-scatters the
+        # kernel's gradient first, and sums only shards over other replicas.
         kernel = vma.pcast_varying(kernel, vma.axes_of(x))
         return lax.all_gather(kernel, axes, axis=dim, tiled=True)
 
@@ -61,7 +61,7 @@ def gather_kernels(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def pad_with_zeros(main_grad: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Pads this rank's shard of an accumulator with zeros to the whole kernel's shape.
+    """Pads this rank's shard of an accumulator with zeros to the shape of the kernel.
 
     The zeros are in the places of the peers' shards. Each rank adds its gradient to the
     padded array, and the backward pass reduce-scatters the results, so every shard of

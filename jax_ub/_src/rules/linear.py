@@ -398,7 +398,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     op: str | None = None,
     bias_name: str = "bias",
 ) -> Any:
-    """Computes a linear layer from one rank's shards, with the collective of `mode`.
+    """Computes a linear layer from one rank's shards, with the collectives of `mode`.
 
     Args:
         mode: the layer's row in the table of parallel modes.
@@ -454,8 +454,8 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     )
     own = frozenset(config.axis_name)
     config = dataclasses.replace(config, is_x_replicated=is_replicated(config, x))
-    # The casts to varying are outside the custom_vjp, so that JAX sums the operands'
-    # gradients over the axes that the casts add.
+    # Casts to varying outside the custom_vjp, so that JAX sums the operands' gradients
+    # over the axes that the casts add.
     x = pcast_operands(x, axes - own if config.is_x_replicated else axes)
     ws = pcast_operands(ws, axes)
     addend_axes = axes - own if mode.op == "matmul_all_reduce" else axes
@@ -463,7 +463,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     if config.is_mapped:  # then no operand is FP8
         check_no_main_grad(config, main_grads)
         layer = forward_of(config)
-    # Jit stays enabled under `jax.disable_jit`, because JAX cannot evaluate a
+    # Keeps jit enabled under `jax.disable_jit`, because JAX cannot evaluate a
     # `custom_vjp` with symbolic zeros op by op in an eager `shard_map`.
     with scope, jax.disable_jit(False):
         ys, gathered = layer(config, x, ws, biases, residual, main_grads, *states)
@@ -472,18 +472,18 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
 
 
 def _quantized(config, x, ws, state):
-    """Returns a layer's `custom_vjp`, and its operands as `scaled.quantized` does."""
+    """Returns a layer's `custom_vjp`, and its operands, quantized by its recipe."""
     if config.fp8 is None and state is None and not is_scaled(x):
         layer = column_linear if config.mode.gathers_x else row_linear
         return layer, (x, ws, ())
-    # Imported at the first use of FP8, which most programs do not use.
+    # Not imported earlier, because most programs do not use FP8.
     from jax_ub._src.rules import scaled
 
     return scaled.scaled_linear, scaled.quantized(config, x, ws, state)
 
 
 def _with_f64_fallback(config, x):
-    """Selects plain `jax.lax` for an f64 x, since the engine has no f64 GEMM.
+    """Selects plain `jax.lax` if x is f64, because the engine has no f64 GEMM.
 
     An explicit method is kept.
 

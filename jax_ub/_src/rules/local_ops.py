@@ -98,7 +98,7 @@ def _plain_dgrad_add(dy, w, residual):
 
 
 def _differentiable(compute, plain, *names):
-    """Returns a `custom_vjp` of a local op, with the gradients of the function `plain`.
+    """Returns a `custom_vjp` of a local op, with the gradients of `plain`.
 
     `names` are the operands that may be FP8. They are dequantized for the gradients,
     which their `source` receives.

@@ -16,14 +16,14 @@ from jax_ub._src import checks as shapes
 from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.primitives import vma
 
-# The main_grads and FP8 states that a call has used. Maps the id of a tracer to a weak
+# The main_grads and FP8 states that calls have used, by the id of their tracer: a weak
 # reference to the tracer, and the trace in which it was used. An entry is removed when
 # its tracer is freed.
 _USED: dict[int, tuple[weakref.ref, object]] = {}
 
 
 def claim(op: str, main_grads: Sequence[Any] | None, ws: Sequence[jax.Array]) -> None:
-    """Checks accumulators of kernels' gradients, and that no other call uses them."""
+    """Checks accumulators of kernels' gradients. Only one call may use each."""
     for main_grad, w in zip(main_grads or (), ws, strict=False):
         shapes.check_main_grad(op, main_grad, w)
         if _is_used(main_grad):
@@ -35,7 +35,7 @@ def claim(op: str, main_grads: Sequence[Any] | None, ws: Sequence[jax.Array]) ->
 
 
 def claim_state(op: str, state: Any) -> None:
-    """Raises an error if another call has used an FP8 state, or tree of them."""
+    """Raises an error if another call has used an FP8 state in this trace."""
     if any([_is_used(array) for array in jax.tree.leaves(state)]):
         raise ShapeContractError(
             f"{op}: this FP8 state went into another call already, and jax would add "
@@ -45,7 +45,7 @@ def claim_state(op: str, state: Any) -> None:
 
 
 def _is_used(array):
-    """Returns whether a call has used the array in this trace; marks it as used."""
+    """Returns whether a call has used the array in this trace. Marks it as used."""
     if not isinstance(array, jax.core.Tracer):
         return False
     key, here = id(array), get_opaque_trace_state(convention="flax")
@@ -60,7 +60,7 @@ def _forget(key, _):
 
 
 def pcast_varying(op: str, main_grad: jax.Array, axes) -> jax.Array:
-    """Checks that a main_grad varies over all mesh axes that its gradient varies over.
+    """Checks that a main_grad varies over all mesh axes over which its gradient varies.
 
     Returns:
         The main_grad, promoted over axes of one rank.
@@ -78,8 +78,8 @@ def pcast_varying(op: str, main_grad: jax.Array, axes) -> jax.Array:
 
 
 def _promote_over_single_ranks(main_grad, axes):
-    # The transpose of a cast to varying sums over the axis. Over an axis of one rank
-    # that sum is the value itself, so the cast does not change any gradient.
+    # Axes of one rank. Casting to varying over them changes no gradient: the transpose
+    # sums over a single rank.
     single = [
         axis
         for axis in frozenset(axes) - vma.axes_of(main_grad)
@@ -89,7 +89,7 @@ def _promote_over_single_ranks(main_grad, axes):
 
 
 def check_vmapped_together(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.Array:
-    """Rejects a `jax.vmap` that maps dy but not the accumulator; returns main_grad.
+    """Raises an error if `jax.vmap` maps dy but not main_grad; returns main_grad.
 
     Otherwise JAX would sum the accumulated values of all mapped indices, and each of
     them would contain main_grad. The check adds nothing to the compiled program.

@@ -91,12 +91,12 @@ def _check_replicated(config, **addends):
 
 
 def as_row(x: Any) -> Any:
-    """Adds an axis of one row in front of a vector, or of an FP8 vector."""
+    """Returns a vector as a matrix with one row. The vector may be FP8."""
     return jax.tree.map(lambda leaf: leaf[None] if leaf.ndim else leaf, x)
 
 
 def have_scales(label: str, **operands: Any) -> bool:
-    """Returns True if all operands of a GEMM are FP8, False if none is."""
+    """Returns whether all operands of a GEMM are FP8; raises if only some are."""
     for name, operand in operands.items():
         if shapes.is_array(operand) and operand.dtype in dtypes.FP8:
             raise ShapeContractError(
@@ -115,13 +115,13 @@ def have_scales(label: str, **operands: Any) -> bool:
 
 
 def by_name(x: Any, ws: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns a dict from the names that errors use, "x" and "w", to the operands."""
+    """Returns the operands by the names that errors use: "x" and "w"."""
     names = ["w"] if len(ws) == 1 else [f"w[{i}]" for i in range(len(ws))]
     return {"x": x, **dict(zip(names, ws, strict=True))}
 
 
 def result_dtype(x: Any, ws: tuple[Any, ...]) -> np.dtype:
-    """Returns the default dtype of a layer's result: the dtype of x.
+    """Returns the default dtype of a layer's result, the dtype of x.
 
     For FP8 operands it is the dtype from which the first of them was quantized, or bf16
     if that is not known.
@@ -133,7 +133,7 @@ def result_dtype(x: Any, ws: tuple[Any, ...]) -> np.dtype:
 
 
 def with_dtypes(config: CallConfig, x: Any, ws: tuple, out_dtype) -> CallConfig:
-    """Returns `config` with the dtypes of the operands, the result and the gradients.
+    """Returns `config` with the dtypes of operands, result and gradients.
 
     An `out_dtype` of None selects `result_dtype`.
     """
@@ -152,7 +152,7 @@ def with_dtypes(config: CallConfig, x: Any, ws: tuple, out_dtype) -> CallConfig:
 
 
 def check_scaled(config: CallConfig, x: ScaledArray, w: ScaledArray) -> None:
-    """Checks scales and formats of a layer's FP8 operands.
+    """Raises an error if scales or formats of FP8 operands do not fit the layer.
 
     The caller checks that both have the same K.
     """
@@ -201,7 +201,7 @@ def _check_layout(label, name, operand, contracted):
 
 
 def _scales_shape(operand, contracted, size):
-    """Returns the shape of scales with `size` scales along the contracted axis."""
+    """Returns the shape of scales with `size` elements along the contracted axis."""
     return (*operand.shape[:contracted], size, *operand.shape[contracted + 1 :])
 
 
@@ -214,7 +214,7 @@ def is_per_row(operand, contracted):
 
 
 def _check_agreed(config, name, operand, contracted):
-    """Raises an error if one scale per tensor differs over ranks that share the tensor.
+    """Raises an error if ranks that share a tensor have different scales for it.
 
     Only `jax.shard_map(check_vma=True)` knows whether it differs.
     """
@@ -227,7 +227,7 @@ def _check_agreed(config, name, operand, contracted):
 
 
 def pcast_operands(tree: Any, axes: Any) -> Any:
-    """Casts operands to vary over mesh axes, except scales, which have no gradient.
+    """Casts operands to vary over mesh axes, except for their scales.
 
     The scales of a returned `ScaledArray` therefore keep their type.
     """

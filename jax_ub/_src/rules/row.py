@@ -49,8 +49,8 @@ def row_gradients(
 
 def _gathering_gradients(config, x, ws, dy, main_grads, residual):
     dy = as_factor(dy, config.dtype)
-    # The wgrad reuses the dy that the dgrad gathers, unless the method reads dy from
-    # the peers' memory without gathering it.
+    # The wgrad reuses the dy that the dgrad has gathered, unless the method reads dy
+    # directly from the peers' memory.
     dgrad, config = config.dgrad, config.wgrad
     dx = gathered = None
     if ws is not None:
@@ -71,16 +71,16 @@ def _gathering_gradients(config, x, ws, dy, main_grads, residual):
 
 
 def _local_gradients(config, x, ws, dy, main_grads, residual):
-    # Only GEMM+AR may get a dy that is not summed over the ranks yet. An FP8 dy is
-    # already summed, because `scaled_gradients` sums before it quantizes.
+    # Only GEMM+AR can get a dy that is not yet summed over the ranks.
+    # `scaled_gradients` sums an FP8 dy before it quantizes it.
     is_summed = config.mode.op != "matmul_all_reduce" or is_scaled(dy)
     if not is_summed and is_partial(config, dy):
         dy = all_reduce(config.collective, dy)
     dy = as_factor(dy, config.dtype)
     dx = None
     if ws is not None:
-        # If x has the same value on every rank, each rank's columns contribute one
-        # summand of its gradient, and GEMM+AR adds them.
+        # If x is equal on all ranks, each rank's part of the kernel yields one summand
+        # of its gradient. GEMM+AR adds them.
         replicated = config.is_x_replicated
         product = dgrad_config(
             config.dgrad if replicated else config,
@@ -93,7 +93,7 @@ def _local_gradients(config, x, ws, dy, main_grads, residual):
 
 
 def is_partial(config: CallConfig, dy: jax.Array) -> bool:
-    """Returns whether dy, the cotangent of a sum over the ranks, must be summed, too.
+    """Returns whether dy, the cotangent of a sum over ranks, must be summed, too.
 
     With `shard_map(check_vma=True)`, dy is partial if its type varies over the ranks.
     This happens inside a fused operation if the result is added to a varying array.
@@ -107,7 +107,8 @@ def _wgrad(config, execution, x, dy, main_grads, *, gathers_dy=False):
     main_grads, dtype = accumulation(config, (dy,), main_grads)
     gather = "dy" if gathers_dy else None
     if config.rhs_transposed:
-        # For a kernel [out, in] the gradient is dy^T x, so dy is wgrad's first operand.
+        # The gradient of a kernel [out, in] is dy^T x, so dy is the first operand of
+        # the wgrad.
         x, dy, gather = dy, x, "x" if gathers_dy else None
     return wgrad(
         execution,

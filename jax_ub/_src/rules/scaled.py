@@ -61,7 +61,7 @@ def _check_ranks(config: CallConfig) -> None:
 def _with_scalar_scales(
     config: CallConfig, x: ScaledArray, ws: tuple[ScaledArray, ...]
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
-    """Reshapes each scale per tensor to a scalar, if it is the same on all ranks.
+    """Reshapes scales per tensor to scalars, if they are equal on all ranks.
 
     If a scale of a gathered or contracted tensor may differ over the ranks, it keeps
     its shape, and belongs to the rows of its rank.
@@ -83,7 +83,7 @@ def _with_scalar_scales(
 
 
 def _is_agreed(config, operand, contracted):
-    """Returns whether all ranks have the same scale.
+    """Returns whether the scale of an operand is equal on all ranks.
 
     The scale of a single row or column may differ, unless a recipe has agreed on it.
     """
@@ -102,7 +102,7 @@ def scaled_forward(
     main_grads: tuple[jax.Array, ...] | None = None,
     state: dict[str, jax.Array] | None = None,
 ) -> tuple[tuple[jax.Array, ...], Any]:
-    """Computes a linear layer of FP8 operands; see `forward.forward_of`.
+    """Computes the forward pass of a layer with FP8 operands.
 
     `state` is the state of the recipe that quantizes the gradients of the results.
     """
@@ -115,7 +115,7 @@ def scaled_gradients(
     dys: dict[int, Any],
     d_gathered: Any = None,
 ) -> tuple[ScaledArray | None, dict[int, Any], dict[str, jax.Array] | None]:
-    """Computes the gradients of a layer of FP8 operands, and the new state.
+    """Computes the gradients of a layer with FP8 operands, and its new state.
 
     `vjp.differentiable` describes arguments and results. The gradient of an operand is
     that of its `source`, the array that was quantized. The gathered x has no source,
@@ -139,7 +139,7 @@ def scaled_gradients(
 
 
 def _multiplies_wide_by_fp8(config, saved):
-    """Returns whether the engine multiplies wide gradients by the saved FP8 operands.
+    """Returns whether the engine can multiply wide gradients by the saved FP8 operands.
 
     cuBLASLt does not. The scales of rows may change along the dimension that a gradient
     contracts, and the engine would multiply them by the FP8 values with one rounding,
@@ -193,7 +193,8 @@ def quantized(
     of_x = config
     for name, operand in by_name(x, ws).items():
         if is_scaled(operand) and INPUT not in roles:
-            # The operand's scales may be those of another recipe than `config.fp8`.
+            # The operand is FP8 already, with scales of a recipe that may not be
+            # `config.fp8`.
             of_x = dataclasses.replace(config, fp8=None)
             continue
         if is_scaled(operand):
@@ -215,8 +216,8 @@ def quantized(
     _check_ranks(config)
     x, _ = _with_scalar_scales(of_x, x, ())
     _, ws = _with_scalar_scales(config, x, ws)
-    # The forward pass reads the named arrays, so that remat with a policy that keeps
-    # them does not quantize again.
+    # The forward pass reads the named arrays, so that remat does not quantize again if
+    # its policy keeps them.
     x = _named(config, "x", x)
     ws = tuple(_named(config, "w", w) for w in ws)
     of_gradients = {key: state[key] for key in OUTPUT_GRAD_STATE if key in state}

@@ -22,7 +22,7 @@ from jax_ub._src.scaled_array import (
 
 
 def differentiable(forward: Callable, gradients: Callable) -> Callable:
-    """Returns a `custom_vjp` linear layer with this forward pass and these gradients.
+    """Returns a linear layer as a `custom_vjp` of a forward pass and its gradients.
 
     Args:
         forward: (config, x, ws, biases, residual, main_grads) -> (ys, gathered). `ws`,
@@ -59,8 +59,8 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
             "gathered": residual_or_placeholder(wants_dw, gathered),
             "ws": residual_or_placeholder(needs(x), values[1]),
             "biases": residual_or_placeholder(needs(biases), values[2]),
-            # The backward pass needs only the residual's dtype, so an empty array is
-            # saved.
+            # The backward pass only needs the dtype of the residual, so it saves an
+            # empty array.
             "residual": residual_or_placeholder(needs(residual), _emptied(values[3])),
             "main_grads": residual_or_placeholder(needs(main_grads), values[4]),
         }
@@ -87,7 +87,8 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         if main_grads is None:
             dws = tuple(map(dws.get, range(len(dys))))
             return dx, dws, dbs, d_residual, None, *state
-        # The cotangent of a main_grad is its new value. A zero dy adds nothing.
+        # The cotangent of a main_grad is its new value, which a zero dy does not
+        # change.
         sums = tuple(dws.get(i, main_grad) for i, main_grad in enumerate(main_grads))
         return dx, None, dbs, d_residual, sums, *state
 
@@ -96,7 +97,7 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
 
 
 def warn_of_constant_state(label: str) -> None:
-    """Warns once per process that a program trains a kernel, but not its FP8 state."""
+    """Warns once if a program differentiates a kernel, but not its FP8 state."""
     lowering_log.warn_once(
         "FP8 state",
         f"{label}: JAX takes the gradient of the kernel, but not of the FP8 state, "
@@ -106,7 +107,7 @@ def warn_of_constant_state(label: str) -> None:
 
 
 def check_no_main_grad(config: CallConfig, main_grads) -> None:
-    """Raises an error for `main_grad` if the ranks are an axis of `jax.vmap`.
+    """Raises an error if `main_grad` is used and the ranks are an axis of `jax.vmap`.
 
     The backward rule of a `custom_vjp` may run outside the `vmap`, where the axis is
     unbound. JAX therefore differentiates such calls itself and cannot accumulate.
@@ -119,7 +120,7 @@ def check_no_main_grad(config: CallConfig, main_grads) -> None:
 
 
 def accumulation(config: CallConfig, dys, main_grads):
-    """Returns the main_grads that a wgrad GEMM adds to, and the dtype of its results.
+    """Returns the main_grads to which wgrad GEMMs add, and the dtype of their results.
 
     The dtype is f32 with accumulators. `main_grads` is None or has one entry for each
     dy.
@@ -148,12 +149,12 @@ def check_sources(label: str, *operands) -> None:
 
 
 def as_factor(dy, dtype):
-    """Casts dy to the dtype of the other operands of its GEMMs, unless it is FP8."""
+    """Casts dy to the dtype of the operands that it multiplies, unless it is FP8."""
     return dy if is_scaled(dy) else dy.astype(dtype)
 
 
 def row_sum(dy: jax.Array) -> jax.Array:
-    """Returns the sum over all rows of dy [..., M, N]: f32 [N], or f64 for f64."""
+    """Returns the sum of dy [..., M, N] over all rows, [N] in f32 (f64 for f64)."""
     return jnp.sum(dy, axis=tuple(range(dy.ndim - 1)), dtype=sum_dtype(dy.dtype))
 
 
@@ -174,7 +175,7 @@ def save(value, name: str, ub_name: str | None = None):
 
 
 def residual_or_placeholder(wanted: bool, value):
-    """Returns `value` if the backward pass needs it, else empty arrays like it.
+    """Returns `value` if the backward pass needs it, otherwise empty arrays.
 
     The empty arrays, called placeholders, keep the residuals' tree structure.
 
@@ -196,12 +197,12 @@ def _emptied(array):
 
 
 def placeholder() -> jax.Array:
-    """Returns an empty array that stands for a residual that is not saved."""
+    """Returns an empty array, which replaces a residual that is not saved."""
     return jnp.zeros(0, bool)
 
 
 def present_residuals(residuals: dict) -> dict:
-    """Returns residuals by name, with None for those that were not saved."""
+    """Returns residuals by name. Those that were not saved are None."""
     return {
         name: None if any(map(is_placeholder, jax.tree.leaves(value))) else value
         for name, value in residuals.items()
@@ -209,7 +210,7 @@ def present_residuals(residuals: dict) -> dict:
 
 
 def is_placeholder(leaf) -> bool:
-    """Returns whether an array is the empty stand-in for a residual not saved.
+    """Returns whether an array is empty because its residual was not saved.
 
     An empty array of booleans counts as one, too; it holds no information either.
     """
@@ -217,7 +218,7 @@ def is_placeholder(leaf) -> bool:
 
 
 def value_of(tree):
-    """Unwraps the operands of a `defvjp(symbolic_zeros=True)` forward rule to arrays.
+    """Returns the arrays of operands in a `defvjp(symbolic_zeros=True)` forward rule.
 
     The structure of the tree is kept, and None stays None.
     """
@@ -225,7 +226,7 @@ def value_of(tree):
 
 
 def needs(tree) -> bool:
-    """Returns whether JAX needs the gradient of any operand in a forward rule.
+    """Returns whether JAX needs the gradient of any of these operands.
 
     The operands are wrapped as by `defvjp(symbolic_zeros=True)`. The gradient of a
     `ScaledArray` is the gradient of its source.
@@ -238,7 +239,7 @@ def needs(tree) -> bool:
 
 
 def needs_dw(w, main_grad) -> bool:
-    """Returns whether the backward pass must compute the kernel's gradient.
+    """Returns whether the backward pass must compute the gradient of a kernel.
 
     With a `main_grad` the kernel's gradient is accumulated there, so only whether
     main_grad is differentiated counts. The callers do not apply stop_gradient to `w`
@@ -249,5 +250,5 @@ def needs_dw(w, main_grad) -> bool:
 
 
 def is_zero(cotangent) -> bool:
-    """Returns whether a cotangent is a symbolic zero or None, which needs no GEMM."""
+    """Returns whether a cotangent is None or a symbolic zero."""
     return cotangent is None or isinstance(cotangent, SymbolicZero)

@@ -23,21 +23,21 @@ from jax_ub._src.scaled_array import ScaledArray, is_scaled
 
 
 def all_gather(execution: Execution, x: Operand) -> Operand:
-    """All-gathers the rows of x; see `collectives.all_gather`."""
+    """All-gathers the rows of x, as FP8 if `execution` says so."""
     return widened(x, collectives.all_gather(execution, as_sent(execution, x)))
 
 
 def bulk_all_gather(
     execution: Execution, dys: Any, ws: Any, x: Operand, **options: Any
 ) -> tuple[jax.Array, Operand]:
-    """All-gathers x concurrently with a dgrad; see `collectives.bulk_all_gather`."""
+    """All-gathers x, as FP8 if `execution` says so, concurrently with a dgrad."""
     rows = as_sent(execution, x)
     dx, gathered = collectives.bulk_all_gather(execution, dys, ws, rows, **options)
     return dx, widened(x, gathered)
 
 
 def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype: Any) -> jax.Array:
-    """Reduce-scatters the rows of x; see `collectives.reduce_scatter`."""
+    """Reduce-scatters the rows of x, as FP8 if `execution` says so."""
     if not _sends_fp8(execution, x):
         return collectives.reduce_scatter(execution, x, out_dtype=out_dtype)
     with lowering_log.falling_back(
@@ -57,7 +57,7 @@ def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype: Any) -> jax
 
 
 def sends_partial_sums(config: CallConfig, x: Operand) -> bool:
-    """Returns whether the product is a GEMM+RS that sends its partial sums as FP8."""
+    """Returns whether a layer is a GEMM+RS that sends its partial sums as FP8."""
     return config.mode.op == "matmul_reduce_scatter" and _sends_fp8(
         _reducing(config), x
     )
@@ -75,7 +75,7 @@ def matmul_reduce_scatter(
     residual: jax.Array | None,
     **options: Any,
 ) -> jax.Array:
-    """Computes a GEMM+RS that sends its partial sums as FP8.
+    """Computes GEMM+RS, and sends the partial sums as FP8.
 
     "pipeline" has one GEMM and one all-to-all for each split of the columns, so that
     XLA may overlap them; the other methods have one of each.
@@ -105,14 +105,14 @@ def matmul_reduce_scatter(
 
 
 def _has_blocks(w, axis):
-    """Returns whether several columns of a kernel share a scale, but not all."""
+    """Returns whether a kernel has a scale for each block of columns."""
     return (
         is_scaled(w) and w.scales.ndim > 0 and 1 < w.scales.shape[axis] < w.shape[axis]
     )
 
 
 def _columns(w, first, last, axis):
-    """Returns columns of a kernel, whose scales may be the same for all columns."""
+    """Returns some columns of a kernel, with their scales."""
 
     def cut(leaf):
         is_shared = leaf.ndim == 0 or leaf.shape[axis] == 1
@@ -127,7 +127,7 @@ def _sends_fp8(execution, x):
 
 
 def as_sent(execution: Execution, x: Operand) -> Operand:
-    """Returns x as it is all-gathered: quantized, if it is wide and sent as FP8."""
+    """Returns x as it is all-gathered: quantized, if wide and sent as FP8."""
     if is_scaled(x) or not _sends_fp8(execution, x):
         return x
     return _quantized(x)
@@ -140,7 +140,7 @@ def _quantized(x):
 
 
 def widened(x: Operand, gathered: Any) -> Any:
-    """Returns the all-gathered x, in the dtype of x if that is wide.
+    """Returns the all-gathered x in its original dtype.
 
     The largest numbers of a dtype may be rounded up when they are quantized. They are
     clipped to the range of the dtype, so that they do not become infinite.

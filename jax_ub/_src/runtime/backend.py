@@ -5,14 +5,15 @@ import contextlib
 import jax
 from jax import export
 
-# `ScaledArray` is imported so that programs that take or return it can be deserialized.
+# Registers `ScaledArray` with JAX, so that programs that take or return it can be
+# deserialized.
 from jax_ub._src import scaled_array  # noqa: F401
 from jax_ub._src.errors import UnsupportedOverlapError, shown
 from jax_ub._src.runtime import cpu_engine, cuda_engine
 
-# The targets are listed here, because reading them from the engine would load it.
-# `import jax_ub` must not load an engine, so that `python -m jax_ub doctor` can report
-# a missing one.
+# The list is repeated here, because reading it from an engine would load the engine.
+# `import jax_ub` must not do that, so that `python -m jax_ub doctor` can report a
+# missing one.
 _TARGETS = (
     "all_gather",
     "all_gather_matmul",
@@ -25,16 +26,16 @@ _TARGETS = (
     "reduce_scatter",
     "wgrad",
 )
-# For jax.export.export(f, disabled_checks=ub.export_safety_checks): jax rejects custom
-# calls that it does not know to be stable. A process that only loads an exported or
-# ahead-of-time compiled program must call ub.register_targets() first.
+# The argument `disabled_checks` of jax.export.export: JAX otherwise rejects custom
+# calls that it does not know to be stable. A process that only loads a program that was
+# exported or compiled elsewhere must call ub.register_targets() first.
 export_safety_checks = tuple(
     export.DisabledSafetyCheck.custom_call(f"jax_ub${target}") for target in _TARGETS
 )
 
 
 def register_targets() -> None:
-    """Registers all FFI handlers with XLA, so that an exported program can run.
+    """Registers all FFI handlers with XLA, which exported programs need to run.
 
     The CUDA engine's handlers are registered only if this process has CUDA devices.
     Every lowering does this. Only a process that loads a program which another process
@@ -47,22 +48,22 @@ def register_targets() -> None:
 
 
 def request_cpu_devices(count: int) -> None:
-    """Configures JAX for at least `count` CPU devices, unless JAX has started."""
+    """Requests at least `count` CPU devices. Has no effect after JAX has started."""
     if getattr(jax.config, "jax_num_cpu_devices", 0) < count:
-        # After JAX's start, its number of devices cannot be changed.
+        # After JAX has started, the number of its devices cannot change.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
 
 
 def start() -> list[jax.Device]:
-    """Starts JAX's default backend (CPU or GPU), unless it is already running.
+    """Starts JAX's default backend (CPU or GPU), unless it is running already.
 
     Returns:
         The devices of all processes.
     """
     try:
         return jax.devices()
-    # JAX raises AssertionError for a platform that it knows but has no plugin for.
+    # JAX raises AssertionError for a known platform whose plugin is not installed.
     except (RuntimeError, AssertionError) as error:
         platforms = getattr(jax.config, "jax_platforms", None)
         asked = "" if platforms is None else f" on {shown(platforms)}"

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-# The import is private, because jax has no public name for its client, and the service
+# Private, because JAX has no public name for the client of its service, and the service
 # accepts no second client.
 from jax._src import distributed  # noqa: TID251
 
@@ -36,7 +36,7 @@ _PID_SCOPE = "processes"
 
 
 def check_backend(backend: object) -> None:
-    """Checks that a `bootstrap_backend` is None, "jax" or "mpi"."""
+    """Raises an error unless a `bootstrap_backend` is None, "jax" or "mpi"."""
     name = backend if isinstance(backend, str) else ""
     if backend is None or name in _BACKENDS:
         return
@@ -56,7 +56,7 @@ def check_backend(backend: object) -> None:
 
 
 def join_job(backend: object) -> None:
-    """Publishes this process's PID to the other processes of the `jax.distributed` job.
+    """Publishes this process's PID to the other processes of the job.
 
     With the backend "mpi", it first initializes `jax.distributed` by MPI, unless that
     is initialized. Otherwise, a process without `jax.distributed` has no job.
@@ -91,8 +91,8 @@ def open_rendezvous(
     process: int, processes: Sequence[int], timeout_s: float
 ) -> ProcessAllGather:
     """Returns an object that all-gathers values over the processes of a mesh."""
-    # The scope depends on the processes only, so that a process with a different
-    # axis_name joins the same rendezvous and the difference is reported.
+    # The scope depends only on the processes. A process that passed another axis_name
+    # joins the same rendezvous, which then reports the difference.
     numbers = ",".join(map(str, sorted(processes))).encode()
     scope = f"initialize_ub-{hashlib.sha256(numbers).hexdigest()[:16]}"
     lost = Presence().lost
@@ -100,10 +100,10 @@ def open_rendezvous(
 
 
 class JaxStore:
-    """A scope of keys in the key-value store of the `jax.distributed` coordinator."""
+    """A scope of keys in the key-value store of `jax.distributed`."""
 
     def __init__(self, scope: str):
-        """Opens the key-value store of `jax.distributed` for one scope."""
+        """Opens the key-value store of `jax.distributed` for one scope of keys."""
         self._client: Any = distributed.global_state.client
         self._prefix = f"jax_ub/{scope}/"
         if self._client is None:
@@ -148,14 +148,14 @@ class Presence:
         self._running: dict[int, str] = {}
 
     def lost(self, process: int) -> str | None:
-        """Returns how another process was lost, such as "(pid 123) died", or None.
+        """Returns how a process was lost, such as "(pid 123) died"; None if it was not.
 
         Returns None if the process is running, has not called `join_job`, or is in
         another PID namespace.
         """
         if process in self._running and self._death(self._running[process]) is None:
             return None
-        # The PID is read again, because a process that was restarted has written a new
+        # Reads the PID again, because a process that was restarted has written a new
         # one.
         text = self._store.read(str(process))
         if text is None:
@@ -178,7 +178,7 @@ def _pid_namespace():
 
 
 def _start_time(pid):
-    """Returns the start time of a process in kernel ticks; None if it is not running.
+    """Returns when a process started, in kernel ticks; None if it does not run.
 
     PID and start time together identify a process, since the kernel reuses PIDs.
     """
@@ -186,7 +186,8 @@ def _start_time(pid):
         text = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The fields follow the last ")": the command name may contain spaces and
-    # parentheses. The states Z (zombie) and X (dead) mean that the process has exited.
+    # Fields are counted from the last ")", because the command name may contain spaces
+    # and parentheses. The states Z (zombie) and X (dead) mean that the process has
+    # exited.
     state, *fields = text.rpartition(")")[2].split()
     return None if state in "ZX" else int(fields[18])

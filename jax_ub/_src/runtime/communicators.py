@@ -20,7 +20,7 @@ from jax_ub._src.runtime.device_groups import DeviceGroups, Group
 
 @dataclasses.dataclass(frozen=True)
 class Connection:
-    """The outcome of connecting a group of ranks: a communicator, or a reason.
+    """The outcome of connecting a group of ranks: a communicator, or an error.
 
     On CPUs only groups that span several processes have one. On GPUs all groups of
     `initialize_ub` with more than one rank have one.
@@ -38,7 +38,7 @@ class Connection:
             self.communicator.close()
 
 
-# The part of a reason that says that `initialize_ub` was not called.
+# The end of the reason that calls get if `initialize_ub` was not called.
 UNCONNECTED = "which are not connected"
 
 _CONNECTIONS: dict[Group, Connection] = {}
@@ -46,7 +46,7 @@ _has_shared_cores = False  # whether the engine is limited to a share of the cor
 
 
 def connections() -> tuple[Connection, ...]:
-    """Returns this process's connections to peers, one for each group of ranks.
+    """Returns the connection of each group of ranks, or the reason why it has none.
 
     A group that cannot share memory is included, with its `reason`.
     """
@@ -54,7 +54,7 @@ def connections() -> tuple[Connection, ...]:
 
 
 def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
-    """Returns why calls over these groups must use plain JAX; None if the engine can.
+    """Returns why calls over these groups must run as plain JAX; None if they need not.
 
     Every process gets the same answer: all processes lower the same program, so they
     must all fall back or none.
@@ -78,9 +78,9 @@ def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
 
 
 def generation(groups: np.ndarray) -> int:
-    """Returns a counter of the `initialize_ub` calls that connected these groups, or 0.
+    """Returns the generation of the communicators that connect these groups, or 0.
 
-    This generation of the communicators is 0 if no group is connected.
+    Each `initialize_ub` that connects groups counts as one. It is 0 without connections.
 
     A program is bound to the generation that it was lowered for. Processes match their
     calls by XLA's launch numbers, which may differ between processes after a failure,
@@ -91,7 +91,7 @@ def generation(groups: np.ndarray) -> int:
 
 
 def check_shared(device_groups: DeviceGroups) -> None:
-    """Checks that connections of another mesh axis can be reused for this axis."""
+    """Raises an error if this axis cannot reuse connections of another mesh axis."""
     for group, connection in _connected(device_groups).items():
         if connection.communicator is None:
             continue
@@ -111,7 +111,7 @@ def check_shared(device_groups: DeviceGroups) -> None:
 
 
 def shared_groups(device_groups: DeviceGroups) -> str:
-    """Returns, as text, the groups of ranks that are already connected for other axes.
+    """Returns which groups of ranks other mesh axes have already connected, as text.
 
     The processes compare it, since they must agree on which groups to connect.
     """
@@ -123,14 +123,14 @@ def _connected(device_groups):
 
 
 def add(made: Sequence[Connection]) -> None:
-    """Keeps new connections until `disconnect` or the end of the process."""
+    """Keeps connections open until `disconnect` or the end of the process."""
     _CONNECTIONS.update((one.group, one) for one in made)
     if made:
         _close_at_exit()
 
 
 def limit_cores(num_threads: int, cpu_set: Sequence[int]) -> None:
-    """Limits the engine to a share of the host's cores, while there are connections."""
+    """Limits the engine to a part of the host's cores, until the last `disconnect`."""
     global _has_shared_cores
     _has_shared_cores = True
     cpu_engine.load().set_num_threads(num_threads, cpu_set)
@@ -138,13 +138,13 @@ def limit_cores(num_threads: int, cpu_set: Sequence[int]) -> None:
 
 @functools.cache
 def _close_at_exit():
-    # Closing at exit sends each peer a close message, so that no peer reports this
-    # process as lost.
+    # Closing tells the peers that this process ends in order. Otherwise they would
+    # report it as lost.
     atexit.register(disconnect_all_but, ())
 
 
 def disconnect(groups: Sequence[Group]) -> None:
-    """Closes the connections of the given groups, without waiting for lost peers.
+    """Closes the connections of these groups. Does not wait for lost peers.
 
     Each group is removed only after it has been closed, so that an interrupted call can
     be repeated.
@@ -162,7 +162,7 @@ def disconnect(groups: Sequence[Group]) -> None:
 
 
 def disconnect_all_but(groups: Collection[Group]) -> None:
-    """Closes the connections of all groups that are not in `groups`."""
+    """Closes the connections of all groups except for `groups`."""
     disconnect([group for group in tuple(_CONNECTIONS) if group not in groups])
 
 
@@ -175,7 +175,7 @@ def release_slots() -> None:
 
 
 def check_communicators() -> None:
-    """Raises the first failure of the groups that `initialize_ub` connected, if any.
+    """Raises the first failure of the connected groups, if any of them has failed.
 
     On GPUs a wait fails on the device: the results of that call are NaN, and the host
     reports the failure at the next call, or here. Transformer Engine: none.
@@ -190,7 +190,7 @@ def check_communicators() -> None:
 
 
 def failures() -> Iterator[tuple[Group, str]]:
-    """Yields (group, reason) for each connected group of ranks that has failed."""
+    """Yields (group, reason) for each connected group that has failed."""
     for connection in connections():
         failure = _failure_of(connection)
         if failure:
@@ -203,6 +203,6 @@ def _failure_of(connection):
 
 
 def _without_kind(failure):
-    # The engines write the error's type into the text, since XLA errors carry no type.
-    # In Python the exception has that type, so the prefix is redundant.
+    # Removes the type, which the engines add to the text because XLA's errors have
+    # none. Here the exception has the type.
     return failure.removeprefix("CommunicatorError: ")

@@ -14,8 +14,8 @@ from jax_ub._src.runtime.device_groups import DeviceGroups, Group
 from jax_ub._src.runtime.process_all_gather import ProcessAllGather, Values
 from jax_ub._src.runtime.transports import transport_setup_of
 
-# How long a process that failed to connect waits for the peers' results. The death of a
-# process must be reported within 2 s.
+# How long a process that failed to connect waits for its peers. The death of a process
+# must be reported within 2 s.
 _TIMEOUT_AFTER_ERROR_S = 1.0
 
 _generation = 0  # the last communicator generation that this process agreed on
@@ -27,7 +27,7 @@ def connect(
     agreed_settings: Mapping[str, str],
     own_error: Exception | None,
 ) -> None:
-    """Connects all groups of ranks that can share memory.
+    """Connects all groups of ranks that can share memory, jointly in all processes.
 
     An error of one process is raised in all processes.
 
@@ -58,7 +58,7 @@ def connect(
 
 
 def connect_alone(device_groups: DeviceGroups) -> None:
-    """Connects the groups of ranks of a mesh that has only this process's devices.
+    """Connects the groups of ranks if all of them are in this process.
 
     On CPUs such groups need no connection.
 
@@ -74,7 +74,7 @@ def connect_alone(device_groups: DeviceGroups) -> None:
 
 
 def _share_cores(device_groups, peer_info: Values):
-    """Divides the host's cores among its processes; limits the engine's threads."""
+    """Divides the host's cores among its processes, and limits this one's threads."""
     if settings.num_threads() is not None or cpu_engine.why_not() is not None:
         return
     host, own_cores = hosts.identity(), hosts.cores()
@@ -95,7 +95,7 @@ def _share_cores(device_groups, peer_info: Values):
 
 
 class ConnectionAttempt:
-    """Connects this process's groups of ranks to their peers, or closes them all.
+    """Connects this process's groups of ranks; after an error, closes all of them.
 
     The attempt ends when all processes have connected, or one has failed.
 
@@ -105,7 +105,7 @@ class ConnectionAttempt:
     """
 
     def __init__(self, device_groups: DeviceGroups, generation: int):
-        """Collects the groups of ranks that have no connection yet."""
+        """Selects the groups of ranks that have no connection yet."""
         self.made: list[Connection] = []
         self.generation = generation
         self._device_groups = device_groups
@@ -121,7 +121,7 @@ class ConnectionAttempt:
         agreed_settings: Mapping[str, str],
         own_error: Exception | None,
     ) -> Values:
-        """Connects all groups whose ranks can share memory.
+        """Connects all groups whose ranks can share memory, jointly in all processes.
 
         An error of one process is raised in all processes. `connect` describes
         arguments and errors.
@@ -145,7 +145,7 @@ class ConnectionAttempt:
         return peer_info
 
     def connect_all(self, peer_info: Values) -> Exception | None:
-        """Connects all groups whose ranks can share memory; records why others cannot.
+        """Connects this process's groups whose ranks can share memory.
 
         Args:
             peer_info: the handshake values by process; empty if there is only one
@@ -162,7 +162,7 @@ class ConnectionAttempt:
         return None
 
     def close(self) -> None:
-        """Closes all connections and listening endpoints that the attempt opened.
+        """Closes all connections and listening endpoints that this attempt has opened.
 
         They are closed explicitly because the traceback of an error may keep this
         object alive.
@@ -174,8 +174,8 @@ class ConnectionAttempt:
 
     def _open_endpoints(self):
         try:
-            # Every call needs kernels for `JAX_UB_ISA`. They are checked here, so that
-            # all processes get the error.
+            # Checks `JAX_UB_ISA` before connecting, so that all processes get the
+            # error, because every call needs its kernels.
             cpu_engine.check_isa()
             groups = self._device_groups
             for group in self._groups:
@@ -206,9 +206,9 @@ class ConnectionAttempt:
             "error": _text_of(error),
             "reasons": {_key(one.group): one.reason for one in self.made if one.reason},
         }
-        # Peers may wait a whole timeout for a connection that failed here, and take
-        # part in this round only afterwards. A running peer learns of the error sooner,
-        # so after an error this process waits only briefly.
+        # A peer may wait a whole timeout for a connection that failed here, and only
+        # then take part in this round. After an error, this process waits briefly,
+        # because its error reaches running peers sooner.
         timeout_s = 2 * settings.deadline_s()
         if error is not None:
             timeout_s = min(timeout_s, _TIMEOUT_AFTER_ERROR_S)
@@ -243,7 +243,7 @@ class ConnectionAttempt:
         return Connection(group, processes, None, communicator, generation, size_bytes)
 
     def _close_where_a_process_failed(self, outcomes: Values):
-        """Closes each group of ranks that any process failed to connect."""
+        """Closes each group of ranks that some process failed to connect."""
         reasons: dict[str, str] = {}
         for _, outcome in sorted(outcomes.items()):
             reasons = {**outcome["reasons"], **reasons}
@@ -268,8 +268,7 @@ def _gather(all_gather, value, own_error, timeout_s=None):
     try:
         return all_gather.gather(value, timeout_s)
     except CommunicatorError as error:
-        # The earlier error of this process explains the failure better than the
-        # all-gather's error.
+        # Reports this process's earlier error, which explains the failure better.
         if own_error is None:
             raise
         raise own_error from error
@@ -285,13 +284,13 @@ def _first_error(values: Values, what):
 
 
 def _agreed_generation(peer_info: Values):
-    # Each process proposes its last generation plus 1, so the maximum is new to all of
-    # them. A single process has no generation.
+    # Each process proposes its last generation plus 1. The maximum is new to all of
+    # them. A single process needs no generation.
     return max((one["generation"] for one in peer_info.values()), default=0)
 
 
 def _difference(settings_of: Values):
-    """Returns an error that names two processes with a different setting, or None."""
+    """Returns an error that names two processes with different settings, or None."""
     first = min(settings_of)
     for name in dict.fromkeys(name for one in settings_of.values() for name in one):
         for process, one in sorted(settings_of.items()):

@@ -19,12 +19,12 @@ _BUILD = "In a clone of jax_ub, build it with: pip install . (docs/install.md)"
 
 
 class NoEngineError(UbError, ImportError):
-    """An engine is needed, but this installation of jax_ub has none."""
+    """Raised if an engine is needed, and this installation of jax_ub has none."""
 
 
 @functools.cache
 def why_not() -> str | None:
-    """Returns why this installation has no engine, or None if it should have one.
+    """Returns why this installation has no engine; None if it should have one.
 
     The pure-Python wheel has none: calls of method "auto" run as plain `jax.lax`. In
     other installations, a missing engine is an error of `load`.
@@ -64,7 +64,7 @@ def load() -> types.ModuleType:
 
 
 def _how_to_get_it() -> str:
-    """Returns what to do if the engine is missing: build it, or import another copy."""
+    """Returns how to get a missing engine: build it, or import another copy."""
     imported = pathlib.Path(__file__).parents[3]
     try:
         found = importlib.metadata.distribution("jax_ub").locate_file("")
@@ -83,7 +83,7 @@ def _how_to_get_it() -> str:
 def check_ffi_api(
     built: tuple[int, int], running: tuple[int, int], jax_version: str
 ) -> None:
-    """Checks that the installed jaxlib accepts handlers of the engine's FFI version."""
+    """Raises an error unless the installed jaxlib accepts the engine's FFI handlers."""
     if built[0] != running[0] or built[1] > running[1]:
         raise ImportError(
             f"jax_ub: its engine was built for XLA FFI API {built[0]}.{built[1]}, but "
@@ -93,7 +93,7 @@ def check_ffi_api(
 
 
 def running_ffi_api() -> tuple[int, int]:
-    """Returns the XLA FFI API version of the installed jaxlib, as (major, minor).
+    """Returns the FFI API version of the installed jaxlib, as (major, minor).
 
     It is read from the header that jaxlib installs.
     """
@@ -107,7 +107,7 @@ def _defined(text, name):
 
 
 def local_devices() -> list[jax.Device]:
-    """Returns the CPU devices of this process; empty if jax has no CPU backend."""
+    """Returns the CPU devices of this process; empty if JAX has no CPU backend."""
     try:
         return jax.local_devices(backend="cpu")
     except RuntimeError:
@@ -116,9 +116,9 @@ def local_devices() -> list[jax.Device]:
 
 @functools.cache
 def register_targets() -> None:
-    """Configures the CPU engine and registers its FFI handlers with XLA, once."""
-    # JAX's backend is started first: it would fail to start after the registration of
-    # targets that have state.
+    """Configures the CPU engine and registers its FFI handlers, once per process."""
+    # JAX's backend must start first. It fails to start after targets with state were
+    # registered.
     jax.devices()
     cpu = load()
     _configure(cpu)
@@ -131,7 +131,7 @@ def register_targets() -> None:
 
 
 def check_isa() -> None:
-    """Checks that the engine has kernels for the instruction set in `JAX_UB_ISA`."""
+    """Raises an error if the engine has no kernels for `JAX_UB_ISA`."""
     name = settings.isa()
     if name is None:
         return

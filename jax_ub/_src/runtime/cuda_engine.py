@@ -17,16 +17,16 @@ import numpy as np
 
 from jax_ub._src.runtime import cpu_engine, settings
 
-# The maximum number of ranks. It must equal kMaxRanks in csrc/transport/cuda, because
-# the heap of a rank has flags for so many peers.
+# Maximum number of ranks. Must equal kMaxRanks in csrc/transport/cuda, because the heap
+# of a rank has flags for this many peers.
 MOST_RANKS = 16
 
 _PLATFORM = "CUDA"
 _BUILD = "In a clone of jax_ub, where nvcc is installed: pip install ."
-# The folders of NVIDIA's wheels that contain cuBLASLt, newest first.
+# Folders in NVIDIA's wheels that contain cuBLASLt, newest first.
 _LIBRARIES = ("cu13/lib", "cublas/lib")
 
-# The compute capability of devices that are unknown when a program is lowered.
+# Compute capability that is assumed for devices that are unknown during lowering.
 _ASSUMED_CAPABILITY = (9, 0)
 
 Array = tuple[str, tuple[int, ...]]  # dtype and shape
@@ -64,7 +64,7 @@ def load() -> types.ModuleType:
 
 
 def library_paths() -> list[str]:
-    """Returns the folders of NVIDIA's installed wheels that contain cuBLASLt."""
+    """Returns the folders of installed NVIDIA wheels that contain cuBLASLt."""
     spec = importlib.util.find_spec("nvidia")
     roots = list(spec.submodule_search_locations or ()) if spec is not None else []
     found = (pathlib.Path(root) / path for path in _LIBRARIES for root in roots)
@@ -72,7 +72,7 @@ def library_paths() -> list[str]:
 
 
 def local_devices() -> list[jax.Device]:
-    """Returns the CUDA devices of this process; empty if jax has no CUDA backend."""
+    """Returns the CUDA devices of this process; empty if JAX has no CUDA backend."""
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:
@@ -91,12 +91,12 @@ def is_cuda(device: jax.Device) -> bool:
 
 
 def ordinals(devices: Sequence[jax.Device]) -> dict[int, int]:
-    """Maps the ids of this process's JAX devices to their CUDA device ordinals."""
+    """Maps the ids of this process's devices to their CUDA ordinals."""
     return {device.id: device.local_hardware_id for device in devices}
 
 
 def platform_of(device: jax.Device) -> str:
-    """Returns the platform that programs for a device are lowered for, such as "cuda".
+    """Returns the platform for which programs of a device are lowered, such as "cuda".
 
     `device.platform` is "gpu" for all kinds of GPUs.
     """
@@ -111,7 +111,7 @@ def is_default() -> bool:
 
 
 def is_traced_for() -> bool:
-    """Returns whether the program that JAX is tracing is for CUDA devices.
+    """Returns whether JAX is tracing a program for CUDA devices.
 
     The devices of the current mesh decide, or the default backend if the mesh has no
     devices. This also holds for programs that `jax.export` lowers for another platform.
@@ -121,8 +121,8 @@ def is_traced_for() -> bool:
         return is_default()
     if device.platform != "gpu":
         return device.platform == "cuda"
-    # AMD GPUs have the platform "gpu" too. The mesh may be an ahead-of-time topology,
-    # whose GPUs are not devices of this process.
+    # The platform "gpu" includes AMD GPUs. The mesh may be an ahead-of-time topology,
+    # whose GPUs do not belong to this process.
     return bool(local_devices()) or not _has_other_gpus()
 
 
@@ -134,7 +134,7 @@ def _has_other_gpus():
 
 
 def why_not() -> str | None:
-    """Returns why the CUDA engine cannot run calls in this process, or None if it can.
+    """Returns why this process cannot run the CUDA engine, or None if it can.
 
     It is None for a process without CUDA devices if the engine can be loaded: such a
     process may lower programs for the GPUs of other processes.
@@ -153,13 +153,13 @@ def why_not() -> str | None:
 
 
 def why_no_peers(devices: Sequence[jax.Device]) -> str | None:
-    """Returns why GPUs of this process cannot access each other's memory, or None."""
+    """Returns why these GPUs cannot access each other's memory, or None if they can."""
     ordinals = sorted({device.local_hardware_id for device in devices})
     return load().why_no_peers(ordinals) if len(ordinals) > 1 else None
 
 
 def why_no_fp8(devices: Sequence[jax.Device], scaled_unit: str) -> str | None:
-    """Returns why GPUs cannot multiply FP8 operands, or None if they can.
+    """Returns why these GPUs cannot multiply FP8 operands, or None if they can.
 
     Args:
         devices: the devices that run the program, as far as they are known.
@@ -174,7 +174,7 @@ def why_no_fp8(devices: Sequence[jax.Device], scaled_unit: str) -> str | None:
 
 
 def needs_contiguous_fp8(devices: Sequence[jax.Device]) -> bool:
-    """Returns whether FP8 operands must be contiguous along the contracted axis."""
+    """Returns whether GPUs need FP8 operands contiguous along the contracted axis."""
     return any(map(load().needs_contiguous_fp8, _compute_capabilities(devices)))
 
 
@@ -190,7 +190,7 @@ def is_loaded() -> bool:
 
 
 def usable_devices() -> list[dict[str, Any]]:
-    """Returns CUDA properties of the GPUs that the engine can use in this process.
+    """Returns the CUDA properties of the GPUs on which the engine can run.
 
     The list is empty if the CUDA engine cannot use them.
     """
@@ -201,14 +201,14 @@ def usable_devices() -> list[dict[str, Any]]:
 
 
 def failures() -> dict[str, str]:
-    """Returns the failure of each failed communicator between GPUs, by its name."""
+    """Returns the error of each failed communicator between GPUs, by name."""
     if is_loaded() and local_devices() and why_not() is None:
         return load().failures()
     return {}
 
 
 def release_in_process() -> None:
-    """Frees the GPU buffers of in-process calls that no program needs any more."""
+    """Frees GPU buffers of calls within this process that no program needs any more."""
     if is_loaded() and local_devices() and why_not() is None:
         load().release_in_process()
 
@@ -225,8 +225,8 @@ def register_targets() -> None:
         "jax_ub$CudaCallSite", cuda.call_site_type(), platform=_PLATFORM
     )
     for name, handlers in cuda.targets(len(devices) > 1).items():
-        # The handlers themselves declare whether CUDA graphs may capture them. JAX's
-        # CUDA plugin rejects traits that are passed here.
+        # JAX's CUDA plugin rejects traits here. The handlers declare themselves whether
+        # CUDA graphs may capture them.
         jax.ffi.register_ffi_target(name, handlers, platform=_PLATFORM, api_version=1)
 
 
@@ -236,7 +236,7 @@ def workspace_bytes(
     operands: Sequence[Array],
     results: Sequence[Array],
 ) -> int:
-    """Returns the bytes of scratch memory that a call needs on a GPU.
+    """Returns how many bytes of scratch memory a call needs on a GPU.
 
     XLA allocates the scratch memory as the call's last result.
     """

@@ -9,22 +9,22 @@ import numpy as np
 
 Group = tuple[int, ...]  # global device ids, in the order of the ranks
 
-# Upper bound of a rank's shared memory per element of the capacity: one f32 partial sum
-# and one f32 result. The constants below add room for aligning the slots.
+# Shared memory of a rank, per element of the capacity: at most one f32 partial sum and
+# one f32 result. The constants below add room for the alignment of slots.
 _BYTES_PER_ELEMENT = 8
 _SLACK_BYTES = 64 * 1024
 _SLOT_ALIGNMENT_BYTES = 256
-# Upper bound of the bytes that a rank sends to all peers together in a one-shot
-# all-reduce on GPUs, unless a tuned choice applies. For a sum of S bytes, a rank sends
-# 2 S (P - 1) / P in the two exchanges of reduce-scatter and all-gather, but S (P - 1)
-# in the single exchange of one-shot, which saves a handshake. A handshake takes 6 us
-# (`handshake_s` of the simulator), in which NVLink moves this many bytes at 450 GB/s
-# (H100). Neither number was measured here.
+# Limit, in bytes, up to which a one-shot all-reduce is used on GPUs, unless a tuned
+# file decides. It applies to what a rank sends to all peers. For a sum of S bytes, that
+# is S (P - 1) for one-shot, and 2 S (P - 1) / P for reduce-scatter and all-gather,
+# which need another handshake. A handshake takes 6 us (`handshake_s` of the simulator),
+# in which NVLink moves this many bytes at 450 GB/s (H100). Neither number was measured
+# here.
 ONE_SHOT_BYTES = 2_700_000
 
 
 def heap_bytes(platform: str, num_elements: int) -> int:
-    """Returns the maximum bytes that the buffers (slots) of one call need on a rank.
+    """Returns how many bytes of buffers (slots) a call needs on a rank, at most.
 
     Args:
         platform: platform of the devices, such as "cpu" or "cuda".
@@ -36,7 +36,7 @@ def heap_bytes(platform: str, num_elements: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGroups:
-    """The groups of devices that `initialize_ub` connects, with their processes.
+    """The groups of devices that `initialize_ub` connects, and their processes.
 
     One rank is one device. A group has the ranks that communicate with each other, and
     belongs to one index of the other mesh axes.
@@ -49,34 +49,34 @@ class DeviceGroups:
     capacity: int  # largest number of elements of a call
     num_slots: int  # largest number of slots of a rank
     name: str  # for errors
-    # Maps the global device ids of this process's GPUs to their CUDA ordinals.
+    # CUDA ordinals of this process's GPUs, by global device id.
     ordinals: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def processes(self) -> list[int]:
-        """Returns the processes that have at least one rank, in ascending order."""
+        """Returns the processes that have a rank, in ascending order."""
         return sorted({self.process_of[i] for group in self.groups for i in group})
 
     @property
     def call_bytes(self) -> int:
-        """Returns the bytes that a rank shares with its peers to run one call."""
+        """Returns how many bytes a rank shares with its peers to run a call."""
         slots = _SLOT_ALIGNMENT_BYTES * self.num_slots
         return heap_bytes(self.platform, self.capacity) + slots + _SLACK_BYTES
 
     def processes_of(self, group: Group) -> tuple[int, ...]:
-        """Returns the process index of each rank of the group, in rank order."""
+        """Returns the process of each rank of the group."""
         return tuple(self.process_of[device] for device in group)
 
     def has_local_rank(self, group: Group) -> bool:
-        """Returns whether a device of the group belongs to this process."""
+        """Returns whether this process has a rank of the group."""
         return self.process in self.processes_of(group)
 
     def spans_processes(self, group: Group) -> bool:
-        """Returns whether the devices of the group belong to several processes."""
+        """Returns whether several processes have ranks of the group."""
         return len(set(self.processes_of(group))) > 1
 
     def ordinals_of(self, group: Group) -> list[int]:
-        """Returns the CUDA ordinals of the group's local devices, in rank order."""
+        """Returns the CUDA ordinals of the group's devices in this process, by rank."""
         own = (i for i in group if self.process_of[i] == self.process)
         return [self.ordinals[i] for i in own]
 
@@ -86,7 +86,7 @@ def rank_groups(
     axes: tuple[str, ...],
     values: Sequence[int],
 ) -> np.ndarray:
-    """Arranges one value per device of a mesh in a table [groups, ranks].
+    """Arranges values, one per device of a mesh, in a table [groups, ranks].
 
     Args:
         mesh: the mesh.
@@ -95,6 +95,6 @@ def rank_groups(
     """
     table = np.asarray(values, np.int64).reshape(mesh.axis_sizes)
     places = [mesh.axis_names.index(axis) for axis in axes]
-    # The axes of the ranks come last, so that each row is one group, in rank order.
+    # Moves the axes of the ranks to the end, so that each row is a group in rank order.
     moved = np.moveaxis(table, places, range(-len(axes), 0))
     return moved.reshape(-1, math.prod(moved.shape[-len(axes) :]))

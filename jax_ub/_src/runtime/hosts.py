@@ -12,7 +12,7 @@ _CONTROL_GROUPS = pathlib.Path("/proc/self/cgroup")
 
 
 def identity() -> str:
-    """Returns a text that identifies this host: equal in processes that share memory.
+    """Returns a text that identifies this host, equal in processes that share memory.
 
     It holds the kernel's boot id and the network namespace, since processes connect by
     abstract Unix sockets. `JAX_UB_HOST_ID` replaces it.
@@ -23,13 +23,13 @@ def identity() -> str:
     try:
         boot, network = _BOOT_ID.read_text().strip(), os.readlink("/proc/self/ns/net")
     except OSError:
-        # Without /proc only the host name is available.
+        # Without /proc, only the host name is known.
         return platform.node()
     return f"{platform.node()} {boot} {network}"
 
 
 def short_name(host: str) -> str:
-    """Returns the host name, the first word of an `identity`, for messages."""
+    """Returns the host name in an `identity`, for messages."""
     return host.split(" ")[0]
 
 
@@ -41,7 +41,7 @@ def cores() -> list[int]:
 
 
 def pool_threads() -> int:
-    """Returns the size of jaxlib's thread pools, if no device needs a larger one.
+    """Returns the size of jaxlib's thread pools, unless a device needs a larger one.
 
     jaxlib reads `NPROC` when its backend starts. Without it, the size is the number of
     cores on which the process may run. Each pool has at least a thread per device.
@@ -53,7 +53,7 @@ def pool_threads() -> int:
 
 
 def why_few_pool_threads(num_devices: int) -> str | None:
-    """Returns why programs on `num_devices` CPU devices may hang, and a fix, or None.
+    """Returns why programs on this many CPU devices may hang; None if they cannot.
 
     Each launch occupies a thread per device until its ranks have met. With 2 threads
     per device, the 32 launches that XLA allows in flight do not hang.
@@ -69,7 +69,7 @@ def why_few_pool_threads(num_devices: int) -> str | None:
 
 
 def control_groups() -> str:
-    """Returns this process's Linux control groups, which limit its CPU time."""
+    """Returns the cgroups of this process, which limit its CPU time."""
     try:
         return _CONTROL_GROUPS.read_text()
     except OSError:
@@ -77,7 +77,7 @@ def control_groups() -> str:
 
 
 def quota_share(num_threads: int, num_cores: int, num_processes: int) -> int:
-    """Returns how many threads each process may compute with under its CPU quota.
+    """Returns how many threads each process on the host may use by its CPU quota.
 
     Args:
         num_threads: what the quota and the cores allow one process alone.
@@ -93,7 +93,7 @@ def quota_share(num_threads: int, num_cores: int, num_processes: int) -> int:
 
 
 def thread_share(own: list[int], everyone: list[list[int]]) -> int:
-    """Returns the number of threads that fits this process's share of the cores.
+    """Returns how many threads this process may use, given the cores of all processes.
 
     Returns:
         The number of threads, at least one. A core that k processes may run on counts
@@ -104,7 +104,7 @@ def thread_share(own: list[int], everyone: list[list[int]]) -> int:
 
 
 def process_cpu_set(own: list[int], everyone: list[list[int]], index: int) -> list[int]:
-    """Returns this process's share of the host's cores, disjoint from other processes'.
+    """Returns cores for this process, so that processes of a host use different ones.
 
     Args:
         own: the cores that this process may run on.

@@ -139,8 +139,8 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
     """
     wanted = _axes("destroy_ub", axis_name)
     kept = [d for d in registry.axes() if wanted not in (None, d.axis_name)]
-    # Connections are closed before the axes are removed, so that an interrupted call
-    # can be repeated.
+    # Closes connections before it removes the axes, so that the call can be repeated
+    # after an interrupt.
     _disconnect_all_but(kept)
     for axis in registry.axes():
         if axis not in kept:
@@ -150,7 +150,7 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
 
 
 def is_ub_initialized(axis_name: str | tuple[str, ...] | None = None) -> bool:
-    """Returns whether an axis is initialized: `initialize_ub` without `destroy_ub`.
+    """Returns whether `initialize_ub` has set up a mesh axis.
 
     Transformer Engine: none.
 
@@ -173,7 +173,7 @@ def get_ub(
     *,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Overlap:
-    """Returns a named overlap of `initialize_ub`: its configuration and buffer size.
+    """Returns a named overlap of `initialize_ub`: its settings and buffer size.
 
     Transformer Engine: `get_ub`.
 
@@ -196,7 +196,7 @@ def get_ub(
 
 
 def _axes(op, axis_name):
-    """Returns an `axis_name` argument as a tuple of mesh axes; None stays None."""
+    """Returns an argument `axis_name` as a tuple of mesh axes. None stays None."""
     if axis_name is None:
         return None
     check_axis_name(op, axis_name)
@@ -204,7 +204,7 @@ def _axes(op, axis_name):
 
 
 class _Attempt:
-    """The state of one `initialize_ub` call, which is undone if the call fails."""
+    """The state of an `initialize_ub` call, which is undone if the call fails."""
 
     def __init__(self, backend):
         self._backend = backend
@@ -217,7 +217,7 @@ class _Attempt:
         self._all_gather: ProcessAllGather | None = None
 
     def prepare(self, shape, tp_size, use_fp8, modes, dtype, ub_cfgs, mesh, axis_name):
-        """Checks the arguments of `initialize_ub` without allocating any resources.
+        """Checks the arguments of `initialize_ub`. Allocates nothing.
 
         An error is stored, so that `connect` can send it to the other processes.
 
@@ -256,7 +256,7 @@ class _Attempt:
             )
 
     def connect(self):
-        """Connects the ranks of all processes and registers the named overlaps."""
+        """Connects the ranks of all processes, and registers the named overlaps."""
         groups = self._groups
         assert groups is not None
         if len(groups.processes) > 1:
@@ -274,7 +274,7 @@ class _Attempt:
             registry.add(self._axis)
 
     def report_interrupt(self, error: BaseException) -> None:
-        """Sends an interrupt of this process, such as Ctrl-C, to the other processes.
+        """Tells the other processes about an interrupt, such as Ctrl-C.
 
         Does nothing if the all-gather has ended, since it has then sent the error.
         """
@@ -293,7 +293,7 @@ class _Attempt:
                 raise error
 
     def undo(self) -> None:
-        """Removes the named overlaps and connections that this call created."""
+        """Removes the named overlaps and the connections that this call has created."""
         for axis in registry.axes():
             if axis is self._axis:
                 registry.remove(axis.axis_name)
@@ -301,12 +301,12 @@ class _Attempt:
 
 
 def _disconnect_all_but(axes):
-    # Groups of ranks that another initialized axis uses stay connected.
+    # Does not close groups of ranks that another initialized axis uses.
     communicators.disconnect_all_but({group for axis in axes for group in axis.groups})
 
 
 def _participants(mesh):
-    """Returns the devices whose processes all have to call `initialize_ub`.
+    """Returns the devices whose processes must all call `initialize_ub`.
 
     These are the devices of the mesh, or all devices if the mesh is not usable. They
     must be equal in all processes even if other arguments are invalid.
@@ -327,8 +327,8 @@ def _device_groups(axes, axis: InitializedAxis | None, devices) -> DeviceGroups:
     process_of = {device.id: device.process_index for device in devices}
     own = [d for d in devices if d.process_index == jax.process_index()]
     return DeviceGroups(
-        # If the arguments are invalid, the ranks are unknown (`axis` is None). Then the
-        # processes of all devices only exchange the error; no group is connected.
+        # If the arguments are wrong, the ranks are not known (`axis` is None). All
+        # processes then exchange the error, and connect no group.
         groups=(tuple(process_of),) if axis is None else axis.groups,
         process_of=process_of,
         process=jax.process_index(),
@@ -343,7 +343,7 @@ def _device_groups(axes, axis: InitializedAxis | None, devices) -> DeviceGroups:
 def _agreed_settings(
     backend: str | None, axis: InitializedAxis, device_groups: DeviceGroups
 ) -> dict[str, str]:
-    """Returns the settings, by name, that must be equal in all processes."""
+    """Returns the settings that must be equal in all processes, by name."""
     return {
         "axis_name": shown(axis.axis_name),
         "bootstrap_backend": backend or "jax",

@@ -33,8 +33,8 @@ from jax_ub._src.runtime.registry import (
     Overlap,
 )
 
-# The maximum number of elements in `shape`, which keeps the byte count of all ranks'
-# buffers within 64 bits.
+# Maximum number of elements in `shape`. The size of all ranks' buffers in bytes then
+# fits into 64 bits.
 _MOST_ELEMENTS = 1 << 48
 
 
@@ -63,7 +63,7 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
 
 
 def read_size(name: str, value: Any) -> int:
-    """Checks that a size is an integer of at least 1, and returns it as an int."""
+    """Returns a size as an int, after checking that it is an integer of at least 1."""
     if not shapes.is_integer(value):
         raise ConfigurationTypeError(
             f"initialize_ub: {name} = {shown(value)} is not an integer. Pass 1 or more."
@@ -76,7 +76,7 @@ def read_size(name: str, value: Any) -> int:
 
 
 def read_shape(shape: Any) -> tuple[int, int]:
-    """Checks the capacity `shape = (T, H)`: T tokens of all ranks, H features."""
+    """Returns the checked capacity (T, H): tokens of all ranks, and features."""
     is_sequence = isinstance(shape, Sequence) and not isinstance(shape, str | bytes)
     if not (is_sequence or np.ndim(shape) == 1) or len(shape) != 2:
         raise ConfigurationError(
@@ -93,7 +93,7 @@ def read_shape(shape: Any) -> tuple[int, int]:
 
 
 def read_dtype(dtype: Any) -> np.dtype:
-    """Returns the dtype of unquantized operands, which must be f32, bf16 or f16."""
+    """Returns the dtype of unquantized operands, after checking it."""
     found = shapes.dtype_of(dtype)
     if found is None or found not in dtypes.OPERANDS:
         raise ConfigurationError(
@@ -105,7 +105,7 @@ def read_dtype(dtype: Any) -> np.dtype:
 
 
 def read_mesh(mesh: Any, axes: tuple[str, ...], tp_size: int) -> Mesh:
-    """Checks that the named axes of the mesh have `tp_size` ranks; returns the mesh.
+    """Returns the mesh, after checking that its `axes` have `tp_size` ranks.
 
     An empty mesh is replaced by one whose groups are consecutive devices.
     """
@@ -151,7 +151,7 @@ def _consecutive(axes, tp_size):
 def per_mode(
     ub_cfgs: Any, modes: Sequence[UserBufferQuantizationMode]
 ) -> Sequence[Mapping | None]:
-    """Returns one dictionary of overlap configurations for each quantization mode.
+    """Returns one dictionary of overlap settings per quantization mode.
 
     A single dictionary applies to all modes.
     """
@@ -179,7 +179,7 @@ def make_initialized_axis(
     ub_cfgs: Mapping | Sequence[Mapping] | str | os.PathLike | None,
     mesh: Mesh,
 ) -> InitializedAxis:
-    """Creates the named overlaps of a mesh axis, without allocating their buffers.
+    """Returns an initialized axis with its named overlaps. Allocates no buffers.
 
     Args:
         axes: the mesh axes of the ranks.
@@ -190,8 +190,8 @@ def make_initialized_axis(
         ub_cfgs: the argument of `initialize_ub`.
         mesh: the mesh; the sizes of `axes` in it multiply to `tp_size`.
     """
-    # The tuned table of the process is stored even if `initialize_ub` was given no
-    # file, because all processes must have the same one.
+    # Stores the process's tuned table even if `initialize_ub` was given no file,
+    # because it must be equal in all processes.
     choices = tuned_tables.of_process()
     if isinstance(ub_cfgs, str | os.PathLike):
         choices, ub_cfgs = tuned_tables.read(os.fspath(ub_cfgs)), AUTOMATIC
@@ -239,8 +239,9 @@ def _overlap(
     is_ring = config.method == Method.RING_EXCHANGE.value
     rows = shape[0]
     if is_ring and config.comm_type is CommOverlapType.RS:
-        # A rank's buffer holds its P partial sums of T / P rows each, and P - 1 partial
-        # sums that its peers send for its rows: (2 P - 1) T / P rows, rounded up.
+        # A rank's buffer contains its P partial sums of T / P rows each, and the P - 1
+        # partial sums of its own rows that its peers send. Together these are (2 P - 1)
+        # T / P rows, rounded up.
         rows = shapes.ceil_div(rows * (2 * tp_size - 1), tp_size)
     is_fp8 = config.wire_dtype is not None or (mode is registry.FP8 and config.fp8_buf)
     return (CommOverlapP2P if is_ring else CommOverlap)(

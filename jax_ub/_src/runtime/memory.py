@@ -21,7 +21,7 @@ from jax_ub._src.tables import format_bytes, format_table
 
 @dataclasses.dataclass(frozen=True)
 class AxisMemory:
-    """The sizes of the communication buffers that one `initialize_ub` call uses.
+    """The sizes of the communication buffers of one initialized mesh axis.
 
     Attributes:
         axis_name: the mesh axis.
@@ -53,7 +53,7 @@ class AxisMemory:
     shares_with: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
-        """Returns a table of the axis's named overlaps, below the total bytes."""
+        """Returns the total size, and a table of the axis's named overlaps."""
         header = ("name", "mode", "method", "comm", "dtype", "shape", "size")
         rows = [
             (
@@ -89,7 +89,7 @@ class AxisMemory:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """The memory that this process holds for communication; prints as a table.
+    """The memory that this process holds for communication. Printed as a table.
 
     Transformer Engine: none.
 
@@ -111,17 +111,17 @@ class MemoryReport:
 
     @property
     def held_bytes(self) -> int:
-        """Returns the bytes that this process holds for communication in total."""
+        """Returns how many bytes this process holds for communication."""
         shared = sum(axis.shared_bytes for axis in self.axes)
         return self.slot_bytes + self.heap_bytes + shared
 
     @property
     def transformer_engine_bytes(self) -> int:
-        """Returns the bytes that Transformer Engine would allocate for all axes."""
+        """Returns how many bytes Transformer Engine would allocate for all axes."""
         return sum(axis.transformer_engine_bytes for axis in self.axes)
 
     def __str__(self) -> str:
-        """Returns the tables of all axes, followed by slots, heaps and GPUs."""
+        """Returns the tables of all axes, then slots, heaps and GPUs."""
         slots = f"slots of calls within this process: {format_bytes(self.slot_bytes)}"
         lines = [*map(str, self.axes), slots]
         if self.gpus:
@@ -132,7 +132,7 @@ class MemoryReport:
 
 @dataclasses.dataclass(frozen=True)
 class GpuMemory:
-    """The division of a GPU's memory between XLA and communication buffers.
+    """How XLA and communication buffers divide the memory of a GPU.
 
     Attributes:
         ordinal: the CUDA ordinal of the GPU in this process.
@@ -147,7 +147,7 @@ class GpuMemory:
     xla_bytes: int
 
     def __str__(self) -> str:
-        """Returns one line: the GPU's memory, and how XLA and heaps divide it."""
+        """Returns one line that states how XLA and heaps divide the GPU's memory."""
         left = self.total_bytes - self.xla_bytes
         return (
             f"GPU {self.ordinal} ({self.name}): {format_bytes(self.total_bytes)}, of "
@@ -158,7 +158,7 @@ class GpuMemory:
 
 
 def memory_report() -> MemoryReport:
-    """Returns the sizes of this process's communication buffers by mesh axis.
+    """Returns the sizes of this process's communication buffers, by mesh axis.
 
     Transformer Engine: none.
 
@@ -216,7 +216,7 @@ def _axis_memory(
 
 
 def _transformer_engine_bytes(axis, found):
-    """Returns the bytes that Transformer Engine would allocate for one rank.
+    """Returns how many bytes Transformer Engine would allocate for one rank.
 
     It allocates a buffer for each of its twelve names, also for a wgrad that has
     nothing to communicate because its dgrad reduce-scatters.

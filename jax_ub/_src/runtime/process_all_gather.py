@@ -20,32 +20,31 @@ from typing import Any, Protocol
 
 from jax_ub._src.errors import CommunicatorError, TimeoutError, UbError
 
-# The longest pause between two polls. With more than 50 other processes it is
-# _PAUSE_S_PER_PROCESS times their number, since all processes poll the same service.
+# Longest pause between two polls. With more than 50 other processes, it is
+# _PAUSE_S_PER_PROCESS for each of them, because all of them poll one service.
 _LONGEST_PAUSE_S = 0.05
 _PAUSE_S_PER_PROCESS = 0.001
-# How many seconds an interrupted process waits for the others, to send them the
-# failure.
+# How long an interrupted process waits for the others, to send them its failure.
 NOTIFY_S = 2.0
 
 Values = dict[int, Any]  # JSON values, by process index
 
 
 class KeyValueStore(Protocol):
-    """A key-value store of text messages that all processes can read and write."""
+    """A key-value store of texts that all processes can access."""
 
     def write(self, key: str, text: str) -> None:
-        """Stores a text under a key, replacing an earlier text."""
+        """Stores a text under a key. Replaces an earlier text."""
 
     def read(self, key: str) -> str | None:
-        """Returns the text that is stored under a key, or None."""
+        """Returns the text under a key, or None."""
 
     def erase(self, key: str) -> None:
-        """Deletes the text that is stored under a key, if there is one."""
+        """Deletes the text under a key, if there is one."""
 
 
 class ProcessAllGather:
-    """All-gathers JSON values over processes, through a key-value store.
+    """All-gathers JSON values over processes through a key-value store.
 
     Used as a context manager; each call in the block is one all-gather. If an error
     ends the block, the other processes receive it.
@@ -59,7 +58,7 @@ class ProcessAllGather:
         timeout_s: float,
         lost: Callable[[int], str | None] = lambda process: None,
     ):
-        """Starts an attempt, and draws the random number that identifies it.
+        """Starts an attempt, which a random number identifies.
 
         Args:
             store: key-value store that all processes share.
@@ -81,15 +80,16 @@ class ProcessAllGather:
         self._timeout_s = timeout_s
         self._number = f"{process}-{secrets.token_hex(8)}"
         self._rounds: list[Any] = []
-        # Used on the coordinator only, by member: the random number of its attempt, and
-        # the answers sent to it, one per round. `_failure` is the answer that
-        # reports a failure, once there is one.
+        # Only on the coordinator, by member: the random number of its attempt, and the
+        # answers that it was sent, one per round. `_failure` is the answer that reports
+        # a failure.
         self._numbers: dict[int, str] = {}
         self._answers: dict[int, list] = {}
         self._failure: dict[str, Any] = {}
         self._ended: set[int] = set()  # processes that have ended their attempt
-        # Used on members only: the random number of the coordinator's attempt, and
-        # whether that attempt has answered, so that a newer number is not repeated.
+        # Only on members: the random number of the coordinator's attempt, and whether
+        # this attempt has answered. After that, a new number belongs to another
+        # attempt, so it is not repeated.
         self._repeats = ""
         self._is_confirmed = False
         self._has_sent_failure = False  # to all processes seen so far
@@ -118,7 +118,7 @@ class ProcessAllGather:
         self._store.erase(f"answer.{self._number}")
 
     def _send_to_members(self, failure, error):
-        """Sends the coordinator's failure to all members, also to late ones.
+        """Sends the coordinator's failure to all members, including late ones.
 
         Waits up to `NOTIFY_S` for members that have not arrived yet.
         """
@@ -147,15 +147,15 @@ class ProcessAllGather:
             time.sleep(_LONGEST_PAUSE_S)
 
     def _describe(self, error):
-        # The text of a jax_ub error is meaningful in any process. The `repr` of another
-        # exception adds its type.
+        # The text of jax_ub's errors is clear in any process. Other exceptions need
+        # their `repr`, which contains the type.
         is_own = isinstance(error, UbError)
         reason = str(error).removeprefix("initialize_ub: ") if is_own else repr(error)
         text = f"initialize_ub: process {self._process} failed: {reason}"
         return {"failed": text, "is_timeout": isinstance(error, TimeoutError)}
 
     def gather(self, value: Any, timeout_s: float | None = None) -> Values:
-        """Returns the JSON values of all processes, by process index.
+        """Returns the values of all processes, by process index.
 
         Args:
             value: the value of this process.
@@ -189,8 +189,8 @@ class ProcessAllGather:
             if not waiting:
                 break
             lost = {other: self._lost(other) for other in waiting}
-            # The messages of all members are read, also of those that have arrived,
-            # because they may have failed since.
+            # Reads the messages even of members that have arrived, because they may
+            # have failed since.
             for other in self._others:
                 values = self._values_of(other)
                 if len(values) >= len(self._rounds):
@@ -214,8 +214,8 @@ class ProcessAllGather:
         if message is None or message["repeats"] != self._number:
             return []
         if self._numbers.setdefault(other, message["number"]) != message["number"]:
-            # The process restarted its attempt. The failure is sent to the new attempt,
-            # too.
+            # The process has restarted its attempt. Sends the failure to the new
+            # attempt, too.
             self._numbers[other], self._answers[other] = message["number"], []
             self._fail(f"initialize_ub: process {other} failed and started again.")
         if "failed" in message:
@@ -241,10 +241,10 @@ class ProcessAllGather:
         pause = _Pause(timeout_s, len(self._others))
         while True:
             how = self._lost(self._coordinator)
-            # The coordinator's message must be read before the answer. A coordinator
-            # that restarts its attempt first answers with the failure and then writes a
-            # new number. So a member that sees the new number also sees the failure,
-            # and does not send the values of the old attempt to the new one.
+            # Must read the coordinator's message before the answer. If the coordinator
+            # restarts, it first answers with the failure and then writes a new number.
+            # A member that sees the new number therefore sees the failure, too, and
+            # does not send values of the old attempt to the new one.
             coordinator = _read(self._store, "coordinator")
             answers = _read(self._store, f"answer.{self._number}") or []
             if len(answers) >= len(self._rounds):
@@ -255,7 +255,8 @@ class ProcessAllGather:
                 )
             waiting = self._repeat(coordinator)
             if pause.is_over():
-                # If the coordinator waits for no other process, it is itself missing.
+                # If the coordinator waits for nobody else, it is the one that is
+                # missing.
                 missing = [other for other in waiting if other != self._process]
                 missing = missing or [self._coordinator]
                 raise TimeoutError(_missing_text(missing, timeout_s))
@@ -294,7 +295,7 @@ class ProcessAllGather:
 
 
 class _Pause:
-    """Sleeps between polls, doubling the pause each time, until a deadline."""
+    """Pauses between polls, twice as long each time, until a deadline."""
 
     def __init__(self, timeout_s, num_others):
         self._end_s = time.monotonic() + timeout_s

@@ -36,7 +36,7 @@ NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
 
 
 class LayerName(str):
-    """A layer's path in its model, used as `ub_name` if the user gives no name.
+    """A layer's path in its model, used to label calls that have no `ub_name`.
 
     It selects an overlap only if one has exactly this name; otherwise it is a label. An
     unknown `ub_name` is an error, an unknown layer path is not. So a `LayerName` is
@@ -52,13 +52,13 @@ class LayerName(str):
         return not self == other
 
     def __hash__(self) -> int:
-        """Returns a hash that differs from the hash of an equal plain string."""
+        """Returns another hash than that of an equal plain string."""
         return hash((LayerName, str(self)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """A named overlap. The attributes are documented in `CommOverlap`."""
+    """A named overlap. `CommOverlap` documents the attributes."""
 
     name: str
     method: str
@@ -73,7 +73,7 @@ class Overlap:
 
     @property
     def sends_fp8(self) -> bool:
-        """Returns whether wide arrays and partial sums are sent as FP8.
+        """Returns whether wide (non-FP8) arrays and partial sums are sent as FP8.
 
         Operands that are FP8 are always sent as they are.
         """
@@ -84,7 +84,7 @@ class Overlap:
 
     @property
     def size_bytes(self) -> int:
-        """Returns the size of a rank's buffer for the largest call, in bytes.
+        """Returns the size of a rank's buffer for the largest possible call, in bytes.
 
         Overlaps that do not run at the same time share one buffer.
         """
@@ -92,7 +92,7 @@ class Overlap:
 
 
 class CommOverlap(Overlap):
-    """A named overlap: the method, sizes and buffer of all calls with this name.
+    """A named overlap: the method, sizes and buffer of all calls with its name.
 
     `get_ub` returns it if the method is not "ring_exchange".
 
@@ -115,7 +115,7 @@ class CommOverlap(Overlap):
 
 
 class CommOverlapP2P(Overlap):
-    """A named overlap whose method is "ring_exchange"; `get_ub` returns it.
+    """A named overlap whose method is "ring_exchange".
 
     It has the attributes of `CommOverlap`.
 
@@ -139,12 +139,12 @@ class InitializedAxis:
     choices: TunedTable | None = None  # tuned choices for "auto"
 
     def names(self) -> list[str]:
-        """Returns the distinct names of the overlaps, such as "qkv_fprop"."""
+        """Returns the names of the overlaps, such as "qkv_fprop", each once."""
         return list(dict.fromkeys(name for name, _ in self.overlaps))
 
     @property
     def capacity(self) -> int:
-        """Returns how many elements the axis's shared buffers hold, with padding.
+        """Returns how many elements the axis's buffers can contain, with padding.
 
         That is T rows, plus one row per split of every rank's chunk. If the rows do not
         divide by the ranks and splits, every slot has the size of the largest split.
@@ -159,7 +159,7 @@ class InitializedAxis:
 
     @property
     def num_slots(self) -> int:
-        """Returns the maximum number of slots that a call needs on one rank.
+        """Returns how many slots a call needs on one rank, at most.
 
         A slot is the memory that receives one transfer from a peer.
 
@@ -168,15 +168,15 @@ class InitializedAxis:
         return 2 * self.tp_size * self._most_splits
 
     def why_too_large(self, shape: tuple[int, ...], num_splits: int) -> str | None:
-        """Returns why a call does not fit in the axis's buffers, or None if it does."""
+        """Returns why a call does not fit into the axis's buffers; None if it does."""
         tokens, hidden = self.shape
         *batch, rows, features = (1, 1, *shape)
         needed, holds = math.prod(batch) * rows, tokens * hidden
         if needed * features <= holds:
             if not self.spans_processes:
                 return None
-            # Slots within one process are allocated per call. Shared memory has a fixed
-            # size, which must also hold the padding of uneven splits.
+            # Slots within a process are allocated for each call. Shared memory has a
+            # fixed size, into which the padding of uneven splits must fit, too.
             holds = self.capacity
             num_chunks = self.tp_size * num_splits
             needed = math.prod(batch) * checks.round_up(rows, num_chunks)
@@ -199,7 +199,7 @@ _configuration = object()
 
 
 def configuration() -> Hashable:
-    """Returns a hashable key that changes with all settings that tracing reads.
+    """Returns a hashable value that changes with every setting that tracing reads.
 
     These are the named overlaps, the default method and the tuned file. Caches of
     traced functions include it in their keys, since tracing looks up names and methods.
@@ -233,7 +233,7 @@ def axes() -> tuple[InitializedAxis, ...]:
 
 
 def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> InitializedAxis | None:
-    """Returns the `InitializedAxis` of a mesh axis with `num_ranks` ranks, or None."""
+    """Returns the axis if it was initialized with `num_ranks` ranks, else None."""
     axis = _AXES.get(axis_name)
     return axis if axis is not None and axis.tp_size == num_ranks else None
 
@@ -251,7 +251,7 @@ def check_use_fp8(label: str, use_fp8: object) -> None:
 
 
 def get(name: str, use_fp8: bool, axis_name: tuple[str, ...] | None) -> Overlap:
-    """Returns the named overlap for `get_ub`, which documents arguments and errors."""
+    """Returns a named overlap. `get_ub` documents arguments and errors."""
     label = f"get_ub({shown(name)})"
     check_use_fp8(label, use_fp8)
     if not isinstance(name, str):
@@ -302,7 +302,7 @@ def find(
     *,
     is_fp8: bool = False,
 ) -> dict[str, Overlap]:
-    """Returns a layer's named overlaps by pass ("fprop", "dgrad", "wgrad").
+    """Returns the named overlaps of a layer, by pass ("fprop", "dgrad", "wgrad").
 
     Args:
         label: the call, for errors.

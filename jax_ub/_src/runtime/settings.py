@@ -8,11 +8,11 @@ import os
 
 from jax_ub._src.errors import ConfigurationError, shown
 
-# The engine counts nanoseconds in 64 bits. A longer timeout would overflow and expire
-# at once.
+# Longest timeout. The engine counts nanoseconds in 64 bits, so a longer one would
+# overflow and expire at once.
 _LONGEST_TIMEOUT_S = 1e9
-# A healthy process may wait almost this long for a core, so a shorter timeout would
-# report healthy processes as lost.
+# Shortest timeout. A process may wait almost this long for a core, so a shorter one
+# would report running processes as lost.
 _SHORTEST_TIMEOUT_S = 0.1
 _MOST_THREADS = 1 << 20
 DEFAULT_TIMEOUT_S = 120.0
@@ -24,12 +24,12 @@ NAMES = tuple(f"JAX_UB_{word}" for word in _WORDS)
 
 
 def method() -> str | None:
-    """Returns `JAX_UB_METHOD`, the method of calls that specify none, or None."""
+    """Returns `JAX_UB_METHOD`, the method of calls that do not specify one, or None."""
     return os.environ.get("JAX_UB_METHOD") or None
 
 
 def timeout_s() -> float | None:
-    """Returns `JAX_UB_TIMEOUT_S`, the seconds that a rank waits for peers, or None.
+    """Returns `JAX_UB_TIMEOUT_S`: how long a rank waits for its peers, or None.
 
     The default is 120 s.
     """
@@ -37,7 +37,7 @@ def timeout_s() -> float | None:
 
 
 def first_call_timeout_s() -> float | None:
-    """Returns `JAX_UB_FIRST_CALL_TIMEOUT_S`, the timeout of a call site's first run.
+    """Returns `JAX_UB_FIRST_CALL_TIMEOUT_S`: the timeout of a call site's first run.
 
     The default is 600 s. It is longer than the timeout of later runs, because some
     processes compile more slowly than others. `JAX_UB_TIMEOUT_S` applies instead if it
@@ -47,7 +47,7 @@ def first_call_timeout_s() -> float | None:
 
 
 def deadline_s() -> float:
-    """Returns the seconds that Python code waits for peers, 120 by default.
+    """Returns how many seconds Python code waits for peers, 120 by default.
 
     `JAX_UB_TIMEOUT_S` sets it.
     """
@@ -55,7 +55,7 @@ def deadline_s() -> float:
 
 
 def num_threads() -> int | None:
-    """Returns `JAX_UB_NUM_THREADS`, the number of threads that compute at a time.
+    """Returns `JAX_UB_NUM_THREADS`: how many threads compute at a time, or None.
 
     None means one thread per core that this process may use, or fewer if the CPU quota
     of its control group is smaller.
@@ -64,7 +64,7 @@ def num_threads() -> int | None:
 
 
 def isa() -> str | None:
-    """Returns `JAX_UB_ISA`: the instruction set of the CPU kernels.
+    """Returns `JAX_UB_ISA`: the instruction set of the CPU kernels, or None.
 
     None means the fastest one that this machine supports.
     """
@@ -88,13 +88,13 @@ def nvls() -> bool:
 
 
 def check() -> None:
-    """Raises an error if an environment variable of jax_ub has an invalid value."""
+    """Raises an error if a `JAX_UB_` environment variable is invalid."""
     for read in (timeout_s, first_call_timeout_s, num_threads, allow_tf32, nvls):
         read()
 
 
 def xla_memory_share() -> float:
-    """Returns the fraction of a GPU's memory that XLA preallocates; 0.75 by default.
+    """Returns the fraction of a GPU's memory that XLA preallocates, usually 0.75.
 
     Reads `XLA_CLIENT_MEM_FRACTION`, else its older name
     `XLA_PYTHON_CLIENT_MEM_FRACTION`. The fraction is 0 if
@@ -111,14 +111,14 @@ def xla_memory_share() -> float:
         share = float(text or 0.75)
     except ValueError:
         share = math.nan
-    # An invalid value is ignored here, because XLA itself reports it.
+    # Ignores an invalid value, which XLA itself reports.
     return min(share, 1.0) if share > 0 else 0.75
 
 
 def runs_concurrently() -> bool:
-    """Returns whether `XLA_FLAGS` lets XLA reorder the calls of a captured CUDA graph.
+    """Returns whether XLA may reorder the calls of a captured CUDA graph.
 
-    The flag is `xla_gpu_command_buffer_scheduling_mode=CONCURRENT`.
+    The flag `xla_gpu_command_buffer_scheduling_mode=CONCURRENT` allows it.
     """
     return "SCHEDULING_MODE=CONCURRENT" in os.environ.get("XLA_FLAGS", "").upper()
 
@@ -133,15 +133,15 @@ def orders_collectives() -> bool:
 
 
 def shares_hardware_queue() -> bool:
-    """Returns whether `CUDA_DEVICE_MAX_CONNECTIONS` is 1.
+    """Returns whether all streams of a GPU share one hardware queue.
 
-    All streams of a GPU then share one hardware queue.
+    They do if `CUDA_DEVICE_MAX_CONNECTIONS` is 1.
     """
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1"
 
 
 def tuned() -> str | None:
-    """Returns `JAX_UB_TUNED`: the path of the tuned file that "auto" reads, or None.
+    """Returns `JAX_UB_TUNED`: the path of the tuned file for method "auto", or None.
 
     `python -m jax_ub tune` writes such files.
     """
@@ -149,7 +149,7 @@ def tuned() -> str | None:
 
 
 def host_id() -> str | None:
-    """Returns `JAX_UB_HOST_ID`, which tests set to simulate several hosts, or None.
+    """Returns `JAX_UB_HOST_ID`, which replaces the identity of this host, or None.
 
     Processes with different values do not share memory.
     """
@@ -165,7 +165,7 @@ def pool_threads() -> int | None:
 
 
 def pool_threads_for(num_devices: int) -> int:
-    """Returns a sufficient size of jaxlib's thread pools for `num_devices` CPU devices.
+    """Returns a sufficient size of jaxlib's thread pools for this many CPU devices.
 
     jaxlib deadlocks if more launches are in flight than its pool has threads. It also
     computes on these threads, so there is at least one per core.
@@ -174,7 +174,7 @@ def pool_threads_for(num_devices: int) -> int:
 
 
 def set_pool_threads(num_devices: int) -> None:
-    """Sets `NPROC`, the size of jaxlib's thread pools, unless the user has set it.
+    """Sets the size of jaxlib's thread pools (`NPROC`), unless the user has set it.
 
     It has no effect once JAX's backend has started.
     """
@@ -182,7 +182,7 @@ def set_pool_threads(num_devices: int) -> None:
 
 
 def dump_compiled_programs(folder: str) -> None:
-    """Adds flags to `XLA_FLAGS` that make XLA write compiled programs to `folder`.
+    """Makes XLA write compiled programs to a folder, by flags in `XLA_FLAGS`.
 
     They have no effect once JAX's backend has started.
     """
@@ -192,7 +192,7 @@ def dump_compiled_programs(folder: str) -> None:
 
 
 def version_of_file(path: str) -> tuple[int, ...] | None:
-    """Returns a value that differs after a file is rewritten or replaced.
+    """Returns a value that changes when a file is rewritten or replaced.
 
     Returns None if the file does not exist. The value is device, inode, size and
     modification time.
@@ -204,7 +204,7 @@ def version_of_file(path: str) -> tuple[int, ...] | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-# Line of Python that appends a flag to `XLA_FLAGS`, for error messages.
+# Python code for error messages: a line that appends a flag to `XLA_FLAGS`.
 ADDING_XLA_FLAGS = (
     'os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_..."'
 )
@@ -216,17 +216,17 @@ def xla_flags() -> str:
 
 
 def no_color() -> bool:
-    """Returns whether `NO_COLOR` asks for output without colors (no-color.org)."""
+    """Returns whether `NO_COLOR` is set, which requests output without colors."""
     return bool(os.environ.get("NO_COLOR"))
 
 
 def is_dumb_terminal() -> bool:
-    """Returns whether `TERM` says that the terminal has no control sequences."""
+    """Returns whether the terminal understands no control sequences, by `TERM`."""
     return os.environ.get("TERM") == "dumb"
 
 
 def ask_openmp_to_sleep() -> None:
-    """Makes idle threads of OpenMP libraries sleep, not spin, between calls.
+    """Makes idle threads of OpenMP libraries sleep instead of spin.
 
     Sets `OMP_WAIT_POLICY` unless the user has set it.
     """

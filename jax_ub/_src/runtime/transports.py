@@ -6,23 +6,23 @@ from typing import Any, Protocol
 from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, settings
 from jax_ub._src.runtime.device_groups import DeviceGroups, Group
 
-# Handshake values by process: `PeerInfo` for the process, `EndpointInfos` for its
-# endpoint of one group.
+# What processes tell each other in the handshake, by process: `PeerInfo` about the
+# process, and `EndpointInfos` about its endpoint for one group.
 PeerInfo = Mapping[int, Mapping[str, Any]]
 EndpointInfos = Mapping[int, Mapping[str, Any]]
 
 
 class TransportSetup(Protocol):
-    """Interface that connects groups of ranks on one platform by shared memory."""
+    """How groups of ranks get shared memory on one platform."""
 
     def groups(self, device_groups: DeviceGroups) -> list[Group]:
-        """Returns the groups that need a connection, in the same order everywhere."""
+        """Returns the groups to connect, in the same order in every process."""
 
     def open_endpoint(self, device_groups: DeviceGroups, group: Group) -> Any:
-        """Opens the socket to which peers in other processes connect."""
+        """Opens the socket to which peers of other processes connect."""
 
     def endpoint_info(self, endpoint: Any) -> dict[str, Any]:
-        """Returns the address of an endpoint, as JSON values to send to the peers."""
+        """Returns the address of an endpoint, as JSON values for the peers."""
 
     def why_not(
         self,
@@ -50,7 +50,7 @@ class TransportSetup(Protocol):
         endpoint_infos: EndpointInfos,
         generation: int,
     ) -> Any:
-        """Connects the processes of a group of ranks, and returns its communicator.
+        """Connects the processes of a group, and returns the communicator.
 
         Args:
             device_groups: all groups of ranks, and the process of each device.
@@ -66,7 +66,7 @@ class TransportSetup(Protocol):
 
 
 class CpuTransportSetup:
-    """Connects processes of one host, which map each other's CPU memory.
+    """Connects processes of one host by CPU memory that they map from each other.
 
     Groups within one process need no connection.
     """
@@ -81,7 +81,7 @@ class CpuTransportSetup:
         return {"address": endpoint.address, "token": endpoint.token}
 
     def why_not(self, device_groups, group, peer_info, endpoint_infos):
-        """Returns a reason if the group's processes run on several hosts, else None."""
+        """Returns a reason if the group's processes are on several hosts, or None."""
         by_host: dict[str, list[int]] = {}
         for process in sorted(set(device_groups.processes_of(group))):
             by_host.setdefault(peer_info[process]["host"], []).append(process)
@@ -104,13 +104,13 @@ class CpuTransportSetup:
 
 
 class CudaTransportSetup:
-    """Allocates memory on each GPU of a group, and maps it on the group's GPUs."""
+    """Connects GPUs by memory that each GPU allocates and the others map."""
 
     def groups(self, device_groups):
         return [group for group in device_groups.groups if len(group) > 1]
 
     def open_endpoint(self, device_groups, group):
-        """Allocates the memory that this process's GPUs share with the others.
+        """Allocates the memory that this process's GPUs share with their peers.
 
         Returns:
             The endpoint, or the reason as a string if the CUDA engine cannot run here.
@@ -120,7 +120,7 @@ class CudaTransportSetup:
         )
 
     def endpoint_info(self, endpoint):
-        """Returns the endpoint's address and secret, and how its GPUs share memory."""
+        """Returns the endpoint's address, its secret, and its sharing modes."""
         if isinstance(endpoint, str):
             return {"why_not": endpoint}
         return {
@@ -131,7 +131,7 @@ class CudaTransportSetup:
         }
 
     def why_not(self, device_groups, group, peer_info, endpoint_infos):
-        """Returns why the CUDA engine cannot share memory among the group's GPUs."""
+        """Returns why the group's GPUs cannot share memory, or None if they can."""
         if not device_groups.spans_processes(group):
             return cuda_engine.why_not()
         for process, info in sorted(endpoint_infos.items()):
@@ -142,7 +142,7 @@ class CudaTransportSetup:
         return cuda_engine.load().why_not_connected(processes, offers) or None
 
     def connect(self, device_groups, group, endpoint, endpoint_infos, generation):
-        """Maps the heaps of all ranks of a group on each GPU of this process."""
+        """Maps the heaps of all ranks of the group on each GPU of this process."""
         if endpoint is None:
             return cuda_engine.load().connect_in_process(
                 name=device_groups.name,
@@ -164,7 +164,7 @@ class CudaTransportSetup:
 
 
 class NoTransportSetup:
-    """Connects nothing, because there is no engine for the platform."""
+    """Rejects all groups, because the platform has no engine."""
 
     def __init__(self, reason: str):
         self._reason = reason
@@ -190,7 +190,7 @@ def _groups_over_processes(device_groups):
 
 
 def _shared_arguments(device_groups, group, endpoint_infos):
-    """Returns the arguments that `connect` of the CPU and CUDA engines share."""
+    """Returns the arguments that both engines' `connect` functions take."""
     own = device_groups.process
     peers = {
         process: info for process, info in endpoint_infos.items() if process != own

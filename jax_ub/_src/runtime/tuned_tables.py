@@ -14,7 +14,7 @@ _PACKAGES = ("jax", "jaxlib", "jax_ub")
 
 @functools.cache
 def environment() -> Environment:
-    """Returns the device kind and library versions for which tuned files are valid."""
+    """Returns the device kind and library versions to look up in tuned files."""
     device = jax.local_devices()[0]
     versions = {name: version_of(name) for name in _PACKAGES}
     if cuda_engine.is_cuda(device):
@@ -28,7 +28,7 @@ def environment() -> Environment:
 
 
 def of_ranks(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
-    """Returns the table of tuned methods for calls of method "auto" on a mesh axis.
+    """Returns the tuned methods for calls with method "auto" on a mesh axis.
 
     A table that `initialize_ub` was given for this axis takes precedence over the file
     `JAX_UB_TUNED`. A GEMM that does not communicate has the axis (). For such a GEMM,
@@ -40,13 +40,13 @@ def of_ranks(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
 
 
 def of_process() -> TunedTable | None:
-    """Returns the table of tuned methods from the file `JAX_UB_TUNED`, or None."""
+    """Returns the tuned methods in the file `JAX_UB_TUNED`, or None."""
     path = settings.tuned()
     return None if path is None else read(path)
 
 
 def read(path: str) -> TunedTable:
-    """Reads the table of tuned methods for this process's devices from a file.
+    """Reads the tuned methods for this process's devices from a file.
 
     The result is cached until the file changes.
     """
@@ -59,7 +59,7 @@ def _read(path, version):
 
 
 def version_of(package: str) -> str:
-    """Returns a package's version, or "of a source tree" if it is not installed."""
+    """Returns the version of a package; "of a source tree" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
