@@ -63,7 +63,7 @@ const Tensor* CommunicatedScales(const CallAttributes& attributes,
                                  const RankCall& call,
                                  size_t index);
 
-// A tensor that the ranks gather or reduce, on this rank.
+// A tensor that the ranks gather or reduce: the operand and the results of this rank.
 struct CommunicatedTensor {
   // In a gather: the shard of this rank. In a reduction without a GEMM: the addend of
   // this rank.

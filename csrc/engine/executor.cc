@@ -12,18 +12,11 @@ namespace jax_ub {
 
 namespace {
 
-// Executes one pass of a schedule on one rank. On a device that enqueues, work waits
-// only for the work that it depends on:
-//
-//   GEMM of received data     the event after its kWait
-//   put of a partial sum      its GEMM
-//   sum                       the waits for all partial sums, and this rank's GEMM
-//   put of a sum              that sum
-//   GEMM of all rows          the copies
-//   end of the call           GEMM lanes that read slots
+// Executes one pass of a schedule on one rank.
 class ScheduleRun {
  public:
-  // `concurrent_gemms` do not depend on the communication (bulk ops).
+  // `concurrent_gemms` run concurrently with the communication, because they do not
+  // depend on it.
   ScheduleRun(const CallAttributes& at,
               const RankCall& call,
               const CommunicatedTensor& communicated,
@@ -56,6 +49,15 @@ class ScheduleRun {
     }
   }
 
+  // Executes all steps. On a device that enqueues, work waits only for the work on which
+  // it depends:
+  //
+  //   GEMM of received data     the wait for this data
+  //   put of a partial sum      its GEMM
+  //   sum                       the waits for all partial sums, and this rank's GEMM
+  //   put of a sum              that sum
+  //   GEMM of all rows          the copies of all rows
+  //   end of the call           GEMM lanes that read slots
   void Run() {
     const std::vector<Step>& steps = schedule_.steps;
     for (size_t i = 0; i < steps.size(); ++i) {

@@ -6,6 +6,13 @@ namespace jax_ub {
 
 namespace {
 
+// Appends the steps that multiply or copy this rank's own chunk.
+void AppendOwn(ScheduleBuilder& builder, StepKind consume) {
+  for (int split = 0; split < builder.num_splits(); ++split) {
+    builder.Add(consume, Payload::kOperand, builder.rank(), split);
+  }
+}
+
 // Appends the steps of the method ring_exchange. Rank r starts with its own chunk. In
 // each step it forwards the chunk that it has received from r - 1 to r + 1, so it
 // processes chunk r - d in step d while the next chunk is in flight. Slot d - 1 contains
@@ -35,13 +42,6 @@ void AppendRing(ScheduleBuilder& builder, StepKind consume) {
     pass_on(distance);
     builder.Add(consume, Payload::kOperand, chunk, 0, kNone, slot);
     builder.Add(StepKind::kRelease, Payload::kOperand, chunk, 0, kNone, slot);
-  }
-}
-
-// Appends the steps that multiply or copy this rank's own chunk.
-void AppendOwn(ScheduleBuilder& builder, StepKind consume) {
-  for (int split = 0; split < builder.num_splits(); ++split) {
-    builder.Add(consume, Payload::kOperand, builder.rank(), split);
   }
 }
 

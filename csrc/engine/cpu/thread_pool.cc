@@ -11,13 +11,13 @@ namespace jax_ub {
 
 namespace {
 
+// The number of sleeping threads that a thread wakes before it starts to work. Each of
+// them wakes further threads.
+constexpr int kMaxWakes = 2;
 // The number of polls before an idle thread sleeps, enough to bridge the gaps in a
 // sequence of small calls. Every poll yields the core. With more polls, idle threads of
 // several processes would yield to each other and slow down the computing threads.
 constexpr int kIdleSpins = 5;
-// The number of sleeping threads that a thread wakes before it starts to work. Each of
-// them wakes further threads.
-constexpr int kMaxWakes = 2;
 
 }  // namespace
 

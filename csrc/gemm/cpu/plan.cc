@@ -12,14 +12,15 @@ namespace jax_ub {
 
 namespace {
 
+// How many columns of B, which are contiguous in each row, are packed at a time.
+//
+// Applies if B is contiguous along N and no tile kernel packs it while it multiplies.
+constexpr int64_t kGroupColumns = 128;
 // Up to this many row tiles, the tile that packs a panel of B also prefetches the next
 // panel. Otherwise only the tiles after it do (2 % faster with 64 rows of A), because
 // the packing tile already waits for memory. With 6 or 12 rows, these are too few, and
 // the next panel would arrive too late.
 constexpr int64_t kFewTiles = 2;
-// How many columns of B are packed at once, if B is contiguous along N and no tile
-// kernel can pack it while it multiplies. They are contiguous in each row of B.
-constexpr int64_t kGroupColumns = 128;
 
 GemmBlocking BlockingFor(const GemmProblem& problem,
                          const KernelSet& kernels,

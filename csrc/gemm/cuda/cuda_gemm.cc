@@ -68,7 +68,7 @@ bool CanAddBefore(const GemmProblem& problem) {
   return problem.addends.size() == 1 || problem.c.dtype == DType::kF32;
 }
 
-// Returns the size of the f32 sum in the workspace, or 0 if none is needed, in bytes.
+// Returns the size in bytes of the f32 sum in the workspace, or 0 if none is needed.
 int64_t SumBytes(const GemmProblem& problem) {
   if (IsSummedInResult(problem, FuseAddends(problem)) &&
       (problem.addends.empty() || CanAddBefore(problem))) {

@@ -12,9 +12,11 @@
 
 namespace jax_ub {
 
-// Base class of all owners. It holds the driver and a value, which is zero in an empty
-// owner. `Traits` defines the type Value, and `static void Close(const Driver&, Value)
-// noexcept`, which the destructor calls.
+// Base class of all owners.
+//
+// It has a driver and a value, which is zero in an empty owner. `Traits` defines the type
+// Value, and `static void Close(const Driver&, Value) noexcept`, which the destructor
+// calls.
 template <typename Traits>
 class DriverHandle {
  public:

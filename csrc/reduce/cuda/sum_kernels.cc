@@ -31,7 +31,7 @@ bool IsAligned(const SumPart& part, bool one_row) {
   return part.data % kVectorBytes == 0 && stride % kVectorBytes == 0;
 }
 
-// Makes a single row of rows that have no gaps between them.
+// Merges rows that have no gaps between them into a single row.
 void Flatten(SumParams& params) {
   const std::span<const SumPart> parts(params.parts, params.num_parts);
   const auto dense = [&](const SumPart& part) { return IsDense(part, params.columns); };

@@ -12,9 +12,11 @@
 
 namespace jax_ub {
 
-// The futex on which the thread of one rank, or of one process, sleeps. A thread that
-// stores a value that others may await then reads `num_sleepers`. The doorbell has its
-// own cache line, so that stores to other data do not slow down this read.
+// The futex on which the thread of one rank, or of one process, sleeps.
+//
+// A thread that stores a value that others may await then reads `num_sleepers`. The
+// doorbell has its own cache line, so that stores to other data do not slow down this
+// read.
 struct alignas(64) Doorbell {
   std::atomic<uint32_t> rings{0};
   // A process that is killed while it sleeps never decrements this count. The only

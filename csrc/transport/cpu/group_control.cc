@@ -13,8 +13,9 @@ namespace {
 constexpr int kNumPhases = 16;
 
 // Returns the generation of a barrier, a number that increases from barrier to barrier.
-// ProcessControlBlock::barrier_generation is the generation of the last barrier that
-// the process has reached, or 0.
+//
+// ProcessControlBlock::barrier_generation is the generation of the last barrier that a
+// process has reached, or 0.
 uint64_t BarrierGeneration(int64_t call, int phase) {
   return static_cast<uint64_t>(call) * kNumPhases + static_cast<uint64_t>(phase) + 1;
 }

@@ -11,10 +11,11 @@
 
 namespace jax_ub {
 
-// The parameters of jax_ub_multicast_sum. The kernel sums each of the 16-byte vectors
-// [begin, end) at `data` over all devices, adds the addends in f32, and stores the
-// result on all devices. Bytes after element num_elements get no addends. A rank that
-// has failed stores nothing.
+// The parameters of the kernel jax_ub_multicast_sum.
+//
+// The kernel sums each of the 16-byte vectors [begin, end) at `data` over all devices,
+// adds the addends in f32, and stores the result on all devices. Bytes after element
+// num_elements get no addends. A rank that has failed stores nothing.
 struct MulticastSumParams {
   RankWords own;
   uint64_t data;         // a multicast address, a multiple of 16

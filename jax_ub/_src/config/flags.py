@@ -156,7 +156,7 @@ def flags_of(mode: ParallelMode, passes: Sequence[str] = PASSES) -> tuple[str, .
 
 @dataclasses.dataclass(frozen=True)
 class FlaggedMethod:
-    """A layer's method and `ub_*` flags, which `method` passes on together."""
+    """A layer's method and `ub_*` flags, passed together as the argument `method`."""
 
     method: Method | str | None
     flags: OverlapFlags

@@ -80,7 +80,7 @@ def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
 def generation(groups: np.ndarray) -> int:
     """Returns the generation of the communicators that connect these groups, or 0.
 
-    Each `initialize_ub` that connects groups counts as one. It is 0 without connections.
+    Each `initialize_ub` that connects groups counts as one. It is 0 if none did.
 
     A program is bound to the generation that it was lowered for. Processes match their
     calls by XLA's launch numbers, which may differ between processes after a failure,
