@@ -49,8 +49,8 @@ class ScheduleRun {
     }
   }
 
-  // Executes all steps. On a device that enqueues, work waits only for the work on which
-  // it depends:
+  // Executes all steps. On a device that enqueues, work waits only for the work on
+  // which it depends:
   //
   //   GEMM of received data     the wait for this data
   //   put of a partial sum      its GEMM

@@ -28,9 +28,9 @@ inline constexpr int kMaxFactors = 2;
 // added. With `has_factors_by_k`, each segment of A along K has its own factors, which
 // multiply the sum over this segment.
 //
-// An FP8 operand may have scales. Its elements are multiplied by their scales and become
-// bf16 numbers. This is exact, except that products below the smallest normal bf16 become
-// zero.
+// An FP8 operand may have scales. Its elements are multiplied by their scales and
+// become bf16 numbers. This is exact, except that products below the smallest normal
+// bf16 become zero.
 struct GemmProblem {
   int64_t m = 0;
   int64_t n = 0;

@@ -15,8 +15,8 @@ void AppendOwn(ScheduleBuilder& builder, StepKind consume) {
 
 // Appends the steps of the method ring_exchange. Rank r starts with its own chunk. In
 // each step it forwards the chunk that it has received from r - 1 to r + 1, so it
-// processes chunk r - d in step d while the next chunk is in flight. Slot d - 1 contains
-// chunk r - d. For P = 4 ranks:
+// processes chunk r - d in step d while the next chunk is in flight. Slot d - 1
+// contains chunk r - d. For P = 4 ranks:
 //
 //   step         0     1     2     3
 //   rank 0       0     3     2     1      chunk of the GEMM
@@ -46,11 +46,11 @@ void AppendRing(ScheduleBuilder& builder, StepKind consume) {
 }
 
 // Appends the steps of the method pipeline or, with one split, of bulk and external.
-// Every rank puts its own chunk into a slot of each peer, split by split. It begins with
-// the nearest peer, so that the ranks do not all write to the same peer. All ranks put
-// and wait in the same order, so a split arrives when this rank's put of the same step
-// is about done. The next put precedes the wait, so it runs meanwhile. For P = 4 ranks
-// and two splits, rank 0 (chunk.split):
+// Every rank puts its own chunk into a slot of each peer, split by split. It begins
+// with the nearest peer, so that the ranks do not all write to the same peer. All ranks
+// put and wait in the same order, so a split arrives when this rank's put of the same
+// step is about done. The next put precedes the wait, so it runs meanwhile. For P = 4
+// ranks and two splits, rank 0 (chunk.split):
 //
 //   put       0.0 to 1, 2       to 3     0.1 to 1   to 2      to 3
 //   multiply           0.0 0.1       3.0        2.0       1.0      3.1   2.1   1.1
@@ -147,8 +147,8 @@ void AppendAllGather(ScheduleBuilder& builder, Method method, StepKind consume) 
 
 // Appends the second exchange of an all-reduce. Every rank puts the sums of its rows,
 // which are in its result, into a slot of each peer, and copies the sums that arrive.
-// Peers are divided into at most kMaxGroups groups. The copies of one group overlap with
-// the puts of the next one. For P = 8 ranks, rank 0:
+// Peers are divided into at most kMaxGroups groups. The copies of one group overlap
+// with the puts of the next one. For P = 8 ranks, rank 0:
 //
 //   put to 1 2 3 | wait for 7 6 5 | copy 7 6 5 | put to 4 5 6 | wait ... | copy 1
 void AppendAllGatherOfSums(ScheduleBuilder& builder) {

@@ -29,8 +29,8 @@ constexpr int64_t kBufferSlackBytes = 64 << 10;
 // program separately, their hashes may differ by more.
 constexpr uint32_t kMaxOffset = 1 << 16;
 
-uint32_t RunOf(const CallLogEntry& order) {
-  return static_cast<uint32_t>(order.execution >> 32);
+uint32_t RunOf(const CallLogEntry& entry) {
+  return static_cast<uint32_t>(entry.execution >> 32);
 }
 
 bool IsNear(uint32_t one, uint32_t other) {
@@ -99,21 +99,21 @@ CallLogEntry RunIdOffsets::LogEntryOf(const CollectiveCall& collective) {
 }
 
 std::shared_ptr<CollectiveCall> RunIdOffsets::Find(
-    const CallLogEntry& order,
+    const CallLogEntry& entry,
     const std::deque<std::shared_ptr<CollectiveCall>>& complete) {
   std::shared_ptr<CollectiveCall> candidate;
   for (const std::shared_ptr<CollectiveCall>& collective : complete) {
-    const CallLogEntry entry = LogEntryOf(*collective);
-    if (entry.call_site != order.call_site) continue;
-    if (static_cast<uint32_t>(entry.execution) !=
-        static_cast<uint32_t>(order.execution)) {
+    const CallLogEntry local = LogEntryOf(*collective);
+    if (local.call_site != entry.call_site) continue;
+    if (static_cast<uint32_t>(local.execution) !=
+        static_cast<uint32_t>(entry.execution)) {
       continue;
     }
     const auto known = offsets_.find(collective->call_site_id);
     if (known != offsets_.end()) {
-      if (RunOf(entry) - RunOf(order) == known->second) return collective;
-    } else if (IsNear(RunOf(entry), RunOf(order))) {
-      if (RunOf(entry) != RunOf(order)) continue;
+      if (RunOf(local) - RunOf(entry) == known->second) return collective;
+    } else if (IsNear(RunOf(local), RunOf(entry))) {
+      if (RunOf(local) != RunOf(entry)) continue;
       offsets_[collective->call_site_id] = 0;
       return collective;
     } else if (candidate) {
@@ -129,7 +129,7 @@ std::shared_ptr<CollectiveCall> RunIdOffsets::Find(
     }
   }
   if (candidate) {
-    offsets_[candidate->call_site_id] = RunOf(LogEntryOf(*candidate)) - RunOf(order);
+    offsets_[candidate->call_site_id] = RunOf(LogEntryOf(*candidate)) - RunOf(entry);
   }
   return candidate;
 }
@@ -273,8 +273,8 @@ WaitReason CallSequencer::ReasonFor(const std::string& label,
 }
 
 std::shared_ptr<CollectiveCall> CallSequencer::WaitForLocalCall(
-    const CallLogEntry& order) {
-  const WaitReason reason = ReasonFor(communicator_->name(), order.is_first);
+    const CallLogEntry& entry) {
+  const WaitReason reason = ReasonFor(communicator_->name(), entry.is_first);
   const Deadline deadline = Deadline::After(reason.timeout_s);
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -282,19 +282,19 @@ std::shared_ptr<CollectiveCall> CallSequencer::WaitForLocalCall(
       std::rethrow_exception(failure);
     }
     if (std::shared_ptr<CollectiveCall> collective =
-            run_id_offsets_.Find(order, complete_)) {
+            run_id_offsets_.Find(entry, complete_)) {
       complete_.erase(std::find(complete_.begin(), complete_.end(), collective));
-      collective->is_first |= order.is_first;
+      collective->is_first |= entry.is_first;
       return collective;
     }
-    if (deadline.Expired()) throw DeadlineError(UnmatchedCallMessage(order, reason));
+    if (deadline.Expired()) throw DeadlineError(UnmatchedCallMessage(entry, reason));
     changed_.wait_until(lock, deadline.time());
   }
 }
 
 // Returns the error message for a call that is in the leader's log, but that this
 // process has not submitted in time. Requires `mutex_`.
-std::string CallSequencer::UnmatchedCallMessage(const CallLogEntry& order,
+std::string CallSequencer::UnmatchedCallMessage(const CallLogEntry& entry,
                                                 const WaitReason& reason) const {
   std::ostringstream text;
   text << "CommunicatorError: jax_ub."
@@ -302,9 +302,9 @@ std::string CallSequencer::UnmatchedCallMessage(const CallLogEntry& order,
                              : complete_.front()->attributes->label)
        << ": " << communicator_->DescribeProcess(communicator_->process()) << " waited "
        << reason.timeout_s << " s for the local ranks of call " << next_call_
-       << ", which the leader has started (call site " << std::hex << order.call_site
-       << ", run " << std::dec << static_cast<int32_t>(RunOf(order)) << ", execution "
-       << static_cast<uint32_t>(order.execution)
+       << ", which the leader has started (call site " << std::hex << entry.call_site
+       << ", run " << std::dec << static_cast<int32_t>(RunOf(entry)) << ", execution "
+       << static_cast<uint32_t>(entry.execution)
        << "). Submitted here: " << Join(complete_)
        << ". Run the same program with the same control flow in every process. "
        << reason.setting << " sets the seconds.";

@@ -37,11 +37,11 @@ namespace jax_ub {
 // learned at the first call of a call site, and holds for all its later calls.
 class RunIdOffsets {
  public:
-  // Returns the collective call in `complete` that the leader logged as `order`, or
+  // Returns the collective call in `complete` that the leader logged as `entry`, or
   // nullptr if this process has not completed it yet. Throws CommunicatorError if
   // several match.
   std::shared_ptr<CollectiveCall> Find(
-      const CallLogEntry& order,
+      const CallLogEntry& entry,
       const std::deque<std::shared_ptr<CollectiveCall>>& complete);
 
   static CallLogEntry LogEntryOf(const CollectiveCall& collective);
@@ -108,7 +108,7 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
 
   void RunCalls() noexcept;
   std::shared_ptr<CollectiveCall> NextCall();
-  std::shared_ptr<CollectiveCall> WaitForLocalCall(const CallLogEntry& order);
+  std::shared_ptr<CollectiveCall> WaitForLocalCall(const CallLogEntry& entry);
   std::exception_ptr Run(const std::shared_ptr<const CollectiveCall>& collective,
                          int64_t call);
   void CompareSignatures(const CollectiveCall& collective, int64_t call);
@@ -122,7 +122,7 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
   void OnPoison(const std::exception_ptr& reason) noexcept;
   std::string TextOf(uint64_t signature, const CollectiveCall& collective);
   WaitReason ReasonFor(const std::string& label, bool is_first_call) const;
-  std::string UnmatchedCallMessage(const CallLogEntry& order,
+  std::string UnmatchedCallMessage(const CallLogEntry& entry,
                                    const WaitReason& reason) const;
 
   const std::shared_ptr<SharedMemoryCommunicator> communicator_;

@@ -221,8 +221,8 @@ class Execution {
     Run(std::move(work));
   }
 
-  // Divides the rows among the processes. Each process stores its sums after the partial
-  // sums in its buffer, and a second barrier makes them visible to the others:
+  // Divides the rows among the processes. Each process stores its sums after the
+  // partial sums in its buffer, and a second barrier makes them visible to the others:
   //
   //   buffer of process p | rows of p by process 0 | by process 1 | ... | sums of p
   void AllReduceProduct() {

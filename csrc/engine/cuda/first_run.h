@@ -1,11 +1,11 @@
 // Keeps the devices of this process together in the first run of a call site.
 //
-// Loading a kernel may take a lock of the process and wait until the device has finished
-// all work. If that work waits for another device of this process, whose thread needs
-// the lock, neither makes progress. XLA loads kernels when it first launches them. So in
-// the first run of a call, each device's thread waits twice for the others: before it
-// enqueues the call, since the others may still be loading, and after it, before XLA
-// launches what follows. Later runs load nothing.
+// Loading a kernel may take a lock of the process and wait until the device has
+// finished all work. If that work waits for another device of this process, whose
+// thread needs the lock, neither makes progress. XLA loads kernels when it first
+// launches them. So in the first run of a call, each device's thread waits twice for
+// the others: before it enqueues the call, since the others may still be loading, and
+// after it, before XLA launches what follows. Later runs load nothing.
 #pragma once
 
 #include <condition_variable>

@@ -67,8 +67,8 @@ class MulticastReduction {
     return SplitRows(communicated_.num_rows, 1, num_splits_, 0, split);
   }
 
-  // Computes the rank's partial sums for a split, and stores them in its slots. Needs no
-  // wait: the previous call has waited until the peers had accessed these slots.
+  // Computes the rank's partial sums for a split, and stores them in its slots. Needs
+  // no wait: the previous call has waited until the peers had accessed these slots.
   Dependency ComputePartialSums(int split) {
     const RowRange rows = RowsOf(split);
     if (!has_product_) {
@@ -99,9 +99,9 @@ class MulticastReduction {
     }
     return slots;
   }
-  // Waits until all peers have ended their previous call before it signals them. In that
-  // call, another rank may have used the same flags, and its late signal would overwrite
-  // the new one.
+  // Waits until all peers have ended their previous call before it signals them. In
+  // that call, another rank may have used the same flags, and its late signal would
+  // overwrite the new one.
   void SignalAll(int stage, int split) {
     const std::vector<PeerSlot> slots = PeerSlotsOf(stage, split, 1);
     transport_.WaitAllFree(slots, {at_.label, -1, timeout_s_});

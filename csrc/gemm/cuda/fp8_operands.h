@@ -7,8 +7,8 @@
 //   scales of blocks along the other dimension   a converted copy, its scales in tiles
 //   scales that change with k                    a converted copy, its scales of rows
 //
-// A converted copy has other values and scales, which represent the same numbers, as far
-// as they are not too small (fp8_scale_kernels.cu).
+// A converted copy has other values and scales, which represent the same numbers, as
+// far as they are not too small (fp8_scale_kernels.cu).
 #pragma once
 
 #include <cuda.h>

@@ -2,9 +2,9 @@
 // whose scales change along k: to scales of blocks along k, or to scales of rows.
 //
 // A conversion multiplies each value by the quotient of its old and its new scale, and
-// rounds once, to nearest even. The new scale is the smallest power of two with which no
-// value of the block or row exceeds the largest number of the format. Therefore, if the
-// old scales are powers of two, a value changes only if it becomes subnormal.
+// rounds once, to nearest even. The new scale is the smallest power of two with which
+// no value of the block or row exceeds the largest number of the format. Therefore, if
+// the old scales are powers of two, a value changes only if it becomes subnormal.
 
 #include <string.h>
 

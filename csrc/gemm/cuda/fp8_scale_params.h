@@ -15,8 +15,8 @@ inline constexpr int64_t kScaledBlock = 32;
 // The size of the tiles in which cuBLASLt reads e8m0 scales.
 //
 // A tile has 512 bytes: the scales of 128 rows of the operand (its outer indices) and 4
-// consecutive blocks. The next tile has the next blocks of the same rows. Within a tile,
-// the scale of row r and block b is byte
+// consecutive blocks. The next tile has the next blocks of the same rows. Within a
+// tile, the scale of row r and block b is byte
 //
 //   r % 32 * 16 + r / 32 * 4 + b
 inline constexpr int64_t kScaleTileRows = 128;

@@ -1,6 +1,6 @@
-// Parameters of the kernels that sum, copy and transpose. Shared by the kernels, their launcher and
-// their host emulation (tests/csrc/cuda/emulated_kernels.h). Addresses are CUdeviceptr
-// values.
+// Parameters of the kernels that sum, copy and transpose. Shared by the kernels, their
+// launcher and their host emulation (tests/csrc/cuda/emulated_kernels.h). Addresses are
+// CUdeviceptr values.
 #pragma once
 
 #include <cstdint>

@@ -39,9 +39,9 @@ void GroupControl::RingOthers() {
   }
 }
 
-void GroupControl::AppendToCallLog(const CallLogEntry& order) {
-  std::lock_guard lock(order_mutex_);
-  unposted_.push_back(order);
+void GroupControl::AppendToCallLog(const CallLogEntry& entry) {
+  std::lock_guard lock(call_log_mutex_);
+  unposted_.push_back(entry);
   AppendPending();
 }
 
@@ -56,9 +56,9 @@ void GroupControl::AppendPending() {
   }
   bool posted = false;
   uint64_t next = own.num_posted.load();
-  for (; !unposted_.empty() && next < num_read + ProcessControlBlock::kNumOrders;
+  for (; !unposted_.empty() && next < num_read + ProcessControlBlock::kCallLogSize;
        ++next) {
-    own.orders[next % ProcessControlBlock::kNumOrders] = unposted_.front();
+    own.call_log[next % ProcessControlBlock::kCallLogSize] = unposted_.front();
     unposted_.pop_front();
     posted = true;
   }
@@ -69,23 +69,23 @@ void GroupControl::AppendPending() {
 
 std::optional<CallLogEntry> GroupControl::FindLogEntry(int64_t call) const {
   const ProcessControlBlock& leader = *headers_[0];
-  const auto generation = static_cast<uint64_t>(call);
-  if (leader.num_posted.load() <= generation) return std::nullopt;
-  return leader.orders[generation % ProcessControlBlock::kNumOrders];
+  const auto index = static_cast<uint64_t>(call);
+  if (leader.num_posted.load() <= index) return std::nullopt;
+  return leader.call_log[index % ProcessControlBlock::kCallLogSize];
 }
 
 CallLogEntry GroupControl::WaitForLogEntry(int64_t call, const WaitReason& reason) {
-  std::optional<CallLogEntry> order;
+  std::optional<CallLogEntry> entry;
   peer_status_.Await(
       headers_[own_]->doorbell, reason,
-      [&] { return (order = FindLogEntry(call)).has_value(); },
+      [&] { return (entry = FindLogEntry(call)).has_value(); },
       [&] { return peer_status_.IsLost(0) ? 0 : PeerStatus::kNoProcess; },
       [&] {
         return WaitDescription{peer_status_.name(own_),
                                peer_status_.name(0) + peer_status_.DescribeState(0) +
                                    " to say which call is next"};
       });
-  return *order;
+  return *entry;
 }
 
 // The record is not overwritten while peers read it. They read it between Barrier(call,
@@ -168,7 +168,7 @@ void GroupControl::Barrier(int64_t call, int phase, const WaitReason& reason) {
 // may have begun a call and thereby freed an entry.
 void GroupControl::AppendRemaining() {
   if (own_ != 0) return;
-  std::lock_guard lock(order_mutex_);
+  std::lock_guard lock(call_log_mutex_);
   if (!unposted_.empty()) AppendPending();
 }
 

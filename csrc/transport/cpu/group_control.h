@@ -33,7 +33,7 @@ class GroupControl {
                const PeerStatus& peer_status);
 
   // The next methods are documented in SharedMemoryCommunicator.
-  void AppendToCallLog(const CallLogEntry& order);
+  void AppendToCallLog(const CallLogEntry& entry);
   CallLogEntry WaitForLogEntry(int64_t call, const WaitReason& reason);
   void PublishSignature(int64_t call, uint64_t signature, std::string_view text);
   CallSignature call_signature(int process, int64_t call) const;
@@ -57,7 +57,7 @@ class GroupControl {
   const PeerStatus& peer_status_;
 
   // Guards `unposted_` and, in the leader, writes to the call log.
-  std::mutex order_mutex_;
+  std::mutex call_log_mutex_;
   // Entries for which the call log has no room yet.
   std::deque<CallLogEntry> unposted_;
 };

@@ -45,16 +45,16 @@ struct SignatureRecord {
 struct ProcessControlBlock {
   // Capacity of the call log: how many calls the leader may be ahead of the slowest
   // process.
-  static constexpr uint64_t kNumOrders = 64;
+  static constexpr uint64_t kCallLogSize = 64;
 
   // The futex on which the thread that runs the calls of this process sleeps.
   Doorbell doorbell;
   // Generation of the last barrier at which this process has arrived, or 0.
   alignas(64) std::atomic<uint64_t> barrier_generation{0};
-  // The call log, in the leader's control block only. The entry of call n is `orders[n
-  // % kNumOrders]`. It is valid when `num_posted` > n.
+  // Used in the leader's control block only. The entry of call n is
+  // `call_log[n % kCallLogSize]`. It is valid when `num_posted` > n.
   alignas(64) std::atomic<uint64_t> num_posted{0};
-  CallLogEntry orders[kNumOrders] = {};
+  CallLogEntry call_log[kCallLogSize] = {};
   alignas(64) SignatureRecord signatures[2];  // [call % 2]
 };
 

@@ -212,8 +212,8 @@ int64_t SharedMemoryCommunicator::size_bytes() const {
   return state_->memories[process()].size_bytes();
 }
 
-void SharedMemoryCommunicator::AppendToCallLog(const CallLogEntry& order) {
-  state_->group_control.AppendToCallLog(order);
+void SharedMemoryCommunicator::AppendToCallLog(const CallLogEntry& entry) {
+  state_->group_control.AppendToCallLog(entry);
 }
 CallLogEntry SharedMemoryCommunicator::WaitForLogEntry(int64_t call,
                                                        const WaitReason& reason) {

@@ -33,7 +33,7 @@ namespace jax_ub {
 // Executes calls as follows, where n is the number of the call:
 //
 //   leader (process of rank 0)                      other processes
-//   AppendToCallLog(order)                          order = WaitForLogEntry(n)
+//   AppendToCallLog(entry)                          entry = WaitForLogEntry(n)
 //   stage into buffer(own, n); PublishSignature(n)  the same
 //   Barrier(n, 0)                                   Barrier(n, 0)
 //   compare call_signature(p, n) of all p           the same
@@ -91,7 +91,7 @@ class SharedMemoryCommunicator {
   // Appends a call to the call log, which determines the order of calls in all
   // processes. Only the leader calls this, from any thread. The n-th entry (from 0) is
   // call n. Never blocks: if the log is full, the entry is queued.
-  void AppendToCallLog(const CallLogEntry& order);
+  void AppendToCallLog(const CallLogEntry& entry);
   // Waits for the leader's log entry of `call` and returns it. Called by all other
   // processes.
   CallLogEntry WaitForLogEntry(int64_t call, const WaitReason& reason);

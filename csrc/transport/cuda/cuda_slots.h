@@ -92,12 +92,12 @@ struct AllReduceSum {
   DType out_dtype = DType::kF32;
 };
 
-// Implements the protocol above. In every call, each rank needs data of all other ranks,
-// and writes into a peer's slots for the next call only after the peer has ended this
-// call. Therefore a flag is never ahead of the value that a wait expects, consecutive
-// calls may use the same slots, and Release does nothing. A wait fails if the peer has
-// announced a different call with the same epoch. tests/csrc/cuda/protocol_test.cc proves
-// these properties.
+// Implements the protocol above. In every call, each rank needs data of all other
+// ranks, and writes into a peer's slots for the next call only after the peer has ended
+// this call. Therefore a flag is never ahead of the value that a wait expects,
+// consecutive calls may use the same slots, and Release does nothing. A wait fails if
+// the peer has announced a different call with the same epoch.
+// tests/csrc/cuda/protocol_test.cc proves these properties.
 //
 // To save launches, the kernel of the next wait also sends signals, and Finish or the
 // first wait of the next call also enqueues the end of a call.
