@@ -67,7 +67,7 @@ def check_state(
     *,
     argument: str,
 ) -> Mapping[str, Any]:
-    """Returns the state. Raises an error unless it has the recipe's arrays.
+    """Returns the FP8 state, after checking that it has the recipe's arrays.
 
     `argument` is the name of the caller's argument, for errors.
     """

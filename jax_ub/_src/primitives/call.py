@@ -296,7 +296,7 @@ def num_features(arrays: Sequence) -> int:
 
 
 def overwritten(operands: Sequence, first: int, dtype: np.dtype) -> dict[int, int]:
-    """Returns `Call.aliases` if result i overwrites operand `first + i`.
+    """Returns {operand index: result index} if result i overwrites `first + i`.
 
     `dtype` is the dtype of the results. Operands of another dtype are not overwritten.
     """

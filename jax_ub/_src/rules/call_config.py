@@ -218,7 +218,7 @@ class CallConfig:
 
     @property
     def overlapped(self) -> Execution:
-        """Returns how to run a GEMM that overlaps with its own collective.
+        """Returns the settings of a GEMM that overlaps with its own collective.
 
         They overlap: chunks are sent while other chunks are multiplied.
         """
@@ -226,12 +226,12 @@ class CallConfig:
 
     @property
     def bulk(self) -> Execution:
-        """Returns how to run a collective concurrently with an independent GEMM."""
+        """Returns the settings of a collective that overlaps an independent GEMM."""
         return self._over_ranks(Method.BULK)
 
     @property
     def collective(self) -> Execution:
-        """Returns how to run a collective alone."""
+        """Returns the settings of a collective that runs alone."""
         return self._over_ranks(self.method)
 
     def _over_ranks(self, method):
@@ -247,7 +247,7 @@ class CallConfig:
 
     @property
     def local(self) -> Execution:
-        """Returns how to run a GEMM that needs no communication.
+        """Returns the settings of a GEMM that needs no communication.
 
         All methods of the engine run such a GEMM alike. Without an explicit method the
         GEMM is tuned separately, except if the method is "xla": then it was timed

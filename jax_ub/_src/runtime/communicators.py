@@ -203,6 +203,6 @@ def _failure_of(connection):
 
 
 def _without_kind(failure):
-    # Removes the type, which the engines add to the text because XLA's errors have
-    # none. Here the exception has the type.
+    # The engines begin the text with the type, because XLA's errors have none. Here
+    # the exception has the type.
     return failure.removeprefix("CommunicatorError: ")

@@ -174,8 +174,8 @@ class ConnectionAttempt:
 
     def _open_endpoints(self):
         try:
-            # Checks `JAX_UB_ISA` before connecting, so that all processes get the
-            # error, because every call needs its kernels.
+            # Every call needs kernels for `JAX_UB_ISA`. Checks it before connecting, so
+            # that all processes get the error.
             cpu_engine.check_isa()
             groups = self._device_groups
             for group in self._groups:

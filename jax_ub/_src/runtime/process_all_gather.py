@@ -58,7 +58,7 @@ class ProcessAllGather:
         timeout_s: float,
         lost: Callable[[int], str | None] = lambda process: None,
     ):
-        """Starts an attempt, which a random number identifies.
+        """Starts an attempt to all-gather, which a random number identifies.
 
         Args:
             store: key-value store that all processes share.

@@ -58,7 +58,7 @@ class LayerName(str):
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """A named overlap. `CommOverlap` documents the attributes."""
+    """The settings and the buffer of a named overlap, documented in `CommOverlap`."""
 
     name: str
     method: str
