@@ -192,7 +192,6 @@ def with_rank(value: jax.Array, rank: int) -> jax.Array:
 
 
 def scaled(y: jax.Array, scale: float) -> jax.Array:
-    """Returns y * scale for an f32 array y."""
     return y if scale == 1 else y * jnp.float32(scale)
 
 

@@ -182,7 +182,6 @@ class Call:
 
     @property
     def scale_options(self) -> dict[str, int | np.float32]:
-        """Returns the FFI attributes that describe the scales."""
         return {"has_scales": self.has_scales, "has_row_scales": self.has_row_scales}
 
     def aliases(self, operands) -> dict[int, int]:
