@@ -28,8 +28,7 @@ std::array<int64_t, kNumberNames.size()> Numbers(const CallAttributes& at) {
           at.has_scales,      at.has_row_scales};
 }
 
-// Checks that the operands and results of a call have the number, shapes and dtypes
-// that its op requires. Throws ShapeError.
+// Checks operands and results against the requirements of the op. Throws ShapeError.
 class Contract {
  public:
   Contract(const CallAttributes& attributes, const RankCall& call)
@@ -130,8 +129,7 @@ class Contract {
     return IsKernel(operand) ? FirstKernel() : 0;
   }
 
-  // Returns whether `scales` has one element for each row, column or block of 32
-  // elements of `of`.
+  // Returns whether `scales` has one element per row, column or block (32) of `of`.
   static bool AreScalesOf(const Tensor& scales, const Tensor& of, bool is_kernel) {
     constexpr int64_t kBlock = 32;
     if (scales.batch != of.batch) return false;
@@ -275,8 +273,7 @@ void CheckDgrad(const CallAttributes& at,
   contract.Sized(call.results[0], "dx", {dy.dtype, dy.batch, dy.rows, in, nullptr});
 }
 
-// Checks the last operand and the last result, which the op communicates and no GEMM
-// uses.
+// Checks the last operand and the last result if no GEMM uses them.
 void CheckCommunicated(const CallAttributes& at,
                        const RankCall& call,
                        const Contract& contract) {
