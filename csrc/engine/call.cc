@@ -67,8 +67,7 @@ class Contract {
     Operand(index, name, want);
   }
 
-  // Checks that the call has one array of scales per GEMM operand if any of them is
-  // FP8, and none otherwise.
+  // Checks that the call has scales for all GEMM operands if one is FP8, else none.
   void Scales() const {
     if (call_.scales.size() != NumScales(attributes_)) {
       Fail("takes " + std::to_string(NumScales(attributes_)) + " scales, got " +
@@ -121,9 +120,8 @@ class Contract {
   }
   bool IsKernel(size_t operand) const { return operand >= FirstKernel(); }
 
-  // Returns the first operand of the group of `operand`, whose scales have equal
-  // dtypes. The groups are the activations and the kernels or, in a weight gradient,
-  // the activation and the output gradients.
+  // Returns the first operand of the kind of `operand`: activation or kernel or, in a
+  // weight gradient, output gradient. All scales of one kind have the same dtype.
   size_t FirstOfView(size_t operand) const {
     if (InfoOf(attributes_.op).gemm == GemmKind::kWgrad) return operand > 0;
     return IsKernel(operand) ? FirstKernel() : 0;
