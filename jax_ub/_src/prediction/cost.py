@@ -1,8 +1,6 @@
 """Models the cost of a call: the sizes of its GEMM, its bytes, and a GPU's GEMMs.
 
-A GPU's kernel of t tiles on s multiprocessors takes ceil(t / s) waves. Kernels of
-several streams share the multiprocessors: a tile of a later kernel starts as soon as a
-multiprocessor is free.
+A GPU's kernel of t tiles on s multiprocessors takes ceil(t / s) waves.
 """
 
 import dataclasses
@@ -49,9 +47,10 @@ class Gemm:
 class Workload:
     """An op with the global sizes and element sizes for which it is simulated.
 
-    M tokens, K contracting features, N output features. A partial sum on the wire has
-    `partial_itemsize` bytes per element, operands and results have `itemsize`. The GEMM
-    has the rate of operands of `gemm_itemsize`; None is `itemsize`.
+    There are M tokens, K contracted features and N output features. Operands and
+    results have `itemsize` bytes per element, partial sums on the wire
+    `partial_itemsize`. `gemm_itemsize` selects the rate of the GEMM if it is not
+    `itemsize`.
     """
 
     op: str
@@ -65,22 +64,19 @@ class Workload:
 
     @property
     def rate_itemsize(self) -> int:
-        """Returns the bytes per element that select the rate of the GEMM."""
         return self.itemsize if self.gemm_itemsize is None else self.gemm_itemsize
 
     @property
     def gathers(self) -> bool:
-        """Returns whether the op all-gathers operands, not partial sums."""
         return self.op in _GATHERS
 
     @property
     def has_product(self) -> bool:
-        """Returns whether the op contains a GEMM, not only a collective."""
         return self.op in PRODUCTS
 
     @property
     def gemm(self) -> Gemm:
-        """Returns the sizes m, n, k of the GEMM that one rank computes."""
+        """Returns the sizes of the GEMM that one rank computes."""
         if self.gathers:
             return Gemm(self.M, self.N // self.num_ranks, self.K)
         return Gemm(self.M, self.N, self.K // self.num_ranks)
@@ -89,7 +85,7 @@ class Workload:
         return dataclasses.replace(self.gemm, m=num_rows)
 
     def split_rows(self, num_splits: int) -> int:
-        """Returns how many rows one of `num_splits` splits of a rank's chunk has."""
+        """Returns the number of rows in each of `num_splits` splits of a chunk."""
         return self.M // self.num_ranks // num_splits
 
     def wire_bytes(self, payload: str, num_rows: int) -> int:
@@ -104,10 +100,7 @@ class Workload:
 
     @property
     def one_shot_bytes(self) -> int:
-        """Returns the bytes that a rank sends in a one-shot all-reduce.
-
-        A rank then sends all its partial sums to every peer.
-        """
+        """Returns the bytes that a rank sends if it sends all rows to every peer."""
         return (self.num_ranks - 1) * self.wire_bytes("partial", self.M)
 
     @property
@@ -120,7 +113,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The seconds of a call's GEMM and of its communication, each on its own.
+    """The seconds of a call's GEMM and of its communication, each alone.
 
     `gemm_s` and `wire_s` assume full rates, the others a vendor's library.
     """
@@ -153,10 +146,7 @@ def bounds(work: Workload, hardware: Hardware) -> Bounds:
 
 
 def library_seconds(hardware: Hardware, gemm: Gemm, itemsize: int) -> float:
-    """Returns the seconds that a vendor library's GEMM takes on one rank.
-
-    On a GPU, it is at least the time that the power limit allows.
-    """
+    """Returns the seconds that a vendor library's GEMM takes on one rank."""
     seconds = gemm.flops / hardware.flops_of(itemsize)
     if hardware.is_host:
         return seconds
@@ -193,7 +183,8 @@ def _tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> _Ti
 class Processors:
     """Simulates a GPU's multiprocessors and the streams that launch GEMM kernels.
 
-    `count` defaults to all multiprocessors without the reserved ones.
+    A tile of a later kernel starts as soon as a multiprocessor is free. `count`
+    defaults to all multiprocessors without the reserved ones.
     """
 
     def __init__(
@@ -206,9 +197,9 @@ class Processors:
         self._issued = 0
 
     def run(self, available: float, gemm: Gemm) -> tuple[float, float]:
-        """Simulates a GEMM kernel on the next stream; returns its start and end times.
+        """Runs a GEMM kernel on the next stream; returns its start and end.
 
-        `available` is the time at which its operands are available.
+        Its operands are available at the time `available`.
         """
         stream = self._issued % len(self._streams)
         self._issued += 1
@@ -226,9 +217,9 @@ class Processors:
         return start, end
 
     def run_on_all(self, available: float, seconds: float) -> tuple[float, float]:
-        """Simulates a kernel that occupies every multiprocessor for `seconds`.
+        """Runs a kernel that occupies every multiprocessor for `seconds`.
 
-        Each multiprocessor first finishes its tile. Returns the start and end times.
+        Each multiprocessor first finishes its tile. Returns the start and end.
         """
         start = available + self._hardware.launch_s
         ends = [max(free, start) + seconds for free in self._free]

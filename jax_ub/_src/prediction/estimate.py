@@ -22,8 +22,7 @@ from jax_ub._src.prediction.replay import (
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-# Ops that run a local GEMM and a collective that does not depend on it. The value is
-# the collective, which communicates the layer's x.
+# The collective of x in ops that run it concurrently with an independent local GEMM.
 _CONCURRENT = {
     "bulk_all_gather": "all_gather",
     "bulk_reduce_scatter": "reduce_scatter",
@@ -32,9 +31,7 @@ _CONCURRENT = {
 OPS = (*PRODUCTS, *_COLLECTIVES, *_CONCURRENT, "matmul")
 _SPLITS = (1, 2, 4)
 _STREAMS = (1, 2, 3)
-# Minimum number of rows in a split. A split with fewer rows would be smaller than a
-# tile.
-MIN_ROWS = 64
+_MIN_ROWS = 64  # of a split: with fewer, it would be smaller than a tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +120,10 @@ def _workload(op, sizes, itemsize, machine):
 
 
 def estimate_workload(work: Workload, method: Method, machine: Hardware) -> Prediction:
-    """Predicts the time of an op that has a schedule of chunks."""
     parts = bounds(work, machine)
     name, variant = _schedule_name(work, method, machine), Variant.PLAIN
-    moved_bytes, wire_s, knobs = work.moved_bytes, parts.wire_s, ""
-    num_launches = 0
+    moved_bytes, wire_s = work.moved_bytes, parts.wire_s
+    knobs, num_launches = "", 0
     if _is_one_shot(work, method, machine):
         name, variant = Method.RING_EXCHANGE.value, Variant.ONE_SHOT
         moved_bytes = work.one_shot_bytes
@@ -155,11 +151,6 @@ def estimate_workload(work: Workload, method: Method, machine: Hardware) -> Pred
 
 
 def _is_one_shot(work, method, machine):
-    """Returns whether a call runs as a one-shot all-reduce.
-
-    In it each rank sends its partial sums to all peers at once. "auto" selects it for
-    few tokens on a GPU.
-    """
     chooses = method is Method.AUTO or (
         method is Method.DIRECT and not work.has_product
     )
@@ -181,7 +172,7 @@ def _schedule_name(work, method, machine):
 
 
 def direct_seconds(work: Workload, machine: Hardware) -> float:
-    """Predicts the seconds of method "direct": one GEMM over the peers' memory.
+    """Predicts the seconds of method "direct": a GEMM over the peers' memory.
 
     A barrier follows the GEMM. On a GPU, the GEMM takes at least the time of its
     transfers. A collective has only transfers.
@@ -206,7 +197,7 @@ def fastest_plan(
 ) -> tuple[str, float, int]:
     """Predicts the fastest options; returns their text, seconds and launch count.
 
-    With `is_default`, takes the options that the engine runs if nothing was tuned.
+    If `is_default`, only the options that the engine runs untuned are simulated.
     Variants other than the plain one run one kernel per product, as the engine does.
     """
     options = list(_options(work, machine, method))
@@ -234,10 +225,7 @@ def timeline(
     *,
     every_rank: bool = False,
 ) -> list[Span]:
-    """Simulates a schedule with given options and returns the spans of its steps.
-
-    It simulates rank 0, which represents all ranks, unless `every_rank` is set.
-    """
+    """Returns the simulated spans of rank 0, or of every rank."""
     ranks = range(work.num_ranks if every_rank else 1)
     steps = [
         steps_of(
@@ -261,12 +249,11 @@ def _options(work, machine, method) -> Iterator[PlanOptions]:
     for num_splits, aggregate, streams in itertools.product(
         splits, aggregates or [1], _STREAMS if several else (1,)
     ):
-        if num_splits == 1 or work.split_rows(num_splits) >= MIN_ROWS:
+        if num_splits == 1 or work.split_rows(num_splits) >= _MIN_ROWS:
             yield PlanOptions(num_splits, aggregate, streams)
 
 
 def _estimate_concurrent(op, method, sizes, itemsize, machine):
-    """Predicts the time of a GEMM and an independent, concurrent collective."""
     M, K, _, P = sizes
     local = _workload("all_gather_matmul", sizes, itemsize, machine).gemm
     part = machine.shared_by(P)

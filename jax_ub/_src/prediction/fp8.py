@@ -8,20 +8,17 @@ from jax_ub._src.prediction.cost import Workload, bounds
 from jax_ub._src.prediction.estimate import estimate_workload
 from jax_ub._src.prediction.hardware import Hardware
 
-# The bytes per element that a scale per tensor or row takes: bf16 is read twice, for
-# the largest value and for the cast, and e4m3 is written.
+# The bytes per element of a cast with a scale per tensor or row: bf16 is read twice,
+# for the largest value and for the cast, and e4m3 is written.
 _CAST_BYTES = 2 + 2 + 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Prediction:
-    """The predicted seconds of a layer's pass in bf16, in FP8, and with FP8 sent.
+    """The predicted seconds of a forward pass in bf16 and in FP8.
 
-    Attributes:
-        bf16_s: jax_ub's time in bf16.
-        fp8_s: its time with FP8 operands, and the cast of x. The kernel is cast once
-            per step, which is left out.
-        wire_s: its time in bf16 with `wire_dtype="fp8"`.
+    `fp8_s` includes the cast of x, but not that of the kernel, which is cast once per
+    step. `wire_s` is the time in bf16 with `wire_dtype="fp8"`.
     """
 
     bf16_s: float
@@ -30,12 +27,10 @@ class Fp8Prediction:
 
     @property
     def gain(self) -> float:
-        """Returns the speed-up of FP8 operands over bf16."""
         return self.bf16_s / self.fp8_s
 
     @property
     def wire_pays(self) -> bool:
-        """Returns whether `wire_dtype="fp8"` is faster than bf16 on the wire."""
         return self.wire_s < self.bf16_s
 
 

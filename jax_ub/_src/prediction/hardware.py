@@ -56,17 +56,14 @@ class Hardware:
 
     @property
     def has_fp8(self) -> bool:
-        """Returns whether FP8 operands are multiplied; CPUs do so as bf16."""
-        return self.name != "a100"
+        return self.name != "a100"  # a host multiplies FP8 as bf16
 
     @property
     def is_host(self) -> bool:
-        """Returns whether the ranks share the CPU cores of one host."""
         return self.processors == 0
 
     @property
     def copy_bytes_per_s(self) -> float:
-        """Returns the bandwidth at which one rank sends to a peer."""
         return self.wire_bytes_per_s * self.wire_share
 
     def flops_of(self, itemsize: int) -> float:
@@ -135,15 +132,12 @@ HARDWARE: Mapping[str, Hardware] = {
 
 
 def name_of_kind(device_kind: str) -> str | None:
-    """Returns the name of the machine with JAX devices of a kind; None if unknown."""
+    """Returns the name of the machine of a JAX `device_kind`; None if unknown."""
     return next((name for name in HARDWARE if name in device_kind.lower()), None)
 
 
 def find(name: "str | Hardware") -> Hardware:
-    """Returns the machine with this name, such as "h100", for the simulator.
-
-    A `Hardware` object is returned unchanged.
-    """
+    """Returns the machine with this name; a `Hardware` is returned unchanged."""
     if isinstance(name, Hardware):
         return name
     if not isinstance(name, str) or name not in HARDWARE:

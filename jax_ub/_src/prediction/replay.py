@@ -19,7 +19,6 @@ from jax_ub._src.runtime import cpu_engine
 
 ALL_CHUNKS = -1
 
-
 # A step that `jax_ub._cpu` returns. `kind` is the action, such as "multiply", "put",
 # "wait" or "reduce". `payload` is what it transfers: "operand", "partial" or "sum".
 Step = Any
@@ -51,8 +50,8 @@ class PlanOptions:
 class Span:
     """A simulated step of one rank, with its start and end in seconds.
 
-    `lane` is "gemm", or "wire" for the stream that communicates, on a GPU, where a span
-    is a launch, and "rank" on a host.
+    `lane` is "rank" on a host. On a GPU, a span is a launch, and its lane is "gemm", or
+    "wire" for the stream that communicates.
     """
 
     rank: int
@@ -74,8 +73,7 @@ def replay(
     The steps of a single rank represent all ranks: data arrives from a peer when this
     rank sends the same data.
     """
-    # The times at which slots of communication memory are filled, keyed by (rank,
-    # slot).
+    # The times at which slots are filled, keyed by (rank, slot).
     arrivals: dict[tuple[int, int], float] = {}
     part = hardware.shared_by(work.num_ranks)
     ranks = [
@@ -97,10 +95,7 @@ def end_s(spans: Sequence[Span]) -> float:
 
 
 class _Rank:
-    """The simulated state of one rank: its next step, clock and busy resources.
-
-    A lane is a resource that runs one step at a time, such as a copy engine.
-    """
+    """The simulated state of one rank."""
 
     def __init__(
         self,
@@ -119,12 +114,12 @@ class _Rank:
         self._rows = work.split_rows(options.num_splits)
         self._num_splits = options.num_splits
         self._arrivals, self._num_simulated = arrivals, num_simulated
-        self._clock = 0.0  # seconds; used on hosts only
+        self._lane = "rank" if hardware.is_host else "wire"
+        self._clock = 0.0  # the end of the lane's last step
         self._processors = None
         if not hardware.is_host:
             self._processors = Processors(hardware, options.streams, work.rate_itemsize)
         self._kernels = _kernels(rank, steps, work.gathers, options.aggregate)
-        self._wire = 0.0  # seconds; the lane that communicates, on GPUs only
         self._has_waited_for_free_slots = False
         # An all-reduce in one exchange sends, waits and sums in one kernel.
         self._is_one_kernel = any(
@@ -156,35 +151,38 @@ class _Rank:
                 self._multiply(step, self._kernels.get(index))
             elif step.kind in others:
                 others[step.kind](step)
-        if not self._hardware.is_host and self._work.num_ranks > 1:
-            self._launch("end", (), end_s(self.spans), 0.0)
+        if self._processors is not None and self._work.num_ranks > 1:
+            self._run("end", (), end_s(self.spans), self._hardware.launch_s)
 
-    def _launch(self, kind, chunks, ready, duration):
-        """Adds work to the "wire" lane of this GPU; returns the time when it ends."""
-        start = max(ready, self._wire)
-        is_in_kernel = self._is_one_kernel and kind in ("put", "wait")
-        launch_s = 0.0 if is_in_kernel else self._hardware.launch_s
-        self._wire = start + launch_s + duration
-        if not is_in_kernel or kind == "put":
-            self._add_span("wire", kind, chunks, start, self._wire)
-        return self._wire
+    def _run(self, kind, chunks, ready, duration):
+        """Runs a step on the lane that communicates; returns its end time."""
+        start = max(ready, self._clock)
+        self._clock = start + duration
+        self._add_span(self._lane, kind, chunks, start, self._clock)
+        return self._clock
+
+    def _add_span(self, lane, kind, chunks, start, end):
+        self.spans.append(Span(self.rank, lane, kind, chunks, start, end))
+
+    def _launch_wait(self, step):
+        if not self._is_one_kernel:
+            self._run("wait", (step.chunk,), 0.0, self._hardware.launch_s)
 
     def _wait_free(self, step):
         # The simulated call is the first of its communicator: all slots are free. A GPU
         # waits for all of them at once.
-        if not (self._hardware.is_host or self._has_waited_for_free_slots):
-            self._launch("wait", (step.chunk,), 0.0, 0.0)
+        if self._processors is not None and not self._has_waited_for_free_slots:
+            self._launch_wait(step)
             self._has_waited_for_free_slots = True
 
     def _wait(self, step, time, is_first):
+        if self._processors is None:
+            if time > self._clock:
+                self._run("wait", (step.chunk,), 0.0, time - self._clock)
+        elif is_first:  # one kernel waits for all data of consecutive waits
+            self._launch_wait(step)
+        self._clock = time = max(self._clock, time)
         sender = step.peer if step.payload == "partial" else step.chunk
-        if not self._hardware.is_host:
-            if is_first:  # one kernel waits for all data of consecutive waits
-                self._launch("wait", (step.chunk,), 0.0, 0.0)
-            self._wire = time = max(self._wire, time)
-        elif time > self._clock:
-            self._add_span("rank", "wait", (step.chunk,), self._clock, time)
-            self._clock = time
         self._received[step.payload, sender, step.split] = time
         self._gathered = max(self._gathered, time)
 
@@ -200,10 +198,9 @@ class _Rank:
             ready = self._received[step.payload, step.chunk, step.split]
         num_bytes = self._work.wire_bytes(step.payload, self._rows_of(step))
         seconds = num_bytes / hardware.copy_bytes_per_s
-        if hardware.is_host:
-            end = self._run(step, ready, seconds)
-        else:
-            end = self._launch("put", (step.chunk,), ready, seconds)
+        if self._processors is not None and not self._is_one_kernel:
+            seconds += hardware.launch_s
+        end = self._run("put", (step.chunk,), ready, seconds)
         arrival = end + hardware.handshake_s
         self._arrivals[step.peer % self._num_simulated, step.slot] = arrival
 
@@ -222,7 +219,7 @@ class _Rank:
         chunks = tuple(chunk for chunk, _ in kernel)
         if self._processors is None:
             gemm_s = gemm.flops / self._hardware.flops_of(self._work.rate_itemsize)
-            end = self._run(step, ready, self._hardware.launch_s + gemm_s, chunks)
+            end = self._run("multiply", chunks, ready, self._hardware.launch_s + gemm_s)
         else:
             start, end = self._processors.run(ready, gemm)
             self._add_span("gemm", "multiply", chunks, start, end)
@@ -239,39 +236,27 @@ class _Rank:
             for (payload, _, split), time in self._received.items()
             if payload == "partial" and split == step.split
         ]
-        own = self._multiplied.get((self.rank, step.split), 0.0)
-        ready = max([own, *parts])
+        ready = max([self._multiplied.get((self.rank, step.split), 0.0), *parts])
+        chunks = (step.chunk,)
         if self._processors is None:
-            end = self._run(step, ready, duration + self._hardware.launch_s)
+            self._run("reduce", chunks, ready, duration + self._hardware.launch_s)
         else:
-            begun = max(ready, self._wire)
-            start, end = self._processors.run_on_all(begun, duration)
-            self._wire = end
-            self._add_span("wire", step.kind, (step.chunk,), start, end)
-        self._summed[step.split] = end
+            begun = max(ready, self._clock)
+            start, self._clock = self._processors.run_on_all(begun, duration)
+            self._add_span("wire", "reduce", chunks, start, self._clock)
+        self._summed[step.split] = self._clock
 
     def _copy(self, step):
         num_bytes = 2 * self._work.wire_bytes(step.payload, self._rows)
         duration = num_bytes / self._hardware.memory_bytes_per_s
         if self._processors is None:
-            self._run(step, 0.0, duration)
-            self._gathered = max(self._gathered, self._clock)
-            return
-        # The rank's own chunk has not been received: it is an operand.
-        ready = self._received.get((step.payload, step.chunk, step.split), 0.0)
-        start, end = self._processors.run_on_all(ready, duration)
-        self._add_span("gemm", step.kind, (step.chunk,), start, end)
+            end = self._run("copy", (step.chunk,), 0.0, duration)
+        else:
+            # The rank's own chunk has not been received: it is an operand.
+            ready = self._received.get((step.payload, step.chunk, step.split), 0.0)
+            start, end = self._processors.run_on_all(ready, duration)
+            self._add_span("gemm", "copy", (step.chunk,), start, end)
         self._gathered = max(self._gathered, end)
-
-    def _run(self, step, ready, duration, chunks=()):
-        """Runs a step on a host's only thread; returns its end time."""
-        start = max(ready, self._clock)
-        self._clock = start + duration
-        self._add_span("rank", step.kind, chunks or (step.chunk,), start, self._clock)
-        return self._clock
-
-    def _add_span(self, lane, kind, chunks, start, end):
-        self.spans.append(Span(self.rank, lane, kind, chunks, start, end))
 
 
 def _kernels(
