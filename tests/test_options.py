@@ -20,7 +20,7 @@ from jax_ub._src.tools.options import (
     replaced_path,
     seconds,
 )
-from jax_ub._src.tools.pictures import picture_path
+from jax_ub._src.tools.simulate.picture import picture_path
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
 
 
@@ -29,9 +29,9 @@ def test_missing_package_is_an_error_that_names_its_extra(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
         UnsupportedOverlapError,
-        match=rf"bench: --plot requires {package}, .* pip install 'jax_ub\[bench\]'",
+        match=rf"bench requires {package}, .* pip install 'jax_ub\[bench\]'",
     ):
-        options.load_extra(package, "bench: --plot")
+        options.load_extra(package, "bench")
 
 
 def test_names_are_parsed_and_unknown_ones_suggest_the_nearest():
@@ -86,7 +86,6 @@ def test_suffix_of_an_image_selects_its_format(name, tmp_path):
     "command",
     [
         ("bench", "--json"),
-        ("bench", "--plot"),
         ("explain", "--json"),
         ("simulate", "--json"),
         ("simulate", "--plot"),

@@ -42,7 +42,6 @@ def test_all_programs_of_an_op_match_the_reference(name, num_ranks):
         # The result of all ranks, one below the other.
         "matmul_all_reduce": ((hidden, w2), (np.tile(row, (num_ranks, 1)),)),
         "linear_pair": ((x, w1, w2, dy), (y, *backward(dy))),
-        "linear_backward": ((x, w1, hidden, w2, dy), backward(dy)),
     }[name]
     dots = {gemm: DotVariant(gemm[-2:]) for gemm in op.gemms}
     programs = [
@@ -153,23 +152,3 @@ def test_onednn_is_not_a_peer_on_gpus(monkeypatch):
     (case,) = gemm.gemm(setup, Shape(16, 16, 16))
     assert cases.ONEDNN not in [candidate.name for candidate in case.candidates]
     assert not case.notes
-
-
-@pytest.fixture
-def backward():
-    setup = Setup(Ranks(2), "float32", "auto", FastestDots())
-    (case,) = linear.linear(linear.BACKWARD, setup, Shape(32, 48, 80))
-    return case
-
-
-def test_linear_backward_runs_no_forward_pass(backward):
-    own = backward[cases.OWN]
-    text = own.program.lower(*own.operands).compile().as_text()
-    # Two gradients of each layer, with all communication inside.
-    assert text.count('custom_call_target="jax_ub$') == 4
-    assert "all-gather" not in text
-    assert "reduce-scatter" not in text
-
-
-def test_programs_of_linear_backward_agree(backward):
-    check_agreement(backward)

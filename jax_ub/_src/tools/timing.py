@@ -3,12 +3,11 @@
 Slow phases of the machine then affect all programs, not only one.
 """
 
-import contextlib
 import dataclasses
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,7 +48,6 @@ class Candidate:
         carry: index of a donated operand, which the result replaces after each call.
         lost: share of the machine's peak that was missing in the last timed call; only
             `PeakCandidate` sets it.
-        threads: number of threads for the engine; None leaves it unchanged.
     """
 
     name: str
@@ -58,7 +56,6 @@ class Candidate:
     variant: str = ""
     carry: int | None = None
     lost: float = 0.0
-    threads: int | None = None
 
     def __call__(self) -> Any:
         """Runs the program once, waits for its result and returns it."""
@@ -69,11 +66,6 @@ class Candidate:
 
     def seconds(self) -> float:
         """Runs the program once and returns its seconds, including the dispatch."""
-        if self.threads is not None:
-            # Threads of the previous count may still be spinning, so a first call warms
-            # up the engine.
-            cpu_engine.load().set_num_threads(self.threads)
-            self()
         start = time.perf_counter()
         self()
         return time.perf_counter() - start
@@ -108,17 +100,6 @@ def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
     operands = [SHORT_NAMES[dtype], _PEAK_DURATION_S]
     measure = cpu_engine.load().peak_gflops
     return [PeakCandidate(PEAK, measure, operands, flops=flops)]
-
-
-@contextlib.contextmanager
-def restored_threads() -> Iterator[Any]:
-    """Returns a context that restores the engine's number of threads and its cores."""
-    cpu = cpu_engine.load()
-    before = cpu.num_threads(), cpu.part_of_cores()
-    try:
-        yield cpu
-    finally:
-        cpu.set_num_threads(*before)
 
 
 class BackgroundLoad:

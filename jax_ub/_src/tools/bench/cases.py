@@ -33,8 +33,7 @@ UNFUSED = "unfused"
 PALLAS = "pallas"
 PLAIN = "plain_gemm"
 COPY = "copy"
-# Name of a limit (lower bound) of multi-process cases: the same op on as many devices
-# of one process.
+# A limit of multi-process cases: the same op on as many devices of one process.
 IN_PROCESS = "in_process"
 # Peers of FP8 cases: jax_ub's call of the same shape in bf16; XLA's dots of FP8 values;
 # XLA's fastest program on operands that are quantized and dequantized to bf16.
@@ -45,7 +44,6 @@ WIDE_PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED)
 FP8_PEERS = (BF16, XLA_F8, XLA_QDQ)
 PEERS = (*WIDE_PEERS, PALLAS, *FP8_PEERS)
 LIMITS = (PLAIN, COPY, IN_PROCESS, PEAK)
-
 
 # The MLP of Llama 2 7B has K = 4096 and N = 11008. The first two shapes scale both by
 # about a third and a quarter. The third is a fused query, key and value kernel with
@@ -71,7 +69,7 @@ FP8_RECIPES: dict[str, Recipe] = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a benchmark run compares, and how often it times the programs."""
+    """The options of a benchmark run, as on the command line."""
 
     ops: tuple[str, ...]
     devices: tuple[int, ...] = (1, 2, 4, 8)
@@ -81,7 +79,6 @@ class Options:
     method: str = "auto"
     patience: int = 1
     variants: tuple[str, ...] = ()
-    threads: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +86,9 @@ class Memory:
     """The bytes that a benchmark's programs allocate besides operands and results.
 
     `own_bytes` and `peer_bytes` are temporary buffers of jax_ub's program and of XLA's
-    best one. `residual_bytes` is what jax_ub's program saves for its backward pass.
-    jax_ub does not allocate the buffer `avoided`. `workspace_bytes` is the
-    communication memory that the engine holds in this process.
+    best one. jax_ub does not allocate the buffer `avoided`. `workspace_bytes` is the
+    communication memory that the engine holds in this process, and `residual_bytes` is
+    what jax_ub's program saves for its backward pass.
     """
 
     own_bytes: int
@@ -141,16 +138,15 @@ class Case:
         return f"{self.name} {self.shape} {self.dtype} P={self.num_ranks}{several}"
 
     def __getitem__(self, name: str) -> Candidate:
-        """Returns the candidate program with the name `name`."""
         return next(c for c in self.candidates if c.name == name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The settings for which benchmark cases are built: devices, dtype and method.
+    """The settings for which benchmark cases are built.
 
-    `dots` measures and caches XLA's fastest GEMM. `variants` selects GEMM variants,
-    such as "nn+bias", for the op "gemm"; an empty tuple selects all of them.
+    `dots` measures and caches XLA's fastest GEMM. `variants` selects variants of the op
+    "gemm", such as "nn+bias"; an empty tuple selects all of them.
     """
 
     ranks: Ranks
@@ -165,7 +161,6 @@ class Setup:
 
     @property
     def recipe(self) -> Recipe | None:
-        """Returns the FP8 recipe of `dtype`; other dtypes have none."""
         return FP8_RECIPES.get(self.dtype)
 
     def case(
@@ -190,7 +185,7 @@ Builder = Callable[[Setup, Shape], list[Case]]
 
 
 def wide_dtype(dtype: str) -> str:
-    """Returns the dtype of results, in which the CPU engine also multiplies FP8."""
+    """Returns the dtype of results. The CPU engine multiplies FP8 in it."""
     return WIDE if dtype in FP8_RECIPES else dtype
 
 
@@ -215,10 +210,9 @@ def temp_bytes(candidate: Candidate) -> int:
 
 
 def check_agreement(case: Case) -> None:
-    """Compares every program's result in a case with the result of XLA's fastest one.
+    """Raises an error if the results of a case differ by more than rounding.
 
-    It raises an error if they differ by more than rounding. FP8 operands are compared
-    with the same operands in bf16, and not with operands that were not quantized.
+    Results of FP8 operands are compared with those of the dequantized operands.
     """
     skipped = (*LIMITS, BF16)
     results = {
@@ -244,17 +238,16 @@ def check_agreement(case: Case) -> None:
 
 
 def tolerance(dtype: str, contracting: int) -> float:
-    """Returns the largest error, relative to the largest value, of a correct result.
+    """Returns the largest relative error of a correct result.
 
     Candidates round to `dtype` a few times and sum `contracting` products in f32, in
-    different orders.
+    different orders. The error is relative to the largest value.
     """
     rounding = float(jnp.finfo(jnp.dtype(dtype)).eps)
     return 8 * rounding + float(np.finfo(np.float32).eps) * contracting**0.5
 
 
 def _host(array: jax.Array | np.ndarray) -> np.ndarray:
-    """Returns an array's values in this process as a NumPy array in f64."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         array = array.addressable_data(0)
     return np.asarray(array).astype(np.float64)

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from jax_ub._src import dtypes, lowering_log
@@ -13,7 +13,7 @@ from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools import console, devices, timing
 from jax_ub._src.tools.bench import cases, latency, linear, processes, report
-from jax_ub._src.tools.bench.cases import Builder, Case, Options, Setup
+from jax_ub._src.tools.bench.cases import Builder, Options, Setup
 from jax_ub._src.tools.bench.fused import fused
 from jax_ub._src.tools.bench.gemm import VARIANTS, dgrad_add, gemm, wgrad_accumulate
 from jax_ub._src.tools.bench.linear import LINEAR_OPS
@@ -21,7 +21,6 @@ from jax_ub._src.tools.bench.peers import FastestDots
 from jax_ub._src.tools.bench.report import Result
 from jax_ub._src.tools.launch.parts import count
 from jax_ub._src.tools.options import (
-    Shape,
     check_divides,
     list_of,
     method_option,
@@ -29,7 +28,6 @@ from jax_ub._src.tools.options import (
     parse_shape,
     positive,
 )
-from jax_ub._src.tools.pictures import load_pyplot, picture_path
 
 EXAMPLE = "bench --ops all_gather_matmul --shapes 512x1024x2816 --devices 2"
 DTYPES = {
@@ -43,15 +41,10 @@ OPS: dict[str, Builder] = {
     "wgrad_accumulate": wgrad_accumulate,
     "fused": fused,
     "latency": latency.latency,
-    "small": linear.small,
 }
 FP8_OPS = tuple(LINEAR_OPS)
-# The ops that ignore --shapes, with their fixed shape for each dtype.
-_FIXED_SHAPES: dict[str, dict[str, Shape]] = {
-    "latency": dict.fromkeys(DTYPES.values(), latency.LATENCY_SHAPE),
-    "small": linear.SMALL_SHAPES,
-    "barrier": {},
-}
+# The ops that ignore --shapes.
+_FIXED_SHAPES = ("latency", "barrier")
 # Format version in the JSON; incremented when a key changes its meaning.
 SCHEMA = 1
 # Default rounds with --processes. Fewer than in one process, because a round takes
@@ -62,19 +55,14 @@ _PROCESS_ROUNDS = 7
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     known = ", ".join(OPS)
-    add(
-        "--ops",
-        type=names_of([*OPS, "barrier"]),
-        help=f"some of {known} (default: all)",
-    )
+    some = f"some of {known} (default: all)"
+    add("--ops", type=names_of([*OPS, "barrier"]), help=some)
     add("--devices", type=list_of(count), help="numbers of ranks P (default: 1,2,4,8)")
     add("--dtypes", type=names_of(DTYPES), help=",".join(DTYPES))
     shapes = "global sizes MxKxN, as in 512x1024x2816,64x1024x2816"
     add("--shapes", type=list_of(parse_shape), help=shapes)
     variants = f"of the op gemm: {', '.join(VARIANTS)} (default: all)"
     add("--variants", type=names_of(VARIANTS), help=variants)
-    threads = "values of JAX_UB_NUM_THREADS that are compared with the first of them"
-    add("--threads", type=list_of(positive), help=f"{threads}, as in 2,16,64")
     add("--rounds", type=positive, help="timed calls of each program (default: 11)")
     patience = "run up to this many times as many rounds, and keep the calmest"
     add("--patience", type=positive, help=patience)
@@ -83,7 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--platform", default="cpu", choices=platforms, help="(default: cpu)")
     add("--quick", action="store_true", help="tiny shapes and few rounds, as a check")
     console.add_json(parser, "all figures")
-    add("--plot", type=picture_path, help="write a picture to this file (matplotlib)")
     several = "run one rank in each of so many processes, as in 2,4; XLA uses gloo"
     add("--processes", type=list_of(count), help=several)
     # Internal, for a process of --processes: the path of its results.
@@ -104,11 +91,9 @@ def options(given: argparse.Namespace) -> Options:
             chosen[field.name] = value
     if given.dtypes is not None:
         chosen["dtypes"] = tuple(DTYPES[name] for name in given.dtypes)
-    if given.threads is not None:
-        chosen["threads"] = tuple(dict.fromkeys(given.threads))
     ordered = Options(**chosen)
-    for text in (*_exclusive(given, ordered), *_unsuited(given, ordered)):
-        raise UnsupportedOverlapError(f"bench: {text}")
+    if (reason := _why_ineffective(given, ordered)) is not None:
+        raise UnsupportedOverlapError(f"bench: {reason}")
     if given.processes is not None:
         chosen["devices"] = given.processes
         chosen["ops"] = tuple(op for op in processes.OPS if op in chosen["ops"])
@@ -118,61 +103,49 @@ def options(given: argparse.Namespace) -> Options:
 
 
 def _check_shapes(found, option):
-    for op, num_ranks in itertools.product(found.ops, found.devices):
-        fixed = _FIXED_SHAPES.get(op)
-        shapes = found.shapes if fixed is None else [*map(fixed.get, found.dtypes)]
-        for shape in filter(None, shapes):
-            check_divides("bench", shape, num_ranks, option)
+    shapes = found.shapes if set(found.ops) - set(_FIXED_SHAPES) else ()
+    fixed = (latency.LATENCY_SHAPE,) * ("latency" in found.ops)
+    for shape, num_ranks in itertools.product((*shapes, *fixed), found.devices):
+        check_divides("bench", shape, num_ranks, option)
 
 
-def _exclusive(given, found) -> Iterator[str]:
-    """Yields an error for each given option that another given option disables."""
+def _why_ineffective(given, found) -> str | None:
+    """Returns why options have no effect or leave nothing to measure, or None."""
+    ops, devices, named = set(found.ops), set(found.devices), ",".join(found.ops)
     fp8 = ",".join(name for name in found.dtypes if name in cases.FP8_RECIPES)
-    alone = {
-        "--devices": given.devices,
-        "--threads": given.threads,
-        "--plot": given.plot,
-        "--platform cuda": given.platform == "cuda",
-        f"--dtypes {fp8}": fp8,
+    in_job = given.processes is not None
+    leave_out = "has no effect with --processes. Leave one of them out."
+    compared = ", ".join(processes.OPS)
+    reasons = {
+        f"--devices {leave_out}": in_job and given.devices,
+        f"--platform cuda {leave_out}": in_job and given.platform == "cuda",
+        f"--dtypes {fp8} {leave_out}": in_job and fp8,
+        f"none of {named} is compared over processes. Take some of {compared}.": (
+            in_job and ops.isdisjoint(processes.OPS)
+        ),
+        "a barrier is between processes. Add --processes 2.": (
+            not in_job and "barrier" in ops
+        ),
+        "the op gemm runs on one device. Add 1 to --devices.": (
+            not in_job and ops <= {"gemm"} and 1 not in devices
+        ),
+        "latency is between ranks. Add 2 to --devices.": (
+            not in_job and ops <= {"latency"} and devices <= {1}
+        ),
+        f"none of {named} has FP8 operands. Take some of {', '.join(FP8_OPS)}.": (
+            fp8 and ops.isdisjoint(FP8_OPS)
+        ),
+        "--variants are those of the op gemm. Add gemm to --ops.": (
+            found.variants and "gemm" not in ops
+        ),
+        f"--shapes has no effect on {named}, whose sizes are fixed. Leave it out.": (
+            given.shapes and ops <= set(_FIXED_SHAPES)
+        ),
     }
-    excluded = {
-        "--processes": (given.processes, alone),
-        "--threads": (given.threads, ("--plot", "--platform cuda")),
-    }
-    for option, (is_given, others) in excluded.items():
-        for other in others:
-            if is_given and alone[other]:
-                yield f"{other} has no effect with {option}. Leave one of them out."
-
-
-def _unsuited(given, found) -> Iterator[str]:
-    """Yields an error for each option that the chosen ops ignore or cannot run with."""
-    ops, devices = set(found.ops), set(found.devices)
-    named = ",".join(found.ops)
-    if given.processes is not None:
-        if not ops & set(processes.OPS):
-            yield (
-                f"none of {named} is compared over processes. Take some of "
-                f"{', '.join(processes.OPS)}."
-            )
-    elif "barrier" in ops:
-        yield "a barrier is between processes. Add --processes 2."
-    elif ops <= {"gemm"} and 1 not in devices:
-        yield "the op gemm runs on one device. Add 1 to --devices."
-    elif ops <= {"latency"} and devices <= {1}:
-        yield "latency is between ranks. Add 2 to --devices."
-    if ops.isdisjoint(FP8_OPS) and not cases.FP8_RECIPES.keys().isdisjoint(
-        found.dtypes
-    ):
-        yield f"none of {named} has FP8 operands. Take some of {', '.join(FP8_OPS)}."
-    if found.variants and "gemm" not in ops:
-        yield "--variants are those of the op gemm. Add gemm to --ops."
-    if given.shapes and ops <= set(_FIXED_SHAPES):
-        yield f"--shapes has no effect on {named}, whose sizes are fixed. Leave it out."
+    return next((text for text, holds in reasons.items() if holds), None)
 
 
 def command(given: argparse.Namespace) -> int:
-    """Runs the benchmark of a parsed command line and returns the exit status."""
     chosen = options(given)
     settings.check()  # before any process is started
     if given.part is not None:
@@ -186,14 +159,10 @@ def command(given: argparse.Namespace) -> int:
 
 def _run(given, chosen):
     """Benchmarks in this process, and prints each result as soon as it is measured."""
-    if given.plot is not None:
-        load_pyplot("bench: --plot")  # before a long run
     devices.start("bench", max(chosen.devices), given.platform)
     about = report.environment()
     title = report.describe(about, f'method "{chosen.method}", {chosen.rounds} rounds')
     table = report.results_table(chosen.dtypes, chosen.ops, given.platform)
-    if chosen.threads:
-        table = report.THREADS
     console.say(given, f"{title}\n\n{table.head()}")
     dots = FastestDots()
     results: list[Result] = []
@@ -210,12 +179,10 @@ def _run(given, chosen):
     sections = report.sections(results, lowering_log.fallbacks())
     console.say(given, sections, end="")
     write(is_complete=True)
-    if given.plot is not None:
-        report.plot(results, given.plot, title)
 
 
 def _run_processes(given, chosen):
-    """Runs a multi-process job for each number in `--processes`, and prints results."""
+    """Runs a job for each number in `--processes`; prints the results of all."""
     numbers = console.progress("bench", given.processes)
     found = [processes.run_job(number, chosen) for number in numbers]
     about = found[0].environment
@@ -254,32 +221,8 @@ def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
         setup = Setup(ranks, dtype, chosen.method, dots, chosen.variants)
         for case in OPS[op](setup, shape):
             cases.check_agreement(case)
-            yield from _time(case, chosen)
-
-
-def _time(case: Case, chosen: Options) -> list[Result]:
-    candidates: Sequence[Any] = case.candidates
-    if chosen.threads:
-        candidates = _candidates_by_threads(case, chosen.threads)
-    with timing.restored_threads():
-        # After the first call, a donated operand has the output sharding of the
-        # program, so the second call compiles again.
-        timing.interleave(candidates, 1)
-        rounds = timing.interleave(candidates, chosen.rounds, chosen.patience)
-    return [report.evaluate(case, rounds, n) for n in chosen.threads or (None,)]
-
-
-def _candidates_by_threads(case: Case, counts: Sequence[int]) -> list[Any]:
-    """Copies jax_ub's programs in a case once for each number of threads.
-
-    The other candidates run with the first number of threads. They include limits that
-    the engine computes, which must stay comparable between the numbers of threads.
-    """
-    first, *others = counts
-    own = (cases.OWN, f"{cases.OWN}_once")
-    return [dataclasses.replace(c, threads=first) for c in case.candidates] + [
-        dataclasses.replace(c, name=f"{c.name}@{count}", threads=count)
-        for count in others
-        for c in case.candidates
-        if c.name in own
-    ]
+            # After the first call, a donated operand has the output sharding of the
+            # program, so the second call compiles again.
+            timing.interleave(case.candidates, 1)
+            rounds = timing.interleave(case.candidates, chosen.rounds, chosen.patience)
+            yield report.evaluate(case, rounds)

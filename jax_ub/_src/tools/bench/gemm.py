@@ -45,19 +45,13 @@ def own_gemm(choice: MethodChoice, layout: str, out_dtype: str | None = None) ->
 
 
 def gemm(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns a benchmark case for each variant, such as "nn+bias", of a local GEMM.
-
-    The GEMM runs on one device, so the list is empty if there are several ranks.
-    """
+    """Returns a case of each variant of a local GEMM, or none for several ranks."""
     variants = setup.variants or VARIANTS if setup.num_ranks == 1 else ()
     return [_case(setup, shape, "gemm", variant) for variant in variants]
 
 
 def dgrad_add(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns the benchmark case of `ub.dgrad_add`, `residual + dy w^T` in place.
-
-    The rows of `dy` and `residual` are sharded.
-    """
+    """Returns the case of `residual + dy w^T` in place, with sharded rows."""
 
     def own(dy, w, _, residual):
         return ub.dgrad_add(dy, w, residual)
@@ -66,10 +60,7 @@ def dgrad_add(setup: Setup, shape: Shape) -> list[Case]:
 
 
 def wgrad_accumulate(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns the benchmark case of `ub.wgrad_accumulate`, in place.
-
-    It computes `main_grad + x^T dy`. The columns of `dy` and `main_grad` are sharded.
-    """
+    """Returns the case of `main_grad + x^T dy` in place, with sharded columns of dy."""
 
     def own(x, dy, _, main_grad):
         return ub.wgrad_accumulate(x, dy, main_grad)
@@ -80,10 +71,7 @@ def wgrad_accumulate(setup: Setup, shape: Shape) -> list[Case]:
 def _case(
     setup: Setup, shape: Shape, op: str, variant: str, public: Gemm | None = None
 ) -> Case:
-    """Returns the benchmark case of one GEMM variant, such as "nn+bias".
-
-    It times `public`, a function of jax_ub's API, or else the GEMM primitive.
-    """
+    """Returns the case of one GEMM variant, by `public` or else by the primitive."""
     layout, _, added = variant.partition("+")
     out_dtype = "float32" if layout == "tn" and added else setup.dtype
     candidate, draw = _candidates(setup, shape, layout, added, out_dtype)
@@ -121,8 +109,7 @@ def _case(
 def _candidates(setup, shape, layout, added, out_dtype):
     """Returns two functions: one makes a candidate, the other draws its operands.
 
-    The operands are a and b, and a bias or an addend. An addend is donated: the result
-    replaces it.
+    The operands are a, b and a bias or an addend. The result replaces an addend.
     """
     left, right, out = map(shape.sizes, peers.LAYOUTS[layout])
     # Rows are sharded over the ranks. A wgrad sums over rows, so the columns of dy are

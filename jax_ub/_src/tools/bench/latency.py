@@ -1,4 +1,4 @@
-"""Builds the cases of latencies: chains of forward ops that move almost no data."""
+"""Builds the cases of latencies: chains of calls that send almost no data."""
 
 import functools
 
@@ -28,14 +28,21 @@ def latency(setup: Setup, shape: Shape) -> list[Case]:
     """
     if setup.num_ranks == 1:
         return []
-    found = [
-        _chains(
-            setup, name, _as_link(name, op.own(setup.method)), _as_link(name, op.naive)
-        )
-        for name, op in FORWARD_OPS.items()
-    ]
+    found = []
+    for name, op in FORWARD_OPS.items():
+        links = (_as_link(name, call) for call in (op.own(setup.method), op.naive))
+        found.append(_chains(setup, name, *links))
     # `ub.all_reduce` has no argument `method`, so it always runs with "auto".
     return found + [all_reduce_latency(setup)] * (setup.method == "auto")
+
+
+def all_reduce_latency(setup: Setup) -> Case:
+    return _chains(
+        setup,
+        "all_reduce",
+        lambda x, w: ub.all_reduce(x, axis_name=AXIS),
+        lambda x, w: lax.psum(x, AXIS),
+    )
 
 
 def _as_link(op: str, call: Program) -> Program:
@@ -47,15 +54,6 @@ def _as_link(op: str, call: Program) -> Program:
         return jnp.tile(y, (x.shape[0] // y.shape[0], 1))
 
     return link
-
-
-def all_reduce_latency(setup: Setup) -> Case:
-    return _chains(
-        setup,
-        "all_reduce",
-        lambda x, w: ub.all_reduce(x, axis_name=AXIS),
-        lambda x, w: lax.psum(x, AXIS),
-    )
 
 
 def _chains(setup: Setup, variant: str, own: Program, xla: Program) -> Case:

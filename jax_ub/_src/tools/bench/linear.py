@@ -2,8 +2,7 @@
 
 AG+GEMM is the column-parallel linear layer of an MLP: x [M, K] times w [K, N], in
 global sizes. GEMM+RS and GEMM+AR are the row-parallel layer that follows it, x [M, N]
-times w [N, K]. The pair of both layers is also timed with gradients, and its backward
-pass alone.
+times w [N, K]. The pair of both layers is timed with gradients.
 """
 
 import dataclasses
@@ -35,15 +34,12 @@ _ROWS, _COLUMNS = Spec(AXIS), Spec(None, AXIS)
 # column layer, "MN" the hidden features, "NK" the kernel of the row layer.
 _SPECS = {"MK": _ROWS, "KN": _COLUMNS, "MN": _COLUMNS, "NK": _ROWS}
 # Dimensions of the operands and the result of each GEMM, by its name, which ends with
-# its layout.
-_SWAPPED = str.maketrans("KN", "NK")
+# its layout. The row layer has K and N swapped.
 _GEMMS = {
-    f"{layer}_{layout}": tuple(dims.translate(letters) for dims in arrays)
-    for layer, letters in (("column", {}), ("row", _SWAPPED))
+    f"{layer}_{layout}": tuple(dims.translate(swap) for dims in arrays)
+    for layer, swap in (("column", {}), ("row", str.maketrans("KN", "NK")))
     for layout, arrays in peers.LAYOUTS.items()
 }
-# Shapes that two Zen 5 cores multiply in 0.8 ms (AVX512-BF16 for bf16, AVX512 for f32).
-SMALL_SHAPES = {"bfloat16": Shape(512, 768, 768), "float32": Shape(512, 512, 512)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +47,12 @@ class LinearOp:
     """A benchmarked computation of one or two linear layers, in jax_ub and in XLA.
 
     Attributes:
-        operands: dimensions of the operands, such as "MK", of the column layer.
+        operands: dimensions of the operands, such as "MK".
         results: dimensions of the results.
-        gemms: the names in `_GEMMS` of the GEMMs, which are all of the same size.
-        programs: compute the results from layers, such as `peers.Collectives`, the dots
-            of `gemms` and the operands. The key is the collective that reduces partial
-            sums, or "" if the program has none. Only XLA runs others than the first.
+        gemms: the names of the GEMMs in `_GEMMS`, which are all of the same size.
+        programs: functions of layers, such as `peers.Collectives`, the dots of `gemms`
+            and the operands. The key is the collective that reduces partial sums, or ""
+            if there is none. Rings run only the first.
         own: returns jax_ub's program for a method; options are the FP8 recipe `fp8` of
             the layers, and `hidden`, a function of the hidden features.
         naive: XLA's program as most users write it.
@@ -72,12 +68,10 @@ class LinearOp:
 
     @property
     def is_row(self) -> bool:
-        """Returns whether the op is the row layer, which maps [M, N] to [M, K]."""
         return self.operands[0] == "MN"
 
     @property
     def is_pair(self) -> bool:
-        """Returns whether the op has the GEMMs of two layers, not one forward GEMM."""
         return len(self.gemms) > 1
 
     @property
@@ -92,10 +86,10 @@ class LinearOp:
     def candidates(
         self, ranks: Ranks, dtype: str, column: Shape, recipe: Recipe | None = None
     ) -> Callable[..., Candidate]:
-        """Draws operands; returns a function that makes programs to time with them.
+        """Draws operands; returns a function that makes candidates with them.
 
-        The function takes a candidate's name, its program and a description. With a
-        recipe, the operands are quantized.
+        Its arguments are name, program and description of a candidate. With a recipe,
+        the operands are quantized.
         """
         in_specs: Any = tuple(_SPECS[dims] for dims in self.operands)
         out_specs = tuple(_SPECS[dims] for dims in self.results)
@@ -118,14 +112,13 @@ class LinearOp:
         return {name: [*map(local.sizes, _GEMMS[name][:2])] for name in self.gemms}
 
     def in_xla(self, dots: Dots, dtype: str) -> dict[str, Program]:
-        """Returns XLA's programs for the op; the keys describe them in reports."""
         found = self.with_layers(peers.Collectives, dots, dtype)
         return {**found, peers.NAIVE_VARIANT: self.naive}
 
     def with_layers(
         self, layers: Callable[[str], peers.Collectives], dots: Dots, dtype: str
     ) -> dict[str, Program]:
-        """Returns the op's programs with `layers` and dots; the keys describe them.
+        """Returns programs with these layers and dots, by their descriptions.
 
         Partial sums are reduced in `dtype` and in f32, because the fastest choice
         depends on the machine.
@@ -140,13 +133,12 @@ class LinearOp:
             return on_layers
 
         text = "; ".join(f"{name} {dot}" for name, dot in dots.items())
-        return {
-            f"{text}; {collective} in {moved}" if collective else text: program(
-                run, moved
-            )
-            for moved in (dtype, "float32")
-            for collective, run in self.programs.items()
-        }
+        found = {}
+        for moved in (dtype, "float32"):
+            for collective, run in self.programs.items():
+                reduced = f"; {collective} in {moved}" if collective else ""
+                found[f"{text}{reduced}"] = program(run, moved)
+        return found
 
     def in_ring(self, dots: Dots) -> Program:
         run = next(iter(self.programs.values()))
@@ -182,6 +174,7 @@ def _case(op, setup, column, *, quantizes):
     }
     own = candidate(cases.OWN, op.own(setup.method, **options))
     notes: tuple[str, ...] = ()
+    fp8_rounding = 0.0
     if recipe is None:
         best = fastest_of(candidate, cases.BEST, op.in_xla(dots, wide))
         naive = candidate(cases.NAIVE, op.naive)
@@ -200,20 +193,18 @@ def _case(op, setup, column, *, quantizes):
             in_bf16(cases.BF16, op.own(setup.method)),
             *(fastest_of(candidate, name, found[name]) for name in found),
         ]
-    fp8_rounding = 0.0
-    if recipe is not None and op.is_pair:
-        dtype = jnp.float8_e5m2 if quantizes else jnp.float8_e4m3fn
-        fp8_rounding = float(jnp.finfo(dtype).eps)
+        if op.is_pair:
+            dtype = jnp.float8_e5m2 if quantizes else jnp.float8_e4m3fn
+            fp8_rounding = float(jnp.finfo(dtype).eps)
     copied = shape.bytes(wide if recipe is None else jnp.float8_e4m3fn, wide)
+    limits = [
+        alone(cases.PLAIN, op.own("direct", **options)),
+        cases.copy_limit((4 if op.is_pair else 1) * copied),
+    ]
     return setup.case(
         op.name,
         shape,
-        [
-            own,
-            *compared,
-            alone(cases.PLAIN, op.own("direct", **options)),
-            cases.copy_limit((4 if op.is_pair else 1) * copied),
-        ],
+        [own, *compared, *limits],
         num_gemms=len(op.gemms),
         variant="fp8=recipe" if quantizes else "",
         memory=None if op.is_pair else _memory(op, shape, own, compared[-1], ranks),
@@ -228,12 +219,12 @@ def fastest_of(
     programs: Mapping[str, Program],
     *how: Any,
 ) -> Candidate:
-    """Returns the candidate of the fastest program; the keys describe programs."""
+    """Times programs, given by their descriptions; returns the fastest as `name`."""
     return fastest([candidate(name, run, text) for text, run in programs.items()], *how)
 
 
 def _in_xla_fp8(op, setup, dots, quantizes):
-    """Returns XLA's FP8 programs for an op, by peer; the inner keys describe them."""
+    """Returns XLA's FP8 programs by peer, then by description."""
     scaled = {
         gemm: fp8.ScaledDot(DotVariant(gemm[-2:], sums_in_f32=True), dot)
         for gemm, dot in dots.items()
@@ -255,7 +246,6 @@ def _in_xla_fp8(op, setup, dots, quantizes):
 
 
 def _memory(op, shape, own, best, ranks):
-    """Measures how many bytes jax_ub's and XLA's programs of an op allocate."""
     x = own.operands[0]
     avoided = "the gathered x [M, K]"
     avoided_bytes = shape.M * shape.K * x.dtype.itemsize
@@ -276,18 +266,6 @@ def _memory(op, shape, own, best, ranks):
     )
 
 
-def small(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns a benchmark case of about 1 ms for each op, to time call overheads.
-
-    The sizes are in `SMALL_SHAPES`; `shape` is ignored.
-    """
-    return [
-        dataclasses.replace(case, op="small", variant=case.op)
-        for op in FORWARD_OPS.values()
-        for case in linear(op, setup, SMALL_SHAPES[setup.dtype])
-    ]
-
-
 def _column(layers, dots, x, w):
     return layers.gather_dot(x, w, dots["column_nn"])
 
@@ -296,31 +274,27 @@ def _row(layers, dots, x, w):
     return layers.dot_scatter(x, w, dots["row_nn"])
 
 
-def _row_in_all_ranks(layers, dots, x, w):
-    return layers.gather(_row(layers, dots, x, w))
-
-
 def _row_psum(layers, dots, x, w):
     return layers.dot_psum(x, w, dots["row_nn"])
 
 
+def _row_scatter_and_gather(layers, dots, x, w):
+    return layers.gather(_row(layers, dots, x, w))
+
+
 def _pair(layers, dots, x, w1, w2, dy):
+    dtype = peers.wide_dtype(x)
     hidden = layers.quantized(_column(layers, dots, x, w1), INPUT)
     y = _row(layers, dots, hidden, w2)
-    return (y, *_backward(layers, dots, x, w1, hidden, w2, dy))
-
-
-def _backward(layers, dots, x, w1, hidden, w2, dy):
-    dtype = peers.wide_dtype(x)
     dy = layers.quantized(dy, OUTPUT_GRAD)
     d_hidden = layers.gather_dot(dy, w2, dots["row_nt"])
     dw2 = dots["row_tn"](hidden, layers.gather(dy), dtype)
     d_hidden = layers.quantized(d_hidden, OUTPUT_GRAD)
     dx = layers.dot_scatter(d_hidden, w1, dots["column_nt"])
-    return dx, dots["column_tn"](layers.gather(x), d_hidden, dtype), dw2
+    return y, dx, dots["column_tn"](layers.gather(x), d_hidden, dtype), dw2
 
 
-def _vjp_of_pair(column: Program, row: Program) -> Program:
+def _with_gradients(column: Program, row: Program) -> Program:
     def program(x, w1, w2, dy):
         y, backward = jax.vjp(lambda x, w1, w2: row(column(x, w1), w2), x, w1, w2)
         return (y, *map(source_of, backward(dy)))
@@ -328,15 +302,10 @@ def _vjp_of_pair(column: Program, row: Program) -> Program:
     return program
 
 
-def _only_gradients(column: Program, row: Program) -> Program:
-    def program(x, w1, hidden, w2, dy):
-        # jax.vjp also traces the forward calls. XLA removes them, because their results
-        # are not used, so only the backward pass is timed.
-        d_hidden, dw2 = map(source_of, jax.vjp(row, hidden, w2)[1](dy))
-        dx, dw1 = map(source_of, jax.vjp(column, x, w1)[1](d_hidden))
-        return dx, dw1, dw2
-
-    return program
+def _own_pair(method, fp8=None, hidden=lambda x: x):
+    layer = functools.partial(ub.linear, axis_name=AXIS, method=method, fp8=fp8)
+    column, row = (functools.partial(layer, parallel=p) for p in ("column", "row"))
+    return _with_gradients(column, lambda x, w: row(hidden(x), w))
 
 
 def _forward_op(public, naive, gemm, programs) -> LinearOp:
@@ -355,25 +324,8 @@ def _forward_op(public, naive, gemm, programs) -> LinearOp:
     )
 
 
-def _pair_op(name, operands, results, gemms, program, differentiated) -> LinearOp:
-    def own(method, fp8=None, hidden=lambda x: x):
-        layer = functools.partial(ub.linear, axis_name=AXIS, method=method, fp8=fp8)
-        column, row = (functools.partial(layer, parallel=p) for p in ("column", "row"))
-        return differentiated(column, lambda x, w: row(hidden(x), w))
-
-    return LinearOp(
-        name=name,
-        operands=operands,
-        results=results,
-        gemms=gemms,
-        programs={"psum_scatter": program},
-        own=own,
-        naive=differentiated(peers.naive_column, peers.naive_row),
-    )
-
-
 _SCATTER = {"psum_scatter": _row}
-_REDUCE = {"psum_scatter and all_gather": _row_in_all_ranks, "psum": _row_psum}
+_REDUCE = {"psum_scatter and all_gather": _row_scatter_and_gather, "psum": _row_psum}
 FORWARD_OPS = {
     op.name: op
     for op in (
@@ -384,23 +336,14 @@ FORWARD_OPS = {
         _forward_op(ub.matmul_all_reduce, peers.naive_all_reduce, "row_nn", _REDUCE),
     )
 }
-_BACKWARD_GEMMS = ("column_nt", "column_tn", "row_nt", "row_tn")
 # Forward and backward pass of both layers: six GEMMs, with collectives.
-PAIR = _pair_op(
-    "linear_pair",
-    ("MK", "KN", "NK", "MK"),
-    ("MK", "MK", "KN", "NK"),
-    ("column_nn", "row_nn", *_BACKWARD_GEMMS),
-    _pair,
-    _vjp_of_pair,
+PAIR = LinearOp(
+    name="linear_pair",
+    operands=("MK", "KN", "NK", "MK"),
+    results=("MK", "MK", "KN", "NK"),
+    gemms=tuple(_GEMMS),
+    programs={"psum_scatter": _pair},
+    own=_own_pair,
+    naive=_with_gradients(peers.naive_column, peers.naive_row),
 )
-# Backward pass of both layers: four GEMMs, two all-gathers and a reduce-scatter.
-BACKWARD = _pair_op(
-    "linear_backward",
-    ("MK", "KN", "MN", "NK", "MK"),
-    ("MK", "KN", "NK"),
-    _BACKWARD_GEMMS,
-    _backward,
-    _only_gradients,
-)
-LINEAR_OPS = {**FORWARD_OPS, PAIR.name: PAIR, BACKWARD.name: BACKWARD}
+LINEAR_OPS = {**FORWARD_OPS, PAIR.name: PAIR}

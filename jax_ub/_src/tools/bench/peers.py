@@ -1,10 +1,5 @@
 """Programs that jax_ub is compared with: XLA's collectives and dots, rings, oneDNN.
 
-XLA's fastest way to write a GEMM depends on the machine. With AVX512-BF16, a bf16 dot
-is twice as fast with an f32 result; with AVX2, it takes 1.5 times as long as with a
-bf16 result. All variants are therefore measured, once per layout, dtype, local size and
-number of devices.
-
 Functions of arrays are per device, inside `jax.shard_map`. A `dot` takes two operands
 and the dtype of the result.
 """
@@ -90,7 +85,11 @@ def dot_variants(layout: str, dtype: Any, platform: str = "cpu") -> list[DotVari
 
 
 class FastestDots:
-    """Times the ways to write a GEMM in XLA, and caches the fastest for each size."""
+    """Finds the fastest way to write a GEMM in XLA, which depends on the machine.
+
+    With AVX512-BF16, a bf16 dot is twice as fast with an f32 result; with AVX2, it
+    takes 1.5 times as long as with a bf16 result.
+    """
 
     def __init__(self) -> None:
         self._found: dict[tuple[Any, ...], DotVariant] = {}
@@ -98,7 +97,7 @@ class FastestDots:
     def __call__(
         self, layout: str, dtype: Any, left: tuple, right: tuple, ranks: Ranks
     ) -> DotVariant:
-        """Returns XLA's fastest variant of a GEMM, timing all variants on first use.
+        """Returns the fastest variant, timing all variants on first use.
 
         `left` and `right` are the operands' local shapes. All devices of `ranks`
         compute the dot at the same time.
@@ -157,24 +156,16 @@ def naive_all_reduce(x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.psum(x @ w, AXIS)
 
 
-# Each class below computes AG+GEMM and GEMM+RS in a different way. `bench.linear`
-# builds the programs of all linear layers from them.
-
-
-class Layers:
-    """Base class of implementations of AG+GEMM and GEMM+RS, without quantization."""
-
-    def quantized(self, x: Any, role: str | None) -> Any:
-        """Quantizes activations or gradients, if the layers multiply FP8."""
-        return x
-
-
 def wide_dtype(x: Any) -> Any:
     """Returns the dtype of x or, if x is FP8, of its source."""
     return x.wide_dtype if is_scaled(x) else x.dtype
 
 
-class Collectives(Layers):
+# `Collectives` and `Rings` compute AG+GEMM and GEMM+RS. `bench.linear` builds the
+# programs of all linear layers from them.
+
+
+class Collectives:
     """XLA's collectives and dots, one after the other.
 
     Partial sums are reduced in the dtype `moved`. An array is gathered only once, so a
@@ -184,6 +175,10 @@ class Collectives(Layers):
     def __init__(self, moved: str):
         self._moved = moved
         self._gathered: dict[int, jax.Array] = {}
+
+    def quantized(self, x: Any, role: str | None) -> Any:
+        """Quantizes an array that has a role, in subclasses that multiply FP8."""
+        return x
 
     def gather(self, x: jax.Array) -> jax.Array:
         if id(x) not in self._gathered:
@@ -200,8 +195,11 @@ class Collectives(Layers):
         return lax.psum(dot(x, w, self._moved), AXIS).astype(wide_dtype(x))
 
 
-class Rings(Layers):
+class Rings:
     """Collective matmuls: rings of `ppermute`, whose steps overlap with dots."""
+
+    def quantized(self, x: jax.Array, role: str | None) -> jax.Array:
+        return x
 
     def gather(self, x: jax.Array) -> jax.Array:
         return self.gather_dot(x, x, lambda shard, _, dtype: shard.astype(dtype))
@@ -209,13 +207,7 @@ class Rings(Layers):
     def gather_dot(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
         """Computes AG+GEMM: multiplies one shard while the next one is sent.
 
-        Shards move to the lower rank, so in step s rank r multiplies shard
-        (r + s) mod P:
-
-        | P = 4 | s = 0 | 1 | 2 | 3 |
-        |---|---|---|---|---|
-        | rank 0 | 0 | 1 | 2 | 3 |
-        | rank 3 | 3 | 0 | 1 | 2 |
+        Shards move to the lower rank. In step s, rank r multiplies shard (r + s) mod P.
         """
         num_ranks, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
         rows = x.shape[0]
@@ -230,10 +222,10 @@ class Rings(Layers):
         return y
 
     def dot_scatter(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        """Computes GEMM+RS: each rank adds its product to a partial sum.
+        """Computes GEMM+RS: each rank adds its product to a moving partial sum.
 
         Partial sums move to the higher rank. In step s, rank r adds its product for the
-        rows of rank (r - 1 - s) mod P; in the last step, these are its own rows.
+        rows of rank (r - 1 - s) mod P.
         """
         num_ranks, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
         rows = x.shape[0] // num_ranks
@@ -265,8 +257,7 @@ def find_onednn(dtype: str, layout: str) -> Callable[..., int] | str:
 
     `gemm(a, b, y, beta)` writes `a b + beta y` into `y`, for row-major numpy matrices
     and f32 `y`, and returns oneDNN's status, 0 for success. The bf16 GEMM cannot round
-    its result to bf16, which favors oneDNN in the comparison. The GEMM is tried once,
-    because oneDNN may not support the dtype on this processor.
+    its result to bf16, which favors oneDNN in the comparison.
     """
     library = _onednn()
     if library is None:
@@ -282,6 +273,7 @@ def find_onednn(dtype: str, layout: str) -> Callable[..., int] | str:
         left, right, out = ((x.ctypes.data, x.shape[1]) for x in (a, b, y))
         return function(*transposed, *sizes, 1.0, *left, *right, beta, *out)
 
+    # oneDNN may not support the dtype on this processor.
     ones = np.ones((1, 1), jnp.dtype(dtype))
     if gemm(ones, ones, np.zeros((1, 1), np.float32), 0.0):
         return f"this oneDNN has no {dtype} GEMM for this processor"
@@ -289,7 +281,6 @@ def find_onednn(dtype: str, layout: str) -> Callable[..., int] | str:
 
 
 def has_onednn() -> bool:
-    """Returns whether oneDNN is installed."""
     return _onednn() is not None
 
 

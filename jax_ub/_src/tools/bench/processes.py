@@ -21,7 +21,7 @@ import jax_ub as ub
 from jax_ub._src import lowering_log
 from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.lowering_log import Fallback
-from jax_ub._src.runtime import communicators
+from jax_ub._src.runtime import communicators, cpu_engine
 from jax_ub._src.tools import console, timing
 from jax_ub._src.tools.bench import cases, latency, linear, report
 from jax_ub._src.tools.bench.cases import Case, Options, Setup
@@ -35,15 +35,14 @@ from jax_ub._src.tools.timing import Candidate, Rounds, summarize
 
 OPS = (*FORWARD_OPS, "latency", "barrier")
 _BARRIERS, _BATCHES = 500, 15
-# The number of rounds of the search for the fastest variant of XLA's program. With two
-# rounds, gloo at 64 rows in bf16 selected the naive program, which takes 1.5 times as
-# long as the fastest variant.
+# Rounds of the search for XLA's fastest program. With two rounds, gloo at 64 rows in
+# bf16 selected the naive program, which takes 1.5 times as long.
 _TRIALS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class JobReport:
-    """The benchmark results that process 0 of a multi-process job has written."""
+    """What process 0 of a job has measured."""
 
     environment: dict[str, Any]
     results: list[Result]
@@ -112,7 +111,7 @@ class Job:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Blocks until every process of the job has called it, as a barrier."""
+        """Waits until every process has called it."""
         jax.block_until_ready(self._psum(self._ones))
 
     def measure(self) -> Iterator[Result]:
@@ -130,10 +129,7 @@ class Job:
                         yield self._timed(case)
 
     def forward(self, op: LinearOp, dtype: str, column: Shape) -> Case:
-        """Returns the benchmark case of an op, in which each process has one rank.
-
-        Its peer is XLA, whose collectives use gloo.
-        """
+        """Returns the case of an op on one device of each process."""
         method, local = self._options.method, Ranks(self.num_processes)
         candidate, in_process, alone = (
             op.candidates(ranks, dtype, column)
@@ -166,8 +162,7 @@ class Job:
     ) -> Rounds:
         """Times programs in interleaved rounds; a time is that of the slowest process.
 
-        All processes keep the same rounds. Process 0 alone runs the candidates named in
-        `alone`.
+        All processes keep the same rounds. Only process 0 runs the programs in `alone`.
         """
         found = timing.interleave(
             [_Synchronized(c, self, c.name in alone) for c in candidates],
@@ -182,7 +177,6 @@ class Job:
         return Rounds(seconds, found.elsewhere)
 
     def _barrier(self):
-        """Returns the time of a barrier of jax_ub's CPU engine between processes."""
         (connection,) = communicators.connections()
         barrier_seconds = connection.communicator.barrier_seconds
         self.synchronize()
@@ -212,7 +206,6 @@ class Job:
         return np.ascontiguousarray(rows).view(np.float64)
 
     def _cpu_seconds(self):
-        """Returns the CPU seconds that all processes together have used so far."""
         return float(self._gather([time.process_time()]).sum())
 
 
@@ -232,8 +225,12 @@ class _Synchronized:
             return self._candidate.seconds()
         if not self._job.is_first:
             return 0.0
-        with timing.restored_threads() as cpu:
-            cpu.set_num_threads(cpu.default_num_threads())
+        cpu = cpu_engine.load()
+        before = cpu.num_threads(), cpu.part_of_cores()
+        cpu.set_num_threads(cpu.default_num_threads())
+        try:
             seconds = self._candidate.seconds()
+        finally:
+            cpu.set_num_threads(*before)
         self.lost = self._candidate.lost
         return seconds

@@ -1,11 +1,10 @@
-"""Figures of a timed case, and the tables and the picture that show them."""
+"""Figures of a timed case, and the tables that show them."""
 
 import dataclasses
 import datetime
 import pathlib
 import platform
 import re
-import statistics
 import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +21,6 @@ from jax_ub._src.tables import (
     format_seconds,
     format_table,
 )
-from jax_ub._src.tools import pictures
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case
 from jax_ub._src.tools.bench.linear import LINEAR_OPS
@@ -50,7 +48,6 @@ class Result:
         speedups: each peer's time divided by jax_ub's.
         shares: each limit's time divided by jax_ub's; 1 is as fast as the limit.
         elsewhere: CPU share of other processes in the worst of the kept rounds.
-        over_first: jax_ub's time divided by its time with the first thread count.
     """
 
     case: Case
@@ -58,17 +55,14 @@ class Result:
     speedups: dict[str, Summary] = dataclasses.field(default_factory=dict)
     shares: dict[str, Summary] = dataclasses.field(default_factory=dict)
     elsewhere: float = 0.0
-    threads: int | None = None
-    over_first: Summary | None = None
 
     @property
     def own(self) -> Summary:
-        """Returns the time of jax_ub's program in microseconds."""
+        """Returns the summarized time of jax_ub's program in microseconds."""
         return self.times_us[cases.OWN]
 
     @property
     def is_disturbed(self) -> bool:
-        """Returns whether the load of other processes makes the ratios invalid."""
         return self.elsewhere > _DISTURBED_SHARE
 
     @property
@@ -85,15 +79,9 @@ class Result:
         return {**case, **more, **found}
 
 
-def evaluate(case: Case, rounds: Rounds, threads: int | None = None) -> Result:
-    """Summarizes the rounds of a case, for one thread count if several were compared.
-
-    Times of jax_ub's programs with other counts than the first have names such as
-    "jax_ub@16".
-    """
-    first = {name: s for name, s in rounds.seconds.items() if "@" not in name}
-    counted = {n: rounds.seconds.get(f"{n}@{threads}", s) for n, s in first.items()}
-    seconds, first = _each_call(case, counted), _each_call(case, first)
+def evaluate(case: Case, rounds: Rounds) -> Result:
+    """Summarizes the rounds of a case."""
+    seconds = _per_call(case, rounds.seconds)
     own = seconds[cases.OWN]
     bare = [dataclasses.replace(c, program=None, operands=[]) for c in case.candidates]
     return Result(
@@ -102,65 +90,52 @@ def evaluate(case: Case, rounds: Rounds, threads: int | None = None) -> Result:
         speedups={n: ratio(seconds[n], own) for n in cases.PEERS if n in seconds},
         shares={n: ratio(seconds[n], own) for n in cases.LIMITS if n in seconds},
         elsewhere=rounds.elsewhere,
-        threads=threads,
-        over_first=ratio(own, first[cases.OWN]) if threads else None,
     )
 
 
-def _each_call(case, seconds):
-    """Returns the seconds per call of each program, in every round.
-
-    For a case of chained calls, it subtracts the time of a single call from the time of
-    the chain and divides by the number of further calls.
-    """
+def _per_call(case, seconds):
+    """Returns the seconds per call of each program, in every round (`Case.calls`)."""
     if case.calls == 1:
         return seconds
-    return seconds | {
-        name: _difference(seconds[name], seconds[f"{name}_once"]) / case.calls
-        for name in (cases.OWN, cases.BEST)
-    }
+    found = dict(seconds)
+    for name in (cases.OWN, cases.BEST):
+        # Noise can make a single call slower than the chain. A tiny positive time keeps
+        # the quotients defined.
+        chained = np.subtract(seconds[name], seconds[f"{name}_once"])
+        found[name] = np.maximum(chained, 1e-9) / case.calls
+    return found
 
 
-def _difference(seconds, base):
-    # If noise makes a single call slower than the chain, the difference would not be
-    # positive. A tiny positive time keeps the quotients defined.
-    return np.maximum(np.subtract(seconds, base), 1e-9)
-
-
-def _ratio_text(summary: Summary | None) -> str:
-    return f"{summary.median:.2f} ±{summary.spread / 2:.0%}" if summary else ""
-
-
-def _ratio_to(peer: str) -> Callable[[Result], str]:
-    return lambda result: _ratio_text(result.speedups.get(peer))
-
-
-def _share_of(limit: str) -> Callable[[Result], str]:
-    def text(result: Result) -> str:
-        share = result.shares.get(limit)
-        return f"{share.median:.2f}" if share else ""
-
-    return text
-
-
-# The width of each column, and the function that returns a result's cell.
-_Column = tuple[int, Callable[[Result], object]]
-_COLUMNS: dict[str, _Column] = {
-    "op": (29, lambda r: r.case.name),
-    "P": (2, lambda r: r.case.num_ranks),
-    "processes": (9, lambda r: r.case.num_processes),
-    "dtype": (8, lambda r: r.case.dtype),
-    "M x K x N": (14, lambda r: r.case.shape if r.case.op != "barrier" else ""),
-    "threads": (7, lambda r: r.threads),
-    "time": (9, lambda r: format_seconds(r.own.median / 1e6)),
-    "spread": (6, lambda r: f"{r.own.spread:.0%}"),
-    "GF/s": (5, lambda r: f"{r.gflops:.0f}" if r.case.flops else ""),
-    "over first": (12, lambda r: _ratio_text(r.over_first)),
-    **{name: (12, _ratio_to(name)) for name in cases.PEERS},
-    **{name: (10, _share_of(name)) for name in (cases.PLAIN, cases.IN_PROCESS)},
-    **{name: (5, _share_of(name)) for name in (cases.COPY, PEAK)},
+# The functions that return a result's cells. All other columns are named after a peer
+# or a limit.
+_CELLS: dict[str, Callable[[Result], object]] = {
+    "op": lambda r: r.case.name,
+    "P": lambda r: r.case.num_ranks,
+    "processes": lambda r: r.case.num_processes,
+    "dtype": lambda r: r.case.dtype,
+    "M x K x N": lambda r: r.case.shape if r.case.op != "barrier" else "",
+    "time": lambda r: format_seconds(r.own.median / 1e6),
+    "spread": lambda r: f"{r.own.spread:.0%}",
+    "GF/s": lambda r: f"{r.gflops:.0f}" if r.case.flops else "",
 }
-_TIMES = ("time", "spread", "GF/s")
+_WIDTHS = {
+    **{"op": 29, "P": 2, "processes": 9, "dtype": 8, "M x K x N": 14},
+    **{"time": 9, "spread": 6, "GF/s": 5},
+    **dict.fromkeys(cases.PEERS, 12),
+    **{cases.PLAIN: 10, cases.IN_PROCESS: 10, cases.COPY: 5, PEAK: 5},
+}
+
+
+def _cell(result: Result, column: str) -> object:
+    if column in _CELLS:
+        return _CELLS[column](result)
+    if column in result.speedups:
+        return _ratio_text(result.speedups[column])
+    return f"{result.shares[column].median:.2f}" if column in result.shares else ""
+
+
+def _ratio_text(summary: Summary) -> str:
+    return f"{summary.median:.2f} ±{summary.spread / 2:.0%}"
 
 
 class Table:
@@ -168,24 +143,21 @@ class Table:
 
     def __init__(self, *columns: str):
         self._columns = columns
-        self._widths = [_COLUMNS[name][0] for name in columns]
+        self._widths = [_WIDTHS[name] for name in columns]
 
     def head(self) -> str:
         rule = format_rule(self._widths, is_markdown=True)
-        return f"{self._row(self._columns)}\n{rule}"
+        return f"{format_row(self._columns, self._widths, is_markdown=True)}\n{rule}"
 
     def row(self, result: Result) -> str:
-        return self._row([_COLUMNS[name][1](result) for name in self._columns])
-
-    def _row(self, cells):
+        cells = [_cell(result, name) for name in self._columns]
         return format_row(cells, self._widths, is_markdown=True)
 
 
 _CASE = ("op", "P", "dtype", "M x K x N")
-
-
-# The ops whose cases have a value in a column, where not all have it.
-_LINEAR = (*LINEAR_OPS, "small")
+_TIMES = ("time", "spread", "GF/s")
+# The ops whose cases have a value in a column; all have one in the other columns.
+_LINEAR = tuple(LINEAR_OPS)
 _GEMMS = (*_LINEAR, "gemm", "dgrad_add", "wgrad_accumulate")
 _OPS_WITH = {
     "GF/s": (*_GEMMS, "fused"),
@@ -193,7 +165,7 @@ _OPS_WITH = {
     cases.RING: _LINEAR,
     cases.ONEDNN: ("gemm",),
     cases.UNFUSED: ("fused",),
-    cases.PALLAS: ("all_gather_matmul", "small"),
+    cases.PALLAS: ("all_gather_matmul",),
     cases.PLAIN: (*_LINEAR, "dgrad_add", "wgrad_accumulate"),
     cases.COPY: _GEMMS,
     PEAK: (*_GEMMS, "fused"),
@@ -219,9 +191,6 @@ def results_table(
     return Table(*_CASE, *columns)
 
 
-THREADS = Table(
-    *_CASE, "threads", "time", "spread", "over first", cases.BEST, cases.PLAIN
-)
 PROCESSES = Table(
     *("op", "processes", "dtype", "M x K x N"),
     *_TIMES,
@@ -230,7 +199,7 @@ PROCESSES = Table(
 
 
 def sections(results: Sequence[Result], fallbacks: Sequence[Fallback]) -> str:
-    """Returns what follows the table of results: memory, notes, disturbed cases."""
+    """Returns what is printed after the table: memory, notes, disturbed cases."""
     found = {
         "Memory in addition to operands and results, per device": _memory(results),
         "Missing": [note for result in results for note in result.case.notes],
@@ -243,8 +212,6 @@ def sections(results: Sequence[Result], fallbacks: Sequence[Fallback]) -> str:
             f"{fallback.label}: {fallback.reason}" for fallback in fallbacks
         ],
     }
-    # With --threads, a case has a result per thread count, all with the same lines.
-    # dict.fromkeys keeps each line once.
     return "".join(
         "\n".join([f"\n{title}\n", *dict.fromkeys(lines), ""])
         for title, lines in found.items()
@@ -255,7 +222,7 @@ def sections(results: Sequence[Result], fallbacks: Sequence[Fallback]) -> str:
 def _memory(results):
     rows = [
         (
-            *(column[1](result) for column in map(_COLUMNS.__getitem__, _CASE)),
+            *(_cell(result, column) for column in _CASE),
             *map(format_bytes, (m.own_bytes, m.peer_bytes)),
             "" if m.residual_bytes is None else format_bytes(m.residual_bytes),
             format_bytes(m.workspace_bytes),
@@ -269,7 +236,7 @@ def _memory(results):
 
 
 def environment() -> dict[str, Any]:
-    """Returns versions, machine and engine of a benchmark run, as JSON types."""
+    """Returns the versions, the machine and the engine of this run, as JSON types."""
     psutil = load_extra("psutil", "bench")
     cpu = cpu_engine.load()
     now = datetime.datetime.now(datetime.UTC)
@@ -294,7 +261,6 @@ def environment() -> dict[str, Any]:
 
 
 def _commit():
-    """Returns the source tree's git commit, with "-dirty" if files differ, or None."""
     here = str(pathlib.Path(__file__).parent)
     command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"]
     try:
@@ -327,52 +293,3 @@ def describe(environment: dict[str, Any], options: str) -> str:
         f"{machine['load_average']:.1f}; engine {engine['isa']}, {engine['threads']} "
         f"threads; {options}"
     )
-
-
-_SERIES = {
-    cases.BEST: "over XLA's fastest program",
-    cases.NAIVE: "over XLA's naive program",
-    cases.RING: "over a ppermute ring",
-    cases.PALLAS: "over JAX's Pallas kernel",
-    cases.BF16: "over jax_ub in bf16",
-    cases.XLA_F8: "over XLA's FP8 dot",
-    cases.XLA_QDQ: "over XLA, dequantized to bf16",
-    cases.PLAIN: "share of the plain GEMM",
-}
-
-
-def plot(results: Sequence[Result], path: pathlib.Path, title: str) -> None:
-    """Writes a picture of speed-ups, with a panel per dtype and bars for each op and P.
-
-    The height of a bar is the geometric mean over shapes; each dot is one shape.
-    """
-    dtypes = [*dict.fromkeys(result.case.dtype for result in results)]
-    size = (14, 4.2 * len(dtypes))
-    with pictures.drawing("bench: --plot", path, title, len(dtypes), size) as panels:
-        for panel, dtype in zip(panels, dtypes, strict=True):
-            panel.set_title(dtype, loc="left")
-            panel.set_ylabel("times as fast")
-            _draw(panel, [result for result in results if result.case.dtype == dtype])
-
-
-def _draw(panel, results):
-    # The ratios of all shapes, by label of the group of bars and by program.
-    groups: dict[str, dict[str, list[float]]] = {}
-    for result in results:
-        name = result.case.name.removeprefix("gemm ").replace("_", "\n")
-        group = groups.setdefault(f"{name}\nP={result.case.num_ranks}", {})
-        for program, ratio_of in (result.speedups | result.shares).items():
-            group.setdefault(program, []).append(ratio_of.median)
-    every = {
-        label: [group.get(program, []) for group in groups.values()]
-        for program, label in _SERIES.items()
-    }
-    heights = {
-        label: [statistics.geometric_mean(each) if each else 0.0 for each in values]
-        for label, values in every.items()
-        if any(values)
-    }
-    for label, x, _ in pictures.draw_bars(panel, list(groups), heights):
-        for at, each in zip(x, every[label], strict=True):
-            panel.plot([at] * len(each), each, ".", color="black", ms=3)
-    pictures.add_legend(panel)

@@ -13,9 +13,9 @@ from jax_ub._src.prediction.estimate import estimate_workload
 from jax_ub._src.prediction.fp8 import Fp8Prediction, predict_fp8
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.tables import format_table
-from jax_ub._src.tools import console, pictures
+from jax_ub._src.tools import console
 from jax_ub._src.tools.options import amount_of, name_of, positive
-from jax_ub._src.tools.simulate import models
+from jax_ub._src.tools.simulate import models, picture
 from jax_ub._src.tools.simulate.models import Layer
 
 EXAMPLE = "simulate --tp 8 --hardware h100 --model llama3-70b"
@@ -26,7 +26,7 @@ _DRAWN = (2, 4, 8)
 def layer_rows(
     layers: Sequence[Layer], M: int, num_ranks: int, machine: Hardware
 ) -> list[dict[str, Any]]:
-    """Predicts the forward pass of linear layers; returns a JSON object for each."""
+    """Predicts the forward pass of each linear layer; returns JSON objects."""
     rows = []
     for layer in layers:
         # Partial sums have the default itemsize: GPUs round them before they send them.
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fp8", action="store_true", help="also predict FP8 layers, and FP8 sent only")
     console.add_json(parser, "all figures")
     plot = f"draw the gain per layer for tp = {', '.join(map(str, _DRAWN))}"
-    add("--plot", type=pictures.picture_path, help=plot)
+    add("--plot", type=picture.picture_path, help=plot)
     parser.set_defaults(run=command)
 
 
@@ -93,7 +93,7 @@ def command(given: argparse.Namespace) -> int:
                 f"simulate: --plot draws {', '.join(map(str, _DRAWN))} ranks, and "
                 f"--tokens {given.tokens} divides into none of them. Take a multiple."
             )
-        pictures.load_pyplot("simulate: --plot")
+        picture.load_pyplot()  # fails before anything is computed
     rows = layer_rows(layers, given.tokens, given.tp, machine)
     title = f"{given.model}, forward of one transformer layer, bf16, P = {given.tp}"
     lines = [title, *(f"  {line}" for line in describe(machine)), "", *table(rows)]
@@ -109,28 +109,12 @@ def command(given: argparse.Namespace) -> int:
             f"tp = {num}": layer_rows(layers, given.tokens, num, machine)
             for num in drawn
         }
-        _draw(found, title, given.plot)
+        picture.draw(found, title, given.plot)
     return 0
 
 
-def _draw(found, title, path):
-    """Draws a group of bars for each layer, one bar for each tensor-parallel size."""
-    layers = [row["layer"] for row in next(iter(found.values()))]
-    speedups = {name: [row["speedup"] for row in rows] for name, rows in found.items()}
-    with pictures.drawing("simulate: --plot", path, title, 1, (8, 3.6)) as (panel,):
-        for name, x, width in pictures.draw_bars(panel, layers, speedups):
-            limits = [row["limit"] for row in found[name]]
-            left, right = ([at + side * width / 2 for at in x] for side in (-1, 1))
-            label = None if name != list(found)[-1] else "perfect overlap"
-            panel.hlines(limits, left, right, color="black", lw=1.4, label=label)
-            for at, speedup in zip(x, speedups[name], strict=True):
-                panel.text(at, 0.04, f"{speedup:.2f}", ha="center", fontsize=8)
-        pictures.add_legend(panel)
-        panel.set_ylabel("speed-up over GEMM, then collective")
-
-
 def describe(machine: Hardware) -> list[str]:
-    """Returns lines that describe the machine's rates and the table's columns."""
+    """Returns lines with the machine's rates and the meanings of the columns."""
     each = "a host for all ranks" if machine.is_host else "each GPU"
     handshake, launch, collective = _us(
         machine.handshake_s, machine.launch_s, machine.collective_s
@@ -159,7 +143,6 @@ _SHORT_OPS = {"all_gather_matmul": "ag", "matmul_reduce_scatter": "rs"}
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the lines of the table of predicted times, with a row for each layer."""
     total: dict[str, Any] = {
         key: sum(row[key] for row in rows)
         for key in ("serial_us", "ideal_us", "plan_us")
@@ -185,7 +168,7 @@ _FP8_NOTES = (
 def fp8_rows(
     layers: Sequence[Layer], M: int, num_ranks: int, machine: Hardware
 ) -> list[dict[str, Any]]:
-    """Predicts what FP8 saves in each layer, and in all layers together."""
+    """Predicts each layer in bf16 and in FP8, and the sum of all layers."""
     found, total = [], [0.0] * 3
     for layer in layers:
         work = Workload(layer.op, M, layer.K, layer.N, num_ranks)
@@ -204,7 +187,6 @@ def fp8_rows(
 
 
 def fp8_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the lines of the table of FP8, with a row for each layer."""
     cells = [
         [f"{one:.2f}" if key == "gain" else _cell(one) for key, one in row.items()]
         for row in rows
