@@ -14,8 +14,7 @@ from jax_ub._src.files import write_json
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools.options import output_path
 
-# Value of `--json` that prints the document in place of the table.
-STDOUT = pathlib.Path("-")
+STDOUT = pathlib.Path("-")  # value of --json that prints the document
 STDERR = 2  # file descriptor, because sys.stderr may be an object without one
 _COLORS = {"red": 31, "green": 32, "yellow": 33}
 _Case = TypeVar("_Case")
@@ -48,11 +47,7 @@ def say(given: argparse.Namespace, text: str, end: str = "\n") -> None:
 def write(
     given: argparse.Namespace, document: Any, *, is_complete: bool = True
 ) -> None:
-    """Writes the JSON document that `--json` asks for, to its file or to stdout.
-
-    A document that is not complete is written to a file only, so that an interrupted
-    command leaves what it has measured.
-    """
+    """Writes a document as `--json` asks for; an incomplete one only to a file."""
     if given.json == STDOUT and is_complete:
         json.dump(document, sys.stdout, indent=1)
         sys.stdout.write("\n")
@@ -61,23 +56,19 @@ def write(
 
 
 def program_stdout(given: argparse.Namespace) -> Any:
-    """Returns a context in which Python prints to stderr if `--json` needs stdout."""
+    """Returns a context in which `print` writes to stderr if `--json` needs stdout."""
     is_needed = given.json == STDOUT
     return contextlib.redirect_stdout(sys.stderr if is_needed else sys.stdout)
 
 
 def colored(text: str, color: str | None) -> str:
-    """Returns a text in a color if stdout is a terminal and `NO_COLOR` is not set."""
     if color is None or settings.no_color() or not _is_terminal(sys.stdout):
         return text
     return f"\033[{_COLORS[color]}m{text}\033[0m"
 
 
 def progress(command: str, cases: Sequence[_Case]) -> Iterator[_Case]:
-    """Yields the cases, and shows on a terminal's stderr which one runs.
-
-    What is printed for a case is flushed before the next one runs.
-    """
+    """Yields the cases, and shows on a terminal's stderr which one runs."""
     try:
         for number, case in enumerate(cases, start=1):
             _show_progress(f"{command}: {number} of {len(cases)}")
@@ -93,7 +84,6 @@ def progress_file() -> int:
 
 
 def _show_progress(text):
-    """Replaces the line of progress; the next line is printed over it."""
     if _is_terminal(sys.stderr):
         sys.stderr.write(f"\r\033[K{text}\r")
         sys.stderr.flush()

@@ -32,9 +32,9 @@ def start(
 ) -> None:
     """Starts the JAX backend and checks that it has at least `num_devices` devices.
 
-    On CPUs, it requests this number from JAX, which works only before JAX has started.
-    None as `platform` keeps JAX's default. In a job of several processes,
-    `requests_cpus` is False, because the launcher has set the number of each process.
+    `platform` None keeps JAX's default. If `requests_cpus`, it requests the CPU devices
+    from JAX, which works only before JAX has started. The launcher has set the number
+    in the processes of a job.
     """
     settings.check()
     settings.set_pool_threads(num_devices)
@@ -75,13 +75,11 @@ class Ranks:
         return self.devices[0].platform
 
     def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
-        """Copies a global array to new buffers on the mesh, sharded as `spec`."""
         return jax.device_put(np.asarray(array), NamedSharding(self.mesh, spec))
 
     def draw(
         self, dtype: Any, shapes: Sequence[tuple[int, ...]], specs: Sequence[Spec]
     ) -> list[jax.Array]:
-        """Returns random normal arrays with the given global shapes and shardings."""
         drawn = (normal(seed, shape, dtype) for seed, shape in enumerate(shapes))
         return [self.place(x, spec) for x, spec in zip(drawn, specs, strict=True)]
 
@@ -92,10 +90,7 @@ class Ranks:
         out_specs: Any,
         donate: tuple[int, ...] = (),
     ) -> Any:
-        """Jits a per-device function in `jax.shard_map` over the mesh.
-
-        `donate` has the indices of the operands that are donated.
-        """
+        """Jits `jax.shard_map` of a per-device function, with donated operands."""
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs
         )
@@ -116,17 +111,14 @@ class ProcessRanks(Ranks):
         ]
 
     def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
-        """Places a global array, equal in all processes, on the mesh as `spec`."""
+        """Places a global array that is equal in all processes."""
         array = np.asarray(array)
         sharding = NamedSharding(self.mesh, spec)
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> Any:
-    """Returns a host array of normal random numbers times `scale`, in `dtype`.
-
-    Equal arguments return equal arrays.
-    """
+    """Returns a host array of normal random numbers times `scale`."""
     try:
         return _drawn(seed, shape, np.dtype(dtype), scale).copy()
     except MemoryError as error:
@@ -136,8 +128,8 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) ->
         ) from error
 
 
-# The drawn arrays are cached, because drawing an operand of size 8192 x 8192 takes
-# seconds, and all programs of a benchmark case use copies of the same operands.
+# Drawing 8192 x 8192 numbers takes seconds, and all programs of a benchmark case use
+# copies of the same operands.
 @functools.lru_cache(maxsize=8)
 def _drawn(seed, shape, dtype, scale):
     draws = np.random.default_rng(seed).standard_normal(shape, np.float32)

@@ -26,10 +26,7 @@ _SHAPE_TEXT = re.compile(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", re.ASCII)
 
 
 def value_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns an argparse `type` that parses a value with `read`.
-
-    A `UbError` that it raises becomes an argparse error.
-    """
+    """Returns an argparse `type` that parses by `read` and reports its errors."""
 
     def parse(text: str) -> Any:
         try:
@@ -41,15 +38,12 @@ def value_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """Returns an argparse `type` that parses comma-separated values to a tuple.
-
-    `read` parses each value. A `UbError` that it raises becomes an argparse error.
-    """
+    """Returns an argparse `type` for comma-separated values, each parsed by `read`."""
     return value_of(lambda text: tuple(map(read, text.split(","))))
 
 
 def name_of(known: Iterable[str]) -> Callable[[str], str]:
-    """Returns an argparse `type` that accepts only the names in `known`."""
+    """Returns an argparse `type` for one of the names in `known`."""
     names = tuple(known)
 
     def read(name: str) -> str:
@@ -63,7 +57,6 @@ def name_of(known: Iterable[str]) -> Callable[[str], str]:
 
 
 def names_of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
-    """Returns an argparse `type` for comma-separated names, all in `known`."""
     return list_of(name_of(known))
 
 
@@ -71,7 +64,6 @@ method_option = name_of(method.value for method in Method)  # an argparse `type`
 
 
 def positive(text: str) -> int:
-    """Parses a positive decimal integer; an argparse `type`."""
     # Python does not convert texts of more than 4300 digits.
     if not (text.isdecimal() and len(text) < 4300 and is_size(int(text))):
         raise argparse.ArgumentTypeError(
@@ -95,7 +87,6 @@ def amount_of(unit: str) -> Callable[[str], float]:
 
 
 def seconds(text: str) -> float:
-    """Parses a time, which may be 0 or infinite; an argparse `type`."""
     value = _float(text)
     if not value >= 0:
         raise argparse.ArgumentTypeError(
@@ -128,7 +119,7 @@ class Shape:
 
     @property
     def row(self) -> "Shape":
-        """Returns the sizes of the row linear layer, x [M, N] times w [N, K]."""
+        """Returns the sizes of the row layer after this column layer."""
         return Shape(self.M, self.N, self.K)
 
     def sizes(self, dimensions: str) -> tuple[int, ...]:
@@ -136,7 +127,7 @@ class Shape:
         return tuple(getattr(self, name) for name in dimensions)
 
     def bytes(self, dtype: Any, out_dtype: Any = None) -> int:
-        """Returns the total bytes of x and w in `dtype`, and of the result."""
+        """Returns the bytes of x, w and the result."""
         operands = np.dtype(dtype).itemsize * self.K * (self.M + self.N)
         return operands + np.dtype(out_dtype or dtype).itemsize * self.M * self.N
 
@@ -157,7 +148,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def check_divides(command: str, shape: Shape, num_ranks: int, option: str) -> None:
-    """Checks that `num_ranks`, which the user set by `option`, divides all sizes."""
+    """Checks that `num_ranks`, a value of `option`, divides all sizes."""
     if not shape.divides(num_ranks):
         raise ShapeContractError(
             f"{command}: shape {shape} does not divide into {num_ranks} ranks. Take "
@@ -167,12 +158,12 @@ def check_divides(command: str, shape: Shape, num_ranks: int, option: str) -> No
 
 
 def output_path(text: str) -> pathlib.Path:
-    """Parses the path of a file that can be written; an argparse `type`."""
+    """Parses the path of a file, and checks that it can be written."""
     return value_of(checked_output)(text)
 
 
 def replaced_path(text: str) -> pathlib.Path:
-    """Parses an option that names a file, which the command reads and then replaces."""
+    """Parses the path of a file that the command reads and replaces."""
     path = output_path(text)
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(

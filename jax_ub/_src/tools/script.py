@@ -15,19 +15,15 @@ class ScriptError(UbError, ValueError):
 
 
 def split_program(program: list[str]) -> list[str]:
-    """Returns a command line's program and arguments without the leading "--".
-
-    Before Python 3.13, argparse keeps the "--".
-    """
+    """Removes the leading "--", which argparse keeps before Python 3.13."""
     return program[program[:1] == ["--"] :]
 
 
 def note_options_after(
     command: str, given: argparse.Namespace, arguments: Sequence[str]
 ) -> None:
-    """Prints a note on stderr if a script's arguments are options of the command.
+    """Prints a note if options of the command follow the script, which gets them.
 
-    The script gets everything after its path, so that the command ignores them.
     Arguments after "--" are meant for the script.
     """
     known = {f"--{name.replace('_', '-')}" for name in vars(given)}
@@ -70,10 +66,7 @@ def run_script(script: str, arguments: Sequence[str]) -> int:
 
 
 def _check_source(script):
-    """Compiles a script without running it, so that a syntax error becomes one line.
-
-    A precompiled file or zip archive is not checked.
-    """
+    """Reports a syntax error in one line, unless the script is compiled or zipped."""
     path = pathlib.Path(script)
     if not path.is_file() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
         return

@@ -22,19 +22,15 @@ from jax_ub._src.tools.options import load_extra
 Values = Sequence[float] | np.ndarray
 # Name of a lower bound: the time of the FLOPs at the peak rate, on tiles in L1.
 PEAK = "peak"
-# Duration of a measurement of the peak rate: 20 times the wake-up time of a thread, so
-# that all cores compute nearly all the time.
+# Duration of a measurement of the peak rate: 20 times the wake-up time of a thread.
 _PEAK_DURATION_S = 0.005
-# Variants of a program that are this many times slower than the fastest one after one
-# call are not timed further.
-_MAX_SLOWDOWN = 1.5
-# Number of timed rounds in which `fastest` compares the remaining variants of a
-# program.
-_TRIALS = 4
-# A round counts as calm if other processes use at most this share of the CPU.
+# `fastest` drops variants that take this many times as long as the fastest one in the
+# first round, and times the others in this many rounds.
+_MAX_SLOWDOWN, _TRIALS = 1.5, 4
+# A round is calm if other processes use at most this share of the CPU.
 _CALM = 0.05
-# The shortest interval in which the CPU load is measured. The kernel counts CPU time in
-# ticks of 10 ms, so shorter intervals are too coarse.
+# The shortest interval in which the CPU load is measured, because the kernel counts CPU
+# time in ticks of 10 ms.
 _MIN_INTERVAL_S = 0.1
 
 
@@ -46,7 +42,7 @@ class Candidate:
         name: column of the table that shows it.
         variant: describes how the program is written, if variants were tried.
         carry: index of a donated operand, which the result replaces after each call.
-        lost: share of the machine's peak that was missing in the last timed call; only
+        lost: share of the machine's peak rate that was missing in the last call; only
             `PeakCandidate` sets it.
     """
 
@@ -58,22 +54,20 @@ class Candidate:
     lost: float = 0.0
 
     def __call__(self) -> Any:
-        """Runs the program once, waits for its result and returns it."""
         result = jax.block_until_ready(self.program(*self.operands))
         if self.carry is not None:
             self.operands[self.carry] = result
         return result
 
     def seconds(self) -> float:
-        """Runs the program once and returns its seconds, including the dispatch."""
+        """Returns the seconds of one call, including its dispatch."""
         start = time.perf_counter()
         self()
         return time.perf_counter() - start
 
 
-# The highest peak rate in GFLOP/s that this process has measured, by dtype. A lower
-# rate later means that another process on the same core or a lower clock frequency
-# slowed the measurement.
+# The highest peak rate in GFLOP/s that this process has measured, by dtype. Another
+# process on the same core or a lower clock frequency reduces it later.
 _best_rates: dict[str, float] = {}
 
 
@@ -94,7 +88,7 @@ class PeakCandidate(Candidate):
 
 
 def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
-    """Returns the `PeakCandidate`, if any: there is none on GPUs or without FLOPs."""
+    """Returns a list of the `PeakCandidate`, empty on GPUs and without FLOPs."""
     if ranks.platform != "cpu" or not flops:
         return []
     operands = [SHORT_NAMES[dtype], _PEAK_DURATION_S]
@@ -107,10 +101,7 @@ class BackgroundLoad:
 
     On a busy machine, a peer with many threads gets more CPU time than jax_ub's engine,
     which has one thread per core. Interleaving does not correct for this. Without
-    psutil, the share is 0.
-
-    Args:
-        own_seconds: returns the CPU seconds of the benchmark so far.
+    psutil, the share is 0. `own_seconds` returns the CPU seconds of the benchmark.
     """
 
     def __init__(self, own_seconds: Callable[[], float] = time.process_time):
@@ -124,10 +115,7 @@ class BackgroundLoad:
         self._share = 0.0
 
     def share(self) -> float:
-        """Returns the share of all cores that other processes used since the last call.
-
-        Calls within 0.1 s share one interval.
-        """
+        """Returns the share since the last call that was at least 0.1 s earlier."""
         now, own = time.perf_counter(), self._own_seconds()
         elapsed = now - self._start
         if self._psutil is not None and elapsed >= _MIN_INTERVAL_S:
@@ -140,10 +128,13 @@ class BackgroundLoad:
 
 @dataclasses.dataclass(frozen=True)
 class Rounds:
-    """The seconds of every benchmark program in each kept round."""
+    """The seconds of every program in each kept round, by name.
+
+    `elsewhere` is the largest CPU share of other processes in a kept round.
+    """
 
     seconds: dict[str, list[float]]
-    elsewhere: float  # the largest CPU share of other processes in a kept round
+    elsewhere: float
 
 
 def interleave(
@@ -156,10 +147,10 @@ def interleave(
 ) -> Rounds:
     """Times every program once per round, in a random order that differs by round.
 
-    The order is seeded by the round's number. No candidate always follows the same one
-    and its effects on caches, clock frequency and threads. The calmest `rounds` rounds
-    are kept, of at most `rounds * patience`. `agree` maps a round's background load to
-    a value that all processes share.
+    So no program always follows the same one, with its effects on caches, clock
+    frequency and threads. The calmest `rounds` rounds are kept, of at most
+    `rounds * patience`. `agree` maps a round's background load to a value that all
+    processes share.
     """
     load = load or BackgroundLoad()
     seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
@@ -179,11 +170,7 @@ def fastest(
     run: Callable[[Sequence[Candidate], int], Rounds] = interleave,
     trials: int = _TRIALS,
 ) -> Candidate:
-    """Times several variants of a program and returns the fastest one.
-
-    Each variant is called once to compile and once to drop slow ones. The rest is timed
-    interleaved by `run`. Of equally fast variants, the first is returned.
-    """
+    """Returns the fastest of several variants of a program, timed by `run`."""
     if len(variants) == 1:
         return variants[0]
     for variant in variants:
@@ -197,7 +184,7 @@ def fastest(
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The median, spread and best value of a series of measurements.
+    """A series of measurements.
 
     `spread` is the interquartile range divided by the median.
     """
@@ -208,17 +195,16 @@ class Summary:
 
 
 def summarize(values: Values) -> Summary:
-    """Returns the median, spread and smallest value of a series of times."""
+    """Summarizes a series of times, of which the smallest is the best."""
     low, median, high = map(float, np.percentile(values, (25, 50, 75)))
     return Summary(median, (high - low) / median, float(np.min(values)))
 
 
 def ratio(peer: Values, own: Values) -> Summary:
-    """Returns a summary of the speed-ups `peer / own`, one quotient for each round.
+    """Summarizes the speed-ups `peer / own` in each round; the largest is the best.
 
-    Both series come from the same rounds. A slow phase of the machine then affects
-    both, and the median of the quotients is more stable than the quotient of the
-    medians. `best` is the largest quotient.
+    A slow phase of the machine affects both times of a round, so that the median of the
+    quotients is more stable than the quotient of the medians.
     """
     quotients = np.divide(peer, own).tolist()
     return dataclasses.replace(summarize(quotients), best=max(quotients))

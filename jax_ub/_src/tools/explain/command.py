@@ -6,7 +6,6 @@ also gets a line. The table shows how long ranks waited in each call.
 """
 
 import argparse
-import collections
 import contextlib
 import pathlib
 import tempfile
@@ -37,7 +36,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class ExplainError(UbError, RuntimeError):
-    """Raised if XLA dumped no compiled program, so that there is none to explain."""
+    """Raised if XLA has dumped no compiled program."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,10 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """Runs the script, prints the table and returns the script's exit status.
-
-    In a multi-process job, only process 0 prints.
-    """
+    """Runs the script, prints the table and returns the script's exit status."""
     script, *arguments = split_program(given.program)
     check_script("explain", script)
     note_options_after("explain", given, arguments)
@@ -66,7 +62,7 @@ def command(given: argparse.Namespace) -> int:
         with (
             recording() as lowered,
             _waits() as traced,
-            _counting() as num_compiled,
+            _compiled() as compiled,
             console.program_stdout(given),
         ):
             status = run_script(script, arguments)
@@ -74,9 +70,9 @@ def command(given: argparse.Namespace) -> int:
             path.read_text()
             for path in sorted(pathlib.Path(folder).glob("*after_optimizations.txt"))
         ]
-    if num_compiled["programs"] and not texts:
+    if compiled and not texts:
         raise ExplainError(
-            f"explain: XLA wrote none of the {num_compiled['programs']} programs that "
+            f"explain: XLA wrote none of the {len(compiled)} programs that "
             "the script compiled. explain asks for them with --xla_dump_to in "
             f"XLA_FLAGS, which is now {shown(settings.xla_flags())}. Add to the flags "
             f"that are set, for example {settings.ADDING_XLA_FLAGS}, leave out "
@@ -93,31 +89,29 @@ def command(given: argparse.Namespace) -> int:
     ]
     name = pathlib.Path(script).name
     table = program.table_of(name, rows, found, given.hardware, lowered)
-    if jax.process_index() == 0:
+    if jax.process_index() == 0:  # in a job, the other processes print nothing
         console.say(given, str(table))
         console.write(given, table.as_json())
     return status
 
 
 def _waits() -> contextlib.AbstractContextManager[Recording]:
-    """Records how long ranks wait, if there is an engine that they wait in."""
+    """Records how long ranks wait, if there is an engine."""
     has_engine = cpu_engine.why_not() is None
     return trace() if has_engine else contextlib.nullcontext(Recording())
 
 
 @contextlib.contextmanager
-def _counting() -> Iterator[collections.Counter[str]]:
-    """Counts the programs that JAX compiles inside the `with` block.
+def _compiled() -> Iterator[list[str]]:
+    """Yields a list that gets an entry for each program that JAX compiles."""
+    compiled: list[str] = []
 
-    The yielded counter has the number under the key "programs".
-    """
-    counts: collections.Counter[str] = collections.Counter()
+    def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
+        if event == _COMPILED:
+            compiled.append(event)
 
-    def count(event: str, duration_secs: float, **kwargs: Any) -> None:
-        counts["programs"] += event == _COMPILED
-
-    jax.monitoring.register_event_duration_secs_listener(count)
+    jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield counts
+        yield compiled
     finally:
-        jax.monitoring.unregister_event_duration_listener(count)
+        jax.monitoring.unregister_event_duration_listener(listen)

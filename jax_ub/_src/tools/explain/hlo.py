@@ -36,14 +36,14 @@ _LIBRARIES = (
 )
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]+)\}")
 
-# The functions of jax_ub that could replace a collective and an adjacent dot, by the
+# The function of jax_ub that could replace a collective and an adjacent dot, by the
 # HLO opcode of the collective.
-_GATHERS = {"all-gather": "all_gather_matmul"}
-_REDUCTIONS = {
+_COULD_BE = {
+    "all-gather": "all_gather_matmul",
     "reduce-scatter": "matmul_reduce_scatter",
     "all-reduce": "matmul_all_reduce",
 }
-_OTHERS = ("all-to-all", "collective-permute")
+_COLLECTIVES = (*_COULD_BE, "all-to-all", "collective-permute")
 # Instructions that only move or convert data, and may separate collective and dot.
 _PASSED = frozenset(
     (
@@ -90,7 +90,6 @@ class Pair:
 
     @property
     def itemsize(self) -> int:
-        """Returns the bytes per element of the dot's operands."""
         return _bits(self.dtype) // 8
 
 
@@ -99,8 +98,8 @@ class Found:
     """The collectives of XLA in a compiled program, paired with dots where possible.
 
     `others` has the number of collectives without an adjacent dot, by opcode.
-    `gathered` has the result's shape of each all-gather among them whose operand is
-    computed in the program, not one of its arguments.
+    `gathered` has the results' shapes of those all-gathers among them whose operand is
+    no argument of the program.
     """
 
     pairs: tuple[Pair, ...]
@@ -123,7 +122,7 @@ class _Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class _Dot:
-    """The sizes of one rank's dot in HLO: elements of operands and result, and K."""
+    """The numbers of elements of one rank's operands and result, and K."""
 
     lhs: int
     rhs: int
@@ -140,8 +139,7 @@ def collectives(text: str) -> Found:
     """
     computations = dict(_computations(text))
     lines = _SourceLines(text)
-    # The first dot of each HLO computation that contains one, by the computation's
-    # name.
+    # The first dot of each computation that contains one.
     dots = {
         name: _dot(one, body)
         for name, body in computations.items()
@@ -164,26 +162,24 @@ def collectives(text: str) -> Found:
                 users[operand].append(name)
         for one in body.values():
             kind = one.opcode.removesuffix("-start")
-            if kind in _GATHERS:
-                near = _near(one.name, users, body, dots)
-            elif kind in _REDUCTIONS:
-                near = None
-                if _sums(one, computations):
-                    near = _near(one.name, operands, body, dots, impure)
-            elif kind in _OTHERS:
-                near = None
-            else:
+            if kind not in _COLLECTIVES:
                 continue
-            if near is None:
-                others[kind] += 1
-                gathered += _computed_and_gathered(one, kind, body)
-            else:
+            near = None
+            if kind == "all-gather":
+                near = _near(one.name, users, body, dots)
+            elif kind in _COULD_BE and _sums(one, computations):
+                near = _near(one.name, operands, body, dots, impure)
+            if near is not None:
                 pairs.append(_pair(one, kind, near, lines))
+                continue
+            others[kind] += 1
+            if kind == "all-gather" and not _gathers_argument(one, body):
+                gathered.append(tuple(one.arrays[-1][1]))
     return Found(tuple(pairs), dict(others), tuple(gathered))
 
 
 class _SourceLines:
-    """Finds the user's source lines in the tables at the beginning of HLO text."""
+    """Finds source lines of the user in the tables at the beginning of HLO text."""
 
     def __init__(self, text: str):
         # The columns of each row, by table and id.
@@ -201,7 +197,7 @@ class _SourceLines:
         self._offset = 1 if frames.get(1, ("", ""))[1] == "1" else 0
 
     def of(self, one: "_Instruction") -> str:
-        """Returns the file and line of an instruction, such as "train.py:12", or ""."""
+        """Returns the source line of an instruction, such as "train.py:12", or ""."""
         if named := _SOURCE.search(one.text):
             return f"{named[1]}:{named[2]}"
         found = _FRAME.search(one.text)
@@ -212,8 +208,7 @@ class _SourceLines:
             file, line = self._rows["FileLocations"].get(int(location), ("0", ""))
             (path,) = self._rows["FileNames"].get(int(file), ("",))
             lines.append(f"{path}:{line}" if path else "")
-            # The caller of a frame has a lower id. If the text has another one, which
-            # it never should, the next lower id keeps the loop finite.
+            # The caller of a frame should have a lower id. The loop ends anyway.
             frame = min(int(parent or 0) - self._offset, frame - 1)
         own = (line for line in lines if not any(one in line for one in _LIBRARIES))
         return next(own, lines[0] if lines else "")
@@ -226,15 +221,8 @@ def _sums(one, computations):
     return {each.opcode for each in body.values()} <= {"parameter", "add", "convert"}
 
 
-def _computed_and_gathered(one, kind, body):
-    """Returns the shape of an all-gather whose operand is computed, as a list."""
-    if kind not in _GATHERS or _is_argument(one, body):
-        return []
-    return [tuple(one.arrays[-1][1])]
-
-
-def _is_argument(one, body):
-    """Returns whether only moves, such as transposes, precede the operand of `one`."""
+def _gathers_argument(one, body):
+    """Returns whether only moves, such as transposes, precede a collective."""
     for _ in range(_MAX_STEPS):
         found = body.get(one.operands[0]) if one.operands else None
         if found is None or found.opcode == "parameter":
@@ -301,10 +289,10 @@ def _dot(one, body):
 
 
 def _near(start, edges, body, dots, impure=frozenset()):
-    """Follows `edges` (users or operands) from `start` to the nearest dot, or None.
+    """Returns the nearest dot along `edges` (users or operands) from `start`, or None.
 
-    Only instructions in `_PASSED` may be between them, such as converts and transposes.
-    Fusions that call computations in `impure` may not.
+    Only instructions in `_PASSED` may be between them, and no fusions that call
+    computations in `impure`.
     """
     reached = list(edges.get(start, ()))
     for _ in range(_MAX_STEPS):
@@ -337,7 +325,7 @@ def _pair(one, kind, dot, lines):
     return Pair(
         scope=named[1] if named else one.name,
         collective=kind,
-        could_be={**_GATHERS, **_REDUCTIONS}[kind],
+        could_be=_COULD_BE[kind],
         num_ranks=num_ranks,
         moved_bytes=round(share * whole * (math.prod(sizes) * _bits(dtype) // 8)),
         sizes=_global_sizes(one, kind, dot, num_ranks),
@@ -350,7 +338,7 @@ def _global_sizes(one, kind, dot, num_ranks):
     K = dot.contracting
     if min(dot.lhs, dot.rhs, dot.out, K) < 1:
         return None
-    if kind not in _GATHERS:
+    if kind != "all-gather":
         M = max(dot.lhs // K, 1)
         return M, num_ranks * K, max(dot.out // M, 1)
     # M is the number of rows of the gathered operand, which may be the left or the

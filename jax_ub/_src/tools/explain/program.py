@@ -21,8 +21,7 @@ from jax_ub._src.tools.explain import hlo, report
 from jax_ub._src.tools.explain.report import HardwareLike, Row, Table, TraceLike, Waits
 from jax_ub._src.tools.trace.spans import ub_name_in
 
-# The key by which executions are counted: a call, and the shapes and dtypes of its
-# operands.
+# The key by which executions are counted.
 _CallSite = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
 _LOOP = "in a loop"
 _SHORT_NAMES = {row.dtype: row.short_name for row in dtypes.TABLE}
@@ -84,13 +83,11 @@ def explain(
 
 
 def _as_new_function(fn, args, kwargs):
-    """Wraps `fn` in a new function of its arrays, which JAX must lower again.
+    """Wraps `fn` in a new function of its arrays; returns it and the arrays.
 
-    Returns the function and the arrays.
-
-    JAX lowers each function once, and `recording` only sees calls that are lowered in
-    its block. Other arguments than arrays are closed over, because `fn` may declare
-    them as static.
+    JAX lowers a function once, and `recording` sees only calls that are lowered in its
+    block. Arguments that are not arrays are closed over, because `fn` may declare them
+    as static.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     is_array = [_is_array(leaf) for leaf in leaves]
@@ -121,11 +118,7 @@ def table_of(
     hardware: HardwareLike,
     lowered: Sequence[LoweredCall],
 ) -> Table:
-    """Returns the table of `explain` with its title and its notes.
-
-    The title has the number of overlapped calls. The notes count XLA's collectives in
-    `found` that have no adjacent dot.
-    """
+    """Returns the table of `explain` with its title and its notes."""
     on = sum(row.overlapped for row in rows)
     title = f"{name}: {on} of {len(rows)} overlapped" if rows else f"{name}: no linears"
     table = Table(tuple(rows), title)
@@ -152,11 +145,10 @@ def table_of(
 def _num_activation_gathers(
     found: Sequence[hlo.Found], lowered: Sequence[LoweredCall]
 ) -> int:
-    """Returns the number of all-gathers of XLA that gather activations.
+    """Returns the number of all-gathers of activations that are not next to a dot.
 
-    These are all-gathers that are not next to a dot, and whose result has as many rows
-    as x has tokens in one of the calls. Results with the shape of a kernel do not
-    count, because the gradients of kernels are gathered, too.
+    Their result has as many rows as x has tokens in one of the calls, and not the shape
+    of a kernel, because the gradients of kernels are gathered, too.
     """
     sizes = [one.call.global_sizes(one.operands)[1:] for one in lowered]
     tokens = {M for M, _, _ in sizes}
@@ -174,11 +166,9 @@ def call_rows(
     waits: Waits,
     counts: Mapping[_CallSite, str],
 ) -> Iterator[Row]:
-    """Yields a row of `explain`'s table for each distinct jax_ub call in a program.
+    """Yields a row for each distinct call of jax_ub.
 
-    A row has the call's bytes and its predicted time on `machine`. `counts` has the
-    numbers of executions that are known; other calls count as often as they are
-    lowered.
+    A call that is not in `counts` counts as often as it is lowered.
     """
     groups: dict[tuple[Any, ...], list[LoweredCall]] = {}
     for one in lowered:
@@ -226,7 +216,7 @@ def call_rows(
 
 
 def _dtype_of(call, operands):
-    """Returns the dtypes of the arrays that a call multiplies, or of what it moves."""
+    """Returns the dtypes of the arrays that a call multiplies or else sends."""
     if call.has_scales:
         multiplied = operands[: call.num_scales]
     else:
@@ -238,11 +228,10 @@ def _dtype_of(call, operands):
 def pair_rows(
     pairs: Sequence[hlo.Pair], machine: Hardware, lowered: Sequence[LoweredCall]
 ) -> Iterator[Row]:
-    """Yields a row of `explain`'s table for each pair of an XLA collective and a dot.
+    """Yields a row for each pair of an XLA collective and a dot.
 
-    Such a pair is not overlapped; the row's reason names the function that could
-    replace it. Pairs to which a call in `lowered` fell back are left out, because
-    `call_rows` has the call.
+    Pairs to which a call in `lowered` fell back are left out, because `call_rows` has
+    the call.
     """
     listed = {Fallback(one.call.label, one.reason) for one in lowered if one.reason}
     groups = collections.Counter(map(_with_user_scope, pairs))
@@ -279,7 +268,7 @@ def pair_rows(
 
 
 def _with_user_scope(pair):
-    """Returns a pair with the user's name scope, its fallback, and why it repeats."""
+    """Returns a pair in the user's scope, its fallback, and why all ranks repeat it."""
     fallback = lowering_log.fallback_in(pair.scope)
     scope = _scope("", fallback.label) if fallback else _scope(pair.scope, "")
     repeated = lowering_log.replicated_in(pair.scope)
@@ -288,7 +277,7 @@ def _with_user_scope(pair):
 
 
 def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
-    """Yields a row for each fallback that XLA computes without a collective."""
+    """Yields a row for each fallback without a collective."""
     known = {lowering_log.fallback_in(pair.scope) for pair in pairs}
     for equation, _ in equations(jaxpr, 1):
         if equation.primitive.name != "dot_general":
@@ -310,10 +299,7 @@ def _scope(stack, label):
 
 
 def _count(jaxpr: core.Jaxpr) -> dict[_CallSite, str]:
-    """Returns how often each jax_ub call of a jaxpr runs, counting scan iterations.
-
-    The count of a call in a while loop is unknown and is `_LOOP`.
-    """
+    """Returns how often each jax_ub call of a jaxpr runs; in a while loop `_LOOP`."""
     counts: dict[_CallSite, str] = {}
     for equation, times in equations(jaxpr, 1):
         call = equation.params.get("call")
@@ -327,7 +313,7 @@ def _count(jaxpr: core.Jaxpr) -> dict[_CallSite, str]:
 
 
 def equations(jaxpr, times):
-    """Yields each equation of a jaxpr and how often it runs, including nested jaxprs.
+    """Yields each equation, also of nested jaxprs, and how often it runs.
 
     The number is None inside a while loop.
     """

@@ -83,8 +83,6 @@ class Row:
 class Table:
     """The table that `explain` returns, with a row for each call; `print` formats it.
 
-    `print(table)` formats it.
-
     Attributes:
         rows: the calls.
         title: the first line.
@@ -105,10 +103,7 @@ class Table:
 
     @property
     def custom_call_flops(self) -> int:
-        """Returns the FLOPs of a rank in all jax_ub calls of the table.
-
-        XLA's cost analysis counts them as 0, because they are custom calls.
-        """
+        """Returns a rank's FLOPs in all calls of jax_ub, which XLA counts as 0."""
         custom = (row for row in self.rows if row.method != "xla")
         return sum(row.count * (row.flops or 0) for row in custom)
 
@@ -117,10 +112,7 @@ class Table:
         return {**dataclasses.asdict(self), "overlapped": self.overlapped}
 
     def __str__(self) -> str:
-        """Formats the table as text with aligned columns; `print` calls it.
-
-        Most columns are omitted if they are empty in every row.
-        """
+        """Formats the table with aligned columns, without most of the empty ones."""
         lines = [self.title] if self.title else []
         cells = [_cells(row) for row in self.rows]
         if cells:
@@ -130,16 +122,15 @@ class Table:
                 if name in _ALWAYS_SHOWN or any(row[name] for row in cells)
             ]
             rows = [[row[name] for name in header] for row in cells]
-            names = self._names_of_times()
-            titles = [names.get(name, name) for name in header]
-            lines += format_table(titles, rows, has_rule=True)
+            titles = {}
+            if self.hardware:
+                titles = {
+                    "predicted": f"predicted {self.hardware}",
+                    "exposed": "exposed here",
+                }
+            titled = [titles.get(name, name) for name in header]
+            lines += format_table(titled, rows, has_rule=True)
         return "\n".join([*lines, *self.notes])
-
-    def _names_of_times(self):
-        """Returns titles that name the machine of each column of times."""
-        if not self.hardware:
-            return {}
-        return {"predicted": f"predicted {self.hardware}", "exposed": "exposed here"}
 
 
 def _cells(row: Row) -> dict[str, str]:
@@ -163,15 +154,10 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def find_hardware(hardware: HardwareLike) -> Hardware:
-    """Returns the machine (GPU or host) for which `explain` predicts times.
+    """Returns the machine for which `explain` predicts times.
 
-    Args:
-        hardware: a name; a dict of rates, which replace those of the machine that its
-            "name" selects; or None for the kind of this process's devices.
-
-    Raises:
-        UnknownNameError: if a name or a key is unknown.
-        ConfigurationError: if a rate is missing or out of range.
+    The rates of a dict replace those of the machine that its "name" selects. None
+    selects the kind of this process's devices.
     """
     if hardware is None:
         return HARDWARE[_local_machine() or _ASSUMED]
@@ -199,7 +185,6 @@ def find_hardware(hardware: HardwareLike) -> Hardware:
 
 
 def _check_rate(key, value):
-    """Raises an error unless a rate or share is positive and other values are >= 0."""
     is_rate = key.endswith(("_per_s", "_share"))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_count = key.endswith("processors")
@@ -216,15 +201,12 @@ def _check_rate(key, value):
 
 
 def other_machine(machine: Hardware) -> str:
-    """Returns the name of a machine if it differs from the local devices, else ""."""
+    """Returns the name of the machine, or "" if it is the kind of local devices."""
     return "" if machine == HARDWARE.get(_local_machine() or "") else machine.name
 
 
 def assumption(hardware: HardwareLike, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Returns a note that times are predicted for another machine than this one.
-
-    The result is empty if the simulator knows the local devices.
-    """
+    """Returns a note if times are predicted without knowing the local devices."""
     is_predicted = any(row.predicted_s is not None for row in rows)
     if hardware is not None or not is_predicted or _local_machine():
         return ()
@@ -236,7 +218,6 @@ def assumption(hardware: HardwareLike, rows: Sequence[Row]) -> tuple[str, ...]:
 
 @functools.cache
 def _local_machine() -> str | None:
-    """Returns the simulator's name of this process's devices, or None if unknown."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return "cpu"

@@ -1,7 +1,4 @@
-"""Implements `Sequential.explain`.
-
-Reports which linears are overlapped after fusion, and why the others are not.
-"""
+"""Implements `Sequential.explain`: which linears overlap after fusion, and why not."""
 
 from __future__ import annotations
 
@@ -38,8 +35,7 @@ _COLLECTIVES = {
     AllGather: ("all_gather", "reduce_scatter"),
     ReduceScatter: ("reduce_scatter", "all_gather"),
 }
-# The name of a GEMM or collective in `simulate`, its contracting size and its
-# number of output features.
+# The op of a GEMM or collective, its contracted size and its number of output features.
 Step = tuple[str, int, int]
 # The steps of linears that are not fused, forward and backward, by parallel mode and
 # sequence parallelism. The kernel has shape [k, n].
@@ -70,16 +66,7 @@ _NO_RANKS = (
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The arguments of `Sequential.explain`: sizes, hardware and measured waits.
-
-    Attributes:
-        tokens: number of tokens of all ranks together; None predicts nothing.
-        num_ranks: size of the tensor-parallel axes; None takes it from the mesh in
-            scope.
-        dtype: dtype of the activations.
-        machine: the machine for which times are predicted.
-        waits: measured seconds that a rank waited in a call.
-    """
+    """The arguments of `Sequential.explain`, which documents them."""
 
     tokens: int | None
     num_ranks: int | None
@@ -98,7 +85,6 @@ class Sizes:
             )
 
     def ranks_on(self, axis_name: str) -> int | None:
-        """Returns the number of ranks on a mesh axis; None if it is unknown."""
         known = self.num_ranks or num_ranks(axis_name)
         sizes = {axis.axis_name: axis.tp_size for axis in registry.axes()}
         return known or sizes.get(axis_tuple(axis_name))
@@ -112,10 +98,7 @@ def explain(
     hardware: Any,
     trace: Any,
 ) -> Table:
-    """Reports for each linear, forward and backward, whether its collective overlaps.
-
-    The table has a row for the forward and a row for the backward of each.
-    """
+    """Implements `Sequential.explain`."""
     machine, waits = report.find_hardware(hardware), report.read_waits(trace)
     sizes = Sizes(tokens, num_ranks, dtype, machine, waits)
     rows: list[Row] = []
@@ -144,10 +127,7 @@ def explain(
 
 
 def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
-    """Returns, for each basic operation, the (fused) operation that runs it.
-
-    Returns it with the index of the first basic operation that it covers.
-    """
+    """Returns the operation that runs each basic operation, and its first index."""
     return [(window.start, op) for window, op in windows(ops) for _ in op.basic_ops]
 
 
@@ -233,10 +213,7 @@ def _planned(op, axis_name, mode: ParallelMode, ranks, window_name) -> CallConfi
 
 
 def _backward_config(op, mode, call_config, sizes):
-    """Returns the `CallConfig` with which a linear's backward communicates.
-
-    For a column-parallel linear it includes the method that was tuned for these sizes.
-    """
+    """Returns the config of the backward pass, with the method tuned for its sizes."""
     call_config = call_config.dgrad
     if sizes.tokens is None or mode != "column" or not op.sequence_parallel:
         return call_config
@@ -248,10 +225,7 @@ def _backward_config(op, mode, call_config, sizes):
 
 
 def _steps(op, parallel, is_fused, backward: CallConfig | None) -> list[Step]:
-    """Returns the GEMMs and collectives of one pass of a linear, with sizes.
-
-    `backward` has the methods of the backward pass; it is None for the forward pass.
-    """
+    """Returns the steps of one pass; `backward` is None for the forward pass."""
     sequence_parallel = parallel is not None and op.sequence_parallel
     if not is_fused:
         text = _UNFUSED[parallel, sequence_parallel][backward is not None]
