@@ -32,19 +32,12 @@ from jax_ub._src.tables import format_bytes
 
 _REQUIRED = ("jax", "jaxlib", "numpy")
 _PACKAGES = ("jax_ub", *_REQUIRED, "flax", "optax", "orbax-checkpoint")
-# The number of devices to request: the smallest number with which collectives
-# communicate.
-_NUM_DEVICES = 2
-# Name of the mesh axis of the checks. It must differ from the axes of user programs,
-# which `initialize_ub` may have configured.
-_AXIS = "doctor"
+_NUM_DEVICES = 2  # the smallest number with which collectives communicate
+_AXIS = "doctor"  # the mesh axis of the checks, which no program has configured
 
 
 class State(enum.Enum):
-    """Severity of a finding of `python -m jax_ub doctor`: ok, note, warning or fault.
-
-    The exit status of `doctor` is 1 only if there is a fault.
-    """
+    """Severity of a finding. The exit status of `doctor` is 1 only for a fault."""
 
     FINE = "ok"
     NOTE = "--"
@@ -54,35 +47,25 @@ class State(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The result of one check of `python -m jax_ub doctor`, printed as one line.
-
-    It has the name of what was checked, its severity and an explanation.
-    """
+    """The result of one check, which `doctor` prints as one line."""
 
     name: str
     state: State
     text: str
 
     def as_json(self) -> dict[str, str]:
-        """Returns the finding as a dictionary of JSON types."""
         return {"name": self.name, "state": self.state.name.lower(), "text": self.text}
 
     @classmethod
     def from_json(cls, found: dict[str, str]) -> "Finding":
-        """Returns the finding whose `as_json` returned this dictionary."""
         return cls(found["name"], State[found["state"].upper()], found["text"])
 
 
 def examine(*, together: bool = False) -> Iterator[Finding]:
-    """Runs all checks of `python -m jax_ub doctor` and yields their findings.
+    """Runs all checks; if JAX cannot start, only those that need no device.
 
-    A check that depends on others follows them. If JAX cannot start, the rest is
-    omitted.
-
-    Args:
-        together: whether all processes of the job call this at the same time; the
-            checks then compute across processes. No process may have called
-            `initialize_ub`.
+    If `together`, all processes of the job call this, and the checks compute across
+    processes. No process may have called `initialize_ub` then.
     """
     _request_devices()
     yield from _packages()
@@ -105,7 +88,6 @@ def examine(*, together: bool = False) -> Iterator[Finding]:
 
 
 def _request_devices():
-    """Requests two CPU devices from JAX, so that collectives can be checked."""
     if getattr(jax.config, "jax_num_cpu_devices", 0) > 0:
         return
     settings.set_pool_threads(_NUM_DEVICES)
@@ -176,33 +158,28 @@ def _cpu_engine():
     also = f"; also possible here: {', '.join(others)}" if others else ""
     yield Finding("instruction set", State.FINE, f"{cpu.isa()}{also}")
     cores, threads = len(hosts.cores()), cpu.num_threads()
-    text = f"{threads} compute, on {cores} cores"
+    state, text = State.FINE, f"{threads} compute, on {cores} cores"
     if threads > cores:
+        state = State.WARNING
         text += f": they would share cores. Set JAX_UB_NUM_THREADS={cores}."
-        yield Finding("engine threads", State.WARNING, text)
-    else:
-        yield Finding("engine threads", State.FINE, text)
+    yield Finding("engine threads", state, text)
 
 
 def device_findings() -> Iterator[Finding]:
-    """Yields findings about JAX's devices: their number, their kind, GPU drivers.
-
-    On CPUs, it also checks that jaxlib's thread pool is large enough for the devices.
-    """
     devices = jax.devices()
     kind = cuda_engine.platform_of(devices[0])
     found = f"{len(devices)} {kind}"
+    if kind not in ("cpu", "cuda"):
+        text = f"{found}; there is no engine for them, and calls run plain jax.lax"
+        yield Finding("devices", State.WARNING, text)
+        return
+    yield Finding("devices", State.FINE, found)
     if kind == "cuda":
-        yield Finding("devices", State.FINE, found)
         yield from _gpus()
-    elif kind == "cpu":
-        yield Finding("devices", State.FINE, found)
+    else:
         reason = cuda_engine.why_not() or "built; there are no CUDA devices here"
         yield Finding("CUDA engine", State.NOTE, reason)
         yield from _pool_threads()
-    else:
-        text = f"{found}; there is no engine for them, and calls run plain jax.lax"
-        yield Finding("devices", State.WARNING, text)
 
 
 def _pool_threads():
@@ -254,14 +231,13 @@ def _cublaslt(native, devices):
         for device in devices
         if native.may_corrupt_concurrent_gemms(device["compute_capability"][0])
     ]
-    if not faulty:
-        return Finding("cuBLASLt", State.FINE, text)
-    text += (
-        f": its GEMMs may corrupt concurrent work on GPU {', '.join(faulty)}, so the "
-        "engine runs them on one stream, and XLA may not. Install nvidia-cublas 13.2 "
-        "or newer."
-    )
-    return Finding("cuBLASLt", State.WARNING, text)
+    if faulty:
+        text += (
+            f": its GEMMs may corrupt concurrent work on GPU {', '.join(faulty)}, so "
+            "the engine runs them on one stream, and XLA may not. Install "
+            "nvidia-cublas 13.2 or newer."
+        )
+    return Finding("cuBLASLt", State.WARNING if faulty else State.FINE, text)
 
 
 def _peer_access(ordinals):
@@ -282,7 +258,7 @@ def _peer_access(ordinals):
 
 
 def _methods_on(mesh: Mesh) -> Iterator[Finding]:
-    """Yields a finding for each method: whether its AG+GEMM gives numpy's result."""
+    """Compares the AG+GEMM of each method with numpy."""
     x = np.ones((8 * mesh.size, 16), np.float32)
     w = np.ones((16, 8 * mesh.size), np.float32)
     for method in Method:
@@ -328,7 +304,7 @@ def _bulk_linear(num_ranks, x, w):
 
 
 def state_of_failure(method: Method, devices) -> State:
-    """Returns the severity of a method's failure: FAULT if it should run, else NOTE."""
+    """Returns FAULT if an engine should run the method here, else NOTE."""
     kind = cuda_engine.platform_of(devices[0])
     on_gpus = method is not Method.DIRECT and cuda_engine.why_not() is None
     on_cpus = kind == "cpu" and cpu_engine.why_not() is None
@@ -350,20 +326,13 @@ def _shared_memory():
 
 
 def _named_overlaps(mesh: Mesh, together: bool) -> Iterator[Finding]:
-    """Yields a `Finding` for each initialized mesh axis, with its named overlaps.
-
-    If `initialize_ub` was not called, it is called on a small mesh to report its
-    defaults.
-    """
+    """Lists the methods of named overlaps, or the defaults of `initialize_ub`."""
     if registry.axes():
         yield from _connections()
-        for initialized_axis in registry.axes():
-            axes = ", ".join(initialized_axis.axis_name)
-            text = (
-                f"{initialized_axis.tp_size} ranks, [T, H] = "
-                f"{list(initialized_axis.shape)}: {_methods_of(initialized_axis)}"
-            )
-            yield Finding(f"axis {axes}", State.FINE, text)
+        for axis in registry.axes():
+            sizes = f"{axis.tp_size} ranks, [T, H] = {list(axis.shape)}"
+            text = f"{sizes}: {_methods_of(axis)}"
+            yield Finding(f"axis {', '.join(axis.axis_name)}", State.FINE, text)
         return
     try:
         ub.initialize_ub((8 * mesh.size, 16), mesh.size, mesh=mesh, axis_name=_AXIS)
@@ -373,17 +342,16 @@ def _named_overlaps(mesh: Mesh, together: bool) -> Iterator[Finding]:
     yield from _connections()
     if together:
         yield from _methods_on(mesh)
-    (initialized_axis,) = registry.axes()
-    text = f"not called here; the defaults are {_methods_of(initialized_axis)}"
+    (axis,) = registry.axes()
+    text = f"not called here; the defaults are {_methods_of(axis)}"
     ub.destroy_ub()
     yield Finding("initialize_ub", State.NOTE, text)
 
 
-def _methods_of(initialized_axis):
+def _methods_of(axis):
     by_method: dict[str, list[str]] = {}
-    for name, mode in initialized_axis.overlaps:
-        method = initialized_axis.overlaps[name, mode].method
-        by_method.setdefault(f"{method} ({mode.name})", []).append(name)
+    for (name, mode), overlap in axis.overlaps.items():
+        by_method.setdefault(f"{overlap.method} ({mode.name})", []).append(name)
     return "; ".join(f"{key}: {', '.join(names)}" for key, names in by_method.items())
 
 
@@ -402,10 +370,7 @@ def _connections():
 
 
 def describe_connection(connection: communicators.Connection) -> str:
-    """Returns a text with the mode in which a group's ranks share memory.
-
-    The text also has each preferred mode that cannot be used, and the reason.
-    """
+    """Returns how a group's ranks share memory, and why not by preferred modes."""
     communicator = connection.communicator
     how = getattr(communicator, "how", None)
     if communicator is None or how is None:

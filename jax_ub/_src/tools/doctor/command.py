@@ -28,11 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """Runs all checks and prints a line for each finding.
-
-    Returns:
-        1 if there is a fault, else 0.
-    """
+    """Prints a line for each finding; returns 1 if there is a fault, else 0."""
     parts.check_options("doctor", given)
     if given.part is not None:
         jax.distributed.initialize()
@@ -52,11 +48,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def _in_processes(given) -> list[Finding]:
-    """Runs the doctor's checks in several processes that communicate.
-
-    Returns the findings of process 0, then those of other processes that differ from
-    them.
-    """
+    """Returns the findings of process 0, then those of others that differ from them."""
     try:
         with parts.parts_of(
             "doctor",

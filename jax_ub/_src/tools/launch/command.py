@@ -110,12 +110,11 @@ def environment(
     port: int,
     num_hosts: int = 1,
 ) -> dict[str, str]:
-    """Returns the environment variables of one process of a `launch` job.
+    """Returns the environment variables of one process of a job.
 
-    JAX finds the job in them, so `jax.distributed.initialize()` needs no arguments. JAX
-    has no environment variables for the process index and the number of processes. It
-    detects clusters by their variables, so this function sets those of a Slurm step on
-    one node.
+    JAX finds the job in them, so `jax.distributed.initialize()` needs no arguments. It
+    has no variables for the process index and the number of processes, but it detects
+    Slurm, so this function sets the variables of a Slurm step on one node.
 
     Args:
         given: the launcher's environment; user settings are kept.
@@ -160,7 +159,7 @@ def environment(
 
 
 def _no_proxy(given):
-    """Returns variables that exclude the coordinator's address from HTTP proxies."""
+    """Excludes the coordinator's address from HTTP proxies."""
     if not any(name.lower().endswith("_proxy") for name in given):
         return {}
     hosts = given.get("no_proxy", given.get("NO_PROXY", "")).split(",")
@@ -169,10 +168,10 @@ def _no_proxy(given):
 
 @contextlib.contextmanager
 def _reserved_port() -> Iterator[int]:
-    """Yields a free TCP port for the coordinator, which no other program can get.
+    """Yields a TCP port for the coordinator, which no other program can get.
 
-    Both the coordinator and this socket set SO_REUSEPORT, so they can bind to the same
-    port. This socket does not listen, so it receives no connections.
+    The coordinator also sets SO_REUSEPORT, so it can bind to the port of this socket,
+    which does not listen.
     """
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -191,7 +190,7 @@ def _reserved_port() -> Iterator[int]:
 
 
 def _supervise(job, parent, parent_folder):
-    """Starts the supervisor process, which runs the job's processes, and waits for it.
+    """Starts the supervisor, which runs the job's processes, and waits for it.
 
     If the supervisor or this process is killed, the other one ends all ranks. If the
     process `parent` exits, this process ends all ranks and removes `parent_folder`.

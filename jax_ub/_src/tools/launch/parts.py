@@ -18,13 +18,11 @@ from collections.abc import Iterator, Sequence
 from jax_ub._src.errors import UbError, shown
 from jax_ub._src.tools.options import positive
 
-# Maximum number of processes, and of devices per process, far above what one machine
-# can run.
-MOST = 4096
+MOST = 4096  # processes or devices, far more than one machine can run
 
 
 class LaunchError(UbError, ValueError):
-    """Raised if the options or the environment of `jax_ub launch` are invalid."""
+    """Raised if the options or the environment of `launch` are invalid."""
 
 
 class JobError(UbError, RuntimeError):
@@ -32,7 +30,6 @@ class JobError(UbError, RuntimeError):
 
 
 def count(text: str) -> int:
-    """Parses a number of processes or devices; an argparse `type`."""
     if positive(text) > MOST:
         raise argparse.ArgumentTypeError(
             f"{shown(text)} is more than one machine can run. Give at most {MOST}."
@@ -44,19 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `--processes` and related options, which several commands have."""
     add = parser.add_argument
     add("--processes", type=count, default=1, help="run in this many processes")
-    add(
-        "--devices-per-process",
-        type=count,
-        metavar="K",
-        help="with --processes: CPU devices of each, or GPUs (default: 1)",
-    )
-    # An internal option: each process of the job gets the path of its output file, see
-    # `part_path`.
+    devices = "with --processes: CPU devices of each, or GPUs (default: 1)"
+    add("--devices-per-process", type=count, metavar="K", help=devices)
+    # Internal: each process of the job writes to `part_path` of this path.
     add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
 
 
 def check_options(command: str, given: argparse.Namespace) -> None:
-    """Checks the options `--processes` and `--devices-per-process` of a command."""
     devices = given.devices_per_process
     if devices is not None and given.processes == 1:
         raise LaunchError(
@@ -66,7 +57,7 @@ def check_options(command: str, given: argparse.Namespace) -> None:
 
 
 def part_path(path: pathlib.Path, process: int) -> pathlib.Path:
-    """Returns the output file of process 1 as "out.1.json" for the path "out.json"."""
+    """Returns the output file of a process, such as "out.1.json" for "out.json"."""
     return path.with_suffix(f".{process}{path.suffix}")
 
 
@@ -79,12 +70,9 @@ def parts_of(
     devices_per_process: int,
     stdout: int | None = None,
 ) -> Iterator[list[pathlib.Path]]:
-    """Runs a command with `--part` in several processes, and yields their output files.
+    """Runs a command with `--part` in several processes, and yields their files.
 
-    The files exist until the block ends.
-
-    Raises:
-        JobError: if a process failed.
+    The block may read the files. A `JobError` is raised if a process failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "part.json")
@@ -113,17 +101,8 @@ def run_parts(
 ) -> int:
     """Runs `python -m jax_ub ARGUMENTS` in several processes, by `jax_ub launch`.
 
-    Args:
-        arguments: command and options, including the one that marks it as a part.
-        num_processes: number of processes.
-        devices_per_process: number of CPU devices or GPUs of each process.
-        folder: folder that the processes write to. If this process is killed, the
-            launcher ends the processes and removes the folder.
-        stdout: file descriptor for what the processes print, as in `subprocess`; None
-            for this command's stdout.
-
-    Returns:
-        The launcher's exit status: 0, or the status of the first failed process.
+    If this process is killed, the launcher ends the processes and removes `folder`.
+    `stdout` is that of `subprocess`. Returns the exit status of the launcher.
     """
     launch = ["launch", "-n", str(num_processes)]
     launch += ["--devices-per-process", str(devices_per_process)]
@@ -133,11 +112,10 @@ def run_parts(
 
 
 def _run_forwarding_sigterm(command, stdout):
-    """Runs the launcher as a subprocess and returns its exit status.
+    """Runs the launcher and returns its exit status.
 
-    SIGTERM ends the launcher first, then this process, with cleanup. The signal handler
-    does not raise. An exception while the launcher is being started would leave it
-    running.
+    SIGTERM ends the launcher first, then this process. The signal handler does not
+    raise, because an exception during `Popen` would leave the launcher running.
     """
     process: subprocess.Popen | None = None
     is_terminated = threading.Event()
@@ -168,8 +146,8 @@ def _run_forwarding_sigterm(command, stdout):
 def exit_on_failure() -> Iterator[None]:
     """Exits the process at once if the block raises, so that the launcher ends the job.
 
-    Without this, JAX would wait for minutes at exit until the other processes exit,
-    while they may wait for this process in a collective.
+    At a normal exit, JAX would wait for minutes for the other processes, which may wait
+    for this process in a collective.
     """
     try:
         yield

@@ -33,10 +33,7 @@ _LONGEST_WAIT_S = 3600.0  # below the limit of epoll: milliseconds in 32 bits
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose parent has exited.
-
-    It can then find and kill them.
-    """
+    """Makes this process the parent of descendants whose parent has exited."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -73,10 +70,7 @@ def descendants() -> frozenset[int]:
 
 
 def kill_descendants(spared: frozenset[int] = frozenset()) -> None:
-    """Kills all descendants of this process except `spared`, until none is left.
-
-    Descendants that are started meanwhile are killed, too.
-    """
+    """Kills the descendants of this process except `spared`, until none is left."""
     while alive := descendants() - spared:
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
@@ -97,16 +91,12 @@ class OutputError(Exception):
 
 
 class Relay:
-    """Copies a process's output line by line, prefixing each line with its index.
+    """Copies output from one descriptor to another, and adds a prefix to each line.
 
     It also keeps the last lines, to repeat them after a failure.
     """
 
     def __init__(self, source: int, target: int, prefix: bytes):
-        """Prepares to copy lines from descriptor `source` to descriptor `target`.
-
-        The source is made non-blocking.
-        """
         os.set_blocking(source, False)
         self.source, self._target, self._prefix = source, target, prefix
         self._rest = b""
@@ -126,10 +116,7 @@ class Relay:
         return bool(found)
 
     def close(self) -> None:
-        """Copies the rest of the output after the process has exited.
-
-        An unfinished last line is completed with a newline.
-        """
+        """Copies the rest of the output, and completes an unfinished last line."""
         while select.select([self.source], [], [], 0)[0] and self.read():
             pass
         if self._rest:
@@ -157,7 +144,6 @@ class Rank:
     """A process of the job, in a separate session and process group."""
 
     def __init__(self, index: int, command: list[str], environment: dict[str, str]):
-        """Starts the process. The kernel kills it when the supervisor exits."""
         parent = os.getpid()
 
         def die_with_parent():
@@ -182,12 +168,11 @@ class Rank:
         self.stderr = Relay(self.process.stderr.fileno(), 2, prefix)
 
     def send(self, number: int) -> None:
-        """Sends the signal `number` to this process's group, if it still exists."""
+        """Sends a signal to the process group, if it still exists."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def __str__(self):
-        """Returns "process 1 (pid 123) ended with exit status 1", for messages."""
         status = self.process.returncode
         how = f"ended with exit status {status}"
         if status is not None and status < 0:
@@ -198,11 +183,10 @@ class Rank:
 class Supervisor:
     """Event loop that waits for the processes' output and exits, signals and deadlines.
 
-    When a rank fails, it ends the other ranks.
+    When a rank fails, it ends the other ranks. `command.run` describes the job.
     """
 
     def __init__(self, job: dict):
-        """Starts the processes of `job`, a JSON object from `command.run`."""
         self._job, self._status = job, 0
         self._failed: Rank | None = None
         self._is_ending = False  # whether the ranks have been sent a signal
@@ -248,11 +232,7 @@ class Supervisor:
             self._on(relay.source, functools.partial(self._relay, relay))
 
     def run(self) -> int:
-        """Runs the event loop until all processes have exited; returns the status.
-
-        It kills all processes that they have left, and returns the launcher's exit
-        status.
-        """
+        """Runs until all processes have exited; returns the launcher's exit status."""
         try:
             while self._running:
                 self._wait()
@@ -295,11 +275,8 @@ class Supervisor:
             self._end(128 - status if status < 0 else status)
 
     def _end(self, status, number=signal.SIGTERM, linger_s=None):
-        """Schedules the end of all running processes: signal `number`, later SIGKILL.
-
-        `linger_s` delays the first signal. The job keeps the first exit status.
-        """
-        self._status = self._status or status
+        """Schedules signal `number` to all running processes, and later SIGKILL."""
+        self._status = self._status or status  # the job keeps its first status
         linger_s = self._job["linger_s"] if linger_s is None else linger_s
         self._after(linger_s, lambda: self._send(number))
         self._after(linger_s + self._job["grace_s"], lambda: self._send(signal.SIGKILL))
@@ -330,10 +307,7 @@ class Supervisor:
         return sum(relay.num_lines for relay in relays)
 
     def _report(self):
-        """Prints the first failure again if other processes wrote output after it.
-
-        It would otherwise be hard to find in the output of all ranks.
-        """
+        """Prints the first failure again if other processes wrote output after it."""
         if self._failed is None or self._lines_written() == self._num_lines:
             return
         tail = " The end of its stderr:" if self._failed.stderr.tail else ""
@@ -354,7 +328,6 @@ def _open_standard_descriptors():
 
 
 def main() -> int:
-    """Runs the job that the launcher writes to stdin, and returns its status."""
     _open_standard_descriptors()
     job = json.loads(sys.stdin.buffer.readline())
     adopt_orphans()

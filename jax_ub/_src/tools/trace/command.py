@@ -60,23 +60,16 @@ class TraceArgumentError(UbError, ValueError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--op",
-        type=name_of(FORWARD_SPECS),
-        help=f"a single op: {', '.join(FORWARD_SPECS)}",
-    )
+    ops = f"a single op: {', '.join(FORWARD_SPECS)}"
+    add("--op", type=name_of(FORWARD_SPECS), help=ops)
     for name, (read, default) in _OP_OPTIONS.items():
         add(f"--{name}", type=value_of(read), help=f"of --op (default: {default})")
     parts.add_arguments(parser)
     add("--merge", nargs="+", type=pathlib.Path, metavar="FILE", help="read these")
     what = "the trace, for ui.perfetto.dev or chrome://tracing,"
     console.add_json(parser, what, has_program=True)
-    add(
-        "program",
-        nargs=argparse.REMAINDER,
-        metavar="script.py ...",
-        help="a program and its arguments; options of trace precede it",
-    )
+    program = "a program and its arguments; options of trace precede it"
+    add("program", nargs=argparse.REMAINDER, metavar="script.py ...", help=program)
     parser.set_defaults(run=command)
 
 
@@ -115,11 +108,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def summary(trace: Trace) -> list[str]:
-    """Returns a table of a trace: for each op of a layer, its median time and wait.
-
-    Calls are equal if layer, op, method and the operands' shapes and dtypes are. A rank
-    waits while it needs data from other ranks.
-    """
+    """Returns a table of a trace, with a row for equal calls."""
     indices: dict[tuple[Any, ...], list[int]] = {}
     for index, call in enumerate(trace.calls):
         key = (call.label, call.op, call.method, call.num_ranks, call.operands)

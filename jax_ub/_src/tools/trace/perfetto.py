@@ -36,7 +36,6 @@ _PREPOSITIONS = {"put": "to", "wait": "from", "wait_free": "free at", "publish":
 
 
 def write(trace: Trace, path: pathlib.Path) -> None:
-    """Writes a trace to a JSON file that Perfetto and Chrome can open."""
     write_json(path, as_json(trace), indent=None)
 
 
@@ -164,5 +163,5 @@ def _arrows(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def _key(span, sender, receiver):
-    """Returns a key that is equal for a put and for the wait for the same data."""
+    """Returns a key that a put and the wait for the same data have in common."""
     return span.call, span.payload, span.chunk, span.split, sender, receiver

@@ -99,7 +99,6 @@ def trace(
 
 
 def _read() -> Trace:
-    """Returns the trace that the CPU engine has recorded in this process."""
     recorded = cpu_engine.load().read_trace()
     backend.start()
     process = jax.process_index()

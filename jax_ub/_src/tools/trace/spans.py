@@ -49,7 +49,7 @@ class Call:
 
     @property
     def title(self) -> str:
-        """Returns the op and where it is called, such as "wgrad (up)"."""
+        """Returns the op and the name of the call, such as "wgrad (up)"."""
         return self.op if self.where == self.op else f"{self.op} ({self.where})"
 
 
@@ -98,7 +98,6 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Returns the duration of the activity in seconds."""
         return (self.end_ns - self.begin_ns) * 1e-9
 
 
@@ -106,11 +105,9 @@ class Span:
 class Trace:
     """A recording of jax_ub calls, in one or several processes of a host.
 
-    All times are on one clock.
-
     Attributes:
         calls: the calls, ordered by their start.
-        spans: the spans, in no particular order.
+        spans: the spans, in no particular order, on one clock.
         num_dropped: number of spans and calls that did not fit into the buffers.
     """
 
@@ -119,7 +116,7 @@ class Trace:
     num_dropped: int = 0
 
     def of_call(self, index: int) -> list[Span]:
-        """Returns the spans of the call `calls[index]`, sorted by their start."""
+        """Returns the spans of `calls[index]`, sorted by their start."""
         return list(self._spans_by_call.get(index, ()))
 
     @functools.cached_property
@@ -130,10 +127,7 @@ class Trace:
         return found
 
     def seconds_of(self, index: int) -> float:
-        """Returns the duration of the call `calls[index]` in seconds.
-
-        It lasts from the first rank's start to the last rank's end.
-        """
+        """Returns the seconds from the first rank's start to the last rank's end."""
         spans = self.of_call(index)
         if not spans:
             return 0.0
@@ -159,9 +153,9 @@ class Trace:
         return [total / call.num_ranks for total, call in each]
 
     def exposed_by_op_s(self) -> dict[tuple[str, str], float]:
-        """Returns the average seconds that a rank waits per call, by (label, op).
+        """Returns the average seconds that a rank waits per call, by label and op.
 
-        All calls of a backward pass share the label, so the op distinguishes them.
+        The calls of a backward pass have the same label.
         """
         found: dict[tuple[str, str], list[float]] = {}
         for call, seconds in zip(self.calls, self.waiting_s(), strict=True):
@@ -170,12 +164,11 @@ class Trace:
 
 
 def call_from_json(fields: Mapping[str, Any]) -> Call:
-    """Returns a `Call` from its fields in a trace file or in the engine's record."""
     return Call(**{**fields, "devices": tuple(fields["devices"])})
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """Merges the traces that the processes of one job recorded into one trace.
+    """Merges the traces of the processes of one job.
 
     The n-th call of each trace among its equal calls is the same call of all processes.
     """

@@ -37,11 +37,9 @@ def cases(
 ) -> Iterator[TunedKey]:
     """Yields the ops and sizes to tune for a column layer and the row layer after it.
 
-    A case is an op with its global sizes, P and dtype. The gradients have the same
-    sizes: a row linear's dgrad is an AG+GEMM with the sizes of the column linear's
-    forward pass. The two gradients of a column linear together are a separate case,
-    with the sizes of its forward pass. On GPUs, GEMMs without communication are cases,
-    too, because they have algorithms to choose from. One rank has no other cases.
+    A row layer's dgrad is an AG+GEMM with the sizes of the column layer. The two
+    gradients of a column layer together are a separate case. On GPUs, GEMMs without
+    communication are cases, too, because they have algorithms to choose from.
     """
     if num_ranks > 1:
         row = shape.row
@@ -56,7 +54,6 @@ def cases(
 
 
 def _local_cases(M, K, N, dtype):
-    """Yields the GEMMs without communication to tune, for x [M, K] and w [K, N]."""
     yield TunedKey("matmul", 1, M, K, N, dtype)
     yield TunedKey("dgrad", 1, M, N, K, dtype)
     yield TunedKey("dgrad_add", 1, M, N, K, dtype)
@@ -98,13 +95,12 @@ _SUMMED = {
 
 
 class Operands:
-    """The operands of a tuned op on the devices, shared by all timed programs.
+    """Random operands of a tuned op, sharded over the devices.
 
     All candidates share the operands, except one that a candidate overwrites in place.
     """
 
     def __init__(self, case: TunedKey):
-        """Draws random operands of the op's sizes and shards them over the mesh."""
         self._case, self._ranks = case, Ranks(case.num_ranks)
         dims, self._in_specs, self._out_specs = _OPERANDS[case.op]
         dtypes = [case.dtype] * len(dims)
@@ -115,7 +111,6 @@ class Operands:
         self._placed = [*map(self._ranks.place, self._drawn, self._in_specs)]
 
     def candidate(self, name: str, choice: MethodChoice) -> Candidate:
-        """Returns a program that runs the op with the method `choice`."""
         return self.program(name, _function(self._case, choice))
 
     def program(
@@ -186,8 +181,8 @@ _STREAMS_AND_MARGINS = [
     KernelOptions(num_lanes=num_lanes, sm_margin=margin)
     for num_lanes, margin in itertools.product((2, 1, 3), (4, 0))
 ]
-# The engine asks cuBLASLt for eight algorithms and uses the first by default. Calls
-# that communicate have many other candidates, so fewer algorithms are tried for them.
+# The engine asks cuBLASLt for eight algorithms and uses the first by default. Fewer are
+# tried for calls that communicate, which have many other candidates.
 _ALGORITHMS = [KernelOptions(gemm_algorithm=number) for number in range(1, 8)]
 _FIRST_ALGORITHMS = _ALGORITHMS[:3]
 # With these options, kernels on the multiprocessors that GEMMs leave free send the
@@ -205,18 +200,10 @@ def candidates(
 ) -> list[MethodChoice]:
     """Returns the method choices to time for a case, most promising first, "xla" last.
 
-    A choice is a method, such as "ring_exchange", with its number of splits and its
-    kernel options. On a GPU, candidates also vary the number of GEMM streams and of
-    multiprocessors that GEMMs leave free; with the defaults of both, they vary
-    cuBLASLt's algorithm. Copy engines communicate, which use no multiprocessors. If
-    chunks are not split, kernels on the multiprocessors left free are tried, too. Ops
-    without communication only vary the algorithm.
-
-    Args:
-        case: the op and its sizes.
-        is_cuda: whether the op runs on GPUs.
-        dgrad: for the gradients of a column layer, the best choice for its dgrad as a
-            GEMM+RS; None otherwise.
+    On a GPU, candidates also vary the number of GEMM streams and of multiprocessors
+    that GEMMs leave free; with the defaults of both, they vary cuBLASLt's algorithm.
+    Ops without communication only vary the algorithm. For the gradients of a column
+    layer, `dgrad` is the best choice for its dgrad as a GEMM+RS.
     """
     if case.op == COLUMN_GRADIENTS:
         return _of_column_gradients(is_cuda, dgrad)
@@ -253,11 +240,10 @@ def _with_options(method, options):
 
 
 def _of_column_gradients(is_cuda, dgrad):
-    """Returns the methods to time for the backward pass of a column-parallel layer.
+    """Returns "bulk" with several options, and methods that run dgrad before wgrad.
 
-    They are method "bulk" with several kernel options, and methods that run GEMM+RS for
-    dgrad before wgrad. Bulk runs its two GEMMs one after the other, so the number of
-    streams has no effect.
+    The number of streams has no effect on "bulk", whose two GEMMs run one after the
+    other.
     """
     separate = MethodChoice(Method.RING_EXCHANGE if is_cuda else Method.DIRECT)
     options = [KernelOptions()]
@@ -268,7 +254,6 @@ def _of_column_gradients(is_cuda, dgrad):
 
 
 def _with_default_options(case, is_cuda) -> Iterator[MethodChoice]:
-    """Yields the methods and variants to time for a case, with default options."""
     if not is_cuda:
         yield MethodChoice(Method.DIRECT)
     variants = [Variant.PLAIN]
@@ -289,10 +274,7 @@ def _with_default_options(case, is_cuda) -> Iterator[MethodChoice]:
 
 
 def _fits_one_shot(case, is_cuda):
-    """Returns whether a one-shot all-reduce fits the communication memory.
-
-    The memory is what `initialize_ub` allocates for the shape of the case.
-    """
+    """Returns whether a one-shot all-reduce fits what `initialize_ub` allocates."""
     itemsize = jnp.dtype(case.dtype).itemsize if is_cuda else _F32_BYTES
     num_elements = case.M * case.N
     sent_bytes = (case.num_ranks - 1) * num_elements * itemsize

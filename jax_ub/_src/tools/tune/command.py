@@ -67,10 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """Times all candidates of each case, prints the fastest and updates the file.
-
-    The file is written after each case. Entries for other devices and sizes are kept.
-    """
+    """Times all candidates of each case, prints the fastest and updates the file."""
     shapes = _shapes(given)
     for shape, num_ranks in itertools.product(shapes, given.tp):
         check_divides("tune", shape, num_ranks, "--tp")
