@@ -25,10 +25,24 @@ def operands():
     return small_integers(0, (M, K)), small_integers(1, (K, N))
 
 
-def write(path, choice, op="all_gather_matmul", dtype="float32"):
-    case = TunedKey(op, 2, *SIZES, dtype)
+def write(
+    path, choice, op="all_gather_matmul", dtype="float32", sizes=SIZES, num_ranks=2
+):
+    case = TunedKey(op, num_ranks, *sizes, dtype)
     tuned_file.write(path, {environment(): {case: (choice, {})}})
     return str(path)
+
+
+@pytest.fixture
+def initialize(tmp_path):
+    """Writes a tuned choice to a file, and initializes the axis with it."""
+
+    def tuned(*choice, num_ranks=2, **case):
+        path = write(tmp_path / "t.json", *choice, num_ranks=num_ranks, **case)
+        mesh = tp_mesh(num_ranks)
+        ub.initialize_ub((16, 16), num_ranks, ub_cfgs=path, mesh=mesh)
+
+    return tuned
 
 
 def column(method=None, ub_name=None):
@@ -44,45 +58,39 @@ def lowered(function, *operands):
     return jax.jit(function).lower(*operands).as_text()
 
 
-def test_auto_uses_the_choice_of_initialize_ub(tmp_path, operands):
-    path = write(tmp_path / "t.json", MethodChoice(Method.PIPELINE, 3))
-    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+def test_auto_uses_the_choice_of_initialize_ub(initialize, operands):
+    initialize(MethodChoice(Method.PIPELINE, 3))
     text = lowered(column(), *operands)
     assert "method = 2" in text and "num_splits = 3" in text
     x, w = operands
     assert_equal(column()(x, w), x @ w)
 
 
-def test_named_call_uses_the_choice(tmp_path, operands):
-    path = write(tmp_path / "t.json", MethodChoice(Method.RING_EXCHANGE))
-    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+def test_named_call_uses_the_choice(initialize, operands):
+    initialize(MethodChoice(Method.RING_EXCHANGE))
     assert ub.get_ub("qkv_fprop").method == "auto"
     assert "method = 1" in lowered(column(ub_name="qkv"), *operands)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_choice_may_have_a_variant(tmp_path, operands, num_ranks):
+def test_choice_may_have_a_variant(initialize, operands, num_ranks):
     once = MethodChoice(
         Method.RING_EXCHANGE, kernel_options=KernelOptions(variant=Variant.ONE_SHOT)
     )
-    case = TunedKey("matmul_all_reduce", num_ranks, *SIZES, "float32")
-    tuned_file.write(tmp_path / "t.json", {environment(): {case: (once, {})}})
-    mesh = tp_mesh(num_ranks)
-    ub.initialize_ub((16, 16), num_ranks, ub_cfgs=tmp_path / "t.json", mesh=mesh)
+    initialize(once, "matmul_all_reduce", num_ranks=num_ranks)
 
     def function(x, w):
         return ub.matmul_all_reduce(x, w, axis_name="tp")
 
-    row = on_ranks(function, mesh, (P(None, "tp"), P("tp")), P())
+    row = on_ranks(function, tp_mesh(num_ranks), (P(None, "tp"), P("tp")), P())
     text = lowered(row, *operands)
     assert "method = 1" in text and f"variant = {Variant.ONE_SHOT.code}" in text
     x, w = operands
     assert_equal(row(x, w), x @ w)
 
 
-def test_choice_may_be_xla(tmp_path, operands):
-    path = write(tmp_path / "t.json", MethodChoice(Method.XLA))
-    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+def test_choice_may_be_xla(initialize, operands):
+    initialize(MethodChoice(Method.XLA))
     text = compiled_text(column(), *operands)
     assert not calls(text)
     assert collectives(text)["all-gather"] == 1
@@ -90,28 +98,26 @@ def test_choice_may_be_xla(tmp_path, operands):
     assert row.reason == 'method = "xla" (the fastest by a tuned table)'
 
 
-def test_gradient_uses_the_choice_for_its_sizes(tmp_path, operands):
+def test_gradient_uses_the_choice_for_its_sizes(initialize, operands):
     M, K, N = SIZES
-    case = TunedKey("matmul_reduce_scatter", 2, M, N, K, "float32")
-    choices = {environment(): {case: (MethodChoice(Method.PIPELINE, 2), {})}}
-    tuned_file.write(tmp_path / "t.json", choices)
-    ub.initialize_ub((16, 16), 2, ub_cfgs=tmp_path / "t.json", mesh=tp_mesh(2))
+    choice = MethodChoice(Method.PIPELINE, 2)
+    initialize(choice, "matmul_reduce_scatter", sizes=(M, N, K))
     gradient = jax.grad(lambda x, w: jnp.sum(column()(x, w)))
     assert "num_splits = 2" in lowered(gradient, *operands)
 
 
-def backward(**options):
+def all_gather_matmul(x, w):
+    return ub.all_gather_matmul(x, w, axis_name="tp")
+
+
+def backward(forward=all_gather_matmul):
     """Returns a function of x, w and dy that computes the gradients of x and w."""
 
     def function(x, w, dy):
-        def forward(x, w):
-            return ub.all_gather_matmul(x, w, axis_name="tp", **options)
-
         return jax.vjp(forward, x, w)[1](dy)
 
     (rows, columns), out = COLUMN
-    specs = (rows, columns, out)
-    return on_ranks(function, tp_mesh(2), specs, (rows, columns))
+    return on_ranks(function, tp_mesh(2), (rows, columns, out), (rows, columns))
 
 
 @pytest.fixture
@@ -134,22 +140,16 @@ def with_dy(operands):
 )
 @pytest.mark.parametrize("num_kernels", [1, 2])
 def test_gradients_of_a_column_layer_use_their_choice(
-    tmp_path, with_dy, method, expected, num_kernels
+    initialize, with_dy, method, expected, num_kernels
 ):
-    path = write(tmp_path / "t.json", MethodChoice(method), COLUMN_GRADIENTS)
-    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+    initialize(MethodChoice(method), COLUMN_GRADIENTS)
     x, w, dy = with_dy
 
-    def function(x, w, dy):
-        def forward(x, w):
-            ws = tuple(jnp.split(w, num_kernels, -1))
-            ys = ub.all_gather_matmul(x, ws, axis_name="tp")
-            return jnp.concatenate(ys, -1)
+    def forward(x, w):
+        ws = tuple(jnp.split(w, num_kernels, -1))
+        return jnp.concatenate(all_gather_matmul(x, ws), -1)
 
-        return jax.vjp(forward, x, w)[1](dy)
-
-    (rows, columns), out = COLUMN
-    run = on_ranks(function, tp_mesh(2), (rows, columns, out), (rows, columns))
+    run = backward(forward)
     # The forward result is not used, so XLA removes the forward GEMM.
     assert calls(compiled_text(run, *with_dy)) == expected
     dx, dw = run(*with_dy)
@@ -157,10 +157,13 @@ def test_gradients_of_a_column_layer_use_their_choice(
     assert_equal(dw, x.T @ dy)
 
 
-def test_named_column_layer_uses_the_choice_of_its_gradients(tmp_path, with_dy):
-    path = write(tmp_path / "t.json", MethodChoice(Method.BULK), COLUMN_GRADIENTS)
-    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
-    text = compiled_text(backward(ub_name="qkv"), *with_dy)
+def test_named_column_layer_uses_the_choice_of_its_gradients(initialize, with_dy):
+    initialize(MethodChoice(Method.BULK), COLUMN_GRADIENTS)
+
+    def forward(x, w):
+        return ub.all_gather_matmul(x, w, axis_name="tp", ub_name="qkv")
+
+    text = compiled_text(backward(forward), *with_dy)
     assert set(calls(text)) == {"bulk_all_gather", "bulk_reduce_scatter"}
 
 
@@ -175,38 +178,29 @@ def test_gradients_without_gather_use_the_choice_of_the_dgrad(tmp_path, with_dy)
     tuned_file.write(tmp_path / "t.json", {environment(): found})
     ub.initialize_ub((16, 16), 2, ub_cfgs=tmp_path / "t.json", mesh=tp_mesh(2))
 
-    def function(x, w, dy):
-        def forward(x, w):
-            where = {"axis_name": "tp", "return_gathered": True}
-            return ub.all_gather_matmul(x, w, **where)[0]
+    def forward(x, w):
+        return ub.all_gather_matmul(x, w, axis_name="tp", return_gathered=True)[0]
 
-        return jax.vjp(forward, x, w)[1](dy)
-
-    (rows, columns), out = COLUMN
-    run = on_ranks(function, tp_mesh(2), (rows, columns, out), (rows, columns))
-    text = lowered(run, *with_dy)
+    text = lowered(backward(forward), *with_dy)
     assert "num_splits = 2" in text and "jax_ub$wgrad" in text
 
 
-def test_choice_of_gradients_that_cannot_run_falls_back(tmp_path, with_dy, monkeypatch):
-    path = write(
-        tmp_path / "t.json", MethodChoice(Method.PIPELINE, 3), COLUMN_GRADIENTS
-    )
-    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+def test_choice_of_gradients_that_cannot_run_falls_back(
+    initialize, with_dy, monkeypatch
+):
+    initialize(MethodChoice(Method.PIPELINE, 3), COLUMN_GRADIENTS)
     monkeypatch.setattr(communicators, "reason", lambda *_: "it is asked to")
     assert set(calls(compiled_text(backward(), *with_dy))) == {"wgrad"}
     assert ub.fallbacks()[-1].reason == "it is asked to"
 
 
-def test_explicit_method_overrides_the_choice(tmp_path, operands):
-    path = write(tmp_path / "t.json", MethodChoice(Method.XLA))
-    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+def test_explicit_method_overrides_the_choice(initialize, operands):
+    initialize(MethodChoice(Method.XLA))
     assert "method = 2" in lowered(column("pipeline"), *operands)
 
 
-def test_other_sizes_and_dtypes_are_not_tuned(tmp_path, operands):
-    path = write(tmp_path / "t.json", MethodChoice(Method.XLA), dtype="bfloat16")
-    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+def test_other_sizes_and_dtypes_are_not_tuned(initialize, operands):
+    initialize(MethodChoice(Method.XLA), dtype="bfloat16")
     assert "method = 0" in lowered(column(), *operands)
 
 
@@ -224,9 +218,8 @@ def test_file_of_another_machine_leaves_nothing_initialized(tmp_path):
     assert not ub.is_ub_initialized()
 
 
-def test_choice_that_cannot_run_falls_back(tmp_path, operands, monkeypatch):
-    path = write(tmp_path / "t.json", MethodChoice(Method.PIPELINE, 3))
-    ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=tp_mesh(2))
+def test_choice_that_cannot_run_falls_back(initialize, operands, monkeypatch):
+    initialize(MethodChoice(Method.PIPELINE, 3))
     monkeypatch.setattr(communicators, "reason", lambda *_: "it is asked to")
     text = compiled_text(column(), *operands)
     assert not calls(text) and collectives(text)["all-gather"] == 1

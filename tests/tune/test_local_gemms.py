@@ -1,5 +1,7 @@
 """Tests the tuning of GEMMs without communication, and which calls use it."""
 
+import functools
+
 import jax
 import pytest
 from cuda_programs import attribute, cuda_text, custom_calls, shape
@@ -34,6 +36,13 @@ def file_of(tmp_path, monkeypatch):
         return path
 
     return write
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """Traces programs as on a machine with GPUs."""
+    monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
+    monkeypatch.setattr(cuda_engine, "is_traced_for", lambda: True)
 
 
 def algorithms(function, *operands):
@@ -103,10 +112,10 @@ def test_call_with_a_method_uses_the_first_algorithm(engine, file_of, method):
 
 
 def row_gradients(mesh, ub_name=None):
-    def function(x, w, dy):
-        def forward(x, w):
-            return ub.matmul_reduce_scatter(x, w, axis_name="tp", ub_name=ub_name)
+    layer = {"axis_name": "tp", "ub_name": ub_name}
 
+    def function(x, w, dy):
+        forward = functools.partial(ub.matmul_reduce_scatter, **layer)
         return jax.vjp(forward, x, w)[1](dy)
 
     features, rows = P(None, "tp"), P("tp")
@@ -115,31 +124,27 @@ def row_gradients(mesh, ub_name=None):
 
 @pytest.mark.parametrize("initialized", [False, True])
 def test_wgrad_of_a_row_layer_uses_its_algorithm(
-    engine, file_of, monkeypatch, initialized
+    engine, on_gpus, file_of, monkeypatch, initialized
 ):
-    monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
-    monkeypatch.setattr(cuda_engine, "is_traced_for", lambda: True)
     path = file_of({TunedKey("wgrad", 1, K // 2, M, N, "float32"): SECOND})
     mesh = tp_mesh(2)
     if initialized:
         monkeypatch.delenv("JAX_UB_TUNED")
         ub.initialize_ub((16, 16), 2, ub_cfgs=path, mesh=mesh)
-    found = algorithms(row_gradients(mesh), shape(M, K), shape(K, N), shape(M, N))
+    found = algorithms(row_gradients(mesh), X, W, DY)
     assert ("wgrad", 1) in found and ("all_gather_matmul", 0) in found
 
 
 @pytest.mark.parametrize(("ub_cfgs", "expected"), [(None, 1), ("asked", 0)])
 def test_wgrad_uses_its_algorithm_unless_its_name_is_configured(
-    engine, file_of, monkeypatch, ub_cfgs, expected
+    engine, on_gpus, file_of, ub_cfgs, expected
 ):
-    monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
-    monkeypatch.setattr(cuda_engine, "is_traced_for", lambda: True)
     file_of({TunedKey("wgrad", 1, K // 2, M, N, "float32"): SECOND})
     mesh = tp_mesh(2)
     asked = {"proj_dgrad": {"method": "ring_exchange"}}
     ub.initialize_ub((16, 16), 2, ub_cfgs=ub_cfgs and asked, mesh=mesh)
     run = row_gradients(mesh, "proj")
-    found = algorithms(run, shape(M, K), shape(K, N), shape(M, N))
+    found = algorithms(run, X, W, DY)
     assert ("wgrad", expected) in found
 
 
@@ -147,10 +152,8 @@ def test_wgrad_uses_its_algorithm_unless_its_name_is_configured(
     ("method", "expected"), [(Method.PIPELINE, {1}), (Method.XLA, set())]
 )
 def test_wgrad_after_tuned_communication_has_its_own_choice(
-    engine, file_of, monkeypatch, method, expected
+    engine, on_gpus, file_of, method, expected
 ):
-    monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
-    monkeypatch.setattr(cuda_engine, "is_traced_for", lambda: True)
     file_of(
         {
             TunedKey(COLUMN_GRADIENTS, 2, M, K, N, "float32"): MethodChoice(method),
@@ -159,14 +162,12 @@ def test_wgrad_after_tuned_communication_has_its_own_choice(
     )
 
     def function(x, w, dy):
-        def forward(x, w):
-            return ub.all_gather_matmul(x, w, axis_name="tp")
-
+        forward = functools.partial(ub.all_gather_matmul, axis_name="tp")
         return jax.vjp(forward, x, w)[1](dy)
 
     rows, columns = P("tp"), P(None, "tp")
     run = on_ranks(function, tp_mesh(2), (rows, columns, columns), (rows, columns))
-    found = algorithms(run, shape(M, K), shape(K, N), shape(M, N))
+    found = algorithms(run, X, W, DY)
     assert {algorithm for name, algorithm in found if name == "wgrad"} == expected
 
 
