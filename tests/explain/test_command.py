@@ -2,10 +2,9 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
+from tools import jax_ub
 
 from jax_ub import __main__
 
@@ -32,13 +31,8 @@ for _ in range(2):
 def test_script_is_run_and_explained(tmp_path):
     script, found = tmp_path / "train.py", tmp_path / "found.json"
     script.write_text(SCRIPT)
-    options = ["--hardware", "h100", "--json", str(found), str(script), "--steps", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "jax_ub", "explain", *options],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    options = ["--hardware", "h100", "--json", found]
+    done = jax_ub("explain", *options, script, "--steps", "2")
     assert done.returncode == 0, done.stderr
     assert "train.py: 1 of 2 overlapped" in done.stdout
     call, pair = json.loads(found.read_text())["rows"]
@@ -57,12 +51,9 @@ def test_script_is_run_and_explained(tmp_path):
 @pytest.mark.slow
 def test_script_that_exits_is_explained_and_its_status_returned(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(f"{SCRIPT}\nsys.exit(3)")
-    command = ["-m", "jax_ub", "explain", str(script), "--steps", "2", "--json", "x"]
-    script.write_text(script.read_text().replace('"2"]', '"2", "--json", "x"]'))
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=600
-    )
+    text = SCRIPT.replace('"2"]', '"2", "--json", "x"]')
+    script.write_text(f"{text}\nsys.exit(3)")
+    done = jax_ub("explain", script, "--steps", "2", "--json", "x")
     assert done.returncode == 3, done.stderr
     assert "explain: note: the script gets --json. Options of explain" in done.stderr
     assert "train.py: 1 of 2 overlapped" in done.stdout
@@ -73,10 +64,7 @@ def test_missing_program_dumps_are_an_error(tmp_path):
     script = tmp_path / "train.py"
     flags = "import os\nos.environ['XLA_FLAGS'] = '--xla_cpu_enable_fast_math=false'\n"
     script.write_text(flags + SCRIPT)
-    command = ["-m", "jax_ub", "explain", str(script), "--steps", "2"]
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=600
-    )
+    done = jax_ub("explain", script, "--steps", "2")
     assert done.returncode == 2
     assert "no linears" not in done.stdout
     assert re.search(r"XLA wrote none of the \d+ programs", done.stderr)
@@ -88,10 +76,7 @@ def test_missing_program_dumps_are_an_error(tmp_path):
 def test_arguments_of_the_script_are_passed_unchanged(tmp_path, options):
     script = tmp_path / "train.py"
     script.write_text("import sys; print(sys.argv[1:])")
-    command = ["-m", "jax_ub", "explain", *options, str(script), "--", "--json", "x"]
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=600
-    )
+    done = jax_ub("explain", *options, script, "--", "--json", "x")
     assert done.returncode == 0, done.stderr
     assert "['--', '--json', 'x']" in done.stdout
 

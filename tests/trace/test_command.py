@@ -2,10 +2,10 @@
 
 import dataclasses
 import re
-import subprocess
 import sys
 
 import pytest
+from tools import jax_ub
 
 from jax_ub import __main__
 from jax_ub._src.tools.script import run_script
@@ -86,10 +86,7 @@ def test_files_are_merged(tmp_path, capsys):
 def test_script_is_recorded_with_its_arguments(tmp_path):
     script, trace = tmp_path / "script.py", tmp_path / "found.json"
     script.write_text(SCRIPT.format(script=script))
-    command = ["-m", "jax_ub", "trace", "--json", str(trace), str(script), "--flag"]
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=600
-    )
+    done = jax_ub("trace", "--json", trace, script, "--flag")
     assert done.returncode == 0, done.stderr
     assert "3 " in done.stdout.splitlines()[1]
     assert re.search("direct +2 ", done.stdout)
@@ -115,9 +112,8 @@ def test_the_trace_of_a_script_that_fails_is_written(tmp_path):
 def test_each_process_of_a_job_writes_its_own_file(tmp_path):
     script, trace = tmp_path / "script.py", tmp_path / "found.json"
     script.write_text("import jax; jax.distributed.initialize(); jax.devices()")
-    command = ["-m", "jax_ub", "trace", "--json", str(trace), str(script)]
-    launch = [sys.executable, "-m", "jax_ub", "launch", "-n", "2", *command]
-    subprocess.run(launch, check=True, capture_output=True, timeout=600)
+    command = ["-m", "jax_ub", "trace", "--json", trace, script]
+    assert jax_ub("launch", "-n", 2, *command).returncode == 0
     assert not trace.exists()
     for process in range(2):
         perfetto.read([tmp_path / f"found.{process}.json"])
@@ -126,10 +122,7 @@ def test_each_process_of_a_job_writes_its_own_file(tmp_path):
 def test_script_that_exits_is_recorded_and_its_status_returned(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(script=script) + "\nsys.exit(3)")
-    command = ["-m", "jax_ub", "trace", str(script), "--flag"]
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=600
-    )
+    done = jax_ub("trace", script, "--flag")
     assert done.returncode == 3, done.stderr
     assert re.search("direct +2 ", done.stdout)
 

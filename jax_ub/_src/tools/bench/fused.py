@@ -20,7 +20,7 @@ from jax_ub._src.tools.timing import Candidate
 
 @dataclasses.dataclass(frozen=True)
 class _Sequence:
-    """A list of `jax_ub.ops` operations that a benchmark runs, and its array shapes.
+    """Operations of `jax_ub.ops`, and the dimensions of their arrays.
 
     `make` returns the operations for a method. `x` and `y` are the dimensions of the
     input and the result, such as "MK". An extra "input" has the shape of `y`, an extra
@@ -35,10 +35,7 @@ class _Sequence:
     extra: str = ""
 
     def program(self, method: str | None, *, is_fused: bool) -> Callable[..., Any]:
-        """Returns a function that runs the operations' forward and backward pass.
-
-        It maps (params, x, dy, *extra) to the result and the gradients of all inputs.
-        """
+        """Returns a function of (params, x, dy, *extra), forward and backward."""
         seq = ops.Sequential(*self.make(method))
 
         def run(params, x, dy, *extra):
@@ -103,26 +100,25 @@ def _local(shape, dtype):
     bias, gelu = ops.Bias(n), ops.GELU()
 
     def after_linear(*others):
-        return lambda method: (
-            ops.BasicLinear(k, n, method=method, param_dtype=dtype),
-            *others,
-        )
+        def make(method):
+            return ops.BasicLinear(k, n, method=method, param_dtype=dtype), *others
+
+        return make
 
     def residual(method):
         linear = ops.BasicLinear(n, k, method=method, param_dtype=dtype)
         return ops.MakeExtraOutput(in_place=True), linear
 
     norm = (ops.MakeExtraOutput(), ops.RMSNorm(n))
+    up, down, wide = ("MK", "MN"), ("MN", "MK"), ("MN", "MN")
     return [
-        _Sequence("linear, bias", after_linear(bias), "MK", "MN"),
-        _Sequence("linear, bias, add", after_linear(bias, add), "MK", "MN", 3, "input"),
-        _Sequence(
-            "linear, scale, add", after_linear(scale, add), "MK", "MN", 3, "input"
-        ),
-        _Sequence("linear, scale", after_linear(scale), "MK", "MN"),
-        _Sequence("residual, linear", residual, "MN", "MK", 3, "output"),
-        _Sequence("bias, GELU", lambda _: (bias, gelu), "MN", "MN", 0),
-        _Sequence("residual, RMSNorm", lambda _: norm, "MN", "MN", 0, "output"),
+        _Sequence("linear, bias", after_linear(bias), *up),
+        _Sequence("linear, bias, add", after_linear(bias, add), *up, 3, "input"),
+        _Sequence("linear, scale, add", after_linear(scale, add), *up, 3, "input"),
+        _Sequence("linear, scale", after_linear(scale), *up),
+        _Sequence("residual, linear", residual, *down, 3, "output"),
+        _Sequence("bias, GELU", lambda _: (bias, gelu), *wide, 0),
+        _Sequence("residual, RMSNorm", lambda _: norm, *wide, 0, "output"),
     ]
 
 
@@ -138,8 +134,7 @@ def _case(setup: Setup, shape: Shape, sequence: _Sequence) -> Case:
     unfused = candidate(cases.UNFUSED, setup.method, is_fused=False)
     text = "the same operations in plain jax.lax"
     best = candidate(cases.BEST, "xla", is_fused=False, variant=text)
-    used_bytes = map(cases.temp_bytes, (own, best, unfused))
-    own_bytes, peer_bytes, unfused_bytes = used_bytes
+    own_bytes, peer_bytes, avoided_bytes = map(cases.temp_bytes, (own, best, unfused))
     avoided = "what the unfused operations need"
     return setup.case(
         "fused",
@@ -147,7 +142,7 @@ def _case(setup: Setup, shape: Shape, sequence: _Sequence) -> Case:
         [own, best, unfused],
         num_gemms=sequence.num_gemms,
         variant=sequence.variant,
-        memory=Memory(own_bytes, peer_bytes, avoided, unfused_bytes),
+        memory=Memory(own_bytes, peer_bytes, avoided, avoided_bytes),
     )
 
 

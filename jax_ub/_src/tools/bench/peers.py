@@ -71,10 +71,8 @@ class DotVariant:
 def dot_variants(layout: str, dtype: Any, platform: str = "cpu") -> list[DotVariant]:
     """Returns the ways to write a GEMM in XLA that are worth timing.
 
-    Each was the fastest on some machine; the plain dot is the first. On GPUs, XLA's
-    libraries accept every layout, so nothing is transposed first. Upcast operands would
-    bypass the tensor cores and be an order of magnitude slower, so they are not tried
-    either.
+    Each was the fastest on some machine; the plain dot is the first. On GPUs, XLA
+    accepts every layout, and upcast operands would bypass the tensor cores.
     """
     on_cpu = platform == "cpu"
     sides = ["", "left" if layout == "tn" else "right"][: 2 if on_cpu else 1]

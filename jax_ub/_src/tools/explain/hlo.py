@@ -67,16 +67,10 @@ _MAX_STEPS = 4
 class Pair:
     """A collective of XLA and an adjacent dot, which one jax_ub call could replace.
 
-    Attributes:
-        scope: the collective's name stack.
-        collective: opcode of the collective.
-        could_be: jax_ub's function that computes both.
-        num_ranks: number of devices in each group of the collective.
-        moved_bytes: bytes that each rank sends.
-        sizes: global M, K and N as arguments of that function; None if the HLO text
-            does not contain them.
-        dtype: dtype of the dot's operands, such as "bf16".
-        source: file and line of the user's code; "" if the text does not have it.
+    `scope` is the collective's name stack. Each of the `num_ranks` devices of a group
+    sends `moved_bytes`. `sizes` are the global M, K and N of the function `could_be`,
+    or None if the HLO text does not contain them. `dtype` is that of the dot's
+    operands, and `source` is the line of the user's code, or "" if it is unknown.
     """
 
     scope: str
@@ -111,7 +105,7 @@ class Found:
 _Array = tuple[str, list[int]]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Instruction:
     name: str
     arrays: list[_Array]  # the arrays of the result, which may be a tuple
@@ -134,8 +128,8 @@ class _Dot:
 def collectives(text: str) -> Found:
     """Finds XLA's collectives, and the dots next to them, in optimized HLO text.
 
-    A collective is paired with the nearest dot that uses its result or, for reductions,
-    computes its operand. A reduction must sum the dot's result itself.
+    An all-gather is paired with the nearest dot that uses its result, a reduction with
+    the nearest dot whose result it sums.
     """
     computations = dict(_computations(text))
     lines = _SourceLines(text)
@@ -215,7 +209,7 @@ class _SourceLines:
 
 
 def _sums(one, computations):
-    """Returns whether a reduction adds; one of unknown kind counts as a sum."""
+    """Returns whether a reduction adds, or its kind is unknown."""
     called = _CALLED.search(one.text)
     body = computations.get(called[1], {}) if called else {}
     return {each.opcode for each in body.values()} <= {"parameter", "add", "convert"}
@@ -272,10 +266,9 @@ def _multiplies(one):
 
 
 def _dot(one, body):
-    """Returns the sizes of an HLO dot; sizes that the text does not contain are 0."""
+    """Returns the sizes of a dot; sizes that the text does not contain are 0."""
     known = [body[name].arrays for name in one.operands[:2] if name in body]
-    # The result is the first array, because a library call may also return its
-    # workspace.
+    # A library call may also return its workspace, as a second array.
     first = [arrays[0] if arrays else ("", [0]) for arrays in (*known, [], [])]
     (dtype, sizes), (_, right) = first[:2]
     lhs, rhs, out = (math.prod(each) for each in (sizes, right, one.arrays[0][1]))

@@ -142,9 +142,7 @@ def table_of(
     )
 
 
-def _num_activation_gathers(
-    found: Sequence[hlo.Found], lowered: Sequence[LoweredCall]
-) -> int:
+def _num_activation_gathers(found, lowered) -> int:
     """Returns the number of all-gathers of activations that are not next to a dot.
 
     Their result has as many rows as x has tokens in one of the calls, and not the shape

@@ -114,15 +114,8 @@ def environment(
 
     JAX finds the job in them, so `jax.distributed.initialize()` needs no arguments. It
     has no variables for the process index and the number of processes, but it detects
-    Slurm, so this function sets the variables of a Slurm step on one node.
-
-    Args:
-        given: the launcher's environment; user settings are kept.
-        process: index of the process.
-        num_processes: number of processes, all on this machine.
-        devices_per_process: number of CPU devices or GPUs of each process.
-        port: port of the coordinator, which is process 0.
-        num_hosts: number of simulated hosts with equally many processes.
+    Slurm, so this function sets the variables of a Slurm step on one node. Variables in
+    `given`, the launcher's environment, are kept.
     """
     if _DEVICE_COUNT_FLAG in given.get("XLA_FLAGS", ""):
         raise LaunchError(

@@ -54,7 +54,7 @@ class Call:
 
 
 def ub_name_in(label: str) -> str:
-    """Returns the `ub_name` that a call's label ends with, or ""."""
+    """Returns the `ub_name` at the end of a call's label, or ""."""
     found = re.search(r"\(ub_name (.*)\)$", label)
     if not found:
         return ""
