@@ -8,7 +8,7 @@ from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub import _cpu
-from jax_ub._src.tools.trace import perfetto
+from jax_ub._src.tools.trace import spans
 from jax_ub._src.tools.trace.spans import AROUND
 from jax_ub.errors import OutputError, TraceError
 
@@ -89,7 +89,7 @@ def test_trace_is_written_to_the_given_path(tmp_path):
     run = program("matmul_reduce_scatter", "direct")
     with ub.trace(tmp_path / "step.json") as recording:
         run()
-    assert perfetto.read([tmp_path / "step.json"]) == recording.trace
+    assert spans.read([tmp_path / "step.json"]) == recording.trace
     assert recording.trace.seconds_of(0) > 0
 
 
@@ -97,7 +97,7 @@ def test_trace_of_a_failed_block_is_written(tmp_path):
     with pytest.raises(KeyError), ub.trace(tmp_path / "step.json"):
         program("matmul_all_reduce", "direct")()
         raise KeyError
-    assert len(perfetto.read([tmp_path / "step.json"]).calls) == 1
+    assert len(spans.read([tmp_path / "step.json"]).calls) == 1
     assert traced("all_gather_matmul", "direct").calls
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jax_ub._src.tools.trace import perfetto, spans
+from jax_ub._src.tools.trace import spans
 from jax_ub._src.tools.trace.spans import Call, Span, Trace
 from jax_ub.errors import UnknownNameError
 
@@ -109,12 +109,12 @@ def test_trace_is_equal_after_writing_and_reading(tmp_path):
     files = []
     for number, part in enumerate(parts()):
         files.append(tmp_path / f"{number}.json")
-        perfetto.write(part, files[-1])
-    assert perfetto.read(files) == spans.merge(parts())
+        spans.write(part, files[-1])
+    assert spans.read(files) == spans.merge(parts())
 
 
 def test_json_has_a_track_per_device_and_arrows_from_put_to_wait():
-    events = perfetto.as_json(spans.merge(parts()))["traceEvents"]
+    events = spans.as_json(spans.merge(parts()))["traceEvents"]
     names = [(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"]
     assert names == [
         (0, "process 0"),
@@ -143,4 +143,4 @@ def test_file_that_is_no_trace_is_an_error(text, tmp_path):
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(UnknownNameError, match="is not a trace that jax_ub wrote"):
-        perfetto.read([path])
+        spans.read([path])

@@ -24,7 +24,7 @@ from jax_ub._src.tables import (
     format_seconds,
     format_table,
 )
-from jax_ub._src.tools.trace import perfetto
+from jax_ub._src.tools.trace import spans
 from jax_ub._src.tools.trace.recorder import Recording
 from jax_ub._src.tools.trace.spans import Trace
 
@@ -243,4 +243,4 @@ def read_waits(trace: TraceLike) -> Waits:
             f"explain: trace = {shown(trace)} is not a trace. Pass what ub.trace "
             "recorded, the path of its file, or a list of paths."
         )
-    return perfetto.read([*map(pathlib.Path, paths)]).exposed_by_op_s()
+    return spans.read([*map(pathlib.Path, paths)]).exposed_by_op_s()

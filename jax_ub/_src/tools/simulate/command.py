@@ -9,8 +9,11 @@ from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.methods import Method
 from jax_ub._src.prediction import hardware as machines
 from jax_ub._src.prediction.cost import Workload, bounds
-from jax_ub._src.prediction.estimate import estimate_workload
-from jax_ub._src.prediction.fp8 import Fp8Prediction, predict_fp8
+from jax_ub._src.prediction.estimate import (
+    Fp8Prediction,
+    estimate_workload,
+    predict_fp8,
+)
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.tables import format_table
 from jax_ub._src.tools import console

@@ -34,7 +34,7 @@ from jax_ub._src.tools.script import (
     run_script,
     split_program,
 )
-from jax_ub._src.tools.trace import perfetto, recorder
+from jax_ub._src.tools.trace import recorder, spans
 from jax_ub._src.tools.trace.spans import Trace
 
 EXAMPLE = "trace --op all_gather_matmul --tp 4 --json op.json"
@@ -86,11 +86,11 @@ def command(given: argparse.Namespace) -> int:
     file = None if given.json == console.STDOUT else given.json
     if given.merge or given.processes > 1:
         if given.merge:
-            trace = perfetto.read(given.merge)
+            trace = spans.read(given.merge)
         else:
             trace = _record_in_processes(given, program)
         if file is not None:
-            perfetto.write(trace, file)
+            spans.write(trace, file)
     else:
         repeat = _prepare_op(given) if given.op else None
         # Writes the file of this process, even if the script fails.
@@ -103,7 +103,7 @@ def command(given: argparse.Namespace) -> int:
         trace = recording.trace
     console.say(given, "\n".join(summary(trace)))
     if file is None:
-        console.write(given, perfetto.as_json(trace))
+        console.write(given, spans.as_json(trace))
     return status
 
 
@@ -219,4 +219,4 @@ def _record_in_processes(given, program) -> Trace:
                 f"trace: the script ran in --processes {given.processes}, but not as "
                 "processes of one job. Call jax.distributed.initialize() in it."
             )
-        return perfetto.read(paths)
+        return spans.read(paths)

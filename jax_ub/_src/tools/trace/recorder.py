@@ -11,7 +11,7 @@ from jax_ub._src.errors import ShapeContractError, TraceError, shown
 from jax_ub._src.files import checked_output
 from jax_ub._src.runtime import backend, cpu_engine
 from jax_ub._src.tools.launch.parts import part_path
-from jax_ub._src.tools.trace import perfetto
+from jax_ub._src.tools.trace import spans
 from jax_ub._src.tools.trace.spans import Span, Trace, call_from_json
 
 EVENTS_PER_THREAD = 1 << 16
@@ -95,7 +95,7 @@ def trace(
         if output is not None:
             if jax.process_count() > 1:
                 output = part_path(output, jax.process_index())
-            perfetto.write(recording.trace, output)
+            spans.write(recording.trace, output)
 
 
 def _read() -> Trace:
