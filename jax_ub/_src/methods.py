@@ -154,7 +154,7 @@ class KernelOptions:
 
 @dataclasses.dataclass(frozen=True)
 class PallasTiles:
-    """Tiles with which JAX's Pallas kernel of AG+GEMM multiplies.
+    """Tile sizes of JAX's Pallas kernel of AG+GEMM.
 
     Attributes:
         rows: rows of the tile of a warpgroup.
@@ -169,18 +169,18 @@ class PallasTiles:
     minor: str
 
     def divide(self, rows: int, columns: int) -> bool:
-        """Returns whether thread blocks cover exactly a rank's rows and columns."""
+        """Returns whether whole thread blocks cover a rank's rows and columns."""
         block_rows = self.rows * (1 + (self.doubled == "M"))
         block_columns = self.columns * (1 + (self.doubled == "N"))
         return rows % block_rows == columns % block_columns == 0
 
     def __str__(self) -> str:
-        """Returns the tiles as text, for tables and reports."""
+        """Returns a text such as "two tiles of 128 x 128 along N, grid along M first"."""
         tiles = f"two tiles of {self.rows} x {self.columns} along {self.doubled}"
         return f"{tiles}, grid along {self.minor} first"
 
 
-# The tiles that `tune` and `bench` try.
+# The tile sizes that `tune` and `bench` try.
 PALLAS_TILES = tuple(
     PallasTiles(rows, columns, doubled, minor)
     for rows, columns, doubled in ((128, 128, "N"), (128, 128, "M"), (128, 64, "N"))

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from jax_ub._src.primitives.matmuls import AllGatherMatmul
     from jax_ub._src.primitives.mesh import Ranks
 
-# The kernel's instructions (wgmma) exist only on GPUs of this compute capability.
+# The only compute capability with the instructions that the kernel uses (wgmma).
 _HOPPER = "9.0"
 _DTYPES = ("bfloat16", "float16")
-# With this many steps of this many columns in flight, the operands of `PALLAS_TILES`
-# fit into the 227 KiB of shared memory of a multiprocessor.
+# With this many steps in flight, of this many columns each, the operands of
+# `PALLAS_TILES` fit into the shared memory of a multiprocessor, 227 KiB.
 _TILE_K = 64
 _STEPS = 4
 _GRID_TILE_WIDTH = 8
 
 
 def tiles_for(M: int, K: int, N: int, num_ranks: int) -> list[PallasTiles]:
-    """Returns the tiles with which the kernel can multiply these global sizes."""
+    """Returns the tile sizes with which the kernel can multiply these global sizes."""
     if K % _TILE_K:
         return []
     local = M // num_ranks, N // num_ranks
@@ -42,7 +42,7 @@ def tiles_for(M: int, K: int, N: int, num_ranks: int) -> list[PallasTiles]:
 def why_not(
     devices: Sequence[jax.Device], dtype: Any, M: int, K: int, N: int
 ) -> str | None:
-    """Returns why the kernel cannot multiply on these ranks, or None if it can.
+    """Returns why these ranks cannot run the kernel, or None if they can.
 
     Args:
         devices: the device of each rank.
@@ -76,7 +76,7 @@ def _why_not_installed():
         from jax.experimental.pallas.ops.gpu import collective_matmul_mgpu  # noqa: F401
     except ImportError as error:
         return f"jax {jax.__version__} does not have it: {error}"
-    # Without this barrier, a rank may write into a buffer that a peer still uses.
+    # Without this barrier, a rank might write to a buffer that a peer still uses.
     if not hasattr(mosaic_gpu.CompilerParams, "skip_device_barrier"):
         return (
             f"jax {jax.__version__} runs it without a barrier between the GPUs. "
@@ -91,7 +91,8 @@ def why_not_call(
     ranks: Ranks,
     tiles: PallasTiles,
 ) -> str | None:
-    """Returns why the kernel cannot run a call that is lowered, or None if it can.
+    """Returns why the kernel cannot run a call that is being lowered, or None if it
+    can.
 
     Args:
         ctx: the lowering context.
@@ -116,9 +117,9 @@ def why_not_call(
             ctx.module_context.lowering_parameters.for_export,
             "it is not part of an exported program",
         ),
-        # Each kernel that waits for its peers occupies multiprocessors, and this one
-        # needs all of them. If a rank starts this kernel first and another rank a
-        # collective of XLA, each waits for what the other one cannot start.
+        # A kernel that waits for its peers occupies multiprocessors, and this one needs
+        # all of them. If one rank starts this kernel first, and another rank starts a
+        # collective of XLA, both wait forever.
         (
             not settings.orders_collectives(),
             "XLA may run a collective at the same time, and both would wait for each "
@@ -138,7 +139,7 @@ def lower(
     call: AllGatherMatmul,
     tiles: PallasTiles,
 ) -> Sequence[Any]:
-    """Lowers a call to the kernel."""
+    """Lowers a call to JAX's Pallas kernel of AG+GEMM."""
     (axis_name,) = call.axis_name
     lowering_log.record(ctx, call, call.method, tiles=tiles)
 
@@ -152,7 +153,7 @@ def lower(
 def all_gather_matmul(
     x: jax.Array, w: jax.Array, *, axis_name: str, tiles: PallasTiles
 ) -> jax.Array:
-    """Computes `all_gather(x) @ w` by JAX's kernel, inside a `jax.shard_map`.
+    """Computes `all_gather(x) @ w` by JAX's Pallas kernel, inside a `jax.shard_map`.
 
     Args:
         x: activations, `[..., m, K]`: this rank's rows. Leading axes have size 1.
