@@ -73,7 +73,7 @@ class Contract {
       Fail("takes " + std::to_string(NumScales(attributes_)) + " scales, got " +
            std::to_string(call_.scales.size()));
     }
-    // A call without scales needs only one check: its GEMM operands have equal dtypes.
+    // Without scales, all GEMM operands have the dtype of the first one.
     const auto first = call_.operands.begin();
     const auto end = first + std::max<size_t>(1, call_.scales.size());
     const bool has_fp8 = std::ranges::any_of(first, end, IsFp8, &Tensor::dtype);
@@ -271,7 +271,7 @@ void CheckDgrad(const CallAttributes& at,
   contract.Sized(call.results[0], "dx", {dy.dtype, dy.batch, dy.rows, in, nullptr});
 }
 
-// Checks the last operand and the last result if no GEMM uses them.
+// Checks the operand and the result that are communicated without a GEMM.
 void CheckCommunicated(const CallAttributes& at,
                        const RankCall& call,
                        const Contract& contract) {

@@ -55,7 +55,8 @@ class Device {
                         std::vector<GemmProblem> problems,
                         const Step& step) = 0;
   virtual void Copy(Lane lane, const Rows& from, std::byte* to, int64_t to_stride) = 0;
-  // Adds matrices as SumChunks in reduce/reduce.h does.
+  // Adds matrices in f32, in the order of `parts`, and rounds once (SumChunks in
+  // reduce/reduce.h).
   virtual void Sum(Lane lane,
                    std::span<const ConstMatrix> parts,
                    int64_t rows,

@@ -99,7 +99,7 @@ class ScheduleRun {
 
   void Take(const Step& step) {
     const WaitReason reason{at_.label, step.chunk, timeout_s_};
-    // A step kind has the same value as the trace kind of the step.
+    // Each StepKind has the same value as the TraceKind of its span.
     const TraceScope scope(trace_, static_cast<TraceKind>(step.kind), step);
     switch (step.kind) {
       case StepKind::kMultiply:

@@ -74,7 +74,7 @@ struct OpInfo {
   }
 };
 
-// The table of ops. Its index is Op.
+// The table of ops, indexed by Op.
 inline constexpr std::array<OpInfo, kNumOps> kOps = {{
     {Op::kAllGatherMatmul, "all_gather_matmul", GemmKind::kGatheredRows,
      CollectiveKind::kAllGatherMatmul, Communicated::kFirstOperand, "num_kernels",

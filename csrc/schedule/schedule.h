@@ -31,7 +31,8 @@ inline constexpr int kNumVariants = 4;
 
 std::string_view VariantName(Variant variant);
 
-// The communication of an op. Kinds without "Matmul" have no GEMM that depends on them.
+// The collective of an op. If its name has "Matmul", it overlaps with a GEMM of the
+// data that it communicates. Otherwise it is independent of GEMMs.
 enum class CollectiveKind : uint8_t {
   kAllGatherMatmul,
   kMatmulReduceScatter,

@@ -175,7 +175,7 @@ class PallasTiles:
         return rows % block_rows == columns % block_columns == 0
 
     def __str__(self) -> str:
-        """Returns a text such as "two tiles of 128 x 128 along N, grid along M first"."""
+        """Returns, for example, "two tiles of 128 x 64 along N, grid along M first"."""
         tiles = f"two tiles of {self.rows} x {self.columns} along {self.doubled}"
         return f"{tiles}, grid along {self.minor} first"
 

@@ -17,7 +17,7 @@ WorkList PlanDirect(const CallAttributes& attributes,
                     const RankCalls& calls,
                     const Workers& workers);
 
-// Returns the work units of LocalProducts for all calls.
+// Returns the work units of the local GEMMs of all calls (LocalProducts).
 WorkList PlanProducts(const CallAttributes& attributes,
                       const std::vector<RankCall>& calls,
                       const Workers& workers);

@@ -130,7 +130,8 @@ class ThreadPool {
   // because more threads would only take turns.
   int num_workers() const { return std::min(num_threads(), num_cores_); }
 
-  // Returns what PlanGemm needs to know about this pool.
+  // Returns the number of threads, and the cache, with which PlanGemm plans for this
+  // pool.
   Workers workers() { return {num_workers(), &blockings_}; }
   const BlockingCache& blockings() const { return blockings_; }
 

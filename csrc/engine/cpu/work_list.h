@@ -65,7 +65,7 @@ class WorkList {
 
  private:
   std::vector<std::unique_ptr<GemmPlan>> plans_;
-  // Plan i has the units [plan_ends_[i - 1], plan_ends_[i]).
+  // The units of plan i have the numbers [plan_ends_[i - 1], plan_ends_[i]).
   std::vector<int64_t> plan_ends_;
   // Copies and sums. One unit may contain several of them: copy unit i consists of the
   // copies [copy_ends_[i - 1], copy_ends_[i]), and likewise for sums. Units are

@@ -55,7 +55,8 @@ class CudaCallSite {
     std::vector<int> alignments;
     uint32_t tag = 0;  // GpuCallSignature::tag, if it has peers
     CallPlan plan;
-    // Workspace for reducing by multicast. Empty if the call cannot be reduced so.
+    // Layout of the workspace if multicast reduces the call. Empty if it cannot do
+    // that.
     std::optional<WorkspacePlan> by_multicast;
     GemmOptions options;
     Gpu* gpu = nullptr;

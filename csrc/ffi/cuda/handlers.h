@@ -40,7 +40,7 @@ const CublasLt& ProcessCublasLt();
 // Sets additional directories in which to search for cuBLASLt. Has no effect once the
 // library is loaded.
 void SetLibraryPaths(std::vector<std::string> directories);
-// Sets the timeout of waits, of an existing engine, too.
+// Sets the timeout of waits, even if the engine exists already.
 void SetCudaTimeout(double timeout_s);
 
 // Enables all-reduces by multicast (NVLink SHARP). Must be called before the engine

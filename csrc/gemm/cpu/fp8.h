@@ -50,7 +50,7 @@ struct Fp8Table {
   uint16_t bf16[256];
 };
 
-// BF16OfFp8 of all 256 FP8 numbers.
+// A table of all 256 FP8 numbers, converted to bf16.
 template <DType kDType>
 inline constexpr Fp8Table kFp8Table = [] {
   Fp8Table table = {};

@@ -12,9 +12,7 @@ namespace jax_ub {
 
 namespace {
 
-// How many columns of B, which are contiguous in each row, are packed at a time.
-//
-// Applies if B is contiguous along N and no tile kernel packs it while it multiplies.
+// How many columns of B are packed at a time, if no tile kernel can pack B.
 constexpr int64_t kGroupColumns = 128;
 // Up to this many row tiles, the tile that packs a panel of B also prefetches the next
 // panel. Otherwise only the tiles after it do (2 % faster with 64 rows of A), because

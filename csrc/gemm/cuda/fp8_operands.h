@@ -33,7 +33,7 @@ class Fp8Copy {
   enum class Kind : uint8_t { kNone, kTransposed, kWithBlockScales, kWithRowScales };
 
   Fp8Copy() = default;
-  // `transposes_fp8` is the option in GemmOptions.
+  // `transposes_fp8` is GemmOptions::transposes_fp8. The copy is stored at `memory`.
   Fp8Copy(const OperandView& operand, bool transposes_fp8, CUdeviceptr memory);
 
   Kind kind() const { return kind_; }

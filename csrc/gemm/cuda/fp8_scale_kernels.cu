@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kRowScalesThreads)
   }
   const Fp8Format format = FormatOf(params.dtype);
   const int64_t bias = int64_t{kF32Bias} << kF32MantissaBits;
-  // At least 1, because 2^-127 would be subnormal in f32.
+  // The exponent is at least 1, because the scale 2^-127 would be subnormal in f32.
   const int64_t exponent = ExponentAbove(largest + bias, format, 1);
   if (part.number == 0) {
     reinterpret_cast<uint32_t*>(params.to)[part.row] =

@@ -43,7 +43,7 @@ struct BlockScalesParams {
   int64_t outer;
   int64_t num_blocks;
   uint64_t to;  // the tiles; all bytes without a scale become zero
-  // Used only with `converts`.
+  // Used only if `converts` is true.
   ByteMatrix values;
   ByteMatrix converted;
   DType dtype;  // of the values

@@ -61,7 +61,7 @@ PhysicalMemory ImportHandle(const Driver& driver,
                             const FileDescriptor& passed,
                             const std::string& peer) {
   if (mode == SharingMode::kVmm) {
-    // The driver takes a file descriptor as a pointer that has its value.
+    // The driver expects the number of the file descriptor, cast to a pointer.
     return ImportMemory(driver, kFd,
                         reinterpret_cast<void*>(static_cast<intptr_t>(passed.get())));
   }

@@ -91,8 +91,7 @@ def why_not_call(
     ranks: Ranks,
     tiles: PallasTiles,
 ) -> str | None:
-    """Returns why the kernel cannot run a call that is being lowered, or None if it
-    can.
+    """Returns why the kernel cannot run a lowered call, or None if it can.
 
     Args:
         ctx: the lowering context.
