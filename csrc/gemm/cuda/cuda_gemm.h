@@ -44,8 +44,8 @@ struct GemmWorkspace {
 // Size of cuBLASLt's workspace that NVIDIA recommends for Hopper and newer.
 inline constexpr int64_t kLibraryWorkspaceBytes = int64_t{32} << 20;
 
-// Computes GEMMs on the device of the context that is current at construction. Thread-
-// safe. The calling thread must have the same context current.
+// Computes GEMMs on the device of the context that is current at construction. May be
+// used by any thread that has the same context current.
 //
 // If possible, cuBLASLt adds the addends and stores the final result. Otherwise it
 // stores an f32 sum in the workspace, and SumKernels add the addends and round:
