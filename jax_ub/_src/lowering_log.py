@@ -55,7 +55,7 @@ def falling_back(label: str, reason: str) -> Iterator[None]:
 
 
 def plain_by_choice(label: str, reason: str) -> AbstractContextManager[Any]:
-    """Marks operations that the block traces as plain JAX by the user's choice.
+    """Marks operations in the block as plain JAX, as the user has chosen.
 
     `fallback_in` reads the mark. It is not a fallback, so `fallbacks` does not list it.
     """
@@ -75,7 +75,7 @@ _REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def replicating(label: str, reason: str) -> Iterator[None]:
-    """Marks operations that the block traces as repeated by several ranks.
+    """Marks operations in the block as repeated by several ranks.
 
     Calls of jax_ub read the mark by `replicated`. Plain JAX operations are marked by a
     name scope, which `replicated_in` reads.
