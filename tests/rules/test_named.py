@@ -373,6 +373,25 @@ def test_layers_that_overlap_named_keep_their_paths_as_labels():
     model["up"](jnp.ones((1, 64, 32)))
 
 
+def test_the_environment_turns_configured_names_off(monkeypatch):
+    initialize(fc1_fprop={"method": "pipeline", "num_splits": 2})
+    monkeypatch.setenv("JAX_UB_METHOD", "xla")
+    for layer in (column(ub_name="fc1"), column(ub_name="qkv"), row(ub_name="proj")):
+        assert not lowered(layer, 0, 1)
+    # A layer that is turned off needs no buffers.
+    column(ub_name="qkv")(jnp.ones((68, 32)), jnp.ones((32, 16)))
+    found = lowered(column(ub_name="fc1", method="ring_exchange"), 0)
+    assert found["all_gather_matmul ring_exchange"] == 1
+    with pytest.raises(ub.errors.UnknownNameError, match="has no overlap 'fc3'"):
+        lowered(column(ub_name="fc3"), 0)
+
+
+def test_the_configuration_of_a_name_takes_precedence_over_another_method(monkeypatch):
+    initialize(fc1_fprop={"method": "pipeline", "num_splits": 2})
+    monkeypatch.setenv("JAX_UB_METHOD", "external")
+    assert lowered(column(ub_name="fc1"), 0)["all_gather_matmul pipeline 2"] == 1
+
+
 BY_METHOD = ["direct", "ring_exchange", "pipeline", "external"]
 
 

@@ -83,7 +83,7 @@ class BasicLinear(BasicOperation):
             parameter "main_grad". The cotangent of "main_grad" is then its new value.
         method: how GEMM and communication overlap. None takes the method that
             `initialize_ub` configures for `comm_name`, else `JAX_UB_METHOD`, else
-            "auto".
+            "auto"; `JAX_UB_METHOD=xla` takes precedence over the configuration.
         fp8: the FP8 recipe by which x, the kernel and the gradient of y are quantized,
             as in `ub.linear`. The gradient of its state is the new state, which
             `ub.fp8.apply_updates` stores. Transformer Engine: `te.autocast`.

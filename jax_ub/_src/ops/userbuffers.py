@@ -238,7 +238,8 @@ class UserbuffersForwardLinear(UserbuffersLinear):
             sequence_parallel: must be True; only collectives of rows are overlapped.
             ub_comm_name: name of the overlap configuration; also in error messages.
             method: how GEMM and communication overlap. None takes the method that is
-                configured for `ub_comm_name`, else `JAX_UB_METHOD`, else "auto".
+                configured for `ub_comm_name`, else `JAX_UB_METHOD`, else "auto";
+                `JAX_UB_METHOD=xla` takes precedence over the configuration.
             dtype: dtype of the computation and the result; None takes the dtype of
                 `weight`.
 

@@ -88,7 +88,8 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
             sequence_parallel: must be True; only collectives of rows are overlapped.
             ub_comm_name: name of the overlap configuration; also in error messages.
             method: how GEMM and communication overlap. None takes the method that is
-                configured for `ub_comm_name`, else `JAX_UB_METHOD`, else "auto".
+                configured for `ub_comm_name`, else `JAX_UB_METHOD`, else "auto";
+                `JAX_UB_METHOD=xla` takes precedence over the configuration.
             dtype: dtype of the computation and the results; None takes the dtype of
                 `weight`, else of `input`, else of `grad_output`.
 

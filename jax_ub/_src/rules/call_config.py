@@ -277,8 +277,8 @@ def make_call_config(
 ) -> CallConfig:
     """Returns the `CallConfig` of an op that is called inside `jax.shard_map`.
 
-    The method is the argument `method`, else the configuration of `ub_name`, else
-    `JAX_UB_METHOD`.
+    The method is the argument `method`, else "xla" if `JAX_UB_METHOD` is "xla", else
+    the configuration of `ub_name`, else `JAX_UB_METHOD`.
 
     Args:
         op: the call's name in errors.
@@ -337,15 +337,19 @@ def plan_call_config(
     chosen = methods.resolve(label, method, settings.method())
     if axes and chosen is Method.BULK and not may_be_bulk:
         methods.refuse_bulk(label, "method" if method is not None else "JAX_UB_METHOD")
+    is_default = method is None and settings.method() is not None
     found = registry.find(label, axes, num_ranks, ub_name, is_fp8=is_fp8)
-    is_automatic = chosen is Method.AUTO or (method is None and bool(found))
+    # JAX_UB_METHOD=xla turns overlap off, also for configured names.
+    is_configured = (
+        method is None and bool(found) and not (is_default and chosen is Method.XLA)
+    )
+    is_automatic = chosen is Method.AUTO or is_configured
     is_on_cuda = cuda_engine.is_traced_for()
     # Tuned files are measured on the default backend, so other devices have no table.
     has_table = is_automatic and is_on_cuda == cuda_engine.is_default()
     table = tuned_tables.of_ranks(axes, num_ranks) if has_table else None
-    is_default = method is None and settings.method() is not None
     choices = {FPROP: MethodChoice(chosen, is_from_environment=is_default)}
-    if method is None and found:
+    if is_configured:
         # A dgrad that `initialize_ub` did not configure runs with `chosen`, not with
         # the method of the forward pass.
         choices |= {DGRAD: choices[FPROP], **_choices_by_pass(mode, label, found)}
