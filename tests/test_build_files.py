@@ -2,7 +2,12 @@
 
 import pathlib
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+
+import pytest
 
 TOP = pathlib.Path(__file__).parents[1]
 CSRC = TOP / "csrc"
@@ -57,11 +62,36 @@ def test_bazel_finds_every_source_but_those_of_cuda():
 
 def test_bazel_the_citation_and_the_package_have_one_version():
     project = tomllib.loads((TOP / "pyproject.toml").read_text())
-    version = project["tool"]["setuptools_scm"]["fallback_version"]
+    fallback = project["tool"]["setuptools_scm"]["fallback_version"]
+    version = fallback.removesuffix(".dev0")
+    assert version != fallback
     module = (TOP / ".bazel/workspace/MODULE.bazel").read_text()
     assert f'version = "{version}"' in module.partition(")")[0]
     citation = (TOP / ".github/CITATION.cff").read_text()
     assert f"version: {version}\n" in citation
+
+
+def test_the_version_before_the_first_tag_is_a_development_version_of_it(tmp_path):
+    pytest.importorskip("setuptools_scm")
+    shutil.copy(TOP / "pyproject.toml", tmp_path)
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@localhost")
+
+    def run(*command):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
+        return done.stdout.decode().strip()
+
+    def version():
+        return run(sys.executable, "-m", "setuptools_scm").partition("+")[0]
+
+    assert version() == "0.1.0.dev0"
+    run("git", "init")
+    run("git", "add", "pyproject.toml")
+    run(*git, "commit", "-m", "first")
+    assert version() == "0.1.0.dev1"
+    run("git", "tag", "v0.1.0")
+    assert version() == "0.1.0"
+    run(*git, "commit", "--allow-empty", "-m", "second")
+    assert version() == "0.1.1.dev1"
 
 
 def test_a_kernel_includes_c_headers_and_intrinsics_only():
