@@ -116,7 +116,7 @@ def test_sequentials_nest():
     expected = jax.nn.relu(x @ up["kernel"] + up["bias"]) @ down["kernel"]
     np.testing.assert_allclose(seq(params, x), expected + down["bias"], rtol=1e-5)
     with pytest.raises(
-        ub.errors.ShapeContractError, match="Sequential: params is a dict"
+        ub.errors.ShapeContractError, match="Sequential: params is of type dict"
     ):
         seq(({}, down), x)
 

@@ -1,4 +1,4 @@
-"""Fused operations whose GEMM, or elementwise pass, computes a neighbor's work, too."""
+"""Fused operations that add or scale within a GEMM, an activation or a norm."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,7 +15,14 @@ from jax_ub._src.ops.basic import (
     MakeExtraOutput,
     is_partial_sum,
 )
-from jax_ub._src.ops.fused_operation import FusedPattern, Op, expand, part
+from jax_ub._src.ops.fused_operation import (
+    BackwardPattern,
+    ForwardPattern,
+    FusedPattern,
+    Op,
+    expand,
+    part,
+)
 from jax_ub._src.ops.linear import BasicLinear
 from jax_ub._src.ops.linear_gemms import result_shape
 from jax_ub._src.ops.normalization import RMSNorm
@@ -40,7 +47,7 @@ _DX_IS_REDUCED = (
 
 
 def _in_place_mismatch(name, op, wanted):
-    """Returns why an extra-tensor operation cannot be fused, or ""."""
+    """Returns an error text unless `op.in_place` is `wanted`, else ""."""
     if op.in_place == wanted:
         return ""
     kind = type(op).__name__
@@ -52,9 +59,10 @@ def _in_place_mismatch(name, op, wanted):
 
 @dataclasses.dataclass(frozen=True)
 class _LinearPattern(FusedPattern):
-    """Base class of patterns with a field `linear` that may be a `UserbuffersLinear`.
+    """Base class of patterns whose linear may be overlapped with its collective.
 
-    Then `userbuffers` is the same operation. Its basic operations are in `basic_ops`.
+    Then the fields `linear` and `userbuffers` are the `UserbuffersLinear` that overlaps
+    it. `basic_ops` has the operations that this one replaces.
     """
 
     _overlapped: ClassVar[type[UserbuffersLinear]]
@@ -92,7 +100,7 @@ class _LinearPattern(FusedPattern):
         return (*self.basic_ops[:start], overlapped, *rest)
 
     def _checked_keywords(self):
-        """Overlaps a row-parallel linear with `userbuffers_options`."""
+        """Replaces a row-parallel linear by the operation that overlaps it, if any."""
         found = super()._checked_keywords()
         linear = found["linear"]
         if linear.tensor_parallel_mode == ROW and match([linear])[0]:
@@ -105,7 +113,7 @@ def _instances(ops, kind):
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardLinearBiasAdd(_LinearPattern):
+class ForwardLinearBiasAdd(_LinearPattern, ForwardPattern):
     """Computes `x @ kernel + bias + residual` in one GEMM that overwrites the residual.
 
     Replaces the forward of `BasicLinear`, an optional `Bias` and
@@ -147,8 +155,8 @@ class ForwardLinearBiasAdd(_LinearPattern):
         num = len(self.linear.basic_ops)
         (residual,) = extra_inputs[-1]
         dtype = compute_dtype(self.basic_ops[0].dtype, x)
-        config, kernel = self.linear.call_config(dtype), params[0]["kernel"]
-        self.add.check(result_shape(config, x, kernel), residual)
+        config, features = self.linear.call_config(dtype), params[0]["kernel"].shape[1]
+        self.add.check(result_shape(config, x, features), residual)
         addends = {"residual": residual, **_bias_of(self.bias, params[num:])}
         if self.userbuffers is None:
             y, _, own = self.linear.forward(params[0], x, (), saves[0], **addends)
@@ -160,11 +168,6 @@ class ForwardLinearBiasAdd(_LinearPattern):
         others = len(self.basic_ops) - num
         return y, ((),) * len(self.basic_ops), (*residuals, *({},) * others)
 
-    @classmethod
-    def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Fuses each linear with the `Bias` and in-place `AddExtraInput` after it."""
-        return cls.fuse(ops)
-
 
 def _bias_of(op, params):
     """Returns the arguments for a linear that adds the bias of the `Bias` after it."""
@@ -172,7 +175,7 @@ def _bias_of(op, params):
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardLinearBiasActivation(FusedPattern):
+class ForwardLinearBiasActivation(ForwardPattern):
     """Computes `activation(x @ kernel + bias)`, where the GEMM adds the bias.
 
     Replaces the forward of `BasicLinear`, `Bias` and an activation function. This saves
@@ -187,6 +190,8 @@ class ForwardLinearBiasActivation(FusedPattern):
         bias: the bias that the GEMM adds, or None.
         activation: the activation function after the bias, or None.
     """
+
+    _needed = ("bias",)
 
     linear: BasicLinear = part(BasicLinear)
     bias: Bias | None = part(Bias, is_optional=True)
@@ -206,14 +211,9 @@ class ForwardLinearBiasActivation(FusedPattern):
             residuals.append(saved)
         return y, ((),) * len(residuals), tuple(residuals)
 
-    @classmethod
-    def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Fuses each linear with the `Bias` and the activation after it."""
-        return cls.fuse(ops, "bias")
-
 
 @dataclasses.dataclass(frozen=True)
-class ForwardLinearScaleAdd(FusedPattern):
+class ForwardLinearScaleAdd(ForwardPattern):
     """Computes `scale * x @ kernel + residual` in one GEMM, in the residual's buffer.
 
     Replaces the forward of `BasicLinear`, `ConstantScale` and
@@ -245,19 +245,15 @@ class ForwardLinearScaleAdd(FusedPattern):
         """Computes `scale * x @ kernel + residual` in one GEMM."""
         (residual,) = extra_inputs[2]
         config = self.linear.call_config(compute_dtype(self.linear.dtype, x))
-        self.add.check(result_shape(config, x, params[0]["kernel"]), residual)
+        features = params[0]["kernel"].shape[1]
+        self.add.check(result_shape(config, x, features), residual)
         addends = {"residual": residual, "scale": self.scale.scale}
         y, _, residuals = self.linear.forward(params[0], x, (), saves[0], **addends)
         return y, ((), (), ()), (residuals, {}, {})
 
-    @classmethod
-    def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Fuses each linear with the scale and in-place addition after it."""
-        return cls.fuse(ops)
-
 
 @dataclasses.dataclass(frozen=True)
-class BackwardLinearAdd(_LinearPattern):
+class BackwardLinearAdd(_LinearPattern, BackwardPattern):
     """Adds the extra output's gradient to dx of `BasicLinear` within the dx GEMM.
 
     Replaces the backward of `MakeExtraOutput(in_place=True)` and the linear after it.
@@ -328,14 +324,9 @@ class BackwardLinearAdd(_LinearPattern):
                 reasons[i] = "column-parallel: dx is reduced first"
         return reasons
 
-    @classmethod
-    def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Fuses each in-place `MakeExtraOutput` with the linear that follows it."""
-        return cls.fuse(ops)
-
 
 @dataclasses.dataclass(frozen=True)
-class BackwardLinearScale(FusedPattern):
+class BackwardLinearScale(BackwardPattern):
     """Applies the `ConstantScale` after a linear in the linear's gradient GEMMs.
 
     Replaces the backward of `BasicLinear` and the `ConstantScale` after it. This saves
@@ -365,14 +356,9 @@ class BackwardLinearScale(FusedPattern):
         )
         return dx, (d_params, {}), ((), ())
 
-    @classmethod
-    def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Fuses each linear with the `ConstantScale` that follows it."""
-        return cls.fuse(ops)
-
 
 @dataclasses.dataclass(frozen=True)
-class BackwardActivationBias(FusedPattern):
+class BackwardActivationBias(BackwardPattern):
     """Computes the gradients of a `Bias` and of the activation after it in one pass.
 
     The bias gradient is summed from the f32 gradient, before it is rounded.
@@ -395,14 +381,9 @@ class BackwardActivationBias(FusedPattern):
         d_params = {"bias": row_sum(dx)} if needs[0].params else {}
         return dx.astype(dy.dtype), (d_params, {}), ((), ())
 
-    @classmethod
-    def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Fuses each `Bias` with the activation that follows it."""
-        return cls.fuse(ops)
-
 
 @dataclasses.dataclass(frozen=True)
-class BackwardAddRMSNorm(FusedPattern):
+class BackwardAddRMSNorm(BackwardPattern):
     """Adds the extra output's gradient to dx of `RMSNorm` in one pass, rounded once.
 
     Adds the gradient of the extra output to the gradient of the norm's input in f32.
@@ -432,8 +413,3 @@ class BackwardAddRMSNorm(FusedPattern):
         dx, d_params = self.rmsnorm.gradients(residuals[1], dy, needs[1])
         dx = dx + d_extra.astype(jnp.float32)
         return dx.astype(d_extra.dtype), ({}, d_params), ((), ())
-
-    @classmethod
-    def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Fuses each `MakeExtraOutput` with the `RMSNorm` that follows it."""
-        return cls.fuse(ops)

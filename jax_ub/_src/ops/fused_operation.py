@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 
@@ -38,7 +38,7 @@ class FusedOperation(Operation):
     entry for each basic operation.
     """
 
-    basic_ops: tuple[Any, ...]  # basic operations; each subclass fixes their types
+    basic_ops: tuple[Any, ...]
 
     @property
     def entries(self) -> tuple[Any, ...]:
@@ -208,6 +208,8 @@ class FusedPattern(FusedOperation):
     default. A caller passes them by keyword, or all in the tuple `basic_ops`.
     """
 
+    _needed: ClassVar[tuple[str, ...]] = ()  # optional fields that `fuse` requires
+
     basic_ops: Any = None
 
     def __post_init__(self):
@@ -235,7 +237,7 @@ class FusedPattern(FusedOperation):
 
     @classmethod
     def take(cls, ops: Sequence[Any]) -> dict[str, Any] | None:
-        """Returns the first operations in `ops` by field; None if the types differ."""
+        """Assigns the first operations in `ops` to fields; None if the types differ."""
         rest, found = list(ops), {}
         for field in cls._parts():
             fits = bool(rest) and isinstance(rest[0], field.metadata["kinds"])
@@ -245,14 +247,14 @@ class FusedPattern(FusedOperation):
         return found
 
     @classmethod
-    def fuse(cls, ops: Sequence[Op], *needed: str) -> list[Op]:
-        """Replaces each match of the pattern, with the `needed` optional fields."""
+    def fuse(cls, ops: Sequence[Op]) -> list[Op]:
+        """Replaces each match of the pattern in a list by one operation."""
 
         def match(rest):
             found = cls.take(rest)
             if found is None or cls.mismatch(**found):
                 return None
-            has_needed = all(found[name] is not None for name in needed)
+            has_needed = all(found[name] is not None for name in cls._needed)
             return cls._replacing(_present(found)) if has_needed else None
 
         return fuse_windows(ops, match)
@@ -262,7 +264,7 @@ class FusedPattern(FusedOperation):
         return cls(expand(window))
 
     def _window(self):
-        """Returns the operations in `basic_ops`, as `take` assigns them to fields."""
+        """Returns the operations that are assigned to the fields."""
         return self.basic_ops
 
     @classmethod
@@ -311,6 +313,24 @@ class FusedPattern(FusedOperation):
                 f"{call}."
             )
         return found
+
+
+class ForwardPattern(FusedPattern):
+    """Base class of patterns that are fused in the forward pass."""
+
+    @classmethod
+    def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
+        """Replaces the operations in a list that this class fuses."""
+        return cls.fuse(ops)
+
+
+class BackwardPattern(FusedPattern):
+    """Base class of patterns that are fused in the backward pass."""
+
+    @classmethod
+    def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
+        """Replaces the operations in a list that this class fuses."""
+        return cls.fuse(ops)
 
 
 def _present(found):

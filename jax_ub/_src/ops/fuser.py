@@ -28,7 +28,12 @@ from jax_ub._src.ops.fused import (
 )
 from jax_ub._src.ops.fused_operation import FusedOperation, Fusion, Op, expand, windows
 from jax_ub._src.ops.group import OperationGroup, run_group
-from jax_ub._src.ops.operation import BasicOperation, Operation
+from jax_ub._src.ops.operation import (
+    BasicOperation,
+    Operation,
+    check_operation,
+    split_each,
+)
 from jax_ub._src.ops.quantize import quantized_boundaries, with_quantizers
 from jax_ub._src.ops.userbuffers import UserbuffersForwardLinear
 from jax_ub._src.ops.userbuffers_backward import UserbuffersBackwardLinear
@@ -136,9 +141,8 @@ def _register(name, fusion, prepend):
 class ExtraTensorEdges:
     """The connections between extra outputs and extra inputs of a list of operations.
 
-    Extra inputs and outputs are the arrays that operations take and return besides the
-    activation, such as a residual connection. An *edge* is the number of one of these
-    arrays: an extra input that the caller passes, or an extra output of an operation.
+    An *edge* is the number of an extra tensor: an extra input that the caller passes,
+    or an extra output of an operation.
 
     Attributes:
         inputs: for each operation, the edges that are its extra inputs.
@@ -244,11 +248,7 @@ class OperationFuser(arguments.KeywordsChecked):
         """
         self.ops = tuple(ops)
         for i, op in enumerate(self.ops):
-            if not isinstance(op, Operation):
-                raise ShapeContractError(
-                    f"OperationFuser: entry {i} is of type {type(op).__name__}, not an "
-                    "operation. Pass instances of the operations in jax_ub.ops."
-                )
+            check_operation(f"OperationFuser: entry {i}", op)
         entries = [entry for op in self.ops for entry in op.entries]
         resolved, self._passed_states = with_quantizers(expand(entries))
         self._entries = [
@@ -275,11 +275,6 @@ class OperationFuser(arguments.KeywordsChecked):
     def fused(self, direction: str) -> list[Op]:
         """Returns the operations that run in the "forward" or "backward" pass.
 
-        First the joint fusions run, then the fusions of the direction.
-
-        Args:
-            direction: "forward" or "backward".
-
         Raises:
             FusionError: if a fusion returns a list with different basic operations.
         """
@@ -295,15 +290,16 @@ class OperationFuser(arguments.KeywordsChecked):
         ops = self._unfused(direction)
         for fusion in (*fusions("joint"), *fusions(direction)):
             before, ops = ops, list(fusion(list(ops)))
-            name = getattr(fusion, "__qualname__", None) or shown(fusion)
+            owner = getattr(fusion, "__self__", fusion)
+            name = getattr(owner, "__qualname__", None) or shown(fusion)
             self._check(f"the fusion {name}", ops)
             yield fusion, before, ops
 
     def _unfused(self, direction) -> list[Op]:
-        """Returns the operations to fuse: the argument of the first fusion function.
+        """Returns the argument of the first fusion function.
 
-        A fused operation that the caller constructed stays if it overrides `direction`.
-        Otherwise it is replaced by its basic operations.
+        A fused operation that the caller constructed is replaced by its basic
+        operations, unless it overrides `direction`.
         """
         ops: list[Op] = []
         for entry in self._entries:
@@ -418,17 +414,8 @@ class OperationFuser(arguments.KeywordsChecked):
         return (x, *public) if public else x
 
     def _split(self, params) -> list[dict[str, jax.Array]]:
-        """Splits `params` into one dict of arrays per basic operation."""
-        if not isinstance(params, tuple | list) or len(params) != len(self.ops):
-            is_list = isinstance(params, tuple | list)
-            found = f" with {len(params)} entries" if is_list else ""
-            raise ShapeContractError(
-                f"OperationFuser: params is of type {type(params).__name__}{found}, "
-                f"but there are {len(self.ops)} operations. Pass the tuple that "
-                "init(key) returns, with one entry for each operation."
-            )
-        pairs = zip(self.ops, params, strict=True)
-        split = [dict(part) for op, own in pairs for part in op.split(own)]
+        """Splits `params` into one dict of arrays per basic operation; checks names."""
+        split = [dict(each) for each in split_each("OperationFuser", self.ops, params)]
         basic_ops = [basic for op in self.ops for basic in op.basic_ops]
         for i, (op, own) in enumerate(zip(basic_ops, split, strict=True)):
             names = set(op.specs())
@@ -441,10 +428,7 @@ class OperationFuser(arguments.KeywordsChecked):
         return split
 
     def _keys(self, key, deterministic) -> dict[int, dict[str, jax.Array]]:
-        """Returns {i: {"key": fold_in(key, i)}} for each random operation i.
-
-        It is empty if the call is deterministic.
-        """
+        """Returns {i: {"key": fold_in(key, i)}} for each operation i that draws."""
         drawing = [i for i, op in enumerate(self.basic_ops) if op.takes_key]
         if drawing and key is None and not deterministic:
             raise ShapeContractError(

@@ -31,18 +31,15 @@ Saves = tuple[frozenset[str], ...]
 class OperationGroup:
     """Consecutive basic operations that are differentiated as one function.
 
-    The forward and the backward may be fused differently: `forward_ops` and
-    `backward_ops` cover the same basic operations. An *edge* is the number of an extra
-    tensor (an array that an operation reads or returns besides the activation).
-
     A group ends wherever a fused operation of the forward and one of the backward end
     together, unless a quantized tensor passes there. With groups this short, JAX itself
     determines which of them need gradients, and sums the cotangents of an extra output
-    that several groups read.
+    that several groups read. `ExtraTensorEdges` defines edges.
 
     Attributes:
         forward_ops: the operations that compute the results.
-        backward_ops: the operations that compute the gradients.
+        backward_ops: the operations that compute the gradients. They consist of the
+            same basic operations.
         first: index of the group's first basic operation in the fuser's list.
         inputs: for each operation, the edges that are its extra inputs.
         outputs: for each operation, the edges that are its extra outputs.
@@ -62,7 +59,7 @@ class OperationGroup:
 
     @property
     def external_inputs(self) -> set[int]:
-        """Returns the edges (extra tensors) that the group reads from outside."""
+        """Returns the edges that the group reads from outside."""
         own_outputs = set(itertools.chain(*self.outputs))
         return set(itertools.chain(*self.inputs)) - own_outputs
 
@@ -96,10 +93,9 @@ class OperationGroup:
         return tuple(saves)
 
     def kept_residuals(self, residuals, saves: Saves) -> tuple[dict[str, Any], ...]:
-        """Returns the residuals, with placeholders for those that no gradient needs.
+        """Returns the residuals, with an empty array for each that no gradient needs.
 
-        A placeholder is an empty array. The tree has an entry for every residual that
-        any gradient would need, so that its structure does not depend on the request.
+        The structure of the tree does not depend on the requested gradients.
         """
         everything = tuple(
             RequestedGradients(
@@ -128,13 +124,10 @@ class OperationGroup:
         )
 
     def inner_cotangent_avals(self, operands, needs: Needs):
-        """Returns the cotangent avals of the activations between the operations.
+        """Returns the cotangent avals of each operation's x, and of extra outputs.
 
         Arrays inside a fused operation do not exist at run time. Their types come from
         an abstract evaluation of the unfused operations.
-
-        Returns:
-            The avals of each operation's x, and of each extra output by its edge.
         """
         if len(self.basic_ops) == 1:
             return (), {}
@@ -167,7 +160,7 @@ class OperationGroup:
 
     @contextlib.contextmanager
     def naming_errors(self, window: slice, op: FusedOperation) -> Iterator[None]:
-        """Returns a context manager that adds an operation's name to its errors."""
+        """Adds the index and the names of the operations to errors in the context."""
         try:
             yield
         except UbError as error:
@@ -180,18 +173,13 @@ class OperationGroup:
 def _run_operations(configuration, group: OperationGroup, operands, saves=None):
     """Runs the forward pass of a group: its operations, one after the other.
 
-    Args:
-        configuration: `registry.configuration()`. It is part of jit's cache key,
-            because the operations look up names and methods in it while they are
-            traced.
-        group: the operations.
-        operands: a dict of "x"; "params", a tuple with one dict for each operation; and
-            "edges", the extra inputs from outside the group by edge.
-        saves: the residuals that the backward reads; None without a backward.
+    `operands` has "x"; "params", one dict for each operation; and "edges", the extra
+    inputs from outside by edge. `configuration` is that of the registry; it is part of
+    jit's cache key, because the operations look up names and methods in it.
 
     Returns:
         y, the extra outputs in `group.results` by edge, and the residuals of each basic
-        operation, or ().
+        operation, or () if `saves` is None.
     """
     x, edges = operands["x"], dict(operands["edges"])
     residuals: list[Any] = []
@@ -294,7 +282,10 @@ def _by_edge(rows, arrays):
 
 
 def cotangent_aval(value) -> jax.Array:
-    """Returns an empty array with the dtype and the varying axes of `value`."""
+    """Returns the type of a cotangent of `value`: dtype and varying mesh axes.
+
+    It is an empty array, so that a residual can contain it.
+    """
     empty = jnp.zeros((0,), value.dtype)
     return vma.pcast_varying(empty, vma.axes_of(value))
 
@@ -305,16 +296,11 @@ def aval_or_placeholder(is_wanted: bool, value) -> jax.Array:
 
 
 def to_cotangent_aval(aval: jax.Array | None, gradient: Any) -> Any:
-    """Casts a gradient to its operand's dtype, and sums it over axes as needed.
+    """Casts a gradient to its operand's `cotangent_aval`; None if either is None.
 
-    A gradient that varies over more mesh axes than the operand belongs to an operand
-    that was cast to vary over those axes. The transpose of the cast is a sum, which is
-    computed here.
-
-    Args:
-        aval: `cotangent_aval` of the operand; None if its gradient is not needed.
-        gradient: the gradient of the operand, or None. A quantized gradient stays
-            quantized if nothing is summed.
+    If the gradient varies over more mesh axes than the operand, the operand was cast to
+    vary over them. The transpose of the cast is a sum, which is computed here. A
+    quantized gradient stays quantized if nothing is summed.
     """
     if aval is None or gradient is None:
         return None

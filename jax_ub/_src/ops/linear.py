@@ -43,11 +43,28 @@ from jax_ub._src.rules.operands import as_row
 from jax_ub._src.rules.vjp import warn_of_constant_state
 from jax_ub._src.scaled_array import is_scaled, source_of
 
-default_kernel_init = initializers.lecun_normal()
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _LinearOptions:
+    """The fields that `BasicLinear`, which documents them, and `Linear` share."""
+
+    in_features: int
+    out_features: int
+    _: dataclasses.KW_ONLY
+    tensor_parallel_mode: str | None = None
+    axis_name: str = "tp"
+    sequence_parallel: bool = False
+    userbuffers_options: Any = None  # a mapping; stored as a hashable tuple
+    accumulate_into_main_grad: bool = False
+    method: str | None = None
+    fp8: Recipe | None = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., jax.Array] = initializers.lecun_normal()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class BasicLinear(BasicOperation):
+class BasicLinear(_LinearOptions, BasicOperation):
     """A linear map without bias, `x @ kernel`, optionally tensor parallel.
 
     | mode | sequence_parallel | x | kernel | y |
@@ -91,20 +108,6 @@ class BasicLinear(BasicOperation):
         param_dtype: dtype of the kernel.
         kernel_init: initializer of the global kernel.
     """
-
-    in_features: int
-    out_features: int
-    _: dataclasses.KW_ONLY
-    tensor_parallel_mode: str | None = None
-    axis_name: str = "tp"
-    sequence_parallel: bool = False
-    userbuffers_options: Any = None  # a mapping; stored as a hashable tuple
-    accumulate_into_main_grad: bool = False
-    method: str | None = None
-    fp8: Recipe | None = None
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    kernel_init: Callable[..., jax.Array] = default_kernel_init
 
     overwritten = frozenset({"main_grad", *fp8_state.NAMES})
 
@@ -280,16 +283,10 @@ class BasicLinear(BasicOperation):
         the products over the ranks after it. Bias and residual are added once, in f32,
         after any reduction over the ranks.
 
-        Args:
-            params: see `BasicOperation.forward`.
-            x: see `BasicOperation.forward`.
-            extra_inputs: ().
-            saves: see `BasicOperation.forward`.
-            bias: `[N]`, for the features of the result on this rank.
-            residual: array with the shape of the result. Without a reduction over the
-                ranks, the result reuses its buffer if it is not read later.
-            scale: factor of the product.
-            out_dtype: dtype of y; None takes the dtype of the computation.
+        Fused operations pass the keyword arguments. `bias`, `[N]`, has this rank's
+        features, and `residual` the shape of the result. Without a reduction over the
+        ranks, the result reuses the buffer of `residual` if it is not read later. An
+        `out_dtype` of None takes the dtype of the computation.
         """
         config = self.call_config(compute_dtype(self.dtype, x))
         residuals = self.operands(config, params, x)
@@ -320,15 +317,10 @@ class BasicLinear(BasicOperation):
     ):
         """Computes the gradients of x and kernel, GEMMs and collectives in turn.
 
-        Args:
-            residuals: see `BasicOperation.backward`.
-            dy: see `BasicOperation.backward`.
-            d_extra_outputs: ().
-            needs: see `BasicOperation.backward`.
-            residual: array with the shape of x that is added to dx; the sum has its
-                dtype. If dx is not reduced over the ranks, the sum reuses the buffer of
-                `residual` if it is not read later.
-            scale: factor of both products.
+        Fused operations pass the keyword arguments. `residual`, of the shape of x, is
+        added to dx; the sum has its dtype. If dx is not reduced over the ranks, the sum
+        reuses the buffer of `residual` if it is not read later. `scale` is a factor of
+        both products.
         """
         x, w, main_grad = self.saved_operands(residuals, needs)
         config = self.call_config(self.backward_dtype(x, w, dy))
@@ -369,34 +361,32 @@ def _checked_options(label, options):
     if options is None:
         return None
     known = ("comm_name", "method")
-    is_items = isinstance(options, tuple) and all(
-        isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
-        for item in options
-    )
-    if isinstance(options, Mapping) or is_items:
-        options = dict(options)
-    if not isinstance(options, dict) or "comm_name" not in options:
+    try:
+        found = dict(options) if isinstance(options, Mapping | tuple) else {}
+    except (TypeError, ValueError):
+        found = {}
+    if "comm_name" not in found:
         raise ShapeContractError(
             f"{label}: userbuffers_options = {shown(options)} has no comm_name. Pass "
             'userbuffers_options={"comm_name": "qkv"}, or None for no overlap.'
         )
-    for name in options:
+    for name in found:
         if name not in known:
             raise UnknownNameError(
                 f"{label}: userbuffers_options has no {shown(name)}. "
                 f"{nearest(name, known)}"
             )
-    name = options["comm_name"]
+    name = found["comm_name"]
     if not isinstance(name, str) or not name:
         raise ShapeContractError(
             f"{label}: comm_name = {shown(name)} is not the name of an overlap. Pass a "
             'string, for example "qkv".'
         )
-    return tuple(options.items())
+    return tuple(found.items())
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Linear(Operation):
+class Linear(_LinearOptions, Operation):
     """A linear layer, `x @ kernel + bias`, as one entry of a `Sequential`.
 
     The bias of a row-parallel layer is replicated and added once, after the reduction.
@@ -413,20 +403,8 @@ class Linear(Operation):
         bias_init: initializer of the global bias.
     """
 
-    in_features: int
-    out_features: int
     _: dataclasses.KW_ONLY
     use_bias: bool = True
-    tensor_parallel_mode: str | None = None
-    axis_name: str = "tp"
-    sequence_parallel: bool = False
-    userbuffers_options: Any = None
-    accumulate_into_main_grad: bool = False
-    method: str | None = None
-    fp8: Recipe | None = None
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    kernel_init: Callable[..., jax.Array] = default_kernel_init
     bias_init: Callable[..., jax.Array] = initializers.zeros
 
     def __post_init__(self):
@@ -440,8 +418,8 @@ class Linear(Operation):
 
     @property
     def basic_ops(self):
-        names = {field.name for field in dataclasses.fields(BasicLinear)}
-        options = {k: value for k, value in vars(self).items() if k in names}
+        names = [field.name for field in dataclasses.fields(_LinearOptions)]
+        options = {name: getattr(self, name) for name in names}
         linear = BasicLinear(**options)
         if not self.use_bias:
             return (linear,)

@@ -1,4 +1,4 @@
-"""GEMMs and collectives of linear operations, whose operands may be FP8."""
+"""Forward and gradients of linear operations, whose operands may be FP8."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -26,17 +26,15 @@ from jax_ub._src.scaled_array import (
 
 
 def state_in(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the arrays that are state of `DelayedScaling`, by name."""
+    """Returns the entries of `arrays` that are state of `DelayedScaling`."""
     return {name: arrays[name] for name in sorted(fp8_state.NAMES) if name in arrays}
 
 
 def quantized(config: CallConfig, residuals: Residuals, params: Params) -> Residuals:
-    """Quantizes the operands among the residuals if the layer multiplies FP8.
+    """Quantizes "x" and "kernel" in `residuals` if the linear has a recipe.
 
-    x may be quantized already; then its state does not change.
-
-    Returns:
-        The residuals, with the new state of x and the kernel.
+    With `DelayedScaling`, `params` has the state, and the returned residuals have the
+    new state. x may be quantized already; then its state does not change.
     """
     if config.fp8 is None:
         return residuals
@@ -65,10 +63,7 @@ def quantized(config: CallConfig, residuals: Residuals, params: Params) -> Resid
 
 
 def product_of(config: CallConfig) -> Callable[..., Any]:
-    """Returns the function that computes a linear layer's forward pass.
-
-    See `forward.forward_of`. The operands may be FP8.
-    """
+    """Returns the forward pass of a linear; see `forward.forward_of`."""
     return forward_of(config) if config.fp8 is None else scaled.scaled_forward
 
 
@@ -81,10 +76,10 @@ def gradients(
     residual: jax.Array | None,
     state: Residuals | None = None,
 ) -> tuple[jax.Array | None, jax.Array | None, Residuals]:
-    """Computes the gradient of x, plus `residual`, and of the kernel, plus `main_grad`.
+    """Computes `dy @ w.T + residual`, `x.T @ dy + main_grad` and the new FP8 state.
 
-    The gradient of x is None without `w`, and the gradient of the kernel without `x`.
-    The third result is the new state of the gradient of y; `state` contains the old.
+    The first is None without `w`, the second without `x`. `state` is the old state with
+    which `DelayedScaling` quantizes dy.
     """
     saved = {
         "x": x,
@@ -106,13 +101,13 @@ def gradients(
     return dx, dw, new_state or {}
 
 
-def result_shape(config: CallConfig, x: Any, kernel: jax.Array) -> tuple[int, ...]:
-    """Returns the shape of `x @ kernel` after its rows are gathered or scattered."""
+def result_shape(config: CallConfig, x: Any, features: int) -> tuple[int, ...]:
+    """Returns the shape of a linear's result, with this many features, on one rank."""
     if x.ndim == 1:
-        return kernel.shape[1:]
+        return (features,)
     *lead, rows, _ = x.shape
     if config.mode.op == "all_gather_matmul":
         rows *= config.num_ranks
     if config.mode.op == "matmul_reduce_scatter":
         rows //= config.num_ranks
-    return (*lead, rows, kernel.shape[1])
+    return (*lead, rows, features)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,8 @@ class Normalization(BasicOperation):
             `zero_centered_gamma`.
     """
 
+    statistic_names: ClassVar[tuple[str, ...]] = ("rstd",)
+
     normalized_shape: int
     _: dataclasses.KW_ONLY
     eps: float = 1e-5
@@ -67,20 +69,14 @@ class Normalization(BasicOperation):
         return {"scale": PartitionSpec()}
 
     def statistics(self, x: jax.Array) -> dict[str, jax.Array]:
-        """Returns each token's 1 / std as "rstd" and, for LayerNorm, "mean".
-
-        Both have shape `[..., 1]`.
-        """
+        """Returns the statistics of each token by name, with shape `[..., 1]`."""
         raise NotImplementedError
 
     def saved(self, needs):
-        always = {"x", *self.names} if needs.x or "scale" in needs.params else set()
-        return frozenset(always | ({"scale"} if needs.x else set()))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Returns the names of the statistics that are saved per token."""
-        return ("rstd",)
+        names = {"scale"} if needs.x else set()
+        if needs.x or "scale" in needs.params:
+            names |= {"x", *self.statistic_names}
+        return frozenset(names)
 
     def forward(self, params, x, extra_inputs, saves):
         scale = params["scale"]
@@ -164,6 +160,8 @@ class LayerNorm(Normalization):
         bias_init: initializer of "bias".
     """
 
+    statistic_names = ("mean", "rstd")
+
     _: dataclasses.KW_ONLY
     bias_init: Callable[..., jax.Array] = initializers.zeros
 
@@ -174,10 +172,6 @@ class LayerNorm(Normalization):
 
     def specs(self):
         return {**super().specs(), "bias": PartitionSpec()}
-
-    @property
-    def names(self):
-        return ("mean", "rstd")
 
     def statistics(self, x):
         mean = jnp.mean(x, axis=-1, keepdims=True)

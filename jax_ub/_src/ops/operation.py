@@ -236,13 +236,11 @@ class BasicOperation(Operation):
         Args:
             residuals: the residuals that `saved(needs)` names.
             dy: gradient of y; None if it is known to be zero.
-            d_extra_outputs: gradients of the extra outputs; None for each that is known
-                to be zero.
+            d_extra_outputs: gradients of the extra outputs, like `dy`.
             needs: the gradients to compute. Others may be None, or absent in the dict.
 
         Returns:
-            dx, the gradients of the parameters by name, and a tuple of the gradients of
-            the extra inputs.
+            dx, the gradients of the parameters by name, and those of the extra inputs.
         """
         raise NotImplementedError
 
@@ -253,10 +251,7 @@ class BasicOperation(Operation):
             ShapeContractError: if `index` is out of range, or `name` is not a string
                 without spaces.
         """
-        self._check_channel("input", index, self.num_extra_inputs, name)
-        channels = self.extra_input_channels or (None,) * self.num_extra_inputs
-        changed = (*channels[:index], name, *channels[index + 1 :])
-        return dataclasses.replace(self, extra_input_channels=changed)
+        return self._with_channel("input", index, name, name)
 
     def with_extra_output_channel(
         self, index: int, name: str, output_to_caller: bool = True
@@ -273,19 +268,20 @@ class BasicOperation(Operation):
             ShapeContractError: if `index` is out of range, or `name` is not a string
                 without spaces.
         """
-        self._check_channel("output", index, self.num_extra_outputs, name)
-        channels = self.extra_output_channels or (None,) * self.num_extra_outputs
         channel = OutputChannel(name, output_to_caller)
-        changed = (*channels[:index], channel, *channels[index + 1 :])
-        return dataclasses.replace(self, extra_output_channels=changed)
+        return self._with_channel("output", index, name, channel)
 
-    def _check_channel(self, kind, index, number, name):
+    def _with_channel(self, kind, index, name, channel):
+        field, number = f"extra_{kind}_channels", getattr(self, f"num_extra_{kind}s")
         if not checks.is_integer(index) or not 0 <= index < number:
             raise ShapeContractError(
                 f"{self.label}: it has no extra {kind} {shown(index)}, but {number} of "
                 "them, counted from 0. Pass one of these indices."
             )
         check_channel_name(self.label, name)
+        channels = list(getattr(self, field) or (None,) * number)
+        channels[index] = channel
+        return dataclasses.replace(self, **{field: tuple(channels)})
 
 
 def _checked_channels(label, field, channels, number, kind):
@@ -318,13 +314,24 @@ def init_each(ops: Sequence[Operation], key: jax.Array) -> tuple[Any, ...]:
 
 def split_each(label: str, ops: Sequence[Operation], params: Any) -> tuple[Params, ...]:
     """Splits a tuple of parameters into one dict of arrays per basic operation."""
-    if not isinstance(params, (tuple, list)) or len(params) != len(ops):
+    is_list = isinstance(params, tuple | list)
+    if not is_list or len(params) != len(ops):
+        found = f" with {len(params)} entries" if is_list else ""
         raise ShapeContractError(
-            f"{label}: params is a {type(params).__name__}, but the parameters "
-            f"of these {len(ops)} operations are a tuple with one entry for each."
+            f"{label}: params is of type {type(params).__name__}{found}, but there are "
+            f"{len(ops)} operations. Pass the tuple that init(key) returns, with one "
+            "entry for each operation."
         )
     pairs = zip(ops, params, strict=True)
     return tuple(part for op, own in pairs for part in op.split(own))
+
+
+def check_operation(where: str, value: Any) -> None:
+    if not isinstance(value, Operation):
+        raise ShapeContractError(
+            f"{where} is of type {type(value).__name__}, not an operation. Pass "
+            "instances of the operations in jax_ub.ops."
+        )
 
 
 def init_parameter(

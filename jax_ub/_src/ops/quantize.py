@@ -158,18 +158,11 @@ class Quantize(BasicOperation):
 
 @dataclasses.dataclass
 class _Path:
-    """The operations that a quantized tensor reaches from a `Quantize`.
+    """The indices of the operations that a quantized tensor passes, in their order."""
 
-    Attributes:
-        start: index of the `Quantize`.
-        reached: indices of the operations that take the tensor, in the order of the
-            pass.
-        linear: index of the linear that multiplies it, or None.
-    """
-
-    start: int
+    start: int  # of the Quantize
     reached: list[int] = dataclasses.field(default_factory=list)
-    linear: int | None = None
+    linear: int | None = None  # of the linear that multiplies the tensor
 
 
 def _paths(ops: Sequence[BasicOperation], role: str) -> list[_Path]:
@@ -196,10 +189,7 @@ def _paths(ops: Sequence[BasicOperation], role: str) -> list[_Path]:
 
 
 def quantized_boundaries(ops: Sequence[BasicOperation]) -> set[int]:
-    """Returns each i for which `ops[i - 1]` and `ops[i]` exchange a quantized tensor.
-
-    It is an activation, or a gradient.
-    """
+    """Returns each i where `ops[i - 1]` passes `ops[i]` an FP8 tensor, or back."""
     forward = {i for path in _paths(ops, INPUT) for i in path.reached}
     return forward | {i + 1 for path in _paths(ops, OUTPUT_GRAD) for i in path.reached}
 
@@ -210,8 +200,8 @@ def with_quantizers(
     """Passes the quantizers of linears to the `Quantize` operations in a list.
 
     Returns:
-        The operations, and a tuple for each state that is passed, too: the indices of
-        the linear and of the `Quantize`, and the role of the tensor.
+        The operations, and (linear, quantize, role) for each FP8 state that is passed,
+        too: the indices of the two operations and the role of the tensor.
     """
     result: list[Any] = list(ops)
     states = []

@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING, Any, overload
 import jax
 import jax.numpy as jnp
 
-from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.fp8 import state as fp8_state
 from jax_ub._src.ops.fused_operation import Op
 from jax_ub._src.ops.fuser import OperationFuser
-from jax_ub._src.ops.operation import BasicOperation, Operation, init_each, split_each
+from jax_ub._src.ops.operation import (
+    BasicOperation,
+    Operation,
+    check_operation,
+    init_each,
+    split_each,
+)
 
 if TYPE_CHECKING:
     from jax_ub._src.tools.explain.report import Table
@@ -100,14 +105,10 @@ class Sequential(Operation):
         return tuple(entry for op in self._ops for entry in op.entries)
 
     def init(self, key: jax.Array) -> tuple[Any, ...]:
-        """Creates the parameters of all operations: a tuple with one dict for each.
+        """Creates the parameters: for each operation, a dict of global arrays by name.
 
         Args:
             key: PRNG key. Operation i gets `jax.random.fold_in(key, i)`.
-
-        Returns:
-            Global arrays in dicts by name. An operation without parameters has an empty
-            dict.
         """
         return init_each(self._ops, key)
 
@@ -133,7 +134,8 @@ class Sequential(Operation):
         Raises:
             ShapeContractError: if `op` is not an operation.
         """
-        self._ops.insert(index, _checked(op))
+        check_operation("Sequential: an entry", op)
+        self._ops.insert(index, op)
         return self
 
     def pop(self, index: int = -1) -> Operation:
@@ -156,7 +158,8 @@ class Sequential(Operation):
         return Sequential(*found) if isinstance(index, slice) else found
 
     def __setitem__(self, index: int, op: Operation) -> None:
-        self._ops[index] = _checked(op)
+        check_operation("Sequential: an entry", op)
+        self._ops[index] = op
 
     def __delitem__(self, index: int | slice) -> None:
         del self._ops[index]
@@ -178,15 +181,6 @@ class Sequential(Operation):
     def __repr__(self) -> str:
         lines = "".join(f"  ({i}): {op!r}\n" for i, op in enumerate(self))
         return f"Sequential(\n{lines})" if lines else "Sequential()"
-
-
-def _checked(op):
-    if not isinstance(op, Operation):
-        raise ShapeContractError(
-            f"Sequential: an entry is of type {type(op).__name__}, not an operation. "
-            "Pass instances of the operations in jax_ub.ops."
-        )
-    return op
 
 
 def split_main_grads(params: Any) -> tuple[Any, Any]:

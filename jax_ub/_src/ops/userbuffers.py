@@ -11,7 +11,6 @@ Transformer Engine's three patterns, in forward order:
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from jax_ub._src.methods import Method
 from jax_ub._src.ops.basic import Bias
 from jax_ub._src.ops.collectives import ReduceScatter
 from jax_ub._src.ops.fused_operation import (
+    ForwardPattern,
     FusedPattern,
     Op,
     fuse_windows,
@@ -43,9 +43,8 @@ from jax_ub._src.scaled_array import source_of
 def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
     """Returns the first operations in `ops` if they form one of the three patterns.
 
-    Returns:
-        The matching operations, and the reason why a linear does not match. The
-        operations are () if there is a reason, or if `ops` starts with no linear.
+    Otherwise they are (), and the second result is the reason if the first operation is
+    a linear.
     """
     linear = ops[0]
     if not isinstance(linear, BasicLinear):
@@ -136,7 +135,7 @@ class UserbuffersLinear(FusedPattern):
         return {i: reason for i, reason in reasons.items() if reason}
 
     @classmethod
-    def fuse(cls, ops: Sequence[Op], *needed: str) -> list[Op]:
+    def fuse(cls, ops: Sequence[Op]) -> list[Op]:
         def fused(rest):
             window, _ = match(rest)
             return cls(window) if window else None
@@ -156,14 +155,7 @@ def overlapped_call_config(  # noqa: PLR0913, options of a linear
     is_backward: bool = False,
     fp8: Recipe | None = None,
 ) -> CallConfig:
-    """Checks the arguments of a `UserbuffersLinear`; returns its `CallConfig`.
-
-    Raises:
-        UnknownNameError: if the mode is unknown.
-        UnsupportedOverlapError: if `sequence_parallel` is False.
-        ShapeContractError: if the dtype is not f32, bf16 or f16, or the axis is not a
-            manual mesh axis.
-    """
+    """Checks the arguments of a `UserbuffersLinear`; returns its `CallConfig`."""
     check_parallel(op, "tensor_parallel_mode", parallel)
     checks.check_flag(op, "sequence_parallel", sequence_parallel)
     if not sequence_parallel:
@@ -196,12 +188,12 @@ def overlapped_call_config(  # noqa: PLR0913, options of a linear
 
 
 @dataclasses.dataclass(frozen=True)
-class UserbuffersForwardLinear(UserbuffersLinear):
+class UserbuffersForwardLinear(UserbuffersLinear, ForwardPattern):
     """Computes a linear whose GEMM overlaps with its all-gather or reduce-scatter.
 
-    It replaces a linear, and the bias and the reduce-scatter after it. Compared with
-    separate operations it saves the buffer of the gathered input, or of the product
-    before the scatter, and the pass that adds the bias.
+    Replaces a linear, and the bias and the reduce-scatter after it. This saves the
+    buffer of the gathered input, or of the product before the scatter, and the pass
+    that adds the bias.
 
     Transformer Engine: `UserbuffersForwardLinear`.
     """
@@ -299,14 +291,6 @@ class UserbuffersForwardLinear(UserbuffersLinear):
         (y,), _ = product_of(config)(config, *operands)
         num = len(self.basic_ops)
         return y, ((),) * num, (residuals, *({},) * (num - 1))
-
-    @classmethod
-    def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces each linear whose GEMM can overlap with its collective.
-
-        The `Bias` and `ReduceScatter` after it are replaced with it.
-        """
-        return cls.fuse(ops)
 
 
 def _check_forward(config, x, w, bias):

@@ -1,8 +1,6 @@
 """Backward of linears whose GEMMs overlap with their collectives."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +10,8 @@ from jax.typing import DTypeLike
 from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.methods import Method
-from jax_ub._src.ops.fused_operation import Op
-from jax_ub._src.ops.linear_gemms import gradients, state_in
+from jax_ub._src.ops.fused_operation import BackwardPattern
+from jax_ub._src.ops.linear_gemms import gradients, result_shape, state_in
 from jax_ub._src.ops.userbuffers import (
     UserbuffersLinear,
     check_activation,
@@ -27,7 +25,7 @@ from jax_ub._src.scaled_array import dequantized, is_scaled
 
 
 @dataclasses.dataclass(frozen=True)
-class UserbuffersBackwardLinear(UserbuffersLinear):
+class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
     """Computes a linear's gradients with GEMMs that overlap with communication.
 
     | mode | method | dgrad GEMM | wgrad GEMM |
@@ -106,19 +104,15 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
                 explicitly requested method cannot run here.
         """
         op = "UserbuffersBackwardLinear"
-        for name, array in (("weight", weight), ("input", input)):
-            if array is not None:
+        arrays = {"weight": weight, "input": input, "grad_output": grad_output}
+        for name, array in arrays.items():
+            if array is not None or name == "grad_output":
                 checks.check_array(op, name, array)
-        for name, flag in (
-            ("input_requires_grad", input_requires_grad),
-            ("weight_requires_grad", weight_requires_grad),
-            ("bias_requires_grad", bias_requires_grad),
-        ):
-            checks.check_flag(op, name, flag)
-        checks.check_array(op, "grad_output", grad_output)
+        checks.check_flag(op, "input_requires_grad", input_requires_grad)
+        checks.check_flag(op, "weight_requires_grad", weight_requires_grad)
+        checks.check_flag(op, "bias_requires_grad", bias_requires_grad)
         if dtype is None:
-            given = [a for a in (weight, input, grad_output) if a is not None]
-            dtype = given[0].dtype
+            dtype = next(a for a in arrays.values() if a is not None).dtype
         config = overlapped_call_config(
             op,
             tensor_parallel_mode,
@@ -172,14 +166,6 @@ class UserbuffersBackwardLinear(UserbuffersLinear):
             d_params[1]["bias"] = db
         return dx, tuple(d_params), ((),) * len(self.basic_ops)
 
-    @classmethod
-    def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces each linear whose GEMMs can overlap with communication.
-
-        The `Bias` and `ReduceScatter` after it are replaced with it.
-        """
-        return cls.fuse(ops)
-
 
 def _sum_over_ranks(config, db):
     return all_reduce(config.collective, vma.pcast_varying(db, config.axes(db)))
@@ -222,13 +208,12 @@ def _check_backward(config, dy, x, w):
     if w is not None:
         num_ranks, sharded = config.num_ranks, config.mode.sharded
         checks.check_contraction(config.label, x, w, num_ranks, sharded)
+    meaning = "[..., M, N/P]"
     if not config.mode.gathers_x:
         checks.check_divides(config.label, x, config.num_ranks)
-        rows, meaning = x.shape[-2] // config.num_ranks, "[..., M/P, N]"
-    else:
-        rows, meaning = x.shape[-2] * config.num_ranks, "[..., M, N/P]"
-    wanted = (*x.shape[:-2], rows, dy.shape[-1])
+        meaning = "[..., M/P, N]"
     meaning += f" for input {tuple(x.shape)}"
+    wanted = result_shape(config, x, dy.shape[-1])
     checks.check_shape(config.label, "grad_output", dy, wanted, meaning)
 
 
