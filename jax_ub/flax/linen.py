@@ -4,9 +4,9 @@ from jax_ub._src.flax.linen_layers import (
     LayerNormLinear,
     LayerNormMLP,
     MultiHeadAttention,
+    TransformerLayer,
 )
 from jax_ub._src.flax.linen_linear import Linear
-from jax_ub._src.flax.linen_transformer import TransformerLayer
 from jax_ub._src.retrofit.linen_overlap import Overlap
 
 __all__ = [

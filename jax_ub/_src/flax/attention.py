@@ -1,20 +1,24 @@
-"""The nnx layer `MultiHeadAttention`."""
+"""The nnx layers `MultiHeadAttention` and `TransformerLayer`."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_ub._src import checks
 from jax_ub._src.errors import UnsupportedOverlapError
-from jax_ub._src.flax.core_attention import CoreAttention
+from jax_ub._src.flax.core_attention import CoreAttention, dropout
 from jax_ub._src.flax.linear import Linear, apply_layers
+from jax_ub._src.flax.norm_layers import LayerNormMLP, normalize
 from jax_ub._src.flax.options import (
     LinearOptions,
     check_attention_sizes,
     check_options,
+    check_transformer_sizes,
+    make_norm,
+    norm_dtypes,
     qk_norm_class,
     userbuffers_name,
 )
@@ -24,18 +28,11 @@ _LAYOUT_OPTIONS = ("axis_name", "mesh", "data_axes", "sequence_parallel", "metho
 
 
 def project_qkv(
-    apply_layers: Callable[[Sequence[Any], jax.Array], tuple[jax.Array, ...]],
-    layers: Sequence[Any],
-    inputs: Sequence[Any],
-    rotary_base: float | None,
+    layers: Sequence[Any], inputs: Sequence[Any], rotary_base: float | None
 ) -> tuple[jax.Array, ...]:
     """Computes queries, keys and values; layers with the same input share one AG+GEMM.
 
-    Args:
-        apply_layers: applies several layers to the same input.
-        layers: the layers of queries, keys and values.
-        inputs: the inputs of queries, keys and values; None takes the previous one.
-        rotary_base: base of the rotary embeddings, or None.
+    An input of None is the same as the previous one.
     """
     inputs_q, inputs_k, inputs_v = inputs
     inputs_k = inputs_q if inputs_k is None else inputs_k
@@ -54,6 +51,24 @@ def project_qkv(
     if inputs_v is inputs_k:
         return (query(inputs_q), *apply_layers((key, value), inputs_k))
     return query(inputs_q), key(inputs_k), value(inputs_v)
+
+
+def residual_blocks(
+    inputs: jax.Array,
+    attend: Callable[..., jax.Array],
+    mlp: Callable[..., jax.Array],
+    drop: Callable[[jax.Array], jax.Array] | None,
+) -> jax.Array:
+    """Computes attention and MLP of a transformer layer, each with a residual.
+
+    If `drop`, the dropout of their results, is None, they add the residuals themselves,
+    before rounding.
+    """
+    if drop is None:
+        x = attend(residual=inputs)
+        return mlp(x, residual=x)
+    x = inputs + drop(attend())
+    return x + drop(mlp(x))
 
 
 class MultiHeadAttention(nnx.Module):
@@ -115,7 +130,11 @@ class MultiHeadAttention(nnx.Module):
                 embeddings: "RMSNorm", "LayerNorm", or None.
             normalize_qk: True has the same effect as `qk_norm_type="LayerNorm"`; Flax's
                 argument.
-            attention_fn: the attention function; see `CoreAttention`.
+            attention_fn: called as `attention_fn(q, k, v, mask=, is_causal=)` with
+                arrays `[batch, tokens, heads, head_dim]`, and with dropout also with
+                `dropout_rng=`, `dropout_rate=` and `broadcast_dropout=`. None uses
+                `jax.nn.dot_product_attention`, or `nnx.dot_product_attention` with
+                dropout.
             dropout_rate: the probability of dropping an attention weight.
             broadcast_dropout: whether all sequences and heads drop the same weights.
             deterministic: whether dropout is disabled; `model.eval()` sets it to True.
@@ -171,11 +190,9 @@ class MultiHeadAttention(nnx.Module):
         self.key_ln: nnx.RMSNorm | nnx.LayerNorm | None = nnx.data(None)
         norm = qk_norm_class("MultiHeadAttention", qk_norm_type, normalize_qk, nnx)
         if norm is not None:
-            dtypes = options.get("dtype"), options.get("param_dtype", jnp.float32)
-            self.query_ln, self.key_ln = (
-                norm(self.head_dim, dtype=dtypes[0], param_dtype=dtypes[1], rngs=rngs)
-                for _ in range(2)
-            )
+            dtypes = norm_dtypes(options)
+            self.query_ln = norm(self.head_dim, rngs=rngs, **dtypes)
+            self.key_ln = norm(self.head_dim, rngs=rngs, **dtypes)
         self.out = Linear(
             (num_heads, self.head_dim),
             out_features,
@@ -224,7 +241,7 @@ class MultiHeadAttention(nnx.Module):
         self.core.check_heads(self.num_heads, self.num_kv_heads, kernel, inputs_q)
         layers = (self.query, self.key, self.value)
         inputs = (inputs_q, inputs_k, inputs_v)
-        q, k, v = project_qkv(apply_layers, layers, inputs, self.core.rotary_base)
+        q, k, v = project_qkv(layers, inputs, self.core.rotary_base)
         if self.query_ln is not None and self.key_ln is not None:
             q, k = self.query_ln(q), self.key_ln(k)
         if deterministic is None:
@@ -241,3 +258,167 @@ class MultiHeadAttention(nnx.Module):
         """
         if deterministic is not None:
             self.deterministic = deterministic
+
+
+class TransformerLayer(nnx.Module):
+    """A pre-norm transformer layer: attention and an MLP, each with a residual.
+
+    The layer runs four overlapped GEMMs, named "qkv", "proj", "fc1" and "fc2" in
+    `initialize_ub`. Between "qkv" and "proj" the activations are sharded by heads,
+    between "fc1" and "fc2" by features, and everywhere else by tokens.
+
+    Transformer Engine: `te.TransformerLayer`.
+
+    Attributes:
+        attention_norm: the norm before the attention, `nnx.LayerNorm` or `nnx.RMSNorm`.
+        attention: the `MultiHeadAttention`.
+        mlp: the `LayerNormMLP`, which contains the norm before the MLP.
+    """
+
+    def __init__(  # noqa: PLR0913, of attention, norms and MLP
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        *,
+        num_gqa_groups: int | None = None,
+        kv_channels: int | None = None,
+        is_causal: bool = True,
+        rotary_base: float | None = None,
+        qk_norm_type: str | None = None,
+        normalize_qk: bool = False,
+        attention_fn: Callable[..., jax.Array] | None = None,
+        activation: str | Callable[[jax.Array], jax.Array] = "gelu",
+        normalization: str = "LayerNorm",
+        epsilon: float = 1e-6,
+        hidden_dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        deterministic: bool = False,
+        rngs: nnx.Rngs,
+        **options: Unpack[LinearOptions],
+    ):
+        """Creates attention, MLP and norms with their parameters.
+
+        Args:
+            hidden_size: the number of input and output features.
+            ffn_hidden_size: the global number of features inside the MLP.
+            num_attention_heads: the global number of query heads.
+            num_gqa_groups: the global number of key and value heads; None takes
+                `num_attention_heads`.
+            kv_channels: the number of features of a head; None takes `hidden_size /
+                num_attention_heads`.
+            is_causal: whether a token attends only to itself and earlier tokens.
+            rotary_base: see `MultiHeadAttention`.
+            qk_norm_type: see `MultiHeadAttention`.
+            normalize_qk: see `MultiHeadAttention`.
+            attention_fn: see `MultiHeadAttention`.
+            activation: the activation function of the MLP; see `LayerNormMLP`.
+            normalization: "LayerNorm" or "RMSNorm".
+            epsilon: added to the variance, or to the mean square, before the root.
+            hidden_dropout: the dropout rate of the results of attention and MLP. If it
+                is 0, the calls "proj" and "fc2" add the residuals before rounding.
+            attention_dropout: the probability of dropping an attention weight.
+            deterministic: whether dropout is disabled; `model.eval()` sets it to True.
+            rngs: the PRNG streams for the initializers; with dropout also "dropout".
+            **options: further arguments of `Linear`.
+
+        Raises:
+            ShapeContractError: if the number of ranks does not divide heads or
+                features, the heads do not divide the features, the number of key heads
+                does not divide the number of query heads, or a dropout rate is not in
+                [0, 1).
+            UnknownNameError: if an activation, norm, method or axis is unknown.
+        """
+        op = "TransformerLayer"
+        check_options(
+            TransformerLayer,
+            options,
+            rngs=rngs,
+            is_causal=is_causal,
+            normalize_qk=normalize_qk,
+            deterministic=deterministic,
+        )
+        check_transformer_sizes(
+            hidden_size, num_attention_heads, num_gqa_groups, kv_channels
+        )
+        qk_norm_class(op, qk_norm_type, normalize_qk, nnx)
+        checks.check_rate(op, "hidden_dropout", hidden_dropout)
+        checks.check_rate(op, "attention_dropout", attention_dropout)
+        self.attention_norm = make_norm(
+            nnx, op, normalization, epsilon, options, hidden_size, rngs=rngs
+        )
+        features = None if kv_channels is None else kv_channels * num_attention_heads
+        self.attention = MultiHeadAttention(
+            num_attention_heads,
+            hidden_size,
+            features,
+            hidden_size,
+            num_gqa_groups,
+            is_causal=is_causal,
+            rotary_base=rotary_base,
+            qk_norm_type=qk_norm_type,
+            normalize_qk=normalize_qk,
+            attention_fn=attention_fn,
+            dropout_rate=attention_dropout,
+            deterministic=deterministic,
+            rngs=rngs,
+            **options,
+        )
+        self.mlp = LayerNormMLP(
+            hidden_size,
+            ffn_hidden_size,
+            activation=activation,
+            normalization=normalization,
+            epsilon=epsilon,
+            rngs=rngs,
+            **options,
+        )
+        self.dropout: nnx.Dropout | None = nnx.data(None)
+        if hidden_dropout > 0:
+            self.dropout = nnx.Dropout(
+                hidden_dropout, deterministic=deterministic, rngs=rngs
+            )
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        deterministic: bool | None = None,
+    ) -> jax.Array:
+        """Computes attention and MLP, each added to its input as a residual.
+
+        Maps `[..., tokens, hidden_size]` to the same shape.
+
+        Args:
+            inputs: the activations.
+            mask: `[..., heads, tokens, tokens]`, or broadcastable to it; true where a
+                token attends to another. With `is_causal`, later tokens are always
+                masked.
+            positions: positions of the tokens for rotary embeddings, `[..., tokens]`;
+                None uses 0, 1, 2, ....
+            deterministic: whether dropout is disabled; None takes the module's value.
+        """
+        attend = functools.partial(
+            self.attention,
+            normalize("TransformerLayer", self.attention_norm, inputs),
+            mask=mask,
+            positions=positions,
+            deterministic=deterministic,
+        )
+        drop = None
+        if self.dropout is not None:
+            if deterministic is None:
+                deterministic = self.dropout.deterministic
+            drop = functools.partial(self._drop, self.dropout, deterministic)
+        return residual_blocks(inputs, attend, self.mlp, drop)
+
+    def _drop(self, module, deterministic, y):
+        if deterministic:
+            return y
+        layout = self.mlp.fc2.sharding_layout
+        # Without sequence parallelism, all ranks have the same tokens and must draw the
+        # same mask.
+        replicated_axes = () if layout.sequence_parallel else layout.axes
+        return dropout(y, module.rate, module.rngs(), replicated_axes)

@@ -33,22 +33,8 @@ class CoreAttention:
     Each rank computes its heads and sequences, without communication. Global arrays are
     sharded by a `jax.shard_map`; inside the caller's, the arguments are shards.
 
-    Attributes:
-        sharding_layout: the sharding layout of the projections. If its `parallel` is
-            None, all heads are on every rank.
-        attention_fn: called as `attention_fn(q, k, v, mask=, is_causal=)` with arrays
-            `[batch, tokens, heads, head_dim]`. With dropout it is also passed
-            `dropout_rng=`, `dropout_rate=` and `broadcast_dropout=`. None uses
-            `jax.nn.dot_product_attention`, or `nnx.dot_product_attention` with
-            dropout.
-        is_causal: whether a token attends only to itself and earlier tokens.
-        rotary_base: base of the rotary embeddings of queries and keys; None disables
-            them.
-        dropout_rate: the probability of dropping an attention weight.
-        broadcast_dropout: whether all sequences and heads drop the same weights.
-
-    Raises:
-        UnknownNameError: if `attention_fn` is not a hashable function.
+    `sharding_layout` belongs to the projections. If its `parallel` is None, all heads
+    are on every rank. `MultiHeadAttention` documents the other options.
     """
 
     sharding_layout: ShardingLayout
@@ -97,18 +83,9 @@ class CoreAttention:
     ) -> jax.Array:
         """Computes attention of q, k, v, each `[..., tokens, heads, head_dim]`.
 
-        Args:
-            q: queries, `[..., tokens, heads, head_dim]`.
-            k: keys. Their number of heads divides the number of query heads.
-            v: values, with the shape of the keys.
-            mask: `[..., heads, tokens, tokens of k]`, or broadcastable to it; true
-                where a query attends to a key.
-            positions: positions of the tokens for rotary embeddings, `[..., tokens]`;
-                None uses 0, 1, 2, ....
-            dropout_key: PRNG key, the same on every rank; None disables dropout.
-
-        Raises:
-            ShapeContractError: if the mask or the positions cannot be broadcast.
+        The number of heads of k and v divides the number of query heads. `dropout_key`
+        is the same on every rank; None disables dropout. `MultiHeadAttention` documents
+        the other arguments.
         """
         *lead, num_tokens, num_heads, _ = q.shape
         if mask is not None:
@@ -123,7 +100,7 @@ class CoreAttention:
         return _on_mesh(self, mesh, *operands)
 
     def attend(self, axes, q, k, v, mask, positions, dropout_key) -> jax.Array:
-        """Computes attention of one rank's shards; `__call__` documents the operands.
+        """Computes attention of one rank's shards.
 
         `axes` are the mesh axes whose ranks have different heads or sequences, and so
         draw different dropout masks.
@@ -168,10 +145,9 @@ class CoreAttention:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _on_mesh(core, mesh, *operands):
-    """Computes attention of global arrays in a `shard_map` over the mesh.
+    """Computes attention of global arrays in a `shard_map`.
 
-    The `shard_map` covers all mesh axes that are not manual yet. It shards heads over
-    the tensor-parallel axes and the leading batch axis over the data axes.
+    It shards heads over the tensor-parallel axes, and the leading axis over data axes.
     """
     q, _, _, mask, positions, _ = operands
     layout = core.sharding_layout
@@ -197,10 +173,7 @@ def _on_mesh(core, mesh, *operands):
 
 
 def _broadcast_spec(array, entries):
-    """Returns an array's `PartitionSpec`; leaves dimensions of size 1 unsharded.
-
-    `entries` has the mesh axis of each dimension.
-    """
+    """Returns the spec `entries` of an array, without its dimensions of size 1."""
     if array is None:
         return P()
     sizes = zip(array.shape, entries, strict=True)
@@ -223,17 +196,9 @@ def _broadcastable(name, array, whole):
 def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
     """Applies rotary position embeddings to queries or keys `[..., tokens, heads, D]`.
 
-    Rotates each pair of features i and i + D/2 by the angle `position * base**(-2i/D)`,
-    as in GPT-NeoX and Llama.
-
-    Args:
-        x: queries or keys, `[..., tokens, heads, D]`.
-        positions: `[..., tokens]`, or `[tokens]` for all sequences.
-        base: base of the angles. The slowest pair rotates by about one radian in `base`
-            tokens.
-
-    Returns:
-        The rotated array, with the shape and dtype of x. The rotation is in f32.
+    Rotates each pair of features i and i + D/2 by the angle `position * base**(-2i/D)`
+    in f32, as in GPT-NeoX and Llama. `positions` has shape `[..., tokens]`, or
+    `[tokens]` for all sequences.
 
     Source: RoFormer, https://arxiv.org/abs/2104.09864.
     """
@@ -250,8 +215,8 @@ def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
 def varying_axes(array: jax.Array) -> frozenset[str]:
     """Returns the manual mesh axes over which an array may differ between ranks.
 
-    These are the varying axes in the array's type. Under `check_vma=False` the type of
-    an array does not contain them, so all manual axes are returned.
+    They are in the array's type, except under `check_vma=False`: then all manual axes
+    are returned.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     is_vma_checked = vma.axes_of(*map(lax.axis_index, manual))
@@ -270,12 +235,8 @@ def dropout(
 ) -> jax.Array:
     """Applies dropout to a sharded array, with a separate mask for each shard.
 
-    Args:
-        y: the array.
-        rate: the probability of dropping an element.
-        key: PRNG key, the same on every rank.
-        replicated_axes: manual axes whose ranks have equal elements, even if the type
-            of `y` varies over them.
+    `key` is the same on every rank. The ranks of `replicated_axes` have the same
+    elements, even if the type of `y` varies over these axes.
     """
     key = per_device_key(key, varying_axes(y).difference(replicated_axes))
     # linen layers use nnx.Dropout, too, because linen's Dropout does not support arrays

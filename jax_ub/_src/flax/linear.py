@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx
 from flax.nnx.nn import dtypes, initializers
 
@@ -30,10 +31,6 @@ class MainGrad(nnx.Variable):
     Its cotangent is its new value, `main_grad + dw`, and the kernel's cotangent is
     zero. This is Flax's "overwrite with gradient" convention.
     """
-
-
-def _fp8_state(recipe):
-    return Fp8State(recipe) if isinstance(recipe, DelayedScaling) else nnx.data(None)
 
 
 def with_main_grads(gradients: nnx.State, main_grads: nnx.State) -> nnx.State:
@@ -221,31 +218,34 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
         in_entry, out_entry = layout.kernel_spec
         further = [None] * (len(outs) - 1)
         spec = (in_entry, *[None] * (len(ins) - 1), out_entry, *further)
-        # The kernel is initialized as a matrix, as in LinearGeneral, so initial values
-        # depend only on the numbers of input and output features.
-        flat = (math.prod(ins), math.prod(outs))
-        kernel = kernel_init(rngs.params(), flat, param_dtype)
-        kernel, kernel_metadata = _unboxed(kernel, kernel_metadata)
-        checks.check_initial(layout.op, "kernel_init", kernel, flat)
-        kernel_metadata = _with_sharding(kernel_metadata, spec, layout)
-        self.kernel = _sharded(nnx.Param, kernel.reshape(*ins, *outs), kernel_metadata)
+
+        def parameter(name, init, metadata, spec, *sizes):
+            # Initialized as a matrix, as in LinearGeneral, so that initial values
+            # depend only on the numbers of input and output features.
+            flat = tuple(map(math.prod, sizes))
+            values = init(rngs.params(), flat, param_dtype)
+            values, metadata = _unboxed(values, metadata)
+            checks.check_initial(layout.op, name, values, flat)
+            values = values.reshape(sum(sizes, ()))
+            metadata = _with_sharding(metadata, spec, layout)
+            return _sharded(nnx.Param, values, metadata), metadata
+
+        self.kernel, kernel_metadata = parameter(
+            "kernel_init", kernel_init, kernel_metadata, spec, ins, outs
+        )
         kernel_spec = nnx.get_partition_spec(self.kernel).get_value()
         layout.check_kernel_spec(kernel_spec, len(ins))
         self.bias = nnx.data(None)
         if use_bias:
-            bias = bias_init(rngs.params(), flat[1:], param_dtype)
-            bias, bias_metadata = _unboxed(bias, bias_metadata)
-            checks.check_initial(layout.op, "bias_init", bias, flat[1:])
-            bias_spec = (*layout.bias_spec, *further)
-            bias_metadata = _with_sharding(bias_metadata, bias_spec, layout)
-            self.bias = _sharded(nnx.Param, bias.reshape(outs), bias_metadata)
+            spec = (*layout.bias_spec, *further)
+            self.bias, _ = parameter("bias_init", bias_init, bias_metadata, spec, outs)
         self.main_grad = nnx.data(None)
         if main_grad:
             accumulator = jnp.zeros((*ins, *outs), jnp.float32)
             self.main_grad = _sharded(MainGrad, accumulator, kernel_metadata)
-
-        self.fp8_state = _fp8_state(fp8)
-
+        self.fp8_state = (
+            Fp8State(fp8) if isinstance(fp8, DelayedScaling) else nnx.data(None)
+        )
         self.in_features, self.out_features = in_features, out_features
         self.use_bias = use_bias
         self.dtype = dtype
@@ -272,27 +272,28 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
             residual: array with the shape and the sharding of the result that is added
                 to it. A row layer adds it inside its fused call, before rounding.
         """
-        x, *parameters = self._operands(inputs)
-        (y,) = sharded_linear(
-            self._call_layout(),
-            x,
-            *((each,) for each in parameters),
-            num_in=len(as_sizes(self.in_features)),
-            residual=residual,
-            out_dtype=self.preferred_element_type,
-        )
+        layout, (x, *parameters), options = self.call_arguments(inputs)
+        parameters = [(each,) for each in parameters]
+        (y,) = sharded_linear(layout, x, *parameters, residual=residual, **options)
         return with_output_sharding(y, out_sharding)
 
-    def _operands(self, inputs):
-        """Returns inputs, kernel and bias in one dtype, main_grad and FP8 state."""
-        op = self.sharding_layout.op
-        checks.check_array(op, "x", inputs)
+    def call_arguments(
+        self, inputs: jax.Array
+    ) -> tuple[ShardingLayout, tuple[Any, ...], dict[str, Any]]:
+        """Returns the layout, the operands and the options for `sharded_linear`.
+
+        The operands are x, kernel and bias in one dtype, main_grad and FP8 state.
+        """
+        checks.check_array(self.sharding_layout.op, "x", inputs)
         bias = None if self.bias is None else self.bias[...]
         given = (inputs, self.kernel[...], bias)
         promote = functools.partial(self.promote_dtype, given, dtype=self.dtype)
         main_grad = None if self.main_grad is None else self.main_grad[...]
         state = None if self.fp8_state is None else self.fp8_state.arrays()
-        return *arguments.promoted(op, promote, given), main_grad, state
+        promoted = arguments.promoted(self.sharding_layout.op, promote, given)
+        num_in = len(as_sizes(self.in_features))
+        options = {"num_in": num_in, "out_dtype": self.preferred_element_type}
+        return self._call_layout(), (*promoted, main_grad, state), options
 
     def _call_layout(self):
         """Returns the sharding layout with the FSDP axes in the kernel's metadata."""
@@ -309,33 +310,24 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
         return layout
 
 
-def apply_layers(layers: Sequence[Linear], inputs: jax.Array) -> tuple[jax.Array, ...]:
-    """Applies several layers to the same inputs, which are gathered only once.
+def apply_layers(layers: Sequence[Any], inputs: jax.Array) -> tuple[jax.Array, ...]:
+    """Applies several layers of nnx or linen to the same inputs, gathered only once.
 
     The layers may differ only in output sizes and parameters. If they compute in
     different dtypes, each gathers the inputs.
     """
-    operands = [layer._operands(inputs) for layer in layers]
-    xs, kernels, biases, main_grads, fp8_states = zip(*operands, strict=True)
+    if isinstance(layers[0], nn.Module) and layers[0].is_initializing():
+        return tuple(layer(inputs) for layer in layers)
+    calls = [layer.call_arguments(inputs) for layer in layers]
+    layouts, operands, options = zip(*calls, strict=True)
+    xs, *parameters = zip(*operands, strict=True)
     if len({x.dtype for x in xs}) > 1:
         return tuple(layer(inputs) for layer in layers)
-    return sharded_linear(
-        layers[0]._call_layout(),
-        xs[0],
-        kernels,
-        biases,
-        main_grads,
-        fp8_states,
-        num_in=len(as_sizes(layers[0].in_features)),
-        out_dtype=layers[0].preferred_element_type,
-    )
+    return sharded_linear(layouts[0], xs[0], *parameters, **options[0])
 
 
 def _unboxed(values, metadata):
-    """Separates an initializer's values from the metadata that it attached.
-
-    An initializer may be wrapped in `nnx.with_metadata`, which adds metadata and hooks.
-    """
+    """Separates initial values from the metadata that `nnx.with_metadata` adds."""
     if not isinstance(values, nnx.VariableMetadata):
         return values, metadata
     hooks = {k: v for k, v in vars(values).items() if k.startswith("on_") and v}
@@ -343,13 +335,10 @@ def _unboxed(values, metadata):
 
 
 def _sharded(variable_type, array, metadata):
-    """Creates an nnx variable whose array is sharded over the mesh in `metadata`.
-
-    The mesh is then removed from the metadata, because its devices cannot be pickled.
-    """
+    """Creates an nnx variable, and shards its array over the mesh in `metadata`."""
     variable = variable_type(array, **metadata)
     if metadata.get("mesh") is not None:
-        variable.del_metadata("mesh")
+        variable.del_metadata("mesh")  # its devices cannot be pickled
     return variable
 
 

@@ -1,6 +1,7 @@
-"""The linen layers `LayerNormLinear`, `LayerNormMLP` and `MultiHeadAttention`."""
+"""The linen layers that consist of norms, linear layers and attention."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,38 +9,28 @@ import jax
 from flax import linen as nn
 
 from jax_ub._src import checks
-from jax_ub._src.flax.attention import project_qkv
-from jax_ub._src.flax.core_attention import CoreAttention
-from jax_ub._src.flax.linen_linear import Linear, TensorParallel, apply_layers
+from jax_ub._src.checks import axis_tuple
+from jax_ub._src.flax.attention import project_qkv, residual_blocks
+from jax_ub._src.flax.core_attention import CoreAttention, dropout
+from jax_ub._src.flax.linen_linear import Linear, TensorParallel
+from jax_ub._src.flax.norm_layers import mlp
 from jax_ub._src.flax.options import (
     check_attention_sizes,
-    check_flags,
     check_norm_inputs,
     check_norm_parallel,
-    norm_class,
+    check_transformer_sizes,
+    make_norm,
+    norm_dtypes,
     qk_norm_class,
     resolve_activation,
     userbuffers_name,
 )
 
 
-def make_norm(
-    module: TensorParallel, name: str, normalization: str, epsilon: float
-) -> nn.LayerNorm | nn.RMSNorm:
-    """Creates a layer's `nn.LayerNorm` or `nn.RMSNorm`, with the layer's dtypes.
-
-    Each rank normalizes its tokens before they are gathered.
-    """
-    norm = norm_class(type(module).__name__, normalization, epsilon, nn)
-    dtypes = {"dtype": module.dtype, "param_dtype": module.param_dtype}
-    return norm(epsilon=epsilon, name=name, **dtypes)
-
-
 class LayerNormLinear(TensorParallel):
-    """A norm followed by a `Linear`, for example as the head of a language model.
+    """The linen version of `jax_ub.flax.LayerNormLinear`: a norm and a `Linear`.
 
-    The submodules are `norm`, an `nn.LayerNorm` or `nn.RMSNorm` over all features of a
-    token, and `linear`.
+    The submodules are `norm`, an `nn.LayerNorm` or `nn.RMSNorm`, and `linear`.
 
     Transformer Engine: `te.LayerNormLinear`.
 
@@ -59,46 +50,37 @@ class LayerNormLinear(TensorParallel):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> Any:
-        """Normalizes each token and applies the linear layer: `linear(norm(x))`.
+        """Computes `linear(norm(inputs))`.
 
-        Maps `[..., tokens, in]` to `[..., tokens, *features]`.
-
-        With `return_layernorm_output`, returns a pair of the result and the normalized
+        Maps `[..., tokens, in]` to `[..., tokens, *features]`. With
+        `return_layernorm_output`, returns a pair of the result and the normalized
         inputs.
         """
-        check_flags("LayerNormLinear", self.linear_options())
-        check_norm_parallel("LayerNormLinear", self.parallel)
-        checks.check_rank("LayerNormLinear", "inputs", inputs, 1)
-        check_norm_inputs("LayerNormLinear", inputs.shape[-1], inputs, self)
-        normalized = make_norm(self, "norm", self.normalization, self.epsilon)(inputs)
+        op, options = "LayerNormLinear", self.checked_options()
+        check_norm_parallel(op, self.parallel)
+        checks.check_rank(op, "inputs", inputs, 1)
+        check_norm_inputs(op, inputs.shape[-1], inputs, self)
+        norm = make_norm(nn, op, self.normalization, self.epsilon, options, name="norm")
+        normalized = norm(inputs)
         linear = Linear(
             self.features,
             parallel=self.parallel,
             ub_name=self.ub_name,
             name="linear",
-            **self.linear_options(),
+            **options,
         )
         y = linear(normalized)
         return (y, normalized) if self.return_layernorm_output else y
 
 
 class LayerNormMLP(TensorParallel):
-    """A norm followed by a tensor-parallel MLP with two overlapped GEMMs.
+    """The linen version of `jax_ub.flax.LayerNormMLP`: a norm followed by an MLP.
 
-    The MLP consists of the column-parallel fc1, an activation and the row-parallel fc2.
-
-    The tokens are gathered once, in one AG+GEMM for fc1 and, if present, the gate. fc2
-    is one GEMM+RS, which sums and scatters its result. The two calls are named "fc1"
-    and "fc2" in `initialize_ub`.
-
-    The submodules are `norm`, an `nn.LayerNorm` or `nn.RMSNorm` over all features of a
-    token; `fc1`, a column-parallel `Linear`, `[hidden_size, ffn_hidden_size]`; `gate`
-    with the same shape, for gated activations only; and `fc2`, a row-parallel `Linear`,
-    `[ffn_hidden_size, hidden_size]`.
+    The submodules are `norm`, an `nn.LayerNorm` or `nn.RMSNorm`; `fc1`; `gate`, for
+    gated activations only; and `fc2`. The attributes are the arguments of
+    `jax_ub.flax.LayerNormMLP`.
 
     Transformer Engine: `te.LayerNormMLP`.
-
-    Its attributes are the arguments of `jax_ub.flax.LayerNormMLP`.
     """
 
     hidden_size: int
@@ -117,13 +99,13 @@ class LayerNormMLP(TensorParallel):
         Maps `[..., tokens, hidden_size]` to the same shape. The arguments are those of
         `jax_ub.flax.LayerNormMLP`.
         """
-        check_flags("LayerNormMLP", self.linear_options())
-        for name in ("hidden_size", "ffn_hidden_size"):
-            checks.check_size("LayerNormMLP", name, getattr(self, name))
-        activation, is_gated = resolve_activation("LayerNormMLP", self.activation)
-        check_norm_inputs("LayerNormMLP", self.hidden_size, inputs, self)
-        normalized = make_norm(self, "norm", self.normalization, self.epsilon)(inputs)
-        options = self.linear_options()
+        op, options = "LayerNormMLP", self.checked_options()
+        checks.check_size(op, "hidden_size", self.hidden_size)
+        checks.check_size(op, "ffn_hidden_size", self.ffn_hidden_size)
+        activation, is_gated = resolve_activation(op, self.activation)
+        check_norm_inputs(op, self.hidden_size, inputs, self)
+        norm = make_norm(nn, op, self.normalization, self.epsilon, options, name="norm")
+        normalized = norm(inputs)
 
         def column(name):
             return Linear(
@@ -134,12 +116,7 @@ class LayerNormMLP(TensorParallel):
                 **options,
             )
 
-        fc1 = column("fc1")
-        if is_gated:
-            gated, up = apply_layers((column("gate"), fc1), normalized)
-            hidden = activation(gated) * up
-        else:
-            hidden = activation(fc1(normalized))
+        fc1, gate = column("fc1"), column("gate") if is_gated else None
         fc2 = Linear(
             self.hidden_size,
             parallel="row",
@@ -147,22 +124,16 @@ class LayerNormMLP(TensorParallel):
             name="fc2",
             **options,
         )
-        return fc2(hidden, residual=residual)
+        return mlp(activation, (fc1, gate, fc2), normalized, residual)
 
 
 class MultiHeadAttention(TensorParallel):
-    """Multi-head attention that overlaps its two tensor-parallel GEMMs (QKV, output).
+    """The linen version of `jax_ub.flax.MultiHeadAttention`.
 
     The parameters have the names, global shapes and initial values of
     `flax.linen.MultiHeadDotProductAttention`, so both can load each other's
-    checkpoints. The tokens are gathered once, in one AG+GEMM for queries, keys and
-    values. The output projection is one GEMM+RS, which sums and scatters its result.
-    The two calls are named "qkv" and "proj" in `initialize_ub`.
-
-    The submodules are `query`, `key` and `value`, column-parallel `Linear` layers
-    `[in, heads, head_dim]`; with `qk_norm_type` also `query_ln` and `key_ln`, an
-    `nn.RMSNorm` or `nn.LayerNorm` over `head_dim`; and `out`, a row-parallel `Linear`,
-    `[heads, head_dim, out_features]`.
+    checkpoints. The submodules are `query`, `key`, `value` and `out`; with
+    `qk_norm_type` also `query_ln` and `key_ln`, an `nn.RMSNorm` or `nn.LayerNorm`.
 
     Transformer Engine: `te.MultiheadAttention`.
 
@@ -208,15 +179,14 @@ class MultiHeadAttention(TensorParallel):
         The arguments are those of `jax_ub.flax.MultiHeadAttention`. `deterministic`
         must be None if the module's attribute is set.
         """
-        check_flags("MultiHeadAttention", self.linear_options())
-        checks.check_rate("MultiHeadAttention", "dropout_rate", self.dropout_rate)
-        checks.check_rank("MultiHeadAttention", "inputs_q", inputs_q)
+        op, options = "MultiHeadAttention", self.checked_options()
+        checks.check_rate(op, "dropout_rate", self.dropout_rate)
+        checks.check_rank(op, "inputs_q", inputs_q)
         in_features = inputs_q.shape[-1]
         num_heads, out_features = self.num_heads, self.out_features
         num_kv_heads = num_heads if self.num_kv_heads is None else self.num_kv_heads
         qkv_features = in_features if self.qkv_features is None else self.qkv_features
         check_attention_sizes(num_heads, num_kv_heads, qkv_features, self.rotary_base)
-        options = self.linear_options()
         out = Linear(
             in_features if out_features is None else out_features,
             axis=(-2, -1),
@@ -250,12 +220,10 @@ class MultiHeadAttention(TensorParallel):
             column("value", num_kv_heads),
         )
         inputs = (inputs_q, inputs_k, inputs_v)
-        q, k, v = project_qkv(apply_layers, layers, inputs, self.rotary_base)
-        norm = qk_norm_class(
-            "MultiHeadAttention", self.qk_norm_type, self.normalize_qk, nn
-        )
+        q, k, v = project_qkv(layers, inputs, self.rotary_base)
+        norm = qk_norm_class(op, self.qk_norm_type, self.normalize_qk, nn)
         if norm is not None:
-            dtypes = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+            dtypes = norm_dtypes(options)
             q = norm(name="query_ln", **dtypes)(q)
             k = norm(name="key_ln", **dtypes)(k)
         if self.is_initializing():
@@ -270,3 +238,117 @@ class MultiHeadAttention(TensorParallel):
             key = self.make_rng("dropout")
         y = core(q, k, v, mask=mask, positions=positions, dropout_key=key)
         return out(y, residual=residual)
+
+
+class TransformerLayer(TensorParallel):
+    """The linen version of `jax_ub.flax.TransformerLayer`, a pre-norm layer.
+
+    The submodules are `attention_norm`, an `nn.LayerNorm` or `nn.RMSNorm`; `attention`,
+    a `MultiHeadAttention`; and `mlp`, a `LayerNormMLP`. The PRNG stream of dropout is
+    "dropout".
+
+    Transformer Engine: `te.TransformerLayer`.
+
+    Its attributes are the arguments of `jax_ub.flax.TransformerLayer`, except for this:
+
+    Attributes:
+        deterministic: whether dropout is disabled; None takes the argument of the call.
+    """
+
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    _: dataclasses.KW_ONLY
+    num_gqa_groups: int | None = None
+    kv_channels: int | None = None
+    is_causal: bool = True
+    rotary_base: float | None = None
+    qk_norm_type: str | None = None
+    normalize_qk: bool = False
+    attention_fn: Callable[..., jax.Array] | None = None
+    activation: str | Callable[[jax.Array], jax.Array] = "gelu"
+    normalization: str = "LayerNorm"
+    epsilon: float = 1e-6
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    deterministic: bool | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        deterministic: bool | None = None,
+    ) -> jax.Array:
+        """Computes attention and MLP, each added to its input as a residual.
+
+        Maps `[..., tokens, hidden_size]` to the same shape.
+
+        The arguments are those of `jax_ub.flax.TransformerLayer`. `deterministic` must
+        be None if the module's attribute is set.
+        """
+        op, options = "TransformerLayer", self.checked_options()
+        num_heads, kv_channels = self.num_attention_heads, self.kv_channels
+        check_transformer_sizes(
+            self.hidden_size, num_heads, self.num_gqa_groups, kv_channels
+        )
+        qk_norm_class(op, self.qk_norm_type, self.normalize_qk, nn)
+        checks.check_rate(op, "hidden_dropout", self.hidden_dropout)
+        checks.check_rate(op, "attention_dropout", self.attention_dropout)
+        rates = self.hidden_dropout, self.attention_dropout
+        deterministic = self.is_deterministic(deterministic, *rates)
+        check_norm_inputs(op, self.hidden_size, inputs, self)
+        attention = MultiHeadAttention(
+            num_heads,
+            None if kv_channels is None else kv_channels * num_heads,
+            self.hidden_size,
+            self.num_gqa_groups,
+            is_causal=self.is_causal,
+            rotary_base=self.rotary_base,
+            qk_norm_type=self.qk_norm_type,
+            normalize_qk=self.normalize_qk,
+            attention_fn=self.attention_fn,
+            dropout_rate=self.attention_dropout,
+            name="attention",
+            **options,
+        )
+        mlp_layer = LayerNormMLP(
+            self.hidden_size,
+            self.ffn_hidden_size,
+            activation=self.activation,
+            normalization=self.normalization,
+            epsilon=self.epsilon,
+            name="mlp",
+            **options,
+        )
+        norm = make_norm(
+            nn,
+            op,
+            self.normalization,
+            self.epsilon,
+            options,
+            name="attention_norm",
+        )
+        attend = functools.partial(
+            attention,
+            norm(inputs),
+            mask=mask,
+            positions=positions,
+            deterministic=deterministic,
+        )
+        drop = functools.partial(self._drop, deterministic)
+        return residual_blocks(
+            inputs, attend, mlp_layer, drop if self.hidden_dropout else None
+        )
+
+    @nn.nowrap
+    def _drop(self, deterministic, y):
+        if deterministic:
+            return y
+        # Without sequence parallelism, all ranks have the same tokens and must draw the
+        # same mask.
+        replicated_axes = () if self.sequence_parallel else axis_tuple(self.axis_name)
+        key = self.make_rng("dropout")
+        return dropout(y, self.hidden_dropout, key, replicated_axes)

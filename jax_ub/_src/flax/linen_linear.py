@@ -16,7 +16,12 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax_ub._src import arguments, checks
 from jax_ub._src.config.flags import OverlapFlags
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
-from jax_ub._src.flax.options import LinearOptions, as_sizes, read_sizes
+from jax_ub._src.flax.options import (
+    LinearOptions,
+    as_sizes,
+    check_flags,
+    read_sizes,
+)
 from jax_ub._src.fp8.flax_state import linen_state
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.sharding import portable_mesh
@@ -85,13 +90,17 @@ class TensorParallel(arguments.KeywordsChecked, nn.Module, kw_only=True):
         return cast(LinearOptions, {name: getattr(self, name) for name in names})
 
     @nn.nowrap
+    def checked_options(self) -> LinearOptions:
+        """Returns `linear_options`, after checking the `ub_*` flags among them."""
+        options = self.linear_options()
+        check_flags(type(self).__name__, options)
+        return options
+
+    @nn.nowrap
     def is_deterministic(self, deterministic: bool | None, *rates: float) -> bool:
         """Returns whether dropout is disabled, by the argument or the attribute.
 
-        Args:
-            deterministic: the argument of the call.
-            *rates: the module's dropout rates. If all are 0, and for initialization,
-                neither the argument nor the module's attribute is needed.
+        If all `rates` of dropout are 0, and for initialization, neither is needed.
         """
         attribute = self.deterministic
         is_given = attribute is not None or deterministic is not None
@@ -101,20 +110,12 @@ class TensorParallel(arguments.KeywordsChecked, nn.Module, kw_only=True):
 
 
 class Linear(TensorParallel):
-    """A tensor-parallel linear layer over the last dimensions of its inputs.
-
-    With sequence parallelism, the GEMM of a "column" layer overlaps with the all-gather
-    of its inputs, and the GEMM of a "row" layer with the reduce-scatter of its result.
+    """The linen version of `jax_ub.flax.Linear`, a tensor-parallel linear layer.
 
     The parameters have the names, global shapes and initial values of
-    `flax.linen.Dense`, so both can load each other's checkpoints. With several input or
-    output dimensions they are those of `flax.linen.DenseGeneral` over the last
-    dimensions. The first of several dimensions is sharded: for attention heads
-    `[heads, head_dim]`, the heads.
-
-    With global arrays, the layer shards its operands over the mesh itself. Inside the
-    caller's `jax.shard_map` it computes on shards. Parameters have sharding metadata
-    only with `kernel_init=nn.with_partitioning(...)`.
+    `flax.linen.Dense`, or with several input or output dimensions those of
+    `flax.linen.DenseGeneral`, so both can load each other's checkpoints. Parameters
+    have sharding metadata only with `kernel_init=nn.with_partitioning(...)`.
 
     During initialization, kernels are not sharded and the inputs may have any number of
     tokens. Inside the caller's `jax.shard_map`, the shapes of the shards need not match
@@ -154,60 +155,52 @@ class Linear(TensorParallel):
     ) -> jax.Array:
         """Computes `inputs @ kernel + bias`, adding an optional residual.
 
-        Maps `[..., tokens, *in]` to `[..., tokens, *features]`.
-
-        Args:
-            inputs: the activations.
-            residual: array with the shape and the sharding of the result that is added
-                to it. A row layer adds it inside its fused call, before rounding.
+        Maps `[..., tokens, *in]` to `[..., tokens, *features]`. The arguments are those
+        of `jax_ub.flax.Linear`.
 
         Raises:
             UnsupportedOverlapError: if `axis` does not name the last dimensions.
             ShapeContractError: if the inputs are not an array with a feature dimension.
         """
-        (x, kernel, *others), num_in = self.operands(inputs)
-        layout = self.sharding_layout
+        layout, (x, kernel, *others), options = self.call_arguments(inputs)
         if self.is_initializing():
             if layout.is_local():
                 # The result is zeros, because the shards of inputs and kernel that a
                 # rank has during initialization may have different contracting sizes.
+                num_in = options["num_in"]
                 dtype = jnp.result_type(x, *[] if residual is None else [residual])
                 shape = (*x.shape[: x.ndim - num_in], *kernel.shape[num_in:])
                 return jnp.zeros(shape, dtype)
             layout = dataclasses.replace(layout.replicated(), fp8=None)
             others[1:] = None, None
-        (y,) = sharded_linear(
-            layout,
-            x,
-            (kernel,),
-            *((each,) for each in others),
-            num_in=num_in,
-            residual=residual,
-        )
+        parameters = [(each,) for each in (kernel, *others)]
+        (y,) = sharded_linear(layout, x, *parameters, residual=residual, **options)
         return y
 
     @nn.nowrap
-    def operands(self, inputs: jax.Array) -> tuple[tuple[Any, ...], int]:
-        """Returns the operands, and the number of dimensions of x that are contracted.
+    def call_arguments(
+        self, inputs: jax.Array
+    ) -> tuple[ShardingLayout, tuple[Any, ...], dict[str, Any]]:
+        """Returns the layout, the operands and the options for `sharded_linear`.
 
-        The operands are x, the kernel, the bias, main_grad and the FP8 state.
+        The operands are x, kernel and bias in one dtype, main_grad and FP8 state.
         """
-        op = self.sharding_layout.op
-        checks.check_rank(op, "x", inputs, 1)
+        layout = self.sharding_layout
+        checks.check_rank(layout.op, "x", inputs, 1)
         num_in = self._num_in(inputs.ndim)
         kernel, bias, *others = self.parameters(inputs.shape[-num_in:])
         given = (inputs, kernel, bias)
         promote = functools.partial(self.promote_dtype, *given, dtype=self.dtype)
-        return (*arguments.promoted(op, promote, given), *others), num_in
+        operands = (*arguments.promoted(layout.op, promote, given), *others)
+        return layout, operands, {"num_in": num_in}
 
     @nn.compact
     def parameters(
         self, in_sizes: Sequence[int]
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Any]:
-        """Returns kernel, bias, main_grad and FP8 state; creates them at first.
+        """Returns kernel, bias, main_grad and FP8 state; `init` creates them.
 
-        Bias, main_grad (the accumulator of the kernel's gradient) and state are None if
-        they are disabled.
+        Bias, main_grad and state are None if they are disabled.
         """
         layout = self.sharding_layout
         out_sizes = read_sizes(layout.op, "features", self.features)
@@ -249,24 +242,6 @@ class Linear(TensorParallel):
                 f"= {tuple(range(-len(axes), 0))} after jnp.moveaxis."
             )
         return len(axes)
-
-
-def apply_layers(layers: Sequence[Linear], inputs: jax.Array) -> tuple[jax.Array, ...]:
-    """Applies several layers to the same inputs, which are gathered only once.
-
-    The layers may differ only in output sizes and parameters. If they compute in
-    different dtypes, each gathers the inputs.
-    """
-    if layers[0].is_initializing():
-        return tuple(layer(inputs) for layer in layers)
-    operands, (num_in, *_) = zip(
-        *(each.operands(inputs) for each in layers), strict=True
-    )
-    xs, *parameters = zip(*operands, strict=True)
-    if len({x.dtype for x in xs}) > 1:
-        return tuple(layer(inputs) for layer in layers)
-    layout = layers[0].sharding_layout
-    return sharded_linear(layout, xs[0], *parameters, num_in=num_in)
 
 
 def _of_matrix(op: str, name: str, init: Callable, num_in: int) -> Callable:

@@ -1,10 +1,9 @@
 """The nnx layers `LayerNormLinear` and `LayerNormMLP`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_ub._src import checks
@@ -14,32 +13,26 @@ from jax_ub._src.flax.options import (
     check_norm_inputs,
     check_norm_parallel,
     check_options,
-    norm_class,
+    make_norm,
     resolve_activation,
     userbuffers_name,
 )
 
 
-def make_norm(
-    op: str,
-    normalization: str,
-    num_features: int,
-    *,
-    epsilon: float,
-    rngs: nnx.Rngs,
-    options: LinearOptions,
-) -> nnx.LayerNorm | nnx.RMSNorm:
-    """Creates a layer's `nnx.LayerNorm` or `nnx.RMSNorm`, with the layer's dtypes.
-
-    Each rank normalizes its tokens before they are gathered.
-    """
-    return norm_class(op, normalization, epsilon, nnx)(
-        num_features,
-        epsilon=epsilon,
-        dtype=options.get("dtype"),
-        param_dtype=options.get("param_dtype", jnp.float32),
-        rngs=rngs,
-    )
+def mlp(
+    activation: Callable[[jax.Array], jax.Array],
+    layers: Sequence[Any],
+    normalized: jax.Array,
+    residual: jax.Array | None,
+) -> jax.Array:
+    """Computes an MLP of nnx or linen layers fc1, gate (None if not gated) and fc2."""
+    fc1, gate, fc2 = layers
+    if gate is None:
+        hidden = activation(fc1(normalized))
+    else:
+        gated, up = apply_layers((gate, fc1), normalized)
+        hidden = activation(gated) * up
+    return fc2(hidden, residual=residual)
 
 
 def normalize(
@@ -103,7 +96,7 @@ class LayerNormLinear(nnx.Module):
         check_norm_parallel(op, parallel)
         checks.check_size(op, "in_features", in_features)
         self.norm = make_norm(
-            op, normalization, in_features, epsilon=epsilon, rngs=rngs, options=options
+            nnx, op, normalization, epsilon, options, in_features, rngs=rngs
         )
         self.linear = Linear(
             in_features,
@@ -116,11 +109,10 @@ class LayerNormLinear(nnx.Module):
         self.return_layernorm_output = return_layernorm_output
 
     def __call__(self, inputs: jax.Array) -> Any:
-        """Normalizes each token and applies the linear layer: `linear(norm(x))`.
+        """Computes `linear(norm(inputs))`.
 
-        Maps `[..., tokens, in_features]` to `[..., tokens, out_features]`.
-
-        With `return_layernorm_output`, returns a pair of the result and the normalized
+        Maps `[..., tokens, in_features]` to `[..., tokens, out_features]`. With
+        `return_layernorm_output`, returns a pair of the result and the normalized
         inputs.
         """
         normalized = normalize("LayerNormLinear", self.norm, inputs)
@@ -183,7 +175,7 @@ class LayerNormMLP(nnx.Module):
         checks.check_size(op, "ffn_hidden_size", ffn_hidden_size)
         self.activation, is_gated = resolve_activation(op, activation)
         self.norm = make_norm(
-            op, normalization, hidden_size, epsilon=epsilon, rngs=rngs, options=options
+            nnx, op, normalization, epsilon, options, hidden_size, rngs=rngs
         )
 
         def column():
@@ -215,9 +207,5 @@ class LayerNormMLP(nnx.Module):
                 adds it inside its fused call, before rounding.
         """
         normalized = normalize("LayerNormMLP", self.norm, inputs)
-        if self.gate is None:
-            hidden = self.activation(self.fc1(normalized))
-        else:
-            gate, up = apply_layers((self.gate, self.fc1), normalized)
-            hidden = self.activation(gate) * up
-        return self.fc2(hidden, residual=residual)
+        layers = (self.fc1, self.gate, self.fc2)
+        return mlp(self.activation, layers, normalized, residual)

@@ -69,10 +69,9 @@ def check_flags(op: str, options: LinearOptions) -> None:
 
 
 def userbuffers_name(name: str, options: LinearOptions) -> str | None:
-    """Returns a layer's `ub_name`: `name` with sequence parallelism, else None.
+    """Returns the `ub_name` of a linear layer inside a module.
 
-    The named overlaps of Transformer Engine are all-gathers and reduce-scatters.
-    Without sequence parallelism, the layers communicate by all-reduce.
+    Without sequence parallelism it has none: its all-reduce has no named overlap.
     """
     return name if options.get("sequence_parallel", True) else None
 
@@ -120,12 +119,20 @@ def resolve_activation(
     )
 
 
-# Normalization layers. The argument `library` is `flax.nnx` or `flax.linen`, which have
-# the same class names.
+# Normalization layers. The argument `library` is `flax.nnx` or `flax.linen`, which use
+# the same names.
 
 
-def norm_class(op: str, normalization: str, epsilon: float, library: Any) -> Any:
-    """Returns the Flax class of a layer's norm, `LayerNorm` or `RMSNorm`."""
+def make_norm(
+    library: Any,
+    op: str,
+    normalization: str,
+    epsilon: float,
+    options: LinearOptions,
+    *num_features: int,
+    **keywords: Any,
+) -> Any:
+    """Creates the `LayerNorm` or `RMSNorm` of a layer, with the layer's dtypes."""
     checks.check_epsilon(op, "epsilon", epsilon)
     known = ("LayerNorm", "RMSNorm")
     if not isinstance(normalization, str) or normalization not in known:
@@ -133,19 +140,24 @@ def norm_class(op: str, normalization: str, epsilon: float, library: Any) -> Any
             f"{op}: normalization = {shown(normalization)} is not known. "
             f"{nearest(normalization, known)}"
         )
-    return getattr(library, normalization)
+    norm, dtypes = getattr(library, normalization), norm_dtypes(options)
+    return norm(*num_features, epsilon=epsilon, **dtypes, **keywords)
+
+
+def norm_dtypes(options: LinearOptions) -> dict[str, Any]:
+    return {
+        "dtype": options.get("dtype"),
+        "param_dtype": options.get("param_dtype", jnp.float32),
+    }
 
 
 def qk_norm_class(
     op: str, qk_norm_type: str | None, normalize_qk: bool, library: Any
 ) -> Callable[..., Any] | None:
-    """Returns the Flax class of the norm of queries and keys; None for no norm.
+    """Returns the Flax class of the norm of queries and keys, or None.
 
-    Args:
-        op: the layer's name in error messages.
-        qk_norm_type: "RMSNorm", "LayerNorm" or None, Transformer Engine's argument.
-        normalize_qk: Flax's argument; True means "LayerNorm".
-        library: the library of the norm.
+    `qk_norm_type` is Transformer Engine's argument, and `normalize_qk`, which means
+    "LayerNorm", is Flax's.
     """
     checks.check_flag(op, "normalize_qk", normalize_qk)
     known = ("RMSNorm", "LayerNorm")
@@ -183,7 +195,7 @@ def check_norm_parallel(op: str, parallel: str | None) -> None:
 def check_norm_inputs(op: str, num_features: int, inputs: jax.Array, norm: Any) -> None:
     """Raises an error unless the inputs have the features and dtype of a norm.
 
-    `norm` is an object with the norm's `dtype` and `param_dtype`.
+    `norm` has the attributes `dtype` and `param_dtype`.
     """
     checks.check_array(op, "inputs", inputs)
     if inputs.shape[-1:] != (num_features,):
