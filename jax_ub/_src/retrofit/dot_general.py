@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 import jax
@@ -98,19 +98,34 @@ def dot_general(  # noqa: PLR0913, options of a layer
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
-    """A contraction of x [*lead, *in] with a kernel [*in, *out] or [*out, *in].
+    """The contraction of x [*lead, *in] with a kernel [*in, *out] or [*out, *in].
 
     Attributes:
+        kernel: the kernel.
         num_in: the number of contracted dimensions.
-        rhs_transposed: whether the contracted dimensions are the kernel's last ones;
-            otherwise they are its first ones.
+        rhs_transposed: whether the kernel is [*out, *in].
     """
 
+    kernel: jax.Array
     num_in: int
     rhs_transposed: bool
 
-    def in_out(self, dims: Sequence) -> tuple:
-        """Reorders items of the stored kernel's dimensions to the order [*in, *out]."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the kernel's shape in the order [*in, *out]."""
+        return self._in_out(self.kernel.shape)
+
+    @property
+    def spec(self) -> tuple:
+        """Returns the kernel's partition spec in the order [*in, *out]."""
+        return self._in_out(jax.typeof(self.kernel).sharding.spec)
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """Returns the sizes of the kernel's first in and first out dimension."""
+        return self.shape[0], self.shape[self.num_in]
+
+    def _in_out(self, dims):
         if not self.rhs_transposed:
             return tuple(dims)
         return (*dims[-self.num_in :], *dims[: -self.num_in])
@@ -120,11 +135,11 @@ class Contraction:
 class DotGeneral:
     """A drop-in for `jax.lax.dot_general` that overlaps the GEMMs of dense layers.
 
-    Those contract the last dimensions of x with the first or the last dimensions of the
-    kernel. On global arrays all other contractions run by `jax.lax.dot_general`. So do
-    calls whose tokens do not divide by the number of ranks, or whose sizes are
-    symbolic, unless a method is given; for example, a model may be initialized with one
-    token. `ub.fallbacks` lists these calls.
+    A dense layer contracts the last dimensions of x with the first or the last
+    dimensions of the kernel. On global arrays, `jax.lax.dot_general` computes all other
+    contractions. Without a method, it also computes calls whose tokens do not divide by
+    the number of ranks, such as the initialization of a model with one token, or whose
+    sizes are symbolic. `ub.fallbacks` lists these calls.
 
     Attributes:
         sharding_layout: the sharding layout of the layer.
@@ -173,18 +188,18 @@ class DotGeneral:
             contraction = _contraction_of(lhs, rhs, dimension_numbers)
             reason = self._why_not(lhs, rhs, contraction, preferred_element_type)
         if reason is None and contraction is not None:
-            layout, x, kernel = self._operands(lhs, rhs, contraction)
-            out_dtype = preferred_element_type
-            states = (fp8_state,)
+            layout, x, kernel = self._operands(lhs, contraction)
             (y,) = sharded_linear(
-                layout, x, (kernel,), fp8_states=states, out_dtype=out_dtype
+                layout,
+                x,
+                (kernel,),
+                fp8_states=(fp8_state,),
+                out_dtype=preferred_element_type,
             )
-            y = split_features(y, contraction.in_out(rhs.shape)[contraction.num_in :])
+            y = split_features(y, contraction.shape[contraction.num_in :])
             return with_output_sharding(y, out_sharding)
         if out_sharding is None and contraction is not None and self.kind == "row":
-            out_sharding = _whole_features(
-                lhs, contraction.num_in, rhs.ndim - contraction.num_in
-            )
+            out_sharding = _whole_features(lhs, contraction)
         product = lax.dot_general if self.original is None else self.original
         with self.falling_back(str(reason)):
             return product(
@@ -199,15 +214,7 @@ class DotGeneral:
     def why_intercepted(
         self, product: interception.Product, original: Callable | None
     ) -> str | None:
-        """Returns what has replaced the JAX function that a layer calls, or None.
-
-        A quantization library, for example, may have replaced `jax.lax.dot_general`; an
-        overlapped call would bypass it.
-
-        Args:
-            product: the JAX function.
-            original: the function that the layer holds; None if it looks `product` up
-                at each call.
+        """Returns why JAX must compute the product, as `interception` does.
 
         Raises:
             UnsupportedOverlapError: if the function is intercepted, but the call must
@@ -248,7 +255,7 @@ class DotGeneral:
         layout = self.sharding_layout
         reason = _why_not_dense(lhs, rhs, contraction, out_dtype)
         if layout.is_local():
-            if self.is_lenient and self._is_whole_in_shard_map(rhs, contraction):
+            if self.is_lenient and self._is_whole_in_shard_map(contraction):
                 self._warn_of_missing_axes(jax.sharding.get_abstract_mesh())
                 return "the kernel is whole inside this jax.shard_map"
             if reason is None:
@@ -263,7 +270,7 @@ class DotGeneral:
         if self.is_lenient:
             self._warn_of_missing_axes(mesh)
         try:
-            self._check_mesh(mesh, rhs, contraction)
+            self._check_mesh(mesh, contraction)
             tokens = lhs.shape[: lhs.ndim - contraction.num_in] or (1,)
             return indivisible_reason(layout, mesh, (*tokens, lhs.shape[-1]))
         except UbError as error:
@@ -280,17 +287,15 @@ class DotGeneral:
             kind = f"axes {layout.axes} {layout.data_axes} of {mesh.axis_names}"
             lowering_log.warn_once(kind, f"{error} JAX runs the layer without overlap.")
 
-    def _check_mesh(self, mesh, rhs, contraction):
+    def _check_mesh(self, mesh, contraction):
         """Raises an error if the layer's kernel cannot be sharded over this mesh."""
-        layout = self._layout(mesh, rhs, contraction)
+        layout = self._layout(mesh, contraction)
         layout.axis_size(mesh)
         if self.is_lenient:
-            shape = contraction.in_out(rhs.shape)
-            layout.check_features((shape[0], shape[contraction.num_in]), mesh)
-            spec = contraction.in_out(jax.typeof(rhs).sharding.spec)
-            layout.check_kernel_spec(spec, contraction.num_in)
+            layout.check_features(contraction.features, mesh)
+            layout.check_kernel_spec(contraction.spec, contraction.num_in)
 
-    def _is_whole_in_shard_map(self, rhs=None, contraction=None):
+    def _is_whole_in_shard_map(self, contraction=None):
         """Returns whether each rank of a `shard_map` has the unsharded kernel."""
         mesh, axes = jax.sharding.get_abstract_mesh(), self.sharding_layout.axes
         if set(axes).isdisjoint(mesh.shape):
@@ -298,9 +303,9 @@ class DotGeneral:
         is_one = math.prod(mesh.shape.get(name, 1) for name in axes) == 1
         if contraction is None or is_one:
             return False
-        return contraction.in_out(rhs.shape) == self.kernel_shape
+        return contraction.shape == self.kernel_shape
 
-    def _layout(self, mesh, rhs, contraction):
+    def _layout(self, mesh, contraction):
         """Returns the layer's sharding layout, adapted to this kernel and mesh.
 
         `fsdp_axes` that cannot shard the kernel evenly are removed if the layer is
@@ -315,21 +320,21 @@ class DotGeneral:
         )
         if not self.is_lenient or mesh is None:
             return layout
-        shape = contraction.in_out(rhs.shape)
-        return layout.fitted(mesh, (shape[0], shape[contraction.num_in]))
+        return layout.fitted(mesh, contraction.features)
 
-    def _operands(self, lhs, rhs, contraction):
+    def _operands(self, lhs, contraction):
         """Returns the layout of a call, and x and the kernel as matrices."""
-        num_in, shape = contraction.num_in, contraction.in_out(rhs.shape)
-        mesh = self.sharding_layout.global_mesh(rhs, lhs)
-        layout = self._layout(mesh, rhs, contraction)
+        kernel, num_in, shape = (
+            contraction.kernel,
+            contraction.num_in,
+            contraction.shape,
+        )
+        mesh = self.sharding_layout.global_mesh(kernel, lhs)
+        layout = self._layout(mesh, contraction)
         layout.check_contraction(lhs, shape, num_in)
-        layout.check_kernel_spec(
-            contraction.in_out(jax.typeof(rhs).sharding.spec), num_in
-        )
-        kernel = as_matrix(
-            rhs, rhs.ndim - num_in if contraction.rhs_transposed else num_in
-        )
+        layout.check_kernel_spec(contraction.spec, num_in)
+        num_rows = kernel.ndim - num_in if contraction.rhs_transposed else num_in
+        kernel = as_matrix(kernel, num_rows)
         lead = lhs.shape[: lhs.ndim - num_in]
         return layout, lhs.reshape(*lead, math.prod(shape[:num_in])), kernel
 
@@ -347,16 +352,17 @@ def _why_not_dense(lhs, rhs, contraction, out_dtype):
     return f"x {lhs.shape} is empty" if lhs.size == 0 else None
 
 
-def _whole_features(lhs, num_in, num_out):
-    """Returns y's sharding in a row-parallel layer on an explicit mesh, else None.
+def _whole_features(lhs, contraction):
+    """Returns the sharding of the result of a row-parallel layer on an explicit mesh.
 
     The leading dimensions are sharded as in x, and the features are replicated. With
-    automatic axes no output sharding is needed.
+    automatic axes no output sharding is needed, and None is returned.
     """
     sharding = jax.typeof(lhs).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    lead = sharding.spec[: lhs.ndim - num_in]
+    lead = sharding.spec[: lhs.ndim - contraction.num_in]
+    num_out = contraction.kernel.ndim - contraction.num_in
     return sharding.update(spec=P(*lead, *[None] * num_out))
 
 
@@ -381,10 +387,7 @@ def _check_call(op, lhs, rhs, dimension_numbers):
 
 
 def _contraction_of(lhs, rhs, dimension_numbers) -> Contraction | None:
-    """Returns how a dense layer such as `nn.Dense` contracts lhs and rhs, or None.
-
-    The result is None if the contraction is not that of a dense layer.
-    """
+    """Returns the contraction if it is that of a dense layer, else None."""
     (lhs_contract, rhs_contract), batch = dimension_numbers
     num_in = len(rhs_contract)
     if (
@@ -394,7 +397,7 @@ def _contraction_of(lhs, rhs, dimension_numbers) -> Contraction | None:
     ):
         return None
     if tuple(rhs_contract) == tuple(range(num_in)):
-        return Contraction(num_in, rhs_transposed=False)
+        return Contraction(rhs, num_in, rhs_transposed=False)
     if tuple(rhs_contract) == tuple(range(rhs.ndim - num_in, rhs.ndim)):
-        return Contraction(num_in, rhs_transposed=True)
+        return Contraction(rhs, num_in, rhs_transposed=True)
     return None

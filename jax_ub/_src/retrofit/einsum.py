@@ -41,10 +41,9 @@ class Equation:
 
     @classmethod
     def read(cls, text: str, x_ndim: int | None = None) -> "Equation":
-        """Parses an einsum equation "x,kernel->y", and expands "...".
+        """Parses an einsum equation "x,kernel->y".
 
-        "..." is replaced by new labels for the dimensions of x that have no label; x
-        has `x_ndim` dimensions.
+        Replaces "..." by new labels for the dimensions of x, of `x_ndim`, without one.
         """
         text = text.replace(" ", "")
         unused = "".join(sorted(set(string.ascii_letters) - set(text)))
@@ -141,10 +140,7 @@ class Einsum:
                 f"{kernel.shape} do not have the dimensions of {shown(subscripts)}. "
                 "Pass one dimension for each label."
             )
-        ins, outs = (
-            self._sharded_first(equation.ins),
-            self._sharded_first(equation.outs),
-        )
+        ins, outs = map(self._sharded_first, (equation.ins, equation.outs))
         num_lead, num_in = len(equation.lead), len(ins)
         contracted = (range(num_lead, x.ndim), range(num_in))
         y_labels = equation.lead + outs
@@ -185,10 +181,7 @@ def _transpose(array, labels, wanted):
 
 
 def _transpose_sharding(sharding: Any, labels, wanted) -> Any:
-    """Permutes a sharding or partition spec from dimensions `labels` to `wanted`.
-
-    None stays None.
-    """
+    """Permutes a sharding, spec or None from dimensions `labels` to `wanted`."""
     if sharding is None:
         return None
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding

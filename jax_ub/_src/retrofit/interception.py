@@ -43,9 +43,8 @@ class Product:
     def interception(self, held: Callable | None = None) -> str | None:
         """Returns a text that says what has replaced the JAX function, or None.
 
-        Args:
-            held: the function that a layer holds; None if the layer looks up the
-                module's attribute at each call.
+        `held` is the function that a layer holds; None if the layer looks up the
+        module's attribute at each call.
         """
         current = getattr(self.module, self.name) if held is None else held
         if current is not self.function:
@@ -76,14 +75,10 @@ _INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
 
 
 def why_intercepted(product: Product, held: Callable | None = None) -> str | None:
-    """Returns why a layer must not overlap: its function of JAX has been replaced.
+    """Returns why a layer must call the JAX function `product`, or None.
 
-    A quantization library, for example, may have replaced `jax.lax.dot_general`.
-    Returns None if nothing has replaced the function.
-
-    Args:
-        product: JAX's function that the layer calls without overlap.
-        held: see `Product.interception`.
+    It must if a library has replaced the function, or one that it calls. `held` is as
+    in `Product.interception`.
     """
     found = product.interception(held)
     inner = (each.code_interception() for each in _INNER)

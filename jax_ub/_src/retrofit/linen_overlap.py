@@ -20,11 +20,15 @@ from jax_ub._src.errors import UnsupportedOverlapError, nearest, shown
 from jax_ub._src.fp8.flax_state import linen_state
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.retrofit import interception
-from jax_ub._src.retrofit.dot_general import DotGeneral, dot_general
+from jax_ub._src.retrofit.dot_general import DotGeneral
 from jax_ub._src.retrofit.einsum import Einsum
 from jax_ub._src.retrofit.rules import check_layer_name, check_rules, compile_rule
 from jax_ub._src.runtime.registry import LayerName
-from jax_ub._src.sharding.layout import resolve_parallel, sharding_of
+from jax_ub._src.sharding.layout import (
+    ShardingLayout,
+    resolve_parallel,
+    sharding_of,
+)
 
 
 class Overlap:
@@ -53,25 +57,13 @@ class Overlap:
             expression must match the whole path of a layer, such as
             "decoder.layer_0.Dense_0". The first matching rule applies. The path of a
             tied head is the path of its `nn.Embed` followed by ".attend".
-        axis_name: the tensor-parallel mesh axis, or a tuple of axes that are used as
-            one.
         mesh: the mesh; None takes the mesh of `jax.set_mesh` or of the arrays.
-        method: how GEMM and communication overlap; None takes `JAX_UB_METHOD` if set,
-            else "auto".
-        sequence_parallel: whether tokens are sharded over `axis_name` between layers.
-        data_axes: the mesh axes that shard the leading axis of x; None takes all other
-            axes.
         fsdp_axes: the mesh axes that shard the kernel dimension that the rule does not
             shard (FSDP). On an explicit mesh they are inferred from the arrays' types.
-        ub_names: maps regular expressions to names that `initialize_ub` configures,
-            such as "fc1". An expression must match the whole path; the first match
-            applies. Other layers have no configuration and are named by their paths in
-            error messages.
-        fp8: the FP8 recipe of the overlapped layers. Or a dictionary that maps regular
-            expressions, which must match whole paths, to recipes; the first match
-            applies, and other layers are not FP8. The state of `DelayedScaling` is in
-            the collection "_overwrite_with_gradient", which `model.init` inside the
-            block creates.
+        fp8: the FP8 recipe of the overlapped layers, or a dictionary of recipes, as in
+            `ub.overlap`. The state of `DelayedScaling` is in the collection
+            "_overwrite_with_gradient", which `model.init` inside the block creates.
+        axis_name, method, sequence_parallel, data_axes, ub_names: as in `ub.overlap`.
 
     Attributes:
         overlapped: maps the path of each layer that was overlapped so far to "column"
@@ -117,17 +109,11 @@ class Overlap:
         self._recipes: dict[re.Pattern[str], Recipe | None] = {}
         if isinstance(fp8, Mapping):
             self._recipes = {compile_rule(rule): fp8[rule] for rule in fp8}
-        # The layout comes from `dot_general`, because it checks the arguments.
-        self._sharding_layout = dot_general(
-            "column",
-            axis_name=axis_name,
-            mesh=mesh,
-            method=method,
-            sequence_parallel=sequence_parallel,
-            data_axes=data_axes,
+        self._sharding_layout = ShardingLayout(
+            *("column", axis_name, mesh, data_axes, sequence_parallel, method),
             fsdp_axes=fsdp_axes,
             fp8=None if isinstance(fp8, Mapping) else fp8,
-        ).sharding_layout
+        )
         known_mesh = self._sharding_layout.find_mesh()
         if known_mesh is not None:
             self._sharding_layout.check_axes(known_mesh)
@@ -209,10 +195,7 @@ class Overlap:
         return y
 
     def _find(self, patterns, path):
-        """Returns the value of the first pattern that matches a layer's path.
-
-        Returns None if no pattern matches.
-        """
+        """Returns the value of the first pattern that matches a path, or None."""
         for pattern, found in patterns.items():
             if pattern.fullmatch(path):
                 self._matched.add(pattern)
@@ -234,12 +217,8 @@ class Overlap:
             )
 
     def _record_parameters(self, layer, path, is_supported):
-        """Adds the sharded parameters of a layer to `ub.fallbacks`.
-
-        Called for layers that are not overlapped.
-        """
-        # Layers of jax_ub.flax.linen are skipped, because they overlap without
-        # `Overlap`.
+        """Adds sharded parameters of an unmatched layer to `ub.fallbacks`."""
+        # Layers of jax_ub.flax.linen overlap without `Overlap`.
         if path in self._recorded or hasattr(type(layer), "sharding_layout"):
             return
         if isinstance(layer, nn.Embed) and self._find(self._rules, f"{path}.attend"):
@@ -348,10 +327,7 @@ def _overlapped_call(layer, method_name) -> Callable | None:
 
 
 def _spec_of(value) -> tuple:
-    """Returns the partition spec of a parameter, from its metadata or its array.
-
-    The result is () if the spec is unknown.
-    """
+    """Returns the spec of a parameter, from its metadata or array; () if unknown."""
     if isinstance(value, nn.Partitioned):
         return tuple(value.names)
     arrays = jax.tree.leaves(nn.meta.unbox(value))

@@ -20,7 +20,7 @@ from jax_ub._src.errors import (
 from jax_ub._src.fp8.flax_state import Fp8State
 from jax_ub._src.fp8.recipes import DelayedScaling, Recipe, check_layer_recipe
 from jax_ub._src.retrofit import interception
-from jax_ub._src.retrofit.dot_general import DotGeneral, dot_general
+from jax_ub._src.retrofit.dot_general import DotGeneral
 from jax_ub._src.retrofit.einsum import Einsum, Equation
 from jax_ub._src.retrofit.rules import (
     check_layer_name,
@@ -30,6 +30,7 @@ from jax_ub._src.retrofit.rules import (
 )
 from jax_ub._src.runtime.registry import LayerName
 from jax_ub._src.sharding.layout import (
+    ShardingLayout,
     parallel_of_spec,
     resolve_parallel,
     sharded_dim,
@@ -130,16 +131,11 @@ def overlap(  # noqa: PLR0913, options of layers
         check_layer_recipe("overlap", recipe)
     replacements = {}
     for path, kind in kinds.items():
-        layout = dot_general(
-            kind,
-            axis_name=axis_name,
-            mesh=mesh,
-            method=method,
-            sequence_parallel=sequence_parallel,
-            data_axes=data_axes,
+        layout = ShardingLayout(
+            *(kind, axis_name, mesh, data_axes, sequence_parallel, method),
             ub_name=names.get(path, LayerName(path)),
             fp8=recipes.get(path),
-        ).sharding_layout
+        )
         known_mesh = layout.find_mesh()
         if known_mesh is not None:
             layout.check_axes(known_mesh)
@@ -169,18 +165,18 @@ def overlapped(model: Any) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """A layer of an nnx model: a module that multiplies by one kernel.
+    """A module of an nnx model that multiplies by one kernel.
 
     Attributes:
         node: the module.
-        kernel: the kernel's variable, or the object that another library, such as one
-            for quantization, has replaced it with.
-        attribute: the name of the module's attribute that is the product function: the
-            function that multiplies x by the kernel, such as "dot_general".
-        default: the function that Flax sets by default, or None.
+        kernel: the kernel's variable, or an object by which another library, such as
+            one for quantization, has replaced it.
+        attribute: the attribute that is the product function, which multiplies x by the
+            kernel, such as "dot_general".
+        default: the product function that Flax sets by default, or None.
         num_in: the number of contracted dimensions of the kernel.
-        order: the dimensions of the stored kernel in the order [*in, *out]. Leading
-            axes of stacked layers do not count.
+        order: the dimensions of the kernel in the order [*in, *out], without the
+            leading ones of stacked layers.
         equation: the equation of an `nnx.Einsum` that is a dense layer.
         is_dense: whether the module is a dense layer.
     """
@@ -234,8 +230,8 @@ class _Layer:
     def kept_reason(self) -> tuple[str, str] | None:
         """Returns why `overlap` must keep the product function, and a fix, or None.
 
-        A function that neither Flax nor `overlap` has set, such as the function of a
-        quantized layer, is kept.
+        It keeps a function that neither Flax nor `overlap` has set, for example in a
+        quantized layer.
         """
         product, default = self.product, self.default
         is_default = default is not None and product is default.function
@@ -373,7 +369,7 @@ def _arrays_of(variable):
 
 
 def _replacement(layer, layout):
-    """Returns the overlapped `dot_general` or `einsum_op` to set on a layer.
+    """Returns the overlapped product function of a layer.
 
     FSDP axes are taken from the kernel's sharding.
     """
@@ -434,10 +430,7 @@ def _kinds_by_path(rules, layers) -> dict[str, str]:
 
 
 def _record_others(model, layers, axis_name):
-    """Records parameters that are sharded over the axis but not overlapped.
-
-    `ub.fallbacks` lists them.
-    """
+    """Adds parameters that are sharded but not overlapped to `ub.fallbacks`."""
     by_node = {id(layer.node): path for path, layer in layers.items()}
     reasons: dict[str, str] = {}
     for path, module, spec in _sharded_parameters(model, axis_name):
@@ -464,8 +457,8 @@ def _record_others(model, layers, axis_name):
 def _sharded_parameters(model, axis_name) -> Iterator[tuple[str, Any, tuple]]:
     """Yields (path, module, spec) for each `nnx.Param` sharded over mesh axes.
 
-    `module` is the innermost module that contains the parameter. The parameter may be
-    inside an object by which another library has replaced the module's parameter.
+    `module` is the innermost module that contains the parameter. Another library may
+    have replaced the module's parameter by an object that contains it.
     """
     axes = set(axis_tuple(axis_name))
     nodes = dict(nnx.iter_graph(model))

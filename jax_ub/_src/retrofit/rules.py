@@ -20,10 +20,7 @@ def values_by_path(argument: str, given: Any, paths: Collection[str]) -> dict[st
 def matching_paths(
     described: str, pattern: str, paths: Collection[str], kind: str = "linear"
 ) -> list[str]:
-    """Returns the paths that a pattern matches.
-
-    `kind` says which layers the paths are, for the error.
-    """
+    """Returns the paths that a pattern matches; raises an error if there is none."""
     matched = list(filter(compile_rule(pattern).fullmatch, paths))
     if not matched:
         raise UnknownNameError(

@@ -15,39 +15,33 @@ from jax_ub._src.config.flags import FlaggedMethod, OverlapFlags
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub._src.fp8.recipes import Recipe
 from jax_ub._src.methods import Method
-from jax_ub._src.parallel import COLUMN, IN_OUT, PARALLEL, ROW, ParallelMode, mode_of
+from jax_ub._src.parallel import COLUMN, IN_OUT, ROW, ParallelMode, mode_of
 from jax_ub._src.rules.call_config import call_label
 from jax_ub._src.runtime import settings
 from jax_ub._src.sharding import portable_mesh
 
 AnyMesh = Mesh | AbstractMesh
 
-_ALIASES = {"ag": COLUMN, "rs": ROW}
+_KINDS = {COLUMN: COLUMN, ROW: ROW, "ag": COLUMN, "rs": ROW}
 
 
 def resolve_parallel(op: str, kind: str | None) -> str:
     """Returns "column" or "row" for a kind of parallelism or its alias ("ag", "rs")."""
-    known = {**dict(zip(PARALLEL, PARALLEL, strict=True)), **_ALIASES}
-    if not isinstance(kind, str) or kind not in known:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise UnknownNameError(
             f"{op}: {shown(kind)} is not a way to shard a kernel. "
-            f"{nearest(kind, known)}"
+            f"{nearest(kind, _KINDS)}"
         )
-    return known[kind]
+    return _KINDS[kind]
 
 
 def parallel_of_spec(
     spec: Sequence | None, num_in: int, axis_name: str | tuple[str, ...]
 ) -> str | None:
-    """Returns "row" if a kernel's spec shards in, "column" if it shards out, or None.
+    """Returns "row" if the spec of a kernel [*in, *out] shards in, "column" if out.
 
-    "row" means that an in dimension is sharded, and "column" an out dimension. The
-    result is None if no dimension is sharded over all of `axis_name`.
-
-    Args:
-        spec: the partition spec of the kernel `[in..., out...]`; None if unknown.
-        num_in: the number of contracted dimensions of the kernel.
-        axis_name: the tensor-parallel mesh axis, or a tuple of axes that act as one.
+    The result is None if no dimension is sharded over all of `axis_name`, or if the
+    spec is None (unknown). `num_in` is the number of in dimensions.
     """
     dim = sharded_dim(spec, axis_name)
     if dim is None:
@@ -66,28 +60,15 @@ def sharded_dim(spec: Sequence | None, axis_name: str | tuple[str, ...]) -> int 
 
 @dataclasses.dataclass(frozen=True)
 class ShardingLayout:
-    """Hashable description of how a linear layer is sharded over a mesh, and runs.
+    """Hashable description of how a linear layer is sharded and executed.
 
     It can be pickled: a mesh is stored by its device ids, and becomes None if the
-    loading process does not have these devices.
+    loading process does not have these devices. `jax_ub.flax.Linear` documents the
+    fields that are its arguments, too. The others are:
 
     Attributes:
-        parallel: "column" (the kernel's out dimension is sharded), "row" (its in
-            dimension) or None (neither).
-        axis_name: the tensor-parallel mesh axis, or a tuple of axes that act as one.
-        mesh: the mesh; None takes the mesh of `jax.set_mesh` or of the arrays.
-        data_axes: the mesh axes that shard the leading axis of the activations. None
-            takes all axes except `axis_name`, or no axis if the leading axis does not
-            divide by the product of their sizes.
-        sequence_parallel: whether activations whose features are not sharded have their
-            tokens sharded over `axis_name`.
-        method: the method to run by; None takes `JAX_UB_METHOD`, or "auto".
-        ub_name: the layer's name in errors and in the configuration of `initialize_ub`.
-        fsdp_axes: the mesh axes that shard the kernel's other dimension (FSDP), or its
-            in dimension if the layer is not parallel.
-        flags: Transformer Engine's `ub_*` flags: which communication overlaps.
+        flags: the `ub_*` flags of the layer.
         rhs_transposed: whether the kernel is stored as `[out, in]`.
-        fp8: the FP8 recipe of the layer, or None.
         kernel_mesh: the concrete mesh of the kernel when the layer was created. If the
             arrays of a call have an equal abstract mesh, it supplies the devices.
 
@@ -113,7 +94,7 @@ class ShardingLayout:
     kernel_mesh: Mesh | None = None
 
     def __post_init__(self):
-        """Checks the fields, and normalizes names of axes to hashable values."""
+        """Checks the fields, and normalizes names of axes to tuples or strings."""
         arguments.check("linear", ub_name=self.ub_name)
         if self.parallel is not None:
             parallel = resolve_parallel(self.op, self.parallel)
@@ -193,7 +174,7 @@ class ShardingLayout:
     @property
     def fsdp_dim(self) -> int:
         """Returns the dimension of the stored kernel that `fsdp_axes` shard."""
-        return 1 - self._fsdp_dim if self.rhs_transposed else self._fsdp_dim
+        return self.in_out((0, 1))[self._fsdp_dim]
 
     @property
     def _fsdp_dim(self):
@@ -206,9 +187,14 @@ class ShardingLayout:
 
     def replicated(self) -> "ShardingLayout":
         """Returns a layout that shards nothing, for plain JAX on any mesh."""
-        changes: dict[str, Any] = {"parallel": None, "data_axes": None, "fsdp_axes": ()}
-        changes["flags"] = OverlapFlags()
-        return dataclasses.replace(self, method="xla", **changes)
+        return dataclasses.replace(
+            self,
+            parallel=None,
+            data_axes=None,
+            fsdp_axes=(),
+            method="xla",
+            flags=OverlapFlags(),
+        )
 
     @property
     def flagged_method(self) -> FlaggedMethod | str | None:
@@ -222,13 +208,9 @@ class ShardingLayout:
     ) -> "ShardingLayout":
         """Returns a copy whose `fsdp_axes` are taken from a kernel's partition spec.
 
-        The layout is returned unchanged if the spec is unknown, or if it has names that
-        are not other axes of the mesh, such as logical axis names.
-
-        Args:
-            spec: the partition spec of the kernel `[in..., out...]`; None if unknown.
-            mesh: the mesh; None if unknown.
-            num_in: the number of contracted dimensions of the kernel.
+        The kernel is `[*in, *out]` with `num_in` in dimensions. The layout is returned
+        unchanged if the spec or the mesh is unknown, or if the spec has names that are
+        not other axes of the mesh, such as logical axis names.
         """
         dim = self._fsdp_dim * num_in
         entry = spec[dim] if spec is not None and dim < len(spec) else None
@@ -239,7 +221,7 @@ class ShardingLayout:
     def may_fall_back(self) -> bool:
         """Returns whether plain JAX operations may replace the engine in this layer.
 
-        That is the case if no flag is True and the method is "auto" or "xla".
+        They may if no flag is True and the method is "auto" or "xla".
         """
         if any(self.flags.given.values()):
             return False
@@ -249,7 +231,7 @@ class ShardingLayout:
     def is_local(self) -> bool:
         """Returns whether the layer's arrays are shards, inside a user's `shard_map`.
 
-        That is the case if a tensor-parallel axis or all mesh axes are manual.
+        They are if a tensor-parallel axis or all mesh axes are manual.
         """
         context = jax.sharding.get_abstract_mesh()
         manual = context.manual_axes
@@ -281,10 +263,7 @@ class ShardingLayout:
         return mesh
 
     def global_mesh(self, *arrays: Any) -> AnyMesh | None:
-        """Returns the mesh of a call on global arrays, or None if it is unknown.
-
-        The result is None, too, if the arrays are shards inside a user's `shard_map`.
-        """
+        """Returns the result of `find_mesh`, or None if the arrays are shards."""
         return None if self.is_local() else self.find_mesh(*arrays)
 
     def in_out(self, dims: Sequence) -> tuple:
@@ -317,23 +296,24 @@ class ShardingLayout:
         self.check_data_axes(mesh)
 
     def check_data_axes(self, mesh: AnyMesh) -> None:
-        """Raises an error unless the mesh has all `data_axes`."""
-        for name in self.data_axes or ():
-            if name not in mesh.shape:
-                raise UnknownNameError(
-                    f"{self.op}: data_axes has {shown(name)}, which is not an axis of "
-                    f"the mesh {dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
-                )
+        self._sizes(mesh, "data_axes has {}, which", self.data_axes or ())
 
     def axis_size(self, mesh: AnyMesh) -> int:
         """Returns the number of ranks on the tensor-parallel axis of `mesh`."""
-        for name in self.axes:
+        return math.prod(self._sizes(mesh, "axis_name = {}", self.axes))
+
+    def _sizes(self, mesh, subject, names):
+        """Returns the sizes of mesh axes.
+
+        The error about a missing axis begins with `subject`, a format of its name.
+        """
+        for name in names:
             if name not in mesh.shape:
                 raise UnknownNameError(
-                    f"{self.op}: axis_name = {shown(name)} is not an axis of the mesh "
-                    f"{dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
+                    f"{self.op}: {subject.format(shown(name))} is not an axis of the "
+                    f"mesh {dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
                 )
-        return math.prod(mesh.shape[name] for name in self.axes)
+        return [mesh.shape[name] for name in names]
 
     def check_features(self, shape: Sequence[int], mesh: AnyMesh) -> None:
         """Raises an error if the ranks do not divide the features of a kernel."""
@@ -344,7 +324,7 @@ class ShardingLayout:
         num_ranks = self.axis_size(mesh)
         if shape[dim] % num_ranks == 0:
             return
-        padded = math.ceil(shape[dim] / num_ranks) * num_ranks
+        padded = checks.round_up(shape[dim], num_ranks)
         raise ShapeContractError(
             f"{self.op}: the kernel has {shape[dim]} {IN_OUT[dim]} features, which do "
             f"not divide into the {num_ranks} ranks of mesh axis "
@@ -352,18 +332,13 @@ class ShardingLayout:
         )
 
     def _check_fsdp(self, size, mesh):
-        for name in self.fsdp_axes:
-            if name not in mesh.shape:
-                raise UnknownNameError(
-                    f"{self.op}: fsdp_axes has {shown(name)}, which is not an axis of "
-                    f"the mesh {dict(mesh.shape)}. {nearest(name, mesh.axis_names)}"
-                )
-        num_ranks = math.prod(mesh.shape[name] for name in self.fsdp_axes)
+        sizes = self._sizes(mesh, "fsdp_axes has {}, which", self.fsdp_axes)
+        num_ranks = math.prod(sizes)
         if size % num_ranks:
             raise ShapeContractError(
                 f"{self.op}: the kernel has {size} {IN_OUT[self._fsdp_dim]} features, "
                 f"which do not divide into the {num_ranks} ranks of fsdp_axes = "
-                f"{self.fsdp_axes}. Use {math.ceil(size / num_ranks) * num_ranks}, or "
+                f"{self.fsdp_axes}. Use {checks.round_up(size, num_ranks)}, or "
                 "fsdp_axes=() for this layer."
             )
 
@@ -389,9 +364,9 @@ class ShardingLayout:
         )
 
     def check_kernel_spec(self, spec: Sequence | None, num_in: int = 1) -> None:
-        """Raises an error if a kernel's sharding contradicts `parallel`.
+        """Raises an error if `axis_name` shards a different dimension than `parallel`.
 
-        Then it is sharded over `axis_name` in the wrong dimension.
+        `spec` is the partition spec of the kernel; None if unknown.
         """
         found = parallel_of_spec(spec, num_in, self.axis_name)
         if found is None or self.parallel is None or self.parallel == found:
@@ -405,9 +380,9 @@ class ShardingLayout:
         )
 
     def _instead_of(self, spec):
-        """Returns the kernel's spec that an error message recommends instead of `spec`.
+        """Returns the spec that `check_kernel_spec` recommends instead of `spec`.
 
-        It keeps all axes of `spec` by moving the others to the FSDP dimension.
+        Axes in `spec` besides `axis_name` move to the FSDP dimension.
         """
         entries = (each if isinstance(each, tuple) else (each,) for each in spec)
         names = dict.fromkeys(name for entry in entries for name in entry)

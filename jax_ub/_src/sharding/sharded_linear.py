@@ -1,4 +1,4 @@
-"""Runs linear layers on global arrays, in a `jax.shard_map` with the specs of `specs`.
+"""Runs linear layers on global arrays, in a `jax.shard_map`.
 
 Inside the caller's `jax.shard_map` the arrays are one rank's shards already, and are
 multiplied directly.
@@ -60,13 +60,11 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
             first output dimension.
         x: activations, `[..., tokens, *in]`; `[*in]` counts as one token.
         kernels: `[*in, *out]` for each layer, or matrices `[out, in]` if
-            `layout.rhs_transposed`. They are global, or this rank's shards if the axis
-            is manual. They share one all-gather of x.
+            `layout.rhs_transposed`. They share one all-gather of x.
         biases: `[*out]` for each kernel; None, or None for each, if there are none.
-        main_grads: the f32 accumulator of each kernel's gradient, of the kernel's
-            shape; None, or None for each, if there are none.
-        fp8_states: the state of `layout.fp8` for each kernel; None, or None for each,
-            if it has none. Kernels that share an all-gather use the first.
+        main_grads: the f32 accumulators of the kernels' gradients; None like `biases`.
+        fp8_states: the states of `layout.fp8`; None like `biases`. Kernels that share
+            an all-gather use the first.
         num_in: the number of input dimensions.
         residual: `[..., tokens, *out]`, added to the result; only with a single kernel.
             A row layer adds it before rounding.
@@ -183,7 +181,7 @@ def _with_whole_kernels(
 
 
 def _shard_function(layout, out_dtype, kernels):
-    """Returns the function that computes a linear layer from one rank's shards.
+    """Returns the function that computes a layer from one rank's shards.
 
     Its arguments are x, kernels, biases, main_grads, the residual and the FP8 states.
     """
@@ -202,10 +200,7 @@ def _shard_function(layout, out_dtype, kernels):
 
 
 def _has_separate_calls(layout, kernels):
-    """Returns whether each kernel needs its own call.
-
-    Only AG+GEMM takes several kernels, which share the all-gather of x.
-    """
+    """Returns whether each kernel needs its own call: only AG+GEMM takes several."""
     return len(kernels) > 1 and layout.mode.op != "all_gather_matmul"
 
 
@@ -264,8 +259,7 @@ def _check_operands(layout, x, kernels, residual, num_in):
 def _as_matrices(layout, operands, num_in, out_dtype):
     """Reshapes a layer's operands to matrices; returns them and the result's dtype.
 
-    Input and output dimensions are merged. Several kernels are in a tuple. The residual
-    is left out if the layer is not a row layer.
+    A single kernel is not in a tuple. Only a row layer keeps the residual.
     """
     x, kernels, biases, main_grads, residual = operands
     addend = None
@@ -289,11 +283,9 @@ def _as_matrices(layout, operands, num_in, out_dtype):
 
 
 def _flat(x, num_dims):
-    """Merges the last `num_dims` dimensions of an array into one.
-
-    Computes the size, because reshape cannot infer -1 for empty arrays.
-    """
+    """Merges the last `num_dims` dimensions of an array into one."""
     lead = x.ndim - num_dims
+    # Not -1: reshape cannot infer it if the array is empty.
     return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))
 
 
@@ -350,10 +342,8 @@ def _fitted_layout(layout, mesh, x):
 def _record_repeated(given, layout, mesh, x_shape):
     """Adds the layer to `ub.fallbacks` if several ranks compute the same rows of x.
 
-    They do if a mesh axis shards neither tokens nor features.
-
-    Returns:
-        Why these ranks compute the same rows; None if there are no such ranks.
+    They do if a mesh axis shards neither tokens nor features. Returns the reason, or
+    None.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     used = {*data_axes(layout, mesh, x_shape), *layout.axes, *manual}

@@ -20,6 +20,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_ub._src.checks import round_up
 from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.sharding.layout import AnyMesh, ShardingLayout
 
@@ -48,10 +49,10 @@ def batch_axes(layout: ShardingLayout, mesh: AnyMesh, x: jax.Array) -> tuple[str
 def data_axes(
     layout: ShardingLayout, mesh: AnyMesh, x_shape: Sequence[int]
 ) -> tuple[str, ...]:
-    """Returns the data-parallel mesh axes, over which the leading axis of x is sharded.
+    """Returns the data-parallel mesh axes, which shard the leading axis of x.
 
-    They must divide its size, unless the caller has named them. Explicit axes of one
-    rank are included.
+    There are none if they do not divide its size, unless the caller named them.
+    Explicit axes of one rank are included.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     explicit = explicit_axes(mesh)
@@ -82,7 +83,7 @@ def indivisible_reason(
     num_tp = layout.axis_size(mesh) if layout.sequence_parallel else 1
     num_parts = num_tp * num_data if len(x_shape) == 2 else num_tp
     if x_shape[-2] % num_parts:
-        padded = math.ceil(x_shape[-2] / num_parts) * num_parts
+        padded = round_up(x_shape[-2], num_parts)
         return (
             f"x {tuple(x_shape)} has {x_shape[-2]} tokens (axis -2), which do not "
             f"divide into {num_parts} ranks. Pad to {padded} tokens, or use "
@@ -100,12 +101,9 @@ def indivisible_reason(
 def activation_specs(
     layout: ShardingLayout, batch: tuple[str, ...], ndim: int
 ) -> tuple[P, P]:
-    """Returns the partition specs of x and y, `[..., tokens, features]`.
+    """Returns the specs of x and y, `[..., tokens, features]` with `ndim` dimensions.
 
-    Args:
-        layout: the layer's layout.
-        batch: the mesh axes that shard the leading axis.
-        ndim: the number of dimensions of x and y.
+    `batch` are the mesh axes that shard the leading axis.
     """
     lead = [batch or None, *[None] * (ndim - 3)] if ndim > 2 else []
     over_data = batch if ndim == 2 else ()
