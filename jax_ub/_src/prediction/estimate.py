@@ -28,7 +28,7 @@ from jax_ub._src.prediction.replay import (
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-# The collective of x in ops that run it concurrently with an independent local GEMM.
+# Ops that run a local GEMM and, concurrently, this collective of the layer's x.
 _CONCURRENT = {
     "bulk_all_gather": "all_gather",
     "bulk_reduce_scatter": "reduce_scatter",
@@ -40,7 +40,7 @@ _STREAMS = (1, 2, 3)
 # The bytes per element of a cast with a scale per tensor or row: bf16 is read twice,
 # for the largest value and for the cast, and e4m3 is written.
 _CAST_BYTES = 2 + 2 + 1
-_MIN_ROWS = 64  # of a split: with fewer, it would be smaller than a tile
+_MIN_ROWS = 64  # A split with fewer rows would be smaller than a tile.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -115,7 +115,7 @@ class BackgroundLoad:
         self._share = 0.0
 
     def share(self) -> float:
-        """Returns the share since the last call that was at least 0.1 s earlier."""
+        """Returns the share in the last interval of at least 0.1 s."""
         now, own = time.perf_counter(), self._own_seconds()
         elapsed = now - self._start
         if self._psutil is not None and elapsed >= _MIN_INTERVAL_S:

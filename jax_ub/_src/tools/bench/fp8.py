@@ -43,7 +43,7 @@ def quantized(recipe: Recipe, x: Any, role: str) -> ScaledArray:
 class ScaledDot:
     """XLA's dot of two FP8 operands with scales; other operands become bf16 first.
 
-    The scales of rows are those of fprop.
+    The scales must be constant along the contracted dimension, as in a forward pass.
     """
 
     fp8: Dot
@@ -60,7 +60,7 @@ class ScaledDot:
 class QuantizedCollectives(peers.Collectives):
     """XLA's collectives and dots of quantized activations, kernels and gradients.
 
-    `dequantizes` tells whether they are dequantized to bf16 before the collectives.
+    If `dequantizes`, they are dequantized to bf16 before the collectives.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ def wgrad_accumulate(setup: Setup, shape: Shape) -> list[Case]:
 def _case(
     setup: Setup, shape: Shape, op: str, variant: str, public: Gemm | None = None
 ) -> Case:
-    """Returns the case of one GEMM variant, by `public` or else by the primitive."""
+    """Returns the case of one GEMM variant, run by `public` or else the primitive."""
     layout, _, added = variant.partition("+")
     out_dtype = "float32" if layout == "tn" and added else setup.dtype
     candidate, draw = _candidates(setup, shape, layout, added, out_dtype)

@@ -70,13 +70,12 @@ def examine(*, together: bool = False) -> Iterator[Finding]:
     _request_devices()
     yield from _packages()
     yield from _environment()
-    yield _ffi_api()
+    yield from _cpu_engine()
     try:
         backend.start()
     except UnsupportedOverlapError as error:  # the remaining checks need devices
         yield Finding("devices", State.FAULT, str(error))
         return
-    yield from _cpu_engine()
     yield from device_findings()
     devices = jax.devices() if together else jax.local_devices()[:_NUM_DEVICES]
     mesh = Mesh(np.array(devices), (_AXIS,))
@@ -130,30 +129,25 @@ def _environment():
 
 
 def _check_isa():
-    with contextlib.suppress(ImportError):  # `_ffi_api` reports it
+    with contextlib.suppress(ImportError):  # `_cpu_engine` reports it
         cpu_engine.check_isa()
 
 
-def _ffi_api():
+def _cpu_engine():
+    reason = cpu_engine.why_not()
+    if reason is not None:
+        yield Finding("engine", State.WARNING, f"calls run plain jax.lax: {reason}")
+        return
     running = ".".join(map(str, cpu_engine.running_ffi_api()))
     try:
-        reason = cpu_engine.why_not()
-        if reason is not None:
-            text = f"calls run plain jax.lax: {reason}"
-            return Finding("engine", State.WARNING, text)
-        built = ".".join(map(str, cpu_engine.load().xla_ffi_api_version))
+        cpu = cpu_engine.load()
     except ImportError as error:
         text = f"{error} (jaxlib has {running})"
-        return Finding("XLA FFI API", State.FAULT, text)
-    text = f"engine built for {built}, jaxlib has {running}"
-    return Finding("XLA FFI API", State.FINE, text)
-
-
-def _cpu_engine():
-    try:
-        cpu = cpu_engine.load()
-    except ImportError:
+        yield Finding("XLA FFI API", State.FAULT, text)
         return
+    built = ".".join(map(str, cpu.xla_ffi_api_version))
+    text = f"engine built for {built}, jaxlib has {running}"
+    yield Finding("XLA FFI API", State.FINE, text)
     others = [isa for isa in cpu.isas() if isa != cpu.isa()]
     also = f"; also possible here: {', '.join(others)}" if others else ""
     yield Finding("instruction set", State.FINE, f"{cpu.isa()}{also}")

@@ -114,8 +114,8 @@ def environment(
 
     JAX finds the job in them, so `jax.distributed.initialize()` needs no arguments. It
     has no variables for the process index and the number of processes, but it detects
-    Slurm, so this function sets the variables of a Slurm step on one node. Variables in
-    `given`, the launcher's environment, are kept.
+    Slurm, so this function sets the variables of a Slurm step on one node. `given` is
+    the launcher's environment, which defaults do not replace.
     """
     if _DEVICE_COUNT_FLAG in given.get("XLA_FLAGS", ""):
         raise LaunchError(
