@@ -185,13 +185,13 @@ def _run_processes(given, chosen):
     """Runs a job for each number in `--processes`; prints the results of all."""
     numbers = console.progress("bench", given.processes)
     found = [processes.run_job(number, chosen) for number in numbers]
-    about = found[0].environment
-    results = [result for one in found for result in one.results]
+    about, _, _ = found[0]
+    results = [result for _, results, _ in found for result in results]
     rounds = f"{chosen.rounds} rounds of the slowest process, XLA with gloo"
     title = report.describe(about, f'method "{chosen.method}", {rounds}')
     console.say(given, f"{title}\n\n{report.PROCESSES.head()}")
     console.say(given, "\n".join(map(report.PROCESSES.row, results)))
-    fallbacks = list(dict.fromkeys(each for one in found for each in one.fallbacks))
+    fallbacks = list(dict.fromkeys(each for *_, every in found for each in every))
     console.say(given, report.sections(results, fallbacks), end="")
     console.write(given, _document(chosen, about, results, fallbacks))
 

@@ -40,16 +40,10 @@ _BARRIERS, _BATCHES = 500, 15
 _TRIALS = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class JobReport:
-    """What process 0 of a job has measured."""
-
-    environment: dict[str, Any]
-    results: list[Result]
-    fallbacks: tuple[Fallback, ...]
-
-
-def run_job(num_processes: int, options: Options) -> JobReport:
+def run_job(
+    num_processes: int, options: Options
+) -> tuple[dict[str, Any], list[Result], tuple[Fallback, ...]]:
+    """Returns the environment, the results and the fallbacks of process 0."""
     lists = {
         "processes": [num_processes],
         "ops": options.ops,
@@ -89,7 +83,7 @@ def run_part(path: pathlib.Path, options: Options) -> None:
             if job.is_first:
                 print(report.PROCESSES.row(result), flush=True)
         if job.is_first:
-            found = JobReport(environment, results, lowering_log.fallbacks())
+            found = environment, results, lowering_log.fallbacks()
             parts.part_path(path, 0).write_bytes(pickle.dumps(found))
         job.synchronize()
         ub.destroy_ub()

@@ -56,7 +56,8 @@ _PASSED = frozenset(
         "transpose",
     )
 )
-# Instructions in a fusion with which a reduction still sums the result of the dot.
+# Instructions that change no value. A reduction after a fusion of them still sums the
+# result of the dot.
 _MOVES = _PASSED - {"fusion"} | {"bitcast-convert", "constant", "parameter", "tuple"}
 _DOTS = ("dot", "convolution")
 _MATMUL_CALLS = ("gemm", "matmul")
@@ -187,7 +188,7 @@ class _SourceLines:
             elif line.endswith("{"):
                 break
         frames = self._rows["StackFrames"]
-        # XLA prints the id of the parent plus 1: the first frame has none.
+        # XLA may print the parent's id plus 1: the first frame, without parent, has 1.
         self._offset = 1 if frames.get(1, ("", ""))[1] == "1" else 0
 
     def of(self, one: "_Instruction") -> str:
@@ -202,7 +203,7 @@ class _SourceLines:
             file, line = self._rows["FileLocations"].get(int(location), ("0", ""))
             (path,) = self._rows["FileNames"].get(int(file), ("",))
             lines.append(f"{path}:{line}" if path else "")
-            # The caller of a frame should have a lower id. The loop ends anyway.
+            # A caller has a lower id. If a text has it wrong, `min` ends the loop.
             frame = min(int(parent or 0) - self._offset, frame - 1)
         own = (line for line in lines if not any(one in line for one in _LIBRARIES))
         return next(own, lines[0] if lines else "")
