@@ -161,14 +161,14 @@ def test_failed_processes_are_a_fault(monkeypatch, capfd):
 
 
 def test_finding_of_one_process_names_the_process(monkeypatch, capsys):
-    def of_each(arguments, **_):
+    def of_each(arguments, stdout):
         path = pathlib.Path(arguments[arguments.index("--part") + 1])
         for index, threads in enumerate(("8", "2")):
             finding = Finding("jaxlib threads", State.WARNING, threads)
             part_path(path, index).write_text(json.dumps([finding.as_json()]))
         return 0
 
-    monkeypatch.setattr(parts, "run_parts", of_each)
+    monkeypatch.setattr(parts, "_run", of_each)
     assert main(["doctor", "--processes", "2"]) == 0
     first, other = capsys.readouterr().out.splitlines()
     assert first.split() == ["warn", "jaxlib", "threads", "8"]

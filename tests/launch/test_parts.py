@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,12 @@ import tempfile
 
 import pytest
 
-from jax_ub._src.tools.launch.parts import LaunchError, exit_on_failure, run_parts
+from jax_ub._src.tools.launch.parts import (
+    JobError,
+    LaunchError,
+    exit_on_failure,
+    parts_of,
+)
 
 
 @pytest.fixture
@@ -26,32 +32,32 @@ def interpreter(tmp_path, monkeypatch):
     return replace
 
 
+def run(num_processes=2, devices_per_process=1, **options):
+    sizes = {"num_processes": num_processes, "devices_per_process": devices_per_process}
+    with parts_of("doctor", ["a word"], **sizes, **options):
+        pass
+
+
 @pytest.mark.parametrize("stdout", [None, 2])
 def test_launcher_gets_the_options_of_the_parts(interpreter, stdout, capfd):
     interpreter('echo "$@"; exit 3')
-    status = run_parts(
-        ["doctor", "--part", "a file"],
-        num_processes=3,
-        devices_per_process=2,
-        folder="a folder",
-        stdout=stdout,
+    with pytest.raises(JobError, match="3 processes failed with exit status 3"):
+        run(num_processes=3, devices_per_process=2, stdout=stdout)
+    texts = capfd.readouterr()
+    assert texts[0 if stdout else 1] == ""
+    assert re.fullmatch(
+        "-m jax_ub launch -n 3 --devices-per-process 2 "
+        rf"--parent {os.getpid()} --parent-folder (\S+) "
+        r"-m jax_ub doctor --part \1/part.json a word\n",
+        texts[1 if stdout else 0],
     )
-    assert status == 3
-    launch = "-m jax_ub launch -n 3 --devices-per-process 2 "
-    launch += f"--parent {os.getpid()} --parent-folder a folder "
-    printed = launch + "-m jax_ub doctor --part a file\n"
-    assert capfd.readouterr() == (("", printed) if stdout else (printed, ""))
 
 
-def test_sigterm_removes_the_folder_of_the_parts(interpreter, tmp_path):
+def test_sigterm_removes_the_folder_of_the_parts(interpreter, tmp_path, monkeypatch):
     python = interpreter("kill -TERM $PPID; exec sleep 60")
-    with ended_by_sigterm(), tempfile.TemporaryDirectory(dir=tmp_path) as folder:
-        run_parts(
-            ["doctor", "--part", folder],
-            num_processes=2,
-            devices_per_process=1,
-            folder=folder,
-        )
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ended_by_sigterm():
+        run()
     assert [*tmp_path.iterdir()] == [python]
 
 
@@ -67,7 +73,7 @@ def test_sigterm_during_the_start_ends_the_launcher(interpreter, monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     with ended_by_sigterm():
-        run_parts(["doctor"], num_processes=2, devices_per_process=1, folder="")
+        run()
     assert [process.returncode for process in started] == [-signal.SIGTERM]
 
 

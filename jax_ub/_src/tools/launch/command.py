@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--linger", default=0.0, help=linger, **times)
     grace = "from the signal that ends a process to SIGKILL (default: 5)"
     add("--grace", default=5.0, help=grace, **times)
-    # Internal options of the launchers that `parts.run_parts` starts.
+    # Internal options of the launchers that `parts.parts_of` starts.
     add("--parent", type=int, help=argparse.SUPPRESS)
     add("--parent-folder", help=argparse.SUPPRESS)
     add("-m", dest="module", action="store_true", help="run a module, not a script")

@@ -72,17 +72,19 @@ def parts_of(
 ) -> Iterator[list[pathlib.Path]]:
     """Runs a command with `--part` in several processes, and yields their files.
 
-    The block may read the files. A `JobError` is raised if a process failed.
+    The block may read the files. If this process is killed, the launcher ends the
+    processes and removes the folder of the files. `stdout` is that of `subprocess`.
+
+    Raises:
+        JobError: if a process failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "part.json")
-        status = run_parts(
-            [command, "--part", str(path), *arguments],
-            num_processes=num_processes,
-            devices_per_process=devices_per_process,
-            folder=folder,
-            stdout=stdout,
-        )
+        launch = ["launch", "-n", str(num_processes)]
+        launch += ["--devices-per-process", str(devices_per_process)]
+        launch += ["--parent", str(os.getpid()), "--parent-folder", folder]
+        launch += ["-m", "jax_ub", command, "--part", str(path), *arguments]
+        status = _run([sys.executable, "-m", "jax_ub", *launch], stdout)
         if status:
             raise JobError(
                 f"{command}: {num_processes} processes failed with exit status "
@@ -91,27 +93,7 @@ def parts_of(
         yield [part_path(path, process) for process in range(num_processes)]
 
 
-def run_parts(
-    arguments: Sequence[str],
-    *,
-    num_processes: int,
-    devices_per_process: int,
-    folder: str,
-    stdout: int | None = None,
-) -> int:
-    """Runs `python -m jax_ub ARGUMENTS` in several processes, by `jax_ub launch`.
-
-    If this process is killed, the launcher ends the processes and removes `folder`.
-    `stdout` is that of `subprocess`. Returns the exit status of the launcher.
-    """
-    launch = ["launch", "-n", str(num_processes)]
-    launch += ["--devices-per-process", str(devices_per_process)]
-    launch += ["--parent", str(os.getpid()), "--parent-folder", folder]
-    command = [sys.executable, "-m", "jax_ub", *launch, "-m", "jax_ub", *arguments]
-    return _run_forwarding_sigterm(command, stdout)
-
-
-def _run_forwarding_sigterm(command, stdout):
+def _run(command, stdout):
     """Runs the launcher and returns its exit status.
 
     SIGTERM ends the launcher first, then this process. The signal handler does not
