@@ -99,9 +99,16 @@ def command(given: argparse.Namespace) -> int:
         picture.load_pyplot()  # fails before anything is computed
     rows = layer_rows(layers, given.tokens, given.tp, machine)
     title = f"{given.model}, forward of one transformer layer, bf16, P = {given.tp}"
-    lines = [title, *(f"  {line}" for line in describe(machine)), "", *table(rows)]
+    shown_rows = [
+        *({**row, "op": _SHORT_OPS[row["op"]]} for row in rows),
+        _sum_row(rows),
+    ]
+    lines = [title, *(f"  {line}" for line in describe(machine)), ""]
+    lines += _table(shown_rows, _COLUMNS, right=range(2, len(_COLUMNS)))
     fp8 = fp8_rows(layers, given.tokens, given.tp, machine) if given.fp8 else []
-    lines += ["", *_FP8_NOTES, "", *fp8_table(fp8)] if fp8 else []
+    if fp8:
+        fp8_table = _table(fp8, _FP8_COLUMNS, right=range(1, 5))
+        lines += ["", *_FP8_NOTES, "", *fp8_table]
     console.say(given, "\n".join(lines))
     document = {"schema": 1, "hardware": dataclasses.asdict(machine), "rows": rows}
     document |= {"fp8": fp8} if fp8 else {}
@@ -136,29 +143,34 @@ def describe(machine: Hardware) -> list[str]:
     ]
 
 
-# The key of each column in a row of `layer_rows`, and the format of its values.
+# The format of each column's values, by key of a row of `layer_rows` or `fp8_rows`.
 _COLUMNS = {
     **{"layer": "", "op": "", "M": "", "K": "", "N": ""},
     **{f"{name}_us": ".0f" for name in ("gemm", "wire", "serial", "ideal", "plan")},
     **{"method": "", "knobs": "", "speedup": ".2f", "limit": ".2f", "hidden": ".0%"},
 }
+_FP8_COLUMNS = {
+    **{"layer": "", "bf16_us": ".0f", "fp8_us": ".0f", "gain": ".2f"},
+    **{"wire_us": ".0f", "wire_dtype": ""},
+}
 _SHORT_OPS = {"all_gather_matmul": "ag", "matmul_reduce_scatter": "rs"}
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    total: dict[str, Any] = {
-        key: sum(row[key] for row in rows)
-        for key in ("serial_us", "ideal_us", "plan_us")
-    }
-    total |= {"layer": "sum", "speedup": total["serial_us"] / total["plan_us"]}
-    total["limit"] = total["serial_us"] / total["ideal_us"]
-    named = [{**row, "op": _SHORT_OPS[row["op"]]} for row in rows]
+def _table(rows, columns, right):
     cells = [
-        [format(row[key], text) if key in row else "" for key, text in _COLUMNS.items()]
-        for row in (*named, total)
+        [format(row[key], text) if key in row else "" for key, text in columns.items()]
+        for row in rows
     ]
-    header = [key.replace("_", " ").replace("speedup", "speed-up") for key in _COLUMNS]
-    return format_table(header, cells, right=range(2, len(header)), is_markdown=True)
+    header = [key.replace("_", " ").replace("speedup", "speed-up") for key in columns]
+    return format_table(header, cells, right=right, is_markdown=True)
+
+
+def _sum_row(rows):
+    keys = ("serial_us", "ideal_us", "plan_us")
+    sums = {key: sum(row[key] for row in rows) for key in keys}
+    serial_us, ideal_us, plan_us = sums.values()
+    ratios = {"speedup": serial_us / plan_us, "limit": serial_us / ideal_us}
+    return {"layer": "sum", **sums, **ratios}
 
 
 _FP8_NOTES = (
@@ -187,19 +199,6 @@ def fp8_rows(
         }
         for name, one in (*found, ("sum", Fp8Prediction(*total)))
     ]
-
-
-def fp8_table(rows: list[dict[str, Any]]) -> list[str]:
-    cells = [
-        [f"{one:.2f}" if key == "gain" else _cell(one) for key, one in row.items()]
-        for row in rows
-    ]
-    header = [key.replace("_", " ") for key in rows[0]]
-    return format_table(header, cells, right=range(1, 5), is_markdown=True)
-
-
-def _cell(value):
-    return value if isinstance(value, str) else f"{value:.0f}"
 
 
 def _us(*seconds):
