@@ -134,8 +134,10 @@ class Case:
 
     @property
     def title(self) -> str:
-        several = f" in {self.num_processes} processes" * (self.num_processes > 1)
-        return f"{self.name} {self.shape} {self.dtype} P={self.num_ranks}{several}"
+        title = f"{self.name} {self.shape} {self.dtype} P={self.num_ranks}"
+        if self.num_processes > 1:
+            title += f" in {self.num_processes} processes"
+        return title
 
     def __getitem__(self, name: str) -> Candidate:
         return next(c for c in self.candidates if c.name == name)

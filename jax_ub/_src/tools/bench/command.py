@@ -21,6 +21,7 @@ from jax_ub._src.tools.bench.peers import FastestDots
 from jax_ub._src.tools.bench.report import Result
 from jax_ub._src.tools.launch.parts import count
 from jax_ub._src.tools.options import (
+    Shape,
     check_divides,
     list_of,
     method_option,
@@ -103,9 +104,12 @@ def options(given: argparse.Namespace) -> Options:
 
 
 def _check_shapes(found, option):
-    shapes = found.shapes if set(found.ops) - set(_FIXED_SHAPES) else ()
-    fixed = (latency.LATENCY_SHAPE,) * ("latency" in found.ops)
-    for shape, num_ranks in itertools.product((*shapes, *fixed), found.devices):
+    shapes: list[Shape] = []
+    if set(found.ops) - set(_FIXED_SHAPES):
+        shapes += found.shapes
+    if "latency" in found.ops:
+        shapes.append(latency.LATENCY_SHAPE)
+    for shape, num_ranks in itertools.product(shapes, found.devices):
         check_divides("bench", shape, num_ranks, option)
 
 

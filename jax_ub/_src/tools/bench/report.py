@@ -156,9 +156,9 @@ class Table:
 
 _CASE = ("op", "P", "dtype", "M x K x N")
 _TIMES = ("time", "spread", "GF/s")
-# The ops whose cases have a value in a column; all have one in the other columns.
 _LINEAR = tuple(LINEAR_OPS)
 _GEMMS = (*_LINEAR, "gemm", "dgrad_add", "wgrad_accumulate")
+# The ops whose cases have a value in a column; all have one in the other columns.
 _OPS_WITH = {
     "GF/s": (*_GEMMS, "fused"),
     cases.NAIVE: _GEMMS,
@@ -177,10 +177,13 @@ def results_table(
 ) -> Table:
     """Returns the table of results, without columns that the ops cannot fill."""
     is_fp8 = [dtype in cases.FP8_RECIPES for dtype in dtypes]
-    peers: tuple[str, ...] = cases.FP8_PEERS * any(is_fp8)
+    peers: list[str] = []
     if not all(is_fp8):
-        on_gpus = (cases.PALLAS,) * (platform != "cpu")
-        peers = cases.WIDE_PEERS + on_gpus + peers
+        peers += cases.WIDE_PEERS
+        if platform != "cpu":
+            peers.append(cases.PALLAS)
+    if any(is_fp8):
+        peers += cases.FP8_PEERS
     columns = [
         name
         for name in (*_TIMES, *peers, cases.PLAIN, cases.COPY, PEAK)

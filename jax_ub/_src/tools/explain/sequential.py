@@ -236,7 +236,7 @@ def _steps(op, parallel, is_fused, backward: CallConfig | None) -> list[Step]:
     elif backward.uses_bulk:
         text = "bulk_all_gather kn, bulk_reduce_scatter kn"
     else:
-        gather = "all_gather kk, " * backward.method.materializes_gather
+        gather = "all_gather kk, " if backward.method.materializes_gather else ""
         text = f"matmul_reduce_scatter nk, {gather}wgrad kn"
     size = {"k": op.in_features, "n": op.out_features}
     pairs = map(str.split, text.split(", "))

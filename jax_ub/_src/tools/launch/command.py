@@ -72,7 +72,7 @@ def run(given: argparse.Namespace) -> int:
     _check(given, program[0])
     with _reserved_port() as port:
         job = {
-            "command": [sys.executable, *["-m"] * given.module, *program],
+            "command": [sys.executable, *(["-m"] if given.module else []), *program],
             "environments": [
                 environment(
                     os.environ,
