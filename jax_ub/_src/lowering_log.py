@@ -141,11 +141,14 @@ def fallbacks(*, clear: bool = False) -> tuple[Fallback, ...]:
 _WARNED: set[str] = set()
 
 
-def warn_once(kind: str, text: str) -> None:
-    """Warns about a problem, unless this process has warned about its kind before."""
+def warn_once(kind: str, text: str, page: str) -> None:
+    """Warns about a problem, unless this process has warned about its kind before.
+
+    The warning ends with the page of the documentation that explains it.
+    """
     if kind not in _WARNED:
         _WARNED.add(kind)
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(f"{text} See {page}", stacklevel=3)
 
 
 @dataclasses.dataclass(frozen=True)

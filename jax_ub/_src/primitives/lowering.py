@@ -88,7 +88,8 @@ def _warn_of_few_threads(ranks):
     own = [d for d in ranks.devices if d.process_index == jax.process_index()]
     reason = hosts.why_few_pool_threads(len(own) or len(ranks.ids))
     if reason is not None:
-        lowering_log.warn_once("few threads", f"jax_ub: {reason}")
+        page = "docs/troubleshooting.md#ranks-that-fail-or-wait"
+        lowering_log.warn_once("few threads", f"jax_ub: {reason}", page)
 
 
 def _lower_on_cuda(ctx, *operands, call):
@@ -196,8 +197,8 @@ def _lower_to_reference(ctx, operands, call, reason):
         )
     lowering_log.record(ctx, call, Method.XLA, reason)
     if communicators.UNCONNECTED in reason:
-        text = f"{call.label} runs as plain jax.lax: {reason}"
-        lowering_log.warn_once("initialize_ub", f'{text}, or pass method="xla".')
+        text = f'{call.label} runs as plain jax.lax: {reason}, or pass method="xla".'
+        lowering_log.warn_once("initialize_ub", text, "docs/processes.md")
 
     def plain(*operands):
         with lowering_log.falling_back(call.label, reason):

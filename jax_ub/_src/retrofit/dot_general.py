@@ -285,7 +285,8 @@ class DotGeneral:
             layout.check_axes(mesh)
         except UnknownNameError as error:
             kind = f"axes {layout.axes} {layout.data_axes} of {mesh.axis_names}"
-            lowering_log.warn_once(kind, f"{error} JAX runs the layer without overlap.")
+            text = f"{error} JAX runs the layer without overlap."
+            lowering_log.warn_once(kind, text, "docs/retrofit.md")
 
     def _check_mesh(self, mesh, contraction):
         """Raises an error if the layer's kernel cannot be sharded over this mesh."""

@@ -102,7 +102,8 @@ def warn_of_constant_state(label: str) -> None:
         "FP8 state",
         f"{label}: JAX takes the gradient of the kernel, but not of the FP8 state, "
         "which is the state's new value, so the scales never change. Take the gradient "
-        "of the state, too, and pass it to ub.fp8.apply_updates. See docs/fp8.md",
+        "of the state, too, and pass it to ub.fp8.apply_updates.",
+        "docs/fp8.md",
     )
 
 
