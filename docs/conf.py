@@ -59,6 +59,11 @@ PUBLIC_MODULES = [
     "jax_ub.ops.fused",
     "jax_ub.overlap_config",
 ]
+PUBLIC = {
+    f"{module}.{name}": getattr(importlib.import_module(module), name)
+    for module in PUBLIC_MODULES
+    for name in importlib.import_module(module).__all__
+}
 
 
 def readable_signature(app, what, name, obj, options, signature, returns):
@@ -72,7 +77,27 @@ def readable_signature(app, what, name, obj, options, signature, returns):
         )
     short = re.sub(r"<class '([\w.]+)'>", r"\1", signature or "")
     short = re.sub(r"<function (\w+)(?:\.<locals>\.\w+)?>", r"\1", short)
+    short = re.sub(r"<flax[\w.]+ object>", "...", short)
     return short or None, returns
+
+
+def add_inherited_attributes(app, what, name, obj, options, lines):
+    """Appends the attributes of private base classes, which have no page, in place."""
+    if what != "class" or lines[:1] != inspect.getdoc(obj).split("\n")[:1]:
+        return  # the docstring of a constructor, for example
+    for base in obj.__mro__[1:]:
+        text = inspect.cleandoc(vars(base).get("__doc__") or "")
+        is_private = (
+            base.__module__.startswith("jax_ub.") and base not in PUBLIC.values()
+        )
+        if is_private and "\nAttributes:" in text:
+            lines += ["", *text.partition("\n\n")[2].split("\n")]
+
+
+def skip_default_functions(app, what, name, obj, skip, options):
+    """Skips functions of other packages, which are defaults of a layer's attributes."""
+    is_foreign = inspect.isfunction(obj) and not obj.__module__.startswith("jax_ub")
+    return True if what == "class" and is_foreign else None
 
 
 def markdown_to_rst(app, what, name, obj, options, lines):
@@ -98,14 +123,9 @@ def list_table(table):
 
 def check_that_every_public_name_is_documented(app, env):
     """Warns about public names that no page of the API reference has."""
-    public = {
-        f"{module}.{name}": getattr(importlib.import_module(module), name)
-        for module in PUBLIC_MODULES
-        for name in importlib.import_module(module).__all__
-    }
     objects = env.get_domain("py").objects
-    documented = {id(value) for name, value in public.items() if name in objects}
-    for name, value in public.items():
+    documented = {id(value) for name, value in PUBLIC.items() if name in objects}
+    for name, value in PUBLIC.items():
         if id(value) not in documented and not inspect.ismodule(value):
             logging.getLogger(__name__).warning("docs/api lacks %s", name)
 
@@ -129,6 +149,8 @@ def setup(app):
     """Connects the functions above."""
     app.connect("doctree-resolved", title_links)
     app.connect("autodoc-process-signature", readable_signature)
-    # Runs before napoleon, which has the default priority of 500.
+    app.connect("autodoc-skip-member", skip_default_functions)
+    # These run before napoleon, which has the default priority of 500.
+    app.connect("autodoc-process-docstring", add_inherited_attributes, priority=300)
     app.connect("autodoc-process-docstring", markdown_to_rst, priority=400)
     app.connect("env-check-consistency", check_that_every_public_name_is_documented)

@@ -1,5 +1,7 @@
 """The texts of errors about options. `test_fuzz.py` checks all arguments."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,6 +177,17 @@ def test_a_keyword_that_a_layer_does_not_have_is_rejected(text):
         MISSPELT[text]()
     assert str(caught.value).startswith(text)
     assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize("layer", [ops.Bias, Linear, linen.Linear])
+def test_the_signature_of_a_layer_has_the_arguments_of_its_constructor(layer):
+    named = list(inspect.signature(layer).parameters)
+    assert named == list(inspect.signature(layer.__init__).parameters)[1:]
+
+
+def test_an_operation_that_is_called_has_the_signature_of_the_call():
+    found = inspect.signature(ops.Sequential(ops.GELU()))
+    assert list(found.parameters)[:2] == ["params", "x"]
 
 
 def test_a_list_of_known_arguments_has_no_other_names():

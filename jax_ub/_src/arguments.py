@@ -21,6 +21,17 @@ from jax_ub._src.errors import (
 )
 
 
+class _ConstructorSignature:
+    """The signature of a class, which Python would take from its `__new__`."""
+
+    def __get__(self, instance, layer):
+        if instance is not None:
+            raise AttributeError  # the signature of a callable object is another one
+        constructor = inspect.signature(layer.__init__)
+        parameters = list(constructor.parameters.values())[1:]  # without self
+        return constructor.replace(parameters=parameters)
+
+
 class KeywordsChecked:
     """Base class of layers that reject unknown keyword arguments with a hint.
 
@@ -29,9 +40,10 @@ class KeywordsChecked:
     """
 
     _op_prefix: ClassVar[str] = ""
+    __signature__ = _ConstructorSignature()
 
     def __new__(cls, *args: Any, **keywords: Any):
-        """Checks the names of all keyword arguments before the constructor runs."""
+        # A comment, since autodoc would show a docstring as each layer's.
         if keywords and not inspect.getfullargspec(cls.__init__).varkw:
             op = f"{cls._op_prefix}{cls.__name__}"
             check_names(op, keywords, named_parameters(cls))

@@ -196,6 +196,8 @@ def raised() -> Iterator[None]:
         with ub.errors.raised():
             jax.block_until_ready(step(state))
 
+    Transformer Engine: none.
+
     Raises:
         TimeoutError: if ranks were missing when the deadline passed.
         CommunicatorError: if the ranks' communication failed in another way.

@@ -1,6 +1,14 @@
 """Operations that fuse when called together, with the API of TE's `te.ops`.
 
 TE is Transformer Engine.
+
+Activations have shape `[..., tokens, features]` and dtype f32, bf16 or f16. A result
+has the dtype of the input, unless the operation has an attribute `dtype`.
+
+Each constructor raises `ShapeContractError` for an argument of the wrong type or value,
+`UnknownNameError` for an unknown method, mode or flag, and `UnknownArgumentError` for
+an unknown keyword. A call raises `ShapeContractError` if an input or a parameter has
+the wrong shape or dtype, and `UnsupportedOverlapError` if a named method cannot run.
 """
 
 from jax_ub._src.ops.activations import GEGLU, GELU, ReLU, SiLU, SwiGLU

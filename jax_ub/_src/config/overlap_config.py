@@ -50,6 +50,9 @@ class OverlapConfig(Mapping):
     `method`, `num_splits`, `aggregate`, `pipeline_rs_overlap_first_gemm`, `fp8_buf` and
     `wire_dtype` take effect on all devices. The other keys set launch parameters of GPU
     kernels and streams; on CPUs they are checked and stored, but have no effect.
+    docs/initialize_ub.md describes each key.
+
+    Transformer Engine: the dictionaries in `ub_cfgs`.
     """
 
     method: str

@@ -33,6 +33,8 @@ def from_te(
     wgrad that has nothing to communicate, because its dgrad reduce-scatters. All other
     keys are checked and kept.
 
+    Transformer Engine: `ub_cfgs`. Megatron-LM: `--tp-comm-overlap-cfg`.
+
     Args:
         source: a dictionary, the text of a YAML file, or the path of a YAML file.
 

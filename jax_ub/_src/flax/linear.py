@@ -28,18 +28,23 @@ default_bias_init = initializers.zeros_init()
 class MainGrad(nnx.Variable):
     """An nnx variable that sums a kernel's f32 gradient over microbatches.
 
-    Its cotangent is its new value, `main_grad + dw`, and the kernel's cotangent is
-    zero. This is Flax's "overwrite with gradient" convention.
+    It has the shape of the kernel. Its cotangent is its new value, `main_grad + dw`,
+    and the kernel's cotangent is zero. This is Flax's "overwrite with gradient"
+    convention.
+
+    Transformer Engine: the attribute `main_grad` of a weight.
     """
 
 
 def with_main_grads(gradients: nnx.State, main_grads: nnx.State) -> nnx.State:
     """Replaces each kernel's gradient by its accumulated gradient, for an optimizer.
 
+    Transformer Engine: none. Megatron-LM's optimizer reads `main_grad` itself.
+
     Args:
         gradients: the gradients of the parameters. They are zero for kernels with a
             `main_grad`.
-        main_grads: the model's `MainGrad` variables after the last microbatch.
+        main_grads: the model's `MainGrad` variables after the last microbatch, in f32.
 
     Returns:
         `gradients`, with each `main_grad` as the gradient of its layer's `kernel`.
@@ -73,6 +78,8 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
     | "column" | sharded by tokens, gathered | `[in, out/P]` | sharded by features |
     | "row" | sharded by features | `[in/P, out]` | summed, sharded by tokens |
     | None | any sharding | `[in, out]` | any sharding |
+
+    Transformer Engine: `te.Linear`.
 
     Attributes:
         kernel: the kernel, `[*in_features, *out_features]`.

@@ -32,8 +32,9 @@ from jax_ub._src.sharding.sharded_linear import sharded_linear
 class TensorParallel(arguments.KeywordsChecked, nn.Module, kw_only=True):
     """Base class of linen modules that are, or contain, tensor-parallel linear layers.
 
-    Its attributes are keyword-only. They are the options of `jax_ub.flax.Linear`,
-    except for these:
+    Further attributes are keyword-only. They are the options of `jax_ub.flax.Linear`,
+    except for those below. The constructor and the first call check them, with the
+    errors of the classes of `jax_ub.flax`.
 
     Attributes:
         kernel_init: initializer of the kernels. It is called with the shape
@@ -120,6 +121,8 @@ class Linear(TensorParallel):
     During initialization, kernels are not sharded and the inputs may have any number of
     tokens. Inside the caller's `jax.shard_map`, the shapes of the shards need not match
     then, so the results are zeros.
+
+    Transformer Engine: `te.Linear`.
 
     Attributes:
         features: the global number of output features, or a tuple of output sizes.

@@ -21,6 +21,12 @@ OverwriteWithGradient = nnx.variable_type_from_name(
 # nnx creates the class dynamically. Pickle needs to find it by these names.
 OverwriteWithGradient.__module__ = "jax_ub.flax"
 OverwriteWithGradient.__qualname__ = "OverwriteWithGradient"
+OverwriteWithGradient.__doc__ = """An nnx variable whose gradient is its new value.
+
+The f32 arrays of `ub.fp8.init_state` are stored in such variables.
+
+Transformer Engine: none.
+"""
 
 
 class Fp8State(nnx.Module):

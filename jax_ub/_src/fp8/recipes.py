@@ -55,6 +55,10 @@ class QParams:
         power_2_scale: whether the scale is rounded to a power of two. None takes
             `use_power_2_scales` of the recipe.
         amax_epsilon: the smallest amax; smaller ones, including zero, become this one.
+
+    Raises:
+        UnknownNameError: if `power_2_scale` is not a bool or None.
+        ConfigurationError: if `amax_epsilon` is not a number of 0 or more.
     """
 
     power_2_scale: bool | None = None
@@ -95,6 +99,12 @@ class DelayedScaling:
             tensor varies. If false, only over the axes in `axis_name`.
         fp8_dpa: must be false; attention runs in the dtype of the model.
         fp8_mha: must be false, for the same reason.
+
+    Raises:
+        ConfigurationError: if the margin, the format, the length of the history or
+            `scaling_factor_compute_algo` is invalid.
+        UnknownNameError: if `amax_compute_algo` or a flag is invalid.
+        UnsupportedOverlapError: if `fp8_dpa` or `fp8_mha` is true.
     """
 
     margin: int = 0
@@ -154,6 +164,11 @@ class Float8CurrentScaling:
         fp8_quant_bwd_grad: parameters of gradients.
         fp8_dpa: must be false; attention runs in the dtype of the model.
         fp8_mha: must be false, for the same reason.
+
+    Raises:
+        ConfigurationError: if the format or a `QParams` is invalid.
+        UnknownNameError: if `use_power_2_scales` is not a bool.
+        UnsupportedOverlapError: if `fp8_dpa` or `fp8_mha` is true.
     """
 
     use_power_2_scales: bool = False
@@ -212,6 +227,10 @@ class MXFP8BlockScaling:
         margin: exponent that is added to that of every scale.
         fp8_format: formats of forward and backward pass.
         enable_2d_quantization: must be false; blocks of 32 x 32 are not supported.
+
+    Raises:
+        ConfigurationError: if the format or the margin is invalid.
+        UnsupportedOverlapError: if `enable_2d_quantization` is true.
     """
 
     margin: int = 0
@@ -240,6 +259,9 @@ class RowwiseScaling:
 
     Attributes:
         fp8_format: formats of forward and backward pass.
+
+    Raises:
+        ConfigurationError: if the format is invalid.
     """
 
     fp8_format: Format = Format.E4M3

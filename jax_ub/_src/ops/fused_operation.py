@@ -36,6 +36,8 @@ class FusedOperation(Operation):
     then runs unchanged in the passes that it overrides; in the other pass, the
     registered fusions see its basic operations. Its parameters are a tuple with one
     entry for each basic operation.
+
+    Transformer Engine: `te.ops.FusedOperation`.
     """
 
     basic_ops: tuple[Any, ...]
@@ -157,10 +159,15 @@ def fuse_windows(
 ) -> list[Op]:
     """Replaces runs of consecutive operations in a list by fused operations.
 
+    Transformer Engine: none; each of its fusion functions has such a loop.
+
     Args:
         ops: basic and fused operations, in forward order.
         match: takes the rest of the list. Returns a fused operation that replaces the
             first operations of the rest, or None to keep the first one.
+
+    Returns:
+        The list of operations, some of them fused.
     """
     fused: list[Op] = []
     start = 0

@@ -67,6 +67,8 @@ def register_joint_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
 
     Joint fusions run before the fusions of one direction.
 
+    Transformer Engine: the joint fusions of its `OperationFuser`.
+
     Args:
         fusion: takes a list of basic and fused operations in forward order; returns a
             list of the same basic operations, some of them fused. See
@@ -82,7 +84,14 @@ def register_joint_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
 def register_forward_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
     """Registers a function that fuses operations in the forward pass only.
 
-    `fusion` and `prepend` are as in `register_joint_fusion`.
+    Transformer Engine: `te.ops.register_forward_fusion`.
+
+    Args:
+        fusion: as in `register_joint_fusion`.
+        prepend: whether the fusion runs before the other registered forward fusions.
+
+    Raises:
+        FusionError: if `fusion` is not callable.
     """
     _register("forward", fusion, prepend)
 
@@ -90,13 +99,26 @@ def register_forward_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
 def register_backward_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
     """Registers a function that fuses operations in the backward pass only.
 
-    `fusion` and `prepend` are as in `register_joint_fusion`.
+    Transformer Engine: `te.ops.register_backward_fusion`.
+
+    Args:
+        fusion: as in `register_joint_fusion`.
+        prepend: whether the fusion runs before the other registered backward fusions.
+
+    Raises:
+        FusionError: if `fusion` is not callable.
     """
     _register("backward", fusion, prepend)
 
 
 def unregister_fusion(fusion: Fusion) -> None:
-    """Removes a registered fusion function from all passes."""
+    """Removes a registered fusion function from all passes.
+
+    Transformer Engine: none.
+
+    Args:
+        fusion: the function. One that is not registered is ignored.
+    """
     for registered in _FUSIONS.values():
         while fusion in registered:
             registered.remove(fusion)
@@ -114,6 +136,8 @@ def without_fusions() -> Iterator[None]:
     Use it to measure what fusion saves, or to find out whether a fusion causes an
     error. Fused operations that the caller constructed still run. A jitted function
     that was traced before is not traced again, so it keeps its fusions.
+
+    Transformer Engine: none.
     """
     before = {name: tuple(registered) for name, registered in _FUSIONS.items()}
     for registered in _FUSIONS.values():

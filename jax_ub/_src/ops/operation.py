@@ -106,6 +106,8 @@ class BasicOperation(Operation):
     A subclass is a frozen dataclass (`@dataclasses.dataclass(frozen=True, repr=False)`)
     with hashable fields. A parallel operation is called inside `jax.shard_map`;
     parameters and activations are then this rank's shards.
+
+    Transformer Engine: `te.ops.BasicOperation`.
     """
 
     num_extra_inputs: ClassVar[int] = 0

@@ -194,6 +194,8 @@ def split_main_grads(params: Any) -> tuple[Any, Any]:
             loss = lambda m: loss_of(seq(ops.merge_main_grads(weights, m), x))
             main_grads = jax.grad(loss)(main_grads)
 
+    Transformer Engine: none.
+
     Args:
         params: the result of `Sequential.init`, or of `specs()`.
 
@@ -214,6 +216,8 @@ def split_fp8_states(params: Any) -> tuple[Any, Any]:
         gradients, new = jax.grad(loss, (0, 1))(weights, states)
         states = ub.fp8.apply_updates(states, new)
 
+    Transformer Engine: none.
+
     Args:
         params: the result of `Sequential.init`, or of `specs()`.
 
@@ -233,12 +237,32 @@ def _split(params, names):
 
 
 def merge_main_grads(weights: Any, main_grads: Any) -> Any:
-    """Merges the weights and main_grads that `split_main_grads` separated."""
+    """Merges the weights and main_grads that `split_main_grads` separated.
+
+    Transformer Engine: none.
+
+    Args:
+        weights: the weights.
+        main_grads: the main_grads, in the same tree.
+
+    Returns:
+        The parameters, as `Sequential.init` returns them.
+    """
     return _merge(weights, main_grads)
 
 
 def merge_fp8_states(weights: Any, states: Any) -> Any:
-    """Merges the weights and states that `split_fp8_states` separated."""
+    """Merges the weights and states that `split_fp8_states` separated.
+
+    Transformer Engine: none.
+
+    Args:
+        weights: the weights.
+        states: the states, in the same tree.
+
+    Returns:
+        The parameters, as `Sequential.init` returns them.
+    """
     return _merge(weights, states)
 
 
@@ -254,10 +278,12 @@ def _merge(weights, others):
 def gradients_of_main_grads(gradients: Any, main_grads: Any) -> Any:
     """Replaces the gradient of each kernel that has a main_grad by the main_grad.
 
+    Transformer Engine: none. Megatron-LM's optimizer reads `main_grad` itself.
+
     Args:
         gradients: gradients of the weights, in the tree that `split_main_grads`
             returns. They are zero for kernels with a main_grad.
-        main_grads: the main_grads after the last microbatch.
+        main_grads: the main_grads after the last microbatch, in f32.
 
     Returns:
         The gradients of the weights, for an optimizer.

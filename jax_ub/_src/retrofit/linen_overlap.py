@@ -52,6 +52,8 @@ class Overlap:
     each rule that matched no layer. With `nn.intercept_methods`, a call of a model
     warns if no rule matched any layer.
 
+    Transformer Engine: none.
+
     Args:
         rules: maps regular expressions to "column", "row" or None (not overlapped). An
             expression must match the whole path of a layer, such as
