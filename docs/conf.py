@@ -30,6 +30,8 @@ highlight_language = "text"  # of code blocks without a language
 autodoc_default_options = {"members": True, "special-members": "__call__"}
 autoclass_content = "both"  # of the class and of its constructor
 autodoc_member_order = "bysource"
+# The base classes of operations describe `forward`, `backward` and other methods.
+autodoc_inherit_docstrings = False
 # Hints such as `jax.Array | ScaledArray` would fill the signatures. The sections "Args"
 # have the types, with shapes and units.
 autodoc_typehints = "none"
