@@ -1,8 +1,10 @@
 """The programs in tests/exported, which jax.export stored, and their results.
 
 The files are never overwritten: they show that programs which users exported with an
-earlier version still run. They were written by jax_ub at commit ef1680a, before the
-implementation moved to `jax_ub/_src`, with jax 0.10.2, the oldest supported version:
+earlier version still run. They were written with jax 0.10.2, the oldest supported
+version, "forward" and "train_step" by jax_ub at commit ef1680a, before the
+implementation moved to `jax_ub/_src`, and "all_reduced" when all-reduces first had bias
+and residual:
 
     python tests/exported_programs.py FOLDER
 """
@@ -82,6 +84,14 @@ def train_step(params, main_grad, x, dy):
     return lax.psum(value, "tp"), params, main_grad
 
 
+def all_reduced(x, bias, residual):
+    return ub.all_reduce(x, axis_name="tp", bias=bias, residual=residual)
+
+
+def plain_all_reduced(x, bias, residual):
+    return x.reshape(NUM_RANKS, *residual.shape).sum(0) + bias + residual
+
+
 PARAM_SPECS = {
     "shift": P(),
     "up": {"kernel": COLUMN, "bias": P("tp")},
@@ -108,6 +118,8 @@ def operands(name: str) -> tuple:
     """Returns global operands of integers, for which all results are exact."""
     x, square = small_integers(0, (M, K)), small_integers(4, (K, K))
     up, down = small_integers(1, (K, N)), small_integers(2, (N, K))
+    if name == "all_reduced":
+        return x, small_integers(1, (K,)), small_integers(2, (M // NUM_RANKS, K))
     if name == "forward":
         return x, up, small_integers(3, (K, N)), down, down, small_integers(5, (K,))
     params = {
@@ -133,6 +145,7 @@ PROGRAMS = {
         (PARAM_SPECS, ROW, ROWS, ROWS),
         (P(), PARAM_SPECS, ROW),
     ),
+    "all_reduced": (all_reduced, plain_all_reduced, (ROWS, P(), P()), P()),
 }
 
 

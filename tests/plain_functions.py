@@ -102,8 +102,9 @@ class Plain:
         y = collective(partial, axis_name)
         return self._sum(out_dtype or x.dtype, y, bias, residual)
 
-    def all_reduce(self, x, *, axis_name):
-        return lax.psum(self._over(axis_name, x), axis_name)
+    def all_reduce(self, x, *, axis_name, bias=None, residual=None):
+        partial = self._over(axis_name, x).astype(jnp.float32)
+        return self._sum(x.dtype, lax.psum(partial, axis_name), bias, residual)
 
     def dgrad_add(self, dy, w, residual):
         return self._sum(residual.dtype, self._dot(dy, w, None, True), residual)

@@ -130,7 +130,10 @@ class Calls:
             )
 
     def calling(self, name, op, w, options, shape, pick=None):
-        """Returns the part that calls `op(x, w, **options)`, with parameters in it."""
+        """Returns the part that calls `op(x, w, **options)`, with parameters in it.
+
+        `w` is None if the op takes none.
+        """
         leaves, tree = jax.tree.flatten(
             (w, options), is_leaf=lambda leaf: isinstance(leaf, Parameter)
         )
@@ -141,7 +144,8 @@ class Calls:
             for place, value in zip(places, values, strict=True):
                 filled[place] = value
             w, options = jax.tree.unflatten(tree, filled)
-            y = getattr(functions, op)(x, w, **options)
+            operands = (x,) if w is None else (x, w)
+            y = getattr(functions, op)(*operands, **options)
             return y if pick is None else pick(y)
 
         shown = {
@@ -249,10 +253,10 @@ class Calls:
         return self.calling("linear", "linear", w, options, shape)
 
     def replicated(self, shape, options):
-        def run(functions, values, x):
-            return functions.all_reduce(x, axis_name=self.axis_name)
-
-        return Part("all_reduce", (), run, shape)
+        options["axis_name"] = self.axis_name
+        self.addend(options, "bias", shape[-1], without=self.own)
+        self.addend(options, "residual", *shape, without=self.own)
+        return self.calling("all_reduce", "all_reduce", None, options, shape)
 
     def add(self, shape, options):
         w = self.parameter(self.size(), shape[-1])

@@ -22,7 +22,7 @@ SIGNATURES = {
     "ub_name=None, method=None, out_dtype=None",
     "matmul_all_reduce": "x, w, *, axis_name, bias=None, residual=None, "
     "ub_name=None, method=None, out_dtype=None",
-    "all_reduce": "x, *, axis_name",
+    "all_reduce": "x, *, axis_name, bias=None, residual=None",
     "dgrad_add": "dy, w, residual",
     "wgrad_accumulate": "x, dy, main_grad",
     "initialize_ub": "shape, tp_size, use_fp8=False, quantization_modes=None, "

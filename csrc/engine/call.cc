@@ -6,6 +6,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "engine/communicated_tensors.h"
 #include "engine/hash.h"
 #include "platform/error.h"
 
@@ -57,6 +58,13 @@ class Contract {
   void Sized(const Tensor& got, const char* name, Tensor want) const {
     want.dtype = InfoOf(got.dtype).is_result ? got.dtype : DType::kF32;
     Expect(got, name, want);
+  }
+
+  // Checks the operands that are added to a result `y`, if the call has them.
+  void Addends(size_t bias, size_t residual, const Tensor& y) const {
+    const Tensor row = {y.dtype, 1, 1, y.features, nullptr};
+    if (attributes_.has_bias) Sized(call_.operands[bias], "bias", row);
+    if (attributes_.has_residual) Sized(call_.operands[residual], "residual", y);
   }
 
   // Checks that a GEMM operand has dtype `first`, the dtype of the first operand. In an
@@ -183,13 +191,8 @@ void CheckGatheredRows(const CallAttributes& at,
   for (size_t i = 0; i < n; ++i) {
     const int64_t out = OutOf(at, call.operands[1 + i]);
     contract.Factor(1 + i, "w", x.dtype, Kernel(at, x.dtype, x.features, out));
-    if (at.has_bias) {
-      contract.Sized(call.operands[1 + n + i], "bias", Matrix(x.dtype, 1, out));
-    }
     const Tensor y = {x.dtype, x.batch, rows, out, nullptr};
-    if (at.has_residual) {
-      contract.Sized(call.operands[FirstResidual(at) + i], "residual", y);
-    }
+    contract.Addends(1 + n + i, FirstResidual(at) + i, y);
     contract.Sized(call.results[i], "y", y);
   }
   if (at.return_gathered) {
@@ -228,11 +231,7 @@ void CheckPairSum(const CallAttributes& at,
     CheckSecondFactor(at, i, Kernel(at, x.dtype, in, out), call, contract);
   }
   const Tensor y = {x.dtype, x.batch, x.rows / num_owners, out, nullptr};
-  size_t next = 2 * n;
-  if (at.has_bias) {
-    contract.Sized(call.operands[next++], "bias", Matrix(x.dtype, 1, out));
-  }
-  if (at.has_residual) contract.Sized(call.operands[next++], "residual", y);
+  contract.Addends(2 * n, FirstResidual(at), y);
   contract.Sized(call.results[0], "y", y);
 }
 
@@ -271,11 +270,11 @@ void CheckDgrad(const CallAttributes& at,
   contract.Sized(call.results[0], "dx", {dy.dtype, dy.batch, dy.rows, in, nullptr});
 }
 
-// Checks the operand and the result that are communicated without a GEMM.
+// Checks the operand and the result that are communicated without a GEMM, and addends.
 void CheckCommunicated(const CallAttributes& at,
                        const RankCall& call,
                        const Contract& contract) {
-  const Tensor& from = call.operands.back();
+  const Tensor& from = call.operands[CommunicatedOperands(at, call)[0]];
   const Tensor& to = call.results.back();
   const bool is_gathered = IsGather(InfoOf(at.op).collective);
   const int64_t num_owners = NumOwners(at);
@@ -287,6 +286,7 @@ void CheckCommunicated(const CallAttributes& at,
     contract.Result(call.results.size() - 1, "the gathered result", want);
   } else {
     contract.Sized(from, "the operand that is communicated", from);
+    contract.Addends(1, FirstResidual(at), want);
     contract.Sized(to, "the communicated result", want);
   }
 }
@@ -301,7 +301,7 @@ void CheckCounts(const CallAttributes& at, const Contract& contract) {
   };
   switch (info.gemm) {
     case GemmKind::kNone:
-      return expect(0, 0);
+      return expect(at.has_bias + at.has_residual, 0);
     case GemmKind::kGatheredRows:
       return expect(1 + n * (1 + at.has_bias + at.has_residual),
                     n + at.return_gathered * (1 + at.has_row_scales));
@@ -332,10 +332,9 @@ void SplitScales(const CallAttributes& at, RankCall& call) {
 
 size_t FirstResidual(const CallAttributes& at) {
   const size_t n = at.num_kernels;
-  if (InfoOf(at.op).gemm == GemmKind::kGatheredRows) {
-    return 1 + n * (at.has_bias ? 2 : 1);
-  }
-  return 2 * n + at.has_bias;
+  const GemmKind gemm = InfoOf(at.op).gemm;
+  if (gemm == GemmKind::kGatheredRows) return 1 + n * (at.has_bias ? 2 : 1);
+  return (gemm == GemmKind::kNone ? 1 : 2 * n) + at.has_bias;
 }
 
 bool IsLocalCall(const CallAttributes& at) {

@@ -4,16 +4,6 @@ namespace jax_ub {
 
 namespace {
 
-// Reshapes the operand of an all-reduce to rows of one element, so that it can be
-// divided between any two elements.
-Tensor AsRows(const CallAttributes& at, Tensor tensor) {
-  if (InfoOf(at.op).collective == CollectiveKind::kAllReduce) {
-    tensor.rows = tensor.num_elements();
-    tensor.batch = tensor.features = 1;
-  }
-  return tensor;
-}
-
 Tensor Gathered(const CallAttributes& at, Tensor shard) {
   shard.rows *= at.num_ranks;
   shard.data = nullptr;
@@ -24,14 +14,15 @@ Tensor Gathered(const CallAttributes& at, Tensor shard) {
 
 std::vector<size_t> CommunicatedOperands(const CallAttributes& at,
                                          const RankCall& call) {
-  switch (InfoOf(at.op).communicated) {
+  const OpInfo& info = InfoOf(at.op);
+  switch (info.communicated) {
     case Communicated::kNothing:
     case Communicated::kPartialSum:
       break;
     case Communicated::kFirstOperand:
       return {0};
     case Communicated::kSeparateOperand:
-      return {call.operands.size() - 1};
+      return {info.is_bulk() ? call.operands.size() - 1 : 0};
     case Communicated::kSelectedOperand: {
       if (at.gather == Gather::kX) return {0};
       std::vector<size_t> dys;
@@ -66,7 +57,7 @@ std::vector<CommunicatedTensor> CommunicatedTensorsOf(const CallAttributes& at,
       (info.communicated == Communicated::kFirstOperand && at.return_gathered);
   std::vector<CommunicatedTensor> tensors;
   for (const size_t index : CommunicatedOperands(at, call)) {
-    const Tensor operand = AsRows(at, call.operands[index]);
+    const Tensor& operand = call.operands[index];
     if (IsGather(info.collective)) {
       const Tensor* scales = CommunicatedScales(at, call, index);
       Tensor gathered = Gathered(at, operand);
@@ -84,7 +75,7 @@ std::vector<CommunicatedTensor> CommunicatedTensorsOf(const CallAttributes& at,
       }
       tensors.push_back(tensor);
     } else {
-      const Tensor result = AsRows(at, call.results.back());
+      const Tensor& result = call.results.back();
       tensors.push_back({operand, result, result, operand.rows});
     }
   }

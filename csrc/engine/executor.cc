@@ -321,9 +321,7 @@ class ScheduleRun {
         parts.push_back(
             {part.tensor.At(b, part.begin), part.tensor.features, part.tensor.dtype});
       }
-      if (HasProduct(schedule_.collective)) {
-        AddBiasAndResidual(at_, call_, b, out.begin, parts);
-      }
+      AddBiasAndResidual(at_, call_, b, out.begin, parts);
       device_.Sum(lane, parts, out.num_rows(), out.tensor.features,
                   {out.tensor.At(b, out.begin), out.tensor.features, out.tensor.dtype});
     }

@@ -41,8 +41,9 @@ enum class Communicated : uint8_t {
   kFirstOperand,     // gathered for the GEMMs
   kSelectedOperand,  // gathered for the GEMMs, if the attribute `gather` selects one
   kPartialSum,       // the GEMM's result
-  // The last operand, which no GEMM reads. The last result receives it. An op without
-  // GEMMs is a plain collective. An op with GEMMs runs them concurrently (a "bulk" op).
+  // An operand that no GEMM reads, communicated into the last result. An op without
+  // GEMMs is a plain collective of its first operand. An op with GEMMs communicates its
+  // last operand and runs the GEMMs concurrently (a "bulk" op).
   kSeparateOperand,
 };
 
@@ -56,6 +57,9 @@ enum OpAttribute : uint32_t {
   kGather = 1 << 5,
   kScale = 1 << 6,
   kScales = 1 << 7,
+  // Optional bias and residual. Programs that were exported before the op had them do
+  // not have these attributes.
+  kAddends = 1 << 8,
 };
 
 struct OpInfo {
@@ -96,7 +100,7 @@ inline constexpr std::array<OpInfo, kNumOps> kOps = {{
     {Op::kReduceScatter, "reduce_scatter", GemmKind::kNone,
      CollectiveKind::kReduceScatter, Communicated::kSeparateOperand, nullptr, 0},
     {Op::kAllReduce, "all_reduce", GemmKind::kNone, CollectiveKind::kAllReduce,
-     Communicated::kSeparateOperand, nullptr, 0},
+     Communicated::kSeparateOperand, nullptr, kAddends},
     {Op::kBulkAllGather, "bulk_all_gather", GemmKind::kDgrad,
      CollectiveKind::kAllGather, Communicated::kSeparateOperand, "num_pairs", kScales},
     {Op::kBulkReduceScatter, "bulk_reduce_scatter", GemmKind::kWgrad,

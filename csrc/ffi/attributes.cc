@@ -90,6 +90,8 @@ constexpr AttributeReader kReaders[] = {
     {kScale, "scale", ReadScale},
     {kScales, "has_scales", MayHaveFlag<&CallAttributes::has_scales>},
     {kScales, "has_row_scales", MayHaveFlag<&CallAttributes::has_row_scales>},
+    {kAddends, "has_bias", MayHaveFlag<&CallAttributes::has_bias>},
+    {kAddends, "has_residual", MayHaveFlag<&CallAttributes::has_residual>},
 };
 
 }  // namespace
@@ -150,8 +152,9 @@ Tensor TensorOf(const CallAttributes& at,
   tensor.data = static_cast<std::byte*>(data);
   const size_t rank = dimensions.size();
   if (InfoOf(at.op).collective == CollectiveKind::kAllReduce) {
-    tensor.features = 1;
-    for (const int64_t size : dimensions) tensor.features *= size;
+    tensor.features = at.has_bias && rank > 0 ? dimensions.back() : 1;
+    for (const int64_t size : dimensions) tensor.rows *= size;
+    if (tensor.features > 0) tensor.rows /= tensor.features;
     return tensor;
   }
   tensor.features = rank > 0 ? dimensions[rank - 1] : 1;

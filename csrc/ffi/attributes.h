@@ -31,8 +31,9 @@ std::vector<std::string_view> AttributeNames(const OpInfo& op);
 // out of range or a required attribute is missing. KernelOptions are optional.
 CallAttributes ReadAttributes(Op op, const AttributeSource& source);
 
-// Views an array of these dimensions as [batch, rows, features]. In an all-reduce, all
-// elements become one row, because its result does not depend on the shape.
+// Views an array of these dimensions as [batch, rows, features]. In an all-reduce, which
+// has one batch, rows have one element, so that the array can be divided between any two
+// elements, or as many elements as the bias.
 Tensor TensorOf(const CallAttributes& attributes,
                 DType dtype,
                 std::span<const int64_t> dimensions,

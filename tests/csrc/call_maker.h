@@ -129,10 +129,17 @@ inline std::vector<RankCall> MakeCalls(const CallAttributes& at,
         in = {arrays.New(s.batch, all, s.k)};
         out = {arrays.Empty(s.batch, s.m, s.k)};
         break;
-      case Op::kAllReduce:
-        in = {arrays.New(1, 1, s.m * s.k)};
-        out = {arrays.Empty(1, 1, s.m * s.k)};
+      case Op::kAllReduce: {
+        const int64_t rows = at.has_bias ? all : s.m * s.k;
+        const int64_t width = at.has_bias ? s.k : 1;
+        in = {arrays.New(1, rows, width)};
+        if (at.has_bias) in.push_back(arrays.New(1, 1, width));
+        if (at.has_residual) in.push_back(arrays.New(1, rows, width));
+        out = {arrays.Empty(1, rows, width)};
+        std::copy(calls[0].operands.begin() + 1, calls[0].operands.end(),
+                  in.begin() + 1);
         break;
+      }
       case Op::kBulkAllGather:
         for_each(true, [&](int i) {
           in.push_back(arrays.New(s.batch, all, s.n + i * s.step));
@@ -244,6 +251,8 @@ inline float Expected(const CallAttributes& at,
       return scattered(0);
     case Op::kAllReduce:
       for (const RankCall& call : calls) sum += At(call.operands[0], b, row, column);
+      if (at.has_bias) sum += At(in[1], 0, 0, column);
+      if (at.has_residual) sum += At(in[1 + at.has_bias], b, row, column);
       return sum;
     case Op::kBulkAllGather:
       if (result == 1) return Gathered(calls, 2 * n, b, row, column);

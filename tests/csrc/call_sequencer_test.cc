@@ -209,10 +209,10 @@ TEST(ProcessesThatDisagreeAllSeeBothSides) {
       Has(text, ") and ranks 1, 2 (process 1, pid ");
       Has(text,
           ") do not agree: all_reduce (ub_name 'test'): all_reduce by direct of "
-          "f32[1, 35] to f32[1, 35], num_ranks 3");
+          "f32[35, 1] to f32[35, 1], num_ranks 3");
       Has(text,
-          "; and all_reduce (ub_name 'test'): all_reduce by direct of f32[1, 42] "
-          "to f32[1, 42], num_ranks 3");
+          "; and all_reduce (ub_name 'test'): all_reduce by direct of f32[42, 1] "
+          "to f32[42, 1], num_ranks 3");
     }
     // The failure is permanent: a later call fails at once.
     const auto later = MakeCalls(site.attributes(), {}, arrays);
@@ -264,7 +264,7 @@ TEST(ARankThatIsRefusedFailsTheOthers) {
     auto calls = MakeCalls(site.attributes(), {}, arrays);
     calls[1].results[0] = arrays.Empty(1, 1, 1);
     Has(member.Begin(site, 1, calls)[0].Wait(),
-        "the communicated result is f32[1, 1], expected f32[1, 35]");
+        "the communicated result is f32[1, 1], expected f32[35, 1]");
   });
 }
 
@@ -276,8 +276,8 @@ TEST(LocalRanksThatDisagreeFailTheOthers) {
     calls[2] = MakeCalls(site.attributes(), {2, 6, 7, 3}, arrays)[2];
     for (Outcome& outcome : member.Begin(site, 1, calls)) {
       Has(outcome.Wait(),
-          "ranks 1 and 2 do not agree: operand 0 is f32[1, 35] and "
-          "f32[1, 42], respectively");
+          "ranks 1 and 2 do not agree: operand 0 is f32[35, 1] and "
+          "f32[42, 1], respectively");
     }
   });
 }

@@ -124,7 +124,8 @@ inline std::vector<std::string> RunAll(Engine& engine,
 inline std::vector<CallAttributes> Variants(Op op, Method method, int num_ranks) {
   CallAttributes at = MakeAttributes(op, method, num_ranks);
   std::vector<CallAttributes> variants = {at};
-  at.has_bias = at.return_gathered = at.has_residual = at.accumulate = true;
+  at.return_gathered = at.accumulate = true;
+  at.has_bias = at.has_residual = (InfoOf(op).attributes & (kBias | kAddends)) != 0;
   // Halves of small integers are exact; bulk calls have no scale.
   at.scale = InfoOf(op).is_bulk() ? 1.0f : 0.5f;
   variants.push_back(at);

@@ -247,7 +247,7 @@ TEST(AFailureEndsWhatItsGroupHasPendingInThatRun) {
   RankCall wrong = calls[1];
   wrong.results[0] = arrays.Empty(1, 1, 1);
   const std::string text = Submit(engine, site, 1, 101, wrong).Wait();
-  CHECK(text.find("the communicated result is f32[1, 1], expected f32[1, 35]") !=
+  CHECK(text.find("the communicated result is f32[1, 1], expected f32[35, 1]") !=
         std::string::npos);
   CHECK_EQ(first.Wait(), text);
   CHECK_EQ(pending.Wait(), text);
@@ -299,7 +299,7 @@ TEST(RanksThatDisagreeAllSeeBothSides) {
   for (const std::string& text : RunAll(engine, site, 1, calls)) {
     CHECK_EQ(text,
              "CommunicatorError: jax_ub.all_reduce (ub_name 'test'): ranks 0 and 1 do "
-             "not agree: operand 0 is f32[1, 35] and f32[1, 42], respectively");
+             "not agree: operand 0 is f32[35, 1] and f32[42, 1], respectively");
   }
 }
 
@@ -380,6 +380,23 @@ TEST(WrongShapesAreRefusedWithTheNumbers) {
     one.change(call, arrays);
     CHECK_THROWS(CheckCall(at, call), one.text);
   }
+}
+
+TEST(WrongAddendsOfAnAllReduceAreRefusedWithTheNumbers) {
+  CallAttributes at = MakeAttributes(Op::kAllReduce, Method::kDirect, 2);
+  at.has_bias = at.has_residual = true;
+  Arrays arrays(1);
+  const RankCall call = MakeCalls(at, {}, arrays)[0];
+  CheckCall(at, call);
+  const auto refuse = [&](size_t operand, const Tensor& tensor, const char* text) {
+    RankCall wrong = call;
+    wrong.operands[operand] = tensor;
+    CHECK_THROWS(CheckCall(at, wrong), text);
+  };
+  refuse(1, arrays.New(1, 1, 6), "bias is f32[1, 6], expected f32[1, 7]");
+  refuse(2, arrays.New(1, 9, 7), "residual is f32[9, 7], expected f32[10, 7]");
+  at.has_residual = false;
+  CHECK_THROWS(CheckCall(at, call), "takes 2 operands and 1 results, got 3 and 1");
 }
 
 // Returns the errors of ranks 0 and 1 of three if rank 2 never begins its call; rank 0

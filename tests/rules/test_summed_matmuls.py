@@ -206,6 +206,69 @@ def test_all_reduce_and_its_gradient_are_exact(check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_all_reduce_with_addends_and_its_gradients_are_exact(num_ranks, check_vma):
+    x = small_integers(0, (4, 3 * num_ranks, 5), "bfloat16")
+    bias = small_integers(1, (5,))
+    residual = small_integers(2, (4, 3, 5), "bfloat16")
+
+    def summed(x, bias, residual):
+        x = x.astype("float32").reshape(4, num_ranks, 3, 5).sum(1)
+        y = x + bias + residual.astype("float32")
+        return y.astype("bfloat16")
+
+    function = on_ranks(
+        lambda x, bias, residual: ub.all_reduce(
+            x, axis_name="tp", bias=bias, residual=residual
+        ),
+        dp_tp_mesh(2, num_ranks),
+        (P("dp", "tp"), P(), P("dp")),
+        P("dp"),
+        check_vma=check_vma,
+    )
+    values, wanted = (x, bias, residual), (0, 1, 2)
+    step = jax.jit(jax.value_and_grad(lambda *v: weighted(function(*v)), wanted))
+    expected = jax.value_and_grad(lambda *v: weighted(summed(*v)), wanted)(*values)
+    found = step(*values)
+    assert [g.dtype for g in found[1]] == ["bfloat16", "float32", "bfloat16"]
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("addends", [("bias",), ("residual",), ("bias", "residual")])
+def test_gradients_of_all_reduce_equal_those_of_its_reference(addends):
+    x, bias = small_integers(0, (4, 5)), small_integers(1, (5,))
+    options = {"bias": bias, "residual": small_integers(2, (1, 5))}
+    options = {name: options[name] for name in addends}
+
+    def reference(x, **options):
+        y = jax.lax.psum(x, "tp")
+        return sum((options[name] for name in addends), y)
+
+    def pulled(function):
+        run = on_ranks(function, tp_mesh(4), (P("tp"), P()), P())
+        y, pull = jax.vjp(run, x, options)
+        return y, pull(small_integers(3, y.shape))
+
+    found = pulled(lambda x, given: ub.all_reduce(x, axis_name="tp", **given))
+    assert_equal(found, pulled(lambda x, given: reference(x, **given)))
+
+
+@pytest.mark.parametrize("name", ["bias", "residual"])
+def test_addend_of_all_reduce_that_differs_between_ranks_is_refused(name):
+    x = small_integers(0, (4, 5))
+    addend = small_integers(1, (20,) if name == "bias" else (4, 5))
+    function = on_ranks(
+        lambda x, a: ub.all_reduce(x, axis_name="tp", **{name: a}),
+        tp_mesh(4),
+        (P("tp"), P("tp")),
+        P(),
+    )
+    message = rf"all_reduce: {name} varies over \('tp',\).*once, after"
+    with pytest.raises(ub.errors.ShapeContractError, match=message):
+        function(x, addend)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_all_reduce_inside_a_loss_on_the_ranks(check_vma):
     x = small_integers(0, (4, 6))
 

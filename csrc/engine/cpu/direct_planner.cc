@@ -31,26 +31,34 @@ void AddGather(const RankCalls& calls,
 // Adds a reduce-scatter: rank r receives the sum over all ranks of block r of each
 // batch element.
 void AddScatter(const RankCalls& calls, size_t operand, size_t result, WorkList& work) {
-  const Tensor& block = calls.local[0].results[result];
   for (size_t i = 0; i < calls.local.size(); ++i) {
-    for (int64_t b = 0; b < block.batch; ++b) {
-      Sum sum{calls.local[0].operands[operand].dtype, block.dtype, {}, {}, 0};
-      sum.num_elements = block.rows * block.features;
-      sum.to.push_back(calls.local[i].results[result].At(b, 0));
+    const Tensor& to = calls.local[i].results[result];
+    for (int64_t b = 0; b < to.batch; ++b) {
+      Sum sum{{}, {{to.At(b, 0), to.features, to.dtype}}, to.rows, to.features};
       for (const RankCall& call : calls.all) {
-        sum.sources.push_back(
-            call.operands[operand].At(b, calls.RankOf(i) * block.rows));
+        const Tensor& from = call.operands[operand];
+        sum.parts.push_back(
+            {from.At(b, calls.RankOf(i) * to.rows), from.features, from.dtype});
       }
       work.Add(sum);
     }
   }
 }
 
-void AddReduceToAll(const RankCalls& calls, WorkList& work) {
-  const Tensor& to = calls.local[0].results[0];
-  Sum sum{calls.local[0].operands[0].dtype, to.dtype, {}, {}, to.num_elements()};
-  for (const RankCall& call : calls.all) sum.sources.push_back(call.operands[0].data);
-  for (const RankCall& call : calls.local) sum.to.push_back(call.results[0].data);
+// Adds an all-reduce. Bias and residual are equal on every rank, so the result is
+// computed once and stored for all local ranks.
+void AddReduceToAll(const CallAttributes& at, const RankCalls& calls, WorkList& work) {
+  const Tensor& like = calls.local[0].results[0];
+  Sum sum{{}, {}, like.rows, like.features};
+  for (const RankCall& call : calls.all) {
+    const Tensor& from = call.operands[0];
+    sum.parts.push_back({from.data, from.features, from.dtype});
+  }
+  AddBiasAndResidual(at, calls.local[0], 0, 0, sum.parts);
+  for (const RankCall& call : calls.local) {
+    const Tensor& to = call.results[0];
+    sum.to.push_back({to.data, to.features, to.dtype});
+  }
   work.Add(sum);
 }
 
@@ -68,7 +76,7 @@ void AddCommunication(const CallAttributes& at,
     }
     return AddGather(calls, &RankCall::operands, operand, result, work);
   }
-  if (IsAllReduce(kind)) return AddReduceToAll(calls, work);
+  if (IsAllReduce(kind)) return AddReduceToAll(at, calls, work);
   AddScatter(calls, operand, result, work);
 }
 

@@ -202,7 +202,7 @@ class Execution {
     for (size_t i = 0; i < local_.size(); ++i) {
       const Tensor& to = local_[i].results[0];
       for (int64_t b = 0; b < like.batch; ++b) {
-        MatrixSum sum{{}, {to.At(b, 0), to.features, to.dtype}, to.rows, to.features};
+        Sum sum{{}, {{to.At(b, 0), to.features, to.dtype}}, to.rows, to.features};
         for (int p = 0; p < num_processes(); ++p) {
           sum.parts.push_back(
               {part(local_ranks_[i], p, b).data, to.features, DType::kF32});
@@ -227,34 +227,25 @@ class Execution {
   //   buffer of process p | rows of p by process 0 | by process 1 | ... | sums of p
   void AllReduceProduct() {
     const Tensor& to = local_[0].results[0];
-    const int64_t num_rows = to.batch * to.rows;
     if (IsSmall(to)) return AllReduceSmallProduct();
-    const int64_t part_bytes =
-        PartialSumBytes(MaxRowsOfProcess(num_rows, num_processes()), to.features);
+    const int64_t max_rows = MaxRowsOfProcess(to.batch * to.rows, num_processes());
+    const int64_t part_bytes = PartialSumBytes(max_rows, to.features);
     ResultSegments y(DType::kF32);
     y.AddColumns(to.features);
     for (int p = 0; p < num_processes(); ++p) {
-      const int64_t rows = RowsOfProcess(num_rows, p, num_processes()).size();
+      const int64_t rows = RowsOfResult(p).size();
       if (rows == 0) continue;
       y.AddRows(rows);
       y.Append({BufferOfProcess(p) + process() * part_bytes, to.features, 1});
     }
     Multiply(std::move(y));
     compare_signatures_();
-    const RowRange local_rows = RowsOfProcess(num_rows, process(), num_processes());
-    const int64_t sums_offset = num_processes() * part_bytes;
-    if (local_rows.size() > 0) {
-      MatrixSum sum{{}, {}, local_rows.size(), to.features};
-      sum.out = {BufferOfProcess(process()) + sums_offset, to.features, to.dtype};
-      for (int p = 0; p < num_processes(); ++p) {
-        sum.parts.push_back(
-            {BufferOfProcess(process()) + p * part_bytes, to.features, DType::kF32});
-      }
-      AddBiasAndResidual(at_, local_[0], 0, local_rows.begin, sum.parts);
-      RunOne(sum);
+    std::vector<ConstMatrix> parts;
+    for (int p = 0; p < num_processes(); ++p) {
+      parts.push_back(
+          {BufferOfProcess(process()) + p * part_bytes, to.features, DType::kF32});
     }
-    SecondBarrier();
-    CopyResults(sums_offset, num_rows, to.features * SizeOf(to.dtype));
+    SumRows(std::move(parts), num_processes() * part_bytes);
   }
 
   // Adds the partial sums of all rows in every process, which needs no second barrier.
@@ -266,66 +257,64 @@ class Execution {
     y.Append({BufferOfProcess(process()), to.features, 1});
     Multiply(std::move(y));
     compare_signatures_();
-    MatrixSum sum{{}, {}, to.batch * to.rows, to.features};
+    Sum sum{{}, {}, to.batch * to.rows, to.features};
     for (int p = 0; p < num_processes(); ++p) {
       sum.parts.push_back({BufferOfProcess(p), to.features, DType::kF32});
     }
-    // Computes the result once and copies it to the other local ranks, since bias and
-    // residual are equal on all ranks. Adding them again for each rank would be wrong:
-    // a residual may share memory with the result of its rank, which has been
-    // overwritten.
+    // Computes the result once for all local ranks, since bias and residual are equal on
+    // all ranks. Adding them again for each rank would be wrong: a residual may share
+    // memory with the result of its rank, which has been overwritten.
     AddBiasAndResidual(at_, local_[0], 0, 0, sum.parts);
-    sum.out = {to.data, to.features, to.dtype};
-    RunOne(sum);
-    WorkList copies;
-    for (size_t i = 1; i < local_.size(); ++i) {
-      copies.Add(Copy{to.data, local_[i].results[0].data, to.size_bytes()});
+    for (const RankCall& call : local_) {
+      sum.to.push_back({call.results[0].data, to.features, to.dtype});
     }
-    Run(std::move(copies));
-  }
-
-  void RunOne(const MatrixSum& sum) {
     WorkList work;
     work.Add(sum);
     Run(std::move(work));
   }
 
-  // Runs an all-reduce. Each process sums a part of the elements.
+  // Runs an all-reduce without a GEMM. Each process sums a part of the rows.
   void AllReduce() {
     Stage();
     compare_signatures_();
-    const Tensor& from = local_[0].operands[0];
-    const Tensor& to = local_[0].results[0];
-    const int64_t sums_offset = Aligned(from.size_bytes());
-    const RowRange local_rows =
-        RowsOfProcess(from.num_elements(), process(), num_processes());
-    Sum sum{from.dtype, to.dtype, {}, {}, local_rows.size()};
+    std::vector<ConstMatrix> parts;
     for (const RankCall& call : AllCalls()) {
-      sum.sources.push_back(call.operands[0].data +
-                            local_rows.begin * SizeOf(from.dtype));
+      const Tensor& from = call.operands[0];
+      parts.push_back(
+          {from.At(0, RowsOfResult(process()).begin), from.features, from.dtype});
     }
-    sum.to.push_back(BufferOfProcess(process()) + sums_offset);
+    SumRows(std::move(parts), Aligned(local_[0].operands[0].size_bytes()));
+  }
+
+  // Returns the rows of an all-reduced result that a process sums, counted through all
+  // batches.
+  RowRange RowsOfResult(int process) const {
+    const Tensor& to = local_[0].results[0];
+    return RowsOfProcess(to.batch * to.rows, process, num_processes());
+  }
+
+  // Sums `parts`, bias and residual for this process's rows of an all-reduced result,
+  // and stores the sums at `offset` in its buffer. Then copies the sums of all processes
+  // to the results of the local ranks.
+  void SumRows(std::vector<ConstMatrix> parts, int64_t offset) {
+    const Tensor& to = local_[0].results[0];
+    const RowRange own = RowsOfResult(process());
+    Sum sum{std::move(parts), {}, own.size(), to.features};
+    AddBiasAndResidual(at_, local_[0], 0, own.begin, sum.parts);
+    sum.to.push_back({BufferOfProcess(process()) + offset, to.features, to.dtype});
     WorkList work;
     work.Add(sum);
     Run(std::move(work));
     SecondBarrier();
-    CopyResults(sums_offset, from.num_elements(), SizeOf(to.dtype));
-  }
-
-  // Copies the result of an all-reduce from the shared buffers to the results of the
-  // local ranks. Process p has summed its part of the `size` rows or elements of
-  // `unit_bytes` each, and stored it at `offset` in its buffer.
-  void CopyResults(int64_t offset, int64_t size, int64_t unit_bytes) {
-    WorkList work;
+    WorkList copies;
     for (int p = 0; p < num_processes(); ++p) {
-      const RowRange process_rows = RowsOfProcess(size, p, num_processes());
+      const RowRange rows = RowsOfResult(p);
       for (const RankCall& call : local_) {
-        work.Add(Copy{BufferOfProcess(p) + offset,
-                      call.results[0].data + process_rows.begin * unit_bytes,
-                      process_rows.size() * unit_bytes});
+        copies.Add(Copy{BufferOfProcess(p) + offset, call.results[0].At(0, rows.begin),
+                        rows.size() * to.features * SizeOf(to.dtype)});
       }
     }
-    Run(std::move(work));
+    Run(std::move(copies));
   }
 
   const CallAttributes& at_;
@@ -363,7 +352,8 @@ int64_t DirectBufferBytes(const CallAttributes& at,
     if (scales != nullptr) size_bytes += Aligned(scales->size_bytes());
   }
   if (IsAllReduce(info.collective) && !IsSmall(to)) {
-    size_bytes += MaxRowsOfProcess(to.num_elements(), num_processes) * SizeOf(to.dtype);
+    size_bytes +=
+        MaxRowsOfProcess(to.rows, num_processes) * to.features * SizeOf(to.dtype);
   }
   return size_bytes;
 }

@@ -18,13 +18,19 @@ constexpr int64_t kUnitElements = 32 << 10;
 constexpr double kCopyBytesPerUs = 5e3;
 constexpr double kSumBytesPerUs = 3e3;
 
-void SumInto(const Sum& sum) {
-  std::vector<ConstMatrix> chunks;
-  for (const std::byte* source : sum.sources)
-    chunks.push_back({source, 0, sum.source_dtype});
-  SumChunks(chunks, 1, sum.num_elements, {sum.to[0], 0, sum.to_dtype});
+// Moves a matrix to its element (row, column).
+void Advance(auto& matrix, int64_t row, int64_t column) {
+  matrix.data += (row * matrix.row_stride + column) * SizeOf(matrix.dtype);
+}
+
+void RunSum(const Sum& sum) {
+  const Matrix& first = sum.to[0];
+  SumChunks(sum.parts, sum.rows, sum.columns, first);
+  const int64_t element_bytes = SizeOf(first.dtype);
   for (size_t i = 1; i < sum.to.size(); ++i) {
-    std::memcpy(sum.to[i], sum.to[0], sum.num_elements * SizeOf(sum.to_dtype));
+    CopyRows(first.data, first.row_stride * element_bytes, sum.to[i].data,
+             sum.to[i].row_stride * element_bytes, sum.rows,
+             sum.columns * element_bytes);
   }
 }
 
@@ -57,49 +63,39 @@ void WorkList::Add(Copy copy) {
 }
 
 void WorkList::Add(const Sum& sum) {
-  const int64_t bytes_per_element =
-      static_cast<int64_t>(sum.sources.size()) * SizeOf(sum.source_dtype) +
-      static_cast<int64_t>(sum.to.size()) * SizeOf(sum.to_dtype);
+  int64_t element_bytes = 0;
+  for (const ConstMatrix& part : sum.parts) element_bytes += SizeOf(part.dtype);
+  for (const Matrix& to : sum.to) element_bytes += SizeOf(to.dtype);
   estimated_us_ +=
-      static_cast<double>(sum.num_elements * bytes_per_element) / kSumBytesPerUs;
-  for (int64_t begin = 0; begin < sum.num_elements;) {
-    if (sum_ends_.empty() || sum_unit_elements_ == kUnitElements) {
-      sum_ends_.push_back(sums_.size());
-      sum_unit_elements_ = 0;
+      static_cast<double>(sum.rows * sum.columns * element_bytes) / kSumBytesPerUs;
+  // Slices are whole rows, or parts of one row.
+  const int64_t num_rows = std::max<int64_t>(kUnitElements / sum.columns, 1);
+  for (int64_t row = 0; row < sum.rows; row += num_rows) {
+    for (int64_t column = 0; column < sum.columns; column += kUnitElements) {
+      Sum slice = sum;
+      slice.rows = std::min(num_rows, sum.rows - row);
+      slice.columns = std::min(kUnitElements, sum.columns - column);
+      for (ConstMatrix& part : slice.parts) Advance(part, row, column);
+      for (Matrix& to : slice.to) Advance(to, row, column);
+      AddSlice(std::move(slice));
     }
-    Sum slice = sum;
-    slice.num_elements =
-        std::min(sum.num_elements - begin, kUnitElements - sum_unit_elements_);
-    for (auto& source : slice.sources) source += begin * SizeOf(sum.source_dtype);
-    for (auto& to : slice.to) to += begin * SizeOf(sum.to_dtype);
-    begin += slice.num_elements;
-    sum_unit_elements_ += slice.num_elements;
-    sums_.push_back(std::move(slice));
-    sum_ends_.back() = sums_.size();
   }
 }
 
-void WorkList::Add(const MatrixSum& matrix_sum) {
-  int64_t row_bytes = SizeOf(matrix_sum.out.dtype);
-  for (const ConstMatrix& part : matrix_sum.parts) row_bytes += SizeOf(part.dtype);
-  row_bytes *= matrix_sum.columns;
-  estimated_us_ += static_cast<double>(matrix_sum.rows * row_bytes) / kSumBytesPerUs;
-  const int64_t step = std::max<int64_t>(kUnitElements / matrix_sum.columns, 1);
-  for (int64_t begin = 0; begin < matrix_sum.rows; begin += step) {
-    MatrixSum slice = matrix_sum;
-    slice.rows = std::min(step, matrix_sum.rows - begin);
-    for (ConstMatrix& part : slice.parts) {
-      part.data += begin * part.row_stride * SizeOf(part.dtype);
-    }
-    slice.out.data += begin * slice.out.row_stride * SizeOf(slice.out.dtype);
-    matrix_sums_.push_back(std::move(slice));
+void WorkList::AddSlice(Sum slice) {
+  const int64_t num_elements = slice.rows * slice.columns;
+  if (sum_ends_.empty() || sum_unit_elements_ + num_elements > kUnitElements) {
+    sum_ends_.push_back(0);
+    sum_unit_elements_ = 0;
   }
+  sum_unit_elements_ += num_elements;
+  sums_.push_back(std::move(slice));
+  sum_ends_.back() = sums_.size();
 }
 
 int64_t WorkList::num_units() const {
   return (plan_ends_.empty() ? 0 : plan_ends_.back()) +
-         static_cast<int64_t>(copy_ends_.size() + sum_ends_.size() +
-                              matrix_sums_.size());
+         static_cast<int64_t>(copy_ends_.size() + sum_ends_.size());
 }
 
 void WorkList::Run(int64_t unit, Scratch& scratch) const {
@@ -121,12 +117,8 @@ void WorkList::Run(int64_t unit, Scratch& scratch) const {
   }
   block -= copy_ends_.size();
   const TraceScope scope(trace_, TraceKind::kReduce, step_);
-  if (block >= sum_ends_.size()) {
-    const MatrixSum& slice = matrix_sums_[block - sum_ends_.size()];
-    return SumChunks(slice.parts, slice.rows, slice.columns, slice.out);
-  }
   for (size_t s = block == 0 ? 0 : sum_ends_[block - 1]; s < sum_ends_[block]; ++s) {
-    SumInto(sums_[s]);
+    RunSum(sums_[s]);
   }
 }
 

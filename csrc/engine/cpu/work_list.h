@@ -21,20 +21,12 @@ struct Copy {
   int64_t size_bytes = 0;
 };
 
-// to[j][i] = round(sources[0][i] + sources[1][i] + ...), added in f32 in this order.
-// All destinations j get the same values.
+// to[j][r, c] = round(parts[0][r, c] + parts[1][r, c] + ...), added in f32 in this
+// order. All destinations j have the same dtype and get the same values. A destination
+// may be exactly the memory of a part.
 struct Sum {
-  DType source_dtype = DType::kF32;
-  DType to_dtype = DType::kF32;
-  std::vector<const std::byte*> sources;
-  std::vector<std::byte*> to;
-  int64_t num_elements = 0;
-};
-
-// out[r, c] = round(parts[0][r, c] + parts[1][r, c] + ...), added in f32 in this order.
-struct MatrixSum {
   std::vector<ConstMatrix> parts;
-  Matrix out;
+  std::vector<Matrix> to;
   int64_t rows = 0;
   int64_t columns = 0;
 };
@@ -46,7 +38,6 @@ class WorkList {
   void Add(GemmProblem problem, const Workers& workers);
   void Add(Copy copy);
   void Add(const Sum& sum);
-  void Add(const MatrixSum& matrix_sum);
 
   // Runs one unit of the list. Units are independent: they may run on any thread and in
   // any order.
@@ -64,18 +55,20 @@ class WorkList {
   double estimated_us() const { return estimated_us_; }
 
  private:
+  // Adds a sum of at most kUnitElements elements to the last sum unit, or to a new one.
+  void AddSlice(Sum slice);
+
   std::vector<std::unique_ptr<GemmPlan>> plans_;
   // The units of plan i have the numbers [plan_ends_[i - 1], plan_ends_[i]).
   std::vector<int64_t> plan_ends_;
   // Copies and sums. One unit may contain several of them: copy unit i consists of the
   // copies [copy_ends_[i - 1], copy_ends_[i]), and likewise for sums. Units are
-  // numbered in the order: units of the plans, copy units, sum units, matrix_sums_.
+  // numbered in the order: units of the plans, copy units, sum units.
   std::vector<Copy> copies_;
   std::vector<size_t> copy_ends_;
   std::vector<Sum> sums_;
   std::vector<size_t> sum_ends_;
-  std::vector<MatrixSum> matrix_sums_;  // one unit per entry
-  int64_t copy_unit_bytes_ = 0;         // size of the last copy unit so far
+  int64_t copy_unit_bytes_ = 0;  // size of the last copy unit so far
   int64_t sum_unit_elements_ = 0;
   double estimated_us_ = 0;
   TraceContext trace_;

@@ -123,7 +123,7 @@ class MulticastReduction {
     range.num_elements = num_batches * rows.size() * partial_.features;
     range.dtype = partial_.dtype;
     if (range.num_elements == 0) return;
-    if (has_product_) AddAddends(batch, rows, range);
+    AddAddends(batch, rows, range);
     sum_(range);
   }
   void AddAddends(int64_t batch, const RowRange& rows, MulticastRange& range) {

@@ -39,7 +39,6 @@ void ReduceInOneKernel(const CallAttributes& at,
   const CommunicatedTensor communicated = CommunicatedTensorsOf(at, call).front();
   const Tensor& out = communicated.result;
   Tensor partial = communicated.operand;
-  std::vector<SumAddend> addends;
   if (HasProduct(plan.collective)) {
     LaneDependencies lanes(device);
     const Lane lane = lanes.NextProduct();
@@ -48,12 +47,11 @@ void ReduceInOneKernel(const CallAttributes& at,
     auto products = PartialProducts(at, call, partial, 0, communicated.num_rows);
     if (!products.empty()) device.Multiply(lane, std::move(products), {});
     lanes.Await(kCommunicationLane, lanes.Record(lane));
-    addends = AddendsOf(at, call);
   }
   slots.AllReduce({.partial = partial.data,
                    .dtype = partial.dtype,
                    .num_elements = out.num_elements(),
-                   .addends = std::move(addends),
+                   .addends = AddendsOf(at, call),
                    .out = out.data,
                    .out_dtype = out.dtype},
                   {at.label, kAllChunks, timeout_s});

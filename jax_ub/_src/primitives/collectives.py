@@ -83,28 +83,63 @@ def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype) -> jax.Arra
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduce(Call):
-    """Sums x over the ranks in f32, in rank order, and rounds once. x has any shape."""
+    """Sums x over the ranks, adds bias and residual, and rounds once. x has any shape.
+
+    Operands: x, then bias [N] and residual, if there are any. All terms are added in
+    f32, x in rank order. Bias and residual are the same on every rank.
+    """
 
     target = "jax_ub$all_reduce"
     communicates_only = True
     replicates = True
 
-    def shapes(self, x):
+    has_bias: bool
+    has_residual: bool
+
+    def shapes(self, x, *addends):
         return [(x.shape, x.dtype)]
 
-    def communicated(self, x):
+    def communicated(self, x, *addends):
         return x.shape
 
-    def on_one_rank(self, x, *, scales=()):
-        return [x]
+    def on_one_rank(self, x, *addends, scales=()):
+        partial = x.astype(reference.sum_dtype(x.dtype))
+        return [reference.add(partial, *addends, out_dtype=x.dtype)]
 
-    def reference(self, x, *, scales=()):
-        return [reference.all_reduce(x, self.axis_name).astype(x.dtype)]
+    def reference(self, x, *addends, scales=()):
+        partial = reference.all_reduce(x, self.axis_name)
+        return [reference.add(partial, *addends, out_dtype=x.dtype)]
+
+    def options(self):
+        return {"has_bias": self.has_bias, "has_residual": self.has_residual}
+
+    def is_activation(self, index):
+        return index == 0 or (self.has_residual and index == 1 + self.has_bias)
+
+    def is_replicated(self, index):
+        return index > 0
 
 
-def all_reduce(execution: Execution, x: jax.Array) -> jax.Array:
-    """Returns the sum of `x` over the ranks. `x` has any shape."""
-    return AllReduce(execution=execution)(x)[0]
+def all_reduce(
+    execution: Execution,
+    x: jax.Array,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the sum of `x` over the ranks, plus bias and residual.
+
+    Args:
+        execution: ranks, method and label.
+        x: this rank's summand, `[..., N]` of any rank.
+        bias: `[N]`, or None.
+        residual: addend of the shape of `x`, or None.
+    """
+    call = AllReduce(
+        execution=execution,
+        has_bias=bias is not None,
+        has_residual=residual is not None,
+    )
+    return call(x, *(a for a in (bias, residual) if a is not None))[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

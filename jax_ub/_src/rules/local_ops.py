@@ -10,7 +10,13 @@ from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.primitives import collectives, vma
 from jax_ub._src.primitives.matmuls import matmul, wgrad
 from jax_ub._src.rules.call_config import make_call_config, make_local_call_config
-from jax_ub._src.rules.operands import as_row, check_formats, have_scales
+from jax_ub._src.rules.operands import (
+    as_row,
+    check_formats,
+    check_replicated,
+    have_scales,
+)
+from jax_ub._src.rules.vjp import emptied, row_sum
 from jax_ub._src.scaled_array import (
     ScaledArray,
     cotangent_of_scaled,
@@ -196,8 +202,18 @@ _wgrad_accumulate = _differentiable(
 )
 
 
-def all_reduce(x: jax.Array, *, axis_name: str | tuple[str, ...]) -> jax.Array:
+def all_reduce(
+    x: jax.Array,
+    *,
+    axis_name: str | tuple[str, ...],
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
     """Sums `x` over the ranks; the backward pass is the identity.
+
+    Equivalent to `jax.lax.psum(x, axis_name) + bias + residual`, summed in f32 and
+    rounded once. Bias and residual are the same on every rank and are added once, after
+    the reduction. On GPUs one kernel computes this for few tokens.
 
     Under `jax.shard_map(check_vma=True)` neither the result nor its gradient varies
     over `axis_name`, and the gradient of each rank's `x` equals the gradient of the
@@ -208,16 +224,18 @@ def all_reduce(x: jax.Array, *, axis_name: str | tuple[str, ...]) -> jax.Array:
     Transformer Engine: `te.ops.AllReduce`.
 
     Args:
-        x: array of any shape.
+        x: this rank's summand, `[..., N]` of any rank.
         axis_name: the mesh axis, of size P, to sum over.
+        bias: `[N]`, the same on every rank.
+        residual: array of the shape of `x`, the same on every rank.
 
     Returns:
-        The sum, computed in f32 and rounded once to the dtype of `x`; the same on every
-        rank.
+        The sum, in the shape and dtype of `x`; the same on every rank.
 
     Raises:
-        ShapeContractError: if `x` is empty, is not f32, bf16 or f16, or exceeds the
-            capacity of `initialize_ub`, or if the axis is not a manual mesh axis.
+        ShapeContractError: if `x` is empty or exceeds the capacity of `initialize_ub`,
+            if an operand is not f32, bf16 or f16, if bias or residual does not match
+            `x` or varies over the ranks, or if the axis is not a manual mesh axis.
         UnsupportedOverlapError: if some mesh axes are not manual in the surrounding
             `jax.shard_map`.
     """
@@ -225,22 +243,34 @@ def all_reduce(x: jax.Array, *, axis_name: str | tuple[str, ...]) -> jax.Array:
     shapes.check_array(config.label, "x", x)
     shapes.check_float(config.label, x=x)
     shapes.check_not_empty(config.label, "x", x)
-    return _all_reduce(config, vma.pcast_varying(x, config.axes(x)))
+    shapes.check_addends(config.label, bias, residual, x.shape)
+    check_replicated(config, bias=bias, residual=residual)
+    axes = config.axes(x, bias, residual)
+    bias, residual = vma.pcast_varying(
+        (bias, residual), axes - frozenset(config.axis_name)
+    )
+    return _all_reduce(config, vma.pcast_varying(x, axes), bias, residual)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_reduce(config, x):
-    return collectives.all_reduce(config.collective, x)
+def _all_reduce(config, x, bias, residual):
+    return collectives.all_reduce(config.collective, x, bias, residual)
 
 
-def _all_reduce_fwd(config, x):
-    return _all_reduce(config, x), None
+def _all_reduce_fwd(config, x, bias, residual):
+    y = _all_reduce(config, x, bias, residual)
+    return y, (emptied(bias), emptied(residual))
 
 
-def _all_reduce_bwd(config, residuals, dy):
+def _all_reduce_bwd(config, addends, dy):
     if config.is_vma_checked:
-        return (vma.pcast_varying(dy, config.axis_name),)
-    return (collectives.all_reduce(config.collective, dy),)
+        dx = vma.pcast_varying(dy, config.axis_name)
+    else:
+        dx = collectives.all_reduce(config.collective, dy)
+    bias, residual = addends
+    d_bias = None if bias is None else row_sum(dy).astype(bias.dtype)
+    d_residual = None if residual is None else dy.astype(residual.dtype)
+    return dx, d_bias, d_residual
 
 
 _all_reduce.defvjp(_all_reduce_fwd, _all_reduce_bwd)

@@ -76,11 +76,12 @@ def check_operands(config: CallConfig, x, ws, biases, residual, out_dtype) -> np
         )
     if op == "matmul_all_reduce":
         bias = None if biases is None else biases[0]
-        _check_replicated(config, **{config.bias_name: bias, "residual": residual})
+        check_replicated(config, **{config.bias_name: bias, "residual": residual})
     return shapes.check_out_dtype(label, out_dtype, result_dtype(x, ws))
 
 
-def _check_replicated(config, **addends):
+def check_replicated(config: CallConfig, **addends: jax.Array | None) -> None:
+    """Raises an error if an addend of an all-reduce varies over the ranks."""
     for name, addend in addends.items():
         if addend is not None and vma.axes_of(addend) & frozenset(config.axis_name):
             raise ShapeContractError(

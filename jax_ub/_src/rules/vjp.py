@@ -59,9 +59,7 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
             "gathered": residual_or_placeholder(wants_dw, gathered),
             "ws": residual_or_placeholder(needs(x), values[1]),
             "biases": residual_or_placeholder(needs(biases), values[2]),
-            # The backward pass only needs the dtype of the residual, so it saves an
-            # empty array.
-            "residual": residual_or_placeholder(needs(residual), _emptied(values[3])),
+            "residual": residual_or_placeholder(needs(residual), emptied(values[3])),
             "main_grads": residual_or_placeholder(needs(main_grads), values[4]),
         }
         if len(values) > 5:
@@ -193,7 +191,8 @@ def _as_placeholder(value):
     return lax.slice_in_dim(rows, 0, 0).astype(bool)
 
 
-def _emptied(array):
+def emptied(array: jax.Array | None) -> jax.Array | None:
+    """Returns an empty array, to save the dtype of an operand; None stays None."""
     return None if array is None else array.reshape(-1)[:0]
 
 

@@ -15,31 +15,37 @@ namespace {
 
 // The sum of the operands depends on the order and on rounding. It must have the same
 // bits as in the two exchanges of a plain all-reduce, on every rank.
-TEST(OneShotSumsAreTheSameBitsOnEveryRankAndInTwoExchanges) {
-  for (const int num_ranks : {2, 3, kMaxTestRanks}) {
-    Gpus gpus({.num_devices = num_ranks, .seed = 4, .max_delay_us = 30});
-    std::vector<std::vector<std::byte>> sums;
-    for (const Variant variant : {Variant::kPlain, Variant::kOneShot}) {
-      CallAttributes at =
-          MakeAttributes(Op::kAllReduce, Method::kRingExchange, num_ranks);
-      at.variant = variant;
-      GpuCalls calls(gpus, at, {1, 9, 11, 1}, DType::kBF16, 1);
-      for (int rank = 0; rank < num_ranks; ++rank) {
-        const Tensor& operand = calls.on_device(rank).operands[0];
-        auto* numbers = reinterpret_cast<uint16_t*>(operand.data);
-        std::mt19937 random(rank);
-        for (int64_t e = 0; e < operand.num_elements(); ++e) {
-          numbers[e] = static_cast<uint16_t>(0x3c00 + random() % 0x800);
-        }
-      }
-      calls.RunAll();
-      gpus.Synchronize();
-      for (int rank = 0; rank < num_ranks; ++rank) {
-        const Tensor& sum = calls.on_device(rank).results[0];
-        sums.emplace_back(sum.data, sum.data + sum.size_bytes());
+void CheckBits(int num_ranks, bool has_addends) {
+  Gpus gpus({.num_devices = num_ranks, .seed = 4, .max_delay_us = 30});
+  std::vector<std::vector<std::byte>> sums;
+  for (const Variant variant : {Variant::kPlain, Variant::kOneShot}) {
+    CallAttributes at =
+        MakeAttributes(Op::kAllReduce, Method::kRingExchange, num_ranks);
+    at.variant = variant;
+    at.has_bias = at.has_residual = has_addends;
+    GpuCalls calls(gpus, at, {1, 9, 11, 1}, DType::kBF16, 1);
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      const Tensor& operand = calls.on_device(rank).operands[0];
+      auto* numbers = reinterpret_cast<uint16_t*>(operand.data);
+      std::mt19937 random(rank);
+      for (int64_t e = 0; e < operand.num_elements(); ++e) {
+        numbers[e] = static_cast<uint16_t>(0x3c00 + random() % 0x800);
       }
     }
-    for (const std::vector<std::byte>& sum : sums) CHECK(sum == sums[0]);
+    calls.RunAll();
+    gpus.Synchronize();
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      const Tensor& sum = calls.on_device(rank).results[0];
+      sums.emplace_back(sum.data, sum.data + sum.size_bytes());
+    }
+  }
+  for (const std::vector<std::byte>& sum : sums) CHECK(sum == sums[0]);
+}
+
+TEST(OneShotSumsAreTheSameBitsOnEveryRankAndInTwoExchanges) {
+  for (const int num_ranks : {2, 3, kMaxTestRanks}) {
+    CheckBits(num_ranks, /*has_addends=*/false);
+    CheckBits(num_ranks, /*has_addends=*/true);
   }
 }
 
