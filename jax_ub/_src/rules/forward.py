@@ -97,12 +97,12 @@ def row_forward(
         execution = config.local if op == "matmul" else config.overlapped
         return (product(execution, *operands, out_dtype=dtype, **options),), None
     partial = matmuls.matmul(config.local, xs, ws, out_dtype=jnp.float32, **options)
-    if op == "matmul_reduce_scatter":
-        is_sum = bias is None and residual is None
-        sum_dtype = dtype if is_sum else jnp.float32
-        y = reduce_scatter(config.collective, partial, out_dtype=sum_dtype)
-    else:
-        y = all_reduce(config.collective, partial)
+    if op == "matmul_all_reduce":
+        y = all_reduce(config.collective, partial, bias, residual)
+        return (y.astype(dtype),), None
+    is_sum = bias is None and residual is None
+    sum_dtype = dtype if is_sum else jnp.float32
+    y = reduce_scatter(config.collective, partial, out_dtype=sum_dtype)
     return (reference.add(y, bias, residual, out_dtype=dtype),), None
 
 
