@@ -63,7 +63,9 @@ _MORE = {
     ),
     "explain": ("--json",),
     "launch": ("--devices-per-process", "--hosts", "--timeout", "--linger", "--grace"),
-    "bench": ("--devices", "--dtypes", "--shapes", "--variants", "--rounds"),
+    "bench": (
+        *("--devices", "--dtypes", "--shapes", "--variants", "--threads", "--rounds"),
+    ),
     "tune": ("--tp", "--dtypes", "--shapes", "--model", "--tokens", "--rounds"),
 }
 

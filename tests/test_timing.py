@@ -12,6 +12,7 @@ from jax_ub._src.tools.timing import (
     BackgroundLoad,
     Candidate,
     Summary,
+    WithThreads,
     at_peak,
     fastest,
     interleave,
@@ -98,6 +99,17 @@ def test_a_carried_result_is_the_operand_of_the_next_call():
     for _ in range(3):
         result = candidate()
     assert float(result[0]) == 3.0
+
+
+def test_a_program_runs_with_its_number_of_threads():
+    seen = []
+    before = _cpu.num_threads()
+    program = Candidate("any", lambda: seen.append(_cpu.num_threads()), [])
+    rounds = interleave([WithThreads(f"any@{n}", program, n) for n in (3, 5)], 1)
+    # Each timed call follows a call that is not timed.
+    assert sorted(seen) == [3, 3, 5, 5]
+    assert set(rounds.seconds) == {"any@3", "any@5"}
+    assert _cpu.num_threads() == before
 
 
 def test_the_fastest_variant_is_returned():

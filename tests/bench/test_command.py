@@ -1,3 +1,4 @@
+import collections
 import importlib.metadata
 import json
 
@@ -7,6 +8,7 @@ from covering import nightly
 
 from jax_ub.__main__ import main
 from jax_ub._src import lowering_log
+from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools import devices
 from jax_ub._src.tools.bench import command, report
 from jax_ub.errors import UnsupportedOverlapError
@@ -78,6 +80,34 @@ def test_variants_selects_the_variants_of_the_gemm(tmp_path):
     assert names == {"tn+add", "nn"}
 
 
+@pytest.mark.slow
+def test_thread_counts_are_compared_with_the_first(tmp_path, capsys):
+    before = cpu_engine.load().num_threads()
+    asked = ("--ops", "latency,small,dgrad_add", "--dtypes", "f32", "--devices", "2")
+    found = run(tmp_path, *asked, "--threads", "1,3,1")
+    assert cpu_engine.load().num_threads() == before
+    assert found["options"]["threads"] == [1, 3]
+    by_case = collections.defaultdict(list)
+    for result in found["results"]:
+        by_case[result["op"], result["variant"]].append(result)
+    forward = {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}
+    assert set(by_case) == {
+        *(("small", op) for op in forward),
+        *(("latency", op) for op in forward | {"all_reduce"}),
+        ("dgrad_add", "nt+add"),
+    }
+    for first, other in by_case.values():
+        assert (first["threads"], other["threads"]) == (1, 3)
+        assert first["over_first"]["median"] == 1
+        own = [r["times_us"]["jax_ub"]["median"] for r in (first, other)]
+        assert other["over_first"]["median"] == pytest.approx(own[1] / own[0])
+        assert first["times_us"]["xla_best"] == other["times_us"]["xla_best"]
+        assert other["speedups"]["xla_best"]["median"] > 0
+        if first["op"] == "small":
+            assert other["shares"]["plain_gemm"]["median"] > 0
+    assert "| over first " in capsys.readouterr().out
+
+
 def test_slots_of_a_method_are_counted_as_memory(tmp_path):
     asked = ("--ops", "matmul_reduce_scatter", "--dtypes", "f32", "--devices", "2")
     held = {
@@ -118,6 +148,7 @@ def test_a_source_tree_that_is_not_installed_can_be_measured(monkeypatch):
         (["--dtypes", "f8"], "'f8' is not known"),
         (["--variants", "nm"], "'nm' is not known"),
         (["--devices", "0"], "'0' is not a positive integer"),
+        (["--threads", "2,0"], "'0' is not a positive integer"),
         (["--rounds", "many"], "'many' is not a positive integer"),
         (["--method", "drect"], "'drect' is not known. Did you mean 'direct'?"),
         (["--shapes", "8x8"], "shape '8x8' is not MxKxN with positive sizes"),
@@ -138,13 +169,20 @@ def test_malformed_options_are_rejected(arguments, text, capsys):
             ["--processes", "2", "--platform", "cuda"],
             "--platform cuda has no effect wi",
         ),
+        (["--processes", "2", "--threads", "2"], "--threads has no effect with --pro"),
+        (
+            ["--platform", "cuda", "--threads", "2"],
+            "--platform cuda has no effect with --threads",
+        ),
         (["--processes", "2", "--dtypes", "fp8"], "--dtypes fp8 has no effect with -"),
         (["--ops", "fused", "--dtypes", "bf16,fp8"], "none of fused has FP8 operands"),
         (["--ops", "fused", "--variants", "nn"], "--variants are those of the op gemm"),
-        (["--ops", "latency", "--shapes", "8x8x8"], "--shapes has no effect on"),
+        (["--ops", "small,latency", "--shapes", "8x8x8"], "--shapes has no effect on"),
+        (["--ops", "small", "--dtypes", "bf16,fp8"], "none of small has FP8 operands"),
         (["--ops", "latency", "--devices", "1"], "latency is between ranks. Add 2"),
         (["--ops", "gemm", "--devices", "2,4"], "the op gemm runs on one device. Add"),
         (["--ops", "latency", "--devices", "32"], "16x16x16 does not divide into 32"),
+        (["--ops", "small", "--devices", "3"], "512x768x768 does not divide into 3"),
     ],
 )
 def test_conflicting_options_are_rejected(arguments, text, capsys):

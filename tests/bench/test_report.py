@@ -7,7 +7,7 @@ from jax_ub._src.tools.bench import cases, report
 from jax_ub._src.tools.bench.cases import Case, Memory
 from jax_ub._src.tools.bench.report import evaluate
 from jax_ub._src.tools.options import Shape
-from jax_ub._src.tools.timing import Candidate, Rounds
+from jax_ub._src.tools.timing import Candidate, Rounds, Summary
 
 
 def example():
@@ -53,6 +53,18 @@ def test_fp8_has_other_peers():
     assert not wide & set(heads("fp8"))
     assert not fp8 & set(heads("float32"))
     assert fp8 | wide < set(heads("bfloat16", "rowwise"))
+
+
+def test_a_line_of_a_thread_count_shows_its_time_over_that_of_the_first():
+    head = cells(report.THREADS.head().splitlines()[0])
+    ratio = Summary(1.07, 0.04, 1.1)
+    result = dataclasses.replace(example(), threads=64, over_first=ratio)
+    line = dict(zip(head, cells(report.THREADS.row(result)), strict=True))
+    assert line["threads"] == "64"
+    assert line["time"] == "10 ms"
+    assert line["over first"] == "1.07 ±2%"
+    assert line["xla_best"] == "1.40 ±0%"
+    assert line["plain_gemm"] == "0.90"
 
 
 def test_columns_without_values_are_left_out(monkeypatch):

@@ -3,11 +3,12 @@
 Slow phases of the machine then affect all programs, not only one.
 """
 
+import contextlib
 import dataclasses
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -94,6 +95,38 @@ def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
     operands = [SHORT_NAMES[dtype], _PEAK_DURATION_S]
     measure = cpu_engine.load().peak_gflops
     return [PeakCandidate(PEAK, measure, operands, flops=flops)]
+
+
+@contextlib.contextmanager
+def engine_threads(num_threads: int) -> Iterator[None]:
+    """Sets the CPU engine's number of threads, on all cores, within a `with` block."""
+    cpu = cpu_engine.load()
+    before = cpu.num_threads(), cpu.part_of_cores()
+    cpu.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        cpu.set_num_threads(*before)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithThreads:
+    """A program that is timed with a given number of threads of the CPU engine."""
+
+    name: str
+    candidate: Candidate
+    num_threads: int
+
+    @property
+    def lost(self) -> float:
+        return self.candidate.lost
+
+    def seconds(self) -> float:
+        with engine_threads(self.num_threads):
+            # Threads of the previous number may still be spinning, so the first call is
+            # not timed.
+            self.candidate()
+            return self.candidate.seconds()
 
 
 class BackgroundLoad:

@@ -79,6 +79,7 @@ class Options:
     method: str = "auto"
     patience: int = 1
     variants: tuple[str, ...] = ()
+    threads: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

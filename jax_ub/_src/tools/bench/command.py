@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_ub._src import dtypes, lowering_log
@@ -13,7 +13,7 @@ from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools import console, devices, timing
 from jax_ub._src.tools.bench import cases, latency, linear, processes, report
-from jax_ub._src.tools.bench.cases import Builder, Options, Setup
+from jax_ub._src.tools.bench.cases import Builder, Case, Options, Setup
 from jax_ub._src.tools.bench.fused import fused
 from jax_ub._src.tools.bench.gemm import VARIANTS, dgrad_add, gemm, wgrad_accumulate
 from jax_ub._src.tools.bench.linear import LINEAR_OPS
@@ -21,7 +21,6 @@ from jax_ub._src.tools.bench.peers import FastestDots
 from jax_ub._src.tools.bench.report import Result
 from jax_ub._src.tools.launch.parts import count
 from jax_ub._src.tools.options import (
-    Shape,
     check_divides,
     list_of,
     method_option,
@@ -42,10 +41,15 @@ OPS: dict[str, Builder] = {
     "wgrad_accumulate": wgrad_accumulate,
     "fused": fused,
     "latency": latency.latency,
+    "small": linear.small,
 }
 FP8_OPS = tuple(LINEAR_OPS)
-# The ops that ignore --shapes.
-_FIXED_SHAPES = ("latency", "barrier")
+# The shapes of the ops that ignore --shapes.
+_FIXED_SHAPES = {
+    "latency": [latency.LATENCY_SHAPE],
+    "small": [*linear.SMALL_SHAPES.values()],
+    "barrier": [],
+}
 # Format version in the JSON; incremented when a key changes its meaning.
 SCHEMA = 1
 # Default rounds with --processes. Fewer than in one process, because a round takes
@@ -64,6 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shapes", type=list_of(parse_shape), help=shapes)
     variants = f"of the op gemm: {', '.join(VARIANTS)} (default: all)"
     add("--variants", type=names_of(VARIANTS), help=variants)
+    threads = "values of JAX_UB_NUM_THREADS to compare with the first, as in 2,16,64"
+    add("--threads", type=list_of(positive), help=threads)
     add("--rounds", type=positive, help="timed calls of each program (default: 11)")
     patience = "run up to this many times as many rounds, and keep the calmest"
     add("--patience", type=positive, help=patience)
@@ -92,6 +98,8 @@ def options(given: argparse.Namespace) -> Options:
             chosen[field.name] = value
     if given.dtypes is not None:
         chosen["dtypes"] = tuple(DTYPES[name] for name in given.dtypes)
+    if given.threads is not None:
+        chosen["threads"] = tuple(dict.fromkeys(given.threads))
     ordered = Options(**chosen)
     if (reason := _why_ineffective(given, ordered)) is not None:
         raise UnsupportedOverlapError(f"bench: {reason}")
@@ -104,13 +112,10 @@ def options(given: argparse.Namespace) -> Options:
 
 
 def _check_shapes(found, option):
-    shapes: list[Shape] = []
-    if set(found.ops) - set(_FIXED_SHAPES):
-        shapes += found.shapes
-    if "latency" in found.ops:
-        shapes.append(latency.LATENCY_SHAPE)
-    for shape, num_ranks in itertools.product(shapes, found.devices):
-        check_divides("bench", shape, num_ranks, option)
+    for op in found.ops:
+        shapes = _FIXED_SHAPES.get(op, found.shapes)
+        for shape, num_ranks in itertools.product(shapes, found.devices):
+            check_divides("bench", shape, num_ranks, option)
 
 
 def _why_ineffective(given, found) -> str | None:
@@ -123,7 +128,11 @@ def _why_ineffective(given, found) -> str | None:
     reasons = {
         f"--devices {leave_out}": in_job and given.devices,
         f"--platform cuda {leave_out}": in_job and given.platform == "cuda",
+        f"--threads {leave_out}": in_job and given.threads,
         f"--dtypes {fp8} {leave_out}": in_job and fp8,
+        "--platform cuda has no effect with --threads. Leave one of them out.": (
+            given.threads and given.platform == "cuda"
+        ),
         f"none of {named} is compared over processes. Take some of {compared}.": (
             in_job and ops.isdisjoint(processes.OPS)
         ),
@@ -167,6 +176,8 @@ def _run(given, chosen):
     about = report.environment()
     title = report.describe(about, f'method "{chosen.method}", {chosen.rounds} rounds')
     table = report.results_table(chosen.dtypes, chosen.ops, given.platform)
+    if chosen.threads:
+        table = report.THREADS
     console.say(given, f"{title}\n\n{table.head()}")
     dots = FastestDots()
     results: list[Result] = []
@@ -225,8 +236,27 @@ def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
         setup = Setup(ranks, dtype, chosen.method, dots, chosen.variants)
         for case in OPS[op](setup, shape):
             cases.check_agreement(case)
+            candidates = _candidates(case, chosen.threads)
             # After the first call, a donated operand has the output sharding of the
             # program, so the second call compiles again.
-            timing.interleave(case.candidates, 1)
-            rounds = timing.interleave(case.candidates, chosen.rounds, chosen.patience)
-            yield report.evaluate(case, rounds)
+            timing.interleave(candidates, 1)
+            rounds = timing.interleave(candidates, chosen.rounds, chosen.patience)
+            for threads in chosen.threads or (None,):
+                yield report.evaluate(case, rounds, threads)
+
+
+def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
+    """Returns the programs of a case, and jax_ub's once for each number of threads.
+
+    The other programs run with the first number. They include limits that the engine
+    computes, which must stay comparable between the numbers.
+    """
+    if not threads:
+        return case.candidates
+    first, *others = threads
+    own = [c for c in case.candidates if c.name in (cases.OWN, f"{cases.OWN}_once")]
+    return [timing.WithThreads(c.name, c, first) for c in case.candidates] + [
+        timing.WithThreads(f"{c.name}@{number}", c, number)
+        for number in others
+        for c in own
+    ]

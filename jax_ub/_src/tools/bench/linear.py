@@ -40,6 +40,8 @@ _GEMMS = {
     for layer, swap in (("column", {}), ("row", str.maketrans("KN", "NK")))
     for layout, arrays in peers.LAYOUTS.items()
 }
+# Shapes that two Zen 5 cores multiply in 0.8 ms (AVX512-BF16 for bf16, AVX512 for f32).
+SMALL_SHAPES = {"bfloat16": Shape(512, 768, 768), "float32": Shape(512, 512, 512)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +157,18 @@ def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
     if setup.recipe is not None and op is PAIR:
         found.append(_case(op, setup, column, quantizes=True))
     return found
+
+
+def small(setup: Setup, shape: Shape) -> list[Case]:
+    """Returns the case of each forward op in a call of about 1 ms.
+
+    The sizes are fixed, so `shape` is ignored.
+    """
+    return [
+        dataclasses.replace(case, op="small", variant=case.op)
+        for op in FORWARD_OPS.values()
+        for case in linear(op, setup, SMALL_SHAPES[setup.dtype])
+    ]
 
 
 def _case(op, setup, column, *, quantizes):

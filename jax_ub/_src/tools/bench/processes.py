@@ -219,12 +219,7 @@ class _Synchronized:
             return self._candidate.seconds()
         if not self._job.is_first:
             return 0.0
-        cpu = cpu_engine.load()
-        before = cpu.num_threads(), cpu.part_of_cores()
-        cpu.set_num_threads(cpu.default_num_threads())
-        try:
+        with timing.engine_threads(cpu_engine.load().default_num_threads()):
             seconds = self._candidate.seconds()
-        finally:
-            cpu.set_num_threads(*before)
         self.lost = self._candidate.lost
         return seconds

@@ -48,6 +48,8 @@ class Result:
         speedups: each peer's time divided by jax_ub's.
         shares: each limit's time divided by jax_ub's; 1 is as fast as the limit.
         elsewhere: CPU share of other processes in the worst of the kept rounds.
+        threads: jax_ub's number of engine threads, if several numbers were compared.
+        over_first: jax_ub's time divided by its time with the first number of threads.
     """
 
     case: Case
@@ -55,6 +57,8 @@ class Result:
     speedups: dict[str, Summary] = dataclasses.field(default_factory=dict)
     shares: dict[str, Summary] = dataclasses.field(default_factory=dict)
     elsewhere: float = 0.0
+    threads: int | None = None
+    over_first: Summary | None = None
 
     @property
     def own(self) -> Summary:
@@ -79,9 +83,16 @@ class Result:
         return {**case, **more, **found}
 
 
-def evaluate(case: Case, rounds: Rounds) -> Result:
-    """Summarizes the rounds of a case."""
-    seconds = _per_call(case, rounds.seconds)
+def evaluate(case: Case, rounds: Rounds, threads: int | None = None) -> Result:
+    """Summarizes the rounds of a case, for one number of threads if it is given.
+
+    Times of other numbers than the first have names with the number: "jax_ub@16".
+    """
+    first = {name: s for name, s in rounds.seconds.items() if "@" not in name}
+    seconds = {
+        name: rounds.seconds.get(f"{name}@{threads}", first[name]) for name in first
+    }
+    first, seconds = _per_call(case, first), _per_call(case, seconds)
     own = seconds[cases.OWN]
     bare = [dataclasses.replace(c, program=None, operands=[]) for c in case.candidates]
     return Result(
@@ -90,6 +101,8 @@ def evaluate(case: Case, rounds: Rounds) -> Result:
         speedups={n: ratio(seconds[n], own) for n in cases.PEERS if n in seconds},
         shares={n: ratio(seconds[n], own) for n in cases.LIMITS if n in seconds},
         elsewhere=rounds.elsewhere,
+        threads=threads,
+        over_first=ratio(own, first[cases.OWN]) if threads else None,
     )
 
 
@@ -114,13 +127,15 @@ _CELLS: dict[str, Callable[[Result], object]] = {
     "processes": lambda r: r.case.num_processes,
     "dtype": lambda r: r.case.dtype,
     "M x K x N": lambda r: r.case.shape if r.case.op != "barrier" else "",
+    "threads": lambda r: r.threads,
     "time": lambda r: format_seconds(r.own.median / 1e6),
     "spread": lambda r: f"{r.own.spread:.0%}",
     "GF/s": lambda r: f"{r.gflops:.0f}" if r.case.flops else "",
+    "over first": lambda r: _ratio_text(r.over_first) if r.over_first else "",
 }
 _WIDTHS = {
     **{"op": 29, "P": 2, "processes": 9, "dtype": 8, "M x K x N": 14},
-    **{"time": 9, "spread": 6, "GF/s": 5},
+    **{"threads": 7, "time": 9, "spread": 6, "GF/s": 5, "over first": 12},
     **dict.fromkeys(cases.PEERS, 12),
     **{cases.PLAIN: 10, cases.IN_PROCESS: 10, cases.COPY: 5, PEAK: 5},
 }
@@ -156,7 +171,7 @@ class Table:
 
 _CASE = ("op", "P", "dtype", "M x K x N")
 _TIMES = ("time", "spread", "GF/s")
-_LINEAR = tuple(LINEAR_OPS)
+_LINEAR = (*LINEAR_OPS, "small")
 _GEMMS = (*_LINEAR, "gemm", "dgrad_add", "wgrad_accumulate")
 # The ops whose cases have a value in a column; all have one in the other columns.
 _OPS_WITH = {
@@ -165,7 +180,7 @@ _OPS_WITH = {
     cases.RING: _LINEAR,
     cases.ONEDNN: ("gemm",),
     cases.UNFUSED: ("fused",),
-    cases.PALLAS: ("all_gather_matmul",),
+    cases.PALLAS: ("all_gather_matmul", "small"),
     cases.PLAIN: (*_LINEAR, "dgrad_add", "wgrad_accumulate"),
     cases.COPY: _GEMMS,
     PEAK: (*_GEMMS, "fused"),
@@ -194,6 +209,9 @@ def results_table(
     return Table(*_CASE, *columns)
 
 
+THREADS = Table(
+    *_CASE, "threads", "time", "spread", "over first", cases.BEST, cases.PLAIN
+)
 PROCESSES = Table(
     *("op", "processes", "dtype", "M x K x N"),
     *_TIMES,
@@ -215,6 +233,7 @@ def sections(results: Sequence[Result], fallbacks: Sequence[Fallback]) -> str:
             f"{fallback.label}: {fallback.reason}" for fallback in fallbacks
         ],
     }
+    # With --threads, the results of a case have the same lines, which are printed once.
     return "".join(
         "\n".join([f"\n{title}\n", *dict.fromkeys(lines), ""])
         for title, lines in found.items()
