@@ -194,6 +194,58 @@ inline __m512i _mm512_cvtepu8_epi16(__m256i a) {
   return EmulatedFromHalves([&](int i) { return bytes[i]; });
 }
 
+// Operations on 64 bytes.
+using EmulatedBytes = std::array<uint8_t, 64>;
+inline EmulatedBytes BytesOfVector(__m512i v) {
+  return std::bit_cast<EmulatedBytes>(v);
+}
+// dst[i] = of(i)
+template <typename Of>
+__m512i EmulatedFromBytes(Of of) {
+  EmulatedBytes bytes;
+  for (int i = 0; i < 64; ++i) bytes[i] = of(i);
+  return std::bit_cast<__m512i>(bytes);
+}
+// dst[i] = the element of (a, b) with the index indices[i] % 128
+inline __m512i _mm512_permutex2var_epi8(__m512i a, __m512i indices, __m512i b) {
+  return EmulatedFromBytes([&](int i) {
+    const int from = BytesOfVector(indices)[i] % 128;
+    return BytesOfVector(from < 64 ? a : b)[from % 64];
+  });
+}
+// In each 128-bit quarter q: a[16q + first], b[16q + first], a[16q + first + 1], ...
+inline __m512i EmulatedUnpack8(__m512i a, __m512i b, int first) {
+  return EmulatedFromBytes([&](int i) {
+    const int from = i / 16 * 16 + first + i % 16 / 2;
+    return BytesOfVector(i % 2 == 0 ? a : b)[from];
+  });
+}
+inline __m512i _mm512_unpacklo_epi8(__m512i a, __m512i b) {
+  return EmulatedUnpack8(a, b, 0);
+}
+inline __m512i _mm512_unpackhi_epi8(__m512i a, __m512i b) {
+  return EmulatedUnpack8(a, b, 8);
+}
+// Bit j of each element of dst is bit 4 a[j] + 2 b[j] + c[j] of `table`.
+inline __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int table) {
+  return EmulatedWords([&](int i) {
+    uint32_t bits = 0;
+    for (int j = 0; j < 32; ++j) {
+      const uint32_t at =
+          (a.u[i] >> j & 1) * 4 + (b.u[i] >> j & 1) * 2 + (c.u[i] >> j & 1);
+      bits |= (static_cast<uint32_t>(table) >> at & 1) << j;
+    }
+    return bits;
+  });
+}
+// The upper half of dst is undefined, and set to another number than zero here.
+inline __m512i _mm512_castsi256_si512(__m256i a) {
+  EmulatedHalves halves;
+  halves.fill(0x5a5a);
+  for (int i = 0; i < 16; ++i) halves[i] = a.h[i];
+  return std::bit_cast<__m512i>(halves);
+}
+
 inline __m512 _mm512_cvtph_ps(__m256i a) {
   return EmulatedFloats([&](int i) {
     const int exponent = a.h[i] >> 10 & 31;

@@ -36,6 +36,50 @@ inline void CompareWidenedCodes(const KernelSet& kernels) {
   }
 }
 
+// KernelSet::pack_b, of all codes in every lane, for several whole panels and for
+// columns and words that do not fill a vector.
+inline void ComparePackedCodes(const KernelSet& kernels) {
+  const DType to = kernels.k_per_word == 1 ? DType::kF32 : DType::kBF16;
+  const int64_t width = kernels.tile_columns;
+  for (int variant = 0; variant < 4; ++variant) {
+    const bool is_transposed = variant & 1;
+    const DType dtype = variant & 2 ? DType::kE5M2 : DType::kE4M3;
+    const PackFunction pack =
+        (is_transposed ? kernels.pack_b.transposed
+                       : kernels.pack_b.copied)[static_cast<int>(dtype)];
+    for (int64_t outer : {2 * width, width + width / 2 + 1}) {
+      for (int64_t num_words : {256, 35, 17}) {
+        const int64_t depth = num_words * kernels.k_per_word;
+        const int64_t stride = is_transposed ? depth : outer;
+        const auto code_at = [&](int64_t o, int64_t k) {
+          return static_cast<int>((o + 3 * k) % 256);
+        };
+        std::vector<std::byte> source(outer * depth + kLineBytes);
+        for (int64_t o = 0; o < outer; ++o) {
+          for (int64_t k = 0; k < depth; ++k) {
+            source[is_transposed ? o * stride + k : k * stride + o] =
+                static_cast<std::byte>(code_at(o, k));
+          }
+        }
+        const int64_t panel_bytes = 4 * num_words * width;
+        std::vector<std::byte> panels(2 * panel_bytes);
+        pack(source.data(), stride, outer, num_words, panels.data(), panel_bytes);
+        int64_t num_wrong = 0;
+        for (int64_t o = 0; o < outer; ++o) {
+          for (int64_t k = 0; k < depth; ++k) {
+            const int64_t word = k / kernels.k_per_word * width + o % width;
+            const std::byte* const element =
+                &panels[o / width * panel_bytes + 4 * word +
+                        k % kernels.k_per_word * 2];
+            num_wrong += !AreSame(Read(element, to), Fp8ToF32(code_at(o, k), dtype));
+          }
+        }
+        CHECK_EQ(num_wrong, 0);
+      }
+    }
+  }
+}
+
 // All products of two codes, 256 x 256, as one product or in products of `rows` rows.
 // The codes are at k = 1 of K = 3, so that a pair of words has an empty half.
 inline void CompareProductsOfCodes(const KernelSet& kernels, int64_t rows) {
@@ -125,6 +169,7 @@ inline void CompareScaledCodes(const KernelSet& kernels) {
 inline void CompareAllCodes(const KernelSet& kernels) {
   CompareScaledCodes(kernels);
   CompareWidenedCodes(kernels);
+  ComparePackedCodes(kernels);
   CompareProductsOfCodes(kernels, 256);
   CompareProductsOfCodes(kernels, 4);
   CompareProductsOfCodes(kernels, 1);

@@ -60,4 +60,20 @@ inline constexpr Fp8Table kFp8Table = [] {
   return table;
 }();
 
+// The bytes of the bf16 numbers that equal the FP8 numbers without a sign.
+struct Fp8Bytes {
+  uint8_t upper[128];
+  uint8_t lower[128];
+};
+
+template <DType kDType>
+inline constexpr Fp8Bytes kFp8Bytes = [] {
+  Fp8Bytes bytes = {};
+  for (int i = 0; i < 128; ++i) {
+    bytes.upper[i] = static_cast<uint8_t>(kFp8Table<kDType>.bf16[i] >> 8);
+    bytes.lower[i] = static_cast<uint8_t>(kFp8Table<kDType>.bf16[i]);
+  }
+  return bytes;
+}();
+
 }  // namespace jax_ub::JAX_UB_KERNELS

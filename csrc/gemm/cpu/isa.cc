@@ -33,7 +33,12 @@ bool HasAvx512() {
          __builtin_cpu_supports("avx512dq");
 }
 
-bool HasAvx512Bf16() { return HasAvx512() && __builtin_cpu_supports("avx512bf16"); }
+// Also requires VBMI, which converts FP8. Of the processors with AVX512_BF16, only
+// Cooper Lake lacks it.
+bool HasAvx512Bf16() {
+  return HasAvx512() && __builtin_cpu_supports("avx512bf16") &&
+         __builtin_cpu_supports("avx512vbmi");
+}
 
 // Returns whether this process can use AMX BF16. Linux lets a process use the tile
 // registers only after it has requested permission.

@@ -13,10 +13,20 @@ namespace jax_ub::JAX_UB_KERNELS {
 template <DType kDType>
 struct Widened {
   static constexpr int64_t kBytes =
-      kElementBytes<kDType>;           // bytes per word in a source row
-  static constexpr int64_t kRows = 1;  // source rows per word
+      kElementBytes<kDType>;                   // bytes per word in a source row
+  static constexpr int64_t kRows = 1;          // source rows per word
+  static constexpr int64_t kWordsPerLane = 1;  // see TransposeBlocks
 
   static Vec LoadWords(const char* row, int64_t) { return LoadAs<kDType>(row); }
+
+  // Loads the words of kVectors * kLanes columns.
+  template <int kVectors>
+  static void LoadRow(const char* row, int64_t, Vec (&words)[kVectors]) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      words[v] = LoadAs<kDType>(row + v * kLanes * kBytes);
+    }
+  }
 
   // Converts through a vector, so that the result is identical to LoadWords.
   static void CopyWord(const char* row, int64_t, char* word) {
@@ -50,6 +60,7 @@ void PackCopied(const void* source,
                 void* panels,
                 int64_t panel_bytes) {
   constexpr int64_t kRowsAhead = 16;
+  constexpr int kVectors = (kPanel + kLanes - 1) / kLanes;
   const int64_t row_stride = Words::kRows * stride;
   const char* from = static_cast<const char*>(source);
   char* to = static_cast<char*>(panels);
@@ -66,11 +77,10 @@ void PackCopied(const void* source,
     char* words = to;
     if (k < num_words - kHeldBack<kPanel>) {
       for (; o + kPanel <= outer; o += kPanel, words += panel_bytes) {
+        Vec row[kVectors];
+        Words::LoadRow(from + o * Words::kBytes, stride, row);
 #pragma GCC unroll 8
-        for (int i = 0; i < kPanel; i += kLanes) {
-          Store(words + 4 * i,
-                Words::LoadWords(from + (o + i) * Words::kBytes, stride));
-        }
+        for (int v = 0; v < kVectors; ++v) Store(words + 4 * v * kLanes, row[v]);
       }
     }
     for (; o < outer; o += kPanel, words += panel_bytes) {
@@ -174,29 +184,40 @@ void PackFewRows(
   }
 }
 
-// Transposes a rectangle with at least kLanes rows and columns: word (row, column) goes
-// to to + column * to_stride + 4 * row. load(row, column) returns kLanes words of a
-// row. Transposes blocks of kLanes x kLanes words in registers. The last blocks end at
-// the end of the rectangle, so they may overlap the previous ones.
-template <typename Load>
-inline void TransposeBlocks(
-    int64_t rows, int64_t columns, Load load, char* to, int64_t to_stride) {
+// Transposes a rectangle of at least one block: word (row, column) goes to to + column *
+// to_stride + 4 * row. A lane has kWordsPerLane neighboring words of a row, which may be
+// compressed: load(row, column) returns kLanes lanes of a row, and store(lanes, to,
+// to_stride) stores kLanes lanes of a column, as kWordsPerLane rows. Transposes blocks
+// of kLanes x kLanes lanes in registers. The last blocks end at the end of the
+// rectangle, so they may overlap the previous ones.
+template <int64_t kWordsPerLane, typename LoadLanes, typename StoreLanes>
+inline void TransposeBlocks(int64_t rows,
+                            int64_t columns,
+                            LoadLanes load,
+                            StoreLanes store,
+                            char* to,
+                            int64_t to_stride) {
+  constexpr int64_t kColumns = kWordsPerLane * kLanes;
   for (int64_t next_row = 0; next_row < rows; next_row += kLanes) {
     const int64_t row = next_row + kLanes <= rows ? next_row : rows - kLanes;
-    for (int64_t next_column = 0; next_column < columns; next_column += kLanes) {
+    for (int64_t next_column = 0; next_column < columns; next_column += kColumns) {
       const int64_t column =
-          next_column + kLanes <= columns ? next_column : columns - kLanes;
+          next_column + kColumns <= columns ? next_column : columns - kColumns;
       Vec block[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) block[i] = load(row + i, column);
       Transpose(block);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
-        Store(to + (column + i) * to_stride + 4 * row, block[i]);
+        store(block[i], to + (column + i * kWordsPerLane) * to_stride + 4 * row,
+              to_stride);
       }
     }
   }
 }
+
+// The `store` of TransposeBlocks for lanes of one word.
+inline void StoreWords(Vec words, char* to, int64_t) { Store(to, words); }
 
 // Packs one panel of a source that is contiguous along K.
 template <typename Words, int kPanel>
@@ -222,10 +243,20 @@ void PackTransposedPanel(
     }
     return;
   }
+  if constexpr (Words::kWordsPerLane > 1) {
+    if (num_words >= Words::kWordsPerLane * kLanes) {
+      const auto load = [=](int64_t o, int64_t k) {
+        return Load(from + o * stride + k * kBytes);
+      };
+      TransposeBlocks<Words::kWordsPerLane>(outer, num_words, load, Words::StoreLanes,
+                                            to, kRowBytes);
+      return;
+    }
+  }
   const auto load = [=](int64_t o, int64_t k) {
     return Words::LoadWords(from + o * stride + k * kBytes, 0);
   };
-  TransposeBlocks(outer, num_words, load, to, kRowBytes);
+  TransposeBlocks<1>(outer, num_words, load, StoreWords, to, kRowBytes);
 }
 
 // Packs a source that is contiguous along K; `stride` is the distance of neighbors

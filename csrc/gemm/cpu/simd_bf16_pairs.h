@@ -26,6 +26,52 @@ inline void CopyElement(const char* from, char* to) {
   }
 }
 
+// The positions of 64 bytes in two vectors.
+struct ByteOrder {
+  uint8_t from[64];
+};
+
+// Interleaves two rows of 32 bytes, each in the lower half of a vector, so that
+// WordsOfFp8 returns the words of the first and of the last 16 columns.
+inline constexpr ByteOrder kOrderOfRows = [] {
+  ByteOrder order = {};
+  for (int i = 0; i < 64; ++i) {
+    const int column = i % 16 / 8 * 16 + i / 16 * 4 + i % 8 / 2;
+    order.from[i] = static_cast<uint8_t>(i % 2 * 64 + column);
+  }
+  return order;
+}();
+
+// Of 16 columns with four numbers along K each, WordsOfFp8 returns the words of the
+// first two numbers, and those of the last two.
+inline constexpr ByteOrder kOrderOfColumns = [] {
+  ByteOrder order = {};
+  for (int i = 0; i < 64; ++i) {
+    const int column = i / 16 * 4 + i % 8 / 2;
+    order.from[i] = static_cast<uint8_t>(4 * column + i % 16 / 8 * 2 + i % 2);
+  }
+  return order;
+}();
+
+// Converts 64 FP8 numbers of `a` and `b` to words. In the given order, each quarter has
+// the numbers of four words of the first vector, then four words of the second vector.
+template <DType kDType>
+inline void WordsOfFp8(
+    __m512i a, __m512i b, const ByteOrder& order, Vec& first, Vec& second) {
+  const Fp8Bytes& table = kFp8Bytes<kDType>;
+  const __m512i codes = _mm512_permutex2var_epi8(a, _mm512_loadu_si512(order.from), b);
+  const __m512i magnitude = _mm512_permutex2var_epi8(
+      _mm512_loadu_si512(table.upper), codes, _mm512_loadu_si512(table.upper + 64));
+  const __m512i lower = _mm512_permutex2var_epi8(_mm512_loadu_si512(table.lower), codes,
+                                                 _mm512_loadu_si512(table.lower + 64));
+  constexpr int kMagnitudeOrSign = 0xf8;  // magnitude | (codes & sign bits)
+  const __m512i upper = _mm512_ternarylogic_epi32(
+      magnitude, codes, _mm512_set1_epi32(static_cast<int>(0x80808080)),
+      kMagnitudeOrSign);
+  first = _mm512_castsi512_ps(_mm512_unpacklo_epi8(lower, upper));
+  second = _mm512_castsi512_ps(_mm512_unpackhi_epi8(lower, upper));
+}
+
 // Tells PackCopied and packing tiles how to make pairs of bf16: word k consists of an
 // element of row 2k (its low half) and one of row 2k + 1. Widened documents the
 // members.
@@ -42,6 +88,22 @@ struct Pairs {
       return _mm512_castsi512_ps(BF16OfFp8Lanes<kDType>(pairs));
     } else {
       return _mm512_castsi512_ps(pairs);
+    }
+  }
+
+  template <int kVectors>
+  static void LoadRow(const char* row, int64_t stride, Vec (&words)[kVectors]) {
+    constexpr int kPairedVectors = IsFp8(kDType) ? kVectors / 2 * 2 : 0;
+#pragma GCC unroll 16
+    for (int v = 0; v < kPairedVectors; v += 2) {
+      const char* from = row + v * kLanes * kBytes;
+      WordsOfFp8<kDType>(_mm512_castsi256_si512(LoadHalves(from)),
+                         _mm512_castsi256_si512(LoadHalves(from + stride)),
+                         kOrderOfRows, words[v], words[v + 1]);
+    }
+#pragma GCC unroll 16
+    for (int v = kPairedVectors; v < kVectors; ++v) {
+      words[v] = LoadWords(row + v * kLanes * kBytes, stride);
     }
   }
 
@@ -65,6 +127,16 @@ struct Pairs {
 template <DType kDType>
 struct AdjacentPairs {
   static constexpr int64_t kBytes = 2 * kElementBytes<kDType>;
+  // FP8 numbers are transposed before they are converted, four to a lane.
+  static constexpr int64_t kWordsPerLane = IsFp8(kDType) ? 2 : 1;
+
+  static void StoreLanes(Vec lanes, char* to, int64_t stride) {
+    const __m512i bytes = _mm512_castps_si512(lanes);
+    Vec first, second;
+    WordsOfFp8<kDType>(bytes, bytes, kOrderOfColumns, first, second);
+    Store(to, first);
+    Store(to + stride, second);
+  }
 
   static Vec LoadWords(const char* row, int64_t) {
     if constexpr (IsFp8(kDType)) {

@@ -137,12 +137,11 @@ void Tile(const void* a,
     const int64_t end = step + kStepWords < num_words ? step + kStepWords : num_words;
     for (int64_t k = step; k < end; ++k) {
       Vec b_vector[kVectors];
+      if constexpr (kPacks<Words>) Words::LoadRow(source, source_stride, b_vector);
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) {
         char* word = b_word + v * sizeof(Vec);
         if constexpr (kPacks<Words>) {
-          b_vector[v] =
-              Words::LoadWords(source + v * kLanes * Words::kBytes, source_stride);
           Store(word, b_vector[v]);
         } else {
           b_vector[v] = Load(word);
