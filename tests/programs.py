@@ -87,7 +87,7 @@ def collectives(text: str) -> collections.Counter:
 
 def copies(text: str, shape: str) -> int:
     """Counts XLA's copies of arrays of `shape`, for example "f32[8,16]"."""
-    return len(re.findall(rf"= {re.escape(shape)}\S* copy(?:-start)?\(", text))
+    return len(re.findall(rf"= \(?{re.escape(shape)}.* copy(?:-start)?\(", text))
 
 
 def execution(method: Method, num_ranks: int | None = None) -> Execution:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_ub._src.tools.explain import hlo
+from jax_ub._src.tools.explain import groups, hlo
 from jax_ub._src.tools.explain.hlo import Pair
 
 TEXT = """HloModule jit_step, is_scheduled=true
@@ -30,6 +30,7 @@ metadata={op_name="jit(step)/up/all_gather"}
   ROOT %last = f32[2,4]{1,0} all-reduce(%sum.1), GROUPS, to_apply=%sum
 }
 """
+MESH = {"dp": 2, "tp": 4}
 GROUPS = {
     "listed": "replica_groups={{0,1,2,3},{4,5,6,7}}",
     "iota": "replica_groups=[2,4]<=[8]",
@@ -37,19 +38,22 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_pairs_are_found_through_converts_and_transposes(groups):
-    found = hlo.collectives(TEXT.replace("GROUPS", groups))
+@pytest.mark.parametrize("text", GROUPS.values(), ids=GROUPS)
+def test_pairs_are_found_through_converts_and_transposes(text):
+    found = hlo.collectives(TEXT.replace("GROUPS", text), MESH)
+    sizes, axes = (8, 4 * 6, 4), ("tp",)
     assert found.pairs == (
         Pair(
             *("jit(step)/up/all_gather", "all-gather", "all_gather_matmul", 4, 48),
             sizes=(8, 4, 4 * 6),
             dtype="f32",
+            axes=axes,
+            is_of_kernel=True,  # as far as the text shows: it is an argument
         ),
-        Pair("r", "all-reduce", "matmul_all_reduce", 4, 192, (8, 4 * 6, 4), "f32"),
+        Pair("r", "all-reduce", "matmul_all_reduce", 4, 192, sizes, "f32", axes=axes),
         Pair(
-            *("s", "reduce-scatter", "matmul_reduce_scatter", 4, 96, (8, 4 * 6, 4)),
-            dtype="f32",
+            *("s", "reduce-scatter", "matmul_reduce_scatter", 4, 96, sizes, "f32"),
+            axes=axes,
         ),
     )
     assert {pair.itemsize for pair in found.pairs} == {4}
@@ -152,6 +156,93 @@ ENTRY %main (x: f32[8,4], w: f32[4,6]) -> f32[8,6] {{
     assert hlo.collectives(text) == hlo.Found((), {"all-reduce": 1})
     pure = text.replace(reduction, "add").replace(operation, "copy")
     assert len(hlo.collectives(pure).pairs) == 1
+
+
+def _tuple(texts):
+    """Joins the elements of a tuple like XLA, which numbers every fifth one."""
+    numbered = (f"/*index={i}*/{text}" if i == 5 else text for i, text in texts)
+    return ", ".join(numbered)
+
+
+@pytest.mark.parametrize("num_arrays", [2, 7])
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather"])
+def test_each_array_of_a_combined_collective_is_a_pair(kind, num_arrays):
+    sizes = [2 * (i + 1) for i in range(num_arrays)]
+    lines = ["ENTRY %main (w: f32[4,6]) -> f32[] {", "  %w = f32[4,6] parameter(0)"]
+    lines += [f"  %p{i} = f32[{m},4] parameter({i})" for i, m in enumerate(sizes)]
+    dots = [
+        f"  %y{i} = f32[{m},6] dot(%{{}}{i}, %w), lhs_contracting_dims={{1}}, "
+        f'metadata={{op_name="layer{i}/dot"}}'
+        for i, m in enumerate(sizes)
+    ]
+    dots = [dot.replace("{}", "p" if kind == "all-reduce" else "g") for dot in dots]
+    attributes = (
+        'replica_groups=[1,2]<=[2], metadata={op_name="(layer0/dot:layer1/dot)"}'
+    )
+    if kind == "all-reduce":
+        arrays = _tuple(enumerate(f"f32[{m},6]" for m in sizes))
+        summed = _tuple((i, f"%y{i}") for i in range(num_arrays))
+        lines += [*dots, f"  ROOT %r = ({arrays}) all-reduce({summed}), {attributes}"]
+    else:
+        parts = _tuple(enumerate(f"f32[{m // 2},4]" for m in sizes))
+        arrays = _tuple(enumerate(f"f32[{m},4]" for m in sizes))
+        given = _tuple((i, f"%p{i}") for i in range(num_arrays))
+        start = f"(({parts}), ({arrays})) all-gather-start({given}), {attributes}"
+        lines += [f"  %s = {start}", f"  %done = ({arrays}) all-gather-done(%s)"]
+        lines += [
+            f"  %g{i} = f32[{m},4] get-tuple-element(%done), index={i}"
+            for i, m in enumerate(sizes)
+        ]
+        lines += dots
+    pairs = hlo.collectives("\n".join([*lines, "}"])).pairs
+    assert [pair.scope for pair in pairs] == [
+        f"layer{i}/dot" for i in range(num_arrays)
+    ]
+    assert {pair.num_combined for pair in pairs} == {num_arrays}
+    elements = [6 * m if kind == "all-reduce" else 4 * m // 2 for m in sizes]
+    assert [pair.moved_bytes for pair in pairs] == [4 * number for number in elements]
+    assert [pair.sizes[0] for pair in pairs] == sizes
+
+
+PERMUTE = "source_target_pairs={{0,4},{4,0},{1,5},{5,1}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", (2, ("dp",))),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", (2, ("dp",))),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}", (2, ("dp",))),
+        (PERMUTE, (2, ("dp",))),
+        ("replica_groups=[1,8]<=[8]", (8, ("dp", "tp"))),
+        ("replica_groups={{0,5},{1,4},{2,7},{3,6}}", (2, ("dp", "tp"))),
+        ("replica_groups={}", (1, ())),
+    ],
+)
+def test_mesh_axes_are_found_from_devices(text, expected):
+    assert groups.size_and_axes(text, MESH) == expected
+
+
+def test_unknown_mesh_leaves_the_axes_unknown():
+    assert groups.mesh_in("replica_groups=mesh['axis_0'=8] {'axis_0'}") == {}
+    assert groups.mesh_in(GROUPS["mesh"]) == MESH
+    assert groups.size_and_axes("replica_groups=[1,8]<=[8]", {}) == (8, ())
+    assert groups.size_and_axes("replica_groups=[1,8]<=[8]", {"tp": 2}) == (8, ())
+
+
+@pytest.mark.parametrize("primitive", ["reshard", "all_to_all"])
+def test_all_to_all_is_a_reshard_if_the_program_does_not_contain_it(primitive):
+    text = f"""ENTRY %main (x: f32[8,4]) -> f32[8,4] {{
+  %x = f32[8,4] parameter(0)
+  %moved = f32[8,4] all-to-all(%x), GROUPS, metadata={{op_name="f/{primitive}"}}
+  %y = f32[8,4] bitcast(%moved)
+  ROOT %z = f32[8,4] custom-call(%y), custom_call_target="jax_ub$all_gather_matmul", \
+backend_config={{label = "all_gather_matmul (ub_name 'up')", method = 0 : i64}}
+}}
+"""
+    found = hlo.collectives(text.replace("GROUPS", GROUPS["mesh"]))
+    expected = hlo.Reshard("up", "all-to-all", 96, "f32", "", ("tp",))
+    assert found.reshards == ((expected,) if primitive == "reshard" else ())
 
 
 def test_program_without_collectives_has_no_pairs():

@@ -13,14 +13,19 @@ from overlapped_mlp import NUM_RANKS, SPECS, mlp, operands
 from programs import dp_tp_mesh, on_ranks, tp_mesh
 
 import jax_ub as ub
+from jax_ub._src.config import tuned_file
+from jax_ub._src.config.tuned_file import TunedKey
 from jax_ub._src.lowering_log import recording
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.prediction import hardware as machines
+from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear
 from jax_ub._src.tools.explain import report
 from jax_ub.errors import TraceError
 from jax_ub.flax import Linear
+
+SEQUENTIAL = "communicates before or after the GEMM"
 
 
 def test_calls_of_jax_ub_are_overlapped():
@@ -50,10 +55,32 @@ def test_every_method_is_explained_forward_and_backward(method):
         return mlp(method)(*args).sum()
 
     found = ub.explain(jax.grad(loss, argnums=(0, 1, 2)), *operands())
-    assert found.overlapped is (method is not Method.XLA)
-    reason = 'method = "xla" (given)' if method is Method.XLA else ""
-    assert {row.reason for row in found.rows} == {reason}
+    reasons = {
+        Method.XLA: {'method = "xla" (given)'},
+        # The gradients of kernels reuse the gathered rows.
+        Method.EXTERNAL: {"", 'method = "external" (given) ' + SEQUENTIAL},
+    }
+    assert {row.reason for row in found.rows} == reasons.get(method, {""})
+    assert found.overlapped is (method not in reasons)
+    assert all(row.overlapped is (not row.reason) for row in found.rows)
     assert "up" in {row.scope for row in found.rows}
+
+
+def test_external_from_the_environment_is_not_overlapped(monkeypatch):
+    monkeypatch.setenv("JAX_UB_METHOD", "external")
+    reasons = {row.reason for row in ub.explain(mlp(), *operands()).rows}
+    assert reasons == {f'method = "external" (from JAX_UB_METHOD) {SEQUENTIAL}'}
+
+
+def test_external_from_a_tuned_table_is_not_overlapped(tmp_path, monkeypatch):
+    case = TunedKey("matmul_reduce_scatter", NUM_RANKS, 64, 32, 16, "float32")
+    tuned = {environment(): {case: (MethodChoice(Method.EXTERNAL), {})}}
+    tuned_file.write(tmp_path / "t.json", tuned)
+    monkeypatch.setenv("JAX_UB_TUNED", str(tmp_path / "t.json"))
+    found = ub.explain(mlp(), *operands())
+    reason = f'method = "external" (the fastest by a tuned table) {SEQUENTIAL}'
+    assert [row.reason for row in found.rows] == ["", reason]
+    assert not found.overlapped
 
 
 def test_dtype_of_the_multiplied_arrays_is_shown():

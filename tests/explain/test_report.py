@@ -1,5 +1,9 @@
 """Tests the table that `explain` returns."""
 
+import dataclasses
+
+import pytest
+
 from jax_ub._src.tools.explain.report import Row, Table
 
 ON = Row("up", "all_gather_matmul", True, "direct", "", 3 << 20, 1.5e-3, 2e-6)
@@ -44,3 +48,17 @@ def test_json_has_all_fields():
     assert found["overlapped"] is False
     assert found["rows"][1]["reason"] == "no engine for cuda"
     assert found["rows"][0]["moved_bytes"] == 3 << 20
+
+
+@pytest.mark.parametrize(
+    ("scope", "expected"),
+    [
+        ("block/up", "block/up"),
+        (f"jit(step)/{'transpose(' * 8}/shard_map/dot", ".../shard_map/dot"),
+        ("n" * 99, f"{'n' * 57}..."),
+    ],
+)
+def test_long_paths_are_shortened_in_the_table(scope, expected):
+    table = Table((dataclasses.replace(ON, scope=scope),))
+    assert str(table).splitlines()[-1].split()[0] == expected
+    assert table.as_json()["rows"][0]["scope"] == scope

@@ -88,14 +88,15 @@ def test_method_selects_the_ops_of_the_backward_pass():
         "matmul_reduce_scatter, all_gather, wgrad",
         "ring_exchange",
     )
-    plain = dataclasses.replace(
-        linear, userbuffers_options={**options, "method": "xla"}
-    )
-    forward, _ = ops.Sequential(plain).explain().rows
-    assert (forward.overlapped, forward.reason) == (
-        False,
-        'method "xla" is plain jax.lax',
-    )
+    for method, reason in (
+        ("xla", "is plain jax.lax"),
+        ("external", "communicates before or after the GEMM"),
+    ):
+        options["method"] = method
+        plain = dataclasses.replace(linear, userbuffers_options=options)
+        forward, _ = ops.Sequential(plain).explain().rows
+        assert not forward.overlapped
+        assert forward.reason == f'method "{method}" {reason}'
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,7 @@ def test_method_selects_the_ops_of_the_backward_pass():
         (Method.BULK, "bulk_all_gather, bulk_reduce_scatter"),
         (Method.PIPELINE, "matmul_reduce_scatter, all_gather, wgrad"),
         (Method.XLA, "matmul_reduce_scatter, all_gather, wgrad"),
+        (Method.EXTERNAL, "matmul_reduce_scatter, all_gather, wgrad"),
     ],
 )
 def test_tuned_gradients_are_shown_for_their_sizes(tmp_path, monkeypatch, method, op):
@@ -114,7 +116,7 @@ def test_tuned_gradients_are_shown_for_their_sizes(tmp_path, monkeypatch, method
     monkeypatch.setenv("JAX_UB_TUNED", str(tmp_path / "t.json"))
     backward = mlp().explain(4096, num_ranks=2).rows[1]
     assert (backward.op, backward.method) == (op, method.value)
-    assert backward.overlapped == (method is not Method.XLA)
+    assert backward.overlapped == (method in (Method.BULK, Method.PIPELINE))
     assert mlp().explain(64, num_ranks=2).rows[1].method == "auto"
 
 

@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import P
 from jax.sharding import NamedSharding
 from overlapped_mlp import SPECS, mlp, operands
-from programs import on_ranks, tp_mesh
+from programs import dp_tp_mesh, on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub._src.prediction import estimate as simulate
+
+COLUMN = {"0": "column"}
 
 
 def test_pairs_of_a_collective_and_a_dot_are_listed():
@@ -117,3 +120,62 @@ def test_gathered_kernels_and_their_gradients_have_no_note():
     run = on_ranks(gradients, tp_mesh(4), SPECS[:2], P(), check_vma=False)
     found = ub.explain(run, *operands()[:2])
     assert "without a dot next to them: all-gather x " in found.notes[-1]
+
+
+@pytest.mark.parametrize("num_arrays", [3, 7])
+def test_every_array_of_a_combined_collective_is_counted(num_arrays):
+    def layers(xs, w):
+        return [jax.lax.psum(x @ w, "tp") for x in xs]
+
+    run = on_ranks(layers, tp_mesh(4), (P(None, "tp"), P("tp")), P())
+    xs = [jnp.ones((8 * (i + 1), 16)) for i in range(num_arrays)]
+    found = ub.explain(run, xs, jnp.ones((16, 32)))
+    assert not found.overlapped
+    tokens = sum(len(x) for x in xs)
+    assert sum(row.count * row.moved_bytes for row in found.rows) == 6 * 32 * tokens
+    assert sum(row.count * row.flops for row in found.rows) == 2 * 4 * 32 * tokens
+    assert {row.axis for row in found.rows} == {"tp"}
+    text = f"one of {num_arrays} arrays of a collective"
+    assert {row.note for row in found.rows} == {text}
+    assert max(len(line.split("  ")[0]) for line in str(found).splitlines()[3:]) <= 64
+
+
+@pytest.mark.parametrize("has_calls", [True, False])
+def test_gradient_sums_over_the_batch_are_not_missed_overlaps(has_calls):
+    with jax.set_mesh(dp_tp_mesh(2, 2)):
+        layer = ub.overlap(nnx.List([nnx.Linear(16, 16, rngs=nnx.Rngs(0))]), COLUMN)[0]
+        head, x = jnp.ones((16, 8)), jax.device_put(jnp.ones((4, 8, 16)), P("dp"))
+
+        def loss(head, layer, x):
+            y = layer(x) if has_calls else x
+            return jnp.sin(x @ head).sum() + jnp.sin(y).sum()
+
+        found = ub.explain(nnx.value_and_grad(loss), head, layer, x)
+    assert found.overlapped
+    assert [row.op for row in found.rows] == ["all_gather_matmul"] * has_calls
+    text = "data parallelism over dp: all-reduce of 1 gradients of kernels, sends 512 B"
+    assert text in found.notes
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_arrays_that_xla_reshards_for_a_call_are_listed(kind):
+    with jax.set_mesh(tp_mesh(4)):
+        layer = ub.overlap(
+            nnx.List([nnx.Linear(16, 16, rngs=nnx.Rngs(0))]), {"0": kind}
+        )
+        x = jax.device_put(jnp.ones((4, 32, 16)), P(None, "tp"))
+
+        @nnx.jit
+        def run(layers, x):
+            return jax.lax.with_sharding_constraint(layers[0](x), P())
+
+        found = ub.explain(run, layer, x)
+    assert found.overlapped is (kind == "column")
+    moved = [row for row in found.rows if row.op == "all-to-all"]
+    assert [row.scope for row in moved] == ["0"] * (kind == "row")
+    for row in moved:  # tokens are sharded, but a row layer needs sharded features
+        assert not row.overlapped
+        assert 'Are the kinds "column" and "row" swapped?' in row.reason
+        assert row.moved_bytes == 3 * 32 * 16 * 4 // 4
+    hint = "shard kernels and activations as these calls do"
+    assert found.notes[-1] == f"XLA adds 1 all-gathers next to 0: {hint}"

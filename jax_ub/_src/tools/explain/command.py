@@ -81,14 +81,14 @@ def command(given: argparse.Namespace) -> int:
         )
     machine = find_hardware(given.hardware)
     found = [hlo.collectives(text) for text in texts]
-    pairs = [pair for one in found for pair in one.pairs]
+    axes = program.tensor_axes(lowered, [])
     waits = traced.trace.exposed_by_op_s() if traced.trace else {}
     rows = [
         *program.call_rows(lowered, machine, waits, {}),
-        *program.pair_rows(pairs, machine, lowered),
+        *program.xla_rows(found, machine, lowered, axes),
     ]
     name = pathlib.Path(script).name
-    table = program.table_of(name, rows, found, given.hardware, lowered)
+    table = program.table_of(name, rows, found, given.hardware, lowered, axes)
     if jax.process_index() == 0:  # in a job, the other processes print nothing
         console.say(given, str(table))
         console.write(given, table.as_json())

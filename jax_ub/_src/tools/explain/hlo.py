@@ -5,18 +5,21 @@ import dataclasses
 import math
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from jax_ub._src.tools.explain import groups
+from jax_ub._src.tools.trace.spans import ub_name_in
+
+# XLA numbers every fifth element of a long tuple by such a comment.
+_COMMENT = re.compile(r"/\*index=\d+\*/")
 _COMPUTATION = re.compile(r"^\s*(?:ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?([\w.\-]+) = (\([^=]*?\)|\S+) ([\w\-]+)\((.*)$"
 )
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
-# Match the replica groups of a collective: listed, in iota format, or as mesh axes.
-_LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
-_IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
+_INDEX = re.compile(r"\bindex=(\d+)")
+_LABEL = re.compile(r'\blabel = \\?"([^"\\]*)')
 _NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
@@ -44,6 +47,13 @@ _COULD_BE = {
     "all-reduce": "matmul_all_reduce",
 }
 _COLLECTIVES = (*_COULD_BE, "all-to-all", "collective-permute")
+# Collectives that change how an array is sharded, by the start of the name of the
+# primitive of JAX. XLA names those that it adds after another primitive.
+_RESHARDS = {
+    "all-gather": "all_gather",
+    "all-to-all": "all_to_all",
+    "collective-permute": "ppermute",
+}
 # Instructions that only move or convert data, and may separate collective and dot.
 _PASSED = frozenset(
     (
@@ -72,6 +82,10 @@ class Pair:
     sends `moved_bytes`. `sizes` are the global M, K and N of the function `could_be`,
     or None if the HLO text does not contain them. `dtype` is that of the dot's
     operands, and `source` is the line of the user's code, or "" if it is unknown.
+    `axes` are the mesh axes of a group, empty if unknown. `is_of_kernel` is whether the
+    collective sums a gradient in the backward pass, or gathers an argument of the
+    program. XLA has combined `num_combined` arrays, of which this is one, in the
+    collective.
     """
 
     scope: str
@@ -82,10 +96,28 @@ class Pair:
     sizes: tuple[int, int, int] | None
     dtype: str
     source: str = ""
+    axes: tuple[str, ...] = ()
+    is_of_kernel: bool = False
+    num_combined: int = 1
 
     @property
     def itemsize(self) -> int:
         return _bits(self.dtype) // 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshard:
+    """A collective that XLA adds where a call of jax_ub expects another sharding.
+
+    `call` is the name of the call. The other fields are as in `Pair`.
+    """
+
+    call: str
+    collective: str
+    moved_bytes: int
+    dtype: str
+    source: str
+    axes: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +126,13 @@ class Found:
 
     `others` has the number of collectives without an adjacent dot, by opcode.
     `gathered` has the results' shapes of those all-gathers among them whose operand is
-    no argument of the program.
+    no argument of the program, and `reshards` has those that XLA adds next to a call.
     """
 
     pairs: tuple[Pair, ...]
     others: dict[str, int]
     gathered: tuple[tuple[int, ...], ...] = ()
+    reshards: tuple[Reshard, ...] = ()
 
 
 # Dtype, such as "bf16", and dimensions of an array.
@@ -114,11 +147,17 @@ class _Instruction:
     operands: list[str]
     text: str
 
+    @property
+    def kind(self) -> str:
+        """Returns the opcode of the operation that an asynchronous start starts."""
+        return self.opcode.removesuffix("-start")
+
 
 @dataclasses.dataclass(frozen=True)
 class _Dot:
     """The numbers of elements of one rank's operands and result, and K."""
 
+    instruction: _Instruction
     lhs: int
     rhs: int
     out: int
@@ -126,51 +165,161 @@ class _Dot:
     dtype: str
 
 
-def collectives(text: str) -> Found:
+def collectives(text: str, mesh: Mapping[str, int] | None = None) -> Found:
     """Finds XLA's collectives, and the dots next to them, in optimized HLO text.
 
     An all-gather is paired with the nearest dot that uses its result, a reduction with
-    the nearest dot whose result it sums.
+    the nearest dot whose result it sums. If XLA has combined several collectives, each
+    array that is next to a dot has a pair.
+
+    Args:
+        text: the HLO text.
+        mesh: the sizes of the mesh axes. None takes those that the text names.
     """
-    computations = dict(_computations(text))
-    lines = _SourceLines(text)
-    # The first dot of each computation that contains one.
-    dots = {
-        name: _dot(one, body)
-        for name, body in computations.items()
-        for one in reversed(body.values())
-        if _multiplies(one)
-    }
-    impure = {
-        name
-        for name, body in computations.items()
-        if not all(one.opcode in _MOVES or _multiplies(one) for one in body.values())
-    }
-    pairs = []
+    program = _Program(_COMMENT.sub("", text), mesh or groups.mesh_in(text))
+    pairs: list[Pair] = []
     gathered: list[tuple[int, ...]] = []
+    reshards: list[Reshard] = []
     others: collections.Counter[str] = collections.Counter()
-    for body in computations.values():
-        operands = {one.name: one.operands for one in body.values()}
-        users: dict[str, list[str]] = collections.defaultdict(list)
-        for name, used in operands.items():
+    for one, body in program.collectives():
+        if found := program.pairs(one, body):
+            pairs += found
+            continue
+        others[one.kind] += 1
+        if one.kind == "all-gather" and not _gathers_argument(one, body.instructions):
+            gathered.append(tuple(one.arrays[0][1]))
+        reshards += program.reshards(one, body)
+    return Found(tuple(pairs), dict(others), tuple(gathered), tuple(reshards))
+
+
+class _Body:
+    """The instructions of a computation, and what uses what, by name."""
+
+    def __init__(self, instructions: dict[str, _Instruction]):
+        self.instructions = instructions
+        self.operands = {one.name: one.operands for one in instructions.values()}
+        self.users: dict[str, list[str]] = collections.defaultdict(list)
+        for name, used in self.operands.items():
             for operand in used:
-                users[operand].append(name)
-        for one in body.values():
-            kind = one.opcode.removesuffix("-start")
-            if kind not in _COLLECTIVES:
-                continue
-            near = None
-            if kind == "all-gather":
-                near = _near(one.name, users, body, dots)
-            elif kind in _COULD_BE and _sums(one, computations):
-                near = _near(one.name, operands, body, dots, impure)
-            if near is not None:
-                pairs.append(_pair(one, kind, near, lines))
-                continue
-            others[kind] += 1
-            if kind == "all-gather" and not _gathers_argument(one, body):
-                gathered.append(tuple(one.arrays[-1][1]))
-    return Found(tuple(pairs), dict(others), tuple(gathered))
+                self.users[operand].append(name)
+
+    def users_by_array(self, one: _Instruction) -> list[list[str]]:
+        """Returns the users of each array of the result of a collective."""
+        if len(one.arrays) == 1:
+            return [self.users[one.name]]
+        found: list[list[str]] = [[] for _ in one.arrays]
+        for name in (one.name, *self.users[one.name]):  # the second may be its "-done"
+            for user in self.users[name]:
+                used = self.instructions[user]
+                index = _INDEX.search(used.text)
+                if used.opcode == "get-tuple-element" and index:
+                    found[int(index[1])].append(user)
+        return found
+
+
+class _Program:
+    """A compiled program, in which the neighbors of a collective are found."""
+
+    def __init__(self, text: str, mesh: Mapping[str, int]):
+        self._computations = dict(_computations(text))
+        self._lines = _SourceLines(text)
+        self._mesh = mesh
+        # The first dot of each computation that contains one.
+        self._dots = {
+            name: _dot(one, body)
+            for name, body in self._computations.items()
+            for one in reversed(body.values())
+            if _multiplies(one)
+        }
+        self._impure = {
+            name
+            for name, body in self._computations.items()
+            if not all(o.opcode in _MOVES or _multiplies(o) for o in body.values())
+        }
+
+    def collectives(self) -> Iterator[tuple[_Instruction, _Body]]:
+        for instructions in self._computations.values():
+            body = _Body(instructions)
+            for one in instructions.values():
+                if one.kind in _COLLECTIVES:
+                    yield one, body
+
+    def pairs(self, one: _Instruction, body: _Body) -> list[Pair]:
+        """Returns a pair for each array of a collective that is next to a dot."""
+        dots: list[_Dot | None] = []
+        is_of_kernel = False
+        if one.kind == "all-gather":
+            starts = body.users_by_array(one)
+            dots = [self._near(start, body, body.users) for start in starts]
+            is_of_kernel = _gathers_argument(one, body.instructions)
+        elif one.kind in _COULD_BE and _sums(one, self._computations):
+            dots = [
+                self._near([name], body, body.operands, self._impure)
+                for name in one.operands
+            ]
+        # An operand of unknown shape leaves more dots than arrays.
+        pairs = zip(one.arrays, dots, strict=False)
+        return [self._pair(one, *pair, is_of_kernel) for pair in pairs if pair[1]]
+
+    def reshards(self, one: _Instruction, body: _Body) -> Iterator[Reshard]:
+        """Yields the collective if XLA adds it next to a call of jax_ub."""
+        named = _NAME.search(one.text)
+        primitive = named[1].rpartition("/")[2] if named else ""
+        if one.kind not in _RESHARDS or primitive.startswith(_RESHARDS[one.kind]):
+            return
+        calls = (_call(one, body, edges) for edges in (body.users, body.operands))
+        if call := next(filter(None, calls), None):
+            num_ranks, axes = groups.size_and_axes(one.text, self._mesh)
+            yield Reshard(
+                call,
+                one.kind,
+                sum(_moved_bytes(one.kind, array, num_ranks) for array in one.arrays),
+                one.arrays[0][0],
+                self._lines.of(one),
+                axes,
+            )
+
+    def _near(self, reached, body, edges, impure=frozenset()) -> _Dot | None:
+        """Returns the nearest dot among instructions or along `edges` from them.
+
+        Only instructions in `_PASSED` may be between them, and no fusions that call
+        computations in `impure`.
+        """
+        for _ in range(_MAX_STEPS):
+            following = []
+            for one in _known(reached, body):
+                called = _CALLED.search(one.text)
+                if _multiplies(one):
+                    return _dot(one, body.instructions)
+                if called and called[1] in impure:
+                    continue
+                if called and called[1] in self._dots:
+                    return self._dots[called[1]]
+                if _passes(one):
+                    following += edges.get(one.name, ())
+            reached = following
+        return None
+
+    def _pair(self, one, array, dot, is_of_kernel):
+        num_ranks, axes = groups.size_and_axes(one.text, self._mesh)
+        computed = _NAME.search(dot.instruction.text)
+        # The name of a combined collective joins the names of all that it combines.
+        source = dot.instruction if len(one.arrays) > 1 and computed else one
+        named = _NAME.search(source.text)
+        is_backward = computed is not None and "transpose(" in computed[1]
+        return Pair(
+            scope=named[1] if named else one.name,
+            collective=one.kind,
+            could_be=_COULD_BE[one.kind],
+            num_ranks=num_ranks,
+            moved_bytes=_moved_bytes(one.kind, array, num_ranks),
+            sizes=_global_sizes(array, one.kind, dot, num_ranks),
+            dtype=dot.dtype,
+            source=self._lines.of(source),
+            axes=axes,
+            is_of_kernel=is_of_kernel or (one.kind != "all-gather" and is_backward),
+            num_combined=len(one.arrays),
+        )
 
 
 class _SourceLines:
@@ -250,6 +399,9 @@ def _instruction(name, shape, opcode, rest):
     ]
     # The operand list ends where the attributes start.
     operands = re.findall(r"%([\w.\-]+)", rest.partition("), ")[0])
+    if opcode.endswith("-start") and opcode != "all-reduce-start":
+        # An asynchronous start lists its operands before its results.
+        arrays = arrays[len(operands) : 2 * len(operands)]
     return _Instruction(name, arrays, opcode, operands, rest)
 
 
@@ -279,56 +431,42 @@ def _dot(one, body):
     else:
         # A dot of [M, K] and [K, N] has the result [M, N], and M K * K N / M N = K^2.
         K = math.isqrt(lhs * rhs // max(out, 1))
-    return _Dot(lhs, rhs, out, K, dtype)
+    return _Dot(one, lhs, rhs, out, K, dtype)
 
 
-def _near(start, edges, body, dots, impure=frozenset()):
-    """Returns the nearest dot along `edges` (users or operands) from `start`, or None.
+def _known(names, body):
+    return (body.instructions[name] for name in names if name in body.instructions)
 
-    Only instructions in `_PASSED` may be between them, and no fusions that call
-    computations in `impure`.
-    """
-    reached = list(edges.get(start, ()))
+
+def _passes(one):
+    return one.opcode in _PASSED or one.opcode.endswith("-done")
+
+
+def _call(one, body, edges):
+    """Returns the name of the nearest call of jax_ub along `edges`, or None."""
+    reached = edges.get(one.name, ())
     for _ in range(_MAX_STEPS):
         following = []
-        for name in reached:
-            one = body.get(name)
-            if one is None:
-                continue
-            called = _CALLED.search(one.text)
-            if _multiplies(one):
-                return _dot(one, body)
-            if called and called[1] in impure:
-                continue
-            if called and called[1] in dots:
-                return dots[called[1]]
-            if one.opcode in _PASSED or one.opcode.endswith("-done"):
-                following += edges.get(name, ())
+        for near in _known(reached, body):
+            label = _LABEL.search(near.text)
+            if 'custom_call_target="jax_ub$' in near.text and label:
+                return ub_name_in(label[1]) or label[1]
+            if _passes(near):
+                following += edges.get(near.name, ())
         reached = following
     return None
 
 
-def _pair(one, kind, dot, lines):
-    num_ranks = _group_size(one.text)
-    share = (num_ranks - 1) / max(num_ranks, 1)
+def _moved_bytes(kind, array, num_ranks):
+    """Returns the bytes that a rank sends of an array in a collective's result."""
+    dtype, sizes = array
+    share = 1 if kind == "collective-permute" else (num_ranks - 1) / num_ranks
     # A reduce-scatter's result is 1 / num_ranks of the reduced array.
     whole = num_ranks if kind == "reduce-scatter" else 2 if kind == "all-reduce" else 1
-    named = _NAME.search(one.text)
-    # An asynchronous start lists its operand before its result.
-    dtype, sizes = one.arrays[-1]
-    return Pair(
-        scope=named[1] if named else one.name,
-        collective=kind,
-        could_be=_COULD_BE[kind],
-        num_ranks=num_ranks,
-        moved_bytes=round(share * whole * (math.prod(sizes) * _bits(dtype) // 8)),
-        sizes=_global_sizes(one, kind, dot, num_ranks),
-        dtype=dot.dtype,
-        source=lines.of(one),
-    )
+    return round(share * whole * (math.prod(sizes) * _bits(dtype) // 8))
 
 
-def _global_sizes(one, kind, dot, num_ranks):
+def _global_sizes(array, kind, dot, num_ranks):
     K = dot.contracting
     if min(dot.lhs, dot.rhs, dot.out, K) < 1:
         return None
@@ -337,20 +475,6 @@ def _global_sizes(one, kind, dot, num_ranks):
         return M, num_ranks * K, max(dot.out // M, 1)
     # M is the number of rows of the gathered operand, which may be the left or the
     # right operand of the dot.
-    gathered = math.prod(one.arrays[-1][1])
+    gathered = math.prod(array[1])
     M = max((dot.rhs if gathered == dot.rhs else dot.lhs) // K, 1)
     return M, K, num_ranks * max(dot.out // M, 1)
-
-
-def _group_size(text):
-    """Returns the number of devices in a collective's replica group; 1 if unknown."""
-    if listed := _LISTED.search(text):
-        return len(listed[1].split(","))
-    if iota := _IOTA.search(text):
-        return int(iota[1])
-    mesh = _MESH.search(text)
-    if not mesh:
-        return 1
-    sizes = dict(re.findall(r"'([^']*)'=(\d+)", mesh[1]))
-    axes = re.findall(r"'([^']*)'", mesh[2])
-    return math.prod(int(sizes.get(axis, 1)) for axis in axes)

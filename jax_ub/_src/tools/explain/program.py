@@ -4,19 +4,22 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core
+from jax.sharding import NamedSharding
 
 from jax_ub._src import arguments, dtypes, lowering_log
+from jax_ub._src.checks import axis_tuple
 from jax_ub._src.lowering_log import Fallback, LoweredCall, recording, shape_of
+from jax_ub._src.methods import Method
 from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.primitives.call import Call
-from jax_ub._src.tables import format_count
+from jax_ub._src.tables import format_bytes, format_count
 from jax_ub._src.tools.explain import hlo, report
 from jax_ub._src.tools.explain.report import HardwareLike, Row, Table, TraceLike, Waits
 from jax_ub._src.tools.trace.spans import ub_name_in
@@ -29,6 +32,11 @@ _GATHERS_NOTE = (
     "all-gathers are of activations or their gradients: on an explicit mesh, shard the "
     "tokens over the axis after the embedding"
 )
+_RESHARDED = (
+    "XLA's own: an array of this call is not sharded as the call expects it. Are the "
+    'kinds "column" and "row" swapped?'
+)
+_GATHERS_HINT = "shard kernels and activations as these calls do"
 
 
 def explain(
@@ -71,15 +79,16 @@ def explain(
     traced = program.trace(*arrays)
     with recording() as lowered:
         text = traced.lower().compile().as_text() or ""
-    found = hlo.collectives(text)
     jaxpr = traced.jaxpr.jaxpr
+    found = hlo.collectives(text, _mesh_of(jaxpr, arrays))
+    axes = tensor_axes(lowered, arrays)
     rows = [
         *call_rows(lowered, machine, report.read_waits(trace), _count(jaxpr)),
-        *pair_rows(found.pairs, machine, lowered),
+        *xla_rows([found], machine, lowered, axes),
         *_other_fallbacks(jaxpr, found.pairs),
     ]
     name = getattr(fn, "__name__", "").strip("<>") or "program"
-    return table_of(name, rows, [found], hardware, lowered)
+    return table_of(name, rows, [found], hardware, lowered, axes)
 
 
 def _as_new_function(fn, args, kwargs):
@@ -111,12 +120,42 @@ def _is_array(leaf):
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
+def _mesh_of(jaxpr, arrays) -> Mapping[str, int]:
+    """Returns the sizes of the mesh axes of a program, or no axes if unknown."""
+    for array in arrays:
+        sharding = getattr(array, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh.shape
+    for equation, _ in equations(jaxpr, 1):
+        if equation.primitive.name == "shard_map":
+            return equation.params["mesh"].shape
+    return {}
+
+
+def tensor_axes(
+    lowered: Sequence[LoweredCall], arrays: Sequence[Any]
+) -> Collection[str] | None:
+    """Returns the mesh axes of tensor parallelism, or None if they are unknown.
+
+    These are the axes of jax_ub's calls. A program without calls shards its batch,
+    which is the first dimension, over the other axes.
+    """
+    if named := {axis for one in lowered for axis in one.call.axis_name}:
+        return named
+    shardings = [getattr(array, "sharding", None) for array in arrays]
+    specs = [one.spec for one in shardings if isinstance(one, NamedSharding)]
+    if not any(axis for spec in specs for axis in spec):
+        return None
+    return {axis for spec in specs for part in spec[1:] for axis in axis_tuple(part)}
+
+
 def table_of(
     name: str,
     rows: Sequence[Row],
     found: Sequence[hlo.Found],
     hardware: HardwareLike,
     lowered: Sequence[LoweredCall],
+    axes: Collection[str] | None,
 ) -> Table:
     """Returns the table of `explain` with its title and its notes."""
     on = sum(row.overlapped for row in rows)
@@ -132,6 +171,8 @@ def table_of(
     if others:
         listed = ", ".join(f"{kind} x {num}" for kind, num in sorted(others.items()))
         notes.append(f"XLA's collectives without a dot next to them: {listed}")
+    notes += _data_parallelism(found, axes)
+    notes += _gathers_around_calls(found, axes)
     gathers = _num_activation_gathers(found, lowered)
     if gathers > 1:  # one is needed for the gradient of the embedding
         notes.append(f"{gathers} {_GATHERS_NOTE}")
@@ -140,6 +181,41 @@ def table_of(
         notes=(*notes, *report.assumption(hardware, rows)),
         hardware=report.other_machine(report.find_hardware(hardware)),
     )
+
+
+def _is_data_parallel(pair: hlo.Pair, axes: Collection[str] | None) -> bool:
+    """Returns whether a pair sums gradients or gathers kernels over a data axis."""
+    is_fallback = lowering_log.fallback_in(pair.scope) is not None
+    known = pair.is_of_kernel and pair.axes and axes is not None and not is_fallback
+    return bool(known) and not set(pair.axes) & set(axes or ())
+
+
+def _data_parallelism(found, axes) -> Iterator[str]:
+    """Yields a note for each kind of collective of data parallelism."""
+    moved: dict[tuple[str, str], list[int]] = {}
+    for pair in itertools.chain.from_iterable(one.pairs for one in found):
+        if _is_data_parallel(pair, axes):
+            key = (pair.collective, ", ".join(pair.axes))
+            moved.setdefault(key, []).append(pair.moved_bytes)
+    for (collective, names), sizes in moved.items():
+        what = "kernels" if collective == "all-gather" else "gradients of kernels"
+        yield (
+            f"data parallelism over {names}: {collective} of {len(sizes)} {what}, "
+            f"sends {format_bytes(sum(sizes))}"
+        )
+
+
+def _gathers_around_calls(found, axes) -> Iterator[str]:
+    """Yields a note if XLA gathers arrays of calls over their axes."""
+    calls = [
+        one.call
+        for each in found
+        for one in each.reshards
+        if one.collective == "all-gather" and set(one.axes) & set(axes or ())
+    ]
+    if calls:
+        names = ", ".join(dict.fromkeys(calls))
+        yield f"XLA adds {len(calls)} all-gathers next to {names}: {_GATHERS_HINT}"
 
 
 def _num_activation_gathers(found, lowered) -> int:
@@ -196,12 +272,14 @@ def call_rows(
         elif equal[0].why_not_pallas:
             notes.append(f"not pallas: {equal[0].why_not_pallas}")
         target = call.op
+        is_sequential = method is Method.EXTERNAL and num_ranks > 1 and tiles is None
+        why_not = reason or (_why_sequential(call) if is_sequential else "")
         yield Row(
             scope=_scope(equal[0].scope, call.label),
             op=target,
-            overlapped=reason is None,
+            overlapped=not why_not,
             method=method.value if tiles is None else "pallas",
-            reason=reason or "",
+            reason=why_not,
             moved_bytes=None if num_ranks == 1 else round(prediction.moved_bytes),
             # The model does not know JAX's kernel.
             predicted_s=prediction.seconds if tiles is None else None,
@@ -211,6 +289,17 @@ def call_rows(
             count=int(count) if count.isdigit() and int(count) else len(equal),
             dtype=_dtype_of(call, operands),
         )
+
+
+def _why_sequential(call):
+    """Returns why the communication of a call of method "external" is not hidden."""
+    source = "given"
+    if call.choice.is_from_environment:
+        source = "from JAX_UB_METHOD"
+    elif not call.choice.is_explicit:
+        by_name, by_size = "the default of its name", "the fastest by a tuned table"
+        source = by_name if call.execution.is_named else by_size
+    return f'method = "external" ({source}) communicates before or after the GEMM'
 
 
 def _dtype_of(call, operands):
@@ -223,14 +312,40 @@ def _dtype_of(call, operands):
     return " x ".join(dict.fromkeys(names))
 
 
-def pair_rows(
-    pairs: Sequence[hlo.Pair], machine: Hardware, lowered: Sequence[LoweredCall]
+def xla_rows(
+    found: Sequence[hlo.Found],
+    machine: Hardware,
+    lowered: Sequence[LoweredCall],
+    axes: Collection[str] | None,
 ) -> Iterator[Row]:
-    """Yields a row for each pair of an XLA collective and a dot.
+    """Yields a row for each collective of XLA that jax_ub could overlap or avoid.
 
     Pairs to which a call in `lowered` fell back are left out, because `call_rows` has
-    the call.
+    the call. Collectives along other mesh axes than `axes` are left out if they are of
+    data parallelism. With None, none is.
     """
+    pairs = [pair for one in found for pair in one.pairs]
+    pairs = [pair for pair in pairs if not _is_data_parallel(pair, axes)]
+    yield from _pair_rows(pairs, machine, lowered)
+    reshards = [one for each in found for one in each.reshards]
+    for one, count in collections.Counter(reshards).items():
+        if one.collective != "all-gather" and set(one.axes) & set(axes or ()):
+            yield Row(
+                scope=one.call,
+                op=one.collective,
+                overlapped=False,
+                method="xla",
+                reason=_RESHARDED,
+                moved_bytes=one.moved_bytes,
+                note=f"x {count}" if count > 1 else "",
+                count=count,
+                dtype=one.dtype,
+                source=one.source,
+                axis=", ".join(one.axes),
+            )
+
+
+def _pair_rows(pairs, machine, lowered) -> Iterator[Row]:
     listed = {Fallback(one.call.label, one.reason) for one in lowered if one.reason}
     groups = collections.Counter(map(_with_user_scope, pairs))
     for (pair, fallback, repeated), count in groups.items():
@@ -249,6 +364,9 @@ def pair_rows(
                     hardware=machine,
                 )
         could_be = f"XLA's own: could be one ub.{pair.could_be}"
+        notes = [f"x {count}" if count > 1 else "", repeated]
+        if pair.num_combined > 1:
+            notes.append(f"one of {pair.num_combined} arrays of a collective")
         yield Row(
             scope=pair.scope,
             op=" + ".join(names if is_gather else reversed(names)),
@@ -257,11 +375,12 @@ def pair_rows(
             reason=fallback.reason if fallback else could_be,
             moved_bytes=pair.moved_bytes,
             predicted_s=seconds,
-            note=", ".join(filter(None, [f"x {count}" if count > 1 else "", repeated])),
+            note=", ".join(filter(None, notes)),
             flops=flops,
             count=count,
             dtype=pair.dtype,
             source=pair.source,
+            axis=", ".join(pair.axes),
         )
 
 

@@ -29,6 +29,7 @@ from jax_ub._src.tools.trace.recorder import Recording
 from jax_ub._src.tools.trace.spans import Trace
 
 _ASSUMED = "h200"  # for devices that the simulator does not know
+_MAX_SCOPE = 60  # characters of a path in the table
 _ALWAYS_SHOWN = ("where", "op", "overlapped", "method")
 # The fields of `Hardware` by name, and the names of those without a default.
 _RATES = {field.name: field for field in dataclasses.fields(Hardware)}
@@ -62,6 +63,7 @@ class Row:
             "e5m2 x e4m3"; for a collective alone, the dtype that it moves.
         source: file and line in the user's program, for XLA's collectives; empty if
             unknown.
+        axis: mesh axes along which a collective of XLA communicates; empty if unknown.
     """
 
     scope: str
@@ -77,6 +79,7 @@ class Row:
     count: int = 1
     dtype: str = ""
     source: str = ""
+    axis: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,9 +141,10 @@ def _cells(row: Row) -> dict[str, str]:
         return "" if value is None else format_value(value)
 
     return {
-        "where": row.scope,
+        "where": _shortened(row.scope),
         "line": pathlib.PurePath(row.source).name,
         "op": row.op,
+        "axis": row.axis,
         "dtype": row.dtype,
         "overlapped": "yes" if row.overlapped else "NO",
         "method": row.method,
@@ -151,6 +155,16 @@ def _cells(row: Row) -> dict[str, str]:
         "why not": row.reason,
         "note": row.note,
     }
+
+
+def _shortened(scope: str) -> str:
+    """Returns the last names of a path in the program, if it is long."""
+    kept = scope
+    while len(kept) > _MAX_SCOPE and "/" in kept:
+        kept = kept.partition("/")[2]
+    if len(kept) > _MAX_SCOPE:
+        return f"{kept[: _MAX_SCOPE - 3]}..."
+    return scope if kept == scope else f".../{kept}"
 
 
 def find_hardware(hardware: HardwareLike) -> Hardware:

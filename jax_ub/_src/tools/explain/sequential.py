@@ -179,6 +179,8 @@ def _linear(op, name, window, reasons, sizes) -> Row:
         reason = _REJECTED
     elif call_config.method is Method.XLA:
         reason = 'method "xla" is plain jax.lax'
+    elif call_config.method is Method.EXTERNAL:
+        reason = 'method "external" communicates before or after the GEMM'
     waits = [sizes.waits.get((call_config.label, target)) for target in targets]
     known = [seconds for seconds in waits if seconds is not None]
     method, found = call_config.method.value, []

@@ -1,0 +1,70 @@
+"""Reads which devices a collective of HLO text connects, and along which mesh axes."""
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+# Match the replica groups of a collective: listed, in iota format, or as mesh axes.
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]+\})\}")
+_IOTA = re.compile(
+    r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?",
+)
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
+
+
+def mesh_in(text: str) -> dict[str, int]:
+    """Returns the sizes of the mesh axes in HLO text, if they have the user's names."""
+    for found in _MESH.finditer(text):
+        sizes = _sizes(found[1])
+        if not any(name.startswith("axis_") for name in sizes):  # XLA makes such names
+            return sizes
+    return {}
+
+
+def size_and_axes(text: str, mesh: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
+    """Returns the number of devices in a collective's group, and the axes along it.
+
+    The number is 1, and the axes are empty, if they are unknown.
+    """
+    groups = _device_groups(text)
+    if not groups:
+        return 1, ()
+    names = [name for name, size in mesh.items() if size > 1]
+    for num_axes in range(1, len(names) + 1):
+        for axes in itertools.combinations(names, num_axes):
+            along = [set(group) for group in _groups_along(mesh, axes)]
+            if all(any(whole.issuperset(one) for whole in along) for one in groups):
+                return len(groups[0]), axes
+    return len(groups[0]), ()
+
+
+def _sizes(text):
+    return {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", text)}
+
+
+def _device_groups(text) -> list[list[int]]:
+    """Returns the device numbers of each group, or source and target of each send."""
+    if listed := _LISTED.search(text):
+        groups = re.findall(r"\{([\d,]+)\}", listed[1])
+        return [[int(number) for number in group.split(",")] for group in groups]
+    if iota := _IOTA.search(text):
+        sizes = [int(size) for size in iota[2].split(",")]
+        order = [int(axis) for axis in iota[3].split(",")] if iota[3] else None
+        numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
+        return numbers.reshape(-1, int(iota[1])).tolist()
+    if found := _MESH.search(text):
+        return _groups_along(_sizes(found[1]), re.findall(r"'([^']*)'", found[2]))
+    return []
+
+
+def _groups_along(mesh: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
+    """Returns the device numbers of each group of a mesh along some of its axes."""
+    names = list(mesh)
+    order = [name for name in names if name not in axes]
+    order += [name for name in axes if name in names]
+    numbers = np.arange(math.prod(mesh.values())).reshape([*mesh.values()])
+    size = math.prod(mesh[name] for name in axes if name in names)
+    return numbers.transpose([*map(names.index, order)]).reshape(-1, size).tolist()
