@@ -10,7 +10,7 @@ from flax import nnx
 from jax_ub._src import checks
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.flax.core_attention import CoreAttention, dropout
-from jax_ub._src.flax.linear import Linear, apply_layers
+from jax_ub._src.flax.linear import apply_layers, inner_linear
 from jax_ub._src.flax.norm_layers import LayerNormMLP, normalize
 from jax_ub._src.flax.options import (
     LinearOptions,
@@ -20,7 +20,6 @@ from jax_ub._src.flax.options import (
     make_norm,
     norm_dtypes,
     qk_norm_class,
-    userbuffers_name,
 )
 from jax_ub._src.sharding.layout import ShardingLayout
 
@@ -61,8 +60,8 @@ def residual_blocks(
 ) -> jax.Array:
     """Computes attention and MLP of a transformer layer, each with a residual.
 
-    If `drop`, the dropout of their results, is None, they add the residuals themselves,
-    before rounding.
+    `drop` applies dropout to their results. If it is None, they add the residuals
+    themselves, before rounding.
     """
     if drop is None:
         x = attend(residual=inputs)
@@ -177,15 +176,11 @@ class MultiHeadAttention(nnx.Module):
             broadcast_dropout,
         )
         self.core.check_heads(num_heads, num_kv_heads)
-
-        def column(size_in, heads):
-            name = userbuffers_name("qkv", options)
-            sizes = size_in, (heads, self.head_dim)
-            return Linear(*sizes, parallel="column", ub_name=name, rngs=rngs, **options)
-
-        self.query = column(in_features, num_heads)
-        self.key = column(in_kv_features, num_kv_heads)
-        self.value = column(in_kv_features, num_kv_heads)
+        query_sizes = in_features, (num_heads, self.head_dim)
+        key_sizes = in_kv_features, (num_kv_heads, self.head_dim)
+        self.query = inner_linear(*query_sizes, "column", "qkv", rngs, options)
+        self.key = inner_linear(*key_sizes, "column", "qkv", rngs, options)
+        self.value = inner_linear(*key_sizes, "column", "qkv", rngs, options)
         self.query_ln: nnx.RMSNorm | nnx.LayerNorm | None = nnx.data(None)
         self.key_ln: nnx.RMSNorm | nnx.LayerNorm | None = nnx.data(None)
         norm = qk_norm_class("MultiHeadAttention", qk_norm_type, normalize_qk, nnx)
@@ -193,14 +188,8 @@ class MultiHeadAttention(nnx.Module):
             dtypes = norm_dtypes(options)
             self.query_ln = norm(self.head_dim, rngs=rngs, **dtypes)
             self.key_ln = norm(self.head_dim, rngs=rngs, **dtypes)
-        self.out = Linear(
-            (num_heads, self.head_dim),
-            out_features,
-            parallel="row",
-            ub_name=userbuffers_name("proj", options),
-            rngs=rngs,
-            **options,
-        )
+        heads = num_heads, self.head_dim
+        self.out = inner_linear(heads, out_features, "row", "proj", rngs, options)
         self.deterministic = deterministic
         self.rngs: nnx.RngStream | None = nnx.data(None)
         if dropout_rate > 0:

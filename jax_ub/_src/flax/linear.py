@@ -15,7 +15,12 @@ from flax.nnx.nn import dtypes, initializers
 
 from jax_ub._src import arguments, checks
 from jax_ub._src.config.flags import OverlapFlags
-from jax_ub._src.flax.options import as_sizes, read_sizes
+from jax_ub._src.flax.options import (
+    LinearOptions,
+    as_sizes,
+    read_sizes,
+    userbuffers_name,
+)
 from jax_ub._src.fp8.flax_state import Fp8State
 from jax_ub._src.fp8.recipes import DelayedScaling, Recipe, check_layer_recipe
 from jax_ub._src.sharding.layout import ShardingLayout
@@ -315,6 +320,25 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
         if is_whole and jax.sharding.get_abstract_mesh().manual_axes:
             layout = dataclasses.replace(layout, fsdp_axes=())
         return layout
+
+
+def inner_linear(
+    in_features: int | Sequence[int],
+    out_features: int | Sequence[int],
+    parallel: str,
+    ub_name: str,
+    rngs: nnx.Rngs,
+    options: LinearOptions,
+) -> Linear:
+    """Creates a linear layer with the options of the module that contains it."""
+    return Linear(
+        in_features,
+        out_features,
+        parallel=parallel,
+        ub_name=userbuffers_name(ub_name, options),
+        rngs=rngs,
+        **options,
+    )
 
 
 def apply_layers(layers: Sequence[Any], inputs: jax.Array) -> tuple[jax.Array, ...]:

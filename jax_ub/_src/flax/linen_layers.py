@@ -23,7 +23,6 @@ from jax_ub._src.flax.options import (
     norm_dtypes,
     qk_norm_class,
     resolve_activation,
-    userbuffers_name,
 )
 
 
@@ -106,24 +105,10 @@ class LayerNormMLP(TensorParallel):
         check_norm_inputs(op, self.hidden_size, inputs, self)
         norm = make_norm(nn, op, self.normalization, self.epsilon, options, name="norm")
         normalized = norm(inputs)
-
-        def column(name):
-            return Linear(
-                self.ffn_hidden_size,
-                parallel="column",
-                ub_name=userbuffers_name("fc1", options),
-                name=name,
-                **options,
-            )
-
-        fc1, gate = column("fc1"), column("gate") if is_gated else None
-        fc2 = Linear(
-            self.hidden_size,
-            parallel="row",
-            ub_name=userbuffers_name("fc2", options),
-            name="fc2",
-            **options,
-        )
+        column = self.ffn_hidden_size, "column", "fc1"
+        fc1 = self.inner_linear(*column, name="fc1")
+        gate = self.inner_linear(*column, name="gate") if is_gated else None
+        fc2 = self.inner_linear(self.hidden_size, "row", "fc2", name="fc2")
         return mlp(activation, (fc1, gate, fc2), normalized, residual)
 
 
@@ -187,14 +172,8 @@ class MultiHeadAttention(TensorParallel):
         num_kv_heads = num_heads if self.num_kv_heads is None else self.num_kv_heads
         qkv_features = in_features if self.qkv_features is None else self.qkv_features
         check_attention_sizes(num_heads, num_kv_heads, qkv_features, self.rotary_base)
-        out = Linear(
-            in_features if out_features is None else out_features,
-            axis=(-2, -1),
-            parallel="row",
-            ub_name=userbuffers_name("proj", options),
-            name="out",
-            **options,
-        )
+        out_features = in_features if out_features is None else out_features
+        out = self.inner_linear(out_features, "row", "proj", axis=(-2, -1), name="out")
         core = CoreAttention(
             out.sharding_layout,
             self.attention_fn,
@@ -205,19 +184,11 @@ class MultiHeadAttention(TensorParallel):
         )
         core.check_heads(num_heads, num_kv_heads, inputs_q)
 
-        def column(name, heads):
-            return Linear(
-                (heads, qkv_features // num_heads),
-                parallel="column",
-                ub_name=userbuffers_name("qkv", options),
-                name=name,
-                **options,
-            )
-
+        head_dim, column = qkv_features // num_heads, ("column", "qkv")
         layers = (
-            column("query", num_heads),
-            column("key", num_kv_heads),
-            column("value", num_kv_heads),
+            self.inner_linear((num_heads, head_dim), *column, name="query"),
+            self.inner_linear((num_kv_heads, head_dim), *column, name="key"),
+            self.inner_linear((num_kv_heads, head_dim), *column, name="value"),
         )
         inputs = (inputs_q, inputs_k, inputs_v)
         q, k, v = project_qkv(layers, inputs, self.rotary_base)

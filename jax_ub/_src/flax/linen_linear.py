@@ -21,6 +21,7 @@ from jax_ub._src.flax.options import (
     as_sizes,
     check_flags,
     read_sizes,
+    userbuffers_name,
 )
 from jax_ub._src.fp8.flax_state import linen_state
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
@@ -96,6 +97,15 @@ class TensorParallel(arguments.KeywordsChecked, nn.Module, kw_only=True):
         options = self.linear_options()
         check_flags(type(self).__name__, options)
         return options
+
+    @nn.nowrap
+    def inner_linear(
+        self, features: int | Sequence[int], parallel: str, ub_name: str, **keywords
+    ) -> "Linear":
+        """Creates a linear layer with the options of this module."""
+        options = self.linear_options()
+        name = userbuffers_name(ub_name, options)
+        return Linear(features, parallel=parallel, ub_name=name, **keywords, **options)
 
     @nn.nowrap
     def is_deterministic(self, deterministic: bool | None, *rates: float) -> bool:

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from jax_ub._src import checks
-from jax_ub._src.flax.linear import Linear, apply_layers
+from jax_ub._src.flax.linear import Linear, apply_layers, inner_linear
 from jax_ub._src.flax.options import (
     LinearOptions,
     check_norm_inputs,
@@ -15,7 +15,6 @@ from jax_ub._src.flax.options import (
     check_options,
     make_norm,
     resolve_activation,
-    userbuffers_name,
 )
 
 
@@ -25,7 +24,7 @@ def mlp(
     normalized: jax.Array,
     residual: jax.Array | None,
 ) -> jax.Array:
-    """Computes an MLP of nnx or linen layers fc1, gate (None if not gated) and fc2."""
+    """Computes an MLP from fc1, the gate (or None) and fc2, layers of nnx or linen."""
     fc1, gate, fc2 = layers
     if gate is None:
         hidden = activation(fc1(normalized))
@@ -177,22 +176,12 @@ class LayerNormMLP(nnx.Module):
         self.norm = make_norm(
             nnx, op, normalization, epsilon, options, hidden_size, rngs=rngs
         )
-
-        def column():
-            name = userbuffers_name("fc1", options)
-            sizes = hidden_size, ffn_hidden_size
-            return Linear(*sizes, parallel="column", ub_name=name, rngs=rngs, **options)
-
-        self.gate: Linear | None = column() if is_gated else nnx.data(None)
-        self.fc1 = column()
-        self.fc2 = Linear(
-            ffn_hidden_size,
-            hidden_size,
-            parallel="row",
-            ub_name=userbuffers_name("fc2", options),
-            rngs=rngs,
-            **options,
-        )
+        sizes = hidden_size, ffn_hidden_size
+        self.gate: Linear | None = nnx.data(None)
+        if is_gated:
+            self.gate = inner_linear(*sizes, "column", "fc1", rngs, options)
+        self.fc1 = inner_linear(*sizes, "column", "fc1", rngs, options)
+        self.fc2 = inner_linear(*sizes[::-1], "row", "fc2", rngs, options)
 
     def __call__(
         self, inputs: jax.Array, *, residual: jax.Array | None = None
