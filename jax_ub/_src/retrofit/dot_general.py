@@ -214,11 +214,9 @@ class DotGeneral:
     def why_intercepted(
         self, product: interception.Product, original: Callable | None
     ) -> str | None:
-        """Returns why JAX must compute the product, as `interception` does.
+        """Returns why JAX must compute the product, or None.
 
-        Raises:
-            UnsupportedOverlapError: if the function is intercepted, but the call must
-                not fall back: a method is given, or the arrays are one rank's shards.
+        Raises an error if it must, but the call must not fall back to JAX.
         """
         reason = interception.why_intercepted(product, original)
         if reason is not None:
@@ -227,11 +225,9 @@ class DotGeneral:
         return reason
 
     def check_may_fall_back(self, reason: str, fix: str) -> None:
-        """Raises an error if JAX must not compute the product instead.
+        """Raises an error if a method is given, or the arrays are one rank's shards.
 
-        Raises:
-            UnsupportedOverlapError: if a method is given, or the arrays are one rank's
-                shards.
+        Then JAX must not compute the product instead.
         """
         if not self.sharding_layout.may_fall_back():
             raise UnsupportedOverlapError(f"{self.sharding_layout.op}: {reason}. {fix}")

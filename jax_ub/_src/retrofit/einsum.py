@@ -156,12 +156,7 @@ class Einsum:
         return _transpose(y, y_labels, equation.y)
 
     def why_not(self, subscripts: str, x_ndim: int) -> str | None:
-        """Returns why JAX must compute the einsum, or None if it can be overlapped.
-
-        Raises:
-            UnsupportedOverlapError: if JAX must compute it, but a method is given or
-                the arrays are one rank's shards.
-        """
+        """Returns why JAX must compute the einsum, or None if it can be overlapped."""
         reason = self.dense.why_intercepted(interception.EINSUM, self.original)
         if reason is None and not Equation.read(subscripts, x_ndim).is_dense:
             reason = f"{shown(subscripts)} is not a dense layer"

@@ -22,11 +22,10 @@ from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.retrofit import interception
 from jax_ub._src.retrofit.dot_general import DotGeneral
 from jax_ub._src.retrofit.einsum import Einsum
-from jax_ub._src.retrofit.rules import check_layer_name, check_rules, compile_rule
+from jax_ub._src.retrofit.rules import read_rules
 from jax_ub._src.runtime.registry import LayerName
 from jax_ub._src.sharding.layout import (
     ShardingLayout,
-    resolve_parallel,
     sharding_of,
 )
 
@@ -95,26 +94,16 @@ class Overlap:
         ub_names: Mapping[str, str] | None = None,
         fp8: Recipe | Mapping[str, Recipe | None] | None = None,
     ):
-        self._rules = {
-            compile_rule(rule): None
-            if kind is None
-            else resolve_parallel("overlap", kind)
-            for rule, kind in check_rules("rules", rules).items()
-        }
-        self._names = {}
-        for rule, name in check_rules("ub_names", ub_names).items():
-            check_layer_name(rule, name)
-            self._names[compile_rule(rule)] = name
-        recipes = fp8 if isinstance(fp8, Mapping) else {".*": fp8}
-        for recipe in recipes.values():
-            check_layer_recipe("overlap", recipe)
-        self._recipes: dict[re.Pattern[str], Recipe | None] = {}
-        if isinstance(fp8, Mapping):
-            self._recipes = {compile_rule(rule): fp8[rule] for rule in fp8}
+        self._rules = read_rules("rules", rules)
+        self._names = read_rules("ub_names", ub_names)
+        is_by_path = isinstance(fp8, Mapping)
+        self._recipes = read_rules("fp8", fp8 if is_by_path else None)
+        recipe: Any = None if is_by_path else fp8
+        check_layer_recipe("overlap", recipe)
         self._sharding_layout = ShardingLayout(
             *("column", axis_name, mesh, data_axes, sequence_parallel, method),
             fsdp_axes=fsdp_axes,
-            fp8=None if isinstance(fp8, Mapping) else fp8,
+            fp8=recipe,
         )
         known_mesh = self._sharding_layout.find_mesh()
         if known_mesh is not None:

@@ -22,17 +22,11 @@ from jax_ub._src.fp8.recipes import DelayedScaling, Recipe, check_layer_recipe
 from jax_ub._src.retrofit import interception
 from jax_ub._src.retrofit.dot_general import DotGeneral
 from jax_ub._src.retrofit.einsum import Einsum, Equation
-from jax_ub._src.retrofit.rules import (
-    check_layer_name,
-    check_rules,
-    matching_paths,
-    values_by_path,
-)
+from jax_ub._src.retrofit.rules import values_by_path
 from jax_ub._src.runtime.registry import LayerName
 from jax_ub._src.sharding.layout import (
     ShardingLayout,
     parallel_of_spec,
-    resolve_parallel,
     sharded_dim,
     sharding_of,
 )
@@ -121,14 +115,12 @@ def overlap(  # noqa: PLR0913, options of layers
         kinds = _kinds_by_path(rules, layers)
     else:
         kinds = _kinds_by_sharding(rules, layers, axis_name)
-    for pattern, name in check_rules("ub_names", ub_names).items():
-        check_layer_name(pattern, name)
     names = values_by_path("ub_names", ub_names, kinds)
-    recipes: Mapping[str, Any] = dict.fromkeys(kinds, fp8)
     if isinstance(fp8, Mapping):
         recipes = values_by_path("fp8", fp8, kinds)
-    for recipe in recipes.values():
-        check_layer_recipe("overlap", recipe)
+    else:
+        check_layer_recipe("overlap", fp8)
+        recipes = dict.fromkeys(kinds, fp8)
     replacements = {}
     for path, kind in kinds.items():
         layout = ShardingLayout(
@@ -218,10 +210,9 @@ class _Layer:
     @property
     def mesh(self) -> Mesh | None:
         """Returns the concrete mesh over which the kernel is sharded, or None."""
-        for array in _arrays_of(self.kernel):
-            mesh = getattr(sharding_of(array), "mesh", None)
-            return mesh if isinstance(mesh, Mesh) else None
-        return None
+        array = next(iter(_arrays_of(self.kernel)), None)
+        mesh = getattr(sharding_of(array), "mesh", None)
+        return mesh if isinstance(mesh, Mesh) else None
 
     def kind(self, axis_name: str | tuple[str, ...]) -> str | None:
         """Returns "column" or "row" by the kernel's sharded dimension, or None."""
@@ -412,11 +403,7 @@ def _kinds_by_sharding(rules, layers, axis_name) -> dict[str, str]:
 
 def _kinds_by_path(rules, layers) -> dict[str, str]:
     """Maps the layer paths that match the user's `rules` to "column" or "row"."""
-    found: dict[str, str | None] = {}
-    for pattern, kind in rules.items():
-        resolved = None if kind is None else resolve_parallel("overlap", kind)
-        for path in matching_paths(f"the rule {shown(pattern)}", pattern, layers):
-            found.setdefault(path, resolved)
+    found = values_by_path("rules", rules, layers)
     kinds = {path: kind for path, kind in found.items() if kind is not None}
     for path in kinds:
         kept = layers[path].kept_reason()

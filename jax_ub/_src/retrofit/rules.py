@@ -1,56 +1,66 @@
-"""Rules that select the layers of a model by their paths."""
+"""Rules that assign values to the layers of a model by their paths."""
 
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from jax_ub._src.errors import UnknownNameError, nearest, shown
+from jax_ub._src.fp8.recipes import check_layer_recipe
+from jax_ub._src.sharding.layout import resolve_parallel
+
+
+def read_rules(argument: str, given: Any) -> dict[re.Pattern[str], Any]:
+    """Checks and compiles a dictionary of patterns; returns {} for None.
+
+    `argument` is its name: "rules", "ub_names" or "fp8".
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise UnknownNameError(
+            f"overlap: {argument} = {shown(given)} is not a dictionary. Pass, for "
+            'example, {r".*\\.up": ...} to select layers by path.'
+        )
+    read = {"rules": _read_kind, "ub_names": _read_name, "fp8": _read_recipe}[argument]
+    rules = (given or {}).items()
+    return {_compiled(pattern): read(pattern, value) for pattern, value in rules}
 
 
 def values_by_path(argument: str, given: Any, paths: Collection[str]) -> dict[str, Any]:
-    """Maps layer paths to the values that a dictionary of patterns assigns."""
+    """Returns the value of the first rule that matches each path."""
     found: dict[str, Any] = {}
-    for pattern, value in check_rules(argument, given).items():
-        described = f"{shown(pattern)} of {argument}"
-        for path in matching_paths(described, pattern, paths, "overlapped"):
+    for pattern, value in read_rules(argument, given).items():
+        matched = list(filter(pattern.fullmatch, paths))
+        if not matched:
+            name, kind = f"{shown(pattern.pattern)} of {argument}", "overlapped"
+            if argument == "rules":
+                name, kind = f"the rule {shown(pattern.pattern)}", "linear"
+            raise UnknownNameError(
+                f"overlap: {name} matches no {kind} layer of the model; a rule must "
+                f"match a whole path. {nearest(pattern.pattern, paths)}"
+            )
+        for path in matched:
             found.setdefault(path, value)
     return found
 
 
-def matching_paths(
-    described: str, pattern: str, paths: Collection[str], kind: str = "linear"
-) -> list[str]:
-    """Returns the paths that a pattern matches; raises an error if there is none."""
-    matched = list(filter(compile_rule(pattern).fullmatch, paths))
-    if not matched:
-        raise UnknownNameError(
-            f"overlap: {described} matches no {kind} layer of the model; a rule must "
-            f"match a whole path. {nearest(pattern, paths)}"
-        )
-    return matched
+def _read_kind(pattern, kind):
+    return None if kind is None else resolve_parallel("overlap", kind)
 
 
-def check_rules(argument: str, rules: Any) -> Mapping:
-    """Checks that `rules` is a dictionary; returns an empty one for None."""
-    if rules is not None and not isinstance(rules, Mapping):
-        raise UnknownNameError(
-            f"overlap: {argument} = {shown(rules)} is not a dictionary. Pass, for "
-            'example, {r".*\\.up": ...} to select layers by path.'
-        )
-    return rules or {}
-
-
-def check_layer_name(pattern: str, name: Any) -> None:
-    """Raises an error unless the value `name` of `ub_names` is a string."""
+def _read_name(pattern, name):
     if not isinstance(name, str):
         raise UnknownNameError(
             f"overlap: ub_names = {{{shown(pattern)}: {shown(name)}}} has a name of "
             f'type {type(name).__name__}. Pass the name of a layer, such as "fc1".'
         )
+    return name
 
 
-def compile_rule(pattern: str) -> re.Pattern[str]:
-    """Compiles the regular expression that selects layers by their path."""
+def _read_recipe(pattern, recipe):
+    check_layer_recipe("overlap", recipe)
+    return recipe
+
+
+def _compiled(pattern):
     try:
         return re.compile(pattern)
     except (re.error, TypeError, RecursionError, OverflowError) as error:
