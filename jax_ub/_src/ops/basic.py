@@ -103,11 +103,7 @@ class ConstantScale(BasicOperation):
     scale: float
 
     def __post_init__(self):
-        """Converts `scale` to a Python float, which does not promote the dtype of x.
-
-        Raises:
-            ShapeContractError: if `scale` is not a number.
-        """
+        """Converts `scale` to a Python float, which does not promote the dtype of x."""
         if not checks.is_number(self.scale):
             raise ShapeContractError(
                 f"{self.label}: scale = {shown(self.scale)} is of type "

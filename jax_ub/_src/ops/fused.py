@@ -20,7 +20,6 @@ from jax_ub._src.ops.fused_operation import (
     ForwardPattern,
     FusedPattern,
     Op,
-    expand,
     part,
 )
 from jax_ub._src.ops.linear import BasicLinear
@@ -78,26 +77,20 @@ class _LinearPattern(FusedPattern):
             )
         super().__post_init__()
         linear = vars(self)["linear"]
-        if isinstance(linear, kind):
-            object.__setattr__(self, "userbuffers", linear)
+        overlapped = linear if isinstance(linear, kind) else None
+        object.__setattr__(self, "userbuffers", overlapped)
 
     @property
     def overlaps(self):
         return self.userbuffers is not None
 
-    @classmethod
-    def _replacing(cls, window):
-        return cls(expand(window), *_instances(window, cls._overlapped))
-
     def _window(self):
-        overlapped = self.userbuffers
-        if overlapped is None:
-            return self.basic_ops
-        size = len(overlapped.basic_ops)
-        first = _instances(self.basic_ops, BasicLinear)[:1]
-        start = self.basic_ops.index(*first) if first else 0
-        rest = self.basic_ops[start + size :]
-        return (*self.basic_ops[:start], overlapped, *rest)
+        ops, overlapped = tuple(self.basic_ops), self.userbuffers
+        size = 0 if overlapped is None else len(overlapped.basic_ops)
+        for i in range(len(ops)):
+            if overlapped is not None and ops[i : i + size] == overlapped.basic_ops:
+                return (*ops[:i], overlapped, *ops[i + size :])
+        return ops
 
     def _checked_keywords(self):
         """Replaces a row-parallel linear by the operation that overlaps it, if any."""
@@ -106,10 +99,6 @@ class _LinearPattern(FusedPattern):
         if linear.tensor_parallel_mode == ROW and match([linear])[0]:
             found["linear"] = self._overlapped(linear=linear)
         return found
-
-
-def _instances(ops, kind):
-    return [op for op in ops if isinstance(op, kind)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -220,11 +220,7 @@ class FusedPattern(FusedOperation):
     basic_ops: Any = None
 
     def __post_init__(self):
-        """Sets `basic_ops` from the fields, or the fields from `basic_ops`.
-
-        Raises:
-            ShapeContractError: if an operation is missing or not supported here.
-        """
+        """Sets `basic_ops` from the other fields, or these from `basic_ops`."""
         if self.basic_ops is None:
             found = self._checked_keywords()
             basic_ops = expand(_present(found))
@@ -262,13 +258,9 @@ class FusedPattern(FusedOperation):
             if found is None or cls.mismatch(**found):
                 return None
             has_needed = all(found[name] is not None for name in cls._needed)
-            return cls._replacing(_present(found)) if has_needed else None
+            return cls(tuple(_present(found))) if has_needed else None
 
         return fuse_windows(ops, match)
-
-    @classmethod
-    def _replacing(cls, window):
-        return cls(expand(window))
 
     def _window(self):
         """Returns the operations that are assigned to the fields."""

@@ -112,16 +112,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
     overwritten = frozenset({"main_grad", *fp8_state.NAMES})
 
     def __post_init__(self):
-        """Checks all constructor arguments that do not depend on the mesh.
-
-        Raises:
-            UnknownNameError: if a mode, method or option is unknown, or a flag is not a
-                bool.
-            UnsupportedOverlapError: if the method is "bulk", which the forward does not
-                support.
-            ShapeContractError: if a size is not a positive integer, or an option is
-                invalid.
-        """
+        """Checks all constructor arguments that do not depend on the mesh."""
         if self.tensor_parallel_mode is not None:
             name = "tensor_parallel_mode"
             check_parallel(self.label, name, self.tensor_parallel_mode)
@@ -208,11 +199,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
         return "main_grad" if self.accumulate_into_main_grad else "kernel"
 
     def call_config(self, dtype: DTypeLike) -> CallConfig:
-        """Returns the `CallConfig` of the layer: its ranks, method and dtype.
-
-        Raises:
-            ShapeContractError: if the axis is not a manual mesh axis.
-        """
+        """Returns the `CallConfig` of the layer: its ranks, method and dtype."""
         named = (self.comm_name, self.chosen_method)
         if self.tensor_parallel_mode is None:
             config = make_local_call_config(self.label, *named)
@@ -226,14 +213,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
         return config.with_dtypes(dtype, dtype)
 
     def operands(self, config: CallConfig, params: Params, x: jax.Array) -> Residuals:
-        """Checks x and the parameters; returns them as residuals in one dtype.
-
-        Returns:
-            The residuals, which contain the operands "x", "kernel" and "main_grad".
-
-        Raises:
-            ShapeContractError: if the shapes do not match each other or the mesh.
-        """
+        """Checks x and the parameters; returns them as residuals in one dtype."""
         kernel, label, num_ranks = params["kernel"], config.label, config.num_ranks
         given, x = x, source_of(x)
         checks.check_float(label, x=x, kernel=kernel)

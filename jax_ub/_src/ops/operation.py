@@ -132,14 +132,7 @@ class BasicOperation(Operation):
     )
 
     def __post_init__(self):
-        """Checks the types and values of the constructor's arguments.
-
-        Subclasses that override this method call it.
-
-        Raises:
-            ShapeContractError: if a field has the wrong type or is not hashable.
-            UnknownNameError: if `method` is unknown, or a flag is not a bool.
-        """
+        """Checks the constructor's arguments. Subclasses that override it call it."""
         fields = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }

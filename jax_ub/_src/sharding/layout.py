@@ -71,13 +71,6 @@ class ShardingLayout:
         rhs_transposed: whether the kernel is stored as `[out, in]`.
         kernel_mesh: the concrete mesh of the kernel when the layer was created. If the
             arrays of a call have an equal abstract mesh, it supplies the devices.
-
-    Raises:
-        UnknownNameError: if there is no such `parallel` or `method`, or
-            `sequence_parallel` is neither true nor false.
-        ShapeContractError: if `mesh` is not a mesh, `axis_name` is not the name of
-            mesh axes, or `data_axes` or `fsdp_axes` are not distinct names of axes
-            other than `axis_name`.
     """
 
     parallel: str | None
@@ -287,11 +280,7 @@ class ShardingLayout:
         return math.prod(mesh.shape[n] for n in self.fsdp_axes if n in manual)
 
     def check_axes(self, mesh: AnyMesh) -> None:
-        """Raises an error unless the mesh has all axes of `axis_name` and `data_axes`.
-
-        Raises:
-            UnknownNameError: names the axis that is missing.
-        """
+        """Raises an error if the mesh lacks an axis of `axis_name` or `data_axes`."""
         self.axis_size(mesh)
         self.check_data_axes(mesh)
 

@@ -73,17 +73,8 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
 
     Returns:
         `[..., tokens, *out]` for each kernel.
-
-    Raises:
-        ShapeContractError: if no mesh is known, the arrays do not divide by its number
-            of ranks, their shapes do not match, or a main_grad was already passed to
-            another call.
-        UnknownNameError: if the mesh does not have one of the axes.
-        UnsupportedOverlapError: if the sizes of x are symbolic, and the mesh is
-            explicit or a method is given.
     """
-    biases, main_grads = _present(biases), _present(main_grads)
-    fp8_states = _present(fp8_states)
+    biases, main_grads, fp8_states = map(_present, (biases, main_grads, fp8_states))
     layout, kernels, main_grads = _gather_manual_fsdp(
         layout, x, tuple(kernels), main_grads, num_in
     )
