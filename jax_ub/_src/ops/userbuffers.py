@@ -1,4 +1,4 @@
-"""Forward of linears whose GEMM overlaps with their collective; their patterns.
+"""Forward of linears whose GEMM overlaps with their collective, and their patterns.
 
 Transformer Engine's three patterns, in forward order:
 
@@ -67,13 +67,7 @@ def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
 
 @dataclasses.dataclass(frozen=True)
 class UserbuffersLinear(FusedPattern):
-    """Base class of fused linears whose GEMM overlaps with their collective.
-
-    Attributes:
-        linear: the linear, with `userbuffers_options`.
-        bias: the bias after a linear whose mode is "column" or None.
-        reduce_scatter: the reduce-scatter after a linear whose mode is None.
-    """
+    """Base class of fused linears whose GEMM overlaps with their collective."""
 
     linear: BasicLinear = part(BasicLinear)
     bias: Bias | None = part(Bias, is_optional=True)
@@ -196,6 +190,11 @@ class UserbuffersForwardLinear(UserbuffersLinear, ForwardPattern):
     that adds the bias.
 
     Transformer Engine: `UserbuffersForwardLinear`.
+
+    Attributes:
+        linear: the linear, with `userbuffers_options`.
+        bias: the bias after a linear whose mode is "column" or None.
+        reduce_scatter: the reduce-scatter after a linear whose mode is None.
     """
 
     @staticmethod

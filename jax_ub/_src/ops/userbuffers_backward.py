@@ -38,7 +38,8 @@ class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
     no GEMM to overlap the scatter with, so the dgrad GEMM runs as GEMM+RS. If only the
     kernel needs a gradient, no dgrad GEMM runs.
 
-    Transformer Engine: `UserbuffersBackwardLinear`.
+    Transformer Engine: `UserbuffersBackwardLinear`. The attributes are those of
+    `UserbuffersForwardLinear`.
     """
 
     @staticmethod
