@@ -197,8 +197,11 @@ def row(mesh, method, scale):
 
 
 def whole(mesh, method, scale):
-    """Runs GEMM+AR of batched tokens, and an all-reduce of many blocks and a rest."""
-    M, K, N = 4 * scale * mesh.size, 8 * mesh.size, 16
+    """Runs GEMM+AR of batched tokens, and all-reduces without and with addends.
+
+    The all-reduce without addends has many blocks and a rest.
+    """
+    M, K, N = 4 * scale * mesh.size, 16 * mesh.size, 16
 
     def function(x, w, bias, residual, z):
         options = {"axis_name": "tp", "method": method}
@@ -206,14 +209,17 @@ def whole(mesh, method, scale):
             ub.matmul_all_reduce(x, w, **options),
             ub.matmul_all_reduce(x, w, bias=bias, residual=residual, **options),
             ub.all_reduce(z, axis_name="tp"),
+            ub.all_reduce(x, axis_name="tp", bias=bias, residual=residual),
         )
 
     def reference(x, w, bias, residual, z):
-        return x @ w, x @ w + bias + residual, z.sum(0, keepdims=True)
+        y, addends = x @ w, bias + residual
+        summed = x.reshape(2, M, mesh.size, N).sum(2)
+        return y, y + addends, z.sum(0, keepdims=True), summed + addends
 
     shapes = ((2, M, K), (K, N), (N,), (2, M, N), (mesh.size, ALL_REDUCED))
     specs = (P(None, None, "tp"), ROWS, WHOLE, WHOLE, ROWS)
-    return function, specs, (WHOLE, WHOLE, WHOLE), shapes, reference
+    return function, specs, (WHOLE,) * 4, shapes, reference
 
 
 def trained(mesh, method, scale):
