@@ -97,6 +97,33 @@ def test_variables_reach_the_engine():
     assert done.stdout == "3 portable\n", done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        (
+            "from jax_ub._src.tools.bench.report import environment\n"
+            "print(environment()['engine'])",
+            "{'isa': 'portable', 'threads': 3}",
+        ),
+        (
+            "from jax_ub._src.runtime.tuned_tables import environment\n"
+            "print(environment())",
+            "cpu portable, ",
+        ),
+        (
+            "from jax_ub._src.tools.doctor.checks import examine\n"
+            "print(next(f.text for f in examine() if f.name == 'engine threads'))",
+            "3 compute, ",
+        ),
+    ],
+    ids=["bench", "tuned tables", "doctor"],
+)
+def test_the_variables_apply_to_reports_before_the_first_call(program, found):
+    done = run_python(program, JAX_UB_NUM_THREADS="3", JAX_UB_ISA="portable")
+    assert found in done.stdout, (done.stdout, done.stderr)
+
+
 def test_an_unavailable_instruction_set_is_rejected(monkeypatch):
     monkeypatch.setenv("JAX_UB_ISA", "portble")
     with pytest.raises(ConfigurationError, match="JAX_UB_ISA = .* mean 'portable'"):

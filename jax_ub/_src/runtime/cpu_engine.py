@@ -121,7 +121,7 @@ def register_targets() -> None:
     # registered.
     jax.devices()
     cpu = load()
-    _configure(cpu)
+    configure()
     cpu.set_local_devices([device.id for device in local_devices()])
     jax.ffi.register_ffi_type(
         "jax_ub$CallSite", cpu.call_site_type(), platform=_PLATFORM
@@ -143,7 +143,14 @@ def check_isa() -> None:
         )
 
 
-def _configure(cpu):
+@functools.cache
+def configure() -> None:
+    """Applies the environment variables to the CPU engine, once per process.
+
+    Before this call, the engine reports the default instruction set and number of
+    threads.
+    """
+    cpu = load()
     check_isa()
     given = {
         cpu.set_timeout_s: settings.timeout_s(),

@@ -21,8 +21,10 @@ def environment() -> Environment:
         versions["CUDA"] = device.client.platform_version.splitlines()[-1]
         name = device.device_kind
     else:
-        has_engine = cpu_engine.why_not() is None
-        isa = cpu_engine.load().isa() if has_engine else "without an engine"
+        isa = "without an engine"
+        if cpu_engine.why_not() is None:
+            cpu_engine.configure()
+            isa = cpu_engine.load().isa()
         name = f"{device.device_kind} {isa}, {len(hosts.cores())} cores"
     return Environment(name, tuple(sorted(versions.items())))
 

@@ -261,6 +261,7 @@ def environment() -> dict[str, Any]:
     """Returns the versions, the machine and the engine of this run, as JSON types."""
     psutil = load_extra("psutil", "bench")
     cpu = cpu_engine.load()
+    cpu_engine.configure()
     now = datetime.datetime.now(datetime.UTC)
     return {
         "date": now.isoformat(timespec="seconds"),

@@ -148,6 +148,8 @@ def _cpu_engine():
     built = ".".join(map(str, cpu.xla_ffi_api_version))
     text = f"engine built for {built}, jaxlib has {running}"
     yield Finding("XLA FFI API", State.FINE, text)
+    with contextlib.suppress(ValueError):  # `_environment` reports it
+        cpu_engine.configure()
     others = [isa for isa in cpu.isas() if isa != cpu.isa()]
     also = f"; also possible here: {', '.join(others)}" if others else ""
     yield Finding("instruction set", State.FINE, f"{cpu.isa()}{also}")
