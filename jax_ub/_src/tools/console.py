@@ -47,7 +47,10 @@ def say(given: argparse.Namespace, text: str, end: str = "\n") -> None:
 def write(
     given: argparse.Namespace, document: Any, *, is_complete: bool = True
 ) -> None:
-    """Writes a document as `--json` asks for; an incomplete one only to a file."""
+    """Writes a JSON document to the file or stdout that `--json` names, if it is given.
+
+    An incomplete document is written to a file only. An interrupted command leaves it.
+    """
     if given.json == STDOUT and is_complete:
         json.dump(document, sys.stdout, indent=1)
         sys.stdout.write("\n")
@@ -62,6 +65,7 @@ def program_stdout(given: argparse.Namespace) -> Any:
 
 
 def colored(text: str, color: str | None) -> str:
+    """Returns a text in a color if stdout is a terminal and `NO_COLOR` is not set."""
     if color is None or settings.no_color() or not _is_terminal(sys.stdout):
         return text
     return f"\033[{_COLORS[color]}m{text}\033[0m"

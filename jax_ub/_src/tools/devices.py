@@ -90,7 +90,10 @@ class Ranks:
         out_specs: Any,
         donate: tuple[int, ...] = (),
     ) -> Any:
-        """Jits `jax.shard_map` of a per-device function, with donated operands."""
+        """Jits `jax.shard_map` of a per-device function over the mesh.
+
+        `donate` has the indices of the operands that are donated.
+        """
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs
         )

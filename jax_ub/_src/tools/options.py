@@ -26,7 +26,7 @@ _SHAPE_TEXT = re.compile(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", re.ASCII)
 
 
 def value_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns an argparse `type` that converts a `UbError` of `read`."""
+    """Returns an argparse `type` that parses by `read` and reports its `UbError`."""
 
     def parse(text: str) -> Any:
         try:

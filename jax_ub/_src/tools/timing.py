@@ -99,7 +99,10 @@ def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
 
 @contextlib.contextmanager
 def engine_threads(num_threads: int) -> Iterator[None]:
-    """Sets the CPU engine's number of threads, on all cores, within a `with` block."""
+    """Sets the CPU engine's number of threads within a `with` block.
+
+    The threads may run on all cores, also if this process has a part of them.
+    """
     cpu = cpu_engine.load()
     before = cpu.num_threads(), cpu.part_of_cores()
     cpu.set_num_threads(num_threads)
@@ -111,7 +114,7 @@ def engine_threads(num_threads: int) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class WithThreads:
-    """A program that is timed with a given number of threads of the CPU engine."""
+    """A program that is timed with `num_threads` threads of the CPU engine."""
 
     name: str
     candidate: Candidate
@@ -148,7 +151,7 @@ class BackgroundLoad:
         self._share = 0.0
 
     def share(self) -> float:
-        """Returns the share in the last interval of at least 0.1 s."""
+        """Returns the CPU share of other processes in the last 0.1 s or longer."""
         now, own = time.perf_counter(), self._own_seconds()
         elapsed = now - self._start
         if self._psutil is not None and elapsed >= _MIN_INTERVAL_S:

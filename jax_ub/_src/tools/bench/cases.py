@@ -213,9 +213,10 @@ def temp_bytes(candidate: Candidate) -> int:
 
 
 def check_agreement(case: Case) -> None:
-    """Raises an error if the results of a case differ by more than rounding.
+    """Raises an error unless all programs of a case have equal results, up to rounding.
 
-    Results of FP8 operands are compared with those of the dequantized operands.
+    Programs with FP8 operands are compared with XLA's program on the same operands,
+    dequantized to bf16.
     """
     skipped = (*LIMITS, BF16)
     results = {
@@ -251,6 +252,7 @@ def tolerance(dtype: str, contracting: int) -> float:
 
 
 def _host(array: jax.Array | np.ndarray) -> np.ndarray:
+    """Returns the values of an array in this process, in f64."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         array = array.addressable_data(0)
     return np.asarray(array).astype(np.float64)

@@ -119,7 +119,10 @@ def _check_shapes(found, option):
 
 
 def _why_ineffective(given, found) -> str | None:
-    """Returns why options have no effect or leave nothing to measure, or None."""
+    """Returns why an option has no effect or nothing can be measured, else None.
+
+    `given` is the parsed command line, `found` the options with their defaults.
+    """
     ops, devices, named = set(found.ops), set(found.devices), ",".join(found.ops)
     fp8 = ",".join(name for name in found.dtypes if name in cases.FP8_RECIPES)
     in_job = given.processes is not None
@@ -159,6 +162,7 @@ def _why_ineffective(given, found) -> str | None:
 
 
 def command(given: argparse.Namespace) -> int:
+    """Runs the benchmark of a parsed command line; returns the exit status."""
     chosen = options(given)
     settings.check()  # before any process is started
     if given.part is not None:
@@ -197,7 +201,7 @@ def _run(given, chosen):
 
 
 def _run_processes(given, chosen):
-    """Runs a job for each number in `--processes`; prints the results of all."""
+    """Benchmarks with each number of `--processes`; prints all results at the end."""
     numbers = console.progress("bench", given.processes)
     found = [processes.run_job(number, chosen) for number in numbers]
     about, _, _ = found[0]
@@ -246,7 +250,7 @@ def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
 
 
 def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
-    """Returns the programs of a case, and jax_ub's once for each number of threads.
+    """Returns the programs to time: those of jax_ub once for each number of threads.
 
     The other programs run with the first number. They include limits that the engine
     computes, which must stay comparable between the numbers.

@@ -1,4 +1,4 @@
-"""Builds the cases of local GEMMs, `ub.dgrad_add` and `ub.wgrad_accumulate`."""
+"""Builds benchmark cases of local GEMMs, `ub.dgrad_add` and `ub.wgrad_accumulate`."""
 
 import dataclasses
 from collections.abc import Callable

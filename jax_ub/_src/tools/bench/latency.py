@@ -1,4 +1,4 @@
-"""Builds the cases of latencies: chains of calls that send almost no data."""
+"""Builds benchmark cases of latency: chains of calls that send almost no data."""
 
 import functools
 

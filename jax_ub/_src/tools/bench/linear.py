@@ -1,4 +1,4 @@
-"""Builds the cases of tensor-parallel linear layers, in jax_ub and in XLA.
+"""Builds benchmark cases of tensor-parallel linear layers, in jax_ub and in XLA.
 
 AG+GEMM is the column-parallel linear layer of an MLP: x [M, K] times w [K, N], in
 global sizes. GEMM+RS and GEMM+AR are the row-parallel layer that follows it, x [M, N]
@@ -52,9 +52,10 @@ class LinearOp:
         operands: dimensions of the operands, such as "MK".
         results: dimensions of the results.
         gemms: the names of the GEMMs in `_GEMMS`, which are all of the same size.
-        programs: functions of layers, such as `peers.Collectives`, the dots of `gemms`
-            and the operands. The key is the collective that reduces partial sums, or ""
-            if there is none. Rings run only the first.
+        programs: XLA's programs, functions of (layers, dots, *operands): an object such
+            as `peers.Collectives`, and the dots of `gemms` by name. The key is the
+            collective that reduces partial sums, or "" if there is none. With
+            `peers.Rings`, only the first program is timed.
         own: returns jax_ub's program for a method; options are the FP8 recipe `fp8` of
             the layers, and `hidden`, a function of the hidden features.
         naive: XLA's program as most users write it.
@@ -70,10 +71,12 @@ class LinearOp:
 
     @property
     def is_row(self) -> bool:
+        """Returns whether the op is the row-parallel layer, x [M, N] times w [N, K]."""
         return self.operands[0] == "MN"
 
     @property
     def is_pair(self) -> bool:
+        """Returns whether the op is both layers with gradients, not one GEMM."""
         return len(self.gemms) > 1
 
     @property
@@ -114,6 +117,7 @@ class LinearOp:
         return {name: [*map(local.sizes, _GEMMS[name][:2])] for name in self.gemms}
 
     def in_xla(self, dots: Dots, dtype: str) -> dict[str, Program]:
+        """Returns XLA's programs for the op: {description: program}."""
         found = self.with_layers(peers.Collectives, dots, dtype)
         return {**found, peers.NAIVE_VARIANT: self.naive}
 

@@ -83,7 +83,7 @@ def dot_variants(layout: str, dtype: Any, platform: str = "cpu") -> list[DotVari
 
 
 class FastestDots:
-    """Finds the fastest way to write a GEMM in XLA, which depends on the machine.
+    """Finds and caches the fastest way to write a GEMM in XLA on this machine.
 
     With AVX512-BF16, a bf16 dot is twice as fast with an f32 result; with AVX2, it
     takes 1.5 times as long as with a bf16 result.
@@ -95,7 +95,7 @@ class FastestDots:
     def __call__(
         self, layout: str, dtype: Any, left: tuple, right: tuple, ranks: Ranks
     ) -> DotVariant:
-        """Returns the fastest variant, timing all variants on first use.
+        """Returns the fastest variant of a GEMM; times all at the first call of a size.
 
         `left` and `right` are the operands' local shapes. All devices of `ranks`
         compute the dot at the same time.
@@ -175,7 +175,7 @@ class Collectives:
         self._gathered: dict[int, jax.Array] = {}
 
     def quantized(self, x: Any, role: str | None) -> Any:
-        """Quantizes an array that has a role, in subclasses that multiply FP8."""
+        """Returns x. Subclasses that multiply FP8 quantize x if it has a role."""
         return x
 
     def gather(self, x: jax.Array) -> jax.Array:

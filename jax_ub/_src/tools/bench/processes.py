@@ -43,7 +43,10 @@ _TRIALS = 8
 def run_job(
     num_processes: int, options: Options
 ) -> tuple[dict[str, Any], list[Result], tuple[Fallback, ...]]:
-    """Returns the environment, the results and the fallbacks of process 0."""
+    """Runs the benchmark in several processes, and returns what process 0 measured.
+
+    These are its environment, the results and the fallbacks to plain JAX.
+    """
     lists = {
         "processes": [num_processes],
         "ops": options.ops,
@@ -171,6 +174,7 @@ class Job:
         return Rounds(seconds, found.elsewhere)
 
     def _barrier(self):
+        """Returns the time of a barrier of jax_ub's engine between the processes."""
         (connection,) = communicators.connections()
         barrier_seconds = connection.communicator.barrier_seconds
         self.synchronize()
@@ -200,6 +204,7 @@ class Job:
         return np.ascontiguousarray(rows).view(np.float64)
 
     def _cpu_seconds(self):
+        """Returns the CPU seconds that all processes together have used so far."""
         return float(self._gather([time.process_time()]).sum())
 
 

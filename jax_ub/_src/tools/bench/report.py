@@ -67,6 +67,7 @@ class Result:
 
     @property
     def is_disturbed(self) -> bool:
+        """Returns whether the load of other processes makes the ratios invalid."""
         return self.elsewhere > _DISTURBED_SHARE
 
     @property
@@ -107,7 +108,7 @@ def evaluate(case: Case, rounds: Rounds, threads: int | None = None) -> Result:
 
 
 def _per_call(case, seconds):
-    """Returns the seconds per call of each program, in every round (`Case.calls`)."""
+    """Returns {program: seconds of one call in each round}, as `Case.calls` defines."""
     if case.calls == 1:
         return seconds
     found = dict(seconds)
@@ -284,6 +285,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit():
+    """Returns the source tree's git commit, with "-dirty" if files differ, or None."""
     here = str(pathlib.Path(__file__).parent)
     command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"]
     try:
