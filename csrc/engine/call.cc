@@ -205,7 +205,7 @@ void CheckGatheredRows(const CallAttributes& at,
   }
 }
 
-// Checks w_i, the kernel of pair (x_i, w_i). All w_i have the same dtype.
+// Checks factor w_i of the sum of all x_i w_i. The factors w_i must have one dtype.
 void CheckSecondFactor(const CallAttributes& at,
                        int i,
                        Tensor want,

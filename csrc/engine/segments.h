@@ -52,8 +52,8 @@ inline bool ScalesElements(const CallAttributes& at,
   return (contracts_rows ? scales.rows : scales.features) > 1;
 }
 
-// Returns the scales of the segment of `operand` that begins at row `row` of batch
-// element `batch`.
+// Returns the FP8 scales that belong to the elements of `operand` from row `row` of
+// batch element `batch` on. `contracts_rows`: whether the GEMM sums over rows.
 inline ScaleSegment ElementScales(const Tensor& scales,
                                   const Tensor& operand,
                                   int64_t batch,

@@ -185,9 +185,10 @@ class Rendezvous {
                   const std::exception_ptr& reason) noexcept;
   void Remember(int64_t run_id, uint64_t group_key, const std::exception_ptr& reason);
   std::shared_ptr<CallSequencer> FindSequencer(const CallSite& site, int group) const;
-  // Returns the sequencer of a group, or nullptr if all its ranks are in this process.
-  // Throws CommunicatorError if the group has no sequencer although it spans processes,
-  // if the sequencer has failed, or if the call was lowered for another generation.
+  // Returns the sequencer that orders the calls of a group in all its processes, or
+  // nullptr if all ranks of the group are in this process. Throws CommunicatorError if
+  // the group spans processes and is not connected, if its connection has failed, or if
+  // the program was lowered for an earlier connection.
   std::shared_ptr<CallSequencer> SequencerOf(const CallSite& site, int group) const;
   void CheckIsLocal(const CallSite& site, int group) const;
 

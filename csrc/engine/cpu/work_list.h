@@ -81,8 +81,8 @@ std::shared_ptr<ParallelJob> MakeJob(WorkList work, ParallelJob::Done done = nul
 // Runs all units and waits for them. The calling thread must be allowed to block.
 void RunWork(const WorkList& work, ThreadPool& pool);
 
-// GEMMs that run concurrently with the communication of a bulk op. Each rank calls Wait
-// after its communication, on a thread that is allowed to block.
+// The GEMMs of a bulk op, which threads of the pool compute while each rank's thread
+// communicates. When a rank has communicated, it calls Wait, which may block.
 class ConcurrentWork {
  public:
   ConcurrentWork(WorkList work, ThreadPool& pool);

@@ -259,8 +259,9 @@ void PackTransposedPanel(
   TransposeBlocks<1>(outer, num_words, load, StoreWords, to, kRowBytes);
 }
 
-// Packs a source that is contiguous along K; `stride` is the distance of neighbors
-// along the outer dimension. A word consists of Words::kBytes bytes of a row.
+// Packs rows that are contiguous along K into panels of kPanel rows. A panel is
+// transposed: it has the first word of each row, then the second, and so on. A word is
+// Words::kBytes bytes of a row, `stride` is the distance between rows in bytes.
 template <typename Words, int kPanel>
 void PackTransposed(const void* source,
                     int64_t stride,

@@ -78,9 +78,9 @@ class TiledPlan : public GemmPlan {
   int64_t RowsOfSums(Range rows) const;
   // Returns block number `k_index` of K, or an empty range after the last one.
   Range BlockOfK(int64_t k_index) const;
-  // Stores rows `block` of the result, in all columns of the unit. Used if
+  // Stores rows `block` of the result, in all columns of a work unit, if
   // c_.stores_rows(). `sums` has the tiles of these rows, [column tile][row tile], with
-  // `row_tiles` row tiles. They are first copied to whole rows in `rows`.
+  // `row_tiles` row tiles. They are first copied to the buffer `rows`, row by row.
   void StoreRows(Range block,
                  Range columns,
                  const float* sums,

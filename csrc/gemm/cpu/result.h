@@ -36,8 +36,8 @@ class ResultWriter {
   // are addends.
   void CopyReplicas(Range rows, Range columns) const;
 
-  // Returns whether Store should be called with rows of a whole unit instead of single
-  // tiles. Short rows are stored slowly to several replicas.
+  // Returns whether the caller should collect the tiles of a work unit and store whole
+  // rows of it, because storing short rows to several replicas is slow.
   bool stores_rows() const { return view_.num_replicas > 1 && !are_copies_; }
 
   // Returns whether a tile kernel can store this rectangle itself: it is within one

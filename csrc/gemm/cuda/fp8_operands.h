@@ -42,9 +42,9 @@ class Fp8Copy {
   CUdeviceptr scales() const { return memory_ + values_bytes_; }
   // Returns the address of scratch memory for the kernels that convert rows.
   CUdeviceptr largest() const { return scales() + scales_bytes_; }
-  // Returns the operand that cuBLASLt reads: `original` or the copy. A copy is
-  // contiguous along k, except that a converted copy with scales of blocks keeps the
-  // layout of the original.
+  // Returns the operand that cuBLASLt reads: the copy if there is one, else `original`.
+  // A copy with block scales has the layout of the original; all others are contiguous
+  // along k.
   BlockOperand Multiplied(const BlockOperand& original, int64_t outer, int64_t k) const;
 
  private:

@@ -85,7 +85,8 @@ struct Table {
   }
 };
 
-// Consecutive intervals [first, first + count) of a dimension that form a batch.
+// Intervals number `first` to `first + count - 1` of the rows or columns of the grid,
+// which one batched GEMM computes.
 struct Run {
   size_t first = 0;
   int64_t count = 1;

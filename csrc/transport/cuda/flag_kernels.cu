@@ -42,8 +42,8 @@ __device__ void WaitForFlags(const WaitParams& params, const CallWords& words) {
 // slots again, or reports the rank's failure. Returns true in thread 0 if the rank has
 // failed.
 __device__ bool EndCall(const EndParams& params) {
-  // A peer may write `poison` between the loads of two threads. Some targets then do
-  // not learn of the failure here, but from a later kernel of this rank.
+  // Each thread signals one peer. If `poison` is written after some threads have loaded
+  // it, their peers learn of the failure only from a later kernel of this rank.
   const uint64_t poison = LoadRelaxed(params.own.poison);
   const CallWords words = LoadCall(params.own, params.tag);
   uint64_t failed = words.failed;

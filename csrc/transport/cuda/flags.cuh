@@ -18,7 +18,8 @@ constexpr uint32_t kLastPauseNs = 512;
 // rare, and reading host memory takes about a microsecond.
 constexpr uint32_t kLooksPerLongLook = 16;
 
-// The words that a kernel loads first. No other kernel changes them while it runs.
+// The state of a rank, which each kernel of a call loads first. Only kernels of the
+// same stream change it, so it is constant while a kernel runs.
 struct CallWords {
   uint64_t epoch;
   uint64_t current;  // the flag value of this call
@@ -80,9 +81,9 @@ __device__ void Fail(const RankWords& own,
   Record(own, what, code);
 }
 
-// Waits until *awaited.flag equals `wanted`. Returns false if the rank fails. `current`
-// is the flag value of this call, to which the call that the peer announces is
-// compared.
+// Waits until *awaited.flag equals `wanted`. Returns false if this rank fails first:
+// after a timeout, if a peer has failed, or if the call that the peer announces differs
+// from this call, whose flag value is `current`.
 __device__ bool WaitFor(const WaitingCall& waiting,
                         const AwaitedFlag& awaited,
                         uint64_t wanted,

@@ -46,7 +46,8 @@ class GroupHeaps {
                            const Deadline& deadline);
 
   const LocalDevices& devices() const { return *devices_; }
-  // Returns the name of the sharing mode, or "in_process".
+  // Returns how the ranks access each other's memory: the name of the sharing mode, or
+  // "in_process".
   const std::string& how() const { return how_; }
   const std::vector<SharingFallback>& fallbacks() const { return fallbacks_; }
   // Returns the size of all heaps of local ranks, in bytes.
