@@ -119,7 +119,7 @@ class Shape:
 
     @property
     def row(self) -> "Shape":
-        """Returns the sizes of the row layer after this column layer."""
+        """Returns the sizes of the row-parallel layer that follows: K and N swap."""
         return Shape(self.M, self.N, self.K)
 
     def sizes(self, dimensions: str) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ class PeakCandidate(Candidate):
 
 
 def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
-    """Returns a list of the `PeakCandidate`, empty on GPUs and without FLOPs."""
+    """Returns [PeakCandidate] on CPUs; an empty list on GPUs or if `flops` is 0."""
     if ranks.platform != "cpu" or not flops:
         return []
     operands = [SHORT_NAMES[dtype], _PEAK_DURATION_S]
@@ -220,7 +220,7 @@ def fastest(
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """A series of measurements.
+    """Median, spread and best of a series of measurements.
 
     `spread` is the interquartile range divided by the median.
     """

@@ -33,10 +33,11 @@ UNFUSED = "unfused"
 PALLAS = "pallas"
 PLAIN = "plain_gemm"
 COPY = "copy"
-# A limit of multi-process cases: the same op on as many devices of one process.
+# Multi-process cases are compared with the same op on as many devices of one process,
+# as a bound of the speed that they can reach.
 IN_PROCESS = "in_process"
-# Peers of FP8 cases: jax_ub's call of the same shape in bf16; XLA's dots of FP8 values;
-# XLA's fastest program on operands that are quantized and dequantized to bf16.
+# Programs with which FP8 calls are compared: jax_ub's call of the same shape in bf16;
+# XLA's dots of FP8 values; XLA's dots of values that were quantized and dequantized.
 BF16 = "bf16"
 XLA_F8 = "xla_f8"
 XLA_QDQ = "xla_qdq"
@@ -188,7 +189,7 @@ Builder = Callable[[Setup, Shape], list[Case]]
 
 
 def wide_dtype(dtype: str) -> str:
-    """Returns the dtype of results. The CPU engine multiplies FP8 in it."""
+    """Returns the dtype of a case's results: `dtype`, or bf16 for FP8 operands."""
     return WIDE if dtype in FP8_RECIPES else dtype
 
 

@@ -35,7 +35,7 @@ class _Sequence:
     extra: str = ""
 
     def program(self, method: str | None, *, is_fused: bool) -> Callable[..., Any]:
-        """Returns a function of (params, x, dy, *extra), forward and backward."""
+        """Returns a function of (params, x, dy, *extra): result and gradients."""
         seq = ops.Sequential(*self.make(method))
 
         def run(params, x, dy, *extra):
@@ -147,7 +147,7 @@ def _case(setup: Setup, shape: Shape, sequence: _Sequence) -> Case:
 
 
 def _operands(setup, shape, sequence):
-    """Draws operands of a `Sequential`; returns them, their and the results' specs."""
+    """Draws random operands; returns (operands, their specs, the results' specs)."""
 
     def draw(array_shape, spec, scale=1.0):
         array = normal(len(array_shape), array_shape, jnp.dtype(setup.dtype), scale)

@@ -71,7 +71,7 @@ def wgrad_accumulate(setup: Setup, shape: Shape) -> list[Case]:
 def _case(
     setup: Setup, shape: Shape, op: str, variant: str, public: Gemm | None = None
 ) -> Case:
-    """Returns the case of one GEMM variant, run by `public` or else the primitive."""
+    """Returns the benchmark case of a GEMM variant, computed by `public` if given."""
     layout, _, added = variant.partition("+")
     out_dtype = "float32" if layout == "tn" and added else setup.dtype
     candidate, draw = _candidates(setup, shape, layout, added, out_dtype)
@@ -107,7 +107,7 @@ def _case(
 
 
 def _candidates(setup, shape, layout, added, out_dtype):
-    """Returns two functions: one makes a candidate, the other draws its operands.
+    """Returns two functions: one makes a program to time, one draws its operands.
 
     The operands are a, b and a bias or an addend. The result replaces an addend.
     """

@@ -47,7 +47,7 @@ def all_reduce_latency(setup: Setup) -> Case:
 
 
 def _as_link(op: str, call: Program) -> Program:
-    """Wraps a forward op to return as many rows as its operand has, for a chain."""
+    """Wraps an op so that its result can be the operand of the next call in a chain."""
 
     def link(x, w):
         rows = x.shape[0] // lax.axis_size(AXIS)
@@ -58,7 +58,7 @@ def _as_link(op: str, call: Program) -> Program:
 
 
 def _chains(setup: Setup, variant: str, own: Program, xla: Program) -> Case:
-    """Returns a case of a long chain and a single call, in jax_ub and in XLA."""
+    """Returns a case that times a chain of calls and one call, in jax_ub and XLA."""
     ranks, dtype = setup.ranks, setup.dtype
     operands = [
         ranks.place(normal(0, (ranks.num_ranks * _WIDTH, _WIDTH), dtype), Spec(AXIS)),

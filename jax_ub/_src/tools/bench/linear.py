@@ -91,7 +91,7 @@ class LinearOp:
     def candidates(
         self, ranks: Ranks, dtype: str, column: Shape, recipe: Recipe | None = None
     ) -> Callable[..., Candidate]:
-        """Draws operands; returns a function that makes candidates with them.
+        """Returns a function that makes timed programs which share random operands.
 
         Its arguments are name, program and description of a candidate. With a recipe,
         the operands are quantized.
@@ -112,7 +112,7 @@ class LinearOp:
         return candidate
 
     def local_operands(self, column: Shape, num_ranks: int) -> dict[str, list[Any]]:
-        """Returns the shapes of one rank's operands in each GEMM, by its name."""
+        """Returns {GEMM name: shapes of its two operands on one rank}."""
         local = Shape(column.M, column.K, column.N // num_ranks)
         return {name: [*map(local.sizes, _GEMMS[name][:2])] for name in self.gemms}
 
@@ -124,7 +124,7 @@ class LinearOp:
     def with_layers(
         self, layers: Callable[[str], peers.Collectives], dots: Dots, dtype: str
     ) -> dict[str, Program]:
-        """Returns programs with these layers and dots, by their descriptions.
+        """Returns XLA's programs to time, by description: these collectives and dots.
 
         Partial sums are reduced in `dtype` and in f32, because the fastest choice
         depends on the machine.
@@ -237,12 +237,12 @@ def fastest_of(
     programs: Mapping[str, Program],
     *how: Any,
 ) -> Candidate:
-    """Times programs, given by their descriptions; returns the fastest as `name`."""
+    """Times programs, {description: program}; returns the fastest, named `name`."""
     return fastest([candidate(name, run, text) for text, run in programs.items()], *how)
 
 
 def _in_xla_fp8(op, setup, dots, quantizes):
-    """Returns XLA's FP8 programs by peer, then by description."""
+    """Returns XLA's FP8 programs to compare with: {peer: {description: program}}."""
     scaled = {
         gemm: fp8.ScaledDot(DotVariant(gemm[-2:], sums_in_f32=True), dot)
         for gemm, dot in dots.items()

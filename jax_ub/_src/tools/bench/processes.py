@@ -35,8 +35,8 @@ from jax_ub._src.tools.timing import Candidate, Rounds, summarize
 
 OPS = (*FORWARD_OPS, "latency", "barrier")
 _BARRIERS, _BATCHES = 500, 15
-# Rounds of the search for XLA's fastest program. With two rounds, gloo at 64 rows in
-# bf16 selected the naive program, which takes 1.5 times as long.
+# How often each of XLA's programs is timed to find the fastest one. Two times were too
+# few: at 64 rows in bf16, they selected a program that takes 1.5 times as long.
 _TRIALS = 8
 
 

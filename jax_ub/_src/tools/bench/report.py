@@ -85,7 +85,7 @@ class Result:
 
 
 def evaluate(case: Case, rounds: Rounds, threads: int | None = None) -> Result:
-    """Summarizes the rounds of a case, for one number of threads if it is given.
+    """Computes a case's times and speed-ups, for a number of threads if given.
 
     Times of other numbers than the first have names with the number: "jax_ub@16".
     """

@@ -254,7 +254,7 @@ def _peer_access(ordinals):
 
 
 def _methods_on(mesh: Mesh) -> Iterator[Finding]:
-    """Compares the AG+GEMM of each method with numpy."""
+    """Runs an AG+GEMM with each method, and compares the result with NumPy's."""
     x = np.ones((8 * mesh.size, 16), np.float32)
     w = np.ones((16, 8 * mesh.size), np.float32)
     for method in Method:
@@ -366,7 +366,7 @@ def _connections():
 
 
 def describe_connection(connection: communicators.Connection) -> str:
-    """Returns how a group's ranks share memory, and why not by preferred modes."""
+    """Returns text: how the ranks share memory, and why better ways do not work."""
     communicator = connection.communicator
     how = getattr(communicator, "how", None)
     if communicator is None or how is None:

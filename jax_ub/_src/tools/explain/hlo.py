@@ -155,7 +155,7 @@ class _Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class _Dot:
-    """The numbers of elements of one rank's operands and result, and K."""
+    """A dot in HLO text: the number of elements of its operands and result, and K."""
 
     instruction: _Instruction
     lhs: int

@@ -385,7 +385,7 @@ def _pair_rows(pairs, machine, lowered) -> Iterator[Row]:
 
 
 def _with_user_scope(pair):
-    """Returns a pair in the user's scope, its fallback, and why ranks repeat it."""
+    """Returns the pair in the user's scope, its fallback, and why ranks repeat it."""
     fallback = lowering_log.fallback_in(pair.scope)
     scope = _scope("", fallback.label) if fallback else _scope(pair.scope, "")
     repeated = lowering_log.replicated_in(pair.scope)

@@ -115,7 +115,7 @@ class Table:
         return {**dataclasses.asdict(self), "overlapped": self.overlapped}
 
     def __str__(self) -> str:
-        """Formats the table with aligned columns, without most of the empty ones."""
+        """Formats the table as text, and omits most columns that have no values."""
         lines = [self.title] if self.title else []
         cells = [_cells(row) for row in self.rows]
         if cells:
@@ -215,7 +215,7 @@ def _check_rate(key, value):
 
 
 def other_machine(machine: Hardware) -> str:
-    """Returns the name of the machine, or "" if it is the kind of local devices."""
+    """Returns the machine's name, or "" if this process runs on such a machine."""
     return "" if machine == HARDWARE.get(_local_machine() or "") else machine.name
 
 

@@ -127,7 +127,7 @@ def explain(
 
 
 def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
-    """Returns the operation that runs each basic operation, and its first index."""
+    """Returns, for each basic operation, the operation that runs it and its start."""
     return [(window.start, op) for window, op in windows(ops) for _ in op.basic_ops]
 
 

@@ -15,7 +15,7 @@ class Layer:
 
 
 def _layers(hidden: int, qkv: int, ffn_in: int, ffn_out: int) -> tuple[Layer, ...]:
-    """Returns the layers of a model from the features of its hidden state.
+    """Returns the linear layers (qkv, proj, fc1, fc2) of one transformer layer.
 
     `ffn_in` are the output features of the first MLP layer, including the gate,
     `ffn_out` the input features of the second one.

@@ -108,7 +108,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def summary(trace: Trace) -> list[str]:
-    """Returns a table of a trace, with a row for equal calls."""
+    """Returns the lines of a table of a trace's calls; equal calls share one row."""
     indices: dict[tuple[Any, ...], list[int]] = {}
     for index, call in enumerate(trace.calls):
         key = (call.label, call.op, call.method, call.num_ranks, call.operands)

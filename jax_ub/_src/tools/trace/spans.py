@@ -337,5 +337,5 @@ def _arrows(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def _key(span, sender, receiver):
-    """Returns a key that a put and the wait for the same data have in common."""
+    """Returns a key that is equal for a put and the wait that receives its data."""
     return span.call, span.payload, span.chunk, span.split, sender, receiver

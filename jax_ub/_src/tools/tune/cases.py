@@ -67,8 +67,9 @@ def dgrad_of(case: TunedKey) -> TunedKey:
 
 
 _ROWS, _COLUMNS = Spec(AXIS), Spec(None, AXIS)
-# The layout of each GEMM without communication, and the dimensions of its operands. A
-# third operand is overwritten: the result is added to it.
+# GEMMs without communication: {op: (layout, dimensions of operands)}. In layout "nt",
+# the second operand is transposed, in "tn" the first. The third operand, if there is
+# one, is an addend, which the result overwrites.
 _LOCAL = {
     "matmul": ("nn", ("MK", "KN")),
     "dgrad": ("nt", ("MK", "NK")),
@@ -116,7 +117,7 @@ class Operands:
     def program(
         self, name: str, function: Callable[..., Any], variant: str = ""
     ) -> Candidate:
-        """Returns a candidate of a function of one device's operands."""
+        """Returns a program to time, which runs `function` on each device."""
         operands = list(self._placed)
         carry = 2 if self._case.op in _LOCAL and len(operands) == 3 else None
         donated = () if carry is None else (carry,)

@@ -164,7 +164,7 @@ def _start(wanted, tp) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The times of one op and size.
+    """The median times of all method choices for one op and size.
 
     Attributes:
         seconds: the median seconds per call of each choice, including its dispatch,
