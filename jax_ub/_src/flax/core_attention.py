@@ -145,7 +145,7 @@ class CoreAttention:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _on_mesh(core, mesh, *operands):
-    """Computes attention of global arrays in a `shard_map`.
+    """Computes attention of global arrays, with heads sharded by a `shard_map`.
 
     It shards heads over the tensor-parallel axes, and the leading axis over data axes.
     """
@@ -173,7 +173,7 @@ def _on_mesh(core, mesh, *operands):
 
 
 def _broadcast_spec(array, entries):
-    """Returns the spec `entries` of an array, without its dimensions of size 1."""
+    """Returns a `PartitionSpec` of `entries`; dimensions of size 1 are not sharded."""
     if array is None:
         return P()
     sizes = zip(array.shape, entries, strict=True)
@@ -181,7 +181,7 @@ def _broadcast_spec(array, entries):
 
 
 def _broadcastable(name, array, whole):
-    """Reshapes an array to the rank of `whole` by prepending dimensions of size 1."""
+    """Prepends dimensions of size 1 to an array that broadcasts to shape `whole`."""
     checks.check_array("attention", name, array)
     padded = (1,) * (len(whole) - array.ndim) + array.shape
     sizes = itertools.zip_longest(padded, whole)

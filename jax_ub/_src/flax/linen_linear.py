@@ -211,7 +211,7 @@ class Linear(TensorParallel):
     def parameters(
         self, in_sizes: Sequence[int]
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Any]:
-        """Returns kernel, bias, main_grad and FP8 state; `init` creates them.
+        """Declares the layer's variables; returns kernel, bias, main_grad, FP8 state.
 
         Bias, main_grad and state are None if they are disabled.
         """

@@ -93,7 +93,7 @@ class _LinearPattern(FusedPattern):
         return ops
 
     def _checked_keywords(self):
-        """Replaces a row-parallel linear by the operation that overlaps it, if any."""
+        """Returns the fields; a row-parallel linear becomes its overlapped version."""
         found = super()._checked_keywords()
         linear = found["linear"]
         if linear.tensor_parallel_mode == ROW and match([linear])[0]:
@@ -159,7 +159,7 @@ class ForwardLinearBiasAdd(_LinearPattern, ForwardPattern):
 
 
 def _bias_of(op, params):
-    """Returns the arguments for a linear that adds the bias of the `Bias` after it."""
+    """Returns the arguments of a linear that adds the bias of `op`, if not None."""
     return {} if op is None else {"bias": params[0]["bias"], "out_dtype": op.dtype}
 
 

@@ -89,7 +89,7 @@ class FusedOperation(Operation):
     def saved(
         self, needs: tuple[RequestedGradients, ...]
     ) -> tuple[frozenset[str], ...]:
-        """Returns the names of the residuals that `backward` reads, by operation."""
+        """Returns, for each basic operation, the residuals that `backward` reads."""
         return tuple(
             op.saved(need) if need else frozenset()
             for op, need in zip(self.basic_ops, needs, strict=True)
@@ -240,7 +240,7 @@ class FusedPattern(FusedOperation):
 
     @classmethod
     def take(cls, ops: Sequence[Any]) -> dict[str, Any] | None:
-        """Assigns the first operations in `ops` to fields; None if the types differ."""
+        """Returns {field: operation} for the first of `ops`; None if a type differs."""
         rest, found = list(ops), {}
         for field in cls._parts():
             fits = bool(rest) and isinstance(rest[0], field.metadata["kinds"])

@@ -310,7 +310,7 @@ class OperationFuser(arguments.KeywordsChecked):
     def fusion_steps(
         self, direction: str
     ) -> Iterator[tuple[Fusion, list[Op], list[Op]]]:
-        """Runs each fusion function in order; yields it, its input and output lists."""
+        """Runs the fusion functions in order; yields each with its input and output."""
         ops = self._unfused(direction)
         for fusion in (*fusions("joint"), *fusions(direction)):
             before, ops = ops, list(fusion(list(ops)))
@@ -320,7 +320,7 @@ class OperationFuser(arguments.KeywordsChecked):
             yield fusion, before, ops
 
     def _unfused(self, direction) -> list[Op]:
-        """Returns the argument of the first fusion function.
+        """Returns the operations before fusion, the input of the first fusion function.
 
         A fused operation that the caller constructed is replaced by its basic
         operations, unless it overrides `direction`.
@@ -452,7 +452,7 @@ class OperationFuser(arguments.KeywordsChecked):
         return split
 
     def _keys(self, key, deterministic) -> dict[int, dict[str, jax.Array]]:
-        """Returns {i: {"key": fold_in(key, i)}} for each operation i that draws."""
+        """Returns a separate PRNG key for each operation that draws random numbers."""
         drawing = [i for i, op in enumerate(self.basic_ops) if op.takes_key]
         if drawing and key is None and not deterministic:
             raise ShapeContractError(

@@ -59,7 +59,7 @@ class OperationGroup:
 
     @property
     def external_inputs(self) -> set[int]:
-        """Returns the edges that the group reads from outside."""
+        """Returns the indices of the extra tensors that come from outside the group."""
         own_outputs = set(itertools.chain(*self.outputs))
         return set(itertools.chain(*self.inputs)) - own_outputs
 
@@ -291,7 +291,7 @@ def cotangent_aval(value) -> jax.Array:
 
 
 def aval_or_placeholder(is_wanted: bool, value) -> jax.Array:
-    """Returns the dtype and axes of a wanted gradient; a placeholder if unwanted."""
+    """Returns `cotangent_aval(value)` if its gradient is wanted, or a placeholder."""
     return cotangent_aval(value) if is_wanted else placeholder()
 
 

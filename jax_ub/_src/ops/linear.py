@@ -195,7 +195,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
 
     @property
     def accumulated(self) -> str:
-        """Returns the parameter that receives the kernel's gradient as cotangent."""
+        """Returns "main_grad" or "kernel", whichever receives the kernel's gradient."""
         return "main_grad" if self.accumulate_into_main_grad else "kernel"
 
     def call_config(self, dtype: DTypeLike) -> CallConfig:
@@ -326,7 +326,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
         return dx[0] if is_vector and dx is not None else dx, d_params, ()
 
     def backward_dtype(self, x: Any, kernel: Any, dy: Any) -> np.dtype:
-        """Returns the dtype of the operands, or of dy if the operands are FP8."""
+        """Returns the dtype of the gradient GEMMs; for FP8 operands, dy's dtype."""
         operands = (a for a in (kernel, x) if a is not None and not is_scaled(a))
         return next(operands, source_of(dy)).dtype
 

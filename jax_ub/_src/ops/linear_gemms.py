@@ -26,7 +26,7 @@ from jax_ub._src.scaled_array import (
 
 
 def state_in(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the entries of `arrays` that are state of `DelayedScaling`."""
+    """Returns the `DelayedScaling` state (scales, amax histories) in `arrays`."""
     return {name: arrays[name] for name in sorted(fp8_state.NAMES) if name in arrays}
 
 
@@ -63,7 +63,7 @@ def quantized(config: CallConfig, residuals: Residuals, params: Params) -> Resid
 
 
 def product_of(config: CallConfig) -> Callable[..., Any]:
-    """Returns the forward pass of a linear; see `forward.forward_of`."""
+    """Returns the function that computes a linear's forward pass, in FP8 or not."""
     return forward_of(config) if config.fp8 is None else scaled.scaled_forward
 
 

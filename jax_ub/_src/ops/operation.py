@@ -95,7 +95,7 @@ class Operation(arguments.KeywordsChecked):
         raise NotImplementedError
 
     def split(self, params: Any) -> tuple[Params, ...]:
-        """Splits `params` into one dict, name to array, for each basic operation."""
+        """Splits `params` into a dict {name: array} for each basic operation."""
         raise NotImplementedError
 
 
@@ -240,7 +240,7 @@ class BasicOperation(Operation):
         raise NotImplementedError
 
     def with_extra_input_channel(self, index: int, name: str) -> "BasicOperation":
-        """Returns a copy that reads extra input `index` from the channel `name`.
+        """Returns a copy whose extra input `index` comes from the output named `name`.
 
         Raises:
             ShapeContractError: if `index` is out of range, or `name` is not a string
@@ -251,7 +251,7 @@ class BasicOperation(Operation):
     def with_extra_output_channel(
         self, index: int, name: str, output_to_caller: bool = True
     ) -> "BasicOperation":
-        """Returns a copy that writes extra output `index` to the channel `name`.
+        """Returns a copy whose extra output `index` later operations read as `name`.
 
         Args:
             index: index of the extra output.

@@ -30,7 +30,7 @@ from jax_ub._src.scaled_array import ScaledArray, is_scaled
 
 
 class Quantizer(NamedTuple):
-    """How a tensor is quantized: its recipe, and the axes that agree on its scale."""
+    """How to quantize a tensor: a recipe, and mesh axes whose ranks share the scale."""
 
     recipe: Recipe
     axes: tuple[str, ...]
@@ -117,7 +117,7 @@ class Quantize(BasicOperation):
         )
 
     def linked(self, role: str, quantizer: Quantizer) -> "Quantize":
-        """Returns a copy that quantizes the tensor of this role with `quantizer`."""
+        """Returns a copy that quantizes the activation or gradient with `quantizer`."""
         forward, backward = self._linked
         pair = (quantizer, backward) if role == INPUT else (forward, quantizer)
         new = copy.copy(self)
@@ -146,7 +146,7 @@ class Quantize(BasicOperation):
         return dx, state, ()
 
     def _quantized(self, role, quantizer, x, state):
-        """Returns x, quantized unless it is already, and the state with new values."""
+        """Quantizes x unless it is FP8; returns it and the updated FP8 state."""
         if quantizer is None or is_scaled(x):
             return x, state
         checks.check_not_empty(self.label, "x", x)
@@ -158,7 +158,7 @@ class Quantize(BasicOperation):
 
 @dataclasses.dataclass
 class _Path:
-    """The indices of the operations that a quantized tensor passes, in their order."""
+    """Indices of the operations through which a tensor passes after it is quantized."""
 
     start: int  # of the Quantize
     reached: list[int] = dataclasses.field(default_factory=list)
@@ -189,7 +189,7 @@ def _paths(ops: Sequence[BasicOperation], role: str) -> list[_Path]:
 
 
 def quantized_boundaries(ops: Sequence[BasicOperation]) -> set[int]:
-    """Returns each i where `ops[i - 1]` passes `ops[i]` an FP8 tensor, or back."""
+    """Returns each i where an FP8 tensor passes between `ops[i - 1]` and `ops[i]`."""
     forward = {i for path in _paths(ops, INPUT) for i in path.reached}
     return forward | {i + 1 for path in _paths(ops, OUTPUT_GRAD) for i in path.reached}
 
@@ -223,7 +223,7 @@ def with_quantizers(
 
 
 def _axes(ops, path) -> tuple[str, ...]:
-    """Returns the axes over which a path's tensor is gathered or contracted."""
+    """Returns the mesh axes over which an FP8 tensor is gathered or contracted."""
     axes = {*checks.axis_tuple(ops[path.start].axis_name)}
     for i in path.reached:
         if isinstance(ops[i], AllGather | ReduceScatter):

@@ -41,7 +41,7 @@ from jax_ub._src.scaled_array import source_of
 
 
 def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
-    """Returns the first operations in `ops` if they form one of the three patterns.
+    """Returns the operations at the start of `ops` that one overlapped call can run.
 
     Otherwise they are (), and the second result is the reason if the first operation is
     a linear.
@@ -102,7 +102,7 @@ class UserbuffersLinear(FusedPattern):
 
     @property
     def tensor_parallel_mode(self) -> str:
-        """Returns "column" (AG+GEMM, pattern 1) or "row" (GEMM+RS, patterns 2, 3)."""
+        """Returns "column" if it overlaps an all-gather, "row" if a reduce-scatter."""
         return self.linear.tensor_parallel_mode or ROW
 
     @property

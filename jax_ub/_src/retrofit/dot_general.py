@@ -133,7 +133,7 @@ class Contraction:
 
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
-    """A drop-in for `jax.lax.dot_general` that overlaps the GEMMs of dense layers.
+    """Replaces `jax.lax.dot_general` in dense layers; overlaps GEMM and collective.
 
     A dense layer contracts the last dimensions of x with the first or the last
     dimensions of the kernel. On global arrays, `jax.lax.dot_general` computes all other
@@ -214,7 +214,7 @@ class DotGeneral:
     def why_intercepted(
         self, product: interception.Product, original: Callable | None
     ) -> str | None:
-        """Returns why JAX must compute the product, or None.
+        """Returns why JAX must compute the product (a library patched it), or None.
 
         Raises an error if it must, but the call must not fall back to JAX.
         """
@@ -225,7 +225,7 @@ class DotGeneral:
         return reason
 
     def check_may_fall_back(self, reason: str, fix: str) -> None:
-        """Raises an error if a method is given, or the arrays are one rank's shards.
+        """Raises an error if plain JAX must not replace the overlapped product.
 
         Then JAX must not compute the product instead.
         """
@@ -384,7 +384,7 @@ def _check_call(op, lhs, rhs, dimension_numbers):
 
 
 def _contraction_of(lhs, rhs, dimension_numbers) -> Contraction | None:
-    """Returns the contraction if it is that of a dense layer, else None."""
+    """Returns the contraction of x with a kernel, or None if no dense layer has it."""
     (lhs_contract, rhs_contract), batch = dimension_numbers
     num_in = len(rhs_contract)
     if (

@@ -83,7 +83,7 @@ class Equation:
 
 @dataclasses.dataclass(frozen=True)
 class Einsum:
-    """A drop-in for `jax.numpy.einsum` that overlaps the GEMMs of dense layers.
+    """Replaces `jax.numpy.einsum` in dense layers; overlaps GEMM and collective.
 
     Attributes:
         dense: the function that computes the product of a dense layer.

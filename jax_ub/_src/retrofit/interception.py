@@ -75,7 +75,7 @@ _INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
 
 
 def why_intercepted(product: Product, held: Callable | None = None) -> str | None:
-    """Returns why a layer must call the JAX function `product`, or None.
+    """Returns why a layer must not bypass the JAX function `product`, or None.
 
     It must if a library has replaced the function, or one that it calls. `held` is as
     in `Product.interception`.

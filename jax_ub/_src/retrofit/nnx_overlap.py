@@ -219,7 +219,7 @@ class _Layer:
         return parallel_of_spec(self.spec, self.num_in, axis_name)
 
     def kept_reason(self) -> tuple[str, str] | None:
-        """Returns why `overlap` must keep the product function, and a fix, or None.
+        """Returns why `overlap` cannot replace the layer's product, and a fix, or None.
 
         It keeps a function that neither Flax nor `overlap` has set, for example in a
         quantized layer.

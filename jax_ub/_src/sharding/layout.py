@@ -292,7 +292,7 @@ class ShardingLayout:
         return math.prod(self._sizes(mesh, "axis_name = {}", self.axes))
 
     def _sizes(self, mesh, subject, names):
-        """Returns the sizes of mesh axes.
+        """Returns the sizes of the mesh axes `names`, after checking that they exist.
 
         The error about a missing axis begins with `subject`, a format of its name.
         """

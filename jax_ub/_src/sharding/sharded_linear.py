@@ -161,7 +161,7 @@ def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
 def _with_whole_kernels(
     body, layout, replicas, x, kernels, biases, main_grads, *others
 ):
-    """Calls `body` with kernels gathered over FSDP axes, main_grads of one replica."""
+    """Calls `body` with FSDP kernels all-gathered and main_grads on one replica."""
     if replicas:
         on_first = functools.partial(_on_first_replica, axes=replicas)
         main_grads = jax.tree.map(on_first, main_grads)
@@ -191,7 +191,7 @@ def _shard_function(layout, out_dtype, kernels):
 
 
 def _has_separate_calls(layout, kernels):
-    """Returns whether each kernel needs its own call: only AG+GEMM takes several."""
+    """Returns whether several kernels need one call each, as in all ops but AG+GEMM."""
     return len(kernels) > 1 and layout.mode.op != "all_gather_matmul"
 
 
@@ -306,7 +306,7 @@ def _typed_layout(layout, mesh, kernels, num_in):
 
 
 def _fitted_layout(layout, mesh, x):
-    """Fits the layout to the shape of x.
+    """Returns the layout without shardings that the shape of x does not allow.
 
     Layers that are not parallel do not shard tokens that do not divide evenly. FSDP
     axes that do not shard the tokens are left out, so that XLA all-gathers the kernels
