@@ -101,7 +101,7 @@ def option_check(
     fix: str,
     error: type[UbError] = ShapeContractError,
 ) -> Callable[[str, str, Any], None]:
-    """Returns a function (op, name, value) that raises an error for a wrong value.
+    """Returns a function that raises `error` unless `is_valid(value)` is true.
 
     Args:
         is_valid: returns whether a value is accepted.
@@ -368,7 +368,7 @@ def check_main_grad(op: str, main_grad, w) -> None:
 def mapped_with(
     value: jax.Array, other: jax.Array, text: Callable[[int], str]
 ) -> jax.Array:
-    """Returns `value`; raises if `jax.vmap` maps `other` without mapping `value`.
+    """Returns `value`; raises an error if `jax.vmap` maps `other` but not `value`.
 
     JAX drops the check if the result is not used. The check adds nothing to the
     compiled program.

@@ -119,7 +119,7 @@ def block_scales(x: jax.Array, axis: int, dtype, margin: int = 0) -> jax.Array:
 
 
 def _exponents_above(amax, dtype):
-    """Returns the smallest integers e for which amax <= m * 2^e.
+    """Returns the smallest e with amax <= 2^e * m; m is the largest number of `dtype`.
 
     m is the largest number of `dtype`. A logarithm would be wrong next to powers of
     two.

@@ -37,7 +37,7 @@ class Method(enum.Enum):
 
     @property
     def forward(self) -> "Method":
-        """Returns the method for a GEMM that communicates its operand or result.
+        """Returns the method for an overlapped forward pass: itself, but never `BULK`.
 
         `BULK` cannot overlap such a GEMM and is replaced by `RING_EXCHANGE`.
         """

@@ -56,7 +56,7 @@ def outer(x: jax.Array, dy: jax.Array, scales: Sequence[jax.Array] = ()) -> jax.
 
 
 def _factored(operands, scales, contracted):
-    """Applies FP8 scales: returns (array, factor) for each operand.
+    """Returns each FP8 operand as (array, factor), whose product is its value.
 
     The factor has the f32 scales that do not vary along the contracted axis. Other
     scales multiply the array's elements, and the factor is None. A scale per tensor has

@@ -56,7 +56,7 @@ class OverlapFlags:
 
     @property
     def is_bulk(self) -> bool | None:
-        """Returns the common value of both `ub_bulk_*` flags, or None."""
+        """Returns the value of the `ub_bulk_*` flags; None if neither is set."""
         return self.ub_bulk_dgrad if self.ub_bulk_wgrad is None else self.ub_bulk_wgrad
 
     @property

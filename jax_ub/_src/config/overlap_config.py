@@ -45,7 +45,7 @@ class UserBufferQuantizationMode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverlapConfig(Mapping):
-    """Settings of a named overlap, such as its method and its number of splits.
+    """Settings of the calls with one name, such as "qkv_fprop": method, splits, ...
 
     `method`, `num_splits`, `aggregate`, `pipeline_rs_overlap_first_gemm`, `fp8_buf` and
     `wire_dtype` take effect on all devices. The other keys set launch parameters of GPU

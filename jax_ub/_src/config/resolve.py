@@ -162,7 +162,7 @@ def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
 
 
 def _check_forwards(entries):
-    """Raises an error if two names denote the forward pass of one layer.
+    """Raises an error if two names, "qkv" and "qkv_fprop", mean the same pass.
 
     A name without a pass, such as "qkv", means the forward pass, as "qkv_fprop" does.
     """

@@ -94,7 +94,7 @@ class Workload:
         return num_rows * (self.K if self.gathers else self.N) * size
 
     def reduce_bytes(self, num_rows: int) -> int:
-        """Returns the memory bytes read and written to sum all ranks' partial sums."""
+        """Returns the bytes that memory reads and writes to sum all partial sums."""
         parts = self.num_ranks * self.partial_itemsize + self.itemsize
         return num_rows * self.N * parts
 
@@ -105,7 +105,7 @@ class Workload:
 
     @property
     def moved_bytes(self) -> float:
-        """Returns the minimum bytes that a rank sends, and receives, for the op."""
+        """Returns the least bytes that each rank must send (and receive) for the op."""
         share = (self.num_ranks - 1) / self.num_ranks
         once = share * self.wire_bytes("", self.M)
         return 2 * once if self.op.endswith("all_reduce") else once
@@ -197,7 +197,7 @@ class Processors:
         self._issued = 0
 
     def run(self, available: float, gemm: Gemm) -> tuple[float, float]:
-        """Runs a GEMM kernel on the next stream; returns its start and end.
+        """Simulates a GEMM kernel on the next stream; returns its start and end.
 
         Its operands are available at the time `available`.
         """
@@ -217,7 +217,7 @@ class Processors:
         return start, end
 
     def run_on_all(self, available: float, seconds: float) -> tuple[float, float]:
-        """Runs a kernel that occupies every multiprocessor for `seconds`.
+        """Simulates a kernel that occupies every multiprocessor for `seconds`.
 
         Each multiprocessor first finishes its tile. Returns the start and end.
         """

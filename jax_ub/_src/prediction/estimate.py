@@ -181,7 +181,7 @@ def _schedule_name(work, method, machine):
 
 
 def direct_seconds(work: Workload, machine: Hardware) -> float:
-    """Predicts the seconds of method "direct": a GEMM over the peers' memory.
+    """Predicts the seconds of method "direct", whose GEMM reads the peers' memory.
 
     A barrier follows the GEMM. On a GPU, the GEMM takes at least the time of its
     transfers. A collective has only transfers.
@@ -204,7 +204,7 @@ def fastest_plan(
     *,
     is_default: bool = False,
 ) -> tuple[str, float, int]:
-    """Predicts the fastest options; returns their text, seconds and launch count.
+    """Finds the schedule options that are predicted fastest, by simulating each.
 
     If `is_default`, only the options that the engine runs untuned are simulated.
     Variants other than the plain one run one kernel per product, as the engine does.
@@ -234,7 +234,7 @@ def timeline(
     *,
     every_rank: bool = False,
 ) -> list[Span]:
-    """Returns the simulated spans of rank 0, or of every rank."""
+    """Simulates a call; returns the timed steps of rank 0, or of every rank."""
     ranks = range(work.num_ranks if every_rank else 1)
     steps = [
         steps_of(
@@ -307,7 +307,7 @@ class Fp8Prediction:
 
 
 def predict_fp8(work: Workload, machine: Hardware) -> Fp8Prediction:
-    """Predicts a bf16 AG+GEMM or GEMM+RS in FP8, and with `wire_dtype="fp8"`."""
+    """Predicts the seconds of an op in bf16, with FP8 operands, and sent as FP8."""
     if not machine.has_fp8:
         raise UnsupportedOverlapError(
             f"simulate: {machine.name} has no FP8 GEMM. Use another --hardware, such "
@@ -329,7 +329,7 @@ def predict_fp8(work: Workload, machine: Hardware) -> Fp8Prediction:
 
 
 def _wire_seconds(work, machine, cast_s):
-    """Returns the seconds of a pass with `wire_dtype="fp8"`.
+    """Predicts the seconds of a forward pass that sends FP8 (`wire_dtype="fp8"`).
 
     Only the CPU engine overlaps it, and only an all-gather. Otherwise the GEMM and the
     collective run one after the other.

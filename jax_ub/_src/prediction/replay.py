@@ -155,7 +155,7 @@ class _Rank:
             self._run("end", (), end_s(self.spans), self._hardware.launch_s)
 
     def _run(self, kind, chunks, ready, duration):
-        """Runs a step on the lane that communicates; returns its end time."""
+        """Simulates a communication step of `duration` seconds; returns its end."""
         start = max(ready, self._clock)
         self._clock = start + duration
         self._add_span(self._lane, kind, chunks, start, self._clock)
@@ -252,7 +252,7 @@ class _Rank:
         if self._processors is None:
             end = self._run("copy", (step.chunk,), 0.0, duration)
         else:
-            # The rank's own chunk has not been received: it is an operand.
+            # The rank's own chunk is an operand, which is ready at time 0.
             ready = self._received.get((step.payload, step.chunk, step.split), 0.0)
             start, end = self._processors.run_on_all(ready, duration)
             self._add_span("gemm", "copy", (step.chunk,), start, end)
@@ -262,7 +262,7 @@ class _Rank:
 def _kernels(
     own: int, steps: Sequence[Step], gathers: bool, aggregate: int
 ) -> dict[int, list[tuple[int, int]]]:
-    """Maps the index of the step that runs a GEMM kernel to its (chunk, split) pairs.
+    """Groups multiply steps into GEMM kernels: {step index: [(chunk, split), ...]}.
 
     Up to `aggregate` consecutive chunks of peers are multiplied by one kernel; the
     rank's own chunk has a separate kernel. If operands are gathered, the kernel is

@@ -58,7 +58,7 @@ class Execution:
 
     @property
     def on_one_rank(self) -> "Execution":
-        """Returns the settings for local GEMMs of a call on a single rank."""
+        """Returns the settings for the GEMMs of the call on an axis of one rank."""
         return Execution(
             label=self.label,
             choice=self.choice.for_local_gemm,
@@ -134,7 +134,7 @@ class Call:
 
     @property
     def kernels(self) -> range:
-        """Returns which operands are kernels, to which `rhs_transposed` applies."""
+        """Returns the indices of the operands that are kernels, by default none."""
         return range(0)
 
     def split(self, operands: Sequence) -> tuple[Sequence, Sequence]:
@@ -163,7 +163,7 @@ class Call:
         raise NotImplementedError
 
     def plain(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        """Calls `reference` with the operands of the primitive."""
+        """Computes the call in plain `jax.lax`; the last operands are FP8 scales."""
         others, scales = self.split(operands)
         return self.reference(*others, scales=scales)
 
@@ -295,7 +295,7 @@ def num_features(arrays: Sequence) -> int:
 
 
 def overwritten(operands: Sequence, first: int, dtype: np.dtype) -> dict[int, int]:
-    """Returns {operand index: result index} if result i overwrites `first + i`.
+    """Maps each operand from index `first` on to the result that overwrites it.
 
     `dtype` is the dtype of the results. Operands of another dtype are not overwritten.
     """

@@ -175,7 +175,7 @@ def _behind_barrier(results):
 
 
 def _instead_of_pallas(call, reason):
-    """Returns the text of a fallback from JAX's Pallas kernel to the call's method."""
+    """Returns why the call's method runs instead of JAX's Pallas kernel, as text."""
     choice = dataclasses.replace(call.choice, pallas=None)
     return (
         f"JAX's Pallas kernel, the fastest by a tuned file, cannot run it: {reason}. "
@@ -208,7 +208,7 @@ def _lower_to_reference(ctx, operands, call, reason):
 
 
 def _emit(ctx, operands, call, attributes, *, has_side_effect):
-    """Emits the custom call. In an exported program, the partition id is an operand."""
+    """Emits the custom call; exported programs also pass it XLA's partition id."""
     rule = jax.ffi.ffi_lowering(
         call.target,
         has_side_effect=has_side_effect,
@@ -364,7 +364,7 @@ def _cuda_unsupported_reason(call, ranks):
 
 
 def _gpus(ranks):
-    """Returns the devices that will run a call, if they are known."""
+    """Returns the GPUs that will run a call, or this process's GPUs if unknown."""
     return ranks.devices or cuda_engine.local_devices()
 
 

@@ -51,11 +51,11 @@ class SummedMatmul(Call):
         return range(self.num_pairs, 2 * self.num_pairs)
 
     def reduced_rows(self, rows: int) -> int:
-        """Returns the number of rows of the result. A reduce-scatter divides it."""
+        """Returns how many of the product's `rows` a rank keeps after `reduce`."""
         return rows
 
     def reduce(self, partial: jax.Array) -> jax.Array:
-        """Reduces the f32 product over ranks. The base class does not communicate."""
+        """Sums the f32 product over the ranks, in subclasses that communicate."""
         return partial
 
     def shapes(self, x, *others):

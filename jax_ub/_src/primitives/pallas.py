@@ -32,7 +32,7 @@ _GRID_TILE_WIDTH = 8
 
 
 def tiles_for(M: int, K: int, N: int, num_ranks: int) -> list[PallasTiles]:
-    """Returns the tile sizes with which the kernel can multiply these global sizes."""
+    """Returns the tile sizes of JAX's Pallas AG+GEMM kernel that fit these sizes."""
     if K % _TILE_K:
         return []
     local = M // num_ranks, N // num_ranks
@@ -42,7 +42,7 @@ def tiles_for(M: int, K: int, N: int, num_ranks: int) -> list[PallasTiles]:
 def why_not(
     devices: Sequence[jax.Device], dtype: Any, M: int, K: int, N: int
 ) -> str | None:
-    """Returns why these ranks cannot run the kernel, or None if they can.
+    """Returns why JAX's Pallas AG+GEMM kernel cannot run on `devices`, or None.
 
     Args:
         devices: the device of each rank.
@@ -91,7 +91,7 @@ def why_not_call(
     ranks: Ranks,
     tiles: PallasTiles,
 ) -> str | None:
-    """Returns why the kernel cannot run a lowered call, or None if it can.
+    """Returns why JAX's Pallas AG+GEMM kernel cannot run a lowered call, or None.
 
     Args:
         ctx: the lowering context.

@@ -43,7 +43,7 @@ def _repeated(scales, shape):
 
 
 def scale_fields(scales: Sequence[jax.Array]) -> dict[str, bool]:
-    """Returns the fields of a `Call` that describe its scales."""
+    """Returns the `Call` fields `has_scales` and `has_row_scales` for FP8 scales."""
     has_row_scales = any(scale.ndim > 1 for scale in scales)
     return {"has_scales": bool(scales), "has_row_scales": has_row_scales}
 
@@ -66,7 +66,7 @@ def with_scales(
 
 
 def gathered_like(x: Operand, gathered: jax.Array, *scales: jax.Array) -> Operand:
-    """Returns the gathered x, as a `ScaledArray` if it is FP8.
+    """Wraps the all-gathered values of x in a `ScaledArray` if x is FP8.
 
     `scales` has the gathered scales, unless x has one scale for the tensor.
     """

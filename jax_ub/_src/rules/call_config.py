@@ -440,7 +440,7 @@ def _choices_with_flags(
 
 
 def _flagged(choice, flag, *, gathers):
-    """Returns the method of a GEMM with a collective, given one `ub_*` flag.
+    """Applies a `ub_*` flag (True, False, None) to the method of an overlapped GEMM.
 
     The collective is an all-gather if `gathers`, else a reduce-scatter. For the flag
     None the method stays, False selects plain JAX, and True selects a method that

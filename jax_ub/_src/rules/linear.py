@@ -472,7 +472,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
 
 
 def _quantized(config, x, ws, state):
-    """Returns a layer's `custom_vjp`, and its operands, quantized by its recipe."""
+    """Returns the function of a layer, and its operands, quantized if it uses FP8."""
     if config.fp8 is None and state is None and not is_scaled(x):
         layer = column_linear if config.mode.gathers_x else row_linear
         return layer, (x, ws, ())

@@ -23,7 +23,7 @@ _USED: dict[int, tuple[weakref.ref, object]] = {}
 
 
 def claim(op: str, main_grads: Sequence[Any] | None, ws: Sequence[jax.Array]) -> None:
-    """Checks accumulators of kernels' gradients. Only one call may use each."""
+    """Raises an error if a main_grad does not fit its kernel, or was used before."""
     for main_grad, w in zip(main_grads or (), ws, strict=False):
         shapes.check_main_grad(op, main_grad, w)
         if _is_used(main_grad):

@@ -116,7 +116,7 @@ def have_scales(label: str, **operands: Any) -> bool:
 
 
 def by_name(x: Any, ws: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns the operands by the names that errors use: "x" and "w"."""
+    """Returns {"x": x, "w": w}; several kernels are named "w[0]", "w[1]", ..."""
     names = ["w"] if len(ws) == 1 else [f"w[{i}]" for i in range(len(ws))]
     return {"x": x, **dict(zip(names, ws, strict=True))}
 
@@ -207,7 +207,7 @@ def _scales_shape(operand, contracted, size):
 
 
 def is_per_row(operand, contracted):
-    """Returns whether each row or column has its own scale.
+    """Returns whether each row of x, or column of a kernel, has its own scale.
 
     That is also the case for a scale per tensor if there is only one row or column.
     """

@@ -22,7 +22,7 @@ from jax_ub._src.scaled_array import (
 
 
 def differentiable(forward: Callable, gradients: Callable) -> Callable:
-    """Returns a linear layer as a `custom_vjp` of a forward pass and its gradients.
+    """Makes a linear layer's `custom_vjp` from its forward and gradient functions.
 
     Args:
         forward: (config, x, ws, biases, residual, main_grads) -> (ys, gathered). `ws`,
@@ -85,8 +85,8 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         if main_grads is None:
             dws = tuple(map(dws.get, range(len(dys))))
             return dx, dws, dbs, d_residual, None, *state
-        # The cotangent of a main_grad is its new value, which a zero dy does not
-        # change.
+        # The accumulated value is returned as the cotangent of main_grad. If dy is
+        # zero, it is main_grad itself.
         sums = tuple(dws.get(i, main_grad) for i, main_grad in enumerate(main_grads))
         return dx, None, dbs, d_residual, sums, *state
 
@@ -132,7 +132,7 @@ def accumulation(config: CallConfig, dys, main_grads):
 
 
 def check_sources(label: str, *operands) -> None:
-    """Raises an error if JAX differentiates an FP8 operand that has no `source`.
+    """Raises an error if a `ScaledArray` without source array needs a gradient.
 
     Only a `source` can receive the gradient. The operands are wrapped as by
     `defvjp(symbolic_zeros=True)`.
@@ -218,7 +218,7 @@ def is_placeholder(leaf) -> bool:
 
 
 def value_of(tree):
-    """Returns the arrays of operands in a `defvjp(symbolic_zeros=True)` forward rule.
+    """Unwraps operands that `defvjp(symbolic_zeros=True)` passes to a forward rule.
 
     The structure of the tree is kept, and None stays None.
     """

@@ -112,7 +112,7 @@ def _has_blocks(w, axis):
 
 
 def _columns(w, first, last, axis):
-    """Returns some columns of a kernel, with their scales."""
+    """Returns columns [first, last) of a kernel, with their scales."""
 
     def cut(leaf):
         is_shared = leaf.ndim == 0 or leaf.shape[axis] == 1
@@ -127,7 +127,7 @@ def _sends_fp8(execution, x):
 
 
 def as_sent(execution: Execution, x: Operand) -> Operand:
-    """Returns x as it is all-gathered: quantized, if wide and sent as FP8."""
+    """Quantizes x to FP8 if the all-gather should send it as FP8."""
     if is_scaled(x) or not _sends_fp8(execution, x):
         return x
     return _quantized(x)
@@ -140,7 +140,7 @@ def _quantized(x):
 
 
 def widened(x: Operand, gathered: Any) -> Any:
-    """Returns the all-gathered x in its original dtype.
+    """Dequantizes the all-gathered x to its dtype if it was sent as FP8.
 
     The largest numbers of a dtype may be rounded up when they are quantized. They are
     clipped to the range of the dtype, so that they do not become infinite.

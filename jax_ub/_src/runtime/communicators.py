@@ -46,7 +46,7 @@ _has_shared_cores = False  # whether the engine is limited to a share of the cor
 
 
 def connections() -> tuple[Connection, ...]:
-    """Returns the connection of each group of ranks, or the reason why it has none.
+    """Returns a `Connection` for each group of ranks, also if connecting it failed.
 
     A group that cannot share memory is included, with its `reason`.
     """
@@ -78,7 +78,7 @@ def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
 
 
 def generation(groups: np.ndarray) -> int:
-    """Returns the generation of the communicators that connect these groups, or 0.
+    """Returns which `initialize_ub` call connected these groups (1, 2, ...), or 0.
 
     Each `initialize_ub` that connects groups counts as one. It is 0 if none did.
 

@@ -27,7 +27,7 @@ def connect(
     agreed_settings: Mapping[str, str],
     own_error: Exception | None,
 ) -> None:
-    """Connects all groups of ranks that can share memory, jointly in all processes.
+    """Connects groups of ranks by shared memory; all processes must make this call.
 
     An error of one process is raised in all processes.
 
@@ -121,7 +121,7 @@ class ConnectionAttempt:
         agreed_settings: Mapping[str, str],
         own_error: Exception | None,
     ) -> Values:
-        """Connects all groups whose ranks can share memory, jointly in all processes.
+        """Connects groups of ranks by shared memory; all processes must make this call.
 
         An error of one process is raised in all processes. `connect` describes
         arguments and errors.

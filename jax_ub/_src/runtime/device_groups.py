@@ -24,7 +24,7 @@ ONE_SHOT_BYTES = 2_700_000
 
 
 def heap_bytes(platform: str, num_elements: int) -> int:
-    """Returns how many bytes of buffers (slots) a call needs on a rank, at most.
+    """Returns the most bytes of communication buffers that a call needs on a rank.
 
     Args:
         platform: platform of the devices, such as "cpu" or "cuda".
@@ -59,7 +59,7 @@ class DeviceGroups:
 
     @property
     def call_bytes(self) -> int:
-        """Returns how many bytes a rank shares with its peers to run a call."""
+        """Returns the size of a rank's memory that its peers can access, in bytes."""
         slots = _SLOT_ALIGNMENT_BYTES * self.num_slots
         return heap_bytes(self.platform, self.capacity) + slots + _SLACK_BYTES
 

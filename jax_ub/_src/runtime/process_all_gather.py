@@ -80,16 +80,17 @@ class ProcessAllGather:
         self._timeout_s = timeout_s
         self._number = f"{process}-{secrets.token_hex(8)}"
         self._rounds: list[Any] = []
-        # Only on the coordinator, by member: the random number of its attempt, and the
-        # answers that it was sent, one per round. `_failure` is the answer that reports
-        # a failure.
+        # Used by the coordinator only, for each other process: the random number of its
+        # attempt, and the answers that were sent to it, one per round. `_failure` is
+        # the answer that reports a failure.
         self._numbers: dict[int, str] = {}
         self._answers: dict[int, list] = {}
         self._failure: dict[str, Any] = {}
         self._ended: set[int] = set()  # processes that have ended their attempt
-        # Only on members: the random number of the coordinator's attempt, and whether
-        # this attempt has answered. After that, a new number belongs to another
-        # attempt, so it is not repeated.
+        # Used by all processes except the coordinator: the random number of the
+        # coordinator's attempt, which messages to it contain, and whether the
+        # coordinator has answered. After its answer, a different number belongs to
+        # another attempt and is ignored.
         self._repeats = ""
         self._is_confirmed = False
         self._has_sent_failure = False  # to all processes seen so far
@@ -269,7 +270,7 @@ class ProcessAllGather:
         return {int(process): value for process, value in answer["values"]}
 
     def _repeat(self, message):
-        """Copies the coordinator's random number into this process's message.
+        """Writes the coordinator's random number to the store, as acknowledgment.
 
         The coordinator ignores messages without the number.
 

@@ -159,7 +159,7 @@ class InitializedAxis:
 
     @property
     def num_slots(self) -> int:
-        """Returns how many slots a call needs on one rank, at most.
+        """Returns the most receive buffers (slots) that a call needs on one rank.
 
         A slot is the memory that receives one transfer from a peer.
 
