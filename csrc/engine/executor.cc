@@ -350,7 +350,8 @@ class ScheduleRun {
   Tensor partial_;
 };
 
-// Runs the GEMMs of a call. Their operands are complete after `ready`.
+// Runs the GEMMs of a call that need no communication. Their operands can be read after
+// the event `ready`.
 void RunLocalGemms(const CallAttributes& at,
                    const RankCall& call,
                    const Dependency& ready,

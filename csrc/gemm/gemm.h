@@ -57,8 +57,8 @@ class GemmPlan {
 
 class BlockingCache;
 
-// The number of threads that share the units of a product, and a cache of blockings
-// (null: choose the blocking for each product).
+// The number of threads that share the work units of a product, and a cache of the
+// division of products into units (null: each product is divided anew).
 struct Workers {
   Workers(int count, BlockingCache* blocking_cache = nullptr)  // NOLINT: implicit
       : num(count), blockings(blocking_cache) {}

@@ -14,9 +14,9 @@ namespace jax_ub {
 
 // The callback at the end of a rank's call.
 //
-// It is invoked once, with the error of the call or nullptr. XLA may continue the
-// rank's program in it, so no other thread may wait for the thread that invokes it. It
-// allocates its memory on construction, so that completing a call cannot fail.
+// The callback is invoked once, with the error of the call or nullptr. XLA may continue
+// the rank's program in it, so no other thread may wait for the thread that invokes it.
+// Its memory is allocated on construction, so that completing a call cannot fail.
 class Completion {
  public:
   Completion() = default;

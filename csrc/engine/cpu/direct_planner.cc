@@ -62,8 +62,9 @@ void AddReduceToAll(const CallAttributes& at, const RankCalls& calls, WorkList& 
   work.Add(sum);
 }
 
-// Adds the copies or sums of the collective. For all_gather_matmul, this copies x to
-// the gathered result that the op returns; the GEMM does not read this copy.
+// Adds the copies of a gather, or the sums of a reduction, to `work`. For
+// all_gather_matmul, this copies x to the gathered result that the op returns; the GEMM
+// does not read this copy.
 void AddCommunication(const CallAttributes& at,
                       const RankCalls& calls,
                       WorkList& work) {

@@ -32,8 +32,8 @@ class ResultWriter {
              Range rows,
              Range columns) const;
 
-  // Copies a rectangle of the result's first replica to the other ones, unless there
-  // are addends.
+  // Copies a rectangle of the result from its first replica to all other replicas. Does
+  // nothing if there are addends, because Store has then written all replicas.
   void CopyReplicas(Range rows, Range columns) const;
 
   // Returns whether the caller should collect the tiles of a work unit and store whole

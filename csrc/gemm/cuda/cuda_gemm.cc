@@ -236,8 +236,8 @@ class CudaGemm::State {
     return pass;
   }
 
-  // Chooses how to add the addends of a block. Addresses affect the choice only by
-  // their alignment, as they do in plans.
+  // Chooses how the addends (bias and residual) of a block of the result are added. Of
+  // the addresses, only the alignment affects the choice.
   Addition AdditionOf(const Pass& pass, const GemmBlock& block) {
     if (!pass.in_result) return Addition::kAfter;
     if (pass.problem.addends.empty()) return Addition::kFused;

@@ -14,9 +14,9 @@ namespace jax_ub {
 
 // Base class of all owners.
 //
-// It has a driver and a value, which is zero in an empty owner. `Traits` defines the
-// type Value, and `static void Close(const Driver&, Value) noexcept`, which the
-// destructor calls.
+// An owner has a driver and a value, which is zero if the owner is empty. `Traits`
+// defines the type Value, and `static void Close(const Driver&, Value) noexcept`, which
+// the destructor calls.
 template <typename Traits>
 class DriverHandle {
  public:
