@@ -114,7 +114,7 @@ class ProcessRanks(Ranks):
         ]
 
     def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
-        """Places a global array that is equal in all processes."""
+        """Shards a host array, which is equal in all processes, over the mesh."""
         array = np.asarray(array)
         sharding = NamedSharding(self.mesh, spec)
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)

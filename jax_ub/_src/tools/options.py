@@ -127,7 +127,7 @@ class Shape:
         return tuple(getattr(self, name) for name in dimensions)
 
     def bytes(self, dtype: Any, out_dtype: Any = None) -> int:
-        """Returns the bytes of x, w and the result."""
+        """Returns the total size of x, w and the result of the GEMM, in bytes."""
         operands = np.dtype(dtype).itemsize * self.K * (self.M + self.N)
         return operands + np.dtype(out_dtype or dtype).itemsize * self.M * self.N
 

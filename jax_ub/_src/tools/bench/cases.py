@@ -70,7 +70,7 @@ FP8_RECIPES: dict[str, Recipe] = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of a benchmark run, as on the command line."""
+    """Command-line options of `python -m jax_ub bench`, checked and completed."""
 
     ops: tuple[str, ...]
     devices: tuple[int, ...] = (1, 2, 4, 8)
@@ -147,7 +147,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The settings for which benchmark cases are built.
+    """The ranks, dtype and method for which benchmark cases are built.
 
     `dots` measures and caches XLA's fastest GEMM. `variants` selects variants of the op
     "gemm", such as "nn+bias"; an empty tuple selects all of them.
@@ -243,7 +243,7 @@ def check_agreement(case: Case) -> None:
 
 
 def tolerance(dtype: str, contracting: int) -> float:
-    """Returns the largest relative error of a correct result.
+    """Returns the largest relative error that rounding alone may cause.
 
     Candidates round to `dtype` a few times and sum `contracting` products in f32, in
     different orders. The error is relative to the largest value.

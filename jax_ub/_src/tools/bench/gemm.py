@@ -45,13 +45,13 @@ def own_gemm(choice: MethodChoice, layout: str, out_dtype: str | None = None) ->
 
 
 def gemm(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns a case of each variant of a local GEMM, or none for several ranks."""
+    """Returns benchmark cases of GEMMs without communication, on one rank only."""
     variants = setup.variants or VARIANTS if setup.num_ranks == 1 else ()
     return [_case(setup, shape, "gemm", variant) for variant in variants]
 
 
 def dgrad_add(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns the case of `residual + dy w^T` in place, with sharded rows."""
+    """Returns the benchmark case of `residual + dy w^T` in place, with sharded rows."""
 
     def own(dy, w, _, residual):
         return ub.dgrad_add(dy, w, residual)
@@ -60,7 +60,7 @@ def dgrad_add(setup: Setup, shape: Shape) -> list[Case]:
 
 
 def wgrad_accumulate(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns the case of `main_grad + x^T dy` in place, with sharded columns of dy."""
+    """Returns the benchmark case of `main_grad + x^T dy` in place, with sharded dy."""
 
     def own(x, dy, _, main_grad):
         return ub.wgrad_accumulate(x, dy, main_grad)

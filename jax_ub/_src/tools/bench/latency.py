@@ -22,7 +22,7 @@ LATENCY_SHAPE = Shape(_WIDTH, _WIDTH, _WIDTH)
 
 
 def latency(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns a case for each op that times chained calls with 256 elements per rank.
+    """Returns a benchmark case for each op: chained calls with 256 elements per rank.
 
     The size is fixed, so `shape` is ignored. With one rank, the list is empty.
     """

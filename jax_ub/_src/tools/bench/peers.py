@@ -164,7 +164,7 @@ def wide_dtype(x: Any) -> Any:
 
 
 class Collectives:
-    """XLA's collectives and dots, one after the other.
+    """AG+GEMM and GEMM+RS in XLA: a collective and a dot, one after the other.
 
     Partial sums are reduced in the dtype `moved`. An array is gathered only once, so a
     new object is needed for each trace.

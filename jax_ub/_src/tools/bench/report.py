@@ -174,7 +174,7 @@ _CASE = ("op", "P", "dtype", "M x K x N")
 _TIMES = ("time", "spread", "GF/s")
 _LINEAR = (*LINEAR_OPS, "small")
 _GEMMS = (*_LINEAR, "gemm", "dgrad_add", "wgrad_accumulate")
-# The ops whose cases have a value in a column; all have one in the other columns.
+# The ops that have a value in these columns. In all other columns, every op has one.
 _OPS_WITH = {
     "GF/s": (*_GEMMS, "fused"),
     cases.NAIVE: _GEMMS,

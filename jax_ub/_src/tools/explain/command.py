@@ -96,7 +96,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def _waits() -> contextlib.AbstractContextManager[Recording]:
-    """Records how long ranks wait, if there is an engine."""
+    """Returns a context that records how long ranks wait, if there is an engine."""
     has_engine = cpu_engine.why_not() is None
     return trace() if has_engine else contextlib.nullcontext(Recording())
 

@@ -24,7 +24,7 @@ _NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
-# A row of the tables of source lines in front of the computations, by table.
+# Patterns of the rows in the tables of source lines at the top of HLO text, by table.
 _TABLES = {
     "FileNames": re.compile(r'^(\d+) "(.*)"$'),
     "FileLocations": re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"),

@@ -24,7 +24,7 @@ from jax_ub._src.tools.explain import hlo, report
 from jax_ub._src.tools.explain.report import HardwareLike, Row, Table, TraceLike, Waits
 from jax_ub._src.tools.trace.spans import ub_name_in
 
-# The key by which executions are counted.
+# Key of the number of executions: a call, and the avals of its operands.
 _CallSite = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
 _LOOP = "in a loop"
 _SHORT_NAMES = {row.dtype: row.short_name for row in dtypes.TABLE}
@@ -394,7 +394,7 @@ def _with_user_scope(pair):
 
 
 def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
-    """Yields a row for each fallback without a collective."""
+    """Yields a row for each call that fell back to plain JAX without a collective."""
     known = {lowering_log.fallback_in(pair.scope) for pair in pairs}
     for equation, _ in equations(jaxpr, 1):
         if equation.primitive.name != "dot_general":

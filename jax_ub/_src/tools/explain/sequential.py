@@ -98,7 +98,7 @@ def explain(
     hardware: Any,
     trace: Any,
 ) -> Table:
-    """Implements `Sequential.explain`."""
+    """Returns the table of `Sequential.explain`: what overlaps, and why not."""
     machine, waits = report.find_hardware(hardware), report.read_waits(trace)
     sizes = Sizes(tokens, num_ranks, dtype, machine, waits)
     rows: list[Row] = []

@@ -180,12 +180,12 @@ class Measured:
 
     @property
     def times_us(self) -> dict[str, float]:
-        """Returns the median us of each program, by name."""
+        """Returns the median time of each program in microseconds, by name."""
         times = {str(choice): 1e6 * each for choice, each in self.seconds.items()}
         return times if self.pallas is None else {**times, PALLAS: 1e6 * self.pallas[0]}
 
     def best(self, *, allow_pallas: bool) -> MethodChoice:
-        """Returns the fastest choice.
+        """Returns the fastest method and options for this op and size.
 
         If JAX's kernel is faster and allowed, the choice has the kernel's tiles, and
         its method runs the calls that the kernel cannot run.
