@@ -72,17 +72,17 @@ class ScaledArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of `values`."""
+        """Returns the shape of the FP8 array `values`."""
         return self.values.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """Returns the dtype of `values`."""
+        """Returns the dtype of the FP8 array `values`."""
         return self.values.dtype
 
     @property
     def ndim(self) -> int:
-        """Returns the number of dimensions of `values`."""
+        """Returns the number of dimensions of the FP8 array `values`."""
         return self.values.ndim
 
     @property

@@ -61,7 +61,7 @@ class OverlapFlags:
 
     @property
     def given(self) -> dict[str, bool]:
-        """Returns the flags that the user has set, by name."""
+        """Returns the `ub_*` flags that the user has set: {name: bool}."""
         named = {name: getattr(self, name) for name in NAMES}
         return {name: bool(value) for name, value in named.items() if value is not None}
 

@@ -138,7 +138,7 @@ def read(path: str | os.PathLike[str]) -> TunedFile:
 
 
 def as_json(tunings: TunedFile) -> dict[str, Any]:
-    """Returns the document that a tuned file stores."""
+    """Returns the JSON document of a tuned file with these measurements."""
     return {
         "schema": SCHEMA,
         "tunings": [

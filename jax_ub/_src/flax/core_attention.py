@@ -100,7 +100,7 @@ class CoreAttention:
         return _on_mesh(self, mesh, *operands)
 
     def attend(self, axes, q, k, v, mask, positions, dropout_key) -> jax.Array:
-        """Computes attention of one rank's shards.
+        """Computes attention of one rank's heads, inside a `shard_map`.
 
         `axes` are the mesh axes whose ranks have different heads or sequences, and so
         draw different dropout masks.

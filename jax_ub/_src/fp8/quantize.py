@@ -188,7 +188,7 @@ def _amax_of_all(xs):
 
 
 def _delayed_arrays(label, recipe, role, axes, xs, state):
-    """Quantizes several arrays with a common delayed scale."""
+    """Quantizes arrays with one common scale, computed from their amax history."""
     scale, history = (state[name] for name in names_of(role))
     axes = _axes_of_amax(label, recipe, axes, xs, scale, history)
     sources = tuple(map(lax.stop_gradient, xs))
@@ -210,7 +210,7 @@ def _contracted(role):
 
 
 def _scales(recipe, role, axes, x, label=_OP):
-    """Returns the scales of x for a recipe that has no state."""
+    """Returns the FP8 scales of x, for recipes that compute them from x alone."""
     dtype, axis = recipe.fp8_format.dtype(role), _contracted(role)
     if isinstance(recipe, MXFP8BlockScaling):
         size = x.shape[axis]
@@ -235,7 +235,7 @@ def _agreed(amax, axes):
 
 
 def _axes_of_amax(label, recipe, axes, xs, *state):
-    """Returns the mesh axes over which the amax is reduced, for delayed scaling."""
+    """Returns the mesh axes whose ranks share the amax (largest absolute value)."""
     varying = vma.axes_of(*xs) - vma.axes_of(*state)
     if recipe.reduce_amax:
         return tuple(sorted(varying.union(axes)))

@@ -34,7 +34,7 @@ class Format(enum.Enum):
     HYBRID = "HYBRID"
 
     def dtype(self, role: str) -> np.dtype:
-        """Returns the FP8 dtype of a tensor by its role.
+        """Returns the FP8 dtype of an input, a kernel or an output gradient.
 
         Args:
             role: "input", "kernel" or "output_grad".

@@ -58,7 +58,7 @@ def _in_place_mismatch(name, op, wanted):
 
 @dataclasses.dataclass(frozen=True)
 class _LinearPattern(FusedPattern):
-    """Base class of patterns whose linear may be overlapped with its collective.
+    """Base class of fused operations whose linear may overlap with a collective.
 
     Then the fields `linear` and `userbuffers` are the `UserbuffersLinear` that overlaps
     it. `basic_ops` has the operations that this one replaces.

@@ -263,7 +263,7 @@ class FusedPattern(FusedOperation):
         return fuse_windows(ops, match)
 
     def _window(self):
-        """Returns the operations that are assigned to the fields."""
+        """Returns the operations that this one replaces, in the order of the fields."""
         return self.basic_ops
 
     @classmethod

@@ -95,7 +95,7 @@ def end_s(spans: Sequence[Span]) -> float:
 
 
 class _Rank:
-    """The simulated state of one rank."""
+    """Simulates the schedule of one rank, which waits for steps of its peers."""
 
     def __init__(
         self,

@@ -252,7 +252,8 @@ class Call:
                 results = [vma.pcast_replicated(y, self.axis_name) for y in results]
             return tuple(results)
         call = self._tuned(operands)
-        # Whether JAX's Pallas kernel can run the call is known when it is lowered.
+        # If the tuned choice names JAX's Pallas kernel, the call is bound, because only
+        # its lowering knows whether the kernel can run it.
         if call.method is Method.XLA and call.choice.pallas is None:
             with call.named_as_plain(is_tuned=call is not self):
                 return tuple(call.reference(*operands, scales=scales))

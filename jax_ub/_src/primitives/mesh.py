@@ -83,7 +83,8 @@ class Ranks:
     groups: tuple[tuple[jax.Device, ...], ...] = ()  # devices, groups[group][rank]
     ids: tuple[int, ...] = ()  # ids of all devices of the mesh, in mesh order
     generation: int = 0  # generation of the communicators; 0 if there are none
-    # Whether `table` and `ids` have partition ids, because the mesh is abstract.
+    # Whether `table` and `ids` contain XLA's partition ids instead of device ids,
+    # because the mesh is abstract.
     are_partitions: bool = False
     # All devices of the mesh; empty if there is no mesh or it is abstract.
     devices: tuple[jax.Device, ...] = ()

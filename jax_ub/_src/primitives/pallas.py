@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # The only compute capability with the instructions that the kernel uses (wgmma).
 _HOPPER = "9.0"
 _DTYPES = ("bfloat16", "float16")
-# With this many steps in flight, of this many columns each, the operands of
-# `PALLAS_TILES` fit into the shared memory of a multiprocessor, 227 KiB.
+# The kernel loads its operands in steps of _TILE_K columns, _STEPS of them in flight.
+# The operands of all `PALLAS_TILES` then fit into the 227 KiB of shared memory.
 _TILE_K = 64
 _STEPS = 4
 _GRID_TILE_WIDTH = 8

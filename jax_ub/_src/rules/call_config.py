@@ -218,7 +218,7 @@ class CallConfig:
 
     @property
     def overlapped(self) -> Execution:
-        """Returns the settings of a GEMM that overlaps with its own collective.
+        """Returns the settings for a GEMM that overlaps with its own collective.
 
         They overlap: chunks are sent while other chunks are multiplied.
         """
@@ -226,12 +226,12 @@ class CallConfig:
 
     @property
     def bulk(self) -> Execution:
-        """Returns the settings of a collective that overlaps an independent GEMM."""
+        """Returns the settings for a collective that overlaps an independent GEMM."""
         return self._over_ranks(Method.BULK)
 
     @property
     def collective(self) -> Execution:
-        """Returns the settings of a collective that runs alone."""
+        """Returns the settings for a collective of the layer that runs alone."""
         return self._over_ranks(self.method)
 
     def _over_ranks(self, method):
@@ -247,7 +247,7 @@ class CallConfig:
 
     @property
     def local(self) -> Execution:
-        """Returns the settings of a GEMM that needs no communication.
+        """Returns the settings for a GEMM of the layer that needs no communication.
 
         All methods of the engine run such a GEMM alike. Without an explicit method the
         GEMM is tuned separately, except if the method is "xla": then it was timed
@@ -339,7 +339,7 @@ def plan_call_config(
         methods.refuse_bulk(label, "method" if method is not None else "JAX_UB_METHOD")
     is_default = method is None and settings.method() is not None
     found = registry.find(label, axes, num_ranks, ub_name, is_fp8=is_fp8)
-    # JAX_UB_METHOD=xla turns overlap off, also for configured names.
+    # JAX_UB_METHOD=xla disables overlap, also for names that initialize_ub configured.
     is_configured = (
         method is None and bool(found) and not (is_default and chosen is Method.XLA)
     )

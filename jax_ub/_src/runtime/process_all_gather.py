@@ -119,7 +119,7 @@ class ProcessAllGather:
         self._store.erase(f"answer.{self._number}")
 
     def _send_to_members(self, failure, error):
-        """Sends the coordinator's failure to all members, including late ones.
+        """Sends the coordinator's failure to all other processes, also to late ones.
 
         Waits up to `NOTIFY_S` for members that have not arrived yet.
         """
@@ -190,7 +190,7 @@ class ProcessAllGather:
             if not waiting:
                 break
             lost = {other: self._lost(other) for other in waiting}
-            # Reads the messages even of members that have arrived, because they may
+            # Reads the messages even of processes that have arrived, because they may
             # have failed since.
             for other in self._others:
                 values = self._values_of(other)

@@ -13,7 +13,7 @@ EndpointInfos = Mapping[int, Mapping[str, Any]]
 
 
 class TransportSetup(Protocol):
-    """How groups of ranks get shared memory on one platform."""
+    """Interface for connecting groups of ranks by shared memory, for one platform."""
 
     def groups(self, device_groups: DeviceGroups) -> list[Group]:
         """Returns the groups to connect, in the same order in every process."""
