@@ -213,7 +213,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
         return config.with_dtypes(dtype, dtype)
 
     def operands(self, config: CallConfig, params: Params, x: jax.Array) -> Residuals:
-        """Checks x and the parameters; returns them as residuals in one dtype."""
+        """Checks x and the parameters, and casts them to one dtype for the GEMMs."""
         kernel, label, num_ranks = params["kernel"], config.label, config.num_ranks
         given, x = x, source_of(x)
         checks.check_float(label, x=x, kernel=kernel)
