@@ -35,7 +35,7 @@ void AddFactorsOfPairs(const CallAttributes& at,
       problem);
 }
 
-// Overload for a result with one row per row of x.
+// Overload for results in which row i is multiplied by the scale of row i of x.
 void AddFactorsOfPairs(const CallAttributes& at,
                        const Calls& calls,
                        bool contracts_rows_of_w,

@@ -59,7 +59,7 @@ class StreamDevice : public CudaDevice {
   CopyMethod copies() const { return CopyMethodOf(kernel_options_); }
   CUstream stream(Lane lane) const { return lanes_ ? lanes_->stream(lane) : stream_; }
 
-  // Makes the communication lane wait for all other lanes.
+  // Makes the communication lane (a stream) wait for the streams of all GEMM lanes.
   void Gather();
   // Makes XLA's stream wait for the communication lane, after Gather. Required even if
   // enqueueing has failed: otherwise a graph capture cannot end.

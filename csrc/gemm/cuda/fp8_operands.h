@@ -38,7 +38,8 @@ class Fp8Copy {
 
   Kind kind() const { return kind_; }
   int64_t size_bytes() const { return values_bytes_ + scales_bytes_ + largest_bytes_; }
-  // Returns the address of the scales: of blocks (in tiles), or of rows.
+  // Returns the address of the copied scales: one per block, in the tiles that cuBLASLt
+  // reads, or one per row.
   CUdeviceptr scales() const { return memory_ + values_bytes_; }
   // Returns the address of scratch memory for the kernels that convert rows.
   CUdeviceptr largest() const { return scales() + scales_bytes_; }

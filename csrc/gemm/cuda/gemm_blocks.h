@@ -18,8 +18,8 @@
 
 namespace jax_ub {
 
-// Operand A [m, k] or B [k, n] of a term. Its lines (rows or columns) are contiguous,
-// and `line_stride` elements apart.
+// Operand A [m, k] or B [k, n] of a term, the product over one interval of K. Its lines
+// (rows or columns) are contiguous, and `line_stride` elements apart.
 struct BlockOperand {
   const std::byte* data = nullptr;
   bool lines_run_along_k = true;
@@ -55,8 +55,8 @@ struct GemmBlock {
 // views and sizes do not match, or if the result has several replicas.
 std::vector<GemmBlock> CutIntoBlocks(const GemmProblem& problem);
 
-// Returns the number of terms of a block, if no intervals of K are merged. Does not
-// depend on addresses.
+// Returns the largest number of terms (products over one interval of K) that a block
+// can have, which is reached if no intervals are merged. Does not depend on addresses.
 int64_t MaxTerms(const GemmProblem& problem);
 
 }  // namespace jax_ub

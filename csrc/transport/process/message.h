@@ -69,7 +69,7 @@ Message ReceiveMessage(const FileDescriptor& connection);
 void SendHello(const FileDescriptor& connection,
                const Hello& hello,
                const FileDescriptor& memory);
-// Reads a Hello. Returns false if the message is none.
+// Decodes a Hello. Returns false if the message is of another kind.
 bool ReadHello(const Message& message, Hello* hello);
 
 }  // namespace jax_ub
