@@ -88,7 +88,7 @@ class UnknownArgumentError(UnknownNameError, TypeError):
 
 
 class UnknownOverlapError(UnknownNameError, KeyError):
-    """Raised if no named overlap has the name that is passed to `get_ub`."""
+    """Raised if `get_ub` gets a name that `initialize_ub` has not configured."""
 
     __str__ = Exception.__str__  # KeyError.__str__ would show the message in quotes
 

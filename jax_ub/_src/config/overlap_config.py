@@ -31,7 +31,7 @@ _MOST_SPLITS = 128
 
 
 class UserBufferQuantizationMode(enum.Enum):
-    """Whether a named overlap communicates operands in FP8.
+    """Whether the operands of overlapped calls are communicated in FP8.
 
     `NONE` means unquantized operands in their dtype; `FP8` means quantized operands of
     one byte per element.
@@ -213,7 +213,7 @@ KEYS = {
 
 
 def read_entry(name: str, entry: object) -> dict[str, object]:
-    """Checks a user's settings of one named overlap and converts their types.
+    """Checks the user's settings for one name, such as "qkv_fprop"; converts types.
 
     Returns:
         The entry with values of `OverlapConfig`'s types. `is_reduce_scatter` is

@@ -137,7 +137,7 @@ _IGNORED = (
 
 
 def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
-    """Checks the user's settings of each named overlap, independently of the others.
+    """Checks the user's settings for each name, such as "qkv_fprop", separately.
 
     `resolve` checks how the entries depend on each other.
     """
@@ -192,7 +192,7 @@ def resolve(
     num_ranks: int,
     mode: UserBufferQuantizationMode,
 ) -> dict[str, OverlapConfig]:
-    """Completes the user's settings of named overlaps with the defaults.
+    """Completes the user's settings for names like "qkv_fprop" with the defaults.
 
     If the dgrad of "qkv" or "fc1" is not "bulk", it reduce-scatters dx itself. Its
     wgrad, which would reduce-scatter dx otherwise, is then left out of the result.

@@ -209,7 +209,7 @@ def part(*kinds: type, is_optional: bool = False) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class FusedPattern(FusedOperation):
-    """Base class of fused operations whose window has fixed types of operations.
+    """Base class of fused operations that replace a fixed sequence of operation types.
 
     A subclass declares these operations as fields, in forward order, with `part` as
     default. A caller passes them by keyword, or all in the tuple `basic_ops`.

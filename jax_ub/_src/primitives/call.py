@@ -70,7 +70,7 @@ class Execution:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """Everything about a call except its operands, as the parameter of its primitive.
+    """The op and options of a call, all but its operands: the primitive's parameter.
 
     A subclass sets `target`, adds the target's options as fields, and defines the
     shapes of the results and their reference implementation in plain `jax.lax`.

@@ -121,7 +121,7 @@ class MemoryReport:
         return sum(axis.transformer_engine_bytes for axis in self.axes)
 
     def __str__(self) -> str:
-        """Returns the tables of all axes, then slots, heaps and GPUs."""
+        """Returns text: the buffers of all mesh axes, then slots, heaps and GPUs."""
         slots = f"slots of calls within this process: {format_bytes(self.slot_bytes)}"
         lines = [*map(str, self.axes), slots]
         if self.gpus:

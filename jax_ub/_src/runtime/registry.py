@@ -52,7 +52,7 @@ class LayerName(str):
         return not self == other
 
     def __hash__(self) -> int:
-        """Returns another hash than that of an equal plain string."""
+        """Returns a hash that differs from the hash of an equal plain string."""
         return hash((LayerName, str(self)))
 
 
@@ -251,7 +251,7 @@ def check_use_fp8(label: str, use_fp8: object) -> None:
 
 
 def get(name: str, use_fp8: bool, axis_name: tuple[str, ...] | None) -> Overlap:
-    """Returns a named overlap. `get_ub` documents arguments and errors."""
+    """Implements `get_ub`: returns the settings and buffer size of a named overlap."""
     label = f"get_ub({shown(name)})"
     check_use_fp8(label, use_fp8)
     if not isinstance(name, str):

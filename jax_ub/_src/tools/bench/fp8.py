@@ -20,7 +20,7 @@ from jax_ub._src.tools.devices import AXIS, Ranks, Spec
 def quantized_operand(
     ranks: Ranks, recipe: Recipe, x: jax.Array, spec: Spec, role: str | None
 ) -> tuple[Any, Any]:
-    """Quantizes a global array that has a role; returns it with its specs."""
+    """Quantizes a global array if it has an FP8 role; returns array and specs."""
     if role is None:
         return x, spec
     q = jax.jit(functools.partial(ub.quantize, recipe=recipe, role=role))(x)

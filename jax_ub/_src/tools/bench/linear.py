@@ -164,7 +164,7 @@ def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
 
 
 def small(setup: Setup, shape: Shape) -> list[Case]:
-    """Returns the case of each forward op in a call of about 1 ms.
+    """Returns the benchmark case of each forward op, at sizes that take about 1 ms.
 
     The sizes are fixed, so `shape` is ignored.
     """

@@ -126,7 +126,7 @@ class Job:
                         yield self._timed(case)
 
     def forward(self, op: LinearOp, dtype: str, column: Shape) -> Case:
-        """Returns the case of an op on one device of each process."""
+        """Returns the benchmark case of an op on one device of each process."""
         method, local = self._options.method, Ranks(self.num_processes)
         candidate, in_process, alone = (
             op.candidates(ranks, dtype, column)
@@ -157,7 +157,7 @@ class Job:
         patience: int = 1,
         alone: Collection[str] = (),
     ) -> Rounds:
-        """Times programs in interleaved rounds; a time is that of the slowest process.
+        """Times programs in interleaved rounds, by the slowest process in each round.
 
         All processes keep the same rounds. Only process 0 runs the programs in `alone`.
         """

@@ -48,7 +48,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def _in_processes(given) -> list[Finding]:
-    """Returns the findings of process 0, then those of others that differ from them."""
+    """Returns the findings of process 0, then different findings of other processes."""
     try:
         with parts.parts_of(
             "doctor",

@@ -262,7 +262,7 @@ class _Program:
         return [self._pair(one, *pair, is_of_kernel) for pair in pairs if pair[1]]
 
     def reshards(self, one: _Instruction, body: _Body) -> Iterator[Reshard]:
-        """Yields the collective if XLA adds it next to a call of jax_ub."""
+        """Yields collective `one` if XLA has added it next to a call of jax_ub."""
         named = _NAME.search(one.text)
         primitive = named[1].rpartition("/")[2] if named else ""
         if one.kind not in _RESHARDS or primitive.startswith(_RESHARDS[one.kind]):
@@ -359,7 +359,7 @@ class _SourceLines:
 
 
 def _sums(one, computations):
-    """Returns whether a reduction adds, or its kind is unknown."""
+    """Returns whether a reduction computes a sum, or its kind is unknown."""
     called = _CALLED.search(one.text)
     body = computations.get(called[1], {}) if called else {}
     return {each.opcode for each in body.values()} <= {"parameter", "add", "convert"}

@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(given: argparse.Namespace) -> int:
-    """Times all candidates of each case, prints the fastest and updates the file."""
+    """Times all methods for each op and size, prints the fastest, updates the file."""
     shapes = _shapes(given)
     for shape, num_ranks in itertools.product(shapes, given.tp):
         check_divides("tune", shape, num_ranks, "--tp")
