@@ -44,7 +44,7 @@ class Device {
   // Returns the default number of splits per chunk.
   virtual int DefaultSplits(CollectiveKind collective) const = 0;
 
-  // Allocates memory for the duration of the call.
+  // Allocates a tensor in memory that remains valid until the end of the call.
   virtual Tensor Allocate(DType dtype,
                           int64_t batch,
                           int64_t rows,

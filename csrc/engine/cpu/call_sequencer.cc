@@ -184,7 +184,7 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) noexcept
     std::lock_guard lock(mutex_);
     failure = communicator_->poison();
     if (!failure) {
-      // The lock covers both steps, so that the call log and the queue have the same
+      // The lock covers both insertions, so that call log and queue have the same
       // order.
       if (communicator_->is_leader()) {
         communicator_->AppendToCallLog(RunIdOffsets::LogEntryOf(*collective));

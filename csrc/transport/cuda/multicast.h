@@ -72,8 +72,8 @@ class Multicast {
 
   size_t granularity_ = 0;
   size_t size_ = 0;
-  // In this order, so that the destructor unmaps, then unbinds, then releases the
-  // object.
+  // Declared in this order, so that the destructor unmaps, then unbinds, then releases
+  // the object.
   PhysicalMemory object_;
   std::vector<DriverHandle<BoundMemoryTraits>> bound_;
   Mapping mapping_;

@@ -69,7 +69,7 @@ class Mapping {
   explicit operator bool() const { return static_cast<bool>(reserved_); }
 
  private:
-  // In this order, so that the destructor unmaps the range before it frees it.
+  // Declared in this order, so that the destructor unmaps the range before it frees it.
   DriverHandle<ReservedRangeTraits> reserved_;
   DriverHandle<MappedRangeTraits> mapped_;
 };
@@ -101,7 +101,7 @@ class VirtualMemory {
   const PhysicalMemory& memory() const { return memory_; }
 
  private:
-  // In this order, so that the destructor unmaps the memory before it releases it.
+  // Declared in this order, so that the destructor unmaps the memory, then releases it.
   PhysicalMemory memory_;
   Mapping mapping_;
 };
