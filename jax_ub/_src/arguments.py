@@ -22,7 +22,7 @@ from jax_ub._src.errors import (
 
 
 class _ConstructorSignature:
-    """The signature of a class, which Python would take from its `__new__`."""
+    """Makes `inspect.signature` of a layer show `__init__`, not `__new__`."""
 
     def __get__(self, instance, layer):
         if instance is not None:

@@ -17,7 +17,7 @@ from jax_ub._src.fp8.recipes import (
 )
 
 SCALE, HISTORY = "scale", "amax_history"
-# The keys of a layer's `DelayedScaling` state.
+# The keys of a layer's `DelayedScaling` state, such as "kernel_scale".
 NAMES = frozenset(f"{role}_{name}" for role in ROLES for name in (SCALE, HISTORY))
 
 

@@ -13,7 +13,7 @@ from jax_ub._src.prediction.hardware import Hardware
 PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 _GATHERS = ("all_gather_matmul", "all_gather")
 # Tile sizes that a GEMM library chooses from: rows, columns and relative efficiency.
-# These efficiencies are assumed, not measured.
+# The relative efficiencies of these GEMM tiles are assumptions.
 _TILES = (
     (128, 256, 1.00),
     (256, 128, 1.00),

@@ -120,7 +120,7 @@ def estimate(
 
 
 def _workload(op, sizes, itemsize, machine):
-    # A host keeps partial sums as f32 in its slots; a GPU rounds them before sending.
+    # CPUs exchange partial sums in f32; a GPU rounds them before it sends them.
     with_product = op in PRODUCTS and op != "all_gather_matmul"
     # Partial sums of FP8 products have 16 bits.
     partial = 4 if machine.is_host and with_product else max(itemsize, 2)

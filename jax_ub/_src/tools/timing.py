@@ -28,7 +28,7 @@ _PEAK_DURATION_S = 0.005
 # `fastest` drops variants that take this many times as long as the fastest one in the
 # first round, and times the others in this many rounds.
 _MAX_SLOWDOWN, _TRIALS = 1.5, 4
-# A round is calm if other processes use at most this share of the CPU.
+# A benchmark round is calm if other processes use at most this share of the CPU.
 _CALM = 0.05
 # The shortest interval in which the CPU load is measured, because the kernel counts CPU
 # time in ticks of 10 ms.

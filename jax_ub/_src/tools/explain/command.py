@@ -36,7 +36,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class ExplainError(UbError, RuntimeError):
-    """Raised if XLA has dumped no compiled program."""
+    """Raised if `explain` finds no compiled program, because XLA has dumped none."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

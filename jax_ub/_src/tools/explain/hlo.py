@@ -397,7 +397,7 @@ def _instruction(name, shape, opcode, rest):
         (dtype, [int(size) for size in sizes.split(",") if size])
         for dtype, sizes in _SHAPE.findall(shape)
     ]
-    # The operand list ends where the attributes start.
+    # "), " separates the operand list of an instruction from its attributes.
     operands = re.findall(r"%([\w.\-]+)", rest.partition("), ")[0])
     if opcode.endswith("-start") and opcode != "all-reduce-start":
         # An asynchronous start lists its operands before its results.

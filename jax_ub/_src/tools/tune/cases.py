@@ -130,7 +130,7 @@ class Operands:
         return Candidate(name, program, operands, variant, carry)
 
     def find_pallas(self) -> tuple[Candidate, PallasTiles] | str:
-        """Returns JAX's kernel of an AG+GEMM and its tiles, or why there is none."""
+        """Returns JAX's Pallas AG+GEMM with its fastest tiles, or why it cannot run."""
         case = self._case
         shape = Shape(case.M, case.K, case.N)
         return find_fastest(self.program, shape, case.dtype, self._ranks)
