@@ -47,7 +47,7 @@ enum class Communicated : uint8_t {
   kSeparateOperand,
 };
 
-// Bits for the attributes that some ops do not have.
+// One bit for each attribute that only some ops have.
 enum OpAttribute : uint32_t {
   kRhsTransposed = 1 << 0,
   kBias = 1 << 1,

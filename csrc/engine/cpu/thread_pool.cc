@@ -83,8 +83,8 @@ class ThreadPool::ScratchLoan {
       std::lock_guard lock(pool_.mutex_);
       pool_.scratches_.push_back(std::move(scratch_));
     } catch (...) {
-      // There is no memory to extend the list of free scratch memory, so this one is
-      // freed.
+      // Memory is exhausted, so the pool's list of free scratch memory cannot grow, and
+      // this scratch memory is freed.
       pool_.scratch_bytes_ -= size_bytes;
     }
   }

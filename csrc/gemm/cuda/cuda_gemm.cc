@@ -110,7 +110,7 @@ PlannedMatrix Planned(const BlockMatrix& matrix,
 
 uint64_t AddressOf(const std::byte* data) { return reinterpret_cast<uintptr_t>(data); }
 
-// Returns which kind of scales a term has.
+// Returns which kind of FP8 scales the operands of a term have.
 Scales ModeOf(const GemmProblem& problem, const BlockTerm& term) {
   for (const OperandView* operand : {&problem.a, &problem.b}) {
     if (operand->scales.empty()) continue;
