@@ -154,7 +154,7 @@ class KernelOptions:
 
 @dataclasses.dataclass(frozen=True)
 class PallasTiles:
-    """Tile sizes of JAX's Pallas kernel of AG+GEMM.
+    """Tile sizes with which JAX's Pallas kernel computes an AG+GEMM.
 
     Attributes:
         rows: rows of the tile of a warpgroup.

@@ -160,7 +160,7 @@ def dequantized(operand: Any) -> Any:
 
 
 def source_of(operand: Any) -> Any:
-    """Returns the `source` of a `ScaledArray`, which receives its gradient.
+    """Returns a `ScaledArray`'s source, the array that was quantized, or None.
 
     Any other operand is returned as it is.
     """

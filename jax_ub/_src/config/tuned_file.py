@@ -62,7 +62,7 @@ def methods_of(op: str) -> tuple[Method, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class TunedKey:
-    """What identifies a measurement: op, number of ranks, global sizes and dtype."""
+    """Key of a measurement in a tuned file: op, number of ranks, sizes and dtype."""
 
     op: str
     num_ranks: int
@@ -90,7 +90,7 @@ class Environment:
 
 @dataclasses.dataclass(frozen=True)
 class TunedTable:
-    """The fastest method of each op and size, measured in this environment."""
+    """The fastest measured method for each op and size, on this kind of device."""
 
     source: str  # path of the file
     digest: str  # hash of all choices

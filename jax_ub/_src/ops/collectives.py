@@ -109,7 +109,7 @@ class ReduceScatter(Collective):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AllReduce(Collective):
-    """Sums an activation of any shape over the ranks, in f32, rounded once.
+    """An operation that sums an activation over the ranks, in f32, rounded once.
 
     The backward is the identity if dy is the complete gradient of y on every rank. It
     is an all-reduce if dy is partial, the gradient of this rank's use of y only:

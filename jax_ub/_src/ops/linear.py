@@ -46,7 +46,7 @@ from jax_ub._src.scaled_array import is_scaled, source_of
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _LinearOptions:
-    """The fields that `BasicLinear`, which documents them, and `Linear` share."""
+    """Fields that `BasicLinear` and `Linear` share; `BasicLinear` documents them."""
 
     in_features: int
     out_features: int

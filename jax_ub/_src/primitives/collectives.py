@@ -144,7 +144,7 @@ def all_reduce(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BulkAllGather(Call):
-    """Computes dx = sum_i dy_i w_i^T while it all-gathers another array.
+    """Computes dx = sum_i dy_i w_i^T and concurrently all-gathers another array.
 
     Operands: all dy_i, all w_i, then this rank's shard of the other tensor. Results:
     dx, then the gathered tensor.
@@ -239,7 +239,7 @@ def bulk_all_gather(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BulkReduceScatter(Call):
-    """Computes dw_i = main_grad_i + x^T dy_i while it reduce-scatters another array.
+    """Computes dw_i = main_grad_i + x^T dy_i; concurrently reduce-scatters an array.
 
     Operands: x, all dy_i, all main_grad_i if `accumulate`, then `partial`, this rank's
     summand of the other tensor. Results: all dw_i, then this rank's rows of the sum.

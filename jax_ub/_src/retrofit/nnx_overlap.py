@@ -157,7 +157,7 @@ def overlapped(model: Any) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """A module of an nnx model that multiplies by one kernel.
+    """A module of an nnx model whose product with one kernel can be overlapped.
 
     Attributes:
         node: the module.
@@ -360,7 +360,7 @@ def _arrays_of(variable):
 
 
 def _replacement(layer, layout):
-    """Returns the overlapped product function of a layer.
+    """Returns the function by which a layer multiplies and overlaps communication.
 
     FSDP axes are taken from the kernel's sharding.
     """

@@ -164,7 +164,7 @@ class BackgroundLoad:
 
 @dataclasses.dataclass(frozen=True)
 class Rounds:
-    """The seconds of every program in each kept round, by name.
+    """The times of each program, in seconds, in all benchmark rounds that were kept.
 
     `elsewhere` is the largest CPU share of other processes in a kept round.
     """

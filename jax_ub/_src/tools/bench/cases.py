@@ -58,7 +58,7 @@ DEFAULT_SHAPES = (
 )
 QUICK_SHAPES = (Shape(32, 48, 80),)
 
-# The dtype of results, and of the calls that FP8 is compared with, in FP8 cases.
+# In FP8 cases, the dtype of results, and of the calls with which FP8 is compared.
 WIDE = "bfloat16"
 # Names of FP8 operands on the command line, which select the recipe of their scales.
 FP8_RECIPES: dict[str, Recipe] = {

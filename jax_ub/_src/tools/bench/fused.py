@@ -20,7 +20,7 @@ from jax_ub._src.tools.timing import Candidate
 
 @dataclasses.dataclass(frozen=True)
 class _Sequence:
-    """Operations of `jax_ub.ops`, and the dimensions of their arrays.
+    """A benchmarked list of `jax_ub.ops` operations, and its arrays' dimensions.
 
     `make` returns the operations for a method. `x` and `y` are the dimensions of the
     input and the result, such as "MK". An extra "input" has the shape of `y`, an extra
