@@ -221,10 +221,7 @@ class MethodChoice:
         return self.method is Method.AUTO or not self.is_explicit
 
     def with_method(self, method: Method) -> "MethodChoice":
-        """Returns a copy with another method.
-
-        `num_splits` is kept only for "pipeline".
-        """
+        """Returns a copy with another method; keeps `num_splits` for "pipeline"."""
         num_splits = self.num_splits if method is Method.PIPELINE else 0
         return dataclasses.replace(
             self,

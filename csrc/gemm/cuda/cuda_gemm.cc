@@ -236,8 +236,8 @@ class CudaGemm::State {
     return pass;
   }
 
-  // Chooses how the addends (bias and residual) of a block of the result are added. Of
-  // the addresses, only the alignment affects the choice.
+  // Chooses how the addends, such as a bias, are added to a block of the result. Of the
+  // addresses, only the alignment affects the choice.
   Addition AdditionOf(const Pass& pass, const GemmBlock& block) {
     if (!pass.in_result) return Addition::kAfter;
     if (pass.problem.addends.empty()) return Addition::kFused;

@@ -43,9 +43,9 @@ class Fp8Copy {
   CUdeviceptr scales() const { return memory_ + values_bytes_; }
   // Returns the address of scratch memory for the kernels that convert rows.
   CUdeviceptr largest() const { return scales() + scales_bytes_; }
-  // Returns the operand that cuBLASLt reads: the copy if there is one, else `original`.
-  // A copy with block scales has the layout of the original; all others are contiguous
-  // along k.
+  // Returns the operand that cuBLASLt reads: the copy if values are copied, otherwise
+  // `original`. A copy with block scales has the layout of the original; all others are
+  // contiguous along k.
   BlockOperand Multiplied(const BlockOperand& original, int64_t outer, int64_t k) const;
 
  private:

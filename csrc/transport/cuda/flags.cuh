@@ -18,8 +18,8 @@ constexpr uint32_t kLastPauseNs = 512;
 // rare, and reading host memory takes about a microsecond.
 constexpr uint32_t kLooksPerLongLook = 16;
 
-// The state of a rank, which each kernel of a call loads first. Only kernels of the
-// same stream change it, so it is constant while a kernel runs.
+// The state of a rank, which each kernel of a call loads first. Only kernels of one
+// stream change it, so no other kernel changes it meanwhile.
 struct CallWords {
   uint64_t epoch;
   uint64_t current;  // the flag value of this call

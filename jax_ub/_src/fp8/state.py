@@ -22,7 +22,7 @@ NAMES = frozenset(f"{role}_{name}" for role in ROLES for name in (SCALE, HISTORY
 
 
 def names_of(role: str) -> tuple[str, str]:
-    """Returns the keys of a tensor's scale and of its amax history."""
+    """Returns the state's keys for a role: "kernel_scale", "kernel_amax_history"."""
     return f"{role}_{SCALE}", f"{role}_{HISTORY}"
 
 

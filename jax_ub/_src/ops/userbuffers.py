@@ -43,8 +43,8 @@ from jax_ub._src.scaled_array import source_of
 def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
     """Returns the operations at the start of `ops` that one overlapped call can run.
 
-    Otherwise they are (), and the second result is the reason if the first operation is
-    a linear.
+    They are () if no overlapped call matches. The second result is then the reason, if
+    the first operation is a linear.
     """
     linear = ops[0]
     if not isinstance(linear, BasicLinear):

@@ -68,11 +68,9 @@ class DeviceGroups:
         return tuple(self.process_of[device] for device in group)
 
     def has_local_rank(self, group: Group) -> bool:
-        """Returns whether this process has a rank of the group."""
         return self.process in self.processes_of(group)
 
     def spans_processes(self, group: Group) -> bool:
-        """Returns whether several processes have ranks of the group."""
         return len(set(self.processes_of(group))) > 1
 
     def ordinals_of(self, group: Group) -> list[int]:
