@@ -121,8 +121,7 @@ def block_scales(x: jax.Array, axis: int, dtype, margin: int = 0) -> jax.Array:
 def _exponents_above(amax, dtype):
     """Returns the smallest e with amax <= 2^e * m; m is the largest number of `dtype`.
 
-    m is the largest number of `dtype`. A logarithm would be wrong next to powers of
-    two.
+    A logarithm would be wrong next to powers of two.
     """
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     significand = bits & ((1 << _SIGNIFICAND_BITS) - 1)

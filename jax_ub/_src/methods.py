@@ -37,9 +37,10 @@ class Method(enum.Enum):
 
     @property
     def forward(self) -> "Method":
-        """Returns the method for an overlapped forward pass: itself, but never `BULK`.
+        """Returns the method for a GEMM that overlaps its own collective: not `BULK`.
 
-        `BULK` cannot overlap such a GEMM and is replaced by `RING_EXCHANGE`.
+        `BULK` overlaps a collective with an independent GEMM. `RING_EXCHANGE` replaces
+        it.
         """
         return Method.RING_EXCHANGE if self is Method.BULK else self
 

@@ -100,7 +100,7 @@ class CoreAttention:
         return _on_mesh(self, mesh, *operands)
 
     def attend(self, axes, q, k, v, mask, positions, dropout_key) -> jax.Array:
-        """Computes attention of one rank's heads, inside a `shard_map`.
+        """Computes attention of one rank's heads, without communication.
 
         `axes` are the mesh axes whose ranks have different heads or sequences, and so
         draw different dropout masks.
@@ -147,7 +147,7 @@ class CoreAttention:
 def _on_mesh(core, mesh, *operands):
     """Computes attention of global arrays, with heads sharded by a `shard_map`.
 
-    It shards heads over the tensor-parallel axes, and the leading axis over data axes.
+    Heads are sharded over the tensor-parallel axes, the leading axis over data axes.
     """
     q, _, _, mask, positions, _ = operands
     layout = core.sharding_layout

@@ -60,8 +60,8 @@ def _in_place_mismatch(name, op, wanted):
 class _LinearPattern(FusedPattern):
     """Base class of fused operations whose linear may overlap with a collective.
 
-    Then the fields `linear` and `userbuffers` are the `UserbuffersLinear` that overlaps
-    it. `basic_ops` has the operations that this one replaces.
+    If it does, the fields `linear` and `userbuffers` are the `UserbuffersLinear` that
+    overlaps it. `basic_ops` has the operations that this one replaces.
     """
 
     _overlapped: ClassVar[type[UserbuffersLinear]]

@@ -332,8 +332,8 @@ def predict_fp8(work: Workload, machine: Hardware) -> Fp8Prediction:
 def _wire_seconds(work, machine, cast_s):
     """Predicts the seconds of a forward pass that sends FP8 (`wire_dtype="fp8"`).
 
-    Only the CPU engine overlaps it, and only an all-gather. Otherwise the GEMM and the
-    collective run one after the other.
+    Only the CPU engine overlaps the communication, and only an all-gather. Otherwise
+    the GEMM and the collective run one after the other.
     """
     rows = dataclasses.replace(work, itemsize=1, partial_itemsize=1, gemm_itemsize=2)
     if work.num_ranks == 1:

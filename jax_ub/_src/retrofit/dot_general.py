@@ -227,7 +227,7 @@ class DotGeneral:
     def check_may_fall_back(self, reason: str, fix: str) -> None:
         """Raises an error if plain JAX must not replace the overlapped product.
 
-        Then JAX must not compute the product instead.
+        It must not if a method is given, or if the arrays are one rank's shards.
         """
         if not self.sharding_layout.may_fall_back():
             raise UnsupportedOverlapError(f"{self.sharding_layout.op}: {reason}. {fix}")

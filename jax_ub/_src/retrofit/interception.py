@@ -77,8 +77,8 @@ _INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
 def why_intercepted(product: Product, held: Callable | None = None) -> str | None:
     """Returns why a layer must not bypass the JAX function `product`, or None.
 
-    It must if a library has replaced the function, or one that it calls. `held` is as
-    in `Product.interception`.
+    The reason is that a library has replaced the function, or one that it calls. `held`
+    is as in `Product.interception`.
     """
     found = product.interception(held)
     inner = (each.code_interception() for each in _INNER)

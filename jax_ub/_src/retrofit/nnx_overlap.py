@@ -221,7 +221,7 @@ class _Layer:
     def kept_reason(self) -> tuple[str, str] | None:
         """Returns why `overlap` cannot replace the layer's product, and a fix, or None.
 
-        It keeps a function that neither Flax nor `overlap` has set, for example in a
+        A function that neither Flax nor `overlap` has set is kept, for example in a
         quantized layer.
         """
         product, default = self.product, self.default

@@ -121,7 +121,7 @@ class ProcessAllGather:
     def _send_to_members(self, failure, error):
         """Sends the coordinator's failure to all other processes, also to late ones.
 
-        Waits up to `NOTIFY_S` for members that have not arrived yet.
+        Waits up to `NOTIFY_S` for processes that have not arrived yet.
         """
         known = set() if failure else set(self._numbers)
         end_s = time.monotonic() + NOTIFY_S
