@@ -11,6 +11,7 @@ from flax_models import (
     assert_learns_as,
     assert_trees_close,
     loss,
+    loss_and_gradients,
     mesh_of,
     plain_block,
 )
@@ -292,6 +293,24 @@ def test_attention_decodes_one_token_at_a_time():
         for i in range(x.shape[1]):
             token = x[:, i : i + 1]
             assert_trees_close(step(ours, token), flax(token))
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+def test_attention_whose_heads_do_not_divide_falls_back_to_jax(types):
+    x = normal(0, (2, 8, 18))
+    flax, ours = (
+        nnx.MultiHeadAttention(6, 18, decode=False, rngs=nnx.Rngs(0)) for _ in range(2)
+    )
+    ub.overlap(ours, {"query|key|value": "column", "out": "row"})
+    expected = loss_and_gradients(flax, x)
+    with jax.set_mesh(mesh_of(1, 4, types)):
+        tokens = jax.device_put(x, P(None, "tp"))
+        ub.fallbacks(clear=True)
+        found = loss_and_gradients(ours, tokens)
+    fallbacks = {note.label: note.reason for note in ub.fallbacks()}
+    (reason,) = {reason for label, reason in fallbacks.items() if "query" in label}
+    assert "6 out features, which do not divide into the 4 ranks" in reason
+    assert_trees_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 class Heads(nnx.Module):

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ub._src import dtypes, lowering_log
-from jax_ub._src.checks import check_array, has_symbolic_sizes, is_integer
+from jax_ub._src.checks import axis_tuple, check_array, has_symbolic_sizes, is_integer
 from jax_ub._src.errors import (
     ShapeContractError,
     UbError,
@@ -21,6 +21,7 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
+from jax_ub._src.parallel import COLUMN
 from jax_ub._src.retrofit import interception
 from jax_ub._src.sharding.layout import ShardingLayout, resolve_parallel
 from jax_ub._src.sharding.sharded_linear import (
@@ -29,7 +30,7 @@ from jax_ub._src.sharding.sharded_linear import (
     split_features,
     with_output_sharding,
 )
-from jax_ub._src.sharding.specs import indivisible_reason
+from jax_ub._src.sharding.specs import explicit_axes, indivisible_reason
 
 
 def dot_general(  # noqa: PLR0913, options of a layer
@@ -200,6 +201,10 @@ class DotGeneral:
             return with_output_sharding(y, out_sharding)
         if out_sharding is None and contraction is not None and self.kind == "row":
             out_sharding = _whole_features(lhs, contraction)
+        if contraction is not None and rhs.ndim - contraction.num_in > 1:
+            # Attention multiplies tokens by tokens. It needs all of them on each rank,
+            # as an overlapped layer computes them, although the heads do not divide.
+            lhs = _whole_tokens(lhs, self.sharding_layout)
         product = lax.dot_general if self.original is None else self.original
         with self.falling_back(str(reason)):
             return product(
@@ -361,6 +366,21 @@ def _whole_features(lhs, contraction):
     lead = sharding.spec[: lhs.ndim - contraction.num_in]
     num_out = contraction.kernel.ndim - contraction.num_in
     return sharding.update(spec=P(*lead, *[None] * num_out))
+
+
+def _whole_tokens(lhs, layout):
+    """Gathers the tokens of a column-parallel layer's x, if its mesh is explicit.
+
+    With automatic axes XLA gathers them where the model needs them.
+    """
+    sharding = jax.typeof(lhs).sharding
+    axes = set(layout.axes)
+    if layout.parallel != COLUMN or axes.isdisjoint(explicit_axes(sharding.mesh)):
+        return lhs
+    entries = map(axis_tuple, sharding.spec)
+    kept = (tuple(name for name in entry if name not in axes) for entry in entries)
+    spec = P(*(entry or None for entry in kept))
+    return jax.sharding.reshard(lhs, sharding.update(spec=spec))
 
 
 def _check_call(op, lhs, rhs, dimension_numbers):
