@@ -82,6 +82,19 @@ def test_accumulated_gradients_replace_the_gradients_of_their_kernels():
     assert_trees_close(nnx.to_pure_dict(actual), nnx.to_pure_dict(expected))
 
 
+@pytest.mark.parametrize("parallel", ["column", "row", None])
+def test_a_gradient_without_the_accumulator_warns_once(parallel):
+    x = normal(0, (4, 8, 16))
+    text = "the kernel, which is zero, since it is added to main_grad, but"
+    with jax.set_mesh(mesh_of(1, 2)):
+        options = {"parallel": parallel, "rngs": nnx.Rngs(0)}
+        model = Linear(16, 16, main_grad=True, **options)
+        with pytest.warns(UserWarning, match=text):
+            _, gradients = loss_and_gradients(model, x)
+        loss_and_gradients(model, x[:2])  # warns once
+    assert_equal(gradients.kernel[...], jnp.zeros((16, 16)))
+
+
 def test_linen_keeps_the_accumulator_in_the_collection_of_flax():
     xs = normal(0, (NUM_MICROBATCHES, 4, 8, 16))
     layer = linen.Linear(32, parallel="column", main_grad=True)

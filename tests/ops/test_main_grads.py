@@ -89,6 +89,18 @@ def test_vmapped_main_grad_is_rejected():
         jax.grad(loss)(main_grads, small_integers(5, (3, 4, 8)))
 
 
+def test_a_gradient_without_the_main_grad_warns():
+    seq = ops.Sequential(ops.Linear(8, 16, accumulate_into_main_grad=True))
+    weights, main_grads = ops.split_main_grads(integers_of(seq))
+
+    def loss(weights):
+        params = ops.merge_main_grads(weights, main_grads)
+        return jnp.sum(seq(params, small_integers(5, (4, 8))))
+
+    with pytest.warns(UserWarning, match="leave out accumulate_into_main_grad"):
+        jax.grad(loss)(weights)
+
+
 def test_parameters_are_restored_from_a_checkpoint(tmp_path):
     seq, mesh = mlp(), tp_mesh(2)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), seq.specs())

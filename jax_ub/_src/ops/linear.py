@@ -40,7 +40,10 @@ from jax_ub._src.rules.call_config import (
 )
 from jax_ub._src.rules.forward import is_replicated
 from jax_ub._src.rules.operands import as_row
-from jax_ub._src.rules.vjp import warn_of_constant_state
+from jax_ub._src.rules.vjp import (
+    warn_of_constant_main_grad,
+    warn_of_constant_state,
+)
 from jax_ub._src.scaled_array import is_scaled, source_of
 
 
@@ -180,6 +183,8 @@ class BasicLinear(_LinearOptions, BasicOperation):
         names = {"kernel", "x_aval"} if needs.x else set()
         if self._has_state:
             names.update(OUTPUT_GRAD_STATE)
+        if "kernel" in needs.params and not self.wants_wgrad(needs):
+            warn_of_constant_main_grad(self.label, "accumulate_into_main_grad")
         if self.wants_wgrad(needs):
             names.add("x")
             if self._has_state and needs.params.isdisjoint(fp8_state.NAMES):

@@ -62,6 +62,8 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
             "residual": residual_or_placeholder(needs(residual), emptied(values[3])),
             "main_grads": residual_or_placeholder(needs(main_grads), values[4]),
         }
+        if main_grads is not None and needs(ws) and not wants_dw:
+            warn_of_constant_main_grad(config.label, "main_grad=")
         if len(values) > 5:
             saved["state"] = values[5]
             if values[5] and wants_dw and not needs(tuple(operands[5].values())):
@@ -92,6 +94,16 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
 
     rule.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     return jax.jit(rule, static_argnums=0, inline=True)
+
+
+def warn_of_constant_main_grad(label: str, option: str) -> None:
+    """Warns once if a program differentiates a kernel, but not its main_grad."""
+    lowering_log.warn_once(
+        "main_grad",
+        f"{label}: JAX takes the gradient of the kernel, which is zero, since it is "
+        "added to main_grad, but not of main_grad. Take the gradient of main_grad, "
+        f"which is its new value, or leave out {option}. See docs/flax.md",
+    )
 
 
 def warn_of_constant_state(label: str) -> None:
