@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import dataclasses
 import re
+import sys
 import urllib.parse
 import warnings
 from collections.abc import Iterator
@@ -148,7 +149,30 @@ def warn_once(kind: str, text: str, page: str) -> None:
     """
     if kind not in _WARNED:
         _WARNED.add(kind)
-        warnings.warn(f"{text} See {page}", stacklevel=3)
+        warn(f"{text} See {page}")
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Issues a warning that shows the line of the user's program.
+
+    That is the innermost line outside of jax_ub, JAX and Flax, which may call jax_ub
+    while they trace.
+    """
+    frame = sys._getframe(1)
+    loaded = map(sys.modules.get, ("jax_ub", "jax", "flax", "contextlib"))
+    files = (module.__file__ for module in loaded if module is not None)
+    skipped = tuple(str(file).removesuffix("__init__.py") for file in files)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(skipped):
+        frame = frame.f_back
+    # Not warnings.warn, which has no `skip_file_prefixes` on Python 3.11.
+    warnings.warn_explicit(
+        text,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

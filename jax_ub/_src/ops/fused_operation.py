@@ -1,12 +1,12 @@
 """The interface of fused operations, and how they replace operations in a list."""
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
 
+from jax_ub._src import lowering_log
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.ops.operation import (
     BasicOperation,
@@ -78,11 +78,10 @@ class FusedOperation(Operation):
         old_name = getattr(cls, "refusals", None)
         if old_name is None:
             return {}
-        warnings.warn(
+        lowering_log.warn(
             f"{cls.__name__}.refusals will be ignored in the next release. Rename it "
             "to unfused_reasons.",
             DeprecationWarning,
-            stacklevel=2,
         )
         return old_name(ops)
 

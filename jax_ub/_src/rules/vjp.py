@@ -102,7 +102,8 @@ def warn_of_constant_main_grad(label: str, option: str) -> None:
         "main_grad",
         f"{label}: JAX takes the gradient of the kernel, which is zero, since it is "
         "added to main_grad, but not of main_grad. Take the gradient of main_grad, "
-        f"which is its new value, or leave out {option}. See docs/flax.md",
+        f"which is its new value, or leave out {option}.",
+        "docs/flax.md",
     )
 
 
