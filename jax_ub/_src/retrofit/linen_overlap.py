@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -33,8 +32,7 @@ from jax_ub._src.sharding.layout import (
 class Overlap:
     r"""Overlaps the dense layers of an unmodified linen model with communication.
 
-        overlap = Overlap({r".*\.(query|key|value)": "column", r".*\.out": "row"})
-        with nn.intercept_methods(overlap):
+        with Overlap({r".*\.(query|key|value)": "column", r".*\.out": "row"}):
             logits = model.apply(variables, tokens)
 
     While the model is traced inside the block, layers that match a rule compute their
@@ -47,9 +45,9 @@ class Overlap:
     parameters of modules that no rule overlaps, if the trace shows that they are
     sharded over `axis_name`. For nnx models use `ub.overlap`.
 
-    `with Overlap(rules) as overlap:` opens the same block and warns at its end about
-    each rule that matched no layer. With `nn.intercept_methods`, a call of a model
-    warns if no rule matched any layer.
+    The end of the block warns about each rule that matched no layer. An `Overlap` is
+    also an interceptor for `nn.intercept_methods`, which does not tell it where the
+    block ends: then a call of a model warns only if no rule matched any layer.
 
     Transformer Engine: none.
 
@@ -113,6 +111,7 @@ class Overlap:
         self._seen: dict[str, None] = {}  # the paths of all layers that rules may match
         self._recorded: set[str] = set()
         self._warned: set[str] = set()
+        self._is_called = False  # whether a module was called in the block
         self._depth = 0  # number of module calls in progress
         self._blocks: list[AbstractContextManager[None]] = []
 
@@ -153,6 +152,7 @@ class Overlap:
         if method_name == "setup":  # Flax calls it before the method itself
             return next_fun(*args, **kwargs)
         self._depth += 1
+        self._is_called = True
         try:
             y = self._call(layer, method_name, next_fun, args, kwargs)
         finally:
@@ -197,15 +197,23 @@ class Overlap:
         """Warns once about each rule that matched no layer."""
         new = [pattern for pattern in patterns if pattern not in self._warned]
         self._warned.update(new)
-        if new:
-            layers = sorted(self.overlapped)
-            met = f"It overlapped {layers}" if layers else "It overlapped nothing"
-            warnings.warn(
-                f"overlap: the rules {new} matched no nn.Dense, nn.DenseGeneral, "
-                f"nn.Einsum or nn.Embed.attend; a rule must match a whole path. {met}. "
-                f"{nearest(new[0], self._seen)} See docs/retrofit.md",
-                stacklevel=3,
+        if not new:
+            return
+        if not self._is_called:
+            lowering_log.warn(
+                f"overlap: the rules {new} matched nothing, because no module was "
+                "called in the block. A function that jax.jit traced before the block "
+                "is not traced again in it. Call it in the block first, or call "
+                "jax.clear_caches() before. See docs/retrofit.md"
             )
+            return
+        layers = sorted(self.overlapped)
+        met = f"It overlapped {layers}" if layers else "It overlapped nothing"
+        lowering_log.warn(
+            f"overlap: the rules {new} matched no nn.Dense, nn.DenseGeneral, nn.Einsum "
+            f"or nn.Embed.attend; a rule must match a whole path. {met}. "
+            f"{nearest(new[0], self._seen)} See docs/retrofit.md"
+        )
 
     def _record_parameters(self, layer, path, is_supported):
         """Adds sharded parameters of an unmatched layer to `ub.fallbacks`."""

@@ -109,7 +109,7 @@ def overlap(  # noqa: PLR0913, options of layers
             f"overlap: the model, of type {type(model).__name__}, has no "
             "nnx.Linear, nnx.LinearGeneral, nnx.Einsum or nnx.Embed. Pass an nnx model "
             "that has one. Layers of linen take dot_general=ub.dot_general(kind), or "
-            "nn.intercept_methods(jax_ub.flax.linen.Overlap(rules)) around their calls."
+            "`with jax_ub.flax.linen.Overlap(rules):` around their calls."
         )
     if isinstance(rules, Mapping):
         kinds = _kinds_by_path(rules, layers)
