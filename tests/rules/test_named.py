@@ -373,23 +373,15 @@ def test_layers_that_overlap_named_keep_their_paths_as_labels():
     model["up"](jnp.ones((1, 64, 32)))
 
 
-def test_the_environment_turns_configured_names_off(monkeypatch):
-    initialize(fc1_fprop={"method": "pipeline", "num_splits": 2})
-    monkeypatch.setenv("JAX_UB_METHOD", "xla")
-    for layer in (column(ub_name="fc1"), column(ub_name="qkv"), row(ub_name="proj")):
-        assert not lowered(layer, 0, 1)
-    # A layer that is turned off needs no buffers.
-    column(ub_name="qkv")(jnp.ones((68, 32)), jnp.ones((32, 16)))
-    found = lowered(column(ub_name="fc1", method="ring_exchange"), 0)
-    assert found["all_gather_matmul ring_exchange"] == 1
-    with pytest.raises(ub.errors.UnknownNameError, match="has no overlap 'fc3'"):
-        lowered(column(ub_name="fc3"), 0)
-
-
-def test_the_configuration_of_a_name_takes_precedence_over_another_method(monkeypatch):
+def test_xla_is_the_only_method_of_the_environment_that_replaces_a_name_s(monkeypatch):
     initialize(fc1_fprop={"method": "pipeline", "num_splits": 2})
     monkeypatch.setenv("JAX_UB_METHOD", "external")
     assert lowered(column(ub_name="fc1"), 0)["all_gather_matmul pipeline 2"] == 1
+    monkeypatch.setenv("JAX_UB_METHOD", "xla")
+    for layer in (column(ub_name="fc1"), column(ub_name="qkv"), row(ub_name="proj")):
+        assert not lowered(layer, 0, 1)
+    column(ub_name="qkv")(jnp.ones((68, 32)), jnp.ones((32, 16)))  # needs no buffers
+    assert lowered(column(ub_name="fc1", method="direct"), 0)
 
 
 BY_METHOD = ["direct", "ring_exchange", "pipeline", "external"]
@@ -499,10 +491,10 @@ def test_a_call_without_a_name_is_not_limited_where_no_buffers_are(method):
 
 def test_a_call_without_a_name_falls_back_where_buffers_are_too_small(monkeypatch):
     ub.initialize_ub((16, 8), 4, dtype=jnp.float32, mesh=tp_mesh(4))
-    (initialized_axis,) = registry.axes()
-    shared = dataclasses.replace(initialized_axis, spans_processes=True)
+    shared = dataclasses.replace(registry.axes()[0], spans_processes=True)
     monkeypatch.setattr(registry, "on_axis", lambda *_: shared)
-    assert not lowered(column(), 0)
+    with pytest.warns(UserWarning, match=r"64 tokens of .*\(shape=\(64, 32\), .*xla"):
+        assert not lowered(column(), 0)
     assert "64 tokens of 32 features" in ub.fallbacks()[-1].reason
     with pytest.raises(ub.errors.ShapeContractError, match="buffers of axis 'tp'"):
         lowered(column(method="ring_exchange"), 0)

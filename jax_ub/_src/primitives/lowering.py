@@ -196,9 +196,14 @@ def _lower_to_reference(ctx, operands, call, reason):
             'method="auto", which falls back to plain jax.lax, or method="xla".'
         )
     lowering_log.record(ctx, call, Method.XLA, reason)
-    if communicators.UNCONNECTED in reason:
-        text = f'{call.label} runs as plain jax.lax: {reason}, or pass method="xla".'
-        lowering_log.warn_once("initialize_ub", text, "docs/processes.md")
+    causes = {
+        communicators.UNCONNECTED: "docs/processes.md",
+        registry.TOO_SMALL: "docs/initialize_ub.md",
+    }
+    for cause, page in causes.items():
+        if cause in reason:
+            text = f"{call.label} runs as plain jax.lax: {reason}"
+            lowering_log.warn_once(cause, f'{text}, or pass method="xla".', page)
 
     def plain(*operands):
         with lowering_log.falling_back(call.label, reason):

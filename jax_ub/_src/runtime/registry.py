@@ -123,6 +123,10 @@ class CommOverlapP2P(Overlap):
     """
 
 
+# In the reason that calls get if `initialize_ub` was called with too small a shape.
+TOO_SMALL = "but the buffers"
+
+
 @dataclasses.dataclass(frozen=True)
 class InitializedAxis:
     """A mesh axis that `initialize_ub` has set up, and its named overlaps."""
@@ -188,7 +192,7 @@ class InitializedAxis:
         axes = self.axis_name[0] if len(self.axis_name) == 1 else self.axis_name
         return (
             f"it communicates {needed} tokens of {features} features, "
-            f"{needed * features} elements, but the buffers of axis {shown(axes)} hold "
+            f"{needed * features} elements, {TOO_SMALL} of axis {shown(axes)} hold "
             f"{holds}, for shape = {self.shape}. Call initialize_ub(shape={wanted}, "
             "...)"
         )
