@@ -190,8 +190,8 @@ def of_failure(text: str) -> CommunicatorError:
 def raised() -> Iterator[None]:
     """Converts errors that the C++ engine raises in the block to `CommunicatorError`.
 
-    XLA reports all failures of a program as `jax.errors.JaxRuntimeError`, when the
-    caller waits for its results:
+    XLA reports the failures of a program as `jax.errors.JaxRuntimeError` or
+    `ValueError`, when the caller waits for its results:
 
         with ub.errors.raised():
             jax.block_until_ready(step(state))

@@ -316,6 +316,15 @@ def test_more_ranks_than_devices_are_rejected():
         ub.initialize_ub(SHAPE, here + 1)
 
 
+@pytest.mark.parametrize("mesh", [None, tp_mesh(4)])
+def test_a_launched_program_that_has_not_joined_its_job_is_told_to(mesh, monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
+    text = r"devices\. JAX_COORDINATOR_ADDRESS is set.* Call jax.distributed.initialize"
+    with pytest.raises(ub.errors.ConfigurationError, match=text):
+        ub.initialize_ub(SHAPE, 2 * len(jax.devices()), mesh=mesh)
+
+
 def test_devices_that_cannot_be_grouped_are_rejected():
     with pytest.raises(
         ub.errors.ConfigurationError, match="cannot be divided into groups"

@@ -24,7 +24,7 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.methods import Method
-from jax_ub._src.runtime import registry, tuned_tables
+from jax_ub._src.runtime import registry, settings, tuned_tables
 from jax_ub._src.runtime.device_groups import rank_groups
 from jax_ub._src.runtime.registry import (
     CommOverlap,
@@ -126,9 +126,23 @@ def read_mesh(mesh: Any, axes: tuple[str, ...], tp_size: int) -> Mesh:
     if size != tp_size:
         raise ConfigurationError(
             f"initialize_ub: tp_size = {tp_size}, but axis {axes} of the mesh has "
-            f"{size} devices. Pass tp_size={size}, or another mesh."
+            f"{size} devices. {_fix(f'Pass tp_size={size}, or another mesh.')}"
         )
     return mesh
+
+
+def _fix(otherwise):
+    """Returns what to do about missing devices, of which other processes may have some.
+
+    Under `python -m jax_ub launch`, the program has not joined the other processes.
+    """
+    if settings.has_coordinator() and not jax.distributed.is_initialized():
+        return (
+            "JAX_COORDINATOR_ADDRESS is set, but this process has not joined the other "
+            "processes. Call jax.distributed.initialize() before any other function "
+            "of JAX."
+        )
+    return otherwise
 
 
 def _consecutive(axes, tp_size):
@@ -136,8 +150,11 @@ def _consecutive(axes, tp_size):
     if len(devices) < tp_size:
         raise ConfigurationError(
             f"initialize_ub: tp_size = {tp_size}, but jax has {len(devices)} devices. "
-            f"Pass at most {len(devices)}, or start jax with more; on CPUs "
-            f'jax.config.update("jax_num_cpu_devices", {tp_size}) before its first use.'
+            + _fix(
+                f"Pass at most {len(devices)}, or start jax with more; on CPUs "
+                f'jax.config.update("jax_num_cpu_devices", {tp_size}) before its first '
+                "use."
+            )
         )
     if len(axes) > 1 or len(devices) % tp_size:
         raise ConfigurationError(

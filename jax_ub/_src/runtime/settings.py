@@ -156,6 +156,14 @@ def host_id() -> str | None:
     return os.environ.get("JAX_UB_HOST_ID") or None
 
 
+def has_coordinator() -> bool:
+    """Returns whether `JAX_COORDINATOR_ADDRESS` is set, as `launch` sets it.
+
+    `jax.distributed.initialize()` reads it, to join the processes of a job.
+    """
+    return bool(os.environ.get("JAX_COORDINATOR_ADDRESS"))
+
+
 def pool_threads() -> int | None:
     """Returns `NPROC`: the size of jaxlib's thread pools, or None.
 
