@@ -19,7 +19,13 @@ from jax_ub.errors import (
     UnknownArgumentError,
     UnknownNameError,
 )
-from jax_ub.flax import Linear, MultiHeadAttention, TransformerLayer, linen
+from jax_ub.flax import (
+    LayerNormMLP,
+    Linear,
+    MultiHeadAttention,
+    TransformerLayer,
+    linen,
+)
 
 X = np.zeros((2, 4, 8), np.float32)
 
@@ -164,6 +170,31 @@ MISSPELT = {
     ),
     "ops.OperationFuser: it has no argument 'method'. Known: 'ops'.": (
         lambda: ops.OperationFuser([ops.GELU()], method="xla")
+    ),
+    "Overlap: it has no argument 'axis'. Did you mean 'axis_name'?": (
+        lambda: linen.Overlap({"": "row"}, axis="tp")
+    ),
+    "overlap: it has no argument 'axis'. Did you mean 'axis_name'?": (
+        lambda: ub.overlap(None, axis="tp")
+    ),
+    "dot_general: it has no argument 'paralel'. Known: 'kind'": (
+        lambda: ub.dot_general(paralel="row")
+    ),
+    "DelayedScaling: it has no argument 'amax_history'. Did you mean 'amax_history_": (
+        lambda: ub.fp8.DelayedScaling(amax_history=16)
+    ),
+    "LayerNormMLP: it has no argument 'fuse_wgrad_accumulation', which is Transformer "
+    "Engine's. Did you mean 'main_grad'?": (
+        lambda: LayerNormMLP(8, 8, rngs=nnx.Rngs(0), fuse_wgrad_accumulation=True)
+    ),
+    "LayerNormMLP: it has no argument 'set_parallel_mode', which is Transformer "
+    "Engine's. Leave it out: ": (
+        lambda: LayerNormMLP(8, 8, rngs=nnx.Rngs(0), set_parallel_mode=True)
+    ),
+    "ops.BasicLinear: it has no argument 'tp_group', which is Transformer Engine's. "
+    "Did you mean 'axis_name'?": lambda: ops.BasicLinear(8, 8, tp_group=None),
+    "TransformerLayer: it has no argument 'num_kv_heads'. Did you mean 'num_gqa_": (
+        lambda: TransformerLayer(8, 16, 2, rngs=nnx.Rngs(0), num_kv_heads=1)
     ),
     "ops.BackwardLinearAdd: it has no argument 'lin'. Did you mean 'linear'?": (
         lambda: ops.fused.BackwardLinearAdd(lin=None)

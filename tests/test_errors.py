@@ -78,12 +78,17 @@ def test_an_error_has_a_note_with_the_page_that_explains_it():
         "linear (ub_name 'qkv'): method": "docs/functions.md",
         "linear(parallel='row'): data_axes = ('x',)": "docs/flax.md",
         "linear(parallel='row'): fsdp_axes has 'x', which": "docs/fsdp.md",
+        "linear(parallel='row') (layer 'a'): the kernel": "docs/retrofit.md",
         "linear: axis ('tp',) has no overlap 'q'. Known: ": "docs/initialize_ub.md",
         "linear: DelayedScaling needs a state, but fp8_state": "docs/fp8.md",
         "overlap: fp8 = 'delayed' is not a recipe": "docs/fp8.md",
         "overlap: the rule 'x' matches": "docs/retrofit.md",
         "Linear: it has no argument 'axis'. Known: 'fsdp_axes', 'fp8'": "docs/flax.md",
         "LayerNormMLP: ub_overlap_ag = True and": "docs/transformer_engine.md",
+        "Linear: it has no argument 'tp_group', which is Transformer Engine's. D": (
+            "docs/transformer_engine.md"
+        ),
+        "Overlap: it has no argument 'axs'": "docs/retrofit.md",
         "operation 3 (Bias): the channel": "docs/ops.md",
         "ForwardLinearScaleAdd: linear is missing": "docs/ops.md",
         "trace: another trace is being recorded": "docs/trace.md",

@@ -4,9 +4,10 @@
 used.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,6 +20,8 @@ from jax_ub._src.errors import (
     nearest,
     shown,
 )
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _ConstructorSignature:
@@ -50,6 +53,19 @@ class KeywordsChecked:
         return super().__new__(cls)
 
 
+def keywords_checked(function: _Function) -> _Function:
+    """Decorates a function such that an unknown keyword argument has a hint, too."""
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args, **keywords):
+        if not keywords.keys() <= set(known):
+            check_names(function.__name__, keywords, known)
+        return function(*args, **keywords)
+
+    return cast(_Function, checked)
+
+
 def named_parameters(layer: type) -> list[str]:
     """Returns the names of the constructor's parameters that may be passed by name."""
     named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -58,14 +74,37 @@ def named_parameters(layer: type) -> list[str]:
     return [name for name in names if name != "self" and not name.startswith("_")]
 
 
+# Arguments of Transformer Engine's modules, and their names in jax_ub.
+_OF_TRANSFORMER_ENGINE = {
+    "bias": ("use_bias",),
+    "eps": ("epsilon",),
+    "fuse_wgrad_accumulation": ("main_grad", "accumulate_into_main_grad"),
+    "init_method": ("kernel_init",),
+    "layernorm_epsilon": ("epsilon",),
+    "parallel_mode": ("parallel", "tensor_parallel_mode"),
+    "params_dtype": ("param_dtype",),
+    "set_parallel_mode": (),
+    "tp_group": ("axis_name",),
+    "tp_size": ("mesh", "axis_name"),
+}
+_OF_OTHERS = {"axis": ("axis_name",), "num_kv_heads": ("num_gqa_groups",)}
+_COUNTERPARTS = _OF_TRANSFORMER_ENGINE | _OF_OTHERS
+
+
 def check_names(op: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raises an `UnknownArgumentError` for the first name in `given` not in `known`."""
     known = list(known)
     for name in given:
-        if name not in known:
-            raise UnknownArgumentError(
-                f"{op}: it has no argument {shown(name)}. {nearest(name, known)}"
-            )
+        if name in known:
+            continue
+        counterparts = (each for each in _COUNTERPARTS.get(name, ()) if each in known)
+        hint = nearest(next(counterparts, name), known)
+        text = f"{op}: it has no argument {shown(name)}"
+        if name in _OF_TRANSFORMER_ENGINE:
+            text += ", which is Transformer Engine's"
+        if name == "set_parallel_mode":
+            hint = "Leave it out: the linears of this layer are always parallel."
+        raise UnknownArgumentError(f"{text}. {hint}")
 
 
 def check(op: str, **options: Any) -> None:

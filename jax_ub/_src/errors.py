@@ -33,8 +33,10 @@ _PAGES = {
         r"|RowwiseScaling|ScaledArray|recipe)\b|^(apply_updates|init_state|quantize\w*)\b"
     ),
     "docs/fsdp.md": r"\bfsdp_axes\b",
-    "docs/transformer_engine.md": r"\bub_(bulk|overlap)_\w+",
-    "docs/retrofit.md": r"^(dot_general|overlap)\b",
+    "docs/transformer_engine.md": (
+        r"\bub_(bulk|overlap)_\w+|, which is Transformer Engine's\."
+    ),
+    "docs/retrofit.md": r"^(dot_general|[Oo]verlap)\b|\(layer ['\"]",
     "docs/flax.md": (
         r"^(attention|LayerNormLinear|LayerNormMLP|Linear|MultiHeadAttention"
         r"|TransformerLayer)\b|^linear\(parallel="

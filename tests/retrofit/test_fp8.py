@@ -312,9 +312,7 @@ def test_a_state_that_no_gradient_reaches_is_a_warning():
         model = ub.overlap(Net(), KINDS, fp8=DELAYED)
         nnx.grad(loss, argnums=both)(model, X)
         jax.grad(loss, 1)(model, X)  # nothing is trained
-        text = (
-            r"ub_name '.*'\): JAX takes the gradient of the kernel, but not of the FP"
-        )
+        text = r"layer '.*'\): JAX takes the gradient of the kernel, but not of the FP"
         with pytest.warns(UserWarning, match=text):
             nnx.grad(loss)(model, X)
         nnx.jit(nnx.grad(loss))(model, X)  # once

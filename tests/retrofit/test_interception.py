@@ -95,9 +95,9 @@ def test_an_interception_is_recorded_by_name():
         model(normal(0, (2, 8, 16)))
     found = {note.label: note.reason for note in ub.fallbacks()[-3:]}
     assert list(found) == [
-        "linear(parallel='column') (ub_name 'up')",
-        "linear(parallel='row') (ub_name 'down')",
-        "linear(parallel='column') (ub_name 'head.attend')",
+        "linear(parallel='column') (layer 'up')",
+        "linear(parallel='row') (layer 'down')",
+        "linear(parallel='column') (layer 'head.attend')",
     ]
     for reason in found.values():
         text = "the code of jax.lax.dot_general is replaced by that of 'stand_in' in "
@@ -119,7 +119,7 @@ def test_a_layer_looks_up_jax_lax_dot_general_at_each_call():
 @pytest.mark.parametrize("method", ["direct", "ring_exchange"])
 def test_an_explicit_method_is_rejected_under_an_interception(method):
     model = ub.overlap(Net(), KINDS, method=method)
-    text = r"ub_name 'up'\): the code of jax.lax.dot_general.* Leave out the method"
+    text = r"layer 'up'\): the code of jax.lax.dot_general.* Leave out the method"
     with (
         jax.set_mesh(mesh_of(1, 2)),
         replaced_code(lax.dot_general, twice),

@@ -214,7 +214,7 @@ def test_a_rule_that_contradicts_the_kernels_sharding_is_rejected_and_changes_no
     with jax.set_mesh(mesh_of(1, 2)):
         model = sharded_block()
         text = (
-            "linear(parallel='row') (ub_name 'up'): the kernel is sharded P(None, "
+            "linear(parallel='row') (layer 'up'): the kernel is sharded P(None, "
             "'tp'), along its out dimension, but 'row' needs its in dimension"
         )
         with pytest.raises(ub.errors.ShapeContractError, match=re.escape(text)):
@@ -265,7 +265,7 @@ def test_sizes_of_a_layer_may_be_numpy_integers():
 def test_an_error_in_a_layer_names_its_path():
     with jax.set_mesh(mesh_of(1, 2)):
         model = ub.overlap(sharded_block(), method="direct")
-        with pytest.raises(ValueError, match=r"ub_name 'up'.*7 tokens"):
+        with pytest.raises(ValueError, match=r"layer 'up'.*7 tokens"):
             model(jnp.ones((2, 7, 16)))
 
 

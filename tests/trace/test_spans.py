@@ -51,6 +51,7 @@ def parts():
     ("label", "where", "title"),
     [
         ("column (ub_name 'up')", "up", "wgrad (up)"),
+        ("column (layer 'up')", "up", "wgrad (up)"),
         ("column (ub_name 'u...)", "'u...", "wgrad ('u...)"),
         ("column", "column", "wgrad (column)"),
         ("wgrad", "wgrad", "wgrad"),

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ub._src.arguments import KeywordsChecked
 from jax_ub._src.checks import check_flag, is_integer, is_number
 from jax_ub._src.errors import (
     ConfigurationError,
@@ -75,7 +76,7 @@ class QParams:
 
 
 @dataclasses.dataclass(frozen=True)
-class DelayedScaling:
+class DelayedScaling(KeywordsChecked):
     """Recipe with one scale per tensor, from the largest values of earlier steps.
 
     The cast does not wait for the maximum of the tensor. The recipe has a state
@@ -147,7 +148,7 @@ AMAX_ALGORITHMS = ("max", "most_recent")
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8CurrentScaling:
+class Float8CurrentScaling(KeywordsChecked):
     """Recipe with one scale per tensor, from its largest absolute value.
 
     The scale is `amax / max`, where `max` is the largest number of the format. It is 1
@@ -214,7 +215,7 @@ _QPARAMS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class MXFP8BlockScaling:
+class MXFP8BlockScaling(KeywordsChecked):
     """Recipe with a power-of-two scale per 32 values to be contracted (MXFP8).
 
     The scales are float8_e8m0fnu. The exponent of `amax / max` is rounded up, so that
@@ -249,7 +250,7 @@ class MXFP8BlockScaling:
 
 
 @dataclasses.dataclass(frozen=True)
-class RowwiseScaling:
+class RowwiseScaling(KeywordsChecked):
     """Recipe with one power-of-two scale per row of activations or column of kernels.
 
     The scales are f32. The values that share a scale are contracted: the features of a

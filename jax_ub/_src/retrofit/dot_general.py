@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ub._src import dtypes, lowering_log
+from jax_ub._src import arguments, dtypes, lowering_log
 from jax_ub._src.checks import axis_tuple, check_array, has_symbolic_sizes, is_integer
 from jax_ub._src.errors import (
     ShapeContractError,
@@ -32,7 +32,13 @@ from jax_ub._src.sharding.sharded_linear import (
 )
 from jax_ub._src.sharding.specs import explicit_axes, indivisible_reason
 
+_NO_MESH = (
+    "no mesh is known here: call the layer under jax.set_mesh(mesh), or pass mesh= to "
+    "the overlap"
+)
 
+
+@arguments.keywords_checked
 def dot_general(  # noqa: PLR0913, options of a layer
     kind: str,
     *,
@@ -267,7 +273,7 @@ class DotGeneral:
             return reason
         mesh = layout.find_mesh(rhs, lhs)
         if mesh is None:
-            return "no mesh is known here" if self.is_lenient else None
+            return _NO_MESH if self.is_lenient else None
         if self.is_lenient:
             self._warn_of_missing_axes(mesh)
         try:
@@ -348,7 +354,10 @@ def _why_not_dense(lhs, rhs, contraction, out_dtype):
             "last dimensions of x and the first or the last of the kernel"
         )
     if lhs.dtype != rhs.dtype or lhs.dtype not in dtypes.OPERANDS:
-        return f"x is {lhs.dtype} and the kernel is {rhs.dtype}"
+        return (
+            f"x is {lhs.dtype} and the kernel is {rhs.dtype}, but both must have one "
+            f"dtype: {dtypes.listed(dtypes.OPERANDS)}"
+        )
     if out_dtype is not None and jnp.dtype(out_dtype) not in dtypes.RESULTS:
         return f"the result is asked for in {jnp.dtype(out_dtype)}"
     return f"x {lhs.shape} is empty" if lhs.size == 0 else None

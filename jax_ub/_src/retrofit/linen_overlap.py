@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ub._src import lowering_log
+from jax_ub._src.arguments import KeywordsChecked
 from jax_ub._src.checks import axis_tuple
 from jax_ub._src.errors import UnsupportedOverlapError, nearest, shown
 from jax_ub._src.fp8.flax_state import linen_state
@@ -29,7 +30,7 @@ from jax_ub._src.sharding.layout import (
 )
 
 
-class Overlap:
+class Overlap(KeywordsChecked):
     r"""Overlaps the dense layers of an unmodified linen model with communication.
 
         with Overlap({r".*\.(query|key|value)": "column", r".*\.out": "row"}):

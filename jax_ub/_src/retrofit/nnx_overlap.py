@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ub._src import lowering_log
+from jax_ub._src import arguments, lowering_log
 from jax_ub._src.checks import axis_tuple
 from jax_ub._src.errors import (
     ShapeContractError,
@@ -32,6 +32,7 @@ from jax_ub._src.sharding.layout import (
 )
 
 
+@arguments.keywords_checked
 def overlap(  # noqa: PLR0913, options of layers
     model: Any,
     rules: Mapping[str, str | None] | str = "auto",

@@ -264,8 +264,11 @@ class CallConfig:
 
 
 def call_label(op: str, ub_name: str | None) -> str:
-    """Returns the op's name and, if given, its `ub_name`, for error messages."""
-    return op if ub_name is None else f"{op} (ub_name {shown(ub_name)})"
+    """Returns the op's name and its `ub_name` or layer path, for error messages."""
+    if ub_name is None:
+        return op
+    kind = "layer" if isinstance(ub_name, registry.LayerName) else "ub_name"
+    return f"{op} ({kind} {shown(ub_name)})"
 
 
 def make_call_config(

@@ -74,8 +74,8 @@ class Call:
 
 
 def ub_name_in(label: str) -> str:
-    """Returns the `ub_name` at the end of a call's label, or ""."""
-    found = re.search(r"\(ub_name (.*)\)$", label)
+    """Returns the `ub_name` or layer path at the end of a call's label, or ""."""
+    found = re.search(r"\((?:ub_name|layer) (.*)\)$", label)
     if not found:
         return ""
     try:
