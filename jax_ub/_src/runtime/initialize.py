@@ -80,7 +80,8 @@ def initialize_ub(  # noqa: PLR0913, pinned
         quantization_modes: the quantization modes for which to create overlaps: `NONE`,
             `FP8` or both. Layers with FP8 operands use those of `FP8`. None follows
             `use_fp8`.
-        dtype: the dtype of unquantized operands.
+        dtype: the dtype of unquantized operands, by which `get_ub` and `memory_report`
+            show the size of each name. The buffers fit calls of every dtype.
         ub_cfgs: a dictionary from overlap names to the settings that differ from
             Transformer Engine's defaults, or a list with one such dictionary per mode.
             `ub.overlap_config.from_te` reads Megatron's files. Alternatively the path
