@@ -25,7 +25,7 @@ def mesh_in(text: str) -> dict[str, int]:
 
 
 def size_and_axes(text: str, mesh: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
-    """Returns the number of devices in a collective's group, and the axes along it.
+    """Returns the size of a collective's device groups, and the mesh axes they span.
 
     The number is 1, and the axes are empty, if they are unknown.
     """

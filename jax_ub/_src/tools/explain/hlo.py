@@ -193,7 +193,7 @@ def collectives(text: str, mesh: Mapping[str, int] | None = None) -> Found:
 
 
 class _Body:
-    """The instructions of a computation, and what uses what, by name."""
+    """The instructions of an HLO computation, with their operands and users by name."""
 
     def __init__(self, instructions: dict[str, _Instruction]):
         self.instructions = instructions
@@ -204,7 +204,7 @@ class _Body:
                 self.users[operand].append(name)
 
     def users_by_array(self, one: _Instruction) -> list[list[str]]:
-        """Returns the users of each array of the result of a collective."""
+        """Returns, for each result array of a collective, the instructions using it."""
         if len(one.arrays) == 1:
             return [self.users[one.name]]
         found: list[list[str]] = [[] for _ in one.arrays]
@@ -218,7 +218,7 @@ class _Body:
 
 
 class _Program:
-    """A compiled program, in which the neighbors of a collective are found."""
+    """The HLO of a compiled program, to find dots and calls next to a collective."""
 
     def __init__(self, text: str, mesh: Mapping[str, int]):
         self._computations = dict(_computations(text))
@@ -366,7 +366,7 @@ def _sums(one, computations):
 
 
 def _gathers_argument(one, body):
-    """Returns whether only moves, such as transposes, precede a collective."""
+    """Returns whether a collective gathers a parameter, possibly moved or reshaped."""
     for _ in range(_MAX_STEPS):
         found = body.get(one.operands[0]) if one.operands else None
         if found is None or found.opcode == "parameter":

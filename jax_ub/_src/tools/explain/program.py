@@ -206,7 +206,7 @@ def _data_parallelism(found, axes) -> Iterator[str]:
 
 
 def _gathers_around_calls(found, axes) -> Iterator[str]:
-    """Yields a note if XLA gathers arrays of calls over their axes."""
+    """Yields a note if XLA adds all-gathers next to jax_ub's calls, over their axes."""
     calls = [
         one.call
         for each in found
@@ -240,7 +240,7 @@ def call_rows(
     waits: Waits,
     counts: Mapping[_CallSite, str],
 ) -> Iterator[Row]:
-    """Yields a row for each distinct call of jax_ub.
+    """Yields a table row for each distinct call of jax_ub in a program.
 
     A call that is not in `counts` counts as often as it is lowered.
     """

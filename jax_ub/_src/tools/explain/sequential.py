@@ -227,7 +227,7 @@ def _backward_config(op, mode, call_config, sizes):
 
 
 def _steps(op, parallel, is_fused, backward: CallConfig | None) -> list[Step]:
-    """Returns the steps of one pass; `backward` is None for the forward pass."""
+    """Returns the GEMMs and collectives of one pass: forward if `backward` is None."""
     sequence_parallel = parallel is not None and op.sequence_parallel
     if not is_fused:
         text = _UNFUSED[parallel, sequence_parallel][backward is not None]

@@ -70,7 +70,7 @@ def parts_of(
     devices_per_process: int,
     stdout: int | None = None,
 ) -> Iterator[list[pathlib.Path]]:
-    """Runs a command with `--part` in several processes, and yields their files.
+    """Runs a command in several processes, and yields the result file of each.
 
     The block may read the files. If this process is killed, the launcher ends the
     processes and removes the folder of the files. `stdout` is that of `subprocess`.

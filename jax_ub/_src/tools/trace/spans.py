@@ -173,7 +173,7 @@ class Trace:
         return [total / call.num_ranks for total, call in each]
 
     def exposed_by_op_s(self) -> dict[tuple[str, str], float]:
-        """Returns the average seconds that a rank waits per call, by label and op.
+        """Returns {(label, op): average seconds that a rank waits in a call}.
 
         The calls of a backward pass have the same label.
         """
@@ -188,7 +188,7 @@ def call_from_json(fields: Mapping[str, Any]) -> Call:
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """Merges the traces of the processes of one job.
+    """Merges the traces of a job's processes into one `Trace`.
 
     The n-th call of each trace among its equal calls is the same call of all processes.
     """
