@@ -214,7 +214,7 @@ void TransposeToRows(const void* source,
   const auto load = [=](int64_t k, int64_t o) {
     return Pairs<kDType>::LoadWords(pair_at(k, o), stride);
   };
-  TransposeBlocks<1>(num_words, outer, load, StoreWords, to, row_bytes);
+  TransposeBlocks<1>(num_words, outer, load, kStoreWords, to, row_bytes);
 }
 
 }  // namespace jax_ub::JAX_UB_KERNELS

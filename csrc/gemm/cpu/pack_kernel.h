@@ -216,8 +216,11 @@ inline void TransposeBlocks(int64_t rows,
   }
 }
 
-// The `store` of TransposeBlocks for lanes of one word.
-inline void StoreWords(Vec words, char* to, int64_t) { Store(to, words); }
+// The `store` of TransposeBlocks for lanes of one word. This is no function, because a
+// pointer to a function is not inlined.
+inline constexpr auto kStoreWords = [](Vec words, char* to, int64_t) {
+  Store(to, words);
+};
 
 // Packs one panel of a source that is contiguous along K.
 template <typename Words, int kPanel>
@@ -248,15 +251,18 @@ void PackTransposedPanel(
       const auto load = [=](int64_t o, int64_t k) {
         return Load(from + o * stride + k * kBytes);
       };
-      TransposeBlocks<Words::kWordsPerLane>(outer, num_words, load, Words::StoreLanes,
-                                            to, kRowBytes);
+      const auto store = [](Vec lanes, char* column, int64_t row_bytes) {
+        Words::StoreLanes(lanes, column, row_bytes);
+      };
+      TransposeBlocks<Words::kWordsPerLane>(outer, num_words, load, store, to,
+                                            kRowBytes);
       return;
     }
   }
   const auto load = [=](int64_t o, int64_t k) {
     return Words::LoadWords(from + o * stride + k * kBytes, 0);
   };
-  TransposeBlocks<1>(outer, num_words, load, StoreWords, to, kRowBytes);
+  TransposeBlocks<1>(outer, num_words, load, kStoreWords, to, kRowBytes);
 }
 
 // Packs rows that are contiguous along K into panels of kPanel rows. A panel is
