@@ -39,9 +39,9 @@ _AXIS = "doctor"  # the mesh axis of the checks, which no program has configured
 class State(enum.Enum):
     """Severity of a finding. The exit status of `doctor` is 1 only for a fault."""
 
-    FINE = "ok"
-    NOTE = "--"
-    WARNING = "warn"
+    OK = "ok"
+    NOTE = "note"
+    WARNING = "warning"
     FAULT = "FAULT"
 
 
@@ -69,7 +69,18 @@ def examine(*, together: bool = False) -> Iterator[Finding]:
     """
     _request_devices()
     yield from _packages()
-    yield from _environment()
+    wrong = []
+    for finding in _environment():
+        if finding.state is State.FAULT:
+            wrong.append(finding.text.removeprefix("doctor: "))
+        yield finding
+    for finding in _engines(together):
+        # Most checks fail if a variable is wrong, and quote the same text.
+        if not any(text in finding.text for text in wrong):
+            yield finding
+
+
+def _engines(together: bool) -> Iterator[Finding]:
     yield from _cpu_engine()
     try:
         backend.start()
@@ -94,10 +105,10 @@ def _request_devices():
 
 
 def _packages():
-    yield Finding("python", State.FINE, platform.python_version())
+    yield Finding("python", State.OK, platform.python_version())
     for name in _PACKAGES:
         try:
-            yield Finding(name, State.FINE, importlib.metadata.version(name))
+            yield Finding(name, State.OK, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             state = State.FAULT if name in _REQUIRED else State.NOTE
             yield Finding(name, state, "not installed")
@@ -147,14 +158,14 @@ def _cpu_engine():
         return
     built = ".".join(map(str, cpu.xla_ffi_api_version))
     text = f"engine built for {built}, jaxlib has {running}"
-    yield Finding("XLA FFI API", State.FINE, text)
+    yield Finding("XLA FFI API", State.OK, text)
     with contextlib.suppress(ValueError):  # `_environment` reports it
         cpu_engine.configure()
     others = [isa for isa in cpu.isas() if isa != cpu.isa()]
     also = f"; also possible here: {', '.join(others)}" if others else ""
-    yield Finding("instruction set", State.FINE, f"{cpu.isa()}{also}")
+    yield Finding("instruction set", State.OK, f"{cpu.isa()}{also}")
     cores, threads = len(hosts.cores()), cpu.num_threads()
-    state, text = State.FINE, f"{threads} compute, on {cores} cores"
+    state, text = State.OK, f"{threads} compute, on {cores} cores"
     if threads > cores:
         state = State.WARNING
         text += f": they would share cores. Set JAX_UB_NUM_THREADS={cores}."
@@ -169,7 +180,7 @@ def device_findings() -> Iterator[Finding]:
         text = f"{found}; there is no engine for them, and calls run plain jax.lax"
         yield Finding("devices", State.WARNING, text)
         return
-    yield Finding("devices", State.FINE, found)
+    yield Finding("devices", State.OK, found)
     if kind == "cuda":
         yield from _gpus()
     else:
@@ -182,7 +193,7 @@ def _pool_threads():
     num = len(jax.local_devices())
     reason = hosts.why_few_pool_threads(num)
     text = f"{max(hosts.pool_threads(), num)} for {num} devices"
-    state = State.FINE if reason is None else State.WARNING
+    state = State.OK if reason is None else State.WARNING
     yield Finding("jaxlib threads", state, reason or text)
 
 
@@ -193,7 +204,7 @@ def _gpus():
         return
     native = cuda_engine.load()
     major, minor = divmod(native.driver_version(), 1000)
-    yield Finding("CUDA driver", State.FINE, f"for CUDA {major}.{minor // 10}")
+    yield Finding("CUDA driver", State.OK, f"for CUDA {major}.{minor // 10}")
     devices = cuda_engine.usable_devices()
     yield _cublaslt(native, devices)
     if settings.shares_hardware_queue():
@@ -210,7 +221,7 @@ def _gpus():
             f"{format_bytes(device['memory_bytes'])}, "
             f"{'multicast' if device['has_multicast'] else 'no multicast'}"
         )
-        yield Finding(f"GPU {device['ordinal']}", State.FINE, text)
+        yield Finding(f"GPU {device['ordinal']}", State.OK, text)
     yield _peer_access([device["ordinal"] for device in devices])
     text = (
         "in heaps of jax_ub, by the first of vmm, fabric and ipc that all can use; not "
@@ -233,7 +244,7 @@ def _cublaslt(native, devices):
             "the engine runs them on one stream, and XLA may not. Install "
             "nvidia-cublas 13.2 or newer."
         )
-    return Finding("cuBLASLt", State.WARNING if faulty else State.FINE, text)
+    return Finding("cuBLASLt", State.WARNING if faulty else State.OK, text)
 
 
 def _peer_access(ordinals):
@@ -250,7 +261,7 @@ def _peer_access(ordinals):
         text = f"none from GPU {', '.join(blocked)}"
         return Finding("peer access", State.WARNING, text)
     text = f"all {len(ordinals)} GPUs of this process can access each other"
-    return Finding("peer access", State.FINE, text)
+    return Finding("peer access", State.OK, text)
 
 
 def _methods_on(mesh: Mesh) -> Iterator[Finding]:
@@ -267,7 +278,7 @@ def _methods_on(mesh: Mesh) -> Iterator[Finding]:
             yield Finding(name, state, f"{type(error).__name__}: {error}")
             continue
         if all(np.array_equal(shard, (x @ w)[index]) for shard, index in shards):
-            yield Finding(name, State.FINE, f"runs on {mesh.size} devices")
+            yield Finding(name, State.OK, f"runs on {mesh.size} devices")
         else:
             yield Finding(name, State.FAULT, "runs, but its result is wrong")
 
@@ -318,7 +329,7 @@ def _shared_memory():
         yield Finding("between processes", State.FAULT, str(error))
     else:
         text = f"can share memory with others on host {host!r}"
-        yield Finding("between processes", State.FINE, text)
+        yield Finding("between processes", State.OK, text)
 
 
 def _named_overlaps(mesh: Mesh, together: bool) -> Iterator[Finding]:
@@ -326,9 +337,9 @@ def _named_overlaps(mesh: Mesh, together: bool) -> Iterator[Finding]:
     if registry.axes():
         yield from _connections()
         for axis in registry.axes():
-            sizes = f"{axis.tp_size} ranks, [T, H] = {list(axis.shape)}"
-            text = f"{sizes}: {_methods_of(axis)}"
-            yield Finding(f"axis {', '.join(axis.axis_name)}", State.FINE, text)
+            text = f"{axis.tp_size} ranks, [T, H] = {list(axis.shape)}"
+            yield Finding(f"axis {', '.join(axis.axis_name)}", State.OK, text)
+            yield from _methods_of(axis)
         return
     try:
         ub.initialize_ub((8 * mesh.size, 16), mesh.size, mesh=mesh, axis_name=_AXIS)
@@ -339,23 +350,26 @@ def _named_overlaps(mesh: Mesh, together: bool) -> Iterator[Finding]:
     if together:
         yield from _methods_on(mesh)
     (axis,) = registry.axes()
-    text = f"not called here; the defaults are {_methods_of(axis)}"
     ub.destroy_ub()
+    text = "not called here; the next lines are its defaults"
     yield Finding("initialize_ub", State.NOTE, text)
+    yield from _methods_of(axis)
 
 
-def _methods_of(axis):
+def _methods_of(axis) -> Iterator[Finding]:
+    """Yields the names of the overlaps of each method and quantization mode."""
     by_method: dict[str, list[str]] = {}
     for (name, mode), overlap in axis.overlaps.items():
         by_method.setdefault(f"{overlap.method} ({mode.name})", []).append(name)
-    return "; ".join(f"{key}: {', '.join(names)}" for key, names in by_method.items())
+    for key, names in by_method.items():
+        yield Finding(key, State.NOTE, ", ".join(names))
 
 
 def _connections():
     failed = dict(communicators.failures())
     for connection in communicators.connections():
         name = f"devices {list(connection.group)}"
-        state, text = State.FINE, describe_connection(connection)
+        state, text = State.OK, describe_connection(connection)
         if connection.group in failed:
             state, text = State.FAULT, failed[connection.group]
         elif connection.reason is not None:

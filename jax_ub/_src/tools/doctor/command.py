@@ -18,7 +18,7 @@ from jax_ub._src.tools.doctor.checks import Finding, State, examine
 from jax_ub._src.tools.launch import parts
 
 EXAMPLE = "doctor --processes 2"
-_COLORS = {State.FINE: "green", State.WARNING: "yellow", State.FAULT: "red"}
+_COLORS = {State.OK: "green", State.WARNING: "yellow", State.FAULT: "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
