@@ -67,7 +67,7 @@ def test_bazel_the_citation_and_the_package_have_one_version():
     assert version != fallback
     module = (TOP / ".bazel/workspace/MODULE.bazel").read_text()
     assert f'version = "{version}"' in module.partition(")")[0]
-    citation = (TOP / "CITATION.cff").read_text()
+    citation = (TOP / ".github/CITATION.cff").read_text()
     assert f"version: {version}\n" in citation
 
 
