@@ -56,7 +56,7 @@ def refused(**options):
 
 assert refused(method="direct")
 found = {finding.name: finding for finding in checks.examine()}
-assert REASON in found["not overlapped"].text
+assert REASON in found["fallback"].text
 assert REASON in found[f"devices {[device.id for device in DEVICES]}"].text
 ub.destroy_ub()
 
