@@ -49,6 +49,18 @@ def test_single_op_is_recorded_and_summarized(tmp_path, capsys):
     )
 
 
+def test_summary_has_medians_without_the_first_call():
+    call = Call("column", "all_gather_matmul", "direct", 1, 0, (0,), "f32[8, 8]")
+    waits_us = (900, 1, 3, 2)
+    recorded = [
+        Span(0, 1000 * (us + extra), 0, 0, i, kind, 0, -1, 0, -1, "operand")
+        for i, us in enumerate(waits_us)
+        for kind, extra in ((spans.CALL, 5), ("wait", 0))
+    ]
+    _, row = trace_command.summary(Trace((call,) * 4, tuple(recorded)))
+    assert row.split()[:3] == ["4", "7.0", "2.0"]
+
+
 def test_summary_has_a_row_for_each_op_of_a_layer():
     shape = "f32[8, 8] f32[8, 8]"
     forward = Call(

@@ -55,7 +55,7 @@ class Row:
         reason: why the call is not overlapped; empty if it is.
         moved_bytes: bytes that each rank sends per call; None if unknown.
         predicted_s: predicted seconds per call.
-        measured_exposed_s: average waiting time of a rank in a trace, in seconds.
+        measured_exposed_s: median waiting time of a rank in a trace, in seconds.
         note: further remarks, such as the number of calls.
         flops: a rank's floating-point operations per call; None if unknown.
         count: number of calls as far as it is known; at least 1.

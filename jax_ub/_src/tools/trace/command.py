@@ -7,7 +7,6 @@ several (`--processes`). `--merge` reads files that `ub.trace` wrote.
 import argparse
 import functools
 import pathlib
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -117,9 +116,9 @@ def summary(trace: Trace) -> list[str]:
     rows = []
     for equal in indices.values():
         call = trace.calls[equal[0]]
-        median_s = statistics.median_high(map(trace.seconds_of, equal))
-        mean_s = statistics.fmean(waiting_s[index] for index in equal)
-        times = (f"{1e6 * median_s:.1f}", f"{1e6 * mean_s:.1f}")
+        median_s = spans.typical(map(trace.seconds_of, equal))
+        waited_s = spans.typical(waiting_s[index] for index in equal)
+        times = (f"{1e6 * median_s:.1f}", f"{1e6 * waited_s:.1f}")
         what = (call.where, call.op, call.method, call.num_ranks, call.operands)
         rows.append((len(equal), *times, *what))
     if not rows:

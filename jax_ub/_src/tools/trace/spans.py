@@ -13,7 +13,7 @@ import json
 import pathlib
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax_ub._src.errors import (
@@ -173,14 +173,24 @@ class Trace:
         return [total / call.num_ranks for total, call in each]
 
     def exposed_by_op_s(self) -> dict[tuple[str, str], float]:
-        """Returns {(label, op): average seconds that a rank waits in a call}.
+        """Returns {(label, op): seconds that a rank waits in a typical call}.
 
         The calls of a backward pass have the same label.
         """
         found: dict[tuple[str, str], list[float]] = {}
         for call, seconds in zip(self.calls, self.waiting_s(), strict=True):
             found.setdefault((call.label, call.op), []).append(seconds)
-        return {key: statistics.fmean(times) for key, times in found.items()}
+        return {key: typical(times) for key, times in found.items()}
+
+
+def typical(seconds: Iterable[float]) -> float:
+    """Returns the median of the times of equal calls, in their order.
+
+    The first call is left out if there are others: its ranks also wait for the others
+    to compile the program.
+    """
+    first, *others = seconds
+    return statistics.median_high(others or [first])
 
 
 def call_from_json(fields: Mapping[str, Any]) -> Call:
