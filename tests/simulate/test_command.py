@@ -38,6 +38,17 @@ def test_a_host_takes_measured_rates(capsys):
     assert "0.008 TB/s of memory" in text
 
 
+def test_long_times_are_in_milliseconds(tmp_path, capsys):
+    found = tmp_path / "found.json"
+    assert __main__.main(["simulate", "--hardware", "cpu", "--json", str(found)]) == 0
+    text = capsys.readouterr().out
+    head, *rows = [line.split("|")[1:-1] for line in text.splitlines() if "|" in line]
+    total = dict(zip(map(str.strip, head), map(str.strip, rows[-1]), strict=True))
+    total_us = sum(row["plan_us"] for row in json.loads(found.read_text())["rows"])
+    assert total["plan ms"] == f"{total_us / 1e3:.0f}"
+    assert len(total["plan ms"]) <= 5
+
+
 def fp8_rows_of(tmp_path, *arguments):
     found = tmp_path / "found.json"
     command = ["simulate", "--fp8", "--json", str(found), *arguments]

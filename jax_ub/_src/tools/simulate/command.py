@@ -153,16 +153,31 @@ _FP8_COLUMNS = {
     **{"layer": "", "bf16_us": ".0f", "fp8_us": ".0f", "gain": ".2f"},
     **{"wire_us": ".0f", "wire_dtype": ""},
 }
+_UNITS = (("us", 1), ("ms", 1e3), ("s", 1e6))
 _SHORT_OPS = {"all_gather_matmul": "ag", "matmul_reduce_scatter": "rs"}
 
 
 def _table(rows, columns, right):
-    cells = [
-        [format(row[key], text) if key in row else "" for key, text in columns.items()]
-        for row in rows
+    unit, size_us = _time_unit(rows)
+
+    def cell(row, key, text):
+        if key not in row:
+            return ""
+        return format(row[key] / size_us if key.endswith("_us") else row[key], text)
+
+    cells = [[cell(row, *column) for column in columns.items()] for row in rows]
+    header = [
+        key.replace("_us", f" {unit}").replace("_", " ").replace("speedup", "speed-up")
+        for key in columns
     ]
-    header = [key.replace("_", " ").replace("speedup", "speed-up") for key in columns]
     return format_table(header, cells, right=right, is_markdown=True)
+
+
+def _time_unit(rows):
+    """Returns the unit of a table's times, and its microseconds."""
+    longest_us = max(row[key] for row in rows for key in row if key.endswith("_us"))
+    fitting = (each for each in _UNITS if longest_us < 1e5 * each[1])
+    return next(fitting, _UNITS[-1])
 
 
 def _sum_row(rows):
