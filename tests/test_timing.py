@@ -70,7 +70,22 @@ def test_the_calmest_rounds_are_kept(monkeypatch):
     assert rounds.elsewhere == 0.01
 
 
-def test_a_round_in_which_the_machine_was_slower_is_not_kept():
+def test_short_rounds_continue_the_interval_of_the_load(monkeypatch):
+    timing._background_load.cache_clear()
+    loads = []
+
+    def share(load):
+        loads.append(load)
+        return 0.0
+
+    monkeypatch.setattr(timing.BackgroundLoad, "share", share)
+    for _ in range(2):
+        interleave([Candidate("a", lambda: None, [])], 1)
+    assert loads[0] is loads[1]
+
+
+def test_a_round_in_which_the_machine_was_slower_is_not_kept(monkeypatch):
+    monkeypatch.setattr(timing.BackgroundLoad, "share", lambda self: 0.0)
     lost = iter([0.3, 0.0, 0.04, 0.2])
 
     class Meter(Candidate):

@@ -86,9 +86,25 @@ def test_disturbed_cases_are_listed():
     busy = dataclasses.replace(calm, elsewhere=0.25)
     name = "all_gather_matmul 512x1024x2816 bfloat16 P=8"
     lines = report.sections([calm, busy], []).splitlines()
-    assert lines[-1] == f"{name}: 25% of the machine"
+    assert lines[-1] == f"{name}: others used 25% of the machine, spread 0%"
     assert "The ratios of these cases are not valid" in lines[-3]
     assert [one.as_json()["is_disturbed"] for one in (calm, busy)] == [False, True]
+
+
+def test_times_that_vary_are_disturbed():
+    own = Summary(median=10e3, spread=0.45, best=9e3)
+    varying = dataclasses.replace(example(), times_us={cases.OWN: own})
+    assert varying.as_json()["is_disturbed"]
+    assert "others used 0% of the machine, spread 45%" in report.sections([varying], [])
+
+
+def test_low_rates_have_two_digits():
+    table = report.results_table(["bfloat16"], ["all_gather_matmul"])
+    slow = dataclasses.replace(
+        example(), times_us={cases.OWN: Summary(median=10e6, spread=0.0, best=10e6)}
+    )
+    head = cells(table.head().splitlines()[0])
+    assert cells(table.row(slow))[head.index("GF/s")] == "0.3"
 
 
 def test_the_table_is_markdown():

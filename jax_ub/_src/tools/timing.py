@@ -5,6 +5,7 @@ Slow phases of the machine then affect all programs, not only one.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import random
 import time
@@ -162,6 +163,12 @@ class BackgroundLoad:
         return self._share
 
 
+@functools.cache
+def _background_load():
+    """Returns the load of this process, whose intervals may span several programs."""
+    return BackgroundLoad()
+
+
 @dataclasses.dataclass(frozen=True)
 class Rounds:
     """The times of each program, in seconds, in all benchmark rounds that were kept.
@@ -188,7 +195,7 @@ def interleave(
     `rounds * patience`. `agree` maps a round's background load to a value that all
     processes share.
     """
-    load = load or BackgroundLoad()
+    load = load or _background_load()
     seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     shares: list[float] = []
     while len(shares) < rounds * patience and sum(s <= _CALM for s in shares) < rounds:

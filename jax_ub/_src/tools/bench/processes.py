@@ -106,6 +106,8 @@ class Job:
         ones = np.ones(self.num_processes, np.float32)
         self._ones = self.ranks.place(ones, Spec(AXIS))
         self.synchronize()
+        # Its intervals may span several cases, whose rounds are short.
+        self._load = timing.BackgroundLoad(self._cpu_seconds)
 
     def synchronize(self) -> None:
         """Waits until every process has called it."""
@@ -165,7 +167,7 @@ class Job:
             [_Synchronized(c, self, c.name in alone) for c in candidates],
             rounds,
             patience,
-            load=timing.BackgroundLoad(self._cpu_seconds),
+            load=self._load,
             agree=lambda share: float(self._gather([share]).max()),
         )
         times = np.array(list(found.seconds.values()))

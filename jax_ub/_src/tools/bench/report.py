@@ -30,12 +30,12 @@ from jax_ub._src.tools.timing import PEAK, Rounds, Summary, ratio, summarize
 
 _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy")
 # A benchmark case is reported as disturbed if other processes used more than this share
-# of the CPU in a round. Its ratios are not valid: the programs of a round run one after
-# another, each under another load.
-_DISTURBED_SHARE = 0.1
+# of the CPU in a round, or if its times have a larger spread. Its ratios are not valid:
+# the programs of a round run one after another, each under another load.
+_DISTURBED_SHARE, _DISTURBED_SPREAD = 0.1, 0.3
 _DISTURBED = (
-    "Disturbed by other processes. The ratios of these cases are not valid: stop other "
-    "programs, or repeat with --patience 4"
+    "Disturbed: other processes used the CPU, or the times vary. The ratios of these "
+    "cases are not valid: stop other programs, or repeat with --patience 4"
 )
 
 
@@ -67,8 +67,9 @@ class Result:
 
     @property
     def is_disturbed(self) -> bool:
-        """Returns whether the load of other processes makes the ratios invalid."""
-        return self.elsewhere > _DISTURBED_SHARE
+        """Returns whether other load makes the ratios invalid."""
+        is_loaded = self.elsewhere > _DISTURBED_SHARE
+        return is_loaded or self.own.spread > _DISTURBED_SPREAD
 
     @property
     def gflops(self) -> float:
@@ -131,7 +132,7 @@ _CELLS: dict[str, Callable[[Result], object]] = {
     "threads": lambda r: r.threads,
     "time": lambda r: format_seconds(r.own.median / 1e6),
     "spread": lambda r: f"{r.own.spread:.0%}",
-    "GF/s": lambda r: f"{r.gflops:.0f}" if r.case.flops else "",
+    "GF/s": lambda r: _rate_text(r.gflops) if r.case.flops else "",
     "over first": lambda r: _ratio_text(r.over_first) if r.over_first else "",
 }
 _WIDTHS = {
@@ -148,6 +149,10 @@ def _cell(result: Result, column: str) -> object:
     if column in result.speedups:
         return _ratio_text(result.speedups[column])
     return f"{result.shares[column].median:.2f}" if column in result.shares else ""
+
+
+def _rate_text(gflops: float) -> str:
+    return f"{gflops:.0f}" if gflops >= 10 else f"{gflops:.2g}"
 
 
 def _ratio_text(summary: Summary) -> str:
@@ -226,7 +231,8 @@ def sections(results: Sequence[Result], fallbacks: Sequence[Fallback]) -> str:
         "Memory in addition to operands and results, per device": _memory(results),
         "Missing": [note for result in results for note in result.case.notes],
         _DISTURBED: [
-            f"{result.case.title}: {result.elsewhere:.0%} of the machine"
+            f"{result.case.title}: others used {result.elsewhere:.0%} of the machine, "
+            f"spread {result.own.spread:.0%}"
             for result in results
             if result.is_disturbed
         ],
