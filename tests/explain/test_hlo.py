@@ -48,7 +48,6 @@ def test_pairs_are_found_through_converts_and_transposes(text):
             sizes=(8, 4, 4 * 6),
             dtype="f32",
             axes=axes,
-            is_of_kernel=True,  # as far as the text shows: it is an argument
         ),
         Pair("r", "all-reduce", "matmul_all_reduce", 4, 192, sizes, "f32", axes=axes),
         Pair(
@@ -91,6 +90,8 @@ def test_sizes_are_global(dot, expected):
 """
     [pair] = hlo.collectives(text).pairs
     assert pair.sizes == expected
+    # The gathered array is an argument of the program.
+    assert pair.is_of_kernel is dot.startswith("f32[6,8] dot(%w, %g)")
 
 
 FRAMES = """

@@ -153,8 +153,28 @@ def test_gradient_sums_over_the_batch_are_not_missed_overlaps(has_calls):
         found = ub.explain(nnx.value_and_grad(loss), head, layer, x)
     assert found.overlapped
     assert [row.op for row in found.rows] == ["all_gather_matmul"] * has_calls
-    text = "data parallelism over dp: all-reduce of 1 gradients of kernels, sends 512 B"
+    text = "data parallelism over dp: all-reduce of gradients x 1, sends 512 B"
     assert text in found.notes
+
+
+@pytest.mark.parametrize("gathered", ["tokens", "kernel"])
+def test_gathered_kernels_are_data_parallelism_and_tokens_are_not(gathered):
+    def layer(x, w):
+        if gathered == "tokens":
+            return jax.lax.all_gather(x, "tp", tiled=True) @ w
+        return x @ jax.lax.all_gather(w, "tp", tiled=True)
+
+    specs = (P("tp"), P()) if gathered == "tokens" else (P(), P("tp"))
+    arrays = [
+        jax.device_put(jnp.ones(shape), NamedSharding(tp_mesh(4), spec))
+        for shape, spec in zip(((64, 16), (16, 8)), specs, strict=True)
+    ]
+    found = ub.explain(
+        on_ranks(layer, tp_mesh(4), specs, P(), check_vma=False), *arrays
+    )
+    assert found.overlapped is (gathered == "kernel")
+    text = "data parallelism over tp: all-gather of kernels x 1, sends 384 B"
+    assert (text in found.notes) is (gathered == "kernel")
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
@@ -178,4 +198,4 @@ def test_arrays_that_xla_reshards_for_a_call_are_listed(kind):
         assert 'Are the kinds "column" and "row" swapped?' in row.reason
         assert row.moved_bytes == 3 * 32 * 16 * 4 // 4
     hint = "shard kernels and activations as these calls do"
-    assert found.notes[-1] == f"XLA adds 1 all-gathers next to 0: {hint}"
+    assert found.notes[-1] == f"XLA adds all-gather x 1 next to 0: {hint}"

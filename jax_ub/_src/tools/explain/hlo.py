@@ -84,8 +84,8 @@ class Pair:
     operands, and `source` is the line of the user's code, or "" if it is unknown.
     `axes` are the mesh axes of a group, empty if unknown. `is_of_kernel` is whether the
     collective sums a gradient in the backward pass, or gathers an argument of the
-    program. XLA has combined `num_combined` arrays, of which this is one, in the
-    collective.
+    program that is the right operand of the dot. XLA has combined `num_combined`
+    arrays, of which this is one, in the collective.
     """
 
     scope: str
@@ -247,11 +247,11 @@ class _Program:
     def pairs(self, one: _Instruction, body: _Body) -> list[Pair]:
         """Returns a pair for each array of a collective that is next to a dot."""
         dots: list[_Dot | None] = []
-        is_of_kernel = False
+        gathers_argument = False
         if one.kind == "all-gather":
             starts = body.users_by_array(one)
             dots = [self._near(start, body, body.users) for start in starts]
-            is_of_kernel = _gathers_argument(one, body.instructions)
+            gathers_argument = _gathers_argument(one, body.instructions)
         elif one.kind in _COULD_BE and _sums(one, self._computations):
             dots = [
                 self._near([name], body, body.operands, self._impure)
@@ -259,7 +259,7 @@ class _Program:
             ]
         # An operand of unknown shape leaves more dots than arrays.
         pairs = zip(one.arrays, dots, strict=False)
-        return [self._pair(one, *pair, is_of_kernel) for pair in pairs if pair[1]]
+        return [self._pair(one, *pair, gathers_argument) for pair in pairs if pair[1]]
 
     def reshards(self, one: _Instruction, body: _Body) -> Iterator[Reshard]:
         """Yields collective `one` if XLA has added it next to a call of jax_ub."""
@@ -300,13 +300,17 @@ class _Program:
             reached = following
         return None
 
-    def _pair(self, one, array, dot, is_of_kernel):
+    def _pair(self, one, array, dot, gathers_argument):
         num_ranks, axes = groups.size_and_axes(one.text, self._mesh)
         computed = _NAME.search(dot.instruction.text)
         # The name of a combined collective joins the names of all that it combines.
         source = dot.instruction if len(one.arrays) > 1 and computed else one
         named = _NAME.search(source.text)
-        is_backward = computed is not None and "transpose(" in computed[1]
+        if one.kind == "all-gather":
+            is_right = math.prod(array[1]) == dot.rhs != dot.lhs
+            is_of_kernel = gathers_argument and is_right
+        else:
+            is_of_kernel = computed is not None and "transpose(" in computed[1]
         return Pair(
             scope=named[1] if named else one.name,
             collective=one.kind,
@@ -317,7 +321,7 @@ class _Program:
             dtype=dot.dtype,
             source=self._lines.of(source),
             axes=axes,
-            is_of_kernel=is_of_kernel or (one.kind != "all-gather" and is_backward),
+            is_of_kernel=is_of_kernel,
             num_combined=len(one.arrays),
         )
 

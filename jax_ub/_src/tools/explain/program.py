@@ -198,9 +198,9 @@ def _data_parallelism(found, axes) -> Iterator[str]:
             key = (pair.collective, ", ".join(pair.axes))
             moved.setdefault(key, []).append(pair.moved_bytes)
     for (collective, names), sizes in moved.items():
-        what = "kernels" if collective == "all-gather" else "gradients of kernels"
+        what = "kernels" if collective == "all-gather" else "gradients"
         yield (
-            f"data parallelism over {names}: {collective} of {len(sizes)} {what}, "
+            f"data parallelism over {names}: {collective} of {what} x {len(sizes)}, "
             f"sends {format_bytes(sum(sizes))}"
         )
 
@@ -215,7 +215,7 @@ def _gathers_around_calls(found, axes) -> Iterator[str]:
     ]
     if calls:
         names = ", ".join(dict.fromkeys(calls))
-        yield f"XLA adds {len(calls)} all-gathers next to {names}: {_GATHERS_HINT}"
+        yield f"XLA adds all-gather x {len(calls)} next to {names}: {_GATHERS_HINT}"
 
 
 def _num_activation_gathers(found, lowered) -> int:
