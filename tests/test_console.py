@@ -84,7 +84,7 @@ def test_a_terminal_gets_colors_unless_the_user_wants_none(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stdout", stdout())
-    findings = [Finding("a", State.FINE, "b"), Finding("c", State.FAULT, "d")]
+    findings = [Finding("a", State.OK, "b"), Finding("c", State.FAULT, "d")]
     monkeypatch.setattr(doctor, "examine", lambda: findings)
     assert __main__.main(["doctor"]) == 1
     plain = "   ok  a  b\nFAULT  c  d\n"
