@@ -33,8 +33,8 @@ _GATHERS_NOTE = (
     "tokens over the axis after the embedding"
 )
 _RESHARDED = (
-    "XLA's own: an array of this call is not sharded as the call expects it. Are the "
-    'kinds "column" and "row" swapped?'
+    "XLA's own: the call expects another sharding. Are the kinds "
+    '"column" and "row" swapped?'
 )
 _GATHERS_HINT = "shard kernels and activations as these calls do"
 
