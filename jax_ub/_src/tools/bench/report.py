@@ -67,7 +67,7 @@ class Result:
 
     @property
     def is_disturbed(self) -> bool:
-        """Returns whether other load makes the ratios invalid."""
+        """Returns whether load or varying times make the ratios invalid."""
         is_loaded = self.elsewhere > _DISTURBED_SHARE
         return is_loaded or self.own.spread > _DISTURBED_SPREAD
 
