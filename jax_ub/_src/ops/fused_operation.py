@@ -291,12 +291,6 @@ class FusedPattern(FusedOperation):
         values = ("None" if f.metadata["is_optional"] else "..." for f in parts)
         keywords = (f"{f.name}={v}" for f, v in zip(parts, values, strict=True))
         call = f"{op}({', '.join(keywords)})"
-        for field in parts:
-            if getattr(self, field.name) is not None:
-                raise ShapeContractError(
-                    f"{op}: both basic_ops and {field.name} are given. Pass the "
-                    f"operations once: {call}."
-                )
         if not isinstance(self.basic_ops, tuple | list):
             raise ShapeContractError(
                 f"{op}: basic_ops is a {type(self.basic_ops).__name__}, not a tuple of "
@@ -310,6 +304,13 @@ class FusedPattern(FusedOperation):
                 f"{op}: basic_ops has the types ({kinds}), which do not match. Pass "
                 f"{call}."
             )
+        for name, value in found.items():
+            # `dataclasses.replace` passes all fields.
+            if getattr(self, name) not in (None, value):
+                raise ShapeContractError(
+                    f"{op}: both basic_ops and {name} are given, and they differ. Pass "
+                    f"the operations once: {call}."
+                )
         return found
 
 

@@ -1,5 +1,6 @@
 """Fused operations that are constructed by Transformer Engine's keywords."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -68,6 +69,21 @@ def test_keywords_construct_the_same_operation_as_the_fusion(kind, parts):
     assert kind(window, *([userbuffers] if userbuffers else [])) == made
 
 
+@pytest.mark.parametrize(("kind", "parts"), BY_KEYWORD)
+def test_dataclasses_replace_constructs_an_equal_operation(kind, parts):
+    made = kind(**parts)
+    assert dataclasses.replace(made) == made
+
+
+def test_dataclasses_replace_changes_an_operation():
+    made = fused.ForwardLinearBiasAdd(linear=ROW, bias=BIAS, add=ADD)
+    linear = basic("row", "proj")
+    changed = dataclasses.replace(made, basic_ops=None, linear=linear)
+    assert changed == fused.ForwardLinearBiasAdd(linear=linear, bias=BIAS, add=ADD)
+    with pytest.raises(ShapeContractError, match="basic_ops and linear are given"):
+        dataclasses.replace(made, linear=linear)
+
+
 def test_a_fused_operation_in_the_window_is_replaced_by_its_basic_operations():
     overlapped = UBF(linear=ROW)
     made = fused.ForwardLinearBiasAdd((overlapped, BIAS, ADD))
@@ -107,8 +123,13 @@ REFUSED = [
     ),
     (
         UBB,
-        {"basic_ops": (COLUMN,), "linear": COLUMN},
-        r"both basic_ops and linear are given\. Pass .*BackwardLinear\(linear",
+        {"basic_ops": (COLUMN,), "linear": ROW},
+        r"both basic_ops and linear are given, and they differ\. Pass .*ear\(linear",
+    ),
+    (
+        UBB,
+        {"basic_ops": (COLUMN,), "bias": BIAS},
+        r"both basic_ops and bias are given, and they differ\. Pass .*ear\(linear",
     ),
     (UBB, {"basic_ops": COLUMN}, "basic_ops is a BasicLinear, not a tuple"),
     (UBB, {"basic_ops": (BIAS, COLUMN)}, r"has the types \(Bias, BasicLinear\), which"),
