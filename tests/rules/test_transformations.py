@@ -423,3 +423,24 @@ def test_ranks_may_be_an_axis_of_vmap_for_plain_jax(sequence_parallel):
     options["method"] = "direct"
     with pytest.raises(ub.errors.ShapeContractError, match="not a manual mesh axis"):
         mapped(rows, ups, down.reshape(4, 3, 5))
+
+
+def test_an_all_reduce_over_an_axis_of_vmap_has_the_gradients_of_psum(monkeypatch):
+    monkeypatch.setenv("JAX_UB_METHOD", "xla")
+
+    def reference(x, bias, residual):
+        return jax.lax.psum(x, "tp") + bias + residual
+
+    def all_reduce(x, bias, residual):
+        return ub.all_reduce(x, axis_name="tp", bias=bias, residual=residual)
+
+    operands = [
+        small_integers(i, shape) for i, shape in enumerate([(4, 2, 3), (3,), (2, 3)])
+    ]
+    dy = small_integers(3, (4, 2, 3))
+    pulled = []
+    for function in (all_reduce, reference):
+        mapped = jax.vmap(function, (0, None, None), axis_name="tp")
+        y, pull = jax.vjp(mapped, *operands)
+        pulled.append((y, pull(dy)))
+    assert_equal(*pulled)

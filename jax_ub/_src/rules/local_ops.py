@@ -1,7 +1,5 @@
 """Differentiable ops without a layer: `dgrad_add`, `wgrad_accumulate`, `all_reduce`."""
 
-import functools
-
 import jax
 
 from jax_ub._src import checks as shapes
@@ -249,12 +247,18 @@ def all_reduce(
     bias, residual = vma.pcast_varying(
         (bias, residual), axes - frozenset(config.axis_name)
     )
-    return _all_reduce(config, vma.pcast_varying(x, axes), bias, residual)
+    x = vma.pcast_varying(x, axes)
+    # JAX itself differentiates over an axis of `jax.vmap`, which may be unbound where
+    # the backward rule runs.
+    function = _sum_over_ranks if config.is_mapped else _all_reduce
+    return function(config, x, bias, residual)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_reduce(config, x, bias, residual):
+def _sum_over_ranks(config, x, bias, residual):
     return collectives.all_reduce(config.collective, x, bias, residual)
+
+
+_all_reduce = jax.custom_vjp(_sum_over_ranks, nondiff_argnums=(0,))
 
 
 def _all_reduce_fwd(config, x, bias, residual):
