@@ -324,6 +324,16 @@ def test_addends_of_an_all_reduce_that_do_not_fit_are_named(addends, text):
     )
 
 
+def test_a_scalar_has_no_bias():
+    # jax.vmap would make it a vector, but not its bias.
+    refuses(
+        ShapeContractError,
+        r"all_reduce: x .*\(\)",
+        lambda x: ub.all_reduce(x[0, 0], axis_name="tp", bias=zeros(8)[0]),
+        zeros(8, 4),
+    )
+
+
 def test_fp8_is_not_all_reduced():
     call = functools.partial(ub.all_reduce, axis_name="tp")
     refuses(

@@ -222,7 +222,7 @@ def all_reduce(
     Transformer Engine: `te.ops.AllReduce`.
 
     Args:
-        x: this rank's summand, `[..., N]` of any rank.
+        x: this rank's summand, `[..., N]` of any rank, or a scalar without `bias`.
         axis_name: the mesh axis, of size P, to sum over.
         bias: `[N]`, the same on every rank.
         residual: array of the shape of `x`, the same on every rank.
@@ -241,6 +241,8 @@ def all_reduce(
     shapes.check_array(config.label, "x", x)
     shapes.check_float(config.label, x=x)
     shapes.check_not_empty(config.label, "x", x)
+    if bias is not None:
+        shapes.check_rank(config.label, "x", x, 1)
     shapes.check_addends(config.label, bias, residual, x.shape)
     check_replicated(config, bias=bias, residual=residual)
     axes = config.axes(x, bias, residual)
