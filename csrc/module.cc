@@ -68,14 +68,15 @@ nb::dict Counters() {
   }
   nb::dict dict;
   dict["calls"] = calls;
-  dict["failed_gangs"] = counters.failed_calls;
+  dict["failed_calls"] = counters.failed_calls;
   dict["scratch_bytes"] = counters.scratch_bytes;
   dict["slot_bytes"] = counters.slot_bytes;
   dict["peak_slot_bytes"] = counters.peak_slot_bytes;
   return dict;
 }
 
-// Returns the table of ops. A test compares it with the primitives in Python.
+// Returns the attributes of each op by its name. A test compares them with those of
+// the primitives in Python.
 nb::dict Ops() {
   nb::dict ops;
   for (const jax_ub::OpInfo& info : jax_ub::kOps) {

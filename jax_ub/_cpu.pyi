@@ -38,7 +38,7 @@ class Counters(TypedDict):
     """Counters of this process: calls by op, failed collective calls, bytes in use."""
 
     calls: dict[str, int]
-    failed_gangs: int
+    failed_calls: int
     scratch_bytes: int
     slot_bytes: int
     peak_slot_bytes: int

@@ -129,8 +129,8 @@ class ScheduleRun {
                schedule_.num_splits +
            split;
   }
-  // Returns the entry of a received split. `chunk` is the sender of a partial sum, and
-  // the chunk index of all other data.
+  // Returns the state of a split that a peer sends. `chunk` is the sender's rank if the
+  // payload is a partial sum, else the index of the chunk.
   ReceivedSplit& ReceivedOf(Payload payload, int chunk, int split) {
     return received_[IndexOf(payload, chunk, split)];
   }

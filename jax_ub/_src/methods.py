@@ -37,10 +37,10 @@ class Method(enum.Enum):
 
     @property
     def forward(self) -> "Method":
-        """Returns the method for a GEMM that overlaps its own collective: not `BULK`.
+        """Returns this method, or `RING_EXCHANGE` instead of `BULK`.
 
-        `BULK` overlaps a collective with an independent GEMM. `RING_EXCHANGE` replaces
-        it.
+        `BULK` overlaps a collective with an independent GEMM. A forward pass has none:
+        its GEMM reads what the collective gathers, or computes what it sums.
         """
         return Method.RING_EXCHANGE if self is Method.BULK else self
 

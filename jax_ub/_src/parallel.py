@@ -103,7 +103,7 @@ class ParallelMode:
 
     @property
     def function(self) -> str:
-        """Returns the name of the public function that computes this mode."""
+        """Returns the public function of a layer of this mode, such as "linear"."""
         return "linear" if self.op == "matmul" else self.op
 
     @property

@@ -63,7 +63,8 @@ class CoreAffinity {
   void SetBusy(Thread& thread);
   // Called by a worker before it runs a blocking task. Lets it run on any core.
   void Release(Thread& thread);
-  // Called by a worker after its work: AssignIdleCores may move it again.
+  // Called by a worker after its work. Lets AssignIdleCores move the worker to another
+  // core.
   void SetIdle(Thread& thread);
 
   // Reserves a core for the calling thread while it computes as one of `num_threads`

@@ -13,8 +13,8 @@ namespace {
 
 enum Axis { kRows, kColumns, kInner };
 
-// An interval of a dimension, and its position in the two views that have this
-// dimension.
+// An interval of M, N or K without a border between segments of memory, and its
+// position in the two matrices that have this dimension.
 struct Cut {
   int64_t size = 0;
   std::array<size_t, 2> segment;

@@ -149,7 +149,7 @@ NAMES = tuple(field.name for field in dataclasses.fields(OverlapFlags))
 
 
 def flags_of(mode: ParallelMode, passes: Sequence[str] = PASSES) -> tuple[str, ...]:
-    """Returns the names of the flags that control the collectives of these passes."""
+    """Returns the `ub_*` flags, such as "ub_overlap_ag", that a mode's passes read."""
     found = (each.flag for name in passes for each in mode.communications(name))
     return tuple(dict.fromkeys(filter(None, found)))
 

@@ -54,7 +54,7 @@ OPS = (
 
 
 def methods_of(op: str) -> tuple[Method, ...]:
-    """Returns the methods among which a tuned file chooses for an op."""
+    """Returns the methods that an entry of a tuned file may name for an op."""
     if op in LOCAL_OPS:
         return (Method.DIRECT, Method.XLA)
     return (*METHODS, Method.BULK) if op == COLUMN_GRADIENTS else METHODS

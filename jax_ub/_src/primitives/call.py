@@ -234,7 +234,9 @@ class Call:
     def __call__(
         self, *operands: jax.Array, scales: Sequence[jax.Array] = ()
     ) -> tuple[jax.Array, ...]:
-        """Computes the results: by the primitive, in plain JAX, or locally on one rank.
+        """Binds the primitive to operands, or computes plain JAX with method "xla".
+
+        With one rank, no primitive is bound: there is nothing to communicate.
 
         All operands are cast to vary over the union of their varying mesh axes, except
         that replicated operands do not vary over `axis_name`.

@@ -331,7 +331,7 @@ class DotGeneral:
         return layout.fitted(mesh, contraction.features)
 
     def _operands(self, lhs, contraction):
-        """Returns the layout of a call, and x and the kernel as matrices."""
+        """Returns the sharding layout of a dot, and its operands as matrices."""
         kernel, num_in, shape = (
             contraction.kernel,
             contraction.num_in,

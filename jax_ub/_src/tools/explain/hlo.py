@@ -257,7 +257,7 @@ class _Program:
                 self._near([name], body, body.operands, self._impure)
                 for name in one.operands
             ]
-        # An operand of unknown shape leaves more dots than arrays.
+        # Operands whose shapes the text lacks have no entry in `arrays`.
         pairs = zip(one.arrays, dots, strict=False)
         return [self._pair(one, *pair, gathers_argument) for pair in pairs if pair[1]]
 

@@ -292,7 +292,7 @@ def call_rows(
 
 
 def _why_sequential(call):
-    """Returns why the communication of a call of method "external" is not hidden."""
+    """Returns why a call of method "external", GEMM then collective, has no overlap."""
     source = "given"
     if call.choice.is_from_environment:
         source = "from JAX_UB_METHOD"

@@ -124,7 +124,7 @@ def command(given: argparse.Namespace) -> int:
 
 
 def describe(machine: Hardware) -> list[str]:
-    """Returns lines with the machine's rates and the meanings of the columns."""
+    """Returns the text above the table: the machine's rates, and what columns mean."""
     each = "a host for all ranks" if machine.is_host else "each GPU"
     handshake, launch, collective = _us(
         machine.handshake_s, machine.launch_s, machine.collective_s

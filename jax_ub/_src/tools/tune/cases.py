@@ -214,8 +214,8 @@ def candidates(
     choices = list(_with_default_options(case, is_cuda))
     if not is_cuda:
         return [*choices, _XLA]
-    # Kernels on multiprocessors are tried only if nothing is split, because they send
-    # messages that are too small for copy engines.
+    # Kernels send small messages faster than copy engines do. Messages of that size
+    # gain nothing from being split, so the two are not combined.
     unsplit = [
         choice
         for choice in choices

@@ -143,7 +143,7 @@ def _shapes(given) -> Sequence[Shape]:
 
 
 def _start(wanted, tp) -> bool:
-    """Starts JAX's backend with max(tp) devices; returns whether it has GPUs."""
+    """Starts JAX with devices for each size in `tp`; returns whether they are GPUs."""
     num_devices = max(tp)
     devices.start("tune", num_devices, wanted)
     num_found = 0 if wanted == "cpu" else len(cuda_engine.local_devices())
