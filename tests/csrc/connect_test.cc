@@ -111,8 +111,8 @@ TEST(ProcessesThatWantDifferentThingsAreToldBoth) {
   });
   for (const std::string& text : processes.Join()) {
     CHECK(Contains(text, "CommunicatorError: jax_ub.tp: rank 1 (process 1, pid "));
-    CHECK(Contains(text, "halves of 8192 bytes"));
-    CHECK(Contains(text, "halves of 4096 bytes"));
+    CHECK(Contains(text, "buffers of 8192 bytes"));
+    CHECK(Contains(text, "buffers of 4096 bytes"));
   }
 }
 
@@ -125,8 +125,8 @@ TEST(NobodyWaitsWhenSomeWantDifferentThings) {
   });
   for (const std::string& text : processes.Join()) {
     CHECK(Contains(text, "CommunicatorError: jax_ub.tp: rank "));
-    CHECK(Contains(text, "halves of 8192 bytes"));
-    CHECK(Contains(text, "halves of 4096 bytes"));
+    CHECK(Contains(text, "buffers of 8192 bytes"));
+    CHECK(Contains(text, "buffers of 4096 bytes"));
   }
 }
 
