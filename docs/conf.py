@@ -30,7 +30,7 @@ highlight_language = "text"  # of code blocks without a language
 autodoc_default_options = {"members": True, "special-members": "__call__"}
 autoclass_content = "both"  # of the class and of its constructor
 autodoc_member_order = "bysource"
-# The base classes of operations describe `forward`, `backward` and other methods.
+# An overriding method without a docstring gets no entry: its base class describes it.
 autodoc_inherit_docstrings = False
 # Hints such as `jax.Array | ScaledArray` would fill the signatures. The sections "Args"
 # have the types, with shapes and units.
@@ -84,7 +84,10 @@ def readable_signature(app, what, name, obj, options, signature, returns):
 
 
 def add_inherited_attributes(app, what, name, obj, options, lines):
-    """Appends the attributes of private base classes, which have no page, in place."""
+    """Appends the attributes that private base classes document, in place.
+
+    These classes have no page. napoleon reads the lines afterwards.
+    """
     if what != "class" or lines[:1] != inspect.getdoc(obj).split("\n")[:1]:
         return  # the docstring of a constructor, for example
     for base in obj.__mro__[1:]:

@@ -46,7 +46,8 @@ class KeywordsChecked:
     __signature__ = _ConstructorSignature()
 
     def __new__(cls, *args: Any, **keywords: Any):
-        # A comment, since autodoc would show a docstring as each layer's.
+        # Rejects unknown names before `__init__` does so without a hint. This is not a
+        # docstring, because Sphinx would print it on the page of every layer.
         if keywords and not inspect.getfullargspec(cls.__init__).varkw:
             op = f"{cls._op_prefix}{cls.__name__}"
             check_names(op, keywords, named_parameters(cls))

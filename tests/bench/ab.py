@@ -49,21 +49,25 @@ def compile_case(jax, ub, case: Case):
     op, dtype, num_ranks, shape = case
     m, k, n = map(int, shape.split("x"))
     rows, columns = PartitionSpec("tp", None), PartitionSpec(None, "tp")
+    sizes = (m, k), (k, n)
     if op == "all_gather_matmul":
         specs, result = (rows, columns), columns
+    elif op == "all_reduce":
+        sizes = ((m, k),)
+        specs, result = (columns,), PartitionSpec()
     else:
-        k, n = n, k  # the row-parallel layer after this column-parallel layer
+        sizes = (m, n), (n, k)  # the row-parallel layer after the column-parallel one
         specs = (columns, rows)
         result = rows if op == "matmul_reduce_scatter" else PartitionSpec()
     mesh = Mesh(np.array(jax.devices()[:num_ranks]), ("tp",))
     normal = np.random.default_rng(0).standard_normal
     operands = [
         jax.device_put(jax.numpy.asarray(normal(size), dtype), NamedSharding(mesh, s))
-        for size, s in zip(((m, k), (k, n)), specs, strict=True)
+        for size, s in zip(sizes, specs, strict=True)
     ]
 
-    def run(x, w):
-        return getattr(ub, op)(x, w, axis_name="tp")
+    def run(*operands):
+        return getattr(ub, op)(*operands, axis_name="tp")
 
     sharded = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=result)
     lowered = jax.jit(sharded).lower(*operands)
@@ -148,7 +152,7 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("before", type=pathlib.Path, help="a checkout with a .venv")
     add("after", type=pathlib.Path, help="a checkout with a .venv")
-    add("--ops", default=",".join(OPS), help="default: %(default)s")
+    add("--ops", default=",".join(OPS), help="or all_reduce; default: %(default)s")
     add("--dtypes", default="bfloat16,float32", help="default: %(default)s")
     add("--ranks", default="2,4,8", help="numbers of ranks; default: %(default)s")
     add("--shapes", default=SHAPES, metavar="MxKxN,...", help="default: %(default)s")

@@ -113,7 +113,9 @@ def copies(text, dtype=r"\w+"):
     return re.findall(rf" = {dtype}\[\d[\d,]*\]\S* copy\(", text)
 
 
-def test_a_scan_over_layers_runs_every_call_once(mesh):
+def compiled_scan(mesh, rows, features):
+    """Compiles the gradients of a scan over column- and row-parallel layers."""
+
     def layer(x, kernels):
         w, v = kernels
         # Its derivative needs its input: the product is saved and read again.
@@ -124,9 +126,13 @@ def test_a_scan_over_layers_runs_every_call_once(mesh):
         return jnp.sum(jax.lax.scan(layer, x, (w, v))[0].astype(jnp.float32))
 
     specs = (P("tp"), P(None, None, "tp"), P(None, "tp"))
-    shapes = (("bfloat16", M, K), ("bfloat16", LAYERS, K, N))
-    shapes += (("bfloat16", LAYERS, N, K),)
-    text = compiled(jax.grad(loss, (1, 2)), mesh, specs, specs[1:], *shapes)
+    shapes = (("bfloat16", rows, K), ("bfloat16", LAYERS, K, features))
+    shapes += (("bfloat16", LAYERS, features, K),)
+    return compiled(jax.grad(loss, (1, 2)), mesh, specs, specs[1:], *shapes)
+
+
+def test_a_scan_over_layers_runs_every_call_once(mesh):
+    text = compiled_scan(mesh, M, N)
     forward = ["all_gather_matmul", "matmul_reduce_scatter"]
     row = ["all_gather_matmul", "wgrad"]
     column = ["bulk_all_gather", "bulk_reduce_scatter"]
@@ -457,19 +463,8 @@ def test_layers_compile_with_the_kernel_that_a_tuned_file_chose(
     monkeypatch.setenv("XLA_FLAGS", settings.COLLECTIVES_IN_ORDER)
     monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
 
-    def layer(x, kernels):
-        w, v = kernels
-        h = jax.nn.gelu(ub.all_gather_matmul(x, w, axis_name="tp"))
-        return ub.matmul_reduce_scatter(h, v, axis_name="tp"), None
-
-    def loss(x, w, v):
-        return jnp.sum(jax.lax.scan(layer, x, (w, v))[0].astype(jnp.float32))
-
-    specs = (P("tp"), P(None, None, "tp"), P(None, "tp"))
-    shapes = (("bfloat16", 4 * M, K), ("bfloat16", LAYERS, K, 8 * N))
-    shapes += (("bfloat16", LAYERS, 8 * N, K),)
     ub.fallbacks(clear=True)
-    text = compiled(jax.grad(loss, (1, 2)), mesh, specs, specs[1:], *shapes)
+    text = compiled_scan(mesh, 4 * M, 8 * N)
     check_kernels(text, 1)
     forward, row = ["matmul_reduce_scatter"], ["all_gather_matmul", "wgrad"]
     column = ["bulk_all_gather", "bulk_reduce_scatter"]

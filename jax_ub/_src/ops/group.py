@@ -291,7 +291,7 @@ def cotangent_aval(value) -> jax.Array:
 
 
 def aval_or_placeholder(is_wanted: bool, value) -> jax.Array:
-    """Returns `cotangent_aval(value)` if its gradient is wanted, or a placeholder."""
+    """Returns `cotangent_aval(value)`, or `placeholder()` if no gradient is wanted."""
     return cotangent_aval(value) if is_wanted else placeholder()
 
 

@@ -256,8 +256,8 @@ class ProcessAllGather:
                 )
             waiting = self._repeat(coordinator)
             if pause.is_over():
-                # If the coordinator waits for nobody else, it is the one that is
-                # missing.
+                # If the coordinator waits for no other process, the coordinator itself
+                # is missing.
                 missing = [other for other in waiting if other != self._process]
                 missing = missing or [self._coordinator]
                 raise TimeoutError(_missing_text(missing, timeout_s))
