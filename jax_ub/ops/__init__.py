@@ -1,6 +1,6 @@
-"""Operations that fuse when called together, with the API of TE's `te.ops`.
+"""Operations that are fused when they are called together.
 
-TE is Transformer Engine.
+Transformer Engine: `te.ops`.
 
 Activations have shape `[..., tokens, features]` and dtype f32, bf16 or f16. A result
 has the dtype of the input, unless the operation has an attribute `dtype`.
