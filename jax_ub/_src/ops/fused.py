@@ -20,6 +20,7 @@ from jax_ub._src.ops.fused_operation import (
     ForwardPattern,
     FusedPattern,
     Op,
+    fuse_windows,
     part,
 )
 from jax_ub._src.ops.linear import BasicLinear
@@ -56,6 +57,16 @@ def _in_place_mismatch(name, op, wanted):
     )
 
 
+def _with_fused(ops, fused):
+    """Replaces the basic operations of a fused operation in `ops` by the operation."""
+    size = len(fused.basic_ops)
+
+    def replacement(rest):
+        return fused if tuple(rest[:size]) == fused.basic_ops else None
+
+    return tuple(fuse_windows(ops, replacement))
+
+
 @dataclasses.dataclass(frozen=True)
 class _LinearPattern(FusedPattern):
     """Base class of fused operations whose linear may overlap with a collective.
@@ -75,6 +86,9 @@ class _LinearPattern(FusedPattern):
                 f"{op}: userbuffers = {shown(given)} is of type {type(given).__name__}."
                 f" Pass the ops.fused.{kind.__name__} among basic_ops, or leave it out."
             )
+        if given is not None and isinstance(self.basic_ops, tuple | list):
+            basic_ops = _with_fused(self.basic_ops, given)
+            object.__setattr__(self, "basic_ops", basic_ops)
         super().__post_init__()
         linear = vars(self)["linear"]
         overlapped = linear if isinstance(linear, kind) else None
@@ -83,14 +97,6 @@ class _LinearPattern(FusedPattern):
     @property
     def overlaps(self):
         return self.userbuffers is not None
-
-    def _window(self):
-        ops, overlapped = tuple(self.basic_ops), self.userbuffers
-        size = 0 if overlapped is None else len(overlapped.basic_ops)
-        for i in range(len(ops)):
-            if overlapped is not None and ops[i : i + size] == overlapped.basic_ops:
-                return (*ops[:i], overlapped, *ops[i + size :])
-        return ops
 
     def _checked_keywords(self):
         """Returns the fields; a row-parallel linear becomes its overlapped version."""

@@ -261,10 +261,6 @@ class FusedPattern(FusedOperation):
 
         return fuse_windows(ops, match)
 
-    def _window(self):
-        """Returns the operations that this one replaces, in the order of the fields."""
-        return self.basic_ops
-
     @classmethod
     def _parts(cls):
         return [f for f in dataclasses.fields(cls) if "kinds" in f.metadata]
@@ -296,9 +292,8 @@ class FusedPattern(FusedOperation):
                 f"{op}: basic_ops is a {type(self.basic_ops).__name__}, not a tuple of "
                 f"operations. Pass {call}."
             )
-        window = self._window()
-        found = self.take(window)
-        if found is None or len(_present(found)) < len(window):
+        found = self.take(self.basic_ops)
+        if found is None or len(_present(found)) < len(self.basic_ops):
             kinds = ", ".join(type(each).__name__ for each in self.basic_ops)
             raise ShapeContractError(
                 f"{op}: basic_ops has the types ({kinds}), which do not match. Pass "
