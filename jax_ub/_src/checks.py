@@ -317,7 +317,7 @@ def check_divides(op: str, x, num_ranks: int) -> None:
     """Raises an error unless `num_ranks` divides M, the rows of x [..., M, K]."""
     rows = x.shape[-2]
     if rows % num_ranks:
-        padded = math.ceil(rows / num_ranks) * num_ranks
+        padded = round_up(rows, num_ranks)
         raise ShapeContractError(
             f"{op}: x {x.shape} has {rows} rows (axis -2), which do not divide into "
             f"{num_ranks} ranks. Pad to {padded} rows."

@@ -120,7 +120,7 @@ def runs_concurrently() -> bool:
 
     The flag `xla_gpu_command_buffer_scheduling_mode=CONCURRENT` allows it.
     """
-    return "SCHEDULING_MODE=CONCURRENT" in os.environ.get("XLA_FLAGS", "").upper()
+    return "SCHEDULING_MODE=CONCURRENT" in xla_flags().upper()
 
 
 # The flag that makes XLA run its collectives in order with other kernels on GPUs.
