@@ -332,11 +332,8 @@ class DotGeneral:
 
     def _operands(self, lhs, contraction):
         """Returns the sharding layout of a dot, and its operands as matrices."""
-        kernel, num_in, shape = (
-            contraction.kernel,
-            contraction.num_in,
-            contraction.shape,
-        )
+        kernel, num_in = contraction.kernel, contraction.num_in
+        shape = contraction.shape
         mesh = self.sharding_layout.global_mesh(kernel, lhs)
         layout = self._layout(mesh, contraction)
         layout.check_contraction(lhs, shape, num_in)

@@ -24,10 +24,7 @@ from jax_ub._src.retrofit.dot_general import DotGeneral
 from jax_ub._src.retrofit.einsum import Einsum
 from jax_ub._src.retrofit.rules import read_rules
 from jax_ub._src.runtime.registry import LayerName
-from jax_ub._src.sharding.layout import (
-    ShardingLayout,
-    sharding_of,
-)
+from jax_ub._src.sharding.layout import ShardingLayout, sharding_of
 
 
 class Overlap(KeywordsChecked):
@@ -100,7 +97,12 @@ class Overlap(KeywordsChecked):
         recipe: Any = None if is_by_path else fp8
         check_layer_recipe("overlap", recipe)
         self._sharding_layout = ShardingLayout(
-            *("column", axis_name, mesh, data_axes, sequence_parallel, method),
+            parallel="column",
+            axis_name=axis_name,
+            mesh=mesh,
+            data_axes=data_axes,
+            sequence_parallel=sequence_parallel,
+            method=method,
             fsdp_axes=fsdp_axes,
             fp8=recipe,
         )

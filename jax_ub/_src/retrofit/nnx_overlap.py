@@ -125,7 +125,12 @@ def overlap(  # noqa: PLR0913, options of layers
     replacements = {}
     for path, kind in kinds.items():
         layout = ShardingLayout(
-            *(kind, axis_name, mesh, data_axes, sequence_parallel, method),
+            parallel=kind,
+            axis_name=axis_name,
+            mesh=mesh,
+            data_axes=data_axes,
+            sequence_parallel=sequence_parallel,
+            method=method,
             ub_name=names.get(path, LayerName(path)),
             fp8=recipes.get(path),
         )
