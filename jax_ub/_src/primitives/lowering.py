@@ -137,11 +137,11 @@ def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
         **call.choice.kernel_options.attributes(),
         "allow_tf32": settings.allow_tf32(),
     }
-    given = ctx, operands, call
+    given_ctx, given_operands, given_call = ctx, operands, call
     if call.has_scales:
         transposes = cuda_engine.needs_contiguous_fp8(_gpus(ranks))
         numbers["transposes_fp8"] = transposes
-        ctx, operands = _with_converted_kernels(*given)
+        ctx, operands = _with_converted_kernels(ctx, operands, call)
         if transposes:
             ctx, operands, call = _with_transposed_kernels(ctx, operands, call)
     attributes = _attributes(ctx, call, ranks)
@@ -151,8 +151,8 @@ def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
     try:
         size_bytes = cuda_engine.workspace_bytes(call.target, attributes, *arrays)
     except NotImplementedError as error:  # cuBLASLt cannot multiply by these scales
-        return _lower_to_reference(*given, str(error))
-    lowering_log.record(*given[::2], method, why_not_pallas=why_not_pallas)
+        return _lower_to_reference(given_ctx, given_operands, given_call, str(error))
+    lowering_log.record(given_ctx, given_call, method, why_not_pallas=why_not_pallas)
     cuda_engine.register_targets()
     workspace = jax.core.ShapedArray(
         (max(size_bytes, _LEAST_BYTES),), np.dtype(np.uint8)
