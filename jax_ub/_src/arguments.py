@@ -56,11 +56,11 @@ class KeywordsChecked:
 
 def keywords_checked(function: _Function) -> _Function:
     """Decorates a function such that an unknown keyword argument has a hint, too."""
-    known = list(inspect.signature(function).parameters)
+    known = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def checked(*args, **keywords):
-        if not keywords.keys() <= set(known):
+        if not keywords.keys() <= known.keys():
             check_names(function.__name__, keywords, known)
         return function(*args, **keywords)
 

@@ -51,7 +51,7 @@ def scale_fields(scales: Sequence[jax.Array]) -> dict[str, bool]:
 def with_scales(
     operands: Sequence[jax.Array], scales: Sequence[jax.Array]
 ) -> tuple[Operand, ...]:
-    """Combines FP8 values and their scales to `ScaledArray`s. Inverse of `scales_of`.
+    """Combines FP8 values and their scales to `ScaledArray`s.
 
     It is the inverse of `scales_of`: the scale of a wide operand, 1, is left out.
     """
