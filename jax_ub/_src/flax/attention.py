@@ -407,7 +407,10 @@ class TransformerLayer(nnx.Module):
         if deterministic:
             return y
         layout = self.mlp.fc2.sharding_layout
-        # Without sequence parallelism, all ranks have the same tokens and must draw the
-        # same mask.
-        replicated_axes = () if layout.sequence_parallel else layout.axes
-        return dropout(y, module.rate, module.rngs(), replicated_axes)
+        return dropout(
+            y,
+            module.rate,
+            module.rngs(),
+            axis_name=layout.axis_name,
+            sequence_parallel=layout.sequence_parallel,
+        )

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ub._src import checks
+from jax_ub._src.checks import axis_tuple
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, shown
 from jax_ub._src.primitives import vma
 from jax_ub._src.reference import with_rank
@@ -231,13 +232,20 @@ def per_device_key(key: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def dropout(
-    y: jax.Array, rate: float, key: jax.Array, replicated_axes: Iterable[str] = ()
+    y: jax.Array,
+    rate: float,
+    key: jax.Array,
+    *,
+    axis_name: str | tuple[str, ...],
+    sequence_parallel: bool,
 ) -> jax.Array:
-    """Applies dropout to a sharded array, with a separate mask for each shard.
+    """Applies dropout to tokens `[..., tokens, features]`, with a mask for each shard.
 
-    `key` is the same on every rank. The ranks of `replicated_axes` have the same
-    elements, even if the type of `y` varies over these axes.
+    `key` is the same on every rank. `axis_name` shards tokens if `sequence_parallel`.
     """
+    # Otherwise all ranks on this axis have the same tokens and must draw the same mask,
+    # even if the type of y varies over the axis.
+    replicated_axes = () if sequence_parallel else axis_tuple(axis_name)
     key = per_device_key(key, varying_axes(y).difference(replicated_axes))
     # linen layers use nnx.Dropout, too, because linen's Dropout does not support arrays
     # on an explicit mesh.

@@ -9,7 +9,6 @@ import jax
 from flax import linen as nn
 
 from jax_ub._src import checks
-from jax_ub._src.checks import axis_tuple
 from jax_ub._src.flax.attention import project_qkv, residual_blocks
 from jax_ub._src.flax.core_attention import CoreAttention, dropout
 from jax_ub._src.flax.linen_linear import Linear, TensorParallel
@@ -318,8 +317,10 @@ class TransformerLayer(TensorParallel):
     def _drop(self, deterministic, y):
         if deterministic:
             return y
-        # Without sequence parallelism, all ranks have the same tokens and must draw the
-        # same mask.
-        replicated_axes = () if self.sequence_parallel else axis_tuple(self.axis_name)
-        key = self.make_rng("dropout")
-        return dropout(y, self.hidden_dropout, key, replicated_axes)
+        return dropout(
+            y,
+            self.hidden_dropout,
+            self.make_rng("dropout"),
+            axis_name=self.axis_name,
+            sequence_parallel=self.sequence_parallel,
+        )
