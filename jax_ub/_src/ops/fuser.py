@@ -302,10 +302,8 @@ class OperationFuser(arguments.KeywordsChecked):
         Raises:
             FusionError: if a fusion returns a list with different basic operations.
         """
-        ops = self._unfused(direction)
-        for _, _, ops in self.fusion_steps(direction):  # noqa: B007, the last result
-            pass
-        return ops
+        steps = list(self.fusion_steps(direction))
+        return steps[-1][-1] if steps else self._unfused(direction)
 
     def fusion_steps(
         self, direction: str
