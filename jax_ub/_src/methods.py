@@ -181,7 +181,7 @@ class PallasTiles:
         return f"{tiles}, grid along {self.minor} first"
 
 
-# The tile sizes that `tune` and `bench` try.
+# The tile sizes that `tune` and `bench` try, and that a tuned file may have.
 PALLAS_TILES = tuple(
     PallasTiles(rows, columns, doubled, minor)
     for rows, columns, doubled in ((128, 128, "N"), (128, 128, "M"), (128, 64, "N"))

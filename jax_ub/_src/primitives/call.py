@@ -134,7 +134,7 @@ class Call:
 
     @property
     def kernels(self) -> range:
-        """Returns the indices of the operands that are kernels, by default none."""
+        """Returns the indices of the kernels whose layout `rhs_transposed` states."""
         return range(0)
 
     def split(self, operands: Sequence) -> tuple[Sequence, Sequence]:
