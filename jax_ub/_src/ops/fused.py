@@ -24,7 +24,6 @@ from jax_ub._src.ops.fused_operation import (
     part,
 )
 from jax_ub._src.ops.linear import BasicLinear
-from jax_ub._src.ops.linear_gemms import result_shape
 from jax_ub._src.ops.normalization import RMSNorm
 from jax_ub._src.ops.operation import compute_dtype
 from jax_ub._src.ops.userbuffers import (
@@ -34,6 +33,7 @@ from jax_ub._src.ops.userbuffers import (
 )
 from jax_ub._src.ops.userbuffers_backward import UserbuffersBackwardLinear
 from jax_ub._src.parallel import COLUMN, ROW
+from jax_ub._src.rules.operands import result_shape
 from jax_ub._src.rules.vjp import row_sum
 
 _RESULT_IS_REDUCED = (

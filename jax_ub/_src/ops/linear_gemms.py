@@ -99,15 +99,3 @@ def gradients(
     if residual is not None and dx is not None:
         dx = (residual + dx).astype(residual.dtype)
     return dx, dw, new_state or {}
-
-
-def result_shape(config: CallConfig, x: Any, features: int) -> tuple[int, ...]:
-    """Returns the shape of a linear's result, with this many features, on one rank."""
-    if x.ndim == 1:
-        return (features,)
-    *lead, rows, _ = x.shape
-    if config.mode.op == "all_gather_matmul":
-        rows *= config.num_ranks
-    if config.mode.op == "matmul_reduce_scatter":
-        rows //= config.num_ranks
-    return (*lead, rows, features)

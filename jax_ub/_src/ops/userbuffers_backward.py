@@ -11,7 +11,7 @@ from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.methods import Method
 from jax_ub._src.ops.fused_operation import BackwardPattern
-from jax_ub._src.ops.linear_gemms import gradients, result_shape, state_in
+from jax_ub._src.ops.linear_gemms import gradients, state_in
 from jax_ub._src.ops.userbuffers import (
     UserbuffersLinear,
     check_activation,
@@ -19,7 +19,7 @@ from jax_ub._src.ops.userbuffers import (
 )
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce
-from jax_ub._src.rules.operands import pcast_operands
+from jax_ub._src.rules.operands import pcast_operands, result_shape
 from jax_ub._src.rules.vjp import row_sum
 from jax_ub._src.scaled_array import dequantized, is_scaled
 

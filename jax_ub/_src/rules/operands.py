@@ -40,7 +40,7 @@ def as_tuple(
 
 def check_operands(config: CallConfig, x, ws, biases, residual, out_dtype) -> np.dtype:
     """Checks shapes and dtypes of a layer's operands; returns the result's dtype."""
-    label, op, num_ranks = config.label, config.mode.op, config.num_ranks
+    label, op = config.label, config.mode.op
     if not ws:
         raise ShapeContractError(
             f"{label}: w is an empty tuple. Pass at least one kernel."
@@ -58,19 +58,15 @@ def check_operands(config: CallConfig, x, ws, biases, residual, out_dtype) -> np
         else:
             shapes.check_operands(label, x, kernel, takes_f64=config.takes_f64)
         shapes.check_contraction(
-            label, x, kernel, num_ranks, config.mode.sharded, if_transposed
+            label, x, kernel, config.num_ranks, config.mode.sharded, if_transposed
         )
-        *batch, rows, _ = x.shape
-        if op == "all_gather_matmul":
-            rows *= num_ranks
         if op == "matmul_reduce_scatter":
-            shapes.check_divides(label, x, num_ranks)
-            rows //= num_ranks
+            shapes.check_divides(label, x, config.num_ranks)
         shapes.check_addends(
             label,
             None if biases is None else biases[i],
             residual,
-            (*batch, rows, kernel.shape[1]),
+            result_shape(config, x, kernel.shape[1]),
             bias_name=config.bias_name,
             takes_f64=shapes.is_f64(x),
         )
@@ -78,6 +74,18 @@ def check_operands(config: CallConfig, x, ws, biases, residual, out_dtype) -> np
         bias = None if biases is None else biases[0]
         check_replicated(config, **{config.bias_name: bias, "residual": residual})
     return shapes.check_out_dtype(label, out_dtype, result_dtype(x, ws))
+
+
+def result_shape(config: CallConfig, x: Any, features: int) -> tuple[int, ...]:
+    """Returns the shape of a layer's result, with this many features, on one rank."""
+    if x.ndim == 1:
+        return (features,)
+    *lead, rows, _ = x.shape
+    if config.mode.op == "all_gather_matmul":
+        rows *= config.num_ranks
+    if config.mode.op == "matmul_reduce_scatter":
+        rows //= config.num_ranks
+    return (*lead, rows, features)
 
 
 def check_replicated(config: CallConfig, **addends: jax.Array | None) -> None:
