@@ -205,7 +205,9 @@ void CheckGatheredRows(const CallAttributes& at,
   }
 }
 
-// Checks factor w_i of the sum of all x_i w_i. The factors w_i must have one dtype.
+// Checks that w_i has the shape of `want` and the dtype of w_0, in an op that sums the
+// products x_i w_i. The dtype of w_0 must be want.dtype or, in an FP8 call, any dtype
+// that a GEMM accepts.
 void CheckSecondFactor(const CallAttributes& at,
                        int i,
                        Tensor want,

@@ -45,9 +45,9 @@ void AddFactorsOfPairs(const CallAttributes& at,
       at, calls, contracts_rows_of_w, [&](size_t i) { return rows[i]; }, problem);
 }
 
-// Returns operand `index` of all ranks as an addend of a GEMM, with segments
-// [part][rank]. The rows of all batch elements of a rank are divided into `num_parts`
-// equal parts.
+// Returns operand `index` of all ranks as an addend of a GEMM. Divides each rank's rows
+// (of all batch elements together) into `num_parts` equal parts, and returns one
+// segment per part and rank: first part 0 of every rank, then part 1, and so on.
 AddendView AddendOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   AddendView addend{calls[0].operands[index].dtype, {}};
   for (int64_t part = 0; part < num_parts; ++part) {
@@ -60,8 +60,9 @@ AddendView AddendOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   return addend;
 }
 
-// Returns bias operand `index` of all ranks as an addend of a GEMM, with segments
-// [part][rank]. Row stride 0 adds it to every row.
+// Returns operand `index` of all ranks, a bias vector, as an addend of a GEMM. Returns
+// `num_parts` segments per rank in the order of AddendOf, so that both fit the same
+// result. All are the same vector, which row stride 0 adds to every row.
 AddendView BiasOf(const Calls& calls, size_t index, int64_t num_parts = 1) {
   AddendView bias{calls[0].operands[index].dtype, {}};
   for (int64_t part = 0; part < num_parts; ++part) {
@@ -381,16 +382,16 @@ class GatherProduct {
 
 std::vector<GemmProblem> GatherProducts(const CallAttributes& at,
                                         const RankCall& call,
-                                        std::span<const RowSlice> x,
+                                        std::span<const RowSlice> slices,
                                         int64_t row) {
   std::vector<GemmProblem> problems;
   int64_t num_rows = 0;
-  for (const RowSlice& slice : x) num_rows += slice.num_rows();
+  for (const RowSlice& slice : slices) num_rows += slice.num_rows();
   if (num_rows == 0) return problems;
   for (int i = 0; i < at.num_kernels; ++i) {
     GatherProduct product(at, call, i);
     int64_t next = row;
-    for (const RowSlice& slice : x) {
+    for (const RowSlice& slice : slices) {
       product.Add(slice, next);
       next += slice.num_rows();
     }

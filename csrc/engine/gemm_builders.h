@@ -48,14 +48,14 @@ GemmProblem PartialProduct(const CallAttributes& attributes,
                            const std::vector<RankCall>& calls,
                            ResultSegments to);
 
-// Returns one GEMM per kernel i, or none if `x` has no rows:
+// Returns one GEMM per kernel w_i. It multiplies x, the concatenation of `slices` along
+// the rows, by w_i and writes the product to the rows of result y_i that begin at
+// `row`. Returns no GEMM if x has no rows. For batch element b and row r of x:
 //
 //   y_i[b, row + r] = scale * x[b, r] w_i + bias_i + residual_i[b, row + r]
-//
-// r counts the rows of all slices in `x`.
 std::vector<GemmProblem> GatherProducts(const CallAttributes& attributes,
                                         const RankCall& call,
-                                        std::span<const RowSlice> x,
+                                        std::span<const RowSlice> slices,
                                         int64_t row);
 
 // Returns the GEMM for rows [begin, end) of this rank's partial sum of x_i w_i over its

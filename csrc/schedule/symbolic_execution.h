@@ -82,9 +82,11 @@ class SymbolicExecution {
   void MultiplyAll(int rank);
   void Reduce(int rank, const Step& step);
   bool HasMultiplied(int rank, int chunk, int split) const;
-  // Returns whether the rank can read the split `data` from `slot`, after a wait for
-  // the slot. If `slot` is kNone, it must be in the rank's own tensors.
+  // Returns whether the rank can read the split that `data` describes: from one of its
+  // slots (see ReadSlot) or, if `slot` is kNone, from its own tensors.
   bool Holds(int rank, const SlotData& data, int slot);
+  // Records that the rank reads one of its slots. Returns false if no data has arrived
+  // in the slot, or if the rank has not waited for the data.
   bool ReadSlot(int rank, int slot);
   bool HasSource(int rank, const Step& step);
   void CheckCounts(int rank);

@@ -169,9 +169,10 @@ class CudaEngine {
                                           int ordinal,
                                           const DeviceRank& device_rank,
                                           const RankCall& call);
-  // Completes `planned`, the result of Plan, with what requires the device: plans the
-  // GEMMs with cuBLASLt and sets `options`, `by_multicast` and `gpu` in a copy, which
-  // it stores. Does nothing if `gpu` is already set.
+  // Does the part of the preparation that requires the device: plans the GEMMs with
+  // cuBLASLt, and stores a copy of `planned` (from Plan), with `options`,
+  // `by_multicast` and `gpu` set, in site.preparations_. Does nothing if `planned.gpu`
+  // is already set.
   void Load(CudaCallSite& site,
             int ordinal,
             const Preparation& planned,

@@ -30,8 +30,9 @@ bool ReducesByMulticast(const CallAttributes& attributes,
                         const RankCall& call,
                         const SlotRequirements& plan);
 
-// Executes the rank's part of the call. `sum` is CudaSlots::SumByMulticast. In a dry
-// run it does nothing.
+// Executes a GEMM+AR or all-reduce on one rank: computes the partial sums, reduces them
+// over all ranks by multicast and copies them to the result. `sum` reduces a range of
+// the slots (CudaSlots::SumByMulticast; in a dry run it does nothing).
 void ReduceByMulticast(const CallAttributes& attributes,
                        const RankCall& call,
                        const SlotRequirements& plan,

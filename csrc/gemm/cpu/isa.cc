@@ -60,8 +60,10 @@ bool HasAmxBf16() {
 }
 #endif
 
-// The instruction sets that have kernels, slowest first. Their names are those of their
-// bf16 kernels, which need the newest instructions.
+// The instruction sets that have kernels, from slowest to fastest: the kernels for
+// general operands, the kernels for operands that are exact in bf16, and whether this
+// machine can run both. The name of an instruction set is KernelSet::isa of the bf16
+// kernels, because they use its newest instructions.
 constexpr Isa kIsas[] = {
     {&kPortableKernels, &kPortableKernels, Always},
 #if defined(__x86_64__)

@@ -42,9 +42,12 @@ struct WordRun {
   int64_t k_end;  // end of the run, in elements
 };
 
-// Returns the words from element `k` on that have the same scales. The segment begins
-// at k_begin and has one scale per `block` elements. If it begins or ends inside a pair
-// of bf16, it contains only half of this word; the other half gets kNoScale.
+// Returns the next run of words, from element `k` on, that have equal scales. A word is
+// one f32 or a pair of bf16 (`k_per_word`). The segment begins at `k_begin` and has one
+// scale per `block` elements.
+//
+// A pair with elements of two blocks is a run by itself, with two scales. If [k, k_end)
+// begins or ends in the middle of a pair, the half outside the range gets kNoScale.
 WordRun WordsWithEqualScales(
     int64_t k, int64_t k_end, int64_t k_begin, int64_t block, int64_t k_per_word) {
   const int64_t block_end = k_begin + ((k - k_begin) / block + 1) * block;

@@ -14,10 +14,10 @@ namespace {
 
 // How many columns of B are packed at a time, if no tile kernel can pack B.
 constexpr int64_t kGroupColumns = 128;
-// Up to this many row tiles, the tile that packs a panel of B also prefetches the next
-// panel. Otherwise only the tiles after it do (2 % faster with 64 rows of A), because
-// the packing tile already waits for memory. With 6 or 12 rows, these are too few, and
-// the next panel would arrive too late.
+// The first row tile may pack a panel of B while it multiplies. It already waits for
+// memory then, so only the later row tiles prefetch the next panel (2 % faster with 64
+// rows of A). With at most kFewTiles row tiles, such as 6 or 12 rows, the first one
+// prefetches too, because the later ones are too few to prefetch the panel in time.
 constexpr int64_t kFewTiles = 2;
 
 GemmBlocking BlockingFor(const GemmProblem& problem,

@@ -56,8 +56,9 @@ __device__ uint32_t WidenMagnitude(uint32_t code, DType dtype) {
   return BitsOf(WidenF16(magnitude << 7).x * 256);
 }
 
-// Rounds a non-negative f32 number, given as bits, to FP8. It must not exceed the
-// largest FP8 number, unless it is infinity or NaN.
+// Rounds a non-negative f32 number, given as its bits, to the nearest FP8 number (ties
+// to even), and returns the bits of the result. The number must be infinity, NaN or at
+// most the largest FP8 number.
 __device__ uint32_t NarrowMagnitude(uint32_t bits, const Fp8Format& format) {
   if (bits == kF32Infinity) return format.infinity;
   if (bits > kF32Infinity) return 0x7f;

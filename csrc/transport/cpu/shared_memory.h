@@ -121,10 +121,10 @@ class SharedMemoryCommunicator {
   // death of a process, or Close. A peer that closes its communicator in order is not a
   // failure, although waits for it fail.
   std::exception_ptr poison() const;
-  // Sets a callback that the thread that notices the failure calls once, when poison()
-  // becomes non-null; or calls it at once if it already is. It is not called for
-  // messages of peers after Close. It must not call Close or hold the last reference to
-  // this object.
+  // Registers a callback, which receives the failure once, when the communicator fails.
+  // It is called by the thread that calls Poison or Close, or detects the failure of a
+  // peer. If the communicator has already failed, OnPoison itself calls it. The callback
+  // must not call Close or hold the last reference to this object.
   void OnPoison(std::function<void(const std::exception_ptr&)> callback);
 
   // Tells the peers that this process closes the communicator, and fails its pending

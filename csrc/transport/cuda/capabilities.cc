@@ -57,9 +57,9 @@ std::string UnreachableReason(const std::vector<int>& processes,
   return "";
 }
 
-// Returns why the processes cannot use a sharing mode, or "". The reason names the
-// first process without the capability `can_key`, and quotes what it has stored under
-// `cannot_key`.
+// Returns "" if all processes in `members` support a feature, such as a sharing mode,
+// else the reason of the first one that does not. The Capabilities of a process have
+// the key `can_key` if it supports the feature, else the reason under `cannot_key`.
 std::string WhyNot(const std::string& can_key,
                    const std::string& cannot_key,
                    const std::set<int>& members,

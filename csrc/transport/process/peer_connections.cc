@@ -98,8 +98,8 @@ void PeerConnections::SetLost(Watched& peer, const char* why) noexcept {
     SetLeft(peer, MessageKind::kDeathNotice,
             std::string("can no longer be watched: ") + why);
   } catch (const std::exception&) {
-    // Ignores std::bad_alloc. If on_event_ has not failed the waits for this peer, they
-    // end at their deadline.
+    // Ignores std::bad_alloc, because on_failure_ has already reported the failure of
+    // the thread. Waits for this peer end at their deadline at the latest.
   }
 }
 
