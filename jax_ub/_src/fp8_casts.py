@@ -91,9 +91,10 @@ def _divided_by_blocks(x, scales):
 
 
 def row_scales(amax: jax.Array, dtype) -> jax.Array:
-    """Returns the f32 scales amax / m, rounded up to powers of two.
+    """Returns the smallest f32 powers of two with amax / scale <= finfo(dtype).max.
 
-    m is the largest number of `dtype`. The scale is 1 if the amax is infinite.
+    An amax below `_ROW_EPSILON` counts as `_ROW_EPSILON`. The scale of an infinite or
+    NaN amax is 1.
     """
     exponents = _exponents_above(jnp.maximum(amax, _ROW_EPSILON), dtype)
     scales = reference.times_power_of_two(jnp.ones_like(amax), exponents)

@@ -98,9 +98,13 @@ class _LinearPattern(FusedPattern):
     def overlaps(self):
         return self.userbuffers is not None
 
-    def _checked_keywords(self):
-        """Returns the fields; a row-parallel linear becomes its overlapped version."""
-        found = super()._checked_keywords()
+    def _operations_from_keywords(self):
+        """Returns {field: operation}; fuses a row-parallel linear with its collective.
+
+        A row-parallel `BasicLinear` with `userbuffers_options`, on several ranks, is
+        replaced by the fused operation that overlaps its GEMM with its collective.
+        """
+        found = super()._operations_from_keywords()
         linear = found["linear"]
         if linear.tensor_parallel_mode == ROW and match([linear])[0]:
             found["linear"] = self._overlapped(linear=linear)
@@ -165,7 +169,7 @@ class ForwardLinearBiasAdd(_LinearPattern, ForwardPattern):
 
 
 def _bias_of(op, params):
-    """Returns the arguments of a linear that adds the bias of `op`, if not None."""
+    """Returns `linear.forward` arguments to add the bias of `op`; {} if it is None."""
     return {} if op is None else {"bias": params[0]["bias"], "out_dtype": op.dtype}
 
 

@@ -101,10 +101,11 @@ class FusedOperation(Operation):
         extra_inputs: tuple[Extras, ...],
         saves: tuple[frozenset[str], ...],
     ) -> tuple[jax.Array, tuple[Extras, ...], tuple[Residuals, ...]]:
-        """Computes the replaced operations; the base class runs them one by one.
+        """Computes the forward pass of the basic operations that this one replaces.
 
-        Parameters, extra inputs, extra outputs and residuals are tuples with one entry
-        for each basic operation.
+        The base class calls their `forward` methods one after another. Parameters,
+        extra inputs, extra outputs and residuals are tuples with one entry for each
+        basic operation.
         """
         extra_outputs, residuals = [], []
         for i, op in enumerate(self.basic_ops):
@@ -221,10 +222,10 @@ class FusedPattern(FusedOperation):
     def __post_init__(self):
         """Sets `basic_ops` from the other fields, or these from `basic_ops`."""
         if self.basic_ops is None:
-            found = self._checked_keywords()
+            found = self._operations_from_keywords()
             basic_ops = expand(_present(found))
         else:
-            found = self._checked_tuple()
+            found = self._operations_from_tuple()
             basic_ops = expand(self.basic_ops)
         for name, value in {**found, "basic_ops": basic_ops}.items():
             object.__setattr__(self, name, value)
@@ -265,7 +266,7 @@ class FusedPattern(FusedOperation):
     def _parts(cls):
         return [f for f in dataclasses.fields(cls) if "kinds" in f.metadata]
 
-    def _checked_keywords(self):
+    def _operations_from_keywords(self):
         op, found = type(self).__name__, {}
         for field in self._parts():
             given, kinds = getattr(self, field.name), field.metadata["kinds"]
@@ -282,7 +283,7 @@ class FusedPattern(FusedOperation):
             found[field.name] = given
         return found
 
-    def _checked_tuple(self):
+    def _operations_from_tuple(self):
         op, parts = type(self).__name__, self._parts()
         values = ("None" if f.metadata["is_optional"] else "..." for f in parts)
         keywords = (f"{f.name}={v}" for f, v in zip(parts, values, strict=True))

@@ -106,8 +106,9 @@ class OperationGroup:
 
         def keep(op, values, wanted, name):
             if name not in values:
-                # The fused forward never computes this residual. So it is the same
-                # placeholder in all uses of the jaxpr, and jax.vmap need not map it.
+                # A fused forward never computes this residual, whichever gradients are
+                # requested. Since no value is replaced, any empty array will do. One
+                # that replaces a value must have its batch axes under jax.vmap.
                 return placeholder()
             value = save(values[name], name, op.comm_name)
             return residual_or_placeholder(name in wanted, value)

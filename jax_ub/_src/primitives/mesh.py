@@ -113,8 +113,8 @@ def find_ranks(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh = context.mesh
     _refuse_automatic_axes(mesh, context.manual_axes, label)
     if any(map(has_symbolic_sizes, ctx.avals_in)):
-        # A call with a reason runs as plain JAX, since jaxlib may crash in a program
-        # whose custom call has symbolic sizes.
+        # jaxlib may crash if a custom call has symbolic sizes. `Ranks.reason` makes the
+        # lowering use plain JAX instead of a custom call.
         return Ranks(
             np.zeros(0, np.int64),
             "it is exported with symbolic sizes, and inside jax.shard_map XLA cannot "

@@ -144,9 +144,10 @@ class CallConfig:
 
     @property
     def takes_f64(self) -> bool:
-        """Returns whether f64 is allowed, as it is if `jax.lax` runs all passes.
+        """Returns whether operands may be f64: only if method "xla" runs all passes.
 
-        The engine has no f64 GEMM.
+        The passes are the forward pass, dgrad and wgrad. Method "xla" is plain
+        `jax.lax`. The engine has no f64 GEMM.
         """
         return all(choice.method is Method.XLA for choice in self._choices)
 
@@ -326,9 +327,10 @@ def plan_call_config(
     may_be_bulk: bool = False,
     is_fp8: bool = False,
 ) -> CallConfig:
-    """Returns the `CallConfig` of an op on `num_ranks` ranks of the mesh axes `axes`.
+    """Chooses the methods of an op's forward, dgrad and wgrad; returns a `CallConfig`.
 
-    Unlike `make_call_config` it does not need a surrounding `jax.shard_map`. `mode` is
+    The choice is documented at `make_call_config`. Unlike that function, this one needs
+    no surrounding `jax.shard_map`, because it takes the number of ranks. `mode` is
     described at `CallConfig.mode`. The method may be "bulk" only if `may_be_bulk`, for
     a call that is only the backward pass of a column-parallel layer.
     """
@@ -421,8 +423,9 @@ def _choices_with_flags(
     """Applies a layer's `ub_*` flags to the methods of its forward pass and dgrad."""
     if not (mode.sequence_parallel and mode.parallel):
         return {}  # the layer neither gathers nor scatters
-    # The dgrad is compared with the flags of both gradients, because the wgrad runs
-    # with it.
+    # Raises an error if a flag contradicts the method that `initialize_ub` configured.
+    # The dgrad's method must also agree with the flags of the wgrad, which has the same
+    # method unless it is configured separately.
     for direction, passes in ((FPROP, (FPROP,)), (DGRAD, (DGRAD, WGRAD))):
         overlap = found.get(direction)
         if overlap is None or not overlap.is_configured:

@@ -78,8 +78,8 @@ def pcast_varying(op: str, main_grad: jax.Array, axes) -> jax.Array:
 
 
 def _promote_over_single_ranks(main_grad, axes):
-    # Axes of one rank. Casting to varying over them changes no gradient: the transpose
-    # sums over a single rank.
+    # Mesh axes of size 1. A cast to varying over them changes no gradient, because its
+    # transpose is a sum over one rank.
     single = [
         axis
         for axis in frozenset(axes) - vma.axes_of(main_grad)

@@ -203,6 +203,6 @@ def _failure_of(connection):
 
 
 def _without_kind(failure):
-    # The engines begin the text with the type, because XLA's errors have none. Here
-    # the exception has the type.
+    # The engines' messages begin with "CommunicatorError: ", because XLA's errors do
+    # not keep the exception type. The callers here need only the rest of the text.
     return failure.removeprefix("CommunicatorError: ")

@@ -64,7 +64,7 @@ class DeviceGroups:
         return heap_bytes(self.platform, self.capacity) + slots + _SLACK_BYTES
 
     def processes_of(self, group: Group) -> tuple[int, ...]:
-        """Returns the index of the process that has each rank of the group, by rank."""
+        """Returns the process index of each device in the group, in rank order."""
         return tuple(self.process_of[device] for device in group)
 
     def has_local_rank(self, group: Group) -> bool:

@@ -132,9 +132,10 @@ def read_mesh(mesh: Any, axes: tuple[str, ...], tp_size: int) -> Mesh:
 
 
 def _fix(otherwise):
-    """Returns what to do about missing devices, of which other processes may have some.
+    """Returns the advice for missing devices: join the other processes, or `otherwise`.
 
-    Under `python -m jax_ub launch`, the program has not joined the other processes.
+    A process that `python -m jax_ub launch` has started sees only its own devices until
+    it calls `jax.distributed.initialize`.
     """
     if settings.has_coordinator() and not jax.distributed.is_initialized():
         return (

@@ -80,7 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     console.add_json(parser, "all figures")
     several = "run one rank in each of so many processes, as in 2,4; XLA uses gloo"
     add("--processes", type=list_of(count), help=several)
-    # Internal, for a process of --processes: the path of its results.
+    # Internal: the path for results, which the benchmark passes to the processes that
+    # it starts because of --processes.
     add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=command)
 

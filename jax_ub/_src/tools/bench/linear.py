@@ -81,7 +81,11 @@ class LinearOp:
 
     @property
     def roles(self) -> list[str | None]:
-        """Returns the FP8 roles of the operands; None for the result's gradient."""
+        """Returns each operand's role in FP8 quantization; None if it is not quantized.
+
+        A role is `INPUT` or `KERNEL`. The gradient of the result, which is the last
+        operand of an op with gradients, is not quantized.
+        """
         roles = [KERNEL if dims in ("KN", "NK") else INPUT for dims in self.operands]
         return [*roles[:-1], None] if self.is_pair else [*roles]
 

@@ -75,7 +75,8 @@ def examine(*, together: bool = False) -> Iterator[Finding]:
             wrong.append(finding.text.removeprefix("doctor: "))
         yield finding
     for finding in _engines(together):
-        # Most checks fail if a variable is wrong, and quote the same text.
+        # An invalid environment variable, which is already reported, makes most checks
+        # of the engines fail with the same text. Skips these repetitions.
         if not any(text in finding.text for text in wrong):
             yield finding
 

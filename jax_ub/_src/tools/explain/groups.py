@@ -46,7 +46,11 @@ def _sizes(text):
 
 
 def _device_groups(text) -> list[list[int]]:
-    """Returns the device numbers of each group, or source and target of each send."""
+    """Reads the device groups of a collective from its HLO text: [] if it has none.
+
+    For example, `replica_groups={{0,1},{2,3}}` gives [[0, 1], [2, 3]]. Each group of a
+    collective-permute is the source and the target of one transfer.
+    """
     if listed := _LISTED.search(text):
         groups = re.findall(r"\{([\d,]+)\}", listed[1])
         return [[int(number) for number in group.split(",")] for group in groups]

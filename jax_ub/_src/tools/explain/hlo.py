@@ -257,7 +257,8 @@ class _Program:
                 self._near([name], body, body.operands, self._impure)
                 for name in one.operands
             ]
-        # Operands whose shapes the text lacks have no entry in `arrays`.
+        # Not strict: if the HLO text does not contain the shapes of all results,
+        # `one.arrays` has fewer entries than the collective has operands.
         pairs = zip(one.arrays, dots, strict=False)
         return [self._pair(one, *pair, gathers_argument) for pair in pairs if pair[1]]
 
@@ -370,7 +371,12 @@ def _sums(one, computations):
 
 
 def _gathers_argument(one, body):
-    """Returns whether a collective gathers a parameter, possibly moved or reshaped."""
+    """Returns whether an all-gather's operand is an HLO parameter, or a copy of one.
+
+    The copy may be reshaped, transposed or converted, in fewer than `_MAX_STEPS`
+    instructions. `body` has the instructions of the computation, by name. A constant,
+    or an operand that is not in `body`, counts as a parameter.
+    """
     for _ in range(_MAX_STEPS):
         found = body.get(one.operands[0]) if one.operands else None
         if found is None or found.opcode == "parameter":
@@ -462,7 +468,10 @@ def _call(one, body, edges):
 
 
 def _moved_bytes(kind, array, num_ranks):
-    """Returns the bytes that a rank sends of an array in a collective's result."""
+    """Returns how many bytes each rank sends in a collective with this result array.
+
+    An all-reduce counts as a reduce-scatter and an all-gather.
+    """
     dtype, sizes = array
     share = 1 if kind == "collective-permute" else (num_ranks - 1) / num_ranks
     # A reduce-scatter's result is 1 / num_ranks of the reduced array.

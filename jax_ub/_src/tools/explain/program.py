@@ -184,7 +184,12 @@ def table_of(
 
 
 def _is_data_parallel(pair: hlo.Pair, axes: Collection[str] | None) -> bool:
-    """Returns whether a pair sums gradients or gathers kernels over a data axis."""
+    """Returns whether a collective next to a dot belongs to data parallelism.
+
+    Then it sums the gradient of a kernel, or gathers a kernel, over mesh axes that are
+    not in `axes`, the axes of tensor parallelism. The result is False if the axes are
+    unknown.
+    """
     is_fallback = lowering_log.fallback_in(pair.scope) is not None
     known = pair.is_of_kernel and pair.axes and axes is not None and not is_fallback
     return bool(known) and not set(pair.axes) & set(axes or ())
@@ -321,8 +326,8 @@ def xla_rows(
     """Yields a row for each collective of XLA that jax_ub could overlap or avoid.
 
     Pairs to which a call in `lowered` fell back are left out, because `call_rows` has
-    the call. Collectives along other mesh axes than `axes` are left out if they are of
-    data parallelism. With None, none is.
+    the call. Collectives of data parallelism, along other mesh axes than `axes`, are
+    left out, unless `axes` is None.
     """
     pairs = [pair for one in found for pair in one.pairs]
     pairs = [pair for pair in pairs if not _is_data_parallel(pair, axes)]
@@ -347,7 +352,7 @@ def xla_rows(
 
 def _pair_rows(pairs, machine, lowered) -> Iterator[Row]:
     listed = {Fallback(one.call.label, one.reason) for one in lowered if one.reason}
-    groups = collections.Counter(map(_with_user_scope, pairs))
+    groups = collections.Counter(map(_split_scope, pairs))
     for (pair, fallback, repeated), count in groups.items():
         if fallback in listed:
             continue
@@ -384,8 +389,13 @@ def _pair_rows(pairs, machine, lowered) -> Iterator[Row]:
         )
 
 
-def _with_user_scope(pair):
-    """Returns the pair in the user's scope, its fallback, and why ranks repeat it."""
+def _split_scope(pair):
+    """Separates the user's scope in a pair's name stack from the marks of jax_ub.
+
+    Returns:
+        The pair with the user's scope; the `Fallback` if plain JAX replaced a call of
+        jax_ub, else None; and why several ranks repeat the operations, or "".
+    """
     fallback = lowering_log.fallback_in(pair.scope)
     scope = _scope("", fallback.label) if fallback else _scope(pair.scope, "")
     repeated = lowering_log.replicated_in(pair.scope)
@@ -406,7 +416,12 @@ def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
 
 
 def _scope(stack, label):
-    """Returns the `ub_name` in `label`, or else the user's scopes in a name stack."""
+    """Returns the `ub_name` in `label`, or else the user's `jax.named_scope`s.
+
+    `stack` is a name stack, such as "jit(step)/mlp/dot_general". Without a label, its
+    last part is the primitive. Scopes that JAX or jax_ub adds are left out. If there
+    are no others, returns `label`, or `stack` without a label.
+    """
     if named := ub_name_in(label):
         return named
     internal = ("jit(", "shard_map", "shmap_body", "jvp(", "transpose(", "custom_vjp")
@@ -416,7 +431,10 @@ def _scope(stack, label):
 
 
 def _count(jaxpr: core.Jaxpr) -> dict[_CallSite, str]:
-    """Returns how often each jax_ub call of a jaxpr runs; in a while loop `_LOOP`."""
+    """Returns how many times a jaxpr runs each jax_ub call, as text.
+
+    The text is `_LOOP` for a call in a while loop, since the number is unknown.
+    """
     counts: dict[_CallSite, str] = {}
     for equation, times in equations(jaxpr, 1):
         call = equation.params.get("call")
