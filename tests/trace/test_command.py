@@ -241,7 +241,7 @@ def test_traces_of_two_processes_are_merged_on_one_clock(tmp_path, capfd):
         (["--merge", "a", "--processes", "2"], "--processes 2 has no effect on --mer"),
         (
             [*REDUCE, "--tp", "512", "--shape", "512x512x512"],
-            "jax runs with 16 devices, and P = 512 was asked for",
+            "P = 512 needs as many devices, but jax has 16. Use fewer",
         ),
     ],
 )
@@ -254,7 +254,7 @@ def test_invalid_arguments_are_errors(arguments, text, capfd):
     ("arguments", "text"),
     [
         (["--op", "matmul_all_reduc"], "Did you mean 'matmul_all_reduce'?"),
-        ([*REDUCE, "--dtype", "f33"], "argument --dtype: 'f33' is not known"),
+        ([*REDUCE, "--dtype", "float32"], "'float32' is not known. Did you mean 'f32'"),
         ([*REDUCE, "--method", "rnig"], "--method: 'rnig' is not known. Known: 'auto'"),
         ([*REDUCE, "--shape", "8x8"], "--shape: shape '8x8' is not MxKxN"),
         ([*REDUCE, "--shape", "0x8x8"], "--shape: shape '0x8x8' is not MxKxN"),

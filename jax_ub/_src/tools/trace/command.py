@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 import jax_ub as ub
-from jax_ub._src.dtypes import SHORT_NAMES
+from jax_ub._src.dtypes import BY_SHORT_NAME
 from jax_ub._src.errors import UbError
 from jax_ub._src.tables import format_table
 from jax_ub._src.tools import console, devices
@@ -48,7 +48,7 @@ _OP_OPTIONS: dict[str, tuple[Callable[[str], Any], Any]] = {
     "method": (method_option, "auto"),
     "tp": (parts.count, 4),
     "shape": (parse_shape, Shape(512, 1024, 2816)),
-    "dtype": (name_of(SHORT_NAMES), "float32"),
+    "dtype": (name_of(BY_SHORT_NAME), "f32"),
     "repeats": (positive, 7),
 }
 
@@ -64,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (read, default) in _OP_OPTIONS.items():
         add(f"--{name}", type=value_of(read), help=f"of --op (default: {default})")
     parts.add_arguments(parser)
-    add("--merge", nargs="+", type=pathlib.Path, metavar="FILE", help="read these")
+    merged = "merge these files, which the processes of a job wrote by ub.trace"
+    add("--merge", nargs="+", type=pathlib.Path, metavar="FILE", help=merged)
     what = "the trace, for ui.perfetto.dev or chrome://tracing,"
     console.add_json(parser, what, has_program=True)
     program = "a program and its arguments; options of trace precede it"
@@ -189,7 +190,8 @@ def _prepare_op(given) -> Callable[[], int]:
     function = getattr(ub, given.op)
     call = functools.partial(function, axis_name=AXIS, method=given.method)
     run = ranks.program(call, in_specs, out_spec)
-    operands = ranks.draw(given.dtype, [*map(shape.sizes, ("MK", "KN"))], in_specs)
+    dtype, sizes = BY_SHORT_NAME[given.dtype], [*map(shape.sizes, ("MK", "KN"))]
+    operands = ranks.draw(dtype, sizes, in_specs)
 
     def repeat(times=given.repeats):
         for _ in range(times):
