@@ -4,7 +4,7 @@
     python -m jax_ub launch -n 4 --hosts 2 examples/multihost.py      # on one machine
 
 If processes are started in another way, pass --coordinator, --num-processes and
---process-id to each. docs/processes.md has the job files.
+--process-id to each. docs/multihost.md has the job files.
 
 Processes may have one or several devices. The devices of a host share memory, so each
 linear layer overlaps its GEMM with communication. XLA sums gradients between hosts.
@@ -79,9 +79,9 @@ def join(flags: argparse.Namespace) -> None:
         jax.distributed.initialize(*where)
     except ValueError as error:
         raise SystemExit(
-            f"this is no process of a job ({error}) Start it with python -m jax_ub "
+            f"this process belongs to no job: {error} Start it with python -m jax_ub "
             "launch, Slurm or MPI, or give --coordinator, --num-processes and "
-            "--process-id"
+            "--process-id."
         ) from error
 
 
