@@ -16,13 +16,13 @@ _NAME = "python -m jax_ub"
 # The summary of each command. Its options are defined in
 # jax_ub/_src/tools/COMMAND/command.py, which is imported only if this command runs.
 _COMMANDS = {
-    "doctor": "says what is installed, what can run here, and why not",
-    "bench": "times every op against XLA",
-    "launch": "runs a program in several processes on this machine",
-    "tune": "finds the fastest way to run each linear on this machine",
-    "trace": "records what every rank does when, for Perfetto",
-    "explain": "says what overlaps in a program, what does not, and why",
-    "simulate": "says what overlapping is worth on another machine",
+    "doctor": "checks the installation, the devices and every method",
+    "bench": "compares the speed of every op with XLA",
+    "launch": "starts a program in several processes on this machine",
+    "tune": "selects the fastest method of each linear layer on this machine",
+    "trace": "records what each rank does, for Perfetto",
+    "explain": "lists which communication of a program overlaps, and why not",
+    "simulate": "predicts the gain of a model on GPUs",
 }
 # The errors of a full disk. Only commands that run no user program report them in one
 # line, because in other commands they may come from the user's code.
@@ -34,7 +34,7 @@ exit status:
   1        doctor found a fault, or stdout cannot be written
   2        invalid arguments, or another error of jax_ub, whose text is on stderr
   124      launch: the time of --timeout is over
-  128 + n  signal n: 130 after Ctrl-C, 141 if the reader of stdout is gone
+  128 + n  signal n: 130 after Ctrl-C, 141 if the reader of stdout has exited
 explain, trace and launch return the status of their program, if it is not 0.
 
 docs/commands.md describes the commands.

@@ -56,7 +56,7 @@ _OPTIONS = {
     "tune": {"--output": "/missing/file"},
 }
 _MORE = {
-    "simulate": ("--hardware", "--layer", "--gflops", "--copy-gbs", "--json", "--plot"),
+    "simulate": ("--hardware", "--gflops", "--copy-gbs", "--fp8", "--json", "--plot"),
     "trace": (
         *("--op", "--method", "--tp", "--shape", "--dtype", "--repeats"),
         *("--processes", "--devices-per-process", "--json", "program"),

@@ -193,7 +193,7 @@ def test_conflicting_options_are_rejected(arguments, text, capsys):
 def test_more_devices_than_jax_has_are_rejected():
     assert len(jax.devices()) == 16
     with pytest.raises(
-        UnsupportedOverlapError, match="P = 99 was asked for. Ask for fewer"
+        UnsupportedOverlapError, match="P = 99 needs as many devices, .* Use fewer"
     ):
         devices.start("bench", 99)
 

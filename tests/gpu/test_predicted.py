@@ -79,7 +79,7 @@ def test_few_tokens_are_left_to_xla_and_that_is_recorded(gpus):
     pattern = r"overlapped it is predicted to take (\d+) us, and as XLA's .* (\d+) us"
     overlapped_us, xla_us = map(int, re.search(pattern, fallback.reason).groups())
     assert overlapped_us > xla_us
-    assert "`jax_ub tune` measures it" in fallback.reason
+    assert "`python -m jax_ub tune` measures it" in fallback.reason
     with recording() as lowered:
         assert called(column(MANY)) == {"all_gather_matmul": 1}
         assert called(column(FEW, "pipeline")) == {"all_gather_matmul": 1}

@@ -196,7 +196,7 @@ def test_a_result_of_another_dtype_falls_back_to_jax():
     with jax.enable_x64(True), jax.set_mesh(mesh_of(1, 2)):
         y = jax.jit(lambda x, w: ub.dot_general("row")(x, w, DENSE, **asked))(x, w)
     assert y.dtype == "float64"
-    assert ub.fallbacks()[-1].reason == "the result is asked for in float64"
+    assert ub.fallbacks()[-1].reason == "the result would have the dtype float64"
 
 
 def test_integers_fall_back_to_jax():

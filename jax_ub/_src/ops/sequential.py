@@ -80,8 +80,8 @@ class Sequential(Operation):
             num_ranks: size of the tensor-parallel axes; None takes it from the mesh in
                 scope, or from `initialize_ub`.
             dtype: dtype of the activations.
-            hardware: a machine of `jax_ub simulate` by name, or a dict of its rates;
-                None takes the kind of the local devices.
+            hardware: a machine of `python -m jax_ub simulate` by name, or a dict of its
+                rates; None takes the kind of the local devices.
             trace: a recording of `ub.trace`, or its files. Adds the measured time that
                 ranks waited.
 

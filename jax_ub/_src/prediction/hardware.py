@@ -4,8 +4,8 @@ Measured on one H200: 788 TFLOP/s in a dense bf16 GEMM of 8192^3 on random data
 (power-limited), and 4.3 TB/s in a copy, counting reads and writes. The other GPUs are
 assumed to reach the same shares of their datasheet's peaks. A launch takes 1.3 us, as
 in replayed calls of 64 tokens on one H100 (docs/gpu/2026-11-27). The efficiencies of
-wires and collectives and the other latencies are assumptions. `jax_ub simulate` prints
-all parameters with every table.
+wires and collectives and the other latencies are assumptions. `python -m jax_ub
+simulate` prints all parameters with every table.
 """
 
 import dataclasses

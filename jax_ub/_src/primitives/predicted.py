@@ -64,5 +64,6 @@ def why_xla_is_faster(
     overlapped_us, xla_us = (1e6 * s for s in (found.seconds, found.serial_s))
     return (
         f"overlapped it is predicted to take {overlapped_us:.0f} us, and as XLA's GEMM "
-        f"and collective {xla_us:.0f} us (docs/simulate.md); `jax_ub tune` measures it"
+        f"and collective {xla_us:.0f} us (docs/simulate.md); `python -m jax_ub tune` "
+        "measures it"
     )

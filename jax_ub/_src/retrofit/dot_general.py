@@ -356,7 +356,7 @@ def _why_not_dense(lhs, rhs, contraction, out_dtype):
             f"dtype: {dtypes.listed(dtypes.OPERANDS)}"
         )
     if out_dtype is not None and jnp.dtype(out_dtype) not in dtypes.RESULTS:
-        return f"the result is asked for in {jnp.dtype(out_dtype)}"
+        return f"the result would have the dtype {jnp.dtype(out_dtype)}"
     return f"x {lhs.shape} is empty" if lhs.size == 0 else None
 
 

@@ -50,9 +50,9 @@ def start(
     num_found = len(backend.start())
     if num_found < num_devices:
         raise UnsupportedOverlapError(
-            f"{command}: jax runs with {num_found} devices, and P = {num_devices} was "
-            "asked for. Ask for fewer; on CPUs, start the command in a process of its "
-            f"own: python -m jax_ub {command}."
+            f"{command}: P = {num_devices} needs as many devices, but jax has "
+            f"{num_found}. Use fewer ranks; on CPUs, run the command in a new process: "
+            f"python -m jax_ub {command}."
         )
 
 

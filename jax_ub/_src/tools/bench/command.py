@@ -60,17 +60,20 @@ _PROCESS_ROUNDS = 7
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     known = ", ".join(OPS)
-    some = f"some of {known} (default: all)"
+    some = f"some of {known} (default: all); with --processes also barrier"
     add("--ops", type=names_of([*OPS, "barrier"]), help=some)
     add("--devices", type=list_of(count), help="numbers of ranks P (default: 1,2,4,8)")
-    add("--dtypes", type=names_of(DTYPES), help=",".join(DTYPES))
-    shapes = "global sizes MxKxN, as in 512x1024x2816,64x1024x2816"
+    some_dtypes = f"some of {', '.join(DTYPES)} (default: bf16,f32)"
+    add("--dtypes", type=names_of(DTYPES), help=some_dtypes)
+    shapes = "global sizes MxKxN, such as 512x1024x2816,64x1024x2816 (default: four)"
     add("--shapes", type=list_of(parse_shape), help=shapes)
     variants = f"of the op gemm: {', '.join(VARIANTS)} (default: all)"
     add("--variants", type=names_of(VARIANTS), help=variants)
-    threads = "values of JAX_UB_NUM_THREADS to compare with the first, as in 2,16,64"
+    threads = "values of JAX_UB_NUM_THREADS to compare with the first, such as 2,16"
     add("--threads", type=list_of(positive), help=threads)
-    add("--rounds", type=positive, help="timed calls of each program (default: 11)")
+    rounds = "timed calls of each program (default: 11; with --processes "
+    rounds += f"{_PROCESS_ROUNDS}, with --quick 3)"
+    add("--rounds", type=positive, help=rounds)
     patience = "run up to this many times as many rounds, and keep the calmest"
     add("--patience", type=positive, help=patience)
     add("--method", type=method_option, help="the method under test (default: auto)")
@@ -78,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--platform", default="cpu", choices=platforms, help="(default: cpu)")
     add("--quick", action="store_true", help="tiny shapes and few rounds, as a check")
     console.add_json(parser, "all figures")
-    several = "run one rank in each of so many processes, as in 2,4; XLA uses gloo"
+    several = "numbers of processes, such as 2,4, with one rank each; XLA uses gloo"
     add("--processes", type=list_of(count), help=several)
     # Internal: the path for results, which the benchmark passes to the processes that
     # it starts because of --processes.

@@ -1,8 +1,8 @@
 """Explains which calls of a script overlap.
 
-Runs the program and prints one line per compiled call of jax_ub, with the reason if it
-fell back to plain JAX. A collective of XLA that could be fused with an adjacent dot
-also gets a line. The table shows how long ranks waited in each call.
+Runs the program and prints a row for each compiled call of jax_ub, with the reason if
+it does not overlap, and for each collective of XLA that could be one call with the dot
+next to it. The table shows how long ranks waited in each call.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class ExplainError(UbError, RuntimeError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    hardware = f"predict for {', '.join(HARDWARE)} (default: what is here)"
+    hardware = f"predict for {', '.join(HARDWARE)} (default: the local devices)"
     parser.add_argument("--hardware", type=name_of(HARDWARE), help=hardware)
     console.add_json(parser, "the table", has_program=True)
     program = "a program and its arguments; options of explain precede it"

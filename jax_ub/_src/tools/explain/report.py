@@ -226,7 +226,7 @@ def assumption(hardware: HardwareLike, rows: Sequence[Row]) -> tuple[str, ...]:
         return ()
     return (
         f"unknown device {shown(jax.devices()[0].device_kind)}: times are predicted "
-        f"for {_ASSUMED}. Pass hardware=, a machine's name of `jax_ub simulate`",
+        f"for {_ASSUMED}. Pass hardware=, a machine of `python -m jax_ub simulate`",
     )
 
 

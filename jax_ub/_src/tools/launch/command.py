@@ -1,9 +1,9 @@
 """Runs one program in several processes on this machine.
 
 `jax.distributed.initialize()` needs no arguments in these processes. Every output line
-is prefixed with the index of its process. When a process fails, the launcher reports
-it, ends all others and returns its exit status. Ctrl-C, and any end of the launcher
-itself, also end all processes: none is left behind.
+begins with the index of its process. When a process fails, the launcher reports it,
+ends all others and returns its exit status. Ctrl-C and the exit of the launcher also
+end all processes.
 """
 
 import argparse
@@ -33,7 +33,8 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-n", "--processes", type=count, default=2, metavar="N", help="(default: 2)")
+    number = "number of processes (default: 2)"
+    add("-n", "--processes", type=count, default=2, metavar="N", help=number)
     devices = "CPU devices of a process, or GPUs (default: 1)"
     add("--devices-per-process", type=count, default=1, metavar="K", help=devices)
     hosts = "simulate this many hosts, which share no memory (default: 1)"

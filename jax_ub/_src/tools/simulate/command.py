@@ -73,9 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gflops", type=amount_of("GFLOP/s"), help=gflops)
     copy = "for --hardware cpu: GB/s of a copy on this host, reads and writes"
     add("--copy-gbs", type=amount_of("GB/s"), help=copy)
-    add("--fp8", action="store_true", help="also predict FP8 layers, and FP8 sent only")
+    fp8 = 'also predict layers in FP8, and with wire_dtype="fp8"'
+    add("--fp8", action="store_true", help=fp8)
     console.add_json(parser, "all figures")
-    plot = f"draw the gain per layer for tp = {', '.join(map(str, _DRAWN))}"
+    plot = f"file for a picture of the gain, for tp = {', '.join(map(str, _DRAWN))}"
     add("--plot", type=picture.picture_path, help=plot)
     parser.set_defaults(run=command)
 

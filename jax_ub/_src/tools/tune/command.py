@@ -49,10 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tp", type=list_of(count), default=(2,), help=tp)
     dtypes = f"some of {','.join(BY_SHORT_NAME)} (default: bf16)"
     add("--dtypes", type=names_of(BY_SHORT_NAME), default=("bf16",), help=dtypes)
-    shapes = "global sizes MxKxN of column linears, such as 512x1024x2816; the row "
-    shapes += "linear after each is MxNxK"
+    shapes = "global sizes MxKxN of column layers, such as 512x1024x2816; the row "
+    shapes += "layer after each is MxNxK"
     add("--shapes", type=list_of(parse_shape), help=shapes)
-    linears = f"instead of --shapes: the linears of {', '.join(models.MODELS)}"
+    linears = f"instead of --shapes: the linear layers of {', '.join(models.MODELS)}"
     add("--model", type=name_of(models.MODELS), help=linears)
     add("--tokens", type=positive, help=f"M of --model (default: {_TOKENS})")
     rounds = "timed calls of each candidate (default: 9)"
@@ -151,8 +151,8 @@ def _start(wanted, tp) -> bool:
         return True
     if wanted == "cuda" or num_found:
         raise UnsupportedOverlapError(
-            f"tune: jax has {num_found} CUDA devices here, and P = {num_devices} was "
-            "asked for. Take a smaller --tp, or --platform cpu."
+            f"tune: --tp {num_devices} needs as many GPUs, but jax has {num_found} "
+            "CUDA devices here. Take a smaller --tp, or --platform cpu."
         )
     if 1 in tp:
         raise UnsupportedOverlapError(
