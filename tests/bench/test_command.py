@@ -8,9 +8,10 @@ from covering import nightly
 
 from jax_ub.__main__ import main
 from jax_ub._src import lowering_log
+from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools import devices
-from jax_ub._src.tools.bench import command, report
+from jax_ub._src.tools.bench import cases, command, report
 from jax_ub.errors import UnsupportedOverlapError
 
 
@@ -21,6 +22,18 @@ def run(tmp_path, *arguments):
     )
     assert status == 0
     return json.loads(path.read_text())
+
+
+def test_the_help_gives_every_op_and_the_defaults(capsys, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    defaults = cases.Options(ops=())
+    dtypes = ",".join(SHORT_NAMES[dtype] for dtype in defaults.dtypes)
+    assert f"(default: {dtypes})" in text
+    assert f"(default: {defaults.rounds}; with" in text
+    assert [op for op in (*command.OPS, "barrier") if op not in text] == []
 
 
 @pytest.mark.parametrize("op", list(command.OPS))
@@ -51,8 +64,8 @@ def test_fp8_is_compared_with_bf16_and_xla(dtype, tmp_path, capsys):
     asked = ["--dtypes", dtype, "--shapes", "64x128x256", "--devices", "2"]
     ops = command.FP8_OPS if dtype == "fp8" else ["linear_pair"]
     found = run(tmp_path, *asked, "--ops", ",".join(ops))
-    cases = {(r["op"], r["variant"]) for r in found["results"]}
-    assert cases == {(op, "") for op in ops} | {("linear_pair", "fp8=recipe")}
+    variants = {(r["op"], r["variant"]) for r in found["results"]}
+    assert variants == {(op, "") for op in ops} | {("linear_pair", "fp8=recipe")}
     peers = {"bf16", "xla_qdq"} | ({"xla_f8"} if dtype != "mxfp8" else set())
     for result in found["results"]:
         assert result["dtype"] == dtype

@@ -174,6 +174,8 @@ def test_the_guide_has_every_key_every_name_and_its_defaults():
                 str(defaults[key]) for key in ("num_sm", "cga_size", "set_sm_margin")
             )
     assert len(DEFAULT_ROWS.findall(text)) == len(NAMES) // 2
+    comm, gemm = (defaults[f"{kind}_priority"] for kind in ("comm", "gemm"))
+    assert f"by default {comm} (the highest) for communication and {gemm}" in text
 
 
 DEFAULT_ROWS = re.compile(

@@ -323,6 +323,12 @@ def test_unusable_cuda_engine_is_a_fault(gpus):
     )
 
 
+def test_the_guide_names_every_state():
+    guide = pathlib.Path(__file__).parents[2] / "docs/commands.md"
+    text = guide.read_text()
+    assert [state.value for state in State if f"`{state.value}`" not in text] == []
+
+
 def test_failure_of_a_method_without_gpu_support_is_a_note(gpus):
     found = jax.local_devices()
     assert checks.state_of_failure(Method.DIRECT, found) is State.NOTE
