@@ -1,5 +1,7 @@
-"""Commands, code, links and names in README.md and docs/ are correct."""
+"""Commands, code, figures, links and names in README.md and docs/ are correct."""
 
+import itertools
+import math
 import pathlib
 import pkgutil
 import re
@@ -48,6 +50,22 @@ def test_the_readme_is_short():
 def test_each_command_of_the_readme_is_one_line(name):
     (command,) = blocks(f"command: {name}")
     assert len(command.splitlines()) == 1
+
+
+def test_the_figures_are_the_means_of_the_report():
+    report = (TOP / "docs/bench/zen5.md").read_text()
+    rows = re.findall(
+        r"^\| (\w+) +\| (\d+) \| (bf16|f32) +\|(?:[^|]*\|){4} +([\d.]+) ±", report, re.M
+    )
+    ops = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+    for op in (*ops, "linear_pair"):
+        means = []
+        for dtype, num_ranks in itertools.product(("bf16", "f32"), "248"):
+            speedups = [float(x) for *key, x in rows if key == [op, num_ranks, dtype]]
+            means.append(f"{math.prod(speedups) ** (1 / len(speedups)):.2f}")
+        row = f" | {' | '.join(means)} |\n"
+        assert row in README, op
+        assert row in (TOP / "docs/bench/README.md").read_text(), op
 
 
 def test_every_documented_function_is_public():
