@@ -21,7 +21,7 @@ from jax_ub._src.ops.fused_operation import (
     FusedPattern,
     Op,
     fuse_windows,
-    part,
+    pattern_field,
 )
 from jax_ub._src.ops.linear import BasicLinear
 from jax_ub._src.ops.normalization import RMSNorm
@@ -58,7 +58,7 @@ def _in_place_mismatch(name, op, wanted):
 
 
 def _with_fused(ops, fused):
-    """Replaces the basic operations of a fused operation in `ops` by the operation."""
+    """Returns `ops` with `fused` in place of the basic operations that it replaces."""
     size = len(fused.basic_ops)
 
     def replacement(rest):
@@ -136,9 +136,9 @@ class ForwardLinearBiasAdd(_LinearPattern, ForwardPattern):
 
     _overlapped = UserbuffersForwardLinear
 
-    linear: BasicLinear = part(BasicLinear, UserbuffersForwardLinear)
-    bias: Bias | None = part(Bias, is_optional=True)
-    add: AddExtraInput = part(AddExtraInput)
+    linear: BasicLinear = pattern_field(BasicLinear, UserbuffersForwardLinear)
+    bias: Bias | None = pattern_field(Bias, is_optional=True)
+    add: AddExtraInput = pattern_field(AddExtraInput)
 
     @classmethod
     def mismatch(cls, linear, bias, add):
@@ -192,9 +192,9 @@ class ForwardLinearBiasActivation(ForwardPattern):
 
     _needed = ("bias",)
 
-    linear: BasicLinear = part(BasicLinear)
-    bias: Bias | None = part(Bias, is_optional=True)
-    activation: Activation | None = part(Activation, is_optional=True)
+    linear: BasicLinear = pattern_field(BasicLinear)
+    bias: Bias | None = pattern_field(Bias, is_optional=True)
+    activation: Activation | None = pattern_field(Activation, is_optional=True)
 
     @classmethod
     def mismatch(cls, linear, bias, activation):
@@ -230,9 +230,9 @@ class ForwardLinearScaleAdd(ForwardPattern):
         add: the `AddExtraInput(in_place=True)` after the scale.
     """
 
-    linear: BasicLinear = part(BasicLinear)
-    scale: ConstantScale = part(ConstantScale)
-    add: AddExtraInput = part(AddExtraInput)
+    linear: BasicLinear = pattern_field(BasicLinear)
+    scale: ConstantScale = pattern_field(ConstantScale)
+    add: AddExtraInput = pattern_field(AddExtraInput)
 
     @classmethod
     def mismatch(cls, linear, scale, add):
@@ -278,8 +278,8 @@ class BackwardLinearAdd(_LinearPattern, BackwardPattern):
 
     _overlapped = UserbuffersBackwardLinear
 
-    backward_add: MakeExtraOutput = part(MakeExtraOutput)
-    linear: BasicLinear = part(BasicLinear, UserbuffersBackwardLinear)
+    backward_add: MakeExtraOutput = pattern_field(MakeExtraOutput)
+    linear: BasicLinear = pattern_field(BasicLinear, UserbuffersBackwardLinear)
 
     @classmethod
     def mismatch(cls, backward_add, linear):
@@ -314,7 +314,7 @@ class BackwardLinearAdd(_LinearPattern, BackwardPattern):
     def unfused_reasons(cls, ops: Sequence[Op]) -> dict[int, str]:
         reasons = {}
         for i, pair in enumerate(zip(ops, ops[1:], strict=False), 1):
-            found = cls.take(pair)
+            found = cls.match_prefix(pair)
             if found is None:
                 continue
             if not found["backward_add"].in_place:
@@ -326,7 +326,7 @@ class BackwardLinearAdd(_LinearPattern, BackwardPattern):
 
 @dataclasses.dataclass(frozen=True)
 class BackwardLinearScale(BackwardPattern):
-    """Applies the `ConstantScale` after a linear in the linear's gradient GEMMs.
+    """Computes the gradients of `scale * (x @ kernel)` in GEMMs that apply the scale.
 
     Replaces the backward of `BasicLinear` and the `ConstantScale` after it. This saves
     a pass that scales dy, and its buffer. Column-parallel linears are not fused, as in
@@ -339,8 +339,8 @@ class BackwardLinearScale(BackwardPattern):
         scale: the scale after the linear.
     """
 
-    linear: BasicLinear = part(BasicLinear)
-    scale: ConstantScale = part(ConstantScale)
+    linear: BasicLinear = pattern_field(BasicLinear)
+    scale: ConstantScale = pattern_field(ConstantScale)
 
     @classmethod
     def mismatch(cls, linear, scale):
@@ -369,8 +369,8 @@ class BackwardActivationBias(BackwardPattern):
         activation: the activation function.
     """
 
-    bias: Bias = part(Bias)
-    activation: Activation = part(Activation)
+    bias: Bias = pattern_field(Bias)
+    activation: Activation = pattern_field(Activation)
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """Computes dx and the bias gradient from one f32 array; rounds each once."""
@@ -396,8 +396,8 @@ class BackwardAddRMSNorm(BackwardPattern):
         rmsnorm: the norm.
     """
 
-    add: MakeExtraOutput = part(MakeExtraOutput)
-    rmsnorm: RMSNorm = part(RMSNorm)
+    add: MakeExtraOutput = pattern_field(MakeExtraOutput)
+    rmsnorm: RMSNorm = pattern_field(RMSNorm)
 
     @classmethod
     def mismatch(cls, add, rmsnorm):

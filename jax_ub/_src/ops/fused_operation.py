@@ -122,8 +122,9 @@ class FusedOperation(Operation):
         d_extra_outputs: tuple[Extras, ...],
         needs: tuple[RequestedGradients, ...],
     ) -> tuple[jax.Array | None, tuple[Params, ...], tuple[Extras, ...]]:
-        """Computes the replaced operations' gradients, one by one in the base class.
+        """Computes the gradients of the basic operations that this one replaces.
 
+        The base class calls their `backward` methods, from the last to the first.
         Residuals, parameter gradients and extra tensors are tuples with one entry for
         each basic operation. Unlike in `BasicOperation.backward`, every gradient may be
         None. For example, `dy` is None if only an extra output inside the window has a
@@ -137,8 +138,9 @@ class FusedOperation(Operation):
                 dy = dy if op.takes_quantized_grad else dequantized(dy)
                 dy, d_param, d_extra = op.backward(residuals[i], dy, d_extras, need)
             else:
-                # The cotangent of an overwritten parameter, such as "main_grad", is its
-                # new value. No gradient is added here, so it keeps the old value.
+                # An overwritten parameter, such as the accumulator "main_grad", has
+                # its new value as cotangent. Nothing is added to it here, so the new
+                # value equals the old one, which is a residual.
                 names = op.overwritten & need.params
                 d_param = {name: residuals[i][name] for name in names}
                 dy, d_extra = None, (None,) * op.num_extra_inputs
@@ -196,8 +198,12 @@ def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
     return found
 
 
-def part(*kinds: type, is_optional: bool = False) -> Any:
-    """Declares a field of a `FusedPattern`: an operation of one of these types."""
+def pattern_field(*kinds: type, is_optional: bool = False) -> Any:
+    """Returns a dataclass field that holds one operation of a `FusedPattern`.
+
+    The operation must be an instance of one of `kinds`. If it is optional, the field
+    may be None.
+    """
     return dataclasses.field(
         default=None,
         repr=False,
@@ -211,8 +217,9 @@ def part(*kinds: type, is_optional: bool = False) -> Any:
 class FusedPattern(FusedOperation):
     """Base class of fused operations that replace a fixed sequence of operation types.
 
-    A subclass declares these operations as fields, in forward order, with `part` as
-    default. A caller passes them by keyword, or all in the tuple `basic_ops`.
+    A subclass declares these operations as fields, in forward order, with
+    `pattern_field` as default. A caller passes them by keyword, or all in the tuple
+    `basic_ops`.
     """
 
     _needed: ClassVar[tuple[str, ...]] = ()  # optional fields that `fuse` requires
@@ -235,12 +242,20 @@ class FusedPattern(FusedOperation):
 
     @classmethod
     def mismatch(cls, **parts: Any) -> str:
-        """Returns why operations of the right types cannot be fused, or ""."""
+        """Returns why this class cannot fuse `parts`, or "" if it can.
+
+        `parts` are the operations of the fields. Their types have been checked; their
+        attributes, such as the parallel mode of a linear, have not.
+        """
         return ""
 
     @classmethod
-    def take(cls, ops: Sequence[Any]) -> dict[str, Any] | None:
-        """Returns {field: operation} for the first of `ops`; None if a type differs."""
+    def match_prefix(cls, ops: Sequence[Any]) -> dict[str, Any] | None:
+        """Matches the first operations in `ops` to the fields, in order, by type.
+
+        Returns {field name: operation}, with None for optional operations that are
+        absent, or None if the types do not match.
+        """
         rest, found = list(ops), {}
         for field in cls._parts():
             fits = bool(rest) and isinstance(rest[0], field.metadata["kinds"])
@@ -254,7 +269,7 @@ class FusedPattern(FusedOperation):
         """Replaces each match of the pattern in a list by one operation."""
 
         def match(rest):
-            found = cls.take(rest)
+            found = cls.match_prefix(rest)
             if found is None or cls.mismatch(**found):
                 return None
             has_needed = all(found[name] is not None for name in cls._needed)
@@ -293,7 +308,7 @@ class FusedPattern(FusedOperation):
                 f"{op}: basic_ops is a {type(self.basic_ops).__name__}, not a tuple of "
                 f"operations. Pass {call}."
             )
-        found = self.take(self.basic_ops)
+        found = self.match_prefix(self.basic_ops)
         if found is None or len(_present(found)) < len(self.basic_ops):
             kinds = ", ".join(type(each).__name__ for each in self.basic_ops)
             raise ShapeContractError(
@@ -301,7 +316,8 @@ class FusedPattern(FusedOperation):
                 f"{call}."
             )
         for name, value in found.items():
-            # `dataclasses.replace` passes all fields.
+            # Equal values are accepted, because `dataclasses.replace` passes both
+            # `basic_ops` and the fields that were set from it.
             if getattr(self, name) not in (None, value):
                 raise ShapeContractError(
                     f"{op}: both basic_ops and {name} are given, and they differ. Pass "
@@ -315,7 +331,10 @@ class ForwardPattern(FusedPattern):
 
     @classmethod
     def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces the operations in a list that this class fuses."""
+        """Replaces each match of the class's pattern in `ops` by one fused operation.
+
+        Returns a new list; the other operations stay in it.
+        """
         return cls.fuse(ops)
 
 
@@ -324,7 +343,10 @@ class BackwardPattern(FusedPattern):
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
-        """Replaces the operations in a list that this class fuses."""
+        """Replaces each match of the class's pattern in `ops` by one fused operation.
+
+        Returns a new list; the other operations stay in it.
+        """
         return cls.fuse(ops)
 
 

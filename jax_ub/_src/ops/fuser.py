@@ -125,7 +125,11 @@ def unregister_fusion(fusion: Fusion) -> None:
 
 
 def fusions(name: str) -> tuple[Fusion, ...]:
-    """Returns the registered fusion functions of "joint", "forward" or "backward"."""
+    """Returns the registered fusion functions of a pass, in the order they run.
+
+    `name` is "forward" or "backward" for functions that change the operations of one
+    direction, or "joint" for functions that fuse both directions in the same way.
+    """
     return tuple(_FUSIONS[name])
 
 

@@ -124,11 +124,12 @@ class OperationGroup:
             )
         )
 
-    def inner_cotangent_avals(self, operands, needs: Needs):
-        """Returns the cotangent avals of each operation's x, and of extra outputs.
+    def intermediate_cotangent_avals(self, operands, needs: Needs):
+        """Returns the cotangent types of the arrays between the group's operations.
 
-        Arrays inside a fused operation do not exist at run time. Their types come from
-        an abstract evaluation of the unfused operations.
+        These are the activation that each operation reads, in order, and the extra
+        outputs by edge. A fused operation does not compute the arrays inside it, so
+        their types come from an abstract evaluation of the unfused operations.
         """
         if len(self.basic_ops) == 1:
             return (), {}
@@ -215,7 +216,11 @@ def _group_fwd(configuration, group, operands, saves):
         is_leaf=_is_none,
     )
     kept = group.kept_residuals(residuals, saves)
-    return (y, results, ()), (avals, kept, group.inner_cotangent_avals(values, needs))
+    return (y, results, ()), (
+        avals,
+        kept,
+        group.intermediate_cotangent_avals(values, needs),
+    )
 
 
 def _group_bwd(configuration, group, _, saved, cotangents):
@@ -236,8 +241,9 @@ def _group_bwd(configuration, group, _, saved, cotangents):
         has_gradients = any(needs[window]) and (
             dy is not None or any(d is not None for row in d_outputs for d in row)
         )
-        # Without gradients, the base class runs no operation. It returns None, and for
-        # overwritten parameters (whose cotangent is the new value) the old value.
+        # Without gradients, no operation runs: the base class returns None for each
+        # gradient. For an accumulator such as "main_grad", it returns the old value,
+        # because the cotangent of an accumulator is its new value.
         backward = (type(op) if has_gradients else FusedOperation).backward
         dy = dy if op.basic_ops[-1].takes_quantized_grad else dequantized(dy)
         with group.naming_errors(window, op):

@@ -138,7 +138,8 @@ class BasicLinear(_LinearOptions, BasicOperation):
 
     @property
     def takes_quantized_grad(self) -> bool:
-        # The gradient of a sum over the ranks may be partial, and is then summed first.
+        # The backward of GEMM+AR may first have to sum dy over the ranks. It takes dy
+        # in the wide dtype then, and quantizes the sum.
         return self.fp8 is not None and self.mode.op != "matmul_all_reduce"
 
     @property

@@ -53,8 +53,8 @@ def quantized(config: CallConfig, residuals: Residuals, params: Params) -> Resid
     operands, backward = jax.vjp(quantize, state)
     if is_quantized:
         check_scaled(config, operands["x"], operands["kernel"])
-    # The "gradient" of the state is its new value, which does not depend on the
-    # gradients of the operands. So any gradients, such as zeros, return it.
+    # The vjp of `quantize` returns the new state as the "gradient" of the old one. It
+    # ignores the cotangents of the quantized arrays, so zeros are passed for them.
     zeros = jax.tree.map(
         lambda a: vma.pcast_varying(jnp.zeros_like(a), vma.axes_of(a)), operands
     )

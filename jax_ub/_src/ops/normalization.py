@@ -69,7 +69,10 @@ class Normalization(BasicOperation):
         return {"scale": PartitionSpec()}
 
     def statistics(self, x: jax.Array) -> dict[str, jax.Array]:
-        """Returns the statistics of each token by name, with shape `[..., 1]`."""
+        """Returns "rstd" and, for LayerNorm, "mean" of each token of x, `[..., 1]`.
+
+        The normalized token is `(x - mean) * rstd`. RMSNorm subtracts no mean.
+        """
         raise NotImplementedError
 
     def saved(self, needs):

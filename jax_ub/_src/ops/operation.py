@@ -46,10 +46,11 @@ class OutputChannel:
 
 @dataclasses.dataclass(frozen=True)
 class RequestedGradients:
-    """The operands of a basic operation whose gradients the backward must compute.
+    """Says which gradients the backward of a basic operation must compute.
 
-    `x` stands for the activation, `params` holds the names of parameters, and
-    `extra_inputs` has one flag for each extra input.
+    `x` is whether it computes the gradient of the activation, `params` are the names of
+    the parameters whose gradients it computes, and `extra_inputs` has one flag for each
+    extra input.
     """
 
     x: bool = False
@@ -119,8 +120,8 @@ class BasicOperation(Operation):
     # cotangent is their new value; the residual of the same name is their old value.
     overwritten: ClassVar[frozenset[str]] = frozenset()
 
-    # Whether x of the forward, and dy of the backward, may be a `ScaledArray`, whose
-    # source has the dtype of the activation. Others get the dequantized array.
+    # Whether `forward` accepts a quantized x, and `backward` a quantized dy, as a
+    # `ScaledArray`. If not, the caller of the method dequantizes the array first.
     takes_quantized: ClassVar[bool] = False
     takes_quantized_grad: ClassVar[bool] = False
 
@@ -240,7 +241,9 @@ class BasicOperation(Operation):
         raise NotImplementedError
 
     def with_extra_input_channel(self, index: int, name: str) -> "BasicOperation":
-        """Returns a copy whose extra input `index` comes from the output named `name`.
+        """Returns a copy that reads extra input `index` from the channel `name`.
+
+        The channel is an extra output of an earlier operation.
 
         Raises:
             ShapeContractError: if `index` is out of range, or `name` is not a string
@@ -251,7 +254,9 @@ class BasicOperation(Operation):
     def with_extra_output_channel(
         self, index: int, name: str, output_to_caller: bool = True
     ) -> "BasicOperation":
-        """Returns a copy whose extra output `index` later operations read as `name`.
+        """Returns a copy that writes extra output `index` to the channel `name`.
+
+        Later operations with an extra input channel of this name read it.
 
         Args:
             index: index of the extra output.

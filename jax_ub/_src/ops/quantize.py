@@ -74,8 +74,9 @@ class Quantize(BasicOperation):
     _: dataclasses.KW_ONLY
     fp8: Recipe | None = None
     axis_name: str | tuple[str, ...] | None = None
-    # The quantizers of the activation and of its gradient that other operations of the
-    # list determine; `with_quantizers` sets them in a copy.
+    # The quantizers of the activation and of its gradient. They depend on the linears
+    # and collectives that follow or precede this operation, so `with_quantizers` sets
+    # them, in a copy.
     _linked: tuple[Quantizer | None, Quantizer | None] = dataclasses.field(
         default=(None, None), init=False, repr=False
     )
@@ -166,7 +167,11 @@ class _Path:
 
 
 def _paths(ops: Sequence[BasicOperation], role: str) -> list[_Path]:
-    """Returns the path of each quantized activation, or gradient, through `ops`."""
+    """Returns, for each FP8 tensor that `ops` creates, the operations that get it.
+
+    With role `INPUT`, the tensors are activations, which pass forward through `ops`.
+    With `OUTPUT_GRAD`, they are gradients, which pass backward.
+    """
     is_forward = role == INPUT
     found: list[_Path] = []
     path: _Path | None = None

@@ -27,7 +27,7 @@ from jax_ub._src.ops.fused_operation import (
     FusedPattern,
     Op,
     fuse_windows,
-    part,
+    pattern_field,
 )
 from jax_ub._src.ops.linear import BasicLinear
 from jax_ub._src.ops.linear_gemms import product_of, quantized
@@ -69,9 +69,11 @@ def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
 class UserbuffersLinear(FusedPattern):
     """Base class of fused linears whose GEMM overlaps with their collective."""
 
-    linear: BasicLinear = part(BasicLinear)
-    bias: Bias | None = part(Bias, is_optional=True)
-    reduce_scatter: ReduceScatter | None = part(ReduceScatter, is_optional=True)
+    linear: BasicLinear = pattern_field(BasicLinear)
+    bias: Bias | None = pattern_field(Bias, is_optional=True)
+    reduce_scatter: ReduceScatter | None = pattern_field(
+        ReduceScatter, is_optional=True
+    )
 
     @classmethod
     def mismatch(cls, linear, bias, reduce_scatter):

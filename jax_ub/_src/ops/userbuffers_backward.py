@@ -158,10 +158,10 @@ class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
         if self.bias is not None and needs[1].params:
             db = row_sum(dequantized(dy))
             if self.reduce_scatter is not None:
-                # y contains the sum of all ranks' biases, and each bias has the
-                # gradient of this sum: dy summed over all tokens of all ranks. Its type
-                # is varying. If the bias is replicated, the operation group therefore
-                # sums the gradient over the ranks once more.
+                # The reduce-scatter adds the biases of all ranks to each token, so the
+                # gradient of each rank's bias is dy summed over the tokens of all
+                # ranks. It is cast to vary over the ranks: if the bias is replicated,
+                # the caller then also adds the gradients of its P copies.
                 axes = config.axes(db)
                 db = vma.pcast_varying(_sum_over_ranks(config, db), axes)
             d_params[1]["bias"] = db
@@ -173,7 +173,10 @@ def _sum_over_ranks(config, db):
 
 
 def _gradients(config, dy, x, w, main_grad, residual, state=None):
-    """Casts the operands to one dtype and the same varying axes; runs the GEMMs."""
+    """Returns dx, dw and the new FP8 state of a linear.
+
+    The operands are first cast to one dtype and to vary over the same mesh axes.
+    """
     if x is None and w is None and not state:
         return None, None, {}
     operands = (dy, x, w, main_grad, residual)
