@@ -13,9 +13,9 @@ from jax_ub._src.tools.timing import (
     Candidate,
     Summary,
     WithThreads,
-    at_peak,
     fastest,
     interleave,
+    peak_candidates,
     ratio,
     summarize,
 )
@@ -187,7 +187,7 @@ def test_invalid_arguments_of_the_peak_are_rejected(dtype, duration_s, text):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_peak_limit_is_flops_over_the_peak_rate(dtype):
-    (candidate,) = at_peak(Ranks(2), dtype, 10**9)
+    (candidate,) = peak_candidates(Ranks(2), dtype, 10**9)
     assert candidate.name == timing.PEAK
     assert candidate.seconds() > 0
     candidate.program = lambda *operands: 200.0
@@ -196,7 +196,7 @@ def test_the_peak_limit_is_flops_over_the_peak_rate(dtype):
 
 def test_lost_is_the_drop_below_the_best_peak(monkeypatch):
     monkeypatch.setattr(timing, "_best_rates", {})
-    (candidate,) = at_peak(Ranks(2), "float32", 10**9)
+    (candidate,) = peak_candidates(Ranks(2), "float32", 10**9)
     rates = iter([100.0, 75.0, 200.0])
     candidate.program = lambda *operands: next(rates)
     lost = []
@@ -207,8 +207,8 @@ def test_lost_is_the_drop_below_the_best_peak(monkeypatch):
 
 
 def test_there_is_no_peak_without_flops_or_on_gpus():
-    assert at_peak(Ranks(1), "float32", 0) == []
-    assert at_peak(types.SimpleNamespace(platform="gpu"), "float32", 8) == []
+    assert peak_candidates(Ranks(1), "float32", 0) == []
+    assert peak_candidates(types.SimpleNamespace(platform="gpu"), "float32", 8) == []
 
 
 def test_median_and_best_of_a_series():

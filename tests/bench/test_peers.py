@@ -51,7 +51,7 @@ def test_all_programs_of_an_op_match_the_reference(name, num_ranks):
         op.own("auto"),
         op.own("xla"),
     ]
-    candidate = op.candidates(Ranks(num_ranks), "float32", column)
+    candidate = op.candidate_factory(Ranks(num_ranks), "float32", column)
     for program in programs:
         made = candidate("any", program)
         assert [x.shape for x in made.operands] == [x.shape for x in given]

@@ -225,8 +225,8 @@ def test_mesh_axes_are_found_from_devices(text, expected):
 
 
 def test_unknown_mesh_leaves_the_axes_unknown():
-    assert groups.mesh_in("replica_groups=mesh['axis_0'=8] {'axis_0'}") == {}
-    assert groups.mesh_in(GROUPS["mesh"]) == MESH
+    assert groups.named_mesh_in("replica_groups=mesh['axis_0'=8] {'axis_0'}") == {}
+    assert groups.named_mesh_in(GROUPS["mesh"]) == MESH
     assert groups.size_and_axes("replica_groups=[1,8]<=[8]", {}) == (8, ())
     assert groups.size_and_axes("replica_groups=[1,8]<=[8]", {"tp": 2}) == (8, ())
 

@@ -38,7 +38,7 @@ def _json_path(text: str) -> pathlib.Path:
 
 
 def say(given: argparse.Namespace, text: str, end: str = "\n") -> None:
-    """Prints a text for people, unless `--json` prints to stdout."""
+    """Prints a text to stdout, unless `--json` sends the JSON document there."""
     if given.json != STDOUT:
         _show_progress("")
         sys.stdout.write(f"{text}{end}")
@@ -83,7 +83,10 @@ def progress(command: str, cases: Sequence[_Case]) -> Iterator[_Case]:
 
 
 def progress_file() -> int:
-    """Returns where a child process prints its progress: stderr if it is a terminal."""
+    """Returns the `stdout` argument of `subprocess` for a child that prints progress.
+
+    The output goes to stderr if that is a terminal, and is discarded otherwise.
+    """
     return STDERR if os.isatty(STDERR) else subprocess.DEVNULL
 
 

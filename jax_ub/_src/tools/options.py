@@ -26,7 +26,10 @@ _SHAPE_TEXT = re.compile(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", re.ASCII)
 
 
 def value_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns an argparse `type` that parses by `read` and reports its `UbError`."""
+    """Returns an argparse `type` that calls `read` with the text of an option.
+
+    If `read` raises a `UbError`, argparse prints its message and the usage, and exits.
+    """
 
     def parse(text: str) -> Any:
         try:

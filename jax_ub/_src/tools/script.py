@@ -19,12 +19,13 @@ def split_program(program: list[str]) -> list[str]:
     return program[program[:1] == ["--"] :]
 
 
-def note_options_after(
+def note_misplaced_options(
     command: str, given: argparse.Namespace, arguments: Sequence[str]
 ) -> None:
-    """Prints a note if options of the command follow the script, which gets them.
+    """Prints a note if options of the command come after the path of the script.
 
-    Arguments after "--" are meant for the script.
+    Such options are passed to the script. No note is printed for options after "--",
+    which are meant for it.
     """
     known = {f"--{name.replace('_', '-')}" for name in vars(given)}
     end = [*arguments, "--"].index("--")

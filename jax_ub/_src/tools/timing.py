@@ -68,8 +68,8 @@ class Candidate:
         return time.perf_counter() - start
 
 
-# The highest peak rate in GFLOP/s that this process has measured, by dtype. Another
-# process on the same core or a lower clock frequency reduces it later.
+# By dtype, the highest rate in GFLOP/s that this process has measured as the peak. If a
+# later measurement is lower, another process used the cores or the clock is slower.
 _best_rates: dict[str, float] = {}
 
 
@@ -89,8 +89,11 @@ class PeakCandidate(Candidate):
         return self.flops / rate / 1e9
 
 
-def at_peak(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
-    """Returns [PeakCandidate] on CPUs; an empty list on GPUs or if `flops` is 0."""
+def peak_candidates(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
+    """Returns a list with a lower bound: the time of `flops` at the CPU's peak rate.
+
+    It is empty on GPUs, whose peak rate is not measured, and if `flops` is 0.
+    """
     if ranks.platform != "cpu" or not flops:
         return []
     operands = [SHORT_NAMES[dtype], _PEAK_DURATION_S]
@@ -127,8 +130,8 @@ class WithThreads:
 
     def seconds(self) -> float:
         with engine_threads(self.num_threads):
-            # Threads of the previous number may still be spinning, so the first call is
-            # not timed.
+            # Threads of the program that ran before may still be spinning, so the first
+            # call is not timed.
             self.candidate()
             return self.candidate.seconds()
 
@@ -165,7 +168,10 @@ class BackgroundLoad:
 
 @functools.cache
 def _background_load():
-    """Returns the load of this process, whose intervals may span several programs."""
+    """Returns the `BackgroundLoad` that calls of `interleave` share by default.
+
+    A load is measured over at least 0.1 s, and one call may take less time.
+    """
     return BackgroundLoad()
 
 
@@ -238,13 +244,13 @@ class Summary:
 
 
 def summarize(values: Values) -> Summary:
-    """Summarizes a series of times, of which the smallest is the best."""
+    """Returns median, spread and minimum of a series of times."""
     low, median, high = map(float, np.percentile(values, (25, 50, 75)))
     return Summary(median, (high - low) / median, float(np.min(values)))
 
 
 def ratio(peer: Values, own: Values) -> Summary:
-    """Summarizes the speed-ups `peer / own` in each round; the largest is the best.
+    """Returns median, spread and maximum of `peer / own`, the speed-up in each round.
 
     A slow phase of the machine affects both times of a round, so that the median of the
     quotients is more stable than the quotient of the medians.

@@ -21,7 +21,7 @@ from jax_ub._src.fp8.recipes import (
 from jax_ub._src.tools.bench.peers import FastestDots
 from jax_ub._src.tools.devices import Ranks, Spec
 from jax_ub._src.tools.options import Shape
-from jax_ub._src.tools.timing import PEAK, Candidate, at_peak
+from jax_ub._src.tools.timing import PEAK, Candidate, peak_candidates
 
 # Names of the timed programs, which are columns of the tables and keys of the JSON.
 OWN = "jax_ub"
@@ -58,7 +58,8 @@ DEFAULT_SHAPES = (
 )
 QUICK_SHAPES = (Shape(32, 48, 80),)
 
-# In FP8 cases, the dtype of results, and of the calls with which FP8 is compared.
+# The dtype of the results of FP8 cases, and of the bf16 calls that they are compared
+# with.
 WIDE = "bfloat16"
 # Names of FP8 operands on the command line, which select the recipe of their scales.
 FP8_RECIPES: dict[str, Recipe] = {
@@ -179,7 +180,10 @@ class Setup:
     ) -> Case:
         """Returns a benchmark case of `num_gemms` GEMMs of size `shape`."""
         flops = num_gemms * shape.flops
-        every = [*candidates, *at_peak(self.ranks, wide_dtype(self.dtype), flops)]
+        every = [
+            *candidates,
+            *peak_candidates(self.ranks, wide_dtype(self.dtype), flops),
+        ]
         return Case(
             op, variant, self.dtype, self.num_ranks, shape, flops, every, **more
         )

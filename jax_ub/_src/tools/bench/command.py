@@ -254,9 +254,10 @@ def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
 
 
 def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
-    """Returns the programs to time: those of jax_ub once for each number of threads.
+    """Returns the programs of a case to time: jax_ub's for each number of threads.
 
-    The other programs run with the first number. They include limits that the engine
+    `threads` are the values of --threads; if there are none, no number is set. The
+    other programs run with the first number only: they include limits that the engine
     computes, which must stay comparable between the numbers.
     """
     if not threads:

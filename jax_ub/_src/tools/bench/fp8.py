@@ -41,9 +41,11 @@ def quantized(recipe: Recipe, x: Any, role: str) -> ScaledArray:
 
 @dataclasses.dataclass(frozen=True)
 class ScaledDot:
-    """XLA's dot of two FP8 operands with scales; other operands become bf16 first.
+    """Multiplies two `ScaledArray`s with XLA: an FP8 dot, then both scales.
 
-    The scales must be constant along the contracted dimension, as in a forward pass.
+    `fp8` is the dot of FP8 values. If only one operand is FP8, it is dequantized, and
+    `wide` multiplies the bf16 arrays. The scales must be constant along the contracted
+    dimension, as in a forward pass.
     """
 
     fp8: Dot
@@ -58,9 +60,11 @@ class ScaledDot:
 
 
 class QuantizedCollectives(peers.Collectives):
-    """XLA's collectives and dots of quantized activations, kernels and gradients.
+    """AG+GEMM and GEMM+RS in XLA, with operands that are quantized to FP8 first.
 
-    If `dequantizes`, they are dequantized to bf16 before the collectives.
+    All-gathers send FP8 values and scales. If `dequantizes`, the operands are
+    dequantized to bf16 again before the collectives and dots. Gradients are quantized
+    only if `quantizes_gradients`.
     """
 
     def __init__(

@@ -35,7 +35,12 @@ class _Sequence:
     extra: str = ""
 
     def program(self, method: str | None, *, is_fused: bool) -> Callable[..., Any]:
-        """Returns a function of (params, x, dy, *extra): result and gradients."""
+        """Returns the program to time, which computes the result and all gradients.
+
+        It takes (params, x, dy, *extra), where dy is the gradient of the result.
+        `method` is how GEMMs overlap with communication; None is the default. Unless
+        `is_fused`, each operation runs on its own.
+        """
         seq = ops.Sequential(*self.make(method))
 
         def run(params, x, dy, *extra):

@@ -31,14 +31,14 @@ def latency(setup: Setup, shape: Shape) -> list[Case]:
     found = []
     for name, op in FORWARD_OPS.items():
         links = (_as_link(name, call) for call in (op.own(setup.method), op.naive))
-        found.append(_chains(setup, name, *links))
+        found.append(_chained_case(setup, name, *links))
     if setup.method == "auto":  # `ub.all_reduce` has no argument `method`
         found.append(all_reduce_latency(setup))
     return found
 
 
 def all_reduce_latency(setup: Setup) -> Case:
-    return _chains(
+    return _chained_case(
         setup,
         "all_reduce",
         lambda x, w: ub.all_reduce(x, axis_name=AXIS),
@@ -57,8 +57,13 @@ def _as_link(op: str, call: Program) -> Program:
     return link
 
 
-def _chains(setup: Setup, variant: str, own: Program, xla: Program) -> Case:
-    """Returns a case that times a chain of calls and one call, in jax_ub and XLA."""
+def _chained_case(setup: Setup, variant: str, own: Program, xla: Program) -> Case:
+    """Returns a case that measures the time of one call of an op, without dispatch.
+
+    `own` is the op in jax_ub, `xla` in plain JAX. Each runs in two programs: a chain of
+    1 + MORE_CALLS calls, and one call. The difference of their times, divided by
+    MORE_CALLS, is the time of one call.
+    """
     ranks, dtype = setup.ranks, setup.dtype
     operands = [
         ranks.place(normal(0, (ranks.num_ranks * _WIDTH, _WIDTH), dtype), Spec(AXIS)),

@@ -2,7 +2,7 @@
 
 AG+GEMM is the column-parallel linear layer of an MLP: x [M, K] times w [K, N], in
 global sizes. GEMM+RS and GEMM+AR are the row-parallel layer that follows it, x [M, N]
-times w [N, K]. The pair of both layers is timed with gradients.
+times w [N, K]. The pair of the two layers is timed with gradients.
 """
 
 import dataclasses
@@ -76,7 +76,10 @@ class LinearOp:
 
     @property
     def is_pair(self) -> bool:
-        """Returns whether the op is both layers with gradients, not one GEMM."""
+        """Returns whether the op is two layers with gradients, not one GEMM.
+
+        The layers are the column-parallel and the row-parallel layer of an MLP.
+        """
         return len(self.gemms) > 1
 
     @property
@@ -92,13 +95,14 @@ class LinearOp:
     def shape(self, column: Shape) -> Shape:
         return column.row if self.is_row else column
 
-    def candidates(
+    def candidate_factory(
         self, ranks: Ranks, dtype: str, column: Shape, recipe: Recipe | None = None
     ) -> Callable[..., Candidate]:
-        """Returns a function that makes timed programs which share random operands.
+        """Draws random operands, and returns a function that makes `Candidate`s.
 
-        Its arguments are name, program and description of a candidate. With a recipe,
-        the operands are quantized.
+        The candidates are programs to time with these operands. The function takes a
+        name, a function of one device's operands, and a description. With a recipe, the
+        operands are quantized to FP8.
         """
         in_specs: Any = tuple(_SPECS[dims] for dims in self.operands)
         out_specs = tuple(_SPECS[dims] for dims in self.results)
@@ -128,10 +132,12 @@ class LinearOp:
     def with_layers(
         self, layers: Callable[[str], peers.Collectives], dots: Dots, dtype: str
     ) -> dict[str, Program]:
-        """Returns XLA's programs to time, by description: these collectives and dots.
+        """Returns XLA's programs that compute the op, as {description: program}.
 
-        Partial sums are reduced in `dtype` and in f32, because the fastest choice
-        depends on the machine.
+        `layers` creates the object that runs the collectives, such as a
+        `peers.Collectives`, from the dtype of partial sums. This dtype is `dtype` in
+        some of the programs and f32 in the others, because the fastest choice depends
+        on the machine. `dots` has the GEMMs by name.
         """
 
         def program(run: Program, moved: str) -> Program:
@@ -187,7 +193,7 @@ def _case(op, setup, column, *, quantizes):
     if recipe is not None and op.is_pair and not quantizes:
         options["hidden"] = functools.partial(fp8.quantized, recipe, role=INPUT)
     candidate, alone = (
-        op.candidates(each, wide, column, None if quantizes else recipe)
+        op.candidate_factory(each, wide, column, None if quantizes else recipe)
         for each in (ranks, Ranks(1))
     )
     dots = {
@@ -209,7 +215,7 @@ def _case(op, setup, column, *, quantizes):
             else:
                 compared.insert(0, kernel[0])
     else:
-        in_bf16 = op.candidates(ranks, wide, column)
+        in_bf16 = op.candidate_factory(ranks, wide, column)
         found = _in_xla_fp8(op, setup, dots, quantizes)
         compared = [
             in_bf16(cases.BF16, op.own(setup.method)),
@@ -246,7 +252,12 @@ def fastest_of(
 
 
 def _in_xla_fp8(op, setup, dots, quantizes):
-    """Returns XLA's FP8 programs to compare with: {peer: {description: program}}."""
+    """Returns the XLA programs that an FP8 case is compared with.
+
+    The result is {column of the table: {description: program}}: XLA_F8 multiplies FP8
+    values, XLA_QDQ dequantized values. `dots` has XLA's fastest bf16 dots by GEMM.
+    `quantizes` is whether the programs also quantize gradients.
+    """
     scaled = {
         gemm: fp8.ScaledDot(DotVariant(gemm[-2:], sums_in_f32=True), dot)
         for gemm, dot in dots.items()
@@ -358,7 +369,8 @@ FORWARD_OPS = {
         _forward_op(ub.matmul_all_reduce, peers.naive_all_reduce, "row_nn", _REDUCE),
     )
 }
-# Forward and backward pass of both layers: six GEMMs, with collectives.
+# The column-parallel and the row-parallel layer of an MLP with their gradients: six
+# GEMMs, with collectives.
 PAIR = LinearOp(
     name="linear_pair",
     operands=("MK", "KN", "NK", "MK"),

@@ -17,7 +17,10 @@ from jax_ub._src.tools.timing import Candidate, fastest
 def programs(
     shape: Shape, dtype: str, ranks: Ranks
 ) -> dict[PallasTiles, Callable[..., jax.Array]] | str:
-    """Returns programs of JAX's kernel by tiles, or the reason why there are none."""
+    """Returns {tile sizes: AG+GEMM with JAX's Pallas kernel} for all tiles that fit.
+
+    If the kernel cannot run on these devices or at this size, returns the reason.
+    """
     sizes = shape.M, shape.K, shape.N
     reason = pallas.why_not(ranks.devices, dtype, *sizes)
     if reason is not None:

@@ -28,16 +28,18 @@ LAYOUTS = {
     "tn": ("MK", "MN", "KN"),
 }
 _CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
-# Name in reports of the naive program, if it is the fastest of XLA's programs.
+# Describes the naive program, which calls a `lax` collective and `@`, in the reports
+# that say which of XLA's programs was the fastest.
 NAIVE_VARIANT = "naive"
 
 
 @dataclasses.dataclass(frozen=True)
 class DotVariant:
-    """A way to write a GEMM as `lax.dot_general`, such as with an f32 result.
+    """One of several ways to write a GEMM as `lax.dot_general`, which differ in speed.
 
-    `upcasts` converts the operands to f32 first. `transposes` names the operand, "left"
-    or "right", that is transposed in memory first.
+    `sums_in_f32` requests an f32 result from the dot. `upcasts` converts the operands
+    to f32 first. `transposes` names the operand, "left" or "right", that is transposed
+    in memory first.
     """
 
     layout: str
@@ -159,8 +161,8 @@ def wide_dtype(x: Any) -> Any:
     return x.wide_dtype if is_scaled(x) else x.dtype
 
 
-# `Collectives` and `Rings` compute AG+GEMM and GEMM+RS. `bench.linear` builds the
-# programs of all linear layers from them.
+# `bench.linear` builds its programs from the methods of the two classes below:
+# `Collectives` runs a collective and a GEMM one after the other, `Rings` overlaps them.
 
 
 class Collectives:
@@ -175,7 +177,11 @@ class Collectives:
         self._gathered: dict[int, jax.Array] = {}
 
     def quantized(self, x: Any, role: str | None) -> Any:
-        """Returns x. Subclasses that multiply FP8 quantize x if it has a role."""
+        """Returns the operand x as the collectives and dots take it: unchanged here.
+
+        A subclass for FP8 quantizes it. `role` says whether x is an activation, a
+        kernel or a gradient; with None, x is never quantized.
+        """
         return x
 
     def gather(self, x: jax.Array) -> jax.Array:

@@ -106,7 +106,8 @@ class Job:
         ones = np.ones(self.num_processes, np.float32)
         self._ones = self.ranks.place(ones, Spec(AXIS))
         self.synchronize()
-        # Its intervals may span several cases, whose rounds are short.
+        # All cases share one measurement of the load: it covers at least 0.1 s, and the
+        # rounds of one case may be shorter.
         self._load = timing.BackgroundLoad(self._cpu_seconds)
 
     def synchronize(self) -> None:
@@ -123,15 +124,19 @@ class Job:
             else:
                 for dtype in self._options.dtypes:
                     for shape in self._options.shapes:
-                        case = self.forward(FORWARD_OPS[op], dtype, shape)
+                        case = self.forward_case(FORWARD_OPS[op], dtype, shape)
                         cases.check_agreement(case)
                         yield self._timed(case)
 
-    def forward(self, op: LinearOp, dtype: str, column: Shape) -> Case:
-        """Returns the benchmark case of an op on one device of each process."""
+    def forward_case(self, op: LinearOp, dtype: str, column: Shape) -> Case:
+        """Returns the benchmark case of a forward op, with one rank in each process.
+
+        `column` has the sizes of the column-parallel layer; a row-parallel op swaps K
+        and N.
+        """
         method, local = self._options.method, Ranks(self.num_processes)
         candidate, in_process, alone = (
-            op.candidates(ranks, dtype, column)
+            op.candidate_factory(ranks, dtype, column)
             for ranks in (self.ranks, local, Ranks(1))
         )
         ((name, (left, right)),) = op.local_operands(column, self.num_processes).items()

@@ -62,7 +62,7 @@ class Result:
 
     @property
     def own(self) -> Summary:
-        """Returns the summarized time of jax_ub's program in microseconds."""
+        """Returns median, spread and minimum of jax_ub's times in microseconds."""
         return self.times_us[cases.OWN]
 
     @property
@@ -109,7 +109,11 @@ def evaluate(case: Case, rounds: Rounds, threads: int | None = None) -> Result:
 
 
 def _per_call(case, seconds):
-    """Returns {program: seconds of one call in each round}, as `Case.calls` defines."""
+    """Returns {program: seconds of one call in each round} from the programs' times.
+
+    Programs of one call keep their times. If a program chains 1 + n calls, the time of
+    one call is the time of the chain minus that of a single call, divided by n.
+    """
     if case.calls == 1:
         return seconds
     found = dict(seconds)
@@ -179,7 +183,8 @@ _CASE = ("op", "P", "dtype", "M x K x N")
 _TIMES = ("time", "spread", "GF/s")
 _LINEAR = (*LINEAR_OPS, "small")
 _GEMMS = (*_LINEAR, "gemm", "dgrad_add", "wgrad_accumulate")
-# The ops that have a value in these columns. In all other columns, every op has one.
+# Columns that are filled for some ops only, with these ops. `results_table` leaves out
+# a column if it is empty for all selected ops. Other columns are filled for every op.
 _OPS_WITH = {
     "GF/s": (*_GEMMS, "fused"),
     cases.NAIVE: _GEMMS,
@@ -240,7 +245,8 @@ def sections(results: Sequence[Result], fallbacks: Sequence[Fallback]) -> str:
             f"{fallback.label}: {fallback.reason}" for fallback in fallbacks
         ],
     }
-    # With --threads, the results of a case have the same lines, which are printed once.
+    # With --threads, a case has one result for each number of threads. Lines that are
+    # the same for all of them are printed once.
     return "".join(
         "\n".join([f"\n{title}\n", *dict.fromkeys(lines), ""])
         for title, lines in found.items()

@@ -334,13 +334,17 @@ def _shared_memory():
 
 
 def _named_overlaps(mesh: Mesh, together: bool) -> Iterator[Finding]:
-    """Lists the methods of named overlaps, or the defaults of `initialize_ub`."""
+    """Reports how ranks are connected, and the method of each named overlap.
+
+    If this process has not called `initialize_ub`, calls it on `mesh` and reports its
+    defaults; if `together`, then also checks the methods across processes.
+    """
     if registry.axes():
         yield from _connections()
         for axis in registry.axes():
             text = f"{axis.tp_size} ranks, [T, H] = {list(axis.shape)}"
             yield Finding(f"axis {', '.join(axis.axis_name)}", State.OK, text)
-            yield from _methods_of(axis)
+            yield from _overlaps_by_method(axis)
         return
     try:
         ub.initialize_ub((8 * mesh.size, 16), mesh.size, mesh=mesh, axis_name=_AXIS)
@@ -354,11 +358,14 @@ def _named_overlaps(mesh: Mesh, together: bool) -> Iterator[Finding]:
     ub.destroy_ub()
     text = "not called here; the next lines are its defaults"
     yield Finding("initialize_ub", State.NOTE, text)
-    yield from _methods_of(axis)
+    yield from _overlaps_by_method(axis)
 
 
-def _methods_of(axis) -> Iterator[Finding]:
-    """Yields the names of the overlaps of each method and quantization mode."""
+def _overlaps_by_method(axis) -> Iterator[Finding]:
+    """Yields a finding for each method and quantization mode on a mesh axis.
+
+    It lists the overlap names that `initialize_ub` has configured with them.
+    """
     by_method: dict[str, list[str]] = {}
     for (name, mode), overlap in axis.overlaps.items():
         by_method.setdefault(f"{overlap.method} ({mode.name})", []).append(name)

@@ -24,7 +24,7 @@ from jax_ub._src.tools.explain.report import find_hardware
 from jax_ub._src.tools.options import name_of
 from jax_ub._src.tools.script import (
     check_script,
-    note_options_after,
+    note_misplaced_options,
     run_script,
     split_program,
 )
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", type=name_of(HARDWARE), help=hardware)
     console.add_json(parser, "the table", has_program=True)
     program = "a program and its arguments; options of explain precede it"
-    # PARSER includes options and "--" of the program.
+    # Unlike nargs="+", PARSER also takes the options and "--" that follow the script.
     parser.add_argument(
         "program", nargs=argparse.PARSER, metavar="script.py", help=program
     )
@@ -55,7 +55,7 @@ def command(given: argparse.Namespace) -> int:
     """Runs the script, prints the table and returns the script's exit status."""
     script, *arguments = split_program(given.program)
     check_script("explain", script)
-    note_options_after("explain", given, arguments)
+    note_misplaced_options("explain", given, arguments)
     with tempfile.TemporaryDirectory() as folder:
         # XLA reads the dump folder when the script starts the backend.
         settings.dump_compiled_programs(folder)

@@ -15,8 +15,11 @@ _IOTA = re.compile(
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
 
 
-def mesh_in(text: str) -> dict[str, int]:
-    """Returns the sizes of the mesh axes in HLO text, if they have the user's names."""
+def named_mesh_in(text: str) -> dict[str, int]:
+    """Returns {mesh axis: size} from HLO text, or {} if it has no mesh of the user.
+
+    Meshes whose axes XLA has named itself, such as "axis_0", are ignored.
+    """
     for found in _MESH.finditer(text):
         sizes = _sizes(found[1])
         if not any(name.startswith("axis_") for name in sizes):  # XLA makes such names

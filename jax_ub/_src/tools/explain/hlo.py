@@ -47,8 +47,9 @@ _COULD_BE = {
     "all-reduce": "matmul_all_reduce",
 }
 _COLLECTIVES = (*_COULD_BE, "all-to-all", "collective-permute")
-# Collectives that change how an array is sharded, by the start of the name of the
-# primitive of JAX. XLA names those that it adds after another primitive.
+# HLO opcodes of collectives that change how an array is sharded, with the prefix of
+# the JAX primitives that lower to each. A collective that XLA has added itself has the
+# name of another primitive.
 _RESHARDS = {
     "all-gather": "all_gather",
     "all-to-all": "all_to_all",
@@ -66,8 +67,8 @@ _PASSED = frozenset(
         "transpose",
     )
 )
-# Instructions that change no value. A reduction after a fusion of them still sums the
-# result of the dot.
+# Instructions that change no value. If a fusion consists of a dot and of these, a
+# reduction of the fusion's result still sums the result of the dot.
 _MOVES = _PASSED - {"fusion"} | {"bitcast-convert", "constant", "parameter", "tuple"}
 _DOTS = ("dot", "convolution")
 _MATMUL_CALLS = ("gemm", "matmul")
@@ -149,7 +150,7 @@ class _Instruction:
 
     @property
     def kind(self) -> str:
-        """Returns the opcode of the operation that an asynchronous start starts."""
+        """Returns the opcode, such as "all-gather", also for "all-gather-start"."""
         return self.opcode.removesuffix("-start")
 
 
@@ -176,7 +177,7 @@ def collectives(text: str, mesh: Mapping[str, int] | None = None) -> Found:
         text: the HLO text.
         mesh: the sizes of the mesh axes. None takes those that the text names.
     """
-    program = _Program(_COMMENT.sub("", text), mesh or groups.mesh_in(text))
+    program = _Program(_COMMENT.sub("", text), mesh or groups.named_mesh_in(text))
     pairs: list[Pair] = []
     gathered: list[tuple[int, ...]] = []
     reshards: list[Reshard] = []
@@ -245,16 +246,16 @@ class _Program:
                     yield one, body
 
     def pairs(self, one: _Instruction, body: _Body) -> list[Pair]:
-        """Returns a pair for each array of a collective that is next to a dot."""
+        """Pairs each array of a collective with the dot that uses or computes it."""
         dots: list[_Dot | None] = []
         gathers_argument = False
         if one.kind == "all-gather":
             starts = body.users_by_array(one)
-            dots = [self._near(start, body, body.users) for start in starts]
+            dots = [self._nearest_dot(start, body, body.users) for start in starts]
             gathers_argument = _gathers_argument(one, body.instructions)
-        elif one.kind in _COULD_BE and _sums(one, self._computations):
+        elif one.kind in _COULD_BE and _may_sum(one, self._computations):
             dots = [
-                self._near([name], body, body.operands, self._impure)
+                self._nearest_dot([name], body, body.operands, self._impure)
                 for name in one.operands
             ]
         # Not strict: if the HLO text does not contain the shapes of all results,
@@ -263,12 +264,12 @@ class _Program:
         return [self._pair(one, *pair, gathers_argument) for pair in pairs if pair[1]]
 
     def reshards(self, one: _Instruction, body: _Body) -> Iterator[Reshard]:
-        """Yields collective `one` if XLA has added it next to a call of jax_ub."""
+        """Yields a `Reshard` if XLA has added collective `one` for a jax_ub call."""
         named = _NAME.search(one.text)
         primitive = named[1].rpartition("/")[2] if named else ""
         if one.kind not in _RESHARDS or primitive.startswith(_RESHARDS[one.kind]):
             return
-        calls = (_call(one, body, edges) for edges in (body.users, body.operands))
+        calls = (_nearest_call(one, body, each) for each in (body.users, body.operands))
         if call := next(filter(None, calls), None):
             num_ranks, axes = groups.size_and_axes(one.text, self._mesh)
             yield Reshard(
@@ -280,11 +281,12 @@ class _Program:
                 axes,
             )
 
-    def _near(self, reached, body, edges, impure=frozenset()) -> _Dot | None:
-        """Returns the nearest dot among instructions or along `edges` from them.
+    def _nearest_dot(self, reached, body, neighbors, impure=frozenset()) -> _Dot | None:
+        """Searches for a dot breadth first, from the instructions `reached`.
 
-        Only instructions in `_PASSED` may be between them, and no fusions that call
-        computations in `impure`.
+        `neighbors` maps an instruction to its users or to its operands. The search
+        continues only through instructions in `_PASSED`, and not through fusions that
+        call computations in `impure`. Returns None after `_MAX_STEPS` steps.
         """
         for _ in range(_MAX_STEPS):
             following = []
@@ -297,7 +299,7 @@ class _Program:
                 if called and called[1] in self._dots:
                     return self._dots[called[1]]
                 if _passes(one):
-                    following += edges.get(one.name, ())
+                    following += neighbors.get(one.name, ())
             reached = following
         return None
 
@@ -342,7 +344,8 @@ class _SourceLines:
             elif line.endswith("{"):
                 break
         frames = self._rows["StackFrames"]
-        # XLA may print the parent's id plus 1: the first frame, without parent, has 1.
+        # XLA may print the ids of parents plus 1. Frame 1 has no parent, which is id 0,
+        # so the ids are too high by 1 if its parent is printed as 1.
         self._offset = 1 if frames.get(1, ("", ""))[1] == "1" else 0
 
     def of(self, one: "_Instruction") -> str:
@@ -357,14 +360,14 @@ class _SourceLines:
             file, line = self._rows["FileLocations"].get(int(location), ("0", ""))
             (path,) = self._rows["FileNames"].get(int(file), ("",))
             lines.append(f"{path}:{line}" if path else "")
-            # A caller has a lower id. If a text has it wrong, `min` ends the loop.
+            # Callers have lower ids. If they do not, `min` still ends the loop.
             frame = min(int(parent or 0) - self._offset, frame - 1)
         own = (line for line in lines if not any(one in line for one in _LIBRARIES))
         return next(own, lines[0] if lines else "")
 
 
-def _sums(one, computations):
-    """Returns whether a reduction computes a sum, or its kind is unknown."""
+def _may_sum(one, computations):
+    """Returns whether a reduction may be a sum, and is not, for example, a maximum."""
     called = _CALLED.search(one.text)
     body = computations.get(called[1], {}) if called else {}
     return {each.opcode for each in body.values()} <= {"parameter", "add", "convert"}
@@ -429,7 +432,7 @@ def _multiplies(one):
 
 
 def _dot(one, body):
-    """Returns the sizes of a dot; sizes that the text does not contain are 0."""
+    """Returns the sizes of the dot `one`; 0 for operands that are not in `body`."""
     known = [body[name].arrays for name in one.operands[:2] if name in body]
     # A library call may also return its workspace, as a second array.
     first = [arrays[0] if arrays else ("", [0]) for arrays in (*known, [], [])]
@@ -452,9 +455,12 @@ def _passes(one):
     return one.opcode in _PASSED or one.opcode.endswith("-done")
 
 
-def _call(one, body, edges):
-    """Returns the name of the nearest call of jax_ub along `edges`, or None."""
-    reached = edges.get(one.name, ())
+def _nearest_call(one, body, neighbors):
+    """Returns the name of the jax_ub call that is the fewest steps from `one`, or None.
+
+    A step is from an instruction to one of its `neighbors`: its users or its operands.
+    """
+    reached = neighbors.get(one.name, ())
     for _ in range(_MAX_STEPS):
         following = []
         for near in _known(reached, body):
@@ -462,7 +468,7 @@ def _call(one, body, edges):
             if 'custom_call_target="jax_ub$' in near.text and label:
                 return ub_name_in(label[1]) or label[1]
             if _passes(near):
-                following += edges.get(near.name, ())
+                following += neighbors.get(near.name, ())
         reached = following
     return None
 

@@ -92,8 +92,9 @@ def explain(
 
 
 def _as_new_function(fn, args, kwargs):
-    """Wraps `fn` in a new function of its arrays; returns it and the arrays.
+    """Returns a new jitted function that calls `fn`, and the arrays to call it with.
 
+    These are the arrays in `args` and `kwargs`, which the function takes one by one.
     JAX lowers a function once, and `recording` sees only calls that are lowered in its
     block. Arguments that are not arrays are closed over, because `fn` may declare them
     as static.
@@ -157,7 +158,12 @@ def table_of(
     lowered: Sequence[LoweredCall],
     axes: Collection[str] | None,
 ) -> Table:
-    """Returns the table of `explain` with its title and its notes."""
+    """Returns the table of `rows`, with a title and with notes below it.
+
+    Most notes are about XLA's collectives that have no row: `found` has all collectives
+    of each compiled program. `lowered` are the calls of jax_ub, and `axes` the mesh
+    axes of tensor parallelism.
+    """
     on = sum(row.overlapped for row in rows)
     title = f"{name}: {on} of {len(rows)} overlapped" if rows else f"{name}: no linears"
     table = Table(tuple(rows), title)
@@ -196,7 +202,11 @@ def _is_data_parallel(pair: hlo.Pair, axes: Collection[str] | None) -> bool:
 
 
 def _data_parallelism(found, axes) -> Iterator[str]:
-    """Yields a note for each kind of collective of data parallelism."""
+    """Yields notes about collectives that sum gradients or gather kernels.
+
+    These are over mesh axes of data parallelism; there is a note for each combination
+    of collective and mesh axes. `axes` are the axes of tensor parallelism.
+    """
     moved: dict[tuple[str, str], list[int]] = {}
     for pair in itertools.chain.from_iterable(one.pairs for one in found):
         if _is_data_parallel(pair, axes):
@@ -286,7 +296,7 @@ def call_rows(
             method=method.value if tiles is None else "pallas",
             reason=why_not,
             moved_bytes=None if num_ranks == 1 else round(prediction.moved_bytes),
-            # The model does not know JAX's kernel.
+            # No time is predicted for JAX's Pallas kernel, which has no cost model.
             predicted_s=prediction.seconds if tiles is None else None,
             measured_exposed_s=waits.get((call.label, target)),
             note=", ".join(filter(None, notes)),
@@ -308,7 +318,10 @@ def _why_sequential(call):
 
 
 def _dtype_of(call, operands):
-    """Returns the dtypes of the arrays that a call multiplies or else sends."""
+    """Returns the dtypes of the operands of a call's GEMM, such as "e5m2 x e4m3".
+
+    For a call without a GEMM, it is the dtype of the array that is sent.
+    """
     if call.has_scales:
         multiplied = operands[: call.num_scales]
     else:
@@ -404,7 +417,11 @@ def _split_scope(pair):
 
 
 def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
-    """Yields a row for each call that fell back to plain JAX without a collective."""
+    """Yields a table row for each call that runs as plain JAX and has no row yet.
+
+    These are calls whose dot has no collective next to it, for example on one rank.
+    Calls in `pairs`, whose dot has one, already have rows.
+    """
     known = {lowering_log.fallback_in(pair.scope) for pair in pairs}
     for equation, _ in equations(jaxpr, 1):
         if equation.primitive.name != "dot_general":

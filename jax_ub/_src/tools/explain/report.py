@@ -158,7 +158,10 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def _shortened(scope: str) -> str:
-    """Returns the last names of a path in the program, if it is long."""
+    """Shortens a scope, such as "model/block/mlp", if it is too long for the table.
+
+    The first names of the path are then replaced by "...".
+    """
     kept = scope
     while len(kept) > _MAX_SCOPE and "/" in kept:
         kept = kept.partition("/")[2]
@@ -215,7 +218,7 @@ def _check_rate(key, value):
 
 
 def other_machine(machine: Hardware) -> str:
-    """Returns the machine's name, or "" if this process runs on such a machine."""
+    """Returns the name of `machine`, or "" if this process runs on that machine."""
     return "" if machine == HARDWARE.get(_local_machine() or "") else machine.name
 
 

@@ -127,7 +127,10 @@ def explain(
 
 
 def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
-    """Returns, for each basic operation, the operation that runs it and its start."""
+    """Returns, for each basic operation, the fused or basic operation that runs it.
+
+    It is paired with the index of the first basic operation that it runs.
+    """
     return [(window.start, op) for window, op in windows(ops) for _ in op.basic_ops]
 
 
@@ -206,7 +209,8 @@ def _linear(op, name, window, reasons, sizes) -> Row:
 
 def _planned(op, axis_name, mode: ParallelMode, ranks, window_name) -> CallConfig:
     axes = () if mode.parallel is None else axis_tuple(axis_name)
-    # `initialize_ub` configures a name for one number of ranks, which must be known.
+    # `initialize_ub` configures overlaps by name, for a fixed number of ranks. If the
+    # number is unknown here, the name cannot be looked up.
     configured = op.comm_name if ranks is not None else None
     call_config = plan_call_config(
         window_name, axes, ranks or 1, configured, op.chosen_method, mode=mode

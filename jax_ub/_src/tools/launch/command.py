@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--parent-folder", help=argparse.SUPPRESS)
     add("-m", dest="module", action="store_true", help="run a module, not a script")
     program = "or the name of a module, after -m; and its arguments"
-    # PARSER includes options and "--" of the program.
+    # Unlike nargs="+", PARSER also takes the options and "--" that follow the script.
     add("program", nargs=argparse.PARSER, metavar="script.py", help=program)
     parser.set_defaults(run=run)
 

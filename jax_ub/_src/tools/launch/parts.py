@@ -43,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--processes", type=count, default=1, help="run in this many processes")
     devices = "with --processes: CPU devices of each, or GPUs (default: 1)"
     add("--devices-per-process", type=count, metavar="K", help=devices)
-    # Internal: each process of the job writes to `part_path` of this path.
+    # Internal: set in each process of a job. For "part.json", process 1 writes its
+    # results to "part.1.json".
     add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
 
 

@@ -32,7 +32,8 @@ def layer_rows(
     """Predicts the forward pass of each linear layer; returns JSON objects."""
     rows = []
     for layer in layers:
-        # Partial sums have the default itemsize: GPUs round them before they send them.
+        # By default, partial sums have 2 bytes per element: GPUs round them to bf16
+        # before they send them.
         work = Workload(layer.op, M, layer.K, layer.N, num_ranks)
         plan = estimate_workload(work, Method.AUTO, machine)
         alone, plan_s = bounds(work, machine), plan.seconds
@@ -144,7 +145,8 @@ def describe(machine: Hardware) -> list[str]:
     ]
 
 
-# The format of each column's values, by key of a row of `layer_rows` or `fp8_rows`.
+# The columns of both tables, each with the format of its values. They are named after
+# the keys of the dicts that `layer_rows` and `fp8_rows` return.
 _COLUMNS = {
     **{"layer": "", "op": "", "M": "", "K": "", "N": ""},
     **{f"{name}_us": ".0f" for name in ("gemm", "wire", "serial", "ideal", "plan")},
@@ -175,7 +177,7 @@ def _table(rows, columns, right):
 
 
 def _time_unit(rows):
-    """Returns the unit of a table's times, and its microseconds."""
+    """Returns the unit for a table's times and its length, such as ("ms", 1e3 us)."""
     longest_us = max(row[key] for row in rows for key in row if key.endswith("_us"))
     fitting = (each for each in _UNITS if longest_us < 1e5 * each[1])
     return next(fitting, _UNITS[-1])
@@ -199,7 +201,10 @@ _FP8_NOTES = (
 def fp8_rows(
     layers: Sequence[Layer], M: int, num_ranks: int, machine: Hardware
 ) -> list[dict[str, Any]]:
-    """Predicts each layer in bf16 and in FP8, and the sum of all layers."""
+    """Predicts the forward time of each layer in bf16 and FP8; returns JSON objects.
+
+    The last object has the sums over all layers.
+    """
     found, total = [], [0.0] * 3
     for layer in layers:
         work = Workload(layer.op, M, layer.K, layer.N, num_ranks)

@@ -29,7 +29,7 @@ from jax_ub._src.tools.options import (
 )
 from jax_ub._src.tools.script import (
     check_script,
-    note_options_after,
+    note_misplaced_options,
     run_script,
     split_program,
 )
@@ -81,7 +81,7 @@ def command(given: argparse.Namespace) -> int:
     program = split_program(given.program)
     _check(given, program)
     if given.part is None:  # otherwise the process that started this one has noted it
-        note_options_after("trace", given, program[1:])
+        note_misplaced_options("trace", given, program[1:])
     status = 0
     file = None if given.json == console.STDOUT else given.json
     if given.merge or given.processes > 1:
@@ -117,8 +117,8 @@ def summary(trace: Trace) -> list[str]:
     rows = []
     for equal in indices.values():
         call = trace.calls[equal[0]]
-        median_s = spans.typical(map(trace.seconds_of, equal))
-        waited_s = spans.typical(waiting_s[index] for index in equal)
+        median_s = spans.typical_seconds(map(trace.seconds_of, equal))
+        waited_s = spans.typical_seconds(waiting_s[index] for index in equal)
         times = (f"{1e6 * median_s:.1f}", f"{1e6 * waited_s:.1f}")
         what = (call.where, call.op, call.method, call.num_ranks, call.operands)
         rows.append((len(equal), *times, *what))

@@ -180,14 +180,14 @@ class Trace:
         found: dict[tuple[str, str], list[float]] = {}
         for call, seconds in zip(self.calls, self.waiting_s(), strict=True):
             found.setdefault((call.label, call.op), []).append(seconds)
-        return {key: typical(times) for key, times in found.items()}
+        return {key: typical_seconds(times) for key, times in found.items()}
 
 
-def typical(seconds: Iterable[float]) -> float:
-    """Returns the median of the times of equal calls, in their order.
+def typical_seconds(seconds: Iterable[float]) -> float:
+    """Returns the median time of equal calls, without the first one.
 
-    The first call is left out if there are others: its ranks also wait for the others
-    to compile the program.
+    In the first call, ranks also wait for others to compile the program. `seconds` has
+    the times in the order of the calls. If there is only one call, returns its time.
     """
     first, *others = seconds
     return statistics.median_high(others or [first])

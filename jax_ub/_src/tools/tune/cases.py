@@ -207,7 +207,7 @@ def candidates(
     layer, `dgrad` is the best choice for its dgrad as a GEMM+RS.
     """
     if case.op == COLUMN_GRADIENTS:
-        return _of_column_gradients(is_cuda, dgrad)
+        return _column_gradient_choices(is_cuda, dgrad)
     if case.op in LOCAL_OPS:
         options = [KernelOptions(), *(_ALGORITHMS if is_cuda else [])]
         return [*_with_options(Method.DIRECT, options), _XLA]
@@ -240,8 +240,11 @@ def _with_options(method, options):
     return [MethodChoice(method, kernel_options=each) for each in options]
 
 
-def _of_column_gradients(is_cuda, dgrad):
-    """Returns "bulk" with several options, and methods that run dgrad before wgrad.
+def _column_gradient_choices(is_cuda, dgrad):
+    """Returns the method choices to time for the gradients of a column-parallel layer.
+
+    They are "bulk" with several kernel options, and methods that compute the gradient
+    of x as a GEMM+RS, such as `dgrad`, before the gradient of the kernel.
 
     The number of streams has no effect on "bulk", whose two GEMMs run one after the
     other.
