@@ -17,6 +17,9 @@ from jax_ub._src.primitives.call import Execution
 # and the reduction depend on the dtype, and they do not depend on the number of ranks.
 CASES = (*((p, "float32") for p in (1, 2, 3, 5, 8)), (3, "float16"), (4, "bfloat16"))
 
+_TARGET = re.compile(r'custom_call_target="jax_ub\$(\w+)"')
+_SCALE_SCOPE = "all_reduce_max"
+
 
 def tp_mesh(num_ranks: int) -> Mesh:
     """Returns a mesh of the first devices with one axis, "tp"."""
@@ -75,8 +78,23 @@ def compiled_text(function, *operands) -> str:
 
 
 def calls(text: str) -> collections.Counter:
-    """Counts the custom calls of each target, named without "jax_ub$"."""
-    return collections.Counter(re.findall(r'custom_call_target="jax_ub\$(\w+)"', text))
+    """Counts the custom calls of each target, named without "jax_ub$".
+
+    The calls by which ranks agree on FP8 scales are left out; see `scale_calls`.
+    """
+    return collections.Counter(_TARGET.search(line)[1] for line in call_lines(text))
+
+
+def call_lines(text: str) -> list[str]:
+    """Returns the lines of the custom calls that `calls` counts."""
+    lines = filter(_TARGET.search, text.splitlines())
+    return [line for line in lines if _SCALE_SCOPE not in line]
+
+
+def scale_calls(text: str) -> int:
+    """Counts the custom calls by which ranks agree on FP8 scales per tensor."""
+    lines = filter(_TARGET.search, text.splitlines())
+    return sum(_SCALE_SCOPE in line for line in lines)
 
 
 def collectives(text: str) -> collections.Counter:

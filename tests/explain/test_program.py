@@ -40,6 +40,22 @@ def test_calls_of_jax_ub_are_overlapped():
     assert up.measured_exposed_s is None
 
 
+def test_a_collective_without_a_gemm_does_not_count():
+    recipe = ub.fp8.Float8CurrentScaling()
+
+    def layer(x, w):
+        return ub.all_gather_matmul(x, w, axis_name="tp", fp8=recipe, ub_name="up")
+
+    specs = P("tp"), P(None, "tp")
+    function = on_ranks(layer, tp_mesh(2), specs, P(None, "tp"))
+    found = ub.explain(function, jnp.ones((8, 32)), jnp.ones((32, 16)))
+    assert [row.op for row in found.rows] == ["all_gather", "all_gather_matmul"]
+    assert [row.is_collective for row in found.rows] == [True, False]
+    title, *_, of_scales, _, _ = str(found).splitlines()
+    assert title == "layer: 1 of 1 overlapped"
+    assert "no GEMM" in of_scales
+
+
 def test_outer_recording_continues_after_an_inner_one():
     with recording() as outer:
         with recording() as inner:
@@ -95,13 +111,14 @@ def test_dtype_of_the_multiplied_arrays_is_shown():
         *(tp_mesh(4), SPECS[:2], SPECS[:2]),
     )
     found = ub.explain(run, x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
-    assert [(row.op, row.dtype) for row in found.rows] == [
+    linears = [row for row in found.rows if not row.is_collective]
+    assert [(row.op, row.dtype) for row in linears] == [
         ("all_gather_matmul", "e4m3"),
         ("matmul_reduce_scatter", "e5m2 x e4m3"),
         ("wgrad", "e4m3 x e5m2"),
     ]
     assert " e4m3 " in str(found)
-    assert found.as_json()["rows"][0]["dtype"] == "e4m3"
+    assert found.as_json()["rows"][1]["dtype"] == "e4m3"
 
 
 def test_times_of_another_machine_are_labeled():

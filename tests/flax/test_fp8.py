@@ -7,7 +7,14 @@ import pytest
 from covering import covering, nightly
 from flax import nnx
 from operands import normal
-from programs import calls, compiled_text, dp_tp_mesh, tp_mesh
+from programs import (
+    call_lines,
+    calls,
+    compiled_text,
+    dp_tp_mesh,
+    scale_calls,
+    tp_mesh,
+)
 from scaled_operands import DEFAULT_RECIPES as RECIPES
 
 import jax_ub as ub
@@ -105,9 +112,10 @@ def test_nothing_falls_back():
     assert not ub.fallbacks(clear=True)
     found = calls(text)
     assert found["all_gather_matmul"] == found["matmul_reduce_scatter"] == 4
-    lines = [line for line in text.splitlines() if 'target="jax_ub' in line]
+    lines = call_lines(text)
     assert lines
     assert all("has_scales = 1" in line for line in lines)
+    assert scale_calls(text) == 8  # of four linears, forward and backward
 
 
 @pytest.mark.parametrize("recipe", ["delayed", *nightly("current")])

@@ -8,7 +8,14 @@ import pytest
 from covering import covering
 from jax.sharding import PartitionSpec as P
 from operands import normal
-from programs import collectives, dp_tp_mesh, on_ranks, tp_mesh
+from programs import (
+    collectives,
+    compiled_text,
+    dp_tp_mesh,
+    on_ranks,
+    scale_calls,
+    tp_mesh,
+)
 
 import jax_ub as ub
 
@@ -128,11 +135,37 @@ def test_a_tensor_costs_one_collective_and_all_kernels_together_one():
     for function, values in ((one, x), (params, ws)):
         compiled = on_ranks(function, mesh, P("tp"), P("tp"))
         text = compiled.lower(values).compile().as_text()
-        assert collectives(text) == {"all-reduce": 1}
+        assert not collectives(text)
+        assert scale_calls(text) == 1
     found = on_ranks(params, mesh, P("tp"), P("tp"))(ws)
     for name, w in ws.items():
         expected = ub.quantize(w, role="kernel").values
         np.testing.assert_array_equal(found[name], expected)
+
+
+@pytest.mark.parametrize("case", ["method", "automatic axis", "vmap"])
+def test_jax_agrees_on_the_scale_where_the_engine_cannot_run(case, monkeypatch):
+    def scale(x):
+        return ub.quantize(x, axis_name="tp").scales
+
+    x = uneven()
+    options = {"in_specs": P("tp"), "out_specs": P()}
+    if case == "method":
+        monkeypatch.setenv("JAX_UB_METHOD", "xla")
+        function = jax.jit(jax.shard_map(scale, mesh=tp_mesh(4), **options))
+    elif case == "automatic axis":
+        mesh = dp_tp_mesh(2, 4)
+        options["axis_names"] = {"tp"}
+        function = jax.jit(jax.shard_map(scale, mesh=mesh, **options))
+    else:
+        ranks = jax.vmap(scale, axis_name="tp")
+
+        def function(x):
+            return ranks(x.reshape(4, -1, x.shape[1]))[0]
+
+        function = jax.jit(function)
+    assert scale_calls(compiled_text(function, x)) == 0
+    np.testing.assert_array_equal(function(x), ub.quantize(x).scales)
 
 
 @pytest.mark.parametrize("recipe", RECIPES[2:])

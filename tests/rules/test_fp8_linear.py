@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from covering import covering, nightly
 from operands import assert_equal, normal
-from programs import calls, collectives, compiled_text, on_ranks, tp_mesh
+from programs import calls, compiled_text, on_ranks, scale_calls, tp_mesh
 from scaled_operands import (
     COLUMN,
     COLUMNS,
@@ -160,11 +160,11 @@ def test_one_collective_agrees_on_the_scales_of_each_pass(mode):
     def loss(*values):
         return jnp.sum(forward(*values).astype("float32") ** 2)
 
-    def num_collectives(function):
-        return collectives(compiled_text(function, *values))["all-reduce"]
+    def num_calls(function):
+        return scale_calls(compiled_text(function, *values))
 
-    assert num_collectives(forward) == 1
-    assert num_collectives(jax.jit(jax.grad(loss, (0, 1)))) == 2
+    assert num_calls(forward) == 1
+    assert num_calls(jax.jit(jax.grad(loss, (0, 1)))) == 2
 
 
 @pytest.mark.parametrize("mode", [COLUMN, SUM, *nightly(ROW, ("column", False), LOCAL)])

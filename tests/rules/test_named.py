@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import P
 from operands import assert_equal, small_integers
-from programs import compiled_text, on_ranks, tp_mesh
+from programs import call_lines, compiled_text, on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub import ops
@@ -258,7 +258,7 @@ def test_fp8_operands_use_the_overlaps_of_mode_fp8_if_there_are_any(modes):
         specs = (P("tp"), P(None, "tp")), P(None, "tp")
         run = on_ranks(lambda x, w: call(x, w, fp8), tp_mesh(4), *specs)
         text = compiled_text(run, jnp.ones((8, 32)), jnp.ones((32, 8)))
-        (line,) = [line for line in text.splitlines() if 'target="jax_ub' in line]
+        (line,) = call_lines(text)
         return int(line.split("method = ")[1].split(" ")[0])
 
     ring, external = Method.RING_EXCHANGE.code, Method.EXTERNAL.code

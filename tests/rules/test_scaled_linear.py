@@ -9,7 +9,14 @@ from covering import covering, nightly
 from jax.sharding import PartitionSpec as P
 from layouts import visible
 from operands import assert_equal, normal
-from programs import by_method, calls, compiled_text, on_ranks, tp_mesh
+from programs import (
+    by_method,
+    call_lines,
+    calls,
+    compiled_text,
+    on_ranks,
+    tp_mesh,
+)
 from scaled_operands import (
     COLUMN,
     COLUMNS,
@@ -78,8 +85,7 @@ def test_gradients_multiply_the_fp8_values(mode):
 
     layer = on_tp(mode, linear(mode, CURRENT), 2)
     text = compiled_text(jax.jit(gradients), *operands())
-    found = [line for line in text.splitlines() if "custom_call_target" in line]
-    assert [line.count("f8e4m3fn[") for line in found] == [1, 1]
+    assert [line.count("f8e4m3fn[") for line in call_lines(text)] == [1, 1]
 
 
 def test_the_gradients_of_a_name_may_be_bulk():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ub._src import checks, dtypes, fp8_casts
+from jax_ub._src import checks, dtypes, fp8_casts, methods
 from jax_ub._src.errors import (
     ConfigurationError,
     ShapeContractError,
@@ -31,7 +31,11 @@ from jax_ub._src.fp8.recipes import (
     check_recipe,
 )
 from jax_ub._src.fp8.state import check_state, names_of
+from jax_ub._src.methods import MethodChoice
 from jax_ub._src.primitives import mesh, vma
+from jax_ub._src.primitives.call import Execution
+from jax_ub._src.primitives.collectives import all_reduce_max
+from jax_ub._src.runtime import settings
 from jax_ub._src.scaled_array import MXFP8_BLOCK, ScaledArray, is_scaled
 
 _OP = "quantize"
@@ -91,45 +95,60 @@ def quantize(
     checks.check_rank(_OP, "x", x, 2 if role == KERNEL else 1)
     checks.check_float(_OP, x=x)
     checks.check_not_empty(_OP, "x", x)
-    axes = _axes(_OP, axis_name)
+    ranks = ranks_of(_OP, axis_name)
     state = check_state(_OP, recipe, state, argument="state")
     if isinstance(recipe, DelayedScaling):
-        return _delayed_arrays(_OP, recipe, role, axes, (x,), state)[0]
-    return _cast(recipe, role, x, _scales(recipe, role, axes, lax.stop_gradient(x)))
+        return _delayed_arrays(ranks, recipe, role, (x,), state)[0]
+    return _cast(recipe, role, x, _scales(ranks, recipe, role, lax.stop_gradient(x)))
+
+
+def ranks_of(op: str, axis_name: str | tuple[str, ...] | None) -> Execution:
+    """Returns the settings by which the ranks along `axis_name` agree on a scale.
+
+    The axes may be axes of `jax.vmap`, too. With None, each rank has its own scale.
+    """
+    num_ranks = 1
+    if axis_name is not None:
+        num_ranks = mesh.axis_size(op, axis_name, may_be_mapped=True)
+    return Execution(
+        label=op,
+        choice=MethodChoice(methods.resolve(op, None, settings.method())),
+        axis_name=checks.axis_tuple(axis_name),
+        num_ranks=num_ranks,
+    )
 
 
 def quantize_layer(
-    label: str,
+    ranks: Execution,
     recipe: Recipe,
     x: Any,
     ws: tuple[jax.Array, ...],
     state: Mapping[str, jax.Array],
-    axes: tuple[str, ...],
     *,
     rhs_transposed: bool,
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
     """Quantizes a layer's kernels, and its activations unless they are FP8 already.
 
-    All ranks along `axes` have the same scale per tensor. For current scaling, one
+    All `ranks` have the same scale per tensor. For current scaling, one
     collective reduces the amax of x and of the kernels. Several kernels share a scale,
     as if they were the fused kernel of a Transformer Engine layer.
     """
     xs = () if is_scaled(x) else (x,)
     if isinstance(recipe, DelayedScaling):
-        qs = xs and _delayed_arrays(label, recipe, INPUT, axes, xs, state)
-        return (*qs, x)[0], _delayed_arrays(label, recipe, KERNEL, axes, ws, state)
+        qs = xs and _delayed_arrays(ranks, recipe, INPUT, xs, state)
+        return (*qs, x)[0], _delayed_arrays(ranks, recipe, KERNEL, ws, state)
     if not isinstance(recipe, Float8CurrentScaling):
         role = INPUT if rhs_transposed else KERNEL
 
         def quantized(array, role):
-            scales = _scales(recipe, role, axes, lax.stop_gradient(array), label)
+            scales = _scales(ranks, recipe, role, lax.stop_gradient(array))
             return _cast(recipe, role, array, scales)
 
         qs = tuple(quantized(x, INPUT) for x in xs)
         return (*qs, x)[0], tuple(quantized(w, role) for w in ws)
     maxima = [_amax_of_all(arrays) for arrays in (ws, xs) if arrays]
     varying = vma.axes_of(*maxima)
-    amax = _agreed(jnp.stack(vma.pcast_varying(maxima, varying)), axes)
+    amax = _agreed(ranks, jnp.stack(vma.pcast_varying(maxima, varying)))
     scale_of_ws = scaling.current_scale(amax[0], recipe, KERNEL)
     if xs:
         scale_of_x = scaling.current_scale(amax[1], recipe, INPUT)
@@ -138,12 +157,11 @@ def quantize_layer(
 
 
 def quantize_arrays(
-    label: str,
+    ranks: Execution,
     recipe: Recipe,
     role: str,
     xs: tuple[jax.Array, ...],
     state: Mapping[str, jax.Array],
-    axes: tuple[str, ...],
 ) -> tuple[tuple[ScaledArray, ...], dict[str, jax.Array] | None]:
     """Quantizes several arrays, with a common scale if the recipe has one per tensor.
 
@@ -155,16 +173,16 @@ def quantize_arrays(
     if isinstance(recipe, DelayedScaling):
         names = names_of(role)
         old = tuple(state[key] for key in names)
-        axes = _axes_of_amax(label, recipe, axes, xs, *old)
-        (values, scale), saved = _delayed(recipe, role, axes, xs, *old)
+        further = _further_axes(ranks, recipe, xs, *old)
+        (values, scale), saved = _delayed(ranks, recipe, role, further, xs, *old)
         arrays = tuple(ScaledArray(v, scale.reshape(())) for v in values)
-        return arrays, dict(zip(names, _new_state(label, *saved), strict=True))
+        return arrays, dict(zip(names, _new_state(ranks.label, *saved), strict=True))
     if isinstance(recipe, Float8CurrentScaling):
-        amax = _agreed(_amax_of_all(xs), axes)
+        amax = _agreed(ranks, _amax_of_all(xs))
         scale = scaling.current_scale(amax, recipe, role).reshape(())
         scales = [scale] * len(xs)
     else:
-        scales = [_scales(recipe, role, axes, x, label) for x in xs]
+        scales = [_scales(ranks, recipe, role, x) for x in xs]
     dtype = recipe.fp8_format.dtype(role)
     pairs = zip(xs, scales, strict=True)
     return tuple(ScaledArray(fp8_casts.cast(x, s, dtype), s) for x, s in pairs), None
@@ -187,29 +205,23 @@ def _amax_of_all(xs):
     )
 
 
-def _delayed_arrays(label, recipe, role, axes, xs, state):
+def _delayed_arrays(ranks, recipe, role, xs, state):
     """Quantizes arrays with one common scale, computed from their amax history."""
     scale, history = (state[name] for name in names_of(role))
-    axes = _axes_of_amax(label, recipe, axes, xs, scale, history)
+    further = _further_axes(ranks, recipe, xs, scale, history)
     sources = tuple(map(lax.stop_gradient, xs))
     values, scale = _quantize_delayed(
-        label, recipe, role, axes, sources, scale, history
+        ranks, recipe, role, further, sources, scale, history
     )
     pairs = zip(values, xs, strict=True)
     return tuple(ScaledArray(v, _like(scale, x), x) for v, x in pairs)
-
-
-def _axes(op, axis_name):
-    if axis_name is not None:
-        mesh.axis_size(op, axis_name, may_be_mapped=True)  # checks that it exists
-    return checks.axis_tuple(axis_name)
 
 
 def _contracted(role):
     return -2 if role == KERNEL else -1
 
 
-def _scales(recipe, role, axes, x, label=_OP):
+def _scales(ranks, recipe, role, x):
     """Returns the FP8 scales of x, for recipes that compute them from x alone."""
     dtype, axis = recipe.fp8_format.dtype(role), _contracted(role)
     if isinstance(recipe, MXFP8BlockScaling):
@@ -217,49 +229,52 @@ def _scales(recipe, role, axes, x, label=_OP):
         if size % MXFP8_BLOCK:
             name = "N" if role == OUTPUT_GRAD else "K"
             raise ShapeContractError(
-                f"{label}: {name} = {size} is no multiple of {MXFP8_BLOCK}, which "
-                f"MXFP8 needs. Pad {name}, or use Float8CurrentScaling."
+                f"{ranks.label}: {name} = {size} is no multiple of {MXFP8_BLOCK}, "
+                f"which MXFP8 needs. Pad {name}, or use Float8CurrentScaling."
             )
         return fp8_casts.block_scales(x, axis, dtype, recipe.margin)
     if isinstance(recipe, RowwiseScaling):
         return fp8_casts.row_scales(fp8_casts.amax_of(x, (axis,)), dtype)
-    amax = _agreed(fp8_casts.amax_of(x), axes)
+    amax = _agreed(ranks, fp8_casts.amax_of(x))
     return scaling.current_scale(amax, recipe, role)
 
 
-def _agreed(amax, axes):
-    # A tensor that does not vary over an axis has the same amax on all its ranks.
+def _agreed(ranks, amax, further_axes=()):
+    """Returns the largest amax of all `ranks`, and over further mesh axes."""
+    axes = ranks.axis_name
     if axes and vma.is_vma_checked(axes):
+        # A tensor that does not vary over an axis has the same amax on all its ranks.
         axes = tuple(axis for axis in axes if axis in vma.axes_of(amax))
+    if axes and axes == ranks.axis_name:
+        amax, axes = all_reduce_max(ranks, amax), ()
+    axes = (*axes, *further_axes)
     return lax.pmax(amax, axes) if axes else amax
 
 
-def _axes_of_amax(label, recipe, axes, xs, *state):
-    """Returns the mesh axes whose ranks share the amax (largest absolute value)."""
+def _further_axes(ranks, recipe, xs, *state):
+    """Returns the mesh axes over which a state is shared, without those of `ranks`."""
     varying = vma.axes_of(*xs) - vma.axes_of(*state)
-    if recipe.reduce_amax:
-        return tuple(sorted(varying.union(axes)))
-    missing = tuple(sorted(varying.difference(axes)))
-    if missing:
+    missing = tuple(sorted(varying.difference(ranks.axis_name)))
+    if missing and not recipe.reduce_amax:
         raise ConfigurationError(
-            f"{label}: with reduce_amax = False the amax differs over {missing}, but "
-            "the state is the same there. Give each rank its own state, "
+            f"{ranks.label}: with reduce_amax = False the amax differs over {missing}, "
+            "but the state is the same there. Give each rank its own state, "
             f"jax.lax.pcast(state, {missing}, to='varying'), or use reduce_amax=True."
         )
-    return axes
+    return missing
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _quantize_delayed(label, recipe, role, axes, xs, scale, history):
+def _quantize_delayed(ranks, recipe, role, further_axes, xs, scale, history):
     """Quantizes arrays with a delayed scale. The state's gradient is its new value.
 
     Returns:
         The values of each array, and the scale, `[1]`.
     """
-    return _delayed(recipe, role, axes, xs, scale, history)[0]
+    return _delayed(ranks, recipe, role, further_axes, xs, scale, history)[0]
 
 
-def _delayed(recipe, role, axes, xs, scale, history):
+def _delayed(ranks, recipe, role, further_axes, xs, scale, history):
     """Quantizes arrays with a scale computed from the amax history.
 
     Returns:
@@ -268,7 +283,8 @@ def _delayed(recipe, role, axes, xs, scale, history):
     scale = scaling.updated_scale(history, scale, recipe, role)
     dtype = recipe.fp8_format.dtype(role)
     values = tuple(fp8_casts.cast(x, _like(scale, x), dtype) for x in xs)
-    return (values, scale), (scale, history, _agreed(_amax_of_all(xs), axes))
+    amax = _agreed(ranks, _amax_of_all(xs), further_axes)
+    return (values, scale), (scale, history, amax)
 
 
 def _new_state(label, scale, history, amax):
@@ -289,15 +305,11 @@ def _new_state(label, scale, history, amax):
     return scale, scaling.updated_history(history, amax)
 
 
-def _delayed_forward(label, *arguments):
-    return _delayed(*arguments)
+def _delayed_backward(ranks, recipe, role, further_axes, saved, _):
+    return None, *_new_state(ranks.label, *saved)
 
 
-def _delayed_backward(label, recipe, role, axes, saved, _):
-    return None, *_new_state(label, *saved)
-
-
-_quantize_delayed.defvjp(_delayed_forward, _delayed_backward)
+_quantize_delayed.defvjp(_delayed, _delayed_backward)
 
 
 def quantize_params(
@@ -356,7 +368,12 @@ def quantize_params(
         all_scales = _stacked_scales(recipe, axis_name, [leaves[i] for i in chosen])
     else:
         all_scales = [
-            _scales(recipe, KERNEL, (), lax.stop_gradient(leaves[i]), f"{op}: {name}")
+            _scales(
+                ranks_of(f"{op}: {name}", None),
+                recipe,
+                KERNEL,
+                lax.stop_gradient(leaves[i]),
+            )
             for i, name in names.items()
         ]
     for i, scales in zip(chosen, all_scales, strict=True):
@@ -373,6 +390,6 @@ def _stacked_scales(recipe, axis_name, kernels):
     maxima = [fp8_casts.amax_of(lax.stop_gradient(w)).reshape(()) for w in kernels]
     axes = vma.axes_of(*maxima)
     stacked = jnp.stack(vma.pcast_varying(maxima, axes))
-    agreed = _agreed(stacked, _axes("quantize_params", axis_name))
+    agreed = _agreed(ranks_of("quantize_params", axis_name), stacked)
     scales = scaling.current_scale(agreed, recipe, KERNEL)
     return [scales[i].reshape((1,) * w.ndim) for i, w in enumerate(kernels)]

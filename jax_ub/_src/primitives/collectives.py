@@ -3,9 +3,13 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_ub._src import reference
+from jax_ub._src.methods import Method, MethodChoice
+from jax_ub._src.primitives import mesh, vma
 from jax_ub._src.primitives.call import Call, Execution, num_features, overwritten
 from jax_ub._src.primitives.matmuls import matmul, wgrad
 from jax_ub._src.primitives.scales import (
@@ -48,6 +52,33 @@ def all_gather(execution: Execution, x: Operand) -> Operand:
     rows, num_scale_features = packed(x)
     call = AllGather(execution=execution, num_scale_features=num_scale_features)
     return unpacked(x, call(rows)[0])
+
+
+def all_reduce_max(execution: Execution, x: jax.Array) -> jax.Array:
+    """Returns the elementwise maximum of a small array over the ranks.
+
+    On CPUs the engine all-gathers the array, because XLA's all-reduce takes several
+    times as long. GPUs run `jax.lax.pmax`, as do the method "xla" and partly manual
+    meshes, which the engine does not support.
+    """
+    axes = execution.axis_name
+    if execution.choice.method is Method.XLA or not mesh.is_fully_manual(axes):
+        return lax.pmax(x, axes)
+    call = AllGather(
+        execution=Execution(
+            label=execution.label,
+            choice=MethodChoice(Method.AUTO),
+            axis_name=axes,
+            num_ranks=execution.num_ranks,
+        )
+    )
+
+    def by_engine(x):
+        with jax.named_scope("all_reduce_max"):  # names the call in profiles
+            largest = jnp.max(call(x.reshape(1, -1))[0], axis=0)
+        return vma.pcast_replicated(largest, axes).reshape(x.shape)
+
+    return lax.platform_dependent(x, cpu=by_engine, default=lambda x: lax.pmax(x, axes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,12 @@ def are_manual(axes: tuple[str, ...]) -> bool:
     return set(axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def is_fully_manual(axes: tuple[str, ...]) -> bool:
+    """Returns whether all `axes`, and all other axes of several devices, are manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return are_manual(axes) and not _automatic_axes(mesh, mesh.manual_axes)
+
+
 def check_manual(label: str) -> None:
     """Raises an error in a `shard_map` that is manual over only some mesh axes.
 
@@ -150,12 +156,16 @@ def find_ranks(
     )
 
 
-def _refuse_automatic_axes(mesh, manual_axes, label):
-    automatic = [
+def _automatic_axes(mesh, manual_axes):
+    return [
         axis
         for axis, size in mesh.shape.items()
         if size > 1 and axis not in manual_axes
     ]
+
+
+def _refuse_automatic_axes(mesh, manual_axes, label):
+    automatic = _automatic_axes(mesh, manual_axes)
     if automatic:
         raise UnsupportedOverlapError(
             f"{label}: the mesh axes {automatic} are left to XLA, which would gather "

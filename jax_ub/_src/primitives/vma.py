@@ -51,7 +51,7 @@ def _pcast_varying(value, *, axes):
 
 
 def pcast_replicated(value: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Casts `value` to be replicated over `axes`. Each of them must have one rank."""
+    """Casts `value`, which is equal on all ranks of `axes`, to be replicated there."""
     own = tuple(sorted(frozenset(axes) & axes_of(value)))
     return _same_p.bind(value, axes=own) if own else value
 
@@ -93,7 +93,7 @@ def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
     return primitive
 
 
-# `jax.lax.pcast` to varying, and its transpose, for mesh axes of one rank. JAX's own
+# `jax.lax.pcast` to varying for mesh axes of one rank, and its transpose. JAX's own
 # transpose would be an all-reduce, which one rank does not need.
 _vary_p = _cast("jax_ub_vary", frozenset.union)
 _same_p = _cast("jax_ub_same", frozenset.difference)

@@ -157,8 +157,7 @@ def _quantized_gradients(config, dys, state):
     if any(map(is_scaled, dys.values())):
         return map_scaled(without_source, dys), None
     arrays, state = quantize_arrays(
-        *(config.label, config.fp8, OUTPUT_GRAD, tuple(dys.values()), state),
-        config.axis_name,
+        config.collective, config.fp8, OUTPUT_GRAD, tuple(dys.values()), state
     )
     return dict(zip(dys, arrays, strict=True)), state
 
@@ -205,12 +204,11 @@ def quantized(
         shapes.check_float(label, **{name: operand})
     state = check_state(label, recipe, state, roles, argument="fp8_state")
     x, ws = quantize_layer(
-        label,
+        config.collective,
         recipe,
         x,
         ws,
         state,
-        config.axis_name,
         rhs_transposed=config.rhs_transposed,
     )
     _check_ranks(config)

@@ -164,8 +164,11 @@ def table_of(
     of each compiled program. `lowered` are the calls of jax_ub, and `axes` the mesh
     axes of tensor parallelism.
     """
-    on = sum(row.overlapped for row in rows)
-    title = f"{name}: {on} of {len(rows)} overlapped" if rows else f"{name}: no linears"
+    linears = [row for row in rows if not row.is_collective]
+    on = sum(row.overlapped for row in linears)
+    title = f"{name}: no linears"
+    if linears:
+        title = f"{name}: {on} of {len(linears)} overlapped"
     table = Table(tuple(rows), title)
     notes = []
     if table.custom_call_flops:

@@ -50,7 +50,7 @@ class Row:
     Attributes:
         scope: a name given by the user, or a path in the program.
         op: computation, such as "all_gather_matmul".
-        overlapped: whether a GEMM hides the communication, or there is none.
+        overlapped: whether a GEMM hides the communication, or one of both is missing.
         method: method that runs, such as "direct" or "xla".
         reason: why the call is not overlapped; empty if it is.
         moved_bytes: bytes that each rank sends per call; None if unknown.
@@ -80,6 +80,11 @@ class Row:
     dtype: str = ""
     source: str = ""
     axis: str = ""
+
+    @property
+    def is_collective(self) -> bool:
+        """Returns whether the row is a collective of jax_ub without a GEMM."""
+        return self.overlapped and self.flops == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +151,7 @@ def _cells(row: Row) -> dict[str, str]:
         "op": row.op,
         "axis": row.axis,
         "dtype": row.dtype,
-        "overlapped": "yes" if row.overlapped else "NO",
+        "overlapped": _overlap(row),
         "method": row.method,
         "FLOP": optional(format_count, row.flops),
         "sends": optional(format_bytes, row.moved_bytes),
@@ -155,6 +160,12 @@ def _cells(row: Row) -> dict[str, str]:
         "why not": row.reason,
         "note": row.note,
     }
+
+
+def _overlap(row):
+    if row.is_collective:
+        return "no GEMM"
+    return "yes" if row.overlapped else "NO"
 
 
 def _shortened(scope: str) -> str:
