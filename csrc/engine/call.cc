@@ -205,9 +205,8 @@ void CheckGatheredRows(const CallAttributes& at,
   }
 }
 
-// Checks that w_i has the shape of `want` and the dtype of w_0, in an op that sums the
-// products x_i w_i. The dtype of w_0 must be want.dtype or, in an FP8 call, any dtype
-// that a GEMM accepts.
+// Checks w_i of the sum of all x_i w_i: it has the shape of `want` and the dtype of w_0,
+// which is want.dtype or, in an FP8 call, any dtype that a GEMM accepts.
 void CheckSecondFactor(const CallAttributes& at,
                        int i,
                        Tensor want,
