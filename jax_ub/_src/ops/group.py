@@ -176,8 +176,8 @@ def _run_operations(configuration, group: OperationGroup, operands, saves=None):
     """Runs the forward pass of a group: its operations, one after the other.
 
     `operands` has "x"; "params", one dict for each operation; and "edges", the extra
-    inputs from outside by edge. `configuration` is that of the registry; it is part of
-    jit's cache key, because the operations look up names and methods in it.
+    inputs from outside by edge. `configuration` is part of jit's cache key: it changes
+    with the settings that operations look up, such as the methods of named overlaps.
 
     Returns:
         y, the extra outputs in `group.results` by edge, and the residuals of each basic

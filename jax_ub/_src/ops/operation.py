@@ -380,6 +380,6 @@ def num_ranks(axis_name: str | None) -> int | None:
 def compute_dtype(dtype: Any, x: Any) -> np.dtype:
     """Returns the dtype in which to compute: `dtype`, or x's dtype if it is None.
 
-    The dtype of a quantized x is that of its source.
+    For a quantized x, this is the dtype of the array that was quantized.
     """
     return np.dtype(source_of(x).dtype if dtype is None else dtype)

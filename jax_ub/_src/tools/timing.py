@@ -105,7 +105,8 @@ def peak_candidates(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
 def engine_threads(num_threads: int) -> Iterator[None]:
     """Sets the CPU engine's number of threads within a `with` block.
 
-    The threads may run on all cores, also if this process has a part of them.
+    Inside the block, the threads may run on all cores, even if this process otherwise
+    uses only its share of them.
     """
     cpu = cpu_engine.load()
     before = cpu.num_threads(), cpu.part_of_cores()

@@ -20,7 +20,10 @@ from jax_ub._src.tools.devices import AXIS, Ranks, Spec
 def quantized_operand(
     ranks: Ranks, recipe: Recipe, x: jax.Array, spec: Spec, role: str | None
 ) -> tuple[Any, Any]:
-    """Quantizes a global array if it has an FP8 role; returns array and specs."""
+    """Quantizes a global array for an FP8 role; returns it and its partition specs.
+
+    With a role of None, the array is returned as it is.
+    """
     if role is None:
         return x, spec
     q = jax.jit(functools.partial(ub.quantize, recipe=recipe, role=role))(x)

@@ -186,7 +186,10 @@ def small(setup: Setup, shape: Shape) -> list[Case]:
 
 
 def _case(op, setup, column, *, quantizes):
-    """Returns a benchmark case; the layers quantize operands if `quantizes`."""
+    """Returns the benchmark case of an op.
+
+    FP8 operands are quantized within the timed call if `quantizes`, else before it.
+    """
     shape, ranks, recipe = op.shape(column), setup.ranks, setup.recipe
     wide = cases.wide_dtype(setup.dtype)
     options = {"fp8": recipe} if quantizes else {}

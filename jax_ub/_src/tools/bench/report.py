@@ -88,7 +88,8 @@ class Result:
 def evaluate(case: Case, rounds: Rounds, threads: int | None = None) -> Result:
     """Computes a case's times and speed-ups, for a number of threads if given.
 
-    Times of other numbers than the first have names with the number: "jax_ub@16".
+    In `rounds`, a time with the first number of threads has the program's name, and a
+    time with another number also has the number, as in "jax_ub@16".
     """
     first = {name: s for name, s in rounds.seconds.items() if "@" not in name}
     seconds = {

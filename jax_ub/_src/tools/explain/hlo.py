@@ -225,7 +225,7 @@ class _Program:
         self._computations = dict(_computations(text))
         self._lines = _SourceLines(text)
         self._mesh = mesh
-        # The first dot of each computation that contains one.
+        # The first dot of each computation that contains one, by computation.
         self._dots = {
             name: _dot(one, body)
             for name, body in self._computations.items()

@@ -278,7 +278,10 @@ def _with_default_options(case, is_cuda) -> Iterator[MethodChoice]:
 
 
 def _fits_one_shot(case, is_cuda):
-    """Returns whether a one-shot all-reduce fits what `initialize_ub` allocates."""
+    """Returns whether a one-shot all-reduce fits into the memory of `initialize_ub`.
+
+    In this variant, each rank sends all its partial sums to every other rank.
+    """
     itemsize = jnp.dtype(case.dtype).itemsize if is_cuda else _F32_BYTES
     num_elements = case.M * case.N
     sent_bytes = (case.num_ranks - 1) * num_elements * itemsize
