@@ -30,7 +30,7 @@ def test_a_sharded_contraction_needs_a_reduction(mode):
 
 
 def test_every_function_of_the_table_is_public():
-    assert all(callable(getattr(ub, mode.function)) for mode in MODES.values())
+    assert all(callable(getattr(ub, mode.function_name)) for mode in MODES.values())
 
 
 def test_every_flag_belongs_to_one_pass_of_a_mode():

@@ -102,8 +102,12 @@ class ParallelMode:
         return {FPROP: self.fprop, DGRAD: self.dgrad, WGRAD: self.wgrad}[direction]
 
     @property
-    def function(self) -> str:
-        """Returns the public function of a layer of this mode, such as "linear"."""
+    def function_name(self) -> str:
+        """Returns the name of the public function of jax_ub that computes a layer.
+
+        It is "linear" if the forward pass communicates nothing. Otherwise it is the
+        name of the op, such as "all_gather_matmul".
+        """
         return "linear" if self.op == "matmul" else self.op
 
     @property

@@ -113,7 +113,7 @@ def expanded(scales, shape):
     """Repeats scales of blocks, so that they can be broadcast to `shape`."""
     scales = with_rank(scales, len(shape))
     for axis, size in enumerate(shape):
-        # Sizes of `jax.export` may be symbolic, which cannot be ordered.
+        # Compares by equality, because symbolic sizes of `jax.export` have no order.
         if scales.shape[axis] not in (1, size):
             scales = jnp.repeat(scales, size // scales.shape[axis], axis=axis)
     return scales

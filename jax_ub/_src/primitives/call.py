@@ -58,7 +58,10 @@ class Execution:
 
     @property
     def on_one_rank(self) -> "Execution":
-        """Returns the settings for the GEMMs of the call on an axis of one rank."""
+        """Returns the settings of a call whose mesh axis has only one rank.
+
+        Such a call runs its GEMMs and communicates nothing.
+        """
         return Execution(
             label=self.label,
             choice=self.choice.for_local_gemm,
@@ -134,7 +137,10 @@ class Call:
 
     @property
     def kernels(self) -> range:
-        """Returns the indices of the kernels whose layout `rhs_transposed` states."""
+        """Returns the indices of the kernels that may be stored transposed.
+
+        `rhs_transposed` states whether they are. Empty for calls without this option.
+        """
         return range(0)
 
     def split(self, operands: Sequence) -> tuple[Sequence, Sequence]:
@@ -234,9 +240,9 @@ class Call:
     def __call__(
         self, *operands: jax.Array, scales: Sequence[jax.Array] = ()
     ) -> tuple[jax.Array, ...]:
-        """Binds the primitive to operands, or computes plain JAX with method "xla".
+        """Runs the op: binds the primitive, or computes plain JAX if that is chosen.
 
-        With one rank, no primitive is bound: there is nothing to communicate.
+        With one rank, runs only the GEMMs: there is nothing to communicate.
 
         All operands are cast to vary over the union of their varying mesh axes, except
         that replicated operands do not vary over `axis_name`.
@@ -254,8 +260,8 @@ class Call:
                 results = [vma.pcast_replicated(y, self.axis_name) for y in results]
             return tuple(results)
         call = self._tuned(operands)
-        # If the tuned choice names JAX's Pallas kernel, the call is bound, because only
-        # its lowering knows whether the kernel can run it.
+        # The tuned choice of JAX's Pallas kernel also has the method "xla". The call
+        # then needs its primitive: only the lowering knows whether the kernel can run.
         if call.method is Method.XLA and call.choice.pallas is None:
             with call.named_as_plain(is_tuned=call is not self):
                 return tuple(call.reference(*operands, scales=scales))
@@ -352,7 +358,7 @@ def _batch(operands, dims, *, call):
     def is_activation(index):
         if index < num_operands:
             return call.is_activation(index)
-        # Scales of rows have the same batch axes as their operand.
+        # The scales of an operand's rows must have the same batch axes as the operand.
         return call.has_row_scales and call.is_activation(index - num_operands)
 
     if call.is_batchable and all(map(is_activation, mapped)):

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 # Minimum size of the workspace. It is a result of the custom call, and XLA has no
 # results of 0 bytes.
 _LEAST_BYTES = 1
-# Whether XLA may run a call twice (JAX 0.11): it fuses the call in a scan with the
-# dynamic-update-slice that saves its result, and runs it again for other users of the
-# result. An optimization barrier behind the call prevents that. Weight gradients need
-# none: they have no other users, so the fusion is good.
+# Whether XLA may run a call in a scan twice, unless an optimization barrier follows it
+# (JAX 0.11). XLA fuses the call with the dynamic-update-slice that saves its result,
+# and runs it again for other users of the result. The result of a weight gradient has
+# no other users, so it needs no barrier.
 _RUNS_TWICE_WHAT_IS_SAVED = jax.__version_info__ < (0, 12)
 
 
@@ -76,8 +76,8 @@ def _lower_on_cpu(ctx, *operands, call):
     channel = attributes["channel"]
     if channel:
         cpu_engine.load().begin_program(channel)
-    # Exported programs (with "devices") have no generation of their communicators,
-    # because another process may run them.
+    # The engine rejects a program of an earlier communicator (generation). An exported
+    # program, which has "devices", is not checked: another process may run it.
     if channel and "devices" not in attributes:
         attributes["generation"] = np.int64(ranks.generation)
     return _emit(ctx, operands, call, attributes, has_side_effect=True)
@@ -390,8 +390,8 @@ def _why_no_fp8(ctx, call, ranks):
     num_results = len(ctx.avals_out) - len(call.gathered_scales(scales))
     sizes = [array.shape[-1] for array in (*factors, *ctx.avals_out[:num_results])]
     if call.contracts_rows:
-        # The GEMM contracts all rows. A gathered operand has only this rank's rows
-        # here, so the larger number is right.
+        # The GEMM contracts the rows of all ranks. An operand that the call gathers has
+        # only this rank's rows, so the size is the largest number of rows.
         sizes.append(max(math.prod(factor.shape[:-1]) for factor in factors))
     multiple = cuda_engine.load().fp8_multiple
     for size in sizes:

@@ -232,7 +232,7 @@ class CallConfig:
 
     @property
     def collective(self) -> Execution:
-        """Returns the settings for a collective of the layer that runs alone."""
+        """Returns the settings for a collective that does not overlap with a GEMM."""
         return self._over_ranks(self.method)
 
     def _over_ranks(self, method):
@@ -355,8 +355,8 @@ def plan_call_config(
     table = tuned_tables.of_ranks(axes, num_ranks) if has_table else None
     choices = {FPROP: MethodChoice(chosen, is_from_environment=is_default)}
     if is_configured:
-        # A dgrad that `initialize_ub` did not configure runs with `chosen`, not with
-        # the method of the forward pass.
+        # If `initialize_ub` configured only other passes, the dgrad has the default
+        # method `chosen`, not the method that was configured for the forward pass.
         choices |= {DGRAD: choices[FPROP], **_choices_by_pass(mode, label, found)}
     # An explicit method takes precedence over flags. `OverlapFlags.check` has verified
     # that they agree.
@@ -408,8 +408,8 @@ def _check_communication(mode, label, direction, overlap: Overlap):
     raise UnsupportedOverlapError(
         f"{label}: overlap {shown(overlap.name)} is configured for "
         f'{overlap.comm_type.value} with method "{overlap.method}", but the '
-        f"{direction} of {mode.function} communicates {wanted}. Use another ub_name, "
-        f"configure {shown(overlap.name)} for it, or pass method=."
+        f"{direction} of {mode.function_name} communicates {wanted}. Use another "
+        f"ub_name, configure {shown(overlap.name)} for it, or pass method=."
     )
 
 

@@ -444,7 +444,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     biases = as_tuple(label, bias_name, bias, is_tuple, len(ws))
     main_grads = as_tuple(label, "main_grad", main_grad, is_tuple, len(ws))
     dtype = check_operands(config, x, ws, biases, residual, out_dtype)
-    layer, (x, ws, states) = _quantized(config, x, ws, fp8_state)
+    layer, (x, ws, states) = _layer_and_operands(config, x, ws, fp8_state)
     config = with_dtypes(config, x, ws, dtype)
     accumulators.claim(label, main_grads, ws)
     accumulators.claim_state(label, fp8_state)
@@ -471,8 +471,12 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     return (y, gathered) if return_gathered else y
 
 
-def _quantized(config, x, ws, state):
-    """Returns the function of a layer, and its operands, quantized if it uses FP8."""
+def _layer_and_operands(config, x, ws, state):
+    """Selects the function that computes the layer, and quantizes operands for FP8.
+
+    Returns:
+        The function, and (x, kernels, FP8 states).
+    """
     if config.fp8 is None and state is None and not is_scaled(x):
         layer = column_linear if config.mode.gathers_x else row_linear
         return layer, (x, ws, ())

@@ -250,8 +250,8 @@ def all_reduce(
         (bias, residual), axes - frozenset(config.axis_name)
     )
     x = vma.pcast_varying(x, axes)
-    # JAX itself differentiates over an axis of `jax.vmap`, which may be unbound where
-    # the backward rule runs.
+    # An axis of `jax.vmap` may be unbound where a backward rule runs. For such an axis,
+    # there is no backward rule: JAX differentiates the sum.
     function = _sum_over_ranks if config.is_mapped else _all_reduce
     return function(config, x, bias, residual)
 

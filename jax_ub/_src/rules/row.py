@@ -79,8 +79,8 @@ def _local_gradients(config, x, ws, dy, main_grads, residual):
     dy = as_factor(dy, config.dtype)
     dx = None
     if ws is not None:
-        # If x is equal on all ranks, each rank's part of the kernel yields one summand
-        # of its gradient. GEMM+AR adds them.
+        # If all ranks have the same x, each rank computes one summand of dx from its
+        # part of the kernel. GEMM+AR sums over the ranks.
         replicated = config.is_x_replicated
         product = dgrad_config(
             config.dgrad if replicated else config,

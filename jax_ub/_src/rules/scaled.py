@@ -61,10 +61,10 @@ def _check_ranks(config: CallConfig) -> None:
 def _with_scalar_scales(
     config: CallConfig, x: ScaledArray, ws: tuple[ScaledArray, ...]
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
-    """Reshapes scales per tensor to scalars, if they are equal on all ranks.
+    """Reshapes per-tensor scales to scalars, unless they may differ between ranks.
 
-    If a scale of a gathered or contracted tensor may differ over the ranks, it keeps
-    its shape, and belongs to the rows of its rank.
+    If a scale of a gathered or contracted tensor may differ, it keeps its shape, and
+    belongs to the rows of its rank.
     """
     communicates = config.mode.op != "matmul"
     x_axis, w_axis = contracted_axes(config, x)

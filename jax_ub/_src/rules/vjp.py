@@ -97,7 +97,10 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
 
 
 def warn_of_constant_main_grad(label: str, option: str) -> None:
-    """Warns once if a program differentiates a kernel, but not its main_grad."""
+    """Warns once that a program discards the weight gradients that it accumulates.
+
+    It differentiates a kernel but not its main_grad, whose gradient is the new sum.
+    """
     lowering_log.warn_once(
         "main_grad",
         f"{label}: JAX takes the gradient of the kernel, which is zero, since it is "
@@ -108,7 +111,10 @@ def warn_of_constant_main_grad(label: str, option: str) -> None:
 
 
 def warn_of_constant_state(label: str) -> None:
-    """Warns once if a program differentiates a kernel, but not its FP8 state."""
+    """Warns once that the FP8 scales of a program never change.
+
+    It differentiates a kernel but not its FP8 state, whose gradient is the new state.
+    """
     lowering_log.warn_once(
         "FP8 state",
         f"{label}: JAX takes the gradient of the kernel, but not of the FP8 state, "
