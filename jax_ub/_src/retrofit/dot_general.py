@@ -129,7 +129,7 @@ class Contraction:
 
     @property
     def features(self) -> tuple[int, int]:
-        """Returns the sizes of the kernel's first in and first out dimension."""
+        """Returns the sizes of the kernel's first input and first output dimension."""
         return self.shape[0], self.shape[self.num_in]
 
     def _in_out(self, dims):
@@ -164,7 +164,7 @@ class DotGeneral:
 
     @property
     def kind(self) -> str:
-        """Returns "column" if the kernel's out is sharded, "row" if its in is."""
+        """Returns "column" if the kernel's outputs are sharded, "row" if its inputs."""
         return str(self.sharding_layout.parallel)
 
     def __call__(
@@ -208,8 +208,9 @@ class DotGeneral:
         if out_sharding is None and contraction is not None and self.kind == "row":
             out_sharding = _whole_features(lhs, contraction)
         if contraction is not None and rhs.ndim - contraction.num_in > 1:
-            # Attention multiplies tokens by tokens. It needs all of them on each rank,
-            # as an overlapped layer computes them, although the heads do not divide.
+            # A kernel with several output dimensions computes attention heads, and each
+            # rank needs all tokens for attention. An overlapped layer would gather the
+            # tokens, so this fallback gathers them, too.
             lhs = _whole_tokens(lhs, self.sharding_layout)
         product = lax.dot_general if self.original is None else self.original
         with self.falling_back(str(reason)):
@@ -225,9 +226,10 @@ class DotGeneral:
     def why_intercepted(
         self, product: interception.Product, original: Callable | None
     ) -> str | None:
-        """Returns why JAX must compute the product (a library patched it), or None.
+        """Returns which patch of a library requires a call of JAX's function, or None.
 
-        Raises an error if it must, but the call must not fall back to JAX.
+        The layer then calls the patched function `product` instead of overlapping.
+        Raises an error if the layer must not fall back to JAX.
         """
         reason = interception.why_intercepted(product, original)
         if reason is not None:
@@ -410,7 +412,11 @@ def _check_call(op, lhs, rhs, dimension_numbers):
 
 
 def _contraction_of(lhs, rhs, dimension_numbers) -> Contraction | None:
-    """Returns the contraction of x with a kernel, or None if no dense layer has it."""
+    """Returns the product of x and a kernel if a dense layer computes it, or None.
+
+    A dense layer contracts the last dimensions of x with the first or the last
+    dimensions of the kernel.
+    """
     (lhs_contract, rhs_contract), batch = dimension_numbers
     num_in = len(rhs_contract)
     if (

@@ -176,7 +176,11 @@ def _transpose(array, labels, wanted):
 
 
 def _transpose_sharding(sharding: Any, labels, wanted) -> Any:
-    """Permutes a sharding, spec or None from dimensions `labels` to `wanted`."""
+    """Permutes a sharding or a partition spec as `_transpose` permutes an array.
+
+    `labels` has a letter for each dimension; `wanted` has the letters in the new order.
+    None stays None.
+    """
     if sharding is None:
         return None
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding

@@ -40,13 +40,14 @@ class Product:
     function: Callable
     code: Any
 
-    def interception(self, held: Callable | None = None) -> str | None:
-        """Returns a text that says what has replaced the JAX function, or None.
+    def interception(self, of_layer: Callable | None = None) -> str | None:
+        """Returns a text about what has replaced this JAX function, or None.
 
-        `held` is the function that a layer holds; None if the layer looks up the
-        module's attribute at each call.
+        Args:
+            of_layer: the function that a layer has stored and calls; None if the layer
+                looks up the module's attribute at each call.
         """
-        current = getattr(self.module, self.name) if held is None else held
+        current = getattr(self.module, self.name) if of_layer is None else of_layer
         if current is not self.function:
             return f"{self.path} is replaced by {shown(current)}"
         return self.code_interception()
@@ -74,13 +75,17 @@ EINSUM = _product(jnp, "jax.numpy.einsum")
 _INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
 
 
-def why_intercepted(product: Product, held: Callable | None = None) -> str | None:
-    """Returns why a layer must not bypass the JAX function `product`, or None.
+def why_intercepted(product: Product, of_layer: Callable | None = None) -> str | None:
+    """Returns why a layer must call the JAX function `product`, or None.
 
-    The reason is that a library has replaced the function, or one that it calls. `held`
-    is as in `Product.interception`.
+    The reason is that a library has replaced this function, or one that it calls, and
+    an overlapped layer would bypass the replacement.
+
+    Args:
+        product: the function that the layer would call without overlap.
+        of_layer: as in `Product.interception`.
     """
-    found = product.interception(held)
+    found = product.interception(of_layer)
     inner = (each.code_interception() for each in _INNER)
     found = found or next(filter(None, inner), None)
     return found and f"{found}, which an overlapped call would bypass"

@@ -136,7 +136,7 @@ class Overlap(KeywordsChecked):
 
     @property
     def unmatched(self) -> tuple[str, ...]:
-        """Returns the patterns of all arguments that matched no layer."""
+        """Returns the patterns in rules, `ub_names` and `fp8` that matched no layer."""
         patterns = [*self._rules, *self._names, *self._recipes]
         return tuple(each.pattern for each in patterns if each not in self._matched)
 
@@ -219,7 +219,10 @@ class Overlap(KeywordsChecked):
         )
 
     def _record_parameters(self, layer, path, is_supported):
-        """Adds sharded parameters of an unmatched layer to `ub.fallbacks`."""
+        """Lists the sharded parameters of a layer that no rule overlaps.
+
+        They appear in `ub.fallbacks`, so that the user notices the layer.
+        """
         # Layers of jax_ub.flax.linen overlap without `Overlap`.
         if path in self._recorded or hasattr(type(layer), "sharding_layout"):
             return

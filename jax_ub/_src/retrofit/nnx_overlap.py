@@ -244,7 +244,7 @@ class _Layer:
         )
 
     def replace(self, dense: DotGeneral) -> None:
-        """Makes the module multiply by `dense`, which overlaps the communication."""
+        """Replaces the module's product function, such as `dot_general`, by `dense`."""
         product: Any = dense
         if self.attribute != "dot_general":
             # The replaced functions, `jax.numpy.einsum` and `jax.numpy.dot`, call
@@ -275,7 +275,7 @@ class StatefulProduct(nnx.Module):
         self.product, self.fp8_state = product, fp8_state
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
-        """Calls the `DotGeneral` or `Einsum` with the state."""
+        """Multiplies the operands, quantized to FP8 with the state of the layer."""
         return self.product(*operands, fp8_state=self.fp8_state.arrays(), **options)
 
 
