@@ -241,7 +241,7 @@ def test_a_process_that_arrives_after_a_failure_learns_of_it():
 
     def fails():
         with ProcessAllGather(store, 2, (0, 1, 2), TIMEOUT_S) as all_gather:
-            while not all_gather._repeats:
+            while not all_gather._coordinator_number:
                 all_gather._repeat(process_all_gather._read(store, "coordinator"))
             raise OSError("no descriptor left")
 

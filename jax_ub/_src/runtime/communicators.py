@@ -38,7 +38,8 @@ class Connection:
             self.communicator.close()
 
 
-# The end of the reason that calls get if `initialize_ub` was not called.
+# Part of the reason for a fallback if `initialize_ub` has not connected processes. The
+# lowering searches for it, to name a page of the documentation.
 UNCONNECTED = "which are not connected"
 
 _CONNECTIONS: dict[Group, Connection] = {}

@@ -121,8 +121,9 @@ def is_traced_for() -> bool:
         return is_default()
     if device.platform != "gpu":
         return device.platform == "cuda"
-    # The platform "gpu" includes AMD GPUs. The mesh may be an ahead-of-time topology,
-    # whose GPUs do not belong to this process.
+    # The platform "gpu" may mean CUDA or AMD. The mesh itself may be an ahead-of-time
+    # topology without devices in this process, so this process's GPUs decide. Without
+    # any, it means CUDA.
     return bool(local_devices()) or not _has_other_gpus()
 
 

@@ -24,7 +24,7 @@ ONE_SHOT_BYTES = 2_700_000
 
 
 def heap_bytes(platform: str, num_elements: int) -> int:
-    """Returns the most bytes of communication buffers that a call needs on a rank.
+    """Returns how many bytes of communication buffers a rank needs for any call.
 
     Args:
         platform: platform of the devices, such as "cpu" or "cuda".

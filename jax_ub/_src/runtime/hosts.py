@@ -29,7 +29,7 @@ def identity() -> str:
 
 
 def short_name(host: str) -> str:
-    """Returns the host name in an `identity`, for messages."""
+    """Returns the host name, for messages, from a text that `identity` returned."""
     return host.split(" ")[0]
 
 
@@ -41,10 +41,11 @@ def cores() -> list[int]:
 
 
 def pool_threads() -> int:
-    """Returns the size of jaxlib's thread pools, unless a device needs a larger one.
+    """Returns the minimum size of jaxlib's thread pools.
 
-    jaxlib reads `NPROC` when its backend starts. Without it, the size is the number of
-    cores on which the process may run. Each pool has at least a thread per device.
+    jaxlib reads `NPROC` when its backend starts. Without it, the minimum is the number
+    of cores on which the process may run. A process with more devices has larger pools,
+    with one thread per device.
     """
     try:
         return settings.pool_threads() or len(cores())

@@ -197,7 +197,9 @@ def make_initialized_axis(
     ub_cfgs: Mapping | Sequence[Mapping] | str | os.PathLike | None,
     mesh: Mesh,
 ) -> InitializedAxis:
-    """Returns an initialized axis with its named overlaps. Allocates no buffers.
+    """Creates the named overlaps of a mesh axis from the arguments of `initialize_ub`.
+
+    Allocates no buffers.
 
     Args:
         axes: the mesh axes of the ranks.

@@ -58,14 +58,17 @@ class ProcessAllGather:
         timeout_s: float,
         lost: Callable[[int], str | None] = lambda process: None,
     ):
-        """Starts an attempt to all-gather, which a random number identifies.
+        """Starts an attempt to all-gather, and draws its random number.
+
+        Messages of other attempts contain other numbers, and are ignored.
 
         Args:
             store: key-value store that all processes share.
             process: the index of this process.
             processes: the indices of all processes.
             timeout_s: the timeout of each round, in seconds.
-            lost: returns how a process has died, or None if that is not known.
+            lost: a function that returns how a process, given by its index, has died;
+                None if it has not, or if that is not known.
 
         Attributes:
             has_ended: whether the `with` block has ended, so that the other processes
@@ -87,11 +90,11 @@ class ProcessAllGather:
         self._answers: dict[int, list] = {}
         self._failure: dict[str, Any] = {}
         self._ended: set[int] = set()  # processes that have ended their attempt
-        # Used by all processes except the coordinator: the random number of the
-        # coordinator's attempt, which messages to it contain, and whether the
-        # coordinator has answered. After its answer, a different number belongs to
-        # another attempt and is ignored.
-        self._repeats = ""
+        # Used by members only: the random number of the coordinator's attempt. Messages
+        # to the coordinator contain it.
+        self._coordinator_number = ""
+        # Used by members only: whether the coordinator has answered. A different number
+        # then belongs to another attempt, and is ignored.
         self._is_confirmed = False
         self._has_sent_failure = False  # to all processes seen so far
 
@@ -109,10 +112,14 @@ class ProcessAllGather:
             self.has_ended = True
             self._store.erase("coordinator")
             return
-        if failure and not self._repeats and not isinstance(error, Exception):
+        if (
+            failure
+            and not self._coordinator_number
+            and not isinstance(error, Exception)
+        ):
             self._wait_for_coordinator()
         self.has_ended = True
-        if failure and self._repeats:
+        if failure and self._coordinator_number:
             self._write_own(failure)
         else:
             self._store.erase(str(self._process))
@@ -143,7 +150,7 @@ class ProcessAllGather:
 
     def _wait_for_coordinator(self):
         end_s = time.monotonic() + NOTIFY_S
-        while not self._repeats and time.monotonic() < end_s:
+        while not self._coordinator_number and time.monotonic() < end_s:
             self._repeat(_read(self._store, "coordinator"))
             time.sleep(_LONGEST_PAUSE_S)
 
@@ -280,15 +287,15 @@ class ProcessAllGather:
         if message is None:
             return []
         number, waiting = message
-        if number != self._repeats and not self._is_confirmed:
-            self._repeats = number
+        if number != self._coordinator_number and not self._is_confirmed:
+            self._coordinator_number = number
             self._write_own()
         return waiting
 
     def _write_own(self, failure=None):
         message = {
             "number": self._number,
-            "repeats": self._repeats,
+            "repeats": self._coordinator_number,
             "values": self._rounds,
             **(failure or {}),
         }

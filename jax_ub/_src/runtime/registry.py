@@ -123,7 +123,9 @@ class CommOverlapP2P(Overlap):
     """
 
 
-# In the reason that calls get if `initialize_ub` was called with too small a shape.
+# Part of the reason for a fallback if a call needs a larger shape than
+# `initialize_ub` was given. The lowering searches for it, to name a page of the
+# documentation.
 TOO_SMALL = "but the buffers"
 
 
