@@ -42,7 +42,11 @@ docs/commands.md describes the commands.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command of `python -m jax_ub`; returns the exit status (`_EPILOG`)."""
+    """Runs one command of `python -m jax_ub`, such as "doctor".
+
+    Returns:
+        The exit status, as listed at the end of `python -m jax_ub --help`.
+    """
     given = _parse(sys.argv[1:] if arguments is None else list(arguments))
     try:
         return _flush(given.run(given))

@@ -55,7 +55,7 @@ class KeywordsChecked:
 
 
 def keywords_checked(function: _Function) -> _Function:
-    """Decorates a function such that an unknown keyword argument has a hint, too."""
+    """Decorates a function: errors about unknown keywords then suggest known ones."""
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)

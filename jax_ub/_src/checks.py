@@ -382,8 +382,7 @@ def mapped_with(
     def same_of_mapped(axis_size, is_mapped, value, other):
         if is_mapped[1] and not is_mapped[0]:
             raise UnsupportedOverlapError(text(axis_size))
-        # Calls itself, so that the rule of an enclosing jax.vmap checks the arguments,
-        # too.
+        # Calls `same` again, so that each enclosing jax.vmap applies this rule, too.
         return same(value, other), is_mapped[0]
 
     return same(value, other)

@@ -13,9 +13,9 @@ from typing import ClassVar
 
 import jax
 
-# The documentation page for each pattern of error messages. The first pattern that
-# matches decides, without the list of known names at the end of a message. So pages of
-# topics come first: every message begins with its op, whose page would match.
+# Maps each documentation page to a pattern of error messages. `page_of` uses the first
+# pattern that matches. Pages of topics precede pages of ops, because the name of an op
+# begins every message of the op, whatever its topic.
 _PAGES = {
     "docs/functions.md#environment-variables": r"^JAX_UB_",
     "docs/bench/README.md": r"^bench\b",
@@ -56,7 +56,7 @@ _PAGES = {
 
 def page_of(message: str) -> str | None:
     """Returns the documentation page that explains an error message, or None."""
-    text = message.partition("Known: ")[0]
+    text = message.partition("Known: ")[0]  # without the list of known names
     found = (page for page, pattern in _PAGES.items() if re.search(pattern, text))
     return next(found, None)
 
@@ -67,7 +67,8 @@ class UbError(Exception):
     If a page of the documentation explains an error, it has a note with the page.
     """
 
-    # The page of all errors of this class. None: `page_of` finds it by the message.
+    # The documentation page of all errors of this class. If it is None, `page_of` finds
+    # the page of each error by its message.
     page: ClassVar[str | None] = None
 
     def __init__(self, *arguments: object):
@@ -82,7 +83,7 @@ class ShapeContractError(UbError, ValueError):
 
 
 class UnknownNameError(UbError, ValueError):
-    """Raised for an unknown name, such as a method, or a flag that is not a bool."""
+    """Raised if a name, such as of a method, is unknown, or a flag is not a bool."""
 
 
 class UnknownArgumentError(UnknownNameError, TypeError):

@@ -45,10 +45,11 @@ def record_fallback(label: str, reason: str) -> None:
 
 @contextlib.contextmanager
 def falling_back(label: str, reason: str) -> Iterator[None]:
-    """Records a fallback: plain JAX replaces an op that the block traces or lowers.
+    """Records that plain JAX replaces an op of jax_ub inside the `with` block.
 
-    The block is in a name scope that contains label and reason, so that a jaxpr or
-    compiled text shows its fallbacks. `fallback_in` reads the scope.
+    Operations that are traced or lowered in the block have a name scope with label and
+    reason, so that a jaxpr or compiled text shows its fallbacks. `fallback_in` reads
+    the scope.
     """
     record_fallback(label, reason)
     with jax.named_scope(_encode("fallback", label, reason)):
@@ -56,7 +57,7 @@ def falling_back(label: str, reason: str) -> Iterator[None]:
 
 
 def plain_by_choice(label: str, reason: str) -> AbstractContextManager[Any]:
-    """Marks operations in the block as plain JAX, as the user has chosen.
+    """Marks operations in the `with` block as plain JAX, as the user has chosen.
 
     `fallback_in` reads the mark. It is not a fallback, so `fallbacks` does not list it.
     """
@@ -64,11 +65,15 @@ def plain_by_choice(label: str, reason: str) -> AbstractContextManager[Any]:
 
 
 def fallback_in(scope: str) -> Fallback | None:
-    """Returns the `Fallback` that a name scope of `falling_back` contains, or None."""
+    """Reads label and reason of a fallback from a JAX name scope.
+
+    `falling_back` and `plain_by_choice` create such scopes. Returns None for others.
+    """
     return _decode("fallback", scope)
 
 
-# Why several ranks repeat the operations that are being traced; "" if they do not.
+# Why several ranks compute the same values in the code that is being traced, such as a
+# mesh axis that shards neither tokens nor features; "" if they do not.
 _REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
     "replicated", default=""
 )
@@ -76,7 +81,7 @@ _REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def replicating(label: str, reason: str) -> Iterator[None]:
-    """Marks operations in the block as repeated by several ranks.
+    """Marks operations in the `with` block as repeated by several ranks.
 
     Calls of jax_ub read the mark by `replicated`. Plain JAX operations are marked by a
     name scope, which `replicated_in` reads.
@@ -90,12 +95,18 @@ def replicating(label: str, reason: str) -> Iterator[None]:
 
 
 def replicated() -> str:
-    """Returns why several ranks repeat what is being traced; "" if they do not."""
+    """Returns why several ranks compute the same values in the code being traced.
+
+    It is the reason of the enclosing `replicating`, or "" if there is none.
+    """
     return _REPLICATED.get()
 
 
 def replicated_in(scope: str) -> Fallback | None:
-    """Returns label and reason that a name scope of `replicating` contains, or None."""
+    """Reads label and reason from a JAX name scope that `replicating` created.
+
+    Returns None for other scopes.
+    """
     return _decode("replicated", scope)
 
 

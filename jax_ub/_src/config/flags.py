@@ -149,7 +149,10 @@ NAMES = tuple(field.name for field in dataclasses.fields(OverlapFlags))
 
 
 def flags_of(mode: ParallelMode, passes: Sequence[str] = PASSES) -> tuple[str, ...]:
-    """Returns the `ub_*` flags, such as "ub_overlap_ag", that a mode's passes read."""
+    """Returns the names of the `ub_*` flags that affect these passes of a mode.
+
+    For example, "ub_overlap_ag" affects the forward pass of a column-parallel layer.
+    """
     found = (each.flag for name in passes for each in mode.communications(name))
     return tuple(dict.fromkeys(filter(None, found)))
 

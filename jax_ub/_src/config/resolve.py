@@ -98,16 +98,16 @@ _FUSED = frozenset(
         Method.XLA,
     )
 )
-# The methods that each pass may have, by collective. A dgrad with AG gathers x
-# concurrently ("bulk") or its operand dy (the other methods). A wgrad with RS
-# reduce-scatters dx concurrently ("bulk"). A wgrad with AG reads the peers' shards in
-# place ("direct") or gathers them first ("external").
+# The methods that a pass may have, by pass and collective (all-gather, reduce-scatter).
 _POSSIBLE = {
     (FPROP, _AG): _FUSED,
     (FPROP, _RS): _FUSED,
+    # "bulk" gathers x during the dgrad GEMM. The other methods gather its operand dy.
     (DGRAD, _AG): _FUSED | {Method.BULK},
     (DGRAD, _RS): _FUSED,
+    # Reads the peers' shards in place ("direct"), or gathers them first ("external").
     (WGRAD, _AG): frozenset((Method.AUTO, Method.DIRECT, Method.EXTERNAL, Method.XLA)),
+    # Reduce-scatters dx during the wgrad GEMM.
     (WGRAD, _RS): frozenset((Method.BULK,)),
 }
 # Methods of GEMM+RS that can send partial sums as FP8.
@@ -137,9 +137,10 @@ _IGNORED = (
 
 
 def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
-    """Checks the user's settings for each name, such as "qkv_fprop", separately.
+    """Returns the argument `ub_cfgs` as a checked dictionary: {name: settings}.
 
-    `resolve` checks how the entries depend on each other.
+    Checks each entry by itself, and that no two names mean the same pass. `resolve`
+    checks how the settings of different passes depend on each other.
     """
     if ub_cfgs is None:
         return {}
@@ -157,14 +158,14 @@ def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
             )
         entries[name] = read_entry(name, entry)
         _check_name(name, entries[name])
-    _check_forwards(entries)
+    _check_one_name_per_pass(entries)
     return entries
 
 
-def _check_forwards(entries):
-    """Raises an error if two names, "qkv" and "qkv_fprop", mean the same pass.
+def _check_one_name_per_pass(entries):
+    """Raises an error if two names, given or predefined, mean the same forward pass.
 
-    A name without a pass, such as "qkv", means the forward pass, as "qkv_fprop" does.
+    A name without a pass means the forward pass: "qkv" means the same as "qkv_fprop".
     """
     for name in entries:
         full = f"{name}_{FPROP}"

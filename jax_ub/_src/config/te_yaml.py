@@ -53,8 +53,8 @@ def from_te(
     unset = []
     if isinstance(found, Mapping):
         unset = [name for name, entry in found.items() if entry is None]
-        # Passes an empty entry instead of None, which `read_entries` rejects, so that
-        # it checks the name. The result omits it.
+        # `read_entries` rejects None. It gets an empty entry instead, so that it still
+        # checks the name. The result omits these entries.
         found = {**found, **{name: {} for name in unset}}
     return {
         name: _without_ignored_keys(name, entry)
