@@ -20,9 +20,9 @@ _ROW_EPSILON = 1e-12
 # significand of 1.75.
 _SIGNIFICAND_BITS, _SIGNIFICAND_OF_MAX, _EXPONENT_BIAS = 23, 0x600000, 127
 _EXPONENT_MASK = 0xFF << _SIGNIFICAND_BITS
-# The smallest array that `_rounded_by_addition` rounds. XLA:CPU divides its kernel
-# among more threads than a conversion, which does not pay for small arrays. Measured by
-# timing casts on 1 to 8 devices of two Zen 5 cores.
+# `_rounded_by_addition` replaces XLA's conversion to FP8 for arrays of at least this
+# size. XLA:CPU runs it on more threads, which takes longer for smaller arrays. Measured
+# by timing casts on 1 to 8 devices of two Zen 5 cores.
 _LEAST_ADDITIONS = 1 << 15
 
 

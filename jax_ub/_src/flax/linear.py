@@ -308,7 +308,11 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
         return self._call_layout(), (*promoted, main_grad, state), options
 
     def _call_layout(self):
-        """Returns the sharding layout with the FSDP axes in the kernel's metadata."""
+        """Returns the sharding layout, with FSDP axes from the kernel's metadata.
+
+        Inside a `shard_map`, a kernel that has its full size needs no all-gather, so it
+        has no FSDP axes.
+        """
         ins, outs = as_sizes(self.in_features), as_sizes(self.out_features)
         kernel, layout = self.kernel, self.sharding_layout
         # If layers are stacked, for example by nnx.vmap, the metadata's spec may have

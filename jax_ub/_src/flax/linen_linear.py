@@ -267,8 +267,8 @@ def _of_matrix(op: str, name: str, init: Callable, num_in: int) -> Callable:
         ins, outs = math.prod(shape[:num_in]), math.prod(shape[num_in:])
         flat = (ins, outs) if num_in else (outs,)
         values = init(key, flat, dtype)
-        # Not nn.meta.unbox: it would apply the sharding of the kernel, which has shape
-        # `shape`, to these values, which have shape `flat`.
+        # nn.meta.unbox would apply the kernel's sharding. That fits `shape`, but these
+        # values still have the shape `flat`.
         leaves = jax.tree.leaves(values)
         checks.check_initial(op, name, leaves[0] if len(leaves) == 1 else values, flat)
         # tree.map reshapes inside nn.Partitioned, so the result keeps its metadata.

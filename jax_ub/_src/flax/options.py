@@ -60,7 +60,10 @@ def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
 
 
 def check_flags(op: str, options: LinearOptions) -> None:
-    """Checks the `ub_*` flags that a module passes to its linear layers."""
+    """Raises an error if the `ub_*` flags of a module contradict its other options.
+
+    The module passes the flags to its linear layers.
+    """
     OverlapFlags.of(options).check(
         op,
         methods.resolve(op, options.get("method"), None),
@@ -236,7 +239,11 @@ def read_sizes(op: str, name: str, features: int | Sequence[int]) -> tuple[int, 
 def check_attention_sizes(
     num_heads: int, num_kv_heads: int, qkv_features: int, rotary_base: float | None
 ) -> None:
-    """Checks the numbers of heads and features of an attention layer."""
+    """Raises an error if the sizes of an attention layer do not fit together.
+
+    The heads must divide the features, and the key heads the query heads. Rotary
+    embeddings need an even number of features per head.
+    """
     op = "MultiHeadAttention"
     checks.check_size(op, "num_heads", num_heads)
     checks.check_size(op, "num_kv_heads", num_kv_heads)
@@ -275,7 +282,10 @@ def check_transformer_sizes(
     num_gqa_groups: int | None,
     kv_channels: int | None,
 ) -> None:
-    """Checks the numbers of heads and features of a transformer layer."""
+    """Raises an error if the sizes of a transformer layer do not fit together.
+
+    The heads must divide `hidden_size`, unless `kv_channels` is the size of a head.
+    """
     op = "TransformerLayer"
     checks.check_size(op, "hidden_size", hidden_size)
     checks.check_size(op, "num_attention_heads", num_attention_heads)

@@ -37,7 +37,11 @@ class Fp8State(nnx.Module):
     """
 
     def __init__(self, recipe: DelayedScaling, lead: tuple[int, ...] = ()):
-        """Creates the variables. `lead`: leading dimensions of stacked layers."""
+        """Creates the initial scales and amax histories of a layer.
+
+        If the arrays of several layers are stacked, `lead` has the sizes of the leading
+        dimensions, which index the layers.
+        """
         for name, array in init_state(recipe).items():
             stacked = jnp.broadcast_to(array, (*lead, *array.shape))
             setattr(self, name, OverwriteWithGradient(stacked))

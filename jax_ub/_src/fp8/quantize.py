@@ -266,7 +266,9 @@ def _further_axes(ranks, recipe, xs, *state):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _quantize_delayed(ranks, recipe, role, further_axes, xs, scale, history):
-    """Quantizes arrays with a delayed scale. The state's gradient is its new value.
+    """Quantizes arrays with one scale, which is computed from the amax history.
+
+    Its `custom_vjp` returns the new scale and history as the gradients of the old ones.
 
     Returns:
         The values of each array, and the scale, `[1]`.

@@ -194,10 +194,10 @@ class Float8CurrentScaling(KeywordsChecked):
         _check_attention(self)
 
     def amax_epsilon(self, role: str) -> float:
-        """Returns the smallest amax from which a scale is computed.
+        """Returns the lower bound of the amax from which a scale is computed.
 
         Args:
-            role: "input", "kernel" or "output_grad".
+            role: the tensor's role in a GEMM: "input", "kernel" or "output_grad".
         """
         return getattr(self, _QPARAMS[role]).amax_epsilon
 

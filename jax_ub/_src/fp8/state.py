@@ -100,11 +100,11 @@ def check_state(
 
 
 def apply_updates(state: Any, gradients: Any) -> Any:
-    """Returns the new `DelayedScaling` state, which the gradients contain.
+    """Returns the new `DelayedScaling` state after a training step.
 
-    The gradient of a state is its new value. It is taken only where the new scale is
-    finite and above zero: the gradient of a layer that was not used is zero, and that
-    of one that `jax.lax.cond` skipped may be minus infinity.
+    `jax.grad` returns the new state in place of a gradient of the state. It replaces
+    the old state only where its scale is finite and above zero: the gradient is zero if
+    the layer was not used, and may be minus infinity if `jax.lax.cond` skipped it.
 
     Transformer Engine: it updates scales when an autocast ends.
 
@@ -161,8 +161,8 @@ def _sibling(path):
     text = jax.tree_util.keystr(path)
     for kind in (SCALE, HISTORY):
         head, found, tail = text.rpartition(f"_{kind}")
-        # The rest of the path's text has only punctuation and, for an nnx variable,
-        # ".value". Letters or digits mean that the key is longer.
+        # A key that ends in the kind is followed only by punctuation, such as "']", and
+        # for an nnx variable by ".value". Letters or digits belong to a longer key.
         rest = tail.removesuffix(".value")
         if found and not any(c.isalnum() or c == "_" for c in rest):
             return (head, tail), kind

@@ -94,7 +94,10 @@ class Workload:
         return num_rows * (self.K if self.gathers else self.N) * size
 
     def reduce_bytes(self, num_rows: int) -> int:
-        """Returns the bytes that memory reads and writes to sum all partial sums."""
+        """Returns how many bytes a rank reads and writes to sum over the ranks.
+
+        It sums `num_rows` rows of the partial sums of all ranks.
+        """
         parts = self.num_ranks * self.partial_itemsize + self.itemsize
         return num_rows * self.N * parts
 

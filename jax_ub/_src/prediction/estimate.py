@@ -308,7 +308,10 @@ class Fp8Prediction:
 
 
 def predict_fp8(work: Workload, machine: Hardware) -> Fp8Prediction:
-    """Predicts the seconds of an op in bf16, with FP8 operands, and sent as FP8."""
+    """Predicts how many seconds an op takes in three variants.
+
+    They are bf16, FP8 operands, and bf16 that is sent as FP8 (`wire_dtype="fp8"`).
+    """
     if not machine.has_fp8:
         raise UnsupportedOverlapError(
             f"simulate: {machine.name} has no FP8 GEMM. Use another --hardware, such "
@@ -343,5 +346,6 @@ def _wire_seconds(work, machine, cast_s):
         seconds = estimate_workload(rows, plan, machine).seconds
         widened = 0 if machine.is_host else work.M * work.K
         return seconds + cast_s(work.M * work.K // work.num_ranks) + cast_s(widened) / 2
-    # All partial sums are cast, and the received ones are summed.
+    # A rank casts M * N partial sums before it sends them, and sums as many received
+    # ones, which takes about as long.
     return bounds(rows, machine).serial_s + 2 * cast_s(work.M * work.N)

@@ -353,9 +353,10 @@ class ShardingLayout:
         )
 
     def check_kernel_spec(self, spec: Sequence | None, num_in: int = 1) -> None:
-        """Raises an error if `axis_name` shards a different dimension than `parallel`.
+        """Raises an error if `axis_name` shards the wrong dimension of the kernel.
 
-        `spec` is the partition spec of the kernel; None if unknown.
+        A "column" parallel layer needs the output dimension, a "row" parallel layer the
+        input dimension. `spec` is the partition spec of the kernel; None if unknown.
         """
         found = parallel_of_spec(spec, num_in, self.axis_name)
         if found is None or self.parallel is None or self.parallel == found:

@@ -161,7 +161,11 @@ def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
 def _with_whole_kernels(
     body, layout, replicas, x, kernels, biases, main_grads, *others
 ):
-    """Calls `body` with FSDP kernels all-gathered and main_grads on one replica."""
+    """All-gathers kernels that are sharded by FSDP, then calls `body` with them.
+
+    The first replica passes its main_grads, and the others pass zeros, because JAX sums
+    the accumulated values over the replicas.
+    """
     if replicas:
         on_first = functools.partial(_on_first_replica, axes=replicas)
         main_grads = jax.tree.map(on_first, main_grads)
