@@ -95,7 +95,7 @@ class Contract {
       } else if (!AreScalesOf(scales, call_.operands[i], IsKernel(i))) {
         Fail("scales " + Describe(scales) + " do not fit " +
              Describe(call_.operands[i]));
-      } else if (scales.dtype != call_.scales[FirstOfView(i)].dtype) {
+      } else if (scales.dtype != call_.scales[FirstOfKind(i)].dtype) {
         Fail("scales have different dtypes");
       }
     }
@@ -128,9 +128,9 @@ class Contract {
   }
   bool IsKernel(size_t operand) const { return operand >= FirstKernel(); }
 
-  // Returns the first operand of the kind of `operand`: activation or kernel or, in a
-  // weight gradient, output gradient. All scales of one kind have the same dtype.
-  size_t FirstOfView(size_t operand) const {
+  // Returns the index of the first operand of the same kind: activation, kernel or, in
+  // a weight gradient, output gradient. Scales of one kind must have equal dtypes.
+  size_t FirstOfKind(size_t operand) const {
     if (InfoOf(attributes_.op).gemm == GemmKind::kWgrad) return operand > 0;
     return IsKernel(operand) ? FirstKernel() : 0;
   }
@@ -271,7 +271,8 @@ void CheckDgrad(const CallAttributes& at,
   contract.Sized(call.results[0], "dx", {dy.dtype, dy.batch, dy.rows, in, nullptr});
 }
 
-// Checks the operand and the result that are communicated without a GEMM, and addends.
+// Checks the tensors of a collective whose data no GEMM reads or computes: its operand,
+// its result and the addends.
 void CheckCommunicated(const CallAttributes& at,
                        const RankCall& call,
                        const Contract& contract) {

@@ -54,8 +54,8 @@ class LaneDependencies {
 
   Device& device_;
   int next_ = 0;
-  // Indexed by lane: the events that have occurred before any later work of the lane
-  // begins.
+  // Indexed by lane: the events that precede all work that will be enqueued on the lane
+  // from now on. The lane need not await them.
   std::vector<Clock> known_;
   std::vector<Recorded> dependencies_;
 };

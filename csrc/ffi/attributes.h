@@ -31,9 +31,9 @@ std::vector<std::string_view> AttributeNames(const OpInfo& op);
 // out of range or a required attribute is missing. KernelOptions are optional.
 CallAttributes ReadAttributes(Op op, const AttributeSource& source);
 
-// Views an array of these dimensions as [batch, rows, features]. In an all-reduce, which
-// has one batch, rows have one element, so that the array can be divided between any two
-// elements, or as many elements as the bias.
+// Views an array as [batch, rows, features]: its last two dimensions are rows and
+// features. An all-reduce instead divides the array into rows of one element, or of as
+// many elements as its bias has, because it may be split between any two of them.
 Tensor TensorOf(const CallAttributes& attributes,
                 DType dtype,
                 std::span<const int64_t> dimensions,

@@ -139,8 +139,8 @@ class Rendezvous {
                                        Completion done,
                                        int* last_rank);
 
-  // Attach passes later calls of groups with the sequencer's devices to the sequencer,
-  // until Detach. Throws CommunicatorError if these devices already have a sequencer.
+  // Makes `sequencer` run all later calls of the group that has its devices, until
+  // Detach. Throws CommunicatorError if the group already has a sequencer.
   void Attach(const std::shared_ptr<CallSequencer>& sequencer);
   void Detach(const CallSequencer& sequencer);
   // Fails the incomplete collective calls of all groups of the sequencer.

@@ -25,9 +25,10 @@ SlotRequirements SlotRequirementsOf(const CollectiveCall& collective, ThreadPool
 
 class SlotRun : public std::enable_shared_from_this<SlotRun> {
  public:
-  // Callbacks to the owner of the run. A rank calls them from its own thread. The last
-  // callback is `done` of the last rank. If `done` is empty, none is called after
-  // RunAndWait has returned, so that they may use objects of its caller.
+  // Callbacks to the owner of the run, on the threads of the ranks. After `done` of the
+  // last rank, no callback is called. If `done` is empty, no callback is called after
+  // RunAndWait has returned, so callbacks may use local variables of RunAndWait's
+  // caller.
   struct Hooks {
     // Returns the transport that exchanges the data of calls[i] with its peers.
     std::function<Transport&(size_t i)> transport;

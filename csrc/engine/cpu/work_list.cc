@@ -18,7 +18,7 @@ constexpr int64_t kUnitElements = 32 << 10;
 constexpr double kCopyBytesPerUs = 5e3;
 constexpr double kSumBytesPerUs = 3e3;
 
-// Moves a matrix to its element (row, column).
+// Advances the data pointer of a matrix to element (row, column).
 void Advance(auto& matrix, int64_t row, int64_t column) {
   matrix.data += (row * matrix.row_stride + column) * SizeOf(matrix.dtype);
 }

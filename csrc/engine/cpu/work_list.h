@@ -55,7 +55,8 @@ class WorkList {
   double estimated_us() const { return estimated_us_; }
 
  private:
-  // Adds a sum of at most kUnitElements elements to the last sum unit, or to a new one.
+  // Adds a sum to the last work unit that computes sums, or to a new unit if it would
+  // exceed kUnitElements elements. `slice` must not have more elements.
   void AddSlice(Sum slice);
 
   std::vector<std::unique_ptr<GemmPlan>> plans_;

@@ -41,8 +41,9 @@ class CudaDevice : public Device {
   DType PartialDType(const CallAttributes& attributes,
                      const RankCall& call) const override;
 
-  // Returns one split per chunk for gathers. With more, smaller GEMMs would lose more
-  // time than the additional overlap saves.
+  // Returns the number of splits of a chunk if the call does not specify it. It is 1
+  // for gathers: smaller GEMMs are slower, which costs more time than the additional
+  // overlap saves.
   int DefaultSplits(CollectiveKind collective) const override;
 };
 

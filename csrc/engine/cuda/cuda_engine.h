@@ -80,8 +80,8 @@ class CudaCallSite {
   std::map<int, std::shared_ptr<const Preparation>> preparations_;  // by device ordinal
   std::map<int, Binding> bindings_;                                 // by group
   std::map<int, FirstRun> first_runs_;                              // by group
-  // Keyed by device ordinal: the communicator to whose peers this rank has sent its
-  // signature of the call.
+  // Keyed by device ordinal: the communicator through which the device's rank has sent
+  // the signature of the call to its peers.
   std::map<int, std::weak_ptr<CudaCommunicator>> declared_;
   std::string name_;  // the same in every process that runs the call site
 };

@@ -236,8 +236,8 @@ void CudaEngine::Declare(CudaCallSite& site,
     std::lock_guard lock(site.mutex_);
     communicator = site.bindings_[device_rank.group].communicator;
     if (!communicator) communicator = FindJoined(DevicesOf(at, device_rank.group));
-    // There is no communicator, so all ranks are in this process and reject the call
-    // for the same reason.
+    // Only a group whose ranks are all in this process can lack a communicator here.
+    // Its ranks reject the call for the same reason, without messages.
     if (!communicator) return;
     std::weak_ptr<CudaCommunicator>& declared = site.declared_[ordinal];
     is_declared = declared.lock() == communicator;

@@ -84,10 +84,9 @@ class MulticastReduction {
     return lanes_.Record(lane);
   }
 
-  // Returns a slot of each peer, whose flag signals that a stage of a split is done,
-  // ordered by the distance between peer and rank. With `direction` 1, they are slots
-  // of the peers that this rank signals. With -1, they are slots of this rank that the
-  // peers signal.
+  // Returns one slot (receive buffer) per peer, whose flag means that the sender has
+  // finished `stage` of this split of the rows. With `direction` 1, this rank signals
+  // slots in the peers' memory. With -1, the peers signal slots in this rank's memory.
   std::vector<PeerSlot> PeerSlotsOf(int stage, int split, int direction) const {
     const int num_ranks = transport_.num_ranks();
     std::vector<PeerSlot> slots;

@@ -54,8 +54,8 @@ class LanePool {
   explicit LanePool(const Driver& driver, bool in_turn = false)
       : driver_(driver), in_turn_(in_turn) {}
 
-  // Returns lanes with the requested number and priorities that are not being captured.
-  // Only one call may enqueue at a time.
+  // Returns streams with the requested number and priorities that are not part of a
+  // graph capture in progress. Only one call may enqueue at a time.
   StreamLanes& Find(const KernelOptions& kernel_options);
 
  private:
