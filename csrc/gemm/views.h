@@ -88,9 +88,9 @@ struct FactorSegment {
 };
 
 struct FactorView {
-  // The factors of each segment of the result (without replicas): [row segment][column
-  // segment]. With GemmProblem::has_factors_by_k, the sums over each segment of A along
-  // K have their own: [segment along K][row segment][column segment].
+  // The factors of each segment of the result: [row segment][column segment]. All
+  // replicas have the same factors. With GemmProblem::has_factors_by_k, each segment of
+  // A along K has different factors: [segment along K][row segment][column segment].
   std::vector<FactorSegment> segments;
 };
 

@@ -60,7 +60,8 @@ inline constexpr Fp8Table kFp8Table = [] {
   return table;
 }();
 
-// The bytes of the bf16 numbers that equal the FP8 numbers without a sign.
+// Two lookup tables that convert FP8 to bf16: the upper and the lower byte of the bf16
+// number, indexed by the FP8 code without its sign bit.
 struct Fp8Bytes {
   uint8_t upper[128];
   uint8_t lower[128];

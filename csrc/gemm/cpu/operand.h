@@ -103,9 +103,10 @@ class OperandReader {
                    Range k,
                    std::byte* panels,
                    int64_t panel_bytes) const;
-  // Multiplies packed elements `outer` x `k` by their scales. They are all in the
-  // segment with index `segment`, whose first element is (outer_begin, k_begin). All
-  // indices are relative to the first element of the panels.
+  // Multiplies the packed elements with indices in `outer` and `k` by their scales. The
+  // elements are in one segment of the operand, which has the index `segment` and
+  // begins at (outer_begin, k_begin). All these indices are relative to the first
+  // element of the panels.
   void ScaleSegmentPart(int64_t segment,
                         int64_t outer_begin,
                         int64_t k_begin,
@@ -115,10 +116,12 @@ class OperandReader {
                         int64_t panel_width,
                         int64_t panel_bytes) const;
   class ScaleReader;
-  // Multiplies columns `outer` of one packed panel, which begin at `words`, by their
-  // scales. `outer` is relative to the segment; `k`, and k_begin, where the segment
-  // begins, are relative to the panel. Returns whether a scale is 2^-127. Then the
-  // caller must call it again with `halves` (ScaleReader::Copy).
+  // Multiplies columns of one packed panel by their scales. If it returns true, a scale
+  // is 2^-127, which takes two multiplications: the caller must call it a second time,
+  // with `halves` (see ScaleReader::Copy).
+  //
+  // `words` is the first of the columns. `outer` is relative to the segment. `k` and
+  // `k_begin`, the first index of the segment, are relative to the panel.
   bool ScaleColumns(const ScaleReader& scales,
                     Range outer,
                     Range k,

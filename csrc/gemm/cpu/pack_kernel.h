@@ -8,8 +8,8 @@
 
 namespace jax_ub::JAX_UB_KERNELS {
 
-// Tells PackCopied and PackTransposed how to make f32 words: each word is one element
-// of a source row, converted to f32.
+// Template argument of PackCopied and PackTransposed that makes words of f32. A word is
+// one element of a source row, converted to f32.
 template <DType kDType>
 struct Widened {
   static constexpr int64_t kBytes =

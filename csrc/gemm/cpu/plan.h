@@ -67,8 +67,9 @@ class TiledPlan : public GemmPlan {
     bool prefetch_in_packing_tile = false;
   };
 
-  // Adds one block of K to C[rows, columns] of a unit, or stores it if it is the first
-  // one.
+  // Multiplies A[rows, k] by B[k, columns], where `k` is block number `k_index` of K.
+  // Adds the product to the sums of the earlier blocks. The last block stores the sums
+  // in C.
   void RunBlock(Range rows,
                 Range columns,
                 int64_t k_index,
@@ -92,11 +93,13 @@ class TiledPlan : public GemmPlan {
   }
   // Sets `tiles` to the tiles of rows `block` of A, which are packed or in place.
   void ReadA(Range block, Range k, std::byte* packed, ATile* tiles) const;
-  // Prepares the panel of B that begins at `columns`, with which `num_rows` rows of A
-  // will be multiplied: packs it, or sets `b.panel.source` if the first tile packs it.
-  // Sets `b.prefetch` to the memory that is packed next: the following panel or, at the
-  // end of the columns `unit`, the first panel of the next block `next_k`. Returns the
-  // end of the columns that it has prepared, which may be several panels.
+  // Prepares a panel of B, which `num_rows` rows of A will be multiplied by. Packs it,
+  // or sets `b.panel.source` so that the first tile packs it. Returns the end of the
+  // columns that it has prepared, which may be several panels.
+  //
+  // Also sets `b.prefetch` to the memory that will be packed next: the following panel
+  // or, after the last columns of the work unit (`unit`), the first panel of the next
+  // block of K (`next_k`).
   int64_t ReadB(Range unit,
                 Range columns,
                 Range k,

@@ -209,8 +209,8 @@ bool ResultWriter::HasOneOfEachFactor(int64_t segment) const {
   });
 }
 
-// Multiplies each row by one factor after the other. The sums are still in the cache,
-// because they are only a tile or a few rows.
+// Applies all factors to a row before the next row. Several passes over a row are
+// cheap, because the sums are only a tile or a few rows, which are in the cache.
 void ResultWriter::ScaleSegmentBlock(int64_t first,
                                      float* sums,
                                      int64_t sums_stride,

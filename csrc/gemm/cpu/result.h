@@ -81,7 +81,8 @@ class ResultWriter {
                          int64_t sums_stride,
                          const SegmentBlock& block) const;
   void CopySegmentBlock(const SegmentBlock& block) const;
-  // Returns the index of the block's segment in the segments of a replica.
+  // Returns the index of a block's segment in ResultView::segments: [replica][row
+  // segment][column segment]. A replica is one of the places where C is stored.
   int64_t IndexOf(int replica, const SegmentBlock& block) const;
   BytesAt Find(int replica, const SegmentBlock& block) const;
 

@@ -26,13 +26,14 @@ inline void CopyElement(const char* from, char* to) {
   }
 }
 
-// The positions of 64 bytes in two vectors.
+// Indices for _mm512_permutex2var_epi8, which selects 64 bytes from two vectors: 0 to
+// 63 are bytes of the first vector, 64 to 127 of the second.
 struct ByteOrder {
   uint8_t from[64];
 };
 
-// Interleaves two rows of 32 bytes, each in the lower half of a vector, so that
-// WordsOfFp8 returns the words of the first and of the last 16 columns.
+// The order for two rows of 32 FP8 numbers, each in the lower half of a vector.
+// WordsOfFp8 then returns the bf16 pairs of the first and of the last 16 columns.
 inline constexpr ByteOrder kOrderOfRows = [] {
   ByteOrder order = {};
   for (int i = 0; i < 64; ++i) {
@@ -42,8 +43,9 @@ inline constexpr ByteOrder kOrderOfRows = [] {
   return order;
 }();
 
-// Of 16 columns with four numbers along K each, WordsOfFp8 returns the words of the
-// first two numbers, and those of the last two.
+// The order for a vector of 16 columns that have four FP8 numbers along K each.
+// WordsOfFp8 then returns 16 bf16 pairs of the first two numbers of each column, and 16
+// of the last two.
 inline constexpr ByteOrder kOrderOfColumns = [] {
   ByteOrder order = {};
   for (int i = 0; i < 64; ++i) {
@@ -53,8 +55,9 @@ inline constexpr ByteOrder kOrderOfColumns = [] {
   return order;
 }();
 
-// Converts 64 FP8 numbers of `a` and `b` to words. In the given order, each quarter has
-// the numbers of four words of the first vector, then four words of the second vector.
+// Converts 64 FP8 numbers, which `order` selects from `a` and `b`, to 32 words (pairs
+// of bf16). Of each 16 numbers in this order, the first 8 become four words of `first`,
+// the last 8 four words of `second`.
 template <DType kDType>
 inline void WordsOfFp8(
     __m512i a, __m512i b, const ByteOrder& order, Vec& first, Vec& second) {
@@ -72,9 +75,9 @@ inline void WordsOfFp8(
   second = _mm512_castsi512_ps(_mm512_unpackhi_epi8(lower, upper));
 }
 
-// Tells PackCopied and packing tiles how to make pairs of bf16: word k consists of an
-// element of row 2k (its low half) and one of row 2k + 1. Widened documents the
-// members.
+// Template argument of PackCopied and packing tiles that makes words of two bf16. A
+// word has an element of row 2k in its lower half, and of row 2k + 1 in its upper half.
+// The members have the same meaning as in Widened (pack_kernel.h).
 template <DType kDType>
 struct Pairs {
   static constexpr int64_t kBytes = kElementBytes<kDType>;
@@ -122,12 +125,13 @@ struct Pairs {
   }
 };
 
-// Tells PackTransposed how to make pairs of bf16: a word is two neighboring elements of
-// a row.
+// Template argument of PackTransposed that makes words of two bf16. A word has two
+// neighboring elements of a row.
 template <DType kDType>
 struct AdjacentPairs {
   static constexpr int64_t kBytes = 2 * kElementBytes<kDType>;
-  // FP8 numbers are transposed before they are converted, four to a lane.
+  // A 32-bit lane is transposed as a whole. It has four FP8 numbers, which become two
+  // words afterwards, or two bf16, which are one word.
   static constexpr int64_t kWordsPerLane = IsFp8(kDType) ? 2 : 1;
 
   static void StoreLanes(Vec lanes, char* to, int64_t stride) {

@@ -17,8 +17,9 @@ constexpr void ForEachDType(const Function& function) {
   if constexpr (kIndex + 1 < kNumDTypes) ForEachDType<kIndex + 1>(function);
 }
 
-// Does not read the table of dtypes, because other files use this symbol and it must
-// not be compiled for AVX.
+// Returns the size of an element. Does not call InfoOf at run time: this file is
+// compiled for AVX, and the linker might use its copy of InfoOf in files that must run
+// on CPUs without AVX.
 inline int64_t BytesOf(DType dtype) {
   int64_t bytes = 0;
   ForEachDType([&]<DType kDType>() {

@@ -88,8 +88,8 @@ inline void FetchStep(PrefetchCursor& prefetch) {
   }
 }
 
-// Makes a tile read packed words of B. With other policies (Widened, Pairs), the tile
-// packs B itself.
+// Template argument `Words` of Tile if the panel of B is packed already. With Widened
+// or Pairs, the tile packs the panel while it multiplies.
 struct Packed {};
 
 template <typename Words>

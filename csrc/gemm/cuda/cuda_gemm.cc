@@ -288,8 +288,8 @@ class CudaGemm::State {
                       term.k, block.batch);
   }
 
-  // Returns the address of an operand's scales, or null if it has none. `side` is the
-  // operand's index among the factors.
+  // Returns the address of an operand's scales for cuBLASLt, or null if it has none.
+  // `side` is 0 for A, whose scales may be factors of rows, and 1 for B (of columns).
   static const void* ScalesOf(const OperandView& operand,
                               const Fp8Copy& copy,
                               const BlockTerm& term,

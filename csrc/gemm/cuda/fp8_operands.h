@@ -56,7 +56,8 @@ class Fp8Copy {
   int64_t largest_bytes_ = 0;
 };
 
-// The kernels that copy operands, loaded in the current context.
+// Enqueues the kernels that copy FP8 operands and their scales to the workspace, as
+// cuBLASLt reads them. Loads the kernels in the current CUDA context.
 class Fp8Operands {
  public:
   // The arguments must outlive the object.

@@ -112,8 +112,9 @@ __device__ uint32_t ConvertBlock(const BlockScalesParams& params,
   const int64_t begin = block * kScaledBlock;
   const int64_t end = begin + kScaledBlock;
   const int64_t row = outer / kScaledBlock;  // of the scales
-  // Compares |value| * scale by the sum of the bits of |value| and scale * 2^23, which
-  // has the same order.
+  // Finds the largest |value| * scale, as f32 bits. `scale` is a biased exponent:
+  // adding it to the exponent field of |value| (bit 23 and up) multiplies by the scale.
+  // 64 bits do not overflow, and the order of the bits is the order of the numbers.
   int64_t largest = 0;
   bool is_nan = false;
   for (int64_t k = begin; k < end; ++k) {

@@ -17,15 +17,18 @@ class Fp8ScaleKernels {
  public:
   explicit Fp8ScaleKernels(const Driver& driver);
 
-  // Returns the size of the scales of an operand [outer, k] with one scale per block,
-  // in tiles, in bytes.
+  // Returns how many bytes the e8m0 scales of an operand [outer, k] take. They have the
+  // layout of cuBLASLt: tiles of 128 rows and 4 blocks of 32 elements along k.
   static int64_t TileBytes(int64_t outer, int64_t k);
-  // Returns into how many parts a row of k elements is divided. A thread reads one
-  // part.
+  // Returns into how many parts ConvertRows divides a row of k elements. One thread
+  // finds the largest element of a part.
   static int64_t NumRowParts(int64_t k) { return (k + kRowPart - 1) / kRowPart; }
 
+  // Stores e8m0 scales in the tiles. If params.converts is true, also converts the
+  // operand to scales of blocks along k.
   void StoreBlockScales(CUstream stream, const BlockScalesParams& params) const;
-  // Throws std::invalid_argument unless kRowVector divides k.
+  // Converts an FP8 operand [outer, k] with one scale per index k to one power-of-two
+  // scale per row. Throws std::invalid_argument unless kRowVector divides k.
   void ConvertRows(CUstream stream, const RowScalesParams& params) const;
 
  private:

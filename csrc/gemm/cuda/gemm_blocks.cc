@@ -85,8 +85,8 @@ struct Table {
   }
 };
 
-// Intervals number `first` to `first + count - 1` of the rows or columns of the grid,
-// which one batched GEMM computes.
+// `count` consecutive intervals of the rows or columns of a Grid, from number `first`
+// on. One batched GEMM computes all their blocks.
 struct Run {
   size_t first = 0;
   int64_t count = 1;
@@ -214,9 +214,12 @@ class Grid {
     return tables_.size() - 1;
   }
 
-  // Compares intervals i and i + 1 of `axis` in all views that have this axis. Returns
-  // whether all blocks in them have equal strides and satisfy test(table, block of i,
-  // block of i + 1, side), where `side` is the position of `axis` in table.axes.
+  // Returns whether every two blocks that are neighbors along `axis`, at intervals i
+  // and i + 1, have equal strides and satisfy `test`. Compares the blocks of all
+  // operands, results, factors and scales that have this axis.
+  //
+  // It calls test(table, block of i, block of i + 1, side), where `side` is the
+  // position of `axis` in table.axes.
   template <typename Test>
   bool Everywhere(Axis axis, size_t i, Test test) const {
     for (size_t t = 0; t < tables_.size(); ++t) {
