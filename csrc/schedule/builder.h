@@ -20,7 +20,8 @@ class ScheduleBuilder {
     return (rank() + num_ranks() - distance) % num_ranks();
   }
 
-  // Returns the slot (receive buffer) that the rank `distance` before its owner fills.
+  // Returns the index of a slot (receive buffer). The slot's owner receives in it from
+  // the rank that is `distance` before the owner on the ring.
   int SlotOf(int distance, int split) const {
     return first_slot_ + (distance - 1) * num_splits() + split;
   }

@@ -20,7 +20,8 @@ inline constexpr int kNumMethods = 5;
 
 std::string_view MethodName(Method method);
 
-// Variants of a schedule, which a caller may request.
+// Modifications of a method's schedule that a caller may select. kPlain is none. Each
+// of the others applies only to the collectives and methods that are listed here.
 enum class Variant : uint8_t {
   kPlain,
   kAggregate,         // AG+GEMM by ring_exchange, even P: GEMMs over two chunks

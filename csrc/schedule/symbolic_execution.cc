@@ -205,7 +205,8 @@ bool SymbolicExecution::HasSource(int rank, const Step& step) {
   }
   const SlotData data{step.payload, step.chunk, step.split, kNone};
   if (step.chunk == rank) return Holds(rank, data, kNone);
-  // Checks all slots. Another slot may contain the same split of the next call.
+  // Checks all slots: the first one with this split may be of the next call, and this
+  // rank has not awaited it yet.
   for (size_t slot = 0; slot < slots_[rank].size(); ++slot) {
     if (Holds(rank, data, static_cast<int>(slot))) return true;
   }

@@ -12,11 +12,9 @@
 
 namespace jax_ub {
 
-// Base class of all owners.
-//
-// An owner has a driver and a value, which is zero if the owner is empty. `Traits`
-// defines the type Value, and `static void Close(const Driver&, Value) noexcept`, which
-// the destructor calls.
+// Base class of the owners of CUDA driver objects. The destructor closes the object.
+// `Traits` defines the type Value of the object's handle, which is zero if there is no
+// object, and the function `static void Close(const Driver&, Value) noexcept`.
 template <typename Traits>
 class DriverHandle {
  public:

@@ -12,11 +12,10 @@
 
 namespace jax_ub {
 
-// The futex on which the thread of one rank, or of one process, sleeps.
-//
-// A thread that stores a value that others may await then reads `num_sleepers`. The
-// doorbell has its own cache line, so that stores to other data do not slow down this
-// read.
+// The futex on which the thread of one rank, or of one process, sleeps. A thread that
+// stores an awaited value then reads `num_sleepers`, to decide whether to wake the
+// sleepers. The doorbell is alone in its cache line, so that stores to other data do
+// not slow down this read.
 struct alignas(64) Doorbell {
   std::atomic<uint32_t> rings{0};
   // A process that is killed while it sleeps never decrements this count. The only

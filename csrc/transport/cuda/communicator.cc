@@ -68,8 +68,8 @@ struct CudaCommunicator::State {
   const double timeout_s;
   GroupHeaps heaps;
   const int64_t size_bytes;
-  // Indexed by process index. `failure` now owns their connections: Watch has taken
-  // them.
+  // Indexed by process index. The constructor moves the sockets of the peers to
+  // `failure`, which watches them.
   std::vector<ConnectedPeer> connected_peers;
   std::atomic<bool> rejects_calls{false};
   std::atomic<bool> is_closed{false};

@@ -74,8 +74,8 @@ class CudaCommunicator {
 
   // Returns how the heaps are shared: "in_process", "vmm", "fabric" or "ipc".
   std::string how() const;
-  // Returns the sharing modes that would be preferred, and multicast if it was
-  // requested, that are not used, with reasons.
+  // Returns what this group does not use, with the reasons: sharing modes that are
+  // preferred over how(), and multicast if it was requested.
   const std::vector<SharingFallback>& fallbacks() const;
   // Returns whether the slots have a multicast address. All ranks get the same answer.
   bool has_multicast() const;

@@ -155,8 +155,9 @@ class CudaSlots : public Transport {
   CUdeviceptr SlotOf(int rank, int slot) const;
   PeerWords PoisonsOfPeers() const;
   WaitingCall WaitingCallOf(double timeout_s) const;
-  // Enqueues a kernel that sends the pending signals, and then waits for `flags`, which
-  // are in this rank's memory. `ahead` is WaitParams::ahead.
+  // Enqueues a kernel that sends the pending signals, then waits for `flags` in this
+  // rank's memory. If `ahead` is true, it waits until the peers have filled slots in
+  // this call, otherwise until they have ended their previous call.
   void WaitFor(std::span<const AwaitedFlag> flags, bool ahead, double timeout_s);
   // Enqueues kernels that send pending signals until `num_left` remain, which the
   // kernel of the next wait sends.

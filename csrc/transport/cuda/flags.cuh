@@ -14,9 +14,10 @@ namespace {
 
 constexpr uint32_t kFirstPauseNs = 32;
 constexpr uint32_t kLastPauseNs = 512;
-// A wait checks for failures and for different calls only every 16 iterations. Both are
-// rare, and reading host memory takes about a microsecond.
-constexpr uint32_t kLooksPerLongLook = 16;
+// A waiting thread checks only every 16 iterations whether a rank has failed or a peer
+// runs a different call. Both are rare, and the check reads host memory, which takes
+// about a microsecond.
+constexpr uint32_t kIterationsPerCheck = 16;
 
 // The state of a rank, which each kernel of a call loads first. Only kernels of one
 // stream change it, so no other kernel changes it meanwhile.
@@ -91,11 +92,11 @@ __device__ bool WaitFor(const WaitingCall& waiting,
   const RankWords& own = waiting.own;
   const uint64_t began = Now();
   uint32_t pause = kFirstPauseNs;
-  for (uint32_t look = 1;; ++look) {
+  for (uint32_t iteration = 1;; ++iteration) {
     if (LoadAcquire(awaited.flag) == wanted) return true;
     const uint64_t waited_ns = Now() - began;
     const bool is_late = waited_ns >= waiting.timeout_ns;
-    if (is_late || look % kLooksPerLongLook == 0) {
+    if (is_late || iteration % kIterationsPerCheck == 0) {
       if (LoadAcquire(own.failed) != 0) return false;
       const uint64_t poison = LoadAcquire(own.poison);
       const uint64_t announced = LoadAcquire(awaited.announced);

@@ -170,8 +170,9 @@ void Handshake::HandleUnidentified(size_t index) {
   }
   ConnectedPeer& peer = connected_peers_[process_index];
   if (process_index < group_.own()) {
-    // A process with a lower index does not connect in order to exchange Hellos. It
-    // sends a Hello only after a failure, and then the reason as its next message.
+    // Of two processes, the one with the higher index sends the first Hello. So this
+    // Hello does not begin a handshake: the peer has failed, and sends the reason as
+    // its next message.
     peer.connection = std::move(connection);
     stages_[process_index] = Stage::kLivenessSocket;
     return;

@@ -31,8 +31,8 @@ inline constexpr char kCloseText[] =
 // host.
 struct Hello {
   static constexpr size_t kMaxSetup = 2048;
-  // The receiver's token. The sender got it during bootstrap, so it belongs to the
-  // group.
+  // A random number that the receiver has sent to its peers during bootstrap. It proves
+  // that the sender is one of them.
   uint64_t token = 0;
   int32_t process = 0;  // the sender's process number
   int32_t pid = 0;      // the sender's pid in its own pid namespace

@@ -36,8 +36,8 @@ class ProcessGroup {
   int num_ranks() const { return static_cast<int>(process_index_of_rank_.size()); }
   int num_processes() const { return static_cast<int>(process_ids_.size()); }
   int own() const { return own_; }
-  // Returns the number of each process in the job. The group indexes its processes by
-  // position in this list.
+  // Returns JAX's index of each process of the group. A position in this list is the
+  // index of the process within the group.
   const std::vector<int>& process_ids() const { return process_ids_; }
   int process_index_of_rank(int rank) const { return process_index_of_rank_[rank]; }
   const std::vector<int>& ranks_of(int process_index) const {
