@@ -128,8 +128,7 @@ class Contract {
   }
   bool IsKernel(size_t operand) const { return operand >= FirstKernel(); }
 
-  // Returns the index of the first operand of the same kind: activation, kernel or, in
-  // a weight gradient, output gradient. Scales of one kind must have equal dtypes.
+  // Returns the first operand of the same kind: activation, kernel or output gradient.
   size_t FirstOfKind(size_t operand) const {
     if (InfoOf(attributes_.op).gemm == GemmKind::kWgrad) return operand > 0;
     return IsKernel(operand) ? FirstKernel() : 0;
@@ -271,8 +270,7 @@ void CheckDgrad(const CallAttributes& at,
   contract.Sized(call.results[0], "dx", {dy.dtype, dy.batch, dy.rows, in, nullptr});
 }
 
-// Checks the tensors of a collective whose data no GEMM reads or computes: its operand,
-// its result and the addends.
+// Checks operand, result and addends of a collective whose data no GEMM processes.
 void CheckCommunicated(const CallAttributes& at,
                        const RankCall& call,
                        const Contract& contract) {
