@@ -242,19 +242,19 @@ class FusedPattern(FusedOperation):
 
     @classmethod
     def mismatch(cls, **parts: Any) -> str:
-        """Returns why this class cannot fuse `parts`, or "" if it can.
+        """Returns why the operations in `parts` cannot be fused, or "" if they can.
 
-        `parts` are the operations of the fields. Their types have been checked; their
-        attributes, such as the parallel mode of a linear, have not.
+        `parts` has the operations by the names of the fields. Their types have been
+        checked; their attributes, such as the parallel mode of a linear, have not.
         """
         return ""
 
     @classmethod
     def match_prefix(cls, ops: Sequence[Any]) -> dict[str, Any] | None:
-        """Matches the first operations in `ops` to the fields, in order, by type.
+        """Returns {field: operation} if `ops` starts with the types of the fields.
 
-        Returns {field name: operation}, with None for optional operations that are
-        absent, or None if the types do not match.
+        Optional operations that are absent are None. If the types do not match, the
+        result is None.
         """
         rest, found = list(ops), {}
         for field in cls._parts():

@@ -125,10 +125,10 @@ def unregister_fusion(fusion: Fusion) -> None:
 
 
 def fusions(name: str) -> tuple[Fusion, ...]:
-    """Returns the registered fusion functions of a pass, in the order they run.
+    """Returns the fusion functions for "forward", "backward", or "joint" for both.
 
-    `name` is "forward" or "backward" for functions that change the operations of one
-    direction, or "joint" for functions that fuse both directions in the same way.
+    They were registered by users or by this module, and run in this order. Joint
+    fusions change the operations of both directions in the same way.
     """
     return tuple(_FUSIONS[name])
 

@@ -138,8 +138,8 @@ class BasicLinear(_LinearOptions, BasicOperation):
 
     @property
     def takes_quantized_grad(self) -> bool:
-        # The backward of GEMM+AR may first have to sum dy over the ranks. It takes dy
-        # in the wide dtype then, and quantizes the sum.
+        # The backward of GEMM+AR may have to sum dy over the ranks before dy can be
+        # quantized, so it does not accept a dy that is quantized already.
         return self.fp8 is not None and self.mode.op != "matmul_all_reduce"
 
     @property

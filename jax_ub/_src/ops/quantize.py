@@ -76,7 +76,7 @@ class Quantize(BasicOperation):
     axis_name: str | tuple[str, ...] | None = None
     # The quantizers of the activation and of its gradient. They depend on the linears
     # and collectives that follow or precede this operation, so `with_quantizers` sets
-    # them, in a copy.
+    # them in a copy of it.
     _linked: tuple[Quantizer | None, Quantizer | None] = dataclasses.field(
         default=(None, None), init=False, repr=False
     )
@@ -167,7 +167,7 @@ class _Path:
 
 
 def _paths(ops: Sequence[BasicOperation], role: str) -> list[_Path]:
-    """Returns, for each FP8 tensor that `ops` creates, the operations that get it.
+    """Returns, for each `Quantize` in `ops`, the operations that get its FP8 tensor.
 
     With role `INPUT`, the tensors are activations, which pass forward through `ops`.
     With `OUTPUT_GRAD`, they are gradients, which pass backward.

@@ -173,7 +173,7 @@ def _sum_over_ranks(config, db):
 
 
 def _gradients(config, dy, x, w, main_grad, residual, state=None):
-    """Returns dx, dw and the new FP8 state of a linear.
+    """Computes dx, dw and the new FP8 state of a linear with overlapped GEMMs.
 
     The operands are first cast to one dtype and to vary over the same mesh axes.
     """

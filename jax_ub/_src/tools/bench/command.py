@@ -254,7 +254,7 @@ def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
 
 
 def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
-    """Returns the programs of a case to time: jax_ub's for each number of threads.
+    """Returns a case's programs to time, and jax_ub's once per number of threads.
 
     `threads` are the values of --threads; if there are none, no number is set. The
     other programs run with the first number only: they include limits that the engine

@@ -44,7 +44,7 @@ def quantized(recipe: Recipe, x: Any, role: str) -> ScaledArray:
 
 @dataclasses.dataclass(frozen=True)
 class ScaledDot:
-    """Multiplies two `ScaledArray`s with XLA: an FP8 dot, then both scales.
+    """Multiplies two `ScaledArray`s in XLA: the dot of FP8 values, times both scales.
 
     `fp8` is the dot of FP8 values. If only one operand is FP8, it is dequantized, and
     `wide` multiplies the bf16 arrays. The scales must be constant along the contracted

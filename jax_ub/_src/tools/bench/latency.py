@@ -58,7 +58,7 @@ def _as_link(op: str, call: Program) -> Program:
 
 
 def _chained_case(setup: Setup, variant: str, own: Program, xla: Program) -> Case:
-    """Returns a case that measures the time of one call of an op, without dispatch.
+    """Returns a benchmark case of the latency of an op, without program dispatch.
 
     `own` is the op in jax_ub, `xla` in plain JAX. Each runs in two programs: a chain of
     1 + MORE_CALLS calls, and one call. The difference of their times, divided by

@@ -76,9 +76,9 @@ class LinearOp:
 
     @property
     def is_pair(self) -> bool:
-        """Returns whether the op is two layers with gradients, not one GEMM.
+        """Returns whether the op is a column- and a row-parallel layer with gradients.
 
-        The layers are the column-parallel and the row-parallel layer of an MLP.
+        Otherwise it is the forward pass of one layer.
         """
         return len(self.gemms) > 1
 
@@ -98,11 +98,10 @@ class LinearOp:
     def candidate_factory(
         self, ranks: Ranks, dtype: str, column: Shape, recipe: Recipe | None = None
     ) -> Callable[..., Candidate]:
-        """Draws random operands, and returns a function that makes `Candidate`s.
+        """Returns a function that makes programs to time with shared random operands.
 
-        The candidates are programs to time with these operands. The function takes a
-        name, a function of one device's operands, and a description. With a recipe, the
-        operands are quantized to FP8.
+        It takes the name of a `Candidate`, a function of one device's operands, and a
+        description of it. With a recipe, the operands are quantized to FP8.
         """
         in_specs: Any = tuple(_SPECS[dims] for dims in self.operands)
         out_specs = tuple(_SPECS[dims] for dims in self.results)

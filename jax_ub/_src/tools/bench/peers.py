@@ -28,8 +28,8 @@ LAYOUTS = {
     "tn": ("MK", "MN", "KN"),
 }
 _CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
-# Describes the naive program, which calls a `lax` collective and `@`, in the reports
-# that say which of XLA's programs was the fastest.
+# How reports name the naive program, a `lax` collective and `@`, if it was the fastest
+# of XLA's programs.
 NAIVE_VARIANT = "naive"
 
 
@@ -177,10 +177,9 @@ class Collectives:
         self._gathered: dict[int, jax.Array] = {}
 
     def quantized(self, x: Any, role: str | None) -> Any:
-        """Returns the operand x as the collectives and dots take it: unchanged here.
+        """Returns x unchanged. The FP8 subclass quantizes x unless `role` is None.
 
-        A subclass for FP8 quantizes it. `role` says whether x is an activation, a
-        kernel or a gradient; with None, x is never quantized.
+        The role says whether x is an activation, a kernel or a gradient.
         """
         return x
 

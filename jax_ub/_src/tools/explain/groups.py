@@ -16,9 +16,9 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
 
 
 def named_mesh_in(text: str) -> dict[str, int]:
-    """Returns {mesh axis: size} from HLO text, or {} if it has no mesh of the user.
+    """Returns {mesh axis: size} from HLO text, or {} if it lacks the user's names.
 
-    Meshes whose axes XLA has named itself, such as "axis_0", are ignored.
+    XLA may make up names of axes, such as "axis_0". Such meshes are ignored.
     """
     for found in _MESH.finditer(text):
         sizes = _sizes(found[1])

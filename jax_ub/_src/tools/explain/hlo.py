@@ -282,11 +282,11 @@ class _Program:
             )
 
     def _nearest_dot(self, reached, body, neighbors, impure=frozenset()) -> _Dot | None:
-        """Searches for a dot breadth first, from the instructions `reached`.
+        """Returns the dot that is the fewest steps from `reached`, or None.
 
-        `neighbors` maps an instruction to its users or to its operands. The search
-        continues only through instructions in `_PASSED`, and not through fusions that
-        call computations in `impure`. Returns None after `_MAX_STEPS` steps.
+        A step is from an instruction to one of its `neighbors`, its users or operands.
+        Only instructions in `_PASSED` may be in between, and no fusions that call
+        computations in `impure`.
         """
         for _ in range(_MAX_STEPS):
             following = []
@@ -360,7 +360,7 @@ class _SourceLines:
             file, line = self._rows["FileLocations"].get(int(location), ("0", ""))
             (path,) = self._rows["FileNames"].get(int(file), ("",))
             lines.append(f"{path}:{line}" if path else "")
-            # Callers have lower ids. If they do not, `min` still ends the loop.
+            # A frame's caller has a lower id. `min` ends the loop even if it has not.
             frame = min(int(parent or 0) - self._offset, frame - 1)
         own = (line for line in lines if not any(one in line for one in _LIBRARIES))
         return next(own, lines[0] if lines else "")

@@ -158,7 +158,7 @@ def table_of(
     lowered: Sequence[LoweredCall],
     axes: Collection[str] | None,
 ) -> Table:
-    """Returns the table of `rows`, with a title and with notes below it.
+    """Returns the table that `explain` prints: `rows`, with a title and notes.
 
     Most notes are about XLA's collectives that have no row: `found` has all collectives
     of each compiled program. `lowered` are the calls of jax_ub, and `axes` the mesh

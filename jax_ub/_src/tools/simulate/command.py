@@ -177,7 +177,7 @@ def _table(rows, columns, right):
 
 
 def _time_unit(rows):
-    """Returns the unit for a table's times and its length, such as ("ms", 1e3 us)."""
+    """Returns the unit for a table's times and its microseconds, as in ("ms", 1e3)."""
     longest_us = max(row[key] for row in rows for key in row if key.endswith("_us"))
     fitting = (each for each in _UNITS if longest_us < 1e5 * each[1])
     return next(fitting, _UNITS[-1])
