@@ -58,8 +58,8 @@ def all_reduce_max(execution: Execution, x: jax.Array) -> jax.Array:
     """Returns the elementwise maximum of a small array over the ranks.
 
     On CPUs the engine all-gathers the array, because XLA's all-reduce takes several
-    times as long. GPUs run `jax.lax.pmax`, as do the method "xla" and partly manual
-    meshes, which the engine does not support.
+    times as long. `jax.lax.pmax` computes the maximum on GPUs, with method "xla", over
+    axes of `jax.vmap` and on meshes with automatic axes.
     """
     axes = execution.axis_name
     if execution.choice.method is Method.XLA or not mesh.is_fully_manual(axes):
