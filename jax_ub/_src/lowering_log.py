@@ -72,8 +72,8 @@ def fallback_in(scope: str) -> Fallback | None:
     return _decode("fallback", scope)
 
 
-# Why several ranks compute the same values in the code that is being traced, such as a
-# mesh axis that shards neither tokens nor features; "" if they do not.
+# States why several ranks compute the same values in the code that is being traced: a
+# mesh axis shards neither tokens nor features. Empty if all ranks compute other values.
 _REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
     "replicated", default=""
 )

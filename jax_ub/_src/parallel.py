@@ -69,7 +69,7 @@ _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 
 @dataclasses.dataclass(frozen=True)
 class ParallelMode:
-    """A row of the table of parallel modes: shardings and collectives of a layer.
+    """How a linear layer is parallelized: its shardings and its collectives.
 
     Layouts say for each dimension whether it is sharded over the tensor-parallel axis.
 

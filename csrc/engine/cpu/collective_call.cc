@@ -344,8 +344,8 @@ void Rendezvous::Poison(int64_t run_id,
       Remember(run_id, group_key, reason);
       break;
     } catch (const std::bad_alloc&) {
-      // Frees the errors of older launches, and tries again. If memory is still
-      // exhausted, ranks that arrive later fail only at their deadline.
+      // Frees the errors of older launches, and tries Remember again. Without the error
+      // in memory, ranks that arrive later wait until their deadline.
       std::lock_guard lock(mutex_);
       if (is_first) failed_launches_.clear();
     }

@@ -75,8 +75,8 @@ inline void WordsOfFp8(
   second = _mm512_castsi512_ps(_mm512_unpackhi_epi8(lower, upper));
 }
 
-// Template argument of PackCopied and packing tiles that makes words of two bf16. A
-// word has an element of row 2k in its lower half, and of row 2k + 1 in its upper half.
+// Packs two bf16 into each 32-bit word: an element of row 2k in the lower half, and of row
+// 2k + 1 in the upper half. It is a template argument of PackCopied and of packing tiles.
 // The members have the same meaning as in Widened (pack_kernel.h).
 template <DType kDType>
 struct Pairs {

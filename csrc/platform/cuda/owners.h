@@ -12,9 +12,9 @@
 
 namespace jax_ub {
 
-// Base class of the owners of CUDA driver objects. The destructor closes the object.
-// `Traits` defines the type Value of the object's handle, which is zero if there is no
-// object, and the function `static void Close(const Driver&, Value) noexcept`.
+// Owns an object of the CUDA driver, such as a stream, and closes it when destroyed.
+// `Traits` has the type of its handle, `Value` (zero: no object), and a function
+// `static void Close(const Driver&, Value) noexcept`.
 template <typename Traits>
 class DriverHandle {
  public:

@@ -138,9 +138,8 @@ class FusedOperation(Operation):
                 dy = dy if op.takes_quantized_grad else dequantized(dy)
                 dy, d_param, d_extra = op.backward(residuals[i], dy, d_extras, need)
             else:
-                # An overwritten parameter, such as the accumulator "main_grad", has
-                # its new value as cotangent. Nothing is added to it here, so the new
-                # value equals the old one, which is a residual.
+                # The cotangent of an accumulator, such as "main_grad", is its new
+                # value: the old one, since there is no gradient to add.
                 names = op.overwritten & need.params
                 d_param = {name: residuals[i][name] for name in names}
                 dy, d_extra = None, (None,) * op.num_extra_inputs

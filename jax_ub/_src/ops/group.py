@@ -59,7 +59,7 @@ class OperationGroup:
 
     @property
     def external_inputs(self) -> set[int]:
-        """Returns the indices of the extra tensors that come from outside the group."""
+        """Returns the edges of extra inputs that come from outside the group."""
         own_outputs = set(itertools.chain(*self.outputs))
         return set(itertools.chain(*self.inputs)) - own_outputs
 

@@ -93,8 +93,8 @@ def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
     return primitive
 
 
-# `jax.lax.pcast` to varying for mesh axes of one rank, and its transpose. JAX's own
-# transpose would be an all-reduce, which one rank does not need.
+# `_vary_p` is `jax.lax.pcast(to="varying")` for mesh axes of size 1. Its transpose,
+# `_same_p`, communicates nothing. JAX would transpose its own cast to an all-reduce.
 _vary_p = _cast("jax_ub_vary", frozenset.union)
 _same_p = _cast("jax_ub_same", frozenset.difference)
 ad.deflinear2(_vary_p, lambda dy, _, *, axes: [pcast_replicated(dy, axes)])

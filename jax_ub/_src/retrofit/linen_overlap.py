@@ -318,7 +318,10 @@ def _call_attend(dense, state, layer, next_fun, args, kwargs):
 
 
 def _overlapped_call(layer, method_name) -> Callable | None:
-    """Returns the function that overlaps a module's method, or None."""
+    """Returns the overlapped version of a linen module's method, or None.
+
+    None stands for methods that are no linear layer; they run unchanged.
+    """
     # Subclasses of nn.Embed and nn.Einsum are not overlapped, because they may compute
     # a different product.
     if method_name == "attend":

@@ -423,7 +423,7 @@ def _kinds_by_path(rules, layers) -> dict[str, str]:
 
 
 def _record_others(model, layers, axis_name):
-    """Adds parameters that are sharded but not overlapped to `ub.fallbacks`."""
+    """Adds sharded parameters whose layers do not overlap to `ub.fallbacks`."""
     by_node = {id(layer.node): path for path, layer in layers.items()}
     reasons: dict[str, str] = {}
     for path, module, spec in _sharded_parameters(model, axis_name):

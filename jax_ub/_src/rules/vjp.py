@@ -167,7 +167,7 @@ def check_sources(label: str, *operands) -> None:
 
 
 def as_factor(dy, dtype):
-    """Casts dy to the dtype of the operands that it multiplies, unless it is FP8."""
+    """Casts dy to the dtype of x and w, for a GEMM. An FP8 dy is returned as is."""
     return dy if is_scaled(dy) else dy.astype(dtype)
 
 

@@ -124,7 +124,7 @@ def _connected(device_groups):
 
 
 def add(made: Sequence[Connection]) -> None:
-    """Keeps connections open until `disconnect` or the end of the process."""
+    """Registers new connections, which stay open until `disconnect` or process exit."""
     _CONNECTIONS.update((one.group, one) for one in made)
     if made:
         _close_at_exit()

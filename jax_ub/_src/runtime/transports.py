@@ -81,7 +81,10 @@ class CpuTransportSetup:
         return {"address": endpoint.address, "token": endpoint.token}
 
     def why_not(self, device_groups, group, peer_info, endpoint_infos):
-        """Returns a reason if the group's processes are on several hosts, or None."""
+        """Returns why the group cannot share memory, or None if it can.
+
+        All its processes must be on one host.
+        """
         by_host: dict[str, list[int]] = {}
         for process in sorted(set(device_groups.processes_of(group))):
             by_host.setdefault(peer_info[process]["host"], []).append(process)

@@ -126,8 +126,8 @@ def _per_call(case, seconds):
     return found
 
 
-# The functions that return a result's cells. All other columns are named after a peer
-# or a limit.
+# The columns of the report: name -> function that returns the text of a result's cell.
+# Columns for peers, such as "xla_best", and for limits, such as "peak", are added.
 _CELLS: dict[str, Callable[[Result], object]] = {
     "op": lambda r: r.case.name,
     "P": lambda r: r.case.num_ranks,

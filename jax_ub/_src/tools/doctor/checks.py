@@ -312,7 +312,10 @@ def _bulk_linear(num_ranks, x, w):
 
 
 def state_of_failure(method: Method, devices) -> State:
-    """Returns FAULT if an engine should run the method here, else NOTE."""
+    """Returns how severe it is that a method fails on these devices.
+
+    It is a fault if an engine of this installation runs the method there, else a note.
+    """
     kind = cuda_engine.platform_of(devices[0])
     on_gpus = method is not Method.DIRECT and cuda_engine.why_not() is None
     on_cpus = kind == "cpu" and cpu_engine.why_not() is None

@@ -135,7 +135,7 @@ def _windows(ops: list[Op]) -> list[tuple[int, Op]]:
 
 
 def _unfused_reasons(fuser, name) -> dict[int, list[str]]:
-    """Returns why fusions left linears unfused, by index of the basic operation."""
+    """Returns why each linear of an `ops.Sequential` is not fused, by its index."""
     found: dict[int, list[str]] = {}
     for fusion, before, _ in fuser.fusion_steps(name):
         owner = getattr(fusion, "__self__", None)

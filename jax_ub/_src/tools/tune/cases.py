@@ -269,8 +269,8 @@ def _with_default_options(case, is_cuda) -> Iterator[MethodChoice]:
     yield from _with_options(Method.RING_EXCHANGE, options)
     for num_splits in _NUM_SPLITS:
         yield MethodChoice(Method.PIPELINE, num_splits)
-        # This variant sends a split after the GEMM of the next split. A CPU rank runs
-        # one step at a time, so it gains nothing from it.
+        # This variant starts the GEMM of split i + 1 before it sends split i. A CPU
+        # rank runs one step at a time, so it would gain nothing.
         if is_cuda and case.op != "all_gather_matmul":
             later = KernelOptions(variant=Variant.OVERLAP_FIRST_GEMM)
             yield MethodChoice(Method.PIPELINE, num_splits, later)
