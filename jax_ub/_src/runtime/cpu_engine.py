@@ -8,6 +8,7 @@ import pathlib
 import re
 import sys
 import types
+from collections.abc import Callable
 
 import jax
 
@@ -50,17 +51,26 @@ def load() -> types.ModuleType:
         ImportError: if the engine was not built, or was built for an incompatible FFI
             API. Says what to install. `NoEngineError` in the pure-Python wheel.
     """
+    text = "compiled engine jax_ub._cpu is missing."
+    return load_module("jax_ub._cpu", lambda: f"{text} {_how_to_get_it()}")
+
+
+def load_module(name: str, missing: Callable[[], str]) -> types.ModuleType:
+    """Imports an engine, and checks that it fits the jaxlib.
+
+    Args:
+        name: the name of the module.
+        missing: returns the text of the error for an engine that was not built.
+    """
     reason = why_not()
     if reason is not None:
         raise NoEngineError(f"jax_ub: {reason}")
     try:
-        cpu = importlib.import_module("jax_ub._cpu")
+        engine = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ImportError(
-            f"jax_ub: its compiled engine jax_ub._cpu is missing. {_how_to_get_it()}"
-        ) from error
-    check_ffi_api(tuple(cpu.xla_ffi_api_version), running_ffi_api(), jax.__version__)
-    return cpu
+        raise ImportError(f"jax_ub: its {missing()}") from error
+    check_ffi_api(tuple(engine.xla_ffi_api_version), running_ffi_api(), jax.__version__)
+    return engine
 
 
 def _how_to_get_it() -> str:
@@ -108,8 +118,13 @@ def _defined(text, name):
 
 def local_devices() -> list[jax.Device]:
     """Returns the CPU devices of this process; empty if JAX has no CPU backend."""
+    return devices_of("cpu")
+
+
+def devices_of(backend: str) -> list[jax.Device]:
+    """Returns this process's devices of a JAX backend; empty if there is none."""
     try:
-        return jax.local_devices(backend="cpu")
+        return jax.local_devices(backend=backend)
     except RuntimeError:
         return []
 

@@ -4,7 +4,6 @@ It is loaded only when a CUDA device is used, or a program is lowered for one.
 """
 
 import functools
-import importlib
 import importlib.util
 import pathlib
 import sys
@@ -42,18 +41,11 @@ def load() -> types.ModuleType:
         ImportError: if the engine was not built, or was built for an incompatible FFI
             API. Says what to do.
     """
-    reason = cpu_engine.why_not()
-    if reason is not None:
-        raise cpu_engine.NoEngineError(f"jax_ub: {reason}")
-    try:
-        cuda = importlib.import_module("jax_ub._cuda")
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "jax_ub: its CUDA engine jax_ub._cuda is missing, since no nvcc was found "
-            f"when it was built. {_BUILD}"
-        ) from error
-    built = tuple(cuda.xla_ffi_api_version)
-    cpu_engine.check_ffi_api(built, cpu_engine.running_ffi_api(), jax.__version__)
+    text = (
+        "CUDA engine jax_ub._cuda is missing, since no nvcc was found when it was "
+        f"built. {_BUILD}"
+    )
+    cuda = cpu_engine.load_module("jax_ub._cuda", lambda: text)
     cuda.set_library_paths(library_paths())
     timeout_s = settings.timeout_s()
     if timeout_s is not None:
@@ -73,11 +65,7 @@ def library_paths() -> list[str]:
 
 def local_devices() -> list[jax.Device]:
     """Returns the CUDA devices of this process; empty if JAX has no CUDA backend."""
-    try:
-        devices = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return []
-    return [device for device in devices if is_cuda(device)]
+    return [device for device in cpu_engine.devices_of("cuda") if is_cuda(device)]
 
 
 def is_cuda(device: jax.Device) -> bool:
@@ -124,14 +112,7 @@ def is_traced_for() -> bool:
     # The platform "gpu" may mean CUDA or AMD. The mesh itself may be an ahead-of-time
     # topology without devices in this process, so this process's GPUs decide. Without
     # any, it means CUDA.
-    return bool(local_devices()) or not _has_other_gpus()
-
-
-def _has_other_gpus():
-    try:
-        return bool(jax.local_devices(backend="rocm"))
-    except RuntimeError:
-        return False
+    return bool(local_devices()) or not cpu_engine.devices_of("rocm")
 
 
 def why_not() -> str | None:
@@ -167,10 +148,8 @@ def why_no_fp8(devices: Sequence[jax.Device], scaled_unit: str) -> str | None:
         scaled_unit: what has one scale: "tensor", "row" or "block".
     """
     version = load().cublaslt()["version"] if local_devices() else 0
-    reasons = (
-        load().why_no_fp8(capability, scaled_unit, version)
-        for capability in _compute_capabilities(devices)
-    )
+    capabilities = _compute_capabilities(devices)
+    reasons = (load().why_no_fp8(each, scaled_unit, version) for each in capabilities)
     return next(filter(None, reasons), None)
 
 
@@ -185,9 +164,10 @@ def _compute_capabilities(devices):
     return sorted(known) or [_ASSUMED_CAPABILITY]
 
 
-def is_loaded() -> bool:
-    """Returns whether this process has imported the CUDA engine."""
-    return "jax_ub._cuda" in sys.modules
+def _is_in_use():
+    """Returns whether this process has loaded the CUDA engine, and can run it."""
+    is_loaded = "jax_ub._cuda" in sys.modules
+    return is_loaded and bool(local_devices()) and why_not() is None
 
 
 def usable_devices() -> list[dict[str, Any]]:
@@ -203,14 +183,12 @@ def usable_devices() -> list[dict[str, Any]]:
 
 def failures() -> dict[str, str]:
     """Returns the error of each failed communicator between GPUs, by name."""
-    if is_loaded() and local_devices() and why_not() is None:
-        return load().failures()
-    return {}
+    return load().failures() if _is_in_use() else {}
 
 
 def release_in_process() -> None:
     """Frees GPU buffers of calls within this process that no program needs any more."""
-    if is_loaded() and local_devices() and why_not() is None:
+    if _is_in_use():
         load().release_in_process()
 
 
