@@ -122,36 +122,20 @@ class OverlapConfig(Mapping):
 
 
 def _flag(value):
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
     # Megatron's files have 0 and 1 instead of false and true.
-    if is_integer(value) and value in (0, 1):
-        return bool(value)
-    raise TypeError
-
-
-def _integer(value):
-    if not is_integer(value):
+    is_number = is_integer(value) and value in (0, 1)
+    if not is_number and not isinstance(value, bool | np.bool_):
         raise TypeError
-    return int(value)
+    return bool(value)
 
 
-def _whole(low, high):
+def _integer_in(values):
     def read(value):
-        number = _integer(value)
-        if not low <= number <= high:
+        if not is_integer(value):
+            raise TypeError
+        if int(value) not in values:
             raise ValueError
-        return number
-
-    return read
-
-
-def _one_of(*values):
-    def read(value):
-        number = _integer(value)
-        if number not in values:
-            raise ValueError
-        return number
+        return int(value)
 
     return read
 
@@ -187,9 +171,14 @@ def _wire_dtype(value):
 _METHODS = ", ".join(f'"{method.value}"' for method in Method)
 _FLAG = (_flag, "True or False (or 1 or 0)")
 _PRIORITY = (
-    _whole(HIGHEST_PRIORITY, LOWEST_PRIORITY),
+    _integer_in(range(HIGHEST_PRIORITY, LOWEST_PRIORITY + 1)),
     f"a stream priority, {HIGHEST_PRIORITY} (first) to {LOWEST_PRIORITY}",
 )
+
+
+def _up_to(most):
+    return _integer_in(range(1, most + 1)), f"an integer, 1 to {most}"
+
 
 # For each setting, a function that checks and converts its value, and a text that lists
 # the valid values.
@@ -197,10 +186,10 @@ KEYS = {
     "method": (_method, f"one of {_METHODS}; None is auto"),
     "comm_type": (_comm_type, '"AG" or "RS"'),
     "is_reduce_scatter": _FLAG,
-    "num_splits": (_whole(1, _MOST_SPLITS), f"an integer, 1 to {_MOST_SPLITS}"),
+    "num_splits": _up_to(_MOST_SPLITS),
     "aggregate": _FLAG,
-    "num_sm": (_whole(1, _MOST_SM), f"an integer, 1 to {_MOST_SM}"),
-    "cga_size": (_one_of(*_CGA_SIZES), "1, 2, 4 or 8"),
+    "num_sm": _up_to(_MOST_SM),
+    "cga_size": (_integer_in(_CGA_SIZES), "1, 2, 4 or 8"),
     "set_sm_margin": _FLAG,
     "use_ce": _FLAG,
     "fp8_buf": _FLAG,

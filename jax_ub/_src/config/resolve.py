@@ -38,16 +38,8 @@ _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 
 _LAYERS = {"qkv": COLUMN, "fc1": COLUMN, "proj": ROW, "fc2": ROW}
 _METHODS = {
-    COLUMN: {
-        FPROP: Method.RING_EXCHANGE,
-        DGRAD: Method.BULK,
-        WGRAD: Method.BULK,
-    },
-    ROW: {
-        FPROP: Method.PIPELINE,
-        DGRAD: Method.RING_EXCHANGE,
-        WGRAD: Method.EXTERNAL,
-    },
+    COLUMN: {FPROP: Method.RING_EXCHANGE, DGRAD: Method.BULK, WGRAD: Method.BULK},
+    ROW: {FPROP: Method.PIPELINE, DGRAD: Method.RING_EXCHANGE, WGRAD: Method.EXTERNAL},
 }
 
 # Default method and collective of each named overlap, such as "qkv_fprop".
@@ -88,16 +80,7 @@ def method_defaults(
     }
 
 
-_FUSED = frozenset(
-    (
-        Method.AUTO,
-        Method.DIRECT,
-        Method.RING_EXCHANGE,
-        Method.PIPELINE,
-        Method.EXTERNAL,
-        Method.XLA,
-    )
-)
+_FUSED = frozenset(Method) - {Method.BULK}
 # The methods that a pass may have, by pass and collective (all-gather, reduce-scatter).
 _POSSIBLE = {
     (FPROP, _AG): _FUSED,
@@ -126,11 +109,7 @@ _ONLY = {
 # Settings with which every forward pass and dgrad is "auto". Wgrads are absent: a
 # column-parallel layer's wgrad has nothing to communicate, because an "auto" dgrad
 # reduce-scatters dx. Wgrads of row-parallel layers keep their defaults.
-AUTOMATIC = {
-    name: {"method": Method.AUTO.value}
-    for name in NAMES
-    if split_name(name)[1] != WGRAD
-}
+AUTOMATIC = {name: {"method": "auto"} for name in NAMES if split_name(name)[1] != WGRAD}
 _IGNORED = (
     "ub.overlap_config.from_te leaves out what Transformer Engine accepts and ignores."
 )
@@ -211,12 +190,7 @@ def resolve(
         _check_keys(name, method, comm_type, entry, defaults)
         _check_fp8(name, comm_type, entry, mode)
         _check_wire(name, method, comm_type, entry, mode)
-        merged = {
-            **defaults,
-            **entry,
-            "method": method.value,
-            "comm_type": comm_type,
-        }
+        merged = {**defaults, **entry, "method": method.value, "comm_type": comm_type}
         _check_aggregate(name, merged, num_ranks)
         resolved[name] = OverlapConfig(**merged)
     _check_pairs(resolved)

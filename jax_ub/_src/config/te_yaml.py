@@ -23,9 +23,7 @@ _READ_BY = {
 }
 
 
-def from_te(
-    source: Mapping | str | os.PathLike,
-) -> dict[str, dict[str, object]]:
+def from_te(source: Mapping | str | os.PathLike) -> dict[str, dict[str, object]]:
     """Reads a `tp-comm-overlap` configuration for `initialize_ub(ub_cfgs=...)`.
 
     Leaves out keys that Transformer Engine accepts and ignores, such as `fp8_buf` of an

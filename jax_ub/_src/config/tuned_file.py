@@ -26,13 +26,7 @@ from jax_ub._src.methods import (
 # Version of the file format. Must be incremented when a key changes its meaning.
 SCHEMA = 1
 # Methods that a tuned file may select for ops with communication.
-METHODS = (
-    Method.DIRECT,
-    Method.RING_EXCHANGE,
-    Method.PIPELINE,
-    Method.EXTERNAL,
-    Method.XLA,
-)
+METHODS = tuple(each for each in Method if each not in (Method.AUTO, Method.BULK))
 # Name of an op in tuned files: dgrad and wgrad of a column-parallel layer, timed
 # together with their all-gather and reduce-scatter. With "bulk", the communication is
 # concurrent with GEMMs that do not depend on it. Sizes M, K, N are those of the forward
@@ -145,10 +139,7 @@ def as_json(tunings: TunedFile) -> dict[str, Any]:
             {
                 "device": environment.device,
                 "versions": dict(environment.versions),
-                "entries": [
-                    _entry(case, choice, times_us)
-                    for case, (choice, times_us) in cases.items()
-                ],
+                "entries": [_entry(case, *found) for case, found in cases.items()],
             }
             for environment, cases in tunings.items()
         ],
@@ -211,11 +202,9 @@ def _read_entry(entry: dict[str, Any]):
         KernelOptions(**options),
         pallas=_read_tiles(case, entry["pallas"]) if "pallas" in entry else None,
     )
-    times_us = dict(entry["times_us"])
-    return case, (
-        choice,
-        {name: float(_typed(times_us, name, int | float)) for name in times_us},
-    )
+    given = dict(entry["times_us"])
+    times_us = {name: float(_typed(given, name, int | float)) for name in given}
+    return case, (choice, times_us)
 
 
 def _read_tiles(case: TunedKey, given: Any) -> PallasTiles:
