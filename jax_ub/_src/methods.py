@@ -224,11 +224,9 @@ class MethodChoice:
     def with_method(self, method: Method) -> "MethodChoice":
         """Returns a copy with another method; keeps `num_splits` for "pipeline"."""
         num_splits = self.num_splits if method is Method.PIPELINE else 0
+        is_explicit = not self.may_fall_back
         return dataclasses.replace(
-            self,
-            method=method,
-            num_splits=num_splits,
-            is_explicit=not self.may_fall_back,
+            self, method=method, num_splits=num_splits, is_explicit=is_explicit
         )
 
     @property
@@ -246,10 +244,8 @@ class MethodChoice:
         words = [self.method.value]
         if self.num_splits:
             words.append(f"num_splits {self.num_splits}")
-        words += [
-            f"{name} {value}"
-            for name, value in self.kernel_options.differences().items()
-        ]
+        options = self.kernel_options.differences()
+        words += [f"{name} {value}" for name, value in options.items()]
         text = ", ".join(words)
         return text if self.pallas is None else f"pallas ({self.pallas}), else {text}"
 

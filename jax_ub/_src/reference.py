@@ -129,14 +129,11 @@ def _product(x, w, dimensions):
     """
     wide = [a.dtype for a in (x, w) if a.dtype not in dtypes.FP8] or [jnp.bfloat16]
     x, w = (a.astype(wide[0]) if a.dtype in dtypes.FP8 else a for a in (x, w))
+    summed = sum_dtype(x.dtype)
     multiply = functools.partial(
-        lax.dot_general,
-        dimension_numbers=dimensions,
-        preferred_element_type=sum_dtype(x.dtype),
+        lax.dot_general, dimension_numbers=dimensions, preferred_element_type=summed
     )
-    if x.dtype == sum_dtype(x.dtype) or (
-        x.dtype == jnp.bfloat16 and _has_bf16_products()
-    ):
+    if x.dtype == summed or (x.dtype == jnp.bfloat16 and _has_bf16_products()):
         return multiply(x, w)
 
     def widen_and_multiply(x, w):
@@ -208,12 +205,8 @@ def all_gather(x: jax.Array, axis_name: Axis) -> jax.Array:
 
 def reduce_scatter(x: jax.Array, axis_name: Axis) -> jax.Array:
     """Sums x [..., P*m, K] over P ranks in f32; returns one rank's rows [..., m, K]."""
-    return lax.psum_scatter(
-        x.astype(sum_dtype(x.dtype)),
-        axis_name,
-        scatter_dimension=x.ndim - 2,
-        tiled=True,
-    )
+    wide = x.astype(sum_dtype(x.dtype))
+    return lax.psum_scatter(wide, axis_name, scatter_dimension=x.ndim - 2, tiled=True)
 
 
 def all_reduce(x: jax.Array, axis_name: Axis) -> jax.Array:

@@ -218,9 +218,8 @@ class Reshape(BasicOperation):
 
     def __post_init__(self):
         shape = self.shape
-        if not isinstance(shape, tuple | list) or not all(
-            map(checks.is_integer, shape)
-        ):
+        is_list = isinstance(shape, tuple | list)
+        if not is_list or not all(map(checks.is_integer, shape)):
             raise ShapeContractError(
                 f"{self.label}: shape = {shown(shape)} is not a tuple of sizes. Pass "
                 "one, for example (-1, 128)."

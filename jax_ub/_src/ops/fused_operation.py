@@ -89,10 +89,8 @@ class FusedOperation(Operation):
         self, needs: tuple[RequestedGradients, ...]
     ) -> tuple[frozenset[str], ...]:
         """Returns, for each basic operation, the residuals that `backward` reads."""
-        return tuple(
-            op.saved(need) if need else frozenset()
-            for op, need in zip(self.basic_ops, needs, strict=True)
-        )
+        pairs = zip(self.basic_ops, needs, strict=True)
+        return tuple(op.saved(need) if need else frozenset() for op, need in pairs)
 
     def forward(
         self,

@@ -113,15 +113,11 @@ class OperationGroup:
             value = save(values[name], name, op.comm_name)
             return residual_or_placeholder(name in wanted, value)
 
+        all_names = self.saved_names(everything)
+        rows = zip(self.basic_ops, residuals, saves, all_names, strict=True)
         return tuple(
             {name: keep(op, values, wanted, name) for name in sorted(names)}
-            for op, values, wanted, names in zip(
-                self.basic_ops,
-                residuals,
-                saves,
-                self.saved_names(everything),
-                strict=True,
-            )
+            for op, values, wanted, names in rows
         )
 
     def intermediate_cotangent_avals(self, operands, needs: Needs):
@@ -148,17 +144,14 @@ class OperationGroup:
             edges.update(jax.tree.map(jax.typeof, arrays))
 
         jax.eval_shape(run, operands)
-        return (
-            tuple(
-                aval_or_placeholder(need.x, x)
-                for need, x in zip(needs, xs, strict=True)
-            ),
-            {
-                edge: aval_or_placeholder(bool(need), edges[edge])
-                for need, outputs in zip(needs, self.outputs, strict=True)
-                for edge in outputs
-            },
-        )
+        pairs = zip(needs, xs, strict=True)
+        x_avals = tuple(aval_or_placeholder(need.x, x) for need, x in pairs)
+        edge_avals = {
+            edge: aval_or_placeholder(bool(need), edges[edge])
+            for need, outputs in zip(needs, self.outputs, strict=True)
+            for edge in outputs
+        }
+        return x_avals, edge_avals
 
     @contextlib.contextmanager
     def naming_errors(self, window: slice, op: FusedOperation) -> Iterator[None]:
@@ -216,11 +209,8 @@ def _group_fwd(configuration, group, operands, saves):
         is_leaf=_is_none,
     )
     kept = group.kept_residuals(residuals, saves)
-    return (y, results, ()), (
-        avals,
-        kept,
-        group.intermediate_cotangent_avals(values, needs),
-    )
+    intermediate_avals = group.intermediate_cotangent_avals(values, needs)
+    return (y, results, ()), (avals, kept, intermediate_avals)
 
 
 def _group_bwd(configuration, group, _, saved, cotangents):

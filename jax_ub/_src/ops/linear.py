@@ -40,10 +40,7 @@ from jax_ub._src.rules.call_config import (
 )
 from jax_ub._src.rules.forward import is_replicated
 from jax_ub._src.rules.operands import as_row
-from jax_ub._src.rules.vjp import (
-    warn_of_constant_main_grad,
-    warn_of_constant_state,
-)
+from jax_ub._src.rules.vjp import warn_of_constant_main_grad, warn_of_constant_state
 from jax_ub._src.scaled_array import is_scaled, source_of
 
 

@@ -17,12 +17,7 @@ from jax_ub._src.rules.column import column_gradients
 from jax_ub._src.rules.forward import forward_of
 from jax_ub._src.rules.operands import check_scaled
 from jax_ub._src.rules.row import row_gradients
-from jax_ub._src.scaled_array import (
-    is_scaled,
-    map_scaled,
-    source_of,
-    without_source,
-)
+from jax_ub._src.scaled_array import is_scaled, map_scaled, source_of, without_source
 
 
 def state_in(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -18,13 +18,7 @@ from jax_ub._src.methods import KernelOptions, Method, Variant
 from jax_ub._src.prediction import hardware as machines
 from jax_ub._src.prediction.cost import PRODUCTS, Workload, bounds, library_seconds
 from jax_ub._src.prediction.hardware import Hardware
-from jax_ub._src.prediction.replay import (
-    PlanOptions,
-    Span,
-    end_s,
-    replay,
-    steps_of,
-)
+from jax_ub._src.prediction.replay import PlanOptions, Span, end_s, replay, steps_of
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -160,9 +154,8 @@ def estimate_workload(work: Workload, method: Method, machine: Hardware) -> Pred
 
 
 def _is_one_shot(work, method, machine):
-    chooses = method is Method.AUTO or (
-        method is Method.DIRECT and not work.has_product
-    )
+    is_direct = method is Method.DIRECT and not work.has_product
+    chooses = method is Method.AUTO or is_direct
     sums = work.op.endswith("all_reduce") and work.num_ranks > 1
     is_small = work.one_shot_bytes <= ONE_SHOT_BYTES
     return chooses and sums and is_small and not machine.is_host
@@ -237,12 +230,9 @@ def timeline(
 ) -> list[Span]:
     """Simulates a call; returns the timed steps of rank 0, or of every rank."""
     ranks = range(work.num_ranks if every_rank else 1)
+    sizes = work.num_ranks, options.num_splits
     steps = [
-        steps_of(
-            *(work.op, method, rank, work.num_ranks, options.num_splits),
-            variant=variant.value,
-        )
-        for rank in ranks
+        steps_of(work.op, method, rank, *sizes, variant=variant.value) for rank in ranks
     ]
     return replay(steps, work, machine, options)
 

@@ -308,11 +308,7 @@ def overwritten(operands: Sequence, first: int, dtype: np.dtype) -> dict[int, in
 
     `dtype` is the dtype of the results. Operands of another dtype are not overwritten.
     """
-    return {
-        first + i: i
-        for i, operand in enumerate(operands[first:])
-        if operand.dtype == dtype
-    }
+    return {first + i: i for i, x in enumerate(operands[first:]) if x.dtype == dtype}
 
 
 def _make_primitive(target):
@@ -322,12 +318,10 @@ def _make_primitive(target):
     primitive.def_abstract_eval(_abstract_eval)
     batching.primitive_batchers[primitive] = _batch
     ad.primitive_jvps[primitive] = _refuse_jvp
-    for platform in ("cpu", "cuda", None):
+    for platform, rule in lowering.RULES.items():
         # Without caching, JAX lowers each call site, so that the lowering log has all
         # calls.
-        mlir.register_lowering(
-            primitive, lowering.rule_of(platform), platform=platform, cacheable=False
-        )
+        mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
     return primitive
 
 
@@ -387,10 +381,11 @@ def _loop(function, operands, dims):
         for i, dim in enumerate(dims)
         if dim is not None
     }
-    return lax.map(
-        lambda slices: function(*(slices.get(i, x) for i, x in enumerate(operands))),
-        mapped,
-    )
+
+    def run(slices):
+        return function(*(slices.get(i, x) for i, x in enumerate(operands)))
+
+    return lax.map(run, mapped)
 
 
 def _refuse_jvp(operands, tangents, *, call):

@@ -49,13 +49,6 @@ _LEAST_BYTES = 1
 _RUNS_TWICE_WHAT_IS_SAVED = jax.__version_info__ < (0, 12)
 
 
-def rule_of(platform: str | None) -> Callable[..., Sequence[Any]]:
-    """Returns the lowering rule for a platform. None: for all other platforms."""
-    return {"cpu": _lower_on_cpu, "cuda": _lower_on_cuda, None: _lower_elsewhere}[
-        platform
-    ]
-
-
 def _lower_on_cpu(ctx, *operands, call):
     # Checks the capacity again, because initialize_ub may have run after tracing.
     avals, _ = call.split(ctx.avals_in)
@@ -187,6 +180,14 @@ def _lower_elsewhere(ctx, *operands, call):
     find_ranks(ctx, call.label, call.axis_name)
     platforms = ", ".join(ctx.module_context.platforms)
     return _lower_to_reference(ctx, operands, call, f"no engine for {platforms}")
+
+
+# The lowering rule of each platform; None stands for all other platforms.
+RULES: dict[str | None, Callable[..., Sequence[Any]]] = {
+    "cpu": _lower_on_cpu,
+    "cuda": _lower_on_cuda,
+    None: _lower_elsewhere,
+}
 
 
 def _lower_to_reference(ctx, operands, call, reason):
@@ -422,10 +423,8 @@ def _with_converted_kernels(ctx, operands, call):
         if not fp8_casts.changes_along(scales, w.shape, axis):
             continue
         convert = functools.partial(fp8_casts.converted, axis=axis)
-        after = [
-            jax.core.ShapedArray(a.shape, a.dtype)
-            for a in jax.eval_shape(convert, *before)
-        ]
+        shapes = jax.eval_shape(convert, *before)
+        after = [jax.core.ShapedArray(each.shape, each.dtype) for each in shapes]
         rule = mlir.lower_fun(convert, multiple_results=True)
         context = ctx.replace(avals_in=before, avals_out=after)
         results = rule(context, *(operands[j] for j in both))

@@ -229,10 +229,7 @@ class AllGatherMatmul(Call):
 
     def shapes(self, x, *others):
         gathered = self.communicated(x)
-        results = [
-            ((*gathered[:-1], columns), self.out_dtype)
-            for columns in self._columns(others)
-        ]
+        results = [((*gathered[:-1], n), self.out_dtype) for n in self._columns(others)]
         return results + [(gathered, x.dtype)] * self.return_gathered
 
     def gathered_scales(self, scales):
@@ -253,11 +250,9 @@ class AllGatherMatmul(Call):
             scales = (reference.all_gather(scales[0], self.axis_name), *scales[1:])
         ys = []
         for i, w in enumerate(kernels[:n]):
+            pair = (*scales[:1], *scales[1 + i : 2 + i])
             y = reference.dot(
-                gathered,
-                w,
-                rhs_transposed=self.rhs_transposed,
-                scales=(*scales[:1], *scales[1 + i : 2 + i]),
+                gathered, w, rhs_transposed=self.rhs_transposed, scales=pair
             )
             y = reference.scaled(y, self.scale)
             ys.append(reference.add(y, *kernels[n + i :: n], out_dtype=self.out_dtype))

@@ -41,11 +41,7 @@ def column_forward(
     Returns:
         The products `[..., M, N_i]`, and the gathered x if `config.returns_gathered`.
     """
-    options: dict[str, Any] = {
-        "rhs_transposed": config.rhs_transposed,
-        "scale": config.scale,
-        "out_dtype": config.out_dtype,
-    }
+    options = {**_options(config), "out_dtype": config.out_dtype}
     if config.overlap:
         ys, gathered = matmuls.all_gather_matmul(
             config.overlapped,
@@ -80,10 +76,7 @@ def row_forward(
     xs = x if isinstance(x, tuple) else (x,)
     (bias,) = biases or (None,)
     op, dtype = config.mode.op, config.out_dtype
-    options: dict[str, Any] = {
-        "rhs_transposed": config.rhs_transposed,
-        "scale": config.scale,
-    }
+    options = _options(config)
     operands = (xs, ws, bias, residual)
     if wire.sends_partial_sums(config, xs[0]):
         y = wire.matmul_reduce_scatter(config, *operands, out_dtype=dtype, **options)
@@ -104,6 +97,10 @@ def row_forward(
     sum_dtype = dtype if is_sum else jnp.float32
     y = reduce_scatter(config.collective, partial, out_dtype=sum_dtype)
     return (reference.add(y, bias, residual, out_dtype=dtype),), None
+
+
+def _options(config) -> dict[str, Any]:
+    return {"rhs_transposed": config.rhs_transposed, "scale": config.scale}
 
 
 def dgrad_config(

@@ -3,7 +3,6 @@
 The cotangent of a main_grad is its new value: the old value plus the gradient.
 """
 
-import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -50,13 +49,8 @@ def _is_used(array):
         return False
     key, here = id(array), get_opaque_trace_state(convention="flax")
     known = _USED.get(key)
-    remove = functools.partial(_forget, key)
-    _USED[key] = (weakref.ref(array, remove), here)
+    _USED[key] = (weakref.ref(array, lambda _: _USED.pop(key, None)), here)
     return known is not None and known[0]() is array and known[1] == here
-
-
-def _forget(key, _):
-    _USED.pop(key, None)
 
 
 def pcast_varying(op: str, main_grad: jax.Array, axes) -> jax.Array:
@@ -80,11 +74,8 @@ def pcast_varying(op: str, main_grad: jax.Array, axes) -> jax.Array:
 def _promote_over_single_ranks(main_grad, axes):
     # Mesh axes of size 1. A cast to varying over them changes no gradient, because its
     # transpose is a sum over one rank.
-    single = [
-        axis
-        for axis in frozenset(axes) - vma.axes_of(main_grad)
-        if lax.axis_size(axis) == 1
-    ]
+    new = frozenset(axes) - vma.axes_of(main_grad)
+    single = [axis for axis in new if lax.axis_size(axis) == 1]
     return vma.pcast_varying(main_grad, single)
 
 

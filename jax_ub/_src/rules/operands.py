@@ -149,15 +149,12 @@ def with_dtypes(config: CallConfig, x: Any, ws: tuple, out_dtype) -> CallConfig:
     config = config.with_dtypes(result_dtype(x, ws), out_dtype)
     if not is_scaled(x):
         return config
-    x_dtype, *w_dtypes = (
+    sources = tuple(
         None if operand.source is None else operand.source.dtype for operand in (x, *ws)
     )
-    known = [dtype for dtype in w_dtypes if dtype is not None]
-    return dataclasses.replace(
-        config,
-        source_dtypes=(x_dtype, *w_dtypes),
-        dw_dtype=jnp.result_type(*known) if known else None,
-    )
+    known = [dtype for dtype in sources[1:] if dtype is not None]
+    dw_dtype = jnp.result_type(*known) if known else None
+    return dataclasses.replace(config, source_dtypes=sources, dw_dtype=dw_dtype)
 
 
 def check_scaled(config: CallConfig, x: ScaledArray, w: ScaledArray) -> None:

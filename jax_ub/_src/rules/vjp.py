@@ -13,12 +13,7 @@ from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.reference import sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.main_grads import check_vmapped_together
-from jax_ub._src.scaled_array import (
-    is_scaled,
-    map_scaled,
-    values_of,
-    without_source,
-)
+from jax_ub._src.scaled_array import is_scaled, map_scaled, values_of, without_source
 
 
 def differentiable(forward: Callable, gradients: Callable) -> Callable:

@@ -18,11 +18,7 @@ from jax_ub._src.config.overlap_config import (
     UserBufferQuantizationMode,
 )
 from jax_ub._src.config.resolve import AUTOMATIC, read_entries, resolve
-from jax_ub._src.errors import (
-    ConfigurationError,
-    ConfigurationTypeError,
-    shown,
-)
+from jax_ub._src.errors import ConfigurationError, ConfigurationTypeError, shown
 from jax_ub._src.methods import Method
 from jax_ub._src.runtime import registry, settings, tuned_tables
 from jax_ub._src.runtime.device_groups import rank_groups
@@ -229,10 +225,9 @@ def make_initialized_axis(
                 tp_size=tp_size,
                 is_configured=name in entries,
             )
-    table = rank_groups(mesh, axes, [device.id for device in mesh.devices.flat])
-    owners = rank_groups(
-        mesh, axes, [device.process_index for device in mesh.devices.flat]
-    )
+    devices = list(mesh.devices.flat)
+    table = rank_groups(mesh, axes, [device.id for device in devices])
+    owners = rank_groups(mesh, axes, [device.process_index for device in devices])
     return InitializedAxis(
         axes,
         tp_size,

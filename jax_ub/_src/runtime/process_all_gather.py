@@ -112,11 +112,8 @@ class ProcessAllGather:
             self.has_ended = True
             self._store.erase("coordinator")
             return
-        if (
-            failure
-            and not self._coordinator_number
-            and not isinstance(error, Exception)
-        ):
+        is_interrupted = bool(failure) and not isinstance(error, Exception)
+        if is_interrupted and not self._coordinator_number:
             self._wait_for_coordinator()
         self.has_ended = True
         if failure and self._coordinator_number:

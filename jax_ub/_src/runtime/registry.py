@@ -77,10 +77,8 @@ class Overlap:
 
         Operands that are FP8 are always sent as they are.
         """
-        has_fp8_sums = self.mode is FP8 and self.comm_type is CommOverlapType.RS
-        return self.config.wire_dtype is not None or (
-            has_fp8_sums and self.config.fp8_buf
-        )
+        sums_fp8 = self.mode is FP8 and self.comm_type is CommOverlapType.RS
+        return self.config.wire_dtype is not None or (sums_fp8 and self.config.fp8_buf)
 
     @property
     def size_bytes(self) -> int:

@@ -155,9 +155,7 @@ class CudaTransportSetup:
             )
         own_host = endpoint_infos[device_groups.process]["host"]
         on_host = {
-            process: info
-            for process, info in endpoint_infos.items()
-            if info["host"] == own_host
+            p: info for p, info in endpoint_infos.items() if info["host"] == own_host
         }
         return cuda_engine.load().connect(
             endpoint,

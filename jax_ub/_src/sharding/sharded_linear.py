@@ -203,10 +203,8 @@ def _each_kernel(run, x, kernels, biases, main_grads, residual, fp8_states):
     """Multiplies x by each kernel in a separate call."""
     none = (None,) * len(kernels)
     each = (kernels, biases or none, main_grads or none, fp8_states or none)
-    return tuple(
-        run(x, *parameters, residual, state)
-        for *parameters, state in zip(*each, strict=True)
-    )
+    rows = zip(*each, strict=True)
+    return tuple(run(x, *own, residual, state) for *own, state in rows)
 
 
 def _present(arrays):
@@ -425,9 +423,8 @@ def as_matrix(kernel: jax.Array, num_in: int) -> jax.Array:
     ins, outs = kernel.shape[:num_in], kernel.shape[num_in:]
     # The kernel is reshaped in two steps, because with explicit axes a JAX reshape can
     # merge dimensions in one place only.
-    return kernel.reshape(math.prod(ins), *outs).reshape(
-        math.prod(ins), math.prod(outs)
-    )
+    rows, columns = math.prod(ins), math.prod(outs)
+    return kernel.reshape(rows, *outs).reshape(rows, columns)
 
 
 def split_features(y: jax.Array, sizes: Sequence[int]) -> jax.Array:

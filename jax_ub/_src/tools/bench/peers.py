@@ -22,11 +22,7 @@ from jax_ub._src.tools.timing import Candidate, fastest
 
 Dot = Callable[..., jax.Array]
 # Dimensions of left operand, right operand and result of fprop, dgrad and wgrad.
-LAYOUTS = {
-    "nn": ("MK", "KN", "MN"),
-    "nt": ("MN", "KN", "MK"),
-    "tn": ("MK", "MN", "KN"),
-}
+LAYOUTS = {"nn": ("MK", "KN", "MN"), "nt": ("MN", "KN", "MK"), "tn": ("MK", "MN", "KN")}
 _CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
 # How reports name the naive program, a `lax` collective and `@`, if it was the fastest
 # of XLA's programs.

@@ -288,14 +288,11 @@ def _column_linear(mesh, method):
     function = functools.partial(ub.all_gather_matmul, axis_name=_AXIS, method=method)
     if method is Method.BULK:
         function = functools.partial(_bulk_linear, mesh.size)
-    return jax.jit(
-        jax.shard_map(
-            function,
-            mesh=mesh,
-            in_specs=(PartitionSpec(_AXIS, None), PartitionSpec(None, _AXIS)),
-            out_specs=PartitionSpec(None, _AXIS),
-        )
+    rows, columns = PartitionSpec(_AXIS), PartitionSpec(None, _AXIS)
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=(rows, columns), out_specs=columns
     )
+    return jax.jit(mapped)
 
 
 def _bulk_linear(num_ranks, x, w):

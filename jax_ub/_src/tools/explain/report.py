@@ -18,12 +18,7 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.prediction.hardware import HARDWARE, Hardware, find, name_of_kind
-from jax_ub._src.tables import (
-    format_bytes,
-    format_count,
-    format_seconds,
-    format_table,
-)
+from jax_ub._src.tables import format_bytes, format_count, format_seconds, format_table
 from jax_ub._src.tools.trace import spans
 from jax_ub._src.tools.trace.recorder import Recording
 from jax_ub._src.tools.trace.spans import Trace
@@ -130,12 +125,10 @@ class Table:
                 if name in _ALWAYS_SHOWN or any(row[name] for row in cells)
             ]
             rows = [[row[name] for name in header] for row in cells]
-            titles = {}
+            titles: dict[str, str] = {}
             if self.hardware:
-                titles = {
-                    "predicted": f"predicted {self.hardware}",
-                    "exposed": "exposed here",
-                }
+                titles["predicted"] = f"predicted {self.hardware}"
+                titles["exposed"] = "exposed here"
             titled = [titles.get(name, name) for name in header]
             lines += format_table(titled, rows, has_rule=True)
         return "\n".join([*lines, *self.notes])

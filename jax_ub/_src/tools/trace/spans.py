@@ -16,12 +16,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax_ub._src.errors import (
-    InputError,
-    ShapeContractError,
-    UnknownNameError,
-    shown,
-)
+from jax_ub._src.errors import InputError, ShapeContractError, UnknownNameError, shown
 from jax_ub._src.files import write_json
 
 # Kinds of spans that are not steps of a schedule.

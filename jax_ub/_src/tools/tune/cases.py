@@ -16,12 +16,8 @@ from jax_ub._src.methods import (
     Variant,
     has_pairs,
 )
+from jax_ub._src.primitives import matmuls
 from jax_ub._src.primitives.call import Execution
-from jax_ub._src.primitives.matmuls import (
-    all_gather_matmul,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-)
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.column import column_gradients
 from jax_ub._src.runtime.device_groups import heap_bytes
@@ -89,12 +85,6 @@ _OPERANDS: dict[str, tuple[tuple[str, ...], tuple[Spec, ...], Any]] = {
 }
 
 
-_SUMMED = {
-    "matmul_reduce_scatter": matmul_reduce_scatter,
-    "matmul_all_reduce": matmul_all_reduce,
-}
-
-
 class Operands:
     """Random operands of a tuned op, sharded over the devices.
 
@@ -150,9 +140,9 @@ def _function(case: TunedKey, choice: MethodChoice) -> Callable[..., Any]:
     )
 
     def forward(x, w):
+        run = getattr(matmuls, case.op)
         if case.op == "all_gather_matmul":
-            return all_gather_matmul(execution, x, (w,), out_dtype=x.dtype)[0][0]
-        run = _SUMMED[case.op]
+            return run(execution, x, (w,), out_dtype=x.dtype)[0][0]
         return run(execution, (x,), (w,), out_dtype=x.dtype)
 
     return forward
