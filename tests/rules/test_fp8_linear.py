@@ -8,8 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import covering, nightly
+from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
-from programs import calls, compiled_text, on_ranks, scale_calls, tp_mesh
+from programs import (
+    calls,
+    collectives,
+    compiled_text,
+    on_ranks,
+    scale_calls,
+    tp_mesh,
+)
 from scaled_operands import (
     COLUMN,
     COLUMNS,
@@ -165,6 +173,25 @@ def test_one_collective_agrees_on_the_scales_of_each_pass(mode):
 
     assert num_calls(forward) == 1
     assert num_calls(jax.jit(jax.grad(loss, (0, 1)))) == 2
+
+
+def test_one_collective_updates_the_states_of_all_layers():
+    x, w, _ = operands("float32", 128)
+    state = FP8.init_state(DELAYED)
+
+    def layers(x, w, states):
+        options = {"axis_name": "tp", "fp8": DELAYED}
+        y = ub.all_gather_matmul(x, w, fp8_state=states[0], **options)
+        return ub.matmul_reduce_scatter(y, w.T, fp8_state=states[1], **options)
+
+    run = on_ranks(layers, tp_mesh(4), (ROWS, COLUMNS, P()), ROWS)
+
+    def loss(states):
+        return jnp.sum(run(x, w, states) ** 2)
+
+    text = compiled_text(jax.jit(jax.grad(loss)), [state, state])
+    assert collectives(text) == {"all-reduce": 1}
+    assert scale_calls(text) == 0
 
 
 @pytest.mark.parametrize("mode", [COLUMN, SUM, *nightly(ROW, ("column", False), LOCAL)])

@@ -239,16 +239,21 @@ def _scales(ranks, recipe, role, x):
     return scaling.current_scale(amax, recipe, role)
 
 
-def _agreed(ranks, amax, further_axes=()):
-    """Returns the largest amax of all `ranks`, and over further mesh axes."""
+def _agreed(ranks, amax):
+    """Returns the largest amax of all `ranks`."""
+    axes = _varying_axes(ranks, amax)
+    if axes and axes == ranks.axis_name:
+        return all_reduce_max(ranks, amax)
+    return lax.pmax(amax, axes) if axes else amax
+
+
+def _varying_axes(ranks, amax):
+    """Returns the axes of `ranks` over which amax may differ."""
     axes = ranks.axis_name
     if axes and vma.is_vma_checked(axes):
         # A tensor that does not vary over an axis has the same amax on all its ranks.
         axes = tuple(axis for axis in axes if axis in vma.axes_of(amax))
-    if axes and axes == ranks.axis_name:
-        amax, axes = all_reduce_max(ranks, amax), ()
-    axes = (*axes, *further_axes)
-    return lax.pmax(amax, axes) if axes else amax
+    return axes
 
 
 def _further_axes(ranks, recipe, xs, *state):
@@ -285,7 +290,12 @@ def _delayed(ranks, recipe, role, further_axes, xs, scale, history):
     scale = scaling.updated_scale(history, scale, recipe, role)
     dtype = recipe.fp8_format.dtype(role)
     values = tuple(fp8_casts.cast(x, _like(scale, x), dtype) for x in xs)
-    amax = _agreed(ranks, _amax_of_all(xs), further_axes)
+    amax = _amax_of_all(xs)
+    axes = (*_varying_axes(ranks, amax), *further_axes)
+    if axes:
+        # Not by the engine: only the next step reads the amax, so that XLA reduces
+        # those of all tensors and layers by one collective.
+        amax = lax.pmax(amax, axes)
     return (values, scale), (scale, history, amax)
 
 
