@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import covering
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from operands import normal
 from programs import (
@@ -18,6 +19,7 @@ from programs import (
 )
 
 import jax_ub as ub
+from jax_ub._src.runtime import cpu_engine
 
 FP8 = ub.fp8
 AMAXES = (1.0, 100.0, 1e4, 3.0)
@@ -166,6 +168,25 @@ def test_jax_agrees_on_the_scale_where_the_engine_cannot_run(case, monkeypatch):
         function = jax.jit(function)
     assert scale_calls(compiled_text(function, x)) == 0
     np.testing.assert_array_equal(function(x), ub.quantize(x).scales)
+
+
+@pytest.mark.parametrize("case", ["no engine", "platforms"])
+def test_a_scale_that_jax_agrees_on_is_no_fallback(case, monkeypatch):
+    def scale(x):
+        return ub.quantize(x, axis_name="tp").scales
+
+    x = uneven()
+    function = on_ranks(scale, tp_mesh(4), P("tp"), P())
+    if case == "no engine":
+        monkeypatch.setattr(cpu_engine, "why_not", lambda: "there is no engine")
+    else:
+        export = jax.export.export(function, platforms=["cpu", "cuda"])
+        function = jax.jit(export(x).call)
+        x = jax.device_put(x, NamedSharding(tp_mesh(4), P("tp")))
+    ub.fallbacks(clear=True)
+    assert scale_calls(compiled_text(function, x)) == 0
+    np.testing.assert_array_equal(function(x), ub.quantize(uneven()).scales)
+    assert not ub.fallbacks()
 
 
 @pytest.mark.parametrize("recipe", RECIPES[2:])

@@ -334,6 +334,26 @@ def test_exported_program_of_any_batch_is_plain_jax_and_a_named_method_is_refuse
         export("direct")
 
 
+def test_program_exported_for_several_platforms_is_plain_jax():
+    values = operands()
+
+    def export(method):
+        run = on_four(
+            lambda x, w1, w2: row(column(x, w1, method=method), w2, method=method)
+        )
+        return jax.export.export(run, platforms=["cpu", "cuda"])(*values)
+
+    ub.fallbacks(clear=True)
+    exported = export(None)
+    assert "@jax_ub$" not in exported.mlir_module()
+    reason = "it is exported for several platforms, cpu, cuda; export it once for each"
+    assert {one.reason for one in ub.fallbacks()} == {reason}
+    assert_equal(jax.jit(exported.call)(*place(values)), plain(*values))
+    text = f'method "direct" cannot run: {reason}'
+    with pytest.raises(ub.errors.UnsupportedOverlapError, match=text):
+        export("direct")
+
+
 def test_mesh_that_is_set_instead_of_passed():
     values = operands()
     with jax.set_mesh(tp_mesh(4)):

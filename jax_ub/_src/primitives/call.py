@@ -85,6 +85,9 @@ class Call:
     gathers: ClassVar[bool] = False
     # Whether the call is a collective without a GEMM.
     communicates_only: ClassVar[bool] = False
+    # Whether the call only prepares another one, such as by agreeing on a scale. Plain
+    # JAX in its place is no fallback, because there is no GEMM that it should overlap.
+    is_auxiliary: ClassVar[bool] = False
     # Whether all ranks get equal results, as from an all-reduce.
     replicates: ClassVar[bool] = False
     # Whether the GEMMs contract rows (tokens), as in the gradient of a kernel.
@@ -318,10 +321,9 @@ def _make_primitive(target):
     primitive.def_abstract_eval(_abstract_eval)
     batching.primitive_batchers[primitive] = _batch
     ad.primitive_jvps[primitive] = _refuse_jvp
-    for platform, rule in lowering.RULES.items():
-        # Without caching, JAX lowers each call site, so that the lowering log has all
-        # calls.
-        mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
+    # Without caching, JAX lowers each call site, so that the lowering log has all
+    # calls.
+    mlir.register_lowering(primitive, lowering.lower, cacheable=False)
     return primitive
 
 

@@ -54,6 +54,12 @@ def all_gather(execution: Execution, x: Operand) -> Operand:
     return unpacked(x, call(rows)[0])
 
 
+class AllGatherMaxima(AllGather):
+    """The all-gather in `all_reduce_max`."""
+
+    is_auxiliary = True
+
+
 def all_reduce_max(execution: Execution, x: jax.Array) -> jax.Array:
     """Returns the elementwise maximum of a small array over the ranks.
 
@@ -64,7 +70,7 @@ def all_reduce_max(execution: Execution, x: jax.Array) -> jax.Array:
     axes = execution.axis_name
     if execution.choice.method is Method.XLA or not mesh.is_fully_manual(axes):
         return lax.pmax(x, axes)
-    call = AllGather(
+    call = AllGatherMaxima(
         execution=Execution(
             label=execution.label,
             choice=MethodChoice(Method.AUTO),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -182,12 +182,21 @@ def _lower_elsewhere(ctx, *operands, call):
     return _lower_to_reference(ctx, operands, call, f"no engine for {platforms}")
 
 
-# The lowering rule of each platform; None stands for all other platforms.
-RULES: dict[str | None, Callable[..., Sequence[Any]]] = {
-    "cpu": _lower_on_cpu,
-    "cuda": _lower_on_cuda,
-    None: _lower_elsewhere,
-}
+def lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Sequence[Any]:
+    """Lowers a call for the platforms of the program: usually there is one.
+
+    A rule for each platform would not do: for several platforms, JAX 0.10 to 0.12 can
+    only lower primitives with one rule, unless it caches the lowering.
+    """
+    platforms = ctx.platforms or ctx.module_context.platforms
+    if len(platforms) > 1:
+        find_ranks(ctx, call.label, call.axis_name, takes_partitions=True)
+        reason = f"it is exported for several platforms, {', '.join(platforms)}"
+        return _lower_to_reference(
+            ctx, operands, call, f"{reason}; export it once for each"
+        )
+    rules = {"cpu": _lower_on_cpu, "cuda": _lower_on_cuda}
+    return rules.get(platforms[0], _lower_elsewhere)(ctx, *operands, call=call)
 
 
 def _lower_to_reference(ctx, operands, call, reason):
@@ -196,6 +205,8 @@ def _lower_to_reference(ctx, operands, call, reason):
             f'{call.label}: method "{call.method.value}" cannot run: {reason}. Pass '
             'method="auto", which falls back to plain jax.lax, or method="xla".'
         )
+    if call.is_auxiliary:
+        return mlir.lower_fun(call.plain, multiple_results=True)(ctx, *operands)
     lowering_log.record(ctx, call, Method.XLA, reason)
     causes = {
         communicators.UNCONNECTED: "docs/processes.md",
