@@ -56,6 +56,19 @@ def test_a_collective_without_a_gemm_does_not_count():
     assert "no GEMM" in of_scales
 
 
+def test_the_collective_for_a_scale_has_the_name_of_its_call():
+    recipe = ub.fp8.Float8CurrentScaling()
+
+    def layer(x, w):
+        x = ub.quantize(x, axis_name="tp").dequantize("float32")
+        return ub.all_gather_matmul(x, w, axis_name="tp", fp8=recipe)
+
+    specs = P("tp"), P(None, "tp")
+    function = on_ranks(layer, tp_mesh(2), specs, P(None, "tp"))
+    found = ub.explain(function, jnp.ones((8, 32)), jnp.ones((32, 16)))
+    assert [row.scope for row in found.rows] == ["quantize", *["all_gather_matmul"] * 2]
+
+
 def test_outer_recording_continues_after_an_inner_one():
     with recording() as outer:
         with recording() as inner:

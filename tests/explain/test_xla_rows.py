@@ -157,6 +157,23 @@ def test_gradient_sums_over_the_batch_are_not_missed_overlaps(has_calls):
     assert text in found.notes
 
 
+def test_axes_that_only_share_a_scale_are_not_tensor_parallel():
+    mesh = dp_tp_mesh(2, 2)
+
+    def scale(x):
+        return ub.quantize(x, axis_name=("dp", "tp")).scales
+
+    def loss(head, x):
+        scales = on_ranks(scale, mesh, P("dp", None, "tp"), P())(x)
+        return (jnp.sin(x @ head) * scales).sum()
+
+    x = jax.device_put(jnp.ones((4, 8, 16)), NamedSharding(mesh, P("dp")))
+    found = ub.explain(jax.grad(loss), jnp.ones((16, 8)), x)
+    assert found.overlapped
+    text = "data parallelism over dp: all-reduce of gradients x 1, sends 512 B"
+    assert text in found.notes
+
+
 @pytest.mark.parametrize("gathered", ["tokens", "kernel"])
 def test_gathered_kernels_are_data_parallelism_and_tokens_are_not(gathered):
     def layer(x, w):
