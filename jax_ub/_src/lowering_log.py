@@ -232,9 +232,10 @@ def record(
 ) -> None:
     """Adds a call that is being lowered to the lists of all `recording` blocks.
 
-    Called by the lowering rules. `pallas` has the last fields of `LoweredCall`.
+    Called by the lowering rules. Auxiliary calls are left out. `pallas` has the last
+    fields of `LoweredCall`.
     """
-    if not _LISTENERS:
+    if not _LISTENERS or call.is_auxiliary:
         return
     operands = tuple(shape_of(aval) for aval in ctx.avals_in)
     scope = str(ctx.name_stack)

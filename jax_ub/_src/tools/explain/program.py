@@ -141,8 +141,7 @@ def tensor_axes(
     These are the axes of jax_ub's calls. A program without calls shards its batch,
     which is the first dimension, over the other axes.
     """
-    calls = [one.call for one in lowered if not one.call.is_auxiliary]
-    if named := {axis for call in calls for axis in call.axis_name}:
+    if named := {axis for one in lowered for axis in one.call.axis_name}:
         return named
     shardings = [getattr(array, "sharding", None) for array in arrays]
     specs = [one.spec for one in shardings if isinstance(one, NamedSharding)]
@@ -243,11 +242,7 @@ def _num_activation_gathers(found, lowered) -> int:
     Their result has as many rows as x has tokens in one of the calls, and not the shape
     of a kernel, because the gradients of kernels are gathered, too.
     """
-    sizes = [
-        one.call.global_sizes(one.operands)[1:]
-        for one in lowered
-        if not one.call.is_auxiliary
-    ]
+    sizes = [one.call.global_sizes(one.operands)[1:] for one in lowered]
     tokens = {M for M, _, _ in sizes}
     kernels = {shape for _, K, N in sizes for shape in ((K, N), (N, K))}
     return sum(
@@ -449,12 +444,8 @@ def _scope(stack, label):
     """
     if named := ub_name_in(label):
         return named
-    internal = (
-        *("jit(", "shard_map", "shmap_body", "jvp(", "transpose(", "custom_vjp"),
-        *("branch_", "all_reduce_max"),
-    )
-    parts = [p for p in stack.split("/") if p not in ("", "cond")]
-    parts = [p for p in parts if not p.startswith(internal)]
+    internal = ("jit(", "shard_map", "shmap_body", "jvp(", "transpose(", "custom_vjp")
+    parts = [p for p in stack.split("/") if p and not p.startswith(internal)]
     parts = [p for p in parts if not lowering_log.is_mark(p)]
     return "/".join(parts[:-1] if not label else parts) or label or stack
 
