@@ -55,7 +55,7 @@ def all_gather(execution: Execution, x: Operand) -> Operand:
 
 
 class AllGatherMaxima(AllGather):
-    """The all-gather in `all_reduce_max`."""
+    """All-gathers the small arrays of which `all_reduce_max` computes the maximum."""
 
     is_auxiliary = True
 
