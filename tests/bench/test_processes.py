@@ -46,14 +46,14 @@ import jax
 from jax_ub import __main__
 from jax_ub._src.tools.bench.processes import Job
 
-forward = Job.forward
+forward = Job.forward_case
 
 def forward_or_fail(job, *case):
     if jax.process_index() == 1:
         raise ValueError("boom")
     return forward(job, *case)
 
-Job.forward = forward_or_fail
+Job.forward_case = forward_or_fail
 options = ["--processes", "2", "--quick", "--ops", "all_gather_matmul"]
 __main__.main(["bench", *options, "--part", {str(tmp_path / "found")!r}])
 """)

@@ -47,7 +47,7 @@ def test_error_without_a_job_says_how_to_start_one(monkeypatch):
         text=True,
     )
     assert ended.returncode == 1
-    assert re.search("no process of a job .* --coordinator, ", ended.stderr)
+    assert re.search("belongs to no job: .* --coordinator, ", ended.stderr)
     assert "Traceback" not in ended.stderr
 
 
