@@ -22,7 +22,11 @@ from random_programs import POLICIES, Programs
 
 import jax_ub as ub
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # Some programs differentiate a kernel, but not its main_grad.
+    pytest.mark.filterwarnings("ignore:.*but not of main_grad"),
+]
 
 MESHES = (
     {"tp": (1, 2, 3, 4, 5, 6, 7, 8)},
