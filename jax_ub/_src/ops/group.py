@@ -144,10 +144,13 @@ class OperationGroup:
             edges.update(jax.tree.map(jax.typeof, arrays))
 
         jax.eval_shape(run, operands)
-        pairs = zip(needs, xs, strict=True)
-        x_avals = tuple(aval_or_placeholder(need.x, x) for need, x in pairs)
+        # Placeholders keep the tree structure independent of the requested gradients.
+        x_avals = tuple(
+            residual_or_placeholder(need.x, cotangent_aval(x))
+            for need, x in zip(needs, xs, strict=True)
+        )
         edge_avals = {
-            edge: aval_or_placeholder(bool(need), edges[edge])
+            edge: residual_or_placeholder(bool(need), cotangent_aval(edges[edge]))
             for need, outputs in zip(needs, self.outputs, strict=True)
             for edge in outputs
         }
@@ -285,11 +288,6 @@ def cotangent_aval(value) -> jax.Array:
     """
     empty = jnp.zeros((0,), value.dtype)
     return vma.pcast_varying(empty, vma.axes_of(value))
-
-
-def aval_or_placeholder(is_wanted: bool, value) -> jax.Array:
-    """Returns `cotangent_aval(value)`, or `placeholder()` if no gradient is wanted."""
-    return cotangent_aval(value) if is_wanted else placeholder()
 
 
 def to_cotangent_aval(aval: jax.Array | None, gradient: Any) -> Any:

@@ -45,7 +45,8 @@ class Row:
     Attributes:
         scope: a name given by the user, or a path in the program.
         op: computation, such as "all_gather_matmul".
-        overlapped: whether a GEMM hides the communication, or one of both is missing.
+        overlapped: whether a GEMM hides the communication. Also true for a GEMM that
+            communicates nothing, and for a collective of jax_ub without a GEMM.
         method: method that runs, such as "direct" or "xla".
         reason: why the call is not overlapped; empty if it is.
         moved_bytes: bytes that each rank sends per call; None if unknown.

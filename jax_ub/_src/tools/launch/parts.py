@@ -74,8 +74,8 @@ def parts_of(
     """Runs a command in several processes, and yields the result file of each.
 
     The block may read the files. If this process is killed, the launcher ends the
-    processes and removes the folder of the files. `stdout` is an
-    argument of `subprocess.Popen`.
+    processes and removes the folder of the files. `stdout` is an argument of
+    `subprocess.Popen`.
 
     Raises:
         JobError: if a process failed.
