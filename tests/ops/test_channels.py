@@ -83,6 +83,24 @@ def test_residual_equal_to_the_gradient_of_the_product():
     assert_equal(value_and_gradients(call, weights)(kernel, x), expected)
 
 
+def test_vmap_that_maps_the_result_but_no_extra_output():
+    """The extra output has a cotangent, too, although it is equal in all examples."""
+    seq = ops.Sequential(ops.ConstantScale(2.0), make("a"), ops.BasicLinear(4, 4))
+    kernels, x = small_integers(0, (3, 4, 4)), small_integers(1, (8, 4))
+    weights = small_integers(2, (3, 8, 4)), small_integers(3, (3, 8, 4))
+
+    def gradients(layer):
+        def loss(kernels, x):
+            results = jax.vmap(layer, in_axes=(0, None))(kernels, x)
+            return sum(map(jnp.vdot, results, weights))
+
+        return jax.jit(jax.grad(loss, (0, 1)))(kernels, x)
+
+    with only(backward=[first_of(3)]):  # one function to differentiate
+        found = gradients(lambda w, x: seq((NOTHING, NOTHING, {"kernel": w}), x))
+    assert_equal(found, gradients(lambda w, x: (2 * x @ w, 2 * x)))
+
+
 def test_wrong_channels_are_rejected():
     error, unknown = ub.errors.ShapeContractError, ub.errors.UnknownNameError
     with pytest.raises(error, match="MakeExtraOutput: it has no extra output 1, but 1"):

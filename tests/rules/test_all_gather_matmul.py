@@ -74,6 +74,38 @@ def test_any_number_of_ranks(num_ranks):
     assert_equal(pull(dy), expected_pull(dy))
 
 
+@covering(method=METHODS, axes=[(0, None), (None, 0)])
+def test_vmap_over_one_kernel_of_two(method, axes):
+    """The gathered x is equal in all examples, and has a cotangent, too."""
+    mesh = tp_mesh(4)
+    options = by_method(method, mesh)
+    x, kernels = small_integers(0, (8, 6)), small_integers(1, (3, 6, 12))
+    ws = tuple(kernels[0] if axis is None else kernels for axis in axes)
+
+    def layer(x, ws):
+        ys, gathered = ub.all_gather_matmul(
+            x, ws, axis_name="tp", return_gathered=True, **options
+        )
+        return *ys, gathered
+
+    stacked = P(None, None, "tp")
+    function = on_ranks(
+        jax.vmap(layer, (None, axes)),
+        mesh,
+        (P("tp"), tuple(COLUMNS if axis is None else stacked for axis in axes)),
+        (stacked, stacked, P()),
+        check_vma=False,  # the gathered x does not vary
+    )
+    plain_layer = jax.vmap(lambda x, ws: (x @ ws[0], x @ ws[1], x), (None, axes))
+
+    def loss(function, *values):
+        return sum(weighted(y, i) for i, y in enumerate(function(*values)))
+
+    step = jax.jit(jax.value_and_grad(functools.partial(loss, function), (0, 1)))
+    expected = jax.value_and_grad(functools.partial(loss, plain_layer), (0, 1))(x, ws)
+    assert_equal(step(x, ws), expected)
+
+
 @pytest.mark.parametrize("method", ["auto", "ring_exchange", "bulk"])
 def test_kernels_in_a_tuple_share_one_gather(method):
     mesh = dp_tp_mesh(2, 2)

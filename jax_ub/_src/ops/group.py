@@ -17,6 +17,7 @@ from jax_ub._src.rules.operands import pcast_operands
 from jax_ub._src.rules.vjp import (
     is_placeholder,
     is_zero,
+    mapped_together,
     placeholder,
     residual_or_placeholder,
     save,
@@ -193,8 +194,10 @@ def _run_operations(configuration, group: OperationGroup, operands, saves=None):
             )
         edges.update(_by_edge(group.outputs[window], outputs))
         residuals.extend(saved)
-    results = {edge: edges[edge] for edge in group.results}
-    return dequantized(x), results, () if saves is None else tuple(residuals)
+    y, results = dequantized(x), {edge: edges[edge] for edge in group.results}
+    if results:
+        y, results = mapped_together((y, results), operands)
+    return y, results, () if saves is None else tuple(residuals)
 
 
 def _group_fwd(configuration, group, operands, saves):

@@ -1,11 +1,14 @@
 """The `custom_vjp` of linear layers, with symbolic zeros and optional residuals."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from jax_ub._src import lowering_log
@@ -36,7 +39,15 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         operation by operation in an eager `shard_map`. Inside a traced program the jit
         is inlined.
     """
-    rule = jax.custom_vjp(forward, nondiff_argnums=(0,))
+
+    @functools.wraps(forward)
+    def primal(config, *operands):
+        ys, gathered = forward(config, *operands)
+        if len(ys) == 1 and not config.returns_gathered:
+            return ys, gathered
+        return mapped_together((ys, gathered), operands)
+
+    rule = jax.custom_vjp(primal, nondiff_argnums=(0,))
 
     def forward_rule(config, *operands):
         values = value_of(operands)
@@ -89,6 +100,31 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
 
     rule.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     return jax.jit(rule, static_argnums=0, inline=True)
+
+
+def mapped_together(results: Any, operands: Any) -> Any:
+    """Returns `results`; if `jax.vmap` maps any operand, it maps all results.
+
+    A `custom_vjp` with several results needs it. If a result were not mapped, while
+    others are, the backward rule would count its cotangent once per example, so JAX
+    raises an error. The call adds nothing to the compiled program.
+    """
+
+    @custom_vmap
+    def same(results, operands):
+        return results
+
+    @same.def_vmap
+    def same_of_mapped(axis_size, is_mapped, results, operands):
+        def repeated(result, is_mapped):
+            shape = (axis_size, *result.shape)
+            return result if is_mapped else jnp.broadcast_to(result, shape)
+
+        results = jax.tree.map(repeated, results, is_mapped[0])
+        # Calls `same` again, so that each enclosing jax.vmap applies this rule, too.
+        return same(results, operands), jax.tree.map(lambda _: True, results)
+
+    return same(results, operands)
 
 
 def warn_of_constant_main_grad(label: str, option: str) -> None:
