@@ -1,5 +1,6 @@
 """The simulator, compared with measurements on an H100 in docs/gpu."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -14,6 +15,7 @@ from jax_ub._src.prediction.replay import PlanOptions, end_s
 from jax_ub._src.tools.simulate import models
 
 MACHINE = hardware.find("h100")
+UNRESERVED = dataclasses.replace(MACHINE, reserved_processors=0)
 MEASURED = pathlib.Path(__file__).parents[2] / "docs/gpu/2026-11-27"
 LANES = KernelOptions.num_lanes
 
@@ -46,7 +48,7 @@ def test_gemms_in_chunks_are_predicted_within_a_sixth(model, layer, num_ranks):
     )
     (found,) = (one for one in models.MODELS[model] if one.name == layer)
     work = Workload(found.op, 8192, found.K, found.N, num_ranks)
-    whole = Processors(MACHINE, 1, 2, MACHINE.processors).run(0.0, work.gemm)[1]
+    whole = Processors(UNRESERVED, 1, 2).run(0.0, work.gemm)[1]
     processors = Processors(MACHINE, LANES, 2)
     chunk = work.gemm_of(work.split_rows(1))
     chunked = max(processors.run(0.0, chunk)[1] for _ in range(num_ranks))

@@ -12,6 +12,7 @@ from jax_ub._src.tools.simulate import models
 MACHINE = dataclasses.replace(
     hardware.find("h200"), reserved_processors=2, launch_s=3e-6
 )
+UNRESERVED = dataclasses.replace(MACHINE, reserved_processors=0)
 TEXT = pathlib.Path(__file__).with_name("gpu_model.md").read_text()
 
 
@@ -53,7 +54,7 @@ def test_layers_have_the_bounds_of_the_separate_model(name):
 def test_a_gemm_in_chunks_takes_the_time_of_the_separate_model(name):
     for cells in (cells for cells in CHUNKED if cells[0] == name):
         work = workload(*cells[:4])
-        whole = Processors(MACHINE, 1, 2, MACHINE.processors).run(0.0, work.gemm)[1]
+        whole = Processors(UNRESERVED, 1, 2).run(0.0, work.gemm)[1]
         chunk = Gemm(work.split_rows(1), work.gemm.n, work.gemm.k)
         chunked = []
         for streams in (1, 2, 3):

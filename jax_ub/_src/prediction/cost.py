@@ -186,15 +186,13 @@ def _tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> _Ti
 class Processors:
     """Simulates a GPU's multiprocessors and the streams that launch GEMM kernels.
 
-    A tile of a later kernel starts as soon as a multiprocessor is free. `count`
-    defaults to all multiprocessors without the reserved ones.
+    A tile of a later kernel starts as soon as a multiprocessor is free. Reserved
+    multiprocessors run no tiles.
     """
 
-    def __init__(
-        self, hardware: Hardware, streams: int, itemsize: int, count: int | None = None
-    ):
+    def __init__(self, hardware: Hardware, streams: int, itemsize: int):
         self._hardware, self._itemsize = hardware, itemsize
-        self._count = count or hardware.processors - hardware.reserved_processors
+        self._count = hardware.processors - hardware.reserved_processors
         self._free = [0.0] * self._count
         self._streams = [0.0] * streams
         self._issued = 0
