@@ -225,16 +225,12 @@ def timeline(
     method: str,
     options: PlanOptions,
     variant: Variant = Variant.PLAIN,
-    *,
-    every_rank: bool = False,
+    rank: int = 0,
 ) -> list[Span]:
-    """Simulates a call; returns the timed steps of rank 0, or of every rank."""
-    ranks = range(work.num_ranks if every_rank else 1)
-    sizes = work.num_ranks, options.num_splits
-    steps = [
-        steps_of(work.op, method, rank, *sizes, variant=variant.value) for rank in ranks
-    ]
-    return replay(steps, work, machine, options)
+    """Simulates a call; returns the timed steps of a rank, which represents all."""
+    sizes = rank, work.num_ranks, options.num_splits
+    steps = steps_of(work.op, method, *sizes, variant=variant.value)
+    return replay(rank, steps, work, machine, options)
 
 
 def _options(work, machine, method) -> Iterator[PlanOptions]:
