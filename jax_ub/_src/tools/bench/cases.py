@@ -185,7 +185,9 @@ class Setup:
             *peak_candidates(self.ranks, wide_dtype(self.dtype), flops),
         ]
         return Case(
-            op, variant, self.dtype, self.num_ranks, shape, flops, every, **more
+            *(op, variant, self.dtype, self.num_ranks, shape, flops, every),
+            num_processes=jax.process_count(),
+            **more,
         )
 
 

@@ -5,7 +5,6 @@ GEMM and the peak, using all cores while the other processes wait. The overhead 
 several processes is therefore a ratio of times measured shortly after each other.
 """
 
-import dataclasses
 import pathlib
 import pickle
 import time
@@ -189,16 +188,13 @@ class Job:
         times = [barrier_seconds(_BARRIERS) for _ in range(_BATCHES)]
         slowest = self._gather(times).max(axis=0)
         case = self._setup("").case("barrier", Shape(1, 1, 1), [], num_gemms=0)
-        return Result(self._of_job(case), {cases.OWN: summarize(1e6 * slowest)})
+        return Result(case, {cases.OWN: summarize(1e6 * slowest)})
 
     def _timed(self, case):
         rounds, patience = self._options.rounds, self._options.patience
         self.interleave(case.candidates, 1, alone=cases.LIMITS)
         timed = self.interleave(case.candidates, rounds, patience, cases.LIMITS)
-        return evaluate(self._of_job(case), timed)
-
-    def _of_job(self, case):
-        return dataclasses.replace(case, num_processes=self.num_processes)
+        return evaluate(case, timed)
 
     def _setup(self, dtype):
         return Setup(self.ranks, dtype, self._options.method, self._dots)
