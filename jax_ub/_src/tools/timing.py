@@ -6,6 +6,7 @@ Slow phases of the machine then affect all programs, not only one.
 import contextlib
 import dataclasses
 import functools
+import operator
 import os
 import random
 import time
@@ -194,13 +195,14 @@ def interleave(
     *,
     load: BackgroundLoad | None = None,
     agree: Callable[[float], float] = float,
+    measure: Callable[[Any], float] = operator.methodcaller("seconds"),
 ) -> Rounds:
     """Times every program once per round, in a random order that differs by round.
 
     So no program always follows the same one, with its effects on caches, clock
     frequency and threads. The calmest `rounds` rounds are kept, of at most
     `rounds * patience`. `agree` maps a round's background load to a value that all
-    processes share.
+    processes share. `measure` times one call of a program.
     """
     load = load or _background_load()
     seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
@@ -208,7 +210,7 @@ def interleave(
     while len(shares) < rounds * patience and sum(s <= _CALM for s in shares) < rounds:
         order = random.Random(len(shares))
         for candidate in order.sample(candidates, len(candidates)):
-            seconds[candidate.name].append(candidate.seconds())
+            seconds[candidate.name].append(measure(candidate))
         shares.append(agree(max([load.share(), *(c.lost for c in candidates)])))
     kept = sorted(range(len(shares)), key=shares.__getitem__)[:rounds]
     times = {name: [every[i] for i in kept] for name, every in seconds.items()}

@@ -168,16 +168,30 @@ class Job:
         All processes keep the same rounds. Only process 0 runs the programs in `alone`.
         """
         found = timing.interleave(
-            [_Synchronized(c, self, c.name in alone) for c in candidates],
+            candidates,
             rounds,
             patience,
             load=self._load,
             agree=lambda share: float(self._gather([share]).max()),
+            measure=lambda candidate: self._measure(candidate, candidate.name in alone),
         )
         times = np.array(list(found.seconds.values()))
         slowest = self._gather(times.ravel()).max(axis=0).reshape(times.shape)
         seconds = dict(zip(found.seconds, slowest.tolist(), strict=True))
         return Rounds(seconds, found.elsewhere)
+
+    def _measure(self, candidate, is_alone):
+        """Returns the seconds of a call that starts in all processes simultaneously.
+
+        If `is_alone`, process 0 runs it with all cores while the other processes wait.
+        """
+        self.synchronize()
+        if not is_alone:
+            return candidate.seconds()
+        if not self.is_first:
+            return 0.0
+        with timing.engine_threads(cpu_engine.load().default_num_threads()):
+            return candidate.seconds()
 
     def _barrier(self):
         """Returns the time of a barrier of jax_ub's engine between the processes."""
@@ -201,33 +215,9 @@ class Job:
 
     def _gather(self, values):
         """All-gathers f64 values of all processes, [num_processes, len(values)]."""
-        words = np.asarray(values, np.float64).view(np.uint32)  # x64 may be disabled
-        every = np.asarray(multihost_utils.process_allgather(words))
-        rows = every.reshape(self.num_processes, -1).astype(np.uint32)
-        return np.ascontiguousarray(rows).view(np.float64)
+        with jax.enable_x64(True):
+            return multihost_utils.process_allgather(np.asarray(values, np.float64))
 
     def _cpu_seconds(self):
         """Returns the CPU seconds that all processes together have used so far."""
         return float(self._gather([time.process_time()]).sum())
-
-
-class _Synchronized:
-    """A benchmark program whose timed calls start in all processes simultaneously.
-
-    If `is_alone`, process 0 runs it with all cores while the other processes wait.
-    """
-
-    def __init__(self, candidate: Candidate, job: Job, is_alone: bool):
-        self.name, self.lost = candidate.name, 0.0
-        self._candidate, self._job, self._is_alone = candidate, job, is_alone
-
-    def seconds(self) -> float:
-        self._job.synchronize()
-        if not self._is_alone:
-            return self._candidate.seconds()
-        if not self._job.is_first:
-            return 0.0
-        with timing.engine_threads(cpu_engine.load().default_num_threads()):
-            seconds = self._candidate.seconds()
-        self.lost = self._candidate.lost
-        return seconds
