@@ -118,7 +118,6 @@ StackFrames
     ("metadata", "source"),
     [
         ("", ""),
-        ('source_file="/a.py" source_line=7', "/a.py:7"),
         ("stack_frame_id=1", "/home/me/train.py:13"),
         ("stack_frame_id=2", "/home/me/train.py:13"),
         ("stack_frame_id=3", ""),

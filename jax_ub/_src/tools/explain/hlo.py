@@ -22,7 +22,6 @@ _INDEX = re.compile(r"\bindex=(\d+)")
 _LABEL = re.compile(r'\blabel = \\?"([^"\\]*)')
 _NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
-_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 # Patterns of the rows in the tables of source lines at the top of HLO text, by table.
 _TABLES = {
@@ -350,8 +349,6 @@ class _SourceLines:
 
     def of(self, one: "_Instruction") -> str:
         """Returns the source line of an instruction, such as "train.py:12", or ""."""
-        if named := _SOURCE.search(one.text):
-            return f"{named[1]}:{named[2]}"
         found = _FRAME.search(one.text)
         frame = int(found[1]) if found else 0
         lines = []
