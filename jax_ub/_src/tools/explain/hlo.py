@@ -5,7 +5,7 @@ import dataclasses
 import math
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from jax_ub._src.tools.explain import groups
 from jax_ub._src.tools.trace.spans import ub_name_in
@@ -152,6 +152,16 @@ class _Instruction:
         """Returns the opcode, such as "all-gather", also for "all-gather-start"."""
         return self.opcode.removesuffix("-start")
 
+    @property
+    def called(self) -> str:
+        """Returns the name of the computation that it calls, or ""."""
+        found = _CALLED.search(self.text)
+        return found[1] if found else ""
+
+    @property
+    def passes(self) -> bool:
+        return self.opcode in _PASSED or self.opcode.endswith("-done")
+
 
 @dataclasses.dataclass(frozen=True)
 class _Dot:
@@ -215,6 +225,25 @@ class _Body:
                 if used.opcode == "get-tuple-element" and index:
                     found[int(index[1])].append(user)
         return found
+
+    def around(
+        self,
+        reached: Iterable[str],
+        neighbors: Mapping[str, list[str]],
+        blocking: Collection[str] = (),
+    ) -> Iterator[_Instruction]:
+        """Yields the instructions that few steps reach from `reached`, nearest first.
+
+        A step is from an instruction to one of its `neighbors`, its users or operands.
+        Only instructions in `_PASSED` may be in between, and no fusions that call
+        computations in `blocking`.
+        """
+        for _ in range(_MAX_STEPS):
+            known = self.instructions
+            found = [known[name] for name in reached if name in known]
+            yield from found
+            passed = [one for one in found if one.passes and one.called not in blocking]
+            reached = [name for one in passed for name in neighbors.get(one.name, ())]
 
 
 class _Program:
@@ -281,25 +310,12 @@ class _Program:
             )
 
     def _nearest_dot(self, reached, body, neighbors, impure=frozenset()) -> _Dot | None:
-        """Returns the dot that is the fewest steps from `reached`, or None.
-
-        A step is from an instruction to one of its `neighbors`, its users or operands.
-        Only instructions in `_PASSED` may be in between, and no fusions that call
-        computations in `impure`.
-        """
-        for _ in range(_MAX_STEPS):
-            following = []
-            for one in _known(reached, body):
-                called = _CALLED.search(one.text)
-                if _multiplies(one):
-                    return _dot(one, body.instructions)
-                if called and called[1] in impure:
-                    continue
-                if called and called[1] in self._dots:
-                    return self._dots[called[1]]
-                if _passes(one):
-                    following += neighbors.get(one.name, ())
-            reached = following
+        """Returns the dot that is the fewest steps from `reached`, or None."""
+        for one in body.around(reached, neighbors, impure):
+            if _multiplies(one):
+                return _dot(one, body.instructions)
+            if one.called in self._dots and one.called not in impure:
+                return self._dots[one.called]
         return None
 
     def _pair(self, one, array, dot, gathers_argument):
@@ -365,8 +381,7 @@ class _SourceLines:
 
 def _may_sum(one, computations):
     """Returns whether a reduction may be a sum, and is not, for example, a maximum."""
-    called = _CALLED.search(one.text)
-    body = computations.get(called[1], {}) if called else {}
+    body = computations.get(one.called, {})
     return {each.opcode for each in body.values()} <= {"parameter", "add", "convert"}
 
 
@@ -444,29 +459,12 @@ def _dot(one, body):
     return _Dot(one, lhs, rhs, out, K, dtype)
 
 
-def _known(names, body):
-    return (body.instructions[name] for name in names if name in body.instructions)
-
-
-def _passes(one):
-    return one.opcode in _PASSED or one.opcode.endswith("-done")
-
-
 def _nearest_call(one, body, neighbors):
-    """Returns the name of the jax_ub call that is the fewest steps from `one`, or None.
-
-    A step is from an instruction to one of its `neighbors`: its users or its operands.
-    """
-    reached = neighbors.get(one.name, ())
-    for _ in range(_MAX_STEPS):
-        following = []
-        for near in _known(reached, body):
-            label = _LABEL.search(near.text)
-            if 'custom_call_target="jax_ub$' in near.text and label:
-                return ub_name_in(label[1]) or label[1]
-            if _passes(near):
-                following += neighbors.get(near.name, ())
-        reached = following
+    """Returns the name of the nearest jax_ub call among the neighbors, or None."""
+    for near in body.around(neighbors.get(one.name, ()), neighbors):
+        label = _LABEL.search(near.text)
+        if 'custom_call_target="jax_ub$' in near.text and label:
+            return ub_name_in(label[1]) or label[1]
     return None
 
 
