@@ -256,11 +256,12 @@ def call_rows(
     lowered: Sequence[LoweredCall],
     machine: Hardware,
     waits: Waits,
-    counts: Mapping[_CallSite, str],
+    counts: Mapping[_CallSite, int | None],
 ) -> Iterator[Row]:
     """Yields a table row for each distinct call of jax_ub in a program.
 
-    A call that is not in `counts` counts as often as it is lowered.
+    `counts` has how often calls run, or None if this is unknown. A call that is not in
+    it counts as often as it is lowered.
     """
     groups: dict[tuple[Any, ...], list[LoweredCall]] = {}
     for one in lowered:
@@ -281,8 +282,8 @@ def call_rows(
             dtype=operands[0].dtype,
             hardware=machine,
         )
-        count = counts.get((call, operands), str(len(equal)))
-        notes = ["" if count in ("", "1") else f"x {count}"]
+        count = counts.get((call, operands), len(equal))
+        notes = ["" if count == 1 else f"x {_LOOP if count is None else count}"]
         notes.append("nothing to communicate" if num_ranks == 1 else "")
         notes.append(call.execution.replicated)
         if tiles is not None:
@@ -304,7 +305,7 @@ def call_rows(
             measured_exposed_s=waits.get((call.label, target)),
             note=", ".join(filter(None, notes)),
             flops=0 if call.communicates_only else 2 * M * K * N // num_ranks,
-            count=int(count) if count.isdigit() and int(count) else len(equal),
+            count=count or len(equal),
             dtype=_dtype_of(call, operands),
         )
 
@@ -450,20 +451,16 @@ def _scope(stack, label):
     return "/".join(parts[:-1] if not label else parts) or label or stack
 
 
-def _count(jaxpr: core.Jaxpr) -> dict[_CallSite, str]:
-    """Returns how many times a jaxpr runs each jax_ub call, as text.
-
-    The text is `_LOOP` for a call in a while loop, since the number is unknown.
-    """
-    counts: dict[_CallSite, str] = {}
+def _count(jaxpr: core.Jaxpr) -> dict[_CallSite, int | None]:
+    """Returns how many times a jaxpr runs each jax_ub call; None in a while loop."""
+    counts: dict[_CallSite, int | None] = {}
     for equation, times in equations(jaxpr, 1):
         call = equation.params.get("call")
         if isinstance(call, Call):
             operands = tuple(shape_of(variable.aval) for variable in equation.invars)
-            before = counts.get((call, operands), "0")
-            is_known = times is not None and before != _LOOP
-            total = str(int(before) + times) if is_known else _LOOP
-            counts[call, operands] = total
+            before = counts.get((call, operands), 0)
+            is_unknown = times is None or before is None
+            counts[call, operands] = None if is_unknown else before + times
     return counts
 
 
