@@ -1,6 +1,7 @@
 import json
 import os
 import pathlib
+import pickle
 import re
 import subprocess
 import sys
@@ -173,7 +174,7 @@ def test_finding_of_one_process_names_the_process(monkeypatch, capsys):
         path = pathlib.Path(arguments[arguments.index("--part") + 1])
         for index, threads in enumerate(("8", "2")):
             finding = Finding("jaxlib threads", State.WARNING, threads)
-            part_path(path, index).write_text(json.dumps([finding.as_json()]))
+            part_path(path, index).write_bytes(pickle.dumps([finding]))
         return 0
 
     monkeypatch.setattr(parts, "_run", of_each)

@@ -56,10 +56,6 @@ class Finding:
     def as_json(self) -> dict[str, str]:
         return {"name": self.name, "state": self.state.name.lower(), "text": self.text}
 
-    @classmethod
-    def from_json(cls, found: dict[str, str]) -> "Finding":
-        return cls(found["name"], State[found["state"].upper()], found["text"])
-
 
 def examine(*, together: bool = False) -> Iterator[Finding]:
     """Runs all checks; if JAX cannot start, only those that need no device.

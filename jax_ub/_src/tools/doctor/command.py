@@ -6,8 +6,7 @@ processes of a job do.
 
 import argparse
 import dataclasses
-import json
-import pathlib
+import pickle
 
 import jax
 
@@ -33,9 +32,9 @@ def command(given: argparse.Namespace) -> int:
     if given.part is not None:
         jax.distributed.initialize()
         backend.start()  # fails with a one-line error if JAX cannot start
-        found = [finding.as_json() for finding in examine(together=True)]
+        found = list(examine(together=True))
         path = parts.part_path(given.part, jax.process_index())
-        path.write_text(json.dumps(found))
+        path.write_bytes(pickle.dumps(found))
         return 0
     findings = _in_processes(given) if given.processes > 1 else list(examine())
     rows = [(f.state.value, f.name, f.text) for f in findings]
@@ -57,7 +56,7 @@ def _in_processes(given) -> list[Finding]:
             devices_per_process=given.devices_per_process or 1,
             stdout=console.progress_file(),
         ) as paths:
-            first, *others = map(_read, paths)
+            first, *others = [pickle.loads(path.read_bytes()) for path in paths]
     except parts.JobError as error:
         return [Finding("processes", State.FAULT, str(error))]
     return first + [
@@ -66,7 +65,3 @@ def _in_processes(given) -> list[Finding]:
         for finding in found
         if finding not in first
     ]
-
-
-def _read(path: pathlib.Path) -> list[Finding]:
-    return [Finding.from_json(found) for found in json.loads(path.read_text())]
