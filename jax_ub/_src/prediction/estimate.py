@@ -193,22 +193,19 @@ def fastest_plan(
     work: Workload,
     machine: Hardware,
     method: str,
-    variant: Variant = Variant.PLAIN,
+    variant: Variant,
     *,
-    is_default: bool = False,
+    is_default: bool,
 ) -> tuple[str, float, int]:
     """Finds the schedule options that are predicted fastest, by simulating each.
 
     Returns the options as text, the seconds, and the number of GPU launches. If
     `is_default`, only the options that the engine runs untuned are simulated.
-    Variants other than the plain one run one kernel per product, as the engine does.
     """
     options = list(_options(work, machine, method))
     if is_default:
         streams = 1 if machine.is_host else KernelOptions.num_lanes
         options = [PlanOptions(streams=streams)]
-    if variant is not Variant.PLAIN:
-        options = [dataclasses.replace(one, aggregate=1) for one in options]
     spans = {one: timeline(work, machine, method, one, variant) for one in options}
     best = min(spans, key=lambda one: end_s(spans[one]))
     blocks = "" if method == "ring_exchange" else f"b{best.num_splits}"
