@@ -104,13 +104,12 @@ def options(given: argparse.Namespace) -> Options:
         chosen["dtypes"] = tuple(DTYPES[name] for name in given.dtypes)
     if given.threads is not None:
         chosen["threads"] = tuple(dict.fromkeys(given.threads))
-    ordered = Options(**chosen)
-    if (reason := _why_ineffective(given, ordered)) is not None:
+    found = Options(**chosen)
+    if (reason := _why_ineffective(given, found)) is not None:
         raise UnsupportedOverlapError(f"bench: {reason}")
     if given.processes is not None:
-        chosen["devices"] = given.processes
-        chosen["ops"] = tuple(op for op in processes.OPS if op in chosen["ops"])
-    found = Options(**chosen)
+        compared = tuple(op for op in processes.OPS if op in found.ops)
+        found = dataclasses.replace(found, devices=given.processes, ops=compared)
     _check_shapes(found, "--devices" if given.processes is None else "--processes")
     return found
 
