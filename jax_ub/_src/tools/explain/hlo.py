@@ -25,10 +25,10 @@ _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 # Patterns of the rows in the tables of source lines at the top of HLO text, by table.
 _TABLES = {
-    "FileNames": re.compile(r'^(\d+) "(.*)"$'),
-    "FileLocations": re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"),
+    "FileNames": re.compile(r'(\d+) "(.*)"'),
+    "FileLocations": re.compile(r"(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"),
     "StackFrames": re.compile(
-        r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+        r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
     ),
 }
 # Parts of the paths of libraries, whose frames are not the user's.
@@ -349,15 +349,10 @@ class _SourceLines:
 
     def __init__(self, text: str):
         # The columns of each row, by table and id.
-        self._rows: dict[str, dict[int, tuple[str, ...]]] = {n: {} for n in _TABLES}
-        table = ""
-        for line in text.splitlines():
-            if line.isalpha():
-                table = line
-            elif table in _TABLES and (row := _TABLES[table].match(line)):
-                self._rows[table][int(row[1])] = row.groups()[1:]
-            elif line.endswith("{"):
-                break
+        self._rows: dict[str, dict[int, tuple[str, ...]]] = {}
+        for name, pattern in _TABLES.items():
+            table = text.partition(f"\n{name}\n")[2].partition("\n\n")[0]
+            self._rows[name] = {int(row[0]): row[1:] for row in pattern.findall(table)}
         frames = self._rows["StackFrames"]
         # XLA may print the ids of parents plus 1. Frame 1 has no parent, which is id 0,
         # so the ids are too high by 1 if its parent is printed as 1.
