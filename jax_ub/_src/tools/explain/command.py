@@ -59,9 +59,10 @@ def command(given: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         # XLA reads the dump folder when the script starts the backend.
         settings.dump_compiled_programs(folder)
+        has_engine = cpu_engine.why_not() is None
         with (
             recording() as lowered,
-            _waits() as traced,
+            trace() if has_engine else contextlib.nullcontext(Recording()) as traced,
             _compiled() as compiled,
             console.program_stdout(given),
         ):
@@ -93,12 +94,6 @@ def command(given: argparse.Namespace) -> int:
         console.say(given, str(table))
         console.write(given, table.as_json())
     return status
-
-
-def _waits() -> contextlib.AbstractContextManager[Recording]:
-    """Returns a context that records how long ranks wait, if there is an engine."""
-    has_engine = cpu_engine.why_not() is None
-    return trace() if has_engine else contextlib.nullcontext(Recording())
 
 
 @contextlib.contextmanager
