@@ -128,9 +128,8 @@ def command(given: argparse.Namespace) -> int:
 def describe(machine: Hardware) -> list[str]:
     """Returns the text above the table: the machine's rates, and what columns mean."""
     each = "a host for all ranks" if machine.is_host else "each GPU"
-    handshake, launch, collective = _us(
-        machine.handshake_s, machine.launch_s, machine.collective_s
-    )
+    latencies_s = (machine.handshake_s, machine.launch_s, machine.collective_s)
+    handshake, launch, collective = (f"{1e6 * value:.3g}" for value in latencies_s)
     return [
         f"{machine.name}, {each}: {machine.flops_per_s / 1e12:.4g} TFLOP/s in a large "
         f"bf16 GEMM, {machine.wire_bytes_per_s / 1e9:.4g} GB/s to the peers, one "
@@ -220,10 +219,6 @@ def fp8_rows(
         }
         for name, one in (*found, ("sum", Fp8Prediction(*total)))
     ]
-
-
-def _us(*seconds):
-    return [f"{1e6 * value:.3g}" for value in seconds]
 
 
 def _machine(given):
