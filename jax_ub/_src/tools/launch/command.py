@@ -28,7 +28,6 @@ EXAMPLE = "launch -n 2 --devices-per-process 4 train.py --steps 3"
 # Address of the coordinator, which all processes of this machine can reach.
 _HOST = "127.0.0.1"
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -224,7 +223,7 @@ def _supervise(job, parent, parent_folder):
 def _forwarding_signals(process):
     before = {
         number: signal.signal(number, lambda number, _: process.send_signal(number))
-        for number in _FORWARDED
+        for number in supervisor.ENDED_BY
     }
     try:
         yield

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TIMED_OUT = 124  # the exit status of timeout(1)
 _TAIL_LINES = 15
 _LONGEST_WAIT_S = 3600.0  # below the limit of epoll: milliseconds in 32 bits
@@ -43,13 +43,8 @@ def signal_at_death_of_parent(number: int) -> None:
 
 
 def _prctl(option, value):
-    if _libc().prctl(option, value, 0, 0, 0):
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
-
-
-@functools.cache
-def _libc():
-    return ctypes.CDLL(None, use_errno=True)
 
 
 def descendants() -> frozenset[int]:
@@ -208,7 +203,7 @@ class Supervisor:
         os.set_blocking(reading, False)
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing)
-        for number in _ENDED_BY:
+        for number in ENDED_BY:
             signal.signal(number, lambda *_: None)
         self._on(reading, lambda: self._interrupt(os.read(reading, 1)[0]))
 
@@ -287,7 +282,7 @@ class Supervisor:
             rank.send(number)
 
     def _interrupt(self, number):
-        if number in _ENDED_BY:
+        if number in ENDED_BY:
             self._say(f"{signal_name(number)}: ending {len(self._running)} processes.")
             self._end(128 + number, number, linger_s=0.0)
 
