@@ -3,6 +3,7 @@
 Each case times the forward and backward pass: fused, unfused, and in plain `jax.lax`.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,14 +46,11 @@ class _Sequence:
 
         def run(params, x, dy, *extra):
             inputs = extra if self.extra == "input" else ()
-            y, transposed = jax.vjp(seq, params, x, *inputs)
-            return y, transposed((dy, *extra) if self.extra == "output" else dy)
+            with contextlib.nullcontext() if is_fused else ops.without_fusions():
+                y, transposed = jax.vjp(seq, params, x, *inputs)
+                return y, transposed((dy, *extra) if self.extra == "output" else dy)
 
-        def run_unfused(*operands):
-            with ops.without_fusions():
-                return run(*operands)
-
-        return run if is_fused else run_unfused
+        return run
 
 
 def fused(setup: Setup, shape: Shape) -> list[Case]:
