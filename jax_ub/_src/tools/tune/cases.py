@@ -97,7 +97,8 @@ class Operands:
         dtypes = [case.dtype] * len(dims)
         if case.op == "wgrad_accumulate":
             dtypes[-1] = "float32"
-        sizes = [tuple(getattr(case, size) for size in name) for name in dims]
+        self._shape = Shape(case.M, case.K, case.N)
+        sizes = map(self._shape.sizes, dims)
         self._drawn = [*map(normal, range(len(dims)), sizes, dtypes)]
         self._placed = [*map(self._ranks.place, self._drawn, self._in_specs)]
 
@@ -121,9 +122,7 @@ class Operands:
 
     def find_pallas(self) -> tuple[Candidate, PallasTiles] | str:
         """Returns JAX's Pallas AG+GEMM with its fastest tiles, or why it cannot run."""
-        case = self._case
-        shape = Shape(case.M, case.K, case.N)
-        return find_fastest(self.program, shape, case.dtype, self._ranks)
+        return find_fastest(self.program, self._shape, self._case.dtype, self._ranks)
 
 
 def _function(case: TunedKey, choice: MethodChoice) -> Callable[..., Any]:
