@@ -75,7 +75,10 @@ class Ranks:
         return self.devices[0].platform
 
     def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
-        return jax.device_put(np.asarray(array), NamedSharding(self.mesh, spec))
+        """Shards a host array, which is equal in all processes, over the mesh."""
+        array = np.asarray(array)
+        sharding = NamedSharding(self.mesh, spec)
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
     def draw(
         self, dtype: Any, shapes: Sequence[tuple[int, ...]], specs: Sequence[Spec]
@@ -112,12 +115,6 @@ class ProcessRanks(Ranks):
             for process in range(num_processes)
             for device in jax.local_devices(process)[:num_local]
         ]
-
-    def place(self, array: Any, spec: PartitionSpec) -> jax.Array:
-        """Shards a host array, which is equal in all processes, over the mesh."""
-        array = np.asarray(array)
-        sharding = NamedSharding(self.mesh, spec)
-        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> Any:
