@@ -62,6 +62,7 @@ class ScaledDot:
         return self.wide(a, b, out_dtype)
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class QuantizedCollectives(peers.Collectives):
     """AG+GEMM and GEMM+RS in XLA, with operands that are quantized to FP8 first.
 
@@ -70,23 +71,15 @@ class QuantizedCollectives(peers.Collectives):
     only if `quantizes_gradients`.
     """
 
-    def __init__(
-        self,
-        moved: str,
-        *,
-        recipe: Recipe,
-        dequantizes: bool,
-        quantizes_gradients: bool,
-    ):
-        super().__init__(moved)
-        self._recipe, self._dequantizes = recipe, dequantizes
-        self._quantizes_gradients = quantizes_gradients
+    recipe: Recipe
+    dequantizes: bool
+    quantizes_gradients: bool
 
     def quantized(self, x: Any, role: str | None) -> Any:
-        if role is None or (role == OUTPUT_GRAD and not self._quantizes_gradients):
+        if role is None or (role == OUTPUT_GRAD and not self.quantizes_gradients):
             return x
-        q = quantized(self._recipe, x, role)
-        return q.dequantize(WIDE) if self._dequantizes else q
+        q = quantized(self.recipe, x, role)
+        return q.dequantize(WIDE) if self.dequantizes else q
 
     def gather(self, x: Any) -> Any:
         if not is_scaled(x):

@@ -161,6 +161,7 @@ def wide_dtype(x: Any) -> Any:
 # `Collectives` runs a collective and a GEMM one after the other, `Rings` overlaps them.
 
 
+@dataclasses.dataclass(eq=False)
 class Collectives:
     """AG+GEMM and GEMM+RS in XLA: a collective and a dot, one after the other.
 
@@ -168,9 +169,8 @@ class Collectives:
     new object is needed for each trace.
     """
 
-    def __init__(self, moved: str):
-        self._moved = moved
-        self._gathered: dict[int, jax.Array] = {}
+    moved: str
+    _gathered: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
 
     def quantized(self, x: Any, role: str | None) -> Any:
         """Returns x unchanged. The FP8 subclass quantizes x unless `role` is None.
@@ -188,10 +188,10 @@ class Collectives:
         return dot(self.gather(x), w, wide_dtype(x))
 
     def dot_scatter(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        return scatter(dot(x, w, self._moved)).astype(wide_dtype(x))
+        return scatter(dot(x, w, self.moved)).astype(wide_dtype(x))
 
     def dot_psum(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        return lax.psum(dot(x, w, self._moved), AXIS).astype(wide_dtype(x))
+        return lax.psum(dot(x, w, self.moved), AXIS).astype(wide_dtype(x))
 
 
 class Rings:
