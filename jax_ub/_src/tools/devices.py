@@ -14,12 +14,12 @@ from jax_ub._src.runtime import backend, settings
 
 AXIS = "tp"
 Spec = PartitionSpec
-_ROWS, _COLUMNS = Spec(AXIS), Spec(None, AXIS)
+ROWS, COLUMNS = Spec(AXIS), Spec(None, AXIS)
 # Shardings of x [M, K], w [K, N] and the result [M, N] of each forward op.
 FORWARD_SPECS: dict[str, tuple[tuple[Spec, Spec], Spec]] = {
-    "all_gather_matmul": ((_ROWS, _COLUMNS), _COLUMNS),
-    "matmul_reduce_scatter": ((_COLUMNS, _ROWS), _ROWS),
-    "matmul_all_reduce": ((_COLUMNS, _ROWS), Spec()),
+    "all_gather_matmul": ((ROWS, COLUMNS), COLUMNS),
+    "matmul_reduce_scatter": ((COLUMNS, ROWS), ROWS),
+    "matmul_all_reduce": ((COLUMNS, ROWS), Spec()),
 }
 
 

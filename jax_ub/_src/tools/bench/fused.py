@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax_ub import ops
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case, Memory, Setup
-from jax_ub._src.tools.devices import AXIS, Spec, normal
+from jax_ub._src.tools.devices import AXIS, COLUMNS, ROWS, Spec, normal
 from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate
 
@@ -157,7 +157,7 @@ def _operands(setup, shape, sequence):
         return setup.ranks.place(array, spec)
 
     def sharded(dims):
-        spec = Spec(None, AXIS) if "N" in dims else Spec(AXIS)
+        spec = COLUMNS if "N" in dims else ROWS
         return shape.sizes(dims), spec if setup.num_ranks > 1 else Spec()
 
     seq = ops.Sequential(*sequence.make(None))

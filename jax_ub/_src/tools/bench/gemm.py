@@ -13,7 +13,7 @@ from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.matmuls import matmul, wgrad
 from jax_ub._src.tools.bench import cases, peers
 from jax_ub._src.tools.bench.cases import Case, Setup
-from jax_ub._src.tools.devices import AXIS, Spec, normal
+from jax_ub._src.tools.devices import COLUMNS, ROWS, Spec, normal
 from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate, fastest
 
@@ -115,7 +115,7 @@ def _candidates(setup, shape, layout, added, out_dtype):
     # Rows are sharded over the ranks. A wgrad sums over rows, so the columns of dy are
     # sharded instead.
     is_wgrad = layout == "tn"
-    out_spec = Spec(None, AXIS) if is_wgrad else Spec(AXIS)
+    out_spec = COLUMNS if is_wgrad else ROWS
     specs = [Spec(), out_spec] if is_wgrad else [out_spec, Spec()]
     scale = left[0 if is_wgrad else 1] ** -0.5
     arrays = [normal(0, left, setup.dtype), normal(1, right, setup.dtype, scale)]

@@ -9,7 +9,7 @@ import jax_ub as ub
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case, Setup
 from jax_ub._src.tools.bench.linear import FORWARD_OPS, Program
-from jax_ub._src.tools.devices import AXIS, Spec, normal
+from jax_ub._src.tools.devices import AXIS, ROWS, Spec, normal
 from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate
 
@@ -66,13 +66,13 @@ def _chained_case(setup: Setup, variant: str, own: Program, xla: Program) -> Cas
     """
     ranks, dtype = setup.ranks, setup.dtype
     operands = [
-        ranks.place(normal(0, (ranks.num_ranks * _WIDTH, _WIDTH), dtype), Spec(AXIS)),
+        ranks.place(normal(0, (ranks.num_ranks * _WIDTH, _WIDTH), dtype), ROWS),
         ranks.place(normal(1, (_WIDTH, _WIDTH), dtype, 0.1 * _WIDTH**-0.5), Spec()),
     ]
 
     def candidate(name, call, calls):
         program = functools.partial(_chain, call, calls)
-        jitted = ranks.program(program, (Spec(AXIS), Spec()), Spec(AXIS))
+        jitted = ranks.program(program, (ROWS, Spec()), ROWS)
         return Candidate(name, jitted, operands)
 
     candidates = [

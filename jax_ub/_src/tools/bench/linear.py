@@ -21,7 +21,7 @@ from jax_ub._src.scaled_array import source_of
 from jax_ub._src.tools.bench import cases, fp8, pallas, peers
 from jax_ub._src.tools.bench.cases import WIDE, Case, Memory, Setup
 from jax_ub._src.tools.bench.peers import Dot, DotVariant
-from jax_ub._src.tools.devices import AXIS, Ranks, Spec
+from jax_ub._src.tools.devices import AXIS, COLUMNS, ROWS, Ranks
 from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate, fastest
 
@@ -29,10 +29,9 @@ from jax_ub._src.tools.timing import Candidate, fastest
 Program = Callable[..., Any]
 Dots = Mapping[str, Dot]
 
-_ROWS, _COLUMNS = Spec(AXIS), Spec(None, AXIS)
 # The sharding of each array, by its dimensions: "MK" is x or dy, "KN" the kernel of the
 # column layer, "MN" the hidden features, "NK" the kernel of the row layer.
-_SPECS = {"MK": _ROWS, "KN": _COLUMNS, "MN": _COLUMNS, "NK": _ROWS}
+_SPECS = {"MK": ROWS, "KN": COLUMNS, "MN": COLUMNS, "NK": ROWS}
 # Dimensions of the operands and the result of each GEMM, by its name, which ends with
 # its layout. The row layer has K and N swapped.
 _GEMMS = {

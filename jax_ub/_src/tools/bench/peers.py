@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jax_ub._src.scaled_array import is_scaled
-from jax_ub._src.tools.devices import AXIS, Ranks, Spec, normal
+from jax_ub._src.tools.devices import AXIS, ROWS, Ranks, normal
 from jax_ub._src.tools.timing import Candidate, fastest
 
 Dot = Callable[..., jax.Array]
@@ -112,15 +112,15 @@ class FastestDots:
 
     def _measure(self, layout, dtype, shapes, ranks):
         operands = [
-            ranks.place(normal(seed, (ranks.num_ranks, *shape), dtype), Spec(AXIS))
+            ranks.place(normal(seed, (ranks.num_ranks, *shape), dtype), ROWS)
             for seed, shape in enumerate(shapes)
         ]
 
         def candidate(variant):
             program = ranks.program(
                 lambda a, b: variant(a[0], b[0], dtype)[None],
-                (Spec(AXIS), Spec(AXIS)),
-                Spec(AXIS),
+                (ROWS, ROWS),
+                ROWS,
             )
             return Candidate(str(variant), program, operands)
 

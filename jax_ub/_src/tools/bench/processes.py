@@ -27,7 +27,7 @@ from jax_ub._src.tools.bench.cases import Case, Options, Setup
 from jax_ub._src.tools.bench.linear import FORWARD_OPS, LinearOp
 from jax_ub._src.tools.bench.peers import FastestDots, dot_variants
 from jax_ub._src.tools.bench.report import Result, evaluate
-from jax_ub._src.tools.devices import AXIS, ProcessRanks, Ranks, Spec
+from jax_ub._src.tools.devices import AXIS, ROWS, ProcessRanks, Ranks, Spec
 from jax_ub._src.tools.launch import parts
 from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate, Rounds, summarize
@@ -99,11 +99,9 @@ class Job:
         self.is_first = jax.process_index() == 0
         self.ranks = ProcessRanks(self.num_processes)
         self._options, self._dots = options, FastestDots()
-        self._psum = self.ranks.program(
-            lambda x: lax.psum(x, AXIS), (Spec(AXIS),), Spec()
-        )
+        self._psum = self.ranks.program(lambda x: lax.psum(x, AXIS), (ROWS,), Spec())
         ones = np.ones(self.num_processes, np.float32)
-        self._ones = self.ranks.place(ones, Spec(AXIS))
+        self._ones = self.ranks.place(ones, ROWS)
         self.synchronize()
         # All cases share one measurement of the load: it covers at least 0.1 s, and the
         # rounds of one case may be shorter.

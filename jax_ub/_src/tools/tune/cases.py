@@ -23,7 +23,15 @@ from jax_ub._src.rules.column import column_gradients
 from jax_ub._src.runtime.device_groups import heap_bytes
 from jax_ub._src.tools.bench.gemm import own_gemm
 from jax_ub._src.tools.bench.pallas import find_fastest
-from jax_ub._src.tools.devices import AXIS, FORWARD_SPECS, Ranks, Spec, normal
+from jax_ub._src.tools.devices import (
+    AXIS,
+    COLUMNS,
+    FORWARD_SPECS,
+    ROWS,
+    Ranks,
+    Spec,
+    normal,
+)
 from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate
 
@@ -62,7 +70,6 @@ def dgrad_of(case: TunedKey) -> TunedKey:
     return dataclasses.replace(case, op="matmul_reduce_scatter", K=case.N, N=case.K)
 
 
-_ROWS, _COLUMNS = Spec(AXIS), Spec(None, AXIS)
 # GEMMs without communication: {op: (layout, dimensions of operands)}. In layout "nt",
 # the second operand is transposed, in "tn" the first. The third operand, if there is
 # one, is an addend, which the result overwrites.
@@ -76,11 +83,7 @@ _LOCAL = {
 # The dimensions of each op's operands, and the shardings of operands and results.
 _OPERANDS: dict[str, tuple[tuple[str, ...], tuple[Spec, ...], Any]] = {
     **{op: (("MK", "KN"), *specs) for op, specs in FORWARD_SPECS.items()},
-    COLUMN_GRADIENTS: (
-        ("MK", "KN", "MN"),
-        (_ROWS, _COLUMNS, _COLUMNS),
-        (_ROWS, _COLUMNS),
-    ),
+    COLUMN_GRADIENTS: (("MK", "KN", "MN"), (ROWS, COLUMNS, COLUMNS), (ROWS, COLUMNS)),
     **{op: (dims, (Spec(),) * len(dims), Spec()) for op, (_, dims) in _LOCAL.items()},
 }
 
