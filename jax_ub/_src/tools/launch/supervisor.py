@@ -17,13 +17,13 @@ import functools
 import json
 import os
 import pathlib
+import sched
 import select
 import selectors
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -188,7 +188,7 @@ class Supervisor:
         self._num_lines = 0  # lines written when the first rank failed
         self._ranks: list[Rank] = []
         self._events = selectors.DefaultSelector()
-        self._deadlines: list[tuple[float, Callable[[], None]]] = []
+        self._deadlines = sched.scheduler()
         self._begin = time.monotonic()
         self._listen()
         self._running: set[Rank] = set()
@@ -216,7 +216,7 @@ class Supervisor:
             self._events.unregister(descriptor)
 
     def _after(self, seconds, action):
-        self._deadlines.append((time.monotonic() + seconds, action))
+        self._deadlines.enter(seconds, 0, action)
 
     def _start(self, index, environment):
         rank = Rank(index, self._job["command"], environment)
@@ -239,15 +239,10 @@ class Supervisor:
         return self._status
 
     def _wait(self):
-        soonest = min((when for when, _ in self._deadlines), default=None)
-        left = None if soonest is None else max(0.0, soonest - time.monotonic())
+        """Runs what is due, and what the events until the next deadline require."""
+        left = self._deadlines.run(blocking=False)
         for key, _ in self._events.select(left and min(left, _LONGEST_WAIT_S)):
             key.data()
-        now = time.monotonic()
-        due = [each for each in self._deadlines if each[0] <= now]
-        self._deadlines = [each for each in self._deadlines if each[0] > now]
-        for _, action in due:
-            action()
 
     def _relay(self, relay):
         if not relay.read():
