@@ -281,14 +281,6 @@ class Fp8Prediction:
     fp8_s: float
     wire_s: float
 
-    @property
-    def gain(self) -> float:
-        return self.bf16_s / self.fp8_s
-
-    @property
-    def wire_pays(self) -> bool:
-        return self.wire_s < self.bf16_s
-
 
 def predict_fp8(work: Workload, machine: Hardware) -> Fp8Prediction:
     """Predicts how many seconds an op takes in three variants.

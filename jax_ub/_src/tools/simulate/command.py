@@ -214,8 +214,8 @@ def fp8_rows(
         {
             "layer": name,
             **{"bf16_us": 1e6 * one.bf16_s, "fp8_us": 1e6 * one.fp8_s},
-            **{"gain": one.gain, "wire_us": 1e6 * one.wire_s},
-            "wire_dtype": "pays" if one.wire_pays else "costs",
+            **{"gain": one.bf16_s / one.fp8_s, "wire_us": 1e6 * one.wire_s},
+            "wire_dtype": "pays" if one.wire_s < one.bf16_s else "costs",
         }
         for name, one in (*found, ("sum", Fp8Prediction(*total)))
     ]
