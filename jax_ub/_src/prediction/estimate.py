@@ -232,18 +232,18 @@ def timeline(
 
 def _options(work, machine, method) -> Iterator[PlanOptions]:
     splits = _SPLITS if method == "pipeline" else (1,)
-    several = not machine.is_host and method != "external"
-    peers = work.num_ranks - 1
-    aggregates = [a for a in (1, 2, 4, peers) if 1 <= a <= peers] if several else []
-    if several and work.op == "matmul_all_reduce":
-        # One kernel multiplies all peers' chunks, because more kernels would delay the
-        # all-gather.
-        aggregates = [max(1, peers)]
-    for num_splits, aggregate, streams in itertools.product(
-        splits, aggregates or [1], _STREAMS if several else (1,)
-    ):
+    aggregates = streams = [1]
+    if not machine.is_host and method != "external":
+        streams = list(_STREAMS)
+        peers = max(1, work.num_ranks - 1)
+        aggregates = [a for a in (1, 2, 4, peers) if a <= peers]
+        if work.op == "matmul_all_reduce":
+            # One kernel multiplies all peers' chunks, because more kernels would delay
+            # the all-gather.
+            aggregates = [peers]
+    for num_splits, *kernels in itertools.product(splits, aggregates, streams):
         if num_splits == 1 or work.split_rows(num_splits) >= _MIN_ROWS:
-            yield PlanOptions(num_splits, aggregate, streams)
+            yield PlanOptions(num_splits, *kernels)
 
 
 def _estimate_concurrent(op, method, sizes, itemsize, machine):
@@ -259,9 +259,7 @@ def _estimate_concurrent(op, method, sizes, itemsize, machine):
     serial_s = library_s + sent.serial_s
     is_hidden = method is not Method.XLA and op != "wgrad" and not machine.is_host
     seconds = max(library_s, sent.seconds) if is_hidden else library_s + sent.seconds
-    if method is Method.XLA:
-        seconds = serial_s
-    elif machine.is_host and op == "wgrad" and sent.method == Method.DIRECT.value:
+    if machine.is_host and op == "wgrad" and sent.method == Method.DIRECT.value:
         # The GEMM reads the peers' operands in place, so there is no separate transfer.
         seconds = library_s
     return dataclasses.replace(

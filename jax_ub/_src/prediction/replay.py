@@ -81,8 +81,6 @@ def end_s(spans: Sequence[Span]) -> float:
 
 
 class _Rank:
-    """Simulates the schedule of one rank."""
-
     def __init__(
         self,
         rank: int,
