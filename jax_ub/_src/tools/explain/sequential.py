@@ -184,8 +184,8 @@ def _linear(op, name, window, reasons, sizes) -> Row:
         reason = 'method "xla" is plain jax.lax'
     elif call_config.method is Method.EXTERNAL:
         reason = 'method "external" communicates before or after the GEMM'
-    waits = [sizes.waits.get((call_config.label, target)) for target in targets]
-    known = [seconds for seconds in waits if seconds is not None]
+    keys = [(call_config.label, target) for target in targets]
+    known = [sizes.waits[key] for key in keys if key in sizes.waits]
     method, found = call_config.method.value, []
     if sizes.tokens is not None and ranks is not None:
         dtype = np.dtype(sizes.dtype if op.dtype is None else op.dtype)
