@@ -1,6 +1,5 @@
 """Meshes of this machine's devices, and programs on them, for the commands."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,9 +41,8 @@ def start(
     # cores while the next candidate is timed.
     settings.ask_openmp_to_sleep()
     if platform is not None:
-        # JAX may have started already; the number of devices is checked below.
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_platforms", platform)
+        # Has no effect if JAX has started; the number of devices is checked below.
+        jax.config.update("jax_platforms", platform)
     if requests_cpus:
         backend.request_cpu_devices(num_devices)
     num_found = len(backend.start())
