@@ -350,6 +350,7 @@ std::unordered_map<int64_t, size_t> FlatRankOfDevice(const CallAttributes& at) {
   if (at.num_ranks < 1) reject("num_ranks is " + std::to_string(at.num_ranks));
   if (at.num_kernels < 1) reject("num_kernels is " + std::to_string(at.num_kernels));
   if (at.num_splits < 0) reject("num_splits is " + std::to_string(at.num_splits));
+  if (at.has_row_scales && !at.has_scales) reject("has_row_scales without has_scales");
   if (at.ranks.empty() && at.num_ranks != 1) {
     reject("a local op has num_ranks = " + std::to_string(at.num_ranks));
   }

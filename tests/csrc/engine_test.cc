@@ -339,6 +339,8 @@ TEST(AttributesThatNoOpHasAreRefused) {
                "num_kernels is 0");
   CHECK_THROWS(make([](CallAttributes& at) { at.num_splits = -1; }),
                "num_splits is -1");
+  CHECK_THROWS(make([](CallAttributes& at) { at.has_row_scales = true; }),
+               "has_row_scales without has_scales");
 }
 
 TEST(WrongShapesAreRefusedWithTheNumbers) {

@@ -44,6 +44,7 @@ def test_right_attributes_are_taken():
         ({"num_ranks": np.int64(2)}, "a local op has num_ranks = 2"),
         ({"has_bias": np.int64(2)}, "attribute has_bias is 2, expected 0 to 1"),
         ({"num_splits": np.int64(-1)}, "attribute num_splits is -1, expected 0 to"),
+        ({"has_row_scales": np.int64(1)}, "has_row_scales without has_scales"),
         ({"num_pairs": None}, "attribute num_pairs"),
         ({"num_pairs": np.float32(1)}, "attribute num_pairs"),
         ({"scale": np.int64(1)}, "attribute scale"),
