@@ -102,10 +102,10 @@ void CudaEngine::ExecuteTogether(CudaCallSite& site,
   std::shared_ptr<CudaCommunicator> communicator;
   {
     std::lock_guard lock(site.mutex_);
-    const auto preparation = site.preparations_.find(ordinal);
-    if (preparation != site.preparations_.end() &&
-        preparation->second->device_rank.has_peers) {
-      const int group = preparation->second->device_rank.group;
+    // Null if Initialize has failed. Enqueue then reports that.
+    const auto& preparation = site.preparations_[ordinal];
+    if (preparation && preparation->device_rank.has_peers) {
+      const int group = preparation->device_rank.group;
       first_run = &site.first_runs_[group];
       communicator = site.bindings_[group].communicator;
     }

@@ -162,6 +162,15 @@ TEST(AnErrorOfOneDeviceEndsTheWaitOfTheOther) {
   CHECK_EQ(gpus.engine().Failures().size(), 1u);
 }
 
+TEST(ADeviceWhoseInitializationFailedIsNamed) {
+  Gpus gpus({.num_devices = 2});
+  GpuCalls calls(gpus, MakeAttributes(Op::kAllGatherMatmul, Method::kRingExchange, 2),
+                 {}, DType::kF32, 1);
+  gpus.machine.Fail("MemAllocAsync", CUDA_ERROR_OUT_OF_MEMORY);
+  CHECK_THROWS(calls.Initialize(0), "cuMemAllocAsync: CUDA_ERROR_OUT_OF_MEMORY");
+  CHECK_THROWS(calls.ExecuteTogether(0), "was not initialized on device 0");
+}
+
 }  // namespace
 }  // namespace jax_ub
 
