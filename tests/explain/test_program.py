@@ -22,6 +22,7 @@ from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear
 from jax_ub._src.tools.explain import report
+from jax_ub._src.tools.trace.spans import Trace
 from jax_ub.errors import TraceError
 from jax_ub.flax import Linear
 
@@ -292,6 +293,30 @@ def test_trace_adds_how_long_ranks_waited(tmp_path):
         rows = ub.explain(run, *operands(), trace=trace).rows
         assert len(rows) == 2
         assert all(row.measured_exposed_s > 0 for row in rows)
+
+
+def test_waits_for_a_scale_do_not_count_for_a_gather_of_the_same_layer():
+    def loss(x, w):
+        recipe = ub.fp8.Float8CurrentScaling()
+        options = {"ub_name": "up", "method": "external", "fp8": recipe}
+        return ub.all_gather_matmul(x, w, axis_name="tp", **options).sum()
+
+    gradients = jax.grad(loss, (0, 1))
+    run = on_ranks(gradients, tp_mesh(NUM_RANKS), SPECS[:2], SPECS[:2])
+    with ub.trace() as recording:
+        jax.block_until_ready(run(*operands()[:2]))
+    trace = recording.trace
+    of_x = {
+        i
+        for i, call in enumerate(trace.calls)
+        if call.op == "all_gather" and call.operands.startswith("e4m3")
+    }
+    assert len(of_x) == 1
+    # As if no rank had waited for x. Ranks have waited for the scales.
+    spans = tuple(span for span in trace.spans if span.call not in of_x)
+    rows = ub.explain(run, *operands()[:2], trace=Trace(trace.calls, spans)).rows
+    waits = {row.op: row.measured_exposed_s for row in rows}
+    assert waits["all_gather"] == 0
 
 
 def test_function_that_has_run_is_explained_again():
