@@ -3,41 +3,28 @@
 import collections
 import dataclasses
 import math
-import pathlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from jax_ub._src.tools.explain import groups
+from jax_ub._src.tools.explain.instructions import (
+    MAX_STEPS,
+    PASSED,
+    Body,
+    Dot,
+    Instruction,
+    bits,
+    computations,
+    dot_of,
+    multiplies,
+)
+from jax_ub._src.tools.explain.source_lines import SourceLines
 from jax_ub._src.tools.trace.spans import ub_name_in
 
 # XLA numbers every fifth element of a long tuple by such a comment.
 _COMMENT = re.compile(r"/\*index=\d+\*/")
-_COMPUTATION = re.compile(r"^\s*(?:ENTRY )?%?([\w.\-]+) .*\{\s*$")
-_INSTRUCTION = re.compile(
-    r"^\s*(?:ROOT )?%?([\w.\-]+) = (\([^=]*?\)|\S+) ([\w\-]+)\((.*)$"
-)
-_SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
-_BITS = re.compile(r"\d+")
-_INDEX = re.compile(r"\bindex=(\d+)")
 _LABEL = re.compile(r'\blabel = \\?"([^"\\]*)')
 _NAME = re.compile(r'op_name="([^"]*)"')
-_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
-# Patterns of the rows in the tables of source lines at the top of HLO text, by table.
-_TABLES = {
-    "FileNames": re.compile(r'(\d+) "(.*)"'),
-    "FileLocations": re.compile(r"(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"),
-    "StackFrames": re.compile(
-        r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
-    ),
-}
-# Parts of the paths of libraries, whose frames are not the user's.
-_LIBRARIES = (
-    *("/site-packages/jax", "/site-packages/flax/"),
-    f"{pathlib.Path(__file__).parents[3]}/",
-)
-_CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]+)\}")
-
 # The function of jax_ub that could replace a collective and an adjacent dot, by the
 # HLO opcode of the collective.
 _COULD_BE = {
@@ -54,24 +41,9 @@ _RESHARDS = {
     "all-to-all": "all_to_all",
     "collective-permute": "ppermute",
 }
-# Instructions that only move or convert data, and may separate collective and dot.
-_PASSED = frozenset(
-    (
-        "bitcast",
-        "convert",
-        "copy",
-        "fusion",
-        "get-tuple-element",
-        "reshape",
-        "transpose",
-    )
-)
 # Instructions that change no value. If a fusion consists of a dot and of these, a
 # reduction of the fusion's result still sums the result of the dot.
-_MOVES = _PASSED - {"fusion"} | {"bitcast-convert", "constant", "parameter", "tuple"}
-_DOTS = ("dot", "convolution")
-_MATMUL_CALLS = ("gemm", "matmul")
-_MAX_STEPS = 4
+_MOVES = PASSED - {"fusion"} | {"bitcast-convert", "constant", "parameter", "tuple"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +74,7 @@ class Pair:
 
     @property
     def itemsize(self) -> int:
-        return _bits(self.dtype) // 8
+        return bits(self.dtype) // 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,46 +107,6 @@ class Found:
     reshards: tuple[Reshard, ...] = ()
 
 
-# Dtype, such as "bf16", and dimensions of an array.
-_Array = tuple[str, list[int]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-    name: str
-    arrays: list[_Array]  # the arrays of the result, which may be a tuple
-    opcode: str
-    operands: list[str]
-    text: str
-
-    @property
-    def kind(self) -> str:
-        """Returns the opcode, such as "all-gather", also for "all-gather-start"."""
-        return self.opcode.removesuffix("-start")
-
-    @property
-    def called(self) -> str:
-        """Returns the name of the computation that it calls, or ""."""
-        found = _CALLED.search(self.text)
-        return found[1] if found else ""
-
-    @property
-    def passes(self) -> bool:
-        return self.opcode in _PASSED or self.opcode.endswith("-done")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Dot:
-    """A dot in HLO text: the number of elements of its operands and result, and K."""
-
-    instruction: _Instruction
-    lhs: int
-    rhs: int
-    out: int
-    contracting: int
-    dtype: str
-
-
 def collectives(text: str, mesh: Mapping[str, int] | None = None) -> Found:
     """Finds XLA's collectives, and the dots next to them, in optimized HLO text.
 
@@ -202,80 +134,36 @@ def collectives(text: str, mesh: Mapping[str, int] | None = None) -> Found:
     return Found(tuple(pairs), dict(others), tuple(gathered), tuple(reshards))
 
 
-class _Body:
-    """The instructions of an HLO computation, with their operands and users by name."""
-
-    def __init__(self, instructions: dict[str, _Instruction]):
-        self.instructions = instructions
-        self.operands = {one.name: one.operands for one in instructions.values()}
-        self.users: dict[str, list[str]] = collections.defaultdict(list)
-        for name, used in self.operands.items():
-            for operand in used:
-                self.users[operand].append(name)
-
-    def users_by_array(self, one: _Instruction) -> list[list[str]]:
-        """Returns, for each result array of a collective, the instructions using it."""
-        if len(one.arrays) == 1:
-            return [self.users[one.name]]
-        found: list[list[str]] = [[] for _ in one.arrays]
-        for name in (one.name, *self.users[one.name]):  # the second may be its "-done"
-            for user in self.users[name]:
-                used = self.instructions[user]
-                index = _INDEX.search(used.text)
-                if used.opcode == "get-tuple-element" and index:
-                    found[int(index[1])].append(user)
-        return found
-
-    def around(
-        self,
-        reached: Iterable[str],
-        neighbors: Mapping[str, list[str]],
-        blocking: Collection[str] = (),
-    ) -> Iterator[_Instruction]:
-        """Yields the instructions that few steps reach from `reached`, nearest first.
-
-        A step is from an instruction to one of its `neighbors`, its users or operands.
-        Only instructions in `_PASSED` may be in between, and no fusions that call
-        computations in `blocking`.
-        """
-        for _ in range(_MAX_STEPS):
-            known = self.instructions
-            found = [known[name] for name in reached if name in known]
-            yield from found
-            passed = [one for one in found if one.passes and one.called not in blocking]
-            reached = [name for one in passed for name in neighbors.get(one.name, ())]
-
-
 class _Program:
     """The HLO of a compiled program, to find dots and calls next to a collective."""
 
     def __init__(self, text: str, mesh: Mapping[str, int]):
-        self._computations = dict(_computations(text))
-        self._lines = _SourceLines(text)
+        self._computations = dict(computations(text))
+        self._lines = SourceLines(text)
         self._mesh = mesh
         # The first dot of each computation that contains one, by computation.
         self._dots = {
-            name: _dot(one, body)
+            name: dot_of(one, body)
             for name, body in self._computations.items()
             for one in reversed(body.values())
-            if _multiplies(one)
+            if multiplies(one)
         }
         self._impure = {
             name
             for name, body in self._computations.items()
-            if not all(o.opcode in _MOVES or _multiplies(o) for o in body.values())
+            if not all(o.opcode in _MOVES or multiplies(o) for o in body.values())
         }
 
-    def collectives(self) -> Iterator[tuple[_Instruction, _Body]]:
+    def collectives(self) -> Iterator[tuple[Instruction, Body]]:
         for instructions in self._computations.values():
-            body = _Body(instructions)
+            body = Body(instructions)
             for one in instructions.values():
                 if one.kind in _COLLECTIVES:
                     yield one, body
 
-    def pairs(self, one: _Instruction, body: _Body) -> list[Pair]:
+    def pairs(self, one: Instruction, body: Body) -> list[Pair]:
         """Pairs each array of a collective with the dot that uses or computes it."""
-        dots: list[_Dot | None] = []
+        dots: list[Dot | None] = []
         gathers_argument = False
         if one.kind == "all-gather":
             starts = body.users_by_array(one)
@@ -291,7 +179,7 @@ class _Program:
         pairs = zip(one.arrays, dots, strict=False)
         return [self._pair(one, *pair, gathers_argument) for pair in pairs if pair[1]]
 
-    def reshards(self, one: _Instruction, body: _Body) -> Iterator[Reshard]:
+    def reshards(self, one: Instruction, body: Body) -> Iterator[Reshard]:
         """Yields a `Reshard` if XLA has added collective `one` for a jax_ub call."""
         named = _NAME.search(one.text)
         primitive = named[1].rpartition("/")[2] if named else ""
@@ -305,15 +193,15 @@ class _Program:
                 one.kind,
                 sum(_moved_bytes(one.kind, array, num_ranks) for array in one.arrays),
                 one.arrays[0][0],
-                self._lines.of(one),
+                self._lines.of(one.text),
                 axes,
             )
 
-    def _nearest_dot(self, reached, body, neighbors, impure=frozenset()) -> _Dot | None:
+    def _nearest_dot(self, reached, body, neighbors, impure=frozenset()) -> Dot | None:
         """Returns the dot that is the fewest steps from `reached`, or None."""
         for one in body.around(reached, neighbors, impure):
-            if _multiplies(one):
-                return _dot(one, body.instructions)
+            if multiplies(one):
+                return dot_of(one, body.instructions)
             if one.called in self._dots and one.called not in impure:
                 return self._dots[one.called]
         return None
@@ -337,41 +225,11 @@ class _Program:
             moved_bytes=_moved_bytes(one.kind, array, num_ranks),
             sizes=_global_sizes(array, one.kind, dot, num_ranks),
             dtype=dot.dtype,
-            source=self._lines.of(source),
+            source=self._lines.of(source.text),
             axes=axes,
             is_of_kernel=is_of_kernel,
             num_combined=len(one.arrays),
         )
-
-
-class _SourceLines:
-    """Finds source lines of the user in the tables at the beginning of HLO text."""
-
-    def __init__(self, text: str):
-        # The columns of each row, by table and id.
-        self._rows: dict[str, dict[int, tuple[str, ...]]] = {}
-        for name, pattern in _TABLES.items():
-            table = text.partition(f"\n{name}\n")[2].partition("\n\n")[0]
-            self._rows[name] = {int(row[0]): row[1:] for row in pattern.findall(table)}
-        frames = self._rows["StackFrames"]
-        # XLA may print the ids of parents plus 1. Frame 1 has no parent, which is id 0,
-        # so the ids are too high by 1 if its parent is printed as 1.
-        self._offset = 1 if frames.get(1, ("", ""))[1] == "1" else 0
-
-    def of(self, one: "_Instruction") -> str:
-        """Returns the source line of an instruction, such as "train.py:12", or ""."""
-        found = _FRAME.search(one.text)
-        frame = int(found[1]) if found else 0
-        lines = []
-        while frame in self._rows["StackFrames"]:
-            location, parent = self._rows["StackFrames"][frame]
-            file, line = self._rows["FileLocations"].get(int(location), ("0", ""))
-            (path,) = self._rows["FileNames"].get(int(file), ("",))
-            lines.append(f"{path}:{line}" if path else "")
-            # A frame's caller has a lower id. `min` ends the loop even if it has not.
-            frame = min(int(parent or 0) - self._offset, frame - 1)
-        own = (line for line in lines if not any(one in line for one in _LIBRARIES))
-        return next(own, lines[0] if lines else "")
 
 
 def _may_sum(one, computations):
@@ -383,11 +241,11 @@ def _may_sum(one, computations):
 def _gathers_argument(one, body):
     """Returns whether an all-gather's operand is an HLO parameter, or a copy of one.
 
-    The copy may be reshaped, transposed or converted, in fewer than `_MAX_STEPS`
+    The copy may be reshaped, transposed or converted, in fewer than `MAX_STEPS`
     instructions. `body` has the instructions of the computation, by name. A constant,
     or an operand that is not in `body`, counts as a parameter.
     """
-    for _ in range(_MAX_STEPS):
+    for _ in range(MAX_STEPS):
         found = body.get(one.operands[0]) if one.operands else None
         if found is None or found.opcode == "parameter":
             return True
@@ -395,63 +253,6 @@ def _gathers_argument(one, body):
             return False
         one = found
     return False
-
-
-def _computations(text: str) -> Iterator[tuple[str, dict[str, _Instruction]]]:
-    name, body = "", {}
-    for line in text.splitlines():
-        found = _INSTRUCTION.match(line)
-        if found:
-            one = _instruction(*found.groups())
-            body[one.name] = one
-        elif line.strip() == "}":
-            yield name, body
-        else:
-            head = _COMPUTATION.match(line)
-            if head:
-                name, body = head[1], {}
-
-
-def _instruction(name, shape, opcode, rest):
-    arrays = [
-        (dtype, [int(size) for size in sizes.split(",") if size])
-        for dtype, sizes in _SHAPE.findall(shape)
-    ]
-    # "), " separates the operand list of an instruction from its attributes.
-    operands = re.findall(r"%([\w.\-]+)", rest.partition("), ")[0])
-    if opcode.endswith("-start") and opcode != "all-reduce-start":
-        # An asynchronous start lists its operands before its results.
-        arrays = arrays[len(operands) : 2 * len(operands)]
-    return _Instruction(name, arrays, opcode, operands, rest)
-
-
-def _bits(dtype):
-    found = _BITS.search(dtype)
-    return int(found[0]) if found else 8
-
-
-def _multiplies(one):
-    if one.opcode in _DOTS:
-        return True
-    target = one.text.partition('custom_call_target="')[2].partition('"')[0].lower()
-    is_jax_ub = target.startswith("jax_ub$")
-    return not is_jax_ub and any(word in target for word in _MATMUL_CALLS)
-
-
-def _dot(one, body):
-    """Returns the sizes of the dot `one`; 0 for operands that are not in `body`."""
-    known = [body[name].arrays for name in one.operands[:2] if name in body]
-    # A library call may also return its workspace, as a second array.
-    first = [arrays[0] if arrays else ("", [0]) for arrays in (*known, [], [])]
-    (dtype, sizes), (_, right) = first[:2]
-    lhs, rhs, out = (math.prod(each) for each in (sizes, right, one.arrays[0][1]))
-    named = _CONTRACTING.search(one.text)
-    if named and lhs:
-        K = math.prod(sizes[int(axis)] for axis in named[1].split(","))
-    else:
-        # A dot of [M, K] and [K, N] has the result [M, N], and M K * K N / M N = K^2.
-        K = math.isqrt(lhs * rhs // max(out, 1))
-    return _Dot(one, lhs, rhs, out, K, dtype)
 
 
 def _nearest_call(one, body, neighbors):
@@ -472,7 +273,7 @@ def _moved_bytes(kind, array, num_ranks):
     share = 1 if kind == "collective-permute" else (num_ranks - 1) / num_ranks
     # A reduce-scatter's result is 1 / num_ranks of the reduced array.
     whole = num_ranks if kind == "reduce-scatter" else 2 if kind == "all-reduce" else 1
-    return round(share * whole * (math.prod(sizes) * _bits(dtype) // 8))
+    return round(share * whole * (math.prod(sizes) * bits(dtype) // 8))
 
 
 def _global_sizes(array, kind, dot, num_ranks):

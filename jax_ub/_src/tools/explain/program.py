@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +18,9 @@ from jax_ub._src.methods import Method
 from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.primitives.call import Call
-from jax_ub._src.tables import format_bytes, format_count
+from jax_ub._src.tables import format_count
 from jax_ub._src.tools.explain import hlo, report
+from jax_ub._src.tools.explain.notes import about_collectives, is_data_parallel
 from jax_ub._src.tools.explain.report import HardwareLike, Row, Table, TraceLike, Waits
 from jax_ub._src.tools.trace.spans import ub_name_in
 
@@ -28,15 +28,10 @@ from jax_ub._src.tools.trace.spans import ub_name_in
 _CallSite = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
 _LOOP = "in a loop"
 _SHORT_NAMES = {row.dtype: row.short_name for row in dtypes.TABLE}
-_GATHERS_NOTE = (
-    "all-gathers are of activations or their gradients: on an explicit mesh, shard the "
-    "tokens over the axis after the embedding"
-)
 _RESHARDED = (
     "XLA's own: the call expects another sharding. Are the kinds "
     '"column" and "row" swapped?'
 )
-_GATHERS_HINT = "shard kernels and activations as these calls do"
 
 
 def explain(
@@ -174,81 +169,11 @@ def table_of(
     if table.custom_call_flops:
         total = format_count(table.custom_call_flops, "FLOP")
         notes.append(f"custom calls: {total} a rank, which cost_analysis() counts as 0")
-    others: collections.Counter[str] = collections.Counter()
-    for one in found:
-        others.update(one.others)
-    if others:
-        listed = ", ".join(f"{kind} x {num}" for kind, num in sorted(others.items()))
-        notes.append(f"XLA's collectives without a dot next to them: {listed}")
-    notes += _data_parallelism(found, axes)
-    notes += _gathers_around_calls(found, axes)
-    gathers = _num_activation_gathers(found, lowered)
-    if gathers > 1:  # one is needed for the gradient of the embedding
-        notes.append(f"{gathers} {_GATHERS_NOTE}")
+    notes += about_collectives(found, lowered, axes)
     return dataclasses.replace(
         table,
         notes=(*notes, *report.assumption(hardware, rows)),
         hardware=report.other_machine(report.find_hardware(hardware)),
-    )
-
-
-def _is_data_parallel(pair: hlo.Pair, axes: Collection[str] | None) -> bool:
-    """Returns whether a collective next to a dot belongs to data parallelism.
-
-    Then it sums the gradient of a kernel, or gathers a kernel, over mesh axes that are
-    not in `axes`, the axes of tensor parallelism. The result is False if the axes are
-    unknown.
-    """
-    is_fallback = lowering_log.fallback_in(pair.scope) is not None
-    known = pair.is_of_kernel and pair.axes and axes is not None and not is_fallback
-    return bool(known) and not set(pair.axes) & set(axes or ())
-
-
-def _data_parallelism(found, axes) -> Iterator[str]:
-    """Yields notes about collectives that sum gradients or gather kernels.
-
-    These are over mesh axes of data parallelism; there is a note for each combination
-    of collective and mesh axes. `axes` are the axes of tensor parallelism.
-    """
-    moved: dict[tuple[str, str], list[int]] = {}
-    for pair in itertools.chain.from_iterable(one.pairs for one in found):
-        if _is_data_parallel(pair, axes):
-            key = (pair.collective, ", ".join(pair.axes))
-            moved.setdefault(key, []).append(pair.moved_bytes)
-    for (collective, names), sizes in moved.items():
-        what = "kernels" if collective == "all-gather" else "gradients"
-        yield (
-            f"data parallelism over {names}: {collective} of {what} x {len(sizes)}, "
-            f"sends {format_bytes(sum(sizes))}"
-        )
-
-
-def _gathers_around_calls(found, axes) -> Iterator[str]:
-    """Yields a note if XLA adds all-gathers next to jax_ub's calls, over their axes."""
-    calls = [
-        one.call
-        for each in found
-        for one in each.reshards
-        if one.collective == "all-gather" and set(one.axes) & set(axes or ())
-    ]
-    if calls:
-        names = ", ".join(dict.fromkeys(calls))
-        yield f"XLA adds all-gather x {len(calls)} next to {names}: {_GATHERS_HINT}"
-
-
-def _num_activation_gathers(found, lowered) -> int:
-    """Returns the number of all-gathers of activations that are not next to a dot.
-
-    Their result has as many rows as x has tokens in one of the calls, and not the shape
-    of a kernel, because the gradients of kernels are gathered, too.
-    """
-    sizes = [one.call.global_sizes(one.operands)[1:] for one in lowered]
-    tokens = {M for M, _, _ in sizes}
-    kernels = {shape for _, K, N in sizes for shape in ((K, N), (N, K))}
-    return sum(
-        len(shape) > 1 and math.prod(shape[:-1]) in tokens and shape not in kernels
-        for one in found
-        for shape in one.gathered
     )
 
 
@@ -347,7 +272,7 @@ def xla_rows(
     left out, unless `axes` is None.
     """
     pairs = [pair for one in found for pair in one.pairs]
-    pairs = [pair for pair in pairs if not _is_data_parallel(pair, axes)]
+    pairs = [pair for pair in pairs if not is_data_parallel(pair, axes)]
     yield from _pair_rows(pairs, machine, lowered)
     reshards = [one for each in found for one in each.reshards]
     for one, count in collections.Counter(reshards).items():
