@@ -213,6 +213,12 @@ PERMUTE = "source_target_pairs={{0,4},{4,0},{1,5},{5,1}}"
         ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", (2, ("dp",))),
         ("replica_groups=[4,2]<=[2,4]T(1,0)", (2, ("dp",))),
         ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}", (2, ("dp",))),
+        (
+            "replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) "
+            "{'axis_1'}",
+            (2, ("dp",)),
+        ),
+        ("replica_groups=mesh['a'=8], device_ids=(0,2,1) {'a'}", (1, ())),
         (PERMUTE, (2, ("dp",))),
         ("replica_groups=[1,8]<=[8]", (8, ("dp", "tp"))),
         ("replica_groups={{0,5},{1,4},{2,7},{3,6}}", (2, ("dp", "tp"))),

@@ -10,7 +10,11 @@ import numpy as np
 # Match the replica groups of a collective: listed, in iota format, or as mesh axes.
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]+\})\}")
 _IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((\S+)\))? ?\{([^}]*)\}"
+)
+# Matches the devices of a mesh in another order than by id, in iota format.
+_DEVICE_IDS = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)")
 
 
 def named_mesh_in(text: str) -> dict[str, int]:
@@ -56,13 +60,24 @@ def _device_groups(text) -> list[list[int]]:
         groups = re.findall(r"\{([\d,]+)\}", listed[1])
         return [[int(number) for number in group.split(",")] for group in groups]
     if iota := _IOTA.search(text):
-        sizes = [int(size) for size in iota[2].split(",")]
-        order = [int(axis) for axis in iota[3].split(",")] if iota[3] else None
-        numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
-        return numbers.reshape(-1, int(iota[1])).tolist()
+        return _iota(iota[2], iota[3]).reshape(-1, int(iota[1])).tolist()
     if found := _MESH.search(text):
-        return _groups_along(_sizes(found[1]), re.findall(r"'([^']*)'", found[2]))
+        along = _groups_along(_sizes(found[1]), re.findall(r"'([^']*)'", found[3]))
+        if found[2] is None:
+            return along
+        if iota := _DEVICE_IDS.fullmatch(found[2]):
+            return _iota(*iota.groups()).reshape(-1)[along].tolist()
     return []
+
+
+def _iota(sizes: str, order: str | None) -> np.ndarray:
+    """Returns device numbers in XLA's iota format: of shape `sizes`, then transposed.
+
+    For example, "2,2" and "1,0" give [[0, 2], [1, 3]].
+    """
+    dims = [int(size) for size in sizes.split(",")]
+    axes = [int(axis) for axis in order.split(",")] if order else None
+    return np.arange(math.prod(dims)).reshape(dims).transpose(axes)
 
 
 def _groups_along(mesh: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
