@@ -204,6 +204,27 @@ def test_each_array_of_a_combined_collective_is_a_pair(kind, num_arrays):
     assert [pair.sizes[0] for pair in pairs] == sizes
 
 
+@pytest.mark.parametrize("is_argument", [False, True])
+def test_arrays_that_are_combined_with_a_pair_are_unpaired(is_argument):
+    bias = "parameter(2)" if is_argument else "exponential(%b)"
+    text = f"""ENTRY %main (x: f32[8,4], w: f32[1,6], b: f32[3]) -> f32[8,6] {{
+  %x = f32[8,4] parameter(0)
+  %w = f32[1,6] parameter(1)
+  %c = f32[3] {bias}
+  %g = (f32[4,6], f32[12]) all-gather(%w, %c), {GROUPS["mesh"]}
+  %v = f32[4,6] get-tuple-element(%g), index=0
+  %d = f32[12] get-tuple-element(%g), index=1, metadata={{op_name="step/bias"}}
+  %e = f32[12] exponential(%d)
+  ROOT %y = f32[8,6] dot(%x, %v), lhs_contracting_dims={{1}}
+}}
+"""
+    found = hlo.collectives(text)
+    assert [pair.is_of_kernel for pair in found.pairs] == [True]
+    expected = ("step/bias", "all-gather", 3 * 3 * 4, ("tp",), is_argument, False)
+    assert found.unpaired == (hlo.Unpaired(*expected),)
+    assert found.others == {}
+
+
 PERMUTE = "source_target_pairs={{0,4},{4,0},{1,5},{5,1}}"
 
 

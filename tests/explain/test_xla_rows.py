@@ -157,6 +157,71 @@ def test_gradient_sums_over_the_batch_are_not_missed_overlaps(has_calls):
     assert text in found.notes
 
 
+class _Block(nnx.Module):
+    """A norm, and linears with biases: eight parameters."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
+        self.out = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(x + self.down(nnx.gelu(self.up(self.norm(x)))))
+
+
+@pytest.mark.parametrize(
+    ("spec", "note"),
+    [
+        (P("dp"), "data parallelism over dp: all-reduce of gradients"),
+        (P(None, "tp"), "tokens sharded over tp: all-reduce of gradients"),
+    ],
+)
+def test_gradient_sums_of_plain_layers_are_not_missed_overlaps(spec, note):
+    def loss(model, x):
+        return (model(x) ** 2).sum()
+
+    with jax.set_mesh(dp_tp_mesh(2, 2)):
+        x = jax.device_put(jnp.ones((4, 8, 16)), spec)
+        found = ub.explain(nnx.value_and_grad(loss), _Block(nnx.Rngs(0)), x)
+    assert found.rows == ()
+    # The biases are combined with the kernels, and the sum of the loss, too.
+    assert found.notes == (
+        "XLA's collectives without a dot next to them: all-reduce x 1",
+        f"{note} x 8, sends 4.8 KiB",
+    )
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+@pytest.mark.parametrize("tokens_are_sharded", [False, True])
+def test_only_sums_of_activation_gradients_are_missed(tokens_are_sharded, is_scanned):
+    """Sums the gradients of replicated kernels, or of the tokens of a column layer."""
+
+    def block(x, ws):
+        y = jnp.tanh(jnp.sin(x) @ ws[0]) @ ws[1]
+        return (y if tokens_are_sharded else jax.lax.psum(y, "tp")), None
+
+    def loss(x, ws):
+        y, _ = jax.lax.scan(block, x, ws) if is_scanned else block(x, ws)
+        return (y**2).sum()
+
+    kernels = [np.ones((16, 64), np.float32), np.ones((64, 16), np.float32)]
+    specs = P("tp"), (P(), P())
+    if not tokens_are_sharded:
+        specs = (
+            P(),
+            (P(*[None] * is_scanned, None, "tp"), P(*[None] * is_scanned, "tp")),
+        )
+    if is_scanned:
+        kernels = [np.stack([w] * 3) for w in kernels]
+    run = on_ranks(jax.grad(loss, (0, 1)), tp_mesh(4), specs, specs)
+    found = ub.explain(run, jnp.ones((8, 16)), tuple(kernels))
+    note = "tokens sharded over tp: all-reduce of gradients x 2, sends 12.0 KiB"
+    assert (note in found.notes) is tokens_are_sharded
+    # Of a column layer, its gradient in the backward pass and the row layer's result.
+    assert len(found.rows) == (0 if tokens_are_sharded else 2)
+
+
 def test_axes_that_only_share_a_scale_are_not_tensor_parallel():
     mesh = dp_tp_mesh(2, 2)
 
@@ -190,7 +255,7 @@ def test_gathered_kernels_are_data_parallelism_and_tokens_are_not(gathered):
         on_ranks(layer, tp_mesh(4), specs, P(), check_vma=False), *arrays
     )
     assert found.overlapped is (gathered == "kernel")
-    text = "data parallelism over tp: all-gather of kernels x 1, sends 384 B"
+    text = "data parallelism over tp: all-gather of parameters x 1, sends 384 B"
     assert (text in found.notes) is (gathered == "kernel")
 
 

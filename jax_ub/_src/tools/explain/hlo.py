@@ -10,6 +10,7 @@ from jax_ub._src.tools.explain import groups
 from jax_ub._src.tools.explain.instructions import (
     MAX_STEPS,
     PASSED,
+    Array,
     Body,
     Dot,
     Instruction,
@@ -23,6 +24,7 @@ from jax_ub._src.tools.trace.spans import ub_name_in
 
 # XLA numbers every fifth element of a long tuple by such a comment.
 _COMMENT = re.compile(r"/\*index=\d+\*/")
+_ENTRY = re.compile(r"^\s*ENTRY %?([\w.\-]+) ", re.MULTILINE)
 _LABEL = re.compile(r'\blabel = \\?"([^"\\]*)')
 _NAME = re.compile(r'op_name="([^"]*)"')
 # The function of jax_ub that could replace a collective and an adjacent dot, by the
@@ -56,8 +58,10 @@ class Pair:
     operands, and `source` is the line of the user's code, or "" if it is unknown.
     `axes` are the mesh axes of a group, empty if unknown. `is_of_kernel` is whether the
     collective sums a gradient in the backward pass, or gathers an argument of the
-    program that is the right operand of the dot. XLA has combined `num_combined`
-    arrays, of which this is one, in the collective.
+    program that is the right operand of the dot. `sums_parameter_gradient` is whether
+    the array has the shape of an argument of the program, and no argument is an operand
+    of the dot: it is x^T dy, which no call of jax_ub sums. XLA has combined
+    `num_combined` arrays, of which this is one, in the collective.
     """
 
     scope: str
@@ -70,11 +74,29 @@ class Pair:
     source: str = ""
     axes: tuple[str, ...] = ()
     is_of_kernel: bool = False
+    sums_parameter_gradient: bool = False
     num_combined: int = 1
 
     @property
     def itemsize(self) -> int:
         return bits(self.dtype) // 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Unpaired:
+    """An array without an adjacent dot that XLA has combined with arrays of pairs.
+
+    For example, the gradient of a bias. The fields are as in `Pair`, except that
+    `is_of_kernel` is also true for other arguments of the program that are gathered.
+    `sums_parameter_gradient` is whether such a gradient is among the combined arrays.
+    """
+
+    scope: str
+    collective: str
+    moved_bytes: int
+    axes: tuple[str, ...]
+    is_of_kernel: bool
+    sums_parameter_gradient: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,12 +121,14 @@ class Found:
     `others` has the number of collectives without an adjacent dot, by opcode.
     `gathered` has the results' shapes of those all-gathers among them whose operand is
     no argument of the program, and `reshards` has those that XLA adds next to a call.
+    `unpaired` has the arrays of combined collectives of which others are in `pairs`.
     """
 
     pairs: tuple[Pair, ...]
     others: dict[str, int]
     gathered: tuple[tuple[int, ...], ...] = ()
     reshards: tuple[Reshard, ...] = ()
+    unpaired: tuple[Unpaired, ...] = ()
 
 
 def collectives(text: str, mesh: Mapping[str, int] | None = None) -> Found:
@@ -112,7 +136,7 @@ def collectives(text: str, mesh: Mapping[str, int] | None = None) -> Found:
 
     An all-gather is paired with the nearest dot that uses its result, a reduction with
     the nearest dot whose result it sums. If XLA has combined several collectives, each
-    array that is next to a dot has a pair.
+    array that is next to a dot has a pair, and the others are unpaired.
 
     Args:
         text: the HLO text.
@@ -122,16 +146,22 @@ def collectives(text: str, mesh: Mapping[str, int] | None = None) -> Found:
     pairs: list[Pair] = []
     gathered: list[tuple[int, ...]] = []
     reshards: list[Reshard] = []
+    unpaired: list[Unpaired] = []
     others: collections.Counter[str] = collections.Counter()
     for one, body in program.collectives():
-        if found := program.pairs(one, body):
+        dots = program.dots(one, body)
+        if any(dots):
+            found = program.pairs(one, body, dots)
             pairs += found
+            unpaired += program.unpaired(one, body, dots, found)
             continue
         others[one.kind] += 1
-        if one.kind == "all-gather" and not _gathers_argument(one, body.instructions):
+        if one.kind == "all-gather" and not program.gathers_argument(one, body):
             gathered.append(tuple(one.arrays[0][1]))
         reshards += program.reshards(one, body)
-    return Found(tuple(pairs), dict(others), tuple(gathered), tuple(reshards))
+    return Found(
+        tuple(pairs), dict(others), tuple(gathered), tuple(reshards), tuple(unpaired)
+    )
 
 
 class _Program:
@@ -153,6 +183,10 @@ class _Program:
             for name, body in self._computations.items()
             if not all(o.opcode in _MOVES or multiplies(o) for o in body.values())
         }
+        entry = _ENTRY.search(text)
+        self._entry = self._computations.get(entry[1] if entry else "", {})
+        arguments = (o for o in self._entry.values() if o.opcode == "parameter")
+        self._argument_shapes = [one.arrays[0][1] for one in arguments if one.arrays]
 
     def collectives(self) -> Iterator[tuple[Instruction, Body]]:
         for instructions in self._computations.values():
@@ -161,23 +195,97 @@ class _Program:
                 if one.kind in _COLLECTIVES:
                     yield one, body
 
-    def pairs(self, one: Instruction, body: Body) -> list[Pair]:
-        """Pairs each array of a collective with the dot that uses or computes it."""
-        dots: list[Dot | None] = []
-        gathers_argument = False
+    def dots(self, one: Instruction, body: Body) -> list[Dot | None]:
+        """Returns the dot that uses or computes each array of a collective, or None."""
         if one.kind == "all-gather":
             starts = body.users_by_array(one)
-            dots = [self._nearest_dot(start, body, body.users) for start in starts]
-            gathers_argument = _gathers_argument(one, body.instructions)
-        elif one.kind in _COULD_BE and _may_sum(one, self._computations):
-            dots = [
-                self._nearest_dot([name], body, body.operands, self._impure)
-                for name in one.operands
-            ]
+            return [self._nearest_dot(start, body, body.users) for start in starts]
+        if one.kind not in _COULD_BE or not _may_sum(one, self._computations):
+            return []
+        return [
+            self._nearest_dot([name], body, body.operands, self._impure)
+            for name in one.operands
+        ]
+
+    def pairs(self, one: Instruction, body: Body, dots: list[Dot | None]):
+        """Pairs each array of a collective with its dot in `dots`, if it has one."""
         # Not strict: if the HLO text does not contain the shapes of all results,
         # `one.arrays` has fewer entries than the collective has operands.
-        pairs = zip(one.arrays, dots, strict=False)
-        return [self._pair(one, *pair, gathers_argument) for pair in pairs if pair[1]]
+        pairs = enumerate(zip(one.arrays, dots, strict=False))
+        return [self._pair(one, body, i, *pair) for i, pair in pairs if pair[1]]
+
+    def unpaired(
+        self,
+        one: Instruction,
+        body: Body,
+        dots: list[Dot | None],
+        pairs: list[Pair],
+    ) -> Iterator[Unpaired]:
+        """Yields the arrays of a collective that have no dot in `dots`."""
+        num_ranks, axes = groups.size_and_axes(one.text, self._mesh)
+        sums_gradient = any(pair.sums_parameter_gradient for pair in pairs)
+        users = body.users_by_array(one)
+        for i, (array, dot) in enumerate(zip(one.arrays, dots, strict=False)):
+            if dot is not None:
+                continue
+            near = [*_known([*one.operands[i : i + 1], *users[i]], body), one]
+            names = (_NAME.search(each.text) for each in near)
+            scope = next((name[1] for name in names if name), one.name)
+            if one.kind == "all-gather":
+                is_of_kernel = self.gathers_argument(one, body, i)
+            else:
+                is_of_kernel = "transpose(" in scope
+            yield Unpaired(
+                scope=scope,
+                collective=one.kind,
+                moved_bytes=_moved_bytes(one.kind, array, num_ranks),
+                axes=axes,
+                is_of_kernel=is_of_kernel,
+                sums_parameter_gradient=is_of_kernel and sums_gradient,
+            )
+
+    def gathers_argument(self, one: Instruction, body: Body, index: int = 0) -> bool:
+        """Returns whether the operand `index` of an all-gather is an argument."""
+        return not one.operands or self._is_argument(one.operands[index], body)
+
+    def _is_argument(self, name: str, body: Body) -> bool:
+        """Returns whether an instruction is an HLO parameter, or a copy of one.
+
+        The copy may be reshaped, transposed or converted, in fewer than `MAX_STEPS`
+        instructions. A constant, or an instruction that is not in `body`, counts as a
+        parameter.
+        """
+        for _ in range(MAX_STEPS):
+            one = body.instructions.get(name)
+            if one is None or one.opcode == "parameter":
+                return True
+            if one.opcode not in _MOVES and not self._only_moves(one):
+                return False
+            if not one.operands:
+                return True
+            name = one.operands[0]
+        return False
+
+    def _sums_parameter_gradient(self, array: Array, dot: Dot, body: Body) -> bool:
+        """Returns whether a gradient that is summed over ranks is of a parameter.
+
+        It has the shape of an argument of the program, or is transposed. The gradient
+        of an activation is dy w^T instead, where w is an argument. In the body of a
+        loop, where a scan has sliced the arguments, w only has the shape of one.
+        """
+        shape = sorted(array[1])
+        if body.instructions is self._entry:
+            has_kernel = any(self._is_argument(name, body) for name in dot.operands)
+            return shape in map(sorted, self._argument_shapes) and not has_kernel
+        layers = [sorted(stacked[1:]) for stacked in self._argument_shapes]
+        factors = [a for one in _known(dot.operands, body) for a in one.arrays]
+        has_kernel = any(sorted(sizes) in layers for _, sizes in factors)
+        return shape in layers and not has_kernel
+
+    def _only_moves(self, one: Instruction) -> bool:
+        """Returns whether an instruction is a fusion that changes no value."""
+        has_no_dot = one.called not in self._impure and one.called not in self._dots
+        return one.opcode == "fusion" and bool(one.called) and has_no_dot
 
     def reshards(self, one: Instruction, body: Body) -> Iterator[Reshard]:
         """Yields a `Reshard` if XLA has added collective `one` for a jax_ub call."""
@@ -203,20 +311,25 @@ class _Program:
             if multiplies(one):
                 return dot_of(one, body.instructions)
             if one.called in self._dots and one.called not in impure:
-                return self._dots[one.called]
+                dot = self._dots[one.called]
+                return dataclasses.replace(dot, operands=one.operands)
         return None
 
-    def _pair(self, one, array, dot, gathers_argument):
+    def _pair(self, one, body, index, array, dot):
         num_ranks, axes = groups.size_and_axes(one.text, self._mesh)
         computed = _NAME.search(dot.instruction.text)
         # The name of a combined collective joins the names of all that it combines.
         source = dot.instruction if len(one.arrays) > 1 and computed else one
         named = _NAME.search(source.text)
+        sums_gradient = False
         if one.kind == "all-gather":
             is_right = math.prod(array[1]) == dot.rhs != dot.lhs
-            is_of_kernel = gathers_argument and is_right
+            is_of_kernel = is_right and self.gathers_argument(one, body, index)
         else:
             is_of_kernel = computed is not None and "transpose(" in computed[1]
+            sums_gradient = is_of_kernel and self._sums_parameter_gradient(
+                array, dot, body
+            )
         return Pair(
             scope=named[1] if named else one.name,
             collective=one.kind,
@@ -228,6 +341,7 @@ class _Program:
             source=self._lines.of(source.text),
             axes=axes,
             is_of_kernel=is_of_kernel,
+            sums_parameter_gradient=sums_gradient,
             num_combined=len(one.arrays),
         )
 
@@ -238,21 +352,8 @@ def _may_sum(one, computations):
     return {each.opcode for each in body.values()} <= {"parameter", "add", "convert"}
 
 
-def _gathers_argument(one, body):
-    """Returns whether an all-gather's operand is an HLO parameter, or a copy of one.
-
-    The copy may be reshaped, transposed or converted, in fewer than `MAX_STEPS`
-    instructions. `body` has the instructions of the computation, by name. A constant,
-    or an operand that is not in `body`, counts as a parameter.
-    """
-    for _ in range(MAX_STEPS):
-        found = body.get(one.operands[0]) if one.operands else None
-        if found is None or found.opcode == "parameter":
-            return True
-        if found.opcode not in _MOVES:
-            return False
-        one = found
-    return False
+def _known(names, body):
+    return (body.instructions[name] for name in names if name in body.instructions)
 
 
 def _nearest_call(one, body, neighbors):

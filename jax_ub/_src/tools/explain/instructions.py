@@ -61,9 +61,13 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """A dot in HLO text: the number of elements of its operands and result, and K."""
+    """A dot in HLO text: the number of elements of its operands and result, and K.
+
+    `operands` are the names of the operands, or of those of the fusion with the dot.
+    """
 
     instruction: Instruction
+    operands: list[str]
     lhs: int
     rhs: int
     out: int
@@ -172,4 +176,4 @@ def dot_of(one: Instruction, body: Mapping[str, Instruction]) -> Dot:
     else:
         # A dot of [M, K] and [K, N] has the result [M, N], and M K * K N / M N = K^2.
         K = math.isqrt(lhs * rhs // max(out, 1))
-    return Dot(one, lhs, rhs, out, K, dtype)
+    return Dot(one, one.operands, lhs, rhs, out, K, dtype)

@@ -1,7 +1,6 @@
 """Notes below the table of `explain`, about XLA's collectives that have no row."""
 
 import collections
-import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 
@@ -29,45 +28,49 @@ def about_collectives(
     others: collections.Counter[str] = collections.Counter()
     for one in found:
         others.update(one.others)
+        others.update(
+            each.collective for each in one.unpaired if not note_of(each, axes)
+        )
     if others:
         listed = ", ".join(f"{kind} x {num}" for kind, num in sorted(others.items()))
         yield f"XLA's collectives without a dot next to them: {listed}"
-    yield from _data_parallelism(found, axes)
+    yield from _parameters(found, axes)
     yield from _gathers_around_calls(found, axes)
     gathers = _num_activation_gathers(found, lowered)
     if gathers > 1:  # one is needed for the gradient of the embedding
         yield f"{gathers} {_GATHERS_NOTE}"
 
 
-def is_data_parallel(pair: hlo.Pair, axes: Collection[str] | None) -> bool:
-    """Returns whether a collective next to a dot belongs to data parallelism.
+def note_of(one: hlo.Pair | hlo.Unpaired, axes: Collection[str] | None) -> str | None:
+    """Returns the begin of the note that counts an array of a collective, or None.
 
-    Then it sums the gradient of a kernel, or gathers a kernel, over mesh axes that are
-    not in `axes`, the axes of tensor parallelism. The result is False if the axes are
-    unknown.
+    Notes count gradients of parameters that are summed, and parameters that are
+    gathered, because no call of jax_ub could overlap them. Over mesh axes that are not
+    in `axes`, the axes of tensor parallelism, this is data parallelism.
     """
-    is_fallback = lowering_log.fallback_in(pair.scope) is not None
-    known = pair.is_of_kernel and pair.axes and axes is not None and not is_fallback
-    return bool(known) and not set(pair.axes) & set(axes or ())
+    if lowering_log.fallback_in(one.scope) is not None or not one.axes:
+        return None
+    names = ", ".join(one.axes)
+    if one.is_of_kernel and axes is not None and not set(one.axes) & set(axes):
+        what = "parameters" if one.collective == "all-gather" else "gradients"
+        return f"data parallelism over {names}: {one.collective} of {what}"
+    if one.sums_parameter_gradient:
+        return f"tokens sharded over {names}: {one.collective} of gradients"
+    return None
 
 
-def _data_parallelism(found, axes) -> Iterator[str]:
-    """Yields notes about collectives that sum gradients or gather kernels.
+def _parameters(found, axes) -> Iterator[str]:
+    """Yields notes about collectives that sum gradients or gather parameters.
 
-    These are over mesh axes of data parallelism; there is a note for each combination
-    of collective and mesh axes. `axes` are the axes of tensor parallelism.
+    There is a note for each combination of collective and mesh axes.
     """
-    moved: dict[tuple[str, str], list[int]] = {}
-    for pair in itertools.chain.from_iterable(one.pairs for one in found):
-        if is_data_parallel(pair, axes):
-            key = (pair.collective, ", ".join(pair.axes))
-            moved.setdefault(key, []).append(pair.moved_bytes)
-    for (collective, names), sizes in moved.items():
-        what = "kernels" if collective == "all-gather" else "gradients"
-        yield (
-            f"data parallelism over {names}: {collective} of {what} x {len(sizes)}, "
-            f"sends {format_bytes(sum(sizes))}"
-        )
+    moved: dict[str, list[int]] = {}
+    for each in found:
+        for one in (*each.pairs, *each.unpaired):
+            if note := note_of(one, axes):
+                moved.setdefault(note, []).append(one.moved_bytes)
+    for note, sizes in moved.items():
+        yield f"{note} x {len(sizes)}, sends {format_bytes(sum(sizes))}"
 
 
 def _gathers_around_calls(found, axes) -> Iterator[str]:
