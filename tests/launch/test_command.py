@@ -180,6 +180,43 @@ time.sleep(300)
     assert err.splitlines()[-1] == "launch:   this is why"
 
 
+LOST_PEER = {
+    "call": "ValueError: ABORTED: CommunicatorError: jax_ub.all_reduce: rank 1 "
+    "(process 1, pid 7) closed its communicator, as ub.destroy_ub and the end of a "
+    "program do; rank 0 (process 0, pid 6) waited for rank 1 (process 1, pid 7)",
+    "initialize": "jax_ub._src.errors.CommunicatorError: initialize_ub: process 1 (pid "
+    "7) failed or exited before it connected",
+    "gloo": "jax.errors.JaxRuntimeError: UNKNOWN: Gloo AllGather failed: "
+    "[gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:44263",
+    "jax": "F1128 21:02:20 client.h:86] Terminating process because the JAX "
+    "distributed service detected fatal errors. This most likely indicates that "
+    "another task died",
+}
+
+
+@pytest.mark.parametrize("lost", LOST_PEER)
+def test_a_failure_before_that_of_the_lost_peer_is_not_the_cause(script, lost):
+    # Process 1 fails when process 0, which reports that it lost a peer, has exited.
+    text = """
+import os, pathlib, sys, time
+pid = pathlib.Path(sys.argv[1])
+if os.environ["SLURM_PROCID"] == "0":
+    pid.with_suffix(".new").write_text(str(os.getpid()))
+    pid.with_suffix(".new").rename(pid)
+    sys.exit(sys.argv[2] + "\\nlast line" * 20)
+while not pid.exists() or pathlib.Path("/proc", pid.read_text()).exists():
+    time.sleep(0.01)
+sys.exit("this is why")
+"""
+    path = script(text)
+    status, _, err = launch("-n", 2, path, path.with_name("pid"), LOST_PEER[lost])
+    assert status == 1
+    assert "launch: process 0 (pid" in err
+    *_, how, why = err.splitlines()
+    assert "launch: the first to fail without losing a peer: process 1 (pid" in how
+    assert why == "launch:   this is why"
+
+
 def test_signal_that_ended_a_process_is_named(script):
     text = """
 import os, signal, time

@@ -17,6 +17,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import sched
 import select
 import selectors
@@ -29,6 +30,15 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TIMED_OUT = 124  # the exit status of timeout(1)
 _TAIL_LINES = 15
+_CAUSE_S = 2.0  # for the peer that a failed process has lost to exit, too
+# Matches lines about a lost peer: errors of jax_ub, of XLA's collectives on CPUs, and
+# of JAX's coordination service.
+_LOST_PEER = re.compile(
+    rb"CommunicatorError: .*(?:initialize_ub: process \d| died|closed its communicator"
+    rb"|failed or exited before|left before all|does not respond)"
+    rb"|Gloo \w+ failed: .*Connection (?:closed|reset) by peer"
+    rb"|JAX distributed service detected fatal errors"
+)
 _LONGEST_WAIT_S = 3600.0  # below the limit of epoll: milliseconds in 32 bits
 
 
@@ -88,7 +98,8 @@ class OutputError(Exception):
 class Relay:
     """Copies output from one descriptor to another, and adds a prefix to each line.
 
-    It also keeps the last lines, to repeat them after a failure.
+    It also keeps the last lines, to repeat them after a failure, and notes whether a
+    line is about a lost peer.
     """
 
     def __init__(self, source: int, target: int, prefix: bytes):
@@ -96,6 +107,7 @@ class Relay:
         self.source, self._target, self._prefix = source, target, prefix
         self._rest = b""
         self.num_lines = 0
+        self.has_lost_peer = False
         self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
 
     def read(self) -> bool:
@@ -121,6 +133,7 @@ class Relay:
     def _write(self, lines):
         self.num_lines += len(lines)
         self.tail.extend(lines)
+        self.has_lost_peer |= any(map(_LOST_PEER.search, lines))
         data = memoryview(b"".join(self._prefix + line + b"\n" for line in lines))
         while data:
             try:
@@ -183,7 +196,7 @@ class Supervisor:
 
     def __init__(self, job: dict):
         self._job, self._status = job, 0
-        self._failed: Rank | None = None
+        self._failed: list[Rank] = []  # those that failed before the others were ended
         self._is_ending = False  # whether the ranks have been sent a signal
         self._num_lines = 0  # lines written when the first rank failed
         self._ranks: list[Rank] = []
@@ -259,10 +272,13 @@ class Supervisor:
         if status and (is_first or not self._is_ending):
             seconds = time.monotonic() - self._begin
             self._say(f"{rank} after {seconds:.1f} s.")
+            self._failed.append(rank)
         if status and is_first:
-            self._failed = rank
             self._num_lines = self._lines_written()
-            self._end(128 - status if status < 0 else status)
+            linger_s = self._job["linger_s"]
+            if rank.stderr.has_lost_peer:
+                linger_s = max(linger_s, _CAUSE_S)
+            self._end(128 - status if status < 0 else status, linger_s=linger_s)
 
     def _end(self, status, number=signal.SIGTERM, linger_s=None):
         """Schedules signal `number` to all running processes, and later SIGKILL."""
@@ -297,12 +313,21 @@ class Supervisor:
         return sum(relay.num_lines for relay in relays)
 
     def _report(self):
-        """Prints the first failure again if other processes wrote output after it."""
-        if self._failed is None or self._lines_written() == self._num_lines:
+        """Prints the cause again if other processes wrote output after it.
+
+        It is the first failure of a process that has not lost a peer before.
+        """
+        if not self._failed:
             return
-        tail = " The end of its stderr:" if self._failed.stderr.tail else ""
-        self._say(f"the first to fail: {self._failed}.{tail}")
-        for line in self._failed.stderr.tail:
+        causes = [rank for rank in self._failed if not rank.stderr.has_lost_peer]
+        cause, how = self._failed[0], "the first to fail"
+        if causes and causes[0] is not cause:
+            cause, how = causes[0], "the first to fail without losing a peer"
+        elif self._lines_written() == self._num_lines:
+            return
+        tail = " The end of its stderr:" if cause.stderr.tail else ""
+        self._say(f"{how}: {cause}.{tail}")
+        for line in cause.stderr.tail:
             self._say("  " + line.decode(errors="replace"))
 
     def _say(self, text):
