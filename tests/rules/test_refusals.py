@@ -177,6 +177,35 @@ class TestEveryGemm:
             )
 
 
+CALLS_OVER_AN_AXIS = {
+    **{op.__name__: lambda x, op=op: op(x, x.T, axis_name="tp") for op in GEMMS},
+    "all_reduce": lambda x: ub.all_reduce(x, axis_name="tp"),
+    "FP8 scale of quantize": lambda x: ub.quantize(x, axis_name="tp").values,
+    "FP8 scale of quantize_params": lambda x: (
+        ub.fp8.quantize_params([x], axis_name="tp")[0].values
+    ),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("name", CALLS_OVER_AN_AXIS)
+def test_axis_of_vmap_that_hides_a_mesh_axis(name, is_jitted, check_vma):
+    call = CALLS_OVER_AN_AXIS[name]
+    mapped = jax.vmap(jax.jit(call) if is_jitted else call, axis_name="tp")
+    program = jax.shard_map(
+        mapped,
+        mesh=tp_mesh(4),
+        in_specs=P("tp"),
+        out_specs=P("tp"),
+        check_vma=check_vma,
+    )
+    text = f"{name}: axis_name = 'tp' is an axis of jax.vmap here, which hides the mesh"
+    for num_mapped in (2, 4):  # by a rank, which has 4 peers
+        with pytest.raises(ShapeContractError, match=re.escape(text)):
+            jax.eval_shape(program, zeros(4 * num_mapped, 4, 8))
+
+
 def test_kernel_sharded_along_the_wrong_dimension():
     refuses(
         ShapeContractError,

@@ -464,3 +464,29 @@ def test_an_all_reduce_over_an_axis_of_vmap_has_the_gradients_of_psum(monkeypatc
         y, pull = jax.vjp(mapped, *operands)
         pulled.append((y, pull(dy)))
     assert_equal(*pulled)
+
+
+@pytest.mark.parametrize("num_mapped", [2, 4])
+def test_an_axis_of_vmap_hides_a_mesh_axis_from_plain_jax(num_mapped):
+    def layers(x, w):
+        y = ub.all_gather_matmul(x, w, axis_name="tp", method="xla")
+        return ub.matmul_all_reduce(y, w.T, axis_name="tp", method="xla")
+
+    def reference(x, w):
+        y = jax.lax.all_gather(x, "tp", axis=0, tiled=True) @ w
+        return jax.lax.psum(y @ w.T, "tp")
+
+    xs = small_integers(0, (4 * num_mapped, 2, 6))
+    ws = small_integers(1, (4 * num_mapped, 6, 3))
+    found = []
+    for function in (layers, reference):
+        mapped = jax.vmap(function, axis_name="tp")
+        step = jax.value_and_grad(lambda *a, f=mapped: f(*a).sum(), (0, 1))
+
+        def run(x, w, step=step):
+            return jax.tree.map(lambda y: y[None], step(x, w))
+
+        found.append(
+            on_ranks(run, tp_mesh(4), P("tp"), P("tp"), check_vma=False)(xs, ws)
+        )
+    assert_equal(*found)

@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_ub._src import lowering_log
 from jax_ub._src.config.tuned_file import TunedKey, TunedTable
-from jax_ub._src.errors import UnsupportedOverlapError
+from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives import lowering, vma
 from jax_ub._src.primitives.mesh import check_manual
@@ -319,7 +319,7 @@ def _make_primitive(target):
     primitive.multiple_results = True
     primitive.def_impl(lambda *operands, call: _run(call, *operands))
     primitive.def_abstract_eval(_abstract_eval)
-    batching.primitive_batchers[primitive] = _batch
+    batching.fancy_primitive_batchers[primitive] = _batch
     ad.primitive_jvps[primitive] = _refuse_jvp
     # Without caching, JAX lowers each call site, so that the lowering log has all
     # calls.
@@ -346,9 +346,18 @@ def _abstract_eval(*operands, call):
     return [vma.result_aval(shape, dtype, axes, operands[0]) for shape, dtype in shapes]
 
 
-def _batch(operands, dims, *, call):
+def _batch(axis_data, operands, dims, *, call):
+    if axis_data.name in call.axis_name:
+        raise ShapeContractError(
+            f"{call.label}: axis_name = {shown(axis_data.name)} is an axis of jax.vmap "
+            "here, which hides the mesh axis of this name. Give the axis of jax.vmap "
+            "another name."
+        )
     mapped = [i for i, dim in enumerate(dims) if dim is not None]
     bind = functools.partial(call.primitive.bind, call=call)
+    if not mapped:
+        results = bind(*operands)
+        return results, [None] * len(results)
     num_operands = len(call.split(operands)[0])
 
     def is_activation(index):

@@ -6,6 +6,7 @@ import math
 import jax
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.interpreters import mlir
 
 from jax_ub._src.checks import axis_tuple, check_axis_name, has_symbolic_sizes
@@ -58,6 +59,27 @@ def axis_size(
 def are_manual(axes: tuple[str, ...]) -> bool:
     """Returns whether all `axes` are manual, as in a `shard_map` over them."""
     return set(axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def are_mapped(axes: tuple[str, ...]) -> bool:
+    """Returns whether an enclosing `jax.vmap` has an axis of the same name.
+
+    It hides a mesh axis of an outer `shard_map`. The result is False inside a
+    `jax.jit` that `jax.vmap` maps, which is only known later.
+    """
+    sizes = []
+
+    @custom_vmap
+    def same(indices):
+        return indices
+
+    @same.def_vmap
+    def same_of_mapped(axis_size, is_mapped, indices):
+        sizes.append(axis_size)
+        return indices, is_mapped[0]
+
+    same([lax.axis_index(axis) for axis in axes])
+    return bool(sizes)
 
 
 def is_fully_manual(axes: tuple[str, ...]) -> bool:

@@ -302,7 +302,7 @@ def make_call_config(
     num_ranks = mesh.axis_size(label, axis_name, may_be_mapped=is_plain)
     axes = shapes.axis_tuple(axis_name)
     config = plan_call_config(op, axes, num_ranks, ub_name, method, **options)
-    if not mesh.are_manual(axes):
+    if not mesh.are_manual(axes) or (is_plain and mesh.are_mapped(axes)):
         return dataclasses.replace(config, is_mapped=True)
     return dataclasses.replace(config, is_vma_checked=vma.is_vma_checked(axes))
 
