@@ -19,7 +19,7 @@ from jax_ub._src.fp8.state import OUTPUT_GRAD_STATE, init_state
 from jax_ub._src.methods import Method
 from jax_ub._src.ops.basic import Bias
 from jax_ub._src.ops.group import cotangent_aval
-from jax_ub._src.ops.linear_gemms import gradients, product_of, quantized, state_in
+from jax_ub._src.ops.linear_gemms import gradients, quantized, state_in
 from jax_ub._src.ops.operation import (
     BasicOperation,
     Operation,
@@ -38,7 +38,7 @@ from jax_ub._src.rules.call_config import (
     make_call_config,
     make_local_call_config,
 )
-from jax_ub._src.rules.forward import is_replicated
+from jax_ub._src.rules.forward import forward_of, is_replicated
 from jax_ub._src.rules.operands import as_row
 from jax_ub._src.rules.vjp import warn_of_constant_main_grad, warn_of_constant_state
 from jax_ub._src.scaled_array import is_scaled, source_of
@@ -285,7 +285,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
         if is_vector:
             x, residual = as_row((x, residual))
         biases = None if bias is None else (bias,)
-        (y,), _ = product_of(config)(config, x, (kernel,), biases, residual)
+        (y,), _ = forward_of(config)(config, x, (kernel,), biases, residual)
         return y[0] if is_vector else y, (), residuals
 
     def backward(

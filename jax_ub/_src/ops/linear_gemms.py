@@ -1,7 +1,7 @@
 """Forward and gradients of linear operations, whose operands may be FP8."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ from jax_ub._src.primitives import vma
 from jax_ub._src.rules import scaled
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.column import column_gradients
-from jax_ub._src.rules.forward import forward_of
 from jax_ub._src.rules.operands import check_scaled
 from jax_ub._src.rules.row import row_gradients
 from jax_ub._src.scaled_array import is_scaled, map_scaled, source_of, without_source
@@ -55,11 +54,6 @@ def quantized(config: CallConfig, residuals: Residuals, params: Params) -> Resid
     )
     (new_state,) = backward(zeros)
     return {**residuals, **operands, **old, **new_state}
-
-
-def product_of(config: CallConfig) -> Callable[..., Any]:
-    """Returns the function that computes a linear's forward pass, in FP8 or not."""
-    return forward_of(config) if config.fp8 is None else scaled.scaled_forward
 
 
 def gradients(

@@ -30,12 +30,13 @@ from jax_ub._src.ops.fused_operation import (
     pattern_field,
 )
 from jax_ub._src.ops.linear import BasicLinear
-from jax_ub._src.ops.linear_gemms import product_of, quantized
+from jax_ub._src.ops.linear_gemms import quantized
 from jax_ub._src.ops.operation import BasicOperation, compute_dtype, num_ranks
 from jax_ub._src.parallel import ROW, check_parallel, mode_of
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce
 from jax_ub._src.rules.call_config import CallConfig, make_call_config
+from jax_ub._src.rules.forward import forward_of
 from jax_ub._src.rules.operands import pcast_operands
 from jax_ub._src.scaled_array import source_of
 
@@ -259,7 +260,7 @@ class UserbuffersForwardLinear(UserbuffersLinear, ForwardPattern):
         )
         _check_forward(config, input, weight, bias)
         x, w = input.astype(config.dtype), weight.astype(config.dtype)
-        (y,), _ = product_of(config)(config, *_forward_operands(config, x, w, bias))
+        (y,), _ = forward_of(config)(config, *_forward_operands(config, x, w, bias))
         return y, {"input": x, "weight": w}
 
     def forward(
@@ -289,7 +290,7 @@ class UserbuffersForwardLinear(UserbuffersLinear, ForwardPattern):
         residuals = quantized(config, residuals, params[0])
         x, w = residuals["x"], residuals["kernel"]
         operands = _forward_operands(config, x, w, own_bias, bias, residual)
-        (y,), _ = product_of(config)(config, *operands)
+        (y,), _ = forward_of(config)(config, *operands)
         num = len(self.basic_ops)
         return y, ((),) * num, (residuals, *({},) * (num - 1))
 

@@ -32,7 +32,6 @@ def column_forward(
     ws: tuple[Operand, ...],
     biases: tuple[jax.Array, ...] | None = None,
     residual: jax.Array | None = None,
-    main_grads: tuple[jax.Array, ...] | None = None,
 ) -> tuple[tuple[jax.Array, ...], Operand | None]:
     """Computes `all_gather(x) @ w_i + bias_i + residual` for each kernel w_i.
 
@@ -66,7 +65,6 @@ def row_forward(
     ws: tuple[Operand, ...],
     biases: tuple[jax.Array, ...] | None = None,
     residual: jax.Array | None = None,
-    main_grads: tuple[jax.Array, ...] | None = None,
 ) -> tuple[tuple[jax.Array, ...], None]:
     """Computes `x @ w`, summed over the ranks if the layer is row-parallel.
 

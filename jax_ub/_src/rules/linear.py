@@ -429,9 +429,8 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     label = config.label
     shapes.check_flag(label, "return_gathered", return_gathered)
     shapes.check_flag(label, "rhs_transposed", rhs_transposed)
-    gathers = config.mode.gathers_x
-    is_tuple = gathers and isinstance(w, tuple)
-    ws: tuple[Any, ...] = w if isinstance(w, tuple) and gathers else (w,)
+    is_tuple = config.mode.gathers_x and isinstance(w, tuple)
+    ws: Any = w if is_tuple else (w,)
     have_scales(label, **by_name(x, ws))
     config, scope = _with_f64_fallback(config, x)
     config = dataclasses.replace(
@@ -462,20 +461,21 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     biases, residual = vma.pcast_varying((biases, residual), addend_axes)
     if config.is_mapped:  # then no operand is FP8
         check_no_main_grad(config, main_grads)
-        layer = forward_of(config)
+        layer, for_backward = forward_of(config), ()
+    else:
+        for_backward = (main_grads, *states)
     # Keeps jit enabled under `jax.disable_jit`, because JAX cannot evaluate a
     # `custom_vjp` with symbolic zeros op by op in an eager `shard_map`.
     with scope, jax.disable_jit(False):
-        ys, gathered = layer(config, x, ws, biases, residual, main_grads, *states)
+        ys, gathered = layer(config, x, ws, biases, residual, *for_backward)
     y = ys if is_tuple else ys[0]
     return (y, gathered) if return_gathered else y
 
 
 def _layer_and_operands(config, x, ws, state):
-    """Selects the function that computes the layer, and quantizes operands for FP8.
+    """Returns the function that computes the layer, and (x, kernels, FP8 states).
 
-    Returns:
-        The function, and (x, kernels, FP8 states).
+    The operands are quantized if the layer has a recipe.
     """
     if config.fp8 is None and state is None and not is_scaled(x):
         layer = column_linear if config.mode.gathers_x else row_linear

@@ -93,20 +93,9 @@ def _is_agreed(config, operand, contracted):
     return is_one and not frozenset(config.axis_name) & vma.axes_of(operand.scales)
 
 
-def scaled_forward(
-    config: CallConfig,
-    x: ScaledArray,
-    ws: tuple[ScaledArray, ...],
-    biases: tuple[jax.Array, ...] | None = None,
-    residual: jax.Array | None = None,
-    main_grads: tuple[jax.Array, ...] | None = None,
-    state: dict[str, jax.Array] | None = None,
-) -> tuple[tuple[jax.Array, ...], Any]:
-    """Computes the forward pass of a layer with FP8 operands.
-
-    `state` is the state of the recipe that quantizes the gradients of the results.
-    """
-    return forward_of(config)(config, x, ws, biases, residual)
+def scaled_forward(config: CallConfig, *operands: Any) -> tuple[Any, Any]:
+    """Computes the forward pass of a layer with FP8 operands."""
+    return forward_of(config)(config, *operands)
 
 
 def scaled_gradients(

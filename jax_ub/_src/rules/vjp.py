@@ -1,6 +1,5 @@
 """The `custom_vjp` of linear layers, with symbolic zeros and optional residuals."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,30 +22,31 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
     """Makes a linear layer's `custom_vjp` from its forward and gradient functions.
 
     Args:
-        forward: (config, x, ws, biases, residual, main_grads) -> (ys, gathered). `ws`,
-            `biases`, `main_grads` and `ys` are tuples with one entry for each kernel.
-            It may have one more argument, the FP8 state of the results' gradients.
+        forward: (config, x, ws, biases, residual) -> (ys, gathered). `ws`, `biases` and
+            `ys` are tuples with one entry for each kernel.
         gradients: (config, saved, dys, d_gathered) -> (dx, dws). `saved` has "x", or
             "gathered" if the forward pass returned it, to compute kernel gradients;
             "ws", to compute the gradient of x; and "main_grads". Each is None if it is
             not needed. `dys` and `dws` are dicts by the index of the kernel, without
-            those whose gradient is zero. With main_grads, dw is main_grad + dw. If
-            `forward` takes a state, there is a third result, its new value.
+            those whose gradient is zero. With main_grads, dw is main_grad + dw. With an
+            FP8 state, `saved` has "state", and there is a third result, its new value.
 
     Returns:
-        A function with the arguments of `forward`, jitted. It must be called under
-        `jax.disable_jit(False)`: JAX cannot evaluate a `custom_vjp` with symbolic zeros
-        operation by operation in an eager `shard_map`. Inside a traced program the jit
-        is inlined.
+        A jitted function with the arguments of `forward`, main_grads (a tuple or None)
+        and, optionally, the FP8 state of the results' gradients. It must be called
+        under `jax.disable_jit(False)`: JAX cannot evaluate a `custom_vjp` with symbolic
+        zeros operation by operation in an eager `shard_map`. Inside a traced program
+        the jit is inlined.
     """
 
-    @functools.wraps(forward)
     def primal(config, *operands):
-        ys, gathered = forward(config, *operands)
+        # Only the backward pass reads main_grads and the FP8 state.
+        ys, gathered = forward(config, *operands[:4])
         if len(ys) == 1 and not config.returns_gathered:
             return ys, gathered
         return mapped_together((ys, gathered), operands)
 
+    primal.__name__ = forward.__name__  # for profiles
     rule = jax.custom_vjp(primal, nondiff_argnums=(0,))
 
     def forward_rule(config, *operands):
