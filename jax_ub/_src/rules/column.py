@@ -10,11 +10,17 @@ from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import ROW
 from jax_ub._src.primitives.collectives import bulk_reduce_scatter
-from jax_ub._src.primitives.matmuls import matmul, wgrad
+from jax_ub._src.primitives.matmuls import matmul
 from jax_ub._src.reference import sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.forward import column_forward, dgrad_config, row_forward
-from jax_ub._src.rules.vjp import accumulation, as_factor, differentiable, is_zero
+from jax_ub._src.rules.vjp import (
+    accumulation,
+    as_factor,
+    differentiable,
+    is_zero,
+    kernel_gradients,
+)
 from jax_ub._src.rules.wire import all_gather, bulk_all_gather, reduce_scatter
 
 
@@ -112,31 +118,12 @@ def _dgrad(config, dys, ws, d_gathered):
 def _wgrad(config, x, gathered, dys, main_grads):
     if gathered is None and x is None:
         return ()
-    main_grads, dtype = accumulation(config, dys, main_grads)
     is_one = len(dys) == 1 or not config.rhs_transposed
     if gathered is None and (config.gathers_first or not is_one):
         gathered = all_gather(config.collective, x)
-    reads_peers = gathered is None
-    execution = config.overlapped if reads_peers else config.local
-    rows = x if reads_peers else gathered
-    if not config.rhs_transposed:
-        gather = "x" if reads_peers else None
-        options = {"gather": gather, "scale": config.scale, "out_dtype": dtype}
-        return wgrad(execution, rows, dys, main_grads, **options)
-    # The gradient of a kernel [out, in] is dy_i^T x, so dy_i is the first operand of
-    # the wgrad and x the second one. Each kernel needs a separate call.
-    gather = "dy" if reads_peers else None
-    return tuple(
-        wgrad(
-            execution,
-            dy,
-            (rows,),
-            main_grads and (main_grads[i],),
-            gather=gather,
-            out_dtype=dtype,
-        )[0]
-        for i, dy in enumerate(dys)
-    )
+    if gathered is None:
+        return kernel_gradients(config, config.overlapped, x, dys, main_grads, "x")
+    return kernel_gradients(config, config.local, gathered, dys, main_grads)
 
 
 def _bulk(config, x, gathered, dys, ws, main_grads, d_gathered):

@@ -5,10 +5,9 @@ import jax
 from jax_ub._src.parallel import COLUMN, ROW
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce
-from jax_ub._src.primitives.matmuls import wgrad
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.forward import column_forward, dgrad_config, row_forward
-from jax_ub._src.rules.vjp import accumulation, as_factor, differentiable
+from jax_ub._src.rules.vjp import as_factor, differentiable, kernel_gradients
 from jax_ub._src.rules.wire import all_gather
 from jax_ub._src.scaled_array import is_scaled
 
@@ -41,10 +40,10 @@ def row_gradients(
     if x is None and ws is None:
         return None, {}
     if config.mode.op == "matmul_reduce_scatter":
-        dx, dw = _gathering_gradients(config, x, ws, dy, main_grads, residual)
+        dx, dws = _gathering_gradients(config, x, ws, dy, main_grads, residual)
     else:
-        dx, dw = _local_gradients(config, x, ws, dy, main_grads, residual)
-    return dx, {} if dw is None else {0: dw}
+        dx, dws = _local_gradients(config, x, ws, dy, main_grads, residual)
+    return dx, dict(enumerate(dws))
 
 
 def _gathering_gradients(config, x, ws, dy, main_grads, residual):
@@ -62,12 +61,13 @@ def _gathering_gradients(config, x, ws, dy, main_grads, residual):
         )
         (dx,), gathered = column_forward(product, dy, ws, residual=residual)
     if x is None:
-        return dx, None
+        return dx, ()
     if gathered is None and config.gathers_first:
         gathered = all_gather(config.collective, dy)
     if gathered is None:
-        return dx, _wgrad(config, config.overlapped, x, dy, main_grads, gathers_dy=True)
-    return dx, _wgrad(config, config.local, x, gathered, main_grads)
+        execution = config.overlapped
+        return dx, kernel_gradients(config, execution, x, (dy,), main_grads, "dy")
+    return dx, kernel_gradients(config, config.local, x, (gathered,), main_grads)
 
 
 def _local_gradients(config, x, ws, dy, main_grads, residual):
@@ -89,7 +89,9 @@ def _local_gradients(config, x, ws, dy, main_grads, residual):
             out_dtype=config.dtype if residual is None else residual.dtype,
         )
         (dx,), _ = row_forward(product, dy, ws, residual=residual)
-    return dx, None if x is None else _wgrad(config, config.local, x, dy, main_grads)
+    if x is None:
+        return dx, ()
+    return dx, kernel_gradients(config, config.local, x, (dy,), main_grads)
 
 
 def is_partial(config: CallConfig, dy: jax.Array) -> bool:
@@ -101,24 +103,6 @@ def is_partial(config: CallConfig, dy: jax.Array) -> bool:
     """
     own = frozenset(config.axis_name)
     return not config.is_vma_checked or bool(own & vma.axes_of(dy))
-
-
-def _wgrad(config, execution, x, dy, main_grads, *, gathers_dy=False):
-    main_grads, dtype = accumulation(config, (dy,), main_grads)
-    gather = "dy" if gathers_dy else None
-    if config.rhs_transposed:
-        # The gradient of a kernel [out, in] is dy^T x, so dy is the first operand of
-        # the wgrad.
-        x, dy, gather = dy, x, "x" if gathers_dy else None
-    return wgrad(
-        execution,
-        x,
-        (dy,),
-        main_grads,
-        gather=gather,
-        scale=config.scale,
-        out_dtype=dtype,
-    )[0]
 
 
 row_linear = differentiable(row_forward, row_gradients)

@@ -12,6 +12,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_ub._src import lowering_log
 from jax_ub._src.errors import UnsupportedOverlapError
+from jax_ub._src.primitives.call import Execution
+from jax_ub._src.primitives.matmuls import wgrad
 from jax_ub._src.reference import sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.main_grads import check_vmapped_together
@@ -179,6 +181,26 @@ def accumulation(config: CallConfig, dys, main_grads):
     pairs = zip(main_grads, map(values_of, dys), strict=True)
     checked = tuple(check_vmapped_together(config.label, *pair) for pair in pairs)
     return checked, jnp.float32
+
+
+def kernel_gradients(
+    config: CallConfig, execution: Execution, x, dys, main_grads, gather=None
+) -> tuple[jax.Array, ...]:
+    """Computes the gradient of each kernel, `x^T dy_i`, plus its main_grad.
+
+    `gather` is the operand that the calls all-gather, "x" or "dy", or None.
+    """
+    main_grads, dtype = accumulation(config, dys, main_grads)
+    options = {"scale": config.scale, "out_dtype": dtype}
+    if not config.rhs_transposed:
+        return wgrad(execution, x, dys, main_grads, gather=gather, **options)
+    # The gradient of a kernel [out, in] is dy_i^T x, so dy_i is the first operand of
+    # the wgrad and x the second one. Each kernel needs a separate call.
+    options["gather"] = {"x": "dy", "dy": "x", None: None}[gather]
+    return tuple(
+        wgrad(execution, dy, (x,), main_grads and (main_grads[i],), **options)[0]
+        for i, dy in enumerate(dys)
+    )
 
 
 def check_sources(label: str, *operands) -> None:
