@@ -297,12 +297,9 @@ def check_capacity(call: Call, operands: Sequence[Any]) -> None:
     not fall back. In one process the CPU engine needs no buffers, but only the lowering
     knows the platform; it checks again.
     """
-    initialized_axis = registry.on_axis(call.axis_name, call.num_ranks)
-    if initialized_axis is None:
-        return
-    may_run = call.choice.may_fall_back or not initialized_axis.spans_processes
-    if call.execution.is_named or not may_run:
-        reason = _why_too_large(call, initialized_axis, operands)
+    is_named = call.execution.is_named
+    if is_named or not call.choice.may_fall_back:
+        reason = _why_no_room(call, operands, needs_buffers=is_named)
         if reason is not None:
             raise ShapeContractError(f'{call.label}: {reason}, or pass method="xla".')
 
@@ -314,10 +311,6 @@ def _why_no_room(call, operands, *, needs_buffers):
         return None
     if not (initialized_axis.spans_processes or needs_buffers):
         return None
-    return _why_too_large(call, initialized_axis, operands)
-
-
-def _why_too_large(call, initialized_axis, operands):
     pipelines = call.method is Method.PIPELINE
     num_splits = (call.choice.num_splits or DEFAULT_SPLITS) if pipelines else 1
     return initialized_axis.why_too_large(call.communicated(*operands), num_splits)
