@@ -13,7 +13,7 @@ import jax_ub
 from jax_ub._src.runtime import communicators, connection_attempt
 from jax_ub._src.runtime.communicators import Connection
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, DeviceGroups
-from jax_ub._src.runtime.transports import CpuTransportSetup, NoTransportSetup
+from jax_ub._src.runtime.transports import CpuTransportSetup, TransportSetup
 from jax_ub.errors import ConfigurationError, TimeoutError
 
 HERE = pathlib.Path(__file__).parent
@@ -155,7 +155,7 @@ def test_another_axis_shares_connections_that_fit_and_have_not_failed(monkeypatc
 
 
 def test_a_platform_without_an_engine_connects_nothing():
-    transport_setup = NoTransportSetup("no engine for rocm")
+    transport_setup = TransportSetup("no engine for rocm")
     assert transport_setup.open_endpoint(None, (0, 1)) is None
     assert transport_setup.why_not(None, (0, 1), {}, {}) == "no engine for rocm"
     with pytest.raises(NotImplementedError, match="no engine for rocm"):

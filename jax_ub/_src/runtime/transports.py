@@ -1,7 +1,7 @@
 """Lets the ranks of a group access each other's memory, on CPUs or GPUs."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, settings
 from jax_ub._src.runtime.device_groups import DeviceGroups, Group
@@ -12,17 +12,30 @@ PeerInfo = Mapping[int, Mapping[str, Any]]
 EndpointInfos = Mapping[int, Mapping[str, Any]]
 
 
-class TransportSetup(Protocol):
-    """Interface for connecting groups of ranks by shared memory, for one platform."""
+class TransportSetup:
+    """Connects groups of ranks by shared memory, for one platform.
+
+    A subclass connects them. This class rejects all groups with a reason, since the
+    platform has no engine.
+    """
+
+    def __init__(self, reason: str = ""):
+        self._reason = reason
 
     def groups(self, device_groups: DeviceGroups) -> list[Group]:
-        """Returns the groups to connect, in the same order in every process."""
+        """Returns the groups to connect, in the same order in every process.
+
+        By default, groups within one process need no connection.
+        """
+        return [g for g in device_groups.groups if device_groups.spans_processes(g)]
 
     def open_endpoint(self, device_groups: DeviceGroups, group: Group) -> Any:
         """Opens the socket to which peers of other processes connect."""
+        return None
 
     def endpoint_info(self, endpoint: Any) -> dict[str, Any]:
         """Returns the address of an endpoint, as JSON values for the peers."""
+        return {}
 
     def why_not(
         self,
@@ -41,6 +54,7 @@ class TransportSetup(Protocol):
             peer_info: handshake values, by process.
             endpoint_infos: `endpoint_info` of each process with a rank of the group.
         """
+        return self._reason
 
     def connect(
         self,
@@ -63,16 +77,11 @@ class TransportSetup(Protocol):
             NotImplementedError: if mapping the memory shows that the devices cannot
                 share it.
         """
+        raise NotImplementedError(self._reason)  # never called: why_not has a reason
 
 
-class CpuTransportSetup:
-    """Connects processes of one host by CPU memory that they map from each other.
-
-    Groups within one process need no connection.
-    """
-
-    def groups(self, device_groups):
-        return _groups_over_processes(device_groups)
+class CpuTransportSetup(TransportSetup):
+    """Connects processes of one host by CPU memory that they map from each other."""
 
     def open_endpoint(self, device_groups, group):
         return cpu_engine.load().endpoint()
@@ -106,7 +115,7 @@ class CpuTransportSetup:
         )
 
 
-class CudaTransportSetup:
+class CudaTransportSetup(TransportSetup):
     """Connects GPUs by memory that each GPU allocates and the others map."""
 
     def groups(self, device_groups):
@@ -164,32 +173,6 @@ class CudaTransportSetup:
         )
 
 
-class NoTransportSetup:
-    """Rejects all groups, because the platform has no engine."""
-
-    def __init__(self, reason: str):
-        self._reason = reason
-
-    def groups(self, device_groups):
-        return _groups_over_processes(device_groups)
-
-    def open_endpoint(self, device_groups, group):
-        return None
-
-    def endpoint_info(self, endpoint):
-        return {}
-
-    def why_not(self, device_groups, group, peer_info, endpoint_infos):
-        return self._reason
-
-    def connect(self, device_groups, group, endpoint, endpoint_infos, generation):
-        raise NotImplementedError(self._reason)  # never called: why_not has a reason
-
-
-def _groups_over_processes(device_groups):
-    return [g for g in device_groups.groups if device_groups.spans_processes(g)]
-
-
 def _shared_arguments(device_groups, group, endpoint_infos):
     """Returns the arguments that both engines' `connect` functions take."""
     own = device_groups.process
@@ -212,4 +195,4 @@ def transport_setup_of(platform: str) -> TransportSetup:
     if platform == "cuda":
         return CudaTransportSetup()
     reason = cpu_engine.why_not() if platform == "cpu" else f"no engine for {platform}"
-    return CpuTransportSetup() if reason is None else NoTransportSetup(reason)
+    return CpuTransportSetup() if reason is None else TransportSetup(reason)
