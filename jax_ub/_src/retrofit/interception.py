@@ -40,18 +40,6 @@ class Product:
     function: Callable
     code: Any
 
-    def interception(self, of_layer: Callable | None = None) -> str | None:
-        """Returns a text about what has replaced this JAX function, or None.
-
-        Args:
-            of_layer: the function that a layer has stored and calls; None if the layer
-                looks up the module's attribute at each call.
-        """
-        current = getattr(self.module, self.name) if of_layer is None else of_layer
-        if current is not self.function:
-            return f"{self.path} is replaced by {shown(current)}"
-        return self.code_interception()
-
     def code_interception(self) -> str | None:
         """Returns a text that says what has replaced the function's code, or None."""
         code = _code_of(self.function)
@@ -83,9 +71,14 @@ def why_intercepted(product: Product, of_layer: Callable | None = None) -> str |
 
     Args:
         product: the function that the layer would call without overlap.
-        of_layer: as in `Product.interception`.
+        of_layer: the function that a layer has stored and calls; None if the layer
+            looks up the module's attribute at each call.
     """
-    found = product.interception(of_layer)
-    inner = (each.code_interception() for each in _INNER)
-    found = found or next(filter(None, inner), None)
+    current = getattr(product.module, product.name) if of_layer is None else of_layer
+    found: str | None
+    if current is not product.function:
+        found = f"{product.path} is replaced by {shown(current)}"
+    else:
+        changed = (each.code_interception() for each in (product, *_INNER))
+        found = next(filter(None, changed), None)
     return found and f"{found}, which an overlapped call would bypass"
