@@ -170,12 +170,8 @@ def is_f64(array) -> bool:
     return array.dtype == _F64 == jax.dtypes.canonicalize_dtype(_F64)
 
 
-def check_float(op: str, **arrays) -> None:
-    """Raises an error unless all arrays are f32, bf16 or f16, or None."""
-    _check_floats(op, arrays)
-
-
-def _check_floats(op, arrays, *, takes_f64=False):
+def check_float(op: str, *, takes_f64: bool = False, **arrays) -> None:
+    """Raises an error unless all arrays are f32, bf16 or f16 (or f64), or None."""
     for name, array in arrays.items():
         if array is None:
             continue
@@ -183,7 +179,7 @@ def _check_floats(op, arrays, *, takes_f64=False):
         check_float_dtype(op, name, array, takes_f64=takes_f64)
 
 
-def check_float_dtype(op: str, name: str, array, *, takes_f64: bool = False) -> None:
+def check_float_dtype(op: str, name: str, array, *, takes_f64: bool) -> None:
     """Raises an error unless an array is f32, bf16 or f16 (or f64 if `takes_f64`)."""
     if array.dtype not in dtypes.OPERANDS and not (takes_f64 and is_f64(array)):
         raise ShapeContractError(
@@ -219,7 +215,7 @@ def check_operands(
     Both must have one floating-point dtype and not be empty, and `w`, an array or aval,
     must be a matrix.
     """
-    _check_floats(op, {x_name: x}, takes_f64=takes_f64)
+    check_float(op, takes_f64=takes_f64, **{x_name: x})
     check_float_dtype(op, "w", w, takes_f64=takes_f64)
     check_dtypes(op, **{x_name: x, "w": w})
     check_kernel(op, "w", w)
@@ -349,7 +345,7 @@ def check_addends(
 ) -> None:
     """Raises an error unless bias [N] and residual [..., N] fit the result [..., N]."""
     addends = {bias_name: bias, "residual": residual}
-    _check_floats(op, addends, takes_f64=takes_f64)
+    check_float(op, takes_f64=takes_f64, **addends)
     check_shape(op, bias_name, bias, shape[-1:], "[N]")
     check_shape(op, "residual", residual, shape, "the result's shape")
 
