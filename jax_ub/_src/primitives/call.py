@@ -95,6 +95,8 @@ class Call:
     # Whether batch axes of the activations are batch axes of the results, too. If so,
     # `jax.vmap` adds a batch axis; otherwise it loops.
     is_batchable: ClassVar[bool] = True
+    # The fields that are FFI attributes of this target only.
+    option_names: ClassVar[tuple[str, ...]] = ()
 
     execution: Execution
     # Whether an operand of the GEMMs is FP8. If so, the last `num_scales` operands of
@@ -182,16 +184,15 @@ class Call:
         """Computes the results on a single rank, without communication."""
         raise NotImplementedError
 
-    def options(self) -> dict[str, int | np.float32]:
+    def options(self) -> dict[str, int | float]:
         """Returns the FFI attributes that only this target has, such as `num_pairs`.
 
-        Integers and bools become i64 attributes, `np.float32` becomes f32.
+        Integers and bools become i64 attributes, floats become f32.
         """
-        return {}
-
-    @property
-    def scale_options(self) -> dict[str, int | np.float32]:
-        return {"has_scales": self.has_scales, "has_row_scales": self.has_row_scales}
+        names = self.option_names
+        if not self.communicates_only:
+            names += ("has_scales", "has_row_scales")
+        return {name: getattr(self, name) for name in names}
 
     def aliases(self, operands) -> dict[int, int]:
         """Returns which results overwrite operands: {operand index: result index}."""

@@ -130,6 +130,7 @@ class AllReduce(Call):
     target = "jax_ub$all_reduce"
     communicates_only = True
     replicates = True
+    option_names = ("has_bias", "has_residual")
 
     has_bias: bool
     has_residual: bool
@@ -147,9 +148,6 @@ class AllReduce(Call):
     def reference(self, x, *addends, scales=()):
         partial = reference.all_reduce(x, self.axis_name)
         return [reference.add(partial, *addends, out_dtype=x.dtype)]
-
-    def options(self):
-        return {"has_bias": self.has_bias, "has_residual": self.has_residual}
 
     def is_activation(self, index):
         return index == 0 or (self.has_residual and index == 1 + self.has_bias)
@@ -189,6 +187,7 @@ class BulkAllGather(Call):
     """
 
     target = "jax_ub$bulk_all_gather"
+    option_names = ("num_pairs",)
 
     num_pairs: int
     partial_dtype: np.dtype
@@ -225,9 +224,6 @@ class BulkAllGather(Call):
             out_dtype=self.partial_dtype,
         )
         return [dx, operands[-1]]
-
-    def options(self):
-        return {"num_pairs": self.num_pairs, **self.scale_options}
 
     def is_activation(self, index):
         return index < self.num_pairs or index == 2 * self.num_pairs
@@ -286,6 +282,7 @@ class BulkReduceScatter(Call):
     target = "jax_ub$bulk_reduce_scatter"
     contracts_rows = True
     is_batchable = False  # dw_i is summed over batch axes
+    option_names = ("num_outputs", "accumulate")
 
     num_outputs: int
     accumulate: bool
@@ -329,13 +326,6 @@ class BulkReduceScatter(Call):
             out_dtype=self.dw_dtype,
         )
         return [*dws, others[-1].astype(self.scattered_dtype)]
-
-    def options(self):
-        return {
-            "num_outputs": self.num_outputs,
-            "accumulate": self.accumulate,
-            **self.scale_options,
-        }
 
     def aliases(self, operands):
         return overwritten(operands[:-1], 1 + self.num_outputs, self.dw_dtype)

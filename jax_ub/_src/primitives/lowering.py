@@ -252,7 +252,7 @@ def _tell_scheduler(operation, seconds):
 
 def _attributes(ctx, call: Call, ranks: Ranks) -> dict[str, Any]:
     options = {
-        name: value if isinstance(value, np.float32) else np.int64(value)
+        name: (np.float32 if isinstance(value, float) else np.int64)(value)
         for name, value in call.options().items()
     }
     return {

@@ -35,6 +35,8 @@ class SummedMatmul(Call):
     rounded once.
     """
 
+    option_names = ("num_pairs", "rhs_transposed", "has_bias", "has_residual", "scale")
+
     num_pairs: int
     rhs_transposed: bool
     has_bias: bool
@@ -78,16 +80,6 @@ class SummedMatmul(Call):
     def on_one_rank(self, *operands, scales=()):
         fields = {**vars(self), "execution": self.execution.on_one_rank}
         return Matmul(**fields)(*operands, scales=scales)
-
-    def options(self):
-        return {
-            "num_pairs": self.num_pairs,
-            "rhs_transposed": self.rhs_transposed,
-            "has_bias": self.has_bias,
-            "has_residual": self.has_residual,
-            "scale": np.float32(self.scale),
-            **self.scale_options,
-        }
 
     def is_activation(self, index):
         residual = 2 * self.num_pairs + self.has_bias
@@ -210,6 +202,14 @@ class AllGatherMatmul(Call):
 
     target = "jax_ub$all_gather_matmul"
     gathers = True
+    option_names = (
+        "num_kernels",
+        "rhs_transposed",
+        "has_bias",
+        "has_residual",
+        "return_gathered",
+        "scale",
+    )
 
     num_kernels: int
     rhs_transposed: bool
@@ -278,17 +278,6 @@ class AllGatherMatmul(Call):
             )
             ys.append(y)
         return [*ys, x, *self.gathered_scales(scales)] if self.return_gathered else ys
-
-    def options(self):
-        return {
-            "num_kernels": self.num_kernels,
-            "rhs_transposed": self.rhs_transposed,
-            "has_bias": self.has_bias,
-            "has_residual": self.has_residual,
-            "return_gathered": self.return_gathered,
-            "scale": np.float32(self.scale),
-            **self.scale_options,
-        }
 
     def aliases(self, operands):
         if not self.has_residual:
@@ -363,6 +352,7 @@ class Wgrad(Call):
     gathers = True
     contracts_rows = True
     is_batchable = False  # dw_i is summed over batch axes
+    option_names = ("num_outputs", "accumulate", "scale")
 
     num_outputs: int
     accumulate: bool
@@ -411,13 +401,7 @@ class Wgrad(Call):
         return call(*operands, scales=scales)
 
     def options(self):
-        return {
-            "num_outputs": self.num_outputs,
-            "accumulate": self.accumulate,
-            "gather": _GATHER[self.gather],
-            "scale": np.float32(self.scale),
-            **self.scale_options,
-        }
+        return {**super().options(), "gather": _GATHER[self.gather]}
 
     def aliases(self, operands):
         return overwritten(operands, 1 + self.num_outputs, self.out_dtype)
