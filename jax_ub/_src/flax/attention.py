@@ -406,11 +406,4 @@ class TransformerLayer(nnx.Module):
     def _drop(self, module, deterministic, y):
         if deterministic:
             return y
-        layout = self.mlp.fc2.sharding_layout
-        return dropout(
-            y,
-            module.rate,
-            module.rngs(),
-            axis_name=layout.axis_name,
-            sequence_parallel=layout.sequence_parallel,
-        )
+        return dropout(y, module.rate, module.rngs(), self.mlp.fc2.sharding_layout)

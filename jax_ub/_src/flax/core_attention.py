@@ -231,21 +231,15 @@ def per_device_key(key: jax.Array, axes: Iterable[str]) -> jax.Array:
     return key
 
 
-def dropout(
-    y: jax.Array,
-    rate: float,
-    key: jax.Array,
-    *,
-    axis_name: str | tuple[str, ...],
-    sequence_parallel: bool,
-) -> jax.Array:
+def dropout(y: jax.Array, rate: float, key: jax.Array, layout: Any) -> jax.Array:
     """Applies dropout to tokens `[..., tokens, features]`, with a mask for each shard.
 
-    `key` is the same on every rank. `axis_name` shards tokens if `sequence_parallel`.
+    `key` is the same on every rank. `layout.axis_name` shards tokens if
+    `layout.sequence_parallel`; it is a `ShardingLayout` or a linen module.
     """
     # Otherwise all ranks on this axis have the same tokens and must draw the same mask,
     # even if the type of y varies over the axis.
-    replicated_axes = () if sequence_parallel else axis_tuple(axis_name)
+    replicated_axes = () if layout.sequence_parallel else axis_tuple(layout.axis_name)
     key = per_device_key(key, varying_axes(y).difference(replicated_axes))
     # linen layers use nnx.Dropout, too, because linen's Dropout does not support arrays
     # on an explicit mesh.

@@ -317,10 +317,4 @@ class TransformerLayer(TensorParallel):
     def _drop(self, deterministic, y):
         if deterministic:
             return y
-        return dropout(
-            y,
-            self.hidden_dropout,
-            self.make_rng("dropout"),
-            axis_name=self.axis_name,
-            sequence_parallel=self.sequence_parallel,
-        )
+        return dropout(y, self.hidden_dropout, self.make_rng("dropout"), self)
