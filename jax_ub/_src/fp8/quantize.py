@@ -146,9 +146,7 @@ def quantize_layer(
 
         qs = tuple(quantized(x, INPUT) for x in xs)
         return (*qs, x)[0], tuple(quantized(w, role) for w in ws)
-    maxima = [_amax_of_all(arrays) for arrays in (ws, xs) if arrays]
-    varying = vma.axes_of(*maxima)
-    amax = _agreed(ranks, jnp.stack(vma.pcast_varying(maxima, varying)))
+    amax = _agreed_maxima(ranks, [arrays for arrays in (ws, xs) if arrays])
     scale_of_ws = scaling.current_scale(amax[0], recipe, KERNEL)
     if xs:
         scale_of_x = scaling.current_scale(amax[1], recipe, INPUT)
@@ -245,6 +243,12 @@ def _agreed(ranks, amax):
     if axes and axes == ranks.axis_name:
         return all_reduce_max(ranks, amax)
     return lax.pmax(amax, axes) if axes else amax
+
+
+def _agreed_maxima(ranks, groups):
+    """Returns the amax of each group of arrays. One collective reduces all of them."""
+    maxima = [_amax_of_all(arrays) for arrays in groups]
+    return _agreed(ranks, jnp.stack(vma.pcast_varying(maxima, vma.axes_of(*maxima))))
 
 
 def _varying_axes(ranks, amax):
@@ -375,9 +379,11 @@ def quantize_params(
         checks.check_rank(op, name, leaves[i])
         checks.check_float(op, **{name: leaves[i]})
         checks.check_not_empty(op, name, leaves[i])
-    agree = axis_name is not None and isinstance(recipe, Float8CurrentScaling)
-    if agree and chosen:
-        all_scales = _stacked_scales(recipe, axis_name, [leaves[i] for i in chosen])
+    if chosen and axis_name is not None and isinstance(recipe, Float8CurrentScaling):
+        ranks = ranks_of(op, axis_name)
+        maxima = _agreed_maxima(ranks, [(leaves[i],) for i in chosen])
+        scales = scaling.current_scale(maxima, recipe, KERNEL)
+        all_scales = [_like(scales[k], leaves[i]) for k, i in enumerate(chosen)]
     else:
         all_scales = [
             _scales(
@@ -395,13 +401,3 @@ def quantize_params(
 
 def _is_matrix(path, leaf):
     return checks.is_array(leaf) and leaf.ndim == 2 and leaf.dtype in dtypes.RESULTS
-
-
-def _stacked_scales(recipe, axis_name, kernels):
-    """Returns the scales of several kernels. One collective reduces their maxima."""
-    maxima = [fp8_casts.amax_of(lax.stop_gradient(w)).reshape(()) for w in kernels]
-    axes = vma.axes_of(*maxima)
-    stacked = jnp.stack(vma.pcast_varying(maxima, axes))
-    agreed = _agreed(ranks_of("quantize_params", axis_name), stacked)
-    scales = scaling.current_scale(agreed, recipe, KERNEL)
-    return [scales[i].reshape((1,) * w.ndim) for i, w in enumerate(kernels)]
