@@ -306,29 +306,21 @@ class ShardingLayout:
 
     def check_features(self, shape: Sequence[int], mesh: AnyMesh) -> None:
         """Raises an error if the ranks do not divide the features of a kernel."""
-        self._check_fsdp(shape[self._fsdp_dim], mesh)
-        dim = self.mode.sharded_dim
-        if dim is None:
-            return
-        num_ranks = self.axis_size(mesh)
-        if shape[dim] % num_ranks == 0:
-            return
-        padded = checks.round_up(shape[dim], num_ranks)
-        raise ShapeContractError(
-            f"{self.op}: the kernel has {shape[dim]} {IN_OUT[dim]} features, which do "
-            f"not divide into the {num_ranks} ranks of mesh axis "
-            f"{shown(self.axis_name)}. Use {padded}, or do not shard this layer."
-        )
-
-    def _check_fsdp(self, size, mesh):
         sizes = self._sizes(mesh, "fsdp_axes has {}, which", self.fsdp_axes)
-        num_ranks = math.prod(sizes)
-        if size % num_ranks:
+        axes, fix = f"fsdp_axes = {self.fsdp_axes}", "fsdp_axes=() for this layer"
+        self._check_divides(shape, self._fsdp_dim, math.prod(sizes), axes, fix)
+        dim = self.mode.sharded_dim
+        if dim is not None:
+            axes, fix = f"mesh axis {shown(self.axis_name)}", "do not shard this layer"
+            self._check_divides(shape, dim, self.axis_size(mesh), axes, fix)
+
+    def _check_divides(self, shape, dim, num_ranks, axes, fix):
+        if shape[dim] % num_ranks:
+            padded = checks.round_up(shape[dim], num_ranks)
             raise ShapeContractError(
-                f"{self.op}: the kernel has {size} {IN_OUT[self._fsdp_dim]} features, "
-                f"which do not divide into the {num_ranks} ranks of fsdp_axes = "
-                f"{self.fsdp_axes}. Use {checks.round_up(size, num_ranks)}, or "
-                "fsdp_axes=() for this layer."
+                f"{self.op}: the kernel has {shape[dim]} {IN_OUT[dim]} features, which "
+                f"do not divide into the {num_ranks} ranks of {axes}. Use {padded}, or "
+                f"{fix}."
             )
 
     def check_contraction(
