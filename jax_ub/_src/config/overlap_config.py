@@ -259,13 +259,11 @@ def _with_comm_type(name, read):
 _ALIASES = {"forward": FPROP, "fwd": FPROP, "backward": DGRAD, "bwd": DGRAD}
 
 
-def with_known_pass(name: object) -> object:
+def with_known_pass(name: str) -> str:
     """Replaces an alias of a pass in an overlap's name: "fc1_forward" -> "fc1_fprop".
 
     The result, "fc1_fprop", serves to find the name that a user meant.
     """
-    if not isinstance(name, str):
-        return name
     layer, _, direction = name.rpartition("_")
     return f"{layer}_{_ALIASES[direction]}" if direction in _ALIASES else name
 

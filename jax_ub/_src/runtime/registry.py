@@ -358,7 +358,7 @@ def _unknown_layer(label, axis, ub_name, layer):
             f"{label}: {shown(ub_name)} is initialized for FP8 buffers only, but the "
             "operands are not FP8. Pass initialize_ub(quantization_modes=[NONE, FP8])."
         )
-    meant = split_name(str(with_known_pass(ub_name)))[0]
+    meant, _ = split_name(with_known_pass(ub_name))
     return UnknownNameError(
         f"{label}: axis {axis.axis_name} has no overlap {shown(ub_name)}. "
         f"{nearest(meant, known)} Configure it in initialize_ub(ub_cfgs=...), or "
