@@ -59,8 +59,11 @@ def pcast_varying(op: str, main_grad: jax.Array, axes) -> jax.Array:
     Returns:
         The main_grad, promoted over axes of one rank.
     """
-    main_grad = _promote_over_single_ranks(main_grad, axes)
-    missing = sorted(frozenset(axes) - vma.axes_of(main_grad))
+    # A cast to varying over axes of size 1 changes no gradient: its transpose is a sum
+    # over one rank.
+    new = frozenset(axes) - vma.axes_of(main_grad)
+    single = [axis for axis in new if lax.axis_size(axis) == 1]
+    missing = sorted(new.difference(single))
     if missing:
         raise ShapeContractError(
             f"{op}: main_grad is the same on all ranks of {missing}, but this call's "
@@ -68,14 +71,6 @@ def pcast_varying(op: str, main_grad: jax.Array, axes) -> jax.Array:
             f"main_grad, {tuple(missing)}, to='varying'), and sum them over "
             f"{tuple(missing)} after the last microbatch."
         )
-    return main_grad
-
-
-def _promote_over_single_ranks(main_grad, axes):
-    # Mesh axes of size 1. A cast to varying over them changes no gradient, because its
-    # transpose is a sum over one rank.
-    new = frozenset(axes) - vma.axes_of(main_grad)
-    single = [axis for axis in new if lax.axis_size(axis) == 1]
     return vma.pcast_varying(main_grad, single)
 
 

@@ -52,11 +52,14 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
     rule = jax.custom_vjp(primal, nondiff_argnums=(0,))
 
     def forward_rule(config, *operands):
-        values = value_of(operands)
+        values = jax.tree.map(lambda operand: operand.value, operands)
         x, ws, biases, residual, main_grads, *_ = operands
         check_sources(config.label, x, *(ws if main_grads is None else ()))
         ys, gathered = rule(config, *values)
-        wants_dw = needs_dw(ws, main_grads)
+        # With main_grads, the gradients of the kernels are accumulated there. They are
+        # not disabled by stop_gradient of ws, because a scan over layers would save its
+        # result as another residual, whereas it reuses the kernels themselves.
+        wants_dw = needs(ws if main_grads is None else main_grads)
         name = config.ub_name
         ys = tuple(save(y, "y", name) for y in ys)
         gathered = save(gathered, "gathered", name)
@@ -289,14 +292,6 @@ def is_placeholder(leaf) -> bool:
     return leaf.dtype == bool and leaf.size == 0
 
 
-def value_of(tree):
-    """Unwraps operands that `defvjp(symbolic_zeros=True)` passes to a forward rule.
-
-    The structure of the tree is kept, and None stays None.
-    """
-    return jax.tree.map(lambda leaf: leaf.value, tree)
-
-
 def needs(tree) -> bool:
     """Returns whether JAX needs the gradient of any of these operands.
 
@@ -308,17 +303,6 @@ def needs(tree) -> bool:
     if is_scaled(tree):
         return needs(tree.source)
     return tree is not None and tree.perturbed
-
-
-def needs_dw(w, main_grad) -> bool:
-    """Returns whether the backward pass must compute the gradient of a kernel.
-
-    With a `main_grad` the kernel's gradient is accumulated there, so only whether
-    main_grad is differentiated counts. The callers do not apply stop_gradient to `w`
-    instead, because a scan over layers would save its result as another residual,
-    whereas it reuses the kernels themselves.
-    """
-    return needs(w if main_grad is None else main_grad)
 
 
 def is_zero(cotangent) -> bool:
