@@ -181,9 +181,8 @@ def _read_environment(tuning):
 
 
 def _read_entry(entry: dict[str, Any]):
-    case = TunedKey(
-        **{name: _typed(entry, name, kind) for name, kind in _KEY_TYPES.items()}
-    )
+    fields = dataclasses.fields(TunedKey)
+    case = TunedKey(**{f.name: _typed(entry, f.name, f.type) for f in fields})
     if case.op not in OPS:
         raise UnknownNameError(f"unknown op {shown(case.op)}. {nearest(case.op, OPS)}")
     methods = [method.value for method in methods_of(case.op)]
@@ -212,10 +211,6 @@ def _read_tiles(case: TunedKey, given: Any) -> PallasTiles:
         if case.op == "all_gather_matmul" and given == dataclasses.asdict(tiles):
             return tiles
     raise ValueError(f"{case.op}: pallas = {shown(given)} is not known")
-
-
-# The fields of a `TunedKey` and their types in the file.
-_KEY_TYPES = {"op": str, "num_ranks": int, "M": int, "K": int, "N": int, "dtype": str}
 
 
 def _typed(entry, name, kind, least=None):
