@@ -348,8 +348,6 @@ class BackwardLinearScale(BackwardPattern):
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """Computes the gradients of x and kernel; each GEMM multiplies by `scale`."""
-        if dy is None or not needs[0]:
-            return super().backward(residuals, dy, d_extra_outputs, needs)
         dx, d_params, _ = self.linear.backward(
             residuals[0], dy, (), needs[0], scale=self.scale.scale
         )
@@ -374,8 +372,6 @@ class BackwardActivationBias(BackwardPattern):
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
         """Computes dx and the bias gradient from one f32 array; rounds each once."""
-        if dy is None or not needs[1].x:
-            return super().backward(residuals, dy, d_extra_outputs, needs)
         dx = self.activation.gradient(residuals[1]["x"], dy)
         d_params = {"bias": row_sum(dx)} if needs[0].params else {}
         return dx.astype(dy.dtype), (d_params, {}), ((), ())

@@ -139,8 +139,6 @@ class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
 
         `residual`, another gradient of x, is added to dx.
         """
-        if dy is None or not any(needs):
-            return super().backward(residuals, dy, d_extra_outputs, needs)
         linear = self.linear
         dy = dy if linear.takes_quantized_grad else dequantized(dy)
         x, w, main_grad = linear.saved_operands(residuals[0], needs[0])
