@@ -72,8 +72,8 @@ class Bias(BasicOperation):
         return {"bias": bias}
 
     def specs(self):
-        spec = PartitionSpec(self.axis_name) if self.tensor_parallel else None
-        return {"bias": PartitionSpec() if spec is None else spec}
+        axes = (self.axis_name,) if self.tensor_parallel else ()
+        return {"bias": PartitionSpec(*axes)}
 
     def forward(self, params, x, extra_inputs, saves):
         """Adds the bias to x in f32 and rounds the sum once."""

@@ -392,8 +392,7 @@ class Linear(_LinearOptions, Operation):
 
     def __post_init__(self):
         arguments.check("Linear", use_bias=self.use_bias)
-        linear = self.basic_ops[0]
-        options = getattr(linear, "userbuffers_options", None)
+        options = self.basic_ops[0].userbuffers_options
         object.__setattr__(self, "userbuffers_options", options)
 
     def __repr__(self) -> str:

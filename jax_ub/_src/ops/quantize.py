@@ -212,11 +212,9 @@ def with_quantizers(
     states = []
     for role in (INPUT, OUTPUT_GRAD):
         for path in _paths(ops, role):
-            op: Any = ops[path.start]
-            recipe = op.fp8
+            recipe = result[path.start].fp8
             if recipe is None and path.linear is not None:
-                linear: Any = ops[path.linear]
-                recipe = linear.fp8
+                recipe = result[path.linear].fp8
                 if isinstance(recipe, DelayedScaling):
                     states.append((path.linear, path.start, role))
             quantizer = Quantizer(
