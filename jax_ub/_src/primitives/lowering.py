@@ -176,12 +176,6 @@ def _instead_of_pallas(call, reason):
     )
 
 
-def _lower_elsewhere(ctx, *operands, call):
-    find_ranks(ctx, call.label, call.axis_name)
-    platforms = ", ".join(ctx.module_context.platforms)
-    return _lower_to_reference(ctx, operands, call, f"no engine for {platforms}")
-
-
 def lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Sequence[Any]:
     """Lowers a call for the platforms of the program: usually there is one.
 
@@ -189,14 +183,17 @@ def lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Sequence
     only lower primitives with one rule, unless it caches the lowering.
     """
     platforms = ctx.platforms or ctx.module_context.platforms
+    names = ", ".join(platforms)
+    rule = {"cpu": _lower_on_cpu, "cuda": _lower_on_cuda}.get(names)
+    if rule is not None:
+        return rule(ctx, *operands, call=call)
+    find_ranks(ctx, call.label, call.axis_name)  # raises an error for a wrong mesh
+    reason = f"no engine for {names}"
     if len(platforms) > 1:
-        find_ranks(ctx, call.label, call.axis_name, takes_partitions=True)
-        reason = f"it is exported for several platforms, {', '.join(platforms)}"
-        return _lower_to_reference(
-            ctx, operands, call, f"{reason}; export it once for each"
+        reason = (
+            f"it is exported for several platforms, {names}; export it once for each"
         )
-    rules = {"cpu": _lower_on_cpu, "cuda": _lower_on_cuda}
-    return rules.get(platforms[0], _lower_elsewhere)(ctx, *operands, call=call)
+    return _lower_to_reference(ctx, operands, call, reason)
 
 
 def _lower_to_reference(ctx, operands, call, reason):
