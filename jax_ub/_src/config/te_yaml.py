@@ -47,7 +47,6 @@ def from_te(source: Mapping | str | os.PathLike) -> dict[str, dict[str, object]]
         ImportError: if YAML is given and PyYAML is not installed.
     """
     found = source if isinstance(source, Mapping) else _read_yaml(source)
-    found = {} if found is None else found
     unset = []
     if isinstance(found, Mapping):
         unset = [name for name, entry in found.items() if entry is None]
