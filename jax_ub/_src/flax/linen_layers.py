@@ -202,10 +202,8 @@ class MultiHeadAttention(TensorParallel):
             core = dataclasses.replace(
                 core, sharding_layout=out.sharding_layout.replicated()
             )
-        if self.is_deterministic(deterministic, self.dropout_rate):
-            key = None
-        else:
-            key = self.make_rng("dropout")
+        is_dropped = not self.is_deterministic(deterministic, self.dropout_rate)
+        key = self.make_rng("dropout") if is_dropped else None
         y = core(q, k, v, mask=mask, positions=positions, dropout_key=key)
         return out(y, residual=residual)
 

@@ -53,9 +53,7 @@ def gather_kernels(
         kernel = vma.pcast_varying(kernel, vma.axes_of(x))
         return lax.all_gather(kernel, axes, axis=dim, tiled=True)
 
-    def spread(main_grad):
-        return pad_with_zeros(main_grad, axes, dim)
-
+    spread = functools.partial(pad_with_zeros, axes=axes, dim=dim)
     return jax.tree.map(gather, kernels), jax.tree.map(spread, main_grads)
 
 
