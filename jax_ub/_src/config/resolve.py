@@ -97,7 +97,7 @@ _POSSIBLE = {
 _FP8_SUMS = (Method.PIPELINE, Method.RING_EXCHANGE, Method.AUTO, Method.XLA)
 # Settings that have an effect only with some methods, and only for reduce-scatters
 # (True), all-gathers (False) or both (None). Otherwise they must have their default.
-_ONLY = {
+ONLY = {
     "num_splits": ((Method.PIPELINE,), None),
     "aggregate": ((Method.RING_EXCHANGE,), False),
     "use_ce": (
@@ -246,7 +246,7 @@ def _free_method(direction, comm_type):
 
 
 def _check_keys(name, method, comm_type, entry, defaults):
-    for key, (only, scatters) in _ONLY.items():
+    for key, (only, scatters) in ONLY.items():
         fits = method in only and scatters in (None, comm_type is _RS)
         if fits or entry.get(key, defaults[key]) == defaults[key]:
             continue

@@ -6,20 +6,16 @@ import pathlib
 from collections.abc import Mapping
 
 from jax_ub._src.config.overlap_config import CommOverlapType
-from jax_ub._src.config.resolve import NAMES, read_entries
+from jax_ub._src.config.resolve import NAMES, ONLY, read_entries
 from jax_ub._src.errors import ConfigurationError, ConfigurationTypeError, shown
 from jax_ub._src.methods import Method
 
-# Keys that Transformer Engine ignores in some overlaps. For each, a function that
-# returns whether it reads the key.
+# Keys that Transformer Engine ignores in some overlaps, with the methods and
+# collectives for which it reads them, in the form of `ONLY`.
 _READ_BY = {
-    "num_splits": lambda method, gathers: method is Method.PIPELINE,
-    "aggregate": lambda method, gathers: method is Method.RING_EXCHANGE and gathers,
-    "use_ce": lambda method, gathers: method is Method.RING_EXCHANGE,
-    "pipeline_rs_overlap_first_gemm": lambda method, gathers: (
-        method is Method.PIPELINE and not gathers
-    ),
-    "fp8_buf": lambda method, gathers: not gathers and method is not Method.BULK,
+    **ONLY,
+    "use_ce": ((Method.RING_EXCHANGE,), None),
+    "fp8_buf": (tuple(set(Method) - {Method.BULK}), True),
 }
 
 
@@ -66,11 +62,12 @@ def _without_ignored_keys(name, entry):
     gathers = comm_type is CommOverlapType.AG
     if name in NAMES and default is Method.BULK and method is not Method.BULK:
         gathers = False
-    return {
-        key: value
-        for key, value in entry.items()
-        if key not in _READ_BY or _READ_BY[key](method, gathers)
-    }
+
+    def is_read(key):
+        only, scatters = _READ_BY.get(key, (Method, None))
+        return method in only and scatters in (None, not gathers)
+
+    return {key: value for key, value in entry.items() if is_read(key)}
 
 
 def _read_yaml(source):
