@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ub._src import arguments, dtypes, lowering_log
-from jax_ub._src.checks import axis_tuple, check_array, has_symbolic_sizes, is_integer
+from jax_ub._src.checks import check_array, has_symbolic_sizes, is_integer
 from jax_ub._src.errors import (
     ShapeContractError,
     UbError,
@@ -30,7 +30,7 @@ from jax_ub._src.sharding.sharded_linear import (
     split_features,
     with_output_sharding,
 )
-from jax_ub._src.sharding.specs import explicit_axes, indivisible_reason
+from jax_ub._src.sharding.specs import explicit_axes, indivisible_reason, spec_over
 
 _NO_MESH = (
     "no mesh is known here: call the layer under jax.set_mesh(mesh), or pass mesh= to "
@@ -385,9 +385,7 @@ def _whole_tokens(lhs, layout):
     axes = set(layout.axes)
     if layout.parallel != COLUMN or axes.isdisjoint(explicit_axes(sharding.mesh)):
         return lhs
-    entries = map(axis_tuple, sharding.spec)
-    kept = (tuple(name for name in entry if name not in axes) for entry in entries)
-    spec = P(*(entry or None for entry in kept))
+    spec = spec_over(sharding.spec, set(sharding.mesh.axis_names) - axes)
     return jax.sharding.reshard(lhs, sharding.update(spec=spec))
 
 

@@ -13,14 +13,14 @@ parallel does not shard tokens over `tp` either if `tp` does not divide them. If
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ub._src.checks import round_up
+from jax_ub._src.checks import axis_tuple, round_up
 from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.sharding.layout import AnyMesh, ShardingLayout
 
@@ -120,6 +120,12 @@ def explicit_axes(mesh: AnyMesh) -> set[str]:
     return {name for name, axis_type in types if axis_type == AxisType.Explicit}
 
 
+def spec_over(spec: P, axes: Collection[str]) -> P:
+    """Returns a spec without the mesh axes that are not among `axes`."""
+    entries = (tuple(n for n in axis_tuple(entry) if n in axes) for entry in spec)
+    return P(*(entry or None for entry in entries))
+
+
 def free_axes(op: str, mesh: AnyMesh) -> dict[str, Any]:
     """Returns `jax.shard_map` arguments that make all remaining mesh axes manual.
 
@@ -148,9 +154,7 @@ def reshard(mesh: AnyMesh, specs: Sequence[P], operands: Sequence[Any]) -> list[
         return list(operands)
     resharded = []
     for spec, operand in zip(specs, operands, strict=True):
-        entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
-        kept = (tuple(name for name in entry if name in explicit) for entry in entries)
-        sharding = NamedSharding(mesh, P(*(entry or None for entry in kept)))
+        sharding = NamedSharding(mesh, spec_over(spec, explicit))
         resharded.append(
             jax.tree.map(lambda x, to=sharding: jax.sharding.reshard(x, to), operand)
         )
