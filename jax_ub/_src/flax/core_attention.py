@@ -19,12 +19,7 @@ from jax_ub._src.errors import ShapeContractError, UnknownNameError, shown
 from jax_ub._src.primitives import vma
 from jax_ub._src.reference import with_rank
 from jax_ub._src.sharding.layout import ShardingLayout
-from jax_ub._src.sharding.specs import (
-    batch_axes,
-    free_axes,
-    nontrivial_axes,
-    reshard,
-)
+from jax_ub._src.sharding.specs import batch_axes, free_axes, nontrivial_axes, reshard
 
 
 @dataclasses.dataclass(frozen=True)

@@ -292,12 +292,7 @@ class TransformerLayer(TensorParallel):
             **options,
         )
         norm = make_norm(
-            nn,
-            op,
-            self.normalization,
-            self.epsilon,
-            options,
-            name="attention_norm",
+            nn, op, self.normalization, self.epsilon, options, name="attention_norm"
         )
         attend = functools.partial(
             attention,

@@ -249,14 +249,9 @@ class UserbuffersForwardLinear(UserbuffersLinear, ForwardPattern):
         """
         op, mode = "UserbuffersForwardLinear", tensor_parallel_mode
         checks.check_array(op, "weight", weight)
+        dtype = weight.dtype if dtype is None else dtype
         config = overlapped_call_config(
-            op,
-            mode,
-            axis_name,
-            sequence_parallel,
-            ub_comm_name,
-            method,
-            weight.dtype if dtype is None else dtype,
+            op, mode, axis_name, sequence_parallel, ub_comm_name, method, dtype
         )
         _check_forward(config, input, weight, bias)
         x, w = input.astype(config.dtype), weight.astype(config.dtype)

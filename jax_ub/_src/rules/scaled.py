@@ -193,12 +193,7 @@ def quantized(
         shapes.check_float(label, **{name: operand})
     state = check_state(label, recipe, state, roles, argument="fp8_state")
     x, ws = quantize_layer(
-        config.collective,
-        recipe,
-        x,
-        ws,
-        state,
-        rhs_transposed=config.rhs_transposed,
+        config.collective, recipe, x, ws, state, rhs_transposed=config.rhs_transposed
     )
     _check_ranks(config)
     x, _ = _with_scalar_scales(of_x, x, ())
