@@ -119,9 +119,7 @@ class OverlapFlags:
                 "gradient is reduce-scattered once: during the dgrad GEMM or the wgrad "
                 "GEMM. Leave one of the two out."
             )
-        if self.ub_bulk_dgrad is None or self.ub_bulk_wgrad is None:
-            return
-        if bool(self.ub_bulk_dgrad) != bool(self.ub_bulk_wgrad):
+        if len({flags[name] for name in _BULK if name in flags}) > 1:
             raise UnsupportedOverlapError(
                 f"{op}: ub_bulk_dgrad = {self.ub_bulk_dgrad} and ub_bulk_wgrad = "
                 f"{self.ub_bulk_wgrad}, but jax_ub overlaps both or neither. Pass "
