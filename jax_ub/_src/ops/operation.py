@@ -125,12 +125,9 @@ class BasicOperation(Operation):
     takes_quantized: ClassVar[bool] = False
     takes_quantized_grad: ClassVar[bool] = False
 
-    extra_input_channels: tuple[str | None, ...] = dataclasses.field(
-        default=(), kw_only=True
-    )
-    extra_output_channels: tuple[OutputChannel | None, ...] = dataclasses.field(
-        default=(), kw_only=True
-    )
+    _: dataclasses.KW_ONLY
+    extra_input_channels: tuple[str | None, ...] = ()
+    extra_output_channels: tuple[OutputChannel | None, ...] = ()
 
     def __post_init__(self):
         """Checks the constructor's arguments. Subclasses that override it call it."""
@@ -281,7 +278,8 @@ class BasicOperation(Operation):
         check_channel_name(self.label, name)
         channels = list(getattr(self, field) or (None,) * number)
         channels[index] = channel
-        return dataclasses.replace(self, **{field: tuple(channels)})
+        changes: dict[str, Any] = {field: tuple(channels)}
+        return dataclasses.replace(self, **changes)
 
 
 def _checked_channels(label, field, channels, number, kind):
