@@ -105,8 +105,8 @@ class Ranks:
     """The devices that run a lowered call, by rank, or why the engine cannot run it."""
 
     # Global device ids: table[group * P + rank], i64. Empty for a local op.
-    table: np.ndarray
-    reason: str | None  # why the engine cannot run the call; None if it can
+    table: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+    reason: str | None = None  # why the engine cannot run the call; None if it can
     spans_processes: bool = False  # whether a group has ranks in several processes
     groups: tuple[tuple[jax.Device, ...], ...] = ()  # devices, groups[group][rank]
     ids: tuple[int, ...] = ()  # ids of all devices of the mesh, in mesh order
@@ -137,31 +137,29 @@ def find_ranks(
     context = ctx.module_context.axis_context
     if not isinstance(context, mlir.SPMDAxisContext):
         _refuse_unless_one_device(context, label)
-        return Ranks(np.zeros(0, np.int64), None)
+        return Ranks()
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh = context.mesh
     _refuse_automatic_axes(mesh, context.manual_axes, label)
     if any(map(has_symbolic_sizes, ctx.avals_in)):
         # jaxlib may crash if a custom call has symbolic sizes. `Ranks.reason` makes the
         # lowering use plain JAX instead of a custom call.
         return Ranks(
-            np.zeros(0, np.int64),
-            "it is exported with symbolic sizes, and inside jax.shard_map XLA cannot "
-            "find the sizes of a custom call; export it once for each size",
+            reason="it is exported with symbolic sizes, and inside jax.shard_map XLA "
+            "cannot find the sizes of a custom call; export it once for each size"
         )
     is_abstract = isinstance(mesh, jax.sharding.AbstractMesh)
     devices = () if is_abstract else tuple(mesh.devices.flat)
     if not axes:
-        return Ranks(np.zeros(0, np.int64), None, devices=devices)
+        return Ranks(devices=devices)
     if is_abstract:
         if takes_partitions and jax.process_count() == 1:
             # Partition ids are the positions of devices in the mesh.
             ids = tuple(range(math.prod(mesh.axis_sizes)))
             groups = rank_groups(mesh, axes, ids)
-            return Ranks(groups.reshape(-1), None, ids=ids, are_partitions=True)
+            return Ranks(groups.reshape(-1), ids=ids, are_partitions=True)
         return Ranks(
-            np.zeros(0, np.int64),
-            "it is lowered for an abstract mesh, which names no devices; pass "
-            "jax.shard_map(mesh=...) or jax.set_mesh a concrete jax.sharding.Mesh",
+            reason="it is lowered for an abstract mesh, which names no devices; pass "
+            "jax.shard_map(mesh=...) or jax.set_mesh a concrete jax.sharding.Mesh"
         )
     ids = tuple(device.id for device in devices)
     groups = rank_groups(mesh, axes, ids)
