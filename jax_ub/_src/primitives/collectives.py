@@ -230,12 +230,8 @@ class BulkAllGather(Call):
 
     def global_sizes(self, operands):
         op, rows, width, _ = super().global_sizes(operands)
-        return (
-            op,
-            rows,
-            width,
-            self.num_ranks * num_features(operands[: self.num_pairs]),
-        )
+        dys = operands[: self.num_pairs]
+        return op, rows, width, self.num_ranks * num_features(dys)
 
 
 def bulk_all_gather(
