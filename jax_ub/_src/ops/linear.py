@@ -28,7 +28,6 @@ from jax_ub._src.ops.operation import (
     Residuals,
     check_params,
     compute_dtype,
-    constructor_call,
     init_parameter,
 )
 from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
@@ -394,9 +393,6 @@ class Linear(_LinearOptions, Operation):
         arguments.check("Linear", use_bias=self.use_bias)
         options = self.basic_ops[0].userbuffers_options
         object.__setattr__(self, "userbuffers_options", options)
-
-    def __repr__(self) -> str:
-        return constructor_call(self)
 
     @property
     def basic_ops(self):

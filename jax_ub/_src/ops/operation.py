@@ -87,6 +87,16 @@ class Operation(arguments.KeywordsChecked):
         """
         return self.basic_ops
 
+    def __repr__(self) -> str:
+        """Returns a dataclass's constructor call as text, without default arguments."""
+        op: Any = self
+        given = [
+            f"{field.name}={shown(getattr(op, field.name))}"
+            for field in dataclasses.fields(op)
+            if field.repr and getattr(op, field.name) != field.default
+        ]
+        return f"{type(op).__name__}({', '.join(given)})"
+
     def init(self, key: jax.Array) -> Any:
         """Creates the parameters of the operation, as a pytree of global arrays."""
         raise NotImplementedError
@@ -165,9 +175,6 @@ class BasicOperation(Operation):
     def comm_name(self) -> str | None:
         """Returns the operation's overlap name in `initialize_ub`, or None."""
         return None
-
-    def __repr__(self) -> str:
-        return constructor_call(self)
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Creates the parameters as global arrays by name; by default, none."""
@@ -340,16 +347,6 @@ def init_parameter(
     values = make(key, shape, op.param_dtype)
     checks.check_initial(op.label, name, values, shape)
     return values
-
-
-def constructor_call(op) -> str:
-    """Returns a dataclass's constructor call as text, without default arguments."""
-    arguments = [
-        f"{field.name}={shown(getattr(op, field.name))}"
-        for field in dataclasses.fields(op)
-        if field.repr and getattr(op, field.name) != field.default
-    ]
-    return f"{type(op).__name__}({', '.join(arguments)})"
 
 
 def check_params(label: str, params: Any) -> None:
