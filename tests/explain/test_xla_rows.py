@@ -222,6 +222,24 @@ def test_only_sums_of_activation_gradients_are_missed(tokens_are_sharded, is_sca
     assert len(found.rows) == (0 if tokens_are_sharded else 2)
 
 
+def test_the_gradient_of_an_activation_that_has_the_shape_of_an_argument_is_missed():
+    """Here the tokens are an argument, and kernels are computed from parameters."""
+
+    def loss(kernels, x):
+        for up, down in kernels:
+            y = jax.lax.psum(jnp.tanh(x @ jnp.sin(up)) @ jnp.sin(down), "tp")
+            x = x + y
+        return (x**2).sum()
+
+    specs = [(P(None, "tp"), P("tp"))] * 2
+    kernels = [(jnp.ones((16, 64)), jnp.ones((64, 16)))] * 2
+    run = on_ranks(jax.grad(loss), tp_mesh(4), (specs, P()), specs)
+    found = ub.explain(run, kernels, jnp.ones((8, 16)))
+    # The results of both row layers, and the input gradient of the second column layer.
+    assert [row.count for row in found.rows] == [2, 1]
+    assert found.notes == ()
+
+
 def test_axes_that_only_share_a_scale_are_not_tensor_parallel():
     mesh = dp_tp_mesh(2, 2)
 

@@ -282,6 +282,29 @@ class _Program:
         has_kernel = any(sorted(sizes) in layers for _, sizes in factors)
         return shape in layers and not has_kernel
 
+    def _is_read_by_backward_pass(self, users: list[str], body: Body) -> bool:
+        """Returns whether a GEMM of the backward pass reads a gradient.
+
+        Then it is the gradient of an activation, which earlier layers read. `users`
+        are the instructions that read the gradient. The result is also True if other
+        instructions, but no GEMMs, are in between.
+        """
+        reached, seen = users, set(users)
+        while reached:
+            following: list[str] = []
+            for one in _known(reached, body):
+                dot = self._dots.get(one.called)
+                is_call = 'custom_call_target="jax_ub$' in one.text
+                if multiplies(one) or is_call or dot is not None:
+                    name = _NAME.search((dot.instruction if dot else one).text)
+                    if name and "transpose(" in name[1]:
+                        return True
+                    continue
+                following += body.users[one.name]
+            reached = [each for each in dict.fromkeys(following) if each not in seen]
+            seen.update(reached)
+        return False
+
     def _only_moves(self, one: Instruction) -> bool:
         """Returns whether an instruction is a fusion that changes no value."""
         has_no_dot = one.called not in self._impure and one.called not in self._dots
@@ -327,8 +350,11 @@ class _Program:
             is_of_kernel = is_right and self.gathers_argument(one, body, index)
         else:
             is_of_kernel = computed is not None and "transpose(" in computed[1]
-            sums_gradient = is_of_kernel and self._sums_parameter_gradient(
-                array, dot, body
+            users = body.users_by_array(one)[index]
+            sums_gradient = (
+                is_of_kernel
+                and self._sums_parameter_gradient(array, dot, body)
+                and not self._is_read_by_backward_pass(users, body)
             )
         return Pair(
             scope=named[1] if named else one.name,
