@@ -42,7 +42,7 @@ def about_collectives(
 
 
 def note_of(one: hlo.Pair | hlo.Unpaired, axes: Collection[str] | None) -> str | None:
-    """Returns the begin of the note that counts an array of a collective, or None.
+    """Returns the start of the note that counts an array of a collective, or None.
 
     Notes count gradients of parameters that are summed, and parameters that are
     gathered, because no call of jax_ub could overlap them. Over mesh axes that are not
