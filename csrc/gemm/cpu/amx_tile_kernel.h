@@ -117,6 +117,7 @@ inline void MultiplyRest(const char* a,
 
 inline void ScaleSums(char* sums, int64_t size, const TileOutput& output) {
   for (const float& factor : output.factors) {
+    if (factor == 1) continue;  // such as the scale of an operand that is not FP8
     const Vec factors = Broadcast(&factor);
     for (int64_t at = 0; at < size; at += 4 * kLanes) {
       Store(sums + at, Multiply(Load(sums + at), factors));

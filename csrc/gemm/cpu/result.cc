@@ -36,6 +36,7 @@ void ScaleRow(float* sums, int64_t columns, float scale, const float* factors) {
 }
 
 void ScaleRow(float* sums, int64_t columns, float scale) {
+  if (scale == 1) return;  // such as the scale of an operand that is not FP8
   for (int64_t c = 0; c < columns; ++c) sums[c] *= scale;
 }
 

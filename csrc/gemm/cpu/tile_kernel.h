@@ -40,6 +40,7 @@ inline void StoreRowsAsAny(Vec (&sum)[kRows][kVectors], const TileOutput& output
 template <int kRows, int kVectors>
 inline void ScaleTile(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
   for (const float& factor : output.factors) {
+    if (factor == 1) continue;  // such as the scale of an operand that is not FP8
     const Vec factors = Broadcast(&factor);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
