@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     timeout = "end all processes after this time, with exit status 124"
     add("--timeout", help=timeout, **times)
     linger = "how long the other processes may run on after one failed, to print "
-    linger += "their errors and statuses (default: 0)"
+    linger += "their errors and statuses (default: 0; at least 2 after a lost peer)"
     add("--linger", default=0.0, help=linger, **times)
     grace = "from the signal that ends a process to SIGKILL (default: 5)"
     add("--grace", default=5.0, help=grace, **times)
