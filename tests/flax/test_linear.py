@@ -450,7 +450,6 @@ def test_few_functions_are_between_a_layer_and_its_call(monkeypatch):
         "sharded_linear",
         "_shard_mapped",
         "parallel_linear",
-        "primal",
         "column_forward",
         "all_gather_matmul",
     ]

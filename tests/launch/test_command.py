@@ -205,7 +205,7 @@ if os.environ["SLURM_PROCID"] == "0":
     pid.with_suffix(".new").rename(pid)
     sys.exit(sys.argv[2] + "\\nlast line" * 20)
 while not pid.exists() or pathlib.Path("/proc", pid.read_text()).exists():
-    time.sleep(0.01)
+    time.sleep(0.01)  # at most until the launcher ends this process, after two seconds
 sys.exit("this is why")
 """
     path = script(text)

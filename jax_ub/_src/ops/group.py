@@ -147,11 +147,11 @@ class OperationGroup:
         jax.eval_shape(run, operands)
         # Placeholders keep the tree structure independent of the requested gradients.
         x_avals = tuple(
-            residual_or_placeholder(need.x, cotangent_aval(x))
+            cotangent_aval(x) if need.x else placeholder()
             for need, x in zip(needs, xs, strict=True)
         )
         edge_avals = {
-            edge: residual_or_placeholder(bool(need), cotangent_aval(edges[edge]))
+            edge: cotangent_aval(edges[edge]) if need else placeholder()
             for need, outputs in zip(needs, self.outputs, strict=True)
             for edge in outputs
         }

@@ -19,6 +19,7 @@ from jax_ub._src.primitives.collectives import all_gather, all_reduce, reduce_sc
 from jax_ub._src.primitives.scales import Operand
 from jax_ub._src.rules import wire
 from jax_ub._src.rules.call_config import CallConfig
+from jax_ub._src.rules.vjp import mapped_together
 
 
 def forward_of(config: CallConfig) -> Callable[..., Any]:
@@ -32,10 +33,12 @@ def column_forward(
     ws: tuple[Operand, ...],
     biases: tuple[jax.Array, ...] | None = None,
     residual: jax.Array | None = None,
+    *_: Any,
 ) -> tuple[tuple[jax.Array, ...], Operand | None]:
     """Computes `all_gather(x) @ w_i + bias_i + residual` for each kernel w_i.
 
-    Without overlap, `ws` has only one kernel.
+    Without overlap, `ws` has only one kernel. If `jax.vmap` maps any operand, it maps
+    all results, unless JAX itself differentiates the layer.
 
     Returns:
         The products `[..., M, N_i]`, and the gathered x if `config.returns_gathered`.
@@ -51,12 +54,16 @@ def column_forward(
             return_gathered=config.returns_gathered,
             **options,
         )
-        return ys, wire.widened(x, gathered)
-    sent = wire.as_sent(config.collective, x)
-    x = wire.widened(x, all_gather(config.collective, sent))
-    (bias,) = biases or (None,)
-    y = matmuls.matmul(config.local, (x,), ws, bias, residual, **options)
-    return (y,), x if config.returns_gathered else None
+        gathered = wire.widened(x, gathered)
+    else:
+        sent = wire.as_sent(config.collective, x)
+        rows = wire.widened(x, all_gather(config.collective, sent))
+        (bias,) = biases or (None,)
+        ys = (matmuls.matmul(config.local, (rows,), ws, bias, residual, **options),)
+        gathered = rows if config.returns_gathered else None
+    if config.is_mapped or (len(ys) == 1 and gathered is None):
+        return ys, gathered
+    return mapped_together((ys, gathered), (x, ws, biases, residual))
 
 
 def row_forward(
@@ -65,6 +72,7 @@ def row_forward(
     ws: tuple[Operand, ...],
     biases: tuple[jax.Array, ...] | None = None,
     residual: jax.Array | None = None,
+    *_: Any,
 ) -> tuple[tuple[jax.Array, ...], None]:
     """Computes `x @ w`, summed over the ranks if the layer is row-parallel.
 

@@ -24,8 +24,9 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
     """Makes a linear layer's `custom_vjp` from its forward and gradient functions.
 
     Args:
-        forward: (config, x, ws, biases, residual) -> (ys, gathered). `ws`, `biases` and
-            `ys` are tuples with one entry for each kernel.
+        forward: (config, x, ws, biases, residual, *others) -> (ys, gathered). `ws`,
+            `biases` and `ys` are tuples with one entry for each kernel. Only the
+            backward pass reads the others: main_grads, and the FP8 state.
         gradients: (config, saved, dys, d_gathered) -> (dx, dws). `saved` has "x", or
             "gathered" if the forward pass returned it, to compute kernel gradients;
             "ws", to compute the gradient of x; and "main_grads". Each is None if it is
@@ -40,16 +41,7 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         zeros operation by operation in an eager `shard_map`. Inside a traced program
         the jit is inlined.
     """
-
-    def primal(config, *operands):
-        # Only the backward pass reads main_grads and the FP8 state.
-        ys, gathered = forward(config, *operands[:4])
-        if len(ys) == 1 and not config.returns_gathered:
-            return ys, gathered
-        return mapped_together((ys, gathered), operands)
-
-    primal.__name__ = forward.__name__  # for profiles
-    rule = jax.custom_vjp(primal, nondiff_argnums=(0,))
+    rule = jax.custom_vjp(forward, nondiff_argnums=(0,))
 
     def forward_rule(config, *operands):
         values = jax.tree.map(lambda operand: operand.value, operands)
