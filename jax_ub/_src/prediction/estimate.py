@@ -222,12 +222,16 @@ def timeline(
     method: str,
     options: PlanOptions,
     variant: Variant = Variant.PLAIN,
-    rank: int = 0,
+    *,
+    every_rank: bool = False,
 ) -> list[Span]:
-    """Simulates a call; returns the timed steps of a rank, which represents all."""
-    sizes = rank, work.num_ranks, options.num_splits
-    steps = steps_of(work.op, method, *sizes, variant=variant.value)
-    return replay(rank, steps, work, machine, options)
+    """Simulates a call; returns the timed steps of rank 0, or of every rank."""
+    ranks = range(work.num_ranks if every_rank else 1)
+    sizes = work.num_ranks, options.num_splits
+    steps = [
+        steps_of(work.op, method, rank, *sizes, variant=variant.value) for rank in ranks
+    ]
+    return replay(steps, work, machine, options)
 
 
 def _options(work, machine, method) -> Iterator[PlanOptions]:

@@ -1,7 +1,6 @@
-"""Simulates the engine's schedules: computes when a rank starts and ends its steps.
+"""Simulates the engine's schedules: computes when each rank starts and ends its steps.
 
-The duration of a step is given by a cost model of the hardware. One rank represents all
-ranks: data arrives from a peer when this rank sends the same data.
+The duration of a step is given by a cost model of the hardware.
 
 A GPU rank has two lanes: its multiprocessors, and the stream that communicates, which
 launches copies, waits and sums one after the other. GEMMs are launched on other
@@ -11,7 +10,7 @@ thread, which runs one step after the other and blocks in waits.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_ub._src.prediction.cost import Processors, Workload
@@ -49,12 +48,13 @@ class PlanOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A simulated step, with its start and end in seconds.
+    """A simulated step of one rank, with its start and end in seconds.
 
     `lane` is "rank" on a host. On a GPU, a span is a launch, and its lane is "gemm", or
     "wire" for the stream that communicates.
     """
 
+    rank: int
     lane: str
     kind: str
     chunks: tuple[int, ...]
@@ -63,24 +63,40 @@ class Span:
 
 
 def replay(
-    rank: int,
-    steps: Sequence[Step],
+    schedules: Sequence[Sequence[Step]],
     work: Workload,
     hardware: Hardware,
     options: PlanOptions,
 ) -> list[Span]:
-    """Simulates the schedule of one rank and returns the spans of all steps."""
-    simulated = _Rank(rank, steps, work, hardware.shared_by(work.num_ranks), options)
-    simulated.run()
-    return simulated.spans
+    """Simulates the schedules of all ranks and returns the spans of all steps.
+
+    The steps of a single rank represent all ranks: data arrives from a peer when this
+    rank sends the same data.
+    """
+    # The times at which slots are filled, keyed by (rank, slot).
+    arrivals: dict[tuple[int, int], float] = {}
+    part = hardware.shared_by(work.num_ranks)
+    ranks = [
+        _Rank(rank, steps, work, part, options, arrivals, len(schedules))
+        for rank, steps in enumerate(schedules)
+    ]
+    running = [rank.run() for rank in ranks]
+    while running:
+        before = len(arrivals), len(running)
+        running = [run for run in running if next(run, False)]
+        if (len(arrivals), len(running)) == before:
+            raise ArithmeticError("simulate: the ranks of a schedule wait for ever")
+    return [span for rank in ranks for span in rank.spans]
 
 
 def end_s(spans: Sequence[Span]) -> float:
-    """Returns the time at which the last step ends, the duration of the call."""
+    """Returns the time at which the last rank finishes, the duration of the call."""
     return max((span.end_s for span in spans), default=0.0)
 
 
 class _Rank:
+    """Simulates the schedule of one rank, which waits for steps of its peers."""
+
     def __init__(
         self,
         rank: int,
@@ -88,12 +104,16 @@ class _Rank:
         work: Workload,
         hardware: Hardware,
         options: PlanOptions,
+        arrivals: dict[tuple[int, int], float],
+        num_simulated: int,
     ):
+        self.rank = rank
         self.spans: list[Span] = []
-        self._rank, self._steps = rank, steps
+        self._steps = steps
         self._work, self._hardware = work, hardware
         self._rows = work.split_rows(options.num_splits)
         self._num_splits = options.num_splits
+        self._arrivals, self._num_simulated = arrivals, num_simulated
         self._lane = "rank" if hardware.is_host else "wire"
         self._clock = 0.0  # the end of the lane's last step
         self._processors = None
@@ -105,8 +125,6 @@ class _Rank:
         self._is_one_kernel = any(
             step.kind == "put" and step.chunk == ALL_CHUNKS for step in steps
         )
-        # The times at which slots are filled.
-        self._arrivals: dict[int, float] = {}
         # The times at which received data arrived, keyed by (payload, chunk or sender,
         # split). The three members below have the times at which products, sums and
         # gathered rows were complete.
@@ -115,7 +133,8 @@ class _Rank:
         self._summed: dict[int, float] = {}
         self._gathered = 0.0
 
-    def run(self) -> None:
+    def run(self) -> Iterator[bool]:
+        """Simulates all steps, and yields True while a step must wait for a peer."""
         others = {
             "wait_free": self._wait_free,
             "put": self._put,
@@ -124,8 +143,10 @@ class _Rank:
         }
         for index, step in enumerate(self._steps):
             if step.kind == "wait":
+                while (self.rank, step.slot) not in self._arrivals:
+                    yield True
                 is_first = index == 0 or self._steps[index - 1].kind != "wait"
-                self._wait(step, is_first)
+                self._wait(step, self._arrivals[self.rank, step.slot], is_first)
             elif step.kind == "multiply":
                 self._multiply(step, self._kernels.get(index))
             elif step.kind in others:
@@ -141,7 +162,7 @@ class _Rank:
         return self._clock
 
     def _add_span(self, lane, kind, chunks, start, end):
-        self.spans.append(Span(lane, kind, chunks, start, end))
+        self.spans.append(Span(self.rank, lane, kind, chunks, start, end))
 
     def _launch_wait(self, step):
         if not self._is_one_kernel:
@@ -154,10 +175,7 @@ class _Rank:
             self._launch_wait(step)
             self._has_waited_for_free_slots = True
 
-    def _wait(self, step, is_first):
-        if step.slot not in self._arrivals:
-            raise ArithmeticError("simulate: the ranks of a schedule wait for ever")
-        time = self._arrivals[step.slot]
+    def _wait(self, step, time, is_first):
         if self._processors is None:
             if time > self._clock:
                 self._run("wait", (step.chunk,), 0.0, time - self._clock)
@@ -172,9 +190,9 @@ class _Rank:
         hardware = self._hardware
         if step.payload == "partial":
             ready = self._multiplied.get((step.chunk, step.split), 0.0)
-        elif step.payload == "sum" and step.chunk == self._rank:
+        elif step.payload == "sum" and step.chunk == self.rank:
             ready = self._summed[step.split]
-        elif step.chunk == self._rank:
+        elif step.chunk == self.rank:
             ready = 0.0
         else:
             ready = self._received[step.payload, step.chunk, step.split]
@@ -183,7 +201,8 @@ class _Rank:
         if self._processors is not None and not self._is_one_kernel:
             seconds += hardware.launch_s
         end = self._run("put", (step.chunk,), ready, seconds)
-        self._arrivals[step.slot] = end + hardware.handshake_s
+        arrival = end + hardware.handshake_s
+        self._arrivals[step.peer % self._num_simulated, step.slot] = arrival
 
     def _rows_of(self, step):
         return self._work.M if step.chunk == ALL_CHUNKS else self._rows
@@ -217,7 +236,7 @@ class _Rank:
             for (payload, _, split), time in self._received.items()
             if payload == "partial" and split == step.split
         ]
-        ready = max([self._multiplied.get((self._rank, step.split), 0.0), *parts])
+        ready = max([self._multiplied.get((self.rank, step.split), 0.0), *parts])
         chunks = (step.chunk,)
         if self._processors is None:
             self._run("reduce", chunks, ready, duration + self._hardware.launch_s)
