@@ -104,6 +104,7 @@ std::string RunWithOtherKernels(bool together) {
 
 TEST(LoadingAKernelNextToAFirstRunHangsUnlessTheDevicesStayTogether) {
   const std::string hung = RunWithOtherKernels(false);
+  // The error says "1 s" or, for example, "1.00007 s".
   CHECK(hung.find("rank 0 waited 1") != std::string::npos);
   CHECK_EQ(RunWithOtherKernels(true), "");
 }
