@@ -246,6 +246,45 @@ inline __m512i _mm512_castsi256_si512(__m256i a) {
   return std::bit_cast<__m512i>(halves);
 }
 
+// Operations on vectors of 128 and 256 bits. dst[i] = of(i)
+template <typename Of>
+__m256i EmulatedHalves256(Of of) {
+  __m256i v;
+  for (int i = 0; i < 16; ++i) v.h[i] = static_cast<uint16_t>(of(i));
+  return v;
+}
+inline __m256i _mm256_set1_epi16(int16_t x) {
+  return EmulatedHalves256([&](int) { return x; });
+}
+inline __m256i _mm256_and_si256(__m256i a, __m256i b) {
+  return EmulatedHalves256([&](int i) { return a.h[i] & b.h[i]; });
+}
+inline __m256i _mm256_slli_epi16(__m256i a, unsigned count) {
+  return EmulatedHalves256([&](int i) { return a.h[i] << count; });
+}
+inline __m256i _mm256_cvtepi8_epi16(__m128i a) {
+  return EmulatedHalves256([&](int i) { return static_cast<int8_t>(a.b[i]); });
+}
+inline __m128i _mm_set1_epi8(int8_t x) {
+  __m128i v;
+  memset(&v, x, sizeof v);
+  return v;
+}
+inline __m128i _mm_or_si128(__m128i a, __m128i b) {
+  for (int i = 0; i < 16; ++i) a.b[i] |= b.b[i];
+  return a;
+}
+inline __mmask16 _mm_cmpneq_epi8_mask(__m128i a, __m128i b) {
+  __mmask16 mask = 0;
+  for (int i = 0; i < 16; ++i) mask |= a.b[i] != b.b[i] ? 1u << i : 0;
+  return mask;
+}
+// dst[i] = mask[i] ? a[i] b[i] : source[i]
+inline __m512 _mm512_mask_mul_ps(__m512 source, __mmask16 mask, __m512 a, __m512 b) {
+  return EmulatedFloats(
+      [&](int i) { return mask >> i & 1 ? a.f[i] * b.f[i] : source.f[i]; });
+}
+
 inline __m512 _mm512_cvtph_ps(__m256i a) {
   return EmulatedFloats([&](int i) {
     const int exponent = a.h[i] >> 10 & 31;

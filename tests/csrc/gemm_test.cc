@@ -31,6 +31,14 @@ TEST(products_of_normal_numbers_are_close) {
   CompareWithReference(Values::kNormal, 200, 10001);
 }
 
+#if defined(__x86_64__)
+TEST(the_default_is_the_newest_instruction_set_but_not_avx512_bf16_on_intel) {
+  std::string_view newest = AvailableIsas().back();
+  if (newest == "avx512_bf16" && __builtin_cpu_is("intel")) newest = "avx512";
+  CHECK(CurrentIsa() == newest);
+}
+#endif
+
 // Returns all elements of the result, replica by replica.
 std::vector<float> Elements(const RandomGemm& gemm) {
   const GemmProblem& problem = gemm.problem;

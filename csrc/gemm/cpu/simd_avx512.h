@@ -94,10 +94,26 @@ inline __m512i LoadBytesAsWords(const void* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
 }
 
+// Converts FP8 to f32 through f16, whose subnormal numbers are never flushed to zero.
+// An e5m2 is the upper half of an f16. The bits of an e4m3, shifted to the position of
+// f16's exponent, are an f16 that is 2^8 times too small, except for NaN.
 template <DType kDType>
 inline Vec LoadFp8(const void* p) {
-  return _mm512_castsi512_ps(
-      _mm512_slli_epi32(BF16OfFp8Lanes<kDType>(LoadBytesAsWords(p)), 16));
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p));
+  const __m256i lanes = _mm256_cvtepi8_epi16(bytes);
+  if constexpr (kDType == DType::kE5M2) {
+    return _mm512_cvtph_ps(_mm256_slli_epi16(lanes, 8));
+  } else {
+    static_assert(kDType == DType::kE4M3);
+    const __m256i half = _mm256_and_si256(
+        _mm256_slli_epi16(lanes, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+    const __m128i with_sign =
+        _mm_or_si128(bytes, _mm_set1_epi8(static_cast<int8_t>(0x80)));
+    const __mmask16 is_number = _mm_cmpneq_epi8_mask(with_sign, _mm_set1_epi8(-1));
+    const Vec nan = _mm512_set1_ps(__builtin_nanf(""));
+    return _mm512_mask_mul_ps(nan, is_number, _mm512_cvtph_ps(half),
+                              _mm512_set1_ps(0x1p8f));
+  }
 }
 
 // Transposes a 16 x 16 block of words in place. Unpacks first transpose 4 x 4 words

@@ -22,12 +22,20 @@ inline Vec LoadFirst(const char* p, int64_t count) {
   return LoadAs<kDType>(padded);
 }
 
+// Prefetches the vector of kLanes elements at byte `offset` of a row, once per line.
+template <DType kDType>
+inline void PrefetchVector(const char* row, int64_t offset) {
+  if (offset % kLineBytes < kLanes * kElementBytes<kDType>) Prefetch(row + offset);
+}
+
 // Adds the products of A and kStep rows of B, for all columns. Each sum is loaded and
-// stored once per kStep words of K.
+// stored once per kStep words of K. Prefetches kStep rows that follow later, at `next`:
+// the rows of a block are too short for the processor to prefetch them by itself.
 template <int kRows, int kStep, DType kDType>
 inline void AddStep(const char* a,
                     int64_t a_stride,
                     const char* b,
+                    const char* next,
                     int64_t b_stride,
                     int64_t columns,
                     char* sums,
@@ -47,7 +55,9 @@ inline void AddStep(const char* a,
     for (int m = 0; m < kRows; ++m) sum[m] = Load(sums + m * sums_stride + 4 * c);
 #pragma GCC unroll 8
     for (int s = 0; s < kStep; ++s) {
-      const Vec x = LoadAs<kDType>(b + s * b_stride + c * kElementBytes<kDType>);
+      const int64_t offset = s * b_stride + c * kElementBytes<kDType>;
+      PrefetchVector<kDType>(next + s * b_stride, c * kElementBytes<kDType>);
+      const Vec x = LoadAs<kDType>(b + offset);
 #pragma GCC unroll 8
       for (int m = 0; m < kRows; ++m) sum[m] = MultiplyAdd(factors[s][m], x, sum[m]);
     }
@@ -61,7 +71,8 @@ inline void AddStep(const char* a,
     Vec sum = LoadFirst<DType::kF32>(out, rest);
     for (int s = 0; s < kStep; ++s) {
       const char* from = b + s * b_stride + c * kElementBytes<kDType>;
-      sum = MultiplyAdd(factors[s][m], LoadFirst<kDType>(from, rest), sum);
+      const Vec factor = Broadcast(a + m * a_stride + 4 * s);
+      sum = MultiplyAdd(factor, LoadFirst<kDType>(from, rest), sum);
     }
     float padded[kLanes];
     Store(padded, sum);
@@ -80,20 +91,24 @@ void MultiplyColumnBlock(const void* a,
                          int64_t columns,
                          void* sums,
                          int64_t sums_stride) {
-  // A step keeps kRows x kStep elements of A in registers. The more rows A has, the
-  // fewer rows of B fit into a step.
-  constexpr int kStep = kRows == 1 ? 8 : kRows == 2 ? 4 : 2;
+  // A step keeps kRows x kStep elements of A in registers, of which AVX512 has 32 and
+  // AVX2 has 16.
+  constexpr int kFactors = kLanes >= 16 ? 16 : 8;
+  constexpr int kStep = kRows * 8 <= kFactors ? 8 : kFactors / kRows;
+  constexpr int64_t kRowsAhead = 16;
   const char* a_word = static_cast<const char*>(a);
   const char* row = static_cast<const char*>(b);
   char* out = static_cast<char*>(sums);
   int64_t k = 0;
   for (; k + kStep <= num_words; k += kStep, row += kStep * b_stride) {
-    AddStep<kRows, kStep, kDType>(a_word + 4 * k, a_stride, row, b_stride, columns, out,
-                                  sums_stride);
+    const bool is_near_end = k + kRowsAhead + kStep > num_words;
+    const char* next = is_near_end ? row : row + kRowsAhead * b_stride;
+    AddStep<kRows, kStep, kDType>(a_word + 4 * k, a_stride, row, next, b_stride,
+                                  columns, out, sums_stride);
   }
   for (; k < num_words; ++k, row += b_stride) {
-    AddStep<kRows, 1, kDType>(a_word + 4 * k, a_stride, row, b_stride, columns, out,
-                              sums_stride);
+    AddStep<kRows, 1, kDType>(a_word + 4 * k, a_stride, row, row, b_stride, columns,
+                              out, sums_stride);
   }
 }
 
@@ -107,11 +122,12 @@ inline float SumOfLanes(Vec v) {
 }
 
 // Computes the dot products of every row of A with kColumns columns of B. Lane i adds
-// the products of k = i, i + kLanes, ...
+// the products of k = i, i + kLanes, ... Prefetches the kColumns columns at `next`.
 template <int kRows, int kColumns, DType kDType>
 inline void AddDots(const char* a,
                     int64_t a_stride,
                     const char* b,
+                    const char* next,
                     int64_t b_stride,
                     int64_t num_words,
                     char* sums,
@@ -127,6 +143,7 @@ inline void AddDots(const char* a,
     Vec x[kColumns];
 #pragma GCC unroll 8
     for (int c = 0; c < kColumns; ++c) {
+      PrefetchVector<kDType>(next + c * b_stride, k * kElementBytes<kDType>);
       x[c] = LoadAs<kDType>(b + c * b_stride + k * kElementBytes<kDType>);
     }
 #pragma GCC unroll 8
@@ -168,12 +185,14 @@ void MultiplyDots(const void* a,
   char* out = static_cast<char*>(sums);
   int64_t c = 0;
   for (; c + kColumns <= columns; c += kColumns, column += kColumns * b_stride) {
-    AddDots<kRows, kColumns, kDType>(a_row, a_stride, column, b_stride, num_words,
+    const bool is_near_end = c + 2 * kColumns > columns;
+    const char* next = is_near_end ? column : column + kColumns * b_stride;
+    AddDots<kRows, kColumns, kDType>(a_row, a_stride, column, next, b_stride, num_words,
                                      out + 4 * c, sums_stride);
   }
   for (; c < columns; ++c, column += b_stride) {
-    AddDots<kRows, 1, kDType>(a_row, a_stride, column, b_stride, num_words, out + 4 * c,
-                              sums_stride);
+    AddDots<kRows, 1, kDType>(a_row, a_stride, column, column, b_stride, num_words,
+                              out + 4 * c, sums_stride);
   }
 }
 
