@@ -42,6 +42,14 @@ struct Widened {
   }
 };
 
+// Stores the first kCount words of a vector.
+template <int kCount>
+inline void StoreFirst(char* to, Vec words) {
+  float all[kLanes];
+  Store(all, words);
+  memcpy(to, all, 4 * kCount);
+}
+
 // How many rows at the end of a full panel must not be stored as whole vectors. A
 // vector store may write beyond its row of kPanel words, into the next kHeldBack rows.
 template <int kPanel>
@@ -88,6 +96,12 @@ void PackCopied(const void* source,
       const int64_t size = outer - o < kPanel ? outer - o : kPanel;
       const char* row = from + o * Words::kBytes;
       int64_t i = 0;
+      if constexpr (kPanel < kLanes) {
+        if (o + kLanes <= outer) {
+          StoreFirst<kPanel>(words, Words::LoadWords(row, stride));
+          continue;
+        }
+      }
       for (; i + kLanes <= size; i += kLanes) {
         Store(words + 4 * i, Words::LoadWords(row + i * Words::kBytes, stride));
       }
@@ -153,9 +167,7 @@ void PackNarrow(const char* from, int64_t stride, int64_t num_words, char* to) {
     for (int i = 0; i < kSpilling; ++i) Store(to + (k + i) * 4 * kPanel, block[i]);
 #pragma GCC unroll 16
     for (int i = kSpilling; i < kLanes; ++i) {
-      float row[kLanes];
-      Store(row, block[i]);
-      memcpy(to + (k + i) * 4 * kPanel, row, 4 * kPanel);
+      StoreFirst<kPanel>(to + (k + i) * 4 * kPanel, block[i]);
     }
   }
 }
