@@ -77,8 +77,8 @@ struct CommunicatedTensor {
   Tensor gathered_scales = {};
 };
 
-// Returns one entry per communicated tensor. Only a weight gradient that gathers its
-// `dy_i` has several of them.
+// Returns one entry per tensor that the call communicates. Only the weight gradient of
+// several kernels, dw_i = x^T dy_i, may communicate several: it all-gathers each dy_i.
 std::vector<CommunicatedTensor> CommunicatedTensorsOf(const CallAttributes& attributes,
                                                       const RankCall& call);
 

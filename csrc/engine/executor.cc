@@ -285,8 +285,9 @@ class ScheduleRun {
     }
   }
 
-  // Runs the GEMMs that do not depend on the communication. They share one lane, which
-  // leaves other lanes for sums.
+  // Runs the GEMMs that do not depend on the communication. All of them run on one lane
+  // (an ordered queue of work, see device.h), so that the sums of partial results can
+  // run on another lane at the same time.
   void RunConcurrentGemms() {
     if (concurrent_gemms_.empty()) return;
     Compute(lanes_.NextProduct(), std::exchange(concurrent_gemms_, {}), {});

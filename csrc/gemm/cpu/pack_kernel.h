@@ -126,7 +126,8 @@ void WidenRow(const void* from, int64_t count, void* to) {
   }
 }
 
-// Multiplies f32 words by scales. The ScaleFunction for f32 words.
+// Multiplies packed words by the FP8 scales `low`, one per word. The ScaleFunction of
+// kernels whose words are f32, which have one element.
 inline void ScaleF32(void* words,
                      int64_t row_bytes,
                      int64_t num_rows,

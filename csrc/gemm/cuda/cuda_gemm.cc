@@ -266,8 +266,8 @@ class CudaGemm::State {
     return key;
   }
 
-  // Returns a term with copied operands instead of the original ones, where there are
-  // copies.
+  // Returns the term that cuBLASLt multiplies: an operand that CopyOperands copied to
+  // the workspace is read from there.
   static BlockTerm MultipliedTerm(const Pass& pass,
                                   const GemmBlock& block,
                                   size_t index) {

@@ -18,8 +18,9 @@
 
 namespace jax_ub {
 
-// Operand A [m, k] or B [k, n] of a term, the product over one interval of K. Its lines
-// (rows or columns) are contiguous, and `line_stride` elements apart.
+// A matrix in memory: operand A [m, k] or B [k, n] of one term. Either its rows or its
+// columns ("lines") are contiguous, and neighboring lines are `line_stride` elements
+// apart.
 struct BlockOperand {
   const std::byte* data = nullptr;
   bool lines_run_along_k = true;
@@ -28,6 +29,7 @@ struct BlockOperand {
   ScaleSegment scales = {};  // null data: none
 };
 
+// One summand of a block: the product of A and B over an interval of K of length `k`.
 struct BlockTerm {
   int64_t k = 0;
   BlockOperand a;

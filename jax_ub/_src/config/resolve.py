@@ -95,8 +95,9 @@ _POSSIBLE = {
 }
 # Methods of GEMM+RS that can send partial sums as FP8.
 _FP8_SUMS = (Method.PIPELINE, Method.RING_EXCHANGE, Method.AUTO, Method.XLA)
-# Settings that have an effect only with some methods, and only for reduce-scatters
-# (True), all-gathers (False) or both (None). Otherwise they must have their default.
+# Settings that only some overlaps read: {name: (methods, collective)}. The collective
+# is True for reduce-scatters, False for all-gathers, and None for both. The other
+# overlaps must have the defaults of these settings.
 ONLY = {
     "num_splits": ((Method.PIPELINE,), None),
     "aggregate": ((Method.RING_EXCHANGE,), False),

@@ -267,7 +267,10 @@ class OperationFuser(arguments.KeywordsChecked):
     _op_prefix = "ops."
 
     def __init__(self, ops: Iterable[Operation]):
-        """Splits `ops` into basic operations; connects extra outputs to extra inputs.
+        """Expands composite operations, and connects the channels between operations.
+
+        A `Linear` with a bias, for example, becomes a `BasicLinear` and a `Bias`. An
+        operation that writes a channel is connected to the operation that reads it.
 
         Raises:
             ShapeContractError: if an entry is not an operation, two operations write

@@ -85,8 +85,9 @@ class Call:
     gathers: ClassVar[bool] = False
     # Whether the call is a collective without a GEMM.
     communicates_only: ClassVar[bool] = False
-    # Whether the call only prepares another one, such as by agreeing on a scale. Plain
-    # JAX in its place is no fallback, because there is no GEMM that it should overlap.
+    # Whether the call only prepares another one: for example, ranks agree on an FP8
+    # scale. If XLA computes it instead, `ub.fallbacks` does not report it, because the
+    # call overlaps with no GEMM.
     is_auxiliary: ClassVar[bool] = False
     # Whether all ranks get equal results, as from an all-reduce.
     replicates: ClassVar[bool] = False

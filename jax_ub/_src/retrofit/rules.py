@@ -25,7 +25,19 @@ def read_rules(argument: str, given: Any) -> dict[re.Pattern[str], Any]:
 
 
 def values_by_path(argument: str, given: Any, paths: Collection[str]) -> dict[str, Any]:
-    """Returns the value of the first rule that matches each path."""
+    """Assigns values to paths of layers by rules, {pattern: value}.
+
+    Args:
+        argument: the name of the rules' argument: "rules", "ub_names" or "fp8".
+        given: the rules, or None. A pattern must match a whole path.
+        paths: the paths of all layers that the rules may select.
+
+    Returns:
+        {path: value of the first pattern that matches it}, without the other paths.
+
+    Raises:
+        UnknownNameError: if a pattern matches no path, or a value is invalid.
+    """
     found: dict[str, Any] = {}
     for pattern, value in read_rules(argument, given).items():
         matched = list(filter(pattern.fullmatch, paths))

@@ -257,7 +257,7 @@ class _Attempt:
             )
 
     def connect(self):
-        """Connects the ranks of all processes, and registers the named overlaps."""
+        """Connects the ranks of all processes, then adds the axis to the registry."""
         groups = self._groups
         assert groups is not None
         if len(groups.processes) > 1:

@@ -35,7 +35,11 @@ _MOST_ELEMENTS = 1 << 48
 
 
 def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ...]:
-    """Returns the quantization modes (NONE, FP8) for which overlaps are created."""
+    """Checks `use_fp8` and `quantization_modes`, arguments of `initialize_ub`.
+
+    Returns:
+        The modes to configure: those that were passed, else FP8 or NONE by `use_fp8`.
+    """
     registry.check_use_fp8("initialize_ub", use_fp8)
     if modes is not None and not isinstance(modes, list | tuple):
         raise ConfigurationTypeError(

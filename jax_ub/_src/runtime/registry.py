@@ -129,7 +129,10 @@ TOO_SMALL = "but the buffers"
 
 @dataclasses.dataclass(frozen=True)
 class InitializedAxis:
-    """A mesh axis that `initialize_ub` has set up, and its named overlaps."""
+    """A mesh axis for which `initialize_ub` was called, with its configuration.
+
+    `overlaps` has the settings of each pass of each layer by name, such as "qkv_fprop".
+    """
 
     axis_name: tuple[str, ...]
     tp_size: int

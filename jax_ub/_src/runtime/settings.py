@@ -111,7 +111,7 @@ def xla_memory_share() -> float:
         share = float(text or 0.75)
     except ValueError:
         share = math.nan
-    # Ignores an invalid value, which XLA itself reports.
+    # An invalid fraction counts as XLA's default, 0.75, because XLA reports the error.
     return min(share, 1.0) if share > 0 else 0.75
 
 

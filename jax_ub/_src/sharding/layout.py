@@ -38,10 +38,11 @@ def resolve_parallel(op: str, kind: str | None) -> str:
 def parallel_of_spec(
     spec: Sequence | None, num_in: int, axis_name: str | tuple[str, ...]
 ) -> str | None:
-    """Returns "row" if the spec of a kernel [*in, *out] shards in, "column" if out.
+    """Returns the parallel mode of a kernel `[*in, *out]` by its partition spec.
 
-    The result is None if no dimension is sharded over all of `axis_name`, or if the
-    spec is None (unknown). `num_in` is the number of in dimensions.
+    The mode is "row" if an input dimension is sharded over all of `axis_name`, and
+    "column" if an output dimension is. It is None if no dimension is, or if the spec is
+    None (unknown). `num_in` is the number of input dimensions.
     """
     dim = sharded_dim(spec, axis_name)
     if dim is None:

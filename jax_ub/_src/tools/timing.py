@@ -23,7 +23,8 @@ from jax_ub._src.tools.devices import Ranks
 from jax_ub._src.tools.options import load_extra
 
 Values = Sequence[float] | np.ndarray
-# Name of a lower bound: the time of the FLOPs at the peak rate, on tiles in L1.
+# Name of a `PeakCandidate`, whose time is a lower bound of all programs: the time of
+# the same FLOPs at the peak rate of the CPU, with tiles in the L1 cache.
 PEAK = "peak"
 # Duration of a measurement of the peak rate: 20 times the wake-up time of a thread.
 _PEAK_DURATION_S = 0.005
@@ -91,9 +92,9 @@ class PeakCandidate(Candidate):
 
 
 def peak_candidates(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
-    """Returns a list with a lower bound: the time of `flops` at the CPU's peak rate.
+    """Returns one `PeakCandidate`, whose time is a lower bound of all programs.
 
-    It is empty on GPUs, whose peak rate is not measured, and if `flops` is 0.
+    The list is empty on GPUs, whose peak rate is not measured, and if `flops` is 0.
     """
     if ranks.platform != "cpu" or not flops:
         return []

@@ -253,11 +253,12 @@ def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
 
 
 def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
-    """Returns a case's programs to time, and jax_ub's once per number of threads.
+    """Returns the programs of a case to time, with the numbers of threads to use.
 
-    `threads` are the values of --threads; if there are none, no number is set. The
-    other programs run with the first number only: they include limits that the engine
-    computes, which must stay comparable between the numbers.
+    `threads` are the values of --threads. jax_ub's program is timed with each of them,
+    the other programs only with the first: some are limits that the engine measures,
+    and each number is compared with the same limits. Without --threads, no number is
+    set.
     """
     if not threads:
         return case.candidates

@@ -76,8 +76,8 @@ def _case(
     out_dtype = "float32" if layout == "tn" and added else setup.dtype
     candidate, draw = _candidates(setup, shape, layout, added, out_dtype)
     choice = MethodChoice(Method(setup.method))
-    # The public functions have no argument `method`. For other methods than "auto", the
-    # program is built from the primitives that they call.
+    # `public`, such as `ub.dgrad_add`, has no argument `method` and always uses "auto".
+    # With another method, the benchmark calls the primitive below it.
     own = public if public and setup.method == "auto" else own_gemm(choice, layout)
     platform = setup.ranks.platform
     dots = peers.dot_variants(layout, setup.dtype, platform)

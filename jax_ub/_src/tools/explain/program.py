@@ -41,7 +41,9 @@ def explain(
     trace: TraceLike = None,
     **kwargs: Any,
 ) -> Table:
-    """Explains what overlaps in `fn(*args, **kwargs)`, what does not, and why.
+    """Lists the collectives of `fn(*args, **kwargs)`, and which overlap with a GEMM.
+
+    If a collective does not overlap, its row has the reason.
 
     The function is traced and compiled again, even if it has run before, but not
     executed. Print the returned table. Transformer Engine: none.
