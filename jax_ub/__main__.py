@@ -13,8 +13,8 @@ from jax_ub._src.errors import UbError, nearest, shown
 from jax_ub._src.runtime.tuned_tables import version_of
 
 _NAME = "python -m jax_ub"
-# The summary of each command. Its options are defined in
-# jax_ub/_src/tools/COMMAND/command.py, which is imported only if this command runs.
+# The summary of each command. Its options are defined in its module, which is imported
+# only if this command runs.
 _COMMANDS = {
     "doctor": "checks the installation, the devices and every method",
     "bench": "compares the speed of every op with XLA",
@@ -87,7 +87,7 @@ def _parse(arguments):
     for name, summary in _COMMANDS.items():
         subparser = commands.add_parser(name, help=summary, formatter_class=style)
         if name == chosen:
-            module = importlib.import_module(f"jax_ub._src.tools.{name}.command")
+            module = _module_of(name)
             subparser.description = module.__doc__
             subparser.epilog = f"example:\n  {_NAME} {module.EXAMPLE}"
             module.add_arguments(subparser)
@@ -98,6 +98,14 @@ def _parse(arguments):
         text = f"unrecognized arguments: {' '.join(unknown)}"
         commands.choices[given.command].error(text)
     return given
+
+
+def _module_of(name):
+    """Imports a command: tools/NAME.py, or tools/NAME/command.py if it is a folder."""
+    module = importlib.import_module(f"jax_ub._src.tools.{name}")
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"{module.__name__}.command")
+    return module
 
 
 def _flush(status):

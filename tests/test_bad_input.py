@@ -60,8 +60,8 @@ def test_a_script_that_cannot_be_read_is_rejected(command, capsys):
 def test_a_full_disk_ends_a_report_with_the_reason():
     program = (
         "import sys; from jax_ub import __main__;"
-        "from jax_ub._src.tools.doctor import command;"
-        "command.command = lambda given: print('x' * 100_000) or 0;"
+        "from jax_ub._src.tools import doctor;"
+        "doctor.command = lambda given: print('x' * 100_000) or 0;"
         "sys.exit(__main__.main(['doctor']))"
     )
     with open("/dev/full", "w") as full:

@@ -8,9 +8,8 @@ import sys
 import pytest
 
 from jax_ub import __main__
-from jax_ub._src.tools import console
-from jax_ub._src.tools.doctor import command as doctor
-from jax_ub._src.tools.doctor.checks import Finding, State
+from jax_ub._src.tools import console, doctor
+from jax_ub._src.tools.doctor import Finding, State
 
 
 class Terminal(io.StringIO):

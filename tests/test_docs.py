@@ -1,6 +1,5 @@
 """The code and commands on the pages of docs/ run, and the index lists every page."""
 
-import importlib
 import pathlib
 import re
 import shlex
@@ -92,7 +91,7 @@ def test_the_code_of_every_page_is_run():
 
 def test_the_commands_of_every_page_have_known_options(monkeypatch):
     for name in __main__._COMMANDS:
-        module = importlib.import_module(f"jax_ub._src.tools.{name}.command")
+        module = __main__._module_of(name)
         function = "run" if name == "launch" else "command"
         monkeypatch.setattr(module, function, lambda given: 0)
     pages = [*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")]

@@ -11,7 +11,7 @@ import pytest
 
 from jax_ub import __main__
 from jax_ub._src.runtime.tuned_tables import version_of
-from jax_ub._src.tools.doctor import command
+from jax_ub._src.tools import doctor
 
 _MAIN = "import jax_ub.__main__ as main, sys; sys.exit(main.main(sys.argv[1:]))"
 
@@ -66,7 +66,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
     def interrupted(given):
         raise KeyboardInterrupt  # no signal: a shell's background jobs ignore it
 
-    monkeypatch.setattr(command, "command", interrupted)
+    monkeypatch.setattr(doctor, "command", interrupted)
     assert __main__.main(["doctor"]) == 128 + signal.SIGINT
     assert capsys.readouterr().err == ""
 

@@ -17,14 +17,14 @@ from jax_ub._src.lowering_log import Fallback
 from jax_ub._src.methods import Method
 from jax_ub._src.runtime import communicators, cpu_engine, cuda_engine
 from jax_ub._src.runtime.communicators import Connection
-from jax_ub._src.tools.doctor import checks
-from jax_ub._src.tools.doctor.checks import Finding, State
+from jax_ub._src.tools import doctor
+from jax_ub._src.tools.doctor import Finding, State
 from jax_ub._src.tools.launch import parts
 from jax_ub._src.tools.launch.parts import part_path
 
 
 def findings():
-    return {finding.name: finding for finding in checks.examine()}
+    return {finding.name: finding for finding in doctor.examine()}
 
 
 def test_healthy_installation_has_no_fault(capsys):
@@ -88,7 +88,7 @@ def test_setting_that_is_no_number_is_a_fault(name, monkeypatch):
     assert finding.state is State.FAULT
     assert f"{name} = 'many' is not a positive number" in finding.text
     # Other checks fail for the same reason, which is reported once.
-    assert sum("'many'" in finding.text for finding in checks.examine()) == 1
+    assert sum("'many'" in finding.text for finding in doctor.examine()) == 1
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_unknown_value_of_a_setting_is_a_fault(name, text, monkeypatch):
     finding = findings()["environment"]
     assert finding.state is State.FAULT
     assert f"{name} {text}" in finding.text
-    assert sum("'pipelines'" in finding.text for finding in checks.examine()) == 1
+    assert sum("'pipelines'" in finding.text for finding in doctor.examine()) == 1
 
 
 def test_misspelt_variable_is_a_warning_that_names_the_nearest(monkeypatch):
@@ -127,7 +127,7 @@ def test_wrong_results_are_a_fault(monkeypatch):
     def wrong(mesh, method):
         return lambda x, w: jax.numpy.asarray(x @ w + 1)
 
-    monkeypatch.setattr(checks, "_column_linear", wrong)
+    monkeypatch.setattr(doctor, "_column_linear", wrong)
     finding = findings()['method "direct"']
     assert finding.state is State.FAULT
     assert finding.text == "runs, but its result is wrong"
@@ -233,7 +233,7 @@ def test_connections_and_failures_are_listed(monkeypatch):
 
 def test_fallbacks_are_counted_by_reason(monkeypatch):
     monkeypatch.setattr(
-        checks, "fallbacks", lambda: (Fallback("a", "why"), Fallback("b", "why"))
+        doctor, "fallbacks", lambda: (Fallback("a", "why"), Fallback("b", "why"))
     )
     assert findings()["fallback"].text == "2 calls, the last b: why"
 
@@ -278,7 +278,7 @@ def gpus(monkeypatch):
 
 
 def test_gpus_and_their_drivers_are_listed(gpus):
-    found = {finding.name: finding for finding in checks.device_findings()}
+    found = {finding.name: finding for finding in doctor.device_findings()}
     assert found["CUDA driver"].text == "for CUDA 13.1"
     assert found["cuBLASLt"].text == "version 130200, /nvidia/libcublasLt.so.13"
     assert found["GPU 1"].text == (
@@ -298,7 +298,7 @@ def test_faulty_cublas_is_a_warning(gpus, monkeypatch):
     blackwell = [one | {"compute_capability": (10, 0)} for one in gpus.devices()[1:]]
     devices = [*gpus.devices()[:1], *blackwell]
     monkeypatch.setattr(gpus, "devices", lambda: devices)
-    found = {finding.name: finding for finding in checks.device_findings()}
+    found = {finding.name: finding for finding in doctor.device_findings()}
     assert found["cuBLASLt"].state is State.WARNING
     assert "may corrupt concurrent work on GPU 1, so" in found["cuBLASLt"].text
     assert "Install nvidia-cublas 13.2 or newer" in found["cuBLASLt"].text
@@ -307,7 +307,7 @@ def test_faulty_cublas_is_a_warning(gpus, monkeypatch):
 def test_streams_that_share_a_hardware_queue_are_a_warning(gpus, monkeypatch):
     for value, expected in (("1", True), ("8", False)):
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
-        found = {finding.name: finding for finding in checks.device_findings()}
+        found = {finding.name: finding for finding in doctor.device_findings()}
         assert ("CUDA_DEVICE_MAX_CONNECTIONS" in found) is expected
         if expected:
             warning = found["CUDA_DEVICE_MAX_CONNECTIONS"]
@@ -317,7 +317,7 @@ def test_streams_that_share_a_hardware_queue_are_a_warning(gpus, monkeypatch):
 
 def test_unusable_cuda_engine_is_a_fault(gpus):
     gpus.why_not = lambda: "the driver is for CUDA 11.4"
-    found = {finding.name: finding for finding in checks.device_findings()}
+    found = {finding.name: finding for finding in doctor.device_findings()}
     assert found["CUDA engine"].state is State.FAULT
     assert found["CUDA engine"].text == (
         "calls run plain jax.lax: the driver is for CUDA 11.4"
@@ -332,8 +332,8 @@ def test_the_guide_names_every_state():
 
 def test_failure_of_a_method_without_gpu_support_is_a_note(gpus):
     found = jax.local_devices()
-    assert checks.state_of_failure(Method.DIRECT, found) is State.NOTE
-    assert checks.state_of_failure(Method.PIPELINE, found) is State.FAULT
+    assert doctor.state_of_failure(Method.DIRECT, found) is State.NOTE
+    assert doctor.state_of_failure(Method.PIPELINE, found) is State.FAULT
 
 
 def test_sharing_mode_of_gpus_is_listed_with_rejected_modes():
@@ -343,7 +343,7 @@ def test_sharing_mode_of_gpus_is_listed_with_rejected_modes():
         has_multicast = False
 
     connection = Connection((0, 1), (0, 1), None, Heaps())
-    assert checks.describe_connection(connection) == (
+    assert doctor.describe_connection(connection) == (
         "connected by ipc; not by vmm: process 1: cuMemCreate: not permitted"
     )
 
@@ -355,4 +355,4 @@ def test_multicast_is_listed():
         has_multicast = True
 
     connection = Connection((0, 1), (0, 1), None, Heaps())
-    assert checks.describe_connection(connection) == "connected by vmm with nvls"
+    assert doctor.describe_connection(connection) == "connected by vmm with nvls"

@@ -22,7 +22,7 @@ from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.runtime import communicators, cpu_engine, registry, transports
 from jax_ub._src.runtime.bootstrap import JaxStore
 from jax_ub._src.runtime.tuned_tables import environment
-from jax_ub._src.tools.doctor import checks
+from jax_ub._src.tools import doctor
 
 jax.distributed.initialize()
 ME = jax.process_index()
@@ -323,7 +323,7 @@ def rounds_do_not_grow():
 
 def the_doctor_shows_what_is_connected():
     initialize()
-    found = {finding.name: finding for finding in checks.examine()}
+    found = {finding.name: finding for finding in doctor.examine()}
     group = f"devices {[device.id for device in DEVICES]}"
     assert found[group].text == "processes [0, 1]: connected"
     assert found["pipeline (NONE)"].text == "proj_fprop, fc2_fprop"

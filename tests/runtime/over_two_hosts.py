@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 import jax_ub as ub
 from jax_ub._src.runtime import communicators
-from jax_ub._src.tools.doctor import checks
+from jax_ub._src.tools import doctor
 
 jax.distributed.initialize()
 DEVICES = np.array(jax.devices())
@@ -55,7 +55,7 @@ def refused(**options):
 
 
 assert refused(method="direct")
-found = {finding.name: finding for finding in checks.examine()}
+found = {finding.name: finding for finding in doctor.examine()}
 assert REASON in found["fallback"].text
 assert REASON in found[f"devices {[device.id for device in DEVICES]}"].text
 ub.destroy_ub()

@@ -3,7 +3,7 @@ import pytest
 
 from jax_ub import __main__
 from jax_ub._src.runtime import backend
-from jax_ub._src.tools.doctor import checks
+from jax_ub._src.tools import doctor
 from jax_ub.errors import UnsupportedOverlapError
 
 
@@ -28,6 +28,6 @@ def test_a_backend_that_cannot_start_is_reported_in_one_line(
     assert text in str(raised.value)
     assert __main__.main(["trace", "--op", "all_gather_matmul"]) == 2
     assert text in capsys.readouterr().err
-    *_, last = checks.examine()
-    assert last.name == "devices" and last.state is checks.State.FAULT
+    *_, last = doctor.examine()
+    assert last.name == "devices" and last.state is doctor.State.FAULT
     assert text in last.text

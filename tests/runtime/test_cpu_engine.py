@@ -112,7 +112,7 @@ def test_variables_reach_the_engine():
             "cpu portable, ",
         ),
         (
-            "from jax_ub._src.tools.doctor.checks import examine\n"
+            "from jax_ub._src.tools.doctor import examine\n"
             "print(next(f.text for f in examine() if f.name == 'engine threads'))",
             "3 compute, ",
         ),

@@ -1,1 +1,0 @@
-"""Checks the installation: what is installed and can run here, or why it cannot."""
