@@ -2,8 +2,9 @@
 
 import pytest
 
-from jax_ub._src.tools.explain import groups, hlo
+from jax_ub._src.tools.explain import hlo
 from jax_ub._src.tools.explain.hlo import Pair
+from jax_ub._src.tools.explain.instructions import group_size_and_axes, named_mesh_in
 
 TEXT = """HloModule jit_step, is_scheduled=true
 
@@ -247,14 +248,14 @@ PERMUTE = "source_target_pairs={{0,4},{4,0},{1,5},{5,1}}"
     ],
 )
 def test_mesh_axes_are_found_from_devices(text, expected):
-    assert groups.size_and_axes(text, MESH) == expected
+    assert group_size_and_axes(text, MESH) == expected
 
 
 def test_unknown_mesh_leaves_the_axes_unknown():
-    assert groups.named_mesh_in("replica_groups=mesh['axis_0'=8] {'axis_0'}") == {}
-    assert groups.named_mesh_in(GROUPS["mesh"]) == MESH
-    assert groups.size_and_axes("replica_groups=[1,8]<=[8]", {}) == (8, ())
-    assert groups.size_and_axes("replica_groups=[1,8]<=[8]", {"tp": 2}) == (8, ())
+    assert named_mesh_in("replica_groups=mesh['axis_0'=8] {'axis_0'}") == {}
+    assert named_mesh_in(GROUPS["mesh"]) == MESH
+    assert group_size_and_axes("replica_groups=[1,8]<=[8]", {}) == (8, ())
+    assert group_size_and_axes("replica_groups=[1,8]<=[8]", {"tp": 2}) == (8, ())
 
 
 @pytest.mark.parametrize("primitive", ["reshard", "all_to_all"])

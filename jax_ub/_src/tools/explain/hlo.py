@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from jax_ub._src.tools.explain import groups
 from jax_ub._src.tools.explain.instructions import (
     MAX_STEPS,
     PASSED,
@@ -14,12 +13,14 @@ from jax_ub._src.tools.explain.instructions import (
     Body,
     Dot,
     Instruction,
+    SourceLines,
     bits,
     computations,
     dot_of,
+    group_size_and_axes,
     multiplies,
+    named_mesh_in,
 )
-from jax_ub._src.tools.explain.source_lines import SourceLines
 from jax_ub._src.tools.trace.spans import ub_name_in
 
 # XLA numbers every fifth element of a long tuple by such a comment.
@@ -142,7 +143,7 @@ def collectives(text: str, mesh: Mapping[str, int] | None = None) -> Found:
         text: the HLO text.
         mesh: the sizes of the mesh axes. None takes those that the text names.
     """
-    program = _Program(_COMMENT.sub("", text), mesh or groups.named_mesh_in(text))
+    program = _Program(_COMMENT.sub("", text), mesh or named_mesh_in(text))
     pairs: list[Pair] = []
     gathered: list[tuple[int, ...]] = []
     reshards: list[Reshard] = []
@@ -222,7 +223,7 @@ class _Program:
         pairs: list[Pair],
     ) -> Iterator[Unpaired]:
         """Yields the arrays of a collective that have no dot in `dots`."""
-        num_ranks, axes = groups.size_and_axes(one.text, self._mesh)
+        num_ranks, axes = group_size_and_axes(one.text, self._mesh)
         sums_gradient = any(pair.sums_parameter_gradient for pair in pairs)
         users = body.users_by_array(one)
         for i, (array, dot) in enumerate(zip(one.arrays, dots, strict=False)):
@@ -318,7 +319,7 @@ class _Program:
             return
         calls = (_nearest_call(one, body, each) for each in (body.users, body.operands))
         if call := next(filter(None, calls), None):
-            num_ranks, axes = groups.size_and_axes(one.text, self._mesh)
+            num_ranks, axes = group_size_and_axes(one.text, self._mesh)
             yield Reshard(
                 call,
                 one.kind,
@@ -339,7 +340,7 @@ class _Program:
         return None
 
     def _pair(self, one, body, index, array, dot):
-        num_ranks, axes = groups.size_and_axes(one.text, self._mesh)
+        num_ranks, axes = group_size_and_axes(one.text, self._mesh)
         computed = _NAME.search(dot.instruction.text)
         # The name of a combined collective joins the names of all that it combines.
         source = dot.instruction if len(one.arrays) > 1 and computed else one

@@ -1,10 +1,14 @@
-"""Parses HLO text into instructions, and finds their operands, users and dots."""
+"""Parses HLO text: instructions, their source lines, and the devices they connect."""
 
 import collections
 import dataclasses
+import itertools
 import math
+import pathlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 _COMPUTATION = re.compile(r"^\s*(?:ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _INSTRUCTION = re.compile(
@@ -30,6 +34,28 @@ PASSED = frozenset(
 _DOTS = ("dot", "convolution")
 _MATMUL_CALLS = ("gemm", "matmul")
 MAX_STEPS = 4
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+# Patterns of the rows in the tables of source lines at the top of HLO text, by table.
+_TABLES = {
+    "FileNames": re.compile(r'(\d+) "(.*)"'),
+    "FileLocations": re.compile(r"(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"),
+    "StackFrames": re.compile(
+        r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+    ),
+}
+# Parts of the paths of libraries, whose frames are not the user's.
+_LIBRARIES = (
+    *("/site-packages/jax", "/site-packages/flax/"),
+    f"{pathlib.Path(__file__).parents[3]}/",
+)
+# Match the replica groups of a collective: listed, in iota format, or as mesh axes.
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]+\})\}")
+_IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((\S+)\))? ?\{([^}]*)\}"
+)
+# Matches the devices of a mesh in another order than by id, in iota format.
+_DEVICE_IDS = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)")
 
 # Dtype, such as "bf16", and dimensions of an array.
 Array = tuple[str, list[int]]
@@ -177,3 +203,111 @@ def dot_of(one: Instruction, body: Mapping[str, Instruction]) -> Dot:
         # A dot of [M, K] and [K, N] has the result [M, N], and M K * K N / M N = K^2.
         K = math.isqrt(lhs * rhs // max(out, 1))
     return Dot(one, one.operands, lhs, rhs, out, K, dtype)
+
+
+class SourceLines:
+    """Finds source lines of the user in the tables at the beginning of HLO text."""
+
+    def __init__(self, text: str):
+        # The columns of each row, by table and id.
+        self._rows: dict[str, dict[int, tuple[str, ...]]] = {}
+        for name, pattern in _TABLES.items():
+            table = text.partition(f"\n{name}\n")[2].partition("\n\n")[0]
+            self._rows[name] = {int(row[0]): row[1:] for row in pattern.findall(table)}
+        frames = self._rows["StackFrames"]
+        # XLA may print the ids of parents plus 1. Frame 1 has no parent, which is id 0,
+        # so the ids are too high by 1 if its parent is printed as 1.
+        self._offset = 1 if frames.get(1, ("", ""))[1] == "1" else 0
+
+    def of(self, text: str) -> str:
+        """Returns an instruction's source line, such as "train.py:12", from its text.
+
+        The result is "" if the line is unknown.
+        """
+        found = _FRAME.search(text)
+        frame = int(found[1]) if found else 0
+        lines = []
+        while frame in self._rows["StackFrames"]:
+            location, parent = self._rows["StackFrames"][frame]
+            file, line = self._rows["FileLocations"].get(int(location), ("0", ""))
+            (path,) = self._rows["FileNames"].get(int(file), ("",))
+            lines.append(f"{path}:{line}" if path else "")
+            # A frame's caller has a lower id. `min` ends the loop even if it has not.
+            frame = min(int(parent or 0) - self._offset, frame - 1)
+        own = (line for line in lines if not any(one in line for one in _LIBRARIES))
+        return next(own, lines[0] if lines else "")
+
+
+def named_mesh_in(text: str) -> dict[str, int]:
+    """Returns {mesh axis: size} from HLO text, or {} if it lacks the user's names.
+
+    XLA may make up names of axes, such as "axis_0". Such meshes are ignored.
+    """
+    for found in _MESH.finditer(text):
+        sizes = _sizes(found[1])
+        if not any(name.startswith("axis_") for name in sizes):  # XLA makes such names
+            return sizes
+    return {}
+
+
+def group_size_and_axes(
+    text: str, mesh: Mapping[str, int]
+) -> tuple[int, tuple[str, ...]]:
+    """Returns the size of a collective's device groups, and the mesh axes they span.
+
+    The number is 1, and the axes are empty, if they are unknown.
+    """
+    groups = _device_groups(text)
+    if not groups:
+        return 1, ()
+    names = [name for name, size in mesh.items() if size > 1]
+    for num_axes in range(1, len(names) + 1):
+        for axes in itertools.combinations(names, num_axes):
+            along = [set(group) for group in _groups_along(mesh, axes)]
+            if all(any(whole.issuperset(one) for whole in along) for one in groups):
+                return len(groups[0]), axes
+    return len(groups[0]), ()
+
+
+def _sizes(text):
+    return {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", text)}
+
+
+def _device_groups(text) -> list[list[int]]:
+    """Reads the device groups of a collective from its HLO text: [] if it has none.
+
+    For example, `replica_groups={{0,1},{2,3}}` gives [[0, 1], [2, 3]]. Each group of a
+    collective-permute is the source and the target of one transfer.
+    """
+    if listed := _LISTED.search(text):
+        groups = re.findall(r"\{([\d,]+)\}", listed[1])
+        return [[int(number) for number in group.split(",")] for group in groups]
+    if iota := _IOTA.search(text):
+        return _iota(iota[2], iota[3]).reshape(-1, int(iota[1])).tolist()
+    if found := _MESH.search(text):
+        along = _groups_along(_sizes(found[1]), re.findall(r"'([^']*)'", found[3]))
+        if found[2] is None:
+            return along
+        if iota := _DEVICE_IDS.fullmatch(found[2]):
+            return _iota(*iota.groups()).reshape(-1)[along].tolist()
+    return []
+
+
+def _iota(sizes: str, order: str | None) -> np.ndarray:
+    """Returns device numbers in XLA's iota format: of shape `sizes`, then transposed.
+
+    For example, "2,2" and "1,0" give [[0, 2], [1, 3]].
+    """
+    dims = [int(size) for size in sizes.split(",")]
+    axes = [int(axis) for axis in order.split(",")] if order else None
+    return np.arange(math.prod(dims)).reshape(dims).transpose(axes)
+
+
+def _groups_along(mesh: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
+    """Returns the device numbers of each group of a mesh along some of its axes."""
+    names = list(mesh)
+    order = [name for name in names if name not in axes]
+    order += [name for name in axes if name in names]
+    numbers = np.arange(math.prod(mesh.values())).reshape([*mesh.values()])
+    size = math.prod(mesh[name] for name in axes if name in names)
+    return numbers.transpose([*map(names.index, order)]).reshape(-1, size).tolist()
