@@ -20,7 +20,6 @@ from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.primitives.call import Call
 from jax_ub._src.tables import format_count
 from jax_ub._src.tools.explain import hlo, report
-from jax_ub._src.tools.explain.notes import about_collectives, note_of
 from jax_ub._src.tools.explain.report import HardwareLike, Row, Table, TraceLike, Waits
 from jax_ub._src.tools.trace.spans import ub_name_in
 
@@ -171,7 +170,7 @@ def table_of(
     if table.custom_call_flops:
         total = format_count(table.custom_call_flops, "FLOP")
         notes.append(f"custom calls: {total} a rank, which cost_analysis() counts as 0")
-    notes += about_collectives(found, lowered, axes)
+    notes += report.collective_notes(found, lowered, axes)
     return dataclasses.replace(
         table,
         notes=(*notes, *report.assumption(hardware, rows)),
@@ -274,7 +273,7 @@ def xla_rows(
     left out, unless `axes` is None.
     """
     pairs = [pair for one in found for pair in one.pairs]
-    pairs = [pair for pair in pairs if not note_of(pair, axes)]
+    pairs = [pair for pair in pairs if not report.note_of(pair, axes)]
     yield from _pair_rows(pairs, machine, lowered)
     reshards = [one for each in found for one in each.reshards]
     for one, count in collections.Counter(reshards).items():

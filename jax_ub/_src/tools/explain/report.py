@@ -1,14 +1,16 @@
-"""The table that `explain` returns, and the machine and trace that its columns use."""
+"""The table that `explain` returns, its notes, and what its columns are made from."""
 
+import collections
 import dataclasses
 import functools
+import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jax_ub._src import checks
+from jax_ub._src import checks, lowering_log
 from jax_ub._src.errors import (
     ConfigurationError,
     ShapeContractError,
@@ -17,8 +19,10 @@ from jax_ub._src.errors import (
     nearest,
     shown,
 )
+from jax_ub._src.lowering_log import LoweredCall
 from jax_ub._src.prediction.hardware import HARDWARE, Hardware, find, name_of_kind
 from jax_ub._src.tables import format_bytes, format_count, format_seconds, format_table
+from jax_ub._src.tools.explain import hlo
 from jax_ub._src.tools.trace import spans
 from jax_ub._src.tools.trace.recorder import Recording
 from jax_ub._src.tools.trace.spans import Trace
@@ -26,6 +30,11 @@ from jax_ub._src.tools.trace.spans import Trace
 _ASSUMED = "h200"  # for devices that the simulator does not know
 _MAX_SCOPE = 60  # characters of a path in the table
 _ALWAYS_SHOWN = ("where", "op", "overlapped", "method")
+_GATHERS_NOTE = (
+    "all-gathers are of activations or their gradients: on an explicit mesh, shard the "
+    "tokens over the axis after the embedding"
+)
+_GATHERS_HINT = "shard kernels and activations as these calls do"
 # The fields of `Hardware` by name, and the names of those without a default.
 _RATES = {field.name: field for field in dataclasses.fields(Hardware)}
 _REQUIRED = [
@@ -173,6 +182,92 @@ def _shortened(scope: str) -> str:
     if len(kept) > _MAX_SCOPE:
         return f"{kept[: _MAX_SCOPE - 3]}..."
     return scope if kept == scope else f".../{kept}"
+
+
+def collective_notes(
+    found: Sequence[hlo.Found],
+    lowered: Sequence[LoweredCall],
+    axes: Collection[str] | None,
+) -> Iterator[str]:
+    """Yields the notes about XLA's collectives that have no row in the table.
+
+    The arguments are described at `program.table_of`.
+    """
+    others: collections.Counter[str] = collections.Counter()
+    for one in found:
+        others.update(one.others)
+        others.update(
+            each.collective for each in one.unpaired if not note_of(each, axes)
+        )
+    if others:
+        listed = ", ".join(f"{kind} x {num}" for kind, num in sorted(others.items()))
+        yield f"XLA's collectives without a dot next to them: {listed}"
+    yield from _parameter_notes(found, axes)
+    yield from _gathers_around_calls(found, axes)
+    gathers = _num_activation_gathers(found, lowered)
+    if gathers > 1:  # one is needed for the gradient of the embedding
+        yield f"{gathers} {_GATHERS_NOTE}"
+
+
+def note_of(one: hlo.Pair | hlo.Unpaired, axes: Collection[str] | None) -> str | None:
+    """Returns the start of the note that counts an array of a collective, or None.
+
+    Notes count gradients of parameters that are summed, and parameters that are
+    gathered, because no call of jax_ub could overlap them. Over mesh axes that are not
+    in `axes`, the axes of tensor parallelism, this is data parallelism.
+    """
+    if lowering_log.fallback_in(one.scope) is not None or not one.axes:
+        return None
+    names = ", ".join(one.axes)
+    if one.is_of_kernel and axes is not None and not set(one.axes) & set(axes):
+        what = "parameters" if one.collective == "all-gather" else "gradients"
+        return f"data parallelism over {names}: {one.collective} of {what}"
+    if one.sums_parameter_gradient:
+        return f"tokens sharded over {names}: {one.collective} of gradients"
+    return None
+
+
+def _parameter_notes(found, axes) -> Iterator[str]:
+    """Yields notes about collectives that sum gradients or gather parameters.
+
+    There is a note for each combination of collective and mesh axes.
+    """
+    moved: dict[str, list[int]] = {}
+    for each in found:
+        for one in (*each.pairs, *each.unpaired):
+            if note := note_of(one, axes):
+                moved.setdefault(note, []).append(one.moved_bytes)
+    for note, sizes in moved.items():
+        yield f"{note} x {len(sizes)}, sends {format_bytes(sum(sizes))}"
+
+
+def _gathers_around_calls(found, axes) -> Iterator[str]:
+    """Yields a note if XLA adds all-gathers next to jax_ub's calls, over their axes."""
+    calls = [
+        one.call
+        for each in found
+        for one in each.reshards
+        if one.collective == "all-gather" and set(one.axes) & set(axes or ())
+    ]
+    if calls:
+        names = ", ".join(dict.fromkeys(calls))
+        yield f"XLA adds all-gather x {len(calls)} next to {names}: {_GATHERS_HINT}"
+
+
+def _num_activation_gathers(found, lowered) -> int:
+    """Returns the number of all-gathers of activations that are not next to a dot.
+
+    Their result has as many rows as x has tokens in one of the calls, and not the shape
+    of a kernel, because the gradients of kernels are gathered, too.
+    """
+    sizes = [one.call.global_sizes(one.operands)[1:] for one in lowered]
+    tokens = {M for M, _, _ in sizes}
+    kernels = {shape for _, K, N in sizes for shape in ((K, N), (N, K))}
+    return sum(
+        len(shape) > 1 and math.prod(shape[:-1]) in tokens and shape not in kernels
+        for one in found
+        for shape in one.gathered
+    )
 
 
 def find_hardware(hardware: HardwareLike) -> Hardware:
