@@ -20,7 +20,7 @@ from jax_ub._src.tools.options import (
     replaced_path,
     seconds,
 )
-from jax_ub._src.tools.simulate.picture import picture_path
+from jax_ub._src.tools.simulate import picture_path
 from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
 
 

@@ -12,7 +12,7 @@ from jax_ub._src.prediction import hardware
 from jax_ub._src.prediction.cost import Processors, Workload
 from jax_ub._src.prediction.estimate import timeline
 from jax_ub._src.prediction.replay import PlanOptions, end_s
-from jax_ub._src.tools.simulate import models
+from jax_ub._src.tools.simulate import MODELS
 
 MACHINE = hardware.find("h100")
 UNRESERVED = dataclasses.replace(MACHINE, reserved_processors=0)
@@ -46,7 +46,7 @@ def test_gemms_in_chunks_are_predicted_within_a_sixth(model, layer, num_ranks):
             name,
         )
     )
-    (found,) = (one for one in models.MODELS[model] if one.name == layer)
+    (found,) = (one for one in MODELS[model] if one.name == layer)
     work = Workload(found.op, 8192, found.K, found.N, num_ranks)
     whole = Processors(UNRESERVED, 1, 2).run(0.0, work.gemm)[1]
     processors = Processors(MACHINE, LANES, 2)

@@ -7,7 +7,7 @@ import pytest
 
 from jax_ub._src.prediction import hardware
 from jax_ub._src.prediction.cost import Gemm, Processors, Workload, bounds
-from jax_ub._src.tools.simulate import models
+from jax_ub._src.tools.simulate import MODELS
 
 MACHINE = dataclasses.replace(
     hardware.find("h200"), reserved_processors=2, launch_s=3e-6
@@ -28,7 +28,7 @@ def us(seconds):
 
 
 def workload(name, layer, M, tp):
-    layers = {layer.name: layer for layer in models.MODELS[name]}
+    layers = {layer.name: layer for layer in MODELS[name]}
     found = layers[layer.partition(" ")[0]]
     return Workload(found.op, int(M), found.K, found.N, int(tp))
 
@@ -41,7 +41,7 @@ def test_the_reference_has_all_tables():
     assert [len(table) for table in (LAYERS, CHUNKED)] == [108, 48]
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_layers_have_the_bounds_of_the_separate_model(name):
     for cells in (cells for cells in LAYERS if cells[0] == name):
         found = bounds(workload(*cells[:4]), MACHINE)
@@ -50,7 +50,7 @@ def test_layers_have_the_bounds_of_the_separate_model(name):
         assert cells[4:] == [*map(us, times), f"{limit:.2f}"]
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_gemm_in_chunks_takes_the_time_of_the_separate_model(name):
     for cells in (cells for cells in CHUNKED if cells[0] == name):
         work = workload(*cells[:4])

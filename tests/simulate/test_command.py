@@ -11,8 +11,7 @@ from jax_ub import __main__
 from jax_ub._src.prediction.cost import Workload
 from jax_ub._src.prediction.estimate import predict_fp8
 from jax_ub._src.prediction.hardware import HARDWARE
-from jax_ub._src.tools.simulate.command import layer_rows
-from jax_ub._src.tools.simulate.models import MODELS
+from jax_ub._src.tools.simulate import MODELS, layer_rows
 from jax_ub.errors import UnsupportedOverlapError
 
 

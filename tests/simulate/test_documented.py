@@ -6,7 +6,7 @@ from jax_ub._src.methods import Method
 from jax_ub._src.prediction import hardware
 from jax_ub._src.prediction.cost import Workload, bounds
 from jax_ub._src.prediction.estimate import estimate_workload
-from jax_ub._src.tools.simulate import models
+from jax_ub._src.tools.simulate import MODELS
 
 MACHINE = hardware.find("h100")
 PAGE = pathlib.Path(__file__).parents[2] / "docs/simulate.md"
@@ -32,7 +32,7 @@ def test_the_table_of_llama_3_70b_is_what_the_simulator_predicts():
     section = PAGE.read_text().partition("## Llama 3 70B on H100s")[2]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    layers = {layer.name: layer for layer in models.MODELS["llama3-70b"]}
+    layers = {layer.name: layer for layer in MODELS["llama3-70b"]}
     num_ranks = goal = 0
     assert len(rows[2:]) == 3 * len(layers)
     for cells in rows[2:]:

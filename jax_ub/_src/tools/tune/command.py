@@ -31,7 +31,7 @@ from jax_ub._src.tools.options import (
     positive,
     replaced_path,
 )
-from jax_ub._src.tools.simulate import models
+from jax_ub._src.tools.simulate import MODELS
 from jax_ub._src.tools.timing import Candidate, interleave
 from jax_ub._src.tools.tune.cases import Operands, candidates, cases, dgrad_of
 
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes = "global sizes MxKxN of column layers, such as 512x1024x2816; the row "
     shapes += "layer after each is MxNxK"
     add("--shapes", type=list_of(parse_shape), help=shapes)
-    linears = f"instead of --shapes: the linear layers of {', '.join(models.MODELS)}"
-    add("--model", type=name_of(models.MODELS), help=linears)
+    linears = f"instead of --shapes: the linear layers of {', '.join(MODELS)}"
+    add("--model", type=name_of(MODELS), help=linears)
     add("--tokens", type=positive, help=f"M of --model (default: {_TOKENS})")
     rounds = "timed calls of each candidate (default: 9)"
     add("--rounds", type=positive, default=9, help=rounds)
@@ -134,7 +134,7 @@ def _shapes(given) -> Sequence[Shape]:
         )
     # `cases` takes the sizes of a column linear layer and derives the row linear layer
     # after it. For a row layer [M, K, N], this is the column layer [M, N, K].
-    layers = models.MODELS[given.model]
+    layers = MODELS[given.model]
     return [
         shape if layer.op == "all_gather_matmul" else shape.row
         for layer in layers

@@ -2,10 +2,15 @@
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+import importlib
+import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jax_ub._src.errors import ShapeContractError, shown
+from jax_ub._src.files import writing
 from jax_ub._src.methods import Method
 from jax_ub._src.prediction import hardware as machines
 from jax_ub._src.prediction.cost import Workload, bounds
@@ -17,13 +22,53 @@ from jax_ub._src.prediction.estimate import (
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.tables import format_table
 from jax_ub._src.tools import console
-from jax_ub._src.tools.options import amount_of, name_of, positive
-from jax_ub._src.tools.simulate import models, picture
-from jax_ub._src.tools.simulate.models import Layer
+from jax_ub._src.tools.options import (
+    amount_of,
+    load_extra,
+    name_of,
+    output_path,
+    positive,
+)
 
 EXAMPLE = "simulate --tp 8 --hardware h100 --model llama3-70b"
 # The tensor-parallel sizes that `--plot` draws.
 _DRAWN = (2, 4, 8)
+_SUFFIXES = (".png", ".pdf", ".svg")
+_COLORS = ("#5aa2d8", "#b5d5ea", "#fdae6b")
+_GROUP_WIDTH = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A linear layer of a transformer model: its forward op and global sizes [K, N]."""
+
+    name: str
+    op: str
+    K: int
+    N: int
+
+
+def _layers(hidden: int, qkv: int, ffn_in: int, ffn_out: int) -> tuple[Layer, ...]:
+    """Returns the linear layers (qkv, proj, fc1, fc2) of one transformer layer.
+
+    `ffn_in` are the output features of the first MLP layer, including the gate,
+    `ffn_out` the input features of the second one.
+    """
+    gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
+    return (
+        Layer("qkv", gather, hidden, qkv),
+        Layer("proj", scatter, hidden, hidden),
+        Layer("fc1", gather, hidden, ffn_in),
+        Layer("fc2", scatter, ffn_out, hidden),
+    )
+
+
+# The linear layers of one transformer layer of each model, in order.
+MODELS: Mapping[str, tuple[Layer, ...]] = {
+    "llama3-70b": _layers(8192, 10240, 57344, 28672),
+    "llama3-405b": _layers(16384, 18432, 106496, 53248),
+    "gpt3-175b": _layers(12288, 36864, 49152, 49152),
+}
 
 
 def layer_rows(
@@ -66,8 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tp", type=positive, default=8, help="number of ranks (default: 8)")
     hardware = f"{', '.join(machines.HARDWARE)} (default: h100)"
     add("--hardware", type=name_of(machines.HARDWARE), default="h100", help=hardware)
-    model = f"{', '.join(models.MODELS)} (default: llama3-70b)"
-    add("--model", type=name_of(models.MODELS), default="llama3-70b", help=model)
+    model = f"{', '.join(MODELS)} (default: llama3-70b)"
+    add("--model", type=name_of(MODELS), default="llama3-70b", help=model)
     tokens = "M, over all ranks (default: 8192)"
     add("--tokens", type=positive, default=8192, help=tokens)
     gflops = "for --hardware cpu: bf16 GFLOP/s of all cores of this host"
@@ -78,13 +123,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fp8", action="store_true", help=fp8)
     console.add_json(parser, "all figures")
     plot = f"file for a picture of the gain, for tp = {', '.join(map(str, _DRAWN))}"
-    add("--plot", type=picture.picture_path, help=plot)
+    add("--plot", type=picture_path, help=plot)
     parser.set_defaults(run=command)
 
 
 def command(given: argparse.Namespace) -> int:
     """Prints the predicted times of all linear layers of a model on one machine."""
-    machine, layers = _machine(given), models.MODELS[given.model]
+    machine, layers = _machine(given), MODELS[given.model]
     if not _divides(given, layers, given.tp):
         raise ShapeContractError(
             f"simulate: {given.model} with --tokens {given.tokens} does not divide "
@@ -98,7 +143,7 @@ def command(given: argparse.Namespace) -> int:
                 f"simulate: --plot draws {', '.join(map(str, _DRAWN))} ranks, and "
                 f"--tokens {given.tokens} divides into none of them. Take a multiple."
             )
-        picture.load_pyplot()  # fails before anything is computed
+        _load_pyplot()  # fails before anything is computed
     rows = layer_rows(layers, given.tokens, given.tp, machine)
     title = f"{given.model}, forward of one transformer layer, bf16, P = {given.tp}"
     shown_rows = [
@@ -121,7 +166,7 @@ def command(given: argparse.Namespace) -> int:
             f"tp = {num}": layer_rows(layers, given.tokens, num, machine)
             for num in drawn
         }
-        picture.draw(found, title, given.plot)
+        _draw(found, title, given.plot)
     return 0
 
 
@@ -239,3 +284,52 @@ def _machine(given):
 def _divides(given, layers, num_ranks):
     sizes = [given.tokens, *(size for one in layers for size in (one.K, one.N))]
     return all(size % num_ranks == 0 for size in sizes)
+
+
+def picture_path(text: str) -> pathlib.Path:
+    """Parses the path of an image file that can be written; an argparse `type`."""
+    path = output_path(text)
+    if path.suffix not in _SUFFIXES:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} does not end in {', '.join(_SUFFIXES)}. Name an image file."
+        )
+    return path
+
+
+def _load_pyplot() -> Any:
+    """Imports pyplot with a backend that writes files and needs no display."""
+    load_extra("matplotlib", "simulate: --plot").use("Agg")
+    return importlib.import_module("matplotlib.pyplot")
+
+
+def _draw(
+    rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: pathlib.Path
+) -> None:
+    """Draws a group of bars for each layer, with a bar of each series in `rows`."""
+    pyplot = _load_pyplot()
+    figure, panel = pyplot.subplots(figsize=(8, 3.6))
+    layers = [row["layer"] for row in next(iter(rows.values()))]
+    width = _GROUP_WIDTH / len(rows)
+    for index, (name, series) in enumerate(rows.items()):
+        x = np.arange(len(layers)) + (index - (len(rows) - 1) / 2) * width
+        speedups, limits = (
+            [row[key] for row in series] for key in ("speedup", "limit")
+        )
+        panel.bar(x, speedups, 0.95 * width, color=_COLORS[index], label=name)
+        label = "perfect overlap" if index == len(rows) - 1 else None
+        ends = x - width / 2, x + width / 2
+        panel.hlines(limits, *ends, color="black", lw=1.4, label=label)
+        for at, speedup in zip(x, speedups, strict=True):
+            panel.text(at, 0.04, f"{speedup:.2f}", ha="center", fontsize=8)
+    panel.axhline(1, color="black", lw=0.8)
+    panel.set_xticks(range(len(layers)), layers, fontsize=7)
+    panel.margins(x=0.01)
+    panel.spines[["top", "right"]].set_visible(False)
+    above = {"loc": "lower right", "bbox_to_anchor": (1, 1), "frameon": False}
+    panel.legend(ncols=len(rows) + 1, fontsize=8, **above)
+    panel.set_ylabel("speed-up over GEMM, then collective")
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    with writing(path):
+        figure.savefig(path, dpi=120)
+    pyplot.close(figure)

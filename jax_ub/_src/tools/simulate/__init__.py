@@ -1,1 +1,0 @@
-"""Predicts how much overlap would help a model."""
