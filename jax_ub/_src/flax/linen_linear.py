@@ -25,8 +25,7 @@ from jax_ub._src.flax.options import (
 )
 from jax_ub._src.fp8.flax_state import linen_state
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
-from jax_ub._src.sharding import portable_mesh
-from jax_ub._src.sharding.layout import ShardingLayout
+from jax_ub._src.sharding.layout import ShardingLayout, pack_meshes, unpack_meshes
 from jax_ub._src.sharding.sharded_linear import sharded_linear
 
 
@@ -79,11 +78,11 @@ class TensorParallel(arguments.KeywordsChecked, nn.Module, kw_only=True):
 
     @nn.nowrap
     def __getstate__(self):
-        return portable_mesh.pack(vars(self))
+        return pack_meshes(vars(self))
 
     @nn.nowrap
     def __setstate__(self, state):
-        vars(self).update(portable_mesh.unpack(state))
+        vars(self).update(unpack_meshes(state))
 
     @nn.nowrap
     def linear_options(self) -> LinearOptions:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ub._src import arguments, checks, methods
@@ -18,7 +19,6 @@ from jax_ub._src.methods import Method
 from jax_ub._src.parallel import COLUMN, IN_OUT, ROW, ParallelMode, mode_of
 from jax_ub._src.rules.call_config import call_label
 from jax_ub._src.runtime import settings
-from jax_ub._src.sharding import portable_mesh
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -117,10 +117,10 @@ class ShardingLayout:
         )
 
     def __getstate__(self):
-        return portable_mesh.pack(vars(self))
+        return pack_meshes(vars(self))
 
     def __setstate__(self, state):
-        vars(self).update(portable_mesh.unpack(state))
+        vars(self).update(unpack_meshes(state))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -381,3 +381,50 @@ def sharding_of(array: Any) -> Any:
     if isinstance(array, jax.core.Tracer):
         return jax.typeof(array).sharding
     return getattr(array, "sharding", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PortableMesh:
+    """Picklable form of a `jax.sharding.Mesh`, with the ids of its devices."""
+
+    axis_names: tuple[Any, ...]
+    axis_types: tuple[AxisType, ...]
+    shape: tuple[int, ...]
+    platform: str
+    device_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "_PortableMesh":
+        devices = tuple(mesh.devices.flat)
+        ids = tuple(device.id for device in devices)
+        platform = devices[0].platform if devices else ""
+        shape = mesh.devices.shape
+        return cls(mesh.axis_names, mesh.axis_types, shape, platform, ids)
+
+    def find(self) -> Mesh | None:
+        """Returns a `Mesh` of this process's devices; None if a device is missing."""
+        known = {(device.platform, device.id): device for device in jax.devices()}
+        devices = [known.get((self.platform, each)) for each in self.device_ids]
+        if None in devices:
+            return None
+        table = np.array(devices, object).reshape(self.shape)
+        return Mesh(table, self.axis_names, axis_types=self.axis_types)
+
+
+def pack_meshes(state: dict[str, Any]) -> dict[str, Any]:
+    """Replaces each `Mesh` in an object's state by a picklable `_PortableMesh`."""
+    return {
+        name: _PortableMesh.of(value) if isinstance(value, Mesh) else value
+        for name, value in state.items()
+    }
+
+
+def unpack_meshes(state: dict[str, Any]) -> dict[str, Any]:
+    """Replaces each `_PortableMesh` in an unpickled state by a `Mesh`, or by None.
+
+    A mesh becomes None if this process lacks one of its devices.
+    """
+    return {
+        name: value.find() if isinstance(value, _PortableMesh) else value
+        for name, value in state.items()
+    }
