@@ -17,7 +17,6 @@ from jax_ub._src.errors import (
     nearest,
     shown,
 )
-from jax_ub._src.fp8 import scaling
 from jax_ub._src.fp8.recipes import (
     INPUT,
     KERNEL,
@@ -29,6 +28,9 @@ from jax_ub._src.fp8.recipes import (
     Recipe,
     RowwiseScaling,
     check_recipe,
+    current_scale,
+    updated_history,
+    updated_scale,
 )
 from jax_ub._src.fp8.state import check_state, names_of
 from jax_ub._src.methods import MethodChoice
@@ -147,9 +149,9 @@ def quantize_layer(
         qs = tuple(quantized(x, INPUT) for x in xs)
         return (*qs, x)[0], tuple(quantized(w, role) for w in ws)
     amax = _agreed_maxima(ranks, [arrays for arrays in (ws, xs) if arrays])
-    scale_of_ws = scaling.current_scale(amax[0], recipe, KERNEL)
+    scale_of_ws = current_scale(amax[0], recipe, KERNEL)
     if xs:
-        scale_of_x = scaling.current_scale(amax[1], recipe, INPUT)
+        scale_of_x = current_scale(amax[1], recipe, INPUT)
         x = _cast(recipe, INPUT, x, _like(scale_of_x, x))
     return x, tuple(_cast(recipe, KERNEL, w, _like(scale_of_ws, w)) for w in ws)
 
@@ -177,7 +179,7 @@ def quantize_arrays(
         return arrays, dict(zip(names, _new_state(ranks.label, *saved), strict=True))
     if isinstance(recipe, Float8CurrentScaling):
         amax = _agreed(ranks, _amax_of_all(xs))
-        scale = scaling.current_scale(amax, recipe, role).reshape(())
+        scale = current_scale(amax, recipe, role).reshape(())
         scales = [scale] * len(xs)
     else:
         scales = [_scales(ranks, recipe, role, x) for x in xs]
@@ -234,7 +236,7 @@ def _scales(ranks, recipe, role, x):
     if isinstance(recipe, RowwiseScaling):
         return fp8_casts.row_scales(fp8_casts.amax_of(x, (axis,)), dtype)
     amax = _agreed(ranks, fp8_casts.amax_of(x))
-    return scaling.current_scale(amax, recipe, role)
+    return current_scale(amax, recipe, role)
 
 
 def _agreed(ranks, amax):
@@ -291,7 +293,7 @@ def _delayed(ranks, recipe, role, further_axes, xs, scale, history):
     Returns:
         (values, scale), and the arguments of `_new_state`: scale, history and amax.
     """
-    scale = scaling.updated_scale(history, scale, recipe, role)
+    scale = updated_scale(history, scale, recipe, role)
     dtype = recipe.fp8_format.dtype(role)
     values = tuple(fp8_casts.cast(x, _like(scale, x), dtype) for x in xs)
     amax = _amax_of_all(xs)
@@ -318,7 +320,7 @@ def _new_state(label, scale, history, amax):
         )
 
     history = checks.mapped_with(history, amax, text)
-    return scale, scaling.updated_history(history, amax)
+    return scale, updated_history(history, amax)
 
 
 def _delayed_backward(ranks, recipe, role, further_axes, saved, _):
@@ -382,7 +384,7 @@ def quantize_params(
     if chosen and axis_name is not None and isinstance(recipe, Float8CurrentScaling):
         ranks = ranks_of(op, axis_name)
         maxima = _agreed_maxima(ranks, [(leaves[i],) for i in chosen])
-        scales = scaling.current_scale(maxima, recipe, KERNEL)
+        scales = current_scale(maxima, recipe, KERNEL)
         all_scales = [_like(scales[k], leaves[i]) for k, i in enumerate(chosen)]
     else:
         all_scales = [
