@@ -10,9 +10,9 @@ from jax_ub._src import checks
 from jax_ub._src.ops.operation import BasicOperation
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_gather, all_reduce, reduce_scatter
+from jax_ub._src.rules.backward import is_partial
 from jax_ub._src.rules.call_config import CallConfig, make_call_config
 from jax_ub._src.rules.operands import pcast_operands
-from jax_ub._src.rules.row import is_partial
 from jax_ub._src.scaled_array import ScaledArray, is_scaled, source_of
 
 

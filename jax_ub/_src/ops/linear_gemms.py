@@ -12,10 +12,9 @@ from jax_ub._src.fp8.recipes import INPUT, KERNEL
 from jax_ub._src.ops.operation import Params, Residuals
 from jax_ub._src.primitives import vma
 from jax_ub._src.rules import scaled
+from jax_ub._src.rules.backward import column_gradients, row_gradients
 from jax_ub._src.rules.call_config import CallConfig
-from jax_ub._src.rules.column import column_gradients
 from jax_ub._src.rules.operands import check_scaled
-from jax_ub._src.rules.row import row_gradients
 from jax_ub._src.scaled_array import is_scaled, map_scaled, source_of, without_source
 
 

@@ -16,12 +16,12 @@ from jax_ub._src.methods import Method
 from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
 from jax_ub._src.primitives import vma
 from jax_ub._src.rules import main_grads as accumulators
+from jax_ub._src.rules.backward import column_linear, row_linear
 from jax_ub._src.rules.call_config import (
     call_label,
     make_call_config,
     make_local_call_config,
 )
-from jax_ub._src.rules.column import column_linear
 from jax_ub._src.rules.forward import forward_of, is_replicated
 from jax_ub._src.rules.operands import (
     as_row,
@@ -32,7 +32,6 @@ from jax_ub._src.rules.operands import (
     pcast_operands,
     with_dtypes,
 )
-from jax_ub._src.rules.row import row_linear
 from jax_ub._src.rules.vjp import check_no_main_grad
 from jax_ub._src.scaled_array import ScaledArray, is_scaled, values_of
 

@@ -30,11 +30,10 @@ from jax_ub._src.fp8.recipes import (
 from jax_ub._src.fp8.state import OUTPUT_GRAD_STATE, check_state
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_gather, all_reduce
+from jax_ub._src.rules.backward import column_gradients, is_partial, row_gradients
 from jax_ub._src.rules.call_config import CallConfig
-from jax_ub._src.rules.column import column_gradients
 from jax_ub._src.rules.forward import forward_of
 from jax_ub._src.rules.operands import by_name, contracted_axes, is_per_row
-from jax_ub._src.rules.row import is_partial, row_gradients
 from jax_ub._src.rules.vjp import differentiable, save
 from jax_ub._src.scaled_array import (
     ScaledArray,

@@ -18,8 +18,8 @@ from jax_ub._src.methods import (
 )
 from jax_ub._src.primitives import matmuls
 from jax_ub._src.primitives.call import Execution
+from jax_ub._src.rules.backward import column_gradients
 from jax_ub._src.rules.call_config import CallConfig
-from jax_ub._src.rules.column import column_gradients
 from jax_ub._src.runtime.device_groups import heap_bytes
 from jax_ub._src.tools.bench.gemm import own_gemm
 from jax_ub._src.tools.bench.pallas import find_fastest

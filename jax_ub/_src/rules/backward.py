@@ -1,4 +1,4 @@
-"""Column-parallel layers with sequence parallelism: AG+GEMM and its gradients."""
+"""Gradients of linear layers: column-parallel, row-parallel and local ones."""
 
 import dataclasses
 import math
@@ -8,8 +8,9 @@ import jax
 from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.methods import Method
-from jax_ub._src.parallel import ROW
-from jax_ub._src.primitives.collectives import bulk_reduce_scatter
+from jax_ub._src.parallel import COLUMN, ROW
+from jax_ub._src.primitives import vma
+from jax_ub._src.primitives.collectives import all_reduce, bulk_reduce_scatter
 from jax_ub._src.primitives.matmuls import matmul
 from jax_ub._src.reference import sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
@@ -22,6 +23,7 @@ from jax_ub._src.rules.vjp import (
     kernel_gradients,
 )
 from jax_ub._src.rules.wire import all_gather, bulk_all_gather, reduce_scatter
+from jax_ub._src.scaled_array import is_scaled
 
 
 def column_gradients(
@@ -71,10 +73,12 @@ def column_gradients(
         out_dtype=config.dtype if residual is None else sum_dtype(config.dtype),
     )
     if is_bulk:
-        dx, dws = _bulk(config, x, gathered, gradients, ws, main_grads, d_gathered)
+        dx, dws = _column_bulk(
+            config, x, gathered, gradients, ws, main_grads, d_gathered
+        )
     else:
-        dx = _dgrad(config, gradients, ws, d_gathered)
-        dws = _wgrad(config, x, gathered, gradients, main_grads)
+        dx = _column_dgrad(config, gradients, ws, d_gathered)
+        dws = _column_wgrad(config, x, gathered, gradients, main_grads)
     if residual is not None and dx is not None:
         dx = (residual + dx).astype(residual.dtype)
     return dx, dict(zip(dys, dws, strict=False))
@@ -107,7 +111,7 @@ def _scattered(config, ws, d_gathered, dtype):
     return reduce_scatter(config.collective, d_gathered, out_dtype=dtype)
 
 
-def _dgrad(config, dys, ws, d_gathered):
+def _column_dgrad(config, dys, ws, d_gathered):
     if ws is None:
         return None
     residual = _scattered(config, ws, d_gathered, sum_dtype(config.dtype))
@@ -115,7 +119,7 @@ def _dgrad(config, dys, ws, d_gathered):
     return dx
 
 
-def _wgrad(config, x, gathered, dys, main_grads):
+def _column_wgrad(config, x, gathered, dys, main_grads):
     if gathered is None and x is None:
         return ()
     is_one = len(dys) == 1 or not config.rhs_transposed
@@ -126,7 +130,7 @@ def _wgrad(config, x, gathered, dys, main_grads):
     return kernel_gradients(config, config.local, gathered, dys, main_grads)
 
 
-def _bulk(config, x, gathered, dys, ws, main_grads, d_gathered):
+def _column_bulk(config, x, gathered, dys, ws, main_grads, d_gathered):
     # The all-gather of x overlaps with the dgrad, dy w^T. The reduce-scatter of its
     # partial sums overlaps with the wgrad, x^T dy. Unless the wgrad has its own method,
     # it runs with the dgrad's, which may come from a tuned file.
@@ -153,4 +157,98 @@ def _bulk(config, x, gathered, dys, ws, main_grads, d_gathered):
     return dx, dws
 
 
+def row_gradients(
+    config: CallConfig,
+    saved: dict,
+    dys: dict[int, jax.Array],
+    d_gathered: None = None,
+    residual: jax.Array | None = None,
+) -> tuple[jax.Array | None, dict[int, jax.Array]]:
+    """Computes the gradients of x and w for a row-parallel or local layer `y = x @ w`.
+
+    Args:
+        config: the configuration of the layer.
+        saved: see `vjp.differentiable`.
+        dys: the gradient of the result, `[..., M/P, N]` after a reduce-scatter, else
+            `[..., M, N]`; empty if it is zero.
+        d_gathered: None: the forward pass gathers nothing.
+        residual: addend of the gradient of x, or None. The sum has the residual's
+            dtype and overwrites its buffer. Not for a replicated x.
+
+    Returns:
+        The gradient of x or None, and {0: the gradient of the kernel} or {}.
+    """
+    if not dys:
+        return None, {}
+    x, main_grads = saved["x"], saved["main_grads"]
+    ws, dy = saved["ws"], dys[0]
+    if x is None and ws is None:
+        return None, {}
+    if config.mode.op == "matmul_reduce_scatter":
+        dx, dws = _gathering_gradients(config, x, ws, dy, main_grads, residual)
+    else:
+        dx, dws = _local_gradients(config, x, ws, dy, main_grads, residual)
+    return dx, dict(enumerate(dws))
+
+
+def _gathering_gradients(config, x, ws, dy, main_grads, residual):
+    dy = as_factor(dy, config.dtype)
+    # The wgrad reuses the dy that the dgrad has gathered, unless the method reads dy
+    # directly from the peers' memory.
+    dgrad, config = config.dgrad, config.wgrad
+    dx = gathered = None
+    if ws is not None:
+        product = dgrad_config(
+            dgrad,
+            COLUMN,
+            out_dtype=config.dtype if residual is None else residual.dtype,
+            returns_gathered=x is not None and dgrad.materializes_gather,
+        )
+        (dx,), gathered = column_forward(product, dy, ws, residual=residual)
+    if x is None:
+        return dx, ()
+    if gathered is None and config.gathers_first:
+        gathered = all_gather(config.collective, dy)
+    if gathered is None:
+        execution = config.overlapped
+        return dx, kernel_gradients(config, execution, x, (dy,), main_grads, "dy")
+    return dx, kernel_gradients(config, config.local, x, (gathered,), main_grads)
+
+
+def _local_gradients(config, x, ws, dy, main_grads, residual):
+    # Only GEMM+AR can get a dy that is not yet summed over the ranks.
+    # `scaled_gradients` sums an FP8 dy before it quantizes it.
+    is_summed = config.mode.op != "matmul_all_reduce" or is_scaled(dy)
+    if not is_summed and is_partial(config, dy):
+        dy = all_reduce(config.collective, dy)
+    dy = as_factor(dy, config.dtype)
+    dx = None
+    if ws is not None:
+        # If all ranks have the same x, each rank computes one summand of dx from its
+        # part of the kernel. GEMM+AR sums over the ranks.
+        replicated = config.is_x_replicated
+        product = dgrad_config(
+            config.dgrad if replicated else config,
+            ROW if replicated else None,
+            sequence_parallel=False,
+            out_dtype=config.dtype if residual is None else residual.dtype,
+        )
+        (dx,), _ = row_forward(product, dy, ws, residual=residual)
+    if x is None:
+        return dx, ()
+    return dx, kernel_gradients(config, config.local, x, (dy,), main_grads)
+
+
+def is_partial(config: CallConfig, dy: jax.Array) -> bool:
+    """Returns whether dy, the cotangent of a sum over ranks, must be summed, too.
+
+    With `shard_map(check_vma=True)`, dy is partial if its type varies over the ranks.
+    This happens inside a fused operation if the result is added to a varying array.
+    With `check_vma=False`, dy is always partial: JAX transposes psum to psum.
+    """
+    own = frozenset(config.axis_name)
+    return not config.is_vma_checked or bool(own & vma.axes_of(dy))
+
+
 column_linear = differentiable(column_forward, column_gradients)
+row_linear = differentiable(row_forward, row_gradients)
