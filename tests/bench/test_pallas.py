@@ -7,7 +7,7 @@ from jax_ub._src.config import tuned_file
 from jax_ub._src.config.tuned_file import TunedKey
 from jax_ub._src.methods import PALLAS_TILES, Method, MethodChoice
 from jax_ub._src.runtime.tuned_tables import environment
-from jax_ub._src.tools.bench import cases, linear, pallas, peers, report
+from jax_ub._src.tools.bench import cases, linear, peers, report
 from jax_ub._src.tools.bench.cases import Setup, check_agreement
 from jax_ub._src.tools.bench.peers import FastestDots
 from jax_ub._src.tools.devices import Ranks
@@ -53,7 +53,7 @@ def substitute(monkeypatch):
 
     def set_programs(function):
         found = dict.fromkeys(PALLAS_TILES[:2], function)
-        monkeypatch.setattr(pallas, "programs", lambda *arguments: found)
+        monkeypatch.setattr(linear, "pallas_programs", lambda *arguments: found)
 
     return set_programs
 

@@ -25,7 +25,7 @@ from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.primitives import predicted
 from jax_ub._src.runtime import cuda_engine, settings
 from jax_ub._src.runtime.tuned_tables import environment
-from jax_ub._src.tools.bench import pallas
+from jax_ub._src.tools.bench.linear import pallas_programs
 from jax_ub._src.tools.devices import Ranks
 from jax_ub._src.tools.options import Shape
 from jax_ub.flax import TransformerLayer
@@ -413,7 +413,7 @@ def check_kernels(text, number):
 
 def test_the_kernel_of_jax_that_bench_times_compiles(mesh, all_gpus):
     shape = Shape(4 * M, K, 8 * N)
-    found = pallas.programs(shape, "bfloat16", Ranks(4))
+    found = pallas_programs(shape, "bfloat16", Ranks(4))
     if jax.__version_info__ < (0, 11, 2):
         assert "without a barrier between the GPUs" in found
         return
@@ -436,7 +436,7 @@ has_barrier = pytest.mark.skipif(
 @has_barrier
 def test_xla_runs_no_collective_during_the_kernel_of_jax_with_a_flag(mesh, all_gpus):
     shape = Shape(4 * M, K, 8 * N)
-    run, *_ = pallas.programs(shape, "bfloat16", Ranks(4)).values()
+    run, *_ = pallas_programs(shape, "bfloat16", Ranks(4)).values()
 
     def with_sum(x, w, a):
         return run(x, w), jax.lax.psum(a, "tp")

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 
 import jax_ub as ub
 from jax_ub._src.fp8.recipes import INPUT, KERNEL, OUTPUT_GRAD, Recipe, has_one_scale
+from jax_ub._src.methods import PallasTiles
+from jax_ub._src.primitives import pallas
 from jax_ub._src.runtime import communicators
 from jax_ub._src.runtime.memory import memory_report
 from jax_ub._src.scaled_array import source_of
-from jax_ub._src.tools.bench import cases, fp8, pallas, peers
+from jax_ub._src.tools.bench import cases, fp8, peers
 from jax_ub._src.tools.bench.cases import WIDE, Case, Memory, Setup
 from jax_ub._src.tools.bench.peers import Dot, DotVariant
 from jax_ub._src.tools.devices import AXIS, COLUMNS, ROWS, Ranks
@@ -209,7 +211,7 @@ def _case(op, setup, column, *, quantizes):
         naive = candidate(cases.NAIVE, op.naive)
         compared = [naive, candidate(cases.RING, op.in_ring(dots)), best]
         if op.name == "all_gather_matmul" and ranks.platform != "cpu":
-            kernel = pallas.find_fastest(candidate, shape, wide, ranks)
+            kernel = fastest_pallas(candidate, shape, wide, ranks)
             if isinstance(kernel, str):
                 text = f"{op.name} {shape} {wide} P={setup.num_ranks}"
                 notes = (f"{cases.PALLAS}: {text}: {kernel}",)
@@ -250,6 +252,40 @@ def fastest_of(
 ) -> Candidate:
     """Times programs, {description: program}; returns the fastest, named `name`."""
     return fastest([candidate(name, run, text) for text, run in programs.items()], *how)
+
+
+def pallas_programs(
+    shape: Shape, dtype: str, ranks: Ranks
+) -> dict[PallasTiles, Callable[..., jax.Array]] | str:
+    """Returns {tile sizes: AG+GEMM with JAX's Pallas kernel} for all tiles that fit.
+
+    If the kernel cannot run on these devices or at this size, returns the reason.
+    """
+    sizes = shape.M, shape.K, shape.N
+    reason = pallas.why_not(ranks.devices, dtype, *sizes)
+    if reason is not None:
+        return reason
+    return {
+        tiles: functools.partial(pallas.all_gather_matmul, axis_name=AXIS, tiles=tiles)
+        for tiles in pallas.tiles_for(*sizes, ranks.num_ranks)
+    }
+
+
+def fastest_pallas(
+    candidate: Callable[..., Candidate], shape: Shape, dtype: str, ranks: Ranks
+) -> tuple[Candidate, PallasTiles] | str:
+    """Returns JAX's fastest program of AG+GEMM and its tiles, or why there is none."""
+    found: Any = pallas_programs(shape, dtype, ranks)
+    if isinstance(found, str):
+        return found
+    tiles = {str(tiles): tiles for tiles in found}
+    try:
+        best = fastest(
+            [candidate(cases.PALLAS, run, str(each)) for each, run in found.items()]
+        )
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        return f"it failed: {str(error).splitlines()[0]}"
+    return best, tiles[best.variant]
 
 
 def _in_xla_fp8(op, setup, dots, quantizes):

@@ -22,7 +22,7 @@ from jax_ub._src.rules.backward import column_gradients
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.runtime.device_groups import heap_bytes
 from jax_ub._src.tools.bench.gemm import own_gemm
-from jax_ub._src.tools.bench.pallas import find_fastest
+from jax_ub._src.tools.bench.linear import fastest_pallas
 from jax_ub._src.tools.devices import (
     AXIS,
     COLUMNS,
@@ -125,7 +125,7 @@ class Operands:
 
     def find_pallas(self) -> tuple[Candidate, PallasTiles] | str:
         """Returns JAX's Pallas AG+GEMM with its fastest tiles, or why it cannot run."""
-        return find_fastest(self.program, self._shape, self._case.dtype, self._ranks)
+        return fastest_pallas(self.program, self._shape, self._case.dtype, self._ranks)
 
 
 def _function(case: TunedKey, choice: MethodChoice) -> Callable[..., Any]:
