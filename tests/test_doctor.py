@@ -325,7 +325,7 @@ def test_unusable_cuda_engine_is_a_fault(gpus):
 
 
 def test_the_guide_names_every_state():
-    guide = pathlib.Path(__file__).parents[2] / "docs/commands.md"
+    guide = pathlib.Path(__file__).parents[1] / "docs/commands.md"
     text = guide.read_text()
     assert [state.value for state in State if f"`{state.value}`" not in text] == []
 
