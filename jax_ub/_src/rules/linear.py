@@ -15,8 +15,8 @@ from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
 from jax_ub._src.primitives import vma
+from jax_ub._src.rules import backward
 from jax_ub._src.rules import main_grads as accumulators
-from jax_ub._src.rules.backward import column_linear, row_linear
 from jax_ub._src.rules.call_config import (
     call_label,
     make_call_config,
@@ -472,17 +472,16 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
 
 
 def _layer_and_operands(config, x, ws, state):
-    """Returns the function that computes the layer, and (x, kernels, FP8 states).
+    """Returns the layer's function and (x, kernels, FP8 states), quantized if FP8."""
+    layers: Any = backward
+    operands: Any = x, ws, ()
+    if config.fp8 is not None or state is not None or is_scaled(x):
+        # Not imported earlier, because most programs do not use FP8.
+        from jax_ub._src.rules import scaled
 
-    The operands are quantized if the layer has a recipe.
-    """
-    if config.fp8 is None and state is None and not is_scaled(x):
-        layer = column_linear if config.mode.gathers_x else row_linear
-        return layer, (x, ws, ())
-    # Not imported earlier, because most programs do not use FP8.
-    from jax_ub._src.rules import scaled
-
-    return scaled.scaled_linear, scaled.quantized(config, x, ws, state)
+        layers, operands = scaled, scaled.quantized(config, x, ws, state)
+    layer = layers.column_linear if config.mode.gathers_x else layers.row_linear
+    return layer, operands
 
 
 def _with_f64_fallback(config, x):

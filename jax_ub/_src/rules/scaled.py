@@ -32,7 +32,7 @@ from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_gather, all_reduce
 from jax_ub._src.rules.backward import column_gradients, is_partial, row_gradients
 from jax_ub._src.rules.call_config import CallConfig
-from jax_ub._src.rules.forward import forward_of
+from jax_ub._src.rules.forward import column_forward, row_forward
 from jax_ub._src.rules.operands import by_name, contracted_axes, is_per_row
 from jax_ub._src.rules.vjp import differentiable, save
 from jax_ub._src.scaled_array import (
@@ -90,11 +90,6 @@ def _is_agreed(config, operand, contracted):
         return True
     is_one = not is_per_row(operand, contracted)
     return is_one and not frozenset(config.axis_name) & vma.axes_of(operand.scales)
-
-
-def scaled_forward(config: CallConfig, *operands: Any) -> tuple[Any, Any]:
-    """Computes the forward pass of a layer with FP8 operands."""
-    return forward_of(config)(config, *operands)
 
 
 def scaled_gradients(
@@ -162,7 +157,7 @@ def quantized(
     `roles` are those of the state. Without "input", x is FP8 already.
 
     Returns:
-        x, the kernels, and the last operands of `scaled_linear`: the state for the
+        x, the kernels, and the last operands of the layer's function: the state for the
         gradients of the results, or None. They are () if the operands are not FP8.
     """
     label, recipe = config.label, config.fp8
@@ -217,4 +212,5 @@ def _cotangent(gradient, source_dtype):
     return cotangent_of_scaled(gradient.astype(source_dtype))
 
 
-scaled_linear = differentiable(scaled_forward, scaled_gradients)
+column_linear = differentiable(column_forward, scaled_gradients)
+row_linear = differentiable(row_forward, scaled_gradients)
