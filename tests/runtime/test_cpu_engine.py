@@ -1,5 +1,6 @@
 """The engine is checked at import, registered once, and configured by variables."""
 
+import importlib.machinery
 import importlib.metadata
 import os
 import pathlib
@@ -12,7 +13,8 @@ import jax
 import pytest
 from jax.export import DisabledSafetyCheck
 
-from jax_ub._src.runtime import backend, cpu_engine
+import jax_ub
+from jax_ub._src.runtime import backend, cpu_engine, cuda_engine
 from jax_ub.errors import ConfigurationError
 
 
@@ -66,6 +68,27 @@ def test_sources_that_hide_the_installed_engine_are_named(tmp_path, monkeypatch)
     message = f"the sources in {sources}, which hide the package in {tmp_path}. "
     with pytest.raises(ImportError, match=f"{message}.* -P; .* pip install -e ."):
         cpu_engine.load.__wrapped__()
+
+
+@pytest.mark.parametrize("name", ["_cpu", "_cuda"])
+def test_an_engine_that_the_linker_rejects_is_named_with_a_fix(
+    name, tmp_path, monkeypatch
+):
+    # A file that is no library, like an engine of another Python or glibc, fails in
+    # `dlopen`. The folder hides the engine of this environment.
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    (tmp_path / f"{name}{suffix}").write_bytes(b"no library")
+    monkeypatch.setattr(jax_ub, "__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, f"jax_ub.{name}", raising=False)
+    monkeypatch.setattr(cpu_engine, "why_not", lambda: None)
+    version = "{}.{}".format(*sys.version_info)
+    message = (
+        f"jax_ub: Python {version} cannot load its engine jax_ub.{name}, which may "
+        rf"have been built for another Python or system: .*{name}.*\. .*pip install "
+    )
+    load = {"_cpu": cpu_engine.load, "_cuda": cuda_engine.load}[name]
+    with pytest.raises(ImportError, match=message):
+        load.__wrapped__()
 
 
 @pytest.mark.slow

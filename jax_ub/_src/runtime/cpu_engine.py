@@ -48,19 +48,24 @@ def load() -> types.ModuleType:
     whole backend fails to start.
 
     Raises:
-        ImportError: if the engine was not built, or was built for an incompatible FFI
-            API. Says what to install. `NoEngineError` in the pure-Python wheel.
+        ImportError: if the engine was not built, or was built for another Python,
+            another system or an incompatible FFI API. Says what to install.
+            `NoEngineError` in the pure-Python wheel.
     """
     text = "compiled engine jax_ub._cpu is missing."
-    return load_module("jax_ub._cpu", lambda: f"{text} {_how_to_get_it()}")
+    return load_module("jax_ub._cpu", text, _how_to_get_it)
 
 
-def load_module(name: str, missing: Callable[[], str]) -> types.ModuleType:
+def load_module(
+    name: str, missing: str, how_to_get_it: Callable[[], str]
+) -> types.ModuleType:
     """Imports an engine, and checks that it fits the jaxlib.
 
     Args:
         name: the name of the module.
-        missing: returns the text of the error for an engine that was not built.
+        missing: the text of the error for an engine that was not built.
+        how_to_get_it: returns the advice for an engine that is missing, or that the
+            dynamic linker rejects.
     """
     reason = why_not()
     if reason is not None:
@@ -68,7 +73,13 @@ def load_module(name: str, missing: Callable[[], str]) -> types.ModuleType:
     try:
         engine = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ImportError(f"jax_ub: its {missing()}") from error
+        raise ImportError(f"jax_ub: its {missing} {how_to_get_it()}") from error
+    except ImportError as error:
+        running = "Python {}.{}".format(*sys.version_info)
+        raise ImportError(
+            f"jax_ub: {running} cannot load its engine {name}, which may have been "
+            f"built for another Python or system: {error}. {how_to_get_it()}"
+        ) from error
     check_ffi_api(tuple(engine.xla_ffi_api_version), running_ffi_api(), jax.__version__)
     return engine
 

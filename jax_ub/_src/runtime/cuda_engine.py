@@ -38,14 +38,14 @@ def load() -> types.ModuleType:
     It needs no driver and registers no handlers.
 
     Raises:
-        ImportError: if the engine was not built, or was built for an incompatible FFI
-            API. Says what to do.
+        ImportError: if the engine was not built, or was built for another Python,
+            another system or an incompatible FFI API. Says what to do.
     """
     text = (
         "CUDA engine jax_ub._cuda is missing, since no nvcc was found when it was "
-        f"built. {_BUILD}"
+        "built."
     )
-    cuda = cpu_engine.load_module("jax_ub._cuda", lambda: text)
+    cuda = cpu_engine.load_module("jax_ub._cuda", text, lambda: _BUILD)
     cuda.set_library_paths(library_paths())
     timeout_s = settings.timeout_s()
     if timeout_s is not None:
