@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax_models import assert_trees_close, mesh_of
+from flax_models import assert_trees_close, loss, mesh_of
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from operands import normal
@@ -291,3 +291,35 @@ def test_a_misspelt_rule_of_linen_names_the_nearest_path():
     text = r"Did you mean 'layers_0'\? Known: 'layers_0', 'layers_2'"
     with pytest.warns(UserWarning, match=text), Overlap({"layer_0": "column"}):
         net.apply(variables, x)
+
+
+class Adapted(nnx.Module):
+    """A block whose layers have low-rank adapters."""
+
+    def __init__(self):
+        initializer = nnx.initializers.lecun_normal()
+        options = {"b_initializer": initializer, "rngs": nnx.Rngs(0)}
+        self.up = nnx.LoRALinear(16, 32, lora_rank=2, **options)
+        down = nnx.Linear(32, 16, rngs=nnx.Rngs(1))
+        self.down = nnx.LoRA(32, 2, 16, base_module=down, **options)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize(
+    ("types", "tokens"), [("auto", P("dp", "tp")), ("explicit", P("dp"))]
+)
+def test_adapters_of_frozen_layers_are_trained(types, tokens):
+    x = normal(0, (4, 8, 16))
+    rules = {"up": "column", r"down\.base_module": "row"}
+    adapters = nnx.DiffState(0, nnx.LoRAParam)
+    expected = nnx.value_and_grad(loss, argnums=adapters)(Adapted(), x)
+    with jax.set_mesh(mesh_of(2, 2, types)):
+        model = ub.overlap(Adapted(), rules)
+        run = nnx.jit(nnx.value_and_grad(loss, argnums=adapters))
+        found = run(model, jax.device_put(x, P(*tokens)))
+        text = compiled_text(run, model, jax.device_put(x, P(*tokens)))
+    assert_trees_close(found, expected, rtol=1e-4, atol=1e-5)
+    # Frozen kernels have no weight gradient.
+    assert calls(text) == {"all_gather_matmul": 2, "matmul_reduce_scatter": 1}
