@@ -182,10 +182,14 @@ def check_float(op: str, *, takes_f64: bool = False, **arrays) -> None:
 def check_float_dtype(op: str, name: str, array, *, takes_f64: bool) -> None:
     """Raises an error unless an array is f32, bf16 or f16 (or f64 if `takes_f64`)."""
     if array.dtype not in dtypes.OPERANDS and not (takes_f64 and is_f64(array)):
+        # JAX converts a NumPy f64 array to f32, the dtype of its own arrays.
+        is_converted = array.dtype == _F64 and not is_f64(array)
+        call = (
+            f"jnp.asarray({name})" if is_converted else f"{name}.astype(jnp.bfloat16)"
+        )
         raise ShapeContractError(
             f"{op}: {name} is {array.dtype}, but the op takes "
-            f"{dtypes.listed(dtypes.OPERANDS)}. "
-            f"Convert it, for example {name}.astype(jnp.bfloat16)."
+            f"{dtypes.listed(dtypes.OPERANDS)}. Convert it, for example {call}."
         )
 
 

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import covering
@@ -122,12 +123,15 @@ def test_a_named_method_rejects_f64(name):
         on_tp(name, method="direct")(*operands())
 
 
-def test_a_numpy_f64_array_is_none_of_jax_without_x64():
+def test_a_numpy_f64_array_is_rejected_without_x64_unless_converted():
     jax.config.update("jax_enable_x64", False)
     x, w = np.zeros((4, 6)), np.zeros((6, 8))
     for method in ("auto", "xla"):
-        with pytest.raises(ShapeContractError, match="x is float64, but the op takes"):
+        with pytest.raises(ShapeContractError, match=r"example jnp\.asarray\(x\)\."):
             ub.linear(x, w, method=method)
+        with pytest.raises(ShapeContractError, match=r"example jnp\.asarray\(w\)\."):
+            ub.linear(jnp.asarray(x), w, method=method)
+        assert ub.linear(jnp.asarray(x), jnp.asarray(w), method=method).shape == (4, 8)
 
 
 @pytest.mark.parametrize("wrong", ["b", "out_dtype"])
