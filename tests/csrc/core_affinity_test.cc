@@ -81,6 +81,26 @@ TEST(ThreadsComputeOnTheirPartOfTheCores) {
   CHECK(CPU_ISSET(sched_getcpu(), &before));
 }
 
+TEST(AWorkerLeavesTheCoreOfAnEarlierCallIfItIsTaken) {
+  const cpu_set_t before = Allowed();
+  if (CPU_COUNT(&before) < 2) return;  // nowhere to move to
+  CoreAffinity cores;
+  const CoreAffinity::ScopedCore first(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
+  const int core = sched_getcpu();
+  std::thread second([&] {
+    const cpu_set_t here = Only(core);  // as AssignIdleCores did in an earlier call
+    CHECK(sched_setaffinity(0, sizeof(here), &here) == 0);
+    {
+      const CoreAffinity::ScopedCore seat(cores, CoreAffinity::Who::kWorker,
+                                          CPU_SETSIZE);
+      CHECK(sched_getcpu() != core);
+    }
+    const cpu_set_t after = Allowed();
+    CHECK(CPU_EQUAL(&after, &here));
+  });
+  second.join();
+}
+
 TEST(SecondThreadOnACoreMovesToAnother) {
   const cpu_set_t before = Allowed();
   if (CPU_COUNT(&before) < 2) return;  // nowhere to move to
@@ -88,7 +108,8 @@ TEST(SecondThreadOnACoreMovesToAnother) {
   const int core = sched_getcpu();
   const cpu_set_t here = Only(core);
   CHECK(sched_setaffinity(0, sizeof(here), &here) == 0);
-  CoreAffinity::ScopedCore first(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
+  std::optional<CoreAffinity::ScopedCore> first;
+  first.emplace(cores, CoreAffinity::Who::kCaller, CPU_SETSIZE);
   sched_setaffinity(0, sizeof(before), &before);
   std::thread second([&] {
     sched_setaffinity(0, sizeof(here), &here);
@@ -104,6 +125,8 @@ TEST(SecondThreadOnACoreMovesToAnother) {
     CHECK(CPU_EQUAL(&after, &before));
   });
   second.join();
+  first.reset();
+  sched_setaffinity(0, sizeof(before), &before);
 }
 
 TEST(ThreadsStayWhereEveryCoreIsTaken) {

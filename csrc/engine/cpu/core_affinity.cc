@@ -134,15 +134,16 @@ bool CoreAffinity::ScopedCore::TryReserve(Who who, int num_threads, cpu_set_t& s
   if (sched_getaffinity(0, sizeof(allowed_), &allowed_) != 0) return false;
   std::lock_guard lock(core_affinity_.mutex_);
   if (who == Who::kCaller) core_affinity_.allowed_ = allowed_;
-  const cpu_set_t free = core_affinity_.FreeOf(allowed_);
+  // The cores of the calling thread. The CPU set of a worker may still be restricted to
+  // cores that were free in an earlier call.
+  const cpu_set_t all = core_affinity_.allowed_.value_or(allowed_);
+  cpu_set_t free = core_affinity_.FreeOf(allowed_);
+  if (CPU_COUNT(&free) == 0) free = core_affinity_.FreeOf(all);
   if (!CPU_ISSET(core_, &free)) {
     stays = free;
     return false;
   }
-  // Counts the cores of the calling thread, because the CPU set of a worker may already
-  // be restricted.
-  const cpu_set_t part =
-      core_affinity_.CpuSetOf(core_affinity_.allowed_.value_or(allowed_));
+  const cpu_set_t part = core_affinity_.CpuSetOf(all);
   if (CPU_COUNT(&part) <= num_threads) {
     CPU_SET(core_, &stays);
   } else if (core_affinity_.cpu_set_) {
