@@ -75,10 +75,12 @@ def test_an_engine_that_the_linker_rejects_is_named_with_a_fix(
     name, tmp_path, monkeypatch
 ):
     # A file that is no library, like an engine of another Python or glibc, fails in
-    # `dlopen`. The folder hides the engine of this environment.
+    # `dlopen`. The folder hides the engine of this environment, which the finder of an
+    # editable install would find in any case.
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     (tmp_path / f"{name}{suffix}").write_bytes(b"no library")
     monkeypatch.setattr(jax_ub, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder])
     monkeypatch.delitem(sys.modules, f"jax_ub.{name}", raising=False)
     monkeypatch.setattr(cpu_engine, "why_not", lambda: None)
     version = "{}.{}".format(*sys.version_info)
