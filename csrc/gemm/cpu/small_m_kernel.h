@@ -55,9 +55,9 @@ inline void AddStep(const char* a,
     for (int m = 0; m < kRows; ++m) sum[m] = Load(sums + m * sums_stride + 4 * c);
 #pragma GCC unroll 8
     for (int s = 0; s < kStep; ++s) {
-      const int64_t offset = s * b_stride + c * kElementBytes<kDType>;
-      PrefetchVector<kDType>(next + s * b_stride, c * kElementBytes<kDType>);
-      const Vec x = LoadAs<kDType>(b + offset);
+      const int64_t offset = c * kElementBytes<kDType>;
+      PrefetchVector<kDType>(next + s * b_stride, offset);
+      const Vec x = LoadAs<kDType>(b + s * b_stride + offset);
 #pragma GCC unroll 8
       for (int m = 0; m < kRows; ++m) sum[m] = MultiplyAdd(factors[s][m], x, sum[m]);
     }

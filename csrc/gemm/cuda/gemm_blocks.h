@@ -19,12 +19,11 @@
 namespace jax_ub {
 
 // A matrix in memory: operand A [m, k] or B [k, n] of one term. Either its rows or its
-// columns ("lines") are contiguous, and neighboring lines are `line_stride` elements
-// apart.
+// columns ("lines") are contiguous.
 struct BlockOperand {
   const std::byte* data = nullptr;
   bool lines_run_along_k = true;
-  int64_t line_stride = 0;
+  int64_t line_stride = 0;   // distance of neighboring lines, in elements
   int64_t batch_stride = 0;  // in elements; 0: the same matrix for the whole batch
   ScaleSegment scales = {};  // null data: none
 };

@@ -131,7 +131,8 @@ TOO_SMALL = "but the buffers"
 class InitializedAxis:
     """A mesh axis for which `initialize_ub` was called, with its configuration.
 
-    `overlaps` has the settings of each pass of each layer by name, such as "qkv_fprop".
+    `overlaps` has the settings of each pass of each layer, by its name, such as
+    "qkv_fprop", and quantization mode.
     """
 
     axis_name: tuple[str, ...]
