@@ -24,8 +24,9 @@ inline constexpr int kMaxAddends = 7;
 // Maximum number of factors: the scales of both FP8 operands.
 inline constexpr int kMaxFactors = 2;
 
-// The scaled sum is multiplied by each of the factors, in order, before the addends are
-// added. With `has_factors_by_k`, each segment of A along K has its own factors, which
+// The sum is multiplied by `scale` and the factors before the addends are added: by their
+// product, if no factor differs between rows or columns and f32 can represent the product,
+// or by one after the other. With `has_factors_by_k`, each segment of A along K has its own factors, which
 // multiply the sum over this segment.
 //
 // An FP8 operand may have scales. Its elements are multiplied by their scales and

@@ -162,18 +162,24 @@ TEST(an_instruction_set_that_is_not_here_is_refused) {
                "instruction set 'mmx' is not available here; choose one of: portable");
 }
 
-// Returns every element of a product of `m` rows in which all elements of the operands
-// are a and b.
-std::vector<float> ProductOf(float a, float b, int64_t m) {
-  std::vector<float> results(m, 5);
+// Returns every element of a product of `m` rows and 64 columns in which all elements of
+// the operands are a and b, multiplied by `factors`.
+std::vector<float> ProductOf(float a,
+                             float b,
+                             int64_t m,
+                             const std::vector<float>& factors = {}) {
+  constexpr int64_t kColumns = 64;
+  std::vector<float> results(m * kColumns, 5);
   GemmProblem problem;
   problem.m = m;
-  problem.n = problem.k = 1;
+  problem.n = kColumns;
+  problem.k = 1;
   auto bytes = [](const float& x) { return reinterpret_cast<const std::byte*>(&x); };
   problem.a = {DType::kF32, {0, m}, {0, 1}, {{bytes(a), 0, 1}}};
-  problem.b = {DType::kF32, {0, 1}, {0, 1}, {{bytes(b), 1, 1}}};
+  problem.b = {DType::kF32, {0, kColumns}, {0, 1}, {{bytes(b), 0, 1}}};
   auto* const data = reinterpret_cast<std::byte*>(results.data());
-  problem.c = {DType::kF32, 1, {0, m}, {0, 1}, {{data, 1}}};
+  problem.c = {DType::kF32, 1, {0, m}, {0, kColumns}, {{data, kColumns}}};
+  for (const float& factor : factors) problem.factors.push_back({{{&factor, 0, 0}}});
   RunUnits(*PlanGemm(problem, 1));
   return results;
 }
@@ -181,6 +187,21 @@ std::vector<float> ProductOf(float a, float b, int64_t m) {
 TEST(subnormal_numbers_count_as_zero) {
   for (const int64_t m : {1, 40}) {
     for (const float result : ProductOf(1e-40f, 1.0f, m)) CHECK_EQ(result, 0.0f);
+  }
+}
+
+// Factors are multiplied with each other first, unless f32 cannot represent the product.
+TEST(factors_whose_product_overflows_or_underflows_are_exact) {
+  for (const int64_t m : {1, 40}) {
+    for (const float x : ProductOf(0x1p50f, 0x1p50f, m, {0x1p-100f, 0x1p-40f})) {
+      CHECK_EQ(x, 0x1p-40f);
+    }
+    for (const float x : ProductOf(0x1p-50f, 0x1p-50f, m, {0x1p100f, 0x1p40f})) {
+      CHECK_EQ(x, 0x1p40f);
+    }
+    for (const float x : ProductOf(0x1p100f, 0x1p20f, m, {0x1p20f, 0x1p-30f})) {
+      CHECK_EQ(x, 0x1p110f);
+    }
   }
 }
 

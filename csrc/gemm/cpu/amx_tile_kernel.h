@@ -115,13 +115,10 @@ inline void MultiplyRest(const char* a,
   MultiplyStep<kIsTall>(a_words, 4 * kAmxWords, b_words);
 }
 
-inline void ScaleSums(char* sums, int64_t size, const TileOutput& output) {
-  for (const float& factor : output.factors) {
-    if (factor == 1) continue;  // such as the scale of an operand that is not FP8
-    const Vec factors = Broadcast(&factor);
-    for (int64_t at = 0; at < size; at += 4 * kLanes) {
-      Store(sums + at, Multiply(Load(sums + at), factors));
-    }
+inline void ScaleSums(char* sums, int64_t size, float factor) {
+  const Vec factors = Broadcast(&factor);
+  for (int64_t at = 0; at < size; at += 4 * kLanes) {
+    Store(sums + at, Multiply(Load(sums + at), factors));
   }
 }
 
@@ -132,7 +129,7 @@ inline void StoreRounded(const TileOutput& output) {
   constexpr int kRows = kIsTall ? 2 * kAmxRows : kAmxRows;
   alignas(64) char sums[kRows * kAmxRowBytes];
   StoreSums<kIsTall>(sums, kAmxRowBytes);
-  if (output.is_scaled()) ScaleSums(sums, sizeof(sums), output);
+  if (output.factor != 1) ScaleSums(sums, sizeof(sums), output.factor);
   const Summand summands[] = {{sums, kAmxRowBytes, DType::kF32},
                               {output.after, output.after_stride, output.after_dtype}};
   Sum(summands, output.after != nullptr ? 2 : 1, kRows, kAmxColumns, output.to,
@@ -167,8 +164,7 @@ void AmxTile(const void* a,
     MultiplyRest<kIsTall>(a_words + 4 * k, a_stride, b_words + k * kAmxRowBytes, rest);
   }
   prefetch = lines;
-  if (output.to_dtype == DType::kF32 && output.after == nullptr &&
-      !output.is_scaled()) {
+  if (output.to_dtype == DType::kF32 && output.after == nullptr && output.factor == 1) {
     StoreSums<kIsTall>(output.to, output.to_stride);
   } else {
     StoreRounded<kIsTall>(output);

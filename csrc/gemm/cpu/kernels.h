@@ -20,8 +20,8 @@ inline constexpr int kMaxTileRows = 32;
 inline constexpr int kMaxTileColumns = 64;
 
 // Where and how a tile kernel stores its sums: to[r, c] = round(before[r, c] + sum[r,
-// c] + after[r, c]), added in this order. If `factors` are not both 1, each sum is
-// multiplied by both, and `after` is null. All strides in this file are in bytes.
+// c] + after[r, c]), added in this order. If `factor` is not 1, each sum is multiplied by
+// it, and `after` is null. All strides in this file are in bytes.
 struct TileOutput {
   void* to;
   int64_t to_stride;
@@ -30,9 +30,7 @@ struct TileOutput {
   const void* after;    // an addend; may be the memory of `to`; null: none
   int64_t after_stride;
   DType after_dtype;
-  float factors[2] = {1, 1};
-
-  bool is_scaled() const { return factors[0] != 1 || factors[1] != 1; }
+  float factor = 1;
 };
 
 inline constexpr int kLineBytes = 64;  // size of a cache line

@@ -5,6 +5,7 @@
 #endif
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 namespace jax_ub {
@@ -104,11 +105,9 @@ bool ResultWriter::FindOutput(Range rows, Range columns, TileOutput& output) con
   const int64_t row = rows.begin - view_.row_bounds[i];
   const int64_t column = columns.begin - view_.column_bounds[j];
   const int64_t index = i * num_column_segments_ + j;
-  if (!HasOneOfEachFactor(index)) return false;
-  for (size_t f = 0; f < factors_.size(); ++f) {
-    output.factors[f] = *factors_[f].segments[index].data;
-  }
-  output.factors[0] *= scale_;
+  const std::optional<float> factor = FindFactor(index);
+  if (!factor) return false;
+  output.factor = *factor;
   const Segment& to = view_.segments[index];
   const int64_t bytes = SizeOf(view_.dtype);
   output.to = to.data + (row * to.row_stride + column) * bytes;
@@ -204,10 +203,14 @@ void ResultWriter::Prefetch(Range rows, Range columns) const {
   }
 }
 
-bool ResultWriter::HasOneOfEachFactor(int64_t segment) const {
-  return std::all_of(factors_.begin(), factors_.end(), [=](const FactorView& factor) {
-    return factor.segments[segment].is_one();
-  });
+std::optional<float> ResultWriter::FindFactor(int64_t segment) const {
+  float product = scale_;
+  for (const FactorView& factor : factors_) {
+    if (!factor.segments[segment].is_one()) return std::nullopt;
+    product *= *factor.segments[segment].data;
+  }
+  if (!std::isnormal(product)) return std::nullopt;
+  return product;
 }
 
 // Applies all factors to a row before the next row. Several passes over a row are
@@ -217,6 +220,12 @@ void ResultWriter::ScaleSegmentBlock(int64_t first,
                                      int64_t sums_stride,
                                      const SegmentBlock& block) const {
   const int64_t columns = block.columns.size();
+  if (const auto product = FindFactor(first + block.segment)) {
+    for (int64_t r = 0; r < block.rows.size(); ++r) {
+      ScaleRow(sums + r * sums_stride, columns, *product);
+    }
+    return;
+  }
   for (int64_t r = 0; r < block.rows.size(); ++r) {
     float* const row = sums + r * sums_stride;
     float scale = scale_;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "gemm/cpu/kernels.h"
 #include "gemm/cpu/operand.h"
@@ -42,7 +43,7 @@ class ResultWriter {
 
   // Returns whether a tile kernel can store this rectangle itself: it is within one
   // segment, is stored once, and needs at most one addend, or no addend and the same
-  // factor for all sums. If so, sets the destination, the addend and the factors in
+  // factor for all sums. If so, sets the destination, the addend and the factor in
   // `output`.
   bool FindOutput(Range rows, Range columns, TileOutput& output) const;
 
@@ -68,9 +69,10 @@ class ResultWriter {
   // segment. (row, column) is its first element, relative to the rectangle.
   template <typename Visit>
   void ForEachSegmentBlock(Range rows, Range columns, const Visit& visit) const;
-  // Returns whether each factor (FP8 scale) is the same for all elements of the
-  // segment, so that a tile kernel can multiply by it.
-  bool HasOneOfEachFactor(int64_t segment) const;
+  // Returns the product of the scale and all factors of a segment, by which each sum is
+  // multiplied once. Returns null if a factor differs between rows or columns, or if f32
+  // cannot represent the product as a normal number.
+  std::optional<float> FindFactor(int64_t segment) const;
   // Multiplies the sums of a block in place by scale_ and factors_. `first` is the
   // index of the current segment along K in FactorView::segments.
   void ScaleSegmentBlock(int64_t first,

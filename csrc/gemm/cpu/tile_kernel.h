@@ -38,15 +38,12 @@ inline void StoreRowsAsAny(Vec (&sum)[kRows][kVectors], const TileOutput& output
 }
 
 template <int kRows, int kVectors>
-inline void ScaleTile(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
-  for (const float& factor : output.factors) {
-    if (factor == 1) continue;  // such as the scale of an operand that is not FP8
-    const Vec factors = Broadcast(&factor);
+inline void ScaleTile(Vec (&sum)[kRows][kVectors], float factor) {
+  const Vec factors = Broadcast(&factor);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = Multiply(sum[r][v], factors);
-    }
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = Multiply(sum[r][v], factors);
   }
 }
 
@@ -61,7 +58,7 @@ inline void StoreTile(Vec (&sum)[kRows][kVectors], const TileOutput& output) {
       }
     }
   }
-  if (output.is_scaled()) ScaleTile(sum, output);
+  if (output.factor != 1) ScaleTile(sum, output.factor);
   if (output.after != nullptr) {
     const char* row = static_cast<const char*>(output.after);
     const int64_t vector_bytes = kLanes * BytesOf(output.after_dtype);
