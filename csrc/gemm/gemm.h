@@ -77,7 +77,7 @@ std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, const Workers& workers);
 double EstimateGemmUs(const GemmProblem& problem);
 
 // The instruction sets that have kernels are, oldest first: "portable", "avx2",
-// "avx512", "avx512_bf16", "amx_bf16". AvailableIsas returns those that this machine
+// "avx512", "avx512_vbmi", "avx512_bf16", "amx_bf16". AvailableIsas returns those that this machine
 // supports. The default is the fastest. SetIsa throws std::invalid_argument if the
 // machine does not support `name`.
 std::vector<std::string_view> AvailableIsas();

@@ -1,4 +1,4 @@
-// Tests the AVX512 and AVX512_BF16 kernels with emulated intrinsics. Compiles the same
+// Tests the AVX512, AVX512_VBMI and AVX512_BF16 kernels with emulated intrinsics. Compiles the same
 // source under other names, so that both versions can be linked.
 
 #include "check.h"
@@ -20,10 +20,13 @@ extern const KernelSet kEmulatedKernels;
 
 namespace jax_ub {
 
-// The f32 kernels of AVX512, from the same headers. The small block of K makes problems
+// The f32 kernels of AVX512 and AVX512_VBMI, from the same headers. The small block of K makes problems
 // span several blocks.
 constinit const KernelSet kGeneral =
     emulated_kernels::KernelsOfF32<6, 4>("f32", 105, 64, true);
+constinit const KernelSet kGeneralOfVbmi =
+    emulated_kernels::KernelsOfF32<6, 4, emulated_kernels::WidenedByBytes>(
+        "f32, VBMI", 105, 64, true);
 constinit const KernelSet kPairs = [] {
   KernelSet set = emulated_kernels::KernelsOfPairs<6, 4>("pairs");
   set.k_block = 64;
@@ -51,11 +54,13 @@ TEST(emulated_pairs_are_exact_for_every_tail) {
 
 TEST(emulated_fp8_products_are_exact) {
   CompareAllCodes(kGeneral);
+  CompareAllCodes(kGeneralOfVbmi);
   CompareAllCodes(kPairs);
   for (uint64_t seed = 1; seed <= 60; seed += kCaseStep) {
     CompareOne(seed, Values::kIntegers, kSmallBlocks, kFp8Pairs[seed % 3]);
   }
   CompareTails(kPairs, 13, {1, 2, 33}, kFp8Pairs[1]);
+  CompareTails(kGeneralOfVbmi, 13, {2, 65}, kFp8Pairs[1]);
 }
 
 // Compares the kernels' conversions with simple reference conversions.

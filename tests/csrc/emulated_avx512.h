@@ -207,6 +207,10 @@ __m512i EmulatedFromBytes(Of of) {
   return std::bit_cast<__m512i>(bytes);
 }
 // dst[i] = the element of (a, b) with the index indices[i] % 128
+inline __m512i _mm512_permutexvar_epi8(__m512i indices, __m512i a) {
+  return EmulatedFromBytes(
+      [&](int i) { return BytesOfVector(a)[BytesOfVector(indices)[i] % 64]; });
+}
 inline __m512i _mm512_permutex2var_epi8(__m512i a, __m512i indices, __m512i b) {
   return EmulatedFromBytes([&](int i) {
     const int from = BytesOfVector(indices)[i] % 128;

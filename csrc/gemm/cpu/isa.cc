@@ -33,12 +33,10 @@ bool HasAvx512() {
          __builtin_cpu_supports("avx512dq");
 }
 
-// Also requires VBMI, which converts FP8. Of the processors with AVX512_BF16, only
-// Cooper Lake lacks it.
-bool HasAvx512Bf16() {
-  return HasAvx512() && __builtin_cpu_supports("avx512bf16") &&
-         __builtin_cpu_supports("avx512vbmi");
-}
+bool HasAvx512Vbmi() { return HasAvx512() && __builtin_cpu_supports("avx512vbmi"); }
+
+// Of the processors with AVX512_BF16, only Cooper Lake lacks VBMI.
+bool HasAvx512Bf16() { return HasAvx512Vbmi() && __builtin_cpu_supports("avx512bf16"); }
 
 // Returns whether this process can use AMX BF16. Linux lets a process use the tile
 // registers only after it has requested permission.
@@ -69,8 +67,9 @@ constexpr Isa kIsas[] = {
 #if defined(__x86_64__)
     {&kAvx2Kernels, &kAvx2Kernels, HasAvx2},
     {&kAvx512Kernels, &kAvx512Kernels, HasAvx512},
-    {&kAvx512Kernels, &kAvx512Bf16Kernels, HasAvx512Bf16},
-    {&kAvx512Kernels, &kAmxBf16Kernels, HasAmxBf16},
+    {&kAvx512VbmiKernels, &kAvx512VbmiKernels, HasAvx512Vbmi},
+    {&kAvx512VbmiKernels, &kAvx512Bf16Kernels, HasAvx512Bf16},
+    {&kAvx512VbmiKernels, &kAmxBf16Kernels, HasAmxBf16},
 #endif
 };
 

@@ -9,13 +9,13 @@
 
 namespace jax_ub::JAX_UB_KERNELS {
 
-template <int kPanel>
+template <int kPanel, template <DType> typename Words>
 constexpr PanelPackers PackersToF32() {
   PanelPackers packers = {};
   ForEachDType([&]<DType kDType>() {
     const int i = static_cast<int>(kDType);
-    packers.transposed[i] = PackTransposed<Widened<kDType>, kPanel>;
-    packers.copied[i] = PackCopied<Widened<kDType>, kPanel>;
+    packers.transposed[i] = PackTransposed<Words<kDType>, kPanel>;
+    packers.copied[i] = PackCopied<Words<kDType>, kPanel>;
   });
   return packers;
 }
@@ -48,7 +48,8 @@ constexpr void AddSmallM(KernelSet& set) {
   if constexpr (kRows > 1) AddSmallM<kRows - 1>(set);
 }
 
-template <int kRows, int kVectors>
+// `Words<dtype>` converts elements to f32 for the tiles.
+template <int kRows, int kVectors, template <DType> typename Words = Widened>
 constexpr KernelSet KernelsOfF32(const char* isa,
                                  double gflops,
                                  int k_block,
@@ -65,11 +66,11 @@ constexpr KernelSet KernelsOfF32(const char* isa,
   set.reads_a_in_place = reads_a_in_place;
   AddTiles<kRows, kVectors, MultiplyAdd>(set);
   ForEachDType([&]<DType kDType>() {
-    AddPackingTile<Widened<kDType>, kRows, kVectors, MultiplyAdd>(set, kDType);
+    AddPackingTile<Words<kDType>, kRows, kVectors, MultiplyAdd>(set, kDType);
     set.widen[static_cast<int>(kDType)] = WidenRow<kDType>;
   });
-  set.pack_a = PackersToF32<kRows>();
-  set.pack_b = PackersToF32<kVectors * kLanes>();
+  set.pack_a = PackersToF32<kRows, Words>();
+  set.pack_b = PackersToF32<kVectors * kLanes, Words>();
   set.scale = ScaleF32;
   AddSmallM<kMaxSmallM>(set);
   set.sum = Sum;

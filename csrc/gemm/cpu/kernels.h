@@ -169,6 +169,7 @@ extern const KernelSet kPortableKernels;
 #if defined(__x86_64__)
 extern const KernelSet kAvx2Kernels;
 extern const KernelSet kAvx512Kernels;
+extern const KernelSet kAvx512VbmiKernels;
 // These kernels require operands that are exact in bf16. Their k_per_word is 2.
 extern const KernelSet kAvx512Bf16Kernels;
 extern const KernelSet kAmxBf16Kernels;

@@ -7,6 +7,7 @@
 
 #include "gemm/cpu/fp8.h"
 #include "gemm/cpu/kernels.h"
+#include "gemm/cpu/simd_fp8_vbmi.h"
 
 namespace jax_ub::JAX_UB_KERNELS {
 
@@ -26,14 +27,8 @@ inline void CopyElement(const char* from, char* to) {
   }
 }
 
-// Indices for _mm512_permutex2var_epi8, which selects 64 bytes from two vectors: 0 to
-// 63 are bytes of the first vector, 64 to 127 of the second.
-struct ByteOrder {
-  uint8_t from[64];
-};
-
 // The order for two rows of 32 FP8 numbers, each in the lower half of a vector.
-// WordsOfFp8 then returns the bf16 pairs of the first and of the last 16 columns.
+// PairsOfFp8 then returns the bf16 pairs of the first and of the last 16 columns.
 inline constexpr ByteOrder kOrderOfRows = [] {
   ByteOrder order = {};
   for (int i = 0; i < 64; ++i) {
@@ -44,7 +39,7 @@ inline constexpr ByteOrder kOrderOfRows = [] {
 }();
 
 // The order for a vector of 16 columns that have four FP8 numbers along K each.
-// WordsOfFp8 then returns 16 bf16 pairs of the first two numbers of each column, and 16
+// PairsOfFp8 then returns 16 bf16 pairs of the first two numbers of each column, and 16
 // of the last two.
 inline constexpr ByteOrder kOrderOfColumns = [] {
   ByteOrder order = {};
@@ -54,26 +49,6 @@ inline constexpr ByteOrder kOrderOfColumns = [] {
   }
   return order;
 }();
-
-// Converts 64 FP8 numbers, which `order` selects from `a` and `b`, to 32 words (pairs
-// of bf16). Of each 16 numbers in this order, the first 8 become four words of `first`,
-// the last 8 four words of `second`.
-template <DType kDType>
-inline void WordsOfFp8(
-    __m512i a, __m512i b, const ByteOrder& order, Vec& first, Vec& second) {
-  const Fp8Bytes& table = kFp8Bytes<kDType>;
-  const __m512i codes = _mm512_permutex2var_epi8(a, _mm512_loadu_si512(order.from), b);
-  const __m512i magnitude = _mm512_permutex2var_epi8(
-      _mm512_loadu_si512(table.upper), codes, _mm512_loadu_si512(table.upper + 64));
-  const __m512i lower = _mm512_permutex2var_epi8(_mm512_loadu_si512(table.lower), codes,
-                                                 _mm512_loadu_si512(table.lower + 64));
-  constexpr int kMagnitudeOrSign = 0xf8;  // magnitude | (codes & sign bits)
-  const __m512i upper = _mm512_ternarylogic_epi32(
-      magnitude, codes, _mm512_set1_epi32(static_cast<int>(0x80808080)),
-      kMagnitudeOrSign);
-  first = _mm512_castsi512_ps(_mm512_unpacklo_epi8(lower, upper));
-  second = _mm512_castsi512_ps(_mm512_unpackhi_epi8(lower, upper));
-}
 
 // Packs two bf16 into each 32-bit word: an element of row 2k in the lower half, and of row
 // 2k + 1 in the upper half. It is a template argument of PackCopied and of packing tiles.
@@ -100,9 +75,11 @@ struct Pairs {
 #pragma GCC unroll 16
     for (int v = 0; v < kPairedVectors; v += 2) {
       const char* from = row + v * kLanes * kBytes;
-      WordsOfFp8<kDType>(_mm512_castsi256_si512(LoadHalves(from)),
-                         _mm512_castsi256_si512(LoadHalves(from + stride)),
-                         kOrderOfRows, words[v], words[v + 1]);
+      const __m512i codes =
+          _mm512_permutex2var_epi8(_mm512_castsi256_si512(LoadHalves(from)),
+                                   _mm512_loadu_si512(kOrderOfRows.from),
+                                   _mm512_castsi256_si512(LoadHalves(from + stride)));
+      PairsOfFp8<kDType>(codes, words[v], words[v + 1]);
     }
 #pragma GCC unroll 16
     for (int v = kPairedVectors; v < kVectors; ++v) {
@@ -135,9 +112,8 @@ struct AdjacentPairs {
   static constexpr int64_t kWordsPerLane = IsFp8(kDType) ? 2 : 1;
 
   static void StoreLanes(Vec lanes, char* to, int64_t stride) {
-    const __m512i bytes = _mm512_castps_si512(lanes);
     Vec first, second;
-    WordsOfFp8<kDType>(bytes, bytes, kOrderOfColumns, first, second);
+    PairsOfFp8<kDType>(Permute(lanes, kOrderOfColumns), first, second);
     Store(to, first);
     Store(to + stride, second);
   }

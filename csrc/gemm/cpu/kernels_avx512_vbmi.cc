@@ -1,0 +1,13 @@
+#define JAX_UB_KERNELS kernels_avx512_vbmi
+#include "gemm/cpu/simd_avx512.h"
+// kernel_set.h uses the vector types of the header above, so it must follow it.
+#include "gemm/cpu/kernel_set.h"
+#include "gemm/cpu/simd_fp8_vbmi.h"
+
+namespace jax_ub {
+
+constinit const KernelSet kAvx512VbmiKernels =
+    kernels_avx512_vbmi::KernelsOfF32<6, 4, kernels_avx512_vbmi::WidenedByBytes>(
+        "avx512_vbmi", 105, 512, true);
+
+}  // namespace jax_ub

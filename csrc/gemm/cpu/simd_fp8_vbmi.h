@@ -1,0 +1,91 @@
+// Converts 64 FP8 numbers at a time, with byte permutations of AVX512_VBMI. Included
+// after simd_avx512.h.
+#pragma once
+
+#include "gemm/cpu/fp8.h"
+#include "gemm/cpu/pack_kernel.h"
+
+namespace jax_ub::JAX_UB_KERNELS {
+
+// Indices of a byte permutation: 0 to 63 are bytes of the first vector, 64 to 127 of the
+// second.
+struct ByteOrder {
+  uint8_t from[64];
+};
+
+inline __m512i Permute(Vec bytes, const ByteOrder& order) {
+  return _mm512_permutexvar_epi8(_mm512_loadu_si512(order.from),
+                                 _mm512_castps_si512(bytes));
+}
+
+// Converts 64 FP8 numbers to 32 words (pairs of bf16). Of each 16 numbers, the first 8
+// become four words of `first`, the last 8 four words of `second`.
+template <DType kDType>
+inline void PairsOfFp8(__m512i codes, Vec& first, Vec& second) {
+  const Fp8Bytes& table = kFp8Bytes<kDType>;
+  const __m512i magnitude = _mm512_permutex2var_epi8(
+      _mm512_loadu_si512(table.upper), codes, _mm512_loadu_si512(table.upper + 64));
+  const __m512i lower = _mm512_permutex2var_epi8(_mm512_loadu_si512(table.lower), codes,
+                                                 _mm512_loadu_si512(table.lower + 64));
+  constexpr int kMagnitudeOrSign = 0xf8;  // magnitude | (codes & sign bits)
+  const __m512i upper = _mm512_ternarylogic_epi32(
+      magnitude, codes, _mm512_set1_epi32(static_cast<int>(0x80808080)),
+      kMagnitudeOrSign);
+  first = _mm512_castsi512_ps(_mm512_unpacklo_epi8(lower, upper));
+  second = _mm512_castsi512_ps(_mm512_unpackhi_epi8(lower, upper));
+}
+
+// Converts 64 FP8 numbers, in an order that OrderOfF32 returns, to f32.
+template <DType kDType>
+inline void WidenFp8(Vec bytes, const ByteOrder& order, Vec (&words)[4]) {
+  Vec pairs[2];
+  PairsOfFp8<kDType>(Permute(bytes, order), pairs[0], pairs[1]);
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const __m512i pair = _mm512_castps_si512(pairs[i]);
+    words[2 * i] = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
+    words[2 * i + 1] = _mm512_castsi512_ps(_mm512_and_si512(pair, upper));
+  }
+}
+
+// Returns the order in which WidenFp8 converts bytes so that lane `lane` of vector
+// `vector` is byte lane * lane_stride + vector * vector_stride.
+constexpr ByteOrder OrderOfF32(int lane_stride, int vector_stride) {
+  ByteOrder order = {};
+  for (int i = 0; i < 64; ++i) {
+    const int lane = i / 16 * 4 + i % 8 / 2;
+    const int vector = i % 16 / 8 * 2 + i % 2;
+    order.from[i] = static_cast<uint8_t>(lane * lane_stride + vector * vector_stride);
+  }
+  return order;
+}
+
+// Template argument of PackCopied, PackTransposed and packing tiles that makes words of
+// f32. FP8 is converted four vectors at a time where possible.
+template <DType kDType>
+struct WidenedByBytes : Widened<kDType> {};
+
+template <DType kDType>
+  requires(IsFp8(kDType))
+struct WidenedByBytes<kDType> : Widened<kDType> {
+  static constexpr int64_t kWordsPerLane = 4;
+  static constexpr ByteOrder kOrderOfRow = OrderOfF32(1, kLanes);
+  static constexpr ByteOrder kOrderOfLanes = OrderOfF32(4, 1);
+
+  template <int kVectors>
+  static void LoadRow(const char* row, int64_t, Vec (&words)[kVectors]) {
+    static_assert(kVectors == 4);
+    WidenFp8<kDType>(Load(row), kOrderOfRow, words);
+  }
+
+  // A lane has four neighboring elements of a row.
+  static void StoreLanes(Vec lanes, char* to, int64_t stride) {
+    Vec words[4];
+    WidenFp8<kDType>(lanes, kOrderOfLanes, words);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) Store(to + i * stride, words[i]);
+  }
+};
+
+}  // namespace jax_ub::JAX_UB_KERNELS
