@@ -75,8 +75,8 @@ nb::dict Counters() {
   return dict;
 }
 
-// Returns the attributes of each op by its name. A test compares them with those of
-// the primitives in Python.
+// Returns the properties of each op (attributes, collective, has_gemm), keyed by its
+// name. A test compares them with those of the JAX primitives.
 nb::dict Ops() {
   nb::dict ops;
   for (const jax_ub::OpInfo& info : jax_ub::kOps) {
@@ -94,7 +94,7 @@ nb::dict Ops() {
   return ops;
 }
 
-// Returns the table of dtypes. A test compares it with NumPy's dtypes.
+// Returns the table of dtypes, keyed by name. A test compares it with NumPy's dtypes.
 nb::dict DTypes() {
   nb::dict dtypes;
   for (const jax_ub::DTypeInfo& info : jax_ub::kDTypes) {
@@ -157,8 +157,8 @@ nb::dict ReadTrace() {
   return dict;
 }
 
-// Returns the enumerator with the name `wanted`, from 0 to count - 1. Throws if there
-// is none.
+// Returns the enumerator, among 0 to count - 1, whose name(value) is `wanted`. Throws
+// ValueError, which lists the names, if there is none.
 template <typename Enum>
 Enum Named(const char* what,
            const std::string& wanted,
@@ -216,7 +216,8 @@ std::vector<std::string> CheckSchedule(const std::string& op,
                                num_splits, VariantNamed(variant));
 }
 
-// The endpoint as Python sees it. `endpoint` is null after `connect` has taken it.
+// Python's view of an endpoint, the socket at which a process accepts its peers.
+// `endpoint` is null after `connect` has taken it.
 struct Endpoint {
   std::unique_ptr<jax_ub::Endpoint> endpoint = std::make_unique<jax_ub::Endpoint>();
   jax_ub::PeerAddress address = endpoint->address();
@@ -234,7 +235,7 @@ class Communicator {
   }
 
   // Unregisters the call sequencer from the engine and closes it. In a forked child,
-  // the engine does not exist, so it is only closed.
+  // the engine does not exist, so the sequencer is only closed.
   void Close() {
     if (jax_ub::Engine* engine = jax_ub::ExistingEngine()) {
       engine->Leave(sequencer_);

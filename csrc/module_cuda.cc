@@ -30,7 +30,8 @@ namespace nb = nanobind;
 
 namespace {
 
-// Returns why no GPU can be used, or nullopt if GPUs can be used.
+// Returns the reason why no GPU can be used, such as a missing driver, or nullopt if
+// GPUs can be used.
 std::optional<std::string> WhyNot() {
   try {
     const jax_ub::Driver& driver = jax_ub::SystemDriver();
@@ -44,7 +45,7 @@ std::optional<std::string> WhyNot() {
   }
 }
 
-// Returns the CUDA version that the driver supports. 13000 means 13.0.
+// Returns the newest CUDA version that the driver supports. 13000 means 13.0.
 int DriverVersion() {
   const jax_ub::Driver& driver = jax_ub::SystemDriver();
   int version = 0;
@@ -236,9 +237,10 @@ std::map<std::string, std::string> Failures() {
   return texts;
 }
 
-// The endpoint as Python sees it. `endpoint` is null after `connect` has taken it. The
-// class in module.cc has another name, because nanobind identifies types of both
-// modules by name.
+// Python's view of an endpoint, which has a process's heaps and the socket at which it
+// accepts its peers. `endpoint` is null after `connect` has taken it. The class in
+// module.cc has another name, because nanobind identifies types of both modules by
+// name.
 struct HeapEndpoint {
   std::unique_ptr<jax_ub::CudaEndpoint> endpoint;
   jax_ub::PeerAddress address = endpoint->address();
@@ -328,8 +330,8 @@ NB_MODULE(_cuda, m) {
   // Disables nanobind's warnings about leaks: modules may still refer to communicators
   // when Python exits.
   nb::set_leak_warnings(false);
-  // Converts UnsupportedError to NotImplementedError. To Python it means that another
-  // method may support the call.
+  // Converts UnsupportedError to Python's NotImplementedError, which tells the caller
+  // that another method may support the call.
   nb::register_exception_translator([](const std::exception_ptr& failure, void*) {
     try {
       std::rethrow_exception(failure);

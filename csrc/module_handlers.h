@@ -34,7 +34,8 @@ inline nanobind::dict TypeOf(const CallSiteType& type) {
   return dict;
 }
 
-// Returns `timeout_s`. Throws ValueError unless it is positive.
+// Returns `timeout_s`, a timeout that Python passes. Throws ValueError unless it is
+// positive.
 inline double CheckedTimeout(double timeout_s) {
   if (timeout_s > 0) return timeout_s;
   throw nanobind::value_error(

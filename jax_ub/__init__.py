@@ -86,9 +86,8 @@ __all__ = [
     "wgrad_accumulate",
 ]
 
-# Every public name is imported at its first use, so that `import jax_ub` is fast and a
-# program loads only what it uses. Maps the modules in `_src` to the names that they
-# define.
+# Maps modules in `_src` to the public names that they define. Each name is imported at
+# its first use, so that `import jax_ub` is fast and a program loads only what it uses.
 _DEFINITIONS = {
     "config.overlap_config": ("CommOverlapType", "UserBufferQuantizationMode"),
     "fp8.quantize": ("quantize",),

@@ -13,8 +13,8 @@ from jax_ub._src.errors import UbError, nearest, shown
 from jax_ub._src.runtime.tuned_tables import version_of
 
 _NAME = "python -m jax_ub"
-# The summary of each command. Its options are defined in its module, which is imported
-# only if this command runs.
+# The commands, with the summaries that --help shows. The options of a command are
+# defined in its module, which is imported only if this command runs.
 _COMMANDS = {
     "doctor": "checks the installation, the devices and every method",
     "bench": "compares the speed of every op with XLA",
@@ -24,8 +24,9 @@ _COMMANDS = {
     "explain": "lists which communication of a program overlaps, and why not",
     "simulate": "predicts the gain of a model on GPUs",
 }
-# The errors of a full disk. Only commands that run no user program report them in one
-# line, because in other commands they may come from the user's code.
+# The `errno` values of a disk that is full or cannot be written. Only commands that run
+# no user program report such errors in one line, because in other commands they may
+# come from the user's code.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _WITHOUT_PROGRAM = ("doctor", "bench", "tune", "simulate")
 _EPILOG = """\
@@ -93,8 +94,8 @@ def _parse(arguments):
             module.add_arguments(subparser)
     given, unknown = parser.parse_known_args(arguments)
     if unknown:
-        # The command's parser shows the usage of the command; argparse would show the
-        # main parser's.
+        # The command's parser reports the error, to show the usage of the command.
+        # argparse would show the usage of the main parser.
         text = f"unrecognized arguments: {' '.join(unknown)}"
         commands.choices[given.command].error(text)
     return given

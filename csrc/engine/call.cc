@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::string_view kScalesPer = ", scales per ";
 
-// The names of the numeric attributes on which all ranks of a call must agree.
+// Names, in error messages, of the numeric attributes that must be equal on all ranks.
 constexpr std::array<std::string_view, 11> kNumberNames = {
     "num_ranks", "num_splits",   "num_kernels",     "rhs_transposed",
     "has_bias",  "has_residual", "return_gathered", "accumulate",
@@ -60,7 +60,7 @@ class Contract {
     Expect(got, name, want);
   }
 
-  // Checks the operands that are added to a result `y`, if the call has them.
+  // Checks bias and residual, the operands that are added to a result `y`, if present.
   void Addends(size_t bias, size_t residual, const Tensor& y) const {
     const Tensor row = {y.dtype, 1, 1, y.features, nullptr};
     if (attributes_.has_bias) Sized(call_.operands[bias], "bias", row);
@@ -101,7 +101,7 @@ class Contract {
     }
   }
 
-  // Checks that a tensor of any shape and dtype is not empty.
+  // Checks that a tensor has at least one element. Accepts any shape and dtype.
   void NotEmpty(const Tensor& got, const char* name) const { Expect(got, name, got); }
 
   void Divides(const char* what, int64_t size) const {
@@ -128,13 +128,13 @@ class Contract {
   }
   bool IsKernel(size_t operand) const { return operand >= FirstKernel(); }
 
-  // Returns the first operand of the same kind: activation, kernel or output gradient.
+  // Returns the index of the first operand of the same kind: activation, kernel or dy.
   size_t FirstOfKind(size_t operand) const {
     if (InfoOf(attributes_.op).gemm == GemmKind::kWgrad) return operand > 0;
     return IsKernel(operand) ? FirstKernel() : 0;
   }
 
-  // Returns whether `scales` has one element per row, column or block (32) of `of`.
+  // Returns whether `scales` fit `of`: one per row, column, block of 32 or kernel.
   static bool AreScalesOf(const Tensor& scales, const Tensor& of, bool is_kernel) {
     constexpr int64_t kBlock = 32;
     if (scales.batch != of.batch) return false;
@@ -204,8 +204,8 @@ void CheckGatheredRows(const CallAttributes& at,
   }
 }
 
-// Checks w_i of the sum of all x_i w_i: it has the shape of `want` and the dtype of w_0,
-// which is want.dtype or, in an FP8 call, any dtype that a GEMM accepts.
+// Checks kernel w_i of a sum of x_i w_i: it has the shape of `want` and the dtype of
+// w_0, which is want.dtype or, in an FP8 call, any dtype that a GEMM accepts.
 void CheckSecondFactor(const CallAttributes& at,
                        int i,
                        Tensor want,
@@ -270,7 +270,7 @@ void CheckDgrad(const CallAttributes& at,
   contract.Sized(call.results[0], "dx", {dy.dtype, dy.batch, dy.rows, in, nullptr});
 }
 
-// Checks operand, result and addends of a collective whose data no GEMM processes.
+// Checks operand, result, bias and residual of a collective whose data no GEMM reads.
 void CheckCommunicated(const CallAttributes& at,
                        const RankCall& call,
                        const Contract& contract) {
@@ -291,7 +291,7 @@ void CheckCommunicated(const CallAttributes& at,
   }
 }
 
-// Checks that the op takes this number of operands and results.
+// Checks that the call has as many operands and results as its op takes.
 void CheckCounts(const CallAttributes& at, const Contract& contract) {
   const OpInfo& info = InfoOf(at.op);
   const size_t n = at.num_kernels;
@@ -324,7 +324,7 @@ size_t NumScales(const CallAttributes& at) {
 }
 
 void SplitScales(const CallAttributes& at, RankCall& call) {
-  // CheckCall reports a wrong number of operands later, so this must not fail.
+  // Too few operands must not fail here: CheckCall reports the wrong number later.
   const size_t num_scales = std::min(NumScales(at), call.operands.size());
   call.scales.assign(call.operands.end() - num_scales, call.operands.end());
   call.operands.resize(call.operands.size() - num_scales);

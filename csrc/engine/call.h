@@ -14,7 +14,8 @@
 
 namespace jax_ub {
 
-// The operand of a weight gradient that is sharded along the tokens and all-gathered.
+// Which operand of a weight gradient x^T dy is sharded along the tokens, so that it
+// must be all-gathered.
 enum class Gather : uint8_t { kNone, kX, kDy };
 
 // Options of the GPU engine: streams, copies and GEMMs. The CPU engine ignores them.
@@ -58,11 +59,11 @@ struct CallAttributes {
   // id.
   std::vector<int64_t> devices;
   int64_t num_splits = 0;  // splits of a chunk; 0: the engine chooses
-  // Variant of the schedule. A schedule without variants ignores it.
+  // Variant of the communication schedule. Schedules that have no variants ignore it.
   Variant variant = Variant::kPlain;
   std::string label;  // prefix of every error message
-  // Identifies the call site across processes. Empty if all groups are within one
-  // process.
+  // Identifies the call site across processes. Empty if each group of ranks is within
+  // one process.
   std::string channel;
   int generation = 0;  // of the communicator that the call was lowered for; 0: any
 
@@ -82,8 +83,8 @@ struct CallAttributes {
   KernelOptions kernel_options;
 };
 
-// Returns a map from device id to group * P + rank. Throws std::invalid_argument if the
-// attributes are invalid for every op.
+// Returns a map from each device id in CallAttributes::ranks to group * num_ranks +
+// rank. Throws std::invalid_argument if the attributes are invalid for every op.
 std::unordered_map<int64_t, size_t> FlatRankOfDevice(const CallAttributes& attributes);
 
 // A dense row-major array [batch, rows, features] of one rank. A vector has one row.
@@ -125,16 +126,20 @@ struct RankCall {
   int64_t submitted_ns = 0;  // time of arrival, if tracing is enabled
 };
 
-// Returns whether the call needs no communication.
+// Returns whether the call communicates nothing: it has no device groups, or its op and
+// attributes select no array to communicate.
 bool IsLocalCall(const CallAttributes& attributes);
 
-// Returns the index of the first residual operand, which follows the biases.
+// Returns the index of the first residual, an operand that is added to a result. The
+// residuals follow the biases.
 size_t FirstResidual(const CallAttributes& attributes);
 
-// Returns the number of scale arrays that the call takes.
+// Returns the number of scale arrays that the call takes: one per GEMM operand, or 0
+// unless CallAttributes::has_scales.
 size_t NumScales(const CallAttributes& attributes);
 
-// Moves the scales to RankCall::scales. XLA passes them as the last operands.
+// Moves the scales from the end of RankCall::operands, where XLA passes them, to
+// RankCall::scales.
 void SplitScales(const CallAttributes& attributes, RankCall& call);
 
 // Checks the number, shapes and dtypes of a call's operands and results. Without this
@@ -143,19 +148,20 @@ void SplitScales(const CallAttributes& attributes, RankCall& call);
 void CheckCall(const CallAttributes& attributes, const RankCall& call);
 
 // Returns a hash of everything on which all ranks of a call must agree. DescribeCall
-// returns it as text, such as "all_gather_matmul by direct of bf16[4, 8], bf16[8, 16]
-// to bf16[8, 16], num_kernels 1".
+// returns it as text, such as "qkv: all_gather_matmul by direct of bf16[4, 8],
+// bf16[8, 16] to bf16[8, 16], num_ranks 2, num_kernels 1".
 uint64_t Signature(const CallAttributes& attributes, const RankCall& call);
 std::string DescribeCall(const CallAttributes& attributes, const RankCall& call);
 // Returns what each FP8 scale belongs to: "tensor", "row" or "block"; "" if the call
 // has no scales. ScaledUnitIn parses it from the text of DescribeCall.
 std::string_view ScaledUnitOf(const CallAttributes& attributes, const RankCall& call);
 std::string_view ScaledUnitIn(std::string_view description);
-// Returns the options that differ from their defaults, such as ", use_ce 0, num_sm 4".
+// Returns the options that differ from their defaults as text, such as ", use_ce 0,
+// num_sm 4". Empty if none does.
 std::string DescribeKernelOptions(const KernelOptions& kernel_options);
 
-// Returns a text that states the first difference in shape or dtype between the calls
-// of two ranks, or an empty string.
+// Returns a text that states the first difference in number, shape or dtype of arrays
+// between the calls of two ranks, or an empty string.
 std::string DescribeMismatch(const RankCall& left, const RankCall& right);
 
 }  // namespace jax_ub

@@ -32,8 +32,8 @@ struct RowSlice {
   // Returns the byte offset of the scales in a slot (receive buffer). They follow the
   // rows, aligned for f32.
   int64_t scales_offset() const { return (size_bytes() + 3) / 4 * 4; }
-  // Returns the scales of the slice, and the offset in the slot at which
-  // Transport::Write stores them.
+  // Returns the scales of the slice, with the offset in the peer's slot (receive
+  // buffer) at which Transport::Write stores them.
   Rows scale_rows() const {
     Rows rows = RowSlice{scales, begin, end}.rows();
     rows.slot_offset = scales_offset();
@@ -41,8 +41,9 @@ struct RowSlice {
   }
 };
 
-// Returns the slice that a peer has written to `data`: the rows of all batch elements
-// are contiguous, and the scales follow them.
+// Returns a slice of the same size as `like` that a peer has written to `data`, a
+// receive buffer: the rows of all batch elements are contiguous, and the scales follow
+// them.
 inline RowSlice PackedSlice(const RowSlice& like, const std::byte* data) {
   RowSlice packed = {like.tensor, 0, like.num_rows(), like.scales};
   packed.tensor.rows = packed.scales.rows = like.num_rows();
@@ -58,7 +59,8 @@ inline RowSlice PackedSlice(const RowSlice& like, const std::byte* data) {
 std::vector<size_t> CommunicatedOperands(const CallAttributes& attributes,
                                          const RankCall& call);
 
-// Returns the scales that are sent together with operand `index`, or nullptr.
+// Returns the scales that are sent together with operand `index`, or nullptr if none
+// are: only scales per row or block are sent, and only with operands of GEMMs.
 const Tensor* CommunicatedScales(const CallAttributes& attributes,
                                  const RankCall& call,
                                  size_t index);

@@ -23,8 +23,8 @@ namespace jax_ub {
 using Lane = int;
 inline constexpr Lane kCommunicationLane = 0;  // lanes 1, 2, ... run GEMMs
 
-// Identifies an event: a point in a lane's queue. The event occurs when all work that
-// was enqueued before it is done.
+// Identifies an event: a point in the queue of a lane (a stream, on a GPU). The event
+// occurs when all work that was enqueued on the lane before it is done.
 using EventId = int;
 inline constexpr EventId kNoEvent = -1;
 
@@ -32,16 +32,18 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // Returns the number of lanes for GEMMs. They are numbered from 1.
+  // Returns the number of lanes for GEMMs. They are numbered from 1, after the
+  // communication lane 0.
   virtual int num_product_lanes() const = 0;
-  // Returns whether functions return before their work is done. If false, events have
-  // no effect, and the caller must run concurrent GEMMs itself.
+  // Returns whether functions return before their work is done, as on a GPU. If false,
+  // events have no effect, and the caller must run concurrent GEMMs itself.
   virtual bool enqueues() const = 0;
 
   // Returns the dtype in which partial sums of a GEMM are stored and sent.
   virtual DType PartialDType(const CallAttributes& attributes,
                              const RankCall& call) const = 0;
-  // Returns the default number of splits per chunk.
+  // Returns into how many splits a chunk (the rows of one rank) is divided for the
+  // transfer, if the call does not specify it.
   virtual int DefaultSplits(CollectiveKind collective) const = 0;
 
   // Allocates a tensor in memory that remains valid until the end of the call.

@@ -15,8 +15,8 @@ namespace {
 // Executes one pass of a schedule on one rank.
 class ScheduleRun {
  public:
-  // `concurrent_gemms` run concurrently with the communication, because they do not
-  // depend on it.
+  // `concurrent_gemms`, the GEMMs of a bulk op, run concurrently with the
+  // communication, because they do not depend on it.
   ScheduleRun(const CallAttributes& at,
               const RankCall& call,
               const CommunicatedTensor& communicated,
@@ -49,15 +49,15 @@ class ScheduleRun {
     }
   }
 
-  // Executes all steps. On a device that enqueues, work waits only for the work on
-  // which it depends:
+  // Executes all steps. On a device that enqueues, such as a GPU, each step waits only
+  // for the work on which it depends:
   //
-  //   GEMM of received data     the wait for this data
-  //   put of a partial sum      its GEMM
-  //   sum                       the waits for all partial sums, and this rank's GEMM
-  //   put of a sum              that sum
-  //   GEMM of all rows          the copies of all rows
-  //   end of the call           GEMM lanes that read slots
+  //   GEMM of received data  <- the wait for this data
+  //   put of a partial sum   <- its GEMM
+  //   sum                    <- the waits for all partial sums, and this rank's GEMM
+  //   put of a sum           <- that sum
+  //   GEMM of all rows       <- the copies of all rows
+  //   end of the call        <- GEMM lanes that read slots
   void Run() {
     const std::vector<Step>& steps = schedule_.steps;
     for (size_t i = 0; i < steps.size(); ++i) {
@@ -90,8 +90,8 @@ class ScheduleRun {
     Dependency arrival;
   };
 
-  // Whether a GEMM lane reads slots, and the event after its last read, if one was
-  // recorded.
+  // Whether a GEMM lane (stream) reads slots (receive buffers), and the event after its
+  // last read, if one was recorded.
   struct LaneSlotReads {
     bool reads_slots = false;
     Dependency last;
@@ -139,7 +139,8 @@ class ScheduleRun {
     return produced_[IndexOf(payload, chunk, split)];
   }
 
-  // Waits for the data of several consecutive kWait steps at once.
+  // Waits for the data of several consecutive kWait steps at once, with a single call
+  // of the transport.
   void WaitAll(std::span<const Step> steps) {
     transport_.WaitAll(SlotsOf(steps), {at_.label, steps[0].chunk, timeout_s_});
     // Records an event only for data that another lane reads: sums, which are copied,
@@ -194,7 +195,7 @@ class ScheduleRun {
   }
 
   // Returns the rows that a step sends or reads. They are in a tensor of this rank or,
-  // after they were received, in a slot.
+  // after they were received, in one of its slots (receive buffers).
   RowSlice Source(const Step& step) {
     const bool own = step.chunk == schedule_.rank;
     if (step.payload == Payload::kPartial) return SliceOf(partial_, step);
@@ -216,8 +217,9 @@ class ScheduleRun {
     transport_.Signal(step.peer, step.slot);
   }
 
-  // Copies received rows to the gathered result. Sums are copied on a GEMM lane, since
-  // the communication lane is about to send further splits.
+  // Copies received rows to the gathered result. Sums, the rows that a peer has reduced
+  // in an all-reduce, are copied on a GEMM lane, since the communication lane is about
+  // to send further splits.
   void CopySplit(const Step& step) {
     if (communicated_.gathered.data == nullptr) return;
     if (step.payload != Payload::kSum) return CopySplit(kCommunicationLane, step);
@@ -393,7 +395,8 @@ void ExecuteRank(const CallAttributes& at,
                  const TraceContext& trace) {
   const Schedule& schedule = plan.schedules->Of(transport.rank());
   const OpInfo& info = InfoOf(at.op);
-  // Whether the GEMMs wait for the whole gathered operand instead of single splits.
+  // gathers_first: the GEMMs run after all communication. is_whole: they read the whole
+  // gathered operand instead of single splits, so it must be stored.
   const bool gathers_first = info.communicated == Communicated::kSelectedOperand;
   const bool is_whole =
       gathers_first || (info.communicated == Communicated::kFirstOperand &&

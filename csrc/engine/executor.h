@@ -19,12 +19,13 @@ namespace jax_ub {
 // the method "direct" do not.
 bool UsesSlots(const CallAttributes& attributes);
 
-// Returns the slots for which kWait or kWaitFree steps wait.
+// Returns the slots (receive buffers) for which kWait or kWaitFree steps wait, each
+// with its peer and chunk.
 std::vector<PeerSlot> SlotsOf(std::span<const Step> steps);
 
-// Executes the schedule of one rank. May block, because the transport may. On a device
-// that does not enqueue, omits the GEMMs of bulk ops, which the caller runs
-// concurrently.
+// Executes the schedule of one rank: its communication and GEMMs. May block, because
+// the transport may. On a device that does not enqueue, omits the GEMMs of bulk ops,
+// which the caller runs concurrently.
 void ExecuteRank(const CallAttributes& attributes,
                  const RankCall& call,
                  const SlotRequirements& plan,

@@ -35,7 +35,7 @@ void AddFactorsOfPairs(const CallAttributes& at,
       problem);
 }
 
-// Overload for results in which row i is multiplied by the scale of row i of x.
+// Overload for a result whose row i is multiplied by the FP8 scale of row i of x.
 void AddFactorsOfPairs(const CallAttributes& at,
                        const Calls& calls,
                        bool contracts_rows_of_w,
@@ -179,8 +179,9 @@ void AddBiasesAndResiduals(const CallAttributes& at,
   if (at.has_residual) problem.addends.push_back(AddendOf(calls, residual_at, batch));
 }
 
-// Builds the GEMM of a reduce-scatter. Its row segments are [batch][rank]: each rank
-// receives one segment of every batch element in its result.
+// Builds the GEMM of a reduce-scatter, y = sum of x_i w_i over pairs and ranks. Its row
+// segments are [batch][rank]: each rank receives one segment of every batch element in
+// its result.
 GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
   const Tensor& first = calls[0].results[0];
   OperandSegments a(calls[0].operands[0].dtype);
@@ -200,8 +201,8 @@ GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
   return problem;
 }
 
-// Builds the GEMM of an all-reduce. It computes each row once, and stores it in the
-// results of all P ranks.
+// Builds the GEMM of an all-reduce, y = sum of x_i w_i over pairs and ranks. It
+// computes each row once, and stores it in the results of all ranks in `calls`.
 GemmProblem MatmulAllReduce(const CallAttributes& at, const Calls& calls) {
   const Tensor& first = calls[0].results[0];
   OperandSegments a(calls[0].operands[0].dtype);

@@ -15,9 +15,9 @@
 
 namespace jax_ub {
 
-// The calls whose operands are read, and the calls whose results are written. Both are
-// the calls of all ranks, unless the group spans processes: then each process writes
-// the results of its local ranks only.
+// The calls whose operands are read (`all`), and the calls whose results are written
+// (`local`). Both are the calls of all ranks, unless the group spans processes: then
+// each process writes the results of its local ranks only.
 struct RankCalls {
   // Indexed by rank. The calls of ranks in other processes have only the operands that
   // are communicated.
@@ -58,8 +58,8 @@ std::vector<GemmProblem> GatherProducts(const CallAttributes& attributes,
                                         std::span<const RowSlice> slices,
                                         int64_t row);
 
-// Returns the GEMM for rows [begin, end) of this rank's partial sum of x_i w_i over its
-// pairs i, or nothing if the range is empty.
+// Returns the GEMM that computes rows [begin, end) of `partial`, this rank's sum of x_i
+// w_i over its pairs i, or nothing if the range is empty.
 std::vector<GemmProblem> PartialProducts(const CallAttributes& attributes,
                                          const RankCall& call,
                                          const Tensor& partial,

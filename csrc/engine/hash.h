@@ -13,7 +13,7 @@ constexpr uint64_t Mix(uint64_t hash, uint64_t value) {
   return (hash ^ value) * 0x100000001b3u;
 }
 
-// Adds the bytes of `text` to the hash.
+// Returns `hash` after adding the bytes of `text` one by one.
 constexpr uint64_t Mix(uint64_t hash, std::string_view text) {
   for (const char c : text) hash = Mix(hash, static_cast<unsigned char>(c));
   return hash;

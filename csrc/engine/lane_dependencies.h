@@ -22,7 +22,7 @@ class LaneDependencies {
         known_(1 + device.num_product_lanes(),
                Clock(1 + device.num_product_lanes(), 0)) {}
 
-  // Returns a lane for the next GEMM. Lanes take turns.
+  // Returns the lane (stream) for the next GEMM. The GEMM lanes take turns.
   Lane NextProduct() { return 1 + next_++ % device_.num_product_lanes(); }
 
   Dependency Record(Lane lane) {
@@ -44,7 +44,8 @@ class LaneDependencies {
   }
 
  private:
-  // A vector clock: entry i is the number of lane i's events that have occurred.
+  // A vector clock: entry i is the number of lane i's events that have occurred when
+  // the work at some point of a lane begins.
   using Clock = std::vector<int>;
   struct Recorded {
     Lane lane;

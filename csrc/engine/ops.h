@@ -47,7 +47,7 @@ enum class Communicated : uint8_t {
   kSeparateOperand,
 };
 
-// One bit for each attribute that only some ops have.
+// One bit for each attribute that only some ops have. OpInfo::attributes combines them.
 enum OpAttribute : uint32_t {
   kRhsTransposed = 1 << 0,
   kBias = 1 << 1,
@@ -57,8 +57,8 @@ enum OpAttribute : uint32_t {
   kGather = 1 << 5,
   kScale = 1 << 6,
   kScales = 1 << 7,
-  // Optional bias and residual. Programs that were exported before the op had them do
-  // not have these attributes.
+  // Bias and residual of an op that once had none. Programs that were exported then do
+  // not have these attributes, so they are optional.
   kAddends = 1 << 8,
 };
 

@@ -52,8 +52,8 @@ inline bool ScalesElements(const CallAttributes& at,
   return (contracts_rows ? scales.rows : scales.features) > 1;
 }
 
-// Returns the FP8 scales that belong to the elements of `operand` from row `row` of
-// batch element `batch` on. `contracts_rows`: whether the GEMM sums over rows.
+// Returns a view of the FP8 scales that multiply the elements of `operand`, from row
+// `row` of batch element `batch` on. `contracts_rows`: whether the GEMM sums over rows.
 inline ScaleSegment ElementScales(const Tensor& scales,
                                   const Tensor& operand,
                                   int64_t batch,
@@ -66,8 +66,9 @@ inline ScaleSegment ElementScales(const Tensor& scales,
   return {data, row_block, scales.features, feature_block, 1};
 }
 
-// Builds an OperandView. The sizes must be added in the order of the segments, and the
-// segments in row-major order: [outer segment][inner segment].
+// Builds an OperandView, a GEMM operand that consists of segments in separate buffers.
+// The sizes must be added in the order of the segments, and the segments in row-major
+// order: [outer segment][inner segment].
 class OperandSegments {
  public:
   explicit OperandSegments(DType dtype) : view_{dtype, {0}, {0}, {}} {}

@@ -78,7 +78,8 @@ SlotRequirements ComputeSlotRequirements(const CallAttributes& at,
     int64_t element_bytes = SizeOf(communicated.operand.dtype);
     if (!gather) {
       if (HasProduct(plan.collective)) element_bytes = SizeOf(plan.partial_dtype);
-      // An all-reduce sends its sums, too, in the dtype of the result.
+      // An all-reduce sends not only partial sums, but also the sums, in the result's
+      // dtype.
       element_bytes = std::max(element_bytes, SizeOf(communicated.result.dtype));
     }
     int64_t slot_bytes = sent.batch * split_rows * sent.features * element_bytes;

@@ -38,8 +38,8 @@ struct SlotRequirements {
   std::shared_ptr<Schedules> schedules;
 };
 
-// Returns the slots that a call needs. Throws UnsupportedError if the op does not
-// support the method.
+// Computes the number and size of the slots (receive buffers) that a call needs, and
+// its schedules. Throws UnsupportedError if the op does not support the method.
 SlotRequirements ComputeSlotRequirements(const CallAttributes& attributes,
                                          const RankCall& call,
                                          const Device& device);

@@ -60,8 +60,8 @@ struct Tracer::Buffer {
   std::atomic<int64_t> generation{0};
   std::atomic<int64_t> size{0};
   std::atomic<int64_t> num_dropped{0};
-  // The owner sets the members below before its first event after each Start. Until
-  // then, readers skip the buffer.
+  // The owning thread sets the members below before its first event after each Start.
+  // Until then, readers skip the buffer.
   int64_t room = 0;
   HostMapping memory;  // memory for `room` events
 };

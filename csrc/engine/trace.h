@@ -51,7 +51,7 @@ struct TraceEvent {
   Payload payload = Payload::kOperand;
 };
 
-// One execution of a collective call by a group of ranks.
+// One execution of a call by a group of ranks, as described in a trace.
 struct TraceCall {
   std::string label;
   Op op = Op::kMatmul;
@@ -91,15 +91,16 @@ class Tracer {
   void Start(int64_t events_per_thread);
   void Stop() { enabled_.store(false, std::memory_order_relaxed); }
 
-  // Returns the events since the last Start.
+  // Returns the calls, and the events of all threads, since the last Start.
   Trace Read() const;
 
   // Registers a call, and returns the context with which to record its spans. After
   // kMaxCalls calls, returns an empty context, with which nothing is recorded.
   TraceContext BeginCall(TraceCall call);
-  // Counts a call that could not be registered.
+  // Counts a call that could not be registered, because memory was exhausted.
   void DropCall();
-  // Records an event, unless its call began before the last Start.
+  // Records an event, unless its call began before the last Start, which `generation`
+  // (TraceContext::generation) shows.
   void Record(int64_t generation, const TraceEvent& event);
 
  private:
@@ -132,14 +133,15 @@ struct TraceContext {
   TraceContext OfRank(int which) const {
     return {tracer, generation, call, static_cast<int16_t>(which)};
   }
-  // Records a span that began at `begin_ns` and ends now. Ignores `begin_ns` = 0.
+  // Records a span that began at `begin_ns` and ends now. Does nothing if `begin_ns` is
+  // 0, the value of TraceNow while tracing was disabled.
   void Since(int64_t begin_ns, TraceKind kind) const;
 };
 
-// Returns the time of the trace clock, or 0 if tracing is disabled.
+// Returns the time of the trace clock (monotonic) in ns, or 0 if tracing is disabled.
 int64_t TraceNow(const Tracer* tracer);
 
-// Records the lifetime of this object as a span.
+// Records the lifetime of this object, from constructor to destructor, as a span.
 class TraceScope {
  public:
   TraceScope(const TraceContext& context, TraceKind kind)

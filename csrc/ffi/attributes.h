@@ -24,11 +24,11 @@ class AttributeSource {
   virtual std::vector<int64_t> Integers(const char* name) const = 0;
 };
 
-// Returns the names of the attributes that `op` has and not all ops have.
+// Returns the names of the attributes that `op` has, except those that all ops have.
 std::vector<std::string_view> AttributeNames(const OpInfo& op);
 
 // Reads and checks all attributes of `op`. Throws std::invalid_argument if a number is
-// out of range or a required attribute is missing. KernelOptions are optional.
+// out of range or a required attribute is missing. Those of KernelOptions are optional.
 CallAttributes ReadAttributes(Op op, const AttributeSource& source);
 
 // Views an array as [batch, rows, features]: its last two dimensions are rows and
@@ -39,8 +39,8 @@ Tensor TensorOf(const CallAttributes& attributes,
                 std::span<const int64_t> dimensions,
                 void* data);
 
-// Returns the names of all dtypes of operands and results, from one column of the table
-// of dtypes, as "f32, bf16, f16".
+// Returns the names of all supported dtypes, such as "f32, bf16, f16, ...", for error
+// messages. `column` selects the name: &DTypeInfo::name or &DTypeInfo::numpy_name.
 std::string DTypeNames(const char* DTypeInfo::* column);
 
 // Returns the beginning of an error message, such as "jax_ub.all_gather_matmul:

@@ -34,8 +34,8 @@ ffi::ErrorOr<std::unique_ptr<CallSiteState>> Instantiate(Op op, ffi::Dictionary 
   }
 }
 
-// The execute handler. It must not block: the blocked thread might be the one on which
-// XLA would run the call of a peer.
+// XLA's execute handler of all ops. Returns a future instead of blocking: the blocked
+// thread might be the one on which XLA would run the call of a peer.
 ffi::Future Execute(CallSiteState* state,
                     ffi::RunId run,
                     int32_t ordinal,

@@ -19,7 +19,8 @@ struct Target {
   void* execute = nullptr;
 };
 
-// Returns `make.operator()<op>()` for all ops, as an array indexed by Op.
+// Calls `make.operator()<op>()` for each op, and returns the targets that it makes,
+// indexed by Op.
 template <typename Make>
 std::array<Target, kNumOps> TargetsOfOps(const Make& make) {
   return [&]<int... op>(std::integer_sequence<int, op...>) {

@@ -22,7 +22,7 @@ struct DTypeInfo {
   bool exact_in_bf16;  // whether bf16 represents every value exactly
 };
 
-// The table of dtypes, indexed by DType.
+// The properties of all dtypes, indexed by DType.
 inline constexpr DTypeInfo kDTypes[] = {
     {DType::kF32, "f32", "float32", 4, true, true, false},
     {DType::kBF16, "bf16", "bfloat16", 2, true, true, true},

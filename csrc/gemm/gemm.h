@@ -21,13 +21,15 @@ namespace jax_ub {
 // Maximum number of addends. Operations need three: a bias, a residual and an
 // accumulator.
 inline constexpr int kMaxAddends = 7;
-// Maximum number of factors: the scales of both FP8 operands.
+// Maximum number of factors by which a sum is multiplied: the scales of both FP8
+// operands.
 inline constexpr int kMaxFactors = 2;
 
-// The sum is multiplied by `scale` and the factors before the addends are added: by their
-// product, if no factor differs between rows or columns and f32 can represent the product,
-// or by one after the other. With `has_factors_by_k`, each segment of A along K has its own factors, which
-// multiply the sum over this segment.
+// A GEMM: C = round(scale * A * B * factors + sum of addends). The sum is multiplied by
+// the product of `scale` and the factors, or by one after the other if a factor differs
+// between rows or columns, or if f32 cannot represent the product. With
+// `has_factors_by_k`, each segment of A along K has its own factors, which multiply the
+// sum over this segment.
 //
 // An FP8 operand may have scales. Its elements are multiplied by their scales and
 // become bf16 numbers. This is exact, except that products below the smallest normal

@@ -20,7 +20,8 @@ constexpr int64_t SizeOf(DType dtype) { return InfoOf(dtype).size_bytes; }
 
 constexpr std::string_view DTypeName(DType dtype) { return InfoOf(dtype).name; }
 
-// A read-only segment. Strides are in elements. At least one of them is 1.
+// A rectangle of an operand in one buffer, for reading. Strides are in elements. At
+// least one of them is 1.
 struct ConstSegment {
   const std::byte* data = nullptr;
   int64_t outer_stride = 0;

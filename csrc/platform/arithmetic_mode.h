@@ -23,7 +23,8 @@ class ArithmeticMode {
  private:
 #if defined(__x86_64__)
   using Word = uint32_t;
-  // Flushes subnormal results (FTZ) and operands (DAZ), and masks all exceptions.
+  // Value of MXCSR: flushes subnormal results (FTZ) and operands (DAZ) to zero, masks
+  // all exceptions, and rounds to nearest.
   static constexpr Word kControl = 0x8000 | 0x0040 | 0x1f80;
   static Word Control() { return _mm_getcsr(); }
   static void SetControl(Word word) { _mm_setcsr(word); }

@@ -32,7 +32,8 @@ FileDescriptor NewEvent() {
 
 void NotifyEvent(const FileDescriptor& event) noexcept {
   const uint64_t one = 1;
-  // A write fails only if the counter has its maximum. The event is readable then, too.
+  // A write fails only if the counter of the eventfd has its maximum. The event is
+  // readable then, too.
   [[maybe_unused]] const ssize_t written = write(event.get(), &one, sizeof(one));
 }
 

@@ -35,7 +35,8 @@ FileDescriptor WatchProcess(pid_t pid);
 // error messages.
 std::string DescribeIfStopped(pid_t pid);
 
-// Waits until a descriptor has an event. Returns false if none has one by `until`.
+// Waits until one of the descriptors has an event, which poll(2) stores in its
+// `revents`. Returns false if none has one by `until`.
 bool Poll(std::vector<pollfd>& descriptors, Deadline::Clock::time_point until);
 // Waits until a descriptor has an event, with no time limit.
 void Poll(std::vector<pollfd>& descriptors);

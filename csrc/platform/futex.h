@@ -18,7 +18,7 @@ void FutexWait(const std::atomic<uint32_t>& word,
                uint32_t expected,
                Deadline::Clock::time_point deadline);
 
-// Wakes all threads that sleep on the word.
+// Wakes all threads that sleep on the word, in all processes that map it.
 void FutexWake(std::atomic<uint32_t>& word) noexcept;
 
 }  // namespace jax_ub

@@ -40,8 +40,9 @@ FileDescriptor NewMemory() {
   return memory;
 }
 
-// Returns an error now instead of a crash later: Linux overcommits memory, so a too
-// large allocation succeeds, and the kernel kills a process that accesses it.
+// Throws SystemError if less memory is available. Linux overcommits memory, so without
+// this check, a too large allocation would succeed, and the kernel would kill the
+// process when it accesses the memory.
 void CheckAvailable(int64_t size_bytes) {
   const int64_t available_bytes = AvailableBytes();
   if (size_bytes <= available_bytes) return;

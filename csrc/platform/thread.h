@@ -19,7 +19,8 @@ namespace jax_ub {
 inline constexpr char kIsLimitReached[] =
     ": is the limit of threads reached (ulimit -u, or pids.max of the container)?";
 
-// A signal mask, with which threads can be started.
+// A signal mask, copied from the thread that constructs this object. Threads can be
+// started with it.
 class SignalMask {
  public:
   SignalMask();  // copies the mask of the calling thread
@@ -29,11 +30,12 @@ class SignalMask {
   sigset_t mask_;
 };
 
-// A thread. Join must be called before it is destroyed.
+// A thread in the floating-point mode, and with at least the stack size, of XLA's
+// threads. Join must be called before it is destroyed.
 class Thread {
  public:
-  // Throws SystemError if the system does not start another thread. `body` must not
-  // throw.
+  // Starts a thread that runs `body`, which must not throw. Throws SystemError if the
+  // system does not start another thread.
   explicit Thread(std::function<void()> body, const SignalMask& mask = {});
   Thread(const Thread&) = delete;
   Thread& operator=(const Thread&) = delete;
@@ -44,8 +46,8 @@ class Thread {
   pthread_t thread_;
 };
 
-// Starts a thread without an owner. Throws SystemError if the system does not start
-// another thread.
+// Starts a detached thread, which is never joined. Throws SystemError if the system
+// does not start another thread.
 void StartThread(std::function<void()> body, const SignalMask& mask = {});
 
 }  // namespace jax_ub

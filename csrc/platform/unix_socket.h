@@ -13,7 +13,7 @@
 
 namespace jax_ub {
 
-// Listens at a name in the abstract namespace.
+// Returns a socket that listens at `name`, in the abstract namespace (not a file).
 FileDescriptor ListenAt(const std::string& name);
 
 // Accepts a connection. Returns an empty handle if none is pending.
@@ -24,7 +24,8 @@ enum class DialResult {
   kBusy,
   kNoProcess
 };  // kBusy: try again later; kNoProcess: no process listens at this name
-// Connects to the listener at `name`. If the result is kConnected, sets `connection`.
+// Connects to the listener at `name`, without blocking. If the result is kConnected,
+// sets `connection`.
 DialResult Dial(const std::string& name, FileDescriptor* connection);
 
 // The process and the user at the other end of a connection. On the side that connects,
@@ -40,7 +41,8 @@ enum class Sent {
   kFull,
   kNo
 };  // kFull: the peer must read first; kNo: it is lost
-// Sends a message and, unless it is null, the descriptor `passed`.
+// Sends a message, without blocking, and with it the descriptor `passed` unless it is
+// null.
 Sent Send(const FileDescriptor& connection,
           std::span<const std::byte> message,
           const FileDescriptor* passed = nullptr) noexcept;
@@ -55,7 +57,7 @@ struct Received {
   size_t size = 0;        // bytes stored in the buffer; a longer message is truncated
   FileDescriptor passed;  // empty if the message carried no descriptor
 };
-// Receives a message into `buffer`. Does not wait for one.
+// Receives a message into `buffer`. Does not wait: if there is none, returns kNothing.
 Received Receive(const FileDescriptor& connection, std::span<std::byte> buffer);
 
 }  // namespace jax_ub

@@ -82,10 +82,11 @@ void AppendSplits(ScheduleBuilder& builder, StepKind consume) {
 }  // namespace
 
 // Appends the steps of the variant kAggregate, for an even number of ranks P. Ranks 2i
-// and 2i + 1 exchange their chunks. Then each rank r sends the chunks that it has to
-// r + 2, two per step. Each later GEMM is over the two chunks of a pair of ranks. The
-// first two GEMMs are over one chunk each: the rank's own chunk needs no communication,
-// and is not adjacent to the other one in memory. For P = 6:
+// and 2i + 1 exchange their chunks. Then each rank r sends two chunks per step to rank
+// r + 2: first those of its pair, later those that it received. Each later GEMM is over
+// the two chunks of a pair of ranks. The first two GEMMs are over one chunk each: the
+// rank's own chunk needs no communication, and is not adjacent to the other one in
+// memory. For P = 6:
 //
 //   step               0      1      2      3
 //   rank 0             0      1     4 5    2 3     chunks of the GEMM

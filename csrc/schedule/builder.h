@@ -46,8 +46,8 @@ class ScheduleBuilder {
   }
   void MultiplyAll() { Add(StepKind::kMultiply, Payload::kOperand, kAllChunks, 0); }
 
-  // Appends a put, after a wait until the peer has released the slot. Another rank may
-  // have filled the slot in the previous call.
+  // Appends a put or publish (`kind`) into a slot of the peer, after a wait until the
+  // peer has released the slot. Another rank may have filled it in the previous call.
   void Send(StepKind kind, Payload payload, int chunk, int split, int peer, int slot) {
     Add(StepKind::kWaitFree, payload, chunk, split, peer, slot);
     Add(kind, payload, chunk, split, peer, slot);
@@ -58,8 +58,8 @@ class ScheduleBuilder {
   int first_slot_ = 0;
 };
 
-// Each of these appends one exchange. `consume` is what happens to a received split:
-// kMultiply or kCopy.
+// Each of these functions appends the steps of one exchange between all ranks.
+// `consume` is what happens to a received split (part of a chunk): kMultiply or kCopy.
 void AppendAllGather(ScheduleBuilder& builder, Method method, StepKind consume);
 void AppendAllGatherOfSums(ScheduleBuilder& builder);
 void AppendRingOfPairs(ScheduleBuilder& builder);

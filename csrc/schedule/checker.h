@@ -33,7 +33,7 @@ RankSchedules MakeRankSchedules(CollectiveKind collective,
 std::vector<std::string> CheckCalls(const std::vector<RankSchedules>& calls);
 
 // Checks two successive calls of the collective, and a call before and after each other
-// collective, method and variant.
+// collective, method and variant. Returns the violations as CheckCalls does.
 std::vector<std::string> CheckSchedule(CollectiveKind collective,
                                        Method method,
                                        int num_ranks,

@@ -108,9 +108,9 @@ struct Schedule {
   std::vector<Step> steps;
 };
 
-// Returns how many consecutive steps from steps[begin] on are of this kind.
+// Returns how many consecutive steps from steps[begin] on are of kind `kind`.
 size_t CountSteps(const std::vector<Step>& steps, size_t begin, StepKind kind);
-// Returns, for each peer, the first step of this kind.
+// Returns, for each peer, the first of the steps of kind `kind`.
 std::vector<Step> FirstOfEachPeer(const std::vector<Step>& steps, StepKind kind);
 
 // Returns whether MakeSchedule supports the method for the collective. kBulk needs a
@@ -125,7 +125,8 @@ bool HasVariant(CollectiveKind collective,
                 int num_ranks,
                 Variant variant);
 
-// Calls function(collective, method, variant) for all schedules of `num_ranks` ranks.
+// Calls function(collective, method, variant) for all combinations for which
+// MakeSchedule has a schedule of `num_ranks` ranks.
 template <typename Function>
 void ForEachSchedule(int num_ranks, const Function& function) {
   for (int p = 0; p < kNumCollectiveKinds; ++p) {
@@ -143,8 +144,8 @@ void ForEachSchedule(int num_ranks, const Function& function) {
   }
 }
 
-// Returns the schedule of one rank. Throws std::invalid_argument if there is none, or
-// if a number is out of range.
+// Returns the schedule of one rank: the list of steps that it executes. Throws
+// std::invalid_argument if there is none, or if a number is out of range.
 Schedule MakeSchedule(CollectiveKind collective,
                       Method method,
                       int rank,
@@ -152,9 +153,9 @@ Schedule MakeSchedule(CollectiveKind collective,
                       int num_splits,
                       Variant variant = Variant::kPlain);
 
-// SplitRows returns the rows [begin, end) of one split. `num_rows` rows are divided
-// among the ranks, and the rows of each rank into splits. Sizes differ by at most one
-// if the division has a remainder; a split may be empty.
+// The range of rows [begin, end). SplitRows returns the rows of one split: `num_rows`
+// rows are divided among the ranks, and the rows of each rank into splits. Sizes differ
+// by at most one if the division has a remainder; a split may be empty.
 struct RowRange {
   int64_t begin = 0;
   int64_t end = 0;

@@ -70,8 +70,9 @@ bool SymbolicExecution::Done(int rank) const {
   return ranks_[rank].call == calls_.size();
 }
 
-// If this rank has filled the slot in this call, the peer must release it once more
-// than in earlier calls.
+// Returns how often the peer must have released its slot before the rank may continue:
+// once for each earlier call that used the slot and, if this rank has filled it in this
+// call, once more.
 int64_t SymbolicExecution::EpochToWaitFor(int rank, const Step& step) const {
   return ranks_[rank].epochs[step.slot] + (ranks_[rank].was_put[step.slot] ? 1 : 0);
 }
@@ -188,7 +189,8 @@ bool SymbolicExecution::Holds(int rank, const SlotData& data, int slot_index) {
   return data.payload != Payload::kSum || ranks_[rank].reduced.contains(data.split);
 }
 
-// Without a GEMM, the partial sums are operands, which are available from the start.
+// Returns whether the rank has its partial sum of a split. Without a GEMM, the partial
+// sums are operands, which are available from the start.
 bool SymbolicExecution::HasMultiplied(int rank, int chunk, int split) const {
   if (!HasProduct(ScheduleOf(rank).collective)) return true;
   const auto& multiplied = ranks_[rank].multiplied;
@@ -205,8 +207,8 @@ bool SymbolicExecution::HasSource(int rank, const Step& step) {
   }
   const SlotData data{step.payload, step.chunk, step.split, kNone};
   if (step.chunk == rank) return Holds(rank, data, kNone);
-  // Checks all slots: the first one with this split may be of the next call, and this
-  // rank has not awaited it yet.
+  // Checks all slots, not only the first one that contains this split: that one may
+  // have arrived for the next call, so that this rank has not awaited it yet.
   for (size_t slot = 0; slot < slots_[rank].size(); ++slot) {
     if (Holds(rank, data, static_cast<int>(slot))) return true;
   }
@@ -305,8 +307,8 @@ void SymbolicExecution::CheckCounts(int rank) {
   }
 }
 
-// Checks that all ranks have used the same slots. Otherwise the epochs (use counts) of
-// a slot would differ between ranks.
+// Ends a call of the rank. Checks that it has used the same slots as rank 0: otherwise
+// the epochs (use counts) of a slot would differ between ranks.
 void SymbolicExecution::EndCall(int rank) {
   Rank& me = ranks_[rank];
   CheckCounts(rank);

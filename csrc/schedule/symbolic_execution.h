@@ -16,8 +16,8 @@ class SymbolicExecution {
  public:
   explicit SymbolicExecution(const std::vector<RankSchedules>& calls);
 
-  // Executes the ranks in this order until none can continue. A rank executes one step
-  // at a time or, if `greedy`, as many as it can.
+  // Executes the schedules of all ranks, which take turns in this order, until none can
+  // continue. In its turn, a rank executes one step or, if `greedy`, as many as it can.
   void Run(const std::vector<int>& order, bool greedy);
 
   const std::vector<std::string>& violations() const { return violations_; }

@@ -61,7 +61,7 @@ class Transport {
   // Copies `rows` into the peer's slot, without the gaps between them. Must follow
   // WaitFree.
   virtual void Write(int peer, int slot, const Rows& rows) = 0;
-  // Tells the peer that its slot is full.
+  // Tells the peer that its slot is full: all of its data have been written.
   virtual void Signal(int peer, int slot) = 0;
 
   // Waits until the peer has filled this rank's slot.
@@ -73,11 +73,12 @@ class Transport {
       Wait(peer, slot, {reason.label, chunk, reason.timeout_s, reason.setting});
     }
   }
-  // Lets the sender overwrite this rank's slot.
+  // Lets the sender overwrite this rank's slot, which this rank has read.
   virtual void Release(int slot) = 0;
   // Waits until the peer has released its slot, so that this rank may overwrite it.
   virtual void WaitFree(int peer, int slot, const WaitReason& reason) = 0;
-  // Waits until peers have released several slots.
+  // Waits until peers have released several slots, with one kernel if the transport
+  // uses kernels.
   virtual void WaitAllFree(std::span<const PeerSlot> slots, const WaitReason& reason) {
     for (const auto& [peer, slot, chunk] : slots) {
       WaitFree(peer, slot, {reason.label, chunk, reason.timeout_s, reason.setting});

@@ -121,7 +121,7 @@ def check(op: str, **options: Any) -> None:
 def promoted(
     op: str, promote: Callable[[], Any], given: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Promotes arrays by a layer's `promote_dtype` function, and checks the result.
+    """Casts arrays to one dtype by a layer's `promote_dtype`, and checks the result.
 
     Args:
         op: the layer's name, for errors.

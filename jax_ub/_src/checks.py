@@ -61,7 +61,7 @@ def is_number(value) -> bool:
 
 
 def is_array(value) -> bool:
-    """Returns whether a value is an array for JAX. Python numbers are not."""
+    """Returns whether JAX accepts a value as an array; false for Python numbers."""
     is_one = isinstance(value, jax.Array | np.ndarray | np.generic)
     if not is_one or jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return False
@@ -136,7 +136,7 @@ check_size = option_check(
     "a positive integer",
     f"Pass the global size, which is at most {_LARGEST_SIZE}.",
 )
-# Checks the epsilon of a norm. JAX rejects integers above the limit.
+# Checks the epsilon of a norm. JAX rejects integers of 2**31 or more.
 check_epsilon = option_check(
     lambda value: is_number(value) and 0 <= value < 1 << 31,
     "a number of at least 0 and less than 2**31",
@@ -171,7 +171,7 @@ def is_f64(array) -> bool:
 
 
 def check_float(op: str, *, takes_f64: bool = False, **arrays) -> None:
-    """Raises an error unless all arrays are f32, bf16 or f16 (or f64), or None."""
+    """Raises an error unless arrays are f32, bf16, f16 (f64 if `takes_f64`) or None."""
     for name, array in arrays.items():
         if array is None:
             continue
@@ -355,7 +355,7 @@ def check_addends(
 
 
 def check_main_grad(op: str, main_grad, w) -> None:
-    """Raises an error unless `main_grad` is an f32 array with the shape of `w`."""
+    """Raises an error unless `main_grad`, the accumulated dw, is f32 of w's shape."""
     check_array(op, "main_grad", main_grad)
     check_shape(op, "main_grad", main_grad, w.shape, "the kernel's shape")
     if main_grad.dtype != jnp.float32:

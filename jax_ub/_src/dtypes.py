@@ -37,7 +37,8 @@ TABLE = (
 RESULTS = tuple(row.dtype for row in TABLE if row.is_result)
 OPERANDS = RESULTS  # operands without scales
 FP8 = tuple(row.dtype for row in TABLE if row.is_operand and not row.is_result)
-# Maps short names to dtype names, such as "f32" to "float32". Without FP8 dtypes.
+# Maps the engine's short names to NumPy's names, such as "f32" to "float32", without
+# FP8 dtypes.
 BY_SHORT_NAME = {row.short_name: row.dtype.name for row in TABLE if row.is_result}
 SHORT_NAMES = {name: short for short, name in BY_SHORT_NAME.items()}
 

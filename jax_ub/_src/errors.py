@@ -83,7 +83,7 @@ class ShapeContractError(UbError, ValueError):
 
 
 class UnknownNameError(UbError, ValueError):
-    """Raised if a name, such as of a method, is unknown, or a flag is not a bool."""
+    """Raised if the name of a method, mode, ... is unknown, or a flag is not a bool."""
 
 
 class UnknownArgumentError(UnknownNameError, TypeError):
@@ -113,7 +113,7 @@ class UnsupportedOverlapError(UbError, NotImplementedError):
 
 
 class FusionError(UbError, RuntimeError):
-    """Raised if a registered fusion does not compute what its operations compute."""
+    """Raised if a fusion function is invalid or does not keep the basic operations."""
 
 
 class CommunicatorError(UbError, RuntimeError):
@@ -130,7 +130,7 @@ class TimeoutError(CommunicatorError, builtins.TimeoutError):
 
 
 class TraceError(UbError, RuntimeError):
-    """Raised if traces are nested, or if a trace is read before its block has ended."""
+    """Raised if two traces are recorded at once, or one is read before it has ended."""
 
 
 class InputError(UbError, OSError):
@@ -179,13 +179,13 @@ _OVERDUE = re.compile(r" waited \S+ s for (?!.* when the communicator failed)")
 
 
 def of_engine(error: Exception) -> "CommunicatorError | None":
-    """Converts a C++ error to a `CommunicatorError`; None if it is another error."""
+    """Converts a C++ engine error to a `CommunicatorError`; None for other errors."""
     _, found, message = str(error).partition("CommunicatorError: ")
     return of_failure(message) if found else None
 
 
 def of_failure(text: str) -> CommunicatorError:
-    """Converts a communicator's failure message to the corresponding exception."""
+    """Returns the `TimeoutError` or `CommunicatorError` for a failure message."""
     return (TimeoutError if _OVERDUE.search(text) else CommunicatorError)(text)
 
 

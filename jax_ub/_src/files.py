@@ -52,6 +52,6 @@ def writing(path: pathlib.Path) -> Iterator[None]:
 
 
 def write_json(path: pathlib.Path, document: Any, indent: int | None = 1) -> None:
-    """Writes a JSON file with this indentation. None writes a single line."""
+    """Writes `document` as a JSON file. An `indent` of None writes a single line."""
     with writing(path):
         path.write_text(json.dumps(document, indent=indent) + "\n")

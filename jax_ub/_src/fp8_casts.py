@@ -13,7 +13,7 @@ from jax import lax
 from jax_ub._src import reference
 from jax_ub._src.scaled_array import MXFP8_BLOCK
 
-# The smallest amax (largest absolute value) of a row, as in torchao.
+# Lower bound of a row's amax (largest absolute value) in `row_scales`, as in torchao.
 _ROW_EPSILON = 1e-12
 # Layout of f32: width of the significand, and bias of the exponent. The largest number
 # of both FP8 formats is 1.75 times a power of two; _SIGNIFICAND_OF_MAX is the
@@ -21,8 +21,8 @@ _ROW_EPSILON = 1e-12
 _SIGNIFICAND_BITS, _SIGNIFICAND_OF_MAX, _EXPONENT_BIAS = 23, 0x600000, 127
 _EXPONENT_MASK = 0xFF << _SIGNIFICAND_BITS
 # `_rounded_by_addition` replaces XLA's conversion to FP8 for arrays of at least this
-# size. XLA:CPU runs it on more threads, which takes longer for smaller arrays. Measured
-# by timing casts on 1 to 8 devices of two Zen 5 cores.
+# many elements. XLA:CPU runs the additions on more threads, which takes longer for
+# smaller arrays. Measured by timing casts on 1 to 8 devices of two Zen 5 cores.
 _LEAST_ADDITIONS = 1 << 15
 
 
@@ -32,7 +32,7 @@ def amax_of(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
     It is infinite if there is a NaN: `jax.lax.pmax` would drop a NaN, and the recipes
     treat both alike.
     """
-    # This takes half as long on XLA:CPU as the maximum of |x|.
+    # Maximum and minimum take half as long on XLA:CPU as the maximum of |x|.
     largest, smallest = (f(x, axis=axes, keepdims=True) for f in (jnp.max, jnp.min))
     amax = jnp.maximum(largest, -smallest).astype(jnp.float32)
     return jnp.where(jnp.isnan(amax), jnp.inf, amax)
@@ -51,7 +51,7 @@ def cast(x: jax.Array, scales: jax.Array, dtype) -> jax.Array:
 def _saturated(x, dtype):
     largest = float(jnp.finfo(dtype).max)
     x = jnp.clip(x, -largest, largest)
-    # Sizes of `jax.export` may be symbolic, which cannot be ordered.
+    # Under `jax.export`, a size may be symbolic and not comparable with a number.
     if not isinstance(x.size, int) or x.size < _LEAST_ADDITIONS:
         return x.astype(dtype)
     return lax.platform_dependent(
@@ -71,7 +71,7 @@ def _rounded_by_addition(x, dtype):
     shift = _SIGNIFICAND_BITS - info.nmant
     least_exponent = (_EXPONENT_BIAS + info.minexp) << _SIGNIFICAND_BITS
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    # The exponent of |x|, but at least that of the smallest normal FP8 number.
+    # The exponent bits of |x|, but at least those of the smallest normal FP8 number.
     exponent = jnp.maximum(bits & _EXPONENT_MASK, least_exponent)
     addend = exponent + (shift << _SIGNIFICAND_BITS)
     sums = jnp.abs(x) + lax.bitcast_convert_type(addend, jnp.float32)
@@ -102,7 +102,7 @@ def row_scales(amax: jax.Array, dtype) -> jax.Array:
 
 
 def block_scales(x: jax.Array, axis: int, dtype, margin: int = 0) -> jax.Array:
-    """Returns one e8m0 scale per block of 32 values along `axis`.
+    """Returns one scale per block of 32 values along `axis`, as float8_e8m0fnu.
 
     An amax of zero gives 2^-127, an infinite one 2^127, and NaN gives NaN.
     """
@@ -144,7 +144,7 @@ def changes_along(scales: Any, shape: Sequence[int], axis: int) -> bool:
 def converted(
     values: jax.Array, scales: jax.Array, axis: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Converts FP8 values so that their scales do not change along the axis.
+    """Rescales FP8 values so that their scales do not change along `axis`.
 
     Args:
         values: the FP8 values.

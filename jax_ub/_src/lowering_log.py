@@ -33,13 +33,13 @@ class Fallback:
     reason: str
 
 
-# Has a limit, so that a process that lowers programs for weeks does not run out of
-# memory.
+# The latest fallbacks. With the limit, a process that lowers programs for weeks does
+# not run out of memory.
 _FALLBACKS: collections.deque[Fallback] = collections.deque(maxlen=1024)
 
 
 def record_fallback(label: str, reason: str) -> None:
-    """Adds a call and the reason for its fallback to the list of `fallbacks`."""
+    """Adds a call that does not overlap, and why, to what `fallbacks` returns."""
     _FALLBACKS.append(Fallback(label, reason))
 
 
@@ -65,15 +65,15 @@ def plain_by_choice(label: str, reason: str) -> AbstractContextManager[Any]:
 
 
 def fallback_in(scope: str) -> Fallback | None:
-    """Reads label and reason of a fallback from a JAX name scope.
+    """Returns the label and reason that a JAX name scope encodes, or None.
 
-    `falling_back` and `plain_by_choice` create such scopes. Returns None for others.
+    `falling_back` and `plain_by_choice` create such scopes. Others give None.
     """
     return _decode("fallback", scope)
 
 
 # States why several ranks compute the same values in the code that is being traced: a
-# mesh axis shards neither tokens nor features. Empty if all ranks compute other values.
+# mesh axis shards neither tokens nor features. Empty if each rank computes its own.
 _REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
     "replicated", default=""
 )
@@ -81,7 +81,7 @@ _REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def replicating(label: str, reason: str) -> Iterator[None]:
-    """Marks operations in the `with` block as repeated by several ranks.
+    """Marks operations in the `with` block as computed alike by several ranks.
 
     Calls of jax_ub read the mark by `replicated`. Plain JAX operations are marked by a
     name scope, which `replicated_in` reads.
@@ -103,9 +103,9 @@ def replicated() -> str:
 
 
 def replicated_in(scope: str) -> Fallback | None:
-    """Reads label and reason from a JAX name scope that `replicating` created.
+    """Returns the label and reason that a JAX name scope encodes, or None.
 
-    Returns None for other scopes.
+    `replicating` creates such scopes. Others give None.
     """
     return _decode("replicated", scope)
 
@@ -116,8 +116,8 @@ def is_mark(scope: str) -> bool:
 
 
 def _encode(kind, label, reason):
-    # Quotes the texts, because name stacks join scopes by "/" and HLO has them in
-    # quotes.
+    # Escapes the texts, because name stacks join scopes by "/", and HLO texts have name
+    # stacks in quotes.
     texts = (urllib.parse.quote(text, safe="()=,:; ") for text in (label, reason))
     return f"{kind}[{'|'.join(texts)}]"
 

@@ -37,7 +37,7 @@ class Method(enum.Enum):
 
     @property
     def forward(self) -> "Method":
-        """Returns this method, or `RING_EXCHANGE` instead of `BULK`.
+        """Returns the method for a forward pass: itself, or `RING_EXCHANGE` for `BULK`.
 
         `BULK` overlaps a collective with an independent GEMM. A forward pass has none:
         its GEMM reads what the collective gathers, or computes what it sums.
@@ -139,7 +139,7 @@ class KernelOptions:
     variant: Variant = Variant.PLAIN
 
     def attributes(self) -> dict[str, int]:
-        """Returns the GPU launch parameters as FFI attributes."""
+        """Returns the GPU launch parameters as FFI attributes: {name: integer}."""
         fields = dataclasses.asdict(self)
         del fields["variant"]
         return {name: int(value) for name, value in fields.items()}
@@ -155,7 +155,7 @@ class KernelOptions:
 
 @dataclasses.dataclass(frozen=True)
 class PallasTiles:
-    """Tile sizes with which JAX's Pallas kernel computes an AG+GEMM.
+    """Tile sizes with which JAX's Pallas kernel computes an all-gather + GEMM.
 
     Attributes:
         rows: rows of the tile of a warpgroup.
@@ -170,7 +170,7 @@ class PallasTiles:
     minor: str
 
     def divide(self, rows: int, columns: int) -> bool:
-        """Returns whether whole thread blocks cover a rank's rows and columns."""
+        """Returns whether thread blocks divide a rank's `rows` and `columns` evenly."""
         block_rows = self.rows * (1 + (self.doubled == "M"))
         block_columns = self.columns * (1 + (self.doubled == "N"))
         return rows % block_rows == columns % block_columns == 0
@@ -181,7 +181,7 @@ class PallasTiles:
         return f"{tiles}, grid along {self.minor} first"
 
 
-# The tile sizes that `tune` and `bench` try, and that a tuned file may have.
+# The tile sizes that the commands `tune` and `bench` try and a tuned file may have.
 PALLAS_TILES = tuple(
     PallasTiles(rows, columns, doubled, minor)
     for rows, columns, doubled in ((128, 128, "N"), (128, 128, "M"), (128, 64, "N"))
@@ -218,11 +218,11 @@ class MethodChoice:
 
     @property
     def may_fall_back(self) -> bool:
-        """Returns whether plain `jax.lax` may replace the call."""
+        """Returns whether a call that the engine cannot run falls back to `jax.lax`."""
         return self.method is Method.AUTO or not self.is_explicit
 
     def with_method(self, method: Method) -> "MethodChoice":
-        """Returns a copy with another method; keeps `num_splits` for "pipeline"."""
+        """Returns a copy with another method; only "pipeline" keeps `num_splits`."""
         num_splits = self.num_splits if method is Method.PIPELINE else 0
         is_explicit = not self.may_fall_back
         return dataclasses.replace(

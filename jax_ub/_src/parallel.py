@@ -32,12 +32,14 @@ from jax_ub._src.errors import UnknownNameError, nearest, shown
 
 COLUMN, ROW = PARALLEL = ("column", "row")
 FPROP, DGRAD, WGRAD = PASSES = ("fprop", "dgrad", "wgrad")
-# Names of the dimensions of a kernel.
+# Names of a kernel's two dimensions: the input and the output features of the layer.
 IN_OUT = ("in", "out")
 
 
 class CommOverlapType(enum.Enum):
-    """The collective of a named overlap: all-gather (`AG`) or reduce-scatter (`RS`).
+    """The collective that overlaps a GEMM: all-gather (`AG`) or reduce-scatter (`RS`).
+
+    Each overlap that `initialize_ub` configures by name has such a type.
 
     Transformer Engine: `CommOverlapType`.
     """
@@ -103,7 +105,7 @@ class ParallelMode:
 
     @property
     def function_name(self) -> str:
-        """Returns the name of the public function of jax_ub that computes a layer.
+        """Returns the name of the public function that computes a layer, as "linear".
 
         It is "linear" if the forward pass communicates nothing. Otherwise it is the
         name of the op, such as "all_gather_matmul".
@@ -112,7 +114,7 @@ class ParallelMode:
 
     @property
     def gathers_x(self) -> bool:
-        """Returns whether the forward pass all-gathers x."""
+        """Returns whether the forward pass all-gathers x, the layer's activations."""
         return self.op == "all_gather_matmul"
 
     @property
@@ -126,7 +128,7 @@ class ParallelMode:
         return "" if self.sharded_dim is None else IN_OUT[self.sharded_dim]
 
     def kernel_spec(self, axis_name: Any, other: Any = None) -> PartitionSpec:
-        """Returns the `PartitionSpec` of a kernel [in, out].
+        """Returns the `PartitionSpec` of a kernel [in, out], optionally with FSDP axes.
 
         Args:
             axis_name: the tensor-parallel mesh axis, or a tuple of axes.

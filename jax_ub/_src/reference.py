@@ -56,7 +56,7 @@ def outer(x: jax.Array, dy: jax.Array, scales: Sequence[jax.Array] = ()) -> jax.
 
 
 def _factored(operands, scales, contracted):
-    """Returns each FP8 operand as (array, factor), whose product is its value.
+    """Returns each operand as (array, factor): its value is their product.
 
     The factor has the f32 scales that do not vary along the contracted axis. Other
     scales multiply the array's elements, and the factor is None. A scale per tensor has
@@ -84,7 +84,7 @@ def _times(y, *factors):
 
 
 def dequantize(values: jax.Array, scales: jax.Array) -> jax.Array:
-    """Returns values * scales in f32."""
+    """Returns values * scales in f32, for scales per tensor, row or block."""
     wide = values.astype(jnp.float32)
     if scales.dtype != jnp.float8_e8m0fnu:
         return wide * expanded(scales, values.shape)
@@ -144,8 +144,8 @@ def _product(x, w, dimensions):
 
 @functools.cache
 def _has_bf16_products():
-    # The engine is imported here, so that runtime/cpu_engine.py can report a missing
-    # one.
+    # The CPU engine is imported here and not at the top, so that
+    # runtime/cpu_engine.py can report that it is missing.
     try:
         from jax_ub import _cpu
     except ImportError:

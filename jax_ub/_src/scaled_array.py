@@ -14,7 +14,8 @@ from jax_ub._src import dtypes, reference
 from jax_ub._src.checks import dtype_of, is_array
 from jax_ub._src.errors import ShapeContractError, shown
 
-# Number of values along the contracted dimension that share an e8m0 scale.
+# Block size of MXFP8: the number of consecutive values along the contracted dimension
+# that share an e8m0 scale.
 MXFP8_BLOCK = 32
 _OP = "ScaledArray"
 _FIELDS = ("values", "scales", "source")
@@ -52,7 +53,8 @@ class ScaledArray:
     source: jax.Array | None = None
 
     def __post_init__(self):
-        # JAX also creates trees with other leaves, such as partition specs.
+        # Only arrays are checked, since JAX also creates this pytree with other leaves,
+        # such as partition specs.
         if is_array(self.values) and is_array(self.scales):
             _check(self.values, self.scales, self.source)
 
@@ -72,12 +74,12 @@ class ScaledArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of the FP8 array `values`."""
+        """Returns the shape of `values`, which is also the shape of `source`."""
         return self.values.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """Returns the dtype of the FP8 array `values`."""
+        """Returns the FP8 dtype of `values`, not the wider dtype of `source`."""
         return self.values.dtype
 
     @property
@@ -87,7 +89,7 @@ class ScaledArray:
 
     @property
     def scaling(self) -> str:
-        """Returns what has one scale: the "tensor", each "row", or each "block"."""
+        """Returns what a scale belongs to: "tensor", "row" (or column) or "block"."""
         if self.scales.dtype == jnp.float8_e8m0fnu:
             return "block"
         return "row" if any(size != 1 for size in self.scales.shape) else "tensor"
@@ -135,7 +137,7 @@ def map_scaled(function: Callable[[ScaledArray], Any], tree: Any) -> Any:
 
 
 def is_scaled(value: Any) -> bool:
-    """Returns whether a value is a `ScaledArray`."""
+    """Returns whether a value is a `ScaledArray`, for example as `is_leaf` in trees."""
     return isinstance(value, ScaledArray)
 
 

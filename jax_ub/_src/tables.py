@@ -44,7 +44,9 @@ def format_row(
     right: Collection[int] = (),
     is_markdown: bool = False,
 ) -> str:
-    """Returns one row of a table. `format_table` documents the arguments.
+    """Returns one row of a table as text, with each cell padded to its width.
+
+    `format_table` documents the arguments.
 
     Commands that print rows as they are measured call it with fixed widths.
     """

@@ -24,9 +24,9 @@ namespace {
 constexpr int64_t kBufferBytesPerElement = 8;
 constexpr int64_t kBufferSlackBytes = 64 << 10;
 
-// Upper bound on the difference between the run ids of two launches in flight. A run id
-// is a hash of the program plus its number of launches. If two processes compiled the
-// program separately, their hashes may differ by more.
+// Upper bound on the difference between the XLA run ids of two launches in flight. A
+// run id is a hash of the program plus its number of launches. A larger difference
+// means that the hashes differ, because two processes compiled the program separately.
 constexpr uint32_t kMaxOffset = 1 << 16;
 
 uint32_t RunOf(const CallLogEntry& entry) {
@@ -56,9 +56,9 @@ int64_t BufferBytesOf(const CollectiveCall& collective,
   return plan.num_slots * SlotTransport::StrideOf(plan.slot_bytes);
 }
 
-// Returns an error if the call needs larger buffers than the communicator has, or
-// nullptr. Every process then rejects the call. Throws errors that only this process
-// may have, such as std::bad_alloc.
+// Returns an error if the call needs larger buffers than the communicator has, else
+// nullptr. Every process returns the same, and rejects the call. Throws errors that
+// only this process may have, such as std::bad_alloc.
 std::exception_ptr CapacityError(const CollectiveCall& collective,
                                  const SharedMemoryCommunicator& communicator,
                                  ThreadPool& pool) {
@@ -153,8 +153,8 @@ std::shared_ptr<CallSequencer> CallSequencer::Make(
     Hooks hooks) {
   std::shared_ptr<CallSequencer> sequencer(new CallSequencer(
       std::move(communicator), std::move(devices), generation, pool, std::move(hooks)));
-  // Destroys the sequencer on a thread of the pool. The task is allocated in advance,
-  // because the failure handler must not fail.
+  // Releases a reference to the sequencer, possibly the last one, on a thread of the
+  // pool. The task is allocated in advance, because the failure handler must not fail.
   struct LetGo : BlockingTask {
     std::shared_ptr<CallSequencer> alive;
     void Execute() override { alive.reset(); }
@@ -204,7 +204,7 @@ void CallSequencer::Enqueue(std::shared_ptr<CollectiveCall> collective) noexcept
 }
 
 // Runs queued calls until the queue is empty. May block while it waits for peers or for
-// local ranks, so it runs as a BlockingTask.
+// local ranks, so the thread pool runs it as a BlockingTask.
 void CallSequencer::RunCalls() noexcept {
   for (;;) {
     std::shared_ptr<CollectiveCall> collective;
@@ -232,8 +232,8 @@ void CallSequencer::RunCalls() noexcept {
   }
 }
 
-// Returns whether the queue is empty. If it is, the next Enqueue submits RunCalls
-// again.
+// Returns whether the queue is empty, so that RunCalls must return. The next Enqueue
+// then submits RunCalls again.
 bool CallSequencer::Finish() {
   std::lock_guard lock(mutex_);
   if (!complete_.empty()) return false;
@@ -261,7 +261,8 @@ std::shared_ptr<CollectiveCall> CallSequencer::NextCall() {
     label = complete_.front()->attributes->label;
     for (const auto& collective : complete_) is_first_call |= collective->is_first;
   }
-  // Only this thread changes `next_call_`, so it needs no lock to read it.
+  // Only this thread, which executes RunCalls, changes `next_call_`, so it needs no
+  // lock to read it.
   return WaitForLocalCall(
       communicator_->WaitForLogEntry(next_call_, ReasonFor(label, is_first_call)));
 }
@@ -416,7 +417,7 @@ void CallSequencer::Fail(const std::exception_ptr& reason) noexcept {
 }
 
 void CallSequencer::OnPoison(const std::exception_ptr& reason) noexcept {
-  // Acquires the lock once, so that no thread of WaitForLocalCall is between its check
+  // Acquires the lock once, so that no thread in WaitForLocalCall is between its check
   // for a failure and its sleep. Such a thread would miss the notification.
   std::unique_lock(mutex_).unlock();
   changed_.notify_all();

@@ -26,7 +26,8 @@
 
 namespace jax_ub {
 
-// Converts the leader's run ids to the run ids of this process, for each call site.
+// Converts XLA's run ids in the leader (the process of rank 0) to the run ids of this
+// process, for each call site.
 //
 // A call site has the same key in every process: the channel from the lowered module,
 // plus the number of earlier call sites with that channel in the compiled program. Its
@@ -47,7 +48,8 @@ class RunIdOffsets {
   static CallLogEntry LogEntryOf(const CollectiveCall& collective);
 
  private:
-  // Difference between this process's run id and the leader's, by call site id.
+  // Difference between this process's run id and the leader's, keyed by
+  // CollectiveCall::call_site_id.
   std::unordered_map<uint64_t, uint32_t> offsets_;
 };
 
@@ -61,8 +63,9 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
         on_failure;
   };
 
-  // Creates a sequencer. `devices[r]` is the device of rank r. `generation` counts the
-  // communicators of these devices, and is the same in every process.
+  // Creates the sequencer of a communicator. `devices[r]` is the device id of rank r.
+  // `generation` counts the communicators of these devices, and is the same in every
+  // process.
   static std::shared_ptr<CallSequencer> Make(
       std::shared_ptr<SharedMemoryCommunicator> communicator,
       std::vector<int64_t> devices,
@@ -90,8 +93,9 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
   void Fail(const std::exception_ptr& reason) noexcept;
   // Returns the reason of a permanent failure, or nullptr.
   std::exception_ptr failure() const { return communicator_->poison(); }
-  // Returns `reason` as the error of call `label`. Adds the label to a message about
-  // the communicator ("... died"). Does not change a message that names a call.
+  // Returns `reason` as the error of call `label`: in a message that begins with the
+  // name of the communicator ("... died"), the label replaces the name. Does not change
+  // a message that names a call.
   std::exception_ptr WithLabel(const std::string& label,
                                const std::exception_ptr& reason) const noexcept;
   // Tells the peers that this process closes the communicator. Calls in flight fail.

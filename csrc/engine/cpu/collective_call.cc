@@ -53,7 +53,8 @@ uint64_t NextId() {
   return next.fetch_add(1);
 }
 
-// Returns the index of a rank among the ranks of the group in this process.
+// Returns the index of a rank among the ranks of the group in this process. Throws
+// CommunicatorError if the rank belongs to another process.
 size_t LocalIndex(const CallAttributes& at,
                   const CallSequencer* sequencer,
                   int rank,
@@ -322,7 +323,8 @@ std::shared_ptr<CollectiveCall> Rendezvous::TakeIncomplete(const Predicate& is_m
   return collective;
 }
 
-// Stores the error, so that ranks of the group that arrive later fail, too.
+// Stores the error of a group in one run, so that its ranks that arrive later fail,
+// too.
 void Rendezvous::Remember(int64_t run_id,
                           uint64_t group_key,
                           const std::exception_ptr& reason) {
@@ -344,8 +346,8 @@ void Rendezvous::Poison(int64_t run_id,
       Remember(run_id, group_key, reason);
       break;
     } catch (const std::bad_alloc&) {
-      // Frees the errors of older launches, and tries Remember again. Without the error
-      // in memory, ranks that arrive later wait until their deadline.
+      // Memory is exhausted: frees the errors of older launches, and tries Remember
+      // again. If that fails, too, ranks that arrive later wait until their deadline.
       std::lock_guard lock(mutex_);
       if (is_first) failed_launches_.clear();
     }
@@ -371,8 +373,9 @@ void Rendezvous::PoisonGroupOf(const CallSite& site,
     sequencer = FindSequencer(site, group);
   }
   if (sequencer) {
-    // If the call was lowered for another generation, every process rejects it and none
-    // waits for it, so the communicator need not fail.
+    // If the call was lowered for another communicator of these devices (generation),
+    // every process rejects it and none waits for it, so this communicator need not
+    // fail.
     if (sequencer->MatchesGeneration(site.attributes_)) sequencer->Fail(reason);
     return;
   }
@@ -432,8 +435,8 @@ void Rendezvous::FailExpired(std::unique_lock<std::mutex>& lock) {
     const uint64_t group_key = collective.group_key;
     const std::shared_ptr<CallSequencer> sequencer = collective.sequencer;
     lock.unlock();
-    // If the sequencer has failed earlier, this Fail has no effect. Poison then removes
-    // the collective call from the table; otherwise it finds nothing.
+    // Fail removes the collective call from the table, unless the sequencer has failed
+    // earlier. In that case, Fail has no effect, and Poison removes the call.
     if (sequencer) sequencer->Fail(reason);
     Poison(run_id, group_key, reason);
     lock.lock();

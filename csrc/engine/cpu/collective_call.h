@@ -49,10 +49,11 @@ struct Timeouts {
   }
 };
 
-// The calls of all ranks of a group that belong together. In a group that spans
-// processes: the calls of the ranks in this process.
+// One execution of a collective op: the calls of all ranks of a group or, if the group
+// spans processes, of its ranks in this process.
 struct CollectiveCall {
-  // The attributes of the call site. A call site outlives its pending calls.
+  // The attributes of the call site. The pointer stays valid, because a call site
+  // outlives its pending calls.
   const CallAttributes* attributes = nullptr;
   SlotPlans* slot_plans = nullptr;  // same lifetime as `attributes`
   int64_t run_id = 0;
@@ -76,7 +77,8 @@ struct CollectiveCall {
   int RankOf(size_t i) const;
 };
 
-// Throws CommunicatorError if the operands of the ranks differ in shape or dtype.
+// Throws CommunicatorError if operands, results or scales differ in number, shape or
+// dtype between the ranks.
 void CheckEqualShapes(const CollectiveCall& collective);
 
 // One custom call of a compiled program, and its incomplete collective calls.
@@ -143,11 +145,13 @@ class Rendezvous {
   // Detach. Throws CommunicatorError if the group already has a sequencer.
   void Attach(const std::shared_ptr<CallSequencer>& sequencer);
   void Detach(const CallSequencer& sequencer);
-  // Fails the incomplete collective calls of all groups of the sequencer.
+  // Fails the collective calls that wait for local ranks before `sequencer` can run
+  // them.
   void FailCallsOf(const CallSequencer& sequencer,
                    const std::exception_ptr& reason) noexcept;
 
-  // Sets which device ids belong to this process. Before this call, all devices do.
+  // Sets which device ids belong to this process. Until the first call, every device is
+  // taken to belong to it.
   void set_local_devices(std::vector<int64_t> devices);
 
   // NextOrdinal returns how many call sites of the program that is being compiled have
@@ -155,11 +159,12 @@ class Rendezvous {
   uint64_t NextOrdinal(const std::string& channel);
   void BeginProgram(const std::string& channel);
 
-  // Fails all pending and later calls of the group in this run.
+  // Fails all pending and later calls of a group in one run of a program.
   void Poison(int64_t run_id,
               uint64_t group_key,
               const std::exception_ptr& reason) noexcept;
-  // Fails the calls of a rank's group, after the rank's call was rejected before Join.
+  // Fails the calls of a rank's group in this run. Used if CheckCall or Join has
+  // rejected the rank's call, because its peers would wait for it.
   void PoisonGroupOf(const CallSite& site,
                      int64_t run_id,
                      int64_t device,
@@ -173,7 +178,7 @@ class Rendezvous {
  private:
   struct FailedLaunch {
     int64_t run_id = 0;
-    // The first failure of each group in the run, keyed by group.
+    // The first failure of each group in the run, keyed by CollectiveCall::group_key.
     std::unordered_map<uint64_t, std::exception_ptr> reasons;
   };
 

@@ -14,9 +14,10 @@ namespace jax_ub {
 
 // The callback at the end of a rank's call.
 //
-// The callback is invoked once, with the error of the call or nullptr. XLA may continue
-// the rank's program in it, so no other thread may wait for the thread that invokes it.
-// Its memory is allocated on construction, so that completing a call cannot fail.
+// The callback is invoked once, when a rank's call ends, with the error of the call or
+// nullptr. XLA may continue the rank's program in it, so no other thread may wait for
+// the thread that invokes it. Its memory is allocated on construction, so that
+// completing a call cannot fail.
 class Completion {
  public:
   Completion() = default;

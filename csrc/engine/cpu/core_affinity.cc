@@ -134,8 +134,8 @@ bool CoreAffinity::ScopedCore::TryReserve(Who who, int num_threads, cpu_set_t& s
   if (sched_getaffinity(0, sizeof(allowed_), &allowed_) != 0) return false;
   std::lock_guard lock(core_affinity_.mutex_);
   if (who == Who::kCaller) core_affinity_.allowed_ = allowed_;
-  // The cores of the calling thread. The CPU set of a worker may still be restricted to
-  // cores that were free in an earlier call.
+  // All cores that the pool's last caller may use. If this thread is a worker, its CPU
+  // set may still be restricted to those that were free in an earlier call.
   const cpu_set_t all = core_affinity_.allowed_.value_or(allowed_);
   cpu_set_t free = core_affinity_.FreeOf(allowed_);
   if (CPU_COUNT(&free) == 0) free = core_affinity_.FreeOf(all);

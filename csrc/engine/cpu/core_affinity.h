@@ -58,12 +58,12 @@ class CoreAffinity {
   // restriction holds until Release, so that the next call finds the worker on one of
   // these cores. Does nothing if the worker has already begun other work.
   void AssignIdleCores(Thread& thread);
-  // Called by a worker before it computes. From then on, AssignIdleCores does not move
-  // it.
+  // Called by a worker before it computes, so that AssignIdleCores does not move it to
+  // another core.
   void SetBusy(Thread& thread);
   // Called by a worker before it runs a blocking task. Lets it run on any core.
   void Release(Thread& thread);
-  // Called by a worker after its work. Lets AssignIdleCores move the worker to another
+  // Called by a worker after its work, so that AssignIdleCores may move it to another
   // core.
   void SetIdle(Thread& thread);
 
@@ -91,7 +91,7 @@ class CoreAffinity {
   // Returns the cores in `allowed` that the pool may use, or `allowed` if there are
   // none.
   cpu_set_t CpuSetOf(const cpu_set_t& allowed) const;
-  // Returns the cores in CpuSetOf(allowed) on which no thread computes.
+  // Returns the cores in CpuSetOf(allowed) on which no thread of the pool computes.
   cpu_set_t FreeOf(const cpu_set_t& allowed) const;
   // Update num_on_core_ and busy_ when a thread begins or stops computing on a core.
   void OccupyCore(int core);

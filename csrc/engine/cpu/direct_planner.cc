@@ -28,8 +28,8 @@ void AddGather(const RankCalls& calls,
   }
 }
 
-// Adds a reduce-scatter: rank r receives the sum over all ranks of block r of each
-// batch element.
+// Adds the sums of a reduce-scatter to `work`: rank r receives the sum over all ranks
+// of block r of each batch element.
 void AddScatter(const RankCalls& calls, size_t operand, size_t result, WorkList& work) {
   for (size_t i = 0; i < calls.local.size(); ++i) {
     const Tensor& to = calls.local[i].results[result];
@@ -45,8 +45,8 @@ void AddScatter(const RankCalls& calls, size_t operand, size_t result, WorkList&
   }
 }
 
-// Adds an all-reduce. Bias and residual are equal on every rank, so the result is
-// computed once and stored for all local ranks.
+// Adds the sum of an all-reduce to `work`. Bias and residual are equal on every rank,
+// so the result is computed once and stored for all local ranks.
 void AddReduceToAll(const CallAttributes& at, const RankCalls& calls, WorkList& work) {
   const Tensor& like = calls.local[0].results[0];
   Sum sum{{}, {}, like.rows, like.features};

@@ -17,7 +17,8 @@ WorkList PlanDirect(const CallAttributes& attributes,
                     const RankCalls& calls,
                     const Workers& workers);
 
-// Returns the work units of the local GEMMs of all calls (LocalProducts).
+// Returns the work units of the GEMMs that read only operands of their own rank
+// (LocalProducts), for all ranks in `calls`.
 WorkList PlanProducts(const CallAttributes& attributes,
                       const std::vector<RankCall>& calls,
                       const Workers& workers);

@@ -118,9 +118,9 @@ void Engine::Execute(std::shared_ptr<CollectiveCall> collective,
   }
 }
 
-// Completes all ranks. Completing a rank continues its program, which may wait for
-// another rank, so each rank needs its own thread. The rank with index `here` uses the
-// current thread.
+// Completes all ranks, with `failure` or nullptr. Completing a rank continues its
+// program, which may wait for another rank, so each rank needs its own thread. The rank
+// with index `here` uses the current thread.
 void Engine::Complete(const CollectiveCall& collective,
                       const std::exception_ptr& failure,
                       int here) noexcept {
@@ -162,8 +162,9 @@ void Engine::ExecuteDirect(const std::shared_ptr<CollectiveCall>& collective,
       }));
 }
 
-// Ranks complete independently, because peers access only a rank's slots, never its
-// operands or results.
+// Executes a call whose ranks send data through slots (receive buffers). Ranks complete
+// independently, because peers access only a rank's slots, never its operands or
+// results.
 void Engine::ExecuteSlots(const std::shared_ptr<CollectiveCall>& collective) {
   const SlotRequirements requirements = SlotRequirementsOf(*collective, *pool_);
   const auto communicator = std::make_shared<SlotPool::PooledCommunicator>(

@@ -49,7 +49,8 @@ class Engine {
   // Unregisters the sequencer and closes its communicator. Pending calls fail.
   void Leave(const std::shared_ptr<CallSequencer>& sequencer);
 
-  // Frees the slot memory that no call uses.
+  // Frees the slots (receive buffers, which are kept for later calls) that no call
+  // uses.
   void ReleaseSlots() { slots_.ReleaseFree(); }
 
   ThreadPool& pool() { return *pool_; }

@@ -24,7 +24,7 @@ int64_t Aligned(int64_t size_bytes) {
   return (size_bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// Returns the part of `size` rows or elements that process number `process` reduces.
+// Returns the contiguous part of `size` rows that process number `process` reduces.
 RowRange RowsOfProcess(int64_t size, int process, int num_processes) {
   return {size * process / num_processes, size * (process + 1) / num_processes};
 }
@@ -41,7 +41,7 @@ bool IsSmall(const Tensor& result) {
   return result.num_elements() * SizeOf(DType::kF32) <= kSmallBytes;
 }
 
-// The state of one call in ExecuteMultiProcess, with a function per step.
+// One call in ExecuteMultiProcess: its state, and a function for each step.
 class Execution {
  public:
   Execution(const MultiProcessCall& call,
@@ -124,8 +124,8 @@ class Execution {
     return all;
   }
 
-  // Copies the operands that peers read into the shared buffers. For a reduce-scatter,
-  // omits the blocks that local ranks receive.
+  // Copies operands to the shared buffers, where the peers in other processes read
+  // them. For a reduce-scatter, omits the blocks that local ranks receive.
   void Stage() {
     WorkList work;
     const bool scattered = info_.collective == CollectiveKind::kReduceScatter;
@@ -221,8 +221,9 @@ class Execution {
     Run(std::move(work));
   }
 
-  // Divides the rows among the processes. Each process stores its sums after the
-  // partial sums in its buffer, and a second barrier makes them visible to the others:
+  // All-reduces the product x w. Divides the rows among the processes. Each process
+  // stores its sums after the partial sums in its buffer, and a second barrier makes
+  // them visible to the others:
   //
   //   buffer of process p | rows of p by process 0 | by process 1 | ... | sums of p
   void AllReduceProduct() {
@@ -248,7 +249,8 @@ class Execution {
     SumRows(std::move(parts), num_processes() * part_bytes);
   }
 
-  // Adds the partial sums of all rows in every process, which needs no second barrier.
+  // All-reduces the product x w if the result is small: every process adds the partial
+  // sums of all rows, which needs no second barrier.
   void AllReduceSmallProduct() {
     const Tensor& to = local_[0].results[0];
     ResultSegments y(DType::kF32);
@@ -286,8 +288,8 @@ class Execution {
     SumRows(std::move(parts), Aligned(local_[0].operands[0].size_bytes()));
   }
 
-  // Returns the rows of an all-reduced result that a process sums, counted through all
-  // batches.
+  // Returns the rows of an all-reduced result that a process sums. Rows are numbered
+  // through all batch elements.
   RowRange RowsOfResult(int process) const {
     const Tensor& to = local_[0].results[0];
     return RowsOfProcess(to.batch * to.rows, process, num_processes());

@@ -22,7 +22,8 @@
 
 namespace jax_ub {
 
-// Returns the size of the buffer that a call needs for each rank.
+// Returns the size in bytes of the shared buffer that a call needs for each rank,
+// through which processes exchange operands or partial sums.
 int64_t DirectBufferBytes(const CallAttributes& attributes,
                           const RankCall& call,
                           int num_processes);
@@ -35,9 +36,9 @@ struct MultiProcessCall {
   TraceContext trace;
 };
 
-// Executes the part of a call that belongs to this process. May block.
-// `compare_signatures` waits at the arrival barrier, Barrier(number, 0), and throws if
-// the processes passed different signatures.
+// Executes a call for the ranks of this process. May block. `compare_signatures` waits
+// at the arrival barrier, Barrier(number, 0), and throws if the processes passed
+// different call signatures.
 void ExecuteMultiProcess(const MultiProcessCall& call,
                          SharedMemoryCommunicator& communicator,
                          ThreadPool& pool,

@@ -64,7 +64,8 @@ class Queue {
     --size_;
   }
 
-  // Returns the first object that satisfies `is_meant`, or nullptr.
+  // Returns the first object that satisfies `is_meant`, or nullptr. Leaves it in the
+  // queue.
   template <typename Predicate>
   std::shared_ptr<T> Find(const Predicate& is_meant) const {
     const std::shared_ptr<T>* at = &first_;

@@ -30,7 +30,8 @@ class SlotPool {
   // slots may differ between ranks.
   void Release(PooledCommunicator communicator) noexcept;
 
-  // Frees all communicators that no call uses.
+  // Frees the communicators, with their slots, that were kept for reuse and that no
+  // call uses.
   void ReleaseFree();
 
   int64_t size_bytes() const;  // of all communicators that exist

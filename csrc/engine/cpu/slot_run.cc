@@ -46,8 +46,8 @@ void SlotRun::RunAndWait() {
   // caller.
   pool_.SubmitBlocking(std::move(tasks));
   // The current thread runs ranks, too. If the system limits the number of threads,
-  // ranks may be left that no thread has begun. Their peers have failed by then, so
-  // these ranks fail as well.
+  // some ranks may not have found a thread. Their peers have failed by then, so these
+  // ranks fail as well.
   while (next_.load() < num_ranks()) RunNextRank();
   std::unique_lock lock(mutex_);
   all_ended_.wait(lock, [&] { return num_left_ == 0; });
@@ -83,8 +83,8 @@ void SlotRun::RunNextRank() noexcept {
   if (hooks_.done) hooks_.done(i, failure, is_last);
 }
 
-// Runs `body` and returns its exception, or nullptr. Passes only the first exception of
-// all ranks to hooks_.fail.
+// Runs `body`, a part of a rank's call, and returns its exception, or nullptr. Passes
+// only the first exception of all ranks to hooks_.fail.
 template <typename Body>
 std::exception_ptr SlotRun::Try(const Body& body) noexcept {
   try {

@@ -32,7 +32,8 @@ class SlotRun : public std::enable_shared_from_this<SlotRun> {
   struct Hooks {
     // Returns the transport that exchanges the data of calls[i] with its peers.
     std::function<Transport&(size_t i)> transport;
-    // Returns the error that ends all waits of the transports, or nullptr.
+    // Returns the error that ends all waits of the transports, or nullptr if none has
+    // occurred.
     std::function<std::exception_ptr()> poison;
     // Receives the first error of a rank or of the concurrent GEMMs of a bulk op. Must
     // end the waits of the other ranks.

@@ -68,7 +68,8 @@ struct ThreadPool::Worker {
   Worker* next = nullptr;  // guarded by ThreadPool::mutex_
 };
 
-// Scratch memory that a thread outside the pool borrows from the pool.
+// Scratch memory, into which GEMMs pack operands, that a thread borrows from the pool.
+// Threads outside the pool have none of their own.
 class ThreadPool::ScratchLoan {
  public:
   explicit ScratchLoan(ThreadPool& pool) : pool_(pool) {
@@ -126,7 +127,8 @@ void ThreadPool::set_num_threads(int num_threads, const std::vector<int>& cores)
   num_threads_.store(std::max(num_threads, 1), std::memory_order_relaxed);
 }
 
-// Returns how many threads the queued work could use.
+// Returns how many more threads the queued work could use: one for each task that may
+// block, and those that may still join jobs. Requires `mutex_`.
 int64_t ThreadPool::NumWanted() const {
   int64_t wanted = runs_.size();
   int64_t places = num_workers() - num_in_jobs_;

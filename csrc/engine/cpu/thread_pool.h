@@ -77,7 +77,8 @@ class ParallelJob : public Queued<ParallelJob> {
   const Done done_;
   std::atomic<int64_t> next_unit_{0};
 
-  // Guarded by ThreadPool::mutex_. They do not change after the last worker has left.
+  // The next three members are guarded by ThreadPool::mutex_. They do not change after
+  // the last worker has left the job.
   int num_workers_ = 0;
   bool is_exhausted_ = false;
   std::exception_ptr failure_;
@@ -87,9 +88,9 @@ class ParallelJob : public Queued<ParallelJob> {
   bool is_finished_ = false;
 };
 
-// Returns the failure of a call whose tasks wait for each other. If it is a
-// DeadlineError, and there were threads for only `num_begun` of the `num_runs` tasks,
-// adds this to the message.
+// Returns `failure`, the error of a call whose tasks wait for each other. If it is a
+// DeadlineError, and only `num_begun` of the `num_runs` tasks had a thread, adds this
+// to the message.
 std::exception_ptr AddThreadShortage(const std::exception_ptr& failure,
                                      int num_begun,
                                      int num_runs) noexcept;
@@ -101,7 +102,8 @@ class ThreadPool {
   explicit ThreadPool(int num_threads, int num_cores = NumAllowedCores());
   ~ThreadPool() = delete;  // its threads never exit
 
-  // Queues tasks that may block. The pool starts them in this order.
+  // Queues tasks that may block, and wakes or starts threads for them. The pool starts
+  // the tasks in this order.
   void SubmitBlocking(Queue<BlockingTask> runs) noexcept;
   void SubmitBlocking(std::shared_ptr<BlockingTask> run) noexcept;
   void SubmitBlocking(std::function<void()> run);  // throws std::bad_alloc
@@ -130,12 +132,13 @@ class ThreadPool {
   // because more threads would only take turns.
   int num_workers() const { return std::min(num_threads(), num_cores_); }
 
-  // Returns the number of threads, and the cache, with which PlanGemm plans for this
-  // pool.
+  // Returns what PlanGemm needs to plan a GEMM for this pool: the number of threads,
+  // and the pool's cache of GEMM blockings.
   Workers workers() { return {num_workers(), &blockings_}; }
   const BlockingCache& blockings() const { return blockings_; }
 
-  // Returns the size of the memory in which the pool's threads pack GEMM operands.
+  // Returns the size of the memory in which the threads pack (copy and reorder) GEMM
+  // operands.
   int64_t scratch_bytes() const { return scratch_bytes_.load(); }
 
  private:
@@ -153,7 +156,8 @@ class ThreadPool {
   // work is left for which no thread is idle and none can be started.
   bool WakeWorkers(std::unique_lock<std::mutex>& lock) noexcept;
   void RunLeftoverJobs(std::unique_lock<std::mutex>& lock) noexcept;
-  // `self` is null if the calling thread does not belong to the pool.
+  // Runs units of a job and unlocks `lock`. `self` is null if the calling thread does
+  // not belong to the pool.
   void RunJob(std::unique_lock<std::mutex>& lock,
               const std::shared_ptr<ParallelJob>& job,
               Scratch& scratch,

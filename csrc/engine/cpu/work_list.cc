@@ -14,7 +14,8 @@ namespace {
 constexpr int64_t kUnitBytes = 256 << 10;
 constexpr int64_t kUnitElements = 32 << 10;
 
-// Throughput of copies and sums on one thread, estimated low.
+// Low estimates of the throughput of copies and sums on one thread, from which the pool
+// decides how many threads to wake.
 constexpr double kCopyBytesPerUs = 5e3;
 constexpr double kSumBytesPerUs = 3e3;
 
@@ -68,7 +69,8 @@ void WorkList::Add(const Sum& sum) {
   for (const Matrix& to : sum.to) element_bytes += SizeOf(to.dtype);
   estimated_us_ +=
       static_cast<double>(sum.rows * sum.columns * element_bytes) / kSumBytesPerUs;
-  // Slices are whole rows, or parts of one row.
+  // Splits the sum into slices of at most kUnitElements: whole rows, or parts of one
+  // row.
   const int64_t num_rows = std::max<int64_t>(kUnitElements / sum.columns, 1);
   for (int64_t row = 0; row < sum.rows; row += num_rows) {
     for (int64_t column = 0; column < sum.columns; column += kUnitElements) {
@@ -149,8 +151,8 @@ ConcurrentWork::~ConcurrentWork() {
   try {
     job_->Wait();
   } catch (...) {
-    // Ignores the exception. Either Wait has reported it, or the caller already ends
-    // with another error.
+    // A destructor must not throw. Either Wait has reported this exception, or the
+    // caller already ends with another error.
   }
 }
 

@@ -14,7 +14,7 @@
 
 namespace jax_ub {
 
-// A contiguous block of bytes to copy.
+// A copy of `size_bytes` contiguous bytes, as part of a work unit.
 struct Copy {
   const std::byte* from = nullptr;
   std::byte* to = nullptr;
@@ -33,14 +33,14 @@ struct Sum {
 
 class WorkList {
  public:
-  // Adds a GEMM. Divides it into units for as many of the `workers` as its size
-  // justifies.
+  // Adds work: a GEMM, a copy or a sum. Divides a GEMM into units for as many of the
+  // `workers` as its size justifies.
   void Add(GemmProblem problem, const Workers& workers);
   void Add(Copy copy);
   void Add(const Sum& sum);
 
-  // Runs one unit of the list. Units are independent: they may run on any thread and in
-  // any order.
+  // Runs one unit, 0 <= unit < num_units(). Units are independent: they may run on any
+  // thread and in any order.
   int64_t num_units() const;
   void Run(int64_t unit, Scratch& scratch) const;
 
@@ -55,12 +55,12 @@ class WorkList {
   double estimated_us() const { return estimated_us_; }
 
  private:
-  // Adds a sum to the last work unit that computes sums, or to a new unit if it would
-  // exceed kUnitElements elements. `slice` must not have more elements.
+  // Adds a sum to the last work unit that computes sums, or to a new unit if that unit
+  // would then exceed kUnitElements elements. `slice` must not have more elements.
   void AddSlice(Sum slice);
 
   std::vector<std::unique_ptr<GemmPlan>> plans_;
-  // The units of plan i have the numbers [plan_ends_[i - 1], plan_ends_[i]).
+  // The units of GEMM plan i have the numbers [plan_ends_[i - 1], plan_ends_[i]).
   std::vector<int64_t> plan_ends_;
   // Copies and sums. One unit may contain several of them: copy unit i consists of the
   // copies [copy_ends_[i - 1], copy_ends_[i]), and likewise for sums. Units are
@@ -87,13 +87,14 @@ void RunWork(const WorkList& work, ThreadPool& pool);
 class ConcurrentWork {
  public:
   ConcurrentWork(WorkList work, ThreadPool& pool);
-  // Waits for units that have begun, and ignores their exceptions. Units that have not
-  // begun are skipped.
+  // If a thread has begun the work, waits for all units, and ignores their exceptions.
+  // Otherwise, the work is never run.
   ~ConcurrentWork();
   ConcurrentWork(const ConcurrentWork&) = delete;
   ConcurrentWork& operator=(const ConcurrentWork&) = delete;
 
-  // Queues the work. A thread of the pool begins it.
+  // Queues the work. A thread of the pool begins it, unless Participate or Wait does so
+  // first.
   void Start();
   // Runs units on the calling thread, unless another thread has already begun the work.
   // Returns when no unit is left to begin.

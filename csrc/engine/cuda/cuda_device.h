@@ -15,8 +15,8 @@ struct DeviceBytes {
   int64_t size_bytes = 0;
 };
 
-// Layout of a call's workspace: scratch memory for the GEMMs of each lane, then the
-// allocated tensors in order.
+// Layout of a call's workspace, which XLA allocates: scratch memory for the GEMMs of
+// each lane (stream), then the tensors in the order of their allocation.
 struct WorkspacePlan {
   static constexpr int64_t kAlignment = 256;
   static constexpr int64_t Align(int64_t bytes) {

@@ -66,7 +66,7 @@ CudaEngine::CudaEngine(const Driver& driver, const CublasLt& library, double tim
     : driver_(driver), library_(library), timeout_s_(timeout_s) {}
 
 // Returns the size of the largest workspace of all ranks. The workspaces differ because
-// ranks run the same GEMMs on different lanes.
+// ranks run the same GEMMs on different lanes (streams).
 int64_t CudaEngine::WorkspaceBytes(const CallAttributes& at, const RankCall& call) {
   CheckRunsOnCuda(at);
   CheckCall(at, call);
@@ -204,8 +204,9 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
   const CallAttributes& at = site.attributes_;
   Gpu& gpu = *preparation.gpu;
   const CallPlan& plan = preparation.plan;
-  // A program that was lowered elsewhere may have a smaller workspace than planned
-  // here. All ranks have the same workspace size, so all choose the same algorithm.
+  // Uses multicast only if the workspace suffices. A program that was lowered elsewhere
+  // may have a smaller one than planned here. All ranks have the same workspace size,
+  // so all choose the same algorithm.
   const bool by_multicast =
       binding.communicator && binding.communicator->has_multicast() &&
       preparation.by_multicast &&
@@ -325,7 +326,8 @@ void CudaEngine::Join(std::shared_ptr<CudaCommunicator> communicator,
 }
 
 void CudaEngine::Leave(const std::shared_ptr<CudaCommunicator>& communicator) {
-  // In a forked child, a thread of the parent may have held the locks below.
+  // In a forked child, the locks below may never be released, because a thread of the
+  // parent may have held them during the fork.
   if (communicator->IsForkedChild()) return;
   communicator->RejectCalls();
   std::vector<Gpu*> gpus;

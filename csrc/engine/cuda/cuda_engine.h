@@ -51,12 +51,13 @@ class CudaCallSite {
   // What Initialize prepares for a call on one device: plans, options and memory.
   struct Preparation {
     DeviceRank device_rank;
-    // The alignments of operands and results for which the GEMMs were planned.
+    // The alignments in bytes, of all operands and then all results, for which the
+    // GEMMs were planned.
     std::vector<int> alignments;
     uint32_t tag = 0;  // GpuCallSignature::tag, if it has peers
     CallPlan plan;
-    // Layout of the workspace if multicast reduces the call. Empty if it cannot do
-    // that.
+    // Layout of the workspace if the call is reduced by NVLink multicast. Empty if
+    // multicast cannot reduce it.
     std::optional<WorkspacePlan> by_multicast;
     GemmOptions options;
     Gpu* gpu = nullptr;
@@ -127,7 +128,8 @@ class CudaEngine {
                        const RankCall& call,
                        const DeviceBytes& workspace);
 
-  // Maps ordinals to the ids of this process's devices. By default, ids equal ordinals.
+  // Sets the map from CUDA ordinals to XLA's ids of this process's devices. By default,
+  // ids equal ordinals.
   void set_local_devices(std::map<int, int64_t> devices);
   void set_timeout_s(double timeout_s) { timeout_s_ = timeout_s; }
   // Enables all-reduces by NVLink multicast (NVLS) for communicators that support it.
@@ -179,8 +181,9 @@ class CudaEngine {
             const RankCall& call);
   std::shared_ptr<CudaCommunicator> Bind(CudaCallSite& site,
                                          const Preparation& preparation);
-  // Returns the rank's signature of the call. Declare sends it to the peers, so that
-  // each rank can detect that another one makes a different call.
+  // Returns the rank's signature of the call (op, shapes, dtypes, options). Declare
+  // sends it to the peers, so that each rank can detect that another one makes a
+  // different call.
   GpuCallSignature SignatureOf(CudaCallSite& site, int rank, const RankCall& call);
   void Declare(CudaCallSite& site,
                int ordinal,
@@ -188,7 +191,7 @@ class CudaEngine {
                const RankCall& call,
                const std::exception_ptr& rejection);
   // Waits until all devices of the group in this process have reached `stage` of their
-  // first run.
+  // first run. At the deadline, fails the communicator and throws DeadlineError.
   void AwaitLocalRanks(const CallAttributes& attributes,
                        FirstRun& first_run,
                        int ordinal,

@@ -23,8 +23,8 @@ class FirstRun {
  public:
   enum class Stage { kLoading, kReady, kEnqueued };
 
-  // Returns whether this device has finished its first run of the call site. Its later
-  // runs do not wait for the other devices.
+  // Returns whether this device has enqueued the first run of the call site, or failed
+  // in it. Its later runs do not wait for the other devices.
   bool IsOver(int ordinal) const;
 
   // Records that the device has reached `stage`, and waits until all `ordinals` have.

@@ -16,12 +16,12 @@ namespace jax_ub {
 
 namespace {
 
-// Heaps of groups within this process have sizes that are multiples of this, so that
-// calls of similar sizes can share a heap.
+// Heaps (device memory that contains the slots) of groups within this process have
+// sizes that are multiples of this, so that calls of similar sizes can share a heap.
 constexpr int64_t kHeapStepBytes = int64_t{8} << 20;
 
-// Returns the alignment of the tensor's address, at most the largest one that affects
-// GEMM plans.
+// Returns the alignment of the tensor's address in bytes, at most the largest one that
+// affects GEMM plans.
 int AlignmentOf(const Tensor& tensor) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.data);
   return static_cast<int>(
@@ -179,7 +179,8 @@ std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
   if (binding.communicator && (binding.captured || !binding.communicator->failure())) {
     return binding.communicator;
   }
-  // Reports a failed attempt once per rank. Later calls of the rank try again.
+  // Reports a failed attempt to bind a communicator once per rank. Later calls of the
+  // rank try again.
   const bool is_notified_first = binding.notified_ranks.insert(device_rank.rank).second;
   if (binding.rejection && is_notified_first) std::rethrow_exception(binding.rejection);
   binding.notified_ranks = {device_rank.rank};
@@ -187,7 +188,7 @@ std::shared_ptr<CudaCommunicator> CudaEngine::Bind(CudaCallSite& site,
   try {
     auto communicator = FindCommunicator(site.attributes_, device_rank.group, slots);
     if (!communicator->failure()) {
-      // Throws if the communicator is too small for the call.
+      // Throws if the communicator has too little memory for the slots of the call.
       communicator->AddressSlots(slots.num_slots, slots.slot_bytes);
     }
     binding.number =
@@ -273,8 +274,8 @@ std::shared_ptr<CudaCommunicator> CudaEngine::FindCommunicator(
   const std::vector<int> ordinals = OrdinalsOf(at, devices);
   const int64_t need_bytes = slots.num_slots * CudaSlots::StrideOf(slots.slot_bytes);
   // Creating or freeing a heap waits for devices, whose work may depend on calls that
-  // are not enqueued yet. A separate mutex is held for that, so that only calls that
-  // need another heap are blocked.
+  // are not enqueued yet. This mutex is therefore separate from `mutex_`: holding it
+  // blocks only calls that need another heap.
   std::shared_ptr<CudaCommunicator> outgrown;  // freed after the locks are released
   std::lock_guard making(making_mutex_);
   {

@@ -40,8 +40,8 @@ class MulticastReduction {
                  communicated_.result.features,
                  const_cast<std::byte*>(transport.slot(0))} {
     if (!has_product_) partial_.dtype = communicated_.operand.dtype;
-    // A split must begin at a multiple of the vector size. If a row's size is not a
-    // multiple of it, all rows form one split.
+    // A split must begin at a multiple of kMulticastBytes, the size of a multicast
+    // access. If a row's size is not a multiple of it, all rows form one split.
     const bool can_split = RowSlice{partial_}.row_bytes() % kMulticastBytes == 0;
     num_splits_ = can_split ? MaxSplits(plan, transport.num_ranks()) : 1;
   }
@@ -67,8 +67,9 @@ class MulticastReduction {
     return SplitRows(communicated_.num_rows, 1, num_splits_, 0, split);
   }
 
-  // Computes the rank's partial sums for a split, and stores them in its slots. Needs
-  // no wait: the previous call has waited until the peers had accessed these slots.
+  // Computes the rank's partial sums for a split (part of the rows), and stores them in
+  // its slots. Needs no wait: the previous call has waited until the peers had accessed
+  // these slots.
   Dependency ComputePartialSums(int split) {
     const RowRange rows = RowsOf(split);
     if (!has_product_) {
@@ -147,7 +148,8 @@ class MulticastReduction {
     }
   }
 
-  // Waits until all ranks have stored their sums, and copies the sums to the result.
+  // Waits until all ranks have stored their sums of this split, and copies the sums
+  // from the slots to the result.
   void Finish(int split) {
     AwaitAll(1, split);
     const RowRange rows = RowsOf(split);
@@ -184,7 +186,8 @@ bool ReducesByMulticast(const CallAttributes& at,
   const Tensor& result = call.results[0];
   const DType partial =
       HasProduct(plan.collective) ? plan.partial_dtype : call.operands[0].dtype;
-  // The switch rounds 16-bit sums, so the result must not be more precise.
+  // The NVLink switch rounds sums of 16-bit numbers to 16 bits, so the result must not
+  // have a more precise dtype.
   if (partial != DType::kF32 && partial != result.dtype) return false;
   const int64_t bytes = result.num_elements() * SizeOf(partial);
   return MaxSplits(plan, at.num_ranks) > 0 &&

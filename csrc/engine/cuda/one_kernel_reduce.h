@@ -13,8 +13,8 @@ namespace jax_ub {
 // Returns whether a single kernel reduces the call. `plan` has the call's slots.
 bool ReducesInOneKernel(const CallAttributes& attributes, const SlotRequirements& plan);
 
-// Enqueues the rank's part of the call: its GEMM, if any, and the kernel. `device` has
-// the workspace of the schedule.
+// Enqueues the rank's part of the call: its GEMM, if any, and the kernel that adds the
+// partial sums of all ranks. `device` has the workspace of the schedule.
 void ReduceInOneKernel(const CallAttributes& attributes,
                        const RankCall& call,
                        const SlotRequirements& plan,

@@ -21,7 +21,7 @@
 
 namespace jax_ub {
 
-// What a device needs to enqueue calls. All members outlive the call.
+// What StreamDevice needs to enqueue work on a GPU. All members outlive the call.
 struct StreamResources {
   const Driver& driver;
   const SumKernels& sums;
@@ -34,8 +34,8 @@ CopyMethod CopyMethodOf(const KernelOptions& kernel_options);
 // and no other call uses its lanes.
 class StreamDevice : public CudaDevice {
  public:
-  // All lanes begin after the work that `stream` already has. `workspace` must be large
-  // enough for `plan`.
+  // Enqueues work on `lanes`, which begin after the work that `stream` (XLA's) already
+  // has. `workspace` must be large enough for `plan`.
   StreamDevice(const StreamResources& resources,
                CUstream stream,
                StreamLanes& lanes,

@@ -47,8 +47,9 @@ class StreamLanes {
   std::vector<Event> events_;
 };
 
-// All lanes of a device. A stream remains part of a graph capture until the capture
-// ends, so other calls need other streams until then.
+// All lanes (streams) of a device, in sets for one call at a time. A stream remains
+// part of a graph capture until the capture ends, so other calls need other streams
+// until then.
 class LanePool {
  public:
   explicit LanePool(const Driver& driver, bool in_turn = false)

@@ -54,8 +54,8 @@ DeviceBytes WorkspaceOf(const CallAttributes& at, const ffi::RemainingRets& resu
           static_cast<int64_t>(last->size_bytes())};
 }
 
-// The execute handler. What it enqueues depends only on attributes and addresses, so
-// that XLA may capture it and replay it.
+// XLA's execute handler of all ops. What it enqueues depends only on attributes and
+// addresses, so that XLA may capture it in a CUDA graph and replay it.
 template <auto kExecute>
 ffi::Error Execute(CudaCallSiteState* state,
                    CUstream stream,

@@ -40,11 +40,12 @@ const CublasLt& ProcessCublasLt();
 // Sets additional directories in which to search for cuBLASLt. Has no effect once the
 // library is loaded.
 void SetLibraryPaths(std::vector<std::string> directories);
-// Sets the timeout of waits, even if the engine exists already.
+// Sets how long a rank waits for its peers before its call fails. May also be called
+// while the engine exists.
 void SetCudaTimeout(double timeout_s);
 
-// Enables all-reduces by multicast (NVLink SHARP). Must be called before the engine
-// exists.
+// Sets whether all-reduces may use NVLink multicast (NVLS, NVLink SHARP). Must be
+// called before the engine exists.
 void SetCudaNvls(bool nvls);
 bool CudaNvls();
 

@@ -15,8 +15,8 @@
 namespace jax_ub {
 
 // A map from the arguments of ChooseBlocking (sizes, segments along K and whether they
-// have their own factors, kernels, number of workers) to its result. It does not depend
-// on addresses of operands. Thread-safe.
+// have their own factors, kernels, number of workers) to its result, how a product is
+// divided. The result does not depend on addresses of operands. Thread-safe.
 class BlockingCache {
  public:
   // When the cache is full, it is cleared. A program has only a few distinct products.

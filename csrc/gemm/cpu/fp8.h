@@ -50,7 +50,8 @@ struct Fp8Table {
   uint16_t bf16[256];
 };
 
-// A table of all 256 FP8 numbers, converted to bf16.
+// The bf16 with the same value as each of the 256 FP8 numbers, indexed by the bits of
+// the FP8 number.
 template <DType kDType>
 inline constexpr Fp8Table kFp8Table = [] {
   Fp8Table table = {};

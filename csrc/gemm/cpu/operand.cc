@@ -28,7 +28,8 @@ void PackHalf(WidenFunction widen,
 }
 
 // A row of a panel with fewer than kNarrowPanel columns does not fill a vector.
-// Therefore several rows are scaled at a time, at most kMaxScaledWords words.
+// Therefore several rows are multiplied by their FP8 scales at a time, at most
+// kMaxScaledWords words.
 constexpr int64_t kNarrowPanel = 8;
 constexpr int64_t kMaxScaledWords = 512;
 
@@ -60,7 +61,7 @@ WordRun WordsWithEqualScales(
   return {word, 1, {k, kNoScale}, k + 1};
 }
 
-// Writes the `size` numbers at `from` to `to`, `times` times.
+// Writes the `size` numbers at `from` to `to`, `times` times, one copy after the other.
 void Repeat(const float* from, int64_t size, int64_t times, float* to) {
   if (size == 1) {
     std::fill_n(to, times, *from);
@@ -84,7 +85,8 @@ bool FitFirstCache(int64_t at_once, int64_t stride) {
 
 }  // namespace
 
-// Reads the scales of one segment. All indices are relative to the segment.
+// Reads the FP8 scales of one segment of an operand. All indices are relative to the
+// segment.
 class OperandReader::ScaleReader {
  public:
   ScaleReader(const ScaleSegment& scales, DType dtype)
@@ -101,7 +103,8 @@ class OperandReader::ScaleReader {
     const std::byte* first =
         scales_.data + k / scales_.inner_block * scales_.inner_stride * SizeOf(dtype_);
     if (scales_.outer_block == 1 && dtype_ == DType::kE8M0 && !halves) {
-      // Separate calls, so that the compiler vectorizes the loop for stride 1.
+      // Calls CopyE8M0 with the constant stride 1 separately, so that the compiler
+      // vectorizes the loop in it.
       const std::byte* from = first + outer.begin * stride;
       return stride == 1 ? CopyE8M0(from, 1, outer.size(), to)
                          : CopyE8M0(from, stride, outer.size(), to);

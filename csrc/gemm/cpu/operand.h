@@ -13,7 +13,7 @@
 
 namespace jax_ub {
 
-// The half-open range [begin, end).
+// A half-open range of indices, [begin, end).
 struct Range {
   int64_t begin = 0;
   int64_t end = 0;
@@ -139,8 +139,8 @@ class OperandReader {
   const bool is_k_contiguous_;  // whether every segment is contiguous along K
 };
 
-// Returns the segment that contains `index`. `bounds` has the first index of each
-// segment.
+// Returns the number of the segment that contains the row or column `index`. `bounds`
+// has the first index of each segment and, last, the size.
 inline int64_t FindSegment(const std::vector<int64_t>& bounds, int64_t index) {
   if (bounds.size() == 2)
     return 0;  // the most frequent case, on the path of every tile

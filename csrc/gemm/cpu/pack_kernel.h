@@ -19,7 +19,7 @@ struct Widened {
 
   static Vec LoadWords(const char* row, int64_t) { return LoadAs<kDType>(row); }
 
-  // Loads the words of kVectors * kLanes columns.
+  // Loads kVectors * kLanes neighboring elements of a row as f32 words.
   template <int kVectors>
   static void LoadRow(const char* row, int64_t, Vec (&words)[kVectors]) {
 #pragma GCC unroll 16
@@ -28,7 +28,8 @@ struct Widened {
     }
   }
 
-  // Converts through a vector, so that the result is identical to LoadWords.
+  // Converts one element to a word. Does so through a vector, so that the result is
+  // identical to that of LoadWords.
   static void CopyWord(const char* row, int64_t, char* word) {
     if constexpr (kDType == DType::kF32) {
       memcpy(word, row, 4);
@@ -56,10 +57,11 @@ template <int kPanel>
 inline constexpr int64_t kHeldBack =
     ((kPanel + kLanes - 1) / kLanes * kLanes - 1) / kPanel;
 
-// Packs a source that is contiguous along the outer dimension; `stride` is the distance
-// of neighbors along K. Copies one source row to all panels before it reads the next
-// one, since rows are on different pages. Stores rows of a full panel as whole vectors.
-// What they write beyond the end of a row is overwritten by the next rows.
+// Packs a source that is contiguous along the outer dimension (M or N) into panels;
+// `stride` is the distance of neighbors along K. Copies one source row to all panels
+// before it reads the next one, since rows are on different pages. Stores rows of a
+// full panel as whole vectors. What they write beyond the end of a row is overwritten
+// by the next rows.
 template <typename Words, int kPanel>
 void PackCopied(const void* source,
                 int64_t stride,
@@ -84,7 +86,8 @@ void PackCopied(const void* source,
     char* words = to;
     if (k < num_words - kHeldBack<kPanel>) {
       for (; o + kPanel <= outer; o += kPanel, words += panel_bytes) {
-        // Not LoadRow: packing FP8 from memory is 8 % slower with it (Zen 5, gemm_bench).
+        // Does not use LoadRow: with it, packing FP8 from memory is 8 % slower (Zen 5,
+        // gemm_bench).
 #pragma GCC unroll 8
         for (int i = 0; i < kPanel; i += kLanes) {
           Store(words + 4 * i,
@@ -112,7 +115,8 @@ void PackCopied(const void* source,
   }
 }
 
-// Converts `count` consecutive elements to f32. The WidenFunction for f32 words.
+// Converts `count` consecutive elements to f32. This is the WidenFunction of kernels
+// whose words are f32.
 template <DType kDType>
 void WidenRow(const void* from, int64_t count, void* to) {
   const char* element = static_cast<const char*>(from);
@@ -126,8 +130,9 @@ void WidenRow(const void* from, int64_t count, void* to) {
   }
 }
 
-// Multiplies packed words by the FP8 scales `low`, one per word. The ScaleFunction of
-// kernels whose words are f32, which have one element.
+// Multiplies packed words by the FP8 scales `low`, one per word. This is the
+// ScaleFunction of kernels whose words are f32: a word has one element, and needs no
+// second scale.
 inline void ScaleF32(void* words,
                      int64_t row_bytes,
                      int64_t num_rows,
@@ -230,13 +235,13 @@ inline void TransposeBlocks(int64_t rows,
   }
 }
 
-// The `store` of TransposeBlocks for lanes of one word. This is no function, because a
-// pointer to a function is not inlined.
+// The `store` argument of TransposeBlocks for lanes of one word. It is a lambda,
+// because a pointer to a function would not be inlined.
 inline constexpr auto kStoreWords = [](Vec words, char* to, int64_t) {
   Store(to, words);
 };
 
-// Packs one panel of a source that is contiguous along K.
+// Packs one panel of a source that is contiguous along K, which transposes it.
 template <typename Words, int kPanel>
 void PackTransposedPanel(
     const char* from, int64_t stride, int64_t outer, int64_t num_words, char* to) {

@@ -14,10 +14,10 @@ namespace {
 
 // How many tiles are computed between two reads of the clock, to save time.
 constexpr int kTilesPerLook = 16;
-// Size of both panels. They and the sums must fit into the L1 cache, which has at least
-// 32 KiB. Within it, longer panels are faster, because sums are stored less often. On
-// Zen 3 (tiles of 6 x 16), panels of 64 words reach 0.97 of the rate of 320 words, and
-// panels of 352 words 0.99.
+// Size of the panels of A and B together, in bytes. They and the sums must fit into the
+// L1 cache, which has at least 32 KiB. Within it, longer panels are faster, because
+// sums are stored less often. On Zen 3 (tiles of 6 x 16), panels of 64 words reach 0.97
+// of the rate of 320 words, and panels of 352 words 0.99.
 constexpr int64_t kPanelsBytes = 28 << 10;
 
 }  // namespace

@@ -66,8 +66,8 @@ TiledPlan::TiledPlan(GemmProblem problem,
       num_unit_rows_(CeilDiv(problem_.m, blocking_.unit_rows)),
       num_unit_columns_(CeilDiv(problem_.n, blocking_.unit_columns)) {}
 
-// Runs one unit. Consecutive units use the same columns of B, because packing B takes
-// longer than packing A.
+// Runs one unit, which computes a block of C. Consecutive units use the same columns of
+// B, because packing B takes longer than packing A.
 void TiledPlan::Run(int64_t unit, Scratch& scratch) const {
   const ArithmeticMode mode;
   const ScopedKernelState at_work(kernels_);
@@ -212,8 +212,8 @@ void TiledPlan::MultiplyPanel(const ATile* a,
                               Range k,
                               float* sums) const {
   const int64_t tile_rows = kernels_.tile_rows;
-  // The memory to which a tile is stored is prefetched while the previous tile is
-  // multiplied.
+  // Prefetches the memory where the first tile will be stored. The loop does so for
+  // each later tile while the previous tile is multiplied.
   Prefetch({rows.begin, std::min(rows.end, rows.begin + tile_rows)}, columns, k);
   for (int64_t i = rows.begin; i < rows.end; i += tile_rows) {
     const int64_t end = std::min(rows.end, i + tile_rows);

@@ -17,8 +17,9 @@ std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       const KernelSet& kernels,
                                       const Workers& workers);
 
-// Estimates the time of a product with the given kernels. Otherwise like
-// EstimateGemmUs.
+// Estimates the time of a product on one thread with the given kernels, in
+// microseconds. EstimateGemmUs calls this with the kernels of the current instruction
+// set.
 double EstimateCpuGemmUs(const GemmProblem& problem, const KernelSet& kernels);
 
 // How a product is divided. Sizes are in elements. A unit computes unit_rows x
@@ -41,7 +42,9 @@ GemmBlocking ChooseBlocking(const GemmProblem& problem,
                             const KernelSet& kernels,
                             int num_workers);
 
-// Plan of a product with more than kMaxSmallM rows.
+// The plan of a product that is computed tile by tile, from packed operands or in
+// place. It is used for all products that SmallMPlan does not support: those with more
+// than kMaxSmallM rows, FP8 scales of elements, or factors by segment of K.
 class TiledPlan : public GemmPlan {
  public:
   TiledPlan(GemmProblem problem, const KernelSet& kernels, const Workers& workers);
@@ -50,7 +53,7 @@ class TiledPlan : public GemmPlan {
   void Run(int64_t unit, Scratch& scratch) const override;
 
  private:
-  // Pointers into the scratch memory of a unit.
+  // Pointers to the parts of the scratch memory that a unit uses.
   struct Workspace {
     std::byte* packed_a;  // [row tile of a block][panel]
     std::byte* packed_b;  // [column tile of the unit, or of a group][panel]
@@ -79,9 +82,9 @@ class TiledPlan : public GemmPlan {
   int64_t RowsOfSums(Range rows) const;
   // Returns block number `k_index` of K, or an empty range after the last one.
   Range BlockOfK(int64_t k_index) const;
-  // Stores rows `block` of the result, in all columns of a work unit, if
-  // c_.stores_rows(). `sums` has the tiles of these rows, [column tile][row tile], with
-  // `row_tiles` row tiles. They are first copied to the buffer `rows`, row by row.
+  // Stores rows `block` of the result in all columns of a work unit, through the buffer
+  // `rows`, to which it first copies each row. Called if c_.stores_rows(). `sums` has
+  // the tiles of these rows, [column tile][row tile], with `row_tiles` row tiles.
   void StoreRows(Range block,
                  Range columns,
                  const float* sums,
@@ -91,7 +94,8 @@ class TiledPlan : public GemmPlan {
   int64_t TileBytesOfA(int64_t k) const {
     return kernels_.tile_rows / kernels_.panel_of_a * a_.PanelBytes(k);
   }
-  // Sets `tiles` to the tiles of rows `block` of A, which are packed or in place.
+  // Packs rows `block` of A, unless tile kernels can read them in place. Sets `tiles`
+  // to their tiles.
   void ReadA(Range block, Range k, std::byte* packed, ATile* tiles) const;
   // Prepares a panel of B, which `num_rows` rows of A will be multiplied by. Packs it,
   // or sets `b.panel.source` so that the first tile packs it. Returns the end of the
@@ -142,8 +146,8 @@ class TiledPlan : public GemmPlan {
   const OperandReader b_;
   const ResultWriter c_;
   const int64_t tile_floats_;
-  // Distance between the sums of two tiles, in floats. 0: all tiles use the same
-  // memory.
+  // Distance between the sums of two tiles in the workspace, in floats. 0: all tiles
+  // use the same memory.
   const int64_t sums_step_;
   const int64_t num_unit_rows_;
   const int64_t num_unit_columns_;

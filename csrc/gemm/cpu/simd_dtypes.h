@@ -28,7 +28,7 @@ inline int64_t BytesOf(DType dtype) {
   return bytes;
 }
 
-// Calls function.operator()<dtype>() for each dtype of results.
+// Calls function.operator()<dtype>() for each dtype that a result may have.
 template <typename Function>
 constexpr void ForEachResultDType(const Function& function) {
   ForEachDType([&]<DType kDType>() {

@@ -22,15 +22,17 @@ inline Vec LoadFirst(const char* p, int64_t count) {
   return LoadAs<kDType>(padded);
 }
 
-// Prefetches the vector of kLanes elements at byte `offset` of a row, once per line.
+// Prefetches the vector of kLanes elements at byte `offset` of a row. Does nothing if
+// an earlier vector of the row is in the same cache line.
 template <DType kDType>
 inline void PrefetchVector(const char* row, int64_t offset) {
   if (offset % kLineBytes < kLanes * kElementBytes<kDType>) Prefetch(row + offset);
 }
 
-// Adds the products of A and kStep rows of B, for all columns. Each sum is loaded and
-// stored once per kStep words of K. Prefetches kStep rows that follow later, at `next`:
-// the rows of a block are too short for the processor to prefetch them by itself.
+// Adds the products of A and kStep rows of B to the sums, for all columns. Each sum is
+// loaded and stored once per kStep words of K. Prefetches kStep rows that follow later,
+// at `next`: the rows of a block are too short for the processor to prefetch them by
+// itself.
 template <int kRows, int kStep, DType kDType>
 inline void AddStep(const char* a,
                     int64_t a_stride,
@@ -80,8 +82,8 @@ inline void AddStep(const char* a,
   }
 }
 
-// Multiplies A with a block of columns of B. B is contiguous along the columns;
-// `b_stride` is the distance of neighbors along K.
+// Adds the product of A and a block of columns of B to the sums. The rows of B are
+// contiguous, and `b_stride` bytes apart.
 template <int kRows, DType kDType>
 void MultiplyColumnBlock(const void* a,
                          int64_t a_stride,
@@ -121,8 +123,9 @@ inline float SumOfLanes(Vec v) {
   return lanes[0];
 }
 
-// Computes the dot products of every row of A with kColumns columns of B. Lane i adds
-// the products of k = i, i + kLanes, ... Prefetches the kColumns columns at `next`.
+// Adds the dot products of every row of A with kColumns columns of B to the sums. Lane
+// i adds the products of k = i, i + kLanes, ... Prefetches the kColumns columns at
+// `next`.
 template <int kRows, int kColumns, DType kDType>
 inline void AddDots(const char* a,
                     int64_t a_stride,
@@ -168,8 +171,8 @@ inline void AddDots(const char* a,
   }
 }
 
-// Multiplies A with B by dot products. B is contiguous along K; its columns are
-// `b_stride` bytes apart.
+// Adds the product of A and B to the sums, by dot products. The columns of B are
+// contiguous (along K), and `b_stride` bytes apart.
 template <int kRows, DType kDType>
 void MultiplyDots(const void* a,
                   int64_t a_stride,

@@ -31,7 +31,7 @@ inline void SumVectors(
   }
 }
 
-// Sums the last `count` columns of a row, fewer than kLanes, in padded copies.
+// Sums the last `count` columns of a row, which do not fill a vector, in padded copies.
 template <DType kOut>
 inline void SumRest(const Summand* summands,
                     int num_summands,

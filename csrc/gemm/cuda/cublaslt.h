@@ -103,8 +103,8 @@ static_assert(sizeof(Algorithm) == 64 && sizeof(HeuristicResult) == 96);
 
 }  // namespace lt
 
-// The functions of a loaded library. Members are named like the functions, without
-// "cublasLt".
+// The functions of a loaded cuBLASLt library. Members are named like the functions,
+// without the prefix "cublasLt".
 struct CublasLt {
   std::string path;    // path of the loaded file, for reports
   size_t version = 0;  // 130100 is 13.1.0
@@ -170,7 +170,8 @@ struct CublasLt {
                        CUstream) = nullptr;
 };
 
-// Returns the number of `dtype` in cuBLASLt's enum.
+// Returns the cudaDataType of matrices of `dtype`. Throws std::invalid_argument for
+// e8m0, which only scales have.
 lt::DataType DataTypeOf(DType dtype);
 
 // Looks up the functions of cuBLASLt with `find`, which returns the address of a

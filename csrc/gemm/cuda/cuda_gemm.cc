@@ -50,8 +50,8 @@ Fused FuseAddends(const GemmProblem& problem) {
   return fused;
 }
 
-// Returns whether cuBLASLt can store the final result. Does not depend on addresses, so
-// that the workspace size does not either.
+// Returns whether cuBLASLt can store the final result, including the addends. Does not
+// depend on addresses, so that the workspace size does not either.
 bool IsSummedInResult(const GemmProblem& problem, const Fused& fused) {
   const int64_t num_terms = MaxTerms(problem);
   if (num_terms == 0) return problem.addends.empty();
@@ -77,8 +77,8 @@ int64_t SumBytes(const GemmProblem& problem) {
   return RoundUp(problem.m * problem.n * SizeOf(DType::kF32));
 }
 
-// Returns the alignment that all matrices of a batch have, a power of two. At most
-// kPlannedAlignmentBytes.
+// Returns the alignment in bytes that all matrices of a batch have, a power of two. At
+// most kPlannedAlignmentBytes.
 int64_t AlignmentOf(const void* data, int64_t batch_stride, DType dtype) {
   const uint64_t bits = reinterpret_cast<uintptr_t>(data) |
                         static_cast<uint64_t>(batch_stride * SizeOf(dtype)) |
@@ -97,7 +97,7 @@ PlannedMatrix Planned(const BlockMatrix& matrix,
                       const char* name) {
   const int64_t m = block.m;
   const int64_t n = block.n;
-  // The stride of a single row has no meaning.
+  // A matrix with a single row may have any row stride, which has no meaning then.
   const int64_t leading = m == 1 ? std::max(matrix.row_stride, n) : matrix.row_stride;
   if (leading < n) {
     throw std::invalid_argument(
@@ -249,8 +249,8 @@ class CudaGemm::State {
     return CanAddBefore(pass.problem) ? Addition::kBefore : Addition::kAfter;
   }
 
-  // Returns the plan key for the product over one interval of K (a term), without
-  // addends.
+  // Returns the key in the plan cache of the product over one interval of K (a term),
+  // without addends.
   static MatmulKey KeyOf(const Pass& pass,
                          const GemmBlock& block,
                          size_t term,
@@ -277,7 +277,8 @@ class CudaGemm::State {
     return term;
   }
 
-  // Enqueues kernels that copy the operands, with their scales, into the workspace.
+  // Enqueues kernels that copy operands and their scales into the workspace, if
+  // cuBLASLt cannot read them in place.
   void CopyOperands(const Pass& pass,
                     const GemmBlock& block,
                     const BlockTerm& term) const {
@@ -335,8 +336,8 @@ class CudaGemm::State {
     return num_algorithms;
   }
 
-  // Adds the addends to the arguments of cuBLASLt's matmul. Returns false if the bias
-  // is not aligned as its kernels require.
+  // Sets the addends in the key and the arguments of cuBLASLt's matmul, as its C and
+  // its bias. Returns false if the bias is not aligned as its kernels require.
   static bool AddFused(const Pass& pass,
                        const GemmBlock& block,
                        MatmulKey& key,
@@ -396,7 +397,7 @@ class CudaGemm::State {
     sums_.Sum(*pass.stream, params);
   }
 
-  // Sets the result to zero. Used if K = 0.
+  // Sets the result to zero. Used if K = 0 and there are no addends.
   void Clear(const Pass& pass, const GemmBlock& block) const {
     const int64_t element_bytes = SizeOf(pass.problem.c.dtype);
     for (int64_t b = 0; b < block.batch; ++b) {

@@ -27,7 +27,8 @@ namespace jax_ub {
 struct GemmOptions {
   int sm_target = 0;        // number of SMs that cuBLASLt plans for; 0: all SMs
   bool allow_tf32 = false;  // whether f32 operands may be rounded to TF32
-  // Whether FP8 operands are transposed first if they are not contiguous along k.
+  // Whether FP8 operands are transposed first if they are not contiguous along k, which
+  // some GPUs require (NeedsContiguousFp8).
   bool transposes_fp8 = true;
   // Index into the algorithms that cuBLASLt proposes, fastest first. If it is too
   // large, the last algorithm is used.
@@ -41,7 +42,8 @@ struct GemmWorkspace {
   int64_t size_bytes = 0;
 };
 
-// Size of cuBLASLt's workspace that NVIDIA recommends for Hopper and newer.
+// Size in bytes of cuBLASLt's own workspace, as NVIDIA recommends it for Hopper and
+// newer.
 inline constexpr int64_t kLibraryWorkspaceBytes = int64_t{32} << 20;
 
 // Computes GEMMs on the device of the context that is current at construction. May be
@@ -61,7 +63,7 @@ inline constexpr int64_t kLibraryWorkspaceBytes = int64_t{32} << 20;
 // the last row of the table applies.
 class CudaGemm {
  public:
-  // The arguments must outlive the object.
+  // Keeps references to all arguments, which must outlive the object.
   CudaGemm(const CublasLt& library, const Driver& driver, const SumKernels& sums);
   ~CudaGemm();
   CudaGemm(const CudaGemm&) = delete;

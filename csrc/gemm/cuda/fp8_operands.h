@@ -23,11 +23,12 @@
 
 namespace jax_ub {
 
-// Throws UnsupportedError if cuBLASLt cannot multiply by the operands' scales.
+// Throws UnsupportedError if cuBLASLt cannot multiply by the scales of the FP8
+// operands.
 void CheckScales(const GemmProblem& problem);
 
-// The memory for a copy of one operand and its scales. It is reused for each block of
-// the result and each term (interval of k).
+// The memory for a copy of one FP8 operand and its scales, in the form that cuBLASLt
+// reads. It is reused for each block of the result and each term (interval of k).
 class Fp8Copy {
  public:
   enum class Kind : uint8_t { kNone, kTransposed, kWithBlockScales, kWithRowScales };
@@ -41,7 +42,8 @@ class Fp8Copy {
   // Returns the address of the copied scales: one per block, in the tiles that cuBLASLt
   // reads, or one per row.
   CUdeviceptr scales() const { return memory_ + values_bytes_; }
-  // Returns the address of scratch memory for the kernels that convert rows.
+  // Returns the address of scratch memory for the kernels that convert rows: the
+  // largest element of each part of a row.
   CUdeviceptr largest() const { return scales() + scales_bytes_; }
   // Returns the operand that cuBLASLt reads: the copy if values are copied, otherwise
   // `original`. A copy with block scales has the layout of the original; all others are
@@ -60,7 +62,7 @@ class Fp8Copy {
 // cuBLASLt reads them. Loads the kernels in the current CUDA context.
 class Fp8Operands {
  public:
-  // The arguments must outlive the object.
+  // Keeps references to both arguments, which must outlive the object.
   Fp8Operands(const Driver& driver, const SumKernels& sums)
       : sums_(sums), scales_(driver) {}
 

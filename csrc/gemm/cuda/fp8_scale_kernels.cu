@@ -48,11 +48,11 @@ __device__ float FromBits(uint32_t bits) {
 // Converts the absolute value of an FP8 number to f32, and returns its bits.
 __device__ uint32_t WidenMagnitude(uint32_t code, DType dtype) {
   const uint32_t magnitude = code & 0x7f;
-  // The bits of an e5m2 are the upper byte of an f16.
+  // The bits of an e5m2 are the upper byte of the f16 with the same value.
   if (dtype == DType::kE5M2) return BitsOf(WidenF16(magnitude << 8).x);
   if (magnitude == 0x7f) return 0x7fffffff;
   // The exponent of f16 has one bit more than that of e4m3, so its bias is greater by
-  // 8.
+  // 8. The factor 2^8 corrects that.
   return BitsOf(WidenF16(magnitude << 7).x * 256);
 }
 
@@ -105,7 +105,8 @@ __device__ int64_t ExponentAbove(int64_t bits, const Fp8Format& format, int64_t 
   return exponent < kLargestExponent ? exponent : kLargestExponent;
 }
 
-// Converts one block of an operand. Returns the new scale of the block.
+// Converts one block of an operand, 32 elements along k, to values with a common scale.
+// Returns this scale as an e8m0 number.
 __device__ uint32_t ConvertBlock(const BlockScalesParams& params,
                                  int64_t outer,
                                  int64_t block) {
@@ -185,7 +186,8 @@ extern "C" __global__ void __launch_bounds__(kBlockScalesThreads)
                                row / 32 * 4) = word;
 }
 
-// The maximum of a row with a NaN is NaN, because the bits of a NaN exceed those of all
+// Stores the largest |value| * scale of each part of a row. The maximum of a row with a
+// NaN is NaN, because f32 bits are compared, and those of a NaN exceed those of all
 // numbers.
 extern "C" __global__ void __launch_bounds__(kRowScalesThreads)
     jax_ub_row_amax(const __grid_constant__ RowScalesParams params) {

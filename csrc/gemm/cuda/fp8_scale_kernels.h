@@ -24,8 +24,8 @@ class Fp8ScaleKernels {
   // finds the largest element of a part.
   static int64_t NumRowParts(int64_t k) { return (k + kRowPart - 1) / kRowPart; }
 
-  // Stores e8m0 scales in the tiles. If params.converts is true, also converts the
-  // operand to scales of blocks along k.
+  // Stores e8m0 scales in the tiles that cuBLASLt reads. If params.converts is true,
+  // also converts the operand to scales of blocks along k.
   void StoreBlockScales(CUstream stream, const BlockScalesParams& params) const;
   // Converts an FP8 operand [outer, k] with one scale per index k to one power-of-two
   // scale per row. Throws std::invalid_argument unless kRowVector divides k.

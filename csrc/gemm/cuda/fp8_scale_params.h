@@ -43,7 +43,7 @@ struct BlockScalesParams {
   int64_t outer;
   int64_t num_blocks;
   uint64_t to;  // the tiles; all bytes without a scale become zero
-  // Used only if `converts` is true.
+  // The operand before and after the conversion. Used only if `converts` is true.
   ByteMatrix values;
   ByteMatrix converted;
   DType dtype;  // of the values
@@ -67,7 +67,7 @@ struct RowScalesParams {
 
 // Number of elements in a part of a row, which one thread reads.
 inline constexpr int64_t kRowPart = 256;
-// Number of elements that a thread stores at once. It must divide k.
+// Number of elements that a thread stores at once, in 16 bytes. It must divide k.
 inline constexpr int64_t kRowVector = 16;
 
 inline constexpr char kBlockScalesKernel[] = "jax_ub_block_scales";

@@ -21,7 +21,7 @@ struct Cut {
   std::array<int64_t, 2> offset;  // in elements, from the begin of the segment
 };
 
-// Returns the non-empty intervals between neighboring bounds, of both lists merged.
+// Merges two lists of bounds, and returns the intervals between neighboring bounds.
 std::vector<Cut> Refine(const std::vector<int64_t>& first,
                         const std::vector<int64_t>& second) {
   std::vector<int64_t> bounds;
@@ -85,7 +85,7 @@ struct Table {
   }
 };
 
-// `count` consecutive intervals of the rows or columns of a Grid, from number `first`
+// `count` consecutive intervals of the result's rows or columns, from number `first`
 // on. One batched GEMM computes all their blocks.
 struct Run {
   size_t first = 0;
@@ -169,7 +169,8 @@ class Grid {
     tables_.push_back(std::move(table));
   }
 
-  // Adds a table of the factors that belong to segment `part` along K.
+  // Adds a table of the factors of each block of the result, those that belong to
+  // segment `part` along K.
   void AddFactor(const ResultView& like, const FactorView& factor, size_t part) {
     Table table{Content::kFactors, {kRows, kColumns}, sizeof(float), {}, {}};
     table.size = {cuts_[kRows].size(), cuts_[kColumns].size()};
@@ -357,7 +358,8 @@ class Grid {
     const auto [outer_stride, inner_stride] = spot.strides;
     BlockOperand operand;
     operand.data = spot.data;
-    // The stride of a single line has no meaning.
+    // A matrix with a single line (row or column) may have any stride, which has no
+    // meaning then.
     if (inner_stride == 1 && (outer_stride >= k || outer == 1)) {
       operand.line_stride = std::max(outer_stride, k);
     } else if (outer_stride == 1 && (inner_stride >= outer || k == 1)) {

@@ -52,8 +52,9 @@ struct GemmBlock {
   std::vector<BlockMatrix> addends;  // parallel to GemmProblem::addends
 };
 
-// Returns the blocks in the order of the result's rows. Throws std::invalid_argument if
-// views and sizes do not match, or if the result has several replicas.
+// Divides a product into blocks, each of which is a plain or a batched GEMM. Returns
+// the blocks in the order of the result's rows. Throws std::invalid_argument if views
+// and sizes do not match, or if the result has several replicas.
 std::vector<GemmBlock> CutIntoBlocks(const GemmProblem& problem);
 
 // Returns the largest number of terms (products over one interval of K) that a block

@@ -160,7 +160,8 @@ void MatmulPlan::FindAlgorithms() {
   };
   set(lt::PreferenceAttribute::kMaxWorkspaceBytes,
       static_cast<uint64_t>(key_.workspace_bytes));
-  // Split-K algorithms must not round partial sums to the dtype of the result.
+  // Partial sums of split-K algorithms must be stored in f32, not rounded to the dtype
+  // of the result.
   if (key_.result_dtype != DType::kF32) {
     set(lt::PreferenceAttribute::kReductionSchemeMask,
         static_cast<uint32_t>(lt::ReductionScheme::kComputeType));
@@ -228,7 +229,7 @@ void MatmulPlan::WarmUp(const Driver& driver, int algorithm, bool adds) {
   const int index = IndexOf(algorithm);
   const std::lock_guard lock(warming_mutex_);
   if (warm_.contains({index, adds})) return;
-  // All inputs may share the same memory, because the result is not used.
+  // All inputs share the same memory, because the result is not used.
   const int64_t read_bytes = LargestOperandBytes();
   const int64_t result_bytes = ResultBytes();
   const Stream stream(driver);

@@ -67,8 +67,8 @@ struct MatmulKey {
   auto operator<=>(const MatmulKey&) const = default;
 };
 
-// Returns a text such as "bf16[4096, 8192] x bf16[8192, 1024] to f32", in row-major
-// order.
+// Returns a text such as "bf16[4096, 8192] x bf16[8192, 1024] to f32, aligned to 16
+// bytes", with shapes in row-major order.
 std::string Describe(const MatmulKey& key);
 
 struct MatmulArguments {
@@ -99,7 +99,8 @@ class MatmulPlan {
   // called during a stream capture. `adds`: beta will not be zero.
   void WarmUp(const Driver& driver, int algorithm, bool adds);
 
-  // Enqueues the matmul. Thread-safe. If `algorithm` is too large, uses the last one.
+  // Enqueues the matmul with the algorithm of this index; if the index is too large,
+  // with the last one. Thread-safe.
   void Enqueue(const MatmulArguments& arguments, int algorithm, CUstream stream);
 
  private:
@@ -140,7 +141,8 @@ class MatmulPlan {
 
 class GemmPlanCache {
  public:
-  // Creates a cuBLASLt handle in the current context. `library` must outlive the cache.
+  // Creates a cuBLASLt handle in the current CUDA context. `library` must outlive the
+  // cache.
   explicit GemmPlanCache(const CublasLt& library);
 
   // Returns the plan for `key`, which it creates at the first call. Plans live as long

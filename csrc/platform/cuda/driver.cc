@@ -15,7 +15,7 @@ namespace jax_ub {
 
 namespace {
 
-// CUDA 12.0 is the first version that has cuLibraryLoadData.
+// Oldest supported version, CUDA 12.0: the first one that has cuLibraryLoadData.
 constexpr int kOldestVersion = 12000;
 
 // A driver function, and the oldest API version in which it has the signature that

@@ -99,7 +99,8 @@ const Driver& SystemDriver();
 // names. Tests pass the symbols of an emulated driver.
 Driver LoadDriver(void* (*find_symbol)(const char* name));
 
-// Returns a text such as "CUDA_ERROR_INVALID_VALUE: invalid argument".
+// Returns name and text of a driver error, such as "CUDA_ERROR_INVALID_VALUE: invalid
+// argument".
 std::string DescribeResult(const Driver& driver, CUresult result);
 
 // Throws SystemError unless `result` is CUDA_SUCCESS. `what` is the function that

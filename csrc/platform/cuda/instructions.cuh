@@ -14,8 +14,8 @@ __device__ uint64_t LoadAcquire(uint64_t address);
 __device__ uint32_t LoadAcquire(const uint32_t* address);
 __device__ void StoreRelease(uint64_t address, uint64_t value);
 __device__ void StoreRelease(uint32_t* address, uint32_t value);
-// Relaxed loads and stores. They do not order other accesses, so several loads can be
-// in flight at a time.
+// Relaxed loads and stores, also with system scope. They do not order other accesses,
+// so several loads can be in flight at a time.
 __device__ uint64_t LoadRelaxed(uint64_t address);
 __device__ void StoreRelaxed(uint64_t address, uint64_t value);
 

@@ -48,7 +48,7 @@ Context::Context(const Driver& driver, int ordinal) {
 int Context::Attribute(CUdevice_attribute attribute) const {
   int value = 0;
   const CUresult result = driver().DeviceGetAttribute(&value, attribute, device());
-  // The driver does not know the attribute, so it does not have the feature.
+  // An old driver does not know the attribute, so it does not have the feature.
   if (result == CUDA_ERROR_INVALID_VALUE) return 0;
   Check(driver(), result, "cuDeviceGetAttribute");
   return value;

@@ -13,8 +13,8 @@
 namespace jax_ub {
 
 // Owns an object of the CUDA driver, such as a stream, and closes it when destroyed.
-// `Traits` has the type of its handle, `Value` (zero: no object), and a function
-// `static void Close(const Driver&, Value) noexcept`.
+// `Traits` defines the type `Value` of the driver's handle (zero: no object) and a
+// function `static void Close(const Driver&, Value) noexcept`.
 template <typename Traits>
 class DriverHandle {
  public:
@@ -85,7 +85,8 @@ class Context {
   DriverHandle<PrimaryContextTraits> handle_;
 };
 
-// The owners below create their resources in the context that is current.
+// The classes below create their resources in the context that is current on the
+// calling thread.
 
 struct StreamTraits {
   using Value = CUstream;
@@ -151,7 +152,7 @@ class StreamMemory : public DriverHandle<StreamMemoryTraits> {
   CUdeviceptr get() const { return DriverHandle::get().address; }
 };
 
-// Pinned host memory, initially zero. Its address on devices is device().
+// Pinned host memory, initially zero. Devices access it at HostMemory::device().
 struct HostMemoryTraits {
   using Value = InContext<void*>;
   static void Close(const Driver& driver, Value memory) noexcept;

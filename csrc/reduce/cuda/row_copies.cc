@@ -33,8 +33,8 @@ void EnqueueCopy(const Driver& driver,
     return CopyBlock(driver, stream, rows.to, rows.from,
                      rows.num_rows * rows.row_bytes);
   }
-  // Copies row by row, because XLA updates the addresses in captured graphs, which CUDA
-  // supports for one-dimensional copies, but not for cuMemcpy2DAsync.
+  // Copies row by row rather than with cuMemcpy2DAsync. XLA updates the addresses in
+  // captured CUDA graphs, which CUDA supports for one-dimensional copies only.
   if (rows.num_rows > kMostBlocks) {
     return sums.Copy(stream, rows, way.num_sm, way.cluster_size);
   }

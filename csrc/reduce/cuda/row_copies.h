@@ -15,7 +15,8 @@ struct CopyMethod {
   int cluster_size = 0;  // number of blocks in a cluster; 0: no clusters
 };
 
-// Enqueues the copy. Does nothing if there are no rows or no bytes.
+// Enqueues a copy of `rows` on `stream`, by a copy engine or by a kernel of `sums`.
+// Does nothing if there are no rows or no bytes.
 void EnqueueCopy(const Driver& driver,
                  const SumKernels& sums,
                  CUstream stream,

@@ -31,7 +31,7 @@ bool IsAligned(const SumPart& part, bool one_row) {
   return part.data % kVectorBytes == 0 && stride % kVectorBytes == 0;
 }
 
-// Merges rows that have no gaps between them into a single row.
+// Turns all matrices into a single row if none of them has gaps between its rows.
 void Flatten(SumParams& params) {
   const std::span<const SumPart> parts(params.parts, params.num_parts);
   const auto dense = [&](const SumPart& part) { return IsDense(part, params.columns); };

@@ -83,7 +83,8 @@ __device__ void StoreVector(char* to, DType dtype, const float (&x)[kLanes]) {
   *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
-// Loads kCount vectors of an addend. Issues all loads before it uses the first one.
+// Loads kCount vectors of kLanes elements of an addend. Issues all loads before it uses
+// the first one.
 template <DType kDType, int kCount>
 __device__ void LoadVectors(const SumPart& part,
                             const int64_t (&rows)[kCount],
@@ -94,7 +95,8 @@ __device__ void LoadVectors(const SumPart& part,
   }
 }
 
-// Sums the vectors at kCount positions. Tests the dtype of each addend only once.
+// Sums the addends' vectors at kCount positions, and stores the results. Tests the
+// dtype of each addend only once.
 template <int kCount>
 __device__ void SumVectors(const SumParams& params,
                            const int64_t (&rows)[kCount],
@@ -176,7 +178,8 @@ __device__ void TransposeBytes(const uint32_t (&rows)[4], uint32_t (&columns)[4]
   columns[3] = PermuteBytes(high[0], high[1], 0x7632);
 }
 
-// Transposes the tile that begins at row 16 * `row` and column 16 * `column`.
+// Transposes the tile of 16 x 16 bytes that begins at row 16 * `row` and column 16 *
+// `column`.
 __device__ void TransposeTile(const TransposeParams& params,
                               int64_t row,
                               int64_t column) {

@@ -15,17 +15,19 @@ class SumKernels {
  public:
   SumKernels(const Driver& driver, CUdevice device);
 
-  // Enqueues a sum. Sets params.is_aligned itself. Throws std::invalid_argument unless
-  // there are 1 to kMaxParts addends.
+  // Enqueues a sum of matrices on `stream`. Determines params.is_aligned, which the
+  // caller need not set. Throws std::invalid_argument unless there are 1 to kMaxParts
+  // addends.
   void Sum(CUstream stream, SumParams params) const;
 
-  // Enqueues a copy. Sets params.unit_bytes itself. Uses `num_blocks` thread blocks (0:
-  // 16), in clusters of `cluster_size` blocks if the device supports clusters (0 or 1:
-  // no clusters). Rounds the number of blocks up to whole clusters.
+  // Enqueues a copy of rows on `stream`. Determines params.unit_bytes, which the caller
+  // need not set. Uses `num_blocks` thread blocks (0: 16), in clusters of
+  // `cluster_size` blocks if the device supports clusters (0 or 1: no clusters). Rounds
+  // the number of blocks up to whole clusters.
   void Copy(CUstream stream, CopyParams params, int num_blocks, int cluster_size) const;
 
-  // Enqueues a transposition. Throws std::invalid_argument unless kTransposedTile
-  // divides all parameters.
+  // Enqueues a transposition of bytes on `stream`. Throws std::invalid_argument unless
+  // kTransposedTile divides all parameters: addresses, sizes and strides.
   void Transpose(CUstream stream, const TransposeParams& params) const;
 
  private:

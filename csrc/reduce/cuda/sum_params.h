@@ -13,7 +13,7 @@ namespace jax_ub {
 // spare.
 inline constexpr int kMaxParts = 20;
 
-// A matrix whose rows are contiguous: an addend or the result.
+// A matrix whose rows are contiguous: an addend or the result of a sum.
 struct SumPart {
   uint64_t data;
   int64_t row_stride;  // in elements; 0 repeats one row (not allowed for the result)
@@ -35,11 +35,11 @@ struct SumParams {
   SumPart parts[kMaxParts];
 };
 
-// Maximum number of addends in kernels that sum over the ranks.
+// Maximum number of arrays that kernels add to their sums over the ranks.
 inline constexpr int kMaxSumAddends = 2;  // bias and residual
 
-// An addend in the memory of this device. Its element i % period is added to element i
-// of the sum.
+// An array in the memory of this device that a kernel adds to its sum over the ranks,
+// such as a bias. Its element i % period is added to element i of the sum.
 struct SumAddend {
   uint64_t data;
   int64_t period;
@@ -47,7 +47,7 @@ struct SumAddend {
 };
 
 // Parameters of the kernel jax_ub_copy, which copies contiguous rows to this device or
-// a peer, with multiprocessors instead of a copy engine. Strides are in bytes.
+// a peer. It uses multiprocessors (SMs) instead of a copy engine. Strides are in bytes.
 struct CopyParams {
   uint64_t from;
   uint64_t to;

@@ -1,6 +1,7 @@
 // Waiting for an atomic that another thread stores, in this process or in a process
 // that maps the same memory. A waiting thread spins briefly, then sleeps on a futex,
-// its doorbell, which the storing thread rings.
+// its doorbell, which the storing thread rings. Ringing is a system call only if a
+// thread sleeps.
 #pragma once
 
 #include <atomic>
@@ -18,8 +19,8 @@ namespace jax_ub {
 // not slow down this read.
 struct alignas(64) Doorbell {
   std::atomic<uint32_t> rings{0};
-  // A process that is killed while it sleeps never decrements this count. The only
-  // effect is a few unnecessary system calls.
+  // Number of threads that sleep or are about to. If a process is killed in its sleep,
+  // the count stays too high; the only effect is a few unnecessary system calls.
   std::atomic<uint32_t> num_sleepers{0};
 };
 
@@ -45,12 +46,13 @@ inline void Pause() {
 #endif
 }
 
-// Waits until `ready()` is true, for at most `timeout_s`. Returns whether it is true.
-// `ready` must load with sequential consistency.
+// Waits until `ready()` is true, for about `timeout_s` seconds at most, and returns
+// whether it is. Sleeps on the doorbell `own`. `ready` must load with sequential
+// consistency, so that no wakeup is lost (see Ring).
 template <typename Ready>
 bool Await(Doorbell& own, double timeout_s, const Ready& ready) {
-  // A peer on another core usually answers within a few hundred spins. A peer that
-  // waits for this core runs after a yield. After that, sleeping is cheaper: more
+  // First spins, because a peer on another core usually answers within a few hundred
+  // iterations. Then yields, because a peer may wait for this core. Then sleeps: more
   // yields would only pass the core between waiting threads.
   constexpr int kSpins = 200;
   constexpr int kYields = 5;

@@ -14,14 +14,15 @@ constexpr int kNumPhases = 16;
 
 // Returns the generation of a barrier, a number that increases from barrier to barrier.
 //
-// ProcessControlBlock::barrier_generation is the generation of the last barrier that a
-// process has reached, or 0.
+// Generations begin at 1, so that 0 can mean "none" in
+// ProcessControlBlock::barrier_generation, the last barrier that a process has reached.
 uint64_t BarrierGeneration(int64_t call, int phase) {
   return static_cast<uint64_t>(call) * kNumPhases + static_cast<uint64_t>(phase) + 1;
 }
 
-// Returns how many calls a process has begun, given its barrier_generation. The process
-// no longer reads the entries of these calls in the call log.
+// Returns how many calls a process has begun, given the generation of the last barrier
+// that it reached. The process no longer reads the call log entries of these calls, so
+// they may be overwritten.
 uint64_t NumCallsStarted(uint64_t generation) {
   return generation == 0 ? 0 : (generation - 1) / kNumPhases + 1;
 }
@@ -45,9 +46,10 @@ void GroupControl::AppendToCallLog(const CallLogEntry& entry) {
   AppendPending();
 }
 
-// Overwrites an entry of the call log only after every process has begun the call, and
-// thus has read the entry. A process reads the entry before it stores its generation;
-// this function loads the generation before it writes the entry.
+// Moves queued entries to the call log, as many as fit. Overwrites an entry only after
+// every process has begun the call, and thus has read the entry: a process reads the
+// entry before it stores its generation; this function loads the generation before it
+// writes the entry.
 void GroupControl::AppendPending() {
   ProcessControlBlock& own = *headers_[own_];
   uint64_t num_read = UINT64_MAX;
@@ -88,8 +90,9 @@ CallLogEntry GroupControl::WaitForLogEntry(int64_t call, const WaitReason& reaso
   return *entry;
 }
 
-// The record is not overwritten while peers read it. They read it between Barrier(call,
-// 0) and Barrier(call + 1, 0). The next write is for call + 2, which begins later.
+// A process alternates between two records, so it overwrites none while peers read it.
+// Peers read the record of `call` between Barrier(call, 0) and Barrier(call + 1, 0).
+// The next write to it is for call + 2, which begins later.
 void GroupControl::PublishSignature(int64_t call,
                                     uint64_t signature,
                                     std::string_view text) {
@@ -146,8 +149,9 @@ void GroupControl::Barrier(int64_t call, int phase, const WaitReason& reason) {
       [&] { return (first = FirstMissing(first, generation)) == num_processes(); },
       [&] {
         for (int p = first; p < num_processes(); ++p) {
-          // Calls IsLost before IsMissing, because a process that arrives and then
-          // exits is lost, but not missing.
+          // Calls IsLost first. A process that arrives and then exits is lost, but not
+          // missing. In the other order, a process that does both between the two calls
+          // would be reported as lost.
           if (peer_status_.IsLost(p) && IsMissing(p, generation)) return p;
         }
         return PeerStatus::kNoProcess;

@@ -17,8 +17,8 @@
 
 namespace jax_ub {
 
-// A call as its process describes it. Processes compare these signatures to check that
-// all make the same call.
+// A hash and a description of a call, as one process makes it. Processes compare the
+// hashes to check that all make the same call; `text` is for the error if they do not.
 struct CallSignature {
   uint64_t signature = 0;
   std::string text;
@@ -26,20 +26,23 @@ struct CallSignature {
 
 class GroupControl {
  public:
-  // `headers` has the control block of each process, the leader's first. This process
-  // only writes `headers[own]`, and the doorbells of its peers.
+  // `headers` are the control blocks of all processes, first that of the leader (the
+  // process of rank 0). This process only writes `headers[own]`, and the doorbells of
+  // its peers.
   GroupControl(std::vector<ProcessControlBlock*> headers,
                int own,
                const PeerStatus& peer_status);
 
-  // The next methods are documented in SharedMemoryCommunicator.
+  // The implementations of the methods with the same names of SharedMemoryCommunicator
+  // (shared_memory.h), which documents them.
   void AppendToCallLog(const CallLogEntry& entry);
   CallLogEntry WaitForLogEntry(int64_t call, const WaitReason& reason);
   void PublishSignature(int64_t call, uint64_t signature, std::string_view text);
   CallSignature call_signature(int process, int64_t call) const;
   void Barrier(int64_t call, int phase, const WaitReason& reason);
 
-  // Wakes the waits of this process, so that they notice a change of the peer status.
+  // Wakes the waiting thread of this process after a change of `peer_status`, so that
+  // it notices a failure or a lost peer.
   void WakeLocalWaits() { Ring(headers_[own_]->doorbell); }
 
  private:
@@ -58,7 +61,7 @@ class GroupControl {
 
   // Guards `unposted_` and, in the leader, writes to the call log.
   std::mutex call_log_mutex_;
-  // Entries for which the call log has no room yet.
+  // Entries for which the call log has no room yet, in the order of their calls.
   std::deque<CallLogEntry> unposted_;
 };
 

@@ -29,7 +29,8 @@ class InProcessCommunicator {
   int64_t slot_bytes() const { return slot_bytes_; }
   int64_t size_bytes() const { return num_ranks() * num_slots_ * slot_bytes_; }
 
-  // Returns the transport of a rank. It is valid as long as the communicator.
+  // Returns the transport through which `rank` sends and receives. It is valid as long
+  // as the communicator.
   Transport& rank(int rank) { return *ends_[rank]; }
 
   // Makes all pending and later waits of all ranks fail with `reason`. Only the first

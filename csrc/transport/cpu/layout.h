@@ -25,14 +25,15 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free);
 struct CallLogEntry {
   uint64_t call_site = 0;
   uint64_t execution = 0;
-  // Whether this is the leader's first execution of the call site. Its timeout is
-  // longer, because other processes may still be compiling the program.
+  // Whether this is the leader's first execution of the call site. Waits in such a call
+  // have a longer timeout, because other processes may still be compiling the program.
   bool is_first = false;
 
   bool operator==(const CallLogEntry&) const = default;
 };
 
-// A CallSignature with a fixed size, for shared memory.
+// A CallSignature in a fixed size, as shared memory needs it: `text` has at most
+// kMaxBytes, of which `size_bytes` are used.
 struct SignatureRecord {
   static constexpr size_t kMaxBytes = 1024;
   uint64_t signature = 0;
@@ -41,7 +42,7 @@ struct SignatureRecord {
 };
 
 // The state that a process publishes in shared memory. Only this process writes it,
-// except for the doorbell.
+// except for the doorbell, which peers ring.
 struct ProcessControlBlock {
   // Capacity of the call log: how many calls the leader may be ahead of the slowest
   // process.
@@ -49,7 +50,7 @@ struct ProcessControlBlock {
 
   // The futex on which the thread that runs the calls of this process sleeps.
   Doorbell doorbell;
-  // Generation of the last barrier at which this process has arrived, or 0.
+  // Generation of the last barrier at which this process has arrived. 0: none yet.
   alignas(64) std::atomic<uint64_t> barrier_generation{0};
   // Used in the leader's control block only. The entry of call n is
   // `call_log[n % kCallLogSize]`. It is valid when `num_posted` > n.
@@ -58,7 +59,8 @@ struct ProcessControlBlock {
   alignas(64) SignatureRecord signatures[2];  // [call % 2]
 };
 
-// Doorbell and slot flags of one rank. They precede the rank's two buffers.
+// The doorbell and the slot flags of one rank. In shared memory, they precede the
+// rank's two buffers.
 struct RankHeader {
   static constexpr int kMaxSlots = 4096;
   Doorbell doorbell;

@@ -72,8 +72,8 @@ void PeerStatus::Throw(int lost,
   std::ostringstream text;
   text << "CommunicatorError: jax_ub." << reason.label << ": ";
   if (lost != kNoProcess) {
-    // Reports a process that died rather than one that closed its communicator, which
-    // it may have done because of the death.
+    // Prefers a process that died to one that closed its communicator, which may only
+    // be a consequence of the death.
     std::lock_guard lock(mutex_);
     if (first_lost_ != kNoProcess) lost = first_lost_;
     text << DescribeLoss(lost) << "; " << waiting.who << " waited for " << waiting.what;

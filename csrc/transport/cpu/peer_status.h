@@ -50,9 +50,9 @@ class PeerStatus {
   // error texts of waits.
   std::string DescribeState(int process) const;
 
-  // Waits until `reached()` is true. Throws the poison, if there is one;
-  // CommunicatorError if `lost()` returns a lost process on which this wait depends
-  // (kNoProcess: none); or DeadlineError after the timeout.
+  // Waits until `reached()` is true. Throws the reason passed to Poison, if there is
+  // one; CommunicatorError if `lost()` returns a lost process on which this wait
+  // depends (kNoProcess: none); or DeadlineError after the timeout.
   //
   // Evaluates `reached()` once more before it throws, because a peer may store the
   // awaited value and exit before this thread wakes. Then the wait succeeds.
@@ -85,7 +85,8 @@ class PeerStatus {
   mutable std::mutex mutex_;  // guards the members below
   std::exception_ptr poison_;
   std::vector<std::unique_ptr<const std::string>> loss_reasons_;
-  // The first process that was lost without closing its communicator.
+  // The first process that was lost without closing its communicator, which errors
+  // report as the cause. kNoProcess: none.
   int first_lost_ = kNoProcess;
 };
 

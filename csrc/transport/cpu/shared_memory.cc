@@ -28,7 +28,8 @@ struct SharedMemoryCommunicator::State {
   PeerStatus peer_status;
   GroupControl group_control;
   std::vector<RankMemory> areas;  // indexed by rank
-  // Indexed by rank; null for ranks of other processes.
+  // The transports of this process's ranks. Indexed by rank; null for ranks of other
+  // processes.
   std::vector<std::unique_ptr<SlotTransport>> ends;
 
   // Declared last, so that it is destroyed first: its thread uses the members above.

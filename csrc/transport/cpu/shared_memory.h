@@ -77,9 +77,9 @@ class SharedMemoryCommunicator {
   // Returns a text such as "ranks 2, 3 (process 1, pid 123)".
   std::string DescribeProcess(int process) const;
 
-  // Returns the buffer of a rank in `call`. `rank` may be any rank of the group. The
-  // buffer is page-aligned. It is valid as long as this object, even if the rank's
-  // process has died.
+  // Returns the buffer that a rank uses in `call`, one of its two. `rank` may be any
+  // rank of the group. The buffer is page-aligned. It is valid as long as this object,
+  // even if the rank's process has died.
   std::byte* buffer(int rank, int64_t call) const;
   // Returns the size of one buffer, which is the requested size rounded up to whole
   // pages.
@@ -103,9 +103,9 @@ class SharedMemoryCommunicator {
   CallSignature call_signature(int process, int64_t call) const;
 
   // Waits until all processes have arrived at this barrier. Must be called by one
-  // thread at a time, in ascending order of (call, phase), with 0 <= phase < 16. All
-  // processes may skip a phase. If the communicator has failed, throws without
-  // arriving.
+  // thread at a time, in ascending order of (call, phase), with 0 <= phase < 16. A
+  // phase may be skipped if all processes skip it. If the communicator has failed,
+  // throws without arriving.
   void Barrier(int64_t call, int phase, const WaitReason& reason);
 
   // Returns the transport of a local rank, whose slots are in the buffers of `call`.

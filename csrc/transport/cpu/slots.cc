@@ -31,7 +31,7 @@ SlotTransport::SlotTransport(int rank,
 void SlotTransport::SetLayout(int64_t offset, int num_slots, int64_t slot_bytes) {
   offset_ = offset;
   slot_bytes_ = slot_bytes;
-  // New slots begin with the epoch that their flags have initially on all ranks.
+  // A new slot begins with first_epoch_, the initial value of its flags on all ranks.
   if (static_cast<size_t>(num_slots) > uses_.size()) {
     uses_.resize(num_slots, SlotUse{first_epoch_, false, false});
   }

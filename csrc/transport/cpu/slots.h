@@ -22,7 +22,8 @@ struct alignas(64) SlotFlags {
   std::atomic<uint32_t> released{0};
 };
 
-// Addresses of the memory of one rank, in this process.
+// The memory of one rank, at its addresses in this process: doorbell, slot flags and
+// buffers.
 struct RankMemory {
   Doorbell* doorbell = nullptr;
   SlotFlags* flags = nullptr;  // indexed by slot
@@ -36,7 +37,8 @@ struct RankMemory {
 // slots continue from call to call.
 class SlotTransport : public Transport {
  public:
-  // `areas` is indexed by rank. Both references must outlive the transport.
+  // `areas`, the memory of every rank, is indexed by rank. It and `peer_status` must
+  // outlive the transport.
   SlotTransport(int rank,
                 const std::vector<RankMemory>& areas,
                 const PeerStatus& peer_status,

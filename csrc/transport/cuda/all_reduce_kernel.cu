@@ -38,7 +38,8 @@ __device__ int64_t SizeOfPartial(const AllReduceParams& params) {
   return params.dtype == DType::kF32 ? 4 : 2;
 }
 
-// Returns the address of the partial sums of `rank` in this rank's memory.
+// Returns the address at which this rank reads the partial sums of `rank`: those of a
+// peer are in a slot, where the peer has pushed them.
 __device__ uint64_t PartialOf(const AllReduceParams& params, uint32_t rank) {
   const uint32_t own = params.waiting.rank;
   if (rank == own) return params.partial;
@@ -95,8 +96,8 @@ __device__ void SignalPushed(const AllReduceParams& params, const CallWords& wor
   StoreRelease(FlagOfBlock(params, params.peers[threadIdx.x].signal), words.current);
 }
 
-// Waits until block b of every peer has pushed its partial sums, where b is this block.
-// Uses one thread per peer. Returns false if the rank has failed.
+// Waits until the thread block with the same index of every peer has pushed its partial
+// sums. Uses one thread per peer. Returns false if the rank has failed.
 __device__ bool AwaitPushed(const AllReduceParams& params, const CallWords& words) {
   if (threadIdx.x >= params.num_peers) return true;
   AwaitedFlag arrived = params.peers[threadIdx.x].arrived;
@@ -104,8 +105,8 @@ __device__ bool AwaitPushed(const AllReduceParams& params, const CallWords& word
   return WaitFor(params.waiting, arrived, words.current, words.current);
 }
 
-// Finishes consecutive elements from index `at` on: adds bias and residual to their
-// sums, rounds, and stores them.
+// Adds bias and residual to the sums of consecutive elements, from index `at` on,
+// rounds them to the output dtype and stores them.
 template <int kCount>
 __device__ void FinishElements(const AllReduceParams& params,
                                int64_t at,
@@ -123,8 +124,8 @@ __device__ void FinishElements(const AllReduceParams& params,
   }
 }
 
-// Sums the elements of this block in units of 16 bytes. Returns the index of the first
-// element that does not fill a whole unit.
+// Sums the elements of this block over all ranks, 16 bytes per load. Returns the index
+// of the first element that does not fill a whole unit of 16 bytes.
 template <DType kDType>
 __device__ int64_t SumUnits(const AllReduceParams& params, const Elements& elements) {
   constexpr int kPerUnit = kDType == DType::kF32 ? 4 : 8;

@@ -15,10 +15,12 @@ class AllReduceKernel {
  public:
   explicit AllReduceKernel(const Driver& driver);
 
-  // Returns the number of thread blocks, which depends only on the number of elements.
+  // Returns the number of thread blocks of a launch. It depends only on the number of
+  // elements, so all ranks launch the same number.
   static int NumBlocks(int64_t num_elements);
 
-  // Enqueues the kernel. Sets params.is_aligned itself.
+  // Enqueues the all-reduce on `stream`. Determines params.is_aligned, which the caller
+  // need not set.
   void Run(CUstream stream, AllReduceParams params) const;
 
  private:

@@ -58,8 +58,8 @@ std::string UnreachableReason(const std::vector<int>& processes,
 }
 
 // Returns "" if all processes in `members` support a feature, such as a sharing mode,
-// else the reason of the first one that does not. The Capabilities of a process have
-// the key `can_key` if it supports the feature, else the reason under `cannot_key`.
+// else the reason of the first one that does not. If a process supports it, its
+// Capabilities have the key `can_key`, else the reason under `cannot_key`.
 std::string WhyNot(const std::string& can_key,
                    const std::string& cannot_key,
                    const std::set<int>& members,
@@ -177,9 +177,9 @@ SharingDecision Agree(const std::vector<int>& processes,
   return decision;
 }
 
-// A group that spans hosts cannot use multicast. Its setup needs connections between
-// the processes, so that a failure ends the waits of the others; there are none between
-// hosts.
+// A group that spans hosts cannot use multicast. The setup of multicast blocks, so it
+// needs connections between the processes, through which a failure ends the waits of
+// the others. There are none between hosts.
 std::string WhyNoMulticast(SharingMode mode,
                            const std::vector<int>& processes,
                            const std::map<int, Capabilities>& capabilities_of) {

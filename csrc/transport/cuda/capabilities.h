@@ -27,9 +27,10 @@ struct SharingFallback {
   std::string reason;  // "process 1: cuMemCreate: CUDA_ERROR_NOT_PERMITTED: ..."
   bool operator==(const SharingFallback&) const = default;
 };
-// The keys of Capabilities. A process that supports a sharing mode has the key
-// SharingModeName(mode), with the value "yes" or, for kFabric, the exported handles.
-// Otherwise it has the key CannotKey(mode), with the reason as its value.
+// The keys of Capabilities, which a process sends to its peers before they connect. A
+// process that supports a sharing mode has the key SharingModeName(mode), with the
+// value "yes" or, for kFabric, the exported handles. Otherwise it has the key
+// CannotKey(mode), with the reason as its value.
 inline constexpr char kHostKey[] = "host";
 // The UUIDs of the GPUs of this process's ranks: "uuid,uuid".
 inline constexpr char kGpusKey[] = "gpus";
@@ -44,12 +45,13 @@ std::string CannotKey(SharingMode mode);
 inline constexpr char kNvls[] = "nvls";
 inline constexpr char kCannotNvlsKey[] = "no nvls";
 
-// Appends `part` to a comma-separated list of texts.
+// Appends `part` to a comma-separated list, such as the value of kGpusKey.
 void AppendPart(std::string& list, const std::string& part);
 
 // Returns the bytes as hexadecimal digits.
 std::string HexOf(const void* bytes, size_t size);
-// Decodes hexadecimal digits. Returns false unless they encode `size` bytes.
+// Decodes hexadecimal digits into `bytes`. Returns false unless they encode exactly
+// `size` bytes.
 bool ReadHex(const std::string& hex, void* bytes, size_t size);
 
 struct SharingDecision {

@@ -68,8 +68,9 @@ struct CudaCommunicator::State {
   const double timeout_s;
   GroupHeaps heaps;
   const int64_t size_bytes;
-  // Indexed by process index. The constructor moves the sockets of the peers to
-  // `failure`, which watches them.
+  // What the handshake found out about each process, such as its process id. Indexed by
+  // process index. The constructor moves the sockets of the peers to `failure`, which
+  // watches them.
   std::vector<ConnectedPeer> connected_peers;
   std::atomic<bool> rejects_calls{false};
   std::atomic<bool> is_closed{false};
@@ -131,8 +132,8 @@ std::string CudaCommunicator::State::NameAndStateOf(int rank) const {
          DescribeIfStopped(connected_peers[group.process_index_of_rank(rank)].seen_pid);
 }
 
-// Returns the failure that a local device has recorded, or nullptr. Prefers a record of
-// the cause to a record that only says that a peer failed.
+// Returns the failure that a local device has recorded, or nullptr. If several have,
+// prefers the record of a cause to a record that only says that a peer failed.
 std::exception_ptr CudaCommunicator::State::FaultOfDevices() {
   const ErrorRecord* found = nullptr;
   for (int n = 0; n < num_own(); ++n) {
@@ -200,7 +201,8 @@ void CudaCommunicator::State::Add(const GpuCallSignature& signature) {
     other = decision.Add(signature);
   }
   if (!other) return;
-  // Sorts the two signatures by rank, so that all processes report the same error.
+  // Sorts the two contradicting signatures by rank, so that all processes report the
+  // same error.
   const auto& [first, second] = std::minmax(
       signature, *other, [](const auto& a, const auto& b) { return a.rank < b.rank; });
   std::string text = group.ErrorPrefix();

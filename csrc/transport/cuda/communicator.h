@@ -72,7 +72,8 @@ class CudaCommunicator {
   // Returns a text such as "rank 2 (process 1, pid 123)".
   std::string DescribeRank(int rank) const;
 
-  // Returns how the heaps are shared: "in_process", "vmm", "fabric" or "ipc".
+  // Returns how the ranks access each other's heaps: "in_process", "vmm" (file
+  // descriptors), "fabric" (fabric handles) or "ipc" (CUDA IPC).
   std::string how() const;
   // Returns what this group does not use, with the reasons: sharing modes that are
   // preferred over how(), and multicast if it was requested.
@@ -80,24 +81,26 @@ class CudaCommunicator {
   // Returns whether the slots have a multicast address. All ranks get the same answer.
   bool has_multicast() const;
 
-  // Returns how many bytes each rank has for the slots of a call.
+  // Returns the size of the memory that each rank has for the slots (receive buffers)
+  // of a call, in bytes.
   int64_t slots_bytes() const;
-  // Returns how much device memory this process has allocated, in bytes.
+  // Returns how much device memory this process has allocated for the heaps of its
+  // ranks, in bytes.
   int64_t size_bytes() const;
 
   // Returns the addresses of all ranks' heaps, valid on the device of `local_rank`
   // until Close. Indexed by rank.
   std::span<const RankSlotAddress> addresses(int local_rank) const;
-  // Returns the device address of the ErrorRecord of a local rank. Constant until
-  // Close.
+  // Returns the device address of a local rank's ErrorRecord, in which its kernels
+  // record a failure. Constant until Close.
   CUdeviceptr error(int local_rank) const;
 
-  // Returns the addresses of the slots of a call. Throws UnsupportedError if they do
-  // not fit, with advice.
+  // Returns the addresses of the slots of a call. Throws UnsupportedError, which says
+  // what to change, if they do not fit into slots_bytes().
   SlotAddresses AddressSlots(int num_slots, int64_t slot_bytes) const;
 
-  // Returns the number that identifies a call site in error records. Equal call sites
-  // have equal numbers.
+  // Returns the number that identifies a call site in this process's error records.
+  // Equal call sites have equal numbers.
   uint32_t NumberOf(const CallSiteName& site);
 
   // Sends a local rank's signature of a call to all connected processes. If it

@@ -19,7 +19,8 @@ CUdeviceptr AddressOf(const std::byte* data) {
   return reinterpret_cast<CUdeviceptr>(data);
 }
 
-// Copies the first `results` to `nan_fill`, as many as fit. Returns how many.
+// Copies as many `results` as fit to `nan_fill`, the buffers that a failed rank fills
+// with NaN. Returns how many.
 size_t Fill(NanFill& nan_fill, std::span<const NanFill::Result> results) {
   const size_t count = std::min<size_t>(results.size(), kMaxResults);
   nan_fill.num_results = static_cast<uint32_t>(count);
@@ -27,7 +28,7 @@ size_t Fill(NanFill& nan_fill, std::span<const NanFill::Result> results) {
   return count;
 }
 
-// Moves the first `signals` to `targets`, as many as fit.
+// Moves the first `signals` to `targets`, the parameters of one kernel, as many as fit.
 void Take(std::vector<FlagTarget>& signals, FlagTargets& targets) {
   const size_t count = std::min<size_t>(signals.size(), kMaxRanks);
   targets.num_targets = static_cast<uint32_t>(count);
@@ -241,8 +242,9 @@ void CudaSlots::AllReduce(const AllReduceSum& sum, const WaitReason& reason) {
   std::copy(sum.addends.begin(), sum.addends.end(), params.addends);
   for (int peer = 0; peer < num_ranks(); ++peer) {
     if (peer == rank_) continue;
-    // The slot of this rank that the peer fills, and the slot of the peer that this
-    // rank fills. Block b uses the flags of index b * (num_ranks() - 1) and following.
+    // `from` is the slot of this rank that the peer fills, `to` the slot of the peer
+    // that this rank fills. Thread block b uses the flags from index
+    // b * (num_ranks() - 1) on.
     const int from = (rank_ - peer + num_ranks()) % num_ranks() - 1;
     const int to = (peer - rank_ + num_ranks()) % num_ranks() - 1;
     const PeerSlot slot = {peer, from, reason.chunk};

@@ -69,11 +69,12 @@ struct SlotStream {
   CUstream stream = nullptr;
   CopyMethod copies;
   const AllReduceKernel* all_reduce = nullptr;  // only for AllReduce
-  // Null if the slots have no multicast address.
+  // The kernels of SumByMulticast; null if the slots have no multicast address.
   const MulticastKernels* multicast = nullptr;
 };
 
-// Contiguous elements that have the same offset in the slots of every rank.
+// The elements that SumByMulticast sums. They are contiguous and have the same offset
+// in the slots of every rank.
 struct MulticastRange {
   int64_t offset = 0;  // from the first slot, in bytes; a multiple of kMulticastBytes
   int64_t num_elements = 0;
@@ -81,7 +82,7 @@ struct MulticastRange {
   std::vector<SumAddend> addends;  // at most kMaxSumAddends
 };
 
-// The contiguous elements of a one-kernel all-reduce: this rank's partial sums, and the
+// The operands of a one-kernel all-reduce: this rank's contiguous partial sums, and the
 // result.
 struct AllReduceSum {
   const std::byte* partial = nullptr;
@@ -92,19 +93,19 @@ struct AllReduceSum {
   DType out_dtype = DType::kF32;
 };
 
-// Implements the protocol above. In every call, each rank needs data of all other
-// ranks, and writes into a peer's slots for the next call only after the peer has ended
-// this call. Therefore a flag is never ahead of the value that a wait expects,
-// consecutive calls may use the same slots, and Release does nothing. A wait fails if
-// the peer has announced a different call with the same epoch.
+// Implements Transport with slots and flags in device memory. In every call, each rank
+// needs data of all other ranks, and writes into a peer's slots for the next call only
+// after the peer has ended this call. Therefore a flag is never ahead of the value that
+// a wait expects, consecutive calls may use the same slots, and Release does nothing. A
+// wait fails if the peer has announced a different call with the same epoch.
 // tests/csrc/cuda/protocol_test.cc proves these properties.
 //
 // To save launches, the kernel of the next wait also sends signals, and Finish or the
 // first wait of the next call also enqueues the end of a call.
 class CudaSlots : public Transport {
  public:
-  // `addresses` is indexed by rank and must outlive the object. `error` is the device
-  // address of the rank's ErrorRecord.
+  // `addresses`, the heap of each rank, is indexed by rank and must outlive the object.
+  // `error` is the device address of the rank's ErrorRecord.
   CudaSlots(int rank,
             std::span<const RankSlotAddress> addresses,
             CUdeviceptr error,
@@ -135,10 +136,12 @@ class CudaSlots : public Transport {
   // In each call, waits only for one slot of each peer, because a peer frees all its
   // slots at once.
   void WaitAllFree(std::span<const PeerSlot> slots, const WaitReason& reason) override;
-  // Before this, the caller must make the stream wait for all work that reads a slot.
+  // Before this, the caller must make the stream wait for all work that reads a slot,
+  // because the peers may then overwrite it.
   void EndCall() override;
-  // Enqueues the end of the call. If the rank has failed, this fills `results` with
-  // NaN. Must be called after all work that writes the results was enqueued.
+  // Enqueues the end of the call, which frees this rank's slots for its peers. If the
+  // rank has failed, this fills `results` with NaN. Must be called after all work that
+  // writes the results was enqueued.
   void Finish(std::span<const NanFill::Result> results);
 
   // Enqueues one kernel that all-reduces `sum` (all_reduce_params.h). It must be the
@@ -146,9 +149,9 @@ class CudaSlots : public Transport {
   // rank r - d modulo P, the number of ranks.
   void AllReduce(const AllReduceSum& sum, const WaitReason& reason);
 
-  // Sums this rank's part of the elements over all ranks, adds the addends, and stores
-  // the sums on every rank. Processes whole vectors of kMulticastBytes, so bytes after
-  // the last element may change, too.
+  // Sums this rank's part of `range`, 1 / num_ranks() of it, over all ranks, adds the
+  // addends, and stores the sums on every rank. Processes whole vectors of
+  // kMulticastBytes, so bytes after the last element may change, too.
   void SumByMulticast(const MulticastRange& range);
 
  private:
@@ -159,8 +162,8 @@ class CudaSlots : public Transport {
   // rank's memory. If `ahead` is true, it waits until the peers have filled slots in
   // this call, otherwise until they have ended their previous call.
   void WaitFor(std::span<const AwaitedFlag> flags, bool ahead, double timeout_s);
-  // Enqueues kernels that send pending signals until `num_left` remain, which the
-  // kernel of the next wait sends.
+  // Enqueues kernels that send pending signals until `num_left` or fewer remain, which
+  // the kernel of the next wait sends.
   void SendSignals(size_t num_left);
   AwaitedFlag FlagOf(CUdeviceptr flag, const PeerSlot& slot, uint32_t slot_index) const;
 

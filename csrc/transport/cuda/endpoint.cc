@@ -75,9 +75,9 @@ void CudaEndpoint::OfferDevices(const std::string& host) {
   }
 }
 
-// Allocates the heaps such that they can be shared as file descriptors and fabric
-// handles, if the devices support both. If this fails, tries again without fabric
-// handles, which need an IMEX channel.
+// Allocates the heaps such that they can be shared both as file descriptors and as
+// fabric handles, if the devices support both. If this fails, tries again without
+// fabric handles, which need an IMEX channel.
 void CudaEndpoint::TryVirtual() {
   const std::string no_vmm =
       WhyLacks(*devices_, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
@@ -122,8 +122,8 @@ void CudaEndpoint::TryVirtual() {
   }
 }
 
-// Tests CUDA IPC with a small allocation, if the heaps can be shared in a better mode.
-// Otherwise allocates the heaps for CUDA IPC and tests it with them.
+// Tests CUDA IPC. If the heaps exist and can be shared in a better mode, exports a
+// small allocation; otherwise allocates the heaps for CUDA IPC and exports them.
 void CudaEndpoint::TryIpc() {
   try {
     if (heaps_) {

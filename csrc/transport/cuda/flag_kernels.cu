@@ -30,17 +30,17 @@ __device__ void SignalAndAnnounce(const WaitParams& params, const CallWords& wor
   }
 }
 
-// Waits until the peers have set the flags of this call, one per thread. This is the
-// second half of jax_ub_wait.
+// Waits until the peers have set the awaited flags, one per thread. This is the second
+// half of jax_ub_wait.
 __device__ void WaitForFlags(const WaitParams& params, const CallWords& words) {
   if (threadIdx.x >= params.num_flags || words.failed != 0) return;
   WaitFor(params.waiting, params.flags[threadIdx.x],
           params.ahead != 0 ? words.current : words.epoch, words.current);
 }
 
-// Ends a call in jax_ub_end: advances the epoch and lets the peers write this rank's
-// slots again, or reports the rank's failure. Returns true in thread 0 if the rank has
-// failed.
+// Ends a call in jax_ub_end. If the rank has not failed, advances the epoch and lets
+// the peers write its slots again; otherwise reports the failure to them. Returns true
+// in thread 0 if the rank has failed.
 __device__ bool EndCall(const EndParams& params) {
   // Each thread signals one peer. If `poison` is written after some threads have loaded
   // it, their peers learn of the failure only from a later kernel of this rank.
@@ -69,8 +69,8 @@ __device__ bool EndCall(const EndParams& params) {
   return true;
 }
 
-// Fills the results of a failed call with NaN. All bits are set, which is a NaN in
-// every dtype.
+// Fills the results of a failed call with NaN. Sets all bits, which is a NaN in every
+// dtype.
 __device__ void FillNan(const NanFill& nan_fill) {
   for (uint32_t i = 0; i < nan_fill.num_results; ++i) {
     const NanFill::Result& result = nan_fill.results[i];

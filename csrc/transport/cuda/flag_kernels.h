@@ -13,9 +13,9 @@ namespace jax_ub {
 
 // The flag kernels, loaded in the CUDA context that is current at construction.
 //
-// The constructor loads all of them, because loading one later would synchronize with a
-// wait kernel that is running. Thread-safe. The calling thread must have the same
-// context current.
+// The constructor loads all kernels at once, because loading one later would
+// synchronize with a wait kernel that is running. Thread-safe. The calling thread must
+// have the same context current.
 class FlagKernels {
  public:
   explicit FlagKernels(const Driver& driver);

@@ -83,8 +83,8 @@ struct PeerWords {
   uint64_t words[kMaxRanks];  // the first num_peers are used
 };
 
-// The flags that a kernel sets, to the flag value of this call: the tag of the call
-// site, and an epoch that is one greater than that in *epoch.
+// The flags in peers' memory that a kernel sets. Their new value identifies this call:
+// the tag of the call site, and an epoch that is one greater than that in *epoch.
 //
 // A rank that has failed writes its word `failed` to `poison` instead, so that no peer
 // uses data that has not arrived.
@@ -133,7 +133,7 @@ struct NanFillParams {
   NanFill nan_fill;
 };
 
-// A flag for which a rank waits, and what to record if the wait fails.
+// A flag for which a rank waits, and what its ErrorRecord says if the wait fails.
 struct AwaitedFlag {
   uint64_t flag;       // address
   uint64_t announced;  // address: the word in which the peer announces its calls

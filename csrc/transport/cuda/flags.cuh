@@ -27,14 +27,16 @@ struct CallWords {
   uint64_t failed;
 };
 
-// Needs no acquire, because earlier kernels of the same stream wrote these words.
+// Loads the state of the rank for a call with this tag. Needs no acquire, because
+// earlier kernels of the same stream wrote these words.
 __device__ CallWords LoadCall(const RankWords& own, uint32_t tag) {
   const uint64_t epoch = LoadRelaxed(own.epoch);
   const uint64_t failed = LoadRelaxed(own.failed);
   return {epoch, (epoch | kTagMask) + 1 + tag, failed};
 }
 
-// Returns whether a word has the expected epoch, but the tag of another call.
+// Returns whether a flag has the expected epoch (call number), but the tag of another
+// call: the ranks make different calls.
 __device__ bool IsOtherCall(uint64_t word, uint64_t expected) {
   return word != expected && (word ^ expected) <= kTagMask;
 }
@@ -51,7 +53,8 @@ __device__ void ReadPoison(uint64_t poison, ErrorRecord& what) {
   what.other_tag = static_cast<uint32_t>(poison >> (kFailedRankBits + kTagBits));
 }
 
-// Fills the error record. Stores `code` last, because readers check it first.
+// Fills the rank's error record in host memory. Stores `code` last, because readers
+// check it first.
 __device__ void Record(const RankWords& own, const ErrorRecord& what, uint32_t code) {
   auto* record = reinterpret_cast<ErrorRecord*>(own.error);
   record->rank = what.rank;

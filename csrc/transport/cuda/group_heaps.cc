@@ -23,7 +23,8 @@ SetupMessage Attempt(const Function& function) {
   }
 }
 
-// Returns the first failure in the messages, or "". They are indexed by process index.
+// Returns the first failure that the processes' messages report, or "". `messages` is
+// indexed by process index.
 std::string RejectionIn(const ProcessGroup& group,
                         const std::vector<SetupMessage>& messages) {
   for (size_t process_index = 0; process_index < messages.size(); ++process_index) {
@@ -198,10 +199,10 @@ std::string GroupHeaps::BindHere(const HeapLayout& layout, const ProcessGroup& g
   return "";
 }
 
-// Binds the heaps of all processes, in several steps. After each step, the processes
-// exchange its outcome. The exchange is also a barrier, which the driver requires:
-// binding blocks until all devices were added, and no device may use the object before
-// all heaps are bound.
+// Binds the heaps of all processes to one multicast object, in several steps. After
+// each step, the processes exchange its outcome. The exchange is also a barrier, which
+// the driver requires: binding blocks until all devices were added, and no device may
+// use the object before all heaps are bound.
 std::string GroupHeaps::BindWithAll(SharingMode mode,
                                     const ProcessGroup& group,
                                     const HeapLayout& layout,

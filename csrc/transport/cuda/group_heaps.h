@@ -24,8 +24,8 @@ namespace jax_ub {
 // rank uses multicast, and fallbacks() has the reason.
 class GroupHeaps {
  public:
-  // Makes the heaps of a group within this process. Rank r uses the device with ordinal
-  // `ordinals[r]`. Throws UnsupportedError if devices cannot access each other.
+  // Makes a group whose ranks are all in this process. Rank r uses the device with
+  // ordinal `ordinals[r]`. Throws UnsupportedError if devices cannot access each other.
   static GroupHeaps InProcess(const Driver& driver,
                               const std::vector<int>& ordinals,
                               const HeapLayout& layout,
@@ -83,8 +83,9 @@ class GroupHeaps {
               std::vector<SetupMessage>& exported);
   void FindAddresses(const ProcessGroup& group);
 
-  // Bind all heaps to a multicast object, for a group in one process and in several.
-  // Return "", or the reason why there is no multicast.
+  // BindHere binds all heaps of a group in one process to a multicast object,
+  // BindWithAll those of a group of several processes. They return "", or the reason
+  // why there is no multicast.
   std::string BindHere(const HeapLayout& layout, const ProcessGroup& group);
   std::string BindWithAll(SharingMode mode,
                           const ProcessGroup& group,

@@ -17,19 +17,21 @@ namespace jax_ub {
 
 class HeapLayout {
  public:
-  // Maximum number of slots in one call.
+  // Maximum number of slots (receive buffers) of one rank in one call.
   static constexpr int kMaxSlots = 4096;
 
   explicit HeapLayout(int64_t slots_bytes) : slots_bytes_(Align(slots_bytes)) {}
 
-  // Returns the size of the memory for slots: the requested size, rounded up to pages.
+  // Returns the size of the memory for slots: the requested size, rounded up to pages
+  // of 4096 bytes.
   int64_t slots_bytes() const { return slots_bytes_; }
   int64_t size_bytes() const { return flags_bytes() + slots_bytes_; }
   static constexpr int64_t flags_bytes() {
     return Align((kMaxSlots + 2 * kMaxRanks + 3) * kFlagLineBytes);
   }
 
-  // Returns the addresses of the parts of a heap that is mapped at `base`.
+  // Returns the addresses of the slots, flags and words of a heap that is mapped at
+  // `base`.
   static RankSlotAddress AddressAt(CUdeviceptr base) {
     const auto line = [base](int64_t n) { return base + n * kFlagLineBytes; };
     constexpr int64_t kWords = kMaxSlots + 2 * kMaxRanks;

@@ -24,7 +24,8 @@
 
 namespace jax_ub {
 
-// Memory of one device that is bound to a multicast object.
+// The heap of one device that is bound to a multicast object; closing the handle
+// unbinds it.
 struct BoundMemory {
   CUmemGenericAllocationHandle object = 0;
   CUdevice device = 0;
@@ -40,7 +41,8 @@ struct BoundMemoryTraits {
 // if they can.
 std::string WhyNoMulticast(const LocalDevices& devices);
 
-// The size of a multicast object. It must be equal in all processes.
+// The arguments with which a multicast object is created. They must be equal in all
+// processes.
 struct MulticastShape {
   int num_devices = 0;
   size_t heap_bytes = 0;
@@ -64,7 +66,8 @@ class Multicast {
   void Bind(const LocalDevices& devices, const LocalHeaps& heaps);
   void Map(const LocalDevices& devices);
 
-  // Keeps the object until the process exits, for peers whose devices may still use it.
+  // Keeps the object until the process exits, because devices of peers may still use
+  // it.
   void FreeAtExit();
 
  private:

@@ -13,10 +13,10 @@
 namespace jax_ub::gpu {
 namespace {
 
-// How many loads a thread issues at a time. They hide the latency of the NVLink switch,
-// about a microsecond.
+// Number of independent loads that a thread issues before it uses their results, to
+// hide the latency of the NVLink switch, about a microsecond.
 constexpr int kInFlight = 4;
-// A vector has four 32-bit words: f32 elements, or pairs of 16-bit elements.
+// A 16-byte vector has four 32-bit words: f32 elements, or pairs of 16-bit elements.
 constexpr int kPairs = 4;
 
 template <DType kDType>
@@ -34,7 +34,8 @@ __device__ float Load(const SumAddend& addend, int64_t element) {
   return addend.dtype == DType::kBF16 ? WidenBF16(bits).x : WidenF16(bits).x;
 }
 
-// Returns the sum of one element with its addends, added in order.
+// Returns `sum` plus the addends (such as a bias) at the index `element`, added in
+// order. Elements from num_elements on have none.
 __device__ float Added(const MulticastSumParams& params, int64_t element, float sum) {
   if (element >= params.num_elements) return sum;
   for (uint32_t i = 0; i < params.num_addends; ++i) {

@@ -16,8 +16,8 @@ class MulticastKernels {
  public:
   explicit MulticastKernels(const Driver& driver);
 
-  // Enqueues a sum over all ranks' memory. Uses at most `num_blocks` thread blocks (0:
-  // the default, 32).
+  // Enqueues a sum over all ranks' memory on `stream`. Uses at most `num_blocks` thread
+  // blocks (0: the default, 32).
   void Sum(CUstream stream, const MulticastSumParams& params, int num_blocks) const;
 
  private:

@@ -18,13 +18,14 @@
 
 namespace jax_ub {
 
-// Exports memory to other processes. Returns its handle as text. In mode kVmm, appends
-// a file descriptor to `passed` and returns "". Throws SystemError.
+// Exports memory to other processes. Returns its handle, in hexadecimal digits. In mode
+// kVmm, appends a file descriptor to `passed` instead, and returns "". Throws
+// SystemError.
 std::string ExportHandle(SharingMode mode,
                          const PhysicalMemory& memory,
                          std::vector<FileDescriptor>& passed);
-// Imports memory that `peer` has exported: `handle` and `passed` are the results of its
-// ExportHandle. Throws SystemError.
+// Imports memory that a peer has exported: `handle` and `passed` are the results of its
+// ExportHandle. `peer` is its name in error messages. Throws SystemError.
 PhysicalMemory ImportHandle(const Driver& driver,
                             SharingMode mode,
                             const std::string& handle,
@@ -35,7 +36,7 @@ PhysicalMemory ImportHandle(const Driver& driver,
 // device. The parameter `n` counts the ranks of this process.
 class LocalDevices {
  public:
-  // `ordinals` has the device ordinals of this process's ranks.
+  // `ordinals` has the device ordinals of this process's ranks, ascending by rank.
   LocalDevices(const Driver& driver, std::vector<int> ordinals);
 
   const Driver& driver() const { return driver_; }
@@ -46,14 +47,14 @@ class LocalDevices {
   const std::vector<Context>& contexts() const { return contexts_; }
   const std::vector<CUdevice>& devices() const { return devices_; }
 
-  // Returns why a device cannot access another one, such as "GPU 0 cannot access GPU 1
-  // ...", or "" if all can.
+  // Returns why a device cannot access the memory of another one, such as "GPU 0 cannot
+  // access GPU 1 ...", or "" if all can.
   std::string UnreachableReason() const;
   // Enables access from each device to memory of the other devices.
   void EnablePeerAccess() const;
 
-  // Allocates the error records. Must be called once, before record() and
-  // record_address().
+  // Allocates the error record of each rank, in host memory. Must be called once,
+  // before record() and record_address().
   void MakeRecords();
   ErrorRecord& record(int n) const {
     return *static_cast<ErrorRecord*>(records_[n].get());
@@ -69,7 +70,7 @@ class LocalDevices {
   std::vector<HostMemory> records_;  // indexed by own rank
 };
 
-// The heaps of this process's ranks. Their flags are zero.
+// The heaps of this process's ranks, with all flags zero.
 class LocalHeaps {
  public:
   LocalHeaps() = default;
@@ -89,8 +90,8 @@ class LocalHeaps {
   CUdeviceptr base(int n) const { return bases_[n]; }
   int64_t size_bytes() const { return size_bytes_; }  // the sum over all own ranks
 
-  // Returns the message from which another process can import the heaps. Throws
-  // SystemError.
+  // Returns the sizes and handles of the heaps, from which another process can import
+  // them. Throws SystemError.
   SetupMessage Export(SharingMode mode) const;
 
   // Keeps memory to which a peer may still write until the process exits. Virtual
@@ -152,8 +153,8 @@ class PeerHeaps {
   std::vector<Exported> exported_;
   std::vector<VirtualMemory> virtual_;
   std::vector<DriverHandle<OpenedIpcHandleTraits>> opened_;
-  // bases_[own device][rank of the other process]. Has one row if all devices have the
-  // same addresses.
+  // Addresses of the heaps: bases_[own device][rank of the other process]. Has one row
+  // if all devices have the same addresses.
   std::vector<std::vector<CUdeviceptr>> bases_;
 };
 

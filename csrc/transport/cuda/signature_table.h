@@ -30,9 +30,9 @@ struct GpuCallSignature {
   // detect it.
   uint32_t tag() const;
 
-  // Encodes the signature as the text of a message.
+  // Encodes the signature as the text of a message to other processes.
   std::string Pack() const;
-  // Decodes a signature. Returns nullopt if `packed` is not valid.
+  // Decodes the text that Pack returned. Returns nullopt if it is not valid.
   static std::optional<GpuCallSignature> Unpack(std::string_view packed);
 };
 

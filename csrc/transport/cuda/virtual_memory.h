@@ -74,7 +74,8 @@ class Mapping {
   DriverHandle<MappedRangeTraits> mapped_;
 };
 
-// Returns the error for a heap that exceeds a device's free memory, with advice.
+// Returns the error for a heap that exceeds a device's free memory, with advice on what
+// to change. `text` is the error of the driver.
 CommunicatorError NoRoom(int64_t size_bytes, const std::string& text);
 
 // Physical memory and the addresses at which this process has mapped it.
@@ -82,7 +83,8 @@ class VirtualMemory {
  public:
   VirtualMemory() = default;
 
-  // Allocates uninitialized memory on a device, for export by `handle_types`, a mask of
+  // Allocates uninitialized memory on a device and maps it for the devices
+  // `accessed_by`. Other processes can import it by `handle_types`, a mask of
   // CUmemAllocationHandleType. Throws CommunicatorError if the device is out of memory,
   // and SystemError for other errors of the driver.
   static VirtualMemory Create(const Driver& driver,
@@ -91,7 +93,8 @@ class VirtualMemory {
                               unsigned handle_types,
                               std::span<const CUdevice> accessed_by);
 
-  // Maps `size_bytes` of memory that another process has exported. Throws SystemError.
+  // Maps `size_bytes` of imported memory for the devices `accessed_by`. Throws
+  // SystemError.
   VirtualMemory(PhysicalMemory memory,
                 size_t size_bytes,
                 std::span<const CUdevice> accessed_by);

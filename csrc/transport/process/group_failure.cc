@@ -86,7 +86,8 @@ void GroupFailure::Poison(const std::exception_ptr& reason) {
 }
 
 void GroupFailure::SetLost(int process, const std::string& how) {
-  // The death notice of a peer may be outdated or invalid.
+  // The index comes from a peer's death notice, so it may be invalid, or name a process
+  // that is lost already.
   if (process < 0 || process >= group_.num_processes() || is_lost_[process]) return;
   is_lost_[process] = true;
   if (how.empty()) return hooks_.set_lost(process, how);

@@ -60,12 +60,13 @@ class GroupFailure {
   // non-null; or calls it at once if it already is.
   void OnReason(std::function<void(const std::exception_ptr&)> callback);
 
-  // Sends a message to all peers.
+  // Sends a message to all peers. Never blocks: a message is queued while a socket
+  // buffer is full.
   void Broadcast(MessageKind kind, std::string_view body) {
     peers_->Broadcast(kind, body);
   }
-  // Tells all peers that this process closes the communicator. Only the first call has
-  // an effect.
+  // Tells all peers that this process closes the communicator, so that they do not take
+  // its exit for a death. Only the first call has an effect.
   void SendClose();
   // Calls SendClose, fails the remaining waits of this process, and stops receiving
   // messages. Idempotent.
@@ -89,7 +90,8 @@ class GroupFailure {
   const Hooks hooks_;
   const pid_t owner_;               // the process that created this object
   std::vector<std::string> names_;  // indexed by process
-  // Indexed by process. After Watch, only the thread of peers_ accesses it.
+  // Whether each process is lost or has no connection. Indexed by process. After Watch,
+  // only the thread of peers_ accesses it.
   std::vector<bool> is_lost_;
   std::atomic<bool> has_sent_close_{false};
   std::atomic<bool> is_closed_{false};

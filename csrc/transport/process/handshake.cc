@@ -73,7 +73,7 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
       polled.push_back({unidentified.get(), POLLIN, 0});
     }
     for (const ConnectedPeer& peer : connected_peers_) {
-      // poll() ignores negative descriptors.
+      // poll() ignores negative descriptors, such as those of peers that have closed.
       const int descriptor = peer.has_closed ? -1 : peer.connection.get();
       polled.push_back({descriptor, POLLIN, 0});
     }
@@ -132,7 +132,8 @@ void Handshake::DialOne(int process_index) {
     stages_[process_index] = Stage::kLivenessSocket;
     return;
   }
-  // Ignores an error. If the peer has just died, the next read returns Arrival::kEnd.
+  // Ignores an error. If the peer has just died, the next read reports it, with
+  // Arrival::kEnd.
   SendHello(peer.connection, HelloTo(process_index), memory_);
   stages_[process_index] = Stage::kHelloSent;
 }
@@ -147,8 +148,8 @@ void Handshake::AcceptAll() {
   }
 }
 
-// Handles the first message on an accepted connection. Rejects a connection whose
-// message lacks the token of this process.
+// Handles the first message on an accepted connection, which identifies the sender.
+// Rejects a connection whose message lacks the token of this process.
 void Handshake::HandleUnidentified(size_t index) {
   Message message = ReceiveMessage(unidentified_[index]);
   if (message.arrival == Arrival::kNothing) return;

@@ -50,8 +50,9 @@ class Handshake {
       int process_index, const ConnectedPeer&, FileDescriptor memory)>;
 
   // `peers` is keyed by process number; processes without an entry are not connected.
-  // `setup` must be equal in all processes. `memory` may be empty. All arguments that
-  // are references must outlive the object.
+  // `setup` describes the group and the memory layout, and must be equal in all
+  // processes. `memory` may be empty. All arguments that are references must outlive
+  // the object.
   Handshake(const Endpoint& endpoint,
             const ProcessGroup& group,
             const std::map<int, PeerAddress>& peers,
@@ -103,7 +104,8 @@ class Handshake {
   const Take take_;
   std::vector<Stage> stages_;                   // indexed by process index
   std::vector<ConnectedPeer> connected_peers_;  // indexed by process index
-  // Accepted connections on which no message has arrived.
+  // Accepted connections on which no message has arrived, so the sender is not known
+  // yet.
   std::vector<FileDescriptor> unidentified_;
   std::string loss_;      // describes the first process that was lost; or ""
   int num_rejected_ = 0;  // connections from unknown processes that were closed

@@ -57,15 +57,15 @@ struct PoisonMessage {
 };
 PoisonMessage PoisonMessageOf(const std::exception_ptr& reason);
 
-// Sends a message and, if `passed` is not null, a descriptor. Never blocks. Truncates
-// `body` to 8 KiB.
+// Sends a message and, if `passed` is not null, a file descriptor. Never blocks.
+// Truncates `body` to 8 KiB.
 Sent SendMessage(const FileDescriptor& connection,
                  MessageKind kind,
                  std::string_view body,
                  const FileDescriptor* passed = nullptr);
 Message ReceiveMessage(const FileDescriptor& connection);
 
-// Sends a Hello with the descriptor of this process's memory, which may be empty.
+// Sends a Hello with the file descriptor of this process's memory, which may be empty.
 void SendHello(const FileDescriptor& connection,
                const Hello& hello,
                const FileDescriptor& memory);

@@ -53,7 +53,8 @@ class ProcessGroup {
   std::string RanksText() const;
   // Throws CommunicatorError unless `peers` has the addresses of all other processes.
   void CheckAddresses(const std::map<int, PeerAddress>& peers) const;
-  // Returns the beginning of all error messages: "CommunicatorError: jax_ub.<name>: ".
+  // Returns the beginning of all error messages of the group, "CommunicatorError:
+  // jax_ub.<name>: ".
   std::string ErrorPrefix() const;
 
  private:

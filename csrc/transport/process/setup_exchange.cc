@@ -19,12 +19,14 @@ bool SetupExchange::IsReached(int process_index) const {
   return static_cast<bool>(connected_peers_[process_index].connection);
 }
 
-// The first byte of the message is the number of kSetupDescriptor messages that follow.
+// Sends one setup message to a peer. Its first byte is the number of kSetupDescriptor
+// messages that follow, one for each file descriptor.
 void SetupExchange::Send(int process_index, const SetupMessage& setup) const {
   const FileDescriptor& connection = connected_peers_[process_index].connection;
   std::string body(1, static_cast<char>(setup.passed.size()));
   body += setup.text;
-  // Ignores an error. If the peer has just died, the next read returns Arrival::kEnd.
+  // Ignores an error. If the peer has just died, the next read reports it, with
+  // Arrival::kEnd.
   SendMessage(connection, MessageKind::kSetupMessage, body);
   for (const FileDescriptor& passed : setup.passed) {
     SendMessage(connection, MessageKind::kSetupDescriptor, "", &passed);

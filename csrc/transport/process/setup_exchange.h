@@ -40,7 +40,7 @@ class SetupExchange {
 
   void Send(int process_index, const SetupMessage& setup) const;
   bool IsReached(int process_index) const;
-  // Reads what a peer has sent, up to the end of one setup message.
+  // Reads what a peer has sent so far, at most up to the end of one setup message.
   void Receive(int process_index, SetupMessage& setup, int& num_missing);
   void Take(int process_index,
             Message message,

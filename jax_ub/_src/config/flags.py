@@ -56,7 +56,7 @@ class OverlapFlags:
 
     @property
     def is_bulk(self) -> bool | None:
-        """Returns the value of the `ub_bulk_*` flags; None if neither is set."""
+        """Returns the value of both `ub_bulk_*` flags; None if neither is set."""
         return self.ub_bulk_dgrad if self.ub_bulk_wgrad is None else self.ub_bulk_wgrad
 
     @property
@@ -147,7 +147,7 @@ NAMES = tuple(field.name for field in dataclasses.fields(OverlapFlags))
 
 
 def flags_of(mode: ParallelMode, passes: Sequence[str] = PASSES) -> tuple[str, ...]:
-    """Returns the names of the `ub_*` flags that affect these passes of a mode.
+    """Returns the names of the `ub_*` flags that affect `passes` of a parallel mode.
 
     For example, "ub_overlap_ag" affects the forward pass of a column-parallel layer.
     """

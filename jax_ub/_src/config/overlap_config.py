@@ -17,16 +17,16 @@ from jax_ub._src.errors import (
 from jax_ub._src.methods import KernelOptions, Method, Variant
 from jax_ub._src.parallel import DGRAD, FPROP, PASSES, CommOverlapType
 
-# Largest `num_sm`. Transformer Engine has the same limit, because its collectives have
-# flags for 32 thread blocks.
+# Largest `num_sm`, the number of thread blocks that send. Transformer Engine has the
+# same limit, because its collectives have flags for 32 thread blocks.
 _MOST_SM = 32
-# Valid values of `cga_size`, in thread blocks. All GPUs since Hopper support clusters
-# of up to 8.
+# Valid values of `cga_size`, the number of thread blocks in a cluster. All GPUs since
+# Hopper support clusters of up to 8.
 _CGA_SIZES = (1, 2, 4, 8)
 # CUDA stream priorities. Smaller numbers are more urgent.
 HIGHEST_PRIORITY, LOWEST_PRIORITY = -5, 0
-# Largest `num_splits`. With 16 ranks, more splits need more slots than a communicator
-# has.
+# Largest `num_splits`, the number of parts of a rank's chunk. With 16 ranks, more
+# splits need more slots (receive buffers) than a communicator has.
 _MOST_SPLITS = 128
 
 
@@ -71,7 +71,7 @@ class OverlapConfig(Mapping):
 
     @property
     def is_reduce_scatter(self) -> bool:
-        """Returns whether the overlap's collective is a reduce-scatter."""
+        """Returns whether the collective is a reduce-scatter, not an all-gather."""
         return self.comm_type is CommOverlapType.RS
 
     @property
@@ -81,7 +81,7 @@ class OverlapConfig(Mapping):
 
     @property
     def kernel_options(self) -> KernelOptions:
-        """Returns the options for the schedule and the GPU kernels.
+        """Returns the settings that the schedule and the GPU kernels use.
 
         `num_sm` and `cga_size` describe the kernels that send, so they have no effect
         with copy engines. GEMMs then leave the default number of multiprocessors free,
@@ -255,7 +255,7 @@ def _with_comm_type(name, read):
     return read
 
 
-# Names of the passes in other libraries.
+# Maps the names of passes in other libraries to those in names such as "fc1_fprop".
 _ALIASES = {"forward": FPROP, "fwd": FPROP, "backward": DGRAD, "bwd": DGRAD}
 
 

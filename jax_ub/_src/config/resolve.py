@@ -42,7 +42,8 @@ _METHODS = {
     ROW: {FPROP: Method.PIPELINE, DGRAD: Method.RING_EXCHANGE, WGRAD: Method.EXTERNAL},
 }
 
-# Default method and collective of each named overlap, such as "qkv_fprop".
+# Maps the predefined names of overlaps, such as "qkv_fprop" (the forward pass of layer
+# "qkv"), to (default method, collective).
 NAMES = {
     f"{layer}_{direction}": (
         _METHODS[parallel][direction],
@@ -81,19 +82,20 @@ def method_defaults(
 
 
 _FUSED = frozenset(Method) - {Method.BULK}
-# The methods that a pass may have, by pass and collective (all-gather, reduce-scatter).
+# The valid methods of a pass, by pass and collective (all-gather, reduce-scatter).
 _POSSIBLE = {
     (FPROP, _AG): _FUSED,
     (FPROP, _RS): _FUSED,
     # "bulk" gathers x during the dgrad GEMM. The other methods gather its operand dy.
     (DGRAD, _AG): _FUSED | {Method.BULK},
     (DGRAD, _RS): _FUSED,
-    # Reads the peers' shards in place ("direct"), or gathers them first ("external").
+    # The wgrad GEMM reads the peers' shards in place ("direct"), or they are gathered
+    # first ("external").
     (WGRAD, _AG): frozenset((Method.AUTO, Method.DIRECT, Method.EXTERNAL, Method.XLA)),
-    # Reduce-scatters dx during the wgrad GEMM.
+    # Only "bulk" reduce-scatters dx during the wgrad GEMM.
     (WGRAD, _RS): frozenset((Method.BULK,)),
 }
-# Methods of GEMM+RS that can send partial sums as FP8.
+# Methods of GEMM + reduce-scatter that can send partial sums as FP8.
 _FP8_SUMS = (Method.PIPELINE, Method.RING_EXCHANGE, Method.AUTO, Method.XLA)
 # Settings that only some overlaps read: {name: (methods, collective)}. The collective
 # is True for reduce-scatters, False for all-gathers, and None for both. The other
@@ -261,7 +263,7 @@ def _check_keys(name, method, comm_type, entry, defaults):
 
 
 def _check_wire(name, method, comm_type, entry, mode):
-    """Raises an error if partial sums cannot be sent as FP8 with this method."""
+    """Raises an error if FP8 partial sums are set, but the method cannot send them."""
     sends = {"wire_dtype": entry.get("wire_dtype") is not None}
     if mode is UserBufferQuantizationMode.FP8:
         sends["fp8_buf"] = entry.get("fp8_buf", False)

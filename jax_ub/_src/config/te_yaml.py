@@ -20,7 +20,7 @@ _READ_BY = {
 
 
 def from_te(source: Mapping | str | os.PathLike) -> dict[str, dict[str, object]]:
-    """Reads a `tp-comm-overlap` configuration for `initialize_ub(ub_cfgs=...)`.
+    """Reads Megatron's `tp-comm-overlap` settings for `initialize_ub(ub_cfgs=...)`.
 
     Leaves out keys that Transformer Engine accepts and ignores, such as `fp8_buf` of an
     all-gather. Also leaves out names whose value is None: NeMo's recipes use None for a

@@ -77,7 +77,7 @@ class Environment:
     versions: tuple[tuple[str, str], ...]  # (library, version), sorted by library
 
     def __str__(self) -> str:
-        """Returns a text that names device kind and library versions."""
+        """Returns the text "<device kind> with <library> <version>, ..."."""
         libraries = ", ".join(f"{name} {version}" for name, version in self.versions)
         return f"{self.device} with {libraries}"
 
@@ -105,7 +105,7 @@ TunedFile = dict[Environment, dict[TunedKey, tuple[MethodChoice, dict[str, float
 
 
 def read(path: str | os.PathLike[str]) -> TunedFile:
-    """Reads a tuned file. Returns methods and times in us, by environment and case."""
+    """Reads a tuned file as {environment: {key: (method choice, times in us)}}."""
     where = f"tuned file {shown(str(path))}"
     fix = "Write it again with: python -m jax_ub tune --output FILE"
     try:
@@ -147,9 +147,10 @@ def as_json(tunings: TunedFile) -> dict[str, Any]:
 
 
 def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
-    """Writes a tuned file. Readers see either the old or the new file."""
+    """Writes a tuned file atomically: readers see either the old or the new file."""
     path = pathlib.Path(path)
-    # Renames a complete temporary file, so that readers never see a partial file.
+    # Renames a complete temporary file to `path`, so that readers never see a partial
+    # file.
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     write_json(temporary, as_json(tunings))
     with writing(path):

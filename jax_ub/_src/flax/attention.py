@@ -29,7 +29,7 @@ _LAYOUT_OPTIONS = ("axis_name", "mesh", "data_axes", "sequence_parallel", "metho
 def project_qkv(
     layers: Sequence[Any], inputs: Sequence[Any], rotary_base: float | None
 ) -> tuple[jax.Array, ...]:
-    """Computes queries, keys and values; layers with the same input share one AG+GEMM.
+    """Computes q, k and v; layers with the same input share one all-gather + GEMM.
 
     An input of None is the same as the previous one.
     """
@@ -58,7 +58,7 @@ def residual_blocks(
     mlp: Callable[..., jax.Array],
     drop: Callable[[jax.Array], jax.Array] | None,
 ) -> jax.Array:
-    """Computes attention and MLP of a transformer layer, each with a residual.
+    """Computes a transformer layer's attention and MLP, each added to its input.
 
     `drop` applies dropout to their results. If it is None, they add the residuals
     themselves, before rounding.
@@ -71,7 +71,7 @@ def residual_blocks(
 
 
 class MultiHeadAttention(nnx.Module):
-    """Multi-head attention that overlaps its two tensor-parallel GEMMs (QKV, output).
+    """Tensor-parallel attention whose QKV and output GEMMs overlap with communication.
 
     The parameters have the names, global shapes and initial values of
     `flax.nnx.MultiHeadAttention`, so both can load each other's checkpoints. The tokens
@@ -111,7 +111,7 @@ class MultiHeadAttention(nnx.Module):
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
-        """Creates the projections and, if enabled, the norms with their parameters.
+        """Creates the q, k, v and output projections and, if enabled, q and k norms.
 
         Args:
             num_heads: the global number of query heads.

@@ -232,8 +232,8 @@ def dropout(y: jax.Array, rate: float, key: jax.Array, layout: Any) -> jax.Array
     `key` is the same on every rank. `layout.axis_name` shards tokens if
     `layout.sequence_parallel`; it is a `ShardingLayout` or a linen module.
     """
-    # Otherwise all ranks on this axis have the same tokens and must draw the same mask,
-    # even if the type of y varies over the axis.
+    # Without sequence parallelism, all ranks on this axis have the same tokens and must
+    # draw the same mask, even if the type of y varies over the axis.
     replicated_axes = () if layout.sequence_parallel else axis_tuple(layout.axis_name)
     key = per_device_key(key, varying_axes(y).difference(replicated_axes))
     # linen layers use nnx.Dropout, too, because linen's Dropout does not support arrays

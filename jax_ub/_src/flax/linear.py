@@ -125,7 +125,7 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
         ub_bulk_wgrad: bool | None = None,
         fp8: Recipe | None = None,
     ):
-        """Creates kernel, bias and main_grad, and shards them if the mesh is known.
+        """Creates kernel, bias and gradient accumulator, sharded if the mesh is known.
 
         Args:
             in_features: the global number of input features, or a tuple of sizes of
@@ -292,7 +292,7 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
     def call_arguments(
         self, inputs: jax.Array
     ) -> tuple[ShardingLayout, tuple[Any, ...], dict[str, Any]]:
-        """Returns the layout, the operands and the options for `sharded_linear`.
+        """Returns the arguments of `sharded_linear`: layout, operands and options.
 
         The operands are x, kernel and bias in one dtype, main_grad and FP8 state.
         """
@@ -378,7 +378,7 @@ def _sharded(variable_type, array, metadata):
 
 
 def _with_sharding(metadata, spec, layout):
-    """Adds a kernel's or bias's spec to its metadata, unless the caller set one."""
+    """Adds a partition spec to a parameter's metadata, unless the caller set one."""
     given = {"out_sharding", "sharding", "sharding_names"} & set(metadata)
     if given or not any(layout.kernel_spec):
         return metadata

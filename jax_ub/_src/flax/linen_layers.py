@@ -112,7 +112,7 @@ class LayerNormMLP(TensorParallel):
 
 
 class MultiHeadAttention(TensorParallel):
-    """The linen version of `jax_ub.flax.MultiHeadAttention`.
+    """The linen version of the tensor-parallel `jax_ub.flax.MultiHeadAttention`.
 
     The parameters have the names, global shapes and initial values of
     `flax.linen.MultiHeadDotProductAttention`, so both can load each other's

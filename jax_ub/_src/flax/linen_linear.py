@@ -86,13 +86,13 @@ class TensorParallel(arguments.KeywordsChecked, nn.Module, kw_only=True):
 
     @nn.nowrap
     def linear_options(self) -> LinearOptions:
-        """Returns the arguments that this module passes to its linear layers."""
+        """Returns the options that this module passes to its linear layers, by name."""
         names = LinearOptions.__annotations__
         return cast(LinearOptions, {name: getattr(self, name) for name in names})
 
     @nn.nowrap
     def checked_options(self) -> LinearOptions:
-        """Returns `linear_options`, after checking the `ub_*` flags among them."""
+        """Returns `linear_options`, after checking its `ub_*` overlap flags."""
         options = self.linear_options()
         check_flags(type(self).__name__, options)
         return options
@@ -101,7 +101,7 @@ class TensorParallel(arguments.KeywordsChecked, nn.Module, kw_only=True):
     def inner_linear(
         self, features: int | Sequence[int], parallel: str, ub_name: str, **keywords
     ) -> "Linear":
-        """Creates a linear layer with the options of this module."""
+        """Creates a linear layer inside this module, with this module's options."""
         options = self.linear_options()
         name = userbuffers_name(ub_name, options)
         return Linear(features, parallel=parallel, ub_name=name, **keywords, **options)
@@ -193,7 +193,7 @@ class Linear(TensorParallel):
     def call_arguments(
         self, inputs: jax.Array
     ) -> tuple[ShardingLayout, tuple[Any, ...], dict[str, Any]]:
-        """Returns the layout, the operands and the options for `sharded_linear`.
+        """Returns the arguments of `sharded_linear`: layout, operands and options.
 
         The operands are x, kernel and bias in one dtype, main_grad and FP8 state.
         """
@@ -257,17 +257,18 @@ class Linear(TensorParallel):
 
 
 def _of_matrix(op: str, name: str, init: Callable, num_in: int) -> Callable:
-    """Wraps an initializer so that it initializes kernels of any rank as a matrix.
+    """Wraps an initializer so that it gets the shape [in, out], or [out] for a bias.
 
-    Initial values then depend only on the numbers of inputs and outputs.
+    The wrapper reshapes the values, since kernels may have more dimensions. The values
+    then depend only on the numbers of inputs and outputs.
     """
 
     def initialize(key, shape, dtype):
         ins, outs = math.prod(shape[:num_in]), math.prod(shape[num_in:])
         flat = (ins, outs) if num_in else (outs,)
         values = init(key, flat, dtype)
-        # nn.meta.unbox would apply the kernel's sharding. That fits `shape`, but these
-        # values still have the shape `flat`.
+        # Not nn.meta.unbox, which would apply the kernel's sharding: it fits `shape`,
+        # but these values still have the shape `flat`.
         leaves = jax.tree.leaves(values)
         checks.check_initial(op, name, leaves[0] if len(leaves) == 1 else values, flat)
         # tree.map reshapes inside nn.Partitioned, so the result keeps its metadata.

@@ -24,7 +24,7 @@ def mlp(
     normalized: jax.Array,
     residual: jax.Array | None,
 ) -> jax.Array:
-    """Computes an MLP from fc1, the gate (or None) and fc2, layers of nnx or linen."""
+    """Computes an MLP from its nnx or linen layers: fc1, the gate or None, and fc2."""
     fc1, gate, fc2 = layers
     if gate is None:
         hidden = activation(fc1(normalized))
@@ -120,7 +120,7 @@ class LayerNormLinear(nnx.Module):
 
 
 class LayerNormMLP(nnx.Module):
-    """A norm followed by a tensor-parallel MLP with two overlapped GEMMs.
+    """A norm and a tensor-parallel MLP whose two GEMMs overlap with communication.
 
     The MLP consists of the column-parallel fc1, an activation and the row-parallel fc2.
 

@@ -60,7 +60,7 @@ def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
 
 
 def check_flags(op: str, options: LinearOptions) -> None:
-    """Raises an error if the `ub_*` flags of a module contradict its other options.
+    """Raises an error if a module's `ub_*` overlap flags contradict its other options.
 
     The module passes the flags to its linear layers.
     """
@@ -72,7 +72,7 @@ def check_flags(op: str, options: LinearOptions) -> None:
 
 
 def userbuffers_name(name: str, options: LinearOptions) -> str | None:
-    """Returns the `ub_name` of a linear layer inside a module.
+    """Returns the name in `initialize_ub` of a linear layer inside a module, or None.
 
     Without sequence parallelism it has none: its all-reduce has no named overlap.
     """
@@ -111,7 +111,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], bool]] = {
 def resolve_activation(
     op: str, activation: str | Callable[[jax.Array], jax.Array]
 ) -> tuple[Callable[[jax.Array], jax.Array], bool]:
-    """Returns the activation function of an MLP, and whether it is gated."""
+    """Returns (function, is_gated) for an MLP's activation: a name or a function."""
     if callable(activation):
         return activation, False
     if isinstance(activation, str) and activation in ACTIVATIONS:
@@ -157,7 +157,7 @@ def norm_dtypes(options: LinearOptions) -> dict[str, Any]:
 def qk_norm_class(
     op: str, qk_norm_type: str | None, normalize_qk: bool, library: Any
 ) -> Callable[..., Any] | None:
-    """Returns the Flax class of the norm of queries and keys, or None.
+    """Returns the constructor of the norm of queries and keys, or None for no norm.
 
     `qk_norm_type` is Transformer Engine's argument, and `normalize_qk`, which means
     "LayerNorm", is Flax's.
@@ -185,7 +185,8 @@ def qk_norm_class(
 def check_norm_parallel(op: str, parallel: str | None) -> None:
     """Raises an error if the linear layer after a norm is row-parallel.
 
-    A norm needs all features of a token on one rank.
+    A row-parallel layer's input is sharded by features, but a norm needs all features
+    of a token on one rank.
     """
     if parallel is not None and resolve_parallel(op, parallel) == "row":
         raise UnsupportedOverlapError(
@@ -196,7 +197,7 @@ def check_norm_parallel(op: str, parallel: str | None) -> None:
 
 
 def check_norm_inputs(op: str, num_features: int, inputs: jax.Array, norm: Any) -> None:
-    """Raises an error unless the inputs have the features and dtype of a norm.
+    """Raises an error unless the inputs fit a norm: number of features and dtype.
 
     `norm` has the attributes `dtype` and `param_dtype`.
     """
@@ -239,7 +240,7 @@ def read_sizes(op: str, name: str, features: int | Sequence[int]) -> tuple[int, 
 def check_attention_sizes(
     num_heads: int, num_kv_heads: int, qkv_features: int, rotary_base: float | None
 ) -> None:
-    """Raises an error if the sizes of an attention layer do not fit together.
+    """Raises an error if an attention layer's features do not split into its heads.
 
     The heads must divide the features, and the key heads the query heads. Rotary
     embeddings need an even number of features per head.
@@ -282,7 +283,7 @@ def check_transformer_sizes(
     num_gqa_groups: int | None,
     kv_channels: int | None,
 ) -> None:
-    """Raises an error if the sizes of a transformer layer do not fit together.
+    """Raises an error if a transformer layer's features do not split into its heads.
 
     The heads must divide `hidden_size`, unless `kv_channels` is the size of a head.
     """

@@ -13,12 +13,13 @@ from jax_ub._src.errors import ConfigurationError
 from jax_ub._src.fp8.recipes import DelayedScaling, Recipe
 from jax_ub._src.fp8.state import init_state
 
-# nnx registers the type of a variable by name. MaxText recognizes FP8 state by this
-# name.
+# nnx registers variable types by name. This is the name of the collection of Flax's
+# FP8 ops, by which MaxText recognizes FP8 state.
 OverwriteWithGradient = nnx.variable_type_from_name(
     OVERWRITE_WITH_GRADIENT, allow_register=True
 )
-# nnx creates the class dynamically. Pickle needs to find it by these names.
+# nnx creates the class dynamically. Pickle finds a class by its module and name, so
+# they are set to those of the public import.
 OverwriteWithGradient.__module__ = "jax_ub.flax"
 OverwriteWithGradient.__qualname__ = "OverwriteWithGradient"
 OverwriteWithGradient.__doc__ = """An nnx variable whose gradient is its new value.
@@ -30,14 +31,14 @@ Transformer Engine: none.
 
 
 class Fp8State(nnx.Module):
-    """The state of `DelayedScaling` in a layer: scales and amax histories.
+    """The `DelayedScaling` state of an nnx layer: FP8 scales and amax histories.
 
     Each is a variable of type `OverwriteWithGradient`, whose gradient is its new value.
     `ub.fp8.apply_updates` stores the new values.
     """
 
     def __init__(self, recipe: DelayedScaling, lead: tuple[int, ...] = ()):
-        """Creates the initial scales and amax histories of a layer.
+        """Creates a layer's initial state: scales of 1, and amax histories of zeros.
 
         If the arrays of several layers are stacked, `lead` has the sizes of the leading
         dimensions, which index the layers.
@@ -47,7 +48,7 @@ class Fp8State(nnx.Module):
             setattr(self, name, OverwriteWithGradient(stacked))
 
     def arrays(self) -> dict[str, jax.Array]:
-        """Returns the scales and amax histories as a dict, like `ub.fp8.init_state`."""
+        """Returns a dict of scales and histories, keyed as in `ub.fp8.init_state`."""
         return {
             name: variable[...]
             for name, variable in vars(self).items()
@@ -56,7 +57,7 @@ class Fp8State(nnx.Module):
 
 
 def linen_state(op: str, module: nn.Module, recipe: Recipe | None) -> Any:
-    """Returns the FP8 state of a linen module, which `module.init` creates.
+    """Returns the `DelayedScaling` state of a linen module; `module.init` creates it.
 
     It is in the collection "_overwrite_with_gradient". The result is None if the recipe
     has no state.

@@ -51,7 +51,7 @@ def quantize(
     state: Mapping[str, jax.Array] | None = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> ScaledArray:
-    """Converts an array to FP8, with the scales of a recipe.
+    """Converts an array to FP8 values, with scales that an FP8 recipe determines.
 
     Values are divided by their scales in f32, clipped to the range of the FP8 dtype,
     and rounded once, to nearest even. A NaN stays a NaN, and an infinity becomes the
@@ -105,7 +105,7 @@ def quantize(
 
 
 def ranks_of(op: str, axis_name: str | tuple[str, ...] | None) -> Execution:
-    """Returns the settings by which the ranks along `axis_name` agree on a scale.
+    """Returns how ranks along `axis_name` agree on an FP8 scale: ranks and method.
 
     The axes may be axes of `jax.vmap`, too. With None, each rank has its own scale.
     """
@@ -163,7 +163,7 @@ def quantize_arrays(
     xs: tuple[jax.Array, ...],
     state: Mapping[str, jax.Array],
 ) -> tuple[tuple[ScaledArray, ...], dict[str, jax.Array] | None]:
-    """Quantizes several arrays, with a common scale if the recipe has one per tensor.
+    """Quantizes several arrays to FP8. Scales per tensor are common to all of them.
 
     It is not differentiable.
 
@@ -206,7 +206,7 @@ def _amax_of_all(xs):
 
 
 def _delayed_arrays(ranks, recipe, role, xs, state):
-    """Quantizes arrays with one common scale, computed from their amax history."""
+    """Returns `ScaledArray`s with one common scale, computed from an amax history."""
     scale, history = (state[name] for name in names_of(role))
     further = _further_axes(ranks, recipe, xs, scale, history)
     sources = tuple(map(lax.stop_gradient, xs))
@@ -222,7 +222,7 @@ def _contracted(role):
 
 
 def _scales(ranks, recipe, role, x):
-    """Returns the FP8 scales of x, for recipes that compute them from x alone."""
+    """Returns the FP8 scales of x, for recipes that need no amax of earlier steps."""
     dtype, axis = recipe.fp8_format.dtype(role), _contracted(role)
     if isinstance(recipe, MXFP8BlockScaling):
         size = x.shape[axis]
@@ -240,7 +240,7 @@ def _scales(ranks, recipe, role, x):
 
 
 def _agreed(ranks, amax):
-    """Returns the largest amax of all `ranks`."""
+    """Returns the elementwise maximum of `amax` over `ranks`, which share a scale."""
     axes = _varying_axes(ranks, amax)
     if axes and axes == ranks.axis_name:
         return all_reduce_max(ranks, amax)
@@ -248,22 +248,23 @@ def _agreed(ranks, amax):
 
 
 def _agreed_maxima(ranks, groups):
-    """Returns the amax of each group of arrays. One collective reduces all of them."""
+    """Returns the amax of each group of arrays over all ranks, by one collective."""
     maxima = [_amax_of_all(arrays) for arrays in groups]
     return _agreed(ranks, jnp.stack(vma.pcast_varying(maxima, vma.axes_of(*maxima))))
 
 
 def _varying_axes(ranks, amax):
-    """Returns the axes of `ranks` over which amax may differ."""
+    """Returns the mesh axes of `ranks` over which the amax must be reduced."""
     axes = ranks.axis_name
     if axes and vma.is_vma_checked(axes):
-        # A tensor that does not vary over an axis has the same amax on all its ranks.
+        # A tensor that does not vary over an axis has the same amax on all ranks of
+        # this axis, so the amax needs no reduction over it.
         axes = tuple(axis for axis in axes if axis in vma.axes_of(amax))
     return axes
 
 
 def _further_axes(ranks, recipe, xs, *state):
-    """Returns the mesh axes over which a state is shared, without those of `ranks`."""
+    """Returns axes besides those of `ranks`: xs vary over them, but their state not."""
     varying = vma.axes_of(*xs) - vma.axes_of(*state)
     missing = tuple(sorted(varying.difference(ranks.axis_name)))
     if missing and not recipe.reduce_amax:
@@ -277,7 +278,7 @@ def _further_axes(ranks, recipe, xs, *state):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _quantize_delayed(ranks, recipe, role, further_axes, xs, scale, history):
-    """Quantizes arrays with one scale, which is computed from the amax history.
+    """Quantizes arrays with one scale, computed from the amaxes of earlier steps.
 
     Its `custom_vjp` returns the new scale and history as the gradients of the old ones.
 
@@ -288,7 +289,7 @@ def _quantize_delayed(ranks, recipe, role, further_axes, xs, scale, history):
 
 
 def _delayed(ranks, recipe, role, further_axes, xs, scale, history):
-    """Quantizes arrays with a scale computed from the amax history.
+    """Forward rule of `_quantize_delayed`: also returns what the backward rule needs.
 
     Returns:
         (values, scale), and the arguments of `_new_state`: scale, history and amax.
@@ -299,14 +300,14 @@ def _delayed(ranks, recipe, role, further_axes, xs, scale, history):
     amax = _amax_of_all(xs)
     axes = (*_varying_axes(ranks, amax), *further_axes)
     if axes:
-        # Not by the engine: only the next step reads the amax, so that XLA reduces
-        # those of all tensors and layers by one collective.
+        # XLA reduces the amax, not the engine: only the next step reads it, so that
+        # XLA can reduce the amaxes of all tensors and layers by one collective.
         amax = lax.pmax(amax, axes)
     return (values, scale), (scale, history, amax)
 
 
 def _new_state(label, scale, history, amax):
-    """Returns the scale of this step, and the history with this step's amax.
+    """Returns the new FP8 state: the scale, and the history with this step's amax.
 
     If `jax.vmap` maps the tensor, it must map the history, too. Otherwise JAX would sum
     the new states of all mapped indices.

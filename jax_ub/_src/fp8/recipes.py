@@ -21,8 +21,8 @@ from jax_ub._src.errors import (
 )
 
 INPUT, KERNEL, OUTPUT_GRAD = ROLES = ("input", "kernel", "output_grad")
-# The largest inverse of a scale. The scale is then 2^-126, the smallest normal f32
-# number. XLA:CPU replaces smaller ones by zero.
+# The largest inverse of an FP8 scale. The scale is then 2^-126, the smallest normal
+# f32 number. XLA:CPU replaces smaller scales, which are subnormal, by zero.
 _LARGEST_INVERSE = 2.0**126
 _SIGNIFICAND_BITS = 23  # of an f32 number
 
@@ -54,7 +54,7 @@ class Format(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class QParams:
-    """Parameters from which `Float8CurrentScaling` computes the scale of a tensor.
+    """How `Float8CurrentScaling` computes a tensor's scale: rounding and least amax.
 
     Transformer Engine: `transformer_engine.common.recipe.QParams`.
 
@@ -83,7 +83,7 @@ class QParams:
 
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling(KeywordsChecked):
-    """Recipe with one scale per tensor, from the largest values of earlier steps.
+    """FP8 recipe with one scale per tensor, from the largest values of earlier steps.
 
     The cast does not wait for the maximum of the tensor. The recipe has a state
     (`ub.fp8.init_state`): for each tensor a history of its amax, the largest absolute
@@ -155,7 +155,7 @@ AMAX_ALGORITHMS = ("max", "most_recent")
 
 @dataclasses.dataclass(frozen=True)
 class Float8CurrentScaling(KeywordsChecked):
-    """Recipe with one scale per tensor, from its largest absolute value.
+    """FP8 recipe with one scale per tensor, from its current largest absolute value.
 
     The scale is `amax / max`, where `max` is the largest number of the format. It is 1
     if the amax is zero, infinite or NaN.
@@ -222,7 +222,7 @@ _QPARAMS = {
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8BlockScaling(KeywordsChecked):
-    """Recipe with a power-of-two scale per 32 values to be contracted (MXFP8).
+    """FP8 recipe with a power-of-two scale per 32 contracted values (MXFP8).
 
     The scales are float8_e8m0fnu. The exponent of `amax / max` is rounded up, so that
     no value of the block exceeds the largest number of the format.
@@ -257,7 +257,7 @@ class MXFP8BlockScaling(KeywordsChecked):
 
 @dataclasses.dataclass(frozen=True)
 class RowwiseScaling(KeywordsChecked):
-    """Recipe with one power-of-two scale per row of activations or column of kernels.
+    """FP8 recipe with a power-of-two scale per activation row or kernel column.
 
     The scales are f32. The values that share a scale are contracted: the features of a
     token, or the inputs of an output feature.
@@ -282,13 +282,13 @@ RECIPES = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, RowwiseScali
 
 
 def check_layer_recipe(op: str, fp8: Any) -> None:
-    """Raises an error unless the argument `fp8` of a layer is a recipe or None."""
+    """Raises an error unless the argument `fp8` of a layer is an FP8 recipe or None."""
     if fp8 is not None:
         check_recipe(op, fp8, "fp8")
 
 
 def check_recipe(op: str, recipe: Any, name: str = "recipe") -> None:
-    """Raises an error unless the argument `name` is a recipe."""
+    """Raises an error unless `recipe`, argument `name` of `op`, is an FP8 recipe."""
     if not isinstance(recipe, RECIPES):
         names = ", ".join(f"ub.fp8.{kind.__name__}" for kind in RECIPES)
         raise ConfigurationError(
@@ -298,7 +298,7 @@ def check_recipe(op: str, recipe: Any, name: str = "recipe") -> None:
 
 
 def has_one_scale(recipe: Recipe | None) -> bool:
-    """Returns whether a recipe has one scale per tensor. False if it is None."""
+    """Returns whether a recipe has one scale per tensor. False for None (no FP8)."""
     return isinstance(recipe, DelayedScaling | Float8CurrentScaling)
 
 
@@ -362,7 +362,7 @@ def _rounded_down_to_power_of_two(x):
 def updated_scale(
     history: jax.Array, scale: jax.Array, recipe: DelayedScaling, role: str
 ) -> jax.Array:
-    """Returns the scale for this step, computed from the amax history.
+    """Returns a tensor's scale for this step, computed from earlier steps' amaxes.
 
     Args:
         history: f32 `[amax_history_len]`; index 0 is the latest step.
@@ -404,5 +404,8 @@ def _one_number(name, returned):
 
 
 def updated_history(history: jax.Array, amax: jax.Array) -> jax.Array:
-    """Returns the history with this step's amax at index 0, shifted as in Flax."""
+    """Returns the amax history with this step's amax in place of the oldest one.
+
+    The amax is at index 0, and the others are shifted as in Flax.
+    """
     return jnp.roll(history, -1).at[0].set(amax.reshape(()))

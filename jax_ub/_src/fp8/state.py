@@ -22,7 +22,7 @@ NAMES = frozenset(f"{role}_{name}" for role in ROLES for name in (SCALE, HISTORY
 
 
 def names_of(role: str) -> tuple[str, str]:
-    """Returns the state's keys for a role: "kernel_scale", "kernel_amax_history"."""
+    """Returns a role's keys in an FP8 state: "kernel_scale", "kernel_amax_history"."""
     return f"{role}_{SCALE}", f"{role}_{HISTORY}"
 
 
@@ -30,7 +30,7 @@ OUTPUT_GRAD_STATE = names_of(OUTPUT_GRAD)
 
 
 def init_state(recipe: Recipe) -> dict[str, jax.Array]:
-    """Returns the initial `DelayedScaling` state of one layer.
+    """Returns a layer's initial `DelayedScaling` state: scales and amax histories.
 
     Names and shapes are those of `flax.linen.fp8_ops`, so that checkpoints agree:
     "input_scale", "input_amax_history", and the same for "kernel" and "output_grad".
@@ -67,7 +67,7 @@ def check_state(
     *,
     argument: str,
 ) -> Mapping[str, Any]:
-    """Returns the FP8 state, after checking that it has the recipe's arrays.
+    """Returns the FP8 state, after checking its keys, shapes and dtypes.
 
     `argument` is the name of the caller's argument, for errors.
     """
@@ -100,7 +100,7 @@ def check_state(
 
 
 def apply_updates(state: Any, gradients: Any) -> Any:
-    """Returns the new `DelayedScaling` state after a training step.
+    """Returns the new `DelayedScaling` state after a training step, from its gradients.
 
     `jax.grad` returns the new state in place of a gradient of the state. It replaces
     the old state only where its scale is finite and above zero: the gradient is zero if
@@ -154,15 +154,16 @@ def apply_updates(state: Any, gradients: Any) -> Any:
 
 
 def _sibling(path):
-    """Splits the path of a leaf into the tensor's path, and "scale" or "amax_history".
+    """Splits a state leaf's path into a tensor's path and "scale" or "amax_history".
 
-    The kind is "" for another leaf.
+    The latter is "" for any other leaf.
     """
     text = jax.tree_util.keystr(path)
     for kind in (SCALE, HISTORY):
         head, found, tail = text.rpartition(f"_{kind}")
-        # A key that ends in the kind is followed only by punctuation, such as "']", and
-        # for an nnx variable by ".value". Letters or digits belong to a longer key.
+        # In the text of a path, only punctuation such as "']" follows a key that ends
+        # in `kind`, and ".value" for an nnx variable. If letters or digits follow, the
+        # key is longer, and the leaf is another array.
         rest = tail.removesuffix(".value")
         if found and not any(c.isalnum() or c == "_" for c in rest):
             return (head, tail), kind

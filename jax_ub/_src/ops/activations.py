@@ -12,18 +12,18 @@ from jax_ub._src.ops.operation import BasicOperation
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Activation(BasicOperation):
-    """Base class of activation functions, which compute in f32 and round once.
+    """Base class of activation functions: computed in f32, rounded once to x's dtype.
 
     No parameters. Residual: "x", the input. The backward recomputes the derivative
     from it.
     """
 
     def function(self, x: jax.Array) -> jax.Array:
-        """Computes the activation function of x, an f32 array."""
+        """Returns the activation of x, an f32 array, before `forward` rounds it."""
         raise NotImplementedError
 
     def gradient(self, x: jax.Array, dy: jax.Array) -> jax.Array:
-        """Returns the gradient of the activation's input x in f32, given dy and x."""
+        """Returns the f32 gradient of the input x, given dy, the gradient of y."""
         _, transposed = jax.vjp(self.function, x.astype(jnp.float32))
         return transposed(dy.astype(jnp.float32))[0]
 
@@ -78,7 +78,7 @@ class SiLU(Activation):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GatedActivation(Activation):
-    """Base class of gated activations: `activation(gate) * up`, x is [gate | up].
+    """Base class of gated activations: `activation(gate) * up`, where x is [gate | up].
 
     The features of x consist of two halves, gate and up, so the result has half as
     many: `[..., 2H] -> [..., H]`.

@@ -103,7 +103,7 @@ class ConstantScale(BasicOperation):
     scale: float
 
     def __post_init__(self):
-        """Converts `scale` to a Python float, which does not promote the dtype of x."""
+        """Converts `scale` to a Python float, so that `x * scale` keeps x's dtype."""
         if not checks.is_number(self.scale):
             raise ShapeContractError(
                 f"{self.label}: scale = {shown(self.scale)} is of type "
@@ -123,7 +123,7 @@ class ConstantScale(BasicOperation):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AddExtraInput(BasicOperation):
-    """An operation that adds an extra input, such as a residual, to the activation x.
+    """An operation that adds an extra input (a second array, such as a residual) to x.
 
     The sum is computed in f32 and rounded to the dtype of x.
 
@@ -161,7 +161,7 @@ class AddExtraInput(BasicOperation):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MakeExtraOutput(BasicOperation):
-    """An operation that returns x, and x again as an extra output for a residual.
+    """An operation that returns x twice: as y, and as an extra output for a residual.
 
     Transformer Engine: `te.ops.MakeExtraOutput`. No parameters, no residuals.
 
@@ -187,23 +187,23 @@ class MakeExtraOutput(BasicOperation):
         if dy is None or d_extra is None:
             return d_extra if dy is None else dy, {}, ()
         # In a fused operation, dy may be a partial sum over the ranks while `d_extra`
-        # is complete (`is_partial_sum`). So dy is summed first.
+        # is complete (`is_partial_sum`). `to_cotangent_aval` then sums dy first.
         return d_extra + to_cotangent_aval(d_extra, dy), {}, ()
 
 
 def is_partial_sum(d_extra: jax.Array, dy: jax.Array) -> bool:
-    """Returns whether dy is a partial sum over ranks while `d_extra` is complete.
+    """Returns whether dy must be summed over the ranks before `d_extra` is added.
 
     This is the case if x is replicated but the ranks compute different functions of it,
-    for example with their own shards of a kernel. Such a dy must be summed over the
-    ranks before `d_extra` is added.
+    for example with their own shards of a kernel. Then dy is a partial sum over the
+    ranks, but `d_extra`, the gradient of an extra output, is complete.
     """
     return bool(vma.axes_of(*jax.tree.leaves(dy)) - vma.axes_of(d_extra))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Reshape(BasicOperation):
-    """An operation that reshapes an activation x, or this rank's shard of it.
+    """An operation that reshapes x to `shape`, or inside `shard_map` this rank's shard.
 
     Inside `jax.shard_map`, `shape` is the shape of this rank's shard.
 

@@ -37,17 +37,18 @@ class Collective(BasicOperation):
 
 
 def as_varying(call_config: CallConfig, x: jax.Array) -> jax.Array:
-    """Casts x to vary over the collective's mesh axis inside `jax.shard_map`."""
+    """Casts x to vary over the collective's mesh axis, as `jax.lax.pcast` does."""
     return vma.pcast_varying(x, call_config.axes(x))
 
 
 def gathered(call_config: CallConfig, x: Any) -> Any:
-    """All-gathers an array, or the values and scales of a `ScaledArray`."""
+    """All-gathers an array, or the values and scales of a quantized `ScaledArray`."""
     if not is_scaled(x):
         return all_gather(call_config.collective, as_varying(call_config, x))
     x = pcast_operands(x, call_config.axes(x))
     y: Any = all_gather(call_config.collective, x)
-    # Only the dtype of the source is read.
+    # Later operations read the shape and dtype of the source, the array that was
+    # quantized, but not its values. So zeros will do.
     source = vma.pcast_varying(
         jnp.zeros(y.shape, x.source.dtype), vma.axes_of(y.values)
     )
@@ -56,7 +57,7 @@ def gathered(call_config: CallConfig, x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AllGather(Collective):
-    """An operation that all-gathers tokens: `[..., M/P, K]` to `[..., M, K]`.
+    """An operation that all-gathers tokens of P ranks: [..., M/P, K] to [..., M, K].
 
     The backward is a reduce-scatter.
 
@@ -82,9 +83,10 @@ class AllGather(Collective):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ReduceScatter(Collective):
-    """An operation that sums over ranks and scatters: [..., M, K] to [..., M/P, K].
+    """An operation that reduce-scatters over P ranks: [..., M, K] to [..., M/P, K].
 
-    The sum is computed in f32 and rounded once. The backward is an all-gather.
+    The sum over the ranks is computed in f32 and rounded once. Each rank keeps M/P
+    tokens. The backward is an all-gather.
 
     Transformer Engine: `te.ops.ReduceScatter`, which scatters along the first
     dimension. No parameters, no residuals.
@@ -109,7 +111,7 @@ class ReduceScatter(Collective):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AllReduce(Collective):
-    """An operation that sums an activation over the ranks, in f32, rounded once.
+    """An operation that sums x over the ranks in f32, and rounds once (all-reduce).
 
     The backward is the identity if dy is the complete gradient of y on every rank. It
     is an all-reduce if dy is partial, the gradient of this rank's use of y only:

@@ -47,7 +47,7 @@ _DX_IS_REDUCED = (
 
 
 def _in_place_mismatch(name, op, wanted):
-    """Returns an error text unless `op.in_place` is `wanted`, else ""."""
+    """Returns "" if `op.in_place` is `wanted`, else an error text with the fix."""
     if op.in_place == wanted:
         return ""
     kind = type(op).__name__
@@ -69,7 +69,7 @@ def _with_fused(ops, fused):
 
 @dataclasses.dataclass(frozen=True)
 class _LinearPattern(FusedPattern):
-    """Base class of fused operations whose linear may overlap with a collective.
+    """Base class of fused operations whose linear GEMM may overlap with a collective.
 
     If it does, the fields `linear` and `userbuffers` are the `UserbuffersLinear` that
     overlaps it. `basic_ops` has the operations that this one replaces.
@@ -99,7 +99,7 @@ class _LinearPattern(FusedPattern):
         return self.userbuffers is not None
 
     def _operations_from_keywords(self):
-        """Returns {field: operation}; fuses a row-parallel linear with its collective.
+        """Returns {field: operation}, with a row-parallel linear already overlapped.
 
         A row-parallel `BasicLinear` with `userbuffers_options`, on several ranks, is
         replaced by the fused operation that overlaps its GEMM with its collective.
@@ -150,7 +150,7 @@ class ForwardLinearBiasAdd(_LinearPattern, ForwardPattern):
         return _in_place_mismatch("add", add, wanted=True)
 
     def forward(self, params, x, extra_inputs, saves):
-        """Computes `x @ kernel + bias + residual` in one GEMM or GEMM+RS."""
+        """Computes `x @ kernel + bias + residual` in a GEMM (+ reduce-scatter)."""
         num = len(self.linear.basic_ops)
         (residual,) = extra_inputs[-1]
         dtype = compute_dtype(self.basic_ops[0].dtype, x)
@@ -169,7 +169,7 @@ class ForwardLinearBiasAdd(_LinearPattern, ForwardPattern):
 
 
 def _bias_of(op, params):
-    """Returns `linear.forward` arguments to add the bias of `op`; {} if it is None."""
+    """Returns keywords with which `linear.forward` adds a bias; {} if `op` is None."""
     return {} if op is None else {"bias": params[0]["bias"], "out_dtype": op.dtype}
 
 
@@ -253,14 +253,14 @@ class ForwardLinearScaleAdd(ForwardPattern):
 
 @dataclasses.dataclass(frozen=True)
 class BackwardLinearAdd(_LinearPattern, BackwardPattern):
-    """Adds the extra output's gradient to dx of `BasicLinear` within the dx GEMM.
+    """Computes `dy @ kernel.T + d_extra`, a sum of two gradients of x, in one GEMM.
 
     Replaces the backward of `MakeExtraOutput(in_place=True)` and the linear after it.
 
-    The dgrad GEMM adds the gradient of the extra output and reuses its buffer for the
-    sum. This saves a pass and a buffer. XLA copies the buffer first if it is still
-    read. This is the case, for example, if a later operation returned the same array as
-    both gradients, so that the wgrad GEMM reads it.
+    The dgrad GEMM adds `d_extra`, the gradient of the extra output, and reuses its
+    buffer for the sum. This saves a pass and a buffer. XLA copies the buffer first if
+    it is still read. This is the case, for example, if a later operation returned the
+    same array as both gradients, so that the wgrad GEMM reads it.
 
     Column-parallel linears are not fused, as in Transformer Engine, because their dgrad
     is reduced over the ranks before the sum. A row-parallel linear with
@@ -288,7 +288,7 @@ class BackwardLinearAdd(_LinearPattern, BackwardPattern):
         return _in_place_mismatch("backward_add", backward_add, wanted=True)
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Computes the linear's dx plus the extra output's gradient in one GEMM.
+        """Computes dx plus the extra output's gradient in one GEMM, and the wgrad.
 
         The basic operations run separately if the sum needs a reduction first, or if
         the linear needs no gradient.
@@ -356,7 +356,7 @@ class BackwardLinearScale(BackwardPattern):
 
 @dataclasses.dataclass(frozen=True)
 class BackwardActivationBias(BackwardPattern):
-    """Computes the gradients of a `Bias` and of the activation after it in one pass.
+    """Computes the gradients of a bias and of the activation after it in one pass.
 
     The bias gradient is summed from the f32 gradient, before it is rounded.
 
@@ -379,10 +379,10 @@ class BackwardActivationBias(BackwardPattern):
 
 @dataclasses.dataclass(frozen=True)
 class BackwardAddRMSNorm(BackwardPattern):
-    """Adds the extra output's gradient to dx of `RMSNorm` in one pass, rounded once.
+    """Computes dx of `RMSNorm` plus another gradient of x in one pass, rounded once.
 
-    Adds the gradient of the extra output to the gradient of the norm's input in f32.
-    This saves a separate pass for the sum, and the rounding before it.
+    The other gradient belongs to the extra output of `MakeExtraOutput`. The sum is
+    computed in f32. This saves a separate pass for the sum, and the rounding before it.
 
     Transformer Engine: `BackwardAddRMSNorm`.
 
@@ -400,7 +400,7 @@ class BackwardAddRMSNorm(BackwardPattern):
         return _in_place_mismatch("add", add, wanted=False)
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        """Computes the norm's dx plus the extra output's gradient in f32."""
+        """Computes dx of the norm plus the gradient of the extra output, in f32."""
         (d_extra,) = d_extra_outputs[0]
         is_unfused = dy is None or d_extra is None or not needs[1].x
         if is_unfused or is_partial_sum(d_extra, dy):

@@ -56,7 +56,7 @@ class FusedOperation(Operation):
         return split_each(type(self).__name__, self.basic_ops, params)
 
     def overrides(self, name: str) -> bool:
-        """Returns whether the subclass fuses the pass "forward" or "backward"."""
+        """Returns whether the subclass overrides `name`, "forward" or "backward"."""
         return getattr(type(self), name) is not getattr(FusedOperation, name)
 
     @property
@@ -69,7 +69,7 @@ class FusedOperation(Operation):
 
     @classmethod
     def unfused_reasons(cls, ops: Sequence["Op"]) -> dict[int, str]:
-        """Returns why operations that resemble this class's pattern are not fused.
+        """Returns, by index, why operations that resemble the pattern are not fused.
 
         `explain()` reports the reasons. Their keys are indices into `ops`, the argument
         of `fuse_forward_ops` or `fuse_backward_ops`: the index of the linear, if there
@@ -88,7 +88,7 @@ class FusedOperation(Operation):
     def saved(
         self, needs: tuple[RequestedGradients, ...]
     ) -> tuple[frozenset[str], ...]:
-        """Returns, for each basic operation, the residuals that `backward` reads."""
+        """Returns the names of the residuals that each operation's backward reads."""
         pairs = zip(self.basic_ops, needs, strict=True)
         return tuple(op.saved(need) if need else frozenset() for op, need in pairs)
 
@@ -137,7 +137,7 @@ class FusedOperation(Operation):
                 dy, d_param, d_extra = op.backward(residuals[i], dy, d_extras, need)
             else:
                 # The cotangent of an accumulator, such as "main_grad", is its new
-                # value: the old one, since there is no gradient to add.
+                # value. Without a gradient to add, this is the old value.
                 names = op.overwritten & need.params
                 d_param = {name: residuals[i][name] for name in names}
                 dy, d_extra = None, (None,) * op.num_extra_inputs
@@ -181,12 +181,12 @@ def fuse_windows(
 
 
 def expand(ops: Sequence[Op]) -> tuple[BasicOperation, ...]:
-    """Returns the basic operations in a list, also those inside fused operations."""
+    """Returns a list's basic operations in order, also those in fused operations."""
     return tuple(basic for op in ops for basic in op.basic_ops)
 
 
 def windows(ops: Sequence[AnyOp]) -> list[tuple[slice, AnyOp]]:
-    """Pairs each operation with the slice of `expand(ops)` that it replaces."""
+    """Returns (slice of `expand(ops)` that it covers, operation) for each operation."""
     found: list[tuple[slice, AnyOp]] = []
     start = 0
     for op in ops:
@@ -224,7 +224,7 @@ class FusedPattern(FusedOperation):
     basic_ops: Any = None
 
     def __post_init__(self):
-        """Sets `basic_ops` from the other fields, or these from `basic_ops`."""
+        """Sets `basic_ops` from the fields of operations, or these from `basic_ops`."""
         if self.basic_ops is None:
             found = self._operations_from_keywords()
             basic_ops = expand(_present(found))
@@ -248,10 +248,10 @@ class FusedPattern(FusedOperation):
 
     @classmethod
     def match_prefix(cls, ops: Sequence[Any]) -> dict[str, Any] | None:
-        """Returns {field: operation} if `ops` starts with the types of the fields.
+        """Returns {field name: operation} if `ops` starts with the pattern, else None.
 
-        Optional operations that are absent are None. If the types do not match, the
-        result is None.
+        The pattern is the sequence of the fields' types. Optional operations that are
+        absent are None.
         """
         rest, found = list(ops), {}
         for field in cls._parts():
@@ -263,7 +263,7 @@ class FusedPattern(FusedOperation):
 
     @classmethod
     def fuse(cls, ops: Sequence[Op]) -> list[Op]:
-        """Replaces each match of the pattern in a list by one operation."""
+        """Returns `ops` with each match of the pattern replaced by one operation."""
 
         def match(rest):
             found = cls.match_prefix(rest)
@@ -324,7 +324,7 @@ class FusedPattern(FusedOperation):
 
 
 class ForwardPattern(FusedPattern):
-    """Base class of patterns that are fused in the forward pass."""
+    """Base class of fused operations that replace a pattern in the forward pass."""
 
     @classmethod
     def fuse_forward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:
@@ -336,7 +336,7 @@ class ForwardPattern(FusedPattern):
 
 
 class BackwardPattern(FusedPattern):
-    """Base class of patterns that are fused in the backward pass."""
+    """Base class of fused operations that replace a pattern in the backward pass."""
 
     @classmethod
     def fuse_backward_ops(cls, ops: Sequence[Op], **unused: Any) -> list[Op]:

@@ -63,7 +63,7 @@ _FUSIONS: dict[str, list[Fusion]] = {
 
 
 def register_joint_fusion(fusion: Fusion, *, prepend: bool = False) -> None:
-    """Registers a function that fuses operations for forward and backward together.
+    """Registers a function that fuses operations in both passes, forward and backward.
 
     Joint fusions run before the fusions of one direction.
 
@@ -125,7 +125,7 @@ def unregister_fusion(fusion: Fusion) -> None:
 
 
 def fusions(name: str) -> tuple[Fusion, ...]:
-    """Returns the fusion functions for "forward", "backward", or "joint" for both.
+    """Returns the registered fusions for "forward", "backward" or "joint" (both).
 
     They were registered by users or by this module, and run in this order. Joint
     fusions change the operations of both directions in the same way.
@@ -150,8 +150,8 @@ def without_fusions() -> Iterator[None]:
         yield
     finally:
         for name, registered in _FUSIONS.items():
-            # Fusions that were registered inside the context are kept, after the
-            # others.
+            # Fusions that were registered inside the context stay, after those that
+            # are restored.
             registered[:] = dict.fromkeys([*before[name], *registered])
 
 
@@ -167,7 +167,7 @@ def _register(name, fusion, prepend):
 
 @dataclasses.dataclass(frozen=True)
 class ExtraTensorEdges:
-    """The connections between extra outputs and extra inputs of a list of operations.
+    """How extra outputs (arrays besides y) are connected to later extra inputs.
 
     An *edge* is the number of an extra tensor: an extra input that the caller passes,
     or an extra output of an operation.
@@ -315,7 +315,7 @@ class OperationFuser(arguments.KeywordsChecked):
     def fusion_steps(
         self, direction: str
     ) -> Iterator[tuple[Fusion, list[Op], list[Op]]]:
-        """Runs the fusion functions in order; yields each with its input and output."""
+        """Applies the fusions in turn; yields (fusion, list before, list after)."""
         ops = self._unfused(direction)
         for fusion in (*fusions("joint"), *fusions(direction)):
             before, ops = ops, list(fusion(list(ops)))
@@ -359,7 +359,7 @@ class OperationFuser(arguments.KeywordsChecked):
 
     @property
     def groups(self) -> tuple[OperationGroup, ...]:
-        """Splits the operations into groups that are each differentiated as a whole.
+        """Splits the operations into groups, each differentiated by one `custom_vjp`.
 
         The groups are as small as fused operations and quantized tensors allow.
         """
@@ -443,7 +443,7 @@ class OperationFuser(arguments.KeywordsChecked):
         return (x, *public) if public else x
 
     def _split(self, params) -> list[dict[str, jax.Array]]:
-        """Splits `params` into one dict of arrays per basic operation; checks names."""
+        """Splits `params` into a dict per basic operation; checks the array names."""
         split = [dict(each) for each in split_each("OperationFuser", self.ops, params)]
         basic_ops = [basic for op in self.ops for basic in op.basic_ops]
         for i, (op, own) in enumerate(zip(basic_ops, split, strict=True)):
@@ -457,7 +457,7 @@ class OperationFuser(arguments.KeywordsChecked):
         return split
 
     def _keys(self, key, deterministic) -> dict[int, dict[str, jax.Array]]:
-        """Returns a separate PRNG key for each operation that draws random numbers."""
+        """Returns {index: {"key": key}} for operations that draw random numbers."""
         drawing = [i for i, op in enumerate(self.basic_ops) if op.takes_key]
         if drawing and key is None and not deterministic:
             raise ShapeContractError(

@@ -30,7 +30,7 @@ Saves = tuple[frozenset[str], ...]
 
 @dataclasses.dataclass(frozen=True)
 class OperationGroup:
-    """Consecutive basic operations that are differentiated as one function.
+    """Consecutive basic operations that are differentiated by one `jax.custom_vjp`.
 
     A group ends wherever a fused operation of the forward and one of the backward end
     together, unless a quantized tensor passes there. With groups this short, JAX itself
@@ -60,7 +60,7 @@ class OperationGroup:
 
     @property
     def external_inputs(self) -> set[int]:
-        """Returns the edges of extra inputs that come from outside the group."""
+        """Returns the edges (tensor numbers) of extra inputs from outside the group."""
         own_outputs = set(itertools.chain(*self.outputs))
         return set(itertools.chain(*self.inputs)) - own_outputs
 
@@ -108,8 +108,8 @@ class OperationGroup:
         def keep(op, values, wanted, name):
             if name not in values:
                 # A fused forward never computes this residual, whichever gradients are
-                # requested. Since no value is replaced, any empty array will do. One
-                # that replaces a value must have its batch axes under jax.vmap.
+                # requested, so any empty array will do. A placeholder that replaces a
+                # computed value would need the value's batch axes under jax.vmap.
                 return placeholder()
             value = save(values[name], name, op.comm_name)
             return residual_or_placeholder(name in wanted, value)
@@ -145,7 +145,8 @@ class OperationGroup:
             edges.update(jax.tree.map(jax.typeof, arrays))
 
         jax.eval_shape(run, operands)
-        # Placeholders keep the tree structure independent of the requested gradients.
+        # Placeholders (empty arrays) keep the tree structure of the saved values
+        # independent of the requested gradients.
         x_avals = tuple(
             cotangent_aval(x) if need.x else placeholder()
             for need, x in zip(needs, xs, strict=True)
@@ -237,9 +238,9 @@ def _group_bwd(configuration, group, _, saved, cotangents):
         has_gradients = any(needs[window]) and (
             dy is not None or any(d is not None for row in d_outputs for d in row)
         )
-        # Without gradients, no operation runs: the base class returns None for each
-        # gradient. For an accumulator such as "main_grad", it returns the old value,
-        # because the cotangent of an accumulator is its new value.
+        # If no gradient is needed or all incoming ones are zero, no operation runs: the
+        # base class returns None for each gradient. For an accumulator such as
+        # "main_grad", whose cotangent is its new value, it returns the old value.
         backward = (type(op) if has_gradients else FusedOperation).backward
         dy = dy if op.basic_ops[-1].takes_quantized_grad else dequantized(dy)
         with group.naming_errors(window, op):
@@ -285,17 +286,18 @@ def _by_edge(rows, arrays):
 
 
 def cotangent_aval(value) -> jax.Array:
-    """Returns the type of a cotangent of `value`: dtype and varying mesh axes.
+    """Returns an empty array with the dtype and varying mesh axes of a cotangent.
 
-    It is an empty array, so that a residual can contain it.
+    It stands for the type of a cotangent of `value`. As an array, it can be a residual.
     """
     empty = jnp.zeros((0,), value.dtype)
     return vma.pcast_varying(empty, vma.axes_of(value))
 
 
 def to_cotangent_aval(aval: jax.Array | None, gradient: Any) -> Any:
-    """Casts a gradient to its operand's `cotangent_aval`; None if either is None.
+    """Casts a gradient to the dtype and varying mesh axes of its operand, `aval`.
 
+    `aval` is the operand's `cotangent_aval`. The result is None if either is None.
     If the gradient varies over more mesh axes than the operand, the operand was cast to
     vary over them. The transpose of the cast is a sum, which is computed here. A
     quantized gradient stays quantized if nothing is summed.

@@ -149,7 +149,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
 
     @property
     def chosen_method(self) -> Any:
-        """Returns the method in `userbuffers_options`, else the field `method`."""
+        """Returns the overlap method: in `userbuffers_options`, else in `method`."""
         return dict(self.userbuffers_options or ()).get("method", self.method)
 
     def init(self, key):
@@ -261,9 +261,9 @@ class BasicLinear(_LinearOptions, BasicOperation):
     ):
         """Computes `scale * x @ kernel + bias + residual`, GEMM and collective in turn.
 
-        A column-parallel layer all-gathers x before the GEMM; a row-parallel layer sums
-        the products over the ranks after it. Bias and residual are added once, in f32,
-        after any reduction over the ranks.
+        A column-parallel layer first all-gathers x, then runs the GEMM; a row-parallel
+        layer sums the products over the ranks after the GEMM. Bias and residual are
+        added once, in f32, after any reduction over the ranks.
 
         Fused operations pass the keyword arguments. `bias`, `[N]`, has this rank's
         features, and `residual` the shape of the result. Without a reduction over the
@@ -333,7 +333,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
         return next(operands, source_of(dy)).dtype
 
     def saved_operands(self, residuals: Residuals, needs: RequestedGradients):
-        """Returns x, kernel and main_grad; None for each that no gradient needs."""
+        """Returns the saved x, kernel and main_grad, or None for each not needed."""
         x = residuals["x"] if self.wants_wgrad(needs) else None
         kernel = residuals["kernel"] if needs.x else None
         return x, kernel, None if x is None else residuals.get("main_grad")

@@ -19,12 +19,12 @@ from jax_ub._src.scaled_array import is_scaled, map_scaled, source_of, without_s
 
 
 def state_in(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the `DelayedScaling` state (scales, amax histories) in `arrays`."""
+    """Returns the FP8 `DelayedScaling` state in `arrays`: scales, amax histories."""
     return {name: arrays[name] for name in sorted(fp8_state.NAMES) if name in arrays}
 
 
 def quantized(config: CallConfig, residuals: Residuals, params: Params) -> Residuals:
-    """Quantizes "x" and "kernel" in `residuals` if the linear has a recipe.
+    """Quantizes "x" and "kernel" in `residuals` if the linear has an FP8 recipe.
 
     With `DelayedScaling`, `params` has the state, and the returned residuals have the
     new state. x may be quantized already; then its state does not change.

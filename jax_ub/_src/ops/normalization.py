@@ -107,7 +107,7 @@ class Normalization(BasicOperation):
     def gradients(
         self, residuals: Residuals, dy: jax.Array, needs: RequestedGradients
     ) -> tuple[jax.Array | None, Params]:
-        """Returns dx and the parameters' gradients, as requested, in f32."""
+        """Returns dx or None, and {parameter: gradient}, as requested, in f32."""
         dy = dy.astype(jnp.float32)
         rows = tuple(range(dy.ndim - 1))
         d_params = {}

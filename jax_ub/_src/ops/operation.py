@@ -88,7 +88,7 @@ class Operation(arguments.KeywordsChecked):
         return self.basic_ops
 
     def __repr__(self) -> str:
-        """Returns a dataclass's constructor call as text, without default arguments."""
+        """Returns the constructor call as text, without arguments equal to defaults."""
         op: Any = self
         given = [
             f"{field.name}={shown(getattr(op, field.name))}"
@@ -102,7 +102,7 @@ class Operation(arguments.KeywordsChecked):
         raise NotImplementedError
 
     def specs(self) -> Any:
-        """Returns the `PartitionSpec` of each parameter, in the tree of `init`."""
+        """Returns each parameter's `PartitionSpec`, in the tree structure of `init`."""
         raise NotImplementedError
 
     def split(self, params: Any) -> tuple[Params, ...]:
@@ -140,7 +140,7 @@ class BasicOperation(Operation):
     extra_output_channels: tuple[OutputChannel | None, ...] = ()
 
     def __post_init__(self):
-        """Checks the constructor's arguments. Subclasses that override it call it."""
+        """Checks the constructor's arguments. Overriding methods must call it, too."""
         fields = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }
@@ -168,12 +168,12 @@ class BasicOperation(Operation):
 
     @property
     def label(self) -> str:
-        """Returns the operation's name in error messages, by default its class."""
+        """Returns the operation's name in error messages, by default the class name."""
         return type(self).__name__
 
     @property
     def comm_name(self) -> str | None:
-        """Returns the operation's overlap name in `initialize_ub`, or None."""
+        """Returns the name by which `initialize_ub` configures its overlap, or None."""
         return None
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
@@ -189,7 +189,7 @@ class BasicOperation(Operation):
         return (params,)
 
     def claim(self, params: Params) -> None:
-        """Raises an error if another call accumulates into a main_grad in `params`.
+        """Raises an error if another call used a "main_grad" or FP8 state in `params`.
 
         The fuser calls it outside the differentiated function.
         """
@@ -342,7 +342,7 @@ def check_operation(where: str, value: Any) -> None:
 def init_parameter(
     op: Any, name: str, make: Callable, key: Any, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Creates the global parameter `name` with the initializer `make`."""
+    """Creates a global parameter with the initializer `make`, the option `name`."""
     checks.check_key(op.label, "key", key)
     values = make(key, shape, op.param_dtype)
     checks.check_initial(op.label, name, values, shape)

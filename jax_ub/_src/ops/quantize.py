@@ -106,7 +106,7 @@ class Quantize(BasicOperation):
 
     @property
     def _quantizers(self) -> tuple[Quantizer | None, Quantizer | None]:
-        """Returns the quantizers of the activation and of its gradient."""
+        """Returns the quantizers of activation and gradient, None if not quantized."""
         own = Quantizer(
             Float8CurrentScaling() if self.fp8 is None else self.fp8,
             checks.axis_tuple(self.axis_name),
@@ -118,7 +118,7 @@ class Quantize(BasicOperation):
         )
 
     def linked(self, role: str, quantizer: Quantizer) -> "Quantize":
-        """Returns a copy that quantizes the activation or gradient with `quantizer`."""
+        """Returns a copy with another quantizer of the activation or gradient."""
         forward, backward = self._linked
         pair = (quantizer, backward) if role == INPUT else (forward, quantizer)
         new = copy.copy(self)
@@ -159,7 +159,7 @@ class Quantize(BasicOperation):
 
 @dataclasses.dataclass
 class _Path:
-    """Indices of the operations through which a tensor passes after it is quantized."""
+    """Indices of the operations through which an FP8 tensor passes once quantized."""
 
     start: int  # of the Quantize
     reached: list[int] = dataclasses.field(default_factory=list)
@@ -202,7 +202,7 @@ def quantized_boundaries(ops: Sequence[BasicOperation]) -> set[int]:
 def with_quantizers(
     ops: Sequence[BasicOperation],
 ) -> tuple[list[BasicOperation], list[tuple[int, int, str]]]:
-    """Passes the quantizers of linears to the `Quantize` operations in a list.
+    """Sets the quantizer of each `Quantize`, by default from the linear that it feeds.
 
     Returns:
         The operations, and (linear, quantize, role) for each FP8 state that is passed,
@@ -226,7 +226,10 @@ def with_quantizers(
 
 
 def _axes(ops, path) -> tuple[str, ...]:
-    """Returns the mesh axes over which an FP8 tensor is gathered or contracted."""
+    """Returns the mesh axes whose ranks must share the scale of an FP8 tensor.
+
+    These are the axes over which it is gathered or contracted, and `axis_name`.
+    """
     axes = {*checks.axis_tuple(ops[path.start].axis_name)}
     for i in path.reached:
         if isinstance(ops[i], AllGather | ReduceScatter):

@@ -207,7 +207,7 @@ def split_main_grads(params: Any) -> tuple[Any, Any]:
 
 
 def split_fp8_states(params: Any) -> tuple[Any, Any]:
-    """Splits parameters into weights and states of `DelayedScaling`.
+    """Splits parameters into weights and FP8 scaling states (`DelayedScaling`).
 
     The gradient of a state is its new value, which `ub.fp8.apply_updates` stores:
 
@@ -237,7 +237,7 @@ def _split(params, names):
 
 
 def merge_main_grads(weights: Any, main_grads: Any) -> Any:
-    """Merges the weights and main_grads that `split_main_grads` separated.
+    """Merges weights and "main_grad" accumulators: the inverse of `split_main_grads`.
 
     Transformer Engine: none.
 
@@ -252,7 +252,7 @@ def merge_main_grads(weights: Any, main_grads: Any) -> Any:
 
 
 def merge_fp8_states(weights: Any, states: Any) -> Any:
-    """Merges the weights and states that `split_fp8_states` separated.
+    """Merges weights and FP8 scaling states: the inverse of `split_fp8_states`.
 
     Transformer Engine: none.
 
@@ -276,7 +276,7 @@ def _merge(weights, others):
 
 
 def gradients_of_main_grads(gradients: Any, main_grads: Any) -> Any:
-    """Replaces the gradient of each kernel that has a main_grad by the main_grad.
+    """Replaces each kernel's gradient by its "main_grad", the accumulated one, if any.
 
     Transformer Engine: none. Megatron-LM's optimizer reads `main_grad` itself.
 

@@ -68,7 +68,7 @@ def match(ops: Sequence[Op]) -> tuple[tuple[BasicOperation, ...], str]:
 
 @dataclasses.dataclass(frozen=True)
 class UserbuffersLinear(FusedPattern):
-    """Base class of fused linears whose GEMM overlaps with their collective."""
+    """Base class of linears whose GEMM overlaps an all-gather or reduce-scatter."""
 
     linear: BasicLinear = pattern_field(BasicLinear)
     bias: Bias | None = pattern_field(Bias, is_optional=True)
@@ -152,7 +152,7 @@ def overlapped_call_config(  # noqa: PLR0913, options of a linear
     is_backward: bool = False,
     fp8: Recipe | None = None,
 ) -> CallConfig:
-    """Checks the arguments of a `UserbuffersLinear`; returns its `CallConfig`."""
+    """Checks the options of an overlapped linear; returns them as a `CallConfig`."""
     check_parallel(op, "tensor_parallel_mode", parallel)
     checks.check_flag(op, "sequence_parallel", sequence_parallel)
     if not sequence_parallel:
@@ -186,7 +186,7 @@ def overlapped_call_config(  # noqa: PLR0913, options of a linear
 
 @dataclasses.dataclass(frozen=True)
 class UserbuffersForwardLinear(UserbuffersLinear, ForwardPattern):
-    """Computes a linear whose GEMM overlaps with its all-gather or reduce-scatter.
+    """Computes a linear layer whose GEMM overlaps its all-gather or reduce-scatter.
 
     Replaces a linear, and the bias and the reduce-scatter after it. This saves the
     buffer of the gathered input, or of the product before the scatter, and the pass
@@ -213,9 +213,9 @@ class UserbuffersForwardLinear(UserbuffersLinear, ForwardPattern):
         method: Method | str | None = None,
         dtype: DTypeLike | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Computes AG+GEMM ("column") or GEMM+RS ("row") inside `jax.shard_map`.
+        """Computes all-gather + GEMM ("column") or GEMM + reduce-scatter ("row").
 
-        It is not differentiable.
+        It is called inside `jax.shard_map`, and is not differentiable.
 
         | mode | input | weight | bias | result |
         |---|---|---|---|---|
@@ -310,8 +310,8 @@ def _forward_operands(config, x, w, bias, added_bias=None, residual=None):
     """Sums the biases, and casts all operands to vary over the same mesh axes."""
     axes = config.axes(x, w, bias, added_bias, residual)
     if not config.mode.gathers_x and bias is not None:
-        # The operation adds the bias of each rank before the reduce-scatter, which sums
-        # these biases. The engine adds one bias after it, so this bias is the sum.
+        # In the unfused operations, each rank adds its bias before the reduce-scatter,
+        # which sums the biases. The engine adds one bias after it: their sum.
         bias = bias.astype(jnp.float32)
         is_varying = bool(vma.axes_of(bias) & frozenset(config.axis_name))
         if config.is_vma_checked and not is_varying:

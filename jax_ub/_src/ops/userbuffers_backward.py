@@ -26,7 +26,7 @@ from jax_ub._src.scaled_array import dequantized, is_scaled
 
 @dataclasses.dataclass(frozen=True)
 class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
-    """Computes a linear's gradients with GEMMs that overlap with communication.
+    """Computes a linear layer's gradients with GEMMs that overlap with communication.
 
     | mode | method | dgrad GEMM | wgrad GEMM |
     |---|---|---|---|
@@ -60,7 +60,7 @@ class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
         method: Method | str | None = None,
         dtype: DTypeLike | None = None,
     ) -> tuple[jax.Array | None, jax.Array | None, dict[str, jax.Array | None]]:
-        """Computes a linear's gradients with overlapped GEMMs, inside `jax.shard_map`.
+        """Computes a linear layer's gradients with overlapped GEMMs inside `shard_map`.
 
         | mode | grad_output | input, grad_input | weight, grad_weight |
         |---|---|---|---|

@@ -24,9 +24,11 @@ _TILES = (
     (64, 128, 0.78),
     (64, 64, 0.60),
 )
-# `Hardware.flops_per_s` is the rate of a GEMM with M = K = N = _ANCHOR.
+# The GEMM size at which a machine's rate is given: `Hardware.flops_per_s` is the rate
+# for M = K = N = _ANCHOR.
 _ANCHOR = 8192
-# A kernel of more waves than this is simulated in groups of tiles, to save time.
+# A GEMM kernel with more waves of tiles than this is simulated in groups of tiles, to
+# make the simulation faster.
 _MAX_WAVES = 24
 
 
@@ -45,7 +47,7 @@ class Gemm:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """An op with the global sizes and element sizes for which it is simulated.
+    """A simulated call: its op, its global sizes, and the sizes of its elements.
 
     There are M tokens, K contracted features and N output features. Operands and
     results have `itemsize` bytes per element, partial sums on the wire
@@ -85,16 +87,16 @@ class Workload:
         return dataclasses.replace(self.gemm, m=num_rows)
 
     def split_rows(self, num_splits: int) -> int:
-        """Returns the number of rows in each of `num_splits` splits of a chunk."""
+        """Returns the rows of each split of a chunk, which has M / num_ranks rows."""
         return self.M // self.num_ranks // num_splits
 
     def wire_bytes(self, payload: str, num_rows: int) -> int:
-        """Returns the bytes that a rank sends to a peer for `num_rows` rows."""
+        """Returns the bytes of `num_rows` rows of a payload, as sent to a peer."""
         size = self.partial_itemsize if payload == "partial" else self.itemsize
         return num_rows * (self.K if self.gathers else self.N) * size
 
     def reduce_bytes(self, num_rows: int) -> int:
-        """Returns how many bytes a rank reads and writes to sum over the ranks.
+        """Returns the memory traffic, in bytes, of summing all ranks' partial sums.
 
         It sums `num_rows` rows of the partial sums of all ranks.
         """
@@ -167,7 +169,7 @@ class _Tiling:
 
 @functools.lru_cache(maxsize=4096)
 def _tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> _Tiling:
-    """Returns the fastest tile size for a GEMM that runs alone on a GPU."""
+    """Returns the tiling with which a GEMM is fastest if it runs alone on a GPU."""
     # The rate of one multiprocessor is chosen such that a GEMM with M = K = N = _ANCHOR
     # takes its measured time.
     tiles = math.ceil(_ANCHOR / 128) * math.ceil(_ANCHOR / 256)
@@ -198,7 +200,7 @@ class Processors:
         self._issued = 0
 
     def run(self, available: float, gemm: Gemm) -> tuple[float, float]:
-        """Simulates a GEMM kernel on the next stream; returns its start and end.
+        """Simulates a GEMM kernel on the next stream; returns its start and end time.
 
         Its operands are available at the time `available`.
         """

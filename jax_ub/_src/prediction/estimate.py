@@ -22,7 +22,8 @@ from jax_ub._src.prediction.replay import PlanOptions, Span, end_s, replay, step
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-# Ops that run a local GEMM and, concurrently, this collective of the layer's x.
+# Ops that run a local GEMM and a collective of an activation or a gradient of the same
+# layer, concurrently where possible: {op: collective}.
 _CONCURRENT = {
     "bulk_all_gather": "all_gather",
     "bulk_reduce_scatter": "reduce_scatter",
@@ -31,8 +32,8 @@ _CONCURRENT = {
 OPS = (*PRODUCTS, *_COLLECTIVES, *_CONCURRENT, "matmul")
 _SPLITS = (1, 2, 4)
 _STREAMS = (1, 2, 3)
-# The bytes per element of a cast with a scale per tensor or row: bf16 is read twice,
-# for the largest value and for the cast, and e4m3 is written.
+# Memory traffic in bytes per element of a cast to FP8 with a scale per tensor or row:
+# bf16 is read twice, to find the largest value and to cast, and e4m3 is written.
 _CAST_BYTES = 2 + 2 + 1
 _MIN_ROWS = 64  # A split with fewer rows would be smaller than a tile.
 
@@ -66,7 +67,7 @@ class Prediction:
 
 
 def predict(*arguments, **options) -> float:
-    """Returns the predicted seconds of one call, with `estimate`'s arguments."""
+    """Predicts the seconds of one call; takes the same arguments as `estimate`."""
     return estimate(*arguments, **options).seconds
 
 
@@ -116,7 +117,7 @@ def estimate(
 def _workload(op, sizes, itemsize, machine):
     # CPUs exchange partial sums in f32; a GPU rounds them before it sends them.
     with_product = op in PRODUCTS and op != "all_gather_matmul"
-    # Partial sums of FP8 products have 16 bits.
+    # Partial sums of FP8 products have 2 bytes, not the 1 byte of their operands.
     partial = 4 if machine.is_host and with_product else max(itemsize, 2)
     M, K, N, P = sizes
     return Workload(op, M, K, N, P, itemsize, partial)
@@ -163,7 +164,8 @@ def _is_one_shot(work, method, machine):
 
 def _schedule_name(work, method, machine):
     if method is Method.AUTO:
-        # On a host, operands are read in place from the peers' memory.
+        # On a CPU host, "auto" reads operands in place from the peers' memory, which is
+        # method "direct".
         on_gpus = methods.auto_on_gpus(gathers=work.gathers)
         return (Method.DIRECT if machine.is_host else on_gpus).value
     if not work.has_product and method is Method.DIRECT and not machine.is_host:
@@ -210,7 +212,8 @@ def fastest_plan(
     best = min(spans, key=lambda one: end_s(spans[one]))
     blocks = "" if method == "ring_exchange" else f"b{best.num_splits}"
     knobs = f"{blocks}a{best.aggregate}s{best.streams}"
-    # The kernel that sums in a one-shot all-reduce also sends: its puts launch nothing.
+    # In a one-shot all-reduce, the kernel that sums also sends the data, so that the
+    # schedule's puts need no launch.
     is_one_shot = variant is Variant.ONE_SHOT
     launched = [s for s in spans[best] if not (is_one_shot and s.kind == "put")]
     return knobs, end_s(spans[best]), len(launched)
@@ -243,7 +246,7 @@ def _options(work, machine, method) -> Iterator[PlanOptions]:
         aggregates = [a for a in (1, 2, 4, peers) if a <= peers]
         if work.op == "matmul_all_reduce":
             # One kernel multiplies all peers' chunks, because more kernels would delay
-            # the all-gather.
+            # the all-gather of the sums, which ends the all-reduce.
             aggregates = [peers]
     for num_splits, *kernels in itertools.product(splits, aggregates, streams):
         if num_splits == 1 or work.split_rows(num_splits) >= _MIN_ROWS:
@@ -285,9 +288,9 @@ class Fp8Prediction:
 
 
 def predict_fp8(work: Workload, machine: Hardware) -> Fp8Prediction:
-    """Predicts how many seconds an op takes in three variants.
+    """Predicts the seconds of an op in bf16, with FP8 operands, and if it sends FP8.
 
-    They are bf16, FP8 operands, and bf16 that is sent as FP8 (`wire_dtype="fp8"`).
+    The last variant multiplies bf16, and sends it as FP8 (`wire_dtype="fp8"`).
     """
     if not machine.has_fp8:
         raise UnsupportedOverlapError(
@@ -299,7 +302,7 @@ def predict_fp8(work: Workload, machine: Hardware) -> Fp8Prediction:
     def cast_s(num_elements):
         return _CAST_BYTES * num_elements / part.memory_bytes_per_s
 
-    # A CPU multiplies FP8 as bf16.
+    # A CPU multiplies FP8 operands as bf16, so its GEMM has the rate of bf16.
     gemm_itemsize = 2 if machine.is_host else 1
     x_size = work.M * work.K // work.num_ranks
     sent = dataclasses.replace(work, itemsize=1) if work.gathers else work
@@ -323,6 +326,6 @@ def _wire_seconds(work, machine, cast_s):
         seconds = estimate_workload(rows, plan, machine).seconds
         widened = 0 if machine.is_host else work.M * work.K
         return seconds + cast_s(work.M * work.K // work.num_ranks) + cast_s(widened) / 2
-    # A rank casts M * N partial sums before it sends them, and sums as many received
-    # ones, which takes about as long.
+    # A rank casts M * N partial sums before it sends them. It then sums as many
+    # received ones, which takes about as long; hence the factor 2.
     return bounds(rows, machine).serial_s + 2 * cast_s(work.M * work.N)

@@ -14,16 +14,18 @@ from collections.abc import Mapping
 from jax_ub._src.errors import UnknownNameError, nearest, shown
 from jax_ub._src.methods import KernelOptions
 
-# The shares of the peaks in its datasheet that an H200 reaches in GEMMs and copies.
+# The fractions of the peak FLOP/s and memory bandwidth in its datasheet that an H200
+# reaches in GEMMs and copies.
 _GEMM_SHARE = 788 / 989.4
 _MEMORY_SHARE = 4.3 / 4.8
-# The rates of dense GEMMs relative to bf16, by bytes per element; f32 runs as TF32.
+# The rates of dense GEMMs relative to bf16, keyed by bytes per element: FP8, bf16 or
+# f16, and f32, which runs as TF32.
 _RATE_OF_ITEMSIZE = {1: 2.0, 2: 1.0, 4: 0.5}
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """The rates and latencies of one machine, for the simulator's cost model.
+    """Rates and latencies of a kind of GPU or a CPU host, for the simulator.
 
     Rates are for each GPU, or for a host's CPU cores that all ranks share.
 
@@ -105,7 +107,8 @@ def host(
     return Hardware(
         name,
         flops_per_s,
-        # A put reads and writes memory, so half the copy bandwidth remains.
+        # On a host, a rank sends data by copying it, which both reads and writes
+        # memory. So the wire has half the copy bandwidth.
         wire_bytes_per_s=copy_bytes_per_s / 2,
         memory_bytes_per_s=copy_bytes_per_s,
         processors=0,
@@ -125,19 +128,20 @@ HARDWARE: Mapping[str, Hardware] = {
         _gpu("h100", 989.4e12, 450e9, 3.35e12, 132),
         _gpu("h200", 989.4e12, 450e9, 4.8e12, 132),
         _gpu("b200", 2250e12, 900e9, 8.0e12, 148),
-        # Two cores with AVX2, measured in docs/bench. --gflops sets another rate.
+        # "cpu": two cores with AVX2, measured in docs/bench. The option --gflops of
+        # `python -m jax_ub simulate` sets another rate.
         host(170e9, 20e9, 172e9),
     )
 }
 
 
 def name_of_kind(device_kind: str) -> str | None:
-    """Returns the name of the machine of a JAX `device_kind`; None if unknown."""
+    """Returns the `HARDWARE` key of a JAX device kind, as "h100"; None if unknown."""
     return next((name for name in HARDWARE if name in device_kind.lower()), None)
 
 
 def find(name: "str | Hardware") -> Hardware:
-    """Returns the machine with this name; a `Hardware` is returned unchanged."""
+    """Returns the machine of a name such as "h100", or a given `Hardware` unchanged."""
     if isinstance(name, Hardware):
         return name
     if not isinstance(name, str) or name not in HARDWARE:

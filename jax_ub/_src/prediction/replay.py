@@ -19,8 +19,9 @@ from jax_ub._src.runtime import cpu_engine
 
 ALL_CHUNKS = -1
 
-# A step that `jax_ub._cpu` returns. `kind` is the action, such as "multiply", "put",
-# "wait" or "reduce". `payload` is what it transfers: "operand", "partial" or "sum".
+# One step of a rank's schedule, from the C++ module `jax_ub._cpu`. `kind` is the
+# action, such as "multiply", "put", "wait" or "reduce". `payload` is what it transfers:
+# "operand", "partial" or "sum".
 Step = Any
 
 
@@ -35,10 +36,11 @@ def steps_of(op: str, method: str, *sizes: int, variant: str) -> tuple[Step, ...
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """Options of a simulated schedule, which are varied to find the fastest one.
+    """Options of a simulated schedule: splits, chunks per GEMM kernel, and streams.
 
-    A rank's rows have `num_splits` splits, a kernel multiplies `aggregate` chunks, and
-    kernels are launched on `streams` streams in turn.
+    They are varied to find the fastest schedule. A rank's rows have `num_splits`
+    splits, a kernel multiplies `aggregate` chunks, and kernels are launched on
+    `streams` streams in turn.
     """
 
     num_splits: int = 1
@@ -68,12 +70,12 @@ def replay(
     hardware: Hardware,
     options: PlanOptions,
 ) -> list[Span]:
-    """Simulates the schedules of all ranks and returns the spans of all steps.
+    """Simulates the schedules of all ranks; returns the start and end of all steps.
 
     The steps of a single rank represent all ranks: data arrives from a peer when this
     rank sends the same data.
     """
-    # The times at which slots are filled, keyed by (rank, slot).
+    # When peers have filled a rank's receive slots, in seconds, keyed by (rank, slot).
     arrivals: dict[tuple[int, int], float] = {}
     part = hardware.shared_by(work.num_ranks)
     ranks = [
@@ -121,13 +123,14 @@ class _Rank:
             self._processors = Processors(hardware, options.streams, work.rate_itemsize)
         self._kernels = _kernels(rank, steps, work.gathers, options.aggregate)
         self._has_waited_for_free_slots = False
-        # An all-reduce in one exchange sends, waits and sums in one kernel.
+        # A one-shot all-reduce, which puts all chunks at once, sends, waits and sums in
+        # one kernel.
         self._is_one_kernel = any(
             step.kind == "put" and step.chunk == ALL_CHUNKS for step in steps
         )
-        # The times at which received data arrived, keyed by (payload, chunk or sender,
-        # split). The three members below have the times at which products, sums and
-        # gathered rows were complete.
+        # When received data arrived, keyed by (payload, chunk, split), with the sender
+        # in place of the chunk for partial sums. The next three members have the times
+        # at which products, sums and gathered rows were complete.
         self._received: dict[tuple[str, int, int], float] = {}
         self._multiplied: dict[tuple[int, int], float] = {}
         self._summed: dict[int, float] = {}
@@ -155,7 +158,7 @@ class _Rank:
             self._run("end", (), end_s(self.spans), self._hardware.launch_s)
 
     def _run(self, kind, chunks, ready, duration):
-        """Simulates a communication step of `duration` seconds; returns its end."""
+        """Simulates a step after `ready` and the previous step; returns its end."""
         start = max(ready, self._clock)
         self._clock = start + duration
         self._add_span(self._lane, kind, chunks, start, self._clock)
@@ -169,8 +172,8 @@ class _Rank:
             self._run("wait", (step.chunk,), 0.0, self._hardware.launch_s)
 
     def _wait_free(self, step):
-        # The simulated call is the first of its communicator: all slots are free. A GPU
-        # waits for all of them at once.
+        # The simulated call is the first of its communicator, so all receive slots are
+        # free. On a GPU, one launch waits for all of them.
         if self._processors is not None and not self._has_waited_for_free_slots:
             self._launch_wait(step)
             self._has_waited_for_free_slots = True
@@ -252,7 +255,7 @@ class _Rank:
         if self._processors is None:
             end = self._run("copy", (step.chunk,), 0.0, duration)
         else:
-            # The rank's own chunk is an operand, which is ready at time 0.
+            # The rank's own chunk is not received. It is an operand, ready at time 0.
             ready = self._received.get((step.payload, step.chunk, step.split), 0.0)
             start, end = self._processors.run_on_all(ready, duration)
             self._add_span("gemm", "copy", (step.chunk,), start, end)

@@ -34,7 +34,7 @@ _TARGET = "jax_ub$"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How one primitive of a layer runs: its ranks, its method and its label.
+    """How one primitive of a layer runs: its ranks, its overlap method and its label.
 
     Attributes:
         label: the layer's name in errors, fallbacks and traces.
@@ -73,7 +73,7 @@ class Execution:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """The op and options of a call, all but its operands: the primitive's parameter.
+    """The op and options of a call, without operands: a JAX primitive's parameter.
 
     A subclass sets `target`, adds the target's options as fields, and defines the
     shapes of the results and their reference implementation in plain `jax.lax`.
@@ -96,13 +96,14 @@ class Call:
     # Whether batch axes of the activations are batch axes of the results, too. If so,
     # `jax.vmap` adds a batch axis; otherwise it loops.
     is_batchable: ClassVar[bool] = True
-    # The fields that are FFI attributes of this target only.
+    # The names of the fields that become FFI attributes of only this target's custom
+    # call.
     option_names: ClassVar[tuple[str, ...]] = ()
 
     execution: Execution
     # Whether an operand of the GEMMs is FP8. If so, the last `num_scales` operands of
-    # the primitive are the scales of the GEMMs' operands, in the same order. Other
-    # methods of this class get the operands without scales.
+    # the primitive are the scales of the GEMMs' operands, in the same order. Except for
+    # `split` and `plain`, methods of this class get the operands without scales.
     has_scales: bool = False
     # Whether there is a scale per row, column or block. Otherwise there is one per
     # tensor, with shape [1], which is equal on all ranks that share the tensor.
@@ -143,7 +144,7 @@ class Call:
 
     @property
     def kernels(self) -> range:
-        """Returns the indices of the kernels that may be stored transposed.
+        """Returns the operand indices of weight kernels that may be stored transposed.
 
         `rhs_transposed` states whether they are. Empty for calls without this option.
         """
@@ -162,7 +163,7 @@ class Call:
         raise NotImplementedError
 
     def gathered_scales(self, scales: Sequence) -> Sequence:
-        """Returns the scales that are gathered together with an FP8 array.
+        """Returns those FP8 scales that the call all-gathers together with an array.
 
         Empty if the call does not return a gathered FP8 array with several scales.
         """
@@ -231,11 +232,11 @@ class Call:
         return self.op, rows, width, self.num_ranks * width
 
     def tuned_op(self, operands: Sequence) -> str | None:
-        """Returns the name of the op in tuned files; None if it is not tuned."""
+        """Returns the op's name in files of the `tune` command; None if not tuned."""
         return self.op
 
     def tuned_key(self, operands: Sequence) -> TunedKey | None:
-        """Returns the key of the call in tuned files; None if it is not tuned."""
+        """Returns the key in tuned files (op, sizes, dtype); None if not tuned."""
         op = self.tuned_op(operands)
         if op is None:
             return None
@@ -265,8 +266,9 @@ class Call:
                 results = [vma.pcast_replicated(y, self.axis_name) for y in results]
             return tuple(results)
         call = self._tuned(operands)
-        # The tuned choice of JAX's Pallas kernel also has the method "xla". The call
-        # then needs its primitive: only the lowering knows whether the kernel can run.
+        # If a tuned file chooses JAX's Pallas kernel, "xla" may be the method where
+        # this kernel cannot run. Only the lowering knows whether it can, so the call
+        # binds its primitive.
         if call.method is Method.XLA and call.choice.pallas is None:
             with call.named_as_plain(is_tuned=call is not self):
                 return tuple(call.reference(*operands, scales=scales))
@@ -365,7 +367,7 @@ def _batch(axis_data, operands, dims, *, call):
     def is_activation(index):
         if index < num_operands:
             return call.is_activation(index)
-        # The scales of an operand's rows must have the same batch axes as the operand.
+        # Scales per row must have the same batch axes as the operand they belong to.
         return call.has_row_scales and call.is_activation(index - num_operands)
 
     if call.is_batchable and all(map(is_activation, mapped)):

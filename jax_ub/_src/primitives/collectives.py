@@ -72,7 +72,8 @@ def all_reduce_max(execution: Execution, x: jax.Array) -> jax.Array:
         return lax.pmax(x, axes)
     call = AllGatherMaxima(
         execution=Execution(
-            # Differs from the label of the layer, which may all-gather an operand, too.
+            # The label distinguishes this call from the layer's call, which may
+            # all-gather an operand, too.
             label=f"FP8 scale of {execution.label}",
             choice=MethodChoice(Method.AUTO),
             axis_name=axes,

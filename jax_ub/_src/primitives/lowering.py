@@ -39,8 +39,8 @@ from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, heap_bytes
 if TYPE_CHECKING:
     from jax_ub._src.primitives.call import Call
 
-# Minimum size of the workspace. It is a result of the custom call, and XLA has no
-# results of 0 bytes.
+# Minimum size of a call's workspace. The workspace is a result of the custom call, and
+# XLA has no results of 0 bytes.
 _LEAST_BYTES = 1
 # Whether XLA may run a call in a scan twice, unless an optimization barrier follows it
 # (JAX 0.11). XLA fuses the call with the dynamic-update-slice that saves its result,
@@ -50,7 +50,8 @@ _RUNS_TWICE_WHAT_IS_SAVED = jax.__version_info__ < (0, 12)
 
 
 def _lower_on_cpu(ctx, *operands, call):
-    # Checks the capacity again, because initialize_ub may have run after tracing.
+    # Checks again that the communication buffers are large enough, because
+    # `initialize_ub`, which allocates them, may have run after tracing.
     avals, _ = call.split(ctx.avals_in)
     check_capacity(call, avals)
     ranks = find_ranks(ctx, call.label, call.axis_name, takes_partitions=True)
@@ -69,8 +70,9 @@ def _lower_on_cpu(ctx, *operands, call):
     channel = attributes["channel"]
     if channel:
         cpu_engine.load().begin_program(channel)
-    # The engine rejects a program of an earlier communicator (generation). An exported
-    # program, which has "devices", is not checked: another process may run it.
+    # By the generation, the engine rejects a program that was lowered for an earlier
+    # communicator. An exported program, which has "devices", is not checked: another
+    # process may run it.
     if channel and "devices" not in attributes:
         attributes["generation"] = np.int64(ranks.generation)
     return _emit(ctx, operands, call, attributes, has_side_effect=True)
@@ -96,8 +98,8 @@ def _lower_on_cuda(ctx, *operands, call):
     if reason is not None:
         return _lower_to_reference(ctx, operands, call, reason)
     if call.execution.is_of_one_rank and call.method is Method.AUTO:
-        # On one rank, nothing can overlap. As an ordinary GEMM, XLA tunes it and fuses
-        # it with neighboring operations.
+        # On one rank, there is no communication to overlap. XLA can tune an ordinary
+        # GEMM and fuse it with neighboring operations.
         lowering_log.record(ctx, call, Method.XLA, "one rank: it is a GEMM of XLA's")
         return mlir.lower_fun(call.plain, multiple_results=True)(ctx, *operands)
     why_not_pallas = ""
@@ -177,7 +179,7 @@ def _instead_of_pallas(call, reason):
 
 
 def lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Sequence[Any]:
-    """Lowers a call for the platforms of the program: usually there is one.
+    """Lowers a call for the program's platform. For several platforms, uses plain JAX.
 
     A rule for each platform would not do: for several platforms, JAX 0.10 to 0.12 can
     only lower primitives with one rule, unless it caches the lowering.
@@ -266,7 +268,7 @@ def _attributes(ctx, call: Call, ranks: Ranks) -> dict[str, Any]:
 
 
 def _partition_attribute(ctx, ranks):
-    """Returns the ids of all devices of the mesh, indexed by partition id.
+    """Returns the attribute "devices": ids of the mesh's devices, by partition id.
 
     Only exported programs and abstract meshes have this attribute.
     """
@@ -326,7 +328,7 @@ def _cuda_method(call):
 
 
 def cuda_variant(call: Call, operands: Sequence[Any]) -> Variant:
-    """Returns the schedule variant by which the CUDA engine runs a call.
+    """Returns the CUDA engine's schedule variant: one-shot for a small all-reduce.
 
     An all-reduce of method "auto" is `ONE_SHOT` if each rank sends at most
     `ONE_SHOT_BYTES`. A tuned `ONE_SHOT` is kept unless its slots exceed the smallest
@@ -393,7 +395,8 @@ def _why_no_fp8(ctx, call, ranks):
     sizes = [array.shape[-1] for array in (*factors, *ctx.avals_out[:num_results])]
     if call.contracts_rows:
         # The GEMM contracts the rows of all ranks. An operand that the call gathers has
-        # only this rank's rows, so the size is the largest number of rows.
+        # only this rank's rows. The contracted size is therefore the largest number of
+        # rows of any operand.
         sizes.append(max(math.prod(factor.shape[:-1]) for factor in factors))
     multiple = cuda_engine.load().fp8_multiple
     for size in sizes:
@@ -406,10 +409,10 @@ def _why_no_fp8(ctx, call, ranks):
 
 
 def _with_converted_kernels(ctx, operands, call):
-    """Converts FP8 kernels whose scales change along the contracted axis.
+    """Converts FP8 kernels to scales by which cuBLASLt can multiply.
 
-    cuBLASLt does not multiply such scales. The engine would convert the kernels, too,
-    but once for each chunk.
+    It does not multiply by scales that change along the contracted axis. The engine
+    would convert the kernels, too, but once for each chunk.
     """
     if not call.kernels or not call.has_row_scales:
         return ctx, operands

@@ -53,11 +53,11 @@ class SummedMatmul(Call):
         return range(self.num_pairs, 2 * self.num_pairs)
 
     def reduced_rows(self, rows: int) -> int:
-        """Returns how many of the product's `rows` a rank keeps after `reduce`."""
+        """Returns how many of the product's `rows` a rank has after the reduction."""
         return rows
 
     def reduce(self, partial: jax.Array) -> jax.Array:
-        """Sums the f32 product over the ranks, in subclasses that communicate."""
+        """Sums the f32 product over the ranks; the base class returns it unchanged."""
         return partial
 
     def shapes(self, x, *others):
@@ -102,9 +102,9 @@ class Matmul(SummedMatmul):
         return overwritten(operands, len(operands) - 1, self.out_dtype)
 
     def tuned_op(self, operands):
-        # Only GEMMs that the tuner runs have a key. A tuned cuBLASLt algorithm is an
-        # index into cuBLASLt's proposals for one GEMM, which depend on layouts, dtypes
-        # and addends.
+        # Only GEMMs that the `tune` command measures have a key. A tuned algorithm is
+        # an index into the list that cuBLASLt proposes for a GEMM, which depends on
+        # layouts, dtypes and addends.
         dtype = operands[0].dtype
         if self.num_pairs > 1 or self.has_bias or self.out_dtype != dtype:
             return None
@@ -285,7 +285,8 @@ class AllGatherMatmul(Call):
         return overwritten(operands, len(operands) - self.num_kernels, self.out_dtype)
 
     def is_activation(self, index):
-        # Only x and the residuals have tokens as their rows.
+        # Operands are x, kernels, biases and residuals. Of these, only x and the
+        # residuals have tokens as rows.
         return index == 0 or index > self.num_kernels * (1 + self.has_bias)
 
     def global_sizes(self, operands):

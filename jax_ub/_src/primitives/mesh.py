@@ -23,7 +23,7 @@ from jax_ub._src.runtime.device_groups import rank_groups
 def axis_size(
     op: str, axis_name: str | tuple[str, ...] | None, *, may_be_mapped: bool = False
 ) -> int:
-    """Returns the number of ranks on `axis_name`, a manual mesh axis.
+    """Returns the number of ranks on `axis_name`, after checking that it is manual.
 
     Args:
         op: the call's name, for errors.
@@ -62,7 +62,7 @@ def are_manual(axes: tuple[str, ...]) -> bool:
 
 
 def are_mapped(axes: tuple[str, ...]) -> bool:
-    """Returns whether an enclosing `jax.vmap` has an axis of the same name.
+    """Returns whether an enclosing `jax.vmap` has an axis with one of these names.
 
     It hides a mesh axis of an outer `shard_map`. The result is False inside a
     `jax.jit` that `jax.vmap` maps, which is only known later.
@@ -83,7 +83,7 @@ def are_mapped(axes: tuple[str, ...]) -> bool:
 
 
 def is_fully_manual(axes: tuple[str, ...]) -> bool:
-    """Returns whether all `axes`, and all other axes of several devices, are manual."""
+    """Returns whether `axes`, and all other mesh axes of size above 1, are manual."""
     mesh = jax.sharding.get_abstract_mesh()
     return are_manual(axes) and not _automatic_axes(mesh, mesh.manual_axes)
 
@@ -104,7 +104,8 @@ def check_manual(label: str) -> None:
 class Ranks:
     """The devices that run a lowered call, by rank, or why the engine cannot run it."""
 
-    # Global device ids: table[group * P + rank], i64. Empty for a local op.
+    # Global device ids as i64: table[group * P + rank], with P ranks in each group.
+    # Empty for a local op, which communicates nothing.
     table: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
     reason: str | None = None  # why the engine cannot run the call; None if it can
     spans_processes: bool = False  # whether a group has ranks in several processes
@@ -153,7 +154,8 @@ def find_ranks(
         return Ranks(devices=devices)
     if is_abstract:
         if takes_partitions and jax.process_count() == 1:
-            # Partition ids are the positions of devices in the mesh.
+            # An abstract mesh has no device ids. XLA's partition ids, which are the
+            # positions in the mesh, replace them.
             ids = tuple(range(math.prod(mesh.axis_sizes)))
             groups = rank_groups(mesh, axes, ids)
             return Ranks(groups.reshape(-1), ids=ids, are_partitions=True)

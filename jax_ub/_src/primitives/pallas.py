@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from jax_ub._src.primitives.matmuls import AllGatherMatmul
     from jax_ub._src.primitives.mesh import Ranks
 
-# The only compute capability with the instructions that the kernel uses (wgmma).
+# The compute capability of Hopper GPUs. Only these have the instructions that the
+# kernel uses (wgmma).
 _HOPPER = "9.0"
 _DTYPES = ("bfloat16", "float16")
 # The kernel loads its operands in steps of _TILE_K columns, _STEPS of them in flight.
@@ -76,7 +77,8 @@ def _why_not_installed():
         from jax.experimental.pallas.ops.gpu import collective_matmul_mgpu  # noqa: F401
     except ImportError as error:
         return f"jax {jax.__version__} does not have it: {error}"
-    # Without this barrier, a rank might write to a buffer that a peer still uses.
+    # JAX versions without this parameter run the kernel without a barrier between the
+    # GPUs, so that a rank might write to a buffer that a peer still uses.
     if not hasattr(mosaic_gpu.CompilerParams, "skip_device_barrier"):
         return (
             f"jax {jax.__version__} runs it without a barrier between the GPUs. "
@@ -138,7 +140,7 @@ def lower(
     call: AllGatherMatmul,
     tiles: PallasTiles,
 ) -> Sequence[Any]:
-    """Lowers a call to JAX's Pallas kernel of AG+GEMM."""
+    """Lowers a call to JAX's Pallas kernel that overlaps all-gather and GEMM."""
     (axis_name,) = call.axis_name
     lowering_log.record(ctx, call, call.method, tiles=tiles)
 

@@ -14,9 +14,9 @@ from jax_ub._src.primitives.mesh import Ranks
 if TYPE_CHECKING:
     from jax_ub._src.primitives.call import Call
 
-# The element sizes, in bytes, for which the model has rates.
+# The element sizes, in bytes, for which the cost model has GEMM rates.
 _ITEMSIZES = (1, 2, 4)
-# The machine for which calls are predicted if their GPUs are unknown.
+# The machine for which calls are predicted if the cost model does not know their GPUs.
 _ASSUMED = "h100"
 # How long a host takes to enqueue one launch. Measured on one H100: 154 to 254 us for
 # calls of 19 to 36 launches (docs/gpu/2026-11-27).
@@ -24,7 +24,7 @@ _ENQUEUE_S = 7.5e-6
 
 
 def on_gpus(call: "Call", operands: Sequence, ranks: Ranks) -> Prediction | None:
-    """Returns the predicted time of a call; None if its mesh has no GPUs.
+    """Returns the predicted time of a call; None without GPUs or if not modeled.
 
     XLA captures no calls of a process with several GPUs, so their hosts enqueue each
     launch.

@@ -16,7 +16,7 @@ Operand = jax.Array | ScaledArray
 def scales_of(
     activations: Sequence[Operand], kernels: Sequence[Operand] = ()
 ) -> tuple[jax.Array, ...]:
-    """Returns the scales of a GEMM's operands. Empty if no operand is FP8.
+    """Returns the scale array of each GEMM operand. Empty if no operand is FP8.
 
     A wide operand has the scale 1. A scale that is a scalar belongs to a tensor, and
     has shape [1] here. If another operand has scales of rows or blocks, it is repeated
@@ -51,7 +51,7 @@ def scale_fields(scales: Sequence[jax.Array]) -> dict[str, bool]:
 def with_scales(
     operands: Sequence[jax.Array], scales: Sequence[jax.Array]
 ) -> tuple[Operand, ...]:
-    """Combines FP8 values and their scales to `ScaledArray`s.
+    """Combines FP8 values with their scales into `ScaledArray`s.
 
     It is the inverse of `scales_of`: the scale of a wide operand, 1, is left out.
     """

@@ -33,7 +33,7 @@ def is_vma_checked(axis_name: tuple[str, ...]) -> bool:
 
 
 def pcast_varying(tree: Any, axes: Iterable[str]) -> Any:
-    """Casts all arrays of a tree to vary over the mesh axes `axes`, too.
+    """Casts all arrays of a tree so that they also vary over the mesh axes `axes`.
 
     The transpose sums over the new axes.
     """

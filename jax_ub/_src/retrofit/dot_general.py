@@ -226,7 +226,7 @@ class DotGeneral:
     def why_intercepted(
         self, product: interception.Product, original: Callable | None
     ) -> str | None:
-        """Returns which patch of a library requires a call of JAX's function, or None.
+        """Returns which library patch an overlapped product would bypass, or None.
 
         The layer then calls the patched function `product` instead of overlapping.
         Raises an error if the layer must not fall back to JAX.
@@ -248,7 +248,7 @@ class DotGeneral:
             raise self._no_communication(reason)
 
     def falling_back(self, reason: str) -> AbstractContextManager[None]:
-        """Returns a context manager that adds the layer to `ub.fallbacks`."""
+        """Returns a context manager that adds layer and reason to `ub.fallbacks`."""
         return lowering_log.falling_back(self.sharding_layout.op, reason)
 
     def _no_communication(self, reason):
@@ -333,7 +333,7 @@ class DotGeneral:
         return layout.fitted(mesh, contraction.features)
 
     def _operands(self, lhs, contraction):
-        """Returns the sharding layout of a dot, and its operands as matrices."""
+        """Returns the sharding layout, x [*lead, K], and the kernel as a matrix."""
         kernel, num_in = contraction.kernel, contraction.num_in
         shape = contraction.shape
         mesh = self.sharding_layout.global_mesh(kernel, lhs)
@@ -410,7 +410,7 @@ def _check_call(op, lhs, rhs, dimension_numbers):
 
 
 def _contraction_of(lhs, rhs, dimension_numbers) -> Contraction | None:
-    """Returns the product of x and a kernel if a dense layer computes it, or None.
+    """Returns the `Contraction` if a dense layer computes this dot, otherwise None.
 
     A dense layer contracts the last dimensions of x with the first or the last
     dimensions of the kernel.

@@ -98,7 +98,7 @@ class Einsum:
 
     @property
     def kind(self) -> str:
-        """Returns "column" if the kernel's out is sharded, "row" if its in is."""
+        """Returns "column" if the kernel's outputs are sharded, "row" if its inputs."""
         return self.dense.kind
 
     def __call__(
@@ -176,7 +176,7 @@ def _transpose(array, labels, wanted):
 
 
 def _transpose_sharding(sharding: Any, labels, wanted) -> Any:
-    """Permutes a sharding or a partition spec as `_transpose` permutes an array.
+    """Permutes the dimensions of a sharding or partition spec, as in a transpose.
 
     `labels` has a letter for each dimension; `wanted` has the letters in the new order.
     None stays None.

@@ -41,7 +41,7 @@ class Product:
     code: Any
 
     def code_interception(self) -> str | None:
-        """Returns a text that says what has replaced the function's code, or None."""
+        """Returns a text on what has replaced the function's `__code__`, or None."""
         code = _code_of(self.function)
         if code is self.code:
             return None
@@ -58,16 +58,17 @@ def _product(module: Any, path: str) -> Product:
 DOT_GENERAL = _product(lax, "jax.lax.dot_general")
 DOT = _product(jnp, "jax.numpy.dot")
 EINSUM = _product(jnp, "jax.numpy.einsum")
-# Functions that the three functions above call. JAX calls them through its internal
-# modules, so a library can intercept these calls only by replacing their `__code__`.
+# Functions that `dot_general`, `dot` and `einsum` call. JAX calls them through its
+# internal modules, so a library can intercept these calls only by replacing their
+# `__code__`.
 _INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
 
 
 def why_intercepted(product: Product, of_layer: Callable | None = None) -> str | None:
-    """Returns why a layer must call the JAX function `product`, or None.
+    """Returns how a library has replaced the JAX function `product`, or None.
 
-    The reason is that a library has replaced this function, or one that it calls, and
-    an overlapped layer would bypass the replacement.
+    It may also have replaced a function that `product` calls. The layer must then call
+    `product`, because an overlapped layer would bypass the replacement.
 
     Args:
         product: the function that the layer would call without overlap.

@@ -122,7 +122,7 @@ class Overlap(KeywordsChecked):
         return {**vars(self), "_blocks": [], "_depth": 0}
 
     def __enter__(self) -> "Overlap":
-        """Starts to intercept the methods of all modules, until the block ends."""
+        """Starts to intercept the methods of linen modules, until the block ends."""
         block = nn.intercept_methods(self)
         block.__enter__()
         self._blocks.append(block)
@@ -189,7 +189,7 @@ class Overlap(KeywordsChecked):
         return y
 
     def _find(self, patterns, path):
-        """Returns the value of the first pattern that matches a path, or None."""
+        """Records the first pattern that matches a path; returns its value, or None."""
         for pattern, found in patterns.items():
             if pattern.fullmatch(path):
                 self._matched.add(pattern)
@@ -219,11 +219,12 @@ class Overlap(KeywordsChecked):
         )
 
     def _record_parameters(self, layer, path, is_supported):
-        """Lists the sharded parameters of a layer that no rule overlaps.
+        """Adds a layer's sharded parameters, which no rule overlaps, to `ub.fallbacks`.
 
-        They appear in `ub.fallbacks`, so that the user notices the layer.
+        So the user notices the layer.
         """
-        # Layers of jax_ub.flax.linen overlap without `Overlap`.
+        # Layers of jax_ub.flax.linen, which have a `sharding_layout`, overlap by
+        # themselves, so they are no fallbacks.
         if path in self._recorded or hasattr(type(layer), "sharding_layout"):
             return
         if isinstance(layer, nn.Embed) and self._find(self._rules, f"{path}.attend"):
@@ -322,8 +323,8 @@ def _overlapped_call(layer, method_name) -> Callable | None:
 
     None stands for methods that are no linear layer; they run unchanged.
     """
-    # Subclasses of nn.Embed and nn.Einsum are not overlapped, because they may compute
-    # a different product.
+    # Subclasses of nn.Embed and nn.Einsum run unchanged, because they may compute a
+    # different product.
     if method_name == "attend":
         return _call_attend if type(layer) is nn.Embed else None
     if method_name != "__call__":
@@ -335,7 +336,7 @@ def _overlapped_call(layer, method_name) -> Callable | None:
 
 
 def _spec_of(value) -> tuple:
-    """Returns the spec of a parameter, from its metadata or array; () if unknown."""
+    """Returns a parameter's partition spec, from metadata or array; () if unknown."""
     if isinstance(value, nn.Partitioned):
         return tuple(value.names)
     arrays = jax.tree.leaves(nn.meta.unbox(value))

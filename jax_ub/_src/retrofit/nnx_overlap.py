@@ -194,7 +194,7 @@ class _Layer:
 
     @property
     def original(self) -> Any:
-        """Returns the layer's product function as it was before `overlap`."""
+        """Returns the product function, such as `dot_general`, before `overlap`."""
         product = self.product
         return product.original if _is_overlapped(product) else product
 
@@ -221,7 +221,7 @@ class _Layer:
         return mesh if isinstance(mesh, Mesh) else None
 
     def kind(self, axis_name: str | tuple[str, ...]) -> str | None:
-        """Returns "column" or "row" by the kernel's sharded dimension, or None."""
+        """Returns "column" if outputs are sharded, "row" if inputs are, else None."""
         return parallel_of_spec(self.spec, self.num_in, axis_name)
 
     def kept_reason(self) -> tuple[str, str] | None:
@@ -247,9 +247,10 @@ class _Layer:
         """Replaces the module's product function, such as `dot_general`, by `dense`."""
         product: Any = dense
         if self.attribute != "dot_general":
-            # The replaced functions, `jax.numpy.einsum` and `jax.numpy.dot`, call
-            # `jax.lax.dot_general` directly, not by the attribute of `jax.lax`. A
-            # replacement of that attribute therefore does not intercept them.
+            # `jax.numpy.einsum` and `jax.numpy.dot`, which are replaced here, call
+            # `dot_general` directly, not by the attribute `jax.lax.dot_general`. A
+            # library that replaces the attribute does not intercept them, so it must
+            # not intercept their replacement either.
             product = dataclasses.replace(
                 dense, original=interception.DOT_GENERAL.function
             )
@@ -269,7 +270,7 @@ class _Layer:
 
 
 class StatefulProduct(nnx.Module):
-    """A `DotGeneral` or `Einsum` together with its `DelayedScaling` state."""
+    """A layer's `DotGeneral` or `Einsum`, with the FP8 state of `DelayedScaling`."""
 
     def __init__(self, product: DotGeneral | Einsum, fp8_state: Fp8State):
         self.product, self.fp8_state = product, fp8_state
@@ -318,8 +319,8 @@ def _layers_of(model: Any) -> Iterator[tuple[str, _Layer]]:
         if isinstance(node, nnx.Einsum):
             yield name, _einsum_layer(node)
         elif isinstance(node, nnx.Linear) or (
-            # With dot_general_cls the layer ignores its dot_general, and a layer with
-            # batch axes is not a dense layer.
+            # With dot_general_cls, the layer ignores dot_general, so a replacement of
+            # it has no effect. A layer with batch axes is not a dense layer.
             isinstance(node, nnx.LinearGeneral)
             and node.dot_general_cls is None
             and not node.batch_axis
@@ -360,21 +361,21 @@ def _spec_of(variable: Any) -> tuple:
 
 
 def _arrays_of(variable):
-    """Returns the arrays in an nnx variable or in an object that replaced it."""
+    """Returns the arrays in an nnx variable, or in a library's object in its place."""
     is_variable = isinstance(variable, nnx.Variable)
     return jax.tree.leaves(variable.get_value() if is_variable else variable)
 
 
 def _replacement(layer, layout):
-    """Returns the function by which a layer multiplies and overlaps communication.
+    """Returns the overlapped `dot_general` that replaces a layer's product function.
 
     FSDP axes are taken from the kernel's sharding.
     """
     spec, num_in, kernel_mesh = layer.spec, layer.num_in, layer.mesh
     layout.check_kernel_spec(spec, num_in)
     layout = layout.with_fsdp_of(spec, layout.find_mesh() or kernel_mesh, num_in)
-    # The CPU engine finds ranks by partition id. It runs programs that are lowered for
-    # meshes without devices; other engines need the device ids.
+    # The CPU engine finds ranks by partition id, so a mesh without devices is enough.
+    # Other engines need device ids, so the layer keeps the kernel's mesh.
     if kernel_mesh is not None and any(
         device.platform != "cpu" for device in kernel_mesh.devices.flat
     ):
@@ -423,7 +424,7 @@ def _kinds_by_path(rules, layers) -> dict[str, str]:
 
 
 def _record_others(model, layers, axis_name):
-    """Adds sharded parameters whose layers do not overlap to `ub.fallbacks`."""
+    """Adds to `ub.fallbacks` the sharded parameters of layers that do not overlap."""
     by_node = {id(layer.node): path for path, layer in layers.items()}
     reasons: dict[str, str] = {}
     for path, module, spec in _sharded_parameters(model, axis_name):
@@ -448,7 +449,7 @@ def _record_others(model, layers, axis_name):
 
 
 def _sharded_parameters(model, axis_name) -> Iterator[tuple[str, Any, tuple]]:
-    """Yields (path, module, spec) for each `nnx.Param` sharded over mesh axes.
+    """Yields (path, module, spec) for each `nnx.Param` sharded over `axis_name`.
 
     `module` is the innermost module that contains the parameter. Another library may
     have replaced the module's parameter by an object that contains it.

@@ -10,9 +10,9 @@ from jax_ub._src.sharding.layout import resolve_parallel
 
 
 def read_rules(argument: str, given: Any) -> dict[re.Pattern[str], Any]:
-    """Checks and compiles a dictionary of patterns; returns {} for None.
+    """Checks and compiles rules, {regular expression: value}; returns {} for None.
 
-    `argument` is its name: "rules", "ub_names" or "fp8".
+    `argument` is their name: "rules", "ub_names" or "fp8".
     """
     if given is not None and not isinstance(given, Mapping):
         raise UnknownNameError(
@@ -25,7 +25,7 @@ def read_rules(argument: str, given: Any) -> dict[re.Pattern[str], Any]:
 
 
 def values_by_path(argument: str, given: Any, paths: Collection[str]) -> dict[str, Any]:
-    """Assigns values to paths of layers by rules, {pattern: value}.
+    """Assigns values to layer paths by rules, {regular expression: value}.
 
     Args:
         argument: the name of the rules' argument: "rules", "ub_names" or "fp8".

@@ -58,14 +58,15 @@ def column_gradients(
     if not dys:
         return _scattered(config, ws, d_gathered, config.dtype), {}
     _check_bulk(config)
-    # The bulk all-gather primitive requires kernels in [in, out] layout.
+    # The bulk primitive, which all-gathers x during the dgrad GEMM, requires kernels in
+    # [in, out] layout.
     may_be_bulk = config.overlap and ws is not None and not config.rhs_transposed
     if may_be_bulk and x is not None:
         config = _with_tuned_method(config, x, gradients)
         is_bulk = config.uses_bulk
     else:
-        # "auto" does not become "bulk" if the gathered x was saved: no gather of x is
-        # left that could overlap.
+        # If the forward pass saved the gathered x, method "auto" does not become
+        # "bulk": no all-gather of x is left that could overlap with the dgrad.
         is_bulk = may_be_bulk and gathered is not None and config.method is Method.BULK
     # Keeps dx in f32 until the residual is added, so that the sum is rounded once.
     config = dataclasses.replace(
@@ -85,7 +86,7 @@ def column_gradients(
 
 
 def _check_bulk(config):
-    """Raises an error if "bulk" was requested for kernels in [out, in] layout.
+    """Raises an error if method "bulk" was requested for kernels stored as [out, in].
 
     If "bulk" is only the default of a name, the gradients run without it.
     """
@@ -99,7 +100,10 @@ def _check_bulk(config):
 
 
 def _with_tuned_method(config, x, dys):
-    """Replaces "auto" by the fastest method for dgrad and wgrad in a tuned file."""
+    """Replaces method "auto" by the one measured fastest for dgrad and wgrad, if any.
+
+    The measurements come from a tuned file.
+    """
     M = math.prod(dys[0].shape[:-1])
     N = config.num_ranks * sum(dy.shape[-1] for dy in dys)
     return config.with_tuned_method(COLUMN_GRADIENTS, M, x.shape[-1], N)
@@ -131,9 +135,9 @@ def _column_wgrad(config, x, gathered, dys, main_grads):
 
 
 def _column_bulk(config, x, gathered, dys, ws, main_grads, d_gathered):
-    # The all-gather of x overlaps with the dgrad, dy w^T. The reduce-scatter of its
-    # partial sums overlaps with the wgrad, x^T dy. Unless the wgrad has its own method,
-    # it runs with the dgrad's, which may come from a tuned file.
+    # The all-gather of x overlaps with the dgrad, dy w^T. The reduce-scatter of the
+    # dgrad's partial sums then overlaps with the wgrad, x^T dy. Unless the wgrad has a
+    # separate method, it has the dgrad's method, which may come from a tuned file.
     wgrad_config = config if config.wgrad_choice is None else config.wgrad
     dtype = config.partial_dtype(len(dys))
     if gathered is None:
@@ -216,8 +220,8 @@ def _gathering_gradients(config, x, ws, dy, main_grads, residual):
 
 
 def _local_gradients(config, x, ws, dy, main_grads, residual):
-    # Only GEMM+AR can get a dy that is not yet summed over the ranks.
-    # `scaled_gradients` sums an FP8 dy before it quantizes it.
+    # Only after an all-reduce of y (GEMM+AR), dy may still have to be summed over the
+    # ranks. `scaled_gradients` sums an FP8 dy before it quantizes it.
     is_summed = config.mode.op != "matmul_all_reduce" or is_scaled(dy)
     if not is_summed and is_partial(config, dy):
         dy = all_reduce(config.collective, dy)
@@ -225,7 +229,7 @@ def _local_gradients(config, x, ws, dy, main_grads, residual):
     dx = None
     if ws is not None:
         # If all ranks have the same x, each rank computes one summand of dx from its
-        # part of the kernel. GEMM+AR sums over the ranks.
+        # shard of the kernel. A GEMM with an all-reduce adds the summands of all ranks.
         replicated = config.is_x_replicated
         product = dgrad_config(
             config.dgrad if replicated else config,
@@ -240,7 +244,7 @@ def _local_gradients(config, x, ws, dy, main_grads, residual):
 
 
 def is_partial(config: CallConfig, dy: jax.Array) -> bool:
-    """Returns whether dy, the cotangent of a sum over ranks, must be summed, too.
+    """Returns whether dy, the cotangent of an all-reduced y, must be summed, too.
 
     With `shard_map(check_vma=True)`, dy is partial if its type varies over the ranks.
     This happens inside a fused operation if the result is added to a varying array.

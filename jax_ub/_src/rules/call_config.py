@@ -35,7 +35,7 @@ _LOCAL = mode_of(None, False)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallConfig:
-    """Settings of one call of a linear layer: ranks, dtypes, a method for each pass.
+    """Settings of one call of a linear layer: ranks, dtypes, overlap methods by pass.
 
     It is hashable, so that it can be a static argument of `jax.jit`, and equal on all
     ranks.
@@ -106,36 +106,36 @@ class CallConfig:
         return self.choice.method
 
     def with_dtypes(self, dtype, out_dtype=None) -> "CallConfig":
-        """Returns a copy for operands and a result of these dtypes."""
+        """Returns a copy for these dtypes. Without `out_dtype`, both are `dtype`."""
         out_dtype = dtype if out_dtype is None else out_dtype
         return dataclasses.replace(
             self, dtype=np.dtype(dtype), out_dtype=np.dtype(out_dtype)
         )
 
     def kernel(self, w) -> jax.ShapeDtypeStruct:
-        """Returns the aval of the kernel `w` in [in, out] layout."""
+        """Returns shape and dtype of `w` as [in, out], however it is stored."""
         shapes.check_array(self.label, "w", w)
         shape = w.shape[::-1] if self.rhs_transposed else w.shape
         return jax.ShapeDtypeStruct(shape, w.dtype)
 
     @property
     def dgrad(self) -> "CallConfig":
-        """Returns the settings of the dgrad, which computes the gradient of x."""
+        """Returns a copy for the dgrad (gradient of x), with the dgrad's method."""
         return self._with_choice(self.dgrad_choice)
 
     @property
     def wgrad(self) -> "CallConfig":
-        """Returns the settings of a wgrad that runs separately from the dgrad."""
+        """Returns a copy for a wgrad (kernel gradient) separate from the dgrad."""
         return self._with_choice(self.wgrad_choice or self.dgrad_choice)
 
     def _with_choice(self, choice):
         return self if choice is None else dataclasses.replace(self, choice=choice)
 
     def with_tuned_method(self, op: str, M: int, K: int, N: int) -> "CallConfig":
-        """Returns a copy with the fastest method in the tuned file for `op` and sizes.
+        """Returns a copy whose method "auto" is replaced by the fastest measured one.
 
-        Only method "auto" is tuned. All ranks read the same table and look up the same
-        global sizes, so they make the same choice.
+        Other methods are kept. All ranks read the same table, from a tuned file, and
+        look up the same op and global sizes, so they make the same choice.
         """
         if self.method is not Method.AUTO or not self.tuned or self.choice.sends_fp8:
             return self
@@ -153,7 +153,10 @@ class CallConfig:
 
     @property
     def may_fall_back(self) -> bool:
-        """Returns whether plain `jax.lax` may replace the engine in all passes."""
+        """Returns whether all passes may run as plain `jax.lax`, without the engine.
+
+        They may unless the user chose a method other than "auto" and "xla".
+        """
         return all(
             choice.may_fall_back or choice.method is Method.XLA
             for choice in self._choices
@@ -166,7 +169,7 @@ class CallConfig:
 
     @property
     def plain(self) -> "CallConfig":
-        """Returns a copy with which all passes run as plain `jax.lax`."""
+        """Returns a copy with method "xla", plain `jax.lax`, for all passes."""
         return dataclasses.replace(
             self,
             choice=MethodChoice(Method.XLA, is_explicit=False),
@@ -185,18 +188,18 @@ class CallConfig:
 
     @property
     def materializes_gather(self) -> bool:
-        """Returns whether AG+GEMM stores the gathered x, to reuse it in the wgrad."""
+        """Returns whether AG+GEMM stores the gathered operand for the wgrad."""
         return self.gathers_first or self._is_auto_on_gpus
 
     @property
     def gathers_first(self) -> bool:
-        """Returns whether a separate primitive all-gathers the operand of a wgrad."""
+        """Returns whether a wgrad's operand is gathered before the GEMM, not in it."""
         sends_fp8 = self.choice.sends_fp8
         return not self.overlap or sends_fp8 or self.method.materializes_gather
 
     @property
     def uses_bulk(self) -> bool:
-        """Returns whether a column layer's dgrad overlaps with an all-gather of x.
+        """Returns whether a column-parallel layer's dgrad overlaps a gather of x.
 
         On GPUs "auto" does so, too: there a wgrad starts only after all gathered rows
         have arrived, so a gather within the wgrad would overlap with nothing.
@@ -209,19 +212,19 @@ class CallConfig:
         return is_auto and self.is_on_cuda and not self.choice.sends_fp8
 
     def partial_dtype(self, num_products: int) -> np.dtype:
-        """Returns the dtype of a dgrad's partial sums for a bulk reduce-scatter.
+        """Returns the dtype of a dgrad's partial sums, before their reduce-scatter.
 
-        One product on GPUs has the operands' dtype, as in GEMM+RS there. Otherwise the
-        partial sums are f32.
+        The reduce-scatter is bulk: it overlaps with the wgrad. One product on GPUs has
+        the operands' dtype, as in GEMM+RS there. Otherwise the partial sums are f32.
         """
         rounded = num_products == 1 and self.is_on_cuda
         return np.dtype(self.dtype if rounded else np.float32)
 
     @property
     def overlapped(self) -> Execution:
-        """Returns the settings for a GEMM that overlaps with its own collective.
+        """Returns the settings for a GEMM that overlaps a collective of its own data.
 
-        They overlap: chunks are sent while other chunks are multiplied.
+        Chunks of its operand or result are sent while other chunks are multiplied.
         """
         return self._over_ranks(self.method.forward)
 
@@ -312,7 +315,7 @@ def make_local_call_config(
     ub_name: str | None = None,
     method: Method | FlaggedMethod | str | None = None,
 ) -> CallConfig:
-    """Returns the `CallConfig` of a GEMM without communication."""
+    """Returns the `CallConfig` of a GEMM without communication: no axis, one rank."""
     return plan_call_config(op, (), 1, ub_name, method)
 
 
@@ -344,22 +347,24 @@ def plan_call_config(
         methods.refuse_bulk(label, "method" if method is not None else "JAX_UB_METHOD")
     is_default = method is None and settings.method() is not None
     found = registry.find(label, axes, num_ranks, ub_name, is_fp8=is_fp8)
-    # JAX_UB_METHOD=xla disables overlap, also for names that initialize_ub configured.
+    # The environment variable JAX_UB_METHOD=xla disables overlap even for layer names
+    # that `initialize_ub` has configured.
     is_configured = (
         method is None and bool(found) and not (is_default and chosen is Method.XLA)
     )
     is_automatic = chosen is Method.AUTO or is_configured
     is_on_cuda = cuda_engine.is_traced_for()
-    # Tuned files are measured on the default backend, so other devices have no table.
+    # Tuned files list the methods that were fastest on JAX's default backend. Devices
+    # of another platform have no such table.
     has_table = is_automatic and is_on_cuda == cuda_engine.is_default()
     table = tuned_tables.of_ranks(axes, num_ranks) if has_table else None
     choices = {FPROP: MethodChoice(chosen, is_from_environment=is_default)}
     if is_configured:
-        # If `initialize_ub` configured only other passes, the dgrad has the default
-        # method `chosen`, not the method that was configured for the forward pass.
+        # Unless `initialize_ub` has configured the dgrad, its method is the default
+        # `chosen`, even if another one is configured for the forward pass.
         choices |= {DGRAD: choices[FPROP], **_choices_by_pass(mode, label, found)}
-    # An explicit method takes precedence over flags. `OverlapFlags.check` has verified
-    # that they agree.
+    # An explicit method takes precedence over the layer's `ub_*` flags.
+    # `OverlapFlags.check` has verified that the two agree.
     has_method = methods.resolve(label, method, None) is not Method.AUTO
     if flags is not None and not has_method:
         choices |= _choices_with_flags(mode, label, flags, choices, found)
@@ -380,7 +385,7 @@ def plan_call_config(
 
 
 def _choices_by_pass(mode, label, found):
-    """Returns the methods that `initialize_ub` has configured for a layer, by pass."""
+    """Returns a layer's methods from `initialize_ub`, keyed by "fprop", "dgrad", ..."""
     choices = {}
     for direction in PASSES:
         overlap = found.get(direction)
@@ -420,7 +425,7 @@ def _choices_with_flags(
     choices: Mapping[str, MethodChoice],
     found: Mapping[str, Overlap],
 ) -> dict[str, MethodChoice]:
-    """Applies a layer's `ub_*` flags to the methods of its forward pass and dgrad."""
+    """Returns fprop and dgrad methods after applying flags such as `ub_overlap_ag`."""
     if not (mode.sequence_parallel and mode.parallel):
         return {}  # the layer neither gathers nor scatters
     # Raises an error if a flag contradicts the method that `initialize_ub` configured.
@@ -446,11 +451,9 @@ def _choices_with_flags(
 
 
 def _flagged(choice, flag, *, gathers):
-    """Applies a `ub_*` flag (True, False, None) to the method of an overlapped GEMM.
+    """Applies a `ub_*` flag: True selects overlap, False plain JAX, None no change.
 
-    The collective is an all-gather if `gathers`, else a reduce-scatter. For the flag
-    None the method stays, False selects plain JAX, and True selects a method that
-    overlaps.
+    The GEMM overlaps with an all-gather if `gathers`, else with a reduce-scatter.
     """
     if flag is None:
         return choice
@@ -462,7 +465,7 @@ def _flagged(choice, flag, *, gathers):
 
 
 def _engine_method(*, gathers):
-    """Returns the engine's default method of AG+GEMM (`gathers`) or GEMM+RS.
+    """Returns the engine's default method to overlap an all-gather or reduce-scatter.
 
     Unlike "auto", this method never falls back to plain XLA.
     """
@@ -472,7 +475,7 @@ def _engine_method(*, gathers):
 
 
 def _column_dgrad(choice, flags):
-    """Returns the method that `ub_*` flags select for a column layer's dgrad.
+    """Returns the method that `ub_*` flags select for a column-parallel layer's dgrad.
 
     It either reduce-scatters its result or, with "bulk", overlaps the all-gather of x.
     """

@@ -23,7 +23,7 @@ from jax_ub._src.rules.vjp import mapped_together
 
 
 def forward_of(config: CallConfig) -> Callable[..., Any]:
-    """Returns `column_forward` if the layer gathers x, otherwise `row_forward`."""
+    """Returns `column_forward` for a layer that all-gathers x, else `row_forward`."""
     return column_forward if config.mode.gathers_x else row_forward
 
 
@@ -116,7 +116,7 @@ def dgrad_config(
     sequence_parallel: bool = True,
     **fields,
 ) -> CallConfig:
-    """Returns the settings of a dgrad, which is a product with transposed kernels.
+    """Returns the settings of a dgrad, run as a forward pass on transposed kernels.
 
     Args:
         config: the settings of the pass.
@@ -133,7 +133,7 @@ def dgrad_config(
 
 
 def is_replicated(config: CallConfig, x: Any) -> bool:
-    """Returns whether x is equal on all ranks, according to its type.
+    """Returns whether x is equal on all ranks, by the varying axes of its type.
 
     It is False if the forward pass communicates.
     """

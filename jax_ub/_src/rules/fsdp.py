@@ -15,7 +15,7 @@ from jax_ub._src.primitives import vma
 
 
 def remat_gathers(function: Callable, axes: tuple[str, ...]) -> Callable:
-    """Wraps a function so that its backward pass repeats the all-gathers.
+    """Wraps a function so that its backward pass repeats all-gathers, to save memory.
 
     Otherwise the forward pass would save their results: in a scan over layers, the
     whole kernels of all layers.
@@ -48,8 +48,9 @@ def gather_kernels(
     """
 
     def gather(kernel):
-        # Casts the shard to varying before the gather. JAX then reduce-scatters the
-        # kernel's gradient first, and sums only shards over other replicas.
+        # Casts the shard to varying before the gather. JAX's backward pass then
+        # reduce-scatters the kernel's gradient first, so that it sums only shards, not
+        # whole gradients, over other replicas.
         kernel = vma.pcast_varying(kernel, vma.axes_of(x))
         return lax.all_gather(kernel, axes, axis=dim, tiled=True)
 
@@ -59,7 +60,7 @@ def gather_kernels(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def pad_with_zeros(main_grad: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Pads this rank's shard of an accumulator with zeros to the shape of the kernel.
+    """Pads a rank's shard of a gradient accumulator with zeros to the kernel's shape.
 
     The zeros are in the places of the peers' shards. Each rank adds its gradient to the
     padded array, and the backward pass reduce-scatters the results, so every shard of

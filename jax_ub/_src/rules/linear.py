@@ -472,11 +472,11 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
 
 
 def _layer_and_operands(config, x, ws, state):
-    """Returns the layer's function and (x, kernels, FP8 states), quantized if FP8."""
+    """Returns a layer's `custom_vjp` and (x, kernels, FP8 states), quantized if FP8."""
     layers: Any = backward
     operands: Any = x, ws, ()
     if config.fp8 is not None or state is not None or is_scaled(x):
-        # Not imported earlier, because most programs do not use FP8.
+        # Imported only when it is needed, because most programs do not use FP8.
         from jax_ub._src.rules import scaled
 
         layers, operands = scaled, scaled.quantized(config, x, ws, state)

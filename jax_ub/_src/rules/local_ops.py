@@ -102,10 +102,10 @@ def _plain_dgrad_add(dy, w, residual):
 
 
 def _differentiable(compute, plain, *names):
-    """Returns a `custom_vjp` of a local op, with the gradients of `plain`.
+    """Returns a `custom_vjp` of `compute`, with the gradients of its JAX equivalent.
 
-    `names` are the operands that may be FP8. They are dequantized for the gradients,
-    which their `source` receives.
+    `plain` is the equivalent. `names` are the operands that may be FP8. They are
+    dequantized for the gradients, which their `source` receives.
     """
     rule = jax.custom_vjp(compute, nondiff_argnums=(0,))
 
@@ -207,17 +207,17 @@ def all_reduce(
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
 ) -> jax.Array:
-    """Sums `x` over the ranks; the backward pass is the identity.
+    """Sums `x` over the ranks, and adds an optional bias and residual to the sum.
 
     Equivalent to `jax.lax.psum(x, axis_name) + bias + residual`, summed in f32 and
     rounded once. Bias and residual are the same on every rank and are added once, after
     the reduction. On GPUs one kernel computes this for few tokens.
 
-    Under `jax.shard_map(check_vma=True)` neither the result nor its gradient varies
-    over `axis_name`, and the gradient of each rank's `x` equals the gradient of the
-    result. With `check_vma=False` JAX's convention for `jax.lax.psum` holds: the
-    gradient of a replicated value is the sum of the ranks' gradients, so the backward
-    pass all-reduces them.
+    Under `jax.shard_map(check_vma=True)` the backward pass is the identity: neither the
+    result nor its gradient varies over `axis_name`, and the gradient of each rank's `x`
+    equals the gradient of the result. With `check_vma=False` JAX's convention for
+    `jax.lax.psum` holds: the gradient of a replicated value is the sum of the ranks'
+    gradients, so the backward pass all-reduces them.
 
     Transformer Engine: `te.ops.AllReduce`.
 
@@ -250,8 +250,8 @@ def all_reduce(
         (bias, residual), axes - frozenset(config.axis_name)
     )
     x = vma.pcast_varying(x, axes)
-    # An axis of `jax.vmap` may be unbound where a backward rule runs. For such an axis,
-    # there is no backward rule: JAX differentiates the sum.
+    # If the ranks are an axis of `jax.vmap`, this axis may be unbound where a backward
+    # rule runs. So no rule is defined for it: JAX itself differentiates the sum.
     function = _sum_over_ranks if config.is_mapped else _all_reduce
     return function(config, x, bias, residual)
 

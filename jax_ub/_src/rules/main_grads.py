@@ -15,14 +15,17 @@ from jax_ub._src import checks as shapes
 from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.primitives import vma
 
-# The main_grads and FP8 states that calls have used, by the id of their tracer: a weak
-# reference to the tracer, and the trace in which it was used. An entry is removed when
-# its tracer is freed.
+# The main_grads (gradient accumulators) and FP8 states that calls have used. The key is
+# the id of a tracer; the value is a weak reference to the tracer, and the trace in
+# which it was used. An entry is removed when its tracer is freed.
 _USED: dict[int, tuple[weakref.ref, object]] = {}
 
 
 def claim(op: str, main_grads: Sequence[Any] | None, ws: Sequence[jax.Array]) -> None:
-    """Raises an error if a main_grad does not fit its kernel, or was used before."""
+    """Raises an error if a gradient accumulator does not fit its kernel, or is reused.
+
+    Each call in a JAX trace needs a separate main_grad.
+    """
     for main_grad, w in zip(main_grads or (), ws, strict=False):
         shapes.check_main_grad(op, main_grad, w)
         if _is_used(main_grad):
@@ -34,7 +37,7 @@ def claim(op: str, main_grads: Sequence[Any] | None, ws: Sequence[jax.Array]) ->
 
 
 def claim_state(op: str, state: Any) -> None:
-    """Raises an error if another call has used an FP8 state in this trace."""
+    """Raises an error if another call has used this FP8 state in the same JAX trace."""
     if any([_is_used(array) for array in jax.tree.leaves(state)]):
         raise ShapeContractError(
             f"{op}: this FP8 state went into another call already, and jax would add "
@@ -54,7 +57,7 @@ def _is_used(array):
 
 
 def pcast_varying(op: str, main_grad: jax.Array, axes) -> jax.Array:
-    """Checks that a main_grad varies over all mesh axes over which its gradient varies.
+    """Checks that a main_grad varies over all mesh axes of the gradient added to it.
 
     Returns:
         The main_grad, promoted over axes of one rank.

@@ -77,7 +77,7 @@ def check_operands(config: CallConfig, x, ws, biases, residual, out_dtype) -> np
 
 
 def result_shape(config: CallConfig, x: Any, features: int) -> tuple[int, ...]:
-    """Returns the shape of a layer's result, with this many features, on one rank."""
+    """Returns the shape of one rank's result, whose last dimension is `features`."""
     if x.ndim == 1:
         return (features,)
     *lead, rows, _ = x.shape
@@ -89,7 +89,7 @@ def result_shape(config: CallConfig, x: Any, features: int) -> tuple[int, ...]:
 
 
 def check_replicated(config: CallConfig, **addends: jax.Array | None) -> None:
-    """Raises an error if an addend of an all-reduce varies over the ranks."""
+    """Raises an error if a bias or residual of an all-reduce varies over the ranks."""
     for name, addend in addends.items():
         if addend is not None and vma.axes_of(addend) & frozenset(config.axis_name):
             raise ShapeContractError(
@@ -177,7 +177,7 @@ def check_scaled(config: CallConfig, x: ScaledArray, w: ScaledArray) -> None:
 
 
 def check_formats(label: str, **operands: ScaledArray) -> None:
-    """Raises an error if both operands of a GEMM are float8_e5m2."""
+    """Raises an error if both operands are float8_e5m2, which no device multiplies."""
     if all(operand.dtype == jnp.float8_e5m2 for operand in operands.values()):
         raise ShapeContractError(
             f"{label}: {' and '.join(operands)} are both float8_e5m2, which no device "
@@ -207,12 +207,12 @@ def _check_layout(label, name, operand, contracted):
 
 
 def _scales_shape(operand, contracted, size):
-    """Returns the shape of scales with `size` elements along the contracted axis."""
+    """Returns the operand's shape, but with `size` scales along the contracted axis."""
     return (*operand.shape[:contracted], size, *operand.shape[contracted + 1 :])
 
 
 def is_per_row(operand, contracted):
-    """Returns whether each row of x, or column of a kernel, has its own scale.
+    """Returns whether each row of x, or column of a kernel, has its own FP8 scale.
 
     That is also the case for a scale per tensor if there is only one row or column.
     """
@@ -220,7 +220,7 @@ def is_per_row(operand, contracted):
 
 
 def _check_agreed(config, name, operand, contracted):
-    """Raises an error if ranks that share a tensor have different scales for it.
+    """Raises an error if ranks with parts of one FP8 tensor have different scales.
 
     Only `jax.shard_map(check_vma=True)` knows whether it differs.
     """
@@ -233,7 +233,7 @@ def _check_agreed(config, name, operand, contracted):
 
 
 def pcast_operands(tree: Any, axes: Any) -> Any:
-    """Casts operands to vary over mesh axes, except for their scales.
+    """Casts operands to vary over mesh axes, but not the scales of FP8 operands.
 
     The scales of a returned `ScaledArray` therefore keep their type.
     """

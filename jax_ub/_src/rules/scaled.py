@@ -46,7 +46,7 @@ from jax_ub._src.scaled_array import (
 
 
 def _check_ranks(config: CallConfig) -> None:
-    """Raises an error if the ranks are an axis of `jax.vmap`.
+    """Raises an error for FP8 operands if the ranks are an axis of `jax.vmap`.
 
     JAX differentiates such calls without the `custom_vjp`, which FP8 operands need.
     """
@@ -82,7 +82,7 @@ def _with_scalar_scales(
 
 
 def _is_agreed(config, operand, contracted):
-    """Returns whether the scale of an operand is equal on all ranks.
+    """Returns whether the scale of an FP8 operand is known to be equal on all ranks.
 
     The scale of a single row or column may differ, unless a recipe has agreed on it.
     """
@@ -98,7 +98,7 @@ def scaled_gradients(
     dys: dict[int, Any],
     d_gathered: Any = None,
 ) -> tuple[ScaledArray | None, dict[int, Any], dict[str, jax.Array] | None]:
-    """Computes the gradients of a layer with FP8 operands, and its new state.
+    """Computes the gradients of a layer with FP8 operands, and its new FP8 state.
 
     `vjp.differentiable` describes arguments and results. The gradient of an operand is
     that of its `source`, the array that was quantized. The gathered x has no source,
@@ -122,7 +122,7 @@ def scaled_gradients(
 
 
 def _multiplies_wide_by_fp8(config, saved):
-    """Returns whether the engine can multiply wide gradients by the saved FP8 operands.
+    """Returns whether the engine can multiply non-FP8 gradients by saved FP8 operands.
 
     cuBLASLt does not. The scales of rows may change along the dimension that a gradient
     contracts, and the engine would multiply them by the FP8 values with one rounding,
@@ -152,7 +152,7 @@ def quantized(
     state: Any,
     roles: Sequence[str] = ROLES,
 ) -> tuple[Any, tuple[Any, ...], tuple[dict[str, jax.Array] | None, ...]]:
-    """Quantizes the operands of a layer by its recipe, if it has one.
+    """Quantizes a layer's operands to FP8 by its recipe, `config.fp8`, if it has one.
 
     `roles` are those of the state. Without "input", x is FP8 already.
 
@@ -175,8 +175,8 @@ def quantized(
     of_x = config
     for name, operand in by_name(x, ws).items():
         if is_scaled(operand) and INPUT not in roles:
-            # The operand is FP8 already, with scales of a recipe that may not be
-            # `config.fp8`.
+            # The operand was quantized earlier, perhaps by another recipe. So `of_x`
+            # has no recipe: nothing is assumed about the operand's scales.
             of_x = dataclasses.replace(config, fp8=None)
             continue
         if is_scaled(operand):
@@ -192,8 +192,8 @@ def quantized(
     _check_ranks(config)
     x, _ = _with_scalar_scales(of_x, x, ())
     _, ws = _with_scalar_scales(config, x, ws)
-    # The forward pass reads the named arrays, so that remat does not quantize again if
-    # its policy keeps them.
+    # The forward pass reads the arrays that `checkpoint_name` returns. If the policy of
+    # `jax.checkpoint` saves them, the operands are not quantized again.
     x = _named(config, "x", x)
     ws = tuple(_named(config, "w", w) for w in ws)
     of_gradients = {key: state[key] for key in OUTPUT_GRAD_STATE if key in state}
@@ -206,7 +206,10 @@ def _named(config, name, operand):
 
 
 def _cotangent(gradient, source_dtype):
-    """Returns the cotangent of a `ScaledArray`; None without gradient or source."""
+    """Returns a gradient as cotangent of a `ScaledArray`, in its source's dtype.
+
+    Returns None if there is no gradient, or no source: the array that was quantized.
+    """
     if gradient is None or source_dtype is None:
         return None
     return cotangent_of_scaled(gradient.astype(source_dtype))

@@ -48,9 +48,10 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         x, ws, biases, residual, main_grads, *_ = operands
         check_sources(config.label, x, *(ws if main_grads is None else ()))
         ys, gathered = rule(config, *values)
-        # With main_grads, the gradients of the kernels are accumulated there. They are
-        # not disabled by stop_gradient of ws, because a scan over layers would save its
-        # result as another residual, whereas it reuses the kernels themselves.
+        # With main_grads, the gradients of the kernels are accumulated there, so only
+        # main_grads decide. The callers do not apply stop_gradient to ws instead: a
+        # scan over layers would save its result as another residual, whereas it reuses
+        # the kernels themselves.
         wants_dw = needs(ws if main_grads is None else main_grads)
         name = config.ub_name
         ys = tuple(save(y, "y", name) for y in ys)
@@ -199,10 +200,10 @@ def kernel_gradients(
 
 
 def check_sources(label: str, *operands) -> None:
-    """Raises an error if a `ScaledArray` without source array needs a gradient.
+    """Raises an error if an FP8 operand needs a gradient but has no source array.
 
-    Only a `source` can receive the gradient. The operands are wrapped as by
-    `defvjp(symbolic_zeros=True)`.
+    Only the `source` of a `ScaledArray` can receive a gradient. The operands are
+    wrapped as by `defvjp(symbolic_zeros=True)`.
     """
     for operand in operands:
         if not is_scaled(operand) or operand.source is not None:
@@ -259,7 +260,7 @@ def _as_placeholder(value):
 
 
 def emptied(array: jax.Array | None) -> jax.Array | None:
-    """Returns an empty array, to save the dtype of an operand; None stays None."""
+    """Returns an empty array, which keeps only an operand's dtype; None stays None."""
     return None if array is None else array.reshape(-1)[:0]
 
 
@@ -269,7 +270,7 @@ def placeholder() -> jax.Array:
 
 
 def present_residuals(residuals: dict) -> dict:
-    """Returns residuals by name. Those that were not saved are None."""
+    """Returns residuals by name, with None in place of those that were not saved."""
     return {
         name: None if any(map(is_placeholder, jax.tree.leaves(value))) else value
         for name, value in residuals.items()

@@ -23,21 +23,21 @@ from jax_ub._src.scaled_array import ScaledArray, is_scaled
 
 
 def all_gather(execution: Execution, x: Operand) -> Operand:
-    """All-gathers the rows of x, as FP8 if `execution` says so."""
+    """All-gathers the rows of x, which are sent as FP8 if so configured."""
     return widened(x, collectives.all_gather(execution, as_sent(execution, x)))
 
 
 def bulk_all_gather(
     execution: Execution, dys: Any, ws: Any, x: Operand, **options: Any
 ) -> tuple[jax.Array, Operand]:
-    """All-gathers x, as FP8 if `execution` says so, concurrently with a dgrad."""
+    """All-gathers x, sent as FP8 if so configured, concurrently with a dgrad GEMM."""
     rows = as_sent(execution, x)
     dx, gathered = collectives.bulk_all_gather(execution, dys, ws, rows, **options)
     return dx, widened(x, gathered)
 
 
 def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype: Any) -> jax.Array:
-    """Reduce-scatters the rows of x, as FP8 if `execution` says so."""
+    """Reduce-scatters the rows of x, which are sent as FP8 if so configured."""
     if not _sends_fp8(execution, x):
         return collectives.reduce_scatter(execution, x, out_dtype=out_dtype)
     with lowering_log.falling_back(
@@ -75,7 +75,7 @@ def matmul_reduce_scatter(
     residual: jax.Array | None,
     **options: Any,
 ) -> jax.Array:
-    """Computes GEMM+RS, and sends the partial sums as FP8.
+    """Computes `reduce_scatter(x @ w)`, with partial sums that are sent as FP8.
 
     "pipeline" has one GEMM and one all-to-all for each split of the columns, so that
     XLA may overlap them; the other methods have one of each.
@@ -105,7 +105,7 @@ def matmul_reduce_scatter(
 
 
 def _has_blocks(w, axis):
-    """Returns whether a kernel has a scale for each block of columns."""
+    """Returns whether an FP8 kernel has one scale per block of several columns."""
     return (
         is_scaled(w) and w.scales.ndim > 0 and 1 < w.scales.shape[axis] < w.shape[axis]
     )
@@ -127,7 +127,7 @@ def _sends_fp8(execution, x):
 
 
 def as_sent(execution: Execution, x: Operand) -> Operand:
-    """Quantizes x to FP8 if the all-gather should send it as FP8."""
+    """Returns x as an all-gather sends it: quantized to FP8 if so configured."""
     if is_scaled(x) or not _sends_fp8(execution, x):
         return x
     return _quantized(x)
@@ -140,7 +140,7 @@ def _quantized(x):
 
 
 def widened(x: Operand, gathered: Any) -> Any:
-    """Dequantizes the all-gathered x to its dtype if it was sent as FP8.
+    """Dequantizes all-gathered rows to the dtype of x if they were sent as FP8.
 
     The largest numbers of a dtype may be rounded up when they are quantized. They are
     clipped to the range of the dtype, so that they do not become infinite.

@@ -26,16 +26,16 @@ _TARGETS = (
     "reduce_scatter",
     "wgrad",
 )
-# The argument `disabled_checks` of jax.export.export: JAX otherwise rejects custom
-# calls that it does not know to be stable. A process that only loads a program that was
-# exported or compiled elsewhere must call ub.register_targets() first.
+# Value for the argument `disabled_checks` of jax.export.export. Without it, JAX rejects
+# custom calls that it does not know to be stable. A process that only loads a program
+# that was exported or compiled elsewhere must call ub.register_targets() first.
 export_safety_checks = tuple(
     export.DisabledSafetyCheck.custom_call(f"jax_ub${target}") for target in _TARGETS
 )
 
 
 def register_targets() -> None:
-    """Registers all FFI handlers with XLA, which exported programs need to run.
+    """Registers the FFI handlers of all ops with XLA, so that exported programs run.
 
     The CUDA engine's handlers are registered only if this process has CUDA devices.
     Every lowering does this. Only a process that loads a program which another process
@@ -50,7 +50,8 @@ def register_targets() -> None:
 def request_cpu_devices(count: int) -> None:
     """Requests at least `count` CPU devices. Has no effect after JAX has started."""
     if getattr(jax.config, "jax_num_cpu_devices", 0) < count:
-        # After JAX has started, the number of its devices cannot change.
+        # After JAX has started, the number of its devices cannot change: the update
+        # raises RuntimeError.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
 

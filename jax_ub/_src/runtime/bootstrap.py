@@ -17,8 +17,8 @@ from typing import Any
 
 import jax
 
-# Private, because JAX has no public name for the client of its service, and the service
-# accepts no second client.
+# A private module of JAX, because the client of the service of `jax.distributed` has no
+# public name, and the service accepts no second client.
 from jax._src import distributed  # noqa: TID251
 
 from jax_ub._src.errors import (
@@ -56,7 +56,7 @@ def check_backend(backend: object) -> None:
 
 
 def join_job(backend: object) -> None:
-    """Publishes this process's PID to the other processes of the job.
+    """Publishes this process's PID, by which the others of the job detect its death.
 
     With the backend "mpi", it first initializes `jax.distributed` by MPI, unless that
     is initialized. Otherwise, a process without `jax.distributed` has no job.
@@ -91,8 +91,8 @@ def open_rendezvous(
     process: int, processes: Sequence[int], timeout_s: float
 ) -> ProcessAllGather:
     """Returns an object that all-gathers values over the processes of a mesh."""
-    # The scope depends only on the processes. A process that passed another axis_name
-    # joins the same rendezvous, which then reports the difference.
+    # The scope, a prefix of the keys, depends only on the processes. So a process that
+    # passed another axis_name joins the same rendezvous, which reports the difference.
     numbers = ",".join(map(str, sorted(processes))).encode()
     scope = f"initialize_ub-{hashlib.sha256(numbers).hexdigest()[:16]}"
     lost = Presence().lost
@@ -100,10 +100,10 @@ def open_rendezvous(
 
 
 class JaxStore:
-    """A scope of keys in the key-value store of `jax.distributed`."""
+    """The keys with one prefix (scope) in the key-value store of `jax.distributed`."""
 
     def __init__(self, scope: str):
-        """Opens the key-value store of `jax.distributed` for one scope of keys."""
+        """Opens the store for the keys with prefix `jax_ub/<scope>/`."""
         self._client: Any = distributed.global_state.client
         self._prefix = f"jax_ub/{scope}/"
         if self._client is None:

@@ -38,8 +38,9 @@ class Connection:
             self.communicator.close()
 
 
-# Part of the reason for a fallback if `initialize_ub` has not connected processes. The
-# lowering searches for it, to name a page of the documentation.
+# Part of the message if a call falls back to plain JAX because `initialize_ub` has not
+# connected its processes. The lowering searches messages for this text, to name a page
+# of the documentation.
 UNCONNECTED = "which are not connected"
 
 _CONNECTIONS: dict[Group, Connection] = {}
@@ -92,7 +93,10 @@ def generation(groups: np.ndarray) -> int:
 
 
 def check_shared(device_groups: DeviceGroups) -> None:
-    """Raises an error if this axis cannot reuse connections of another mesh axis."""
+    """Raises an error if another axis's connection has failed or has too little memory.
+
+    An axis reuses the connections of other axes that have the same groups of devices.
+    """
     for group, connection in _connected(device_groups).items():
         if connection.communicator is None:
             continue
@@ -168,7 +172,7 @@ def disconnect_all_but(groups: Collection[Group]) -> None:
 
 
 def release_slots() -> None:
-    """Frees the communication buffers of calls within this process."""
+    """Frees communication buffers of calls whose ranks are all in this process."""
     cpu = sys.modules.get("jax_ub._cpu")
     if cpu is not None:
         cpu.release_slots()
@@ -176,7 +180,7 @@ def release_slots() -> None:
 
 
 def check_communicators() -> None:
-    """Raises the first failure of the connected groups, if any of them has failed.
+    """Raises the first communication failure of a connected group of ranks, if any.
 
     On GPUs a wait fails on the device: the results of that call are NaN, and the host
     reports the failure at the next call, or here. Transformer Engine: none.

@@ -14,8 +14,8 @@ from jax_ub._src.runtime.device_groups import DeviceGroups, Group
 from jax_ub._src.runtime.process_all_gather import ProcessAllGather, Values
 from jax_ub._src.runtime.transports import transport_setup_of
 
-# How long a process that failed to connect waits for its peers. The death of a process
-# must be reported within 2 s.
+# How long, in seconds, a process that failed to connect still waits for its peers. It
+# is short, because the death of a process must be reported within 2 s.
 _TIMEOUT_AFTER_ERROR_S = 1.0
 
 _generation = 0  # the last communicator generation that this process agreed on
@@ -58,7 +58,7 @@ def connect(
 
 
 def connect_alone(device_groups: DeviceGroups) -> None:
-    """Connects the groups of ranks if all of them are in this process.
+    """Connects groups of ranks if all devices of the mesh are in this process.
 
     On CPUs such groups need no connection.
 
@@ -74,7 +74,7 @@ def connect_alone(device_groups: DeviceGroups) -> None:
 
 
 def _share_cores(device_groups, peer_info: Values):
-    """Divides the host's cores among its processes, and limits this one's threads."""
+    """Divides the host's cores among its processes; limits this one to its share."""
     if settings.num_threads() is not None or cpu_engine.why_not() is not None:
         return
     host, own_cores = hosts.identity(), hosts.cores()
@@ -174,8 +174,8 @@ class ConnectionAttempt:
 
     def _open_endpoints(self):
         try:
-            # Every call needs kernels for `JAX_UB_ISA`. Checks it before connecting, so
-            # that all processes get the error.
+            # Every call needs kernels for the instruction set `JAX_UB_ISA`. Checks for
+            # them before connecting, so that all processes get the error.
             cpu_engine.check_isa()
             groups = self._device_groups
             for group in self._groups:
@@ -206,9 +206,9 @@ class ConnectionAttempt:
             "error": _text_of(error),
             "reasons": {_key(one.group): one.reason for one in self.made if one.reason},
         }
-        # A peer may wait a whole timeout for a connection that failed here, and only
-        # then take part in this round. After an error, this process waits briefly,
-        # because its error reaches running peers sooner.
+        # Waits for two timeouts: a peer may wait a whole timeout for a connection that
+        # failed here, and only then send its outcome. After an error, this process
+        # waits briefly, because its error reaches running peers sooner.
         timeout_s = 2 * settings.deadline_s()
         if error is not None:
             timeout_s = min(timeout_s, _TIMEOUT_AFTER_ERROR_S)
@@ -268,7 +268,8 @@ def _gather(all_gather, value, own_error, timeout_s=None):
     try:
         return all_gather.gather(value, timeout_s)
     except CommunicatorError as error:
-        # Reports this process's earlier error, which explains the failure better.
+        # If this process has failed before, raises that error instead, because it
+        # explains the failure better.
         if own_error is None:
             raise
         raise own_error from error
@@ -284,8 +285,8 @@ def _first_error(values: Values, what):
 
 
 def _agreed_generation(peer_info: Values):
-    # Each process proposes its last generation plus 1. The maximum is new to all of
-    # them. A single process needs no generation.
+    # Each process proposes the number of its last communicator generation plus 1. The
+    # maximum is new to all processes. A single process needs no generation.
     return max((one["generation"] for one in peer_info.values()), default=0)
 
 

@@ -25,7 +25,7 @@ class NoEngineError(UbError, ImportError):
 
 @functools.cache
 def why_not() -> str | None:
-    """Returns why this installation has no engine; None if it should have one.
+    """Returns why this installation has no compiled engine; None if it should have one.
 
     The pure-Python wheel has none: calls of method "auto" run as plain `jax.lax`. In
     other installations, a missing engine is an error of `load`.
@@ -59,7 +59,7 @@ def load() -> types.ModuleType:
 def load_module(
     name: str, missing: str, how_to_get_it: Callable[[], str]
 ) -> types.ModuleType:
-    """Imports an engine, and checks that it fits the jaxlib.
+    """Imports a compiled engine, and checks that its FFI API version fits the jaxlib.
 
     Args:
         name: the name of the module.
@@ -85,7 +85,7 @@ def load_module(
 
 
 def _how_to_get_it() -> str:
-    """Returns how to get a missing engine: build it, or import another copy."""
+    """Returns advice for a missing engine: build it, or import the installed copy."""
     imported = pathlib.Path(__file__).parents[3]
     try:
         found = importlib.metadata.distribution("jax_ub").locate_file("")
@@ -157,7 +157,7 @@ def register_targets() -> None:
 
 
 def check_isa() -> None:
-    """Raises an error if the engine has no kernels for `JAX_UB_ISA`."""
+    """Raises an error if there are no kernels for the instruction set `JAX_UB_ISA`."""
     name = settings.isa()
     if name is None:
         return
@@ -171,7 +171,7 @@ def check_isa() -> None:
 
 @functools.cache
 def configure() -> None:
-    """Applies the environment variables to the CPU engine, once per process.
+    """Passes the `JAX_UB_` environment variables to the CPU engine, once per process.
 
     Before this call, the engine reports the default instruction set and number of
     threads.

@@ -16,8 +16,8 @@ import numpy as np
 
 from jax_ub._src.runtime import cpu_engine, settings
 
-# Maximum number of ranks. Must equal kMaxRanks in csrc/transport/cuda, because the heap
-# of a rank has flags for this many peers.
+# Maximum number of ranks of a group. Must equal kMaxRanks in csrc/transport/cuda,
+# because the heap of a rank, memory that its peers access, has flags for so many peers.
 MOST_RANKS = 16
 
 _PLATFORM = "CUDA"
@@ -25,7 +25,7 @@ _BUILD = "In a clone of jax_ub, where nvcc is installed: pip install ."
 # Folders in NVIDIA's wheels that contain cuBLASLt, newest first.
 _LIBRARIES = ("cu13/lib", "cublas/lib")
 
-# Compute capability that is assumed for devices that are unknown during lowering.
+# Compute capability (9.0: Hopper) that is assumed if devices are unknown in lowering.
 _ASSUMED_CAPABILITY = (9, 0)
 
 Array = tuple[str, tuple[int, ...]]  # dtype and shape
@@ -79,7 +79,7 @@ def is_cuda(device: jax.Device) -> bool:
 
 
 def ordinals(devices: Sequence[jax.Device]) -> dict[int, int]:
-    """Maps the ids of this process's devices to their CUDA ordinals."""
+    """Returns the CUDA ordinals of this process's devices, by JAX device id."""
     return {device.id: device.local_hardware_id for device in devices}
 
 
@@ -171,7 +171,7 @@ def _is_in_use():
 
 
 def usable_devices() -> list[dict[str, Any]]:
-    """Returns the CUDA properties of the GPUs on which the engine can run.
+    """Returns one dict of CUDA properties for each GPU on which the engine can run.
 
     The list is empty if the CUDA engine cannot use them.
     """
@@ -182,7 +182,7 @@ def usable_devices() -> list[dict[str, Any]]:
 
 
 def failures() -> dict[str, str]:
-    """Returns the error of each failed communicator between GPUs, by name."""
+    """Returns error texts of failed communicators between GPUs, by their names."""
     return load().failures() if _is_in_use() else {}
 
 
@@ -204,8 +204,8 @@ def register_targets() -> None:
         "jax_ub$CudaCallSite", cuda.call_site_type(), platform=_PLATFORM
     )
     for name, handlers in cuda.targets(len(devices) > 1).items():
-        # JAX's CUDA plugin rejects traits here. The handlers declare themselves whether
-        # CUDA graphs may capture them.
+        # JAX's CUDA plugin rejects handler traits in this call. Instead, the handlers
+        # themselves declare whether CUDA graphs may capture them.
         jax.ffi.register_ffi_target(name, handlers, platform=_PLATFORM, api_version=1)
 
 

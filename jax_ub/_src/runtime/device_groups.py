@@ -14,12 +14,12 @@ Group = tuple[int, ...]  # global device ids, in the order of the ranks
 _BYTES_PER_ELEMENT = 8
 _SLACK_BYTES = 64 * 1024
 _SLOT_ALIGNMENT_BYTES = 256
-# Limit, in bytes, up to which a one-shot all-reduce is used on GPUs, unless a tuned
-# file decides. It applies to what a rank sends to all peers. For a sum of S bytes, that
-# is S (P - 1) for one-shot, and 2 S (P - 1) / P for reduce-scatter and all-gather,
-# which need another handshake. A handshake takes 6 us (`handshake_s` of the simulator),
-# in which NVLink moves this many bytes at 450 GB/s (H100). Neither number was measured
-# here.
+# Up to this many bytes, GPUs use a one-shot all-reduce, unless a tuned file decides. In
+# it, each of P ranks sends its whole summand to all peers. The limit applies to what a
+# rank sends to all peers together. For a sum of S bytes, that is S (P - 1) for
+# one-shot, and 2 S (P - 1) / P for reduce-scatter and all-gather, which need another
+# handshake. A handshake takes 6 us (`handshake_s` of the simulator), in which NVLink
+# moves this many bytes at 450 GB/s (H100). Neither number was measured here.
 ONE_SHOT_BYTES = 2_700_000
 
 
@@ -54,7 +54,7 @@ class DeviceGroups:
 
     @property
     def processes(self) -> list[int]:
-        """Returns the processes that have a rank, in ascending order."""
+        """Returns the indices of the processes that have a rank, in ascending order."""
         return sorted({self.process_of[i] for group in self.groups for i in group})
 
     @property

@@ -41,7 +41,7 @@ def cores() -> list[int]:
 
 
 def pool_threads() -> int:
-    """Returns the minimum size of jaxlib's thread pools.
+    """Returns the minimum size of jaxlib's thread pools: `NPROC`, or one per core.
 
     jaxlib reads `NPROC` when its backend starts. Without it, the minimum is the number
     of cores on which the process may run. A process with more devices has larger pools,
@@ -70,7 +70,7 @@ def why_few_pool_threads(num_devices: int) -> str | None:
 
 
 def control_groups() -> str:
-    """Returns the cgroups of this process, which limit its CPU time."""
+    """Returns the text that names this process's cgroups, which limit its CPU time."""
     try:
         return _CONTROL_GROUPS.read_text()
     except OSError:
@@ -78,7 +78,7 @@ def control_groups() -> str:
 
 
 def quota_share(num_threads: int, num_cores: int, num_processes: int) -> int:
-    """Returns how many threads each process on the host may use by its CPU quota.
+    """Returns how many threads each of the processes that share a CPU quota may use.
 
     Args:
         num_threads: what the quota and the cores allow one process alone.

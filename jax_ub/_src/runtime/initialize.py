@@ -61,7 +61,7 @@ def initialize_ub(  # noqa: PLR0913, pinned
     mesh: Mesh | None = None,
     axis_name: str | tuple[str, ...] = "tp",
 ) -> None:
-    """Creates the named overlaps of one mesh axis, and their communication buffers.
+    """Creates a mesh axis's named overlaps (layer settings) and communication buffers.
 
     Afterwards, calls and layers with a `ub_name` run as the overlaps of that name are
     configured, in the forward and the backward pass. Groups of ranks that span several
@@ -124,7 +124,7 @@ def initialize_ub(  # noqa: PLR0913, pinned
 
 
 def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
-    """Removes named overlaps, closes their connections and frees their buffers.
+    """Undoes `initialize_ub`: removes overlaps, closes connections, frees buffers.
 
     Multi-process programs that were compiled before cannot run any more. Trace them
     again after the next `initialize_ub`.

@@ -29,16 +29,16 @@ from jax_ub._src.runtime.registry import (
     Overlap,
 )
 
-# Maximum number of elements in `shape`. The size of all ranks' buffers in bytes then
-# fits into 64 bits.
+# Maximum of T * H, the number of elements in the argument `shape`. The size of all
+# ranks' buffers in bytes then fits into 64 bits.
 _MOST_ELEMENTS = 1 << 48
 
 
 def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ...]:
-    """Checks `use_fp8` and `quantization_modes`, arguments of `initialize_ub`.
+    """Returns the quantization modes for which `initialize_ub` creates overlaps.
 
     Returns:
-        The modes to configure: those that were passed, else FP8 or NONE by `use_fp8`.
+        The checked modes: those that were passed, else FP8 or NONE by `use_fp8`.
     """
     registry.check_use_fp8("initialize_ub", use_fp8)
     if modes is not None and not isinstance(modes, list | tuple):
@@ -197,9 +197,9 @@ def make_initialized_axis(
     ub_cfgs: Mapping | Sequence[Mapping] | str | os.PathLike | None,
     mesh: Mesh,
 ) -> InitializedAxis:
-    """Creates the named overlaps of a mesh axis from the arguments of `initialize_ub`.
+    """Creates the `InitializedAxis` that the arguments of `initialize_ub` describe.
 
-    Allocates no buffers.
+    It contains the named overlaps of a mesh axis. Allocates no buffers.
 
     Args:
         axes: the mesh axes of the ranks.
@@ -210,8 +210,8 @@ def make_initialized_axis(
         ub_cfgs: the argument of `initialize_ub`.
         mesh: the mesh; the sizes of `axes` in it multiply to `tp_size`.
     """
-    # Stores the process's tuned table even if `initialize_ub` was given no file,
-    # because it must be equal in all processes.
+    # If `initialize_ub` was given no tuned file, stores the table of `JAX_UB_TUNED`, if
+    # it is set, because this table must be equal in all processes, too.
     choices = tuned_tables.of_process()
     if isinstance(ub_cfgs, str | os.PathLike):
         choices, ub_cfgs = tuned_tables.read(os.fspath(ub_cfgs)), AUTOMATIC

@@ -111,17 +111,17 @@ class MemoryReport:
 
     @property
     def held_bytes(self) -> int:
-        """Returns how many bytes this process holds for communication."""
+        """Returns the bytes of this process's shared buffers, slots and heaps."""
         shared = sum(axis.shared_bytes for axis in self.axes)
         return self.slot_bytes + self.heap_bytes + shared
 
     @property
     def transformer_engine_bytes(self) -> int:
-        """Returns how many bytes Transformer Engine would allocate for all axes."""
+        """Returns how many bytes Transformer Engine would allocate for these axes."""
         return sum(axis.transformer_engine_bytes for axis in self.axes)
 
     def __str__(self) -> str:
-        """Returns text: the buffers of all mesh axes, then slots, heaps and GPUs."""
+        """Returns tables of buffers by mesh axis, then lines on slots, heaps, GPUs."""
         slots = f"slots of calls within this process: {format_bytes(self.slot_bytes)}"
         lines = [*map(str, self.axes), slots]
         if self.gpus:
@@ -216,7 +216,7 @@ def _axis_memory(
 
 
 def _transformer_engine_bytes(axis, found):
-    """Returns how many bytes Transformer Engine would allocate for one rank.
+    """Returns how many bytes Transformer Engine would allocate for a rank of the axis.
 
     It allocates a buffer for each of its twelve names, also for a wgrad that has
     nothing to communicate because its dgrad reduce-scatters.

@@ -58,7 +58,7 @@ class ProcessAllGather:
         timeout_s: float,
         lost: Callable[[int], str | None] = lambda process: None,
     ):
-        """Starts an attempt to all-gather, and draws its random number.
+        """Starts an attempt to all-gather, which is identified by a random number.
 
         Messages of other attempts contain other numbers, and are ignored.
 
@@ -90,11 +90,11 @@ class ProcessAllGather:
         self._answers: dict[int, list] = {}
         self._failure: dict[str, Any] = {}
         self._ended: set[int] = set()  # processes that have ended their attempt
-        # Used by members only: the random number of the coordinator's attempt. Messages
-        # to the coordinator contain it.
+        # Used by members (all processes except for the coordinator) only: the random
+        # number of the coordinator's attempt. Messages to the coordinator contain it.
         self._coordinator_number = ""
-        # Used by members only: whether the coordinator has answered. A different number
-        # then belongs to another attempt, and is ignored.
+        # Used by members only: whether the coordinator has answered. If its number
+        # changes after that, the new one belongs to another attempt, and is ignored.
         self._is_confirmed = False
         self._has_sent_failure = False  # to all processes seen so far
 

@@ -58,7 +58,10 @@ class LayerName(str):
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """The settings and the buffer of a named overlap, documented in `CommOverlap`."""
+    """Settings and buffer size of a named overlap, that is, of one pass of a layer.
+
+    `CommOverlap` documents the fields.
+    """
 
     name: str
     method: str
@@ -113,7 +116,7 @@ class CommOverlap(Overlap):
 
 
 class CommOverlapP2P(Overlap):
-    """A named overlap whose method is "ring_exchange".
+    """A named overlap (settings of a layer's pass) whose method is "ring_exchange".
 
     It has the attributes of `CommOverlap`.
 
@@ -121,9 +124,9 @@ class CommOverlapP2P(Overlap):
     """
 
 
-# Part of the reason for a fallback if a call needs a larger shape than
-# `initialize_ub` was given. The lowering searches for it, to name a page of the
-# documentation.
+# Part of the message if a call falls back to plain JAX because it needs a larger shape
+# than `initialize_ub` was given. The lowering searches messages for this text, to name
+# a page of the documentation.
 TOO_SMALL = "but the buffers"
 
 
@@ -183,8 +186,9 @@ class InitializedAxis:
         if needed * features <= holds:
             if not self.spans_processes:
                 return None
-            # Slots within a process are allocated for each call. Shared memory has a
-            # fixed size, into which the padding of uneven splits must fit, too.
+            # Within a process, receive buffers are allocated for each call. Memory that
+            # processes share has a fixed size, into which the padding of uneven splits
+            # must fit, too.
             holds = self.capacity
             num_chunks = self.tp_size * num_splits
             needed = math.prod(batch) * checks.round_up(rows, num_chunks)
@@ -247,7 +251,7 @@ def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> InitializedAxis | Non
 
 
 def check_use_fp8(label: str, use_fp8: object) -> None:
-    """Raises an error unless `use_fp8` is a bool.
+    """Raises an error if `use_fp8` is not a bool (or int), such as a quantization mode.
 
     A quantization mode passed by mistake would count as true.
     """

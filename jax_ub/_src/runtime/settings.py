@@ -29,7 +29,7 @@ def method() -> str | None:
 
 
 def timeout_s() -> float | None:
-    """Returns `JAX_UB_TIMEOUT_S`: how long a rank waits for its peers, or None.
+    """Returns `JAX_UB_TIMEOUT_S`: seconds that a rank waits for peers; None if unset.
 
     The default is 120 s.
     """
@@ -47,7 +47,7 @@ def first_call_timeout_s() -> float | None:
 
 
 def deadline_s() -> float:
-    """Returns how many seconds Python code waits for peers, 120 by default.
+    """Returns how many seconds `initialize_ub` waits for peers, 120 by default.
 
     `JAX_UB_TIMEOUT_S` sets it.
     """
@@ -128,7 +128,7 @@ COLLECTIVES_IN_ORDER = "--xla_gpu_disable_async_collectives=ALLCOLLECTIVES"
 
 
 def orders_collectives() -> bool:
-    """Returns whether `XLA_FLAGS` contains `COLLECTIVES_IN_ORDER`."""
+    """Returns whether `XLA_FLAGS` makes collectives run in order with other kernels."""
     return COLLECTIVES_IN_ORDER.upper() in xla_flags().upper()
 
 
@@ -141,9 +141,9 @@ def shares_hardware_queue() -> bool:
 
 
 def tuned() -> str | None:
-    """Returns `JAX_UB_TUNED`: the path of the tuned file for method "auto", or None.
+    """Returns `JAX_UB_TUNED`: path of a file with the fastest methods by size, or None.
 
-    `python -m jax_ub tune` writes such files.
+    Method "auto" follows this tuned file. `python -m jax_ub tune` writes such files.
     """
     return os.environ.get("JAX_UB_TUNED") or None
 
@@ -157,7 +157,7 @@ def host_id() -> str | None:
 
 
 def has_coordinator() -> bool:
-    """Returns whether `JAX_COORDINATOR_ADDRESS` is set, as `launch` sets it.
+    """Returns whether `JAX_COORDINATOR_ADDRESS` is set, as by `jax_ub launch`.
 
     `jax.distributed.initialize()` reads it, to join the processes of a job.
     """

@@ -13,7 +13,7 @@ EndpointInfos = Mapping[int, Mapping[str, Any]]
 
 
 class TransportSetup:
-    """Connects groups of ranks by shared memory, for one platform.
+    """Base class: connects groups of ranks by shared memory, for one platform.
 
     A subclass connects them. This class rejects all groups with a reason, since the
     platform has no engine.
@@ -132,7 +132,7 @@ class CudaTransportSetup(TransportSetup):
         )
 
     def endpoint_info(self, endpoint):
-        """Returns the endpoint's address, its secret, and its sharing modes."""
+        """Returns the endpoint's address, secret token and memory sharing modes."""
         if isinstance(endpoint, str):
             return {"why_not": endpoint}
         return {
@@ -154,7 +154,7 @@ class CudaTransportSetup(TransportSetup):
         return cuda_engine.load().why_not_connected(processes, offers) or None
 
     def connect(self, device_groups, group, endpoint, endpoint_infos, generation):
-        """Maps the heaps of all ranks of the group on each GPU of this process."""
+        """Maps the heaps (shared memory) of all ranks on each GPU of this process."""
         if endpoint is None:
             return cuda_engine.load().connect_in_process(
                 name=device_groups.name,
@@ -174,7 +174,7 @@ class CudaTransportSetup(TransportSetup):
 
 
 def _shared_arguments(device_groups, group, endpoint_infos):
-    """Returns the arguments that both engines' `connect` functions take."""
+    """Returns the arguments that `connect` takes in both engines, CPU and CUDA."""
     own = device_groups.process
     peers = {
         process: info for process, info in endpoint_infos.items() if process != own

@@ -14,7 +14,7 @@ _PACKAGES = ("jax", "jaxlib", "jax_ub")
 
 @functools.cache
 def environment() -> Environment:
-    """Returns the device kind and library versions to look up in tuned files."""
+    """Returns device kind and library versions, the key of entries in a tuned file."""
     device = jax.local_devices()[0]
     versions = {name: version_of(name) for name in _PACKAGES}
     if cuda_engine.is_cuda(device):
@@ -30,7 +30,7 @@ def environment() -> Environment:
 
 
 def of_ranks(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
-    """Returns the tuned methods for calls with method "auto" on a mesh axis.
+    """Returns the table of fastest methods for "auto" calls on a mesh axis, or None.
 
     A table that `initialize_ub` was given for this axis takes precedence over the file
     `JAX_UB_TUNED`. A GEMM that does not communicate has the axis (). For such a GEMM,
@@ -42,13 +42,13 @@ def of_ranks(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
 
 
 def of_process() -> TunedTable | None:
-    """Returns the tuned methods in the file `JAX_UB_TUNED`, or None."""
+    """Returns the table of fastest methods in the file `JAX_UB_TUNED`, or None."""
     path = settings.tuned()
     return None if path is None else read(path)
 
 
 def read(path: str) -> TunedTable:
-    """Reads the tuned methods for this process's devices from a file.
+    """Reads the table of fastest methods for this process's devices from a tuned file.
 
     The result is cached until the file changes.
     """

@@ -38,11 +38,11 @@ def resolve_parallel(op: str, kind: str | None) -> str:
 def parallel_of_spec(
     spec: Sequence | None, num_in: int, axis_name: str | tuple[str, ...]
 ) -> str | None:
-    """Returns the parallel mode of a kernel `[*in, *out]` by its partition spec.
+    """Returns "column", "row" or None for a kernel `[*in, *out]` by its partition spec.
 
-    The mode is "row" if an input dimension is sharded over all of `axis_name`, and
-    "column" if an output dimension is. It is None if no dimension is, or if the spec is
-    None (unknown). `num_in` is the number of input dimensions.
+    It is "row" if an input dimension is sharded over all of `axis_name`, and "column"
+    if an output dimension is. It is None if no dimension is, or if the spec is None
+    (unknown). `num_in` is the number of input dimensions.
     """
     dim = sharded_dim(spec, axis_name)
     if dim is None:
@@ -167,12 +167,12 @@ class ShardingLayout:
 
     @property
     def fsdp_dim(self) -> int:
-        """Returns the dimension of the stored kernel that `fsdp_axes` shard."""
+        """Returns which dimension of the stored kernel `fsdp_axes` shard: 0 or 1."""
         return self.in_out((0, 1))[self._fsdp_dim]
 
     @property
     def _fsdp_dim(self):
-        """Returns the dimension of an [in, out] kernel that `fsdp_axes` shard."""
+        """Returns which dimension of the kernel as [in, out] `fsdp_axes` shard."""
         return self.mode.kernel.index(False)
 
     @property
@@ -213,7 +213,7 @@ class ShardingLayout:
         return dataclasses.replace(self, fsdp_axes=names) if others else self
 
     def may_fall_back(self) -> bool:
-        """Returns whether plain JAX operations may replace the engine in this layer.
+        """Returns whether the layer may run as plain JAX, without the engine.
 
         They may if no flag is True and the method is "auto" or "xla".
         """
@@ -257,7 +257,7 @@ class ShardingLayout:
         return mesh
 
     def global_mesh(self, *arrays: Any) -> AnyMesh | None:
-        """Returns the result of `find_mesh`, or None if the arrays are shards."""
+        """Returns `find_mesh` for global arrays; None for shards in a `shard_map`."""
         return None if self.is_local() else self.find_mesh(*arrays)
 
     def in_out(self, dims: Sequence) -> tuple:
@@ -306,7 +306,7 @@ class ShardingLayout:
         return [mesh.shape[name] for name in names]
 
     def check_features(self, shape: Sequence[int], mesh: AnyMesh) -> None:
-        """Raises an error if the ranks do not divide the features of a kernel."""
+        """Raises an error if a kernel's features do not divide into equal shards."""
         sizes = self._sizes(mesh, "fsdp_axes has {}, which", self.fsdp_axes)
         axes, fix = f"fsdp_axes = {self.fsdp_axes}", "fsdp_axes=() for this layer"
         self._check_divides(shape, self._fsdp_dim, math.prod(sizes), axes, fix)

@@ -83,8 +83,8 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
     is_exported = checks.has_symbolic_sizes(x)
     is_mapped = mesh is not None and not is_exported
     if main_grads is not None and (is_mapped or kernels[0].ndim > 2):
-        # `shard_map` and reshapes pass new arrays to the ops, which therefore cannot
-        # detect that two calls accumulate into the same main_grad.
+        # Checks here whether two calls accumulate into the same main_grad. The ops
+        # cannot detect it, because `shard_map` and reshapes pass new arrays to them.
         accumulators.claim(layout.op, main_grads, kernels)
     if fp8_states is not None and not _has_separate_calls(layout, kernels):
         fp8_states = fp8_states[0]
@@ -111,8 +111,9 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
             ys = _without_shard_map(layout, mesh, out_dtype, *operands)
         else:
             layout, repeated = _fitted_layout(layout, mesh, x_matrix)
-            # The configuration is part of jit's cache key, because the layer looks up
-            # its name and method there while it is traced.
+            # The settings of `initialize_ub` and of the environment are a static
+            # argument, so that they are part of jit's cache key: tracing the layer
+            # looks up its name and method there.
             configuration = registry.configuration()
             ys = _shard_mapped(
                 configuration, layout, mesh, out_dtype, repeated, *operands
@@ -200,7 +201,7 @@ def _has_separate_calls(layout, kernels):
 
 
 def _each_kernel(run, x, kernels, biases, main_grads, residual, fp8_states):
-    """Multiplies x by each kernel in a separate call."""
+    """Computes the layer in a separate call for each kernel; returns all results."""
     none = (None,) * len(kernels)
     each = (kernels, biases or none, main_grads or none, fp8_states or none)
     rows = zip(*each, strict=True)
@@ -208,7 +209,7 @@ def _each_kernel(run, x, kernels, biases, main_grads, residual, fp8_states):
 
 
 def _present(arrays):
-    """Returns `arrays` as a tuple, or None if it is None or contains None."""
+    """Returns `arrays` as a tuple; None if there are none, or any of them is None."""
     # Not `None in arrays`, which compares NumPy arrays element by element.
     if arrays is None or any(array is None for array in arrays):
         return None
@@ -278,7 +279,8 @@ def _as_matrices(layout, operands, num_in, out_dtype):
 def _flat(x, num_dims):
     """Merges the last `num_dims` dimensions of an array into one."""
     lead = x.ndim - num_dims
-    # Not -1: reshape cannot infer it if the array is empty.
+    # The merged size is not passed as -1, because reshape cannot infer it if the array
+    # is empty.
     return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))
 
 
@@ -392,7 +394,8 @@ def _without_shard_map(layout, mesh, out_dtype, *operands):
     sizes = None
     is_shared = isinstance(kernels, tuple) and not _has_separate_calls(layout, kernels)
     if is_shared and layout.fp8 is not None:
-        # The kernels share a scale and its state, so they are multiplied as one.
+        # The kernels share an FP8 scale and its state, so they are concatenated and
+        # multiplied as one.
         sizes = [layout.in_out(kernel.shape)[1] for kernel in kernels]
         others[1:4] = (_joined(layout, each) for each in others[1:4])
     with lowering_log.falling_back(layout.op, reason):
@@ -432,8 +435,8 @@ def split_features(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
     shape, sharding = (*y.shape[:-1], *sizes), jax.typeof(y).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return y.reshape(shape)
-    # The sharding is given explicitly: if the first new dimension had size 1, JAX would
-    # shard another.
+    # The sharding is given explicitly, because JAX would shard another dimension if the
+    # first new one had size 1.
     spec = P(*sharding.spec, *[None] * (len(sizes) - 1))
     return jax.lax.reshape(y, shape, out_sharding=sharding.update(spec=spec))
 

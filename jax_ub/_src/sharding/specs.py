@@ -67,7 +67,8 @@ def data_axes(
     )
     if layout.data_axes is not None:
         return axes
-    # The tokens of x [tokens, features] are sharded over the tensor-parallel axis, too.
+    # If x is [tokens, features], sequence parallelism shards its leading axis over the
+    # tensor-parallel axis, too.
     has_both = len(x_shape) == 2 and layout.sequence_parallel
     num_tp = layout.axis_size(mesh) if has_both else 1
     num_data = math.prod(mesh.shape[name] for name in axes)
@@ -101,9 +102,9 @@ def indivisible_reason(
 def activation_specs(
     layout: ShardingLayout, batch: tuple[str, ...], ndim: int
 ) -> tuple[P, P]:
-    """Returns the specs of x and y, `[..., tokens, features]` with `ndim` dimensions.
+    """Returns the partition specs of x and y, both `[..., tokens, features]`.
 
-    `batch` are the mesh axes that shard the leading axis.
+    Both have `ndim` dimensions. `batch` are the mesh axes that shard the leading axis.
     """
     lead = [batch or None, *[None] * (ndim - 3)] if ndim > 2 else []
     over_data = batch if ndim == 2 else ()
@@ -121,7 +122,7 @@ def explicit_axes(mesh: AnyMesh) -> set[str]:
 
 
 def spec_over(spec: P, axes: Collection[str]) -> P:
-    """Returns a spec without the mesh axes that are not among `axes`."""
+    """Returns a copy of a `PartitionSpec` that keeps only the mesh axes in `axes`."""
     entries = (tuple(n for n in axis_tuple(entry) if n in axes) for entry in spec)
     return P(*(entry or None for entry in entries))
 

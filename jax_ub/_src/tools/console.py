@@ -72,7 +72,7 @@ def colored(text: str, color: str | None) -> str:
 
 
 def progress(command: str, cases: Sequence[_Case]) -> Iterator[_Case]:
-    """Yields the cases, and shows on a terminal's stderr which one runs."""
+    """Yields the cases; shows "bench: 2 of 9" and so on if stderr is a terminal."""
     try:
         for number, case in enumerate(cases, start=1):
             _show_progress(f"{command}: {number} of {len(cases)}")
@@ -83,7 +83,7 @@ def progress(command: str, cases: Sequence[_Case]) -> Iterator[_Case]:
 
 
 def progress_file() -> int:
-    """Returns the `stdout` argument of `subprocess` for a child that prints progress.
+    """Returns `stdout` for `subprocess` children that print progress: stderr or none.
 
     The output goes to stderr if that is a terminal, and is discarded otherwise.
     """

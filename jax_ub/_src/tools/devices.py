@@ -38,7 +38,7 @@ def start(
     settings.check()
     settings.set_pool_threads(num_devices)
     # oneDNN's OpenMP threads must sleep between calls. Otherwise they would spin on the
-    # cores while the next candidate is timed.
+    # cores while the next program is timed.
     settings.ask_openmp_to_sleep()
     if platform is not None:
         # Has no effect if JAX has started; the number of devices is checked below.
@@ -102,7 +102,7 @@ class Ranks:
 
 
 class ProcessRanks(Ranks):
-    """A 1D mesh of equally many devices of each process of a job."""
+    """A 1D mesh of `num_ranks` devices, equally many of each process of a job."""
 
     @property
     def devices(self) -> list[jax.Device]:
@@ -116,7 +116,7 @@ class ProcessRanks(Ranks):
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> Any:
-    """Returns a host array of normal random numbers times `scale`."""
+    """Returns normal random numbers from `seed`, times `scale`, as a NumPy array."""
     try:
         return _drawn(seed, shape, np.dtype(dtype), scale).copy()
     except MemoryError as error:
@@ -126,8 +126,8 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) ->
         ) from error
 
 
-# Drawing 8192 x 8192 numbers takes seconds, and all programs of a benchmark case use
-# copies of the same operands.
+# Cached, because drawing 8192 x 8192 numbers takes seconds, and all programs of a
+# benchmark case use copies of the same operands.
 @functools.lru_cache(maxsize=8)
 def _drawn(seed, shape, dtype, scale):
     draws = np.random.default_rng(seed).standard_normal(shape, np.float32)

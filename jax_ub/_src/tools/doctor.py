@@ -130,8 +130,8 @@ def examine(*, together: bool = False) -> Iterator[Finding]:
             wrong.append(finding.text.removeprefix("doctor: "))
         yield finding
     for finding in _engines(together):
-        # An invalid environment variable, which is already reported, makes most checks
-        # of the engines fail with the same text. Skips these repetitions.
+        # An invalid environment variable makes most checks of the engines fail with the
+        # same text. It has been reported already, so these repetitions are skipped.
         if not any(text in finding.text for text in wrong):
             yield finding
 
@@ -321,7 +321,7 @@ def _peer_access(ordinals):
 
 
 def _methods_on(mesh: Mesh) -> Iterator[Finding]:
-    """Runs an AG+GEMM with each method, and compares the result with NumPy's."""
+    """Runs an all-gather + GEMM with each method; compares it with NumPy's x @ w."""
     x = np.ones((8 * mesh.size, 16), np.float32)
     w = np.ones((16, 8 * mesh.size), np.float32)
     for method in Method:
@@ -389,7 +389,7 @@ def _shared_memory():
 
 
 def _named_overlaps(mesh: Mesh, together: bool) -> Iterator[Finding]:
-    """Reports how ranks are connected, and the method of each named overlap.
+    """Reports how ranks are connected, and the method of passes such as "qkv_fprop".
 
     If this process has not called `initialize_ub`, calls it on `mesh` and reports its
     defaults; if `together`, then also checks the methods across processes.
@@ -417,9 +417,10 @@ def _named_overlaps(mesh: Mesh, together: bool) -> Iterator[Finding]:
 
 
 def _overlaps_by_method(axis) -> Iterator[Finding]:
-    """Yields a finding for each method and quantization mode on a mesh axis.
+    """Lists layer passes, such as "qkv_fprop", by their method and quantization mode.
 
-    It lists the overlap names that `initialize_ub` has configured with them.
+    Yields a finding for each method and quantization mode, with the overlap names that
+    `initialize_ub` has configured with them on a mesh axis.
     """
     by_method: dict[str, list[str]] = {}
     for (name, mode), overlap in axis.overlaps.items():
@@ -443,7 +444,7 @@ def _connections():
 
 
 def describe_connection(connection: communicators.Connection) -> str:
-    """Returns text: how the ranks share memory, and why better ways do not work."""
+    """Describes how the ranks share memory, and why preferred ways do not work."""
     communicator = connection.communicator
     how = getattr(communicator, "how", None)
     if communicator is None or how is None:

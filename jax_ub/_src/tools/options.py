@@ -46,7 +46,7 @@ def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 
 
 def name_of(known: Iterable[str]) -> Callable[[str], str]:
-    """Returns an argparse `type` for one of the names in `known`."""
+    """Returns an argparse `type` for names in `known`; errors suggest the nearest."""
     names = tuple(known)
 
     def read(name: str) -> str:
@@ -67,7 +67,7 @@ method_option = name_of(method.value for method in Method)  # an argparse `type`
 
 
 def positive(text: str) -> int:
-    # Python does not convert texts of more than 4300 digits.
+    # `int` raises an error for texts of more than 4300 digits.
     if not (text.isdecimal() and len(text) < 4300 and is_size(int(text))):
         raise argparse.ArgumentTypeError(
             f"{shown(text)} is not a positive integer. Give a number, such as 2."
@@ -126,7 +126,7 @@ class Shape:
         return Shape(self.M, self.N, self.K)
 
     def sizes(self, dimensions: str) -> tuple[int, ...]:
-        """Returns the shape of an array of these dimensions, such as "MK"."""
+        """Returns the shape of an array by its dimensions: (M, K) for "MK"."""
         return tuple(getattr(self, name) for name in dimensions)
 
     def bytes(self, dtype: Any, out_dtype: Any = None) -> int:
@@ -151,7 +151,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def check_divides(command: str, shape: Shape, num_ranks: int, option: str) -> None:
-    """Checks that `num_ranks`, a value of `option`, divides all sizes."""
+    """Raises an error unless `num_ranks`, a value of `option`, divides M, K and N."""
     if not shape.divides(num_ranks):
         raise ShapeContractError(
             f"{command}: shape {shape} does not divide into {num_ranks} ranks. Take "
@@ -176,7 +176,7 @@ def replaced_path(text: str) -> pathlib.Path:
 
 
 def load_extra(package: str, option: str) -> Any:
-    """Imports a package of the optional dependencies `jax_ub[bench]`."""
+    """Imports a package of the extra `jax_ub[bench]`, or says how to install it."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:

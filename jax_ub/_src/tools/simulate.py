@@ -63,7 +63,7 @@ def _layers(hidden: int, qkv: int, ffn_in: int, ffn_out: int) -> tuple[Layer, ..
     )
 
 
-# The linear layers of one transformer layer of each model, in order.
+# The linear layers of one transformer layer of each model, in the order of execution.
 MODELS: Mapping[str, tuple[Layer, ...]] = {
     "llama3-70b": _layers(8192, 10240, 57344, 28672),
     "llama3-405b": _layers(16384, 18432, 106496, 53248),
@@ -74,11 +74,11 @@ MODELS: Mapping[str, tuple[Layer, ...]] = {
 def layer_rows(
     layers: Sequence[Layer], M: int, num_ranks: int, machine: Hardware
 ) -> list[dict[str, Any]]:
-    """Predicts the forward pass of each linear layer; returns JSON objects."""
+    """Predicts each linear layer's forward time; returns a JSON object for each."""
     rows = []
     for layer in layers:
-        # By default, partial sums have 2 bytes per element: GPUs round them to bf16
-        # before they send them.
+        # A `Workload` has partial sums with 2 bytes per element by default, because
+        # GPUs round them to bf16 before they send them.
         work = Workload(layer.op, M, layer.K, layer.N, num_ranks)
         plan = estimate_workload(work, Method.AUTO, machine)
         alone, plan_s = bounds(work, machine), plan.seconds
@@ -221,7 +221,7 @@ def _table(rows, columns, right):
 
 
 def _time_unit(rows):
-    """Returns the unit for a table's times and its microseconds, as in ("ms", 1e3)."""
+    """Returns the unit of a table's times and its microseconds: ("ms", 1e3) for ms."""
     longest_us = max(row[key] for row in rows for key in row if key.endswith("_us"))
     fitting = (each for each in _UNITS if longest_us < 1e5 * each[1])
     return next(fitting, _UNITS[-1])
@@ -245,7 +245,7 @@ _FP8_NOTES = (
 def fp8_rows(
     layers: Sequence[Layer], M: int, num_ranks: int, machine: Hardware
 ) -> list[dict[str, Any]]:
-    """Predicts the forward time of each layer in bf16 and FP8; returns JSON objects.
+    """Predicts each layer's forward time in bf16 and FP8; returns a JSON object each.
 
     The last object has the sums over all layers.
     """
@@ -305,7 +305,7 @@ def _load_pyplot() -> Any:
 def _draw(
     rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: pathlib.Path
 ) -> None:
-    """Draws a group of bars for each layer, with a bar of each series in `rows`."""
+    """Draws speed-ups: a group of bars for each layer, a bar for each key of `rows`."""
     pyplot = _load_pyplot()
     figure, panel = pyplot.subplots(figsize=(8, 3.6))
     layers = [row["layer"] for row in next(iter(rows.values()))]

@@ -23,13 +23,13 @@ from jax_ub._src.tools.devices import Ranks
 from jax_ub._src.tools.options import load_extra
 
 Values = Sequence[float] | np.ndarray
-# Name of a `PeakCandidate`, whose time is a lower bound of all programs: the time of
-# the same FLOPs at the peak rate of the CPU, with tiles in the L1 cache.
+# Name in tables of the time that the same FLOPs take at the peak rate of the CPU, with
+# tiles in the L1 cache. It is a lower bound of the times of all programs.
 PEAK = "peak"
 # Duration of a measurement of the peak rate: 20 times the wake-up time of a thread.
 _PEAK_DURATION_S = 0.005
-# `fastest` drops variants that take this many times as long as the fastest one in the
-# first round, and times the others in this many rounds.
+# `fastest` drops variants that take more than this many times as long as the fastest
+# one in the first round. It then times the others in this many rounds.
 _MAX_SLOWDOWN, _TRIALS = 1.5, 4
 # A benchmark round is calm if other processes use at most this share of the CPU.
 _CALM = 0.05
@@ -64,7 +64,7 @@ class Candidate:
         return result
 
     def seconds(self) -> float:
-        """Returns the seconds of one call, including its dispatch."""
+        """Runs the program once; returns its seconds, including its dispatch."""
         start = time.perf_counter()
         self()
         return time.perf_counter() - start
@@ -92,7 +92,7 @@ class PeakCandidate(Candidate):
 
 
 def peak_candidates(ranks: Ranks, dtype: str, flops: int) -> list[Candidate]:
-    """Returns one `PeakCandidate`, whose time is a lower bound of all programs.
+    """Returns a `PeakCandidate` in a list; its time is a lower bound of all programs.
 
     The list is empty on GPUs, whose peak rate is not measured, and if `flops` is 0.
     """
@@ -237,7 +237,7 @@ def fastest(
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Median, spread and best of a series of measurements.
+    """Median, relative interquartile range, and best of a series of measurements.
 
     `spread` is the interquartile range divided by the median.
     """

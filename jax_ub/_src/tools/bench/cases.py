@@ -23,7 +23,7 @@ from jax_ub._src.tools.devices import Ranks, Spec
 from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import PEAK, Candidate, peak_candidates
 
-# Names of the timed programs, which are columns of the tables and keys of the JSON.
+# Names of the timed programs: columns of the benchmark's tables, and keys of its JSON.
 OWN = "jax_ub"
 BEST = "xla_best"
 NAIVE = "xla_naive"
@@ -33,11 +33,12 @@ UNFUSED = "unfused"
 PALLAS = "pallas"
 PLAIN = "plain_gemm"
 COPY = "copy"
-# Multi-process cases are compared with the same op on as many devices of one process,
-# as a bound of the speed that they can reach.
+# A program that multi-process cases are compared with: the same op on as many devices
+# of one process. It bounds the speed that several processes can reach.
 IN_PROCESS = "in_process"
-# Programs with which FP8 calls are compared: jax_ub's call of the same shape in bf16;
-# XLA's dots of FP8 values; XLA's dots of values that were quantized and dequantized.
+# Programs that FP8 calls are compared with: jax_ub's call of the same shape in bf16;
+# XLA's dots of FP8 values; XLA's dots of values that were quantized to FP8 and then
+# dequantized to bf16.
 BF16 = "bf16"
 XLA_F8 = "xla_f8"
 XLA_QDQ = "xla_qdq"
@@ -46,10 +47,10 @@ FP8_PEERS = (BF16, XLA_F8, XLA_QDQ)
 PEERS = (*WIDE_PEERS, PALLAS, *FP8_PEERS)
 LIMITS = (PLAIN, COPY, IN_PROCESS, PEAK)
 
-# The MLP of Llama 2 7B has K = 4096 and N = 11008. The first two shapes scale both by
-# about a third and a quarter. The third is a fused query, key and value kernel with
-# fewer key heads; the fourth has few rows, as in decoding. In bf16 they take 1 to 20 ms
-# on two recent cores, 2 to 80 ms on older ones.
+# Default GEMM sizes M, K, N. The first two scale the MLP of Llama 2 7B, with K = 4096
+# and N = 11008, to about a third and a quarter. The third is a fused query, key and
+# value kernel with fewer key than query heads; the fourth has few rows, as in decoding.
+# In bf16 they take 1 to 20 ms on two recent cores, 2 to 80 ms on older ones.
 DEFAULT_SHAPES = (
     Shape(1536, 1280, 3840),
     Shape(512, 1024, 2816),
@@ -61,7 +62,8 @@ QUICK_SHAPES = (Shape(32, 48, 80),)
 # The dtype of the results of FP8 cases, and of the bf16 calls that they are compared
 # with.
 WIDE = "bfloat16"
-# Names of FP8 operands on the command line, which select the recipe of their scales.
+# Values of --dtypes that select FP8 operands, and the recipe of each for the scales,
+# which are per tensor, block or row.
 FP8_RECIPES: dict[str, Recipe] = {
     "fp8": Float8CurrentScaling(),
     "mxfp8": MXFP8BlockScaling(),
@@ -71,7 +73,7 @@ FP8_RECIPES: dict[str, Recipe] = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Command-line options of `python -m jax_ub bench`, checked and completed."""
+    """Options of `python -m jax_ub bench`, checked and completed with defaults."""
 
     ops: tuple[str, ...]
     devices: tuple[int, ...] = (1, 2, 4, 8)
@@ -148,7 +150,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The ranks, dtype and method for which benchmark cases are built.
+    """The ranks, dtype and overlap method for which benchmark cases are built.
 
     `dots` measures and caches XLA's fastest GEMM. `variants` selects variants of the op
     "gemm", such as "nn+bias"; an empty tuple selects all of them.
@@ -178,7 +180,11 @@ class Setup:
         variant: str = "",
         **more: Any,
     ) -> Case:
-        """Returns a benchmark case of `num_gemms` GEMMs of size `shape`."""
+        """Returns a benchmark case; on CPUs, adds the peak rate to the candidates.
+
+        The FLOPs of a call are those of `num_gemms` GEMMs of size `shape`. Without
+        FLOPs, the peak rate is not added.
+        """
         flops = num_gemms * shape.flops
         every = [
             *candidates,
@@ -200,7 +206,10 @@ def wide_dtype(dtype: str) -> str:
 
 
 def copy_limit(num_bytes: int) -> Candidate:
-    """Returns a program on one device that reads and writes `num_bytes` in total."""
+    """Returns a copy program, whose time is a lower bound for the programs of a case.
+
+    It runs on one device, and reads and writes `num_bytes` in total.
+    """
     source = Ranks(1).place(np.zeros(max(1, num_bytes // 8), np.float32), Spec())
     return Candidate(COPY, jax.jit(jnp.negative), [source])
 
@@ -235,7 +244,7 @@ def check_agreement(case: Case) -> None:
     bound = tolerance(wide_dtype(case.dtype), max(dataclasses.astuple(case.shape)))
     # Values that differ by rounding may be quantized to neighboring FP8 numbers. That
     # changes one term of a sum, and a sum of n terms is about sqrt(n) times as large as
-    # a term. The largest terms are about twice as large as the others.
+    # a term. The largest terms are about twice as large as the others, hence the 2.
     bound += 2 * case.fp8_rounding / min(dataclasses.astuple(case.shape)) ** 0.5
     for name, found in results.items():
         for x, y in zip(found, results[best], strict=True):
@@ -259,7 +268,7 @@ def tolerance(dtype: str, contracting: int) -> float:
 
 
 def _host(array: jax.Array | np.ndarray) -> np.ndarray:
-    """Returns the values of an array in this process, in f64."""
+    """Returns an array in f64; if other processes hold parts, its first local shard."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         array = array.addressable_data(0)
     return np.asarray(array).astype(np.float64)

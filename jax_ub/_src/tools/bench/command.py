@@ -44,7 +44,7 @@ OPS: dict[str, Builder] = {
     "small": linear.small,
 }
 FP8_OPS = tuple(LINEAR_OPS)
-# The shapes of the ops that ignore --shapes.
+# Fixed sizes of the ops that ignore --shapes. A barrier between processes has none.
 _FIXED_SHAPES = {
     "latency": [latency.LATENCY_SHAPE],
     "small": [*linear.SMALL_SHAPES.values()],
@@ -52,8 +52,9 @@ _FIXED_SHAPES = {
 }
 # Format version in the JSON; incremented when a key changes its meaning.
 SCHEMA = 1
-# Default rounds with --processes. Fewer than in one process, because a round takes
-# longer: all processes and process 0 alone run their programs in turn.
+# Default number of timed rounds with --processes. It is lower than in one process,
+# because a round takes longer: all processes and process 0 alone run their programs in
+# turn.
 _PROCESS_ROUNDS = 7
 
 
@@ -83,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     console.add_json(parser, "all figures")
     several = "numbers of processes, such as 2,4, with one rank each; XLA uses gloo"
     add("--processes", type=list_of(count), help=several)
-    # Internal: the path for results, which the benchmark passes to the processes that
-    # it starts because of --processes.
+    # Internal: with --processes, the benchmark starts processes with this option, which
+    # is the path for their results.
     add("--part", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=command)
 
@@ -204,7 +205,7 @@ def _run(given, chosen):
 
 
 def _run_processes(given, chosen):
-    """Benchmarks with each number of `--processes`; prints all results at the end."""
+    """Runs a multi-process job for each number in `--processes`; prints all results."""
     numbers = console.progress("bench", given.processes)
     found = [processes.run_job(number, chosen) for number in numbers]
     about, _, _ = found[0]
@@ -244,8 +245,9 @@ def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
         for case in OPS[op](setup, shape):
             cases.check_agreement(case)
             candidates = _candidates(case, chosen.threads)
-            # After the first call, a donated operand has the output sharding of the
-            # program, so the second call compiles again.
+            # An untimed round. A program's first call compiles it and replaces a
+            # donated operand by the result. That has the output sharding, so the second
+            # call compiles again.
             timing.interleave(candidates, 1)
             rounds = timing.interleave(candidates, chosen.rounds, chosen.patience)
             for threads in chosen.threads or (None,):
@@ -253,7 +255,7 @@ def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
 
 
 def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
-    """Returns the programs of a case to time, with the numbers of threads to use.
+    """Returns a case's programs to time, jax_ub's once for each value of --threads.
 
     `threads` are the values of --threads. jax_ub's program is timed with each of them,
     the other programs only with the first: some are limits that the engine measures,

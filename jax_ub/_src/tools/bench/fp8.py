@@ -20,9 +20,10 @@ from jax_ub._src.tools.devices import AXIS, Ranks, Spec
 def quantized_operand(
     ranks: Ranks, recipe: Recipe, x: jax.Array, spec: Spec, role: str | None
 ) -> tuple[Any, Any]:
-    """Quantizes a global array for an FP8 role; returns it and its partition specs.
+    """Quantizes a global array to FP8; returns it, sharded, and its partition specs.
 
-    With a role of None, the array is returned as it is.
+    `role` says whether it is, for example, an activation or a kernel. With a role of
+    None, the array is returned as it is.
     """
     if role is None:
         return x, spec
@@ -36,7 +37,7 @@ def quantized_operand(
 
 
 def quantized(recipe: Recipe, x: Any, role: str) -> ScaledArray:
-    """Quantizes an array of one rank, inside `jax.shard_map`, unless it is FP8."""
+    """Quantizes a rank's array to FP8, in `jax.shard_map`; keeps it if it is FP8."""
     if is_scaled(x):
         return x
     return ub.quantize(x, recipe, role=role, axis_name=AXIS)
@@ -64,7 +65,7 @@ class ScaledDot:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class QuantizedCollectives(peers.Collectives):
-    """AG+GEMM and GEMM+RS in XLA, with operands that are quantized to FP8 first.
+    """All-gather + GEMM and GEMM + reduce-scatter in XLA, on operands quantized to FP8.
 
     All-gathers send FP8 values and scales. If `dequantizes`, the operands are
     dequantized to bf16 again before the collectives and dots. Gradients are quantized

@@ -150,7 +150,7 @@ def _case(setup: Setup, shape: Shape, sequence: _Sequence) -> Case:
 
 
 def _operands(setup, shape, sequence):
-    """Draws random operands; returns (operands, their specs, the results' specs)."""
+    """Draws random operands; returns (operands, partition specs, result specs)."""
 
     def draw(array_shape, spec, scale=1.0):
         array = normal(len(array_shape), array_shape, jnp.dtype(setup.dtype), scale)
@@ -173,7 +173,8 @@ def _operands(setup, shape, sequence):
     extra = {"input": [y], "output": [x], "": []}[sequence.extra]
     operands = [params, *(draw(*array) for array in (x, y, *extra))]
     specs = [seq.specs(), *(spec for _, spec in (x, y, *extra))]
-    # An extra output is the input x itself; an extra input is added to the result.
+    # The program returns the results and the gradients of its inputs. An extra output
+    # is the input x itself; an extra input is added to the result, and has a gradient.
     if sequence.extra == "output":
         return operands, specs, ((y[1], x[1]), (seq.specs(), x[1]))
     return operands, specs, (y[1], (seq.specs(), x[1], *(spec for _, spec in extra)))

@@ -18,12 +18,13 @@ from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate, fastest
 
 VARIANTS = ("nn", "nn+bias", "nn+add", "nt", "nt+bias", "nt+add", "tn", "tn+add")
-# A function that computes the GEMM of (a, b, bias or None, addend or None).
+# A function of (a, b, bias, addend) that returns the product of a and b, plus the bias
+# or the addend unless they are None.
 Gemm = Callable[..., jax.Array]
 
 
 def own_gemm(choice: MethodChoice, layout: str, out_dtype: str | None = None) -> Gemm:
-    """Returns jax_ub's local GEMM for a layout "nn", "nt" or "tn" of `bench.peers`.
+    """Returns jax_ub's local GEMM: a b for layout "nn", a b^T for "nt", a^T b for "tn".
 
     `out_dtype` defaults to f32 if a wgrad has an addend, and to the operands' dtype
     otherwise.
@@ -71,7 +72,10 @@ def wgrad_accumulate(setup: Setup, shape: Shape) -> list[Case]:
 def _case(
     setup: Setup, shape: Shape, op: str, variant: str, public: Gemm | None = None
 ) -> Case:
-    """Returns the benchmark case of a GEMM variant, computed by `public` if given."""
+    """Returns the benchmark case of a GEMM variant, such as "nt+bias".
+
+    With method "auto", jax_ub's program is `public`, if that is given.
+    """
     layout, _, added = variant.partition("+")
     out_dtype = "float32" if layout == "tn" and added else setup.dtype
     candidate, draw = _candidates(setup, shape, layout, added, out_dtype)
@@ -86,7 +90,8 @@ def _case(
     )
     candidates = [
         candidate(cases.OWN, own),
-        # The trials added their results to the donated addend, so it is drawn again.
+        # The trials that found the fastest program added their results to the donated
+        # addend, so it is drawn again.
         dataclasses.replace(best, operands=draw()),
         candidate(cases.NAIVE, _in_xla(dots[0], out_dtype)),
         cases.copy_limit(shape.bytes(setup.dtype)),

@@ -13,10 +13,11 @@ from jax_ub._src.tools.devices import AXIS, ROWS, Spec, normal
 from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate
 
-# Dispatching a program costs time once per program, not per call in it. This time
-# cancels in the difference between a program of one call and one with this many more.
+# Dispatching a program costs time once per program, not once per call in it. This time
+# cancels in the difference between a chain of 1 + MORE_CALLS calls and a single call.
 MORE_CALLS = 100
-# The number of tokens and features of each rank in the latency cases.
+# Both the tokens per rank and the features in the latency cases: a rank's arrays are
+# 16 x 16.
 _WIDTH = 16
 LATENCY_SHAPE = Shape(_WIDTH, _WIDTH, _WIDTH)
 
@@ -58,7 +59,7 @@ def _as_link(op: str, call: Program) -> Program:
 
 
 def _chained_case(setup: Setup, variant: str, own: Program, xla: Program) -> Case:
-    """Returns a benchmark case of the latency of an op, without program dispatch.
+    """Returns a benchmark case of an op's latency, without the time of its dispatch.
 
     `own` is the op in jax_ub, `xla` in plain JAX. Each runs in two programs: a chain of
     1 + MORE_CALLS calls, and one call. The difference of their times, divided by

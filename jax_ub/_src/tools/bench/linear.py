@@ -34,8 +34,8 @@ Dots = Mapping[str, Dot]
 # The sharding of each array, by its dimensions: "MK" is x or dy, "KN" the kernel of the
 # column layer, "MN" the hidden features, "NK" the kernel of the row layer.
 _SPECS = {"MK": ROWS, "KN": COLUMNS, "MN": COLUMNS, "NK": ROWS}
-# Dimensions of the operands and the result of each GEMM, by its name, which ends with
-# its layout. The row layer has K and N swapped.
+# Dimensions of the operands and the result of each GEMM, by its name: the layer and the
+# layout, such as "column_nn" or "row_nt". The row layer has K and N swapped.
 _GEMMS = {
     f"{layer}_{layout}": tuple(dims.translate(swap) for dims in arrays)
     for layer, swap in (("column", {}), ("row", str.maketrans("KN", "NK")))
@@ -125,14 +125,14 @@ class LinearOp:
         return {name: [*map(local.sizes, _GEMMS[name][:2])] for name in self.gemms}
 
     def in_xla(self, dots: Dots, dtype: str) -> dict[str, Program]:
-        """Returns XLA's programs for the op: {description: program}."""
+        """Returns {description: XLA program} for the op, the naive one included."""
         found = self.with_layers(peers.Collectives, dots, dtype)
         return {**found, peers.NAIVE_VARIANT: self.naive}
 
     def with_layers(
         self, layers: Callable[[str], peers.Collectives], dots: Dots, dtype: str
     ) -> dict[str, Program]:
-        """Returns XLA's programs that compute the op, as {description: program}.
+        """Returns {description: XLA program}, one for each way to reduce partial sums.
 
         `layers` creates the object that runs the collectives, such as a
         `peers.Collectives`, from the dtype of partial sums. This dtype is `dtype` in
@@ -162,7 +162,7 @@ class LinearOp:
 
 
 def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
-    """Returns the benchmark cases of one op, at the sizes of an MLP's column layer.
+    """Returns an op's cases; `column` has the sizes of an MLP's column-parallel layer.
 
     FP8 operands are quantized before the timed call. The pair of layers is also timed
     with `fp8=recipe`, which quantizes operands and gradients in the call.
@@ -186,7 +186,7 @@ def small(setup: Setup, shape: Shape) -> list[Case]:
 
 
 def _case(op, setup, column, *, quantizes):
-    """Returns the benchmark case of an op.
+    """Returns an op's benchmark case: jax_ub's program, those of XLA, and the limits.
 
     FP8 operands are quantized within the timed call if `quantizes`, else before it.
     """
@@ -274,7 +274,7 @@ def pallas_programs(
 def fastest_pallas(
     candidate: Callable[..., Candidate], shape: Shape, dtype: str, ranks: Ranks
 ) -> tuple[Candidate, PallasTiles] | str:
-    """Returns JAX's fastest program of AG+GEMM and its tiles, or why there is none."""
+    """Returns JAX's Pallas AG+GEMM and its fastest tiles, or why there is none."""
     found: Any = pallas_programs(shape, dtype, ranks)
     if isinstance(found, str):
         return found
@@ -289,7 +289,7 @@ def fastest_pallas(
 
 
 def _in_xla_fp8(op, setup, dots, quantizes):
-    """Returns the XLA programs that an FP8 case is compared with.
+    """Returns the XLA programs that an FP8 case is compared with, by table column.
 
     The result is {column of the table: {description: program}}: XLA_F8 multiplies FP8
     values, XLA_QDQ dequantized values. `dots` has XLA's fastest bf16 dots by GEMM.
@@ -302,7 +302,8 @@ def _in_xla_fp8(op, setup, dots, quantizes):
     layers = functools.partial(
         fp8.QuantizedCollectives,
         recipe=setup.recipe,
-        # XLA's FP8 dot cannot multiply by scales that change along K.
+        # XLA's FP8 dot cannot multiply by scales that change along K, so gradients are
+        # quantized only by recipes with one scale per tensor.
         quantizes_gradients=quantizes and has_one_scale(setup.recipe),
     )
     return {
@@ -310,7 +311,7 @@ def _in_xla_fp8(op, setup, dots, quantizes):
             functools.partial(layers, dequantizes=name == cases.XLA_QDQ), scaled, WIDE
         )
         for name in (cases.XLA_F8, cases.XLA_QDQ)
-        # XLA has no dot of values with block scales.
+        # XLA has no dot of FP8 values with a scale per block, as in MXFP8.
         if name == cases.XLA_QDQ or setup.dtype != "mxfp8"
     }
 
@@ -322,8 +323,8 @@ def _memory(op, shape, own, best, ranks):
     if op.is_row:
         avoided = "the partial sums [M, N] of each rank"
         avoided_bytes = shape.M * shape.N * peers.wide_dtype(x).itemsize
-    # The slots are released first, because they keep the largest size of all earlier
-    # cases.
+    # Frees jax_ub's communication buffers first, because they keep the largest size of
+    # all earlier cases.
     communicators.release_slots()
     own()
     return Memory(
@@ -407,7 +408,7 @@ FORWARD_OPS = {
     )
 }
 # The column-parallel and the row-parallel layer of an MLP with their gradients: six
-# GEMMs, with collectives.
+# GEMMs, two all-gathers and two reduce-scatters.
 PAIR = LinearOp(
     name="linear_pair",
     operands=("MK", "KN", "NK", "MK"),

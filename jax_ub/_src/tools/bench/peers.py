@@ -21,7 +21,8 @@ from jax_ub._src.tools.devices import AXIS, ROWS, Ranks, normal
 from jax_ub._src.tools.timing import Candidate, fastest
 
 Dot = Callable[..., jax.Array]
-# Dimensions of left operand, right operand and result of fprop, dgrad and wgrad.
+# Dimensions of (left operand, right operand, result) by layout, in which "t" stands for
+# a transposed operand: "nn" is fprop, "nt" dgrad, "tn" wgrad.
 LAYOUTS = {"nn": ("MK", "KN", "MN"), "nt": ("MN", "KN", "MK"), "tn": ("MK", "MN", "KN")}
 _CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
 # How reports name the naive program, a `lax` collective and `@`, if it was the fastest
@@ -137,7 +138,7 @@ def scatter(x: jax.Array) -> jax.Array:
     return lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True)
 
 
-# The naive programs: the layers as most users write them.
+# The naive programs: a `lax` collective and `@`, as most users write the layers.
 
 
 def naive_column(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -153,7 +154,7 @@ def naive_all_reduce(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def wide_dtype(x: Any) -> Any:
-    """Returns the dtype of x or, if x is FP8, of its source."""
+    """Returns the dtype of x or, if x is FP8, of the array that was quantized."""
     return x.wide_dtype if is_scaled(x) else x.dtype
 
 
@@ -163,7 +164,7 @@ def wide_dtype(x: Any) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class Collectives:
-    """AG+GEMM and GEMM+RS in XLA: a collective and a dot, one after the other.
+    """Tensor-parallel linear layers in XLA: a collective and a dot in sequence.
 
     Partial sums are reduced in the dtype `moved`. An array is gathered only once, so a
     new object is needed for each trace.
@@ -204,7 +205,7 @@ class Rings:
         return self.gather_dot(x, x, lambda shard, _, dtype: shard.astype(dtype))
 
     def gather_dot(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        """Computes AG+GEMM: multiplies one shard while the next one is sent.
+        """Computes all-gather + GEMM: multiplies one shard while the next one is sent.
 
         Shards move to the lower rank. In step s, rank r multiplies shard (r + s) mod P.
         """
@@ -221,7 +222,7 @@ class Rings:
         return y
 
     def dot_scatter(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        """Computes GEMM+RS: each rank adds its product to a moving partial sum.
+        """Computes GEMM + reduce-scatter: ranks add products to moving partial sums.
 
         Partial sums move to the higher rank. In step s, rank r adds its product for the
         rows of rank (r - 1 - s) mod P.
@@ -272,7 +273,7 @@ def find_onednn(dtype: str, layout: str) -> Callable[..., int] | str:
         left, right, out = ((x.ctypes.data, x.shape[1]) for x in (a, b, y))
         return function(*transposed, *sizes, 1.0, *left, *right, beta, *out)
 
-    # oneDNN may not support the dtype on this processor.
+    # A 1 x 1 trial, because oneDNN may not support the dtype on this processor.
     ones = np.ones((1, 1), jnp.dtype(dtype))
     if gemm(ones, ones, np.zeros((1, 1), np.float32), 0.0):
         return f"this oneDNN has no {dtype} GEMM for this processor"

@@ -103,12 +103,12 @@ class Job:
         ones = np.ones(self.num_processes, np.float32)
         self._ones = self.ranks.place(ones, ROWS)
         self.synchronize()
-        # All cases share one measurement of the load: it covers at least 0.1 s, and the
-        # rounds of one case may be shorter.
+        # All cases share one measurement of the CPU load by other programs: it covers
+        # at least 0.1 s, and the rounds of one case may be shorter.
         self._load = timing.BackgroundLoad(self._cpu_seconds)
 
     def synchronize(self) -> None:
-        """Waits until every process has called it."""
+        """Waits, in an all-reduce, until every process of the job has called this."""
         jax.block_until_ready(self._psum(self._ones))
 
     def measure(self) -> Iterator[Result]:
@@ -116,7 +116,8 @@ class Job:
             if op == "barrier":
                 yield self._barrier()
             elif op == "latency":
-                # One all-reduce of 256 elements: (101 chained calls - 1 call) / 100.
+                # The time of one all-reduce of 256 elements per rank: that of 101
+                # chained calls minus that of 1 call, divided by 100.
                 yield self._timed(latency.all_reduce_latency(self._setup("float32")))
             else:
                 for dtype in self._options.dtypes:
@@ -192,7 +193,7 @@ class Job:
             return candidate.seconds()
 
     def _barrier(self):
-        """Returns the time of a barrier of jax_ub's engine between the processes."""
+        """Times a barrier of jax_ub's engine between all processes of the job."""
         (connection,) = communicators.connections()
         barrier_seconds = connection.communicator.barrier_seconds
         self.synchronize()

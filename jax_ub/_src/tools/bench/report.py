@@ -30,8 +30,8 @@ from jax_ub._src.tools.timing import PEAK, Rounds, Summary, ratio, summarize
 
 _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy")
 # A benchmark case is reported as disturbed if other processes used more than this share
-# of the CPU in a round, or if its times have a larger spread. Its ratios are not valid:
-# the programs of a round run one after another, each under another load.
+# of the CPU in a round, or if the spread of its times is larger than this. Its ratios
+# are not valid: the programs of a round run one after another, each under another load.
 _DISTURBED_SHARE, _DISTURBED_SPREAD = 0.1, 0.3
 _DISTURBED = (
     "Disturbed: other processes used the CPU, or the times vary. The ratios of these "
@@ -67,7 +67,7 @@ class Result:
 
     @property
     def is_disturbed(self) -> bool:
-        """Returns whether load or varying times make the ratios invalid."""
+        """Returns whether other processes or varying times make ratios invalid."""
         is_loaded = self.elsewhere > _DISTURBED_SHARE
         return is_loaded or self.own.spread > _DISTURBED_SPREAD
 
@@ -86,7 +86,9 @@ class Result:
 
 
 def evaluate(case: Case, rounds: Rounds, threads: int | None = None) -> Result:
-    """Computes a case's times and speed-ups, for a number of threads if given.
+    """Summarizes a case's timed rounds: times, speed-ups, and shares of the limits.
+
+    With `threads`, takes jax_ub's times with this number of engine threads.
 
     In `rounds`, a time with the first number of threads has the program's name, and a
     time with another number also has the number, as in "jax_ub@16".
@@ -127,7 +129,7 @@ def _per_call(case, seconds):
 
 
 # The columns of the report: name -> function that returns the text of a result's cell.
-# Columns for peers, such as "xla_best", and for limits, such as "peak", are added.
+# `_cell` adds columns for peers, such as "xla_best", and for limits, such as "peak".
 _CELLS: dict[str, Callable[[Result], object]] = {
     "op": lambda r: r.case.name,
     "P": lambda r: r.case.num_ranks,
@@ -232,7 +234,7 @@ PROCESSES = Table(
 
 
 def sections(results: Sequence[Result], fallbacks: Sequence[Fallback]) -> str:
-    """Returns what is printed after the table: memory, notes, disturbed cases."""
+    """Returns the text after the table: memory, notes, disturbed cases, fallbacks."""
     found = {
         "Memory in addition to operands and results, per device": _memory(results),
         "Missing": [note for result in results for note in result.case.notes],
@@ -272,7 +274,7 @@ def _memory(results):
 
 
 def environment() -> dict[str, Any]:
-    """Returns the versions, the machine and the engine of this run, as JSON types."""
+    """Returns the versions, machine, and CPU engine's ISA and threads as JSON types."""
     psutil = load_extra("psutil", "bench")
     cpu = cpu_engine.load()
     cpu_engine.configure()

@@ -31,12 +31,13 @@ from jax_ub._src.tools.script import (
 from jax_ub._src.tools.trace.recorder import Recording, trace
 
 EXAMPLE = "explain --json found.json train.py --steps 3"
-# JAX's event for a program that XLA compiles or that the compilation cache returns.
+# The event that JAX reports when XLA compiles a program, and also when the compilation
+# cache returns it.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class ExplainError(UbError, RuntimeError):
-    """Raised if `explain` finds no compiled program, because XLA has dumped none."""
+    """Raised if XLA has dumped no HLO text of the programs that a script compiled."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +58,8 @@ def command(given: argparse.Namespace) -> int:
     check_script("explain", script)
     note_misplaced_options("explain", given, arguments)
     with tempfile.TemporaryDirectory() as folder:
-        # XLA reads the dump folder when the script starts the backend.
+        # Set before the script runs: XLA reads the folder for its dumps when the script
+        # starts the backend.
         settings.dump_compiled_programs(folder)
         has_engine = cpu_engine.why_not() is None
         with (

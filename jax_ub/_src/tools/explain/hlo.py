@@ -23,7 +23,7 @@ from jax_ub._src.tools.explain.instructions import (
 )
 from jax_ub._src.tools.trace.spans import ub_name_in
 
-# XLA numbers every fifth element of a long tuple by such a comment.
+# XLA numbers every fifth element of a long tuple by a comment, such as /*index=5*/.
 _COMMENT = re.compile(r"/\*index=\d+\*/")
 _ENTRY = re.compile(r"^\s*ENTRY %?([\w.\-]+) ", re.MULTILINE)
 _LABEL = re.compile(r'\blabel = \\?"([^"\\]*)')
@@ -37,8 +37,8 @@ _COULD_BE = {
 }
 _COLLECTIVES = (*_COULD_BE, "all-to-all", "collective-permute")
 # HLO opcodes of collectives that change how an array is sharded, with the prefix of
-# the JAX primitives that lower to each. A collective that XLA has added itself has the
-# name of another primitive.
+# the JAX primitives that lower to each. If the `op_name` of a collective ends with
+# another primitive, XLA has added the collective itself.
 _RESHARDS = {
     "all-gather": "all_gather",
     "all-to-all": "all_to_all",
@@ -85,11 +85,12 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Unpaired:
-    """An array without an adjacent dot that XLA has combined with arrays of pairs.
+    """An array with no dot next to it, which XLA sends in one collective with others.
 
-    For example, the gradient of a bias. The fields are as in `Pair`, except that
-    `is_of_kernel` is also true for other arguments of the program that are gathered.
-    `sums_parameter_gradient` is whether such a gradient is among the combined arrays.
+    For example, the gradient of a bias, combined with arrays of pairs. The fields are
+    as in `Pair`, except that `is_of_kernel` is also true for other arguments of the
+    program that are gathered. `sums_parameter_gradient` is whether such a gradient is
+    among the combined arrays.
     """
 
     scope: str
@@ -172,7 +173,7 @@ class _Program:
         self._computations = dict(computations(text))
         self._lines = SourceLines(text)
         self._mesh = mesh
-        # The first dot of each computation that contains one, by computation.
+        # {computation: its first dot}, for the computations that contain a dot.
         self._dots = {
             name: dot_of(one, body)
             for name, body in self._computations.items()
@@ -222,7 +223,7 @@ class _Program:
         dots: list[Dot | None],
         pairs: list[Pair],
     ) -> Iterator[Unpaired]:
-        """Yields the arrays of a collective that have no dot in `dots`."""
+        """Yields an `Unpaired` for each array of a collective that has no dot."""
         num_ranks, axes = group_size_and_axes(one.text, self._mesh)
         sums_gradient = any(pair.sums_parameter_gradient for pair in pairs)
         users = body.users_by_array(one)
@@ -246,7 +247,7 @@ class _Program:
             )
 
     def gathers_argument(self, one: Instruction, body: Body, index: int = 0) -> bool:
-        """Returns whether the operand `index` of an all-gather is an argument."""
+        """Returns whether operand `index` of an all-gather is a program argument."""
         return not one.operands or self._is_argument(one.operands[index], body)
 
     def _is_argument(self, name: str, body: Body) -> bool:
@@ -268,7 +269,7 @@ class _Program:
         return False
 
     def _sums_parameter_gradient(self, array: Array, dot: Dot, body: Body) -> bool:
-        """Returns whether a gradient that is summed over ranks is of a parameter.
+        """Returns whether `array`, a sum over ranks, is the gradient of a parameter.
 
         It has the shape of an argument of the program, or is transposed. The gradient
         of an activation is dy w^T instead, where w is an argument. In the body of a
@@ -330,7 +331,7 @@ class _Program:
             )
 
     def _nearest_dot(self, reached, body, neighbors, impure=frozenset()) -> Dot | None:
-        """Returns the dot that is the fewest steps from `reached`, or None."""
+        """Follows `neighbors` from `reached`; returns the nearest dot, or None."""
         for one in body.around(reached, neighbors, impure):
             if multiplies(one):
                 return dot_of(one, body.instructions)
@@ -342,7 +343,8 @@ class _Program:
     def _pair(self, one, body, index, array, dot):
         num_ranks, axes = group_size_and_axes(one.text, self._mesh)
         computed = _NAME.search(dot.instruction.text)
-        # The name of a combined collective joins the names of all that it combines.
+        # The name of a combined collective joins the names of all collectives in it, so
+        # the dot's name and source line are used instead.
         source = dot.instruction if len(one.arrays) > 1 and computed else one
         named = _NAME.search(source.text)
         sums_gradient = False
@@ -399,7 +401,8 @@ def _moved_bytes(kind, array, num_ranks):
     """
     dtype, sizes = array
     share = 1 if kind == "collective-permute" else (num_ranks - 1) / num_ranks
-    # A reduce-scatter's result is 1 / num_ranks of the reduced array.
+    # A reduce-scatter's result is 1 / num_ranks of the reduced array. An all-reduce
+    # sends its array twice.
     whole = num_ranks if kind == "reduce-scatter" else 2 if kind == "all-reduce" else 1
     return round(share * whole * (math.prod(sizes) * bits(dtype) // 8))
 

@@ -19,7 +19,8 @@ _BITS = re.compile(r"\d+")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]+)\}")
-# Instructions that only move or convert data, and may separate collective and dot.
+# Opcodes of instructions that may be between a collective and its dot, because they
+# only move or convert data. Only a fusion may also compute.
 PASSED = frozenset(
     (
         "bitcast",
@@ -35,7 +36,8 @@ _DOTS = ("dot", "convolution")
 _MATMUL_CALLS = ("gemm", "matmul")
 MAX_STEPS = 4
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
-# Patterns of the rows in the tables of source lines at the top of HLO text, by table.
+# HLO text begins with tables that map a stack frame to its file, line and parent. These
+# are the patterns of their rows, by the name of the table.
 _TABLES = {
     "FileNames": re.compile(r'(\d+) "(.*)"'),
     "FileLocations": re.compile(r"(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"),
@@ -43,7 +45,8 @@ _TABLES = {
         r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
     ),
 }
-# Parts of the paths of libraries, whose frames are not the user's.
+# Stack frames in files whose path contains one of these are those of libraries, not of
+# the user's program.
 _LIBRARIES = (
     *("/site-packages/jax", "/site-packages/flax/"),
     f"{pathlib.Path(__file__).parents[3]}/",
@@ -54,10 +57,11 @@ _IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))
 _MESH = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((\S+)\))? ?\{([^}]*)\}"
 )
-# Matches the devices of a mesh in another order than by id, in iota format.
+# Matches the devices of a mesh in iota format, such as "[2,4]T(1,0)", if their order is
+# not that of their ids.
 _DEVICE_IDS = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)")
 
-# Dtype, such as "bf16", and dimensions of an array.
+# An array in HLO text: its dtype, such as "bf16", and its dimensions.
 Array = tuple[str, list[int]]
 
 
@@ -76,7 +80,7 @@ class Instruction:
 
     @property
     def called(self) -> str:
-        """Returns the name of the computation that it calls, or ""."""
+        """Returns the name of the computation that the instruction calls, or ""."""
         found = _CALLED.search(self.text)
         return found[1] if found else ""
 
@@ -131,7 +135,7 @@ class Body:
         neighbors: Mapping[str, list[str]],
         blocking: Collection[str] = (),
     ) -> Iterator[Instruction]:
-        """Yields the instructions that few steps reach from `reached`, nearest first.
+        """Yields the instructions `reached` and those a few steps away, nearest first.
 
         A step is from an instruction to one of its `neighbors`, its users or operands.
         Only instructions in `PASSED` may be in between, and no fusions that call
@@ -146,7 +150,7 @@ class Body:
 
 
 def computations(text: str) -> Iterator[tuple[str, dict[str, Instruction]]]:
-    """Yields the name and the instructions, by name, of each computation."""
+    """Yields (name, {instruction name: instruction}) for each HLO computation."""
     name, body = "", {}
     for line in text.splitlines():
         found = _INSTRUCTION.match(line)
@@ -175,7 +179,7 @@ def _instruction(name, shape, opcode, rest):
 
 
 def bits(dtype: str) -> int:
-    """Returns the number of bits of an element, such as 16 for "bf16"."""
+    """Returns the bits of an element of an HLO dtype: 16 for "bf16", 8 for "pred"."""
     found = _BITS.search(dtype)
     return int(found[0]) if found else 8
 
@@ -192,7 +196,8 @@ def multiplies(one: Instruction) -> bool:
 def dot_of(one: Instruction, body: Mapping[str, Instruction]) -> Dot:
     """Returns the sizes of the dot `one`; 0 for operands that are not in `body`."""
     known = [body[name].arrays for name in one.operands[:2] if name in body]
-    # A library call may also return its workspace, as a second array.
+    # Takes the first array of each operand and of the result, because a library call
+    # may also return its workspace, as a second array.
     first = [arrays[0] if arrays else ("", [0]) for arrays in (*known, [], [])]
     (dtype, sizes), (_, right) = first[:2]
     lhs, rhs, out = (math.prod(each) for each in (sizes, right, one.arrays[0][1]))
@@ -209,14 +214,14 @@ class SourceLines:
     """Finds source lines of the user in the tables at the beginning of HLO text."""
 
     def __init__(self, text: str):
-        # The columns of each row, by table and id.
+        # By table, the columns of each row by its id, such as 1: ("train.py",).
         self._rows: dict[str, dict[int, tuple[str, ...]]] = {}
         for name, pattern in _TABLES.items():
             table = text.partition(f"\n{name}\n")[2].partition("\n\n")[0]
             self._rows[name] = {int(row[0]): row[1:] for row in pattern.findall(table)}
         frames = self._rows["StackFrames"]
-        # XLA may print the ids of parents plus 1. Frame 1 has no parent, which is id 0,
-        # so the ids are too high by 1 if its parent is printed as 1.
+        # XLA may print the ids of parent frames plus 1. Frame 1 has no parent, which is
+        # id 0, so the ids are too high by 1 if its parent is printed as 1.
         self._offset = 1 if frames.get(1, ("", ""))[1] == "1" else 0
 
     def of(self, text: str) -> str:
@@ -232,7 +237,8 @@ class SourceLines:
             file, line = self._rows["FileLocations"].get(int(location), ("0", ""))
             (path,) = self._rows["FileNames"].get(int(file), ("",))
             lines.append(f"{path}:{line}" if path else "")
-            # A frame's caller has a lower id. `min` ends the loop even if it has not.
+            # A frame's parent, the caller, has a lower id. If it has not, `min` still
+            # ends the loop.
             frame = min(int(parent or 0) - self._offset, frame - 1)
         own = (line for line in lines if not any(one in line for one in _LIBRARIES))
         return next(own, lines[0] if lines else "")
@@ -304,7 +310,7 @@ def _iota(sizes: str, order: str | None) -> np.ndarray:
 
 
 def _groups_along(mesh: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
-    """Returns the device numbers of each group of a mesh along some of its axes."""
+    """Returns the device numbers of each group, which differ only along `axes`."""
     names = list(mesh)
     order = [name for name in names if name not in axes]
     order += [name for name in axes if name in names]

@@ -23,7 +23,7 @@ from jax_ub._src.tools.explain import hlo, report
 from jax_ub._src.tools.explain.report import HardwareLike, Row, Table, TraceLike, Waits
 from jax_ub._src.tools.trace.spans import ub_name_in
 
-# Key of the number of executions: a call, and the avals of its operands.
+# Identifies a call whose executions are counted: the call and its operands' avals.
 _CallSite = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
 _LOOP = "in a loop"
 _SHORT_NAMES = {row.dtype: row.short_name for row in dtypes.TABLE}
@@ -118,7 +118,7 @@ def _is_array(leaf):
 
 
 def _mesh_of(jaxpr, arrays) -> Mapping[str, int]:
-    """Returns the sizes of the mesh axes of a program, or no axes if unknown."""
+    """Returns {mesh axis: size} of a program, or {} if its mesh is unknown."""
     for array in arrays:
         sharding = getattr(array, "sharding", None)
         if isinstance(sharding, NamedSharding):
@@ -333,7 +333,7 @@ def _pair_rows(pairs, machine, lowered) -> Iterator[Row]:
 
 
 def _split_scope(pair):
-    """Separates the user's scope in a pair's name stack from the marks of jax_ub.
+    """Splits a pair's JAX name stack into the user's scope and notes that jax_ub added.
 
     Returns:
         The pair with the user's scope; the `Fallback` if plain JAX replaced a call of

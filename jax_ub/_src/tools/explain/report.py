@@ -210,7 +210,7 @@ def collective_notes(
 
 
 def note_of(one: hlo.Pair | hlo.Unpaired, axes: Collection[str] | None) -> str | None:
-    """Returns the start of the note that counts an array of a collective, or None.
+    """Returns the note, without its count, for an array that has no table row, or None.
 
     Notes count gradients of parameters that are summed, and parameters that are
     gathered, because no call of jax_ub could overlap them. Over mesh axes that are not
@@ -271,7 +271,7 @@ def _num_activation_gathers(found, lowered) -> int:
 
 
 def find_hardware(hardware: HardwareLike) -> Hardware:
-    """Returns the machine for which `explain` predicts times.
+    """Returns the machine for which `explain` predicts times, from a name or rates.
 
     The rates of a dict replace those of the machine that its "name" selects. None
     selects the kind of this process's devices.
@@ -323,7 +323,10 @@ def other_machine(machine: Hardware) -> str:
 
 
 def assumption(hardware: HardwareLike, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Returns a note if times are predicted without knowing the local devices."""
+    """Returns (note,) if times are predicted for an assumed machine, else ().
+
+    A machine is assumed if the user gives none and the local devices are unknown.
+    """
     is_predicted = any(row.predicted_s is not None for row in rows)
     if hardware is not None or not is_predicted or _local_machine():
         return ()
@@ -342,7 +345,7 @@ def _local_machine() -> str | None:
 
 
 def read_waits(trace: TraceLike) -> Waits:
-    """Returns the seconds that ranks waited in each call of a trace or trace files."""
+    """Returns {(label, op): seconds that a rank waits} from a trace or its files."""
     if trace is None:
         return {}
     if isinstance(trace, Recording):

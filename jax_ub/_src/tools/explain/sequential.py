@@ -37,8 +37,9 @@ _COLLECTIVES = {
 }
 # The op of a GEMM or collective, its contracted size and its number of output features.
 Step = tuple[str, int, int]
-# The steps of linears that are not fused, forward and backward, by parallel mode and
-# sequence parallelism. The kernel has shape [k, n].
+# The steps of linears that are not fused, (forward, backward), by parallel mode and
+# sequence parallelism. In "matmul kn", k is the contracted size and n the number of
+# output features. The kernel has shape [k, n].
 _UNFUSED = {
     ("column", True): (
         "all_gather kk, matmul kn",
@@ -52,7 +53,7 @@ _UNFUSED = {
     ("row", False): ("matmul kn, all_reduce nn", "matmul nk, matmul kn"),
     (None, False): ("matmul kn", "matmul nk, matmul kn"),
 }
-# The names of GEMMs that do not communicate.
+# The ops of steps that are GEMMs without communication.
 _GEMMS = ("matmul", "wgrad")
 _REJECTED = (
     "a call is rejected: only all-gathers and reduce-scatters of rows overlap, with "
@@ -66,7 +67,10 @@ _NO_RANKS = (
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The arguments of `Sequential.explain`, which documents them."""
+    """Checked arguments of `ops.Sequential.explain`, such as tokens and the machine.
+
+    `Sequential.explain` documents them.
+    """
 
     tokens: int | None
     num_ranks: int | None

@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--linger", default=0.0, help=linger, **times)
     grace = "from the signal that ends a process to SIGKILL (default: 5)"
     add("--grace", default=5.0, help=grace, **times)
-    # Internal options of the launchers that `parts.parts_of` starts.
+    # Internal, set by `parts.parts_of`: the id of the process that starts the launcher,
+    # and a folder that the launcher removes if that process exits.
     add("--parent", type=int, help=argparse.SUPPRESS)
     add("--parent-folder", help=argparse.SUPPRESS)
     add("-m", dest="module", action="store_true", help="run a module, not a script")
@@ -110,12 +111,12 @@ def environment(
     port: int,
     num_hosts: int = 1,
 ) -> dict[str, str]:
-    """Returns the environment variables of one process of a job.
+    """Returns the environment variables of a job's process, by which JAX finds the job.
 
-    JAX finds the job in them, so `jax.distributed.initialize()` needs no arguments. It
-    has no variables for the process index and the number of processes, but it detects
-    Slurm, so this function sets the variables of a Slurm step on one node. `given` is
-    the launcher's environment, which defaults do not replace.
+    `jax.distributed.initialize()` then needs no arguments. JAX has no variables for the
+    process index and the number of processes, but it detects Slurm, so this function
+    sets the variables of a Slurm step on one node. `given` is the launcher's
+    environment, which defaults do not replace.
     """
     if _DEVICE_COUNT_FLAG in given.get("XLA_FLAGS", ""):
         raise LaunchError(
@@ -146,13 +147,14 @@ def environment(
     if num_hosts > 1:
         job_variables["JAX_UB_HOST_ID"] = f"host{process * num_hosts // num_processes}"
     result = {**defaults, **given, **job_variables, **_no_proxy(given)}
-    # JAX detects Open MPI before Slurm, and would find an mpirun around the launcher.
+    # JAX looks for Open MPI before Slurm. Under mpirun, it would find the job of mpirun
+    # by this variable.
     result.pop("OMPI_MCA_orte_hnp_uri", None)
     return result
 
 
 def _no_proxy(given):
-    """Excludes the coordinator's address from HTTP proxies."""
+    """Returns {"no_proxy": ...} with the coordinator's host; {} if no proxy is set."""
     if not any(name.lower().endswith("_proxy") for name in given):
         return {}
     hosts = given.get("no_proxy", given.get("NO_PROXY", "")).split(",")
@@ -191,7 +193,8 @@ def _supervise(job, parent, parent_folder):
     supervisor.adopt_orphans()
     others = supervisor.descendants()
     process = subprocess.Popen(
-        # Isolated mode starts fast; the supervisor needs neither jax nor PYTHONPATH.
+        # Isolated mode, because it starts fast. The supervisor needs neither jax nor
+        # PYTHONPATH.
         [sys.executable, "-I", "-S", supervisor.__file__],
         stdin=subprocess.PIPE,
         # The supervisor runs in a new session, so that only this process gets Ctrl-C

@@ -71,7 +71,7 @@ def parts_of(
     devices_per_process: int,
     stdout: int | None = None,
 ) -> Iterator[list[pathlib.Path]]:
-    """Runs a command in several processes, and yields the result file of each.
+    """Runs a command of jax_ub in several processes; yields each one's result file.
 
     The block may read the files. If this process is killed, the launcher ends the
     processes and removes the folder of the files. `stdout` is an argument of
@@ -96,7 +96,7 @@ def parts_of(
 
 
 def _run(command, stdout):
-    """Runs the launcher and returns its exit status.
+    """Runs the launcher, which SIGTERM also ends, and returns its exit status.
 
     SIGTERM ends the launcher first, then this process. The signal handler does not
     raise, because an exception during `Popen` would leave the launcher running.

@@ -62,7 +62,8 @@ def descendants() -> frozenset[int]:
     children = collections.defaultdict(list)
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The command name in parentheses may contain any character.
+            # The command name in parentheses may contain any character, so the fields
+            # are read from the last ")".
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 children[int(parent)].append(int(path.parent.name))
@@ -176,7 +177,7 @@ class Rank:
         self.stderr = Relay(self.process.stderr.fileno(), 2, prefix)
 
     def send(self, number: int) -> None:
-        """Sends a signal to the process group, if it still exists."""
+        """Sends a signal to the rank's process group, if it still exists."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -224,7 +225,8 @@ class Supervisor:
         self._events.register(descriptor, selectors.EVENT_READ, action)
 
     def _ignore(self, descriptor):
-        # End of file on a rank's output may be handled before or after its exit.
+        # A rank's output may reach its end before or after the rank's exit. Both remove
+        # the descriptor, so it may have been removed already.
         with contextlib.suppress(KeyError):
             self._events.unregister(descriptor)
 
@@ -252,7 +254,7 @@ class Supervisor:
         return self._status
 
     def _wait(self):
-        """Runs what is due, and what the events until the next deadline require."""
+        """Runs due actions, then waits for events or a deadline; handles events."""
         left = self._deadlines.run(blocking=False)
         for key, _ in self._events.select(left and min(left, _LONGEST_WAIT_S)):
             key.data()
@@ -313,7 +315,7 @@ class Supervisor:
         return sum(relay.num_lines for relay in relays)
 
     def _report(self):
-        """Prints the cause again if other processes wrote output after it.
+        """Prints the cause of a failure again if other output has followed it.
 
         It is the first failure of a process that has not lost a peer before.
         """

@@ -42,8 +42,8 @@ _HEADER = (
     *("calls", "median us", "waits us", "where", "op", "method", "P"),
     "operands of a rank",
 )
-# The options of --op, which are passed on to each process of a multi-process trace:
-# how to parse them, and their defaults.
+# The options that apply to --op: how to parse each, and its default. They are passed on
+# to every process of a multi-process trace.
 _OP_OPTIONS: dict[str, tuple[Callable[[str], Any], Any]] = {
     "method": (method_option, "auto"),
     "tp": (parts.count, 4),
@@ -93,7 +93,8 @@ def command(given: argparse.Namespace) -> int:
             spans.write(trace, file)
     else:
         repeat = _prepare_op(given) if given.op else None
-        # Writes the file of this process, even if the script fails.
+        # This context manager writes the file of this process at its end, even if the
+        # script fails.
         traced = recorder.trace(given.part or file)
         with traced as recording, console.program_stdout(given):
             status = repeat() if repeat else run_script(program[0], program[1:])

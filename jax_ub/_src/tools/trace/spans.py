@@ -19,7 +19,7 @@ from typing import Any
 from jax_ub._src.errors import InputError, ShapeContractError, UnknownNameError, shown
 from jax_ub._src.files import write_json
 
-# Kinds of spans that are not steps of a schedule.
+# Kinds of trace spans that are not steps of a call's communication schedule.
 CALL = "call"  # a rank's call, from its start to its completion
 GATHER = "gather"  # waits until the calls of the other ranks have arrived
 BARRIER = "barrier"  # waits until the other processes have arrived
@@ -27,9 +27,11 @@ UNIT = "unit"  # a work unit of a GEMM on one thread
 WAITS = (GATHER, BARRIER, "wait", "wait_free")
 AROUND = (CALL, GATHER, BARRIER, UNIT)
 _CATEGORY = "jax_ub"
-# Track ids below this are device ids; thread n has the track id `_FIRST_THREAD + n`.
+# In a trace file, track ids below this are device ids. Thread n of a process has the
+# track id `_FIRST_THREAD + n`.
 _FIRST_THREAD = 100_000
-# The preposition before the peer in a span's title, by the kind of the span.
+# The preposition before the peer in a span's title, such as "put 3 to 1" for chunk 3
+# and rank 1, by the kind of the span.
 _PREPOSITIONS = {"put": "to", "wait": "from", "wait_free": "free at", "publish": "to"}
 
 
@@ -142,7 +144,7 @@ class Trace:
         return found
 
     def seconds_of(self, index: int) -> float:
-        """Returns the seconds from the first rank's start to the last rank's end."""
+        """Returns a call's seconds, from the first rank's start to the last's end."""
         spans = self.of_call(index)
         if not spans:
             return 0.0
@@ -193,7 +195,7 @@ def call_from_json(fields: Mapping[str, Any]) -> Call:
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """Merges the traces of a job's processes into one `Trace`.
+    """Merges the traces of a job's processes; a call of all of them becomes one call.
 
     The n-th call of each trace among its equal calls is the same call of all processes.
     """

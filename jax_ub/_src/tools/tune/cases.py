@@ -39,7 +39,7 @@ from jax_ub._src.tools.timing import Candidate
 def cases(
     shape: Shape, num_ranks: int, dtype: str, is_cuda: bool
 ) -> Iterator[TunedKey]:
-    """Yields the ops and sizes to tune for a column layer and the row layer after it.
+    """Yields the ops and sizes to tune for a column- and a row-parallel layer after it.
 
     A row layer's dgrad is an AG+GEMM with the sizes of the column layer. The two
     gradients of a column layer together are a separate case. On GPUs, GEMMs without
@@ -66,7 +66,7 @@ def _local_cases(M, K, N, dtype):
 
 
 def dgrad_of(case: TunedKey) -> TunedKey:
-    """Returns the key of the GEMM+RS that computes a column layer's dgrad."""
+    """Returns the `TunedKey` of a column layer's dgrad alone: GEMM + reduce-scatter."""
     return dataclasses.replace(case, op="matmul_reduce_scatter", K=case.N, N=case.K)
 
 
@@ -178,8 +178,8 @@ _STREAMS_AND_MARGINS = [
 # tried for calls that communicate, which have many other candidates.
 _ALGORITHMS = [KernelOptions(gemm_algorithm=number) for number in range(1, 8)]
 _FIRST_ALGORITHMS = _ALGORITHMS[:3]
-# With these options, kernels on the multiprocessors that GEMMs leave free send the
-# data. A few thread blocks suffice for small messages.
+# With these options, kernels send the data instead of copy engines. They run on the
+# multiprocessors that GEMMs leave free. A few thread blocks suffice for small messages.
 _KERNELS = [
     KernelOptions(use_ce=False, num_sm=num_blocks, sm_margin=num_blocks)
     for num_blocks in (4, 16)
@@ -207,7 +207,7 @@ def candidates(
     if not is_cuda:
         return [*choices, _XLA]
     # Kernels send small messages faster than copy engines do. Messages of that size
-    # gain nothing from being split, so the two are not combined.
+    # gain nothing from being split, so kernels are tried with unsplit messages only.
     unsplit = [
         choice
         for choice in choices
@@ -222,7 +222,7 @@ def candidates(
 
 
 def _merge(options, choice):
-    """Returns `choice` with these kernel options; the schedule variant stays."""
+    """Returns `choice` with the kernel options `options` and its schedule variant."""
     variant = choice.kernel_options.variant
     options = dataclasses.replace(options, variant=variant)
     return dataclasses.replace(choice, kernel_options=options)
@@ -262,7 +262,7 @@ def _with_default_options(case, is_cuda) -> Iterator[MethodChoice]:
     for num_splits in _NUM_SPLITS:
         yield MethodChoice(Method.PIPELINE, num_splits)
         # This variant starts the GEMM of split i + 1 before it sends split i. A CPU
-        # rank runs one step at a time, so it would gain nothing.
+        # rank runs one step at a time, so it would gain nothing from the variant.
         if is_cuda and case.op != "all_gather_matmul":
             later = KernelOptions(variant=Variant.OVERLAP_FIRST_GEMM)
             yield MethodChoice(Method.PIPELINE, num_splits, later)
@@ -270,7 +270,7 @@ def _with_default_options(case, is_cuda) -> Iterator[MethodChoice]:
 
 
 def _fits_one_shot(case, is_cuda):
-    """Returns whether a one-shot all-reduce fits into the memory of `initialize_ub`.
+    """Returns whether a one-shot all-reduce fits into the buffers of `initialize_ub`.
 
     In this variant, each rank sends all its partial sums to every other rank.
     """

@@ -88,7 +88,8 @@ def command(given: argparse.Namespace) -> int:
     )
     num_candidates = 0
     for case in console.progress("tune", list(wanted)):
-        # `cases` yields the GEMM+RS of the dgrad first, so its result is known here.
+        # The gradients of a column layer include a dgrad. `cases` yields the GEMM +
+        # reduce-scatter of this dgrad first, so its fastest method is known here.
         dgrad = found[dgrad_of(case)][0] if case.op == COLUMN_GRADIENTS else None
         choices = candidates(case, is_cuda, dgrad)
         num_candidates += len(choices)
@@ -196,7 +197,7 @@ class Measured:
         return dataclasses.replace(choice, pallas=self.pallas[1])
 
     def text(self, best: MethodChoice) -> str:
-        """Returns `best`, its time, and its speed relative to plain XLA."""
+        """Describes `best`: the method, its time, and its speed relative to XLA."""
         by_pallas = None if best.pallas is None else self.pallas
         best_s = self.seconds[best] if by_pallas is None else by_pallas[0]
         xla_s = self.seconds.get(MethodChoice(Method.XLA))
