@@ -115,8 +115,8 @@ struct RankCall {
   // Without has_row_scales: one f32 scale per operand. All x_i have the same scale, all
   // w_i have the same scale, and a tensor that ranks gather or contract has the same
   // scale on all of them.
-  // With has_row_scales: one f32 scale per row of an activation, or per row or column
-  // of a kernel; or one e8m0 scale per block of 32 features or, in a kernel, of 32
+  // With has_row_scales: one f32 scale per row of an activation, and per row or column of
+  // a kernel or for all of it; or one e8m0 scale per block of 32 features or, in a kernel, of 32
   // rows. Rows of activations are sent with their scales. Scales that vary along the
   // contracted dimension are powers of two.
   std::vector<Tensor> scales = {};

@@ -161,10 +161,11 @@ def test_get_ub_before_initialize_ub_is_an_error():
         ub.get_ub("qkv_fprop")
 
 
-def test_a_quantization_mode_is_no_valid_use_fp8():
+@pytest.mark.parametrize("use_fp8", [NONE, 2, "fp8", None])
+def test_only_a_bool_is_a_valid_use_fp8(use_fp8):
     ub.initialize_ub(SHAPE, 4, quantization_modes=[NONE, FP8], mesh=tp_mesh(4))
-    with pytest.raises(TypeError, match="get_ub.*use_fp8 = <UserBuffer.*True or False"):
-        ub.get_ub("qkv_fprop", NONE)
+    with pytest.raises(TypeError, match="get_ub.*use_fp8 = .*True or False"):
+        ub.get_ub("qkv_fprop", use_fp8)
 
 
 @pytest.mark.parametrize("name", [None, 3, ["qkv_fprop"]])

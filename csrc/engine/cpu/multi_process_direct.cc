@@ -354,8 +354,8 @@ int64_t DirectBufferBytes(const CallAttributes& at,
     if (scales != nullptr) size_bytes += Aligned(scales->size_bytes());
   }
   if (IsAllReduce(info.collective) && !IsSmall(to)) {
-    size_bytes +=
-        MaxRowsOfProcess(to.rows, num_processes) * to.features * SizeOf(to.dtype);
+    size_bytes += MaxRowsOfProcess(to.batch * to.rows, num_processes) * to.features *
+                  SizeOf(to.dtype);
   }
   return size_bytes;
 }

@@ -1,5 +1,5 @@
 // The plan for products with at most kMaxSmallM rows whose operands have no scales of
-// elements. A unit is a block of columns. B is read in place.
+// elements, and whose segments along K have no factors of their own. A unit is a block of columns. B is read in place.
 #pragma once
 
 #include <cstdint>

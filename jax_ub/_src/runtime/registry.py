@@ -251,14 +251,14 @@ def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> InitializedAxis | Non
 
 
 def check_use_fp8(label: str, use_fp8: object) -> None:
-    """Raises an error if `use_fp8` is not a bool (or int), such as a quantization mode.
+    """Raises an error unless `use_fp8` is a bool, 0 or 1.
 
     A quantization mode passed by mistake would count as true.
     """
-    if not isinstance(use_fp8, int | np.bool_):
+    if not isinstance(use_fp8, int | np.bool_) or use_fp8 not in (0, 1):
         raise ConfigurationTypeError(
-            f"{label}: use_fp8 = {shown(use_fp8)} is of type {type(use_fp8).__name__}. "
-            "Pass True or False; modes go in initialize_ub(quantization_modes=[...])."
+            f"{label}: use_fp8 = {shown(use_fp8)} is not a bool. Pass True or False; "
+            "modes go in initialize_ub(quantization_modes=[...])."
         )
 
 

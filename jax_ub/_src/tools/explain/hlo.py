@@ -44,8 +44,8 @@ _RESHARDS = {
     "all-to-all": "all_to_all",
     "collective-permute": "ppermute",
 }
-# Instructions that change no value. If a fusion consists of a dot and of these, a
-# reduction of the fusion's result still sums the result of the dot.
+# Instructions that only move or convert values. If a fusion consists of a dot and of
+# these, a reduction of the fusion's result still sums the result of the dot.
 _MOVES = PASSED - {"fusion"} | {"bitcast-convert", "constant", "parameter", "tuple"}
 
 
