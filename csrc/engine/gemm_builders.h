@@ -42,8 +42,8 @@ std::vector<GemmProblem> DirectProducts(const CallAttributes& attributes,
 std::vector<GemmProblem> LocalProducts(const CallAttributes& attributes,
                                        const RankCall& call);
 
-// Returns the GEMM `to` = scale * (sum of x_i w_i over the pairs i and the ranks of
-// `calls`). `to` has shape [batch * rows, N].
+// Returns the GEMM `to` = scale * (sum of all products x_i w_i of the ranks of `calls`).
+// Each rank has one or more operand pairs (x_i, w_i). `to` has shape [batch * rows, N].
 GemmProblem PartialProduct(const CallAttributes& attributes,
                            const std::vector<RankCall>& calls,
                            ResultSegments to);

@@ -66,7 +66,7 @@ def sum_over(value: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
-    """Makes a primitive that returns its operand, typed as varying over other axes.
+    """Makes a primitive that only changes over which mesh axes its operand varies.
 
     Args:
         name: the name of the primitive.

@@ -360,8 +360,8 @@ def plan_call_config(
     table = tuned_tables.of_ranks(axes, num_ranks) if has_table else None
     choices = {FPROP: MethodChoice(chosen, is_from_environment=is_default)}
     if is_configured:
-        # Unless `initialize_ub` has configured the dgrad, its method is the default
-        # `chosen`, even if another one is configured for the forward pass.
+        # A dgrad that `initialize_ub` has not configured gets the default method, also
+        # if another method is configured for the forward pass.
         choices |= {DGRAD: choices[FPROP], **_choices_by_pass(mode, label, found)}
     # An explicit method takes precedence over the layer's `ub_*` flags.
     # `OverlapFlags.check` has verified that the two agree.

@@ -57,10 +57,12 @@ def _is_used(array):
 
 
 def pcast_varying(op: str, main_grad: jax.Array, axes) -> jax.Array:
-    """Checks that a main_grad varies over all mesh axes of the gradient added to it.
+    """Raises an error if `main_grad` is shared by ranks whose gradients differ.
+
+    The gradient that is added to it varies over the mesh axes `axes`.
 
     Returns:
-        The main_grad, promoted over axes of one rank.
+        The main_grad, cast to vary over the axes that have one rank.
     """
     # A cast to varying over axes of size 1 changes no gradient: its transpose is a sum
     # over one rank.

@@ -191,7 +191,7 @@ def _shared_arguments(device_groups, group, endpoint_infos):
 
 
 def transport_setup_of(platform: str) -> TransportSetup:
-    """Returns the `TransportSetup` for "cpu", "cuda" or another platform."""
+    """Returns how ranks on a JAX platform connect, or why they cannot."""
     if platform == "cuda":
         return CudaTransportSetup()
     reason = cpu_engine.why_not() if platform == "cpu" else f"no engine for {platform}"
