@@ -187,6 +187,14 @@ MISSPELT = {
     "Engine's. Did you mean 'main_grad'?": (
         lambda: LayerNormMLP(8, 8, rngs=nnx.Rngs(0), fuse_wgrad_accumulation=True)
     ),
+    "MultiHeadAttention: it has no argument 'num_gqa_groups', which is Transformer "
+    "Engine's. Did you mean 'num_kv_heads'?": (
+        lambda: MultiHeadAttention(4, 8, rngs=nnx.Rngs(0), num_gqa_groups=2)
+    ),
+    "MultiHeadAttention: it has no argument 'num_attention_heads', which is "
+    "Transformer Engine's. Did you mean 'num_heads'?": (
+        lambda: linen.MultiHeadAttention(num_attention_heads=2)
+    ),
     "LayerNormMLP: it has no argument 'set_parallel_mode', which is Transformer "
     "Engine's. Leave it out: ": (
         lambda: LayerNormMLP(8, 8, rngs=nnx.Rngs(0), set_parallel_mode=True)

@@ -77,13 +77,20 @@ def named_parameters(layer: type) -> list[str]:
 
 # Arguments of Transformer Engine's modules, and their names in jax_ub.
 _OF_TRANSFORMER_ENGINE = {
+    "attention_dropout": ("dropout_rate",),
+    "attn_mask_type": ("is_causal",),
     "bias": ("use_bias",),
     "eps": ("epsilon",),
     "fuse_wgrad_accumulation": ("main_grad", "accumulate_into_main_grad"),
+    "hidden_size": ("in_features",),
     "init_method": ("kernel_init",),
+    "kv_channels": ("qkv_features",),
     "layernorm_epsilon": ("epsilon",),
+    "num_attention_heads": ("num_heads",),
+    "num_gqa_groups": ("num_kv_heads",),
     "parallel_mode": ("parallel", "tensor_parallel_mode"),
     "params_dtype": ("param_dtype",),
+    "self_attn_mask_type": ("is_causal",),
     "set_parallel_mode": (),
     "tp_group": ("axis_name",),
     "tp_size": ("mesh", "axis_name"),
