@@ -132,7 +132,7 @@ TEST(CallsAtOtherAddressesChooseNoBlocking) {
     int64_t run_id = 0;
     const auto call = [&] {
       Arrays arrays(static_cast<int>(run_id));
-      const auto calls = MakeCalls(at, {1, 8, 48, 40}, arrays);
+      const auto calls = MakeCalls(at, {1, 12, 48, 40}, arrays);
       Run(engine, site, run_id++, calls);
       CHECK_EQ(NumWrong(at, calls), 0);
     };

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "gemm/cpu/plan.h"
+#include "gemm/cpu/small_m_plan.h"
 
 namespace jax_ub {
 
@@ -33,8 +34,8 @@ constexpr int64_t kMostRowsOfShortBlocks = 32;
 constexpr int64_t kShortPanelBytes = 32 << 10;
 // The time to pack one word of an operand, relative to one multiply-add of a tile.
 constexpr int64_t kPackCost = 16;
-// How many bytes of B one thread reads per microsecond in a product with at most
-// kMaxSmallM rows. Measured with tests/csrc/gemm_bench.cc on Zen 4, before its kernels
+// How many bytes of B one thread reads per microsecond in a product with few
+// rows. Measured with tests/csrc/gemm_bench.cc on Zen 4, before its kernels
 // prefetched: 8e3 to 18e3, depending on layout, dtype and number of rows.
 constexpr double kSmallMBytesPerUs = 8e3;
 
@@ -139,7 +140,7 @@ double EstimateCpuGemmUs(const GemmProblem& problem, const KernelSet& kernels) {
   const auto k = static_cast<double>(problem.k);
   if (problem.m <= 0 || problem.n <= 0) return 0;
   const double flops_per_us = kernels.gflops * 1e3;
-  if (problem.m <= kMaxSmallM) {
+  if (SmallMPlan::Supports(problem, kernels)) {
     return std::max(2 * m * n * k / flops_per_us,
                     n * k * SizeOf(problem.b.dtype) / kSmallMBytesPerUs);
   }

@@ -36,14 +36,24 @@ constexpr void AddPackingTile(KernelSet& set, DType dtype) {
   set.packing_tile_of_columns[i] = Tile<Words, kRows, kVectors, true, multiply_add>;
 }
 
-// Adds the kernels for few rows of A (small_m_kernel.h). They convert elements to f32,
-// so each of their words is one element, even if k_per_word is 2.
+// Up to this many rows, the kernels for few rows are faster than tiles for any B. Above,
+// they are faster unless B is FP8 or, with AVX2, contiguous along N (gemm_bench).
+inline constexpr int kMaxRowsOfAnyB = 4;
+
+// Adds the kernels for few rows of A (small_m_kernel.h) where they are faster than
+// tiles. They convert elements to f32, so each of their words is one element, even if
+// k_per_word is 2.
 template <int kRows>
 constexpr void AddSmallM(KernelSet& set) {
+  constexpr bool kIsFew = kRows <= kMaxRowsOfAnyB;
   ForEachDType([&]<DType kDType>() {
     const int i = static_cast<int>(kDType);
-    set.small_m[kRows - 1].dots[i] = MultiplyDots<kRows, kDType>;
-    set.small_m[kRows - 1].column_blocks[i] = MultiplyColumnBlock<kRows, kDType>;
+    if constexpr (kIsFew || !IsFp8(kDType)) {
+      set.small_m[kRows - 1].dots[i] = MultiplyDots<kRows, kDType>;
+    }
+    if constexpr (kIsFew || (!IsFp8(kDType) && kLanes >= 16)) {
+      set.small_m[kRows - 1].column_blocks[i] = MultiplyColumnBlock<kRows, kDType>;
+    }
   });
   if constexpr (kRows > 1) AddSmallM<kRows - 1>(set);
 }

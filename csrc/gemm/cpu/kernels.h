@@ -109,7 +109,7 @@ using SmallMFunction = void (*)(const void* a,
                                 void* sums,
                                 int64_t sums_stride);
 
-inline constexpr int kMaxSmallM = 4;
+inline constexpr int kMaxSmallM = 8;
 
 // Converts `count` consecutive elements to the elements of words: to bf16 if k_per_word
 // is 2, otherwise to f32.
@@ -126,6 +126,7 @@ using ScaleFunction = void (*)(void* words,
                                const float* low,
                                const float* high);
 
+// Entries are null where tiles are faster.
 struct SmallMKernels {
   SmallMFunction dots[kNumDTypes];           // for B that is contiguous along K
   SmallMFunction column_blocks[kNumDTypes];  // for B that is contiguous along N

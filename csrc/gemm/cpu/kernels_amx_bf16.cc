@@ -36,7 +36,7 @@ constexpr KernelSet KernelsOfTileRegisters(const char* isa) {
     set.pack_b.copied[i] = PackCopied<Pairs<kDType>, kAmxColumns>;
   });
   set.scale = ScalePairs;
-  AddSmallM<kMaxSmallM>(set);
+  AddSmallM<kMaxRowsOfAnyB>(set);
   set.sum = Sum;
   set.begin = ConfigureTiles;
   set.end = ReleaseTiles;

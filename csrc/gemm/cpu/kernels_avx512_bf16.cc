@@ -32,7 +32,7 @@ constexpr KernelSet KernelsOfPairs(const char* isa) {
     set.pack_b.copied[i] = PackCopied<Pairs<kDType>, kColumns>;
   });
   set.scale = ScalePairs;
-  AddSmallM<kMaxSmallM>(set);
+  AddSmallM<kMaxRowsOfAnyB>(set);
   set.sum = Sum;
   return set;
 }

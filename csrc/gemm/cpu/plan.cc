@@ -44,9 +44,7 @@ double EstimateGemmUs(const GemmProblem& problem) {
 std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       const KernelSet& kernels,
                                       const Workers& workers) {
-  const bool is_plain =
-      problem.a.scales.empty() && problem.b.scales.empty() && !problem.has_factors_by_k;
-  if (problem.m <= kMaxSmallM && is_plain) {
+  if (SmallMPlan::Supports(problem, kernels)) {
     return std::make_unique<SmallMPlan>(std::move(problem), kernels, workers.num);
   }
   return std::make_unique<TiledPlan>(std::move(problem), kernels, workers);

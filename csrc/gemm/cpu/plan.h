@@ -43,8 +43,7 @@ GemmBlocking ChooseBlocking(const GemmProblem& problem,
                             int num_workers);
 
 // The plan of a product that is computed tile by tile, from packed operands or in
-// place. It is used for all products that SmallMPlan does not support: those with more
-// than kMaxSmallM rows, FP8 scales of elements, or factors by segment of K.
+// place. It is used for all products that SmallMPlan does not support.
 class TiledPlan : public GemmPlan {
  public:
   TiledPlan(GemmProblem problem, const KernelSet& kernels, const Workers& workers);

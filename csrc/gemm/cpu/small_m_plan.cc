@@ -18,7 +18,29 @@ int64_t StripColumns(int64_t n, int num_workers) {
   return std::clamp<int64_t>(RoundUp(even, 64), 128, 1024);
 }
 
+// Returns the kernel that reads this segment of B; null if there is none.
+SmallMFunction FindKernel(const KernelSet& kernels,
+                          int64_t m,
+                          DType dtype,
+                          const ConstSegment& segment) {
+  const SmallMKernels& found = kernels.small_m[m - 1];
+  const bool is_k_contiguous = segment.inner_stride == 1;
+  return (is_k_contiguous ? found.dots : found.column_blocks)[static_cast<int>(dtype)];
+}
+
 }  // namespace
+
+bool SmallMPlan::Supports(const GemmProblem& problem, const KernelSet& kernels) {
+  const OperandView& b = problem.b;
+  if (problem.m < 1 || problem.m > kMaxSmallM || problem.has_factors_by_k ||
+      !problem.a.scales.empty() || !b.scales.empty()) {
+    return false;
+  }
+  return std::all_of(
+      b.segments.begin(), b.segments.end(), [&](const ConstSegment& segment) {
+        return FindKernel(kernels, problem.m, b.dtype, segment) != nullptr;
+      });
+}
 
 SmallMPlan::SmallMPlan(GemmProblem problem, const KernelSet& kernels, int num_workers)
     : problem_(Checked(std::move(problem))),
@@ -88,14 +110,12 @@ void SmallMPlan::AddSegment(int64_t column_segment,
   if (own.size() <= 0 || num_k == 0) return;
   const int64_t bytes = SizeOf(b.dtype);
   const bool is_k_contiguous = segment.inner_stride == 1;
-  const SmallMKernels& kernels = kernels_.small_m[problem_.m - 1];
-  const SmallMFunction* multiply =
-      is_k_contiguous ? kernels.dots : kernels.column_blocks;
+  const SmallMFunction multiply = FindKernel(kernels_, problem_.m, b.dtype, segment);
   const int64_t stride = is_k_contiguous ? segment.outer_stride : segment.inner_stride;
-  multiply[static_cast<int>(b.dtype)](
-      a + 4 * k, 4 * problem_.k,
-      segment.data + (own.begin - first) * segment.outer_stride * bytes, stride * bytes,
-      num_k, own.size(), sums + 4 * (own.begin - columns.begin), 4 * column_block_);
+  multiply(a + 4 * k, 4 * problem_.k,
+           segment.data + (own.begin - first) * segment.outer_stride * bytes,
+           stride * bytes, num_k, own.size(), sums + 4 * (own.begin - columns.begin),
+           4 * column_block_);
 }
 
 }  // namespace jax_ub

@@ -1,5 +1,4 @@
-// The plan for products with at most kMaxSmallM rows whose operands have no scales of
-// elements, and whose segments along K have no factors of their own. A unit is a block of columns. B is read in place.
+// The plan for products with few rows. A unit is a block of columns. B is read in place.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +12,11 @@ namespace jax_ub {
 
 class SmallMPlan : public GemmPlan {
  public:
+  // Returns whether the kernel set has kernels for this number of rows, and for the
+  // dtype and layout of B. The operands must not have scales of elements, nor segments
+  // along K with their own factors.
+  static bool Supports(const GemmProblem& problem, const KernelSet& kernels);
+
   SmallMPlan(GemmProblem problem, const KernelSet& kernels, int num_workers);
 
   int64_t num_units() const override;
