@@ -34,9 +34,9 @@ constexpr int64_t kMostRowsOfShortBlocks = 32;
 constexpr int64_t kShortPanelBytes = 32 << 10;
 // The time to pack one word of an operand, relative to one multiply-add of a tile.
 constexpr int64_t kPackCost = 16;
-// How many bytes of B one thread reads per microsecond in a product with few
-// rows. Measured with tests/csrc/gemm_bench.cc on Zen 4, before its kernels
-// prefetched: 8e3 to 18e3, depending on layout, dtype and number of rows.
+// How many bytes of B one thread reads per microsecond in a product with few rows.
+// Measured with tests/csrc/gemm_bench.cc on Zen 4, before its kernels prefetched: 8e3 to
+// 18e3, depending on layout, dtype and number of rows.
 constexpr double kSmallMBytesPerUs = 8e3;
 
 int64_t PartOf(int64_t size, int64_t parts, int64_t multiple) {
