@@ -3,13 +3,16 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import sys
+import types
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core import lift
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -26,6 +29,29 @@ from jax_ub._src.retrofit.rules import read_rules
 from jax_ub._src.runtime.registry import LayerName
 from jax_ub._src.sharding.layout import ShardingLayout, sharding_of
 
+_LIFT_FILE = lift.__file__
+
+
+class _Traces:
+    """The traces of `jax.jit` in blocks with equal settings.
+
+    The object is a part of the key of JAX's trace caches. It is compared by identity,
+    which is fast, since each call of a jitted function compares it. `matched` has the
+    patterns that matched a layer in any of the traces.
+    """
+
+    def __init__(self):
+        self.matched: set[re.Pattern[str]] = set()
+
+
+@functools.lru_cache(maxsize=1024)
+def _traces_of(settings: Hashable) -> _Traces:
+    return _Traces()
+
+
+# The traces of the current `Overlap`, None outside of a block.
+_TRACED_FOR = jax.make_user_context(None)
+
 
 class Overlap(KeywordsChecked):
     r"""Overlaps the dense layers of an unmodified linen model with communication.
@@ -36,7 +62,9 @@ class Overlap(KeywordsChecked):
     While the model is traced inside the block, layers that match a rule compute their
     product with `ub.dot_general`. Supported are `nn.Dense`, `nn.DenseGeneral`,
     `nn.Einsum` and `nn.Embed.attend`. Modules and parameters do not change. A function
-    that `jax.jit` traced outside the block is not traced again inside.
+    that `jax.jit` traced outside the block is traced again inside, and a function that
+    it traced in a block with equal arguments is not. `nn.jit` traces only one of equal
+    modules, so that settings by path apply to all of them; this is a warning.
 
     A call falls back to JAX if it cannot be overlapped, or if its product is
     intercepted, for example by Qwix. `ub.fallbacks` lists the reason. It also lists
@@ -116,17 +144,26 @@ class Overlap(KeywordsChecked):
         self._warned: set[str] = set()
         self._is_called = False  # whether a module was called in the block
         self._depth = 0  # number of module calls in progress
-        self._blocks: list[AbstractContextManager[None]] = []
+        self._jitted = ""  # the path of the outermost `nn.jit` module in progress
+        self._has_jitted = False  # whether `nn.jit` traced a module in the block
+        self._blocks: list[ExitStack] = []
 
     def __getstate__(self):
         return {**vars(self), "_blocks": [], "_depth": 0}
 
     def __enter__(self) -> "Overlap":
         """Starts to intercept the methods of linen modules, until the block ends."""
-        block = nn.intercept_methods(self)
-        block.__enter__()
+        block = ExitStack()
+        block.enter_context(nn.intercept_methods(self))
+        block.enter_context(_TRACED_FOR(self._traces()))
         self._blocks.append(block)
         return self
+
+    def _traces(self) -> _Traces:
+        groups = self._rules, self._names, self._recipes
+        return _traces_of(
+            (*(tuple(group.items()) for group in groups), self._sharding_layout)
+        )
 
     def __exit__(self, kind, error, traceback) -> None:
         """Stops the interception and warns about rules that matched no layer."""
@@ -156,10 +193,19 @@ class Overlap(KeywordsChecked):
             return next_fun(*args, **kwargs)
         self._depth += 1
         self._is_called = True
+        jitted = self._jitted
+        if not jitted and _is_called_by_nn_jit():
+            self._jitted = ".".join(layer.path)
+            self._has_jitted = True
         try:
-            y = self._call(layer, method_name, next_fun, args, kwargs)
+            # Without the context, JAX would also use a trace of this block outside, and
+            # in a block with other settings.
+            is_outer = self._depth == 1
+            with _TRACED_FOR(self._traces()) if is_outer else nullcontext():
+                y = self._call(layer, method_name, next_fun, args, kwargs)
         finally:
             self._depth -= 1
+            self._jitted = jitted
         if self._depth == 0 and not self._blocks and not self._matched:
             self._warn(self.unmatched)
         return y
@@ -171,6 +217,7 @@ class Overlap(KeywordsChecked):
         call = _overlapped_call(layer, method_name)
         if call is not None:
             self._seen[path] = None
+            self._check_shared_trace(path)
         kind = None if call is None else self._find(self._rules, path)
         if call is None or kind is None:
             y = next_fun(*args, **kwargs)
@@ -193,28 +240,57 @@ class Overlap(KeywordsChecked):
         for pattern, found in patterns.items():
             if pattern.fullmatch(path):
                 self._matched.add(pattern)
+                self._traces().matched.add(pattern)
                 return found
         return None
 
+    def _check_shared_trace(self, path):
+        """Warns if the settings of a layer depend on the path of an `nn.jit` module.
+
+        Equal modules with other paths share its trace, and thus the layer's settings.
+        """
+        if not self._jitted:
+            return
+        elsewhere = "\0" + path.removeprefix(self._jitted)
+        for group in (self._rules, self._names, self._recipes):
+            matches = [
+                next((p for p in group if p.fullmatch(each)), None)
+                for each in (path, elsewhere)
+            ]
+            if matches[0] is not matches[1]:
+                pattern = next(filter(None, matches)).pattern
+                lowering_log.warn_once(
+                    f"nn.jit {path}",
+                    f"overlap: the settings of {shown(path)} apply to all modules that "
+                    f"are equal to {shown(self._jitted)}, because nn.jit traces only "
+                    f"one of them, but the pattern {shown(pattern)} depends on its "
+                    "path. Let patterns start with '.*', or leave out nn.jit.",
+                    "docs/retrofit.md",
+                )
+                return
+
     def _warn(self, patterns):
         """Warns once about each rule that matched no layer."""
-        new = [pattern for pattern in patterns if pattern not in self._warned]
+        known = set(self._warned)
+        if not self._seen:  # all layers were traced in an earlier block, or none is
+            known.update(each.pattern for each in self._traces().matched)
+        new = [pattern for pattern in patterns if pattern not in known]
         self._warned.update(new)
         if not new:
             return
         if not self._is_called:
             lowering_log.warn(
                 f"overlap: the rules {new} matched nothing, because no module was "
-                "called in the block. A function that jax.jit traced before the block "
-                "is not traced again in it. Call it in the block first, or call "
-                "jax.clear_caches() before. See docs/retrofit.md"
+                "called in the block. A compiled function is not traced again. Call "
+                "the model in the block, or jit it there. See docs/retrofit.md"
             )
             return
         layers = sorted(self.overlapped)
         met = f"It overlapped {layers}" if layers else "It overlapped nothing"
+        shared = "nn.jit traces only one of equal modules. " if self._has_jitted else ""
         lowering_log.warn(
             f"overlap: the rules {new} matched no nn.Dense, nn.DenseGeneral, nn.Einsum "
-            f"or nn.Embed.attend; a rule must match a whole path. {met}. "
+            f"or nn.Embed.attend; a rule must match a whole path. {shared}{met}. "
             f"{nearest(new[0], self._seen)} See docs/retrofit.md"
         )
 
@@ -249,6 +325,20 @@ class Overlap(KeywordsChecked):
             lowering_log.record_fallback(label, reason)
         if arrays:
             self._recorded.add(path)
+
+
+def _is_called_by_nn_jit() -> bool:
+    """Returns whether `nn.jit` traces the module whose method is intercepted.
+
+    A frame of `nn.jit` is then between the interceptor's call and its previous one, for
+    an outer module. Flax passes nothing to interceptors that would show it.
+    """
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not Overlap.__call__.__code__:
+        if frame.f_code.co_name == "jitted" and frame.f_code.co_filename == _LIFT_FILE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _call_dense(dense, state, layer, next_fun, args, kwargs):
