@@ -251,6 +251,19 @@ def test_mesh_axes_are_found_from_devices(text, expected):
     assert group_size_and_axes(text, MESH) == expected
 
 
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}",
+        "replica_groups=[8,1]<=[8]",
+        "replica_groups=mesh['dp'=1,'tp'=8] {'dp'}",
+    ],
+)
+def test_collectives_of_single_devices_are_ignored(groups):
+    found = hlo.collectives(TEXT.replace("GROUPS", groups), {"dp": 1, "tp": 8})
+    assert found == hlo.Found((), {})
+
+
 def test_unknown_mesh_leaves_the_axes_unknown():
     assert named_mesh_in("replica_groups=mesh['axis_0'=8] {'axis_0'}") == {}
     assert named_mesh_in(GROUPS["mesh"]) == MESH

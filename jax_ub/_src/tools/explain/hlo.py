@@ -15,6 +15,7 @@ from jax_ub._src.tools.explain.instructions import (
     Instruction,
     SourceLines,
     bits,
+    communicates,
     computations,
     dot_of,
     group_size_and_axes,
@@ -194,7 +195,7 @@ class _Program:
         for instructions in self._computations.values():
             body = Body(instructions)
             for one in instructions.values():
-                if one.kind in _COLLECTIVES:
+                if one.kind in _COLLECTIVES and communicates(one.text):
                     yield one, body
 
     def dots(self, one: Instruction, body: Body) -> list[Dot | None]:

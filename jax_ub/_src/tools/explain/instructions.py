@@ -275,6 +275,12 @@ def group_size_and_axes(
     return len(groups[0]), ()
 
 
+def communicates(text: str) -> bool:
+    """Returns whether a collective sends data; false if its groups have one device."""
+    groups = _device_groups(text)
+    return not groups or any(len(set(group)) > 1 for group in groups)
+
+
 def _sizes(text):
     return {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", text)}
 
