@@ -150,6 +150,12 @@ def transformer(*sizes, **options):
             "TransformerLayer: num_gqa_groups = 0 is not a positive integer.",
         ),
         (
+            lambda: transformer(16, 32, 4, num_gqa_groups=3),
+            ShapeContractError,
+            "TransformerLayer: num_attention_heads = 4 is not a multiple of "
+            "num_gqa_groups = 3.",
+        ),
+        (
             lambda: LayerNormMLP(16, None, rngs=nnx.Rngs(0)),
             ShapeContractError,
             "LayerNormMLP: ffn_hidden_size = None is not a positive integer.",

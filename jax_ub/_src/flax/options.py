@@ -285,13 +285,21 @@ def check_transformer_sizes(
 ) -> None:
     """Raises an error if a transformer layer's features do not split into its heads.
 
-    The heads must divide `hidden_size`, unless `kv_channels` is the size of a head.
+    The heads must divide `hidden_size`, unless `kv_channels` is the size of a head, and
+    the key heads (`num_gqa_groups`) must divide the query heads.
     """
     op = "TransformerLayer"
     checks.check_size(op, "hidden_size", hidden_size)
     checks.check_size(op, "num_attention_heads", num_attention_heads)
     if num_gqa_groups is not None:
         checks.check_size(op, "num_gqa_groups", num_gqa_groups)
+        if num_attention_heads % num_gqa_groups:
+            padded = checks.round_up(num_attention_heads, num_gqa_groups)
+            raise ShapeContractError(
+                f"{op}: num_attention_heads = {num_attention_heads} is not a multiple "
+                f"of num_gqa_groups = {num_gqa_groups}. Each key head serves equally "
+                f"many query heads: use num_attention_heads = {padded}."
+            )
     if kv_channels is not None:
         checks.check_size(op, "kv_channels", kv_channels)
     elif hidden_size % num_attention_heads:

@@ -84,7 +84,8 @@ def linear(  # noqa: PLR0913, pinned
         b: bias, `[out]`: this rank's columns for "column", the whole bias for "row".
         parallel: the sharded dimension of the kernel: "column" (out), "row" (in) or
             None (neither).
-        axis_name: the mesh axis, of size P, that the kernel is sharded over.
+        axis_name: the mesh axis, of size P, that the kernel is sharded over. Not used
+            if `parallel` is None.
         sequence_parallel: whether the activations outside a column-row pair are sharded
             along their rows (axis -2).
         ub_name: the call's name in errors and in the configuration of `initialize_ub`.
