@@ -107,7 +107,7 @@ WRONG = {
     "BackwardLinearAdd: userbuffers = 1 is of type int. Pass the ops.fused.": lambda: (
         ops.fused.BackwardLinearAdd((ops.MakeExtraOutput(),), 1)
     ),
-    "dgrad_add: residual is of type PRNGKeyArray, but the op takes an": lambda: (
+    "dgrad_add: residual has dtype key<fry>, but the op takes a numeric": lambda: (
         ub.dgrad_add(X[0], jnp.zeros((8, 8)), jax.random.key(0))
     ),
     "dgrad_add: dy is of type ShapeDtypeStruct, but the op takes an": lambda: (

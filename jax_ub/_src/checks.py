@@ -156,10 +156,10 @@ def check_array(op: str, name: str, array) -> None:
     if not is_array(array):
         several = "; several kernels of all_gather_matmul go in a tuple"
         several = several if name == "w" else ""
-        raise ShapeContractError(
-            f"{op}: {name} is of type {type(array).__name__}, but the op takes an "
-            f"array. Pass one{several}."
-        )
+        text = f"is of type {type(array).__name__}, but the op takes an array"
+        if isinstance(array, jax.Array):  # such as a PRNG key
+            text = f"has dtype {array.dtype}, but the op takes a numeric array"
+        raise ShapeContractError(f"{op}: {name} {text}. Pass one{several}.")
 
 
 def is_f64(array) -> bool:

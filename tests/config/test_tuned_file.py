@@ -108,7 +108,9 @@ def test_a_megatron_file_is_an_error_that_names_from_te(tmp_path):
 @pytest.mark.parametrize("text", ["[]", "{}", '{"schema": 2}'])
 def test_another_schema_is_rejected(tmp_path, text):
     (tmp_path / "tuned.json").write_text(text)
-    with pytest.raises(ConfigurationError, match="does not have schema 1.*from_te reads"):
+    with pytest.raises(
+        ConfigurationError, match="does not have schema 1.*from_te reads"
+    ):
         tuned_file.read(tmp_path / "tuned.json")
 
 

@@ -12,7 +12,17 @@ from ops_on_ranks import integers_of
 from programs import on_ranks, tp_mesh
 
 from jax_ub import ops
-from jax_ub.errors import UnsupportedOverlapError
+from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
+
+
+@pytest.mark.parametrize("merge", [ops.merge_main_grads, ops.merge_fp8_states])
+def test_trees_that_differ_are_not_merged(merge):
+    with pytest.raises(ShapeContractError, match=rf"{merge.__name__}: .* trees: .*"):
+        merge([{"kernel": 1}], 3)
+
+
+def test_a_single_array_is_split_as_a_weight():
+    assert ops.split_main_grads(3) == (3, None)
 
 
 def mlp():

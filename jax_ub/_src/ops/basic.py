@@ -106,9 +106,9 @@ class ConstantScale(BasicOperation):
         """Converts `scale` to a Python float, so that `x * scale` keeps x's dtype."""
         if not checks.is_number(self.scale):
             raise ShapeContractError(
-                f"{self.label}: scale = {shown(self.scale)} is not a finite number that "
-                "is known when the program is traced. Pass a Python number, for example "
-                "float(scale)."
+                f"{self.label}: scale = {shown(self.scale)} is not a finite number "
+                "that is known when the program is traced. Pass a Python number, for "
+                "example float(scale)."
             )
         object.__setattr__(self, "scale", float(self.scale))
         super().__post_init__()

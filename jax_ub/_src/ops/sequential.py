@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 import jax
 import jax.numpy as jnp
 
+from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.fp8 import state as fp8_state
 from jax_ub._src.ops.fused_operation import Op
 from jax_ub._src.ops.fuser import OperationFuser
@@ -230,7 +231,7 @@ def split_fp8_states(params: Any) -> tuple[Any, Any]:
 
 def _split(params, names):
     is_own = jax.tree.map_with_path(
-        lambda path, _: getattr(path[-1], "key", None) in names, params
+        lambda path, _: bool(path) and getattr(path[-1], "key", None) in names, params
     )
     others = jax.tree.map(lambda own, p: None if own else p, is_own, params)
     return others, jax.tree.map(lambda own, p: p if own else None, is_own, params)
@@ -248,7 +249,7 @@ def merge_main_grads(weights: Any, main_grads: Any) -> Any:
     Returns:
         The parameters, as `Sequential.init` returns them.
     """
-    return _merge(weights, main_grads)
+    return _merge("merge_main_grads", weights, main_grads)
 
 
 def merge_fp8_states(weights: Any, states: Any) -> Any:
@@ -263,16 +264,22 @@ def merge_fp8_states(weights: Any, states: Any) -> Any:
     Returns:
         The parameters, as `Sequential.init` returns them.
     """
-    return _merge(weights, states)
+    return _merge("merge_fp8_states", weights, states)
 
 
-def _merge(weights, others):
-    return jax.tree.map(
-        lambda weight, other: other if weight is None else weight,
-        weights,
-        others,
-        is_leaf=lambda leaf: leaf is None,
-    )
+def _merge(op, weights, others):
+    try:
+        return jax.tree.map(
+            lambda weight, other: other if weight is None else weight,
+            weights,
+            others,
+            is_leaf=lambda leaf: leaf is None,
+        )
+    except (TypeError, ValueError) as error:
+        raise ShapeContractError(
+            f"{op}: the arguments are different trees: {error}. Pass both results of "
+            f"{op.replace('merge', 'split')}, or trees like them."
+        ) from error
 
 
 def gradients_of_main_grads(gradients: Any, main_grads: Any) -> Any:
