@@ -248,6 +248,12 @@ def test_counts_that_are_not_positive_integers_are_errors(name, value):
         mlp().explain(**{"tokens": 64, "num_ranks": 4, name: value})
 
 
+def test_tokens_that_do_not_divide_into_the_ranks_are_an_error():
+    text = "explain: tokens = 66 does not divide into 4 ranks.*Use tokens = 68"
+    with pytest.raises(ub.errors.ShapeContractError, match=text):
+        mlp().explain(tokens=66, num_ranks=4)
+
+
 def test_times_are_predicted_for_the_local_devices(monkeypatch):
     def times(**options):
         rows = mlp().explain(64, num_ranks=2, **options).rows

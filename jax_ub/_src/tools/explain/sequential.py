@@ -192,6 +192,12 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     known = [sizes.waits[key] for key in keys if key in sizes.waits]
     method, found = call_config.method.value, []
     if sizes.tokens is not None and ranks is not None:
+        if mode.sequence_parallel and sizes.tokens % ranks:
+            raise ShapeContractError(
+                f"explain: tokens = {sizes.tokens} does not divide into {ranks} ranks, "
+                "which the sequence-parallel linears require. Use tokens = "
+                f"{shapes.round_up(sizes.tokens, ranks)}."
+            )
         dtype = np.dtype(sizes.dtype if op.dtype is None else op.dtype)
         where = (ranks, dtype, sizes.machine)
         found = [
