@@ -115,6 +115,15 @@ def check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             f"rotary attention takes features in pairs: give --d-model "
             f"{2 * flags.d_model}, for example"
         )
+    blocks = 32 * flags.tp  # an MXFP8 scale is of 32 features on one device
+    for name in ("d_model", "d_ff") if "mxfp8" in (flags.fp8 or ()) else ():
+        size = getattr(flags, name)
+        if size % blocks:
+            parser.error(
+                f"{flag(name)} {size} is no multiple of 32 x --tp {flags.tp}, but "
+                "mxfp8 has scales for blocks of 32 features: give "
+                f"{flag(name)} {-(-size // blocks) * blocks}"
+            )
     if 256 % flags.tp:
         parser.error(f"--tp {flags.tp} does not divide the 256 values of a byte")
     check_checkpoints(flags, parser)

@@ -187,6 +187,7 @@ def test_the_script_resumes_from_the_middle_for_longer_at_another_tp(tmp_path):
         ("--checkpoint-dir /dev/null", "--checkpoint-dir /dev/null is a file: give a"),
         ("--method rings", "invalid choice: 'rings'"),
         ("--fp8 delayed current --checkpoint-dir x", "saves one copy of the model: gi"),
+        ("--fp8 mxfp8 --d-model 64 --tp 4", "32 x --tp 4.*give --d-model 128"),
         ("--tp 12 --heads 12 --d-model 48 --seq-len 96", "--tp 12 does not divide"),
     ],
 )
