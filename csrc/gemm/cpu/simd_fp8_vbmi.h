@@ -61,8 +61,8 @@ constexpr ByteOrder OrderOfF32(int lane_stride, int vector_stride) {
   return order;
 }
 
-// Template argument of PackCopied, PackTransposed and packing tiles that makes words of
-// f32. FP8 is converted four vectors at a time where possible.
+// Template argument of PackCopied, PackTransposed and packing tiles, which pack elements
+// converted to f32. Converts FP8 four vectors at a time where possible.
 template <DType kDType>
 struct WidenedByBytes : Widened<kDType> {};
 

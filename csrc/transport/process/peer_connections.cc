@@ -99,7 +99,7 @@ void PeerConnections::SetLost(Watched& peer, const char* why) noexcept {
             std::string("can no longer be watched: ") + why);
   } catch (const std::exception&) {
     // Ignores std::bad_alloc, because on_failure_ has already reported the failure of
-    // the thread. Waits for this peer end at their deadline at the latest.
+    // the thread. A call that waits for this peer fails at its deadline at the latest.
   }
 }
 

@@ -105,9 +105,10 @@ def quantize(
 
 
 def ranks_of(op: str, axis_name: str | tuple[str, ...] | None) -> Execution:
-    """Returns how ranks along `axis_name` agree on an FP8 scale: ranks and method.
+    """Returns which ranks share an FP8 scale, and the method of their collective.
 
-    The axes may be axes of `jax.vmap`, too. With None, each rank has its own scale.
+    They are the ranks along `axis_name`, which may also be axes of `jax.vmap`. With
+    None, each rank has its own scale.
     """
     num_ranks = 1
     if axis_name is not None:

@@ -457,7 +457,7 @@ class OperationFuser(arguments.KeywordsChecked):
         return split
 
     def _keys(self, key, deterministic) -> dict[int, dict[str, jax.Array]]:
-        """Returns {index: {"key": key}} for operations that draw random numbers."""
+        """Returns a PRNG key for each random operation: {its index: {"key": key}}."""
         drawing = [i for i, op in enumerate(self.basic_ops) if op.takes_key]
         if drawing and key is None and not deterministic:
             raise ShapeContractError(

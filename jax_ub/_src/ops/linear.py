@@ -149,7 +149,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
 
     @property
     def chosen_method(self) -> Any:
-        """Returns the overlap method: in `userbuffers_options`, else in `method`."""
+        """Returns the method of `userbuffers_options` if it has one, else `method`."""
         return dict(self.userbuffers_options or ()).get("method", self.method)
 
     def init(self, key):

@@ -299,8 +299,8 @@ class Overlap(KeywordsChecked):
 
         So the user notices the layer.
         """
-        # Layers of jax_ub.flax.linen, which have a `sharding_layout`, overlap by
-        # themselves, so they are no fallbacks.
+        # Layers of jax_ub.flax.linen, which have a `sharding_layout`, overlap without a
+        # rule, so `ub.fallbacks` does not list them.
         if path in self._recorded or hasattr(type(layer), "sharding_layout"):
             return
         if isinstance(layer, nn.Embed) and self._find(self._rules, f"{path}.attend"):

@@ -430,7 +430,7 @@ def _record_others(model, layers, axis_name):
     for path, module, spec in _sharded_parameters(model, axis_name):
         owner = by_node.get(id(module))
         if owner is None:
-            # Layers of jax_ub.flax need no `ub.overlap`, so they are no fallbacks.
+            # Layers of jax_ub.flax overlap without `ub.overlap`.
             if hasattr(module, "sharding_layout"):
                 continue
             why = f"belongs to a {type(module).__name__}, which overlap does not know"

@@ -116,7 +116,7 @@ class CommOverlap(Overlap):
 
 
 class CommOverlapP2P(Overlap):
-    """A named overlap (settings of a layer's pass) whose method is "ring_exchange".
+    """The settings of one layer's pass that `initialize_ub` runs by "ring_exchange".
 
     It has the attributes of `CommOverlap`.
 

@@ -222,7 +222,7 @@ def candidates(
 
 
 def _merge(options, choice):
-    """Returns `choice` with the kernel options `options` and its schedule variant."""
+    """Returns `choice` with other kernel options, except for its schedule variant."""
     variant = choice.kernel_options.variant
     options = dataclasses.replace(options, variant=variant)
     return dataclasses.replace(choice, kernel_options=options)
