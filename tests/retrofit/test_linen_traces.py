@@ -85,10 +85,14 @@ def test_settings_by_the_path_of_an_nn_jit_module_are_a_warning(jitted, recwarn)
     with Overlap(RULES) as overlap:
         jax.jit(net.apply)(variables, x)
     assert overlap.overlapped == {"b0.up": "column", "b0.down": "row"}
+    with Overlap(RULES, fp8={r"b0\..*": None}):  # None of the modules is FP8
+        jax.jit(net.apply)(variables, x)
     assert not recwarn.list
     text = "'b0.up' apply to all modules that are equal to 'b0'.*'b0.*' depends on its"
-    with Overlap(RULES, fp8={r"b0\..*": RECIPE}), pytest.warns(UserWarning, match=text):
+    overlap = Overlap(RULES, fp8={r"b0\..*": RECIPE})
+    with pytest.warns(UserWarning, match=text) as warned, overlap:
         jax.jit(net.apply)(variables, x)
+    assert len(warned) == 1  # for two layers
     overlap = Overlap({r"b1\.up": None, **RULES})
     text = "matched no nn.Dense.*nn.jit traces only one of equal modules"
     with pytest.warns(UserWarning, match=text), overlap:

@@ -26,11 +26,11 @@ constexpr int64_t kMaxBlockBytes = 384 << 10;
 constexpr int64_t kMinSegmentWords = 128;
 constexpr int64_t kMinSegmentWordsOfFewRows = 48;
 constexpr int64_t kFewRows = 256;
-// In products with at most kMostRowsOfShortBlocks rows, a packed panel of B has at most
+// In products with at most kMaxRowsOfShortBlocks rows, a packed panel of B has at most
 // kShortPanelBytes. Few rows use a panel only a few times, so writing it to the L2 cache
-// and reading it again takes a large part of the time (a Xeon without AMX, gemm_bench,
-// 16 rows: bf16 15 % faster, f32 17 %; 64 rows: no gain).
-constexpr int64_t kMostRowsOfShortBlocks = 32;
+// and reading it again takes a large part of the time (a Xeon without AMX, gemm_bench 16
+// 1024 704: bf16 15 % faster, f32 17 %; with 64 rows f32 7 %, bf16 2 to 11 % slower).
+constexpr int64_t kMaxRowsOfShortBlocks = 32;
 constexpr int64_t kShortPanelBytes = 32 << 10;
 // The time to pack one word of an operand, relative to one multiply-add of a tile.
 constexpr int64_t kPackCost = 16;
@@ -99,12 +99,12 @@ std::vector<int64_t> ChooseCutsOfK(const GemmProblem& problem,
   return cuts;
 }
 
-// Returns the maximum number of words in a block of K. AMX kernels, which have no packing
-// tiles, were not measured with short blocks.
+// Returns the maximum number of words in a block of K. AMX kernels, which do not pack A
+// into panels, were not measured with short blocks.
 int64_t MaxBlockWords(const GemmProblem& problem, const KernelSet& kernels) {
-  const bool has_packing_tile =
-      kernels.packing_tile_of_rows[static_cast<int>(problem.b.dtype)] != nullptr;
-  if (problem.m > kMostRowsOfShortBlocks || !has_packing_tile) return kernels.k_block;
+  if (problem.m > kMaxRowsOfShortBlocks || kernels.panel_of_a == 1) {
+    return kernels.k_block;
+  }
   return std::min<int64_t>(kernels.k_block,
                            kShortPanelBytes / (4 * kernels.tile_columns));
 }

@@ -36,8 +36,10 @@ constexpr void AddPackingTile(KernelSet& set, DType dtype) {
   set.packing_tile_of_columns[i] = Tile<Words, kRows, kVectors, true, multiply_add>;
 }
 
-// Up to this many rows, the kernels for few rows are faster than tiles for any B. Above,
-// they are faster unless B is FP8 or, with AVX2, contiguous along N (gemm_bench).
+// Up to this many rows, the kernels for few rows are faster than tiles for any B, also
+// than tiles of bf16 pairs. Up to kMaxSmallM rows they are faster than tiles of f32, unless
+// B is FP8 or, with narrower vectors than AVX512's, contiguous along N. Measured with
+// gemm_bench on a Xeon without AMX; more rows were not compared with tiles of pairs.
 inline constexpr int kMaxRowsOfAnyB = 4;
 
 // Adds the kernels for few rows of A (small_m_kernel.h) where they are faster than

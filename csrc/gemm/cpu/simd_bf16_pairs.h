@@ -29,26 +29,7 @@ inline void CopyElement(const char* from, char* to) {
 
 // The order for two rows of 32 FP8 numbers, each in the lower half of a vector.
 // PairsOfFp8 then returns the bf16 pairs of the first and of the last 16 columns.
-inline constexpr ByteOrder kOrderOfRows = [] {
-  ByteOrder order = {};
-  for (int i = 0; i < 64; ++i) {
-    const int column = i % 16 / 8 * 16 + i / 16 * 4 + i % 8 / 2;
-    order.from[i] = static_cast<uint8_t>(i % 2 * 64 + column);
-  }
-  return order;
-}();
-
-// The order for a vector of 16 columns that have four FP8 numbers along K each.
-// PairsOfFp8 then returns 16 bf16 pairs of the first two numbers of each column, and 16
-// of the last two.
-inline constexpr ByteOrder kOrderOfColumns = [] {
-  ByteOrder order = {};
-  for (int i = 0; i < 64; ++i) {
-    const int column = i / 16 * 4 + i % 8 / 2;
-    order.from[i] = static_cast<uint8_t>(4 * column + i % 16 / 8 * 2 + i % 2);
-  }
-  return order;
-}();
+inline constexpr ByteOrder kOrderOfTwoRows = OrderOfBytes(1, 64, 16);
 
 // Packs two bf16 into each 32-bit word: an element of row 2k in the lower half, and of row
 // 2k + 1 in the upper half. It is a template argument of PackCopied and of packing tiles.
@@ -77,7 +58,7 @@ struct Pairs {
       const char* from = row + v * kLanes * kBytes;
       const __m512i codes =
           _mm512_permutex2var_epi8(_mm512_castsi256_si512(LoadHalves(from)),
-                                   _mm512_loadu_si512(kOrderOfRows.from),
+                                   _mm512_loadu_si512(kOrderOfTwoRows.from),
                                    _mm512_castsi256_si512(LoadHalves(from + stride)));
       PairsOfFp8<kDType>(codes, words[v], words[v + 1]);
     }

@@ -13,6 +13,26 @@ struct ByteOrder {
   uint8_t from[64];
 };
 
+// Returns the order of bytes in which PairsOfFp8 puts byte lane * lane_stride + upper *
+// upper_stride + second * second_stride into 32-bit lane `lane` of its first (second = 0)
+// or second (second = 1) vector, in the lower (upper = 0) or the upper (upper = 1) bf16.
+constexpr ByteOrder OrderOfBytes(int lane_stride, int upper_stride, int second_stride) {
+  ByteOrder order = {};
+  for (int i = 0; i < 64; ++i) {
+    const int lane = i / 16 * 4 + i % 8 / 2;
+    const int upper = i % 2;
+    const int second = i % 16 / 8;
+    order.from[i] = static_cast<uint8_t>(lane * lane_stride + upper * upper_stride +
+                                         second * second_stride);
+  }
+  return order;
+}
+
+// The order for a vector of 16 columns that have four FP8 numbers along K each.
+// PairsOfFp8 then returns the pairs of the first two numbers of each column, and of the
+// last two.
+inline constexpr ByteOrder kOrderOfColumns = OrderOfBytes(4, 1, 2);
+
 inline __m512i Permute(Vec bytes, const ByteOrder& order) {
   return _mm512_permutexvar_epi8(_mm512_loadu_si512(order.from),
                                  _mm512_castps_si512(bytes));
@@ -35,7 +55,9 @@ inline void PairsOfFp8(__m512i codes, Vec& first, Vec& second) {
   second = _mm512_castsi512_ps(_mm512_unpackhi_epi8(lower, upper));
 }
 
-// Converts 64 FP8 numbers, in an order that OrderOfF32 returns, to f32.
+// Converts 64 FP8 numbers, which `order` permutes, to f32. The bf16 numbers that
+// PairsOfFp8 returns become words[0] (lower, first), words[1] (upper, first), words[2]
+// and words[3].
 template <DType kDType>
 inline void WidenFp8(Vec bytes, const ByteOrder& order, Vec (&words)[4]) {
   Vec pairs[2];
@@ -49,18 +71,6 @@ inline void WidenFp8(Vec bytes, const ByteOrder& order, Vec (&words)[4]) {
   }
 }
 
-// Returns the order in which WidenFp8 converts bytes so that lane `lane` of vector
-// `vector` is byte lane * lane_stride + vector * vector_stride.
-constexpr ByteOrder OrderOfF32(int lane_stride, int vector_stride) {
-  ByteOrder order = {};
-  for (int i = 0; i < 64; ++i) {
-    const int lane = i / 16 * 4 + i % 8 / 2;
-    const int vector = i % 16 / 8 * 2 + i % 2;
-    order.from[i] = static_cast<uint8_t>(lane * lane_stride + vector * vector_stride);
-  }
-  return order;
-}
-
 // Template argument of PackCopied, PackTransposed and packing tiles, which pack elements
 // converted to f32. Converts FP8 four vectors at a time where possible.
 template <DType kDType>
@@ -70,8 +80,7 @@ template <DType kDType>
   requires(IsFp8(kDType))
 struct WidenedByBytes<kDType> : Widened<kDType> {
   static constexpr int64_t kWordsPerLane = 4;
-  static constexpr ByteOrder kOrderOfRow = OrderOfF32(1, kLanes);
-  static constexpr ByteOrder kOrderOfLanes = OrderOfF32(4, 1);
+  static constexpr ByteOrder kOrderOfRow = OrderOfBytes(1, kLanes, 2 * kLanes);
 
   template <int kVectors>
   static void LoadRow(const char* row, int64_t, Vec (&words)[kVectors]) {
@@ -82,7 +91,7 @@ struct WidenedByBytes<kDType> : Widened<kDType> {
   // A lane has four neighboring elements of a row.
   static void StoreLanes(Vec lanes, char* to, int64_t stride) {
     Vec words[4];
-    WidenFp8<kDType>(lanes, kOrderOfLanes, words);
+    WidenFp8<kDType>(lanes, kOrderOfColumns, words);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) Store(to + i * stride, words[i]);
   }

@@ -107,17 +107,15 @@ TunedFile = dict[Environment, dict[TunedKey, tuple[MethodChoice, dict[str, float
 def read(path: str | os.PathLike[str]) -> TunedFile:
     """Reads a tuned file as {environment: {key: (method choice, times in us)}}."""
     where = f"tuned file {shown(str(path))}"
-    fix = (
-        "Write it again with: python -m jax_ub tune --output FILE. "
-        "ub.overlap_config.from_te reads YAML and JSON files of Megatron"
-    )
+    fix = "Write it again with: python -m jax_ub tune --output FILE"
+    other = f"{fix}. ub.overlap_config.from_te reads YAML and JSON files of Megatron"
     try:
         found = json.loads(pathlib.Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", error)  # not the path, which may be long
-        raise ConfigurationError(f"{where}: {why}. {fix}.") from error
+        raise ConfigurationError(f"{where}: {why}. {other}.") from error
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-        raise ConfigurationError(f"{where}: it does not have schema {SCHEMA}. {fix}.")
+        raise ConfigurationError(f"{where}: it does not have schema {SCHEMA}. {other}.")
     try:
         return {
             _read_environment(tuning): dict(map(_read_entry, tuning["entries"]))
@@ -127,7 +125,7 @@ def read(path: str | os.PathLike[str]) -> TunedFile:
         raise UnknownNameError(f"{where}: {error}") from error
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigurationError(
-            f"{where}: {type(error).__name__} {error}. {fix}."
+            f"{where}: {type(error).__name__} {error}. {fix}"
         ) from error
 
 

@@ -249,12 +249,7 @@ def check_attention_sizes(
     checks.check_size(op, "num_heads", num_heads)
     checks.check_size(op, "num_kv_heads", num_kv_heads)
     checks.check_size(op, "qkv_features", qkv_features)
-    if num_heads % num_kv_heads:
-        raise ShapeContractError(
-            f"{op}: num_heads = {num_heads} is not a multiple of num_kv_heads = "
-            f"{num_kv_heads}. Each key head serves equally many query heads: use "
-            f"num_heads = {checks.round_up(num_heads, num_kv_heads)}."
-        )
+    _check_heads(op, num_heads=num_heads, num_kv_heads=num_kv_heads)
     if qkv_features % num_heads:
         raise ShapeContractError(
             f"{op}: qkv_features = {qkv_features} is not a multiple of num_heads = "
@@ -277,6 +272,17 @@ def check_attention_sizes(
         )
 
 
+def _check_heads(op: str, **numbers: int) -> None:
+    """Raises an error unless the second number, of key heads, divides the first."""
+    (name, num_heads), (kv_name, num_kv_heads) = numbers.items()
+    if num_heads % num_kv_heads:
+        raise ShapeContractError(
+            f"{op}: {name} = {num_heads} is not a multiple of {kv_name} = "
+            f"{num_kv_heads}. Each key head serves equally many query heads: use "
+            f"{name} = {checks.round_up(num_heads, num_kv_heads)}."
+        )
+
+
 def check_transformer_sizes(
     hidden_size: int,
     num_attention_heads: int,
@@ -293,13 +299,9 @@ def check_transformer_sizes(
     checks.check_size(op, "num_attention_heads", num_attention_heads)
     if num_gqa_groups is not None:
         checks.check_size(op, "num_gqa_groups", num_gqa_groups)
-        if num_attention_heads % num_gqa_groups:
-            padded = checks.round_up(num_attention_heads, num_gqa_groups)
-            raise ShapeContractError(
-                f"{op}: num_attention_heads = {num_attention_heads} is not a multiple "
-                f"of num_gqa_groups = {num_gqa_groups}. Each key head serves equally "
-                f"many query heads: use num_attention_heads = {padded}."
-            )
+        _check_heads(
+            op, num_attention_heads=num_attention_heads, num_gqa_groups=num_gqa_groups
+        )
     if kv_channels is not None:
         checks.check_size(op, "kv_channels", kv_channels)
     elif hidden_size % num_attention_heads:

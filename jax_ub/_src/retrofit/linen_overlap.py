@@ -64,7 +64,7 @@ class Overlap(KeywordsChecked):
     `nn.Einsum` and `nn.Embed.attend`. Modules and parameters do not change. A function
     that `jax.jit` traced outside the block is traced again inside, and a function that
     it traced in a block with equal arguments is not. `nn.jit` traces only one of equal
-    modules, so that settings by path apply to all of them; this is a warning.
+    modules, so a rule for the path of one applies to all of them, with a warning.
 
     A call falls back to JAX if it cannot be overlapped, or if its product is
     intercepted, for example by Qwix. `ub.fallbacks` lists the reason. It also lists
@@ -149,16 +149,19 @@ class Overlap(KeywordsChecked):
         self._blocks: list[ExitStack] = []
 
     def __getstate__(self):
-        return {**vars(self), "_blocks": [], "_depth": 0}
+        state = {**vars(self), "_blocks": [], "_depth": 0, "_jitted": ""}
+        state.pop("_traces", None)  # compared by identity
+        return state
 
     def __enter__(self) -> "Overlap":
         """Starts to intercept the methods of linen modules, until the block ends."""
         block = ExitStack()
         block.enter_context(nn.intercept_methods(self))
-        block.enter_context(_TRACED_FOR(self._traces()))
+        block.enter_context(_TRACED_FOR(self._traces))
         self._blocks.append(block)
         return self
 
+    @functools.cached_property
     def _traces(self) -> _Traces:
         groups = self._rules, self._names, self._recipes
         return _traces_of(
@@ -201,7 +204,7 @@ class Overlap(KeywordsChecked):
             # Without the context, JAX would also use a trace of this block outside, and
             # in a block with other settings.
             is_outer = self._depth == 1
-            with _TRACED_FOR(self._traces()) if is_outer else nullcontext():
+            with _TRACED_FOR(self._traces) if is_outer else nullcontext():
                 y = self._call(layer, method_name, next_fun, args, kwargs)
         finally:
             self._depth -= 1
@@ -237,12 +240,12 @@ class Overlap(KeywordsChecked):
 
     def _find(self, patterns, path):
         """Records the first pattern that matches a path; returns its value, or None."""
-        for pattern, found in patterns.items():
-            if pattern.fullmatch(path):
-                self._matched.add(pattern)
-                self._traces().matched.add(pattern)
-                return found
-        return None
+        pattern = _first_match(patterns, path)
+        if pattern is None:
+            return None
+        self._matched.add(pattern)
+        self._traces.matched.add(pattern)
+        return patterns[pattern]
 
     def _check_shared_trace(self, path):
         """Warns if the settings of a layer depend on the path of an `nn.jit` module.
@@ -252,28 +255,27 @@ class Overlap(KeywordsChecked):
         if not self._jitted:
             return
         elsewhere = "\0" + path.removeprefix(self._jitted)
-        for group in (self._rules, self._names, self._recipes):
-            matches = [
-                next((p for p in group if p.fullmatch(each)), None)
-                for each in (path, elsewhere)
-            ]
-            if matches[0] is not matches[1]:
-                pattern = next(filter(None, matches)).pattern
-                lowering_log.warn_once(
-                    f"nn.jit {path}",
+        groups: tuple[dict[Any, Any], ...] = self._rules, self._names, self._recipes
+        for group in groups:
+            own, other = (_first_match(group, each) for each in (path, elsewhere))
+            found = own or other
+            if found is None or group.get(own) == group.get(other):
+                continue
+            if found.pattern not in self._warned:
+                self._warned.add(found.pattern)
+                lowering_log.warn(
                     f"overlap: the settings of {shown(path)} apply to all modules that "
                     f"are equal to {shown(self._jitted)}, because nn.jit traces only "
-                    f"one of them, but the pattern {shown(pattern)} depends on its "
-                    "path. Let patterns start with '.*', or leave out nn.jit.",
-                    "docs/retrofit.md",
+                    f"one of them, but the pattern {shown(found.pattern)} depends on "
+                    "its path. Let patterns start with '.*', or leave out nn.jit. See "
+                    "docs/retrofit.md"
                 )
-                return
 
     def _warn(self, patterns):
         """Warns once about each rule that matched no layer."""
         known = set(self._warned)
         if not self._seen:  # all layers were traced in an earlier block, or none is
-            known.update(each.pattern for each in self._traces().matched)
+            known.update(each.pattern for each in self._traces.matched)
         new = [pattern for pattern in patterns if pattern not in known]
         self._warned.update(new)
         if not new:
@@ -325,6 +327,10 @@ class Overlap(KeywordsChecked):
             lowering_log.record_fallback(label, reason)
         if arrays:
             self._recorded.add(path)
+
+
+def _first_match(patterns: Mapping, path: str) -> re.Pattern[str] | None:
+    return next((each for each in patterns if each.fullmatch(path)), None)
 
 
 def _is_called_by_nn_jit() -> bool:
