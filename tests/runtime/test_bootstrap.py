@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import types
@@ -13,6 +14,7 @@ import pytest
 import jax_ub as ub
 from jax_ub._src.runtime import bootstrap
 from jax_ub._src.runtime.bootstrap import JaxStore, Presence, join_job, open_rendezvous
+from jax_ub._src.tools.launch import supervisor
 from jax_ub.errors import CommunicatorError, ConfigurationError, UnknownNameError
 
 
@@ -143,6 +145,17 @@ def test_a_process_is_lost_once_it_has_exited(messages, monkeypatch):
     assert presence.lost(1) == Presence().lost(1) == f"(pid {child.pid}) died"
     join_as(monkeypatch, 1)  # restarted
     assert presence.lost(1) is None
+
+
+def test_a_command_name_may_end_within_a_character():
+    name = pathlib.Path("/proc/self/comm")
+    before = name.read_bytes()
+    name.write_bytes("fourteen-bytesü".encode())  # the kernel cuts it to 15 bytes
+    try:
+        assert bootstrap._start_time(os.getpid()) is not None
+        assert os.getpid() not in supervisor.descendants()
+    finally:
+        name.write_bytes(before)
 
 
 def test_a_process_of_another_namespace_is_never_lost(messages, monkeypatch):

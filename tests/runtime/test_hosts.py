@@ -1,3 +1,5 @@
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -58,6 +60,15 @@ def test_a_cpu_quota_is_divided_by_the_processes_that_share_it(
 def test_without_proc_the_control_groups_are_unknown(monkeypatch, tmp_path):
     monkeypatch.setattr(hosts, "_CONTROL_GROUPS", tmp_path / "none")
     assert hosts.control_groups() == ""
+
+
+def test_names_of_control_groups_may_be_any_bytes(monkeypatch, tmp_path):
+    monkeypatch.setattr(hosts, "_CONTROL_GROUPS", tmp_path / "cgroup")
+    found = set()
+    for name in (b"/caf\xe9", b"/caf\xe8"):
+        (tmp_path / "cgroup").write_bytes(b"0::" + name)
+        found.add(json.dumps(hosts.control_groups()))
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize(

@@ -183,11 +183,12 @@ def _start_time(pid):
     PID and start time together identify a process, since the kernel reuses PIDs.
     """
     try:
-        text = pathlib.Path(f"/proc/{pid}/stat").read_text()
+        line = pathlib.Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
     # Fields are counted from the last ")", because the command name may contain spaces
-    # and parentheses. The states Z (zombie) and X (dead) mean that the process has
+    # and parentheses. It may also end within a UTF-8 character, since the kernel cuts
+    # it to 15 bytes. The states Z (zombie) and X (dead) mean that the process has
     # exited.
-    state, *fields = text.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])
+    state, *fields = line.rpartition(b")")[2].split()
+    return None if state in b"ZX" else int(fields[18])

@@ -72,7 +72,7 @@ def why_few_pool_threads(num_devices: int) -> str | None:
 def control_groups() -> str:
     """Returns the text that names this process's cgroups, which limit its CPU time."""
     try:
-        return _CONTROL_GROUPS.read_text()
+        return os.fsdecode(_CONTROL_GROUPS.read_bytes())  # may not be UTF-8
     except OSError:
         return ""
 

@@ -62,10 +62,10 @@ def descendants() -> frozenset[int]:
     children = collections.defaultdict(list)
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The command name in parentheses may contain any character, so the fields
-            # are read from the last ")".
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
+            # The command name in parentheses may contain any bytes, so the fields are
+            # read from the last ")".
+            state, parent = path.read_bytes().rpartition(b")")[2].split()[:2]
+            if state != b"Z":
                 children[int(parent)].append(int(path.parent.name))
     found: set[int] = set()
     new = [os.getpid()]
