@@ -1,6 +1,8 @@
+import dataclasses
 import types
 
 import jax.numpy as jnp
+import pytest
 from cuda_programs import StandIn
 from jax import P
 from programs import on_ranks, tp_mesh
@@ -67,9 +69,22 @@ def test_the_report_is_a_table():
     assert row.split()[:5] == ["qkv_fprop", "FP8", "ring_exchange", "AG", "uint8"]
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_the_report_says_why_ranks_have_no_buffers(platform, monkeypatch):
+    ub.initialize_ub((64, 32), 2, mesh=tp_mesh(2))
+    (axis,) = registry.axes()
+    axis = dataclasses.replace(axis, platform=platform)
+    monkeypatch.setitem(registry._AXES, axis.axis_name, axis)
+    reason = "its ranks span the hosts a and b"
+    connection = communicators.Connection(axis.groups[0], (0, 1), reason)
+    monkeypatch.setitem(communicators._CONNECTIONS, axis.groups[0], connection)
+    (found,) = ub.memory_report().axes
+    assert (found.on_gpus, found.shared_bytes) == (platform == "cuda", 0)
+    assert f"  buffers: none: {reason}\n" in str(found)
+
+
 def test_gpu_heaps_are_reported_with_xlas_share(monkeypatch):
     class Heap:
-        how = "vmm"
         size_bytes = 3 << 20
         failure = None
 
@@ -91,9 +106,11 @@ def test_gpu_heaps_are_reported_with_xlas_share(monkeypatch):
     monkeypatch.setattr(cuda_engine, "local_devices", lambda: [device])
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     ub.initialize_ub((64, 32), 2, mesh=tp_mesh(2))
-    groups = registry.axes()[0].groups
-    connection = communicators.Connection(groups[0], (0, 0), None, Heap())
-    monkeypatch.setitem(communicators._CONNECTIONS, groups[0], connection)
+    (axis,) = registry.axes()
+    gpus = dataclasses.replace(axis, platform="cuda")
+    monkeypatch.setitem(registry._AXES, axis.axis_name, gpus)
+    connection = communicators.Connection(axis.groups[0], (0, 0), None, Heap())
+    monkeypatch.setitem(communicators._CONNECTIONS, axis.groups[0], connection)
     report = ub.memory_report()
     assert report.axes[0].shared_bytes == 3 << 20
     assert report.heap_bytes == 2 << 20

@@ -93,6 +93,7 @@ def test_named_overlaps_are_initialized(no_engine):
     assert "without an engine" in tuned_tables.environment.__wrapped__().device
     assert ub.get_ub("qkv_fprop").method == "ring_exchange"
     assert ub.memory_report().held_bytes == 0
+    assert f"buffers: none: {REASON}" in str(ub.memory_report())
     ub.destroy_ub()
 
 

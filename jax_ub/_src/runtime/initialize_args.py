@@ -20,7 +20,7 @@ from jax_ub._src.config.overlap_config import (
 from jax_ub._src.config.resolve import AUTOMATIC, read_entries, resolve
 from jax_ub._src.errors import ConfigurationError, ConfigurationTypeError, shown
 from jax_ub._src.methods import Method
-from jax_ub._src.runtime import registry, settings, tuned_tables
+from jax_ub._src.runtime import cuda_engine, registry, settings, tuned_tables
 from jax_ub._src.runtime.device_groups import rank_groups
 from jax_ub._src.runtime.registry import (
     CommOverlap,
@@ -242,6 +242,7 @@ def make_initialized_axis(
         groups=tuple(map(tuple, table.tolist())),
         num_local_ranks=int((owners == jax.process_index()).sum()),
         spans_processes=bool((owners != owners[:, :1]).any()),
+        platform=cuda_engine.platform_of(devices[0]),
         choices=choices,
     )
 

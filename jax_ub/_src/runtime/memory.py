@@ -4,8 +4,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-import numpy as np
-
 from jax_ub._src.config import resolve
 from jax_ub._src.runtime import (
     communicators,
@@ -40,6 +38,8 @@ class AxisMemory:
         on_gpus: whether the ranks are GPUs.
         shares_with: the first axis with the same groups of devices. Both axes use the
             same memory, which is counted there only. None if there is no such axis.
+        reason: why a group of the axis has no buffers and runs as plain `jax.lax`; None
+            if there is no such group.
     """
 
     axis_name: tuple[str, ...]
@@ -51,6 +51,7 @@ class AxisMemory:
     transformer_engine_bytes: int
     on_gpus: bool = False
     shares_with: tuple[str, ...] | None = None
+    reason: str | None = None
 
     def __str__(self) -> str:
         """Returns the total size, and a table of the axis's named overlaps."""
@@ -74,6 +75,8 @@ class AxisMemory:
         ours = f"{format_bytes(self.shared_bytes)}, shared by all names"
         if self.shares_with is not None:
             ours += f", in addition to those of axis {self.shares_with}"
+        elif self.shared_bytes == 0 and self.reason is not None:
+            ours = f"none: {self.reason}"
         elif self.on_gpus:
             ours = f"heaps of {ours}" if self.shared_bytes else "none: not connected"
         elif self.shared_bytes == 0:
@@ -193,39 +196,35 @@ def memory_report() -> MemoryReport:
 def _axis_memory(
     axis: InitializedAxis, owners: Mapping[Group, InitializedAxis]
 ) -> AxisMemory:
-    made = {
-        connection.group: connection.communicator
-        for connection in communicators.connections()
-        if connection.group in axis.groups and connection.communicator is not None
-    }
+    found = [one for one in communicators.connections() if one.group in axis.groups]
+    made = {one.group: one.communicator for one in found if one.communicator}
     own = [one for group, one in made.items() if owners[group] is axis]
     others = [owners[group] for group in made if owners[group] is not axis]
-    found = tuple(axis.overlaps.values())
+    reasons = (one.reason for one in found if one.reason is not None)
     return AxisMemory(
         axis_name=axis.axis_name,
         tp_size=axis.tp_size,
         shape=axis.shape,
-        overlaps=found,
+        overlaps=tuple(axis.overlaps.values()),
         num_ranks=axis.num_local_ranks,
         shared_bytes=sum(one.size_bytes for one in own),
-        transformer_engine_bytes=axis.num_local_ranks
-        * _transformer_engine_bytes(axis, found),
-        on_gpus=any(hasattr(one, "how") for one in made.values()),
+        transformer_engine_bytes=axis.num_local_ranks * _transformer_engine_bytes(axis),
+        on_gpus=axis.platform in ("cuda", "rocm"),
         shares_with=others[0].axis_name if others else None,
+        reason=next(reasons, cpu_engine.why_not()),
     )
 
 
-def _transformer_engine_bytes(axis, found):
+def _transformer_engine_bytes(axis: InitializedAxis) -> int:
     """Returns how many bytes Transformer Engine would allocate for a rank of the axis.
 
     It allocates a buffer for each of its twelve names, also for a wgrad that has
     nothing to communicate because its dgrad reduce-scatters.
     """
-    unused = [
-        (name, mode)
+    num_unused = sum(
+        (name, mode) not in axis.overlaps
         for name in resolve.NAMES
         for mode in axis.modes
-        if (name, mode) not in axis.overlaps
-    ]
-    spare = math.prod(axis.shape) * np.dtype(axis.dtype).itemsize
-    return sum(one.size_bytes for one in found) + len(unused) * spare
+    )
+    spare = math.prod(axis.shape) * axis.dtype.itemsize
+    return sum(one.size_bytes for one in axis.overlaps.values()) + num_unused * spare

@@ -147,6 +147,7 @@ class InitializedAxis:
     groups: tuple[tuple[int, ...], ...]  # per group: global device ids in rank order
     num_local_ranks: int  # ranks in this process
     spans_processes: bool  # whether a group has ranks in several processes
+    platform: str  # platform of the devices: "cpu", "cuda", ...
     choices: TunedTable | None = None  # tuned choices for "auto"
 
     def names(self) -> list[str]:
