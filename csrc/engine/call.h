@@ -65,7 +65,9 @@ struct CallAttributes {
   // Identifies the call site across processes. Empty if each group of ranks is within
   // one process.
   std::string channel;
-  int generation = 0;  // of the communicator that the call was lowered for; 0: any
+  // Generation of the newest communicator of the call's groups when it was lowered; 0:
+  // the call fits any communicator.
+  int generation = 0;
 
   int num_kernels = 1;  // number of kernels, (x, w) pairs or outputs of the op
   bool rhs_transposed = false;

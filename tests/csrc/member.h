@@ -39,7 +39,8 @@ class Member {
     }
     engine_.rendezvous().set_local_devices(local);
     conductor_ = engine_.Join(
-        ConnectAs(process, bulletin, process_of_rank, buffer_bytes), devices);
+        ConnectAs(process, bulletin, process_of_rank, buffer_bytes), devices,
+        /*generation=*/2);
   }
   ~Member() { Leave(); }
 

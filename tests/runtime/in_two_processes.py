@@ -137,6 +137,18 @@ def several_axes_are_connected_at_once():
     ub.destroy_ub()
 
 
+def an_axis_connects_more_groups_than_an_earlier_axis():
+    whole = Mesh(DEVICES.reshape(2, 2).T, ("dp", "tp"))
+    part = Mesh(whole.devices[0], ("part",))
+    initialize(size=2, mesh=part, axis_name="part")
+    initialize(size=2, mesh=whole)
+    earlier, later = communicators.connections()
+    assert earlier.generation < later.generation
+    product(part, "part", method="direct")
+    product(whole, ub_name="qkv", method="direct")
+    ub.destroy_ub()
+
+
 def axes_of_the_same_devices_share_their_memory():
     mesh = Mesh(DEVICES.reshape(2, 2), ("outer", "inner"))
     both = ("outer", "inner")
@@ -362,6 +374,7 @@ for scenario in (
     connected_groups_run_every_method,
     groups_across_processes_keep_their_order,
     several_axes_are_connected_at_once,
+    an_axis_connects_more_groups_than_an_earlier_axis,
     axes_of_the_same_devices_share_their_memory,
     the_capacity_is_the_same_on_all_processes,
     an_invalid_argument_is_reported_by_all,

@@ -127,6 +127,8 @@ def test_groups_in_one_process_have_heaps_too(fake_engine):
     assert inside.slots_bytes == device_groups().call_bytes
     assert found[6, 7].communicator is None
     assert all(one.reason is None for one in found.values())
+    # Also a process without a rank in the group lowers its programs for it.
+    assert len({one.generation for one in found.values()}) == 1
 
 
 def test_only_processes_of_the_same_host_are_connected_by_socket(fake_engine):

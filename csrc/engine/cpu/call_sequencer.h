@@ -75,12 +75,12 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
 
   const std::vector<int64_t>& devices() const { return devices_; }
   int generation() const { return generation_; }
-  // Returns whether the call was lowered for this communicator. A program that was
-  // lowered for an earlier communicator is rejected: after a failure, the processes may
-  // have launched it a different number of times, so equal run ids might identify
-  // different calls.
-  bool MatchesGeneration(const CallAttributes& attributes) const {
-    return attributes.generation == 0 || attributes.generation == generation_;
+  // Returns false if the call was lowered for an earlier communicator of these devices.
+  // After a failure, the processes may have launched such a program a different number
+  // of times, so equal run ids might identify different calls. The generation of a call
+  // is that of the newest communicator of its groups.
+  bool AcceptsGeneration(const CallAttributes& attributes) const {
+    return attributes.generation == 0 || attributes.generation >= generation_;
   }
   const std::vector<int>& local_ranks() const { return communicator_->local_ranks(); }
   const SharedMemoryCommunicator& communicator() const { return *communicator_; }

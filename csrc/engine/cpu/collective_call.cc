@@ -243,7 +243,7 @@ std::shared_ptr<CallSequencer> Rendezvous::SequencerOf(const CallSite& site,
   std::shared_ptr<CallSequencer> sequencer = FindSequencer(site, group);
   if (!sequencer) {
     CheckIsLocal(site, group);
-  } else if (!sequencer->MatchesGeneration(site.attributes_)) {
+  } else if (!sequencer->AcceptsGeneration(site.attributes_)) {
     throw CommunicatorError(
         "CommunicatorError: jax_ub." + site.attributes_.label +
         ": the program was traced for an earlier communicator of its devices, which "
@@ -373,10 +373,9 @@ void Rendezvous::PoisonGroupOf(const CallSite& site,
     sequencer = FindSequencer(site, group);
   }
   if (sequencer) {
-    // If the call was lowered for another communicator of these devices (generation),
-    // every process rejects it and none waits for it, so this communicator need not
-    // fail.
-    if (sequencer->MatchesGeneration(site.attributes_)) sequencer->Fail(reason);
+    // If the call was lowered for an earlier communicator of these devices, every
+    // process rejects it and none waits for it, so this communicator need not fail.
+    if (sequencer->AcceptsGeneration(site.attributes_)) sequencer->Fail(reason);
     return;
   }
   Poison(run_id, site.group_keys_[group], reason);

@@ -30,7 +30,7 @@ class Connection:
     processes: tuple[int, ...]  # process index of each rank
     reason: str | None  # why the group is not connected; None if it is
     communicator: Any = None  # set if a rank of the group is in this process
-    generation: int = 0  # the communicator's generation, equal in all its processes
+    generation: int = 0  # the communicator's generation, equal in all processes
     call_bytes: int = 0  # shared memory of a rank for one call
 
     def close(self) -> None:
@@ -82,7 +82,8 @@ def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
 def generation(groups: np.ndarray) -> int:
     """Returns which `initialize_ub` call connected these groups (1, 2, ...), or 0.
 
-    Each `initialize_ub` that connects groups counts as one. It is 0 if none did.
+    Each `initialize_ub` that connects groups counts as one. It is 0 if none did, and
+    the last one if several did.
 
     A program is bound to the generation that it was lowered for. Processes match their
     calls by XLA's launch numbers, which may differ between processes after a failure,

@@ -135,7 +135,9 @@ class ConnectionAttempt:
             peer_info = _gather(all_gather, handshake, own_error)
             error = own_error or _first_error(peer_info, "failed")
             if error is None:
-                self.generation = _agreed_generation(peer_info)
+                # Each process proposes the number of its last communicator generation
+                # plus 1. The maximum is new to all processes.
+                self.generation = max(one["generation"] for one in peer_info.values())
                 if len({one["hash"] for one in peer_info.values()}) > 1:
                     error = _difference(all_gather.gather(dict(agreed_settings)))
             if error is None:
@@ -229,18 +231,19 @@ class ConnectionAttempt:
             for process in (set(processes) if spans_processes else ())
         }
         reason = self._setup.why_not(groups, group, peer_info, endpoint_infos)
+        made = Connection(group, processes, reason, generation=self.generation)
         if reason is not None or not groups.has_local_rank(group):
-            return Connection(group, processes, reason)
-        generation = _agreed_generation(peer_info)
+            return made
         try:
             endpoint = self._endpoints.pop(group) if spans_processes else None
             communicator = self._setup.connect(
-                groups, group, endpoint, endpoint_infos, generation
+                groups, group, endpoint, endpoint_infos, self.generation
             )
         except NotImplementedError as error:
-            return Connection(group, processes, str(error))
-        size_bytes = groups.call_bytes
-        return Connection(group, processes, None, communicator, generation, size_bytes)
+            return dataclasses.replace(made, reason=str(error))
+        return dataclasses.replace(
+            made, communicator=communicator, call_bytes=groups.call_bytes
+        )
 
     def _close_where_a_process_failed(self, outcomes: Values):
         """Closes each group of ranks that some process failed to connect."""
@@ -282,12 +285,6 @@ def _first_error(values: Values, what):
                 f"initialize_ub: process {process} {what}: {one['error']}"
             )
     return None
-
-
-def _agreed_generation(peer_info: Values):
-    # Each process proposes the number of its last communicator generation plus 1. The
-    # maximum is new to all processes. A single process needs no generation.
-    return max((one["generation"] for one in peer_info.values()), default=0)
 
 
 def _difference(settings_of: Values):
