@@ -13,7 +13,7 @@ import jax_ub
 from jax_ub._src.runtime import communicators, connection_attempt
 from jax_ub._src.runtime.communicators import Connection
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, DeviceGroups
-from jax_ub._src.runtime.transports import CpuTransportSetup, TransportSetup
+from jax_ub._src.runtime.transports import CpuTransportSetup, transport_setup_of
 from jax_ub.errors import ConfigurationError, TimeoutError
 
 HERE = pathlib.Path(__file__).parent
@@ -70,7 +70,7 @@ def device_groups(**changes):
 
 
 def test_only_groups_over_several_processes_need_a_connection():
-    assert CpuTransportSetup().groups(device_groups()) == [(2, 3)]
+    assert CpuTransportSetup(device_groups()).groups() == [(2, 3)]
     assert device_groups().processes == [0, 1]
     assert device_groups().processes_of((2, 3)) == (0, 1)
 
@@ -155,8 +155,8 @@ def test_another_axis_shares_connections_that_fit_and_have_not_failed(monkeypatc
 
 
 def test_a_platform_without_an_engine_connects_nothing():
-    transport_setup = TransportSetup("no engine for rocm")
-    assert transport_setup.open_endpoint(None, (0, 1)) is None
-    assert transport_setup.why_not(None, (0, 1), {}, {}) == "no engine for rocm"
+    transport_setup = transport_setup_of(device_groups(platform="rocm"))
+    assert transport_setup.open_endpoint((0, 1)) is None
+    assert transport_setup.why_not((0, 1), {}) == "no engine for rocm"
     with pytest.raises(NotImplementedError, match="no engine for rocm"):
-        transport_setup.connect(None, (0, 1), None, {}, 1)
+        transport_setup.connect((0, 1), None, {}, 1)

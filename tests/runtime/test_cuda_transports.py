@@ -79,7 +79,9 @@ class ProcessAllGather:
 
 def introduced(host="here"):
     return {
-        "endpoints": {key: {**INTRODUCTION, "host": host} for key in ("0,4", "1,5")}
+        "endpoints": {
+            key: {**INTRODUCTION, "host": host} for key in ("(0, 4)", "(1, 5)")
+        }
     }
 
 
@@ -158,7 +160,7 @@ def test_a_connection_that_fails_in_this_process_is_the_reason(fake_engine):
 
 
 def test_a_connection_that_fails_elsewhere_is_closed_here(fake_engine):
-    found = connect(introduced(), {"reasons": {"0,4": "cuMemMap: no"}})
+    found = connect(introduced(), {"reasons": {"(0, 4)": "cuMemMap: no"}})
     assert found[0, 4].reason == "cuMemMap: no"
     assert found[0, 4].communicator is None
     assert [one.closed for one in fake_engine.made] == [True, False, False]
@@ -221,7 +223,9 @@ def test_a_missing_engine_in_this_process_is_the_reason(fake_engine, monkeypatch
 
 
 def test_a_missing_engine_in_another_process_is_the_reason(fake_engine):
-    without = {"endpoints": {key: {"why_not": "no nvcc"} for key in ("0,4", "1,5")}}
+    without = {
+        "endpoints": {key: {"why_not": "no nvcc"} for key in ("(0, 4)", "(1, 5)")}
+    }
     found = connect(without, {"reasons": {}})
     assert (
         found[0, 4].reason == found[1, 5].reason == "process 1 cannot connect: no nvcc"

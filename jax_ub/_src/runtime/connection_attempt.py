@@ -109,11 +109,10 @@ class ConnectionAttempt:
         self.made: list[Connection] = []
         self.generation = generation
         self._device_groups = device_groups
-        self._setup = transport_setup_of(device_groups.platform)
+        self._setup = transport_setup_of(device_groups)
         self._endpoints: dict[Group, Any] = {}
-        groups = self._setup.groups(device_groups)
         connected = {one.group for one in communicators.connections()}
-        self._groups = [group for group in groups if group not in connected]
+        self._groups = [g for g in self._setup.groups() if g not in connected]
 
     def connect_jointly(
         self,
@@ -121,14 +120,7 @@ class ConnectionAttempt:
         agreed_settings: Mapping[str, str],
         own_error: Exception | None,
     ) -> Values:
-        """Connects groups of ranks by shared memory; all processes must make this call.
-
-        An error of one process is raised in all processes. `connect` describes
-        arguments and errors.
-
-        Returns:
-            The handshake values of each process, by process index.
-        """
+        """Implements `connect`; returns the handshake values by process index."""
         with all_gather:
             own_error = own_error or self._open_endpoints()
             handshake = self._handshake(agreed_settings, own_error)
@@ -182,7 +174,7 @@ class ConnectionAttempt:
             groups = self._device_groups
             for group in self._groups:
                 if groups.spans_processes(group) and groups.has_local_rank(group):
-                    self._endpoints[group] = self._setup.open_endpoint(groups, group)
+                    self._endpoints[group] = self._setup.open_endpoint(group)
         except Exception as error:
             return self._give_up(error)
         return None
@@ -197,7 +189,7 @@ class ConnectionAttempt:
             "cores": hosts.cores(),
             "control_groups": hosts.control_groups(),
             "endpoints": {
-                _key(group): self._setup.endpoint_info(endpoint)
+                str(group): self._setup.endpoint_info(endpoint)
                 for group, endpoint in self._endpoints.items()
             },
         }
@@ -206,7 +198,7 @@ class ConnectionAttempt:
         error = self.connect_all(peer_info)
         outcome = {
             "error": _text_of(error),
-            "reasons": {_key(one.group): one.reason for one in self.made if one.reason},
+            "reasons": {str(one.group): one.reason for one in self.made if one.reason},
         }
         # Waits for two timeouts: a peer may wait a whole timeout for a connection that
         # failed here, and only then send its outcome. After an error, this process
@@ -226,19 +218,17 @@ class ConnectionAttempt:
         groups = self._device_groups
         processes = groups.processes_of(group)
         spans_processes = groups.spans_processes(group)
-        endpoint_infos = {
-            process: peer_info[process]["endpoints"].get(_key(group), {})
+        infos = {
+            process: peer_info[process]["endpoints"].get(str(group), {})
             for process in (set(processes) if spans_processes else ())
         }
-        reason = self._setup.why_not(groups, group, peer_info, endpoint_infos)
+        reason = self._setup.why_not(group, infos)
         made = Connection(group, processes, reason, generation=self.generation)
         if reason is not None or not groups.has_local_rank(group):
             return made
         try:
             endpoint = self._endpoints.pop(group) if spans_processes else None
-            communicator = self._setup.connect(
-                groups, group, endpoint, endpoint_infos, self.generation
-            )
+            communicator = self._setup.connect(group, endpoint, infos, self.generation)
         except NotImplementedError as error:
             return dataclasses.replace(made, reason=str(error))
         return dataclasses.replace(
@@ -251,16 +241,12 @@ class ConnectionAttempt:
         for _, outcome in sorted(outcomes.items()):
             reasons = {**outcome["reasons"], **reasons}
         for i, connection in enumerate(self.made):
-            reason = connection.reason or reasons.get(_key(connection.group))
+            reason = connection.reason or reasons.get(str(connection.group))
             if reason is not None:
                 connection.close()
                 self.made[i] = dataclasses.replace(
                     connection, reason=reason, communicator=None
                 )
-
-
-def _key(group):
-    return ",".join(map(str, group))
 
 
 def _text_of(error):

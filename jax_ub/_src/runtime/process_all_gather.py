@@ -200,12 +200,12 @@ class ProcessAllGather:
                 values = self._values_of(other)
                 if len(values) >= len(self._rounds):
                     found[other] = values[len(self._rounds) - 1]
-            for other, how in lost.items():
-                if how is not None and other not in found:
+            missing = [other for other in waiting if other not in found]
+            for other in missing:
+                if lost[other] is not None:
                     self._ended.add(other)
-                    self._fail(f"initialize_ub: process {other} {how}.")
-            if waiting[-1] not in found and pause.is_over():
-                missing = [other for other in waiting if other not in found]
+                    self._fail(f"initialize_ub: process {other} {lost[other]}.")
+            if missing and pause.is_over():
                 self._fail(_missing_text(missing, timeout_s), TimeoutError)
             pause.take()
         self._answer({"values": sorted(found.items())}, self._numbers)
