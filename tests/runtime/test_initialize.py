@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from programs import dp_tp_mesh, tp_mesh
+from jax.sharding import PartitionSpec as P
+from programs import dp_tp_mesh, on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub._src.runtime import registry
@@ -331,3 +332,18 @@ def test_devices_that_cannot_be_grouped_are_rejected():
         ub.errors.ConfigurationError, match="cannot be divided into groups"
     ):
         ub.initialize_ub(SHAPE, 5)
+
+
+def test_a_named_call_is_exported_for_any_batch():
+    ub.initialize_ub(SHAPE, 4, mesh=tp_mesh(4))
+
+    def call(x, w):
+        return ub.matmul_all_reduce(x, w, axis_name="tp", ub_name="proj")
+
+    run = on_ranks(call, tp_mesh(4), (P(None, None, "tp"), P("tp")), P())
+    shape = jax.export.symbolic_shape("batch, 8, 8")
+    exported = jax.export.export(run)(
+        jax.ShapeDtypeStruct(shape, jnp.float32), jnp.ones((8, 4))
+    )
+    assert "@jax_ub$" not in exported.mlir_module()
+    assert "symbolic sizes, and inside" in ub.fallbacks()[-1].reason

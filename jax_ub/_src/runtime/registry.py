@@ -9,6 +9,7 @@ import math
 from collections.abc import Hashable, Mapping
 
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from jax_ub._src import checks
 from jax_ub._src.config.overlap_config import (
@@ -180,7 +181,12 @@ class InitializedAxis:
         return 2 * self.tp_size * self._most_splits
 
     def why_too_large(self, shape: tuple[int, ...], num_splits: int) -> str | None:
-        """Returns why a call does not fit into the axis's buffers; None if it does."""
+        """Returns why a call does not fit into the axis's buffers; None if it does.
+
+        A call with symbolic sizes runs as plain `jax.lax` or is rejected anyway.
+        """
+        if any(map(is_symbolic_dim, shape)):
+            return None
         tokens, hidden = self.shape
         *batch, rows, features = (1, 1, *shape)
         needed, holds = math.prod(batch) * rows, tokens * hidden
