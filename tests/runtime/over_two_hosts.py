@@ -38,6 +38,7 @@ whole = Mesh(DEVICES, ("tp",))
 ub.initialize_ub((8, 8), 4, mesh=whole)
 (connection,) = communicators.connections()
 assert REASON in connection.reason, connection
+assert f"buffers: none: {REASON}" in str(ub.memory_report())
 assert gathered(whole) == {8.0}
 assert REASON in ub.fallbacks()[-1].reason, ub.fallbacks()
 # A name without configuration requests no method: its layers run over hosts, too.

@@ -170,7 +170,7 @@ def test_the_engine_has_the_cpu_devices_for_any_default_backend(monkeypatch, pla
         return [f"{backend} 0"]
 
     monkeypatch.setattr(jax, "local_devices", local_devices)
-    assert cpu_engine.local_devices() == (["cpu 0"] if "cpu" in platforms else [])
+    assert cpu_engine.devices_of("cpu") == (["cpu 0"] if "cpu" in platforms else [])
 
 
 def test_export_disables_the_checks_of_every_target():

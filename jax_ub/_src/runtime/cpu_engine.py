@@ -127,11 +127,6 @@ def _defined(text, name):
     return int(re.findall(rf"#define {name} (\d+)", text)[0])
 
 
-def local_devices() -> list[jax.Device]:
-    """Returns the CPU devices of this process; empty if JAX has no CPU backend."""
-    return devices_of("cpu")
-
-
 def devices_of(backend: str) -> list[jax.Device]:
     """Returns this process's devices of a JAX backend; empty if there is none."""
     try:
@@ -148,7 +143,7 @@ def register_targets() -> None:
     jax.devices()
     cpu = load()
     configure()
-    cpu.set_local_devices([device.id for device in local_devices()])
+    cpu.set_local_devices([device.id for device in devices_of("cpu")])
     jax.ffi.register_ffi_type(
         "jax_ub$CallSite", cpu.call_site_type(), platform=_PLATFORM
     )

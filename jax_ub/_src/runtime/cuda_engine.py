@@ -78,11 +78,6 @@ def is_cuda(device: jax.Device) -> bool:
     return device.platform == "cuda"
 
 
-def ordinals(devices: Sequence[jax.Device]) -> dict[int, int]:
-    """Returns the CUDA ordinals of this process's devices, by JAX device id."""
-    return {device.id: device.local_hardware_id for device in devices}
-
-
 def platform_of(device: jax.Device) -> str:
     """Returns the platform for which programs of a device are lowered, such as "cuda".
 
@@ -199,7 +194,7 @@ def register_targets() -> None:
     if not devices:
         return
     cuda = load()
-    cuda.set_local_devices({n: i for i, n in ordinals(devices).items()})
+    cuda.set_local_devices({one.local_hardware_id: one.id for one in devices})
     jax.ffi.register_ffi_type(
         "jax_ub$CudaCallSite", cuda.call_site_type(), platform=_PLATFORM
     )

@@ -46,14 +46,12 @@ from jax_ub._src.runtime.initialize_args import (
 from jax_ub._src.runtime.process_all_gather import NOTIFY_S, ProcessAllGather
 from jax_ub._src.runtime.registry import InitializedAxis, Overlap
 
-_Modes = Sequence[UserBufferQuantizationMode]
-
 
 def initialize_ub(  # noqa: PLR0913, pinned
     shape: Sequence[int],
     tp_size: int,
     use_fp8: bool = False,
-    quantization_modes: _Modes | None = None,
+    quantization_modes: Sequence[UserBufferQuantizationMode] | None = None,
     dtype: DTypeLike = jnp.bfloat16,
     ub_cfgs: Mapping | Sequence[Mapping] | str | os.PathLike | None = None,
     bootstrap_backend: str | None = None,
@@ -337,7 +335,7 @@ def _device_groups(axes, axis: InitializedAxis | None, devices) -> DeviceGroups:
         capacity=0 if axis is None else axis.capacity,
         num_slots=0 if axis is None else axis.num_slots,
         name=f"initialize_ub(axis_name={shown(axes)})",
-        ordinals=cuda_engine.ordinals(list(filter(cuda_engine.is_cuda, own))),
+        ordinals={d.id: d.local_hardware_id for d in own if cuda_engine.is_cuda(d)},
     )
 
 

@@ -40,7 +40,7 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
     Returns:
         The checked modes: those that were passed, else FP8 or NONE by `use_fp8`.
     """
-    registry.check_use_fp8("initialize_ub", use_fp8)
+    registry.check_use_fp8("initialize_ub", "use_fp8", use_fp8)
     if modes is not None and not isinstance(modes, list | tuple):
         raise ConfigurationTypeError(
             f"initialize_ub: quantization_modes = {shown(modes)} is not a list. "

@@ -257,22 +257,19 @@ def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> InitializedAxis | Non
     return axis if axis is not None and axis.tp_size == num_ranks else None
 
 
-def check_use_fp8(label: str, use_fp8: object) -> None:
-    """Raises an error unless `use_fp8` is a bool, 0 or 1.
-
-    A quantization mode passed by mistake would count as true.
-    """
-    if not isinstance(use_fp8, int | np.bool_) or use_fp8 not in (0, 1):
-        raise ConfigurationTypeError(
-            f"{label}: use_fp8 = {shown(use_fp8)} is not a bool. Pass True or False; "
-            "modes go in initialize_ub(quantization_modes=[...])."
-        )
+# Checks `use_fp8`. A quantization mode passed by mistake would count as true.
+check_use_fp8 = checks.option_check(
+    lambda value: isinstance(value, int | np.bool_) and value in (0, 1),
+    "a bool",
+    "Pass True or False; modes go in initialize_ub(quantization_modes=[...]).",
+    ConfigurationTypeError,
+)
 
 
 def get(name: str, use_fp8: bool, axis_name: tuple[str, ...] | None) -> Overlap:
     """Implements `get_ub`: returns the settings and buffer size of a named overlap."""
     label = f"get_ub({shown(name)})"
-    check_use_fp8(label, use_fp8)
+    check_use_fp8(label, "use_fp8", use_fp8)
     if not isinstance(name, str):
         raise ConfigurationTypeError(
             f"{label}: the name is of type {type(name).__name__}. Pass a string, such "
