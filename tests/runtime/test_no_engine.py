@@ -1,5 +1,6 @@
 """The pure-Python wheel: calls run as plain `jax.lax`, and say why."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import types
@@ -12,7 +13,14 @@ from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub.__main__ import main
-from jax_ub._src.runtime import cpu_engine, hosts, tuned_tables
+from jax_ub._src.runtime import (
+    communicators,
+    connection_attempt,
+    cpu_engine,
+    hosts,
+    tuned_tables,
+)
+from jax_ub._src.runtime.device_groups import DeviceGroups
 
 REASON = "the pure-Python wheel has no engine"
 
@@ -95,6 +103,21 @@ def test_named_overlaps_are_initialized(no_engine):
     assert ub.memory_report().held_bytes == 0
     assert f"buffers: none: {REASON}" in str(ub.memory_report())
     ub.destroy_ub()
+
+
+def test_processes_agree_that_there_is_no_engine(no_engine, monkeypatch):
+    class BothAlike(contextlib.nullcontext):
+        """A fake all-gather whose process 1 sends the values of process 0."""
+
+        def gather(self, value, timeout_s=None):
+            return {0: value, 1: value}
+
+    monkeypatch.setenv("JAX_UB_ISA", "portable")
+    groups = DeviceGroups(((0, 1),), {0: 0, 1: 1}, 0, "cpu", 8, 8, "test")
+    connection_attempt.connect(groups, BothAlike(), {}, None)
+    (connection,) = communicators.connections()
+    communicators.disconnect([(0, 1)])
+    assert connection.reason == REASON
 
 
 def test_programs_with_calls_of_the_engine_cannot_be_loaded(no_engine):

@@ -152,9 +152,9 @@ def register_targets() -> None:
 
 
 def check_isa() -> None:
-    """Raises an error if there are no kernels for the instruction set `JAX_UB_ISA`."""
+    """Raises an error if the engine has no kernels for `JAX_UB_ISA`."""
     name = settings.isa()
-    if name is None:
+    if name is None or why_not() is not None:
         return
     known = load().isas()
     if name not in known:
