@@ -5,12 +5,13 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
 
 import jax_ub
-from jax_ub._src.runtime import communicators, connection_attempt
+from jax_ub._src.runtime import communicators, connection_attempt, cpu_engine, hosts
 from jax_ub._src.runtime.communicators import Connection
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, DeviceGroups
 from jax_ub._src.runtime.transports import CpuTransportSetup, transport_setup_of
@@ -152,6 +153,25 @@ def test_another_axis_shares_connections_that_fit_and_have_not_failed(monkeypatc
     with pytest.raises(ConfigurationError, match="have failed: process 1 died"):
         communicators.check_shared(device_groups())
     communicators.check_shared(device_groups(groups=((1, 0), (3, 2)), capacity=1001))
+
+
+def test_an_axis_of_fewer_processes_leaves_the_others_their_cores(monkeypatch):
+    received = []
+    fake = types.SimpleNamespace(
+        set_num_threads=lambda *given: received.append(given),
+        default_num_threads=lambda: 4,
+        has_engine=lambda: True,
+    )
+    monkeypatch.delenv("JAX_UB_NUM_THREADS", raising=False)
+    monkeypatch.setattr(cpu_engine, "load", lambda: fake)
+    monkeypatch.setattr(hosts, "cores", lambda: [0, 1, 2, 3])
+    own = {"host": hosts.identity(), "cores": [0, 1, 2, 3], "control_groups": ""}
+    for num_processes in (2, 4, 2):
+        peer_info = dict.fromkeys(range(num_processes), own)
+        connection_attempt._share_cores(device_groups(process=1), peer_info)
+    assert received == [(2, [2, 3]), (1, [1])]
+    communicators.disconnect(())
+    assert received[2:] == [(4,)]
 
 
 def test_a_platform_without_an_engine_connects_nothing():

@@ -44,7 +44,8 @@ class Connection:
 UNCONNECTED = "which are not connected"
 
 _CONNECTIONS: dict[Group, Connection] = {}
-_has_shared_cores = False  # whether the engine is limited to a share of the cores
+# Among how many processes the host's cores are divided; 0: the engine has no limit.
+_num_sharing = 0
 
 
 def connections() -> tuple[Connection, ...]:
@@ -135,11 +136,16 @@ def add(made: Sequence[Connection]) -> None:
         _close_at_exit()
 
 
-def limit_cores(num_threads: int, cpu_set: Sequence[int]) -> None:
-    """Limits the engine to a part of the host's cores, until the last `disconnect`."""
-    global _has_shared_cores
-    _has_shared_cores = True
-    cpu_engine.load().set_num_threads(num_threads, cpu_set)
+def limit_cores(num_processes: int, num_threads: int, cpu_set: Sequence[int]) -> None:
+    """Limits the engine to a part of the host's cores, until the last `disconnect`.
+
+    Does nothing if the cores are divided among more than `num_processes` already, for
+    an axis of more processes: the engine would compute on the other ones' cores.
+    """
+    global _num_sharing
+    if num_processes >= _num_sharing:
+        _num_sharing = num_processes
+        cpu_engine.load().set_num_threads(num_threads, cpu_set)
 
 
 @functools.cache
@@ -155,16 +161,16 @@ def disconnect(groups: Sequence[Group]) -> None:
     Each group is removed only after it has been closed, so that an interrupted call can
     be repeated.
     """
-    global _has_shared_cores
+    global _num_sharing
     for group in groups:
         if group in _CONNECTIONS:
             _CONNECTIONS[group].close()
             _CONNECTIONS.pop(group, None)
-    if _has_shared_cores and not _CONNECTIONS:
+    if _num_sharing and not _CONNECTIONS:
         cpu = cpu_engine.load()
         if cpu.has_engine():
             cpu.set_num_threads(cpu.default_num_threads())
-        _has_shared_cores = False
+        _num_sharing = 0
 
 
 def disconnect_all_but(groups: Collection[Group]) -> None:

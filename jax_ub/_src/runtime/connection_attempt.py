@@ -89,9 +89,8 @@ def _share_cores(device_groups, peer_info: Values):
             cpu_engine.load().default_num_threads(), len(own_cores), num_sharing_quota
         ),
     )
-    communicators.limit_cores(
-        num_threads, hosts.process_cpu_set(own_cores, cores, index)
-    )
+    cpu_set = hosts.process_cpu_set(own_cores, cores, index)
+    communicators.limit_cores(len(on_host), num_threads, cpu_set)
 
 
 class ConnectionAttempt:
