@@ -170,7 +170,7 @@ def test_an_axis_of_fewer_processes_leaves_the_others_their_cores(monkeypatch):
         peer_info = dict.fromkeys(range(num_processes), own)
         connection_attempt._share_cores(device_groups(process=1), peer_info)
     assert received == [(2, [2, 3]), (1, [1])]
-    communicators.disconnect(())
+    communicators.disconnect_all_but(())
     assert received[2:] == [(4,)]
 
 

@@ -91,7 +91,7 @@ def fake_engine(monkeypatch):
     monkeypatch.setattr(cuda_engine, "load", lambda: engine_of_gpus)
     monkeypatch.setattr("jax_ub._src.runtime.hosts.identity", lambda: "here")
     yield engine_of_gpus
-    communicators.disconnect(GROUPS)
+    communicators.disconnect_all_but(())
 
 
 def device_groups(**changes):
@@ -186,7 +186,7 @@ def test_one_process_creates_and_destroys_its_heaps(fake_engine):
     connection_attempt.connect_alone(alone)
     (made,) = fake_engine.made
     assert (made.devices, made.ordinals) == ([2, 3], [12, 13])
-    communicators.disconnect([(2, 3)])
+    communicators.disconnect_all_but(())
     assert made.closed
     fake_engine.fails[2] = RuntimeError("CommunicatorError: cuMemCreate: out of memory")
     with pytest.raises(CommunicatorError, match="out of memory"):

@@ -116,7 +116,7 @@ def test_processes_agree_that_there_is_no_engine(no_engine, monkeypatch):
     groups = DeviceGroups(((0, 1),), {0: 0, 1: 1}, 0, "cpu", 8, 8, "test")
     connection_attempt.connect(groups, BothAlike(), {}, None)
     (connection,) = communicators.connections()
-    communicators.disconnect([(0, 1)])
+    communicators.disconnect_all_but(())
     assert connection.reason == REASON
 
 

@@ -130,14 +130,14 @@ def _connected(device_groups):
 
 
 def add(made: Sequence[Connection]) -> None:
-    """Registers new connections, which stay open until `disconnect` or process exit."""
+    """Registers new connections, which are closed at process exit at the latest."""
     _CONNECTIONS.update((one.group, one) for one in made)
     if made:
         _close_at_exit()
 
 
 def limit_cores(num_processes: int, num_threads: int, cpu_set: Sequence[int]) -> None:
-    """Limits the engine to a part of the host's cores, until the last `disconnect`.
+    """Limits the engine to a part of the host's cores, until all groups are closed.
 
     Does nothing if the cores are divided among more than `num_processes` already, for
     an axis of more processes: the engine would compute on the other ones' cores.
@@ -155,27 +155,21 @@ def _close_at_exit():
     atexit.register(disconnect_all_but, ())
 
 
-def disconnect(groups: Sequence[Group]) -> None:
-    """Closes the connections of these groups. Does not wait for lost peers.
+def disconnect_all_but(kept: Collection[Group]) -> None:
+    """Closes the connections of all groups but `kept`. Does not wait for lost peers.
 
     Each group is removed only after it has been closed, so that an interrupted call can
     be repeated.
     """
     global _num_sharing
-    for group in groups:
-        if group in _CONNECTIONS:
-            _CONNECTIONS[group].close()
-            _CONNECTIONS.pop(group, None)
+    for group in [group for group in _CONNECTIONS if group not in kept]:
+        _CONNECTIONS[group].close()
+        _CONNECTIONS.pop(group, None)
     if _num_sharing and not _CONNECTIONS:
         cpu = cpu_engine.load()
         if cpu.has_engine():
             cpu.set_num_threads(cpu.default_num_threads())
         _num_sharing = 0
-
-
-def disconnect_all_but(groups: Collection[Group]) -> None:
-    """Closes the connections of all groups except for `groups`."""
-    disconnect([group for group in tuple(_CONNECTIONS) if group not in groups])
 
 
 def release_slots() -> None:
