@@ -288,11 +288,6 @@ REFUSALS = {
         ValueError,
         r"\['qkv'\] configures the forward .* as 'qkv_fprop' does",
     ),
-    "a backend with an address": (
-        dict(bootstrap_backend="jax:localhost"),
-        ValueError,
-        "'jax:localhost' is unknown",
-    ),
     "a misspelt name": (
         dict(ub_cfgs={"qvk_fprop": {}}),
         ValueError,

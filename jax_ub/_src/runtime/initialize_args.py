@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ub._src import checks as shapes
-from jax_ub._src import dtypes
+from jax_ub._src import checks, dtypes
 from jax_ub._src.config.overlap_config import (
     CommOverlapType,
     OverlapConfig,
@@ -64,7 +63,7 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
 
 def read_size(name: str, value: Any) -> int:
     """Returns a size as an int, after checking that it is an integer of at least 1."""
-    if not shapes.is_integer(value):
+    if not checks.is_integer(value):
         raise ConfigurationTypeError(
             f"initialize_ub: {name} = {shown(value)} is not an integer. Pass 1 or more."
         )
@@ -94,7 +93,7 @@ def read_shape(shape: Any) -> tuple[int, int]:
 
 def read_dtype(dtype: Any) -> np.dtype:
     """Returns the dtype of unquantized operands, after checking it."""
-    found = shapes.dtype_of(dtype)
+    found = checks.dtype_of(dtype)
     if found is None or found not in dtypes.OPERANDS:
         raise ConfigurationError(
             f"initialize_ub: dtype = {shown(dtype)} is not one of "
@@ -262,7 +261,7 @@ def _overlap(
         # A rank's buffer contains its P partial sums of T / P rows each, and the P - 1
         # partial sums of its own rows that its peers send. Together these are (2 P - 1)
         # T / P rows, rounded up.
-        rows = shapes.ceil_div(rows * (2 * tp_size - 1), tp_size)
+        rows = checks.ceil_div(rows * (2 * tp_size - 1), tp_size)
     is_fp8 = config.wire_dtype is not None or (mode is registry.FP8 and config.fp8_buf)
     return (CommOverlapP2P if is_ring else CommOverlap)(
         method=config.method,
