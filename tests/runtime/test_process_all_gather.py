@@ -287,8 +287,6 @@ def test_the_value_of_a_process_that_died_afterwards_counts():
 
 
 def test_messages_of_a_dead_job_are_ignored():
-    dead = MemoryStore()
-
     class Kept(MemoryStore):
         """A store of a killed job, which erases no keys."""
 
