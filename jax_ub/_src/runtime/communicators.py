@@ -139,8 +139,8 @@ def add(made: Sequence[Connection]) -> None:
 def limit_cores(num_processes: int, num_threads: int, cpu_set: Sequence[int]) -> None:
     """Limits the engine to a part of the host's cores, until all groups are closed.
 
-    Does nothing if the cores are divided among more than `num_processes` already, for
-    an axis of more processes: the engine would compute on the other ones' cores.
+    Does nothing if an axis of more processes has already divided the cores: the engine
+    would compute on the cores of these processes.
     """
     global _num_sharing
     if num_processes >= _num_sharing:
