@@ -13,9 +13,11 @@ import time
 import uuid
 
 import pytest
+from tools import tool
 
 import jax_ub
 from jax_ub.__main__ import main
+from jax_ub._src.tools.launch.supervisor import descendants
 
 ROOT = pathlib.Path(jax_ub.__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -107,7 +109,7 @@ def supervisor_of(process):
     """Returns the process id of the launcher's only child."""
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            parent = path.read_text().rpartition(")")[2].split()[1]
+            parent = path.read_bytes().rpartition(b")")[2].split()[1]
             if int(parent) == process.pid:
                 return int(path.parent.name)
     raise AssertionError("no supervisor")
@@ -300,6 +302,17 @@ def test_no_process_is_left_after_a_kill(waiting, victims):
         os.kill(pid, signal.SIGKILL)
     process.wait(HANGS_S)
     wait_until(lambda: not any(map(ends, processes_with(token).values())))
+
+
+def test_names_of_descendants_may_be_invalid_utf8(tmp_path):
+    # Linux truncates a process name to 15 bytes, which may cut a character in two.
+    program = os.fsencode(tmp_path) + b"/\xc3"
+    os.symlink(tool("sleep"), program)
+    with subprocess.Popen(["sleep", "300"], executable=program) as child:
+        try:
+            assert child.pid in descendants()
+        finally:
+            child.kill()
 
 
 def test_closed_output_ends_all_processes(script):
