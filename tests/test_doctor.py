@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 from cuda_programs import StandIn
 from programs import tp_mesh
@@ -123,9 +124,17 @@ def test_more_engine_threads_than_cores_are_a_warning(monkeypatch):
     assert "Set JAX_UB_NUM_THREADS=1" in finding.text
 
 
-def test_wrong_results_are_a_fault(monkeypatch):
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda x, w: x @ w + 1,
+        lambda x, w: np.roll(x, 8, axis=0) @ w,  # the chunks of both ranks are swapped
+        lambda x, w: x @ np.roll(w, 8, axis=1),
+    ],
+)
+def test_wrong_results_are_a_fault(monkeypatch, result):
     def wrong(mesh, method):
-        return lambda x, w: jax.numpy.asarray(x @ w + 1)
+        return lambda x, w: jax.numpy.asarray(result(x, w))
 
     monkeypatch.setattr(doctor, "_column_linear", wrong)
     finding = findings()['method "direct"']
