@@ -81,6 +81,7 @@ def test_repeated_calls_are_merged_in_order():
 def test_waits_are_averaged_over_ranks():
     # Rank 0 waits 1 + 1 us, rank 1 waits 2 us.
     assert spans.merge(parts()).waiting_s() == [pytest.approx(2e-6)]
+    assert [one.waiting_s() for one in parts()] == [[pytest.approx(2e-6)]] * 2
     both = (*RING, span("barrier", -1, 20, 22), span("barrier", -1, 20, 26, process=1))
     key = CALL.label, CALL.op
     trace = Trace((CALL, CALL, OTHER), both)

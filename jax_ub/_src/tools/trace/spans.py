@@ -154,20 +154,22 @@ class Trace:
         """Returns the average seconds that a rank waits in each call.
 
         Includes waits for other ranks' calls, chunks, free slots and other processes.
-        Communication that is hidden behind a GEMM causes no waits.
+        Communication that is hidden behind a GEMM causes no waits. The average is over
+        the recorded ranks: the trace of one process lacks those of other processes.
         """
         ranks: dict[tuple[int, int], set[int]] = {}
         for span in self.spans:
             if span.rank >= 0:
                 ranks.setdefault((span.call, span.process), set()).add(span.rank)
-        waits = [0.0] * len(self.calls)
+        waits, num_ranks = [0.0] * len(self.calls), [0] * len(self.calls)
+        for (call, _), recorded in ranks.items():
+            num_ranks[call] += len(recorded)
         for span in self.spans:
             if span.kind in WAITS:
                 # A wait of the whole process (rank -1) counts for each of its ranks.
                 local = ranks.get((span.call, span.process), ())
                 waits[span.call] += span.seconds * (len(local) if span.rank < 0 else 1)
-        each = zip(waits, self.calls, strict=True)
-        return [total / call.num_ranks for total, call in each]
+        return [s / max(num, 1) for s, num in zip(waits, num_ranks, strict=True)]
 
     def exposed_by_op_s(self) -> dict[tuple[str, str], float]:
         """Returns {(label, op): seconds that a rank waits in a typical call}.
