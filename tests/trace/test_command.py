@@ -189,7 +189,8 @@ def test_options_behind_the_script_are_noted(tmp_path, capsys, monkeypatch):
         "trace: note: the script gets --json, --devices-per-process. Options of trace "
         "itself precede the script.\n"
     )
-    assert __main__.main(["trace", str(script), "--steps", "--", "--json"]) == 0
+    own = ["--steps", "--run", "--command=x", "--program", "--part", "--", "--json"]
+    assert __main__.main(["trace", str(script), *own]) == 0
     assert capsys.readouterr().err == ""
 
 

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 
 from jax_ub._src.errors import UbError, shown
 
+# The entries of a parsed command line that are not public options of a command.
+_NO_OPTIONS = {"command", "part", "program", "run"}
+
 
 class ScriptError(UbError, ValueError):
     """Raised if a script does not exist, cannot be read or is not Python source."""
@@ -27,7 +30,8 @@ def note_misplaced_options(
     Such options are passed to the script. No note is printed for options after "--",
     which are meant for it.
     """
-    known = {f"--{name.replace('_', '-')}" for name in vars(given)}
+    names = vars(given).keys() - _NO_OPTIONS
+    known = {f"--{name.replace('_', '-')}" for name in names}
     end = [*arguments, "--"].index("--")
     words = dict.fromkeys(word.partition("=")[0] for word in arguments[:end])
     found = ", ".join(word for word in words if word in known)
