@@ -77,6 +77,26 @@ def test_unknown_number_of_ranks_is_noted():
     assert note not in mlp().explain(4096, num_ranks=2).notes
 
 
+@pytest.mark.parametrize("argument", ["float64", "bfloat16"])
+def test_linears_in_f64_are_not_predicted(argument):
+    narrow = ops.BasicLinear(64, 64, tensor_parallel_mode="column")
+    wide = dataclasses.replace(narrow, dtype=np.float64)
+    sequence = ops.Sequential(narrow, wide)
+    table = sequence.explain(4096, num_ranks=2, dtype=argument)
+    note = "float64 is not predicted, because the simulator has no rates for it"
+    assert table.notes[-1] == note
+    is_f64 = [argument == "float64"] * 2 + [True] * 2
+    assert [row.predicted_s is None for row in table.rows] == is_f64
+    assert note not in sequence.explain(dtype=argument).notes
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat", 16])
+def test_dtype_that_is_none_is_rejected(dtype):
+    text = f"dtype = {dtype!r} is not a dtype. Pass the dtype of the activations"
+    with pytest.raises(ub.errors.ShapeContractError, match=text):
+        mlp().explain(dtype=dtype)
+
+
 def test_method_selects_the_ops_of_the_backward_pass():
     options = {"comm_name": "fc1", "method": "ring_exchange"}
     linear = ops.BasicLinear(

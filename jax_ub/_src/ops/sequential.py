@@ -90,8 +90,9 @@ class Sequential(Operation):
             A printable table with two rows for every linear: forward and backward.
 
         Raises:
-            ShapeContractError: if `tokens` or `num_ranks` is not a positive integer, or
-                the ranks do not divide the tokens of a sequence-parallel linear.
+            ShapeContractError: if `tokens` or `num_ranks` is not a positive integer,
+                `dtype` is not a dtype, or the ranks do not divide the tokens of a
+                sequence-parallel linear.
         """
         from jax_ub._src.tools.explain import sequential  # a tool: loaded at first use
 

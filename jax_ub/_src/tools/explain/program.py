@@ -16,7 +16,7 @@ from jax_ub._src.checks import axis_tuple
 from jax_ub._src.lowering_log import Fallback, LoweredCall, recording, shape_of
 from jax_ub._src.methods import Method
 from jax_ub._src.prediction import estimate as simulate
-from jax_ub._src.prediction.hardware import Hardware
+from jax_ub._src.prediction.hardware import ITEMSIZES, Hardware
 from jax_ub._src.primitives.call import Call
 from jax_ub._src.tables import format_count
 from jax_ub._src.tools.explain import hlo, report
@@ -305,7 +305,7 @@ def _pair_rows(pairs, machine, lowered) -> Iterator[Row]:
         if pair.sizes is not None:
             M, K, N = pair.sizes
             flops = 2 * M * K * N // max(pair.num_ranks, 1)
-            if pair.itemsize in (1, 2, 4):  # the model has no rates for f64
+            if pair.itemsize in ITEMSIZES:
                 seconds = simulate.predict(
                     *(pair.could_be, "xla", M, K, N, pair.num_ranks),
                     dtype=np.dtype(("V", pair.itemsize)),  # only its size matters

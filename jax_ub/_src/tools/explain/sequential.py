@@ -20,7 +20,7 @@ from jax_ub._src.ops.linear import BasicLinear
 from jax_ub._src.ops.operation import num_ranks
 from jax_ub._src.parallel import ParallelMode, mode_of
 from jax_ub._src.prediction import estimate as simulate
-from jax_ub._src.prediction.hardware import Hardware
+from jax_ub._src.prediction.hardware import ITEMSIZES, Hardware
 from jax_ub._src.rules.call_config import CallConfig, call_label, plan_call_config
 from jax_ub._src.runtime import registry
 from jax_ub._src.tools.explain import report
@@ -87,6 +87,20 @@ class Sizes:
                 f"explain: {name} = {shown(value)} is not a positive integer. Pass "
                 "one, or leave it out."
             )
+        if shapes.dtype_of(self.dtype) is None:
+            raise ShapeContractError(
+                f"explain: dtype = {shown(self.dtype)} is not a dtype. Pass the dtype "
+                "of the activations, for example jnp.bfloat16."
+            )
+
+    def dtype_of(self, linear: BasicLinear) -> np.dtype:
+        return np.dtype(self.dtype if linear.dtype is None else linear.dtype)
+
+    def why_not_predicted(self, linear: BasicLinear) -> str:
+        dtype = self.dtype_of(linear)
+        if dtype.itemsize in ITEMSIZES:
+            return _NO_RANKS
+        return f"{dtype} is not predicted, because the simulator has no rates for it"
 
     def ranks_on(self, axis_name: str) -> int | None:
         known = self.num_ranks or num_ranks(axis_name)
@@ -108,7 +122,7 @@ def explain(
     rows: list[Row] = []
     passes = {name: _windows(fuser.fused(name)) for name in _PASSES}
     reasons = {name: _unfused_reasons(fuser, name) for name in _PASSES}
-    lacks_ranks = False
+    unpredicted: list[str] = []  # the reason of each row without a prediction
     for index, op in enumerate(fuser.basic_ops):
         for name in _PASSES:
             first, window = passes[name][index]
@@ -117,7 +131,8 @@ def explain(
             scope = f"{index} {op.label}{named}, {name}"
             if isinstance(op, BasicLinear):
                 row = _linear(op, name, window, reasons[name].get(index, []), sizes)
-                lacks_ranks |= sizes.tokens is not None and row.predicted_s is None
+                if sizes.tokens is not None and row.predicted_s is None:
+                    unpredicted.append(sizes.why_not_predicted(op))
             elif type(op) in _COLLECTIVES and not _overlaps(window):
                 row = _collective(op, name)
             else:
@@ -125,7 +140,7 @@ def explain(
             note = "" if row.note or window is op else _covered(window, first)
             rows.append(dataclasses.replace(row, scope=scope, note=row.note or note))
     title = f"Sequential of {len(fuser.basic_ops)} operations, fused"
-    notes = [*_notes(fuser, passes, reasons), *([_NO_RANKS] if lacks_ranks else [])]
+    notes = [*_notes(fuser, passes, reasons), *dict.fromkeys(unpredicted)]
     notes += report.assumption(hardware, rows)
     return Table(tuple(rows), title, tuple(notes), report.other_machine(machine))
 
@@ -198,12 +213,12 @@ def _linear(op, name, window, reasons, sizes) -> Row:
                 "which the sequence-parallel linears require. Use tokens = "
                 f"{shapes.round_up(sizes.tokens, ranks)}."
             )
-        dtype = np.dtype(sizes.dtype if op.dtype is None else op.dtype)
-        where = (ranks, dtype, sizes.machine)
-        found = [
-            simulate.estimate(target, method, sizes.tokens, k, n, *where)
-            for target, k, n in steps
-        ]
+        where = (ranks, sizes.dtype_of(op), sizes.machine)
+        if sizes.dtype_of(op).itemsize in ITEMSIZES:
+            found = [
+                simulate.estimate(target, method, sizes.tokens, k, n, *where)
+                for target, k, n in steps
+            ]
     return Row(
         scope="",
         op=", ".join(targets),
@@ -233,7 +248,7 @@ def _backward_config(op, mode, call_config, sizes):
     call_config = call_config.dgrad
     if sizes.tokens is None or mode != "column" or not op.sequence_parallel:
         return call_config
-    dtype = np.dtype(sizes.dtype if op.dtype is None else op.dtype)
+    dtype = sizes.dtype_of(op)
     call_config = call_config.with_dtypes(dtype, dtype)
     return call_config.with_tuned_method(
         COLUMN_GRADIENTS, sizes.tokens, op.in_features, op.out_features
