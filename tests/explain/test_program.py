@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen, nnx
 from jax import P
@@ -391,6 +392,8 @@ def test_hardware_may_be_a_dict_of_rates():
     h200 = machines.HARDWARE["h200"]
     names = ("flops_per_s", "wire_bytes_per_s", "memory_bytes_per_s", "processors")
     assert seconds({name: getattr(h200, name) for name in names}) == seconds("h200")
+    numpy_rates = {"wire_bytes_per_s": np.float32(2**39), "processors": np.int64(132)}
+    assert isinstance(seconds({"name": "h100", **numpy_rates}), float)
 
 
 @pytest.mark.parametrize(
@@ -402,6 +405,9 @@ def test_hardware_may_be_a_dict_of_rates():
         ({"name": "h100", "launch_s": -1.0}, "launch_s = -1.0, which is not a time"),
         ({"name": "h100", "launch_s": "1"}, "launch_s = '1', which is not a time"),
         ({"name": "h100", "processors": 1.5}, "processors = 1.5, which is not an int"),
+        ({"name": "h100", "processors": 4}, "reserved_processors = 4 of them run no"),
+        ({"name": "h100", "launch_s": 10**400}, "launch_s = 1.*, which is not a time"),
+        ({"name": ["h100"]}, r"name = \['h100'\], which is not a string"),
     ],
 )
 def test_invalid_rates_are_errors(hardware, text):

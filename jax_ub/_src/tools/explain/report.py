@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_ub._src import checks, lowering_log
 from jax_ub._src.errors import (
@@ -280,41 +281,47 @@ def find_hardware(hardware: HardwareLike) -> Hardware:
         return HARDWARE[_local_machine() or _ASSUMED]
     if not isinstance(hardware, Mapping):
         return find(hardware)
+    rates: dict[str, Any] = {}
     for key, value in hardware.items():
         if key not in _RATES:
             raise UnknownNameError(
                 f"explain: hardware has the key {shown(key)}, which is not known. "
                 f"{nearest(key, _RATES)}"
             )
-        if key != "name":
-            _check_rate(key, value)
-    base = HARDWARE.get(str(hardware.get("name")))
-    if base is not None:
-        return dataclasses.replace(base, **hardware)
-    given = {"name": "custom", **hardware}
-    missing = [key for key in _REQUIRED if key not in given]
-    if missing:
+        rates[key] = _checked_rate(key, value)
+    base = HARDWARE.get(rates.setdefault("name", "custom"))
+    missing = [key for key in _REQUIRED if key not in rates]
+    if base is None and missing:
         raise ConfigurationError(
             f"explain: hardware = {shown(hardware)} lacks {', '.join(missing)}. Pass "
             f"them, or the name of a known machine: {', '.join(HARDWARE)}."
         )
-    return Hardware(**given)
+    machine = dataclasses.replace(base, **rates) if base else Hardware(**rates)
+    if 0 < machine.processors <= machine.reserved_processors:
+        raise ConfigurationError(
+            f"explain: hardware has processors = {machine.processors}, and "
+            f"reserved_processors = {machine.reserved_processors} of them run no GEMM. "
+            "Pass more processors, or 0 for the cores of a host."
+        )
+    return machine
 
 
-def _check_rate(key, value):
+def _checked_rate(key, value) -> str | int | float:
+    """Returns a field of `Hardware` as a Python string or number."""
     is_rate = key.endswith(("_per_s", "_share"))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_count = key.endswith("processors")
-    if (
-        not is_number
-        or not 0 <= value < float("inf")
-        or (is_rate and value == 0)
-        or (is_count and not checks.is_integer(value))
-    ):
-        kind = "a positive rate" if is_rate else "an integer" if is_count else "a time"
+    if key == "name":
+        kind, is_valid = "a string", isinstance(value, str)
+    elif key.endswith("processors"):
+        kind, is_valid = "an integer", checks.is_integer(value) and value >= 0
+    else:
+        kind = "a positive rate" if is_rate else "a time"
+        is_number = checks.is_number(value) and not isinstance(value, bool)
+        is_valid = is_number and (value > 0 if is_rate else value >= 0)
+    if not is_valid:
         raise ConfigurationError(
             f"explain: hardware has {key} = {shown(value)}, which is not {kind}."
         )
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def other_machine(machine: Hardware) -> str:
