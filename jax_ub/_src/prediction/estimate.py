@@ -16,7 +16,13 @@ from jax_ub._src.errors import (
 )
 from jax_ub._src.methods import KernelOptions, Method, Variant
 from jax_ub._src.prediction import hardware as machines
-from jax_ub._src.prediction.cost import PRODUCTS, Workload, bounds, library_seconds
+from jax_ub._src.prediction.cost import (
+    PRODUCTS,
+    Gemm,
+    Workload,
+    bounds,
+    library_seconds,
+)
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.prediction.replay import PlanOptions, Span, end_s, replay, steps_of
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
@@ -109,8 +115,7 @@ def estimate(
     itemsize = np.dtype(dtype).itemsize
     if op in _CONCURRENT or op == "matmul":
         return _estimate_concurrent(op, chosen, (M, K, N, P), itemsize, machine)
-    width = K if op in PRODUCTS or op == "all_gather" else N
-    sizes = (M, width, N if op in PRODUCTS else K, P)
+    sizes = (M, K, N if op in PRODUCTS else K, P)
     return estimate_workload(_workload(op, sizes, itemsize, machine), chosen, machine)
 
 
@@ -254,8 +259,8 @@ def _options(work, machine, method) -> Iterator[PlanOptions]:
 
 
 def _estimate_concurrent(op, method, sizes, itemsize, machine):
-    M, K, _, P = sizes
-    local = _workload("all_gather_matmul", sizes, itemsize, machine).gemm
+    M, K, N, P = sizes
+    local = Gemm(M, N // P, K)
     part = machine.shared_by(P)
     gemm_s = local.flops / part.flops_of(itemsize)
     library_s = library_seconds(part, local, itemsize)

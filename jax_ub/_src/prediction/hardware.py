@@ -21,7 +21,7 @@ _MEMORY_SHARE = 4.3 / 4.8
 # The rates of dense GEMMs relative to bf16, keyed by bytes per element: FP8, bf16 or
 # f16, and f32, which runs as TF32.
 _RATE_OF_ITEMSIZE = {1: 2.0, 2: 1.0, 4: 0.5}
-ITEMSIZES = tuple(_RATE_OF_ITEMSIZE)  # those that the cost model has rates for
+ITEMSIZES = tuple(_RATE_OF_ITEMSIZE)  # sizes for which the model has GEMM rates
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,6 @@ from jax_ub._src.primitives.mesh import Ranks
 if TYPE_CHECKING:
     from jax_ub._src.primitives.call import Call
 
-# The element sizes, in bytes, for which the cost model has GEMM rates.
-_ITEMSIZES = (1, 2, 4)
 # The machine for which calls are predicted if the cost model does not know their GPUs.
 _ASSUMED = "h100"
 # How long a host takes to enqueue one launch. Measured on one H100: 154 to 254 us for
@@ -34,7 +32,7 @@ def on_gpus(call: "Call", operands: Sequence, ranks: Ranks) -> Prediction | None
     dtype = operands[0].dtype
     if not devices or devices[0].platform not in ("gpu", "cuda"):
         return None
-    if op not in OPS or dtype.itemsize not in _ITEMSIZES or min(M, K, N) < 1:
+    if op not in OPS or dtype.itemsize not in hardware.ITEMSIZES or min(M, K, N) < 1:
         return None
     name = hardware.name_of_kind(devices[0].device_kind) or _ASSUMED
     num_ranks = call.num_ranks if call.axis_name else 1

@@ -251,7 +251,7 @@ def named_mesh_in(text: str) -> dict[str, int]:
     """
     for found in _MESH.finditer(text):
         sizes = _sizes(found[1])
-        if not any(name.startswith("axis_") for name in sizes):  # XLA makes such names
+        if not any(name.startswith("axis_") for name in sizes):
             return sizes
     return {}
 
