@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import pathlib
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -17,7 +19,7 @@ from tools import tool
 
 import jax_ub
 from jax_ub.__main__ import main
-from jax_ub._src.tools.launch.supervisor import descendants
+from jax_ub._src.tools.launch.supervisor import Relay, descendants
 
 ROOT = pathlib.Path(jax_ub.__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -313,6 +315,24 @@ def test_names_of_descendants_may_be_invalid_utf8(tmp_path):
             assert child.pid in descendants()
         finally:
             child.kill()
+
+
+def test_output_is_copied_from_descriptors_above_those_of_select():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard <= 2048:
+        pytest.skip(f"a process has at most {hard} file descriptors here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    reading, writing = os.pipe()
+    copied, target = os.pipe()
+    source = fcntl.fcntl(reading, fcntl.F_DUPFD, 1024)
+    try:
+        os.write(writing, b"one\ntwo")
+        Relay(source, target, b"[0] ").close()
+        assert os.read(copied, 99) == b"[0] one\n[0] two\n"
+    finally:
+        for descriptor in (reading, writing, copied, target, source):
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_closed_output_ends_all_processes(script):

@@ -125,7 +125,9 @@ class Relay:
 
     def close(self) -> None:
         """Copies the rest of the output, and completes an unfinished last line."""
-        while select.select([self.source], [], [], 0)[0] and self.read():
+        ready = select.poll()  # not select(), which takes no descriptor above 1023
+        ready.register(self.source, select.POLLIN)
+        while ready.poll(0) and self.read():
             pass
         if self._rest:
             self._write([self._rest])
