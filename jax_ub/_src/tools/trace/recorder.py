@@ -67,7 +67,7 @@ def trace(
     if _running:
         raise TraceError(
             "trace: another trace is being recorded, by ub.trace or by python -m "
-            "jax_ub trace. End it first."
+            "jax_ub trace or explain. End it first, or run the script with python."
         )
     if not checks.is_integer(events_per_thread) or not (
         1 <= events_per_thread <= _MAX_EVENTS_PER_THREAD
