@@ -160,9 +160,7 @@ def check_divides(command: str, shape: Shape, num_ranks: int, option: str) -> No
         )
 
 
-def output_path(text: str) -> pathlib.Path:
-    """Parses the path of a file, and checks that it can be written."""
-    return value_of(checked_output)(text)
+output_path = value_of(checked_output)  # an argparse `type`
 
 
 def replaced_path(text: str) -> pathlib.Path:
