@@ -94,6 +94,8 @@ class Bias(BasicOperation):
 class ConstantScale(BasicOperation):
     """An operation that multiplies an activation by a constant, such as `1 / sqrt(2)`.
 
+    The product is computed in f32 and rounded once.
+
     Transformer Engine: `te.ops.ConstantScale`. No parameters, no residuals.
 
     Attributes:
@@ -103,7 +105,6 @@ class ConstantScale(BasicOperation):
     scale: float
 
     def __post_init__(self):
-        """Converts `scale` to a Python float, so that `x * scale` keeps x's dtype."""
         if not checks.is_number(self.scale):
             raise ShapeContractError(
                 f"{self.label}: scale = {shown(self.scale)} is not a finite number "
@@ -115,10 +116,13 @@ class ConstantScale(BasicOperation):
 
     def forward(self, params, x, extra_inputs, saves):
         checks.check_float(self.label, x=x)
-        return x * self.scale, (), {}
+        return self._scaled(x), (), {}
 
     def backward(self, residuals, dy, d_extra_outputs, needs):
-        return dy * self.scale, {}, ()
+        return self._scaled(dy), {}, ()
+
+    def _scaled(self, x):
+        return (x.astype(jnp.float32) * self.scale).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -249,7 +253,7 @@ class Reshape(BasicOperation):
 class Dropout(BasicOperation):
     """An operation that zeroes each element with probability `rate` in training.
 
-    It divides the other elements by `1 - rate`.
+    It divides the other elements by `1 - rate`, in f32.
 
     The PRNG key is an argument of the call, `seq(params, x, key=key)`. The fuser folds
     the index of each Dropout into the key. A call with `deterministic=True` needs no
@@ -298,4 +302,5 @@ class Dropout(BasicOperation):
         return dy if mask is None else self._masked(mask, dy), {}, ()
 
     def _masked(self, mask, x):
-        return jnp.where(mask, x / (1 - self.rate), 0).astype(x.dtype)
+        kept = x.astype(jnp.float32) / (1 - self.rate)
+        return jnp.where(mask, kept, 0).astype(x.dtype)

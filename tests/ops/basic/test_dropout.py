@@ -29,6 +29,14 @@ def test_dropout_zeroes_at_its_rate_and_scales_the_rest():
     np.testing.assert_array_equal(half == 0, y == 0)
 
 
+def test_a_rate_is_not_rounded_to_the_dtype_of_x():
+    x = jnp.full((8, 8), 3, jnp.bfloat16)
+    run = lambda x: apply(ops.Dropout(0.1), x, key=jax.random.key(0))  # noqa: E731
+    y, transposed = jax.vjp(run, x)
+    for found in (y, *transposed(x)):
+        assert set(np.unique(found)) == {0, np.float32(3 / 0.9).astype(found.dtype)}
+
+
 def test_gradient_has_the_same_mask():
     x = jnp.ones((20, 20))
     run = lambda x: apply(ops.Dropout(0.5), x, key=jax.random.key(1))  # noqa: E731

@@ -339,6 +339,16 @@ def test_a_numpy_scale_does_not_promote_the_dtype():
     assert scaled((({}),), x).dtype == x.dtype
 
 
+def test_a_scale_is_not_rounded_to_the_dtype_of_x():
+    x = jnp.array([0.0, 0.5, 4096.0], jnp.float16)
+    # As float16 numbers, the scales would be infinite and zero.
+    for scale, factor in ((1e5, x / 4096), (1e-7, x)):
+        expected = (factor.astype(jnp.float32) * scale).astype(x.dtype)
+        run = lambda x: ops.Sequential(ops.ConstantScale(scale))(({},), x)  # noqa: B023, E731
+        y, transposed = jax.vjp(run, factor)
+        assert_equal((y, transposed(factor)[0]), (expected, expected))
+
+
 @pytest.mark.parametrize("shape", [128, "a", (2, "a"), None])
 def test_a_shape_is_a_tuple_of_sizes(shape):
     with pytest.raises(error, match=r"Reshape: shape = .*is not a tuple of sizes"):
