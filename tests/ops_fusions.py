@@ -45,10 +45,13 @@ def first_of(length):
     return lambda ops: [Chain(tuple(ops[:length])), *ops[length:]]
 
 
+PASSES = ("joint", "forward", "backward")
+
+
 @contextlib.contextmanager
 def only(*, joint=(), forward=(), backward=()):
     """Registers only these fusions in the context."""
-    before = {name: fuser.fusions(name) for name in fuser.PASSES}
+    before = {name: fuser.fusions(name) for name in PASSES}
     _replace({"joint": joint, "forward": forward, "backward": backward})
     try:
         yield
@@ -62,7 +65,7 @@ def _replace(fusions):
         "forward": ops.register_forward_fusion,
         "backward": ops.register_backward_fusion,
     }
-    for name in fuser.PASSES:
+    for name in PASSES:
         for fusion in fuser.fusions(name):
             ops.unregister_fusion(fusion)
     for name, chosen in fusions.items():

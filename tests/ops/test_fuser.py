@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, small_integers
-from ops_fusions import Chain, DoubleAdd, first_of, last_of, only, windows_of
+from ops_fusions import (
+    PASSES,
+    Chain,
+    DoubleAdd,
+    first_of,
+    last_of,
+    only,
+    windows_of,
+)
 from ops_on_ranks import TOKENS, integers_of, value_and_gradients
 from programs import calls, compiled_text, on_ranks, tp_mesh
 
@@ -80,7 +88,7 @@ def test_prepended_fusion_runs_first():
         assert names(fuser.backward_ops) == ["Bias", "GELU", "ReLU"]
 
 
-@pytest.mark.parametrize("name", fusers.PASSES)
+@pytest.mark.parametrize("name", PASSES)
 def test_a_fusion_that_is_not_callable_is_rejected(name):
     with pytest.raises(ub.errors.FusionError, match=f"register_{name}_fusion.*None"):
         getattr(ops, f"register_{name}_fusion")(None)
@@ -94,6 +102,33 @@ def test_result_must_expand_to_the_same_operations():
             message = "the fusion .*<lambda> returned .* but was given .*Bias.*GELU"
             with pytest.raises(ub.errors.FusionError, match=message):
                 fuser.backward_ops  # noqa: B018
+
+
+@pytest.mark.parametrize("result", [None, [1], "ops"])
+def test_a_fusion_that_returns_no_list_of_operations_is_rejected(result):
+    fuser = ops.OperationFuser([ops.Bias(4), ops.GELU()])
+    message = "the fusion .*<lambda> returned .*, which is not a list of basic and"
+    with (
+        only(forward=[lambda ops: result]),
+        pytest.raises(ub.errors.FusionError, match=message),
+    ):
+        fuser.forward_ops  # noqa: B018
+
+
+def test_a_fused_operation_that_is_longer_than_the_list_is_rejected():
+    fusion = windows_of(lambda found: Chain((*found, ops.ReLU())), ops.GELU)
+    with only(forward=[fusion]):
+        fuser = ops.OperationFuser([ops.Bias(4), ops.GELU()])
+        with pytest.raises(ub.errors.FusionError, match="but was given .*Bias.*GELU"):
+            fuser.forward_ops  # noqa: B018
+
+
+@pytest.mark.parametrize("basic_ops", [ops.GELU(), (ops.Linear(4, 4),), [None]])
+def test_a_fused_operation_consists_of_basic_operations(basic_ops):
+    message = "Chain: basic_ops = .* is not a tuple of basic operations"
+    with pytest.raises(ub.errors.ShapeContractError, match=message):
+        Chain(basic_ops)
+    assert hash(Chain([ops.GELU()])) == hash(Chain((ops.GELU(),)))
 
 
 def test_a_producer_and_its_reader_may_not_be_fused():

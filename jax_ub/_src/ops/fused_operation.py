@@ -42,6 +42,18 @@ class FusedOperation(Operation):
 
     basic_ops: tuple[Any, ...]
 
+    def __post_init__(self):
+        basic_ops = self.basic_ops
+        if not isinstance(basic_ops, tuple | list) or not all(
+            isinstance(op, BasicOperation) for op in basic_ops
+        ):
+            raise ShapeContractError(
+                f"{type(self).__name__}: basic_ops = {shown(basic_ops)} is not a tuple "
+                "of basic operations. Pass those that are replaced; a composite such "
+                "as ops.Linear has them in its attribute basic_ops."
+            )
+        object.__setattr__(self, "basic_ops", tuple(basic_ops))
+
     @property
     def entries(self) -> tuple[Any, ...]:
         return (self,)
@@ -173,8 +185,9 @@ def fuse_windows(
     while start < len(ops):
         found = match(ops[start:])
         fused.append(ops[start] if found is None else found)
+        num_basic_ops = 0 if found is None else len(found.basic_ops)
         end = start + 1
-        while found is not None and len(expand(ops[start:end])) < len(found.basic_ops):
+        while end < len(ops) and len(expand(ops[start:end])) < num_basic_ops:
             end += 1
         start = end
     return fused

@@ -39,7 +39,6 @@ from jax_ub._src.ops.userbuffers import UserbuffersForwardLinear
 from jax_ub._src.ops.userbuffers_backward import UserbuffersBackwardLinear
 from jax_ub._src.runtime import registry
 
-PASSES = ("joint", "forward", "backward")
 # The fusions run in Transformer Engine's order. An operation that one fusion has fused
 # is no longer available to later fusions.
 FORWARD = (
@@ -307,7 +306,8 @@ class OperationFuser(arguments.KeywordsChecked):
         """Returns the operations that run in the "forward" or "backward" pass.
 
         Raises:
-            FusionError: if a fusion returns a list with different basic operations.
+            FusionError: if a fusion returns no list of operations, or a list with
+                different basic operations.
         """
         steps = list(self.fusion_steps(direction))
         return steps[-1][-1] if steps else self._unfused(direction)
@@ -318,9 +318,17 @@ class OperationFuser(arguments.KeywordsChecked):
         """Applies the fusions in turn; yields (fusion, list before, list after)."""
         ops = self._unfused(direction)
         for fusion in (*fusions("joint"), *fusions(direction)):
-            before, ops = ops, list(fusion(list(ops)))
+            before, found = ops, fusion(list(ops))
             owner = getattr(fusion, "__self__", fusion)
             name = getattr(owner, "__qualname__", None) or shown(fusion)
+            is_list = isinstance(found, list | tuple)
+            if not is_list or not all(isinstance(op, Op) for op in found):
+                raise FusionError(
+                    f"OperationFuser: the fusion {name} returned {shown(found)}, which "
+                    "is not a list of basic and fused operations. Return the list that "
+                    "it was given, in which some operations may be fused."
+                )
+            ops = list(found)
             self._check(f"the fusion {name}", ops)
             yield fusion, before, ops
 
