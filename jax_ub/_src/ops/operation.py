@@ -12,6 +12,7 @@ backward, fused or not, works after any forward.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_ub._src import arguments, checks, methods
+from jax_ub._src import arguments, checks, dtypes, methods
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.scaled_array import source_of
 
@@ -146,6 +147,17 @@ class BasicOperation(Operation):
         }
         arguments.check(self.label, **fields)
         methods.resolve(self.label, fields.get("method"), None)
+        for name in ("dtype", "param_dtype"):
+            if fields.get(name) is None:
+                continue
+            # Without `jax_enable_x64`, f64 means f32, as everywhere in JAX.
+            dtype = jax.dtypes.canonicalize_dtype(fields[name])
+            if dtype not in dtypes.OPERANDS:
+                raise ShapeContractError(
+                    f"{self.label}: {name} = {dtype}, but operations compute in "
+                    f"{dtypes.listed(dtypes.OPERANDS)}. Pass one of these."
+                )
+            object.__setattr__(self, name, dtype)
         if fields.get("axis_name") is not None:
             checks.check_axis_name(self.label, fields["axis_name"])
         for name, number, kind in (
@@ -361,15 +373,16 @@ def check_params(label: str, params: Any) -> None:
         checks.check_array(label, name, array)
 
 
-def num_ranks(axis_name: str | None) -> int | None:
-    """Returns the size of a mesh axis, or None if no mesh is in scope.
+def num_ranks(axis_name: str | tuple[str, ...] | None) -> int | None:
+    """Returns the number of ranks along mesh axes, or None if no mesh is in scope.
 
     A mesh is in scope inside `jax.shard_map` and under `jax.set_mesh`. For an
-    `axis_name` of None the size is 1.
+    `axis_name` of None the number is 1.
     """
-    if axis_name is None:
-        return 1
-    return dict(jax.sharding.get_abstract_mesh().shape).get(axis_name)
+    axes, sizes = checks.axis_tuple(axis_name), jax.sharding.get_abstract_mesh().shape
+    if not all(axis in sizes for axis in axes):
+        return None
+    return math.prod(sizes[axis] for axis in axes)
 
 
 def compute_dtype(dtype: Any, x: Any) -> np.dtype:

@@ -183,6 +183,16 @@ def test_dtype_of_the_computation_and_of_the_parameters():
         assert_equal(gradient["kernel"], x.T @ jnp.ones((8, 48)))
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
+def test_f64_means_f32_as_in_jax():
+    wide = {"dtype": jnp.float64, "param_dtype": np.float64}
+    seq = ops.Sequential(linear(**wide), ops.Bias(48, **wide))
+    params, x = integers_of(seq), small_integers(0, (8, 24))
+    y, (gradients, _) = value_and_gradients(seq, jnp.ones((8, 48)))(params, x)
+    assert_equal(y, x @ params[0]["kernel"] + params[1]["bias"])
+    assert_equal(gradients[0]["kernel"], x.T @ jnp.ones((8, 48)))
+
+
 def test_data_parallel_gradients_are_summed():
     seq = ops.Sequential(linear("column", True))
     params = integers_of(seq)
@@ -210,6 +220,16 @@ def test_the_initial_kernel_equals_that_of_flax():
         ({"mode": "colunm"}, "UnknownNameError", "'colunm' is not a way.*'column'"),
         ({"k": 0}, "ShapeContractError", "in_features = 0 is not a positive integer"),
         ({"n": 8.0}, "ShapeContractError", "out_features = 8.0 is not a positive"),
+        (
+            {"dtype": "float8_e5m2"},
+            "ShapeContractError",
+            "dtype = float8_e5m2, but operations compute in float32, bfloat16 or f",
+        ),
+        (
+            {"param_dtype": jnp.float8_e4m3fn},
+            "ShapeContractError",
+            "param_dtype = float8_e4m3fn, but operations compute in",
+        ),
         (
             {"userbuffers_options": {"comm_nam": "qkv"}},
             "ShapeContractError",

@@ -89,6 +89,8 @@ def test_one_rank_is_not_overlapped(num_ranks):
     def body(x):
         for mode in ("column", "row"):
             found[mode] = forward(basic(mode)), backward(basic(mode))
+            several = basic(mode, axis_name=("tp",))
+            assert (forward(several), backward(several)) == found[mode]
         found[None] = forward(basic(None), SCATTER), backward(basic(None), SCATTER)
         return x
 
