@@ -293,6 +293,8 @@ def test_params_are_quantized_by_a_selection():
     jax.tree.map(np.testing.assert_array_equal, everything["e"], one)
     again = FP8.quantize_params(everything)
     assert again["e"] is everything["e"]
+    again = FP8.quantize_params(everything, select=lambda path, leaf: leaf.ndim == 2)
+    assert again["e"] is everything["e"]
     blocks = FP8.quantize_params({"k": normal((32, 2))}, FP8.MXFP8BlockScaling())
     assert blocks["k"].scales.dtype == E8M0
 

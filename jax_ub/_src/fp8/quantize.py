@@ -101,7 +101,7 @@ def quantize(
     state = check_state(_OP, recipe, state, argument="state")
     if isinstance(recipe, DelayedScaling):
         return _delayed_arrays(ranks, recipe, role, (x,), state)[0]
-    return _cast(recipe, role, x, _scales(ranks, recipe, role, lax.stop_gradient(x)))
+    return _quantized(ranks, recipe, role, x)
 
 
 def ranks_of(op: str, axis_name: str | tuple[str, ...] | None) -> Execution:
@@ -142,13 +142,8 @@ def quantize_layer(
         return (*qs, x)[0], _delayed_arrays(ranks, recipe, KERNEL, ws, state)
     if not isinstance(recipe, Float8CurrentScaling):
         role = INPUT if rhs_transposed else KERNEL
-
-        def quantized(array, role):
-            scales = _scales(ranks, recipe, role, lax.stop_gradient(array))
-            return _cast(recipe, role, array, scales)
-
-        qs = tuple(quantized(x, INPUT) for x in xs)
-        return (*qs, x)[0], tuple(quantized(w, role) for w in ws)
+        qs = tuple(_quantized(ranks, recipe, INPUT, x) for x in xs)
+        return (*qs, x)[0], tuple(_quantized(ranks, recipe, role, w) for w in ws)
     amax = _agreed_maxima(ranks, [arrays for arrays in (ws, xs) if arrays])
     scale_of_ws = current_scale(amax[0], recipe, KERNEL)
     if xs:
@@ -193,6 +188,10 @@ def _like(scale, x):
     return scale.reshape((1,) * x.ndim)
 
 
+def _quantized(ranks, recipe, role, x):
+    return _cast(recipe, role, x, _scales(ranks, recipe, role, lax.stop_gradient(x)))
+
+
 def _cast(recipe, role, x, scales):
     dtype = recipe.fp8_format.dtype(role)
     return ScaledArray(fp8_casts.cast(lax.stop_gradient(x), scales, dtype), scales, x)
@@ -218,13 +217,10 @@ def _delayed_arrays(ranks, recipe, role, xs, state):
     return tuple(ScaledArray(v, _like(scale, x), x) for v, x in pairs)
 
 
-def _contracted(role):
-    return -2 if role == KERNEL else -1
-
-
 def _scales(ranks, recipe, role, x):
     """Returns the FP8 scales of x, for recipes that need no amax of earlier steps."""
-    dtype, axis = recipe.fp8_format.dtype(role), _contracted(role)
+    dtype = recipe.fp8_format.dtype(role)
+    axis = -2 if role == KERNEL else -1  # the contracted one
     if isinstance(recipe, MXFP8BlockScaling):
         size = x.shape[axis]
         if size % MXFP8_BLOCK:
@@ -376,30 +372,26 @@ def quantize_params(
         )
     paths, tree = jax.tree_util.tree_flatten_with_path(params, is_scaled)
     selects = _is_matrix if select is None else select
-    chosen = [i for i, (path, leaf) in enumerate(paths) if selects(path, leaf)]
     leaves = [leaf for _, leaf in paths]
-    names = {i: f"params{jax.tree_util.keystr(paths[i][0])}" for i in chosen}
+    names = {
+        i: f"params{jax.tree_util.keystr(path)}"
+        for i, (path, leaf) in enumerate(paths)
+        if not is_scaled(leaf) and selects(path, leaf)
+    }
     for i, name in names.items():
         checks.check_rank(op, name, leaves[i])
         checks.check_float(op, **{name: leaves[i]})
         checks.check_not_empty(op, name, leaves[i])
-    if chosen and axis_name is not None and isinstance(recipe, Float8CurrentScaling):
+    if names and axis_name is not None and isinstance(recipe, Float8CurrentScaling):
         ranks = ranks_of(op, axis_name)
-        maxima = _agreed_maxima(ranks, [(leaves[i],) for i in chosen])
+        maxima = _agreed_maxima(ranks, [(leaves[i],) for i in names])
         scales = current_scale(maxima, recipe, KERNEL)
-        all_scales = [_like(scales[k], leaves[i]) for k, i in enumerate(chosen)]
+        for i, scale in zip(names, scales, strict=True):
+            leaves[i] = _cast(recipe, KERNEL, leaves[i], _like(scale, leaves[i]))
     else:
-        all_scales = [
-            _scales(
-                ranks_of(f"{op}: {name}", None),
-                recipe,
-                KERNEL,
-                lax.stop_gradient(leaves[i]),
-            )
-            for i, name in names.items()
-        ]
-    for i, scales in zip(chosen, all_scales, strict=True):
-        leaves[i] = _cast(recipe, KERNEL, leaves[i], scales)
+        for i, name in names.items():
+            ranks = ranks_of(f"{op}: {name}", None)
+            leaves[i] = _quantized(ranks, recipe, KERNEL, leaves[i])
     return jax.tree.unflatten(tree, leaves)
 
 
