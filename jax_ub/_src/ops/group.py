@@ -87,11 +87,11 @@ class OperationGroup:
 
     def saved_names(self, needs: Needs) -> Saves:
         """Returns the names of the residuals that each operation's backward reads."""
-        saves: list[frozenset[str]] = []
-        for window, op in windows(self.backward_ops):
-            own = needs[window]
-            saves.extend(op.saved(own) if any(own) else [frozenset()] * len(own))
-        return tuple(saves)
+        return tuple(
+            names
+            for window, op in windows(self.backward_ops)
+            for names in op.saved(needs[window])
+        )
 
     def kept_residuals(self, residuals, saves: Saves) -> tuple[dict[str, Any], ...]:
         """Returns the residuals, with an empty array for each that no gradient needs.
