@@ -35,6 +35,7 @@ from jax_ub._src.ops.userbuffers_backward import UserbuffersBackwardLinear
 from jax_ub._src.parallel import COLUMN, ROW
 from jax_ub._src.rules.operands import result_shape
 from jax_ub._src.rules.vjp import row_sum
+from jax_ub._src.scaled_array import source_of
 
 _RESULT_IS_REDUCED = (
     'linear has tensor_parallel_mode = "row": its result is reduced before anything is '
@@ -153,9 +154,7 @@ class ForwardLinearBiasAdd(_LinearPattern, ForwardPattern):
         """Computes `x @ kernel + bias + residual` in a GEMM (+ reduce-scatter)."""
         num = len(self.linear.basic_ops)
         (residual,) = extra_inputs[-1]
-        dtype = compute_dtype(self.basic_ops[0].dtype, x)
-        config, features = self.linear.call_config(dtype), params[0]["kernel"].shape[1]
-        self.add.check(result_shape(config, x, features), residual)
+        _check_residual(self, params[0]["kernel"], x, residual)
         addends = {"residual": residual, **_bias_of(self.bias, params[num:])}
         if self.userbuffers is None:
             y, _, own = self.linear.forward(params[0], x, (), saves[0], **addends)
@@ -166,6 +165,13 @@ class ForwardLinearBiasAdd(_LinearPattern, ForwardPattern):
             )
         others = len(self.basic_ops) - num
         return y, ((),) * len(self.basic_ops), (*residuals, *({},) * others)
+
+
+def _check_residual(fused, kernel, x, residual):
+    linear = fused.basic_ops[0]
+    config = fused.linear.call_config(compute_dtype(linear.dtype, x))
+    linear.check_operands(config, source_of(x), kernel)
+    fused.add.check(result_shape(config, x, kernel.shape[1]), residual)
 
 
 def _bias_of(op, params):
@@ -243,9 +249,7 @@ class ForwardLinearScaleAdd(ForwardPattern):
     def forward(self, params, x, extra_inputs, saves):
         """Computes `scale * x @ kernel + residual` in one GEMM."""
         (residual,) = extra_inputs[2]
-        config = self.linear.call_config(compute_dtype(self.linear.dtype, x))
-        features = params[0]["kernel"].shape[1]
-        self.add.check(result_shape(config, x, features), residual)
+        _check_residual(self, params[0]["kernel"], x, residual)
         addends = {"residual": residual, "scale": self.scale.scale}
         y, _, residuals = self.linear.forward(params[0], x, (), saves[0], **addends)
         return y, ((), (), ()), (residuals, {}, {})

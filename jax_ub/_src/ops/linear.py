@@ -214,10 +214,8 @@ class BasicLinear(_LinearOptions, BasicOperation):
         config = dataclasses.replace(config, fp8=self.fp8)
         return config.with_dtypes(dtype, dtype)
 
-    def operands(self, config: CallConfig, params: Params, x: jax.Array) -> Residuals:
-        """Checks x and the parameters, and casts them to one dtype for the GEMMs."""
-        kernel, label, num_ranks = params["kernel"], config.label, config.num_ranks
-        given, x = x, source_of(x)
+    def check_operands(self, config: CallConfig, x: jax.Array, kernel: jax.Array):
+        label, num_ranks = config.label, config.num_ranks
         checks.check_float(label, x=x, kernel=kernel)
         has_token_shards = self.tensor_parallel_mode and self.sequence_parallel
         checks.check_rank(label, "x", x, 2 if has_token_shards else 1)
@@ -236,6 +234,11 @@ class BasicLinear(_LinearOptions, BasicOperation):
         checks.check_contraction(label, x, kernel, num_ranks, self.mode.sharded)
         if self.mode.op == "matmul_reduce_scatter":
             checks.check_divides(label, x, num_ranks)
+
+    def operands(self, config: CallConfig, params: Params, x: jax.Array) -> Residuals:
+        """Checks x and the parameters, and casts them to one dtype for the GEMMs."""
+        given, x, kernel = x, source_of(x), params["kernel"]
+        self.check_operands(config, x, kernel)
         residuals = {
             "x": given if is_scaled(given) else x.astype(config.dtype),
             "kernel": kernel.astype(config.dtype),
@@ -243,8 +246,9 @@ class BasicLinear(_LinearOptions, BasicOperation):
         }
         if self.accumulate_into_main_grad:
             axes = config.axes(x, kernel)
-            main_grad = accumulators.pcast_varying(label, params["main_grad"], axes)
-            residuals["main_grad"] = main_grad
+            residuals["main_grad"] = accumulators.pcast_varying(
+                config.label, params["main_grad"], axes
+            )
         return residuals
 
     def forward(

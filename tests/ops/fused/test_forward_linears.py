@@ -205,6 +205,18 @@ def test_extra_input_with_a_wrong_shape_is_rejected(name):
         jax.eval_shape(window.program(), params, x, extra[..., :4])
 
 
+@pytest.mark.parametrize("following", [[IN_PLACE], [SCALE, IN_PLACE]], ids=len)
+@pytest.mark.parametrize(
+    ("x", "kernel", "text"),
+    [((), (4, 4), "x has shape (), but"), ((2, 4), (4,), "kernel has shape (4,), but")],
+)
+def test_wrong_operands_of_the_linear_are_rejected(following, x, kernel, text):
+    seq = ops.Sequential(ops.BasicLinear(4, 4), *following)
+    params = ({"kernel": jnp.ones(kernel)}, *({} for _ in following))
+    with pytest.raises(ub.errors.ShapeContractError, match=re.escape(text)):
+        jax.eval_shape(seq, params, jnp.ones(x), jnp.ones(x))
+
+
 def test_a_vector_residual_is_added():
     a = arrays(1)
     k, n = a.w.shape
