@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -142,9 +142,8 @@ class DelayedScaling(KeywordsChecked):
         scaling = self.scaling_factor_compute_algo
         if scaling is not None and not callable(scaling):
             raise ConfigurationError(
-                "DelayedScaling: scaling_factor_compute_algo = "
-                f"{shown(scaling)} is not a "
-                "function. Pass one of (amax, scale, fp8_max, recipe), or None."
+                f"DelayedScaling: scaling_factor_compute_algo = {shown(scaling)} is "
+                "not a function. Pass one of (amax, scale, fp8_max, recipe), or None."
             )
         check_flag("DelayedScaling", "reduce_amax", self.reduce_amax)
         _check_attention(self)
@@ -278,7 +277,6 @@ class RowwiseScaling(KeywordsChecked):
 
 
 Recipe = DelayedScaling | Float8CurrentScaling | MXFP8BlockScaling | RowwiseScaling
-RECIPES = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, RowwiseScaling)
 
 
 def check_layer_recipe(op: str, fp8: Any) -> None:
@@ -289,8 +287,8 @@ def check_layer_recipe(op: str, fp8: Any) -> None:
 
 def check_recipe(op: str, recipe: Any, name: str = "recipe") -> None:
     """Raises an error unless `recipe`, argument `name` of `op`, is an FP8 recipe."""
-    if not isinstance(recipe, RECIPES):
-        names = ", ".join(f"ub.fp8.{kind.__name__}" for kind in RECIPES)
+    if not isinstance(recipe, Recipe):
+        names = ", ".join(f"ub.fp8.{kind.__name__}" for kind in get_args(Recipe))
         raise ConfigurationError(
             f"{op}: {name} = {shown(recipe)} is not a recipe. Pass an instance of one "
             f"of {names}."
@@ -316,12 +314,9 @@ def _check_format(recipe):
         )
 
 
-_MARGINS = (-126, 127)  # so that 2**margin is a normal f32 number
-
-
 def _check_margin(recipe):
     name, margin = type(recipe).__name__, recipe.margin
-    low, high = _MARGINS
+    low, high = -126, 127  # 2**margin is then a normal f32 number
     if not is_integer(margin) or not low <= margin <= high:
         raise ConfigurationError(
             f"{name}: margin = {shown(margin)}: the scale overflows, or it is not an "
