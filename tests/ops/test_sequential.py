@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from operands import normal
 from ops_on_ranks import value_and_gradients
@@ -220,6 +221,31 @@ def test_remat_scan_and_vmap_give_the_same_gradients():
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
             found[name],
+            expected,
+        )
+
+
+def test_gradients_have_the_explicit_shardings_of_their_operands():
+    """Outside `jax.shard_map`, operations without a GEMM run as plain JAX."""
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    residual = ops.MakeExtraOutput().with_extra_output_channel(0, "x", False)
+    add = ops.AddExtraInput().with_extra_input_channel(0, "x")
+    seq = ops.Sequential(residual, ops.LayerNorm(8), ops.Bias(8), ops.GELU(), add)
+    params, x = normal_of(seq), normal(1, (4, 2, 8))
+    step = lambda p, x: jax.grad(lambda *v: jnp.sum(jnp.sin(seq(*v))), (0, 1))(p, x)  # noqa: E731
+    expected = jax.jit(step)(params, x)
+    for spec in (P("a"), P(None, None, "b"), P("a", "b")):
+        with jax.set_mesh(mesh):
+            operands = params, jax.device_put(x, NamedSharding(mesh, spec))
+            found = jax.jit(step)(*operands)
+        specs = [
+            jax.tree.map(lambda a: jax.typeof(a).sharding.spec, tree)
+            for tree in (found, operands)
+        ]
+        assert specs[0] == specs[1]
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(np.asarray(a), b, atol=1e-5),
+            found,
             expected,
         )
 

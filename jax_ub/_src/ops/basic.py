@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jax_ub._src import checks
 from jax_ub._src.errors import ShapeContractError, shown
-from jax_ub._src.ops.group import to_cotangent_aval
+from jax_ub._src.ops.group import cotangent_aval, to_cotangent_aval
 from jax_ub._src.ops.operation import BasicOperation, compute_dtype, init_parameter
 from jax_ub._src.primitives import mesh, vma
 from jax_ub._src.reference import with_rank
@@ -192,7 +192,8 @@ class MakeExtraOutput(BasicOperation):
             return d_extra if dy is None else dy, {}, ()
         # In a fused operation, dy may be a partial sum over the ranks while `d_extra`
         # is complete (`is_partial_sum`). `to_cotangent_aval` then sums dy first.
-        return d_extra + to_cotangent_aval(d_extra, dy), {}, ()
+        dy = to_cotangent_aval(cotangent_aval(d_extra), dy)
+        return d_extra + dy, {}, ()
 
 
 def is_partial_sum(d_extra: jax.Array, dy: jax.Array) -> bool:

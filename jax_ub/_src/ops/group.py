@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jax_ub._src.errors import UbError
 from jax_ub._src.ops.fused_operation import FusedOperation, expand, windows
@@ -286,16 +287,29 @@ def _by_edge(rows, arrays):
 
 
 def cotangent_aval(value) -> jax.Array:
-    """Returns an empty array with the dtype and varying mesh axes of a cotangent.
+    """Returns an empty array with the dtype and mesh axes of a cotangent of `value`.
 
-    It stands for the type of a cotangent of `value`. As an array, it can be a residual.
+    It stands for the type of the cotangent. As an array, it can be a residual. If
+    `value`, an array or aval, is sharded over explicit mesh axes, the array has its
+    shape after a dimension of size 0, and is sharded in the same way.
     """
-    empty = jnp.zeros((0,), value.dtype)
+    spec = _spec_of(value)
+    if any(spec):
+        empty = jnp.zeros((0, *value.shape), value.dtype)
+        empty = jax.sharding.reshard(empty, PartitionSpec(None, *spec))
+    else:
+        empty = jnp.zeros((0,), value.dtype)
     return vma.pcast_varying(empty, vma.axes_of(value))
 
 
+def _spec_of(value) -> tuple[Any, ...]:
+    """Returns the explicit mesh axes by dimension of an array or aval."""
+    is_aval = isinstance(value, jax.core.ShapedArray)
+    return tuple((value if is_aval else jax.typeof(value)).sharding.spec)
+
+
 def to_cotangent_aval(aval: jax.Array | None, gradient: Any) -> Any:
-    """Casts a gradient to the dtype and varying mesh axes of its operand, `aval`.
+    """Casts a gradient to the dtype and the mesh axes of its operand, `aval`.
 
     `aval` is the operand's `cotangent_aval`. The result is None if either is None.
     If the gradient varies over more mesh axes than the operand, the operand was cast to
@@ -312,4 +326,7 @@ def to_cotangent_aval(aval: jax.Array | None, gradient: Any) -> Any:
     extra = tuple(sorted(vma.axes_of(gradient) - axes))
     if extra:
         gradient = vma.sum_over(gradient, extra)
+    spec = _spec_of(aval)[1:] or (None,) * gradient.ndim
+    if _spec_of(gradient) != spec:
+        gradient = jax.sharding.reshard(gradient, PartitionSpec(*spec))
     return vma.pcast_varying(gradient.astype(aval.dtype), axes)
