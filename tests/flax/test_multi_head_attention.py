@@ -138,6 +138,14 @@ def test_keys_and_values_of_other_inputs_share_one_gather():
         assert_trees_close(run(model, q, kv, v), flax(q, kv, v))
 
 
+def test_a_projection_may_lack_the_bias_of_the_others():
+    x, bias_init = normal(0, X), nnx.initializers.normal(1.0)
+    ours, flax = attention(bias_init=bias_init), flax_attention(bias_init=bias_init)
+    ours.key.bias = flax.key.bias = None
+    with jax.set_mesh(mesh_of(1, 2)):
+        assert_trees_close(run(ours, x), flax(x))
+
+
 def test_inside_shard_map_each_rank_has_some_heads():
     x, mask = normal(0, X), normal(1, (4, 4, 8, 8)) > -1
     graph, state = nnx.split(attention(num_kv_heads=2))

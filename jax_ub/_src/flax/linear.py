@@ -349,15 +349,15 @@ def apply_layers(layers: Sequence[Any], inputs: jax.Array) -> tuple[jax.Array, .
     """Applies several layers of nnx or linen to the same inputs, gathered only once.
 
     The layers may differ only in output sizes and parameters. If they compute in
-    different dtypes, each gathers the inputs.
+    different dtypes, or only some have a bias, each gathers the inputs.
     """
     if isinstance(layers[0], nn.Module) and layers[0].is_initializing():
         return tuple(layer(inputs) for layer in layers)
     calls = [layer.call_arguments(inputs) for layer in layers]
     layouts, operands, options = zip(*calls, strict=True)
-    xs, *parameters = zip(*operands, strict=True)
-    if len({x.dtype for x in xs}) > 1:
+    if len({(x.dtype, jax.tree.structure(rest)) for x, *rest in operands}) > 1:
         return tuple(layer(inputs) for layer in layers)
+    xs, *parameters = zip(*operands, strict=True)
     return sharded_linear(layouts[0], xs[0], *parameters, **options[0])
 
 

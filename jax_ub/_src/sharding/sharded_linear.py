@@ -209,11 +209,8 @@ def _each_kernel(run, x, kernels, biases, main_grads, residual, fp8_states):
 
 
 def _present(arrays):
-    """Returns `arrays` as a tuple; None if there are none, or any of them is None."""
-    # Not `None in arrays`, which compares NumPy arrays element by element.
-    if arrays is None or any(array is None for array in arrays):
-        return None
-    return tuple(arrays)
+    """Returns `arrays` as a tuple; None if there are none, or they are None."""
+    return None if arrays is None or arrays[0] is None else tuple(arrays)
 
 
 def _gather_manual_fsdp(layout, x, kernels, main_grads, num_in):
