@@ -219,6 +219,34 @@ def test_inside_shard_map_init_returns_zeros():
     assert_equal(y, jnp.zeros(X))
 
 
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_inside_shard_map_init_returns_the_type_that_apply_returns(sequence_parallel):
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scanned = nn.scan(
+                lambda layer, x, _: (layer(x), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=2,
+            )
+            layer = linen.TransformerLayer(
+                16, 32, 4, fsdp_axes="dp", sequence_parallel=sequence_parallel
+            )
+            return scanned(layer, x, None)[0]
+
+    def create_and_apply(x):
+        y, variables = Stack().init_with_output(jax.random.key(0), x)
+        assert jax.typeof(y) == jax.typeof(Stack().apply(variables, x))
+        return y
+
+    tokens = P("dp", "tp" if sequence_parallel else None)
+    y = jax.shard_map(
+        create_and_apply, mesh=mesh_of(2, 2), in_specs=tokens, out_specs=tokens
+    )
+    assert jax.eval_shape(y, normal(0, X)).shape == X
+
+
 def assert_equal_shapes(actual, expected):
     assert jax.tree.map(jnp.shape, actual) == jax.tree.map(jnp.shape, expected)
 

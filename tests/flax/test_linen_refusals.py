@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax_models import mesh_of
+from jax.sharding import PartitionSpec as P
 from operands import assert_equal
 
 from jax_ub.errors import ShapeContractError, UnknownNameError, UnsupportedOverlapError
@@ -154,6 +155,23 @@ def test_other_values_than_arrays_are_rejected(module, name):
     text = f"{name} is of type NoneType, but the op takes an array. Pass one."
     with pytest.raises(ShapeContractError, match=re.escape(text)):
         module.init(jax.random.key(0), None)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "text"),
+    [("column", "18 in"), ("row", "10 out"), (None, "18 in")],
+)
+def test_inside_shard_map_fsdp_axes_must_divide_the_features(parallel, text):
+    layer = linen.Linear(10, parallel=parallel, fsdp_axes="dp", use_bias=False)
+    init = jax.shard_map(
+        lambda x: layer.init(jax.random.key(0), x),
+        mesh=mesh_of(4, 1),
+        in_specs=P("dp"),
+        out_specs=P(),
+    )
+    text = f"the kernel has {text} features, which do not divide into the 4 ranks of "
+    with pytest.raises(ShapeContractError, match=re.escape(text + "fsdp_axes")):
+        jax.eval_shape(init, jnp.ones((4, 8, 18)))
 
 
 def test_inputs_without_features_are_rejected():

@@ -25,6 +25,7 @@ from jax_ub._src.flax.options import (
 )
 from jax_ub._src.fp8.flax_state import linen_state
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
+from jax_ub._src.primitives import vma
 from jax_ub._src.sharding.layout import ShardingLayout, pack_meshes, unpack_meshes
 from jax_ub._src.sharding.sharded_linear import sharded_linear
 
@@ -71,8 +72,7 @@ class TensorParallel(arguments.KeywordsChecked, nn.Module, kw_only=True):
     fp8: Recipe | None = None
 
     def __post_init__(self):
-        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        arguments.check(type(self).__name__, **options)
+        arguments.check(type(self).__name__, **vars(self))
         check_layer_recipe(type(self).__name__, self.fp8)
         super().__post_init__()
 
@@ -177,17 +177,31 @@ class Linear(TensorParallel):
         layout, (x, kernel, *others), options = self.call_arguments(inputs)
         if self.is_initializing():
             if layout.is_local():
-                # The result is zeros, because the shards of inputs and kernel that a
-                # rank has during initialization may have different contracting sizes.
-                num_in = options["num_in"]
-                dtype = jnp.result_type(x, *[] if residual is None else [residual])
-                shape = (*x.shape[: x.ndim - num_in], *kernel.shape[num_in:])
-                return jnp.zeros(shape, dtype)
+                return self._zeros(layout, x, kernel.shape, residual, **options)
             layout = dataclasses.replace(layout.replicated(), fp8=None)
             others[1:] = None, None
         parameters = [(each,) for each in (kernel, *others)]
         (y,) = sharded_linear(layout, x, *parameters, residual=residual, **options)
         return y
+
+    @nn.nowrap
+    def _zeros(self, layout, x, kernel_shape, residual, num_in):
+        """Returns zeros of the result's type, for initialization in a `shard_map`.
+
+        The result is not computed, because the shards of inputs and kernel that a rank
+        has during initialization may have different contracting sizes.
+        """
+        # A row layer's kernel may lack output features, which FSDP shards.
+        is_column = layout.parallel == "column"
+        outs = kernel_shape[num_in:] if is_column else as_sizes(self.features)
+        addends = [] if residual is None else [residual]
+        dtype = jnp.result_type(x, *addends)
+        zeros = jnp.zeros((*x.shape[: x.ndim - num_in], *outs), dtype)
+        axes = vma.axes_of(x, *addends)
+        if layout.parallel is not None and vma.is_vma_checked(layout.axes):
+            axes = axes.difference(layout.axes)
+            axes = axes.union(layout.axes) if any(layout.mode.y) else axes
+        return vma.pcast_varying(zeros, axes)
 
     @nn.nowrap
     def call_arguments(
@@ -216,10 +230,13 @@ class Linear(TensorParallel):
         """
         layout = self.sharding_layout
         out_sizes = read_sizes(layout.op, "features", self.features)
-        if layout.is_local() and layout.parallel == "column":
+        if layout.is_local():
             mesh = jax.sharding.get_abstract_mesh()
-            layout.check_features((in_sizes[0], out_sizes[0]), mesh)
-            out_sizes = (out_sizes[0] // layout.axis_size(mesh), *out_sizes[1:])
+            num_ranks = 1 if layout.parallel is None else layout.axis_size(mesh)
+            ins = in_sizes[0] * (num_ranks if layout.parallel == "row" else 1)
+            layout.check_features((ins, out_sizes[0]), mesh)
+            if layout.parallel == "column":
+                out_sizes = (out_sizes[0] // num_ranks, *out_sizes[1:])
         shape = [*in_sizes, *out_sizes]
         shape[layout.fsdp_dim * len(in_sizes)] //= layout.num_manual_fsdp()
         kernel_init = _of_matrix(
