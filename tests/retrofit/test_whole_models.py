@@ -134,6 +134,21 @@ def test_an_einsum_of_linen_that_is_not_a_dense_layer_must_be_free_to_fall_back(
         apply(variables, x)
 
 
+@pytest.mark.parametrize("equation", ["TK,KN", "TK->T", "T,K,N->TKN", "TK,KN->T->N"])
+def test_an_invalid_equation_of_linen_raises_the_error_of_flax(equation):
+    net, x = nn.Einsum((16, 8), equation, use_bias=False), normal(0, (4, 16))
+    variables = {"params": {"kernel": normal(1, (16, 8))}}
+    with pytest.raises(ValueError) as expected:
+        net.apply(variables, x)
+    text = re.escape(str(expected.value))
+    with (
+        jax.set_mesh(mesh_of(1, 2)),
+        Overlap({"": "column"}),
+        pytest.raises(ValueError, match=text),
+    ):
+        net.apply(variables, x)
+
+
 class OwnDense(nn.Module):
     @nn.compact
     def __call__(self, x):

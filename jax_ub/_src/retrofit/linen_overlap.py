@@ -30,6 +30,7 @@ from jax_ub._src.runtime.registry import LayerName
 from jax_ub._src.sharding.layout import ShardingLayout, sharding_of
 
 _LIFT_FILE = lift.__file__
+_EQUATION = re.compile("[^,>]*,[^,>]*->[^,>]*")  # of an einsum of two operands
 
 
 class _Traces:
@@ -374,8 +375,8 @@ def _call_einsum(dense, state, layer, next_fun, args, kwargs):
     inputs, text = _einsum_arguments(*args, **kwargs)
     text = layer.einsum_str if text is None else text
     kernel = nn.meta.unbox(layer.get_variable("params", "kernel"))
-    if kernel is None or text is None:  # initialization, or an invalid call
-        return next_fun(*args, **kwargs)
+    if kernel is None or text is None or not _EQUATION.fullmatch(text):
+        return next_fun(*args, **kwargs)  # initialization, or an error of Flax
     reason = Einsum(dense).why_not(text, jnp.ndim(inputs))
     if reason is not None:
         with dense.falling_back(reason):
