@@ -219,11 +219,11 @@ def test_hidden_dropout_is_applied_to_the_results_of_attention_and_mlp(
 
 
 def test_a_deterministic_view_disables_dropout_and_does_not_change_the_model():
-    x = normal(0, X)
+    x, narrow = normal(0, X).astype(jnp.bfloat16), {"dtype": jnp.bfloat16}
     with jax.set_mesh(mesh_of(1, 2)):
-        model = layer(hidden_dropout=0.5, attention_dropout=0.5)
+        model = layer(hidden_dropout=0.5, attention_dropout=0.5, **narrow)
         view = nnx.view(model, deterministic=True)
-        assert_equal(run(view, x), run(layer(), x))
+        assert_equal(run(view, x), run(layer(**narrow), x))
         assert view.attention.deterministic
         assert not model.attention.deterministic
         assert nnx.view(view, deterministic=None).attention.deterministic

@@ -304,8 +304,8 @@ class TransformerLayer(nnx.Module):
             activation: the activation function of the MLP; see `LayerNormMLP`.
             normalization: "LayerNorm" or "RMSNorm".
             epsilon: added to the variance, or to the mean square, before the root.
-            hidden_dropout: the dropout rate of the results of attention and MLP. If it
-                is 0, the calls "proj" and "fc2" add the residuals before rounding.
+            hidden_dropout: the dropout rate of the results of attention and MLP. Where
+                none is dropped, "proj" and "fc2" add the residuals before rounding.
             attention_dropout: the probability of dropping an attention weight.
             deterministic: whether dropout is disabled; `model.eval()` sets it to True.
             rngs: the PRNG streams for the initializers; with dropout also "dropout".
@@ -396,14 +396,13 @@ class TransformerLayer(nnx.Module):
             positions=positions,
             deterministic=deterministic,
         )
-        drop = None
-        if self.dropout is not None:
-            if deterministic is None:
-                deterministic = self.dropout.deterministic
-            drop = functools.partial(self._drop, self.dropout, deterministic)
-        return residual_blocks(inputs, attend, self.mlp, drop)
+        module: Any = self.dropout
+        layout = self.mlp.fc2.sharding_layout
+        if module is not None and deterministic is None:
+            deterministic = module.deterministic
 
-    def _drop(self, module, deterministic, y):
-        if deterministic:
-            return y
-        return dropout(y, module.rate, module.rngs(), self.mlp.fc2.sharding_layout)
+        def drop(y):
+            return dropout(y, module.rate, module.rngs(), layout)
+
+        is_dropped = module is not None and not deterministic
+        return residual_blocks(inputs, attend, self.mlp, drop if is_dropped else None)

@@ -301,13 +301,11 @@ class TransformerLayer(TensorParallel):
             positions=positions,
             deterministic=deterministic,
         )
-        drop = functools.partial(self._drop, deterministic)
+        is_dropped = self.hidden_dropout and not deterministic
         return residual_blocks(
-            inputs, attend, mlp_layer, drop if self.hidden_dropout else None
+            inputs, attend, mlp_layer, self._drop if is_dropped else None
         )
 
     @nn.nowrap
-    def _drop(self, deterministic, y):
-        if deterministic:
-            return y
+    def _drop(self, y):
         return dropout(y, self.hidden_dropout, self.make_rng("dropout"), self)
