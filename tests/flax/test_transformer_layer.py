@@ -236,6 +236,24 @@ def test_empty_inputs_have_empty_results(shape):
         assert run(layer(), jnp.ones(shape), mask=mask).shape == shape
 
 
+@pytest.mark.parametrize("types", ["explicit", "auto"])
+def test_empty_results_have_the_type_of_the_inputs(types):
+    model = LayerNormMLP(16, 32, rngs=nnx.Rngs(0))
+
+    def scanned(x):
+        return jax.lax.scan(lambda x, _: (model(x), None), x, length=2)[0]
+
+    def inside(x):
+        specs = {"in_specs": P("dp"), "out_specs": P("dp"), "axis_names": {"dp"}}
+        return jax.shard_map(scanned, **specs)(x)
+
+    for shape in ((0, 8, 16), (2, 0, 16)):
+        with jax.set_mesh(mesh_of(2, 2, types)):
+            x = jax.device_put(jnp.ones(shape), P("dp", "tp"))
+            run = scanned if types == "explicit" else inside
+            assert jax.eval_shape(run, x).shape == shape
+
+
 def test_unknown_names_are_rejected():
     refused = functools.partial(pytest.raises, ub.errors.UnknownNameError)
     with refused(match=r"TransformerLayer: normalization = 'RMSnorm'.*mean 'RMSNorm'"):

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 from jax_ub._src import checks, lowering_log
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
+from jax_ub._src.primitives import vma
 from jax_ub._src.rules import main_grads as accumulators
 from jax_ub._src.rules.fsdp import gather_kernels, remat_gathers
 from jax_ub._src.rules.linear import parallel_linear
@@ -100,8 +101,7 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
     if not layout.is_local() and 0 in x_matrix.shape[:-1] and main_grads is None:
         # The ops reject empty arrays, so the result is made here. With a main_grad, the
         # ops' error is wanted, because a constant result would discard the main_grad.
-        shape, dtype = x_matrix.shape[:-1], out_dtype or x.dtype
-        ys: Any = tuple(jnp.zeros((*shape, math.prod(out)), dtype) for out in outs)
+        ys: Any = _empty_results(layout, mesh, x_matrix, kernels, outs, out_dtype)
     elif mesh is None:
         _check_needs_no_mesh(layout)
         ys = _shard_function(layout, out_dtype, operands[1])(*operands)
@@ -279,6 +279,18 @@ def _flat(x, num_dims):
     # The merged size is not passed as -1, because reshape cannot infer it if the array
     # is empty.
     return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))
+
+
+def _empty_results(layout, mesh, x, kernels, outs, out_dtype):
+    """Returns the results of an empty x, with the types that other results have."""
+    shapes = [(*x.shape[:-1], math.prod(out)) for out in outs]
+    ys = [jnp.zeros(shape, out_dtype or x.dtype) for shape in shapes]
+    ys = vma.pcast_varying(ys, vma.axes_of(x, *kernels))
+    if mesh is not None and explicit_axes(mesh):
+        layout, _ = _fitted_layout(layout, mesh, x)
+        _, spec = activation_specs(layout, batch_axes(layout, mesh, x), x.ndim)
+        ys = reshard(mesh, [spec] * len(ys), ys)
+    return tuple(ys)
 
 
 def _check_needs_no_mesh(layout):
