@@ -148,7 +148,7 @@ def _on_mesh(core, mesh, *operands):
     q, _, _, mask, positions, _ = operands
     layout = core.sharding_layout
     data_axes = batch_axes(layout, mesh, q) if q.ndim > 3 else ()
-    lead = [data_axes or None, *[None] * (q.ndim - 4)] if q.ndim > 3 else []
+    lead = [data_axes, *[None] * (q.ndim - 4)] if q.ndim > 3 else []
     axis_name = None if layout.parallel is None else layout.axis_name
     heads = P(*lead, None, axis_name, None)
     specs = (
@@ -215,8 +215,7 @@ def varying_axes(array: jax.Array) -> frozenset[str]:
     are returned.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    is_vma_checked = vma.axes_of(*map(lax.axis_index, manual))
-    return vma.axes_of(array) if is_vma_checked else frozenset(manual)
+    return vma.axes_of(array) if vma.is_vma_checked(manual) else frozenset(manual)
 
 
 def per_device_key(key: jax.Array, axes: Iterable[str]) -> jax.Array:

@@ -171,9 +171,9 @@ class Overlap(KeywordsChecked):
 
     def __exit__(self, kind, error, traceback) -> None:
         """Stops the interception and warns about rules that matched no layer."""
-        self._blocks.pop().__exit__(None, None, None)
+        self._blocks.pop().close()
         if error is None:
-            self._warn(self.unmatched)
+            self._warn()
 
     @property
     def unmatched(self) -> tuple[str, ...]:
@@ -211,7 +211,7 @@ class Overlap(KeywordsChecked):
             self._depth -= 1
             self._jitted = jitted
         if self._depth == 0 and not self._blocks and not self._matched:
-            self._warn(self.unmatched)
+            self._warn()
         return y
 
     def _call(self, layer, method_name, next_fun, args, kwargs):
@@ -272,12 +272,12 @@ class Overlap(KeywordsChecked):
                     "docs/retrofit.md"
                 )
 
-    def _warn(self, patterns):
+    def _warn(self):
         """Warns once about each rule that matched no layer."""
         known = set(self._warned)
         if not self._seen:  # all layers were traced in an earlier block, or none is
             known.update(each.pattern for each in self._traces.matched)
-        new = [pattern for pattern in patterns if pattern not in known]
+        new = [pattern for pattern in self.unmatched if pattern not in known]
         self._warned.update(new)
         if not new:
             return

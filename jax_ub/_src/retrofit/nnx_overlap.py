@@ -1,10 +1,11 @@
 """`ub.overlap`: overlaps the linear layers of an unmodified nnx model."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -175,8 +176,7 @@ class _Layer:
         num_in: the number of contracted dimensions of the kernel.
         order: the dimensions of the kernel in the order [*in, *out], without the
             leading ones of stacked layers.
-        equation: the equation of an `nnx.Einsum` that is a dense layer.
-        is_dense: whether the module is a dense layer.
+        equation: the equation of an `nnx.Einsum` that is a dense layer, or None.
     """
 
     node: Any
@@ -186,7 +186,6 @@ class _Layer:
     num_in: int
     order: tuple[int, ...]
     equation: Equation | None = None
-    is_dense: bool = True
 
     @property
     def product(self) -> Any:
@@ -235,7 +234,7 @@ class _Layer:
         if product is not None and not is_default and not _is_overlapped(product):
             fix = f"Set it to {default.path} first" if default else "Remove it first"
             return f"has a custom {self.attribute}, {product}", fix
-        if self.is_dense:
+        if self.equation is not None or not isinstance(self.node, nnx.Einsum):
             return None
         return (
             f"has einsum_str = {shown(self.node.einsum_str)}, which is not a dense "
@@ -325,7 +324,7 @@ def _layers_of(model: Any) -> Iterator[tuple[str, _Layer]]:
             and node.dot_general_cls is None
             and not node.batch_axis
         ):
-            num_in, num_out = map(_count, (node.in_features, node.out_features))
+            num_in, num_out = map(np.size, (node.in_features, node.out_features))
             default = interception.DOT_GENERAL
             order = tuple(range(num_in + num_out))
             yield name, _Layer(node, node.kernel, "dot_general", default, num_in, order)
@@ -335,16 +334,12 @@ def _layers_of(model: Any) -> Iterator[tuple[str, _Layer]]:
             yield name, _Layer(node, node.embedding, attribute, None, 1, (1, 0))
 
 
-def _count(features):
-    return len(features) if isinstance(features, Sequence) else 1
-
-
 def _einsum_layer(node):
-    equation = None if node.einsum_str is None else Equation.read(node.einsum_str)
+    equation = Equation.read(node.einsum_str)
     product = ("einsum_op", interception.EINSUM)
-    if equation is None or not equation.is_dense:
+    if not equation.is_dense:
         order = tuple(range(len(node.kernel_shape)))
-        return _Layer(node, node.kernel, *product, 0, order, is_dense=False)
+        return _Layer(node, node.kernel, *product, 0, order)
     order = tuple(map(equation.kernel.index, equation.ins + equation.outs))
     return _Layer(node, node.kernel, *product, len(equation.ins), order, equation)
 

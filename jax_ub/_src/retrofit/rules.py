@@ -25,15 +25,9 @@ def read_rules(argument: str, given: Any) -> dict[re.Pattern[str], Any]:
 
 
 def values_by_path(argument: str, given: Any, paths: Collection[str]) -> dict[str, Any]:
-    """Assigns values to layer paths by rules, {regular expression: value}.
+    """Returns {path: value of the first pattern that matches it}, of `read_rules`.
 
-    Args:
-        argument: the name of the rules' argument: "rules", "ub_names" or "fp8".
-        given: the rules, or None. A pattern must match a whole path.
-        paths: the paths of all layers that the rules may select.
-
-    Returns:
-        {path: value of the first pattern that matches it}, without the other paths.
+    A pattern must match a whole path. Paths without a match are left out.
 
     Raises:
         UnknownNameError: if a pattern matches no path, or a value is invalid.

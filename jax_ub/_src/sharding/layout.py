@@ -159,10 +159,7 @@ class ShardingLayout:
     @property
     def kernel_spec(self) -> P:
         """Returns the `PartitionSpec` of the stored kernel, [in, out] or [out, in]."""
-        other = self.fsdp_axes or None
-        if isinstance(other, tuple) and len(other) == 1:
-            (other,) = other
-        spec = self.mode.kernel_spec(self.axis_name, other)
+        spec = self.mode.kernel_spec(self.axis_name, self.fsdp_axes)
         return P(*spec[::-1]) if self.rhs_transposed else spec
 
     @property
@@ -215,7 +212,7 @@ class ShardingLayout:
     def may_fall_back(self) -> bool:
         """Returns whether the layer may run as plain JAX, without the engine.
 
-        They may if no flag is True and the method is "auto" or "xla".
+        It may if no flag is True and the method is "auto" or "xla".
         """
         if any(self.flags.given.values()):
             return False
@@ -367,9 +364,8 @@ class ShardingLayout:
 
         Axes in `spec` besides `axis_name` move to the FSDP dimension.
         """
-        entries = (each if isinstance(each, tuple) else (each,) for each in spec)
-        names = dict.fromkeys(name for entry in entries for name in entry)
-        others = tuple(name for name in names if name not in (None, *self.axes))
+        names = dict.fromkeys(name for entry in spec for name in axis_tuple(entry))
+        others = tuple(name for name in names if name not in self.axes)
         if not others:
             return str(self.kernel_spec)
         fixed = dataclasses.replace(self, fsdp_axes=others)

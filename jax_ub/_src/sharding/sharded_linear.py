@@ -470,9 +470,7 @@ def _on_first_replica(main_grad, axes):
     main_grad is replicated, so JAX sums its cotangents, the accumulated values, over
     the replicas. The sum must contain the old main_grad only once.
     """
-    first = jnp.array(True)
-    for axis_name in axes:
-        first &= jax.lax.axis_index(axis_name) == 0
+    first = jax.lax.axis_index(axes) == 0
     others = jax.lax.stop_gradient(jnp.where(first, 0, main_grad))
     # The difference equals jnp.where(first, main_grad, 0), but its derivative is the
     # identity on every replica: jnp.where would discard the cotangents of all replicas

@@ -38,8 +38,7 @@ def batch_axes(layout: ShardingLayout, mesh: AnyMesh, x: jax.Array) -> tuple[str
     type of x on an explicit mesh.
     """
     axes = data_axes(layout, mesh, x.shape)
-    entry = jax.typeof(x).sharding.spec[0]
-    names = entry if isinstance(entry, tuple) else (entry,)
+    names = axis_tuple(jax.typeof(x).sharding.spec[0])
     others = {*mesh.shape} - {*layout.axes}
     typed = tuple(name for name in names if name in others)
     is_same = {*nontrivial_axes(mesh, typed)} == {*nontrivial_axes(mesh, axes)}
@@ -106,12 +105,12 @@ def activation_specs(
 
     Both have `ndim` dimensions. `batch` are the mesh axes that shard the leading axis.
     """
-    lead = [batch or None, *[None] * (ndim - 3)] if ndim > 2 else []
+    lead = [batch, *[None] * (ndim - 3)] if ndim > 2 else []
     over_data = batch if ndim == 2 else ()
 
     def spec(by_tokens, by_features):
         tokens = (*over_data, *(layout.axes if by_tokens else ()))
-        return P(*lead, tokens or None, layout.axis_name if by_features else None)
+        return P(*lead, tokens, layout.axis_name if by_features else None)
 
     return spec(*layout.mode.x), spec(*layout.mode.y)
 
@@ -123,8 +122,7 @@ def explicit_axes(mesh: AnyMesh) -> set[str]:
 
 def spec_over(spec: P, axes: Collection[str]) -> P:
     """Returns a copy of a `PartitionSpec` that keeps only the mesh axes in `axes`."""
-    entries = (tuple(n for n in axis_tuple(entry) if n in axes) for entry in spec)
-    return P(*(entry or None for entry in entries))
+    return P(*(tuple(n for n in axis_tuple(entry) if n in axes) for entry in spec))
 
 
 def free_axes(op: str, mesh: AnyMesh) -> dict[str, Any]:
