@@ -310,6 +310,13 @@ def test_operands_of_other_shapes_are_rejected():
             model(x, mask=jnp.ones((1, 4, 1, 8, 8), bool))
         with refused(match=r"positions has shape \(2, 8\).*to \(4, 8\)"):
             model(x, positions=jnp.ones((2, 8), int))
+        attend = attention()
+        with refused(match=r"queries have shape \(4, 8, 4, 4\), keys \(2, 8, 4, 4\)"):
+            attend(x, jnp.ones((2, 8, 16)))
+        with refused(match=r"keys \(2, 3, .*Pass inputs of the same sequences"):
+            attend(jnp.ones((3, 2, *X[1:])), jnp.ones((2, 3, *X[1:])))
+        with refused(match=r"values \(4, 4, 4, 4\).*inputs_v with as many tokens"):
+            attend(x, x, jnp.ones((4, 4, 16)))
 
 
 def test_arguments_have_the_names_of_flax():

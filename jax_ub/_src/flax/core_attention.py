@@ -84,6 +84,12 @@ class CoreAttention:
         the other arguments.
         """
         *lead, num_tokens, num_heads, _ = q.shape
+        if k.shape[:-3] != tuple(lead) or v.shape[:-1] != k.shape[:-1]:
+            raise ShapeContractError(
+                f"attention: queries have shape {q.shape}, keys {k.shape} and values "
+                f"{v.shape}. Pass inputs of the same sequences, and inputs_v with as "
+                "many tokens as inputs_k."
+            )
         if mask is not None:
             whole = (*lead, num_heads, num_tokens, k.shape[-3])
             mask = _broadcastable("mask", mask, whole).astype(bool)
