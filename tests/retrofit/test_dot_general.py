@@ -80,6 +80,32 @@ def test_several_dimensions_are_contracted_as_one(types):
     assert_trees_close(y, lax.dot_general(x, w, dims))
 
 
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [("column", P(None, None, None, "tp")), ("row", P(None, "tp", None, None))],
+)
+def test_any_of_several_dimensions_may_be_sharded_on_an_explicit_mesh(kind, spec):
+    x, w = normal(0, (4, 8, 2, 8)), normal(1, (2, 8, 4, 8))
+
+    def value_and_gradients(product):
+        def loss(x, w):
+            y = product(x, w, (((2, 3), (0, 1)), ((), ())))
+            return jnp.sum(jnp.sin(y))
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+    expected = value_and_gradients(lax.dot_general)(x, w)
+    with jax.set_mesh(mesh_of(1, 2, "explicit")):
+        sharded = (
+            jax.device_put(x, P("dp", None, None, "tp")),
+            jax.device_put(w, spec),
+        )
+        found = value_and_gradients(ub.dot_general(kind))(*sharded)
+    for gradient, operand in zip(found[1], sharded, strict=True):
+        assert gradient.sharding == operand.sharding
+    assert_trees_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_one_head_per_rank_is_sharded_along_the_axis_of_heads():
     x, w = normal(0, (4, 8, 16)), normal(1, (16, 1, 8))
     dims = (((2,), (0,)), ((), ()))
@@ -255,6 +281,18 @@ def test_shards_that_cannot_be_overlapped_are_rejected():
             mesh=mesh_of(1, 2),
             in_specs=(P(), P("tp")),
             out_specs=P(),
+        )(jnp.ones((4, 8, 16)), jnp.ones((16, 32)))
+
+
+def test_a_whole_kernel_for_sharded_features_is_rejected():
+    with pytest.raises(
+        ShapeContractError, match=r"in_specs P\(axis_name, None\) for w"
+    ):
+        jax.shard_map(
+            lambda x, w: ub.dot_general("row")(x, w, DENSE),
+            mesh=mesh_of(1, 2),
+            in_specs=(P(None, None, "tp"), P()),
+            out_specs=P(None, "tp"),
         )(jnp.ones((4, 8, 16)), jnp.ones((16, 32)))
 
 

@@ -26,6 +26,7 @@ from jax_ub._src.retrofit import interception
 from jax_ub._src.sharding.layout import ShardingLayout, resolve_parallel
 from jax_ub._src.sharding.sharded_linear import (
     as_matrix,
+    merge_features,
     sharded_linear,
     split_features,
     with_output_sharding,
@@ -335,15 +336,13 @@ class DotGeneral:
     def _operands(self, lhs, contraction):
         """Returns the sharding layout, x [*lead, K], and the kernel as a matrix."""
         kernel, num_in = contraction.kernel, contraction.num_in
-        shape = contraction.shape
         mesh = self.sharding_layout.global_mesh(kernel, lhs)
         layout = self._layout(mesh, contraction)
-        layout.check_contraction(lhs, shape, num_in)
+        layout.check_contraction(lhs, contraction.shape, num_in)
         layout.check_kernel_spec(contraction.spec, num_in)
         num_rows = kernel.ndim - num_in if contraction.rhs_transposed else num_in
         kernel = as_matrix(kernel, num_rows)
-        lead = lhs.shape[: lhs.ndim - num_in]
-        return layout, lhs.reshape(*lead, math.prod(shape[:num_in])), kernel
+        return layout, merge_features(lhs, num_in), kernel
 
 
 def _why_not_dense(lhs, rhs, contraction, out_dtype):

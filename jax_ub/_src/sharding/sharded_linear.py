@@ -256,9 +256,9 @@ def _as_matrices(layout, operands, num_in, out_dtype):
     addend = None
     if residual is not None and layout.parallel == "row":
         out_dtype = jnp.result_type(out_dtype or x.dtype, residual)
-        addend = _flat(residual, kernels[0].ndim - num_in)
+        addend = merge_features(residual, kernels[0].ndim - num_in)
     is_vector = x.ndim == num_in
-    x = _flat(x, num_in)
+    x = merge_features(x, num_in)
     if is_vector:
         x = x[None]
         addend = None if addend is None else addend[None]
@@ -273,12 +273,25 @@ def _as_matrices(layout, operands, num_in, out_dtype):
     return (x, *parameters, addend), out_dtype
 
 
-def _flat(x, num_dims):
+def merge_features(x: jax.Array, num_dims: int) -> jax.Array:
     """Merges the last `num_dims` dimensions of an array into one."""
     lead = x.ndim - num_dims
+    x = _sharded_only_along(x, range(lead + 1))
     # The merged size is not passed as -1, because reshape cannot infer it if the array
     # is empty.
     return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))
+
+
+def _sharded_only_along(array, dims):
+    """Replicates the other dimensions of an array with an explicit sharding.
+
+    A JAX reshape cannot merge dimensions of which a later one is sharded.
+    """
+    sharding = jax.typeof(array).sharding
+    spec = [entry if dim in dims else None for dim, entry in enumerate(sharding.spec)]
+    if spec == list(sharding.spec):
+        return array
+    return jax.sharding.reshard(array, sharding.update(spec=P(*spec)))
 
 
 def _empty_results(layout, mesh, x, kernels, outs, out_dtype):
@@ -432,6 +445,7 @@ def as_matrix(kernel: jax.Array, num_in: int) -> jax.Array:
     """Reshapes a kernel `[*in, *out]`, with `num_in` in dimensions, to a matrix."""
     if kernel.ndim == 2:
         return kernel
+    kernel = _sharded_only_along(kernel, (0, num_in))
     ins, outs = kernel.shape[:num_in], kernel.shape[num_in:]
     # The kernel is reshaped in two steps, because with explicit axes a JAX reshape can
     # merge dimensions in one place only.
