@@ -199,8 +199,8 @@ class Linear(TensorParallel):
         zeros = jnp.zeros((*x.shape[: x.ndim - num_in], *outs), dtype)
         axes = vma.axes_of(x, *addends)
         if layout.parallel is not None and vma.is_vma_checked(layout.axes):
-            axes = axes.difference(layout.axes)
-            axes = axes.union(layout.axes) if any(layout.mode.y) else axes
+            is_sharded, own = any(layout.mode.y), layout.axes
+            axes = axes.union(own) if is_sharded else axes.difference(own)
         return vma.pcast_varying(zeros, axes)
 
     @nn.nowrap
