@@ -221,13 +221,14 @@ def _check_scale_shape(values, scales):
         return
     for axis, size in blocks.items():
         count = scales.shape[axis]
-        if count > 1:
+        # Compares by equality, because symbolic sizes of `jax.export` have no order.
+        if count != 1:
             raise ShapeContractError(
                 f"{found}: {count} blocks of {size} along axis {axis}. {fix} Scales of "
                 f"blocks are float8_e8m0fnu."
             )
     is_row = len(blocks) == 1 or any(n == size == 1 for size, n in pairs)
-    if scales.size > 1 and not is_row:
+    if scales.size != 1 and not is_row:
         raise ShapeContractError(
             f"{found}: only the contracted dimension of row scales has size 1. {fix}"
         )

@@ -92,6 +92,26 @@ def test_programs_that_take_and_return_it_can_be_serialized():
     jax.tree.map(np.testing.assert_array_equal, found, x)
 
 
+def test_scales_of_rows_are_exported_for_any_number_of_rows():
+    (rows,) = jax.export.symbolic_shape("rows")
+
+    def dequantize(values, scales):
+        return ub.ScaledArray(values, scales).dequantize(jnp.float32)
+
+    def exported(*scale_shape):
+        return jax.export.export(jax.jit(dequantize))(
+            jax.ShapeDtypeStruct((2 * rows, 64), E4M3),
+            jax.ShapeDtypeStruct(scale_shape, jnp.float32),
+        )
+
+    x, scales = values(6, 64), 2.0 ** jnp.arange(6)[:, None]
+    found = exported(2 * rows, 1).call(x, scales)
+    np.testing.assert_array_equal(found, formulas.dequantize(x, scales))
+    text = "rows blocks of 2 along axis 0"
+    with pytest.raises(ub.errors.ShapeContractError, match=text):
+        exported(rows, 64)
+
+
 @pytest.mark.slow
 def test_a_process_that_only_registers_the_targets_can_load_them(tmp_path):
     x = ub.quantize(jnp.ones((32, 32)))
