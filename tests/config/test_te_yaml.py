@@ -5,7 +5,11 @@ import pytest
 import jax_ub as ub
 from jax_ub._src.config import te_yaml
 from jax_ub._src.config.resolve import read_entries, resolve
-from jax_ub.overlap_config import UserBufferQuantizationMode, from_te
+from jax_ub.overlap_config import (
+    CommOverlapType,
+    UserBufferQuantizationMode,
+    from_te,
+)
 
 # A file in the format of Megatron and NeMo, with keys that they set and keys that
 # Transformer Engine ignores.
@@ -80,6 +84,16 @@ def test_names_without_a_value_are_left_out():
     assert from_te(text) == {"fc1_dgrad": {"method": "ring_exchange"}}
     with pytest.raises(ub.errors.UnknownNameError, match="Did you mean 'fc1_wgrad'?"):
         from_te({"fc1_wgard": None})
+
+
+def test_keys_that_the_default_method_of_another_name_reads_are_kept():
+    gather = {"comm_type": CommOverlapType.AG, "aggregate": True}
+    scatter = {"comm_type": CommOverlapType.RS, "num_splits": 8}
+    given = {"mla_fprop": gather, "head": scatter}
+    assert from_te(given) == given
+    assert from_te({"head": {**scatter, "method": "direct"}}) == {
+        "head": {"comm_type": CommOverlapType.RS, "method": "direct"}
+    }
 
 
 def test_a_misspelt_name_in_a_file_is_rejected():

@@ -117,9 +117,6 @@ class OverlapConfig(Mapping):
     def __len__(self) -> int:
         return len(KEYS)
 
-    def __hash__(self) -> int:
-        return hash(tuple(self.values()))
-
 
 def _flag(value):
     # Megatron's files have 0 and 1 instead of false and true.

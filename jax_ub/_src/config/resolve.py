@@ -139,7 +139,12 @@ def read_entries(ub_cfgs: object) -> dict[str, dict[str, object]]:
                 'Pass a name such as "qkv_fprop".'
             )
         entries[name] = read_entry(name, entry)
-        _check_name(name, entries[name])
+        if name not in NAMES and "comm_type" not in entries[name]:
+            hint = nearest(with_known_pass(name), NAMES)
+            raise UnknownNameError(
+                f"ub_cfgs[{shown(name)}] is an unknown overlap. {hint} "
+                'Other names must configure "comm_type": "AG" or "RS".'
+            )
     _check_one_name_per_pass(entries)
     return entries
 
@@ -157,17 +162,6 @@ def _check_one_name_per_pass(entries):
                 f"{shown(name)}, as {shown(full)} does, which takes precedence. Leave "
                 f"{shown(name)} out, and configure each pass separately."
             )
-
-
-def _check_name(name, entry):
-    if name not in NAMES:
-        if "comm_type" in entry:
-            return
-        hint = nearest(with_known_pass(name), NAMES)
-        raise UnknownNameError(
-            f"ub_cfgs[{shown(name)}] is an unknown overlap. {hint} "
-            'Other names must configure "comm_type": "AG" or "RS".'
-        )
 
 
 def resolve(
@@ -188,7 +182,8 @@ def resolve(
         if _is_displaced(name, entries):
             continue
         entry = entries.get(name, {})
-        method, comm_type = _method_and_type(name, entry)
+        method, comm_type = method_and_type(name, entry)
+        _check_method(name, method, comm_type, entry)
         defaults = method_defaults(method, comm_type, num_ranks)
         _check_keys(name, method, comm_type, entry, defaults)
         _check_fp8(name, comm_type, entry, mode)
@@ -218,20 +213,30 @@ def _is_displaced(name, entries):
     return True
 
 
-def _method_and_type(name, entry):
-    direction = split_name(name)[1]
-    default, comm_type = NAMES.get(name, (None, entry.get("comm_type")))
-    if default is None:
-        default = _free_method(direction, comm_type)
-    method = Method(entry.get("method", default.value))
-    if name in NAMES and default is Method.BULK and method is not Method.BULK:
-        comm_type = _RS if direction == DGRAD else comm_type
+def method_and_type(
+    name: str, entry: Mapping[str, object]
+) -> tuple[Method, CommOverlapType]:
+    """Returns the method and the collective of an overlap with these settings."""
+    if name not in NAMES:
+        comm_type = entry["comm_type"]
+        default = _free_method(split_name(name)[1], comm_type)
+        return Method(entry.get("method", default)), comm_type
+    default, comm_type = NAMES[name]
+    method = Method(entry.get("method", default))
+    # Without "bulk", the dgrad of a column-parallel layer reduce-scatters dx.
+    if default is Method.BULK and method is not Method.BULK:
+        comm_type = _RS
+    return method, comm_type
+
+
+def _check_method(name, method, comm_type, entry):
     if entry.get("comm_type", comm_type) is not comm_type:
         raise ConfigurationError(
             f'ub_cfgs[{shown(name)}]: with method "{method.value}", comm_type is '
             f'"{comm_type.value}", not "{entry["comm_type"].value}". Leave comm_type '
             "and is_reduce_scatter out."
         )
+    direction = split_name(name)[1]
     possible = _POSSIBLE[direction, comm_type]
     if method not in possible:
         known = ", ".join(f'"{one.value}"' for one in Method if one in possible)
@@ -239,7 +244,6 @@ def _method_and_type(name, entry):
             f"ub_cfgs[{shown(name)}]: a {direction} with {comm_type.value} cannot use "
             f'method "{method.value}". Use one of {known}.'
         )
-    return method, comm_type
 
 
 def _free_method(direction, comm_type):
@@ -284,13 +288,11 @@ def _check_wire(name, method, comm_type, entry, mode):
 
 
 def _check_fp8(name, comm_type, entry, mode):
-    if mode is not UserBufferQuantizationMode.FP8 or "fp8_buf" not in entry:
-        return
-    found = f"ub_cfgs[{shown(name)}]['fp8_buf'] = {entry['fp8_buf']}"
-    if comm_type is _AG and not entry["fp8_buf"]:
+    gathers_fp8 = mode is UserBufferQuantizationMode.FP8 and comm_type is _AG
+    if gathers_fp8 and not entry.get("fp8_buf", True):
         raise ConfigurationError(
-            f"{found}, but the gathered operand of an FP8 GEMM is FP8. Leave it out; "
-            f"{_IGNORED}"
+            f"ub_cfgs[{shown(name)}]['fp8_buf'] = False, but the gathered operand of "
+            f"an FP8 GEMM is FP8. Leave it out; {_IGNORED}"
         )
 
 

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping
 
 from jax_ub._src.config.overlap_config import CommOverlapType
-from jax_ub._src.config.resolve import NAMES, ONLY, read_entries
+from jax_ub._src.config.resolve import ONLY, method_and_type, read_entries
 from jax_ub._src.errors import ConfigurationError, ConfigurationTypeError, shown
 from jax_ub._src.methods import Method
 
@@ -57,15 +57,11 @@ def from_te(source: Mapping | str | os.PathLike) -> dict[str, dict[str, object]]
 
 
 def _without_ignored_keys(name, entry):
-    default, comm_type = NAMES.get(name, (Method.AUTO, entry.get("comm_type")))
-    method = Method(entry.get("method", default.value))
-    gathers = comm_type is CommOverlapType.AG
-    if name in NAMES and default is Method.BULK and method is not Method.BULK:
-        gathers = False
+    method, comm_type = method_and_type(name, entry)
 
     def is_read(key):
         only, scatters = _READ_BY.get(key, (Method, None))
-        return method in only and scatters in (None, not gathers)
+        return method in only and scatters in (None, comm_type is CommOverlapType.RS)
 
     return {key: value for key, value in entry.items() if is_read(key)}
 
