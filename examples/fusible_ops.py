@@ -205,7 +205,8 @@ def train(model: Model, flags: argparse.Namespace) -> None:
                 f"{losses['unfused']:.4f} unfused"
             )
 
-    median = {name: statistics.median(found[1:]) for name, found in seconds.items()}
+    # The first step warms up, and counts only if there is no other.
+    median = {name: statistics.median(s[1:] or s) for name, s in seconds.items()}
     print("\n           ms a step   temporary MB a device")
     for name in programs:
         print(f"{name:8}   {1e3 * median[name]:9.1f}   {memory[name] / 1e6:21.2f}")

@@ -59,6 +59,14 @@ def test_fewer_devices_than_ranks_are_rejected(monkeypatch):
         fusible_ops.Model(flags)
 
 
+@pytest.mark.slow
+def test_one_step_is_enough_for_a_report(monkeypatch, capsys):
+    text = "--steps 1 --tp 2 --tokens 32 --width 32 --head-dim 8 --layers 1"
+    flags = flags_of(fusible_ops, text, monkeypatch)
+    fusible_ops.train(fusible_ops.Model(flags), flags)
+    assert "unfused / fused: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("text", "tp", "message"),
     [
