@@ -13,14 +13,7 @@ import argparse
 import os
 import pathlib
 
-METHODS = (
-    "auto",
-    "direct",
-    "ring_exchange",
-    "pipeline",
-    "external",
-    "xla",
-)
+METHODS = ("auto", "direct", "ring_exchange", "pipeline", "external", "xla")
 
 
 def parse_flags() -> argparse.Namespace:
@@ -149,21 +142,24 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def prepare_jax(num_devices: int) -> None:
+def prepare_jax(flags: argparse.Namespace) -> None:
     """Sets variables that JAX reads on import, unless a launcher has set them.
 
-    The CPU is divided into `num_devices` devices. With fewer than two pool threads per
-    device, XLA's own collectives deadlock while many steps are in flight. `NPROC` sets
-    the number of threads of each pool; four per device are enough.
+    The CPU is divided into the devices of the mesh. With --distributed, each process
+    has the devices that its launcher gives it, or one. With fewer than two pool threads
+    per device, XLA's own collectives deadlock while many steps are in flight. `NPROC`
+    sets the number of threads of each pool; four per device are enough.
     """
+    num_devices = flags.dp * flags.tp
     os.environ.setdefault("NPROC", str(max(os.cpu_count(), 4 * num_devices)))
-    os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(num_devices))
+    if not flags.distributed:
+        os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(num_devices))
 
 
 def main() -> None:
     """Trains as the flags specify."""
     flags = parse_flags()
-    prepare_jax(flags.dp * flags.tp)
+    prepare_jax(flags)
     from lm.run import run  # imports jax
 
     run(flags)

@@ -43,7 +43,8 @@ def make_mesh(dp: int, tp: int) -> Mesh:
     if len(devices) < dp * tp:
         raise SystemExit(
             f"--dp {dp} times --tp {tp} needs {dp * tp} devices, but jax has "
-            f"{len(devices)}: {devices}. On CPU, unset JAX_NUM_CPU_DEVICES."
+            f"{len(devices)}: {devices}. On CPU, unset JAX_NUM_CPU_DEVICES, or with "
+            "--distributed, start more processes."
         )
     return Mesh(np.array(devices).reshape(dp, tp), AXES)
 

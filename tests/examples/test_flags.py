@@ -10,6 +10,7 @@ import pytest
 
 fusible_ops = importlib.import_module("fusible_ops")
 multihost = importlib.import_module("multihost")
+train_lm = importlib.import_module("train_lm")
 
 
 def flags_of(program, text, monkeypatch):
@@ -57,6 +58,23 @@ def test_fewer_devices_than_ranks_are_rejected(monkeypatch):
     flags = flags_of(fusible_ops, text, monkeypatch)
     with pytest.raises(SystemExit, match=f"--tp {wanted} .* but jax has {num}: give"):
         fusible_ops.Model(flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "num_devices"),
+    [
+        ("", {}, "4"),
+        ("--tp 2 --dp 2", {"JAX_NUM_CPU_DEVICES": "8"}, "8"),
+        ("--distributed", {}, None),  # one in each process, for example under Slurm
+    ],
+)
+def test_only_a_process_without_a_job_has_all_cpu_devices(
+    text, given, num_devices, monkeypatch
+):
+    flags = flags_of(train_lm, text, monkeypatch)
+    monkeypatch.setattr(train_lm.os, "environ", dict(given))
+    train_lm.prepare_jax(flags)
+    assert train_lm.os.environ.get("JAX_NUM_CPU_DEVICES") == num_devices
 
 
 @pytest.mark.slow
