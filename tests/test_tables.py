@@ -43,7 +43,14 @@ def test_rows_of_fixed_widths_can_be_printed_one_by_one():
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (1023 << 10, "1023.0 KiB"),
+        ((1 << 20) - 1, "1.0 MiB"),
+        (3 << 20, "3.0 MiB"),
+    ],
 )
 def test_bytes_have_binary_units(num_bytes, text):
     assert format_bytes(num_bytes) == text
@@ -53,9 +60,13 @@ def test_bytes_have_binary_units(num_bytes, text):
 def test_seconds_have_three_digits():
     found = [format_seconds(s) for s in (0.0, 1.2345e-6, 0.0125, 61.7)]
     assert found == ["0 us", "1.23 us", "12.5 ms", "61.7 s"]
+    found = [format_seconds(s) for s in (9.994e-4, 9.996e-4, 0.9994, 0.9996)]
+    assert found == ["999 us", "1 ms", "999 ms", "1 s"]
 
 
 def test_counts_have_decimal_prefixes():
     assert format_count(1.234e9) == "1.23 G"
     assert format_count(2e12, "FLOP") == "2 TFLOP"
     assert [format_count(950), format_count(5, "B")] == ["950", "5 B"]
+    assert [format_count(c) for c in (9.994e8, 9.996e8)] == ["999 M", "1 G"]
+    assert [format_count(c, "FLOP") for c in (2e15, 3e18)] == ["2 PFLOP", "3 EFLOP"]

@@ -3,8 +3,11 @@
 from collections.abc import Collection, Iterable, Sequence
 
 _BYTES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
-_PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+_PREFIXES = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 _SECONDS = (("s", 1.0), ("ms", 1e-3))
+# The least values in a unit that are rounded to 1, with one decimal and with three
+# digits. Values from there on have this unit: "1.0 MiB", not "1024.0 KiB".
+_LEAST_BYTES, _LEAST = 1 - 0.05 / 1024, 0.9995
 
 
 def format_table(
@@ -67,7 +70,7 @@ def format_rule(widths: Sequence[int], *, is_markdown: bool = False) -> str:
 def format_bytes(num_bytes: int) -> str:
     """Returns a size with a binary unit, such as "1.5 MiB"."""
     for unit, size in _BYTES:
-        if num_bytes >= size:
+        if num_bytes >= _LEAST_BYTES * size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes} B"
 
@@ -75,7 +78,7 @@ def format_bytes(num_bytes: int) -> str:
 def format_seconds(seconds: float) -> str:
     """Returns a time with three digits and its unit, such as "12.5 us"."""
     for unit, size in _SECONDS:
-        if seconds >= size:
+        if seconds >= _LEAST * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
 
@@ -83,6 +86,6 @@ def format_seconds(seconds: float) -> str:
 def format_count(count: float, unit: str = "") -> str:
     """Returns a count with three digits and a decimal prefix, such as "1.2 GFLOP"."""
     for prefix, size in _PREFIXES:
-        if count >= size:
+        if count >= _LEAST * size:
             return f"{count / size:.3g} {prefix}{unit}"
     return f"{count:g} {unit}".rstrip()
