@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 
 from jax_ub._src.errors import UbError, nearest, shown
@@ -52,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _flush(given.run(given))
     except UbError as error:
+        if _is_from_program(error):  # a traceback shows the line of the program
+            raise
         notes = getattr(error, "__notes__", ())
         print(f"{_NAME}: error: {error}", *notes, sep="\n", file=sys.stderr)
         return 2
@@ -126,6 +129,12 @@ def _report_unwritable(error):
     _discard(sys.stdout)
     print(f"cannot write to stdout: {error.strerror}", file=sys.stderr)
     return 1
+
+
+def _is_from_program(error):
+    """Returns whether the program that explain or trace runs has raised an error."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == "runpy" for frame, _ in frames)
 
 
 def _has_reader(output):

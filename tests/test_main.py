@@ -62,6 +62,21 @@ def test_broken_pipe_of_a_script_is_reported(tmp_path):
     assert b"BrokenPipeError: a socket" in ended.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["trace", "explain"])
+def test_an_error_of_jax_ub_in_a_script_has_a_traceback(command, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import jax_ub\njax_ub.get_ub('qkv_fprop')")
+    ended = subprocess.run(
+        [sys.executable, "-m", "jax_ub", command, str(script)],
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    assert f'File "{script}", line 2, in <module>' in ended.stderr
+    assert "LifecycleError: get_ub" in ended.stderr
+
+
 def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
     def interrupted(given):
         raise KeyboardInterrupt  # no signal: a shell's background jobs ignore it
