@@ -84,11 +84,6 @@ def test_overrides_of_one_mode_do_not_affect_the_next():
     assert (given, NAMES) == before
 
 
-def test_a_misspelt_name_names_the_nearest():
-    with pytest.raises(ub.errors.UnknownNameError, match="Did you mean 'proj_fprop'?"):
-        resolved({"proj_fprp": {"method": "pipeline"}})
-
-
 def test_other_names_must_configure_comm_type():
     found = resolved({"mla_fprop": {"comm_type": "AG"}, "head": {"comm_type": "RS"}})
     assert found["mla_fprop"].method == "ring_exchange"

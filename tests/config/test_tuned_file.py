@@ -13,7 +13,7 @@ from jax_ub._src.methods import (
     MethodChoice,
     Variant,
 )
-from jax_ub.errors import ConfigurationError, UnknownNameError
+from jax_ub.errors import ConfigurationError, OutputError, UnknownNameError
 
 HERE = Environment("cpu avx2, 2 cores", (("jax", "0.10.2"),))
 CASE = TunedKey("all_gather_matmul", 2, 512, 1024, 2816, "bfloat16")
@@ -29,6 +29,13 @@ def path(tmp_path):
 def test_a_written_file_is_read_back(path):
     assert tuned_file.read(path) == {HERE: {CASE: (CHOICE, {"xla": 12.5})}}
     assert tuned_file.choices(path, HERE).by_case == {CASE: CHOICE}
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OutputError, match="cannot write '.*folder': Is a directory"):
+        tuned_file.write(tmp_path / "folder", {HERE: {CASE: (CHOICE, {})}})
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_a_variant_is_written_and_read_by_its_name(tmp_path):
@@ -72,11 +79,6 @@ def test_gradients_of_column_layers_can_be_bulk(tmp_path):
     written = {HERE: {case: (bulk, {str(bulk): 3.5})}}
     tuned_file.write(tmp_path / "tuned.json", written)
     assert tuned_file.read(tmp_path / "tuned.json") == written
-
-
-def test_only_options_that_are_not_default_are_written():
-    assert str(CHOICE) == "pipeline, num_splits 4, sm_margin 2, num_lanes 3"
-    assert str(MethodChoice(Method.XLA)) == "xla"
 
 
 def test_the_digest_depends_on_the_choices(path):

@@ -147,12 +147,13 @@ def as_json(tunings: TunedFile) -> dict[str, Any]:
 def write(path: str | os.PathLike[str], tunings: TunedFile) -> None:
     """Writes a tuned file atomically: readers see either the old or the new file."""
     path = pathlib.Path(path)
-    # Renames a complete temporary file to `path`, so that readers never see a partial
-    # file.
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    write_json(temporary, as_json(tunings))
-    with writing(path):
-        temporary.replace(path)
+    try:
+        write_json(temporary, as_json(tunings))
+        with writing(path):
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # if the disk is full, for example
 
 
 def choices(path: str | os.PathLike[str], here: Environment) -> TunedTable:
