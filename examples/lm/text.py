@@ -8,6 +8,7 @@ import numpy as np
 
 # Not part of the standard library, or only its tests.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests"}
+_VALIDATION_EVERY = 20  # one in this many files is kept for validation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +29,8 @@ class Text:
         return float(-(shares * np.log(shares)).sum())
 
 
-def read_standard_library(validation_every: int = 20) -> Text:
-    """Reads the standard library, sorted by path, and splits it by file.
-
-    Args:
-        validation_every: one in this many files is kept for validation.
-    """
+def read_standard_library() -> Text:
+    """Reads the standard library, sorted by path, and splits it by file."""
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     files = [
         path
@@ -41,8 +38,8 @@ def read_standard_library(validation_every: int = 20) -> Text:
         if _LEFT_OUT.isdisjoint(path.relative_to(root).parts)
     ]
     sources = [path.read_bytes() for path in files]
-    train = [s for i, s in enumerate(sources) if (i + 1) % validation_every]
-    validation = sources[validation_every - 1 :: validation_every]
+    train = [s for i, s in enumerate(sources) if (i + 1) % _VALIDATION_EVERY]
+    validation = sources[_VALIDATION_EVERY - 1 :: _VALIDATION_EVERY]
     return Text(
         train=np.frombuffer(b"".join(train), np.uint8),
         validation=np.frombuffer(b"".join(validation), np.uint8),
