@@ -14,9 +14,8 @@ from tqdm import tqdm
 
 import jax_ub as ub
 from lm.checkpoint import Checkpoints
-from lm.history import History, speedup
 from lm.model import Recipe, Sizes
-from lm.plot import plot
+from lm.plot import History, plot, speedup
 from lm.text import batch, read_standard_library
 from lm.train import State, Trainer, make_mesh, make_optimizer
 

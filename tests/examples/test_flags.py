@@ -18,6 +18,22 @@ def flags_of(program, text, monkeypatch):
     return program.parse_flags()
 
 
+WRONG_FLAGS_OF_TRAIN_LM = [
+    ("--tp 3", "--heads 4 is no multiple of --tp 3.*give --heads 6"),
+    ("--heads 3 --tp 1", "--d-model 256 is no multiple of --heads 3"),
+    ("--microbatches 3", "--batch 4 is no multiple of --microbatches 3"),
+    ("--dp 4 --microbatches 2", "--dp 4 replicas cannot share: give --batch 8"),
+    ("--steps 0", "--steps 0 is too small"),
+    ("--d-model 12", "give --d-model 24"),
+    ("--resume", "--resume needs the --checkpoint-dir"),
+    ("--checkpoint-dir /dev/null", "--checkpoint-dir /dev/null is a file: give a"),
+    ("--method rings", "invalid choice: 'rings'"),
+    ("--fp8 delayed current --checkpoint-dir x", "saves one copy of the model: gi"),
+    ("--fp8 mxfp8 --d-model 64 --tp 4", "32 x --tp 4.*give --d-model 128"),
+    ("--tp 12 --heads 12 --d-model 48 --seq-len 96", "--tp 12 does not divide"),
+]
+
+
 @pytest.mark.parametrize(
     ("program", "text", "message"),
     [
@@ -27,6 +43,7 @@ def flags_of(program, text, monkeypatch):
         (fusible_ops, "--tp 16", "--width 256 is no multiple of 512.*give 512"),
         (multihost, "--tp 0", "--tp 0: give at least 1"),
         (multihost, "--seq-len 0", "--seq-len 0: give at least 1"),
+        *((train_lm, *case) for case in WRONG_FLAGS_OF_TRAIN_LM),
     ],
 )
 def test_wrong_flags_are_rejected(program, text, message, monkeypatch, capsys):
