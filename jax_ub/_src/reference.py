@@ -114,8 +114,14 @@ def expanded(scales, shape):
     scales = with_rank(scales, len(shape))
     for axis, size in enumerate(shape):
         # Compares by equality, because symbolic sizes of `jax.export` have no order.
-        if scales.shape[axis] not in (1, size):
-            scales = jnp.repeat(scales, size // scales.shape[axis], axis=axis)
+        count = scales.shape[axis]
+        if count not in (1, size):
+            # Not `jnp.repeat`, which cannot repeat along a sharded axis of an explicit
+            # mesh.
+            before, after = scales.shape[:axis], scales.shape[axis + 1 :]
+            blocks = jnp.expand_dims(scales, axis + 1)
+            blocks = jnp.broadcast_to(blocks, (*before, count, size // count, *after))
+            scales = blocks.reshape(*before, size, *after)
     return scales
 
 

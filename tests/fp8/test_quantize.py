@@ -275,6 +275,20 @@ def test_it_works_under_jit_vmap_and_scan():
                 )
 
 
+@pytest.mark.parametrize("role", ["input", "kernel"])
+def test_blocks_are_sharded_on_an_explicit_mesh(role):
+    types = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=types)
+    x, recipe = normal((64, 128)), RECIPES["block"]
+    wanted = ub.quantize(x, recipe, role=role)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, jax.P("dp", "tp"))
+        found = jax.jit(lambda x: ub.quantize(x, recipe, role=role))(sharded)
+        wide = jax.jit(ub.ScaledArray.dequantize)(found)
+    same_bits(found.values, wanted.values)
+    np.testing.assert_array_equal(wide, wanted.dequantize())
+
+
 def test_params_are_quantized_by_a_selection():
     params = {
         "a": {"kernel": normal((8, 4)), "bias": normal((4,))},
