@@ -5,6 +5,7 @@ same defaults. In Transformer Engine the first mode's overrides leak into the se
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from jax_ub._src.config.overlap_config import (
     HIGHEST_PRIORITY,
@@ -188,7 +189,8 @@ def resolve(
         _check_keys(name, method, comm_type, entry, defaults)
         _check_fp8(name, comm_type, entry, mode)
         _check_wire(name, method, comm_type, entry, mode)
-        merged = {**defaults, **entry, "method": method.value, "comm_type": comm_type}
+        merged: dict[str, Any] = {**defaults, **entry}
+        merged.update(method=method.value, comm_type=comm_type)
         _check_aggregate(name, merged, num_ranks)
         resolved[name] = OverlapConfig(**merged)
     _check_pairs(resolved)
@@ -214,7 +216,7 @@ def _is_displaced(name, entries):
 
 
 def method_and_type(
-    name: str, entry: Mapping[str, object]
+    name: str, entry: Mapping[str, Any]
 ) -> tuple[Method, CommOverlapType]:
     """Returns the method and the collective of an overlap with these settings."""
     if name not in NAMES:
