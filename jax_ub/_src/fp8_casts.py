@@ -128,7 +128,8 @@ def _exponents_above(amax, dtype):
     significand = bits & ((1 << _SIGNIFICAND_BITS) - 1)
     exponent = (bits >> _SIGNIFICAND_BITS) - _EXPONENT_BIAS
     of_max = math.frexp(jnp.finfo(dtype).max)[1] - 1
-    return exponent - of_max + (significand > _SIGNIFICAND_OF_MAX)
+    is_above = (significand > _SIGNIFICAND_OF_MAX).astype(jnp.int32)
+    return exponent - of_max + is_above
 
 
 def changes_along(scales: Any, shape: Sequence[int], axis: int) -> bool:

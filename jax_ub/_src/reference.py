@@ -26,7 +26,7 @@ _E8M0_NAN = 255
 
 def sum_dtype(dtype) -> np.dtype:
     """Returns the dtype in which `dtype` is summed: f64 for f64, otherwise f32."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return np.promote_types(dtype, np.float32)
 
 
 def dot(

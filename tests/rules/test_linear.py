@@ -129,13 +129,28 @@ def test_pair_and_its_gradients_are_exact(method, sequence_parallel, check_vma):
     assert_equal(step(*values), expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", ["auto", "xla"])
-def test_pair_does_not_need_the_promotion_of_ranks(method):
-    values = operands()
+def test_pair_does_not_need_the_promotion_of_ranks_or_dtypes(method, dtype):
     layers = pair(tp_mesh(4), sequence_parallel=True, method=method)
-    with jax.numpy_rank_promotion("raise"):
-        y = layers(*values)
-    assert_equal(y, plain(*values))
+    step = jax.jit(jax.value_and_grad(lambda *v: weighted(layers(*v)), (0, 1, 2, 3, 4)))
+    values = operands(dtype)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        found = step(*values)
+    assert_equal(found, step(*values))
+
+
+@pytest.mark.parametrize("recipe", [ub.fp8.MXFP8BlockScaling, ub.fp8.RowwiseScaling])
+def test_fp8_does_not_need_the_promotion_of_dtypes(recipe):
+    x, w = (small_integers(i, (32, 64), "bfloat16") for i in range(2))
+
+    def loss(x, w):
+        return weighted(ub.linear(x, w.T, fp8=recipe()))
+
+    step = jax.value_and_grad(loss, (0, 1))
+    with jax.numpy_dtype_promotion("strict"):
+        found = step(x, w)
+    assert_equal(found, step(x, w))
 
 
 def test_pair_with_sequence_parallelism_is_one_call_for_every_gemm():

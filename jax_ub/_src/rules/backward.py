@@ -12,7 +12,7 @@ from jax_ub._src.parallel import COLUMN, ROW
 from jax_ub._src.primitives import vma
 from jax_ub._src.primitives.collectives import all_reduce, bulk_reduce_scatter
 from jax_ub._src.primitives.matmuls import matmul
-from jax_ub._src.reference import sum_dtype
+from jax_ub._src.reference import add, sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.forward import column_forward, dgrad_config, row_forward
 from jax_ub._src.rules.vjp import (
@@ -81,7 +81,7 @@ def column_gradients(
         dx = _column_dgrad(config, gradients, ws, d_gathered)
         dws = _column_wgrad(config, x, gathered, gradients, main_grads)
     if residual is not None and dx is not None:
-        dx = (residual + dx).astype(residual.dtype)
+        dx = add(dx, residual, out_dtype=residual.dtype)
     return dx, dict(zip(dys, dws, strict=False))
 
 
