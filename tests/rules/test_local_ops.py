@@ -1,0 +1,176 @@
+"""Ops without a layer: `dgrad_add`, `wgrad_accumulate`, bad input of `all_reduce`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from operands import DTYPES, assert_equal, small_integers
+from programs import calls, compiled_text, copies
+from refusals import refuses, zeros
+
+import jax_ub as ub
+from jax_ub.errors import ShapeContractError
+
+
+def dgrad_operands(dtype="float32", rows=(2, 5)):
+    dy = small_integers(0, (*rows, 7), dtype)
+    return dy, small_integers(1, (9, 7), dtype), small_integers(2, (*rows, 9), dtype)
+
+
+def plain_dgrad_add(dy, w, residual):
+    return dy @ w.T + residual
+
+
+def wgrad_operands(dtype="float32", rows=(2, 5)):
+    x, dy = small_integers(0, (*rows, 7), dtype), small_integers(1, (*rows, 9), dtype)
+    return x, dy, small_integers(2, (7, 9))
+
+
+def plain_wgrad_accumulate(x, dy, main_grad):
+    x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    return main_grad + x.T.astype("float32") @ dy.astype("float32")
+
+
+OPS = {
+    "matmul": (ub.dgrad_add, plain_dgrad_add, dgrad_operands),
+    "wgrad": (ub.wgrad_accumulate, plain_wgrad_accumulate, wgrad_operands),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dgrad_add_is_exact_on_small_integers(dtype):
+    dy, w, residual = dgrad_operands(dtype)
+    wide = residual.astype("float32")
+    expected = plain_dgrad_add(dy.astype("float32"), w.astype("float32"), wide)
+    assert_equal(jax.jit(ub.dgrad_add)(dy, w, residual), expected.astype(dtype))
+    assert_equal(jax.jit(ub.dgrad_add)(dy, w, wide), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wgrad_accumulate_is_exact_on_small_integers(dtype):
+    values = wgrad_operands(dtype)
+    expected = plain_wgrad_accumulate(*values)
+    assert_equal(jax.jit(ub.wgrad_accumulate)(*values), expected)
+
+
+@pytest.mark.parametrize("call", OPS)
+@pytest.mark.parametrize("rows", [(), (3,), (1, 2, 3)])
+def test_takes_any_batch_axes(call, rows):
+    op, plain, operands = OPS[call]
+    values = operands(rows=rows)
+    assert_equal(op(*values), plain(*values))
+
+
+@pytest.mark.parametrize("call", OPS)
+def test_is_accumulated_in_place_where_the_buffer_is_free(call):
+    op, plain, operands = OPS[call]
+    values = operands()
+    step = jax.jit(op, donate_argnums=2)
+    text = compiled_text(step, *values)
+    assert calls(text) == {call: 1}
+    shape = ",".join(map(str, values[2].shape))
+    assert copies(text, f"f32[{shape}]") == 0
+    expected = plain(*values)
+    pointer = values[2].unsafe_buffer_pointer()
+    result = step(*values)
+    assert result.unsafe_buffer_pointer() == pointer
+    assert_equal(result, expected)
+
+
+def test_residual_that_is_needed_elsewhere_is_copied_and_right():
+    values = dgrad_operands()
+    step = jax.jit(lambda *v: (ub.dgrad_add(*v), v[2] + 1))
+    assert_equal(step(*values), (plain_dgrad_add(*values), values[2] + 1))
+
+
+@pytest.mark.parametrize("call", OPS)
+def test_gradients_are_those_of_the_reference(call):
+    op, plain, operands = OPS[call]
+    values = operands()
+    y, pull = jax.vjp(op, *values)
+    assert_equal(pull(y), jax.vjp(plain, *values)[1](y))
+
+
+def test_the_contract_of_dgrad_add_is_checked():
+    dy, w, residual = dgrad_operands()
+    error = ShapeContractError
+    with pytest.raises(error, match="dgrad_add: dy .* has N = 7, but w .* has N = 9"):
+        ub.dgrad_add(dy, w.T, residual)
+    with pytest.raises(error, match="dgrad_add: residual has shape .2, 5, 7., but"):
+        ub.dgrad_add(dy, w, dy)
+    with pytest.raises(error, match="dgrad_add: residual is int32"):
+        ub.dgrad_add(dy, w, residual.astype(jnp.int32))
+
+
+def test_the_contract_of_wgrad_accumulate_is_checked():
+    x, dy, main_grad = wgrad_operands()
+    error = ShapeContractError
+    with pytest.raises(error, match="wgrad_accumulate: dy has shape .2, 4, 9., but"):
+        ub.wgrad_accumulate(x, dy[:, :4], main_grad)
+    with pytest.raises(
+        error, match="wgrad_accumulate: main_grad has shape .9, 7., but"
+    ):
+        ub.wgrad_accumulate(x, dy, main_grad.T)
+    with pytest.raises(error, match="wgrad_accumulate: x is float32 and dy is float16"):
+        ub.wgrad_accumulate(x, dy.astype("float16"), main_grad)
+    with pytest.raises(error, match=r"x has shape \(0, 5, 7\), which is empty"):
+        ub.wgrad_accumulate(x[:0], dy[:0], main_grad)
+    with pytest.raises(error, match=r"x has shape \(\), but the op takes \[..., feat"):
+        ub.wgrad_accumulate(jnp.ones(()), dy, main_grad)
+
+
+def test_integers_are_not_reduced():
+    refuses(
+        ShapeContractError,
+        "all_reduce: x is int32",
+        lambda x: ub.all_reduce(x, axis_name="tp"),
+        zeros(8, dtype="int32"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("addends", "text"),
+    [
+        ({"bias": zeros(3)}, r"bias has shape \(3,\), but here it is \[N\], \(4,\)"),
+        (
+            {"residual": zeros(4)},
+            r"residual has shape \(4,\), but here it is the result",
+        ),
+        ({"bias": zeros(4, dtype="int32")}, "bias is int32"),
+        ({"residual": zeros(8, 4, dtype="float8_e5m2")}, "residual is float8_e5m2"),
+    ],
+)
+def test_addends_of_an_all_reduce_that_do_not_fit_are_named(addends, text):
+    refuses(
+        ShapeContractError,
+        f"all_reduce: {text}",
+        lambda x: ub.all_reduce(x, axis_name="tp", **addends),
+        zeros(8, 4),
+    )
+
+
+def test_a_scalar_has_no_bias():
+    # jax.vmap would make it a vector, but not its bias.
+    refuses(
+        ShapeContractError,
+        r"all_reduce: x .*\(\)",
+        lambda x: ub.all_reduce(x[0, 0], axis_name="tp", bias=zeros(8)[0]),
+        zeros(8, 4),
+    )
+
+
+def test_fp8_is_not_all_reduced():
+    call = functools.partial(ub.all_reduce, axis_name="tp")
+    refuses(
+        ShapeContractError,
+        "all_reduce: x is float8_e4m3fn",
+        call,
+        zeros(8, dtype="float8_e4m3fn"),
+    )
+    refuses(
+        ShapeContractError,
+        "all_reduce: x is of type ScaledArray",
+        lambda x: call(ub.quantize(x, ub.fp8.Float8CurrentScaling())),
+        zeros(8, 4),
+    )
