@@ -35,7 +35,7 @@ from jax_ub._src.rules import main_grads as accumulators
 from jax_ub._src.rules.call_config import (
     CallConfig,
     make_call_config,
-    make_local_call_config,
+    plan_call_config,
 )
 from jax_ub._src.rules.forward import forward_of, is_replicated
 from jax_ub._src.rules.operands import as_row
@@ -204,7 +204,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
         """Returns the `CallConfig` of the layer: its ranks, method and dtype."""
         named = (self.comm_name, self.chosen_method)
         if self.tensor_parallel_mode is None:
-            config = make_local_call_config(self.label, *named)
+            config = plan_call_config(self.label, (), 1, *named)
         else:
             config = make_call_config(
                 *(self.label, self.axis_name, *named),

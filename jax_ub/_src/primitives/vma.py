@@ -19,12 +19,11 @@ Axes = frozenset[str]
 
 def axes_of(*values) -> Axes:
     """Returns the mesh axes over which any of the arrays or avals varies."""
-    types = (value if _is_aval(value) else jax.typeof(value) for value in values)
+    types = (
+        value if isinstance(value, jax.core.ShapedArray) else jax.typeof(value)
+        for value in values
+    )
     return frozenset().union(*(aval.manual_axis_type.varying for aval in types))
-
-
-def _is_aval(value):
-    return isinstance(value, jax.core.ShapedArray)
 
 
 def is_vma_checked(axis_name: tuple[str, ...]) -> bool:

@@ -310,21 +310,12 @@ def make_call_config(
     return dataclasses.replace(config, is_vma_checked=vma.is_vma_checked(axes))
 
 
-def make_local_call_config(
-    op: str,
-    ub_name: str | None = None,
-    method: Method | FlaggedMethod | str | None = None,
-) -> CallConfig:
-    """Returns the `CallConfig` of a GEMM without communication: no axis, one rank."""
-    return plan_call_config(op, (), 1, ub_name, method)
-
-
 def plan_call_config(
     op: str,
     axes: tuple[str, ...],
     num_ranks: int,
-    ub_name: str | None,
-    method: Method | FlaggedMethod | str | None,
+    ub_name: str | None = None,
+    method: Method | FlaggedMethod | str | None = None,
     *,
     mode: ParallelMode = _LOCAL,
     may_be_bulk: bool = False,
@@ -333,9 +324,10 @@ def plan_call_config(
     """Chooses the methods of an op's forward, dgrad and wgrad; returns a `CallConfig`.
 
     The choice is documented at `make_call_config`. Unlike that function, this one needs
-    no surrounding `jax.shard_map`, because it takes the number of ranks. `mode` is
-    described at `CallConfig.mode`. The method may be "bulk" only if `may_be_bulk`, for
-    a call that is only the backward pass of a column-parallel layer.
+    no surrounding `jax.shard_map`, because it takes the number of ranks. A GEMM that
+    does not communicate has no axes and one rank. `mode` is described at
+    `CallConfig.mode`. The method may be "bulk" only if `may_be_bulk`, for a call that
+    is only the backward pass of a column-parallel layer.
     """
     label = call_label(op, ub_name)
     flags = None

@@ -17,11 +17,7 @@ from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
 from jax_ub._src.primitives import vma
 from jax_ub._src.rules import backward
 from jax_ub._src.rules import main_grads as accumulators
-from jax_ub._src.rules.call_config import (
-    call_label,
-    make_call_config,
-    make_local_call_config,
-)
+from jax_ub._src.rules.call_config import call_label, make_call_config, plan_call_config
 from jax_ub._src.rules.forward import forward_of, is_replicated
 from jax_ub._src.rules.operands import (
     as_row,
@@ -420,7 +416,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     """
     op = op or mode.op
     if mode.parallel is None:
-        config = make_local_call_config(op, ub_name, method)
+        config = plan_call_config(op, (), 1, ub_name, method)
     else:
         is_fp8 = fp8 is not None or is_scaled(x)
         config = make_call_config(

@@ -1,13 +1,14 @@
 """Differentiable ops without a layer: `dgrad_add`, `wgrad_accumulate`, `all_reduce`."""
 
+import functools
+
 import jax
 
 from jax_ub._src import checks as shapes
-from jax_ub._src import reference
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.primitives import collectives, vma
 from jax_ub._src.primitives.matmuls import matmul, wgrad
-from jax_ub._src.rules.call_config import make_call_config, make_local_call_config
+from jax_ub._src.rules.call_config import make_call_config, plan_call_config
 from jax_ub._src.rules.operands import (
     as_row,
     check_formats,
@@ -50,7 +51,7 @@ def dgrad_add(
             not inside a `jax.shard_map` over all mesh axes.
     """
     op = "dgrad_add"
-    config = make_local_call_config(op)
+    config = plan_call_config(op, (), 1)
     is_fp8 = have_scales(op, dy=dy, w=w)
     shapes.check_rank(op, "dy", values_of(dy), 1)
     if is_fp8:
@@ -96,16 +97,11 @@ def _compute_dgrad_add(config, dy, w, residual):
     )
 
 
-def _plain_dgrad_add(dy, w, residual):
-    y = reference.dot(dy, w, rhs_transposed=True)
-    return reference.add(y, residual, out_dtype=residual.dtype)
+def _differentiable(compute, *names):
+    """Returns a `custom_vjp` of `compute`, with the gradients of method "xla".
 
-
-def _differentiable(compute, plain, *names):
-    """Returns a `custom_vjp` of `compute`, with the gradients of its JAX equivalent.
-
-    `plain` is the equivalent. `names` are the operands that may be FP8. They are
-    dequantized for the gradients, which their `source` receives.
+    `names` are the operands that may be FP8. They are dequantized for the gradients,
+    which their `source` receives.
     """
     rule = jax.custom_vjp(compute, nondiff_argnums=(0,))
 
@@ -120,6 +116,7 @@ def _differentiable(compute, plain, *names):
 
     def backward(config, operands, gradient):
         wide = map_scaled(lambda x: x.dequantize(), operands)
+        plain = functools.partial(compute, config.plain)
         gradients = jax.vjp(plain, *wide)[1](gradient)
         return tuple(
             cotangent_of_scaled(found) if is_scaled(operand) else found
@@ -130,7 +127,7 @@ def _differentiable(compute, plain, *names):
     return rule
 
 
-_dgrad_add = _differentiable(_compute_dgrad_add, _plain_dgrad_add, "dy", "w")
+_dgrad_add = _differentiable(_compute_dgrad_add, "dy", "w")
 
 
 def wgrad_accumulate(
@@ -161,7 +158,7 @@ def wgrad_accumulate(
             not inside a `jax.shard_map` over all mesh axes.
     """
     op = "wgrad_accumulate"
-    config = make_local_call_config(op)
+    config = plan_call_config(op, (), 1)
     is_fp8 = have_scales(op, x=x, dy=dy)
     shapes.check_rank(op, "x", values_of(x), 1)
     for name, array in (("dy", values_of(dy)), ("main_grad", main_grad)):
@@ -191,13 +188,7 @@ def _compute_wgrad_accumulate(config, x, dy, main_grad):
     return dw
 
 
-def _plain_wgrad_accumulate(x, dy, main_grad):
-    return reference.add(reference.outer(x, dy), main_grad, out_dtype=main_grad.dtype)
-
-
-_wgrad_accumulate = _differentiable(
-    _compute_wgrad_accumulate, _plain_wgrad_accumulate, "x", "dy"
-)
+_wgrad_accumulate = _differentiable(_compute_wgrad_accumulate, "x", "dy")
 
 
 def all_reduce(

@@ -142,10 +142,7 @@ def result_dtype(x: Any, ws: tuple[Any, ...]) -> np.dtype:
 
 
 def with_dtypes(config: CallConfig, x: Any, ws: tuple, out_dtype) -> CallConfig:
-    """Returns `config` with the dtypes of operands, result and gradients.
-
-    An `out_dtype` of None selects `result_dtype`.
-    """
+    """Returns `config` with the dtypes of operands, result and gradients."""
     config = config.with_dtypes(result_dtype(x, ws), out_dtype)
     if not is_scaled(x):
         return config
