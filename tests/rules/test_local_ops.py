@@ -5,12 +5,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import devices
 from operands import DTYPES, assert_equal, small_integers
 from programs import calls, compiled_text, copies
 from refusals import refuses, zeros
 
 import jax_ub as ub
-from jax_ub.errors import ShapeContractError
+from jax_ub import ops
+from jax_ub.errors import ShapeContractError, UnsupportedOverlapError
 
 
 def dgrad_operands(dtype="float32", rows=(2, 5)):
@@ -118,6 +122,40 @@ def test_the_contract_of_wgrad_accumulate_is_checked():
         ub.wgrad_accumulate(x[:0], dy[:0], main_grad)
     with pytest.raises(error, match=r"x has shape \(\), but the op takes \[..., feat"):
         ub.wgrad_accumulate(jnp.ones(()), dy, main_grad)
+
+
+def sequential(x, w, bias):
+    return ops.Sequential(ops.Linear(6, 4))(({"kernel": w, "bias": bias},), x)
+
+
+ON_ONE_DEVICE = {
+    "linear": (ub.linear, ((8, 6), (6, 4), (4,))),
+    "ops": (sequential, ((8, 6), (6, 4), (4,))),
+    "dgrad_add": (ub.dgrad_add, ((8, 4), (6, 4), (8, 6))),
+    "wgrad_accumulate": (ub.wgrad_accumulate, ((8, 6), (8, 4), (6, 4))),
+}
+
+
+def types_on(devices, values):
+    """Returns the types of values that are sharded on an explicit mesh of devices."""
+    mesh = jax.make_mesh((len(devices),), ("tp",), devices=devices)
+    sharding = NamedSharding(mesh, P("tp"))
+    return [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding) for v in values]
+
+
+@pytest.mark.parametrize("name", ON_ONE_DEVICE)
+def test_operands_may_be_sharded_on_an_explicit_mesh_of_one_device(name):
+    function, shapes = ON_ONE_DEVICE[name]
+    values = [small_integers(i, shape) for i, shape in enumerate(shapes)]
+    step = jax.jit(jax.value_and_grad(lambda *v: function(*v).sum(), (0, 1, 2)))
+    types = types_on(jax.local_devices()[:1], values)
+    placed = (jax.device_put(v, t.sharding) for v, t in zip(values, types, strict=True))
+    found = step(*placed)
+    assert_equal(found, step(*values))
+    for gradient in found[1]:
+        assert jax.typeof(gradient).sharding.spec[0] == "tp"
+    with pytest.raises(UnsupportedOverlapError, match="runs on 2 devices, but"):
+        step.trace(*types_on(devices(2), values))
 
 
 def test_integers_are_not_reduced():

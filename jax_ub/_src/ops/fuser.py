@@ -37,6 +37,7 @@ from jax_ub._src.ops.operation import (
 from jax_ub._src.ops.quantize import quantized_boundaries, with_quantizers
 from jax_ub._src.ops.userbuffers import UserbuffersForwardLinear
 from jax_ub._src.ops.userbuffers_backward import UserbuffersBackwardLinear
+from jax_ub._src.primitives import vma
 from jax_ub._src.runtime import registry
 
 # The fusions run in Transformer Engine's order. An operation that one fusion has fused
@@ -445,7 +446,9 @@ class OperationFuser(arguments.KeywordsChecked):
                 "edges": {edge: edges[edge] for edge in group.external_inputs},
             }
             with jax.disable_jit(False):  # see `run_group`
-                x, results, _ = run_group(registry.configuration(), group, operands)
+                x, results, _ = run_group(
+                    registry.configuration(), group, vma.unsharded(operands)
+                )
             edges.update(results)
         public = [edges[edge] for edge in self.extra_edges.to_caller]
         return (x, *public) if public else x

@@ -337,7 +337,7 @@ def _run(call, *operands):
 
 
 def _abstract_eval(*operands, call):
-    check_manual(call.label)
+    check_manual(call.label, operands)
     axes = vma.axes_of(*operands)
     operands, scales = call.split(operands)
     lowering.check_capacity(call, operands)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -88,16 +89,20 @@ def is_fully_manual(axes: tuple[str, ...]) -> bool:
     return are_manual(axes) and not _automatic_axes(mesh, mesh.manual_axes)
 
 
-def check_manual(label: str) -> None:
+def check_manual(label: str, operands: Sequence[jax.core.ShapedArray]) -> None:
     """Raises an error in a `shard_map` that is manual over only some mesh axes.
 
     Called while the call is traced. Axes of one device may be automatic. Outside any
-    `shard_map` nothing is checked here, since only the lowering knows whether the
-    program runs on several devices.
+    `shard_map` only operands on an explicit mesh show that the program runs on several
+    devices; the lowering checks it for the others.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes:
         _refuse_automatic_axes(mesh, mesh.manual_axes, label)
+        return
+    for sharding in (operand.sharding for operand in operands):
+        if any(sharding.spec) and sharding.mesh.size > 1:
+            _refuse_devices(sharding.mesh.size, label)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +142,9 @@ def find_ranks(
     """
     context = ctx.module_context.axis_context
     if not isinstance(context, mlir.SPMDAxisContext):
-        _refuse_unless_one_device(context, label)
+        num_devices = getattr(context, "num_devices", None)
+        if num_devices != 1:
+            _refuse_devices(num_devices, label)
         return Ranks()
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh = context.mesh
     _refuse_automatic_axes(mesh, context.manual_axes, label)
@@ -196,12 +203,10 @@ def _refuse_automatic_axes(mesh, manual_axes, label):
         )
 
 
-def _refuse_unless_one_device(context, label):
-    num_devices = getattr(context, "num_devices", None)
-    if num_devices != 1:
-        raise UnsupportedOverlapError(
-            f"{label}: the program runs on {num_devices or 'several'} devices, but the "
-            "call is not inside jax.shard_map, so XLA would gather its operands on "
-            "every device. Call it inside jax.shard_map over all mesh axes, or pass "
-            'method="xla".'
-        )
+def _refuse_devices(num_devices, label):
+    raise UnsupportedOverlapError(
+        f"{label}: the program runs on {num_devices or 'several'} devices, but the "
+        "call is not inside jax.shard_map, so XLA would gather its operands on every "
+        "device. Call it inside jax.shard_map over all mesh axes, or pass "
+        'method="xla".'
+    )

@@ -49,6 +49,22 @@ def _pcast_varying(value, *, axes):
     return lax.pcast(value, others, to="varying") if others else value
 
 
+def unsharded(tree: Any) -> Any:
+    """Drops explicit shardings over a mesh of one device from the types of all arrays.
+
+    The gradients of a `custom_vjp` must have the types of its operands, and results of
+    the primitives have unsharded types.
+    """
+
+    def drop(value):
+        sharding = jax.typeof(value).sharding
+        if sharding.mesh.size != 1 or not any(sharding.spec):
+            return value
+        return jax.sharding.reshard(value, sharding.update(spec=PartitionSpec()))
+
+    return jax.tree.map(drop, tree)
+
+
 def pcast_replicated(value: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Casts `value`, which is equal on all ranks of `axes`, to be replicated there."""
     own = tuple(sorted(frozenset(axes) & axes_of(value)))

@@ -443,6 +443,9 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     config = with_dtypes(config, x, ws, dtype)
     accumulators.claim(label, main_grads, ws)
     accumulators.claim_state(label, fp8_state)
+    x, ws, biases, residual, main_grads = vma.unsharded(
+        (x, ws, biases, residual, main_grads)
+    )
     axes = config.axes(x, ws, biases, residual, main_grads)
     main_grads = main_grads and tuple(
         accumulators.pcast_varying(label, main_grad, axes) for main_grad in main_grads

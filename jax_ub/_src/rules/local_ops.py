@@ -69,7 +69,7 @@ def dgrad_add(
     wanted = (*dy.shape[:-1], w.shape[0])
     shapes.check_shape(op, "residual", residual, wanted, "[..., K] with dy's rows")
     axes = config.axes(dy, w, residual)
-    dy, w, residual = vma.pcast_varying((dy, w, residual), axes)
+    dy, w, residual = vma.pcast_varying(vma.unsharded((dy, w, residual)), axes)
     if dy.ndim == 1:
         return _dgrad_add(config, as_row(dy), w, residual[None])[0]
     return _dgrad_add(config, dy, w, residual)
@@ -177,7 +177,7 @@ def wgrad_accumulate(
     wanted = (x.shape[-1], dy.shape[-1])
     shapes.check_shape(op, "main_grad", main_grad, wanted, "[K, N]")
     axes = config.axes(x, dy, main_grad)
-    x, dy, main_grad = vma.pcast_varying((x, dy, main_grad), axes)
+    x, dy, main_grad = vma.pcast_varying(vma.unsharded((x, dy, main_grad)), axes)
     if x.ndim == 1:
         x, dy = as_row(x), as_row(dy)
     return _wgrad_accumulate(config, x, dy, main_grad)
