@@ -4,12 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import devices
 from operands import DTYPES, assert_equal, small_integers
-from programs import calls, compiled_text, copies
+from programs import calls, compiled_text, copies, dp_tp_mesh
 from refusals import refuses, zeros
 
 import jax_ub as ub
@@ -156,6 +157,30 @@ def test_operands_may_be_sharded_on_an_explicit_mesh_of_one_device(name):
         assert jax.typeof(gradient).sharding.spec[0] == "tp"
     with pytest.raises(UnsupportedOverlapError, match="runs on 2 devices, but"):
         step.trace(*types_on(devices(2), values))
+
+
+def test_without_a_method_the_environment_selects_plain_jax(monkeypatch):
+    mesh = dp_tp_mesh(2, 2)
+    specs = {"mesh": mesh, "in_specs": P("tp"), "out_specs": P(), "axis_names": {"tp"}}
+    reduce = functools.partial(ub.all_reduce, axis_name="tp")
+    x = jax.device_put(jnp.ones((8, 6)), NamedSharding(mesh, P("tp")))
+
+    def on_several_devices(name):
+        # New functions, since JAX caches the traces of known ones.
+        functions = {
+            "dgrad_add": lambda x: ub.dgrad_add(x, jnp.ones((4, 6)), zeros(8, 4)),
+            "wgrad_accumulate": lambda x: ub.wgrad_accumulate(x, x, zeros(6, 6)),
+            "all_reduce": jax.shard_map(reduce, **specs),
+        }
+        return jax.jit(functions[name])(x)
+
+    expected = {"dgrad_add": 6, "wgrad_accumulate": 8, "all_reduce": 2}
+    for name in expected:
+        with pytest.raises(UnsupportedOverlapError, match=f"{name}: .* set JAX_UB_MET"):
+            on_several_devices(name)
+    monkeypatch.setenv("JAX_UB_METHOD", "xla")
+    for name, value in expected.items():
+        assert np.unique(on_several_devices(name)) == [value]
 
 
 def test_integers_are_not_reduced():

@@ -25,7 +25,7 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 from jax_ub._src import dtypes, lowering_log
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.methods import DEFAULT_SPLITS, Method, Variant, auto_on_gpus
-from jax_ub._src.primitives.mesh import Ranks, find_ranks
+from jax_ub._src.primitives.mesh import RUN_PLAIN, Ranks, find_ranks
 from jax_ub._src.runtime import (
     communicators,
     cpu_engine,
@@ -214,7 +214,7 @@ def _lower_to_reference(ctx, operands, call, reason):
     for cause, page in causes.items():
         if cause in reason:
             text = f"{call.label} runs as plain jax.lax: {reason}"
-            lowering_log.warn_once(cause, f'{text}, or pass method="xla".', page)
+            lowering_log.warn_once(cause, f"{text}, or {RUN_PLAIN}.", page)
 
     def plain(*operands):
         with lowering_log.falling_back(call.label, reason):
@@ -300,7 +300,7 @@ def check_capacity(call: Call, operands: Sequence[Any]) -> None:
     if is_named or not call.choice.may_fall_back:
         reason = _why_no_room(call, operands, needs_buffers=is_named)
         if reason is not None:
-            raise ShapeContractError(f'{call.label}: {reason}, or pass method="xla".')
+            raise ShapeContractError(f"{call.label}: {reason}, or {RUN_PLAIN}.")
 
 
 def _why_no_room(call, operands, *, needs_buffers):

@@ -20,6 +20,9 @@ from jax_ub._src.errors import (
 from jax_ub._src.runtime import communicators
 from jax_ub._src.runtime.device_groups import rank_groups
 
+# The advice to run a call as plain `jax.lax`. Some ops have no argument `method`.
+RUN_PLAIN = 'pass method="xla" or set JAX_UB_METHOD=xla'
+
 
 def axis_size(
     op: str, axis_name: str | tuple[str, ...] | None, *, may_be_mapped: bool = False
@@ -199,7 +202,7 @@ def _refuse_automatic_axes(mesh, manual_axes, label):
         raise UnsupportedOverlapError(
             f"{label}: the mesh axes {automatic} are left to XLA, which would gather "
             "the operands over them on every device. Call it inside jax.shard_map over "
-            'all mesh axes (leave out axis_names=), or pass method="xla".'
+            f"all mesh axes (leave out axis_names=), or {RUN_PLAIN}."
         )
 
 
@@ -207,6 +210,5 @@ def _refuse_devices(num_devices, label):
     raise UnsupportedOverlapError(
         f"{label}: the program runs on {num_devices or 'several'} devices, but the "
         "call is not inside jax.shard_map, so XLA would gather its operands on every "
-        "device. Call it inside jax.shard_map over all mesh axes, or pass "
-        'method="xla".'
+        f"device. Call it inside jax.shard_map over all mesh axes, or {RUN_PLAIN}."
     )
