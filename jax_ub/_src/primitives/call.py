@@ -374,19 +374,13 @@ def _batch(axis_data, operands, dims, *, call):
         size = operands[mapped[0]].shape[dims[mapped[0]]]
         results = bind(
             *(
-                _with_batch_axis(operand, dim, size) if is_activation(i) else operand
-                for i, (operand, dim) in enumerate(zip(operands, dims, strict=True))
+                batching.bdim_at_front(x, dim, size) if is_activation(i) else x
+                for i, (x, dim) in enumerate(zip(operands, dims, strict=True))
             )
         )
     else:
         results = _loop(bind, operands, dims)
     return results, [0] * len(results)
-
-
-def _with_batch_axis(operand, dim, size):
-    if dim is None:
-        return jnp.broadcast_to(operand, (size, *operand.shape))
-    return jnp.moveaxis(operand, dim, 0)
 
 
 def _loop(function, operands, dims):
