@@ -19,7 +19,7 @@
 #include "gemm/gemm.h"
 #include "module_connect.h"
 #include "module_handlers.h"
-#include "platform/cpu_quota.h"
+#include "platform/cgroup.h"
 #include "schedule/checker.h"
 #include "schedule/schedule.h"
 

@@ -5,7 +5,7 @@
 
 #include "engine/cpu/core_affinity.h"
 #include "ffi/handlers.h"
-#include "platform/cpu_quota.h"
+#include "platform/cgroup.h"
 
 namespace jax_ub {
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "platform/available_memory.h"
+#include "platform/cgroup.h"
 #include "platform/error.h"
 
 // The oldest kernel headers that are supported lack these constants.

@@ -18,8 +18,7 @@
 #include <utility>
 
 #include "check.h"
-#include "platform/available_memory.h"
-#include "platform/cpu_quota.h"
+#include "platform/cgroup.h"
 #include "platform/error.h"
 #include "platform/futex.h"
 #include "platform/handle.h"
@@ -299,24 +298,50 @@ TEST(AProcessMayEndWhileItsStateIsRead) {
 TEST(AContainerHasWhatItsLimitLeavesAndItsCache) {
   const std::filesystem::path folder =
       std::filesystem::temp_directory_path() / NewName();
-  std::filesystem::create_directories(folder / "memory");
   const auto write = [&](const std::string& name, const std::string& text) {
+    std::filesystem::create_directories((folder / name).parent_path());
     std::ofstream(folder / name) << text << "\n";
   };
-  CHECK(AvailableBytes(folder) > 100000);  // no control groups: the machine's
+  const auto available = [&] { return AvailableBytes(folder, folder / "membership"); };
+  CHECK(available() > 100000);  // no control groups: the machine's
+  write("membership", "4:memory:/\n0::/");
+  CHECK(available() > 100000);
   write("memory.max", "100000");
   write("memory.current", "90000");
-  CHECK_EQ(AvailableBytes(folder), 10000);
+  CHECK_EQ(available(), 10000);
   write("memory.stat", "anon 70000\nactive_file 2000\ninactive_file 3000");
-  CHECK_EQ(AvailableBytes(folder), 15000);
+  CHECK_EQ(available(), 15000);
   write("memory.current", "110000");
-  CHECK_EQ(AvailableBytes(folder), 0);
+  CHECK_EQ(available(), 0);
   write("memory.max", "max");
-  CHECK(AvailableBytes(folder) > 100000);
+  CHECK(available() > 100000);
   write("memory/memory.limit_in_bytes", "50000");  // of the older version
   write("memory/memory.usage_in_bytes", "40000");
   write("memory/memory.stat", "active_file 9\ntotal_active_file 1000");
-  CHECK_EQ(AvailableBytes(folder), 11000);
+  CHECK_EQ(available(), 11000);
+  std::filesystem::remove_all(folder);
+}
+
+TEST(TheMemoryThatIsLeftIsTheLeastAlongThePath) {
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / NewName();
+  const auto limit = [&](const std::string& group, const std::string& bytes) {
+    std::filesystem::create_directories(folder / group);
+    std::ofstream(folder / group / "memory.max") << bytes;
+    std::ofstream(folder / group / "memory.current") << "1000";
+  };
+  std::filesystem::create_directories(folder);
+  std::ofstream(folder / "membership") << "0::/slurm/job_7/step_0\n";
+  const auto available = [&] { return AvailableBytes(folder, folder / "membership"); };
+  limit("slurm/job_7/step_0", "max");
+  limit("slurm/job_7", "51000");
+  CHECK_EQ(available(), 50000);
+  limit("slurm", "91000");
+  CHECK_EQ(available(), 50000);
+  limit("slurm/job_7/step_0", "31000");
+  CHECK_EQ(available(), 30000);
+  limit("", "21000");
+  CHECK_EQ(available(), 20000);
   std::filesystem::remove_all(folder);
 }
 
