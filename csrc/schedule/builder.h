@@ -67,6 +67,5 @@ void AppendReduceScatter(ScheduleBuilder& builder,
                          bool multiply,
                          bool overlap_first_gemm);
 void AppendOneShot(ScheduleBuilder& builder, bool multiply);
-void AppendDirect(ScheduleBuilder& builder);
 
 }  // namespace jax_ub

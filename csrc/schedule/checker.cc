@@ -1,8 +1,7 @@
 #include "schedule/checker.h"
 
-#include <algorithm>
+#include <numeric>
 #include <set>
-#include <sstream>
 
 #include "schedule/symbolic_execution.h"
 
@@ -15,22 +14,12 @@ constexpr size_t kMaxViolations = 20;
 // Returns orders of the ranks in which a wrong schedule is likely to fail.
 std::vector<std::vector<int>> AdversarialOrders(int num_ranks) {
   std::vector<int> up(num_ranks);
-  for (int r = 0; r < num_ranks; ++r) up[r] = r;
+  std::iota(up.begin(), up.end(), 0);
   std::vector<int> down(up.rbegin(), up.rend());
   std::vector<int> odd_first;
   for (int r = 1; r < num_ranks; r += 2) odd_first.push_back(r);
   for (int r = 0; r < num_ranks; r += 2) odd_first.push_back(r);
   return {up, down, odd_first};
-}
-
-std::vector<RankSchedules> EveryCollective(int num_ranks, int num_splits) {
-  std::vector<RankSchedules> every;
-  ForEachSchedule(
-      num_ranks, [&](CollectiveKind collective, Method method, Variant variant) {
-        every.push_back(
-            MakeRankSchedules(collective, method, num_ranks, num_splits, variant));
-      });
-  return every;
 }
 
 }  // namespace
@@ -74,10 +63,11 @@ std::vector<std::string> CheckSchedule(CollectiveKind collective,
   const RankSchedules self =
       MakeRankSchedules(collective, method, num_ranks, num_splits, variant);
   std::vector<std::string> violations = CheckCalls({self, self});
-  for (const RankSchedules& other : EveryCollective(num_ranks, num_splits)) {
-    if (!violations.empty()) break;
-    violations = CheckCalls({self, other, self});
-  }
+  ForEachSchedule(num_ranks, [&](CollectiveKind c, Method m, Variant v) {
+    if (!violations.empty()) return;
+    violations =
+        CheckCalls({self, MakeRankSchedules(c, m, num_ranks, num_splits, v), self});
+  });
   return violations;
 }
 

@@ -26,10 +26,41 @@ constexpr std::array<std::string_view, kNumStepKinds> kStepKindNames = {
 
 constexpr std::array<std::string_view, 3> kPayloadNames = {"operand", "partial", "sum"};
 
+// Appends the steps of method "direct", which sends nothing. Every rank lets its peers
+// read its operands, runs one GEMM over the operands of all ranks, and continues when
+// no peer reads its operands any more. For P = 4 ranks, rank 0:
+//
+//   publish to 1 2 3 | wait for 3 2 1 | multiply all | release 3 2 1 | wait free 1 2 3
+//
+// Within one process, the rendezvous replaces the publish steps, and the common
+// completion of the ranks replaces the releases (engine/cpu/collective_call.h).
+void AppendDirect(ScheduleBuilder& builder) {
+  builder.BeginStage();
+  const int num_ranks = builder.num_ranks();
+  for (int d = 1; d < num_ranks; ++d) {
+    builder.Send(StepKind::kPublish, Payload::kOperand, builder.rank(), 0,
+                 builder.Ahead(d), builder.SlotOf(d, 0));
+  }
+  const auto for_each_peer = [&](StepKind kind) {
+    for (int d = 1; d < num_ranks; ++d) {
+      const int peer = builder.Behind(d);
+      builder.Add(kind, Payload::kOperand, peer, 0, peer, builder.SlotOf(d, 0));
+    }
+  };
+  for_each_peer(StepKind::kWait);
+  builder.MultiplyAll();
+  for_each_peer(StepKind::kRelease);
+  for (int d = 1; d < num_ranks; ++d) {
+    builder.Add(StepKind::kWaitFree, Payload::kOperand, builder.rank(), 0,
+                builder.Ahead(d), builder.SlotOf(d, 0));
+  }
+}
+
 void AppendCollective(ScheduleBuilder& builder,
                       CollectiveKind collective,
                       Method method,
                       Variant variant) {
+  if (method == Method::kDirect) return AppendDirect(builder);
   if (variant == Variant::kAggregate) return AppendRingOfPairs(builder);
   // With method "external", the GEMM is separate: after the gather or before the
   // scatter.
@@ -101,36 +132,6 @@ std::vector<Step> FirstOfEachPeer(const std::vector<Step>& steps, StepKind kind)
   return first;
 }
 
-// Appends the steps of method "direct", which sends nothing. Every rank lets its peers
-// read its operands, runs one GEMM over the operands of all ranks, and continues when
-// no peer reads its operands any more. For P = 4 ranks, rank 0:
-//
-//   publish to 1 2 3 | wait for 3 2 1 | multiply all | release 3 2 1 | wait free 1 2 3
-//
-// Within one process, the rendezvous replaces the publish steps, and the common
-// completion of the ranks replaces the releases (engine/cpu/collective_call.h).
-void AppendDirect(ScheduleBuilder& builder) {
-  builder.BeginStage();
-  const int num_ranks = builder.num_ranks();
-  for (int d = 1; d < num_ranks; ++d) {
-    builder.Send(StepKind::kPublish, Payload::kOperand, builder.rank(), 0,
-                 builder.Ahead(d), builder.SlotOf(d, 0));
-  }
-  const auto for_each_peer = [&](StepKind kind) {
-    for (int d = 1; d < num_ranks; ++d) {
-      const int peer = builder.Behind(d);
-      builder.Add(kind, Payload::kOperand, peer, 0, peer, builder.SlotOf(d, 0));
-    }
-  };
-  for_each_peer(StepKind::kWait);
-  builder.MultiplyAll();
-  for_each_peer(StepKind::kRelease);
-  for (int d = 1; d < num_ranks; ++d) {
-    builder.Add(StepKind::kWaitFree, Payload::kOperand, builder.rank(), 0,
-                builder.Ahead(d), builder.SlotOf(d, 0));
-  }
-}
-
 bool HasSchedule(CollectiveKind collective, Method method) {
   if (method == Method::kBulk) return !HasProduct(collective);
   if (method == Method::kDirect) return HasProduct(collective);
@@ -183,11 +184,7 @@ Schedule MakeSchedule(CollectiveKind collective,
   Schedule schedule{collective, method, variant, rank, num_ranks, 1, 0, {}};
   if (method == Method::kPipeline) schedule.num_splits = num_splits;
   ScheduleBuilder builder(schedule);
-  if (method == Method::kDirect) {
-    AppendDirect(builder);
-  } else {
-    AppendCollective(builder, collective, method, variant);
-  }
+  AppendCollective(builder, collective, method, variant);
   return schedule;
 }
 
