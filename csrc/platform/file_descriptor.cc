@@ -81,11 +81,6 @@ bool Poll(std::vector<pollfd>& descriptors, Deadline::Clock::time_point until) {
   }
 }
 
-void Poll(std::vector<pollfd>& descriptors) {
-  while (!Poll(descriptors, Deadline::Clock::time_point::max())) {
-  }
-}
-
 uint64_t RandomBits() {
   uint64_t bits = 0;
   // Up to 256 bytes, getrandom is never interrupted.

@@ -36,10 +36,10 @@ FileDescriptor WatchProcess(pid_t pid);
 std::string DescribeIfStopped(pid_t pid);
 
 // Waits until one of the descriptors has an event, which poll(2) stores in its
-// `revents`. Returns false if none has one by `until`.
-bool Poll(std::vector<pollfd>& descriptors, Deadline::Clock::time_point until);
-// Waits until a descriptor has an event, with no time limit.
-void Poll(std::vector<pollfd>& descriptors);
+// `revents`. Returns false if none has one by `until`. Without `until`, there is no time
+// limit.
+bool Poll(std::vector<pollfd>& descriptors,
+          Deadline::Clock::time_point until = Deadline::Clock::time_point::max());
 
 // Returns 64 random bits from the operating system.
 uint64_t RandomBits();

@@ -21,9 +21,9 @@ FileDescriptor Accept(const FileDescriptor& listener);
 
 enum class DialResult {
   kConnected,
-  kBusy,
-  kNoProcess
-};  // kBusy: try again later; kNoProcess: no process listens at this name
+  kBusy,       // try again later
+  kNoProcess,  // no process listens at this name
+};
 // Connects to the listener at `name`, without blocking. If the result is kConnected,
 // sets `connection`.
 DialResult Dial(const std::string& name, FileDescriptor* connection);
@@ -38,9 +38,9 @@ Credentials PeerCredentials(const FileDescriptor& connection);
 
 enum class Sent {
   kYes,
-  kFull,
-  kNo
-};  // kFull: the peer must read first; kNo: it is lost
+  kFull,  // the peer must read first
+  kNo,    // the peer is lost
+};
 // Sends a message, without blocking, and with it the descriptor `passed` unless it is
 // null.
 Sent Send(const FileDescriptor& connection,
@@ -50,8 +50,8 @@ Sent Send(const FileDescriptor& connection,
 enum class Arrival {
   kMessage,
   kNothing,
-  kEnd
-};  // kEnd: the peer closed its end or exited
+  kEnd,  // the peer closed its end or exited
+};
 struct Received {
   Arrival arrival = Arrival::kNothing;
   size_t size = 0;        // bytes stored in the buffer; a longer message is truncated

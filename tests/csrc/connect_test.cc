@@ -17,7 +17,7 @@
 
 #include "check.h"
 #include "platform/error.h"
-#include "platform/shared_mapping.h"
+#include "platform/mapping.h"
 #include "platform/unix_socket.h"
 #include "processes.h"
 #include "transport/cpu/shared_memory.h"

@@ -22,7 +22,7 @@
 #include "platform/error.h"
 #include "platform/futex.h"
 #include "platform/handle.h"
-#include "platform/shared_mapping.h"
+#include "platform/mapping.h"
 #include "platform/unix_socket.h"
 
 namespace jax_ub {

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "platform/error.h"
-#include "platform/shared_mapping.h"
+#include "platform/mapping.h"
 #include "transport/cpu/peer_status.h"
 #include "transport/cpu/slots.h"
 #include "transport/process/group_failure.h"
