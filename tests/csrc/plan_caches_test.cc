@@ -10,7 +10,7 @@
 #include "engine/cpu/cpu_device.h"
 #include "engine/executor.h"
 #include "engine_calls.h"
-#include "gemm/cpu/blocking_cache.h"
+#include "gemm/cpu/blocking.h"
 #include "gemm/cpu/isa.h"
 
 namespace jax_ub {
@@ -35,12 +35,6 @@ GemmProblem SizesOnly(int64_t m, int64_t n, int64_t k, int64_t num_segments = 1)
   return problem;
 }
 
-bool AreEqual(const GemmBlocking& left, const GemmBlocking& right) {
-  return left.unit_rows == right.unit_rows && left.unit_columns == right.unit_columns &&
-         left.k_bounds == right.k_bounds && left.k_block == right.k_block &&
-         left.block_rows == right.block_rows;
-}
-
 struct Case {
   GemmProblem problem;
   const KernelSet* kernels;
@@ -50,7 +44,7 @@ struct Case {
     return cache.Get(problem, *kernels, num_workers);
   }
   bool IsRight(BlockingCache& cache) const {
-    return AreEqual(Get(cache), ChooseBlocking(problem, *kernels, num_workers));
+    return Get(cache) == ChooseBlocking(problem, *kernels, num_workers);
   }
 };
 
@@ -61,11 +55,16 @@ std::vector<Case> Cases() {
   // The copy has the same kernels at another address, like the kernels of another
   // instruction set.
   static const KernelSet copy = *general;
+  // Segments of 64 elements become blocks of K only if they have their own factors.
+  GemmProblem with_factors = SizesOnly(512, 768, 1024, 16);
+  with_factors.has_factors_by_k = true;
   return {{SizesOnly(512, 768, 1024), general, 2},
           {SizesOnly(520, 768, 1024), general, 2},
           {SizesOnly(512, 776, 1024), general, 2},
           {SizesOnly(512, 768, 1032), general, 2},
           {SizesOnly(512, 768, 1024, 4), general, 2},
+          {SizesOnly(512, 768, 1024, 16), general, 2},
+          {with_factors, general, 2},
           {SizesOnly(512, 768, 1024), &copy, 2},
           {SizesOnly(512, 768, 1024), general, 16}};
 }

@@ -29,7 +29,7 @@
 #include "engine/cpu/blocking_task.h"
 #include "engine/cpu/core_affinity.h"
 #include "engine/cpu/queue.h"
-#include "gemm/cpu/blocking_cache.h"
+#include "gemm/cpu/blocking.h"
 #include "gemm/scratch.h"
 #include "platform/thread.h"
 

@@ -1,8 +1,11 @@
+#include "gemm/cpu/blocking.h"
+
 #include <algorithm>
 #include <limits>
+#include <mutex>
 #include <vector>
 
-#include "gemm/cpu/plan.h"
+#include "gemm/cpu/operand.h"
 #include "gemm/cpu/small_m_plan.h"
 
 namespace jax_ub {
@@ -158,6 +161,26 @@ GemmBlocking ChooseBlocking(const GemmProblem& problem,
   const int64_t most_rows = std::min(kMaxBlockRows, kMaxBlockBytes / row_bytes);
   const int64_t row_blocks = CeilDiv(blocking.unit_rows, most_rows);
   blocking.block_rows = PartOf(blocking.unit_rows, row_blocks, kernels.tile_rows);
+  return blocking;
+}
+
+GemmBlocking BlockingCache::Get(const GemmProblem& problem,
+                                const KernelSet& kernels,
+                                int num_workers) {
+  const KernelSet* const address = &kernels;
+  const auto key =
+      std::tie(problem.m, problem.n, problem.has_factors_by_k, address, num_workers,
+               problem.a.inner_bounds, problem.b.inner_bounds);
+  {
+    std::shared_lock lock(mutex_);
+    const auto found = entries_.find(key);
+    if (found != entries_.end()) return found->second;
+  }
+  ++num_chosen_;
+  GemmBlocking blocking = ChooseBlocking(problem, kernels, num_workers);
+  std::lock_guard lock(mutex_);
+  if (entries_.size() == kMaxEntries) entries_.clear();
+  entries_.insert_or_assign(key, blocking);
   return blocking;
 }
 

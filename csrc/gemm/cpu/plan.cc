@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "gemm/check_problem.h"
-#include "gemm/cpu/blocking_cache.h"
 #include "gemm/cpu/small_m_plan.h"
 #include "platform/arithmetic_mode.h"
 

@@ -1,10 +1,10 @@
-// The plan of a GEMM on the CPU: divides it into units, and units into blocks that fit
-// the caches.
+// The plan of a GEMM on the CPU.
 #pragma once
 
 #include <cstdint>
-#include <vector>
+#include <memory>
 
+#include "gemm/cpu/blocking.h"
 #include "gemm/cpu/isa.h"
 #include "gemm/cpu/operand.h"
 #include "gemm/cpu/result.h"
@@ -16,31 +16,6 @@ namespace jax_ub {
 std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       const KernelSet& kernels,
                                       const Workers& workers);
-
-// Estimates the time of a product on one thread with the given kernels, in
-// microseconds. EstimateGemmUs calls this with the kernels of the current instruction
-// set.
-double EstimateCpuGemmUs(const GemmProblem& problem, const KernelSet& kernels);
-
-// How a product is divided. Sizes are in elements. A unit computes unit_rows x
-// unit_columns elements of C, block by block along K; block i is [k_bounds[i],
-// k_bounds[i + 1]). For each block of K, it multiplies block_rows rows of A with all
-// panels of B, tile by tile.
-struct GemmBlocking {
-  int64_t unit_rows = 0;
-  int64_t unit_columns = 0;
-  std::vector<int64_t> k_bounds;
-  int64_t k_block = 0;  // length of the longest block of K
-  int64_t block_rows = 0;
-
-  int64_t num_k_blocks() const { return static_cast<int64_t>(k_bounds.size()) - 1; }
-};
-
-// Chooses how to divide a product. Depends on its sizes, its segments along K, the
-// kernels and the number of workers.
-GemmBlocking ChooseBlocking(const GemmProblem& problem,
-                            const KernelSet& kernels,
-                            int num_workers);
 
 // The plan of a product that is computed tile by tile, from packed operands or in
 // place. It is used for all products that SmallMPlan does not support.
