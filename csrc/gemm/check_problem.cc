@@ -1,7 +1,7 @@
-#include "gemm/check_problem.h"
-
 #include <stdexcept>
 #include <string>
+
+#include "gemm/gemm.h"
 
 namespace jax_ub {
 
@@ -107,11 +107,6 @@ void CheckProblem(const GemmProblem& problem) {
     CheckCount(factor.segments.size(), num_parts * num_segments / c.num_replicas,
                "a factor");
   }
-}
-
-GemmProblem Checked(GemmProblem problem) {
-  CheckProblem(problem);
-  return problem;
 }
 
 }  // namespace jax_ub

@@ -47,6 +47,10 @@ struct GemmProblem {
   bool has_factors_by_k = false;
 };
 
+// Throws std::invalid_argument if views and sizes of the problem do not match, with the
+// actual and the expected values.
+void CheckProblem(const GemmProblem& problem);
+
 // A problem, divided into work units. Units are independent: each writes a different
 // block of C, any thread may run any of them in any order, and Run never waits for
 // another thread. A thread needs a workspace of a few MiB, whatever the size of the
@@ -79,9 +83,9 @@ std::unique_ptr<GemmPlan> PlanGemm(GemmProblem problem, const Workers& workers);
 double EstimateGemmUs(const GemmProblem& problem);
 
 // The instruction sets that have kernels are, oldest first: "portable", "avx2",
-// "avx512", "avx512_vbmi", "avx512_bf16", "amx_bf16". AvailableIsas returns those that this machine
-// supports. The default is the fastest. SetIsa throws std::invalid_argument if the
-// machine does not support `name`.
+// "avx512", "avx512_vbmi", "avx512_bf16", "amx_bf16". AvailableIsas returns those that
+// this machine supports. The default is the fastest. SetIsa throws
+// std::invalid_argument if the machine does not support `name`.
 std::vector<std::string_view> AvailableIsas();
 std::string_view CurrentIsa();
 void SetIsa(std::string_view name);

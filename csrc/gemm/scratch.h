@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstddef>
+#include <new>
+#include <utility>
 
 #include "platform/mapping.h"
 
@@ -12,10 +14,21 @@ class Scratch {
  public:
   // Returns memory of at least `size_bytes` bytes, aligned to 4096 bytes. Invalidates
   // memory that earlier calls have returned.
-  std::byte* Reserve(size_t size_bytes);
+  std::byte* Reserve(size_t size_bytes) {
+    if (size_bytes > this->size_bytes()) {
+      const size_t rounded = (size_bytes + kHugePage - 1) / kHugePage * kHugePage;
+      HostMapping fresh = MapPrivate(rounded, Pages::kHuge);
+      if (!fresh) throw std::bad_alloc();
+      memory_ = std::move(fresh);
+    }
+    return memory_.get().data;
+  }
   size_t size_bytes() const { return memory_.get().size; }
 
  private:
+  // With small pages, the strides between packed panels would cause TLB misses.
+  static constexpr size_t kHugePage = size_t{2} << 20;
+
   HostMapping memory_;
 };
 

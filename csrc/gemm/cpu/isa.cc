@@ -2,8 +2,6 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#endif
-#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -48,13 +46,9 @@ bool HasAmxBf16() {
       (edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) {
     return false;
   }
-#if defined(__linux__)
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
   constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-  return false;
-#endif
 }
 #endif
 

@@ -23,13 +23,13 @@ inline constexpr int kMaxTileColumns = 64;
 // c] + after[r, c]), added in this order. If `factor` is not 1, each sum is multiplied by
 // it, and `after` is null. All strides in this file are in bytes.
 struct TileOutput {
-  void* to;
-  int64_t to_stride;
-  DType to_dtype;
-  const float* before;  // sums of earlier blocks of K, [row][column]; null: none
-  const void* after;    // an addend; may be the memory of `to`; null: none
-  int64_t after_stride;
-  DType after_dtype;
+  void* to = nullptr;
+  int64_t to_stride = 0;
+  DType to_dtype = DType::kF32;
+  const float* before = nullptr;  // sums of earlier blocks of K, [row][column]
+  const void* after = nullptr;    // an addend; may be the memory of `to`
+  int64_t after_stride = 0;
+  DType after_dtype = DType::kF32;
   float factor = 1;
 };
 

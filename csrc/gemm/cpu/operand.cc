@@ -172,10 +172,18 @@ int64_t OperandReader::PanelBytes(int64_t k) const {
   return kLineBytes * (CeilDiv(4 * NumWords(k) * panel_, kLineBytes) | 1);
 }
 
-const ConstSegment& OperandReader::SegmentAt(int64_t outer_index,
-                                             int64_t k_index) const {
-  const int64_t num_inner = static_cast<int64_t>(view_.inner_bounds.size()) - 1;
-  return view_.segments[outer_index * num_inner + k_index];
+const ConstSegment& OperandReader::SegmentAt(int64_t i, int64_t j) const {
+  return view_.segments[i * (std::ssize(view_.inner_bounds) - 1) + j];
+}
+
+const std::byte* OperandReader::AddressAt(int64_t i,
+                                          int64_t j,
+                                          int64_t outer,
+                                          int64_t k) const {
+  const ConstSegment& segment = SegmentAt(i, j);
+  const int64_t offset = (outer - view_.outer_bounds[i]) * segment.outer_stride +
+                         (k - view_.inner_bounds[j]) * segment.inner_stride;
+  return segment.data + offset * element_bytes_;
 }
 
 void OperandReader::PackPanels(Range outer, Range k, std::byte* panels) const {
@@ -201,14 +209,11 @@ void OperandReader::PackOuterSegment(int64_t outer_segment,
   for (int64_t at = k.begin, j = FindSegment(bounds, at); at < k.end; ++j) {
     const int64_t end = std::min(k.end, bounds[j + 1]);
     if (end <= at) continue;
-    const ConstSegment& segment = SegmentAt(outer_segment, j);
-    const int64_t offset =
-        (outer.begin - view_.outer_bounds[outer_segment]) * segment.outer_stride +
-        (at - bounds[j]) * segment.inner_stride;
     const Range outer_part = {outer.begin - first_outer, outer.end - first_outer};
     const Range k_part = {at - k.begin, end - k.begin};
     const int64_t panel_bytes = PanelBytes(k.size());
-    PackSegment(segment, segment.data + offset * element_bytes_, outer_part, k_part,
+    PackSegment(SegmentAt(outer_segment, j),
+                AddressAt(outer_segment, j, outer.begin, at), outer_part, k_part,
                 panels, panel_bytes);
     if (!view_.scales.empty()) {
       ScaleSegmentPart(outer_segment * (std::ssize(bounds) - 1) + j,
@@ -330,20 +335,18 @@ bool OperandReader::ScaleColumns(const ScaleReader& scales,
   return has_smallest;
 }
 
-InPlaceRows OperandReader::FindInPlaceRows(Range outer, Range k) const {
-  if (k.size() == 0) return {};
+void OperandReader::FindSource(Range outer, Range k, BPanel& panel) const {
+  if (k.size() == 0) return;
   const int64_t i = FindSegment(view_.outer_bounds, outer.begin);
   const int64_t j = FindSegment(view_.inner_bounds, k.begin);
   const ConstSegment& segment = SegmentAt(i, j);
   if (outer.end > view_.outer_bounds[i + 1] || k.end > view_.inner_bounds[j + 1] ||
       segment.outer_stride != 1 || segment.inner_stride == 1 ||
       k.size() % kernels_.k_per_word != 0) {
-    return {};
+    return;
   }
-  const int64_t offset = (outer.begin - view_.outer_bounds[i]) +
-                         (k.begin - view_.inner_bounds[j]) * segment.inner_stride;
-  return {segment.data + offset * element_bytes_,
-          segment.inner_stride * element_bytes_};
+  panel.source = AddressAt(i, j, outer.begin, k.begin);
+  panel.source_stride = segment.inner_stride * element_bytes_;
 }
 
 PrefetchCursor OperandReader::LinesOf(Range outer, Range k, int64_t num_steps) const {
@@ -353,11 +356,9 @@ PrefetchCursor OperandReader::LinesOf(Range outer, Range k, int64_t num_steps) c
   const int64_t num_outer =
       std::min(outer.end, view_.outer_bounds[i + 1]) - outer.begin;
   const int64_t num_k = std::min(k.end, view_.inner_bounds[j + 1]) - k.begin;
-  const int64_t offset = (outer.begin - view_.outer_bounds[i]) * segment.outer_stride +
-                         (k.begin - view_.inner_bounds[j]) * segment.inner_stride;
   const bool is_k_contiguous = segment.inner_stride == 1;
   PrefetchCursor lines = {
-      .row = reinterpret_cast<const char*>(segment.data) + offset * element_bytes_,
+      .row = reinterpret_cast<const char*>(AddressAt(i, j, outer.begin, k.begin)),
       .row_bytes = (is_k_contiguous ? num_k : num_outer) * element_bytes_,
       .stride = (is_k_contiguous ? segment.outer_stride : segment.inner_stride) *
                 element_bytes_,
@@ -380,13 +381,10 @@ ATile OperandReader::ReadRows(Range outer, Range k, std::byte* rows) const {
   const bool is_word = element_bytes_ * kernels_.k_per_word == 4;
   if (is_word && outer.end <= outer_bounds[i + 1] && k.end <= k_bounds[j + 1] &&
       k.size() % kernels_.k_per_word == 0) {
-    const ConstSegment& segment = SegmentAt(i, j);
-    const int64_t offset = (outer.begin - outer_bounds[i]) * segment.outer_stride +
-                           (k.begin - k_bounds[j]);
-    const int64_t stride = segment.outer_stride * element_bytes_;
+    const int64_t stride = SegmentAt(i, j).outer_stride * element_bytes_;
     const bool is_whole = outer.size() % kernels_.whole_rows == 0;
     if (is_whole && FitFirstCache(kernels_.whole_rows, stride)) {
-      return {segment.data + offset * element_bytes_, stride};
+      return {AddressAt(i, j, outer.begin, k.begin), stride};
     }
   }
   const int64_t row_bytes = 4 * NumWords(k.size());
@@ -396,12 +394,8 @@ ATile OperandReader::ReadRows(Range outer, Range k, std::byte* rows) const {
     int64_t done_bytes = 0;
     for (int64_t at = k.begin, kj = j; at < k.end; ++kj) {
       const int64_t k_end = std::min(k.end, k_bounds[kj + 1]);
-      const ConstSegment& segment = SegmentAt(oi, kj);
-      const int64_t offset =
-          (o - outer_bounds[oi]) * segment.outer_stride + (at - k_bounds[kj]);
-      const std::byte* source = segment.data + offset * element_bytes_;
       const int64_t count = k_end - at;
-      widen_(source, count, row + done_bytes);
+      widen_(AddressAt(oi, kj, o, at), count, row + done_bytes);
       if (!view_.scales.empty()) {
         ScaleSegmentPart(oi * (std::ssize(k_bounds) - 1) + kj, outer_bounds[oi] - o,
                          k_bounds[kj] - k.begin, {0, 1},

@@ -29,13 +29,6 @@ struct ATile {
   int64_t stride;  // in bytes
 };
 
-// A block of an operand that can be read in place: it is within one segment and
-// contiguous along the outer dimension. `data` is null if there is no such block.
-struct InPlaceRows {
-  const std::byte* data = nullptr;
-  int64_t stride = 0;  // in bytes, between neighbors along K
-};
-
 class OperandReader {
  public:
   // `panel` is the number of columns of a panel: panel_of_a for A, tile_columns for B.
@@ -70,9 +63,10 @@ class OperandReader {
   // is not full, its remaining words are not written.
   void PackPanels(Range outer, Range k, std::byte* panels) const;
 
-  // Returns the rows of the block `outer` x `k`, for a tile kernel that packs them
-  // while it multiplies. `data` is null if the layout does not allow that.
-  InPlaceRows FindInPlaceRows(Range outer, Range k) const;
+  // Sets `panel.source` to the block `outer` x `k`, for a tile kernel that packs it while
+  // it multiplies. Does nothing unless the block is within one segment and contiguous
+  // along the outer dimension.
+  void FindSource(Range outer, Range k, BPanel& panel) const;
 
   // Returns a cursor that prefetches the block `outer` x `k`, which will be packed
   // next, in `num_steps` steps. Covers only the segment in which the block begins.
@@ -86,7 +80,9 @@ class OperandReader {
   int64_t NumWords(int64_t k) const {
     return (k + kernels_.k_per_word - 1) / kernels_.k_per_word;
   }
-  const ConstSegment& SegmentAt(int64_t outer_index, int64_t k_index) const;
+  // Return segment (i, j), and the address of element (outer, k), which is in it.
+  const ConstSegment& SegmentAt(int64_t i, int64_t j) const;
+  const std::byte* AddressAt(int64_t i, int64_t j, int64_t outer, int64_t k) const;
   // Packs the block `outer` x `k`, whose rows are all in segments with index
   // `outer_segment` along the outer dimension. The first panel begins at row
   // `first_outer`.

@@ -39,9 +39,7 @@ double MeasureTiles(const KernelSet& kernels, double duration_s, Scratch& scratc
   // With bytes 0x3f, every f32 or bf16 in A and B is about 0.75, so that no product or
   // sum is subnormal or infinite.
   std::fill_n(b, panels_bytes, std::byte{0x3f});
-  TileOutput sums = {};
-  sums.to = b + panels_bytes;
-  sums.to_stride = 4 * columns;
+  const TileOutput sums = {.to = b + panels_bytes, .to_stride = 4 * columns};
   const bool is_of_rows = kernels.panel_of_a == 1;
   const TileFunction tile =
       (is_of_rows ? kernels.tile_of_rows : kernels.tile_of_columns)[rows - 1];

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "gemm/check_problem.h"
 #include "gemm/cpu/small_m_plan.h"
 #include "platform/arithmetic_mode.h"
 
@@ -43,6 +42,7 @@ double EstimateGemmUs(const GemmProblem& problem) {
 std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
                                       const KernelSet& kernels,
                                       const Workers& workers) {
+  CheckProblem(problem);
   if (SmallMPlan::Supports(problem, kernels)) {
     return std::make_unique<SmallMPlan>(std::move(problem), kernels, workers.num);
   }
@@ -52,7 +52,7 @@ std::unique_ptr<GemmPlan> PlanCpuGemm(GemmProblem problem,
 TiledPlan::TiledPlan(GemmProblem problem,
                      const KernelSet& kernels,
                      const Workers& workers)
-    : problem_(Checked(std::move(problem))),
+    : problem_(std::move(problem)),
       kernels_(kernels),
       blocking_(BlockingFor(problem_, kernels, workers)),
       a_(problem_.a, kernels, kernels.pack_a, kernels.panel_of_a),
@@ -175,11 +175,8 @@ int64_t TiledPlan::ReadB(Range unit,
       num_rows >= kernels_.tile_rows && columns.size() == kernels_.tile_columns &&
       problem_.b.scales.empty() &&
       kernels_.packing_tile_of_rows[static_cast<int>(problem_.b.dtype)] != nullptr;
-  const InPlaceRows in_place =
-      is_whole ? b_.FindInPlaceRows(columns, k) : InPlaceRows{};
-  b.panel.source = in_place.data;
-  b.panel.source_stride = in_place.stride;
-  const bool packs_now = in_place.data == nullptr;
+  if (is_whole) b_.FindSource(columns, k, b.panel);
+  const bool packs_now = b.panel.source == nullptr;
   if (packs_now) {
     if (!b_.is_k_contiguous()) {
       columns.end = std::min(unit.end, columns.begin + kGroupColumns);
@@ -246,13 +243,7 @@ void TiledPlan::MultiplySegment(const TileFunction tile,
                                 float* sums) const {
   alignas(64) float product[kMaxTileRows * kMaxTileColumns];
   const int64_t stride = kernels_.tile_columns;
-  const TileOutput output = {.to = product,
-                             .to_stride = 4 * stride,
-                             .to_dtype = DType::kF32,
-                             .before = nullptr,
-                             .after = nullptr,
-                             .after_stride = 0,
-                             .after_dtype = DType::kF32};
+  const TileOutput output = {.to = product, .to_stride = 4 * stride};
   tile(a.words, a.stride, b.panel, CeilDiv(k.size(), kernels_.k_per_word), output,
        prefetch);
   if (k.size() > 0) {
@@ -273,15 +264,9 @@ void TiledPlan::MultiplyTile(const ATile& a,
                              Range columns,
                              Range k,
                              float* sums) const {
-  TileOutput output = {
-      .to = sums,
-      .to_stride = 4 * kernels_.tile_columns,
-      .to_dtype = DType::kF32,
-      .before = k.begin > 0 ? sums : nullptr,
-      .after = nullptr,
-      .after_stride = 0,
-      .after_dtype = DType::kF32,
-  };
+  TileOutput output = {.to = sums,
+                       .to_stride = 4 * kernels_.tile_columns,
+                       .before = k.begin > 0 ? sums : nullptr};
   const bool is_last = k.end == problem_.k;
   const bool is_whole =
       columns.size() == kernels_.tile_columns && rows.size() % kernels_.whole_rows == 0;

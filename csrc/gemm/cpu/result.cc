@@ -20,12 +20,11 @@ void PrefetchLines(const std::byte* data,
                    int64_t row_stride,
                    Range rows,
                    Range columns) {
-  constexpr int64_t kLine = 64;
   for (int64_t r = rows.begin; r < rows.end; ++r) {
     const std::byte* row = data + r * row_stride * element_bytes;
     const std::byte* end = row + columns.end * element_bytes;
     for (const std::byte* line = row + columns.begin * element_bytes; line < end;
-         line += kLine) {
+         line += kLineBytes) {
       __builtin_prefetch(line, kWrites);
     }
   }
@@ -174,8 +173,16 @@ void ResultWriter::Scale(int64_t k_segment,
 
 void ResultWriter::CopyReplicas(Range rows, Range columns) const {
   if (!are_copies_) return;
+  const auto copy = is_streamed_ ? StreamBytes : CopyBytes;
   ForEachSegmentBlock(rows, columns, [&](const SegmentBlock& block, int64_t, int64_t) {
-    CopySegmentBlock(block);
+    const int64_t row_bytes = block.columns.size() * SizeOf(view_.dtype);
+    const BytesAt from = Find(0, block);
+    for (int replica = 1; replica < view_.num_replicas; ++replica) {
+      const BytesAt to = Find(replica, block);
+      for (int64_t r = 0; r < block.rows.size(); ++r) {
+        copy(to.data + r * to.row_stride, from.data + r * from.row_stride, row_bytes);
+      }
+    }
   });
   if (is_streamed_) FinishStream();
 }
@@ -262,18 +269,6 @@ void ResultWriter::StoreSegmentBlock(const float* sums,
     const BytesAt to = Find(replica, block);
     kernels_.sum(summands, num_summands, block.rows.size(), block.columns.size(),
                  to.data, to.row_stride, view_.dtype);
-  }
-}
-
-void ResultWriter::CopySegmentBlock(const SegmentBlock& block) const {
-  const auto copy = is_streamed_ ? StreamBytes : CopyBytes;
-  const int64_t row_bytes = block.columns.size() * SizeOf(view_.dtype);
-  const BytesAt from = Find(0, block);
-  for (int replica = 1; replica < view_.num_replicas; ++replica) {
-    const BytesAt to = Find(replica, block);
-    for (int64_t r = 0; r < block.rows.size(); ++r) {
-      copy(to.data + r * to.row_stride, from.data + r * from.row_stride, row_bytes);
-    }
   }
 }
 

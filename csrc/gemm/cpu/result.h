@@ -82,7 +82,6 @@ class ResultWriter {
   void StoreSegmentBlock(const float* sums,
                          int64_t sums_stride,
                          const SegmentBlock& block) const;
-  void CopySegmentBlock(const SegmentBlock& block) const;
   // Returns the index of a block's segment in ResultView::segments: [replica][row
   // segment][column segment]. A replica is one of the places where C is stored.
   int64_t IndexOf(int replica, const SegmentBlock& block) const;

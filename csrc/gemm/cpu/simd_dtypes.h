@@ -28,14 +28,6 @@ inline int64_t BytesOf(DType dtype) {
   return bytes;
 }
 
-// Calls function.operator()<dtype>() for each dtype that a result may have.
-template <typename Function>
-constexpr void ForEachResultDType(const Function& function) {
-  ForEachDType([&]<DType kDType>() {
-    if constexpr (InfoOf(kDType).is_result) function.template operator()<kDType>();
-  });
-}
-
 template <DType kDType>
 inline Vec LoadAs(const void* p) {
   if constexpr (IsFp8(kDType)) return LoadFp8<kDType>(p);

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <utility>
 
-#include "gemm/check_problem.h"
 #include "platform/arithmetic_mode.h"
 
 namespace jax_ub {
@@ -43,14 +42,12 @@ bool SmallMPlan::Supports(const GemmProblem& problem, const KernelSet& kernels) 
 }
 
 SmallMPlan::SmallMPlan(GemmProblem problem, const KernelSet& kernels, int num_workers)
-    : problem_(Checked(std::move(problem))),
+    : problem_(std::move(problem)),
       kernels_(kernels),
       c_(problem_, kernels),
       column_block_(StripColumns(problem_.n, num_workers)) {}
 
-int64_t SmallMPlan::num_units() const {
-  return problem_.m > 0 ? CeilDiv(problem_.n, column_block_) : 0;
-}
+int64_t SmallMPlan::num_units() const { return CeilDiv(problem_.n, column_block_); }
 
 void SmallMPlan::Run(int64_t unit, Scratch& scratch) const {
   const ArithmeticMode mode;

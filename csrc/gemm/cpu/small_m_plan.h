@@ -12,9 +12,9 @@ namespace jax_ub {
 
 class SmallMPlan : public GemmPlan {
  public:
-  // Returns whether the kernel set has kernels for this number of rows and for the dtype
-  // and layout of B, and the product has neither scales of elements nor factors of its
-  // segments along K.
+  // Returns whether the kernel set has kernels for this number of rows (at least 1) and
+  // for the dtype and layout of B, and the product has neither scales of elements nor
+  // factors of its segments along K.
   static bool Supports(const GemmProblem& problem, const KernelSet& kernels);
 
   SmallMPlan(GemmProblem problem, const KernelSet& kernels, int num_workers);

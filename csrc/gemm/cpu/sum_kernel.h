@@ -86,8 +86,9 @@ inline void Sum(const Summand* summands,
                 void* out,
                 int64_t out_stride,
                 DType out_dtype) {
-  ForEachResultDType([&]<DType kDType>() {
-    if (kDType == out_dtype) {
+  ForEachDType([&]<DType kDType>() {
+    if constexpr (InfoOf(kDType).is_result) {
+      if (kDType != out_dtype) return;
       SumAs<kDType>(summands, num_summands, rows, columns, out, out_stride);
     }
   });

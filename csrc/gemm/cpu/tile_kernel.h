@@ -26,7 +26,7 @@ inline void StoreRows(const Vec (&sum)[kRows][kVectors], const TileOutput& outpu
   }
 }
 
-// Calls StoreRows for the dtype of the result. Does not use ForEachResultDType: if a
+// Calls StoreRows for the dtype of the result. Does not use ForEachDType: if a
 // lambda captures `sum`, gcc 12 keeps the sums in memory instead of registers.
 template <int kIndex = 0, int kRows, int kVectors>
 inline void StoreRowsAsAny(Vec (&sum)[kRows][kVectors], const TileOutput& output) {

@@ -5,8 +5,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "gemm/check_problem.h"
-
 namespace jax_ub {
 
 namespace {
