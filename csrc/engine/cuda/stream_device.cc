@@ -11,10 +11,6 @@ namespace jax_ub {
 
 namespace {
 
-CUdeviceptr AddressOf(const std::byte* data) {
-  return reinterpret_cast<CUdeviceptr>(data);
-}
-
 SumPart PartOf(const ConstMatrix& matrix) {
   return {AddressOf(matrix.data), matrix.row_stride, matrix.dtype};
 }

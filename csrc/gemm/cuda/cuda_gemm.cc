@@ -18,11 +18,6 @@ namespace {
 
 constexpr int64_t kNoAddend = -1;
 
-int64_t RoundUp(int64_t size_bytes) {
-  return (size_bytes + kWorkspaceAlignmentBytes - 1) / kWorkspaceAlignmentBytes *
-         kWorkspaceAlignmentBytes;
-}
-
 // Which addends cuBLASLt adds to the product, as indices into GemmProblem::addends.
 struct Fused {
   int64_t matrix = kNoAddend;  // passed as C
@@ -74,7 +69,7 @@ int64_t SumBytes(const GemmProblem& problem) {
       (problem.addends.empty() || CanAddBefore(problem))) {
     return 0;
   }
-  return RoundUp(problem.m * problem.n * SizeOf(DType::kF32));
+  return BytesInWorkspace(problem.m * problem.n * SizeOf(DType::kF32));
 }
 
 // Returns the alignment in bytes that all matrices of a batch have, a power of two. At
@@ -107,8 +102,6 @@ PlannedMatrix Planned(const BlockMatrix& matrix,
   return {leading, matrix.batch_stride,
           AlignmentOf(matrix.data, matrix.batch_stride, dtype)};
 }
-
-uint64_t AddressOf(const std::byte* data) { return reinterpret_cast<uintptr_t>(data); }
 
 // Returns which kind of FP8 scales the operands of a term have.
 Scales ModeOf(const GemmProblem& problem, const BlockTerm& term) {
@@ -243,7 +236,8 @@ class CudaGemm::State {
     if (pass.problem.addends.empty()) return Addition::kFused;
     MatmulKey key = KeyOf(pass, block, 0, block.c, pass.problem.c.dtype);
     MatmulArguments arguments;
-    if (AddFused(pass, block, key, arguments) && plans_.HasAlgorithm(key)) {
+    if (AddFused(pass, block, key, arguments) &&
+        plans_.Find(key).num_algorithms() > 0) {
       return Addition::kFused;
     }
     return CanAddBefore(pass.problem) ? Addition::kBefore : Addition::kAfter;
@@ -430,10 +424,10 @@ int64_t CudaGemm::WorkspaceBytes(const GemmProblem& problem, bool transposes_fp8
          Fp8Copy(problem.b, transposes_fp8, 0).size_bytes() + kLibraryWorkspaceBytes;
 }
 
-void CudaGemm::Prepare(const GemmProblem& problem,
-                       const GemmOptions& options,
-                       const GemmWorkspace& workspace) {
-  state_->Run(problem, options, workspace, std::nullopt);
+int CudaGemm::Prepare(const GemmProblem& problem,
+                      const GemmOptions& options,
+                      const GemmWorkspace& workspace) {
+  return state_->Run(problem, options, workspace, std::nullopt);
 }
 
 void CudaGemm::Enqueue(const GemmProblem& problem,
@@ -441,12 +435,6 @@ void CudaGemm::Enqueue(const GemmProblem& problem,
                        const GemmWorkspace& workspace,
                        CUstream stream) {
   state_->Run(problem, options, workspace, stream);
-}
-
-int CudaGemm::NumAlgorithms(const GemmProblem& problem,
-                            const GemmOptions& options,
-                            const GemmWorkspace& workspace) {
-  return state_->Run(problem, options, workspace, std::nullopt);
 }
 
 }  // namespace jax_ub

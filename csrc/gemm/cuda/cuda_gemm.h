@@ -79,10 +79,11 @@ class CudaGemm {
   // new plan once, so that its kernels are loaded. Allocates device memory for that and
   // waits for the device, so it must not be called during a stream capture. Plans
   // depend on the alignment of addresses and on which segments are adjacent, but not
-  // otherwise on addresses.
-  void Prepare(const GemmProblem& problem,
-               const GemmOptions& options,
-               const GemmWorkspace& workspace);
+  // otherwise on addresses. Returns the number of algorithms for the problem, at least
+  // 1: GemmOptions::algorithm may have any smaller value.
+  int Prepare(const GemmProblem& problem,
+              const GemmOptions& options,
+              const GemmWorkspace& workspace);
 
   // Enqueues the product. Allocates no device memory, does not wait, and can be
   // captured. Throws std::invalid_argument if views and sizes do not match or the
@@ -91,13 +92,6 @@ class CudaGemm {
                const GemmOptions& options,
                const GemmWorkspace& workspace,
                CUstream stream);
-
-  // Returns the number of algorithms for the problem, at least 1.
-  // GemmOptions::algorithm may have any smaller value. Also prepares the problem, like
-  // Prepare.
-  int NumAlgorithms(const GemmProblem& problem,
-                    const GemmOptions& options,
-                    const GemmWorkspace& workspace);
 
  private:
   class State;

@@ -58,17 +58,10 @@ void CheckBlockScales(const GemmProblem& problem) {
   }
 }
 
-uint64_t AddressOf(const std::byte* data) { return reinterpret_cast<uintptr_t>(data); }
-
 ByteMatrix BytesOf(const BlockOperand& operand) {
   const uint64_t data = AddressOf(operand.data);
   return operand.lines_run_along_k ? ByteMatrix{data, operand.line_stride, 1}
                                    : ByteMatrix{data, 1, operand.line_stride};
-}
-
-int64_t RoundUp(int64_t size_bytes) {
-  return (size_bytes + kWorkspaceAlignmentBytes - 1) / kWorkspaceAlignmentBytes *
-         kWorkspaceAlignmentBytes;
 }
 
 }  // namespace
@@ -113,14 +106,14 @@ Fp8Copy::Fp8Copy(const OperandView& operand, bool transposes_fp8, CUdeviceptr me
   const bool is_read =
       kind_ == Kind::kNone || (kind_ == Kind::kWithBlockScales &&
                                std::ranges::all_of(operand.scales, IsAlongK));
-  if (!is_read) values_bytes_ = RoundUp(outer * k);
+  if (!is_read) values_bytes_ = BytesInWorkspace(outer * k);
   if (kind_ == Kind::kWithBlockScales) {
-    scales_bytes_ = RoundUp(Fp8ScaleKernels::TileBytes(outer, k));
+    scales_bytes_ = BytesInWorkspace(Fp8ScaleKernels::TileBytes(outer, k));
   }
   if (kind_ == Kind::kWithRowScales) {
     constexpr int64_t kBytes = SizeOf(DType::kF32);
-    scales_bytes_ = RoundUp(outer * kBytes);
-    largest_bytes_ = RoundUp(outer * kBytes * Fp8ScaleKernels::NumRowParts(k));
+    scales_bytes_ = BytesInWorkspace(outer * kBytes);
+    largest_bytes_ = BytesInWorkspace(outer * kBytes * Fp8ScaleKernels::NumRowParts(k));
   }
 }
 

@@ -132,84 +132,89 @@ class Grid {
   }
 
  private:
-  void AddOperand(const OperandView& view, Axis outer, int inner_view) {
-    Table table{Content::kOperand, {outer, kInner}, SizeOf(view.dtype), {}, {}};
-    table.size = {cuts_[outer].size(), cuts_[kInner].size()};
-    const size_t row_length = view.inner_bounds.size() - 1;
-    for (const Cut& o : cuts_[outer]) {
-      for (const Cut& k : cuts_[kInner]) {
-        const ConstSegment& segment =
-            view.segments[o.segment[0] * row_length + k.segment[inner_view]];
-        const int64_t offset = o.offset[0] * segment.outer_stride +
-                               k.offset[inner_view] * segment.inner_stride;
-        table.spots.push_back({segment.data + offset * table.element_bytes,
-                               {segment.outer_stride, segment.inner_stride}});
-      }
+  // Adds the table of a view. spot_of(i, j) returns the block of interval i of the first
+  // dimension and interval j of the second one.
+  template <typename SpotOf>
+  void AddTable(Content content,
+                Axis first,
+                Axis second,
+                int64_t element_bytes,
+                const SpotOf& spot_of) {
+    Table table{content,
+                {first, second},
+                element_bytes,
+                {cuts_[first].size(), cuts_[second].size()},
+                {}};
+    for (const Cut& i : cuts_[first]) {
+      for (const Cut& j : cuts_[second]) table.spots.push_back(spot_of(i, j));
     }
     tables_.push_back(std::move(table));
+  }
+
+  void AddOperand(const OperandView& view, Axis outer, int inner_view) {
+    const int64_t bytes = SizeOf(view.dtype);
+    const size_t row_length = view.inner_bounds.size() - 1;
+    const auto spot_of = [&](const Cut& o, const Cut& k) -> Spot {
+      const ConstSegment& segment =
+          view.segments[o.segment[0] * row_length + k.segment[inner_view]];
+      const int64_t offset = o.offset[0] * segment.outer_stride +
+                             k.offset[inner_view] * segment.inner_stride;
+      return {segment.data + offset * bytes,
+              {segment.outer_stride, segment.inner_stride}};
+    };
+    AddTable(Content::kOperand, outer, kInner, bytes, spot_of);
   }
 
   template <typename Segment>
   void AddMatrix(const ResultView& like,
                  DType dtype,
                  const std::vector<Segment>& segments) {
-    Table table{Content::kMatrix, {kRows, kColumns}, SizeOf(dtype), {}, {}};
-    table.size = {cuts_[kRows].size(), cuts_[kColumns].size()};
+    const int64_t bytes = SizeOf(dtype);
     const size_t row_length = like.column_bounds.size() - 1;
-    for (const Cut& r : cuts_[kRows]) {
-      for (const Cut& c : cuts_[kColumns]) {
-        const Segment& segment = segments[r.segment[1] * row_length + c.segment[1]];
-        const int64_t offset = r.offset[1] * segment.row_stride + c.offset[1];
-        table.spots.push_back(
-            {segment.data + offset * table.element_bytes, {segment.row_stride, 1}});
-      }
-    }
-    tables_.push_back(std::move(table));
+    const auto spot_of = [&](const Cut& r, const Cut& c) -> Spot {
+      const Segment& segment = segments[r.segment[1] * row_length + c.segment[1]];
+      const int64_t offset = r.offset[1] * segment.row_stride + c.offset[1];
+      return {segment.data + offset * bytes, {segment.row_stride, 1}};
+    };
+    AddTable(Content::kMatrix, kRows, kColumns, bytes, spot_of);
   }
 
   // Adds a table of the factors of each block of the result, those that belong to
   // segment `part` along K.
   void AddFactor(const ResultView& like, const FactorView& factor, size_t part) {
-    Table table{Content::kFactors, {kRows, kColumns}, sizeof(float), {}, {}};
-    table.size = {cuts_[kRows].size(), cuts_[kColumns].size()};
     const size_t row_length = like.column_bounds.size() - 1;
     const size_t first = part * (like.row_bounds.size() - 1) * row_length;
-    for (const Cut& r : cuts_[kRows]) {
-      for (const Cut& c : cuts_[kColumns]) {
-        const FactorSegment& segment =
-            factor.segments[first + r.segment[1] * row_length + c.segment[1]];
-        const float* const data = segment.data + r.offset[1] * segment.row_stride +
-                                  c.offset[1] * segment.column_stride;
-        table.spots.push_back({reinterpret_cast<const std::byte*>(data),
-                               {segment.row_stride, segment.column_stride}});
-      }
-    }
-    tables_.push_back(std::move(table));
+    const auto spot_of = [&](const Cut& r, const Cut& c) -> Spot {
+      const FactorSegment& segment =
+          factor.segments[first + r.segment[1] * row_length + c.segment[1]];
+      const float* const data = segment.data + r.offset[1] * segment.row_stride +
+                                c.offset[1] * segment.column_stride;
+      return {reinterpret_cast<const std::byte*>(data),
+              {segment.row_stride, segment.column_stride}};
+    };
+    AddTable(Content::kFactors, kRows, kColumns, sizeof(float), spot_of);
   }
 
   // Adds a table of an operand's scales, if it has any. Returns its index or kNoTable.
   size_t AddScales(const OperandView& view, Axis outer, int inner_view) {
     if (view.scales.empty()) return kNoTable;
-    Table table{Content::kScales, {outer, kInner}, SizeOf(view.scale_dtype), {}, {}};
-    table.size = {cuts_[outer].size(), cuts_[kInner].size()};
+    const int64_t bytes = SizeOf(view.scale_dtype);
     const size_t row_length = view.inner_bounds.size() - 1;
-    for (const Cut& o : cuts_[outer]) {
-      for (const Cut& k : cuts_[kInner]) {
-        const ScaleSegment& scales =
-            view.scales[o.segment[0] * row_length + k.segment[inner_view]];
-        if (o.offset[0] % scales.outer_block != 0 ||
-            k.offset[inner_view] % scales.inner_block != 0) {
-          throw std::invalid_argument("GEMM: a block of scales has parts in two terms");
-        }
-        const int64_t offset =
-            o.offset[0] / scales.outer_block * scales.outer_stride +
-            k.offset[inner_view] / scales.inner_block * scales.inner_stride;
-        table.spots.push_back({scales.data + offset * table.element_bytes,
-                               {scales.outer_stride, scales.inner_stride},
-                               {scales.outer_block, scales.inner_block}});
+    const auto spot_of = [&](const Cut& o, const Cut& k) -> Spot {
+      const ScaleSegment& scales =
+          view.scales[o.segment[0] * row_length + k.segment[inner_view]];
+      if (o.offset[0] % scales.outer_block != 0 ||
+          k.offset[inner_view] % scales.inner_block != 0) {
+        throw std::invalid_argument("GEMM: a block of scales has parts in two terms");
       }
-    }
-    tables_.push_back(std::move(table));
+      const int64_t offset =
+          o.offset[0] / scales.outer_block * scales.outer_stride +
+          k.offset[inner_view] / scales.inner_block * scales.inner_stride;
+      return {scales.data + offset * bytes,
+              {scales.outer_stride, scales.inner_stride},
+              {scales.outer_block, scales.inner_block}};
+    };
+    AddTable(Content::kScales, outer, kInner, bytes, spot_of);
     return tables_.size() - 1;
   }
 

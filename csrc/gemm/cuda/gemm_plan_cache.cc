@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <type_traits>
 
 #include "gemm/cuda/fp8_scale_kernels.h"
 #include "gemm/views.h"
@@ -21,33 +22,20 @@ std::string Shape(DType dtype, int64_t rows, int64_t columns) {
          std::to_string(columns) + "]";
 }
 
-lt::MatmulDesc MakeDesc(const CublasLt& library, const MatmulKey& key) {
+// Calls a function of cuBLASLt that creates an object. `name` is the function's name.
+template <typename Object, typename... Arguments>
+Object Make(const CublasLt& library,
+            lt::Status (*create)(Object*, Arguments...),
+            const char* name,
+            std::type_identity_t<Arguments>... arguments) {
+  Object made = nullptr;
+  Check(library, create(&made, arguments...), name);
+  return made;
+}
+
+lt::ComputeType ComputeTypeOf(const MatmulKey& key) {
   const bool is_tf32 = key.allow_tf32 && key.a_dtype == DType::kF32;
-  lt::MatmulDesc desc = nullptr;
-  Check(library,
-        library.MatmulDescCreate(
-            &desc, is_tf32 ? lt::ComputeType::k32FFastTF32 : lt::ComputeType::k32F,
-            lt::DataType::kF32),
-        "cublasLtMatmulDescCreate");
-  return desc;
-}
-
-lt::Handle MakeHandle(const CublasLt& library) {
-  lt::Handle handle = nullptr;
-  Check(library, library.Create(&handle), "cublasLtCreate");
-  return handle;
-}
-
-lt::Preference MakePreference(const CublasLt& library) {
-  lt::Preference preference = nullptr;
-  Check(library, library.MatmulPreferenceCreate(&preference),
-        "cublasLtMatmulPreferenceCreate");
-  return preference;
-}
-
-int64_t RoundUp(int64_t size_bytes) {
-  return (size_bytes + kWorkspaceAlignmentBytes - 1) / kWorkspaceAlignmentBytes *
-         kWorkspaceAlignmentBytes;
+  return is_tf32 ? lt::ComputeType::k32FFastTF32 : lt::ComputeType::k32F;
 }
 
 // Returns the number of bytes from the first to the last element of a batch of
@@ -56,8 +44,9 @@ int64_t SpanBytes(const MatmulKey& key,
                   DType dtype,
                   int64_t columns,
                   const PlannedMatrix& matrix) {
-  return RoundUp((matrix.batch_stride * (key.batch - 1) + matrix.leading * columns) *
-                 SizeOf(dtype));
+  return BytesInWorkspace(
+      (matrix.batch_stride * (key.batch - 1) + matrix.leading * columns) *
+      SizeOf(dtype));
 }
 
 }  // namespace
@@ -86,23 +75,27 @@ MatmulPlan::MatmulPlan(const CublasLt& library, lt::Handle handle, const MatmulK
                     key.b)),
       c_(MakeLayout(key.result_dtype, key.m, key.n, key.c)),
       d_(MakeLayout(key.result_dtype, key.m, key.n, key.d)),
-      description_(MakeDesc(library, key), library.MatmulDescDestroy) {
+      description_(Make(library,
+                        library.MatmulDescCreate,
+                        "cublasLtMatmulDescCreate",
+                        ComputeTypeOf(key),
+                        lt::DataType::kF32),
+                   library.MatmulDescDestroy) {
   MakeDescription();
   FindAlgorithms();
 }
 
 MatmulPlan::Owned<lt::LayoutObject> MatmulPlan::MakeLayout(
     DType dtype, int64_t rows, int64_t columns, const PlannedMatrix& matrix) const {
-  lt::Layout made = nullptr;
-  Check(library_,
-        library_.MatrixLayoutCreate(&made, DataTypeOf(dtype), rows, columns,
-                                    matrix.leading),
-        "cublasLtMatrixLayoutCreate");
-  Owned<lt::LayoutObject> layout(made, library_.MatrixLayoutDestroy);
+  Owned<lt::LayoutObject> layout(
+      Make(library_, library_.MatrixLayoutCreate, "cublasLtMatrixLayoutCreate",
+           DataTypeOf(dtype), rows, columns, matrix.leading),
+      library_.MatrixLayoutDestroy);
   if (key_.batch == 1) return layout;
   const auto set = [&](lt::LayoutAttribute attribute, auto value) {
     Check(library_,
-          library_.MatrixLayoutSetAttribute(made, attribute, &value, sizeof value),
+          library_.MatrixLayoutSetAttribute(layout.get(), attribute, &value,
+                                            sizeof value),
           "cublasLtMatrixLayoutSetAttribute");
   };
   set(lt::LayoutAttribute::kBatchCount, static_cast<int32_t>(key_.batch));
@@ -110,48 +103,52 @@ MatmulPlan::Owned<lt::LayoutObject> MatmulPlan::MakeLayout(
   return layout;
 }
 
+void MatmulPlan::SetDescription(lt::DescAttribute attribute, auto value) {
+  Check(library_,
+        library_.MatmulDescSetAttribute(description_.get(), attribute, &value,
+                                        sizeof value),
+        "cublasLtMatmulDescSetAttribute");
+}
+
 void MatmulPlan::MakeDescription() {
-  const auto set = [&](lt::DescAttribute attribute, auto value) {
-    Check(library_,
-          library_.MatmulDescSetAttribute(description_.get(), attribute, &value,
-                                          sizeof value),
-          "cublasLtMatmulDescSetAttribute");
-  };
   const auto operation = [](bool transpose) {
     return static_cast<int32_t>(transpose ? lt::Operation::kT : lt::Operation::kN);
   };
-  set(lt::DescAttribute::kTransA, operation(key_.transpose_a));
-  set(lt::DescAttribute::kTransB, operation(key_.transpose_b));
+  SetDescription(lt::DescAttribute::kTransA, operation(key_.transpose_a));
+  SetDescription(lt::DescAttribute::kTransB, operation(key_.transpose_b));
   if (key_.sm_target > 0) {
-    set(lt::DescAttribute::kSmCountTarget, static_cast<int32_t>(key_.sm_target));
+    SetDescription(lt::DescAttribute::kSmCountTarget,
+                   static_cast<int32_t>(key_.sm_target));
   }
   // The addresses in this description are placeholders, because the heuristics only use
   // the alignment of the bias. Run sets the real ones.
   const auto* const any = reinterpret_cast<const void*>(kPlannedAlignmentBytes);
   if (key_.scales != Scales::kNone) {
-    set(lt::DescAttribute::kAScalePointer, any);
-    set(lt::DescAttribute::kBScalePointer, any);
+    SetDescription(lt::DescAttribute::kAScalePointer, any);
+    SetDescription(lt::DescAttribute::kBScalePointer, any);
   }
   if (key_.scales == Scales::kOuterVector || key_.scales == Scales::kBlocks) {
     const auto mode = static_cast<int32_t>(key_.scales == Scales::kBlocks
                                                ? lt::ScaleMode::kVec32
                                                : lt::ScaleMode::kOuterVector);
-    set(lt::DescAttribute::kAScaleMode, mode);
-    set(lt::DescAttribute::kBScaleMode, mode);
+    SetDescription(lt::DescAttribute::kAScaleMode, mode);
+    SetDescription(lt::DescAttribute::kBScaleMode, mode);
   }
   if (!key_.has_bias) return;
-  set(lt::DescAttribute::kEpilogue, static_cast<uint32_t>(lt::Epilogue::kBias));
-  set(lt::DescAttribute::kBiasDataType,
-      static_cast<int32_t>(DataTypeOf(key_.result_dtype)));
+  SetDescription(lt::DescAttribute::kEpilogue,
+                 static_cast<uint32_t>(lt::Epilogue::kBias));
+  SetDescription(lt::DescAttribute::kBiasDataType,
+                 static_cast<int32_t>(DataTypeOf(key_.result_dtype)));
   if (key_.batch > 1) {
-    set(lt::DescAttribute::kBiasBatchStride, key_.bias_batch_stride);
+    SetDescription(lt::DescAttribute::kBiasBatchStride, key_.bias_batch_stride);
   }
-  set(lt::DescAttribute::kBiasPointer, any);
+  SetDescription(lt::DescAttribute::kBiasPointer, any);
 }
 
 void MatmulPlan::FindAlgorithms() {
-  const Owned<lt::PreferenceObject> preference(MakePreference(library_),
-                                               library_.MatmulPreferenceDestroy);
+  const Owned<lt::PreferenceObject> preference(
+      Make(library_, library_.MatmulPreferenceCreate, "cublasLtMatmulPreferenceCreate"),
+      library_.MatmulPreferenceDestroy);
   const auto set = [&](lt::PreferenceAttribute attribute, auto value) {
     Check(library_,
           library_.MatmulPreferenceSetAttribute(preference.get(), attribute, &value,
@@ -194,16 +191,12 @@ void MatmulPlan::FindAlgorithms() {
   }
 }
 
-void MatmulPlan::CheckHasAlgorithm() const {
-  if (!algorithms_.empty()) return;
+int MatmulPlan::IndexOf(int algorithm) const {
+  if (!algorithms_.empty()) return std::clamp(algorithm, 0, num_algorithms() - 1);
   throw UnsupportedError("cuBLASLt " + std::to_string(library_.version) +
                          " has no algorithm for " + Describe(key_) + " (" +
                          library_.GetStatusName(heuristic_status_) +
                          "): use method=\"xla\"");
-}
-
-int MatmulPlan::IndexOf(int algorithm) const {
-  return std::clamp(algorithm, 0, num_algorithms() - 1);
 }
 
 int64_t MatmulPlan::LargestOperandBytes() const {
@@ -217,12 +210,8 @@ int64_t MatmulPlan::LargestOperandBytes() const {
   return std::max({SpanBytes(key_, key_.a_dtype, a_columns, key_.a),
                    SpanBytes(key_, key_.b_dtype, b_columns, key_.b),
                    SpanBytes(key_, key_.result_dtype, key_.n, key_.c),
-                   RoundUp(bias_elements * SizeOf(key_.result_dtype)),
-                   RoundUp(scale_bytes)});
-}
-
-int64_t MatmulPlan::ResultBytes() const {
-  return SpanBytes(key_, key_.result_dtype, key_.n, key_.d);
+                   BytesInWorkspace(bias_elements * SizeOf(key_.result_dtype)),
+                   BytesInWorkspace(scale_bytes)});
 }
 
 void MatmulPlan::WarmUp(const Driver& driver, int algorithm, bool adds) {
@@ -231,7 +220,7 @@ void MatmulPlan::WarmUp(const Driver& driver, int algorithm, bool adds) {
   if (warm_.contains({index, adds})) return;
   // All inputs share the same memory, because the result is not used.
   const int64_t read_bytes = LargestOperandBytes();
-  const int64_t result_bytes = ResultBytes();
+  const int64_t result_bytes = SpanBytes(key_, key_.result_dtype, key_.n, key_.d);
   const Stream stream(driver);
   {
     const StreamMemory memory(
@@ -270,34 +259,19 @@ void MatmulPlan::Run(const MatmulArguments& arguments,
   const bool has_scales = key_.scales != Scales::kNone;
   if (!key_.has_bias && !has_scales) return enqueue();
   const std::lock_guard lock(mutex_);
-  const auto set = [&](lt::DescAttribute attribute, const void* address) {
-    Check(library_,
-          library_.MatmulDescSetAttribute(description_.get(), attribute, &address,
-                                          sizeof address),
-          "cublasLtMatmulDescSetAttribute");
-  };
-  if (key_.has_bias) set(lt::DescAttribute::kBiasPointer, arguments.bias);
+  if (key_.has_bias) SetDescription(lt::DescAttribute::kBiasPointer, arguments.bias);
   if (has_scales) {
-    set(lt::DescAttribute::kAScalePointer, arguments.a_scales);
-    set(lt::DescAttribute::kBScalePointer, arguments.b_scales);
+    SetDescription(lt::DescAttribute::kAScalePointer, arguments.a_scales);
+    SetDescription(lt::DescAttribute::kBScalePointer, arguments.b_scales);
   }
   enqueue();
 }
 
 GemmPlanCache::GemmPlanCache(const CublasLt& library)
-    : library_(library), handle_(MakeHandle(library), library.Destroy) {}
+    : library_(library),
+      handle_(Make(library, library.Create, "cublasLtCreate"), library.Destroy) {}
 
 MatmulPlan& GemmPlanCache::Find(const MatmulKey& key) {
-  MatmulPlan& plan = FindOrPlan(key);
-  plan.CheckHasAlgorithm();
-  return plan;
-}
-
-bool GemmPlanCache::HasAlgorithm(const MatmulKey& key) {
-  return FindOrPlan(key).num_algorithms() > 0;
-}
-
-MatmulPlan& GemmPlanCache::FindOrPlan(const MatmulKey& key) {
   const std::lock_guard lock(mutex_);
   std::unique_ptr<MatmulPlan>& plan = plans_[key];
   if (plan == nullptr) {

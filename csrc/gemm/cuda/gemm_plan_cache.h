@@ -37,6 +37,12 @@ struct PlannedMatrix {
 inline constexpr int64_t kPlannedAlignmentBytes = 16;
 inline constexpr int64_t kWorkspaceAlignmentBytes = 256;
 
+// Returns how many bytes of a workspace an array takes.
+constexpr int64_t BytesInWorkspace(int64_t size_bytes) {
+  return (size_bytes + kWorkspaceAlignmentBytes - 1) / kWorkspaceAlignmentBytes *
+         kWorkspaceAlignmentBytes;
+}
+
 // Which scales A and B have, aligned to kPlannedAlignmentBytes: none; one f32 per
 // operand; one f32 per row of op(A) and column of op(B); or one e8m0 per block of 32
 // elements along k, in the tiles of fp8_scale_params.h.
@@ -88,10 +94,9 @@ class MatmulPlan {
  public:
   MatmulPlan(const CublasLt& library, lt::Handle handle, const MatmulKey& key);
 
-  // Returns the number of algorithms: 0 if cuBLASLt cannot compute the product.
+  // Returns the number of algorithms: 0 if cuBLASLt cannot compute the product. WarmUp
+  // and Enqueue then throw UnsupportedError.
   int num_algorithms() const { return static_cast<int>(algorithms_.size()); }
-  // Throws UnsupportedError if cuBLASLt has no algorithm for the product.
-  void CheckHasAlgorithm() const;
 
   // Runs the plan once with temporary memory, and waits for it. Otherwise the first
   // Enqueue might load kernels, which may wait for all work of the device, including a
@@ -111,15 +116,17 @@ class MatmulPlan {
                                      int64_t rows,
                                      int64_t columns,
                                      const PlannedMatrix& matrix) const;
+  void SetDescription(lt::DescAttribute attribute, auto value);
   void MakeDescription();
   void FindAlgorithms();
+  // Returns the index of this algorithm, or of the last one if there are fewer. Throws
+  // UnsupportedError if there is none.
   int IndexOf(int algorithm) const;
   void Run(const MatmulArguments& arguments,
            int index,
            CUstream stream,
            int64_t workspace_bytes);
   int64_t LargestOperandBytes() const;
-  int64_t ResultBytes() const;
 
   const CublasLt& library_;
   const lt::Handle handle_;
@@ -146,15 +153,10 @@ class GemmPlanCache {
   explicit GemmPlanCache(const CublasLt& library);
 
   // Returns the plan for `key`, which it creates at the first call. Plans live as long
-  // as the cache. Thread-safe; the context of construction must be current. Throws
-  // UnsupportedError if cuBLASLt has no algorithm.
+  // as the cache. Thread-safe; the context of construction must be current.
   MatmulPlan& Find(const MatmulKey& key);
-  // Returns whether cuBLASLt has an algorithm for `key`. Creates the plan like Find.
-  bool HasAlgorithm(const MatmulKey& key);
 
  private:
-  MatmulPlan& FindOrPlan(const MatmulKey& key);
-
   const CublasLt& library_;
   std::unique_ptr<lt::HandleObject, lt::Status (*)(lt::Handle)> handle_;
   std::mutex mutex_;

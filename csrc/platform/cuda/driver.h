@@ -5,6 +5,7 @@
 
 #include <cuda.h>
 
+#include <cstddef>
 #include <string>
 
 namespace jax_ub {
@@ -98,6 +99,11 @@ const Driver& SystemDriver();
 // Looks up the driver functions with `find_symbol`, which returns null for unknown
 // names. Tests pass the symbols of an emulated driver.
 Driver LoadDriver(void* (*find_symbol)(const char* name));
+
+// Returns a pointer to device memory as the driver's type.
+inline CUdeviceptr AddressOf(const std::byte* data) {
+  return reinterpret_cast<CUdeviceptr>(data);
+}
 
 // Returns name and text of a driver error, such as "CUDA_ERROR_INVALID_VALUE: invalid
 // argument".

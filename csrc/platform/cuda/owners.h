@@ -175,7 +175,7 @@ struct LibraryTraits {
 class Library : public DriverHandle<LibraryTraits> {
  public:
   Library() = default;
-  // `image` is a fatbin that `jax_ub_kernels` in csrc/CMakeLists.txt has embedded.
+  // `image` is a fatbin that `jax_ub_kernels` in csrc/cuda.cmake has embedded.
   Library(const Driver& driver, const unsigned char* image);
 
   // Returns a kernel for the current context. Loads it now, so that its first launch

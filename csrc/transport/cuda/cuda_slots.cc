@@ -15,10 +15,6 @@ CUdeviceptr LineOf(CUdeviceptr first, int index) {
   return first + index * kFlagLineBytes;
 }
 
-CUdeviceptr AddressOf(const std::byte* data) {
-  return reinterpret_cast<CUdeviceptr>(data);
-}
-
 // Copies as many `results` as fit to `nan_fill`, the buffers that a failed rank fills
 // with NaN. Returns how many.
 size_t Fill(NanFill& nan_fill, std::span<const NanFill::Result> results) {

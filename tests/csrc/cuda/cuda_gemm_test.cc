@@ -196,7 +196,7 @@ TEST(algorithms_are_chosen_by_index) {
   const Layer layer(fixture, 1, 6, 10, 12);
   const GemmProblem problem = layer.All();
   const int num_algorithms =
-      fixture.gemm().NumAlgorithms(problem, {}, fixture.WorkspaceFor(problem));
+      fixture.gemm().Prepare(problem, {}, fixture.WorkspaceFor(problem));
   CHECK(num_algorithms > 1);
   for (int i = 0; i <= num_algorithms; ++i) {
     Layer::Fill(layer.y, 1);
@@ -205,7 +205,7 @@ TEST(algorithms_are_chosen_by_index) {
   }
   // Without a workspace for cuBLASLt there are fewer algorithms.
   const GemmWorkspace none = {fixture.WorkspaceFor(problem).data, 0};
-  CHECK(fixture.gemm().NumAlgorithms(problem, {}, none) < num_algorithms);
+  CHECK(fixture.gemm().Prepare(problem, {}, none) < num_algorithms);
 }
 
 TEST(threads_share_the_plans_of_a_device) {

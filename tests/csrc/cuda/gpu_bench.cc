@@ -85,7 +85,7 @@ class PartsBench : public GpuBench {
     const GemmProblem problem = Product(n, n, n, a.get(), b.get(), c.get());
     // The first algorithm is the one that calls use unless they are tuned.
     std::vector<Enqueue> programs;
-    for (int i = 0; i < gpu_.gemm().NumAlgorithms(problem, {}, WorkspaceOf(0)); ++i) {
+    for (int i = 0; i < gpu_.gemm().Prepare(problem, {}, WorkspaceOf(0)); ++i) {
       programs.push_back([&, i] { Multiply(problem, 0, 0, i); });
     }
     for (const double time : Times(programs)) {
