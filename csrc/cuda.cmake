@@ -104,7 +104,6 @@ jax_ub_library(jax_ub_cuda
     gemm/cuda/gemm_plan_cache.cc
     platform/cuda/driver.cc
     platform/cuda/owners.cc
-    reduce/cuda/row_copies.cc
     reduce/cuda/sum_kernels.cc
     transport/cuda/all_reduce_kernel.cc
     transport/cuda/signature_table.cc

@@ -16,7 +16,6 @@
 #include "engine/cuda/stream_lanes.h"
 #include "gemm/cuda/cuda_gemm.h"
 #include "platform/cuda/driver.h"
-#include "reduce/cuda/row_copies.h"
 #include "reduce/cuda/sum_kernels.h"
 
 namespace jax_ub {

@@ -21,6 +21,9 @@ constexpr int64_t kSumBlocksPerSm =
     7;  // the number of blocks that fit on an SM at once
 constexpr int kDefaultCopyBlocks = 16;
 constexpr int64_t kTransposeBlocksPerSm = 4;
+// Up to this many rows, EnqueueCopy copies each row with a copy engine. For more, one
+// kernel is cheaper. Usually there are few large rows: one per batch element.
+constexpr int64_t kMostCopyEngineRows = 64;
 
 bool IsDense(const SumPart& part, int64_t columns) {
   return part.row_stride == columns;
@@ -142,6 +145,28 @@ void SumKernels::Transpose(CUstream stream, const TransposeParams& params) const
                LaunchConfig(stream, std::min(blocks, kTransposeBlocksPerSm * num_sms_),
                             kTransposeThreads),
                params);
+}
+
+void EnqueueCopy(const Driver& driver,
+                 const SumKernels& sums,
+                 CUstream stream,
+                 const CopyParams& rows,
+                 const CopyMethod& method) {
+  if (rows.num_rows == 0 || rows.row_bytes == 0) return;
+  CopyParams blocks = rows;
+  Flatten(blocks);
+  // Copies row by row rather than with cuMemcpy2DAsync. XLA updates the addresses in
+  // captured CUDA graphs, which CUDA supports for one-dimensional copies only.
+  if (!method.use_ce || blocks.num_rows > kMostCopyEngineRows) {
+    return sums.Copy(stream, rows, method.num_sm, method.cluster_size);
+  }
+  for (int64_t row = 0; row < blocks.num_rows; ++row) {
+    Check(driver,
+          driver.MemcpyAsync(blocks.to + row * blocks.to_stride,
+                             blocks.from + row * blocks.from_stride, blocks.row_bytes,
+                             stream),
+          "cuMemcpyAsync");
+  }
 }
 
 }  // namespace jax_ub

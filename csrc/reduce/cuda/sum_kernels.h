@@ -1,4 +1,4 @@
-// Launches the kernels of sum_kernels.cu.
+// Launches the kernels of sum_kernels.cu. Copies rows with them or with copy engines.
 #pragma once
 
 #include <cuda.h>
@@ -39,5 +39,20 @@ class SumKernels {
   CUfunction copy_ = nullptr;
   CUfunction transpose_ = nullptr;
 };
+
+// How rows are copied. The last two members are for the copy kernel.
+struct CopyMethod {
+  bool use_ce = true;    // true: copy engine; false: copy kernel
+  int num_sm = 0;        // number of blocks; 0: the default of SumKernels::Copy
+  int cluster_size = 0;  // number of blocks in a cluster; 0: no clusters
+};
+
+// Enqueues a copy of `rows` within a GPU or to a peer GPU, by a copy engine or by a
+// kernel of `sums`. Does nothing if there are no rows or no bytes.
+void EnqueueCopy(const Driver& driver,
+                 const SumKernels& sums,
+                 CUstream stream,
+                 const CopyParams& rows,
+                 const CopyMethod& method);
 
 }  // namespace jax_ub

@@ -20,7 +20,6 @@
 #include <vector>
 
 #include "platform/cuda/driver.h"
-#include "reduce/cuda/row_copies.h"
 #include "reduce/cuda/sum_kernels.h"
 #include "transport/cuda/all_reduce_kernel.h"
 #include "transport/cuda/flag_kernels.h"
