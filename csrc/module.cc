@@ -7,7 +7,6 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <chrono>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -225,9 +224,8 @@ struct Endpoint {
 
 class Communicator {
  public:
-  Communicator(std::shared_ptr<jax_ub::CallSequencer> sequencer,
-               std::shared_ptr<jax_ub::SharedMemoryCommunicator> communicator)
-      : sequencer_(std::move(sequencer)), communicator_(std::move(communicator)) {}
+  explicit Communicator(std::shared_ptr<jax_ub::CallSequencer> sequencer)
+      : sequencer_(std::move(sequencer)) {}
   ~Communicator() {
     // Releases the GIL, because Close waits for the thread that receives messages.
     const nb::gil_scoped_release released;
@@ -246,19 +244,7 @@ class Communicator {
   std::string name() const { return sequencer_->communicator().name(); }
   int64_t size_bytes() const { return sequencer_->communicator().size_bytes(); }
   int64_t calls() const { return sequencer_->num_calls(); }
-  double BarrierSeconds(int count) {
-    const std::string label = "barrier";
-    if (count < 1) {
-      throw std::invalid_argument("barrier_seconds: count is " + std::to_string(count) +
-                                  ", expected at least 1");
-    }
-    const auto begin = std::chrono::steady_clock::now();
-    for (int i = 0; i < count; ++i) {
-      communicator_->Barrier(next_barrier_++, 0, {label, 0, 60});
-    }
-    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
-    return took.count() / count;
-  }
+  double BarrierSeconds(int count) { return sequencer_->BarrierSeconds(count); }
   std::optional<std::string> failure() const {
     const std::exception_ptr failure = sequencer_->failure();
     if (!failure) return std::nullopt;
@@ -271,8 +257,6 @@ class Communicator {
 
  private:
   const std::shared_ptr<jax_ub::CallSequencer> sequencer_;
-  const std::shared_ptr<jax_ub::SharedMemoryCommunicator> communicator_;
-  int64_t next_barrier_ = 0;
 };
 
 std::unique_ptr<Communicator> Connect(Endpoint& endpoint,
@@ -293,7 +277,7 @@ std::unique_ptr<Communicator> Connect(Endpoint& endpoint,
       std::move(endpoint.endpoint), {processes, process, name}, peers, buffer_bytes,
       timeout_s);
   return std::make_unique<Communicator>(
-      jax_ub::ProcessEngine().Join(communicator, devices, generation), communicator);
+      jax_ub::ProcessEngine().Join(communicator, devices, generation));
 }
 
 std::string Describe(const jax_ub::Step& step) {

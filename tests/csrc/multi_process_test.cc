@@ -1,5 +1,7 @@
 // Tests the results of calls of groups that span several processes, with an engine in
 // each process.
+#include <chrono>
+#include <thread>
 #include <vector>
 
 #include "engine/cpu/multi_process_direct.h"
@@ -77,6 +79,30 @@ TEST(EveryOpByEveryMethodIsExactWithMoreRanksThanAGroupOnGpusHas) {
   EveryOp(process_of_rank, {});
 }
 TEST(LargerCallsAreExact) { EveryOp({1, 0, 1}, {1, 65, 96, 70}); }
+
+TEST(TimedBarriersAndCallsWaitForALateProcess) {
+  Bulletin bulletin;
+  Processes processes(2, [&](int process) {
+    Member member(process, bulletin, {0, 1});
+    CallSite site(Spanning(Op::kAllGatherMatmul, Method::kDirect, 2));
+    int seed = 0;
+    int num_rounds = 0;
+    const auto be_late = [&] {
+      if (process == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    };
+    for (const int num_calls : {0, 1, 20, 3}) {
+      for (int i = 0; i < num_calls; ++i) member.CheckRun(site, 7, {}, ++seed);
+      be_late();
+      if (process == 1) ++bulletin.word();
+      CHECK(member.sequencer().BarrierSeconds(5) > 0);
+      CHECK_EQ(bulletin.word().load(), ++num_rounds);
+      // The results of the next call are wrong if process 0 does not wait.
+      be_late();
+    }
+    CHECK_THROWS(member.sequencer().BarrierSeconds(0), "count is 0");
+  });
+  for (const std::string& text : processes.Join()) CHECK_EQ(text, "");
+}
 
 }  // namespace
 }  // namespace jax_ub

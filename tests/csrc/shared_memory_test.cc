@@ -177,7 +177,8 @@ TEST(SlotsThatDoNotFitAreRefused) {
         "jax_ub.tp: 65 slots of 63 bytes do not fit into a buffer of 4096 bytes "
         "with 4096 flags");
     CHECK_THROWS(ranks->rank(0, 0, 4097, 0), "with 4096 flags");
-    CHECK_THROWS(ranks->Barrier(0, 16, Reason()), "a call has no barrier 16");
+    CHECK_THROWS(ranks->Barrier(0, 1 << 24, Reason()),
+                 "a call has no barrier 16777216");
   });
   CHECK_EQ(processes.Join()[0], "");
 }

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <sstream>
+#include <stdexcept>
 #include <string_view>
 #include <thread>
 #include <utility>
@@ -461,6 +462,24 @@ void CallSequencer::Close() {
 int64_t CallSequencer::num_calls() const {
   std::lock_guard lock(mutex_);
   return next_call_;
+}
+
+double CallSequencer::BarrierSeconds(int count) {
+  if (count < 1) {
+    throw std::invalid_argument("barrier_seconds: count is " + std::to_string(count) +
+                                ", expected at least 1");
+  }
+  // The barriers belong to the latest call, so that they come after its barriers and
+  // before those of the next call. If that order were violated, processes would pass
+  // barriers without waiting.
+  const int64_t latest_call = num_calls() - 1;
+  const std::string label = "barrier";
+  const auto begin = std::chrono::steady_clock::now();
+  for (int i = 0; i < count; ++i) {
+    communicator_->Barrier(latest_call, next_phase_++, {label, 0, 60});
+  }
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  return took.count() / count;
 }
 
 }  // namespace jax_ub

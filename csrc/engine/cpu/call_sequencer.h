@@ -103,6 +103,11 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
 
   int64_t num_calls() const;  // number of calls that have begun
 
+  // Returns the mean duration of `count` barriers in seconds. All processes must call
+  // this at the same time, while no call runs. Throws std::invalid_argument if `count`
+  // is less than 1, and the errors of SharedMemoryCommunicator::Barrier.
+  double BarrierSeconds(int count);
+
  private:
   CallSequencer(std::shared_ptr<SharedMemoryCommunicator> communicator,
                 std::vector<int64_t> devices,
@@ -140,6 +145,7 @@ class CallSequencer : public std::enable_shared_from_this<CallSequencer> {
   std::unordered_map<uint64_t, std::string> texts_;  // [signature]: text of the call
 
   std::atomic<std::thread::id> closing_thread_;
+  int next_phase_ = 2;  // of BarrierSeconds; a call has at most the barriers 0 and 1
 
   mutable std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;

@@ -10,21 +10,20 @@ namespace jax_ub {
 
 namespace {
 
-constexpr int kNumPhases = 16;
-
 // Returns the generation of a barrier, a number that increases from barrier to barrier.
 //
 // Generations begin at 1, so that 0 can mean "none" in
 // ProcessControlBlock::barrier_generation, the last barrier that a process has reached.
 uint64_t BarrierGeneration(int64_t call, int phase) {
-  return static_cast<uint64_t>(call) * kNumPhases + static_cast<uint64_t>(phase) + 1;
+  return static_cast<uint64_t>(call + 1) * GroupControl::kNumPhases +
+         static_cast<uint64_t>(phase) + 1;
 }
 
 // Returns how many calls a process has begun, given the generation of the last barrier
 // that it reached. The process no longer reads the call log entries of these calls, so
 // they may be overwritten.
 uint64_t NumCallsStarted(uint64_t generation) {
-  return generation == 0 ? 0 : (generation - 1) / kNumPhases + 1;
+  return generation == 0 ? 0 : (generation - 1) / GroupControl::kNumPhases;
 }
 
 }  // namespace

@@ -26,6 +26,10 @@ struct CallSignature {
 
 class GroupControl {
  public:
+  // The maximum number of barriers of one call. Calls have at most two; the others are
+  // those of CallSequencer::BarrierSeconds.
+  static constexpr int kNumPhases = 1 << 24;
+
   // `headers` are the control blocks of all processes, first that of the leader (the
   // process of rank 0). This process only writes `headers[own]`, and the doorbells of
   // its peers.

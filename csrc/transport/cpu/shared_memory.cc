@@ -62,7 +62,7 @@ std::vector<PeerStatus::PeerName> MembersOf(
 // handshake, every process checks that its peers have the same one.
 std::string SetupText(const ProcessGroup& group, const Layout& layout) {
   // Must be incremented with every change of the memory layout or the protocol.
-  constexpr int kProtocol = 2;
+  constexpr int kProtocol = 3;
   return group.RanksText() + ", buffers of " + std::to_string(layout.buffer_bytes()) +
          " bytes, protocol " + std::to_string(kProtocol) + "." +
          std::to_string(sizeof(ProcessControlBlock)) + "." +

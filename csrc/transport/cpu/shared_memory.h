@@ -103,9 +103,10 @@ class SharedMemoryCommunicator {
   CallSignature call_signature(int process, int64_t call) const;
 
   // Waits until all processes have arrived at this barrier. Must be called by one
-  // thread at a time, in ascending order of (call, phase), with 0 <= phase < 16. A
-  // phase may be skipped if all processes skip it. If the communicator has failed,
-  // throws without arriving.
+  // thread at a time, in ascending order of (call, phase), with
+  // 0 <= phase < GroupControl::kNumPhases. A phase may be skipped if all processes skip
+  // it. Before the first call, `call` may be -1. If the communicator has failed, throws
+  // without arriving.
   void Barrier(int64_t call, int phase, const WaitReason& reason);
 
   // Returns the transport of a local rank, whose slots are in the buffers of `call`.
