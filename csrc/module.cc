@@ -16,9 +16,9 @@
 #include "ffi/attributes.h"
 #include "ffi/handlers.h"
 #include "gemm/gemm.h"
-#include "module_connect.h"
-#include "module_handlers.h"
+#include "module_bindings.h"
 #include "platform/cgroup.h"
+#include "platform/error.h"
 #include "schedule/checker.h"
 #include "schedule/schedule.h"
 
@@ -61,12 +61,8 @@ void SetNumThreads(int num_threads, const std::vector<int>& cores) {
 nb::dict Counters() {
   const jax_ub::Engine* engine = jax_ub::ExistingEngine();
   const jax_ub::Counters counters = engine ? engine->counters() : jax_ub::Counters();
-  nb::dict calls;
-  for (const jax_ub::OpInfo& info : jax_ub::kOps) {
-    calls[std::string(info.name).c_str()] = counters.calls[static_cast<int>(info.op)];
-  }
   nb::dict dict;
-  dict["calls"] = calls;
+  dict["calls"] = jax_ub::CallsByName(counters.calls);
   dict["failed_calls"] = counters.failed_calls;
   dict["scratch_bytes"] = counters.scratch_bytes;
   dict["slot_bytes"] = counters.slot_bytes;
@@ -248,11 +244,7 @@ class Communicator {
   std::optional<std::string> failure() const {
     const std::exception_ptr failure = sequencer_->failure();
     if (!failure) return std::nullopt;
-    try {
-      std::rethrow_exception(failure);
-    } catch (const std::exception& error) {
-      return error.what();
-    }
+    return jax_ub::TextOf(failure);
   }
 
  private:

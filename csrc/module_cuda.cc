@@ -20,8 +20,7 @@
 #include "ffi/attributes.h"
 #include "ffi/cuda/handlers.h"
 #include "gemm/cuda/fp8_support.h"
-#include "module_connect.h"
-#include "module_handlers.h"
+#include "module_bindings.h"
 #include "platform/cuda/driver.h"
 #include "platform/error.h"
 #include "transport/cuda/communicator.h"
@@ -210,29 +209,17 @@ int64_t WorkspaceBytes(const std::string& name,
 
 nb::dict Counters() {
   const jax_ub::CudaCounters counters = jax_ub::ProcessCudaEngine().counters();
-  nb::dict calls;
-  for (const jax_ub::OpInfo& info : jax_ub::kOps) {
-    calls[std::string(info.name).c_str()] = counters.calls[static_cast<int>(info.op)];
-  }
   nb::dict dict;
-  dict["calls"] = calls;
+  dict["calls"] = jax_ub::CallsByName(counters.calls);
   dict["failed_calls"] = counters.failed_calls;
   dict["heap_bytes"] = counters.heap_bytes;
   return dict;
 }
 
-std::string TextOf(const std::exception_ptr& failure) {
-  try {
-    std::rethrow_exception(failure);
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-}
-
 std::map<std::string, std::string> Failures() {
   std::map<std::string, std::string> texts;
   for (const auto& [name, failure] : jax_ub::ProcessCudaEngine().Failures()) {
-    texts[name] = TextOf(failure);
+    texts[name] = jax_ub::TextOf(failure);
   }
   return texts;
 }
@@ -284,7 +271,7 @@ class HeapCommunicator {
   std::optional<std::string> failure() const {
     const std::exception_ptr failure = communicator_->failure();
     if (!failure) return std::nullopt;
-    return TextOf(failure);
+    return jax_ub::TextOf(failure);
   }
 
  private:

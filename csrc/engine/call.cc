@@ -7,8 +7,8 @@
 #include <stdexcept>
 
 #include "engine/communicated_tensors.h"
-#include "engine/hash.h"
 #include "platform/error.h"
+#include "platform/hash.h"
 
 namespace jax_ub {
 

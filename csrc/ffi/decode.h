@@ -1,5 +1,8 @@
-// Converts XLA's representation of a call to the engine's.
+// Converts XLA's representation of a call to the engine's, and the engine's exceptions
+// to XLA's errors.
 #pragma once
+
+#include <exception>
 
 #include "engine/call.h"
 #include "xla/ffi/api/ffi.h"
@@ -24,5 +27,9 @@ RankCall DecodeCall(const CallAttributes& attributes,
 int64_t DeviceOf(const CallAttributes& attributes,
                  const RankCall& call,
                  int32_t ordinal);
+
+// Converts an exception to an XLA error with the same message. Each exception type of
+// platform/error.h has its own error code.
+xla::ffi::Error ToFfiError(const std::exception_ptr& failure) noexcept;
 
 }  // namespace jax_ub

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "ffi/decode.h"
-#include "ffi/errors.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ub {
@@ -85,17 +84,14 @@ XLA_FFI_Error* ExecuteHandler(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-template <Op op>
-Target TargetOf() {
-  return {"jax_ub$" + std::string(OpName(op)),
-          reinterpret_cast<void*>(&InstantiateHandler<op>),
-          /*initialize=*/nullptr, reinterpret_cast<void*>(&ExecuteHandler)};
-}
-
 }  // namespace
 
 std::array<Target, kNumOps> Targets() {
-  return TargetsOfOps([]<Op op>() { return TargetOf<op>(); });
+  return TargetsOfOps([]<Op op>() {
+    return Target{"jax_ub$" + std::string(OpName(op)),
+                  reinterpret_cast<void*>(&InstantiateHandler<op>),
+                  /*initialize=*/nullptr, reinterpret_cast<void*>(&ExecuteHandler)};
+  });
 }
 
 CallSiteType TheCallSiteType() {

@@ -1,6 +1,7 @@
 // Exceptions of the engine. csrc/ffi maps each type to an XLA error code.
 #pragma once
 
+#include <exception>
 #include <stdexcept>
 #include <string>
 
@@ -44,5 +45,14 @@ class SystemError : public Error {
  public:
   using Error::Error;
 };
+
+// Returns the message of an exception, which must be derived from std::exception.
+inline std::string TextOf(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
 
 }  // namespace jax_ub

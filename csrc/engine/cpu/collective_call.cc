@@ -8,8 +8,8 @@
 #include <stdexcept>
 
 #include "engine/cpu/call_sequencer.h"
-#include "engine/hash.h"
 #include "platform/error.h"
+#include "platform/hash.h"
 #include "platform/thread.h"
 
 namespace jax_ub {

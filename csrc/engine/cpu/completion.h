@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "engine/cpu/blocking_task.h"
+#include "engine/cpu/queue.h"
 
 namespace jax_ub {
 

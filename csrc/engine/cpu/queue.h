@@ -1,8 +1,9 @@
-// An intrusive queue. It allocates no memory, so that queueing a task cannot fail when
-// memory is exhausted.
+// An intrusive queue, and the tasks of the thread pool that are queued in one. It
+// allocates no memory, so that queueing a task cannot fail when memory is exhausted.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <utility>
 
@@ -77,6 +78,24 @@ class Queue {
   std::shared_ptr<T> first_;
   T* last_ = nullptr;
   int64_t size_ = 0;
+};
+
+// A task that may block a thread of the pool: a rank's schedule, or the continuation of
+// an XLA program.
+class BlockingTask : public Queued<BlockingTask> {
+ public:
+  virtual ~BlockingTask() = default;
+  // Runs the task. Must not throw, because the pool does not know which call to fail.
+  virtual void Execute() = 0;
+};
+
+class Closure : public BlockingTask {
+ public:
+  explicit Closure(std::function<void()> body) : body_(std::move(body)) {}
+  void Execute() override { body_(); }
+
+ private:
+  const std::function<void()> body_;
 };
 
 }  // namespace jax_ub

@@ -26,7 +26,6 @@
 #include <mutex>
 #include <vector>
 
-#include "engine/cpu/blocking_task.h"
 #include "engine/cpu/core_affinity.h"
 #include "engine/cpu/queue.h"
 #include "gemm/cpu/blocking.h"

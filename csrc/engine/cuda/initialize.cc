@@ -10,7 +10,6 @@
 #include "gemm/cuda/fp8_support.h"
 #include "gemm/cuda/gemm_plan_cache.h"
 #include "platform/error.h"
-#include "transport/process/message.h"
 
 namespace jax_ub {
 
@@ -48,10 +47,6 @@ GemmOptions OptionsOf(const CallAttributes& at, const Gpu& gpu) {
 std::vector<int64_t> DevicesOf(const CallAttributes& at, int group) {
   const auto first = at.ranks.begin() + group * at.num_ranks;
   return {first, first + at.num_ranks};
-}
-
-std::string TextOf(const std::exception_ptr& rejection) {
-  return PoisonMessageOf(rejection).text;
 }
 
 }  // namespace

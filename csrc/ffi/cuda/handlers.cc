@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "ffi/decode.h"
-#include "ffi/errors.h"
 #include "platform/error.h"
 #include "xla/ffi/api/ffi.h"
 

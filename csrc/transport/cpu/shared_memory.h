@@ -24,7 +24,7 @@
 
 #include "transport/cpu/group_control.h"
 #include "transport/cpu/layout.h"
-#include "transport/process/endpoint.h"
+#include "transport/process/handshake.h"
 #include "transport/process/process_group.h"
 #include "transport/transport.h"
 

@@ -10,7 +10,7 @@
 #include "transport/cuda/capabilities.h"
 #include "transport/cuda/heap.h"
 #include "transport/cuda/sharing.h"
-#include "transport/process/endpoint.h"
+#include "transport/process/handshake.h"
 
 namespace jax_ub {
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 
+#include "platform/hash.h"
 #include "transport/cuda/flag_params.h"
 
 namespace jax_ub {
@@ -17,13 +18,7 @@ bool Contradict(const GpuCallSignature& one, const GpuCallSignature& other) {
 
 // Returns a hash of the call site and the call: FNV-1a, reduced to 24 bits.
 uint32_t GpuCallSignature::tag() const {
-  uint64_t hash = 0xcbf29ce484222325;
-  const auto add = [&](char byte) {
-    hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001b3;
-  };
-  for (const char byte : site) add(byte);
-  add('\0');
-  for (const char byte : call) add(byte);
+  uint64_t hash = Mix(Mix(Mix(kHashBegin, site), uint64_t{0}), call);
   hash ^= hash >> 48 ^ hash >> 24;
   return std::max<uint32_t>(hash & kTagMask, 1);
 }

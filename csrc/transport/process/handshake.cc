@@ -17,7 +17,15 @@ namespace {
 // Delay before connecting again to a listener whose queue was full.
 constexpr std::chrono::milliseconds kRedial(10);
 
+std::string RandomName() {
+  return "jax_ub-" + std::to_string(RandomBits()) + "-" + std::to_string(RandomBits());
+}
+
 }  // namespace
+
+Endpoint::Endpoint()
+    : address_{.address = RandomName(), .token = RandomBits()},
+      listener_(ListenAt(address_.address)) {}
 
 Handshake::Handshake(const Endpoint& endpoint,
                      const ProcessGroup& group,

@@ -25,11 +25,25 @@
 
 #include "platform/deadline.h"
 #include "platform/file_descriptor.h"
-#include "transport/process/endpoint.h"
 #include "transport/process/message.h"
 #include "transport/process/process_group.h"
 
 namespace jax_ub {
+
+// The address at which a process accepts connections from the other processes of a
+// group: a listening Unix socket. Its random name is in the abstract namespace, so no
+// file is left behind. It accepts processes of the same user that send the token.
+class Endpoint {
+ public:
+  Endpoint();
+
+  const PeerAddress& address() const { return address_; }
+  const FileDescriptor& listener() const { return listener_; }
+
+ private:
+  PeerAddress address_;
+  FileDescriptor listener_;
+};
 
 // A peer after the handshake: its connection, its process ids, and messages that it has
 // already sent.
