@@ -166,7 +166,7 @@ Tensor Matrix(DType dtype, int64_t rows, int64_t features) {
 }
 
 Tensor Kernel(const CallAttributes& at, DType dtype, int64_t in, int64_t out) {
-  return at.rhs_transposed ? Matrix(dtype, out, in) : Matrix(dtype, in, out);
+  return HasTransposedKernels(at) ? Matrix(dtype, out, in) : Matrix(dtype, in, out);
 }
 
 // Returns the number of ranks among which the rows of the result are divided: P (the
@@ -177,7 +177,7 @@ int64_t NumOwners(const CallAttributes& at) {
 }
 
 int64_t OutOf(const CallAttributes& at, const Tensor& kernel) {
-  return at.rhs_transposed ? kernel.rows : kernel.features;
+  return HasTransposedKernels(at) ? kernel.rows : kernel.features;
 }
 
 void CheckGatheredRows(const CallAttributes& at,
@@ -204,35 +204,30 @@ void CheckGatheredRows(const CallAttributes& at,
   }
 }
 
-// Checks kernel w_i of a sum of x_i w_i: it has the shape of `want` and the dtype of
-// w_0, which is want.dtype or, in an FP8 call, any dtype that a GEMM accepts.
-void CheckSecondFactor(const CallAttributes& at,
-                       int i,
-                       Tensor want,
-                       const RankCall& call,
-                       const Contract& contract) {
-  const size_t n = at.num_kernels;
-  if (i == 0) return contract.Factor(n, "w", want.dtype, want);
-  want.dtype = call.operands[n].dtype;
-  contract.Operand(n + i, "w", want);
-}
-
+// Checks y = sum of x_i w_i, or dx = sum of dy_i w_i^T. All w_i have the dtype of w_0,
+// which is the dtype of x or, in an FP8 call, any dtype that a GEMM accepts.
 void CheckPairSum(const CallAttributes& at,
                   const RankCall& call,
                   const Contract& contract) {
   const size_t n = at.num_kernels;
+  const bool is_dgrad = InfoOf(at.op).gemm == GemmKind::kDgrad;
   const Tensor& x = call.operands[0];
+  const Tensor& w = call.operands[n];
   const int64_t num_owners = NumOwners(at);
   if (num_owners > 1) contract.Divides("x", x.rows);
-  const int64_t out = OutOf(at, call.operands[n]);
+  const int64_t out = OutOf(at, w);
   for (size_t i = 0; i < n; ++i) {
     const int64_t in = call.operands[i].features;
-    contract.Operand(i, "x", {x.dtype, x.batch, x.rows, in, nullptr});
-    CheckSecondFactor(at, i, Kernel(at, x.dtype, in, out), call, contract);
+    contract.Operand(i, is_dgrad ? "dy" : "x", {x.dtype, x.batch, x.rows, in, nullptr});
+    if (i == 0) {
+      contract.Factor(n, "w", x.dtype, Kernel(at, x.dtype, in, out));
+    } else {
+      contract.Operand(n + i, "w", Kernel(at, w.dtype, in, out));
+    }
   }
   const Tensor y = {x.dtype, x.batch, x.rows / num_owners, out, nullptr};
   contract.Addends(2 * n, FirstResidual(at), y);
-  contract.Sized(call.results[0], "y", y);
+  contract.Sized(call.results[0], is_dgrad ? "dx" : "y", y);
 }
 
 void CheckWgrad(const CallAttributes& at,
@@ -254,20 +249,6 @@ void CheckWgrad(const CallAttributes& at,
     if (at.accumulate) contract.Sized(call.operands[1 + n + i], "main_grad", dw);
     contract.Sized(call.results[i], "dw", dw);
   }
-}
-
-void CheckDgrad(const CallAttributes& at,
-                const RankCall& call,
-                const Contract& contract) {
-  const size_t n = at.num_kernels;
-  const Tensor& dy = call.operands[0];
-  const int64_t in = call.operands[n].rows;
-  for (size_t i = 0; i < n; ++i) {
-    const int64_t out = call.operands[i].features;
-    contract.Operand(i, "dy", {dy.dtype, dy.batch, dy.rows, out, nullptr});
-    CheckSecondFactor(at, i, Matrix(dy.dtype, in, out), call, contract);
-  }
-  contract.Sized(call.results[0], "dx", {dy.dtype, dy.batch, dy.rows, in, nullptr});
 }
 
 // Checks operand, result, bias and residual of a collective whose data no GEMM reads.
@@ -306,11 +287,10 @@ void CheckCounts(const CallAttributes& at, const Contract& contract) {
       return expect(1 + n * (1 + at.has_bias + at.has_residual),
                     n + at.return_gathered * (1 + at.has_row_scales));
     case GemmKind::kPairSum:
+    case GemmKind::kDgrad:
       return expect(2 * n + at.has_bias + at.has_residual, 1);
     case GemmKind::kWgrad:
       return expect(1 + n * (1 + at.accumulate), n);
-    case GemmKind::kDgrad:
-      return expect(2 * n, 1);
   }
 }
 
@@ -328,6 +308,10 @@ void SplitScales(const CallAttributes& at, RankCall& call) {
   const size_t num_scales = std::min(NumScales(at), call.operands.size());
   call.scales.assign(call.operands.end() - num_scales, call.operands.end());
   call.operands.resize(call.operands.size() - num_scales);
+}
+
+bool HasTransposedKernels(const CallAttributes& at) {
+  return at.rhs_transposed || InfoOf(at.op).gemm == GemmKind::kDgrad;
 }
 
 size_t FirstResidual(const CallAttributes& at) {
@@ -386,13 +370,11 @@ void CheckCall(const CallAttributes& at, const RankCall& call) {
       CheckGatheredRows(at, call, contract);
       break;
     case GemmKind::kPairSum:
+    case GemmKind::kDgrad:
       CheckPairSum(at, call, contract);
       break;
     case GemmKind::kWgrad:
       CheckWgrad(at, call, contract);
-      break;
-    case GemmKind::kDgrad:
-      CheckDgrad(at, call, contract);
       break;
   }
   if (info.gemm != GemmKind::kNone) contract.Scales();

@@ -132,6 +132,10 @@ struct RankCall {
 // attributes select no array to communicate.
 bool IsLocalCall(const CallAttributes& attributes);
 
+// Returns whether GEMMs contract the second dimension of the kernels: with
+// rhs_transposed, and in dx = dy w^T.
+bool HasTransposedKernels(const CallAttributes& attributes);
+
 // Returns the index of the first residual, an operand that is added to a result. The
 // residuals follow the biases.
 size_t FirstResidual(const CallAttributes& attributes);

@@ -35,16 +35,6 @@ void AddFactorsOfPairs(const CallAttributes& at,
       problem);
 }
 
-// Overload for a result whose row i is multiplied by the FP8 scale of row i of x.
-void AddFactorsOfPairs(const CallAttributes& at,
-                       const Calls& calls,
-                       bool contracts_rows_of_w,
-                       GemmProblem& problem) {
-  const std::vector<int64_t>& rows = problem.c.row_bounds;
-  AddFactorsOfPairs(
-      at, calls, contracts_rows_of_w, [&](size_t i) { return rows[i]; }, problem);
-}
-
 // Returns operand `index` of all ranks as an addend of a GEMM. Divides each rank's rows
 // (of all batch elements together) into `num_parts` equal parts, and returns one
 // segment per part and rank: first part 0 of every rank, then part 1, and so on.
@@ -139,32 +129,6 @@ GemmProblem AllGatherMatmul(const CallAttributes& at, const RankCalls& calls, in
   return problem;
 }
 
-// Adds the operands x and w of a GEMM that sums x_i w_i over the pairs i and over all
-// ranks. The contracted dimension K concatenates the shards. For P = 2 ranks and two
-// pairs, K is:
-//
-//   | x_0[0] w_0[0] | x_1[0] w_1[0] | x_0[1] w_0[1] | x_1[1] w_1[1] |
-void ContractOverRanks(const CallAttributes& at,
-                       const Calls& calls,
-                       OperandSegments& a,
-                       OperandSegments& w) {
-  const int n = at.num_kernels;
-  const Tensor& x = calls[0].operands[0];
-  a.AddOuter(x.batch * x.rows);
-  w.AddOuter(calls[0].results[0].features);
-  for (const RankCall& call : calls) {
-    for (int i = 0; i < n; ++i) {
-      const Tensor& kernel = call.operands[n + i];
-      a.AddInner(call.operands[i].features);
-      w.AddInner(call.operands[i].features);
-      a.Append(RowsOf(call.operands[i], 0, 0));
-      a.AppendScales(at, ScalesOf(call, i), call.operands[i], 0, 0, false);
-      w.Append(KernelOf(kernel, at.rhs_transposed));
-      w.AppendScales(at, ScalesOf(call, n + i), kernel, 0, 0, !at.rhs_transposed);
-    }
-  }
-}
-
 // Adds the bias and the residual of each rank to the part of the result that the rank
 // receives. This part is one segment per batch element in a reduce-scatter, and a copy
 // of the whole result in an all-reduce.
@@ -184,9 +148,6 @@ void AddBiasesAndResiduals(const CallAttributes& at,
 // its result.
 GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
   const Tensor& first = calls[0].results[0];
-  OperandSegments a(calls[0].operands[0].dtype);
-  OperandSegments w(calls[0].operands[at.num_kernels].dtype);
-  ContractOverRanks(at, calls, a, w);
   ResultSegments y(first.dtype);
   y.AddColumns(first.features);
   for (int64_t b = 0; b < first.batch; ++b) {
@@ -195,53 +156,22 @@ GemmProblem MatmulReduceScatter(const CallAttributes& at, const Calls& calls) {
       y.Append(RowsOf(call.results[0], b, 0));
     }
   }
-  GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
-  AddFactorsOfPairs(at, calls, !at.rhs_transposed, problem);
+  GemmProblem problem = PartialProduct(at, calls, std::move(y));
   AddBiasesAndResiduals(at, calls, problem);
   return problem;
 }
 
 // Builds the GEMM of an all-reduce, y = sum of x_i w_i over pairs and ranks. It
-// computes each row once, and stores it in the results of all ranks in `calls`.
+// computes each row once, and stores it in the results of all ranks in `calls`. With
+// one call, this is the local product of its pairs.
 GemmProblem MatmulAllReduce(const CallAttributes& at, const Calls& calls) {
   const Tensor& first = calls[0].results[0];
-  OperandSegments a(calls[0].operands[0].dtype);
-  OperandSegments w(calls[0].operands[at.num_kernels].dtype);
-  ContractOverRanks(at, calls, a, w);
   ResultSegments y(first.dtype, static_cast<int>(calls.size()));
   y.AddRows(first.batch * first.rows);
   y.AddColumns(first.features);
   for (const RankCall& call : calls) y.Append(RowsOf(call.results[0], 0, 0));
-  GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(y));
-  AddFactorsOfPairs(at, calls, !at.rhs_transposed, problem);
+  GemmProblem problem = PartialProduct(at, calls, std::move(y));
   AddBiasesAndResiduals(at, calls, problem);
-  return problem;
-}
-
-// Builds the GEMM dx = sum over i of dy_i w_i^T of one rank, without communication. w_i
-// has shape [K, N_i].
-GemmProblem Dgrad(const CallAttributes& at, const RankCall& call) {
-  const int n = at.num_kernels;
-  const Tensor& dx = call.results[0];
-  OperandSegments a(call.operands[0].dtype);
-  OperandSegments w(call.operands[n].dtype);
-  ResultSegments c(dx.dtype);
-  a.AddOuter(dx.batch * dx.rows);
-  w.AddOuter(dx.features);
-  for (int i = 0; i < n; ++i) {
-    a.AddInner(call.operands[i].features);
-    w.AddInner(call.operands[i].features);
-    const Tensor& kernel = call.operands[n + i];
-    a.Append(RowsOf(call.operands[i], 0, 0));
-    a.AppendScales(at, ScalesOf(call, i), call.operands[i], 0, 0, false);
-    w.Append(KernelOf(kernel, /*transposed=*/true));
-    w.AppendScales(at, ScalesOf(call, n + i), kernel, 0, 0, false);
-  }
-  c.AddRows(dx.batch * dx.rows);
-  c.AddColumns(dx.features);
-  c.Append(RowsOf(dx, 0, 0));
-  GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(c));
-  AddFactorsOfPairs(at, {call}, false, problem);
   return problem;
 }
 
@@ -254,13 +184,11 @@ std::vector<GemmProblem> LocalProducts(const CallAttributes& at, const RankCall&
     case GemmKind::kGatheredRows:
       break;
     case GemmKind::kPairSum:
+    case GemmKind::kDgrad:
       products.push_back(MatmulAllReduce(at, {call}));
       break;
     case GemmKind::kWgrad:
       for (int i = 0; i < at.num_kernels; ++i) products.push_back(Wgrad(at, call, i));
-      break;
-    case GemmKind::kDgrad:
-      products.push_back(Dgrad(at, call));
       break;
   }
   return products;
@@ -294,14 +222,35 @@ std::vector<GemmProblem> DirectProducts(const CallAttributes& at,
   return products;
 }
 
+// The contracted dimension K concatenates the shards. For P = 2 ranks and two pairs, K
+// is:
+//
+//   | x_0[0] w_0[0] | x_1[0] w_1[0] | x_0[1] w_0[1] | x_1[1] w_1[1] |
 GemmProblem PartialProduct(const CallAttributes& at,
                            const Calls& calls,
                            ResultSegments to) {
-  OperandSegments a(calls[0].operands[0].dtype);
-  OperandSegments w(calls[0].operands[at.num_kernels].dtype);
-  ContractOverRanks(at, calls, a, w);
+  const int n = at.num_kernels;
+  const bool is_transposed = HasTransposedKernels(at);
+  const Tensor& x = calls[0].operands[0];
+  OperandSegments a(x.dtype);
+  OperandSegments w(calls[0].operands[n].dtype);
+  a.AddOuter(x.batch * x.rows);
+  w.AddOuter(calls[0].results[0].features);
+  for (const RankCall& call : calls) {
+    for (int i = 0; i < n; ++i) {
+      const Tensor& kernel = call.operands[n + i];
+      a.AddInner(call.operands[i].features);
+      w.AddInner(call.operands[i].features);
+      a.Append(RowsOf(call.operands[i], 0, 0));
+      a.AppendScales(at, ScalesOf(call, i), call.operands[i], 0, 0, false);
+      w.Append(KernelOf(kernel, is_transposed));
+      w.AppendScales(at, ScalesOf(call, n + i), kernel, 0, 0, !is_transposed);
+    }
+  }
   GemmProblem problem = Problem(at.scale, std::move(a), std::move(w), std::move(to));
-  AddFactorsOfPairs(at, calls, !at.rhs_transposed, problem);
+  const std::vector<int64_t>& rows = problem.c.row_bounds;
+  AddFactorsOfPairs(
+      at, calls, !is_transposed, [&](size_t i) { return rows[i]; }, problem);
   return problem;
 }
 

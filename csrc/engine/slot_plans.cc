@@ -9,26 +9,6 @@
 
 namespace jax_ub {
 
-namespace {
-
-bool AreAlike(const std::vector<Tensor>& left, const std::vector<Tensor>& right) {
-  return std::equal(left.begin(), left.end(), right.begin(), right.end(),
-                    [](const Tensor& a, const Tensor& b) {
-                      return a.dtype == b.dtype && a.batch == b.batch &&
-                             a.rows == b.rows && a.features == b.features;
-                    });
-}
-
-RankCall WithoutAddresses(RankCall call) {
-  for (Tensor& operand : call.operands) operand.data = nullptr;
-  for (Tensor& result : call.results) result.data = nullptr;
-  for (Tensor& scales : call.scales) scales.data = nullptr;
-  call.partition = nullptr;
-  return call;
-}
-
-}  // namespace
-
 Schedules::Schedules(Schedule first) : schedules_(first.num_ranks) {
   schedules_[0] = std::make_unique<const Schedule>(std::move(first));
 }
@@ -97,10 +77,9 @@ SlotRequirements SlotPlans::Find(const CallAttributes& attributes,
                                  const RankCall& call,
                                  const Device& device) {
   std::lock_guard lock(mutex_);
-  if (!plan_.schedules || !AreAlike(shapes_.operands, call.operands) ||
-      !AreAlike(shapes_.results, call.results)) {
+  if (!plan_.schedules || !DescribeMismatch(planned_, call).empty()) {
     plan_ = ComputeSlotRequirements(attributes, call, device);
-    shapes_ = WithoutAddresses(call);
+    planned_ = call;
   }
   return plan_;
 }

@@ -56,8 +56,8 @@ class SlotPlans {
                         const Device& device);
 
  private:
-  std::mutex mutex_;       // guards `shapes_` and `plan_`
-  RankCall shapes_;        // shapes and dtypes for which `plan_` was computed
+  std::mutex mutex_;       // guards `planned_` and `plan_`
+  RankCall planned_;       // the call for which `plan_` was computed
   SlotRequirements plan_;  // null schedules: not computed yet
 };
 
