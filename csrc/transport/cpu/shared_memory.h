@@ -20,10 +20,15 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "platform/mapping.h"
 #include "transport/cpu/group_control.h"
 #include "transport/cpu/layout.h"
+#include "transport/cpu/peer_status.h"
+#include "transport/cpu/slots.h"
+#include "transport/process/group_failure.h"
 #include "transport/process/handshake.h"
 #include "transport/process/process_group.h"
 #include "transport/transport.h"
@@ -64,50 +69,64 @@ class SharedMemoryCommunicator {
   SharedMemoryCommunicator(const SharedMemoryCommunicator&) = delete;
   SharedMemoryCommunicator& operator=(const SharedMemoryCommunicator&) = delete;
 
-  const std::string& name() const;
-  int num_ranks() const;
-  const std::vector<int>& local_ranks() const;
+  const std::string& name() const { return group_.name(); }
+  int num_ranks() const { return group_.num_ranks(); }
+  const std::vector<int>& local_ranks() const { return group_.ranks_of(process()); }
   // Returns the process numbers, in the order of their lowest ranks. All other methods
   // identify a process by its index in this vector. Index 0 is the leader.
-  const std::vector<int>& processes() const;
-  int num_processes() const;
-  int process() const;
-  int process_of_rank(int rank) const;
-  bool is_leader() const;
+  const std::vector<int>& processes() const { return group_.process_ids(); }
+  int num_processes() const { return group_.num_processes(); }
+  int process() const { return group_.own(); }
+  int process_of_rank(int rank) const { return group_.process_index_of_rank(rank); }
+  bool is_leader() const { return process() == 0; }
   // Returns a text such as "ranks 2, 3 (process 1, pid 123)".
-  std::string DescribeProcess(int process) const;
+  const std::string& DescribeProcess(int process) const {
+    return peer_status_.name(process);
+  }
 
   // Returns the buffer that a rank uses in `call`, one of its two. `rank` may be any
   // rank of the group. The buffer is page-aligned. It is valid as long as this object,
   // even if the rank's process has died.
-  std::byte* buffer(int rank, int64_t call) const;
+  std::byte* buffer(int rank, int64_t call) const {
+    return areas_[rank].memory + call % 2 * buffer_bytes();
+  }
   // Returns the size of one buffer, which is the requested size rounded up to whole
   // pages.
-  int64_t buffer_bytes() const;
+  int64_t buffer_bytes() const { return layout_.buffer_bytes(); }
   // Returns the size of the memory that this process shares: buffers, flags, control
   // block.
-  int64_t size_bytes() const;
+  int64_t size_bytes() const { return memories_[process()].size_bytes(); }
 
   // Appends a call to the call log, which determines the order of calls in all
   // processes. Only the leader calls this, from any thread. The n-th entry (from 0) is
   // call n. Never blocks: if the log is full, the entry is queued.
-  void AppendToCallLog(const CallLogEntry& entry);
+  void AppendToCallLog(const CallLogEntry& entry) {
+    group_control_.AppendToCallLog(entry);
+  }
   // Waits for the leader's log entry of `call` and returns it. Called by all other
   // processes.
-  CallLogEntry WaitForLogEntry(int64_t call, const WaitReason& reason);
+  CallLogEntry WaitForLogEntry(int64_t call, const WaitReason& reason) {
+    return group_control_.WaitForLogEntry(call, reason);
+  }
 
   // Publishes this process's signature of a call. Must be called before Barrier(call,
   // 0). Peers may read it until they arrive at Barrier(call + 1, 0). Truncates `text`
   // to SignatureRecord::kMaxBytes.
-  void PublishSignature(int64_t call, uint64_t signature, std::string_view text);
-  CallSignature call_signature(int process, int64_t call) const;
+  void PublishSignature(int64_t call, uint64_t signature, std::string_view text) {
+    group_control_.PublishSignature(call, signature, text);
+  }
+  CallSignature call_signature(int process, int64_t call) const {
+    return group_control_.call_signature(process, call);
+  }
 
   // Waits until all processes have arrived at this barrier. Must be called by one
   // thread at a time, in ascending order of (call, phase), with
   // 0 <= phase < GroupControl::kNumPhases. A phase may be skipped if all processes skip
   // it. Before the first call, `call` may be -1. If the communicator has failed, throws
   // without arriving.
-  void Barrier(int64_t call, int phase, const WaitReason& reason);
+  void Barrier(int64_t call, int phase, const WaitReason& reason) {
+    group_control_.Barrier(call, phase, reason);
+  }
 
   // Returns the transport of a local rank, whose slots are in the buffers of `call`.
   // Usable from Barrier(call, 0) to Barrier(call + 1, 0). Throws UnsupportedError if
@@ -117,26 +136,45 @@ class SharedMemoryCommunicator {
   // Makes all pending and later waits in all processes fail with `reason`. Only the
   // first reason has an effect. Peers receive its text, and whether it is a
   // DeadlineError.
-  void Poison(const std::exception_ptr& reason);
+  void Poison(const std::exception_ptr& reason) { failure_.Poison(reason); }
   // Returns the failure of this communicator, or nullptr. A failure is a poison, the
   // death of a process, or Close. A peer that closes its communicator in order is not a
   // failure, although waits for it fail.
-  std::exception_ptr poison() const;
+  std::exception_ptr poison() const { return failure_.reason(); }
   // Registers a callback, which receives the failure once, when the communicator fails.
   // It is called by the thread that calls Poison or Close, or detects the failure of a
   // peer. If the communicator has already failed, OnPoison itself calls it. The callback
   // must not call Close or hold the last reference to this object.
-  void OnPoison(std::function<void(const std::exception_ptr&)> callback);
+  void OnPoison(std::function<void(const std::exception_ptr&)> callback) {
+    failure_.OnReason(std::move(callback));
+  }
 
   // Tells the peers that this process closes the communicator, and fails its pending
   // waits. Never blocks, even if a peer is stopped or dead. The destructor unmaps the
   // memory. Idempotent.
-  void Close();
+  void Close() { failure_.Close(); }
 
  private:
-  struct State;
-  explicit SharedMemoryCommunicator(std::unique_ptr<State> state);
-  std::unique_ptr<State> state_;
+  // `connected_peers` is the result of Handshake::Run.
+  SharedMemoryCommunicator(ProcessGroup group,
+                           const Layout& layout,
+                           std::vector<SharedMapping> memories,
+                           std::vector<ConnectedPeer> connected_peers);
+
+  void WakeLocalWaits();
+
+  const ProcessGroup group_;
+  const Layout layout_;
+  std::vector<SharedMapping> memories_;  // indexed by process
+  PeerStatus peer_status_;
+  GroupControl group_control_;
+  std::vector<RankMemory> areas_;  // indexed by rank
+  // The transports of this process's ranks. Indexed by rank; null for ranks of other
+  // processes.
+  std::vector<std::unique_ptr<SlotTransport>> ends_;
+
+  // Declared last, so that it is destroyed first: its thread uses the members above.
+  GroupFailure failure_;
 };
 
 }  // namespace jax_ub

@@ -17,10 +17,14 @@
 
 #include <cuda.h>
 
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -30,8 +34,11 @@
 #include "transport/cuda/cuda_slots.h"
 #include "transport/cuda/endpoint.h"
 #include "transport/cuda/fault.h"
+#include "transport/cuda/group_heaps.h"
 #include "transport/cuda/heap.h"
 #include "transport/cuda/signature_table.h"
+#include "transport/process/group_failure.h"
+#include "transport/process/handshake.h"
 #include "transport/process/process_group.h"
 
 namespace jax_ub {
@@ -64,36 +71,42 @@ class CudaCommunicator {
   CudaCommunicator(const CudaCommunicator&) = delete;
   CudaCommunicator& operator=(const CudaCommunicator&) = delete;
 
-  const std::string& name() const;
-  int num_ranks() const;
-  const std::vector<int>& local_ranks() const;
+  const std::string& name() const { return group_.name(); }
+  int num_ranks() const { return group_.num_ranks(); }
+  const std::vector<int>& local_ranks() const { return group_.ranks_of(group_.own()); }
   // Returns the ordinal of a local rank's device in this process.
-  int ordinal(int local_rank) const;
+  int ordinal(int local_rank) const {
+    return heaps_.devices().ordinal(OwnIndexOf(local_rank));
+  }
   // Returns a text such as "rank 2 (process 1, pid 123)".
   std::string DescribeRank(int rank) const;
 
   // Returns how the ranks access each other's heaps: "in_process", "vmm" (file
   // descriptors), "fabric" (fabric handles) or "ipc" (CUDA IPC).
-  std::string how() const;
+  const std::string& how() const { return heaps_.how(); }
   // Returns what this group does not use, with the reasons: sharing modes that are
   // preferred over how(), and multicast if it was requested.
-  const std::vector<SharingFallback>& fallbacks() const;
+  const std::vector<SharingFallback>& fallbacks() const { return heaps_.fallbacks(); }
   // Returns whether the slots have a multicast address. All ranks get the same answer.
-  bool has_multicast() const;
+  bool has_multicast() const { return heaps_.multicast() != 0; }
 
   // Returns the size of the memory that each rank has for the slots (receive buffers)
   // of a call, in bytes.
-  int64_t slots_bytes() const;
+  int64_t slots_bytes() const { return layout_.slots_bytes(); }
   // Returns how much device memory this process has allocated for the heaps of its
   // ranks, in bytes.
-  int64_t size_bytes() const;
+  int64_t size_bytes() const { return size_bytes_; }
 
   // Returns the addresses of all ranks' heaps, valid on the device of `local_rank`
   // until Close. Indexed by rank.
-  std::span<const RankSlotAddress> addresses(int local_rank) const;
+  std::span<const RankSlotAddress> addresses(int local_rank) const {
+    return heaps_.addresses(OwnIndexOf(local_rank));
+  }
   // Returns the device address of a local rank's ErrorRecord, in which its kernels
   // record a failure. Constant until Close.
-  CUdeviceptr error(int local_rank) const;
+  CUdeviceptr error(int local_rank) const {
+    return heaps_.devices().record_address(OwnIndexOf(local_rank));
+  }
 
   // Returns the addresses of the slots of a call. Throws UnsupportedError, which says
   // what to change, if they do not fit into slots_bytes().
@@ -120,14 +133,14 @@ class CudaCommunicator {
 
   // Returns whether this process was forked from the one that created the communicator.
   // It must not use the communicator.
-  bool IsForkedChild() const;
+  bool IsForkedChild() const { return failure_.IsForkedChild(); }
 
   // Makes all pending and later waits of all ranks fail with `reason`. Only the first
   // call has an effect.
-  void Poison(const std::exception_ptr& reason);
+  void Poison(const std::exception_ptr& reason) { failure_.Poison(reason); }
 
   // Makes ThrowIfFailed report that the communicator is closed, so that no call begins.
-  void RejectCalls();
+  void RejectCalls() { rejects_calls_.store(true); }
 
   // Closes the communicator: waits until the local devices have finished all enqueued
   // work, then until all peers have closed or died, and frees the memory. Waits for
@@ -136,9 +149,52 @@ class CudaCommunicator {
   void Close();
 
  private:
-  struct State;
-  explicit CudaCommunicator(std::unique_ptr<State> state);
-  std::unique_ptr<State> state_;
+  CudaCommunicator(ProcessGroup group,
+                   const HeapLayout& layout,
+                   GroupHeaps heaps,
+                   std::vector<ConnectedPeer> connected_peers,
+                   double timeout_s);
+
+  std::string NameAndStateOf(int rank) const;
+  std::exception_ptr FaultOfDevices();
+  void FailWaits();
+  void SetLost(int process_index, const std::string& how);
+  void Add(const GpuCallSignature& signature);
+  void OnSignature(const PeerEvent& event);
+  std::string CallOf(uint32_t tag);
+
+  ErrorRecord& record(int n) const { return heaps_.devices().record(n); }
+  int OwnIndexOf(int rank) const {
+    const std::vector<int>& own = local_ranks();
+    return static_cast<int>(std::find(own.begin(), own.end(), rank) - own.begin());
+  }
+  int num_own() const { return heaps_.devices().num_ranks(); }
+
+  const ProcessGroup group_;
+  const HeapLayout layout_;
+  const double timeout_s_;
+  GroupHeaps heaps_;
+  const int64_t size_bytes_;
+  // What the handshake found out about each process, such as its process id. Indexed by
+  // process index. The constructor moves the sockets of the peers to `failure_`, which
+  // watches them.
+  std::vector<ConnectedPeer> connected_peers_;
+  std::atomic<bool> rejects_calls_{false};
+  std::atomic<bool> is_closed_{false};
+
+  std::mutex mutex_;                      // guards the members below, except `failure_`
+  int num_connected_ = 0;                 // peers that have neither died nor closed
+  std::condition_variable disconnected_;  // notified when num_connected_ decreases
+  std::string who_closed_;                // the first peer that closed in order; or ""
+  std::atomic<bool> has_closed_{
+      false};                        // whether who_closed_ is set; read without mutex_
+  std::vector<CallSiteName> sites_;  // indexed by call site number
+  // Descriptions of the calls whose signatures were sent or received, by tag.
+  std::map<uint32_t, std::string> calls_;
+  SignatureTable signatures_;
+
+  // Declared last, so that it is destroyed first: its thread uses the members above.
+  GroupFailure failure_;
 };
 
 }  // namespace jax_ub
