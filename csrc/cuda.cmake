@@ -85,7 +85,6 @@ endif()
 
 jax_ub_library(jax_ub_cuda
   SOURCES
-    engine/cuda/cuda_device.cc
     engine/cuda/cuda_engine.cc
     engine/cuda/first_run.cc
     engine/cuda/gpu.cc

@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "engine/device.h"
@@ -28,7 +29,11 @@ struct WorkspacePlan {
   int num_events = 0;
 
   // Returns the size of the workspace to request from XLA, with padding for alignment.
-  int64_t size_bytes() const;
+  int64_t size_bytes() const {
+    const int64_t bytes =
+        std::accumulate(scratch_bytes.begin(), scratch_bytes.end(), tensor_bytes);
+    return bytes == 0 ? 0 : bytes + kAlignment;
+  }
 };
 
 class CudaDevice : public Device {
@@ -38,13 +43,21 @@ class CudaDevice : public Device {
   // Returns the dtype of x if one GEMM computes the partial sum, because rounding it
   // hardly affects the sum over the ranks (f16 or bf16 if x is FP8). Returns f32 if a
   // sum of several GEMMs is sent, or if nothing is sent.
-  DType PartialDType(const CallAttributes& attributes,
-                     const RankCall& call) const override;
+  DType PartialDType(const CallAttributes& at, const RankCall& call) const override {
+    const bool is_rounded = at.num_kernels == 1 && at.num_ranks > 1;
+    if (!is_rounded) return DType::kF32;
+    const DType dtype = call.operands[0].dtype;
+    if (!IsFp8(dtype)) return dtype;
+    return call.results[0].dtype == DType::kF16 ? DType::kF16 : DType::kBF16;
+  }
 
   // Returns the number of splits of a chunk if the call does not specify it. It is 1
   // for gathers: smaller GEMMs are slower, which costs more time than the additional
-  // overlap saves.
-  int DefaultSplits(CollectiveKind collective) const override;
+  // overlap saves. For reductions, it is Transformer Engine's default for its pipelined
+  // reduce-scatter.
+  int DefaultSplits(CollectiveKind collective) const override {
+    return IsGather(collective) ? 1 : 4;
+  }
 };
 
 }  // namespace jax_ub

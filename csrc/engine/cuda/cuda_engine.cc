@@ -13,12 +13,6 @@ namespace jax_ub {
 
 namespace {
 
-bool IsCapturing(const Driver& driver, CUstream stream) {
-  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-  Check(driver, driver.StreamIsCapturing(stream, &status), "cuStreamIsCapturing");
-  return status != CU_STREAM_CAPTURE_STATUS_NONE;
-}
-
 bool IsAddedTo(const CallAttributes& at, size_t operand, size_t result) {
   const size_t n = at.num_kernels;
   if (at.accumulate) return result < n && operand == 1 + n + result;
@@ -174,7 +168,7 @@ void CudaEngine::Enqueue(CudaCallSite& site,
   const ScopedContext current(driver_, gpu.context());
   std::lock_guard lock(gpu.mutex());
   if (IsLocalCall(at)) {  // runs on XLA's stream
-    StreamDevice device(gpu.resources(), stream, at.kernel_options,
+    StreamDevice device(gpu.resources(), stream, nullptr, at.kernel_options,
                         preparation->options, preparation->plan.workspace, workspace);
     return ExecuteLocal(at, call, device);
   }
@@ -211,7 +205,7 @@ void CudaEngine::EnqueueOnLanes(CudaCallSite& site,
       binding.communicator && binding.communicator->has_multicast() &&
       preparation.by_multicast &&
       preparation.by_multicast->size_bytes() <= workspace.size_bytes;
-  StreamDevice device(gpu.resources(), stream, gpu.lanes().Find(at.kernel_options),
+  StreamDevice device(gpu.resources(), stream, &gpu.lanes().Find(at.kernel_options),
                       at.kernel_options, preparation.options,
                       by_multicast ? *preparation.by_multicast : plan.workspace,
                       workspace);

@@ -23,39 +23,26 @@ CopyMethod CopyMethodOf(const KernelOptions& kernel_options) {
 
 StreamDevice::StreamDevice(const StreamResources& resources,
                            CUstream stream,
-                           StreamLanes& lanes,
+                           StreamLanes* lanes,
                            const KernelOptions& kernel_options,
                            const GemmOptions& options,
                            const WorkspacePlan& plan,
                            const DeviceBytes& workspace)
     : resources_(resources),
       stream_(stream),
-      lanes_(&lanes),
+      lanes_(lanes),
       kernel_options_(kernel_options),
       options_(options) {
   Divide(plan, workspace);
+  if (lanes_ == nullptr) return;
   const Driver& driver = resources.driver;
-  const CUevent begin = lanes.event(0);
+  const CUevent begin = lanes_->event(0);
   Check(driver, driver.EventRecord(begin, stream), "cuEventRecord");
-  for (Lane lane = 0; lane <= lanes.num_product_lanes(); ++lane) {
-    Check(driver, driver.StreamWaitEvent(lanes.stream(lane), begin, 0),
+  for (Lane lane = 0; lane <= lanes_->num_product_lanes(); ++lane) {
+    Check(driver, driver.StreamWaitEvent(lanes_->stream(lane), begin, 0),
           "cuStreamWaitEvent");
   }
   num_events_ = 1;
-}
-
-StreamDevice::StreamDevice(const StreamResources& resources,
-                           CUstream stream,
-                           const KernelOptions& kernel_options,
-                           const GemmOptions& options,
-                           const WorkspacePlan& plan,
-                           const DeviceBytes& workspace)
-    : resources_(resources),
-      stream_(stream),
-      lanes_(nullptr),
-      kernel_options_(kernel_options),
-      options_(options) {
-  Divide(plan, workspace);
 }
 
 void StreamDevice::Divide(const WorkspacePlan& plan, const DeviceBytes& workspace) {

@@ -34,17 +34,11 @@ CopyMethod CopyMethodOf(const KernelOptions& kernel_options);
 class StreamDevice : public CudaDevice {
  public:
   // Enqueues work on `lanes`, which begin after the work that `stream` (XLA's) already
-  // has. `workspace` must be large enough for `plan`.
+  // has. If `lanes` is null, runs all work on `stream`, for calls without
+  // communication. `workspace` must be large enough for `plan`.
   StreamDevice(const StreamResources& resources,
                CUstream stream,
-               StreamLanes& lanes,
-               const KernelOptions& kernel_options,
-               const GemmOptions& options,
-               const WorkspacePlan& plan,
-               const DeviceBytes& workspace);
-  // Runs all work on `stream`, for calls without communication.
-  StreamDevice(const StreamResources& resources,
-               CUstream stream,
+               StreamLanes* lanes,
                const KernelOptions& kernel_options,
                const GemmOptions& options,
                const WorkspacePlan& plan,

@@ -4,6 +4,12 @@
 
 namespace jax_ub {
 
+bool IsCapturing(const Driver& driver, CUstream stream) {
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  Check(driver, driver.StreamIsCapturing(stream, &status), "cuStreamIsCapturing");
+  return status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
 StreamLanes::StreamLanes(const Driver& driver,
                          const KernelOptions& kernel_options,
                          bool in_turn)
@@ -26,19 +32,12 @@ CUevent StreamLanes::event(int index) {
   return events_[index].get();
 }
 
-bool StreamLanes::IsCapturing() const {
-  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-  Check(driver_, driver_.StreamIsCapturing(streams_[0].get(), &status),
-        "cuStreamIsCapturing");
-  return status != CU_STREAM_CAPTURE_STATUS_NONE;
-}
-
 StreamLanes& LanePool::Find(const KernelOptions& kernel_options) {
   std::deque<StreamLanes>& lanes =
       lanes_[{kernel_options.num_lanes, kernel_options.comm_priority,
               kernel_options.gemm_priority}];
   for (StreamLanes& one : lanes) {
-    if (!one.IsCapturing()) return one;
+    if (!IsCapturing(driver_, one.stream(kCommunicationLane))) return one;
   }
   return lanes.emplace_back(driver_, kernel_options, in_turn_);
 }

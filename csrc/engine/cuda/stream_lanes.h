@@ -18,6 +18,9 @@
 
 namespace jax_ub {
 
+// Returns whether the stream takes part in a graph capture that has not ended.
+bool IsCapturing(const Driver& driver, CUstream stream);
+
 class StreamLanes {
  public:
   // Creates the streams in the current context. If `in_turn`, all GEMM lanes share one
@@ -36,9 +39,6 @@ class StreamLanes {
   void ReserveEvents(int count) {
     if (count > 0) event(count - 1);
   }
-
-  // Returns whether the streams take part in a graph capture that has not ended.
-  bool IsCapturing() const;
 
  private:
   const Driver& driver_;

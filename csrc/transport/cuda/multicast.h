@@ -53,11 +53,9 @@ struct MulticastShape {
 // SystemError if the driver reports an error.
 class Multicast {
  public:
-  Multicast() = default;
   static Multicast Create(const Driver& driver, const MulticastShape& shape);
   static Multicast Import(const MulticastShape& shape, PhysicalMemory object);
 
-  explicit operator bool() const { return static_cast<bool>(object_); }
   const PhysicalMemory& object() const { return object_; }
   // Returns the multicast address of the heaps, or 0 if the object is not mapped.
   CUdeviceptr base() const { return mapping_.base(); }

@@ -66,7 +66,6 @@ class Mapping {
 
   CUdeviceptr base() const { return reserved_.get().base; }
   int64_t size_bytes() const { return static_cast<int64_t>(reserved_.get().size); }
-  explicit operator bool() const { return static_cast<bool>(reserved_); }
 
  private:
   // Declared in this order, so that the destructor unmaps the range before it frees it.

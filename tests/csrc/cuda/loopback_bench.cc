@@ -137,7 +137,7 @@ class LoopbackBench : public GpuBench {
     const CallAttributes& at = made.attributes;
     const SlotRequirements& slots = made.plan.slots;
     StreamDevice device(gpu_.resources(), stream(0),
-                        gpu_.lanes().Find(at.kernel_options), at.kernel_options,
+                        &gpu_.lanes().Find(at.kernel_options), at.kernel_options,
                         made.options, made.plan.workspace,
                         {workspace_.get(), kWorkspaceBytes});
     CudaSlots transport(0, addresses_, error_.device(), {.number = 1, .tag = 1},

@@ -32,7 +32,7 @@ struct OneGpu {
                         const KernelOptions& kernel_options = {}) {
     return {gpu.resources(),
             stream.get(),
-            lanes,
+            &lanes,
             kernel_options,
             {},
             plan,
@@ -177,7 +177,7 @@ TEST(ACallWithoutCommunicationRunsOnXlasStream) {
   auto* const values = reinterpret_cast<float*>(one.memory.get());
   values[0] = 1;
   values[1] = 2;
-  StreamDevice device(one.gpu.resources(), one.stream.get(), {}, {}, {}, {});
+  StreamDevice device(one.gpu.resources(), one.stream.get(), nullptr, {}, {}, {}, {});
   CHECK_EQ(device.num_product_lanes(), 1);
   CHECK_EQ(device.Record(1), kNoEvent);
   const ConstMatrix parts[] = {
