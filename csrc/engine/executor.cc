@@ -426,7 +426,7 @@ void ExecuteRank(const CallAttributes& at,
     }
   }
   if (!gathers_first) return;
-  const TraceScope scope(trace, TraceKind::kMultiply, {});
+  const TraceScope scope(trace, TraceKind::kMultiply);
   const Dependency gathered = lanes.Record(kCommunicationLane);
   RunLocalGemms(at, local, gathered, device, lanes);
 }

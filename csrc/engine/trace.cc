@@ -178,7 +178,6 @@ TraceScope::TraceScope(const TraceContext& context, TraceKind kind, const Step& 
   event_.chunk = static_cast<int16_t>(step.chunk);
   event_.split = static_cast<int16_t>(step.split);
   event_.peer = static_cast<int16_t>(step.peer);
-  event_.slot = static_cast<int16_t>(step.slot);
   event_.kind = kind;
   event_.payload = step.payload;
 }

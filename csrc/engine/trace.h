@@ -46,7 +46,6 @@ struct TraceEvent {
   int16_t chunk = kAllChunks;
   int16_t split = 0;
   int16_t peer = kNone;
-  int16_t slot = kNone;
   TraceKind kind = TraceKind::kCall;
   Payload payload = Payload::kOperand;
 };
@@ -144,9 +143,7 @@ int64_t TraceNow(const Tracer* tracer);
 // Records the lifetime of this object, from constructor to destructor, as a span.
 class TraceScope {
  public:
-  TraceScope(const TraceContext& context, TraceKind kind)
-      : TraceScope(context, kind, Step{.peer = kNone, .slot = kNone}) {}
-  TraceScope(const TraceContext& context, TraceKind kind, const Step& step);
+  TraceScope(const TraceContext& context, TraceKind kind, const Step& step = {});
   TraceScope(const TraceScope&) = delete;
   TraceScope& operator=(const TraceScope&) = delete;
   ~TraceScope();

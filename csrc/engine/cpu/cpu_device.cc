@@ -6,16 +6,6 @@
 
 namespace jax_ub {
 
-namespace {
-
-// The default number of splits per chunk. Four splits hide three quarters of the
-// communication behind GEMMs.
-constexpr int kDefaultSplits = 4;
-
-}  // namespace
-
-int CpuDevice::DefaultSplits(CollectiveKind collective) const { return kDefaultSplits; }
-
 Tensor CpuDevice::Allocate(DType dtype, int64_t batch, int64_t rows, int64_t features) {
   Tensor tensor{dtype, batch, rows, features, nullptr};
   // Allocates before push_back, so that the memory has an owner if push_back throws.
