@@ -199,9 +199,9 @@ std::shared_ptr<CollectiveCall> Rendezvous::Join(CallSite& site,
     return collective;
   }
   if (collective->num_arrived == 1) {
-    // In a group that spans processes, a peer may still be compiling the program at its
-    // first call, so this call gets the longer timeout. Ranks of one process share an
-    // executable and need no longer timeout.
+    // The first call gets the longer timeout if any group spans processes: a local rank
+    // may arrive late, because it waits in an earlier call for a process that is still
+    // compiling the program.
     const bool is_first = collective->is_first && !sequencers_.empty();
     collective->deadline = Deadline::After(timeouts_.Of(is_first));
     collective->deadline_setting = timeouts_.SettingOf(is_first);
