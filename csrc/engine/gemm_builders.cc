@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include "engine/wgrad_builders.h"
-
 namespace jax_ub {
 
 namespace {
@@ -175,6 +173,102 @@ GemmProblem MatmulAllReduce(const CallAttributes& at, const Calls& calls) {
   return problem;
 }
 
+// Multiplies the sums of a weight gradient by the scales of x and dy_i, unless the
+// scales multiply the elements (ScalesElements), and adds main_grad_i, the existing
+// gradient. All ranks have the same scale for the gathered operand, so it is read from
+// rank 0. The operands are x, then all dy_i, then all main_grads.
+void AddFactorsAndMainGrads(const CallAttributes& at,
+                            const Calls& calls,
+                            int i,
+                            GemmProblem& problem) {
+  AddFactors(
+      at, 1,
+      [&](int, size_t row) {
+        const size_t rank = at.gather == Gather::kDy ? row : 0;
+        return FactorOf(at, calls[rank].scales[0], 0, true, true);
+      },
+      [&](int, size_t column) {
+        const size_t rank = at.gather == Gather::kX ? column : 0;
+        return FactorOf(at, calls[rank].scales[1 + i], 0, true, false);
+      },
+      problem);
+  if (at.accumulate) {
+    problem.addends.push_back(AddendOf(calls, 1 + at.num_kernels + i));
+  }
+}
+
+// Builds the GEMM of dw_i for all local ranks at once, where x or dy_i is gathered: each
+// rank has some of its tokens, which the GEMM reads in place. Rank q computes
+// dw[q] = x^T dy[q] or dw[q] = x[q]^T dy over all tokens. The segments along K, the
+// tokens, are [batch][rank].
+//
+//          dy[0]   dy[1]   dy[2]   dy[3]      N                 dy
+//   x^T  | dw[0] | dw[1] | dw[2] | dw[3] |           x[0]^T | dw[0] |
+//                                                    x[1]^T | dw[1] |
+//                                                    x[2]^T | dw[2] |   K
+//                                                    x[3]^T | dw[3] |
+GemmProblem WgradOfGathered(const CallAttributes& at, const RankCalls& calls, int i) {
+  const bool gathers_x = at.gather == Gather::kX;
+  const size_t gathered_index = gathers_x ? 0 : 1 + i;
+  const size_t own_index = gathers_x ? 1 + i : 0;
+  const Tensor& like = calls.local[0].operands[gathered_index];
+  OperandSegments gathered(like.dtype);
+  OperandSegments own(calls.local[0].operands[own_index].dtype);
+  ResultSegments dw(calls.local[0].results[i].dtype);
+  gathered.AddOuter(like.features);
+  for (int64_t batch = 0; batch < like.batch; ++batch) {
+    for (const RankCall& call : calls.all) {
+      const Tensor& shard = call.operands[gathered_index];
+      gathered.AddInner(like.rows);
+      own.AddInner(like.rows);
+      gathered.Append(ColumnsOf(shard, batch, 0));
+      gathered.AppendScales(at, ScalesOf(call, gathered_index), shard, batch, 0, true);
+    }
+  }
+  for (const RankCall& call : calls.local) {
+    const Tensor& whole = call.operands[own_index];
+    own.AddOuter(whole.features);
+    dw.Append(RowsOf(call.results[i], 0, 0));
+    for (int64_t batch = 0; batch < like.batch; ++batch) {
+      for (int p = 0; p < at.num_ranks; ++p) {
+        const int64_t row = p * like.rows;
+        own.Append(ColumnsOf(whole, batch, row));
+        own.AppendScales(at, ScalesOf(call, own_index), whole, batch, row, true);
+      }
+    }
+    gathers_x ? dw.AddColumns(whole.features) : dw.AddRows(whole.features);
+  }
+  gathers_x ? dw.AddRows(like.features) : dw.AddColumns(like.features);
+  GemmProblem problem =
+      gathers_x ? Problem(at.scale, std::move(gathered), std::move(own), std::move(dw))
+                : Problem(at.scale, std::move(own), std::move(gathered), std::move(dw));
+  AddFactorsAndMainGrads(at, calls.local, i, problem);
+  return problem;
+}
+
+// Builds the GEMM dw_i = x^T dy_i of one rank, without communication.
+GemmProblem Wgrad(const CallAttributes& at, const RankCall& call, int i) {
+  const Tensor& x = call.operands[0];
+  const Tensor& dy = call.operands[1 + i];
+  OperandSegments a(x.dtype);
+  OperandSegments b(dy.dtype);
+  ResultSegments dw(call.results[i].dtype);
+  a.AddOuter(x.features);
+  a.AddInner(x.batch * x.rows);
+  a.Append(ColumnsOf(x, 0, 0));
+  a.AppendScales(at, ScalesOf(call, 0), x, 0, 0, true);
+  b.AddOuter(dy.features);
+  b.AddInner(x.batch * x.rows);
+  b.Append(ColumnsOf(dy, 0, 0));
+  b.AppendScales(at, ScalesOf(call, 1 + i), dy, 0, 0, true);
+  dw.AddRows(x.features);
+  dw.AddColumns(dy.features);
+  dw.Append(RowsOf(call.results[i], 0, 0));
+  GemmProblem problem = Problem(at.scale, std::move(a), std::move(b), std::move(dw));
+  AddFactorsAndMainGrads(at, {call}, i, problem);
+  return problem;
+}
+
 }  // namespace
 
 std::vector<GemmProblem> LocalProducts(const CallAttributes& at, const RankCall& call) {
@@ -209,8 +303,7 @@ std::vector<GemmProblem> DirectProducts(const CallAttributes& at,
     }
   } else if (info.communicated == Communicated::kSelectedOperand && gathers) {
     for (int i = 0; i < at.num_kernels; ++i) {
-      products.push_back(at.gather == Gather::kX ? WgradGatherX(at, calls, i)
-                                                 : WgradGatherDy(at, calls, i));
+      products.push_back(WgradOfGathered(at, calls, i));
     }
   } else {
     for (const RankCall& call : calls.local) {
