@@ -185,7 +185,7 @@ def test_a_block_in_which_nothing_is_traced_warns():
 def test_an_interceptor_that_reaches_nothing_warns():
     net, x = OwnDense(), normal(0, (4, 16))
     variables = net.init(jax.random.key(0), x)
-    overlap = Overlap({".*": "column"})
+    overlap = Overlap({"(.*)": "column"})  # has matched no layer of another test
     with nn.intercept_methods(overlap):
         with pytest.warns(
             UserWarning, match="matched no nn.Dense.* overlapped nothing"

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_ub._src.errors import UbError
 from jax_ub._src.ops.fused_operation import FusedOperation, expand, windows
@@ -293,19 +293,20 @@ def cotangent_aval(value) -> jax.Array:
     `value`, an array or aval, is sharded over explicit mesh axes, the array has its
     shape after a dimension of size 0, and is sharded in the same way.
     """
-    spec = _spec_of(value)
-    if any(spec):
+    sharding = _sharding_of(value)
+    if any(sharding.spec):
+        spec = PartitionSpec(None, *sharding.spec)
         empty = jnp.zeros((0, *value.shape), value.dtype)
-        empty = jax.sharding.reshard(empty, PartitionSpec(None, *spec))
+        empty = jax.sharding.reshard(empty, sharding.update(spec=spec))
     else:
         empty = jnp.zeros((0,), value.dtype)
     return vma.pcast_varying(empty, vma.axes_of(value))
 
 
-def _spec_of(value) -> tuple[Any, ...]:
-    """Returns the explicit mesh axes by dimension of an array or aval."""
+def _sharding_of(value) -> NamedSharding:
+    """Returns the explicit sharding that is part of the type of an array or aval."""
     is_aval = isinstance(value, jax.core.ShapedArray)
-    return tuple((value if is_aval else jax.typeof(value)).sharding.spec)
+    return (value if is_aval else jax.typeof(value)).sharding
 
 
 def to_cotangent_aval(aval: jax.Array | None, gradient: Any) -> Any:
@@ -326,7 +327,9 @@ def to_cotangent_aval(aval: jax.Array | None, gradient: Any) -> Any:
     extra = tuple(sorted(vma.axes_of(gradient) - axes))
     if extra:
         gradient = vma.sum_over(gradient, extra)
-    spec = _spec_of(aval)[1:] or (None,) * gradient.ndim
-    if _spec_of(gradient) != spec:
-        gradient = jax.sharding.reshard(gradient, PartitionSpec(*spec))
+    own, wanted = _sharding_of(gradient), _sharding_of(aval)
+    spec = PartitionSpec(*(wanted.spec[1:] or (None,) * gradient.ndim))
+    if own.spec != spec:  # then one of them has a mesh
+        sharding = wanted if any(spec) else own
+        gradient = jax.sharding.reshard(gradient, sharding.update(spec=spec))
     return vma.pcast_varying(gradient.astype(aval.dtype), axes)
