@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jax_ub._src import dtypes
 
@@ -52,7 +53,13 @@ def outer(x: jax.Array, dy: jax.Array, scales: Sequence[jax.Array] = ()) -> jax.
     """Returns x^T dy in f32, summed over rows: [..., M, K], [..., M, N] -> [K, N]."""
     rows = tuple(range(x.ndim - 1))
     (x, x_factor), (dy, dy_factor) = _factored((x, dy), scales, (None, None))
-    return _times(_product(x, dy, ((rows, rows), ((), ()))), x_factor, dy_factor)
+    # JAX does not choose the sharding of a sum over rows that an explicit mesh shards.
+    of_x, of_dy = jax.typeof(x).sharding, jax.typeof(dy).sharding
+    spec = PartitionSpec(of_x.spec[-1], of_dy.spec[-1])
+    is_sharded = any(of_x.spec[:-1]) and any(of_dy.spec[:-1])
+    out_sharding = of_x.update(spec=spec) if is_sharded else None
+    y = _product(x, dy, ((rows, rows), ((), ())), out_sharding)
+    return _times(y, x_factor, dy_factor)
 
 
 def _factored(operands, scales, contracted):
@@ -125,7 +132,7 @@ def expanded(scales, shape):
     return scales
 
 
-def _product(x, w, dimensions):
+def _product(x, w, dimensions, out_sharding=None):
     """Multiplies x and w with an f32 result, on CPUs by f32 copies of f16 and bf16.
 
     XLA:CPU multiplies f32 copies up to 1.5 times as fast as half precision, except
@@ -137,7 +144,10 @@ def _product(x, w, dimensions):
     x, w = (a.astype(wide[0]) if a.dtype in dtypes.FP8 else a for a in (x, w))
     summed = sum_dtype(x.dtype)
     multiply = functools.partial(
-        lax.dot_general, dimension_numbers=dimensions, preferred_element_type=summed
+        lax.dot_general,
+        dimension_numbers=dimensions,
+        preferred_element_type=summed,
+        out_sharding=out_sharding,
     )
     if x.dtype == summed or (x.dtype == jnp.bfloat16 and _has_bf16_products()):
         return multiply(x, w)

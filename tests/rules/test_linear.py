@@ -1,12 +1,22 @@
 """The linear layer: every way to shard it, alone and as a column-row pair."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from covering import covering
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, small_integers
-from programs import calls, collectives, compiled_text, dp_tp_mesh, on_ranks, tp_mesh
+from programs import (
+    calls,
+    collectives,
+    compiled_text,
+    devices,
+    dp_tp_mesh,
+    on_ranks,
+    tp_mesh,
+)
 
 import jax_ub as ub
 
@@ -231,3 +241,30 @@ def test_kind_without_an_axis_is_refused():
     message = "linear: parallel = 'row' needs the mesh axis.*axis_name = None"
     with pytest.raises(ub.errors.ShapeContractError, match=message):
         ub.linear(jnp.ones((2, 2)), jnp.ones((2, 2)), parallel="row")
+
+
+SHARDED_OPERANDS = {  # of x, w and b
+    "rows": (P("dp"), P(), P()),
+    "FSDP": (P("dp"), P("dp", "tp"), P("tp")),
+    "columns": (P("dp", "tp"), P(None, "tp"), P()),
+    "kernel rows": (P(), P("tp"), P()),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED_OPERANDS)
+def test_method_xla_takes_operands_that_an_explicit_mesh_shards(name):
+    shapes = ((8, 16), (16, 4), (4,))
+    arrays = [small_integers(i, shape) for i, shape in enumerate(shapes)]
+    xla = functools.partial(ub.linear, method="xla")
+
+    def gradients(function):
+        def loss(*arrays):
+            return (function(*arrays) ** 2).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
+
+    with jax.set_mesh(jax.make_mesh((2, 2), ("dp", "tp"), devices=devices(4))):
+        arrays = list(map(jax.device_put, arrays, SHARDED_OPERANDS[name]))
+        found, wanted = gradients(xla), gradients(lambda x, w, b: x @ w + b)
+    assert_equal(found, wanted)
+    assert list(map(jax.typeof, found)) == list(map(jax.typeof, wanted))

@@ -183,6 +183,21 @@ def test_without_a_method_the_environment_selects_plain_jax(monkeypatch):
         assert np.unique(on_several_devices(name)) == [value]
 
 
+def test_wgrad_accumulate_in_plain_jax_sums_rows_that_an_explicit_mesh_shards(
+    monkeypatch,
+):
+    monkeypatch.setenv("JAX_UB_METHOD", "xla")
+    x, dy, main_grad = wgrad_operands()
+    x, dy = (jnp.concatenate([value] * 2) for value in (x, dy))  # [4, 5, ...]
+    expected = plain_wgrad_accumulate(x, dy, main_grad)
+    with jax.set_mesh(jax.make_mesh((4,), ("dp",), devices=devices(4))):
+        x, dy = (jax.device_put(value, P("dp")) for value in (x, dy))
+        found = jax.jit(lambda *operands: ub.wgrad_accumulate(*operands))(
+            x, dy, main_grad
+        )
+    assert_equal(found, expected)
+
+
 def test_integers_are_not_reduced():
     refuses(
         ShapeContractError,

@@ -49,6 +49,11 @@ def _pcast_varying(value, *, axes):
     return lax.pcast(value, others, to="varying") if others else value
 
 
+def is_sharded(tree: Any) -> bool:
+    """Returns whether the type of any array is sharded over explicit mesh axes."""
+    return any(any(jax.typeof(x).sharding.spec) for x in jax.tree.leaves(tree))
+
+
 def unsharded(tree: Any) -> Any:
     """Drops explicit shardings over a mesh of one device from the types of all arrays.
 

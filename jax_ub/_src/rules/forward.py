@@ -19,12 +19,27 @@ from jax_ub._src.primitives.collectives import all_gather, all_reduce, reduce_sc
 from jax_ub._src.primitives.scales import Operand
 from jax_ub._src.rules import wire
 from jax_ub._src.rules.call_config import CallConfig
-from jax_ub._src.rules.vjp import mapped_together
+from jax_ub._src.rules.vjp import check_no_main_grad, mapped_together
+from jax_ub._src.scaled_array import is_scaled
 
 
 def forward_of(config: CallConfig) -> Callable[..., Any]:
     """Returns `column_forward` for a layer that all-gathers x, else `row_forward`."""
     return column_forward if config.mode.gathers_x else row_forward
+
+
+def is_differentiated_by_jax(config: CallConfig, operands: Any, main_grads) -> bool:
+    """Returns whether a layer has no `custom_vjp`, so that JAX differentiates it.
+
+    These are layers over an axis of `jax.vmap`, whose operands are not FP8, and layers
+    in plain `jax.lax` outside of `shard_map`, for whose gradients JAX chooses the
+    shardings on an explicit mesh. FP8 and `main_grad` need the `custom_vjp`.
+    """
+    if config.is_mapped:
+        check_no_main_grad(config, main_grads)
+        return True
+    is_plain = config.takes_f64 and main_grads is None and not is_scaled(operands[0])
+    return is_plain and vma.is_sharded(operands)
 
 
 def column_forward(

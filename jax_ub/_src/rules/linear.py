@@ -18,7 +18,11 @@ from jax_ub._src.primitives import vma
 from jax_ub._src.rules import backward
 from jax_ub._src.rules import main_grads as accumulators
 from jax_ub._src.rules.call_config import call_label, make_call_config, plan_call_config
-from jax_ub._src.rules.forward import forward_of, is_replicated
+from jax_ub._src.rules.forward import (
+    forward_of,
+    is_differentiated_by_jax,
+    is_replicated,
+)
 from jax_ub._src.rules.operands import (
     as_row,
     as_tuple,
@@ -28,7 +32,6 @@ from jax_ub._src.rules.operands import (
     pcast_operands,
     with_dtypes,
 )
-from jax_ub._src.rules.vjp import check_no_main_grad
 from jax_ub._src.scaled_array import ScaledArray, is_scaled, values_of
 
 if TYPE_CHECKING:
@@ -458,15 +461,12 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     ws = pcast_operands(ws, axes)
     addend_axes = axes - own if mode.op == "matmul_all_reduce" else axes
     biases, residual = vma.pcast_varying((biases, residual), addend_axes)
-    if config.is_mapped:  # then no operand is FP8
-        check_no_main_grad(config, main_grads)
-        layer, for_backward = forward_of(config), ()
-    else:
-        for_backward = (main_grads, *states)
+    if is_differentiated_by_jax(config, (x, ws, biases, residual), main_grads):
+        layer = forward_of(config)
     # Keeps jit enabled under `jax.disable_jit`, because JAX cannot evaluate a
     # `custom_vjp` with symbolic zeros op by op in an eager `shard_map`.
     with scope, jax.disable_jit(False):
-        ys, gathered = layer(config, x, ws, biases, residual, *for_backward)
+        ys, gathered = layer(config, x, ws, biases, residual, main_grads, *states)
     y = ys if is_tuple else ys[0]
     return (y, gathered) if return_gathered else y
 
