@@ -224,7 +224,7 @@ def test_connections_and_failures_are_listed(monkeypatch):
             pass
 
     known = {
-        group: Connection(group, (0, 1), reason, communicator)
+        ("cpu", group): Connection(group, "cpu", (0, 1), reason, communicator)
         for group, reason, communicator in (
             ((0, 9), None, None),
             ((1, 8), "its ranks span the hosts a and b", None),
@@ -351,7 +351,7 @@ def test_sharing_mode_of_gpus_is_listed_with_rejected_modes():
         step_downs = (("vmm", "process 1: cuMemCreate: not permitted"),)
         has_multicast = False
 
-    connection = Connection((0, 1), (0, 1), None, Heaps())
+    connection = Connection((0, 1), "cuda", (0, 1), None, Heaps())
     assert doctor.describe_connection(connection) == (
         "connected by ipc; not by vmm: process 1: cuMemCreate: not permitted"
     )
@@ -363,5 +363,5 @@ def test_multicast_is_listed():
         step_downs = ()
         has_multicast = True
 
-    connection = Connection((0, 1), (0, 1), None, Heaps())
+    connection = Connection((0, 1), "cuda", (0, 1), None, Heaps())
     assert doctor.describe_connection(connection) == "connected by vmm with nvls"

@@ -115,19 +115,35 @@ def test_the_own_error_takes_precedence_over_missing_processes():
     assert not communicators.connections()
 
 
-def test_connected_groups_run_calls_unless_they_have_a_reason(monkeypatch):
-    known = {
-        (0, 2): Connection((0, 2), (0, 1), None),
-        (1, 3): Connection((1, 3), (0, 1), "its ranks span the hosts a and b"),
-    }
+def know(monkeypatch, *connections):
+    known = {connection.key: connection for connection in connections}
     monkeypatch.setattr(communicators, "_CONNECTIONS", known)
 
+
+def test_connections_of_gpus_do_not_apply_to_cpu_devices_with_their_ids(monkeypatch):
+    know(monkeypatch, Connection((0, 1), "cuda", (0, 0), "no peer access", None, 1))
+    groups, processes = np.array([[0, 1]]), np.array([[0, 0]])
+    assert communicators.reason("cpu", groups, processes) is None
+    assert communicators.generation("cpu", groups) == 0
+    assert communicators.reason("cuda", groups, processes) == "no peer access"
+    assert communicators.generation("cuda", groups) == 1
+    assert communicators.shared_groups(device_groups()) == "[]"
+
+
+def test_connected_groups_run_calls_unless_they_have_a_reason(monkeypatch):
+    unconnected = "its ranks span the hosts a and b"
+    know(
+        monkeypatch,
+        Connection((0, 2), "cpu", (0, 1), None),
+        Connection((1, 3), "cpu", (0, 1), unconnected),
+    )
+
     def reason(groups, processes):
-        return communicators.reason(np.array(groups), np.array(processes))
+        return communicators.reason("cpu", np.array(groups), np.array(processes))
 
     assert reason([[0, 1], [2, 3]], [[0, 0], [1, 1]]) is None
     assert reason([[0, 2]], [[0, 1]]) is None
-    assert reason([[0, 2], [1, 3]], [[0, 1], [0, 1]]) == known[1, 3].reason
+    assert reason([[0, 2], [1, 3]], [[0, 1], [0, 1]]) == unconnected
     assert "[0, 1], which are not connected" in reason([[2, 0]], [[1, 0]])
 
 
@@ -140,11 +156,11 @@ class End:
 
 def test_another_axis_shares_connections_that_fit_and_have_not_failed(monkeypatch):
     end, enough = End(), device_groups().call_bytes
-    known = {
-        (0, 1): Connection((0, 1), (0, 0), "no peer access"),
-        (2, 3): Connection((2, 3), (0, 1), None, end, 1, enough),
-    }
-    monkeypatch.setattr(communicators, "_CONNECTIONS", known)
+    know(
+        monkeypatch,
+        Connection((0, 1), "cpu", (0, 0), "no peer access"),
+        Connection((2, 3), "cpu", (0, 1), None, end, 1, enough),
+    )
     communicators.check_shared(device_groups())
     assert communicators.shared_groups(device_groups()) == "[(0, 1), (2, 3)]"
     with pytest.raises(ConfigurationError, match=rf"\[2, 3\].*{enough} bytes per rank"):

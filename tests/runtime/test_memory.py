@@ -76,8 +76,8 @@ def test_the_report_says_why_ranks_have_no_buffers(platform, monkeypatch):
     axis = dataclasses.replace(axis, platform=platform)
     monkeypatch.setitem(registry._AXES, axis.axis_name, axis)
     reason = "its ranks span the hosts a and b"
-    connection = communicators.Connection(axis.groups[0], (0, 1), reason)
-    monkeypatch.setitem(communicators._CONNECTIONS, axis.groups[0], connection)
+    connection = communicators.Connection(axis.groups[0], platform, (0, 1), reason)
+    monkeypatch.setitem(communicators._CONNECTIONS, connection.key, connection)
     (found,) = ub.memory_report().axes
     assert (found.on_gpus, found.shared_bytes) == (platform == "cuda", 0)
     assert f"  buffers: none: {reason}\n" in str(found)
@@ -109,8 +109,8 @@ def test_gpu_heaps_are_reported_with_xlas_share(monkeypatch):
     (axis,) = registry.axes()
     gpus = dataclasses.replace(axis, platform="cuda")
     monkeypatch.setitem(registry._AXES, axis.axis_name, gpus)
-    connection = communicators.Connection(axis.groups[0], (0, 0), None, Heap())
-    monkeypatch.setitem(communicators._CONNECTIONS, axis.groups[0], connection)
+    connection = communicators.Connection(axis.groups[0], "cuda", (0, 0), None, Heap())
+    monkeypatch.setitem(communicators._CONNECTIONS, connection.key, connection)
     report = ub.memory_report()
     assert report.axes[0].shared_bytes == 3 << 20
     assert report.heap_bytes == 2 << 20

@@ -177,13 +177,14 @@ def find_ranks(
     groups = rank_groups(mesh, axes, ids)
     owners = rank_groups(mesh, axes, [device.process_index for device in devices])
     places = rank_groups(mesh, axes, range(len(devices)))
+    platform, *_ = ctx.platforms or ctx.module_context.platforms
     return Ranks(
         groups.reshape(-1),
-        communicators.reason(groups, owners),
+        communicators.reason(platform, groups, owners),
         bool((owners != owners[:, :1]).any()),
         tuple(tuple(devices[i] for i in row) for row in places.tolist()),
         ids,
-        communicators.generation(groups),
+        communicators.generation(platform, groups),
         devices=devices,
     )
 

@@ -7,7 +7,7 @@ import atexit
 import dataclasses
 import functools
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from jax_ub._src import errors
 from jax_ub._src.errors import ConfigurationError
 from jax_ub._src.runtime import cpu_engine, cuda_engine
-from jax_ub._src.runtime.device_groups import DeviceGroups, Group
+from jax_ub._src.runtime.device_groups import DeviceGroups, Group, Key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,21 @@ class Connection:
     """
 
     group: Group
+    platform: str  # platform of the devices: "cpu", "cuda", ...
     processes: tuple[int, ...]  # process index of each rank
     reason: str | None  # why the group is not connected; None if it is
     communicator: Any = None  # set if a rank of the group is in this process
     generation: int = 0  # the communicator's generation, equal in all processes
     call_bytes: int = 0  # shared memory of a rank for one call
+
+    @property
+    def key(self) -> Key:
+        return self.platform, self.group
+
+    @property
+    def failure(self) -> str | None:
+        failure = self.communicator and self.communicator.failure
+        return _without_kind(failure) if failure else None
 
     def close(self) -> None:
         if self.communicator is not None:
@@ -43,7 +53,7 @@ class Connection:
 # of the documentation.
 UNCONNECTED = "which are not connected"
 
-_CONNECTIONS: dict[Group, Connection] = {}
+_CONNECTIONS: dict[Key, Connection] = {}
 # Among how many processes the host's cores are divided; 0: the engine has no limit.
 _num_sharing = 0
 
@@ -56,18 +66,19 @@ def connections() -> tuple[Connection, ...]:
     return tuple(_CONNECTIONS.values())
 
 
-def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
+def reason(platform: str, groups: np.ndarray, processes: np.ndarray) -> str | None:
     """Returns why calls over these groups must run as plain JAX; None if they need not.
 
     Every process gets the same answer: all processes lower the same program, so they
     must all fall back or none.
 
     Args:
+        platform: platform of the devices.
         groups: global device ids, `[groups, P]`.
         processes: the process index of each device, `[groups, P]`.
     """
     for group, owners in zip(groups.tolist(), processes.tolist(), strict=True):
-        connection = _CONNECTIONS.get(tuple(group))
+        connection = _CONNECTIONS.get((platform, tuple(group)))
         if connection is None:
             if len(set(owners)) == 1:
                 continue
@@ -80,7 +91,7 @@ def reason(groups: np.ndarray, processes: np.ndarray) -> str | None:
     return None
 
 
-def generation(groups: np.ndarray) -> int:
+def generation(platform: str, groups: np.ndarray) -> int:
     """Returns which `initialize_ub` call connected these groups (1, 2, ...), or 0.
 
     Each `initialize_ub` that connects groups counts as one. It is 0 if none did, and
@@ -90,7 +101,7 @@ def generation(groups: np.ndarray) -> int:
     calls by XLA's launch numbers, which may differ between processes after a failure,
     so a communicator rejects programs of an earlier generation.
     """
-    found = (_CONNECTIONS.get(tuple(group)) for group in groups.tolist())
+    found = (_CONNECTIONS.get((platform, tuple(group))) for group in groups.tolist())
     return max((one.generation for one in found if one is not None), default=0)
 
 
@@ -102,7 +113,7 @@ def check_shared(device_groups: DeviceGroups) -> None:
     for group, connection in _connected(device_groups).items():
         if connection.communicator is None:
             continue
-        failure = _failure_of(connection)
+        failure = connection.failure
         if failure:
             raise ConfigurationError(
                 f"initialize_ub: the devices {list(group)} are already connected for "
@@ -126,12 +137,15 @@ def shared_groups(device_groups: DeviceGroups) -> str:
 
 
 def _connected(device_groups):
-    return {g: _CONNECTIONS[g] for g in device_groups.groups if g in _CONNECTIONS}
+    found = (
+        _CONNECTIONS.get((device_groups.platform, g)) for g in device_groups.groups
+    )
+    return {one.group: one for one in found if one is not None}
 
 
 def add(made: Sequence[Connection]) -> None:
     """Registers new connections, which are closed at process exit at the latest."""
-    _CONNECTIONS.update((one.group, one) for one in made)
+    _CONNECTIONS.update((one.key, one) for one in made)
     if made:
         _close_at_exit()
 
@@ -155,16 +169,16 @@ def _close_at_exit():
     atexit.register(disconnect_all_but, ())
 
 
-def disconnect_all_but(kept: Collection[Group]) -> None:
+def disconnect_all_but(kept: Collection[Key]) -> None:
     """Closes the connections of all groups but `kept`. Does not wait for lost peers.
 
     Each group is removed only after it has been closed, so that an interrupted call can
     be repeated.
     """
     global _num_sharing
-    for group in [group for group in _CONNECTIONS if group not in kept]:
-        _CONNECTIONS[group].close()
-        _CONNECTIONS.pop(group, None)
+    for key in [key for key in _CONNECTIONS if key not in kept]:
+        _CONNECTIONS[key].close()
+        _CONNECTIONS.pop(key, None)
     if _num_sharing and not _CONNECTIONS:
         cpu = cpu_engine.load()
         if cpu.has_engine():
@@ -190,22 +204,11 @@ def check_communicators() -> None:
         TimeoutError: if a rank waited for its peers until its deadline.
         CommunicatorError: if a rank failed in another way.
     """
-    found = {f"devices {list(group)}": failure for group, failure in failures()}
+    found = {f"devices {list(one.group)}": one.failure for one in connections()}
     for where, failure in {**found, **cuda_engine.failures()}.items():
+        if failure is None:
+            continue
         raise errors.of_failure(f"{where}: {_without_kind(failure)}")
-
-
-def failures() -> Iterator[tuple[Group, str]]:
-    """Yields (group, reason) for each connected group that has failed."""
-    for connection in connections():
-        failure = _failure_of(connection)
-        if failure:
-            yield connection.group, failure
-
-
-def _failure_of(connection):
-    failure = connection.communicator and connection.communicator.failure
-    return failure and _without_kind(failure)
 
 
 def _without_kind(failure):

@@ -110,8 +110,10 @@ class ConnectionAttempt:
         self._device_groups = device_groups
         self._setup = transport_setup_of(device_groups)
         self._endpoints: dict[Group, Any] = {}
-        connected = {one.group for one in communicators.connections()}
-        self._groups = [g for g in self._setup.groups() if g not in connected]
+        connected = {one.key for one in communicators.connections()}
+        groups = self._setup.groups()
+        platform = device_groups.platform
+        self._groups = [g for g in groups if (platform, g) not in connected]
 
     def connect_jointly(
         self,
@@ -222,7 +224,9 @@ class ConnectionAttempt:
             for process in (set(processes) if spans_processes else ())
         }
         reason = self._setup.why_not(group, infos)
-        made = Connection(group, processes, reason, generation=self.generation)
+        made = Connection(
+            group, groups.platform, processes, reason, generation=self.generation
+        )
         if reason is not None or not groups.has_local_rank(group):
             return made
         try:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 Group = tuple[int, ...]  # global device ids, in the order of the ranks
+Key = tuple[str, Group]  # with the platform, because the ids of each begin at 0
 
 # Shared memory of a rank, per element of the capacity: at most one f32 partial sum and
 # one f32 result. The constants below add room for the alignment of slots.

@@ -301,7 +301,7 @@ class _Attempt:
 
 def _disconnect_all_but(axes):
     # Does not close groups of ranks that another initialized axis uses.
-    communicators.disconnect_all_but({group for axis in axes for group in axis.groups})
+    communicators.disconnect_all_but({key for axis in axes for key in axis.keys})
 
 
 def _participants(mesh):

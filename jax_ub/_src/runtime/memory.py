@@ -12,7 +12,7 @@ from jax_ub._src.runtime import (
     registry,
     settings,
 )
-from jax_ub._src.runtime.device_groups import Group
+from jax_ub._src.runtime.device_groups import Key
 from jax_ub._src.runtime.registry import InitializedAxis, Overlap
 from jax_ub._src.tables import format_bytes, format_table
 
@@ -168,10 +168,10 @@ def memory_report() -> MemoryReport:
     Returns:
         The bytes by axis and in total. Prints as a table.
     """
-    owners: dict[Group, InitializedAxis] = {}
+    owners: dict[Key, InitializedAxis] = {}
     for axis in registry.axes():
-        for group in axis.groups:
-            owners.setdefault(group, axis)
+        for key in axis.keys:
+            owners.setdefault(key, axis)
     axes = tuple(_axis_memory(axis, owners) for axis in registry.axes())
     has_engine = cpu_engine.why_not() is None
     slot_bytes = cpu_engine.load().counters()["slot_bytes"] if has_engine else 0
@@ -194,12 +194,12 @@ def memory_report() -> MemoryReport:
 
 
 def _axis_memory(
-    axis: InitializedAxis, owners: Mapping[Group, InitializedAxis]
+    axis: InitializedAxis, owners: Mapping[Key, InitializedAxis]
 ) -> AxisMemory:
-    found = [one for one in communicators.connections() if one.group in axis.groups]
-    made = {one.group: one.communicator for one in found if one.communicator}
-    own = [one for group, one in made.items() if owners[group] is axis]
-    others = [owners[group] for group in made if owners[group] is not axis]
+    found = [one for one in communicators.connections() if one.key in axis.keys]
+    made = {one.key: one.communicator for one in found if one.communicator}
+    own = [one for key, one in made.items() if owners[key] is axis]
+    others = [owners[key] for key in made if owners[key] is not axis]
     reasons = (one.reason for one in found if one.reason is not None)
     return AxisMemory(
         axis_name=axis.axis_name,

@@ -32,6 +32,7 @@ from jax_ub._src.errors import (
 from jax_ub._src.methods import DEFAULT_SPLITS
 from jax_ub._src.parallel import FPROP, PASSES
 from jax_ub._src.runtime import settings
+from jax_ub._src.runtime.device_groups import Group, Key
 
 NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
 
@@ -145,11 +146,15 @@ class InitializedAxis:
     dtype: np.dtype
     modes: tuple[UserBufferQuantizationMode, ...]
     overlaps: Mapping[tuple[str, UserBufferQuantizationMode], Overlap]
-    groups: tuple[tuple[int, ...], ...]  # per group: global device ids in rank order
+    groups: tuple[Group, ...]
     num_local_ranks: int  # ranks in this process
     spans_processes: bool  # whether a group has ranks in several processes
     platform: str  # platform of the devices: "cpu", "cuda", ...
     choices: TunedTable | None = None  # tuned choices for "auto"
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        return tuple((self.platform, group) for group in self.groups)
 
     def names(self) -> list[str]:
         """Returns the names of the overlaps, such as "qkv_fprop", each once."""

@@ -432,12 +432,11 @@ def _overlaps_by_method(axis) -> Iterator[Finding]:
 
 
 def _connections():
-    failed = dict(communicators.failures())
     for connection in communicators.connections():
         name = f"devices {list(connection.group)}"
         state, text = State.OK, describe_connection(connection)
-        if connection.group in failed:
-            state, text = State.FAULT, failed[connection.group]
+        if connection.failure is not None:
+            state, text = State.FAULT, connection.failure
         elif connection.reason is not None:
             text = f'"auto" is plain jax.lax, since {connection.reason}'
             state = State.WARNING
