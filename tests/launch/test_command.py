@@ -335,6 +335,18 @@ def test_output_is_copied_from_descriptors_above_those_of_select():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_a_carriage_return_and_its_newline_may_arrive_separately():
+    reading, writing = os.pipe()
+    copied, target = os.pipe()
+    relay = Relay(reading, target, b"[0] ")
+    for text in (b"one\r", b"\ntwo\r", b"three\r\n", b"\n"):
+        os.write(writing, text)
+        assert relay.read()
+    assert os.read(copied, 99) == b"[0] one\n[0] two\n[0] three\n[0] \n"
+    for descriptor in (reading, writing, copied, target):
+        os.close(descriptor)
+
+
 def test_closed_output_ends_all_processes(script):
     token = uuid.uuid4().hex
     process = start("-n", 2, script("while True: print('more')"), token)

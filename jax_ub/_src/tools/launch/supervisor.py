@@ -107,6 +107,7 @@ class Relay:
         os.set_blocking(source, False)
         self.source, self._target, self._prefix = source, target, prefix
         self._rest = b""
+        self._has_return = False  # whether the last output ends with b"\r"
         self.num_lines = 0
         self.has_lost_peer = False
         self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
@@ -117,8 +118,10 @@ class Relay:
             found = os.read(self.source, 1 << 16)
         except BlockingIOError:
             return True
+        new = found.removeprefix(b"\n") if self._has_return else found
+        self._has_return = found.endswith(b"\r")
         # Carriage returns end lines, too, because progress bars write no newline.
-        text = (self._rest + found).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        text = (self._rest + new).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *lines, self._rest = text.split(b"\n")
         self._write(lines)
         return bool(found)
