@@ -176,7 +176,8 @@ double PeakGflops(const std::string& dtype, double duration_s) {
   return jax_ub::MeasurePeak(jax_ub::ProcessEngine().pool(), named, duration_s) / 1e9;
 }
 
-// A bulk op has the schedule of its collective. Its GEMMs run concurrently.
+// Returns the collective whose schedule an op follows. For a bulk op, it is the
+// collective that runs concurrently with the op's GEMMs.
 jax_ub::CollectiveKind CollectiveNamed(const std::string& op) {
   if (op == "bulk_all_gather") return jax_ub::CollectiveKind::kAllGather;
   if (op == "bulk_reduce_scatter") return jax_ub::CollectiveKind::kReduceScatter;

@@ -189,8 +189,8 @@ bool SymbolicExecution::Holds(int rank, const SlotData& data, int slot_index) {
   return data.payload != Payload::kSum || ranks_[rank].reduced.contains(data.split);
 }
 
-// Returns whether the rank has its partial sum of a split. Without a GEMM, the partial
-// sums are operands, which are available from the start.
+// Returns whether the rank has computed its partial sum of a split of a chunk. In a
+// collective without a GEMM, partial sums are operands, so it has them from the start.
 bool SymbolicExecution::HasMultiplied(int rank, int chunk, int split) const {
   if (!HasProduct(ScheduleOf(rank).collective)) return true;
   const auto& multiplied = ranks_[rank].multiplied;

@@ -109,7 +109,10 @@ class LifecycleError(UbError, RuntimeError):
 
 
 class UnsupportedOverlapError(UbError, NotImplementedError):
-    """Raised if a correct call is not supported with its method or in its context."""
+    """Raised if a call is valid, but its method or its context is not supported.
+
+    An example of the context is a call outside of `jax.shard_map`.
+    """
 
 
 class FusionError(UbError, RuntimeError):

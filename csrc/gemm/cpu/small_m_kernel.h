@@ -93,8 +93,8 @@ void MultiplyColumnBlock(const void* a,
                          int64_t columns,
                          void* sums,
                          int64_t sums_stride) {
-  // A step keeps kRows x kStep elements of A in registers, of which AVX512 has 32 and
-  // AVX2 has 16.
+  // Each step keeps kRows x kStep elements of A in vector registers. AVX512 has 32
+  // registers and AVX2 has 16. The others are for sums and elements of B.
   constexpr int kFactors = kLanes >= 16 ? 16 : 8;
   constexpr int kStep = kRows * 8 <= kFactors ? 8 : kFactors / kRows;
   constexpr int64_t kRowsAhead = 16;

@@ -17,7 +17,8 @@ int64_t StripColumns(int64_t n, int num_workers) {
   return std::clamp<int64_t>(RoundUp(even, 64), 128, 1024);
 }
 
-// Returns the kernel that reads this segment of B; null if there is none.
+// Returns the kernel for products of m rows that can read B as this segment stores it,
+// with its strides; null if there is none.
 SmallMFunction FindKernel(const KernelSet& kernels,
                           int64_t m,
                           DType dtype,

@@ -218,12 +218,12 @@ class Grid {
     return tables_.size() - 1;
   }
 
-  // Returns whether every two blocks that are neighbors along `axis`, at intervals i
-  // and i + 1, have equal strides and satisfy `test`. Compares the blocks of all
-  // operands, results, factors and scales that have this axis.
+  // Returns whether blocks i and i + 1 along `axis` have equal strides and satisfy
+  // `test`, in every table that has this axis. A table has the blocks of one operand,
+  // result, factor or array of scales.
   //
-  // It calls test(table, block of i, block of i + 1, side), where `side` is the
-  // position of `axis` in table.axes.
+  // For two neighboring blocks `here` and `next`, it calls
+  // test(table, here, next, side), where table.axes[side] is `axis`.
   template <typename Test>
   bool Everywhere(Axis axis, size_t i, Test test) const {
     for (size_t t = 0; t < tables_.size(); ++t) {

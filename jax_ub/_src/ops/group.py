@@ -108,9 +108,9 @@ class OperationGroup:
 
         def keep(op, values, wanted, name):
             if name not in values:
-                # A fused forward never computes this residual, whichever gradients are
-                # requested, so any empty array will do. A placeholder that replaces a
-                # computed value would need the value's batch axes under jax.vmap.
+                # The forward of a fused operation never computes this residual, so an
+                # empty array without batch axes can replace it. An array that replaces
+                # a computed residual needs the residual's batch axes under jax.vmap.
                 return placeholder()
             value = save(values[name], name, op.comm_name)
             return residual_or_placeholder(name in wanted, value)

@@ -50,7 +50,8 @@ def _traces_of(settings: Hashable) -> _Traces:
     return _Traces()
 
 
-# The traces of the current `Overlap`, None outside of a block.
+# Traces inside a `with Overlap(...)` block have its `_Traces` in their cache key. Other
+# traces have None.
 _TRACED_FOR = jax.make_user_context(None)
 
 

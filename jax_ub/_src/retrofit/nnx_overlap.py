@@ -246,10 +246,10 @@ class _Layer:
         """Replaces the module's product function, such as `dot_general`, by `dense`."""
         product: Any = dense
         if self.attribute != "dot_general":
-            # `jax.numpy.einsum` and `jax.numpy.dot`, which are replaced here, call
-            # `dot_general` directly, not by the attribute `jax.lax.dot_general`. A
-            # library that replaces the attribute does not intercept them, so it must
-            # not intercept their replacement either.
+            # This product replaces `jax.numpy.einsum` or `jax.numpy.dot`. Both call
+            # `dot_general` directly. A library that replaces the attribute
+            # `jax.lax.dot_general` does not intercept them, so it must not intercept
+            # this product either.
             product = dataclasses.replace(
                 dense, original=interception.DOT_GENERAL.function
             )

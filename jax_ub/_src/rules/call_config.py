@@ -144,10 +144,10 @@ class CallConfig:
 
     @property
     def takes_f64(self) -> bool:
-        """Returns whether operands may be f64: only if method "xla" runs all passes.
+        """Returns whether operands may be f64.
 
-        The passes are the forward pass, dgrad and wgrad. Method "xla" is plain
-        `jax.lax`. The engine has no f64 GEMM.
+        They may if forward pass, dgrad and wgrad all have method "xla", which is plain
+        `jax.lax`, because the engine has no f64 GEMM.
         """
         return all(choice.method is Method.XLA for choice in self._choices)
 

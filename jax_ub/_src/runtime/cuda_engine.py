@@ -182,7 +182,7 @@ def failures() -> dict[str, str]:
 
 
 def release_in_process() -> None:
-    """Frees GPU buffers of calls within this process that no program needs any more."""
+    """Frees GPU buffers of groups within this process that no program uses any more."""
     if _is_in_use():
         load().release_in_process()
 

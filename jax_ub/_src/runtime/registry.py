@@ -239,7 +239,7 @@ def _change():
 
 
 def add(axis: InitializedAxis) -> None:
-    """Registers a mesh axis, so that calls find its named overlaps."""
+    """Registers an axis, so that calls find its overlaps by name ("qkv_fprop")."""
     _AXES[axis.axis_name] = axis
     _change()
 

@@ -53,7 +53,7 @@ _UNFUSED = {
     ("row", False): ("matmul kn, all_reduce nn", "matmul nk, matmul kn"),
     (None, False): ("matmul kn", "matmul nk, matmul kn"),
 }
-# The ops of steps that are GEMMs without communication.
+# The ops that are a GEMM without communication.
 _GEMMS = ("matmul", "wgrad")
 _REJECTED = (
     "a call is rejected: only all-gathers and reduce-scatters of rows overlap, with "
