@@ -84,7 +84,6 @@ def mesh(monkeypatch):
     monkeypatch.setattr(cuda_engine, "is_cuda", lambda device: device.platform == "gpu")
     # As in a process with one GPU, whose calls may be captured.
     monkeypatch.setattr(cuda_engine, "local_devices", lambda: devices[:1])
-    monkeypatch.setattr(cuda_engine, "ordinals", lambda devices: {})
     monkeypatch.setattr(cuda_engine, "why_not", lambda: None)
     monkeypatch.setattr(cuda_engine, "why_no_peers", lambda devices: None)
     cuda_engine.register_targets.cache_clear()
