@@ -38,6 +38,12 @@ def test_a_job_of_two_processes_reports_every_figure(tmp_path, capfd):
     assert "\n[0]" not in report  # what processes say on the way
 
 
+def test_a_barrier_may_be_measured_alone(capfd):
+    options = ["--processes", "2", "--quick", "--ops", "barrier"]
+    assert __main__.main(["bench", *options]) == 0
+    assert "| barrier " in capfd.readouterr().out
+
+
 def test_a_failing_process_ends_the_job(tmp_path):
     # The other process waits in a collective of JAX.
     program = tmp_path / "job.py"

@@ -159,7 +159,8 @@ def _why_ineffective(given, found) -> str | None:
             found.variants and "gemm" not in ops
         ),
         f"--shapes has no effect on {named}, whose sizes are fixed. Leave it out.": (
-            given.shapes and ops <= set(_FIXED_SHAPES)
+            # `processes.run_job` passes all options to the processes of a job.
+            given.shapes and given.part is None and ops <= set(_FIXED_SHAPES)
         ),
     }
     return next((text for text, holds in reasons.items() if holds), None)
