@@ -108,12 +108,16 @@ TEST(OnlySealedMemoryOfTheRightSizeIsMapped) {
                "memory whose size is not sealed");
 }
 
+void Write(const std::filesystem::path& path, const std::string& text) {
+  std::filesystem::create_directories(path.parent_path());
+  std::ofstream(path) << text;
+}
+
 TEST(TheQuotaOfProcessorTimeIsTheLeastAlongThePath) {
   namespace fs = std::filesystem;
   const fs::path root = fs::temp_directory_path() / NewName();
   const auto write = [&](const std::string& path, const std::string& text) {
-    fs::create_directories((root / path).parent_path());
-    std::ofstream(root / path) << text;
+    Write(root / path, text);
   };
   const std::string membership = (root / "membership").string();
   const auto quota = [&] { return CpuQuota(root.string(), membership).value_or(0); };
@@ -326,12 +330,10 @@ TEST(TheMemoryThatIsLeftIsTheLeastAlongThePath) {
   const std::filesystem::path folder =
       std::filesystem::temp_directory_path() / NewName();
   const auto limit = [&](const std::string& group, const std::string& bytes) {
-    std::filesystem::create_directories(folder / group);
-    std::ofstream(folder / group / "memory.max") << bytes;
-    std::ofstream(folder / group / "memory.current") << "1000";
+    Write(folder / group / "memory.max", bytes);
+    Write(folder / group / "memory.current", "1000");
   };
-  std::filesystem::create_directories(folder);
-  std::ofstream(folder / "membership") << "0::/slurm/job_7/step_0\n";
+  Write(folder / "membership", "0::/slurm/job_7/step_0\n");
   const auto available = [&] { return AvailableBytes(folder, folder / "membership"); };
   limit("slurm/job_7/step_0", "max");
   limit("slurm/job_7", "51000");

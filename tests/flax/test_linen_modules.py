@@ -219,21 +219,25 @@ def test_inside_shard_map_init_returns_zeros():
     assert_equal(y, jnp.zeros(X))
 
 
+def scanned_twice(layer, x):
+    scanned = nn.scan(
+        lambda layer, x, _: (layer(x), None),
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=2,
+    )
+    return scanned(layer, x, None)[0]
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_inside_shard_map_init_returns_the_type_that_apply_returns(sequence_parallel):
     class Stack(nn.Module):
         @nn.compact
         def __call__(self, x):
-            scanned = nn.scan(
-                lambda layer, x, _: (layer(x), None),
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                length=2,
-            )
             layer = linen.TransformerLayer(
                 16, 32, 4, fsdp_axes="dp", sequence_parallel=sequence_parallel
             )
-            return scanned(layer, x, None)[0]
+            return scanned_twice(layer, x)
 
     def create_and_apply(x):
         y, variables = Stack().init_with_output(jax.random.key(0), x)
@@ -282,13 +286,7 @@ def test_stacked_layers_are_scanned_and_recomputed(types):
         class Stack(nn.Module):
             @nn.compact
             def __call__(self, x):
-                scanned = nn.scan(
-                    lambda layer, x, _: (layer(x), None),
-                    variable_axes={"params": 0},
-                    split_rngs={"params": True},
-                    length=2,
-                )
-                return scanned(nn.remat(kind)(*args, name="layer"), x, None)[0]
+                return scanned_twice(nn.remat(kind)(*args, name="layer"), x)
 
         return Stack()
 

@@ -15,7 +15,7 @@ from jax_ub._src.runtime import communicators, connection_attempt, cpu_engine, h
 from jax_ub._src.runtime.communicators import Connection
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, DeviceGroups
 from jax_ub._src.runtime.transports import CpuTransportSetup, transport_setup_of
-from jax_ub.errors import ConfigurationError, TimeoutError
+from jax_ub.errors import CommunicatorError, ConfigurationError, TimeoutError
 
 HERE = pathlib.Path(__file__).parent
 ROOT = pathlib.Path(jax_ub.__file__).parents[1]
@@ -128,6 +128,13 @@ def test_connections_of_gpus_do_not_apply_to_cpu_devices_with_their_ids(monkeypa
     assert communicators.reason("cuda", groups, processes) == "no peer access"
     assert communicators.generation("cuda", groups) == 1
     assert communicators.shared_groups(device_groups()) == "[]"
+
+
+def test_a_failure_is_reported_beside_other_devices_with_the_same_ids(monkeypatch):
+    failed = Connection((0, 1), "cpu", (0, 1), None, End("rank 1 died"))
+    know(monkeypatch, failed, Connection((0, 1), "cuda", (0, 0), None, End()))
+    with pytest.raises(CommunicatorError, match=r"devices \[0, 1\]: rank 1 died"):
+        communicators.check_communicators()
 
 
 def test_connected_groups_run_calls_unless_they_have_a_reason(monkeypatch):

@@ -137,9 +137,7 @@ def shared_groups(device_groups: DeviceGroups) -> str:
 
 
 def _connected(device_groups):
-    found = (
-        _CONNECTIONS.get((device_groups.platform, g)) for g in device_groups.groups
-    )
+    found = map(_CONNECTIONS.get, device_groups.keys)
     return {one.group: one for one in found if one is not None}
 
 
@@ -204,10 +202,9 @@ def check_communicators() -> None:
         TimeoutError: if a rank waited for its peers until its deadline.
         CommunicatorError: if a rank failed in another way.
     """
-    found = {f"devices {list(one.group)}": one.failure for one in connections()}
-    for where, failure in {**found, **cuda_engine.failures()}.items():
-        if failure is None:
-            continue
+    found = ((f"devices {list(one.group)}", one.failure) for one in connections())
+    failed = {where: failure for where, failure in found if failure is not None}
+    for where, failure in {**failed, **cuda_engine.failures()}.items():
         raise errors.of_failure(f"{where}: {_without_kind(failure)}")
 
 

@@ -54,6 +54,10 @@ class DeviceGroups:
     ordinals: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
+    def keys(self) -> tuple[Key, ...]:
+        return tuple((self.platform, group) for group in self.groups)
+
+    @property
     def processes(self) -> list[int]:
         """Returns the indices of the processes that have a rank, in ascending order."""
         return sorted({self.process_of[i] for group in self.groups for i in group})

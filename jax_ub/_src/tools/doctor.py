@@ -435,8 +435,8 @@ def _connections():
     for connection in communicators.connections():
         name = f"devices {list(connection.group)}"
         state, text = State.OK, describe_connection(connection)
-        if connection.failure is not None:
-            state, text = State.FAULT, connection.failure
+        if (failure := connection.failure) is not None:
+            state, text = State.FAULT, failure
         elif connection.reason is not None:
             text = f'"auto" is plain jax.lax, since {connection.reason}'
             state = State.WARNING
