@@ -10,8 +10,8 @@ from jax_ub._src.tools.bench.cases import (
     tolerance,
 )
 from jax_ub._src.tools.bench.gemm import gemm
+from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks
-from jax_ub._src.tools.options import Shape
 
 
 def test_at_least_three_default_shapes_divide_into_eight_ranks():

@@ -10,8 +10,8 @@ from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tools.bench import cases, linear, peers, report
 from jax_ub._src.tools.bench.cases import Setup, check_agreement
 from jax_ub._src.tools.bench.peers import FastestDots
+from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks
-from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.tune import command as tune
 from jax_ub._src.tools.tune.cases import candidates
 

@@ -12,8 +12,8 @@ from jax_ub._src.tools.bench.peers import (
     FastestDots,
     dot_variants,
 )
+from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks
-from jax_ub._src.tools.options import Shape
 from tests.operands import assert_equal, small_integers
 
 M, K, N = 16, 8, 24

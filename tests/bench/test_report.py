@@ -6,7 +6,7 @@ import pytest
 from jax_ub._src.tools.bench import cases, report
 from jax_ub._src.tools.bench.cases import Case, Memory
 from jax_ub._src.tools.bench.report import evaluate
-from jax_ub._src.tools.options import Shape
+from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.timing import Candidate, Rounds, Summary
 
 

@@ -26,8 +26,8 @@ from jax_ub._src.primitives import predicted
 from jax_ub._src.runtime import cuda_engine, settings
 from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tools.bench.linear import pallas_programs
+from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks
-from jax_ub._src.tools.options import Shape
 from jax_ub.flax import TransformerLayer
 
 # The fields of XLA's device description that its compiler reads.

@@ -8,7 +8,7 @@ import pytest
 from tools import jax_ub
 
 from jax_ub import __main__
-from jax_ub._src.tools.script import run_script
+from jax_ub._src.tools.command_line import run_script
 from jax_ub._src.tools.trace import command as trace_command
 from jax_ub._src.tools.trace import spans
 from jax_ub._src.tools.trace.spans import Call, Span, Trace

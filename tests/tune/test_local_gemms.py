@@ -15,8 +15,8 @@ from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, OPS, Tune
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.tuned_tables import environment
+from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.explain.program import equations
-from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.tune.cases import Operands, candidates, cases
 from jax_ub._src.tools.tune.command import measure
 

@@ -35,7 +35,7 @@ from jax_ub._src.runtime import (
     settings,
 )
 from jax_ub._src.tables import format_bytes, format_table
-from jax_ub._src.tools import console
+from jax_ub._src.tools import command_line
 from jax_ub._src.tools.launch import parts
 
 EXAMPLE = "doctor --processes 2"
@@ -70,7 +70,7 @@ _COLORS = {State.OK: "green", State.WARNING: "yellow", State.FAULT: "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    console.add_json(parser, "all findings")
+    command_line.add_json(parser, "all findings")
     parts.add_arguments(parser)
     parser.set_defaults(run=command)
 
@@ -89,9 +89,9 @@ def command(given: argparse.Namespace) -> int:
     rows = [(f.state.value, f.name, f.text) for f in findings]
     for finding, line in zip(findings, format_table((), rows, right=(0,)), strict=True):
         state = finding.state.value
-        colored = console.colored(state, _COLORS.get(finding.state))
-        console.say(given, line.replace(state, colored, 1))
-    console.write(given, [finding.as_json() for finding in findings])
+        colored = command_line.colored(state, _COLORS.get(finding.state))
+        command_line.say(given, line.replace(state, colored, 1))
+    command_line.write(given, [finding.as_json() for finding in findings])
     return int(any(finding.state is State.FAULT for finding in findings))
 
 
@@ -103,7 +103,7 @@ def _in_processes(given) -> list[Finding]:
             [],
             num_processes=given.processes,
             devices_per_process=given.devices_per_process or 1,
-            stdout=console.progress_file(),
+            stdout=command_line.progress_file(),
         ) as paths:
             first, *others = [pickle.loads(path.read_bytes()) for path in paths]
     except parts.JobError as error:

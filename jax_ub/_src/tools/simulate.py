@@ -21,8 +21,8 @@ from jax_ub._src.prediction.estimate import (
 )
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.tables import format_table
-from jax_ub._src.tools import console
-from jax_ub._src.tools.options import (
+from jax_ub._src.tools import command_line
+from jax_ub._src.tools.command_line import (
     amount_of,
     load_extra,
     name_of,
@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--copy-gbs", type=amount_of("GB/s"), help=copy)
     fp8 = 'also predict layers in FP8, and with wire_dtype="fp8"'
     add("--fp8", action="store_true", help=fp8)
-    console.add_json(parser, "all figures")
+    command_line.add_json(parser, "all figures")
     plot = f"file for a picture of the gain, for tp = {', '.join(map(str, _DRAWN))}"
     add("--plot", type=picture_path, help=plot)
     parser.set_defaults(run=command)
@@ -156,10 +156,10 @@ def command(given: argparse.Namespace) -> int:
     if fp8:
         fp8_table = _table(fp8, _FP8_COLUMNS, right=range(1, 5))
         lines += ["", *_FP8_NOTES, "", *fp8_table]
-    console.say(given, "\n".join(lines))
+    command_line.say(given, "\n".join(lines))
     document = {"schema": 1, "hardware": dataclasses.asdict(machine), "rows": rows}
     document |= {"fp8": fp8} if fp8 else {}
-    console.write(given, document)
+    command_line.write(given, document)
     if given.plot is not None:
         title = f"{given.model} on {machine.name}, {given.tokens} tokens, forward, bf16"
         found = {

@@ -19,8 +19,8 @@ import numpy as np
 from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.runtime import cpu_engine
+from jax_ub._src.tools.command_line import load_extra
 from jax_ub._src.tools.devices import Ranks
-from jax_ub._src.tools.options import load_extra
 
 Values = Sequence[float] | np.ndarray
 # Name in tables of the time that the same FLOPs take at the peak rate of the CPU, with

@@ -19,8 +19,8 @@ from jax_ub._src.fp8.recipes import (
     RowwiseScaling,
 )
 from jax_ub._src.tools.bench.peers import FastestDots
+from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks, Spec
-from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import PEAK, Candidate, peak_candidates
 
 # Names of the timed programs: columns of the benchmark's tables, and keys of its JSON.

@@ -11,7 +11,7 @@ from typing import Any
 from jax_ub._src import dtypes, lowering_log
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.runtime import settings
-from jax_ub._src.tools import console, devices, timing
+from jax_ub._src.tools import command_line, devices, timing
 from jax_ub._src.tools.bench import cases, latency, linear, processes, report
 from jax_ub._src.tools.bench.cases import Builder, Case, Options, Setup
 from jax_ub._src.tools.bench.fused import fused
@@ -19,8 +19,7 @@ from jax_ub._src.tools.bench.gemm import VARIANTS, dgrad_add, gemm, wgrad_accumu
 from jax_ub._src.tools.bench.linear import LINEAR_OPS
 from jax_ub._src.tools.bench.peers import FastestDots
 from jax_ub._src.tools.bench.report import Result
-from jax_ub._src.tools.launch.parts import count
-from jax_ub._src.tools.options import (
+from jax_ub._src.tools.command_line import (
     check_divides,
     list_of,
     method_option,
@@ -28,6 +27,7 @@ from jax_ub._src.tools.options import (
     parse_shape,
     positive,
 )
+from jax_ub._src.tools.launch.parts import count
 
 EXAMPLE = "bench --ops all_gather_matmul --shapes 512x1024x2816 --devices 2"
 DTYPES = {
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     platforms = ("cpu", "cuda")
     add("--platform", default="cpu", choices=platforms, help="(default: cpu)")
     add("--quick", action="store_true", help="tiny shapes and few rounds, as a check")
-    console.add_json(parser, "all figures")
+    command_line.add_json(parser, "all figures")
     several = "numbers of processes, such as 2,4, with one rank each; XLA uses gloo"
     add("--processes", type=list_of(count), help=several)
     # Internal: with --processes, the benchmark starts processes with this option, which
@@ -187,37 +187,37 @@ def _run(given, chosen):
     table = report.results_table(chosen.dtypes, chosen.ops, given.platform)
     if chosen.threads:
         table = report.THREADS
-    console.say(given, f"{title}\n\n{table.head()}")
+    command_line.say(given, f"{title}\n\n{table.head()}")
     dots = FastestDots()
     results: list[Result] = []
 
     def write(is_complete):
         more = {**about, "fastest_dots": dots.found}
         document = _document(chosen, more, results, lowering_log.fallbacks())
-        console.write(given, document, is_complete=is_complete)
+        command_line.write(given, document, is_complete=is_complete)
 
     for result in measure(chosen, dots):
-        console.say(given, table.row(result))
+        command_line.say(given, table.row(result))
         results.append(result)
         write(is_complete=False)  # an interrupted run leaves its results
     sections = report.sections(results, lowering_log.fallbacks())
-    console.say(given, sections, end="")
+    command_line.say(given, sections, end="")
     write(is_complete=True)
 
 
 def _run_processes(given, chosen):
     """Runs a multi-process job for each number in `--processes`; prints all results."""
-    numbers = console.progress("bench", given.processes)
+    numbers = command_line.progress("bench", given.processes)
     found = [processes.run_job(number, chosen) for number in numbers]
     about, _, _ = found[0]
     results = [result for _, results, _ in found for result in results]
     rounds = f"{chosen.rounds} rounds of the slowest process, XLA with gloo"
     title = report.describe(about, f'method "{chosen.method}", {rounds}')
-    console.say(given, f"{title}\n\n{report.PROCESSES.head()}")
-    console.say(given, "\n".join(map(report.PROCESSES.row, results)))
+    command_line.say(given, f"{title}\n\n{report.PROCESSES.head()}")
+    command_line.say(given, "\n".join(map(report.PROCESSES.row, results)))
     fallbacks = list(dict.fromkeys(each for *_, every in found for each in every))
-    console.say(given, report.sections(results, fallbacks), end="")
-    console.write(given, _document(chosen, about, results, fallbacks))
+    command_line.say(given, report.sections(results, fallbacks), end="")
+    command_line.write(given, _document(chosen, about, results, fallbacks))
 
 
 def _document(chosen, about, results, fallbacks):
@@ -240,7 +240,7 @@ def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
         if op in (FP8_OPS if dtype in cases.FP8_RECIPES else OPS)
         for shape in (chosen.shapes[:1] if op in _FIXED_SHAPES else chosen.shapes)
     ]
-    for op, dtype, num_ranks, shape in console.progress("bench", sizes):
+    for op, dtype, num_ranks, shape in command_line.progress("bench", sizes):
         ranks = devices.Ranks(num_ranks)
         setup = Setup(ranks, dtype, chosen.method, dots, chosen.variants)
         for case in OPS[op](setup, shape):

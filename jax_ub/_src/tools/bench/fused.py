@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax_ub import ops
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case, Memory, Setup
+from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import AXIS, COLUMNS, ROWS, Spec, normal
-from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate
 
 

@@ -13,8 +13,8 @@ from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.matmuls import matmul, wgrad
 from jax_ub._src.tools.bench import cases, peers
 from jax_ub._src.tools.bench.cases import Case, Setup
+from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import COLUMNS, ROWS, Spec, normal
-from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate, fastest
 
 VARIANTS = ("nn", "nn+bias", "nn+add", "nt", "nt+bias", "nt+add", "tn", "tn+add")

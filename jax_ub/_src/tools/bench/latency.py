@@ -9,8 +9,8 @@ import jax_ub as ub
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case, Setup
 from jax_ub._src.tools.bench.linear import FORWARD_OPS, Program
+from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import AXIS, ROWS, Spec, normal
-from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate
 
 # Dispatching a program costs time once per program, not once per call in it. This time

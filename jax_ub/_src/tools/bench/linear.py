@@ -23,8 +23,8 @@ from jax_ub._src.scaled_array import source_of
 from jax_ub._src.tools.bench import cases, fp8, peers
 from jax_ub._src.tools.bench.cases import WIDE, Case, Memory, Setup
 from jax_ub._src.tools.bench.peers import Dot, DotVariant
+from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import AXIS, COLUMNS, ROWS, Ranks
-from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate, fastest
 
 # A function of one device's operands, for use in `jax.shard_map`.

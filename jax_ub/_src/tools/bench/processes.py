@@ -21,15 +21,15 @@ from jax_ub._src import lowering_log
 from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.lowering_log import Fallback
 from jax_ub._src.runtime import communicators, cpu_engine
-from jax_ub._src.tools import console, timing
+from jax_ub._src.tools import command_line, timing
 from jax_ub._src.tools.bench import cases, latency, linear, report
 from jax_ub._src.tools.bench.cases import Case, Options, Setup
 from jax_ub._src.tools.bench.linear import FORWARD_OPS, LinearOp
 from jax_ub._src.tools.bench.peers import FastestDots, dot_variants
 from jax_ub._src.tools.bench.report import Result, evaluate
+from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import AXIS, ROWS, ProcessRanks, Ranks, Spec
 from jax_ub._src.tools.launch import parts
-from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate, Rounds, summarize
 
 OPS = (*FORWARD_OPS, "latency", "barrier")
@@ -62,7 +62,7 @@ def run_job(
         arguments,
         num_processes=num_processes,
         devices_per_process=num_processes,
-        stdout=console.progress_file(),
+        stdout=command_line.progress_file(),
     ) as paths:
         return pickle.loads(paths[0].read_bytes())
 

@@ -25,7 +25,7 @@ from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case
 from jax_ub._src.tools.bench.linear import LINEAR_OPS
 from jax_ub._src.tools.bench.peers import has_onednn
-from jax_ub._src.tools.options import load_extra
+from jax_ub._src.tools.command_line import load_extra
 from jax_ub._src.tools.timing import PEAK, Rounds, Summary, ratio, summarize
 
 _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy")

@@ -18,16 +18,16 @@ from jax_ub._src.errors import UbError, shown
 from jax_ub._src.lowering_log import recording
 from jax_ub._src.prediction.hardware import HARDWARE
 from jax_ub._src.runtime import cpu_engine, settings
-from jax_ub._src.tools import console
-from jax_ub._src.tools.explain import hlo, program
-from jax_ub._src.tools.explain.report import find_hardware
-from jax_ub._src.tools.options import name_of
-from jax_ub._src.tools.script import (
+from jax_ub._src.tools import command_line
+from jax_ub._src.tools.command_line import (
     check_script,
+    name_of,
     note_misplaced_options,
     run_script,
     split_program,
 )
+from jax_ub._src.tools.explain import hlo, program
+from jax_ub._src.tools.explain.report import find_hardware
 from jax_ub._src.tools.trace.recorder import Recording, trace
 
 EXAMPLE = "explain --json found.json train.py --steps 3"
@@ -43,7 +43,7 @@ class ExplainError(UbError, RuntimeError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     hardware = f"predict for {', '.join(HARDWARE)} (default: the local devices)"
     parser.add_argument("--hardware", type=name_of(HARDWARE), help=hardware)
-    console.add_json(parser, "the table", has_program=True)
+    command_line.add_json(parser, "the table", has_program=True)
     program = "a program and its arguments; options of explain precede it"
     # Unlike nargs="+", PARSER also takes the options and "--" that follow the script.
     parser.add_argument(
@@ -66,7 +66,7 @@ def command(given: argparse.Namespace) -> int:
             recording() as lowered,
             trace() if has_engine else contextlib.nullcontext(Recording()) as traced,
             _compiled() as compiled,
-            console.program_stdout(given),
+            command_line.program_stdout(given),
         ):
             status = run_script(script, arguments)
         texts = [
@@ -93,8 +93,8 @@ def command(given: argparse.Namespace) -> int:
     name = pathlib.Path(script).name
     table = program.table_of(name, rows, found, given.hardware, lowered, axes)
     if jax.process_index() == 0:  # in a job, the other processes print nothing
-        console.say(given, str(table))
-        console.write(given, table.as_json())
+        command_line.say(given, str(table))
+        command_line.write(given, table.as_json())
     return status
 
 

@@ -19,10 +19,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax_ub._src.runtime import settings
+from jax_ub._src.tools.command_line import check_script, seconds, split_program
 from jax_ub._src.tools.launch import supervisor
 from jax_ub._src.tools.launch.parts import LaunchError, count
-from jax_ub._src.tools.options import seconds
-from jax_ub._src.tools.script import check_script, split_program
 
 EXAMPLE = "launch -n 2 --devices-per-process 4 train.py --steps 3"
 # Address of the coordinator, which all processes of this machine can reach.

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 
 from jax_ub._src.errors import UbError, shown
-from jax_ub._src.tools.options import positive
+from jax_ub._src.tools.command_line import positive
 
 MOST = 4096  # processes or devices, far more than one machine can run
 

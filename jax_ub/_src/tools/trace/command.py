@@ -16,23 +16,21 @@ import jax_ub as ub
 from jax_ub._src.dtypes import BY_SHORT_NAME
 from jax_ub._src.errors import UbError
 from jax_ub._src.tables import format_table
-from jax_ub._src.tools import console, devices
-from jax_ub._src.tools.devices import AXIS, FORWARD_SPECS
-from jax_ub._src.tools.launch import parts
-from jax_ub._src.tools.options import (
+from jax_ub._src.tools import command_line, devices
+from jax_ub._src.tools.command_line import (
     Shape,
+    check_script,
     method_option,
     name_of,
+    note_misplaced_options,
     parse_shape,
     positive,
-    value_of,
-)
-from jax_ub._src.tools.script import (
-    check_script,
-    note_misplaced_options,
     run_script,
     split_program,
+    value_of,
 )
+from jax_ub._src.tools.devices import AXIS, FORWARD_SPECS
+from jax_ub._src.tools.launch import parts
 from jax_ub._src.tools.trace import recorder, spans
 from jax_ub._src.tools.trace.spans import Trace
 
@@ -67,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     merged = "merge these files, which the processes of a job wrote by ub.trace"
     add("--merge", nargs="+", type=pathlib.Path, metavar="FILE", help=merged)
     what = "the trace, for ui.perfetto.dev or chrome://tracing,"
-    console.add_json(parser, what, has_program=True)
+    command_line.add_json(parser, what, has_program=True)
     program = "a program and its arguments; options of trace precede it"
     add("program", nargs=argparse.REMAINDER, metavar="script.py ...", help=program)
     parser.set_defaults(run=command)
@@ -83,7 +81,7 @@ def command(given: argparse.Namespace) -> int:
     if given.part is None:  # otherwise the process that started this one has noted it
         note_misplaced_options("trace", given, program[1:])
     status = 0
-    file = None if given.json == console.STDOUT else given.json
+    file = None if given.json == command_line.STDOUT else given.json
     if given.merge or given.processes > 1:
         if given.merge:
             trace = spans.read(given.merge)
@@ -96,15 +94,15 @@ def command(given: argparse.Namespace) -> int:
         # This context manager writes the file of this process at its end, even if the
         # script fails.
         traced = recorder.trace(given.part or file)
-        with traced as recording, console.program_stdout(given):
+        with traced as recording, command_line.program_stdout(given):
             status = repeat() if repeat else run_script(program[0], program[1:])
         if given.part is not None:
             return status
         assert recording.trace is not None
         trace = recording.trace
-    console.say(given, "\n".join(summary(trace)))
+    command_line.say(given, "\n".join(summary(trace)))
     if file is None:
-        console.write(given, spans.as_json(trace))
+        command_line.write(given, spans.as_json(trace))
     return status
 
 
@@ -214,7 +212,7 @@ def _record_in_processes(given, program) -> Trace:
         arguments,
         num_processes=given.processes,
         devices_per_process=num_devices,
-        stdout=console.STDERR if given.json == console.STDOUT else None,
+        stdout=command_line.STDERR if given.json == command_line.STDOUT else None,
     ) as paths:
         if not all(path.exists() for path in paths):
             raise TraceArgumentError(

@@ -23,6 +23,7 @@ from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.runtime.device_groups import heap_bytes
 from jax_ub._src.tools.bench.gemm import own_gemm
 from jax_ub._src.tools.bench.linear import fastest_pallas
+from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import (
     AXIS,
     COLUMNS,
@@ -32,7 +33,6 @@ from jax_ub._src.tools.devices import (
     Spec,
     normal,
 )
-from jax_ub._src.tools.options import Shape
 from jax_ub._src.tools.timing import Candidate
 
 

@@ -18,10 +18,9 @@ from jax_ub._src.methods import Method, MethodChoice, PallasTiles
 from jax_ub._src.runtime import cuda_engine, settings
 from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tables import format_row
-from jax_ub._src.tools import console, devices
+from jax_ub._src.tools import command_line, devices
 from jax_ub._src.tools.bench.cases import DEFAULT_SHAPES, PALLAS
-from jax_ub._src.tools.launch.parts import count
-from jax_ub._src.tools.options import (
+from jax_ub._src.tools.command_line import (
     Shape,
     check_divides,
     list_of,
@@ -31,6 +30,7 @@ from jax_ub._src.tools.options import (
     positive,
     replaced_path,
 )
+from jax_ub._src.tools.launch.parts import count
 from jax_ub._src.tools.simulate import MODELS
 from jax_ub._src.tools.timing import Candidate, interleave
 from jax_ub._src.tools.tune.cases import Operands, candidates, cases, dgrad_of
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--allow-pallas", action="store_true", help=kernel)
     platform = "(default: GPUs if JAX has enough)"
     add("--platform", choices=("cpu", "cuda"), help=platform)
-    console.add_json(parser, "the choices and times of this run")
+    command_line.add_json(parser, "the choices and times of this run")
     parser.set_defaults(run=command)
 
 
@@ -80,14 +80,14 @@ def command(given: argparse.Namespace) -> int:
     here = environment()
     tunings = tuned_file.read(given.output) if given.output.exists() else {}
     found = tunings.setdefault(here, {})
-    console.say(given, f"jax_ub tune on {here}\n\n{_row(_HEADER)}")
+    command_line.say(given, f"jax_ub tune on {here}\n\n{_row(_HEADER)}")
     wanted = dict.fromkeys(
         case
         for num_ranks, name, shape in itertools.product(given.tp, given.dtypes, shapes)
         for case in cases(shape, num_ranks, BY_SHORT_NAME[name], is_cuda)
     )
     num_candidates = 0
-    for case in console.progress("tune", list(wanted)):
+    for case in command_line.progress("tune", list(wanted)):
         # The gradients of a column layer include a dgrad. `cases` yields the GEMM +
         # reduce-scatter of this dgrad first, so its fastest method is known here.
         dgrad = found[dgrad_of(case)][0] if case.op == COLUMN_GRADIENTS else None
@@ -97,24 +97,24 @@ def command(given: argparse.Namespace) -> int:
         best = measured.best(allow_pallas=given.allow_pallas)
         found[case] = (best, measured.times_us)
         tuned_file.write(given.output, tunings)
-        console.say(given, _row((*dataclasses.astuple(case), measured.text(best))))
+        command_line.say(given, _row((*dataclasses.astuple(case), measured.text(best))))
         if measured.pallas is not None and best.pallas is None:
             peer_us = measured.times_us[PALLAS]
-            console.say(given, f"    {PALLAS}: {peer_us:.0f} us, for comparison")
+            command_line.say(given, f"    {PALLAS}: {peer_us:.0f} us, for comparison")
         for choice, reason in measured.failed.items():
-            console.say(given, f"    {choice} cannot run: {reason}")
+            command_line.say(given, f"    {choice} cannot run: {reason}")
     if any(found[case][0].pallas for case in wanted):
         flag = settings.COLLECTIVES_IN_ORDER
         text = f'\n"auto" runs JAX\'s Pallas kernel only with {flag} in XLA_FLAGS'
-        console.say(given, text)
+        command_line.say(given, text)
     # Each candidate runs `rounds + 1` times, because the first run compiles it.
-    console.say(
+    command_line.say(
         given,
         f"\nran {num_candidates} candidates of {len(wanted)} cases {given.rounds + 1} "
         f"times each\nwrote {given.output}",
     )
     written = {here: {case: found[case] for case in wanted}}
-    console.write(given, tuned_file.as_json(written))
+    command_line.write(given, tuned_file.as_json(written))
     return 0
 
 

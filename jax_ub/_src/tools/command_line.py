@@ -1,0 +1,352 @@
+"""What all commands share on the command line.
+
+That is the values of options and their parsers, the output as text or JSON, and the
+user's Python script, which `trace` and `explain` run.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
+import os
+import pathlib
+import re
+import runpy
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jax_ub._src.checks import is_size
+from jax_ub._src.errors import (
+    ShapeContractError,
+    UbError,
+    UnsupportedOverlapError,
+    nearest,
+    shown,
+)
+from jax_ub._src.files import checked_output, write_json
+from jax_ub._src.methods import Method
+from jax_ub._src.runtime import settings
+
+STDOUT = pathlib.Path("-")  # value of --json that prints the document
+STDERR = 2  # file descriptor, because sys.stderr may be an object without one
+_SHAPE_TEXT = re.compile(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", re.ASCII)
+_COLORS = {"red": 31, "green": 32, "yellow": 33}
+# The entries of a parsed command line that are not public options of a command.
+_NO_OPTIONS = {"command", "part", "program", "run"}
+_Case = TypeVar("_Case")
+
+
+class ScriptError(UbError, ValueError):
+    """Raised if a script does not exist, cannot be read or is not Python source."""
+
+
+def value_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Returns an argparse `type` that calls `read` with the text of an option.
+
+    If `read` raises a `UbError`, argparse prints its message and the usage, and exits.
+    """
+
+    def parse(text: str) -> Any:
+        try:
+            return read(text)
+        except UbError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse
+
+
+def list_of(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Returns an argparse `type` for comma-separated values, each parsed by `read`."""
+    return value_of(lambda text: tuple(map(read, text.split(","))))
+
+
+def name_of(known: Iterable[str]) -> Callable[[str], str]:
+    """Returns an argparse `type` for names in `known`; errors suggest the nearest."""
+    names = tuple(known)
+
+    def read(name: str) -> str:
+        if name not in names:
+            raise argparse.ArgumentTypeError(
+                f"{shown(name)} is not known. {nearest(name, names)}"
+            )
+        return name
+
+    return read
+
+
+def names_of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    return list_of(name_of(known))
+
+
+method_option = name_of(method.value for method in Method)  # an argparse `type`
+
+
+def positive(text: str) -> int:
+    # `int` raises an error for texts of more than 4300 digits.
+    if not (text.isdecimal() and len(text) < 4300 and is_size(int(text))):
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not a positive integer. Give a number, such as 2."
+        )
+    return int(text)
+
+
+def amount_of(unit: str) -> Callable[[str], float]:
+    """Returns an argparse `type` that parses a positive finite number of this unit."""
+
+    def read(text: str) -> float:
+        value = _float(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} is not a number of {unit}. Give a positive number."
+            )
+        return value
+
+    return read
+
+
+def seconds(text: str) -> float:
+    value = _float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not a number of seconds. Give a number of at least 0."
+        )
+    return value
+
+
+def _float(text):
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The global sizes of a GEMM: x [M, K] times w [K, N], with M tokens."""
+
+    M: int
+    K: int
+    N: int
+
+    def __str__(self) -> str:
+        return f"{self.M}x{self.K}x{self.N}"
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.M * self.K * self.N
+
+    @property
+    def row(self) -> "Shape":
+        """Returns the sizes of the row-parallel layer that follows: K and N swap."""
+        return Shape(self.M, self.N, self.K)
+
+    def sizes(self, dimensions: str) -> tuple[int, ...]:
+        """Returns the shape of an array by its dimensions: (M, K) for "MK"."""
+        return tuple(getattr(self, name) for name in dimensions)
+
+    def bytes(self, dtype: Any, out_dtype: Any = None) -> int:
+        """Returns the total size of x, w and the result of the GEMM, in bytes."""
+        operands = np.dtype(dtype).itemsize * self.K * (self.M + self.N)
+        return operands + np.dtype(out_dtype or dtype).itemsize * self.M * self.N
+
+    def divides(self, num_ranks: int) -> bool:
+        return not any(size % num_ranks for size in (self.M, self.K, self.N))
+
+
+def parse_shape(text: str) -> Shape:
+    """Parses a shape in the format `MxKxN`, such as 512x1024x2816."""
+    match = _SHAPE_TEXT.fullmatch(text.strip())
+    sizes = [int(size) for size in match.groups()] if match else [0]
+    if 0 in sizes:
+        raise ShapeContractError(
+            f"shape {shown(text)} is not MxKxN with positive sizes. Write, for "
+            "example, 512x1024x2816."
+        )
+    return Shape(*sizes)
+
+
+def check_divides(command: str, shape: Shape, num_ranks: int, option: str) -> None:
+    """Raises an error unless `num_ranks`, a value of `option`, divides M, K and N."""
+    if not shape.divides(num_ranks):
+        raise ShapeContractError(
+            f"{command}: shape {shape} does not divide into {num_ranks} ranks. Take "
+            f"sizes that are multiples of {num_ranks}, or leave {num_ranks} out of "
+            f"{option}."
+        )
+
+
+output_path = value_of(checked_output)  # an argparse `type`
+
+
+def replaced_path(text: str) -> pathlib.Path:
+    """Parses the path of a file that the command reads and replaces."""
+    path = output_path(text)
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not a regular file. Name a file."
+        )
+    return path
+
+
+def load_extra(package: str, option: str) -> Any:
+    """Imports a package of the extra `jax_ub[bench]`, or says how to install it."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise UnsupportedOverlapError(
+            f"{option} requires {package}, which is not installed. Install it with: "
+            "pip install 'jax_ub[bench]'"
+        ) from error
+
+
+def add_json(
+    parser: argparse.ArgumentParser, what: str, *, has_program: bool = False
+) -> None:
+    """Adds the option `--json [FILE]`, which writes `what` as JSON.
+
+    Without FILE, or if it is "-", the JSON replaces the table on stdout. FILE is
+    required before the path of a program, which argparse would take for FILE.
+    """
+    file: dict[str, Any] = {} if has_program else {"nargs": "?", "const": STDOUT}
+    text = f'write {what} to FILE as JSON; "-" prints it in place of the table'
+    parser.add_argument("--json", type=_json_path, metavar="FILE", help=text, **file)
+
+
+def _json_path(text: str) -> pathlib.Path:
+    return STDOUT if text == "-" else output_path(text)
+
+
+def say(given: argparse.Namespace, text: str, end: str = "\n") -> None:
+    """Prints a text to stdout, unless `--json` sends the JSON document there."""
+    if given.json != STDOUT:
+        _show_progress("")
+        sys.stdout.write(f"{text}{end}")
+
+
+def write(
+    given: argparse.Namespace, document: Any, *, is_complete: bool = True
+) -> None:
+    """Writes a JSON document to the file or stdout that `--json` names, if it is given.
+
+    An incomplete document is written to a file only. An interrupted command leaves it.
+    """
+    if given.json == STDOUT and is_complete:
+        json.dump(document, sys.stdout, indent=1)
+        sys.stdout.write("\n")
+    elif given.json not in (None, STDOUT):
+        write_json(given.json, document)
+
+
+def program_stdout(given: argparse.Namespace) -> Any:
+    """Returns a context in which `print` writes to stderr if `--json` needs stdout."""
+    is_needed = given.json == STDOUT
+    return contextlib.redirect_stdout(sys.stderr if is_needed else sys.stdout)
+
+
+def colored(text: str, color: str | None) -> str:
+    """Returns a text in a color if stdout is a terminal and `NO_COLOR` is not set."""
+    if color is None or settings.no_color() or not _is_terminal(sys.stdout):
+        return text
+    return f"\033[{_COLORS[color]}m{text}\033[0m"
+
+
+def progress(command: str, cases: Sequence[_Case]) -> Iterator[_Case]:
+    """Yields the cases; shows "bench: 2 of 9" and so on if stderr is a terminal."""
+    try:
+        for number, case in enumerate(cases, start=1):
+            _show_progress(f"{command}: {number} of {len(cases)}")
+            yield case
+            sys.stdout.flush()
+    finally:
+        _show_progress("")
+
+
+def progress_file() -> int:
+    """Returns `stdout` for `subprocess` children that print progress: stderr or none.
+
+    The output goes to stderr if that is a terminal, and is discarded otherwise.
+    """
+    return STDERR if os.isatty(STDERR) else subprocess.DEVNULL
+
+
+def _show_progress(text):
+    if _is_terminal(sys.stderr):
+        sys.stderr.write(f"\r\033[K{text}\r")
+        sys.stderr.flush()
+
+
+def _is_terminal(stream):
+    return stream.isatty() and not settings.is_dumb_terminal()
+
+
+def split_program(program: list[str]) -> list[str]:
+    """Removes the leading "--", which argparse keeps before Python 3.13."""
+    return program[program[:1] == ["--"] :]
+
+
+def note_misplaced_options(
+    command: str, given: argparse.Namespace, arguments: Sequence[str]
+) -> None:
+    """Prints a note if options of the command come after the path of the script.
+
+    Such options are passed to the script. No note is printed for options after "--",
+    which are meant for it.
+    """
+    names = vars(given).keys() - _NO_OPTIONS
+    known = {f"--{name.replace('_', '-')}" for name in names}
+    end = [*arguments, "--"].index("--")
+    words = dict.fromkeys(word.partition("=")[0] for word in arguments[:end])
+    found = ", ".join(word for word in words if word in known)
+    if found:
+        sys.stderr.write(
+            f"{command}: note: the script gets {found}. Options of {command} itself "
+            "precede the script.\n"
+        )
+
+
+def check_script(
+    command: str, path: str, fix: str = "Give the path of a Python script."
+) -> None:
+    """Checks that Python can run `path`: a file, or a folder with `__main__.py`."""
+    found = pathlib.Path(path)
+    try:
+        exists = found.is_file() or (found / "__main__.py").is_file()
+    except (OSError, ValueError):  # path too long, or with a null byte
+        exists = False
+    if not exists:
+        raise ScriptError(f"{command}: there is no script {shown(path)}. {fix}")
+
+
+def run_script(script: str, arguments: Sequence[str]) -> int:
+    """Runs a Python script as `__main__` and returns its exit status."""
+    _check_source(script)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(pathlib.Path(script).resolve().parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return int(end.code or 0)
+        sys.stderr.write(f"{end.code}\n")  # as Python does, with exit status 1
+        return 1
+    return 0
+
+
+def _check_source(script):
+    """Reports a syntax error in one line, unless the script is compiled or zipped."""
+    path = pathlib.Path(script)
+    if not path.is_file() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
+        return
+    try:
+        compile(path.read_bytes(), script, "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ScriptError(
+            f"{shown(script)} cannot be run: {error}. Give a Python script."
+        ) from error
