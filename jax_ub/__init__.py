@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from jax_ub._src.runtime.registry import CommOverlap, CommOverlapP2P
     from jax_ub._src.scaled_array import ScaledArray
     from jax_ub._src.tools.explain.program import explain
-    from jax_ub._src.tools.trace.recorder import trace
+    from jax_ub._src.tools.trace.traces import trace
 
 __all__ = [
     "CommOverlap",
@@ -114,7 +114,7 @@ _DEFINITIONS = {
     "runtime.registry": ("CommOverlap", "CommOverlapP2P"),
     "scaled_array": ("ScaledArray",),
     "tools.explain.program": ("explain",),
-    "tools.trace.recorder": ("trace",),
+    "tools.trace.traces": ("trace",),
 }
 _DEFINED_IN = {
     name: f"jax_ub._src.{module}"

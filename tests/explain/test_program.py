@@ -23,7 +23,7 @@ from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear
 from jax_ub._src.tools.explain import report
-from jax_ub._src.tools.trace.spans import Trace
+from jax_ub._src.tools.trace.traces import Trace
 from jax_ub.errors import TraceError
 from jax_ub.flax import Linear
 

@@ -10,8 +10,8 @@ from tools import jax_ub
 from jax_ub import __main__
 from jax_ub._src.tools.command_line import run_script
 from jax_ub._src.tools.trace import command as trace_command
-from jax_ub._src.tools.trace import spans
-from jax_ub._src.tools.trace.spans import Call, Span, Trace
+from jax_ub._src.tools.trace import traces
+from jax_ub._src.tools.trace.traces import Call, Span, Trace
 
 SCRIPT = """
 import sys
@@ -36,7 +36,7 @@ def test_single_op_is_recorded_and_summarized(tmp_path, capsys):
     trace = tmp_path / "found.json"
     arguments = ["--op", "matmul_reduce_scatter", "--method", "pipeline", *TINY]
     assert __main__.main(["trace", *arguments, "--json", str(trace)]) == 0
-    assert len(spans.read([trace]).calls) == 3
+    assert len(traces.read([trace]).calls) == 3
     head, row = capsys.readouterr().out.splitlines()
     assert re.split("  +", head) == [
         *("calls", "median us", "waits us", "where", "op", "method", "P"),
@@ -55,7 +55,7 @@ def test_summary_has_medians_without_the_first_call():
     recorded = [
         Span(0, 1000 * (us + extra), 0, 0, i, kind, 0, -1, 0, -1, "operand")
         for i, us in enumerate(waits_us)
-        for kind, extra in ((spans.CALL, 5), ("wait", 0))
+        for kind, extra in ((traces.CALL, 5), ("wait", 0))
     ]
     _, row = trace_command.summary(Trace((call,) * 4, tuple(recorded)))
     assert row.split()[:3] == ["4", "7.0", "2.0"]
@@ -88,7 +88,7 @@ def test_files_are_merged(tmp_path, capsys):
     assert __main__.main(["trace", *arguments]) == 0
     options = ["--json", str(merged), "--merge", str(trace)]
     assert __main__.main(["trace", *options]) == 0
-    assert spans.read([merged]) == spans.read([trace])
+    assert traces.read([merged]) == traces.read([trace])
     capsys.readouterr()
     assert __main__.main(["trace", "--merge", str(trace), str(merged)]) == 2
     text = f"'{trace}' and '{merged}' both have process 0. Give one file for each"
@@ -102,7 +102,7 @@ def test_script_is_recorded_with_its_arguments(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "3 " in done.stdout.splitlines()[1]
     assert re.search("direct +2 ", done.stdout)
-    assert len(spans.read([trace]).calls) == 3
+    assert len(traces.read([trace]).calls) == 3
 
 
 def test_a_script_without_calls_of_jax_ub_is_reported(tmp_path, capsys):
@@ -117,7 +117,7 @@ def test_the_trace_of_a_script_that_fails_is_written(tmp_path):
     script.write_text("raise ValueError('boom')")
     with pytest.raises(ValueError, match="boom"):
         __main__.main(["trace", "--json", str(trace), str(script)])
-    assert spans.read([trace]).calls == ()
+    assert traces.read([trace]).calls == ()
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_each_process_of_a_job_writes_its_own_file(tmp_path):
     assert jax_ub("launch", "-n", 2, *command).returncode == 0
     assert not trace.exists()
     for process in range(2):
-        spans.read([tmp_path / f"found.{process}.json"])
+        traces.read([tmp_path / f"found.{process}.json"])
 
 
 def test_script_that_exits_is_recorded_and_its_status_returned(tmp_path):
@@ -207,7 +207,7 @@ def test_traces_of_two_processes_are_merged_on_one_clock(tmp_path, capfd):
     path = tmp_path / "found.json"
     arguments = ["--processes", "2", "--op", "matmul_reduce_scatter", *TINY]
     assert __main__.main(["trace", *arguments, "--json", str(path)]) == 0
-    found = spans.read([path])
+    found = traces.read([path])
     assert len(found.calls) == 3
     for index in range(3):
         whole = [s for s in found.of_call(index) if s.kind == "call"]

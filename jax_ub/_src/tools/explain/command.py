@@ -28,7 +28,7 @@ from jax_ub._src.tools.command_line import (
 )
 from jax_ub._src.tools.explain import hlo, program
 from jax_ub._src.tools.explain.report import find_hardware
-from jax_ub._src.tools.trace.recorder import Recording, trace
+from jax_ub._src.tools.trace.traces import Recording, trace
 
 EXAMPLE = "explain --json found.json train.py --steps 3"
 # The event that JAX reports when XLA compiles a program, and also when the compilation

@@ -22,7 +22,7 @@ from jax_ub._src.tools.explain.instructions import (
     multiplies,
     named_mesh_in,
 )
-from jax_ub._src.tools.trace.spans import ub_name_in
+from jax_ub._src.tools.trace.traces import ub_name_in
 
 # XLA numbers every fifth element of a long tuple by a comment, such as /*index=5*/.
 _COMMENT = re.compile(r"/\*index=\d+\*/")

@@ -21,7 +21,7 @@ from jax_ub._src.primitives.call import Call
 from jax_ub._src.tables import format_count
 from jax_ub._src.tools.explain import hlo, report
 from jax_ub._src.tools.explain.report import HardwareLike, Row, Table, TraceLike, Waits
-from jax_ub._src.tools.trace.spans import ub_name_in
+from jax_ub._src.tools.trace.traces import ub_name_in
 
 # Identifies a call whose executions are counted: the call and its operands' avals.
 _CallSite = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]

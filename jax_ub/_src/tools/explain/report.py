@@ -24,9 +24,8 @@ from jax_ub._src.lowering_log import LoweredCall
 from jax_ub._src.prediction.hardware import HARDWARE, Hardware, find, name_of_kind
 from jax_ub._src.tables import format_bytes, format_count, format_seconds, format_table
 from jax_ub._src.tools.explain import hlo
-from jax_ub._src.tools.trace import spans
-from jax_ub._src.tools.trace.recorder import Recording
-from jax_ub._src.tools.trace.spans import Trace
+from jax_ub._src.tools.trace import traces
+from jax_ub._src.tools.trace.traces import Recording, Trace
 
 _ASSUMED = "h200"  # for devices that the simulator does not know
 _MAX_SCOPE = 60  # characters of a path in the table
@@ -370,4 +369,4 @@ def read_waits(trace: TraceLike) -> Waits:
             f"explain: trace = {shown(trace)} is not a trace. Pass what ub.trace "
             "recorded, the path of its file, or a list of paths."
         )
-    return spans.read([*map(pathlib.Path, paths)]).exposed_by_op_s()
+    return traces.read([*map(pathlib.Path, paths)]).exposed_by_op_s()

@@ -31,8 +31,8 @@ from jax_ub._src.tools.command_line import (
 )
 from jax_ub._src.tools.devices import AXIS, FORWARD_SPECS
 from jax_ub._src.tools.launch import parts
-from jax_ub._src.tools.trace import recorder, spans
-from jax_ub._src.tools.trace.spans import Trace
+from jax_ub._src.tools.trace import traces
+from jax_ub._src.tools.trace.traces import Trace
 
 EXAMPLE = "trace --op all_gather_matmul --tp 4 --json op.json"
 _NUM_WARMUP_CALLS = 2
@@ -84,16 +84,16 @@ def command(given: argparse.Namespace) -> int:
     file = None if given.json == command_line.STDOUT else given.json
     if given.merge or given.processes > 1:
         if given.merge:
-            trace = spans.read(given.merge)
+            trace = traces.read(given.merge)
         else:
             trace = _record_in_processes(given, program)
         if file is not None:
-            spans.write(trace, file)
+            traces.write(trace, file)
     else:
         repeat = _prepare_op(given) if given.op else None
         # This context manager writes the file of this process at its end, even if the
         # script fails.
-        traced = recorder.trace(given.part or file)
+        traced = traces.trace(given.part or file)
         with traced as recording, command_line.program_stdout(given):
             status = repeat() if repeat else run_script(program[0], program[1:])
         if given.part is not None:
@@ -102,7 +102,7 @@ def command(given: argparse.Namespace) -> int:
         trace = recording.trace
     command_line.say(given, "\n".join(summary(trace)))
     if file is None:
-        command_line.write(given, spans.as_json(trace))
+        command_line.write(given, traces.as_json(trace))
     return status
 
 
@@ -116,8 +116,8 @@ def summary(trace: Trace) -> list[str]:
     rows = []
     for equal in indices.values():
         call = trace.calls[equal[0]]
-        median_s = spans.typical_seconds(map(trace.seconds_of, equal))
-        waited_s = spans.typical_seconds(waiting_s[index] for index in equal)
+        median_s = traces.typical_seconds(map(trace.seconds_of, equal))
+        waited_s = traces.typical_seconds(waiting_s[index] for index in equal)
         times = (f"{1e6 * median_s:.1f}", f"{1e6 * waited_s:.1f}")
         what = (call.where, call.op, call.method, call.num_ranks, call.operands)
         rows.append((len(equal), *times, *what))
@@ -219,4 +219,4 @@ def _record_in_processes(given, program) -> Trace:
                 f"trace: the script ran in --processes {given.processes}, but not as "
                 "processes of one job. Call jax.distributed.initialize() in it."
             )
-        return spans.read(paths)
+        return traces.read(paths)

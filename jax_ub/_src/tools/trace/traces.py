@@ -1,12 +1,14 @@
-"""Traces: calls, the time spans of ranks and threads in them, and their files.
+"""Traces: their recording, the calls and time spans in them, and their files.
 
-A file has the JSON format of Perfetto (ui.perfetto.dev) and Chrome. Every process is a
-process in the file. Every rank and every thread of the engine is a track. An arrow
-connects each wait with the put that it waits for.
+The CPU engine records the spans of ranks and threads. A file has the JSON format of
+Perfetto (ui.perfetto.dev) and Chrome. Every process is a process in the file. Every
+rank and every thread of the engine is a track. An arrow connects each wait with the put
+that it waits for.
 """
 
 import ast
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -16,9 +18,22 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax_ub._src.errors import InputError, ShapeContractError, UnknownNameError, shown
-from jax_ub._src.files import write_json
+import jax
 
+from jax_ub._src import checks
+from jax_ub._src.errors import (
+    InputError,
+    ShapeContractError,
+    TraceError,
+    UnknownNameError,
+    shown,
+)
+from jax_ub._src.files import checked_output, write_json
+from jax_ub._src.runtime import backend, cpu_engine
+from jax_ub._src.tools.launch.parts import part_path
+
+_EVENTS_PER_THREAD = 1 << 16
+_MAX_EVENTS_PER_THREAD = 1 << 24
 # Kinds of trace spans that are not steps of a call's communication schedule.
 CALL = "call"  # a rank's call, from its start to its completion
 GATHER = "gather"  # waits until the calls of the other ranks have arrived
@@ -192,7 +207,101 @@ def typical_seconds(seconds: Iterable[float]) -> float:
     return statistics.median_high(others or [first])
 
 
-def call_from_json(fields: Mapping[str, Any]) -> Call:
+class Recording:
+    """The object that `ub.trace` yields; its `trace` is set when the block ends."""
+
+    def __init__(self):
+        self.trace: Trace | None = None
+
+
+_running: list[Recording] = []
+
+
+@contextlib.contextmanager
+def trace(
+    path: str | pathlib.Path | None = None,
+    *,
+    events_per_thread: int = _EVENTS_PER_THREAD,
+) -> Iterator[Recording]:
+    """Records when each rank computes, sends and waits in jax_ub's calls in the block.
+
+        with ub.trace("step.json"):
+            jax.block_until_ready(step(state))
+
+    Open the file at https://ui.perfetto.dev. Wait for the results inside the block,
+    because JAX dispatches asynchronously. In a multi-process job, each process writes
+    its own file, "step.0.json" and so on; `python -m jax_ub trace --merge step.*.json
+    --json step.json` merges them.
+
+    Only calls of the CPU engine are recorded. On GPUs, use `jax.profiler.trace`, which
+    shows the kernels and copies of jax_ub.
+
+    Transformer Engine: none.
+
+    Args:
+        path: the file to write; None keeps the trace only in `.trace` of the yielded
+            object.
+        events_per_thread: capacity of each thread's buffer, with 32 bytes per span.
+            Further spans are dropped and counted.
+
+    Yields:
+        A `Recording`. After the block, its `.trace` has all spans, with times in ns.
+
+    Raises:
+        TraceError: inside another trace.
+        ShapeContractError: if `path` is not a path, or `events_per_thread` is out of
+            range.
+        OutputError: if the file cannot be written.
+    """
+    if _running:
+        raise TraceError(
+            "trace: another trace is being recorded, by ub.trace or by python -m "
+            "jax_ub trace or explain. End it first, or run the script with python."
+        )
+    if not checks.is_integer(events_per_thread) or not (
+        1 <= events_per_thread <= _MAX_EVENTS_PER_THREAD
+    ):
+        raise ShapeContractError(
+            f"trace: events_per_thread = {shown(events_per_thread)} is not a number of "
+            f"events. Pass 1 to {_MAX_EVENTS_PER_THREAD}."
+        )
+    if path is not None and not isinstance(path, str | pathlib.Path):
+        raise ShapeContractError(
+            f"trace: path = {shown(path)} is of type {type(path).__name__}. Pass the "
+            "path of a file, or None to write none."
+        )
+    output = None if path is None else checked_output(path, "trace")
+    recording = Recording()
+    cpu = cpu_engine.load()
+    cpu.start_trace(events_per_thread)
+    _running.append(recording)
+    try:
+        yield recording
+    finally:
+        cpu.stop_trace()
+        _running.remove(recording)
+        recording.trace = _recorded()
+        if output is not None:
+            if jax.process_count() > 1:
+                output = part_path(output, jax.process_index())
+            write(recording.trace, output)
+
+
+def _recorded() -> Trace:
+    recorded = cpu_engine.load().read_trace()
+    backend.start()
+    process = jax.process_index()
+    spans = tuple(
+        Span(begin, end, process, thread, *what)
+        for thread, events in enumerate(recorded["threads"])
+        for begin, end, *what in events
+        if what[0] >= 0
+    )
+    calls = tuple(map(_call_from_json, recorded["calls"]))
+    return Trace(calls, spans, recorded["num_dropped"])
+
+
+def _call_from_json(fields: Mapping[str, Any]) -> Call:
     return Call(**{**fields, "devices": tuple(fields["devices"])})
 
 
@@ -224,7 +333,7 @@ def write(trace: Trace, path: pathlib.Path) -> None:
 
 def read(paths: Sequence[pathlib.Path]) -> Trace:
     """Reads the trace files of a job's processes, and merges them on one clock."""
-    traces = [_read(path) for path in paths]
+    traces = [_read_file(path) for path in paths]
     sources: dict[int, pathlib.Path] = {}
     for path, trace in zip(paths, traces, strict=True):
         for process in {span.process for span in trace.spans}:
@@ -252,12 +361,12 @@ def as_json(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _read(path):
+def _read_file(path):
     try:
         document = json.loads(path.read_text())
         events = (e for e in document["traceEvents"] if e["ph"] == "X")
         return Trace(
-            tuple(map(call_from_json, document[_CATEGORY]["calls"])),
+            tuple(map(_call_from_json, document[_CATEGORY]["calls"])),
             tuple(Span(**event["args"]) for event in events),
             document[_CATEGORY]["num_dropped"],
         )
