@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 import jax_ub as ub
 from jax_ub._src.fp8.recipes import INPUT, KERNEL, OUTPUT_GRAD, Recipe, has_one_scale
@@ -19,12 +20,12 @@ from jax_ub._src.methods import PallasTiles
 from jax_ub._src.primitives import pallas
 from jax_ub._src.runtime import communicators
 from jax_ub._src.runtime.memory import memory_report
-from jax_ub._src.scaled_array import source_of
-from jax_ub._src.tools.bench import cases, fp8, peers
+from jax_ub._src.scaled_array import ScaledArray, source_of
+from jax_ub._src.tools.bench import cases, peers
 from jax_ub._src.tools.bench.cases import WIDE, Case, Memory, Setup
 from jax_ub._src.tools.bench.peers import Dot, DotVariant
 from jax_ub._src.tools.command_line import Shape
-from jax_ub._src.tools.devices import AXIS, COLUMNS, ROWS, Ranks
+from jax_ub._src.tools.devices import AXIS, COLUMNS, ROWS, Ranks, Spec
 from jax_ub._src.tools.timing import Candidate, fastest
 
 # A function of one device's operands, for use in `jax.shard_map`.
@@ -108,7 +109,7 @@ class LinearOp:
         out_specs = tuple(_SPECS[dims] for dims in self.results)
         operands: Any = ranks.draw(dtype, [*map(column.sizes, self.operands)], in_specs)
         if recipe is not None:
-            quantize = functools.partial(fp8.quantized_operand, ranks, recipe)
+            quantize = functools.partial(_quantized_operand, ranks, recipe)
             pairs = map(quantize, operands, in_specs, self.roles)
             operands, in_specs = zip(*pairs, strict=True)
 
@@ -161,6 +162,25 @@ class LinearOp:
         return functools.partial(run, peers.Rings(), dots)
 
 
+def _quantized_operand(
+    ranks: Ranks, recipe: Recipe, x: jax.Array, spec: Spec, role: str | None
+) -> tuple[Any, Any]:
+    """Quantizes a global array to FP8; returns it, sharded, and its partition specs.
+
+    `role` says whether it is, for example, an activation or a kernel. With a role of
+    None, the array is returned as it is.
+    """
+    if role is None:
+        return x, spec
+    q = jax.jit(functools.partial(ub.quantize, recipe=recipe, role=role))(x)
+    entries = (*spec, *[None] * (q.ndim - len(spec)))
+    along = zip(entries, q.scales.shape, strict=True)
+    scales = Spec(*(entry if size > 1 else None for entry, size in along))
+    specs = ScaledArray.tree_unflatten(None, (spec, scales, spec))
+    place = functools.partial(NamedSharding, ranks.mesh)
+    return jax.device_put(q, jax.tree.map(place, specs)), specs
+
+
 def linear(op: LinearOp, setup: Setup, column: Shape) -> list[Case]:
     """Returns an op's cases; `column` has the sizes of an MLP's column-parallel layer.
 
@@ -194,7 +214,7 @@ def _case(op, setup, column, *, quantizes):
     wide = cases.wide_dtype(setup.dtype)
     options = {"fp8": recipe} if quantizes else {}
     if recipe is not None and op.is_pair and not quantizes:
-        options["hidden"] = functools.partial(fp8.quantized, recipe, role=INPUT)
+        options["hidden"] = functools.partial(peers.quantized, recipe, role=INPUT)
     candidate, alone = (
         op.candidate_factory(each, wide, column, None if quantizes else recipe)
         for each in (ranks, Ranks(1))
@@ -296,11 +316,11 @@ def _in_xla_fp8(op, setup, dots, quantizes):
     `quantizes` is whether the programs also quantize gradients.
     """
     scaled = {
-        gemm: fp8.ScaledDot(DotVariant(gemm[-2:], sums_in_f32=True), dot)
+        gemm: peers.ScaledDot(DotVariant(gemm[-2:], sums_in_f32=True), dot)
         for gemm, dot in dots.items()
     }
     layers = functools.partial(
-        fp8.QuantizedCollectives,
+        peers.QuantizedCollectives,
         recipe=setup.recipe,
         # XLA's FP8 dot cannot multiply by scales that change along K, so gradients are
         # quantized only by recipes with one scale per tensor.

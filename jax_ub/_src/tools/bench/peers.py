@@ -1,7 +1,7 @@
 """Programs that jax_ub is compared with: XLA's collectives and dots, rings, oneDNN.
 
-Functions of arrays are per device, inside `jax.shard_map`. A `dot` takes two operands
-and the dtype of the result.
+XLA's programs also multiply FP8 operands. Functions of arrays are per device, inside
+`jax.shard_map`. A `dot` takes two operands and the dtype of the result.
 """
 
 import ctypes
@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ub._src.scaled_array import is_scaled
+import jax_ub as ub
+from jax_ub._src.fp8.recipes import OUTPUT_GRAD, Recipe
+from jax_ub._src.scaled_array import ScaledArray, dequantized, is_scaled
 from jax_ub._src.tools.devices import AXIS, ROWS, Ranks, normal
 from jax_ub._src.tools.timing import Candidate, fastest
 
@@ -130,6 +132,25 @@ class FastestDots:
         return variants[candidates.index(fastest(candidates))]
 
 
+@dataclasses.dataclass(frozen=True)
+class ScaledDot:
+    """Multiplies two `ScaledArray`s in XLA: the dot of FP8 values, times both scales.
+
+    `fp8` is the dot of FP8 values. If only one operand is FP8, it is dequantized, and
+    `wide` multiplies the bf16 arrays. The scales must be constant along the contracted
+    dimension, as in a forward pass.
+    """
+
+    fp8: Dot
+    wide: Dot
+
+    def __call__(self, a: Any, b: Any, out_dtype: Any) -> jax.Array:
+        if is_scaled(a) and is_scaled(b):
+            y = self.fp8(a.values, b.values, jnp.float32) * a.scales * b.scales
+            return y.astype(out_dtype)
+        return self.wide(dequantized(a), dequantized(b), out_dtype)
+
+
 def gather(x: jax.Array) -> jax.Array:
     return lax.all_gather(x, AXIS, axis=0, tiled=True)
 
@@ -158,8 +179,15 @@ def wide_dtype(x: Any) -> Any:
     return x.wide_dtype if is_scaled(x) else x.dtype
 
 
-# `bench.linear` builds its programs from the methods of the two classes below:
-# `Collectives` runs a collective and a GEMM one after the other, `Rings` overlaps them.
+def quantized(recipe: Recipe, x: Any, role: str) -> ScaledArray:
+    """Quantizes a rank's array to FP8, in `jax.shard_map`; keeps it if it is FP8."""
+    if is_scaled(x):
+        return x
+    return ub.quantize(x, recipe, role=role, axis_name=AXIS)
+
+
+# `bench.linear` builds its programs from the methods of the classes below. `Rings`
+# overlaps a collective and a GEMM, the other classes run one after the other.
 
 
 @dataclasses.dataclass(eq=False)
@@ -174,7 +202,7 @@ class Collectives:
     _gathered: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
 
     def quantized(self, x: Any, role: str | None) -> Any:
-        """Returns x unchanged. The FP8 subclass quantizes x unless `role` is None.
+        """Returns x unchanged. `QuantizedCollectives` quantizes it if it has a role.
 
         The role says whether x is an activation, a kernel or a gradient.
         """
@@ -193,6 +221,33 @@ class Collectives:
 
     def dot_psum(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
         return lax.psum(dot(x, w, self.moved), AXIS).astype(wide_dtype(x))
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class QuantizedCollectives(Collectives):
+    """All-gather + GEMM and GEMM + reduce-scatter in XLA, on operands quantized to FP8.
+
+    All-gathers send FP8 values and scales. If `dequantizes`, the operands are
+    dequantized to bf16 again before the collectives and dots. Gradients are quantized
+    only if `quantizes_gradients`.
+    """
+
+    recipe: Recipe
+    dequantizes: bool
+    quantizes_gradients: bool
+
+    def quantized(self, x: Any, role: str | None) -> Any:
+        if role is None or (role == OUTPUT_GRAD and not self.quantizes_gradients):
+            return x
+        q = quantized(self.recipe, x, role)
+        return q.dequantize() if self.dequantizes else q
+
+    def gather(self, x: Any) -> Any:
+        if not is_scaled(x):
+            return super().gather(x)
+        is_per_row = x.scales.ndim and x.scales.shape[0] == x.shape[0] > 1
+        scales = super().gather(x.scales) if is_per_row else x.scales
+        return ScaledArray(super().gather(x.values), scales)
 
 
 class Rings:
