@@ -22,7 +22,6 @@ from jax_ub._src.config import tuned_file
 from jax_ub._src.config.tuned_file import TunedKey
 from jax_ub._src.methods import PALLAS_TILES, Method, MethodChoice
 from jax_ub._src.prediction import estimate as simulate
-from jax_ub._src.primitives import predicted
 from jax_ub._src.runtime import cuda_engine, settings
 from jax_ub._src.runtime.tuned_tables import environment
 from jax_ub._src.tools.bench.linear import pallas_programs
@@ -247,7 +246,7 @@ def test_xla_gathers_kernels_during_calls_whose_time_it_knows(mesh, monkeypatch)
     assert latencies == 4 * expected
     # The kernel of the next call is gathered during each call.
     assert order_of(text).count("sC") >= 7
-    monkeypatch.setattr(predicted, "on_gpus", lambda *arguments: None)
+    monkeypatch.setattr(simulate, "estimate_on_gpus", lambda *arguments: None)
     assert order_of(gathered_layers(mesh)).count("sC") < 4
 
 

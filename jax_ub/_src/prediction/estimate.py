@@ -1,9 +1,11 @@
-"""Predicts the time of one call, and what FP8 saves in it."""
+"""Predicts the time of one call, whether XLA is faster, and what FP8 saves in it."""
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
 
 from jax_ub._src import methods
@@ -42,6 +44,11 @@ _STREAMS = (1, 2, 3)
 # bf16 is read twice, to find the largest value and to cast, and e4m3 is written.
 _CAST_BYTES = 2 + 2 + 1
 _MIN_ROWS = 64  # A split with fewer rows would be smaller than a tile.
+# The machine for which calls are predicted if the cost model does not know their GPUs.
+_ASSUMED = "h100"
+# How long a host takes to enqueue one launch. Measured on one H100: 154 to 254 us for
+# calls of 19 to 36 launches (docs/gpu/2026-11-27).
+_ENQUEUE_S = 7.5e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +124,54 @@ def estimate(
         return _estimate_concurrent(op, chosen, (M, K, N, P), itemsize, machine)
     sizes = (M, K, N if op in PRODUCTS else K, P)
     return estimate_workload(_workload(op, sizes, itemsize, machine), chosen, machine)
+
+
+def estimate_on_gpus(
+    op: str,
+    method: str,
+    M: int,
+    K: int,
+    N: int,
+    P: int,
+    dtype,
+    devices: Sequence[jax.Device],
+) -> Prediction | None:
+    """Predicts the time of a call on the GPUs for which it is lowered.
+
+    Returns None if `devices` are no GPUs or the call is not modeled. XLA captures no
+    calls of a process with several GPUs, so their hosts enqueue each launch.
+    """
+    if not devices or devices[0].platform not in ("gpu", "cuda"):
+        return None
+    is_modeled = op in OPS and np.dtype(dtype).itemsize in machines.ITEMSIZES
+    if not is_modeled or min(M, K, N) < 1:
+        return None
+    name = machines.name_of_kind(devices[0].device_kind) or _ASSUMED
+    found = estimate(op, method, M, K, N, P, dtype, name)
+    in_process = collections.Counter(device.process_index for device in devices)
+    if max(in_process.values()) > 1:
+        enqueued_s = found.num_launches * _ENQUEUE_S
+        found = dataclasses.replace(found, seconds=max(found.seconds, enqueued_s))
+    return found
+
+
+def why_xla_is_faster(found: Prediction, devices: Sequence[jax.Device]) -> str | None:
+    """Returns why XLA should run a call with method "auto"; None if it should not.
+
+    Only a GEMM that overlaps its own communication is left to XLA. For other calls, the
+    predictions differ only by the assumed efficiencies of the collectives.
+    """
+    if found.op not in PRODUCTS or found.variant == Variant.ONE_SHOT.value:
+        return None
+    is_known = machines.name_of_kind(devices[0].device_kind) is not None
+    if not is_known or found.seconds <= found.serial_s:
+        return None
+    overlapped_us, xla_us = (1e6 * s for s in (found.seconds, found.serial_s))
+    return (
+        f"overlapped it is predicted to take {overlapped_us:.0f} us, and as XLA's GEMM "
+        f"and collective {xla_us:.0f} us (docs/simulate.md); `python -m jax_ub tune` "
+        "measures it"
+    )
 
 
 def _workload(op, sizes, itemsize, machine):

@@ -119,12 +119,19 @@ def _lower_on_cuda(ctx, *operands, call):
 
 def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
     operand_avals, _ = call.split(ctx.avals_in)
-    from jax_ub._src.primitives import predicted  # only for GPUs: loaded at first use
+    from jax_ub._src.prediction import estimate  # only for GPUs: loaded at first use
 
-    prediction = predicted.on_gpus(call, operand_avals, ranks)
-    reason = predicted.why_xla_is_faster(call, prediction, ranks)
-    if reason is not None:
-        return _lower_to_reference(ctx, operands, call, reason)
+    op, M, K, N = call.global_sizes(operand_avals)
+    num_ranks = call.num_ranks if call.axis_name else 1
+    prediction = estimate.estimate_on_gpus(
+        *(op, call.method.value, M, K, N, num_ranks),
+        operand_avals[0].dtype,
+        ranks.devices,
+    )
+    if prediction is not None and call.method is Method.AUTO:
+        reason = estimate.why_xla_is_faster(prediction, ranks.devices)
+        if reason is not None:
+            return _lower_to_reference(ctx, operands, call, reason)
     method = _cuda_method(call)
     numbers = {
         "method": method.code,
