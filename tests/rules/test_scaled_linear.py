@@ -184,12 +184,34 @@ def test_gradients_of_dgrad_add_arrive_in_the_sources():
         jax.grad(loss, (0, 1, 2))(dy, w, residual, is_fp8) for is_fp8 in (True, False)
     )
     jax.tree.map(assert_equal, for_fp8, for_wide)
-    bare = ub.ScaledArray(dy.astype(E4M3), jnp.float32(1))
-    text = "dgrad_add: dy has no source to receive a gradient. Make it with ub.quantize"
-    with pytest.raises(ub.errors.UnsupportedOverlapError, match=text):
-        jax.grad(lambda r: jnp.sum(ub.dgrad_add(bare, ub.quantize(w, CURRENT), r)))(
-            residual
-        )
+
+
+def test_operands_without_a_source_need_none_for_the_gradient_of_an_addend():
+    dy, x, w = (
+        integers(i, shape) for i, shape in enumerate([(8, 32)] * 2 + [(16, 32)])
+    )
+    residual, main_grad = jnp.zeros((8, 16)), jnp.zeros((32, 32))
+
+    def bare(a):
+        return ub.ScaledArray(a.astype(E4M3), jnp.float32(1))
+
+    def dgrad_add(dy, residual):
+        return jnp.sum(ub.dgrad_add(bare(dy), ub.quantize(w, CURRENT), residual))
+
+    def wgrad_accumulate(x, main_grad):
+        return jnp.sum(ub.wgrad_accumulate(bare(x), bare(dy), main_grad))
+
+    for loss, operand, addend in (
+        (dgrad_add, dy, residual),
+        (wgrad_accumulate, x, main_grad),
+    ):
+        for disabled in (False, True):
+            with jax.disable_jit(disabled):
+                assert_equal(jax.grad(loss, 1)(operand, addend), jnp.ones_like(addend))
+        name = "dy" if loss is dgrad_add else "x"
+        text = f"{loss.__name__}: {name} is FP8 and has no source to receive a gradient"
+        with pytest.raises(ub.errors.UnsupportedOverlapError, match=text):
+            jax.grad(loss)(operand, addend)
 
 
 @pytest.mark.parametrize("mode", MODES)

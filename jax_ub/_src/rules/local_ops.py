@@ -15,7 +15,7 @@ from jax_ub._src.rules.operands import (
     check_replicated,
     have_scales,
 )
-from jax_ub._src.rules.vjp import emptied, row_sum
+from jax_ub._src.rules.vjp import check_sources, emptied, row_sum
 from jax_ub._src.scaled_array import (
     ScaledArray,
     cotangent_of_scaled,
@@ -70,9 +70,12 @@ def dgrad_add(
     shapes.check_shape(op, "residual", residual, wanted, "[..., K] with dy's rows")
     axes = config.axes(dy, w, residual)
     dy, w, residual = vma.pcast_varying(vma.unsharded((dy, w, residual)), axes)
-    if dy.ndim == 1:
-        return _dgrad_add(config, as_row(dy), w, residual[None])[0]
-    return _dgrad_add(config, dy, w, residual)
+    is_vector = dy.ndim == 1
+    if is_vector:
+        dy, residual = as_row(dy), residual[None]
+    with jax.disable_jit(False):  # see `vjp.differentiable`
+        dx = _dgrad_add(config, dy, w, residual)
+    return dx[0] if is_vector else dx
 
 
 def _check_scales(op, **operands):
@@ -98,36 +101,38 @@ def _compute_dgrad_add(config, dy, w, residual):
 
 
 def _differentiable(compute, *names):
-    """Returns a `custom_vjp` of `compute`, with the gradients of method "xla".
+    """Returns a differentiable `compute`, with the gradients of method "xla".
 
-    `names` are the operands that may be FP8. They are dequantized for the gradients,
-    which their `source` receives.
+    Operands that are FP8 are dequantized for the gradients, which their `source`
+    receives. `names` are the names of all operands.
     """
     rule = jax.custom_vjp(compute, nondiff_argnums=(0,))
 
     def forward(config, *operands):
-        for name, operand in zip(names, operands, strict=False):
-            if is_scaled(operand) and operand.source is None:
-                raise UnsupportedOverlapError(
-                    f"{config.label}: {name} has no source to receive a gradient. Make "
-                    "it with ub.quantize."
-                )
-        return rule(config, *operands), operands
+        check_sources(config.label, **dict(zip(names, operands, strict=True)))
+        values = jax.tree.map(lambda operand: operand.value, operands)
+        return rule(config, *values), values
 
     def backward(config, operands, gradient):
         wide = map_scaled(lambda x: x.dequantize(), operands)
         plain = functools.partial(compute, config.plain)
         gradients = jax.vjp(plain, *wide)[1](gradient)
         return tuple(
-            cotangent_of_scaled(found) if is_scaled(operand) else found
+            _cotangent(operand, found)
             for operand, found in zip(operands, gradients, strict=True)
         )
 
-    rule.defvjp(forward, backward)
-    return rule
+    rule.defvjp(forward, backward, symbolic_zeros=True)
+    return jax.jit(rule, static_argnums=0, inline=True)
 
 
-_dgrad_add = _differentiable(_compute_dgrad_add, "dy", "w")
+def _cotangent(operand, gradient):
+    if not is_scaled(operand):
+        return gradient
+    return None if operand.source is None else cotangent_of_scaled(gradient)
+
+
+_dgrad_add = _differentiable(_compute_dgrad_add, "dy", "w", "residual")
 
 
 def wgrad_accumulate(
@@ -180,7 +185,8 @@ def wgrad_accumulate(
     x, dy, main_grad = vma.pcast_varying(vma.unsharded((x, dy, main_grad)), axes)
     if x.ndim == 1:
         x, dy = as_row(x), as_row(dy)
-    return _wgrad_accumulate(config, x, dy, main_grad)
+    with jax.disable_jit(False):  # see `vjp.differentiable`
+        return _wgrad_accumulate(config, x, dy, main_grad)
 
 
 def _compute_wgrad_accumulate(config, x, dy, main_grad):
@@ -188,7 +194,7 @@ def _compute_wgrad_accumulate(config, x, dy, main_grad):
     return dw
 
 
-_wgrad_accumulate = _differentiable(_compute_wgrad_accumulate, "x", "dy")
+_wgrad_accumulate = _differentiable(_compute_wgrad_accumulate, "x", "dy", "main_grad")
 
 
 def all_reduce(

@@ -17,6 +17,7 @@ from jax_ub._src.primitives.matmuls import wgrad
 from jax_ub._src.reference import sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.main_grads import check_vmapped_together
+from jax_ub._src.rules.operands import by_name
 from jax_ub._src.scaled_array import is_scaled, map_scaled, values_of, without_source
 
 
@@ -46,7 +47,7 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
     def forward_rule(config, *operands):
         values = jax.tree.map(lambda operand: operand.value, operands)
         x, ws, biases, residual, main_grads, *_ = operands
-        check_sources(config.label, x, *(ws if main_grads is None else ()))
+        check_sources(config.label, **by_name(x, ws if main_grads is None else ()))
         ys, gathered = rule(config, *values)
         # With main_grads, the gradients of the kernels are accumulated there, so only
         # main_grads decide. The callers do not apply stop_gradient to ws instead: a
@@ -199,19 +200,19 @@ def kernel_gradients(
     )
 
 
-def check_sources(label: str, *operands) -> None:
+def check_sources(label: str, **operands) -> None:
     """Raises an error if an FP8 operand needs a gradient but has no source array.
 
     Only the `source` of a `ScaledArray` can receive a gradient. The operands are
     wrapped as by `defvjp(symbolic_zeros=True)`.
     """
-    for operand in operands:
+    for name, operand in operands.items():
         if not is_scaled(operand) or operand.source is not None:
             continue
         if operand.values.perturbed or operand.scales.perturbed:
             raise UnsupportedOverlapError(
-                f"{label}: an FP8 operand has no source to receive a gradient. Make it "
-                "with ub.quantize, or apply jax.lax.stop_gradient to it."
+                f"{label}: {name} is FP8 and has no source to receive a gradient. Make "
+                "it with ub.quantize, or apply jax.lax.stop_gradient to it."
             )
 
 
