@@ -159,6 +159,30 @@ def test_operands_may_be_sharded_on_an_explicit_mesh_of_one_device(name):
         step.trace(*types_on(devices(2), values))
 
 
+def test_results_on_an_explicit_mesh_of_one_device_have_the_types_of_jax():
+    mesh = jax.make_mesh((1,), ("tp",), devices=jax.local_devices()[:1])
+    w = jnp.ones((6, 6))
+    block = ops.Sequential(ops.Linear(6, 6), ops.GELU())
+    params = block.init(jax.random.key(0))
+    bodies = {
+        "x @ w": lambda h: h @ w,
+        "linear": lambda h: ub.linear(h, w),
+        "dgrad_add": lambda h: ub.dgrad_add(h, w, h),
+        "wgrad_accumulate": lambda h: ub.wgrad_accumulate(w[:4], h[:4], h),
+        "Sequential": lambda h: block(params, h),
+    }
+    with jax.set_mesh(mesh):
+        h = jax.device_put(jnp.ones((6, 6)), NamedSharding(mesh, P("tp")))
+        columns = jax.device_put(w, NamedSharding(mesh, P(None, "tp")))
+        for name, body in bodies.items():
+            # A scan rejects a carry whose type changes.
+            last, _ = jax.lax.scan(lambda h, _, body=body: (body(h), None), h, None, 2)
+            assert jax.typeof(last) == jax.typeof(h), name
+        assert jax.typeof(ub.linear(w, columns)) == jax.typeof(w @ columns)
+        # An axis that shards rows and features shards the rows of the result.
+        assert jax.typeof(ub.linear(h, columns)) == jax.typeof(h)
+
+
 def test_without_a_method_the_environment_selects_plain_jax(monkeypatch):
     mesh = dp_tp_mesh(2, 2)
     specs = {"mesh": mesh, "in_specs": P("tp"), "out_specs": P(), "axis_names": {"tp"}}

@@ -438,11 +438,11 @@ class OperationFuser(arguments.KeywordsChecked):
             for name in names_of(role):
                 own_params[quantize][name] = own_params[linear].pop(name)
         edges = dict(zip(self.extra_edges.from_caller, extra_inputs, strict=True))
+        of_x = jax.typeof(x)
         for group in self.groups:
-            last = group.first + len(group.basic_ops)
             operands = {
                 "x": x,
-                "params": tuple(own_params[group.first : last]),
+                "params": tuple(own_params[group.first :][: len(group.basic_ops)]),
                 "edges": {edge: edges[edge] for edge in group.external_inputs},
             }
             with jax.disable_jit(False):  # see `run_group`
@@ -450,6 +450,7 @@ class OperationFuser(arguments.KeywordsChecked):
                     registry.configuration(), group, vma.unsharded(operands)
                 )
             edges.update(results)
+        x = vma.with_rows_of(of_x, x)
         public = [edges[edge] for edge in self.extra_edges.to_caller]
         return (x, *public) if public else x
 

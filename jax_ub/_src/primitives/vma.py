@@ -12,7 +12,7 @@ import jax
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import ManualAxisType, PartitionSpec
+from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
 Axes = frozenset[str]
 
@@ -68,6 +68,19 @@ def unsharded(tree: Any) -> Any:
         return jax.sharding.reshard(value, sharding.update(spec=PartitionSpec()))
 
     return jax.tree.map(drop, tree)
+
+
+def with_sharding(value: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Gives a result of `unsharded` operands an explicit sharding in its type again."""
+    if sharding.mesh.size != 1 or not any(sharding.spec):
+        return value
+    return jax.sharding.reshard(value, sharding)
+
+
+def with_rows_of(x: jax.core.ShapedArray, y: jax.Array) -> jax.Array:
+    """Gives a result of `unsharded` operands the explicit sharding of the rows of x."""
+    rows = x.sharding.spec[:-1][: y.ndim]
+    return with_sharding(y, x.sharding.update(spec=PartitionSpec(*rows)))
 
 
 def pcast_replicated(value: jax.Array, axes: Iterable[str]) -> jax.Array:

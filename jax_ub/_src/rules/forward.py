@@ -5,14 +5,16 @@ kernels. With `config.overlap`, the GEMM and its collective are one primitive. W
 they are two primitives, which run one after the other.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_ub._src import reference
+from jax_ub._src import checks, lowering_log, reference
 from jax_ub._src.parallel import mode_of
 from jax_ub._src.primitives import matmuls, vma
 from jax_ub._src.primitives.collectives import all_gather, all_reduce, reduce_scatter
@@ -26,6 +28,22 @@ from jax_ub._src.scaled_array import is_scaled
 def forward_of(config: CallConfig) -> Callable[..., Any]:
     """Returns `column_forward` for a layer that all-gathers x, else `row_forward`."""
     return column_forward if config.mode.gathers_x else row_forward
+
+
+def with_f64_fallback(
+    config: CallConfig, x: Any
+) -> tuple[CallConfig, AbstractContextManager[Any]]:
+    """Selects plain `jax.lax` if x is f64, because the engine has no f64 GEMM.
+
+    An explicit method is kept.
+
+    Returns:
+        The layer's settings, and a context manager that records the fallback, if any.
+    """
+    is_f64 = checks.is_array(x) and checks.is_f64(x)
+    if is_f64 and config.may_fall_back and not config.takes_f64:
+        return config.plain, lowering_log.falling_back(config.label, "x is float64")
+    return config, contextlib.nullcontext()
 
 
 def is_differentiated_by_jax(config: CallConfig, operands: Any, main_grads) -> bool:

@@ -1,6 +1,5 @@
 """Linear layers: the public functions, and `parallel_linear` behind them."""
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,7 +8,6 @@ import jax
 from jax.typing import DTypeLike
 
 from jax_ub._src import checks as shapes
-from jax_ub._src import lowering_log
 from jax_ub._src.config.flags import FlaggedMethod
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.methods import Method
@@ -22,6 +20,7 @@ from jax_ub._src.rules.forward import (
     forward_of,
     is_differentiated_by_jax,
     is_replicated,
+    with_f64_fallback,
 )
 from jax_ub._src.rules.operands import (
     as_row,
@@ -30,6 +29,7 @@ from jax_ub._src.rules.operands import (
     check_operands,
     have_scales,
     pcast_operands,
+    result_sharding,
     with_dtypes,
 )
 from jax_ub._src.scaled_array import ScaledArray, is_scaled, values_of
@@ -431,7 +431,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     is_tuple = config.mode.gathers_x and isinstance(w, tuple)
     ws: Any = w if is_tuple else (w,)
     have_scales(label, **by_name(x, ws))
-    config, scope = _with_f64_fallback(config, x)
+    config, scope = with_f64_fallback(config, x)
     config = dataclasses.replace(
         config,
         rhs_transposed=rhs_transposed,
@@ -446,6 +446,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     config = with_dtypes(config, x, ws, dtype)
     accumulators.claim(label, main_grads, ws)
     accumulators.claim_state(label, fp8_state)
+    sharding = result_sharding(config, x, ws[0])
     x, ws, biases, residual, main_grads = vma.unsharded(
         (x, ws, biases, residual, main_grads)
     )
@@ -467,7 +468,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     # `custom_vjp` with symbolic zeros op by op in an eager `shard_map`.
     with scope, jax.disable_jit(False):
         ys, gathered = layer(config, x, ws, biases, residual, main_grads, *states)
-    y = ys if is_tuple else ys[0]
+    y = ys if is_tuple else vma.with_sharding(ys[0], sharding)
     return (y, gathered) if return_gathered else y
 
 
@@ -482,17 +483,3 @@ def _layer_and_operands(config, x, ws, state):
         layers, operands = scaled, scaled.quantized(config, x, ws, state)
     layer = layers.column_linear if config.mode.gathers_x else layers.row_linear
     return layer, operands
-
-
-def _with_f64_fallback(config, x):
-    """Selects plain `jax.lax` if x is f64, because the engine has no f64 GEMM.
-
-    An explicit method is kept.
-
-    Returns:
-        The layer's settings, and a context manager that records the fallback, if any.
-    """
-    is_f64 = shapes.is_array(x) and shapes.is_f64(x)
-    if is_f64 and config.may_fall_back and not config.takes_f64:
-        return config.plain, lowering_log.falling_back(config.label, "x is float64")
-    return config, contextlib.nullcontext()

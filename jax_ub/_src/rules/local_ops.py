@@ -69,13 +69,14 @@ def dgrad_add(
     wanted = (*dy.shape[:-1], w.shape[0])
     shapes.check_shape(op, "residual", residual, wanted, "[..., K] with dy's rows")
     axes = config.axes(dy, w, residual)
+    sharding = jax.typeof(residual).sharding
     dy, w, residual = vma.pcast_varying(vma.unsharded((dy, w, residual)), axes)
     is_vector = dy.ndim == 1
     if is_vector:
         dy, residual = as_row(dy), residual[None]
     with jax.disable_jit(False):  # see `vjp.differentiable`
         dx = _dgrad_add(config, dy, w, residual)
-    return dx[0] if is_vector else dx
+    return vma.with_sharding(dx[0] if is_vector else dx, sharding)
 
 
 def _check_scales(op, **operands):
@@ -182,11 +183,13 @@ def wgrad_accumulate(
     wanted = (x.shape[-1], dy.shape[-1])
     shapes.check_shape(op, "main_grad", main_grad, wanted, "[K, N]")
     axes = config.axes(x, dy, main_grad)
+    sharding = jax.typeof(main_grad).sharding
     x, dy, main_grad = vma.pcast_varying(vma.unsharded((x, dy, main_grad)), axes)
     if x.ndim == 1:
         x, dy = as_row(x), as_row(dy)
     with jax.disable_jit(False):  # see `vjp.differentiable`
-        return _wgrad_accumulate(config, x, dy, main_grad)
+        total = _wgrad_accumulate(config, x, dy, main_grad)
+    return vma.with_sharding(total, sharding)
 
 
 def _compute_wgrad_accumulate(config, x, dy, main_grad):

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_ub._src import checks as shapes
 from jax_ub._src import dtypes
@@ -86,6 +87,19 @@ def result_shape(config: CallConfig, x: Any, features: int) -> tuple[int, ...]:
     if config.mode.op == "matmul_reduce_scatter":
         rows //= config.num_ranks
     return (*lead, rows, features)
+
+
+def result_sharding(config: CallConfig, x: Any, w: Any) -> NamedSharding:
+    """Returns the explicit sharding of `x @ w`: the rows of x, the features of w.
+
+    An axis that shards both shards only the rows.
+    """
+    of_x, of_w = (jax.typeof(values_of(a)).sharding for a in (x, w))
+    rows = of_x.spec[:-1]
+    features = shapes.axis_tuple(of_w.spec[0 if config.rhs_transposed else 1])
+    used = {axis for entry in rows for axis in shapes.axis_tuple(entry)}
+    kept = tuple(axis for axis in features if axis not in used)
+    return (of_x if used else of_w).update(spec=PartitionSpec(*rows, kept or None))
 
 
 def check_replicated(config: CallConfig, **addends: jax.Array | None) -> None:
