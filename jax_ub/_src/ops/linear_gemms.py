@@ -80,10 +80,10 @@ def gradients(
         dx, dws = compute(config, saved, {0: dy}, residual=residual)
         return dx, dws.get(0), {}
     dw_dtype = None if main_grad is not None else config.dw_dtype or config.dtype
-    config = dataclasses.replace(config, source_dtypes=(config.dtype, dw_dtype))
+    dx_dtype = config.dtype if residual is None else residual.dtype
+    config = dataclasses.replace(config, source_dtypes=(dx_dtype, dw_dtype))
     saved["state"] = state
-    gradient, dws, new_state = scaled.scaled_gradients(config, saved, {0: dy})
-    dx, dw = source_of(gradient), source_of(dws.get(0))
-    if residual is not None and dx is not None:
-        dx = (residual + dx).astype(residual.dtype)
-    return dx, dw, new_state or {}
+    dx, dws, new_state = scaled.scaled_gradients(
+        config, saved, {0: dy}, residual=residual
+    )
+    return source_of(dx), source_of(dws.get(0)), new_state or {}

@@ -97,12 +97,13 @@ def scaled_gradients(
     saved: dict,
     dys: dict[int, Any],
     d_gathered: Any = None,
+    residual: jax.Array | None = None,
 ) -> tuple[ScaledArray | None, dict[int, Any], dict[str, jax.Array] | None]:
     """Computes the gradients of a layer with FP8 operands, and its new FP8 state.
 
     `vjp.differentiable` describes arguments and results. The gradient of an operand is
     that of its `source`, the array that was quantized. The gathered x has no source,
-    and so no gradient.
+    and so no gradient. `residual` is an addend of the gradient of x.
     """
     gathers = config.mode.gathers_x
     new_state = None
@@ -114,7 +115,8 @@ def scaled_gradients(
             gathered = all_gather(config.collective, saved["x"])
             saved = {**saved, "x": None, "gathered": gathered}
         saved = map_scaled(lambda operand: operand.dequantize(config.dtype), saved)
-    dx, dws = (column_gradients if gathers else row_gradients)(config, saved, dys)
+    gradients = column_gradients if gathers else row_gradients
+    dx, dws = gradients(config, saved, dys, residual=residual)
     x_dtype, *w_dtypes = config.source_dtypes
     if saved["main_grads"] is None:
         dws = {i: _cotangent(dw, w_dtypes[i]) for i, dw in dws.items()}

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from linears import arrays, dgrad, wgrad, wide
+from linears import Arrays, arrays, dgrad, wgrad, wide
 from operands import assert_close, assert_equal, normal, small_integers
 from overlapped_models import model, params_of
 from programs import calls, compiled_text, copies, own_copy, tp_mesh
+from scaled_operands import DEFAULT_RECIPES
 from sequences import FEATURES, names
 
 from jax_ub import ops
@@ -82,6 +83,19 @@ def test_sum_is_exact(kind, dtype, with_extra):
     residual = wide(a.residual) * with_extra
     assert_equal(dx, (dgrad(a) + residual).astype(dtype))
     assert_equal(d_params[0]["kernel"], wgrad(a).astype(dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["current", "row"])
+def test_sum_with_an_fp8_gradient_is_rounded_once(kind, name):
+    # The gradients of x are sums of 257 ones, which is halfway between bf16 numbers.
+    x, w, dy = (
+        jnp.ones(shape, "bfloat16") for shape in ((1, 8, 8), (8, 257), (1, 8, 257))
+    )
+    a = Arrays(x, w, dy, None, x)
+    _, layer = residual_layer(kind, 2, a, fp8=DEFAULT_RECIPES[name])
+    _, (_, dx) = step_of(layer, a)(params(kind, 2, a), a.x)
+    assert_equal(dx, jnp.full_like(x, 258))
 
 
 @pytest.mark.parametrize("kind", KINDS)
