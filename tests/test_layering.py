@@ -22,7 +22,6 @@ LAYERS = [
     {"methods"},
     {"lowering_log", "config", "reference"},
     {"scaled_array"},
-    {"fp8_casts"},
     {"runtime"},
     {"prediction"},
     {"primitives"},

@@ -12,7 +12,7 @@ from fp8_formulas import E4M3, E5M2, E8M0
 from scaled_operands import DEFAULT_RECIPES as RECIPES
 
 import jax_ub as ub
-from jax_ub._src import fp8_casts
+from jax_ub._src.scaled_array import cast
 
 FP8 = ub.fp8
 ROLES = ("input", "kernel", "output_grad")
@@ -51,13 +51,13 @@ def edges(dtype):
 def test_casts_clip_then_round_once(dtype, scale):
     x = np.float32(scale) * edges(dtype)
     scales = np.full((1,), scale, np.float32)
-    found = jax.jit(fp8_casts.cast, static_argnums=2)(x, scales, dtype)
+    found = jax.jit(cast, static_argnums=2)(x, scales, dtype)
     same_bits(found, formulas.cast(x, scales, dtype))
 
 
 def test_casts_do_not_round_to_bf16_or_f16_first():
     x = normal((1 << 16,))
-    found = np.asarray(jax.jit(fp8_casts.cast, static_argnums=2)(x, jnp.ones(1), E4M3))
+    found = np.asarray(jax.jit(cast, static_argnums=2)(x, jnp.ones(1), E4M3))
     same_bits(found, np.asarray(x).astype(E4M3))
     assert np.any(found != np.asarray(x).astype(jnp.bfloat16).astype(E4M3))
 
@@ -78,17 +78,17 @@ def test_casts_have_the_bits_of_xlas_conversion(dtype):
     largest = float(jnp.finfo(dtype).max)
     ties = np.resize(edges(dtype), 1 << 16)  # smaller arrays are converted by XLA
     for x in (every_bf16, ties, *(n.view(np.float32) for n in numbers)):
-        found = jax.jit(lambda x: codes(fp8_casts.cast(x, jnp.ones(1), dtype)))(x)
+        found = jax.jit(lambda x: codes(cast(x, jnp.ones(1), dtype)))(x)
         wide = jnp.asarray(x, jnp.float32)
         clipped = jnp.clip(wide, -largest, largest)
         np.testing.assert_array_equal(found, codes(clipped.astype(dtype)))
 
 
 def test_casts_for_gpus_use_xlas_conversion():
-    cast = jax.jit(functools.partial(fp8_casts.cast, dtype=E4M3))
+    jitted = jax.jit(functools.partial(cast, dtype=E4M3))
     operands = jnp.ones((256, 256)), jnp.ones((1, 1))
     for platform, has_it in (("cuda", True), ("cpu", False)):
-        text = cast.trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+        text = jitted.trace(*operands).lower(lowering_platforms=(platform,)).as_text()
         to_fp8 = [line for line in text.splitlines() if "f8E4M3FN>" in line]
         assert any("stablehlo.convert" in line for line in to_fp8) == has_it
 

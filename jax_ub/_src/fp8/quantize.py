@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ub._src import checks, dtypes, fp8_casts, methods
+from jax_ub._src import checks, dtypes, methods
 from jax_ub._src.errors import (
     ConfigurationError,
     ShapeContractError,
@@ -38,7 +38,15 @@ from jax_ub._src.primitives import mesh, vma
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.collectives import all_reduce_max
 from jax_ub._src.runtime import settings
-from jax_ub._src.scaled_array import MXFP8_BLOCK, ScaledArray, is_scaled
+from jax_ub._src.scaled_array import (
+    MXFP8_BLOCK,
+    ScaledArray,
+    amax_of,
+    block_scales,
+    cast,
+    is_scaled,
+    row_scales,
+)
 
 _OP = "quantize"
 
@@ -181,7 +189,7 @@ def quantize_arrays(
         scales = [_scales(ranks, recipe, role, x) for x in xs]
     dtype = recipe.fp8_format.dtype(role)
     pairs = zip(xs, scales, strict=True)
-    return tuple(ScaledArray(fp8_casts.cast(x, s, dtype), s) for x, s in pairs), None
+    return tuple(ScaledArray(cast(x, s, dtype), s) for x, s in pairs), None
 
 
 def _like(scale, x):
@@ -194,12 +202,12 @@ def _quantized(ranks, recipe, role, x):
 
 def _cast(recipe, role, x, scales):
     dtype = recipe.fp8_format.dtype(role)
-    return ScaledArray(fp8_casts.cast(lax.stop_gradient(x), scales, dtype), scales, x)
+    return ScaledArray(cast(lax.stop_gradient(x), scales, dtype), scales, x)
 
 
 def _amax_of_all(xs):
     """Returns the largest absolute value in several arrays, as an f32 scalar."""
-    maxima = [fp8_casts.amax_of(lax.stop_gradient(x)).reshape(()) for x in xs]
+    maxima = [amax_of(lax.stop_gradient(x)).reshape(()) for x in xs]
     return functools.reduce(
         jnp.maximum, vma.pcast_varying(maxima, vma.axes_of(*maxima))
     )
@@ -229,10 +237,10 @@ def _scales(ranks, recipe, role, x):
                 f"{ranks.label}: {name} = {size} is no multiple of {MXFP8_BLOCK}, "
                 f"which MXFP8 needs. Pad {name}, or use Float8CurrentScaling."
             )
-        return fp8_casts.block_scales(x, axis, dtype, recipe.margin)
+        return block_scales(x, axis, dtype, recipe.margin)
     if isinstance(recipe, RowwiseScaling):
-        return fp8_casts.row_scales(fp8_casts.amax_of(x, (axis,)), dtype)
-    amax = _agreed(ranks, fp8_casts.amax_of(x))
+        return row_scales(amax_of(x, (axis,)), dtype)
+    amax = _agreed(ranks, amax_of(x))
     return current_scale(amax, recipe, role)
 
 
@@ -293,7 +301,7 @@ def _delayed(ranks, recipe, role, further_axes, xs, scale, history):
     """
     scale = updated_scale(history, scale, recipe, role)
     dtype = recipe.fp8_format.dtype(role)
-    values = tuple(fp8_casts.cast(x, _like(scale, x), dtype) for x in xs)
+    values = tuple(cast(x, _like(scale, x), dtype) for x in xs)
     amax = _amax_of_all(xs)
     axes = (*_varying_axes(ranks, amax), *further_axes)
     if axes:

@@ -22,7 +22,7 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as hlo
 
-from jax_ub._src import dtypes, lowering_log
+from jax_ub._src import dtypes, lowering_log, scaled_array
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.methods import DEFAULT_SPLITS, Method, Variant, auto_on_gpus
 from jax_ub._src.primitives.mesh import RUN_PLAIN, Ranks, find_ranks
@@ -423,17 +423,15 @@ def _with_converted_kernels(ctx, operands, call):
     """
     if not call.kernels or not call.has_row_scales:
         return ctx, operands
-    from jax_ub._src import fp8_casts  # only for GPUs: loaded at first use
-
     operands, avals = list(operands), list(ctx.avals_in)
     first_scale = len(avals) - call.num_scales
     axis = 1 if call.rhs_transposed else 0
     for i in call.kernels:
         both = [i, first_scale + i]
         w, scales = before = [avals[j] for j in both]
-        if not fp8_casts.changes_along(scales, w.shape, axis):
+        if not scaled_array.changes_along(scales, w.shape, axis):
             continue
-        convert = functools.partial(fp8_casts.converted, axis=axis)
+        convert = functools.partial(scaled_array.converted, axis=axis)
         shapes = jax.eval_shape(convert, *before)
         after = [jax.core.ShapedArray(each.shape, each.dtype) for each in shapes]
         rule = mlir.lower_fun(convert, multiple_results=True)

@@ -13,13 +13,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ub._src import dtypes, fp8_casts, lowering_log, reference
+from jax_ub._src import dtypes, lowering_log, reference
 from jax_ub._src.methods import DEFAULT_SPLITS, Method
 from jax_ub._src.primitives import collectives, matmuls
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.scales import Operand, packed, unpacked
 from jax_ub._src.rules.call_config import CallConfig
-from jax_ub._src.scaled_array import ScaledArray, is_scaled
+from jax_ub._src.scaled_array import (
+    ScaledArray,
+    amax_of,
+    cast,
+    is_scaled,
+    row_scales,
+)
 
 
 def all_gather(execution: Execution, x: Operand) -> Operand:
@@ -135,8 +141,8 @@ def as_sent(execution: Execution, x: Operand) -> Operand:
 
 def _quantized(x):
     dtype = jnp.float8_e4m3fn
-    scales = fp8_casts.row_scales(fp8_casts.amax_of(x, (-1,)), dtype)
-    return ScaledArray(fp8_casts.cast(x, scales, dtype), scales)
+    scales = row_scales(amax_of(x, (-1,)), dtype)
+    return ScaledArray(cast(x, scales, dtype), scales)
 
 
 def widened(x: Operand, gathered: Any) -> Any:
