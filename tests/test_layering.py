@@ -16,8 +16,8 @@ SRC = PACKAGE / "_src"
 # ones. Layers of one row do not import each other.
 LAYERS = [
     {"_cpu", "_cuda"},
-    {"errors", "tables", "dtypes"},
-    {"files", "checks", "parallel"},
+    {"errors", "dtypes"},
+    {"output", "checks", "parallel"},
     {"arguments"},
     {"methods"},
     {"lowering_log", "config", "reference"},

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_ub._src.errors import ConfigurationError, UnknownNameError, nearest, shown
-from jax_ub._src.files import write_json, writing
 from jax_ub._src.methods import (
     PALLAS_TILES,
     KernelOptions,
@@ -22,6 +21,7 @@ from jax_ub._src.methods import (
     PallasTiles,
     Variant,
 )
+from jax_ub._src.output import write_json, writing
 
 # Version of the file format. Must be incremented when a key changes its meaning.
 SCHEMA = 1

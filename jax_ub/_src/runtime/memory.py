@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 
 from jax_ub._src.config import resolve
+from jax_ub._src.output import format_bytes, format_table
 from jax_ub._src.runtime import (
     communicators,
     cpu_engine,
@@ -14,7 +15,6 @@ from jax_ub._src.runtime import (
 )
 from jax_ub._src.runtime.device_groups import Key
 from jax_ub._src.runtime.registry import InitializedAxis, Overlap
-from jax_ub._src.tables import format_bytes, format_table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,8 +30,8 @@ from jax_ub._src.errors import (
     nearest,
     shown,
 )
-from jax_ub._src.files import checked_output, write_json
 from jax_ub._src.methods import Method
+from jax_ub._src.output import checked_output, write_json
 from jax_ub._src.runtime import settings
 
 STDOUT = pathlib.Path("-")  # value of --json that prints the document

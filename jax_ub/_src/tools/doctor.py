@@ -23,6 +23,7 @@ import jax_ub as ub
 from jax_ub._src.errors import UnsupportedOverlapError, nearest
 from jax_ub._src.lowering_log import fallbacks
 from jax_ub._src.methods import Method, MethodChoice, resolve
+from jax_ub._src.output import format_bytes, format_table
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.collectives import bulk_all_gather
 from jax_ub._src.runtime import (
@@ -34,7 +35,6 @@ from jax_ub._src.runtime import (
     registry,
     settings,
 )
-from jax_ub._src.tables import format_bytes, format_table
 from jax_ub._src.tools import command_line
 from jax_ub._src.tools.launch import parts
 

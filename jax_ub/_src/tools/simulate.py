@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from jax_ub._src.errors import ShapeContractError, shown
-from jax_ub._src.files import writing
 from jax_ub._src.methods import Method
+from jax_ub._src.output import format_table, writing
 from jax_ub._src.prediction import hardware as machines
 from jax_ub._src.prediction.cost import Workload, bounds
 from jax_ub._src.prediction.estimate import (
@@ -20,7 +20,6 @@ from jax_ub._src.prediction.estimate import (
     predict_fp8,
 )
 from jax_ub._src.prediction.hardware import Hardware
-from jax_ub._src.tables import format_table
 from jax_ub._src.tools import command_line
 from jax_ub._src.tools.command_line import (
     amount_of,

@@ -13,14 +13,14 @@ import jax
 import numpy as np
 
 from jax_ub._src.lowering_log import Fallback
-from jax_ub._src.runtime import cpu_engine, tuned_tables
-from jax_ub._src.tables import (
+from jax_ub._src.output import (
     format_bytes,
     format_row,
     format_rule,
     format_seconds,
     format_table,
 )
+from jax_ub._src.runtime import cpu_engine, tuned_tables
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case
 from jax_ub._src.tools.bench.linear import LINEAR_OPS

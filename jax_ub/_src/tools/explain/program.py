@@ -15,10 +15,10 @@ from jax_ub._src import arguments, dtypes, lowering_log
 from jax_ub._src.checks import axis_tuple
 from jax_ub._src.lowering_log import Fallback, LoweredCall, recording, shape_of
 from jax_ub._src.methods import Method
+from jax_ub._src.output import format_count
 from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.prediction.hardware import ITEMSIZES, Hardware
 from jax_ub._src.primitives.call import Call
-from jax_ub._src.tables import format_count
 from jax_ub._src.tools.explain import hlo, report
 from jax_ub._src.tools.explain.report import HardwareLike, Row, Table, TraceLike, Waits
 from jax_ub._src.tools.trace.traces import ub_name_in

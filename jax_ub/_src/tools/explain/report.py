@@ -21,8 +21,8 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.lowering_log import LoweredCall
+from jax_ub._src.output import format_bytes, format_count, format_seconds, format_table
 from jax_ub._src.prediction.hardware import HARDWARE, Hardware, find, name_of_kind
-from jax_ub._src.tables import format_bytes, format_count, format_seconds, format_table
 from jax_ub._src.tools.explain import hlo
 from jax_ub._src.tools.trace import traces
 from jax_ub._src.tools.trace.traces import Recording, Trace

@@ -15,7 +15,7 @@ import jax
 import jax_ub as ub
 from jax_ub._src.dtypes import BY_SHORT_NAME
 from jax_ub._src.errors import UbError
-from jax_ub._src.tables import format_table
+from jax_ub._src.output import format_table
 from jax_ub._src.tools import command_line, devices
 from jax_ub._src.tools.command_line import (
     Shape,

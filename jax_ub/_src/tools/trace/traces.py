@@ -28,7 +28,7 @@ from jax_ub._src.errors import (
     UnknownNameError,
     shown,
 )
-from jax_ub._src.files import checked_output, write_json
+from jax_ub._src.output import checked_output, write_json
 from jax_ub._src.runtime import backend, cpu_engine
 from jax_ub._src.tools.launch.parts import part_path
 

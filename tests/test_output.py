@@ -1,14 +1,18 @@
-"""The tables and units of reports and commands."""
+"""The tables, units and files of reports and commands."""
+
+import pathlib
 
 import pytest
 
-from jax_ub._src.tables import (
+from jax_ub._src.output import (
     format_bytes,
     format_count,
     format_row,
     format_seconds,
     format_table,
+    write_json,
 )
+from jax_ub.errors import OutputError
 
 
 def test_columns_are_as_wide_as_their_longest_cell():
@@ -70,3 +74,8 @@ def test_counts_have_decimal_prefixes():
     assert [format_count(950), format_count(5, "B")] == ["950", "5 B"]
     assert [format_count(c) for c in (9.994e8, 9.996e8)] == ["999 M", "1 G"]
     assert [format_count(c, "FLOP") for c in (2e15, 3e18)] == ["2 PFLOP", "3 EFLOP"]
+
+
+def test_full_disk_is_an_error_that_names_the_file():
+    with pytest.raises(OutputError, match="cannot write '/dev/full': No space left"):
+        write_json(pathlib.Path("/dev/full"), {})
