@@ -5,7 +5,7 @@ from jax_ub._src.config.overlap_config import (
     OverlapConfig,
     UserBufferQuantizationMode,
 )
-from jax_ub._src.config.te_yaml import from_te
+from jax_ub._src.config.ub_cfgs import from_te
 
 __all__ = [
     "CommOverlapType",

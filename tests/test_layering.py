@@ -143,8 +143,7 @@ def test_a_linear_layer_loads_only_the_modules_of_calls():
     assert not loaded & {
         f"jax_ub._src.{name}"
         for name in (
-            "config.resolve",
-            "config.te_yaml",
+            "config.ub_cfgs",
             "fp8.quantize",
             "fp8.recipes",
             "fp8.state",

@@ -11,7 +11,7 @@ from jax_ub._src.config.overlap_config import (
     OverlapConfig,
     read_entry,
 )
-from jax_ub._src.config.resolve import NAMES, method_defaults, read_entries
+from jax_ub._src.config.ub_cfgs import NAMES, method_defaults, read_entries
 from jax_ub._src.methods import Method
 from jax_ub.overlap_config import CommOverlapType
 

@@ -16,7 +16,7 @@ from jax_ub._src.config.overlap_config import (
     OverlapConfig,
     UserBufferQuantizationMode,
 )
-from jax_ub._src.config.resolve import AUTOMATIC, read_entries, resolve
+from jax_ub._src.config.ub_cfgs import AUTOMATIC, read_entries, resolve
 from jax_ub._src.errors import ConfigurationError, ConfigurationTypeError, shown
 from jax_ub._src.methods import Method
 from jax_ub._src.runtime import cuda_engine, registry, settings, tuned_tables

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jax_ub._src.config import resolve
+from jax_ub._src.config import ub_cfgs
 from jax_ub._src.output import format_bytes, format_table
 from jax_ub._src.runtime import (
     communicators,
@@ -223,7 +223,7 @@ def _transformer_engine_bytes(axis: InitializedAxis) -> int:
     """
     num_unused = sum(
         (name, mode) not in axis.overlaps
-        for name in resolve.NAMES
+        for name in ub_cfgs.NAMES
         for mode in axis.modes
     )
     spare = math.prod(axis.shape) * axis.dtype.itemsize
