@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from jax_ub._src.errors import UbError, nearest, shown
-from jax_ub._src.runtime.tuned_tables import version_of
+from jax_ub._src.runtime.tuned_file import version_of
 
 _NAME = "python -m jax_ub"
 # The commands, with the summaries that --help shows. The options of a command are

@@ -13,7 +13,7 @@ from fuzz_targets import NUM_RANKS, PER_DEVICE, mesh
 
 import jax_ub as ub
 from jax_ub import __main__
-from jax_ub._src.runtime import settings, tuned_tables
+from jax_ub._src.runtime import settings, tuned_file
 
 # Texts for command lines, environment variables and files.
 TEXTS = {
@@ -107,7 +107,7 @@ COMMANDS = {f"command {name}": _command(name) for name in _OPTIONS if name != "d
 
 
 def _tuned_file():
-    environment = tuned_tables.environment()
+    environment = tuned_file.environment()
     case = {"op": "all_gather_matmul", "num_ranks": 4, "M": 8, "K": 8, "N": 8}
     entry = {**case, "dtype": "float32", "method": "direct", "num_splits": 0}
     entry |= {"tuning": {"num_sm": 1, "variant": "plain"}, "times_us": {"direct": 1.0}}

@@ -10,8 +10,7 @@ import pytest
 
 import jax_ub as ub
 from jax_ub import __main__
-from jax_ub._src.config import tuned_file
-from jax_ub._src.runtime import settings
+from jax_ub._src.runtime import settings, tuned_file
 from jax_ub._src.tools.launch.parts import MOST
 from jax_ub.errors import (
     ConfigurationError,

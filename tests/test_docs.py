@@ -34,9 +34,8 @@ FRAGMENTS = {
     "explain": "params, batch, loss = w, x, lambda w, x: jnp.sum(x @ w)",
     "trace": "step, state = jnp.sin, x",
     "tune": f"""{MESH}
-from jax_ub._src.config import tuned_file
-from jax_ub._src.runtime import tuned_tables
-tuned_file.write("tuned.json", {{tuned_tables.environment(): {{}}}})""",
+from jax_ub._src.runtime import tuned_file
+tuned_file.write("tuned.json", {{tuned_file.environment(): {{}}}})""",
 }
 # Pages whose blocks other tests run.
 ELSEWHERE = {

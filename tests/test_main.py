@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jax_ub import __main__
-from jax_ub._src.runtime.tuned_tables import version_of
+from jax_ub._src.runtime.tuned_file import version_of
 from jax_ub._src.tools import doctor
 
 _MAIN = "import jax_ub.__main__ as main, sys; sys.exit(main.main(sys.argv[1:]))"

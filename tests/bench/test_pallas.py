@@ -3,10 +3,9 @@ import dataclasses
 import pytest
 
 from jax_ub.__main__ import main
-from jax_ub._src.config import tuned_file
-from jax_ub._src.config.tuned_file import TunedKey
 from jax_ub._src.methods import PALLAS_TILES, Method, MethodChoice
-from jax_ub._src.runtime.tuned_tables import environment
+from jax_ub._src.runtime import tuned_file
+from jax_ub._src.runtime.tuned_file import TunedKey, environment
 from jax_ub._src.tools.bench import cases, linear, peers, report
 from jax_ub._src.tools.bench.cases import Setup, check_agreement
 from jax_ub._src.tools.bench.peers import FastestDots

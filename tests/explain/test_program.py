@@ -14,12 +14,11 @@ from overlapped_mlp import NUM_RANKS, SPECS, mlp, operands
 from programs import dp_tp_mesh, on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub._src.config import tuned_file
-from jax_ub._src.config.tuned_file import TunedKey
 from jax_ub._src.lowering_log import recording
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.prediction import hardware as machines
-from jax_ub._src.runtime.tuned_tables import environment
+from jax_ub._src.runtime import tuned_file
+from jax_ub._src.runtime.tuned_file import TunedKey, environment
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear
 from jax_ub._src.tools.explain import report

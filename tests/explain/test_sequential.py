@@ -12,10 +12,9 @@ from programs import tp_mesh
 import jax_ub as ub
 from jax_ub import ops
 from jax_ub._src import lowering_log
-from jax_ub._src.config import tuned_file
-from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
 from jax_ub._src.methods import Method, MethodChoice
-from jax_ub._src.runtime.tuned_tables import environment
+from jax_ub._src.runtime import tuned_file
+from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS, TunedKey, environment
 from jax_ub._src.tools.explain import report
 
 

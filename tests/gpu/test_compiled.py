@@ -18,12 +18,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ub as ub
-from jax_ub._src.config import tuned_file
-from jax_ub._src.config.tuned_file import TunedKey
 from jax_ub._src.methods import PALLAS_TILES, Method, MethodChoice
 from jax_ub._src.prediction import estimate as simulate
-from jax_ub._src.runtime import cuda_engine, settings
-from jax_ub._src.runtime.tuned_tables import environment
+from jax_ub._src.runtime import cuda_engine, settings, tuned_file
+from jax_ub._src.runtime.tuned_file import TunedKey, environment
 from jax_ub._src.tools.bench.linear import pallas_programs
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks

@@ -22,13 +22,11 @@ from jax.sharding import PartitionSpec as P
 from programs import dp_tp_mesh, on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub._src.config import tuned_file
-from jax_ub._src.config.tuned_file import TunedKey
 from jax_ub._src.lowering_log import recording
 from jax_ub._src.methods import PALLAS_TILES, KernelOptions, Method, MethodChoice
 from jax_ub._src.primitives.mesh import find_ranks
-from jax_ub._src.runtime import cuda_engine, settings
-from jax_ub._src.runtime.tuned_tables import environment
+from jax_ub._src.runtime import cuda_engine, settings, tuned_file
+from jax_ub._src.runtime.tuned_file import TunedKey, environment
 from jax_ub._src.tools.explain import program, report
 
 RANKS, M, K, N = 4, 1024, 128, 1024

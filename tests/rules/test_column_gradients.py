@@ -8,12 +8,10 @@ from jax.sharding import PartitionSpec as P
 from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub._src.config import tuned_file
-from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice
 from jax_ub._src.rules.call_config import plan_call_config
-from jax_ub._src.runtime import cuda_engine, tuned_tables
-from jax_ub._src.runtime.tuned_tables import environment
+from jax_ub._src.runtime import cuda_engine, tuned_file
+from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS, TunedKey, environment
 
 COLUMN = (P("tp"), P(None, "tp"))
 
@@ -130,7 +128,7 @@ def test_nobody_asked_for_bulk_where_it_cannot_run(engine, monkeypatch):
 # JAX lowers a program for the devices of its mesh, not of the default backend.
 def test_the_plan_follows_the_devices_of_the_mesh(monkeypatch):
     monkeypatch.setattr(cuda_engine, "is_default", lambda: True)
-    monkeypatch.setattr(tuned_tables, "of_process", lambda: pytest.fail("of the GPUs"))
+    monkeypatch.setattr(tuned_file, "process_table", lambda: pytest.fail("of the GPUs"))
     found = []
 
     def function(x):

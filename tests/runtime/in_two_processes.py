@@ -16,12 +16,16 @@ from jax import P
 from jax.sharding import Mesh
 
 import jax_ub as ub
-from jax_ub._src.config import tuned_file
-from jax_ub._src.config.tuned_file import TunedKey
 from jax_ub._src.methods import Method, MethodChoice
-from jax_ub._src.runtime import communicators, cpu_engine, registry, transports
+from jax_ub._src.runtime import (
+    communicators,
+    cpu_engine,
+    registry,
+    transports,
+    tuned_file,
+)
 from jax_ub._src.runtime.bootstrap import JaxStore
-from jax_ub._src.runtime.tuned_tables import environment
+from jax_ub._src.runtime.tuned_file import TunedKey, environment
 from jax_ub._src.tools import doctor
 
 jax.distributed.initialize()

@@ -132,7 +132,7 @@ def test_variables_reach_the_engine():
             "{'isa': 'portable', 'threads': 3}",
         ),
         (
-            "from jax_ub._src.runtime.tuned_tables import environment\n"
+            "from jax_ub._src.runtime.tuned_file import environment\n"
             "print(environment())",
             "cpu portable, ",
         ),

@@ -18,7 +18,7 @@ from jax_ub._src.runtime import (
     connection_attempt,
     cpu_engine,
     hosts,
-    tuned_tables,
+    tuned_file,
 )
 from jax_ub._src.runtime.device_groups import DeviceGroups
 
@@ -98,7 +98,7 @@ def test_a_named_method_is_rejected_with_the_reason(no_engine):
 
 def test_named_overlaps_are_initialized(no_engine):
     ub.initialize_ub((4, 8), 2, mesh=tp_mesh(2))
-    assert "without an engine" in tuned_tables.environment.__wrapped__().device
+    assert "without an engine" in tuned_file.environment.__wrapped__().device
     assert ub.get_ub("qkv_fprop").method == "ring_exchange"
     assert ub.memory_report().held_bytes == 0
     assert f"buffers: none: {REASON}" in str(ub.memory_report())

@@ -4,9 +4,9 @@ import pytest
 from covering import covering
 from cuda_programs import attribute, called, cuda_text, custom_calls
 
-from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, OPS, TunedKey
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice
 from jax_ub._src.runtime import cuda_engine
+from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, OPS, TunedKey
 from jax_ub._src.tools.tune.cases import Operands, candidates
 
 DGRAD = MethodChoice(Method.PIPELINE, 2, KernelOptions(num_lanes=3, sm_margin=2))

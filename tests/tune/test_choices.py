@@ -8,11 +8,9 @@ from operands import assert_equal, small_integers
 from programs import calls, collectives, compiled_text, on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub._src.config import tuned_file
-from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
-from jax_ub._src.runtime import communicators, registry
-from jax_ub._src.runtime.tuned_tables import environment
+from jax_ub._src.runtime import communicators, registry, tuned_file
+from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS, TunedKey, environment
 from jax_ub.errors import ConfigurationError
 
 SIZES = (16, 8, 12)

@@ -7,11 +7,16 @@ import jax
 import pytest
 
 from jax_ub.__main__ import main
-from jax_ub._src.config import tuned_file
-from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, OPS, TunedKey
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
+from jax_ub._src.runtime import registry, tuned_file
 from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
-from jax_ub._src.runtime.tuned_tables import environment, of_ranks
+from jax_ub._src.runtime.tuned_file import (
+    COLUMN_GRADIENTS,
+    LOCAL_OPS,
+    OPS,
+    TunedKey,
+    environment,
+)
 from jax_ub._src.tools.tune.cases import candidates, dgrad_of
 
 # The ops that overlap a GEMM with communication.
@@ -62,7 +67,7 @@ def test_f16_is_tuned_and_used(tmp_path, capsys, monkeypatch):
     assert f"ran {num_candidates} candidates of 8 cases 2 times each" in text
     monkeypatch.setenv("JAX_UB_TUNED", path)
     case = TunedKey("all_gather_matmul", 2, 32, 48, 80, "float16")
-    assert of_ranks(("tp",), 2).by_case[case] == found[case][0]
+    assert registry.tuned_table(("tp",), 2).by_case[case] == found[case][0]
 
 
 def test_second_run_keeps_the_entries_of_the_file(tmp_path):

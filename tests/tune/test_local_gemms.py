@@ -10,11 +10,15 @@ from operands import assert_equal, small_integers
 from programs import calls, compiled_text, on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub._src.config import tuned_file
-from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, OPS, TunedKey
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice
-from jax_ub._src.runtime import cuda_engine
-from jax_ub._src.runtime.tuned_tables import environment
+from jax_ub._src.runtime import cuda_engine, tuned_file
+from jax_ub._src.runtime.tuned_file import (
+    COLUMN_GRADIENTS,
+    LOCAL_OPS,
+    OPS,
+    TunedKey,
+    environment,
+)
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.explain.program import equations
 from jax_ub._src.tools.tune.cases import Operands, candidates, cases

@@ -23,11 +23,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_ub._src import lowering_log
-from jax_ub._src.config.tuned_file import TunedKey, TunedTable
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives import lowering, vma
 from jax_ub._src.primitives.mesh import check_manual
+from jax_ub._src.runtime.tuned_file import TunedKey, TunedTable
 
 _TARGET = "jax_ub$"
 

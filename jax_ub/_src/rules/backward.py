@@ -5,7 +5,6 @@ import math
 
 import jax
 
-from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.methods import Method
 from jax_ub._src.parallel import COLUMN, ROW
@@ -23,6 +22,7 @@ from jax_ub._src.rules.vjp import (
     kernel_gradients,
 )
 from jax_ub._src.rules.wire import all_gather, bulk_all_gather, reduce_scatter
+from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS
 from jax_ub._src.scaled_array import is_scaled
 
 

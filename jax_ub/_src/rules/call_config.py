@@ -10,7 +10,6 @@ import numpy as np
 from jax_ub._src import arguments, lowering_log, methods
 from jax_ub._src import checks as shapes
 from jax_ub._src.config.flags import FUSED, FlaggedMethod, OverlapFlags, flags_of
-from jax_ub._src.config.tuned_file import TunedKey, TunedTable
 from jax_ub._src.errors import UnsupportedOverlapError, shown
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.parallel import (
@@ -24,8 +23,9 @@ from jax_ub._src.parallel import (
 )
 from jax_ub._src.primitives import mesh, vma
 from jax_ub._src.primitives.call import Execution
-from jax_ub._src.runtime import cuda_engine, registry, settings, tuned_tables
+from jax_ub._src.runtime import cuda_engine, registry, settings
 from jax_ub._src.runtime.registry import Overlap
+from jax_ub._src.runtime.tuned_file import TunedKey, TunedTable
 
 if TYPE_CHECKING:
     from jax_ub._src.fp8.recipes import Recipe
@@ -349,7 +349,7 @@ def plan_call_config(
     # Tuned files list the methods that were fastest on JAX's default backend. Devices
     # of another platform have no such table.
     has_table = is_automatic and is_on_cuda == cuda_engine.is_default()
-    table = tuned_tables.of_ranks(axes, num_ranks) if has_table else None
+    table = registry.tuned_table(axes, num_ranks) if has_table else None
     choices = {FPROP: MethodChoice(chosen, is_from_environment=is_default)}
     if is_configured:
         # A dgrad that `initialize_ub` has not configured gets the default method, also

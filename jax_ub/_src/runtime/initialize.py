@@ -31,7 +31,7 @@ from jax_ub._src.runtime import (
     cuda_engine,
     registry,
     settings,
-    tuned_tables,
+    tuned_file,
 )
 from jax_ub._src.runtime.bootstrap import check_backend, join_job, open_rendezvous
 from jax_ub._src.runtime.device_groups import DeviceGroups
@@ -346,7 +346,7 @@ def _agreed_settings(
     return {
         "axis_name": shown(axis.axis_name),
         "bootstrap_backend": backend or "jax",
-        "the version of jax_ub": tuned_tables.version_of("jax_ub"),
+        "the version of jax_ub": tuned_file.version_of("jax_ub"),
         "the version of jax": jax.__version__,
         "the engine of jax_ub": cpu_engine.why_not() or "built",
         "JAX_UB_METHOD": str(settings.method()),

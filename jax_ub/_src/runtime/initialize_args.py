@@ -19,7 +19,7 @@ from jax_ub._src.config.overlap_config import (
 from jax_ub._src.config.ub_cfgs import AUTOMATIC, read_entries, resolve
 from jax_ub._src.errors import ConfigurationError, ConfigurationTypeError, shown
 from jax_ub._src.methods import Method
-from jax_ub._src.runtime import cuda_engine, registry, settings, tuned_tables
+from jax_ub._src.runtime import cuda_engine, registry, settings, tuned_file
 from jax_ub._src.runtime.device_groups import rank_groups
 from jax_ub._src.runtime.registry import (
     CommOverlap,
@@ -211,9 +211,9 @@ def make_initialized_axis(
     """
     # If `initialize_ub` was given no tuned file, stores the table of `JAX_UB_TUNED`, if
     # it is set, because this table must be equal in all processes, too.
-    choices = tuned_tables.of_process()
+    choices = tuned_file.process_table()
     if isinstance(ub_cfgs, str | os.PathLike):
-        choices, ub_cfgs = tuned_tables.read(os.fspath(ub_cfgs)), AUTOMATIC
+        choices, ub_cfgs = tuned_file.read_table(os.fspath(ub_cfgs)), AUTOMATIC
     found = {}
     for mode, cfgs in zip(modes, per_mode(ub_cfgs, modes), strict=True):
         entries = read_entries(cfgs)

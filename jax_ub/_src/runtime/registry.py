@@ -19,7 +19,6 @@ from jax_ub._src.config.overlap_config import (
     split_name,
     with_known_pass,
 )
-from jax_ub._src.config.tuned_file import TunedTable
 from jax_ub._src.errors import (
     ConfigurationTypeError,
     LifecycleError,
@@ -31,8 +30,9 @@ from jax_ub._src.errors import (
 )
 from jax_ub._src.methods import DEFAULT_SPLITS
 from jax_ub._src.parallel import FPROP, PASSES
-from jax_ub._src.runtime import settings
+from jax_ub._src.runtime import settings, tuned_file
 from jax_ub._src.runtime.device_groups import Group, Key
+from jax_ub._src.runtime.tuned_file import TunedTable
 
 NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
 
@@ -260,6 +260,18 @@ def on_axis(axis_name: tuple[str, ...], num_ranks: int) -> InitializedAxis | Non
     """Returns the axis if it was initialized with `num_ranks` ranks, else None."""
     axis = _AXES.get(axis_name)
     return axis if axis is not None and axis.tp_size == num_ranks else None
+
+
+def tuned_table(axis_name: tuple[str, ...], num_ranks: int) -> TunedTable | None:
+    """Returns the table of fastest methods for "auto" calls on a mesh axis, or None.
+
+    A table that `initialize_ub` was given for this axis takes precedence over the file
+    `JAX_UB_TUNED`. A GEMM that does not communicate has the axis (). For such a GEMM,
+    the table of all initialized axes that have one takes precedence, if it is the same.
+    """
+    searched = [on_axis(axis_name, num_ranks)] if axis_name else axes()
+    found = {axis.choices for axis in searched if axis is not None and axis.choices}
+    return found.pop() if len(found) == 1 else tuned_file.process_table()
 
 
 # Checks `use_fp8`. A quantization mode passed by mistake would count as true.

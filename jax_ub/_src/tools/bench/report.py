@@ -20,7 +20,7 @@ from jax_ub._src.output import (
     format_seconds,
     format_table,
 )
-from jax_ub._src.runtime import cpu_engine, tuned_tables
+from jax_ub._src.runtime import cpu_engine, tuned_file
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case
 from jax_ub._src.tools.bench.linear import LINEAR_OPS
@@ -284,7 +284,7 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "versions": {
             "python": platform.python_version(),
-            **{name: tuned_tables.version_of(name) for name in _PACKAGES},
+            **{name: tuned_file.version_of(name) for name in _PACKAGES},
         },
         "machine": {
             "processor": _processor(),

@@ -10,7 +10,6 @@ import numpy as np
 from jax_ub._src import checks as shapes
 from jax_ub._src import methods
 from jax_ub._src.checks import axis_tuple
-from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.methods import Method
 from jax_ub._src.ops.collectives import AllGather, AllReduce, ReduceScatter
@@ -23,6 +22,7 @@ from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.prediction.hardware import ITEMSIZES, Hardware
 from jax_ub._src.rules.call_config import CallConfig, call_label, plan_call_config
 from jax_ub._src.runtime import registry
+from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS
 from jax_ub._src.tools.explain import report
 from jax_ub._src.tools.explain.report import Row, Table, Waits
 

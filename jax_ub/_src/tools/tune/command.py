@@ -10,14 +10,12 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from jax_ub._src.config import tuned_file
-from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, TunedKey
 from jax_ub._src.dtypes import BY_SHORT_NAME
 from jax_ub._src.errors import UbError, UnsupportedOverlapError
 from jax_ub._src.methods import Method, MethodChoice, PallasTiles
 from jax_ub._src.output import format_row
-from jax_ub._src.runtime import cuda_engine, settings
-from jax_ub._src.runtime.tuned_tables import environment
+from jax_ub._src.runtime import cuda_engine, settings, tuned_file
+from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS, TunedKey, environment
 from jax_ub._src.tools import command_line, devices
 from jax_ub._src.tools.bench.cases import DEFAULT_SHAPES, PALLAS
 from jax_ub._src.tools.command_line import (

@@ -4,8 +4,6 @@ import json
 import pytest
 
 import jax_ub as ub
-from jax_ub._src.config import tuned_file
-from jax_ub._src.config.tuned_file import COLUMN_GRADIENTS, Environment, TunedKey
 from jax_ub._src.methods import (
     PALLAS_TILES,
     KernelOptions,
@@ -13,6 +11,8 @@ from jax_ub._src.methods import (
     MethodChoice,
     Variant,
 )
+from jax_ub._src.runtime import tuned_file
+from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS, Environment, TunedKey
 from jax_ub.errors import ConfigurationError, OutputError, UnknownNameError
 
 HERE = Environment("cpu avx2, 2 cores", (("jax", "0.10.2"),))

@@ -1,16 +1,21 @@
 """Tuned files: the methods measured fastest for each op and size, by device.
 
 `python -m jax_ub tune` writes them. A file has one *tuning* for each combination of
-device and library versions. A tuning has one method choice for each op and size.
+device and library versions. A tuning has one method choice for each op and size. A
+process uses the tuning of its devices.
 """
 
 import dataclasses
+import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
+
+import jax
 
 from jax_ub._src.errors import ConfigurationError, UnknownNameError, nearest, shown
 from jax_ub._src.methods import (
@@ -22,6 +27,7 @@ from jax_ub._src.methods import (
     Variant,
 )
 from jax_ub._src.output import write_json, writing
+from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, settings
 
 # Version of the file format. Must be incremented when a key changes its meaning.
 SCHEMA = 1
@@ -45,6 +51,8 @@ OPS = (
     COLUMN_GRADIENTS,
     *LOCAL_OPS,
 )
+# The libraries whose versions are part of an `Environment`.
+_PACKAGES = ("jax", "jaxlib", "jax_ub")
 
 
 def methods_of(op: str) -> tuple[Method, ...]:
@@ -167,6 +175,50 @@ def choices(path: str | os.PathLike[str], here: Environment) -> TunedTable:
         )
     by_case = {case: choice for case, (choice, _) in tunings[here].items()}
     return TunedTable(str(path), _digest(by_case), by_case)
+
+
+def process_table() -> TunedTable | None:
+    """Returns the table of fastest methods in the file `JAX_UB_TUNED`, or None."""
+    path = settings.tuned()
+    return None if path is None else read_table(path)
+
+
+def read_table(path: str) -> TunedTable:
+    """Reads the table of fastest methods for this process's devices from a tuned file.
+
+    The result is cached until the file changes.
+    """
+    return _read_table(path, settings.version_of_file(path))
+
+
+@functools.lru_cache(maxsize=8)
+def _read_table(path, version):
+    return choices(path, environment())
+
+
+@functools.cache
+def environment() -> Environment:
+    """Returns the device kind and library versions of this process."""
+    device = jax.local_devices()[0]
+    versions = {name: version_of(name) for name in _PACKAGES}
+    if cuda_engine.is_cuda(device):
+        versions["CUDA"] = device.client.platform_version.splitlines()[-1]
+        name = device.device_kind
+    else:
+        isa = "without an engine"
+        if cpu_engine.why_not() is None:
+            cpu_engine.configure()
+            isa = cpu_engine.load().isa()
+        name = f"{device.device_kind} {isa}, {len(hosts.cores())} cores"
+    return Environment(name, tuple(sorted(versions.items())))
+
+
+def version_of(package: str) -> str:
+    """Returns the version of a package; "of a source tree" if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of a source tree"
 
 
 def _digest(by_case):
