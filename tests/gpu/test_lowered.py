@@ -30,7 +30,7 @@ from jax_ub._src.primitives.lowering import cuda_variant
 from jax_ub._src.primitives.matmuls import MatmulAllReduce, matmul
 from jax_ub._src.primitives.mesh import find_ranks
 from jax_ub._src.runtime import cuda_engine
-from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
+from jax_ub._src.runtime.communicators import ONE_SHOT_BYTES
 from jax_ub.errors import UnsupportedOverlapError
 
 COLUMN = (P("tp"), P(None, "tp"))

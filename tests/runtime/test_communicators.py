@@ -12,8 +12,7 @@ import pytest
 
 import jax_ub
 from jax_ub._src.runtime import communicators, connection_attempt, cpu_engine, hosts
-from jax_ub._src.runtime.communicators import Connection
-from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, DeviceGroups
+from jax_ub._src.runtime.communicators import ONE_SHOT_BYTES, Connection, DeviceGroups
 from jax_ub._src.runtime.transports import CpuTransportSetup, transport_setup_of
 from jax_ub.errors import CommunicatorError, ConfigurationError, TimeoutError
 

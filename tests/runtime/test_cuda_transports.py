@@ -12,8 +12,7 @@ from jax_ub._src.runtime import (
     cpu_engine,
     cuda_engine,
 )
-from jax_ub._src.runtime.communicators import connections
-from jax_ub._src.runtime.device_groups import DeviceGroups
+from jax_ub._src.runtime.communicators import DeviceGroups, connections
 from jax_ub.errors import CommunicatorError
 
 # Two groups that span two processes, and one group inside each process.

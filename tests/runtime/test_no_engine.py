@@ -20,7 +20,7 @@ from jax_ub._src.runtime import (
     hosts,
     tuned_file,
 )
-from jax_ub._src.runtime.device_groups import DeviceGroups
+from jax_ub._src.runtime.communicators import DeviceGroups
 
 REASON = "the pure-Python wheel has no engine"
 

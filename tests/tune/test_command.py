@@ -9,7 +9,7 @@ import pytest
 from jax_ub.__main__ import main
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 from jax_ub._src.runtime import registry, tuned_file
-from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
+from jax_ub._src.runtime.communicators import ONE_SHOT_BYTES
 from jax_ub._src.runtime.tuned_file import (
     COLUMN_GRADIENTS,
     LOCAL_OPS,

@@ -27,7 +27,7 @@ from jax_ub._src.prediction.cost import (
 )
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.prediction.replay import PlanOptions, Span, end_s, replay, steps_of
-from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES
+from jax_ub._src.runtime.communicators import ONE_SHOT_BYTES
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 # Ops that run a local GEMM and a collective of an activation or a gradient of the same

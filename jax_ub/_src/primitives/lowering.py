@@ -34,7 +34,7 @@ from jax_ub._src.runtime import (
     registry,
     settings,
 )
-from jax_ub._src.runtime.device_groups import ONE_SHOT_BYTES, heap_bytes
+from jax_ub._src.runtime.communicators import ONE_SHOT_BYTES, heap_bytes
 
 if TYPE_CHECKING:
     from jax_ub._src.primitives.call import Call

@@ -18,7 +18,7 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.runtime import communicators
-from jax_ub._src.runtime.device_groups import rank_groups
+from jax_ub._src.runtime.communicators import rank_groups
 
 # The advice to run a call as plain `jax.lax`. Some ops have no argument `method`.
 RUN_PLAIN = 'pass method="xla" or set JAX_UB_METHOD=xla'

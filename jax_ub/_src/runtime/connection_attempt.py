@@ -9,8 +9,7 @@ from typing import Any
 from jax_ub._src import errors
 from jax_ub._src.errors import CommunicatorError
 from jax_ub._src.runtime import communicators, cpu_engine, hosts, settings
-from jax_ub._src.runtime.communicators import Connection
-from jax_ub._src.runtime.device_groups import DeviceGroups, Group
+from jax_ub._src.runtime.communicators import Connection, DeviceGroups, Group
 from jax_ub._src.runtime.process_all_gather import ProcessAllGather, Values
 from jax_ub._src.runtime.transports import transport_setup_of
 

@@ -34,7 +34,7 @@ from jax_ub._src.runtime import (
     tuned_file,
 )
 from jax_ub._src.runtime.bootstrap import check_backend, join_job, open_rendezvous
-from jax_ub._src.runtime.device_groups import DeviceGroups
+from jax_ub._src.runtime.communicators import DeviceGroups
 from jax_ub._src.runtime.initialize_args import (
     make_initialized_axis,
     read_dtype,

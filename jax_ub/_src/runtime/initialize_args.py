@@ -20,7 +20,7 @@ from jax_ub._src.config.ub_cfgs import AUTOMATIC, read_entries, resolve
 from jax_ub._src.errors import ConfigurationError, ConfigurationTypeError, shown
 from jax_ub._src.methods import Method
 from jax_ub._src.runtime import cuda_engine, registry, settings, tuned_file
-from jax_ub._src.runtime.device_groups import rank_groups
+from jax_ub._src.runtime.communicators import rank_groups
 from jax_ub._src.runtime.registry import (
     CommOverlap,
     CommOverlapP2P,

@@ -13,7 +13,7 @@ from jax_ub._src.runtime import (
     registry,
     settings,
 )
-from jax_ub._src.runtime.device_groups import Key
+from jax_ub._src.runtime.communicators import Key
 from jax_ub._src.runtime.registry import InitializedAxis, Overlap
 
 

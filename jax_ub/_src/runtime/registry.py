@@ -31,7 +31,7 @@ from jax_ub._src.errors import (
 from jax_ub._src.methods import DEFAULT_SPLITS
 from jax_ub._src.parallel import FPROP, PASSES
 from jax_ub._src.runtime import settings, tuned_file
-from jax_ub._src.runtime.device_groups import Group, Key
+from jax_ub._src.runtime.communicators import Group, Key
 from jax_ub._src.runtime.tuned_file import TunedTable
 
 NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8

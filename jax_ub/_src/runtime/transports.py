@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_ub._src.runtime import cpu_engine, cuda_engine, hosts, settings
-from jax_ub._src.runtime.device_groups import DeviceGroups, Group
+from jax_ub._src.runtime.communicators import DeviceGroups, Group
 
 # `TransportSetup.endpoint_info` of each process with a rank of a group.
 EndpointInfos = Mapping[int, Mapping[str, Any]]

@@ -19,7 +19,7 @@ from jax_ub._src.primitives import matmuls
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.rules.backward import column_gradients
 from jax_ub._src.rules.call_config import CallConfig
-from jax_ub._src.runtime.device_groups import heap_bytes
+from jax_ub._src.runtime.communicators import heap_bytes
 from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, TunedKey
 from jax_ub._src.tools.bench.gemm import own_gemm
 from jax_ub._src.tools.bench.linear import fastest_pallas
