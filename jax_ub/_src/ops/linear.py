@@ -31,14 +31,18 @@ from jax_ub._src.ops.operation import (
     init_parameter,
 )
 from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
-from jax_ub._src.rules import main_grads as accumulators
 from jax_ub._src.rules.call_config import (
     CallConfig,
     make_call_config,
     plan_call_config,
 )
 from jax_ub._src.rules.forward import forward_of, is_replicated
-from jax_ub._src.rules.operands import as_row
+from jax_ub._src.rules.operands import (
+    as_row,
+    claim_fp8_state,
+    claim_main_grads,
+    pcast_main_grad,
+)
 from jax_ub._src.rules.vjp import warn_of_constant_main_grad, warn_of_constant_state
 from jax_ub._src.scaled_array import is_scaled, source_of
 
@@ -173,8 +177,8 @@ class BasicLinear(_LinearOptions, BasicOperation):
 
     def claim(self, params):
         if self.accumulate_into_main_grad:
-            accumulators.claim(self.label, (params["main_grad"],), (params["kernel"],))
-        accumulators.claim_state(self.label, state_in(params))
+            claim_main_grads(self.label, (params["main_grad"],), (params["kernel"],))
+        claim_fp8_state(self.label, state_in(params))
 
     def saved(self, needs):
         names = {"kernel", "x_aval"} if needs.x else set()
@@ -246,7 +250,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
         }
         if self.accumulate_into_main_grad:
             axes = config.axes(x, kernel)
-            residuals["main_grad"] = accumulators.pcast_varying(
+            residuals["main_grad"] = pcast_main_grad(
                 config.label, params["main_grad"], axes
             )
         return residuals

@@ -25,7 +25,7 @@ from jax_ub._src.ops.linear import BasicLinear
 from jax_ub._src.ops.linear_gemms import state_in
 from jax_ub._src.ops.operation import BasicOperation
 from jax_ub._src.primitives import mesh
-from jax_ub._src.rules import main_grads as accumulators
+from jax_ub._src.rules.operands import claim_fp8_state
 from jax_ub._src.scaled_array import ScaledArray, is_scaled
 
 
@@ -126,7 +126,7 @@ class Quantize(BasicOperation):
         return new
 
     def claim(self, params):
-        accumulators.claim_state(self.label, state_in(params))
+        claim_fp8_state(self.label, state_in(params))
 
     def saved(self, needs):
         recipe = self._quantizers[1] and self._quantizers[1].recipe

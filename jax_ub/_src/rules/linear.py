@@ -14,7 +14,6 @@ from jax_ub._src.methods import Method
 from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
 from jax_ub._src.primitives import vma
 from jax_ub._src.rules import backward
-from jax_ub._src.rules import main_grads as accumulators
 from jax_ub._src.rules.call_config import call_label, make_call_config, plan_call_config
 from jax_ub._src.rules.forward import (
     forward_of,
@@ -27,7 +26,10 @@ from jax_ub._src.rules.operands import (
     as_tuple,
     by_name,
     check_operands,
+    claim_fp8_state,
+    claim_main_grads,
     have_scales,
+    pcast_main_grad,
     pcast_operands,
     result_sharding,
     with_dtypes,
@@ -444,15 +446,15 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     dtype = check_operands(config, x, ws, biases, residual, out_dtype)
     layer, (x, ws, states) = _layer_and_operands(config, x, ws, fp8_state)
     config = with_dtypes(config, x, ws, dtype)
-    accumulators.claim(label, main_grads, ws)
-    accumulators.claim_state(label, fp8_state)
+    claim_main_grads(label, main_grads, ws)
+    claim_fp8_state(label, fp8_state)
     sharding = result_sharding(config, x, ws[0])
     x, ws, biases, residual, main_grads = vma.unsharded(
         (x, ws, biases, residual, main_grads)
     )
     axes = config.axes(x, ws, biases, residual, main_grads)
     main_grads = main_grads and tuple(
-        accumulators.pcast_varying(label, main_grad, axes) for main_grad in main_grads
+        pcast_main_grad(label, main_grad, axes) for main_grad in main_grads
     )
     own = frozenset(config.axis_name)
     config = dataclasses.replace(config, is_x_replicated=is_replicated(config, x))

@@ -16,8 +16,7 @@ from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.matmuls import wgrad
 from jax_ub._src.reference import sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
-from jax_ub._src.rules.main_grads import check_vmapped_together
-from jax_ub._src.rules.operands import by_name
+from jax_ub._src.rules.operands import by_name, check_vmapped_together
 from jax_ub._src.scaled_array import is_scaled, map_scaled, values_of, without_source
 
 

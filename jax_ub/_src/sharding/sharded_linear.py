@@ -25,9 +25,9 @@ from jax.typing import DTypeLike
 from jax_ub._src import checks, lowering_log
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
 from jax_ub._src.primitives import vma
-from jax_ub._src.rules import main_grads as accumulators
 from jax_ub._src.rules.fsdp import gather_kernels, remat_gathers
 from jax_ub._src.rules.linear import parallel_linear
+from jax_ub._src.rules.operands import claim_fp8_state, claim_main_grads
 from jax_ub._src.runtime import registry
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.specs import (
@@ -86,11 +86,11 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
     if main_grads is not None and (is_mapped or kernels[0].ndim > 2):
         # Checks here whether two calls accumulate into the same main_grad. The ops
         # cannot detect it, because `shard_map` and reshapes pass new arrays to them.
-        accumulators.claim(layout.op, main_grads, kernels)
+        claim_main_grads(layout.op, main_grads, kernels)
     if fp8_states is not None and not _has_separate_calls(layout, kernels):
         fp8_states = fp8_states[0]
     if is_mapped:
-        accumulators.claim_state(layout.op, fp8_states)
+        claim_fp8_state(layout.op, fp8_states)
     outs = [layout.in_out(w.shape)[num_in:] for w in kernels]
     is_vector = x.ndim == num_in
     operands, out_dtype = _as_matrices(
@@ -219,7 +219,7 @@ def _gather_manual_fsdp(layout, x, kernels, main_grads, num_in):
     axes = tuple(name for name in layout.fsdp_axes if name in manual)
     if not axes:
         return layout, kernels, main_grads
-    accumulators.claim(layout.op, main_grads, kernels)  # gathering makes new arrays
+    claim_main_grads(layout.op, main_grads, kernels)  # gathering makes new arrays
     dim = layout.fsdp_dim * num_in
     gathered = gather_kernels(x, kernels, main_grads, axes=axes, dim=dim)
     others = tuple(name for name in layout.fsdp_axes if name not in manual)
