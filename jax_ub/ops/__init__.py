@@ -14,14 +14,16 @@ the wrong shape or dtype, and `UnsupportedOverlapError` if a named method cannot
 from jax_ub._src.ops.activations import GEGLU, GELU, ReLU, SiLU, SwiGLU
 from jax_ub._src.ops.basic import (
     AddExtraInput,
+    AllGather,
+    AllReduce,
     Bias,
     ConstantScale,
     Dropout,
     Identity,
     MakeExtraOutput,
+    ReduceScatter,
     Reshape,
 )
-from jax_ub._src.ops.collectives import AllGather, AllReduce, ReduceScatter
 from jax_ub._src.ops.fused_operation import FusedOperation, fuse_windows
 from jax_ub._src.ops.fuser import (
     OperationFuser,

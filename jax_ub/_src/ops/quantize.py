@@ -19,8 +19,7 @@ from jax_ub._src.fp8.recipes import (
     check_layer_recipe,
 )
 from jax_ub._src.fp8.state import NAMES, OUTPUT_GRAD_STATE, init_state, names_of
-from jax_ub._src.ops.basic import Bias
-from jax_ub._src.ops.collectives import AllGather, ReduceScatter
+from jax_ub._src.ops.basic import AllGather, Bias, ReduceScatter
 from jax_ub._src.ops.linear import BasicLinear
 from jax_ub._src.ops.linear_gemms import state_in
 from jax_ub._src.ops.operation import BasicOperation

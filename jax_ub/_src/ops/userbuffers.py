@@ -20,8 +20,7 @@ from jax_ub._src import checks, dtypes
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
 from jax_ub._src.fp8.recipes import Recipe
 from jax_ub._src.methods import Method
-from jax_ub._src.ops.basic import Bias
-from jax_ub._src.ops.collectives import ReduceScatter
+from jax_ub._src.ops.basic import Bias, ReduceScatter
 from jax_ub._src.ops.fused_operation import (
     ForwardPattern,
     FusedPattern,

@@ -12,7 +12,7 @@ from jax_ub._src import methods
 from jax_ub._src.checks import axis_tuple
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.methods import Method
-from jax_ub._src.ops.collectives import AllGather, AllReduce, ReduceScatter
+from jax_ub._src.ops.basic import AllGather, AllReduce, ReduceScatter
 from jax_ub._src.ops.fused_operation import FusedOperation, Op, windows
 from jax_ub._src.ops.fuser import operation_label
 from jax_ub._src.ops.linear import BasicLinear
