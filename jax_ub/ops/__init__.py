@@ -11,7 +11,6 @@ an unknown keyword. A call raises `ShapeContractError` if an input or a paramete
 the wrong shape or dtype, and `UnsupportedOverlapError` if a named method cannot run.
 """
 
-from jax_ub._src.ops.activations import GEGLU, GELU, ReLU, SiLU, SwiGLU
 from jax_ub._src.ops.basic import (
     AddExtraInput,
     AllGather,
@@ -34,7 +33,15 @@ from jax_ub._src.ops.fuser import (
     without_fusions,
 )
 from jax_ub._src.ops.linear import BasicLinear, Linear
-from jax_ub._src.ops.normalization import LayerNorm, RMSNorm
+from jax_ub._src.ops.nonlinear import (
+    GEGLU,
+    GELU,
+    LayerNorm,
+    ReLU,
+    RMSNorm,
+    SiLU,
+    SwiGLU,
+)
 from jax_ub._src.ops.operation import BasicOperation
 from jax_ub._src.ops.quantize import Quantize
 from jax_ub._src.ops.sequential import (

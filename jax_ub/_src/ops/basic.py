@@ -1,4 +1,4 @@
-"""Basic operations besides linears, activations and normalizations."""
+"""Basic operations: bias, constant, extra tensors, reshape, dropout and collectives."""
 
 import dataclasses
 import math

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from jax_ub._src.errors import ShapeContractError, shown
-from jax_ub._src.ops.activations import Activation
 from jax_ub._src.ops.basic import (
     AddExtraInput,
     Bias,
@@ -24,7 +23,7 @@ from jax_ub._src.ops.fused_operation import (
     pattern_field,
 )
 from jax_ub._src.ops.linear import BasicLinear
-from jax_ub._src.ops.normalization import RMSNorm
+from jax_ub._src.ops.nonlinear import Activation, RMSNorm
 from jax_ub._src.ops.operation import compute_dtype
 from jax_ub._src.ops.userbuffers import (
     UserbuffersForwardLinear,
