@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub._src.rules import wire
+from jax_ub._src.rules import forward
 from jax_ub._src.runtime import cuda_engine
 from jax_ub.errors import UnsupportedOverlapError
 
@@ -228,7 +228,7 @@ def test_scales_of_rows_run_on_hopper_only(rules, monkeypatch):
 
 
 def test_fp8_rows_are_not_multiplied_by_a_wide_kernel(rules, monkeypatch):
-    monkeypatch.setattr(wire, "_sends_fp8", lambda execution, x: True)
+    monkeypatch.setattr(forward, "_sends_fp8", lambda execution, x: True)
     refused("cannot run: cuBLASLt does not multiply FP8 by bfloat16", None)
 
 

@@ -13,7 +13,14 @@ from jax_ub._src.primitives.collectives import all_reduce, bulk_reduce_scatter
 from jax_ub._src.primitives.matmuls import matmul
 from jax_ub._src.reference import add, sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
-from jax_ub._src.rules.forward import column_forward, dgrad_config, row_forward
+from jax_ub._src.rules.forward import (
+    all_gather,
+    bulk_all_gather,
+    column_forward,
+    dgrad_config,
+    reduce_scatter,
+    row_forward,
+)
 from jax_ub._src.rules.vjp import (
     accumulation,
     as_factor,
@@ -21,7 +28,6 @@ from jax_ub._src.rules.vjp import (
     is_zero,
     kernel_gradients,
 )
-from jax_ub._src.rules.wire import all_gather, bulk_all_gather, reduce_scatter
 from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS
 from jax_ub._src.scaled_array import is_scaled
 

@@ -1,28 +1,41 @@
-"""Computes products of linear layers: AG+GEMM, GEMM+RS, GEMM+AR and GEMM alone.
+"""Products of linear layers: AG+GEMM, GEMM+RS, GEMM+AR and GEMM; and collectives alone.
 
-A layer's forward pass is one of them, and its dgrad is another one, with transposed
-kernels. With `config.overlap`, the GEMM and its collective are one primitive. Without,
-they are two primitives, which run one after the other.
+A layer's forward pass is one of the products, and its dgrad is another one, with
+transposed kernels. With `config.overlap`, the GEMM and its collective are one
+primitive. Without, they are two primitives, which run one after the other.
+
+`wire_dtype="fp8"` of a named overlap, or `fp8_buf` of a reduce-scatter in mode FP8,
+sends wide arrays as FP8. Sent rows are quantized to e4m3 with a power-of-two scale per
+row, which travels with its row, and widened on arrival. A gathered array is rounded
+once. Each rank's partial sums are rounded once, and added in f32, in rank order.
 """
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jax_ub._src import checks, lowering_log, reference
+from jax_ub._src import checks, dtypes, lowering_log, reference
+from jax_ub._src.methods import DEFAULT_SPLITS, Method
 from jax_ub._src.parallel import mode_of
-from jax_ub._src.primitives import matmuls, vma
-from jax_ub._src.primitives.collectives import all_gather, all_reduce, reduce_scatter
-from jax_ub._src.primitives.scales import Operand
-from jax_ub._src.rules import wire
+from jax_ub._src.primitives import collectives, matmuls, vma
+from jax_ub._src.primitives.call import Execution
+from jax_ub._src.primitives.scales import Operand, packed, unpacked
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.vjp import check_no_main_grad, mapped_together
-from jax_ub._src.scaled_array import is_scaled
+from jax_ub._src.scaled_array import (
+    ScaledArray,
+    amax_of,
+    cast,
+    is_scaled,
+    row_scales,
+)
 
 
 def forward_of(config: CallConfig) -> Callable[..., Any]:
@@ -80,17 +93,17 @@ def column_forward(
     if config.overlap:
         ys, gathered = matmuls.all_gather_matmul(
             config.overlapped,
-            wire.as_sent(config.overlapped, x),
+            _as_sent(config.overlapped, x),
             ws,
             biases,
             None if residual is None else (residual,),
             return_gathered=config.returns_gathered,
             **options,
         )
-        gathered = wire.widened(x, gathered)
+        gathered = _widened(x, gathered)
     else:
-        sent = wire.as_sent(config.collective, x)
-        rows = wire.widened(x, all_gather(config.collective, sent))
+        sent = _as_sent(config.collective, x)
+        rows = _widened(x, collectives.all_gather(config.collective, sent))
         (bias,) = biases or (None,)
         ys = (matmuls.matmul(config.local, (rows,), ws, bias, residual, **options),)
         gathered = rows if config.returns_gathered else None
@@ -117,8 +130,8 @@ def row_forward(
     op, dtype = config.mode.op, config.out_dtype
     options = _options(config)
     operands = (xs, ws, bias, residual)
-    if wire.sends_partial_sums(config, xs[0]):
-        y = wire.matmul_reduce_scatter(config, *operands, out_dtype=dtype, **options)
+    if _sends_partial_sums(config, xs[0]):
+        y = _matmul_reduce_scatter(config, *operands, out_dtype=dtype, **options)
         return (y,), None
     if op == "matmul" or config.overlap:
         product = {
@@ -130,11 +143,11 @@ def row_forward(
         return (product(execution, *operands, out_dtype=dtype, **options),), None
     partial = matmuls.matmul(config.local, xs, ws, out_dtype=jnp.float32, **options)
     if op == "matmul_all_reduce":
-        y = all_reduce(config.collective, partial, bias, residual)
+        y = collectives.all_reduce(config.collective, partial, bias, residual)
         return (y.astype(dtype),), None
     is_sum = bias is None and residual is None
     sum_dtype = dtype if is_sum else jnp.float32
-    y = reduce_scatter(config.collective, partial, out_dtype=sum_dtype)
+    y = collectives.reduce_scatter(config.collective, partial, out_dtype=sum_dtype)
     return (reference.add(y, bias, residual, out_dtype=dtype),), None
 
 
@@ -173,3 +186,133 @@ def is_replicated(config: CallConfig, x: Any) -> bool:
     if config.mode.op != "matmul" or not config.is_vma_checked:
         return False
     return not frozenset(config.axis_name) & vma.axes_of(*jax.tree.leaves(x))
+
+
+def all_gather(execution: Execution, x: Operand) -> Operand:
+    """All-gathers the rows of x, which are sent as FP8 if so configured."""
+    return _widened(x, collectives.all_gather(execution, _as_sent(execution, x)))
+
+
+def bulk_all_gather(
+    execution: Execution, dys: Any, ws: Any, x: Operand, **options: Any
+) -> tuple[jax.Array, Operand]:
+    """All-gathers x, sent as FP8 if so configured, concurrently with a dgrad GEMM."""
+    rows = _as_sent(execution, x)
+    dx, gathered = collectives.bulk_all_gather(execution, dys, ws, rows, **options)
+    return dx, _widened(x, gathered)
+
+
+def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype: Any) -> jax.Array:
+    """Reduce-scatters the rows of x, which are sent as FP8 if so configured."""
+    if not _sends_fp8(execution, x):
+        return collectives.reduce_scatter(execution, x, out_dtype=out_dtype)
+    with lowering_log.falling_back(
+        execution.label, "its partial sums are sent as FP8, by XLA's all-to-all"
+    ):
+        quantized = _quantized(x)
+        rows, _ = packed(quantized)
+        sent = lax.bitcast_convert_type(rows, jnp.uint8).reshape(
+            *x.shape[:-2], execution.num_ranks, -1, rows.shape[-1]
+        )
+        axis = x.ndim - 2
+        received = lax.all_to_all(sent, execution.axis_name, axis, axis)
+        received = lax.bitcast_convert_type(received, rows.dtype)
+        partial: Any = unpacked(quantized, received)
+        wide = reference.dequantize(partial.values, partial.scales)
+        return jnp.sum(wide, axis).astype(out_dtype)
+
+
+def _sends_partial_sums(config: CallConfig, x: Operand) -> bool:
+    """Returns whether a layer is a GEMM+RS that sends its partial sums as FP8."""
+    return config.mode.op == "matmul_reduce_scatter" and _sends_fp8(
+        _reducing(config), x
+    )
+
+
+def _reducing(config):
+    return config.overlapped if config.overlap else config.collective
+
+
+def _matmul_reduce_scatter(
+    config: CallConfig,
+    xs: tuple[Operand, ...],
+    ws: tuple[Operand, ...],
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    **options: Any,
+) -> jax.Array:
+    """Computes `reduce_scatter(x @ w)`, with partial sums that are sent as FP8.
+
+    "pipeline" has one GEMM and one all-to-all for each split of the columns, so that
+    XLA may overlap them; the other methods have one of each.
+    """
+    execution = _reducing(config)
+    num_splits = 1
+    axis = 0 if options["rhs_transposed"] else 1
+    num_columns = ws[0].shape[axis]
+    pipelines = config.overlap and execution.choice.method is Method.PIPELINE
+    if pipelines and not any(_has_blocks(w, axis) for w in ws):
+        num_splits = min(execution.choice.num_splits or DEFAULT_SPLITS, num_columns)
+    out_dtype = options.pop("out_dtype")
+    is_sum = bias is None and residual is None
+    bounds = [num_columns * i // num_splits for i in range(num_splits + 1)]
+    parts = []
+    for columns in itertools.pairwise(bounds):
+        kernels = ws
+        if num_splits > 1:
+            kernels = tuple(_columns(w, *columns, axis) for w in ws)
+        partial = matmuls.matmul(
+            config.local, xs, kernels, out_dtype=jnp.float32, **options
+        )
+        sum_dtype = out_dtype if is_sum else jnp.float32
+        parts.append(reduce_scatter(execution, partial, out_dtype=sum_dtype))
+    y = parts[0] if num_splits == 1 else jnp.concatenate(parts, -1)
+    return reference.add(y, bias, residual, out_dtype=out_dtype)
+
+
+def _has_blocks(w, axis):
+    """Returns whether an FP8 kernel has one scale per block of several columns."""
+    return (
+        is_scaled(w) and w.scales.ndim > 0 and 1 < w.scales.shape[axis] < w.shape[axis]
+    )
+
+
+def _columns(w, first, last, axis):
+    """Returns columns [first, last) of a kernel, with their scales."""
+
+    def cut(leaf):
+        is_shared = leaf.ndim == 0 or leaf.shape[axis] == 1
+        return leaf if is_shared else lax.slice_in_dim(leaf, first, last, axis=axis)
+
+    return jax.tree.map(cut, w)
+
+
+def _sends_fp8(execution, x):
+    is_float = is_scaled(x) or x.dtype in dtypes.RESULTS
+    return execution.choice.sends_fp8 and execution.num_ranks > 1 and is_float
+
+
+def _as_sent(execution: Execution, x: Operand) -> Operand:
+    """Returns x as an all-gather sends it: quantized to FP8 if so configured."""
+    if is_scaled(x) or not _sends_fp8(execution, x):
+        return x
+    return _quantized(x)
+
+
+def _quantized(x):
+    dtype = jnp.float8_e4m3fn
+    scales = row_scales(amax_of(x, (-1,)), dtype)
+    return ScaledArray(cast(x, scales, dtype), scales)
+
+
+def _widened(x: Operand, gathered: Any) -> Any:
+    """Dequantizes all-gathered rows to the dtype of x if they were sent as FP8.
+
+    The largest numbers of a dtype may be rounded up when they are quantized. They are
+    clipped to the range of the dtype, so that they do not become infinite.
+    """
+    if is_scaled(x) or not is_scaled(gathered):
+        return gathered
+    rows = reference.dequantize(gathered.values, gathered.scales)
+    largest = float(jnp.finfo(x.dtype).max)
+    return jnp.clip(rows, -largest, largest).astype(x.dtype)
