@@ -25,9 +25,13 @@ from jax.typing import DTypeLike
 from jax_ub._src import checks, lowering_log
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
 from jax_ub._src.primitives import vma
-from jax_ub._src.rules.fsdp import gather_kernels, remat_gathers
 from jax_ub._src.rules.linear import parallel_linear
-from jax_ub._src.rules.operands import claim_fp8_state, claim_main_grads
+from jax_ub._src.rules.operands import (
+    claim_fp8_state,
+    claim_main_grads,
+    gather_fsdp_shards,
+    remat_fsdp_gathers,
+)
 from jax_ub._src.runtime import registry
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.specs import (
@@ -148,7 +152,7 @@ def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
     if layout.fsdp_axes or (replicas and main_grads is not None):
         body = functools.partial(_with_whole_kernels, body, layout, replicas)
     if layout.fsdp_axes:
-        body = remat_gathers(body, layout.fsdp_axes)
+        body = remat_fsdp_gathers(body, layout.fsdp_axes)
     scope: Any = contextlib.nullcontext()
     if repeated is not None:
         scope = lowering_log.replicating(layout.op, repeated)
@@ -172,7 +176,7 @@ def _with_whole_kernels(
         main_grads = jax.tree.map(on_first, main_grads)
     if layout.fsdp_axes:
         along = {"axes": layout.fsdp_axes, "dim": layout.fsdp_dim}
-        kernels, main_grads = gather_kernels(x, kernels, main_grads, **along)
+        kernels, main_grads = gather_fsdp_shards(x, kernels, main_grads, **along)
     return body(x, kernels, biases, main_grads, *others)
 
 
@@ -221,7 +225,7 @@ def _gather_manual_fsdp(layout, x, kernels, main_grads, num_in):
         return layout, kernels, main_grads
     claim_main_grads(layout.op, main_grads, kernels)  # gathering makes new arrays
     dim = layout.fsdp_dim * num_in
-    gathered = gather_kernels(x, kernels, main_grads, axes=axes, dim=dim)
+    gathered = gather_fsdp_shards(x, kernels, main_grads, axes=axes, dim=dim)
     others = tuple(name for name in layout.fsdp_axes if name not in manual)
     return dataclasses.replace(layout, fsdp_axes=others), *gathered
 
