@@ -22,7 +22,7 @@ from jax_ub._src.errors import (
 )
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.parallel import COLUMN
-from jax_ub._src.retrofit import interception
+from jax_ub._src.retrofit.selection import DOT_GENERAL, Product, why_intercepted
 from jax_ub._src.sharding.layout import ShardingLayout, resolve_parallel
 from jax_ub._src.sharding.sharded_linear import (
     as_matrix,
@@ -189,7 +189,7 @@ class DotGeneral:
                 contraction is not a dense layer's, since nothing would communicate. Or
                 if a library intercepts `jax.lax.dot_general` and a method is given.
         """
-        reason = self.why_intercepted(interception.DOT_GENERAL, self.original)
+        reason = self.why_intercepted(DOT_GENERAL, self.original)
         contraction = None
         if reason is None:
             _check_call(self.sharding_layout.op, lhs, rhs, dimension_numbers)
@@ -225,14 +225,14 @@ class DotGeneral:
             )
 
     def why_intercepted(
-        self, product: interception.Product, original: Callable | None
+        self, product: Product, original: Callable | None
     ) -> str | None:
         """Returns which library patch an overlapped product would bypass, or None.
 
         The layer then calls the patched function `product` instead of overlapping.
         Raises an error if the layer must not fall back to JAX.
         """
-        reason = interception.why_intercepted(product, original)
+        reason = why_intercepted(product, original)
         if reason is not None:
             fix = "Leave out the method, so that JAX multiplies, or do not overlap"
             self.check_may_fall_back(reason, f"{fix} this layer.")

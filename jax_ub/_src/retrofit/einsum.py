@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ub._src.errors import ShapeContractError, shown
-from jax_ub._src.retrofit import interception
 from jax_ub._src.retrofit.dot_general import DotGeneral
+from jax_ub._src.retrofit.selection import EINSUM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Einsum:
 
     def why_not(self, subscripts: str, x_ndim: int) -> str | None:
         """Returns why JAX must compute the einsum, or None if it can be overlapped."""
-        reason = self.dense.why_intercepted(interception.EINSUM, self.original)
+        reason = self.dense.why_intercepted(EINSUM, self.original)
         if reason is None and not Equation.read(subscripts, x_ndim).is_dense:
             reason = f"{shown(subscripts)} is not a dense layer"
             self.dense.check_may_fall_back(

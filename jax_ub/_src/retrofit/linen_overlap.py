@@ -22,10 +22,9 @@ from jax_ub._src.checks import axis_tuple
 from jax_ub._src.errors import UnsupportedOverlapError, nearest, shown
 from jax_ub._src.fp8.flax_state import linen_state
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
-from jax_ub._src.retrofit import interception
 from jax_ub._src.retrofit.dot_general import DotGeneral
 from jax_ub._src.retrofit.einsum import Einsum
-from jax_ub._src.retrofit.rules import read_rules
+from jax_ub._src.retrofit.selection import DOT, DOT_GENERAL, EINSUM, read_rules
 from jax_ub._src.runtime.registry import LayerName
 from jax_ub._src.sharding.layout import ShardingLayout, sharding_of
 
@@ -352,7 +351,7 @@ def _is_called_by_nn_jit() -> bool:
 def _call_dense(dense, state, layer, next_fun, args, kwargs):
     before = layer.dot_general
     own = before if layer.dot_general_cls is None else layer.dot_general_cls
-    is_plain = own is None or own is interception.DOT_GENERAL.function
+    is_plain = own is None or own is DOT_GENERAL.function
     if not is_plain and not isinstance(own, DotGeneral):
         path = ".".join(layer.path)
         raise UnsupportedOverlapError(
@@ -385,8 +384,8 @@ def _call_einsum(dense, state, layer, next_fun, args, kwargs):
     bias = nn.meta.unbox(layer.get_variable("params", "bias"))
     given = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
     inputs, kernel, bias = given
-    held = dataclasses.replace(dense, original=interception.DOT_GENERAL.function)
-    y = Einsum(held, original=interception.EINSUM.function)(
+    held = dataclasses.replace(dense, original=DOT_GENERAL.function)
+    y = Einsum(held, original=EINSUM.function)(
         text.replace(" ", ""),
         inputs,
         kernel,
@@ -405,13 +404,13 @@ def _einsum_arguments(inputs, einsum_str=None):
 
 
 def _call_attend(dense, state, layer, next_fun, args, kwargs):
-    reason = dense.why_intercepted(interception.DOT, None)
+    reason = dense.why_intercepted(DOT, None)
     if reason is not None:
         with dense.falling_back(reason):
             return next_fun(*args, **kwargs)
     given = args[0] if args else kwargs["query"]
     query, embedding = layer.promote_dtype(given, layer.embedding, dtype=layer.dtype)
-    held = dataclasses.replace(dense, original=interception.DOT_GENERAL.function)
+    held = dataclasses.replace(dense, original=DOT_GENERAL.function)
     dims = (((query.ndim - 1,), (1,)), ((), ()))
     return held(query, embedding, dims, fp8_state=state)
 

@@ -20,10 +20,15 @@ from jax_ub._src.errors import (
 )
 from jax_ub._src.fp8.flax_state import Fp8State
 from jax_ub._src.fp8.recipes import DelayedScaling, Recipe, check_layer_recipe
-from jax_ub._src.retrofit import interception
 from jax_ub._src.retrofit.dot_general import DotGeneral
 from jax_ub._src.retrofit.einsum import Einsum, Equation
-from jax_ub._src.retrofit.rules import values_by_path
+from jax_ub._src.retrofit.selection import (
+    DOT,
+    DOT_GENERAL,
+    EINSUM,
+    Product,
+    values_by_path,
+)
 from jax_ub._src.runtime.registry import LayerName
 from jax_ub._src.sharding.layout import (
     ShardingLayout,
@@ -182,7 +187,7 @@ class _Layer:
     node: Any
     kernel: Any
     attribute: str
-    default: interception.Product | None
+    default: Product | None
     num_in: int
     order: tuple[int, ...]
     equation: Equation | None = None
@@ -250,9 +255,7 @@ class _Layer:
             # `dot_general` directly. A library that replaces the attribute
             # `jax.lax.dot_general` does not intercept them, so it must not intercept
             # this product either.
-            product = dataclasses.replace(
-                dense, original=interception.DOT_GENERAL.function
-            )
+            product = dataclasses.replace(dense, original=DOT_GENERAL.function)
         if self.equation is not None:
             dim = sharded_dim(self.spec, dense.sharding_layout.axis_name)
             labels = self.equation.ins + self.equation.outs
@@ -294,7 +297,7 @@ class OverlappedEmbed(nnx.Embed):
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Computes logits `query @ embedding.T` for query [..., tokens, features]."""
         dense = _without_state(self.attend_dot_general)
-        reason = dense.why_intercepted(interception.DOT, None)
+        reason = dense.why_intercepted(DOT, None)
         if reason is not None:
             given = {} if out_sharding is None else {"out_sharding": out_sharding}
             with dense.falling_back(reason):
@@ -325,7 +328,7 @@ def _layers_of(model: Any) -> Iterator[tuple[str, _Layer]]:
             and not node.batch_axis
         ):
             num_in, num_out = map(np.size, (node.in_features, node.out_features))
-            default = interception.DOT_GENERAL
+            default = DOT_GENERAL
             order = tuple(range(num_in + num_out))
             yield name, _Layer(node, node.kernel, "dot_general", default, num_in, order)
         elif type(node) in (nnx.Embed, OverlappedEmbed):
@@ -336,7 +339,7 @@ def _layers_of(model: Any) -> Iterator[tuple[str, _Layer]]:
 
 def _einsum_layer(node):
     equation = Equation.read(node.einsum_str)
-    product = ("einsum_op", interception.EINSUM)
+    product = ("einsum_op", EINSUM)
     if not equation.is_dense:
         order = tuple(range(len(node.kernel_shape)))
         return _Layer(node, node.kernel, *product, 0, order)
