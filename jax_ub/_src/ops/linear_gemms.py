@@ -83,7 +83,7 @@ def gradients(
     dx_dtype = config.dtype if residual is None else residual.dtype
     config = dataclasses.replace(config, source_dtypes=(dx_dtype, dw_dtype))
     saved["state"] = state
-    dx, dws, new_state = scaled.scaled_gradients(
+    gradient, dws, new_state = scaled.scaled_gradients(
         config, saved, {0: dy}, residual=residual
     )
-    return source_of(dx), source_of(dws.get(0)), new_state or {}
+    return source_of(gradient), source_of(dws.get(0)), new_state or {}
