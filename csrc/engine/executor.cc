@@ -160,9 +160,9 @@ class ScheduleRun {
                                                                               arrival};
   }
 
-  // On a device that enqueues, the first put waits until all peers to which the
-  // schedule writes have begun the call. This costs no time overall: the call cannot
-  // end earlier than its last rank begins.
+  // Waits until a receive slot of a peer is free. On a GPU, whose work is enqueued, the
+  // first such step waits for the slots of all peers at once. This delays no call,
+  // because a call cannot end before its last rank begins.
   void WaitFree(const Step& step, const WaitReason& reason) {
     if (!device_.enqueues()) return transport_.WaitFree(step.peer, step.slot, reason);
     if (is_free_) return;

@@ -88,7 +88,7 @@ struct Step {
   bool operator==(const Step&) const = default;
 };
 
-// Returns chunk number `index` of a step over several chunks, as a separate step.
+// Splits a step that covers several chunks: returns the step for its chunk `index` alone.
 inline Step ChunkOf(Step step, int index) {
   step.chunk += index;
   if (step.slot != kNone) step.slot += index;

@@ -82,9 +82,10 @@ void ChooseUnits(const GemmProblem& problem,
   }
 }
 
-// Returns the positions where K is cut: 0, K, and the bounds of the segments of both
-// operands. Returns only {0, K} if a segment is so short that sums would leave the
-// registers too often, unless each segment has its own factors.
+// Returns the positions at which the contracted dimension K is divided into blocks: 0,
+// K, and the bounds of the segments of both operands. If a segment is short, returns
+// only {0, K}, because tiles write their sums to memory after each block. Segments with
+// different factors are always divided.
 std::vector<int64_t> ChooseCutsOfK(const GemmProblem& problem,
                                    const KernelSet& kernels) {
   std::vector<int64_t> cuts = problem.a.inner_bounds;

@@ -99,10 +99,10 @@ class OperandReader {
                    Range k,
                    std::byte* panels,
                    int64_t panel_bytes) const;
-  // Multiplies the packed elements with indices in `outer` and `k` by their scales. The
-  // elements are in one segment of the operand, which has the index `segment` and
-  // begins at (outer_begin, k_begin). All these indices are relative to the first
-  // element of the panels.
+  // Multiplies packed elements by their scales: those in the rectangle `outer` x `k` of
+  // the panels, all of which come from one segment of the operand. `segment` is the
+  // index of the segment, and (outer_begin, k_begin) is its first element. Positions are
+  // relative to the first element of the panels.
   void ScaleSegmentPart(int64_t segment,
                         int64_t outer_begin,
                         int64_t k_begin,

@@ -56,9 +56,9 @@ class TiledPlan : public GemmPlan {
   int64_t RowsOfSums(Range rows) const;
   // Returns block number `k_index` of K, or an empty range after the last one.
   Range BlockOfK(int64_t k_index) const;
-  // Stores rows `block` of the result in all columns of a work unit, through the buffer
-  // `rows`, to which it first copies each row. Called if c_.stores_rows(). `sums` has
-  // the tiles of these rows, [column tile][row tile], with `row_tiles` row tiles.
+  // Stores the rows `block` of the result, in all columns of a work unit. `sums` has
+  // the finished sums of these rows as tiles, [column tile][row_tiles]. Each row is
+  // first assembled in the buffer `rows`. Called only if c_.stores_rows().
   void StoreRows(Range block,
                  Range columns,
                  const float* sums,

@@ -71,8 +71,8 @@ inline void WidenFp8(Vec bytes, const ByteOrder& order, Vec (&words)[4]) {
   }
 }
 
-// Template argument of PackCopied, PackTransposed and packing tiles, which pack elements
-// converted to f32. Converts FP8 four vectors at a time where possible.
+// Converts elements to f32 while they are packed, FP8 elements four vectors at a time.
+// Template argument of PackCopied, PackTransposed and packing tiles.
 template <DType kDType>
 struct WidenedByBytes : Widened<kDType> {};
 

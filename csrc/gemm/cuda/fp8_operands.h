@@ -42,8 +42,8 @@ class Fp8Copy {
   // Returns the address of the copied scales: one per block, in the tiles that cuBLASLt
   // reads, or one per row.
   CUdeviceptr scales() const { return memory_ + values_bytes_; }
-  // Returns the address of scratch memory for the kernels that convert rows: the
-  // largest element of each part of a row.
+  // Returns the address of scratch memory of the kernels that convert rows: they divide
+  // each row into parts and write the largest absolute value of each part there.
   CUdeviceptr largest() const { return scales() + scales_bytes_; }
   // Returns the operand that cuBLASLt reads: the copy if values are copied, otherwise
   // `original`. A copy with block scales has the layout of the original; all others are

@@ -276,9 +276,9 @@ class Grid {
                                 reinterpret_cast<uintptr_t>(here.data));
   }
 
-  // Returns whether interval i + 1 can join the batch of interval i. If the batch has
-  // several intervals already (`has_begun`), the distance must be the same as from i -
-  // 1 to i.
+  // Returns whether interval i + 1 can be multiplied in the same strided-batch GEMM as
+  // interval i. If the batch has several intervals already (`has_begun`), all of them
+  // must be the same distance apart in memory.
   bool Continues(Axis axis, size_t i, bool has_begun) const {
     if (cuts_[axis][i].size != cuts_[axis][i + 1].size) return false;
     return Everywhere(

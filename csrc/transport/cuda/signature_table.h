@@ -46,8 +46,8 @@ class SignatureTable {
   // only one of the two ranks rejects the call. Returns nullopt if there is none.
   std::optional<GpuCallSignature> Add(const GpuCallSignature& signature);
 
-  // For tests: returns the number of sites that wait for the signature of some rank.
-  // Signatures are removed when all ranks have sent theirs.
+  // For tests: returns the number of call sites for which some ranks have not sent their
+  // signatures yet.
   int num_open() const { return static_cast<int>(open_.size()); }
 
  private:

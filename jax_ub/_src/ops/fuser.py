@@ -150,8 +150,8 @@ def without_fusions() -> Iterator[None]:
         yield
     finally:
         for name, registered in _FUSIONS.items():
-            # Fusions that were registered inside the context stay, after those that
-            # are restored.
+            # Keeps fusions that were registered inside the context. They run after
+            # those from before it.
             registered[:] = dict.fromkeys([*before[name], *registered])
 
 

@@ -239,9 +239,9 @@ def _group_bwd(configuration, group, _, saved, cotangents):
         has_gradients = any(needs[window]) and (
             dy is not None or any(d is not None for row in d_outputs for d in row)
         )
-        # If no gradient is needed or all incoming ones are zero, no operation runs: the
-        # base class returns None for each gradient. For an accumulator such as
-        # "main_grad", whose cotangent is its new value, it returns the old value.
+        # If no gradient is needed, or all gradients of the results are zero, the base
+        # class's `backward` computes nothing. It returns None for each gradient, and
+        # the unchanged value of an accumulator such as "main_grad".
         backward = (type(op) if has_gradients else FusedOperation).backward
         dy = dy if op.basic_ops[-1].takes_quantized_grad else dequantized(dy)
         with group.naming_errors(window, op):

@@ -266,9 +266,9 @@ class Call:
                 results = [vma.pcast_replicated(y, self.axis_name) for y in results]
             return tuple(results)
         call = self._tuned(operands)
-        # If a tuned file chooses JAX's Pallas kernel, "xla" may be the method where
-        # this kernel cannot run. Only the lowering knows whether it can, so the call
-        # binds its primitive.
+        # A tuned file may choose JAX's Pallas kernel, with "xla" as the method if the
+        # kernel cannot run. Only the lowering rule can check that, so the primitive is
+        # bound in this case, too.
         if call.method is Method.XLA and call.choice.pallas is None:
             with call.named_as_plain(is_tuned=call is not self):
                 return tuple(call.reference(*operands, scales=scales))

@@ -51,7 +51,7 @@ def overlap(  # noqa: PLR0913, options of layers
     ub_names: Mapping[str, str] | None = None,
     fp8: Recipe | Mapping[str, Recipe | None] | None = None,
 ) -> Any:
-    r"""Overlaps the linear layers of an unmodified `flax.nnx` model.
+    r"""Overlaps the linear layers of an unmodified nnx model with communication.
 
         model = ub.overlap(model)
         model = ub.overlap(model, {r".*\.(q|k|v|up)_proj": "column", r".*\.o": "row"})
@@ -428,7 +428,7 @@ def _record_others(model, layers, axis_name):
     for path, module, spec in _sharded_parameters(model, axis_name):
         owner = by_node.get(id(module))
         if owner is None:
-            # Layers of jax_ub.flax overlap without `ub.overlap`.
+            # A layer of jax_ub.flax, which overlaps by itself, is left as it is.
             if hasattr(module, "sharding_layout"):
                 continue
             why = f"belongs to a {type(module).__name__}, which overlap does not know"

@@ -136,9 +136,10 @@ _INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
 
 
 def why_intercepted(product: Product, of_layer: Callable | None = None) -> str | None:
-    """Returns how a library has replaced the JAX function `product`, or None.
+    """Returns why a layer must call the JAX function `product`; None if it need not.
 
-    It may also have replaced a function that `product` calls. The layer must then call
+    The reason is that a library has replaced this function, or one that it calls, and
+    describes the replacement. The layer must then call
     `product`, because an overlapped layer would bypass the replacement.
 
     Args:

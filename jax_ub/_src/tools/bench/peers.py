@@ -277,10 +277,10 @@ class Rings:
         return y
 
     def dot_scatter(self, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
-        """Computes GEMM + reduce-scatter: ranks add products to moving partial sums.
+        """Computes GEMM + reduce-scatter: partial sums pass from rank to rank.
 
-        Partial sums move to the higher rank. In step s, rank r adds its product for the
-        rows of rank (r - 1 - s) mod P.
+        Each rank adds a product and sends the sum to the next higher rank. In step s,
+        rank r adds its product for the rows of rank (r - 1 - s) mod P.
         """
         num_ranks, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
         rows = x.shape[0] // num_ranks
