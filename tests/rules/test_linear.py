@@ -252,6 +252,33 @@ SHARDED_OPERANDS = {  # of x, w and b
 
 
 @pytest.mark.parametrize("name", SHARDED_OPERANDS)
+@pytest.mark.parametrize("kind", ["main_grad", "fp8"])
+def test_gradients_on_an_explicit_mesh_need_unsharded_features(name, kind):
+    shapes = ((8, 16), (16, 4), (4,))
+    arrays = [small_integers(i, shape) for i, shape in enumerate(shapes)]
+
+    def loss(x, w, b):
+        options = (
+            {"main_grad": w}
+            if kind == "main_grad"
+            else {"fp8": ub.fp8.Float8CurrentScaling()}
+        )
+        return ub.linear(x, w, b, method="xla", **options).sum()
+
+    with jax.set_mesh(jax.make_mesh((2, 2), ("dp", "tp"), devices=devices(4))):
+        x, w, b = map(jax.device_put, arrays, SHARDED_OPERANDS[name])
+        assert abs(jax.jit(loss)(x, w, b) - loss(*arrays)) < 1e-5
+        step = jax.jit(jax.grad(loss, (0, 1, 2)))
+        if name == "rows":
+            step(x, w, b)
+            return
+        operand = "x" if name == "columns" else "w"
+        text = f"linear: an explicit mesh shards the features of {operand} over"
+        with pytest.raises(ub.errors.UnsupportedOverlapError, match=text):
+            step(x, w, b)
+
+
+@pytest.mark.parametrize("name", SHARDED_OPERANDS)
 def test_method_xla_takes_operands_that_an_explicit_mesh_shards(name):
     shapes = ((8, 16), (16, 4), (4,))
     arrays = [small_integers(i, shape) for i, shape in enumerate(shapes)]

@@ -47,6 +47,7 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         values = jax.tree.map(lambda operand: operand.value, operands)
         x, ws, biases, residual, main_grads, *_ = operands
         check_sources(config.label, **by_name(x, ws if main_grads is None else ()))
+        _check_unsharded_features(config.label, *values[:3])
         ys, gathered = rule(config, *values)
         # With main_grads, the gradients of the kernels are accumulated there, so only
         # main_grads decide. The callers do not apply stop_gradient to ws instead: a
@@ -197,6 +198,29 @@ def kernel_gradients(
         wgrad(execution, dy, (x,), main_grads and (main_grads[i],), **options)[0]
         for i, dy in enumerate(dys)
     )
+
+
+def _check_unsharded_features(label, x, ws, biases):
+    """Raises an error if an explicit mesh shards features outside of `jax.shard_map`.
+
+    JAX chooses the shardings of gradients there, but not those of a `custom_vjp`.
+    """
+    features = {name: _spec(w) for name, w in by_name(x, ws).items()}
+    features["x"] = features["x"][-1:]
+    if biases:
+        features["b"] = _spec(biases[0])
+    for name, spec in features.items():
+        if any(spec):
+            raise UnsupportedOverlapError(
+                f"{label}: an explicit mesh shards the features of {name} over {spec}. "
+                "With fp8, ub.ScaledArray or main_grad, such a layer has no gradients "
+                "outside of jax.shard_map. Call it there, or use a layer of "
+                "jax_ub.flax."
+            )
+
+
+def _spec(operand):
+    return jax.typeof(values_of(operand)).sharding.spec
 
 
 def check_sources(label: str, **operands) -> None:
