@@ -160,9 +160,10 @@ class ScheduleRun {
                                                                               arrival};
   }
 
-  // Waits until a receive slot of a peer is free. On a GPU, whose work is enqueued, the
-  // first such step waits for the slots of all peers at once. This delays no call,
-  // because a call cannot end before its last rank begins.
+  // Waits until a receive slot of a peer is free. On a device that enqueues its work,
+  // only the first such step waits: until all peers to which the schedule writes have
+  // begun the call. The call does not end later, because it cannot end before its last
+  // rank begins.
   void WaitFree(const Step& step, const WaitReason& reason) {
     if (!device_.enqueues()) return transport_.WaitFree(step.peer, step.slot, reason);
     if (is_free_) return;

@@ -82,10 +82,10 @@ void ChooseUnits(const GemmProblem& problem,
   }
 }
 
-// Returns the positions at which the contracted dimension K is divided into blocks: 0,
-// K, and the bounds of the segments of both operands. If a segment is short, returns
-// only {0, K}, because tiles write their sums to memory after each block. Segments with
-// different factors are always divided.
+// Returns the positions that no block of the contracted dimension K may contain inside:
+// 0, K, and the bounds of the segments of both operands. If a segment is short, returns
+// only {0, K}, because tiles write their sums to memory after each block. If segments
+// have different factors, returns all bounds.
 std::vector<int64_t> ChooseCutsOfK(const GemmProblem& problem,
                                    const KernelSet& kernels) {
   std::vector<int64_t> cuts = problem.a.inner_bounds;

@@ -277,8 +277,8 @@ class Grid {
   }
 
   // Returns whether interval i + 1 can be multiplied in the same strided-batch GEMM as
-  // interval i. If the batch has several intervals already (`has_begun`), all of them
-  // must be the same distance apart in memory.
+  // interval i. If the batch has several intervals already (`has_begun`), the
+  // distance in memory must be the same as between the intervals before.
   bool Continues(Axis axis, size_t i, bool has_begun) const {
     if (cuts_[axis][i].size != cuts_[axis][i + 1].size) return false;
     return Everywhere(

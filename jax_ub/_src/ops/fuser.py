@@ -438,7 +438,7 @@ class OperationFuser(arguments.KeywordsChecked):
             for name in names_of(role):
                 own_params[quantize][name] = own_params[linear].pop(name)
         edges = dict(zip(self.extra_edges.from_caller, extra_inputs, strict=True))
-        of_x = jax.typeof(x)
+        x_aval = jax.typeof(x)
         for group in self.groups:
             operands = {
                 "x": x,
@@ -450,7 +450,7 @@ class OperationFuser(arguments.KeywordsChecked):
                     registry.configuration(), group, vma.unsharded(operands)
                 )
             edges.update(results)
-        x = vma.with_rows_of(of_x, x)
+        x = vma.with_rows_of(x_aval, x)
         public = [edges[edge] for edge in self.extra_edges.to_caller]
         return (x, *public) if public else x
 

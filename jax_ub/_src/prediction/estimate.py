@@ -129,25 +129,23 @@ def estimate(
 def estimate_on_gpus(
     op: str,
     method: str,
-    M: int,
-    K: int,
-    N: int,
-    P: int,
+    sizes: tuple[int, int, int, int],
     dtype,
     devices: Sequence[jax.Device],
 ) -> Prediction | None:
     """Predicts the time of a call on the GPUs for which it is lowered.
 
     Returns None if `devices` are no GPUs or the call is not modeled. XLA captures no
-    calls of a process with several GPUs, so their hosts enqueue each launch.
+    calls of a process with several GPUs, so their hosts enqueue each launch. `sizes`
+    are M, K, N and P of `estimate`.
     """
     if not devices or devices[0].platform not in ("gpu", "cuda"):
         return None
     is_modeled = op in OPS and np.dtype(dtype).itemsize in machines.ITEMSIZES
-    if not is_modeled or min(M, K, N) < 1:
+    if not is_modeled or min(sizes) < 1:
         return None
     name = machines.name_of_kind(devices[0].device_kind) or _ASSUMED
-    found = estimate(op, method, M, K, N, P, dtype, name)
+    found = estimate(op, method, *sizes, dtype, name)
     in_process = collections.Counter(device.process_index for device in devices)
     if max(in_process.values()) > 1:
         enqueued_s = found.num_launches * _ENQUEUE_S

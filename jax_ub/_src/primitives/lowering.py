@@ -124,7 +124,9 @@ def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
     op, M, K, N = call.global_sizes(operand_avals)
     num_ranks = call.num_ranks if call.axis_name else 1
     prediction = estimate.estimate_on_gpus(
-        *(op, call.method.value, M, K, N, num_ranks),
+        op,
+        call.method.value,
+        (M, K, N, num_ranks),
         operand_avals[0].dtype,
         ranks.devices,
     )

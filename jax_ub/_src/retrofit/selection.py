@@ -138,9 +138,8 @@ _INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
 def why_intercepted(product: Product, of_layer: Callable | None = None) -> str | None:
     """Returns why a layer must call the JAX function `product`; None if it need not.
 
-    The reason is that a library has replaced this function, or one that it calls, and
-    describes the replacement. The layer must then call
-    `product`, because an overlapped layer would bypass the replacement.
+    The reason names how a library has replaced this function, or one that it calls. An
+    overlapped layer would bypass the replacement.
 
     Args:
         product: the function that the layer would call without overlap.

@@ -47,7 +47,7 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         values = jax.tree.map(lambda operand: operand.value, operands)
         x, ws, biases, residual, main_grads, *_ = operands
         check_sources(config.label, **by_name(x, ws if main_grads is None else ()))
-        _check_unsharded_features(config.label, *values[:3])
+        _check_unsharded_features(config, *values[:3])
         ys, gathered = rule(config, *values)
         # With main_grads, the gradients of the kernels are accumulated there, so only
         # main_grads decide. The callers do not apply stop_gradient to ws instead: a
@@ -200,27 +200,23 @@ def kernel_gradients(
     )
 
 
-def _check_unsharded_features(label, x, ws, biases):
+def _check_unsharded_features(config, x, ws, biases):
     """Raises an error if an explicit mesh shards features outside of `jax.shard_map`.
 
     JAX chooses the shardings of gradients there, but not those of a `custom_vjp`.
     """
-    features = {name: _spec(w) for name, w in by_name(x, ws).items()}
-    features["x"] = features["x"][-1:]
+    operands = by_name(x, ws)
     if biases:
-        features["b"] = _spec(biases[0])
-    for name, spec in features.items():
-        if any(spec):
+        operands[config.bias_name] = biases[0]
+    for name, operand in operands.items():
+        spec = jax.typeof(values_of(operand)).sharding.spec
+        if any(spec[-1:] if name == "x" else spec):
             raise UnsupportedOverlapError(
-                f"{label}: an explicit mesh shards the features of {name} over {spec}. "
-                "With fp8, ub.ScaledArray or main_grad, such a layer has no gradients "
-                "outside of jax.shard_map. Call it there, or use a layer of "
+                f"{config.label}: an explicit mesh shards the features of {name} "
+                f"({spec}). With fp8, ub.ScaledArray or main_grad, such a layer has no "
+                "gradients outside of jax.shard_map. Call it there, or use a layer of "
                 "jax_ub.flax."
             )
-
-
-def _spec(operand):
-    return jax.typeof(values_of(operand)).sharding.spec
 
 
 def check_sources(label: str, **operands) -> None:
