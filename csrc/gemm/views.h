@@ -7,6 +7,7 @@
 // 3..6. `segments` lists the grid in row-major order.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
@@ -49,6 +50,11 @@ struct OperandView {
   DType scale_dtype = DType::kE8M0;       // of `scales`
   std::vector<ScaleSegment> scales = {};  // parallel to `segments`; empty: none
 };
+
+inline bool IsContiguousAlongK(const OperandView& view) {
+  return std::all_of(view.segments.begin(), view.segments.end(),
+                     [](const ConstSegment& s) { return s.inner_stride == 1; });
+}
 
 struct Segment {
   std::byte* data = nullptr;

@@ -58,6 +58,14 @@ std::vector<Case> Cases() {
   // Segments of 64 elements become blocks of K only if they have their own factors.
   GemmProblem with_factors = SizesOnly(512, 768, 1024, 16);
   with_factors.has_factors_by_k = true;
+  // With few rows, the blocks depend on the dtype and the layout of B.
+  const GemmProblem few_rows = SizesOnly(16, 768, 1024);
+  GemmProblem few_rows_of_bytes = few_rows;
+  few_rows_of_bytes.b.dtype = DType::kE4M3;
+  GemmProblem few_rows_along_n = few_rows;
+  few_rows_along_n.b.segments = {{nullptr, 1, 768}};
+  GemmProblem few_rows_of_bytes_along_n = few_rows_of_bytes;
+  few_rows_of_bytes_along_n.b.segments = {{nullptr, 1, 768}};
   return {{SizesOnly(512, 768, 1024), general, 2},
           {SizesOnly(520, 768, 1024), general, 2},
           {SizesOnly(512, 776, 1024), general, 2},
@@ -65,6 +73,10 @@ std::vector<Case> Cases() {
           {SizesOnly(512, 768, 1024, 4), general, 2},
           {SizesOnly(512, 768, 1024, 16), general, 2},
           {with_factors, general, 2},
+          {few_rows, general, 2},
+          {few_rows_of_bytes, general, 2},
+          {few_rows_along_n, general, 2},
+          {few_rows_of_bytes_along_n, general, 2},
           {SizesOnly(512, 768, 1024), &copy, 2},
           {SizesOnly(512, 768, 1024), general, 16}};
 }

@@ -29,8 +29,8 @@ struct GemmBlocking {
   bool operator==(const GemmBlocking&) const = default;
 };
 
-// Chooses how to divide a product. Depends on its sizes, its segments along K, the
-// kernels and the number of workers.
+// Chooses how to divide a product. Depends on its sizes, its segments along K, the dtype
+// and the layout of B, the kernels and the number of workers.
 GemmBlocking ChooseBlocking(const GemmProblem& problem,
                             const KernelSet& kernels,
                             int num_workers);
@@ -51,9 +51,12 @@ class BlockingCache {
 
  private:
   // Everything that a blocking depends on: M, N, whether segments along K have their own
-  // factors, the kernels, the number of workers, and the bounds along K of A and of B.
+  // factors, the dtype of B, whether B is contiguous along K, the kernels, the number of
+  // workers, and the bounds along K of A and of B.
   using Key = std::tuple<int64_t,
                          int64_t,
+                         bool,
+                         DType,
                          bool,
                          const KernelSet*,
                          int,

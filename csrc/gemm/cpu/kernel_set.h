@@ -79,7 +79,7 @@ constexpr KernelSet KernelsOfF32(const char* isa,
   AddTiles<kRows, kVectors, MultiplyAdd>(set);
   ForEachDType([&]<DType kDType>() {
     AddPackingTile<Words<kDType>, kRows, kVectors, MultiplyAdd>(set, kDType);
-    set.widen[static_cast<int>(kDType)] = WidenRow<kDType>;
+    set.widen[static_cast<int>(kDType)] = WidenRow<Words<kDType>>;
   });
   set.pack_a = PackersToF32<kRows, Words>();
   set.pack_b = PackersToF32<kVectors * kLanes, Words>();

@@ -160,10 +160,7 @@ OperandReader::OperandReader(const OperandView& view,
       panel_(panel),
       widen_(kernels.widen[static_cast<int>(view.dtype)]),
       element_bytes_(SizeOf(view.dtype)),
-      is_k_contiguous_(std::all_of(
-          view.segments.begin(), view.segments.end(), [](const ConstSegment& s) {
-            return s.inner_stride == 1;
-          })) {}
+      is_k_contiguous_(IsContiguousAlongK(view)) {}
 
 // Returns an odd number of cache lines. Packing writes the same row of all panels one
 // after the other. With a distance of 4096 bytes, these rows would be in the same set

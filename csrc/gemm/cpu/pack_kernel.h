@@ -115,18 +115,26 @@ void PackCopied(const void* source,
   }
 }
 
-// Converts `count` consecutive elements to f32. This is the WidenFunction of kernels
-// whose words are f32.
-template <DType kDType>
+// Converts `count` consecutive elements to f32, four vectors at a time. This is the
+// WidenFunction of kernels whose words are f32. `Words` is Widened or, for FP8,
+// WidenedByBytes.
+template <typename Words>
 void WidenRow(const void* from, int64_t count, void* to) {
+  constexpr int kVectors = 4;
   const char* element = static_cast<const char*>(from);
   char* word = static_cast<char*>(to);
   int64_t i = 0;
+  for (; i + kVectors * kLanes <= count; i += kVectors * kLanes) {
+    Vec words[kVectors];
+    Words::LoadRow(element + i * Words::kBytes, 0, words);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) Store(word + 4 * (i + v * kLanes), words[v]);
+  }
   for (; i + kLanes <= count; i += kLanes) {
-    Store(word + 4 * i, LoadAs<kDType>(element + i * kElementBytes<kDType>));
+    Store(word + 4 * i, Words::LoadWords(element + i * Words::kBytes, 0));
   }
   for (; i < count; ++i) {
-    Widened<kDType>::CopyWord(element + i * kElementBytes<kDType>, 0, word + 4 * i);
+    Words::CopyWord(element + i * Words::kBytes, 0, word + 4 * i);
   }
 }
 

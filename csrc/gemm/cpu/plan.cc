@@ -14,9 +14,9 @@ namespace {
 constexpr int64_t kGroupColumns = 128;
 // The first row tile may pack a panel of B while it multiplies. It already waits for
 // memory then, so only the later row tiles prefetch the next panel (2 % faster with 64
-// rows of A). With at most kFewTiles row tiles, such as 6 or 12 rows, the first one
+// rows of A). With at most kFewTiles row tiles, such as 6 or 16 rows, the first one
 // prefetches too, because the later ones are too few to prefetch the panel in time.
-constexpr int64_t kFewTiles = 2;
+constexpr int64_t kFewTiles = 6;
 
 GemmBlocking BlockingFor(const GemmProblem& problem,
                          const KernelSet& kernels,
