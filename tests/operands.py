@@ -17,12 +17,13 @@ def small_integers(seed: int, shape: tuple[int, ...], dtype="float32") -> jax.Ar
     which detects misplaced chunks that a tolerance might hide.
     """
     values = np.random.default_rng(seed).integers(-1, 2, shape)
-    return jnp.asarray(values, dtype)
+    return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype="float32") -> jax.Array:
     """Returns normally distributed values."""
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
 
 def tolerance(dtype, num_products: int) -> float:
