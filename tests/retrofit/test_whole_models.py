@@ -255,6 +255,32 @@ def test_names_reach_the_configuration_of_a_linen_model():
         Overlap(rules, ub_names={".*": 1})
 
 
+class DenseNamedAsOverlaps(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16, name="qkv")(nn.Dense(32, name="fc1")(x))
+
+
+def test_a_path_that_equals_a_configured_name_is_only_a_label():
+    mesh, x = mesh_of(1, 2), normal(0, (2, 8, 16))
+    ub.initialize_ub((16, 8), 2, ub_cfgs=CONFIGURED, mesh=mesh, dtype=jnp.float32)
+    rules = {"fc1": "column", "qkv": "row"}  # "qkv_fprop" is an all-gather
+    dict_model = nnx.Dict(
+        fc1=nnx.Linear(16, 32, rngs=nnx.Rngs(0)),
+        qkv=nnx.Linear(32, 16, rngs=nnx.Rngs(0)),
+    )
+    net = DenseNamedAsOverlaps()
+    variables = net.init(jax.random.key(0), x)
+    with jax.set_mesh(mesh):
+        model = ub.overlap(dict_model, rules)
+        assert labels(lambda x: model.qkv(model.fc1(x)), x) == dict.fromkeys(
+            rules, "direct"
+        )
+        with Overlap(rules):
+            found = labels(lambda x: net.apply(variables, x), x)
+    assert found == dict.fromkeys(rules, "direct")
+
+
 @pytest.mark.parametrize("types", ["auto", "explicit"])
 def test_several_axes_are_taken_as_one(types):
     kind = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[types]

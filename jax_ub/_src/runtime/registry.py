@@ -40,9 +40,9 @@ NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
 class LayerName(str):
     """A layer's path in its model, used to label calls that have no `ub_name`.
 
-    It selects an overlap only if one has exactly this name; otherwise it is a label. An
-    unknown `ub_name` is an error, an unknown layer path is not. So a `LayerName` is
-    never equal to a plain string, and JAX's tracing caches distinguish them.
+    It selects no overlap, even if `initialize_ub` configures an equal name. So a
+    `LayerName` is never equal to a plain string, and JAX's tracing caches distinguish
+    them.
     """
 
     __slots__ = ()
@@ -350,7 +350,7 @@ def find(
 
     Returns:
         The overlaps by pass: "fprop", "dgrad" and "wgrad". Empty if the axis is not
-        initialized: `ub_name` is then only a label.
+        initialized, or if `ub_name` is a `LayerName`: it is then only a label.
 
     Raises:
         UnknownNameError: if the axis is initialized, but has no overlap of this name.
@@ -358,7 +358,7 @@ def find(
             or the overlap for FP8 buffers only.
     """
     axis = _AXES.get(axis_name)
-    if axis is None or ub_name is None:
+    if axis is None or ub_name is None or isinstance(ub_name, LayerName):
         return {}
     layer, _ = split_name(ub_name)
     mode = FP8 if is_fp8 and FP8 in axis.modes else NONE
@@ -369,9 +369,9 @@ def find(
             overlap = axis.overlaps.get((layer, mode))
         if overlap is not None:
             found[direction] = overlap
-    if not found and not isinstance(ub_name, LayerName):
+    if not found:
         raise _unknown_layer(label, axis, ub_name, layer)
-    if found and axis.tp_size != num_ranks:
+    if axis.tp_size != num_ranks:
         raise UnsupportedOverlapError(
             f"{label}: axis {shown(axis_name)} has {num_ranks} ranks here, but "
             f"initialize_ub was called for {axis.tp_size}. Use another axis name for "
