@@ -1,15 +1,25 @@
-"""The table of docs/simulate.md, compared with what the simulator predicts."""
+"""Figures of docs/simulate.md and docs/gpu.md, compared with the simulator."""
 
 import pathlib
+import re
+import types
+
+import numpy as np
 
 from jax_ub._src.methods import Method
 from jax_ub._src.prediction import hardware
 from jax_ub._src.prediction.cost import Workload, bounds
-from jax_ub._src.prediction.estimate import estimate_workload
+from jax_ub._src.prediction.estimate import (
+    estimate,
+    estimate_workload,
+    why_xla_is_faster,
+)
 from jax_ub._src.tools.simulate import MODELS
 
 MACHINE = hardware.find("h100")
-PAGE = pathlib.Path(__file__).parents[2] / "docs/simulate.md"
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "simulate.md"
+H100 = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
 METHODS = (Method.AUTO, Method.RING_EXCHANGE, Method.PIPELINE)
 
 
@@ -39,3 +49,35 @@ def test_the_table_of_llama_3_70b_is_what_the_simulator_predicts():
         if cells[0]:
             num_ranks, goal = int(cells[0]), float(cells[1])
         assert cells[3:] == row_of(layers[cells[2]], num_ranks, goal), cells[2]
+
+
+def first_power_without_xla(op):
+    """Returns the number of tokens from which "auto" overlaps all layers of an op."""
+    is_gather = op == "all_gather_matmul"
+    layers = [
+        layer
+        for layer in MODELS["llama3-70b"]
+        if (layer.op == "all_gather_matmul") == is_gather
+    ]
+    assert len(layers) == 2
+    left_to_xla = [
+        tokens
+        for tokens in (2**n for n in range(6, 14))
+        for layer in layers
+        for found in [
+            estimate(op, "auto", tokens, layer.K, layer.N, 8, np.float16, MACHINE)
+        ]
+        if why_xla_is_faster(found, [H100])
+    ]
+    return 2 * max(left_to_xla)
+
+
+def test_the_tokens_below_which_auto_leaves_calls_to_xla_are_documented():
+    text = " ".join((DOCS / "gpu.md").read_text().split())
+    (limits,) = re.findall(
+        r"below (\d+) tokens for AG\+GEMM, (\d+) for GEMM\+RS and (\d+) for GEMM\+AR, "
+        "if their number is a power of two",
+        text,
+    )
+    ops = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+    assert [*map(int, limits)] == [first_power_without_xla(op) for op in ops]
