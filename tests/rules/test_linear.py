@@ -199,6 +199,24 @@ def test_frozen_operand_of_a_plain_layer_skips_its_gemm(frozen):
     assert found["wgrad"] == (frozen == "x")
 
 
+@pytest.mark.parametrize("layer", ["linear", "ops.Linear"])
+def test_gradients_of_a_plain_layer_work_where_jit_is_disabled(layer):
+    def call(x, w):
+        if layer == "linear":
+            return ub.linear(x, w)
+        return ub.ops.Sequential(ub.ops.Linear(6, 4, use_bias=False))(
+            ({"kernel": w},), x
+        )
+
+    def gradients(function):
+        return jax.grad(lambda x, w: jnp.sum(function(x, w) ** 2), (0, 1))(x, w)
+
+    x, w = small_integers(0, (8, 6)), small_integers(1, (6, 4))
+    with jax.disable_jit():
+        found = gradients(call)
+    assert_equal(found, gradients(jnp.matmul))
+
+
 @pytest.mark.parametrize("kind", [None, "column", "row"])
 @pytest.mark.parametrize("shape", [(16,), (1, 16), (2, 3, 1, 16)])
 def test_takes_activations_of_any_rank(shape, kind):

@@ -332,8 +332,15 @@ def _make_primitive(target):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(call, *operands):
+def _compiled(call, *operands):
     return call.primitive.bind(*operands, call=call)
+
+
+def _run(call, *operands):
+    # JAX evaluates a backward pass op by op under `jax.disable_jit`. The primitive has
+    # no other implementation than its compiled one.
+    with jax.disable_jit(False):
+        return _compiled(call, *operands)
 
 
 def _abstract_eval(*operands, call):
