@@ -228,7 +228,7 @@ class Reshape(BasicOperation):
     def __post_init__(self):
         shape = self.shape
         is_list = isinstance(shape, tuple | list)
-        if not is_list or not all(map(checks.is_integer, shape)):
+        if not is_list or not all(checks.is_integer(n) and n >= -1 for n in shape):
             raise ShapeContractError(
                 f"{self.label}: shape = {shown(shape)} is not a tuple of sizes. Pass "
                 "one, for example (-1, 128)."

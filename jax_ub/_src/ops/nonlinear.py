@@ -298,9 +298,11 @@ class GatedActivation(Activation):
         if block is None:
             gate, up = jnp.split(x, 2, axis=-1)
             return self.activation(gate) * up
-        pairs = x.reshape(*x.shape[:-1], -1, 2, block)
+        # No size is passed as -1, because reshape cannot infer it if x is empty.
+        *lead, features = x.shape
+        pairs = x.reshape(*lead, features // (2 * block), 2, block)
         y = self.activation(pairs[..., 0, :]) * pairs[..., 1, :]
-        return y.reshape(*x.shape[:-1], -1)
+        return y.reshape(*lead, features // 2)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

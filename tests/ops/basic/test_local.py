@@ -333,6 +333,15 @@ def test_a_scale_is_a_python_number(scale):
         ops.ConstantScale(scale)
 
 
+@pytest.mark.parametrize("block", [None, 2])
+@pytest.mark.parametrize("kind", [ops.SwiGLU, ops.GEGLU])
+def test_gated_activations_take_an_empty_array(kind, block):
+    run = ops.Sequential(kind(glu_interleave_size=block))
+    y, transposed = jax.vjp(lambda x: run(({},), x), jnp.zeros((0, 3, 8)))
+    assert y.shape == (0, 3, 4)
+    assert transposed(y)[0].shape == (0, 3, 8)
+
+
 def test_a_numpy_scale_does_not_promote_the_dtype():
     scaled = ops.Sequential(ops.ConstantScale(np.float32(0.5)))
     x = jnp.ones((2, 4), jnp.bfloat16)
@@ -349,7 +358,7 @@ def test_a_scale_is_not_rounded_to_the_dtype_of_x():
         assert_equal((y, transposed(factor)[0]), (expected, expected))
 
 
-@pytest.mark.parametrize("shape", [128, "a", (2, "a"), None])
+@pytest.mark.parametrize("shape", [128, "a", (2, "a"), (-2, -4), (4, -3), None])
 def test_a_shape_is_a_tuple_of_sizes(shape):
     with pytest.raises(error, match=r"Reshape: shape = .*is not a tuple of sizes"):
         ops.Reshape(shape)
