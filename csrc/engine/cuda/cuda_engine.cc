@@ -274,9 +274,10 @@ Gpu& CudaEngine::GpuOf(int ordinal) {
 }
 
 Gpu& CudaEngine::GpuOfLocked(int ordinal) {
-  std::unique_ptr<Gpu>& gpu = gpus_[ordinal];
-  if (!gpu) gpu = std::make_unique<Gpu>(driver_, library_, ordinal, nvls_);
-  return *gpu;
+  const auto found = gpus_.find(ordinal);
+  if (found != gpus_.end()) return *found->second;
+  auto gpu = std::make_unique<Gpu>(driver_, library_, ordinal, nvls_);  // may throw
+  return *gpus_.emplace(ordinal, std::move(gpu)).first->second;
 }
 
 int64_t CudaEngine::DeviceOf(int ordinal) {

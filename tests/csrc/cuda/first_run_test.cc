@@ -55,6 +55,20 @@ TEST(AWaitEndsAtTheDeadlineAtAFailureAndWhenADeviceLeaves) {
             .empty());
 }
 
+// The first use of a device loads its kernels. GPU 1 has no memory left for them.
+TEST(CommunicatorsLeaveAlsoIfADeviceHasFailedToLoad) {
+  Gpus gpus({.num_devices = 2});
+  const auto communicator = CudaCommunicator::Make(gpus.driver, {0}, 4096, "zero");
+  gpus.engine().Join(communicator, {0});
+  const auto other = CudaCommunicator::Make(gpus.driver, {1}, 4096, "one");
+  gpus.machine.Fail("LibraryLoadData", CUDA_ERROR_OUT_OF_MEMORY);
+  CHECK_THROWS(gpus.engine().Join(other, {1}), "cuLibraryLoadData");
+  gpus.engine().Leave(communicator);
+  CHECK_THROWS(communicator->ThrowIfFailed(), "it closed its communicator");
+  gpus.engine().Join(other, {1});  // tries again
+  gpus.engine().Leave(other);
+}
+
 // Runs a call on two GPUs, as XLA does in a program with other kernels, which it loads
 // when it launches them: a thread for each device. Device 0 is ahead and loads a kernel
 // after the call, device 1 one before it. Returns the errors of the communicators.
