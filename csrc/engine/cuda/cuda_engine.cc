@@ -313,8 +313,14 @@ void CudaEngine::Join(std::shared_ptr<CudaCommunicator> communicator,
                             ": its devices are those of " +
                             joined.communicator->name());
   }
-  for (const int rank : communicator->local_ranks()) {
-    GpuOfLocked(communicator->ordinal(rank));
+  try {
+    for (const int rank : communicator->local_ranks()) {
+      GpuOfLocked(communicator->ordinal(rank));
+    }
+  } catch (...) {
+    // The peers are connected, so Close would wait for them until its timeout.
+    communicator->Poison(std::current_exception());
+    throw;
   }
   all_.push_back(communicator);
   joined_.push_back({std::move(communicator), std::move(devices)});

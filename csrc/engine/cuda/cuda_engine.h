@@ -137,7 +137,8 @@ class CudaEngine {
   void set_nvls(bool nvls) { nvls_ = nvls; }
 
   // Makes calls of the group of `devices` (indexed by rank) use the communicator until
-  // Leave. Throws CommunicatorError if the group already has one.
+  // Leave. Throws CommunicatorError if the group already has one. If a device cannot be
+  // used, fails the communicator and throws SystemError.
   void Join(std::shared_ptr<CudaCommunicator> communicator,
             std::vector<int64_t> devices);
   void Leave(const std::shared_ptr<CudaCommunicator>& communicator);

@@ -43,6 +43,29 @@ void EveryOp(const std::vector<int>& process_of_rank,
   CheckAllWell(processes);
 }
 
+// Process 1 has no memory left for the kernels.
+TEST(AProcessWhoseDeviceCannotBeUsedFailsTheOthersAtOnce) {
+  Meeting meeting;
+  Processes processes(2, [&](int process) {
+    Gpus gpus({.num_devices = 1, .first_device = process});
+    gpus.engine().set_local_devices({{0, process}});
+    auto communicator =
+        ConnectOn(process, meeting, {.process_of_rank = {0, 1}, .timeout_s = 60});
+    if (process == 1) {
+      gpus.machine.Fail("LibraryLoadData", CUDA_ERROR_OUT_OF_MEMORY);
+      CHECK_THROWS(gpus.engine().Join(communicator, {0, 1}), "cuLibraryLoadData");
+      AtOnce([&] { communicator.reset(); });
+      ++meeting.bulletin.word();
+      return;
+    }
+    gpus.engine().Join(communicator, {0, 1});
+    meeting.bulletin.WaitForWord(1);
+    CHECK_THROWS(communicator->ThrowIfFailed(), "cuLibraryLoadData");
+    gpus.engine().Leave(communicator);
+  });
+  CheckAllWell(processes);
+}
+
 TEST(EveryOpByEveryMethodIsExactInTwoProcesses) { EveryOp({0, 1}); }
 TEST(EveryOpByEveryMethodIsExactInThreeProcesses) { EveryOp({2, 0, 1}); }
 TEST(EveryOpByEveryMethodIsExactInFourProcesses) { EveryOp({0, 1, 2, 3}); }
