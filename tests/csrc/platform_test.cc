@@ -247,6 +247,28 @@ TEST(TheWordOfASleepMayLieInTwoMappings) {
   CHECK(Deadline::Clock::now() - begin < std::chrono::seconds(30));
 }
 
+TEST(ADeadlineDoesNotCountTheTimeWhileTheProcessIsStopped) {
+  using std::chrono::milliseconds, std::chrono::seconds;
+  auto deadline = StoppableDeadline::After(3);
+  Deadline::Clock::time_point now = Deadline::Clock::now();
+  const auto sleeps_s = [&] {
+    return std::chrono::duration<double>(deadline.next_check() - now).count();
+  };
+  CHECK(sleeps_s() <= 1);
+  CHECK(!deadline.Expired(now += seconds(1)));
+  // Counts one second of a stop, because the process may have slept until then.
+  CHECK(!deadline.Expired(now += seconds(60)));
+  CHECK(sleeps_s() > 0.5 && sleeps_s() <= 1);
+  CHECK(!deadline.Expired(now += milliseconds(600)));
+  CHECK(sleeps_s() > 0 && sleeps_s() < 0.5);
+  CHECK(deadline.Expired(now += milliseconds(600)));
+  // A thread that gets a core late has not been stopped.
+  deadline = StoppableDeadline::After(2);
+  now = Deadline::Clock::now();
+  CHECK(!deadline.Expired(now += milliseconds(900)));
+  CHECK(deadline.Expired(now += milliseconds(1900)));
+}
+
 TEST(AWaitForDescriptorsEndsByAnEventOrByItsDeadline) {
   const FileDescriptor event = NewEvent();
   std::vector<pollfd> polled = {{event.get(), POLLIN, 0}, {-1, POLLIN, 0}};

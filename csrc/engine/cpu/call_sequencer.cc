@@ -277,7 +277,7 @@ WaitReason CallSequencer::ReasonFor(const std::string& label,
 std::shared_ptr<CollectiveCall> CallSequencer::WaitForLocalCall(
     const CallLogEntry& entry) {
   const WaitReason reason = ReasonFor(communicator_->name(), entry.is_first);
-  const Deadline deadline = Deadline::After(reason.timeout_s);
+  StoppableDeadline deadline = StoppableDeadline::After(reason.timeout_s);
   std::unique_lock lock(mutex_);
   for (;;) {
     if (const std::exception_ptr failure = communicator_->poison()) {
@@ -290,7 +290,7 @@ std::shared_ptr<CollectiveCall> CallSequencer::WaitForLocalCall(
       return collective;
     }
     if (deadline.Expired()) throw DeadlineError(UnmatchedCallMessage(entry, reason));
-    changed_.wait_until(lock, deadline.time());
+    changed_.wait_until(lock, deadline.next_check());
   }
 }
 

@@ -203,7 +203,7 @@ std::shared_ptr<CollectiveCall> Rendezvous::Join(CallSite& site,
     // may arrive late, because it waits in an earlier call for a process that is still
     // compiling the program.
     const bool is_first = collective->is_first && !sequencers_.empty();
-    collective->deadline = Deadline::After(timeouts_.Of(is_first));
+    collective->deadline = StoppableDeadline::After(timeouts_.Of(is_first));
     collective->deadline_setting = timeouts_.SettingOf(is_first);
     incomplete_.emplace_back(&site, collective);
     if (!watchdog_armed_) wake_watchdog_.notify_one();
@@ -407,7 +407,7 @@ void Rendezvous::Watch() {
     wake_watchdog_.wait(lock, [this] { return watchdog_armed_; });
     auto next = Deadline::After(std::min(timeouts_.call_s, kWatchdogPeriodS)).time();
     for (const auto& [site, collective] : incomplete_) {
-      next = std::min(next, collective->deadline.time());
+      next = std::min(next, collective->deadline.next_check());
     }
     wake_watchdog_.wait_until(lock, next);
     try {

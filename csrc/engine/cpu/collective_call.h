@@ -65,7 +65,7 @@ struct CollectiveCall {
   std::vector<Completion> completions;  // indexed like calls; empty: not arrived
   int num_arrived = 0;
   TraceContext trace;
-  Deadline deadline = Deadline::After(0);
+  StoppableDeadline deadline = StoppableDeadline::After(0);
   std::string_view deadline_setting;
 
   // The next three members are only set if the group spans processes.

@@ -47,8 +47,9 @@ inline void Pause() {
 }
 
 // Waits until `ready()` is true, for about `timeout_s` seconds at most, and returns
-// whether it is. Sleeps on the doorbell `own`. `ready` must load with sequential
-// consistency, so that no wakeup is lost (see Ring).
+// whether it is. Does not count the time while the process is stopped. Sleeps on the
+// doorbell `own`. `ready` must load with sequential consistency, so that no wakeup is
+// lost (see Ring).
 template <typename Ready>
 bool Await(Doorbell& own, double timeout_s, const Ready& ready) {
   // First spins, because a peer on another core usually answers within a few hundred
@@ -64,14 +65,14 @@ bool Await(Doorbell& own, double timeout_s, const Ready& ready) {
     if (ready()) return true;
     std::this_thread::yield();
   }
-  const Deadline deadline = Deadline::After(timeout_s);
+  StoppableDeadline deadline = StoppableDeadline::After(timeout_s);
   own.num_sleepers.fetch_add(1);
   bool is_ready = false;
   for (;;) {
     const uint32_t rings = own.rings.load();
     is_ready = ready();
     if (is_ready || deadline.Expired()) break;
-    FutexWait(own.rings, rings, deadline.time());
+    FutexWait(own.rings, rings, deadline.next_check());
   }
   own.num_sleepers.fetch_sub(1);
   return is_ready;
