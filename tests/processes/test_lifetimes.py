@@ -49,3 +49,8 @@ def test_two_hundred_communicators_leave_nothing_behind():
 def test_random_sequences():
     out = launch(3, 3, HERE / "soak.py", "--seed", 0, "--sequences", 4)
     assert len(re.findall(r"seed \d+ passed", out)) == 4
+
+
+def test_programs_in_flight_end_before_their_process_closes_its_groups():
+    out = launch(2, 2, HERE / "in_flight.py")
+    assert out.count("done") == 2

@@ -7,16 +7,20 @@ import atexit
 import dataclasses
 import functools
 import math
+import os
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from jax_ub._src import errors
 from jax_ub._src.errors import ConfigurationError
-from jax_ub._src.runtime import cpu_engine, cuda_engine
+from jax_ub._src.runtime import cpu_engine, cuda_engine, settings
 
 Group = tuple[int, ...]  # global device ids, in the order of the ranks
 Key = tuple[str, Group]  # with the platform, because the ids of each begin at 0
@@ -33,6 +37,8 @@ _SLOT_ALIGNMENT_BYTES = 256
 # handshake. A handshake takes 6 us (`handshake_s` of the simulator), in which NVLink
 # moves this many bytes at 450 GB/s (H100). Neither number was measured here.
 ONE_SHOT_BYTES = 2_700_000
+# Pause between two checks whether the programs in flight have ended.
+_POLL_S = 0.002
 
 
 def heap_bytes(platform: str, num_elements: int) -> int:
@@ -63,6 +69,7 @@ class DeviceGroups:
     name: str  # for errors
     # CUDA ordinals of this process's GPUs, by global device id.
     ordinals: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    local_devices: tuple[jax.Device, ...] = ()  # devices of this process
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -129,6 +136,8 @@ class Connection:
     communicator: Any = None  # set if a rank of the group is in this process
     generation: int = 0  # the communicator's generation, equal in all processes
     call_bytes: int = 0  # shared memory of a rank for one call
+    local_devices: tuple[jax.Device, ...] = ()  # devices of `initialize_ub` here
+    pid: int = dataclasses.field(default_factory=os.getpid)
 
     @property
     def key(self) -> Key:
@@ -138,6 +147,15 @@ class Connection:
     def failure(self) -> str | None:
         failure = self.communicator and self.communicator.failure
         return _without_kind(failure) if failure else None
+
+    @property
+    def may_be_in_use(self) -> bool:
+        """Whether a call may be in flight that closing would fail.
+
+        XLA's threads do not exist in a forked child, so no call is in flight there.
+        """
+        is_usable = self.communicator is not None and self.failure is None
+        return is_usable and self.pid == os.getpid()
 
     def close(self) -> None:
         if self.communicator is not None:
@@ -260,7 +278,53 @@ def limit_cores(num_processes: int, num_threads: int, cpu_set: Sequence[int]) ->
 def _close_at_exit():
     # Closing tells the peers that this process ends in order. Otherwise they would
     # report it as lost.
-    atexit.register(disconnect_all_but, ())
+    @atexit.register
+    def finish_and_disconnect():
+        finish_launches(())
+        disconnect_all_but(())
+
+
+def finish_launches(kept: Collection[Key]) -> None:
+    """Waits for programs in flight, before the connections of all but `kept` close.
+
+    A launch returns before its program has run. The peers take part in the calls of
+    these programs, so closing the connections during a program would fail the peers.
+
+    Does not wait longer than `initialize_ub` waits for a process, and not at all if the
+    connections have failed, since all their calls then fail at once.
+    """
+    closing = [one for key, one in _CONNECTIONS.items() if key not in kept]
+    used = [one.local_devices for one in closing if one.may_be_in_use]
+    devices = [device for local_devices in used for device in local_devices]
+    if not devices:
+        return
+    end_s = time.monotonic() + settings.deadline_s()
+    try:
+        last = _launch_after_all(devices[0].client.local_devices())
+    # JAX rejects the mesh while it traces a program, or has no memory. The connections
+    # must be closed nevertheless.
+    except (ValueError, jax.errors.JaxRuntimeError):
+        return
+    # Polls, because jax.block_until_ready ignores Ctrl-C.
+    while not all(array.is_ready() for array in last) and time.monotonic() < end_s:
+        time.sleep(_POLL_S)
+
+
+def _launch_after_all(devices):
+    """Launches programs that run after all earlier ones; returns their results.
+
+    XLA on CPUs runs all programs of several devices one after the other, and the
+    programs of one device, too, but not in one order with those of several.
+    """
+    results = []
+    for chosen in [[device] for device in devices] + [devices] * (len(devices) > 1):
+        mesh = Mesh(np.array(chosen), ("devices",))
+        # The caller may have another mesh or a transfer guard.
+        with jax.transfer_guard("allow"), jax.set_mesh(mesh):
+            sharding = NamedSharding(mesh, jax.P("devices"))
+            zeros = jax.device_put(np.zeros(len(chosen), np.float32), sharding)
+            results.append(jnp.negative(zeros))
+    return results
 
 
 def disconnect_all_but(kept: Collection[Key]) -> None:

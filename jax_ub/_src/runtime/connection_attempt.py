@@ -224,7 +224,12 @@ class ConnectionAttempt:
         }
         reason = self._setup.why_not(group, infos)
         made = Connection(
-            group, groups.platform, processes, reason, generation=self.generation
+            group,
+            groups.platform,
+            processes,
+            reason,
+            generation=self.generation,
+            local_devices=groups.local_devices,
         )
         if reason is not None or not groups.has_local_rank(group):
             return made

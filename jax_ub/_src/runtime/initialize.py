@@ -124,6 +124,8 @@ def initialize_ub(  # noqa: PLR0913, pinned
 def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
     """Undoes `initialize_ub`: removes overlaps, closes connections, frees buffers.
 
+    Waits for the programs that this process has launched, because peers in other
+    processes take part in them; at most as long as `initialize_ub` waits for a process.
     Multi-process programs that were compiled before cannot run any more. Trace them
     again after the next `initialize_ub`.
 
@@ -138,9 +140,10 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
     """
     wanted = _axes("destroy_ub", axis_name)
     kept = [d for d in registry.axes() if wanted not in (None, d.axis_name)]
+    communicators.finish_launches(_keys_of(kept))
     # Closes connections before it removes the axes, so that the call can be repeated
     # after an interrupt.
-    _disconnect_all_but(kept)
+    communicators.disconnect_all_but(_keys_of(kept))
     for axis in registry.axes():
         if axis not in kept:
             registry.remove(axis.axis_name)
@@ -296,12 +299,12 @@ class _Attempt:
         for axis in registry.axes():
             if axis is self._axis:
                 registry.remove(axis.axis_name)
-        _disconnect_all_but(registry.axes())
+        communicators.disconnect_all_but(_keys_of(registry.axes()))
 
 
-def _disconnect_all_but(axes):
-    # Does not close groups of ranks that another initialized axis uses.
-    communicators.disconnect_all_but({key for axis in axes for key in axis.keys})
+def _keys_of(axes):
+    """Returns the groups of ranks of these axes; several axes may use one group."""
+    return {key for axis in axes for key in axis.keys}
 
 
 def _participants(mesh):
@@ -336,6 +339,7 @@ def _device_groups(axes, axis: InitializedAxis | None, devices) -> DeviceGroups:
         num_slots=0 if axis is None else axis.num_slots,
         name=f"initialize_ub(axis_name={shown(axes)})",
         ordinals={d.id: d.local_hardware_id for d in own if cuda_engine.is_cuda(d)},
+        local_devices=tuple(own),
     )
 
 
