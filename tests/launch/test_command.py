@@ -71,7 +71,7 @@ def processes_with(token):
 
 
 def is_rank(words):
-    return words[1].endswith(b"script.py")
+    return words[2].endswith(b"script.py")
 
 
 def wait_until(condition):
@@ -140,6 +140,13 @@ def test_arguments_of_the_program_are_passed_unchanged(script, options):
     status, out, _ = launch("-n", 1, *options, path, *given)
     assert status == 0
     assert out == f"[0] {list(given)}\n"
+
+
+def test_name_of_a_script_may_begin_with_a_dash(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("-script.py").write_text("import sys; print(sys.argv)")
+    status, out, err = launch("-n", 1, "--", "-script.py", "-n")
+    assert (status, out) == (0, "[0] ['-script.py', '-n']\n"), err
 
 
 def test_module_is_run():

@@ -70,9 +70,11 @@ def run(given: argparse.Namespace) -> int:
         )
     program = split_program(given.program)
     _check(given, program[0])
+    # After "--", the name of a script may begin with "-".
+    kind = "-m" if given.module else "--"
     with _reserved_port() as port:
         job = {
-            "command": [sys.executable, *(["-m"] if given.module else []), *program],
+            "command": [sys.executable, kind, *program],
             "environments": [
                 environment(
                     os.environ,
