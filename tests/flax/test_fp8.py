@@ -18,7 +18,7 @@ from programs import (
 from scaled_operands import DEFAULT_RECIPES as RECIPES
 
 import jax_ub as ub
-from jax_ub.errors import ConfigurationError
+from jax_ub.errors import ConfigurationError, ShapeContractError
 from jax_ub.flax import (
     LayerNormLinear,
     LayerNormMLP,
@@ -164,3 +164,22 @@ def test_a_wrong_recipe():
     for layer in (LAYERS["mlp"], LAYERS["column"]):
         with pytest.raises(ConfigurationError, match="fp8 = 'hybrid' is not"):
             layer(rngs=nnx.Rngs(0), fp8="hybrid")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"), [("column", "kernel"), ("attention", "bias")]
+)
+def test_parameters_that_are_quantized_already_are_rejected(name, parameter):
+    text = rf"{parameter} is a ub\.ScaledArray, .* Pass {parameter}\.source; with fp8"
+    with jax.set_mesh(tp_mesh(2)):
+        graph, params = nnx.split(LAYERS[name](rngs=nnx.Rngs(0)))
+        model = nnx.merge(graph, FP8.quantize_params(params))
+        with pytest.raises(ShapeContractError, match=text):
+            model(X)
+        layer = {
+            "column": linen.Linear(64, parallel="column"),
+            "attention": linen.MultiHeadAttention(4),
+        }[name]
+        variables = FP8.quantize_params(layer.init(jax.random.key(0), X))
+        with pytest.raises(ShapeContractError, match=text):
+            layer.apply(variables, X)

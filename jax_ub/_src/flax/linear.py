@@ -18,6 +18,7 @@ from jax_ub._src.config.flags import OverlapFlags
 from jax_ub._src.flax.options import (
     LinearOptions,
     as_sizes,
+    check_not_quantized,
     read_sizes,
     userbuffers_name,
 )
@@ -297,6 +298,7 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
         The operands are x, kernel and bias in one dtype, main_grad and FP8 state.
         """
         checks.check_array(self.sharding_layout.op, "x", inputs)
+        self.check_parameters()
         bias = None if self.bias is None else self.bias[...]
         given = (inputs, self.kernel[...], bias)
         promote = functools.partial(self.promote_dtype, given, dtype=self.dtype)
@@ -306,6 +308,15 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
         num_in = len(as_sizes(self.in_features))
         options = {"num_in": num_in, "out_dtype": self.preferred_element_type}
         return self._call_layout(), (*promoted, main_grad, state), options
+
+    def check_parameters(self) -> None:
+        """Raises an error if kernel or bias are FP8, before Flax indexes them."""
+        values = {
+            name: variable.get_value()
+            for name, variable in (("kernel", self.kernel), ("bias", self.bias))
+            if isinstance(variable, nnx.Variable)
+        }
+        check_not_quantized(self.sharding_layout.op, **values)
 
     def _call_layout(self):
         """Returns the sharding layout, with FSDP axes from the kernel's metadata.

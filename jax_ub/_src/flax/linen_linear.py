@@ -20,6 +20,7 @@ from jax_ub._src.flax.options import (
     LinearOptions,
     as_sizes,
     check_flags,
+    check_not_quantized,
     read_sizes,
     userbuffers_name,
 )
@@ -215,6 +216,7 @@ class Linear(TensorParallel):
         checks.check_rank(layout.op, "x", inputs, 1)
         num_in = self._num_in(inputs.ndim)
         kernel, bias, *others = self.parameters(inputs.shape[-num_in:])
+        check_not_quantized(layout.op, kernel=kernel, bias=bias)
         given = (inputs, kernel, bias)
         promote = functools.partial(self.promote_dtype, *given, dtype=self.dtype)
         operands = (*arguments.promoted(layout.op, promote, given), *others)

@@ -21,6 +21,7 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
+from jax_ub._src.scaled_array import is_scaled
 from jax_ub._src.sharding.layout import resolve_parallel
 
 
@@ -69,6 +70,21 @@ def check_flags(op: str, options: LinearOptions) -> None:
         methods.resolve(op, options.get("method"), None),
         sequence_parallel=options.get("sequence_parallel", True),
     )
+
+
+def check_not_quantized(op: str, **parameters: Any) -> None:
+    """Raises an error if a layer's parameter is FP8, such as by `quantize_params`.
+
+    The layers quantize their kernels themselves, and neither Flax nor `promote_dtype`
+    takes a `ScaledArray`.
+    """
+    for name, parameter in parameters.items():
+        if is_scaled(parameter):
+            raise ShapeContractError(
+                f"{op}: {name} is a ub.ScaledArray, but a layer takes the array that "
+                f"was quantized. Pass {name}.source; with fp8=recipe, the layer "
+                "quantizes its kernel itself."
+            )
 
 
 def userbuffers_name(name: str, options: LinearOptions) -> str | None:
