@@ -390,8 +390,22 @@ def test_a_state_of_two_calls_is_rejected():
         y = ub.linear(X, W, fp8=DELAYED, fp8_state=state)
         return jnp.sum(ub.linear(y, W.T, fp8=DELAYED, fp8_state=state))
 
-    with pytest.raises(ShapeContractError, match="this FP8 state went into another"):
+    text = r"this FP8 state went into another .* Pass jax\.lax\.stop_gradient\(state\)"
+    with pytest.raises(ShapeContractError, match=text):
         jax.grad(loss)(FP8.init_state(DELAYED))
+
+
+def test_a_call_with_stop_gradient_of_the_state_does_not_update_it():
+    @jax.jit
+    def loss(state):
+        frozen = jax.lax.stop_gradient(state)
+        pairs = (X, state), (100 * X, frozen)
+        return sum(
+            jnp.sum(ub.linear(x, W, fp8=DELAYED, fp8_state=each)) for x, each in pairs
+        )
+
+    new = jax.grad(loss)(FP8.init_state(DELAYED))
+    assert_equal(new["input_amax_history"], jnp.max(jnp.abs(X)) * jnp.eye(3)[0])
 
 
 def test_gradients_with_blocks_need_whole_blocks_of_output_features():

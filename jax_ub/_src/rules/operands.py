@@ -293,7 +293,8 @@ def claim_fp8_state(op: str, state: Any) -> None:
         raise ShapeContractError(
             f"{op}: this FP8 state went into another call already, and jax would add "
             "the two new states. Give every call a state of its own, or carry one "
-            "through jax.lax.scan."
+            "through jax.lax.scan. Pass jax.lax.stop_gradient(state) to a call that "
+            "does not update it, such as an evaluation."
         )
 
 
