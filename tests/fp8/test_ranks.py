@@ -76,14 +76,16 @@ def test_delayed_scaling_agrees_on_the_state(reduce_amax):
     assert state["input_scale"] == np.float32(1) / (np.float32(448) / np.float32(amax))
 
 
-def test_a_replicated_state_is_updated_through_shard_map():
-    recipe = FP8.DelayedScaling(amax_history_len=2)
+@pytest.mark.parametrize(("num_replicas", "reduce_amax"), [(2, True), (1, False)])
+def test_a_replicated_state_is_updated_through_shard_map(num_replicas, reduce_amax):
+    recipe = FP8.DelayedScaling(amax_history_len=2, reduce_amax=reduce_amax)
 
     def shard(x, state):
-        q = ub.quantize(x, recipe, state=state)
+        q = ub.quantize(x, recipe, state=state, axis_name="tp")
         return jax.lax.psum(jnp.sum(q.dequantize(jnp.float32)), ("dp", "tp"))
 
-    function = on_ranks(shard, dp_tp_mesh(2, 2), (P(("dp", "tp")), P()), P())
+    mesh = dp_tp_mesh(num_replicas, 2)
+    function = on_ranks(shard, mesh, (P(("dp", "tp")), P()), P())
     x, state = uneven(), FP8.init_state(recipe)
     new = FP8.apply_updates(state, jax.grad(lambda state: function(x, state))(state))
     amax = float(np.max(np.abs(formulas.wide(x))))

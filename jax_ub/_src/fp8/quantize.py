@@ -272,11 +272,13 @@ def _further_axes(ranks, recipe, xs, *state):
     """Returns axes besides those of `ranks`: xs vary over them, but their state not."""
     varying = vma.axes_of(*xs) - vma.axes_of(*state)
     missing = tuple(sorted(varying.difference(ranks.axis_name)))
-    if missing and not recipe.reduce_amax:
+    # Along an axis with one rank, the amax of a reduction is the rank's own.
+    differs = tuple(axis for axis in missing if lax.axis_size(axis) > 1)
+    if differs and not recipe.reduce_amax:
         raise ConfigurationError(
-            f"{ranks.label}: with reduce_amax = False the amax differs over {missing}, "
+            f"{ranks.label}: with reduce_amax = False the amax differs over {differs}, "
             "but the state is the same there. Give each rank its own state, "
-            f"jax.lax.pcast(state, {missing}, to='varying'), or use reduce_amax=True."
+            f"jax.lax.pcast(state, {differs}, to='varying'), or use reduce_amax=True."
         )
     return missing
 
