@@ -129,6 +129,26 @@ def test_fsdp(recipe):
     assert relative_error(found[1], wanted[1]) < 0.1
 
 
+def test_two_layers_with_fsdp_compute_what_they_do_without():
+    class Net(nnx.Module):
+        def __init__(self, **options):
+            rngs, options = nnx.Rngs(0), {"use_bias": False, **options}
+            options["fp8"] = RECIPES["current"]
+            self.up = Linear(64, 32, parallel="column", rngs=rngs, **options)
+            self.down = Linear(32, 64, parallel="row", rngs=rngs, **options)
+
+        def __call__(self, x):
+            return self.down(self.up(x))
+
+    with jax.set_mesh(dp_tp_mesh(2, 2)):
+        wanted, found = (
+            value_and_gradients(Net(**options), X)[:2]
+            for options in ({}, {"fsdp_axes": "dp"})
+        )
+    assert found[0] == wanted[0]
+    assert relative_error(found[1], wanted[1]) < 1e-5
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "row", *nightly("current", "block")])
 def test_linen_layers_and_their_state(recipe):
     x = X

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from jax_ub._src import lowering_log
+from jax_ub._src import dtypes, lowering_log
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.matmuls import wgrad
@@ -58,10 +58,12 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         ys = tuple(save(y, "y", name) for y in ys)
         gathered = save(gathered, "gathered", name)
         wants_x = wants_dw and gathered is None
-        values = map_scaled(without_source, values)
+        values = jax.tree.map(_not_reduced, map_scaled(without_source, values))
         saved = {
             "x": residual_or_placeholder(wants_x, save(values[0], "x", name)),
-            "gathered": residual_or_placeholder(wants_dw, gathered),
+            "gathered": residual_or_placeholder(
+                wants_dw, jax.tree.map(_not_reduced, gathered)
+            ),
             "ws": residual_or_placeholder(needs(x), values[1]),
             "biases": residual_or_placeholder(needs(biases), values[2]),
             "residual": residual_or_placeholder(needs(residual), emptied(values[3])),
@@ -255,10 +257,33 @@ def save(value, name: str, ub_name: str | None = None):
     """
     if value is None:
         return None
-    value = checkpoint_name(value, f"jax_ub.{name}")
-    if ub_name is None:
-        return value
-    return checkpoint_name(value, f"jax_ub.{ub_name}.{name}")
+    named = checkpoint_name(jax.tree.map(_as_bits, value), f"jax_ub.{name}")
+    if ub_name is not None:
+        named = checkpoint_name(named, f"jax_ub.{ub_name}.{name}")
+    return jax.tree.map(_from_bits, named, value)
+
+
+def _not_reduced(array: jax.Array) -> jax.Array:
+    """Returns an array to save as residual, for FP8 another variable of the jaxpr.
+
+    `jax.checkpoint` applies `reduce_precision` to floating-point residuals that a
+    policy saves, if the forward pass reads the same variable. It replaces
+    float8_e4m3fn values above 240 by NaN, and subnormal ones by zero.
+    """
+    return _from_bits(_as_bits(array), array)
+
+
+def _as_bits(array):
+    """Returns an array of FP8 values or e8m0 scales as uint8, others as they are."""
+    if array.dtype in dtypes.FP8 or array.dtype == jnp.float8_e8m0fnu:
+        return lax.bitcast_convert_type(array, jnp.uint8)
+    return array
+
+
+def _from_bits(bits, like):
+    if bits.dtype == like.dtype:
+        return bits
+    return lax.bitcast_convert_type(bits, like.dtype)
 
 
 def residual_or_placeholder(wanted: bool, value):
