@@ -155,8 +155,9 @@ def test_residuals_have_checkpoint_names(name):
     saving = jax.checkpoint(layer, policy=policy)
     _, pull = jax.vjp(saving, x, w, b)
     dtypes = [str(leaf.dtype) for leaf in jax.tree.leaves(pull)]
-    assert dtypes.count("float8_e4m3fn") == (0 if name == "y" else 1)
-    assert dtypes.count("float8_e8m0fnu") == (0 if name == "y" else 1)
+    # The bits of values and scales: JAX would round float8 residuals of a policy.
+    assert dtypes.count("uint8") == (0 if name == "y" else 2)
+    assert not [dtype for dtype in dtypes if dtype.startswith("float8")]
 
 
 @pytest.mark.parametrize("mode", [COLUMN, ROW])
