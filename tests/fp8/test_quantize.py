@@ -161,6 +161,14 @@ def test_rows_of_zeros_have_a_scale():
     assert np.all(found.dequantize() == 0)
 
 
+def test_the_largest_value_of_a_row_counts_as_at_least_1e_12():
+    x = jnp.asarray([[1e-12, 0], [3e-18, -4e-18]], jnp.float32)
+    found = ub.quantize(x, FP8.RowwiseScaling())
+    assert found.scales[0] == found.scales[1]
+    least = found.scales[1, 0] * jnp.finfo(E4M3).smallest_subnormal.astype("float32")
+    np.testing.assert_array_equal(found.dequantize("float32")[1], [0, -least])
+
+
 @pytest.mark.parametrize(
     ("shape", "role"),
     [
