@@ -39,7 +39,7 @@ _PAGES = {
     "docs/retrofit.md": r"^(dot_general|[Oo]verlap)\b|\(layer ['\"]",
     "docs/flax.md": (
         r"^(attention|LayerNormLinear|LayerNormMLP|Linear|MultiHeadAttention"
-        r"|TransformerLayer)\b|^linear\(parallel="
+        r"|TransformerLayer|with_main_grads)\b|^linear\(parallel="
     ),
     "docs/ops.md": (
         r"^(ops|operation|OperationFuser|Sequential|AddExtraInput|AllGather|AllReduce"

@@ -82,6 +82,24 @@ def test_accumulated_gradients_replace_the_gradients_of_their_kernels():
     assert_trees_close(nnx.to_pure_dict(actual), nnx.to_pure_dict(expected))
 
 
+def test_a_main_grad_without_the_gradient_of_its_kernel_is_rejected():
+    model = Block(
+        lambda rngs: Linear(16, 32, main_grad=True, rngs=rngs),
+        lambda rngs: Linear(32, 16, main_grad=True, rngs=rngs),
+        nnx.Rngs(0),
+    )
+    _, params, main_grads = nnx.split(model, nnx.Param, MainGrad)
+    is_up = nnx.PathContains("up")
+    trained, _ = nnx.split_state(params, is_up, ...)
+    text = "main_grads has 'down.main_grad', but gradients has no 'down.kernel'. Pass"
+    with pytest.raises(ub.errors.ShapeContractError, match=text):
+        with_main_grads(trained, main_grads)
+    actual = with_main_grads(trained, nnx.filter_state(main_grads, is_up))
+    assert_equal(actual.up.kernel[...], jnp.zeros((16, 32)))
+    with pytest.raises(ub.errors.ShapeContractError, match="main_grads = None is not"):
+        with_main_grads(params, None)
+
+
 @pytest.mark.parametrize("parallel", ["column", "row", None])
 def test_a_gradient_without_the_accumulator_warns_once(parallel):
     x = normal(0, (4, 8, 16))

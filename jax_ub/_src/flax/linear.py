@@ -15,6 +15,7 @@ from flax.nnx.nn import dtypes, initializers
 
 from jax_ub._src import arguments, checks
 from jax_ub._src.config.flags import OverlapFlags
+from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.flax.options import (
     LinearOptions,
     as_sizes,
@@ -54,12 +55,33 @@ def with_main_grads(gradients: nnx.State, main_grads: nnx.State) -> nnx.State:
 
     Returns:
         `gradients`, with each `main_grad` as the gradient of its layer's `kernel`.
+
+    Raises:
+        ShapeContractError: if an argument is not an `nnx.State`, or `gradients` lacks
+            the kernel of a `main_grad`.
     """
+    op = "with_main_grads"
+    _check_state(op, "gradients", gradients)
+    _check_state(op, "main_grads", main_grads)
     flat = dict(nnx.to_flat_state(gradients))
     for path, main_grad in nnx.to_flat_state(main_grads):
         kernel = (*path[:-1], "kernel")
+        if kernel not in flat:
+            found, wanted = (shown(".".join(map(str, p))) for p in (path, kernel))
+            raise ShapeContractError(
+                f"{op}: main_grads has {found}, but gradients has no {wanted}. Pass "
+                "the gradients of all kernels whose main_grad is passed; if a kernel "
+                "is frozen, leave its main_grad out by nnx.filter_state."
+            )
         flat[kernel] = flat[kernel].replace(main_grad.get_value())
     return nnx.from_flat_state(flat)
+
+
+_check_state = checks.option_check(
+    lambda value: isinstance(value, nnx.State),
+    "an nnx.State",
+    "Pass one, as returned by nnx.split.",
+)
 
 
 class Linear(arguments.KeywordsChecked, nnx.Module):
