@@ -235,6 +235,25 @@ def test_inside_a_shard_map_over_data_axes_only_the_layer_takes_the_rest():
     assert_trees_close(y, nnx.Linear(16, 32, rngs=nnx.Rngs(0))(x))
 
 
+@pytest.mark.parametrize(
+    ("types", "is_given"), [("auto", False), ("explicit", False), ("explicit", True)]
+)
+def test_a_layer_can_be_created_inside_a_shard_map_over_data_axes_only(types, is_given):
+    x = normal(0, (4, 8, 16))
+    with jax.set_mesh(mesh_of(2, 2, types)):
+        options = {"mesh": jax.sharding.get_mesh()} if is_given else {}
+
+        @jax.jit
+        @jax.shard_map(in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
+        def apply(x):
+            layer = Linear(16, 32, parallel="column", rngs=nnx.Rngs(0), **options)
+            assert nnx.get_partition_spec(layer.kernel).get_value() == P(None, "tp")
+            return layer(x)
+
+        y = apply(jax.device_put(x, P("dp", "tp")))
+    assert_trees_close(y, nnx.Linear(16, 32, rngs=nnx.Rngs(0))(x))
+
+
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_gradients_go_through_a_shard_map_over_data_axes_only(parallel):
     model = Linear(16, 32, parallel=parallel, rngs=nnx.Rngs(0))

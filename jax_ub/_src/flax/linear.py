@@ -416,10 +416,10 @@ def _with_sharding(metadata, spec, layout):
     if given or not any(layout.kernel_spec):
         return metadata
     added: dict[str, Any] = {"out_sharding": tuple(spec)}
-    if layout.mesh is not None:
-        added["mesh"] = layout.mesh
-    elif layout.find_mesh() is None or layout.is_local():
-        # Flax cannot shard eagerly without a mesh. The metadata still keeps the spec,
-        # for nnx.get_partition_spec.
+    if jax.sharding.get_abstract_mesh().manual_axes or layout.find_mesh() is None:
+        # Flax cannot shard eagerly inside a shard_map or without a mesh. The metadata
+        # still keeps the spec, for nnx.get_partition_spec.
         added["eager_sharding"] = False
+    elif layout.mesh is not None:
+        added["mesh"] = layout.mesh
     return added | dict(metadata)
