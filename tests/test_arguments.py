@@ -59,6 +59,9 @@ WRONG = {
     "Linear: precision = {} is not a precision. Pass a jax.lax.Precision": lambda: (
         linear(precision={})
     ),
+    "Linear: precision = 'hgh' is not a precision. Pass a jax.lax.Precision": lambda: (
+        linear(precision="hgh")
+    ),
     "Linear: kernel_metadata = 1 is not a dictionary of names and values.": lambda: (
         linear(kernel_metadata=1)
     ),
@@ -125,6 +128,34 @@ def test_an_option_of_another_type_is_rejected(text):
     with pytest.raises(ShapeContractError) as caught:
         WRONG[text]()
     assert text in str(caught.value)
+
+
+PRECISIONS = [
+    *("highest", "tensorfloat32", "BF16_BF16_F32", "hgh", "HIGHEST", "", 3, ()),
+    *(jax.lax.Precision.HIGH, jax.lax.DotAlgorithmPreset.F32_F32_F32),
+    jax.lax.DotAlgorithm(np.float32, np.float32, np.float32, 1, 1, 1, False),
+    *(("highest", "default"), ["high", "high"], ("highest", "hgh"), ("highest",)),
+    *((jax.lax.Precision.HIGH,) * 2, ("high", jax.lax.Precision.HIGH)),
+    ("highest", "BF16_BF16_F32"),
+]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=repr)
+def test_a_precision_is_accepted_if_jax_accepts_it(precision):
+    x, dims = jnp.ones((2, 2)), (((1,), (0,)), ((), ()))
+
+    def is_accepted(function):
+        try:
+            with jax.set_mesh(jax.make_mesh((1,), ("tp",))):
+                jax.eval_shape(function)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    wanted = is_accepted(lambda: jax.lax.dot_general(x, x, dims, precision))
+    dot = ub.dot_general("column")
+    assert is_accepted(lambda: dot(x, x, dims, precision)) == wanted
+    assert is_accepted(lambda: linear(precision=precision)) == wanted
 
 
 class Unhashable:

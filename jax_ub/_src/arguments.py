@@ -168,9 +168,23 @@ def _is_metadata(value):
 
 
 def _is_precision(value):
-    values = value if isinstance(value, tuple) else (value,)
-    kinds = str | lax.Precision | lax.DotAlgorithm | lax.DotAlgorithmPreset
-    return all(isinstance(each, kinds) for each in values)
+    """Returns whether `jax.lax.dot_general` accepts `value` as its precision."""
+    if isinstance(value, lax.Precision | lax.DotAlgorithm | lax.DotAlgorithmPreset):
+        return True
+    if isinstance(value, str):
+        return _names_precision(value) or value in lax.DotAlgorithmPreset.__members__
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    if all(isinstance(each, str) for each in value):
+        return all(map(_names_precision, value))
+    return all(isinstance(each, lax.Precision) for each in value)
+
+
+def _names_precision(name):
+    try:
+        return lax.Precision(name) is not None
+    except ValueError:
+        return False
 
 
 check_function = checks.option_check(callable, "a function", "Pass one.")
@@ -195,9 +209,6 @@ _check_rngs = checks.option_check(
     "an object with keys for parameters",
     "Pass, for example, nnx.Rngs(0).",
 )
-_check_precision = checks.option_check(
-    _is_precision, "a precision", "Pass a jax.lax.Precision or None."
-)
 
 
 def _or_none(check_value: Callable[[str, str, Any], None]):
@@ -206,6 +217,15 @@ def _or_none(check_value: Callable[[str, str, Any], None]):
             check_value(op, name, value)
 
     return check_option
+
+
+check_precision = _or_none(
+    checks.option_check(
+        _is_precision,
+        "a precision",
+        'Pass a jax.lax.Precision or its name, such as "highest", or None.',
+    )
+)
 
 
 _FLAGS = [
@@ -230,7 +250,7 @@ _CHECKS: dict[str, Callable[[str, str, Any], None]] = {
     **dict.fromkeys(("kernel_init", "bias_init", "promote_dtype"), check_function),
     "scale_init": _or_none(check_function),
     **dict.fromkeys(("kernel_metadata", "bias_metadata"), _check_metadata),
-    "precision": _or_none(_check_precision),
+    "precision": check_precision,
     "rngs": _check_rngs,
     "ub_name": _or_none(_check_name),
     **dict.fromkeys(

@@ -216,6 +216,16 @@ def test_an_export_of_symbolic_batch_size_falls_back_to_jax():
     assert reason.endswith("export it once for each size")
 
 
+def test_a_misspelled_precision_is_rejected():
+    x, w = jnp.ones((4, 8, 16)), jnp.ones((16, 32))
+    text = "(parallel='column'): precision = 'hgh' is not a precision. Pass a jax.lax."
+    with (
+        jax.set_mesh(mesh_of(1, 2)),
+        pytest.raises(ShapeContractError, match=re.escape(text)),
+    ):
+        ub.dot_general("column")(x, w, DENSE, precision="hgh")
+
+
 def test_a_result_of_another_dtype_falls_back_to_jax():
     x, w = normal(0, (4, 8, 16)), normal(1, (16, 32))
     asked = {"preferred_element_type": "float64"}

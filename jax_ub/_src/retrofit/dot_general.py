@@ -192,7 +192,9 @@ class DotGeneral:
         reason = self.why_intercepted(DOT_GENERAL, self.original)
         contraction = None
         if reason is None:
-            _check_call(self.sharding_layout.op, lhs, rhs, dimension_numbers)
+            op = self.sharding_layout.op
+            _check_call(op, lhs, rhs, dimension_numbers)
+            arguments.check_precision(op, "precision", precision)
             contraction = _contraction_of(lhs, rhs, dimension_numbers)
             reason = self._why_not(lhs, rhs, contraction, preferred_element_type)
         if reason is None and contraction is not None:
