@@ -347,3 +347,5 @@ def test_errors_name_the_operation():
         match="OperationFuser: entry 1 is of type builtin_function_or_method, not",
     ):
         ops.OperationFuser([ops.ReLU(), len])
+    with pytest.raises(error, match=r"OperationFuser: ops is of type int\. Pass"):
+        ops.OperationFuser(3)

@@ -31,7 +31,7 @@ from jax_ub._src.ops.group import OperationGroup, run_group
 from jax_ub._src.ops.operation import (
     BasicOperation,
     Operation,
-    check_operation,
+    read_operations,
     split_each,
 )
 from jax_ub._src.ops.quantize import quantized_boundaries, with_quantizers
@@ -273,13 +273,12 @@ class OperationFuser(arguments.KeywordsChecked):
         operation that writes a channel is connected to the operation that reads it.
 
         Raises:
-            ShapeContractError: if an entry is not an operation, two operations write
-                the same channel, or a channel is read before it is written.
+            ShapeContractError: if `ops` is not iterable, an entry is not an operation,
+                two operations write the same channel, or a channel is read before it is
+                written.
             UnknownNameError: if a channel has no producer.
         """
-        self.ops = tuple(ops)
-        for i, op in enumerate(self.ops):
-            check_operation(f"OperationFuser: entry {i}", op)
+        self.ops = read_operations("OperationFuser", ops)
         entries = [entry for op in self.ops for entry in op.entries]
         resolved, self._passed_states = with_quantizers(expand(entries))
         self._entries = [

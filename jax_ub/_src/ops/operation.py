@@ -351,6 +351,19 @@ def check_operation(where: str, value: Any) -> None:
         )
 
 
+def read_operations(where: str, ops: Any) -> tuple[Operation, ...]:
+    """Returns several operations as a tuple, after checking that they are."""
+    try:
+        entries = tuple(ops)
+    except TypeError as error:
+        raise ShapeContractError(
+            f"{where}: ops is of type {type(ops).__name__}. Pass a list of operations."
+        ) from error
+    for i, op in enumerate(entries):
+        check_operation(f"{where}: entry {i}", op)
+    return entries
+
+
 def init_parameter(
     op: Any, name: str, make: Callable, key: Any, shape: tuple[int, ...]
 ) -> jax.Array:
