@@ -119,9 +119,10 @@ def read(path: str | os.PathLike[str]) -> TunedFile:
     other = f"{fix}. ub.overlap_config.from_te reads YAML and JSON files of Megatron"
     try:
         found = json.loads(pathlib.Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        why = getattr(error, "strerror", error)  # not the path, which may be long
-        raise ConfigurationError(f"{where}: {why}. {other}.") from error
+    except OSError as error:  # the text omits the error's path, which may be long
+        raise ConfigurationError(f"{where}: {error.strerror}. {fix}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{where}: {error}. {other}.") from error
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise ConfigurationError(f"{where}: it does not have schema {SCHEMA}. {other}.")
     try:
@@ -180,7 +181,12 @@ def choices(path: str | os.PathLike[str], here: Environment) -> TunedTable:
 def process_table() -> TunedTable | None:
     """Returns the table of fastest methods in the file `JAX_UB_TUNED`, or None."""
     path = settings.tuned()
-    return None if path is None else read_table(path)
+    if path is None:
+        return None
+    try:
+        return read_table(path)
+    except (ConfigurationError, UnknownNameError) as error:
+        raise type(error)(f"JAX_UB_TUNED: {error}") from error
 
 
 def read_table(path: str) -> TunedTable:
