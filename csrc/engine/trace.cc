@@ -176,7 +176,7 @@ TraceScope::TraceScope(const TraceContext& context, TraceKind kind, const Step& 
   event_.call = context.call;
   event_.rank = context.rank;
   event_.chunk = static_cast<int16_t>(step.chunk);
-  event_.split = static_cast<int16_t>(step.split);
+  event_.split = step.split;
   event_.peer = static_cast<int16_t>(step.peer);
   event_.kind = kind;
   event_.payload = step.payload;

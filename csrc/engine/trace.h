@@ -41,10 +41,10 @@ std::string_view TraceKindName(TraceKind kind);
 struct TraceEvent {
   int64_t begin_ns = 0;
   int64_t end_ns = 0;
-  int32_t call = -1;     // index into Trace::calls
+  int32_t call = -1;  // index into Trace::calls
+  int32_t split = 0;
   int16_t rank = kNone;  // in the group; kNone: all ranks
   int16_t chunk = kAllChunks;
-  int16_t split = 0;
   int16_t peer = kNone;
   TraceKind kind = TraceKind::kCall;
   Payload payload = Payload::kOperand;

@@ -200,6 +200,17 @@ TEST(NothingIsRecordedWhileItIsOff) {
   CHECK(trace.threads.empty());
 }
 
+TEST(AnEventHoldsTheLargestSplitThatACallMayHave) {
+  Tracer tracer;
+  tracer.Start(1);
+  Step step;
+  step.split = (1 << 16) - 1;  // csrc/ffi/attributes.cc limits num_splits to 1 << 16
+  {
+    TraceScope scope(tracer.BeginCall({}), TraceKind::kPut, step);
+  }
+  CHECK_EQ(tracer.Read().threads.at(0).events.at(0).split, step.split);
+}
+
 TEST(AFullBufferCountsWhatItDrops) {
   Tracer tracer;
   tracer.Start(3);
