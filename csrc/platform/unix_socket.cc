@@ -125,7 +125,10 @@ Sent Send(const FileDescriptor& connection,
   do {
     sent = sendmsg(connection.get(), &header, MSG_NOSIGNAL | MSG_DONTWAIT);
   } while (sent < 0 && errno == EINTR);
-  if (sent < 0) return errno == EAGAIN ? Sent::kFull : Sent::kNo;
+  if (sent < 0) {
+    const bool is_short_of_memory = errno == ENOBUFS || errno == ENOMEM;
+    return errno == EAGAIN || is_short_of_memory ? Sent::kFull : Sent::kNo;
+  }
   return Sent::kYes;  // SOCK_SEQPACKET sends a message completely or not at all
 }
 

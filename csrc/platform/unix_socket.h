@@ -38,7 +38,7 @@ Credentials PeerCredentials(const FileDescriptor& connection);
 
 enum class Sent {
   kYes,
-  kFull,  // the peer must read first
+  kFull,  // the peer must read first, or the kernel lacks memory: send again later
   kNo,    // the peer is lost
 };
 // Sends a message, without blocking, and with it the descriptor `passed` unless it is

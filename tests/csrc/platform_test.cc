@@ -1,18 +1,26 @@
 // Tests the wrappers of operating-system resources: descriptors, shared memory, sockets
 // and sleeps.
 #include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <cstddef>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <string>
 #include <thread>
 #include <utility>
@@ -194,6 +202,34 @@ TEST(APeerThatDoesNotReadBlocksNobody) {
     ++num_sent;
   }
   CHECK(num_sent > 1 && last == Sent::kFull);
+}
+
+// Lets every sendmsg of the calling thread fail with `error`, until the thread exits.
+// Returns false if the system does not allow it.
+bool FailSends(int error) {
+  sock_filter filter[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_sendmsg, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | static_cast<uint32_t>(error)),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog program = {std::size(filter), filter};
+  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+         prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+}
+
+TEST(AKernelThatLacksMemoryIsNoLostPeer) {
+  Pair pair;
+  for (const int error : {ENOBUFS, ENOMEM, EPIPE}) {
+    std::thread([&] {
+      if (!FailSends(error)) {
+        std::puts("not tested: this system does not allow a seccomp filter");
+        return;
+      }
+      CHECK(Send(pair.dialed, BytesOf("later")) ==
+            (error == EPIPE ? Sent::kNo : Sent::kFull));
+    }).join();
+  }
 }
 
 TEST(NobodyListensBeforeAndBehindAListener) {
