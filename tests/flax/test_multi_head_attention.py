@@ -15,6 +15,7 @@ from programs import calls, collectives, compiled_text
 import jax_ub as ub
 from jax_ub._src.flax.core_attention import CoreAttention, rotate
 from jax_ub._src.sharding.layout import ShardingLayout
+from jax_ub.errors import UnknownNameError
 from jax_ub.flax import MainGrad, MultiHeadAttention
 
 X = (4, 8, 16)
@@ -197,6 +198,21 @@ def test_an_attention_fn_gets_one_rank_s_shards():
         model = attention(attention_fn=attend, num_kv_heads=2, is_causal=True)
         run(model, normal(0, X))
     assert seen == [((2, 8, 2, 4), (2, 8, 1, 4), {"mask": None, "is_causal": True})]
+
+
+def test_the_attention_fn_may_be_replaced():
+    def attend(q, k, v, **options):
+        return 2 * jax.nn.dot_product_attention(q, k, v, **options)
+
+    x = normal(0, X)
+    with jax.set_mesh(mesh_of(1, 2)):
+        model, made = attention(), attention(attention_fn=attend)
+        assert model.attention_fn is None
+        model.attention_fn = attend
+        assert model.attention_fn is attend
+        assert_equal(run(model, x), run(made, x))
+        with pytest.raises(UnknownNameError, match="attention_fn = 3 is not a hash"):
+            model.attention_fn = 3
 
 
 class TestDropout:

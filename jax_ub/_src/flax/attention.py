@@ -1,5 +1,6 @@
 """The nnx layers `MultiHeadAttention` and `TransformerLayer`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
@@ -239,6 +240,15 @@ class MultiHeadAttention(nnx.Module):
         key = None if self.rngs is None or deterministic else self.rngs()
         y = self.core(q, k, v, mask=mask, positions=positions, dropout_key=key)
         return self.out(y, residual=residual)
+
+    @property
+    def attention_fn(self) -> Callable[..., jax.Array] | None:
+        """The function that computes attention; it may be replaced, as in Flax."""
+        return self.core.attention_fn
+
+    @attention_fn.setter
+    def attention_fn(self, attention_fn: Callable[..., jax.Array] | None) -> None:
+        self.core = dataclasses.replace(self.core, attention_fn=attention_fn)
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Sets whether dropout is disabled; `nnx.view` calls this method.
