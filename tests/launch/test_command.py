@@ -324,6 +324,21 @@ def test_names_of_descendants_may_be_invalid_utf8(tmp_path):
             child.kill()
 
 
+def test_too_few_descriptors_are_an_error_that_names_the_limit(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import time; time.sleep(300)")
+    limited = ["sh", "-c", 'ulimit -n 18; exec "$@"', "sh", *command("-n", 4, program)]
+    ended = subprocess.run(
+        limited, capture_output=True, text=True, env=ENVIRONMENT, timeout=HANGS_S
+    )
+    assert ended.returncode == 1
+    assert re.fullmatch(
+        r"launch: process [1-3] of 4 cannot be started: Too many open files\. Raise "
+        r"ulimit -n, or start fewer processes\.\n",
+        ended.stderr,
+    )
+
+
 def test_output_is_copied_from_descriptors_above_those_of_select():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Fails where fewer than 1025 are allowed; the limit of Linux is at least 4096.

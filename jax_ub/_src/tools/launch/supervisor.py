@@ -13,6 +13,7 @@ left behind:
 import collections
 import contextlib
 import ctypes
+import errno
 import functools
 import json
 import os
@@ -94,6 +95,19 @@ def signal_name(number: int) -> str:
 
 class OutputError(Exception):
     """Raised when a rank's output cannot be written, for example on a full disk."""
+
+
+class StartError(Exception):
+    """Raised when a rank cannot be started, for example for lack of descriptors."""
+
+
+# The limits whose excess keeps a rank from being started, by the error's number.
+_LIMITS = {
+    errno.EMFILE: "ulimit -n",
+    errno.ENFILE: "the sysctl fs.file-max",
+    errno.EAGAIN: "ulimit -u, or pids.max of the container",
+    errno.ENOMEM: "the memory limit of the container",
+}
 
 
 class Relay:
@@ -239,7 +253,18 @@ class Supervisor:
         self._deadlines.enter(seconds, 0, action)
 
     def _start(self, index, environment):
-        rank = Rank(index, self._job["command"], environment)
+        try:
+            rank = Rank(index, self._job["command"], environment)
+        except OSError as error:
+            for rank in self._running:
+                rank.send(signal.SIGKILL)
+            number = len(self._job["environments"])
+            limit = _LIMITS.get(error.errno)
+            fix = f"Raise {limit}, or start fewer processes." if limit else ""
+            raise StartError(
+                f"process {index} of {number} cannot be started: {error.strerror}. "
+                f"{fix}".rstrip()
+            ) from error
         self._ranks.append(rank)
         self._running.add(rank)
         self._on(rank.pidfd, functools.partial(self._ended, rank))
@@ -357,7 +382,7 @@ def main() -> int:
         return Supervisor(job).run()
     except BrokenPipeError:  # the reader of the output has closed it
         return 128 + signal.SIGPIPE
-    except OutputError as error:
+    except (OutputError, StartError) as error:
         with contextlib.suppress(OSError):
             os.write(2, f"launch: {error}\n".encode())
         return 1
