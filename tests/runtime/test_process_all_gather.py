@@ -177,6 +177,7 @@ def test_a_missing_coordinator_is_named():
     error = together(member(MemoryStore(), 1, (0, 1), ["a"], timeout_s=0.2))[0]
     assert isinstance(error, ub.errors.TimeoutError)
     assert "process 0 did not take part within 0.2 s" in str(error)
+    assert "for several axes from one thread, in the same order." in str(error)
 
 
 def test_a_member_with_a_shorter_timeout_names_the_missing_process(clock):

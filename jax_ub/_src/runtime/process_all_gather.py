@@ -329,6 +329,6 @@ def _missing_text(missing, timeout_s):
     who = f"process {missing[0]}" if len(missing) == 1 else f"processes {missing}"
     return (
         f"initialize_ub: {who} did not take part within {timeout_s:g} s. Call it in "
-        "every process of the mesh, with the same mesh. JAX_UB_TIMEOUT_S sets the "
-        "timeout."
+        "every process of the mesh, with the same mesh, and for several axes from one "
+        "thread, in the same order. JAX_UB_TIMEOUT_S sets the timeout."
     )
