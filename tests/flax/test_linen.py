@@ -59,6 +59,17 @@ def test_inside_shard_map_a_layer_works_on_shards():
     assert_trees_close(y, dense.apply(variables, x))
 
 
+@pytest.mark.parametrize("parallel", ["column", "row", None])
+def test_a_fallback_of_the_initialization_names_the_layer(parallel):
+    layer = linen.Linear(32, parallel=parallel, ub_name="fc1")
+    ub.fallbacks(clear=True)
+    with jax.set_mesh(mesh_of(2, 1)):
+        layer.init(jax.random.key(0), jnp.ones((1, 8, 16)))
+    (note,) = ub.fallbacks()
+    assert note.label == f"linear(parallel={parallel!r}) (ub_name 'fc1')"
+    assert note.reason.startswith("x (1, 8, 16) has 1 examples")
+
+
 def test_a_kernel_may_have_partitioning_metadata_of_linen():
     init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "tp"))
     layer = linen.Linear(32, parallel="column", kernel_init=init)

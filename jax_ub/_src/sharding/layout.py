@@ -72,6 +72,8 @@ class ShardingLayout:
         rhs_transposed: whether the kernel is stored as `[out, in]`.
         kernel_mesh: the concrete mesh of the kernel when the layer was created. If the
             arrays of a call have an equal abstract mesh, it supplies the devices.
+        replicated_op: for a layout that `replicated` returns, `op` of the layer's
+            layout.
     """
 
     parallel: str | None
@@ -86,6 +88,7 @@ class ShardingLayout:
     rhs_transposed: bool = False
     fp8: Recipe | None = None
     kernel_mesh: Mesh | None = None
+    replicated_op: str | None = None
 
     def __post_init__(self):
         """Checks the fields, and normalizes names of axes to tuples or strings."""
@@ -150,6 +153,8 @@ class ShardingLayout:
     @property
     def op(self) -> str:
         """Returns the layer's name in error messages, `linear(parallel=...)`."""
+        if self.replicated_op is not None:
+            return self.replicated_op
         return call_label(f"linear(parallel={shown(self.parallel)})", self.ub_name)
 
     @property
@@ -185,6 +190,7 @@ class ShardingLayout:
             fsdp_axes=(),
             method="xla",
             flags=OverlapFlags(),
+            replicated_op=self.op,
         )
 
     @property
