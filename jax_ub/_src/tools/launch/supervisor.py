@@ -102,7 +102,7 @@ class StartError(Exception):
 
 
 # The limits whose excess keeps a rank from being started, by the error's number.
-_LIMITS = {
+_LIMITS: dict[int | None, str] = {
     errno.EMFILE: "ulimit -n",
     errno.ENFILE: "the sysctl fs.file-max",
     errno.EAGAIN: "ulimit -u, or pids.max of the container",
