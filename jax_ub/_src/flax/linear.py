@@ -416,10 +416,11 @@ def _with_sharding(metadata, spec, layout):
     if given or not any(layout.kernel_spec):
         return metadata
     added: dict[str, Any] = {"out_sharding": tuple(spec)}
-    if jax.sharding.get_abstract_mesh().manual_axes or layout.find_mesh() is None:
+    mesh = layout.find_mesh()
+    if jax.sharding.get_abstract_mesh().manual_axes or mesh is None:
         # Flax cannot shard eagerly inside a shard_map or without a mesh. The metadata
         # still keeps the spec, for nnx.get_partition_spec.
         added["eager_sharding"] = False
-    elif layout.mesh is not None:
-        added["mesh"] = layout.mesh
+    elif mesh is layout.mesh:
+        added["mesh"] = mesh
     return added | dict(metadata)

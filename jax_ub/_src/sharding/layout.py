@@ -241,9 +241,14 @@ class ShardingLayout:
         It is the first of these that exists: the mesh of the enclosing `shard_map`, the
         field `mesh`, the mesh of `jax.set_mesh`, the first concrete mesh of the arrays,
         and their first abstract mesh. `kernel_mesh` replaces an equal abstract mesh.
+
+        If the mesh of `jax.set_mesh` has the axes and sizes of the field `mesh`, it
+        replaces the field: JAX requires its axis types, which `auto_axes` and
+        `explicit_axes` change.
         """
         context = jax.sharding.get_abstract_mesh()
-        if context.manual_axes or (self.mesh is None and not context.empty):
+        is_same = self.mesh is None or self.mesh.shape_tuple == context.shape_tuple
+        if context.manual_axes or (is_same and not context.empty):
             return context
         if self.mesh is not None:
             return self.mesh
