@@ -229,6 +229,16 @@ def test_a_deterministic_view_disables_dropout_and_does_not_change_the_model():
         assert nnx.view(view, deterministic=None).attention.deterministic
 
 
+def test_flax_tabulates_a_layer_with_dropout():
+    dropout = {"hidden_dropout": 0.5, "attention_dropout": 0.5}
+    with jax.set_mesh(mesh_of(1, 2)):
+        model = layer(activation="swiglu", **dropout)
+        wide = {"width": 200}
+        table = nnx.tabulate(model, jnp.ones(X), console_kwargs=wide)
+    for path in ("attention/out", "mlp/fc2"):
+        assert path in table
+
+
 @pytest.mark.parametrize("shape", [(0, 8, 16), (2, 0, 16)])
 def test_empty_inputs_have_empty_results(shape):
     with jax.set_mesh(mesh_of(1, 2)):

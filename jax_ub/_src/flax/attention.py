@@ -227,7 +227,7 @@ class MultiHeadAttention(nnx.Module):
             UnsupportedOverlapError: if rotary embeddings are enabled and the inputs of
                 queries and keys differ.
         """
-        self.query.check_parameters()
+        self.query._check_parameters()
         kernel = self.query.kernel[...]
         self.core.check_heads(self.num_heads, self.num_kv_heads, kernel, inputs_q)
         layers = (self.query, self.key, self.value)

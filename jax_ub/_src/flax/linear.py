@@ -307,12 +307,12 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
             residual: array with the shape and the sharding of the result that is added
                 to it. A row layer adds it inside its fused call, before rounding.
         """
-        layout, (x, *parameters), options = self.call_arguments(inputs)
+        layout, (x, *parameters), options = self._call_arguments(inputs)
         parameters = [(each,) for each in parameters]
         (y,) = sharded_linear(layout, x, *parameters, residual=residual, **options)
         return with_output_sharding(y, out_sharding)
 
-    def call_arguments(
+    def _call_arguments(
         self, inputs: jax.Array
     ) -> tuple[ShardingLayout, tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of `sharded_linear`: layout, operands and options.
@@ -320,7 +320,7 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
         The operands are x, kernel and bias in one dtype, main_grad and FP8 state.
         """
         checks.check_array(self.sharding_layout.op, "x", inputs)
-        self.check_parameters()
+        self._check_parameters()
         bias = None if self.bias is None else self.bias[...]
         given = (inputs, self.kernel[...], bias)
         promote = functools.partial(self.promote_dtype, given, dtype=self.dtype)
@@ -331,7 +331,7 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
         options = {"num_in": num_in, "out_dtype": self.preferred_element_type}
         return self._call_layout(), (*promoted, main_grad, state), options
 
-    def check_parameters(self) -> None:
+    def _check_parameters(self) -> None:
         """Raises an error if kernel or bias are FP8, before Flax indexes them."""
         values = {
             name: variable.get_value()
@@ -386,7 +386,7 @@ def apply_layers(layers: Sequence[Any], inputs: jax.Array) -> tuple[jax.Array, .
     """
     if isinstance(layers[0], nn.Module) and layers[0].is_initializing():
         return tuple(layer(inputs) for layer in layers)
-    calls = [layer.call_arguments(inputs) for layer in layers]
+    calls = [layer._call_arguments(inputs) for layer in layers]
     layouts, operands, options = zip(*calls, strict=True)
     if len({(x.dtype, jax.tree.structure(rest)) for x, *rest in operands}) > 1:
         return tuple(layer(inputs) for layer in layers)

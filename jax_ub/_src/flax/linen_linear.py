@@ -175,7 +175,7 @@ class Linear(TensorParallel):
             UnsupportedOverlapError: if `axis` does not name the last dimensions.
             ShapeContractError: if the inputs are not an array with a feature dimension.
         """
-        layout, (x, kernel, *others), options = self.call_arguments(inputs)
+        layout, (x, kernel, *others), options = self._call_arguments(inputs)
         if self.is_initializing():
             if layout.is_local():
                 return self._zeros(layout, x, kernel.shape, residual, **options)
@@ -205,7 +205,7 @@ class Linear(TensorParallel):
         return vma.pcast_varying(zeros, axes)
 
     @nn.nowrap
-    def call_arguments(
+    def _call_arguments(
         self, inputs: jax.Array
     ) -> tuple[ShardingLayout, tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of `sharded_linear`: layout, operands and options.
