@@ -51,8 +51,9 @@ def has_symbolic_sizes(array) -> bool:
 
 
 def is_number(value) -> bool:
-    """Returns whether a value is a finite Python or NumPy number, and not a tracer."""
-    if not isinstance(value, int | float | np.integer | np.floating):
+    """Returns whether a value is a finite Python or NumPy number, and not a bool."""
+    is_bool = isinstance(value, bool)
+    if is_bool or not isinstance(value, int | float | np.integer | np.floating):
         return False
     try:
         return math.isfinite(value)

@@ -127,6 +127,16 @@ def transformer(*sizes, **options):
             "MultiHeadAttention: rotary_base = 0 is not a positive number. Pass one, f",
         ),
         (
+            lambda: attention(rotary_base=True),
+            ShapeContractError,
+            "rotary_base = True is not a positive number",
+        ),
+        (
+            lambda: transformer(epsilon=True),
+            ShapeContractError,
+            "epsilon = True is not a number of at least 0",
+        ),
+        (
             lambda: attention(attention_fn="cudnn"),
             UnknownNameError,
             "attention: attention_fn = 'cudnn' is not a hashable function. Pass "

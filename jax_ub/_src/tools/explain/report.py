@@ -314,8 +314,7 @@ def _checked_rate(key, value) -> str | int | float:
         kind, is_valid = "an integer", checks.is_integer(value) and value >= 0
     else:
         kind = "a positive rate" if is_rate else "a time"
-        is_number = checks.is_number(value) and not isinstance(value, bool)
-        is_valid = is_number and (value > 0 if is_rate else value >= 0)
+        is_valid = checks.is_number(value) and (value > 0 if is_rate else value >= 0)
     if not is_valid:
         raise ConfigurationError(
             f"explain: hardware has {key} = {shown(value)}, which is not {kind}."
