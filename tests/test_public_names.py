@@ -109,7 +109,6 @@ RAISE_NOTHING = {
     *("jax_ub.fallbacks", "jax_ub.memory_report", "jax_ub.overlapped"),
     *(
         "jax_ub.register_targets",
-        "jax_ub.flax.with_main_grads",
         "jax_ub.ops.fuse_windows",
     ),
     *("jax_ub.ops.gradients_of_main_grads", "jax_ub.ops.merge_fp8_states"),

@@ -8,7 +8,6 @@ import pytest
 from covering import covering, nightly
 from flax import nnx
 from flax_models import (
-    TYPES,
     Block,
     assert_learns_as,
     assert_trees_close,
@@ -23,7 +22,7 @@ from programs import calls, collectives, compiled_text
 
 import jax_ub as ub
 from jax_ub._src.primitives.call import Call
-from jax_ub.flax import Linear, TransformerLayer, linen
+from jax_ub.flax import Linear, TransformerLayer
 
 PARALLEL = ("column", "row", None)
 
@@ -236,25 +235,6 @@ def test_inside_a_shard_map_over_data_axes_only_the_layer_takes_the_rest():
     assert_trees_close(y, nnx.Linear(16, 32, rngs=nnx.Rngs(0))(x))
 
 
-@pytest.mark.parametrize(
-    ("types", "is_given"), [("auto", False), ("explicit", False), ("explicit", True)]
-)
-def test_a_layer_can_be_created_inside_a_shard_map_over_data_axes_only(types, is_given):
-    x = normal(0, (4, 8, 16))
-    with jax.set_mesh(mesh_of(2, 2, types)):
-        options = {"mesh": jax.sharding.get_mesh()} if is_given else {}
-
-        @jax.jit
-        @jax.shard_map(in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})
-        def apply(x):
-            layer = Linear(16, 32, parallel="column", rngs=nnx.Rngs(0), **options)
-            assert nnx.get_partition_spec(layer.kernel).get_value() == P(None, "tp")
-            return layer(x)
-
-        y = apply(jax.device_put(x, P("dp", "tp")))
-    assert_trees_close(y, nnx.Linear(16, 32, rngs=nnx.Rngs(0))(x))
-
-
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_gradients_go_through_a_shard_map_over_data_axes_only(parallel):
     model = Linear(16, 32, parallel=parallel, rngs=nnx.Rngs(0))
@@ -284,33 +264,6 @@ def test_the_mesh_may_be_an_argument_or_the_kernel_s():
     with jax.set_mesh(mesh):
         found = Linear(16, 32, parallel="column", rngs=nnx.Rngs(0))
     assert_trees_close(found(x), expected)
-
-
-@covering(parallel=PARALLEL, types=["auto", "explicit"], twin=["nnx", "linen"])
-def test_the_axis_types_of_set_mesh_replace_those_of_the_argument(
-    parallel, types, twin
-):
-    other = {"auto": "explicit", "explicit": "auto"}[types]
-    x, mesh = normal(0, (4, 8, 16)), mesh_of(1, 2, other)
-    with jax.set_mesh(mesh_of(1, 2, types)):
-        if twin == "linen":
-            layer = linen.Linear(32, parallel=parallel, mesh=mesh)
-            variables = layer.init(jax.random.key(0), x)
-            y = layer.apply(variables, x)
-            kernel = variables["params"]["kernel"]
-        else:
-            layer = Linear(16, 32, parallel=parallel, mesh=mesh, rngs=nnx.Rngs(0))
-            kernel, y = layer.kernel[...], layer(x)
-        assert jax.typeof(y).sharding.mesh.axis_types == (TYPES[types],) * 2
-    assert_trees_close(np.asarray(y), x @ np.asarray(kernel))
-
-
-def test_a_layer_with_an_explicit_mesh_runs_inside_auto_axes():
-    x, mesh = normal(0, (4, 8, 16)), mesh_of(1, 2, "explicit")
-    with jax.set_mesh(mesh):
-        layer = Linear(16, 32, parallel="column", mesh=mesh, rngs=nnx.Rngs(0))
-        y = jax.sharding.auto_axes(layer, out_sharding=P(None, None, "tp"))(x)
-    assert_trees_close(np.asarray(y), x @ np.asarray(layer.kernel[...]))
 
 
 @covering(parallel=PARALLEL, shape=[(0, 8, 16), (2, 0, 16), (0, 16)])
