@@ -182,9 +182,10 @@ def _is_precision(value):
 
 def _names_precision(name):
     try:
-        return lax.Precision(name) is not None
+        lax.Precision(name)
     except ValueError:
         return False
+    return True
 
 
 check_function = checks.option_check(callable, "a function", "Pass one.")

@@ -326,7 +326,7 @@ def test_names_of_descendants_may_be_invalid_utf8(tmp_path):
 
 def test_too_few_descriptors_are_an_error_that_names_the_limit(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text("import time; time.sleep(300)")
+    program.write_text(f"import time; time.sleep({HANGS_S})")  # until it is killed
     limited = ["sh", "-c", 'ulimit -n 18; exec "$@"', "sh", *command("-n", 4, program)]
     ended = subprocess.run(
         limited, capture_output=True, text=True, env=ENVIRONMENT, timeout=HANGS_S
@@ -337,6 +337,7 @@ def test_too_few_descriptors_are_an_error_that_names_the_limit(tmp_path):
         r"ulimit -n, or start fewer processes\.\n",
         ended.stderr,
     )
+    assert not processes_with(str(program))
 
 
 def test_output_is_copied_from_descriptors_above_those_of_select():

@@ -58,12 +58,10 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         ys = tuple(save(y, "y", name) for y in ys)
         gathered = save(gathered, "gathered", name)
         wants_x = wants_dw and gathered is None
-        values = jax.tree.map(_not_reduced, map_scaled(without_source, values))
+        values = map_scaled(without_source, values)
         saved = {
             "x": residual_or_placeholder(wants_x, save(values[0], "x", name)),
-            "gathered": residual_or_placeholder(
-                wants_dw, jax.tree.map(_not_reduced, gathered)
-            ),
+            "gathered": residual_or_placeholder(wants_dw, gathered),
             "ws": residual_or_placeholder(needs(x), values[1]),
             "biases": residual_or_placeholder(needs(biases), values[2]),
             "residual": residual_or_placeholder(needs(residual), emptied(values[3])),
@@ -75,7 +73,8 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
             saved["state"] = values[5]
             if values[5] and wants_dw and not needs(tuple(operands[5].values())):
                 warn_of_constant_state(config.label)
-        return (ys, gathered), saved
+        # `rule` reads values, and callers read gathered, so the residuals are others.
+        return (ys, gathered), jax.tree.map(_not_reduced, saved)
 
     def backward_rule(config, saved, cotangents):
         saved = present_residuals(saved)

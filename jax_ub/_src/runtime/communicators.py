@@ -69,7 +69,7 @@ class DeviceGroups:
     name: str  # for errors
     # CUDA ordinals of this process's GPUs, by global device id.
     ordinals: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    local_devices: tuple[jax.Device, ...] = ()  # devices of this process
+    client: Any = None  # XLA's client of the ranks in this process, if there are any
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -136,7 +136,7 @@ class Connection:
     communicator: Any = None  # set if a rank of the group is in this process
     generation: int = 0  # the communicator's generation, equal in all processes
     call_bytes: int = 0  # shared memory of a rank for one call
-    local_devices: tuple[jax.Device, ...] = ()  # devices of `initialize_ub` here
+    client: Any = None  # as in `DeviceGroups`
     pid: int = dataclasses.field(default_factory=os.getpid)
 
     @property
@@ -294,13 +294,14 @@ def finish_launches(kept: Collection[Key]) -> None:
     connections have failed, since all their calls then fail at once.
     """
     closing = [one for key, one in _CONNECTIONS.items() if key not in kept]
-    used = [one.local_devices for one in closing if one.may_be_in_use]
-    devices = [device for local_devices in used for device in local_devices]
-    if not devices:
-        return
+    clients = {one.client for one in closing if one.may_be_in_use} - {None}
     end_s = time.monotonic() + settings.deadline_s()
     try:
-        last = _launch_after_all(devices[0].client.local_devices())
+        last = [
+            result
+            for client in clients
+            for result in _launch_after_all(client.local_devices())
+        ]
     # JAX rejects the mesh while it traces a program, or has no memory. The connections
     # must be closed nevertheless.
     except (ValueError, jax.errors.JaxRuntimeError):

@@ -229,7 +229,7 @@ class ConnectionAttempt:
             processes,
             reason,
             generation=self.generation,
-            local_devices=groups.local_devices,
+            client=groups.client,
         )
         if reason is not None or not groups.has_local_rank(group):
             return made

@@ -339,7 +339,7 @@ def _device_groups(axes, axis: InitializedAxis | None, devices) -> DeviceGroups:
         num_slots=0 if axis is None else axis.num_slots,
         name=f"initialize_ub(axis_name={shown(axes)})",
         ordinals={d.id: d.local_hardware_id for d in own if cuda_engine.is_cuda(d)},
-        local_devices=tuple(own),
+        client=own[0].client if own else None,
     )
 
 
