@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_ub._src import lowering_log
+from jax_ub._src.tools.explain.program import compiled_text
 
 
 def test_record_of_fallbacks_is_bounded():
@@ -35,7 +36,7 @@ def test_marks_in_name_scopes_keep_any_label_and_reason(name):
             return y @ x
 
     x = jnp.ones((4, 4))
-    text = jax.jit(function).lower(x).compile().as_text()
+    text = compiled_text(jax.jit(function).trace(x))
     scopes = re.findall(r'op_name="([^"]*)"', text)
     wanted = lowering_log.Fallback(label, reason)
     assert {lowering_log.fallback_in(s) for s in scopes} == {None, wanted}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import P
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 from overlapped_mlp import SPECS, mlp, operands
 from programs import dp_tp_mesh, on_ranks, tp_mesh
@@ -299,3 +300,36 @@ def test_arrays_that_xla_reshards_for_a_call_are_listed(kind):
         assert row.moved_bytes == 3 * 32 * 16 * 4 // 4
     hint = "shard kernels and activations as these calls do"
     assert found.notes[-1] == f"XLA adds all-gather x 1 next to 0: {hint}"
+
+
+@pytest.fixture
+def cached_programs(tmp_path):
+    """Lets JAX keep all compiled programs of the test in files."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+
+    def configure(values):
+        compilation_cache.reset_cache()
+        for name, value in values.items():
+            jax.config.update(name, value)
+
+    configure(options)
+    yield
+    configure(before)
+
+
+@pytest.mark.usefixtures("cached_programs")
+def test_names_come_from_the_program_and_not_from_an_equal_one_in_the_cache():
+    def layer(x, w, name):
+        return ub.all_gather_matmul(x, w, axis_name="tp", ub_name=name, method="xla")
+
+    for name in ("query", "key"):
+        run = functools.partial(layer, name=name)
+        run = on_ranks(run, tp_mesh(4), SPECS[:2], P(None, "tp"))
+        jax.block_until_ready(run(*operands()[:2]))
+        (row,) = ub.explain(run, *operands()[:2]).rows
+        assert row.scope == name

@@ -74,7 +74,7 @@ def explain(
     program, arrays = _as_new_function(fn, args, kwargs)
     traced = program.trace(*arrays)
     with recording() as lowered:
-        text = traced.lower().compile().as_text() or ""
+        text = compiled_text(traced)
     jaxpr = traced.jaxpr.jaxpr
     found = hlo.collectives(text, _mesh_of(jaxpr, arrays))
     axes = tensor_axes(lowered, arrays)
@@ -85,6 +85,21 @@ def explain(
     ]
     name = getattr(fn, "__name__", "").strip("<>") or "program"
     return table_of(name, rows, [found], hardware, lowered, axes)
+
+
+def compiled_text(traced: jax.stages.Traced) -> str:
+    """Compiles a program and returns its optimized HLO, with its own names.
+
+    By default, JAX's compilation cache ignores the names of operations and may return
+    an equal program that was compiled with other names.
+    """
+    option = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        return traced.lower().compile().as_text() or ""
+    finally:
+        jax.config.update(option, before)
 
 
 def _as_new_function(fn, args, kwargs):
