@@ -31,6 +31,15 @@ else:
 STATUS = pytest.StashKey[int]()
 
 
+def pytest_configure(config):
+    # Other workers and later runs load the programs instead of compiling them.
+    cache = getattr(config, "cache", None)  # None with -p no:cacheprovider
+    if cache and layouts.LAYOUT is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("xla")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays_initialized():
     lowering_log._WARNED.clear()

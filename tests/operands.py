@@ -1,4 +1,8 @@
-"""Arrays that tests multiply, and the tolerances of results."""
+"""Arrays that tests multiply, and the tolerances of results.
+
+The arrays are NumPy's: XLA would compile a program for each `jax.Array` of one device
+that JAX distributes over a mesh.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +14,20 @@ DTYPES = ("float32", "bfloat16", "float16")
 RANKS_AND_DTYPES = product(1, (1, 2, 3, 4, 8), DTYPES)
 
 
-def small_integers(seed: int, shape: tuple[int, ...], dtype="float32") -> jax.Array:
+def small_integers(seed: int, shape: tuple[int, ...], dtype="float32") -> np.ndarray:
     """Returns small integers, for which all products and sums are exact in `dtype`.
 
     The result does not depend on the order of the sums, so tests can check equality,
     which detects misplaced chunks that a tolerance might hide.
     """
     values = np.random.default_rng(seed).integers(-1, 2, shape)
-    return jnp.asarray(values.astype(jnp.dtype(dtype)))
+    return values.astype(jnp.dtype(dtype))
 
 
-def normal(seed: int, shape: tuple[int, ...], dtype="float32") -> jax.Array:
+def normal(seed: int, shape: tuple[int, ...], dtype="float32") -> np.ndarray:
     """Returns normally distributed values."""
     values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    return jnp.asarray(values.astype(jnp.dtype(dtype)))
+    return values.astype(jnp.dtype(dtype))
 
 
 def tolerance(dtype, num_products: int) -> float:

@@ -74,7 +74,7 @@ def product(a, b, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_variant_of_a_dot_has_the_same_result(layout, dtype):
     a, b = gemm_operands(layout, dtype)
-    wanted = product(a, b, layout)
+    wanted = product(a, b, layout).astype(dtype)
     assert wanted.shape == Shape(6, 4, 5).sizes(LAYOUTS[layout][2])
     for way in dot_variants(layout, dtype):
         assert_equal(way(a, b, dtype), wanted)

@@ -2,6 +2,7 @@
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import pytest
 from flax_models import mesh_of
 from operands import normal
@@ -37,7 +38,7 @@ def mesh():
 
 
 def model(block=Block):
-    net, x = Net(block), normal(0, (4, 16))
+    net, x = Net(block), jnp.array(normal(0, (4, 16)))
     return net, net.init(jax.random.key(0), x), x
 
 

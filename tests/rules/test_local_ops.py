@@ -70,7 +70,7 @@ def test_takes_any_batch_axes(call, rows):
 @pytest.mark.parametrize("call", OPS)
 def test_is_accumulated_in_place_where_the_buffer_is_free(call):
     op, plain, operands = OPS[call]
-    values = operands()
+    values = tuple(map(jnp.array, operands()))
     step = jax.jit(op, donate_argnums=2)
     text = compiled_text(step, *values)
     assert calls(text) == {call: 1}
