@@ -80,7 +80,7 @@ def _factored(operands, scales, contracted):
         elif is_f32 and axis is not None and scale.shape[axis] == 1:
             factored.append((values, scale))
         else:
-            factored.append((dequantize(values, scale).astype(jnp.bfloat16), None))
+            factored.append((dequantize(values, scale, jnp.bfloat16), None))
     return factored
 
 
@@ -90,15 +90,19 @@ def _times(y, *factors):
     return y
 
 
-def dequantize(values: jax.Array, scales: jax.Array) -> jax.Array:
-    """Returns values * scales in f32, for scales per tensor, row or block."""
+@functools.partial(jax.jit, static_argnames="dtype", inline=True)
+def dequantize(values: jax.Array, scales: jax.Array, dtype=jnp.float32) -> jax.Array:
+    """Returns values * scales, for scales per tensor, row or block.
+
+    The product is computed in f32 and rounded to `dtype`.
+    """
     wide = values.astype(jnp.float32)
     if scales.dtype != jnp.float8_e8m0fnu:
-        return wide * expanded(scales, values.shape)
+        return (wide * expanded(scales, values.shape)).astype(dtype)
     bits = lax.bitcast_convert_type(scales, jnp.uint8)
     bits = expanded(bits.astype(jnp.int32), values.shape)
     product = times_power_of_two(wide, bits - _EXPONENT_BIAS)
-    return jnp.where(bits == _E8M0_NAN, jnp.nan, product)
+    return jnp.where(bits == _E8M0_NAN, jnp.nan, product).astype(dtype)
 
 
 def times_power_of_two(x: jax.Array, exponents: jax.Array) -> jax.Array:

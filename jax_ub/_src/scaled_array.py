@@ -124,7 +124,7 @@ class ScaledArray:
                 f"ScaledArray.dequantize: dtype = {shown(dtype)} is not a result. "
                 f"Use {dtypes.listed(dtypes.RESULTS)}."
             )
-        return reference.dequantize(self.values, self.scales).astype(dtype)
+        return reference.dequantize(self.values, self.scales, dtype)
 
     @property
     def wide_dtype(self) -> np.dtype:
@@ -247,7 +247,8 @@ def _check_scale_shape(values, scales):
         )
 
 
-def amax_of(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="axes", inline=True)
+def amax_of(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
     """Returns the largest absolute value of x, in f32; keeps reduced axes with size 1.
 
     It is infinite if there is a NaN: `jax.lax.pmax` would drop a NaN, and the recipes
@@ -259,6 +260,7 @@ def amax_of(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
     return jnp.where(jnp.isnan(amax), jnp.inf, amax)
 
 
+@functools.partial(jax.jit, static_argnames="dtype", inline=True)
 def cast(x: jax.Array, scales: jax.Array, dtype) -> jax.Array:
     """Returns x / scales, computed in f32, clipped and rounded once to `dtype`.
 
@@ -311,6 +313,7 @@ def _divided_by_blocks(x, scales):
     return reference.times_power_of_two(x.astype(jnp.float32), exponents)
 
 
+@functools.partial(jax.jit, static_argnames="dtype", inline=True)
 def row_scales(amax: jax.Array, dtype) -> jax.Array:
     """Returns the smallest f32 powers of two with amax / scale <= finfo(dtype).max.
 
@@ -322,6 +325,7 @@ def row_scales(amax: jax.Array, dtype) -> jax.Array:
     return jnp.where(jnp.isfinite(amax), scales, 1.0)
 
 
+@functools.partial(jax.jit, static_argnames=("axis", "dtype", "margin"), inline=True)
 def block_scales(x: jax.Array, axis: int, dtype, margin: int = 0) -> jax.Array:
     """Returns one scale per block of 32 values along `axis`, as float8_e8m0fnu.
 
