@@ -3,6 +3,7 @@
 In several processes (`layouts.py`), the launcher sets the number of devices of each.
 """
 
+import gc
 import os
 import random
 import sys
@@ -53,6 +54,12 @@ def engine(monkeypatch):
     engine = StandIn()
     monkeypatch.setattr(cuda_engine, "load", lambda: engine)
     return engine
+
+
+def pytest_collection_finish():
+    # Collections need not traverse the objects of all modules and tests.
+    gc.freeze()
+    gc.set_threshold(20_000, 20)
 
 
 def pytest_sessionfinish(session, exitstatus):
