@@ -8,7 +8,7 @@ from jax_ub._src.prediction.estimate import predict as predict
 from jax_ub._src.prediction.hardware import HARDWARE as HARDWARE
 from jax_ub._src.prediction.hardware import Hardware as Hardware
 from jax_ub._src.prediction.hardware import host as host
-from jax_ub._src.tools.simulate import MODELS as MODELS
+from jax_ub._src.tools.models import MODELS as MODELS
 
 warnings.warn(
     "jax_ub.simulate is private and will be removed in the next release. Use "

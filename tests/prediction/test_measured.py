@@ -7,12 +7,11 @@ import re
 
 import pytest
 
-from jax_ub._src.methods import KernelOptions
+from jax_ub._src.methods import KernelOptions, Method, MethodChoice
 from jax_ub._src.prediction import hardware
 from jax_ub._src.prediction.cost import Processors, Workload
-from jax_ub._src.prediction.estimate import timeline
-from jax_ub._src.prediction.replay import PlanOptions, end_s
-from jax_ub._src.tools.simulate import MODELS
+from jax_ub._src.prediction.replay import end_s, timeline
+from jax_ub._src.tools.models import MODELS
 
 MACHINE = hardware.find("h100")
 UNRESERVED = dataclasses.replace(MACHINE, reserved_processors=0)
@@ -68,5 +67,5 @@ def test_launches_of_small_calls_are_predicted_within_two_fifths(op, method, tit
     name = f"{title} of 64 tokens, P=8, replayed, us"
     measured_us = figures("loopback_17b2020.json")[name]
     work = Workload(op, 64, 1024, 1024, 8)
-    spans = timeline(work, MACHINE, method, PlanOptions(streams=LANES))
+    spans = timeline(work, MACHINE, MethodChoice(Method(method)))
     assert 1e6 * end_s(spans) == pytest.approx(measured_us, rel=0.4)

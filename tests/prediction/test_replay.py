@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from jax_ub._src.methods import Variant
-from jax_ub._src.prediction import hardware, replay
+from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
+from jax_ub._src.prediction import hardware
 from jax_ub._src.prediction.cost import Gemm, Processors, Workload
-from jax_ub._src.prediction.estimate import timeline
-from jax_ub._src.prediction.replay import PlanOptions, end_s
+from jax_ub._src.prediction.replay import end_s, replay, timeline
+from jax_ub._src.runtime import cpu_engine
 
 # A machine with one processor, which runs every chunk as one kernel, so that no time is
 # rounded up to whole waves.
@@ -23,8 +23,18 @@ METHODS = ("ring_exchange", "pipeline", "external")
 PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
-def spans_of(work, machine, method="ring_exchange", options=None, **which):
-    return timeline(work, machine, method, options or PlanOptions(), **which)
+def spans_of(
+    work,
+    machine,
+    method="ring_exchange",
+    num_splits=1,
+    streams=1,
+    variant=Variant.PLAIN,
+    rank=0,
+):
+    options = KernelOptions(num_lanes=streams, variant=variant)
+    choice = MethodChoice(Method(method), num_splits, options)
+    return timeline(work, machine, choice, rank)
 
 
 def seconds(*arguments, **which):
@@ -110,17 +120,26 @@ def test_a_one_shot_all_reduce_equals_the_formula(num_ranks, rate):
     ],
 )
 def test_one_rank_represents_all_ranks(name, op, method, variant):
+    """A rank fills a slot of a peer when the peer fills that slot of another rank."""
     machine = hardware.find(name)
+    num_splits = 3 if method == "pipeline" else 1
     for num_ranks in (2, 3, 8):
         if variant is Variant.AGGREGATE and num_ranks == 3:
             continue  # pairs need an even number of ranks
         sizes = (768 * num_ranks, 512 * num_ranks, 256 * num_ranks)
         work = Workload(op, *sizes, num_ranks)
-        options = PlanOptions(num_splits=3 if method == "pipeline" else 1, streams=2)
-        given = (work, machine, method, options)
-        together = spans_of(*given, variant=variant, every_rank=True)
-        assert seconds(*given, variant=variant) == pytest.approx(end_s(together))
-        assert {span.rank for span in together} == set(range(num_ranks))
+        filled_s, sent_s = {}, {}  # by receiver or sender, and slot
+        for rank in range(num_ranks):
+            steps = cpu_engine.load().schedule(
+                op, method, rank, num_ranks, num_splits, variant.value
+            )
+            puts = [step for step in steps if step.kind == "put"]
+            spans = spans_of(work, machine, method, num_splits, 2, variant, rank)
+            times = [span.end_s for span in spans if span.kind == "put"]
+            for put, time in zip(puts, times, strict=True):
+                filled_s[put.peer, put.slot] = sent_s[rank, put.slot] = time
+        assert filled_s == pytest.approx(sent_s)
+        assert len(filled_s) == len(puts) * num_ranks
 
 
 def test_pairs_of_chunks_are_one_kernel():
@@ -140,9 +159,8 @@ def test_a_collective_has_no_product(op):
 
 def test_a_lane_runs_one_step_at_a_time_and_streams_overlap():
     work = Workload("matmul_reduce_scatter", 4096, 4096, 4096, 4)
-    options = PlanOptions(2, streams=2)
-    spans = spans_of(work, hardware.find("h200"), "pipeline", options)
-    mine = sorted((s.start_s, s.end_s) for s in spans if s.lane == "wire")
+    spans = spans_of(work, hardware.find("h200"), "pipeline", 2, streams=2)
+    mine = sorted((s.start_s, s.end_s) for s in spans if s.kind != "multiply")
     assert all(a[1] <= b[0] for a, b in zip(mine, mine[1:], strict=False))
     gemms = [(s.start_s, s.end_s) for s in spans if s.kind == "multiply"]
     assert any(a[1] > b[0] for a, b in zip(gemms, gemms[1:], strict=False))
@@ -159,7 +177,7 @@ def test_a_lane_runs_one_step_at_a_time_and_streams_overlap():
 def test_a_gpu_launches_as_often_as_the_engine(op, method, num_launches):
     # As counted by CallsOfEightRanksTakeFewLaunches in cuda_engine_test.cc.
     work = Workload(op, 1024, 1024, 1024, 8)
-    spans = spans_of(work, hardware.find("h100"), method, PlanOptions(streams=2))
+    spans = spans_of(work, hardware.find("h100"), method, streams=2)
     assert len(spans) == num_launches
 
 
@@ -186,26 +204,34 @@ def test_a_sum_runs_when_the_gemms_before_it_leave_the_multiprocessors():
 
 def test_a_rank_of_a_host_runs_one_step_at_a_time():
     work = Workload("all_gather_matmul", 4096, 512, 512, 4)
-    spans = spans_of(work, hardware.find("cpu"), every_rank=True)
-    for rank in range(4):
-        mine = [s for s in spans if s.rank == rank]
-        assert all(a.end_s <= b.start_s for a, b in zip(mine, mine[1:], strict=False))
-    assert {s.lane for s in spans} == {"rank"}
+    spans = spans_of(work, hardware.find("cpu"))
+    assert all(a.end_s <= b.start_s for a, b in zip(spans, spans[1:], strict=False))
 
 
-def test_chunks_of_one_kernel_are_sent_when_it_has_finished():
+@pytest.mark.parametrize(
+    ("op", "machine", "num_puts"),
+    [
+        ("all_gather_matmul", "h100", 3),
+        ("matmul_reduce_scatter", "h100", 4 * 3),
+        ("all_gather_matmul", "cpu", 4 * 3),
+    ],
+)
+def test_a_pipeline_has_as_many_splits_as_the_engine(op, machine, num_puts):
+    work = Workload(op, 4096, 4096, 4096, 4)
+    spans = spans_of(work, hardware.find(machine), "pipeline", num_splits=0)
+    assert sum(span.kind == "put" for span in spans) == num_puts
+
+
+def test_a_variant_that_an_op_lacks_has_no_effect():
     work = Workload("matmul_reduce_scatter", 4096, 4096, 4096, 4)
-    options = PlanOptions(aggregate=3)
-    spans = spans_of(work, hardware.find("h200"), options=options)
-    gemms = [span for span in spans if span.kind == "multiply"]
-    assert [gemm.chunks for gemm in gemms] == [(1, 2, 3), (0,)]
-    first_put = min(span.start_s for span in spans if span.kind == "put")
-    assert first_put == gemms[0].end_s
+    machine = hardware.find("h100")
+    found = spans_of(work, machine, variant=Variant.AGGREGATE)
+    assert found == spans_of(work, machine)
 
 
 def test_a_deadlock_is_an_error():
-    steps = replay.steps_of("all_gather", "bulk", 0, 2, 1, variant="plain")
+    steps = cpu_engine.load().schedule("all_gather", "bulk", 0, 2, 1)
     waits = [step for step in steps if step.kind == "wait"]
     work = Workload("all_gather", 8, 8, 8, 2)
     with pytest.raises(ArithmeticError, match="wait for ever"):
-        replay.replay([waits], work, SMOOTH, PlanOptions())
+        replay(waits, work, SMOOTH)

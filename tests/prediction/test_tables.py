@@ -7,7 +7,7 @@ import pytest
 
 from jax_ub._src.prediction import hardware
 from jax_ub._src.prediction.cost import Gemm, Processors, Workload, bounds
-from jax_ub._src.tools.simulate import MODELS
+from jax_ub._src.tools.models import MODELS
 
 MACHINE = dataclasses.replace(
     hardware.find("h200"), reserved_processors=2, launch_s=3e-6

@@ -9,9 +9,9 @@ import pytest
 
 from jax_ub import __main__
 from jax_ub._src.prediction.cost import Workload
-from jax_ub._src.prediction.estimate import predict_fp8
 from jax_ub._src.prediction.hardware import HARDWARE
-from jax_ub._src.tools.simulate import MODELS, layer_rows
+from jax_ub._src.tools.models import MODELS
+from jax_ub._src.tools.simulate import layer_rows, predict_fp8
 from jax_ub.errors import UnsupportedOverlapError
 
 
@@ -26,7 +26,8 @@ def test_each_layer_has_a_row_in_the_table_and_the_json(tmp_path, capsys):
     document = json.loads(found.read_text())
     assert document["hardware"]["name"] == "h200"
     row = document["rows"][0]
-    assert (row["layer"], row["knobs"], round(row["plan_us"])) == ("qkv", "b1a1s2", 442)
+    assert (row["layer"], row["method"]) == ("qkv", "pipeline")
+    assert round(row["plan_us"]) == 442
 
 
 def test_a_host_takes_measured_rates(capsys):
@@ -77,11 +78,11 @@ def test_a_slow_wire_makes_wire_dtype_pay():
     slow = dataclasses.replace(HARDWARE["h100"], wire_bytes_per_s=25e9)
     work = Workload("all_gather_matmul", 8192, 8192, 10240, 8)
     found, fast = predict_fp8(work, slow), predict_fp8(work, HARDWARE["h100"])
-    assert found.wire_s < found.bf16_s
-    assert fast.wire_s > fast.bf16_s
+    assert found["wire_us"] < found["bf16_us"]
+    assert fast["wire_us"] > fast["bf16_us"]
     alone = dataclasses.replace(work, num_ranks=1)
     found = predict_fp8(alone, slow)
-    assert found.wire_s == found.bf16_s
+    assert found["wire_us"] == found["bf16_us"]
 
 
 def test_fp8_gains_nothing_on_a_host_and_is_rejected_on_an_a100(tmp_path):
@@ -126,6 +127,7 @@ def test_the_picture_is_a_png(arguments, tmp_path):
             ["--tp", "1", "--tokens", "1", "--plot", "x.png"],
             "1 divides into none of th",
         ),
+        (["--tp", "32"], "--tp 32 on 'h100': the CUDA engine overlaps at most 16 ran"),
         (["--gflops", "100"], "'h100' has its figures. Add --hardware cpu."),
     ],
 )

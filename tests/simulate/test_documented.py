@@ -6,35 +6,47 @@ import types
 
 import numpy as np
 
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import KernelOptions, Method, MethodChoice
 from jax_ub._src.prediction import hardware
-from jax_ub._src.prediction.cost import Workload, bounds
-from jax_ub._src.prediction.estimate import (
-    estimate,
-    estimate_workload,
-    why_xla_is_faster,
-)
-from jax_ub._src.tools.simulate import MODELS
+from jax_ub._src.prediction.estimate import estimate, why_xla_is_faster
+from jax_ub._src.runtime.tuned_file import TunedKey
+from jax_ub._src.tools.models import MODELS
+from jax_ub._src.tools.simulate import fp8_rows
+from jax_ub._src.tools.tune.cases import candidates
 
 MACHINE = hardware.find("h100")
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "simulate.md"
 H100 = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
-METHODS = (Method.AUTO, Method.RING_EXCHANGE, Method.PIPELINE)
+
+
+def candidates_of(layer, num_ranks):
+    """Returns what `tune` measures, as far as the simulator distinguishes it."""
+    sizes = (8192, layer.K, layer.N, "bfloat16")
+    found = {MethodChoice(Method.AUTO): None}
+    for choice in candidates(TunedKey(layer.op, num_ranks, *sizes), is_cuda=True):
+        given = choice.kernel_options
+        options = KernelOptions(num_lanes=given.num_lanes, variant=given.variant)
+        found[MethodChoice(choice.method, choice.num_splits, options)] = None
+    return list(found)
 
 
 def row_of(layer, num_ranks, goal):
     """Returns the cells of a layer that follow its name."""
-    work = Workload(layer.op, 8192, layer.K, layer.N, num_ranks)
-    limits = bounds(work, MACHINE)
-    times = [estimate_workload(work, method, MACHINE).seconds for method in METHODS]
+    sizes = (8192, layer.K, layer.N, num_ranks, "bfloat16", MACHINE)
+    auto = estimate(layer.op, "auto", *sizes)
+    tuned_s = min(
+        estimate(layer.op, choice, *sizes).seconds
+        for choice in candidates_of(layer, num_ranks)
+    )
+    times = (auto.serial_s, auto.seconds, auto.ideal_s)
+    us = (f"{1e6 * s:.0f}" for s in times)
     auto, tuned, limit = (
-        limits.serial_s / seconds for seconds in (times[0], min(times), limits.ideal_s)
+        auto.serial_s / seconds for seconds in (auto.seconds, tuned_s, auto.ideal_s)
     )
     reached = "yes" if auto >= goal else "tuned" if tuned >= goal else "no"
     if limit < goal:
         reached = "no, the limit is lower"
-    us = (f"{1e6 * s:.0f}" for s in (limits.serial_s, times[0], limits.ideal_s))
     return [*us, *(f"{ratio:.2f}" for ratio in (auto, tuned, limit)), reached]
 
 
@@ -81,3 +93,28 @@ def test_the_tokens_below_which_auto_leaves_calls_to_xla_are_documented():
     )
     ops = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
     assert [*map(int, limits)] == [first_power_without_xla(op) for op in ops]
+
+
+def test_the_gains_of_fp8_are_documented():
+    text = " ".join(PAGE.read_text().split())
+    (gains,) = re.findall(
+        r"Llama 3 70B gain ([\d.]+) on H100s and ([\d.]+) on B200s, those of GPT-3 "
+        r"([\d.]+) and ([\d.]+)\.",
+        text,
+    )
+    rows = {
+        (model, gpu): fp8_rows(MODELS[model], 8192, 8, hardware.find(gpu))
+        for model in MODELS
+        for gpu in ("h100", "b200")
+    }
+    totals = {key: f"{found[-1]['gain']:.2f}" for key, found in rows.items()}
+    models = ("llama3-70b", "gpt3-175b")
+    assert list(gains) == [totals[m, gpu] for m in models for gpu in ("h100", "b200")]
+    pays = [
+        (*key, row["layer"])
+        for key, found in rows.items()
+        for row in found
+        if row["wire_dtype"] == "pays"
+    ]
+    assert pays == [("llama3-70b", "b200", "qkv")]
+    assert "`wire_dtype` pays only for Llama's qkv on B200s" in text

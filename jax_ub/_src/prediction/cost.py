@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import heapq
 import math
+from typing import NamedTuple
 
 from jax_ub._src.prediction.hardware import Hardware
 
@@ -24,9 +25,9 @@ _TILES = (
     (64, 128, 0.78),
     (64, 64, 0.60),
 )
-# The GEMM size at which a machine's rate is given: `Hardware.flops_per_s` is the rate
-# for M = K = N = _ANCHOR.
-_ANCHOR = 8192
+# `Hardware.flops_per_s` is the rate of a GEMM with M = K = N = 8192, which has so many
+# tiles of 128 x 256.
+_ANCHOR_TILES = (8192 // 128) * (8192 // 256)
 # A GEMM kernel with more waves of tiles than this is simulated in groups of tiles, to
 # make the simulation faster.
 _MAX_WAVES = 24
@@ -49,10 +50,8 @@ class Gemm:
 class Workload:
     """A simulated call: its op, its global sizes, and the sizes of its elements.
 
-    There are M tokens, K contracted features and N output features. Operands and
-    results have `itemsize` bytes per element, partial sums on the wire
-    `partial_itemsize`. `gemm_itemsize` selects the rate of the GEMM if it is not
-    `itemsize`.
+    There are M tokens, K contracted features and N output features. Operands have
+    `itemsize` bytes per element, partial sums on the wire `partial_itemsize`.
     """
 
     op: str
@@ -62,11 +61,6 @@ class Workload:
     num_ranks: int
     itemsize: int = 2
     partial_itemsize: int = 2
-    gemm_itemsize: int | None = None
-
-    @property
-    def rate_itemsize(self) -> int:
-        return self.itemsize if self.gemm_itemsize is None else self.gemm_itemsize
 
     @property
     def gathers(self) -> bool:
@@ -87,20 +81,25 @@ class Workload:
         return dataclasses.replace(self.gemm, m=num_rows)
 
     def split_rows(self, num_splits: int) -> int:
-        """Returns the rows of each split of a chunk, which has M / num_ranks rows."""
-        return self.M // self.num_ranks // num_splits
+        """Returns the rows of a split; a chunk, one rank's rows, has `num_splits`."""
+        return math.ceil(self.M / (self.num_ranks * num_splits))
+
+    @property
+    def result_itemsize(self) -> int:
+        """Returns the bytes of an element of a sum. Sums of FP8 products have 2."""
+        return max(self.itemsize, 2)
 
     def wire_bytes(self, payload: str, num_rows: int) -> int:
         """Returns the bytes of `num_rows` rows of a payload, as sent to a peer."""
-        size = self.partial_itemsize if payload == "partial" else self.itemsize
-        return num_rows * (self.K if self.gathers else self.N) * size
+        if self.gathers:
+            return num_rows * self.K * self.itemsize
+        is_partial = payload == "partial"
+        size = self.partial_itemsize if is_partial else self.result_itemsize
+        return num_rows * self.N * size
 
     def reduce_bytes(self, num_rows: int) -> int:
-        """Returns the memory traffic, in bytes, of summing all ranks' partial sums.
-
-        It sums `num_rows` rows of the partial sums of all ranks.
-        """
-        parts = self.num_ranks * self.partial_itemsize + self.itemsize
+        """Returns the memory traffic of summing `num_rows` rows of all ranks' parts."""
+        parts = self.num_ranks * self.partial_itemsize + self.result_itemsize
         return num_rows * self.N * parts
 
     @property
@@ -137,29 +136,26 @@ class Bounds:
         return self.library_gemm_s + self.collective_s
 
 
-def bounds(work: Workload, hardware: Hardware) -> Bounds:
-    """Returns the times of an op's GEMM and communication without any overlap."""
+def bounds(work: Workload, hardware: Hardware, gemm: Gemm | None = None) -> Bounds:
+    """Returns the times of a GEMM and of a communication without any overlap.
+
+    The GEMM is that of the op, or `gemm` if the op has none.
+    """
     part = hardware.shared_by(work.num_ranks)
-    wire_s = work.moved_bytes / part.wire_bytes_per_s
+    gemm = work.gemm if work.has_product else gemm
     gemm_s = library_s = collective_s = 0.0
-    if work.has_product:
-        gemm_s = work.gemm.flops / part.flops_of(work.rate_itemsize)
-        library_s = library_seconds(part, work.gemm, work.rate_itemsize)
+    if gemm is not None:
+        gemm_s = library_s = gemm.flops / part.flops_of(work.itemsize)
+        if not part.is_host:
+            alone = _tile(part, gemm, part.processors, work.itemsize)
+            library_s = max(gemm_s, alone.seconds)
+    wire_s = work.moved_bytes / part.wire_bytes_per_s
     if work.num_ranks > 1:
         collective_s = wire_s / part.collective_share + part.collective_s
     return Bounds(gemm_s, wire_s, library_s, collective_s)
 
 
-def library_seconds(hardware: Hardware, gemm: Gemm, itemsize: int) -> float:
-    """Returns the seconds that a vendor library's GEMM takes on one rank."""
-    seconds = gemm.flops / hardware.flops_of(itemsize)
-    if hardware.is_host:
-        return seconds
-    return max(seconds, _tile(hardware, gemm, hardware.processors, itemsize).seconds)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tiling:
+class _Tiling(NamedTuple):
     """A GEMM that runs alone on a GPU: `num_tiles` tiles of `tile_s` seconds each."""
 
     seconds: float
@@ -170,18 +166,16 @@ class _Tiling:
 @functools.lru_cache(maxsize=4096)
 def _tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> _Tiling:
     """Returns the tiling with which a GEMM is fastest if it runs alone on a GPU."""
-    # The rate of one multiprocessor is chosen such that a GEMM with M = K = N = _ANCHOR
-    # takes its measured time.
-    tiles = math.ceil(_ANCHOR / 128) * math.ceil(_ANCHOR / 256)
-    waves = math.ceil(tiles / hardware.processors)
-    filled = tiles / (waves * hardware.processors)
-    rate = hardware.flops_of(itemsize) / filled / hardware.processors
+    # A multiprocessor has the rate with which a GEMM of 8192^3 takes its measured time.
+    waves = math.ceil(_ANCHOR_TILES / hardware.processors)
+    rate = hardware.flops_of(itemsize) * waves / _ANCHOR_TILES
     candidates = []
     for rows, columns, efficiency in _TILES:
         count = math.ceil(gemm.m / rows) * math.ceil(gemm.n / columns)
         tile_s = 2.0 * rows * columns * gemm.k / (rate * efficiency)
-        seconds = math.ceil(count / processors) * tile_s
-        candidates.append(_Tiling(seconds, count, tile_s))
+        candidates.append(
+            _Tiling(math.ceil(count / processors) * tile_s, count, tile_s)
+        )
     return min(candidates, key=lambda tiling: tiling.seconds)
 
 

@@ -59,7 +59,7 @@ class Hardware:
 
     @property
     def has_fp8(self) -> bool:
-        return self.name != "a100"  # a host multiplies FP8 as bf16
+        return self.name != "a100"
 
     @property
     def is_host(self) -> bool:
@@ -71,6 +71,8 @@ class Hardware:
 
     def flops_of(self, itemsize: int) -> float:
         """Returns one rank's GEMM rate in FLOP/s for elements of `itemsize` bytes."""
+        if itemsize == 1 and self.is_host:
+            itemsize = 2  # a host multiplies FP8 as bf16
         if itemsize == 4 and self.flops_f32_per_s is not None:
             return self.flops_f32_per_s
         return self.flops_per_s * _RATE_OF_ITEMSIZE[itemsize]
@@ -79,14 +81,9 @@ class Hardware:
         """Returns the rates of one rank: a whole GPU, or 1 / num_ranks of a host."""
         if not self.is_host:
             return self
-        f32 = self.flops_f32_per_s
-        return dataclasses.replace(
-            self,
-            flops_per_s=self.flops_per_s / num_ranks,
-            flops_f32_per_s=None if f32 is None else f32 / num_ranks,
-            wire_bytes_per_s=self.wire_bytes_per_s / num_ranks,
-            memory_bytes_per_s=self.memory_bytes_per_s / num_ranks,
-        )
+        rates = {name: rate for name, rate in vars(self).items() if "_per_s" in name}
+        shared = {name: rate / num_ranks for name, rate in rates.items() if rate}
+        return dataclasses.replace(self, **shared)
 
 
 def _gpu(name, peak_flops, wire, peak_memory, processors):

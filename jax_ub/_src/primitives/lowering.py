@@ -125,7 +125,7 @@ def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
     num_ranks = call.num_ranks if call.axis_name else 1
     prediction = estimate.estimate_on_gpus(
         op,
-        call.method.value,
+        call.choice,
         (M, K, N, num_ranks),
         operand_avals[0].dtype,
         ranks.devices,

@@ -9,17 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from jax_ub._src.errors import ShapeContractError, shown
-from jax_ub._src.methods import Method
+from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
+from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.output import format_table, writing
 from jax_ub._src.prediction import hardware as machines
-from jax_ub._src.prediction.cost import Workload, bounds
-from jax_ub._src.prediction.estimate import (
-    Fp8Prediction,
-    estimate_workload,
-    predict_fp8,
-)
+from jax_ub._src.prediction.cost import Workload
+from jax_ub._src.prediction.estimate import estimate_workload
 from jax_ub._src.prediction.hardware import Hardware
+from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.tools import command_line
 from jax_ub._src.tools.command_line import (
     amount_of,
@@ -28,6 +25,7 @@ from jax_ub._src.tools.command_line import (
     output_path,
     positive,
 )
+from jax_ub._src.tools.models import MODELS, Layer
 
 EXAMPLE = "simulate --tp 8 --hardware h100 --model llama3-70b"
 # The tensor-parallel sizes that `--plot` draws.
@@ -35,39 +33,29 @@ _DRAWN = (2, 4, 8)
 _SUFFIXES = (".png", ".pdf", ".svg")
 _COLORS = ("#5aa2d8", "#b5d5ea", "#fdae6b")
 _GROUP_WIDTH = 0.8
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """A linear layer of a transformer model: its forward op and global sizes [K, N]."""
-
-    name: str
-    op: str
-    K: int
-    N: int
-
-
-def _layers(hidden: int, qkv: int, ffn_in: int, ffn_out: int) -> tuple[Layer, ...]:
-    """Returns the linear layers (qkv, proj, fc1, fc2) of one transformer layer.
-
-    `ffn_in` are the output features of the first MLP layer, including the gate,
-    `ffn_out` the input features of the second one.
-    """
-    gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
-    return (
-        Layer("qkv", gather, hidden, qkv),
-        Layer("proj", scatter, hidden, hidden),
-        Layer("fc1", gather, hidden, ffn_in),
-        Layer("fc2", scatter, ffn_out, hidden),
-    )
-
-
-# The linear layers of one transformer layer of each model, in the order of execution.
-MODELS: Mapping[str, tuple[Layer, ...]] = {
-    "llama3-70b": _layers(8192, 10240, 57344, 28672),
-    "llama3-405b": _layers(16384, 18432, 106496, 53248),
-    "gpt3-175b": _layers(12288, 36864, 49152, 49152),
+_AUTO = MethodChoice(Method.AUTO)
+# Memory traffic in bytes per element of a cast to FP8 with a scale per tensor or row:
+# bf16 is read twice, to find the largest value and to cast, and e4m3 is written.
+_CAST_BYTES = 2 + 2 + 1
+# The columns of the two tables, each with the format of its values. They are named
+# after the keys of the dicts that `layer_rows` and `fp8_rows` return.
+_COLUMNS = {
+    **{"layer": "", "op": "", "M": "", "K": "", "N": ""},
+    **{f"{name}_us": ".0f" for name in ("gemm", "wire", "serial", "ideal", "plan")},
+    **{"method": "", "speedup": ".2f", "limit": ".2f", "hidden": ".0%"},
 }
+_FP8_COLUMNS = {
+    **{"layer": "", "bf16_us": ".0f", "fp8_us": ".0f", "gain": ".2f"},
+    **{"wire_us": ".0f", "wire_dtype": ""},
+}
+_FP8_NOTES = (
+    "  fp8: FP8 operands, bf16 partial sums, and the cast of x; wire: bf16 operands "
+    'with wire_dtype="fp8"',
+    "  wire dtype: whether the time of wire is less than that of bf16",
+)
+_TEXT_COLUMNS = ("layer", "op", "wire_dtype")
+_UNITS = (("us", 1), ("ms", 1e3), ("s", 1e6))
+_SHORT_OPS = {"all_gather_matmul": "ag", "matmul_reduce_scatter": "rs"}
 
 
 def layer_rows(
@@ -79,9 +67,8 @@ def layer_rows(
         # A `Workload` has partial sums with 2 bytes per element by default, because
         # GPUs round them to bf16 before they send them.
         work = Workload(layer.op, M, layer.K, layer.N, num_ranks)
-        plan = estimate_workload(work, Method.AUTO, machine)
-        alone, plan_s = bounds(work, machine), plan.seconds
-        saved = (alone.serial_s - plan_s) / alone.collective_s if num_ranks > 1 else 0.0
+        found = estimate_workload(work, _AUTO, machine)
+        saved_s = found.serial_s - found.seconds
         rows.append(
             {
                 "layer": layer.name,
@@ -90,19 +77,89 @@ def layer_rows(
                 "K": layer.K,
                 "N": layer.N,
                 "num_ranks": num_ranks,
-                "gemm_us": 1e6 * alone.gemm_s,
-                "wire_us": 1e6 * alone.wire_s,
-                "serial_us": 1e6 * alone.serial_s,
-                "ideal_us": 1e6 * alone.ideal_s,
-                "plan_us": 1e6 * plan_s,
-                "method": plan.method,
-                "knobs": plan.knobs,
-                "speedup": alone.serial_s / plan_s,
-                "limit": alone.serial_s / alone.ideal_s,
-                "hidden": saved,
+                "gemm_us": 1e6 * found.gemm_s,
+                "wire_us": 1e6 * found.wire_s,
+                "serial_us": 1e6 * found.serial_s,
+                "ideal_us": 1e6 * found.ideal_s,
+                "plan_us": 1e6 * found.seconds,
+                "method": found.method,
+                "hidden": saved_s / found.collective_s if num_ranks > 1 else 0.0,
             }
         )
-    return rows
+    return [_with_speedup(row) for row in rows]
+
+
+def _with_speedup(row):
+    serial_us = row["serial_us"]
+    ratios = {
+        "speedup": serial_us / row["plan_us"],
+        "limit": serial_us / row["ideal_us"],
+    }
+    return row | ratios
+
+
+def fp8_rows(
+    layers: Sequence[Layer], M: int, num_ranks: int, machine: Hardware
+) -> list[dict[str, Any]]:
+    """Predicts each layer's forward time in bf16 and FP8; returns a JSON object each.
+
+    The last object has the sums over all layers.
+    """
+    rows = []
+    for layer in layers:
+        work = Workload(layer.op, M, layer.K, layer.N, num_ranks)
+        rows.append({"layer": layer.name, **predict_fp8(work, machine)})
+    return [
+        {
+            **row,
+            "gain": row["bf16_us"] / row["fp8_us"],
+            "wire_dtype": "pays" if row["wire_us"] < row["bf16_us"] else "costs",
+        }
+        for row in (*rows, _sum_row(rows, ("bf16_us", "fp8_us", "wire_us")))
+    ]
+
+
+def predict_fp8(work: Workload, machine: Hardware) -> dict[str, float]:
+    """Predicts the microseconds of a forward pass in bf16 and in FP8.
+
+    The keys of the result are "bf16_us"; "fp8_us", which includes the cast of x, but
+    not that of the kernel, which is cast once per step; and "wire_us", the time in bf16
+    with `wire_dtype="fp8"`.
+    """
+    if not machine.has_fp8:
+        raise UnsupportedOverlapError(
+            f"simulate: {machine.name} has no FP8 GEMM. Use another --hardware, such "
+            "as h100."
+        )
+    memory_bytes_per_s = machine.shared_by(work.num_ranks).memory_bytes_per_s
+
+    def cast_s(num_elements):
+        return _CAST_BYTES * num_elements / memory_bytes_per_s
+
+    bf16 = estimate_workload(work, _AUTO, machine)
+    fp8 = estimate_workload(dataclasses.replace(work, itemsize=1), _AUTO, machine)
+    x_cast_s = cast_s(work.M * work.K // work.num_ranks)
+    if work.num_ranks == 1:
+        wire_s = bf16.seconds
+    elif machine.is_host and work.gathers:
+        wire_s = bf16.seconds + x_cast_s
+    else:
+        # The GEMM and the collective run one after the other. The collective sends half
+        # the bytes, with the same latency.
+        sent_s = (bf16.collective_s + machine.collective_s) / 2
+        wire_s = bf16.library_gemm_s + sent_s
+        if work.gathers:  # the rows are converted to bf16, half as long as a cast
+            wire_s += x_cast_s + cast_s(work.M * work.K) / 2
+        else:
+            # A rank casts M * N partial sums before it sends them. It then sums as many
+            # received ones, which takes about as long; hence the factor 2.
+            wire_s += 2 * cast_s(work.M * work.N)
+    seconds = {"bf16": bf16.seconds, "fp8": fp8.seconds + x_cast_s, "wire": wire_s}
+    return {f"{name}_us": 1e6 * each for name, each in seconds.items()}
+
+
+def _sum_row(rows, keys):
+    return {"layer": "sum", **{key: sum(row[key] for row in rows) for key in keys}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,13 +186,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def command(given: argparse.Namespace) -> int:
     """Prints the predicted times of all linear layers of a model on one machine."""
     machine, layers = _machine(given), MODELS[given.model]
-    if not _divides(given, layers, given.tp):
+
+    def divides(num_ranks):
+        return all(layer.shape(given.tokens).divides(num_ranks) for layer in layers)
+
+    if not divides(given.tp):
         raise ShapeContractError(
             f"simulate: {given.model} with --tokens {given.tokens} does not divide "
             f"into --tp {given.tp} ranks. Take a --tp that divides the sizes, and a "
             "multiple of it as --tokens."
         )
-    drawn = [num for num in _DRAWN if _divides(given, layers, num)]
+    if given.tp > cuda_engine.MOST_RANKS and not machine.is_host:
+        raise UnsupportedOverlapError(
+            f"simulate: --tp {given.tp} on {shown(machine.name)}: the CUDA engine "
+            f"overlaps at most {cuda_engine.MOST_RANKS} ranks. Take a smaller --tp."
+        )
+    drawn = [num for num in _DRAWN if divides(num)]
     if given.plot is not None:
         if not drawn:
             raise ShapeContractError(
@@ -144,20 +210,15 @@ def command(given: argparse.Namespace) -> int:
             )
         _load_pyplot()  # fails before anything is computed
     rows = layer_rows(layers, given.tokens, given.tp, machine)
-    title = f"{given.model}, forward of one transformer layer, bf16, P = {given.tp}"
-    shown_rows = [
-        *({**row, "op": _SHORT_OPS[row["op"]]} for row in rows),
-        _sum_row(rows),
-    ]
-    lines = [title, *(f"  {line}" for line in describe(machine)), ""]
-    lines += _table(shown_rows, _COLUMNS, right=range(2, len(_COLUMNS)))
-    fp8 = fp8_rows(layers, given.tokens, given.tp, machine) if given.fp8 else []
-    if fp8:
-        fp8_table = _table(fp8, _FP8_COLUMNS, right=range(1, 5))
-        lines += ["", *_FP8_NOTES, "", *fp8_table]
-    command_line.say(given, "\n".join(lines))
+    total = _with_speedup(_sum_row(rows, ("serial_us", "ideal_us", "plan_us")))
+    lines = [f"{given.model}, forward of one transformer layer, bf16, P = {given.tp}"]
+    lines += [*(f"  {line}" for line in describe(machine)), ""]
+    lines += _table([*rows, total], _COLUMNS)
     document = {"schema": 1, "hardware": dataclasses.asdict(machine), "rows": rows}
-    document |= {"fp8": fp8} if fp8 else {}
+    if given.fp8:
+        document["fp8"] = fp8_rows(layers, given.tokens, given.tp, machine)
+        lines += ["", *_FP8_NOTES, "", *_table(document["fp8"], _FP8_COLUMNS)]
+    command_line.say(given, "\n".join(lines))
     command_line.write(given, document)
     if given.plot is not None:
         title = f"{given.model} on {machine.name}, {given.tokens} tokens, forward, bf16"
@@ -184,85 +245,28 @@ def describe(machine: Hardware) -> list[str]:
         "multiprocessors are kept free",
         "serial: the library's GEMM, then the collective; ideal: the longer of the two "
         "alone; plan: jax_ub",
-        "knobs: b row blocks, a chunks per kernel, s streams",
     ]
 
 
-# The columns of both tables, each with the format of its values. They are named after
-# the keys of the dicts that `layer_rows` and `fp8_rows` return.
-_COLUMNS = {
-    **{"layer": "", "op": "", "M": "", "K": "", "N": ""},
-    **{f"{name}_us": ".0f" for name in ("gemm", "wire", "serial", "ideal", "plan")},
-    **{"method": "", "knobs": "", "speedup": ".2f", "limit": ".2f", "hidden": ".0%"},
-}
-_FP8_COLUMNS = {
-    **{"layer": "", "bf16_us": ".0f", "fp8_us": ".0f", "gain": ".2f"},
-    **{"wire_us": ".0f", "wire_dtype": ""},
-}
-_UNITS = (("us", 1), ("ms", 1e3), ("s", 1e6))
-_SHORT_OPS = {"all_gather_matmul": "ag", "matmul_reduce_scatter": "rs"}
+def _table(rows, columns):
+    times = {key for key in columns if key.endswith("_us")}
+    longest_us = max(row[key] for row in rows for key in times & row.keys())
+    fitting = (each for each in _UNITS if longest_us < 1e5 * each[1])
+    unit, size_us = next(fitting, _UNITS[-1])
 
-
-def _table(rows, columns, right):
-    unit, size_us = _time_unit(rows)
-
-    def cell(row, key, text):
+    def cell(row, key):
         if key not in row:
             return ""
-        return format(row[key] / size_us if key.endswith("_us") else row[key], text)
+        value = row[key] / size_us if key in times else row[key]
+        return format(_SHORT_OPS.get(value, value), columns[key])
 
-    cells = [[cell(row, *column) for column in columns.items()] for row in rows]
+    cells = [[cell(row, key) for key in columns] for row in rows]
     header = [
         key.replace("_us", f" {unit}").replace("_", " ").replace("speedup", "speed-up")
         for key in columns
     ]
+    right = [i for i, key in enumerate(columns) if key not in _TEXT_COLUMNS]
     return format_table(header, cells, right=right, is_markdown=True)
-
-
-def _time_unit(rows):
-    """Returns the unit of a table's times and its microseconds: ("ms", 1e3) for ms."""
-    longest_us = max(row[key] for row in rows for key in row if key.endswith("_us"))
-    fitting = (each for each in _UNITS if longest_us < 1e5 * each[1])
-    return next(fitting, _UNITS[-1])
-
-
-def _sum_row(rows):
-    keys = ("serial_us", "ideal_us", "plan_us")
-    sums = {key: sum(row[key] for row in rows) for key in keys}
-    serial_us, ideal_us, plan_us = sums.values()
-    ratios = {"speedup": serial_us / plan_us, "limit": serial_us / ideal_us}
-    return {"layer": "sum", **sums, **ratios}
-
-
-_FP8_NOTES = (
-    "  fp8: FP8 operands, bf16 partial sums, and the cast of x; wire: bf16 operands "
-    'with wire_dtype="fp8"',
-    "  wire dtype: whether the time of wire is less than that of bf16",
-)
-
-
-def fp8_rows(
-    layers: Sequence[Layer], M: int, num_ranks: int, machine: Hardware
-) -> list[dict[str, Any]]:
-    """Predicts each layer's forward time in bf16 and FP8; returns a JSON object each.
-
-    The last object has the sums over all layers.
-    """
-    found, total = [], [0.0] * 3
-    for layer in layers:
-        work = Workload(layer.op, M, layer.K, layer.N, num_ranks)
-        fp8 = predict_fp8(work, machine)
-        total = [a + b for a, b in zip(total, dataclasses.astuple(fp8), strict=True)]
-        found.append((layer.name, fp8))
-    return [
-        {
-            "layer": name,
-            **{"bf16_us": 1e6 * one.bf16_s, "fp8_us": 1e6 * one.fp8_s},
-            **{"gain": one.bf16_s / one.fp8_s, "wire_us": 1e6 * one.wire_s},
-            "wire_dtype": "pays" if one.wire_s < one.bf16_s else "costs",
-        }
-        for name, one in (*found, ("sum", Fp8Prediction(*total)))
-    ]
 
 
 def _machine(given):
@@ -278,11 +282,6 @@ def _machine(given):
         1e9 * given.gflops if given.gflops else machine.flops_per_s,
         1e9 * given.copy_gbs if given.copy_gbs else machine.memory_bytes_per_s,
     )
-
-
-def _divides(given, layers, num_ranks):
-    sizes = [given.tokens, *(size for one in layers for size in (one.K, one.N))]
-    return all(size % num_ranks == 0 for size in sizes)
 
 
 def picture_path(text: str) -> pathlib.Path:

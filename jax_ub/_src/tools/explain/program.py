@@ -215,7 +215,7 @@ def call_rows(
         # another method on the predicted machine than on this one.
         prediction = simulate.estimate(
             op,
-            "xla" if reason else call.method.value,
+            Method.XLA if reason else call.choice,
             M=max(M, 1),
             K=max(K, 1),
             N=max(N, 1),

@@ -216,7 +216,9 @@ def _linear(op, name, window, reasons, sizes) -> Row:
         where = (ranks, sizes.dtype_of(op), sizes.machine)
         if sizes.dtype_of(op).itemsize in ITEMSIZES:
             found = [
-                simulate.estimate(target, method, sizes.tokens, k, n, *where)
+                simulate.estimate(
+                    target, call_config.choice, sizes.tokens, k, n, *where
+                )
                 for target, k, n in steps
             ]
     return Row(

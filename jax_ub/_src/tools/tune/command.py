@@ -29,7 +29,7 @@ from jax_ub._src.tools.command_line import (
     replaced_path,
 )
 from jax_ub._src.tools.launch.parts import count
-from jax_ub._src.tools.simulate import MODELS
+from jax_ub._src.tools.models import MODELS
 from jax_ub._src.tools.timing import Candidate, interleave
 from jax_ub._src.tools.tune.cases import Operands, candidates, cases, dgrad_of
 
@@ -133,11 +133,10 @@ def _shapes(given) -> Sequence[Shape]:
         )
     # `cases` takes the sizes of a column linear layer and derives the row linear layer
     # after it. For a row layer [M, K, N], this is the column layer [M, N, K].
-    layers = MODELS[given.model]
     return [
         shape if layer.op == "all_gather_matmul" else shape.row
-        for layer in layers
-        for shape in [Shape(given.tokens or _TOKENS, layer.K, layer.N)]
+        for layer in MODELS[given.model]
+        for shape in [layer.shape(given.tokens or _TOKENS)]
     ]
 
 
