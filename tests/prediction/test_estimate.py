@@ -109,9 +109,10 @@ def test_sums_of_fp8_products_have_16_bits(op):
     assert fp8.collective_s == bf16.collective_s
 
 
-def test_a_host_multiplies_fp8_as_bf16():
+@pytest.mark.parametrize("hardware", ["cpu", "a100"])
+def test_machines_without_fp8_multiply_it_as_bf16(hardware):
     fp8, bf16 = (
-        simulate.estimate("matmul", "auto", 8192, 8192, 8192, 8, dtype, "cpu")
+        simulate.estimate("matmul", "auto", 8192, 8192, 8192, 8, dtype, hardware)
         for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16)
     )
     assert fp8.seconds == bf16.seconds
@@ -124,6 +125,20 @@ def test_the_splits_of_a_call_are_predicted():
     whole, split = (MethodChoice(Method.PIPELINE, num) for num in (1, 4))
     assert seconds("pipeline") == seconds(split)  # what the engine runs by default
     assert seconds(whole) < seconds(split)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GB200", "b200"),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA H20", None),
+    ],
+)
+def test_gpus_are_known_by_their_device_kind(kind, name):
+    assert machines.name_of_kind(kind) == name
 
 
 def test_auto_on_one_gpu_is_xla():

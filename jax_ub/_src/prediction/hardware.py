@@ -9,6 +9,7 @@ simulate` prints all parameters with every table.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 from jax_ub._src.errors import UnknownNameError, nearest, shown
@@ -71,8 +72,8 @@ class Hardware:
 
     def flops_of(self, itemsize: int) -> float:
         """Returns one rank's GEMM rate in FLOP/s for elements of `itemsize` bytes."""
-        if itemsize == 1 and self.is_host:
-            itemsize = 2  # a host multiplies FP8 as bf16
+        if itemsize == 1 and (self.is_host or not self.has_fp8):
+            itemsize = 2  # FP8 is converted to bf16
         if itemsize == 4 and self.flops_f32_per_s is not None:
             return self.flops_f32_per_s
         return self.flops_per_s * _RATE_OF_ITEMSIZE[itemsize]
@@ -135,7 +136,8 @@ HARDWARE: Mapping[str, Hardware] = {
 
 def name_of_kind(device_kind: str) -> str | None:
     """Returns the `HARDWARE` key of a JAX device kind, as "h100"; None if unknown."""
-    return next((name for name in HARDWARE if name in device_kind.lower()), None)
+    kind = device_kind.lower()  # such as "nvidia a100-sxm4-80gb", not "rtx a1000"
+    return next((name for name in HARDWARE if re.search(rf"{name}(?!\d)", kind)), None)
 
 
 def find(name: "str | Hardware") -> Hardware:
