@@ -28,7 +28,6 @@ from jax_ub._src.tools.trace.traces import ub_name_in
 _COMMENT = re.compile(r"/\*index=\d+\*/")
 _ENTRY = re.compile(r"^\s*ENTRY %?([\w.\-]+) ", re.MULTILINE)
 _LABEL = re.compile(r'\blabel = \\?"([^"\\]*)')
-_NAME = re.compile(r'op_name="([^"]*)"')
 # The function of jax_ub that could replace a collective and an adjacent dot, by the
 # HLO opcode of the collective.
 _COULD_BE = {
@@ -232,8 +231,7 @@ class _Program:
             if dot is not None:
                 continue
             near = [*_known([*one.operands[i : i + 1], *users[i]], body), one]
-            names = (_NAME.search(each.text) for each in near)
-            scope = next((name[1] for name in names if name), one.name)
+            scope = next((each.op_name for each in near if each.op_name), one.name)
             if one.kind == "all-gather":
                 is_of_kernel = self.gathers_argument(one, body, i)
             else:
@@ -297,13 +295,10 @@ class _Program:
             following: list[str] = []
             for one in _known(reached, body):
                 dot = self._dots.get(one.called)
-                is_call = 'custom_call_target="jax_ub$' in one.text
-                if multiplies(one) or is_call or dot is not None:
-                    name = _NAME.search((dot.instruction if dot else one).text)
-                    if name and "transpose(" in name[1]:
-                        return True
-                    continue
-                following += body.users[one.name]
+                if dot is None and not multiplies(one) and not one.is_call:
+                    following += body.users[one.name]
+                elif (dot.instruction if dot else one).is_in_backward_pass:
+                    return True
             reached = [each for each in dict.fromkeys(following) if each not in seen]
             seen.update(reached)
         return False
@@ -315,8 +310,7 @@ class _Program:
 
     def reshards(self, one: Instruction, body: Body) -> Iterator[Reshard]:
         """Yields a `Reshard` if XLA has added collective `one` for a jax_ub call."""
-        named = _NAME.search(one.text)
-        primitive = named[1].rpartition("/")[2] if named else ""
+        primitive = one.op_name.rpartition("/")[2]
         if one.kind not in _RESHARDS or primitive.startswith(_RESHARDS[one.kind]):
             return
         calls = (_nearest_call(one, body, each) for each in (body.users, body.operands))
@@ -343,17 +337,16 @@ class _Program:
 
     def _pair(self, one, body, index, array, dot):
         num_ranks, axes = group_size_and_axes(one.text, self._mesh)
-        computed = _NAME.search(dot.instruction.text)
         # The name of a combined collective joins the names of all collectives in it, so
         # the dot's name and source line are used instead.
-        source = dot.instruction if len(one.arrays) > 1 and computed else one
-        named = _NAME.search(source.text)
+        is_named_by_dot = len(one.arrays) > 1 and dot.instruction.op_name
+        source = dot.instruction if is_named_by_dot else one
         sums_gradient = False
         if one.kind == "all-gather":
             is_right = math.prod(array[1]) == dot.rhs != dot.lhs
             is_of_kernel = is_right and self.gathers_argument(one, body, index)
         else:
-            is_of_kernel = computed is not None and "transpose(" in computed[1]
+            is_of_kernel = dot.instruction.is_in_backward_pass
             users = body.users_by_array(one)[index]
             sums_gradient = (
                 is_of_kernel
@@ -361,7 +354,7 @@ class _Program:
                 and not self._is_read_by_backward_pass(users, body)
             )
         return Pair(
-            scope=named[1] if named else one.name,
+            scope=source.op_name or one.name,
             collective=one.kind,
             could_be=_COULD_BE[one.kind],
             num_ranks=num_ranks,
@@ -390,7 +383,7 @@ def _nearest_call(one, body, neighbors):
     """Returns the name of the nearest jax_ub call among the neighbors, or None."""
     for near in body.around(neighbors.get(one.name, ()), neighbors):
         label = _LABEL.search(near.text)
-        if 'custom_call_target="jax_ub$' in near.text and label:
+        if near.is_call and label:
             return ub_name_in(label[1]) or label[1]
     return None
 

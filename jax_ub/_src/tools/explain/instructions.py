@@ -17,6 +17,7 @@ _INSTRUCTION = re.compile(
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
 _INDEX = re.compile(r"\bindex=(\d+)")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]+)\}")
 # Opcodes of instructions that may be between a collective and its dot, because they
@@ -83,6 +84,21 @@ class Instruction:
         """Returns the name of the computation that the instruction calls, or ""."""
         found = _CALLED.search(self.text)
         return found[1] if found else ""
+
+    @property
+    def op_name(self) -> str:
+        """Returns the JAX name stack, such as "jit(f)/mlp/dot_general", or ""."""
+        found = _OP_NAME.search(self.text)
+        return found[1] if found else ""
+
+    @property
+    def is_in_backward_pass(self) -> bool:
+        return "transpose(" in self.op_name
+
+    @property
+    def is_call(self) -> bool:
+        """Returns whether the instruction is a custom call of jax_ub."""
+        return 'custom_call_target="jax_ub$' in self.text
 
     @property
     def passes(self) -> bool:
@@ -189,8 +205,7 @@ def multiplies(one: Instruction) -> bool:
     if one.opcode in _DOTS:
         return True
     target = one.text.partition('custom_call_target="')[2].partition('"')[0].lower()
-    is_jax_ub = target.startswith("jax_ub$")
-    return not is_jax_ub and any(word in target for word in _MATMUL_CALLS)
+    return not one.is_call and any(word in target for word in _MATMUL_CALLS)
 
 
 def dot_of(one: Instruction, body: Mapping[str, Instruction]) -> Dot:
