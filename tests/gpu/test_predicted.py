@@ -12,8 +12,10 @@ from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub._src.lowering_log import recording
-from jax_ub._src.methods import Method
-from jax_ub._src.prediction.estimate import estimate
+from jax_ub._src.methods import Method, MethodChoice
+from jax_ub._src.prediction.estimate import estimate, predict
+from jax_ub._src.primitives import matmuls
+from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.mesh import find_ranks
 from jax_ub._src.runtime import cuda_engine
 from jax_ub.errors import UnsupportedOverlapError
@@ -68,6 +70,35 @@ def test_xla_is_told_the_predicted_time(gpus):
     assert latencies(column(MANY)) == [round(1e9 * found.seconds)]
     gpus.kind = "NVIDIA GB999"
     assert latencies(column(MANY)) == [round(1e9 * found.seconds)]
+
+
+def pipelined(num_splits):
+    """Returns an AG+GEMM with this number of splits, its operands and its time."""
+    choice = MethodChoice(Method.PIPELINE, num_splits)
+    ranks = {"axis_name": ("tp",), "num_ranks": 8}
+    execution = Execution(label="call", choice=choice, **ranks)
+
+    def function(x, w):
+        ((y,), _) = matmuls.all_gather_matmul(execution, x, (w,), out_dtype=x.dtype)
+        return y
+
+    run = on_ranks(function, tp_mesh(8), (P("tp"), P(None, "tp")), P(None, "tp"))
+    operands = [shape(64, 32, dtype="bfloat16"), shape(32, 64, dtype="bfloat16")]
+    sizes = (64, 32, 64, 8, "bfloat16", "h100")
+    return run, operands, predict("all_gather_matmul", choice, *sizes)
+
+
+def test_xla_is_told_the_time_of_the_splits_of_a_call(gpus):
+    for num_splits in (1, 4):
+        run, operands, seconds = pipelined(num_splits)
+        assert latencies(cuda_text(run, *operands)) == [round(1e9 * seconds)]
+
+
+def test_explain_predicts_the_splits_of_a_call():
+    for num_splits in (1, 4):
+        run, operands, seconds = pipelined(num_splits)
+        (row,) = ub.explain(run, *operands, hardware="h100").rows
+        assert row.predicted_s == seconds
 
 
 def test_few_tokens_are_left_to_xla_and_that_is_recorded(gpus):
