@@ -176,10 +176,13 @@ def estimate_workload(
         wire_s = moved_bytes / part.wire_bytes_per_s
     if run.method is Method.XLA:
         seconds = parts.serial_s
-    elif run.method is Method.DIRECT:  # only on a host
-        barrier_s = machine.handshake_s if work.num_ranks > 1 else 0.0
-        transfer_s = machine.launch_s if work.has_product else wire_s
-        seconds = transfer_s + parts.library_gemm_s + barrier_s
+    elif run.method is Method.DIRECT:
+        # On a host, a GEMM reads the peers' memory in place, so it has no transfers. A
+        # collective has only transfers. A barrier follows.
+        seconds = (
+            parts.library_gemm_s + machine.launch_s if work.has_product else wire_s
+        )
+        seconds += machine.handshake_s if work.num_ranks > 1 else 0.0
     else:
         spans = timeline(work, machine, run)
         seconds = end_s(spans)
