@@ -50,16 +50,16 @@ def test_a_failing_process_ends_the_job(tmp_path):
     program.write_text(f"""
 import jax
 from jax_ub import __main__
-from jax_ub._src.tools.bench.processes import Job
+from jax_ub._src.tools.bench.measure import Job
 
-forward = Job.forward_case
+interleave = Job.interleave
 
-def forward_or_fail(job, *case):
+def interleave_or_fail(job, *arguments):
     if jax.process_index() == 1:
         raise ValueError("boom")
-    return forward(job, *case)
+    return interleave(job, *arguments)
 
-Job.forward_case = forward_or_fail
+Job.interleave = interleave_or_fail
 options = ["--processes", "2", "--quick", "--ops", "all_gather_matmul"]
 __main__.main(["bench", *options, "--part", {str(tmp_path / "found")!r}])
 """)

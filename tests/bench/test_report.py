@@ -29,56 +29,56 @@ def cells(line):
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
+def columns(*results):
+    """Returns {title: cells of all results} of the table."""
+    head, _, *rows = map(cells, report.table(results).splitlines())
+    return dict(zip(head, zip(*rows, strict=True), strict=True))
+
+
+def with_peers(**peers):
+    """Returns the example with these speed-ups instead of its own."""
+    return dataclasses.replace(
+        example(), speedups={name: Summary(x, 0.1, x) for name, x in peers.items()}
+    )
+
+
 def test_a_line_shows_time_speedups_and_shares():
-    table = report.results_table(["bfloat16"], ["all_gather_matmul"])
-    head = cells(table.head().splitlines()[0])
-    line = dict(zip(head, cells(table.row(example())), strict=True))
-    assert line["op"] == "all_gather_matmul"
-    assert line["M x K x N"] == "512x1024x2816"
-    assert line["time"] == "10 ms"
-    assert line["GF/s"] == "295"
-    assert line["xla_best"] == "1.40 ±0%"
-    assert line["xla_ring"] == ""
-    assert line["plain_gemm"] == "0.90"
-
-
-def test_fp8_has_other_peers():
-    def heads(*dtypes):
-        return cells(
-            report.results_table(dtypes, ["linear_pair"]).head().splitlines()[0]
-        )
-
-    fp8, wide = {"bf16", "xla_f8", "xla_qdq"}, {"xla_best", "xla_naive", "xla_ring"}
-    assert fp8 < set(heads("fp8"))
-    assert not wide & set(heads("fp8"))
-    assert not fp8 & set(heads("float32"))
-    assert fp8 | wide < set(heads("bfloat16", "rowwise"))
+    found = columns(example(), with_peers(xla_ring=2.0))
+    assert found["op"] == ("all_gather_matmul",) * 2
+    assert found["M x K x N"] == ("512x1024x2816",) * 2
+    assert found["time"] == ("10 ms",) * 2
+    assert found["GF/s"] == ("295",) * 2
+    assert found["xla_best"] == ("1.40 ±0%", "")
+    assert found["xla_ring"] == ("", "2.00 ±5%")
+    assert found["plain_gemm"] == ("0.90",) * 2
 
 
 def test_a_line_of_a_thread_count_shows_its_time_over_that_of_the_first():
-    head = cells(report.THREADS.head().splitlines()[0])
     ratio = Summary(1.07, 0.04, 1.1)
-    result = dataclasses.replace(example(), threads=64, over_first=ratio)
-    line = dict(zip(head, cells(report.THREADS.row(result)), strict=True))
-    assert line["threads"] == "64"
-    assert line["time"] == "10 ms"
-    assert line["over first"] == "1.07 ±2%"
-    assert line["xla_best"] == "1.40 ±0%"
-    assert line["plain_gemm"] == "0.90"
+    found = columns(dataclasses.replace(example(), threads=64, over_first=ratio))
+    assert found["threads"] == ("64",)
+    assert found["time"] == ("10 ms",)
+    assert found["over first"] == ("1.07 ±2%",)
+    assert found["xla_best"] == ("1.40 ±0%",)
+    assert found["plain_gemm"] == ("0.90",)
 
 
-def test_columns_without_values_are_left_out(monkeypatch):
-    def columns(*ops):
-        return set(cells(report.results_table(["float32"], ops).head().splitlines()[0]))
+def test_columns_without_values_are_left_out():
+    assert list(columns(example())) == [
+        *("op", "P", "dtype", "M x K x N", "time", "spread", "GF/s"),
+        *("xla_best", "xla_naive", "plain_gemm"),
+    ]
+    fp8 = with_peers(bf16=1.0, xla_f8=2.0, xla_qdq=1.5)
+    assert {"bf16", "xla_f8", "xla_qdq"} < set(columns(fp8))
+    assert "xla_best" not in columns(fp8)
+    assert {"xla_best", "bf16"} < set(columns(example(), fp8))
 
-    monkeypatch.setattr(report, "has_onednn", lambda: True)
-    assert {"onednn", "xla_naive", "peak"} < columns("gemm")
-    assert columns("gemm").isdisjoint({"unfused", "xla_ring", "plain_gemm", "pallas"})
-    assert "unfused" in columns("fused", "gemm")
-    assert columns("linear_pair").isdisjoint({"unfused", "onednn"})
-    assert columns("latency").isdisjoint({"GF/s", "peak", "copy", "xla_naive"})
-    monkeypatch.setattr(report, "has_onednn", lambda: False)
-    assert "onednn" not in columns("gemm")
+
+def test_a_job_has_its_number_of_processes_as_a_column():
+    case = dataclasses.replace(example().case, num_processes=8)
+    found = columns(dataclasses.replace(example(), case=case))
+    assert found["processes"] == ("8",)
+    assert "P" not in found
 
 
 def test_disturbed_cases_are_listed():
@@ -99,18 +99,15 @@ def test_times_that_vary_are_disturbed():
 
 
 def test_low_rates_have_two_digits():
-    table = report.results_table(["bfloat16"], ["all_gather_matmul"])
     slow = dataclasses.replace(
         example(), times_us={cases.OWN: Summary(median=10e6, spread=0.0, best=10e6)}
     )
-    head = cells(table.head().splitlines()[0])
-    assert cells(table.row(slow))[head.index("GF/s")] == "0.3"
+    assert columns(slow)["GF/s"] == ("0.3",)
 
 
 def test_the_table_is_markdown():
-    table = report.results_table(["bfloat16"], ["all_gather_matmul"])
-    head, rule = table.head().splitlines()
-    assert head.count("|") == rule.count("|") == table.row(example()).count("|")
+    head, rule, row = report.table([example()]).splitlines()
+    assert head.count("|") == rule.count("|") == row.count("|")
     assert set(rule) == {"|", "-"}
 
 

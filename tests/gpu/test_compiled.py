@@ -22,9 +22,9 @@ from jax_ub._src.methods import PALLAS_TILES, Method, MethodChoice
 from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.runtime import cuda_engine, settings, tuned_file
 from jax_ub._src.runtime.tuned_file import TunedKey, environment
-from jax_ub._src.tools.bench.linear import pallas_programs
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks
+from jax_ub._src.tools.programs import pallas_programs
 from jax_ub.flax import TransformerLayer
 
 # The fields of XLA's device description that its compiler reads.

@@ -7,7 +7,7 @@ from cuda_programs import attribute, called, cuda_text, custom_calls
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, OPS, TunedKey
-from jax_ub._src.tools.tune.cases import Operands, candidates
+from jax_ub._src.tools.tune.cases import candidates, function, programs
 
 DGRAD = MethodChoice(Method.PIPELINE, 2, KernelOptions(num_lanes=3, sm_margin=2))
 
@@ -30,9 +30,9 @@ def test_every_candidate_is_lowered_for_gpus(op, num_ranks, monkeypatch):
     monkeypatch.setattr(cuda_engine, "is_traced_for", lambda: True)
     ranks = 1 if op in LOCAL_OPS else num_ranks
     case = TunedKey(op, ranks, 64, 32, 48, "bfloat16")
-    operands = Operands(case)
+    made = programs(case)
     for choice in candidates(case, True, DGRAD):
-        candidate = operands.candidate("", choice)
+        candidate = made("", function(case, choice))
         # Lowering includes planning, which gives the size of the workspace.
         text = cuda_text(candidate.program, *candidate.operands)
         if choice.method is Method.XLA:

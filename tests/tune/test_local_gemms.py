@@ -21,7 +21,7 @@ from jax_ub._src.runtime.tuned_file import (
 )
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.explain.program import equations
-from jax_ub._src.tools.tune.cases import Operands, candidates, cases
+from jax_ub._src.tools.tune.cases import candidates, cases, function, programs
 from jax_ub._src.tools.tune.command import measure
 
 M, K, N = 16, 8, 12
@@ -231,7 +231,7 @@ def test_candidates_of_a_local_gemm_run(op):
 @pytest.mark.parametrize("op", LOCAL_OPS)
 def test_timed_call_has_the_key_of_its_case(op):
     case = TunedKey(op, 1, 24, 40, 32, "bfloat16")
-    candidate = Operands(case).candidate("", SECOND)
+    candidate = programs(case)("", function(case, SECOND))
     jaxpr = jax.make_jaxpr(candidate.program)(*candidate.operands)
     every = [equation.params for equation, _ in equations(jaxpr.jaxpr, 1)]
     (call,) = (params["call"] for params in every if "call" in params)

@@ -18,10 +18,11 @@ from jax_ub._src.fp8.recipes import (
     Recipe,
     RowwiseScaling,
 )
-from jax_ub._src.tools.bench.peers import FastestDots
+from jax_ub._src.tools.bench.peers import DotVariant
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks, Spec
-from jax_ub._src.tools.timing import PEAK, Candidate, peak_candidates
+from jax_ub._src.tools.programs import DEFAULT_SHAPES, PALLAS
+from jax_ub._src.tools.timing import PEAK, Candidate, fastest, peak_candidates
 
 # Names of the timed programs: columns of the benchmark's tables, and keys of its JSON.
 OWN = "jax_ub"
@@ -30,7 +31,6 @@ NAIVE = "xla_naive"
 RING = "xla_ring"
 ONEDNN = "onednn"
 UNFUSED = "unfused"
-PALLAS = "pallas"
 PLAIN = "plain_gemm"
 COPY = "copy"
 # A program that multi-process cases are compared with: the same op on as many devices
@@ -42,21 +42,9 @@ IN_PROCESS = "in_process"
 BF16 = "bf16"
 XLA_F8 = "xla_f8"
 XLA_QDQ = "xla_qdq"
-WIDE_PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED)
-FP8_PEERS = (BF16, XLA_F8, XLA_QDQ)
-PEERS = (*WIDE_PEERS, PALLAS, *FP8_PEERS)
+PEERS = (BEST, NAIVE, RING, ONEDNN, UNFUSED, PALLAS, BF16, XLA_F8, XLA_QDQ)
 LIMITS = (PLAIN, COPY, IN_PROCESS, PEAK)
 
-# Default GEMM sizes M, K, N. The first two scale the MLP of Llama 2 7B, with K = 4096
-# and N = 11008, to about a third and a quarter. The third is a fused query, key and
-# value kernel with fewer key than query heads; the fourth has few rows, as in decoding.
-# In bf16 they take 1 to 20 ms on two recent cores, 2 to 80 ms on older ones.
-DEFAULT_SHAPES = (
-    Shape(1536, 1280, 3840),
-    Shape(512, 1024, 2816),
-    Shape(1024, 1024, 1536),
-    Shape(64, 1024, 2816),
-)
 QUICK_SHAPES = (Shape(32, 48, 80),)
 
 # The dtype of the results of FP8 cases, and of the bf16 calls that they are compared
@@ -152,15 +140,17 @@ class Case:
 class Setup:
     """The ranks, dtype and overlap method for which benchmark cases are built.
 
-    `dots` measures and caches XLA's fastest GEMM. `variants` selects variants of the op
-    "gemm", such as "nn+bias"; an empty tuple selects all of them.
+    `dots` measures and caches XLA's fastest GEMM, and `find` the fastest of several
+    programs. `variants` selects variants of the op "gemm", such as "nn+bias"; an empty
+    tuple selects all of them.
     """
 
     ranks: Ranks
     dtype: str
     method: str
-    dots: FastestDots
+    dots: Callable[..., DotVariant]
     variants: tuple[str, ...] = ()
+    find: Callable[[Sequence[Candidate]], Candidate] = fastest
 
     @property
     def num_ranks(self) -> int:
@@ -169,6 +159,11 @@ class Setup:
     @property
     def recipe(self) -> Recipe | None:
         return FP8_RECIPES.get(self.dtype)
+
+    @property
+    def is_job(self) -> bool:
+        """Returns whether the ranks are in several processes, one in each."""
+        return jax.process_count() > 1
 
     def case(
         self,
@@ -195,9 +190,6 @@ class Setup:
             num_processes=jax.process_count(),
             **more,
         )
-
-
-Builder = Callable[[Setup, Shape], list[Case]]
 
 
 def wide_dtype(dtype: str) -> str:
@@ -234,18 +226,18 @@ def check_agreement(case: Case) -> None:
     Programs with FP8 operands are compared with XLA's program on the same operands,
     dequantized to bf16.
     """
-    skipped = (*LIMITS, BF16)
     results = {
         c.name: [_host(leaf) for leaf in jax.tree.leaves(c())]
         for c in case.candidates
-        if c.name not in skipped and not c.name.endswith("_once")
+        if c.name in (OWN, *PEERS) and c.name != BF16
     }
     best = BEST if BEST in results else XLA_QDQ
-    bound = tolerance(wide_dtype(case.dtype), max(dataclasses.astuple(case.shape)))
+    sizes = dataclasses.astuple(case.shape)
+    bound = tolerance(wide_dtype(case.dtype), max(sizes))
     # Values that differ by rounding may be quantized to neighboring FP8 numbers. That
     # changes one term of a sum, and a sum of n terms is about sqrt(n) times as large as
     # a term. The largest terms are about twice as large as the others, hence the 2.
-    bound += 2 * case.fp8_rounding / min(dataclasses.astuple(case.shape)) ** 0.5
+    bound += 2 * case.fp8_rounding / min(sizes) ** 0.5
     for name, found in results.items():
         for x, y in zip(found, results[best], strict=True):
             error = float(np.max(np.abs(x - y)) / np.max(np.abs(y)))

@@ -2,22 +2,24 @@
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import pathlib
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_ub._src import dtypes, lowering_log
 from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.runtime import settings
-from jax_ub._src.tools import command_line, devices, timing
-from jax_ub._src.tools.bench import cases, latency, linear, processes, report
-from jax_ub._src.tools.bench.cases import Builder, Case, Options, Setup
-from jax_ub._src.tools.bench.fused import fused
-from jax_ub._src.tools.bench.gemm import VARIANTS, dgrad_add, gemm, wgrad_accumulate
-from jax_ub._src.tools.bench.linear import LINEAR_OPS
-from jax_ub._src.tools.bench.peers import FastestDots
+from jax_ub._src.tools import command_line, devices
+from jax_ub._src.tools.bench import cases, measure, report
+from jax_ub._src.tools.bench.cases import Options
+from jax_ub._src.tools.bench.gemm import VARIANTS
+from jax_ub._src.tools.bench.measure import (
+    FIXED_SHAPES,
+    FP8_OPS,
+    JOB_OPS,
+    OPS,
+    Runner,
+)
 from jax_ub._src.tools.bench.report import Result
 from jax_ub._src.tools.command_line import (
     check_divides,
@@ -34,22 +36,6 @@ DTYPES = {
     **{name: dtypes.BY_SHORT_NAME[name] for name in ("bf16", "f32")},
     **{name: name for name in cases.FP8_RECIPES},
 }
-OPS: dict[str, Builder] = {
-    "gemm": gemm,
-    **{name: functools.partial(linear.linear, op) for name, op in LINEAR_OPS.items()},
-    "dgrad_add": dgrad_add,
-    "wgrad_accumulate": wgrad_accumulate,
-    "fused": fused,
-    "latency": latency.latency,
-    "small": linear.small,
-}
-FP8_OPS = tuple(LINEAR_OPS)
-# Fixed sizes of the ops that ignore --shapes. A barrier between processes has none.
-_FIXED_SHAPES = {
-    "latency": [latency.LATENCY_SHAPE],
-    "small": [*linear.SMALL_SHAPES.values()],
-    "barrier": [],
-}
 # Format version in the JSON; incremented when a key changes its meaning.
 SCHEMA = 1
 # Default number of timed rounds with --processes. It is lower than in one process,
@@ -60,8 +46,7 @@ _PROCESS_ROUNDS = 7
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    known = ", ".join(OPS)
-    some = f"some of {known} (default: all); with --processes also barrier"
+    some = f"some of {', '.join(OPS)} (default: all); with --processes also barrier"
     add("--ops", type=names_of([*OPS, "barrier"]), help=some)
     add("--devices", type=list_of(count), help="numbers of ranks P (default: 1,2,4,8)")
     some_dtypes = f"some of {', '.join(DTYPES)} (default: bf16,f32)"
@@ -92,9 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def options(given: argparse.Namespace) -> Options:
     """Returns the options of a command line, completed with defaults and checked."""
+    in_job = given.processes is not None
     chosen: dict[str, Any] = {"ops": tuple(OPS)}
-    if given.processes is not None:
-        chosen = {"ops": processes.OPS, "rounds": _PROCESS_ROUNDS}
+    if in_job:
+        chosen = {"ops": JOB_OPS, "rounds": _PROCESS_ROUNDS}
     if given.quick:
         chosen |= {"devices": (1, 2), "shapes": cases.QUICK_SHAPES, "rounds": 3}
     for field in dataclasses.fields(Options):
@@ -108,16 +94,16 @@ def options(given: argparse.Namespace) -> Options:
     found = Options(**chosen)
     if (reason := _why_ineffective(given, found)) is not None:
         raise UnsupportedOverlapError(f"bench: {reason}")
-    if given.processes is not None:
-        compared = tuple(op for op in processes.OPS if op in found.ops)
+    if in_job:
+        compared = tuple(op for op in JOB_OPS if op in found.ops)
         found = dataclasses.replace(found, devices=given.processes, ops=compared)
-    _check_shapes(found, "--devices" if given.processes is None else "--processes")
+    _check_shapes(found, "--processes" if in_job else "--devices")
     return found
 
 
 def _check_shapes(found, option):
     for op in found.ops:
-        shapes = _FIXED_SHAPES.get(op, found.shapes)
+        shapes = FIXED_SHAPES.get(op, found.shapes)
         for shape, num_ranks in itertools.product(shapes, found.devices):
             check_divides("bench", shape, num_ranks, option)
 
@@ -129,19 +115,26 @@ def _why_ineffective(given, found) -> str | None:
     """
     ops, devices, named = set(found.ops), set(found.devices), ",".join(found.ops)
     fp8 = ",".join(name for name in found.dtypes if name in cases.FP8_RECIPES)
-    in_job = given.processes is not None
-    leave_out = "has no effect with --processes. Leave one of them out."
-    compared = ", ".join(processes.OPS)
+    in_job, on_gpus = given.processes is not None, given.platform == "cuda"
+    local = {
+        "--devices": given.devices,
+        "--platform cuda": on_gpus,
+        "--threads": given.threads,
+        f"--dtypes {fp8}": fp8,
+    }
+    compared = ", ".join(JOB_OPS)
     reasons = {
-        f"--devices {leave_out}": in_job and given.devices,
-        f"--platform cuda {leave_out}": in_job and given.platform == "cuda",
-        f"--threads {leave_out}": in_job and given.threads,
-        f"--dtypes {fp8} {leave_out}": in_job and fp8,
+        **{
+            f"{option} has no effect with --processes. Leave one of them out.": (
+                in_job and value
+            )
+            for option, value in local.items()
+        },
         "--platform cuda has no effect with --threads. Leave one of them out.": (
-            given.threads and given.platform == "cuda"
+            given.threads and on_gpus
         ),
         f"none of {named} is compared over processes. Take some of {compared}.": (
-            in_job and ops.isdisjoint(processes.OPS)
+            in_job and ops.isdisjoint(JOB_OPS)
         ),
         "a barrier is between processes. Add --processes 2.": (
             not in_job and "barrier" in ops
@@ -159,8 +152,8 @@ def _why_ineffective(given, found) -> str | None:
             found.variants and "gemm" not in ops
         ),
         f"--shapes has no effect on {named}, whose sizes are fixed. Leave it out.": (
-            # `processes.run_job` passes all options to the processes of a job.
-            given.shapes and given.part is None and ops <= set(_FIXED_SHAPES)
+            # `measure.run_job` passes all options to the processes of a job.
+            given.shapes and given.part is None and ops <= set(FIXED_SHAPES)
         ),
     }
     return next((text for text, holds in reasons.items() if holds), None)
@@ -171,104 +164,54 @@ def command(given: argparse.Namespace) -> int:
     chosen = options(given)
     settings.check()  # before any process is started
     if given.part is not None:
-        processes.run_part(given.part, chosen)
+        measure.run_part(given.part, chosen)
     elif given.processes is not None:
         _run_processes(given, chosen)
     else:
-        _run(given, chosen)
+        devices.start("bench", max(chosen.devices), given.platform)
+        about, measured = report.environment(), measure.measure(chosen, Runner())
+        rounds = f"{chosen.rounds} rounds"
+        _report(given, chosen, about, rounds, measured, lowering_log.fallbacks)
     return 0
-
-
-def _run(given, chosen):
-    """Benchmarks in this process, and prints each result as soon as it is measured."""
-    devices.start("bench", max(chosen.devices), given.platform)
-    about = report.environment()
-    title = report.describe(about, f'method "{chosen.method}", {chosen.rounds} rounds')
-    table = report.results_table(chosen.dtypes, chosen.ops, given.platform)
-    if chosen.threads:
-        table = report.THREADS
-    command_line.say(given, f"{title}\n\n{table.head()}")
-    dots = FastestDots()
-    results: list[Result] = []
-
-    def write(is_complete):
-        more = {**about, "fastest_dots": dots.found}
-        document = _document(chosen, more, results, lowering_log.fallbacks())
-        command_line.write(given, document, is_complete=is_complete)
-
-    for result in measure(chosen, dots):
-        command_line.say(given, table.row(result))
-        results.append(result)
-        write(is_complete=False)  # an interrupted run leaves its results
-    sections = report.sections(results, lowering_log.fallbacks())
-    command_line.say(given, sections, end="")
-    write(is_complete=True)
 
 
 def _run_processes(given, chosen):
     """Runs a multi-process job for each number in `--processes`; prints all results."""
     numbers = command_line.progress("bench", given.processes)
-    found = [processes.run_job(number, chosen) for number in numbers]
-    about, _, _ = found[0]
-    results = [result for _, results, _ in found for result in results]
+    jobs = [measure.run_job(number, chosen) for number in numbers]
+    about, _, _ = jobs[0]
+    by_op = sorted(
+        (result for _, results, _ in jobs for result in results),
+        key=lambda result: chosen.ops.index(result.case.op),
+    )
+    fallbacks = list(dict.fromkeys(each for *_, every in jobs for each in every))
     rounds = f"{chosen.rounds} rounds of the slowest process, XLA with gloo"
+    _report(given, chosen, about, rounds, by_op, lambda: fallbacks)
+
+
+def _report(given, chosen, about, rounds, measured, fallbacks):
+    """Prints a table for each op, as soon as it is `measured`, and writes the JSON."""
     title = report.describe(about, f'method "{chosen.method}", {rounds}')
-    command_line.say(given, f"{title}\n\n{report.PROCESSES.head()}")
-    command_line.say(given, "\n".join(map(report.PROCESSES.row, results)))
-    fallbacks = list(dict.fromkeys(each for *_, every in found for each in every))
-    command_line.say(given, report.sections(results, fallbacks), end="")
-    command_line.write(given, _document(chosen, about, results, fallbacks))
+    command_line.say(given, title)
+    results: list[Result] = []
 
+    def write(is_complete):
+        document = {
+            "schema": SCHEMA,
+            **about,
+            "options": dataclasses.asdict(chosen),
+            "results": [result.as_json() for result in results],
+            "fallbacks": [dataclasses.asdict(each) for each in fallbacks()],
+        }
+        command_line.write(given, document, is_complete=is_complete)
 
-def _document(chosen, about, results, fallbacks):
-    return {
-        "schema": SCHEMA,
-        **about,
-        "options": dataclasses.asdict(chosen),
-        "results": [result.as_json() for result in results],
-        "fallbacks": [dataclasses.asdict(each) for each in fallbacks],
-    }
-
-
-def measure(chosen: Options, dots: FastestDots) -> Iterator[Result]:
-    """Builds, checks and times all benchmark cases, and yields their results."""
-    sizes = [
-        (op, dtype, num_ranks, shape)
-        for op, dtype, num_ranks in itertools.product(
-            chosen.ops, chosen.dtypes, chosen.devices
-        )
-        if op in (FP8_OPS if dtype in cases.FP8_RECIPES else OPS)
-        for shape in (chosen.shapes[:1] if op in _FIXED_SHAPES else chosen.shapes)
-    ]
-    for op, dtype, num_ranks, shape in command_line.progress("bench", sizes):
-        ranks = devices.Ranks(num_ranks)
-        setup = Setup(ranks, dtype, chosen.method, dots, chosen.variants)
-        for case in OPS[op](setup, shape):
-            cases.check_agreement(case)
-            candidates = _candidates(case, chosen.threads)
-            # An untimed round. A program's first call compiles it and replaces a
-            # donated operand by the result. That has the output sharding, so the second
-            # call compiles again.
-            timing.interleave(candidates, 1)
-            rounds = timing.interleave(candidates, chosen.rounds, chosen.patience)
-            for threads in chosen.threads or (None,):
-                yield report.evaluate(case, rounds, threads)
-
-
-def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
-    """Returns a case's programs to time, jax_ub's once for each value of --threads.
-
-    `threads` are the values of --threads. jax_ub's program is timed with each of them,
-    the other programs only with the first: some are limits that the engine measures,
-    and each number is compared with the same limits. Without --threads, no number is
-    set.
-    """
-    if not threads:
-        return case.candidates
-    first, *others = threads
-    own = [c for c in case.candidates if c.name in (cases.OWN, f"{cases.OWN}_once")]
-    return [timing.WithThreads(c.name, c, first) for c in case.candidates] + [
-        timing.WithThreads(f"{c.name}@{number}", c, number)
-        for number in others
-        for c in own
-    ]
+    for _, group in itertools.groupby(measured, key=lambda result: result.case.op):
+        start = len(results)
+        try:
+            for result in group:
+                results.append(result)
+                write(is_complete=False)
+        finally:  # an interrupted run prints and leaves its results
+            command_line.say(given, f"\n{report.table(results[start:])}")
+    command_line.say(given, report.sections(results, fallbacks()), end="")
+    write(is_complete=True)

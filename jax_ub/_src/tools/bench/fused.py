@@ -4,9 +4,6 @@ Each case times the forward and backward pass: fused, unfused, and in plain `jax
 """
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,41 +13,12 @@ from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case, Memory, Setup
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import AXIS, COLUMNS, ROWS, Spec, normal
-from jax_ub._src.tools.timing import Candidate
+from jax_ub._src.tools.programs import Programs
 
-
-@dataclasses.dataclass(frozen=True)
-class _Sequence:
-    """A benchmarked list of `jax_ub.ops` operations, and its arrays' dimensions.
-
-    `make` returns the operations for a method. `x` and `y` are the dimensions of the
-    input and the result, such as "MK". An extra "input" has the shape of `y`, an extra
-    "output" the shape of `x`.
-    """
-
-    variant: str
-    make: Callable[[str | None], Sequence[ops.BasicOperation]]
-    x: str
-    y: str
-    num_gemms: int = 3
-    extra: str = ""
-
-    def program(self, method: str | None, *, is_fused: bool) -> Callable[..., Any]:
-        """Returns the program to time, which computes the result and all gradients.
-
-        It takes (params, x, dy, *extra), where dy is the gradient of the result.
-        `method` is how GEMMs overlap with communication; None is the default. Unless
-        `is_fused`, each operation runs on its own.
-        """
-        seq = ops.Sequential(*self.make(method))
-
-        def run(params, x, dy, *extra):
-            inputs = extra if self.extra == "input" else ()
-            with contextlib.nullcontext() if is_fused else ops.without_fusions():
-                y, transposed = jax.vjp(seq, params, x, *inputs)
-                return y, transposed((dy, *extra) if self.extra == "output" else dy)
-
-        return run
+# The dimensions of the input and of the result of a sequence, such as "MK", and its
+# operations. An extra input has the shape of the result, an extra output the shape of
+# the input.
+_Sequence = tuple[str, str, tuple[ops.BasicOperation, ...]]
 
 
 def fused(setup: Setup, shape: Shape) -> list[Case]:
@@ -60,14 +28,18 @@ def fused(setup: Setup, shape: Shape) -> list[Case]:
     local operations such as a linear layer and its bias.
     """
     sequences = _overlapped if setup.num_ranks > 1 else _local
-    found = sequences(shape, jnp.dtype(setup.dtype))
-    return [_case(setup, shape, sequence) for sequence in found]
+    # jax_ub's sequences and those in plain `jax.lax` differ in the method.
+    own, plain = (
+        sequences(shape, jnp.dtype(setup.dtype), method)
+        for method in (setup.method, "xla")
+    )
+    return [_case(setup, shape, name, own[name], plain[name]) for name in own]
 
 
-def _overlapped(shape, dtype):
+def _overlapped(shape, dtype, method) -> dict[str, _Sequence]:
     k, n = shape.K, shape.N
 
-    def linear(mode, num_in, num_out, method):
+    def linear(mode, num_in, num_out):
         return ops.BasicLinear(
             num_in,
             num_out,
@@ -79,102 +51,100 @@ def _overlapped(shape, dtype):
             param_dtype=dtype,
         )
 
-    def column(method):
-        bias = ops.Bias(n, tensor_parallel=True, axis_name=AXIS)
-        return linear("column", k, n, method), bias
-
-    def row(method):
-        add = ops.AddExtraInput(in_place=True)
-        return linear("row", n, k, method), ops.Bias(k), add
-
-    def residual(method):
-        return ops.MakeExtraOutput(in_place=True), linear("row", n, k, method)
-
-    return [
-        _Sequence("column, bias", column, "MK", "MN"),
-        _Sequence("row, bias, add", row, "MN", "MK", extra="input"),
-        _Sequence("residual, row", residual, "MN", "MK", extra="output"),
-    ]
+    column, row = linear("column", k, n), linear("row", n, k)
+    column_bias = ops.Bias(n, tensor_parallel=True, axis_name=AXIS)
+    add = ops.AddExtraInput(in_place=True)
+    residual = ops.MakeExtraOutput(in_place=True)
+    return {
+        "column, bias": ("MK", "MN", (column, column_bias)),
+        "row, bias, add": ("MN", "MK", (row, ops.Bias(k), add)),
+        "residual, row": ("MN", "MK", (residual, row)),
+    }
 
 
-def _local(shape, dtype):
+def _local(shape, dtype, method) -> dict[str, _Sequence]:
     k, n = shape.K, shape.N
+    up = ops.BasicLinear(k, n, method=method, param_dtype=dtype)
+    down = ops.BasicLinear(n, k, method=method, param_dtype=dtype)
     add, scale = ops.AddExtraInput(in_place=True), ops.ConstantScale(0.5)
-    bias, gelu = ops.Bias(n), ops.GELU()
-
-    def after_linear(*others):
-        def make(method):
-            return ops.BasicLinear(k, n, method=method, param_dtype=dtype), *others
-
-        return make
-
-    def residual(method):
-        linear = ops.BasicLinear(n, k, method=method, param_dtype=dtype)
-        return ops.MakeExtraOutput(in_place=True), linear
-
-    norm = (ops.MakeExtraOutput(), ops.RMSNorm(n))
-    up, down, wide = ("MK", "MN"), ("MN", "MK"), ("MN", "MN")
-    return [
-        _Sequence("linear, bias", after_linear(bias), *up),
-        _Sequence("linear, bias, add", after_linear(bias, add), *up, 3, "input"),
-        _Sequence("linear, scale, add", after_linear(scale, add), *up, 3, "input"),
-        _Sequence("linear, scale", after_linear(scale), *up),
-        _Sequence("residual, linear", residual, *down, 3, "output"),
-        _Sequence("bias, GELU", lambda _: (bias, gelu), *wide, 0),
-        _Sequence("residual, RMSNorm", lambda _: norm, *wide, 0, "output"),
-    ]
+    bias, residual = ops.Bias(n), ops.MakeExtraOutput(in_place=True)
+    return {
+        "linear, bias": ("MK", "MN", (up, bias)),
+        "linear, bias, add": ("MK", "MN", (up, bias, add)),
+        "linear, scale, add": ("MK", "MN", (up, scale, add)),
+        "linear, scale": ("MK", "MN", (up, scale)),
+        "residual, linear": ("MN", "MK", (residual, down)),
+        "bias, GELU": ("MN", "MN", (bias, ops.GELU())),
+        "residual, RMSNorm": ("MN", "MN", (ops.MakeExtraOutput(), ops.RMSNorm(n))),
+    }
 
 
-def _case(setup: Setup, shape: Shape, sequence: _Sequence) -> Case:
-    operands, specs, out_specs = _operands(setup, shape, sequence)
+def _case(setup, shape, variant, sequence, plain) -> Case:
+    programs = _programs(setup, shape, *sequence)
+    operations = sequence[2]
+    num_inputs = _num_extra(operations, "inputs")
 
-    def candidate(name, method, is_fused, variant=""):
-        function = sequence.program(method, is_fused=is_fused)
-        program = setup.ranks.program(function, specs, out_specs)
-        return Candidate(name, program, operands, variant)
+    def candidate(name, operations, *, is_fused, text=""):
+        seq = ops.Sequential(*operations)
 
-    own = candidate(cases.OWN, setup.method, is_fused=True)
-    unfused = candidate(cases.UNFUSED, setup.method, is_fused=False)
+        def run(params, x, dy, *extra):
+            inputs, outputs = extra[:num_inputs], extra[num_inputs:]
+            with contextlib.nullcontext() if is_fused else ops.without_fusions():
+                y, transposed = jax.vjp(seq, params, x, *inputs)
+                return y, transposed((dy, *outputs) if outputs else dy)
+
+        return programs(name, run, text)
+
+    own = candidate(cases.OWN, operations, is_fused=True)
+    unfused = candidate(cases.UNFUSED, operations, is_fused=False)
     text = "the same operations in plain jax.lax"
-    best = candidate(cases.BEST, "xla", is_fused=False, variant=text)
+    best = candidate(cases.BEST, plain[2], is_fused=False, text=text)
     own_bytes, peer_bytes, avoided_bytes = map(cases.temp_bytes, (own, best, unfused))
     avoided = "what the unfused operations need"
+    has_gemms = any(isinstance(op, ops.BasicLinear) for op in operations)
     return setup.case(
         "fused",
         shape,
         [own, best, unfused],
-        num_gemms=sequence.num_gemms,
-        variant=sequence.variant,
+        num_gemms=3 if has_gemms else 0,
+        variant=variant,
         memory=Memory(own_bytes, peer_bytes, avoided, avoided_bytes),
     )
 
 
-def _operands(setup, shape, sequence):
-    """Draws random operands; returns (operands, partition specs, result specs)."""
+def _num_extra(operations, kind):
+    """Returns the number of extra "inputs" or "outputs" of a sequence."""
+    return sum(getattr(op, f"num_extra_{kind}") for op in operations)
+
+
+def _programs(setup, shape, x, y, operations) -> Programs:
+    """Returns what makes programs of (params, x, dy, extra inputs or outputs)."""
 
     def draw(array_shape, spec, scale=1.0):
         array = normal(len(array_shape), array_shape, jnp.dtype(setup.dtype), scale)
         return setup.ranks.place(array, spec)
 
-    def sharded(dims):
+    def spec_of(dims):
         spec = COLUMNS if "N" in dims else ROWS
-        return shape.sizes(dims), spec if setup.num_ranks > 1 else Spec()
+        return spec if setup.num_ranks > 1 else Spec()
 
-    seq = ops.Sequential(*sequence.make(None))
-    shapes = jax.eval_shape(seq.init, jax.random.key(0))
+    seq = ops.Sequential(*operations)
     params = tuple(
         {
             name: draw(param.shape, spec[name], max(param.shape) ** -0.5)
             for name, param in part.items()
         }
-        for part, spec in zip(shapes, seq.specs(), strict=True)
+        for part, spec in zip(
+            jax.eval_shape(seq.init, jax.random.key(0)), seq.specs(), strict=True
+        )
     )
-    x, y = sharded(sequence.x), sharded(sequence.y)
-    extra = {"input": [y], "output": [x], "": []}[sequence.extra]
-    operands = [params, *(draw(*array) for array in (x, y, *extra))]
-    specs = [seq.specs(), *(spec for _, spec in (x, y, *extra))]
+    inputs = _num_extra(operations, "inputs") * [spec_of(y)]
+    outputs = _num_extra(operations, "outputs") * [spec_of(x)]
+    extra = [y] * len(inputs) + [x] * len(outputs)
+    arrays = [draw(shape.sizes(dims), spec_of(dims)) for dims in (x, y, *extra)]
+    specs = [seq.specs(), *map(spec_of, (x, y, *extra))]
     # The program returns the results and the gradients of its inputs. An extra output
     # is the input x itself; an extra input is added to the result, and has a gradient.
-    if sequence.extra == "output":
-        return operands, specs, ((y[1], x[1]), (seq.specs(), x[1]))
-    return operands, specs, (y[1], (seq.specs(), x[1], *(spec for _, spec in extra)))
+    results = (spec_of(y), *outputs) if outputs else spec_of(y)
+    gradients = (seq.specs(), spec_of(x), *inputs)
+    return Programs(setup.ranks, [params, *arrays], specs, (results, gradients))

@@ -2,7 +2,8 @@
 
 AG+GEMM is the column-parallel linear layer of an MLP: x [M, K] times w [K, N], in
 global sizes. GEMM+RS and GEMM+AR are the row-parallel layer that follows it, x [M, N]
-times w [N, K]. The pair of the two layers is timed with gradients.
+times w [N, K]. The pair of the two layers is timed with gradients. Latency is the time
+of a call that sends almost no data.
 """
 
 import dataclasses
@@ -12,21 +13,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding
 
 import jax_ub as ub
 from jax_ub._src.fp8.recipes import INPUT, KERNEL, OUTPUT_GRAD, Recipe, has_one_scale
-from jax_ub._src.methods import PallasTiles
-from jax_ub._src.primitives import pallas
 from jax_ub._src.runtime import communicators
 from jax_ub._src.runtime.memory import memory_report
 from jax_ub._src.scaled_array import ScaledArray, source_of
 from jax_ub._src.tools.bench import cases, peers
-from jax_ub._src.tools.bench.cases import WIDE, Case, Memory, Setup
-from jax_ub._src.tools.bench.peers import Dot, DotVariant
+from jax_ub._src.tools.bench.cases import Case, Memory, Setup
+from jax_ub._src.tools.bench.peers import Collectives, Dot
 from jax_ub._src.tools.command_line import Shape
-from jax_ub._src.tools.devices import AXIS, COLUMNS, ROWS, Ranks, Spec
-from jax_ub._src.tools.timing import Candidate, fastest
+from jax_ub._src.tools.devices import AXIS, COLUMNS, ROWS, Ranks, Spec, normal
+from jax_ub._src.tools.programs import PALLAS, Programs, fastest_pallas
 
 # A function of one device's operands, for use in `jax.shard_map`.
 Program = Callable[..., Any]
@@ -44,6 +44,13 @@ _GEMMS = {
 }
 # Shapes that two Zen 5 cores multiply in 0.8 ms (AVX512-BF16 for bf16, AVX512 for f32).
 SMALL_SHAPES = {"bfloat16": Shape(512, 768, 768), "float32": Shape(512, 512, 512)}
+# Both the tokens per rank and the features of the latency cases: a rank's arrays are
+# 16 x 16.
+_WIDTH = 16
+LATENCY_SHAPE = Shape(_WIDTH, _WIDTH, _WIDTH)
+# Dispatching a program costs time once per program, not once per call in it. This time
+# cancels in the difference between a chain of 1 + MORE_CALLS calls and a single call.
+MORE_CALLS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,64 +95,43 @@ class LinearOp:
     def roles(self) -> list[str | None]:
         """Returns each operand's role in FP8 quantization; None if it is not quantized.
 
-        A role is `INPUT` or `KERNEL`. The gradient of the result, which is the last
-        operand of an op with gradients, is not quantized.
+        The gradient of the result, the last operand of the pair, is not quantized.
         """
         roles = [KERNEL if dims in ("KN", "NK") else INPUT for dims in self.operands]
         return [*roles[:-1], None] if self.is_pair else [*roles]
 
-    def shape(self, column: Shape) -> Shape:
-        return column.row if self.is_row else column
-
-    def candidate_factory(
+    def on(
         self, ranks: Ranks, dtype: str, column: Shape, recipe: Recipe | None = None
-    ) -> Callable[..., Candidate]:
-        """Returns a function that makes programs to time with shared random operands.
+    ) -> Programs:
+        """Returns what makes programs of the op, with random operands on `ranks`.
 
-        It takes the name of a `Candidate`, a function of one device's operands, and a
-        description of it. With a recipe, the operands are quantized to FP8.
+        With a recipe, the operands are quantized to FP8.
         """
-        in_specs: Any = tuple(_SPECS[dims] for dims in self.operands)
-        out_specs = tuple(_SPECS[dims] for dims in self.results)
-        operands: Any = ranks.draw(dtype, [*map(column.sizes, self.operands)], in_specs)
+        specs: Any = [_SPECS[dims] for dims in self.operands]
+        results = tuple(_SPECS[dims] for dims in self.results)
+        operands: Any = ranks.draw(dtype, [*map(column.sizes, self.operands)], specs)
         if recipe is not None:
             quantize = functools.partial(_quantized_operand, ranks, recipe)
-            pairs = map(quantize, operands, in_specs, self.roles)
-            operands, in_specs = zip(*pairs, strict=True)
+            pairs = map(quantize, operands, specs, self.roles)
+            operands, specs = zip(*pairs, strict=True)
+        return Programs(ranks, operands, specs, results if self.is_pair else results[0])
 
-        def candidate(name: str, function: Program, variant: str = "") -> Candidate:
-            results = out_specs if len(out_specs) > 1 else out_specs[0]
-            program = ranks.program(function, in_specs, results)
-            return Candidate(name, program, operands, variant)
-
-        return candidate
-
-    def local_operands(self, column: Shape, num_ranks: int) -> dict[str, list[Any]]:
-        """Returns {GEMM name: shapes of its two operands on one rank}."""
-        local = Shape(column.M, column.K, column.N // num_ranks)
-        return {name: [*map(local.sizes, _GEMMS[name][:2])] for name in self.gemms}
-
-    def in_xla(self, dots: Dots, dtype: str) -> dict[str, Program]:
-        """Returns {description: XLA program} for the op, the naive one included."""
-        found = self.with_layers(peers.Collectives, dots, dtype)
-        return {**found, peers.NAIVE_VARIANT: self.naive}
-
-    def with_layers(
-        self, layers: Callable[[str], peers.Collectives], dots: Dots, dtype: str
+    def in_xla(
+        self, dots: Dots, dtype: str, layers: Callable[..., Collectives] = Collectives
     ) -> dict[str, Program]:
         """Returns {description: XLA program}, one for each way to reduce partial sums.
 
-        `layers` creates the object that runs the collectives, such as a
-        `peers.Collectives`, from the dtype of partial sums. This dtype is `dtype` in
-        some of the programs and f32 in the others, because the fastest choice depends
-        on the machine. `dots` has the GEMMs by name.
+        The descriptions name the dots of operands that are not FP8. `layers` creates
+        the object that runs the collectives from the dtype of partial sums. This dtype
+        is `dtype` in some of the programs and f32 in the others, because the fastest
+        choice depends on the machine. `dots` has the GEMMs by name.
         """
 
         def program(run: Program, moved: str) -> Program:
             def on_layers(*operands):
                 found = layers(moved)
-                pairs = zip(operands, self.roles, strict=True)
-                return run(found, dots, *(found.quantized(*pair) for pair in pairs))
+                given = map(found.quantized, operands, self.roles)
+                return run(found, dots, *given)
 
             return on_layers
 
@@ -157,9 +143,8 @@ class LinearOp:
                 found[f"{text}{reduced}"] = program(run, moved)
         return found
 
-    def in_ring(self, dots: Dots) -> Program:
-        run = next(iter(self.programs.values()))
-        return functools.partial(run, peers.Rings(), dots)
+    def in_ring(self, dots: Dots, dtype: str) -> Program:
+        return next(iter(self.in_xla(dots, dtype, peers.Rings).values()))
 
 
 def _quantized_operand(
@@ -210,130 +195,80 @@ def _case(op, setup, column, *, quantizes):
 
     FP8 operands are quantized within the timed call if `quantizes`, else before it.
     """
-    shape, ranks, recipe = op.shape(column), setup.ranks, setup.recipe
+    ranks, recipe = setup.ranks, setup.recipe
+    shape = column.row if op.is_row else column
     wide = cases.wide_dtype(setup.dtype)
+    given = None if quantizes else recipe
     options = {"fp8": recipe} if quantizes else {}
-    if recipe is not None and op.is_pair and not quantizes:
+    if given is not None and op.is_pair:
         options["hidden"] = functools.partial(peers.quantized, recipe, role=INPUT)
-    candidate, alone = (
-        op.candidate_factory(each, wide, column, None if quantizes else recipe)
-        for each in (ranks, Ranks(1))
-    )
+    local = Shape(column.M, column.K, column.N // setup.num_ranks)
     dots = {
-        name: setup.dots(name[-2:], wide, *operands, ranks)
-        for name, operands in op.local_operands(column, setup.num_ranks).items()
+        name: setup.dots(name[-2:], wide, *map(local.sizes, _GEMMS[name][:2]), ranks)
+        for name in op.gemms
     }
-    own = candidate(cases.OWN, op.own(setup.method, **options))
-    notes: tuple[str, ...] = ()
-    fp8_rounding = 0.0
-    if recipe is None:
-        best = fastest_of(candidate, cases.BEST, op.in_xla(dots, wide))
-        naive = candidate(cases.NAIVE, op.naive)
-        compared = [naive, candidate(cases.RING, op.in_ring(dots)), best]
-        if op.name == "all_gather_matmul" and ranks.platform != "cpu":
-            kernel = fastest_pallas(candidate, shape, wide, ranks)
-            if isinstance(kernel, str):
-                text = f"{op.name} {shape} {wide} P={setup.num_ranks}"
-                notes = (f"{cases.PALLAS}: {text}: {kernel}",)
-            else:
-                compared.insert(0, kernel[0])
+    programs = op.on(ranks, wide, column, given)
+    own = programs(cases.OWN, op.own(setup.method, **options))
+    written = _written(op, setup, dots, quantizes)
+    timed = [programs.fastest(name, written[name], setup.find) for name in written]
+    alone = op.on(Ranks(1), wide, column, given)
+    candidates = [own, *timed, alone(cases.PLAIN, op.own("direct", **options))]
+    if recipe is not None:
+        candidates.append(op.on(ranks, wide, column)(cases.BF16, op.own(setup.method)))
+    if setup.is_job:
+        in_process = op.on(Ranks(setup.num_ranks), wide, column)
+        candidates.append(in_process(cases.IN_PROCESS, op.own(setup.method)))
     else:
-        in_bf16 = op.candidate_factory(ranks, wide, column)
-        found = _in_xla_fp8(op, setup, dots, quantizes)
-        compared = [
-            in_bf16(cases.BF16, op.own(setup.method)),
-            *(fastest_of(candidate, name, found[name]) for name in found),
-        ]
-        if op.is_pair:
-            dtype = jnp.float8_e5m2 if quantizes else jnp.float8_e4m3fn
-            fp8_rounding = float(jnp.finfo(dtype).eps)
-    copied = shape.bytes(wide if recipe is None else jnp.float8_e4m3fn, wide)
-    limits = [
-        alone(cases.PLAIN, op.own("direct", **options)),
-        cases.copy_limit((4 if op.is_pair else 1) * copied),
-    ]
-    return setup.case(
+        copied = shape.bytes(wide if recipe is None else jnp.float8_e4m3fn, wide)
+        candidates.append(cases.copy_limit((4 if op.is_pair else 1) * copied))
+    notes: tuple[str, ...] = ()
+    if op.name == "all_gather_matmul" and recipe is None and ranks.platform != "cpu":
+        kernel = fastest_pallas(programs, shape, wide)
+        if isinstance(kernel, str):
+            text = f"{op.name} {shape} {wide} P={setup.num_ranks}"
+            notes = (f"{PALLAS}: {text}: {kernel}",)
+        else:
+            candidates.append(kernel[0])
+    has_memory = not (op.is_pair or setup.is_job)
+    case = setup.case(
         op.name,
         shape,
-        [own, *compared, *limits],
+        candidates,
         num_gemms=len(op.gemms),
         variant="fp8=recipe" if quantizes else "",
-        memory=None if op.is_pair else _memory(op, shape, own, compared[-1], ranks),
+        memory=_memory(op, shape, own, timed[-1], ranks) if has_memory else None,
         notes=notes,
-        fp8_rounding=fp8_rounding,
     )
+    if recipe is None or not op.is_pair:
+        return case
+    dtype = jnp.float8_e5m2 if quantizes else jnp.float8_e4m3fn
+    return dataclasses.replace(case, fp8_rounding=float(jnp.finfo(dtype).eps))
 
 
-def fastest_of(
-    candidate: Callable[..., Candidate],
-    name: str,
-    programs: Mapping[str, Program],
-    *how: Any,
-) -> Candidate:
-    """Times programs, {description: program}; returns the fastest, named `name`."""
-    return fastest([candidate(name, run, text) for text, run in programs.items()], *how)
+def _written(op, setup, dots, quantizes):
+    """Returns {column: {description: XLA program}}; the best programs are the last.
 
-
-def pallas_programs(
-    shape: Shape, dtype: str, ranks: Ranks
-) -> dict[PallasTiles, Callable[..., jax.Array]] | str:
-    """Returns {tile sizes: AG+GEMM with JAX's Pallas kernel} for all tiles that fit.
-
-    If the kernel cannot run on these devices or at this size, returns the reason.
+    `dots` has XLA's fastest dots by GEMM. `quantizes` is whether the programs also
+    quantize gradients.
     """
-    sizes = shape.M, shape.K, shape.N
-    reason = pallas.why_not(ranks.devices, dtype, *sizes)
-    if reason is not None:
-        return reason
-    return {
-        tiles: functools.partial(pallas.all_gather_matmul, axis_name=AXIS, tiles=tiles)
-        for tiles in pallas.tiles_for(*sizes, ranks.num_ranks)
-    }
-
-
-def fastest_pallas(
-    candidate: Callable[..., Candidate], shape: Shape, dtype: str, ranks: Ranks
-) -> tuple[Candidate, PallasTiles] | str:
-    """Returns JAX's Pallas AG+GEMM and its fastest tiles, or why there is none."""
-    found: Any = pallas_programs(shape, dtype, ranks)
-    if isinstance(found, str):
-        return found
-    tiles = {str(tiles): tiles for tiles in found}
-    try:
-        best = fastest(
-            [candidate(cases.PALLAS, run, str(each)) for each, run in found.items()]
-        )
-    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-        return f"it failed: {str(error).splitlines()[0]}"
-    return best, tiles[best.variant]
-
-
-def _in_xla_fp8(op, setup, dots, quantizes):
-    """Returns the XLA programs that an FP8 case is compared with, by table column.
-
-    The result is {column of the table: {description: program}}: XLA_F8 multiplies FP8
-    values, XLA_QDQ dequantized values. `dots` has XLA's fastest bf16 dots by GEMM.
-    `quantizes` is whether the programs also quantize gradients.
-    """
-    scaled = {
-        gemm: peers.ScaledDot(DotVariant(gemm[-2:], sums_in_f32=True), dot)
-        for gemm, dot in dots.items()
-    }
+    if setup.recipe is None:
+        best = {**op.in_xla(dots, setup.dtype), peers.NAIVE_VARIANT: op.naive}
+        found = {cases.NAIVE: {"": op.naive}, cases.BEST: best}
+        if setup.is_job:
+            return found
+        return {cases.RING: {"": op.in_ring(dots, setup.dtype)}, **found}
     layers = functools.partial(
-        peers.QuantizedCollectives,
+        Collectives,
         recipe=setup.recipe,
         # XLA's FP8 dot cannot multiply by scales that change along K, so gradients are
         # quantized only by recipes with one scale per tensor.
         quantizes_gradients=quantizes and has_one_scale(setup.recipe),
     )
-    return {
-        name: op.with_layers(
-            functools.partial(layers, dequantizes=name == cases.XLA_QDQ), scaled, WIDE
-        )
-        for name in (cases.XLA_F8, cases.XLA_QDQ)
-        # XLA has no dot of FP8 values with a scale per block, as in MXFP8.
-        if name == cases.XLA_QDQ or setup.dtype != "mxfp8"
-    }
+    dequantized = functools.partial(layers, dequantizes=True)
+    found = {cases.XLA_QDQ: op.in_xla(dots, cases.WIDE, dequantized)}
+    if setup.dtype == "mxfp8":  # XLA has no dot of FP8 values with a scale per block
+        return found
+    return {cases.XLA_F8: op.in_xla(dots, cases.WIDE, layers), **found}
 
 
 def _memory(op, shape, own, best, ranks):
@@ -355,6 +290,64 @@ def _memory(op, shape, own, best, ranks):
         workspace_bytes=memory_report().held_bytes,
         residual_bytes=cases.residual_bytes(own, ranks.num_ranks),
     )
+
+
+def latency(setup: Setup, shape: Shape) -> list[Case]:
+    """Returns a benchmark case for each op: chained calls with 256 elements per rank.
+
+    The size is fixed, so `shape` is ignored. With one rank, the list is empty, and with
+    several processes, only the all-reduce is a case.
+    """
+    if setup.num_ranks == 1:
+        return []
+    calls: dict[str, tuple[Program, Program]] = {}
+    if not setup.is_job:
+        calls = {op: (f.own(setup.method), f.naive) for op, f in FORWARD_OPS.items()}
+    if setup.is_job or setup.method == "auto":  # `ub.all_reduce` has no `method`
+        calls["all_reduce"] = (
+            lambda x, w: ub.all_reduce(x, axis_name=AXIS),
+            lambda x, w: lax.psum(x, AXIS),
+        )
+    return [_latency_case(setup, op, *programs) for op, programs in calls.items()]
+
+
+def _latency_case(setup: Setup, op: str, own: Program, xla: Program) -> Case:
+    """Returns a benchmark case of an op's latency, without the time of its dispatch.
+
+    `own` is the op in jax_ub, `xla` in plain JAX. Each runs in two programs: a chain of
+    1 + MORE_CALLS calls, and one call. The difference of their times, divided by
+    MORE_CALLS, is the time of one call.
+    """
+    ranks, dtype = setup.ranks, setup.dtype
+    operands = [
+        ranks.place(normal(0, (ranks.num_ranks * _WIDTH, _WIDTH), dtype), ROWS),
+        ranks.place(normal(1, (_WIDTH, _WIDTH), dtype, 0.1 * _WIDTH**-0.5), Spec()),
+    ]
+    programs = Programs(ranks, operands, (ROWS, Spec()), ROWS)
+    candidates = [
+        programs(f"{name}{suffix}", functools.partial(_chain, op, call, num_calls))
+        for name, call in ((cases.OWN, own), (cases.BEST, xla))
+        for suffix, num_calls in (("", 1 + MORE_CALLS), ("_once", 1))
+    ]
+    return setup.case(
+        *("latency", LATENCY_SHAPE, candidates),
+        num_gemms=0,
+        variant=op,
+        calls=MORE_CALLS,
+    )
+
+
+def _chain(op, call, num_calls, x, w):
+    # Without a dependency on the previous result, XLA could run calls concurrently or
+    # merge them. Adding the scaled result to x keeps the values near x.
+    w = lax.pcast(w, AXIS, to="varying")
+    num_ranks, rows = lax.axis_size(AXIS), x.shape[0]
+    y = x
+    for _ in range(num_calls):
+        result = call(y[: rows // num_ranks] if op == "all_gather_matmul" else y, w)
+        result = jnp.tile(result, (rows // result.shape[0], 1))
+        y = x + 0.5 / num_ranks * lax.convert_element_type(result, x.dtype)
+    return y
 
 
 def _column(layers, dots, x, w):
@@ -408,9 +401,7 @@ def _forward_op(public, naive, gemm, programs) -> LinearOp:
         results=_GEMMS[gemm][2:],
         gemms=(gemm,),
         programs=programs,
-        own=lambda method, **fp8: functools.partial(
-            public, axis_name=AXIS, method=method, **fp8
-        ),
+        own=lambda method: functools.partial(public, axis_name=AXIS, method=method),
         naive=naive,
     )
 

@@ -19,8 +19,8 @@ from jax import lax
 import jax_ub as ub
 from jax_ub._src.fp8.recipes import OUTPUT_GRAD, Recipe
 from jax_ub._src.scaled_array import ScaledArray, dequantized, is_scaled
-from jax_ub._src.tools.devices import AXIS, ROWS, Ranks, normal
-from jax_ub._src.tools.timing import Candidate, fastest
+from jax_ub._src.tools.devices import AXIS, ROWS, Ranks
+from jax_ub._src.tools.programs import Programs
 
 Dot = Callable[..., jax.Array]
 # Dimensions of (left operand, right operand, result) by layout, in which "t" stands for
@@ -39,6 +39,10 @@ class DotVariant:
     `sums_in_f32` requests an f32 result from the dot. `upcasts` converts the operands
     to f32 first. `transposes` names the operand, "left" or "right", that is transposed
     in memory first.
+
+    The product of two `ScaledArray`s is the dot of their FP8 values, times both scales,
+    which must be constant along the contracted dimension, as in a forward pass. If only
+    one operand is FP8, it is dequantized.
     """
 
     layout: str
@@ -54,7 +58,12 @@ class DotVariant:
         ]
         return ", ".join(filter(None, parts)) or "plain dot"
 
-    def __call__(self, a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
+    def __call__(self, a: Any, b: Any, out_dtype: Any) -> jax.Array:
+        if is_scaled(a) and is_scaled(b):
+            of_values = DotVariant(self.layout, sums_in_f32=True)
+            y = of_values(a.values, b.values, jnp.float32) * a.scales * b.scales
+            return y.astype(out_dtype)
+        a, b = dequantized(a), dequantized(b)
         contracted = list(_CONTRACTED[self.layout])
         if self.upcasts:
             a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -91,7 +100,7 @@ class FastestDots:
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], DotVariant] = {}
+        self._found: dict[str, DotVariant] = {}
 
     def __call__(
         self, layout: str, dtype: Any, left: tuple, right: tuple, ranks: Ranks
@@ -101,54 +110,20 @@ class FastestDots:
         `left` and `right` are the operands' local shapes. All devices of `ranks`
         compute the dot at the same time.
         """
-        key = (layout, jnp.dtype(dtype), left, right, ranks.num_ranks)
+
+        def program(variant, a, b):
+            return variant(a[0], b[0], dtype)[None]
+
+        key = f"{layout} {jnp.dtype(dtype)} {left} {right} on {ranks.num_ranks}"
         if key not in self._found:
-            self._found[key] = self._measure(layout, dtype, (left, right), ranks)
+            shapes = [(ranks.num_ranks, *shape) for shape in (left, right)]
+            operands = ranks.draw(dtype, shapes, (ROWS, ROWS))
+            programs = Programs(ranks, operands, (ROWS, ROWS), ROWS)
+            variants = dot_variants(layout, dtype, ranks.platform)
+            written = {str(v): functools.partial(program, v) for v in variants}
+            fastest = [*written].index(programs.fastest("", written).variant)
+            self._found[key] = variants[fastest]
         return self._found[key]
-
-    @property
-    def found(self) -> dict[str, str]:
-        return {
-            f"{layout} {dtype} {left} {right} on {ranks}": str(variant)
-            for (layout, dtype, left, right, ranks), variant in self._found.items()
-        }
-
-    def _measure(self, layout, dtype, shapes, ranks):
-        operands = [
-            ranks.place(normal(seed, (ranks.num_ranks, *shape), dtype), ROWS)
-            for seed, shape in enumerate(shapes)
-        ]
-
-        def candidate(variant):
-            program = ranks.program(
-                lambda a, b: variant(a[0], b[0], dtype)[None],
-                (ROWS, ROWS),
-                ROWS,
-            )
-            return Candidate(str(variant), program, operands)
-
-        variants = dot_variants(layout, dtype, ranks.platform)
-        candidates = [candidate(variant) for variant in variants]
-        return variants[candidates.index(fastest(candidates))]
-
-
-@dataclasses.dataclass(frozen=True)
-class ScaledDot:
-    """Multiplies two `ScaledArray`s in XLA: the dot of FP8 values, times both scales.
-
-    `fp8` is the dot of FP8 values. If only one operand is FP8, it is dequantized, and
-    `wide` multiplies the bf16 arrays. The scales must be constant along the contracted
-    dimension, as in a forward pass.
-    """
-
-    fp8: Dot
-    wide: Dot
-
-    def __call__(self, a: Any, b: Any, out_dtype: Any) -> jax.Array:
-        if is_scaled(a) and is_scaled(b):
-            y = self.fp8(a.values, b.values, jnp.float32) * a.scales * b.scales
-            return y.astype(out_dtype)
-        return self.wide(dequantized(a), dequantized(b), out_dtype)
 
 
 def gather(x: jax.Array) -> jax.Array:
@@ -187,7 +162,7 @@ def quantized(recipe: Recipe, x: Any, role: str) -> ScaledArray:
 
 
 # `bench.linear` builds its programs from the methods of the classes below. `Rings`
-# overlaps a collective and a GEMM, the other classes run one after the other.
+# overlaps a collective and a GEMM, `Collectives` runs one after the other.
 
 
 @dataclasses.dataclass(eq=False)
@@ -196,19 +171,35 @@ class Collectives:
 
     Partial sums are reduced in the dtype `moved`. An array is gathered only once, so a
     new object is needed for each trace.
+
+    With a recipe, operands are quantized to FP8, and all-gathers send FP8 values and
+    scales. If `dequantizes`, the operands are dequantized to bf16 again before the
+    collectives and dots. Gradients are quantized only if `quantizes_gradients`.
     """
 
-    moved: str
+    moved: Any
+    recipe: Recipe | None = None
+    dequantizes: bool = False
+    quantizes_gradients: bool = False
     _gathered: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
 
     def quantized(self, x: Any, role: str | None) -> Any:
-        """Returns x unchanged. `QuantizedCollectives` quantizes it if it has a role.
+        """Returns x quantized for its role: an activation, a kernel or a gradient.
 
-        The role says whether x is an activation, a kernel or a gradient.
+        An x without a role is returned as it is, and every x without a recipe.
         """
-        return x
+        if self.recipe is None or role is None:
+            return x
+        if role == OUTPUT_GRAD and not self.quantizes_gradients:
+            return x
+        q = quantized(self.recipe, x, role)
+        return q.dequantize() if self.dequantizes else q
 
-    def gather(self, x: jax.Array) -> jax.Array:
+    def gather(self, x: Any) -> Any:
+        if is_scaled(x):
+            is_per_row = x.scales.ndim and x.scales.shape[0] == x.shape[0] > 1
+            scales = self.gather(x.scales) if is_per_row else x.scales
+            return ScaledArray(self.gather(x.values), scales)
         if id(x) not in self._gathered:
             self._gathered[id(x)] = gather(x)
         return self._gathered[id(x)]
@@ -223,38 +214,8 @@ class Collectives:
         return lax.psum(dot(x, w, self.moved), AXIS).astype(wide_dtype(x))
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
-class QuantizedCollectives(Collectives):
-    """All-gather + GEMM and GEMM + reduce-scatter in XLA, on operands quantized to FP8.
-
-    All-gathers send FP8 values and scales. If `dequantizes`, the operands are
-    dequantized to bf16 again before the collectives and dots. Gradients are quantized
-    only if `quantizes_gradients`.
-    """
-
-    recipe: Recipe
-    dequantizes: bool
-    quantizes_gradients: bool
-
-    def quantized(self, x: Any, role: str | None) -> Any:
-        if role is None or (role == OUTPUT_GRAD and not self.quantizes_gradients):
-            return x
-        q = quantized(self.recipe, x, role)
-        return q.dequantize() if self.dequantizes else q
-
-    def gather(self, x: Any) -> Any:
-        if not is_scaled(x):
-            return super().gather(x)
-        is_per_row = x.scales.ndim and x.scales.shape[0] == x.shape[0] > 1
-        scales = super().gather(x.scales) if is_per_row else x.scales
-        return ScaledArray(super().gather(x.values), scales)
-
-
-class Rings:
+class Rings(Collectives):
     """Collective matmuls: rings of `ppermute`, whose steps overlap with dots."""
-
-    def quantized(self, x: jax.Array, role: str | None) -> jax.Array:
-        return x
 
     def gather(self, x: jax.Array) -> jax.Array:
         return self.gather_dot(x, x, lambda shard, _, dtype: shard.astype(dtype))
@@ -333,10 +294,6 @@ def find_onednn(dtype: str, layout: str) -> Callable[..., int] | str:
     if gemm(ones, ones, np.zeros((1, 1), np.float32), 0.0):
         return f"this oneDNN has no {dtype} GEMM for this processor"
     return gemm
-
-
-def has_onednn() -> bool:
-    return _onednn() is not None
 
 
 @functools.cache

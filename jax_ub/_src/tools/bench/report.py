@@ -6,27 +6,19 @@ import pathlib
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jax_ub._src.lowering_log import Fallback
-from jax_ub._src.output import (
-    format_bytes,
-    format_row,
-    format_rule,
-    format_seconds,
-    format_table,
-)
+from jax_ub._src.output import format_bytes, format_seconds, format_table
 from jax_ub._src.runtime import cpu_engine, tuned_file
 from jax_ub._src.tools.bench import cases
 from jax_ub._src.tools.bench.cases import Case
-from jax_ub._src.tools.bench.linear import LINEAR_OPS
-from jax_ub._src.tools.bench.peers import has_onednn
 from jax_ub._src.tools.command_line import load_extra
-from jax_ub._src.tools.timing import PEAK, Rounds, Summary, ratio, summarize
+from jax_ub._src.tools.timing import Rounds, Summary, ratio, summarize
 
 _PACKAGES = ("jax_ub", "jax", "jaxlib", "numpy")
 # A benchmark case is reported as disturbed if other processes used more than this share
@@ -88,10 +80,9 @@ class Result:
 def evaluate(case: Case, rounds: Rounds, threads: int | None = None) -> Result:
     """Summarizes a case's timed rounds: times, speed-ups, and shares of the limits.
 
-    With `threads`, takes jax_ub's times with this number of engine threads.
-
-    In `rounds`, a time with the first number of threads has the program's name, and a
-    time with another number also has the number, as in "jax_ub@16".
+    With `threads`, takes jax_ub's times with this number of engine threads. In
+    `rounds`, a time with the first number has the program's name, and a time with
+    another number also has the number, as in "jax_ub@16".
     """
     first = {name: s for name, s in rounds.seconds.items() if "@" not in name}
     seconds = {
@@ -128,109 +119,40 @@ def _per_call(case, seconds):
     return found
 
 
-# The columns of the report: name -> function that returns the text of a result's cell.
-# `_cell` adds columns for peers, such as "xla_best", and for limits, such as "peak".
-_CELLS: dict[str, Callable[[Result], object]] = {
-    "op": lambda r: r.case.name,
-    "P": lambda r: r.case.num_ranks,
-    "processes": lambda r: r.case.num_processes,
-    "dtype": lambda r: r.case.dtype,
-    "M x K x N": lambda r: r.case.shape if r.case.op != "barrier" else "",
-    "threads": lambda r: r.threads,
-    "time": lambda r: format_seconds(r.own.median / 1e6),
-    "spread": lambda r: f"{r.own.spread:.0%}",
-    "GF/s": lambda r: _rate_text(r.gflops) if r.case.flops else "",
-    "over first": lambda r: _ratio_text(r.over_first) if r.over_first else "",
-}
-_WIDTHS = {
-    **{"op": 29, "P": 2, "processes": 9, "dtype": 8, "M x K x N": 14},
-    **{"threads": 7, "time": 9, "spread": 6, "GF/s": 5, "over first": 12},
-    **dict.fromkeys(cases.PEERS, 12),
-    **{cases.PLAIN: 10, cases.IN_PROCESS: 10, cases.COPY: 5, PEAK: 5},
-}
-
-
-def _cell(result: Result, column: str) -> object:
-    if column in _CELLS:
-        return _CELLS[column](result)
-    if column in result.speedups:
-        return _ratio_text(result.speedups[column])
-    return f"{result.shares[column].median:.2f}" if column in result.shares else ""
-
-
-def _rate_text(gflops: float) -> str:
-    return f"{gflops:.0f}" if gflops >= 10 else f"{gflops:.2g}"
-
-
-def _ratio_text(summary: Summary) -> str:
-    return f"{summary.median:.2f} ±{summary.spread / 2:.0%}"
-
-
-class Table:
-    """A Markdown table with a row per benchmark result, printed row by row."""
-
-    def __init__(self, *columns: str):
-        self._columns = columns
-        self._widths = [_WIDTHS[name] for name in columns]
-
-    def head(self) -> str:
-        rule = format_rule(self._widths, is_markdown=True)
-        return f"{format_row(self._columns, self._widths, is_markdown=True)}\n{rule}"
-
-    def row(self, result: Result) -> str:
-        cells = [_cell(result, name) for name in self._columns]
-        return format_row(cells, self._widths, is_markdown=True)
-
-
 _CASE = ("op", "P", "dtype", "M x K x N")
-_TIMES = ("time", "spread", "GF/s")
-_LINEAR = (*LINEAR_OPS, "small")
-_GEMMS = (*_LINEAR, "gemm", "dgrad_add", "wgrad_accumulate")
-# Columns that are filled for some ops only, with these ops. `results_table` leaves out
-# a column if it is empty for all selected ops. Other columns are filled for every op.
-_OPS_WITH = {
-    "GF/s": (*_GEMMS, "fused"),
-    cases.NAIVE: _GEMMS,
-    cases.RING: _LINEAR,
-    cases.ONEDNN: ("gemm",),
-    cases.UNFUSED: ("fused",),
-    cases.PALLAS: ("all_gather_matmul", "small"),
-    cases.PLAIN: (*_LINEAR, "dgrad_add", "wgrad_accumulate"),
-    cases.COPY: _GEMMS,
-    PEAK: (*_GEMMS, "fused"),
-}
 
 
-def results_table(
-    dtypes: Sequence[str], ops: Sequence[str], platform: str = "cpu"
-) -> Table:
-    """Returns the table of results, without columns that the ops cannot fill."""
-    is_fp8 = [dtype in cases.FP8_RECIPES for dtype in dtypes]
-    peers: list[str] = []
-    if not all(is_fp8):
-        peers += cases.WIDE_PEERS
-        if platform != "cpu":
-            peers.append(cases.PALLAS)
-    if any(is_fp8):
-        peers += cases.FP8_PEERS
-    columns = [
-        name
-        for name in (*_TIMES, *peers, cases.PLAIN, cases.COPY, PEAK)
-        if not set(ops).isdisjoint(_OPS_WITH.get(name, ops))
-    ]
-    if cases.ONEDNN in columns and not (platform == "cpu" and has_onednn()):
-        columns.remove(cases.ONEDNN)
-    return Table(*_CASE, *columns)
+def table(results: Sequence[Result]) -> str:
+    """Returns a Markdown table of results, without columns that are empty for all."""
+    cells = [_cells(result) for result in results]
+    columns = [name for name in cells[0] if any(row[name] for row in cells)]
+    rows = [[row[name] for name in columns] for row in cells]
+    return "\n".join(format_table(columns, rows, is_markdown=True))
 
 
-THREADS = Table(
-    *_CASE, "threads", "time", "spread", "over first", cases.BEST, cases.PLAIN
-)
-PROCESSES = Table(
-    *("op", "processes", "dtype", "M x K x N"),
-    *_TIMES,
-    *(cases.BEST, cases.NAIVE, cases.IN_PROCESS, cases.PLAIN, PEAK),
-)
+def _cells(result: Result) -> dict[str, str]:
+    """Returns {column: cell} of a result, with "" for columns without a value."""
+    case, own = result.case, result.own
+    precision = ".0f" if result.gflops >= 10 else ".2g"
+    in_job = case.num_processes > 1
+    found = {
+        "op": case.name,
+        "P": "" if in_job else str(case.num_ranks),
+        "processes": str(case.num_processes) if in_job else "",
+        "dtype": case.dtype,
+        "M x K x N": str(case.shape) if case.op != "barrier" else "",
+        "threads": str(result.threads or ""),
+        "time": format_seconds(own.median / 1e6),
+        "spread": f"{own.spread:.0%}",
+        "GF/s": format(result.gflops, precision) if case.flops else "",
+    }
+    ratios = {"over first": result.over_first, **result.speedups}
+    for name in ("over first", *cases.PEERS):
+        summary = ratios.get(name)
+        text = f"{summary.median:.2f} ±{summary.spread / 2:.0%}" if summary else ""
+        found[name] = text
+    shares = {name: f"{each.median:.2f}" for name, each in result.shares.items()}
+    return found | {name: shares.get(name, "") for name in cases.LIMITS}
 
 
 def sections(results: Sequence[Result], fallbacks: Sequence[Fallback]) -> str:
@@ -260,7 +182,7 @@ def sections(results: Sequence[Result], fallbacks: Sequence[Fallback]) -> str:
 def _memory(results):
     rows = [
         (
-            *(_cell(result, column) for column in _CASE),
+            *map(_cells(result).__getitem__, _CASE),
             *map(format_bytes, (m.own_bytes, m.peer_bytes)),
             "" if m.residual_bytes is None else format_bytes(m.residual_bytes),
             format_bytes(m.workspace_bytes),
@@ -279,13 +201,11 @@ def environment() -> dict[str, Any]:
     cpu = cpu_engine.load()
     cpu_engine.configure()
     now = datetime.datetime.now(datetime.UTC)
+    packages = {name: tuned_file.version_of(name) for name in _PACKAGES}
     return {
         "date": now.isoformat(timespec="seconds"),
         "commit": _commit(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: tuned_file.version_of(name) for name in _PACKAGES},
-        },
+        "versions": {"python": platform.python_version(), **packages},
         "machine": {
             "processor": _processor(),
             "cores": len(psutil.Process().cpu_affinity()),
@@ -304,11 +224,10 @@ def _commit():
     here = str(pathlib.Path(__file__).parent)
     command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        return subprocess.check_output(
-            command, text=True, stderr=subprocess.DEVNULL
-        ).strip()
-    except (OSError, subprocess.CalledProcessError):
+        done = subprocess.run(command, text=True, capture_output=True, check=False)
+    except OSError:  # git is not installed
         return None
+    return done.stdout.strip() or None
 
 
 def _processor():

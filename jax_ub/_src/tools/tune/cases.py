@@ -11,7 +11,6 @@ from jax_ub._src.methods import (
     KernelOptions,
     Method,
     MethodChoice,
-    PallasTiles,
     Variant,
     has_pairs,
 )
@@ -21,8 +20,6 @@ from jax_ub._src.rules.backward import column_gradients
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.runtime.communicators import heap_bytes
 from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS, LOCAL_OPS, TunedKey
-from jax_ub._src.tools.bench.gemm import own_gemm
-from jax_ub._src.tools.bench.linear import fastest_pallas
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import (
     AXIS,
@@ -33,7 +30,7 @@ from jax_ub._src.tools.devices import (
     Spec,
     normal,
 )
-from jax_ub._src.tools.timing import Candidate
+from jax_ub._src.tools.programs import Programs, own_gemm
 
 
 def cases(
@@ -88,52 +85,26 @@ _OPERANDS: dict[str, tuple[tuple[str, ...], tuple[Spec, ...], Any]] = {
 }
 
 
-class Operands:
-    """Random operands of a tuned op, sharded over the devices.
-
-    All candidates share the operands, except one that a candidate overwrites in place.
-    """
-
-    def __init__(self, case: TunedKey):
-        self._case, self._ranks = case, Ranks(case.num_ranks)
-        dims, self._in_specs, self._out_specs = _OPERANDS[case.op]
-        dtypes = [case.dtype] * len(dims)
-        if case.op == "wgrad_accumulate":
-            dtypes[-1] = "float32"
-        self._shape = Shape(case.M, case.K, case.N)
-        sizes = map(self._shape.sizes, dims)
-        self._drawn = [*map(normal, range(len(dims)), sizes, dtypes)]
-        self._placed = [*map(self._ranks.place, self._drawn, self._in_specs)]
-
-    def candidate(self, name: str, choice: MethodChoice) -> Candidate:
-        return self.program(name, _function(self._case, choice))
-
-    def program(
-        self, name: str, function: Callable[..., Any], variant: str = ""
-    ) -> Candidate:
-        """Returns a program to time, which runs `function` on each device."""
-        operands = list(self._placed)
-        carry = 2 if self._case.op in _LOCAL and len(operands) == 3 else None
-        donated = () if carry is None else (carry,)
-        for index in donated:
-            spec = self._in_specs[index]
-            operands[index] = self._ranks.place(self._drawn[index], spec)
-        program = self._ranks.program(
-            function, self._in_specs, self._out_specs, donate=donated
-        )
-        return Candidate(name, program, operands, variant, carry)
-
-    def find_pallas(self) -> tuple[Candidate, PallasTiles] | str:
-        """Returns JAX's Pallas AG+GEMM with its fastest tiles, or why it cannot run."""
-        return fastest_pallas(self.program, self._shape, self._case.dtype, self._ranks)
+def programs(case: TunedKey) -> Programs:
+    """Returns what makes an op's programs, with random operands on the devices."""
+    ranks = Ranks(case.num_ranks)
+    dims, in_specs, out_specs = _OPERANDS[case.op]
+    dtypes = [case.dtype] * len(dims)
+    if case.op == "wgrad_accumulate":
+        dtypes[-1] = "float32"
+    sizes = map(Shape(case.M, case.K, case.N).sizes, dims)
+    drawn = map(normal, range(len(dims)), sizes, dtypes)
+    operands = [*map(ranks.place, drawn, in_specs)]
+    carry = 2 if case.op in _LOCAL and len(dims) == 3 else None
+    return Programs(ranks, operands, in_specs, out_specs, carry)
 
 
-def _function(case: TunedKey, choice: MethodChoice) -> Callable[..., Any]:
+def function(case: TunedKey, choice: MethodChoice) -> Callable[..., Any]:
+    """Returns the program of one device that runs an op as `choice` says."""
     if case.op == COLUMN_GRADIENTS:
         return _column_gradients(case, choice)
     if case.op in _LOCAL:
-        gemm = own_gemm(choice, _LOCAL[case.op][0])
-        return lambda a, b, addend=None: gemm(a, b, None, addend)
+        return own_gemm(choice, _LOCAL[case.op][0])
     execution = Execution(
         label=f"tune {case.op}",
         choice=choice,

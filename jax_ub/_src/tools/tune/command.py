@@ -17,7 +17,6 @@ from jax_ub._src.output import format_row
 from jax_ub._src.runtime import cuda_engine, settings, tuned_file
 from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS, TunedKey, environment
 from jax_ub._src.tools import command_line, devices
-from jax_ub._src.tools.bench.cases import DEFAULT_SHAPES, PALLAS
 from jax_ub._src.tools.command_line import (
     Shape,
     check_divides,
@@ -30,8 +29,9 @@ from jax_ub._src.tools.command_line import (
 )
 from jax_ub._src.tools.launch.parts import count
 from jax_ub._src.tools.models import MODELS
+from jax_ub._src.tools.programs import DEFAULT_SHAPES, PALLAS, fastest_pallas
 from jax_ub._src.tools.timing import Candidate, interleave
-from jax_ub._src.tools.tune.cases import Operands, candidates, cases, dgrad_of
+from jax_ub._src.tools.tune.cases import candidates, cases, dgrad_of, function, programs
 
 EXAMPLE = "tune --tp 2 --shapes 512x1024x2816 --output tuned.json"
 _TOKENS = 8192
@@ -209,11 +209,11 @@ def measure(case: TunedKey, choices: Sequence[MethodChoice], rounds: int) -> Mea
 
     On GPUs, an AG+GEMM is compared with JAX's own kernel in the same rounds.
     """
-    operands = Operands(case)
+    made = programs(case)
     running: list[Candidate] = []
     failed: dict[MethodChoice | str, str] = {}
     for index, choice in enumerate(choices):
-        candidate = operands.candidate(str(index), choice)
+        candidate = made(str(index), function(case, choice))
         try:
             candidate()  # compiles it
         except UbError as error:
@@ -221,11 +221,8 @@ def measure(case: TunedKey, choices: Sequence[MethodChoice], rounds: int) -> Mea
         else:
             running.append(candidate)
     tiles: PallasTiles | None = None
-    if (
-        case.op == "all_gather_matmul"
-        and devices.Ranks(case.num_ranks).platform != "cpu"
-    ):
-        kernel = operands.find_pallas()
+    if case.op == "all_gather_matmul" and made.ranks.platform != "cpu":
+        kernel = fastest_pallas(made, Shape(case.M, case.K, case.N), case.dtype)
         if isinstance(kernel, str):
             failed[PALLAS] = kernel
         else:

@@ -1,0 +1,256 @@
+"""Measures the cases of a benchmark, in this process or in several (`--processes`).
+
+With several processes, each has one rank, and XLA uses gloo. In the same rounds,
+process 0 also runs the op on as many of its own devices, the plain GEMM and the peak,
+using all cores while the other processes wait. The overhead of several processes is
+therefore a ratio of times measured shortly after each other.
+"""
+
+import functools
+import itertools
+import pathlib
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+
+import jax_ub as ub
+from jax_ub._src import lowering_log
+from jax_ub._src.dtypes import SHORT_NAMES
+from jax_ub._src.lowering_log import Fallback
+from jax_ub._src.runtime import communicators, cpu_engine
+from jax_ub._src.tools import command_line, timing
+from jax_ub._src.tools.bench import cases, linear, report
+from jax_ub._src.tools.bench.cases import Case, Options, Setup
+from jax_ub._src.tools.bench.fused import fused
+from jax_ub._src.tools.bench.gemm import ACCUMULATING, accumulating, gemm
+from jax_ub._src.tools.bench.linear import FORWARD_OPS, LINEAR_OPS
+from jax_ub._src.tools.bench.peers import DotVariant, FastestDots, dot_variants
+from jax_ub._src.tools.bench.report import Result, evaluate
+from jax_ub._src.tools.command_line import Shape
+from jax_ub._src.tools.devices import AXIS, ROWS, ProcessRanks, Ranks, Spec
+from jax_ub._src.tools.launch import parts
+from jax_ub._src.tools.timing import Candidate, Rounds
+
+_BARRIERS, _BATCHES = 500, 15
+# How often a job times each of XLA's programs to find the fastest one. Two times were
+# too few: at 64 rows in bf16, they selected a program that takes 1.5 times as long.
+_TRIALS = 8
+
+# The functions that build the cases of each op. A barrier between processes has none.
+OPS: dict[str, Callable[[Setup, Shape], list[Case]]] = {
+    "gemm": gemm,
+    **{name: functools.partial(linear.linear, op) for name, op in LINEAR_OPS.items()},
+    **{name: functools.partial(accumulating, name) for name in ACCUMULATING},
+    "fused": fused,
+    "latency": linear.latency,
+    "small": linear.small,
+}
+FP8_OPS = tuple(LINEAR_OPS)
+JOB_OPS = (*FORWARD_OPS, "latency", "barrier")  # that are measured with --processes
+# Sizes of the ops that ignore --shapes.
+FIXED_SHAPES = {
+    "latency": [linear.LATENCY_SHAPE],
+    "small": [*linear.SMALL_SHAPES.values()],
+    "barrier": [],
+}
+
+
+class Runner:
+    """Runs the programs of a benchmark on devices of this process."""
+
+    ranks: Callable[[int], Ranks] = Ranks
+    interleave = staticmethod(timing.interleave)
+    find = staticmethod(timing.fastest)
+
+    def __init__(self) -> None:
+        self.dots: Callable[..., DotVariant] = FastestDots()
+
+
+def measure(chosen: Options, runner: Runner) -> Iterator[Result]:
+    """Builds, checks and times all benchmark cases, and yields their results."""
+    is_job = jax.process_count() > 1
+    sizes = [
+        (op, dtype, num_ranks, shape)
+        for op in chosen.ops
+        if op in OPS
+        for dtype in (("float32",) if is_job and op in FIXED_SHAPES else chosen.dtypes)
+        for num_ranks in chosen.devices
+        if op in FP8_OPS or dtype not in cases.FP8_RECIPES
+        for shape in (chosen.shapes[:1] if op in FIXED_SHAPES else chosen.shapes)
+    ]
+    for op, dtype, num_ranks, shape in command_line.progress("bench", sizes):
+        ranks, variants = runner.ranks(num_ranks), chosen.variants
+        setup = Setup(ranks, dtype, chosen.method, runner.dots, variants, runner.find)
+        for case in OPS[op](setup, shape):
+            cases.check_agreement(case)
+            candidates = _candidates(case, chosen.threads)
+            # An untimed round. A program's first call compiles it and replaces a
+            # donated operand by the result. That has the output sharding, so the second
+            # call compiles again.
+            runner.interleave(candidates, 1)
+            rounds = runner.interleave(candidates, chosen.rounds, chosen.patience)
+            for threads in chosen.threads or (None,):
+                yield evaluate(case, rounds, threads)
+
+
+def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
+    """Returns a case's programs to time, jax_ub's once for each value of --threads.
+
+    The other programs are timed only with the first value: some are limits that the
+    engine measures, and each number is compared with the same limits. Without
+    --threads, no number is set.
+    """
+    if not threads:
+        return case.candidates
+    first, *others = threads
+    own = [c for c in case.candidates if c.name in (cases.OWN, f"{cases.OWN}_once")]
+    return [timing.WithThreads(c.name, c, first) for c in case.candidates] + [
+        timing.WithThreads(f"{c.name}@{number}", c, number)
+        for number, c in itertools.product(others, own)
+    ]
+
+
+class Job(Runner):
+    """Runs the programs of a benchmark in all processes of a job, one rank in each."""
+
+    ranks = ProcessRanks
+
+    def __init__(self) -> None:
+        self._num_processes = jax.process_count()
+        self.is_first = jax.process_index() == 0
+        self.dots = self._dot
+        self.find = functools.partial(
+            timing.fastest, run=self.interleave, trials=_TRIALS
+        )
+        self._fastest_dots = FastestDots()
+        ranks = ProcessRanks(self._num_processes)
+        self._psum = ranks.program(lambda x: lax.psum(x, AXIS), (ROWS,), Spec())
+        self._ones = ranks.place(np.ones(self._num_processes, np.float32), ROWS)
+        self.synchronize()
+        # All cases share one measurement of the CPU load by other programs: it covers
+        # at least 0.1 s, and the rounds of one case may be shorter.
+        self._load = timing.BackgroundLoad(self._cpu_seconds)
+
+    def synchronize(self) -> None:
+        """Waits, in an all-reduce, until every process of the job has called this."""
+        jax.block_until_ready(self._psum(self._ones))
+
+    def interleave(
+        self, candidates: Sequence[Candidate], rounds: int, patience: int = 1
+    ) -> Rounds:
+        """Times programs in interleaved rounds, by the slowest process in each round.
+
+        All processes keep the same rounds.
+        """
+        found = timing.interleave(
+            candidates,
+            rounds,
+            patience,
+            load=self._load,
+            agree=lambda share: float(self._gather([share]).max()),
+            measure=self._measure,
+        )
+        times = np.array(list(found.seconds.values()))
+        slowest = self._gather(times.ravel()).max(axis=0).reshape(times.shape)
+        seconds = dict(zip(found.seconds, slowest.tolist(), strict=True))
+        return Rounds(seconds, found.elsewhere)
+
+    def barrier(self) -> Result:
+        """Times a barrier of jax_ub's engine between all processes of the job."""
+        (connection,) = communicators.connections()
+        seconds = connection.communicator.barrier_seconds
+        self.synchronize()
+        seconds(_BARRIERS)
+        times = [seconds(_BARRIERS) for _ in range(_BATCHES)]
+        slowest = self._gather(times).max(axis=0)
+        setup = Setup(self.ranks(self._num_processes), "", "auto", self.dots)
+        case = setup.case("barrier", Shape(1, 1, 1), [], num_gemms=0)
+        return Result(case, {cases.OWN: timing.summarize(1e6 * slowest)})
+
+    def _measure(self, candidate):
+        """Returns the seconds of a call that starts in all processes simultaneously.
+
+        Process 0 runs the limits, with all cores, while the other processes wait.
+        """
+        self.synchronize()
+        if candidate.name not in cases.LIMITS:
+            return candidate.seconds()
+        if not self.is_first:
+            return 0.0
+        with timing.engine_threads(cpu_engine.load().default_num_threads()):
+            return candidate.seconds()
+
+    def _dot(self, layout, dtype, left, right, ranks):
+        """Returns XLA's fastest dot, as process 0 measures it on its own devices."""
+        variants, index = dot_variants(layout, dtype), 0
+        if self.is_first:
+            local = Ranks(ranks.num_ranks)
+            found = self._fastest_dots(layout, dtype, left, right, local)
+            index = variants.index(found)
+        return variants[int(self._gather([index])[0, 0])]
+
+    def _gather(self, values):
+        """All-gathers f64 values of all processes, [num_processes, len(values)]."""
+        with jax.enable_x64(True):
+            return multihost_utils.process_allgather(np.asarray(values, np.float64))
+
+    def _cpu_seconds(self):
+        """Returns the CPU seconds that all processes together have used so far."""
+        return float(self._gather([time.process_time()]).sum())
+
+
+def run_job(
+    num_processes: int, options: Options
+) -> tuple[dict[str, Any], list[Result], tuple[Fallback, ...]]:
+    """Runs the benchmark in several processes, and returns what process 0 measured.
+
+    These are its environment, the results and the fallbacks to plain JAX.
+    """
+    lists = {
+        "processes": [num_processes],
+        "ops": options.ops,
+        "dtypes": [SHORT_NAMES[dtype] for dtype in options.dtypes],
+        "shapes": options.shapes,
+        **{name: [getattr(options, name)] for name in ("rounds", "patience", "method")},
+    }
+    # Each process has as many devices as there are ranks, because process 0 also runs
+    # every op on its own devices alone.
+    with parts.parts_of(
+        "bench",
+        [f"--{name}={','.join(map(str, lists[name]))}" for name in lists],
+        num_processes=num_processes,
+        devices_per_process=num_processes,
+        stdout=command_line.progress_file(),
+    ) as paths:
+        return pickle.loads(paths[0].read_bytes())
+
+
+def run_part(path: pathlib.Path, options: Options) -> None:
+    """Runs the benchmark in one process of a job; process 0 writes the results."""
+    with parts.exit_on_failure():
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize()
+        job, num = Job(), jax.process_count()
+        tokens = max(shape.M for shape in options.shapes)
+        features = max(max(shape.K, shape.N) for shape in options.shapes)
+        mesh = job.ranks(num).mesh
+        ub.initialize_ub((tokens, features), num, mesh=mesh, axis_name=AXIS)
+        environment, results = report.environment(), []
+        for result in measure(options, job):
+            results.append(result)
+            if job.is_first:
+                print(report.table([result]), flush=True)
+        if "barrier" in options.ops:
+            results.append(job.barrier())
+        if job.is_first:
+            found = environment, results, lowering_log.fallbacks()
+            parts.part_path(path, 0).write_bytes(pickle.dumps(found))
+        job.synchronize()
+        ub.destroy_ub()

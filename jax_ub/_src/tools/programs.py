@@ -1,0 +1,137 @@
+"""Programs that both `bench` and `tune` time, and their sizes."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ub._src.methods import MethodChoice, PallasTiles
+from jax_ub._src.primitives import pallas
+from jax_ub._src.primitives.call import Execution
+from jax_ub._src.primitives.matmuls import matmul, wgrad
+from jax_ub._src.tools.command_line import Shape
+from jax_ub._src.tools.devices import AXIS, Ranks
+from jax_ub._src.tools.timing import Candidate, fastest
+
+# Name of JAX's Pallas kernel in tables and JSON.
+PALLAS = "pallas"
+# Default GEMM sizes M, K, N. The first two scale the MLP of Llama 2 7B, with K = 4096
+# and N = 11008, to about a third and a quarter. The third is a fused query, key and
+# value kernel with fewer key than query heads; the fourth has few rows, as in decoding.
+# In bf16 they take 1 to 20 ms on two recent cores, 2 to 80 ms on older ones.
+DEFAULT_SHAPES = (
+    Shape(1536, 1280, 3840),
+    Shape(512, 1024, 2816),
+    Shape(1024, 1024, 1536),
+    Shape(64, 1024, 2816),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Makes candidates from functions of one device's operands, which they share.
+
+    Attributes:
+        operands: global arrays.
+        carry: index of an operand that a program's result replaces after each call.
+            Each program gets a copy of it.
+    """
+
+    ranks: Ranks
+    operands: Sequence[Any]
+    in_specs: Sequence[Any]
+    out_specs: Any
+    carry: int | None = None
+
+    def __call__(
+        self, name: str, function: Callable[..., Any], variant: str = ""
+    ) -> Candidate:
+        donated = () if self.carry is None else (self.carry,)
+        program = self.ranks.program(function, self.in_specs, self.out_specs, donated)
+        return Candidate(name, program, self._fresh(), variant, self.carry)
+
+    def fastest(
+        self,
+        name: str,
+        functions: Mapping[str, Callable[..., Any]],
+        find: Callable[[Sequence[Candidate]], Candidate] = fastest,
+    ) -> Candidate:
+        """Returns the fastest of {description: function}, as timed by `find`."""
+        found = find([self(name, f, text) for text, f in functions.items()])
+        # The trials have replaced the operand `carry`.
+        return dataclasses.replace(found, operands=self._fresh())
+
+    def _fresh(self):
+        found = list(self.operands)
+        if self.carry is not None:
+            spec = self.in_specs[self.carry]
+            found[self.carry] = self.ranks.place(found[self.carry], spec)
+        return found
+
+
+# A function of (a, b) or (a, b, added) that returns the product, plus what is added.
+Gemm = Callable[..., jax.Array]
+
+
+def own_gemm(
+    choice: MethodChoice,
+    layout: str,
+    out_dtype: str | None = None,
+    *,
+    adds_bias: bool = False,
+) -> Gemm:
+    """Returns jax_ub's local GEMM: a b for layout "nn", a b^T for "nt", a^T b for "tn".
+
+    A third operand is a bias if `adds_bias`, else an addend. `out_dtype` defaults to
+    f32 if a wgrad has an addend, and to the operands' dtype otherwise.
+    """
+    execution = Execution(label=f"local GEMM {layout}", choice=choice)
+
+    def program(a, b, added=None):
+        bias, addend = (added, None) if adds_bias else (None, added)
+        if layout == "tn":
+            main_grads = None if addend is None else (addend,)
+            out = out_dtype or (jnp.float32 if main_grads else a.dtype)
+            return wgrad(execution, a, (b,), main_grads, out_dtype=out)[0]
+        return matmul(
+            *(execution, (a,), (b,), bias, addend),
+            rhs_transposed=layout == "nt",
+            out_dtype=out_dtype or a.dtype,
+        )
+
+    return program
+
+
+def pallas_programs(
+    shape: Shape, dtype: str, ranks: Ranks
+) -> dict[PallasTiles, Callable[..., jax.Array]] | str:
+    """Returns {tile sizes: AG+GEMM with JAX's Pallas kernel} for all tiles that fit.
+
+    If the kernel cannot run on these devices or at this size, returns the reason.
+    """
+    sizes = shape.M, shape.K, shape.N
+    reason = pallas.why_not(ranks.devices, dtype, *sizes)
+    if reason is not None:
+        return reason
+    return {
+        tiles: functools.partial(pallas.all_gather_matmul, axis_name=AXIS, tiles=tiles)
+        for tiles in pallas.tiles_for(*sizes, ranks.num_ranks)
+    }
+
+
+def fastest_pallas(
+    programs: Programs, shape: Shape, dtype: str
+) -> tuple[Candidate, PallasTiles] | str:
+    """Returns JAX's Pallas AG+GEMM and its fastest tiles, or why there is none."""
+    found: Any = pallas_programs(shape, dtype, programs.ranks)
+    if isinstance(found, str):
+        return found
+    tiles = {str(tiles): tiles for tiles in found}
+    try:
+        best = programs.fastest(PALLAS, {str(t): found[t] for t in found})
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        return f"it failed: {str(error).splitlines()[0]}"
+    return best, tiles[best.variant]
