@@ -11,7 +11,7 @@ from jax_ub._src import lowering_log
 from jax_ub._src.dtypes import SHORT_NAMES
 from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools import devices
-from jax_ub._src.tools.bench import cases, command, report
+from jax_ub._src.tools.bench import cases, command, measure, report
 from jax_ub.errors import UnsupportedOverlapError
 
 
@@ -139,6 +139,23 @@ def test_a_run_has_all_peers_and_limits(tmp_path):
     assert {"plain_gemm", "copy", "peak"} <= set(result["shares"])
 
 
+def test_an_interrupted_run_prints_and_leaves_its_results(
+    tmp_path, capsys, monkeypatch
+):
+    every = measure.measure
+
+    def interrupted(*arguments):
+        yield next(every(*arguments))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "measure", interrupted)
+    path = tmp_path / "found.json"
+    asked = ["--ops", "gemm", "--devices", "1", "--quick", "--json", str(path)]
+    assert main(["bench", *asked]) == 130
+    assert len(json.loads(path.read_text())["results"]) == 1
+    assert "| gemm nn |" in capsys.readouterr().out
+
+
 def test_a_run_on_gpus_names_them():
     about = report.environment()
     assert "devices" not in report.describe(about, "7 rounds")
@@ -177,6 +194,7 @@ def test_malformed_options_are_rejected(arguments, text, capsys):
     ("arguments", "text"),
     [
         (["--shapes", "9x8x8", "--devices", "2"], "does not divide into 2 ranks"),
+        (["--processes", "2,1"], "--processes 1 compares no processes. Give 2 or more"),
         (["--processes", "2", "--devices", "2"], "--devices has no effect with --pro"),
         (
             ["--processes", "2", "--platform", "cuda"],

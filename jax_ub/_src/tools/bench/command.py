@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import itertools
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 from jax_ub._src import dtypes, lowering_log
@@ -92,7 +93,7 @@ def options(given: argparse.Namespace) -> Options:
     if given.threads is not None:
         chosen["threads"] = tuple(dict.fromkeys(given.threads))
     found = Options(**chosen)
-    if (reason := _why_ineffective(given, found)) is not None:
+    for reason in (*_conflicts(given, found), *_unmeasured(given, found)):
         raise UnsupportedOverlapError(f"bench: {reason}")
     if in_job:
         compared = tuple(op for op in JOB_OPS if op in found.ops)
@@ -108,55 +109,51 @@ def _check_shapes(found, option):
             check_divides("bench", shape, num_ranks, option)
 
 
-def _why_ineffective(given, found) -> str | None:
-    """Returns why an option has no effect or nothing can be measured, else None.
+def _conflicts(given: argparse.Namespace, found: Options) -> Iterator[str]:
+    """Yields why options of a command line, `given`, have no effect.
 
-    `given` is the parsed command line, `found` the options with their defaults.
+    `found` has the options with their defaults.
     """
-    ops, devices, named = set(found.ops), set(found.devices), ",".join(found.ops)
+    ops, on_gpus = set(found.ops), given.platform == "cuda"
     fp8 = ",".join(name for name in found.dtypes if name in cases.FP8_RECIPES)
-    in_job, on_gpus = given.processes is not None, given.platform == "cuda"
-    local = {
+    of_one_process = {
         "--devices": given.devices,
         "--platform cuda": on_gpus,
         "--threads": given.threads,
         f"--dtypes {fp8}": fp8,
     }
-    compared = ", ".join(JOB_OPS)
-    reasons = {
-        **{
-            f"{option} has no effect with --processes. Leave one of them out.": (
-                in_job and value
-            )
-            for option, value in local.items()
-        },
-        "--platform cuda has no effect with --threads. Leave one of them out.": (
-            given.threads and on_gpus
-        ),
-        f"none of {named} is compared over processes. Take some of {compared}.": (
-            in_job and ops.isdisjoint(JOB_OPS)
-        ),
-        "a barrier is between processes. Add --processes 2.": (
-            not in_job and "barrier" in ops
-        ),
-        "the op gemm runs on one device. Add 1 to --devices.": (
-            not in_job and ops <= {"gemm"} and 1 not in devices
-        ),
-        "latency is between ranks. Add 2 to --devices.": (
-            not in_job and ops <= {"latency"} and devices <= {1}
-        ),
-        f"none of {named} has FP8 operands. Take some of {', '.join(FP8_OPS)}.": (
-            fp8 and ops.isdisjoint(FP8_OPS)
-        ),
-        "--variants are those of the op gemm. Add gemm to --ops.": (
-            found.variants and "gemm" not in ops
-        ),
-        f"--shapes has no effect on {named}, whose sizes are fixed. Leave it out.": (
-            # `measure.run_job` passes all options to the processes of a job.
-            given.shapes and given.part is None and ops <= set(FIXED_SHAPES)
-        ),
-    }
-    return next((text for text, holds in reasons.items() if holds), None)
+    for option, value in of_one_process.items():
+        if given.processes is not None and value:
+            yield f"{option} has no effect with --processes. Leave one of them out."
+    if given.threads and on_gpus:
+        yield "--platform cuda has no effect with --threads. Leave one of them out."
+    if fp8 and ops.isdisjoint(FP8_OPS):
+        some, named = ", ".join(FP8_OPS), ",".join(found.ops)
+        yield f"none of {named} has FP8 operands. Take some of {some}."
+    if found.variants and "gemm" not in ops:
+        yield "--variants are those of the op gemm. Add gemm to --ops."
+    # `measure.run_job` passes all options to the processes of a job.
+    if given.shapes and given.part is None and ops <= set(FIXED_SHAPES):
+        named = ",".join(found.ops)
+        yield f"--shapes has no effect on {named}, whose sizes are fixed. Leave it out."
+
+
+def _unmeasured(given: argparse.Namespace, found: Options) -> Iterator[str]:
+    """Yields why ops cannot be measured with these options."""
+    ops, devices = set(found.ops), set(found.devices)
+    if given.processes is not None:
+        if 1 in given.processes:
+            yield "--processes 1 compares no processes. Give 2 or more."
+        if ops.isdisjoint(JOB_OPS):
+            some, named = ", ".join(JOB_OPS), ",".join(found.ops)
+            yield f"none of {named} is compared over processes. Take some of {some}."
+        return
+    if "barrier" in ops:
+        yield "a barrier is between processes. Add --processes 2."
+    if ops <= {"gemm"} and 1 not in devices:
+        yield "the op gemm runs on one device. Add 1 to --devices."
+    if ops <= {"latency"} and devices <= {1}:
+        yield "latency is between ranks. Add 2 to --devices."
 
 
 def command(given: argparse.Namespace) -> int:
