@@ -25,7 +25,7 @@ def test_at_least_three_default_shapes_divide_into_eight_ranks():
 
 
 def test_programs_that_disagree_are_an_error():
-    setup = Setup(Ranks(1), "float32", "auto", None, ("nn",))
+    setup = Setup(Ranks(1), "float32", "auto", ("nn",))
     (case,) = gemm(setup, Shape(8, 8, 8))
     check_agreement(case)
     own = case[cases.OWN]
@@ -36,7 +36,7 @@ def test_programs_that_disagree_are_an_error():
 
 
 def test_programs_that_quantize_within_a_call_may_differ_by_the_rounding_to_fp8():
-    setup = Setup(Ranks(1), "float32", "auto", None, ("nn",))
+    setup = Setup(Ranks(1), "float32", "auto", ("nn",))
     (case,) = gemm(setup, Shape(8, 8, 8))
     own = case[cases.OWN]
     program = own.program

@@ -9,7 +9,6 @@ from jax_ub._src.runtime.tuned_file import TunedKey, environment
 from jax_ub._src.tools import programs
 from jax_ub._src.tools.bench import cases, linear, peers, report
 from jax_ub._src.tools.bench.cases import Setup, check_agreement
-from jax_ub._src.tools.bench.peers import FastestDots
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks
 from jax_ub._src.tools.tune import command as tune
@@ -26,7 +25,7 @@ def on_gpus(monkeypatch):
 
 
 def case_of_two_ranks(dtype="float32"):
-    setup = Setup(Ranks(2), dtype, "xla", FastestDots())
+    setup = Setup(Ranks(2), dtype, "xla")
     (case,) = linear.linear(COLUMN, setup, SMALL)
     return case
 

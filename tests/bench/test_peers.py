@@ -9,8 +9,8 @@ from jax_ub._src.tools.bench.cases import Setup, check_agreement
 from jax_ub._src.tools.bench.peers import (
     LAYOUTS,
     DotVariant,
-    FastestDots,
     dot_variants,
+    fastest_dot,
 )
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks
@@ -97,9 +97,11 @@ def test_a_dot_rounds_to_the_requested_dtype():
 
 
 def test_the_fastest_dot_is_measured_once():
-    dots, ranks = FastestDots(), Ranks(2)
-    found = dots("nn", "float32", (8, 16), (16, 8), ranks)
-    assert dots("nn", "float32", (8, 16), (16, 8), ranks) is found
+    found = fastest_dot("nn", "float32", (8, 16), (16, 8), 2)
+    assert found in dot_variants("nn", "float32")
+    measured = fastest_dot.cache_info().misses
+    assert fastest_dot("nn", "float32", (8, 16), (16, 8), 2) is found
+    assert fastest_dot.cache_info().misses == measured
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -136,7 +138,7 @@ def test_onednn_is_a_peer_where_it_is_installed(variant, monkeypatch):
         return gemm
 
     monkeypatch.setattr(peers, "find_onednn", find)
-    setup = Setup(Ranks(1), "float32", "auto", FastestDots(), (variant,))
+    setup = Setup(Ranks(1), "float32", "auto", (variant,))
     (case,) = gemm.gemm(setup, Shape(16, 8, 24))
     assert cases.ONEDNN in [candidate.name for candidate in case.candidates]
     check_agreement(case)
@@ -147,7 +149,7 @@ def test_onednn_is_not_a_peer_on_gpus(monkeypatch):
     monkeypatch.setattr(
         peers, "find_onednn", lambda dtype, layout: pytest.fail("asked for")
     )
-    setup = Setup(Ranks(1), "float32", "auto", FastestDots(), ("nn",))
+    setup = Setup(Ranks(1), "float32", "auto", ("nn",))
     (case,) = gemm.gemm(setup, Shape(16, 16, 16))
     assert cases.ONEDNN not in [candidate.name for candidate in case.candidates]
     assert not case.notes

@@ -18,7 +18,7 @@ from jax_ub._src.fp8.recipes import (
     Recipe,
     RowwiseScaling,
 )
-from jax_ub._src.tools.bench.peers import DotVariant
+from jax_ub._src.tools.bench.peers import DotVariant, fastest_dot
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import Ranks, Spec
 from jax_ub._src.tools.programs import DEFAULT_SHAPES, PALLAS
@@ -140,16 +140,16 @@ class Case:
 class Setup:
     """The ranks, dtype and overlap method for which benchmark cases are built.
 
-    `dots` measures and caches XLA's fastest GEMM, and `find` the fastest of several
-    programs. `variants` selects variants of the op "gemm", such as "nn+bias"; an empty
-    tuple selects all of them.
+    `variants` selects variants of the op "gemm", such as "nn+bias"; an empty tuple
+    selects all of them. `dot` finds XLA's fastest GEMM, and `find` the fastest of
+    several programs.
     """
 
     ranks: Ranks
     dtype: str
     method: str
-    dots: Callable[..., DotVariant]
     variants: tuple[str, ...] = ()
+    dot: Callable[..., DotVariant] = fastest_dot
     find: Callable[[Sequence[Candidate]], Candidate] = fastest
 
     @property

@@ -204,7 +204,9 @@ def _case(op, setup, column, *, quantizes):
         options["hidden"] = functools.partial(peers.quantized, recipe, role=INPUT)
     local = Shape(column.M, column.K, column.N // setup.num_ranks)
     dots = {
-        name: setup.dots(name[-2:], wide, *map(local.sizes, _GEMMS[name][:2]), ranks)
+        name: setup.dot(
+            *(name[-2:], wide, *map(local.sizes, _GEMMS[name][:2]), setup.num_ranks)
+        )
         for name in op.gemms
     }
     programs = op.on(ranks, wide, column, given)

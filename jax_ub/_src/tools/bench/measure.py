@@ -30,7 +30,7 @@ from jax_ub._src.tools.bench.cases import Case, Options, Setup
 from jax_ub._src.tools.bench.fused import fused
 from jax_ub._src.tools.bench.gemm import ACCUMULATING, accumulating, gemm
 from jax_ub._src.tools.bench.linear import FORWARD_OPS, LINEAR_OPS
-from jax_ub._src.tools.bench.peers import DotVariant, FastestDots, dot_variants
+from jax_ub._src.tools.bench.peers import DotVariant, dot_variants, fastest_dot
 from jax_ub._src.tools.bench.report import Result, evaluate
 from jax_ub._src.tools.command_line import Shape
 from jax_ub._src.tools.devices import AXIS, ROWS, ProcessRanks, Ranks, Spec
@@ -65,11 +65,9 @@ class Runner:
     """Runs the programs of a benchmark on devices of this process."""
 
     ranks: Callable[[int], Ranks] = Ranks
-    interleave = staticmethod(timing.interleave)
+    dot = staticmethod(fastest_dot)
     find = staticmethod(timing.fastest)
-
-    def __init__(self) -> None:
-        self.dots: Callable[..., DotVariant] = FastestDots()
+    interleave = staticmethod(timing.interleave)
 
 
 def measure(chosen: Options, runner: Runner) -> Iterator[Result]:
@@ -86,7 +84,7 @@ def measure(chosen: Options, runner: Runner) -> Iterator[Result]:
     ]
     for op, dtype, num_ranks, shape in command_line.progress("bench", sizes):
         ranks, variants = runner.ranks(num_ranks), chosen.variants
-        setup = Setup(ranks, dtype, chosen.method, runner.dots, variants, runner.find)
+        setup = Setup(ranks, dtype, chosen.method, variants, runner.dot, runner.find)
         for case in OPS[op](setup, shape):
             cases.check_agreement(case)
             candidates = _candidates(case, chosen.threads)
@@ -124,11 +122,6 @@ class Job(Runner):
     def __init__(self) -> None:
         self._num_processes = jax.process_count()
         self.is_first = jax.process_index() == 0
-        self.dots = self._dot
-        self.find = functools.partial(
-            timing.fastest, run=self.interleave, trials=_TRIALS
-        )
-        self._fastest_dots = FastestDots()
         ranks = ProcessRanks(self._num_processes)
         self._psum = ranks.program(lambda x: lax.psum(x, AXIS), (ROWS,), Spec())
         self._ones = ranks.place(np.ones(self._num_processes, np.float32), ROWS)
@@ -161,6 +154,17 @@ class Job(Runner):
         seconds = dict(zip(found.seconds, slowest.tolist(), strict=True))
         return Rounds(seconds, found.elsewhere)
 
+    def find(self, variants: Sequence[Candidate]) -> Candidate:
+        """Returns the fastest of several variants of a program."""
+        return timing.fastest(variants, self.interleave, _TRIALS)
+
+    def dot(self, layout: str, dtype: str, *sizes: Any) -> DotVariant:
+        """Returns XLA's fastest dot, as process 0 measures it on its own devices."""
+        variants, index = dot_variants(layout, dtype), 0
+        if self.is_first:
+            index = variants.index(fastest_dot(layout, dtype, *sizes))
+        return variants[int(self._gather([index])[0, 0])]
+
     def barrier(self) -> Result:
         """Times a barrier of jax_ub's engine between all processes of the job."""
         (connection,) = communicators.connections()
@@ -169,7 +173,7 @@ class Job(Runner):
         seconds(_BARRIERS)
         times = [seconds(_BARRIERS) for _ in range(_BATCHES)]
         slowest = self._gather(times).max(axis=0)
-        setup = Setup(self.ranks(self._num_processes), "", "auto", self.dots)
+        setup = Setup(self.ranks(self._num_processes), dtype="", method="auto")
         case = setup.case("barrier", Shape(1, 1, 1), [], num_gemms=0)
         return Result(case, {cases.OWN: timing.summarize(1e6 * slowest)})
 
@@ -185,15 +189,6 @@ class Job(Runner):
             return 0.0
         with timing.engine_threads(cpu_engine.load().default_num_threads()):
             return candidate.seconds()
-
-    def _dot(self, layout, dtype, left, right, ranks):
-        """Returns XLA's fastest dot, as process 0 measures it on its own devices."""
-        variants, index = dot_variants(layout, dtype), 0
-        if self.is_first:
-            local = Ranks(ranks.num_ranks)
-            found = self._fastest_dots(layout, dtype, left, right, local)
-            index = variants.index(found)
-        return variants[int(self._gather([index])[0, 0])]
 
     def _gather(self, values):
         """All-gathers f64 values of all processes, [num_processes, len(values)]."""

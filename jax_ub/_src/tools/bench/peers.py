@@ -92,38 +92,28 @@ def dot_variants(layout: str, dtype: Any, platform: str = "cpu") -> list[DotVari
     return [DotVariant(layout, *cast, side) for side in sides for cast in casts]
 
 
-class FastestDots:
-    """Finds and caches the fastest way to write a GEMM in XLA on this machine.
+@functools.cache
+def fastest_dot(
+    layout: str, dtype: str, left: tuple, right: tuple, num_ranks: int
+) -> DotVariant:
+    """Returns the fastest way to write a GEMM in XLA on this machine.
 
-    With AVX512-BF16, a bf16 dot is twice as fast with an f32 result; with AVX2, it
-    takes 1.5 times as long as with a bf16 result.
+    `left` and `right` are the operands' local shapes. `num_ranks` devices compute the
+    dot at the same time. With AVX512-BF16, a bf16 dot is twice as fast with an f32
+    result; with AVX2, it takes 1.5 times as long as with a bf16 result.
     """
 
-    def __init__(self) -> None:
-        self._found: dict[str, DotVariant] = {}
+    def program(variant, a, b):
+        return variant(a[0], b[0], dtype)[None]
 
-    def __call__(
-        self, layout: str, dtype: Any, left: tuple, right: tuple, ranks: Ranks
-    ) -> DotVariant:
-        """Returns the fastest variant of a GEMM; times all at the first call of a size.
-
-        `left` and `right` are the operands' local shapes. All devices of `ranks`
-        compute the dot at the same time.
-        """
-
-        def program(variant, a, b):
-            return variant(a[0], b[0], dtype)[None]
-
-        key = f"{layout} {jnp.dtype(dtype)} {left} {right} on {ranks.num_ranks}"
-        if key not in self._found:
-            shapes = [(ranks.num_ranks, *shape) for shape in (left, right)]
-            operands = ranks.draw(dtype, shapes, (ROWS, ROWS))
-            programs = Programs(ranks, operands, (ROWS, ROWS), ROWS)
-            variants = dot_variants(layout, dtype, ranks.platform)
-            written = {str(v): functools.partial(program, v) for v in variants}
-            fastest = [*written].index(programs.fastest("", written).variant)
-            self._found[key] = variants[fastest]
-        return self._found[key]
+    ranks = Ranks(num_ranks)
+    shapes = [(num_ranks, *shape) for shape in (left, right)]
+    programs = Programs(
+        ranks, ranks.draw(dtype, shapes, (ROWS, ROWS)), (ROWS, ROWS), ROWS
+    )
+    variants = {str(v): v for v in dot_variants(layout, dtype, ranks.platform)}
+    functions = {text: functools.partial(program, v) for text, v in variants.items()}
+    return variants[programs.fastest("", functions).variant]
 
 
 def gather(x: jax.Array) -> jax.Array:
