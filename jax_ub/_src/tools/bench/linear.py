@@ -347,7 +347,8 @@ def _chain(op, call, num_calls, x, w):
     y = x
     for _ in range(num_calls):
         result = call(y[: rows // num_ranks] if op == "all_gather_matmul" else y, w)
-        result = jnp.tile(result, (rows // result.shape[0], 1))
+        if op in FORWARD_OPS:  # GEMM+RS returns fewer rows than x has
+            result = jnp.tile(result, (rows // result.shape[0], 1))
         y = x + 0.5 / num_ranks * lax.convert_element_type(result, x.dtype)
     return y
 
