@@ -210,6 +210,14 @@ def test_malformed_options_are_rejected(arguments, text, capsys):
         (["--ops", "fused", "--variants", "nn"], "--variants are those of the op gemm"),
         (["--ops", "small,latency", "--shapes", "8x8x8"], "--shapes has no effect on"),
         (["--ops", "small", "--dtypes", "bf16,fp8"], "none of small has FP8 operands"),
+        (
+            ["--quick", "--dtypes", "mxfp8"],
+            "all_gather_matmul cannot divide shape 32x48x80 into the blocks of mxfp8",
+        ),
+        (
+            ["--dtypes", "mxfp8", "--shapes", "32x64x96", "--devices", "2"],
+            "Take a K that is a multiple of 32, and an N that is a multiple of 64.",
+        ),
         (["--ops", "latency", "--devices", "1"], "latency is between ranks. Add 2"),
         (["--ops", "gemm", "--devices", "2,4"], "the op gemm runs on one device. Add"),
         (["--ops", "latency", "--devices", "32"], "16x16x16 does not divide into 32"),

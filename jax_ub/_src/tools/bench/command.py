@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from jax_ub._src import dtypes, lowering_log
-from jax_ub._src.errors import UnsupportedOverlapError
+from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError
 from jax_ub._src.runtime import settings
+from jax_ub._src.scaled_array import MXFP8_BLOCK
 from jax_ub._src.tools import command_line, devices
 from jax_ub._src.tools.bench import cases, measure, report
 from jax_ub._src.tools.bench.cases import Options
@@ -107,6 +108,21 @@ def _check_shapes(found, option):
         shapes = FIXED_SHAPES.get(op, found.shapes)
         for shape, num_ranks in itertools.product(shapes, found.devices):
             check_divides("bench", shape, num_ranks, option)
+            if "mxfp8" in found.dtypes and op in FP8_OPS:
+                _check_blocks(op, shape, num_ranks)
+
+
+def _check_blocks(op, shape, num_ranks):
+    """Raises an error unless blocks of MXFP8 divide what the GEMMs contract over."""
+    least_N = MXFP8_BLOCK * num_ranks
+    is_column = op in ("all_gather_matmul", "linear_pair")
+    is_row = op != "all_gather_matmul"
+    if (is_column and shape.K % MXFP8_BLOCK) or (is_row and shape.N % least_N):
+        raise ShapeContractError(
+            f"bench: {op} cannot divide shape {shape} into the blocks of mxfp8 on "
+            f"{num_ranks} ranks. Take a K that is a multiple of {MXFP8_BLOCK}, and an "
+            f"N that is a multiple of {least_N}."
+        )
 
 
 def _conflicts(given: argparse.Namespace, found: Options) -> Iterator[str]:
