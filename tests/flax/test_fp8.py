@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import covering, nightly
+from flax import linen as nn
 from flax import nnx
 from operands import normal
 from programs import (
@@ -129,22 +130,55 @@ def test_fsdp(recipe):
     assert relative_error(found[1], wanted[1]) < 0.1
 
 
+class Pair(nnx.Module):
+    def __init__(self, **options):
+        options = {"rngs": nnx.Rngs(0), "use_bias": False, **options}
+        self.up = Linear(64, 32, parallel="column", **options)
+        self.down = Linear(32, 64, parallel="row", **options)
+
+    def __call__(self, x):
+        return self.down(self.up(x))
+
+
 def test_two_layers_with_fsdp_compute_what_they_do_without():
-    class Net(nnx.Module):
-        def __init__(self, **options):
-            rngs, options = nnx.Rngs(0), {"use_bias": False, **options}
-            options["fp8"] = RECIPES["current"]
-            self.up = Linear(64, 32, parallel="column", rngs=rngs, **options)
-            self.down = Linear(32, 64, parallel="row", rngs=rngs, **options)
-
-        def __call__(self, x):
-            return self.down(self.up(x))
-
     with jax.set_mesh(dp_tp_mesh(2, 2)):
         wanted, found = (
-            value_and_gradients(Net(**options), X)[:2]
+            value_and_gradients(Pair(fp8=RECIPES["current"], **options), X)[:2]
             for options in ({}, {"fsdp_axes": "dp"})
         )
+    assert found[0] == wanted[0]
+    assert relative_error(found[1], wanted[1]) < 1e-5
+
+
+@pytest.mark.parametrize("recipe", ["row", *nightly("current", "block")])
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_fsdp_layers_in_a_scan_under_a_policy_that_saves_everything(library, recipe):
+    options = {"fp8": RECIPES[recipe], "use_bias": False, "fsdp_axes": "dp"}
+    with jax.set_mesh(dp_tp_mesh(2, 2)):
+        if library == "nnx":
+            graph, params = nnx.split(Pair(**options))
+        else:
+            up = linen.Linear(32, parallel="column", **options)
+            pair = nn.Sequential([up, linen.Linear(64, parallel="row", **options)])
+            params = pair.init(jax.random.key(0), X)
+
+        def layers(params, x):
+            if library == "nnx":
+                return nnx.merge(graph, params)(x)
+            return pair.apply(params, x)
+
+        def loss(params, layers):
+            def body(x, _):
+                return layers(params, x), None
+
+            y, _ = jax.lax.scan(body, X, None, length=2)
+            return jnp.mean(y**2)
+
+        policy = jax.checkpoint_policies.everything_saveable
+        saving = jax.checkpoint(layers, policy=policy)
+        step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+        wanted, found = (step(params, each) for each in (layers, saving))
+    assert np.isfinite(wanted[0])
     assert found[0] == wanted[0]
     assert relative_error(found[1], wanted[1]) < 1e-5
 

@@ -15,7 +15,7 @@ from jax_ub._src.rules.operands import (
     check_replicated,
     have_scales,
 )
-from jax_ub._src.rules.vjp import check_sources, emptied, row_sum
+from jax_ub._src.rules.vjp import check_sources, emptied, not_reduced, row_sum
 from jax_ub._src.scaled_array import (
     ScaledArray,
     cotangent_of_scaled,
@@ -112,7 +112,7 @@ def _differentiable(compute, *names):
     def forward(config, *operands):
         check_sources(config.label, **dict(zip(names, operands, strict=True)))
         values = jax.tree.map(lambda operand: operand.value, operands)
-        return rule(config, *values), values
+        return rule(config, *not_reduced(values)), not_reduced(values)
 
     def backward(config, operands, gradient):
         wide = map_scaled(lambda x: x.dequantize(), operands)

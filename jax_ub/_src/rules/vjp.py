@@ -48,7 +48,7 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         x, ws, biases, residual, main_grads, *_ = operands
         check_sources(config.label, **by_name(x, ws if main_grads is None else ()))
         _check_unsharded_features(config, *values[:3])
-        ys, gathered = rule(config, *values)
+        ys, gathered = rule(config, *not_reduced(values))
         # With main_grads, the gradients of the kernels are accumulated there, so only
         # main_grads decide. The callers do not apply stop_gradient to ws instead: a
         # scan over layers would save its result as another residual, whereas it reuses
@@ -73,8 +73,8 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
             saved["state"] = values[5]
             if values[5] and wants_dw and not needs(tuple(operands[5].values())):
                 warn_of_constant_state(config.label)
-        # `rule` reads values, and callers read gathered, so the residuals are others.
-        return (ys, gathered), jax.tree.map(_not_reduced, saved)
+        # `rule` and the callers read other variables than the residuals.
+        return (ys, gathered), not_reduced(saved)
 
     def backward_rule(config, saved, cotangents):
         saved = present_residuals(saved)
@@ -262,14 +262,17 @@ def save(value, name: str, ub_name: str | None = None):
     return jax.tree.map(_from_bits, named, value)
 
 
-def _not_reduced(array: jax.Array) -> jax.Array:
-    """Returns an array to save as residual, for FP8 another variable of the jaxpr.
+def not_reduced(tree: Any) -> Any:
+    """Returns the arrays of a tree, FP8 ones as new variables, for one reader each.
 
-    `jax.checkpoint` applies `reduce_precision` to floating-point residuals that a
-    policy saves, if the forward pass reads the same variable. It replaces
-    float8_e4m3fn values above 240 by NaN, and subnormal ones by zero.
+    `jax.checkpoint` applies `reduce_precision` to floating-point variables that it
+    saves, for the backward pass or for all iterations of a scan, if another call reads
+    the same variable. It replaces float8_e4m3fn values above 240 by NaN, and subnormal
+    ones by zero. XLA removes the conversions made here. The arrays are not saved as
+    uint8, because XLA would copy them: it keeps conversions that are on both sides of
+    an optimization barrier of `jax.checkpoint`.
     """
-    return _from_bits(_as_bits(array), array)
+    return jax.tree.map(lambda array: _from_bits(_as_bits(array), array), tree)
 
 
 def _as_bits(array):
