@@ -169,6 +169,27 @@ def test_no_value_is_reduced_by_any_policy(layer, recipe, scan, inner, outer):
     assert not reduced(*gradient(layer, recipe, scan, inner, outer))
 
 
+@pytest.mark.parametrize("layer", ["recipe", "operations", "quantize"])
+def test_a_policy_saves_x_once_by_its_name(layer):
+    policy = jax.checkpoint_policies.save_only_these_names("jax_ub.x")
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def loss(x, w):
+        y = LAYERS[layer](RECIPES["row"], x, w, "column")
+        return lax.psum(jnp.sum(jnp.sin(y)), "tp")
+
+    def residuals(x, w):
+        return [a[None] for a in jax.tree.leaves(jax.vjp(loss, x, w)[1])]
+
+    specs = P("tp"), P(None, "tp")
+    mesh = tp_mesh(2)
+    sharded = jax.shard_map(residuals, mesh=mesh, in_specs=specs, out_specs=P("tp"))
+    x, w = normal(0, (SIZE, SIZE)), normal(1, (SIZE, SIZE))
+    arrays = jax.eval_shape(sharded, x, w)
+    saved = [a.dtype for a in arrays if a.shape == (2, SIZE // 2, SIZE)]
+    assert saved.count(jnp.uint8) == 1
+
+
 @pytest.mark.parametrize("op", [ub.dgrad_add, ub.wgrad_accumulate])
 def test_ops_without_a_layer_keep_their_values(op):
     x, w = normal(0, (SIZE, SIZE)), normal(1, (SIZE, SIZE))

@@ -19,6 +19,7 @@ from jax_ub._src.rules.vjp import (
     is_placeholder,
     is_zero,
     mapped_together,
+    not_reduced,
     placeholder,
     residual_or_placeholder,
     save,
@@ -112,7 +113,11 @@ class OperationGroup:
                 # empty array without batch axes can replace it. An array that replaces
                 # a computed residual needs the residual's batch axes under jax.vmap.
                 return placeholder()
-            value = save(values[name], name, op.comm_name)
+            if name == "x" and is_scaled(values[name]):
+                # It has this name. With a second one, a policy would save it twice.
+                value = not_reduced(values[name])
+            else:
+                value = save(values[name], name, op.comm_name)
             return residual_or_placeholder(name in wanted, value)
 
         all_names = self.saved_names(everything)

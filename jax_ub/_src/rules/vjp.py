@@ -59,8 +59,10 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         gathered = save(gathered, "gathered", name)
         wants_x = wants_dw and gathered is None
         values = map_scaled(without_source, values)
+        # A recipe has named its x. With a second name, a policy would save it twice.
+        x_saved = save(values[0], "x", name) if config.fp8 is None else values[0]
         saved = {
-            "x": residual_or_placeholder(wants_x, save(values[0], "x", name)),
+            "x": residual_or_placeholder(wants_x, x_saved),
             "gathered": residual_or_placeholder(wants_dw, gathered),
             "ws": residual_or_placeholder(needs(x), values[1]),
             "biases": residual_or_placeholder(needs(biases), values[2]),
