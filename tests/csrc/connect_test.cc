@@ -2,9 +2,13 @@
 // accepted, and what is left afterwards.
 #include <sched.h>
 #include <sys/mount.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <filesystem>
@@ -21,7 +25,22 @@
 #include "platform/unix_socket.h"
 #include "processes.h"
 #include "transport/cpu/shared_memory.h"
+#include "transport/process/handshake.h"
 #include "transport/process/message.h"
+#include "transport/process/setup_exchange.h"
+
+// The number of next calls of sendmsg that fail because the kernel lacks memory.
+static std::atomic<int> num_failing_sends{0};
+
+// Replaces the C library's function in this program.
+extern "C" ssize_t sendmsg(int socket, const msghdr* message, int flags) {
+  if (num_failing_sends > 0) {
+    --num_failing_sends;
+    errno = ENOBUFS;
+    return -1;
+  }
+  return syscall(SYS_sendmsg, socket, message, flags);
+}
 
 namespace jax_ub {
 namespace {
@@ -236,7 +255,7 @@ TEST(AnotherUserIsRefused) {
       hello.token = address.token;
       hello.process = 1;
       const SharedMapping memory = SharedMapping::Create(4096);
-      SendHello(connection, hello, memory.descriptor());
+      SendHelloUntil(Deadline::After(0), connection, hello, memory.descriptor());
       std::vector<pollfd> polled = {{connection.get(), POLLIN, 0}};
       Poll(polled);
       CHECK(ReceiveMessage(connection).arrival == Arrival::kEnd);
@@ -338,6 +357,57 @@ TEST(MoreMemoryThanThereIsEndsEveryProcessAtOnce) {
   CHECK(Contains(texts[1], "CommunicatorError: jax_ub.tp: memory of 140737488"));
   CHECK(
       Contains(texts[1], "are available. A smaller shape of initialize_ub needs less"));
+}
+
+// Connects two processes whose sends fail as often as `num_failing`, and exchanges a
+// setup message with a descriptor. Returns the errors.
+std::vector<std::string> ConnectWhileSendsFail(int num_failing_hellos,
+                                               int num_failing_setups,
+                                               double timeout_s) {
+  Bulletin bulletin;
+  Processes processes(2, [&](int process) {
+    const Endpoint endpoint;
+    bulletin.Publish(process, endpoint.address());
+    const ProcessGroup group({{0, 1}, process, "tp"});
+    const SharedMapping memory = SharedMapping::Create(4096);
+    const auto addresses = bulletin.Read(2);
+    num_failing_sends = num_failing_hellos;
+    std::vector<ConnectedPeer> peers =
+        Handshake(endpoint, group, addresses, "", memory.descriptor(), {})
+            .Run(timeout_s);
+    num_failing_sends = num_failing_setups;
+    SetupMessage own;
+    own.text = std::to_string(process);
+    own.passed.emplace_back(dup(memory.descriptor().get()));
+    SetupExchange exchange(group, peers);
+    try {
+      const auto setups = exchange.Exchange(std::move(own), Deadline::After(timeout_s));
+      CHECK_EQ(setups[1 - process].text, std::to_string(1 - process));
+      CHECK_EQ(setups[1 - process].passed.size(), 1u);
+    } catch (...) {
+      num_failing_sends = 0;
+      exchange.BroadcastFailure(std::current_exception());
+      throw;
+    }
+  });
+  return processes.Join();
+}
+
+TEST(MessagesForWhichTheKernelLacksMemoryAreSentLater) {
+  for (const std::string& text : ConnectWhileSendsFail(3, 3, 60)) CHECK_EQ(text, "");
+}
+
+TEST(AMessageThatCannotBeSentIsNamedAtTheDeadline) {
+  constexpr int kAlways = 1 << 30;
+  const std::string reason =
+      " could not be sent a message for 0.5 s, because the kernel lacks memory";
+  for (const auto& [num_failing_hellos, num_failing_setups] :
+       {std::pair(kAlways, 0), std::pair(0, kAlways)}) {
+    const std::vector<std::string> texts =
+        ConnectWhileSendsFail(num_failing_hellos, num_failing_setups, 0.5);
+    CHECK(Contains(texts[1], "CommunicatorError: jax_ub.tp: rank 0 (process 0"));
+    CHECK(Contains(texts[1], reason));
+  }
 }
 
 // Shared memory has no name in a file system, so the size of /dev/shm does not matter.

@@ -71,7 +71,7 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
   };
   while (!is_done()) {
     if (deadline.Expired()) FailExpired(deadline.timeout_s());
-    const bool dialed = DialAll();
+    const bool dialed = DialAll(deadline);
     // After a loss, reads all pending messages before it fails, because the lost
     // process or another one may have sent the reason.
     const bool is_lost = !loss_.empty();
@@ -96,7 +96,7 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
         HandleMessage(process_index);
     }
     for (size_t i = num_unidentified; i > 0; --i) {
-      if (polled[i].revents != 0) HandleUnidentified(i - 1);
+      if (polled[i].revents != 0) HandleUnidentified(i - 1, deadline);
     }
     if (polled[0].revents != 0) AcceptAll();
   }
@@ -105,18 +105,18 @@ std::vector<ConnectedPeer> Handshake::RunUntil(const Deadline& deadline) {
 
 // Connects to all peers to which it has not connected yet. Returns false if some were
 // busy, so that it must be called again.
-bool Handshake::DialAll() {
+bool Handshake::DialAll(const Deadline& deadline) {
   bool dialed = true;
   for (int process_index = 0; process_index < group_.num_processes(); ++process_index) {
     if (!IsReached(process_index) || stages_[process_index] != Stage::kUndialed)
       continue;
-    DialOne(process_index);
+    DialOne(process_index, deadline);
     if (stages_[process_index] == Stage::kUndialed) dialed = false;
   }
   return dialed;
 }
 
-void Handshake::DialOne(int process_index) {
+void Handshake::DialOne(int process_index, const Deadline& deadline) {
   FileDescriptor connection;
   switch (Dial(peers_.at(group_.process_ids()[process_index]).address, &connection)) {
     case DialResult::kBusy:
@@ -140,10 +140,19 @@ void Handshake::DialOne(int process_index) {
     stages_[process_index] = Stage::kLivenessSocket;
     return;
   }
-  // Ignores an error. If the peer has just died, the next read reports it, with
-  // Arrival::kEnd.
-  SendHello(peer.connection, HelloTo(process_index), memory_);
+  Greet(process_index, deadline);
   stages_[process_index] = Stage::kHelloSent;
+}
+
+void Handshake::Greet(int process_index, const Deadline& deadline) {
+  // Ignores Sent::kNo. If the peer has just died, the next read reports it, with
+  // Arrival::kEnd.
+  const Sent sent = SendHelloUntil(deadline, connected_peers_[process_index].connection,
+                                   HelloTo(process_index), memory_);
+  if (sent == Sent::kFull) {
+    throw DeadlineError(group_.ErrorPrefix() + group_.Describe(process_index, 0) +
+                        UnsentText(deadline));
+  }
 }
 
 void Handshake::AcceptAll() {
@@ -158,7 +167,7 @@ void Handshake::AcceptAll() {
 
 // Handles the first message on an accepted connection, which identifies the sender.
 // Rejects a connection whose message lacks the token of this process.
-void Handshake::HandleUnidentified(size_t index) {
+void Handshake::HandleUnidentified(size_t index, const Deadline& deadline) {
   Message message = ReceiveMessage(unidentified_[index]);
   if (message.arrival == Arrival::kNothing) return;
   FileDescriptor connection = std::move(unidentified_[index]);
@@ -190,7 +199,7 @@ void Handshake::HandleUnidentified(size_t index) {
   peer.connection = std::move(connection);
   stages_[process_index] = Stage::kHelloSent;
   Check(process_index, hello);
-  SendHello(peer.connection, HelloTo(process_index), memory_);
+  Greet(process_index, deadline);
   Connect(process_index, hello, std::move(message.passed));
 }
 
@@ -275,7 +284,7 @@ void Handshake::BroadcastFailure(MessageKind kind, const std::string& text) {
     const FileDescriptor& connection = connected_peers_[process_index].connection;
     if (!connection) continue;
     if (stages_[process_index] == Stage::kLivenessSocket)
-      SendHello(connection, HelloTo(process_index), {});
+      SendHelloUntil(Deadline::After(0), connection, HelloTo(process_index), {});
     SendMessage(connection, kind, text);
   }
   try {

@@ -88,10 +88,12 @@ class Handshake {
   enum class Stage { kUndialed, kLivenessSocket, kHelloSent, kConnected, kLost };
 
   std::vector<ConnectedPeer> RunUntil(const Deadline& deadline);
-  bool DialAll();
-  void DialOne(int process_index);
+  bool DialAll(const Deadline& deadline);
+  void DialOne(int process_index, const Deadline& deadline);
+  // Sends a Hello. Throws DeadlineError if the kernel has no memory for it until then.
+  void Greet(int process_index, const Deadline& deadline);
   void AcceptAll();
-  void HandleUnidentified(size_t index);
+  void HandleUnidentified(size_t index, const Deadline& deadline);
   void HandleMessage(int process_index);
   void Check(int process_index, const Hello& hello);
   void Connect(int process_index, const Hello& hello, FileDescriptor memory);

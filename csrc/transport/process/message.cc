@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstring>
+#include <sstream>
+#include <thread>
 #include <type_traits>
 
 #include "platform/error.h"
@@ -12,6 +15,8 @@ namespace jax_ub {
 namespace {
 
 constexpr size_t kMaxBody = 8192;
+// Delay before a message is sent again. No event says when the kernel has memory.
+constexpr std::chrono::milliseconds kResend(10);
 
 }  // namespace
 
@@ -38,6 +43,26 @@ Sent SendMessage(const FileDescriptor& connection,
   return Send(connection, {bytes.data(), sizeof(kind) + size}, passed);
 }
 
+Sent SendMessageUntil(const Deadline& deadline,
+                      const FileDescriptor& connection,
+                      MessageKind kind,
+                      std::string_view body,
+                      const FileDescriptor* passed) {
+  Sent sent = SendMessage(connection, kind, body, passed);
+  while (sent == Sent::kFull && !deadline.Expired()) {
+    std::this_thread::sleep_for(kResend);
+    sent = SendMessage(connection, kind, body, passed);
+  }
+  return sent;
+}
+
+std::string UnsentText(const Deadline& deadline) {
+  std::ostringstream text;
+  text << " could not be sent a message for " << deadline.timeout_s()
+       << " s, because the kernel lacks memory or the process reads no messages";
+  return text.str();
+}
+
 Message ReceiveMessage(const FileDescriptor& connection) {
   std::array<std::byte, sizeof(MessageKind) + kMaxBody> bytes;
   Received received = Receive(connection, bytes);
@@ -54,12 +79,13 @@ Message ReceiveMessage(const FileDescriptor& connection) {
   return message;
 }
 
-void SendHello(const FileDescriptor& connection,
-               const Hello& hello,
-               const FileDescriptor& memory) {
-  SendMessage(connection, MessageKind::kHello,
-              {reinterpret_cast<const char*>(&hello), sizeof(hello)},
-              memory ? &memory : nullptr);
+Sent SendHelloUntil(const Deadline& deadline,
+                    const FileDescriptor& connection,
+                    const Hello& hello,
+                    const FileDescriptor& memory) {
+  return SendMessageUntil(deadline, connection, MessageKind::kHello,
+                          {reinterpret_cast<const char*>(&hello), sizeof(hello)},
+                          memory ? &memory : nullptr);
 }
 
 bool ReadHello(const Message& message, Hello* hello) {

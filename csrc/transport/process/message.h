@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "platform/deadline.h"
 #include "platform/file_descriptor.h"
 #include "platform/unix_socket.h"
 
@@ -63,12 +64,23 @@ Sent SendMessage(const FileDescriptor& connection,
                  MessageKind kind,
                  std::string_view body,
                  const FileDescriptor* passed = nullptr);
+// Sends a message, and repeats it while the result is kFull, until the deadline.
+Sent SendMessageUntil(const Deadline& deadline,
+                      const FileDescriptor& connection,
+                      MessageKind kind,
+                      std::string_view body,
+                      const FileDescriptor* passed = nullptr);
 Message ReceiveMessage(const FileDescriptor& connection);
 
+// The end of an error about a message that could not be sent until the deadline.
+std::string UnsentText(const Deadline& deadline);
+
 // Sends a Hello with the file descriptor of this process's memory, which may be empty.
-void SendHello(const FileDescriptor& connection,
-               const Hello& hello,
-               const FileDescriptor& memory);
+// Repeats it until the deadline, as SendMessageUntil does.
+Sent SendHelloUntil(const Deadline& deadline,
+                    const FileDescriptor& connection,
+                    const Hello& hello,
+                    const FileDescriptor& memory);
 // Decodes a Hello. Returns false if the message is of another kind.
 bool ReadHello(const Message& message, Hello* hello);
 

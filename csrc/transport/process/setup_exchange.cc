@@ -21,15 +21,26 @@ bool SetupExchange::IsReached(int process_index) const {
 
 // Sends one setup message to a peer. Its first byte is the number of kSetupDescriptor
 // messages that follow, one for each file descriptor.
-void SetupExchange::Send(int process_index, const SetupMessage& setup) const {
+void SetupExchange::Send(int process_index,
+                         const SetupMessage& setup,
+                         const Deadline& deadline) const {
   const FileDescriptor& connection = connected_peers_[process_index].connection;
   std::string body(1, static_cast<char>(setup.passed.size()));
   body += setup.text;
-  // Ignores an error. If the peer has just died, the next read reports it, with
+  // Ignores Sent::kNo. If the peer has just died, the next read reports it, with
   // Arrival::kEnd.
-  SendMessage(connection, MessageKind::kSetupMessage, body);
+  const auto send = [&](MessageKind kind, const std::string& text,
+                        const FileDescriptor* passed) {
+    if (SendMessageUntil(deadline, connection, kind, text, passed) == Sent::kFull) {
+      throw DeadlineError(
+          group_.ErrorPrefix() +
+          group_.Describe(process_index, connected_peers_[process_index].pid) +
+          UnsentText(deadline));
+    }
+  };
+  send(MessageKind::kSetupMessage, body, nullptr);
   for (const FileDescriptor& passed : setup.passed) {
-    SendMessage(connection, MessageKind::kSetupDescriptor, "", &passed);
+    send(MessageKind::kSetupDescriptor, "", &passed);
   }
 }
 
@@ -37,7 +48,7 @@ std::vector<SetupMessage> SetupExchange::Exchange(SetupMessage own,
                                                   const Deadline& deadline) {
   const int num_processes = group_.num_processes();
   for (int process_index = 0; process_index < num_processes; ++process_index) {
-    if (IsReached(process_index)) Send(process_index, own);
+    if (IsReached(process_index)) Send(process_index, own, deadline);
   }
   std::vector<SetupMessage> setups(num_processes);
   std::vector<int> num_missing(num_processes, kMissing);

@@ -38,7 +38,9 @@ class SetupExchange {
   // number of descriptors that are still missing.
   static constexpr int kMissing = -1;
 
-  void Send(int process_index, const SetupMessage& setup) const;
+  void Send(int process_index,
+            const SetupMessage& setup,
+            const Deadline& deadline) const;
   bool IsReached(int process_index) const;
   // Reads what a peer has sent so far, at most up to the end of one setup message.
   void Receive(int process_index, SetupMessage& setup, int& num_missing);
