@@ -1,4 +1,7 @@
+import functools
 import gc
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from programs import dp_tp_mesh, on_ranks, tp_mesh
 
 import jax_ub as ub
-from jax_ub._src.runtime import registry
+from jax_ub._src.runtime import initialize, registry
 from jax_ub.errors import ShapeContractError
 
 NONE, FP8 = ub.UserBufferQuantizationMode.NONE, ub.UserBufferQuantizationMode.FP8
@@ -208,6 +211,28 @@ def test_groups_follow_the_order_of_the_mesh():
     devices = np.array(jax.devices()[:4])[[2, 0, 3, 1]].reshape(2, 2).T
     ub.initialize_ub(SHAPE, 2, mesh=Mesh(devices, ("tp", "dp")))
     assert registry.axes()[0].groups == ((2, 0), (3, 1))
+
+
+def test_threads_initialize_one_axis_after_the_other(monkeypatch):
+    running, overlapped = [], []
+
+    def connect(attempt):
+        running.append(attempt)
+        time.sleep(0.05)
+        overlapped.append(len(running) > 1)
+        running.remove(attempt)
+
+    monkeypatch.setattr(initialize._Attempt, "connect", connect)
+    changes = [
+        functools.partial(ub.initialize_ub, SHAPE, 4, axis_name=f"tp{i}")
+        for i in range(3)
+    ]
+    threads = [threading.Thread(target=change) for change in changes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert overlapped == [False] * 3
 
 
 def test_init_and_destroy_do_not_grow():

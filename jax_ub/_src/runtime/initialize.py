@@ -106,19 +106,19 @@ def initialize_ub(  # noqa: PLR0913, pinned
             there is not enough memory for the buffers.
         TimeoutError: if processes did not arrive before the deadline.
     """
-    attempt = _Attempt(bootstrap_backend)
-    try:
-        attempt.prepare(
-            shape, tp_size, use_fp8, quantization_modes, dtype, ub_cfgs, mesh, axis_name
-        )
-        attempt.connect()
-    except BaseException as error:
+    with registry.CHANGING:
+        attempt = _Attempt(bootstrap_backend)
+        settings_of_modes = use_fp8, quantization_modes, dtype, ub_cfgs
         try:
-            if not isinstance(error, Exception):
-                attempt.report_interrupt(error)
-        finally:
-            attempt.undo()
-        raise
+            attempt.prepare(shape, tp_size, *settings_of_modes, mesh, axis_name)
+            attempt.connect()
+        except BaseException as error:
+            try:
+                if not isinstance(error, Exception):
+                    attempt.report_interrupt(error)
+            finally:
+                attempt.undo()
+            raise
 
 
 def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
@@ -139,16 +139,17 @@ def destroy_ub(axis_name: str | tuple[str, ...] | None = None) -> None:
         ShapeContractError: if `axis_name` is not a name or a tuple of names.
     """
     wanted = _axes("destroy_ub", axis_name)
-    kept = [d for d in registry.axes() if wanted not in (None, d.axis_name)]
-    communicators.finish_launches(_keys_of(kept))
-    # Closes connections before it removes the axes, so that the call can be repeated
-    # after an interrupt.
-    communicators.disconnect_all_but(_keys_of(kept))
-    for axis in registry.axes():
-        if axis not in kept:
-            registry.remove(axis.axis_name)
-    if not kept:
-        communicators.release_slots()
+    with registry.CHANGING:
+        kept = [d for d in registry.axes() if wanted not in (None, d.axis_name)]
+        communicators.finish_launches(_keys_of(kept))
+        # Closes connections before it removes the axes, so that the call can be
+        # repeated after an interrupt.
+        communicators.disconnect_all_but(_keys_of(kept))
+        for axis in registry.axes():
+            if axis not in kept:
+                registry.remove(axis.axis_name)
+        if not kept:
+            communicators.release_slots()
 
 
 def is_ub_initialized(axis_name: str | tuple[str, ...] | None = None) -> bool:

@@ -6,6 +6,7 @@ A named overlap has the communication settings of one pass of a layer, such as
 
 import dataclasses
 import math
+import threading
 from collections.abc import Hashable, Mapping
 
 import numpy as np
@@ -33,6 +34,11 @@ from jax_ub._src.parallel import FPROP, PASSES
 from jax_ub._src.runtime import settings, tuned_file
 from jax_ub._src.runtime.communicators import Group, Key
 from jax_ub._src.runtime.tuned_file import TunedTable
+
+# Held by a thread while it changes the registry. The processes of a mesh agree on one
+# change at a time: each has one message per process in the key-value store. The lock is
+# reentrant, since a signal handler may call `destroy_ub` during `initialize_ub`.
+CHANGING = threading.RLock()
 
 NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
 
