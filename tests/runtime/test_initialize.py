@@ -267,6 +267,8 @@ REFUSALS = {
     "no tokens": (dict(shape=(0, 32)), ValueError, "is not positive"),
     "half a token": (dict(shape=(64.5, 32)), TypeError, "not an integer"),
     "no rank": (dict(tp_size=0), ValueError, "tp_size = 0 is not positive. Pass 1"),
+    "a rank for every atom": (dict(tp_size=10**80), ValueError, "0 is too large. Pass"),
+    "fewer than no tokens": (dict(shape=(-(10**30), 1)), ValueError, "is not positive"),
     "a true rank": (dict(tp_size=True), TypeError, "not an integer"),
     "another tp_size": (
         dict(tp_size=2),

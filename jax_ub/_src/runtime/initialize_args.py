@@ -63,14 +63,13 @@ def read_modes(use_fp8: Any, modes: Any) -> tuple[UserBufferQuantizationMode, ..
 
 def read_size(name: str, value: Any) -> int:
     """Returns a size as an int, after checking that it is an integer of at least 1."""
-    if not checks.is_integer(value):
-        raise ConfigurationTypeError(
-            f"initialize_ub: {name} = {shown(value)} is not an integer. Pass 1 or more."
-        )
+    found = f"initialize_ub: {name} = {shown(value)} is"
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ConfigurationTypeError(f"{found} not an integer. Pass 1 or more.")
     if value < 1:
-        raise ConfigurationError(
-            f"initialize_ub: {name} = {value} is not positive. Pass 1 or more."
-        )
+        raise ConfigurationError(f"{found} not positive. Pass 1 or more.")
+    if not checks.is_integer(value):
+        raise ConfigurationError(f"{found} too large. Pass less than 2**63.")
     return int(value)
 
 
