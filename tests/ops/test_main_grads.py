@@ -21,6 +21,20 @@ def test_trees_that_differ_are_not_merged(merge):
         merge([{"kernel": 1}], 3)
 
 
+@pytest.mark.parametrize(
+    ("gradients", "text"),
+    [
+        ([{"kernel": 1}, {}], r"has \[1\]\['main_grad'\], .* no \[1\]\['kernel'\]"),
+        ({"mlp": [{"kernel": 1}, {"kernel": 1}]}, r"has \[0\]\['main_grad'\], but"),
+        ([{"kernel": None}, {"kernel": 1}], r"has \[0\]\['main_grad'\], but"),
+    ],
+)
+def test_a_main_grad_without_a_gradient_of_its_kernel_is_an_error(gradients, text):
+    main_grads = [{"main_grad": 2}, {"main_grad": 3, "kernel": None}]
+    with pytest.raises(ShapeContractError, match=text):
+        ops.gradients_of_main_grads(gradients, main_grads)
+
+
 def test_a_single_array_is_split_as_a_weight():
     assert ops.split_main_grads(3) == (3, None)
 

@@ -232,9 +232,7 @@ def split_fp8_states(params: Any) -> tuple[Any, Any]:
 
 
 def _split(params, names):
-    is_own = jax.tree.map_with_path(
-        lambda path, _: bool(path) and getattr(path[-1], "key", None) in names, params
-    )
+    is_own = jax.tree.map_with_path(lambda path, _: _key_of(path) in names, params)
     others = jax.tree.map(lambda own, p: None if own else p, is_own, params)
     return others, jax.tree.map(lambda own, p: p if own else None, is_own, params)
 
@@ -296,12 +294,32 @@ def gradients_of_main_grads(gradients: Any, main_grads: Any) -> Any:
 
     Returns:
         The gradients of the weights, for an optimizer.
+
+    Raises:
+        ShapeContractError: if `gradients` lacks the kernel of a main_grad.
     """
-    flat = dict(jax.tree.leaves_with_path(main_grads))
+    left = {
+        path: leaf
+        for path, leaf in jax.tree.leaves_with_path(main_grads)
+        if _key_of(path) == "main_grad"
+    }
 
     def accumulated(path, gradient):
-        if not path or getattr(path[-1], "key", None) != "kernel":
+        if _key_of(path) != "kernel":
             return gradient
-        return flat.get((*path[:-1], jax.tree_util.DictKey("main_grad")), gradient)
+        return left.pop((*path[:-1], jax.tree_util.DictKey("main_grad")), gradient)
 
-    return jax.tree.map_with_path(accumulated, gradients)
+    replaced = jax.tree.map_with_path(accumulated, gradients)
+    for path in left:
+        kernel = jax.tree_util.keystr((*path[:-1], jax.tree_util.DictKey("kernel")))
+        raise ShapeContractError(
+            f"gradients_of_main_grads: main_grads has {jax.tree_util.keystr(path)}, "
+            f"but gradients has no {kernel}. Pass gradients in the tree that "
+            "split_main_grads returns; set the main_grads of frozen kernels to None."
+        )
+    return replaced
+
+
+def _key_of(path):
+    """Returns the last key of a leaf's path if it is in a dict, else None."""
+    return getattr(path[-1], "key", None) if path else None
