@@ -7,7 +7,8 @@ from flax_models import TYPES, assert_trees_close, mesh_of
 from jax.sharding import PartitionSpec as P
 from operands import normal
 
-from jax_ub.flax import Linear, linen
+from jax_ub.errors import ShapeContractError
+from jax_ub.flax import Linear, TransformerLayer, linen
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,25 @@ def test_a_layer_with_an_explicit_mesh_runs_inside_auto_axes():
         layer = Linear(16, 32, parallel="column", mesh=mesh, rngs=nnx.Rngs(0))
         y = jax.sharding.auto_axes(layer, out_sharding=P(None, None, "tp"))(x)
     assert_trees_close(np.asarray(y), x @ np.asarray(layer.kernel[...]))
+
+
+@covering(
+    context=["auto", "explicit"],
+    types=["auto", "explicit"],
+    sizes=[(2, 2), (1, 2), (4, 1)],
+    kind=["linear", "transformer"],
+)
+def test_a_mesh_of_other_sizes_than_that_of_set_mesh_is_named(
+    context, types, sizes, kind
+):
+    options = {"mesh": mesh_of(*sizes, types), "rngs": nnx.Rngs(0)}
+    with (
+        jax.set_mesh(mesh_of(1, 4, context)),
+        pytest.raises(
+            ShapeContractError, match=r"linear\(.*: mesh = .* differs from the mesh of"
+        ),
+    ):
+        if kind == "linear":
+            Linear(16, 32, parallel="column", **options)(normal(0, (4, 8, 16)))
+        else:
+            TransformerLayer(16, 32, 4, **options)(normal(0, (4, 8, 16)))

@@ -27,6 +27,7 @@ from jax_ub._src.fp8.flax_state import Fp8State
 from jax_ub._src.fp8.recipes import DelayedScaling, Recipe, check_layer_recipe
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.sharded_linear import sharded_linear, with_output_sharding
+from jax_ub._src.sharding.specs import check_context
 
 default_kernel_init = initializers.lecun_normal()
 default_bias_init = initializers.zeros_init()
@@ -263,7 +264,7 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
             checks.check_initial(layout.op, name, values, flat)
             values = values.reshape(sum(sizes, ()))
             metadata = _with_sharding(metadata, spec, layout)
-            return _sharded(nnx.Param, values, metadata), metadata
+            return _sharded(layout, nnx.Param, values, metadata), metadata
 
         self.kernel, kernel_metadata = parameter(
             "kernel_init", kernel_init, kernel_metadata, spec, ins, outs
@@ -277,7 +278,7 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
         self.main_grad = nnx.data(None)
         if main_grad:
             accumulator = jnp.zeros((*ins, *outs), jnp.float32)
-            self.main_grad = _sharded(MainGrad, accumulator, kernel_metadata)
+            self.main_grad = _sharded(layout, MainGrad, accumulator, kernel_metadata)
         self.fp8_state = (
             Fp8State(fp8) if isinstance(fp8, DelayedScaling) else nnx.data(None)
         )
@@ -402,9 +403,16 @@ def _unboxed(values, metadata):
     return values.raw_value, {**hooks, **metadata, **values.metadata}
 
 
-def _sharded(variable_type, array, metadata):
+def _sharded(layout, variable_type, array, metadata):
     """Creates an nnx variable, and shards its array over the mesh in `metadata`."""
-    variable = variable_type(array, **metadata)
+    try:
+        variable = variable_type(array, **metadata)
+    except (ValueError, AssertionError):
+        # JAX shards no array over a mesh of other devices or axis types than the mesh
+        # of jax.set_mesh. Its error names neither the layer nor the meshes.
+        if layout.mesh is not None:
+            check_context(layout.op, layout.mesh)
+        raise
     if metadata.get("mesh") is not None:
         variable.del_metadata("mesh")  # its devices cannot be pickled
     return variable

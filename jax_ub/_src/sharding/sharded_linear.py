@@ -37,6 +37,7 @@ from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.specs import (
     activation_specs,
     batch_axes,
+    check_context,
     data_axes,
     explicit_axes,
     free_axes,
@@ -85,6 +86,8 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
     )
     _check_operands(layout, x, kernels, residual, num_in)
     mesh = layout.global_mesh(*kernels, x)
+    if mesh is not None:
+        check_context(layout.op, mesh)
     is_exported = checks.has_symbolic_sizes(x)
     is_mapped = mesh is not None and not is_exported
     if main_grads is not None and (is_mapped or kernels[0].ndim > 2):

@@ -130,16 +130,22 @@ def free_axes(op: str, mesh: AnyMesh) -> dict[str, Any]:
 
     If the mesh has manual axes, it is the mesh of the enclosing `shard_map`.
     """
+    check_context(op, mesh)
+    context = jax.sharding.get_abstract_mesh()
+    return {
+        "mesh": None if mesh == context else mesh,
+        "axis_names": set(mesh.axis_names) - set(context.manual_axes),
+    }
+
+
+def check_context(op: str, mesh: AnyMesh) -> None:
+    """Raises an error if the mesh of `jax.set_mesh` has other axes or sizes."""
     context = jax.sharding.get_abstract_mesh()
     if not context.empty and context.shape_tuple != mesh.shape_tuple:
         raise ShapeContractError(
             f"{op}: mesh = {dict(mesh.shape)} differs from the mesh of jax.set_mesh, "
             f"{dict(context.shape)}. Leave mesh= out, or set the same mesh."
         )
-    return {
-        "mesh": None if mesh == context else mesh,
-        "axis_names": set(mesh.axis_names) - set(context.manual_axes),
-    }
 
 
 def reshard(mesh: AnyMesh, specs: Sequence[P], operands: Sequence[Any]) -> list[Any]:
