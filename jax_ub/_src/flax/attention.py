@@ -8,12 +8,13 @@ from typing import Any, Unpack
 import jax
 from flax import nnx
 
-from jax_ub._src import checks
-from jax_ub._src.errors import UnsupportedOverlapError
+from jax_ub._src import arguments, checks
+from jax_ub._src.errors import ConfigurationError, UnsupportedOverlapError
 from jax_ub._src.flax.core_attention import CoreAttention, dropout
 from jax_ub._src.flax.linear import apply_layers, inner_linear
 from jax_ub._src.flax.norm_layers import LayerNormMLP, normalize
 from jax_ub._src.flax.options import (
+    FixedArguments,
     LinearOptions,
     check_attention_sizes,
     check_options,
@@ -71,7 +72,20 @@ def residual_blocks(
     return x + drop(mlp(x))
 
 
-class MultiHeadAttention(nnx.Module):
+class _CoreOption:
+    """An option of `CoreAttention`, as an attribute of the layer that contains it."""
+
+    def __set_name__(self, owner, name):
+        self._name = name
+
+    def __get__(self, layer, owner=None):
+        return self if layer is None else getattr(layer.core, self._name)
+
+    def __set__(self, layer, value):
+        layer.core = dataclasses.replace(layer.core, **{self._name: value})
+
+
+class MultiHeadAttention(FixedArguments, nnx.Module):
     """Tensor-parallel attention whose QKV and output GEMMs overlap with communication.
 
     The parameters have the names, global shapes and initial values of
@@ -90,7 +104,23 @@ class MultiHeadAttention(nnx.Module):
             `nnx.LayerNorm`, or None.
         key_ln: norm of the keys over `head_dim`, or None.
         out: row-parallel `Linear`, `[num_heads, head_dim, out_features]`.
+        is_causal: as in the constructor. It can be changed, as well as the following.
+        rotary_base: as in the constructor.
+        attention_fn: as in the constructor.
+        dropout_rate: as in the constructor.
+        broadcast_dropout: as in the constructor.
+        deterministic: whether dropout is disabled.
     """
+
+    _settable = frozenset(
+        ["num_heads", "num_kv_heads", "is_causal", "rotary_base", "attention_fn"]
+        + ["dropout_rate", "broadcast_dropout", "deterministic"]
+    )
+    is_causal: Any = _CoreOption()
+    rotary_base: Any = _CoreOption()
+    attention_fn: Any = _CoreOption()
+    dropout_rate: Any = _CoreOption()
+    broadcast_dropout: Any = _CoreOption()
 
     def __init__(  # noqa: PLR0913, flax.nnx.MultiHeadAttention's arguments
         self,
@@ -232,23 +262,27 @@ class MultiHeadAttention(nnx.Module):
         self.core.check_heads(self.num_heads, self.num_kv_heads, kernel, inputs_q)
         layers = (self.query, self.key, self.value)
         inputs = (inputs_q, inputs_k, inputs_v)
-        q, k, v = project_qkv(layers, inputs, self.core.rotary_base)
+        q, k, v = project_qkv(layers, inputs, self.rotary_base)
         if self.query_ln is not None and self.key_ln is not None:
             q, k = self.query_ln(q), self.key_ln(k)
-        if deterministic is None:
-            deterministic = self.deterministic
-        key = None if self.rngs is None or deterministic else self.rngs()
+        key = self._dropout_key(deterministic)
         y = self.core(q, k, v, mask=mask, positions=positions, dropout_key=key)
         return self.out(y, residual=residual)
 
-    @property
-    def attention_fn(self) -> Callable[..., jax.Array] | None:
-        """The function that computes attention; it may be replaced, as in Flax."""
-        return self.core.attention_fn
-
-    @attention_fn.setter
-    def attention_fn(self, attention_fn: Callable[..., jax.Array] | None) -> None:
-        self.core = dataclasses.replace(self.core, attention_fn=attention_fn)
+    def _dropout_key(self, deterministic):
+        """Returns the PRNG key of a call's dropout; None if dropout is disabled."""
+        op = "MultiHeadAttention"
+        deterministic = self.deterministic if deterministic is None else deterministic
+        arguments.check(op, deterministic=deterministic)
+        if deterministic or self.dropout_rate == 0:
+            return None
+        if self.rngs is None:
+            raise ConfigurationError(
+                f"{op}: dropout_rate = {self.dropout_rate} was set on a layer that was "
+                "created without dropout, so it has no PRNG stream. Set its attribute "
+                "rngs, too, for example to nnx.Rngs(dropout=0).dropout.fork()."
+            )
+        return self.rngs()
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Sets whether dropout is disabled; `nnx.view` calls this method.
@@ -256,11 +290,12 @@ class MultiHeadAttention(nnx.Module):
         Args:
             deterministic: whether dropout is disabled; None keeps the current value.
         """
+        arguments.check("MultiHeadAttention", deterministic=deterministic)
         if deterministic is not None:
             self.deterministic = deterministic
 
 
-class TransformerLayer(nnx.Module):
+class TransformerLayer(FixedArguments, nnx.Module):
     """A pre-norm transformer layer: attention and an MLP, each with a residual.
 
     The layer runs four overlapped GEMMs, named "qkv", "proj", "fc1" and "fc2" in
@@ -273,7 +308,19 @@ class TransformerLayer(nnx.Module):
         attention_norm: the norm before the attention, `nnx.LayerNorm` or `nnx.RMSNorm`.
         attention: the `MultiHeadAttention`.
         mlp: the `LayerNormMLP`, which contains the norm before the MLP.
+        dropout: the `nnx.Dropout` with the rate `hidden_dropout`, or None.
     """
+
+    _settable = frozenset()
+    _set_elsewhere = {
+        "is_causal": "Set attention.is_causal.",
+        "rotary_base": "Set attention.rotary_base.",
+        "attention_fn": "Set attention.attention_fn.",
+        "activation": "Set mlp.activation.",
+        "attention_dropout": "Set attention.dropout_rate.",
+        "hidden_dropout": "Set dropout.rate.",
+        "deterministic": "Call train() or eval().",
+    }
 
     def __init__(  # noqa: PLR0913, of attention, norms and MLP
         self,
@@ -400,6 +447,7 @@ class TransformerLayer(nnx.Module):
                 None uses 0, 1, 2, ....
             deterministic: whether dropout is disabled; None takes the module's value.
         """
+        arguments.check("TransformerLayer", deterministic=deterministic)
         attend = functools.partial(
             self.attention,
             normalize("TransformerLayer", self.attention_norm, inputs),
@@ -407,13 +455,17 @@ class TransformerLayer(nnx.Module):
             positions=positions,
             deterministic=deterministic,
         )
-        module: Any = self.dropout
+        return residual_blocks(inputs, attend, self.mlp, self._drop(deterministic))
+
+    def _drop(self, deterministic):
+        """Returns a function that applies `hidden_dropout`; None if it is disabled."""
+        op, module = "TransformerLayer", self.dropout
+        if module is None:
+            return None
+        deterministic = module.deterministic if deterministic is None else deterministic
+        arguments.check(op, deterministic=deterministic)
+        checks.check_rate(op, "dropout.rate", module.rate)
+        if deterministic or module.rate == 0:
+            return None
         layout = self.mlp.fc2.sharding_layout
-        if module is not None and deterministic is None:
-            deterministic = module.deterministic
-
-        def drop(y):
-            return dropout(y, module.rate, module.rngs(), layout)
-
-        is_dropped = module is not None and not deterministic
-        return residual_blocks(inputs, attend, self.mlp, drop if is_dropped else None)
+        return lambda y: dropout(y, module.rate, module.rngs(), layout)

@@ -13,9 +13,10 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_ub._src import checks
+from jax_ub._src import arguments, checks
 from jax_ub._src.checks import axis_tuple
 from jax_ub._src.errors import ShapeContractError, UnknownNameError, shown
+from jax_ub._src.flax.options import check_rotary_base
 from jax_ub._src.primitives import vma
 from jax_ub._src.reference import with_rank
 from jax_ub._src.sharding.layout import ShardingLayout
@@ -41,6 +42,13 @@ class CoreAttention:
     broadcast_dropout: bool = True
 
     def __post_init__(self):
+        flags = {
+            "is_causal": self.is_causal,
+            "broadcast_dropout": self.broadcast_dropout,
+        }
+        arguments.check("attention", **flags)
+        check_rotary_base("attention", self.rotary_base)
+        checks.check_rate("attention", "dropout_rate", self.dropout_rate)
         given = self.attention_fn
         if given is not None and not (callable(given) and checks.is_hashable(given)):
             raise UnknownNameError(
@@ -89,6 +97,12 @@ class CoreAttention:
                 f"attention: queries have shape {q.shape}, keys {k.shape} and values "
                 f"{v.shape}. Pass inputs of the same sequences, and inputs_v with as "
                 "many tokens as inputs_k."
+            )
+        if self.rotary_base is not None and q.shape[-1] % 2:
+            raise ShapeContractError(
+                f"attention: rotary_base = {self.rotary_base}, but queries {q.shape} "
+                f"have heads of {q.shape[-1]} features, and rotary embeddings rotate "
+                "pairs of features. Use an even number, or rotary_base=None."
             )
         if mask is not None:
             whole = (*lead, num_heads, num_tokens, k.shape[-3])

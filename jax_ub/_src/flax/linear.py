@@ -15,8 +15,9 @@ from flax.nnx.nn import dtypes, initializers
 
 from jax_ub._src import arguments, checks
 from jax_ub._src.config.flags import OverlapFlags
-from jax_ub._src.errors import ShapeContractError, shown
+from jax_ub._src.errors import ConfigurationError, ShapeContractError, shown
 from jax_ub._src.flax.options import (
+    FixedArguments,
     LinearOptions,
     as_sizes,
     check_not_quantized,
@@ -85,7 +86,7 @@ _check_state = checks.option_check(
 )
 
 
-class Linear(arguments.KeywordsChecked, nnx.Module):
+class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
     """A tensor-parallel linear layer over the last dimensions of its inputs.
 
     With sequence parallelism, the GEMM of a "column" layer overlaps with the all-gather
@@ -116,6 +117,11 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
         main_grad: the accumulator of the kernel's gradient, or None.
         fp8_state: the state of `DelayedScaling`, or None.
     """
+
+    _settable = frozenset(
+        ["in_features", "out_features", "use_bias", "dtype", "param_dtype"]
+        + ["precision", "promote_dtype", "preferred_element_type", "main_grad"]
+    )
 
     def __init__(  # noqa: PLR0913, flax.nnx.Linear's arguments and where it runs
         self,
@@ -324,6 +330,7 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
         self._check_parameters()
         bias = None if self.bias is None else self.bias[...]
         given = (inputs, self.kernel[...], bias)
+        arguments.check(self.sharding_layout.op, promote_dtype=self.promote_dtype)
         promote = functools.partial(self.promote_dtype, given, dtype=self.dtype)
         main_grad = None if self.main_grad is None else self.main_grad[...]
         state = None if self.fp8_state is None else self.fp8_state.arrays()
@@ -333,13 +340,19 @@ class Linear(arguments.KeywordsChecked, nnx.Module):
         return self._call_layout(), (*promoted, main_grad, state), options
 
     def _check_parameters(self) -> None:
-        """Raises an error if kernel or bias are FP8, before Flax indexes them."""
+        """Raises an error if kernel or bias are FP8, or the bias must not be added."""
         values = {
             name: variable.get_value()
             for name, variable in (("kernel", self.kernel), ("bias", self.bias))
             if isinstance(variable, nnx.Variable)
         }
+        # Before Flax indexes them.
         check_not_quantized(self.sharding_layout.op, **values)
+        if not self.use_bias and self.bias is not None:
+            raise ConfigurationError(
+                f"{self.sharding_layout.op}: use_bias = {shown(self.use_bias)} was set "
+                "on a layer that has a bias. Set bias = None, too."
+            )
 
     def _call_layout(self):
         """Returns the sharding layout, with FSDP axes from the kernel's metadata.

@@ -113,6 +113,7 @@ class TensorParallel(arguments.KeywordsChecked, nn.Module, kw_only=True):
 
         If all `rates` of dropout are 0, and for initialization, neither is needed.
         """
+        arguments.check(type(self).__name__, deterministic=deterministic)
         attribute = self.deterministic
         is_given = attribute is not None or deterministic is not None
         if not any(rates) or (self.is_initializing() and not is_given):

@@ -6,9 +6,10 @@ from typing import Any, Unpack
 import jax
 from flax import nnx
 
-from jax_ub._src import checks
+from jax_ub._src import arguments, checks
 from jax_ub._src.flax.linear import Linear, apply_layers, inner_linear
 from jax_ub._src.flax.options import (
+    FixedArguments,
     LinearOptions,
     check_norm_inputs,
     check_norm_parallel,
@@ -41,7 +42,7 @@ def normalize(
     return norm(inputs)
 
 
-class LayerNormLinear(nnx.Module):
+class LayerNormLinear(FixedArguments, nnx.Module):
     """A norm followed by a `Linear`, for example as the head of a language model.
 
     Transformer Engine: `te.LayerNormLinear`.
@@ -49,7 +50,10 @@ class LayerNormLinear(nnx.Module):
     Attributes:
         norm: `nnx.LayerNorm` or `nnx.RMSNorm`, over all features of a token.
         linear: the `Linear` after the norm.
+        return_layernorm_output: whether a call also returns the normalized inputs.
     """
+
+    _settable = frozenset({"return_layernorm_output"})
 
     def __init__(
         self,
@@ -114,12 +118,14 @@ class LayerNormLinear(nnx.Module):
         `return_layernorm_output`, returns a pair of the result and the normalized
         inputs.
         """
-        normalized = normalize("LayerNormLinear", self.norm, inputs)
+        op, returns_both = "LayerNormLinear", self.return_layernorm_output
+        arguments.check(op, return_layernorm_output=returns_both)
+        normalized = normalize(op, self.norm, inputs)
         y = self.linear(normalized)
-        return (y, normalized) if self.return_layernorm_output else y
+        return (y, normalized) if returns_both else y
 
 
-class LayerNormMLP(nnx.Module):
+class LayerNormMLP(FixedArguments, nnx.Module):
     """A norm and a tensor-parallel MLP whose two GEMMs overlap with communication.
 
     The MLP consists of the column-parallel fc1, an activation and the row-parallel fc2.
@@ -136,7 +142,10 @@ class LayerNormMLP(nnx.Module):
         gate: column-parallel `Linear` with the shape of fc1 for gated activations, else
             None.
         fc2: row-parallel `Linear`, `[ffn_hidden_size, hidden_size]`.
+        activation: the activation function.
     """
+
+    _settable = frozenset({"activation"})
 
     def __init__(
         self,
@@ -196,5 +205,6 @@ class LayerNormMLP(nnx.Module):
                 adds it inside its fused call, before rounding.
         """
         normalized = normalize("LayerNormMLP", self.norm, inputs)
+        arguments.check_function("LayerNormMLP", "activation", self.activation)
         layers = (self.fc1, self.gate, self.fc2)
         return mlp(self.activation, layers, normalized, residual)

@@ -5,7 +5,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,40 @@ class LinearOptions(TypedDict, total=False):
     ub_bulk_dgrad: bool | None
     ub_bulk_wgrad: bool | None
     fp8: Recipe | None
+
+
+class FixedArguments:
+    """Base class of nnx layers whose constructor arguments are not all attributes.
+
+    Setting another argument of a layer raises an error. Otherwise it would create an
+    attribute that nothing reads. A user's subclass with its own constructor may use all
+    names.
+    """
+
+    # The arguments that are attributes; where to set others, for errors. The layers
+    # declare both.
+    _settable: ClassVar[frozenset[str]]
+    _set_elsewhere: ClassVar[dict[str, str]] = {}
+    _fixed: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **keywords: Any):
+        super().__init_subclass__(**keywords)
+        own = vars(cls)
+        if "_settable" in own:
+            arguments_of_linear = LinearOptions.__annotations__
+            names = {*arguments.named_parameters(cls), *arguments_of_linear}
+            cls._fixed = frozenset(names - cls._settable - {"rngs"})
+        elif "__init__" in own:
+            cls._fixed = frozenset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._fixed:
+            fix = self._set_elsewhere.get(name, f"Create the layer with {name}=.")
+            raise ConfigurationError(
+                f"{type(self).__name__}: {name} = {shown(value)} is set after the "
+                f"layer was created, which reads it in its constructor only. {fix}"
+            )
+        super().__setattr__(name, value)
 
 
 def check_options(layer: type, options: LinearOptions, **own: Any) -> None:
@@ -272,19 +306,23 @@ def check_attention_sizes(
             f"{num_heads}. Use qkv_features = "
             f"{checks.round_up(qkv_features, num_heads)}."
         )
+    check_rotary_base(op, rotary_base)
+    head_dim = qkv_features // num_heads
+    if rotary_base is not None and head_dim % 2:
+        raise ShapeContractError(
+            f"{op}: qkv_features = {qkv_features} gives {num_heads} heads of "
+            f"{head_dim} features, but rotary embeddings rotate pairs of features. Use "
+            f"qkv_features = {num_heads * (head_dim + 1)}."
+        )
+
+
+def check_rotary_base(op: str, rotary_base: float | None) -> None:
     if rotary_base is None:
         return
     if not checks.is_number(rotary_base) or not rotary_base > 0:
         raise ShapeContractError(
             f"{op}: rotary_base = {shown(rotary_base)} is not a positive number. Pass "
             "one, for example 10000.0, or None for no rotary embeddings."
-        )
-    head_dim = qkv_features // num_heads
-    if head_dim % 2:
-        raise ShapeContractError(
-            f"{op}: qkv_features = {qkv_features} gives {num_heads} heads of "
-            f"{head_dim} features, but rotary embeddings rotate pairs of features. Use "
-            f"qkv_features = {num_heads * (head_dim + 1)}."
         )
 
 

@@ -1,0 +1,212 @@
+"""Attributes that are set after a layer was created: they apply, or raise an error."""
+
+import functools
+
+import jax
+import pytest
+from flax import nnx
+from flax_models import mesh_of
+from operands import assert_equal, normal
+
+from jax_ub.errors import ConfigurationError, ShapeContractError, UnknownNameError
+from jax_ub.flax import (
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiHeadAttention,
+    TransformerLayer,
+    linen,
+)
+
+X = (2, 4, 16)
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    with jax.set_mesh(mesh_of(1, 2)):
+        yield
+
+
+def attention(**options):
+    return MultiHeadAttention(4, 16, rngs=nnx.Rngs(0, dropout=7), **options)
+
+
+def transformer(**options):
+    return TransformerLayer(16, 32, 4, rngs=nnx.Rngs(0, dropout=7), **options)
+
+
+def ones_like_queries(q, k, v, **options):
+    return q * 0 + 1
+
+
+LAYERS = {
+    "Linear": functools.partial(Linear, 16, 32, rngs=nnx.Rngs(0)),
+    "LayerNormLinear": functools.partial(LayerNormLinear, 16, 32, rngs=nnx.Rngs(0)),
+    "LayerNormMLP": functools.partial(LayerNormMLP, 16, 32, rngs=nnx.Rngs(0)),
+    "MultiHeadAttention": attention,
+    "TransformerLayer": transformer,
+}
+
+
+@pytest.mark.parametrize(
+    ("start", "changed"),
+    [
+        ({}, {"is_causal": True}),
+        ({}, {"rotary_base": 100.0}),
+        ({"rotary_base": 100.0}, {"rotary_base": None}),
+        ({}, {"attention_fn": ones_like_queries}),
+        ({"dropout_rate": 0.5}, {"dropout_rate": 0.25}),
+        ({"dropout_rate": 0.5}, {"broadcast_dropout": False}),
+        ({"dropout_rate": 0.5}, {"deterministic": True}),
+        ({"dropout_rate": 0.5}, {"dropout_rate": 0.0}),
+    ],
+)
+def test_a_set_attribute_of_attention_acts_as_its_argument(start, changed):
+    x = normal(0, X)
+    set_later, made, unchanged = (
+        attention(**start),
+        attention(**{**start, **changed}),
+        attention(**start),
+    )
+    for name, value in changed.items():
+        setattr(set_later, name, value)
+        assert getattr(set_later, name) == value
+    call = nnx.jit(lambda model, x: model(x))
+    expected = made(x)
+    assert_equal(call(set_later, x), expected)
+    assert abs(unchanged(x) - expected).max() > 1e-3
+    merged = nnx.merge(*nnx.split(set_later))
+    assert all(getattr(merged, name) == value for name, value in changed.items())
+
+
+def test_set_attributes_of_flax_changes_attention():
+    model, x = transformer(attention_dropout=0.5), normal(0, X)
+    model.set_attributes(dropout_rate=0.0, is_causal=False)
+    assert_equal(model(x), transformer(is_causal=False)(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "text"),
+    [
+        ("is_causal", "no", UnknownNameError, "attention: is_causal = 'no' is not a"),
+        ("broadcast_dropout", 2, UnknownNameError, "broadcast_dropout = 2 is not a"),
+        ("rotary_base", -1, ShapeContractError, "rotary_base = -1 is not a positive"),
+        ("rotary_base", True, ShapeContractError, "rotary_base = True is not a pos"),
+        ("dropout_rate", 1, ShapeContractError, "dropout_rate = 1 is not a prob"),
+        ("attention_fn", 3, UnknownNameError, "attention_fn = 3 is not a hashable"),
+    ],
+)
+def test_a_wrong_attribute_of_attention_is_rejected_when_it_is_set(
+    name, value, error, text
+):
+    model = attention()
+    with pytest.raises(error, match=text):
+        setattr(model, name, value)
+
+
+def test_rotary_embeddings_need_pairs_of_features():
+    model = attention(qkv_features=12)
+    model.rotary_base = 10.0
+    with pytest.raises(ShapeContractError, match=r"rotary_base = 10.0, .* 3 features"):
+        model(normal(0, X))
+
+
+def test_a_dropout_rate_that_is_set_later_needs_a_stream():
+    model, x = attention(), normal(0, X)
+    model.dropout_rate = 0.5
+    with pytest.raises(ConfigurationError, match=r"dropout_rate = 0.5 was set on a"):
+        model(x)
+    plain = model(x, deterministic=True)
+    model.rngs = nnx.Rngs(dropout=0).dropout.fork()
+    assert abs(model(x) - plain).max() > 1e-3
+
+
+def test_the_rate_of_the_dropout_of_a_transformer_layer_may_be_set():
+    model, x = transformer(hidden_dropout=0.5), normal(0, X)
+    model.dropout.rate = 0.0
+    assert_equal(model(x), transformer()(x))
+    model.dropout.rate = 1.0  # would make gradients NaN
+    with pytest.raises(ShapeContractError, match=r"dropout\.rate = 1\.0 is not a prob"):
+        model(x)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_arguments_that_a_layer_does_not_store_cannot_be_set(kind):
+    model = LAYERS[kind]()
+    assert {"mesh", "method", "sequence_parallel", "fp8"} <= type(model)._fixed
+    for name in type(model)._fixed:
+        assert not hasattr(model, name) or name == "main_grad"
+        with pytest.raises(
+            ConfigurationError, match=rf"{kind}: {name} = 3 is set after the layer was"
+        ):
+            setattr(model, name, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("is_causal", "Set attention.is_causal."),
+        ("attention_dropout", "Set attention.dropout_rate."),
+        ("deterministic", r"Call train\(\) or eval\(\)."),
+        ("method", "Create the layer with method=."),
+    ],
+)
+def test_the_error_names_where_a_transformer_layer_stores_an_argument(name, fix):
+    with pytest.raises(ConfigurationError, match=fix):
+        setattr(transformer(), name, 0)
+
+
+def test_a_subclass_with_its_own_constructor_may_use_every_name():
+    class Block(TransformerLayer):
+        def __init__(self, mesh, rngs):
+            super().__init__(16, 32, 4, mesh=mesh, rngs=rngs)
+            self.mesh = self.method = mesh
+
+    class Renamed(TransformerLayer):
+        pass
+
+    assert Block(None, nnx.Rngs(0)).mesh is None
+    with pytest.raises(ConfigurationError, match="Renamed: method = 'xla' is set"):
+        Renamed(16, 32, 4, rngs=nnx.Rngs(0)).method = "xla"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "error", "text"),
+    [
+        ("Linear", "use_bias", False, ConfigurationError, "use_bias = False was set"),
+        ("Linear", "promote_dtype", 3, ShapeContractError, "promote_dtype = 3 is not"),
+        ("LayerNormMLP", "activation", "silu", ShapeContractError, "'silu' is not a f"),
+        ("LayerNormLinear", "return_layernorm_output", "no", UnknownNameError, "'no'"),
+    ],
+)
+def test_a_wrong_attribute_is_rejected_when_the_layer_is_called(
+    kind, name, value, error, text
+):
+    model = LAYERS[kind]()
+    setattr(model, name, value)
+    with pytest.raises(error, match=text):
+        model(normal(0, X))
+
+
+def test_deterministic_is_a_bool_wherever_it_is_passed():
+    text, x = "deterministic = 'no' is not a bool", normal(0, X)
+    model = attention(dropout_rate=0.5)
+    layer = transformer(hidden_dropout=0.5)
+    linen_layer = linen.TransformerLayer(16, 32, 4)
+    variables = linen_layer.init(jax.random.key(0), x)
+    calls = [
+        lambda: attention(deterministic="no"),
+        lambda: transformer(deterministic="no"),
+        lambda: model(x, deterministic="no"),
+        lambda: layer(x, deterministic="no"),
+        lambda: model.set_view(deterministic="no"),
+        lambda: linen.MultiHeadAttention(4, deterministic="no"),
+        lambda: linen_layer.apply(variables, x, deterministic="no"),
+    ]
+    for call in calls:
+        with pytest.raises(UnknownNameError, match=text):
+            call()
+    layer.dropout.deterministic = model.deterministic = "no"
+    for each in (model, layer):
+        with pytest.raises(UnknownNameError, match=text):
+            each(x)
