@@ -8,6 +8,7 @@ from flax import nnx
 from flax_models import mesh_of
 from operands import assert_equal, normal
 
+import jax_ub as ub
 from jax_ub.errors import ConfigurationError, ShapeContractError, UnknownNameError
 from jax_ub.flax import (
     LayerNormLinear,
@@ -210,3 +211,25 @@ def test_deterministic_is_a_bool_wherever_it_is_passed():
     for each in (model, layer):
         with pytest.raises(UnknownNameError, match=text):
             each(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda rngs: MultiHeadAttention(4, 16, dropout_rate=0.5, rngs=rngs),
+            'MultiHeadAttention: dropout_rate = 0.5 needs a PRNG stream "dropout"',
+        ),
+        (
+            lambda rngs: TransformerLayer(16, 32, 4, attention_dropout=0.5, rngs=rngs),
+            "TransformerLayer: attention_dropout = 0.5 needs",
+        ),
+        (
+            lambda rngs: TransformerLayer(16, 32, 4, hidden_dropout=0.5, rngs=rngs),
+            "TransformerLayer: hidden_dropout = 0.5 needs",
+        ),
+    ],
+)
+def test_dropout_needs_a_stream(make, text):
+    with pytest.raises(ub.errors.UnknownNameError, match=text):
+        make(nnx.Rngs(params=0))

@@ -9,7 +9,11 @@ import jax
 from flax import nnx
 
 from jax_ub._src import arguments, checks
-from jax_ub._src.errors import ConfigurationError, UnsupportedOverlapError
+from jax_ub._src.errors import (
+    ConfigurationError,
+    UnknownNameError,
+    UnsupportedOverlapError,
+)
 from jax_ub._src.flax.core_attention import CoreAttention, dropout
 from jax_ub._src.flax.linear import apply_layers, inner_linear
 from jax_ub._src.flax.norm_layers import LayerNormMLP, normalize
@@ -70,6 +74,17 @@ def residual_blocks(
         return mlp(x, residual=x)
     x = inputs + drop(attend())
     return x + drop(mlp(x))
+
+
+def check_dropout_stream(op: str, rngs: Any, **rates: float) -> None:
+    """Raises an error if dropout is enabled, but `rngs` has no stream for it."""
+    for name, rate in rates.items():
+        checks.check_rate(op, name, rate)
+        if rate > 0 and not hasattr(rngs, "dropout"):
+            raise UnknownNameError(
+                f'{op}: {name} = {rate} needs a PRNG stream "dropout", which rngs does '
+                "not have. Pass, for example, nnx.Rngs(0, dropout=1)."
+            )
 
 
 class _CoreOption:
@@ -187,7 +202,7 @@ class MultiHeadAttention(FixedArguments, nnx.Module):
             broadcast_dropout=broadcast_dropout,
             deterministic=deterministic,
         )
-        checks.check_rate("MultiHeadAttention", "dropout_rate", dropout_rate)
+        check_dropout_stream("MultiHeadAttention", rngs, dropout_rate=dropout_rate)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         qkv_features = in_features if qkv_features is None else qkv_features
         in_kv_features = in_features if in_kv_features is None else in_kv_features
@@ -389,8 +404,8 @@ class TransformerLayer(FixedArguments, nnx.Module):
             hidden_size, num_attention_heads, num_gqa_groups, kv_channels
         )
         qk_norm_class(op, qk_norm_type, normalize_qk, nnx)
-        checks.check_rate(op, "hidden_dropout", hidden_dropout)
-        checks.check_rate(op, "attention_dropout", attention_dropout)
+        rates = {"hidden_dropout": hidden_dropout}
+        check_dropout_stream(op, rngs, **rates, attention_dropout=attention_dropout)
         self.attention_norm = make_norm(
             nnx, op, normalization, epsilon, options, hidden_size, rngs=rngs
         )
