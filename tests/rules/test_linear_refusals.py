@@ -34,6 +34,13 @@ def test_a_linear_layer_names_what_was_called(options, message):
     refuses(ShapeContractError, message, call, zeros(8, 6), zeros(7, 8))
 
 
+def test_an_axis_that_is_not_used_has_a_name():
+    text = "linear: axis_name = 3 is not the name of a mesh axis"
+    with pytest.raises(ShapeContractError, match=text):
+        ub.linear(zeros(8, 6), zeros(6, 8), axis_name=3)
+    assert ub.linear(zeros(8, 6), zeros(6, 8), axis_name="tp").shape == (8, 8)
+
+
 LAYERS = (
     {"parallel": None, "axis_name": None},
     {"parallel": "column"},

@@ -123,6 +123,8 @@ def linear(  # noqa: PLR0913, pinned
                 "kernel is sharded over, but axis_name = None. Pass it, for example "
                 'axis_name="tp".'
             )
+    elif axis_name is not None:
+        shapes.check_axis_name("linear", axis_name)
     shapes.check_flag("linear", "sequence_parallel", sequence_parallel)
     mode = mode_of(parallel, sequence_parallel)
     op = "linear"
