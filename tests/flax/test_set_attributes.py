@@ -5,7 +5,7 @@ import functools
 import jax
 import pytest
 from flax import nnx
-from flax_models import mesh_of
+from flax_models import assert_trees_close, mesh_of
 from operands import assert_equal, normal
 
 import jax_ub as ub
@@ -189,6 +189,19 @@ def test_a_wrong_attribute_is_rejected_when_the_layer_is_called(
         model(normal(0, X))
 
 
+@pytest.mark.parametrize("as_variable", [nnx.Param, lambda array: array])
+def test_parameters_may_be_set_to_variables_and_to_arrays(as_variable):
+    x, w, b = normal(0, X), normal(1, (16, 32)), normal(2, (32,))
+    model, flax = (
+        layer(16, 32, rngs=nnx.Rngs(0), **options)
+        for layer, options in ((Linear, {"parallel": "column"}), (nnx.Linear, {}))
+    )
+    for each in (model, flax):
+        each.kernel, each.bias = as_variable(w), as_variable(b)
+    assert_trees_close(model(x), flax(x))
+    assert_trees_close(nnx.jit(lambda model, x: model(x))(model, x), flax(x))
+
+
 def test_deterministic_is_a_bool_wherever_it_is_passed():
     text, x = "deterministic = 'no' is not a bool", normal(0, X)
     model = attention(dropout_rate=0.5)
@@ -233,3 +246,11 @@ def test_deterministic_is_a_bool_wherever_it_is_passed():
 def test_dropout_needs_a_stream(make, text):
     with pytest.raises(ub.errors.UnknownNameError, match=text):
         make(nnx.Rngs(params=0))
+
+
+def test_a_kernel_that_is_set_to_a_scaled_array_is_rejected():
+    model = LAYERS["Linear"]()
+    kernel = model.kernel.get_value()
+    model.kernel = nnx.data(ub.quantize(kernel, ub.fp8.Float8CurrentScaling()))
+    with pytest.raises(ShapeContractError, match=r"kernel is a ub\.ScaledArray, but"):
+        model(normal(0, X))

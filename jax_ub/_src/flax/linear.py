@@ -342,9 +342,8 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
     def _check_parameters(self) -> None:
         """Raises an error if kernel or bias are FP8, or the bias must not be added."""
         values = {
-            name: variable.get_value()
-            for name, variable in (("kernel", self.kernel), ("bias", self.bias))
-            if isinstance(variable, nnx.Variable)
+            name: value.get_value() if isinstance(value, nnx.Variable) else value
+            for name, value in (("kernel", self.kernel), ("bias", self.bias))
         }
         # Before Flax indexes them.
         check_not_quantized(self.sharding_layout.op, **values)
@@ -364,7 +363,10 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
         kernel, layout = self.kernel, self.sharding_layout
         # If layers are stacked, for example by nnx.vmap, the metadata's spec may have
         # more leading entries than the kernel has dimensions.
-        spec = tuple(nnx.get_partition_spec(kernel).get_value() or ())[-kernel.ndim :]
+        spec: Any = nnx.get_partition_spec(kernel)
+        if isinstance(spec, nnx.Variable):  # not if the kernel was set to an array
+            spec = spec.get_value()
+        spec = tuple(spec or ())[-kernel.ndim :]
         layout = layout.with_fsdp_of(spec, layout.find_mesh(), len(ins))
         dim = layout.fsdp_dim * len(ins)
         is_whole = kernel.shape[dim] == (*ins, *outs)[dim]
