@@ -6,6 +6,7 @@ import pytest
 
 from jax_ub._src import lowering_log
 from jax_ub._src.tools.explain.program import compiled_text
+from jax_ub.errors import UnknownNameError
 
 
 def test_record_of_fallbacks_is_bounded():
@@ -22,6 +23,13 @@ def test_record_of_fallbacks_can_be_cleared():
         "op", "a test"
     )
     assert lowering_log.fallbacks() == ()
+
+
+def test_clear_is_a_bool():
+    lowering_log.record_fallback("op", "a test")
+    with pytest.raises(UnknownNameError, match="fallbacks: clear = 'no' is not a bool"):
+        lowering_log.fallbacks(clear="no")
+    assert lowering_log.fallbacks()
 
 
 @pytest.mark.parametrize("name", ["a]b", "a[b", "it's", 'a"b', "a/b|c%d", "a\\b", "ü"])

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from jax_ub._src import checks
 from jax_ub._src.methods import Method, PallasTiles
 
 
@@ -143,6 +144,7 @@ def fallbacks(*, clear: bool = False) -> tuple[Fallback, ...]:
         One entry for each time such a call was traced or lowered. `.label` is the
         call's name, and `.reason` says why it fell back or which work is repeated.
     """
+    checks.check_flag("fallbacks", "clear", clear)
     found = tuple(_FALLBACKS)
     if clear:
         _FALLBACKS.clear()

@@ -89,6 +89,13 @@ def test_prepended_fusion_runs_first():
 
 
 @pytest.mark.parametrize("name", PASSES)
+def test_prepend_is_a_bool(name):
+    text = f"register_{name}_fusion: prepend = 'no' is not a bool"
+    with pytest.raises(ub.errors.UnknownNameError, match=text):
+        getattr(ops, f"register_{name}_fusion")(lambda ops: ops, prepend="no")
+
+
+@pytest.mark.parametrize("name", PASSES)
 def test_a_fusion_that_is_not_callable_is_rejected(name):
     with pytest.raises(ub.errors.FusionError, match=f"register_{name}_fusion.*None"):
         getattr(ops, f"register_{name}_fusion")(None)

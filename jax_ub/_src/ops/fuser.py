@@ -161,6 +161,7 @@ def _register(name, fusion, prepend):
             f"register_{name}_fusion: fusion = {shown(fusion)} is not callable. Pass a "
             "function that takes and returns a list of operations."
         )
+    checks.check_flag(f"register_{name}_fusion", "prepend", prepend)
     if fusion not in _FUSIONS[name]:
         _FUSIONS[name].insert(0 if prepend else len(_FUSIONS[name]), fusion)
 
