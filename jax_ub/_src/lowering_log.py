@@ -143,6 +143,9 @@ def fallbacks(*, clear: bool = False) -> tuple[Fallback, ...]:
     Returns:
         One entry for each time such a call was traced or lowered. `.label` is the
         call's name, and `.reason` says why it fell back or which work is repeated.
+
+    Raises:
+        UnknownNameError: if `clear` is not a bool.
     """
     checks.check_flag("fallbacks", "clear", clear)
     found = tuple(_FALLBACKS)

@@ -248,6 +248,9 @@ def merge_main_grads(weights: Any, main_grads: Any) -> Any:
 
     Returns:
         The parameters, as `Sequential.init` returns them.
+
+    Raises:
+        ShapeContractError: if the trees differ.
     """
     return _merge("merge_main_grads", weights, main_grads)
 
@@ -263,6 +266,9 @@ def merge_fp8_states(weights: Any, states: Any) -> Any:
 
     Returns:
         The parameters, as `Sequential.init` returns them.
+
+    Raises:
+        ShapeContractError: if the trees differ.
     """
     return _merge("merge_fp8_states", weights, states)
 
