@@ -1,4 +1,5 @@
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -96,3 +97,15 @@ def test_scale_is_that_of_the_product_only(scale, rows):
     for method in (Method.DIRECT, Method.XLA):
         scaled = run(method, out_dtype="float32", scale=scale)
         assert_equal(scaled(xs, ws, bias, residual), expected)
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jitted"])
+def test_debug_nans_names_the_gemm_whose_result_is_nan(around):
+    x = jnp.array([[jnp.inf, -jnp.inf]])
+
+    def function(x, w):
+        return matmul(execution(Method.AUTO), (x,), (w,), out_dtype="float32")
+
+    message = re.escape("invalid value (nan) encountered in jax_ub$matmul")
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=message):
+        around(function)(x, jnp.ones((2, 3)))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, xla
 
 from jax_ub._src import lowering_log
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
@@ -321,7 +321,10 @@ def overwritten(operands: Sequence, first: int, dtype: np.dtype) -> dict[int, in
 def _make_primitive(target):
     primitive = Primitive(target)
     primitive.multiple_results = True
-    primitive.def_impl(lambda *operands, call: _run(call, *operands))
+    # This compiles a call outside of jax.jit, also under `jax.disable_jit`. A jitted
+    # function that binds the primitive would not do: under `jax_debug_nans` JAX calls
+    # a jitted function with a NaN in its result again op by op, so it would recurse.
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(_abstract_eval)
     batching.fancy_primitive_batchers[primitive] = _batch
     ad.primitive_jvps[primitive] = _refuse_jvp
@@ -329,18 +332,6 @@ def _make_primitive(target):
     # calls.
     mlir.register_lowering(primitive, lowering.lower, cacheable=False)
     return primitive
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _compiled(call, *operands):
-    return call.primitive.bind(*operands, call=call)
-
-
-def _run(call, *operands):
-    # JAX evaluates a backward pass op by op under `jax.disable_jit`. The primitive has
-    # no other implementation than its compiled one.
-    with jax.disable_jit(False):
-        return _compiled(call, *operands)
 
 
 def _abstract_eval(*operands, call):

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
 Axes = frozenset[str]
@@ -108,10 +108,6 @@ def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
     """
     primitive = Primitive(name)
 
-    @functools.partial(jax.jit, static_argnames="axes")
-    def run(value, *, axes):
-        return primitive.bind(value, axes=axes)
-
     def abstract(aval, *, axes):
         varies = change(axes_of(aval), frozenset(axes))
         return aval.update(manual_axis_type=ManualAxisType(varying=varies))
@@ -119,7 +115,7 @@ def _cast(name: str, change: Callable[[Axes, Axes], Axes]) -> Primitive:
     def batch(values, dims, *, axes):
         return primitive.bind(*values, axes=axes), *dims
 
-    primitive.def_impl(run)
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract)
     batching.primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, lambda ctx, value, *, axes: [value])
