@@ -15,7 +15,12 @@ from jax_ub._src.errors import (
     UnsupportedOverlapError,
 )
 from jax_ub._src.flax.core_attention import CoreAttention, dropout
-from jax_ub._src.flax.linear import apply_layers, inner_linear
+from jax_ub._src.flax.linear import (
+    Linear,
+    apply_layers,
+    apply_with_residual,
+    inner_linear,
+)
 from jax_ub._src.flax.norm_layers import LayerNormMLP, normalize
 from jax_ub._src.flax.options import (
     FixedArguments,
@@ -272,9 +277,11 @@ class MultiHeadAttention(FixedArguments, nnx.Module):
             UnsupportedOverlapError: if rotary embeddings are enabled and the inputs of
                 queries and keys differ.
         """
-        self.query._check_parameters()
-        kernel = self.query.kernel[...]
-        self.core.check_heads(self.num_heads, self.num_kv_heads, kernel, inputs_q)
+        arrays = [inputs_q]
+        if isinstance(self.query, Linear):  # the user may have replaced it
+            self.query._check_parameters()
+            arrays.insert(0, self.query.kernel[...])
+        self.core.check_heads(self.num_heads, self.num_kv_heads, *arrays)
         layers = (self.query, self.key, self.value)
         inputs = (inputs_q, inputs_k, inputs_v)
         q, k, v = project_qkv(layers, inputs, self.rotary_base)
@@ -282,7 +289,7 @@ class MultiHeadAttention(FixedArguments, nnx.Module):
             q, k = self.query_ln(q), self.key_ln(k)
         key = self._dropout_key(deterministic)
         y = self.core(q, k, v, mask=mask, positions=positions, dropout_key=key)
-        return self.out(y, residual=residual)
+        return apply_with_residual(self.out, y, residual)
 
     def _dropout_key(self, deterministic):
         """Returns the PRNG key of a call's dropout; None if dropout is disabled."""
@@ -482,5 +489,5 @@ class TransformerLayer(FixedArguments, nnx.Module):
         checks.check_rate(op, "dropout.rate", module.rate)
         if deterministic or module.rate == 0:
             return None
-        layout = self.mlp.fc2.sharding_layout
+        layout = self.attention.core.sharding_layout
         return lambda y: dropout(y, module.rate, module.rngs(), layout)

@@ -397,17 +397,44 @@ def inner_linear(
 def apply_layers(layers: Sequence[Any], inputs: jax.Array) -> tuple[jax.Array, ...]:
     """Applies several layers of nnx or linen to the same inputs, gathered only once.
 
-    The layers may differ only in output sizes and parameters. If they compute in
-    different dtypes, or only some have a bias, each gathers the inputs.
+    If they differ in more than output sizes and parameters, for example in their
+    dtypes, or if only some have a bias, each gathers the inputs. So do layers by which
+    the user has replaced a `Linear`.
     """
-    if isinstance(layers[0], nn.Module) and layers[0].is_initializing():
+    is_initializing = isinstance(layers[0], nn.Module) and layers[0].is_initializing()
+    if is_initializing or not all(map(_is_linear, layers)):
         return tuple(layer(inputs) for layer in layers)
     calls = [layer._call_arguments(inputs) for layer in layers]
     layouts, operands, options = zip(*calls, strict=True)
-    if len({(x.dtype, jax.tree.structure(rest)) for x, *rest in operands}) > 1:
+    types = {(x.dtype, jax.tree.structure(rest)) for x, *rest in operands}
+    are_equal = len(set(layouts)) == 1 and all(each == options[0] for each in options)
+    if len(types) > 1 or not are_equal:
         return tuple(layer(inputs) for layer in layers)
     xs, *parameters = zip(*operands, strict=True)
     return sharded_linear(layouts[0], xs[0], *parameters, **options[0])
+
+
+def apply_with_residual(
+    layer: Any, inputs: jax.Array, residual: jax.Array | None
+) -> jax.Array:
+    """Applies a layer of nnx or linen, and adds the residual, if it is not None.
+
+    A `Linear` adds it in its call. A layer by which the user has replaced it, such as
+    an `nnx.LoRA`, may not have the argument.
+    """
+    if _is_linear(layer):
+        return layer(inputs, residual=residual)
+    y = layer(inputs)
+    return y if residual is None else y + residual
+
+
+def _is_linear(layer: Any) -> bool:
+    """Returns whether calls of a layer are calls of `Linear`, of nnx or linen.
+
+    The inner layers of nnx modules may be replaced by other modules, also by subclasses
+    of `Linear` that compute something else. Linen modules create their layers.
+    """
+    return isinstance(layer, nn.Module) or type(layer).__call__ is Linear.__call__
 
 
 def _unboxed(values, metadata):

@@ -7,7 +7,12 @@ import jax
 from flax import nnx
 
 from jax_ub._src import arguments, checks
-from jax_ub._src.flax.linear import Linear, apply_layers, inner_linear
+from jax_ub._src.flax.linear import (
+    Linear,
+    apply_layers,
+    apply_with_residual,
+    inner_linear,
+)
 from jax_ub._src.flax.options import (
     FixedArguments,
     LinearOptions,
@@ -32,7 +37,7 @@ def mlp(
     else:
         gated, up = apply_layers((gate, fc1), normalized)
         hidden = activation(gated) * up
-    return fc2(hidden, residual=residual)
+    return apply_with_residual(fc2, hidden, residual)
 
 
 def normalize(
