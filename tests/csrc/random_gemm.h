@@ -58,30 +58,34 @@ inline float Fp8ToF32(uint8_t code, DType dtype) {
   return code & 0x80 ? -x : x;
 }
 
+// The numbers of all codes.
+inline const std::vector<float>& Fp8Numbers(DType dtype) {
+  const auto numbers_of = [](DType each) {
+    std::vector<float> all;
+    for (int code = 0; code < 256; ++code) all.push_back(Fp8ToF32(code, each));
+    return all;
+  };
+  static const std::vector<float> e4m3 = numbers_of(DType::kE4M3);
+  static const std::vector<float> e5m2 = numbers_of(DType::kE5M2);
+  return dtype == DType::kE4M3 ? e4m3 : e5m2;
+}
+
 // Rounds to the nearest finite code, to the even one of two.
 inline uint8_t F32ToFp8(float x, DType dtype) {
-  uint8_t nearest = 0;
+  const std::vector<float>& numbers = Fp8Numbers(dtype);  // ascending up to `last`
+  const auto last = numbers.begin() + (dtype == DType::kE4M3 ? 0x7e : 0x7b);
   const float magnitude = std::abs(x);
-  const int last = dtype == DType::kE4M3 ? 0x7e : 0x7b;
-  for (int code = 1; code <= last; ++code) {
-    const float closer = std::abs(Fp8ToF32(nearest, dtype) - magnitude) -
-                         std::abs(Fp8ToF32(code, dtype) - magnitude);
-    if (closer > 0 || (closer == 0 && code % 2 == 0)) nearest = code;
+  const auto above = std::lower_bound(numbers.begin(), last, magnitude);
+  auto code = static_cast<uint8_t>(above - numbers.begin());
+  if (code > 0) {
+    const float to_above = *above - magnitude, to_below = magnitude - above[-1];
+    if (to_below < to_above || (to_below == to_above && code % 2 == 1)) --code;
   }
-  return std::signbit(x) ? nearest | 0x80 : nearest;
+  return std::signbit(x) ? code | 0x80 : code;
 }
 
 inline float Read(const std::byte* p, DType dtype) {
-  if (IsFp8(dtype)) {
-    static const std::vector<float> numbers = [] {
-      std::vector<float> all;
-      for (DType each : {DType::kE4M3, DType::kE5M2}) {
-        for (int code = 0; code < 256; ++code) all.push_back(Fp8ToF32(code, each));
-      }
-      return all;
-    }();
-    return numbers[(dtype == DType::kE5M2 ? 256 : 0) + static_cast<uint8_t>(*p)];
-  }
+  if (IsFp8(dtype)) return Fp8Numbers(dtype)[static_cast<uint8_t>(*p)];
   if (dtype == DType::kE8M0) {
     const auto exponent = static_cast<uint8_t>(*p);
     return exponent == 255 ? std::nanf("") : std::ldexp(1.0f, exponent - 127);
