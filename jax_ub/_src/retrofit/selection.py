@@ -136,10 +136,10 @@ _INNER = (DOT_GENERAL, _product(Primitive, "jax.extend.core.Primitive.bind"))
 
 
 def why_intercepted(product: Product, of_layer: Callable | None = None) -> str | None:
-    """Returns why a layer must call the JAX function `product`; None if it need not.
+    """Returns how a library has replaced a JAX function; None if none has.
 
-    The reason names how a library has replaced this function, or one that it calls. An
-    overlapped layer would bypass the replacement.
+    The text names the replacement of the function, or of one that it calls. A layer
+    must not be overlapped then, because the overlapped call would bypass it.
 
     Args:
         product: the function that the layer would call without overlap.

@@ -265,14 +265,15 @@ def save(value, name: str, ub_name: str | None = None):
 
 
 def not_reduced(tree: Any) -> Any:
-    """Returns the arrays of a tree, FP8 ones as new variables, for one reader each.
+    """Returns equal arrays, which `jax.checkpoint` saves without changing FP8 values.
 
-    `jax.checkpoint` applies `reduce_precision` to floating-point variables that it
-    saves, for the backward pass or for all iterations of a scan, if another call reads
-    the same variable. It replaces float8_e4m3fn values above 240 by NaN, and subnormal
-    ones by zero. XLA removes the conversions made here. The arrays are not saved as
-    uint8, because XLA would copy them: it keeps conversions that are on both sides of
-    an optimization barrier of `jax.checkpoint`.
+    `jax.checkpoint` saves variables of the traced program for the backward pass, or for
+    all iterations of a scan. If another call reads a saved floating-point variable, it
+    applies `reduce_precision` to it, which replaces float8_e4m3fn values above 240 by
+    NaN, and subnormal ones by zero. Each FP8 array returned here is a new variable,
+    which the caller passes to one call only. XLA removes the conversions made here. The
+    arrays are not saved as uint8, because XLA would copy them: it keeps conversions
+    that are on both sides of an optimization barrier of `jax.checkpoint`.
     """
     return jax.tree.map(lambda array: _from_bits(_as_bits(array), array), tree)
 
