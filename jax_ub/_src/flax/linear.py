@@ -340,7 +340,7 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
         return self._call_layout(), (*promoted, main_grad, state), options
 
     def _check_parameters(self) -> None:
-        """Raises an error if kernel or bias are FP8, or the bias must not be added."""
+        """Raises an error if a parameter is FP8, or a bias exists without use_bias."""
         values = {
             name: value.get_value() if isinstance(value, nnx.Variable) else value
             for name, value in (("kernel", self.kernel), ("bias", self.bias))

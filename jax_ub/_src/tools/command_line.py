@@ -269,9 +269,9 @@ def progress(command: str, cases: Sequence[_Case]) -> Iterator[_Case]:
 
 
 def progress_file() -> int:
-    """Returns `stdout` for `subprocess` children that print progress: stderr or none.
+    """Returns the `stdout` argument of `subprocess` for processes that print progress.
 
-    The output goes to stderr if that is a terminal, and is discarded otherwise.
+    Their output goes to stderr if that is a terminal, and is discarded otherwise.
     """
     return STDERR if os.isatty(STDERR) else subprocess.DEVNULL
 

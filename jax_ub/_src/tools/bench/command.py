@@ -148,7 +148,7 @@ def _conflicts(given: argparse.Namespace, found: Options) -> Iterator[str]:
         yield f"none of {named} has FP8 operands. Take some of {some}."
     if found.variants and "gemm" not in ops:
         yield "--variants are those of the op gemm. Add gemm to --ops."
-    # `measure.run_job` passes all options to the processes of a job.
+    # The processes of a job (--part) get all options, also the default of --shapes.
     if given.shapes and given.part is None and ops <= set(FIXED_SHAPES):
         named = ",".join(found.ops)
         yield f"--shapes has no effect on {named}, whose sizes are fixed. Leave it out."
