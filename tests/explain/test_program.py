@@ -382,6 +382,16 @@ def test_times_are_predicted_for_the_given_hardware():
     assert report.find_hardware(None).name == "cpu"
 
 
+def test_calls_that_auto_leaves_to_xla_on_a_gpu_are_predicted_so():
+    auto, xla = (
+        ub.explain(mlp(method), *operands(), hardware="h100").rows
+        for method in ("auto", "xla")
+    )
+    assert [row.method for row in auto] == ["direct", "direct"]
+    assert auto[0].predicted_s == xla[0].predicted_s
+    assert auto[1].predicted_s < xla[1].predicted_s
+
+
 def test_hardware_may_be_a_dict_of_rates():
     def seconds(hardware):
         return ub.explain(mlp(), *operands(), hardware=hardware).rows[0].predicted_s

@@ -110,6 +110,9 @@ def test_few_tokens_are_left_to_xla_and_that_is_recorded(gpus):
     pattern = r"overlapped it is predicted to take (\d+) us, and as XLA's .* (\d+) us"
     overlapped_us, xla_us = map(int, re.search(pattern, fallback.reason).groups())
     assert overlapped_us > xla_us
+    sizes = (FEW, 8192, 10240, 8, "bfloat16", "h100")
+    found = estimate("all_gather_matmul", "auto", *sizes)
+    assert (found.method, round(1e6 * found.seconds)) == ("xla", xla_us)
     assert "`python -m jax_ub tune` measures it" in fallback.reason
     with recording() as lowered:
         assert called(column(MANY)) == {"all_gather_matmul": 1}

@@ -30,6 +30,14 @@ def test_each_layer_has_a_row_in_the_table_and_the_json(tmp_path, capsys):
     assert round(row["plan_us"]) == 442
 
 
+def test_few_tokens_are_left_to_xla_as_auto_does(tmp_path):
+    found = tmp_path / "found.json"
+    assert __main__.main(["simulate", "--tokens", "64", "--json", str(found)]) == 0
+    for row in json.loads(found.read_text())["rows"]:
+        assert row["method"] == "xla"
+        assert (row["speedup"], row["hidden"]) == (1, 0)
+
+
 def test_a_host_takes_measured_rates(capsys):
     arguments = ["--hardware", "cpu", "--tp", "4", "--gflops", "500", "--copy-gbs", "8"]
     assert __main__.main(["simulate", *arguments]) == 0

@@ -2,13 +2,12 @@
 
 import pathlib
 import re
-import types
 
 import numpy as np
 
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice
 from jax_ub._src.prediction import hardware
-from jax_ub._src.prediction.estimate import estimate, why_xla_is_faster
+from jax_ub._src.prediction.estimate import estimate
 from jax_ub._src.runtime.tuned_file import TunedKey
 from jax_ub._src.tools.models import MODELS
 from jax_ub._src.tools.simulate import fp8_rows
@@ -17,7 +16,6 @@ from jax_ub._src.tools.tune.cases import candidates
 MACHINE = hardware.find("h100")
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "simulate.md"
-H100 = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
 
 
 def candidates_of(layer, num_ranks):
@@ -76,10 +74,8 @@ def first_power_without_xla(op):
         tokens
         for tokens in (2**n for n in range(6, 14))
         for layer in layers
-        for found in [
-            estimate(op, "auto", tokens, layer.K, layer.N, 8, np.float16, MACHINE)
-        ]
-        if why_xla_is_faster(found, [H100])
+        for sizes in [(tokens, layer.K, layer.N, 8)]
+        if estimate(op, "auto", *sizes, np.float16, MACHINE).method == "xla"
     ]
     return 2 * max(left_to_xla)
 

@@ -84,8 +84,8 @@ def estimate(
     Args:
         op: name of the FFI target without "jax_ub$", such as "all_gather_matmul".
         method: a method, with its options if it is a `MethodChoice`; "auto" runs as on
-            the machine, "xla" is the library's GEMM and the vendor's collective one
-            after the other.
+            the machine, where it may be "xla", which is the library's GEMM and the
+            vendor's collective one after the other.
         M: number of tokens, summed over all ranks.
         K: global contracting size; for collectives, bulk ops and wgrad, the number of
             features of the communicated tensor.
@@ -105,17 +105,22 @@ def estimate(
         )
     if not isinstance(method, MethodChoice):
         method = MethodChoice(methods.resolve("simulate", method, None))
-    machine = machines.find(hardware)
+    return _estimate(op, method, (M, K, N, P), dtype, machines.find(hardware))
+
+
+def _estimate(op, choice, sizes, dtype, machine, *, may_be_xla=True):
+    """Implements `estimate`; `estimate_workload` describes `may_be_xla`."""
+    M, K, N, P = sizes
     itemsize = np.dtype(dtype).itemsize
     # CPUs exchange the partial sums of products in f32. GPUs round them to the dtype of
     # the operands before they send them, and those of FP8 products to 16 bits.
     is_f32 = machine.is_host and op in PRODUCTS
-    sizes = itemsize, 4 if is_f32 else max(itemsize, 2)
+    itemsizes = itemsize, 4 if is_f32 else max(itemsize, 2)
     if op in _CONCURRENT:
-        work = Workload(_CONCURRENT[op], M, K, K, P, *sizes)
-        return _estimate_concurrent(op, Gemm(M, N // P, K), work, method, machine)
-    work = Workload(op, M, K, N if op in PRODUCTS else K, P, *sizes)
-    return estimate_workload(work, method, machine)
+        work = Workload(_CONCURRENT[op], M, K, K, P, *itemsizes)
+        return _estimate_concurrent(op, Gemm(M, N // P, K), work, choice, machine)
+    work = Workload(op, M, K, N if op in PRODUCTS else K, P, *itemsizes)
+    return estimate_workload(work, choice, machine, may_be_xla=may_be_xla)
 
 
 def estimate_on_gpus(
@@ -125,7 +130,7 @@ def estimate_on_gpus(
     dtype,
     devices: Sequence[jax.Device],
 ) -> Prediction | None:
-    """Predicts the time of a call on the GPUs for which it is lowered.
+    """Predicts the time of an overlapped call on the GPUs for which it is lowered.
 
     Returns None if `devices` are no GPUs or the call is not modeled. XLA captures no
     calls of a process with several GPUs, so their hosts enqueue each launch. `sizes`
@@ -137,7 +142,8 @@ def estimate_on_gpus(
     if not is_modeled or min(sizes) < 1:
         return None
     name = machines.name_of_kind(devices[0].device_kind) or _ASSUMED
-    found = estimate(op, choice, *sizes, dtype, name)
+    machine = machines.find(name)
+    found = _estimate(op, choice, sizes, dtype, machine, may_be_xla=False)
     in_process = collections.Counter(device.process_index for device in devices)
     if max(in_process.values()) > 1:
         enqueued_s = found.num_launches * _ENQUEUE_S
@@ -151,10 +157,8 @@ def why_xla_is_faster(found: Prediction, devices: Sequence[jax.Device]) -> str |
     Only a GEMM that overlaps its own communication is left to XLA. For other calls, the
     predictions differ only by the assumed efficiencies of the collectives.
     """
-    if found.op not in PRODUCTS or found.variant == Variant.ONE_SHOT.value:
-        return None
     is_known = machines.name_of_kind(devices[0].device_kind) is not None
-    if not is_known or found.seconds <= found.serial_s:
+    if not is_known or not _is_slower_than_xla(found):
         return None
     overlapped_us, xla_us = (1e6 * s for s in (found.seconds, found.serial_s))
     return (
@@ -164,10 +168,28 @@ def why_xla_is_faster(found: Prediction, devices: Sequence[jax.Device]) -> str |
     )
 
 
+def _is_slower_than_xla(found):
+    is_one_shot = found.variant == Variant.ONE_SHOT.value
+    return found.op in PRODUCTS and not is_one_shot and found.seconds > found.serial_s
+
+
 def estimate_workload(
-    work: Workload, choice: MethodChoice, machine: Hardware
+    work: Workload, choice: MethodChoice, machine: Hardware, *, may_be_xla: bool = True
 ) -> Prediction:
-    parts, run = bounds(work, machine), _as_run(work, choice, machine)
+    """Predicts the time of `work` on a machine.
+
+    On GPUs, "auto" leaves a call to XLA that `why_xla_is_faster` describes, if
+    `may_be_xla`; otherwise the time is that of the overlapped call.
+    """
+    found = _estimate_run(work, _as_run(work, choice, machine), machine)
+    is_auto_on_gpus = choice.method is Method.AUTO and not machine.is_host
+    if may_be_xla and is_auto_on_gpus and _is_slower_than_xla(found):
+        return _estimate_run(work, MethodChoice(Method.XLA), machine)
+    return found
+
+
+def _estimate_run(work, run, machine):
+    parts = bounds(work, machine)
     part, num_launches = machine.shared_by(work.num_ranks), 0
     moved_bytes, wire_s = work.moved_bytes, parts.wire_s
     is_one_shot = run.kernel_options.variant is Variant.ONE_SHOT
