@@ -222,6 +222,11 @@ def test_malformed_options_are_rejected(arguments, text, capsys):
         (["--ops", "gemm", "--devices", "2,4"], "the op gemm runs on one device. Add"),
         (["--ops", "latency", "--devices", "32"], "16x16x16 does not divide into 32"),
         (["--ops", "small", "--devices", "3"], "512x768x768 does not divide into 3"),
+        (
+            ["--shapes", "96x96x96", "--devices", "3"],
+            "latency has fixed sizes, and 16x16x16 does not divide into 3 ranks. Give "
+            "--ops without latency, or leave 3 out of --devices.",
+        ),
     ],
 )
 def test_conflicting_options_are_rejected(arguments, text, capsys):

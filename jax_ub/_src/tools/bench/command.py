@@ -107,6 +107,12 @@ def _check_shapes(found, option):
     for op in found.ops:
         shapes = FIXED_SHAPES.get(op, found.shapes)
         for shape, num_ranks in itertools.product(shapes, found.devices):
+            if op in FIXED_SHAPES and not shape.divides(num_ranks):
+                raise ShapeContractError(
+                    f"bench: {op} has fixed sizes, and {shape} does not divide into "
+                    f"{num_ranks} ranks. Give --ops without {op}, or leave {num_ranks} "
+                    f"out of {option}."
+                )
             check_divides("bench", shape, num_ranks, option)
             if "mxfp8" in found.dtypes and op in FP8_OPS:
                 _check_blocks(op, shape, num_ranks)
