@@ -148,10 +148,28 @@ def test_a_time_is_parsed():
             seconds(text)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "²", "9" * 5000])
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "²", "\u0660", "0" * 5000])
 def test_a_number_that_is_no_positive_integer_is_rejected(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is not a positive integer"):
         positive(text)
+
+
+@pytest.mark.parametrize("text", [str(2**40 + 1), "9" * 20, "9" * 5000])
+def test_a_number_beyond_all_sizes_is_called_too_large(text):
+    assert positive("00012") == 12
+    assert positive(str(2**40)) == 2**40
+    with pytest.raises(argparse.ArgumentTypeError, match=r"too large. Give at most 2"):
+        positive(text)
+
+
+@pytest.mark.parametrize("text", ["1e-300", "1e-4", "2e9", "1e300"])
+def test_an_amount_out_of_range_is_rejected(text):
+    assert [amount_of("GB/s")(each) for each in ("0.001", "1e9")] == [1e-3, 1e9]
+    with pytest.raises(
+        argparse.ArgumentTypeError,
+        match=r"GB/s is out of range. Give a number from 0.001 to 1e\+09",
+    ):
+        amount_of("GB/s")(text)
 
 
 def test_text_is_printed_and_the_document_written(tmp_path, capsys):

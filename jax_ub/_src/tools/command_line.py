@@ -37,6 +37,8 @@ from jax_ub._src.runtime import settings
 STDOUT = pathlib.Path("-")  # value of --json that prints the document
 STDERR = 2  # file descriptor, because sys.stderr may be an object without one
 _SHAPE_TEXT = re.compile(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", re.ASCII)
+_MOST_DIGITS = 13  # of 2**40
+_LEAST_AMOUNT, _MOST_AMOUNT = 1e-3, 1e9
 _COLORS = {"red": 31, "green": 32, "yellow": 33}
 # The entries of a parsed command line that are not public options of a command.
 _NO_OPTIONS = {"command", "part", "program", "run"}
@@ -89,22 +91,36 @@ method_option = name_of(method.value for method in Method)  # an argparse `type`
 
 
 def positive(text: str) -> int:
+    digits = text.lstrip("0") if text.isdecimal() else ""
     # `int` raises an error for texts of more than 4300 digits.
-    if not (text.isdecimal() and len(text) < 4300 and is_size(int(text))):
+    value = int(digits[:_MOST_DIGITS] or 0)
+    if value < 1:
         raise argparse.ArgumentTypeError(
             f"{shown(text)} is not a positive integer. Give a number, such as 2."
         )
-    return int(text)
+    if len(digits) > _MOST_DIGITS or not is_size(value):
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is too large. Give at most 2**40."
+        )
+    return value
 
 
 def amount_of(unit: str) -> Callable[[str], float]:
-    """Returns an argparse `type` that parses a positive finite number of this unit."""
+    """Returns an argparse `type` that parses a number of this unit.
+
+    The number must be in a range in which quotients of amounts and sizes are finite.
+    """
 
     def read(text: str) -> float:
         value = _float(text)
         if not 0 < value < math.inf:
             raise argparse.ArgumentTypeError(
                 f"{shown(text)} is not a number of {unit}. Give a positive number."
+            )
+        if not _LEAST_AMOUNT <= value <= _MOST_AMOUNT:
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} {unit} is out of range. Give a number from "
+                f"{_LEAST_AMOUNT:g} to {_MOST_AMOUNT:g}."
             )
         return value
 
@@ -166,8 +182,8 @@ def parse_shape(text: str) -> Shape:
     sizes = [int(size) for size in match.groups()] if match else [0]
     if 0 in sizes:
         raise ShapeContractError(
-            f"shape {shown(text)} is not MxKxN with positive sizes. Write, for "
-            "example, 512x1024x2816."
+            f"shape {shown(text)} is not MxKxN with positive sizes of at most 9 "
+            "digits. Write, for example, 512x1024x2816."
         )
     return Shape(*sizes)
 
