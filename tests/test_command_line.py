@@ -172,6 +172,20 @@ def test_an_amount_out_of_range_is_rejected(text):
         amount_of("GB/s")(text)
 
 
+@pytest.mark.parametrize(
+    ("command", "option"), [("simulate", "plot"), ("tune", "output")]
+)
+def test_json_and_another_output_are_two_files(command, option, tmp_path, capsys):
+    (tmp_path / "same").symlink_to(tmp_path)
+    paths = tmp_path / "found.png", tmp_path / "same" / "found.png"
+    files = [f"--{option}={paths[0]}", f"--json={paths[1]}"]
+    assert __main__.main([command, *files]) == 2
+    error = capsys.readouterr().err
+    assert f"--json and --{option} both name" in error
+    assert "Name two files." in error
+    assert not paths[0].exists()
+
+
 def test_text_is_printed_and_the_document_written(tmp_path, capsys):
     given = parse("--json", str(tmp_path / "found.json"))
     command_line.say(given, "a table")

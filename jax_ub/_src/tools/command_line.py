@@ -239,6 +239,18 @@ def _json_path(text: str) -> pathlib.Path:
     return STDOUT if text == "-" else output_path(text)
 
 
+def check_json_differs(command: str, given: argparse.Namespace, option: str) -> None:
+    """Raises an error if `--json` and another option name the same file."""
+    path = getattr(given, option)
+    if None in (given.json, path) or given.json == STDOUT:
+        return
+    if given.json.resolve() == path.resolve():
+        raise UnsupportedOverlapError(
+            f"{command}: --json and --{option} both name {shown(str(path))}. Name two "
+            "files."
+        )
+
+
 def say(given: argparse.Namespace, text: str, end: str = "\n") -> None:
     """Prints a text to stdout, unless `--json` sends the JSON document there."""
     if given.json != STDOUT:

@@ -185,6 +185,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(given: argparse.Namespace) -> int:
     """Prints the predicted times of all linear layers of a model on one machine."""
+    command_line.check_json_differs("simulate", given, "plot")
     machine, layers = _machine(given), MODELS[given.model]
 
     def divides(num_ranks):

@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(given: argparse.Namespace) -> int:
     """Times all methods for each op and size, prints the fastest, updates the file."""
+    command_line.check_json_differs("tune", given, "output")
     shapes = _shapes(given)
     for shape, num_ranks in itertools.product(shapes, given.tp):
         check_divides("tune", shape, num_ranks, "--tp")
