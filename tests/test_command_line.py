@@ -261,3 +261,17 @@ def test_progress_is_shown_on_a_terminal_only(stderr, monkeypatch):
     assert list(command_line.progress("tune", "ab")) == ["a", "b"]
     shown = [f"\r\033[K{text}\r" for text in ("tune: 1 of 2", "tune: 2 of 2", "")]
     assert sys.stderr.getvalue() == ("".join(shown) if stderr is Terminal else "")
+
+
+def test_a_script_may_change_the_working_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os; os.chdir('there'); print('found', os.path.exists(__file__))"
+    )
+    assert __main__.main(["trace", "--json", "found.json", "script.py"]) == 0
+    assert "found True" in capsys.readouterr().out  # as with python script.py
+    assert json.loads((tmp_path / "found.json").read_text())["jax_ub"]["calls"] == []

@@ -96,6 +96,13 @@ def test_trace_is_written_to_the_given_path(tmp_path):
     assert recording.trace.seconds_of(0) > 0
 
 
+def test_block_may_change_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with ub.trace("found.json"):
+        monkeypatch.chdir("/")
+    assert traces.read([tmp_path / "found.json"]).calls == ()
+
+
 def test_trace_of_a_failed_block_is_written(tmp_path):
     with pytest.raises(KeyError), ub.trace(tmp_path / "step.json"):
         program("matmul_all_reduce", "direct")()

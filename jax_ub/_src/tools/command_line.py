@@ -236,7 +236,8 @@ def add_json(
 
 
 def _json_path(text: str) -> pathlib.Path:
-    return STDOUT if text == "-" else output_path(text)
+    # The path is absolute, because a program may change the working directory.
+    return STDOUT if text == "-" else output_path(text).absolute()
 
 
 def check_json_differs(command: str, given: argparse.Namespace, option: str) -> None:
@@ -358,7 +359,8 @@ def run_script(script: str, arguments: Sequence[str]) -> int:
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(pathlib.Path(script).resolve().parent))
     try:
-        runpy.run_path(script, run_name="__main__")
+        # As in `python SCRIPT`, `__file__` is absolute: the script may change folders.
+        runpy.run_path(os.path.abspath(script), run_name="__main__")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return int(end.code or 0)

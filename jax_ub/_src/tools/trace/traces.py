@@ -270,7 +270,8 @@ def trace(
             f"trace: path = {shown(path)} is of type {type(path).__name__}. Pass the "
             "path of a file, or None to write none."
         )
-    output = None if path is None else checked_output(path, "trace")
+    # Absolute, because the block may change the working directory.
+    output = None if path is None else checked_output(path, "trace").absolute()
     recording = Recording()
     cpu = cpu_engine.load()
     cpu.start_trace(events_per_thread)
