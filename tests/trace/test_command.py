@@ -270,11 +270,18 @@ def test_invalid_values_name_their_option(arguments, text, capsys):
     assert text in capsys.readouterr().err
 
 
-def test_failed_processes_are_an_error(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    arguments = ["--processes", "2", __file__]
-    assert __main__.main(["trace", *arguments]) == 2
-    assert "trace: 2 processes failed with exit status 1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "status"), [([__file__], 7), (["--op", "matmul_all_reduce"], 2)]
+)
+def test_failed_processes_are_an_error(
+    arguments, status, tmp_path, monkeypatch, capsys
+):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 7\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert __main__.main(["trace", "--processes", "2", *arguments]) == status
+    assert "trace: 2 processes failed with exit status 7" in capsys.readouterr().err
 
 
 @pytest.mark.slow

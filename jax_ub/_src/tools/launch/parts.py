@@ -26,7 +26,12 @@ class LaunchError(UbError, ValueError):
 
 
 class JobError(UbError, RuntimeError):
-    """Raised when a process of a command's multi-process job fails."""
+    """Raised when a process of a command's multi-process job fails.
+
+    `status` is the exit status of the launcher.
+    """
+
+    status = 1
 
 
 def count(text: str) -> int:
@@ -88,10 +93,12 @@ def parts_of(
         launch += ["-m", "jax_ub", command, "--part", str(path), *arguments]
         status = _run([sys.executable, "-m", "jax_ub", *launch], stdout)
         if status:
-            raise JobError(
+            error = JobError(
                 f"{command}: {num_processes} processes failed with exit status "
                 f"{status}; their output gives the reason."
             )
+            error.status = status
+            raise error
         yield [part_path(path, process) for process in range(num_processes)]
 
 

@@ -7,6 +7,7 @@ several (`--processes`). `--merge` reads files that `ub.trace` wrote.
 import argparse
 import functools
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -83,10 +84,16 @@ def command(given: argparse.Namespace) -> int:
     status = 0
     file = None if given.json == command_line.STDOUT else given.json
     if given.merge or given.processes > 1:
-        if given.merge:
-            trace = traces.read(given.merge)
-        else:
-            trace = _record_in_processes(given, program)
+        try:
+            if given.merge:
+                trace = traces.read(given.merge)
+            else:
+                trace = _record_in_processes(given, program)
+        except parts.JobError as error:
+            if not program:
+                raise
+            sys.stderr.write(f"{error}\n")
+            return error.status
         if file is not None:
             traces.write(trace, file)
     else:
