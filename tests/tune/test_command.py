@@ -17,6 +17,7 @@ from jax_ub._src.runtime.tuned_file import (
     TunedKey,
     environment,
 )
+from jax_ub._src.tools.tune import command
 from jax_ub._src.tools.tune.cases import candidates, dgrad_of
 
 # The ops that overlap a GEMM with communication.
@@ -80,6 +81,23 @@ def test_second_run_keeps_the_entries_of_the_file(tmp_path):
     tunings = tuned_file.read(path)
     assert {found.device for found in tunings} == {environment().device, "another"}
     assert {case.N for case in tunings[environment()] if case.op == OPS[0]} == {80, 96}
+
+
+def test_a_concurrent_run_keeps_its_entries(tmp_path, monkeypatch):
+    path, other = tmp_path / "tuned.json", tmp_path / "other.json"
+    arguments = "--dtypes", "f32", "--shapes"
+    tune(str(other), *arguments, "32x48x80")
+    measure = command.measure
+
+    def measure_while_another_run_writes(*given):
+        if other.exists():
+            other.rename(path)
+        return measure(*given)
+
+    monkeypatch.setattr(command, "measure", measure_while_another_run_writes)
+    tune(str(path), *arguments, "32x48x96")
+    (cases,) = tuned_file.read(path).values()
+    assert {case.N for case in cases if case.op == OPS[0]} == {80, 96}
 
 
 def tuned_key(op, num_ranks, M=8192):

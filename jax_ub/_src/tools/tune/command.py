@@ -77,8 +77,8 @@ def command(given: argparse.Namespace) -> int:
             "Leave it out."
         )
     here = environment()
-    tunings = tuned_file.read(given.output) if given.output.exists() else {}
-    found = tunings.setdefault(here, {})
+    _read_output(given)  # fails before anything is measured
+    found: dict[TunedKey, tuple[MethodChoice, dict[str, float]]] = {}
     command_line.say(given, f"jax_ub tune on {here}\n\n{_row(_HEADER)}")
     wanted = dict.fromkeys(
         case
@@ -95,6 +95,8 @@ def command(given: argparse.Namespace) -> int:
         measured = measure(case, choices, given.rounds)
         best = measured.best(allow_pallas=given.allow_pallas)
         found[case] = (best, measured.times_us)
+        tunings = _read_output(given)  # again: other runs of `tune` may add entries
+        tunings[here] = tunings.get(here, {}) | found
         tuned_file.write(given.output, tunings)
         command_line.say(given, _row((*dataclasses.astuple(case), measured.text(best))))
         if measured.pallas is not None and best.pallas is None:
@@ -112,9 +114,12 @@ def command(given: argparse.Namespace) -> int:
         f"\nran {num_candidates} candidates of {len(wanted)} cases {given.rounds + 1} "
         f"times each\nwrote {given.output}",
     )
-    written = {here: {case: found[case] for case in wanted}}
-    command_line.write(given, tuned_file.as_json(written))
+    command_line.write(given, tuned_file.as_json({here: found}))
     return 0
+
+
+def _read_output(given):
+    return tuned_file.read(given.output) if given.output.exists() else {}
 
 
 def _row(cells):
