@@ -49,8 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status, as listed at the end of `python -m jax_ub --help`.
     """
-    given = _parse(sys.argv[1:] if arguments is None else list(arguments))
+    given = None
     try:
+        given = _parse(sys.argv[1:] if arguments is None else list(arguments))
         return _flush(given.run(given))
     except UbError as error:
         if _is_from_program(error):  # a traceback shows the line of the program
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard(sys.stdout)
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.errno in _FULL and given.command in _WITHOUT_PROGRAM:
+        if error.errno in _FULL and given and given.command in _WITHOUT_PROGRAM:
             return _report_unwritable(error)
         raise
 
@@ -95,7 +96,11 @@ def _parse(arguments):
             subparser.description = module.__doc__
             subparser.epilog = f"example:\n  {_NAME} {module.EXAMPLE}"
             module.add_arguments(subparser)
-    given, unknown = parser.parse_known_args(arguments)
+    try:
+        given, unknown = parser.parse_known_args(arguments)
+    except SystemExit as end:  # of --help, --version or an invalid argument
+        end.code = _flush(end.code)
+        raise
     if unknown:
         # The command's parser reports the error, to show the usage of the command.
         # argparse would show the usage of the main parser.

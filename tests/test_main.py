@@ -35,6 +35,13 @@ def test_closed_stdout_ends_a_command_without_an_error_text(buffered, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_closed_stdout_ends_the_help_without_an_error_text(option, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "")
+    assert run_with_closed_stdout(option) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.slow
 def test_full_disk_ends_a_command_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", "")
     script = tmp_path / "script.py"
