@@ -230,6 +230,15 @@ def test_an_invalid_variable_ends_the_command(tmp_path, capsys, monkeypatch):
     assert not path.exists()
 
 
+@pytest.mark.parametrize("text", ["", "{}", '{"schema": 1, "tunings": [1]}'])
+def test_a_file_that_is_not_a_tuned_file_is_kept(text, tmp_path, capsys):
+    path = tmp_path / "tuned.json"
+    path.write_text(text)
+    assert tune(str(path), "--shapes", "32x48x80") == 2
+    assert "Delete it, or name another file in --output" in capsys.readouterr().err
+    assert path.read_text() == text
+
+
 def test_an_unknown_model_names_the_option(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         tune(str(tmp_path / "tuned.json"), "--model", "llama3")

@@ -112,10 +112,15 @@ class TunedTable:
 TunedFile = dict[Environment, dict[TunedKey, tuple[MethodChoice, dict[str, float]]]]
 
 
-def read(path: str | os.PathLike[str]) -> TunedFile:
-    """Reads a tuned file as {environment: {key: (method choice, times in us)}}."""
+def read(
+    path: str | os.PathLike[str],
+    fix: str = "Write it again with: python -m jax_ub tune --output FILE",
+) -> TunedFile:
+    """Reads a tuned file as {environment: {key: (method choice, times in us)}}.
+
+    Errors end with `fix`, the advice of what to do with a file that cannot be read.
+    """
     where = f"tuned file {shown(str(path))}"
-    fix = "Write it again with: python -m jax_ub tune --output FILE"
     other = f"{fix}. ub.overlap_config.from_te reads YAML and JSON files of Megatron"
     try:
         found = json.loads(pathlib.Path(path).read_text())

@@ -119,7 +119,9 @@ def command(given: argparse.Namespace) -> int:
 
 
 def _read_output(given):
-    return tuned_file.read(given.output) if given.output.exists() else {}
+    if not given.output.exists():
+        return {}
+    return tuned_file.read(given.output, "Delete it, or name another file in --output")
 
 
 def _row(cells):
