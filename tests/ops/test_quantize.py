@@ -242,6 +242,24 @@ def test_the_residual_of_a_quantized_activation_is_dequantized():
     np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-4)
 
 
+def test_a_fused_operation_that_the_caller_made_gets_the_state_of_the_linear():
+    both = ops.Quantize(), ops.BasicLinear(64, 64, fp8=DELAYED), BOTH
+    params = ops.Sequential(*both).init(jax.random.key(0))
+
+    def step(params, *entries):
+        def loss(params, x):
+            y = ops.Sequential(*entries)(params, x)
+            return jnp.sum(y * X), y
+
+        return jax.grad(loss, (0, 1), has_aux=True)(params, X)
+
+    (dp, dx), y = step(params, *both)
+    fused = step((params,), ops.FusedOperation(both))
+    assert_equal(fused, (((dp,), dx), y))
+    history = dp[1]["input_amax_history"]
+    assert history[0] == jnp.max(jnp.abs(X))
+
+
 def test_own_state_of_delayed_scaling():
     layer = linear(None, 64, 32, DELAYED)
     seq = ops.Sequential(ops.Quantize(True, True, fp8=DELAYED), layer, GRADIENT)

@@ -281,11 +281,7 @@ class OperationFuser(arguments.KeywordsChecked):
         """
         self.ops = read_operations("OperationFuser", ops)
         entries = [entry for op in self.ops for entry in op.entries]
-        resolved, self._passed_states = with_quantizers(expand(entries))
-        self._entries = [
-            resolved[window.start] if isinstance(entry, BasicOperation) else entry
-            for window, entry in windows(entries)
-        ]
+        self._entries, self._passed_states = with_quantizers(entries)
         self.basic_ops = expand(self._entries)
         self.extra_edges = connect_channels(self.basic_ops)
 

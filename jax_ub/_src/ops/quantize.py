@@ -20,6 +20,7 @@ from jax_ub._src.fp8.recipes import (
 )
 from jax_ub._src.fp8.state import NAMES, OUTPUT_GRAD_STATE, init_state, names_of
 from jax_ub._src.ops.basic import AllGather, Bias, ReduceScatter
+from jax_ub._src.ops.fused_operation import Op, expand, windows
 from jax_ub._src.ops.linear import BasicLinear
 from jax_ub._src.ops.linear_gemms import state_in
 from jax_ub._src.ops.operation import BasicOperation
@@ -156,6 +157,9 @@ class Quantize(BasicOperation):
         return quantized, {**state, **(new or {})}
 
 
+_PassedState = tuple[int, int, str]  # linear, quantize, role: see `with_quantizers`
+
+
 @dataclasses.dataclass
 class _Path:
     """Indices of the operations through which an FP8 tensor passes once quantized."""
@@ -198,15 +202,16 @@ def quantized_boundaries(ops: Sequence[BasicOperation]) -> set[int]:
     return forward | {i + 1 for path in _paths(ops, OUTPUT_GRAD) for i in path.reached}
 
 
-def with_quantizers(
-    ops: Sequence[BasicOperation],
-) -> tuple[list[BasicOperation], list[tuple[int, int, str]]]:
+def with_quantizers(entries: Sequence[Op]) -> tuple[list[Op], list[_PassedState]]:
     """Sets the quantizer of each `Quantize`, by default from the linear that it feeds.
+
+    Each `Quantize` is replaced by a copy, also in fused operations.
 
     Returns:
         The operations, and (linear, quantize, role) for each FP8 state that is passed,
-        too: the indices of the two operations and the role of the tensor.
+        too: the indices of the two basic operations and the role of the tensor.
     """
+    ops = expand(entries)
     result: list[Any] = list(ops)
     states = []
     for role in (INPUT, OUTPUT_GRAD):
@@ -221,7 +226,21 @@ def with_quantizers(
                 _axes(ops, path),
             )
             result[path.start] = result[path.start].linked(role, quantizer)
-    return result, states
+    found = [
+        _with_basic_ops(entry, tuple(result[window]))
+        for window, entry in windows(entries)
+    ]
+    return found, states
+
+
+def _with_basic_ops(op: Op, basic_ops: tuple[Any, ...]) -> Op:
+    if isinstance(op, BasicOperation):
+        return basic_ops[0]
+    if op.basic_ops == basic_ops:
+        return op
+    new = copy.copy(op)
+    object.__setattr__(new, "basic_ops", basic_ops)
+    return new
 
 
 def _axes(ops, path) -> tuple[str, ...]:
