@@ -152,7 +152,8 @@ def without_fusions() -> Iterator[None]:
         for name, registered in _FUSIONS.items():
             # Keeps fusions that were registered inside the context. They run after
             # those from before it.
-            registered[:] = dict.fromkeys([*before[name], *registered])
+            added = [fusion for fusion in registered if fusion not in before[name]]
+            registered[:] = [*before[name], *added]
 
 
 def _register(name, fusion, prepend):

@@ -1,5 +1,7 @@
 """Which operations the fusions take, and which they leave alone."""
 
+import dataclasses
+
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -274,6 +276,22 @@ def test_without_fusions_no_operation_is_fused():
     assert len(fusions.fusions("forward")) == sum(
         "Forward" in fusion.__name__ for fusion in FUSED
     )
+
+
+def test_without_fusions_restores_fusions_that_are_not_hashable():
+    @dataclasses.dataclass
+    class Unchanged:
+        def __call__(self, found):
+            return found
+
+    fusion, before = Unchanged(), fusions.fusions("forward")
+    fusions.register_forward_fusion(fusion)
+    try:
+        with ops.without_fusions():
+            pass
+        assert fusions.fusions("forward") == (*before, fusion)
+    finally:
+        fusions.unregister_fusion(fusion)
 
 
 @pytest.mark.parametrize("fusion", FUSED)
