@@ -62,6 +62,8 @@ class UserbuffersBackwardLinear(UserbuffersLinear, BackwardPattern):
     ) -> tuple[jax.Array | None, jax.Array | None, dict[str, jax.Array | None]]:
         """Computes a linear layer's gradients with overlapped GEMMs inside `shard_map`.
 
+        It is not differentiable.
+
         | mode | grad_output | input, grad_input | weight, grad_weight |
         |---|---|---|---|
         | "column" | `[..., M, N/P]` | `[..., M/P, K]` | `[K, N/P]` |

@@ -398,5 +398,7 @@ def _loop(function, operands, dims):
 def _refuse_jvp(operands, tangents, *, call):
     raise UnsupportedOverlapError(
         f"{call.label}: forward-mode differentiation and second derivatives are not "
-        "supported. Differentiate once, with jax.grad or jax.vjp."
+        "supported. Differentiate once, with jax.grad or jax.vjp. functional_forward "
+        "and functional_backward of jax_ub.ops have no derivatives: call them in the "
+        "rules of a custom_vjp."
     )

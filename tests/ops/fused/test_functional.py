@@ -347,6 +347,18 @@ BOTH = pytest.mark.parametrize(
 
 
 @BOTH
+def test_calls_have_no_derivatives(function, shapes):
+    def gradient(mode):
+        def total(*operands):
+            return jnp.sum(function(mode)(*operands)[0])
+
+        return jax.grad(total)
+
+    text = refused(gradient, *shapes)
+    assert "functional_backward of jax_ub.ops have no derivatives: call them in" in text
+
+
+@BOTH
 def test_calls_that_do_not_overlap_are_rejected(function, shapes):
     text = refused(function, *shapes, sequence_parallel=False)
     assert "UnsupportedOverlapError: Userbuffers" in text
