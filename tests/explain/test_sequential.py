@@ -190,6 +190,26 @@ def test_times_and_bytes_are_predicted_for_known_sizes():
     assert 0 < up.predicted_s < d_up.predicted_s
 
 
+def test_linears_with_a_recipe_send_fp8_operands_and_wide_sums():
+    def explained(fp8):
+        options = {"sequence_parallel": True, "fp8": fp8}
+        named = {"userbuffers_options": {"comm_name": "fc1"}, **options}
+        seq = ops.Sequential(
+            ops.Linear(64, 64, tensor_parallel_mode="column", **named),
+            ops.Linear(64, 64, tensor_parallel_mode="row", **options),
+        )
+        return seq.explain(4096, num_ranks=4, hardware="h200").rows
+
+    recipe = ub.fp8.Float8CurrentScaling()
+    wide, fp8 = explained(None), explained(recipe)
+    sent = [row.moved_bytes for row in wide]
+    one = sent[0]
+    assert sent == [one, 2 * one, one, one]
+    # In the backward of "column", the GEMM+RS sends bf16 sums, and the wgrad reads x.
+    assert [row.moved_bytes for row in fp8] == [one / 2, 3 / 2 * one, one, one / 2]
+    assert all(a.predicted_s < b.predicted_s for a, b in zip(fp8, wide, strict=True))
+
+
 def test_mesh_in_scope_gives_the_number_of_ranks():
     seq = mlp()
     with jax.set_mesh(tp_mesh(1)):

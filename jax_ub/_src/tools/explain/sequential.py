@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ub._src import checks as shapes
@@ -55,6 +56,10 @@ _UNFUSED = {
 }
 # The ops that are a GEMM without communication.
 _GEMMS = ("matmul", "wgrad")
+# The ops that sum results. A linear with an FP8 recipe has wide results, but all of its
+# other ops multiply or gather FP8 operands.
+_SUMS = ("reduce_scatter", "all_reduce")
+_FP8 = np.dtype(jnp.float8_e4m3fn)
 _REJECTED = (
     "a call is rejected: only all-gathers and reduce-scatters of rows overlap, with "
     "sequence_parallel=True"
@@ -213,11 +218,14 @@ def _linear(op, name, window, reasons, sizes) -> Row:
                 "which the sequence-parallel linears require. Use tokens = "
                 f"{shapes.round_up(sizes.tokens, ranks)}."
             )
-        where = (ranks, sizes.dtype_of(op), sizes.machine)
-        if sizes.dtype_of(op).itemsize in ITEMSIZES:
+        dtype = sizes.dtype_of(op)
+        if dtype.itemsize in ITEMSIZES:
+            choice = call_config.choice
             found = [
                 simulate.estimate(
-                    target, call_config.choice, sizes.tokens, k, n, *where
+                    *(target, choice, sizes.tokens, k, n, ranks),
+                    dtype if op.fp8 is None or target in _SUMS else _FP8,
+                    sizes.machine,
                 )
                 for target, k, n in steps
             ]
