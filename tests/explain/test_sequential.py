@@ -178,6 +178,8 @@ def test_separate_collectives_and_local_linears_have_rows():
     assert forward.op == "all_reduce"
     assert forward.reason == "no GEMM overlaps it"
     assert (backward.overlapped, backward.note) == (True, "identity")
+    summed = ops.Sequential(ops.AllReduce(reduce_in_backward=True)).explain().rows[1]
+    assert (summed.overlapped, summed.op, summed.note) == (False, "all_reduce", "")
 
 
 def test_times_and_bytes_are_predicted_for_known_sizes():

@@ -285,7 +285,10 @@ def _steps(op, parallel, is_fused, backward: CallConfig | None) -> list[Step]:
 
 
 def _collective(op, name) -> Row:
-    target = _COLLECTIVES[type(op)][name == "backward"]
+    forward, backward = _COLLECTIVES[type(op)]
+    target = forward if name == "forward" else backward
+    if isinstance(op, AllReduce) and op.reduce_in_backward:
+        target = forward  # its transpose is a sum, too
     reason = "no GEMM overlaps it" if target else ""
     method = methods.resolve(op.label, op.method, None).value
     note = "" if target else "identity"
