@@ -90,6 +90,35 @@ def test_sequential_is_a_list():
         seq.append(type("Bound", (), {})())
 
 
+def test_a_failed_extend_adds_nothing():
+    seq = ops.Sequential(ops.GELU())
+    for found, text in (
+        ([ops.ReLU(), 3], "Sequential: entry 1 is of type int, not an operation"),
+        (3, "Sequential: ops is of type int. Pass a list"),
+    ):
+        with pytest.raises(ub.errors.ShapeContractError, match=text):
+            seq.extend(found)
+        with pytest.raises(ub.errors.ShapeContractError, match=text):
+            seq + found
+    assert list(seq) == [ops.GELU()]
+
+
+def test_a_sequential_does_not_contain_itself():
+    seq = ops.Sequential(ops.GELU())
+    outer = ops.Sequential(seq, seq)
+    text = "Sequential: an entry is, or contains, the Sequential to which it is added"
+    for add in (
+        lambda: seq.append(seq),
+        lambda: seq.insert(0, outer),
+        lambda: seq.extend([ops.ReLU(), outer]),
+        lambda: seq.__setitem__(0, ops.Sequential(outer)),
+    ):
+        with pytest.raises(ub.errors.ShapeContractError, match=text):
+            add()
+    assert list(seq) == [ops.GELU()]
+    assert list(seq.append(ops.Sequential(*seq)).extend(seq))[2:] == list(seq)[:2]
+
+
 def test_repr_is_the_constructor_call():
     seq = ops.Sequential(ops.Linear(4, 8, use_bias=False), ops.GELU())
     assert repr(seq) == (

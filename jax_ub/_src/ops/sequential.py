@@ -15,6 +15,7 @@ from jax_ub._src.ops.operation import (
     Operation,
     check_operation,
     init_each,
+    read_operations,
     split_each,
 )
 
@@ -126,20 +127,42 @@ class Sequential(Operation):
         return self.insert(len(self), op)
 
     def extend(self, ops: Iterable[Operation]) -> "Sequential":
-        """Adds several operations at the end and returns this Sequential."""
-        for op in list(ops):
-            self.append(op)
+        """Adds several operations at the end and returns this Sequential.
+
+        Raises:
+            ShapeContractError: if `ops` is not iterable, or if one of them is not an
+                operation, or is or contains this Sequential. Then none is added.
+        """
+        entries = read_operations("Sequential", ops)
+        for op in entries:
+            self._check(op)
+        self._ops.extend(entries)
         return self
 
     def insert(self, index: int, op: Operation) -> "Sequential":
         """Inserts an operation before `index` and returns this Sequential.
 
         Raises:
-            ShapeContractError: if `op` is not an operation.
+            ShapeContractError: if `op` is not an operation, or if it is or contains
+                this Sequential.
         """
-        check_operation("Sequential: an entry", op)
+        self._check(op)
         self._ops.insert(index, op)
         return self
+
+    def _check(self, op: Operation) -> None:
+        """Checks that `op` may become an entry of this Sequential."""
+        check_operation("Sequential: an entry", op)
+        inside: list[Operation] = [op]
+        while inside:
+            found = inside.pop()
+            if found is self:
+                raise ShapeContractError(
+                    "Sequential: an entry is, or contains, the Sequential to which it "
+                    "is added. Pass a copy, ops.Sequential(*seq), or add its "
+                    "operations with seq.extend(seq)."
+                )
+            inside.extend(found if isinstance(found, Sequential) else ())
 
     def pop(self, index: int = -1) -> Operation:
         """Removes the operation at `index` and returns it."""
@@ -161,14 +184,14 @@ class Sequential(Operation):
         return Sequential(*found) if isinstance(index, slice) else found
 
     def __setitem__(self, index: int, op: Operation) -> None:
-        check_operation("Sequential: an entry", op)
+        self._check(op)
         self._ops[index] = op
 
     def __delitem__(self, index: int | slice) -> None:
         del self._ops[index]
 
     def __add__(self, other: Iterable[Operation]) -> "Sequential":
-        return Sequential(*self, *other)
+        return Sequential(*self).extend(other)
 
     def __iadd__(self, other: Iterable[Operation]) -> "Sequential":
         return self.extend(other)
