@@ -214,6 +214,23 @@ def test_whole_kernels_are_multiplied_inside_a_shard_map(x, plain):
     assert_trees_close(y, plain(x))
 
 
+@pytest.mark.parametrize("equation", ["BTD,DNH->BTNH", "BTD,DNH->BTHN"])
+def test_whole_kernels_of_einsums_are_multiplied_inside_a_shard_map(x, equation):
+    # The sharded label, H, is not the first one of the outputs or of the equation.
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, None, "tp"))
+    shape = (16, 6, 4)
+    with jax.set_mesh(mesh_of(1, 2)):
+        layer = nnx.Einsum("BTD,DNH->BTNH", shape, kernel_init=init, rngs=nnx.Rngs(0))
+        expected = np.einsum(equation, x, np.asarray(layer.kernel[...]))
+        graph, state = nnx.split(ub.overlap(layer))
+        body = jax.shard_map(
+            lambda state, x: nnx.merge(graph, state)(x, equation),
+            in_specs=(P(), P(None, "tp")),
+            out_specs=P(None, "tp"),
+        )
+        assert_trees_close(jax.jit(body)(state, x), expected)
+
+
 def test_kernels_sharded_over_a_data_axis_may_move_to_a_mesh_without_it(x):
     def net(names):
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)

@@ -260,6 +260,8 @@ class _Layer:
             dim = sharded_dim(self.spec, dense.sharding_layout.axis_name)
             labels = self.equation.ins + self.equation.outs
             label = "" if dim is None else labels[dim]
+            stored = tuple(getattr(self.kernel, "shape", ()))[-len(self.order) :]
+            product = dataclasses.replace(product, kernel_shape=stored or None)
             product = Einsum(product, label, self.original)
         if isinstance(self.node, nnx.Embed):
             self.node.__class__ = OverlappedEmbed
