@@ -70,6 +70,21 @@ def test_blocks_with_other_settings_do_not_share_a_trace():
     assert (found[0] == found[6]).all() and (found[0] != found[3]).any()
 
 
+def test_nested_blocks_share_a_trace_only_if_all_settings_are_equal():
+    net, variables, x = model()
+    apply = jax.jit(net.apply)
+    up, down = ({name: kind} for name, kind in RULES.items())
+    with Overlap(up), Overlap(down):
+        nested = compiled_text(apply, variables, x)
+    assert calls(nested) == {"all_gather_matmul": 3, "matmul_reduce_scatter": 3}
+    with Overlap(down):
+        text = compiled_text(apply, variables, x)
+    assert calls(text) == {"matmul_reduce_scatter": 3}
+    with Overlap({r"b0\.up": "column"}), Overlap(down):
+        text = compiled_text(apply, variables, x)
+    assert calls(text) == {"all_gather_matmul": 1, "matmul_reduce_scatter": 3}
+
+
 def test_equal_blocks_share_a_trace_without_warnings():
     net, variables, x = model()
     traced = []

@@ -216,6 +216,38 @@ def test_parameters_of_linen_that_are_sharded_but_not_overlapped_are_recorded():
     )
 
 
+def test_a_layer_of_linen_that_a_rule_excludes_is_no_fallback():
+    net = nn.Sequential([nn.Dense(32), nn.Dense(16)])
+    x = normal(0, (4, 16))
+    variables = net.init(jax.random.key(0), x)
+    rules = {"layers_1": None, r"layers_\d": "column"}
+    ub.fallbacks(clear=True)
+    with jax.set_mesh(mesh_of(1, 2)), Overlap(rules) as overlap:
+        jax.eval_shape(net.apply, variables, x)
+    assert overlap.overlapped == {"layers_0": "column"}
+    assert ub.fallbacks() == ()
+
+
+def test_a_module_that_shares_the_scope_of_an_overlapped_layer_is_no_fallback():
+    class Adapted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kernel_init = nn.with_partitioning(nn.initializers.ones, (None, "tp"))
+            dense = nn.Dense(32, kernel_init=kernel_init)
+            nn.share_scope(self, dense)
+            a = self.param("a", nn.initializers.ones, (16, 2))
+            return dense(x) + (x @ a).sum(-1, keepdims=True)
+
+    net, x = nn.Sequential([Adapted()]), normal(0, (4, 16))
+    variables = net.init(jax.random.key(0), x)
+    ub.fallbacks(clear=True)
+    with jax.set_mesh(mesh_of(1, 2)), Overlap({"layers_0": "column"}) as overlap:
+        jax.eval_shape(net.apply, variables, x)
+    assert overlap.overlapped == {"layers_0": "column"}
+    # The layer does not multiply by "a".
+    assert [each.label for each in ub.fallbacks()] == ["overlap('layers_0.a')"]
+
+
 CONFIGURED = {"fc1_fprop": {"method": "pipeline", "num_splits": 2}}
 
 

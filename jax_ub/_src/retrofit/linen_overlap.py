@@ -49,9 +49,9 @@ def _traces_of(settings: Hashable) -> _Traces:
     return _Traces()
 
 
-# Traces inside a `with Overlap(...)` block have its `_Traces` in their cache key. Other
-# traces have None.
-_TRACED_FOR = jax.make_user_context(None)
+# Traces inside `with Overlap(...)` blocks have the `_Traces` of all of them, from the
+# outermost on, in their cache key. Other traces have ().
+_TRACED_FOR = jax.make_user_context(())
 
 
 class Overlap(KeywordsChecked):
@@ -158,7 +158,8 @@ class Overlap(KeywordsChecked):
         """Starts to intercept the methods of linen modules, until the block ends."""
         block = ExitStack()
         block.enter_context(nn.intercept_methods(self))
-        block.enter_context(_TRACED_FOR(self._traces))
+        outer = _TRACED_FOR.value
+        block.enter_context(_TRACED_FOR((*outer, self._traces)))
         self._blocks.append(block)
         return self
 
@@ -202,10 +203,11 @@ class Overlap(KeywordsChecked):
             self._jitted = ".".join(layer.path)
             self._has_jitted = True
         try:
-            # Without the context, JAX would also use a trace of this block outside, and
-            # in a block with other settings.
-            is_outer = self._depth == 1
-            with _TRACED_FOR(self._traces) if is_outer else nullcontext():
+            # Without the context, JAX would also use a trace of this interceptor
+            # outside, and under interceptors with other settings.
+            outer = _TRACED_FOR.value
+            is_known = self._traces in outer
+            with nullcontext() if is_known else _TRACED_FOR((*outer, self._traces)):
                 y = self._call(layer, method_name, next_fun, args, kwargs)
         finally:
             self._depth -= 1
@@ -310,12 +312,19 @@ class Overlap(KeywordsChecked):
             return
         parameters = layer.variables.get("params", {})
         arrays = {k: v for k, v in parameters.items() if not isinstance(v, Mapping)}
-        is_selected = any(rule.fullmatch(path) for rule in self._rules)
+        # A rule that maps to None excludes a layer on purpose.
+        rule = _first_match(self._rules, path)
+        is_selected = rule is not None and self._rules[rule] is not None
+        # The kernel and bias of an overlapped layer at the same path, whose scope the
+        # module shares (`nn.share_scope`).
+        known = ("kernel", "bias") if path in self.overlapped else ()
         axes = set(self._sharding_layout.axes)
         why = (
             "which no rule overlaps" if is_supported else "which overlap does not know"
         )
         for name, value in arrays.items():
+            if name in known:
+                continue
             spec = _spec_of(value)
             if any(not axes.isdisjoint(axis_tuple(entry)) for entry in spec):
                 parameter = f"the parameter, sharded {P(*spec)},"
