@@ -254,3 +254,22 @@ def test_a_kernel_that_is_set_to_a_scaled_array_is_rejected():
     model.kernel = nnx.data(ub.quantize(kernel, ub.fp8.Float8CurrentScaling()))
     with pytest.raises(ShapeContractError, match=r"kernel is a ub\.ScaledArray, but"):
         model(normal(0, X))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("rules", {"up": "row"}), ("method", "xla"), ("mesh", None)]
+)
+def test_an_argument_of_an_interceptor_is_not_set_later(name, value):
+    overlap = linen.Overlap({"up": "column"})
+    text = rf"overlap: {name} = .* is set after the Overlap was created.*Create another"
+    with pytest.raises(ConfigurationError, match=text):
+        setattr(overlap, name, value)
+
+
+def test_a_subclass_of_the_interceptor_may_use_the_names_of_arguments():
+    class Named(linen.Overlap):
+        def __init__(self, rules, mesh):
+            super().__init__(rules, mesh=mesh)
+            self.rules, self.mesh = rules, mesh
+
+    assert Named({"up": "column"}, None).rules == {"up": "column"}
