@@ -9,6 +9,7 @@ from covering import nightly
 from jax_ub.__main__ import main
 from jax_ub._src import lowering_log
 from jax_ub._src.dtypes import SHORT_NAMES
+from jax_ub._src.output import format_bytes
 from jax_ub._src.runtime import cpu_engine
 from jax_ub._src.tools import devices
 from jax_ub._src.tools.bench import cases, command, measure, report
@@ -129,6 +130,17 @@ def test_slots_of_a_method_are_counted_as_memory(tmp_path):
     }
     assert held["ring_exchange"]["workspace_bytes"] > 0
     assert held["direct"]["workspace_bytes"] == 0
+
+
+def test_memory_of_the_engine_is_shown_per_device(tmp_path, capsys):
+    asked = ("--ops", "all_gather_matmul", "--dtypes", "f32", "--devices", "2")
+    found = run(tmp_path, *asked, "--method", "ring_exchange")["results"][0]
+    # On each device, a slot of half of the gathered x, from the only peer.
+    x_bytes = found["memory"]["avoided_bytes"]
+    assert found["memory"]["workspace_bytes"] == x_bytes
+    table = capsys.readouterr().out.partition("per device")[2]
+    (row,) = (line for line in table.splitlines() if "the gathered x" in line)
+    assert row.split("|")[-3].strip() == format_bytes(x_bytes // 2)
 
 
 def test_a_run_has_all_peers_and_limits(tmp_path):

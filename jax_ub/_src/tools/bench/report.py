@@ -185,7 +185,7 @@ def _memory(results):
             *map(_cells(result).__getitem__, _CASE),
             *map(format_bytes, (m.own_bytes, m.peer_bytes)),
             "" if m.residual_bytes is None else format_bytes(m.residual_bytes),
-            format_bytes(m.workspace_bytes),
+            format_bytes(m.workspace_bytes // result.case.num_ranks),
             f"{m.avoided}: {format_bytes(m.avoided_bytes)}",
         )
         for result in results
