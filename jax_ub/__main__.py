@@ -56,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UbError as error:
         if _is_from_program(error):  # a traceback shows the line of the program
             raise
-        notes = getattr(error, "__notes__", ())
+        # JAX's note says which frames of the traceback are hidden. None is shown here.
+        given_notes = getattr(error, "__notes__", ())
+        notes = [note for note in given_notes if not note.startswith("-----")]
         print(f"{_NAME}: error: {error}", *notes, sep="\n", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -143,6 +143,14 @@ def test_memory_of_the_engine_is_shown_per_device(tmp_path, capsys):
     assert row.split("|")[-3].strip() == format_bytes(x_bytes // 2)
 
 
+def test_an_error_has_no_note_of_jax_about_a_traceback(capsys):
+    asked = ("--ops", "all_gather_matmul", "--devices", "2", "--method", "bulk")
+    assert main(["bench", "--quick", *asked]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert 'method = "bulk" communicates during a GEMM' in error[0]
+    assert error[1:] == ["See docs/initialize_ub.md"]
+
+
 def test_a_run_has_all_peers_and_limits(tmp_path):
     found = run(tmp_path, "--ops", "all_gather_matmul", "--dtypes", "bf16")
     (result,) = [r for r in found["results"] if r["num_ranks"] == 2]
