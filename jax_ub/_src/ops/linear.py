@@ -43,7 +43,11 @@ from jax_ub._src.rules.operands import (
     claim_main_grads,
     pcast_main_grad,
 )
-from jax_ub._src.rules.vjp import warn_of_constant_main_grad, warn_of_constant_state
+from jax_ub._src.rules.vjp import (
+    not_reduced,
+    warn_of_constant_main_grad,
+    warn_of_constant_state,
+)
 from jax_ub._src.scaled_array import is_scaled, source_of
 
 
@@ -287,7 +291,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
             out_dtype=config.out_dtype if out_dtype is None else np.dtype(out_dtype),
         )
         residuals = quantized(config, residuals, params)
-        x, kernel = residuals["x"], residuals["kernel"]
+        x, kernel = not_reduced((residuals["x"], residuals["kernel"]))
         is_vector = x.ndim == 1
         if is_vector:
             x, residual = as_row((x, residual))

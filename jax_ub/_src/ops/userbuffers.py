@@ -37,6 +37,7 @@ from jax_ub._src.primitives.collectives import all_reduce
 from jax_ub._src.rules.call_config import CallConfig, make_call_config
 from jax_ub._src.rules.forward import forward_of
 from jax_ub._src.rules.operands import pcast_operands
+from jax_ub._src.rules.vjp import not_reduced
 from jax_ub._src.scaled_array import source_of
 
 
@@ -282,7 +283,7 @@ class UserbuffersForwardLinear(UserbuffersLinear, ForwardPattern):
         config = config.with_dtypes(config.dtype, out_dtype)
         _check_forward(config, source_of(residuals["x"]), residuals["kernel"], own_bias)
         residuals = quantized(config, residuals, params[0])
-        x, w = residuals["x"], residuals["kernel"]
+        x, w = not_reduced((residuals["x"], residuals["kernel"]))
         operands = _forward_operands(config, x, w, own_bias, bias, residual)
         (y,), _ = forward_of(config)(config, *operands)
         num = len(self.basic_ops)
