@@ -117,7 +117,7 @@ def test_the_memory_table_lists_cases_with_memory():
         "0 B",
         "2.0 MiB",
         "3.0 MiB",
-        "512 B",
+        "64 B",
         "the gathered x [M, K]: 1.0 MiB",
     ]
     assert report.sections([], []) == ""
