@@ -17,6 +17,7 @@ import jax
 import layouts
 import pytest
 from cuda_programs import StandIn
+from programs import cache_options
 
 import jax_ub
 from jax_ub._src import lowering_log
@@ -36,9 +37,8 @@ def pytest_configure(config):
     # Other workers and later runs load the programs instead of compiling them.
     cache = getattr(config, "cache", None)  # None with -p no:cacheprovider
     if cache and layouts.LAYOUT is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("xla")))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        for name, value in cache_options(cache.mkdir("xla")).items():
+            jax.config.update(name, value)
 
 
 @pytest.fixture(autouse=True)

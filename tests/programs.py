@@ -72,9 +72,32 @@ def own_copy(tree, mesh: Mesh, spec):
     )(tree)
 
 
+def cache_options(folder) -> dict[str, str | int]:
+    """Returns the options with which JAX keeps all compiled programs in a folder."""
+    return {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+
+
 def compiled_text(function, *operands) -> str:
     """Returns the optimized HLO of a jitted function."""
     return function.lower(*operands).compile().as_text()
+
+
+def equations(function, *operands):
+    """Yields all equations of the jaxpr of a function, inner ones after their outer."""
+    jaxprs = [jax.make_jaxpr(function)(*operands).jaxpr]
+    for jaxpr in jaxprs:
+        for equation in jaxpr.eqns:
+            yield equation
+            inner = jax.tree.leaves(equation.params, is_leaf=_is_jaxpr)
+            jaxprs += [getattr(x, "jaxpr", x) for x in inner if _is_jaxpr(x)]
+
+
+def _is_jaxpr(value):
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
 def calls(text: str) -> collections.Counter:

@@ -14,6 +14,7 @@ from jax import lax
 
 from jax_ub._src import checks
 from jax_ub._src.errors import (
+    ConfigurationError,
     ShapeContractError,
     UnknownArgumentError,
     UnknownNameError,
@@ -52,6 +53,39 @@ class KeywordsChecked:
             op = f"{cls._op_prefix}{cls.__name__}"
             check_names(op, keywords, named_parameters(cls))
         return super().__new__(cls)
+
+
+class FixedArguments:
+    """Base class of objects whose constructor arguments are not all attributes.
+
+    Setting another argument raises an error. Otherwise it would create an attribute
+    that nothing reads. A user's subclass with its own constructor may use all names.
+    """
+
+    # The arguments that are attributes; where to set others, for errors; and the names
+    # of the constructor's `**options`.
+    _settable: ClassVar[frozenset[str]]
+    _set_elsewhere: ClassVar[dict[str, str]] = {}
+    _unpacked: ClassVar[frozenset[str]] = frozenset()
+    _fixed: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **keywords: Any):
+        super().__init_subclass__(**keywords)
+        own = vars(cls)
+        if "_settable" in own:
+            cls._fixed = cls._unpacked.union(named_parameters(cls)) - cls._settable
+        elif "__init__" in own:
+            cls._fixed = frozenset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._fixed:
+            op = type(self).__name__
+            fix = self._set_elsewhere.get(name, f"Create another {op} with {name}=.")
+            raise ConfigurationError(
+                f"{op}: {name} = {shown(value)} is set after the constructor, which "
+                f"alone reads it. {fix}"
+            )
+        super().__setattr__(name, value)
 
 
 def keywords_checked(function: _Function) -> _Function:

@@ -11,7 +11,7 @@ from jax import P
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 from overlapped_mlp import SPECS, mlp, operands
-from programs import dp_tp_mesh, on_ranks, tp_mesh
+from programs import cache_options, dp_tp_mesh, on_ranks, tp_mesh
 
 import jax_ub as ub
 from jax_ub._src.prediction import estimate as simulate
@@ -304,12 +304,8 @@ def test_arrays_that_xla_reshards_for_a_call_are_listed(kind):
 
 @pytest.fixture
 def cached_programs(tmp_path):
-    """Lets JAX keep all compiled programs of the test in files."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
+    """Gives the test an empty compilation cache, which keeps all programs."""
+    options = cache_options(tmp_path)
     before = {name: getattr(jax.config, name) for name in options}
 
     def configure(values):

@@ -138,7 +138,8 @@ def test_arguments_that_a_layer_does_not_store_cannot_be_set(kind):
     for name in type(model)._fixed:
         assert not hasattr(model, name) or name == "main_grad"
         with pytest.raises(
-            ConfigurationError, match=rf"{kind}: {name} = 3 is set after the layer was"
+            ConfigurationError,
+            match=rf"{kind}: {name} = 3 is set after the constructor",
         ):
             setattr(model, name, 3)
 
@@ -149,7 +150,7 @@ def test_arguments_that_a_layer_does_not_store_cannot_be_set(kind):
         ("is_causal", "Set attention.is_causal."),
         ("attention_dropout", "Set attention.dropout_rate."),
         ("deterministic", r"Call train\(\) or eval\(\)."),
-        ("method", "Create the layer with method=."),
+        ("method", "Create another TransformerLayer with method=."),
     ],
 )
 def test_the_error_names_where_a_transformer_layer_stores_an_argument(name, fix):
@@ -261,7 +262,7 @@ def test_a_kernel_that_is_set_to_a_scaled_array_is_rejected():
 )
 def test_an_argument_of_an_interceptor_is_not_set_later(name, value):
     overlap = linen.Overlap({"up": "column"})
-    text = rf"overlap: {name} = .* is set after the Overlap was created.*Create another"
+    text = rf"Overlap: {name} = .* is set after the constructor.*Create another"
     with pytest.raises(ConfigurationError, match=text):
         setattr(overlap, name, value)
 

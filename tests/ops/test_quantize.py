@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
 from ops_on_ranks import TOKENS
-from programs import call_lines, compiled_text, on_ranks, tp_mesh
+from programs import call_lines, compiled_text, equations, on_ranks, tp_mesh
 from scaled_operands import DEFAULT_RECIPES as RECIPES
 from scaled_operands import DELAYED
 
@@ -50,25 +51,11 @@ def step_of(seq, num_ranks=2):
 
 def num_casts(step, *operands):
     """Returns how many arrays a function converts to FP8."""
-
-    def of(jaxpr):
-        found = 0
-        for equation in jaxpr.eqns:
-            to_fp8 = str(equation.params.get("new_dtype", "")).startswith("float8_e4m3")
-            to_fp8 |= str(equation.params.get("new_dtype", "")).startswith(
-                "float8_e5m2"
-            )
-            found += equation.primitive.name == "convert_element_type" and to_fp8
-            for value in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
-                if _is_jaxpr(value):
-                    found += of(getattr(value, "jaxpr", value))
-        return found
-
-    return of(jax.make_jaxpr(step)(*operands).jaxpr)
-
-
-def _is_jaxpr(value):
-    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+    return sum(
+        equation.primitive is lax.convert_element_type_p
+        and str(equation.params["new_dtype"]).startswith(("float8_e4m3", "float8_e5m2"))
+        for equation in equations(step, *operands)
+    )
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])

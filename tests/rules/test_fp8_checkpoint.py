@@ -14,7 +14,7 @@ from covering import covering
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from operands import assert_equal, normal
-from programs import tp_mesh
+from programs import equations, tp_mesh
 from scaled_operands import DEFAULT_RECIPES as RECIPES
 from scaled_operands import quantized
 
@@ -115,22 +115,11 @@ SCANS = {f.__name__: f for f in (of_kernels, of_activations, of_layers, of_one)}
 
 def reduced(function, *operands):
     """Returns how many FP8 arrays `reduce_precision` is applied to."""
-
-    def of(jaxpr):
-        found = 0
-        for equation in jaxpr.eqns:
-            if equation.primitive is lax.reduce_precision_p:
-                found += "float8" in str(equation.invars[0].aval.dtype)
-            for value in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
-                if _is_jaxpr(value):
-                    found += of(getattr(value, "jaxpr", value))
-        return found
-
-    return of(jax.make_jaxpr(function)(*operands).jaxpr)
-
-
-def _is_jaxpr(value):
-    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+    return sum(
+        equation.primitive is lax.reduce_precision_p
+        and "float8" in str(equation.invars[0].aval.dtype)
+        for equation in equations(function, *operands)
+    )
 
 
 def gradient(layer, recipe, scan, inner, outer):

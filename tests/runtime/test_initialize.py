@@ -218,7 +218,7 @@ def test_threads_initialize_one_axis_after_the_other(monkeypatch):
 
     def connect(attempt):
         running.append(attempt)
-        time.sleep(0.05)
+        time.sleep(0.05)  # in which, without a lock, other threads would begin
         overlapped.append(len(running) > 1)
         running.remove(attempt)
 

@@ -134,7 +134,7 @@ class MultiHeadAttention(FixedArguments, nnx.Module):
 
     _settable = frozenset(
         ["num_heads", "num_kv_heads", "is_causal", "rotary_base", "attention_fn"]
-        + ["dropout_rate", "broadcast_dropout", "deterministic"]
+        + ["dropout_rate", "broadcast_dropout", "deterministic", "rngs"]
     )
     is_causal: Any = _CoreOption()
     rotary_base: Any = _CoreOption()
@@ -333,7 +333,7 @@ class TransformerLayer(FixedArguments, nnx.Module):
         dropout: the `nnx.Dropout` with the rate `hidden_dropout`, or None.
     """
 
-    _settable = frozenset()
+    _settable = frozenset({"rngs"})
     _set_elsewhere = {
         "is_causal": "Set attention.is_causal.",
         "rotary_base": "Set attention.rotary_base.",

@@ -120,7 +120,7 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
 
     _settable = frozenset(
         ["in_features", "out_features", "use_bias", "dtype", "param_dtype"]
-        + ["precision", "promote_dtype", "preferred_element_type", "main_grad"]
+        + ["precision", "promote_dtype", "preferred_element_type", "main_grad", "rngs"]
     )
 
     def __init__(  # noqa: PLR0913, flax.nnx.Linear's arguments and where it runs

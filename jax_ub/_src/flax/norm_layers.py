@@ -58,7 +58,7 @@ class LayerNormLinear(FixedArguments, nnx.Module):
         return_layernorm_output: whether a call also returns the normalized inputs.
     """
 
-    _settable = frozenset({"return_layernorm_output"})
+    _settable = frozenset({"return_layernorm_output", "rngs"})
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class LayerNormMLP(FixedArguments, nnx.Module):
         activation: the activation function.
     """
 
-    _settable = frozenset({"activation"})
+    _settable = frozenset({"activation", "rngs"})
 
     def __init__(
         self,

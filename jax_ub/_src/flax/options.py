@@ -5,7 +5,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypedDict
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -50,38 +50,10 @@ class LinearOptions(TypedDict, total=False):
     fp8: Recipe | None
 
 
-class FixedArguments:
-    """Base class of nnx layers whose constructor arguments are not all attributes.
+class FixedArguments(arguments.FixedArguments):
+    """Base class of nnx layers, whose constructors also take `LinearOptions`."""
 
-    Setting another argument of a layer raises an error. Otherwise it would create an
-    attribute that nothing reads. A user's subclass with its own constructor may use all
-    names.
-    """
-
-    # The arguments that are attributes; where to set others, for errors. The layers
-    # declare both.
-    _settable: ClassVar[frozenset[str]]
-    _set_elsewhere: ClassVar[dict[str, str]] = {}
-    _fixed: ClassVar[frozenset[str]] = frozenset()
-
-    def __init_subclass__(cls, **keywords: Any):
-        super().__init_subclass__(**keywords)
-        own = vars(cls)
-        if "_settable" in own:
-            arguments_of_linear = LinearOptions.__annotations__
-            names = {*arguments.named_parameters(cls), *arguments_of_linear}
-            cls._fixed = frozenset(names - cls._settable - {"rngs"})
-        elif "__init__" in own:
-            cls._fixed = frozenset()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._fixed:
-            fix = self._set_elsewhere.get(name, f"Create the layer with {name}=.")
-            raise ConfigurationError(
-                f"{type(self).__name__}: {name} = {shown(value)} is set after the "
-                f"layer was created, which reads it in its constructor only. {fix}"
-            )
-        super().__setattr__(name, value)
+    _unpacked = frozenset(LinearOptions.__annotations__)
 
 
 def check_options(layer: type, options: LinearOptions, **own: Any) -> None:

@@ -105,11 +105,13 @@ def estimate(
         )
     if not isinstance(method, MethodChoice):
         method = MethodChoice(methods.resolve("simulate", method, None))
-    return _estimate(op, method, (M, K, N, P), dtype, machines.find(hardware))
+    machine = machines.find(hardware)
+    found = _estimate(op, method, (M, K, N, P), dtype, machine)
+    return _left_to_xla(found, method, machine)
 
 
-def _estimate(op, choice, sizes, dtype, machine, *, may_be_xla=True):
-    """Implements `estimate`; `estimate_workload` describes `may_be_xla`."""
+def _estimate(op, choice, sizes, dtype, machine):
+    """Predicts a call that the engine runs, also if "auto" would leave it to XLA."""
     M, K, N, P = sizes
     itemsize = np.dtype(dtype).itemsize
     # CPUs exchange the partial sums of products in f32. GPUs round them to the dtype of
@@ -120,7 +122,7 @@ def _estimate(op, choice, sizes, dtype, machine, *, may_be_xla=True):
         work = Workload(_CONCURRENT[op], M, K, K, P, *itemsizes)
         return _estimate_concurrent(op, Gemm(M, N // P, K), work, choice, machine)
     work = Workload(op, M, K, N if op in PRODUCTS else K, P, *itemsizes)
-    return estimate_workload(work, choice, machine, may_be_xla=may_be_xla)
+    return _estimate_run(work, choice, machine)
 
 
 def estimate_on_gpus(
@@ -142,8 +144,7 @@ def estimate_on_gpus(
     if not is_modeled or min(sizes) < 1:
         return None
     name = machines.name_of_kind(devices[0].device_kind) or _ASSUMED
-    machine = machines.find(name)
-    found = _estimate(op, choice, sizes, dtype, machine, may_be_xla=False)
+    found = _estimate(op, choice, sizes, dtype, machines.find(name))
     in_process = collections.Counter(device.process_index for device in devices)
     if max(in_process.values()) > 1:
         enqueued_s = found.num_launches * _ENQUEUE_S
@@ -173,23 +174,25 @@ def _is_slower_than_xla(found):
     return found.op in PRODUCTS and not is_one_shot and found.seconds > found.serial_s
 
 
-def estimate_workload(
-    work: Workload, choice: MethodChoice, machine: Hardware, *, may_be_xla: bool = True
-) -> Prediction:
-    """Predicts the time of `work` on a machine.
-
-    On GPUs, "auto" leaves a call to XLA that `why_xla_is_faster` describes, if
-    `may_be_xla`; otherwise the time is that of the overlapped call.
-    """
-    found = _estimate_run(work, _as_run(work, choice, machine), machine)
+def _left_to_xla(found, choice, machine):
+    """Returns the prediction of XLA's call if "auto" on GPUs leaves the call to XLA."""
     is_auto_on_gpus = choice.method is Method.AUTO and not machine.is_host
-    if may_be_xla and is_auto_on_gpus and _is_slower_than_xla(found):
-        return _estimate_run(work, MethodChoice(Method.XLA), machine)
-    return found
+    if not is_auto_on_gpus or not _is_slower_than_xla(found):
+        return found
+    method, seconds = Method.XLA.value, found.serial_s
+    return dataclasses.replace(found, method=method, seconds=seconds, num_launches=0)
 
 
-def _estimate_run(work, run, machine):
-    parts = bounds(work, machine)
+def estimate_workload(
+    work: Workload, choice: MethodChoice, machine: Hardware
+) -> Prediction:
+    """Predicts the time of `work` on a machine, where "auto" may leave it to XLA."""
+    found = _estimate_run(work, choice, machine)
+    return _left_to_xla(found, choice, machine)
+
+
+def _estimate_run(work, choice, machine):
+    parts, run = bounds(work, machine), _as_run(work, choice, machine)
     part, num_launches = machine.shared_by(work.num_ranks), 0
     moved_bytes, wire_s = work.moved_bytes, parts.wire_s
     is_one_shot = run.kernel_options.variant is Variant.ONE_SHOT
@@ -249,7 +252,7 @@ def _estimate_concurrent(op, gemm, work, choice, machine):
         alone = {**vars(parts), "wire_s": 0.0, "collective_s": 0.0}
         name = choice.method.value
         return Prediction(**alone, op=op, method=name, seconds=gemm_s, moved_bytes=0.0)
-    sent = estimate_workload(work, choice, machine)
+    sent = _estimate_run(work, choice, machine)
     seconds = gemm_s + sent.seconds
     if op == "wgrad" and sent.method == Method.DIRECT.value:
         seconds = gemm_s  # it reads the peers' operands in place

@@ -16,14 +16,10 @@ from flax.core import lift
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ub._src import arguments, lowering_log
+from jax_ub._src import lowering_log
+from jax_ub._src.arguments import FixedArguments, KeywordsChecked
 from jax_ub._src.checks import axis_tuple
-from jax_ub._src.errors import (
-    ConfigurationError,
-    UnsupportedOverlapError,
-    nearest,
-    shown,
-)
+from jax_ub._src.errors import UnsupportedOverlapError, nearest, shown
 from jax_ub._src.fp8.flax_state import linen_state
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.retrofit.dot_general import DotGeneral
@@ -58,7 +54,7 @@ def _traces_of(settings: Hashable) -> _Traces:
 _TRACED_FOR = jax.make_user_context(())
 
 
-class Overlap(arguments.KeywordsChecked):
+class Overlap(FixedArguments, KeywordsChecked):
     r"""Overlaps the dense layers of an unmodified linen model with communication.
 
         with Overlap({r".*\.(query|key|value)": "column", r".*\.out": "row"}):
@@ -110,6 +106,8 @@ class Overlap(arguments.KeywordsChecked):
 
     overlapped: dict[str, str]
 
+    _settable = frozenset()
+
     def __init__(  # noqa: PLR0913, options of layers
         self,
         rules: Mapping[str, str | None],
@@ -152,24 +150,6 @@ class Overlap(arguments.KeywordsChecked):
         self._jitted = ""  # the path of the outermost `nn.jit` module in progress
         self._has_jitted = False  # whether `nn.jit` traced a module in the block
         self._blocks: list[ExitStack] = []
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute, unless it is an argument, which nothing would read.
-
-        A subclass with its own constructor may use all names.
-
-        Raises:
-            ConfigurationError: if `name` is an argument of the constructor.
-        """
-        # Each call sets private attributes, so they are passed on first.
-        is_plain = not name.startswith("_") and type(self).__init__ is Overlap.__init__
-        if is_plain and name in arguments.named_parameters(Overlap):
-            raise ConfigurationError(
-                f"overlap: {name} = {shown(value)} is set after the Overlap was "
-                "created, which reads it in its constructor only. Create another: "
-                f"Overlap(..., {name}=...)."
-            )
-        super().__setattr__(name, value)
 
     def __getstate__(self):
         state = {**vars(self), "_blocks": [], "_depth": 0, "_jitted": ""}
