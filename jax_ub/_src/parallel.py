@@ -70,6 +70,19 @@ _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 
 
 @dataclasses.dataclass(frozen=True)
+class KernelShards:
+    """How FSDP shards the kernels of a call over data axes, inside `jax.shard_map`.
+
+    Attributes:
+        axes: the mesh axes. Each rank along them has one shard.
+        dim: the sharded dimension of a kernel as it is stored, 0 or 1.
+    """
+
+    axes: tuple[str, ...]
+    dim: int
+
+
+@dataclasses.dataclass(frozen=True)
 class ParallelMode:
     """How a linear layer is parallelized: its shardings and its collectives.
 

@@ -307,6 +307,25 @@ def test_inside_shard_map_kernels_are_gathered_over_fsdp_axes(check_vma):
     assert_trees_close(nnx.to_pure_dict(of_whole), expected)
 
 
+def test_inside_shard_map_a_scan_keeps_no_gathered_kernels():
+    x = jnp.zeros((8, 8, 16))
+    with jax.set_mesh(mesh_of()):
+        graph, state = nnx.split(block(fsdp_axes="fsdp"))
+        specs = nnx.get_partition_spec(state)
+
+        def layers(states, x):
+            run = lambda x, state: (nnx.merge(graph, state)(x), None)  # noqa: E731
+            return jax.lax.scan(run, x, states)[0]
+
+        states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 5), state)
+        in_specs = jax.tree.map(lambda spec: P(None, *spec), specs), X
+        apply = jax.shard_map(layers, in_specs=in_specs, out_specs=X)
+        gradient = jax.jit(jax.grad(lambda *given: jnp.sum(jnp.sin(apply(*given)))))
+        text = compiled_text(gradient, states, x)
+    assert "f32[5,16,8]" in text
+    assert "f32[5,16,16]" not in text
+
+
 @pytest.mark.parametrize("parallel", ["column", "row", None])
 def test_inside_shard_map_linen_takes_shards(parallel):
     x, dense = normal(0, (8, 8, 16)), nn.Dense(32)

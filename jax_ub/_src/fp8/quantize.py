@@ -34,6 +34,7 @@ from jax_ub._src.fp8.recipes import (
 )
 from jax_ub._src.fp8.state import check_state, names_of
 from jax_ub._src.methods import MethodChoice
+from jax_ub._src.parallel import KernelShards
 from jax_ub._src.primitives import mesh, vma
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.collectives import all_reduce_max
@@ -137,22 +138,28 @@ def quantize_layer(
     state: Mapping[str, jax.Array],
     *,
     rhs_transposed: bool,
+    shards: KernelShards | None = None,
 ) -> tuple[ScaledArray, tuple[ScaledArray, ...]]:
     """Quantizes a layer's kernels, and its activations unless they are FP8 already.
 
     All `ranks` have the same scale per tensor. For current scaling, one
     collective reduces the amax of x and of the kernels. Several kernels share a scale,
-    as if they were the fused kernel of a Transformer Engine layer.
+    as if they were the fused kernel of a Transformer Engine layer. Shards of a kernel
+    get the scales of the whole kernel. MXFP8 shards must consist of whole blocks.
     """
     xs = () if is_scaled(x) else (x,)
+    axes = () if shards is None else shards.axes
     if isinstance(recipe, DelayedScaling):
         qs = xs and _delayed_arrays(ranks, recipe, INPUT, xs, state)
-        return (*qs, x)[0], _delayed_arrays(ranks, recipe, KERNEL, ws, state)
+        return (*qs, x)[0], _delayed_arrays(ranks, recipe, KERNEL, ws, state, axes)
     if not isinstance(recipe, Float8CurrentScaling):
-        role = INPUT if rhs_transposed else KERNEL
+        role, contracted = (INPUT, 1) if rhs_transposed else (KERNEL, 0)
+        if shards is not None and shards.dim != contracted:
+            axes = ()
         qs = tuple(_quantized(ranks, recipe, INPUT, x) for x in xs)
-        return (*qs, x)[0], tuple(_quantized(ranks, recipe, role, w) for w in ws)
-    amax = _agreed_maxima(ranks, [arrays for arrays in (ws, xs) if arrays])
+        return (*qs, x)[0], tuple(_quantized(ranks, recipe, role, w, axes) for w in ws)
+    maxima = [_maximum_over(axes, _amax_of_all(ws)), *map(_amax_of_all, xs and (xs,))]
+    amax = _agreed_maxima(ranks, maxima)
     scale_of_ws = current_scale(amax[0], recipe, KERNEL)
     if xs:
         scale_of_x = current_scale(amax[1], recipe, INPUT)
@@ -196,8 +203,9 @@ def _like(scale, x):
     return scale.reshape((1,) * x.ndim)
 
 
-def _quantized(ranks, recipe, role, x):
-    return _cast(recipe, role, x, _scales(ranks, recipe, role, lax.stop_gradient(x)))
+def _quantized(ranks, recipe, role, x, axes=()):
+    scales = _scales(ranks, recipe, role, lax.stop_gradient(x), axes)
+    return _cast(recipe, role, x, scales)
 
 
 def _cast(recipe, role, x, scales):
@@ -213,10 +221,14 @@ def _amax_of_all(xs):
     )
 
 
-def _delayed_arrays(ranks, recipe, role, xs, state):
-    """Returns `ScaledArray`s with one common scale, computed from an amax history."""
+def _delayed_arrays(ranks, recipe, role, xs, state, axes=()):
+    """Returns `ScaledArray`s with one common scale, computed from an amax history.
+
+    They may be shards over the mesh axes `axes`.
+    """
     scale, history = (state[name] for name in names_of(role))
     further = _further_axes(ranks, recipe, xs, scale, history)
+    further += tuple(axis for axis in axes if axis not in further)
     sources = tuple(map(lax.stop_gradient, xs))
     values, scale = _quantize_delayed(
         ranks, recipe, role, further, sources, scale, history
@@ -225,8 +237,11 @@ def _delayed_arrays(ranks, recipe, role, xs, state):
     return tuple(ScaledArray(v, _like(scale, x), x) for v, x in pairs)
 
 
-def _scales(ranks, recipe, role, x):
-    """Returns the FP8 scales of x, for recipes that need no amax of earlier steps."""
+def _scales(ranks, recipe, role, x, axes=()):
+    """Returns the FP8 scales of x, for recipes that need no amax of earlier steps.
+
+    `axes` are the mesh axes that shard the contracted dimension of a kernel (FSDP).
+    """
     dtype = recipe.fp8_format.dtype(role)
     axis = -2 if role == KERNEL else -1  # the contracted one
     if isinstance(recipe, MXFP8BlockScaling):
@@ -239,7 +254,7 @@ def _scales(ranks, recipe, role, x):
             )
         return block_scales(x, axis, dtype, recipe.margin)
     if isinstance(recipe, RowwiseScaling):
-        return row_scales(amax_of(x, (axis,)), dtype)
+        return row_scales(_maximum_over(axes, amax_of(x, (axis,))), dtype)
     amax = _agreed(ranks, amax_of(x))
     return current_scale(amax, recipe, role)
 
@@ -249,12 +264,16 @@ def _agreed(ranks, amax):
     axes = _varying_axes(ranks, amax)
     if axes and axes == ranks.axis_name:
         return all_reduce_max(ranks, amax)
+    return _maximum_over(axes, amax)
+
+
+def _maximum_over(axes, amax):
+    """Returns the elementwise maximum over the ranks of the mesh axes `axes`."""
     return lax.pmax(amax, axes) if axes else amax
 
 
-def _agreed_maxima(ranks, groups):
-    """Returns the amax of each group of arrays over all ranks, by one collective."""
-    maxima = [_amax_of_all(arrays) for arrays in groups]
+def _agreed_maxima(ranks, maxima):
+    """Returns several scalar amaxes, each over all ranks, by one collective."""
     return _agreed(ranks, jnp.stack(vma.pcast_varying(maxima, vma.axes_of(*maxima))))
 
 
@@ -305,11 +324,9 @@ def _delayed(ranks, recipe, role, further_axes, xs, scale, history):
     dtype = recipe.fp8_format.dtype(role)
     values = tuple(cast(x, _like(scale, x), dtype) for x in xs)
     amax = _amax_of_all(xs)
-    axes = (*_varying_axes(ranks, amax), *further_axes)
-    if axes:
-        # XLA reduces the amax, not the engine: only the next step reads it, so that
-        # XLA can reduce the amaxes of all tensors and layers by one collective.
-        amax = lax.pmax(amax, axes)
+    # XLA reduces the amax, not the engine: only the next step reads it, so that XLA can
+    # reduce the amaxes of all tensors and layers by one collective.
+    amax = _maximum_over((*_varying_axes(ranks, amax), *further_axes), amax)
     return (values, scale), (scale, history, amax)
 
 
@@ -394,7 +411,7 @@ def quantize_params(
         checks.check_not_empty(op, name, leaves[i])
     if names and axis_name is not None and isinstance(recipe, Float8CurrentScaling):
         ranks = ranks_of(op, axis_name)
-        maxima = _agreed_maxima(ranks, [(leaves[i],) for i in names])
+        maxima = _agreed_maxima(ranks, [_amax_of_all((leaves[i],)) for i in names])
         scales = current_scale(maxima, recipe, KERNEL)
         for i, scale in zip(names, scales, strict=True):
             leaves[i] = _cast(recipe, KERNEL, leaves[i], _like(scale, leaves[i]))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from jax_ub._src import arguments, lowering_log, methods
 from jax_ub._src import checks as shapes
@@ -18,6 +19,7 @@ from jax_ub._src.parallel import (
     FPROP,
     PASSES,
     WGRAD,
+    KernelShards,
     ParallelMode,
     mode_of,
 )
@@ -59,6 +61,7 @@ class CallConfig:
             FP8; None for an operand whose `source` is None.
         fp8: the recipe by which the layer quantizes its operands, or None.
         rhs_transposed: whether kernels and their gradients are [out, in].
+        shards: how FSDP shards the kernels; None if they are whole.
         overlap: whether a GEMM and the collective of its operand or result are one
             primitive. Otherwise they are two: a local GEMM and a collective.
         scale: factor of the products, in the result and in both gradients; 1 with
@@ -89,6 +92,7 @@ class CallConfig:
     source_dtypes: tuple[np.dtype | None, ...] = ()
     fp8: "Recipe | None" = None
     rhs_transposed: bool = False
+    shards: KernelShards | None = None
     overlap: bool = True
     scale: float = 1.0
     bias_name: str = "bias"
@@ -113,10 +117,14 @@ class CallConfig:
         )
 
     def kernel(self, w) -> jax.ShapeDtypeStruct:
-        """Returns shape and dtype of `w` as [in, out], however it is stored."""
+        """Returns shape and dtype of the kernel [in, out] of which w may be a shard."""
         shapes.check_array(self.label, "w", w)
-        shape = w.shape[::-1] if self.rhs_transposed else w.shape
-        return jax.ShapeDtypeStruct(shape, w.dtype)
+        shape = list(w.shape)
+        if self.shards is not None:
+            shape[self.shards.dim] *= lax.axis_size(self.shards.axes)
+        if self.rhs_transposed:
+            shape.reverse()
+        return jax.ShapeDtypeStruct(tuple(shape), w.dtype)
 
     @property
     def dgrad(self) -> "CallConfig":

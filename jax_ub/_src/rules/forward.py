@@ -28,7 +28,7 @@ from jax_ub._src.primitives import collectives, matmuls, vma
 from jax_ub._src.primitives.call import Execution
 from jax_ub._src.primitives.scales import Operand, packed, unpacked
 from jax_ub._src.rules.call_config import CallConfig
-from jax_ub._src.rules.vjp import check_no_main_grad, mapped_together
+from jax_ub._src.rules.vjp import check_no_main_grad, mapped_together, whole_kernels
 from jax_ub._src.scaled_array import (
     ScaledArray,
     amax_of,
@@ -89,6 +89,7 @@ def column_forward(
     Returns:
         The products `[..., M, N_i]`, and the gathered x if `config.returns_gathered`.
     """
+    ws = whole_kernels(config, ws)
     options = {**_options(config), "out_dtype": config.out_dtype}
     if config.overlap:
         ys, gathered = matmuls.all_gather_matmul(
@@ -125,6 +126,7 @@ def row_forward(
     Bias and residual are added once, after the reduction. If x is a tuple with one
     array for each kernel, the products are added, too.
     """
+    ws = whole_kernels(config, ws)
     xs = x if isinstance(x, tuple) else (x,)
     (bias,) = biases or (None,)
     op, dtype = config.mode.op, config.out_dtype

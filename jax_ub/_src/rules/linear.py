@@ -11,7 +11,7 @@ from jax_ub._src import checks as shapes
 from jax_ub._src.config.flags import FlaggedMethod
 from jax_ub._src.errors import ShapeContractError, shown
 from jax_ub._src.methods import Method
-from jax_ub._src.parallel import ParallelMode, check_parallel, mode_of
+from jax_ub._src.parallel import KernelShards, ParallelMode, check_parallel, mode_of
 from jax_ub._src.primitives import vma
 from jax_ub._src.rules import backward
 from jax_ub._src.rules.call_config import call_label, make_call_config, plan_call_config
@@ -32,6 +32,7 @@ from jax_ub._src.rules.operands import (
     pcast_main_grad,
     pcast_operands,
     result_sharding,
+    whole_main_grads,
     with_dtypes,
 )
 from jax_ub._src.scaled_array import ScaledArray, is_scaled, values_of
@@ -400,6 +401,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
     fp8: "Recipe | None" = None,
     op: str | None = None,
     bias_name: str = "bias",
+    shards: KernelShards | None = None,
 ) -> Any:
     """Computes a linear layer from one rank's shards, with the collectives of `mode`.
 
@@ -420,6 +422,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
         fp8: see `linear`.
         op: the layer's name in errors; None takes the name of the op.
         bias_name: the caller's name of `bias`, for errors.
+        shards: how FSDP shards w and main_grad; None if they are whole.
     """
     op = op or mode.op
     if mode.parallel is None:
@@ -442,14 +445,16 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
         returns_gathered=return_gathered,
         bias_name=bias_name,
         fp8=fp8,
+        shards=shards,
     )
     biases = as_tuple(label, bias_name, bias, is_tuple, len(ws))
     main_grads = as_tuple(label, "main_grad", main_grad, is_tuple, len(ws))
     dtype = check_operands(config, x, ws, biases, residual, out_dtype)
-    layer, (x, ws, states) = _layer_and_operands(config, x, ws, fp8_state)
-    config = with_dtypes(config, x, ws, dtype)
     claim_main_grads(label, main_grads, ws)
     claim_fp8_state(label, fp8_state)
+    main_grads = whole_main_grads(config, main_grads)
+    config, layer, (x, ws, states) = _layer_and_operands(config, x, ws, fp8_state)
+    config = with_dtypes(config, x, ws, dtype)
     sharding = result_sharding(config, x, ws[0])
     x, ws, biases, residual, main_grads = vma.unsharded(
         (x, ws, biases, residual, main_grads)
@@ -477,13 +482,17 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
 
 
 def _layer_and_operands(config, x, ws, state):
-    """Returns a layer's `custom_vjp` and (x, kernels, FP8 states), quantized if FP8."""
+    """Returns a layer's settings, its `custom_vjp` and (x, kernels, FP8 states).
+
+    x and the kernels are quantized if the layer has an FP8 recipe.
+    """
     layers: Any = backward
     operands: Any = x, ws, ()
     if config.fp8 is not None or state is not None or is_scaled(x):
         # Imported only when it is needed, because most programs do not use FP8.
         from jax_ub._src.rules import scaled
 
+        config, ws = scaled.with_whole_blocks(config, x, ws)
         layers, operands = scaled, scaled.quantized(config, x, ws, state)
     layer = layers.column_linear if config.mode.gathers_x else layers.row_linear
-    return layer, operands
+    return config, layer, operands

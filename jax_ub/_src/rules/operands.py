@@ -8,7 +8,7 @@ gradient.
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -349,51 +349,17 @@ def check_vmapped_together(op: str, main_grad: jax.Array, dy: jax.Array) -> jax.
     return shapes.mapped_with(main_grad, dy, text)
 
 
-def remat_fsdp_gathers(function: Callable, axes: tuple[str, ...]) -> Callable:
-    """Wraps a function so that its backward pass repeats all-gathers, to save memory.
+def whole_main_grads(config: CallConfig, main_grads: Any) -> Any:
+    """Returns main_grads of the whole kernels, if FSDP shards the kernels.
 
-    Otherwise the forward pass would save their results: in a scan over layers, the
-    whole kernels of all layers.
-
-    Args:
-        function: the function to differentiate.
-        axes: the mesh axes, as the function's all-gathers name them.
+    Their backward pass reduce-scatters the accumulated gradients.
     """
-
-    def keep(primitive, *_, **params):
-        return primitive is not lax.all_gather_p or params["axis_name"] != axes
-
-    return jax.checkpoint(function, policy=keep)
-
-
-def gather_fsdp_shards(
-    x: jax.Array, kernels: Any, main_grads: Any, *, axes: tuple[str, ...], dim: int
-) -> tuple[Any, Any]:
-    """All-gathers FSDP-sharded kernels. The backward pass reduce-scatters gradients.
-
-    Unlike kernels, main_grads are never gathered. They stay sharded.
-
-    Args:
-        x: the activations that are multiplied by the kernels.
-        kernels: this rank's shard of the kernel, or a tree of such shards.
-        main_grads: this rank's shards of their accumulators, or None.
-        axes: the FSDP mesh axes.
-        dim: the kernel dimension that is sharded over `axes`.
-
-    Returns:
-        The whole kernels, and accumulators of the same shapes. Their backward pass
-        reduce-scatters the sums, too.
-    """
-
-    def gather(kernel):
-        # Casts the shard to varying before the gather. JAX's backward pass then
-        # reduce-scatters the kernel's gradient first, so that it sums only shards, not
-        # whole gradients, over other replicas.
-        kernel = vma.pcast_varying(kernel, vma.axes_of(x))
-        return lax.all_gather(kernel, axes, axis=dim, tiled=True)
-
-    spread = functools.partial(_pad_with_zeros, axes=axes, dim=dim)
-    return jax.tree.map(gather, kernels), jax.tree.map(spread, main_grads)
+    if config.shards is None:
+        return main_grads
+    spread = functools.partial(
+        _pad_with_zeros, axes=config.shards.axes, dim=config.shards.dim
+    )
+    return jax.tree.map(spread, main_grads)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

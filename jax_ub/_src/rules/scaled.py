@@ -24,6 +24,7 @@ from jax_ub._src.fp8.recipes import (
     INPUT,
     OUTPUT_GRAD,
     ROLES,
+    MXFP8BlockScaling,
     check_layer_recipe,
     has_one_scale,
 )
@@ -34,8 +35,9 @@ from jax_ub._src.rules.backward import column_gradients, is_partial, row_gradien
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.forward import column_forward, row_forward
 from jax_ub._src.rules.operands import by_name, contracted_axes, is_per_row
-from jax_ub._src.rules.vjp import differentiable, save
+from jax_ub._src.rules.vjp import differentiable, save, whole_kernels
 from jax_ub._src.scaled_array import (
+    MXFP8_BLOCK,
     ScaledArray,
     cotangent_of_scaled,
     is_scaled,
@@ -189,7 +191,13 @@ def quantized(
         shapes.check_float(label, **{name: operand})
     state = check_state(label, recipe, state, roles, argument="fp8_state")
     x, ws = quantize_layer(
-        config.collective, recipe, x, ws, state, rhs_transposed=config.rhs_transposed
+        config.collective,
+        recipe,
+        x,
+        ws,
+        state,
+        rhs_transposed=config.rhs_transposed,
+        shards=config.shards,
     )
     _check_ranks(config)
     x, _ = _with_scalar_scales(of_x, x, ())
@@ -200,6 +208,28 @@ def quantized(
     ws = tuple(_named(config, "w", w) for w in ws)
     of_gradients = {key: state[key] for key in OUTPUT_GRAD_STATE if key in state}
     return x, ws, (of_gradients or None,)
+
+
+def with_whole_blocks(
+    config: CallConfig, x: Any, ws: tuple[Any, ...]
+) -> tuple[CallConfig, tuple[Any, ...]]:
+    """All-gathers kernels whose FSDP shards would split blocks of 32 values (MXFP8).
+
+    They are gathered before they are quantized, and all other kernels afterwards.
+
+    Returns:
+        The layer's settings and kernels.
+    """
+    shards = config.shards
+    if shards is None or not isinstance(config.fp8, MXFP8BlockScaling):
+        return config, ws
+    is_contracted = shards.dim == (1 if config.rhs_transposed else 0)
+    if not is_contracted or ws[0].shape[shards.dim] % MXFP8_BLOCK == 0:
+        return config, ws
+    # Without this cast, JAX would sum the gradients of whole kernels over the other
+    # replicas, before it reduce-scatters them.
+    ws = vma.pcast_varying(ws, vma.axes_of(x))
+    return dataclasses.replace(config, shards=None), whole_kernels(config, ws)
 
 
 def _named(config, name, operand):

@@ -1,5 +1,7 @@
 """The `custom_vjp` of linear layers, with symbolic zeros and optional residuals."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,13 @@ from jax_ub._src.primitives.matmuls import wgrad
 from jax_ub._src.reference import sum_dtype
 from jax_ub._src.rules.call_config import CallConfig
 from jax_ub._src.rules.operands import by_name, check_vmapped_together
-from jax_ub._src.scaled_array import is_scaled, map_scaled, values_of, without_source
+from jax_ub._src.scaled_array import (
+    ScaledArray,
+    is_scaled,
+    map_scaled,
+    values_of,
+    without_source,
+)
 
 
 def differentiable(forward: Callable, gradients: Callable) -> Callable:
@@ -82,7 +90,13 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         saved = present_residuals(saved)
         dys, d_gathered = cotangents
         live = {i: dy for i, dy in enumerate(dys) if not is_zero(dy)}
-        dx, dws, *state = gradients(config, saved, live, d_gathered)
+        of_whole = dataclasses.replace(config, shards=None)
+        if config.shards is not None:
+            # The barrier keeps XLA from gathering kernels before dy is known, and from
+            # reusing those of the forward pass, which would stay in memory until then.
+            shards, _ = lax.optimization_barrier((saved["ws"], live))
+            saved["ws"] = whole_kernels(config, shards)
+        dx, dws, *state = gradients(of_whole, saved, live, d_gathered)
         biases, residual, main_grads = (
             saved[name] for name in ("biases", "residual", "main_grads")
         )
@@ -93,7 +107,7 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         has_residual = residual is not None and bool(live)
         d_residual = live[0].astype(residual.dtype) if has_residual else None
         if main_grads is None:
-            dws = tuple(map(dws.get, range(len(dys))))
+            dws = tuple(_reduce_scattered(config, dws.get(i)) for i in range(len(dys)))
             return dx, dws, dbs, d_residual, None, *state
         # The accumulated value is returned as the cotangent of main_grad. If dy is
         # zero, it is main_grad itself.
@@ -102,6 +116,43 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
 
     rule.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     return jax.jit(rule, static_argnums=0, inline=True)
+
+
+def whole_kernels(config: CallConfig, ws: Any) -> Any:
+    """All-gathers kernels that FSDP shards; returns others, and None, as they are.
+
+    The kernels may be FP8. The result has no sources, which receive gradients.
+    """
+    shards = config.shards
+    if shards is None or ws is None:
+        return ws
+    gather = functools.partial(
+        lax.all_gather, axis_name=shards.axes, axis=shards.dim, tiled=True
+    )
+    contracted = 1 if config.rhs_transposed else 0
+
+    def whole(w):
+        if not is_scaled(w):
+            return gather(w)
+        values, scales = map(_as_bits, (w.values, w.scales))
+        # A scale per row or column is common to all shards of the contracted dimension.
+        if w.scaling == "block" or (w.scales.ndim and shards.dim != contracted):
+            scales = gather(scales)
+        return ScaledArray(
+            _from_bits(gather(values), w.values), _from_bits(scales, w.scales)
+        )
+
+    return tuple(map(whole, ws))
+
+
+def _reduce_scattered(config, dw):
+    """Sums a kernel's gradient over the ranks of FSDP; returns this rank's shard."""
+    if config.shards is None:
+        return dw
+    axes, dim = config.shards.axes, config.shards.dim
+    return jax.tree.map(
+        lambda dw: lax.psum_scatter(dw, axes, scatter_dimension=dim, tiled=True), dw
+    )
 
 
 def mapped_together(results: Any, operands: Any) -> Any:
@@ -265,15 +316,13 @@ def save(value, name: str, ub_name: str | None = None):
 
 
 def not_reduced(tree: Any) -> Any:
-    """Returns equal arrays, which `jax.checkpoint` saves without changing FP8 values.
+    """Returns equal arrays, whose FP8 values `jax.checkpoint` does not change.
 
     `jax.checkpoint` saves variables of the traced program for the backward pass, or for
     all iterations of a scan. If another call reads a saved floating-point variable, it
     applies `reduce_precision` to it, which replaces float8_e4m3fn values above 240 by
     NaN, and subnormal ones by zero. Each FP8 array returned here is a new variable,
-    which the caller passes to one call only. XLA removes the conversions made here. The
-    arrays are not saved as uint8, because XLA would copy them: it keeps conversions
-    that are on both sides of an optimization barrier of `jax.checkpoint`.
+    which the caller passes to one call only. XLA removes the conversions made here.
     """
     return jax.tree.map(lambda array: _from_bits(_as_bits(array), array), tree)
 
@@ -321,10 +370,12 @@ def placeholder() -> jax.Array:
 
 def present_residuals(residuals: dict) -> dict:
     """Returns residuals by name, with None in place of those that were not saved."""
-    return {
-        name: None if any(map(is_placeholder, jax.tree.leaves(value))) else value
-        for name, value in residuals.items()
-    }
+
+    def present(value):
+        is_missing = any(map(is_placeholder, jax.tree.leaves(value)))
+        return None if is_missing else value
+
+    return {name: present(value) for name, value in residuals.items()}
 
 
 def is_placeholder(leaf) -> bool:

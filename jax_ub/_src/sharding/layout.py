@@ -70,6 +70,8 @@ class ShardingLayout:
     Attributes:
         flags: the `ub_*` flags of the layer.
         rhs_transposed: whether the kernel is stored as `[out, in]`.
+        manual_fsdp_axes: the FSDP axes that are manual in the enclosing `shard_map`.
+            They are not in `fsdp_axes`, and the kernel is a shard over them.
         kernel_mesh: the concrete mesh of the kernel when the layer was created. If the
             arrays of a call have an equal abstract mesh, it supplies the devices.
         replicated_op: for a layout that `replicated` returns, `op` of the layer's
@@ -87,6 +89,7 @@ class ShardingLayout:
     flags: OverlapFlags = OverlapFlags()
     rhs_transposed: bool = False
     fp8: Recipe | None = None
+    manual_fsdp_axes: tuple[str, ...] = ()
     kernel_mesh: Mesh | None = None
     replicated_op: str | None = None
 

@@ -4,8 +4,8 @@ Inside the caller's `jax.shard_map` the arrays are one rank's shards already, an
 multiplied directly.
 
 The dimension of a kernel that `parallel` does not shard may be sharded over data axes
-(FSDP). The rank's shard is all-gathered inside the `shard_map`, so that its gradient is
-reduce-scattered there.
+(FSDP). Forward and backward pass all-gather the shards inside the `shard_map`, so that
+the forward pass saves no whole kernels, and gradients are reduce-scattered there.
 """
 
 import contextlib
@@ -24,14 +24,10 @@ from jax.typing import DTypeLike
 
 from jax_ub._src import checks, lowering_log
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
+from jax_ub._src.parallel import KernelShards
 from jax_ub._src.primitives import vma
 from jax_ub._src.rules.linear import parallel_linear
-from jax_ub._src.rules.operands import (
-    claim_fp8_state,
-    claim_main_grads,
-    gather_fsdp_shards,
-    remat_fsdp_gathers,
-)
+from jax_ub._src.rules.operands import claim_fp8_state, claim_main_grads
 from jax_ub._src.runtime import registry
 from jax_ub._src.sharding.layout import ShardingLayout
 from jax_ub._src.sharding.specs import (
@@ -81,10 +77,9 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
         `[..., tokens, *out]` for each kernel.
     """
     biases, main_grads, fp8_states = map(_present, (biases, main_grads, fp8_states))
-    layout, kernels, main_grads = _gather_manual_fsdp(
-        layout, x, tuple(kernels), main_grads, num_in
-    )
-    _check_operands(layout, x, kernels, residual, num_in)
+    kernels = tuple(kernels)
+    layout, shapes = _with_manual_fsdp(layout, kernels, num_in)
+    _check_operands(layout, x, shapes, residual, num_in)
     mesh = layout.global_mesh(*kernels, x)
     if mesh is not None:
         check_context(layout.op, mesh)
@@ -98,7 +93,7 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
         fp8_states = fp8_states[0]
     if is_mapped:
         claim_fp8_state(layout.op, fp8_states)
-    outs = [layout.in_out(w.shape)[num_in:] for w in kernels]
+    outs = [layout.in_out(shape)[num_in:] for shape in shapes]
     is_vector = x.ndim == num_in
     operands, out_dtype = _as_matrices(
         layout, (x, kernels, biases, main_grads, residual), num_in, out_dtype
@@ -111,7 +106,8 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
         ys: Any = _empty_results(layout, mesh, x_matrix, kernels, outs, out_dtype)
     elif mesh is None:
         _check_needs_no_mesh(layout)
-        ys = _shard_function(layout, out_dtype, operands[1])(*operands)
+        shards = layout.manual_fsdp_axes
+        ys = _shard_function(layout, shards, out_dtype, operands[1])(*operands)
     else:
         layout = _typed_layout(layout, mesh, kernels, num_in)
         if is_exported:
@@ -151,11 +147,10 @@ def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
     replicas = tuple(name for name in data if name not in layout.fsdp_axes)
     if layout.parallel is None and layout.sequence_parallel:
         replicas += layout.axes
-    body = _shard_function(layout, out_dtype, kernels)
-    if layout.fsdp_axes or (replicas and main_grads is not None):
-        body = functools.partial(_with_whole_kernels, body, layout, replicas)
-    if layout.fsdp_axes:
-        body = remat_fsdp_gathers(body, layout.fsdp_axes)
+    shards = (*layout.manual_fsdp_axes, *layout.fsdp_axes)
+    body = _shard_function(layout, shards, out_dtype, kernels)
+    if replicas and main_grads is not None:
+        body = functools.partial(_with_single_main_grads, body, replicas)
     scope: Any = contextlib.nullcontext()
     if repeated is not None:
         scope = lowering_log.replicating(layout.op, repeated)
@@ -166,27 +161,20 @@ def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
         )
 
 
-def _with_whole_kernels(
-    body, layout, replicas, x, kernels, biases, main_grads, *others
-):
-    """All-gathers kernels that are sharded by FSDP, then calls `body` with them.
+def _with_single_main_grads(body, replicas, x, kernels, biases, main_grads, *others):
+    """Calls `body` with main_grads on the first of the replicas, and zeros on others.
 
-    The first replica passes its main_grads, and the others pass zeros, because JAX sums
-    the accumulated values over the replicas.
+    Otherwise JAX would sum the accumulated values of all replicas.
     """
-    if replicas:
-        on_first = functools.partial(_on_first_replica, axes=replicas)
-        main_grads = jax.tree.map(on_first, main_grads)
-    if layout.fsdp_axes:
-        along = {"axes": layout.fsdp_axes, "dim": layout.fsdp_dim}
-        kernels, main_grads = gather_fsdp_shards(x, kernels, main_grads, **along)
-    return body(x, kernels, biases, main_grads, *others)
+    on_first = functools.partial(_on_first_replica, axes=replicas)
+    return body(x, kernels, biases, jax.tree.map(on_first, main_grads), *others)
 
 
-def _shard_function(layout, out_dtype, kernels):
+def _shard_function(layout, fsdp_axes, out_dtype, kernels):
     """Returns the function that computes a layer from one rank's shards.
 
-    Its arguments are x, kernels, biases, main_grads, the residual and the FP8 states.
+    `fsdp_axes` are the manual mesh axes that shard the kernels by FSDP. The function's
+    arguments are x, kernels, biases, main_grads, the residual and the FP8 states.
     """
     run = functools.partial(
         parallel_linear,
@@ -197,6 +185,7 @@ def _shard_function(layout, out_dtype, kernels):
         out_dtype=out_dtype,
         rhs_transposed=layout.rhs_transposed,
         fp8=layout.fp8,
+        shards=KernelShards(fsdp_axes, layout.fsdp_dim) if fsdp_axes else None,
     )
     is_each = isinstance(kernels, tuple) and _has_separate_calls(layout, kernels)
     return functools.partial(_each_kernel, run) if is_each else run
@@ -220,27 +209,32 @@ def _present(arrays):
     return None if arrays is None or arrays[0] is None else tuple(arrays)
 
 
-def _gather_manual_fsdp(layout, x, kernels, main_grads, num_in):
-    """All-gathers kernels over the FSDP axes of the caller's `shard_map`."""
+def _with_manual_fsdp(layout, kernels, num_in):
+    """Moves FSDP axes of the caller's `shard_map` to `layout.manual_fsdp_axes`.
+
+    Returns:
+        The layout, and the shapes of the kernels without sharding over these axes.
+    """
+    shapes = [list(kernel.shape) for kernel in kernels]
     manual = jax.sharding.get_abstract_mesh().manual_axes
     axes = tuple(name for name in layout.fsdp_axes if name in manual)
     if not axes:
-        return layout, kernels, main_grads
-    claim_main_grads(layout.op, main_grads, kernels)  # gathering makes new arrays
-    dim = layout.fsdp_dim * num_in
-    gathered = gather_fsdp_shards(x, kernels, main_grads, axes=axes, dim=dim)
+        return layout, shapes
+    for shape in shapes:
+        shape[layout.fsdp_dim * num_in] *= layout.num_manual_fsdp()
     others = tuple(name for name in layout.fsdp_axes if name not in manual)
-    return dataclasses.replace(layout, fsdp_axes=others), *gathered
+    layout = dataclasses.replace(layout, fsdp_axes=others, manual_fsdp_axes=axes)
+    return layout, shapes
 
 
-def _check_operands(layout, x, kernels, residual, num_in):
-    """Raises an error if x, kernels and residual have incompatible shapes."""
-    for kernel in kernels:
-        layout.check_contraction(x, layout.in_out(kernel.shape), num_in)
+def _check_operands(layout, x, shapes, residual, num_in):
+    """Raises an error if x, kernels of these shapes, and residual do not fit."""
+    for shape in shapes:
+        layout.check_contraction(x, layout.in_out(shape), num_in)
     if residual is None:
         return
     checks.check_array(layout.op, "residual", residual)
-    outs = kernels[0].shape[num_in:]
+    outs = tuple(shapes[0][num_in:])
     # The residual's number of tokens is compared only for global arrays. Inside
     # shard_map, the op itself checks the number of tokens per rank.
     is_whole = layout.parallel == "row" and not layout.is_local()
@@ -428,7 +422,8 @@ def _without_shard_map(layout, mesh, out_dtype, *operands):
         sizes = [layout.in_out(kernel.shape)[1] for kernel in kernels]
         others[1:4] = (_joined(layout, each) for each in others[1:4])
     with lowering_log.falling_back(layout.op, reason):
-        y = _shard_function(replicated, out_dtype, others[1])(*others, state)
+        shards = layout.manual_fsdp_axes
+        y = _shard_function(replicated, shards, out_dtype, others[1])(*others, state)
     return y if sizes is None else tuple(jnp.split(y, np.cumsum(sizes)[:-1], axis=-1))
 
 
