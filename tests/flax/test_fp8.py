@@ -1,5 +1,7 @@
 """`fp8=` of the nnx and linen layers."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 from covering import covering, nightly
 from flax import linen as nn
 from flax import nnx
-from operands import normal
+from jax.sharding import PartitionSpec as P
+from operands import assert_equal, normal
 from programs import (
     call_lines,
     calls,
@@ -133,21 +136,48 @@ def test_fsdp(recipe):
 class Pair(nnx.Module):
     def __init__(self, **options):
         options = {"rngs": nnx.Rngs(0), "use_bias": False, **options}
-        self.up = Linear(64, 32, parallel="column", **options)
-        self.down = Linear(32, 64, parallel="row", **options)
+        self.up = Linear(64, 128, parallel="column", **options)
+        self.down = Linear(128, 64, parallel="row", **options)
 
     def __call__(self, x):
         return self.down(self.up(x))
 
 
-def test_two_layers_with_fsdp_compute_what_they_do_without():
-    with jax.set_mesh(dp_tp_mesh(2, 2)):
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("num_shards", [2, 4])
+def test_two_layers_with_fsdp_compute_what_they_do_without(recipe, num_shards):
+    with jax.set_mesh(dp_tp_mesh(num_shards, 2)):
+        x = normal(0, (4, 32, 64))
         wanted, found = (
-            value_and_gradients(Pair(fp8=RECIPES["current"], **options), X)[:2]
+            value_and_gradients(Pair(fp8=RECIPES[recipe], **options), x)[:3]
             for options in ({}, {"fsdp_axes": "dp"})
         )
     assert found[0] == wanted[0]
     assert relative_error(found[1], wanted[1]) < 1e-5
+    jax.tree.map(assert_equal, found[2], wanted[2])  # states
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fsdp_sends_and_saves_one_byte_per_element(recipe):
+    """In a scan over layers, the forward pass saves shards, not whole kernels."""
+    with jax.set_mesh(dp_tp_mesh(2, 2)):
+        model = Pair(fp8=RECIPES[recipe], fsdp_axes="dp", dtype=jnp.bfloat16)
+        graph, params = nnx.split(model)
+
+        def loss(params, x):
+            def body(x, params):
+                return nnx.merge(graph, params)(x), None
+
+            return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
+
+        stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), params)
+        x = jax.device_put(normal(0, (4, 32, 64), jnp.bfloat16), P("dp", "tp"))
+        text = compiled_text(jax.jit(jax.grad(loss)), stacked, x)
+    gathered = re.findall(r"= (\w+)\[64,64\]\S* all-gather\(", text)
+    assert gathered == ["u8"] * 4  # each kernel, forward and backward
+    assert "u8[3,32,64]" in text
+    assert "u8[3,64,32]" in text
+    assert "u8[3,64,64]" not in text
 
 
 @pytest.mark.parametrize("recipe", ["row", *nightly("current", "block")])
@@ -158,7 +188,7 @@ def test_fsdp_layers_in_a_scan_under_a_policy_that_saves_everything(library, rec
         if library == "nnx":
             graph, params = nnx.split(Pair(**options))
         else:
-            up = linen.Linear(32, parallel="column", **options)
+            up = linen.Linear(128, parallel="column", **options)
             pair = nn.Sequential([up, linen.Linear(64, parallel="row", **options)])
             params = pair.init(jax.random.key(0), X)
 

@@ -158,6 +158,20 @@ def test_no_value_is_reduced_by_any_policy(layer, recipe, scan, inner, outer):
     assert not reduced(*gradient(layer, recipe, scan, inner, outer))
 
 
+@pytest.mark.parametrize("layer", sorted(LAYERS.keys() - {"wire"}))
+def test_a_scan_stacks_no_fp8_residuals(layer):
+    """XLA:CPU would convert the residuals of all layers in each iteration."""
+    recipe = "current" if layer == "local_ops" else "block"
+    stacked = [
+        result.aval.dtype
+        for equation in equations(*gradient(layer, recipe, "of_layers", "all", "all"))
+        if equation.primitive.name == "scan"
+        for result in equation.outvars
+    ]
+    assert jnp.uint8 in stacked
+    assert not [dtype for dtype in stacked if "float8" in str(dtype)]
+
+
 @pytest.mark.parametrize("layer", ["recipe", "operations", "quantize"])
 def test_a_policy_saves_x_once_by_its_name(layer):
     policy = jax.checkpoint_policies.save_only_these_names("jax_ub.x")

@@ -16,10 +16,10 @@ from jax_ub._src.ops.operation import BasicOperation, RequestedGradients
 from jax_ub._src.primitives import vma
 from jax_ub._src.rules.operands import pcast_operands
 from jax_ub._src.rules.vjp import (
+    from_saved,
     is_placeholder,
     is_zero,
     mapped_together,
-    not_reduced,
     placeholder,
     residual_or_placeholder,
     save,
@@ -113,11 +113,11 @@ class OperationGroup:
                 # empty array without batch axes can replace it. An array that replaces
                 # a computed residual needs the residual's batch axes under jax.vmap.
                 return placeholder()
-            if name == "x" and is_scaled(values[name]):
-                # It has this name. With a second one, a policy would save it twice.
-                value = not_reduced(values[name])
-            else:
-                value = save(values[name], name, op.comm_name)
+            value = values[name]
+            # A quantized x has this name already. With a second one, a policy would
+            # save it twice.
+            if name != "x" or not is_scaled(value):
+                value = save(value, name, op.comm_name)
             return residual_or_placeholder(name in wanted, value)
 
         all_names = self.saved_names(everything)
@@ -228,8 +228,8 @@ def _group_fwd(configuration, group, operands, saves):
 
 def _group_bwd(configuration, group, _, saved, cotangents):
     """Runs the backward pass of a group: its operations, from the last to the first."""
-    avals, residuals, (x_avals, edge_avals) = jax.tree.map(
-        lambda leaf: None if is_placeholder(leaf) else leaf, saved
+    avals, residuals, (x_avals, edge_avals) = from_saved(
+        jax.tree.map(lambda leaf: None if is_placeholder(leaf) else leaf, saved)
     )
     dy, d_edges, _ = jax.tree.map(lambda ct: None if is_zero(ct) else ct, cotangents)
     edge_avals = {**avals["edges"], **edge_avals}

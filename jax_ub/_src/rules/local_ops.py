@@ -15,7 +15,14 @@ from jax_ub._src.rules.operands import (
     check_replicated,
     have_scales,
 )
-from jax_ub._src.rules.vjp import check_sources, emptied, not_reduced, row_sum
+from jax_ub._src.rules.vjp import (
+    check_sources,
+    emptied,
+    from_saved,
+    not_reduced,
+    row_sum,
+    to_saved,
+)
 from jax_ub._src.scaled_array import (
     ScaledArray,
     cotangent_of_scaled,
@@ -112,9 +119,10 @@ def _differentiable(compute, *names):
     def forward(config, *operands):
         check_sources(config.label, **dict(zip(names, operands, strict=True)))
         values = jax.tree.map(lambda operand: operand.value, operands)
-        return rule(config, *not_reduced(values)), not_reduced(values)
+        return rule(config, *not_reduced(values)), to_saved(values)
 
     def backward(config, operands, gradient):
+        operands = from_saved(operands)
         wide = map_scaled(lambda x: x.dequantize(), operands)
         plain = functools.partial(compute, config.plain)
         gradients = jax.vjp(plain, *wide)[1](gradient)

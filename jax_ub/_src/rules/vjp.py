@@ -83,8 +83,7 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
             saved["state"] = values[5]
             if values[5] and wants_dw and not needs(tuple(operands[5].values())):
                 warn_of_constant_state(config.label)
-        # `rule` and the callers read other variables than the residuals.
-        return (ys, gathered), not_reduced(saved)
+        return (ys, gathered), saved
 
     def backward_rule(config, saved, cotangents):
         saved = present_residuals(saved)
@@ -340,6 +339,47 @@ def _from_bits(bits, like):
     return lax.bitcast_convert_type(bits, like.dtype)
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["bits"], meta_fields=["dtype"]
+)
+@dataclasses.dataclass(frozen=True)
+class _SavedBits:
+    """The bits of an FP8 residual, as uint8, and its dtype.
+
+    A scan stacks the residuals of its iterations in one array. XLA:CPU would convert a
+    whole stack of FP8 arrays to f16 and back in each iteration.
+    """
+
+    bits: Any
+    dtype: Any
+
+
+def to_saved(tree: Any) -> Any:
+    """Returns a tree of residuals as a rule saves them: FP8 arrays as `_SavedBits`."""
+
+    def convert(array):
+        bits = _as_bits(array)
+        return array if bits is array else _SavedBits(bits, array.dtype)
+
+    return jax.tree.map(convert, tree)
+
+
+def from_saved(tree: Any) -> Any:
+    """Returns the residuals that `to_saved` converted. Those set to None stay None."""
+
+    def convert(leaf):
+        if not _is_bits(leaf):
+            return leaf
+        is_missing = leaf.bits is None
+        return None if is_missing else lax.bitcast_convert_type(leaf.bits, leaf.dtype)
+
+    return jax.tree.map(convert, tree, is_leaf=_is_bits)
+
+
+def _is_bits(value):
+    return isinstance(value, _SavedBits)
+
+
 def residual_or_placeholder(wanted: bool, value):
     """Returns `value` if the backward pass needs it, otherwise empty arrays.
 
@@ -350,6 +390,7 @@ def residual_or_placeholder(wanted: bool, value):
     must not change the structure. A placeholder is a slice of the value that it
     replaces, so that `jax.vmap` maps both over the same axes.
     """
+    value = to_saved(value)
     return value if wanted else jax.tree.map(_as_placeholder, value)
 
 
@@ -373,7 +414,7 @@ def present_residuals(residuals: dict) -> dict:
 
     def present(value):
         is_missing = any(map(is_placeholder, jax.tree.leaves(value)))
-        return None if is_missing else value
+        return None if is_missing else from_saved(value)
 
     return {name: present(value) for name, value in residuals.items()}
 
