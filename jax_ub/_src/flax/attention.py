@@ -21,7 +21,7 @@ from jax_ub._src.flax.linear import (
     apply_with_residual,
     inner_linear,
 )
-from jax_ub._src.flax.norm_layers import LayerNormMLP, normalize
+from jax_ub._src.flax.norm_layers import LayerNormMLP, apply_norm, normalize
 from jax_ub._src.flax.options import (
     FixedArguments,
     LinearOptions,
@@ -286,7 +286,7 @@ class MultiHeadAttention(FixedArguments, nnx.Module):
         inputs = (inputs_q, inputs_k, inputs_v)
         q, k, v = project_qkv(layers, inputs, self.rotary_base)
         if self.query_ln is not None and self.key_ln is not None:
-            q, k = self.query_ln(q), self.key_ln(k)
+            q, k = apply_norm(self.query_ln, q), apply_norm(self.key_ln, k)
         key = self._dropout_key(deterministic)
         y = self.core(q, k, v, mask=mask, positions=positions, dropout_key=key)
         return apply_with_residual(self.out, y, residual)

@@ -19,6 +19,7 @@ from jax_ub._src.flax.options import (
     check_norm_inputs,
     check_norm_parallel,
     check_options,
+    has_name,
     make_norm,
     resolve_activation,
 )
@@ -32,19 +33,35 @@ def mlp(
 ) -> jax.Array:
     """Computes an MLP from its nnx or linen layers: fc1, the gate or None, and fc2."""
     fc1, gate, fc2 = layers
+
+    def hidden(product, up=None):
+        return activation(product) if up is None else activation(product) * up
+
+    if has_name(activation):
+        # The backward pass recomputes it, so that only the products are saved.
+        hidden = jax.checkpoint(hidden)
     if gate is None:
-        hidden = activation(fc1(normalized))
+        y = hidden(fc1(normalized))
     else:
-        gated, up = apply_layers((gate, fc1), normalized)
-        hidden = activation(gated) * up
-    return apply_with_residual(fc2, hidden, residual)
+        y = hidden(*apply_layers((gate, fc1), normalized))
+    return apply_with_residual(fc2, y, residual)
 
 
 def normalize(
     op: str, norm: nnx.LayerNorm | nnx.RMSNorm, inputs: jax.Array
 ) -> jax.Array:
     check_norm_inputs(op, norm.num_features, inputs, norm)
-    return norm(inputs)
+    return apply_norm(norm, inputs)
+
+
+def apply_norm(norm: Any, x: jax.Array) -> jax.Array:
+    """Applies an nnx norm. The backward pass recomputes it, if it is one of Flax.
+
+    The forward pass then saves x, and none of the f32 arrays between x and the result.
+    """
+    if type(norm) not in (nnx.LayerNorm, nnx.RMSNorm):
+        return norm(x)
+    return jax.checkpoint(lambda x: norm(x))(x)
 
 
 class LayerNormLinear(FixedArguments, nnx.Module):

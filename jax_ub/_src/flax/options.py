@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
 from jax_ub._src import arguments, checks, methods
 from jax_ub._src.config.flags import OverlapFlags
@@ -130,6 +131,11 @@ ACTIVATIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], bool]] = {
 }
 
 
+def has_name(activation: Callable[[jax.Array], jax.Array]) -> bool:
+    """Returns whether Transformer Engine has a name for an activation function."""
+    return any(activation is function for function, _ in ACTIVATIONS.values())
+
+
 def resolve_activation(
     op: str, activation: str | Callable[[jax.Array], jax.Array]
 ) -> tuple[Callable[[jax.Array], jax.Array], bool]:
@@ -165,8 +171,15 @@ def make_norm(
             f"{op}: normalization = {shown(normalization)} is not known. "
             f"{nearest(normalization, known)}"
         )
-    norm, dtypes = getattr(library, normalization), norm_dtypes(options)
+    norm, dtypes = _norm_class(library, normalization), norm_dtypes(options)
     return norm(*num_features, epsilon=epsilon, **dtypes, **keywords)
+
+
+@functools.cache
+def _norm_class(library, name):
+    """Returns a norm of Flax; linen's is recomputed in the backward pass."""
+    norm = getattr(library, name)
+    return nn.remat(norm) if library is nn else norm
 
 
 def norm_dtypes(options: LinearOptions) -> dict[str, Any]:
@@ -198,10 +211,10 @@ def qk_norm_class(
             'Flax\'s name for qk_norm_type="LayerNorm". Leave normalize_qk out.'
         )
     if qk_norm_type == "RMSNorm":
-        return library.RMSNorm
+        return _norm_class(library, "RMSNorm")
     if qk_norm_type is None and not normalize_qk:
         return None
-    return functools.partial(library.LayerNorm, use_bias=False)
+    return functools.partial(_norm_class(library, "LayerNorm"), use_bias=False)
 
 
 def check_norm_parallel(op: str, parallel: str | None) -> None:
