@@ -190,6 +190,36 @@ def test_a_wrong_attribute_is_rejected_when_the_layer_is_called(
         model(normal(0, X))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("use_bias", True, r"use_bias = True is set .* no bias\. Set bias = nnx"),
+        ("main_grad", True, r"main_grad = True is set .* Set main_grad = None"),
+        ("main_grad", False, r"main_grad = False is set .* another Linear with"),
+    ],
+)
+def test_a_flag_whose_array_the_layer_lacks_is_rejected_when_it_is_set(
+    name, value, text
+):
+    model = Linear(16, 32, use_bias=False, ub_name="up", rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigurationError, match=rf"'up'\): {text}"):
+        setattr(model, name, value)
+    with pytest.raises(ConfigurationError, match=text):
+        model.set_attributes(**{name: value})
+    assert not model.use_bias
+    assert model.main_grad is None
+
+
+def test_a_bias_may_be_added_and_removed():
+    x, plain = normal(0, X), Linear(16, 32, use_bias=False, rngs=nnx.Rngs(0))
+    model = Linear(16, 32, use_bias=False, rngs=nnx.Rngs(0))
+    model.bias, model.use_bias = nnx.Param(normal(1, (32,))), True
+    assert_equal(model(x), plain(x) + model.bias[...])
+    model.bias = None  # as in flax.nnx.Linear, also without setting use_bias
+    model.use_bias = True
+    assert_equal(nnx.merge(*nnx.split(model))(x), plain(x))
+
+
 @pytest.mark.parametrize("as_variable", [nnx.Param, lambda array: array])
 def test_parameters_may_be_set_to_variables_and_to_arrays(as_variable):
     x, w, b = normal(0, X), normal(1, (16, 32)), normal(2, (32,))

@@ -296,6 +296,27 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
         self.promote_dtype = promote_dtype
         self.preferred_element_type = preferred_element_type
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; rejects flags whose array only the constructor makes.
+
+        Without the array, the flag would have no effect.
+        """
+        made = vars(self)
+        turns_on = name == "use_bias" and value and not made.get(name, True)
+        if turns_on and self.bias is None:
+            raise ConfigurationError(
+                f"{self.sharding_layout.op}: use_bias = {shown(value)} is set on a "
+                "layer that has no bias. Set bias = nnx.Param(...) first, or create "
+                "another Linear with use_bias=True."
+            )
+        if name == "main_grad" and isinstance(value, bool) and name in made:
+            raise ConfigurationError(
+                f"{self.sharding_layout.op}: main_grad = {value} is set after the "
+                "constructor, which makes the accumulator. Set main_grad = None to "
+                "remove it, or create another Linear with main_grad=True."
+            )
+        super().__setattr__(name, value)
+
     def __call__(
         self,
         inputs: jax.Array,
