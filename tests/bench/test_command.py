@@ -1,3 +1,4 @@
+import argparse
 import collections
 import importlib.metadata
 import json
@@ -240,6 +241,28 @@ def test_malformed_options_are_rejected(arguments, text, capsys):
         ),
         (["--ops", "latency", "--devices", "1"], "latency is between ranks. Add 2"),
         (["--ops", "gemm", "--devices", "2,4"], "the op gemm runs on one device. Add"),
+        (["--ops", "gemm,latency", "--devices", "2"], "the op gemm runs on one device"),
+        (
+            ["--variants", "nn", "--devices", "2"],
+            "--variants are those of the op gemm,",
+        ),
+        (["--ops", "gemm,linear_pair", "--dtypes", "fp8"], "none of gemm has FP8 oper"),
+        (
+            ["--processes", "2", "--ops", "gemm,fused,barrier"],
+            "none of gemm,fused is compared over processes. Take some of all_gather_m",
+        ),
+        (
+            ["--processes", "2", "--ops", "latency", "--method", "direct"],
+            "latency between processes is that of ub.all_reduce, which has no method",
+        ),
+        (
+            ["--processes", "2", "--ops", "latency", "--dtypes", "bf16"],
+            "latency between processes is timed in f32. Add f32 to --dtypes.",
+        ),
+        (
+            ["--processes", "2", "--ops", "barrier", "--rounds", "9"],
+            "--rounds has no effect on barrier. Leave it out.",
+        ),
         (["--ops", "latency", "--devices", "32"], "16x16x16 does not divide into 32"),
         (["--ops", "small", "--devices", "3"], "512x768x768 does not divide into 3"),
         (
@@ -252,6 +275,25 @@ def test_malformed_options_are_rejected(arguments, text, capsys):
 def test_conflicting_options_are_rejected(arguments, text, capsys):
     assert main(["bench", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left_out"),
+    [
+        (["--devices", "2"], {"gemm"}),
+        (["--devices", "1"], {"latency"}),
+        (["--dtypes", "fp8"], {*command.OPS} - {*command.FP8_OPS}),
+        (["--processes", "2", "--method", "direct"], {"latency"}),
+        (["--processes", "2", "--dtypes", "bf16"], {"latency"}),
+        (["--processes", "2"], set()),
+    ],
+)
+def test_the_default_ops_are_those_that_have_cases(arguments, left_out):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    found = command.options(parser.parse_args(arguments))
+    every = measure.JOB_OPS if "--processes" in arguments else command.OPS
+    assert found.ops == tuple(op for op in every if op not in left_out)
 
 
 def test_more_devices_than_jax_has_are_rejected():

@@ -44,6 +44,12 @@ SCHEMA = 1
 # because a round takes longer: all processes and process 0 alone run their programs in
 # turn.
 _PROCESS_ROUNDS = 7
+# Options that have no effect on an op.
+_WITHOUT = {
+    "latency": {"shapes"},
+    "small": {"shapes"},
+    "barrier": {"shapes", "dtypes", "method", "rounds", "patience"},
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,11 +100,16 @@ def options(given: argparse.Namespace) -> Options:
     if given.threads is not None:
         chosen["threads"] = tuple(dict.fromkeys(given.threads))
     found = Options(**chosen)
-    for reason in (*_conflicts(given, found), *_unmeasured(given, found)):
+    unmeasured = _unmeasured(given, found)
+    # Without --ops, the ops are those that have cases with these options.
+    named = [] if given.ops is None else unmeasured.values()
+    for reason in (*_conflicts(given, found), *named):
         raise UnsupportedOverlapError(f"bench: {reason}")
+    known = JOB_OPS if in_job else found.ops
+    measured = tuple(op for op in known if op in found.ops and op not in unmeasured)
+    found = dataclasses.replace(found, ops=measured)
     if in_job:
-        compared = tuple(op for op in JOB_OPS if op in found.ops)
-        found = dataclasses.replace(found, devices=given.processes, ops=compared)
+        found = dataclasses.replace(found, devices=given.processes)
     _check_shapes(found, "--processes" if in_job else "--devices")
     return found
 
@@ -147,35 +158,60 @@ def _conflicts(given: argparse.Namespace, found: Options) -> Iterator[str]:
     for option, value in of_one_process.items():
         if given.processes is not None and value:
             yield f"{option} has no effect with --processes. Leave one of them out."
+    if 1 in (given.processes or ()):
+        yield "--processes 1 compares no processes. Give 2 or more."
     if given.threads and on_gpus:
         yield "--platform cuda has no effect with --threads. Leave one of them out."
     if fp8 and ops.isdisjoint(FP8_OPS):
-        some, named = ", ".join(FP8_OPS), ",".join(found.ops)
-        yield f"none of {named} has FP8 operands. Take some of {some}."
+        yield _without_fp8(found.ops)
     if found.variants and "gemm" not in ops:
         yield "--variants are those of the op gemm. Add gemm to --ops."
-    # The processes of a job (--part) get all options, also the default of --shapes.
-    if given.shapes and given.part is None and ops <= set(FIXED_SHAPES):
-        named = ",".join(found.ops)
-        yield f"--shapes has no effect on {named}, whose sizes are fixed. Leave it out."
+    if found.variants and 1 not in found.devices:
+        yield "--variants are those of the op gemm, on one device. Add 1 to --devices."
+    # The processes of a job (--part) get all options, also the defaults.
+    for option in ("shapes", "dtypes", "method", "rounds", "patience"):
+        is_given = given.part is None and getattr(given, option) is not None
+        if is_given and all(option in _WITHOUT.get(op, ()) for op in ops):
+            yield f"--{option} has no effect on {','.join(found.ops)}. Leave it out."
 
 
-def _unmeasured(given: argparse.Namespace, found: Options) -> Iterator[str]:
-    """Yields why ops cannot be measured with these options."""
-    ops, devices = set(found.ops), set(found.devices)
+def _without_fp8(ops):
+    return f"none of {','.join(ops)} has FP8 operands. Take some of {_names(FP8_OPS)}."
+
+
+def _unmeasured(given: argparse.Namespace, found: Options) -> dict[str, str]:
+    """Returns the ops that have no case with these options, each with the reason."""
+    reasons: dict[str, str] = {}
+
+    def leave_out(ops, reason):
+        reasons.update(dict.fromkeys(ops, reason))
+
     if given.processes is not None:
-        if 1 in given.processes:
-            yield "--processes 1 compares no processes. Give 2 or more."
-        if ops.isdisjoint(JOB_OPS):
-            some, named = ", ".join(JOB_OPS), ",".join(found.ops)
-            yield f"none of {named} is compared over processes. Take some of {some}."
-        return
-    if "barrier" in ops:
-        yield "a barrier is between processes. Add --processes 2."
-    if ops <= {"gemm"} and 1 not in devices:
-        yield "the op gemm runs on one device. Add 1 to --devices."
-    if ops <= {"latency"} and devices <= {1}:
-        yield "latency is between ranks. Add 2 to --devices."
+        others = [op for op in found.ops if op not in JOB_OPS]
+        some, named = _names(JOB_OPS), ",".join(others)
+        leave_out(
+            others, f"none of {named} is compared over processes. Take some of {some}."
+        )
+        if found.method != "auto":
+            reason = "latency between processes is that of ub.all_reduce, which has no "
+            leave_out(["latency"], f"{reason}method. Leave --method out, or latency.")
+        elif "float32" not in found.dtypes:
+            reason = "latency between processes is timed in f32. Add f32 to --dtypes."
+            leave_out(["latency"], reason)
+    else:
+        leave_out(["barrier"], "a barrier is between processes. Add --processes 2.")
+        if 1 not in found.devices:
+            leave_out(["gemm"], "the op gemm runs on one device. Add 1 to --devices.")
+        if set(found.devices) <= {1}:
+            leave_out(["latency"], "latency is between ranks. Add 2 to --devices.")
+        if set(found.dtypes) <= set(cases.FP8_RECIPES):
+            others = [op for op in found.ops if op not in FP8_OPS]
+            leave_out(others, f"{_without_fp8(others)} Or add bf16 to --dtypes.")
+    return {op: reasons[op] for op in found.ops if op in reasons}
+
+
+def _names(ops):
+    return ", ".join(ops)
 
 
 def command(given: argparse.Namespace) -> int:
