@@ -1,7 +1,10 @@
 """Predictions of single calls."""
 
 import functools
+import re
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from programs import on_ranks, tp_mesh
 
 import jax_ub as ub
+from jax_ub._src import methods
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.prediction import hardware as machines
@@ -18,6 +22,12 @@ from jax_ub._src.prediction.estimate import OPS
 from jax_ub._src.runtime import cuda_engine
 from jax_ub.errors import ShapeContractError, UnknownNameError
 
+# Partition specs of the operands and of the result.
+SPECS = {
+    "all_gather_matmul": ((P("tp"), P(None, "tp")), P(None, "tp")),
+    "matmul_reduce_scatter": ((P(None, "tp"), P("tp")), P("tp")),
+    "matmul_all_reduce": ((P(None, "tp"), P("tp")), P()),
+}
 SIZES = {"M": 8192, "K": 8192, "N": 10240, "P": 8, "dtype": "bfloat16"}
 
 
@@ -50,11 +60,7 @@ def test_moved_bytes_are_the_shards_of_the_peers(op):
 @pytest.mark.parametrize("op", PRODUCTS)
 def test_auto_is_the_method_that_the_engine_runs(op, monkeypatch):
     monkeypatch.setattr(cuda_engine, "load", StandIn)
-    x, w, y = {
-        "all_gather_matmul": (P("tp"), P(None, "tp"), P(None, "tp")),
-        "matmul_reduce_scatter": (P(None, "tp"), P("tp"), P("tp")),
-        "matmul_all_reduce": (P(None, "tp"), P("tp"), P()),
-    }[op]
+    (x, w), y = SPECS[op]
     function = functools.partial(getattr(ub, op), axis_name="tp")
     run = on_ranks(function, tp_mesh(8), (x, w), y)
     for platform, hardware in (("cpu", "cpu"), ("cuda", "h200")):
@@ -78,15 +84,65 @@ def test_all_reduces_of_few_tokens_are_one_shot_on_a_gpu(op):
     assert few.moved_bytes == 7 * 47 * 4096 * 2
     assert few.wire_s == few.moved_bytes / 450e9
     assert many.variant == "plain"
-    assert many.moved_bytes == 2 * 7 / 8 * 48 * 4096 * 2
+    itemsize = 4 if many.method == "xla" else 2  # plain JAX sums in f32
+    assert many.moved_bytes == 2 * 7 / 8 * 48 * 4096 * itemsize
     assert found(47, "ring_exchange").variant == "plain"
-    assert found(47, "xla").seconds == found(47, "xla").serial_s
+    assert found(47, "xla").seconds == found(47, "xla").plain_s
     assert found(47, hardware="cpu").variant == "plain"
 
 
 def test_xla_is_the_gemm_followed_by_the_collective():
     found = simulate.estimate("all_gather_matmul", "xla", **SIZES)
     assert found.seconds == found.serial_s > found.gemm_s + found.wire_s
+
+
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_plain_jax_sums_in_f32_but_the_peer_in_the_dtype_of_the_result(op):
+    plain, overlapped = (
+        simulate.estimate(op, method, **SIZES) for method in ("xla", "ring_exchange")
+    )
+    factor = 1 if op == "all_gather_matmul" else 2
+    assert plain.moved_bytes == factor * overlapped.moved_bytes
+    latency_s = machines.HARDWARE["h200"].collective_s
+    sent_s, peer_s = (
+        collective_s - latency_s
+        for collective_s in (plain.plain_collective_s, plain.collective_s)
+    )
+    assert sent_s == pytest.approx(factor * peer_s)
+    assert plain.seconds == plain.plain_s
+    assert overlapped.serial_s == plain.serial_s
+
+
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_auto_on_gpus_is_the_faster_of_overlap_and_plain_jax(op):
+    for tokens in (2**n for n in range(6, 14)):
+        sizes = (tokens, 8192, 8192, 8, "bfloat16")
+        auto, plain, overlapped = (
+            simulate.estimate(op, method, *sizes)
+            for method in ("auto", "xla", methods.auto_on_gpus(gathers="gather" in op))
+        )
+        if auto.variant == "plain":
+            assert auto.seconds == min(plain.seconds, overlapped.seconds)
+            assert (
+                auto.moved_bytes
+                == (plain if auto.method == "xla" else auto).moved_bytes
+            )
+
+
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_a_host_sends_what_xla_compiles_for_cpus(op):
+    function = functools.partial(getattr(ub, op), axis_name="tp", method="xla")
+    (x, w), y = SPECS[op]
+    run = on_ranks(function, tp_mesh(2), (x, w), y)
+    arrays = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)] * 2
+    text = jax.jit(run).lower(*arrays).compile().as_text()
+    collective = "all-gather|reduce-scatter|all-reduce"
+    (dtype,) = re.findall(rf"= (\w+)\[\S+ (?:{collective})\(", text)
+    assert dtype == "f32"  # although x and w are bf16
+    found = simulate.estimate(op, "xla", 64, 64, 64, 2, jnp.bfloat16, "cpu")
+    times = 2 if op == "matmul_all_reduce" else 1
+    assert found.moved_bytes == times / 2 * 64 * 64 * 4
+    assert found.collective_s == found.plain_collective_s
 
 
 def test_time_and_bytes_grow_with_the_dtype():

@@ -35,7 +35,10 @@ def test_few_tokens_are_left_to_xla_as_auto_does(tmp_path):
     assert __main__.main(["simulate", "--tokens", "64", "--json", str(found)]) == 0
     for row in json.loads(found.read_text())["rows"]:
         assert row["method"] == "xla"
-        assert (row["speedup"], row["hidden"]) == (1, 0)
+        if row["op"] == "all_gather_matmul":
+            assert (row["speedup"], row["hidden"]) == (1, 0)
+        else:  # jax_ub's plain JAX sends partial sums in f32, the peer in bf16
+            assert row["speedup"] < 1
 
 
 def test_a_host_takes_measured_rates(capsys):

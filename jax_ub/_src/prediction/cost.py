@@ -28,6 +28,9 @@ _TILES = (
 # `Hardware.flops_per_s` is the rate of a GEMM with M = K = N = 8192, which has so many
 # tiles of 128 x 256.
 _ANCHOR_TILES = (8192 // 128) * (8192 // 256)
+# The bytes per element that XLA:CPU sends, by those of the dtype: it converts bf16 to
+# f32 and FP8 to f16 before a collective. XLA on GPUs converts neither.
+_HOST_ITEMSIZES = {1: 2, 2: 4}
 # A GEMM kernel with more waves of tiles than this is simulated in groups of tiles, to
 # make the simulation faster.
 _MAX_WAVES = 24
@@ -110,8 +113,22 @@ class Workload:
     @property
     def moved_bytes(self) -> float:
         """Returns the least bytes that each rank must send (and receive) for the op."""
+        return self._collective_bytes(self.itemsize, self.result_itemsize)
+
+    def xla_bytes(self, *, is_host: bool, sums_in_f32: bool = False) -> float:
+        """Returns the bytes that each rank sends in a collective of XLA.
+
+        With `sums_in_f32`, it is the collective of jax_ub's plain `jax.lax`.
+        """
+        sizes = [self.itemsize, 4 if sums_in_f32 else self.result_itemsize]
+        if is_host:
+            sizes = [_HOST_ITEMSIZES.get(size, size) for size in sizes]
+        return self._collective_bytes(*sizes)
+
+    def _collective_bytes(self, operand_itemsize, sum_itemsize):
         share = (self.num_ranks - 1) / self.num_ranks
-        once = share * self.wire_bytes("", self.M)
+        width = self.K * operand_itemsize if self.gathers else self.N * sum_itemsize
+        once = share * self.M * width
         return 2 * once if self.op.endswith("all_reduce") else once
 
 
@@ -119,13 +136,16 @@ class Workload:
 class Bounds:
     """The seconds of a call's GEMM and of its communication, each alone.
 
-    `gemm_s` and `wire_s` assume full rates, the others a vendor's library.
+    `gemm_s` and `wire_s` assume full rates, the others a vendor's library, which sends
+    partial sums in the dtype of the result. `plain_collective_s` is the collective of
+    jax_ub's plain `jax.lax`, which sends them in f32.
     """
 
     gemm_s: float
     wire_s: float
     library_gemm_s: float
     collective_s: float
+    plain_collective_s: float
 
     @property
     def ideal_s(self) -> float:
@@ -135,6 +155,11 @@ class Bounds:
     def serial_s(self) -> float:
         return self.library_gemm_s + self.collective_s
 
+    @property
+    def plain_s(self) -> float:
+        """Returns the time of method "xla", jax_ub's plain `jax.lax`."""
+        return self.library_gemm_s + self.plain_collective_s
+
 
 def bounds(work: Workload, hardware: Hardware, gemm: Gemm | None = None) -> Bounds:
     """Returns the times of a GEMM and of a communication without any overlap.
@@ -143,16 +168,29 @@ def bounds(work: Workload, hardware: Hardware, gemm: Gemm | None = None) -> Boun
     """
     part = hardware.shared_by(work.num_ranks)
     gemm = work.gemm if work.has_product else gemm
-    gemm_s = library_s = collective_s = 0.0
+    gemm_s = library_s = 0.0
     if gemm is not None:
         gemm_s = library_s = gemm.flops / part.flops_of(work.itemsize)
         if not part.is_host:
             alone = _tile(part, gemm, part.processors, work.itemsize)
             library_s = max(gemm_s, alone.seconds)
+    collectives = [
+        collective_s(work.xla_bytes(is_host=part.is_host, sums_in_f32=wide), part)
+        for wide in (False, True)
+    ]
+    if work.num_ranks == 1:
+        collectives = [0.0, 0.0]
     wire_s = work.moved_bytes / part.wire_bytes_per_s
-    if work.num_ranks > 1:
-        collective_s = wire_s / part.collective_share + part.collective_s
-    return Bounds(gemm_s, wire_s, library_s, collective_s)
+    return Bounds(gemm_s, wire_s, library_s, *collectives)
+
+
+def collective_s(num_bytes: float, part: Hardware) -> float:
+    """Returns the seconds of a vendor's collective in which a rank sends `num_bytes`.
+
+    `part` has the rates of one rank.
+    """
+    wire_s = num_bytes / part.wire_bytes_per_s
+    return wire_s / part.collective_share + part.collective_s
 
 
 class _Tiling(NamedTuple):

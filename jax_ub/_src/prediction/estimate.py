@@ -85,7 +85,7 @@ def estimate(
         op: name of the FFI target without "jax_ub$", such as "all_gather_matmul".
         method: a method, with its options if it is a `MethodChoice`; "auto" runs as on
             the machine, where it may be "xla", which is the library's GEMM and the
-            vendor's collective one after the other.
+            vendor's collective one after the other, with sums in f32.
         M: number of tokens, summed over all ranks.
         K: global contracting size; for collectives, bulk ops and wgrad, the number of
             features of the communicated tensor.
@@ -107,7 +107,9 @@ def estimate(
         method = MethodChoice(methods.resolve("simulate", method, None))
     machine = machines.find(hardware)
     found = _estimate(op, method, (M, K, N, P), dtype, machine)
-    return _left_to_xla(found, method, machine)
+    if not _is_left_to_xla(found, method, machine):
+        return found
+    return _estimate(op, MethodChoice(Method.XLA), (M, K, N, P), dtype, machine)
 
 
 def _estimate(op, choice, sizes, dtype, machine):
@@ -161,7 +163,7 @@ def why_xla_is_faster(found: Prediction, devices: Sequence[jax.Device]) -> str |
     is_known = machines.name_of_kind(devices[0].device_kind) is not None
     if not is_known or not _is_slower_than_xla(found):
         return None
-    overlapped_us, xla_us = (1e6 * s for s in (found.seconds, found.serial_s))
+    overlapped_us, xla_us = (1e6 * s for s in (found.seconds, found.plain_s))
     return (
         f"overlapped it is predicted to take {overlapped_us:.0f} us, and as XLA's GEMM "
         f"and collective {xla_us:.0f} us (docs/simulate.md); `python -m jax_ub tune` "
@@ -171,16 +173,13 @@ def why_xla_is_faster(found: Prediction, devices: Sequence[jax.Device]) -> str |
 
 def _is_slower_than_xla(found):
     is_one_shot = found.variant == Variant.ONE_SHOT.value
-    return found.op in PRODUCTS and not is_one_shot and found.seconds > found.serial_s
+    return found.op in PRODUCTS and not is_one_shot and found.seconds > found.plain_s
 
 
-def _left_to_xla(found, choice, machine):
-    """Returns the prediction of XLA's call if "auto" on GPUs leaves the call to XLA."""
+def _is_left_to_xla(found, choice, machine):
+    """Returns whether "auto" on GPUs leaves the predicted call to XLA."""
     is_auto_on_gpus = choice.method is Method.AUTO and not machine.is_host
-    if not is_auto_on_gpus or not _is_slower_than_xla(found):
-        return found
-    method, seconds = Method.XLA.value, found.serial_s
-    return dataclasses.replace(found, method=method, seconds=seconds, num_launches=0)
+    return is_auto_on_gpus and _is_slower_than_xla(found)
 
 
 def estimate_workload(
@@ -188,7 +187,9 @@ def estimate_workload(
 ) -> Prediction:
     """Predicts the time of `work` on a machine, where "auto" may leave it to XLA."""
     found = _estimate_run(work, choice, machine)
-    return _left_to_xla(found, choice, machine)
+    if not _is_left_to_xla(found, choice, machine):
+        return found
+    return _estimate_run(work, MethodChoice(Method.XLA), machine)
 
 
 def _estimate_run(work, choice, machine):
@@ -200,7 +201,8 @@ def _estimate_run(work, choice, machine):
         moved_bytes = work.one_shot_bytes
         wire_s = moved_bytes / part.wire_bytes_per_s
     if run.method is Method.XLA:
-        seconds = parts.serial_s
+        seconds = parts.plain_s
+        moved_bytes = work.xla_bytes(is_host=machine.is_host, sums_in_f32=True)
     elif run.method is Method.DIRECT:
         # On a host, a GEMM reads the peers' memory in place, so it has no transfers. A
         # collective has only transfers. A barrier follows.
@@ -249,7 +251,8 @@ def _estimate_concurrent(op, gemm, work, choice, machine):
     parts = bounds(work, machine, gemm)
     gemm_s = parts.library_gemm_s
     if op == "matmul" or work.num_ranks == 1:
-        alone = {**vars(parts), "wire_s": 0.0, "collective_s": 0.0}
+        none = dict.fromkeys(("wire_s", "collective_s", "plain_collective_s"), 0.0)
+        alone = {**vars(parts), **none}
         name = choice.method.value
         return Prediction(**alone, op=op, method=name, seconds=gemm_s, moved_bytes=0.0)
     sent = _estimate_run(work, choice, machine)

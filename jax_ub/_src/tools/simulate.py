@@ -13,7 +13,7 @@ from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, show
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.output import format_table, writing
 from jax_ub._src.prediction import hardware as machines
-from jax_ub._src.prediction.cost import Workload
+from jax_ub._src.prediction.cost import Workload, collective_s
 from jax_ub._src.prediction.estimate import estimate_workload
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.runtime import cuda_engine
@@ -131,10 +131,10 @@ def predict_fp8(work: Workload, machine: Hardware) -> dict[str, float]:
             f"simulate: {machine.name} has no FP8 GEMM. Use another --hardware, such "
             "as h100."
         )
-    memory_bytes_per_s = machine.shared_by(work.num_ranks).memory_bytes_per_s
+    part = machine.shared_by(work.num_ranks)
 
     def cast_s(num_elements):
-        return _CAST_BYTES * num_elements / memory_bytes_per_s
+        return _CAST_BYTES * num_elements / part.memory_bytes_per_s
 
     bf16 = estimate_workload(work, _AUTO, machine)
     fp8 = estimate_workload(dataclasses.replace(work, itemsize=1), _AUTO, machine)
@@ -145,8 +145,8 @@ def predict_fp8(work: Workload, machine: Hardware) -> dict[str, float]:
         wire_s = bf16.seconds + x_cast_s
     else:
         # The GEMM and the collective run one after the other. The collective sends half
-        # the bytes, with the same latency.
-        sent_s = (bf16.collective_s + machine.collective_s) / 2
+        # the bytes.
+        sent_s = collective_s(work.moved_bytes / 2, part)
         wire_s = bf16.library_gemm_s + sent_s
         if work.gathers:  # the rows are converted to bf16, half as long as a cast
             wire_s += x_cast_s + cast_s(work.M * work.K) / 2

@@ -321,11 +321,13 @@ def _pair_rows(pairs, machine, lowered) -> Iterator[Row]:
             M, K, N = pair.sizes
             flops = 2 * M * K * N // max(pair.num_ranks, 1)
             if pair.itemsize in ITEMSIZES:
-                seconds = simulate.predict(
+                # The program's collective sends the dtype of its array, unlike the
+                # method "xla".
+                seconds = simulate.estimate(
                     *(pair.could_be, "xla", M, K, N, pair.num_ranks),
                     dtype=np.dtype(("V", pair.itemsize)),  # only its size matters
                     hardware=machine,
-                )
+                ).serial_s
         could_be = f"XLA's own: could be one ub.{pair.could_be}"
         notes = [f"x {count}" if count > 1 else "", repeated]
         if pair.num_combined > 1:
