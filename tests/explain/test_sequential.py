@@ -13,7 +13,7 @@ import jax_ub as ub
 from jax_ub import ops
 from jax_ub._src import lowering_log
 from jax_ub._src.methods import Method, MethodChoice
-from jax_ub._src.runtime import tuned_file
+from jax_ub._src.runtime import cuda_engine, tuned_file
 from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS, TunedKey, environment
 from jax_ub._src.tools.explain import report
 
@@ -210,6 +210,80 @@ def test_linears_with_a_recipe_send_fp8_operands_and_wide_sums():
     # In the backward of "column", the GEMM+RS sends bf16 sums, and the wgrad reads x.
     assert [row.moved_bytes for row in fp8] == [one / 2, 3 / 2 * one, one, one / 2]
     assert all(a.predicted_s < b.predicted_s for a, b in zip(fp8, wide, strict=True))
+
+
+@pytest.fixture
+def wire_fp8():
+    """Configures the four names of a column and a row layer to send FP8."""
+
+    def configure(**more):
+        names = ("qkv_fprop", "qkv_dgrad", "proj_fprop", "proj_dgrad")
+        cfgs = {name: {"wire_dtype": "fp8", **more.get(name, {})} for name in names}
+        ub.initialize_ub([256, 64], 2, ub_cfgs=cfgs, mesh=tp_mesh(2))
+        sequence = {"sequence_parallel": True, "use_bias": False}
+        return ops.Sequential(
+            *(
+                ops.Linear(
+                    *(64, 64),
+                    tensor_parallel_mode=mode,
+                    userbuffers_options={"comm_name": name},
+                    **sequence,
+                )
+                for mode, name in (("column", "qkv"), ("row", "proj"))
+            )
+        )
+
+    yield configure
+    ub.destroy_ub()
+
+
+def test_arrays_that_a_name_sends_as_fp8_have_one_byte(wire_fp8):
+    seq = wire_fp8()
+    rows = seq.explain(256, num_ranks=2, hardware="cpu").rows
+    one = 256 * 64 // 2  # bytes of a tensor in FP8 that a rank sends
+    up, d_up, down, d_down = rows
+    assert up.op == "all_gather_matmul"
+    assert d_up.op == "bulk_all_gather, bulk_reduce_scatter"  # RS in bf16
+    assert d_down.op == "all_gather_matmul, matmul"
+    assert [row.moved_bytes for row in rows] == [one, 3 * one, one, one]
+    assert [row.overlapped for row in rows] == [True, True, False, True]
+    assert down.op == "matmul, all_to_all"
+    assert down.reason == "its partial sums are sent as FP8, by XLA's all-to-all"
+    apply = jax.shard_map(
+        seq, mesh=tp_mesh(2), in_specs=(seq.specs(), P("tp")), out_specs=P("tp")
+    )
+    params, x = jax.eval_shape(
+        lambda: (seq.init(jax.random.key(0)), jnp.zeros((256, 64), jnp.bfloat16))
+    )
+    params = jax.tree.map(lambda p: p.update(dtype=jnp.bfloat16), params)
+
+    def loss(params, x):
+        return jnp.square(apply(params, x)).astype(jnp.float32).sum()
+
+    found = ub.explain(jax.value_and_grad(loss, (0, 1)), params, x, hardware="cpu")
+    sent = {(row.scope, row.op): row.moved_bytes for row in found.rows}
+    assert sent["qkv", "all_gather_matmul"] == up.moved_bytes
+    assert sent["proj", "all_gather_matmul"] == d_down.moved_bytes
+    assert sent["qkv", "bulk_all_gather"] == one
+    (fallen,) = (row for row in found.rows if not row.overlapped)
+    assert (fallen.scope, fallen.reason) == ("proj", down.reason)
+
+
+def test_a_dgrad_that_sends_fp8_sums_gathers_x_separately(wire_fp8):
+    seq = wire_fp8(qkv_dgrad={"method": "ring_exchange"})
+    backward = seq.explain(256, num_ranks=2).rows[1]
+    assert backward.op == "matmul, all_to_all, all_gather, wgrad"
+    assert "all-to-all" in backward.reason
+
+
+def test_gpus_gather_fp8_before_they_multiply_wide_arrays(wire_fp8, monkeypatch):
+    seq = wire_fp8()
+    monkeypatch.setattr(cuda_engine, "is_traced_for", lambda: True)
+    up, d_up, _, d_down = seq.explain(256, num_ranks=2, hardware="h100").rows
+    assert up.op == d_down.op == "all_gather, matmul"
+    assert "which GPUs do not multiply by wide arrays" in up.reason == d_down.reason
+    assert not (up.overlapped or d_down.overlapped)
+    assert d_up.overlapped  # bulk
 
 
 def test_mesh_in_scope_gives_the_number_of_ranks():

@@ -28,9 +28,9 @@ _TILES = (
 # `Hardware.flops_per_s` is the rate of a GEMM with M = K = N = 8192, which has so many
 # tiles of 128 x 256.
 _ANCHOR_TILES = (8192 // 128) * (8192 // 256)
-# The bytes per element that XLA:CPU sends, by those of the dtype: it converts bf16 to
-# f32 and FP8 to f16 before a collective. XLA on GPUs converts neither.
-_HOST_ITEMSIZES = {1: 2, 2: 4}
+# The bytes per element that XLA:CPU sends, if they are not those of the dtype: it
+# converts bf16 to f32 before a collective. XLA on GPUs does not.
+_HOST_ITEMSIZES = {2: 4}
 # A GEMM kernel with more waves of tiles than this is simulated in groups of tiles, to
 # make the simulation faster.
 _MAX_WAVES = 24
@@ -54,7 +54,8 @@ class Workload:
     """A simulated call: its op, its global sizes, and the sizes of its elements.
 
     There are M tokens, K contracted features and N output features. Operands have
-    `itemsize` bytes per element, partial sums on the wire `partial_itemsize`.
+    `itemsize` bytes per element, partial sums on the wire `partial_itemsize`, and an
+    all-gathered array `gathered_itemsize`, by default as many as the operands.
     """
 
     op: str
@@ -64,6 +65,7 @@ class Workload:
     num_ranks: int
     itemsize: int = 2
     partial_itemsize: int = 2
+    gathered_itemsize: int | None = None
 
     @property
     def gathers(self) -> bool:
@@ -92,10 +94,20 @@ class Workload:
         """Returns the bytes of an element of a sum. Sums of FP8 products have 2."""
         return max(self.itemsize, 2)
 
+    @property
+    def _gathered_itemsize(self):
+        given = self.gathered_itemsize
+        return self.itemsize if given is None else given
+
+    @property
+    def multiplies_as_sent(self) -> bool:
+        """Returns whether the operands of the GEMM have the dtype that is gathered."""
+        return not self.gathers or self._gathered_itemsize == self.itemsize
+
     def wire_bytes(self, payload: str, num_rows: int) -> int:
         """Returns the bytes of `num_rows` rows of a payload, as sent to a peer."""
         if self.gathers:
-            return num_rows * self.K * self.itemsize
+            return num_rows * self.K * self._gathered_itemsize
         is_partial = payload == "partial"
         size = self.partial_itemsize if is_partial else self.result_itemsize
         return num_rows * self.N * size
@@ -113,21 +125,22 @@ class Workload:
     @property
     def moved_bytes(self) -> float:
         """Returns the least bytes that each rank must send (and receive) for the op."""
-        return self._collective_bytes(self.itemsize, self.result_itemsize)
+        return self._collective_bytes(self._gathered_itemsize, self.result_itemsize)
 
     def xla_bytes(self, *, is_host: bool, sums_in_f32: bool = False) -> float:
         """Returns the bytes that each rank sends in a collective of XLA.
 
         With `sums_in_f32`, it is the collective of jax_ub's plain `jax.lax`.
         """
-        sizes = [self.itemsize, 4 if sums_in_f32 else self.result_itemsize]
+        sum_itemsize = 4 if sums_in_f32 else self.result_itemsize
+        sizes = [self._gathered_itemsize, sum_itemsize]
         if is_host:
             sizes = [_HOST_ITEMSIZES.get(size, size) for size in sizes]
         return self._collective_bytes(*sizes)
 
-    def _collective_bytes(self, operand_itemsize, sum_itemsize):
+    def _collective_bytes(self, gathered_itemsize, sum_itemsize):
         share = (self.num_ranks - 1) / self.num_ranks
-        width = self.K * operand_itemsize if self.gathers else self.N * sum_itemsize
+        width = self.K * gathered_itemsize if self.gathers else self.N * sum_itemsize
         once = share * self.M * width
         return 2 * once if self.op.endswith("all_reduce") else once
 

@@ -69,7 +69,7 @@ def predict(*arguments, **options) -> float:
     return estimate(*arguments, **options).seconds
 
 
-def estimate(
+def estimate(  # noqa: PLR0913, the call and the machine
     op: str,
     method: str | Method | MethodChoice,
     M: int,
@@ -78,6 +78,7 @@ def estimate(
     P: int,
     dtype,
     hardware: str | Hardware = "h200",
+    gathered_dtype=None,
 ) -> Prediction:
     """Predicts the time of one call of jax_ub with the simulator's cost model.
 
@@ -93,6 +94,8 @@ def estimate(
         P: number of ranks.
         dtype: dtype of the operands.
         hardware: "a100", "h100", "h200", "b200", "cpu", or a `Hardware`.
+        gathered_dtype: dtype in which an array is all-gathered, if it is not `dtype`,
+            as with `wire_dtype="fp8"`.
     """
     if op not in OPS:
         raise UnknownNameError(
@@ -106,20 +109,22 @@ def estimate(
     if not isinstance(method, MethodChoice):
         method = MethodChoice(methods.resolve("simulate", method, None))
     machine = machines.find(hardware)
-    found = _estimate(op, method, (M, K, N, P), dtype, machine)
+    call = op, (M, K, N, P), dtype, machine, gathered_dtype
+    found = _estimate(method, *call)
     if not _is_left_to_xla(found, method, machine):
         return found
-    return _estimate(op, MethodChoice(Method.XLA), (M, K, N, P), dtype, machine)
+    return _estimate(MethodChoice(Method.XLA), *call)
 
 
-def _estimate(op, choice, sizes, dtype, machine):
+def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
     """Predicts a call that the engine runs, also if "auto" would leave it to XLA."""
     M, K, N, P = sizes
     itemsize = np.dtype(dtype).itemsize
     # CPUs exchange the partial sums of products in f32. GPUs round them to the dtype of
     # the operands before they send them, and those of FP8 products to 16 bits.
     is_f32 = machine.is_host and op in PRODUCTS
-    itemsizes = itemsize, 4 if is_f32 else max(itemsize, 2)
+    gathered = None if gathered_dtype is None else np.dtype(gathered_dtype).itemsize
+    itemsizes = itemsize, 4 if is_f32 else max(itemsize, 2), gathered
     if op in _CONCURRENT:
         work = Workload(_CONCURRENT[op], M, K, K, P, *itemsizes)
         return _estimate_concurrent(op, Gemm(M, N // P, K), work, choice, machine)
@@ -146,7 +151,7 @@ def estimate_on_gpus(
     if not is_modeled or min(sizes) < 1:
         return None
     name = machines.name_of_kind(devices[0].device_kind) or _ASSUMED
-    found = _estimate(op, choice, sizes, dtype, machines.find(name))
+    found = _estimate(choice, op, sizes, dtype, machines.find(name))
     in_process = collections.Counter(device.process_index for device in devices)
     if max(in_process.values()) > 1:
         enqueued_s = found.num_launches * _ENQUEUE_S
@@ -229,6 +234,8 @@ def _estimate_run(work, choice, machine):
 def _as_run(work, choice, machine) -> MethodChoice:
     """Returns the method and options by which the machine's engine runs a call."""
     method = choice.method
+    if not (machine.is_host or not work.has_product or work.multiplies_as_sent):
+        method = Method.XLA  # GPUs multiply no FP8 by wide operands
     if method is Method.DIRECT and not machine.is_host:
         method = Method.AUTO  # the CUDA engine cannot read the peers' memory in place
     if method is not Method.AUTO:

@@ -207,6 +207,10 @@ class Call:
         """
         raise NotImplementedError
 
+    def gathered_dtype(self, *operands) -> np.dtype | None:
+        """Returns the dtype of the all-gathered array; None if none is gathered."""
+        return operands[0].dtype if self.gathers else None
+
     def gathered_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of an all-gathered array: [..., m, K] -> [..., P*m, K]."""
         *batch, rows, width = shape

@@ -208,6 +208,9 @@ class BulkAllGather(Call):
         *rows, width = self.gathered_shape(operands[-1].shape)
         return (*rows, width - self.num_scale_features)
 
+    def gathered_dtype(self, *operands):
+        return operands[-1].dtype
+
     def reference(self, *operands, scales=()):
         n = self.num_pairs
         xs, ws = operands[:n], operands[n : 2 * n]

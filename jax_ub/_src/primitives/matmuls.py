@@ -374,6 +374,9 @@ class Wgrad(Call):
         sharded = (x,) if self.gather == "x" else others[: self.num_outputs]
         return self.gathered_shape((*sharded[0].shape[:-1], num_features(sharded)))
 
+    def gathered_dtype(self, x, *others):
+        return others[0].dtype if self.gather == "dy" else x.dtype
+
     def reference(self, x, *others, scales=()):
         dys, main_grads = others[: self.num_outputs], others[self.num_outputs :]
         x_scales, dy_scales = scales[:1], scales[1:]

@@ -37,6 +37,9 @@ from jax_ub._src.scaled_array import (
     row_scales,
 )
 
+# Why partial sums that are sent as FP8 do not overlap with their GEMM.
+BY_ALL_TO_ALL = "its partial sums are sent as FP8, by XLA's all-to-all"
+
 
 def forward_of(config: CallConfig) -> Callable[..., Any]:
     """Returns `column_forward` for a layer that all-gathers x, else `row_forward`."""
@@ -208,9 +211,7 @@ def reduce_scatter(execution: Execution, x: jax.Array, *, out_dtype: Any) -> jax
     """Reduce-scatters the rows of x, which are sent as FP8 if so configured."""
     if not _sends_fp8(execution, x):
         return collectives.reduce_scatter(execution, x, out_dtype=out_dtype)
-    with lowering_log.falling_back(
-        execution.label, "its partial sums are sent as FP8, by XLA's all-to-all"
-    ):
+    with lowering_log.falling_back(execution.label, BY_ALL_TO_ALL):
         quantized = _quantized(x)
         rows, _ = packed(quantized)
         sent = lax.bitcast_convert_type(rows, jnp.uint8).reshape(

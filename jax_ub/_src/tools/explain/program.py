@@ -26,6 +26,8 @@ from jax_ub._src.tools.trace.traces import ub_name_in
 # Identifies a call whose executions are counted: the call and its operands' avals.
 _CallSite = tuple[Call, tuple[jax.ShapeDtypeStruct, ...]]
 _LOOP = "in a loop"
+# Primitives by which plain JAX replaces a call, and their names in the table.
+_FALLEN = {"dot_general": "dot", "all_to_all": "all-to-all"}
 _SHORT_NAMES = {row.dtype: row.short_name for row in dtypes.TABLE}
 _RESHARDED = (
     "XLA's own: the call expects another sharding. Are the kinds "
@@ -220,8 +222,9 @@ def call_rows(
             K=max(K, 1),
             N=max(N, 1),
             P=num_ranks,
-            dtype=operands[0].dtype,
+            dtype=max(_multiplied(call, operands), key=lambda dtype: dtype.itemsize),
             hardware=machine,
+            gathered_dtype=call.gathered_dtype(*operands),
         )
         count = counts.get((call, operands), len(equal))
         notes = ["" if count == 1 else f"x {_LOOP if count is None else count}"]
@@ -267,12 +270,17 @@ def _dtype_of(call, operands):
 
     For a call without a GEMM, it is the dtype of the array that is sent.
     """
+    found = _multiplied(call, operands)
+    return " x ".join(_SHORT_NAMES.get(dtype, dtype.name) for dtype in found)
+
+
+def _multiplied(call, operands):
+    """Returns the distinct dtypes of which `_dtype_of` returns the names."""
     if call.has_scales:
         multiplied = operands[: call.num_scales]
     else:
         multiplied = operands[: 1 if call.communicates_only else 2]
-    names = (_SHORT_NAMES.get(each.dtype, each.dtype.name) for each in multiplied)
-    return " x ".join(dict.fromkeys(names))
+    return list(dict.fromkeys(each.dtype for each in multiplied))
 
 
 def xla_rows(
@@ -366,17 +374,19 @@ def _split_scope(pair):
 def _other_fallbacks(jaxpr, pairs) -> Iterator[Row]:
     """Yields a table row for each call that runs as plain JAX and has no row yet.
 
-    These are calls whose dot has no collective next to it, for example on one rank.
-    Calls in `pairs`, whose dot has one, already have rows.
+    These are calls whose dot has no collective next to it, for example on one rank, and
+    partial sums that are sent as FP8. Calls in `pairs`, whose dot has a collective,
+    already have rows.
     """
     known = {lowering_log.fallback_in(pair.scope) for pair in pairs}
     for equation, _ in equations(jaxpr, 1):
-        if equation.primitive.name != "dot_general":
+        op = _FALLEN.get(equation.primitive.name)
+        if op is None:
             continue
         fallen = lowering_log.fallback_in(str(equation.source_info.name_stack))
         if fallen is not None and fallen not in known:
             known.add(fallen)
-            yield Row(_scope("", fallen.label), "dot", False, "xla", fallen.reason)
+            yield Row(_scope("", fallen.label), op, False, "xla", fallen.reason)
 
 
 def _scope(stack, label):

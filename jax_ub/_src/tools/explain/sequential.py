@@ -12,7 +12,7 @@ from jax_ub._src import checks as shapes
 from jax_ub._src import methods
 from jax_ub._src.checks import axis_tuple
 from jax_ub._src.errors import ShapeContractError, shown
-from jax_ub._src.methods import Method
+from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.ops.basic import AllGather, AllReduce, ReduceScatter
 from jax_ub._src.ops.fused_operation import FusedOperation, Op, windows
 from jax_ub._src.ops.fuser import operation_label
@@ -22,6 +22,7 @@ from jax_ub._src.parallel import ParallelMode, mode_of
 from jax_ub._src.prediction import estimate as simulate
 from jax_ub._src.prediction.hardware import ITEMSIZES, Hardware
 from jax_ub._src.rules.call_config import CallConfig, call_label, plan_call_config
+from jax_ub._src.rules.forward import BY_ALL_TO_ALL
 from jax_ub._src.runtime import registry
 from jax_ub._src.runtime.tuned_file import COLUMN_GRADIENTS
 from jax_ub._src.tools.explain import report
@@ -54,12 +55,22 @@ _UNFUSED = {
     ("row", False): ("matmul kn, all_reduce nn", "matmul nk, matmul kn"),
     (None, False): ("matmul kn", "matmul nk, matmul kn"),
 }
+# What replaces an op by which partial sums are sent as FP8 (`wire_dtype`), and an op in
+# which a GPU would multiply gathered FP8 rows by wide operands.
+_SUMS_AS_FP8 = {
+    "matmul_reduce_scatter": ("matmul", "all_to_all"),
+    "reduce_scatter": ("all_to_all",),
+}
+_FP8_ON_GPUS = {"all_gather_matmul": ("all_gather", "matmul")}
 # The ops that are a GEMM without communication.
 _GEMMS = ("matmul", "wgrad")
+# The ops that gather an array, which may be sent as FP8.
+_GATHERS = ("all_gather", "all_gather_matmul", "bulk_all_gather")
 # The ops that sum results. A linear with an FP8 recipe has wide results, but all of its
 # other ops multiply or gather FP8 operands.
 _SUMS = ("reduce_scatter", "all_reduce")
 _FP8 = np.dtype(jnp.float8_e4m3fn)
+_GATHERED_AS_FP8 = "its rows are sent as FP8, which GPUs do not multiply by wide arrays"
 _REJECTED = (
     "a call is rejected: only all-gathers and reduce-scatters of rows overlap, with "
     "sequence_parallel=True"
@@ -194,8 +205,7 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     call_config = _planned(op, axis_name, mode, ranks, type(window).__name__)
     if name == "backward":
         call_config = _backward_config(op, parallel, call_config, sizes)
-    backward = call_config if name == "backward" else None
-    steps = _steps(op, parallel, is_fused, backward)
+    steps = _steps(op, parallel, is_fused, call_config, is_backward=name == "backward")
     targets = list(dict.fromkeys(target for target, _, _ in steps))
     reason = note = ""
     if all(target in _GEMMS for target in targets):
@@ -204,10 +214,8 @@ def _linear(op, name, window, reasons, sizes) -> Row:
         reason = "; ".join(reasons) or "no registered fusion overlaps it"
     elif not mode.sequence_parallel:
         reason = _REJECTED
-    elif call_config.method is Method.XLA:
-        reason = 'method "xla" is plain jax.lax'
-    elif call_config.method is Method.EXTERNAL:
-        reason = 'method "external" communicates before or after the GEMM'
+    else:
+        reason = _why_sequential(op, call_config, targets)
     keys = [(call_config.label, target) for target in targets]
     known = [sizes.waits[key] for key in keys if key in sizes.waits]
     method, found = call_config.method.value, []
@@ -218,17 +226,8 @@ def _linear(op, name, window, reasons, sizes) -> Row:
                 "which the sequence-parallel linears require. Use tokens = "
                 f"{shapes.round_up(sizes.tokens, ranks)}."
             )
-        dtype = sizes.dtype_of(op)
-        if dtype.itemsize in ITEMSIZES:
-            choice = call_config.choice
-            found = [
-                simulate.estimate(
-                    *(target, choice, sizes.tokens, k, n, ranks),
-                    dtype if op.fp8 is None or target in _SUMS else _FP8,
-                    sizes.machine,
-                )
-                for target, k, n in steps
-            ]
+        if sizes.dtype_of(op).itemsize in ITEMSIZES:
+            found = [_estimate(op, call_config, sizes, ranks, step) for step in steps]
     return Row(
         scope="",
         op=", ".join(targets),
@@ -242,13 +241,45 @@ def _linear(op, name, window, reasons, sizes) -> Row:
     )
 
 
+def _why_sequential(op, call_config, targets) -> str:
+    """Returns why a fused linear does not overlap its collective, or ""."""
+    if call_config.method is Method.XLA:
+        return 'method "xla" is plain jax.lax'
+    if "all_to_all" in targets:
+        return BY_ALL_TO_ALL
+    if _multiplies_unlike_sent(op, call_config):
+        return _GATHERED_AS_FP8
+    if call_config.method is Method.EXTERNAL:
+        return 'method "external" communicates before or after the GEMM'
+    return ""
+
+
+def _estimate(op, call_config, sizes, ranks, step: Step) -> simulate.Prediction:
+    target, k, n = step
+    choice, dtype = call_config.choice, sizes.dtype_of(op)
+    if target == "all_to_all":
+        # XLA's collective. A rank sends as many bytes as if it gathered the array.
+        target, choice, dtype = "all_gather", MethodChoice(Method.XLA), _FP8
+    elif op.fp8 is not None and target not in _SUMS:
+        dtype = _FP8
+    gathers_fp8 = choice.sends_fp8 and target in _GATHERS
+    return simulate.estimate(
+        *(target, choice, sizes.tokens, k, n, ranks),
+        dtype,
+        sizes.machine,
+        gathered_dtype=_FP8 if gathers_fp8 else None,
+    )
+
+
 def _planned(op, axis_name, mode: ParallelMode, ranks, window_name) -> CallConfig:
     axes = () if mode.parallel is None else axis_tuple(axis_name)
     # `initialize_ub` configures overlaps by name, for a fixed number of ranks. If the
     # number is unknown here, the name cannot be looked up.
     configured = op.comm_name if ranks is not None else None
     call_config = plan_call_config(
-        window_name, axes, ranks or 1, configured, op.chosen_method, mode=mode
+        *(window_name, axes, ranks or 1, configured, op.chosen_method),
+        mode=mode,
+        is_fp8=op.fp8 is not None,
     )
     return dataclasses.replace(call_config, label=call_label(window_name, op.comm_name))
 
@@ -265,23 +296,40 @@ def _backward_config(op, mode, call_config, sizes):
     )
 
 
-def _steps(op, parallel, is_fused, backward: CallConfig | None) -> list[Step]:
-    """Returns the GEMMs and collectives of one pass: forward if `backward` is None."""
+def _multiplies_unlike_sent(op, call_config):
+    """Returns whether gathered FP8 rows would be multiplied by wide arrays on a GPU."""
+    is_wide = call_config.choice.sends_fp8 and op.fp8 is None
+    return is_wide and call_config.is_on_cuda and not call_config.uses_bulk
+
+
+def _steps(op, parallel, is_fused, config: CallConfig, *, is_backward) -> list[Step]:
+    """Returns the GEMMs and collectives of one pass."""
     sequence_parallel = parallel is not None and op.sequence_parallel
     if not is_fused:
-        text = _UNFUSED[parallel, sequence_parallel][backward is not None]
-    elif backward is None:
+        text = _UNFUSED[parallel, sequence_parallel][is_backward]
+    elif not is_backward:
         text = f"{mode_of(parallel, True).op} kn"
     elif parallel == "row":
         text = "all_gather_matmul nk, matmul kn"  # one gather of dy
-    elif backward.uses_bulk:
+    elif config.uses_bulk:
         text = "bulk_all_gather kn, bulk_reduce_scatter kn"
     else:
-        gather = "all_gather kk, " if backward.method.materializes_gather else ""
+        gather = "all_gather kk, " if config.gathers_first else ""
         text = f"matmul_reduce_scatter nk, {gather}wgrad kn"
     size = {"k": op.in_features, "n": op.out_features}
-    pairs = map(str.split, text.split(", "))
-    return [(name, size[dims[0]], size[dims[1]]) for name, dims in pairs]
+    steps: list[Step] = []
+    for step in text.split(", "):
+        name, (contracted, features) = step.split()
+        names = [name]
+        if config.choice.sends_fp8:
+            names = _SUMS_AS_FP8.get(name, names)
+        if _multiplies_unlike_sent(op, config):
+            names = _FP8_ON_GPUS.get(name, names)
+        for each in names:
+            # A collective has the features of the array that it communicates.
+            k = size[features if each == "all_to_all" else contracted]
+            steps.append((each, k, size[features]))
+    return steps
 
 
 def _collective(op, name) -> Row:
