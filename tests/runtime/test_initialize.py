@@ -1,7 +1,7 @@
-import functools
+import contextlib
 import gc
+import queue
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -213,26 +213,49 @@ def test_groups_follow_the_order_of_the_mesh():
     assert registry.axes()[0].groups == ((2, 0), (3, 1))
 
 
-def test_threads_initialize_one_axis_after_the_other(monkeypatch):
-    running, overlapped = [], []
+@pytest.mark.parametrize("second", [ub.initialize_ub, ub.destroy_ub])
+def test_a_thread_waits_while_another_one_changes_the_registry(monkeypatch, second):
+    lock, steps, may_leave = registry.CHANGING, queue.Queue(), threading.Event()
 
-    def connect(attempt):
-        running.append(attempt)
-        time.sleep(0.05)  # in which, without a lock, other threads would begin
-        overlapped.append(len(running) > 1)
-        running.remove(attempt)
+    def tell(step):
+        steps.put((threading.current_thread().name, step))
 
-    monkeypatch.setattr(initialize._Attempt, "connect", connect)
-    changes = [
-        functools.partial(ub.initialize_ub, SHAPE, 4, axis_name=f"tp{i}")
-        for i in range(3)
+    class WatchedLock:
+        def __enter__(self):
+            tell("asks")
+            return lock.__enter__()
+
+        def __exit__(self, *error):
+            lock.__exit__(*error)
+
+    def change(*_):
+        tell("begins")
+        may_leave.wait(60)
+        tell("ends")
+
+    monkeypatch.setattr(registry, "CHANGING", WatchedLock())
+    monkeypatch.setattr(initialize._Attempt, "prepare", change)
+    monkeypatch.setattr(initialize._Attempt, "connect", lambda attempt: None)
+    monkeypatch.setattr(initialize.communicators, "finish_launches", change)
+    arguments = (SHAPE, 4) if second is ub.initialize_ub else ()
+    threads = [
+        threading.Thread(target=ub.initialize_ub, args=(SHAPE, 4), name="first"),
+        threading.Thread(target=second, args=arguments, name="second"),
     ]
-    threads = [threading.Thread(target=change) for change in changes]
-    for thread in threads:
-        thread.start()
+    threads[0].start()
+    found = []
+    while ("first", "begins") not in found:
+        found.append(steps.get(timeout=60))
+    threads[1].start()
+    found = [steps.get(timeout=60)]  # without the lock, the second thread begins
+    with contextlib.suppress(queue.Empty):
+        found.append(steps.get(timeout=0.2))
+    may_leave.set()
     for thread in threads:
         thread.join()
-    assert overlapped == [False] * 3
+    assert found == [("second", "asks")]
+    order = [steps.get() for _ in range(3)]
+    assert order == [("first", "ends"), ("second", "begins"), ("second", "ends")]
 
 
 def test_init_and_destroy_do_not_grow():
