@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -41,8 +42,11 @@ def run(num_processes=2, devices_per_process=1, **options):
 @pytest.mark.parametrize("stdout", [None, 2])
 def test_launcher_gets_the_options_of_the_parts(interpreter, stdout, capfd):
     interpreter('echo "$@"; exit 3')
-    with pytest.raises(JobError, match="3 processes failed with exit status 3"):
+    text = "3 processes failed with exit status 3"
+    with pytest.raises(JobError, match=f"^doctor: {text}; their") as caught:
         run(num_processes=3, devices_per_process=2, stdout=stdout)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.status) == (str(caught.value), 3)
     texts = capfd.readouterr()
     assert texts[0 if stdout else 1] == ""
     assert re.fullmatch(

@@ -31,7 +31,12 @@ class JobError(UbError, RuntimeError):
     `status` is the exit status of the launcher.
     """
 
-    status = 1
+    def __init__(self, message: str, status: int):
+        super().__init__(message, status)
+        self.status = status
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def count(text: str) -> int:
@@ -93,12 +98,11 @@ def parts_of(
         launch += ["-m", "jax_ub", command, "--part", str(path), *arguments]
         status = _run([sys.executable, "-m", "jax_ub", *launch], stdout)
         if status:
-            error = JobError(
+            raise JobError(
                 f"{command}: {num_processes} processes failed with exit status "
-                f"{status}; their output gives the reason."
+                f"{status}; their output gives the reason.",
+                status,
             )
-            error.status = status
-            raise error
         yield [part_path(path, process) for process in range(num_processes)]
 
 
