@@ -402,7 +402,7 @@ def _loop(function, operands, dims):
 def _refuse_jvp(operands, tangents, *, call):
     raise UnsupportedOverlapError(
         f"{call.label}: forward-mode differentiation and second derivatives are not "
-        "supported. Differentiate once, with jax.grad or jax.vjp. functional_forward "
-        "and functional_backward of jax_ub.ops have no derivatives: call them in the "
-        "rules of a custom_vjp."
+        "supported. Differentiate once, with jax.grad or jax.vjp. If you call a "
+        "functional_forward or functional_backward of jax_ub.ops.fused, which have no "
+        "derivatives, do so in the rules of a jax.custom_vjp."
     )
