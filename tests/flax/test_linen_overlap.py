@@ -1,3 +1,4 @@
+import contextlib
 import re
 
 import flax.linen as nn
@@ -87,6 +88,45 @@ def test_the_first_rule_that_matches_counts():
         text = compiled_text(jax.jit(model.apply), variables, x)
     assert calls(text)["matmul_all_reduce"] == 2
     assert "blocks.up" not in overlap.overlapped
+
+
+class One(nn.Module):
+    """A layer of each kind that can be overlapped, named "layer"."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, x):
+        if self.kind == "attend":
+            return nn.Embed(16, 16, name="layer").attend(x)
+        layers = {
+            "dense": lambda name: nn.Dense(16, name=name),
+            "general": lambda name: nn.DenseGeneral(16, name=name),
+            "einsum": lambda name: nn.Einsum((16, 16), "...k,kn->...n", name=name),
+        }
+        return layers[self.kind]("layer")(x)
+
+
+@pytest.mark.parametrize("kind", ["dense", "general", "einsum", "attend"])
+def test_the_innermost_block_with_a_rule_for_a_layer_overlaps_it(kind):
+    model, x = One(kind), normal(0, (4, 8, 16))
+    variables = model.init(jax.random.key(0), x)
+    path = "layer.attend" if kind == "attend" else "layer"
+
+    def kinds(*rules):
+        blocks = [Overlap(each) for each in rules]
+        with jax.set_mesh(mesh_of(2, 2, "auto")), contextlib.ExitStack() as stack:
+            for block in blocks:
+                stack.enter_context(block)
+            y = jax.jit(model.apply)(variables, x)
+        assert_trees_close(y, model.apply(variables, x))
+        return [block.overlapped for block in blocks]
+
+    column, row, none, other = ({path: "column"}, {path: "row"}, {path: None}, {})
+    assert kinds(column, row) == [{}, row]
+    assert kinds(row, column, other) == [{}, column, {}]
+    assert kinds(column, none) == [{}, {}]
+    assert kinds(none, column) == [{}, column]
 
 
 def test_kernels_may_be_sharded_over_a_data_axis():

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 import sys
+import threading
 import types
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -54,6 +55,16 @@ def _traces_of(settings: Hashable) -> _Traces:
 _TRACED_FOR = jax.make_user_context(())
 
 
+class _OpenBlocks(threading.local):
+    """The `Overlap` of each block that this thread is in, from the outermost on."""
+
+    def __init__(self):
+        self.overlaps: list[Overlap] = []
+
+
+_OPEN = _OpenBlocks()
+
+
 class Overlap(FixedArguments, KeywordsChecked):
     r"""Overlaps the dense layers of an unmodified linen model with communication.
 
@@ -71,6 +82,9 @@ class Overlap(FixedArguments, KeywordsChecked):
     intercepted, for example by Qwix. `ub.fallbacks` lists the reason. It also lists
     parameters of modules that no rule overlaps, if the trace shows that they are
     sharded over `axis_name`. For nnx models use `ub.overlap`.
+
+    In nested blocks, the innermost block with a rule for a layer overlaps it, or leaves
+    it as it is if the rule is None.
 
     The end of the block warns about each rule that matched no layer. An `Overlap` is
     also an interceptor for `nn.intercept_methods`, which does not tell it where the
@@ -162,6 +176,8 @@ class Overlap(FixedArguments, KeywordsChecked):
         block.enter_context(nn.intercept_methods(self))
         outer = _TRACED_FOR.value
         block.enter_context(_TRACED_FOR((*outer, self._traces)))
+        _OPEN.overlaps.append(self)
+        block.callback(_OPEN.overlaps.pop)
         self._blocks.append(block)
         return self
 
@@ -227,6 +243,8 @@ class Overlap(FixedArguments, KeywordsChecked):
             self._seen[path] = None
             self._check_shared_trace(path)
         kind = None if call is None else self._find(self._rules, path)
+        if kind is not None and self._is_left_to_inner_block(path):
+            return next_fun(*args, **kwargs)
         if call is None or kind is None:
             y = next_fun(*args, **kwargs)
             if method_name == "__call__" and layer.scope is not None:
@@ -242,6 +260,16 @@ class Overlap(FixedArguments, KeywordsChecked):
         y = call(dense, state, layer, next_fun, args, kwargs)
         self.overlapped[path] = kind
         return y
+
+    def _is_left_to_inner_block(self, path):
+        """Returns whether a rule of an inner block matches the layer at a path.
+
+        Flax calls the interceptor of the outermost block first.
+        """
+        blocks = _OPEN.overlaps
+        inner = [*blocks[::-1], self]
+        inner = inner[: inner.index(self)]
+        return any(_first_match(each._rules, path) is not None for each in inner)
 
     def _find(self, patterns, path):
         """Records the first pattern that matches a path; returns its value, or None."""

@@ -355,7 +355,9 @@ def test_calls_have_no_derivatives(function, shapes):
         return jax.grad(total)
 
     text = refused(gradient, *shapes)
-    assert "functional_forward or functional_backward of jax_ub.ops.fused, which" in text
+    assert (
+        "functional_forward or functional_backward of jax_ub.ops.fused, which" in text
+    )
 
 
 @BOTH
