@@ -263,6 +263,10 @@ def test_malformed_options_are_rejected(arguments, text, capsys):
             ["--processes", "2", "--ops", "barrier", "--rounds", "9"],
             "--rounds has no effect on barrier. Leave it out.",
         ),
+        (
+            ["--ops", "gemm,dgrad_add", "--method", "ring_exchange"],
+            "--method has no effect on gemm, dgrad_add. Leave it out.",
+        ),
         (["--ops", "latency", "--devices", "32"], "16x16x16 does not divide into 32"),
         (["--ops", "small", "--devices", "3"], "512x768x768 does not divide into 3"),
         (

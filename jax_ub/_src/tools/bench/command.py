@@ -14,7 +14,7 @@ from jax_ub._src.scaled_array import MXFP8_BLOCK
 from jax_ub._src.tools import command_line, devices
 from jax_ub._src.tools.bench import cases, measure, report
 from jax_ub._src.tools.bench.cases import Options
-from jax_ub._src.tools.bench.gemm import VARIANTS
+from jax_ub._src.tools.bench.gemm import ACCUMULATING, VARIANTS
 from jax_ub._src.tools.bench.measure import (
     FIXED_SHAPES,
     FP8_OPS,
@@ -44,8 +44,9 @@ SCHEMA = 1
 # because a round takes longer: all processes and process 0 alone run their programs in
 # turn.
 _PROCESS_ROUNDS = 7
-# Options that have no effect on an op.
+# Options that have no effect on an op. All methods but "xla" run local GEMMs alike.
 _WITHOUT = {
+    **dict.fromkeys(("gemm", *ACCUMULATING), {"method"}),
     "latency": {"shapes"},
     "small": {"shapes"},
     "barrier": {"shapes", "dtypes", "method", "rounds", "patience"},
@@ -168,11 +169,19 @@ def _conflicts(given: argparse.Namespace, found: Options) -> Iterator[str]:
         yield "--variants are those of the op gemm. Add gemm to --ops."
     if found.variants and 1 not in found.devices:
         yield "--variants are those of the op gemm, on one device. Add 1 to --devices."
-    # The processes of a job (--part) get all options, also the defaults.
+    if given.part is None:  # the processes of a job get all options, also the defaults
+        for option in _unread(given, found.ops):
+            yield f"--{option} has no effect on {_names(found.ops)}. Leave it out."
+
+
+def _unread(given, ops):
+    """Yields the given options that none of the ops reads."""
     for option in ("shapes", "dtypes", "method", "rounds", "patience"):
-        is_given = given.part is None and getattr(given, option) is not None
-        if is_given and all(option in _WITHOUT.get(op, ()) for op in ops):
-            yield f"--{option} has no effect on {','.join(found.ops)}. Leave it out."
+        value = getattr(given, option)
+        if value == "auto" or (value == "xla" and "barrier" not in ops):
+            continue  # the default, or a local GEMM of XLA
+        if value is not None and all(option in _WITHOUT.get(op, ()) for op in ops):
+            yield option
 
 
 def _without_fp8(ops):
