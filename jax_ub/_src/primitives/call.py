@@ -404,5 +404,5 @@ def _refuse_jvp(operands, tangents, *, call):
         f"{call.label}: forward-mode differentiation and second derivatives are not "
         "supported. Differentiate once, with jax.grad or jax.vjp. If you call a "
         "functional_forward or functional_backward of jax_ub.ops.fused, which have no "
-        "derivatives, do so in the rules of a jax.custom_vjp."
+        "derivatives, do so in the rules of a custom_vjp."
     )

@@ -57,11 +57,13 @@ _UNFUSED = {
 }
 # What replaces an op by which partial sums are sent as FP8 (`wire_dtype`), and an op in
 # which a GPU would multiply gathered FP8 rows by wide operands.
-_SUMS_AS_FP8 = {
+_SUMS_AS_FP8: dict[str, tuple[str, ...]] = {
     "matmul_reduce_scatter": ("matmul", "all_to_all"),
     "reduce_scatter": ("all_to_all",),
 }
-_FP8_ON_GPUS = {"all_gather_matmul": ("all_gather", "matmul")}
+_FP8_ON_GPUS: dict[str, tuple[str, ...]] = {
+    "all_gather_matmul": ("all_gather", "matmul")
+}
 # The ops that are a GEMM without communication.
 _GEMMS = ("matmul", "wgrad")
 # The ops that gather an array, which may be sent as FP8.
@@ -319,16 +321,16 @@ def _steps(op, parallel, is_fused, config: CallConfig, *, is_backward) -> list[S
     size = {"k": op.in_features, "n": op.out_features}
     steps: list[Step] = []
     for step in text.split(", "):
-        name, (contracted, features) = step.split()
-        names = [name]
+        name, dims = step.split()
+        names: tuple[str, ...] = (name,)
         if config.choice.sends_fp8:
             names = _SUMS_AS_FP8.get(name, names)
         if _multiplies_unlike_sent(op, config):
             names = _FP8_ON_GPUS.get(name, names)
         for each in names:
             # A collective has the features of the array that it communicates.
-            k = size[features if each == "all_to_all" else contracted]
-            steps.append((each, k, size[features]))
+            k = size[dims[1 if each == "all_to_all" else 0]]
+            steps.append((each, k, size[dims[1]]))
     return steps
 
 
