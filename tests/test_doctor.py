@@ -299,7 +299,8 @@ def test_gpus_and_their_drivers_are_listed(gpus):
     assert found["peer access"].text == "none from GPU 1 to 0"
     assert found["shared memory"].text == (
         "in heaps of jax_ub, by the first of vmm, fabric and ipc that all can use; "
-        "not by XLA's communicators and windows (docs/gpu.md says why)"
+        "not by XLA's communicators and windows. See docs/gpu.md in the repository of "
+        "jax_ub"
     )
 
 

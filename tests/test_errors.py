@@ -96,9 +96,9 @@ def test_an_error_has_a_note_with_the_page_that_explains_it():
     }
     for message, page in named.items():
         error = errors.ConfigurationError(message)
-        assert (str(error), error.__notes__) == (message, [f"See {page}"])
+        assert (str(error), error.__notes__) == (message, [errors.see(page)])
     failed = errors.of_failure("linear: rank 1 died")
-    assert failed.__notes__ == [f"See {errors.CommunicatorError.page}"]
+    assert failed.__notes__ == [errors.see(errors.CommunicatorError.page)]
     assert pickle.loads(pickle.dumps(failed)).__notes__ == failed.__notes__
     assert not hasattr(errors.UbError("another: text"), "__notes__")
     assert not hasattr(errors.UbError(), "__notes__")

@@ -61,6 +61,11 @@ def page_of(message: str) -> str | None:
     return next(found, None)
 
 
+def see(page: str) -> str:
+    """Returns a sentence that refers to a page, which an installed wheel lacks."""
+    return f"See {page} in the repository of jax_ub"
+
+
 class UbError(Exception):
     """Base class of all errors that jax_ub raises.
 
@@ -75,7 +80,7 @@ class UbError(Exception):
         super().__init__(*arguments)
         page = self.page or page_of(str(arguments[0]) if arguments else "")
         if page is not None:
-            self.add_note(f"See {page}")
+            self.add_note(see(page))
 
 
 class ShapeContractError(UbError, ValueError):

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jax_ub._src import checks
+from jax_ub._src.errors import see
 from jax_ub._src.methods import Method, PallasTiles
 
 
@@ -165,7 +166,7 @@ def warn_once(kind: str, text: str, page: str) -> None:
     """
     if kind not in _WARNED:
         _WARNED.add(kind)
-        warn(f"{text} See {page}")
+        warn(f"{text} {see(page)}")
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:

@@ -149,7 +149,7 @@ def test_an_error_has_no_note_of_jax_about_a_traceback(capsys):
     assert main(["bench", "--quick", *asked]) == 2
     error = capsys.readouterr().err.splitlines()
     assert 'method = "bulk" communicates during a GEMM' in error[0]
-    assert error[1:] == ["See docs/initialize_ub.md"]
+    assert error[1:] == ["See docs/initialize_ub.md in the repository of jax_ub"]
 
 
 def test_a_run_has_all_peers_and_limits(tmp_path):

@@ -146,7 +146,7 @@ def test_invalid_arguments_are_rejected(arguments, text, capsys):
     assert __main__.main(["simulate", *arguments]) == 2
     printed = capsys.readouterr().err
     assert text in printed
-    assert printed.endswith("\nSee docs/simulate.md\n")
+    assert printed.endswith("\nSee docs/simulate.md in the repository of jax_ub\n")
 
 
 @pytest.mark.parametrize(

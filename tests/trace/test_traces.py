@@ -116,7 +116,7 @@ def test_an_unusable_path_is_an_error_before_the_block_runs(name, tmp_path):
     unusable = pytest.raises(OutputError, match="^trace: .*(no folder|null byte)")
     with unusable as caught, ub.trace(tmp_path / name):
         pytest.fail("the block runs")
-    assert caught.value.__notes__ == ["See docs/trace.md"]
+    assert caught.value.__notes__ == ["See docs/trace.md in the repository of jax_ub"]
 
 
 def test_nested_traces_are_errors():

@@ -171,8 +171,8 @@ def why_xla_is_faster(found: Prediction, devices: Sequence[jax.Device]) -> str |
     overlapped_us, xla_us = (1e6 * s for s in (found.seconds, found.plain_s))
     return (
         f"overlapped it is predicted to take {overlapped_us:.0f} us, and as XLA's GEMM "
-        f"and collective {xla_us:.0f} us (docs/simulate.md); `python -m jax_ub tune` "
-        "measures it"
+        f"and collective {xla_us:.0f} us; `python -m jax_ub simulate` prints the "
+        "rates, and `python -m jax_ub tune` measures it"
     )
 
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ub._src import lowering_log
 from jax_ub._src.arguments import FixedArguments, KeywordsChecked
 from jax_ub._src.checks import axis_tuple
-from jax_ub._src.errors import UnsupportedOverlapError, nearest, shown
+from jax_ub._src.errors import UnsupportedOverlapError, nearest, see, shown
 from jax_ub._src.fp8.flax_state import linen_state
 from jax_ub._src.fp8.recipes import Recipe, check_layer_recipe
 from jax_ub._src.retrofit.dot_general import DotGeneral
@@ -29,6 +29,7 @@ from jax_ub._src.retrofit.selection import DOT, DOT_GENERAL, EINSUM, read_rules
 from jax_ub._src.runtime.registry import LayerName
 from jax_ub._src.sharding.layout import ShardingLayout, sharding_of
 
+_PAGE = "docs/retrofit.md"
 _LIFT_FILE = lift.__file__
 _EQUATION = re.compile("[^,>]*,[^,>]*->[^,>]*")  # of an einsum of two operands
 
@@ -300,8 +301,8 @@ class Overlap(FixedArguments, KeywordsChecked):
                     f"overlap: the settings of {shown(path)} apply to all modules that "
                     f"are equal to {shown(self._jitted)}, because nn.jit traces only "
                     f"one of them, but the pattern {shown(found.pattern)} depends on "
-                    "its path. Let patterns start with '.*', or leave out nn.jit. See "
-                    "docs/retrofit.md"
+                    "its path. Let patterns start with '.*', or leave out nn.jit. "
+                    f"{see(_PAGE)}"
                 )
 
     def _warn(self):
@@ -317,7 +318,7 @@ class Overlap(FixedArguments, KeywordsChecked):
             lowering_log.warn(
                 f"overlap: the rules {new} matched nothing, because no module was "
                 "called in the block. A compiled function is not traced again. Call "
-                "the model in the block, or jit it there. See docs/retrofit.md"
+                f"the model in the block, or jit it there. {see(_PAGE)}"
             )
             return
         layers = sorted(self.overlapped)
@@ -326,7 +327,7 @@ class Overlap(FixedArguments, KeywordsChecked):
         lowering_log.warn(
             f"overlap: the rules {new} matched no nn.Dense, nn.DenseGeneral, nn.Einsum "
             f"or nn.Embed.attend; a rule must match a whole path. {shared}{met}. "
-            f"{nearest(new[0], self._seen)} See docs/retrofit.md"
+            f"{nearest(new[0], self._seen)} {see(_PAGE)}"
         )
 
     def _record_parameters(self, layer, path, is_supported):

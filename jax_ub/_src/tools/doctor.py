@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_ub as ub
-from jax_ub._src.errors import UnsupportedOverlapError, nearest
+from jax_ub._src.errors import UnsupportedOverlapError, nearest, see
 from jax_ub._src.lowering_log import fallbacks
 from jax_ub._src.methods import Method, MethodChoice, resolve
 from jax_ub._src.output import format_bytes, format_table
@@ -281,7 +281,7 @@ def _gpus():
     yield _peer_access([device["ordinal"] for device in devices])
     text = (
         "in heaps of jax_ub, by the first of vmm, fabric and ipc that all can use; not "
-        "by XLA's communicators and windows (docs/gpu.md says why)"
+        f"by XLA's communicators and windows. {see('docs/gpu.md')}"
     )
     yield Finding("shared memory", State.NOTE, text)
 
