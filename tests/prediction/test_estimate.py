@@ -145,6 +145,12 @@ def test_a_host_sends_what_xla_compiles_for_cpus(op):
     assert found.collective_s == found.plain_collective_s
 
 
+@pytest.mark.parametrize("method", ["auto", "xla"])
+def test_sums_of_f64_have_eight_bytes(method):
+    found = simulate.estimate("all_reduce", method, 8, 4, 4, 2, np.float64, "cpu")
+    assert found.moved_bytes == 8 * 4 * 8
+
+
 def test_time_and_bytes_grow_with_the_dtype():
     narrow, wide = (
         simulate.estimate("all_gather_matmul", "auto", 8192, 8192, 10240, 8, dtype)

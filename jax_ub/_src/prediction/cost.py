@@ -132,7 +132,7 @@ class Workload:
 
         With `sums_in_f32`, it is the collective of jax_ub's plain `jax.lax`.
         """
-        sum_itemsize = 4 if sums_in_f32 else self.result_itemsize
+        sum_itemsize = max(self.itemsize, 4 if sums_in_f32 else 2)
         sizes = [self._gathered_itemsize, sum_itemsize]
         if is_host:
             sizes = [_HOST_ITEMSIZES.get(size, size) for size in sizes]
