@@ -1,5 +1,7 @@
 """`Overlap` and functions that `jax.jit` and `nn.jit` have traced in other contexts."""
 
+import contextlib
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -83,6 +85,43 @@ def test_nested_blocks_share_a_trace_only_if_all_settings_are_equal():
     with Overlap({r"b0\.up": "column"}), Overlap(down):
         text = compiled_text(apply, variables, x)
     assert calls(text) == {"all_gather_matmul": 1, "matmul_reduce_scatter": 3}
+
+
+class Einsums(nn.Module):
+    """A layer of each kind that `Overlap` supports; one embedding is not tied."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.normal(), (None, "tp"))
+        x = nn.Dense(16, kernel_init=init, name="dense")(x)
+        x = nn.Einsum((16, 16), "td,df->tf", kernel_init=init, name="einsum")(x)
+        return nn.Embed(16, 16, name="embed").attend(x)
+
+
+def test_the_innermost_block_that_has_a_rule_for_a_layer_applies():
+    net, x = Einsums(), jnp.array(normal(0, (4, 16)))
+    variables = net.init(jax.random.key(0), x)
+    outer = Overlap({".*": "column"}, method="pipeline", fp8=ub.fp8.DelayedScaling())
+    inner = Overlap({"dense|einsum|embed.attend": "column"}, method="direct")
+    excluding = Overlap({"einsum": None, "embed.attend": None})
+
+    def methods(*blocks):
+        ub.fallbacks(clear=True)
+        with contextlib.ExitStack() as stack:
+            for block in blocks:
+                stack.enter_context(block)
+            rows = ub.explain(net.apply, variables, x).rows
+        return {row.scope: row.method for row in rows if row.overlapped}
+
+    expected = dict.fromkeys(("dense", "einsum", "embed.attend"), "direct")
+    assert methods(outer, inner) == expected
+    assert (outer.overlapped, len(inner.overlapped)) == ({}, 3)
+    assert ub.fallbacks() == ()
+    assert methods(inner, excluding) == {"dense": "direct"}
+    assert {each.label for each in ub.fallbacks()} == {"overlap('einsum.kernel')"}
+    # Neither block lists the layer of the other.
+    assert len(methods(Overlap({"dense": "column"}), Overlap({"ei.*": "column"}))) == 2
+    assert ub.fallbacks() == ()
 
 
 def test_equal_blocks_share_a_trace_without_warnings():

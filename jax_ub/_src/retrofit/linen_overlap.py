@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import re
 import sys
-import threading
 import types
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -38,32 +37,28 @@ class _Traces:
     """The traces of `jax.jit` in blocks with equal settings.
 
     The object is a part of the key of JAX's trace caches. It is compared by identity,
-    which is fast, since each call of a jitted function compares it. `matched` has the
-    patterns that matched a layer in any of the traces.
+    which is fast, since each call of a jitted function compares it. `rules` are those
+    of the blocks, and `matched` has the patterns that matched a layer in any trace.
     """
 
-    def __init__(self):
+    def __init__(self, rules: Mapping[re.Pattern[str], str | None]):
+        self.rules = rules
         self.matched: set[re.Pattern[str]] = set()
+
+    def kind(self, path: str) -> str | None:
+        """Returns the kind of the first rule that matches a path; None without one."""
+        pattern = _first_match(self.rules, path)
+        return None if pattern is None else self.rules[pattern]
 
 
 @functools.lru_cache(maxsize=1024)
-def _traces_of(settings: Hashable) -> _Traces:
-    return _Traces()
+def _traces_of(groups: tuple[tuple, ...], settings: Hashable) -> _Traces:
+    return _Traces(dict(groups[0]))
 
 
 # Traces inside `with Overlap(...)` blocks have the `_Traces` of all of them, from the
 # outermost on, in their cache key. Other traces have ().
 _TRACED_FOR = jax.make_user_context(())
-
-
-class _OpenBlocks(threading.local):
-    """The `Overlap` of each block that this thread is in, from the outermost on."""
-
-    def __init__(self):
-        self.overlaps: list[Overlap] = []
-
-
-_OPEN = _OpenBlocks()
 
 
 class Overlap(FixedArguments, KeywordsChecked):
@@ -77,15 +72,13 @@ class Overlap(FixedArguments, KeywordsChecked):
     `nn.Einsum` and `nn.Embed.attend`. Modules and parameters do not change. A function
     that `jax.jit` traced outside the block is traced again inside, and a function that
     it traced in a block with equal arguments is not. `nn.jit` traces only one of equal
-    modules, so a rule for the path of one applies to all of them, with a warning.
+    modules, so a rule for the path of one applies to all of them, with a warning. In
+    nested blocks, the innermost block that has a rule for a layer applies.
 
     A call falls back to JAX if it cannot be overlapped, or if its product is
     intercepted, for example by Qwix. `ub.fallbacks` lists the reason. It also lists
     parameters of modules that no rule overlaps, if the trace shows that they are
     sharded over `axis_name`. For nnx models use `ub.overlap`.
-
-    In nested blocks, the innermost block with a rule for a layer overlaps it, or leaves
-    it as it is if the rule is None.
 
     The end of the block warns about each rule that matched no layer. An `Overlap` is
     also an interceptor for `nn.intercept_methods`, which does not tell it where the
@@ -177,17 +170,14 @@ class Overlap(FixedArguments, KeywordsChecked):
         block.enter_context(nn.intercept_methods(self))
         outer = _TRACED_FOR.value
         block.enter_context(_TRACED_FOR((*outer, self._traces)))
-        _OPEN.overlaps.append(self)
-        block.callback(_OPEN.overlaps.pop)
         self._blocks.append(block)
         return self
 
     @functools.cached_property
     def _traces(self) -> _Traces:
         groups = self._rules, self._names, self._recipes
-        return _traces_of(
-            (*(tuple(group.items()) for group in groups), self._sharding_layout)
-        )
+        items = tuple(tuple(group.items()) for group in groups)
+        return _traces_of(items, self._sharding_layout)
 
     def __exit__(self, kind, error, traceback) -> None:
         """Stops the interception and warns about rules that matched no layer."""
@@ -244,8 +234,6 @@ class Overlap(FixedArguments, KeywordsChecked):
             self._seen[path] = None
             self._check_shared_trace(path)
         kind = None if call is None else self._find(self._rules, path)
-        if kind is not None and self._is_left_to_inner_block(path):
-            return next_fun(*args, **kwargs)
         if call is None or kind is None:
             y = next_fun(*args, **kwargs)
             if method_name == "__call__" and layer.scope is not None:
@@ -256,21 +244,13 @@ class Overlap(FixedArguments, KeywordsChecked):
         if self._recipes:
             recipe = self._find(self._recipes, path)
             layout = dataclasses.replace(layout, fp8=recipe)
+        if _deciding_block(path) is not self._traces:
+            return next_fun(*args, **kwargs)
         dense = DotGeneral(layout, is_lenient=True)
         state = linen_state(layout.op, layer, layout.fp8)
         y = call(dense, state, layer, next_fun, args, kwargs)
         self.overlapped[path] = kind
         return y
-
-    def _is_left_to_inner_block(self, path):
-        """Returns whether a rule of an inner block matches the layer at a path.
-
-        Flax calls the interceptor of the outermost block first.
-        """
-        blocks = _OPEN.overlaps
-        inner = [*blocks[::-1], self]
-        inner = inner[: inner.index(self)]
-        return any(_first_match(each._rules, path) is not None for each in inner)
 
     def _find(self, patterns, path):
         """Records the first pattern that matches a path; returns its value, or None."""
@@ -339,8 +319,13 @@ class Overlap(FixedArguments, KeywordsChecked):
         # rule, so `ub.fallbacks` does not list them.
         if path in self._recorded or hasattr(type(layer), "sharding_layout"):
             return
-        if isinstance(layer, nn.Embed) and self._find(self._rules, f"{path}.attend"):
+        is_embed = isinstance(layer, nn.Embed)
+        head = f"{path}.attend" if is_embed else path
+        if is_embed and self._find(self._rules, head):
             return
+        block = _deciding_block(head) if is_supported or is_embed else None
+        if block is not None and block.kind(head) is not None:
+            return  # another block overlaps the layer
         parameters = layer.variables.get("params", {})
         arrays = {k: v for k, v in parameters.items() if not isinstance(v, Mapping)}
         # A rule that maps to None excludes a layer on purpose.
@@ -368,6 +353,15 @@ class Overlap(FixedArguments, KeywordsChecked):
             lowering_log.record_fallback(label, reason)
         if arrays:
             self._recorded.add(path)
+
+
+def _deciding_block(path: str) -> _Traces | None:
+    """Returns the innermost of the nested blocks that has a rule for a path, or None.
+
+    Flax calls the interceptor of the outermost block first.
+    """
+    blocks = reversed(_TRACED_FOR.value)
+    return next((each for each in blocks if _first_match(each.rules, path)), None)
 
 
 def _first_match(patterns: Mapping, path: str) -> re.Pattern[str] | None:
