@@ -118,15 +118,18 @@ def test_rules_select_by_path_and_the_first_match_counts():
     assert_trees_close(y, plain_model()(x))
 
 
-def test_stacked_layers_are_found_and_scanned():
-    axis = {"transform_metadata": {nnx.PARTITION_NAME: None}}
+@pytest.mark.parametrize("has_metadata", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_stacked_layers_are_found_and_scanned(dim, has_metadata):
+    name = {"transform_metadata": {nnx.PARTITION_NAME: None}} if has_metadata else {}
+    axes = nnx.StateAxes({nnx.Param: dim})
 
     def stack(make):
-        create = nnx.vmap(make, in_axes=0, out_axes=0, **axis)
-        return nnx.split_rngs(splits=2)(create)(nnx.Rngs(0))
+        create = nnx.vmap(lambda key: make(nnx.Rngs(key)), out_axes=axes, **name)
+        return create(jax.random.split(jax.random.key(0), 2))
 
     def run(model, x):
-        scan = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, **axis)
+        scan = nnx.scan(in_axes=(axes, nnx.Carry), out_axes=nnx.Carry, **name)
         return scan(lambda layer, x: layer(x))(model, x)
 
     x = normal(0, (4, 8, 16))
@@ -134,7 +137,9 @@ def test_stacked_layers_are_found_and_scanned():
     with jax.set_mesh(mesh_of(1, 2)):
         model = ub.overlap(stack(sharded_block))
         assert ub.overlapped(model) == {"up": "column", "down": "row"}
+        text = compiled_text(nnx.jit(run), model, x)
         y = nnx.jit(run)(model, x)
+    assert calls(text) == {"all_gather_matmul": 1, "matmul_reduce_scatter": 1}
     assert_trees_close(y, expected)
 
 

@@ -1,6 +1,7 @@
 """`ub.overlap`: overlaps the linear layers of an unmodified nnx model."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -179,8 +180,8 @@ class _Layer:
             kernel, such as "dot_general".
         default: the product function that Flax sets by default, or None.
         num_in: the number of contracted dimensions of the kernel.
-        order: the dimensions of the kernel in the order [*in, *out], without the
-            leading ones of stacked layers.
+        sizes: the sizes of the kernel's dimensions, without those of stacked layers.
+        order: the dimensions in `sizes` in the order [*in, *out].
         equation: the equation of an `nnx.Einsum` that is a dense layer, or None.
     """
 
@@ -189,6 +190,7 @@ class _Layer:
     attribute: str
     default: Product | None
     num_in: int
+    sizes: tuple[int, ...]
     order: tuple[int, ...]
     equation: Equation | None = None
 
@@ -203,18 +205,40 @@ class _Layer:
         return product.original if _is_overlapped(product) else product
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Returns the kernel's global shape; () if it is unknown."""
+        return tuple(getattr(self.kernel, "shape", ()))
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the kernel's global shape, reordered to [*in, *out]."""
-        return self._in_out(getattr(self.kernel, "shape", ()))
+        """Returns the shape of one layer's kernel, reordered to [*in, *out]."""
+        return self._in_out(self.of_one_layer(self.stored_shape))
 
     @property
     def spec(self) -> tuple:
-        """Returns the kernel's partition spec, reordered to [*in, *out]."""
-        spec = _spec_of(self.kernel)[-len(self.order) :]
+        """Returns the partition spec of one layer's kernel, as [*in, *out]."""
+        spec = self.of_one_layer(_spec_of(self.kernel))
         return self._in_out((*spec, *[None] * (len(self.order) - len(spec))))
 
+    def of_one_layer(self, dims):
+        """Leaves stacked layers out of `dims`, an item per dimension of the kernel."""
+        stacked = self.stacked_dims(len(dims))
+        return tuple(item for dim, item in enumerate(dims) if dim not in stacked)
+
+    def stacked_dims(self, num_dims: int) -> tuple[int, ...]:
+        """Returns which of a kernel's `num_dims` dimensions index stacked layers.
+
+        `nnx.vmap` stacks along any axis. The first dimensions are preferred.
+        """
+        num_stacked = max(num_dims - len(self.sizes), 0)
+        if num_dims == len(self.stored_shape):
+            for dims in itertools.combinations(range(num_dims), num_stacked):
+                shape = tuple(np.delete(self.stored_shape, dims))
+                if shape == self.sizes:
+                    return dims
+        return tuple(range(num_stacked))
+
     def _in_out(self, dims):
-        dims = tuple(dims)[-len(self.order) :]
         return tuple(dims[i] for i in self.order) if dims else ()
 
     @property
@@ -260,7 +284,7 @@ class _Layer:
             dim = sharded_dim(self.spec, dense.sharding_layout.axis_name)
             labels = self.equation.ins + self.equation.outs
             label = "" if dim is None else labels[dim]
-            stored = tuple(getattr(self.kernel, "shape", ()))[-len(self.order) :]
+            stored = self.of_one_layer(self.stored_shape)
             product = dataclasses.replace(product, kernel_shape=stored or None)
             product = Einsum(product, label, self.original)
         if isinstance(self.node, nnx.Embed):
@@ -268,7 +292,8 @@ class _Layer:
         value: Any = nnx.static(product)
         recipe = dense.sharding_layout.fp8
         if isinstance(recipe, DelayedScaling):
-            stacked = getattr(self.kernel, "shape", ())[: -len(self.order)]
+            shape = self.stored_shape
+            stacked = tuple(shape[dim] for dim in self.stacked_dims(len(shape)))
             value = nnx.data(StatefulProduct(product, Fp8State(recipe, stacked)))
         setattr(self.node, self.attribute, value)
 
@@ -329,24 +354,25 @@ def _layers_of(model: Any) -> Iterator[tuple[str, _Layer]]:
             and node.dot_general_cls is None
             and not node.batch_axis
         ):
-            num_in, num_out = map(np.size, (node.in_features, node.out_features))
-            default = DOT_GENERAL
-            order = tuple(range(num_in + num_out))
-            yield name, _Layer(node, node.kernel, "dot_general", default, num_in, order)
+            ins, outs = map(np.ravel, (node.in_features, node.out_features))
+            sizes = (*ins.tolist(), *outs.tolist())
+            dims = (len(ins), sizes, tuple(range(len(sizes))))
+            yield name, _Layer(node, node.kernel, "dot_general", DOT_GENERAL, *dims)
         elif type(node) in (nnx.Embed, OverlappedEmbed):
             name = f"{name}.attend" if name else "attend"
-            attribute = "attend_dot_general"
-            yield name, _Layer(node, node.embedding, attribute, None, 1, (1, 0))
+            product, sizes = "attend_dot_general", (node.num_embeddings, node.features)
+            yield name, _Layer(node, node.embedding, product, None, 1, sizes, (1, 0))
 
 
 def _einsum_layer(node):
     equation = Equation.read(node.einsum_str)
-    product = ("einsum_op", EINSUM)
+    product, sizes = ("einsum_op", EINSUM), tuple(node.kernel_shape)
     if not equation.is_dense:
-        order = tuple(range(len(node.kernel_shape)))
-        return _Layer(node, node.kernel, *product, 0, order)
+        order = tuple(range(len(sizes)))
+        return _Layer(node, node.kernel, *product, 0, sizes, order)
+    num_in = len(equation.ins)
     order = tuple(map(equation.kernel.index, equation.ins + equation.outs))
-    return _Layer(node, node.kernel, *product, len(equation.ins), order, equation)
+    return _Layer(node, node.kernel, *product, num_in, sizes, order, equation)
 
 
 def _spec_of(variable: Any) -> tuple:
