@@ -1,5 +1,6 @@
 """`ub.overlap` and `Overlap` for all layers and parameters of a model."""
 
+import functools
 import re
 import warnings
 
@@ -197,18 +198,38 @@ def test_an_interceptor_that_reaches_nothing_warns():
     assert ub.fallbacks()[-1].reason == reason
 
 
-def test_parameters_of_linen_that_are_sharded_but_not_overlapped_are_recorded():
+RULES_OF_AXES = (("embed", None), ("mlp", "tp"))
+
+
+@pytest.mark.parametrize(
+    "partitioned",
+    [
+        functools.partial(nn.with_partitioning, names=(None, "tp")),
+        functools.partial(nn.with_logical_partitioning, names=("embed", "mlp")),
+        functools.partial(
+            nn.with_logical_partitioning, names=("embed", "mlp"), rules=RULES_OF_AXES
+        ),
+    ],
+)
+def test_parameters_of_linen_that_are_sharded_but_not_overlapped_are_recorded(
+    partitioned,
+):
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            kernel_init = nn.with_partitioning(nn.initializers.ones, (None, "tp"))
+            kernel_init = partitioned(nn.initializers.ones)
             x = nn.Dense(32, kernel_init=kernel_init, name="up")(x)
             return nn.Dense(16, name="down")(x)
 
     net, x = Net(), normal(0, (4, 16))
     variables = net.init(jax.random.key(0), x)
-    with jax.set_mesh(mesh_of(1, 2)), Overlap({"down": "row"}):
-        jax.jit(net.apply)(variables, x)
+    ub.fallbacks(clear=True)
+    with (
+        jax.set_mesh(mesh_of(1, 2)),
+        nn.logical_axis_rules(RULES_OF_AXES),
+        Overlap({"down": "row"}),
+    ):
+        jax.eval_shape(net.apply, variables, x)
     reason = notes_of(["up.kernel"])["up.kernel"]
     assert reason == (
         "the parameter, sharded P(None, 'tp'), belongs to a Dense, which no rule "

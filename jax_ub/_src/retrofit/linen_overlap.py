@@ -6,7 +6,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import jax
@@ -468,8 +468,12 @@ def _overlapped_call(layer, method_name) -> Callable | None:
 
 def _spec_of(value) -> tuple:
     """Returns a parameter's partition spec, from metadata or array; () if unknown."""
-    if isinstance(value, nn.Partitioned):
-        return tuple(value.names)
+    names = value.names if isinstance(value, nn.Partitioned) else ()
+    if isinstance(value, nn.LogicallyPartitioned):
+        with suppress(ValueError):  # Flax rejects the names or the rules
+            names = nn.logical_to_mesh_axes(names, value.rules) or ()
+    if any(names):
+        return tuple(names)
     arrays = jax.tree.leaves(nn.meta.unbox(value))
     specs = (getattr(sharding_of(array), "spec", None) for array in arrays)
     return tuple(next(filter(None, specs), ()))
