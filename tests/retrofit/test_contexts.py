@@ -231,6 +231,29 @@ def test_whole_kernels_of_einsums_are_multiplied_inside_a_shard_map(x, equation)
         assert_trees_close(jax.jit(body)(state, x), expected)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_whole_kernels_of_stacked_layers_are_multiplied_inside_a_shard_map(x, dim):
+    axes = nnx.StateAxes({nnx.Param: dim})
+
+    def run(layers, x):
+        mapped = nnx.vmap(lambda layer, x: layer(x), in_axes=(axes, None))
+        return mapped(layers, x)
+
+    with jax.set_mesh(mesh_of(1, 2)):
+        make = nnx.vmap(
+            lambda key: nnx.Linear(16, 32, rngs=nnx.Rngs(key)), out_axes=axes
+        )
+        layers = make(jax.random.split(jax.random.key(0), 3))
+        expected = run(layers, x)
+        graph, state = nnx.split(ub.overlap(layers, {"": "column"}))
+        body = jax.shard_map(
+            lambda state, x: run(nnx.merge(graph, state), x),
+            in_specs=(P(), P(None, "tp")),
+            out_specs=P(None, None, "tp"),
+        )
+        assert_trees_close(jax.jit(body)(state, x), expected)
+
+
 def test_kernels_sharded_over_a_data_axis_may_move_to_a_mesh_without_it(x):
     def net(names):
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
