@@ -301,20 +301,32 @@ def test_attention_decodes_one_token_at_a_time():
 
 
 @pytest.mark.parametrize("types", ["auto", "explicit"])
-def test_attention_whose_heads_do_not_divide_falls_back_to_jax(types):
-    x = normal(0, (2, 8, 18))
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rules"),
+    [
+        (6, 6, {"query|key|value": "column", "out": "row"}),
+        (8, 2, {"query": None, "key|value": "column", "out": "row"}),
+    ],
+)
+def test_attention_whose_heads_do_not_divide_falls_back_to_jax(
+    heads, kv_heads, rules, types
+):
+    x = normal(0, (2, 8, 24))
     flax, ours = (
-        nnx.MultiHeadAttention(6, 18, decode=False, rngs=nnx.Rngs(0)) for _ in range(2)
+        nnx.MultiHeadAttention(
+            heads, 24, num_kv_heads=kv_heads, decode=False, rngs=nnx.Rngs(0)
+        )
+        for _ in range(2)
     )
-    ub.overlap(ours, {"query|key|value": "column", "out": "row"})
+    ub.overlap(ours, rules)
     expected = loss_and_gradients(flax, x)
     with jax.set_mesh(mesh_of(1, 4, types)):
         tokens = jax.device_put(x, P(None, "tp"))
         ub.fallbacks(clear=True)
         found = loss_and_gradients(ours, tokens)
     fallbacks = {note.label: note.reason for note in ub.fallbacks()}
-    (reason,) = {reason for label, reason in fallbacks.items() if "query" in label}
-    assert "6 out features, which do not divide into the 4 ranks" in reason
+    (reason,) = {reason for label, reason in fallbacks.items() if "key" in label}
+    assert f"{kv_heads} out features, which do not divide into the 4 ranks" in reason
     assert_trees_close(found, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -60,8 +60,9 @@ def overlap(  # noqa: PLR0913, options of layers
     Sets the `dot_general` of its `nnx.Linear` and `nnx.LinearGeneral` layers and the
     `einsum_op` of its `nnx.Einsum` layers in place, and makes its `nnx.Embed` layers
     overlap `attend`. Parameters do not change. A second call replaces the settings of
-    the first. Other mesh axes of the kernels' sharding (FSDP) are read from the kernels
-    and stored in the layers. `overlapped` lists the overlapped layers.
+    the layers that it selects, and does not change others. Other mesh axes of the
+    kernels' sharding (FSDP) are read from the kernels and stored in the layers.
+    `overlapped` lists the overlapped layers.
 
     With rules="auto", layers with a custom `dot_general`, such as quantized layers, and
     einsums that are not dense layers do not change. `ub.fallbacks` lists them, and
