@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from flax_models import mesh_of
+from flax_models import assert_trees_close, mesh_of
 from operands import normal
 from programs import calls, compiled_text
 
@@ -85,6 +85,17 @@ def test_nested_blocks_share_a_trace_only_if_all_settings_are_equal():
     with Overlap({r"b0\.up": "column"}), Overlap(down):
         text = compiled_text(apply, variables, x)
     assert calls(text) == {"all_gather_matmul": 1, "matmul_reduce_scatter": 3}
+
+
+def test_a_layer_is_overlapped_once_in_nested_blocks_with_equal_settings():
+    net, _, x = model()
+    recipe = ub.fp8.DelayedScaling()
+    with Overlap(RULES, fp8=recipe) as outer, Overlap(RULES, fp8=recipe) as inner:
+        nested = net.init_with_output(jax.random.key(0), x)
+    with Overlap(RULES, fp8=recipe):
+        expected = net.init_with_output(jax.random.key(0), x)
+    assert outer.overlapped == inner.overlapped and len(inner.overlapped) == 6
+    assert_trees_close(nested, expected)
 
 
 class Einsums(nn.Module):

@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -59,6 +60,10 @@ def _traces_of(groups: tuple[tuple, ...], settings: Hashable) -> _Traces:
 # Traces inside `with Overlap(...)` blocks have the `_Traces` of all of them, from the
 # outermost on, in their cache key. Other traces have ().
 _TRACED_FOR = jax.make_user_context(())
+
+# The module whose method an interceptor overlaps. An interceptor with equal settings in
+# a nested block must not overlap it again.
+_OVERLAPPED: ContextVar[Any] = ContextVar("_OVERLAPPED", default=None)
 
 
 class Overlap(FixedArguments, KeywordsChecked):
@@ -246,9 +251,16 @@ class Overlap(FixedArguments, KeywordsChecked):
             layout = dataclasses.replace(layout, fp8=recipe)
         if _deciding_block(path) is not self._traces:
             return next_fun(*args, **kwargs)
-        dense = DotGeneral(layout, is_lenient=True)
-        state = linen_state(layout.op, layer, layout.fp8)
-        y = call(dense, state, layer, next_fun, args, kwargs)
+        if _OVERLAPPED.get() is layer:
+            y = next_fun(*args, **kwargs)
+        else:
+            dense = DotGeneral(layout, is_lenient=True)
+            state = linen_state(layout.op, layer, layout.fp8)
+            token = _OVERLAPPED.set(layer)
+            try:
+                y = call(dense, state, layer, next_fun, args, kwargs)
+            finally:
+                _OVERLAPPED.reset(token)
         self.overlapped[path] = kind
         return y
 
