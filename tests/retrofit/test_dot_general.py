@@ -117,6 +117,20 @@ def test_one_head_per_rank_is_sharded_along_the_axis_of_heads():
     assert_trees_close(y, lax.dot_general(x, w, dims))
 
 
+def test_fewer_heads_than_ranks_need_automatic_axes():
+    x, w = normal(0, (4, 8, 16)), normal(1, (16, 2, 8))
+    dims = (((2,), (0,)), ((), ()))
+    multiply = jax.jit(lambda x, w: ub.dot_general("column")(x, w, dims))
+    with jax.set_mesh(mesh_of(1, 4)):
+        assert_trees_close(multiply(x, w), lax.dot_general(x, w, dims))
+    text = "the kernel has 2 out features, which do not divide into the 4 ranks of"
+    with (
+        jax.set_mesh(mesh_of(1, 4, "explicit")),
+        pytest.raises(ShapeContractError, match=text),
+    ):
+        multiply(x, w)
+
+
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_mismatched_dimensions_are_rejected(kind):
     x, w = jnp.ones((2, 8, 4, 8)), jnp.ones((8, 4, 16))

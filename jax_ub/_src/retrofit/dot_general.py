@@ -342,6 +342,11 @@ class DotGeneral:
         layout = self._layout(mesh, contraction)
         layout.check_contraction(lhs, contraction.shape, num_in)
         layout.check_kernel_spec(contraction.spec, num_in)
+        is_typed = mesh is not None and not explicit_axes(mesh).isdisjoint(layout.axes)
+        if is_typed and self.kind == COLUMN:
+            # The type of the result has a sharded dimension for the first output.
+            unsharded = dataclasses.replace(layout, fsdp_axes=())
+            unsharded.check_features(contraction.features, mesh)
         num_rows = kernel.ndim - num_in if contraction.rhs_transposed else num_in
         kernel = as_matrix(kernel, num_rows)
         return layout, merge_features(lhs, num_in), kernel
