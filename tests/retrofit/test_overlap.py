@@ -392,6 +392,7 @@ def test_einsums_that_are_not_dense_layers_are_not_replaced():
             options = {"rngs": nnx.Rngs(0), "kernel_metadata": sharded("tp", None)}
             self.batched = nnx.Einsum("TEK,EK->TE", (4, 16), None, **options)
             self.repeated = nnx.Einsum("TK,KKN->TN", (16, 16, 4), None, **options)
+            self.mapped = nnx.Einsum("TK,...KN->...TN", (4, 16, 4), None, **options)
             self.rounded = nnx.Einsum("TK,KN->TN", (16, 4), None, **options)
             self.rounded.einsum_op = rounded
             self.row = nnx.Einsum("TK,KN->TN", (16, 4), None, **options)
@@ -399,10 +400,11 @@ def test_einsums_that_are_not_dense_layers_are_not_replaced():
     with jax.set_mesh(mesh_of(1, 2)):
         model = ub.overlap(Experts())
     assert ub.overlapped(model) == {"row": "row"}
-    notes = {note.label: note.reason for note in ub.fallbacks()[-3:]}
+    notes = {note.label: note.reason for note in ub.fallbacks()[-4:]}
     equation = "the layer has einsum_str = {}, which is not a dense layer"
     assert notes["overlap('batched')"] == equation.format("'TEK,EK->TE'")
     assert notes["overlap('repeated')"] == equation.format("'TK,KKN->TN'")
+    assert notes["overlap('mapped')"] == equation.format("'TK,...KN->...TN'")
     assert "a custom einsum_op, <function" in notes["overlap('rounded')"]
     for path, text in (
         ("batched", "'TEK,EK->TE', which is not a dense layer. Write one with each"),

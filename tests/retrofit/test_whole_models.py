@@ -135,6 +135,16 @@ def test_an_einsum_of_linen_that_is_not_a_dense_layer_must_be_free_to_fall_back(
         apply(variables, x)
 
 
+def test_an_einsum_of_linen_with_an_ellipsis_in_the_kernel_is_not_a_dense_layer():
+    net = nn.Einsum((3, 16, 4), "TK,...KN->...TN", use_bias=False)
+    x = normal(0, (4, 16))
+    variables = net.init(jax.random.key(0), x)
+    expected = net.apply(variables, x)
+    with jax.set_mesh(mesh_of(1, 2)), Overlap({"": "column"}):
+        assert_trees_close(net.apply(variables, x), expected)
+    assert ub.fallbacks()[-1].reason == "'TK,...KN->...TN' is not a dense layer"
+
+
 @pytest.mark.parametrize("equation", ["TK,KN", "TK->T", "T,K,N->TKN", "TK,KN->T->N"])
 def test_an_invalid_equation_of_linen_raises_the_error_of_flax(equation):
     net, x = nn.Einsum((16, 8), equation, use_bias=False), normal(0, (4, 16))

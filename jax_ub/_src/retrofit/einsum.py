@@ -44,12 +44,15 @@ class Equation:
         """Parses an einsum equation "x,kernel->y".
 
         Replaces "..." by new labels for the dimensions of x, of `x_ndim`, without one.
+        An equation with "..." in the kernel keeps it, so that it is not dense.
         """
-        text = text.replace(" ", "")
+        terms = re.split(",|->", text.replace(" ", ""))
+        if "..." in terms[1]:
+            return cls(*terms)
         unused = "".join(sorted(set(string.ascii_letters) - set(text)))
-        named = len(text.split(",")[0].replace("...", ""))
+        named = len(terms[0].replace("...", ""))
         labels = unused[: max((x_ndim or 0) - named, 0)]
-        return cls(*re.split(",|->", text.replace("...", labels)))
+        return cls(*(term.replace("...", labels) for term in terms))
 
     @property
     def is_dense(self) -> bool:
