@@ -480,7 +480,7 @@ def _overlapped_call(layer, method_name) -> Callable | None:
 
 def _spec_of(value) -> tuple:
     """Returns a parameter's partition spec, from metadata or array; () if unknown."""
-    names = value.names if isinstance(value, nn.Partitioned) else ()
+    names: Any = value.names if isinstance(value, nn.Partitioned) else ()
     if isinstance(value, nn.LogicallyPartitioned):
         with suppress(ValueError):  # Flax rejects the names or the rules
             names = nn.logical_to_mesh_axes(names, value.rules) or ()
