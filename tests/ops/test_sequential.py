@@ -300,6 +300,27 @@ def test_forward_mode_is_rejected():
         jax.jvp(loss, (x,), (x,))
 
 
+@pytest.mark.parametrize(
+    "op",
+    [
+        ops.AllGather(method="xla"),
+        ops.AllReduce(method="xla"),
+        ops.BasicLinear(
+            4, 8, tensor_parallel_mode="column", sequence_parallel=True, method="xla"
+        ),
+    ],
+)
+def test_an_axis_of_vmap_that_hides_the_mesh_axis_is_rejected(op):
+    """The backward would communicate over the mesh axis, the forward over the other."""
+    seq = ops.Sequential(op)
+    params = jax.tree.map(lambda a: a[..., :4], seq.init(jax.random.key(0)))
+    mapped = jax.vmap(lambda x: seq(params, x), axis_name="tp")
+    gradient = jax.grad(lambda x: jnp.sum(mapped(x)))
+    run = on_ranks(gradient, tp_mesh(2), P("tp"), P("tp"), check_vma=False)
+    with pytest.raises(ub.errors.ShapeContractError, match="hides the mesh axis"):
+        run(jnp.ones((4, 4, 4)))
+
+
 def test_runs_without_jit():
     seq = ops.Sequential(ops.Linear(4, 4), ops.ReLU())
     params, x = normal_of(seq), jnp.ones((2, 4))

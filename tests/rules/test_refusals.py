@@ -206,6 +206,21 @@ def test_axis_of_vmap_that_hides_a_mesh_axis(name, is_jitted, check_vma):
             jax.eval_shape(program, zeros(4 * num_mapped, 4, 8))
 
 
+@pytest.mark.parametrize(
+    "call", [CALLS_OVER_AN_AXIS["all_gather_matmul"], CALLS_OVER_AN_AXIS["all_reduce"]]
+)
+def test_hidden_axis_of_a_jitted_plain_call(call, monkeypatch):
+    """The forward would communicate over the axis of vmap, the backward would not."""
+    monkeypatch.setenv("JAX_UB_METHOD", "xla")
+    # jit caches `call` by its identity, with the method of the other test.
+    mapped = jax.vmap(jax.jit(lambda x: call(x)), axis_name="tp")
+    gradient = jax.grad(lambda x: jnp.sum(mapped(x)))
+    on = {"mesh": tp_mesh(4), "in_specs": P("tp"), "out_specs": P("tp")}
+    program = jax.shard_map(gradient, **on, check_vma=False)
+    with pytest.raises(ShapeContractError, match="which hides the mesh axis"):
+        jax.eval_shape(program, zeros(16, 4, 8))
+
+
 def test_kernel_sharded_along_the_wrong_dimension():
     refuses(
         ShapeContractError,

@@ -23,10 +23,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from jax_ub._src import lowering_log
-from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
+from jax_ub._src.errors import UnsupportedOverlapError
 from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.primitives import lowering, vma
-from jax_ub._src.primitives.mesh import check_manual
+from jax_ub._src.primitives.mesh import (
+    check_manual,
+    hidden_axis_error,
+    refuse_hidden_axes,
+)
 from jax_ub._src.runtime.tuned_file import TunedKey, TunedTable
 
 _TARGET = "jax_ub$"
@@ -44,6 +48,7 @@ class Execution:
         tuned: replaces `choice` for the sizes that it contains.
         is_of_one_rank: whether this is the local GEMM of a layer over one rank.
         is_named: whether `initialize_ub` configured the layer's name.
+        is_mapped: whether `axis_name` is an axis of `jax.vmap`, and JAX differentiates.
         replicated: why several ranks compute the same results, or "".
     """
 
@@ -54,6 +59,7 @@ class Execution:
     tuned: TunedTable | None = None
     is_of_one_rank: bool = False
     is_named: bool = False
+    is_mapped: bool = False
     replicated: str = ""
 
     @property
@@ -274,6 +280,10 @@ class Call:
         # kernel cannot run. Only the lowering rule can check that, so the primitive is
         # bound in this case, too.
         if call.method is Method.XLA and call.choice.pallas is None:
+            if self.axis_name and not self.execution.is_mapped:
+                operands = tuple(
+                    refuse_hidden_axes(self.label, self.axis_name, x) for x in operands
+                )
             with call.named_as_plain(is_tuned=call is not self):
                 return tuple(call.reference(*operands, scales=scales))
         return tuple(call.primitive.bind(*operands, *scales, call=call))
@@ -354,11 +364,7 @@ def _abstract_eval(*operands, call):
 
 def _batch(axis_data, operands, dims, *, call):
     if axis_data.name in call.axis_name:
-        raise ShapeContractError(
-            f"{call.label}: axis_name = {shown(axis_data.name)} is an axis of jax.vmap "
-            "here, which hides the mesh axis of this name. Give the axis of jax.vmap "
-            "another name."
-        )
+        raise hidden_axis_error(call.label, axis_data.name)
     mapped = [i for i, dim in enumerate(dims) if dim is not None]
     bind = functools.partial(call.primitive.bind, call=call)
     if not mapped:

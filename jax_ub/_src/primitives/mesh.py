@@ -1,6 +1,7 @@
 """Finds the ranks of a call: their number when traced, devices when lowered."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -8,7 +9,8 @@ import jax
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.interpreters import mlir
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
 
 from jax_ub._src.checks import axis_tuple, check_axis_name, has_symbolic_sizes
 from jax_ub._src.errors import (
@@ -84,6 +86,41 @@ def are_mapped(axes: tuple[str, ...]) -> bool:
 
     same([lax.axis_index(axis) for axis in axes])
     return bool(sizes)
+
+
+def refuse_hidden_axes(label: str, axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """Returns x; raises an error if a `jax.vmap` with an axis of this name maps it.
+
+    A `custom_vjp` needs it around plain `jax.lax`: the forward rule would communicate
+    over the axis of `jax.vmap`, but the gradient would be that of ranks of the mesh
+    axis. Unlike `are_mapped`, it also finds the axis if `jax.vmap` maps a `jax.jit`. It
+    adds nothing to the compiled program.
+    """
+    return _refuse_hidden_axes_p.bind(x, label=label, axes=axes)
+
+
+def _batch_unless_hidden(axis_data, operands, dims, *, label, axes):
+    if axis_data.name in axes:
+        raise hidden_axis_error(label, axis_data.name)
+    return _refuse_hidden_axes_p.bind(*operands, label=label, axes=axes), *dims
+
+
+_refuse_hidden_axes_p = Primitive("jax_ub_refuse_hidden_axes")
+_refuse_hidden_axes_p.def_impl(
+    functools.partial(xla.apply_primitive, _refuse_hidden_axes_p)
+)
+_refuse_hidden_axes_p.def_abstract_eval(lambda x, *, label, axes: x)
+batching.fancy_primitive_batchers[_refuse_hidden_axes_p] = _batch_unless_hidden
+mlir.register_lowering(_refuse_hidden_axes_p, lambda ctx, x, *, label, axes: [x])
+ad.deflinear2(_refuse_hidden_axes_p, lambda dy, _, *, label, axes: [dy])
+
+
+def hidden_axis_error(label: str, axis: str) -> ShapeContractError:
+    """Returns the error for an axis of `jax.vmap` that hides a mesh axis."""
+    return ShapeContractError(
+        f"{label}: axis_name = {shown(axis)} is an axis of jax.vmap here, which hides "
+        "the mesh axis of this name. Give the axis of jax.vmap another name."
+    )
 
 
 def is_fully_manual(axes: tuple[str, ...]) -> bool:

@@ -254,6 +254,7 @@ class CallConfig:
             num_ranks=self.num_ranks,
             tuned=self.tuned if method is Method.AUTO else None,
             is_named=self.is_named,
+            is_mapped=self.is_mapped,
             replicated=self.replicated,
         )
 
