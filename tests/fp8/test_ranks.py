@@ -92,6 +92,27 @@ def test_a_replicated_state_is_updated_through_shard_map(num_replicas, reduce_am
     assert new["input_amax_history"].tolist() == [amax, 0.0]
 
 
+def test_replicas_reduce_the_state_themselves_without_check_vma():
+    recipe = FP8.DelayedScaling(amax_history_len=2)
+
+    def shard(x, state):
+        def loss(state):
+            q = ub.quantize(x, recipe, state=state, axis_name="tp")
+            return jnp.sum(q.dequantize(jnp.float32))
+
+        new = jax.grad(loss)(state)
+        return new["input_amax_history"], jax.lax.pmax(new, "dp")["input_amax_history"]
+
+    mesh, specs = dp_tp_mesh(2, 2), (P(("dp", "tp")), P())
+    function = on_ranks(shard, mesh, specs, (P("dp"), P()), check_vma=False)
+    x = uneven()
+    per_replica, reduced = function(x, FP8.init_state(recipe))
+    wide = np.abs(formulas.wide(x)).astype(np.float32)
+    assert per_replica.tolist() == [wide[:4].max(), 0, wide[4:].max(), 0]
+    for shard in reduced.addressable_shards:
+        assert shard.data.tolist() == [wide.max(), 0]
+
+
 def test_an_amax_that_is_not_reduced_needs_a_state_per_group():
     recipe = FP8.DelayedScaling(amax_history_len=2, reduce_amax=False)
 
