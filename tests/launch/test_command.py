@@ -71,7 +71,8 @@ def processes_with(token):
 
 
 def is_rank(words):
-    return words[2].endswith(b"script.py")
+    # Options of Python precede the script.
+    return b"launch" not in words and any(w.endswith(b"script.py") for w in words)
 
 
 def wait_until(condition):

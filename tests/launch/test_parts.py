@@ -16,6 +16,7 @@ from jax_ub._src.tools.launch.parts import (
     LaunchError,
     exit_on_failure,
     parts_of,
+    python,
 )
 
 
@@ -50,6 +51,7 @@ def test_launcher_gets_the_options_of_the_parts(interpreter, stdout, capfd):
     texts = capfd.readouterr()
     assert texts[0 if stdout else 1] == ""
     assert re.fullmatch(
+        f"{re.escape(' '.join([*python()[1:], '']))}"
         "-m jax_ub launch -n 3 --devices-per-process 2 "
         rf"--parent {os.getpid()} --parent-folder (\S+) "
         r"-m jax_ub doctor --part \1/part.json a word\n",

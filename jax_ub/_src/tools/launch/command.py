@@ -21,7 +21,7 @@ from typing import Any
 from jax_ub._src.runtime import settings
 from jax_ub._src.tools.command_line import check_script, seconds, split_program
 from jax_ub._src.tools.launch import supervisor
-from jax_ub._src.tools.launch.parts import LaunchError, count
+from jax_ub._src.tools.launch.parts import LaunchError, count, python
 
 EXAMPLE = "launch -n 2 --devices-per-process 4 train.py --steps 3"
 # Address of the coordinator, which all processes of this machine can reach.
@@ -74,7 +74,7 @@ def run(given: argparse.Namespace) -> int:
     kind = "-m" if given.module else "--"
     with _reserved_port() as port:
         job = {
-            "command": [sys.executable, kind, *program],
+            "command": [*python(), kind, *program],
             "environments": [
                 environment(
                     os.environ,
@@ -214,6 +214,8 @@ def _supervise(job, parent, parent_folder):
         # The pipe to the supervisor stays open. When this process exits, even by
         # SIGKILL, the kernel closes the pipe, and the supervisor ends all ranks.
         status = process.wait()
+        with contextlib.suppress(BrokenPipeError):  # of a write that failed above
+            process.stdin.close()
         supervisor.kill_descendants(others)
         if parent_folder is not None and os.getppid() != parent:
             shutil.rmtree(parent_folder, ignore_errors=True)

@@ -47,6 +47,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def python() -> list[str]:
+    """Returns the command of this interpreter with its options, such as `-W error`."""
+    # This function is private, but `multiprocessing` also starts processes by it.
+    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *options]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `--processes` and related options, which several commands have."""
     add = parser.add_argument
@@ -96,7 +103,7 @@ def parts_of(
         launch += ["--devices-per-process", str(devices_per_process)]
         launch += ["--parent", str(os.getpid()), "--parent-folder", folder]
         launch += ["-m", "jax_ub", command, "--part", str(path), *arguments]
-        status = _run([sys.executable, "-m", "jax_ub", *launch], stdout)
+        status = _run([*python(), "-m", "jax_ub", *launch], stdout)
         if status:
             raise JobError(
                 f"{command}: {num_processes} processes failed with exit status "

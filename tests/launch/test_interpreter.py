@@ -1,0 +1,49 @@
+"""Options of Python itself, such as `-O`, apply to all processes of a job."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax_ub
+from jax_ub._src.tools.launch import parts
+
+ROOT = pathlib.Path(jax_ub.__file__).parents[1]
+
+
+def launch(options, path, text):
+    path.write_text(text)
+    launcher = ["-m", "jax_ub", "launch", "-n", "2", str(path)]
+    return subprocess.run(
+        [sys.executable, *options, *launcher],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_programs_run_with_the_options_of_the_launcher(tmp_path):
+    text = "import sys; print(sys.flags.optimize, sys.warnoptions[-1])"
+    done = launch(["-O", "-W", "error::UserWarning"], tmp_path / "script.py", text)
+    assert done.returncode == 0, done.stderr
+    lines = [f"[{process}] 1 error::UserWarning" for process in range(2)]
+    assert sorted(done.stdout.splitlines()) == lines
+
+
+def test_launcher_leaves_no_file_open(tmp_path):
+    done = launch(["-X", "dev"], tmp_path / "script.py", "pass")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_commands_pass_the_options_to_their_launcher(tmp_path, monkeypatch, capfd):
+    path = tmp_path / "python"
+    path.write_text('#!/bin/sh\necho "$@"')
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+    monkeypatch.setattr(sys, "warnoptions", ["error::UserWarning"])
+    with parts.parts_of("doctor", [], num_processes=2, devices_per_process=1):
+        pass
+    options, launcher, _ = capfd.readouterr().out.partition("-m jax_ub launch")
+    assert launcher
+    assert "-Werror::UserWarning" in options
