@@ -257,7 +257,8 @@ class ConnectionAttempt:
 
 
 def _text_of(error):
-    return None if error is None else str(error)
+    # Other processes add the prefix again, with the index of this process.
+    return None if error is None else str(error).removeprefix("initialize_ub: ")
 
 
 def _gather(all_gather, value, own_error, timeout_s=None):
