@@ -83,6 +83,29 @@ def test_sigterm_during_the_start_ends_the_launcher(interpreter, monkeypatch):
     assert [process.returncode for process in started] == [-signal.SIGTERM]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_folder_is_removed_if_a_signal_comes_while_its_files_are_read(
+    number, interpreter, tmp_path, monkeypatch
+):
+    python = interpreter("exit 0")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def callers(*_):
+        pass
+
+    before = signal.signal(number, callers)
+    sizes = {"num_processes": 2, "devices_per_process": 1}
+    try:
+        ends = pytest.raises(SystemExit, match=str(128 + number))
+        with ends, parts_of("doctor", [], **sizes) as paths:
+            assert paths[0].parent.is_dir()
+            signal.raise_signal(number)
+        assert signal.getsignal(number) is callers
+    finally:
+        signal.signal(number, before)
+    assert [*tmp_path.iterdir()] == [python]
+
+
 @pytest.mark.slow
 def test_sigkill_of_the_command_ends_its_processes_and_removes_the_folder(tmp_path):
     script = tmp_path / "script.py"

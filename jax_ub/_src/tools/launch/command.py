@@ -203,7 +203,7 @@ def _supervise(job, parent, parent_folder):
         start_new_session=True,
     )
     assert process.stdin is not None
-    with _forwarding_signals(process):
+    with supervisor.handling(lambda number, _: process.send_signal(number)):
         if parent is not None:
             supervisor.signal_at_death_of_parent(signal.SIGTERM)
             if os.getppid() != parent:  # it exited before the call above
@@ -223,16 +223,3 @@ def _supervise(job, parent, parent_folder):
         name = supervisor.signal_name(-status)
         print(f"launch: {name} ended the supervisor.", file=sys.stderr)
     return 128 - status if status < 0 else status
-
-
-@contextlib.contextmanager
-def _forwarding_signals(process):
-    before = {
-        number: signal.signal(number, lambda number, _: process.send_signal(number))
-        for number in supervisor.ENDED_BY
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

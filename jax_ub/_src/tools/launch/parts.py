@@ -11,12 +11,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Iterator, Sequence
 
 from jax_ub._src.errors import UbError, shown
 from jax_ub._src.tools.command_line import positive
+from jax_ub._src.tools.launch import supervisor
 
 MOST = 4096  # processes or devices, far more than one machine can run
 
@@ -97,7 +97,7 @@ def parts_of(
     Raises:
         JobError: if a process failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with _handling(_exit), tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "part.json")
         launch = ["launch", "-n", str(num_processes)]
         launch += ["--devices-per-process", str(devices_per_process)]
@@ -113,34 +113,39 @@ def parts_of(
         yield [part_path(path, process) for process in range(num_processes)]
 
 
-def _run(command, stdout):
-    """Runs the launcher, which SIGTERM also ends, and returns its exit status.
+def _exit(number, _):
+    raise SystemExit(128 + number)  # removes the folder of the files
 
-    SIGTERM ends the launcher first, then this process. The signal handler does not
+
+def _handling(handler):
+    return supervisor.handling(handler, (signal.SIGTERM, signal.SIGHUP))
+
+
+def _run(command, stdout):
+    """Runs the launcher, which SIGTERM and SIGHUP also end; returns its exit status.
+
+    These signals end the launcher first, then this process. The signal handler does not
     raise, because an exception during `Popen` would leave the launcher running.
     """
-    process: subprocess.Popen | None = None
-    is_terminated = threading.Event()
+    started: list[subprocess.Popen] = []
+    received: list[int] = []
 
-    def terminate(*_):
-        is_terminated.set()
-        if process is not None:
+    def terminate(number, _):
+        received.append(number)
+        for process in started:
             process.terminate()
 
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        with subprocess.Popen(command, stdout=stdout) as process:
-            if is_terminated.is_set():
-                process.terminate()
-            try:
-                status = process.wait()
-            except BaseException:  # Ctrl-C
-                process.kill()
-                raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    if is_terminated.is_set():
-        raise SystemExit(128 + signal.SIGTERM)
+    with _handling(terminate), subprocess.Popen(command, stdout=stdout) as process:
+        started.append(process)
+        if received:
+            process.terminate()
+        try:
+            status = process.wait()
+        except BaseException:  # Ctrl-C
+            process.kill()
+            raise
+    if received:
+        raise SystemExit(128 + received[0])
     return status
 
 

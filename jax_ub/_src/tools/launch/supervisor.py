@@ -43,6 +43,23 @@ _LOST_PEER = re.compile(
 _LONGEST_WAIT_S = 3600.0  # below the limit of epoll: milliseconds in 32 bits
 
 
+def not_ignored(numbers=ENDED_BY):
+    """Returns the signals without those that nohup or a shell has made ignored."""
+    kept = signal.SIGTERM  # sent at the death of a parent, too
+    return [n for n in numbers if n == kept or signal.getsignal(n) != signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def handling(handler, numbers=ENDED_BY):
+    """Sets the handler of signals, except for ignored ones, until the block ends."""
+    before = {number: signal.signal(number, handler) for number in not_ignored(numbers)}
+    try:
+        yield
+    finally:
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
+
+
 def adopt_orphans() -> None:
     """Makes this process the parent of descendants whose parent has exited."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -236,7 +253,7 @@ class Supervisor:
         os.set_blocking(reading, False)
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing)
-        for number in ENDED_BY:
+        for number in not_ignored():
             signal.signal(number, lambda *_: None)
         self._on(reading, lambda: self._interrupt(os.read(reading, 1)[0]))
 

@@ -1,0 +1,46 @@
+"""Signals that nohup or a shell has made ignored end no process of a job."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import jax_ub
+
+ROOT = pathlib.Path(jax_ub.__file__).parents[1]
+# Waits until the file of its argument exists.
+WAITING = """
+import pathlib, sys, time
+print("waits", flush=True)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+print("ends")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_job_outlives_an_ignored_signal(tmp_path, number):
+    script, file = tmp_path / "script.py", tmp_path / "file"
+    script.write_text(WAITING)
+    with subprocess.Popen(
+        [sys.executable, "-m", "jax_ub", "launch", "-n", "2", str(script), str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: signal.signal(number, signal.SIG_IGN),
+    ) as process:
+        assert process.stdout is not None
+        begin = [process.stdout.readline() for _ in range(2)]
+        process.send_signal(number)
+        file.touch()
+        out, err = process.communicate(timeout=300)
+    assert sorted(begin) == ["[0] waits\n", "[1] waits\n"]
+    assert (process.returncode, sorted(out.splitlines()), err) == (
+        0,
+        ["[0] ends", "[1] ends"],
+        "",
+    )
