@@ -1,4 +1,4 @@
-"""Commands, code, figures, links and names in README.md and docs/ are correct."""
+"""Commands, code, figures, links and names in documentation and comments are right."""
 
 import itertools
 import math
@@ -101,3 +101,16 @@ def test_names_on_the_page_for_transformer_engine_exist():
         package, _, path = name.partition(".")
         found = {"ub": "jax_ub", "ops": "jax_ub.ops", "jax_ub": "jax_ub"}[package]
         assert pkgutil.resolve_name(f"{found}.{path}") is not None
+
+
+def test_comments_name_what_the_engine_defines():
+    """A comment such as "`Method` in csrc/schedule/schedule.h" names both correctly."""
+    named = []
+    for path in sorted(TOP.glob("jax_ub/**/*.py")):
+        text = re.sub(r"\n\s*#", "", path.read_text())
+        named += re.findall(r"(\w+)`? in (csrc/[\w/.*]*\w)", text)
+    assert len(named) > 2
+    for name, pattern in named:
+        found = [*TOP.glob(pattern), *TOP.glob(f"{pattern}/*")]
+        sources = [file.read_text() for file in found if file.is_file()]
+        assert any(re.search(rf"\b{name}\b", source) for source in sources), name

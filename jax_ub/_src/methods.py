@@ -76,8 +76,8 @@ def has_pairs(num_ranks: int) -> bool:
 
 
 # Default number of splits of a rank's chunk with method "pipeline". (All-gathers on
-# GPUs send whole chunks instead.) Must equal `kDefaultSplits` in
-# csrc/engine/*/*_device.cc.
+# GPUs send whole chunks instead.) Must equal `DefaultSplits` in
+# csrc/engine/*/*_device.h.
 DEFAULT_SPLITS = 4
 
 # The numbers of methods in FFI attributes, which must equal `Method` in
