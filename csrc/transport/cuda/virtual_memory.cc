@@ -12,7 +12,7 @@ CommunicatorError NoRoom(int64_t size_bytes, const std::string& text) {
   return CommunicatorError("CommunicatorError: jax_ub: a heap of " +
                            std::to_string(size_bytes) + " bytes: " + text +
                            ". A smaller shape of initialize_ub needs less, a lower "
-                           "XLA_PYTHON_CLIENT_MEM_FRACTION leaves more");
+                           "XLA_CLIENT_MEM_FRACTION leaves more");
 }
 
 PhysicalMemory ImportMemory(const Driver& driver,

@@ -34,7 +34,8 @@ class AxisMemory:
             and slots are allocated for each call. On GPUs it is device memory, also in
             one process.
         transformer_engine_bytes: bytes that Transformer Engine would allocate for the
-            same ranks: one buffer per name and mode, by default 12 T H elements a mode.
+            same ranks: on each rank one buffer per name and mode, by default 12 T H
+            elements per mode.
         on_gpus: whether the ranks are GPUs.
         shares_with: the first axis with the same groups of devices. Both axes use the
             same memory, which is counted there only. None if there is no such axis.
@@ -97,14 +98,16 @@ class MemoryReport:
     Transformer Engine: none.
 
     Attributes:
-        axes: one entry for each `initialize_ub`.
+        axes: for each call of `initialize_ub`, an object with the `axis_name`,
+            `tp_size`, `shape`, `overlaps` and `shared_bytes` of its buffers.
         slot_bytes: bytes of the slots of calls within this process on CPUs. All axes
             share them; `destroy_ub` frees them.
         heap_bytes: bytes of the GPU heaps of calls that `initialize_ub` made no heap
             for. They are kept as long as their programs may run again.
         gpus: how XLA and jax_ub divide the memory of this process's GPUs.
-        held_bytes: the sum of all bytes above.
-        transformer_engine_bytes: the sum over all axes.
+        held_bytes: the sum of `slot_bytes`, `heap_bytes` and all `shared_bytes`.
+        transformer_engine_bytes: the bytes that Transformer Engine would allocate for
+            the ranks of this process, with one buffer per name and mode.
     """
 
     axes: tuple[AxisMemory, ...]
@@ -155,8 +158,8 @@ class GpuMemory:
         return (
             f"GPU {self.ordinal} ({self.name}): {format_bytes(self.total_bytes)}, of "
             f"which XLA preallocates {format_bytes(self.xla_bytes)} "
-            "(XLA_PYTHON_CLIENT_MEM_FRACTION, XLA_PYTHON_CLIENT_PREALLOCATE); heaps "
-            f"use the other {format_bytes(left)}"
+            "(XLA_CLIENT_MEM_FRACTION, XLA_PYTHON_CLIENT_PREALLOCATE); heaps use the "
+            f"other {format_bytes(left)}"
         )
 
 

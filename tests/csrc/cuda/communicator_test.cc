@@ -123,6 +123,7 @@ TEST(MoreThanADeviceHasIsRefused) {
   } catch (const CommunicatorError& error) {
     const std::string text = error.what();
     CHECK(text.starts_with("CommunicatorError: jax_ub: a heap of "));
+    CHECK(text.find("a lower XLA_CLIENT_MEM_FRACTION leaves") != std::string::npos);
     CHECK(text.find(" bytes: cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY") !=
           std::string::npos);
   }
