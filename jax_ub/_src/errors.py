@@ -92,7 +92,7 @@ class UnknownNameError(UbError, ValueError):
 
 
 class UnknownArgumentError(UnknownNameError, TypeError):
-    """Raised if a layer is called with an unknown keyword argument."""
+    """Raised if a layer, an operation or a recipe has no such keyword argument."""
 
 
 class UnknownOverlapError(UnknownNameError, KeyError):
@@ -102,7 +102,11 @@ class UnknownOverlapError(UnknownNameError, KeyError):
 
 
 class ConfigurationError(UbError, ValueError):
-    """Raised if settings of a layer or `initialize_ub` are invalid or contradictory."""
+    """Raised if settings are invalid or contradict each other.
+
+    They are arguments of `initialize_ub`, layers and recipes, and the environment
+    variables of jax_ub.
+    """
 
 
 class ConfigurationTypeError(ConfigurationError, TypeError):

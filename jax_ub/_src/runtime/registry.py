@@ -124,7 +124,7 @@ class CommOverlap(Overlap):
 
 
 class CommOverlapP2P(Overlap):
-    """The settings of one layer's pass that `initialize_ub` runs by "ring_exchange".
+    """A named overlap whose method is "ring_exchange".
 
     It has the attributes of `CommOverlap`.
 
