@@ -35,6 +35,8 @@ def test_the_help_gives_every_op_and_the_defaults(capsys, monkeypatch):
     dtypes = ",".join(SHORT_NAMES[dtype] for dtype in defaults.dtypes)
     assert f"(default: {dtypes})" in text
     assert f"(default: {defaults.rounds}; with" in text
+    assert f"(default: {', '.join(map(str, defaults.shapes))})" in text
+    assert f"keep the calmest (default: {defaults.patience})" in text
     assert [op for op in (*command.OPS, "barrier") if op not in text] == []
 
 

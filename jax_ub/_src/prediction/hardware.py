@@ -127,8 +127,8 @@ HARDWARE: Mapping[str, Hardware] = {
         _gpu("h100", 989.4e12, 450e9, 3.35e12, 132),
         _gpu("h200", 989.4e12, 450e9, 4.8e12, 132),
         _gpu("b200", 2250e12, 900e9, 8.0e12, 148),
-        # "cpu": two cores with AVX2, measured in docs/bench. The option --gflops of
-        # `python -m jax_ub simulate` sets another rate.
+        # "cpu": two cores with AVX2. The options --gflops and --copy-gbs of
+        # `python -m jax_ub simulate` replace the first two rates.
         host(170e9, 20e9, 172e9),
     )
 }

@@ -171,9 +171,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", type=name_of(MODELS), default="llama3-70b", help=model)
     tokens = "M, over all ranks (default: 8192)"
     add("--tokens", type=positive, default=8192, help=tokens)
-    gflops = "for --hardware cpu: bf16 GFLOP/s of all cores of this host"
+    host = machines.HARDWARE["cpu"]
+    gflops = "for --hardware cpu: bf16 GFLOP/s of all cores of this host "
+    gflops += f"(default: {host.flops_per_s / 1e9:g}, two cores with AVX2)"
     add("--gflops", type=amount_of("GFLOP/s"), help=gflops)
-    copy = "for --hardware cpu: GB/s of a copy on this host, reads and writes"
+    copy = "for --hardware cpu: GB/s of a copy on this host, reads and writes "
+    copy += f"(default: {host.memory_bytes_per_s / 1e9:g})"
     add("--copy-gbs", type=amount_of("GB/s"), help=copy)
     fp8 = 'also predict layers in FP8, and with wire_dtype="fp8"'
     add("--fp8", action="store_true", help=fp8)

@@ -60,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=list_of(count), help="numbers of ranks P (default: 1,2,4,8)")
     some_dtypes = f"some of {', '.join(DTYPES)} (default: bf16,f32)"
     add("--dtypes", type=names_of(DTYPES), help=some_dtypes)
-    shapes = "global sizes MxKxN, such as 512x1024x2816,64x1024x2816 (default: four)"
+    four = ", ".join(map(str, Options.shapes))
+    shapes = f"global sizes MxKxN, such as 512x1024x2816 (default: {four})"
     add("--shapes", type=list_of(parse_shape), help=shapes)
     variants = f"of the op gemm: {', '.join(VARIANTS)} (default: all)"
     add("--variants", type=names_of(VARIANTS), help=variants)
@@ -69,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rounds = "timed calls of each program (default: 11; with --processes "
     rounds += f"{_PROCESS_ROUNDS}, with --quick 3)"
     add("--rounds", type=positive, help=rounds)
-    patience = "run up to this many times as many rounds, and keep the calmest"
+    patience = "run up to this many times as many rounds, and keep the calmest "
+    patience += "(default: 1)"
     add("--patience", type=positive, help=patience)
     add("--method", type=method_option, help="the method under test (default: auto)")
     platforms = ("cpu", "cuda")

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dtypes = f"some of {','.join(BY_SHORT_NAME)} (default: bf16)"
     add("--dtypes", type=names_of(BY_SHORT_NAME), default=("bf16",), help=dtypes)
     shapes = "global sizes MxKxN of column layers, such as 512x1024x2816; the row "
-    shapes += "layer after each is MxNxK"
+    shapes += "layer after each is MxNxK (default: the shapes of bench)"
     add("--shapes", type=list_of(parse_shape), help=shapes)
     linears = f"instead of --shapes: the linear layers of {', '.join(MODELS)}"
     add("--model", type=name_of(MODELS), help=linears)
