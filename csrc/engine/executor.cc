@@ -143,9 +143,9 @@ class ScheduleRun {
   // of the transport.
   void WaitAll(std::span<const Step> steps) {
     transport_.WaitAll(SlotsOf(steps), {at_.label, steps[0].chunk, timeout_s_});
-    // Records an event only for data that another lane reads: sums, which are copied,
-    // and operands, which GEMMs read. Gathered operands are copied on the communication
-    // lane itself. Reduce records one event for all partial sums.
+    // Records an event only for data that other lanes read: sums, and the operands of
+    // an overlapped GEMM. Other operands are copied on the communication lane. For
+    // partial sums, Reduce records one event.
     const bool is_awaited = steps[0].payload == Payload::kSum ||
                             (schedule_.collective == CollectiveKind::kAllGatherMatmul &&
                              schedule_.method != Method::kExternal);

@@ -83,7 +83,7 @@ _REPLICATED: contextvars.ContextVar[str] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def replicating(label: str, reason: str) -> Iterator[None]:
-    """Marks operations in the `with` block as computed alike by several ranks.
+    """Marks operations in the `with` block whose work several ranks repeat.
 
     Calls of jax_ub read the mark by `replicated`. Plain JAX operations are marked by a
     name scope, which `replicated_in` reads.

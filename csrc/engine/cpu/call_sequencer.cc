@@ -469,9 +469,8 @@ double CallSequencer::BarrierSeconds(int count) {
     throw std::invalid_argument("barrier_seconds: count is " + std::to_string(count) +
                                 ", expected at least 1");
   }
-  // The barriers belong to the latest call, so that they come after its barriers and
-  // before those of the next call. If that order were violated, processes would pass
-  // barriers without waiting.
+  // The barriers continue the phases of the latest call: generations must increase, or
+  // processes would pass barriers without waiting.
   const int64_t latest_call = num_calls() - 1;
   const std::string label = "barrier";
   const auto begin = std::chrono::steady_clock::now();

@@ -81,7 +81,8 @@ struct CollectiveCall {
 // dtype between the ranks.
 void CheckEqualShapes(const CollectiveCall& collective);
 
-// One custom call of a compiled program, and its incomplete collective calls.
+// One custom call of a compiled program, and the collective calls at this call site that
+// not all ranks have joined yet.
 class CallSite {
  public:
   // `ordinal` is the number of earlier call sites in the program with the same channel.

@@ -156,8 +156,8 @@ void Engine::ExecuteDirect(const std::shared_ptr<CollectiveCall>& collective,
   pool_->Participate(MakeJob(
       std::move(work), [this, collective, last_rank](const std::exception_ptr& failure,
                                                      bool participated) {
-        // If `participated`, this is the thread on which XLA called the last rank that
-        // arrived, so it can complete this rank itself.
+        // If `participated`, this is XLA's thread of the last rank that arrived, so it
+        // can complete this rank itself.
         Complete(*collective, failure, participated ? last_rank : kNone);
       }));
 }

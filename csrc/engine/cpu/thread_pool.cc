@@ -68,8 +68,8 @@ struct ThreadPool::Worker {
   Worker* next = nullptr;  // guarded by ThreadPool::mutex_
 };
 
-// Scratch memory, into which GEMMs pack operands, that a thread borrows from the pool.
-// Threads outside the pool have none of their own.
+// Scratch memory for packed operands, which a thread borrows from the pool. The pool's
+// workers have scratch memory; XLA's threads, which run work units too, have none.
 class ThreadPool::ScratchLoan {
  public:
   explicit ScratchLoan(ThreadPool& pool) : pool_(pool) {

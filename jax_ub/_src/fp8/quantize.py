@@ -291,7 +291,7 @@ def _further_axes(ranks, recipe, xs, *state):
     """Returns axes besides those of `ranks`: xs vary over them, but their state not."""
     varying = vma.axes_of(*xs) - vma.axes_of(*state)
     missing = tuple(sorted(varying.difference(ranks.axis_name)))
-    # Along an axis with one rank, the amax of a reduction is the rank's own.
+    # The amax cannot differ along an axis of one rank.
     differs = tuple(axis for axis in missing if lax.axis_size(axis) > 1)
     if differs and not recipe.reduce_amax:
         raise ConfigurationError(

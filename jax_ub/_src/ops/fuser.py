@@ -150,8 +150,8 @@ def without_fusions() -> Iterator[None]:
         yield
     finally:
         for name, registered in _FUSIONS.items():
-            # Keeps fusions that were registered inside the context. They run after
-            # those from before it.
+            # Fusions that were registered inside the context stay registered, after
+            # the earlier ones.
             added = [fusion for fusion in registered if fusion not in before[name]]
             registered[:] = [*before[name], *added]
 

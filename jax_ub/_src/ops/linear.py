@@ -291,7 +291,7 @@ class BasicLinear(_LinearOptions, BasicOperation):
             out_dtype=config.out_dtype if out_dtype is None else np.dtype(out_dtype),
         )
         residuals = quantized(config, residuals, params)
-        # Other variables than those that are saved: see `not_reduced`.
+        # The GEMM must not read the variables that are saved: see `not_reduced`.
         x, kernel = not_reduced((residuals["x"], residuals["kernel"]))
         is_vector = x.ndim == 1
         if is_vector:

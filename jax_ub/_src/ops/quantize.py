@@ -162,7 +162,7 @@ _PassedState = tuple[int, int, str]  # linear, quantize, role: see `with_quantiz
 
 @dataclasses.dataclass
 class _Path:
-    """Indices of the operations through which an FP8 tensor passes once quantized."""
+    """Indices of the operations that an FP8 tensor passes after its `Quantize`."""
 
     start: int  # of the Quantize
     reached: list[int] = dataclasses.field(default_factory=list)

@@ -283,7 +283,7 @@ class UserbuffersForwardLinear(UserbuffersLinear, ForwardPattern):
         config = config.with_dtypes(config.dtype, out_dtype)
         _check_forward(config, source_of(residuals["x"]), residuals["kernel"], own_bias)
         residuals = quantized(config, residuals, params[0])
-        # Other variables than those that are saved: see `not_reduced`.
+        # The GEMM must not read the variables that are saved: see `not_reduced`.
         x, w = not_reduced((residuals["x"], residuals["kernel"]))
         operands = _forward_operands(config, x, w, own_bias, bias, residual)
         (y,), _ = forward_of(config)(config, *operands)

@@ -128,12 +128,12 @@ class CallConfig:
 
     @property
     def dgrad(self) -> "CallConfig":
-        """Returns a copy for the dgrad (gradient of x), with the dgrad's method."""
+        """Returns a copy with the method of the dgrad (gradient of x)."""
         return self._with_choice(self.dgrad_choice)
 
     @property
     def wgrad(self) -> "CallConfig":
-        """Returns a copy for a wgrad (kernel gradient) separate from the dgrad."""
+        """Returns a copy with the method of a wgrad that is not a part of the dgrad."""
         return self._with_choice(self.wgrad_choice or self.dgrad_choice)
 
     def _with_choice(self, choice):

@@ -179,8 +179,8 @@ def quantized(
     of_x = config
     for name, operand in by_name(x, ws).items():
         if is_scaled(operand) and INPUT not in roles:
-            # The operand was quantized earlier, perhaps by another recipe. So `of_x`
-            # has no recipe: nothing is assumed about the operand's scales.
+            # The operand was quantized earlier, perhaps by another recipe. `of_x` has
+            # no recipe, because the ranks may not have agreed on the operand's scale.
             of_x = dataclasses.replace(config, fp8=None)
             continue
         if is_scaled(operand):

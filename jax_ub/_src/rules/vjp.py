@@ -67,7 +67,8 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         gathered = save(gathered, "gathered", name)
         wants_x = wants_dw and gathered is None
         values = map_scaled(without_source, values)
-        # A recipe has named its x. With a second name, a policy would save it twice.
+        # With a recipe, x has a checkpoint name already. With a second one, a policy
+        # would save it twice.
         x_saved = save(values[0], "x", name) if config.fp8 is None else values[0]
         saved = {
             "x": residual_or_placeholder(wants_x, x_saved),

@@ -150,7 +150,7 @@ class Connection:
 
     @property
     def may_be_in_use(self) -> bool:
-        """Whether a call may be in flight that closing would fail.
+        """Whether a call may be in flight, which would fail if the connection closed.
 
         XLA's threads do not exist in a forked child, so no call is in flight there.
         """
@@ -276,7 +276,7 @@ def limit_cores(num_processes: int, num_threads: int, cpu_set: Sequence[int]) ->
 
 @functools.cache
 def _close_at_exit():
-    # Closing tells the peers that this process ends in order. Otherwise they would
+    # Closing tells the peers that this process exits. Without the message, they would
     # report it as lost.
     @atexit.register
     def finish_and_disconnect():

@@ -88,9 +88,9 @@ def measure(chosen: Options, runner: Runner) -> Iterator[Result]:
         for case in OPS[op](setup, shape):
             cases.check_agreement(case)
             candidates = _candidates(case, chosen.threads)
-            # An untimed round. A program's first call compiles it and replaces a
-            # donated operand by the result. That has the output sharding, so the second
-            # call compiles again.
+            # An untimed round. A program's first call compiles it, and replaces a
+            # donated operand by the result. The result may have another sharding than
+            # the operand, so the second call compiles again.
             runner.interleave(candidates, 1)
             rounds = runner.interleave(candidates, chosen.rounds, chosen.patience)
             for threads in chosen.threads or (None,):
@@ -100,9 +100,8 @@ def measure(chosen: Options, runner: Runner) -> Iterator[Result]:
 def _candidates(case: Case, threads: Sequence[int]) -> Sequence[Any]:
     """Returns a case's programs to time, jax_ub's once for each value of --threads.
 
-    The other programs are timed only with the first value: some are limits that the
-    engine measures, and each number is compared with the same limits. Without
-    --threads, no number is set.
+    The other programs are timed only with the first value, so that all values are
+    compared with the same times. Without --threads, no number of threads is set.
     """
     if not threads:
         return case.candidates
