@@ -80,6 +80,7 @@ def readable_signature(app, what, name, obj, options, signature, returns):
     short = re.sub(r"<class '([\w.]+)'>", r"\1", signature or "")
     short = re.sub(r"<function (\w+)(?:\.<locals>\.\w+)?>", r"\1", short)
     short = re.sub(r"<flax[\w.]+ object>", "...", short)
+    short = short.replace("mappingproxy({})", "{}")
     return short or None, returns
 
 
