@@ -1,4 +1,5 @@
 import ast
+import inspect
 import pathlib
 import pickle
 import re
@@ -6,7 +7,7 @@ import re
 import jax
 import pytest
 
-import jax_ub.errors
+import jax_ub
 from jax_ub import ops
 from jax_ub._src import errors
 
@@ -110,6 +111,17 @@ def test_errors_of_every_operation_name_the_page_of_operations():
     names = [*(each.__name__ for each in classes), *ops.fused.__all__, "ops.Linear"]
     for name in {*names} - {"BasicOperation", "FusedOperation", "Linear"}:
         assert errors.page_of(f"{name}: text") == "docs/ops.md", name
+
+
+def test_errors_of_every_public_function_name_a_page():
+    modules = (jax_ub, jax_ub.flax, jax_ub.fp8, ops)
+    public = [getattr(module, name) for module in modules for name in module.__all__]
+    functions = filter(inspect.isfunction, public)
+    names = {each.__name__ for each in functions if "Raises:" in each.__doc__}
+    # Its errors are `CommunicatorError`s, which have a page.
+    names.remove("check_communicators")
+    assert len(names) > 25
+    assert [name for name in names if errors.page_of(f"{name}: text") is None] == []
 
 
 def test_every_page_that_a_message_names_exists():

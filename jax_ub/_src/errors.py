@@ -19,13 +19,14 @@ import jax
 _PAGES = {
     "docs/functions.md#environment-variables": r"^JAX_UB_",
     "docs/bench/README.md": r"^bench\b",
-    "docs/explain.md": r"^explain\b",
+    "docs/explain.md": r"^(explain|fallbacks)\b",
     "docs/processes.md": r"^launch\b",
     "docs/simulate.md": r"^(hardware|simulate)\b",
     "docs/trace.md": r"^trace\b",
     "docs/tune.md": r"^(tune|tuned)\b",
     "docs/initialize_ub.md": (
-        r"^(destroy_ub|get_ub|overlap_config|ub_cfgs)\b|\binitialize_ub\b"
+        r"^(destroy_ub|get_ub|is_ub_initialized|overlap_config|ub_cfgs)\b"
+        r"|\binitialize_ub\b"
         r"|the buffers of axis|has no overlap"
     ),
     "docs/fp8.md": (
@@ -45,7 +46,8 @@ _PAGES = {
         r"^(ops|operation|OperationFuser|Sequential|AddExtraInput|AllGather|AllReduce"
         r"|BasicLinear|Bias|ConstantScale|Dropout|GEGLU|GELU|Identity|LayerNorm"
         r"|MakeExtraOutput|Quantize|RMSNorm|ReLU|ReduceScatter|Reshape|SiLU|SwiGLU"
-        r"|(Backward|Forward|Userbuffers)\w+)\b"
+        r"|(Backward|Forward|Userbuffers)\w+|gradients_of_main_grads|merge_\w+"
+        r"|register_\w+_fusion)\b"
     ),
     "docs/functions.md": (
         r"^(all_gather_matmul|all_reduce|dgrad_add|linear|matmul_all_reduce"
