@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 
-# jaxlib's pools need four threads per device; JAX reads this when it is imported.
+# Threads of jaxlib's pools, at least 4 per device. jaxlib reads it when JAX starts.
 os.environ.setdefault("NPROC", "64")
 
 import jax
@@ -221,15 +221,19 @@ def parse_flags() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--tp", type=int, default=4, help="devices that share the model")
-    add("--steps", type=int, default=31)
-    add("--batch", type=int, default=2)
-    add("--tokens", type=int, default=256)
-    add("--width", type=int, default=256)
-    add("--head-dim", type=int, default=32)
-    add("--layers", type=int, default=2)
-    add("--vocabulary", type=int, default=64)
-    add("--learning-rate", type=float, default=2e-3)
+    for name, default, meaning in (
+        ("--tp", 4, "devices that share the model"),
+        ("--steps", 31, "training steps"),
+        ("--batch", 2, "sequences per step"),
+        ("--tokens", 256, "tokens per sequence"),
+        ("--width", 256, "features of a token"),
+        ("--head-dim", 32, "features of an attention head"),
+        ("--layers", 2, "transformer blocks"),
+        ("--vocabulary", 64, "different tokens"),
+        ("--learning-rate", 2e-3, "learning rate of the optimizer"),
+    ):
+        text = f"{meaning} (default: {default})"
+        add(name, type=type(default), default=default, help=text)
     flags = parser.parse_args()
     check(flags, parser)
     return flags

@@ -16,7 +16,7 @@ import math
 import os
 import socket
 
-# jaxlib's pools need four threads per device; JAX reads this when it is imported.
+# Threads of jaxlib's pools, at least 4 per device. jaxlib reads it when JAX starts.
 os.environ.setdefault("NPROC", "64")
 
 import jax
@@ -46,14 +46,17 @@ def parse_flags() -> argparse.Namespace:
         metavar="HOST:PORT",
         help="address of process 0; not under Slurm",
     )
-    add("--num-processes", type=int, help="not under Slurm")
-    add("--process-id", type=int, help="not under Slurm")
-    add("--tp", type=int, help="devices that share a model; default: all of a host")
-    add("--steps", type=int, default=20)
-    add("--batch", type=int, default=4, help="sequences per step and replica")
-    add("--seq-len", type=int, default=128)
-    add("--d-model", type=int, default=128)
-    add("--layers", type=int, default=2)
+    add("--num-processes", type=int, help="number of processes; not under Slurm")
+    add("--process-id", type=int, help="index of this process; not under Slurm")
+    add("--tp", type=int, help="devices that share a model (default: all of a host)")
+    for name, default, meaning in (
+        ("--steps", 20, "training steps"),
+        ("--batch", 4, "sequences per step and replica"),
+        ("--seq-len", 128, "tokens per sequence"),
+        ("--d-model", 128, "features of a token"),
+        ("--layers", 2, "layers of the model"),
+    ):
+        add(name, type=int, default=default, help=f"{meaning} (default: {default})")
     flags = parser.parse_args()
     for name in ("tp", "steps", "batch", "seq_len", "d_model", "layers"):
         value = getattr(flags, name)

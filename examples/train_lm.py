@@ -31,8 +31,9 @@ def parse_flags() -> argparse.Namespace:
         help="use the devices of several processes, see docs/processes.md",
     )
     add("--method", choices=METHODS, default="auto", help="how linear layers overlap")
-    add("--steps", type=int, default=100)
-    add("--dtype", choices=("bf16", "f16", "f32"), default="bf16")
+    add("--steps", type=int, default=100, help="training steps")
+    dtypes = ("bf16", "f16", "f32")
+    add("--dtype", choices=dtypes, default="bf16", help="dtype of the computation")
     add(
         "--fp8",
         nargs="+",
@@ -43,10 +44,10 @@ def parse_flags() -> argparse.Namespace:
     add("--batch", type=int, default=4, help="sequences per step")
     add("--microbatches", type=int, default=1, help="number of microbatches of a step")
     add("--seq-len", type=int, default=256, help="bytes per sequence")
-    add("--d-model", type=int, default=256)
-    add("--d-ff", type=int, default=768)
-    add("--layers", type=int, default=4)
-    add("--heads", type=int, default=4)
+    add("--d-model", type=int, default=256, help="features of a token")
+    add("--d-ff", type=int, default=768, help="features between the layers of an MLP")
+    add("--layers", type=int, default=4, help="transformer layers")
+    add("--heads", type=int, default=4, help="attention heads")
     add("--learning-rate", type=float, default=3e-3, help="peak learning rate")
     add("--seed", type=int, default=0, help="seed of parameters and batches")
     add(
@@ -64,7 +65,8 @@ def parse_flags() -> argparse.Namespace:
     )
     add("--plot", default="runs/train_lm.png", help="path of the final plot")
     add("--checkpoint-dir", help="directory of checkpoints; None saves none")
-    add("--checkpoint-every", type=int, default=100, metavar="STEPS")
+    every = "steps from one checkpoint to the next"
+    add("--checkpoint-every", type=int, default=100, metavar="STEPS", help=every)
     add(
         "--resume",
         type=int,
