@@ -1,6 +1,8 @@
 """Tests the table that `explain` returns."""
 
 import dataclasses
+import pathlib
+import re
 
 import pytest
 
@@ -62,3 +64,10 @@ def test_long_paths_are_shortened_in_the_table(scope, expected):
     table = Table((dataclasses.replace(ON, scope=scope),))
     assert str(table).splitlines()[-1].split()[0] == expected
     assert table.as_json()["rows"][0]["scope"] == scope
+
+
+def test_the_page_names_every_key_of_a_row():
+    page = pathlib.Path(__file__).parents[2] / "docs/explain.md"
+    sentence = page.read_text().partition("its keys in the JSON, are ")[2]
+    named = re.findall(r"`(\w+)`", sentence.partition(".\n")[0])
+    assert sorted(named) == sorted(field.name for field in dataclasses.fields(Row))
