@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs Bazel on this checkout: .bazel/run.sh test //...
 #
-# Bazel wants its own files at the top of a workspace, and the top of this repository is
-# kept for people. So a workspace of links is laid out beside Bazel's other output.
+# Bazel requires its files at the top of a workspace, but in this repository they are in
+# .bazel. Therefore this script makes a workspace of links next to Bazel's other output.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -20,8 +20,8 @@ cd "$workspace"
 command=$1
 shift
 flags=()
-# Debian's Bazel is 4.2.3 and calls itself `no_version`. It fetches nothing here: local
-# stand-ins take the place of the repositories that it would ask for.
+# Debian's Bazel is 4.2.3 and calls itself `no_version`. It downloads nothing: local
+# repositories replace the ones that it would download.
 if [[ $(bazel --version) == "bazel no_version" && $command != shutdown ]]; then
   flags=(
     "--override_repository=rules_cc=$here/offline/rules_cc"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
-# The steps that .ci/run and .ci/nightly share. Sourced by both: it works on copies of the
-# checkout in $work, one for each version of Python.
+# The steps that .ci/run and .ci/nightly share. Both source this file. The steps work on
+# copies of the checkout in $work, one for each version of Python.
 set -euo pipefail
 top=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 work=$(mktemp -d)
@@ -56,7 +56,7 @@ use_python() {
   python3 --version
 }
 
-# fresh_tree NAME: a copy of what git would hold, and nothing that was built.
+# fresh_tree NAME: copies the files that git does not ignore.
 fresh_tree() {
   mkdir -p "$work/$1"
   (cd "$top" && git -c safe.directory='*' ls-files -coz --exclude-standard |
@@ -92,7 +92,7 @@ readme() {
   bash -c "$command"
 }
 
-# What an extra of pyproject.toml asks for, without the package itself.
+# extra NAME...: prints the requirements of these extras of pyproject.toml.
 extra() {
   "$work/py3.11/.venv/bin/python" - "$@" <<'PYTHON'
 import sys, tomllib
@@ -135,7 +135,7 @@ run_bazel() {
   .bazel/run.sh "$1" --jobs="$(nproc)" --noshow_progress "${@:2}"
 }
 
-# Tests whose tools were just installed: none of them may pass by being skipped.
+# all_run ARGUMENT...: runs tests whose tools were just installed. A skipped test is an error.
 all_run() {
   .venv/bin/pytest -q -rs "$@" | tee "$work/all_run.txt"
   ! grep -q SKIPPED "$work/all_run.txt"
