@@ -337,3 +337,9 @@ def test_errors_of_params_name_the_array(array, recipe, text):
         match=r"quantize_params: params\['layers'\]\[0\].*" + text,
     ):
         FP8.quantize_params(params, RECIPES[recipe], select=lambda path, leaf: True)
+
+
+def test_params_are_selected_by_a_function():
+    text = r"quantize_params: select = 'k' is not a function\. Pass one\."
+    with pytest.raises(ub.errors.ShapeContractError, match=text):
+        FP8.quantize_params({"k": jnp.ones((32, 2))}, select="k")

@@ -210,7 +210,7 @@ class Linear(FixedArguments, arguments.KeywordsChecked, nnx.Module):
 
         Raises:
             ConfigurationError: if two flags, or a flag and the method, contradict each
-                other.
+                other, or if `fp8` is not a recipe.
             UnsupportedOverlapError: if a flag is True but the layer does not shard
                 tokens, or if the bulk flags differ.
             UnknownNameError: if `parallel`, `method` or the axis is unknown.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ub._src import checks, dtypes, methods
+from jax_ub._src import arguments, checks, dtypes, methods
 from jax_ub._src.errors import (
     ConfigurationError,
     ShapeContractError,
@@ -93,8 +93,9 @@ def quantize(
 
     Raises:
         ConfigurationError: if `recipe` is not a recipe, or does not match `state`.
-        ShapeContractError: if `x` is not an f32, bf16 or f16 array, or if MXFP8 blocks
-            do not divide its contracted dimension.
+        ShapeContractError: if `x` is not an f32, bf16 or f16 array, if MXFP8 blocks do
+            not divide its contracted dimension, or if an axis of `axis_name` is not
+            manual here.
         UnknownNameError: if there is no such role.
     """
     recipe = Float8CurrentScaling() if recipe is None else recipe
@@ -385,12 +386,15 @@ def quantize_params(
 
     Raises:
         ConfigurationError: if `recipe` is not a recipe.
-        ShapeContractError: if a selected array is not a kernel; see `ub.quantize`.
+        ShapeContractError: if `select` is not a function, or a selected array is not a
+            kernel; see `ub.quantize`.
         UnsupportedOverlapError: for `DelayedScaling`, whose state each kernel needs.
     """
     op = "quantize_params"
     recipe = Float8CurrentScaling() if recipe is None else recipe
     check_recipe(op, recipe)
+    if select is not None:
+        arguments.check_function(op, "select", select)
     if isinstance(recipe, DelayedScaling):
         raise UnsupportedOverlapError(
             f"{op}: DelayedScaling needs a state for each kernel. Quantize each one by "

@@ -85,8 +85,11 @@ def dot_general(  # noqa: PLR0913, options of a layer
         A hashable callable with the signature of `jax.lax.dot_general`.
 
     Raises:
-        UnknownNameError: if there is no such kind or method.
-        ShapeContractError: if `mesh` is not a mesh.
+        UnknownNameError: if there is no such kind or method, or if `sequence_parallel`
+            is not a bool.
+        ShapeContractError: if `mesh` is not a mesh, or if `data_axes` or `fsdp_axes`
+            are not distinct names of other axes than `axis_name`.
+        ConfigurationError: if `fp8` is not a recipe.
     """
     check_layer_recipe("dot_general", fp8)
     return DotGeneral(

@@ -110,8 +110,9 @@ def linear(  # noqa: PLR0913, pinned
     Raises:
         ShapeContractError: if the operands do not match each other or the mesh, or
             exceed the capacity of `initialize_ub`.
-        UnknownNameError: if there is no such `parallel` or method, or `initialize_ub`
-            made no overlap of that `ub_name`.
+        UnknownNameError: if there is no such `parallel` or method, `initialize_ub`
+            made no overlap of that `ub_name`, or a flag is not a bool.
+        ConfigurationError: if `fp8` is not a recipe, or `fp8_state` not its state.
         UnsupportedOverlapError: if the given method cannot run here, the name is
             configured for another op, or some mesh axes are not manual in the
             surrounding `jax.shard_map`.
@@ -211,7 +212,8 @@ def all_gather_matmul(  # noqa: PLR0913, pinned
         ShapeContractError: if the operands do not match each other or the mesh, or
             exceed the capacity of `initialize_ub`.
         UnknownNameError: if there is no such method, `initialize_ub` made no overlap
-            of that `ub_name`, or a flag is neither true nor false.
+            of that `ub_name`, or a flag is not a bool.
+        ConfigurationError: if `fp8` is not a recipe, or `fp8_state` not its state.
         UnsupportedOverlapError: if the given method cannot run here, the name is
             configured for another op, or some mesh axes are not manual in the
             surrounding `jax.shard_map`.
@@ -284,6 +286,7 @@ def matmul_reduce_scatter(  # noqa: PLR0913, pinned
             exceed the capacity of `initialize_ub`.
         UnknownNameError: if there is no such method, `initialize_ub` made no overlap
             of that `ub_name`, or `rhs_transposed` is not a bool.
+        ConfigurationError: if `fp8` is not a recipe, or `fp8_state` not its state.
         UnsupportedOverlapError: if the given method cannot run here, the name is
             configured for another op, or some mesh axes are not manual in the
             surrounding `jax.shard_map`.
@@ -362,6 +365,7 @@ def matmul_all_reduce(  # noqa: PLR0913, pinned
             the ranks.
         UnknownNameError: if there is no such method, `initialize_ub` made no overlap
             of that `ub_name`, or `rhs_transposed` is not a bool.
+        ConfigurationError: if `fp8` is not a recipe, or `fp8_state` not its state.
         UnsupportedOverlapError: if the given method cannot run here, the name is
             configured for another op, or some mesh axes are not manual in the
             surrounding `jax.shard_map`.

@@ -66,6 +66,7 @@ def explain(
         predicted seconds.
 
     Raises:
+        ShapeContractError: if `fn` is not a function, or `trace` has another type.
         UnknownNameError: if the hardware is not known or a file is not a trace.
         ConfigurationError: if a rate of the hardware is missing or out of range.
         InputError: if a file cannot be read (an `OSError`).
