@@ -190,7 +190,7 @@ def test_wrong_trees_are_rejected():
     with pytest.raises(error, match=text):
         FP8.apply_updates(state, other)
     params = {"w": jnp.ones(2), "layer": state}
-    text = r"\['w'\] is neither a scale .*without parameters and main_grads"
+    text = r"state\['w'\] is neither a scale .*without parameters and main_grads"
     with pytest.raises(error, match=text):
         FP8.apply_updates(params, params)
     with pytest.raises(ub.errors.ConfigurationError, match="init_state: recipe = 1 is"):

@@ -105,7 +105,7 @@ def test_wrong_channels_are_rejected():
     error, unknown = ub.errors.ShapeContractError, ub.errors.UnknownNameError
     with pytest.raises(error, match="MakeExtraOutput: it has no extra output 1, but 1"):
         ops.MakeExtraOutput().with_extra_output_channel(1, "a")
-    with pytest.raises(error, match="GELU: it has no extra input 0, but 0 of them"):
+    with pytest.raises(error, match="GELU: it has no extra .* AddExtraInput has one"):
         ops.GELU().with_extra_input_channel(0, "a")
     with pytest.raises(
         error, match="AddExtraInput: 'a b' is not the name of a channel"

@@ -140,8 +140,8 @@ def apply_updates(state: Any, gradients: Any) -> Any:
         is_valid = scales.get((prefix, SCALE))
         if is_valid is None or not kind:
             raise ShapeContractError(
-                f"{op}: {jax.tree_util.keystr(path)} is neither a scale nor its amax "
-                "history. Pass the state alone, without parameters and main_grads."
+                f"{op}: state{jax.tree_util.keystr(path)} is neither a scale nor its "
+                "amax history. Pass the state alone, without parameters and main_grads."
             )
         if jnp.shape(before) != jnp.shape(after):
             raise ShapeContractError(

@@ -290,9 +290,11 @@ class BasicOperation(Operation):
     def _with_channel(self, kind, index, name, channel):
         field, number = f"extra_{kind}_channels", getattr(self, f"num_extra_{kind}s")
         if not checks.is_integer(index) or not 0 <= index < number:
+            other = {"input": "AddExtraInput", "output": "MakeExtraOutput"}[kind]
+            fix = "Pass one of these indices." if number else f"{other} has one."
             raise ShapeContractError(
                 f"{self.label}: it has no extra {kind} {shown(index)}, but {number} of "
-                "them, counted from 0. Pass one of these indices."
+                f"them, counted from 0. {fix}"
             )
         check_channel_name(self.label, name)
         channels = list(getattr(self, field) or (None,) * number)
