@@ -43,11 +43,11 @@ def integers(seed, shape, dtype="bfloat16"):
     """Returns integers times a power of two for each row.
 
     They are exact in e4m3 with the scales of all `RECIPES`, and so are sums of
-    products.
+    products. They are NumPy's, for the reason that `operands.py` gives.
     """
     random = np.random.default_rng(seed)
     factors = 2.0 ** random.integers(0, 4, (shape[0], *(1,) * (len(shape) - 1)))
-    return jnp.asarray(random.integers(-8, 9, shape) * factors, dtype)
+    return (random.integers(-8, 9, shape) * factors).astype(jnp.dtype(dtype))
 
 
 def operands(dtype="bfloat16", num_features=8):
@@ -108,24 +108,34 @@ def plain(x, w, b):
 
 def value_and_gradients(function, *operands):
     """Returns a result, and gradients for an integer gradient of the result."""
+    gradients, y = _gradients(function, operands)(*operands)
+    return y, gradients
 
+
+def _gradients(function, operands):
     def loss(*operands):
         y = function(*operands)
         return jnp.sum(y.astype(jnp.float32) * integers(9, y.shape, "float32")), y
 
     numbers = tuple(range(len(operands)))
-    gradients, y = jax.jit(jax.grad(loss, numbers, has_aux=True))(*operands)
-    return y, gradients
+    return jax.jit(jax.grad(loss, numbers, has_aux=True))
 
 
 def assert_exact(function, values, wanted=plain):
-    """Asserts that results and gradients are f32 sums, rounded once to their dtypes."""
+    """Asserts that results and gradients are f32 sums, rounded once to their dtypes.
+
+    Returns:
+        The optimized HLO of the program that computes both.
+    """
     wide = (value.astype("float32") for value in values)
     expected = value_and_gradients(wanted, *wide)
-    found = value_and_gradients(function, *values)
-    assert [g.dtype for g in found[1]] == [value.dtype for value in values]
-    rounded = jax.tree.map(lambda f, e: e.astype(f.dtype), found, expected)
+    program = _gradients(function, values).lower(*values).compile()
+    gradients, y = program(*values)
+    assert [g.dtype for g in gradients] == [value.dtype for value in values]
+    found = y, gradients
+    rounded = jax.tree.map(lambda f, e: np.asarray(e).astype(f.dtype), found, expected)
     jax.tree.map(assert_equal, found, rounded)
+    return program.as_text()
 
 
 def check_main_grad(layer):

@@ -80,7 +80,8 @@ def test_values_and_gradients_are_exact(mode, recipe, check_vma):
     function = on_tp(mode, layer(mode, RECIPES[recipe]), check_vma=check_vma)
     values = operands(num_features=FEATURES[recipe])
     if check_vma or mode in (COLUMN, ROW):
-        return assert_exact(function, values)
+        assert_exact(function, values)
+        return
     # Gradients of replicated operands follow JAX's convention for check_vma=False.
     assert_equal(function(*values), plain(*values).astype("bfloat16"))
 
@@ -92,14 +93,8 @@ def test_all_passes_multiply_fp8_by_every_method(mode, recipe, method):
     function = on_tp(mode, layer(mode, RECIPES[recipe], method=method), 2)
     values = operands(num_features=FEATURES[recipe])
     ub.fallbacks(clear=True)
-    assert_exact(function, values)
+    text = assert_exact(function, values)
     assert not ub.fallbacks(clear=True)
-
-    def loss(*values):
-        return jnp.sum(function(*values).astype("float32") ** 2)
-
-    gradients = jax.grad(loss, (0, 1))
-    text = compiled_text(jax.jit(gradients), *values)
     lines = [line for line in text.splitlines() if "custom-call(" in line]
     lines = [line for line in lines if "has_scales = 1" in line]
     assert len(lines) == (0 if method == "xla" else 3)
@@ -120,9 +115,7 @@ def test_gradients_by_a_configured_method(method, recipe):
     ub.initialize_ub((1024, 128), 2, ub_cfgs=names, mesh=mesh)
     function = on_tp(COLUMN, layer(COLUMN, RECIPES[recipe], ub_name="qkv"), 2)
     values = operands(num_features=FEATURES[recipe])
-    assert_exact(function, values)
-    gradients = jax.jit(jax.grad(lambda *v: jnp.sum(function(*v)), (0, 1)))
-    found = calls(compiled_text(gradients, *values))
+    found = calls(assert_exact(function, values))
     is_bulk = method == "bulk"
     assert found["bulk_all_gather"] == found["bulk_reduce_scatter"] == is_bulk
     assert found["matmul_reduce_scatter"] == (not is_bulk)
