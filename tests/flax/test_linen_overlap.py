@@ -47,7 +47,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize("types", ["explicit", *nightly("auto")])
 def test_layers_of_an_unmodified_model_are_overlapped(types):
     model, x = Model(), normal(0, (4, 8, 16))
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
 
     def loss(variables, x):
         return jnp.sum(jnp.sin(model.apply(variables, x)))
