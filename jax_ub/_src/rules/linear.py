@@ -486,10 +486,7 @@ def parallel_linear(  # noqa: PLR0913, the arguments of all linear layers
 
 
 def _layer_and_operands(config, x, ws, state):
-    """Returns a layer's settings, its `custom_vjp` and (x, kernels, FP8 states).
-
-    x and the kernels are quantized if the layer has an FP8 recipe.
-    """
+    """Returns a layer's settings, its `custom_vjp`, and (x, kernels, FP8 states)."""
     layers: Any = backward
     operands: Any = x, ws, ()
     if config.fp8 is not None or state is not None or is_scaled(x):
