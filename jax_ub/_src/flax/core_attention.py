@@ -255,8 +255,8 @@ def dropout(y: jax.Array, rate: float, key: jax.Array, layout: Any) -> jax.Array
     # draw the same mask, even if the type of y varies over the axis.
     replicated_axes = () if layout.sequence_parallel else axis_tuple(layout.axis_name)
     key = per_device_key(key, varying_axes(y).difference(replicated_axes))
-    # Not by nnx.Dropout: nnx.tabulate cannot run modules that are created in a call.
-    # nn.Dropout does not support arrays on an explicit mesh.
+    # nnx.Dropout cannot be used: nnx.tabulate cannot run modules that are created in a
+    # call. nn.Dropout does not support arrays on an explicit mesh.
     keep_rate = 1.0 - rate
     sharding = jax.typeof(y).sharding
     mask = jax.random.bernoulli(key, keep_rate, y.shape, out_sharding=sharding)

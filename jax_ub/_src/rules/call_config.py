@@ -133,7 +133,7 @@ class CallConfig:
 
     @property
     def wgrad(self) -> "CallConfig":
-        """Returns a copy with the method of a wgrad that is not a part of the dgrad."""
+        """Returns a copy with the method of the kernel gradient's GEMM, the wgrad."""
         return self._with_choice(self.wgrad_choice or self.dgrad_choice)
 
     def _with_choice(self, choice):

@@ -74,7 +74,7 @@ def read_size(name: str, value: Any) -> int:
 
 
 def read_shape(shape: Any) -> tuple[int, int]:
-    """Returns the checked capacity (T, H): tokens of all ranks, and features."""
+    """Checks a capacity, the tokens of all ranks and the features, and returns it."""
     is_sequence = isinstance(shape, Sequence) and not isinstance(shape, str | bytes)
     if not (is_sequence or np.ndim(shape) == 1) or len(shape) != 2:
         raise ConfigurationError(
@@ -208,8 +208,8 @@ def make_initialized_axis(
         ub_cfgs: the argument of `initialize_ub`.
         mesh: the mesh; the sizes of `axes` in it multiply to `tp_size`.
     """
-    # If `initialize_ub` was given no tuned file, stores the table of `JAX_UB_TUNED`, if
-    # it is set, because this table must be equal in all processes, too.
+    # Without a tuned file in `ub_cfgs`, the choices are those of the file that
+    # `JAX_UB_TUNED` names. Processes compare their choices, which must be equal.
     choices = tuned_file.process_table()
     if isinstance(ub_cfgs, str | os.PathLike):
         choices, ub_cfgs = tuned_file.read_table(os.fspath(ub_cfgs)), AUTOMATIC

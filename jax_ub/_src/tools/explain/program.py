@@ -330,8 +330,8 @@ def _pair_rows(pairs, machine, lowered) -> Iterator[Row]:
             M, K, N = pair.sizes
             flops = 2 * M * K * N // max(pair.num_ranks, 1)
             if pair.itemsize in ITEMSIZES:
-                # The program's collective sends the dtype of its array, unlike the
-                # method "xla".
+                # The program's own collective sends partial sums in the dtype of its
+                # array, whereas the method "xla" sends them in f32.
                 seconds = simulate.estimate(
                     *(pair.could_be, "xla", M, K, N, pair.num_ranks),
                     dtype=np.dtype(("V", pair.itemsize)),  # only its size matters

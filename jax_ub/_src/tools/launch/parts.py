@@ -49,7 +49,7 @@ def count(text: str) -> int:
 
 def python() -> list[str]:
     """Returns the command of this interpreter with its options, such as `-W error`."""
-    # This function is private, but `multiprocessing` also starts processes by it.
+    # The function is private. `multiprocessing` builds its commands by it, too.
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *options]
 
