@@ -144,16 +144,21 @@ class Pair(nnx.Module):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("num_shards", [2, 4])
-def test_two_layers_with_fsdp_compute_what_they_do_without(recipe, num_shards):
+@pytest.mark.parametrize(
+    ("num_shards", "dtype"), [(2, "float32"), (4, "float32"), (4, "bfloat16")]
+)
+def test_two_layers_with_fsdp_compute_what_they_do_without(recipe, num_shards, dtype):
+    """With four shards, a shard has half a block of MXFP8 along K."""
     with jax.set_mesh(dp_tp_mesh(num_shards, 2)):
-        x = normal(0, (4, 32, 64))
+        x = normal(0, (4, 32, 64), dtype)
+        options = {"fp8": RECIPES[recipe], "dtype": dtype}
         wanted, found = (
-            value_and_gradients(Pair(fp8=RECIPES[recipe], **options), x)[:3]
-            for options in ({}, {"fsdp_axes": "dp"})
+            value_and_gradients(Pair(**options, **fsdp), x)[:3]
+            for fsdp in ({}, {"fsdp_axes": "dp"})
         )
     assert found[0] == wanted[0]
-    assert relative_error(found[1], wanted[1]) < 1e-5
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    assert relative_error(found[1], wanted[1]) < tolerance
     jax.tree.map(assert_equal, found[2], wanted[2])  # states
 
 
