@@ -6,6 +6,7 @@ In several processes (`layouts.py`), the launcher sets the number of devices of 
 import gc
 import os
 import random
+import signal
 import sys
 
 # jaxlib deadlocks with more launches in flight than its pool has threads (docs: NPROC).
@@ -29,6 +30,12 @@ if layouts.LAYOUT is None:
 else:
     jax.distributed.initialize()
 
+
+# nohup and background jobs of a shell ignore these signals, and programs that a test
+# starts would inherit that. A handler that does nothing is not inherited.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 STATUS = pytest.StashKey[int]()
 

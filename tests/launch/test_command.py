@@ -45,13 +45,7 @@ def start(*arguments):
         stderr=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT,
-        preexec_fn=stop_ignoring,
     )
-
-
-def stop_ignoring():
-    for number in (signal.SIGINT, signal.SIGHUP):  # pytest may run in the background
-        signal.signal(number, signal.SIG_DFL)
 
 
 def end_of(process):
