@@ -107,7 +107,7 @@ def differentiable(forward: Callable, gradients: Callable) -> Callable:
         has_residual = residual is not None and bool(live)
         d_residual = live[0].astype(residual.dtype) if has_residual else None
         if main_grads is None:
-            dws = tuple(_shard_of_gradient(config, dws.get(i)) for i in range(len(dys)))
+            dws = tuple(_reduce_scattered(config, dws.get(i)) for i in range(len(dys)))
             return dx, dws, dbs, d_residual, None, *state
         # The accumulated value is returned as the cotangent of main_grad. If dy is
         # zero, it is main_grad itself.
@@ -126,47 +126,33 @@ def whole_kernels(config: CallConfig, ws: Any) -> Any:
     shards = config.shards
     if shards is None or ws is None:
         return ws
+    gather = functools.partial(
+        lax.all_gather, axis_name=shards.axes, axis=shards.dim, tiled=True
+    )
     contracted = 1 if config.rhs_transposed else 0
-
-    gather = functools.partial(_all_gathered, axes=shards.axes, dim=shards.dim)
 
     def whole(w):
         if not is_scaled(w):
             return gather(w)
+        values, scales = map(_as_bits, (w.values, w.scales))
         # A scale per row or column is common to all shards of the contracted dimension.
-        is_sharded = w.scaling == "block" or shards.dim != contracted
-        scales = gather(w.scales) if w.scales.ndim and is_sharded else w.scales
-        return ScaledArray(gather(w.values), scales)
+        if w.scaling == "block" or (w.scales.ndim and shards.dim != contracted):
+            scales = gather(scales)
+        return ScaledArray(
+            _from_bits(gather(values), w.values), _from_bits(scales, w.scales)
+        )
 
     return tuple(map(whole, ws))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _all_gathered(array, axes, dim):
-    """All-gathers an array along a dimension; the gradient is reduce-scattered."""
-    # XLA:CPU would send FP8 as f16, and other floats of 16 bits as f32.
-    size = array.dtype.itemsize
-    bits = array if size > 2 else lax.bitcast_convert_type(array, f"uint{8 * size}")
-    bits = lax.all_gather(bits, axes, axis=dim, tiled=True)
-    return bits if size > 2 else lax.bitcast_convert_type(bits, array.dtype)
-
-
-def _reduce_scattered(array, axes, dim):
-    return lax.psum_scatter(array, axes, scatter_dimension=dim, tiled=True)
-
-
-_all_gathered.defvjp(
-    lambda array, axes, dim: (_all_gathered(array, axes, dim), None),
-    lambda axes, dim, _, gradient: (_reduce_scattered(gradient, axes, dim),),
-)
-
-
-def _shard_of_gradient(config, dw):
+def _reduce_scattered(config, dw):
     """Sums a kernel's gradient over the ranks of FSDP; returns this rank's shard."""
     if config.shards is None:
         return dw
     axes, dim = config.shards.axes, config.shards.dim
-    return jax.tree.map(lambda array: _reduce_scattered(array, axes, dim), dw)
+    return jax.tree.map(
+        lambda dw: lax.psum_scatter(dw, axes, scatter_dimension=dim, tiled=True), dw
+    )
 
 
 def mapped_together(results: Any, operands: Any) -> Any:
