@@ -11,7 +11,8 @@ import pytest
 import jax_ub
 
 ROOT = pathlib.Path(jax_ub.__file__).parents[1]
-# Waits until the file of its argument exists.
+# Waits until the file of its argument exists. The ranks of a job have no common stdin
+# to wait for, so the script looks for the file.
 WAITING = """
 import pathlib, sys, time
 print("waits", flush=True)

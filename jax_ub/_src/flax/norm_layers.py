@@ -19,7 +19,7 @@ from jax_ub._src.flax.options import (
     check_norm_inputs,
     check_norm_parallel,
     check_options,
-    has_name,
+    is_named_activation,
     make_norm,
     resolve_activation,
 )
@@ -37,7 +37,7 @@ def mlp(
     def hidden(product, up=None):
         return activation(product) if up is None else activation(product) * up
 
-    if has_name(activation):
+    if is_named_activation(activation):
         # The backward pass recomputes it, so that only the products are saved.
         hidden = jax.checkpoint(hidden)
     if gate is None:

@@ -131,7 +131,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], bool]] = {
 }
 
 
-def has_name(activation: Callable[[jax.Array], jax.Array]) -> bool:
+def is_named_activation(activation: Callable[[jax.Array], jax.Array]) -> bool:
     """Returns whether Transformer Engine has a name for an activation function."""
     return any(activation is function for function, _ in ACTIVATIONS.values())
 

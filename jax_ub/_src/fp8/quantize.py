@@ -159,7 +159,9 @@ def quantize_layer(
             axes = ()
         qs = tuple(_quantized(ranks, recipe, INPUT, x) for x in xs)
         return (*qs, x)[0], tuple(_quantized(ranks, recipe, role, w, axes) for w in ws)
-    maxima = [_maximum_over(axes, _amax_of_all(ws)), *map(_amax_of_all, xs and (xs,))]
+    maxima = [_maximum_over(axes, _amax_of_all(ws))]
+    if xs:
+        maxima.append(_amax_of_all(xs))
     amax = _agreed_maxima(ranks, maxima)
     scale_of_ws = current_scale(amax[0], recipe, KERNEL)
     if xs:

@@ -17,7 +17,6 @@ from jax_ub._src.primitives import vma
 from jax_ub._src.rules.operands import pcast_operands
 from jax_ub._src.rules.vjp import (
     from_saved,
-    is_placeholder,
     is_zero,
     mapped_together,
     placeholder,
@@ -228,9 +227,7 @@ def _group_fwd(configuration, group, operands, saves):
 
 def _group_bwd(configuration, group, _, saved, cotangents):
     """Runs the backward pass of a group: its operations, from the last to the first."""
-    avals, residuals, (x_avals, edge_avals) = from_saved(
-        jax.tree.map(lambda leaf: None if is_placeholder(leaf) else leaf, saved)
-    )
+    avals, residuals, (x_avals, edge_avals) = from_saved(saved)
     dy, d_edges, _ = jax.tree.map(lambda ct: None if is_zero(ct) else ct, cotangents)
     edge_avals = {**avals["edges"], **edge_avals}
     needs = group.requested_gradients(avals)

@@ -127,6 +127,11 @@ class CallConfig:
         return jax.ShapeDtypeStruct(tuple(shape), w.dtype)
 
     @property
+    def contracted_dim(self) -> int:
+        """Returns the dimension of a stored kernel that the forward pass contracts."""
+        return 1 if self.rhs_transposed else 0
+
+    @property
     def dgrad(self) -> "CallConfig":
         """Returns a copy with the method of the dgrad (gradient of x)."""
         return self._with_choice(self.dgrad_choice)

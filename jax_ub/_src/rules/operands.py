@@ -210,7 +210,7 @@ def check_formats(label: str, **operands: ScaledArray) -> None:
 
 
 def contracted_axes(config, x):
-    return x.ndim - 1, 1 if config.rhs_transposed else 0
+    return x.ndim - 1, config.contracted_dim
 
 
 def _check_layout(label, name, operand, contracted):

@@ -223,8 +223,8 @@ def with_whole_blocks(
     shards = config.shards
     if shards is None or not isinstance(config.fp8, MXFP8BlockScaling):
         return config, ws
-    is_contracted = shards.dim == (1 if config.rhs_transposed else 0)
-    if not is_contracted or ws[0].shape[shards.dim] % MXFP8_BLOCK == 0:
+    has_whole_blocks = ws[0].shape[shards.dim] % MXFP8_BLOCK == 0
+    if has_whole_blocks or shards.dim != config.contracted_dim:
         return config, ws
     # Without this cast, JAX would sum the gradients of whole kernels over the other
     # replicas, before it reduce-scatters them.

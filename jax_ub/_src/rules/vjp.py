@@ -129,14 +129,14 @@ def whole_kernels(config: CallConfig, ws: Any) -> Any:
     gather = functools.partial(
         lax.all_gather, axis_name=shards.axes, axis=shards.dim, tiled=True
     )
-    contracted = 1 if config.rhs_transposed else 0
 
     def whole(w):
         if not is_scaled(w):
             return gather(w)
         values, scales = map(_as_bits, (w.values, w.scales))
         # A scale per row or column is common to all shards of the contracted dimension.
-        if w.scaling == "block" or (w.scales.ndim and shards.dim != contracted):
+        is_sharded = w.scaling == "block" or shards.dim != config.contracted_dim
+        if w.scales.ndim and is_sharded:
             scales = gather(scales)
         return ScaledArray(
             _from_bits(gather(values), w.values), _from_bits(scales, w.scales)
@@ -366,13 +366,13 @@ def to_saved(tree: Any) -> Any:
 
 
 def from_saved(tree: Any) -> Any:
-    """Returns the residuals that `to_saved` converted. Those set to None stay None."""
+    """Returns the residuals that `to_saved` converted; None for each placeholder."""
 
     def convert(leaf):
-        if not _is_bits(leaf):
-            return leaf
-        is_missing = leaf.bits is None
-        return None if is_missing else lax.bitcast_convert_type(leaf.bits, leaf.dtype)
+        bits = leaf.bits if _is_bits(leaf) else leaf
+        if is_placeholder(bits):
+            return None
+        return lax.bitcast_convert_type(bits, leaf.dtype) if _is_bits(leaf) else leaf
 
     return jax.tree.map(convert, tree, is_leaf=_is_bits)
 
@@ -412,12 +412,11 @@ def placeholder() -> jax.Array:
 
 def present_residuals(residuals: dict) -> dict:
     """Returns residuals by name, with None in place of those that were not saved."""
-
-    def present(value):
-        is_missing = any(map(is_placeholder, jax.tree.leaves(value)))
-        return None if is_missing else from_saved(value)
-
-    return {name: present(value) for name, value in residuals.items()}
+    present = from_saved(residuals)
+    return {
+        name: value if jax.tree.leaves(value) else None
+        for name, value in present.items()
+    }
 
 
 def is_placeholder(leaf) -> bool:

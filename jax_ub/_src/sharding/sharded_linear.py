@@ -106,8 +106,8 @@ def sharded_linear(  # noqa: PLR0913, operands and options of linear layers
         ys: Any = _empty_results(layout, mesh, x_matrix, kernels, outs, out_dtype)
     elif mesh is None:
         _check_needs_no_mesh(layout)
-        shards = layout.manual_fsdp_axes
-        ys = _shard_function(layout, shards, out_dtype, operands[1])(*operands)
+        fsdp_axes = layout.manual_fsdp_axes
+        ys = _shard_function(layout, fsdp_axes, out_dtype, operands[1])(*operands)
     else:
         layout = _typed_layout(layout, mesh, kernels, num_in)
         if is_exported:
@@ -147,8 +147,8 @@ def _shard_mapped(configuration, layout, mesh, out_dtype, repeated, *operands):
     replicas = tuple(name for name in data if name not in layout.fsdp_axes)
     if layout.parallel is None and layout.sequence_parallel:
         replicas += layout.axes
-    shards = (*layout.manual_fsdp_axes, *layout.fsdp_axes)
-    body = _shard_function(layout, shards, out_dtype, kernels)
+    fsdp_axes = (*layout.manual_fsdp_axes, *layout.fsdp_axes)
+    body = _shard_function(layout, fsdp_axes, out_dtype, kernels)
     if replicas and main_grads is not None:
         body = functools.partial(_with_single_main_grads, body, replicas)
     scope: Any = contextlib.nullcontext()
@@ -422,8 +422,10 @@ def _without_shard_map(layout, mesh, out_dtype, *operands):
         sizes = [layout.in_out(kernel.shape)[1] for kernel in kernels]
         others[1:4] = (_joined(layout, each) for each in others[1:4])
     with lowering_log.falling_back(layout.op, reason):
-        shards = layout.manual_fsdp_axes
-        y = _shard_function(replicated, shards, out_dtype, others[1])(*others, state)
+        function = _shard_function(
+            replicated, layout.manual_fsdp_axes, out_dtype, others[1]
+        )
+        y = function(*others, state)
     return y if sizes is None else tuple(jnp.split(y, np.cumsum(sizes)[:-1], axis=-1))
 
 
