@@ -373,8 +373,8 @@ NB_MODULE(_cuda, m) {
       nb::arg("timeout_s"));
   m.def("set_nvls", &jax_ub::SetCudaNvls, nb::arg("nvls"));
   m.def("counters", &Counters);
-  m.def("failures", &Failures);
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  m.def("failures", &Failures, unlocked);
   m.def(
       "release_in_process", [] { jax_ub::ProcessCudaEngine().ReleaseInProcess(); },
       unlocked);
@@ -390,7 +390,7 @@ NB_MODULE(_cuda, m) {
       .def_prop_ro("step_downs", &HeapCommunicator::step_downs)
       .def_prop_ro("has_multicast", &HeapCommunicator::has_multicast)
       .def_prop_ro("size_bytes", &HeapCommunicator::size_bytes)
-      .def_prop_ro("failure", &HeapCommunicator::failure)
+      .def_prop_ro("failure", &HeapCommunicator::failure, unlocked)
       .def("close", &HeapCommunicator::Close, unlocked);
   m.def("endpoint", &MakeEndpoint, nb::arg("ordinals"), nb::arg("slots_bytes"),
         nb::arg("host"));

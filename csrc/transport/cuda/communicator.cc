@@ -1,11 +1,11 @@
 #include "transport/cuda/communicator.h"
 
 #include <algorithm>
-#include <optional>
+#include <chrono>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
-#include "platform/deadline.h"
 #include "platform/error.h"
 #include "platform/file_descriptor.h"
 #include "transport/process/message.h"
@@ -15,8 +15,12 @@ namespace jax_ub {
 
 namespace {
 
-// After a failure, Close waits at most this many seconds for the peers.
-constexpr double kFailedCloseS = 5;
+// After a failure, the host waits at most this many seconds for what the peers still
+// send: the cause of the failure, and the close messages.
+constexpr double kFailedPatienceS = 5;
+
+// The interval at which a host that waits for a cause checks whether it has one.
+constexpr std::chrono::milliseconds kCheckInterval{1};
 
 // Must be incremented with every change of the heap layout or the messages.
 constexpr int kProtocol = 3;
@@ -75,25 +79,49 @@ std::string CudaCommunicator::NameAndStateOf(int rank) const {
              connected_peers_[group_.process_index_of_rank(rank)].seen_pid);
 }
 
-// Returns the failure that a local device has recorded, or nullptr. If several have,
-// prefers the record of a cause to a record that only says that a peer failed.
-std::exception_ptr CudaCommunicator::FaultOfDevices() {
+// Returns an error record that a local device has filled, or nullptr. Prefers the record
+// of a cause to a record that only says that a peer failed.
+const ErrorRecord* CudaCommunicator::FilledRecord() const {
   const ErrorRecord* found = nullptr;
   for (int n = 0; n < num_own(); ++n) {
-    const uint32_t code = CodeOf(record(n));
-    if (code == ErrorRecord::kNone) continue;
-    if (found == nullptr || IsOwnFault(record(n))) found = &record(n);
-    if (IsOwnFault(record(n))) break;
+    if (CodeOf(record(n)) == ErrorRecord::kNone) continue;
+    if (IsOwnFault(record(n))) return &record(n);
+    found = &record(n);
   }
-  if (found == nullptr) return nullptr;
+  return found;
+}
+
+std::exception_ptr CudaCommunicator::FaultOf(const ErrorRecord& record) {
   CallSiteName site{group_.name(), {}};
   {
     std::lock_guard lock(mutex_);
-    if (found->call < sites_.size()) site = sites_[found->call];
+    if (record.call < sites_.size()) site = sites_[record.call];
   }
   return DescribeFault(
-      *found, site, [this](int rank) { return NameAndStateOf(rank); },
+      record, site, [this](int rank) { return NameAndStateOf(rank); },
       [this](uint32_t tag) { return CallOf(tag); });
+}
+
+// Returns whether FaultOf(record) contains the cause of the failure. It does not if the
+// record only says that a peer failed, or if the peer's message that describes a call
+// has not arrived yet.
+bool CudaCommunicator::KnowsCauseOf(const ErrorRecord& record) {
+  if (!IsOwnFault(record)) return false;
+  std::lock_guard lock(mutex_);
+  return record.tag == 0 ||
+         (calls_.contains(record.tag) && calls_.contains(record.other_tag));
+}
+
+// Waits for a short time for the cause of a failure. Returns false if the time since the
+// first wait has exceeded kFailedPatienceS.
+bool CudaCommunicator::AwaitCause() {
+  {
+    std::lock_guard lock(mutex_);
+    if (!cause_deadline_) cause_deadline_ = Deadline::After(kFailedPatienceS);
+    if (cause_deadline_->Expired()) return false;
+  }
+  std::this_thread::sleep_for(kCheckInterval);
+  return true;
 }
 
 std::string CudaCommunicator::CallOf(uint32_t tag) {
@@ -105,17 +133,17 @@ std::string CudaCommunicator::CallOf(uint32_t tag) {
 }
 
 std::exception_ptr CudaCommunicator::failure() {
-  if (const std::exception_ptr reason = failure_.reason()) return reason;
-  if (is_closed_.load()) return nullptr;  // Close is running and sets the reason
-  const std::exception_ptr fault = FaultOfDevices();
-  if (!fault) return nullptr;
-  bool is_own = false;
-  for (int n = 0; n < num_own(); ++n) {
-    is_own = is_own || IsOwnFault(record(n));
-  }
+  const ErrorRecord* filled = nullptr;
+  do {
+    if (const std::exception_ptr reason = failure_.reason()) return reason;
+    if (is_closed_.load()) return nullptr;  // Close is running and sets the reason
+    filled = FilledRecord();
+    if (filled == nullptr) return nullptr;
+  } while (!KnowsCauseOf(*filled) && AwaitCause());
+  const std::exception_ptr fault = FaultOf(*filled);
   // If the record only says that a peer has failed, does not poison the communicator,
   // because the peer will send the cause.
-  if (!is_own) return fault;
+  if (!IsOwnFault(*filled)) return fault;
   failure_.Poison(fault);
   return failure_.reason();
 }
@@ -187,9 +215,12 @@ void CudaCommunicator::Close() {
       continue;
     }
   }
+  // Sends a fault that no call has reported: the peers' hosts do not know it.
+  const ErrorRecord* const filled = failure_.reason() ? nullptr : FilledRecord();
+  if (filled != nullptr && IsOwnFault(*filled)) failure_.Poison(FaultOf(*filled));
   failure_.SendClose();
   const double patience_s =
-      failure_.reason() ? std::min(kFailedCloseS, timeout_s_) : timeout_s_;
+      failure_.reason() ? std::min(kFailedPatienceS, timeout_s_) : timeout_s_;
   {
     std::unique_lock lock(mutex_);
     const bool all_disconnected = disconnected_.wait_until(

@@ -25,11 +25,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "platform/cuda/driver.h"
+#include "platform/deadline.h"
 #include "transport/cuda/capabilities.h"
 #include "transport/cuda/cuda_slots.h"
 #include "transport/cuda/endpoint.h"
@@ -124,8 +126,10 @@ class CudaCommunicator {
 
   // Returns the failure of this communicator, or nullptr. A failure is a failed wait of
   // a device, a poison, the death of a process, or Close. A peer that closes its
-  // communicator in order is not a failure. If a device has noticed that a peer failed,
-  // but the reason has not arrived yet, the error does not contain the reason. Cheap.
+  // communicator in order is not a failure. If the device of a peer has notified a local
+  // device of its failure, but the peer's host has not sent the cause yet, waits once, up
+  // to 5 s, for the cause. Without it, the error names only the peer. Cheap, unless there
+  // is a failure.
   std::exception_ptr failure();
   // Throws the failure, if there is one. Also throws after RejectCalls, and after a
   // peer has closed its communicator, since every call needs all peers.
@@ -143,9 +147,10 @@ class CudaCommunicator {
   void RejectCalls() { rejects_calls_.store(true); }
 
   // Closes the communicator: waits until the local devices have finished all enqueued
-  // work, then until all peers have closed or died, and frees the memory. Waits for
-  // peers at most as long as Connect does (5 s after a failure), then continues without
-  // them. No call may be enqueued during Close. Idempotent.
+  // work, sends a failure of theirs that no call has reported, waits until all peers
+  // have closed or died, and frees the memory. Waits for peers at most as long as
+  // Connect does (5 s after a failure), then continues without them. No call may be
+  // enqueued during Close. Idempotent.
   void Close();
 
  private:
@@ -156,7 +161,10 @@ class CudaCommunicator {
                    double timeout_s);
 
   std::string NameAndStateOf(int rank) const;
-  std::exception_ptr FaultOfDevices();
+  const ErrorRecord* FilledRecord() const;
+  std::exception_ptr FaultOf(const ErrorRecord& record);
+  bool KnowsCauseOf(const ErrorRecord& record);
+  bool AwaitCause();
   void FailWaits();
   void SetLost(int process_index, const std::string& how);
   void Add(const GpuCallSignature& signature);
@@ -192,6 +200,7 @@ class CudaCommunicator {
   // Descriptions of the calls whose signatures were sent or received, by tag.
   std::map<uint32_t, std::string> calls_;
   SignatureTable signatures_;
+  std::optional<Deadline> cause_deadline_;  // set by the first AwaitCause
 
   // Declared last, so that it is destroyed first: its thread uses the members above.
   GroupFailure failure_;

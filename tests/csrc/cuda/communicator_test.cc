@@ -3,13 +3,16 @@
 
 #include <chrono>
 #include <filesystem>
+#include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "check.h"
 #include "cuda/emulated_driver.h"
 #include "cuda/exchange.h"
 #include "platform/error.h"
+#include "transport/cuda/signature_table.h"
 
 namespace jax_ub {
 namespace {
@@ -183,6 +186,64 @@ TEST(AWaitThatReachesItsDeadlineIsDescribed) {
   CHECK_EQ(machine.Complaints(), "");
 }
 
+// Runs `cause` while failure() waits, and returns the text of the failure.
+std::string FailureDespiteLate(CudaCommunicator& communicator,
+                               const std::function<void()>& cause) {
+  std::thread late([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    cause();
+  });
+  const std::string text = check::TextOf(communicator.failure());
+  late.join();
+  return text;
+}
+
+TEST(AFailureIsReportedWithACauseThatIsKnownLater) {
+  EmulatedMachine machine({.num_devices = 2});
+  {
+    const auto communicator = MakeOn(Ordinals(2));
+    Notify(*communicator, 1, 0);
+    CHECK_EQ(FailureDespiteLate(
+                 *communicator,
+                 [&] { communicator->Poison(std::make_exception_ptr(Error("boom"))); }),
+             "boom");
+  }
+  {
+    const auto communicator = MakeOn(Ordinals(2));
+    Notify(*communicator, 1, 0);
+    ErrorRecord cause = {};
+    cause.code = ErrorRecord::kDeadline;
+    cause.peer = 1;
+    cause.waited_ns = 3000000000;
+    const std::string text =
+        FailureDespiteLate(*communicator, [&] { FillRecord(*communicator, 0, cause); });
+    CHECK(text.find(": rank 0 waited 3 s for ") != std::string::npos);
+    CHECK(IsDeadline(communicator->failure()));
+  }
+  CHECK_EQ(machine.Complaints(), "");
+}
+
+TEST(CallsThatDifferAreReportedWithDescriptionsThatArriveLater) {
+  EmulatedMachine machine({.num_devices = 2});
+  {
+    const auto communicator = MakeOn(Ordinals(2));
+    const GpuCallSignature own = {.rank = 1, .site = "jit_f/0", .call = "A"};
+    const GpuCallSignature other = {.rank = 0, .site = "jit_f/1", .call = "B"};
+    communicator->Declare(own);
+    ErrorRecord record = {};
+    record.code = ErrorRecord::kOtherCall;
+    record.rank = 1;
+    record.tag = own.tag();
+    record.other_tag = other.tag();
+    FillRecord(*communicator, 1, record);
+    const std::string text =
+        FailureDespiteLate(*communicator, [&] { communicator->Declare(other); });
+    CHECK(text.find("rank 1 and rank 0 make different calls: A (call site jit_f/0); "
+                    "and B (call site jit_f/1), respectively") != std::string::npos);
+  }
+  CHECK_EQ(machine.Complaints(), "");
+}
+
 TEST(APeerThatDoesNotEndItsPreviousCallIsNamed) {
   EmulatedMachine machine({.num_devices = 2});
   {
@@ -199,7 +260,7 @@ TEST(APeerThatDoesNotEndItsPreviousCallIsNamed) {
     record.slot = ErrorRecord::kNoSlot;
     record.chunk = -1;
     record.waited_ns = 3000000000;
-    *reinterpret_cast<ErrorRecord*>(communicator->error(1)) = record;
+    FillRecord(*communicator, 1, record);
     CHECK_EQ(
         check::TextOf(communicator->failure()),
         "CommunicatorError: jax_ub.exchange (ub_name 'qkv'): rank 1 waited 3 s for "
@@ -212,15 +273,12 @@ TEST(ARankThatRunsAnotherPartitionIsNamed) {
   EmulatedMachine machine({.num_devices = 2});
   {
     const auto communicator = MakeOn(Ordinals(2));
-    ErrorRecord told = {};
-    told.code = ErrorRecord::kPeerFailed;
-    told.peer = 1;
-    *reinterpret_cast<ErrorRecord*>(communicator->error(0)) = told;
+    Notify(*communicator, 0, 1);
     ErrorRecord record = {};
     record.code = ErrorRecord::kMisplaced;
     record.rank = 1;
     record.call = communicator->NumberOf({"all_reduce", {40, 41}});
-    *reinterpret_cast<ErrorRecord*>(communicator->error(1)) = record;
+    FillRecord(*communicator, 1, record);
     CHECK_EQ(
         check::TextOf(communicator->failure()),
         "CommunicatorError: jax_ub.all_reduce: rank 1 runs partition 0, which is "

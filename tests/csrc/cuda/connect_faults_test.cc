@@ -100,6 +100,29 @@ TEST(ADeathEndsTheWaitsOfDevicesAtOnce) {
   }
 }
 
+// Process 0 detects the death of process 2 before process 1 does, and its device
+// notifies the device of process 1.
+TEST(ADeathThatIsNoticedLateIsTheReasonOfANotifiedRank) {
+  Meeting meeting;
+  Processes processes(3, [&](int process) {
+    EmulatedMachine machine({.first_device = process});
+    const auto communicator = ConnectOn(process, meeting, {{0, 1, 2}});
+    if (process == 1) Notify(*communicator, 1, 0);
+    ++meeting.bulletin.word();
+    if (process == 2) Hang();
+    if (process == 1) throw CommunicatorError(check::TextOf(communicator->failure()));
+    throw CommunicatorError(WithLabel(*communicator));
+  });
+  meeting.bulletin.WaitForWord(3);
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  processes.Signal(2, SIGKILL);
+  const std::vector<std::string> texts = processes.Join();
+  for (const int p : {0, 1}) {
+    CHECK_EQ(texts[p],
+             "CommunicatorError: jax_ub.tp: " + NameOf(2, processes.pid(2)) + " died");
+  }
+}
+
 TEST(PoisonReachesAllProcessesWithItsReason) {
   Meeting meeting;
   Processes processes(3, [&](int process) {
@@ -161,6 +184,28 @@ TEST(ADeadlineOfOneRankIsTheReasonOfAll) {
         communicator->ThrowIfFailed();
         CHECK(false);
       } catch (const DeadlineError&) {
+      }
+    }
+    CHECK_EQ(machine.Complaints(), "");
+  });
+  CheckAllWell(processes);
+}
+
+TEST(ADeadlineThatNoCallReportsIsSentWhenItsProcessCloses) {
+  Meeting meeting;
+  Processes processes(2, [&](int process) {
+    EmulatedMachine machine({.first_device = process});
+    {
+      const auto communicator = ConnectOn(process, meeting, {{0, 1}});
+      RanksOnGpus ranks(communicator);
+      if (process == 0) {
+        ranks.Enqueue(1, 0.1);
+        CHECK(ranks[0].IsFilledWithNan());
+        communicator->Close();
+      } else {
+        const std::string text = WithLabel(*communicator);
+        CHECK(Contains(text, ": rank 0 (process 0, pid "));
+        CHECK(Contains(text, ") waited "));
       }
     }
     CHECK_EQ(machine.Complaints(), "");

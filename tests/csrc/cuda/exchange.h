@@ -2,6 +2,8 @@
 // each peer, and reads the words that it received.
 #pragma once
 
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +17,7 @@
 #include "transport/cuda/communicator.h"
 #include "transport/cuda/cuda_slots.h"
 #include "transport/cuda/flag_kernels.h"
+#include "transport/cuda/flag_params.h"
 
 namespace jax_ub {
 
@@ -26,6 +29,25 @@ inline double SecondsWaited(const std::string& text) {
   const std::string before = " waited ";
   const size_t at = text.find(before);
   return at == std::string::npos ? 0 : std::atof(text.c_str() + at + before.size());
+}
+
+// Writes the error record of a local rank, as its device does: stores `code` last.
+inline void FillRecord(CudaCommunicator& communicator,
+                       int rank,
+                       const ErrorRecord& record) {
+  auto& filled = *reinterpret_cast<ErrorRecord*>(communicator.error(rank));
+  constexpr size_t kCodeBytes = offsetof(ErrorRecord, rank);
+  std::memcpy(&filled.rank, &record.rank, sizeof(record) - kCodeBytes);
+  std::atomic_ref(filled.code).store(record.code, std::memory_order_release);
+}
+
+// Fills the record of a local rank whose device was notified that `peer` failed.
+inline void Notify(CudaCommunicator& communicator, int rank, int peer) {
+  ErrorRecord record = {};
+  record.code = ErrorRecord::kPeerFailed;
+  record.rank = static_cast<uint32_t>(rank);
+  record.peer = static_cast<uint32_t>(peer);
+  FillRecord(communicator, rank, record);
 }
 
 class RankOnGpu {
