@@ -6,7 +6,8 @@ import pathlib
 import pytest
 
 from jax_ub._src.prediction import hardware
-from jax_ub._src.prediction.cost import Gemm, Processors, Workload, bounds
+from jax_ub._src.prediction.cost import Gemm, Processors, Workload
+from jax_ub._src.prediction.estimate import estimate
 from jax_ub._src.tools.models import MODELS
 
 MACHINE = dataclasses.replace(
@@ -44,7 +45,9 @@ def test_the_reference_has_all_tables():
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_have_the_bounds_of_the_separate_model(name):
     for cells in (cells for cells in LAYERS if cells[0] == name):
-        found = bounds(workload(*cells[:4]), MACHINE)
+        work = workload(*cells[:4])
+        sizes = (work.M, work.K, work.N, work.num_ranks)
+        found = estimate(work.op, "auto", *sizes, "bfloat16", MACHINE)
         times = (found.gemm_s, found.wire_s, found.serial_s, found.ideal_s)
         limit = found.serial_s / found.ideal_s
         assert cells[4:] == [*map(us, times), f"{limit:.2f}"]

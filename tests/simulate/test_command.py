@@ -8,11 +8,12 @@ import re
 import pytest
 
 from jax_ub import __main__
-from jax_ub._src.prediction.cost import Workload
 from jax_ub._src.prediction.hardware import HARDWARE
-from jax_ub._src.tools.models import MODELS
+from jax_ub._src.tools.models import MODELS, Layer
 from jax_ub._src.tools.simulate import layer_rows, predict_fp8
 from jax_ub.errors import UnsupportedOverlapError
+
+QKV = Layer("qkv", "all_gather_matmul", 8192, 10240)
 
 
 def test_each_layer_has_a_row_in_the_table_and_the_json(tmp_path, capsys):
@@ -87,21 +88,18 @@ def test_fp8_gains_where_the_gemm_or_the_gather_is_long(gpu, tmp_path, capsys):
 
 def test_a_slow_wire_makes_wire_dtype_pay():
     slow = dataclasses.replace(HARDWARE["h100"], wire_bytes_per_s=25e9)
-    work = Workload("all_gather_matmul", 8192, 8192, 10240, 8)
-    found, fast = predict_fp8(work, slow), predict_fp8(work, HARDWARE["h100"])
+    found, fast = (predict_fp8(QKV, 8192, 8, m) for m in (slow, HARDWARE["h100"]))
     assert found["wire_us"] < found["bf16_us"]
     assert fast["wire_us"] > fast["bf16_us"]
-    alone = dataclasses.replace(work, num_ranks=1)
-    found = predict_fp8(alone, slow)
+    found = predict_fp8(QKV, 8192, 1, slow)
     assert found["wire_us"] == found["bf16_us"]
 
 
 def test_fp8_gains_nothing_on_a_host_and_is_rejected_on_an_a100(tmp_path):
     rows = fp8_rows_of(tmp_path, "--hardware", "cpu", "--tp", "2")
     assert 0.95 < rows["sum"]["gain"] <= 1
-    work = Workload("all_gather_matmul", 8192, 8192, 10240, 8)
     with pytest.raises(UnsupportedOverlapError, match="a100 has no FP8 GEMM. Use anot"):
-        predict_fp8(work, HARDWARE["a100"])
+        predict_fp8(QKV, 8192, 8, HARDWARE["a100"])
 
 
 def test_the_guide_has_the_predicted_gains():

@@ -28,9 +28,6 @@ _TILES = (
 # `Hardware.flops_per_s` is the rate of a GEMM with M = K = N = 8192, which has so many
 # tiles of 128 x 256.
 _ANCHOR_TILES = (8192 // 128) * (8192 // 256)
-# The bytes per element that XLA:CPU sends, if they are not those of the dtype: it
-# converts bf16 to f32 before a collective. XLA on GPUs does not.
-_HOST_ITEMSIZES = {2: 4}
 # A GEMM kernel with more waves of tiles than this is simulated in groups of tiles, to
 # make the simulation faster.
 _MAX_WAVES = 24
@@ -55,7 +52,7 @@ class Workload:
 
     There are M tokens, K contracted features and N output features. Operands have
     `itemsize` bytes per element, partial sums on the wire `partial_itemsize`, and an
-    all-gathered array `gathered_itemsize`, by default as many as the operands.
+    all-gathered array `gathered_itemsize`.
     """
 
     op: str
@@ -65,7 +62,7 @@ class Workload:
     num_ranks: int
     itemsize: int = 2
     partial_itemsize: int = 2
-    gathered_itemsize: int | None = None
+    gathered_itemsize: int = 2
 
     @property
     def gathers(self) -> bool:
@@ -94,20 +91,10 @@ class Workload:
         """Returns the bytes of an element of a sum. Sums of FP8 products have 2."""
         return max(self.itemsize, 2)
 
-    @property
-    def _gathered_itemsize(self):
-        given = self.gathered_itemsize
-        return self.itemsize if given is None else given
-
-    @property
-    def multiplies_as_sent(self) -> bool:
-        """Returns whether the operands of the GEMM have the dtype that is gathered."""
-        return not self.gathers or self._gathered_itemsize == self.itemsize
-
     def wire_bytes(self, payload: str, num_rows: int) -> int:
         """Returns the bytes of `num_rows` rows of a payload, as sent to a peer."""
         if self.gathers:
-            return num_rows * self.K * self._gathered_itemsize
+            return num_rows * self.K * self.gathered_itemsize
         is_partial = payload == "partial"
         size = self.partial_itemsize if is_partial else self.result_itemsize
         return num_rows * self.N * size
@@ -122,88 +109,25 @@ class Workload:
         """Returns the bytes that a rank sends if it sends all rows to every peer."""
         return (self.num_ranks - 1) * self.wire_bytes("partial", self.M)
 
-    @property
-    def moved_bytes(self) -> float:
-        """Returns the least bytes that each rank must send (and receive) for the op."""
-        return self._collective_bytes(self._gathered_itemsize, self.result_itemsize)
+    def moved_bytes(self, itemsize: int) -> float:
+        """Returns the least bytes that each rank must send (and receive) for the op.
 
-    def xla_bytes(self, *, is_host: bool, sums_in_f32: bool = False) -> float:
-        """Returns the bytes that each rank sends in a collective of XLA.
-
-        With `sums_in_f32`, it is the collective of jax_ub's plain `jax.lax`.
+        The array that is gathered or summed has `itemsize` bytes per element.
         """
-        sum_itemsize = max(self.itemsize, 4 if sums_in_f32 else 2)
-        sizes = [self._gathered_itemsize, sum_itemsize]
-        if is_host:
-            sizes = [_HOST_ITEMSIZES.get(size, size) for size in sizes]
-        return self._collective_bytes(*sizes)
-
-    def _collective_bytes(self, gathered_itemsize, sum_itemsize):
         share = (self.num_ranks - 1) / self.num_ranks
-        width = self.K * gathered_itemsize if self.gathers else self.N * sum_itemsize
-        once = share * self.M * width
+        once = share * self.M * (self.K if self.gathers else self.N) * itemsize
         return 2 * once if self.op.endswith("all_reduce") else once
 
 
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """The seconds of a call's GEMM and of its communication, each alone.
-
-    `gemm_s` and `wire_s` assume full rates, the others a vendor's library, which sends
-    partial sums in the dtype of the result. `plain_collective_s` is the collective of
-    jax_ub's plain `jax.lax`, which sends them in f32.
-    """
-
-    gemm_s: float
-    wire_s: float
-    library_gemm_s: float
-    collective_s: float
-    plain_collective_s: float
-
-    @property
-    def ideal_s(self) -> float:
-        return max(self.gemm_s, self.wire_s)
-
-    @property
-    def serial_s(self) -> float:
-        return self.library_gemm_s + self.collective_s
-
-    @property
-    def plain_s(self) -> float:
-        """Returns the time of method "xla", jax_ub's plain `jax.lax`."""
-        return self.library_gemm_s + self.plain_collective_s
-
-
-def bounds(work: Workload, hardware: Hardware, gemm: Gemm | None = None) -> Bounds:
-    """Returns the times of a GEMM and of a communication without any overlap.
-
-    The GEMM is that of the op, or `gemm` if the op has none.
-    """
-    part = hardware.shared_by(work.num_ranks)
-    gemm = work.gemm if work.has_product else gemm
-    gemm_s = library_s = 0.0
-    if gemm is not None:
-        gemm_s = library_s = gemm.flops / part.flops_of(work.itemsize)
-        if not part.is_host:
-            alone = _tile(part, gemm, part.processors, work.itemsize)
-            library_s = max(gemm_s, alone.seconds)
-    collectives = [
-        collective_s(work.xla_bytes(is_host=part.is_host, sums_in_f32=wide), part)
-        for wide in (False, True)
-    ]
-    if work.num_ranks == 1:
-        collectives = [0.0, 0.0]
-    wire_s = work.moved_bytes / part.wire_bytes_per_s
-    return Bounds(gemm_s, wire_s, library_s, *collectives)
-
-
-def collective_s(num_bytes: float, part: Hardware) -> float:
-    """Returns the seconds of a vendor's collective in which a rank sends `num_bytes`.
+def gemm_s(gemm: Gemm, part: Hardware, itemsize: int) -> tuple[float, float]:
+    """Returns the seconds of a GEMM at the full rate, and by a vendor's library.
 
     `part` has the rates of one rank.
     """
-    wire_s = num_bytes / part.wire_bytes_per_s
-    return wire_s / part.collective_share + part.collective_s
+    seconds = gemm.flops / part.flops_of(itemsize)
+    if part.is_host:
+        return seconds, seconds
+    return seconds, max(seconds, _tile(part, gemm, part.processors, itemsize).seconds)
 
 
 class _Tiling(NamedTuple):

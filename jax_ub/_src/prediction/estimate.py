@@ -8,21 +8,10 @@ import jax
 import numpy as np
 
 from jax_ub._src import methods
-from jax_ub._src.errors import (
-    ShapeContractError,
-    UnknownNameError,
-    nearest,
-    shown,
-)
+from jax_ub._src.errors import ShapeContractError, UnknownNameError, nearest, shown
 from jax_ub._src.methods import KernelOptions, Method, MethodChoice, Variant
 from jax_ub._src.prediction import hardware as machines
-from jax_ub._src.prediction.cost import (
-    PRODUCTS,
-    Bounds,
-    Gemm,
-    Workload,
-    bounds,
-)
+from jax_ub._src.prediction.cost import PRODUCTS, Gemm, Workload, gemm_s
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.prediction.replay import end_s, timeline
 from jax_ub._src.runtime.communicators import ONE_SHOT_BYTES
@@ -45,11 +34,18 @@ _ENQUEUE_S = 7.5e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prediction(Bounds):
+class Prediction:
     """The predicted time of one call on one rank, and its parts, in seconds.
 
     Attributes:
         method: name of the method that the machine's engine runs.
+        seconds: time of the call.
+        gemm_s, wire_s: time of the GEMM and of the communication, each alone and at the
+            full rate.
+        library_gemm_s, collective_s: the same by a vendor's library, which sends
+            partial sums in the dtype of the result.
+        plain_collective_s: time of the collective of method "xla", jax_ub's plain
+            `jax.lax`, which sends partial sums in f32.
         moved_bytes: bytes that each rank sends, and also receives.
         variant: "one_shot" if "auto" sums few tokens in one exchange on a GPU.
         num_launches: number of kernels and copies that a GPU launches; 0 without a
@@ -58,10 +54,38 @@ class Prediction(Bounds):
 
     op: str
     method: str
-    seconds: float
+    gemm_s: float
+    wire_s: float
+    library_gemm_s: float
+    collective_s: float
+    plain_collective_s: float
     moved_bytes: float
-    variant: str = Variant.PLAIN.value
+    variant: str
+    seconds: float = 0.0
     num_launches: int = 0
+
+    @property
+    def ideal_s(self) -> float:
+        return max(self.gemm_s, self.wire_s)
+
+    @property
+    def serial_s(self) -> float:
+        return self.library_gemm_s + self.collective_s
+
+    @property
+    def plain_s(self) -> float:
+        """Returns the time of method "xla", jax_ub's plain `jax.lax`."""
+        return self.library_gemm_s + self.plain_collective_s
+
+    @property
+    def is_slower_than_xla(self) -> bool:
+        """Returns whether XLA should run the call on GPUs if its method is "auto".
+
+        Only a GEMM that overlaps its own communication is left to XLA. For other calls,
+        the predictions differ only by the assumed efficiencies of the collectives.
+        """
+        is_one_shot = self.variant == Variant.ONE_SHOT.value
+        return self.op in PRODUCTS and not is_one_shot and self.seconds > self.plain_s
 
 
 def predict(*arguments, **options) -> float:
@@ -111,25 +135,89 @@ def estimate(  # noqa: PLR0913, the call and the machine
     machine = machines.find(hardware)
     call = op, (M, K, N, P), dtype, machine, gathered_dtype
     found = _estimate(method, *call)
-    if not _is_left_to_xla(found, method, machine):
-        return found
-    return _estimate(MethodChoice(Method.XLA), *call)
+    is_auto_on_gpus = method.method is Method.AUTO and not machine.is_host
+    if is_auto_on_gpus and found.is_slower_than_xla:
+        return _estimate(MethodChoice(Method.XLA), *call)
+    return found
 
 
 def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
     """Predicts a call that the engine runs, also if "auto" would leave it to XLA."""
     M, K, N, P = sizes
-    itemsize = np.dtype(dtype).itemsize
-    # CPUs exchange the partial sums of products in f32. GPUs round them to the dtype of
-    # the operands before they send them, and those of FP8 products to 16 bits.
-    is_f32 = machine.is_host and op in PRODUCTS
-    gathered = None if gathered_dtype is None else np.dtype(gathered_dtype).itemsize
-    itemsizes = itemsize, 4 if is_f32 else max(itemsize, 2), gathered
-    if op in _CONCURRENT:
-        work = Workload(_CONCURRENT[op], M, K, K, P, *itemsizes)
-        return _estimate_concurrent(op, Gemm(M, N // P, K), work, choice, machine)
-    work = Workload(op, M, K, N if op in PRODUCTS else K, P, *itemsizes)
-    return _estimate_run(work, choice, machine)
+    itemsize, is_product = np.dtype(dtype).itemsize, op in PRODUCTS
+    gathered_itemsize = np.dtype(
+        dtype if gathered_dtype is None else gathered_dtype
+    ).itemsize
+    work = Workload(
+        *(_CONCURRENT.get(op, op), M, K, N if is_product else K),
+        num_ranks=1 if op == "matmul" else P,
+        itemsize=itemsize,
+        # CPUs exchange the partial sums of products in f32. GPUs round them to the
+        # dtype of the operands before they send them, and those of FP8 products to 16
+        # bits.
+        partial_itemsize=4 if machine.is_host and is_product else max(itemsize, 2),
+        gathered_itemsize=gathered_itemsize,
+    )
+    if op in _CONCURRENT and work.num_ranks == 1:
+        choice = MethodChoice(Method.XLA)  # nothing to communicate
+    run, part = _as_run(work, choice, machine), machine.shared_by(P)
+    alone_s = library_gemm_s = 0.0
+    if op not in _COLLECTIVES:
+        gemm = work.gemm if is_product else Gemm(M, N // P, K)
+        alone_s, library_gemm_s = gemm_s(gemm, part, itemsize)
+
+    def collective_s(itemsize):
+        if work.num_ranks == 1:
+            return 0.0
+        sent_s = work.moved_bytes(itemsize) / part.wire_bytes_per_s
+        return sent_s / part.collective_share + part.collective_s
+
+    sent_itemsize = gathered_itemsize if work.gathers else work.result_itemsize
+    # XLA:CPU converts bf16 to f32 before a collective. XLA on GPUs does not.
+    xla_itemsize = 4 if part.is_host and sent_itemsize == 2 else sent_itemsize
+    plain_itemsize = xla_itemsize if work.gathers else max(xla_itemsize, 4)
+    moved_bytes = work.moved_bytes(sent_itemsize)
+    if run.kernel_options.variant is Variant.ONE_SHOT:
+        moved_bytes = work.one_shot_bytes
+    is_xla = run.method is Method.XLA
+    found = Prediction(
+        op=op,
+        method=run.method.value,
+        gemm_s=alone_s,
+        wire_s=moved_bytes / part.wire_bytes_per_s,
+        library_gemm_s=library_gemm_s,
+        collective_s=collective_s(xla_itemsize),
+        plain_collective_s=collective_s(plain_itemsize),
+        moved_bytes=work.moved_bytes(plain_itemsize) if is_xla else moved_bytes,
+        variant=run.kernel_options.variant.value,
+    )
+    return _with_seconds(found, work, run, machine)
+
+
+def _with_seconds(found, work, run, machine):
+    """Adds the time of a call to a prediction of its parts."""
+    seconds, num_launches = found.library_gemm_s if work.has_product else 0.0, 0
+    if run.method is Method.XLA:
+        seconds += found.plain_collective_s
+    elif run.method is Method.DIRECT:
+        # On a host, a GEMM reads the peers' memory in place, so it has no transfers. A
+        # collective has only transfers. A barrier follows.
+        seconds += machine.launch_s if work.has_product else found.wire_s
+        seconds += machine.handshake_s if work.num_ranks > 1 else 0.0
+    else:
+        spans = timeline(work, machine, run)
+        seconds = end_s(spans)
+        # In a one-shot all-reduce, the kernel that sums also puts the data.
+        is_one_shot = run.kernel_options.variant is Variant.ONE_SHOT
+        num_launches = sum(not is_one_shot or span.kind != "put" for span in spans)
+    if found.op == "wgrad" and run.method is Method.DIRECT:
+        seconds = found.library_gemm_s  # it reads the peers' operands in place
+    elif found.op in _CONCURRENT:
+        is_bulk = found.op != "wgrad" and run.method is not Method.XLA
+        join = max if is_bulk and not machine.is_host else sum
+        seconds = join((found.library_gemm_s, seconds))
+    seconds = max(seconds, found.gemm_s)
+    return dataclasses.replace(found, seconds=seconds, num_launches=num_launches)
 
 
 def estimate_on_gpus(
@@ -160,13 +248,9 @@ def estimate_on_gpus(
 
 
 def why_xla_is_faster(found: Prediction, devices: Sequence[jax.Device]) -> str | None:
-    """Returns why XLA should run a call with method "auto"; None if it should not.
-
-    Only a GEMM that overlaps its own communication is left to XLA. For other calls, the
-    predictions differ only by the assumed efficiencies of the collectives.
-    """
+    """Returns why XLA should run a call with method "auto"; None if it should not."""
     is_known = machines.name_of_kind(devices[0].device_kind) is not None
-    if not is_known or not _is_slower_than_xla(found):
+    if not is_known or not found.is_slower_than_xla:
         return None
     overlapped_us, xla_us = (1e6 * s for s in (found.seconds, found.plain_s))
     return (
@@ -176,65 +260,11 @@ def why_xla_is_faster(found: Prediction, devices: Sequence[jax.Device]) -> str |
     )
 
 
-def _is_slower_than_xla(found):
-    is_one_shot = found.variant == Variant.ONE_SHOT.value
-    return found.op in PRODUCTS and not is_one_shot and found.seconds > found.plain_s
-
-
-def _is_left_to_xla(found, choice, machine):
-    """Returns whether "auto" on GPUs leaves the predicted call to XLA."""
-    is_auto_on_gpus = choice.method is Method.AUTO and not machine.is_host
-    return is_auto_on_gpus and _is_slower_than_xla(found)
-
-
-def estimate_workload(
-    work: Workload, choice: MethodChoice, machine: Hardware
-) -> Prediction:
-    """Predicts the time of `work` on a machine, where "auto" may leave it to XLA."""
-    found = _estimate_run(work, choice, machine)
-    if not _is_left_to_xla(found, choice, machine):
-        return found
-    return _estimate_run(work, MethodChoice(Method.XLA), machine)
-
-
-def _estimate_run(work, choice, machine):
-    parts, run = bounds(work, machine), _as_run(work, choice, machine)
-    part, num_launches = machine.shared_by(work.num_ranks), 0
-    moved_bytes, wire_s = work.moved_bytes, parts.wire_s
-    is_one_shot = run.kernel_options.variant is Variant.ONE_SHOT
-    if is_one_shot:
-        moved_bytes = work.one_shot_bytes
-        wire_s = moved_bytes / part.wire_bytes_per_s
-    if run.method is Method.XLA:
-        seconds = parts.plain_s
-        moved_bytes = work.xla_bytes(is_host=machine.is_host, sums_in_f32=True)
-    elif run.method is Method.DIRECT:
-        # On a host, a GEMM reads the peers' memory in place, so it has no transfers. A
-        # collective has only transfers. A barrier follows.
-        seconds = (
-            parts.library_gemm_s + machine.launch_s if work.has_product else wire_s
-        )
-        seconds += machine.handshake_s if work.num_ranks > 1 else 0.0
-    else:
-        spans = timeline(work, machine, run)
-        seconds = end_s(spans)
-        # In a one-shot all-reduce, the kernel that sums also puts the data.
-        num_launches = sum(not is_one_shot or span.kind != "put" for span in spans)
-    return Prediction(
-        **{**vars(parts), "wire_s": wire_s},
-        op=work.op,
-        method=run.method.value,
-        seconds=max(seconds, parts.gemm_s),
-        moved_bytes=moved_bytes,
-        variant=run.kernel_options.variant.value,
-        num_launches=num_launches,
-    )
-
-
 def _as_run(work, choice, machine) -> MethodChoice:
     """Returns the method and options by which the machine's engine runs a call."""
     method = choice.method
-    if not (machine.is_host or not work.has_product or work.multiplies_as_sent):
+    gathers_x = work.gathers and work.has_product and not machine.is_host
+    if gathers_x and work.gathered_itemsize != work.itemsize:
         method = Method.XLA  # GPUs multiply no FP8 by wide operands
     if method is Method.DIRECT and not machine.is_host:
         method = Method.AUTO  # the CUDA engine cannot read the peers' memory in place
@@ -251,24 +281,3 @@ def _as_run(work, choice, machine) -> MethodChoice:
             options = KernelOptions(variant=Variant.ONE_SHOT)
             choice = dataclasses.replace(choice, kernel_options=options)
     return dataclasses.replace(choice, method=method)
-
-
-def _estimate_concurrent(op, gemm, work, choice, machine):
-    """Predicts a GEMM and the collective `work`, which do not depend on each other."""
-    parts = bounds(work, machine, gemm)
-    gemm_s = parts.library_gemm_s
-    if op == "matmul" or work.num_ranks == 1:
-        none = dict.fromkeys(("wire_s", "collective_s", "plain_collective_s"), 0.0)
-        alone = {**vars(parts), **none}
-        name = choice.method.value
-        return Prediction(**alone, op=op, method=name, seconds=gemm_s, moved_bytes=0.0)
-    sent = _estimate_run(work, choice, machine)
-    seconds = gemm_s + sent.seconds
-    if op == "wgrad" and sent.method == Method.DIRECT.value:
-        seconds = gemm_s  # it reads the peers' operands in place
-    elif op != "wgrad" and choice.method is not Method.XLA and not machine.is_host:
-        seconds = max(gemm_s, sent.seconds)
-    variant = Variant.PLAIN.value
-    return dataclasses.replace(
-        sent, **vars(parts), op=op, seconds=seconds, variant=variant
-    )

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
-from jax_ub._src.methods import Method, MethodChoice
 from jax_ub._src.output import format_table, writing
 from jax_ub._src.prediction import hardware as machines
-from jax_ub._src.prediction.cost import Workload, collective_s
-from jax_ub._src.prediction.estimate import estimate_workload
+from jax_ub._src.prediction.estimate import Prediction, estimate
 from jax_ub._src.prediction.hardware import Hardware
 from jax_ub._src.runtime import cuda_engine
 from jax_ub._src.tools import command_line
@@ -33,7 +31,6 @@ _DRAWN = (2, 4, 8)
 _SUFFIXES = (".png", ".pdf", ".svg")
 _COLORS = ("#5aa2d8", "#b5d5ea", "#fdae6b")
 _GROUP_WIDTH = 0.8
-_AUTO = MethodChoice(Method.AUTO)
 # Memory traffic in bytes per element of a cast to FP8 with a scale per tensor or row:
 # bf16 is read twice, to find the largest value and to cast, and e4m3 is written.
 _CAST_BYTES = 2 + 2 + 1
@@ -64,10 +61,7 @@ def layer_rows(
     """Predicts each linear layer's forward time; returns a JSON object for each."""
     rows = []
     for layer in layers:
-        # A `Workload` has partial sums with 2 bytes per element by default, because
-        # GPUs round them to bf16 before they send them.
-        work = Workload(layer.op, M, layer.K, layer.N, num_ranks)
-        found = estimate_workload(work, _AUTO, machine)
+        found = _predict(layer, M, num_ranks, machine)
         saved_s = found.serial_s - found.seconds
         rows.append(
             {
@@ -89,6 +83,11 @@ def layer_rows(
     return [_with_speedup(row) for row in rows]
 
 
+def _predict(layer, M, num_ranks, machine, dtype="bfloat16") -> Prediction:
+    sizes = M, layer.K, layer.N, num_ranks
+    return estimate(layer.op, "auto", *sizes, dtype, machine)
+
+
 def _with_speedup(row):
     serial_us = row["serial_us"]
     ratios = {
@@ -105,10 +104,10 @@ def fp8_rows(
 
     The last object has the sums over all layers.
     """
-    rows = []
-    for layer in layers:
-        work = Workload(layer.op, M, layer.K, layer.N, num_ranks)
-        rows.append({"layer": layer.name, **predict_fp8(work, machine)})
+    rows = [
+        {"layer": layer.name, **predict_fp8(layer, M, num_ranks, machine)}
+        for layer in layers
+    ]
     return [
         {
             **row,
@@ -119,8 +118,10 @@ def fp8_rows(
     ]
 
 
-def predict_fp8(work: Workload, machine: Hardware) -> dict[str, float]:
-    """Predicts the microseconds of a forward pass in bf16 and in FP8.
+def predict_fp8(
+    layer: Layer, M: int, num_ranks: int, machine: Hardware
+) -> dict[str, float]:
+    """Predicts the microseconds of a layer's forward pass in bf16 and in FP8.
 
     The keys of the result are "bf16_us"; "fp8_us", which includes the cast of x, but
     not that of the kernel, which is cast once per step; and "wire_us", the time in bf16
@@ -131,29 +132,32 @@ def predict_fp8(work: Workload, machine: Hardware) -> dict[str, float]:
             f"simulate: {machine.name} has no FP8 GEMM. Use another --hardware, such "
             "as h100."
         )
-    part = machine.shared_by(work.num_ranks)
+    memory_bytes_per_s = machine.shared_by(num_ranks).memory_bytes_per_s
 
     def cast_s(num_elements):
-        return _CAST_BYTES * num_elements / part.memory_bytes_per_s
+        return _CAST_BYTES * num_elements / memory_bytes_per_s
 
-    bf16 = estimate_workload(work, _AUTO, machine)
-    fp8 = estimate_workload(dataclasses.replace(work, itemsize=1), _AUTO, machine)
-    x_cast_s = cast_s(work.M * work.K // work.num_ranks)
-    if work.num_ranks == 1:
+    bf16, fp8 = (
+        _predict(layer, M, num_ranks, machine, dtype)
+        for dtype in ("bfloat16", "float8_e4m3fn")
+    )
+    x_cast_s = cast_s(M * layer.K // num_ranks)
+    gathers = layer.op == "all_gather_matmul"
+    if num_ranks == 1:
         wire_s = bf16.seconds
-    elif machine.is_host and work.gathers:
+    elif machine.is_host and gathers:
         wire_s = bf16.seconds + x_cast_s
     else:
         # The GEMM and the collective run one after the other. The collective sends half
         # the bytes.
-        sent_s = collective_s(work.moved_bytes / 2, part)
+        sent_s = bf16.wire_s / 2 / machine.collective_share + machine.collective_s
         wire_s = bf16.library_gemm_s + sent_s
-        if work.gathers:  # the rows are converted to bf16, half as long as a cast
-            wire_s += x_cast_s + cast_s(work.M * work.K) / 2
+        if gathers:  # the rows are converted to bf16, half as long as a cast
+            wire_s += x_cast_s + cast_s(M * layer.K) / 2
         else:
             # A rank casts M * N partial sums before it sends them. It then sums as many
             # received ones, which takes about as long; hence the factor 2.
-            wire_s += 2 * cast_s(work.M * work.N)
+            wire_s += 2 * cast_s(M * layer.N)
     seconds = {"bf16": bf16.seconds, "fp8": fp8.seconds + x_cast_s, "wire": wire_s}
     return {f"{name}_us": 1e6 * each for name, each in seconds.items()}
 
