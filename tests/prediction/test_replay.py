@@ -30,11 +30,10 @@ def spans_of(
     num_splits=1,
     streams=1,
     variant=Variant.PLAIN,
-    rank=0,
 ):
     options = KernelOptions(num_lanes=streams, variant=variant)
     choice = MethodChoice(Method(method), num_splits, options)
-    return timeline(work, machine, choice, rank)
+    return timeline(work, machine, choice)
 
 
 def seconds(*arguments, **which):
@@ -134,7 +133,7 @@ def test_one_rank_represents_all_ranks(name, op, method, variant):
                 op, method, rank, num_ranks, num_splits, variant.value
             )
             puts = [step for step in steps if step.kind == "put"]
-            spans = spans_of(work, machine, method, num_splits, 2, variant, rank)
+            spans = replay(steps, work, machine, num_splits, num_streams=2)
             times = [span.end_s for span in spans if span.kind == "put"]
             for put, time in zip(puts, times, strict=True):
                 filled_s[put.peer, put.slot] = sent_s[rank, put.slot] = time

@@ -37,9 +37,7 @@ class Span:
     end_s: float
 
 
-def timeline(
-    work: Workload, machine: Hardware, choice: MethodChoice, rank: int = 0
-) -> list[Span]:
+def timeline(work: Workload, machine: Hardware, choice: MethodChoice) -> list[Span]:
     """Simulates a call by a method that has a schedule; returns a rank's timed steps.
 
     Of the options of `choice`, the number of splits, the variant of the schedule and,
@@ -51,7 +49,7 @@ def timeline(
         is_whole = work.gathers and not machine.is_host
         num_splits = choice.num_splits or (1 if is_whole else DEFAULT_SPLITS)
     schedule = cpu_engine.load().schedule
-    sizes = work.op, choice.method.value, rank, work.num_ranks, num_splits
+    sizes = work.op, choice.method.value, 0, work.num_ranks, num_splits
     try:
         steps = schedule(*sizes, options.variant.value)
     except ValueError:  # as in the engine, a variant that the op lacks has no effect
@@ -68,18 +66,8 @@ def replay(
 ) -> list[Span]:
     """Simulates the steps of a rank; returns the start and end of each."""
     rank = _Rank(steps, work, machine, num_splits, num_streams)
-    actions = {
-        "wait_free": rank.wait_free,
-        "wait": rank.wait,
-        "put": rank.put,
-        "multiply": rank.multiply,
-        "reduce": rank.reduce,
-        "copy": rank.copy,
-    }
     for step in steps:
-        if step.kind in actions:
-            actions[step.kind](step)
-        rank.previous = step.kind
+        rank.simulate(step)
     if not machine.is_host and work.num_ranks > 1:
         end = end_s(rank.spans)
         rank.spans.append(Span("end", (), end, end + machine.launch_s))
@@ -92,11 +80,14 @@ def end_s(spans: Sequence[Span]) -> float:
 
 
 class _Rank:
-    """The state of a simulated rank, which each step updates."""
+    """The state of a simulated rank, which each step updates.
+
+    The kinds of steps that take time are methods.
+    """
 
     def __init__(self, steps, work, machine, num_splits, num_streams):
         self.spans: list[Span] = []
-        self.previous = ""  # the kind of the previous step
+        self._previous = ""  # the kind of the previous step
         self._work, self._rows = work, work.split_rows(num_splits)
         self._hardware, self._gpu = machine.shared_by(work.num_ranks), None
         if not machine.is_host:
@@ -112,8 +103,12 @@ class _Rank:
         self._arrivals: dict[int, float] = {}
         # The times at which received data, products and sums are complete, by payload,
         # chunk and split. The rank's own operands are complete from the start.
-        self._ready: dict[tuple[str, int, int], float]
-        self._ready = collections.defaultdict(float)
+        self._ready: dict[tuple, float] = collections.defaultdict(float)
+
+    def simulate(self, step):
+        if action := getattr(self, step.kind, None):
+            action(step)
+        self._previous = step.kind
 
     def wait_free(self, step):
         # The simulated call is the first of its communicator, so all slots are free. On
@@ -125,7 +120,7 @@ class _Rank:
     def wait(self, step):
         if step.slot not in self._arrivals:
             raise ArithmeticError("simulate: the ranks of a schedule wait for ever")
-        if self.previous != "wait":  # one kernel waits for all data of several waits
+        if self._previous != "wait":  # one kernel waits for all data of several waits
             self._launch_wait(step)
         self._clock = max(self._clock, self._arrivals[step.slot])
         if step.payload != "partial":  # the sum follows the waits for partial sums
