@@ -3,8 +3,8 @@
 A GPU's kernel of t tiles on s multiprocessors takes ceil(t / s) waves.
 """
 
+import collections
 import dataclasses
-import functools
 import heapq
 import math
 from typing import NamedTuple
@@ -138,20 +138,17 @@ class _Tiling(NamedTuple):
     tile_s: float
 
 
-@functools.lru_cache(maxsize=4096)
 def _tile(hardware: Hardware, gemm: Gemm, processors: int, itemsize: int) -> _Tiling:
     """Returns the tiling with which a GEMM is fastest if it runs alone on a GPU."""
     # A multiprocessor has the rate with which a GEMM of 8192^3 takes its measured time.
     waves = math.ceil(_ANCHOR_TILES / hardware.processors)
     rate = hardware.flops_of(itemsize) * waves / _ANCHOR_TILES
-    candidates = []
+    found = []
     for rows, columns, efficiency in _TILES:
         count = math.ceil(gemm.m / rows) * math.ceil(gemm.n / columns)
         tile_s = 2.0 * rows * columns * gemm.k / (rate * efficiency)
-        candidates.append(
-            _Tiling(math.ceil(count / processors) * tile_s, count, tile_s)
-        )
-    return min(candidates, key=lambda tiling: tiling.seconds)
+        found.append(_Tiling(math.ceil(count / processors) * tile_s, count, tile_s))
+    return min(found, key=lambda tiling: tiling.seconds)
 
 
 class Processors:
@@ -165,27 +162,23 @@ class Processors:
         self._hardware, self._itemsize = hardware, itemsize
         self._count = hardware.processors - hardware.reserved_processors
         self._free = [0.0] * self._count
-        self._streams = [0.0] * streams
-        self._issued = 0
+        self._streams = collections.deque([0.0] * streams)  # the next stream first
 
     def run(self, available: float, gemm: Gemm) -> tuple[float, float]:
         """Simulates a GEMM kernel on the next stream; returns its start and end time.
 
         Its operands are available at the time `available`.
         """
-        stream = self._issued % len(self._streams)
-        self._issued += 1
-        start = max(available, self._streams[stream]) + self._hardware.launch_s
+        start = max(available, self._streams.popleft()) + self._hardware.launch_s
         tiling = _tile(self._hardware, gemm, self._count, self._itemsize)
         merged = max(1, tiling.num_tiles // (self._count * _MAX_WAVES))
         whole, rest = divmod(tiling.num_tiles, merged)
         end = start
         for num_tiles in [merged] * whole + [rest] * (rest > 0):
-            begin = max(heapq.heappop(self._free), start)
-            done = begin + tiling.tile_s * num_tiles
-            heapq.heappush(self._free, done)
+            done = max(self._free[0], start) + tiling.tile_s * num_tiles
+            heapq.heapreplace(self._free, done)
             end = max(end, done)
-        self._streams[stream] = end
+        self._streams.append(end)
         return start, end
 
     def run_on_all(self, available: float, seconds: float) -> tuple[float, float]:
