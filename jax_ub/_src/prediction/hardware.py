@@ -93,10 +93,7 @@ def _gpu(name, peak_flops, wire, peak_memory, processors):
 
 
 def host(
-    flops_per_s: float,
-    copy_bytes_per_s: float,
-    flops_f32_per_s: float | None = None,
-    name: str = "cpu",
+    flops_per_s: float, copy_bytes_per_s: float, flops_f32_per_s: float | None = None
 ) -> Hardware:
     """Returns a machine whose ranks share the CPU cores of one host.
 
@@ -104,7 +101,7 @@ def host(
     cores, counting reads and writes.
     """
     return Hardware(
-        name,
+        "cpu",
         flops_per_s,
         # On a host, a rank sends data by copying it, which both reads and writes
         # memory. So the wire has half the copy bandwidth.
