@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import importlib
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -194,11 +194,7 @@ def command(given: argparse.Namespace) -> int:
     """Prints the predicted times of all linear layers of a model on one machine."""
     command_line.check_json_differs("simulate", given, "plot")
     machine, layers = _machine(given), MODELS[given.model]
-
-    def divides(num_ranks):
-        return all(layer.shape(given.tokens).divides(num_ranks) for layer in layers)
-
-    if not divides(given.tp):
+    if not _divides(layers, given.tokens, given.tp):
         raise ShapeContractError(
             f"simulate: {given.model} with --tokens {given.tokens} does not divide "
             f"into --tp {given.tp} ranks. Take a --tp that divides the sizes, and a "
@@ -209,14 +205,8 @@ def command(given: argparse.Namespace) -> int:
             f"simulate: --tp {given.tp} on {shown(machine.name)}: the CUDA engine "
             f"overlaps at most {cuda_engine.MOST_RANKS} ranks. Take a smaller --tp."
         )
-    drawn = [num for num in _DRAWN if divides(num)]
     if given.plot is not None:
-        if not drawn:
-            raise ShapeContractError(
-                f"simulate: --plot draws {', '.join(map(str, _DRAWN))} ranks, and "
-                f"--tokens {given.tokens} divides into none of them. Take a multiple."
-            )
-        _load_pyplot()  # fails before anything is computed
+        _draw(given, layers, machine)
     rows = layer_rows(layers, given.tokens, given.tp, machine)
     total = _with_speedup(_sum_row(rows, ("serial_us", "ideal_us", "plan_us")))
     lines = [f"{given.model}, forward of one transformer layer, bf16, P = {given.tp}"]
@@ -228,14 +218,11 @@ def command(given: argparse.Namespace) -> int:
         lines += ["", *_FP8_NOTES, "", *_table(document["fp8"], _FP8_COLUMNS)]
     command_line.say(given, "\n".join(lines))
     command_line.write(given, document)
-    if given.plot is not None:
-        title = f"{given.model} on {machine.name}, {given.tokens} tokens, forward, bf16"
-        found = {
-            f"tp = {num}": layer_rows(layers, given.tokens, num, machine)
-            for num in drawn
-        }
-        _draw(found, title, given.plot)
     return 0
+
+
+def _divides(layers, tokens, num_ranks):
+    return all(layer.shape(tokens).divides(num_ranks) for layer in layers)
 
 
 def describe(machine: Hardware) -> list[str]:
@@ -302,40 +289,40 @@ def picture_path(text: str) -> pathlib.Path:
     return path
 
 
-def _load_pyplot() -> Any:
-    """Imports pyplot with a backend that writes files and needs no display."""
-    load_extra("matplotlib", "simulate: --plot").use("Agg")
-    return importlib.import_module("matplotlib.pyplot")
-
-
 def _draw(
-    rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: pathlib.Path
+    given: argparse.Namespace, layers: Sequence[Layer], machine: Hardware
 ) -> None:
-    """Draws speed-ups: a group of bars for each layer, a bar for each key of `rows`."""
-    pyplot = _load_pyplot()
-    figure, panel = pyplot.subplots(figsize=(8, 3.6))
-    layers = [row["layer"] for row in next(iter(rows.values()))]
-    width = _GROUP_WIDTH / len(rows)
-    for index, (name, series) in enumerate(rows.items()):
-        x = np.arange(len(layers)) + (index - (len(rows) - 1) / 2) * width
-        speedups, limits = (
-            [row[key] for row in series] for key in ("speedup", "limit")
+    """Draws speed-ups: a group of bars for each layer, a bar for each of `_DRAWN`."""
+    drawn = [num for num in _DRAWN if _divides(layers, given.tokens, num)]
+    if not drawn:
+        raise ShapeContractError(
+            f"simulate: --plot draws {', '.join(map(str, _DRAWN))} ranks, and "
+            f"--tokens {given.tokens} divides into none of them. Take a multiple."
         )
-        panel.bar(x, speedups, 0.95 * width, color=_COLORS[index], label=name)
-        label = "perfect overlap" if index == len(rows) - 1 else None
+    load_extra("matplotlib", "simulate: --plot")
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(8, 3.6))
+    panel = figure.subplots()
+    width = _GROUP_WIDTH / len(drawn)
+    for index, num_ranks in enumerate(drawn):
+        rows = layer_rows(layers, given.tokens, num_ranks, machine)
+        x = np.arange(len(layers)) + (index - (len(drawn) - 1) / 2) * width
+        speedups, limits = ([row[key] for row in rows] for key in ("speedup", "limit"))
+        color, label = _COLORS[index], f"tp = {num_ranks}"
+        panel.bar(x, speedups, 0.95 * width, color=color, label=label)
+        limit = "perfect overlap" if num_ranks == drawn[-1] else None
         ends = x - width / 2, x + width / 2
-        panel.hlines(limits, *ends, color="black", lw=1.4, label=label)
+        panel.hlines(limits, *ends, color="black", lw=1.4, label=limit)
         for at, speedup in zip(x, speedups, strict=True):
             panel.text(at, 0.04, f"{speedup:.2f}", ha="center", fontsize=8)
     panel.axhline(1, color="black", lw=0.8)
-    panel.set_xticks(range(len(layers)), layers, fontsize=7)
+    panel.set_xticks(range(len(layers)), [one.name for one in layers], fontsize=7)
     panel.margins(x=0.01)
     panel.spines[["top", "right"]].set_visible(False)
     above = {"loc": "lower right", "bbox_to_anchor": (1, 1), "frameon": False}
-    panel.legend(ncols=len(rows) + 1, fontsize=8, **above)
+    panel.legend(ncols=len(drawn) + 1, fontsize=8, **above)
     panel.set_ylabel("speed-up over GEMM, then collective")
+    title = f"{given.model} on {machine.name}, {given.tokens} tokens, forward, bf16"
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    with writing(path):
-        figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with writing(given.plot):
+        figure.savefig(given.plot, dpi=120)
