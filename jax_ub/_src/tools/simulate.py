@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jax_ub._src.errors import ShapeContractError, UnsupportedOverlapError, shown
-from jax_ub._src.output import format_table, writing
+from jax_ub._src.output import format_count, format_seconds, format_table, writing
 from jax_ub._src.prediction import hardware as machines
 from jax_ub._src.prediction.estimate import Prediction, estimate
 from jax_ub._src.prediction.hardware import Hardware
@@ -34,25 +34,11 @@ _GROUP_WIDTH = 0.8
 # Memory traffic in bytes per element of a cast to FP8 with a scale per tensor or row:
 # bf16 is read twice, to find the largest value and to cast, and e4m3 is written.
 _CAST_BYTES = 2 + 2 + 1
-# The columns of the two tables, each with the format of its values. They are named
-# after the keys of the dicts that `layer_rows` and `fp8_rows` return.
-_COLUMNS = {
-    **{"layer": "", "op": "", "M": "", "K": "", "N": ""},
-    **{f"{name}_us": ".0f" for name in ("gemm", "wire", "serial", "ideal", "plan")},
-    **{"method": "", "speedup": ".2f", "limit": ".2f", "hidden": ".0%"},
-}
-_FP8_COLUMNS = {
-    **{"layer": "", "bf16_us": ".0f", "fp8_us": ".0f", "gain": ".2f"},
-    **{"wire_us": ".0f", "wire_dtype": ""},
-}
 _FP8_NOTES = (
     "  fp8: FP8 operands, bf16 partial sums, and the cast of x; wire: bf16 operands "
     'with wire_dtype="fp8"',
     "  wire dtype: whether the time of wire is less than that of bf16",
 )
-_TEXT_COLUMNS = ("layer", "op", "wire_dtype")
-_UNITS = (("us", 1), ("ms", 1e3), ("s", 1e6))
-_SHORT_OPS = {"all_gather_matmul": "ag", "matmul_reduce_scatter": "rs"}
 
 
 def layer_rows(
@@ -77,10 +63,11 @@ def layer_rows(
                 "ideal_us": 1e6 * found.ideal_s,
                 "plan_us": 1e6 * found.seconds,
                 "method": found.method,
+                **_ratios(found.serial_s, found.ideal_s, found.seconds),
                 "hidden": saved_s / found.collective_s if num_ranks > 1 else 0.0,
             }
         )
-    return [_with_speedup(row) for row in rows]
+    return rows
 
 
 def _predict(layer, M, num_ranks, machine, dtype="bfloat16") -> Prediction:
@@ -88,13 +75,12 @@ def _predict(layer, M, num_ranks, machine, dtype="bfloat16") -> Prediction:
     return estimate(layer.op, "auto", *sizes, dtype, machine)
 
 
-def _with_speedup(row):
-    serial_us = row["serial_us"]
-    ratios = {
-        "speedup": serial_us / row["plan_us"],
-        "limit": serial_us / row["ideal_us"],
-    }
-    return row | ratios
+def _ratios(serial, ideal, plan):
+    return {"speedup": serial / plan, "limit": serial / ideal}
+
+
+def _sums(rows, *keys):
+    return {key: sum(row[key] for row in rows) for key in keys}
 
 
 def fp8_rows(
@@ -108,24 +94,18 @@ def fp8_rows(
         {"layer": layer.name, **predict_fp8(layer, M, num_ranks, machine)}
         for layer in layers
     ]
-    return [
-        {
-            **row,
-            "gain": row["bf16_us"] / row["fp8_us"],
-            "wire_dtype": "pays" if row["wire_us"] < row["bf16_us"] else "costs",
-        }
-        for row in (*rows, _sum_row(rows, ("bf16_us", "fp8_us", "wire_us")))
-    ]
+    sums = _sums(rows, "bf16_us", "fp8_us", "wire_us")
+    return [*rows, {"layer": "sum", **_fp8_times(*sums.values())}]
 
 
 def predict_fp8(
     layer: Layer, M: int, num_ranks: int, machine: Hardware
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Predicts the microseconds of a layer's forward pass in bf16 and in FP8.
 
-    The keys of the result are "bf16_us"; "fp8_us", which includes the cast of x, but
-    not that of the kernel, which is cast once per step; and "wire_us", the time in bf16
-    with `wire_dtype="fp8"`.
+    The result has "bf16_us"; "fp8_us", which includes the cast of x, but not that of
+    the kernel, which is cast once per step; their quotient "gain"; "wire_us", the time
+    in bf16 with `wire_dtype="fp8"`; and "wire_dtype", which says whether that pays.
     """
     if not machine.has_fp8:
         raise UnsupportedOverlapError(
@@ -158,12 +138,18 @@ def predict_fp8(
             # A rank casts M * N partial sums before it sends them. It then sums as many
             # received ones, which takes about as long; hence the factor 2.
             wire_s += 2 * cast_s(M * layer.N)
-    seconds = {"bf16": bf16.seconds, "fp8": fp8.seconds + x_cast_s, "wire": wire_s}
-    return {f"{name}_us": 1e6 * each for name, each in seconds.items()}
+    seconds = bf16.seconds, fp8.seconds + x_cast_s, wire_s
+    return _fp8_times(*(1e6 * each for each in seconds))
 
 
-def _sum_row(rows, keys):
-    return {"layer": "sum", **{key: sum(row[key] for row in rows) for key in keys}}
+def _fp8_times(bf16_us, fp8_us, wire_us):
+    return {
+        "bf16_us": bf16_us,
+        "fp8_us": fp8_us,
+        "gain": bf16_us / fp8_us,
+        "wire_us": wire_us,
+        "wire_dtype": "pays" if wire_us < bf16_us else "costs",
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -208,14 +194,15 @@ def command(given: argparse.Namespace) -> int:
     if given.plot is not None:
         _draw(given, layers, machine)
     rows = layer_rows(layers, given.tokens, given.tp, machine)
-    total = _with_speedup(_sum_row(rows, ("serial_us", "ideal_us", "plan_us")))
+    sums = _sums(rows, "serial_us", "ideal_us", "plan_us")
+    total = {"layer": "sum", **sums, **_ratios(*sums.values())}
     lines = [f"{given.model}, forward of one transformer layer, bf16, P = {given.tp}"]
     lines += [*(f"  {line}" for line in describe(machine)), ""]
-    lines += _table([*rows, total], _COLUMNS)
+    lines += _table([*rows, total])
     document = {"schema": 1, "hardware": dataclasses.asdict(machine), "rows": rows}
     if given.fp8:
         document["fp8"] = fp8_rows(layers, given.tokens, given.tp, machine)
-        lines += ["", *_FP8_NOTES, "", *_table(document["fp8"], _FP8_COLUMNS)]
+        lines += ["", *_FP8_NOTES, "", *_table(document["fp8"])]
     command_line.say(given, "\n".join(lines))
     command_line.write(given, document)
     return 0
@@ -228,40 +215,37 @@ def _divides(layers, tokens, num_ranks):
 def describe(machine: Hardware) -> list[str]:
     """Returns the text above the table: the machine's rates, and what columns mean."""
     each = "a host for all ranks" if machine.is_host else "each GPU"
-    latencies_s = (machine.handshake_s, machine.launch_s, machine.collective_s)
-    handshake, launch, collective = (f"{1e6 * value:.3g}" for value in latencies_s)
+    latencies = (machine.handshake_s, machine.launch_s, machine.collective_s)
+    handshake, launch, collective = map(format_seconds, latencies)
+    rates = (machine.wire_bytes_per_s, machine.memory_bytes_per_s)
+    wire, memory = (format_count(rate, "B/s") for rate in rates)
     return [
-        f"{machine.name}, {each}: {machine.flops_per_s / 1e12:.4g} TFLOP/s in a large "
-        f"bf16 GEMM, {machine.wire_bytes_per_s / 1e9:.4g} GB/s to the peers, one "
-        f"direction, {machine.memory_bytes_per_s / 1e12:.3g} TB/s of memory",
+        f"{machine.name}, {each}: {format_count(machine.flops_per_s, 'FLOP/s')} in a "
+        f"large bf16 GEMM, {wire} to the peers, one direction, {memory} of memory",
         f"a put reaches {machine.wire_share:.0%} of the wire, a collective "
-        f"{machine.collective_share:.0%}; handshake {handshake} us, launch {launch} "
-        f"us, collective {collective} us; {machine.reserved_processors} "
-        "multiprocessors are kept free",
+        f"{machine.collective_share:.0%}; handshake {handshake}, launch {launch}, "
+        f"collective {collective}; {machine.reserved_processors} multiprocessors are "
+        "kept free",
         "serial: the library's GEMM, then the collective; ideal: the longer of the two "
         "alone; plan: jax_ub",
     ]
 
 
-def _table(rows, columns):
-    times = {key for key in columns if key.endswith("_us")}
-    longest_us = max(row[key] for row in rows for key in times & row.keys())
-    fitting = (each for each in _UNITS if longest_us < 1e5 * each[1])
-    unit, size_us = next(fitting, _UNITS[-1])
-
-    def cell(row, key):
-        if key not in row:
-            return ""
-        value = row[key] / size_us if key in times else row[key]
-        return format(_SHORT_OPS.get(value, value), columns[key])
-
-    cells = [[cell(row, key) for key in columns] for row in rows]
-    header = [
-        key.replace("_us", f" {unit}").replace("_", " ").replace("speedup", "speed-up")
-        for key in columns
-    ]
-    right = [i for i, key in enumerate(columns) if key not in _TEXT_COLUMNS]
+def _table(rows):
+    """Returns the lines of a table, whose columns are the keys of the first row."""
+    keys = [key for key in rows[0] if key != "num_ranks"]
+    header = [key.removesuffix("_us").replace("_", " ") for key in keys]
+    cells = [[_cell(key, row.get(key, "")) for key in keys] for row in rows]
+    right = [i for i, key in enumerate(keys) if not isinstance(rows[0][key], str)]
     return format_table(header, cells, right=right, is_markdown=True)
+
+
+def _cell(key, value):
+    if not isinstance(value, float):
+        return str(value)
+    if key.endswith("_us"):
+        return format_seconds(value / 1e6)
+    return f"{value:.0%}" if key == "hidden" else f"{value:.2f}"
 
 
 def _machine(given):
