@@ -128,24 +128,24 @@ class _Rank:
 
     def _launch_wait(self, step):
         if self._launch_s:
-            self._run("wait", step.chunk, 0.0, self._launch_s)
+            self._run(step, 0.0, self._launch_s)
 
     def put(self, step):
         num_bytes = self._work.wire_bytes(step.payload, self._rows_of(step))
         seconds = num_bytes / self._hardware.copy_bytes_per_s + self._launch_s
-        end = self._run("put", step.chunk, self._ready[_data(step)], seconds)
+        end = self._run(step, self._ready[_data(step)], seconds)
         self._arrivals[step.slot] = end + self._hardware.handshake_s
 
     def multiply(self, step):
-        chunks = [*range(step.chunk, step.chunk + step.num_chunks)]
-        gemm = self._work.gemm_of(len(chunks) * self._rows)
-        if step.chunk == ALL_CHUNKS:
-            chunks, gemm = [ALL_CHUNKS, *range(self._work.num_ranks)], self._work.gemm
+        is_whole = step.chunk == ALL_CHUNKS
+        stop = self._work.num_ranks if is_whole else step.chunk + step.num_chunks
+        chunks = range(step.chunk, stop)
+        gemm = self._work.gemm_of(step.num_chunks * self._rows_of(step))
         ready = max(self._ready["operand", chunk, step.split] for chunk in chunks)
         if self._gpu is None:
             seconds = gemm.flops / self._hardware.flops_of(self._work.itemsize)
             seconds += self._hardware.launch_s
-            end = self._run("multiply", step.chunk, ready, seconds)
+            end = self._run(step, ready, seconds)
         else:
             start, end = self._gpu.run(ready, gemm)
             self.spans.append(Span("multiply", tuple(chunks), start, end))
@@ -167,18 +167,18 @@ class _Rank:
     def _rows_of(self, step):
         return self._work.M if step.chunk == ALL_CHUNKS else self._rows
 
-    def _run(self, kind, chunk, ready, seconds):
+    def _run(self, step, ready, seconds):
         """Runs a step after `ready` and the previous step; returns its end."""
         start = max(ready, self._clock)
         self._clock = start + seconds
-        self.spans.append(Span(kind, (chunk,), start, self._clock))
+        self.spans.append(Span(step.kind, (step.chunk,), start, self._clock))
         return self._clock
 
     def _run_on_all(self, step, ready, num_bytes, host_launch_s):
         """Runs a sum or copy, on all multiprocessors of a GPU; returns its end."""
         seconds = num_bytes / self._hardware.memory_bytes_per_s
         if self._gpu is None:
-            return self._run(step.kind, step.chunk, ready, seconds + host_launch_s)
+            return self._run(step, ready, seconds + host_launch_s)
         start, end = self._gpu.run_on_all(ready, seconds)
         self.spans.append(Span(step.kind, (step.chunk,), start, end))
         return end
