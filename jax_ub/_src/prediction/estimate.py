@@ -145,9 +145,7 @@ def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
     """Predicts a call that the engine runs, also if "auto" would leave it to XLA."""
     M, K, N, P = sizes
     itemsize, is_product = np.dtype(dtype).itemsize, op in PRODUCTS
-    gathered_itemsize = np.dtype(
-        dtype if gathered_dtype is None else gathered_dtype
-    ).itemsize
+    gathered_dtype = dtype if gathered_dtype is None else gathered_dtype
     work = Workload(
         *(_CONCURRENT.get(op, op), M, K, N if is_product else K),
         num_ranks=1 if op == "matmul" else P,
@@ -156,7 +154,7 @@ def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
         # dtype of the operands before they send them, and those of FP8 products to 16
         # bits.
         partial_itemsize=4 if machine.is_host and is_product else max(itemsize, 2),
-        gathered_itemsize=gathered_itemsize,
+        gathered_itemsize=np.dtype(gathered_dtype).itemsize,
     )
     if op in _CONCURRENT and work.num_ranks == 1:
         choice = MethodChoice(Method.XLA)  # nothing to communicate
@@ -166,29 +164,27 @@ def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
         gemm = work.gemm if is_product else Gemm(M, N // P, K)
         alone_s, library_gemm_s = gemm_s(gemm, part, itemsize)
 
-    def collective_s(itemsize):
-        if work.num_ranks == 1:
-            return 0.0
-        sent_s = work.moved_bytes(itemsize) / part.wire_bytes_per_s
-        return sent_s / part.collective_share + part.collective_s
+    def collective_s(num_bytes):
+        sent_s = num_bytes / part.wire_bytes_per_s / part.collective_share
+        return sent_s + part.collective_s if work.num_ranks > 1 else 0.0
 
-    sent_itemsize = gathered_itemsize if work.gathers else work.result_itemsize
     # XLA:CPU converts bf16 to f32 before a collective. XLA on GPUs does not.
-    xla_itemsize = 4 if part.is_host and sent_itemsize == 2 else sent_itemsize
+    itemsize = work.gathered_itemsize if work.gathers else work.result_itemsize
+    xla_itemsize = 4 if part.is_host and itemsize == 2 else itemsize
     plain_itemsize = xla_itemsize if work.gathers else max(xla_itemsize, 4)
-    moved_bytes = work.moved_bytes(sent_itemsize)
+    itemsizes = itemsize, xla_itemsize, plain_itemsize
+    moved_bytes, xla_bytes, plain_bytes = map(work.moved_bytes, itemsizes)
     if run.kernel_options.variant is Variant.ONE_SHOT:
         moved_bytes = work.one_shot_bytes
-    is_xla = run.method is Method.XLA
     found = Prediction(
         op=op,
         method=run.method.value,
         gemm_s=alone_s,
         wire_s=moved_bytes / part.wire_bytes_per_s,
         library_gemm_s=library_gemm_s,
-        collective_s=collective_s(xla_itemsize),
-        plain_collective_s=collective_s(plain_itemsize),
-        moved_bytes=work.moved_bytes(plain_itemsize) if is_xla else moved_bytes,
+        collective_s=collective_s(xla_bytes),
+        plain_collective_s=collective_s(plain_bytes),
+        moved_bytes=plain_bytes if run.method is Method.XLA else moved_bytes,
         variant=run.kernel_options.variant.value,
     )
     return _with_seconds(found, work, run, machine)
