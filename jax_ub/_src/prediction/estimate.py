@@ -44,8 +44,8 @@ class Prediction:
             full rate.
         library_gemm_s, collective_s: the same by a vendor's library, which sends
             partial sums in the dtype of the result.
-        plain_collective_s: time of the collective of method "xla", jax_ub's plain
-            `jax.lax`, which sends partial sums in f32.
+        plain_s: time of the call by method "xla", jax_ub's plain `jax.lax`, which sends
+            partial sums in f32.
         moved_bytes: bytes that each rank sends, and also receives.
         variant: "one_shot" if "auto" sums few tokens in one exchange on a GPU.
         num_launches: number of kernels and copies that a GPU launches; 0 without a
@@ -58,7 +58,7 @@ class Prediction:
     wire_s: float
     library_gemm_s: float
     collective_s: float
-    plain_collective_s: float
+    plain_s: float
     moved_bytes: float
     variant: str
     seconds: float = 0.0
@@ -71,11 +71,6 @@ class Prediction:
     @property
     def serial_s(self) -> float:
         return self.library_gemm_s + self.collective_s
-
-    @property
-    def plain_s(self) -> float:
-        """Returns the time of method "xla", jax_ub's plain `jax.lax`."""
-        return self.library_gemm_s + self.plain_collective_s
 
     @property
     def is_slower_than_xla(self) -> bool:
@@ -183,7 +178,7 @@ def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
         wire_s=moved_bytes / part.wire_bytes_per_s,
         library_gemm_s=library_gemm_s,
         collective_s=collective_s(xla_bytes),
-        plain_collective_s=collective_s(plain_bytes),
+        plain_s=library_gemm_s + collective_s(plain_bytes),
         moved_bytes=plain_bytes if run.method is Method.XLA else moved_bytes,
         variant=run.kernel_options.variant.value,
     )
@@ -192,26 +187,25 @@ def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
 
 def _with_seconds(found, work, run, machine):
     """Adds the time of a call to a prediction of its parts."""
-    seconds, num_launches = found.library_gemm_s if work.has_product else 0.0, 0
+    seconds, num_launches = found.library_gemm_s, 0
     if run.method is Method.XLA:
-        seconds += found.plain_collective_s
-    elif run.method is Method.DIRECT:
+        seconds = found.plain_s
+    elif run.method is Method.DIRECT and found.op != "wgrad":
         # On a host, a GEMM reads the peers' memory in place, so it has no transfers. A
         # collective has only transfers. A barrier follows.
         seconds += machine.launch_s if work.has_product else found.wire_s
         seconds += machine.handshake_s if work.num_ranks > 1 else 0.0
-    else:
+    elif run.method is not Method.DIRECT:
         spans = timeline(work, machine, run)
-        seconds = end_s(spans)
         # In a one-shot all-reduce, the kernel that sums also puts the data.
         is_one_shot = run.kernel_options.variant is Variant.ONE_SHOT
         num_launches = sum(not is_one_shot or span.kind != "put" for span in spans)
-    if found.op == "wgrad" and run.method is Method.DIRECT:
-        seconds = found.library_gemm_s  # it reads the peers' operands in place
-    elif found.op in _CONCURRENT:
-        is_bulk = found.op != "wgrad" and run.method is not Method.XLA
-        join = max if is_bulk and not machine.is_host else sum
-        seconds = join((found.library_gemm_s, seconds))
+        if work.has_product:
+            seconds = end_s(spans)
+        elif found.op == "wgrad" or machine.is_host:
+            seconds += end_s(spans)
+        else:
+            seconds = max(seconds, end_s(spans))
     seconds = max(seconds, found.gemm_s)
     return dataclasses.replace(found, seconds=seconds, num_launches=num_launches)
 
