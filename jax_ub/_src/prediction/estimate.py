@@ -164,10 +164,10 @@ def _estimate(choice, op, sizes, dtype, machine, gathered_dtype=None):
         return sent_s + part.collective_s if work.num_ranks > 1 else 0.0
 
     # XLA:CPU converts bf16 to f32 before a collective. XLA on GPUs does not.
-    itemsize = work.gathered_itemsize if work.gathers else work.result_itemsize
-    xla_itemsize = 4 if part.is_host and itemsize == 2 else itemsize
+    sent_itemsize = work.gathered_itemsize if work.gathers else work.result_itemsize
+    xla_itemsize = 4 if part.is_host and sent_itemsize == 2 else sent_itemsize
     plain_itemsize = xla_itemsize if work.gathers else max(xla_itemsize, 4)
-    itemsizes = itemsize, xla_itemsize, plain_itemsize
+    itemsizes = sent_itemsize, xla_itemsize, plain_itemsize
     moved_bytes, xla_bytes, plain_bytes = map(work.moved_bytes, itemsizes)
     if run.kernel_options.variant is Variant.ONE_SHOT:
         moved_bytes = work.one_shot_bytes
@@ -192,7 +192,7 @@ def _with_seconds(found, work, run, machine):
         seconds = found.plain_s
     elif run.method is Method.DIRECT and found.op != "wgrad":
         # On a host, a GEMM reads the peers' memory in place, so it has no transfers. A
-        # collective has only transfers. A barrier follows.
+        # collective has only transfers. A barrier follows. A wgrad has only its GEMM.
         seconds += machine.launch_s if work.has_product else found.wire_s
         seconds += machine.handshake_s if work.num_ranks > 1 else 0.0
     elif run.method is not Method.DIRECT:
