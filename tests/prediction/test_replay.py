@@ -43,7 +43,7 @@ def seconds(*arguments, **which):
 def chunk_times(workload, machine):
     rows = workload.split_rows(1)
     gemm_s = workload.gemm_of(rows).flops / machine.flops_per_s
-    wire_s = workload.wire_bytes("operand", rows) / machine.copy_bytes_per_s
+    wire_s = workload.wire_bytes("operand", rows) / machine.wire_bytes_per_s
     return gemm_s, wire_s
 
 
@@ -93,7 +93,7 @@ def test_a_one_shot_all_reduce_equals_the_formula(num_ranks, rate):
         "matmul_all_reduce", 256 * num_ranks, 512 * num_ranks, 256, num_ranks
     )
     gemm_s = work.gemm.flops / machine.flops_per_s
-    wire_s = work.wire_bytes("partial", work.M) / machine.copy_bytes_per_s
+    wire_s = work.wire_bytes("partial", work.M) / machine.wire_bytes_per_s
     sum_s = work.reduce_bytes(work.M) / machine.memory_bytes_per_s
     spans = spans_of(work, machine, variant=Variant.ONE_SHOT)
     # Each rank sends all of its partial sums to every peer, which sums them.
@@ -102,7 +102,7 @@ def test_a_one_shot_all_reduce_equals_the_formula(num_ranks, rate):
     )
     sent = [span for span in spans if span.kind == "put"]
     assert len(sent) * wire_s == pytest.approx(
-        work.one_shot_bytes / machine.copy_bytes_per_s
+        work.one_shot_bytes / machine.wire_bytes_per_s
     )
 
 

@@ -66,10 +66,6 @@ class Hardware:
     def is_host(self) -> bool:
         return self.processors == 0
 
-    @property
-    def copy_bytes_per_s(self) -> float:
-        return self.wire_bytes_per_s * self.wire_share
-
     def flops_of(self, itemsize: int) -> float:
         """Returns one rank's GEMM rate in FLOP/s for elements of `itemsize` bytes."""
         if itemsize == 1 and (self.is_host or not self.has_fp8):

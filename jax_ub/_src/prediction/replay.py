@@ -21,10 +21,7 @@ from jax_ub._src.runtime import cpu_engine
 
 ALL_CHUNKS = -1
 
-# One step of a rank's schedule, from the C++ module `jax_ub._cpu`. `kind` is the
-# action, such as "multiply", "put", "wait" or "reduce". `payload` is what it transfers:
-# "operand", "partial" or "sum".
-Step = Any
+Step = Any  # a step of a rank's schedule, as documented in `jax_ub/_cpu.pyi`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +129,8 @@ class _Rank:
 
     def put(self, step):
         num_bytes = self._work.wire_bytes(step.payload, self._rows_of(step))
-        seconds = num_bytes / self._hardware.copy_bytes_per_s + self._launch_s
+        rate = self._hardware.wire_bytes_per_s * self._hardware.wire_share
+        seconds = num_bytes / rate + self._launch_s
         end = self._run(step, self._ready[_data(step)], seconds)
         self._arrivals[step.slot] = end + self._hardware.handshake_s
 
