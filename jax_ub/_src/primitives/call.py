@@ -107,10 +107,10 @@ class Call:
     option_names: ClassVar[tuple[str, ...]] = ()
 
     execution: Execution
-    # Whether an operand of the GEMMs is FP8. If so, the last `num_scales` operands of
-    # the primitive are the scales of the GEMMs' operands, in the same order. Except for
-    # `split` and `plain`, methods of this class get the operands without scales.
-    has_scales: bool = False
+    # If an operand of the GEMMs is FP8, the last `num_scales` operands of the primitive
+    # are the scales of the GEMMs' operands, in the same order. Otherwise it is 0.
+    # Except for `split` and `plain`, methods of this class get no scales as operands.
+    num_scales: int = 0
     # Whether there is a scale per row, column or block. Otherwise there is one per
     # tensor, with shape [1], which is equal on all ranks that share the tensor.
     has_row_scales: bool = False
@@ -145,8 +145,8 @@ class Call:
         return self.execution.choice.method
 
     @property
-    def num_scales(self) -> int:
-        return 0
+    def has_scales(self) -> bool:
+        return self.num_scales > 0
 
     @property
     def kernels(self) -> range:

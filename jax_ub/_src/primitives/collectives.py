@@ -194,10 +194,6 @@ class BulkAllGather(Call):
     partial_dtype: np.dtype
     num_scale_features: int = 0  # of the shard, see `packed`
 
-    @property
-    def num_scales(self):
-        return 2 * self.num_pairs * self.has_scales
-
     def shapes(self, dy, *others):
         w, shard = others[-2], others[-1]
         dx = (*dy.shape[:-1], w.shape[0])
@@ -288,10 +284,6 @@ class BulkReduceScatter(Call):
     accumulate: bool
     dw_dtype: np.dtype
     scattered_dtype: np.dtype
-
-    @property
-    def num_scales(self):
-        return (1 + self.num_outputs) * self.has_scales
 
     def shapes(self, x, *others):
         dys, partial = others[: self.num_outputs], others[-1]

@@ -45,10 +45,6 @@ class SummedMatmul(Call):
     out_dtype: np.dtype
 
     @property
-    def num_scales(self):
-        return 2 * self.num_pairs * self.has_scales
-
-    @property
     def kernels(self):
         return range(self.num_pairs, 2 * self.num_pairs)
 
@@ -220,10 +216,6 @@ class AllGatherMatmul(Call):
     out_dtype: np.dtype
 
     @property
-    def num_scales(self):
-        return (1 + self.num_kernels) * self.has_scales
-
-    @property
     def kernels(self):
         return range(1, 1 + self.num_kernels)
 
@@ -360,10 +352,6 @@ class Wgrad(Call):
     gather: str | None
     scale: float
     out_dtype: np.dtype
-
-    @property
-    def num_scales(self):
-        return (1 + self.num_outputs) * self.has_scales
 
     def shapes(self, x, *others):
         dys = others[: self.num_outputs]

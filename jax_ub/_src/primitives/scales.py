@@ -1,6 +1,7 @@
 """The scales of FP8 operands, as the primitives take them and gather them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,10 +43,10 @@ def _repeated(scales, shape):
     return scales if scales.ndim else jnp.full(shape, scales)
 
 
-def scale_fields(scales: Sequence[jax.Array]) -> dict[str, bool]:
-    """Returns the `Call` fields `has_scales` and `has_row_scales` for FP8 scales."""
+def scale_fields(scales: Sequence[jax.Array]) -> dict[str, Any]:
+    """Returns the `Call` fields `num_scales` and `has_row_scales` for FP8 scales."""
     has_row_scales = any(scale.ndim > 1 for scale in scales)
-    return {"has_scales": bool(scales), "has_row_scales": has_row_scales}
+    return {"num_scales": len(scales), "has_row_scales": has_row_scales}
 
 
 def with_scales(
