@@ -97,11 +97,10 @@ class Call:
     is_auxiliary: ClassVar[bool] = False
     # Whether all ranks get equal results, as from an all-reduce.
     replicates: ClassVar[bool] = False
-    # Whether the GEMMs contract rows (tokens), as in the gradient of a kernel.
+    # Whether the GEMMs contract rows (tokens), as in the gradient of a kernel. Such a
+    # call sums over the batch axes of its activations, so `jax.vmap` loops. Otherwise
+    # the results have these batch axes, too, and `jax.vmap` adds one.
     contracts_rows: ClassVar[bool] = False
-    # Whether batch axes of the activations are batch axes of the results, too. If so,
-    # `jax.vmap` adds a batch axis; otherwise it loops.
-    is_batchable: ClassVar[bool] = True
     # The names of the fields that become FFI attributes of only this target's custom
     # call.
     option_names: ClassVar[tuple[str, ...]] = ()
@@ -378,7 +377,7 @@ def _batch(axis_data, operands, dims, *, call):
         # Scales per row must have the same batch axes as the operand they belong to.
         return call.has_row_scales and call.is_activation(index - num_operands)
 
-    if call.is_batchable and all(map(is_activation, mapped)):
+    if not call.contracts_rows and all(map(is_activation, mapped)):
         size = operands[mapped[0]].shape[dims[mapped[0]]]
         results = bind(
             *(

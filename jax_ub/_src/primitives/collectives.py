@@ -277,7 +277,6 @@ class BulkReduceScatter(Call):
 
     target = "jax_ub$bulk_reduce_scatter"
     contracts_rows = True
-    is_batchable = False  # dw_i is summed over batch axes
     option_names = ("num_outputs", "accumulate")
 
     num_outputs: int

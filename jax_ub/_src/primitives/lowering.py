@@ -169,7 +169,7 @@ def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
     *results, workspace = _emit(ctx, operands, call, attributes, has_side_effect=False)
     if prediction is not None:
         _tell_scheduler(workspace.owner, prediction.seconds)
-    return _behind_barrier(results) if call.is_batchable else results
+    return results if call.contracts_rows else _behind_barrier(results)
 
 
 def _behind_barrier(results):

@@ -344,7 +344,6 @@ class Wgrad(Call):
     target = "jax_ub$wgrad"
     gathers = True
     contracts_rows = True
-    is_batchable = False  # dw_i is summed over batch axes
     option_names = ("num_outputs", "accumulate", "scale")
 
     num_outputs: int
