@@ -1,7 +1,6 @@
 """Calls with a `ub_name` run as `initialize_ub` configured it, forward and backward."""
 
 import collections
-import dataclasses
 import re
 
 import jax
@@ -491,8 +490,8 @@ def test_a_call_without_a_name_is_not_limited_where_no_buffers_are(method):
 
 def test_a_call_without_a_name_falls_back_where_buffers_are_too_small(monkeypatch):
     ub.initialize_ub((16, 8), 4, dtype=jnp.float32, mesh=tp_mesh(4))
-    shared = dataclasses.replace(registry.axes()[0], spans_processes=True)
-    monkeypatch.setattr(registry, "on_axis", lambda *_: shared)
+    name = "jax_ub._src.runtime.communicators.DeviceGroups.any_spans_processes"
+    monkeypatch.setattr(name, True)
     with pytest.warns(UserWarning, match=r"64 tokens of .*\(shape=\(64, 32\), .*xla"):
         assert not lowered(column(), 0)
     assert "64 tokens of 32 features" in ub.fallbacks()[-1].reason

@@ -73,6 +73,9 @@ def test_only_groups_over_several_processes_need_a_connection():
     assert CpuTransportSetup(device_groups()).groups() == [(2, 3)]
     assert device_groups().processes == [0, 1]
     assert device_groups().processes_of((2, 3)) == (0, 1)
+    assert device_groups().num_local_ranks == 3
+    assert device_groups().any_spans_processes
+    assert not device_groups(groups=((0, 1),)).any_spans_processes
 
 
 def test_a_rank_shares_eight_bytes_per_element_plus_alignment():

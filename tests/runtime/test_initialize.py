@@ -196,7 +196,7 @@ def test_an_unknown_name_names_the_nearest():
 
 def test_without_a_mesh_groups_are_consecutive_devices():
     ub.initialize_ub(SHAPE, 4)
-    groups = registry.axes()[0].groups
+    groups = registry.axes()[0].device_groups.groups
     ids = [device.id for device in jax.devices()]
     assert groups == tuple(tuple(ids[i : i + 4]) for i in range(0, len(ids), 4))
 
@@ -204,13 +204,13 @@ def test_without_a_mesh_groups_are_consecutive_devices():
 def test_the_mesh_of_set_mesh_is_the_default():
     with jax.set_mesh(dp_tp_mesh(2, 3)):
         ub.initialize_ub(SHAPE, 3)
-    assert registry.axes()[0].groups == ((0, 1, 2), (3, 4, 5))
+    assert registry.axes()[0].device_groups.groups == ((0, 1, 2), (3, 4, 5))
 
 
 def test_groups_follow_the_order_of_the_mesh():
     devices = np.array(jax.devices()[:4])[[2, 0, 3, 1]].reshape(2, 2).T
     ub.initialize_ub(SHAPE, 2, mesh=Mesh(devices, ("tp", "dp")))
-    assert registry.axes()[0].groups == ((2, 0), (3, 1))
+    assert registry.axes()[0].device_groups.groups == ((2, 0), (3, 1))
 
 
 @pytest.mark.parametrize("second", [ub.initialize_ub, ub.destroy_ub])

@@ -73,10 +73,11 @@ def test_the_report_is_a_table():
 def test_the_report_says_why_ranks_have_no_buffers(platform, monkeypatch):
     ub.initialize_ub((64, 32), 2, mesh=tp_mesh(2))
     (axis,) = registry.axes()
-    axis = dataclasses.replace(axis, platform=platform)
+    groups = dataclasses.replace(axis.device_groups, platform=platform)
+    axis = dataclasses.replace(axis, device_groups=groups)
     monkeypatch.setitem(registry._AXES, axis.axis_name, axis)
     reason = "its ranks span the hosts a and b"
-    connection = communicators.Connection(axis.groups[0], platform, (0, 1), reason)
+    connection = communicators.Connection(groups.groups[0], platform, (0, 1), reason)
     monkeypatch.setitem(communicators._CONNECTIONS, connection.key, connection)
     (found,) = ub.memory_report().axes
     assert (found.on_gpus, found.shared_bytes) == (platform == "cuda", 0)
@@ -107,9 +108,12 @@ def test_gpu_heaps_are_reported_with_xlas_share(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     ub.initialize_ub((64, 32), 2, mesh=tp_mesh(2))
     (axis,) = registry.axes()
-    gpus = dataclasses.replace(axis, platform="cuda")
+    groups = dataclasses.replace(axis.device_groups, platform="cuda")
+    gpus = dataclasses.replace(axis, device_groups=groups)
     monkeypatch.setitem(registry._AXES, axis.axis_name, gpus)
-    connection = communicators.Connection(axis.groups[0], "cuda", (0, 0), None, Heap())
+    connection = communicators.Connection(
+        groups.groups[0], "cuda", (0, 0), None, Heap()
+    )
     monkeypatch.setitem(communicators._CONNECTIONS, connection.key, connection)
     report = ub.memory_report()
     assert report.axes[0].shared_bytes == 3 << 20

@@ -317,7 +317,7 @@ def _why_no_room(call, operands, *, needs_buffers):
     initialized_axis = registry.on_axis(call.axis_name, call.num_ranks)
     if initialized_axis is None:
         return None
-    if not (initialized_axis.spans_processes or needs_buffers):
+    if not (needs_buffers or initialized_axis.device_groups.any_spans_processes):
         return None
     pipelines = call.method is Method.PIPELINE
     num_splits = (call.choice.num_splits or DEFAULT_SPLITS) if pipelines else 1

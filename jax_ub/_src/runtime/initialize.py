@@ -28,7 +28,6 @@ from jax_ub._src.runtime import (
     communicators,
     connection_attempt,
     cpu_engine,
-    cuda_engine,
     registry,
     settings,
     tuned_file,
@@ -231,7 +230,6 @@ class _Attempt:
         try:
             join_job(self._backend)
             self._mesh = mesh = jax.sharding.get_mesh() if mesh is None else mesh
-            devices = _participants(mesh)
             check_backend(self._backend)
             self._timeout_s = settings.deadline_s()
             settings.check()
@@ -245,13 +243,13 @@ class _Attempt:
             self._axis = make_initialized_axis(
                 axes, tp_size, capacity, dtype, modes, ub_cfgs, mesh
             )
-            self._groups = _device_groups(axes, self._axis, devices)
+            self._groups = self._axis.device_groups
             communicators.check_shared(self._groups)
-            self._settings = _agreed_settings(self._backend, self._axis, self._groups)
+            self._settings = _agreed_settings(self._backend, self._axis)
         except Exception as error:  # any error must be sent to the other processes
             self._error = error
         if self._groups is None:
-            self._groups = _device_groups(axes, None, _participants(self._mesh))
+            self._groups = _unknown_groups(axes, self._mesh)
         if self._groups.process not in self._groups.processes:
             raise ConfigurationError(
                 f"initialize_ub: the mesh has no device of this process, "
@@ -283,7 +281,7 @@ class _Attempt:
         """
         if self._all_gather is not None and self._all_gather.has_ended:
             return
-        groups = self._groups or _device_groups((), None, _participants(self._mesh))
+        groups = self._groups or _unknown_groups((), self._mesh)
         if len(groups.processes) < 2 or groups.process not in groups.processes:
             return
         if self._all_gather is None:
@@ -305,17 +303,19 @@ class _Attempt:
 
 def _keys_of(axes):
     """Returns the groups of ranks of these axes; several axes may use one group."""
-    return {key for axis in axes for key in axis.keys}
+    return {key for axis in axes for key in axis.device_groups.keys}
 
 
-def _participants(mesh):
-    """Returns the devices whose processes must all call `initialize_ub`.
+def _unknown_groups(axes, mesh):
+    """Returns the `DeviceGroups` if the arguments do not tell the ranks.
 
-    These are the devices of the mesh, or all devices if the mesh is not usable. They
-    must be equal in all processes even if other arguments are invalid.
+    All processes of the mesh, or of the job if the mesh is not usable, then exchange
+    the error, and connect no group. The processes must be the same in all of them, even
+    if other arguments are invalid.
     """
     is_known = isinstance(mesh, Mesh) and not mesh.empty
-    return list(mesh.devices.flat) if is_known else jax.devices()
+    devices = list(mesh.devices.flat) if is_known else jax.devices()
+    return DeviceGroups.of(devices, (tuple(device.id for device in devices),), axes)
 
 
 def _check_not_initialized(axes):
@@ -326,27 +326,7 @@ def _check_not_initialized(axes):
         )
 
 
-def _device_groups(axes, axis: InitializedAxis | None, devices) -> DeviceGroups:
-    process_of = {device.id: device.process_index for device in devices}
-    own = [d for d in devices if d.process_index == jax.process_index()]
-    return DeviceGroups(
-        # If the arguments are wrong, the ranks are not known (`axis` is None). All
-        # processes then exchange the error, and connect no group.
-        groups=(tuple(process_of),) if axis is None else axis.groups,
-        process_of=process_of,
-        process=jax.process_index(),
-        platform=cuda_engine.platform_of(devices[0]),
-        capacity=0 if axis is None else axis.capacity,
-        num_slots=0 if axis is None else axis.num_slots,
-        name=f"initialize_ub(axis_name={shown(axes)})",
-        ordinals={d.id: d.local_hardware_id for d in own if cuda_engine.is_cuda(d)},
-        client=own[0].client if own else None,
-    )
-
-
-def _agreed_settings(
-    backend: str | None, axis: InitializedAxis, device_groups: DeviceGroups
-) -> dict[str, str]:
+def _agreed_settings(backend: str | None, axis: InitializedAxis) -> dict[str, str]:
     """Returns the settings that must be equal in all processes, by name."""
     return {
         "axis_name": shown(axis.axis_name),
@@ -362,9 +342,9 @@ def _agreed_settings(
         "dtype": str(axis.dtype),
         "quantization_modes": str([mode.name for mode in axis.modes]),
         "the tuned choices": axis.choices.digest if axis.choices else "none",
-        "the devices of the ranks": str(axis.groups),
+        "the devices of the ranks": str(axis.device_groups.groups),
         "the groups that are connected already": communicators.shared_groups(
-            device_groups
+            axis.device_groups
         ),
         **{
             f"ub_cfgs[{shown(name)}][{shown(key)}] for {mode.name}": str(value)

@@ -18,9 +18,9 @@ from jax_ub._src.config.overlap_config import (
 )
 from jax_ub._src.config.ub_cfgs import AUTOMATIC, read_entries, resolve
 from jax_ub._src.errors import ConfigurationError, ConfigurationTypeError, shown
-from jax_ub._src.methods import Method
-from jax_ub._src.runtime import cuda_engine, registry, settings, tuned_file
-from jax_ub._src.runtime.communicators import rank_groups
+from jax_ub._src.methods import DEFAULT_SPLITS, Method
+from jax_ub._src.runtime import registry, settings, tuned_file
+from jax_ub._src.runtime.communicators import DeviceGroups, rank_groups
 from jax_ub._src.runtime.registry import (
     CommOverlap,
     CommOverlapP2P,
@@ -229,19 +229,21 @@ def make_initialized_axis(
             )
     devices = list(mesh.devices.flat)
     table = rank_groups(mesh, axes, [device.id for device in devices])
-    owners = rank_groups(mesh, axes, [device.process_index for device in devices])
-    return InitializedAxis(
+    splits = (overlap.config.num_splits for overlap in found.values())
+    num_chunks = tp_size * max(DEFAULT_SPLITS, *splits)
+    device_groups = DeviceGroups.of(
+        devices,
+        tuple(map(tuple, table.tolist())),
         axes,
-        tp_size,
-        shape,
-        dtype,
-        tuple(modes),
-        found,
-        groups=tuple(map(tuple, table.tolist())),
-        num_local_ranks=int((owners == jax.process_index()).sum()),
-        spans_processes=bool((owners != owners[:, :1]).any()),
-        platform=cuda_engine.platform_of(devices[0]),
-        choices=choices,
+        # If the rows do not divide by the ranks and splits, every slot has the size of
+        # the largest chunk, which needs at most one more row for each chunk.
+        capacity=(shape[0] + num_chunks) * shape[1],
+        # An all-reduce needs the most slots: one per chunk to reduce-scatter, and one
+        # per chunk to all-gather.
+        num_slots=2 * num_chunks,
+    )
+    return InitializedAxis(
+        axes, tp_size, shape, dtype, tuple(modes), found, device_groups, choices
     )
 
 

@@ -173,7 +173,7 @@ def memory_report() -> MemoryReport:
     """
     owners: dict[Key, InitializedAxis] = {}
     for axis in registry.axes():
-        for key in axis.keys:
+        for key in axis.device_groups.keys:
             owners.setdefault(key, axis)
     axes = tuple(_axis_memory(axis, owners) for axis in registry.axes())
     has_engine = cpu_engine.why_not() is None
@@ -199,7 +199,9 @@ def memory_report() -> MemoryReport:
 def _axis_memory(
     axis: InitializedAxis, owners: Mapping[Key, InitializedAxis]
 ) -> AxisMemory:
-    found = [one for one in communicators.connections() if one.key in axis.keys]
+    groups = axis.device_groups
+    num_ranks = groups.num_local_ranks
+    found = [one for one in communicators.connections() if one.key in groups.keys]
     made = {one.key: one.communicator for one in found if one.communicator}
     own = [one for key, one in made.items() if owners[key] is axis]
     others = [owners[key] for key in made if owners[key] is not axis]
@@ -209,10 +211,10 @@ def _axis_memory(
         tp_size=axis.tp_size,
         shape=axis.shape,
         overlaps=tuple(axis.overlaps.values()),
-        num_ranks=axis.num_local_ranks,
+        num_ranks=num_ranks,
         shared_bytes=sum(one.size_bytes for one in own),
-        transformer_engine_bytes=axis.num_local_ranks * _transformer_engine_bytes(axis),
-        on_gpus=axis.platform in ("cuda", "rocm"),
+        transformer_engine_bytes=num_ranks * _transformer_engine_bytes(axis),
+        on_gpus=groups.platform in ("cuda", "rocm"),
         shares_with=others[0].axis_name if others else None,
         reason=next(reasons, cpu_engine.why_not()),
     )

@@ -29,10 +29,9 @@ from jax_ub._src.errors import (
     nearest,
     shown,
 )
-from jax_ub._src.methods import DEFAULT_SPLITS
 from jax_ub._src.parallel import FPROP, PASSES
 from jax_ub._src.runtime import settings, tuned_file
-from jax_ub._src.runtime.communicators import Group, Key
+from jax_ub._src.runtime.communicators import DeviceGroups
 from jax_ub._src.runtime.tuned_file import TunedTable
 
 # Held by a thread while it changes the registry. The processes of a mesh agree on one
@@ -152,44 +151,12 @@ class InitializedAxis:
     dtype: np.dtype
     modes: tuple[UserBufferQuantizationMode, ...]
     overlaps: Mapping[tuple[str, UserBufferQuantizationMode], Overlap]
-    groups: tuple[Group, ...]
-    num_local_ranks: int  # ranks in this process
-    spans_processes: bool  # whether a group has ranks in several processes
-    platform: str  # platform of the devices: "cpu", "cuda", ...
+    device_groups: DeviceGroups
     choices: TunedTable | None = None  # tuned choices for "auto"
-
-    @property
-    def keys(self) -> tuple[Key, ...]:
-        return tuple((self.platform, group) for group in self.groups)
 
     def names(self) -> list[str]:
         """Returns the names of the overlaps, such as "qkv_fprop", each once."""
         return list(dict.fromkeys(name for name, _ in self.overlaps))
-
-    @property
-    def capacity(self) -> int:
-        """Returns how many elements the axis's buffers can contain, with padding.
-
-        That is T rows, plus one row per split of every rank's chunk. If the rows do not
-        divide by the ranks and splits, every slot has the size of the largest split.
-        """
-        tokens, hidden = self.shape
-        return (tokens + self.tp_size * self._most_splits) * hidden
-
-    @property
-    def _most_splits(self):
-        splits = (overlap.config.num_splits for overlap in self.overlaps.values())
-        return max(DEFAULT_SPLITS, *splits)
-
-    @property
-    def num_slots(self) -> int:
-        """Returns the most receive buffers (slots) that a call needs on one rank.
-
-        A slot is the memory that receives one transfer from a peer.
-
-        An all-reduce needs the most: the slots of a reduce-scatter plus an all-gather.
-        """
-        return 2 * self.tp_size * self._most_splits
 
     def why_too_large(self, shape: tuple[int, ...], num_splits: int) -> str | None:
         """Returns why a call does not fit into the axis's buffers; None if it does.
@@ -202,12 +169,12 @@ class InitializedAxis:
         *batch, rows, features = (1, 1, *shape)
         needed, holds = math.prod(batch) * rows, tokens * hidden
         if needed * features <= holds:
-            if not self.spans_processes:
+            if not self.device_groups.any_spans_processes:
                 return None
             # Within a process, receive buffers are allocated for each call. Memory that
             # processes share has a fixed size, into which the padding of uneven splits
             # must fit, too.
-            holds = self.capacity
+            holds = self.device_groups.capacity
             num_chunks = self.tp_size * num_splits
             needed = math.prod(batch) * checks.round_up(rows, num_chunks)
             if needed * features <= holds:
