@@ -221,6 +221,11 @@ class Call:
         *batch, rows, width = shape
         return (*batch, rows * self.num_ranks, width)
 
+    def scattered_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of a scattered array: [..., P*m, K] -> [..., m, K]."""
+        *batch, rows, width = shape
+        return (*batch, rows // self.num_ranks, width)
+
     def is_activation(self, index: int) -> bool:
         """Returns whether operand `index` is an activation `[..., rows, features]`.
 

@@ -102,8 +102,7 @@ class ReduceScatter(Call):
     out_dtype: np.dtype
 
     def shapes(self, x):
-        rows = x.shape[-2] // self.num_ranks
-        return [((*x.shape[:-2], rows, x.shape[-1]), self.out_dtype)]
+        return [(self.scattered_shape(x.shape), self.out_dtype)]
 
     def communicated(self, x):
         return x.shape
@@ -286,10 +285,8 @@ class BulkReduceScatter(Call):
 
     def shapes(self, x, *others):
         dys, partial = others[: self.num_outputs], others[-1]
-        rows = partial.shape[-2] // self.num_ranks
-        scattered = (*partial.shape[:-2], rows, partial.shape[-1])
         dws = [((x.shape[-1], dy.shape[-1]), self.dw_dtype) for dy in dys]
-        return [*dws, (scattered, self.scattered_dtype)]
+        return [*dws, (self.scattered_shape(partial.shape), self.scattered_dtype)]
 
     def communicated(self, *operands):
         return operands[-1].shape

@@ -48,17 +48,12 @@ class SummedMatmul(Call):
     def kernels(self):
         return range(self.num_pairs, 2 * self.num_pairs)
 
-    def reduced_rows(self, rows: int) -> int:
-        """Returns how many of the product's `rows` a rank has after the reduction."""
-        return rows
-
     def reduce(self, partial: jax.Array) -> jax.Array:
         """Sums the f32 product over the ranks; the base class returns it unchanged."""
         return partial
 
     def shapes(self, x, *others):
-        *batch, rows, columns = self.communicated(x, *others)
-        return [((*batch, self.reduced_rows(rows), columns), self.out_dtype)]
+        return [(self.communicated(x, *others), self.out_dtype)]
 
     def communicated(self, x, *others):
         w = others[self.num_pairs - 1]
@@ -118,8 +113,8 @@ class MatmulReduceScatter(SummedMatmul):
 
     target = "jax_ub$matmul_reduce_scatter"
 
-    def reduced_rows(self, rows):
-        return rows // self.num_ranks
+    def shapes(self, *operands):
+        return [(self.scattered_shape(self.communicated(*operands)), self.out_dtype)]
 
     def reduce(self, partial):
         return reference.reduce_scatter(partial, self.axis_name)
