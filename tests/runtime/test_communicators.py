@@ -7,7 +7,6 @@ import subprocess
 import sys
 import types
 
-import numpy as np
 import pytest
 
 import jax_ub
@@ -124,12 +123,12 @@ def know(monkeypatch, *connections):
 
 def test_connections_of_gpus_do_not_apply_to_cpu_devices_with_their_ids(monkeypatch):
     know(monkeypatch, Connection((0, 1), "cuda", (0, 0), "no peer access", None, 1))
-    groups, processes = np.array([[0, 1]]), np.array([[0, 0]])
-    assert communicators.reason("cpu", groups, processes) is None
-    assert communicators.generation("cpu", groups) == 0
-    assert communicators.reason("cuda", groups, processes) == "no peer access"
-    assert communicators.generation("cuda", groups) == 1
-    assert communicators.shared_groups(device_groups()) == "[]"
+    cpus, gpus = device_groups(), device_groups(platform="cuda", groups=((0, 1),))
+    assert communicators.reason(device_groups(groups=((0, 1),))) is None
+    assert communicators.generation(cpus) == 0
+    assert communicators.reason(gpus) == "no peer access"
+    assert communicators.generation(gpus) == 1
+    assert communicators.shared_groups(cpus) == "[]"
 
 
 def test_a_failure_is_reported_beside_other_devices_with_the_same_ids(monkeypatch):
@@ -147,13 +146,14 @@ def test_connected_groups_run_calls_unless_they_have_a_reason(monkeypatch):
         Connection((1, 3), "cpu", (0, 1), unconnected),
     )
 
-    def reason(groups, processes):
-        return communicators.reason("cpu", np.array(groups), np.array(processes))
+    def reason(*groups):
+        process_of = {0: 0, 1: 0, 2: 1, 3: 1}
+        return communicators.reason(device_groups(groups=groups, process_of=process_of))
 
-    assert reason([[0, 1], [2, 3]], [[0, 0], [1, 1]]) is None
-    assert reason([[0, 2]], [[0, 1]]) is None
-    assert reason([[0, 2], [1, 3]], [[0, 1], [0, 1]]) == unconnected
-    assert "[0, 1], which are not connected" in reason([[2, 0]], [[1, 0]])
+    assert reason((0, 1), (2, 3)) is None
+    assert reason((0, 2)) is None
+    assert reason((0, 2), (1, 3)) == unconnected
+    assert "[0, 1], which are not connected" in reason((2, 0))
 
 
 @dataclasses.dataclass

@@ -20,7 +20,7 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.runtime import communicators
-from jax_ub._src.runtime.communicators import rank_groups
+from jax_ub._src.runtime.communicators import DeviceGroups, rank_groups
 
 # The advice to run a call as plain `jax.lax`. Some ops have no argument `method`.
 RUN_PLAIN = 'pass method="xla" or set JAX_UB_METHOD=xla'
@@ -204,24 +204,24 @@ def find_ranks(
             # An abstract mesh has no device ids. XLA's partition ids, which are the
             # positions in the mesh, replace them.
             ids = tuple(range(math.prod(mesh.axis_sizes)))
-            groups = rank_groups(mesh, axes, ids)
-            return Ranks(groups.reshape(-1), ids=ids, are_partitions=True)
+            table = np.array(rank_groups(mesh, axes, ids), np.int64)
+            return Ranks(table.reshape(-1), ids=ids, are_partitions=True)
         return Ranks(
             reason="it is lowered for an abstract mesh, which names no devices; pass "
             "jax.shard_map(mesh=...) or jax.set_mesh a concrete jax.sharding.Mesh"
         )
-    ids = tuple(device.id for device in devices)
-    groups = rank_groups(mesh, axes, ids)
-    owners = rank_groups(mesh, axes, [device.process_index for device in devices])
-    places = rank_groups(mesh, axes, range(len(devices)))
+    by_id = {device.id: device for device in devices}
+    groups = rank_groups(mesh, axes, tuple(by_id))
+    process_of = {i: device.process_index for i, device in by_id.items()}
     platform, *_ = ctx.platforms or ctx.module_context.platforms
+    device_groups = DeviceGroups(groups, process_of, jax.process_index(), platform)
     return Ranks(
-        groups.reshape(-1),
-        communicators.reason(platform, groups, owners),
-        bool((owners != owners[:, :1]).any()),
-        tuple(tuple(devices[i] for i in row) for row in places.tolist()),
-        ids,
-        communicators.generation(platform, groups),
+        np.array(groups, np.int64).reshape(-1),
+        communicators.reason(device_groups),
+        device_groups.any_spans_processes,
+        tuple(tuple(by_id[i] for i in group) for group in groups),
+        tuple(by_id),
+        communicators.generation(device_groups),
         devices=devices,
     )
 

@@ -64,9 +64,9 @@ class DeviceGroups:
     process_of: Mapping[int, int]  # process index by global device id
     process: int  # index of this process
     platform: str  # platform of the devices: "cpu", "cuda", ...
-    capacity: int  # largest number of elements of a call
-    num_slots: int  # largest number of slots of a rank
-    name: str  # for errors
+    capacity: int = 0  # largest number of elements of a call
+    num_slots: int = 0  # largest number of slots of a rank
+    name: str = ""  # for errors
     # CUDA ordinals of this process's GPUs, by global device id.
     ordinals: Mapping[int, int] = dataclasses.field(default_factory=dict)
     client: Any = None  # XLA's client of the ranks in this process, if there are any
@@ -138,20 +138,21 @@ class DeviceGroups:
 def rank_groups(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     axes: tuple[str, ...],
-    values: Sequence[int],
-) -> np.ndarray:
-    """Arranges values, one per device of a mesh, in a table [groups, ranks].
+    ids: Sequence[int],
+) -> tuple[Group, ...]:
+    """Returns the ids of the devices of a mesh by group and rank.
 
     Args:
         mesh: the mesh.
         axes: the mesh axes of the ranks. Each index of the other axes is one group.
-        values: one value per device, in the order of `mesh.devices.flat`.
+        ids: one id per device, in the order of `mesh.devices.flat`.
     """
-    table = np.asarray(values, np.int64).reshape(mesh.axis_sizes)
+    table = np.asarray(ids, np.int64).reshape(mesh.axis_sizes)
     places = [mesh.axis_names.index(axis) for axis in axes]
     # Moves the axes of the ranks to the end, so that each row is a group in rank order.
     moved = np.moveaxis(table, places, range(-len(axes), 0))
-    return moved.reshape(-1, math.prod(moved.shape[-len(axes) :]))
+    num_ranks = math.prod(moved.shape[-len(axes) :])
+    return tuple(map(tuple, moved.reshape(-1, num_ranks).tolist()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,32 +214,26 @@ def connections() -> tuple[Connection, ...]:
     return tuple(_CONNECTIONS.values())
 
 
-def reason(platform: str, groups: np.ndarray, processes: np.ndarray) -> str | None:
+def reason(device_groups: DeviceGroups) -> str | None:
     """Returns why calls over these groups must run as plain JAX; None if they need not.
 
     Every process gets the same answer: all processes lower the same program, so they
     must all fall back or none.
-
-    Args:
-        platform: platform of the devices.
-        groups: global device ids, `[groups, P]`.
-        processes: the process index of each device, `[groups, P]`.
     """
-    for group, owners in zip(groups.tolist(), processes.tolist(), strict=True):
-        connection = _CONNECTIONS.get((platform, tuple(group)))
-        if connection is None:
-            if len(set(owners)) == 1:
-                continue
+    connected = _connected(device_groups)
+    for group in device_groups.groups:
+        if group in connected and connected[group].reason is not None:
+            return connected[group].reason
+        if group not in connected and device_groups.spans_processes(group):
+            owners = sorted(set(device_groups.processes_of(group)))
             return (
-                f"its ranks are in processes {sorted(set(owners))}, {UNCONNECTED}; "
+                f"its ranks are in processes {owners}, {UNCONNECTED}; "
                 "call ub.initialize_ub(mesh=..., axis_name=...) on all of them first"
             )
-        if connection.reason is not None:
-            return connection.reason
     return None
 
 
-def generation(platform: str, groups: np.ndarray) -> int:
+def generation(device_groups: DeviceGroups) -> int:
     """Returns which `initialize_ub` call connected these groups (1, 2, ...), or 0.
 
     Each `initialize_ub` that connects groups counts as one. It is 0 if none did, and
@@ -248,8 +243,8 @@ def generation(platform: str, groups: np.ndarray) -> int:
     calls by XLA's launch numbers, which may differ between processes after a failure,
     so a communicator rejects programs of an earlier generation.
     """
-    found = (_CONNECTIONS.get((platform, tuple(group))) for group in groups.tolist())
-    return max((one.generation for one in found if one is not None), default=0)
+    found = _connected(device_groups).values()
+    return max((one.generation for one in found), default=0)
 
 
 def check_shared(device_groups: DeviceGroups) -> None:

@@ -228,12 +228,11 @@ def make_initialized_axis(
                 is_configured=name in entries,
             )
     devices = list(mesh.devices.flat)
-    table = rank_groups(mesh, axes, [device.id for device in devices])
     splits = (overlap.config.num_splits for overlap in found.values())
     num_chunks = tp_size * max(DEFAULT_SPLITS, *splits)
     device_groups = DeviceGroups.of(
         devices,
-        tuple(map(tuple, table.tolist())),
+        rank_groups(mesh, axes, [device.id for device in devices]),
         axes,
         # If the rows do not divide by the ranks and splits, every slot has the size of
         # the largest chunk, which needs at most one more row for each chunk.
