@@ -81,10 +81,8 @@ def has_pairs(num_ranks: int) -> bool:
 DEFAULT_SPLITS = 4
 
 # The numbers of methods in FFI attributes, which must equal `Method` in
-# csrc/schedule/schedule.h. The engine has no "auto". It becomes "direct" on CPUs and
-# `auto_on_gpus` on GPUs.
+# csrc/schedule/schedule.h. The engine has neither "auto" nor "xla".
 _CODES = {
-    Method.AUTO: 0,
     Method.DIRECT: 0,
     Method.RING_EXCHANGE: 1,
     Method.PIPELINE: 2,

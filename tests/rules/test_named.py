@@ -17,8 +17,7 @@ from jax_ub._src.runtime import registry, settings
 
 COLUMN = (P("tp"), P(None, "tp"))
 ROW = (P(None, "tp"), P("tp"))
-CODES = {method.code: method.value for method in Method if method is not Method.XLA}
-CODES[0] = "direct"
+CODES = {m.code: m.value for m in Method if m not in (Method.AUTO, Method.XLA)}
 
 
 def initialize(**cfgs):

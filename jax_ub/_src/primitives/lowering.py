@@ -63,10 +63,11 @@ def _lower_on_cpu(ctx, *operands, call):
         return _lower_to_reference(ctx, operands, call, reason)
     if call.num_ranks > 1:
         _warn_of_few_threads(ranks)
-    is_automatic = call.method is Method.AUTO
-    lowering_log.record(ctx, call, Method.DIRECT if is_automatic else call.method)
+    method = Method.DIRECT if call.method is Method.AUTO else call.method
+    lowering_log.record(ctx, call, method)
     cpu_engine.register_targets()
-    attributes = _attributes(ctx, call, ranks)
+    variant = call.choice.kernel_options.variant
+    attributes = _attributes(ctx, call, ranks, method, variant)
     channel = attributes["channel"]
     if channel:
         cpu_engine.load().begin_program(channel)
@@ -135,9 +136,8 @@ def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
         if reason is not None:
             return _lower_to_reference(ctx, operands, call, reason)
     method = _cuda_method(call)
+    variant = cuda_variant(call, operand_avals)
     numbers = {
-        "method": method.code,
-        "variant": cuda_variant(call, operand_avals).code,
         **call.choice.kernel_options.attributes(),
         "allow_tf32": settings.allow_tf32(),
     }
@@ -148,7 +148,7 @@ def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
         ctx, operands = _with_converted_kernels(ctx, operands, call)
         if transposes:
             ctx, operands, call = _with_transposed_kernels(ctx, operands, call)
-    attributes = _attributes(ctx, call, ranks)
+    attributes = _attributes(ctx, call, ranks, method, variant)
     attributes |= {name: np.int64(number) for name, number in numbers.items()}
     avals = ctx.avals_in, ctx.avals_out
     arrays = ([(str(a.dtype), tuple(a.shape)) for a in each] for each in avals)
@@ -258,16 +258,16 @@ def _tell_scheduler(operation, seconds):
     )
 
 
-def _attributes(ctx, call: Call, ranks: Ranks) -> dict[str, Any]:
+def _attributes(ctx, call: Call, ranks: Ranks, method: Method, variant: Variant):
     options = {
         name: (np.float32 if isinstance(value, float) else np.int64)(value)
         for name, value in call.options().items()
     }
     return {
-        "method": np.int64(call.method.code),
+        "method": np.int64(method.code),
         "num_ranks": np.int64(call.num_ranks),
         "num_splits": np.int64(call.choice.num_splits),
-        "variant": np.int64(call.choice.kernel_options.variant.code),
+        "variant": np.int64(variant.code),
         "ranks": ranks.table,
         "label": call.label,
         **options,
