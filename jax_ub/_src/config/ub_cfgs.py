@@ -42,18 +42,36 @@ from jax_ub._src.parallel import (
 _AG, _RS = CommOverlapType.AG, CommOverlapType.RS
 
 _LAYERS = {"qkv": COLUMN, "fc1": COLUMN, "proj": ROW, "fc2": ROW}
+_FUSED = frozenset(Method) - {Method.BULK}
+# By pass and collective (all-gather, reduce-scatter): the default method, if the
+# collective is not "bulk" in Transformer Engine, and the valid methods.
 _METHODS = {
-    COLUMN: {FPROP: Method.RING_EXCHANGE, DGRAD: Method.BULK, WGRAD: Method.BULK},
-    ROW: {FPROP: Method.PIPELINE, DGRAD: Method.RING_EXCHANGE, WGRAD: Method.EXTERNAL},
+    (FPROP, _AG): (Method.RING_EXCHANGE, _FUSED),
+    (FPROP, _RS): (Method.PIPELINE, _FUSED),
+    # "bulk" gathers x during the dgrad GEMM. The other methods gather its operand dy.
+    (DGRAD, _AG): (Method.RING_EXCHANGE, frozenset(Method)),
+    (DGRAD, _RS): (Method.PIPELINE, _FUSED),
+    # The wgrad GEMM reads the peers' shards in place ("direct"), or they are gathered
+    # first ("external").
+    (WGRAD, _AG): (
+        Method.EXTERNAL,
+        frozenset((Method.AUTO, Method.DIRECT, Method.EXTERNAL, Method.XLA)),
+    ),
+    # Only "bulk" reduce-scatters dx during the wgrad GEMM.
+    (WGRAD, _RS): (Method.BULK, frozenset((Method.BULK,))),
 }
+
+
+def _predefined(parallel, direction):
+    default = mode_of(parallel, True).communications(direction)[0]
+    method, _ = _METHODS[direction, default.comm_type]
+    return Method.BULK if default.is_bulk else method, default.comm_type
+
 
 # Maps the predefined names of overlaps, such as "qkv_fprop" (the forward pass of layer
 # "qkv"), to (default method, collective).
 NAMES = {
-    f"{layer}_{direction}": (
-        _METHODS[parallel][direction],
-        mode_of(parallel, True).communications(direction)[0].comm_type,
-    )
+    f"{layer}_{direction}": _predefined(parallel, direction)
     for layer, parallel in _LAYERS.items()
     for direction in PASSES
 }
@@ -86,20 +104,6 @@ def method_defaults(
     }
 
 
-_FUSED = frozenset(Method) - {Method.BULK}
-# The valid methods of a pass, by pass and collective (all-gather, reduce-scatter).
-_POSSIBLE = {
-    (FPROP, _AG): _FUSED,
-    (FPROP, _RS): _FUSED,
-    # "bulk" gathers x during the dgrad GEMM. The other methods gather its operand dy.
-    (DGRAD, _AG): _FUSED | {Method.BULK},
-    (DGRAD, _RS): _FUSED,
-    # The wgrad GEMM reads the peers' shards in place ("direct"), or they are gathered
-    # first ("external").
-    (WGRAD, _AG): frozenset((Method.AUTO, Method.DIRECT, Method.EXTERNAL, Method.XLA)),
-    # Only "bulk" reduce-scatters dx during the wgrad GEMM.
-    (WGRAD, _RS): frozenset((Method.BULK,)),
-}
 # Methods of GEMM + reduce-scatter that can send partial sums as FP8.
 _FP8_SUMS = (Method.PIPELINE, Method.RING_EXCHANGE, Method.AUTO, Method.XLA)
 # Settings that only some overlaps read: {name: (methods, collective)}. The collective
@@ -232,7 +236,7 @@ def _method_and_type(
     """Returns the method and the collective of an overlap with these settings."""
     if name not in NAMES:
         comm_type = entry["comm_type"]
-        default = _free_method(split_name(name)[1], comm_type)
+        default, _ = _METHODS[split_name(name)[1], comm_type]
         return Method(entry.get("method", default)), comm_type
     default, comm_type = NAMES[name]
     method = Method(entry.get("method", default))
@@ -250,19 +254,13 @@ def _check_method(name, method, comm_type, entry):
             "and is_reduce_scatter out."
         )
     direction = split_name(name)[1]
-    possible = _POSSIBLE[direction, comm_type]
+    _, possible = _METHODS[direction, comm_type]
     if method not in possible:
         known = ", ".join(f'"{one.value}"' for one in Method if one in possible)
         raise ConfigurationError(
             f"ub_cfgs[{shown(name)}]: a {direction} with {comm_type.value} cannot use "
             f'method "{method.value}". Use one of {known}.'
         )
-
-
-def _free_method(direction, comm_type):
-    if direction == WGRAD:
-        return Method.BULK if comm_type is _RS else Method.EXTERNAL
-    return Method.RING_EXCHANGE if comm_type is _AG else Method.PIPELINE
 
 
 def _check_keys(name, method, comm_type, entry, defaults):
