@@ -37,17 +37,18 @@ def format_table(
         has_rule: whether a line of dashes follows the titles.
         is_markdown: whether to write a Markdown table, which always has the rule.
     """
-    lines = [header] if header else []
-    texts = [*lines, *([str(cell) for cell in row] for row in rows)]
+    titles = [header] if header else []
+    texts = [*titles, *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    rules = []
-    if header and (has_rule or is_markdown):
-        rules = [format_rule(widths, is_markdown=is_markdown)]
-    table = [
+    lines = [
         format_row(cells, widths, right=right, is_markdown=is_markdown)
         for cells in texts
     ]
-    return [*table[: len(lines)], *rules, *table[len(lines) :]]
+    if header and is_markdown:
+        lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
+    elif header and has_rule:
+        lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines
 
 
 def format_row(
@@ -68,13 +69,6 @@ def format_row(
         for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ]
     return f"| {' | '.join(padded)} |" if is_markdown else "  ".join(padded).rstrip()
-
-
-def format_rule(widths: Sequence[int], *, is_markdown: bool = False) -> str:
-    """Returns a line of dashes with the widths of the columns, to follow the titles."""
-    if is_markdown:
-        return f"|{'|'.join('-' * (width + 2) for width in widths)}|"
-    return "  ".join("-" * width for width in widths)
 
 
 def format_bytes(num_bytes: int) -> str:
