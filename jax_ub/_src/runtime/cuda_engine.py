@@ -214,12 +214,9 @@ def workspace_bytes(
 
     XLA allocates the scratch memory as the call's last result.
     """
-    plain = {name: _plain(value) for name, value in attributes.items()}
+    plain = {
+        name: value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+        for name, value in attributes.items()
+    }
     op = target.removeprefix("jax_ub$")
     return load().workspace_bytes(op, plain, list(operands), list(results))
-
-
-def _plain(value):
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    return value.item() if isinstance(value, np.generic) else value
