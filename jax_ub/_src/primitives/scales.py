@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_ub._src import dtypes
 from jax_ub._src.primitives import vma
@@ -86,24 +85,15 @@ def packed(x: Operand) -> tuple[jax.Array, int]:
     if not isinstance(x, ScaledArray) or x.scales.ndim == 0:
         return values_of(x), 0
     scales = vma.pcast_varying(x.scales, vma.axes_of(x.values))
-    values, scales = (
-        lax.bitcast_convert_type(part, jnp.uint8).reshape(*x.shape[:-1], -1)
-        for part in (x.values, scales)
-    )
+    values, scales = (jnp.asarray(part).view(jnp.uint8) for part in (x.values, scales))
     rows = jnp.concatenate([values, scales], -1)
-    return lax.bitcast_convert_type(rows, x.dtype), scales.shape[-1]
+    return rows.view(x.dtype), scales.shape[-1]
 
 
 def unpacked(x: Operand, gathered: jax.Array) -> Operand:
     """Splits the all-gathered result of `packed(x)` into FP8 values and scales."""
     if not isinstance(x, ScaledArray) or x.scales.ndim == 0:
         return gathered_like(x, gathered)
-    rows = lax.bitcast_convert_type(gathered, jnp.uint8)
+    rows = gathered.view(jnp.uint8)
     values, scales = rows[..., : x.shape[-1]], rows[..., x.shape[-1] :]
-    size = x.scales.dtype.itemsize
-    if size > 1:
-        scales = scales.reshape(*scales.shape[:-1], -1, size)
-    return ScaledArray(
-        lax.bitcast_convert_type(values, x.dtype),
-        lax.bitcast_convert_type(scales, x.scales.dtype),
-    )
+    return ScaledArray(values.view(x.dtype), scales.view(x.scales.dtype))
