@@ -119,12 +119,9 @@ def running_ffi_api() -> tuple[int, int]:
     It is read from the header that jaxlib installs.
     """
     header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
-    text = header.read_text()
-    return _defined(text, "XLA_FFI_API_MAJOR"), _defined(text, "XLA_FFI_API_MINOR")
-
-
-def _defined(text, name):
-    return int(re.findall(rf"#define {name} (\d+)", text)[0])
+    pattern = r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)"
+    major, minor = re.findall(pattern, header.read_text())
+    return int(major), int(minor)
 
 
 def devices_of(backend: str) -> list[jax.Device]:
