@@ -34,7 +34,13 @@ class TransportSetup:
 
     def endpoint_info(self, endpoint: Any) -> dict[str, Any]:
         """Returns the address of an endpoint, as JSON values for the peers."""
-        return {}
+        if endpoint is None:
+            return {}
+        return {
+            "address": endpoint.address,
+            "token": endpoint.token,
+            "host": hosts.identity(),
+        }
 
     def why_not(self, group: Group, infos: EndpointInfos) -> str | None:
         """Returns why the ranks of a group cannot share memory, or None if they can.
@@ -80,13 +86,6 @@ class CpuTransportSetup(TransportSetup):
 
     def open_endpoint(self, group):
         return cpu_engine.load().endpoint()
-
-    def endpoint_info(self, endpoint):
-        return {
-            "address": endpoint.address,
-            "token": endpoint.token,
-            "host": hosts.identity(),
-        }
 
     def why_not(self, group, infos):
         """Returns why the group cannot share memory, or None if it can.
@@ -136,12 +135,7 @@ class CudaTransportSetup(TransportSetup):
         """Returns the endpoint's address, secret token and memory sharing modes."""
         if isinstance(endpoint, str):
             return {"why_not": endpoint}
-        return {
-            "address": endpoint.address,
-            "token": endpoint.token,
-            "host": hosts.identity(),
-            "offer": endpoint.offer,
-        }
+        return {**super().endpoint_info(endpoint), "offer": endpoint.offer}
 
     def why_not(self, group, infos):
         """Returns why the group's GPUs cannot share memory, or None if they can."""
