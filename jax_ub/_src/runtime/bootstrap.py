@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,6 +28,7 @@ from jax_ub._src.errors import (
     shown,
 )
 from jax_ub._src.runtime import hosts
+from jax_ub._src.runtime.communicators import DeviceGroups
 from jax_ub._src.runtime.process_all_gather import ProcessAllGather
 
 _BACKENDS = ("jax", "mpi")
@@ -87,16 +87,16 @@ def _initialize_by_mpi():
         ) from error
 
 
-def open_rendezvous(
-    process: int, processes: Sequence[int], timeout_s: float
-) -> ProcessAllGather:
-    """Returns an object that all-gathers values over the processes of a mesh."""
+def open_rendezvous(groups: DeviceGroups, timeout_s: float) -> ProcessAllGather:
+    """Returns an object that all-gathers values over the processes of the groups."""
     # The scope, a prefix of the keys, depends only on the processes. So a process that
     # passed another axis_name joins the same rendezvous, which reports the difference.
-    numbers = ",".join(map(str, sorted(processes))).encode()
+    processes = groups.processes
+    numbers = ",".join(map(str, processes)).encode()
     scope = f"initialize_ub-{hashlib.sha256(numbers).hexdigest()[:16]}"
     lost = Presence().lost
-    return ProcessAllGather(JaxStore(scope), process, processes, timeout_s, lost)
+    store = JaxStore(scope)
+    return ProcessAllGather(store, groups.process, processes, timeout_s, lost)
 
 
 class JaxStore:

@@ -261,9 +261,7 @@ class _Attempt:
         groups = self._groups
         assert groups is not None
         if len(groups.processes) > 1:
-            self._all_gather = open_rendezvous(
-                groups.process, groups.processes, self._timeout_s
-            )
+            self._all_gather = open_rendezvous(groups, self._timeout_s)
             connection_attempt.connect(
                 groups, self._all_gather, self._settings, self._error
             )
@@ -286,9 +284,7 @@ class _Attempt:
             return
         if self._all_gather is None:
             with contextlib.suppress(CommunicatorError):
-                self._all_gather = open_rendezvous(
-                    groups.process, groups.processes, NOTIFY_S
-                )
+                self._all_gather = open_rendezvous(groups, NOTIFY_S)
         if self._all_gather is not None:
             with contextlib.suppress(type(error)), self._all_gather:
                 raise error
