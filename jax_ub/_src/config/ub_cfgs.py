@@ -234,11 +234,11 @@ def _method_and_type(
     name: str, entry: Mapping[str, Any]
 ) -> tuple[Method, CommOverlapType]:
     """Returns the method and the collective of an overlap with these settings."""
-    if name not in NAMES:
+    if name in NAMES:
+        default, comm_type = NAMES[name]
+    else:
         comm_type = entry["comm_type"]
         default, _ = _METHODS[split_name(name)[1], comm_type]
-        return Method(entry.get("method", default)), comm_type
-    default, comm_type = NAMES[name]
     method = Method(entry.get("method", default))
     # Without "bulk", the dgrad of a column-parallel layer reduce-scatters dx.
     if default is Method.BULK and method is not Method.BULK:
