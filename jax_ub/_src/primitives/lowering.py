@@ -10,7 +10,6 @@ value, it is only compared with the expected partition id.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -145,9 +144,9 @@ def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
     if call.has_scales:
         transposes = cuda_engine.needs_contiguous_fp8(_gpus(ranks))
         numbers["transposes_fp8"] = transposes
-        ctx, operands = _with_converted_kernels(ctx, operands, call)
-        if transposes:
-            ctx, operands, call = _with_transposed_kernels(ctx, operands, call)
+        ctx, operands, call = _with_converted_kernels(
+            ctx, operands, call, transposes=transposes
+        )
     attributes = _attributes(ctx, call, ranks, method, variant)
     attributes |= {name: np.int64(number) for name, number in numbers.items()}
     avals = ctx.avals_in, ctx.avals_out
@@ -417,44 +416,36 @@ def _why_no_fp8(ctx, call, ranks):
     return None
 
 
-def _with_converted_kernels(ctx, operands, call):
-    """Converts FP8 kernels to scales by which cuBLASLt can multiply.
+def _with_converted_kernels(ctx, operands, call, *, transposes):
+    """Converts FP8 kernels to scales and a layout that cuBLASLt multiplies.
 
-    It does not multiply by scales that change along the contracted axis. The engine
-    would convert the kernels, too, but once for each chunk.
+    It does not multiply by scales that change along the contracted axis. With
+    `transposes`, kernels become [out, in], so that the contracted axis is contiguous.
+    The engine would convert the kernels, too, but once for each chunk.
     """
-    if not call.kernels or not call.has_row_scales:
-        return ctx, operands
+    if not call.kernels:
+        return ctx, operands, call
     operands, avals = list(operands), list(ctx.avals_in)
-    first_scale = len(avals) - call.num_scales
     axis = 1 if call.rhs_transposed else 0
+    transposes = transposes and axis == 0
+
+    def converted(w, scales):
+        if call.has_row_scales and scaled_array.changes_along(scales, w.shape, axis):
+            w, scales = scaled_array.converted(w, scales, axis)
+        return (w.T, scales.T) if transposes else (w, scales)
+
+    rule = mlir.lower_fun(converted, multiple_results=True)
     for i in call.kernels:
-        both = [i, first_scale + i]
-        w, scales = before = [avals[j] for j in both]
-        if not scaled_array.changes_along(scales, w.shape, axis):
-            continue
-        convert = functools.partial(scaled_array.converted, axis=axis)
-        shapes = jax.eval_shape(convert, *before)
+        both = i, len(avals) - call.num_scales + i
+        before = [avals[j] for j in both]
+        shapes = jax.eval_shape(converted, *before)
         after = [jax.core.ShapedArray(each.shape, each.dtype) for each in shapes]
-        rule = mlir.lower_fun(convert, multiple_results=True)
         context = ctx.replace(avals_in=before, avals_out=after)
         results = rule(context, *(operands[j] for j in both))
         for j, aval, result in zip(both, after, results, strict=True):
             avals[j], operands[j] = aval, result
-    return ctx.replace(avals_in=avals), operands
-
-
-def _with_transposed_kernels(ctx, operands, call):
-    """Transposes kernels to [out, in], to make the contracted axis contiguous."""
-    if not call.kernels or call.rhs_transposed:
-        return ctx, operands, call
-    operands, avals = list(operands), list(ctx.avals_in)
-    first_scale = len(avals) - call.num_scales
-    scales = [first_scale + i for i in call.kernels] if call.has_row_scales else []
-    for i in (*call.kernels, *scales):
-        operands[i] = hlo.transpose(operands[i], mlir.dense_int_array([1, 0]))
-        avals[i] = jax.core.ShapedArray(avals[i].shape[::-1], avals[i].dtype)
-    call = dataclasses.replace(call, rhs_transposed=True)
+    if transposes:
+        call = dataclasses.replace(call, rhs_transposed=True)
     return ctx.replace(avals_in=avals), operands, call
 
 
