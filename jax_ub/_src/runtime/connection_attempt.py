@@ -223,23 +223,19 @@ class ConnectionAttempt:
             for process in (set(processes) if spans_processes else ())
         }
         reason = self._setup.why_not(group, infos)
-        made = Connection(
-            group,
-            groups.platform,
-            processes,
-            reason,
-            generation=self.generation,
-            client=groups.client,
-        )
-        if reason is not None or not groups.has_local_rank(group):
-            return made
-        try:
+        communicator = None
+        if reason is None and groups.has_local_rank(group):
             endpoint = self._endpoints.pop(group) if spans_processes else None
-            communicator = self._setup.connect(group, endpoint, infos, self.generation)
-        except NotImplementedError as error:
-            return dataclasses.replace(made, reason=str(error))
-        return dataclasses.replace(
-            made, communicator=communicator, call_bytes=groups.call_bytes
+            options = group, endpoint, infos, self.generation
+            try:
+                communicator = self._setup.connect(*options)
+            except NotImplementedError as error:
+                reason = str(error)
+        return Connection(
+            *(group, groups.platform, processes, reason, communicator),
+            generation=self.generation,
+            call_bytes=groups.call_bytes,
+            client=groups.client,
         )
 
     def _close_where_a_process_failed(self, outcomes: Values):
