@@ -175,8 +175,6 @@ class ProcessAllGather:
             CommunicatorError: if another process failed.
         """
         self._rounds.append(value)
-        if not self._others:
-            return {self._process: value}
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         if self._process == self._coordinator:
             return self._run_coordinator(value, timeout_s)
