@@ -152,7 +152,7 @@ def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
     avals = ctx.avals_in, ctx.avals_out
     arrays = ([(str(a.dtype), tuple(a.shape)) for a in each] for each in avals)
     try:
-        size_bytes = cuda_engine.workspace_bytes(call.target, attributes, *arrays)
+        size_bytes = cuda_engine.workspace_bytes(call.op, attributes, *arrays)
     except NotImplementedError as error:  # cuBLASLt cannot multiply by these scales
         return _lower_to_reference(given_ctx, given_operands, given_call, str(error))
     lowering_log.record(given_ctx, given_call, method, why_not_pallas=why_not_pallas)

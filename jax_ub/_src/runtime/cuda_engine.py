@@ -205,7 +205,7 @@ def register_targets() -> None:
 
 
 def workspace_bytes(
-    target: str,
+    op: str,
     attributes: Mapping[str, object],
     operands: Sequence[Array],
     results: Sequence[Array],
@@ -218,5 +218,4 @@ def workspace_bytes(
         name: value.tolist() if isinstance(value, np.ndarray | np.generic) else value
         for name, value in attributes.items()
     }
-    op = target.removeprefix("jax_ub$")
     return load().workspace_bytes(op, plain, list(operands), list(results))
