@@ -122,11 +122,10 @@ def _lower_to_cuda_engine(ctx, operands, call, ranks, why_not_pallas):
     from jax_ub._src.prediction import estimate  # only for GPUs: loaded at first use
 
     op, M, K, N = call.global_sizes(operand_avals)
-    num_ranks = call.num_ranks if call.axis_name else 1
     prediction = estimate.estimate_on_gpus(
         op,
         call.choice,
-        (M, K, N, num_ranks),
+        (M, K, N, call.num_ranks),
         operand_avals[0].dtype,
         ranks.devices,
     )
