@@ -60,7 +60,7 @@ def test_tiles_of_the_pallas_kernel_are_written_and_read(tmp_path):
     assert (entry["method"], entry["num_splits"]) == ("pipeline", 4)
     assert tuned_file.read(path) == {HERE: {CASE: (choice, {})}}
     assert tuned_file.choices(path, HERE).find(CASE).pallas == PALLAS_TILES[2]
-    without = tuned_file.TunedTable("", "", {CASE: CHOICE})
+    without = tuned_file.TunedTable("", {CASE: CHOICE})
     assert without.find(CASE).pallas is None
 
 

@@ -183,21 +183,21 @@ def test_local_gemm_may_be_tuned_to_xla(file_of):
     assert_equal(run(x, w), x @ w)
 
 
+@pytest.mark.parametrize(("algorithm", "expected"), [(1, 1), (3, 0)])
 def test_local_gemms_use_the_files_of_axes_only_if_these_are_equal(
-    engine, file_of, monkeypatch
+    engine, file_of, monkeypatch, algorithm, expected
 ):
     case = TunedKey("matmul", 1, M, K, N, "float32")
-    first, third = (
+    choices = [
         MethodChoice(Method.DIRECT, kernel_options=KernelOptions(gemm_algorithm=n))
-        for n in (1, 3)
-    )
-    paths = [file_of({case: choice}) for choice in (first, third)]
+        for n in (1, algorithm)
+    ]
+    paths = [file_of({case: choice}) for choice in choices]
     monkeypatch.delenv("JAX_UB_TUNED")
-    for path, axis_name in zip(paths, ("tp", "dp"), strict=True):
+    for path, axis_name, used in zip(paths, ("tp", "dp"), (1, expected), strict=True):
         mesh = jax.make_mesh((1,), (axis_name,))
         ub.initialize_ub((16, 16), 1, ub_cfgs=path, mesh=mesh, axis_name=axis_name)
-        expected = 1 if axis_name == "tp" else 0
-        assert algorithms(ub.linear, X, W) == [("matmul", expected)]
+        assert algorithms(ub.linear, X, W) == [("matmul", used)]
 
 
 def test_local_gemms_of_both_linears_are_tuned_on_gpus():

@@ -94,7 +94,6 @@ class Environment:
 class TunedTable:
     """The fastest measured method for each op and size, on this kind of device."""
 
-    source: str  # path of the file
     digest: str  # hash of all choices
     by_case: Mapping[TunedKey, MethodChoice] = dataclasses.field(
         compare=False, repr=False
@@ -180,7 +179,7 @@ def choices(path: str | os.PathLike[str], here: Environment) -> TunedTable:
             "tuning for it: python -m jax_ub tune --output FILE"
         )
     by_case = {case: choice for case, (choice, _) in tunings[here].items()}
-    return TunedTable(str(path), _digest(by_case), by_case)
+    return TunedTable(_digest(by_case), by_case)
 
 
 def process_table() -> TunedTable | None:
