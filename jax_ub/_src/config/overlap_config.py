@@ -137,22 +137,20 @@ def _integer_in(values):
     return read
 
 
-def _method(value):
-    if value is None:
-        return Method.AUTO.value
-    if isinstance(value, Method):
-        return value.value
-    if not isinstance(value, str):
-        raise TypeError
-    return Method(str(value)).value
-
-
-def _comm_type(value):
-    if isinstance(value, CommOverlapType):
+def _member(kind, value):
+    if isinstance(value, kind):
         return value
     if not isinstance(value, str):
         raise TypeError
-    return CommOverlapType(value.upper())
+    return kind(str(value))
+
+
+def _method(value):
+    return _member(Method, Method.AUTO if value is None else value).value
+
+
+def _comm_type(value):
+    return _member(CommOverlapType, value.upper() if isinstance(value, str) else value)
 
 
 def _wire_dtype(value):
