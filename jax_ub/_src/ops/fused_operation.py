@@ -193,7 +193,7 @@ def fuse_windows(
     return fused
 
 
-def expand(ops: Sequence[Op]) -> tuple[BasicOperation, ...]:
+def expand(ops: Sequence[Operation]) -> tuple[BasicOperation, ...]:
     """Returns a list's basic operations in order, also those in fused operations."""
     return tuple(basic for op in ops for basic in op.basic_ops)
 
@@ -277,15 +277,16 @@ class FusedPattern(FusedOperation):
     @classmethod
     def fuse(cls, ops: Sequence[Op]) -> list[Op]:
         """Returns `ops` with each match of the pattern replaced by one operation."""
+        return fuse_windows(ops, cls.replacement)
 
-        def match(rest):
-            found = cls.match_prefix(rest)
-            if found is None or cls.mismatch(**found):
-                return None
-            has_needed = all(found[name] is not None for name in cls._needed)
-            return cls(tuple(_present(found))) if has_needed else None
-
-        return fuse_windows(ops, match)
+    @classmethod
+    def replacement(cls, ops: Sequence[Op]) -> "FusedPattern | None":
+        """Returns the operation that replaces the first ones of `ops`, or None."""
+        found = cls.match_prefix(ops)
+        if found is None or cls.mismatch(**found):
+            return None
+        has_needed = all(found[name] is not None for name in cls._needed)
+        return cls(tuple(_present(found))) if has_needed else None
 
     @classmethod
     def _parts(cls):

@@ -42,23 +42,21 @@ from jax_ub._src.runtime import registry
 
 # The fusions run in Transformer Engine's order. An operation that one fusion has fused
 # is no longer available to later fusions.
-FORWARD = (
-    UserbuffersForwardLinear,
-    ForwardLinearBiasAdd,
-    ForwardLinearBiasActivation,
-    ForwardLinearScaleAdd,
-)
-BACKWARD = (
-    UserbuffersBackwardLinear,
-    BackwardLinearAdd,
-    BackwardLinearScale,
-    BackwardActivationBias,
-    BackwardAddRMSNorm,
-)
 _FUSIONS: dict[str, list[Fusion]] = {
     "joint": [],
-    "forward": [kind.fuse_forward_ops for kind in FORWARD],
-    "backward": [kind.fuse_backward_ops for kind in BACKWARD],
+    "forward": [
+        UserbuffersForwardLinear.fuse_forward_ops,
+        ForwardLinearBiasAdd.fuse_forward_ops,
+        ForwardLinearBiasActivation.fuse_forward_ops,
+        ForwardLinearScaleAdd.fuse_forward_ops,
+    ],
+    "backward": [
+        UserbuffersBackwardLinear.fuse_backward_ops,
+        BackwardLinearAdd.fuse_backward_ops,
+        BackwardLinearScale.fuse_backward_ops,
+        BackwardActivationBias.fuse_backward_ops,
+        BackwardAddRMSNorm.fuse_backward_ops,
+    ],
 }
 
 
@@ -125,11 +123,7 @@ def unregister_fusion(fusion: Fusion) -> None:
 
 
 def fusions(name: str) -> tuple[Fusion, ...]:
-    """Returns the registered fusions for "forward", "backward" or "joint" (both).
-
-    They were registered by users or by this module, and run in this order. Joint
-    fusions change the operations of both directions in the same way.
-    """
+    """Returns the registered fusions of "forward", "backward" or "joint", in order."""
     return tuple(_FUSIONS[name])
 
 
@@ -157,14 +151,18 @@ def without_fusions() -> Iterator[None]:
 
 
 def _register(name, fusion, prepend):
-    if not callable(fusion):
-        raise FusionError(
-            f"register_{name}_fusion: fusion = {shown(fusion)} is not callable. Pass a "
-            "function that takes and returns a list of operations."
-        )
+    _check_fusion(f"register_{name}_fusion", "fusion", fusion)
     checks.check_flag(f"register_{name}_fusion", "prepend", prepend)
     if fusion not in _FUSIONS[name]:
         _FUSIONS[name].insert(0 if prepend else len(_FUSIONS[name]), fusion)
+
+
+_check_fusion = checks.option_check(
+    callable,
+    "callable",
+    "Pass a function that takes and returns a list of operations.",
+    FusionError,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,14 +175,19 @@ class ExtraTensorEdges:
     Attributes:
         inputs: for each operation, the edges that are its extra inputs.
         outputs: for each operation, the edges that are its extra outputs.
-        from_caller: the edges that the caller passes, in argument order.
         to_caller: the edges that are returned to the caller, in order.
     """
 
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
-    from_caller: tuple[int, ...]
     to_caller: tuple[int, ...]
+
+    @property
+    def from_caller(self) -> tuple[int, ...]:
+        """Returns the edges that the caller passes, in argument order."""
+        produced = set(itertools.chain(*self.outputs))
+        read = itertools.chain(*self.inputs)
+        return tuple(edge for edge in read if edge not in produced)
 
 
 def connect_channels(ops: Sequence[BasicOperation]) -> ExtraTensorEdges:
@@ -211,20 +214,14 @@ def connect_channels(ops: Sequence[BasicOperation]) -> ExtraTensorEdges:
                     "channel."
                 )
             producers[channel.name] = (i, edge)
-    inputs: list[tuple[int, ...]] = []
-    from_caller: list[int] = []
-    for i, op in enumerate(ops):
-        row: list[int] = []
-        for name in op.extra_input_channels or (None,) * op.num_extra_inputs:
-            if name is None:
-                from_caller.append(next(numbers))
-                row.append(from_caller[-1])
-            else:
-                row.append(_edge_of(name, ops, i, producers))
-        inputs.append(tuple(row))
-    return ExtraTensorEdges(
-        tuple(inputs), tuple(outputs), tuple(from_caller), tuple(to_caller)
-    )
+    inputs = [
+        tuple(
+            next(numbers) if name is None else _edge_of(name, ops, i, producers)
+            for name in op.extra_input_channels or (None,) * op.num_extra_inputs
+        )
+        for i, op in enumerate(ops)
+    ]
+    return ExtraTensorEdges(tuple(inputs), tuple(outputs), tuple(to_caller))
 
 
 def _edge_of(name, ops, reader, producers) -> int:
@@ -293,11 +290,7 @@ class OperationFuser(arguments.KeywordsChecked):
 
     @property
     def backward_ops(self) -> list[Op]:
-        """Returns the basic and fused operations of the backward pass.
-
-        They are in forward order; the backward pass runs them from the last to the
-        first.
-        """
+        """Returns the operations of the backward pass, fused, in forward order."""
         return self.fused("backward")
 
     def fused(self, direction: str) -> list[Op]:
@@ -331,10 +324,10 @@ class OperationFuser(arguments.KeywordsChecked):
             yield fusion, before, ops
 
     def _unfused(self, direction) -> list[Op]:
-        """Returns the operations before fusion, the input of the first fusion function.
+        """Returns the operations before fusion.
 
-        A fused operation that the caller constructed is replaced by its basic
-        operations, unless it overrides `direction`.
+        A fused operation of the caller that does not override `direction` is replaced
+        by its basic operations.
         """
         ops: list[Op] = []
         for entry in self._entries:
@@ -378,9 +371,8 @@ class OperationFuser(arguments.KeywordsChecked):
             }
             for ops in (self.forward_ops, self.backward_ops)
         )
-        starts = sorted(
-            (set(forward) & set(backward)) - quantized_boundaries(self.basic_ops)
-        )
+        shared = forward.keys() & backward.keys()
+        starts = sorted(shared - quantized_boundaries(self.basic_ops))
         edges, groups = self.extra_edges, []
         for start, end in itertools.pairwise([*starts, len(self.basic_ops)]):
             read_later = itertools.chain(*edges.inputs[end:])
@@ -430,7 +422,8 @@ class OperationFuser(arguments.KeywordsChecked):
         self._check_extra_inputs(extra_inputs)
         for op, own in zip(self.basic_ops, own_params, strict=True):
             op.claim(own)
-        own_params = [{**own, **keys.get(i, {})} for i, own in enumerate(own_params)]
+        for i, own_key in keys.items():
+            own_params[i]["key"] = own_key
         for linear, quantize, role in self._passed_states:
             for name in names_of(role):
                 own_params[quantize][name] = own_params[linear].pop(name)
@@ -454,21 +447,20 @@ class OperationFuser(arguments.KeywordsChecked):
     def _split(self, params) -> list[dict[str, jax.Array]]:
         """Splits `params` into a dict per basic operation; checks the array names."""
         split = [dict(each) for each in split_each("OperationFuser", self.ops, params)]
-        basic_ops = [basic for op in self.ops for basic in op.basic_ops]
-        for i, (op, own) in enumerate(zip(basic_ops, split, strict=True)):
-            names = set(op.specs())
-            if set(own) != names:
+        for i, (op, own) in enumerate(zip(expand(self.ops), split, strict=True)):
+            if set(own) != set(op.specs()):
                 raise ShapeContractError(
                     f"{operation_label(self.basic_ops, i)}: params has {sorted(own)}, "
-                    f"but the operation has the parameters {sorted(names)}. Pass what "
-                    "init(key) returns."
+                    f"but the operation has the parameters {sorted(op.specs())}. Pass "
+                    "what init(key) returns."
                 )
         return split
 
-    def _keys(self, key, deterministic) -> dict[int, dict[str, jax.Array]]:
-        """Returns a PRNG key for each random operation: {its index: {"key": key}}."""
-        drawing = [i for i, op in enumerate(self.basic_ops) if op.takes_key]
-        if drawing and key is None and not deterministic:
+    def _keys(self, key, deterministic) -> dict[int, jax.Array]:
+        """Returns a PRNG key for each operation that draws numbers, by its index."""
+        ops = () if deterministic else self.basic_ops
+        drawing = [i for i, op in enumerate(ops) if op.takes_key]
+        if drawing and key is None:
             raise ShapeContractError(
                 f"{operation_label(self.basic_ops, drawing[0])}: it draws random "
                 "numbers, but key = None. Pass key=jax.random.key(...), a different "
@@ -476,9 +468,7 @@ class OperationFuser(arguments.KeywordsChecked):
             )
         if key is not None:
             checks.check_key("OperationFuser", "key", key)
-        if deterministic:
-            return {}
-        return {i: {"key": jax.random.fold_in(key, i)} for i in drawing}
+        return {i: jax.random.fold_in(key, i) for i in drawing}
 
     def _check_extra_inputs(self, extra_inputs):
         from_caller = self.extra_edges.from_caller

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jax_ub._src.errors import ShapeContractError
 from jax_ub._src.fp8 import state as fp8_state
-from jax_ub._src.ops.fused_operation import Op
+from jax_ub._src.ops.fused_operation import Op, expand
 from jax_ub._src.ops.fuser import OperationFuser
 from jax_ub._src.ops.operation import (
     BasicOperation,
@@ -102,7 +102,7 @@ class Sequential(Operation):
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:
-        return tuple(basic for op in self._ops for basic in op.basic_ops)
+        return expand(self._ops)
 
     @property
     def entries(self) -> tuple[Op, ...]:

@@ -25,7 +25,6 @@ from jax_ub._src.ops.fused_operation import (
     ForwardPattern,
     FusedPattern,
     Op,
-    fuse_windows,
     pattern_field,
 )
 from jax_ub._src.ops.linear import BasicLinear
@@ -132,12 +131,9 @@ class UserbuffersLinear(FusedPattern):
         return {i: reason for i, reason in reasons.items() if reason}
 
     @classmethod
-    def fuse(cls, ops: Sequence[Op]) -> list[Op]:
-        def fused(rest):
-            window, _ = match(rest)
-            return cls(window) if window else None
-
-        return fuse_windows(ops, fused)
+    def replacement(cls, ops: Sequence[Op]) -> "UserbuffersLinear | None":
+        window, _ = match(ops)
+        return cls(window) if window else None
 
 
 def overlapped_call_config(  # noqa: PLR0913, options of a linear
